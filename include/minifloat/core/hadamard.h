@@ -1,0 +1,45 @@
+// The randomised Hadamard transform of n = 16, 32, 64 or 128 points:
+//
+//     y = round_to_bf16( fl32(1/sqrt(n)) * H_n (s .* x) )
+//
+// s: signs, one 16-bit mask repeated every 16 points, bit i set = -1. H_n: Sylvester's, as butterflies
+// in fp32 with strides 1, 2, 4, ..., n/2 in that order, so that every backend rounds alike.
+// The inverse is s .* (H y / sqrt(n)); two operands transformed alike keep their product.
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/core/host_device.h"
+#include "minifloat/core/rounding.h"
+
+namespace minifloat {
+
+inline constexpr std::uint32_t kHadamardSigns =
+    0xD7E8;  // Transformer Engine's mask, read as it reads it
+
+// fl32(1 / sqrt(n)) for n = 16, 32, 64, 128
+MINIFLOAT_HD constexpr float hadamard_norm(int points) {
+  const float even = points == 16 || points == 32 ? 0.25f : 0.125f;  // 1/sqrt(16), 1/sqrt(64)
+  constexpr float kHalfRoot = 0x1.6A09E6p-1f;                        // fl32(1/sqrt(2))
+  return points == 32 || points == 128 ? even * kHalfRoot : even;
+}
+
+MINIFLOAT_HD constexpr float apply_sign(float x, std::uint32_t signs, int i) {
+  return bit_cast<float>(bit_cast<std::uint32_t>(x) ^ (((signs >> (i % 16)) & 1u) << 31));
+}
+
+// In place. v: (Points)
+template <int Points>
+MINIFLOAT_HD constexpr void hadamard(float* v, std::uint32_t signs = kHadamardSigns) {
+  for (int i = 0; i < Points; ++i) v[i] = apply_sign(v[i], signs, i);
+  for (int stride = 1; stride < Points; stride *= 2)
+    for (int i = 0; i < Points; ++i)
+      if (!(i & stride)) {
+        const float a = v[i], b = v[i + stride];
+        v[i] = a + b;
+        v[i + stride] = a - b;
+      }
+  for (int i = 0; i < Points; ++i) v[i] = round_to_bf16(v[i] * hadamard_norm(Points));
+}
+
+}  // namespace minifloat

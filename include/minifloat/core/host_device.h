@@ -1,0 +1,19 @@
+// The one place that knows which compiler reads core/: plain C++ sees inline functions, nvcc sees
+// both sides. Always inlined, so that a loop compiled for a wider vector unit takes the body along.
+#pragma once
+
+#if defined(__CUDACC__)
+#define MINIFLOAT_HD __host__ __device__ __forceinline__
+#else
+#define MINIFLOAT_HD [[gnu::always_inline]] inline
+#endif
+
+namespace minifloat {
+
+template <class To, class From>
+MINIFLOAT_HD constexpr To bit_cast(From from) {
+  static_assert(sizeof(To) == sizeof(From));
+  return __builtin_bit_cast(To, from);
+}
+
+}  // namespace minifloat

@@ -1,0 +1,105 @@
+// float -> low-precision bits, and back. The only definition of rounding in the library.
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/core/format.h"
+#include "minifloat/core/host_device.h"
+
+namespace minifloat {
+
+// A rounding rule is what is added below the cut before the low bits are dropped:
+//
+//     m = F F ... F L | R T T ... T        the cut keeps L and discards `shift` bits
+//
+struct NearestEven {  // carries iff  R T..T > half,  or  R T..T = half and L = 1
+  MINIFLOAT_HD constexpr std::uint32_t below_cut(std::uint32_t m, int shift) const {
+    return (1u << (shift - 1)) - 1u + ((m >> shift) & 1u);
+  }
+};
+struct AwayFromZero {  // carries iff anything at all is discarded
+  MINIFLOAT_HD constexpr std::uint32_t below_cut(std::uint32_t, int shift) const {
+    return (1u << shift) - 1u;
+  }
+};
+// Carries with probability floor(R T..T / 2^shift * 2^16) / 2^16. `bits` holds the element's 16
+// random bits in its upper half (core/philox.h); the lower half is zero, so dust never carries.
+struct Stochastic {
+  std::uint32_t bits;
+  MINIFLOAT_HD constexpr std::uint32_t below_cut(std::uint32_t, int shift) const {
+    return bits >> (32 - shift);
+  }
+};
+
+// The code of x in format F (E4M3, E5M2, E2M1): rounded by the rule, saturating at +-F::kMax,
+// infinities too. NaN gives F::kNanBits, whatever its sign.
+template <class F, class Rounding = NearestEven>
+MINIFLOAT_HD constexpr std::uint32_t encode(float x, Rounding rounding = {}) {
+  const std::uint32_t bits = bit_cast<std::uint32_t>(x);
+  const std::uint32_t magnitude = bits & Float32::kMagnitude;
+
+  // 1. Everything at or past the largest finite value becomes that value, which rounds to itself.
+  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
+  const std::uint32_t clamped = magnitude < kMax ? magnitude : kMax;
+
+  // 2. The binade to round in: the value's own, or the format's lowest if it is subnormal there.
+  const int biased = static_cast<int>(clamped >> Float32::kMantissaBits);
+  const int own = (biased > 0 ? biased : 1) - Float32::kBias;
+  const int exponent = own > F::kMinExponent ? own : F::kMinExponent;
+
+  // 3. Cut the significand at one quantum, 2^(exponent - kMantissaBits). Past 31 discarded places
+  //    only dust is left: it is dropped first, and one sticky bit says whether there was any.
+  const std::uint32_t full =
+      (clamped & Float32::kMantissa) | (biased > 0 ? Float32::kImplicitBit : 0u);
+  const int places = Float32::kMantissaBits - F::kMantissaBits + (exponent - own);
+  const int shift = places < 31 ? places : 31;
+  const int excess = places - shift < 31 ? places - shift : 31;
+  const std::uint32_t kept = full >> excess;
+  const std::uint32_t m = kept | ((kept << excess) != full ? 1u : 0u);
+  const std::uint32_t quanta = (m + rounding.below_cut(m, shift)) >> shift;
+
+  // 4. Pack by addition: the implicit bit supplies exponent code 1, and a carry moves up a binade.
+  const std::uint32_t binade = static_cast<std::uint32_t>(exponent - F::kMinExponent);
+  const std::uint32_t sign = (bits >> 31) * F::kSignBit;
+  const std::uint32_t code = sign | ((binade << F::kMantissaBits) + quanta);
+
+  // 5. NaN has a code of its own.
+  return magnitude > Float32::kExponent ? F::kNanBits : code;
+}
+
+// bf16 shares float's exponent, so one cut at a fixed place does. Overflow goes to infinity, as
+// IEEE 754 has it; NaN becomes the quiet NaN.
+MINIFLOAT_HD constexpr std::uint32_t encode_bf16(float x) {
+  const std::uint32_t bits = bit_cast<std::uint32_t>(x);
+  const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
+  return (bits & Float32::kMagnitude) > Float32::kExponent ? BF16::kNanBits : rounded;
+}
+MINIFLOAT_HD constexpr float decode_bf16(std::uint32_t code) { return bit_cast<float>(code << 16); }
+MINIFLOAT_HD constexpr float round_to_bf16(float x) { return decode_bf16(encode_bf16(x)); }
+
+// The value of a code of E4M3, E5M2 or E2M1. Upper bits of `code` are ignored.
+template <class F>
+MINIFLOAT_HD constexpr float decode(std::uint32_t code) {
+  const std::uint32_t magnitude = code & (F::kSignBit - 1);
+  const std::uint32_t e = magnitude >> F::kMantissaBits;
+  const std::uint32_t m = magnitude & ((1u << F::kMantissaBits) - 1);
+  const std::uint32_t sign = code & F::kSignBit ? 0x8000'0000u : 0u;
+
+  const int exponent = (e ? static_cast<int>(e) : 1) - F::kBias - F::kMantissaBits;
+  const float quantum = bit_cast<float>(static_cast<std::uint32_t>(exponent + Float32::kBias)
+                                        << Float32::kMantissaBits);
+  const float value = static_cast<float>(e ? m + (1u << F::kMantissaBits) : m) * quantum;
+  std::uint32_t bits = bit_cast<std::uint32_t>(value);
+  if constexpr (F::kNanBits > F::kMaxBits)
+    if (magnitude > F::kMaxBits) bits = Float32::kNanBits;
+  if constexpr (requires { F::kInfBits; })
+    if (magnitude == F::kInfBits) bits = Float32::kExponent;
+  return bit_cast<float>(bits | sign);
+}
+
+static_assert(encode<E2M1>(2.5f) == 0x4 && encode<E2M1>(3.5f) == 0x6);  // ties: the even code
+static_assert(encode<E4M3>(1e9f) == 0x7E && encode<E4M3>(-0.0f) == 0x80);
+static_assert(encode<E4M3, AwayFromZero>(1e-30f) == 0x01 && encode<E4M3, AwayFromZero>(0) == 0);
+static_assert(decode<E5M2>(0x7B) == E5M2::kMax && decode<E4M3>(0x01) == 0x1p-9f);
+
+}  // namespace minifloat

@@ -1,0 +1,155 @@
+// Block amax -> scale. One function a rule; each states what zero, infinity, NaN, overflow and
+// underflow do. `amax` is always the bit pattern of max |x| (magnitude_bits): ordered like the values,
+// NaN above infinity, so that an integer max reduces a block and never loses a NaN (fmaxf does).
+//
+// Everywhere: element code = encode(fl32(x * encode factor)), value of a code = code * scale.
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/core/format.h"
+#include "minifloat/core/host_device.h"
+#include "minifloat/core/rounding.h"
+
+namespace minifloat {
+
+MINIFLOAT_HD constexpr std::uint32_t magnitude_bits(float x) {
+  return bit_cast<std::uint32_t>(x) & Float32::kMagnitude;
+}
+MINIFLOAT_HD constexpr bool is_finite(std::uint32_t magnitude) {
+  return magnitude < Float32::kExponent;
+}
+MINIFLOAT_HD constexpr float nan_value() { return bit_cast<float>(Float32::kNanBits); }
+MINIFLOAT_HD constexpr float at_most_float_max(float x) {  // NaN passes
+  return x > Float32::kMax ? Float32::kMax : x;
+}
+
+// The factor that elements are multiplied by before encoding, and the scale that undoes it.
+struct Factors {
+  float encode;
+  float scale;
+};
+
+// Whole tensor, row, 1x128 and 128x128: encode = min(max / amax, FLT_MAX), by IEEE division; rounded
+// down to a power of two where asked, so that nothing saturates; scale = 1 / encode.
+//   zero amax: both 1.   Inf or NaN amax: both NaN.   amax so small that max / amax overflows: FLT_MAX
+//   (2^127 as a power of two), and the scale is subnormal.   No amax is so large that encode is 0.
+template <class F>
+MINIFLOAT_HD constexpr Factors fp8_factors(std::uint32_t amax, bool power_of_two) {
+  const float quotient = F::kMax / bit_cast<float>(amax | (amax == 0u ? 1u : 0u));
+  const float full = at_most_float_max(quotient);
+  const float down = bit_cast<float>(bit_cast<std::uint32_t>(full) & Float32::kExponent);
+  float encode = power_of_two ? down : full;
+  encode = amax == 0 ? 1.0f : encode;
+  encode = is_finite(amax) ? encode : nan_value();
+  return {encode, 1.0f / encode};
+}
+
+// MX (OCP Microscaling v1.0), E8M0 scale 2^(code - 127), as cuBLAS rounds it: up, to the smallest
+// power of two s with amax / s <= max.   Zero block: code 0, 2^-127.   Inf or NaN: the NaN code 0xFF.
+// Underflow: code 0.   No finite amax overflows.
+template <class F>
+MINIFLOAT_HD constexpr std::uint32_t mx_scale_up(std::uint32_t amax) {
+  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
+  constexpr int kEmax = static_cast<int>(kMax >> Float32::kMantissaBits) - Float32::kBias;
+  const int past_max = (amax & Float32::kMantissa) > (kMax & Float32::kMantissa) ? 1 : 0;
+  const int e = static_cast<int>(amax >> Float32::kMantissaBits) - kEmax + past_max;
+  const std::uint32_t code = static_cast<std::uint32_t>(e > 0 ? e : 0);
+  return is_finite(amax) ? code : E8M0::kNanBits;
+}
+
+// MX, the OCP specification's own rule: 2^(floor(log2 amax) - emax). Elements between max and the next
+// power of two saturate. Zero, Inf, NaN and underflow as above.
+template <class F>
+MINIFLOAT_HD constexpr std::uint32_t mx_scale_floor(std::uint32_t amax) {
+  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
+  constexpr int kEmax = static_cast<int>(kMax >> Float32::kMantissaBits) - Float32::kBias;
+  const int e = static_cast<int>(amax >> Float32::kMantissaBits) - kEmax;
+  const std::uint32_t code = static_cast<std::uint32_t>(e > 0 ? e : 0);
+  return is_finite(amax) ? code : E8M0::kNanBits;
+}
+
+// 2^(code - 127), and its reciprocal: exact for every code that has a value; NaN for 0xFF.
+MINIFLOAT_HD constexpr float decode_e8m0(std::uint32_t code) {
+  const std::uint32_t bits = code == 0 ? 0x0040'0000u : code << Float32::kMantissaBits;
+  return bit_cast<float>(code == E8M0::kNanBits ? Float32::kNanBits : bits);
+}
+MINIFLOAT_HD constexpr float e8m0_reciprocal(std::uint32_t code) {
+  const std::uint32_t bits =
+      code == E8M0::kMaxBits ? 0x0040'0000u : (E8M0::kMaxBits - code) << Float32::kMantissaBits;
+  return bit_cast<float>(code == E8M0::kNanBits ? Float32::kNanBits : bits);
+}
+
+// NVFP4: E2M1 elements, an E4M3 scale a block, one fp32 scale a tensor; Transformer Engine's order of
+// operations. How the block scale is rounded to E4M3:
+enum class Nvfp4Rounding {
+  kNearest,     // nearest even: a block's largest element may saturate by up to 6%
+  kUp,          // up: no element saturates
+  kPowerOfTwo,  // up to a power of two; the tensor scale makes the largest one 256
+};
+
+// Tensor level: S = min(6 * 448 / amax, FLT_MAX) multiplies block scales, 1 / S undoes it.
+//   zero amax: both 1.   Inf or NaN: both NaN.   tiny amax: S = FLT_MAX.
+struct Nvfp4Tensor {
+  float encode;        // S
+  float scale;         // fl32(1 / S)
+  float block_encode;  // fl32(S * fl32(1/6)): amax of a block -> its scale before rounding
+};
+MINIFLOAT_HD constexpr Nvfp4Tensor nvfp4_tensor(std::uint32_t amax, Nvfp4Rounding rounding) {
+  const float top = rounding == Nvfp4Rounding::kPowerOfTwo ? E4M3::kMaxPowerOfTwo : E4M3::kMax;
+  float s = at_most_float_max(E2M1::kMax * top / bit_cast<float>(amax | (amax == 0u ? 1u : 0u)));
+  s = amax == 0 ? 1.0f : s;
+  s = is_finite(amax) ? s : nan_value();
+  return {s, 1.0f / s, s * (1.0f / E2M1::kMax)};
+}
+
+// Block level: the E4M3 code of min(amax * block_encode, FLT_MAX).
+//   zero block, or underflow to nearest: 0.   Inf or NaN in the block or in the tensor: the NaN code.
+//   past 448 (a given tensor amax that was too small): 448, or 256 as a power of two.
+MINIFLOAT_HD constexpr std::uint32_t nvfp4_block_scale(std::uint32_t amax, float block_encode,
+                                                       Nvfp4Rounding rounding) {
+  const float v = at_most_float_max(bit_cast<float>(amax) * block_encode);
+  std::uint32_t code = 0;
+  if (rounding == Nvfp4Rounding::kNearest) {
+    code = encode<E4M3>(v);
+  } else if (rounding == Nvfp4Rounding::kUp) {
+    code = encode<E4M3, AwayFromZero>(v);
+  } else {
+    const float capped = v > E4M3::kMaxPowerOfTwo ? E4M3::kMaxPowerOfTwo : v;
+    const std::uint32_t bits = bit_cast<std::uint32_t>(capped);
+    const std::uint32_t next = (bits + Float32::kMantissa) & Float32::kExponent;  // 2^ceil(log2)
+    code = encode<E4M3, AwayFromZero>(bit_cast<float>(capped == capped ? next : bits));
+  }
+  return is_finite(amax) ? code : E4M3::kNanBits;
+}
+
+// Elements of a block whose scale code is s: encode = min(1 / (float(s) * fl32(1 / S)), FLT_MAX);
+// value = fl32(code * s) * fl32(1 / S). A block whose s is 0 gets zero codes (its factor is unused).
+MINIFLOAT_HD constexpr float nvfp4_encode_factor(std::uint32_t s, float tensor_scale) {
+  return at_most_float_max(1.0f / (decode<E4M3>(s) * tensor_scale));
+}
+
+// Delayed scaling: the amax that stands for this step's comes from the steps before it.
+enum class DelayedAmax { kMax, kMostRecent };
+
+// history: (length), the newest first. The largest, or the newest, finite entry that is not zero, times
+// 2^margin. Where there is none (all zero, Inf or NaN), `previous` stays in force.
+MINIFLOAT_HD constexpr float delayed_amax(const float* history, int length, DelayedAmax algorithm,
+                                          int margin, float previous) {
+  std::uint32_t best = 0;
+  for (int i = 0; i < length; ++i) {
+    const std::uint32_t amax = magnitude_bits(history[i]);
+    if (!is_finite(amax) || amax == 0) continue;
+    if (algorithm == DelayedAmax::kMostRecent) {
+      best = amax;
+      break;
+    }
+    best = amax > best ? amax : best;
+  }
+  if (best == 0) return previous;
+  float scaled = bit_cast<float>(best);
+  for (int i = 0; i < margin; ++i) scaled = at_most_float_max(scaled * 2.0f);
+  return scaled;
+}
+
+}  // namespace minifloat

@@ -1,0 +1,77 @@
+// Shard geometry: the flat range [start, end) of a row-major weight (N, K), as ZeRO and FSDP cut it.
+//
+//     K = 8, blocks 2 x 4, range [11, 21):          . . . .|. . . .      rows 1 and 2, so block rows 0..1
+//                                                   . . . x|x x x x      row 1 from column 3
+//                                                   -------+-------
+//                                                   x x x x|x . . .      row 2 up to column 5
+//
+// 4-bit codes lie two a byte, row by row with pitch ceil(K / 2): at an even K that is byte flat / 2.
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/core/block.h"
+#include "minifloat/core/host_device.h"
+
+namespace minifloat {
+
+struct Span {  // [begin, end); empty where begin >= end
+  std::int64_t begin = 0;
+  std::int64_t end = 0;
+  MINIFLOAT_HD constexpr bool empty() const { return begin >= end; }
+  MINIFLOAT_HD constexpr std::int64_t size() const { return empty() ? 0 : end - begin; }
+};
+
+struct FlatShard {
+  std::int64_t cols;  // K
+  Span range;         // flat elements
+
+  // Rows that the range touches.
+  MINIFLOAT_HD constexpr Span rows() const {
+    if (range.empty()) return {};
+    return {range.begin / cols, (range.end - 1) / cols + 1};
+  }
+  // The part of row r that is inside.
+  MINIFLOAT_HD constexpr Span cols_of_row(std::int64_t r) const {
+    const std::int64_t first = r * cols;
+    const std::int64_t begin = range.begin > first ? range.begin - first : 0;
+    const std::int64_t end = range.end - first < cols ? range.end - first : cols;
+    return begin < end ? Span{begin, end} : Span{};
+  }
+  // Block rows touched, for blocks of `block_rows` rows.
+  MINIFLOAT_HD constexpr Span block_rows(std::int64_t block_rows) const {
+    const Span r = rows();
+    if (r.empty()) return {};
+    return {r.begin / block_rows, (r.end - 1) / block_rows + 1};
+  }
+  // Does block (block_row, block_col) of shape (height, width) hold an element of the range?
+  MINIFLOAT_HD constexpr bool touches(std::int64_t block_row, std::int64_t block_col,
+                                      std::int64_t height, std::int64_t width) const {
+    const Span touched = rows();
+    for (std::int64_t r = block_row * height; r < (block_row + 1) * height; ++r) {
+      if (r < touched.begin || r >= touched.end) continue;
+      const Span c = cols_of_row(r);
+      const std::int64_t begin = block_col * width, end = begin + width;
+      if (c.begin < end && begin < c.end) return true;
+    }
+    return false;
+  }
+  // The bytes of row r's packed 4-bit codes that hold an element of the range.
+  MINIFLOAT_HD constexpr Span nibble_bytes_of_row(std::int64_t r) const {
+    const Span c = cols_of_row(r);
+    if (c.empty()) return {};
+    const std::int64_t first = r * ceil_div<std::int64_t>(cols, 2);
+    return {first + c.begin / 2, first + (c.end - 1) / 2 + 1};
+  }
+  // Which nibbles of byte b (of the whole code buffer) are the range's: 0x0F low, 0xF0 high, 0xFF both.
+  MINIFLOAT_HD constexpr std::uint8_t nibble_mask(std::int64_t b) const {
+    const std::int64_t pitch = ceil_div<std::int64_t>(cols, 2);
+    const Span c = cols_of_row(b / pitch);
+    const std::int64_t low = b % pitch * 2, high = low + 1;
+    const bool has_low = c.begin <= low && low < c.end;
+    const bool has_high = c.begin <= high && high < c.end;
+    return static_cast<std::uint8_t>((has_low ? 0x0F : 0) | (has_high ? 0xF0 : 0));
+  }
+};
+
+}  // namespace minifloat

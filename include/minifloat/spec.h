@@ -1,0 +1,81 @@
+// An operand spec: element format + scale rule + block shape + rounding + transform, and its text form.
+//
+//     operand = elements [ "/e5m2" ] [ "/" block ] { "+" flag }      nvfp4/16x16   mxfp8/e5m2+floor   nvfp4+sr+rht
+//
+//     bf16                                     identity
+//     e4m3/tensor  e5m2/tensor                 one fp32 scale; +delayed: from an amax history
+//     e4m3/row                                 fp32 power of two a row; +exact: any fp32
+//     e4m3/1x128   e4m3/128x128                fp32 power of two a block
+//     mxfp8  mxfp8/e5m2  mxfp8/32x32  mxfp4    E8M0 a block, rounded up; +floor: the OCP rule
+//     nvfp4  nvfp4/16x16                       E4M3 a block and fp32 a tensor; +up, +pow2: block scale rounded up
+//     all but bf16                             +sr: stochastic rounding;  +rht, +rht32, +rht64, +rht128
+#pragma once
+
+#include <cstdint>
+#include <string>
+#include <string_view>
+
+#include "minifloat/core/block.h"
+
+namespace minifloat {
+
+enum class Elements : std::uint8_t { kBf16, kE4m3, kE5m2, kE2m1 };
+
+enum class ScaleRule : std::uint8_t {
+  kNone,    // bf16
+  kTensor,  // fp32, one a matrix
+  kRow,     // fp32, one a row
+  kBlock,   // fp32 power of two, one a block
+  kMx,      // E8M0, one a block
+  kNvfp4,   // E4M3, one a block; fp32, one a matrix
+};
+
+// A departure from the rule's own rounding of its scale.
+enum class ScaleRounding : std::uint8_t { kDefault, kExact, kFloor, kUp, kPowerOfTwo };
+
+enum class ScaleType : std::uint8_t { kNone, kFloat32, kE8m0, kE4m3 };
+
+struct Spec {
+  Elements elements = Elements::kBf16;
+  ScaleRule rule = ScaleRule::kNone;
+  int block_rows = 0;  // of kBlock, kMx and kNvfp4
+  int block_cols = 0;
+  ScaleRounding scale_rounding = ScaleRounding::kDefault;
+  bool stochastic = false;
+  bool delayed = false;
+  int transform = 0;  // points of the Hadamard transform; 0: none
+
+  // Throws Error with the position, what was found there and what would have been legal.
+  static Spec parse(std::string_view text);
+  std::string str() const;  // canonical: parse(str()) == *this
+  bool operator==(const Spec&) const = default;
+
+  bool is_bf16() const { return elements == Elements::kBf16; }
+  bool is_fp8() const { return elements == Elements::kE4m3 || elements == Elements::kE5m2; }
+  bool has_tensor_amax() const { return rule == ScaleRule::kTensor || rule == ScaleRule::kNvfp4; }
+  bool has_row_amax() const { return rule == ScaleRule::kRow; }
+  bool has_blocks() const { return block_rows > 0; }
+  ScaleType scale_type() const;
+
+  // Sizes for an operand read as (rows, cols); Int may be symbolic.
+  // The contraction length of a transformed operand grows to whole transforms, and stays so.
+  template <class Int>
+  Int padded_cols(Int cols) const {
+    return transform == 0 ? cols : round_up<Int>(cols, Int(transform));
+  }
+  template <class Int>  // bytes of a row of codes
+  Int code_cols(Int cols) const {
+    const Int padded = padded_cols(cols);
+    return elements == Elements::kE2m1 ? ceil_div<Int>(padded, Int(2)) : padded;
+  }
+  template <class Int>  // of kBlock, kMx and kNvfp4
+  Int scale_rows(Int rows) const {
+    return ceil_div<Int>(rows, Int(block_rows));
+  }
+  template <class Int>
+  Int scale_cols(Int cols) const {
+    return ceil_div<Int>(padded_cols(cols), Int(block_cols));
+  }
+};
+
+}  // namespace minifloat

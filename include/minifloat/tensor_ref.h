@@ -1,0 +1,34 @@
+// What the library is handed: memory that somebody else owns, and where to work.
+#pragma once
+
+#include <cstdint>
+
+namespace minifloat {
+
+enum class Device : std::uint8_t { kCpu, kCuda };
+enum class DType : std::uint8_t { kFloat32, kBFloat16 };
+
+// A batch of row-major matrices: element (e, r, c) lies at data + e * batch_stride + r * row_stride + c,
+// strides in elements, columns adjacent.
+struct TensorRef {
+  const void* data = nullptr;  // (batch, rows, cols)
+  DType dtype = DType::kFloat32;
+  std::int64_t batch = 1;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  std::int64_t batch_stride = 0;
+  std::int64_t row_stride = 0;
+  Device device = Device::kCpu;
+};
+
+// Calls body(context, begin, end) over disjoint ranges that cover [0, count), perhaps at once.
+using ParallelFor = void (*)(std::int64_t count, void (*body)(void*, std::int64_t, std::int64_t),
+                             void* context);
+
+// Where and with what to run; always the last argument.
+struct Execution {
+  ParallelFor parallel_for = nullptr;  // CPU: null takes the library's own threads, one a core
+  void* stream = nullptr;              // CUDA: the cudaStream_t
+};
+
+}  // namespace minifloat

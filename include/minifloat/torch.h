@@ -1,0 +1,68 @@
+// The C++ API for libtorch programs.
+//
+//     #include <minifloat/torch.h>
+//     auto y = minifloat::linear(x, weight, /*bias=*/{}, minifloat::Recipe::parse("mxfp8_nvfp4"));
+//
+//     struct Net : torch::nn::Module {
+//       minifloat::nn::Linear up{nullptr};
+//       Net() { up = register_module("up", minifloat::nn::Linear(256, 1024, Recipe::parse("nvfp4"))); }
+//     };
+#pragma once
+
+#include <torch/nn/module.h>
+#include <torch/nn/pimpl.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+
+#include "minifloat/recipe.h"
+
+namespace minifloat {
+
+// What a recipe may need besides the operands, on x's device.
+struct LinearState {
+  // +sr: int64 (3): seed, forward count, FNV-1a-64 of the module's name. Its value at the forward pass is
+  // kept for the backward pass, so hand over a tensor that nobody writes to afterwards.
+  std::optional<at::Tensor> rng;
+  // +delayed: fp32 (6, 1 + length), one row an operand: fprop x, w; dgrad g, w; wgrad g, x. Column 0 is the
+  // amax in force, column 1 this step's own, written in place; older ones follow.
+  std::optional<at::Tensor> amax_history;
+};
+
+// y = x · Wᵀ + bias under a recipe, differentiable. x: (…, K) and weight: (N, K), fp32 or bf16; bias: (N);
+// y: (…, N) in x's dtype. Throws c10::ValueError on shapes, dtypes or state that do not fit.
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias, const Recipe& recipe,
+                  const LinearState& state = {});
+
+namespace nn {
+
+struct LinearOptions {
+  std::int64_t in_features = 0;
+  std::int64_t out_features = 0;
+  Recipe recipe;
+  bool bias = true;
+  std::string name = "linear";  // its random stream; give each layer its own
+  std::int64_t seed = 0;
+};
+
+// torch::nn::Linear under a recipe; parameters `weight` (N, K) and `bias` (N), initialised as it does. Under a
+// stochastic recipe each forward pass in training mode draws fresh bits, and in evaluation mode repeats the last.
+class LinearImpl : public torch::nn::Module {
+ public:
+  explicit LinearImpl(LinearOptions options);
+  LinearImpl(std::int64_t in_features, std::int64_t out_features, const Recipe& recipe);
+
+  at::Tensor forward(const at::Tensor& x);
+
+  at::Tensor weight, bias;
+
+ private:
+  LinearOptions options_;
+  std::int64_t forwards_ = 0;
+};
+TORCH_MODULE(Linear);
+
+}  // namespace nn
+}  // namespace minifloat

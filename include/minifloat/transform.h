@@ -1,0 +1,43 @@
+// Transforms of values, of scale layouts and of packed codes.
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/core/hadamard.h"
+#include "minifloat/tensor_ref.h"
+
+namespace minifloat {
+
+// The randomised Hadamard transform (core/hadamard.h) of x along its columns, or of xᵀ along x's rows.
+// points: 16, 32, 64 or 128. out: bf16 (batch, rows as read, round_up(cols as read, points)).
+void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
+              std::uint16_t* out, const Execution& execution = {});
+
+// How a scale matrix is cut before it is laid out (core/swizzle.h).
+enum class Groups { kNone, kAlongM, kAlongK };
+
+// (batch, rows, cols) one-byte scales. offsets: (groups) int32, each group's end among rows (kAlongM) or
+// columns (kAlongK), in the tensors' device memory; empty groups are legal.
+struct ScaleMatrix {
+  std::int64_t batch = 1;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  Groups kind = Groups::kNone;
+  const std::int32_t* offsets = nullptr;
+  std::int64_t groups = 0;
+
+  std::int64_t swizzled_bytes() const;  // of one matrix
+};
+
+// scale (batch, rows, cols) -> out (batch, swizzled_bytes), zero padded; and back.
+void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
+                    const Execution& execution = {});
+void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
+                      const Execution& execution = {});
+
+// Packed 4-bit codes (batch, rows, ceil(cols / 2)) -> (batch, cols, ceil(rows / 2)), as packed codes of the
+// transpose; the last nibble of an odd row is zero.
+void transpose_nibbles(const std::uint8_t* codes, std::int64_t batch, std::int64_t rows,
+                       std::int64_t cols, std::uint8_t* out, const Execution& execution = {});
+
+}  // namespace minifloat

@@ -1,0 +1,58 @@
+// A piece of a longer text that remembers where it stands, so that an error can point at the whole.
+#pragma once
+
+#include <string_view>
+#include <vector>
+
+#include "minifloat/error.h"
+
+namespace minifloat {
+
+struct Slice {
+  std::string_view whole;
+  std::size_t begin = 0;
+  std::size_t end = 0;
+
+  explicit Slice(std::string_view text) : whole(text), end(text.size()) {}
+  Slice(std::string_view text, std::size_t b, std::size_t e) : whole(text), begin(b), end(e) {}
+
+  std::string_view text() const { return whole.substr(begin, end - begin); }
+  bool empty() const { return begin == end; }
+
+  Slice trimmed() const {
+    Slice s = *this;
+    while (s.begin < s.end && whole[s.begin] == ' ') ++s.begin;
+    while (s.end > s.begin && whole[s.end - 1] == ' ') --s.end;
+    return s;
+  }
+  // Cut at the first `separator`; the second piece is empty, at the end, where there is none.
+  std::pair<Slice, Slice> cut(std::string_view separator) const {
+    const std::size_t at = text().find(separator);
+    if (at == std::string_view::npos) return {*this, {whole, end, end}};
+    return {{whole, begin, begin + at}, {whole, begin + at + separator.size(), end}};
+  }
+  std::vector<Slice> split(std::string_view separator) const {
+    std::vector<Slice> pieces;
+    Slice rest = *this;
+    while (rest.text().find(separator) != std::string_view::npos) {
+      auto [piece, tail] = rest.cut(separator);
+      pieces.push_back(piece);
+      rest = tail;
+    }
+    pieces.push_back(rest);
+    return pieces;
+  }
+  template <class... Parts>
+  [[noreturn]] void fail(const Parts&... parts) const {
+    minifloat::fail("'", whole, "', position ", begin, ": ", parts...);
+  }
+};
+
+struct Spec;
+struct Product;
+struct Recipe;
+Spec parse_spec(const Slice& slice);
+Product parse_product(const Slice& slice);
+Recipe parse_recipe(const Slice& slice);
+
+}  // namespace minifloat

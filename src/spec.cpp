@@ -1,0 +1,147 @@
+#include "minifloat/spec.h"
+
+#include <array>
+#include <string>
+#include <utility>
+
+#include "slice.h"
+
+namespace minifloat {
+namespace {
+
+// What may stand before the flags. The first name of a spec is its canonical one.
+struct Base {
+  std::string_view name;
+  Elements elements;
+  ScaleRule rule;
+  int block_rows, block_cols;
+};
+constexpr std::array kBases = {
+    Base{"bf16", Elements::kBf16, ScaleRule::kNone, 0, 0},
+    Base{"e4m3/tensor", Elements::kE4m3, ScaleRule::kTensor, 0, 0},
+    Base{"e5m2/tensor", Elements::kE5m2, ScaleRule::kTensor, 0, 0},
+    Base{"e4m3/row", Elements::kE4m3, ScaleRule::kRow, 0, 0},
+    Base{"e4m3/1x128", Elements::kE4m3, ScaleRule::kBlock, 1, 128},
+    Base{"e4m3/128x128", Elements::kE4m3, ScaleRule::kBlock, 128, 128},
+    Base{"mxfp8", Elements::kE4m3, ScaleRule::kMx, 1, 32},
+    Base{"mxfp8/e5m2", Elements::kE5m2, ScaleRule::kMx, 1, 32},
+    Base{"mxfp8/32x32", Elements::kE4m3, ScaleRule::kMx, 32, 32},
+    Base{"mxfp4", Elements::kE2m1, ScaleRule::kMx, 1, 32},
+    Base{"nvfp4", Elements::kE2m1, ScaleRule::kNvfp4, 1, 16},
+    Base{"nvfp4/16x16", Elements::kE2m1, ScaleRule::kNvfp4, 16, 16},
+    Base{"mxfp8/1x32", Elements::kE4m3, ScaleRule::kMx, 1, 32},
+    Base{"mxfp4/1x32", Elements::kE2m1, ScaleRule::kMx, 1, 32},
+    Base{"nvfp4/1x16", Elements::kE2m1, ScaleRule::kNvfp4, 1, 16},
+};
+
+std::string base_names() {
+  std::string names;
+  for (const Base& base : kBases) names += (names.empty() ? "" : ", ") + std::string(base.name);
+  return names;
+}
+
+// Rounding of the scale, by flag, and the rule that it belongs to.
+struct RoundingFlag {
+  std::string_view name;
+  ScaleRounding rounding;
+  ScaleRule rule;
+  std::string_view reason;
+};
+constexpr std::array kRoundingFlags = {
+    RoundingFlag{"exact", ScaleRounding::kExact, ScaleRule::kRow, "'/row' scales"},
+    RoundingFlag{"floor", ScaleRounding::kFloor, ScaleRule::kMx, "mxfp8 and mxfp4 scales"},
+    RoundingFlag{"up", ScaleRounding::kUp, ScaleRule::kNvfp4, "nvfp4 block scales"},
+    RoundingFlag{"pow2", ScaleRounding::kPowerOfTwo, ScaleRule::kNvfp4, "nvfp4 block scales"},
+};
+
+constexpr std::array<std::pair<std::string_view, int>, 4> kTransforms = {
+    {{"rht", 16}, {"rht32", 32}, {"rht64", 64}, {"rht128", 128}}};
+
+void set_rounding(Spec& spec, const RoundingFlag& flag, const Slice& at) {
+  if (spec.rule != flag.rule) at.fail("'+", flag.name, "' rounds ", flag.reason, " only");
+  if (spec.scale_rounding != ScaleRounding::kDefault)
+    at.fail("the scale's rounding is given twice; expected one of +exact, +floor, +up, +pow2");
+  spec.scale_rounding = flag.rounding;
+}
+
+void set_flag(Spec& spec, const Slice& at) {
+  const std::string_view name = at.text();
+  if (spec.is_bf16()) at.fail("bf16 is the identity and takes no flag, found '+", name, "'");
+  if (name == "sr") {
+    if (spec.stochastic) at.fail("'+sr' is given twice");
+    spec.stochastic = true;
+    return;
+  }
+  if (name == "delayed") {
+    if (spec.delayed) at.fail("'+delayed' is given twice");
+    if (spec.rule != ScaleRule::kTensor)
+      at.fail("'+delayed' needs tensor scaling, e4m3/tensor or e5m2/tensor");
+    spec.delayed = true;
+    return;
+  }
+  for (const RoundingFlag& flag : kRoundingFlags)
+    if (name == flag.name) return set_rounding(spec, flag, at);
+  for (const auto& [transform, points] : kTransforms)
+    if (name == transform) {
+      if (spec.transform != 0) at.fail("the transform is given twice; expected one +rht flag");
+      spec.transform = points;
+      return;
+    }
+  at.fail(
+      "'", name,
+      "' is not a flag; expected sr, rht, rht32, rht64, rht128, delayed, exact, floor, up or pow2");
+}
+
+}  // namespace
+
+Spec parse_spec(const Slice& slice) {
+  const std::vector<Slice> pieces = slice.trimmed().split("+");
+  const Slice& name = pieces.front();
+  Spec spec;
+  bool known = false;
+  for (const Base& base : kBases)
+    if (name.text() == base.name) {
+      spec.elements = base.elements;
+      spec.rule = base.rule;
+      spec.block_rows = base.block_rows;
+      spec.block_cols = base.block_cols;
+      known = true;
+      break;
+    }
+  if (!known) name.fail("'", name.text(), "' is not an operand; expected one of ", base_names());
+  for (std::size_t i = 1; i < pieces.size(); ++i) set_flag(spec, pieces[i]);
+  return spec;
+}
+
+Spec Spec::parse(std::string_view text) { return parse_spec(Slice(text)); }
+
+std::string Spec::str() const {
+  std::string text;
+  for (const Base& base : kBases)
+    if (base.elements == elements && base.rule == rule && base.block_rows == block_rows &&
+        base.block_cols == block_cols) {
+      text = base.name;
+      break;
+    }
+  for (const RoundingFlag& flag : kRoundingFlags)
+    if (flag.rounding == scale_rounding) text += "+" + std::string(flag.name);
+  if (delayed) text += "+delayed";
+  if (stochastic) text += "+sr";
+  for (const auto& [name, points] : kTransforms)
+    if (points == transform) text += "+" + std::string(name);
+  return text;
+}
+
+ScaleType Spec::scale_type() const {
+  switch (rule) {
+    case ScaleRule::kNone: return ScaleType::kNone;
+    case ScaleRule::kMx: return ScaleType::kE8m0;
+    case ScaleRule::kNvfp4: return ScaleType::kE4m3;
+    case ScaleRule::kTensor:
+    case ScaleRule::kRow:
+    case ScaleRule::kBlock: return ScaleType::kFloat32;
+  }
+  return ScaleType::kNone;
+}
+
+}  // namespace minifloat

@@ -1,0 +1,111 @@
+// The operand grammar: every spec of the table survives the round trip, and every error says where and why.
+#include "minifloat/spec.h"
+
+#include <gtest/gtest.h>
+
+#include <string>
+
+#include "minifloat/error.h"
+
+namespace minifloat {
+namespace {
+
+// The message of the error that parsing gives; "" where it parses.
+std::string error_of(const std::string& text) {
+  try {
+    Spec::parse(text);
+  } catch (const Error& error) {
+    return error.what();
+  }
+  return "";
+}
+
+TEST(Spec, CanonicalTextsParseToThemselves) {
+  for (const char* text : {"bf16",
+                           "e4m3/tensor",
+                           "e5m2/tensor",
+                           "e4m3/row",
+                           "e4m3/row+exact",
+                           "e4m3/1x128",
+                           "e4m3/128x128",
+                           "mxfp8",
+                           "mxfp8/e5m2",
+                           "mxfp8/32x32",
+                           "mxfp8/e5m2+floor",
+                           "mxfp4",
+                           "mxfp4+floor+sr+rht128",
+                           "nvfp4",
+                           "nvfp4/16x16",
+                           "nvfp4+up",
+                           "nvfp4+pow2+sr+rht",
+                           "nvfp4/16x16+pow2",
+                           "e4m3/tensor+delayed",
+                           "e5m2/tensor+delayed+sr",
+                           "nvfp4+sr+rht32",
+                           "e4m3/1x128+rht64"})
+    EXPECT_EQ(Spec::parse(text).str(), text);
+}
+
+TEST(Spec, OtherSpellingsAreEqual) {
+  EXPECT_EQ(Spec::parse("nvfp4+rht+sr"), Spec::parse("nvfp4+sr+rht"));
+  EXPECT_EQ(Spec::parse("nvfp4/1x16"), Spec::parse("nvfp4"));
+  EXPECT_EQ(Spec::parse("mxfp8/1x32"), Spec::parse("mxfp8"));
+  EXPECT_EQ(Spec::parse(" mxfp4 "), Spec::parse("mxfp4/1x32"));
+  EXPECT_NE(Spec::parse("nvfp4"), Spec::parse("nvfp4+up"));
+}
+
+TEST(Spec, FieldsSayWhatTheTextSays) {
+  const Spec s = Spec::parse("nvfp4/16x16+pow2+sr+rht32");
+  EXPECT_EQ(s.elements, Elements::kE2m1);
+  EXPECT_EQ(s.rule, ScaleRule::kNvfp4);
+  EXPECT_EQ(s.block_rows, 16);
+  EXPECT_EQ(s.block_cols, 16);
+  EXPECT_EQ(s.scale_rounding, ScaleRounding::kPowerOfTwo);
+  EXPECT_TRUE(s.stochastic);
+  EXPECT_FALSE(s.delayed);
+  EXPECT_EQ(s.transform, 32);
+  EXPECT_EQ(s.scale_type(), ScaleType::kE4m3);
+}
+
+TEST(Spec, SizesCountShortBlocksAndWholeTransforms) {
+  const Spec plain = Spec::parse("nvfp4");
+  EXPECT_EQ(plain.padded_cols<std::int64_t>(33), 33);
+  EXPECT_EQ(plain.code_cols<std::int64_t>(33), 17);  // two a byte, the last half empty
+  EXPECT_EQ(plain.scale_cols<std::int64_t>(33), 3);
+  EXPECT_EQ(Spec::parse("nvfp4/16x16").scale_rows<std::int64_t>(17), 2);
+
+  const Spec transformed = Spec::parse("nvfp4+rht64");
+  EXPECT_EQ(transformed.padded_cols<std::int64_t>(33), 64);
+  EXPECT_EQ(transformed.code_cols<std::int64_t>(33), 32);
+  EXPECT_EQ(transformed.scale_cols<std::int64_t>(33), 4);
+  EXPECT_EQ(Spec::parse("e4m3/1x128").scale_cols<std::int64_t>(129), 2);
+}
+
+TEST(Spec, ErrorsNamePositionFindingAndChoice) {
+  EXPECT_EQ(error_of("nvfp4+srx"),
+            "'nvfp4+srx', position 6: 'srx' is not a flag; expected sr, rht, rht32, rht64, rht128, "
+            "delayed, "
+            "exact, floor, up or pow2");
+  EXPECT_NE(
+      error_of("fp8").find("'fp8', position 0: 'fp8' is not an operand; expected one of bf16, "),
+      std::string::npos);
+  EXPECT_NE(error_of("").find("position 0"), std::string::npos);
+  EXPECT_NE(error_of("nvfp4+delayed").find("position 6: '+delayed' needs tensor scaling"),
+            std::string::npos);
+  EXPECT_NE(error_of("mxfp8+up").find("position 6: '+up' rounds nvfp4 block scales only"),
+            std::string::npos);
+  EXPECT_NE(error_of("e4m3/1x128+exact").find("'+exact' rounds '/row' scales only"),
+            std::string::npos);
+  EXPECT_NE(error_of("nvfp4+floor").find("'+floor'"), std::string::npos);
+  EXPECT_NE(error_of("bf16+sr").find("takes no flag"), std::string::npos);
+}
+
+TEST(Spec, ContradictionsAreRefused) {
+  for (const char* text :
+       {"nvfp4+up+pow2", "nvfp4+sr+sr", "nvfp4+rht+rht32", "e4m3/tensor+delayed+delayed", "nvfp4+",
+        "mxfp4/32x32", "nvfp4/32x32", "e5m2/row", "e4m3", "nvfp4 +sr"})
+    EXPECT_NE(error_of(text), "") << text;
+}
+
+}  // namespace
+}  // namespace minifloat

@@ -1,0 +1,58 @@
+#include "minifloat/torch.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/nn/init.h>
+
+#include <cmath>
+
+#include "minifloat/core/philox.h"
+
+namespace minifloat {
+
+at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
+                  const std::optional<at::Tensor>& bias, const Recipe& recipe,
+                  const LinearState& state) {
+  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&,
+                               const std::optional<at::Tensor>&, const std::string&,
+                               const std::optional<at::Tensor>&, const std::optional<at::Tensor>&);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("minifloat::linear", "").typed<Signature>();
+  return op.call(x, weight, bias, recipe.str(), state.rng, state.amax_history);
+}
+
+namespace nn {
+
+LinearImpl::LinearImpl(LinearOptions options) : options_(std::move(options)) {
+  TORCH_CHECK_VALUE(options_.in_features > 0 && options_.out_features > 0,
+                    "Linear: expected positive sizes, got ", options_.in_features, " x ",
+                    options_.out_features);
+  TORCH_CHECK_VALUE(
+      !options_.recipe.is_delayed(),
+      "Linear: delayed scaling keeps histories between steps; call minifloat::linear with "
+      "LinearState::amax_history");
+  weight = register_parameter("weight", at::empty({options_.out_features, options_.in_features}));
+  torch::nn::init::kaiming_uniform_(weight, std::sqrt(5.0));
+  if (options_.bias) {
+    bias = register_parameter("bias", at::empty({options_.out_features}));
+    const double bound = 1.0 / std::sqrt(static_cast<double>(options_.in_features));
+    torch::nn::init::uniform_(bias, -bound, bound);
+  }
+}
+
+LinearImpl::LinearImpl(std::int64_t in_features, std::int64_t out_features, const Recipe& recipe)
+    : LinearImpl(LinearOptions{in_features, out_features, recipe, true, "linear", 0}) {}
+
+at::Tensor LinearImpl::forward(const at::Tensor& x) {
+  LinearState state;
+  if (options_.recipe.is_stochastic()) {
+    if (is_training()) ++forwards_;
+    const auto stream =
+        static_cast<std::int64_t>(fnv1a64(options_.name.data(), options_.name.size()));
+    state.rng = at::tensor({options_.seed, forwards_, stream}, at::kLong).to(x.device());
+  }
+  return linear(x, weight, bias.defined() ? std::optional(bias) : std::nullopt, options_.recipe,
+                state);
+}
+
+}  // namespace nn
+}  // namespace minifloat

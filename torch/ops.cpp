@@ -1,0 +1,47 @@
+#include "ops.h"
+
+#include <ATen/core/dispatch/Dispatcher.h>
+
+namespace minifloat::torch_ops {
+namespace {
+
+template <class Signature>
+auto find(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+}  // namespace
+
+std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
+                                                       const std::string& col,
+                                                       const QuantizeOptions& options) {
+  using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+      const Tensor&, const std::string&, const std::string&, const std::optional<Tensor>&,
+      const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t, std::int64_t,
+      c10::SymIntArrayRef, const std::optional<Tensor>&, bool, bool);
+  static const auto op = find<Signature>("minifloat::quantize");
+  const c10::SymInt origin[] = {0, 0};
+  auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
+      op.call(x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
+              options.stream_col, origin, std::nullopt, options.decoded_row, options.decoded_col);
+  return {{codes_row, scale_row, amax_row, decoded_row},
+          {codes_col, scale_col, amax_col, decoded_col}};
+}
+
+Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec, c10::SymInt cols) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const std::string&, c10::SymInt);
+  static const auto op = find<Signature>("minifloat::decode");
+  return op.call(codes, scale, spec, std::move(cols));
+}
+
+Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
+                 c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
+  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                           const Tensor&, const Tensor&, const std::string&, c10::SymInt,
+                           const std::optional<Tensor>&, at::ScalarType);
+  static const auto op = find<Signature>("minifloat::scaled_mm");
+  return op.call(a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, product, std::move(k), bias,
+                 out_dtype);
+}
+
+}  // namespace minifloat::torch_ops

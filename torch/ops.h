@@ -1,0 +1,46 @@
+// The operators that the torch layer is made of, as typed calls through the dispatcher: a tensor
+// subclass, a fake tensor or a functional one sees each of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/ScalarType.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <tuple>
+#include <utility>
+
+namespace minifloat::torch_ops {
+
+using at::Tensor;
+
+// One direction of a quantization. Absent: all empty.
+struct QuantizedOperand {
+  Tensor codes;    // uint8 (…, rows, code_cols), as read
+  Tensor scale;    // the rule's dtype
+  Tensor amax;     // fp32
+  Tensor decoded;  // bf16 (…, rows, padded_cols), where asked for
+};
+
+struct QuantizeOptions {
+  std::optional<Tensor> amax_row, amax_col;
+  std::optional<Tensor> rng;  // int64 (2) or (3): seed, count, module stream
+  std::int64_t stream_row = 0, stream_col = 0;
+  bool decoded_row = false, decoded_col = false;
+};
+
+// x: (rows, cols) or (batch, rows, cols), fp32 or bf16. row, col: spec texts, "" = direction absent.
+std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
+                                                       const std::string& col,
+                                                       const QuantizeOptions& options);
+
+// The bf16 values that an exact product reads, (rows, padded cols).
+Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec, c10::SymInt cols);
+
+// a · bᵀ over k: (m, n). `codes` of each is either packed codes, or their bf16 values (decoded), or the
+// operand itself where its spec is bf16.
+Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
+                 c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype);
+
+}  // namespace minifloat::torch_ops

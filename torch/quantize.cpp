@@ -1,0 +1,317 @@
+// amax, quantize, dequantize, decode: one shape rule each, which the Meta kernels are, and the CPU kernels
+// that fill those shapes.
+#include "minifloat/quantize.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "bridge.h"
+#include "ops.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using torch_ops::QuantizedOperand;
+using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// An operand's sizes as read. batch: none for a matrix.
+struct AsRead {
+  std::optional<SymInt> batch;
+  SymInt rows, cols;
+
+  AsRead(const Tensor& x, bool columnwise)
+      : rows(x.sym_size(columnwise ? -1 : -2)), cols(x.sym_size(columnwise ? -2 : -1)) {
+    if (x.dim() == 3) batch = x.sym_size(0);
+  }
+  c10::SymDimVector shape(std::initializer_list<SymInt> inner) const {
+    c10::SymDimVector sizes;
+    if (batch) sizes.push_back(*batch);
+    for (const SymInt& n : inner) sizes.push_back(n);
+    return sizes;
+  }
+};
+
+Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype) {
+  return at::empty_symint(shape, like.options().dtype(dtype));
+}
+
+at::ScalarType scale_dtype(const Spec& spec) {
+  switch (spec.scale_type()) {
+    case ScaleType::kE8m0: return at::kFloat8_e8m0fnu;
+    case ScaleType::kE4m3: return at::kFloat8_e4m3fn;
+    case ScaleType::kNone:
+    case ScaleType::kFloat32: return at::kFloat;
+  }
+  return at::kFloat;
+}
+
+Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead& read) {
+  if (spec.has_tensor_amax()) return empty(x, read.shape({}), at::kFloat);
+  if (spec.has_row_amax()) return empty(x, read.shape({read.rows}), at::kFloat);
+  return at::empty({0}, x.options().dtype(at::kFloat));
+}
+
+QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead& read, bool decoded) {
+  QuantizedOperand out;
+  out.codes = empty(x, read.shape({read.rows, spec.code_cols(read.cols)}), at::kByte);
+  const at::ScalarType dtype = scale_dtype(spec);
+  if (spec.has_blocks())
+    out.scale =
+        empty(x, read.shape({spec.scale_rows(read.rows), spec.scale_cols(read.cols)}), dtype);
+  else
+    out.scale = empty_amax(x, spec, read);
+  out.amax = empty_amax(x, spec, read);
+  out.decoded = decoded
+                    ? empty(x, read.shape({read.rows, spec.padded_cols(read.cols)}), at::kBFloat16)
+                    : at::empty({0}, x.options().dtype(at::kBFloat16));
+  return out;
+}
+
+QuantizedOperand absent(const Tensor& x) {
+  const auto none = [&](at::ScalarType dtype) { return at::empty({0}, x.options().dtype(dtype)); };
+  return {none(at::kByte), none(at::kFloat), none(at::kFloat), none(at::kBFloat16)};
+}
+
+// What the op's arguments say of one direction.
+struct Direction {
+  bool columnwise;
+  std::optional<Spec> spec;  // none: absent
+  const std::optional<Tensor>& given_amax;
+  std::int64_t stream;
+  bool decoded;
+};
+
+Direction direction(bool columnwise, const std::string& text, const std::optional<Tensor>& amax,
+                    std::int64_t stream, bool decoded) {
+  Direction d{columnwise, std::nullopt, amax, stream, decoded};
+  if (text.empty()) return d;
+  d.spec = bridge::parse_spec(text);
+  TORCH_CHECK_VALUE(!d.spec->is_bf16(),
+                    "quantize: bf16 is the identity and has no codes; expected a quantizing spec");
+  return d;
+}
+
+void check_arguments(const Tensor& x, const Direction& d, const std::optional<Tensor>& rng,
+                     const std::optional<Tensor>& offs) {
+  TORCH_CHECK_VALUE(!offs, "quantize: groups (offs) are not supported on ", x.device().type(),
+                    " yet; expected offs=None");
+  if (!d.spec) return;
+  if (d.spec->stochastic) {
+    TORCH_CHECK_VALUE(rng.has_value(), "quantize: ", d.spec->str(),
+                      " rounds stochastically and needs rng, an int64 tensor (seed, count)");
+    TORCH_CHECK_VALUE(rng->scalar_type() == at::kLong && rng->dim() == 1 &&
+                          (rng->sym_size(0) == 2 || rng->sym_size(0) == 3),
+                      "quantize: expected rng as int64 (2) or (3), got ", rng->scalar_type(), " ",
+                      rng->sym_sizes());
+    TORCH_CHECK_VALUE(rng->device() == x.device(), "quantize: expected rng on ", x.device(),
+                      ", got ", rng->device());
+  }
+  if (!d.given_amax) return;
+  const AsRead read(x, d.columnwise);
+  const bool wanted = d.spec->has_tensor_amax() || d.spec->has_row_amax();
+  TORCH_CHECK_VALUE(wanted, "quantize: ", d.spec->str(), " has no tensor or row amax to be given");
+  const auto shape = d.spec->has_row_amax() ? read.shape({read.rows}) : read.shape({});
+  TORCH_CHECK_VALUE(d.given_amax->scalar_type() == at::kFloat &&
+                        d.given_amax->sym_sizes().equals(c10::SymIntArrayRef(shape)),
+                    "quantize: expected amax as float32 ", c10::SymIntArrayRef(shape), ", got ",
+                    d.given_amax->scalar_type(), " ", d.given_amax->sym_sizes());
+  TORCH_CHECK_VALUE(d.given_amax->device() == x.device(), "quantize: expected amax on ", x.device(),
+                    ", got ", d.given_amax->device());
+}
+
+QuantizedOperand allocate_direction(const Tensor& x, const Direction& d) {
+  return d.spec ? allocate(x, *d.spec, AsRead(x, d.columnwise), d.decoded) : absent(x);
+}
+
+EightTensors eight(const QuantizedOperand& row, const QuantizedOperand& col) {
+  return {row.codes, row.scale, row.amax, row.decoded, col.codes, col.scale, col.amax, col.decoded};
+}
+
+EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::string& col,
+                           const std::optional<Tensor>& amax_row,
+                           const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
+                           std::int64_t stream_row, std::int64_t stream_col,
+                           c10::SymIntArrayRef /*origin*/, const std::optional<Tensor>& offs,
+                           bool decoded_row, bool decoded_col) {
+  bridge::check_values("quantize", x);
+  const Direction r = direction(false, row, amax_row, stream_row, decoded_row);
+  const Direction c = direction(true, col, amax_col, stream_col, decoded_col);
+  check_arguments(x, r, rng, offs);
+  check_arguments(x, c, rng, offs);
+  return eight(allocate_direction(x, r), allocate_direction(x, c));
+}
+
+template <class T>
+T* data_or_null(const Tensor& t) {
+  return t.numel() == 0 ? nullptr : static_cast<T*>(t.data_ptr());
+}
+
+// Keeps a contiguous given amax alive beside the plain struct that points to it.
+struct OperandHolder {
+  Tensor amax;
+  Operand operand;
+};
+
+void fill_operand(OperandHolder& holder, const Direction& d, const QuantizedOperand& out,
+                  const std::optional<Tensor>& rng, c10::IntArrayRef origin) {
+  Operand& o = holder.operand;
+  o.spec = *d.spec;
+  if (d.given_amax) {
+    holder.amax = d.given_amax->contiguous();
+    o.given_amax = holder.amax.const_data_ptr<float>();
+  }
+  if (d.spec->stochastic)
+    o.random = {rng->const_data_ptr<std::int64_t>(), static_cast<int>(rng->size(0)),
+                static_cast<std::uint64_t>(d.stream)};
+  o.origin = d.columnwise ? Origin{origin[1], origin[0]} : Origin{origin[0], origin[1]};
+  o.codes = data_or_null<std::uint8_t>(out.codes);
+  o.scale = data_or_null<void>(out.scale);
+  o.amax = data_or_null<float>(out.amax);
+  o.decoded = data_or_null<std::uint16_t>(out.decoded);
+}
+
+EightTensors quantize_cpu(const Tensor& x, const std::string& row, const std::string& col,
+                          const std::optional<Tensor>& amax_row,
+                          const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
+                          std::int64_t stream_row, std::int64_t stream_col,
+                          c10::SymIntArrayRef sym_origin, const std::optional<Tensor>& offs,
+                          bool decoded_row, bool decoded_col) {
+  const TensorRef in = bridge::tensor_ref("quantize", x);
+  const Direction r = direction(false, row, amax_row, stream_row, decoded_row);
+  const Direction c = direction(true, col, amax_col, stream_col, decoded_col);
+  check_arguments(x, r, rng, offs);
+  check_arguments(x, c, rng, offs);
+  const auto origin = C10_AS_INTARRAYREF_SLOW(sym_origin);
+  const Tensor random = rng ? rng->contiguous() : Tensor();
+  const std::optional<Tensor> contiguous_rng = rng ? std::optional(random) : std::nullopt;
+
+  const QuantizedOperand out_row = allocate_direction(x, r), out_col = allocate_direction(x, c);
+  OperandHolder holder_row, holder_col;
+  if (r.spec) fill_operand(holder_row, r, out_row, contiguous_rng, origin);
+  if (c.spec) fill_operand(holder_col, c, out_col, contiguous_rng, origin);
+  bridge::with_value_errors([&] {
+    quantize(in, r.spec ? &holder_row.operand : nullptr, c.spec ? &holder_col.operand : nullptr,
+             bridge::cpu_execution());
+  });
+  return eight(out_row, out_col);
+}
+
+Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise) {
+  bridge::check_values("amax", x);
+  const Spec spec = bridge::parse_spec(text);
+  TORCH_CHECK_VALUE(spec.has_tensor_amax() || spec.has_row_amax(), "amax: ", spec.str(),
+                    " has no tensor or row amax; expected tensor, row or nvfp4 scaling");
+  return empty_amax(x, spec, AsRead(x, columnwise));
+}
+
+Tensor amax_cpu(const Tensor& x, const std::string& text, bool columnwise) {
+  const Tensor out = amax_meta(x, text, columnwise);
+  const TensorRef in = bridge::tensor_ref("amax", x);
+  bridge::with_value_errors([&] {
+    amax(in, bridge::parse_spec(text), columnwise, out.mutable_data_ptr<float>(),
+         bridge::cpu_execution());
+  });
+  return out;
+}
+
+// codes (…, rows, code_cols) of an operand read (rows, cols).
+Tensor empty_values(const char* op, const Tensor& codes, const Spec& spec, const SymInt& cols,
+                    at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(!spec.is_bf16(), op, ": bf16 is the identity and has no codes");
+  TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3), op,
+                    ": expected uint8 codes of 2 or 3 dimensions, got ", codes.scalar_type(),
+                    " of ", codes.dim());
+  TORCH_CHECK_VALUE(codes.sym_size(-1) == spec.code_cols(cols), op, ": expected ",
+                    spec.code_cols(cols), " code bytes a row for ", cols, " columns under ",
+                    spec.str(), ", got ", codes.sym_size(-1));
+  c10::SymDimVector shape(codes.sym_sizes().begin(), codes.sym_sizes().end());
+  shape.back() = spec.padded_cols(cols);
+  return empty(codes, shape, dtype);
+}
+
+// The torch-free view of (codes, scale, amax); `holder` keeps contiguous copies alive.
+Quantized quantized_view(const char* op, const Spec& spec, const Tensor& codes, const Tensor& scale,
+                         const Tensor& amax, std::int64_t cols) {
+  TORCH_CHECK_VALUE(codes.is_contiguous() && scale.is_contiguous(), op,
+                    ": expected contiguous codes and scale");
+  Quantized q;
+  q.spec = spec;
+  q.codes = codes.const_data_ptr<std::uint8_t>();
+  q.scale = scale.const_data_ptr();
+  q.batch = codes.dim() == 3 ? codes.size(0) : 1;
+  q.rows = codes.size(-2);
+  q.cols = cols;
+  const std::int64_t scales =
+      q.batch * (spec.has_blocks() ? spec.scale_rows(q.rows) * spec.scale_cols(cols)
+                                   : (spec.has_row_amax() ? q.rows : 1));
+  TORCH_CHECK_VALUE(scale.scalar_type() == scale_dtype(spec) && scale.numel() == scales, op,
+                    ": expected ", scales, " scales of ", scale_dtype(spec), " for ", spec.str(),
+                    ", got ", scale.numel(), " of ", scale.scalar_type());
+  if (spec.rule == ScaleRule::kNvfp4 && amax.defined()) {
+    TORCH_CHECK_VALUE(amax.scalar_type() == at::kFloat && amax.numel() == q.batch, op,
+                      ": expected ", q.batch, " float32 tensor amaxes, got ", amax.numel(), " of ",
+                      amax.scalar_type());
+    q.amax = amax.const_data_ptr<float>();
+  }
+  return q;
+}
+
+Tensor dequantize_meta(const Tensor& codes, const Tensor&, const Tensor&, const std::string& spec,
+                       SymInt cols, at::ScalarType dtype) {
+  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16,
+                    "dequantize: expected dtype float32 or bfloat16, got ", dtype);
+  return empty_values("dequantize", codes, bridge::parse_spec(spec), cols, dtype);
+}
+
+Tensor dequantize_cpu(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                      const std::string& text, SymInt cols, at::ScalarType dtype) {
+  const Tensor out = dequantize_meta(codes, scale, amax, text, cols, dtype);
+  const Tensor contiguous_amax = amax.contiguous();
+  const Quantized q = quantized_view("dequantize", bridge::parse_spec(text), codes, scale,
+                                     contiguous_amax, cols.guard_int(__FILE__, __LINE__));
+  const DType to = dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  bridge::with_value_errors(
+      [&] { dequantize(q, to, out.mutable_data_ptr(), bridge::cpu_execution()); });
+  return out;
+}
+
+Tensor decode_meta(const Tensor& codes, const Tensor&, const std::string& spec, SymInt cols) {
+  return empty_values("decode", codes, bridge::parse_spec(spec), cols, at::kBFloat16);
+}
+
+Tensor decode_cpu(const Tensor& codes, const Tensor& scale, const std::string& text, SymInt cols) {
+  const Tensor out = decode_meta(codes, scale, text, cols);
+  const Quantized q = quantized_view("decode", bridge::parse_spec(text), codes, scale, Tensor(),
+                                     cols.guard_int(__FILE__, __LINE__));
+  bridge::with_value_errors([&] {
+    decode_for_product(q, static_cast<std::uint16_t*>(out.mutable_data_ptr()),
+                       bridge::cpu_execution());
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
+  m.impl("amax", amax_cpu);
+  m.impl("quantize", quantize_cpu);
+  m.impl("dequantize", dequantize_cpu);
+  m.impl("decode", decode_cpu);
+}
+
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
+  m.impl("amax", amax_meta);
+  m.impl("quantize", quantize_meta);
+  m.impl("dequantize", dequantize_meta);
+  m.impl("decode", decode_meta);
+}
+
+// Codes have no gradient: autograd passes by. Layers differentiate in linear.cpp.
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  for (const char* op : {"amax", "quantize", "dequantize", "decode"})
+    m.impl(op, torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace minifloat

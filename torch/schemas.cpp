@@ -1,0 +1,62 @@
+// Every op of the library, in one table. Kernels register beside their code: CPU and Meta in
+// quantize.cpp, transforms.cpp and products.cpp; autograd in linear.cpp; text in text.cpp.
+//
+// Specs, products and recipes travel as text. A Quantized is codes, scale, amax (docs/lexicon.md).
+#include <torch/library.h>
+
+TORCH_LIBRARY(minifloat, m) {
+  const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
+
+  // Values. x: (rows, cols) or (batch, rows, cols), fp32 or bf16, adjacent columns.
+  m.def("amax(Tensor x, str spec, bool columnwise=False) -> Tensor", tags);
+  m.def(
+      "quantize(Tensor x, str row, str col, *, Tensor? amax_row=None, Tensor? amax_col=None, "
+      "Tensor? rng=None, int stream_row=0, int stream_col=0, SymInt[2] origin=0, Tensor? "
+      "offs=None, "
+      "bool decoded_row=False, bool decoded_col=False) -> "
+      "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
+      "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
+      tags);
+  m.def(
+      "dequantize(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols, *, "
+      "ScalarType dtype=float) -> Tensor",
+      tags);
+  m.def("decode(Tensor codes, Tensor scale, str spec, SymInt cols) -> Tensor", tags);
+
+  // Transforms.
+  m.def("hadamard(Tensor x, int points=16, bool columnwise=False, int signs=55272) -> Tensor",
+        tags);
+  m.def("swizzle_scales(Tensor scale, *, Tensor? offs=None, str groups=\"\") -> Tensor", tags);
+  m.def(
+      "unswizzle_scales(Tensor swizzled, SymInt rows, SymInt cols, *, Tensor? offs=None, "
+      "str groups=\"\") -> Tensor",
+      tags);
+  m.def("transpose_codes(Tensor codes, SymInt cols) -> Tensor", tags);
+
+  // Products. a, b: packed codes, their bf16 values, or the operand itself under bf16.
+  m.def(
+      "scaled_mm(Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, Tensor b_scale, Tensor b_amax, "
+      "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor",
+      tags);
+
+  // Layers.
+  m.def(
+      "linear(Tensor x, Tensor weight, Tensor? bias, str recipe, *, Tensor? rng=None, "
+      "Tensor(a!)? amax_history=None) -> Tensor",
+      tags);
+  m.def(
+      "linear_group(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, *, Tensor[] rng=[], "
+      "Tensor(a!)[] amax_history=[]) -> Tensor[]",
+      tags);
+
+  // Text: the one parser, for every language.
+  m.def("parse_spec(str spec) -> str");
+  m.def("parse_recipe(str recipe) -> str[]");
+  m.def("parse_recipe_map(str map) -> str[]");
+  m.def("match_recipe(str map, str module) -> str");
+  m.def("preset_names() -> str[]");
+  m.def("spec_sizes(str spec, int rows, int cols) -> int[]");
+  m.def("stream(str name) -> int");
+  m.def("mix_seed(int seed, int count) -> int");
+  m.def("built_for_torch() -> str");
+}

@@ -1,0 +1,72 @@
+// The text ops: grammar, sizes and names, so that no other language parses or counts for itself.
+#include <torch/library.h>
+
+#include "bridge.h"
+#include "minifloat/core/philox.h"
+
+namespace minifloat {
+namespace {
+
+std::string parse_spec_text(const std::string& text) { return bridge::parse_spec(text).str(); }
+
+// canonical text, then the three products: "a*b[,fast]"
+std::vector<std::string> parse_recipe_text(const std::string& text) {
+  const Recipe recipe = bridge::with_value_errors([&] { return Recipe::parse(text); });
+  return {recipe.str(), recipe.fprop.str(), recipe.dgrad.str(), recipe.wgrad.str()};
+}
+
+// canonical text, then glob, recipe, glob, recipe, …
+std::vector<std::string> parse_recipe_map_text(const std::string& text) {
+  const RecipeMap map = bridge::with_value_errors([&] { return RecipeMap::parse(text); });
+  std::vector<std::string> out = {map.str()};
+  for (const auto& [glob, recipe] : map.entries) {
+    out.push_back(glob);
+    out.push_back(recipe.str());
+  }
+  return out;
+}
+
+// The recipe that the map gives a module; "" where no glob matches.
+std::string match_recipe_text(const std::string& text, const std::string& module) {
+  const RecipeMap map = bridge::with_value_errors([&] { return RecipeMap::parse(text); });
+  const Recipe* recipe = map.find(module);
+  return recipe ? recipe->str() : std::string();
+}
+
+// code_cols, padded_cols, scale rows, scale cols (0 x 0: one scale a matrix; rows x 0: one a row)
+std::vector<std::int64_t> spec_sizes(const std::string& text, std::int64_t rows,
+                                     std::int64_t cols) {
+  const Spec spec = bridge::parse_spec(text);
+  std::vector<std::int64_t> sizes = {spec.code_cols(cols), spec.padded_cols(cols), 0, 0};
+  if (spec.has_row_amax()) sizes[2] = rows;
+  if (spec.has_blocks()) {
+    sizes[2] = spec.scale_rows(rows);
+    sizes[3] = spec.scale_cols(cols);
+  }
+  return sizes;
+}
+
+std::int64_t stream(const std::string& name) {
+  return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
+}
+
+std::int64_t mix(std::int64_t seed, std::int64_t count) {
+  return static_cast<std::int64_t>(
+      mix_seed(static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(count)));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
+  m.impl("parse_spec", parse_spec_text);
+  m.impl("parse_recipe", parse_recipe_text);
+  m.impl("parse_recipe_map", parse_recipe_map_text);
+  m.impl("match_recipe", match_recipe_text);
+  m.impl("preset_names", [] { return preset_names(); });
+  m.impl("spec_sizes", spec_sizes);
+  m.impl("stream", stream);
+  m.impl("mix_seed", mix);
+  m.impl("built_for_torch", [] { return std::string(MINIFLOAT_TORCH_VERSION); });
+}
+
+}  // namespace minifloat

@@ -1,0 +1,192 @@
+// hadamard, the swizzled scale layout and the transpose of packed codes.
+#include "minifloat/transform.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "bridge.h"
+#include "minifloat/core/swizzle.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+
+Tensor hadamard_meta(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs) {
+  bridge::check_values("hadamard", x);
+  TORCH_CHECK_VALUE(points == 16 || points == 32 || points == 64 || points == 128,
+                    "hadamard: expected 16, 32, 64 or 128 points, got ", points);
+  TORCH_CHECK_VALUE(0 <= signs && signs <= 0xFFFF, "hadamard: expected a 16-bit sign mask, got ",
+                    signs);
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  if (columnwise) std::swap(shape[shape.size() - 1], shape[shape.size() - 2]);
+  shape.back() = round_up<SymInt>(shape.back(), SymInt(points));
+  return at::empty_symint(shape, x.options().dtype(at::kBFloat16));
+}
+
+Tensor hadamard_cpu(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs) {
+  const TensorRef in = bridge::tensor_ref("hadamard", x);
+  const Tensor out = hadamard_meta(x, points, columnwise, signs);
+  bridge::with_value_errors([&] {
+    hadamard(in, static_cast<int>(points), columnwise, static_cast<std::uint32_t>(signs),
+             static_cast<std::uint16_t*>(out.mutable_data_ptr()), bridge::cpu_execution());
+  });
+  return out;
+}
+
+Groups parse_groups(const std::string& text, const std::optional<Tensor>& offs) {
+  TORCH_CHECK_VALUE(text.empty() || text == "m" || text == "k",
+                    "swizzle_scales: expected groups 'm', 'k' or '', got '", text, "'");
+  TORCH_CHECK_VALUE(text.empty() == !offs,
+                    "swizzle_scales: offs and groups go together, got groups='", text, "' and ",
+                    offs ? "offs" : "no offs");
+  if (offs)
+    TORCH_CHECK_VALUE(offs->scalar_type() == at::kInt && offs->dim() == 1,
+                      "swizzle_scales: expected offs as int32 (groups), got ", offs->scalar_type(),
+                      " of ", offs->dim(), " dimensions");
+  return text.empty() ? Groups::kNone : text == "m" ? Groups::kAlongM : Groups::kAlongK;
+}
+
+void check_scale(const Tensor& scale, Groups groups) {
+  TORCH_CHECK_VALUE(scale.element_size() == 1,
+                    "swizzle_scales: expected one-byte scales (E8M0 or E4M3), got ",
+                    scale.scalar_type());
+  TORCH_CHECK_VALUE(
+      scale.dim() == 2 || (scale.dim() == 3 && groups == Groups::kNone),
+      "swizzle_scales: expected (rows, cols), or (batch, rows, cols) without groups, got ",
+      scale.dim(), " dimensions");
+}
+
+// (padded rows, padded cols); 3D: (batch, bytes)
+c10::SymDimVector swizzled_shape(const std::optional<SymInt>& batch, const SymInt& rows,
+                                 const SymInt& cols, Groups groups, const SymInt& count) {
+  const SymInt tile_rows(kTileRows), tile_cols(kTileCols);
+  const SymInt padded_rows =
+      groups == Groups::kAlongM ? rows + tile_rows * count : round_up<SymInt>(rows, tile_rows);
+  const SymInt padded_cols =
+      groups == Groups::kAlongK ? cols + tile_cols * count : round_up<SymInt>(cols, tile_cols);
+  if (batch) return {*batch, padded_rows * padded_cols};
+  return {padded_rows, padded_cols};
+}
+
+Tensor swizzle_meta(const Tensor& scale, const std::optional<Tensor>& offs,
+                    const std::string& text) {
+  const Groups groups = parse_groups(text, offs);
+  check_scale(scale, groups);
+  const auto batch = scale.dim() == 3 ? std::optional(scale.sym_size(0)) : std::nullopt;
+  return at::empty_symint(swizzled_shape(batch, scale.sym_size(-2), scale.sym_size(-1), groups,
+                                         offs ? offs->sym_size(0) : SymInt(0)),
+                          scale.options());
+}
+
+ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, Groups groups,
+                   const Tensor& offs) {
+  ScaleMatrix m;
+  m.batch = batch;
+  m.rows = rows;
+  m.cols = cols;
+  m.kind = groups;
+  if (offs.defined()) {
+    m.offsets = offs.const_data_ptr<std::int32_t>();
+    m.groups = offs.size(0);
+  }
+  return m;
+}
+
+Tensor swizzle_cpu(const Tensor& scale, const std::optional<Tensor>& offs,
+                   const std::string& text) {
+  const Tensor out = swizzle_meta(scale, offs, text);
+  TORCH_CHECK_VALUE(scale.is_contiguous(),
+                    "swizzle_scales: expected contiguous scales, got strides ", scale.strides());
+  const Tensor offsets = offs ? offs->contiguous() : Tensor();
+  bridge::with_value_errors([&] {
+    swizzle_scales(matrix(scale.dim() == 3 ? scale.size(0) : 1, scale.size(-2), scale.size(-1),
+                          parse_groups(text, offs), offsets),
+                   static_cast<const std::uint8_t*>(scale.const_data_ptr()),
+                   static_cast<std::uint8_t*>(out.mutable_data_ptr()), bridge::cpu_execution());
+  });
+  return out;
+}
+
+Tensor unswizzle_meta(const Tensor& swizzled, SymInt rows, SymInt cols,
+                      const std::optional<Tensor>& offs, const std::string& text) {
+  const Groups groups = parse_groups(text, offs);
+  TORCH_CHECK_VALUE(swizzled.element_size() == 1 && swizzled.dim() == 2,
+                    "unswizzle_scales: expected one-byte scales as swizzle_scales gives them, got ",
+                    swizzled.scalar_type(), " of ", swizzled.dim(), " dimensions");
+  const SymInt count = offs ? offs->sym_size(0) : SymInt(0);
+  const auto dense = swizzled_shape(std::nullopt, rows, cols, groups, count);
+  const bool is_dense = swizzled.sym_sizes().equals(c10::SymIntArrayRef(dense));
+  const auto batched = swizzled_shape(swizzled.sym_size(0), rows, cols, groups, count);
+  TORCH_CHECK_VALUE(is_dense || (groups == Groups::kNone &&
+                                 swizzled.sym_sizes().equals(c10::SymIntArrayRef(batched))),
+                    "unswizzle_scales: expected ", c10::SymIntArrayRef(dense), " or ",
+                    c10::SymIntArrayRef(batched), " for ", rows, " x ", cols, " scales, got ",
+                    swizzled.sym_sizes());
+  const c10::SymDimVector shape = is_dense ? c10::SymDimVector{rows, cols}
+                                           : c10::SymDimVector{swizzled.sym_size(0), rows, cols};
+  return at::empty_symint(shape, swizzled.options());
+}
+
+Tensor unswizzle_cpu(const Tensor& swizzled, SymInt rows, SymInt cols,
+                     const std::optional<Tensor>& offs, const std::string& text) {
+  const Tensor out = unswizzle_meta(swizzled, rows, cols, offs, text);
+  TORCH_CHECK_VALUE(swizzled.is_contiguous(), "unswizzle_scales: expected contiguous scales");
+  const Tensor offsets = offs ? offs->contiguous() : Tensor();
+  bridge::with_value_errors([&] {
+    unswizzle_scales(matrix(out.dim() == 3 ? out.size(0) : 1, out.size(-2), out.size(-1),
+                            parse_groups(text, offs), offsets),
+                     static_cast<const std::uint8_t*>(swizzled.const_data_ptr()),
+                     static_cast<std::uint8_t*>(out.mutable_data_ptr()), bridge::cpu_execution());
+  });
+  return out;
+}
+
+Tensor transpose_meta(const Tensor& codes, SymInt cols) {
+  TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3),
+                    "transpose_codes: expected packed uint8 codes of 2 or 3 dimensions, got ",
+                    codes.scalar_type(), " of ", codes.dim());
+  TORCH_CHECK_VALUE(codes.sym_size(-1) == ceil_div<SymInt>(cols, SymInt(2)),
+                    "transpose_codes: expected ", ceil_div<SymInt>(cols, SymInt(2)),
+                    " bytes a row for ", cols, " columns, got ", codes.sym_size(-1));
+  c10::SymDimVector shape(codes.sym_sizes().begin(), codes.sym_sizes().end());
+  shape[shape.size() - 2] = cols;
+  shape.back() = ceil_div<SymInt>(codes.sym_size(-2), SymInt(2));
+  return at::empty_symint(shape, codes.options());
+}
+
+Tensor transpose_cpu(const Tensor& codes, SymInt cols) {
+  const Tensor out = transpose_meta(codes, cols);
+  TORCH_CHECK_VALUE(codes.is_contiguous(),
+                    "transpose_codes: expected contiguous codes, got strides ", codes.strides());
+  bridge::with_value_errors([&] {
+    transpose_nibbles(codes.const_data_ptr<std::uint8_t>(), codes.dim() == 3 ? codes.size(0) : 1,
+                      codes.size(-2), out.size(-2), out.mutable_data_ptr<std::uint8_t>(),
+                      bridge::cpu_execution());
+  });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
+  m.impl("hadamard", hadamard_cpu);
+  m.impl("swizzle_scales", swizzle_cpu);
+  m.impl("unswizzle_scales", unswizzle_cpu);
+  m.impl("transpose_codes", transpose_cpu);
+}
+
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
+  m.impl("hadamard", hadamard_meta);
+  m.impl("swizzle_scales", swizzle_meta);
+  m.impl("unswizzle_scales", unswizzle_meta);
+  m.impl("transpose_codes", transpose_meta);
+}
+
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  for (const char* op : {"hadamard", "swizzle_scales", "unswizzle_scales", "transpose_codes"})
+    m.impl(op, torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace minifloat
