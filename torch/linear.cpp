@@ -120,11 +120,17 @@ QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted) 
 
 Tensor as_matrix(const Tensor& x) { return x.reshape_symint({-1, x.sym_size(-1)}).contiguous(); }
 
-// The arguments of the layers, as the autograd function takes them. Absent biases are undefined tensors;
-// rng and histories are empty, or one a weight.
+// The arguments of the layers, as the autograd function takes them, which is with defined tensors only. rng and
+// histories are empty, or one a weight.
 struct Layers {
-  at::TensorList weights, biases, rng, histories;
+  at::TensorList weights;
+  at::TensorList biases;        // those that there are
+  std::vector<int> bias_index;  // of each weight's among them; -1: none
+  at::TensorList rng, histories;
 
+  std::optional<Tensor> bias_of(std::size_t i) const {
+    return bias_index[i] < 0 ? std::nullopt : std::optional(biases[bias_index[i]]);
+  }
   Tensor rng_of(std::size_t i) const { return rng.empty() ? Tensor() : rng[i]; }
   Tensor history_of(std::size_t i) const { return histories.empty() ? Tensor() : histories[i]; }
 };
@@ -139,7 +145,7 @@ struct Needs {
     const bool on = at::GradMode::is_enabled();
     dx = on && x.requires_grad();
     for (const Tensor& w : layers.weights) dw.push_back(on && w.requires_grad());
-    for (const Tensor& b : layers.biases) db.push_back(on && b.defined() && b.requires_grad());
+    for (const Tensor& b : layers.biases) db.push_back(on && b.requires_grad());
     for (const bool needed : dw) any_dw = any_dw || needed;
   }
 };
@@ -172,10 +178,8 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
     const auto [w_rowwise, w_columnwise] =
         quantize_both(weight, w_row, w_col, layers.rng_of(i), layers.history_of(i));
     save(w_columnwise);
-    const std::optional<Tensor> bias =
-        layers.biases[i].defined() ? std::optional(layers.biases[i]) : std::nullopt;
     const Tensor y = torch_ops::scaled_mm(payload(rowwise, x_row), payload(w_rowwise, w_row),
-                                          prepared.fprop, k, bias, x.scalar_type());
+                                          prepared.fprop, k, layers.bias_of(i), x.scalar_type());
     c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
     shape.back() = weight.sym_size(0);
     outputs.push_back(y.view_symint(shape));
@@ -188,17 +192,18 @@ struct Remembered {
   std::string recipe;
   std::vector<SymInt> x_shape;
   std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
+  std::vector<int> bias_index;
   Needs needs;
-  bool has_rng, has_histories;
   variable_list histories;  // written by backward, so not saved variables
 };
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights,
-                               at::TensorList biases, const std::string& recipe, at::TensorList rng,
+                               at::TensorList biases, const std::vector<int>& bias_index,
+                               const std::string& recipe, at::TensorList rng,
                                at::TensorList histories, const Needs& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Layers layers{weights, biases, rng, histories};
+    const Layers layers{weights, biases, bias_index, rng, histories};
     variable_list saved;
     variable_list outputs = forward_pass(x, layers, prepare(recipe), needs, &saved);
     saved.insert(saved.end(), rng.begin(), rng.end());
@@ -214,17 +219,10 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   };
   static c10::IValue remember(const Tensor& x, const Layers& layers, const std::string& recipe,
                               const Needs& needs) {
-    Remembered r{recipe,
-                 x.sym_sizes().vec(),
-                 {},
-                 {},
-                 needs,
-                 !layers.rng.empty(),
-                 !layers.histories.empty(),
-                 layers.histories.vec()};
+    Remembered r{recipe, x.sym_sizes().vec(),   {}, {}, layers.bias_index,
+                 needs,  layers.histories.vec()};
     for (const Tensor& w : layers.weights) r.weight_dtypes.push_back(w.scalar_type());
-    for (const Tensor& b : layers.biases)
-      r.bias_dtypes.push_back(b.defined() ? b.scalar_type() : at::kFloat);
+    for (const Tensor& b : layers.biases) r.bias_dtypes.push_back(b.scalar_type());
     return c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(r)));
   }
 
@@ -237,17 +235,19 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const auto operand = [&](std::size_t i) -> QuantizedOperand {
       return {saved[3 * i], saved[3 * i + 1], saved[3 * i + 2], Tensor()};
     };
-    const Layers layers{{}, {}, at::TensorList(saved).slice(3 * (n + 1)), r.histories};
+    const Layers layers{
+        {}, {}, r.bias_index, at::TensorList(saved).slice(3 * (n + 1)), r.histories};
+    const std::size_t biases = r.bias_dtypes.size();
 
-    // x, weights, biases, recipe, rng, histories, needs
-    variable_list out(1 + 2 * n + 1 + layers.rng.size() + layers.histories.size() + 1);
+    // x, weights, biases, bias_index, recipe, rng, histories, needs
+    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 1);
     QuantizedOperand x = operand(0);
     for (std::size_t i = 0; i < n; ++i) {
       if (!grads[i].defined()) continue;
       const LayerGradients d = layer_backward(r, layers, i, grads[i], x, operand(i + 1), n > 1);
       if (d.x.defined()) out[0] = out[0].defined() ? out[0] + d.x : d.x;
       out[1 + i] = d.weight;
-      out[1 + n + i] = d.bias;
+      if (d.bias.defined()) out[1 + n + r.bias_index[i]] = d.bias;
     }
     if (out[0].defined()) out[0] = out[0].view_symint(r.x_shape);
     return out;
@@ -280,7 +280,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       out.weight = torch_ops::scaled_mm(payload(columnwise, col), x, prepared.wgrad, m,
                                         std::nullopt, r.weight_dtypes[i]);
     }
-    if (r.needs.db[i]) out.bias = g.sum(0, false, at::kFloat).to(r.bias_dtypes[i]);
+    const int bias = r.bias_index[i];
+    if (bias >= 0 && r.needs.db[bias])
+      out.bias = g.sum(0, false, at::kFloat).to(r.bias_dtypes[bias]);
     return out;
   }
 };
@@ -291,8 +293,8 @@ void check_layers(const Tensor& x, const Layers& layers, const Recipe& recipe) {
   TORCH_CHECK_VALUE(x.dim() >= 1, "linear: expected x of shape (…, K), got a scalar");
   const std::size_t n = layers.weights.size();
   TORCH_CHECK_VALUE(n > 0, "linear: expected at least one weight");
-  TORCH_CHECK_VALUE(layers.biases.size() == n, "linear_group: expected ", n, " biases, got ",
-                    layers.biases.size());
+  TORCH_CHECK_VALUE(layers.bias_index.size() == n, "linear_group: expected ", n, " biases, got ",
+                    layers.bias_index.size());
   for (std::size_t i = 0; i < n; ++i) {
     const Tensor& w = layers.weights[i];
     TORCH_CHECK_VALUE(w.dim() == 2 && w.sym_size(1) == x.sym_size(-1),
@@ -300,9 +302,9 @@ void check_layers(const Tensor& x, const Layers& layers, const Recipe& recipe) {
                       ", got ", w.sym_sizes());
     TORCH_CHECK_VALUE(w.device() == x.device(), "linear: expected weight on ", x.device(), ", got ",
                       w.device());
-    const Tensor& b = layers.biases[i];
-    TORCH_CHECK_VALUE(!b.defined() || (b.dim() == 1 && b.sym_size(0) == w.sym_size(0)),
-                      "linear: expected bias (", w.sym_size(0), ")");
+    const std::optional<Tensor> b = layers.bias_of(i);
+    TORCH_CHECK_VALUE(!b || (b->dim() == 1 && b->sym_size(0) == w.sym_size(0)),
+                      "linear: expected bias (", w.sym_size(0), "), got ", b->sym_sizes());
   }
   TORCH_CHECK_VALUE(!recipe.is_stochastic() || layers.rng.size() == n, "linear: recipe ",
                     recipe.str(), " rounds stochastically and needs rng, one int64 tensor a layer");
@@ -322,27 +324,34 @@ std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::stri
   bool any = needs.dx || needs.any_dw;
   for (const bool db : needs.db) any = any || db;
   if (!any) return forward_pass(x, layers, prepared, needs, nullptr);
-  return LinearFunction::apply(x, layers.weights, layers.biases, prepared.recipe.str(), layers.rng,
-                               layers.histories, needs);
+  return LinearFunction::apply(x, layers.weights, layers.biases, layers.bias_index,
+                               prepared.recipe.str(), layers.rng, layers.histories, needs);
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::string& recipe, const std::optional<Tensor>& rng,
               const std::optional<Tensor>& amax_history) {
-  const Tensor biases[] = {bias ? *bias : Tensor()};
   const auto list = [](const std::optional<Tensor>& t) {
     return t ? at::TensorList(*t) : at::TensorList();
   };
-  return apply(x, {weight, biases, list(rng), list(amax_history)}, recipe).front();
+  const Layers layers{weight, list(bias), {bias ? 0 : -1}, list(rng), list(amax_history)};
+  return apply(x, layers, recipe).front();
 }
 
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
                                  const c10::List<std::optional<Tensor>>& biases,
-                                 const std::string& recipe, at::TensorList rng,
-                                 at::TensorList amax_history) {
-  std::vector<Tensor> plain;
-  for (const std::optional<Tensor> bias : biases) plain.push_back(bias ? *bias : Tensor());
-  return apply(x, {weights, plain, rng, amax_history}, recipe);
+                                 const std::string& recipe,
+                                 const std::optional<at::TensorList>& rng,
+                                 const std::optional<at::TensorList>& amax_history) {
+  std::vector<Tensor> present;
+  std::vector<int> index;
+  for (const std::optional<Tensor> bias : biases) {
+    index.push_back(bias ? static_cast<int>(present.size()) : -1);
+    if (bias) present.push_back(*bias);
+  }
+  const Layers layers{weights, present, index, rng.value_or(at::TensorList()),
+                      amax_history.value_or(at::TensorList())};
+  return apply(x, layers, recipe);
 }
 
 // Autocast: values go to its dtype; gradients come back through the cast.
@@ -365,15 +374,17 @@ Tensor linear_autocast(const Tensor& x, const Tensor& weight, const std::optiona
 template <c10::DeviceType device>
 std::vector<Tensor> linear_group_autocast(const Tensor& x, at::TensorList weights,
                                           const c10::List<std::optional<Tensor>>& biases,
-                                          const std::string& recipe, at::TensorList rng,
-                                          at::TensorList amax_history) {
+                                          const std::string& recipe,
+                                          const std::optional<at::TensorList>& rng,
+                                          const std::optional<at::TensorList>& amax_history) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(
       at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  std::vector<Tensor> cast_weights, cast_biases;
+  std::vector<Tensor> cast_weights;
+  c10::List<std::optional<Tensor>> cast_biases;
   for (const Tensor& w : weights) cast_weights.push_back(cast<device>(w));
   for (const std::optional<Tensor> b : biases)
-    cast_biases.push_back(b ? cast<device>(*b) : Tensor());
-  return apply(cast<device>(x), {cast_weights, cast_biases, rng, amax_history}, recipe);
+    cast_biases.push_back(b ? std::optional(cast<device>(*b)) : std::nullopt);
+  return linear_group(cast<device>(x), cast_weights, cast_biases, recipe, rng, amax_history);
 }
 
 }  // namespace

@@ -18,7 +18,7 @@ using at::Tensor;
 // One direction of a quantization. Absent: all empty.
 struct QuantizedOperand {
   Tensor codes;    // uint8 (…, rows, code_cols), as read
-  Tensor scale;    // the rule's dtype
+  Tensor scale;    // fp32, or the bytes of E8M0 or E4M3
   Tensor amax;     // fp32
   Tensor decoded;  // bf16 (…, rows, padded_cols), where asked for
 };

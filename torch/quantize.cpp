@@ -37,14 +37,16 @@ Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype
   return at::empty_symint(shape, like.options().dtype(dtype));
 }
 
+// One-byte scales travel as bytes: torch has neither arithmetic nor collectives for their own dtypes. The Python
+// package shows them as float8_e4m3fn and float8_e8m0fnu, and both forms are taken back.
 at::ScalarType scale_dtype(const Spec& spec) {
-  switch (spec.scale_type()) {
-    case ScaleType::kE8m0: return at::kFloat8_e8m0fnu;
-    case ScaleType::kE4m3: return at::kFloat8_e4m3fn;
-    case ScaleType::kNone:
-    case ScaleType::kFloat32: return at::kFloat;
-  }
-  return at::kFloat;
+  return spec.scale_type() == ScaleType::kFloat32 ? at::kFloat : at::kByte;
+}
+
+bool is_scale_dtype(at::ScalarType dtype, const Spec& spec) {
+  if (dtype == scale_dtype(spec)) return true;
+  return (spec.scale_type() == ScaleType::kE8m0 && dtype == at::kFloat8_e8m0fnu) ||
+         (spec.scale_type() == ScaleType::kE4m3 && dtype == at::kFloat8_e4m3fn);
 }
 
 Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead& read) {
@@ -246,7 +248,7 @@ Quantized quantized_view(const char* op, const Spec& spec, const Tensor& codes, 
   const std::int64_t scales =
       q.batch * (spec.has_blocks() ? spec.scale_rows(q.rows) * spec.scale_cols(cols)
                                    : (spec.has_row_amax() ? q.rows : 1));
-  TORCH_CHECK_VALUE(scale.scalar_type() == scale_dtype(spec) && scale.numel() == scales, op,
+  TORCH_CHECK_VALUE(is_scale_dtype(scale.scalar_type(), spec) && scale.numel() == scales, op,
                     ": expected ", scales, " scales of ", scale_dtype(spec), " for ", spec.str(),
                     ", got ", scale.numel(), " of ", scale.scalar_type());
   if (spec.rule == ScaleRule::kNvfp4 && amax.defined()) {

@@ -45,8 +45,8 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor(a!)? amax_history=None) -> Tensor",
       tags);
   m.def(
-      "linear_group(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, *, Tensor[] rng=[], "
-      "Tensor(a!)[] amax_history=[]) -> Tensor[]",
+      "linear_group(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, *, "
+      "Tensor[]? rng=None, Tensor(a!)[]? amax_history=None) -> Tensor[]",
       tags);
 
   // Text: the one parser, for every language.
@@ -56,6 +56,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("match_recipe(str map, str module) -> str");
   m.def("preset_names() -> str[]");
   m.def("spec_sizes(str spec, int rows, int cols) -> int[]");
+  m.def("scale_dtype(str spec) -> str");
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
   m.def("built_for_torch() -> str");

@@ -46,6 +46,20 @@ std::vector<std::int64_t> spec_sizes(const std::string& text, std::int64_t rows,
   return sizes;
 }
 
+// The name of the dtype that a scale has for a reader; the ops hand one-byte scales over as uint8.
+std::string scale_dtype(const std::string& text) {
+  switch (bridge::parse_spec(text).scale_type()) {
+    case ScaleType::kE8m0:
+      return "float8_e8m0fnu";
+    case ScaleType::kE4m3:
+      return "float8_e4m3fn";
+    case ScaleType::kNone:
+    case ScaleType::kFloat32:
+      return "float32";
+  }
+  return "float32";
+}
+
 std::int64_t stream(const std::string& name) {
   return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
 }
@@ -64,6 +78,7 @@ TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("match_recipe", match_recipe_text);
   m.impl("preset_names", [] { return preset_names(); });
   m.impl("spec_sizes", spec_sizes);
+  m.impl("scale_dtype", scale_dtype);
   m.impl("stream", stream);
   m.impl("mix_seed", mix);
   m.impl("built_for_torch", [] { return std::string(MINIFLOAT_TORCH_VERSION); });

@@ -1,0 +1,111 @@
+# Everything a newcomer types. Needs python3 (3.10+, with venv), a C++20 compiler and make; the rest
+# (torch, cmake, ninja, the linters) is installed into .venv by `make setup`, pinned.
+#
+#   make train [RECIPES=bf16,nvfp4] [DATA=DIR] [STEPS=N] [MODEL=...] [OUT=DIR] [RESUME=1]
+#   make test            build, ctest, pytest
+#   make help            the others
+
+PYTHON ?= python3
+JOBS ?= $(shell nproc 2>/dev/null || echo 2)
+
+VENV := .venv
+PY := $(VENV)/bin/python
+CMAKE := $(VENV)/bin/cmake
+READY := $(VENV)/.ready
+export PATH := $(CURDIR)/$(VENV)/bin:$(PATH)
+# Builds and runs must not depend on a package of the same name in somebody's home.
+export PYTHONNOUSERSITE := 1
+
+CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
+CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
+PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
+
+.PHONY: help setup build train test test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
+.DEFAULT_GOAL := help
+
+help:
+	@echo "make train            train a small Llama in several recipes, side by side"
+	@echo "                      RECIPES=a,b DATA=DIR STEPS=N MODEL=... OUT=DIR RESUME=1"
+	@echo "make test             setup, build, ctest, pytest"
+	@echo "make test-asan        the C++ suites under AddressSanitizer and UBSan"
+	@echo "make test-exhaustive  every float through every format (long)"
+	@echo "make test-gpu         the tests that need a CUDA device"
+	@echo "make bench            the benchmark tables"
+	@echo "make lint | format    check | fix style, types and layers;  make tidy: clang-tidy"
+	@echo "make docs             check the documentation's links"
+	@echo "make wheel            dist/minifloat-*.whl"
+	@echo "make setup | build    what the others need first;  make clean removes build/ and dist/"
+
+# ---- Environment and build -------------------------------------------------------------------
+setup: $(READY)
+
+$(READY): requirements.txt tools/link_tree.py
+	@$(PYTHON) tools/check_environment.py
+	test -x $(PY) || $(PYTHON) -m venv $(VENV)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) tools/link_tree.py
+	@touch $@
+
+build: $(READY)
+	$(CMAKE) --preset default -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
+	$(CMAKE) --build --preset default -j $(JOBS)
+
+wheel: $(READY)
+	$(PY) -m pip wheel --no-deps --wheel-dir dist .
+
+# ---- The main job ----------------------------------------------------------------------------
+TRAIN_ARGS = $(if $(RECIPES),--recipes '$(RECIPES)') $(if $(DATA),--data $(DATA)) \
+  $(if $(STEPS),--steps $(STEPS)) $(if $(MODEL),--model $(MODEL)) $(if $(OUT),--out $(OUT)) \
+  $(if $(RESUME),--resume) $(ARGS)
+
+train: build
+	$(VENV)/bin/minifloat train $(TRAIN_ARGS)
+
+# ---- Tests -----------------------------------------------------------------------------------
+test: build
+	$(VENV)/bin/ctest --preset default -j $(JOBS)
+	$(PY) -m pytest $(PYTEST_ARGS)
+
+test-asan: $(READY)
+	$(CMAKE) --preset asan -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
+	$(CMAKE) --build --preset asan -j $(JOBS)
+	$(VENV)/bin/ctest --preset asan -j $(JOBS)
+
+test-exhaustive: build
+	$(CMAKE) --build --preset exhaustive -j $(JOBS)
+
+test-gpu: build
+	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or \
+	  sys.exit("test-gpu: expected a CUDA device, torch sees none")'
+	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+
+# ---- Benchmarks ------------------------------------------------------------------------------
+bench: build
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
+	tools/run_benchmarks.sh $(JOBS)
+
+# ---- Style -----------------------------------------------------------------------------------
+lint: $(READY)
+	$(VENV)/bin/clang-format --dry-run -Werror $(CXX_SOURCES)
+	$(VENV)/bin/ruff check $(PY_FOLDERS)
+	$(VENV)/bin/ruff format --check $(PY_FOLDERS)
+	$(VENV)/bin/mypy
+	$(PY) tools/check_layers.py --self-test
+	$(PY) tools/check_layers.py
+	$(PY) tools/check_docs.py
+
+format: $(READY)
+	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
+	$(VENV)/bin/ruff check --fix-only --quiet $(PY_FOLDERS)
+	$(VENV)/bin/ruff format $(PY_FOLDERS)
+
+tidy: build
+	@command -v clang-tidy >/dev/null || \
+	  { echo "tidy: expected clang-tidy on the path (pip install clang-tidy)" >&2; exit 1; }
+	clang-tidy -p build/default --quiet $(wildcard src/*.cpp src/cpu/*.cpp)
+
+docs: $(READY)
+	$(PY) tools/check_docs.py
+
+clean:
+	rm -rf build dist python/minifloat/lib

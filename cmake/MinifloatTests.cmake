@@ -1,0 +1,83 @@
+# Tests mirror the sources: tests/core/format_test.cpp tests core/format.h and becomes the
+# executable core_format_test; its cases are known to ctest as core.<Suite>.<Case>.
+#
+# tests/**/exhaustive_*.cpp walk a whole 2^32 space: built and run by the target `exhaustive` only.
+
+include(MinifloatGTest)
+include(GoogleTest)
+
+# minifloat_add_test(<folder> <source> <libraries>...): one executable a file.
+function(minifloat_add_test folder source)
+  get_filename_component(stem "${source}" NAME_WE)
+  set(name "${stem}")
+  set(prefix "minifloat.")
+  if(folder)
+    set(name "${folder}_${stem}")
+    set(prefix "${folder}.")
+  endif()
+  add_executable(${name} "${source}")
+  target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests"
+                                             "${PROJECT_SOURCE_DIR}/src")
+  target_link_libraries(${name} PRIVATE ${ARGN} minifloat_gtest_main)
+  minifloat_compile_options(${name})
+  set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
+  if(stem MATCHES "^exhaustive_")
+    set_target_properties(${name} PROPERTIES EXCLUDE_FROM_ALL ON)
+    set_property(GLOBAL APPEND PROPERTY MINIFLOAT_EXHAUSTIVE ${name})
+  else()
+    gtest_discover_tests(${name} TEST_PREFIX "${prefix}" DISCOVERY_MODE PRE_TEST NO_PRETTY_TYPES
+                         PROPERTIES TIMEOUT 900)
+  endif()
+endfunction()
+
+# Headers alone, for tests of core/ before or without the library.
+add_library(minifloat_core INTERFACE)
+target_include_directories(minifloat_core INTERFACE "${PROJECT_SOURCE_DIR}/include")
+target_link_libraries(minifloat_core INTERFACE Threads::Threads)
+
+function(minifloat_add_folder folder)
+  file(GLOB sources CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/tests/${folder}/*_test.cpp"
+       "${PROJECT_SOURCE_DIR}/tests/${folder}/exhaustive_*.cpp")
+  list(REMOVE_DUPLICATES sources)
+  foreach(source IN LISTS sources)
+    minifloat_add_test("${folder}" "${source}" ${ARGN})
+  endforeach()
+endfunction()
+
+minifloat_add_folder(core minifloat_core)
+if(TARGET minifloat)
+  minifloat_add_folder("" minifloat)
+  minifloat_add_folder(cpu minifloat)
+endif()
+if(TARGET minifloat_torch)
+  minifloat_add_folder(torch minifloat_torch)
+endif()
+
+# The installed package, seen as a user sees it: install, build examples/ against it, run one.
+file(GLOB examples CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/examples/*.cpp")
+if(TARGET minifloat_torch AND examples)
+  set(stage "${PROJECT_BINARY_DIR}/stage")
+  add_test(NAME package.install COMMAND "${CMAKE_COMMAND}" --install "${PROJECT_BINARY_DIR}"
+                                        --prefix "${stage}")
+  set_tests_properties(package.install PROPERTIES FIXTURES_SETUP package)
+  add_test(
+    NAME package.example
+    COMMAND
+      "${CMAKE_CTEST_COMMAND}" --build-and-test "${PROJECT_SOURCE_DIR}/examples"
+      "${PROJECT_BINARY_DIR}/examples" --build-generator "${CMAKE_GENERATOR}" --build-options
+      "-DCMAKE_BUILD_TYPE=${CMAKE_BUILD_TYPE}" "-DCMAKE_PREFIX_PATH=${stage}"
+      "-DCMAKE_MAKE_PROGRAM=${CMAKE_MAKE_PROGRAM}" "-DPython_EXECUTABLE=${Python_EXECUTABLE}"
+      "-DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER}" --test-command
+      "${PROJECT_BINARY_DIR}/examples/train")
+  set_tests_properties(package.example PROPERTIES FIXTURES_REQUIRED package TIMEOUT 900)
+endif()
+
+get_property(minifloat_exhaustive GLOBAL PROPERTY MINIFLOAT_EXHAUSTIVE)
+if(minifloat_exhaustive)
+  set(commands)
+  foreach(name IN LISTS minifloat_exhaustive)
+    list(APPEND commands COMMAND ${name})
+  endforeach()
+  add_custom_target(exhaustive ${commands} USES_TERMINAL
+                    COMMENT "The exhaustive tests: every float, minutes each")
+endif()

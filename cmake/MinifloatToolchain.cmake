@@ -1,0 +1,49 @@
+# Compiler flags in one place: what every target of this build gets, and why.
+
+if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
+  find_program(MINIFLOAT_CCACHE ccache HINTS "${PROJECT_SOURCE_DIR}/.venv/bin")
+  if(MINIFLOAT_CCACHE)
+    # The two settings that let ccache see through a precompiled header.
+    set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
+                                    CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime
+                                    ${MINIFLOAT_CCACHE})
+    add_compile_options($<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fpch-preprocess>)
+  endif()
+endif()
+
+set(CMAKE_CXX_FLAGS_RELEASE "-O3 -DNDEBUG")
+set(CMAKE_CXX_EXTENSIONS OFF)
+set(CMAKE_EXPORT_COMPILE_COMMANDS ON)
+set(CMAKE_POSITION_INDEPENDENT_CODE ON)
+
+function(minifloat_compile_options target)
+  target_compile_features(${target} PRIVATE cxx_std_20)
+  target_compile_options(
+    ${target} PRIVATE
+    $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
+    # Neither changes a value: they give up errno and the IEEE exception flags, which nothing
+    # here reads, and let the compiler vectorise conversions and selects.
+    $<$<COMPILE_LANGUAGE:CXX>:-fno-math-errno -fno-trapping-math>)
+  if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
+    # GCC 12 reports an overlap inside its own std::string operator+ (GCC bug 105651).
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Wno-restrict>)
+  endif()
+  if(MINIFLOAT_WERROR)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:-Werror>)
+  endif()
+  if(MINIFLOAT_SANITIZE)
+    set(flags -fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer)
+    target_compile_options(${target} PRIVATE $<$<COMPILE_LANGUAGE:CXX>:${flags}>)
+    target_link_options(${target} PRIVATE ${flags})
+  endif()
+endfunction()
+
+# The two shared libraries: found beside each other wherever they lie, in the tree or installed.
+function(minifloat_library_options target)
+  minifloat_compile_options(${target})
+  set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN" BUILD_WITH_INSTALL_RPATH ON)
+  if(MINIFLOAT_IN_TREE)
+    set_target_properties(${target} PROPERTIES LIBRARY_OUTPUT_DIRECTORY
+                                               "${PROJECT_SOURCE_DIR}/python/minifloat/lib")
+  endif()
+endfunction()

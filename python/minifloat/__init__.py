@@ -1,0 +1,55 @@
+"""minifloat: training in 8- and 4-bit floating point, with one numerics on every device.
+
+    import minifloat as mf
+    mf.quantize_(model, "nvfp4")          linear layers under a recipe; prints what was converted, and why
+    ...
+    loss.backward(); opt.step(); mf.step(model)
+"""
+
+from ._native import ops as _ops  # loads the operators; keep it first
+from .convert import quantize_, quantized_model_init, restore_
+from .linear import Linear, linear, linear_group
+from .quantized import (
+    Quantized,
+    amax,
+    dequantize,
+    hadamard,
+    quantize,
+    scaled_mm,
+    swizzle_scales,
+    transpose_codes,
+    unswizzle_scales,
+)
+from .recipe import Product, Recipe, RecipeMap, presets
+from .selection import Report, auto_filter_small_kn
+from .state import load_training_state, step, training_state
+from .tensor import QuantizedTensor
+from . import tensor_ops as _tensor_ops  # isort: skip  registers QuantizedTensor's ops
+
+__all__ = [
+    "Linear",
+    "Product",
+    "Quantized",
+    "QuantizedTensor",
+    "Recipe",
+    "RecipeMap",
+    "Report",
+    "amax",
+    "auto_filter_small_kn",
+    "dequantize",
+    "hadamard",
+    "linear",
+    "linear_group",
+    "load_training_state",
+    "presets",
+    "quantize",
+    "quantize_",
+    "quantized_model_init",
+    "restore_",
+    "scaled_mm",
+    "step",
+    "swizzle_scales",
+    "training_state",
+    "transpose_codes",
+    "unswizzle_scales",
+]

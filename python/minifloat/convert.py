@@ -1,0 +1,193 @@
+"""mf.quantize_: puts the linear layers of a model under a recipe, in place, and takes them out again.
+
+A layer stays the object that it was: its class changes (nn.Linear <-> mf.Linear), so its parameters,
+hooks, ties, dtype, device and state-dict keys are untouched, wherever it is referred to from.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from itertools import count
+from typing import Any
+
+from torch import nn
+
+from .linear import DEFAULT_HISTORY, Linear, adopt, release, require_history
+from .random_state import AdvanceRng, RngState, find_hook, remove_hook, require_int64
+from .recipe import Recipe, RecipeMap
+from .selection import FilterFn, Report, Selection, require_filters, require_some, select
+from .tensor import QuantizedTensor, require_weight_spec
+
+
+def quantize_(
+    model: nn.Module,
+    recipe: str | Recipe | RecipeMap,
+    filter_fqns: Iterable[str] = (),
+    filter_fn: FilterFn | None = None,
+    *,
+    primary: bool = False,
+    keep_high_precision_init: bool = False,
+    seed: int = 0,
+    data_parallel_rank: int | None = None,
+    amax_history_length: int = DEFAULT_HISTORY,
+    amax_algorithm: str = "max",
+    margin: int = 0,
+    verbose: bool = True,
+) -> Report:
+    """Converts the model's nn.Linear layers in place; returns, and prints, what was and was not, and why.
+
+    recipe          a recipe for all, or a map: "*: nvfp4; *.output: bf16"
+    filter_fqns     names to leave out: a layer whose name contains one; "auto_filter_small_kn" leaves out
+                    those too small to pay (see mf.auto_filter_small_kn)
+    filter_fn       (module, name) -> convert it?
+    primary         the codes become the parameters: no high-precision weight is kept, updates smaller
+                    than half a step of the format are lost, so give the optimizer masters of its own.
+                    Build the optimizer after this call
+    keep_high_precision_init    with primary: the initial values stay as
+                    module.weight_high_precision_init, on the CPU
+    seed            of stochastic rounding, mixed with data_parallel_rank; None: torch.distributed's
+                    rank. Ranks that share data (tensor, sequence parallel) must be given the same one
+    amax_history_length, amax_algorithm, margin    of delayed scaling: steps kept, "max" or
+                    "most_recent", powers of two of headroom
+
+    ValueError, with the model untouched, where nothing is left to convert.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"quantize_: expected a torch.nn.Module, got {type(model).__name__}")
+    names = require_filters(filter_fqns, filter_fn)
+    require_history(amax_history_length, amax_algorithm, margin)
+    require_int64("seed", seed)
+    selection = select(model, RecipeMap(recipe), names, filter_fn)
+    if primary:
+        selection = without_unfit_weights(model, selection)
+    require_some(selection)
+
+    for fqn, module, layer_recipe in selection.chosen:
+        adopt(
+            module,
+            layer_recipe,
+            fqn,
+            history_length=amax_history_length,
+            algorithm=amax_algorithm,
+            margin=margin,
+        )
+        if primary:
+            make_primary(module, layer_recipe, keep_high_precision_init)
+    share_random_state(model, [m for _, m, _ in selection.chosen], seed, data_parallel_rank)
+
+    report = Report([(fqn, r.text) for fqn, _, r in selection.chosen], selection.skipped)
+    if verbose:
+        print(report)
+    return report
+
+
+def restore_(model: nn.Module) -> nn.Module:
+    """Gives back the nn.Linear layers that mf.quantize_ converted: the same objects and parameters.
+
+    A quantized primary weight comes back as a high-precision parameter with the values of its codes.
+    """
+    for module in model.modules():
+        remove_hook(module)
+        if type(module) is Linear:
+            release(module)
+    return model
+
+
+def share_random_state(
+    root: nn.Module, layers: list[nn.Linear], seed: int, data_parallel_rank: int | None
+) -> None:
+    """One RngState for the layers that need one, advanced by a hook of the root."""
+    stochastic = [m for m in layers if isinstance(m, Linear) and m.recipe.is_stochastic]
+    if not stochastic:
+        return
+    root = getattr(root, "_orig_mod", root)
+    hook = find_hook(root)
+    if hook is None:
+        hook = AdvanceRng(RngState(seed, data_parallel_rank), stochastic[0])
+        root.register_forward_pre_hook(hook)
+    for layer in stochastic:
+        layer.rng_state = hook.state
+
+
+# ---- primary weights -----------------------------------------------------------------------------
+
+
+def weight_specs(recipe: Recipe) -> tuple[str | None, str | None]:
+    """The specs of W as fprop reads it and as dgrad does; None: in high precision."""
+    row, col = recipe.fprop.b, recipe.dgrad.b
+    return None if row == "bf16" else row, None if col == "bf16" else col
+
+
+def reason_against_primary(module: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str | None:
+    if owners[id(module.weight)] > 1:
+        return "primary: its weight is tied to another module's"
+    row, col = weight_specs(recipe)
+    if row is None or col is None:
+        return f"primary: {recipe} reads the weight in high precision too"
+    try:
+        require_weight_spec(row)
+        require_weight_spec(col)
+    except ValueError as error:
+        return f"primary: {error}"
+    return None
+
+
+def without_unfit_weights(model: nn.Module, selection: Selection) -> Selection:
+    """Layers whose weight cannot be kept as codes go to the skipped ones."""
+    owners = Counter(
+        id(p) for m in model.modules() for p in m._parameters.values() if p is not None
+    )
+    chosen, skipped = [], list(selection.skipped)
+    for fqn, module, recipe in selection.chosen:
+        why_not = reason_against_primary(module, recipe, owners)
+        if why_not is None:
+            chosen.append((fqn, module, recipe))
+        else:
+            skipped.append((fqn, why_not))
+    return Selection(chosen, skipped)
+
+
+def make_primary(module: nn.Linear, recipe: Recipe, keep_high_precision_init: bool) -> None:
+    weight = module.weight
+    if keep_high_precision_init:
+        module.weight_high_precision_init = weight.detach().cpu().clone()
+    quantized = QuantizedTensor.from_tensor(weight.detach(), *weight_specs(recipe))
+    module.weight = nn.Parameter(quantized, requires_grad=weight.requires_grad)
+
+
+@contextmanager
+def quantized_model_init(
+    recipe: str | Recipe, *, keep_high_precision_init: bool = False, seed: int = 0
+) -> Iterator[None]:
+    """nn.Linear built inside is an mf.Linear whose weight is codes from the start.
+
+        with mf.quantized_model_init("mxfp8_2d"):
+            model = Model()
+
+    Memory never holds more than one layer's high-precision weight. Random streams follow the order of
+    construction, and each layer advances its own counter.
+    """
+    recipe = Recipe(recipe)
+    specs = weight_specs(recipe)
+    if None in specs:
+        raise ValueError(f"quantized_model_init: {recipe} reads the weight in high precision")
+    for spec in specs:
+        require_weight_spec(str(spec))
+    ordinal = count()
+    plain_init = nn.Linear.__init__
+
+    def init(self: nn.Linear, *args: Any, **kwargs: Any) -> None:
+        plain_init(self, *args, **kwargs)
+        if type(self) is not nn.Linear:
+            return
+        adopt(self, recipe, f"linear.{next(ordinal)}")
+        make_primary(self, recipe, keep_high_precision_init)
+        share_random_state(self, [self], seed, None)
+
+    nn.Linear.__init__ = init  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        nn.Linear.__init__ = plain_init  # type: ignore[method-assign]

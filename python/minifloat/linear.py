@@ -1,0 +1,177 @@
+"""Linear layers under a recipe: the functions, and the module that mf.quantize_ makes of nn.Linear.
+
+    y = x Wᵀ + bias     three products, forward and backward, each in the formats of the recipe
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from ._native import ops
+from .random_state import AdvanceRng, RngState
+from .recipe import Recipe
+from .tensor import QuantizedTensor
+
+OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
+DEFAULT_HISTORY = 16  # steps of amax history
+ALGORITHMS = ("max", "most_recent")
+MAX_MARGIN = 126  # powers of two
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    recipe: str | Recipe = "nvfp4",
+    *,
+    rng: Tensor | None = None,
+    amax_history: Tensor | None = None,
+) -> Tensor:
+    """y = x · Wᵀ + bias under a recipe, differentiable. x: (…, K), weight: (N, K); fp32 or bf16.
+
+    rng: int64 (seed, count, module stream), needed where the recipe rounds stochastically; backward reads
+    it too, so nobody may write to it afterwards. amax_history: float32 (6, 1 + length), needed by delayed
+    scaling, one row an operand: column 0 the amax in force, column 1 this step's own, written in place.
+    """
+    return ops.linear(x, weight, bias, str(recipe), rng=rng, amax_history=amax_history)
+
+
+def linear_group(
+    x: Tensor,
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None] | None = None,
+    recipe: str | Recipe = "nvfp4",
+    *,
+    rng: Sequence[Tensor] | None = None,
+    amax_history: Sequence[Tensor] | None = None,
+) -> list[Tensor]:
+    """linear of one x and several weights (q, k, v; gate, up): x is quantized once."""
+    biases = [None] * len(weights) if biases is None else list(biases)
+    rng = None if rng is None else list(rng)
+    amax_history = None if amax_history is None else list(amax_history)
+    return ops.linear_group(
+        x, list(weights), biases, str(recipe), rng=rng, amax_history=amax_history
+    )
+
+
+def require_history(length: int, algorithm: str, margin: int) -> None:
+    if length < 1:
+        raise ValueError(f"amax_history_length: expected at least 1 step, got {length}")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"amax_algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
+    if not 0 <= margin <= MAX_MARGIN:
+        raise ValueError(f"margin: expected 0 to {MAX_MARGIN} powers of two, got {margin}")
+
+
+class Linear(nn.Linear):
+    """nn.Linear under a recipe: the same parameters and state-dict keys.
+
+    mf.quantize_ makes one of an nn.Linear in place. Built alone it draws its own random bits and
+    advances them at its own forward; `name` tells its stream from other layers'.
+    """
+
+    recipe: Recipe
+    fqn: str
+    rng_state: RngState | None
+    stream: Tensor
+    amax_history: Tensor | None
+    amax_algorithm: str
+    margin: int
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        recipe: str | Recipe,
+        name: str = "linear",
+        seed: int = 0,
+    ) -> None:
+        recipe = Recipe(recipe)
+        super().__init__(in_features, out_features, bias, device, dtype)
+        adopt(self, recipe, name)
+        if recipe.is_stochastic:
+            self.rng_state = RngState(seed)
+            self.register_forward_pre_hook(AdvanceRng(self.rng_state, self))
+
+    def forward(self, input: Tensor) -> Tensor:
+        rng = None
+        if self.rng_state is not None:
+            base = self.rng_state.tensor
+            rng = torch.cat([base.to(self.stream.device), self.stream])
+        return ops.linear(
+            input, self.weight, self.bias, self.recipe.text, rng=rng, amax_history=self.amax_history
+        )
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
+        """Moves. The history keeps dtype and values, the stream is a function of the name, and a
+        quantized weight that came back plain (to_empty) is quantized again."""
+        history = self._buffers.pop("amax_history", None)
+        before = self.weight
+        super()._apply(fn, recurse)
+        if isinstance(before, QuantizedTensor) and not isinstance(self.weight, QuantizedTensor):
+            self.weight = nn.Parameter(
+                QuantizedTensor.from_tensor(self.weight.detach(), *before.specs),
+                requires_grad=before.requires_grad,
+            )
+        device = self.stream.device
+        if device.type != "meta":
+            self.stream.fill_(ops.stream(self.fqn))
+        if history is not None:
+            moved = torch.zeros_like(history, device=device)
+            self._buffers["amax_history"] = moved if history.is_meta else history.to(device)
+        return self
+
+    def extra_repr(self) -> str:
+        return f"{super().extra_repr()}, recipe={self.recipe.text!r}"
+
+
+def adopt(
+    module: nn.Linear,
+    recipe: Recipe,
+    fqn: str,
+    *,
+    history_length: int = DEFAULT_HISTORY,
+    algorithm: str = "max",
+    margin: int = 0,
+) -> Linear:
+    """Makes `module` a Linear in place: the same object, parameters and hooks."""
+    require_history(history_length, algorithm, margin)
+    device = module.weight.device
+    module.__class__ = Linear
+    module = cast(Linear, module)
+    module.recipe = recipe
+    module.fqn = fqn
+    module.rng_state = None
+    module.amax_algorithm = algorithm
+    module.margin = margin
+    stream = torch.full((1,), ops.stream(fqn), dtype=torch.int64, device=device)
+    module.register_buffer("stream", stream, persistent=False)
+    history = None
+    if recipe.is_delayed:
+        shape = (OPERANDS, 1 + history_length)
+        history = torch.zeros(shape, dtype=torch.float32, device=device)
+    module.register_buffer("amax_history", history, persistent=False)
+    return module
+
+
+ADOPTED = ("recipe", "fqn", "rng_state", "amax_algorithm", "margin", "stream", "amax_history")
+
+
+def release(module: Linear) -> nn.Linear:
+    """The inverse of adopt; a quantized weight becomes the values of its codes."""
+    if isinstance(module.weight, QuantizedTensor):
+        weight = module.weight
+        module.weight = nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad)
+    module.__dict__.pop("weight_high_precision_init", None)
+    for name in ADOPTED:
+        delattr(module, name)
+    module.__class__ = nn.Linear
+    return module

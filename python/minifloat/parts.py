@@ -1,0 +1,97 @@
+"""One quantized direction as an object to be moved, cut on block boundaries, and transposed exactly.
+
+All geometry is asked of the spec (spec_sizes): code bytes a row, padded columns, scale rows and columns.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ._native import ops
+from .quantized import Quantized, transpose_codes
+
+PROBE = 4096  # a multiple of every block and of every transform
+
+
+@lru_cache(maxsize=4096)
+def sizes(spec: str, rows: int, cols: int) -> tuple[int, int, int, int]:
+    """Code bytes a row, padded columns, scale rows, scale columns."""
+    return tuple(ops.spec_sizes(spec, rows, cols))
+
+
+@lru_cache(maxsize=256)
+def has_transform(spec: str) -> bool:
+    return sizes(spec, 1, 1)[1] > 1
+
+
+@lru_cache(maxsize=256)
+def unit(spec: str, dim: int) -> int:
+    """Elements along rows (0) or columns (1) that cannot be parted: a block, a transform, a byte."""
+    code_cols, _, *scales = sizes(spec, PROBE, PROBE)
+    is_blocked = scales[1] > 0
+    block = PROBE // scales[dim] if is_blocked else 1
+    if dim == 0:
+        return block
+    return max(block, sizes(spec, 1, 1)[1], PROBE // code_cols)
+
+
+@lru_cache(maxsize=256)
+def is_square(spec: str) -> bool:
+    """Are x's rowwise codes, transposed, its columnwise ones? So with tensor scales and square blocks."""
+    tall, wide = sizes(spec, 1024, 128)[2:], sizes(spec, 128, 1024)[2:]
+    return tall == wide[::-1] and not has_transform(spec)
+
+
+def transposed(q: Quantized) -> Quantized:
+    """A square operand as its other direction holds it, without a rounding."""
+    rows, cols = q.shape
+    is_packed = unit(q.spec, 1) > 1 and q.codes.shape[1] < cols
+    codes = transpose_codes(q.codes, cols) if is_packed else q.codes.t().contiguous()
+    scale = q.scale.t().contiguous() if q.scale.dim() == 2 else q.scale
+    return Quantized(codes, scale, q.amax, q.spec, (cols, rows), not q.columnwise)
+
+
+def map_tensors(q: Quantized, fn: Callable[[Tensor], Tensor]) -> Quantized:
+    return replace(q, codes=fn(q.codes), scale=fn(q.scale), amax=fn(q.amax))
+
+
+def same_layout(a: Quantized | None, b: Quantized | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.spec == b.spec and a.shape == b.shape
+
+
+def copy_bytes(target: Quantized, source: Quantized) -> None:
+    for name in ("codes", "scale", "amax"):
+        getattr(target, name).copy_(getattr(source, name))
+
+
+def cut(q: Quantized, dim: int, start: int, end: int) -> Quantized:
+    """Elements [start, end) along rows (0) or columns (1) of the operand as read, as a copy."""
+    length, block = q.shape[dim], unit(q.spec, dim)
+    if start % block or (end % block and end != length):
+        raise ValueError(
+            f"QuantizedTensor: expected a cut of {q.spec} at multiples of its block, {block}, got "
+            f"[{start}, {end}) of {length}"
+        )
+
+    def before(n: int) -> tuple[int, int, int, int]:
+        """Sizes of the part that ends at n."""
+        return sizes(q.spec, *((n, q.shape[1]) if dim == 0 else (q.shape[0], n)))
+
+    first, last = before(start), before(end)
+    codes = q.codes[start:end] if dim == 0 else q.codes[:, first[0] : last[0]]
+    scale, amax = q.scale, q.amax
+    if scale.dim() == 2:
+        window = slice(first[2 + dim], last[2 + dim])
+        scale = scale[window] if dim == 0 else scale[:, window]
+    elif scale.dim() == 1 and dim == 0:
+        scale, amax = scale[start:end], amax[start:end]
+    shape = (end - start, q.shape[1]) if dim == 0 else (q.shape[0], end - start)
+    piece = replace(q, codes=codes, scale=scale, amax=amax, shape=shape)
+    return map_tensors(piece, lambda t: t.clone(memory_format=torch.contiguous_format))

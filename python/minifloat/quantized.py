@@ -1,0 +1,177 @@
+"""Casts, transforms and products of plain tensors: the operators with Python's manners.
+
+    q = mf.quantize(x, "nvfp4")              x: (rows, cols) or (batch, rows, cols), fp32 or bf16
+    q = mf.quantize(x, "nvfp4", columnwise=True)      of the transpose, from x's own memory order
+    y = mf.scaled_mm(a, b)                   a (m, k) · b (n, k)ᵀ, both read K-major
+
+"As read" means x itself, or its transpose where columnwise: codes, scales, amax and positions are
+those of that matrix.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+from torch import Tensor
+
+from ._native import ops
+
+HADAMARD_SIGNS = 0xD7E8  # one bit a point, repeated every 16: set means -1
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(maxsize=1024)
+def canonical_spec(spec: str) -> str:
+    """The spec as the grammar writes it; ValueError with the position where it is not one."""
+    return ops.parse_spec(spec)
+
+
+@torch.compiler.assume_constant_result
+@lru_cache(maxsize=1024)
+def scale_dtype(spec: str) -> torch.dtype:
+    """What a reader sees of a spec's scales; the operators hand one-byte scales over as uint8."""
+    return getattr(torch, ops.scale_dtype(spec))
+
+
+@dataclass(frozen=True, eq=False)
+class Quantized:
+    """An operand in low precision.
+
+    codes       uint8 (…, rows, bytes a row); E2M1 packs two a byte, the low nibble first
+    scale       what codes are multiplied by: float32, float8_e4m3fn or float8_e8m0fnu; one a tensor,
+                row or block, never swizzled
+    amax        float32, the amax in force of a tensor or row rule; empty for the others
+    shape       of the operand as read, (…, rows, cols)
+    """
+
+    codes: Tensor
+    scale: Tensor
+    amax: Tensor
+    spec: str
+    shape: tuple[int, ...]
+    columnwise: bool = False
+
+    def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        return dequantize(self, dtype)
+
+
+def quantize(
+    x: Tensor,
+    spec: str,
+    *,
+    columnwise: bool = False,
+    amax: Tensor | None = None,
+    seed: int = 0,
+    stream: int = 0,
+    origin: tuple[int, int] = (0, 0),
+) -> Quantized:
+    """x in low precision: a pure function of the arguments, on every device the same bytes.
+
+    amax: float32, () or (batch,) for tensor and NVFP4 scaling, (…, rows) for row scaling; None: x's own.
+    seed, stream: of stochastic rounding (`+sr`). origin: (row, col) of x within the whole that it is a
+    shard of; the shard gets the bytes that the whole would have there.
+    """
+    spec = canonical_spec(spec)
+    rng = None
+    if "sr" in spec.split("+"):
+        rng = torch.tensor([seed, 0], dtype=torch.int64, device=x.device)
+    row, col = ("", spec) if columnwise else (spec, "")
+    out = ops.quantize(
+        x,
+        row,
+        col,
+        amax_row=None if columnwise else amax,
+        amax_col=amax if columnwise else None,
+        rng=rng,
+        stream_row=stream,
+        stream_col=stream,
+        origin=list(origin),
+    )
+    codes, scale, used = out[4:7] if columnwise else out[:3]
+    scale = scale.view(scale_dtype(spec))
+    *batch, rows, cols = x.shape
+    shape = (*batch, cols, rows) if columnwise else (*batch, rows, cols)
+    return Quantized(codes, scale, used, spec, shape, columnwise)
+
+
+def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
+    """The values of the codes, as read: (…, rows, cols), float32 or bfloat16.
+
+    A transformed operand (`+rht`) stays transformed, its last dimension grown to whole transforms.
+    """
+    return ops.dequantize(q.codes, q.scale, q.amax, q.spec, q.shape[-1], dtype=dtype)
+
+
+def amax(x: Tensor, spec: str, *, columnwise: bool = False) -> Tensor:
+    """max |x| as the spec needs it: () or (batch,) for a tensor, (…, rows) for rows, as read."""
+    return ops.amax(x, spec, columnwise)
+
+
+def hadamard(
+    x: Tensor, points: int = 16, *, columnwise: bool = False, signs: int = HADAMARD_SIGNS
+) -> Tensor:
+    """The randomised Hadamard transform along the columns (columnwise: of the transpose), in bf16.
+
+    points: 16, 32, 64 or 128; the transformed dimension grows to a multiple of it.
+    """
+    return ops.hadamard(x, points, columnwise, signs)
+
+
+def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None, groups: str = "") -> Tensor:
+    """One-byte scales in the 128x4 tiled layout that block-scaled products of the hardware read.
+
+    scale: (rows, cols) or (batch, rows, cols). groups: "m" or "k" cuts rows or columns at offs, the
+    groups' ends (int32), and lays out each alone.
+    """
+    return ops.swizzle_scales(scale, offs=offs, groups=groups)
+
+
+def unswizzle_scales(
+    swizzled: Tensor, rows: int, cols: int, *, offs: Tensor | None = None, groups: str = ""
+) -> Tensor:
+    """The inverse of swizzle_scales: (rows, cols), or (batch, rows, cols)."""
+    return ops.unswizzle_scales(swizzled, rows, cols, offs=offs, groups=groups)
+
+
+def transpose_codes(codes: Tensor, cols: int) -> Tensor:
+    """Packed 4-bit codes (…, rows, ⌈cols / 2⌉) as those of the transpose, (…, cols, ⌈rows / 2⌉)."""
+    return ops.transpose_codes(codes, cols)
+
+
+def _operand(name: str, x: Quantized | Tensor) -> tuple[Tensor, Tensor, Tensor, str, int]:
+    if isinstance(x, Quantized):
+        return x.codes, x.scale, x.amax, x.spec, x.shape[-1]
+    if not isinstance(x, Tensor):
+        raise TypeError(f"scaled_mm: expected {name} as Quantized or Tensor, got {type(x).__name__}")
+    none = x.new_empty(0, dtype=torch.float32)
+    return x, none, none, "bf16", x.shape[-1]
+
+
+def scaled_mm(
+    a: Quantized | Tensor,
+    b: Quantized | Tensor,
+    *,
+    fast: bool = False,
+    bias: Tensor | None = None,
+    out_dtype: torch.dtype = torch.bfloat16,
+) -> Tensor:
+    """a (m, k) · b (n, k)ᵀ + bias, rounded once. A plain tensor is an operand in high precision."""
+    a_codes, a_scale, a_amax, a_spec, k = _operand("a", a)
+    b_codes, b_scale, b_amax, b_spec, b_k = _operand("b", b)
+    if k != b_k:
+        raise ValueError(f"scaled_mm: expected a (m, k) and b (n, k), got k = {k} and {b_k}")
+    product = f"{a_spec}*{b_spec}" + (",fast" if fast else "")
+    return ops.scaled_mm(
+        a_codes,
+        a_scale,
+        a_amax,
+        b_codes,
+        b_scale,
+        b_amax,
+        product,
+        k=k,
+        bias=bias,
+        out_dtype=out_dtype,
+    )

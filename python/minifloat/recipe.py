@@ -1,0 +1,124 @@
+"""Recipes: which format each operand of a layer's three products has, as text.
+
+    Recipe("nvfp4")                                  a preset
+    Recipe("fprop=… dgrad=… wgrad=…")                written out; a product is "a*b" or "a*b,fast"
+    RecipeMap("*: nvfp4; *.output: bf16")            a recipe a module name, the last match wins
+
+The grammar has one parser, in C++ (include/minifloat/recipe.h); its errors are ValueErrors that name
+the position and what would have been legal.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+from ._native import ops
+
+
+@dataclass(frozen=True)
+class Product:
+    """One matrix product: the specs of its operands, and whether it accumulates fast."""
+
+    a: str
+    b: str
+    fast: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.a}*{self.b}" + (",fast" if self.fast else "")
+
+
+def _product(canonical: str) -> Product:
+    operands, _, fast = canonical.partition(",")
+    a, _, b = operands.partition("*")
+    return Product(a, b, bool(fast))
+
+
+@lru_cache(maxsize=1024)
+def _parse(text: str) -> tuple[str, ...]:
+    return tuple(ops.parse_recipe(text))
+
+
+@lru_cache(maxsize=256)
+def _parse_map(text: str) -> tuple[str, ...]:
+    return tuple(ops.parse_recipe_map(text))
+
+
+def _require_text(kind: str, text: Any) -> str:
+    if not isinstance(text, str):
+        raise TypeError(f"{kind}: expected its text as str, got {type(text).__name__}")
+    return text
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Recipe:
+    """The specs of fprop (x · W), dgrad (g · W) and wgrad (g · x). Equal where the parsed forms are."""
+
+    text: str
+    fprop: Product = field(compare=False)
+    dgrad: Product = field(compare=False)
+    wgrad: Product = field(compare=False)
+
+    def __init__(self, text: str | Recipe) -> None:
+        source = text.text if isinstance(text, Recipe) else _require_text("Recipe", text)
+        canonical, *products = _parse(source)
+        object.__setattr__(self, "text", canonical)
+        for name, product in zip(("fprop", "dgrad", "wgrad"), products):
+            object.__setattr__(self, name, _product(product))
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"Recipe({self.text!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Recipe, (self.text,)
+
+    def _has_flag(self, flag: str) -> bool:
+        products = (self.fprop, self.dgrad, self.wgrad)
+        return any(flag in spec.split("+")[1:] for p in products for spec in (p.a, p.b))
+
+    @property
+    def is_stochastic(self) -> bool:
+        return self._has_flag("sr")
+
+    @property
+    def is_delayed(self) -> bool:
+        return self._has_flag("delayed")
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class RecipeMap:
+    """Recipes by module name. A text without a glob gives its recipe to every module."""
+
+    text: str
+    entries: tuple[tuple[str, Recipe], ...] = field(compare=False)
+
+    def __init__(self, text: str | Recipe | RecipeMap) -> None:
+        if isinstance(text, (Recipe, RecipeMap)):
+            text = text.text
+        canonical, *pairs = _parse_map(_require_text("RecipeMap", text))
+        object.__setattr__(self, "text", canonical)
+        entries = tuple((glob, Recipe(recipe)) for glob, recipe in zip(pairs[::2], pairs[1::2]))
+        object.__setattr__(self, "entries", entries)
+
+    def find(self, module_name: str) -> Recipe | None:
+        """The recipe of the last glob that matches; None where none does."""
+        found = ops.match_recipe(self.text, module_name)
+        return Recipe(found) if found else None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"RecipeMap({self.text!r})"
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return RecipeMap, (self.text,)
+
+
+def presets() -> list[str]:
+    """The names of the preset recipes, in the order of the documentation."""
+    return list(ops.preset_names())

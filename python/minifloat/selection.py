@@ -1,0 +1,150 @@
+"""Which linear layers are converted, and why the others are not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import nn
+
+from .linear import Linear
+from .recipe import Recipe, RecipeMap
+from .state import clean_name
+
+FilterFn = Callable[[nn.Module, str], bool]
+AUTO_FILTER = "auto_filter_small_kn"
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
+
+# Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left in high precision.
+# Published H100 figures (torchao's auto filter); nothing of this table was measured by this project.
+ANY = 1 << 62
+SMALL_KN = {
+    "fp8_tensorwise": ((4096, 1024),),
+    "fp8_rowwise": ((ANY, 2048), (1024, ANY), (2048, 4096)),
+}
+
+
+def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
+    """A filter_fn that leaves out layers too small for the recipe to pay its casts.
+
+    The thresholds are published H100 figures, torchao's, for fp8_tensorwise and fp8_rowwise; they say
+    nothing about other devices. Other recipes have none: ValueError.
+    """
+    name = Recipe(recipe).text
+    if name not in SMALL_KN:
+        raise ValueError(
+            f"auto_filter_small_kn: expected a recipe with thresholds, {' or '.join(SMALL_KN)}, got "
+            f"{name!r}"
+        )
+    thresholds = SMALL_KN[name]
+
+    def is_large_enough(module: nn.Module, fqn: str) -> bool:
+        n, k = module.weight.shape
+        return not any(k <= small_k and n <= small_n for small_k, small_n in thresholds)
+
+    return is_large_enough
+
+
+@dataclass(frozen=True)
+class Report:
+    """What mf.quantize_ did: (name, recipe) of the converted, (name, reason) of the other linears."""
+
+    converted: list[tuple[str, str]] = field(default_factory=list)
+    skipped: list[tuple[str, str]] = field(default_factory=list)
+
+    def __str__(self) -> str:
+        lines = [f"minifloat: {len(self.converted)} converted, {len(self.skipped)} not"]
+        rows = [("+", *row) for row in self.converted] + [("-", *row) for row in self.skipped]
+        width = max((len(display(fqn)) for _, fqn, _ in rows), default=0)
+        lines += [f"  {sign} {display(fqn):<{width}}  {text}" for sign, fqn, text in rows]
+        return "\n".join(lines)
+
+
+def display(fqn: str) -> str:
+    return fqn or "(the model itself)"
+
+
+@dataclass(frozen=True)
+class Selection:
+    """The layers to convert, with their recipes, and the reasons for the rest."""
+
+    chosen: list[tuple[str, nn.Linear, Recipe]]
+    skipped: list[tuple[str, str]]
+
+
+def require_filters(filter_fqns: Iterable[str], filter_fn: FilterFn | None) -> tuple[str, ...]:
+    if isinstance(filter_fqns, str):
+        raise TypeError(f"filter_fqns: expected a list of names, got the text {filter_fqns!r}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
+        )
+    return tuple(filter_fqns)
+
+
+def reason_of_kind(module: nn.Linear) -> str | None:
+    """Why a module of this kind cannot be converted; None where it can."""
+    if isinstance(module, Linear):
+        return f"already converted ({module.recipe})"
+    if type(module) is not nn.Linear:
+        return f"a subclass of nn.Linear, {type(module).__name__}"
+    if "forward" in module.__dict__:
+        return "its forward is replaced on the instance"
+    if module.weight.dtype not in WEIGHT_DTYPES:
+        return f"its weight is {module.weight.dtype}; expected float32 or bfloat16"
+    return None
+
+
+def select(
+    model: nn.Module,
+    recipes: RecipeMap,
+    filter_fqns: Sequence[str],
+    filter_fn: FilterFn | None,
+) -> Selection:
+    """Goes through every linear layer once. A name filter matches where the name contains it."""
+    names = [name for name in filter_fqns if name != AUTO_FILTER]
+    use_auto_filter = AUTO_FILTER in filter_fqns
+    chosen, skipped = [], []
+
+    def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
+        matching = [name for name in names if name in fqn]
+        if (kind := reason_of_kind(module)) is not None:
+            return kind
+        if matching:
+            return f"filter_fqns has {matching[0]!r}"
+        if recipe is None:
+            return "no glob of the recipe map matches"
+        if recipe.text == "bf16":
+            return "the recipe map says bf16" if recipes.entries[1:] else "the recipe is bf16"
+        if use_auto_filter and not auto_filter_small_kn(recipe)(module, fqn):
+            n, k = module.weight.shape
+            return f"{AUTO_FILTER}: K = {k}, N = {n} is too small for {recipe}"
+        if filter_fn is not None and not filter_fn(module, fqn):
+            return "filter_fn says no"
+        return None
+
+    for raw_fqn, module in model.named_modules():
+        if not isinstance(module, nn.Linear):
+            continue
+        fqn = clean_name(raw_fqn)
+        recipe = recipes.find(fqn)
+        why_not = reason(module, fqn, recipe)
+        if why_not is not None:
+            skipped.append((fqn, why_not))
+        elif recipe is not None:
+            chosen.append((fqn, module, recipe))
+    return Selection(chosen, skipped)
+
+
+def require_some(selection: Selection) -> None:
+    """ValueError, with every reason and how often, where nothing is left to convert."""
+    if selection.chosen:
+        return
+    examples: dict[str, list[str]] = {}
+    for fqn, why in selection.skipped:
+        examples.setdefault(why, []).append(display(fqn))
+    reasons = [f"{len(fqns)} x {why} (such as {fqns[0]})" for why, fqns in examples.items()]
+    raise ValueError(
+        "quantize_: nothing to convert; " + ("; ".join(reasons) or "the model has no nn.Linear")
+    )

@@ -1,0 +1,138 @@
+"""State beside the parameters: amax histories, rolled once a step, and random counters.
+
+    mf.step(model)                       after opt.step(): the amax that the next step scales by
+    mf.training_state(model)             what a checkpoint needs besides the model's state dict
+    mf.load_training_state(model, state)
+
+The state dict of a converted model keeps nn.Linear's keys; this state is apart, keyed by module name.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .linear import Linear
+from .random_state import RngState, find_hook
+
+# Wrappers that put a name of their own between a module's and its parent's.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def clean_name(fqn: str) -> str:
+    """The module's name as it was before torch.compile or activation checkpointing wrapped it."""
+    return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
+
+
+def join(*names: str) -> str:
+    return ".".join(name for name in names if name)
+
+
+def _histories(model: nn.Module) -> Iterator[tuple[str, Linear]]:
+    for fqn, module in model.named_modules():
+        if isinstance(module, Linear) and module.amax_history is not None:
+            yield clean_name(fqn), module
+
+
+def _rng_states(model: nn.Module) -> Iterator[tuple[str, RngState]]:
+    for fqn, module in model.named_modules():
+        hook = find_hook(module)
+        if hook is not None:
+            yield clean_name(fqn), hook.state
+
+
+# ---- delayed scaling -----------------------------------------------------------------------------
+
+
+def in_force(history: Tensor, algorithm: str, margin: int) -> Tensor:
+    """The amax of the next step, (…) from history (…, 1 + length): the rule of core/scaling.h.
+
+    The largest, or the newest, finite entry that is not zero, times 2^margin; where there is none, the
+    amax in force stays.
+    """
+    previous, seen = history[..., 0], history[..., 1:]
+    usable = seen.isfinite() & (seen != 0)
+    candidates = torch.where(usable, seen, 0)
+    if algorithm == "max":
+        best = candidates.amax(-1)
+    else:
+        newest = usable.int().argmax(-1, keepdim=True)
+        best = candidates.gather(-1, newest).squeeze(-1)
+    scaled = (best * math.ldexp(1.0, margin)).clamp(max=torch.finfo(torch.float32).max)
+    return torch.where(usable.any(-1), scaled, previous)
+
+
+def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) -> None:
+    """The step's own amaxes become the largest of all ranks, in one all-reduce.
+
+    Bits of non-negative floats order like the floats, and NaN, its sign cleared, is above infinity.
+    """
+    running = torch.cat([history[:, 1] for history in histories]).abs().view(torch.int32)
+    dist.all_reduce(running, op=dist.ReduceOp.MAX, group=group)
+    reduced = running.view(torch.float32).split([len(history) for history in histories])
+    for history, values in zip(histories, reduced):
+        history[:, 1].copy_(values)
+
+
+@torch.no_grad()
+def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Rolls the amax histories of delayed scaling; call it after opt.step(). A no-op without them.
+
+    group: the data-parallel ranks, whose amaxes are reduced together; None: all ranks.
+    """
+    layers = [layer for _, layer in _histories(model)]
+    if not layers:
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        _reduce_running([layer.amax_history for layer in layers], group)
+    alike: dict[tuple, list[Tensor]] = {}
+    for layer in layers:
+        history = layer.amax_history
+        key = (history.device, history.shape, layer.amax_algorithm, layer.margin)
+        alike.setdefault(key, []).append(history)
+    for (_, _, algorithm, margin), histories in alike.items():
+        stacked = torch.stack(histories)
+        fresh = torch.zeros_like(stacked[..., :1])
+        force = in_force(stacked, algorithm, margin).unsqueeze(-1)
+        rolled = torch.cat([force, fresh, stacked[..., 1:-1]], dim=-1)
+        torch._foreach_copy_(histories, list(rolled.unbind()))
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def training_state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies of the random counters and amax histories, by name: the same on every data-parallel rank.
+
+    "rng" is that of mf.quantize_(model, …); a layer or part that was converted alone has "<name>.rng".
+    """
+    state = {join(fqn, "rng"): rng.get() for fqn, rng in _rng_states(model)}
+    for fqn, layer in _histories(model):
+        state[join(fqn, "amax_history")] = layer.amax_history.clone()
+    return state
+
+
+def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
+    """Sets what training_state gave. ValueError, before anything is written, where it does not fit."""
+    wanted = training_state(model)
+    missing, unknown = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"load_training_state: expected the keys of this model's training_state; missing "
+            f"{missing or 'none'}, not of this model {unknown or 'none'}"
+        )
+    for name, tensor in wanted.items():
+        given = state[name]
+        if given.shape != tensor.shape or given.dtype != tensor.dtype:
+            raise ValueError(
+                f"load_training_state: expected {name} as {tensor.dtype} {tuple(tensor.shape)}, "
+                f"got {given.dtype} {tuple(given.shape)}"
+            )
+    for fqn, rng in _rng_states(model):
+        rng.set(state[join(fqn, "rng")])
+    for fqn, layer in _histories(model):
+        layer.amax_history.copy_(state[join(fqn, "amax_history")])

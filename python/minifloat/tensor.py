@@ -1,0 +1,316 @@
+"""QuantizedTensor: a weight that is its codes, rowwise and columnwise parts independent.
+
+    rowwise     codes of W (N, K), what fprop reads        either may be missing,
+    columnwise  codes of Wᵀ (K, N), what dgrad reads       not both
+
+It has W's shape and a nominal dtype. An op meets it in one of four ways:
+
+    minifloat.quantize      is answered with the codes it holds, in the specs it holds
+    copy, move, cut         on the codes, byte for byte; cuts on block boundaries only
+    in-place ops            values -> op -> rounded again to nearest, in the same memory
+    any other op            on its values
+
+Views other than whole ones are values of their own: writing to w.t() or w[0] does not write to w.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from ._native import ops
+from .parts import copy_bytes, cut, has_transform, is_square, map_tensors, same_layout, transposed
+from .quantized import Quantized, canonical_spec
+
+NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
+TENSORS = ("codes", "scale", "amax")
+
+
+def require_weight_spec(spec: str) -> str:
+    """The canonical spec of a weight's direction; ValueError where a weight cannot be kept in it."""
+    spec = canonical_spec(spec)
+    flags = spec.split("+")
+    if spec == "bf16":
+        raise ValueError("QuantizedTensor: expected a quantizing spec, got bf16; leave it out (None)")
+    if "sr" in flags:
+        raise ValueError(f"QuantizedTensor: weights round to nearest, got the stochastic {spec}")
+    if "delayed" in flags:
+        raise ValueError(f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}")
+    return spec
+
+
+def _quantize_both(
+    x: Tensor, row_spec: str | None, col_spec: str | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Both directions of a (rows, cols) matrix from one read."""
+    out = ops.quantize(x, row_spec or "", col_spec or "")
+    rows, cols = x.shape
+    rowwise = Quantized(*out[:3], row_spec, (rows, cols)) if row_spec else None
+    columnwise = Quantized(*out[4:7], col_spec, (cols, rows), True) if col_spec else None
+    return rowwise, columnwise
+
+
+class QuantizedTensor(Tensor):
+    """See the module. Build it with from_tensor, or from parts that mf.quantize gave."""
+
+    rowwise: Quantized | None
+    columnwise: Quantized | None
+
+    @staticmethod
+    def __new__(
+        cls,
+        rowwise: Quantized | None,
+        columnwise: Quantized | None,
+        dtype: torch.dtype = torch.bfloat16,
+        requires_grad: bool = False,
+    ) -> QuantizedTensor:
+        part = rowwise if rowwise is not None else columnwise
+        if part is None:
+            raise ValueError("QuantizedTensor: expected a rowwise or a columnwise part, got neither")
+        if dtype not in NOMINAL_DTYPES:
+            raise ValueError(f"QuantizedTensor: expected dtype in {NOMINAL_DTYPES}, got {dtype}")
+        shape = part.shape[::-1] if rowwise is None else part.shape
+        return Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=part.codes.device, requires_grad=requires_grad
+        )
+
+    def __init__(
+        self,
+        rowwise: Quantized | None,
+        columnwise: Quantized | None,
+        dtype: torch.dtype = torch.bfloat16,
+        requires_grad: bool = False,
+    ) -> None:
+        for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
+            if part is None:
+                continue
+            require_weight_spec(part.spec)
+            if len(part.shape) != 2 or part.columnwise != (name == "columnwise"):
+                raise ValueError(
+                    f"QuantizedTensor: expected the {name} part as a {name} matrix, got "
+                    f"columnwise={part.columnwise} and shape {part.shape}"
+                )
+        if rowwise is not None and columnwise is not None:
+            if rowwise.shape != columnwise.shape[::-1]:
+                raise ValueError(
+                    "QuantizedTensor: expected parts of one matrix, got rowwise "
+                    f"{rowwise.shape} and columnwise, as read, {columnwise.shape}"
+                )
+        self.rowwise, self.columnwise = rowwise, columnwise
+
+    @classmethod
+    def from_tensor(
+        cls, x: Tensor, row_spec: str | None, col_spec: str | None = None
+    ) -> QuantizedTensor:
+        """x (rows, cols), float32 or bfloat16, rounded to nearest; its dtype is the nominal one."""
+        row = require_weight_spec(row_spec) if row_spec else None
+        col = require_weight_spec(col_spec) if col_spec else None
+        if row is None and col is None:
+            raise ValueError("QuantizedTensor: expected a row_spec or a col_spec, got neither")
+        if x.dim() != 2:
+            raise ValueError(f"QuantizedTensor: expected (rows, cols), got {tuple(x.shape)}")
+        return cls(*_quantize_both(x.detach().contiguous(), row, col), dtype=x.dtype)
+
+    # ---- what it holds ---------------------------------------------------------------------------
+
+    @property
+    def specs(self) -> tuple[str | None, str | None]:
+        """Of the rowwise and the columnwise part; None: not held."""
+        rowwise, columnwise = self.rowwise, self.columnwise
+        return rowwise.spec if rowwise else None, columnwise.spec if columnwise else None
+
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
+        """The values of the codes, (rows, cols), in the nominal dtype; a plain tensor, no gradient."""
+        dtype = dtype or self.dtype
+        part = next((p for p in (self.rowwise, self.columnwise) if p and not has_transform(p.spec)), None)
+        if part is None:
+            raise ValueError(f"QuantizedTensor: only transformed values are held, {self._holds()}")
+        values = part.dequantize(dtype)
+        return values.t().contiguous() if part.columnwise else values
+
+    def direction(self, spec: str, columnwise: bool) -> Quantized:
+        """The codes of one direction in `spec`, held or exactly transposed; ValueError otherwise."""
+        held, other = self.rowwise, self.columnwise
+        if columnwise:
+            held, other = other, held
+        if held is not None and held.spec == spec:
+            return held
+        if other is not None and other.spec == spec and is_square(spec):
+            return transposed(other)
+        wanted = "columnwise" if columnwise else "rowwise"
+        raise ValueError(f"QuantizedTensor: asked for {wanted} {spec}, but {self._holds()}")
+
+    def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
+        """Drops a direction (False), or restores it from the other one where that is exact (True)."""
+        parts: dict[bool, Quantized | None] = {False: self.rowwise, True: self.columnwise}
+        for is_columnwise, wanted in ((False, rowwise), (True, columnwise)):
+            if wanted and parts[is_columnwise] is None:
+                parts[is_columnwise] = self.direction(self._only_part().spec, is_columnwise)
+        for is_columnwise, wanted in ((False, rowwise), (True, columnwise)):
+            if wanted is False:
+                parts[is_columnwise] = None
+        if parts[False] is None and parts[True] is None:
+            raise ValueError("QuantizedTensor: update_usage would drop both directions")
+        self.rowwise, self.columnwise = parts[False], parts[True]
+
+    def _only_part(self) -> Quantized:
+        part = self.rowwise if self.rowwise is not None else self.columnwise
+        assert part is not None  # the constructor's rule
+        return part
+
+    def _holds(self) -> str:
+        row, col = self.specs
+        return f"it holds rowwise {row or 'nothing'} and columnwise {col or 'nothing'}"
+
+    def _map(self, fn: Callable[[Quantized], Quantized], dtype: torch.dtype | None = None) -> Any:
+        """A QuantizedTensor of fn(part) for each part."""
+        parts = [None if p is None else fn(p) for p in (self.rowwise, self.columnwise)]
+        return QuantizedTensor(*parts, dtype=dtype or self.dtype)
+
+    def _write(self, source: Tensor) -> None:
+        """source's bytes where it is laid out alike, else its values rounded again; in place."""
+        parts = (self.rowwise, self.columnwise)
+        if isinstance(source, QuantizedTensor):
+            others = (source.rowwise, source.columnwise)
+            if not all(same_layout(a, b) for a, b in zip(parts, others)):
+                source = source.dequantize()
+        if not isinstance(source, QuantizedTensor):
+            values = source.to(device=self.device, dtype=self.dtype).expand(self.shape)
+            others = _quantize_both(values.contiguous(), *self.specs)
+        for part, other in zip(parts, others):
+            if part is not None and other is not None:
+                copy_bytes(part, other)
+
+    # ---- torch's protocols -----------------------------------------------------------------------
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        row, col = self.specs
+        return (
+            f"{type(self).__name__}(rowwise={row!r}, columnwise={col!r}, shape={tuple(self.shape)}, "
+            f"dtype={self.dtype}, device='{self.device}')"
+        )
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        names, context = [], []
+        for side, part in (("rowwise", self.rowwise), ("columnwise", self.columnwise)):
+            names += [f"_{side}_{name}" for name in TENSORS] if part is not None else []
+            context.append(None if part is None else (part.spec, part.shape))
+        return names, (*context, self.dtype)
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> QuantizedTensor:
+        *sides, dtype = context
+        parts = []
+        for side, meta in zip(("rowwise", "columnwise"), sides):
+            tensors = [inner.get(f"_{side}_{name}") for name in TENSORS]
+            parts.append(Quantized(*tensors, *meta, side == "columnwise") if meta else None)
+        return QuantizedTensor(*parts, dtype=dtype)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+        parts = (_fields(self.rowwise), _fields(self.columnwise))
+        return _rebuild, (*parts, self.dtype, self.requires_grad, _is_parameter(self))
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+        if id(self) in memo:
+            return memo[id(self)]
+        parts = [p and map_tensors(p, torch.clone) for p in (self.rowwise, self.columnwise)]
+        twin = QuantizedTensor(*parts, dtype=self.dtype)
+        twin = _as_leaf(twin, self.requires_grad, _is_parameter(self))
+        memo[id(self)] = twin
+        for name, value in self.__dict__.items():
+            if name not in twin.__dict__:
+                twin.__dict__[name] = deepcopy(value, memo)
+        return twin
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        handler = HANDLERS.get(func, run_on_values)
+        result = handler(func, *args, **kwargs)
+        return run_on_values(func, *args, **kwargs) if result is NotImplemented else result
+
+
+def _inner(side: str, name: str) -> property:
+    """The tensors that __tensor_flatten__ names."""
+    return property(lambda self: getattr(getattr(self, side), name))
+
+
+for _side in ("rowwise", "columnwise"):
+    for _name in TENSORS:
+        setattr(QuantizedTensor, f"_{_side}_{_name}", _inner(_side, _name))
+
+
+# ---- pickling ------------------------------------------------------------------------------------
+
+
+def _fields(part: Quantized | None) -> tuple[Any, ...] | None:
+    if part is None:
+        return None
+    return part.codes, part.scale, part.amax, part.spec, tuple(part.shape), part.columnwise
+
+
+def _is_parameter(tensor: Tensor) -> bool:
+    return isinstance(tensor, nn.Parameter)
+
+
+def _as_leaf(tensor: QuantizedTensor, requires_grad: bool, is_parameter: bool) -> Any:
+    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+
+
+def _rebuild(
+    rowwise: Any, columnwise: Any, dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+) -> QuantizedTensor:
+    parts = [None if fields is None else Quantized(*fields) for fields in (rowwise, columnwise)]
+    return _as_leaf(QuantizedTensor(*parts, dtype=dtype), requires_grad, is_parameter)
+
+
+torch.serialization.add_safe_globals([_rebuild, Quantized, QuantizedTensor])
+
+
+# ---- ops -----------------------------------------------------------------------------------------
+
+Handler = Callable[..., Any]
+HANDLERS: dict[Any, Handler] = {}
+
+
+def handles(*funcs: Any) -> Callable[[Handler], Handler]:
+    """Registers what __torch_dispatch__ calls for these ops; NotImplemented: run on the values."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(funcs, handler))
+        return handler
+
+    return register
+
+
+def run_on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """func of the values; arguments that it writes to are rounded again, in place."""
+    values: dict[int, Tensor] = {}
+
+    def plain(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedTensor):
+            return leaf
+        if id(leaf) not in values:
+            values[id(leaf)] = leaf.dequantize()
+        return values[id(leaf)]
+
+    result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    written: dict[int, QuantizedTensor] = {}
+    for argument, value in [
+        *zip(func._schema.arguments, args),
+        *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs),
+    ]:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, QuantizedTensor):
+                leaf._write(values[id(leaf)])
+                written[id(values[id(leaf)])] = leaf
+    return tree_map(lambda leaf: written.get(id(leaf), leaf), result) if written else result

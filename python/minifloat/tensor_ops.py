@@ -1,0 +1,162 @@
+"""What QuantizedTensor does itself, op by op; everything else runs on its values (tensor.py)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ._native import ops
+from .parts import cut, map_tensors
+from .quantized import Quantized
+from .tensor import NOMINAL_DTYPES, QuantizedTensor, handles
+
+aten = torch.ops.aten
+
+
+@handles(ops.quantize.default)
+def quantize(
+    func: Any,
+    x: Tensor,
+    row: str,
+    col: str,
+    *,
+    amax_row: Tensor | None = None,
+    amax_col: Tensor | None = None,
+    decoded_row: bool = False,
+    decoded_col: bool = False,
+    **random: Any,
+) -> Any:
+    """The codes it holds. What it does not hold is refused, not rounded a second time."""
+    if not isinstance(x, QuantizedTensor):
+        return NotImplemented
+    if amax_row is not None or amax_col is not None:
+        raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
+
+    def answer(spec: str, columnwise: bool, decoded: bool) -> tuple[Tensor, ...]:
+        none = [x.new_empty(0, dtype=d) for d in (torch.uint8, torch.float32, torch.float32)]
+        values = x.new_empty(0, dtype=torch.bfloat16)
+        if not spec:
+            return (*none, values)
+        part = x.direction(ops.parse_spec(spec), columnwise)
+        if decoded:
+            values = ops.decode(part.codes, part.scale, part.spec, part.shape[1])
+        return part.codes, part.scale, part.amax, values
+
+    return (*answer(row, False, decoded_row), *answer(col, True, decoded_col))
+
+
+@handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
+def alias(func: Any, x: QuantizedTensor) -> Any:
+    return x._map(lambda part: part)
+
+
+@handles(aten.clone.default)
+def clone(func: Any, x: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    return x._map(lambda part: map_tensors(part, torch.clone))
+
+
+@handles(aten._to_copy.default)
+def to_copy(
+    func: Any,
+    x: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    non_blocking: bool = False,
+    **layout: Any,
+) -> Any:
+    """Another nominal dtype or device: the same codes. A dtype that is no nominal one: the values."""
+    if dtype is not None and dtype not in NOMINAL_DTYPES:
+        return NotImplemented
+
+    def move(t: Tensor) -> Tensor:
+        return t.to(device=device or t.device, non_blocking=non_blocking, copy=True)
+
+    return x._map(lambda part: map_tensors(part, move), dtype)
+
+
+@handles(aten.copy_.default)
+def copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    if not isinstance(target, QuantizedTensor):
+        return NotImplemented
+    target._write(source)
+    return target
+
+
+@handles(aten.view.default, aten._unsafe_view.default)
+def view(func: Any, x: QuantizedTensor, size: Any) -> Any:
+    """To its own shape: itself. To another: of the values."""
+    given = [length for length in size if length != -1]
+    wanted = [x.numel() // max(torch.Size(given).numel(), 1) if n == -1 else n for n in size]
+    return alias(func, x) if list(x.shape) == wanted else NotImplemented
+
+
+# ---- pieces --------------------------------------------------------------------------------------
+
+
+def piece(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
+    """Rows or columns [start, end) of both directions."""
+
+    def cut_part(part: Quantized) -> Quantized:
+        return cut(part, 1 - dim if part.columnwise else dim, start, end)
+
+    return x._map(cut_part)
+
+
+@handles(aten.split_with_sizes.default)
+def split_with_sizes(func: Any, x: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
+    dim = dim % 2
+    if sum(sizes) != x.shape[dim]:
+        return NotImplemented
+    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    return [piece(x, dim, end - size, end) for size, end in zip(sizes, ends)]
+
+
+@handles(aten.split.Tensor)
+def split(func: Any, x: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    dim = dim % 2
+    length = x.shape[dim]
+    if size <= 0:
+        return NotImplemented
+    starts = range(0, length, size)
+    return [piece(x, dim, start, min(start + size, length)) for start in starts]
+
+
+@handles(aten.slice.Tensor)
+def slice_(
+    func: Any,
+    x: QuantizedTensor,
+    dim: int = 0,
+    start: int | None = None,
+    end: int | None = None,
+    step: int = 1,
+) -> Any:
+    if step != 1:
+        return NotImplemented
+    dim = dim % 2
+    begin, stop, _ = slice(start, end).indices(x.shape[dim])
+    if (begin, stop) == (0, x.shape[dim]):
+        return alias(func, x)
+    return piece(x, dim, begin, max(begin, stop))
+
+
+# ---- plain tensors of its shape ------------------------------------------------------------------
+
+
+@handles(
+    aten.zeros_like.default,
+    aten.ones_like.default,
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.new_zeros.default,
+    aten.new_ones.default,
+    aten.new_empty.default,
+    aten.new_full.default,
+)
+def plain_like(func: Any, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Optimizer state and the like: ordinary tensors, made without reading the codes."""
+    return func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)

@@ -1,0 +1,153 @@
+"""Finds the text to train on and splits it into training and validation documents.
+
+Without --data the text is the source of Python's own standard library, found where this
+interpreter keeps it. Everything is a function of the files' relative paths and bytes: the order is
+that of the paths' hashes, so a limit on the size keeps a uniform sample, and a file's side of the
+split never depends on which other files are there.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import sysconfig
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from .config import TrainError
+
+VALIDATION_SHARE = 0.05
+FEW_FILES = 60  # with fewer, the end of every file is validation text instead of whole files
+NOT_TEXT = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents as text, and what was left out: (file, reason)."""
+
+    source: str  # for the report: "Python 3.11 standard library"
+    train: list[str]
+    validation: list[str]
+    skipped: list[tuple[str, str]]
+    fingerprint: str  # sha256 of every document's side, name and bytes
+    files: int
+    bytes: int
+    left_out: int = 0  # files beyond the limit on the size
+    split: str = field(default="by file")
+
+
+def path_hash(name: str) -> int:
+    """64 bits of the relative path (always with /): the file's place and side."""
+    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8])
+
+
+def standard_library() -> tuple[str, list[tuple[str, Path]]]:
+    """Every .py file of this interpreter's standard library, site-packages left out."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [(name, path) for name, path in walk(root) if name.endswith(".py")]
+    if not files:
+        raise TrainError(
+            f"expected the standard library's .py files in {root}, found none; "
+            "name text of your own with --data"
+        )
+    return f"the source of Python {sysconfig.get_python_version()}'s standard library", files
+
+
+def walk(root: Path) -> Iterator[tuple[str, Path]]:
+    """(relative path, path) of every regular file or link under root, hidden ones left out."""
+
+    def fail(error: OSError) -> None:
+        raise TrainError(f"--data: cannot read folder {error.filename}: {error.strerror}")
+
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=False):
+        folders[:] = sorted(f for f in folders if f not in NOT_TEXT and not f.startswith("."))
+        for file in sorted(files):
+            path = Path(folder, file)
+            if not file.startswith(".") and (path.is_symlink() or path.is_file()):
+                yield path.relative_to(root).as_posix(), path
+
+
+def named_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
+    """The files that --data names, folders walked."""
+    found: list[tuple[str, Path]] = []
+    for text in paths:
+        path = Path(text).expanduser()
+        if path.is_dir():
+            found += [(f"{path.name}/{name}", file) for name, file in walk(path)]
+        elif path.exists():
+            found.append((path.name, path))
+        else:
+            raise TrainError(f"--data: expected a file or a folder, got {text}: no such path")
+    if not found:
+        raise TrainError(f"--data: expected files of text in {', '.join(paths)}, found none")
+    return ", ".join(paths), found
+
+
+def read_text(path: Path) -> tuple[str | None, str]:
+    """(text, "") or (None, why it is no text). A file that cannot be read is an error."""
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise TrainError(f"--data: cannot read {path}: {error.strerror}") from error
+    if b"\0" in data:
+        return None, "binary"
+    try:
+        return data.decode("utf-8"), ""
+    except UnicodeDecodeError as error:
+        return None, f"not UTF-8 at byte {error.start}"
+
+
+def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list[str], str]:
+    """(training, validation, how): by file, or within each file where files are few."""
+    if len(names) >= FEW_FILES:
+        limit = int(VALIDATION_SHARE * 2**64)
+        chosen = [path_hash("split:" + name) < limit for name in names]
+        train = [text for text, is_validation in zip(texts, chosen) if not is_validation]
+        return train, [text for text, c in zip(texts, chosen) if c], "by file"
+    cuts = [len(text) - int(len(text) * VALIDATION_SHARE) for text in texts]
+    train = [text[:cut] for text, cut in zip(texts, cuts)]
+    validation = [text[cut:] for text, cut in zip(texts, cuts)]
+    return train, validation, "the end of each file, because the files are few"
+
+
+def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
+    """Reads at most `megabytes` (1e6 bytes) of text; see the file's head for the order."""
+    source, files = named_files(paths) if paths else standard_library()
+    files.sort(key=lambda item: (path_hash(item[0]), item[0]))
+    names, texts, skipped, total, left_out = [], [], [], 0, 0
+    for position, (name, path) in enumerate(files):
+        if total >= megabytes * 1e6:
+            left_out = len(files) - position
+            break
+        text, reason = read_text(path)
+        if text is None:
+            skipped.append((str(path), reason))
+        elif text:
+            names.append(name)
+            texts.append(text)
+            total += len(text.encode())
+    train, validation, split = split_documents(names, texts)
+    return Corpus(
+        source=source,
+        train=train,
+        validation=validation,
+        skipped=skipped,
+        fingerprint=fingerprint(train, validation),
+        files=len(names),
+        bytes=total,
+        left_out=left_out,
+        split=split,
+    )
+
+
+def fingerprint(train: Sequence[str], validation: Sequence[str]) -> str:
+    """sha256 over both sides; each document goes in with its length, so borders count."""
+    digest = hashlib.sha256()
+    for side, documents in (("train", train), ("validation", validation)):
+        digest.update(f"{side} {len(documents)}\n".encode())
+        for document in documents:
+            data = document.encode()
+            digest.update(f"{len(data)}\n".encode())
+            digest.update(data)
+    return digest.hexdigest()

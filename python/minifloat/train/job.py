@@ -1,0 +1,288 @@
+"""The job: reads the data, measures the device, trains every run in turn, writes the report.
+
+OUT/job.json            what was asked, for --resume
+OUT/metrics.jsonl       every step and evaluation of every run
+OUT/tensorboard/RUN/    the same as event files
+OUT/runs/RUN/           checkpoints/, weights.pt and result.json when the run is done
+OUT/loss.png, report.md, report.json
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import signal
+import sys
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.utils.deterministic as deterministic
+
+from .batches import Batches
+from .config import TrainConfig, TrainError, differences
+from .corpus import Corpus, load_corpus
+from .files import lock, write_json, write_text
+from .loop import Job, prepare_model, train_run
+from .measure import loss_under_autocast, measure_speed_of_light, saved_bytes_per_token
+from .metrics import Metrics, read_records
+from .plot import draw_losses
+from .recipes import POLICY, RunSpec
+from .report import baseline_of, curves_of, markdown_report, markdown_table, table_rows
+from .tokens import Tokens, require_enough, tokenize
+
+INTERRUPTED = 130  # exit code of a job that a signal ended
+
+
+@dataclass
+class StopFlag:
+    """Set by the first Ctrl-C or SIGTERM; a second one ends the process at once."""
+
+    stopped: bool = False
+
+    def __call__(self) -> bool:
+        return self.stopped
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        def stop(signum: int, frame: object) -> None:
+            self.stopped = True
+            for number in before:
+                signal.signal(number, signal.SIG_DFL)
+            say("\nstopping after this step, with a checkpoint and a report; again to stop at once")
+
+        before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def train(
+    config: TrainConfig, runs: Sequence[RunSpec], out: Path, cache: Path, *, resume: bool
+) -> int:
+    """Trains the runs that `out` does not hold yet, finished; returns the process's exit code.
+
+    What can be wrong with the request is found before `out` is touched. Without `resume`, an
+    earlier job's results there are moved aside.
+    """
+    make_deterministic(config)
+    corpus, tokens = read_data(config, cache)
+    facts = {run.name: describe_run(run, config) for run in runs}
+    flag = StopFlag()
+    if not resume and (out / "job.json").exists():
+        say(f"an earlier job's results moved from {out} to {move_aside(out)}")
+    with lock(out):
+        save_job(out, config, runs, tokens)
+        batches = Batches(tokens.train, tokens.validation, config.seq, config.batch)
+        light = measure_speed_of_light(config)
+        say(
+            f"products of one step alone: {1e3 * light.seconds:.0f} ms, "
+            f"{light.gflops_per_s:.0f} GFLOP/s in bf16"
+        )
+        job = Job(config, batches, tokens.fingerprint, out, Metrics(out), light, flag)
+        context = job_facts(job, corpus, tokens)
+        try:
+            with flag.installed():
+                train_all(job, runs, facts)
+        except (TrainError, OSError):
+            job.metrics.close()
+            try:
+                write_report(job, runs, facts, context)
+            except OSError as error:
+                say(f"and no report: {error.strerror}")
+            raise
+        job.metrics.close()
+        write_report(job, runs, facts, context)
+    return INTERRUPTED if flag() else 0
+
+
+def make_deterministic(config: TrainConfig) -> None:
+    """The same bytes from the same job: fixed threads, no algorithm that depends on timing."""
+    if config.device == "cuda":
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.set_num_threads(max(config.threads, 1))
+    torch.use_deterministic_algorithms(True, warn_only=config.device == "cuda")
+    deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    torch.manual_seed(config.seed)
+
+
+def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
+    """Text and token ids, with one line each on what was found."""
+    corpus = load_corpus(config.data, config.data_mb)
+    if corpus.skipped:
+        say(
+            f"skipped {len(corpus.skipped)} files that are no text, the first: "
+            f"{corpus.skipped[0][0]} ({corpus.skipped[0][1]}); report.md lists them"
+        )
+    start = time.perf_counter()
+    tokens = tokenize(corpus, config.model.vocab, cache)
+    require_enough(tokens, corpus, config.seq, config.batch)
+    say(
+        f"{corpus.source}: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB, "
+        f"{len(tokens.train) / 1e6:.2f}M + {len(tokens.validation) / 1e6:.2f}M tokens "
+        f"({time.perf_counter() - start:.1f} s)"
+    )
+    return corpus, tokens
+
+
+def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
+    """What a run is before it starts: this also finds a recipe that cannot be, at once."""
+    model, converted, skipped = prepare_model(run, config)
+    saved = saved_bytes_per_token(model, config, loss_under_autocast(model, config.device))
+    if converted:
+        say(
+            f"{run.name}: {len(converted)} linear layers under {run.recipe!r}, "
+            f"{len(skipped)} left as they are"
+        )
+    return {
+        "status": "not started",
+        "converted": len(converted),
+        "saved_total": saved.total,
+        "saved_linears": saved.linears,
+    }
+
+
+def train_all(job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]]) -> None:
+    """Every run that has no result yet, one after the other, until one is stopped."""
+    for number, run in enumerate(runs, 1):
+        result = job.folder(run) / "result.json"
+        if result.exists():
+            facts[run.name] = json.loads(result.read_text())
+            continue
+        if job.should_stop():
+            return
+        facts[run.name]["status"] = "unfinished"
+        outcome = train_run(run, job, f"{run.name} [{number}/{len(runs)}]")
+        facts[run.name] |= outcome
+        if not outcome["status"].startswith("stopped"):
+            write_json(result, facts[run.name])
+
+
+def save_job(out: Path, config: TrainConfig, runs: Sequence[RunSpec], tokens: Tokens) -> None:
+    """job.json; where one is there, the data must still be the same."""
+    path = out / "job.json"
+    if path.exists():
+        there = json.loads(path.read_text())["tokens"]
+        if there != tokens.fingerprint:
+            raise TrainError(
+                f"{out}: the text has changed: expected tokens {there[:16]}..., "
+                f"got {tokens.fingerprint[:16]}...; choose another --out to start afresh"
+            )
+    (out / "runs").mkdir(parents=True, exist_ok=True)
+    for run in runs:
+        (out / "runs" / run.folder).mkdir(exist_ok=True)
+    content = {"config": config.to_json(), "runs": [asdict(run) for run in runs]}
+    write_json(path, {**content, "tokens": tokens.fingerprint})
+
+
+def load_job(out: Path) -> tuple[TrainConfig, tuple[RunSpec, ...]] | None:
+    """What an earlier job in `out` was asked, or None."""
+    path = out / "job.json"
+    if not path.exists():
+        return None
+    try:
+        saved = json.loads(path.read_text())
+        runs = tuple(RunSpec(**run) for run in saved["runs"])
+        return TrainConfig.from_json(saved["config"]), runs
+    except (ValueError, KeyError, TypeError) as error:
+        raise TrainError(f"{path}: expected the description of a job, got {error!r}") from error
+
+
+def require_same_job(
+    out: Path,
+    saved: tuple[TrainConfig, tuple[RunSpec, ...]],
+    config: TrainConfig,
+    runs: Sequence[RunSpec],
+) -> tuple[RunSpec, ...]:
+    """Refuses to resume a job that differs; returns its runs with any new ones after them."""
+    there, here = saved[0].to_json(), config.to_json()
+    for where in ("data", "data_mb"):  # the tokens themselves are compared
+        there.pop(where), here.pop(where)
+    found = differences(there, here)
+    known = {run.name: run for run in saved[1]}
+    for run in runs:
+        if run != known.get(run.name, run):
+            found += [
+                f"{run.name}.{line}" for line in differences(asdict(known[run.name]), asdict(run))
+            ]
+    if found:
+        raise TrainError(
+            f"{out} holds another job:\n  "
+            + "\n  ".join(found)
+            + "\nexpected the same values for --resume; choose another --out to start afresh"
+        )
+    return (*saved[1], *(run for run in runs if run.name not in known))
+
+
+def move_aside(out: Path) -> Path:
+    """Renames an earlier job's folder to OUT.1, OUT.2, ...: results are never overwritten."""
+    with lock(out):
+        number = 1
+        while (target := out.with_name(f"{out.name}.{number}")).exists():
+            number += 1
+        return out.rename(target)
+
+
+def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
+    """The job's part of report.json: what was trained on what, where."""
+    config, model = job.config, job.config.model
+    count = sum(x.numel() for x in job.batches.validation_set(config.eval_batches)[0]) // 2
+    validation_tokens = count * len(job.batches.validation_set(config.eval_batches))
+    where = f"{platform.machine()} CPU, {config.threads} threads"
+    if config.device == "cuda":
+        where = torch.cuda.get_device_name()
+    left_out = f", {corpus.left_out} files beyond --data-mb" if corpus.left_out else ""
+    return {
+        "title": "Training side by side",
+        "setting": [
+            f"model: Llama, dim {model.dim}, {model.layers} layers, {model.heads} heads, "
+            f"{model.kv_heads} key/value heads, hidden width {model.ffn}, vocabulary {model.vocab}",
+            f"data: {corpus.source}: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB "
+            f"({len(corpus.skipped)} files skipped as no text{left_out}), "
+            f"{len(tokens.train)} training tokens, split {corpus.split}",
+            f"schedule: {config.steps} steps of {config.batch} x {config.seq} tokens, AdamW, "
+            f"learning rate {config.lr:g}, {config.warmup} steps of warmup, cosine to a tenth",
+            "precision: fp32 parameters and optimizer, bf16 autocast, recipes in linear layers",
+            f"device: {where}, torch {torch.__version__}",
+        ],
+        "steps": config.steps,
+        "validation_tokens": validation_tokens,
+        "light_ms": 1e3 * job.light.seconds,
+        "light_gflops": job.light.gflops_per_s,
+        "memory_note": "most that the allocator held"
+        if config.device == "cuda"
+        else "resident memory that the run added to the process, at its highest",
+        "policy": POLICY,
+        "skipped_files": corpus.skipped,
+    }
+
+
+def write_report(
+    job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]], context: dict[str, Any]
+) -> None:
+    """loss.png, report.md, report.json, and the table on the terminal."""
+    records = read_records(job.metrics.path)
+    curves = {run.name: curves_of(records, run.name) for run in runs}
+    baseline = baseline_of(runs, job.config.seed)
+    rows = table_rows(runs, curves, facts, baseline)
+    context = {**context, "baseline": baseline.name if baseline else "none"}
+    started = [run for run in runs if curves[run.name].train]
+    if started:
+        draw_losses(job.out / "loss.png", started, curves, baseline, context["setting"][0])
+    write_json(job.out / "report.json", {**context, "rows": rows, "config": job.config.to_json()})
+    write_text(job.out / "report.md", markdown_report(context, rows))
+    print(markdown_table(rows, job.config.steps))
+    print(
+        f"{job.out}/report.md, loss.png, metrics.jsonl; tensorboard --logdir {job.out}/tensorboard"
+    )

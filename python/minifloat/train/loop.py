@@ -1,0 +1,254 @@
+"""One run: the model trained under one recipe, from its initial weights or from a checkpoint.
+
+    for step in 1 .. steps:
+        batch(seed, step) -> forward, backward under bf16 autocast -> clip -> AdamW -> mf.step
+        every eval_every steps: the fixed validation set
+        every checkpoint_every steps, and at a stop: a checkpoint
+
+Parameters and optimizer are fp32. All that the bytes of the result depend on is in the checkpoint
+or a function of the step.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from tqdm import tqdm
+
+from . import checkpoint
+from .batches import Batches
+from .config import TrainConfig, TrainError
+from .measure import PeakMemory, SpeedOfLight, loss_under_autocast
+from .metrics import Metrics
+from .model import build_model
+from .recipes import RunSpec
+
+BETAS = (0.9, 0.95)
+Pairs = list[tuple[str, str]]
+FINAL_LR = 0.1  # of the peak, at the last step
+
+
+@dataclass(frozen=True)
+class Job:
+    """What all runs of a job share."""
+
+    config: TrainConfig
+    batches: Batches
+    tokens_fingerprint: str
+    out: Path
+    metrics: Metrics
+    light: SpeedOfLight
+    should_stop: Callable[[], bool]
+
+    def folder(self, run: RunSpec) -> Path:
+        return self.out / "runs" / run.folder
+
+    def identity(self, run: RunSpec) -> dict[str, Any]:
+        """What a checkpoint must have in common with the job that goes on from it."""
+        config = self.config.to_json()
+        for where in ("data", "data_mb"):  # the tokens themselves are compared
+            del config[where]
+        asked = {"recipe": run.recipe, "seed": run.seed, "tokens": self.tokens_fingerprint}
+        return {**config, **asked}
+
+
+def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, Pairs]:
+    """(model under the run's recipe, converted (name, recipe), skipped (name, reason)).
+
+    A run whose recipe is bf16 leaves the model as it is.
+    """
+    model = build_model(config.model, config.seq, run.seed, config.device)
+    if not run.converts:
+        return model, [], []
+    import minifloat as mf
+
+    try:
+        report = mf.quantize_(model, run.recipe, seed=run.seed, verbose=False)
+    except (ValueError, TypeError) as error:
+        raise TrainError(f"recipe {run.name}: {error}") from error
+    return model, report.converted, report.skipped
+
+
+def learning_rate(step: int, config: TrainConfig) -> float:
+    """Linear warmup to config.lr, then a cosine down to a tenth of it at the last step."""
+    warmup = min(config.warmup, config.steps // 2)
+    if step <= warmup:
+        return config.lr * step / warmup
+    progress = (step - warmup) / max(config.steps - warmup, 1)
+    return config.lr * (FINAL_LR + (1 - FINAL_LR) * 0.5 * (1 + math.cos(math.pi * progress)))
+
+
+def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
+    """AdamW; matrices decay, norm weights do not."""
+    matrices = [p for p in model.parameters() if p.dim() >= 2]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
+
+
+class Run:
+    """The state of one run and the three things done to it: a step, an evaluation, a checkpoint."""
+
+    def __init__(self, spec: RunSpec, job: Job) -> None:
+        self.spec, self.job, self.config = spec, job, job.config
+        self.step = 0
+        self.peak_before = 0  # bytes, of the processes that a resumed run was killed in
+        self.memory = PeakMemory(self.config.device)
+        self.memory.start()
+        self.model, _, _ = prepare_model(spec, self.config)
+        self.optimizer = make_optimizer(self.model, self.config)
+        self.loss = loss_under_autocast(self.model, self.config.device)
+        self.validation = job.batches.validation_set(self.config.eval_batches)
+
+    # ---- Training ----------------------------------------------------------------------------
+    def train_step(self) -> dict[str, float]:
+        """One optimizer step; returns loss (nats a token), lr, grad_norm and the timings."""
+        start = time.perf_counter()
+        lr = learning_rate(self.step + 1, self.config)
+        for group in self.optimizer.param_groups:
+            group["lr"] = lr
+        loss = self.loss(*self.to_device(self.job.batches.training(self.spec.seed, self.step)))
+        loss.backward()
+        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        if self.spec.converts:
+            import minifloat as mf
+
+            mf.step(self.model)
+        values = {"loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
+        self.step += 1
+        seconds = time.perf_counter() - start
+        return values | {
+            "tokens_per_s": self.config.tokens_per_step / seconds,
+            "speed_of_light": self.job.light.seconds / seconds,
+            "step_ms": 1e3 * seconds,
+        }
+
+    def evaluate(self) -> dict[str, float]:
+        """Mean loss of the validation set (nats a token), forward under the run's own recipe."""
+        start = time.perf_counter()
+        self.model.eval()  # the random bits of training stay as they are
+        with torch.no_grad():
+            losses = [self.loss(*self.to_device(batch)).item() for batch in self.validation]
+        self.model.train()
+        return {"val_loss": sum(losses) / len(losses), "seconds": time.perf_counter() - start}
+
+    def to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        return batch[0].to(self.config.device), batch[1].to(self.config.device)
+
+    # ---- Checkpoints -------------------------------------------------------------------------
+    def state(self) -> dict[str, Any]:
+        """Everything to save: model, optimizer, the quantized layers' own state, generators."""
+        model, optimizer = get_state_dict(self.model, self.optimizer)
+        rng = {"cpu": torch.get_rng_state()}
+        if self.config.device == "cuda":
+            rng["cuda"] = torch.cuda.get_rng_state()
+        state = {"model": model, "optimizer": optimizer, "rng": rng}
+        if self.spec.converts:
+            import minifloat as mf
+
+            state["minifloat"] = mf.training_state(self.model)
+        return state
+
+    def save(self) -> None:
+        self.job.metrics.sync()
+        meta = {
+            "run": self.spec.name,
+            "identity": self.job.identity(self.spec),
+            "peak_bytes": self.peak_bytes(),
+            "torch": torch.__version__,
+        }
+        checkpoint.save(self.checkpoints, self.step, self.state(), meta)
+
+    def restore(self) -> None:
+        """Goes on from the last complete checkpoint, if there is one."""
+        found = checkpoint.latest(self.checkpoints)
+        if found is None:
+            return
+        checkpoint.require_same(found, self.job.identity(self.spec))
+        meta = checkpoint.read_meta(found)
+        state = self.state()
+        checkpoint.load(found, state)
+        set_state_dict(
+            self.model,
+            self.optimizer,
+            model_state_dict=state["model"],
+            optim_state_dict=state["optimizer"],
+        )
+        torch.set_rng_state(state["rng"]["cpu"])
+        if "cuda" in state["rng"]:
+            torch.cuda.set_rng_state(state["rng"]["cuda"])
+        if self.spec.converts:
+            import minifloat as mf
+
+            mf.load_training_state(self.model, state["minifloat"])
+        self.step, self.peak_before = meta["step"], meta["peak_bytes"]
+        if meta["torch"] != torch.__version__:
+            tqdm.write(
+                f"{self.spec.name}: the checkpoint is torch {meta['torch']}'s, this is "
+                f"{torch.__version__}: expect results that differ in the last bits"
+            )
+
+    @property
+    def checkpoints(self) -> Path:
+        return self.job.folder(self.spec) / "checkpoints"
+
+    def peak_bytes(self) -> int:
+        return max(self.peak_before, self.memory.bytes())
+
+
+def train_run(spec: RunSpec, job: Job, title: str) -> dict[str, Any]:
+    """Trains one run to its end, or to a stop; returns its status, step and peak memory."""
+    config = job.config
+    run = Run(spec, job)
+    run.restore()
+    job.metrics.begin(spec.name, spec.folder, run.step)
+    status, saved_at = "finished", run.step
+    with progress_bar(title, run.step, config.steps) as bar:
+        while run.step < config.steps:
+            values = run.train_step()
+            job.metrics.write("train", run.step, values)
+            show(bar, values)
+            if not math.isfinite(values["loss"]):
+                status = f"diverged at step {run.step}"
+                break
+            if run.step % config.eval_every == 0 or run.step == config.steps:
+                job.metrics.write("eval", run.step, run.evaluate())
+            stopping = job.should_stop() and run.step < config.steps
+            if stopping or run.step % config.checkpoint_every == 0 or run.step == config.steps:
+                run.save()
+                saved_at = run.step
+            if stopping:
+                status = f"stopped at step {run.step}"
+                break
+    if not status.startswith("stopped"):
+        meta = {"config": config.to_json(), "recipe": spec.recipe, "step": run.step}
+        checkpoint.save_weights(job.folder(spec) / "weights.pt", run.model, meta)
+        checkpoint.prune(run.checkpoints, keep=1)
+    return {"status": status, "step": run.step, "saved_at": saved_at, "peak": run.peak_bytes()}
+
+
+def progress_bar(title: str, step: int, steps: int) -> tqdm:
+    return tqdm(total=steps, initial=step, desc=title, unit="step", dynamic_ncols=True)
+
+
+def show(bar: tqdm, values: dict[str, float]) -> None:
+    """Loss, tokens/s and the share of the speed of light, behind the bar."""
+    bar.set_postfix_str(
+        f"loss {values['loss']:.3f}, {values['tokens_per_s'] / 1e3:.1f}k tokens/s, "
+        f"{100 * values['speed_of_light']:.0f}% of speed of light",
+        refresh=False,
+    )
+    bar.update()

@@ -1,0 +1,89 @@
+"""metrics.jsonl and TensorBoard's event files: one record a step and an evaluation.
+
+    {"run": "nvfp4", "kind": "train", "step": 7, "loss": .., "lr": .., "grad_norm": .., timings}
+    {"run": "nvfp4", "kind": "eval", "step": 50, "val_loss": .., timings}
+
+Everything but the timings is the same, byte for byte, however often the job was killed and
+resumed: going on from step s drops the run's records past s, and a last line that was torn.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from .config import TrainError
+from .files import write_text
+
+TIMINGS = ("tokens_per_s", "speed_of_light", "step_ms", "seconds")
+
+
+def read_records(path: Path) -> list[dict[str, Any]]:
+    """Every whole line of a metrics file."""
+    if not path.exists():
+        return []
+    records = []
+    for line in path.read_text(errors="replace").splitlines():
+        try:
+            record = json.loads(line)
+        except ValueError:
+            continue  # torn by a kill or a full disk; the run's resume rewrites the step
+        if isinstance(record, dict):
+            records.append(record)
+    return records
+
+
+class Metrics:
+    """The writer of one job; `begin` chooses the run that `write` goes to."""
+
+    def __init__(self, out: Path) -> None:
+        self.path = out / "metrics.jsonl"
+        self.events = out / "tensorboard"
+        self.run = ""
+        self.file: Any = None
+        self.board: Any = None
+
+    def begin(self, run: str, folder: str, step: int) -> None:
+        """Goes on with a run after `step`: what it wrote past that is dropped."""
+        self.close()
+        kept = [r for r in read_records(self.path) if r["run"] != run or r["step"] <= step]
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        self.run = run
+        self.file = self.path.open("a")
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.board = SummaryWriter(str(self.events / folder), purge_step=step + 1)
+
+    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+        """One record; what is not finite becomes null, since JSON has no NaN."""
+        shown = {k: v if math.isfinite(v) else None for k, v in values.items()}
+        record = {"run": self.run, "kind": kind, "step": step, **shown}
+        try:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            for key, value in values.items():
+                self.board.add_scalar(f"{kind}/{key}", value, step)
+        except OSError as error:
+            raise TrainError(f"cannot write {self.path}: {error.strerror or error}") from error
+
+    def sync(self) -> None:
+        """What was written survives a power cut: called before a checkpoint counts on it."""
+        self.file.flush()
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        for writer in (self.file, self.board):
+            if writer is not None:
+                with contextlib.suppress(OSError):  # a full disk: write() has said so
+                    writer.close()
+        self.file = self.board = None
+
+
+def without_timings(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The reproducible part of the records."""
+    return [{k: v for k, v in record.items() if k not in TIMINGS} for record in records]

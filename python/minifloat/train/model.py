@@ -1,0 +1,157 @@
+"""A small Llama: what `minifloat train` trains.
+
+    tokens -> tok_embeddings -> layers.0 .. layers.L-1 -> norm -> output -> logits
+
+    layer:  x = x + wo(attention(wq(n), wk(n), wv(n)))       n = RMSNorm(x)     rotary q and k
+            x = x + w2(silu(w1(n)) * w3(n))                  n = RMSNorm(x)     (SwiGLU)
+
+Module names are those of the Llama checkpoints (layers.3.attention.wq, layers.3.feed_forward.w2,
+output), so a recipe map written for this model reads the same at scale. Parameters are fp32; the
+caller's autocast chooses the dtype of the products. The residual stream stays in the parameters'
+dtype, and a norm hands over the compute dtype, so that layers which share an input share one copy.
+
+Shape suffixes: B sequences, S positions, D model width, H query heads, G key/value heads,
+E width of a head, F hidden width of the feed-forward, V vocabulary.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .config import ModelConfig
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight, computed in fp32, returned in the compute dtype. x: (..., D)."""
+
+    def __init__(self, dim: int, eps: float = 1e-5) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(dim))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
+        device = x.device.type
+        return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
+
+
+def rotary_table(seq: int, width: int, theta: float = 10000.0) -> Tensor:
+    """cos and sin of position * theta^(-2i / width): (2, seq, width / 2), fp32."""
+    frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
+    angle = torch.arange(seq, dtype=torch.float64)[:, None] * frequency
+    return torch.stack([angle.cos(), angle.sin()]).float()
+
+
+def rotate(x_BSHE: Tensor, table: Tensor) -> Tensor:
+    """Rotates each pair (x[i], x[i + E/2]) by its position's angle; fp32 inside, dtype kept."""
+    cos, sin = table[:, : x_BSHE.shape[1], None, :]  # (S, 1, E / 2) each
+    a, b = x_BSHE.float().chunk(2, dim=-1)
+    return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x_BSHE.dtype)
+
+
+class Attention(nn.Module):
+    """Causal attention; heads / kv_heads query heads share a key and value head. x: (B, S, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.width = config.dim // config.heads
+        kv_dim = config.kv_heads * self.width
+        self.wq = nn.Linear(config.dim, config.dim, bias=False)
+        self.wk = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wv = nn.Linear(config.dim, kv_dim, bias=False)
+        self.wo = nn.Linear(config.dim, config.dim, bias=False)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        heads = (*x.shape[:2], -1, self.width)  # (B, S, H or G, E)
+        q = rotate(self.wq(x).view(heads), table).transpose(1, 2)
+        k = rotate(self.wk(x).view(heads), table).transpose(1, 2)
+        v = self.wv(x).view(heads).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    """w2(silu(w1(x)) * w3(x)), hidden width F. x: (B, S, D)."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(config.dim, config.ffn, bias=False)
+        self.w2 = nn.Linear(config.ffn, config.dim, bias=False)
+        self.w3 = nn.Linear(config.dim, config.ffn, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    """One layer: attention and feed-forward, each behind a norm and added to the residual."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.attention_norm = RMSNorm(config.dim)
+        self.attention = Attention(config)
+        self.ffn_norm = RMSNorm(config.dim)
+        self.feed_forward = FeedForward(config)
+
+    def forward(self, x: Tensor, table: Tensor) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), table)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    """Token ids (B, S) to logits (B, S, V). The head (`output`) is not tied to the embedding."""
+
+    def __init__(self, config: ModelConfig, seq: int) -> None:
+        super().__init__()
+        self.config = config
+        self.tok_embeddings = nn.Embedding(config.vocab, config.dim)
+        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.norm = RMSNorm(config.dim)
+        self.output = nn.Linear(config.dim, config.vocab, bias=False)
+        self.register_buffer(
+            "rotary", rotary_table(seq, config.dim // config.heads), persistent=False
+        )
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tok_embeddings(tokens)
+        for layer in self.layers:
+            x = layer(x, self.rotary)
+        return self.output(self.norm(x))
+
+
+def init_weights(model: Llama, seed: int) -> None:
+    """Normal weights from a CPU generator: the same on every device and under every recipe.
+
+    Standard deviation 0.02, for what writes into the residual stream divided by sqrt(2 layers),
+    for the head 1 / sqrt(dim).
+    """
+    generator = torch.Generator().manual_seed(seed)
+    into_residual = 0.02 / math.sqrt(2 * model.config.layers)
+    for name, parameter in model.named_parameters():
+        if parameter.dim() < 2:
+            continue
+        std = 0.02
+        if name.endswith((".wo.weight", ".w2.weight")):
+            std = into_residual
+        elif name == "output.weight":
+            std = model.config.dim**-0.5
+        values = torch.empty(parameter.shape, dtype=torch.float32)
+        values.normal_(0.0, std, generator=generator)
+        with torch.no_grad():
+            parameter.copy_(values)
+
+
+def build_model(config: ModelConfig, seq: int, seed: int, device: str) -> Llama:
+    """The model with its initial weights: a function of (config, seed) only."""
+    model = Llama(config, seq)
+    init_weights(model, seed)
+    return model.to(device)
+
+
+def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
+    """Mean loss in nats a token, in fp32. logits: (B, S, V), targets: (B, S)."""
+    return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

@@ -1,0 +1,123 @@
+"""loss.png: the curves of every run, and under them the distance of each from bf16."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .files import write_atomically
+from .recipes import RunSpec
+from .report import Curves
+
+WINDOW = 15  # steps that a smoothed training curve averages over
+
+
+def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
+    """Centred mean over `window` values, shorter at the ends."""
+    array = np.asarray(values, dtype=float)
+    kernel = np.ones(min(window, len(array)))
+    return np.convolve(array, kernel, "same") / np.convolve(np.ones_like(array), kernel, "same")
+
+
+def draw_losses(
+    path: Path,
+    runs: Sequence[RunSpec],
+    curves: dict[str, Curves],
+    baseline: RunSpec | None,
+    title: str,
+) -> None:
+    """Writes the figure; runs without a single step are left out."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (top, bottom) = plt.subplots(
+        2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2), layout="constrained"
+    )
+    color_of = colors_of(runs, baseline, plt.get_cmap("tab10" if len(runs) <= 11 else "tab20"))
+    for run in runs:
+        own, color = curves[run.name], color_of[run.name]
+        draw_run(top, own, label_of(run, curves, baseline), color)
+        if baseline and run != baseline:
+            draw_gap(bottom, curves[baseline.name], own, color, run.seed == baseline.seed)
+    limit_to_late(top, curves)
+    top.set_title(title)
+    top.set_ylabel("loss, nats a token")
+    top.legend(title="validation (dots), training (thin)", fontsize=9)
+    bottom.axhline(0, color="black", linewidth=1)
+    bottom.set_ylabel(f"gap to {baseline.name if baseline else 'bf16'}, %")
+    bottom.set_xlabel("step")
+    limit_gap(bottom)
+    for axes in (top, bottom):
+        axes.grid(alpha=0.3)
+    write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=130))
+    plt.close(figure)
+
+
+def colors_of(runs: Sequence[RunSpec], baseline: RunSpec | None, palette: Any) -> dict[str, Any]:
+    """Black for the baseline, grey for bf16 from other seeds, the palette for recipes."""
+    colors: dict[str, Any] = {run.name: "grey" for run in runs if not run.converts}
+    recipes = [run for run in runs if run.converts]
+    colors |= {run.name: palette(i % palette.N) for i, run in enumerate(recipes)}
+    return colors | ({baseline.name: "black"} if baseline else {})
+
+
+def label_of(run: RunSpec, curves: dict[str, Curves], baseline: RunSpec | None) -> str:
+    """`nvfp4: 3.260 (+0.25%)`: the last validation loss, and its gap to the baseline's there."""
+    step, loss = max(curves[run.name].validation.items(), default=(0, None))
+    base = curves[baseline.name].validation.get(step) if baseline else None
+    text = run.name if loss is None else f"{run.name}: {loss:.3f}"
+    return text if run == baseline or not loss or not base else f"{text} ({loss / base - 1:+.2%})"
+
+
+def draw_run(axes: Any, own: Curves, label: str, color: Any) -> None:
+    """Training curve, smoothed and thin; validation as dots on a line."""
+    train = [(step, loss) for step, loss in sorted(own.train.items()) if loss is not None]
+    if train:
+        steps, losses = zip(*train)
+        axes.plot(steps, smooth(losses), color=color, linewidth=0.8, alpha=0.6)
+    points = [(step, loss) for step, loss in sorted(own.validation.items()) if loss is not None]
+    steps, losses = zip(*points) if points else ((), ())
+    axes.plot(steps, losses, "o-", color=color, markersize=4, linewidth=1.6, label=label)
+
+
+def draw_gap(axes: Any, base: Curves, own: Curves, color: Any, same_batches: bool) -> None:
+    """Gap of the validation losses; of the training losses too where the batches are the same."""
+    shared = [s for s in sorted(own.train) if own.train[s] and base.train.get(s)]
+    if same_batches and shared:
+        ours = smooth([own.train[s] for s in shared])  # type: ignore[misc]
+        theirs = smooth([base.train[s] for s in shared])  # type: ignore[misc]
+        axes.plot(shared, 100 * (ours / theirs - 1), color=color, linewidth=0.8, alpha=0.6)
+    points = [
+        (step, 100 * (loss / base.validation[step] - 1))  # type: ignore[operator]
+        for step, loss in sorted(own.validation.items())
+        if loss and base.validation.get(step)
+    ]
+    if points:
+        steps, gaps = zip(*points)
+        style = "o-" if same_batches else "o--"
+        axes.plot(steps, gaps, style, color=color, markersize=4, linewidth=1.6)
+
+
+def limit_to_late(axes: Any, curves: dict[str, Curves]) -> None:
+    """Leaves the first tenth's steep fall out of the scale, where there is enough after it."""
+    losses: list[float] = []
+    for own in curves.values():
+        late = [
+            v for s, v in sorted(own.train.items()) if v is not None and s > len(own.train) / 10
+        ]
+        losses += [*smooth(late)] if late else []
+        losses += [v for v in own.validation.values() if v is not None]
+    if len(losses) > 20:
+        margin = 0.04 * (max(losses) - min(losses))
+        axes.set_ylim(min(losses) - margin, max(losses) + margin)
+
+
+def limit_gap(axes: Any) -> None:
+    """A scale that a diverging run cannot flatten."""
+    low, high = axes.get_ylim()
+    axes.set_ylim(max(low, -10), min(max(high, 0.5), 15))

@@ -1,0 +1,100 @@
+"""Which runs a job makes: names, recipe maps and seeds, read from the command line.
+
+    --recipes bf16,nvfp4,"fprop=e4m3/tensor*e4m3/tensor,fast dgrad=... wgrad=..."
+    --recipe  nvfp4_all="*: nvfp4; output: bf16"
+    entry   = [ NAME "=" ] TEXT [ "@" SEED ]
+
+TEXT is a preset (`nvfp4`), a recipe written out (`fprop=... dgrad=... wgrad=...`) or a map of
+module names (`*: nvfp4; output: bf16`). `@SEED` starts the same recipe from other initial weights
+and draws other batches: its distance from the first shows the noise of the comparison.
+
+What a text becomes, the policy:
+    bf16            the model as it is, nothing converted
+    FP4 preset      every linear but the head (`output`) and the last block, as published runs do
+    other preset    every linear but the head
+    written out     every linear but the head
+    map             what it says
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from .config import TrainError
+
+POLICY = (
+    "The head (`output`) stays bf16 under every recipe; FP4 presets given by name keep the last "
+    "block in bf16 too, as published runs do. A recipe map is taken as it is written."
+)
+
+# A comma separates entries unless it belongs to a product: `...*e4m3/tensor,fast dgrad=...`.
+SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
+NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
+SEED = re.compile(r"(.*)@(\d+)\s*", re.DOTALL)
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+
+
+@dataclass(frozen=True)
+class RunSpec:
+    """One run of the job: its name in every table and file, its recipe map, its seed."""
+
+    name: str
+    recipe: str  # "bf16", or a map: "*: nvfp4; output: bf16; layers.3.*: bf16"
+    seed: int
+
+    @property
+    def converts(self) -> bool:
+        return self.recipe != "bf16"
+
+    @property
+    def folder(self) -> str:
+        """The name as a folder: bf16 (seed 2) becomes bf16_seed_2."""
+        return re.sub(r"[^\w.+-]+", "_", self.name).strip("_")
+
+
+def default_map(text: str, layers: int) -> str:
+    """The recipe map of a text, by the policy above."""
+    if text == "bf16" or ":" in text:
+        return text
+    is_preset = "=" not in text
+    recipe_map = f"*: {text}; output: bf16"
+    if is_preset and "fp4" in text:
+        recipe_map += f"; layers.{layers - 1}.*: bf16"
+    return recipe_map
+
+
+def parse_entry(entry: str, layers: int, seed: int) -> RunSpec:
+    """One `[NAME=]TEXT[@SEED]`; without @SEED the job's seed."""
+    text, name, own_seed = entry.strip(), "", seed
+    if (match := NAME.fullmatch(text)) and match[1] not in PRODUCTS:
+        name, text = match[1], match[2].strip()
+    if match := SEED.fullmatch(text):
+        text, own_seed = match[1].strip(), int(match[2])
+    text = re.sub(r"\s+", " ", text)
+    if not text:
+        raise TrainError(f"--recipes: expected [NAME=]TEXT[@SEED], got {entry!r}")
+    name = name or text
+    if own_seed != seed:
+        name += f" (seed {own_seed})"
+    return RunSpec(name, default_map(text, layers), own_seed)
+
+
+def parse_recipes(
+    lists: Iterable[str], entries: Iterable[str], layers: int, seed: int
+) -> tuple[RunSpec, ...]:
+    """The runs of `--recipes` (comma-separated, each) and `--recipe` (one entry each), in order."""
+    texts = [text for joined in lists for text in SEPARATOR.split(joined)]
+    runs = tuple(parse_entry(text, layers, seed) for text in [*texts, *entries])
+    if not runs:
+        raise TrainError("--recipes: expected at least one recipe, got none")
+    seen: dict[str, RunSpec] = {}
+    for run in runs:
+        other = seen.setdefault(run.folder, run)
+        if other is not run:
+            raise TrainError(
+                f"--recipes: expected different names, got {other.name!r} twice; "
+                "write NAME=TEXT to tell them apart"
+            )
+    return runs

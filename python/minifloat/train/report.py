@@ -1,0 +1,173 @@
+"""The final table: built from metrics.jsonl and each run's result, so a resumed job has it all.
+
+The gap is against the first run without a recipe (bf16, the job's own seed), at the same step.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .recipes import RunSpec
+
+WARM_UP = 3  # first steps, left out of the speeds: they fill caches and choose kernels
+
+
+@dataclass(frozen=True)
+class Curves:
+    """One run's records: losses by step (nats a token), and its speeds."""
+
+    train: dict[int, float | None]
+    validation: dict[int, float | None]
+    step_ms: list[float]
+    tokens_per_s: list[float]
+    speed_of_light: list[float]
+
+
+def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
+    """The records of one run, sorted out."""
+    train = {r["step"]: r for r in records if r["run"] == run and r["kind"] == "train"}
+    evals = {r["step"]: r["val_loss"] for r in records if r["run"] == run and r["kind"] == "eval"}
+    timed = [r for step, r in train.items() if step > WARM_UP] or list(train.values())
+    return Curves(
+        train={step: record["loss"] for step, record in train.items()},
+        validation=evals,
+        step_ms=[r["step_ms"] for r in timed],
+        tokens_per_s=[r["tokens_per_s"] for r in timed],
+        speed_of_light=[r["speed_of_light"] for r in timed],
+    )
+
+
+def baseline_of(runs: Sequence[RunSpec], seed: int) -> RunSpec | None:
+    """The run that gaps are taken against: bf16 with the job's seed, else any bf16."""
+    plain = [run for run in runs if not run.converts]
+    return next((run for run in plain if run.seed == seed), plain[0] if plain else None)
+
+
+def table_rows(
+    runs: Sequence[RunSpec],
+    curves: dict[str, Curves],
+    facts: dict[str, dict[str, Any]],
+    baseline: RunSpec | None,
+) -> list[dict[str, Any]]:
+    """One row a run; None where nothing was measured. `facts`: what result.json holds."""
+    reference = curves[baseline.name] if baseline else None
+    rows = []
+    for run in runs:
+        own = curves[run.name]
+        step, loss = max(own.validation.items(), default=(None, None))
+        base = reference.validation.get(step) if reference and step is not None else None
+        fact = facts.get(run.name, {})
+        rows.append(
+            {
+                "run": run.name,
+                "recipe": run.recipe,
+                "seed": run.seed,
+                "status": fact.get("status", "not started"),
+                "step": max(own.train, default=0),
+                "validation_step": step,
+                "validation_loss": loss,
+                "gap_percent": 100 * (loss / base - 1) if loss and base else None,
+                "step_ms": median(own.step_ms),
+                "step_cost": ratio(median(own.step_ms), reference),
+                "tokens_per_s": median(own.tokens_per_s),
+                "speed_of_light_percent": scaled(median(own.speed_of_light), 100),
+                "saved_bytes_per_token": fact.get("saved_total"),
+                "saved_bytes_per_token_linears": fact.get("saved_linears"),
+                "peak_memory_bytes": fact.get("peak"),
+                "converted": fact.get("converted", 0),
+            }
+        )
+    return rows
+
+
+def median(values: Sequence[float]) -> float | None:
+    return statistics.median(values) if values else None
+
+
+def scaled(value: float | None, factor: float) -> float | None:
+    return None if value is None else value * factor
+
+
+def ratio(step_ms: float | None, reference: Curves | None) -> float | None:
+    base = median(reference.step_ms) if reference else None
+    return step_ms / base if step_ms and base else None
+
+
+COLUMNS = (  # title, key, format
+    ("recipe", "run", "{}"),
+    ("validation loss", "validation_loss", "{:.4f}"),
+    ("gap to bf16", "gap_percent", "{:+.2f}%"),
+    ("tokens/s", "tokens_per_s", "{:.0f}"),
+    ("step, × bf16", "step_cost", "{:.2f}"),
+    ("of speed of light", "speed_of_light_percent", "{:.0f}%"),
+    ("saved for backward, B/token", "saved_bytes_per_token", "{:.0f}"),
+    ("of it in linears", "saved_bytes_per_token_linears", "{:.0f}"),
+    ("peak memory, MB", "peak_memory_bytes", "{:.0f}"),
+    ("state", "status", "{}"),
+)
+
+
+def cell(row: dict[str, Any], key: str, form: str, last_step: int) -> str:
+    value = row[key]
+    if value is None:
+        return "-"
+    if key == "peak_memory_bytes":
+        value /= 1e6
+    text = form.format(value)
+    if key == "validation_loss" and row["validation_step"] != last_step:
+        text += f" (step {row['validation_step']})"
+    return text
+
+
+def markdown_table(rows: Sequence[dict[str, Any]], last_step: int) -> str:
+    """The table, padded so that it reads as well in a terminal."""
+    lines = [[title for title, _, _ in COLUMNS]]
+    lines += [[cell(row, key, form, last_step) for _, key, form in COLUMNS] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+
+    def joined(line: list[str]) -> str:
+        padded = [
+            t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths))
+        ]
+        return "| " + " | ".join(padded) + " |"
+
+    rule = (
+        "|"
+        + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
+        + "|"
+    )
+    return "\n".join([joined(lines[0]), rule, *map(joined, lines[1:])])
+
+
+NOTES = """\
+- validation loss: nats a token, on {validation_tokens} tokens of held-out text, the same for
+  every recipe, with the recipe's own forward.
+- gap to bf16: against `{baseline}` at the same step. A bf16 run with another seed differs by its
+  initial weights and the order of its batches: its gap is the noise of this comparison.
+- tokens/s, step: medians over the steps. Of speed of light: the time that the matrix products of
+  a step would take alone ({light_ms:.0f} ms at {light_gflops:.0f} GFLOP/s, bf16, measured on this
+  model's shapes when the job started) over the time that the step took.
+- saved for backward: bytes a token that the forward keeps, and those kept inside linear layers;
+  what does not grow with the tokens is left out.
+- peak memory: {memory_note}.
+- {policy}
+"""
+
+
+def markdown_report(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+    """report.md. `facts` is the job's part of report.json."""
+    parts = [f"# {facts['title']}", "", *(f"- {line}" for line in facts["setting"]), ""]
+    parts += [markdown_table(rows, facts["steps"]), "", NOTES.format(**facts)]
+    parts += ["![losses and gaps](loss.png)", "", "## Recipes", ""]
+    for row in rows:
+        count = f"{row['converted']} linear layers converted" if row["converted"] else "as it is"
+        parts.append(f"- **{row['run']}** (seed {row['seed']}): `{row['recipe']}`; {count}")
+    if facts["skipped_files"]:
+        parts += ["", "## Files left out", ""]
+        parts += [f"- {name}: {why}" for name, why in facts["skipped_files"][:20]]
+        if len(facts["skipped_files"]) > 20:
+            parts.append(f"- and {len(facts['skipped_files']) - 20} more")
+    return "\n".join(parts) + "\n"

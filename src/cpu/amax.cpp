@@ -1,0 +1,121 @@
+// max |x|, a row as read: over panels of kTileRows of them, each panel by one thread, so that no maximum is
+// shared. A tensor's amax is the largest of its rows'. All on bit patterns: NaN survives.
+#include <algorithm>
+#include <vector>
+
+#include "backend.h"
+#include "minifloat/core/scaling.h"
+#include "parallel.h"
+#include "tile.h"
+
+namespace minifloat::cpu {
+namespace {
+
+struct PanelArgs {
+  const TensorRef* x;
+  bool columnwise;
+  int points;
+  std::int64_t batch, first, rows, cols;  // rows as read [first, first + rows), all cols
+  std::uint32_t* out;                     // (rows)
+};
+
+MINIFLOAT_INLINE std::uint32_t magnitude_of(float x) { return magnitude_bits(x); }
+MINIFLOAT_INLINE std::uint32_t magnitude_of(std::uint16_t x) { return (x & 0x7FFFu) << 16; }
+
+template <class T>
+struct Panel {
+  MINIFLOAT_INLINE static void run(const PanelArgs& args) {
+    if (args.points > 0) return transformed(args);
+    const T* x = static_cast<const T*>(args.x->data) + args.batch * args.x->batch_stride;
+    if (args.columnwise)
+      columns(args, x);
+    else
+      rows(args, x);
+  }
+
+  MINIFLOAT_INLINE static void rows(const PanelArgs& args, const T* x) {
+    for (std::int64_t r = 0; r < args.rows; ++r) {
+      const T* row = x + (args.first + r) * args.x->row_stride;  // (cols)
+      std::uint32_t m = 0;
+      for (std::int64_t c = 0; c < args.cols; ++c) {
+        const std::uint32_t v = magnitude_of(row[c]);
+        m = v > m ? v : m;
+      }
+      args.out[r] = m;
+    }
+  }
+
+  MINIFLOAT_INLINE static void columns(const PanelArgs& args, const T* x) {
+    std::uint32_t m[kTileRows] = {};
+    for (std::int64_t c = 0; c < args.cols; ++c) {
+      const T* row = x + c * args.x->row_stride + args.first;  // (rows)
+      for (std::int64_t r = 0; r < args.rows; ++r) {
+        const std::uint32_t v = magnitude_of(row[r]);
+        m[r] = v > m[r] ? v : m[r];
+      }
+    }
+    for (std::int64_t r = 0; r < args.rows; ++r) args.out[r] = m[r];
+  }
+
+  MINIFLOAT_INLINE static void transformed(const PanelArgs& args) {
+    Tile tile;
+    for (std::int64_t r = 0; r < args.rows; ++r) args.out[r] = 0;
+    for (std::int64_t col = 0; col < args.cols; col += kTileCols) {
+      const TileRange range = {args.batch, args.first, col, args.rows,
+                               args.cols - col < kTileCols ? args.cols - col : kTileCols};
+      load_tile<T>(*args.x, args.columnwise, args.points, kHadamardSigns, range, tile);
+      for (std::int64_t r = 0; r < args.rows; ++r) {
+        std::uint32_t m = args.out[r];
+        for (std::int64_t c = 0; c < kTileCols; ++c) {
+          const std::uint32_t v = magnitude_bits(tile.row(r)[c]);
+          m = v > m ? v : m;
+        }
+        args.out[r] = m;
+      }
+    }
+  }
+};
+
+// out: (batch, rows as read)
+std::vector<std::uint32_t> row_amax(const TensorRef& x, int points, bool columnwise,
+                                    const Execution& execution) {
+  const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
+  std::vector<std::uint32_t> out(static_cast<std::size_t>(x.batch * rows));
+  const std::int64_t panels = ceil_div(rows, kTileRows);
+  parallel_for(execution, x.batch * panels, x.batch * rows * cols, [&](std::int64_t i) {
+    const std::int64_t batch = i / panels, first = i % panels * kTileRows;
+    const PanelArgs args = {&x,     columnwise,
+                            points, batch,
+                            first,  std::min(kTileRows, rows - first),
+                            cols,   out.data() + batch * rows + first};
+    if (x.dtype == DType::kFloat32)
+      run_widest<Panel<float>>(args);
+    else
+      run_widest<Panel<std::uint16_t>>(args);
+  });
+  return out;
+}
+
+}  // namespace
+
+void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
+          const Execution& execution) {
+  // Without a transform a tensor's amax is the same in both directions, and rows are read faster.
+  const bool by_column = columnwise && (spec.has_row_amax() || spec.transform > 0);
+  const std::vector<std::uint32_t> rows = row_amax(x, spec.transform, by_column, execution);
+  if (spec.has_row_amax()) {
+    for (std::size_t r = 0; r < rows.size(); ++r) out[r] = bit_cast<float>(rows[r]);
+    return;
+  }
+  const std::size_t per_matrix =
+      rows.size() / static_cast<std::size_t>(std::max<std::int64_t>(x.batch, 1));
+  for (std::int64_t e = 0; e < x.batch; ++e) {
+    const auto first = rows.begin() + e * static_cast<std::int64_t>(per_matrix);
+    std::uint32_t m = 0;
+    for (auto r = first; r != first + static_cast<std::int64_t>(per_matrix); ++r)
+      m = std::max(m, *r);
+    out[e] = bit_cast<float>(m);
+  }
+}
+
+}  // namespace minifloat::cpu

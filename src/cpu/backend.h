@@ -1,0 +1,25 @@
+// The CPU backend: the signatures of minifloat/quantize.h and minifloat/transform.h, on memory of the host.
+#pragma once
+
+#include "minifloat/quantize.h"
+#include "minifloat/transform.h"
+
+namespace minifloat::cpu {
+
+void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
+          const Execution& execution);
+void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+              const Execution& execution);
+void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution);
+void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution);
+void tensor_factor(const Quantized& operand, float* out, const Execution& execution);
+void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
+              std::uint16_t* out, const Execution& execution);
+void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
+                    const Execution& execution);
+void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
+                      const Execution& execution);
+void transpose_nibbles(const std::uint8_t* codes, std::int64_t batch, std::int64_t rows,
+                       std::int64_t cols, std::uint8_t* out, const Execution& execution);
+
+}  // namespace minifloat::cpu

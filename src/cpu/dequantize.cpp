@@ -1,0 +1,128 @@
+// Codes -> values, a row of an operand at a time.
+#include <algorithm>
+#include <vector>
+
+#include "backend.h"
+#include "encode_tile.h"
+#include "parallel.h"
+
+namespace minifloat::cpu {
+namespace {
+
+struct RowArgs {
+  const Quantized* operand;
+  std::int64_t row;      // of all the batch's rows
+  bool for_product;      // what an exact product reads, or the value itself
+  const float* factors;  // (batch): the tensor scale that the value still needs
+  float* scale;          // (padded) scratch
+  std::uint16_t* bf16;   // (padded), or
+  float* fp32;           // (padded)
+};
+
+template <class F>
+struct DecodeRow {
+  // The scale of each element of the row, without the tensor's.
+  MINIFLOAT_INLINE static void spread_scales(const RowArgs& args, std::int64_t padded) {
+    const Quantized& q = *args.operand;
+    const Spec& spec = q.spec;
+    if (!spec.has_blocks()) {
+      const bool owed = args.for_product && spec.scale_rounding == ScaleRounding::kExact;
+      const bool row = spec.rule == ScaleRule::kRow && !owed;
+      const float s = row ? static_cast<const float*>(q.scale)[args.row] : 1.0f;
+      for (std::int64_t c = 0; c < padded; ++c) args.scale[c] = s;
+      return;
+    }
+    const std::int64_t cols = spec.scale_cols(q.cols);
+    const std::int64_t block_row =
+        args.row / q.rows * spec.scale_rows(q.rows) + args.row % q.rows / spec.block_rows;
+    for (std::int64_t b = 0; b < cols; ++b) {
+      const std::int64_t at = block_row * cols + b;
+      const std::uint32_t code =
+          spec.rule == ScaleRule::kBlock ? 0 : static_cast<const std::uint8_t*>(q.scale)[at];
+      const float s = spec.rule == ScaleRule::kBlock ? static_cast<const float*>(q.scale)[at]
+                      : spec.rule == ScaleRule::kMx  ? decode_e8m0(code)
+                                                     : decode<E4M3>(code);
+      const std::int64_t end =
+          (b + 1) * spec.block_cols < padded ? (b + 1) * spec.block_cols : padded;
+      for (std::int64_t c = b * spec.block_cols; c < end; ++c) args.scale[c] = s;
+    }
+  }
+
+  MINIFLOAT_INLINE static float code_value(const std::uint8_t* codes, std::int64_t c) {
+    if constexpr (F::kBits == 4)
+      return decode<F>(nibble(codes, c));
+    else
+      return decode<F>(codes[c]);
+  }
+
+  MINIFLOAT_INLINE static void run(const RowArgs& args) {
+    const Quantized& q = *args.operand;
+    const std::int64_t padded = q.spec.padded_cols(q.cols);
+    const std::uint8_t* codes = q.codes + args.row * q.spec.code_cols(q.cols);
+    spread_scales(args, padded);
+    if (args.for_product) {
+      for (std::int64_t c = 0; c < padded; ++c)
+        args.bf16[c] = product_value(code_value(codes, c) * args.scale[c]);
+      return;
+    }
+    const float factor = args.factors[args.row / q.rows];
+    for (std::int64_t c = 0; c < padded; ++c) {
+      const float v = code_value(codes, c) * args.scale[c] * factor;
+      if (args.bf16)
+        args.bf16[c] = static_cast<std::uint16_t>(encode_bf16(v));
+      else
+        args.fp32[c] = v;
+    }
+  }
+};
+
+void decode_rows(const Quantized& q, bool for_product, std::uint16_t* bf16, float* fp32,
+                 const Execution& execution) {
+  const std::int64_t padded = q.spec.padded_cols(q.cols), rows = q.batch * q.rows;
+  std::vector<float> factors(static_cast<std::size_t>(q.batch));
+  if (!for_product) cpu::tensor_factor(q, factors.data(), execution);
+  constexpr std::int64_t kRows = 16;  // a piece of work
+  parallel_for(execution, ceil_div(rows, kRows), rows * padded, [&](std::int64_t piece) {
+    std::vector<float> scale(static_cast<std::size_t>(padded));
+    for (std::int64_t r = piece * kRows; r < std::min(rows, (piece + 1) * kRows); ++r) {
+      const RowArgs args = {&q,
+                            r,
+                            for_product,
+                            factors.data(),
+                            scale.data(),
+                            bf16 ? bf16 + r * padded : nullptr,
+                            fp32 ? fp32 + r * padded : nullptr};
+      switch (q.spec.elements) {
+        case Elements::kE4m3: run_widest<DecodeRow<E4M3>>(args); break;
+        case Elements::kE5m2: run_widest<DecodeRow<E5M2>>(args); break;
+        case Elements::kE2m1: run_widest<DecodeRow<E2M1>>(args); break;
+        case Elements::kBf16: break;
+      }
+    }
+  });
+}
+
+}  // namespace
+
+void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution) {
+  const bool fp32 = dtype == DType::kFloat32;
+  decode_rows(operand, false, fp32 ? nullptr : static_cast<std::uint16_t*>(out),
+              fp32 ? static_cast<float*>(out) : nullptr, execution);
+}
+
+void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution) {
+  decode_rows(operand, true, out, nullptr, execution);
+}
+
+void tensor_factor(const Quantized& operand, float* out, const Execution&) {
+  for (std::int64_t e = 0; e < operand.batch; ++e) {
+    if (operand.spec.rule == ScaleRule::kTensor)
+      out[e] = static_cast<const float*>(operand.scale)[e];
+    else if (operand.spec.rule == ScaleRule::kNvfp4)
+      out[e] = nvfp4_tensor(magnitude_bits(operand.amax[e]), nvfp4_rounding(operand.spec)).scale;
+    else
+      out[e] = 1.0f;
+  }
+}
+
+}  // namespace minifloat::cpu

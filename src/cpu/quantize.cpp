@@ -1,0 +1,145 @@
+// Quantization, one or both directions of x from one walk over tiles:
+//
+//     x (rows, cols)   +-----+-----+      a tile of x is loaded, transformed and encoded as the rowwise operand
+//                      | 128 |     |      reads it, then, still in cache, as the columnwise operand does
+//                      | x128|     |
+//                      +-----+-----+
+//
+// What no tile can decide, the amax of the tensor or of a row, is settled before.
+#include <algorithm>
+#include <vector>
+
+#include "backend.h"
+#include "encode_tile.h"
+#include "minifloat/error.h"
+#include "parallel.h"
+
+namespace minifloat::cpu {
+namespace {
+
+template <class F>
+void encode_tile(const EncodeArgs& args) {
+  if (args.plan->operand.spec.stochastic)
+    run_widest<EncodeTile<F, true>>(args);
+  else
+    run_widest<EncodeTile<F, false>>(args);
+}
+
+struct LoadArgs {
+  const TensorRef* x;
+  bool columnwise;
+  int points;
+  const TileRange* range;
+  Tile* tile;
+};
+
+template <class T>
+struct LoadTile {
+  MINIFLOAT_INLINE static void run(const LoadArgs& args) {
+    load_tile<T>(*args.x, args.columnwise, args.points, kHadamardSigns, *args.range, *args.tile);
+  }
+};
+
+// One direction: its plan, and the memory behind the plan's pointers.
+class Direction {
+ public:
+  Direction(const TensorRef& x, const Operand& operand, bool columnwise, const Execution& execution)
+      : x_(x), columnwise_(columnwise) {
+    const Spec& spec = operand.spec;
+    plan_.operand = operand;
+    plan_.batch = x.batch;
+    plan_.rows = columnwise ? x.cols : x.rows;
+    plan_.cols = columnwise ? x.rows : x.cols;
+    plan_.padded = spec.padded_cols(plan_.cols);
+    plan_.code_pitch = spec.code_cols(plan_.cols);
+    plan_.scale_rows = spec.has_blocks() ? spec.scale_rows(plan_.rows) : 0;
+    plan_.scale_cols = spec.has_blocks() ? spec.scale_cols(plan_.cols) : 0;
+    if (spec.stochastic) take_key();
+    if (spec.has_tensor_amax() || spec.has_row_amax()) settle_amax(execution);
+  }
+
+  // The tile of x whose corner is (row, col) of x.
+  void encode(std::int64_t batch, std::int64_t row, std::int64_t col, Tile& tile) const {
+    TileRange range = {batch, row, col, std::min(kTileRows, x_.rows - row),
+                       std::min(kTileCols, x_.cols - col)};
+    if (columnwise_) range = {batch, col, row, range.cols, range.rows};
+    const LoadArgs load = {&x_, columnwise_, plan_.operand.spec.transform, &range, &tile};
+    if (x_.dtype == DType::kFloat32)
+      run_widest<LoadTile<float>>(load);
+    else
+      run_widest<LoadTile<std::uint16_t>>(load);
+
+    const EncodeArgs args = {&plan_, &range, &tile};
+    switch (plan_.operand.spec.elements) {
+      case Elements::kE4m3: return encode_tile<E4M3>(args);
+      case Elements::kE5m2: return encode_tile<E5M2>(args);
+      case Elements::kE2m1: return encode_tile<E2M1>(args);
+      case Elements::kBf16: return;
+    }
+  }
+
+ private:
+  void take_key() {
+    const Random& random = plan_.operand.random;
+    plan_.key = mix_seed(static_cast<std::uint64_t>(random.state[0]),
+                         static_cast<std::uint64_t>(random.state[1]));
+    plan_.stream = random.stream;
+    if (random.state_size == 3) plan_.stream ^= static_cast<std::uint64_t>(random.state[2]);
+  }
+
+  // The amax in force, its factors, and the scales and amaxes that are outputs by themselves.
+  void settle_amax(const Execution& execution) {
+    const Operand& operand = plan_.operand;
+    const Spec& spec = operand.spec;
+    const std::int64_t count = x_.batch * (spec.has_row_amax() ? plan_.rows : 1);
+    std::vector<float> own(static_cast<std::size_t>(count));
+    const bool wants_own = !operand.given_amax || (spec.delayed && operand.amax);
+    if (wants_own) cpu::amax(x_, spec, columnwise_, own.data(), execution);
+    const float* in_force = operand.given_amax ? operand.given_amax : own.data();
+    const float* reported = spec.delayed ? own.data() : in_force;
+
+    const bool power_of_two =
+        spec.rule == ScaleRule::kRow && spec.scale_rounding != ScaleRounding::kExact;
+    for (std::int64_t i = 0; i < count; ++i) {
+      const std::uint32_t bits = magnitude_bits(in_force[i]);
+      if (spec.rule == ScaleRule::kNvfp4) {
+        nvfp4_.push_back(nvfp4_tensor(bits, nvfp4_rounding(spec)));
+      } else {
+        factors_.push_back(spec.elements == Elements::kE4m3
+                               ? fp8_factors<E4M3>(bits, power_of_two)
+                               : fp8_factors<E5M2>(bits, power_of_two));
+        static_cast<float*>(operand.scale)[i] = factors_.back().scale;
+      }
+      if (operand.amax) operand.amax[i] = reported[i];
+    }
+    plan_.nvfp4 = nvfp4_.data();
+    (spec.has_row_amax() ? plan_.row : plan_.tensor) = factors_.data();
+  }
+
+  const TensorRef& x_;
+  bool columnwise_;
+  OperandPlan plan_;
+  std::vector<Factors> factors_;
+  std::vector<Nvfp4Tensor> nvfp4_;
+};
+
+}  // namespace
+
+void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+              const Execution& execution) {
+  std::vector<Direction> directions;
+  directions.reserve(2);
+  if (rowwise) directions.emplace_back(x, *rowwise, false, execution);
+  if (columnwise) directions.emplace_back(x, *columnwise, true, execution);
+
+  const std::int64_t down = ceil_div(x.rows, kTileRows), across = ceil_div(x.cols, kTileCols);
+  const std::int64_t elements = x.batch * x.rows * x.cols;
+  parallel_for(execution, x.batch * down * across, elements, [&](std::int64_t i) {
+    Tile tile;
+    const std::int64_t row = i / across % down * kTileRows, col = i % across * kTileCols;
+    for (const Direction& direction : directions)
+      direction.encode(i / across / down, row, col, tile);
+  });
+}
+
+}  // namespace minifloat::cpu

@@ -1,0 +1,138 @@
+// The Hadamard transform alone, the swizzled scale layout, and the transpose of packed codes.
+#include "minifloat/transform.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "backend.h"
+#include "minifloat/core/swizzle.h"
+#include "parallel.h"
+#include "tile.h"
+
+namespace minifloat::cpu {
+namespace {
+
+struct HadamardArgs {
+  const TensorRef* x;
+  bool columnwise;
+  int points;
+  std::uint32_t signs;
+  const TileRange* range;
+  Tile* tile;
+  std::uint16_t* out;   // the tile's corner in the output
+  std::int64_t pitch;   // padded cols of the output
+  std::int64_t inside;  // columns of the tile that the output has
+};
+
+template <class T>
+struct HadamardTile {
+  MINIFLOAT_INLINE static void run(const HadamardArgs& args) {
+    load_tile<T>(*args.x, args.columnwise, args.points, args.signs, *args.range, *args.tile);
+    for (std::int64_t r = 0; r < args.range->rows; ++r)
+      for (std::int64_t c = 0; c < args.inside; ++c)
+        args.out[r * args.pitch + c] =
+            static_cast<std::uint16_t>(encode_bf16(args.tile->row(r)[c]));
+  }
+};
+
+// Calls f(row, col, offset) for every scale of one matrix.
+template <class F>
+void for_each_scale(const ScaleMatrix& m, F f) {
+  if (m.kind == Groups::kNone) {
+    for (std::int64_t r = 0; r < m.rows; ++r)
+      for (std::int64_t c = 0; c < m.cols; ++c) f(r, c, swizzled_offset(r, c, m.cols));
+    return;
+  }
+  std::int64_t begin = 0, padded = 0;  // of the group, among rows or columns
+  for (std::int64_t g = 0; g < m.groups; ++g) {
+    const std::int64_t end = m.offsets[g];
+    if (m.kind == Groups::kAlongM) {
+      for (std::int64_t r = begin; r < end; ++r)
+        for (std::int64_t c = 0; c < m.cols; ++c)
+          f(r, c,
+            padded * round_up(m.cols, minifloat::kTileCols) +
+                swizzled_offset(r - begin, c, m.cols));
+      padded += round_up(end - begin, minifloat::kTileRows);
+    } else {
+      for (std::int64_t r = 0; r < m.rows; ++r)
+        for (std::int64_t c = begin; c < end; ++c)
+          f(r, c,
+            padded * round_up(m.rows, minifloat::kTileRows) +
+                swizzled_offset(r, c - begin, end - begin));
+      padded += round_up(end - begin, minifloat::kTileCols);
+    }
+    begin = end;
+  }
+}
+
+}  // namespace
+
+void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
+              std::uint16_t* out, const Execution& execution) {
+  const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
+  const std::int64_t padded = round_up<std::int64_t>(cols, points);
+  const std::int64_t down = ceil_div(rows, cpu::kTileRows), across = ceil_div(cols, cpu::kTileCols);
+  parallel_for(execution, x.batch * down * across, x.batch * rows * cols, [&](std::int64_t i) {
+    Tile tile;
+    const std::int64_t batch = i / across / down;
+    const std::int64_t row = i / across % down * cpu::kTileRows, col = i % across * cpu::kTileCols;
+    const TileRange range = {batch, row, col, std::min(cpu::kTileRows, rows - row),
+                             std::min(cpu::kTileCols, cols - col)};
+    const HadamardArgs args = {&x,
+                               columnwise,
+                               points,
+                               signs,
+                               &range,
+                               &tile,
+                               out + (batch * rows + row) * padded + col,
+                               padded,
+                               std::min(cpu::kTileCols, padded - col)};
+    if (x.dtype == DType::kFloat32)
+      run_widest<HadamardTile<float>>(args);
+    else
+      run_widest<HadamardTile<std::uint16_t>>(args);
+  });
+}
+
+void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
+                    const Execution& execution) {
+  const std::int64_t bytes = shape.swizzled_bytes(), count = shape.rows * shape.cols;
+  parallel_for(execution, shape.batch, shape.batch * count, [&](std::int64_t e) {
+    std::memset(out + e * bytes, 0, static_cast<std::size_t>(bytes));
+    for_each_scale(shape, [&](std::int64_t r, std::int64_t c, std::int64_t offset) {
+      out[e * bytes + offset] = scale[e * count + r * shape.cols + c];
+    });
+  });
+}
+
+void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
+                      const Execution& execution) {
+  const std::int64_t bytes = shape.swizzled_bytes(), count = shape.rows * shape.cols;
+  parallel_for(execution, shape.batch, shape.batch * count, [&](std::int64_t e) {
+    for_each_scale(shape, [&](std::int64_t r, std::int64_t c, std::int64_t offset) {
+      out[e * count + r * shape.cols + c] = swizzled[e * bytes + offset];
+    });
+  });
+}
+
+void transpose_nibbles(const std::uint8_t* codes, std::int64_t batch, std::int64_t rows,
+                       std::int64_t cols, std::uint8_t* out, const Execution& execution) {
+  const std::int64_t in_pitch = ceil_div<std::int64_t>(cols, 2),
+                     out_pitch = ceil_div<std::int64_t>(rows, 2);
+  constexpr std::int64_t kCols =
+      64;  // output rows of a piece of work: a cache line of input bytes, half used twice
+  const std::int64_t pieces = ceil_div(cols, kCols);
+  parallel_for(execution, batch * pieces, batch * rows * cols, [&](std::int64_t i) {
+    const std::uint8_t* in = codes + i / pieces * rows * in_pitch;
+    std::uint8_t* to = out + i / pieces * cols * out_pitch;
+    const std::int64_t first = i % pieces * kCols, last = std::min(cols, first + kCols);
+    for (std::int64_t r = 0; r < rows; r += 2)
+      for (std::int64_t c = first; c < last; ++c) {
+        const std::uint32_t low = nibble(in + r * in_pitch, c);
+        const std::uint32_t high = r + 1 < rows ? nibble(in + (r + 1) * in_pitch, c) : 0;
+        to[c * out_pitch + r / 2] = pack_nibbles(low, high);
+      }
+  });
+}
+
+}  // namespace minifloat::cpu

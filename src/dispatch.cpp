@@ -1,0 +1,163 @@
+// The public functions: check what can be checked of the arguments, then hand over to the device's backend.
+// Nothing is written before every check has passed.
+#include "cpu/backend.h"
+#include "minifloat/core/swizzle.h"
+#include "minifloat/error.h"
+
+namespace minifloat {
+namespace {
+
+void check_device(const char* function, Device device) {
+  MINIFLOAT_CHECK(
+      device == Device::kCpu, function,
+      ": expected a tensor on the CPU, got one on CUDA: this build has no CUDA backend");
+}
+
+void check_values(const char* function, const TensorRef& x) {
+  check_device(function, x.device);
+  MINIFLOAT_CHECK(x.batch >= 0 && x.rows >= 0 && x.cols >= 0, function,
+                  ": expected sizes of zero or more, got batch ", x.batch, ", rows ", x.rows,
+                  ", cols ", x.cols);
+  MINIFLOAT_CHECK(x.data || x.batch * x.rows * x.cols == 0, function,
+                  ": expected values, got null");
+  MINIFLOAT_CHECK(x.rows <= 1 || x.row_stride >= x.cols || x.row_stride <= -x.cols, function,
+                  ": expected a row stride of at least ", x.cols, " elements, got ", x.row_stride);
+}
+
+void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) {
+  const Spec& spec = operand.spec;
+  const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
+  const bool any = x.batch * rows * cols > 0;
+  MINIFLOAT_CHECK(!spec.is_bf16(),
+                  "quantize: bf16 is the identity and has no codes; expected a quantizing spec");
+  MINIFLOAT_CHECK(operand.codes || !any, "quantize: expected a codes buffer for ", spec.str(),
+                  ", got null");
+  MINIFLOAT_CHECK(operand.scale || !any, "quantize: expected a scale buffer for ", spec.str(),
+                  ", got null");
+  MINIFLOAT_CHECK(!operand.given_amax || spec.has_tensor_amax() || spec.has_row_amax(),
+                  "quantize: ", spec.str(), " has no tensor or row amax to be given");
+  MINIFLOAT_CHECK(operand.origin.row >= 0 && operand.origin.col >= 0,
+                  "quantize: expected an origin of zero or more, got (", operand.origin.row, ", ",
+                  operand.origin.col, ")");
+  if (spec.transform > 0)
+    MINIFLOAT_CHECK(
+        operand.origin.col % spec.transform == 0,
+        "quantize: expected an origin along the contraction dimension that is a multiple of ",
+        spec.transform, " under ", spec.str(), ", got ", operand.origin.col);
+  if (!spec.stochastic) return;
+  MINIFLOAT_CHECK(operand.random.state, "quantize: ", spec.str(),
+                  " rounds stochastically and needs a random state (seed, count), got null");
+  MINIFLOAT_CHECK(operand.random.state_size == 2 || operand.random.state_size == 3,
+                  "quantize: expected a random state of 2 or 3 numbers, got ",
+                  operand.random.state_size);
+  MINIFLOAT_CHECK(operand.origin.col % 16 == 0,
+                  "quantize: expected an origin along the contraction dimension that is a multiple "
+                  "of 16 under ",
+                  spec.str(), ", got ", operand.origin.col);
+}
+
+void check_quantized(const char* function, const Quantized& q) {
+  check_device(function, q.device);
+  MINIFLOAT_CHECK(!q.spec.is_bf16(), function, ": bf16 is the identity and has no codes");
+  MINIFLOAT_CHECK(q.batch >= 0 && q.rows >= 0 && q.cols >= 0, function,
+                  ": expected sizes of zero or more, got batch ", q.batch, ", rows ", q.rows,
+                  ", cols ", q.cols);
+  MINIFLOAT_CHECK((q.codes && q.scale) || q.batch * q.rows * q.cols == 0, function,
+                  ": expected codes and scale, got null");
+}
+
+void check_nvfp4_amax(const char* function, const Quantized& q) {
+  MINIFLOAT_CHECK(q.spec.rule != ScaleRule::kNvfp4 || q.amax || q.batch == 0, function, ": ",
+                  q.spec.str(), " needs the tensor amax that its scales were made with, got null");
+}
+
+void check_groups(const char* function, const ScaleMatrix& m) {
+  MINIFLOAT_CHECK(m.batch >= 0 && m.rows >= 0 && m.cols >= 0, function,
+                  ": expected sizes of zero or more");
+  if (m.kind == Groups::kNone) return;
+  MINIFLOAT_CHECK(m.batch == 1, function, ": expected one matrix with groups, got a batch of ",
+                  m.batch);
+  const std::int64_t length = m.kind == Groups::kAlongM ? m.rows : m.cols;
+  std::int64_t begin = 0;
+  for (std::int64_t g = 0; g < m.groups; ++g) {
+    MINIFLOAT_CHECK(m.offsets[g] >= begin && m.offsets[g] <= length, function,
+                    ": expected group ends that rise from 0 to ", length, ", got ", m.offsets[g],
+                    " for group ", g, " after ", begin);
+    begin = m.offsets[g];
+  }
+  MINIFLOAT_CHECK(begin == length, function, ": expected the last group to end at ", length,
+                  ", got ", begin);
+}
+
+}  // namespace
+
+void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
+          const Execution& execution) {
+  check_values("amax", x);
+  MINIFLOAT_CHECK(spec.has_tensor_amax() || spec.has_row_amax(), "amax: ", spec.str(),
+                  " has no tensor or row amax; expected tensor, row or nvfp4 scaling");
+  cpu::amax(x, spec, columnwise, out, execution);
+}
+
+void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+              const Execution& execution) {
+  check_values("quantize", x);
+  MINIFLOAT_CHECK(rowwise || columnwise,
+                  "quantize: expected a rowwise or a columnwise operand, got neither");
+  if (rowwise) check_operand(x, *rowwise, false);
+  if (columnwise) check_operand(x, *columnwise, true);
+  cpu::quantize(x, rowwise, columnwise, execution);
+}
+
+void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution) {
+  check_quantized("dequantize", operand);
+  check_nvfp4_amax("dequantize", operand);
+  cpu::dequantize(operand, dtype, out, execution);
+}
+
+void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution) {
+  check_quantized("decode_for_product", operand);
+  cpu::decode_for_product(operand, out, execution);
+}
+
+void tensor_factor(const Quantized& operand, float* out, const Execution& execution) {
+  check_device("tensor_factor", operand.device);
+  check_nvfp4_amax("tensor_factor", operand);
+  cpu::tensor_factor(operand, out, execution);
+}
+
+void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
+              std::uint16_t* out, const Execution& execution) {
+  check_values("hadamard", x);
+  MINIFLOAT_CHECK(points == 16 || points == 32 || points == 64 || points == 128,
+                  "hadamard: expected 16, 32, 64 or 128 points, got ", points);
+  cpu::hadamard(x, points, columnwise, signs, out, execution);
+}
+
+std::int64_t ScaleMatrix::swizzled_bytes() const {
+  if (kind == Groups::kAlongM) return swizzled_size_groups_m(rows, cols, groups);
+  if (kind == Groups::kAlongK) return swizzled_size_groups_k(rows, cols, groups);
+  return swizzled_size(rows, cols);
+}
+
+void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
+                    const Execution& execution) {
+  check_groups("swizzle_scales", shape);
+  cpu::swizzle_scales(shape, scale, out, execution);
+}
+
+void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
+                      const Execution& execution) {
+  check_groups("unswizzle_scales", shape);
+  cpu::unswizzle_scales(shape, swizzled, out, execution);
+}
+
+void transpose_nibbles(const std::uint8_t* codes, std::int64_t batch, std::int64_t rows,
+                       std::int64_t cols, std::uint8_t* out, const Execution& execution) {
+  MINIFLOAT_CHECK(batch >= 0 && rows >= 0 && cols >= 0,
+                  "transpose_nibbles: expected sizes of zero or more, got ", batch, " x ", rows,
+                  " x ", cols);
+  cpu::transpose_nibbles(codes, batch, rows, cols, out, execution);
+}
+
+}  // namespace minifloat

@@ -1,0 +1,129 @@
+// Shard geometry against brute force: every element of the flat range is visited, and what it touches is
+// marked.
+#include "minifloat/core/shard.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <set>
+#include <string>
+#include <vector>
+
+namespace minifloat {
+namespace {
+
+struct Case {
+  std::int64_t rows, cols, begin, end;
+  std::string str() const {
+    return std::to_string(rows) + " x " + std::to_string(cols) + ", [" + std::to_string(begin) +
+           ", " + std::to_string(end) + ")";
+  }
+  FlatShard shard() const { return {cols, {begin, end}}; }
+};
+
+// All ranges of small weights, odd widths among them, and some of a large one.
+template <class Visit>
+void for_cases(Visit visit) {
+  for (const std::int64_t rows : {1, 2, 3, 5})
+    for (const std::int64_t cols : {1, 2, 3, 4, 7, 8, 9})
+      for (std::int64_t begin = 0; begin <= rows * cols; ++begin)
+        for (std::int64_t end = begin; end <= rows * cols; ++end)
+          visit(Case{rows, cols, begin, end});
+  for (const std::int64_t cols : {33, 48, 129})
+    for (const std::int64_t begin : {0, 1, 47, 48, 527, 1000})
+      for (const std::int64_t size : {0, 1, 15, 16, 17, 129, 700})
+        visit(Case{40, cols, begin, std::min(begin + size, 40 * cols)});
+}
+
+TEST(FlatShard, RowsAndColumnsHoldExactlyTheRange) {
+  for_cases([](const Case& c) {
+    const FlatShard shard = c.shard();
+    std::set<std::int64_t> rows;
+    for (std::int64_t i = c.begin; i < c.end; ++i) rows.insert(i / c.cols);
+    ASSERT_EQ(shard.rows().size(), static_cast<std::int64_t>(rows.size())) << c.str();
+    ASSERT_EQ(shard.rows().begin, rows.empty() ? 0 : *rows.begin()) << c.str();
+
+    for (std::int64_t r = 0; r < c.rows; ++r) {
+      const Span span = shard.cols_of_row(r);
+      for (std::int64_t k = 0; k < c.cols; ++k) {
+        const bool inside = r * c.cols + k >= c.begin && r * c.cols + k < c.end;
+        ASSERT_EQ(span.begin <= k && k < span.end, inside)
+            << c.str() << ", row " << r << ", column " << k;
+      }
+      ASSERT_EQ(span.empty(), !rows.contains(r)) << c.str() << ", row " << r;
+    }
+  });
+}
+
+TEST(FlatShard, BlocksTouchedAreThoseThatHoldAnElement) {
+  struct Block {
+    std::int64_t height, width;
+  };
+  for_cases([](const Case& c) {
+    for (const Block b : {Block{1, 16}, Block{16, 16}, Block{2, 4}, Block{3, 5}, Block{128, 128}}) {
+      std::set<std::pair<std::int64_t, std::int64_t>> touched;
+      std::set<std::int64_t> block_rows;
+      for (std::int64_t i = c.begin; i < c.end; ++i) {
+        touched.insert({i / c.cols / b.height, i % c.cols / b.width});
+        block_rows.insert(i / c.cols / b.height);
+      }
+      const FlatShard shard = c.shard();
+      const Span span = shard.block_rows(b.height);
+      ASSERT_EQ(span.size(), static_cast<std::int64_t>(block_rows.size())) << c.str();
+      ASSERT_EQ(span.begin, block_rows.empty() ? 0 : *block_rows.begin()) << c.str();
+      for (std::int64_t r = 0; r < ceil_div(c.rows, b.height); ++r)
+        for (std::int64_t k = 0; k < ceil_div(c.cols, b.width); ++k)
+          ASSERT_EQ(shard.touches(r, k, b.height, b.width), touched.contains({r, k}))
+              << c.str() << ", block " << r << ", " << k << " of " << b.height << " x " << b.width;
+    }
+  });
+}
+
+TEST(FlatShard, NibblesAreThoseOfTheRange) {
+  for_cases([](const Case& c) {
+    const std::int64_t pitch = ceil_div<std::int64_t>(c.cols, 2);
+    std::vector<unsigned> want(c.rows * pitch);
+    for (std::int64_t i = c.begin; i < c.end; ++i)
+      want[i / c.cols * pitch + i % c.cols / 2] |= i % c.cols % 2 ? 0xF0 : 0x0F;
+
+    const FlatShard shard = c.shard();
+    for (std::int64_t r = 0; r < c.rows; ++r) {
+      const Span bytes = shard.nibble_bytes_of_row(r);
+      for (std::int64_t b = r * pitch; b < (r + 1) * pitch; ++b) {
+        ASSERT_EQ(shard.nibble_mask(b), want[b]) << c.str() << ", byte " << b;
+        ASSERT_EQ(bytes.begin <= b && b < bytes.end, want[b] != 0) << c.str() << ", byte " << b;
+      }
+    }
+  });
+}
+
+// Shards that cut a weight anywhere share no nibble and leave none out.
+TEST(FlatShard, NeighboursCompleteEachOthersBytes) {
+  for (const std::int64_t cols : {7, 8, 33})
+    for (const std::int64_t cut : {1, 7, 8, 50, 51}) {
+      const FlatShard left{cols, {0, cut}}, right{cols, {cut, 9 * cols}};
+      for (std::int64_t b = 0; b < 9 * ceil_div<std::int64_t>(cols, 2); ++b) {
+        const bool half_byte = cols % 2 == 1 && (b + 1) % ceil_div<std::int64_t>(cols, 2) == 0;
+        EXPECT_EQ(left.nibble_mask(b) & right.nibble_mask(b), 0);
+        EXPECT_EQ(left.nibble_mask(b) | right.nibble_mask(b), half_byte ? 0x0F : 0xFF)
+            << "byte " << b << ", " << cols << " columns cut at " << cut;
+      }
+    }
+}
+
+// The picture of the header.
+TEST(FlatShard, OfTheRangeWorkedByHand) {
+  constexpr FlatShard kShard{8, {11, 21}};
+  static_assert(kShard.rows().begin == 1 && kShard.rows().end == 3);
+  static_assert(kShard.cols_of_row(1).begin == 3 && kShard.cols_of_row(1).end == 8);
+  static_assert(kShard.cols_of_row(2).begin == 0 && kShard.cols_of_row(2).end == 5);
+  static_assert(kShard.block_rows(2).begin == 0 && kShard.block_rows(2).end == 2);
+  static_assert(kShard.nibble_mask(5) == 0xF0 && kShard.nibble_mask(10) == 0x0F);
+  static_assert(kShard.touches(1, 1, 1, 2) &&
+                !kShard.touches(1, 0, 1, 2));  // columns 2, 3 and 0, 1
+  EXPECT_EQ(kShard.nibble_bytes_of_row(1).begin, 5);
+  EXPECT_EQ(kShard.nibble_bytes_of_row(2).end, 11);
+}
+
+}  // namespace
+}  // namespace minifloat

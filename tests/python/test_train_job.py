@@ -1,0 +1,364 @@
+"""`minifloat train` from the command line to its files: kills, resumes, stops, and refusals.
+
+Every job here is tiny (tens of thousands of parameters, one thread). "The same bytes" means the
+hash of the final weights and every metrics record but its timings.
+"""
+
+import hashlib
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from minifloat import cli
+from minifloat.train import checkpoint, job
+from minifloat.train.metrics import read_records, without_timings
+
+STEPS = 24
+
+
+@pytest.fixture(autouse=True)
+def _leave_torch_as_it_was():
+    threads = torch.get_num_threads()
+    yield
+    torch.use_deterministic_algorithms(False)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory):
+    """A folder of text that a tiny model can learn something of, and its token cache."""
+    folder = tmp_path_factory.mktemp("train")
+    draw = random.Random(1)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    for i in range(8):
+        lines = (" ".join(draw.choices(words, k=8)) for _ in range(120))
+        (folder / f"{i}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture
+def tiny(text, tmp_path_factory):
+    """Options of a job that takes a second; recipes and out are added."""
+    cache = text.parent / "train_cache"
+    return f"""train --data {text} --cache {cache} --model 32,2,2,1,64 --vocab 300 --seq 32
+        --batch 2 --steps {STEPS} --eval-every 6 --eval-batches 2 --checkpoint-every 4 --threads 1
+        --device cpu""".split()
+
+
+def run(tiny, out, *more):
+    return cli.main([*tiny, "--out", str(out), *more])
+
+
+def digest(out, name="bf16"):
+    """(sha256 of the final weights, the run's metrics without timings)."""
+    weights = hashlib.sha256((out / "runs" / name / "weights.pt").read_bytes()).hexdigest()
+    records = [r for r in read_records(out / "metrics.jsonl") if r["run"] == name]
+    return weights, without_timings(records)
+
+
+@pytest.fixture
+def reference(tiny, tmp_path):
+    """The digest of an uninterrupted bf16 job."""
+    assert run(tiny, tmp_path / "reference", "--recipes", "bf16") == 0
+    return digest(tmp_path / "reference")
+
+
+def test_a_job_writes_all_it_promises(tiny, tmp_path, capsys):
+    out = tmp_path / "out"
+    assert run(tiny, out, "--recipes", "bf16,bf16@2") == 0
+    shown = capsys.readouterr()
+    assert "| bf16 (seed 2) |" in shown.out
+    assert "of speed of light" in shown.err
+    assert (out / "report.md").read_text().count("| bf16") == 2
+    assert (out / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert list((out / "tensorboard" / "bf16").glob("events.out.tfevents.*"))
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["finished", "finished"]
+    assert rows[0]["gap_percent"] == 0
+    assert rows[1]["gap_percent"] != 0
+    assert rows[0]["saved_bytes_per_token"] > rows[0]["saved_bytes_per_token_linears"] > 0
+    records = [r for r in read_records(out / "metrics.jsonl") if r["run"] == "bf16"]
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, STEPS + 1))
+    assert [r["step"] for r in records if r["kind"] == "eval"] == [6, 12, 18, 24]
+    losses = [r["val_loss"] for r in records if r["kind"] == "eval"]
+    assert losses[-1] < losses[0]
+
+
+def test_two_jobs_give_the_same_bytes(tiny, tmp_path, reference):
+    assert run(tiny, tmp_path / "again", "--recipes", "bf16") == 0
+    assert digest(tmp_path / "again") == reference
+
+
+def test_an_earlier_jobs_results_are_moved_aside(tiny, tmp_path, reference):
+    assert run(tiny, tmp_path / "reference", "--recipes", "bf16") == 0
+    assert digest(tmp_path / "reference.1") == digest(tmp_path / "reference") == reference
+
+
+def kill_at(tiny, out, steps_done, delay):
+    """Starts or resumes the job in another process; kill -9 some time after so many records."""
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+    command = [sys.executable, "-m", "minifloat.cli", *tiny, "--recipes", "bf16"]
+    command += ["--out", str(out), "--resume"]
+    process = subprocess.Popen(command, env=environment, stderr=subprocess.PIPE)
+    try:
+        while process.poll() is None and len(read_records(out / "metrics.jsonl")) < steps_done:
+            time.sleep(0.002)
+        time.sleep(delay)
+    finally:
+        process.kill()
+        errors = process.communicate()[1].decode()
+    assert process.returncode in (0, -signal.SIGKILL), errors
+    return process.returncode
+
+
+def kill_and_resume(tiny, out, kills, seed):
+    draw = random.Random(seed)
+    for number in range(kills):
+        at = STEPS * (number + draw.random()) / kills
+        kill_at(tiny, out, at, 0.03 * draw.random())
+    assert run(tiny, out, "--recipes", "bf16", "--resume") == 0
+
+
+def test_killed_and_resumed_ends_with_the_same_bytes(tiny, tmp_path, reference):
+    kill_and_resume(tiny, tmp_path / "out", kills=2, seed=random.randrange(10**6))
+    assert digest(tmp_path / "out") == reference
+
+
+@pytest.mark.slow
+def test_killed_many_times_ends_with_the_same_bytes(tiny, tmp_path, reference):
+    for seed in range(2):
+        kill_and_resume(tiny, tmp_path / f"out{seed}", kills=5, seed=seed)
+        assert digest(tmp_path / f"out{seed}") == reference
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the program catches it."""
+
+
+MOMENTS = {
+    "before anything is written": (checkpoint.dcp, "save"),
+    "before its description is written": (checkpoint, "write_json"),
+    "before it has its name": (Path, "rename"),
+    "before `latest` names it": (checkpoint, "write_text"),
+    "before old ones are removed": (checkpoint, "prune"),
+}
+
+
+@pytest.mark.parametrize("moment", MOMENTS)
+def test_a_kill_while_a_checkpoint_is_written(tiny, tmp_path, reference, monkeypatch, moment):
+    save = checkpoint.save
+
+    owner, name = MOMENTS[moment]
+    call = getattr(owner, name)
+
+    def die(*arguments, **named):
+        if owner is Path and arguments[0].name != ".writing":
+            return call(*arguments, **named)
+        raise Killed
+
+    def save_and_die(folder, step, state, meta):
+        if step < 12:
+            return save(folder, step, state, meta)
+        with monkeypatch.context() as patch:
+            patch.setattr(owner, name, die)
+            return save(folder, step, state, meta)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save_and_die)
+        with pytest.raises(Killed):
+            run(tiny, tmp_path / "out", "--recipes", "bf16")
+    last = checkpoint.latest(tmp_path / "out" / "runs" / "bf16" / "checkpoints")
+    assert checkpoint.read_meta(last)["step"] == (12 if "old ones" in moment else 8)
+    assert run(tiny, tmp_path / "out", "--resume") == 0
+    assert digest(tmp_path / "out") == reference
+
+
+def test_a_full_disk_stops_cleanly_and_leaves_the_previous_checkpoint(
+    tiny, tmp_path, reference, monkeypatch, capsys
+):
+    save = checkpoint.save
+
+    def save_to_a_full_disk(folder, step, state, meta):
+        if step < 12:
+            return save(folder, step, state, meta)
+        limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
+        try:
+            return save(folder, step, state, meta)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save_to_a_full_disk)
+        assert run(tiny, tmp_path / "out", "--recipes", "bf16") == 1
+    errors = capsys.readouterr().err
+    assert "cannot write the checkpoint of step 12" in errors
+    assert "File too large" in errors
+    assert "step_00000008 is intact" in errors
+    folder = tmp_path / "out" / "runs" / "bf16" / "checkpoints"
+    assert not (folder / ".writing").exists()
+    assert not (folder / "step_00000012").exists()
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert rows[0]["status"] == "unfinished"
+    assert run(tiny, tmp_path / "out", "--resume") == 0
+    assert digest(tmp_path / "out") == reference
+
+
+def test_ctrl_c_ends_with_a_report_and_a_checkpoint(tiny, tmp_path, reference, monkeypatch):
+    train_step = job.train_run.__globals__["Run"].train_step
+
+    def interrupted(self):
+        if self.step == 9:
+            signal.raise_signal(signal.SIGINT)
+        return train_step(self)
+
+    out = tmp_path / "out"
+    with monkeypatch.context() as patch:
+        patch.setattr("minifloat.train.loop.Run.train_step", interrupted)
+        assert run(tiny, out, "--recipes", "bf16,bf16@2") == 130
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    rows = json.loads((out / "report.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["stopped at step 10", "not started"]
+    assert rows[0]["validation_step"] == 6
+    assert (out / "loss.png").exists()
+    last = checkpoint.latest(out / "runs" / "bf16" / "checkpoints")
+    assert checkpoint.read_meta(last)["step"] == 10
+    assert run(tiny, out, "--resume") == 0
+    assert digest(out) == reference
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
+def test_a_quantized_run_resumes_with_the_same_bytes(tiny, tmp_path, monkeypatch, recipe):
+    """Stochastic rounding's counter and the amax histories are in the checkpoint."""
+    assert run(tiny, tmp_path / "whole", "--recipes", recipe) == 0
+    save = checkpoint.save
+
+    def save_and_die(folder, step, state, meta):
+        save(folder, step, state, meta)
+        if step == 8:
+            raise Killed
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "save", save_and_die)
+        with pytest.raises(Killed):
+            run(tiny, tmp_path / "out", "--recipes", recipe)
+    assert run(tiny, tmp_path / "out", "--resume") == 0
+    assert digest(tmp_path / "out", recipe) == digest(tmp_path / "whole", recipe)
+
+
+def test_a_recipe_saves_fewer_bytes_from_the_same_start(tiny, tmp_path):
+    recipes = "bf16,mxfp8,all=*: nvfp4; output: bf16"
+    assert run(tiny, tmp_path / "out", "--recipes", recipes) == 0
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert [row["converted"] for row in rows] == [0, 14, 14]
+    linears = [row["saved_bytes_per_token_linears"] for row in rows]
+    assert linears[0] > linears[2]
+    first = [r["loss"] for r in read_records(tmp_path / "out" / "metrics.jsonl") if r["step"] == 1]
+    assert first == pytest.approx([first[0]] * 3, rel=0.01)  # the same weights and batch
+    assert len(set(first)) == 3
+
+
+def test_a_recipe_that_is_none_is_refused_before_anything_is_trained(tiny, tmp_path, capsys):
+    assert run(tiny, tmp_path / "out", "--recipes", "bf16,nvfp5") == 1
+    assert "recipe nvfp5" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_resume_takes_a_new_recipe_along(tiny, tmp_path, reference):
+    assert run(tiny, tmp_path / "reference", "--recipes", "bf16@2", "--resume") == 0
+    assert digest(tmp_path / "reference") == reference
+    rows = json.loads((tmp_path / "reference" / "report.json").read_text())["rows"]
+    assert [row["run"] for row in rows] == ["bf16", "bf16 (seed 2)"]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (["--model", "64,2,2,1,64"], "model.dim: 32 there, 64 asked for"),
+        (["--lr", "0.5"], "lr: 0.002 there, 0.5 asked for"),
+        (["--recipe", "bf16=*: mxfp8"], "bf16.recipe: 'bf16' there, '*: mxfp8' asked for"),
+    ],
+)
+def test_resuming_another_job_is_refused(tiny, tmp_path, reference, capsys, change, message):
+    before = digest(tmp_path / "reference")
+    assert run(tiny, tmp_path / "reference", "--resume", *change) == 1
+    assert message in capsys.readouterr().err
+    assert digest(tmp_path / "reference") == before
+
+
+def test_resuming_with_other_text_is_refused(tiny, text, tmp_path, reference, capsys):
+    other = tmp_path / "other"
+    other.mkdir()
+    for file in text.glob("*.txt"):
+        (other / file.name).write_text(file.read_text().replace("alpha", "omega"))
+    assert run(tiny, tmp_path / "reference", "--resume", "--data", str(other)) == 1
+    assert "the text has changed" in capsys.readouterr().err
+
+
+def test_a_checkpoint_put_there_from_another_job_is_refused(tiny, tmp_path, capsys):
+    for name, lr in (("a", "0.001"), ("b", "0.002")):
+        assert run(tiny, tmp_path / name, "--recipes", "bf16", "--lr", lr) == 0
+    run_a, run_b = (tmp_path / name / "runs" / "bf16" for name in "ab")
+    (run_a / "result.json").unlink()
+    (run_a / "checkpoints").rename(tmp_path / "kept")
+    (run_b / "checkpoints").rename(run_a / "checkpoints")
+    assert run(tiny, tmp_path / "a", "--resume") == 1
+    errors = capsys.readouterr().err
+    assert "is a checkpoint of another job" in errors
+    assert "lr: 0.002 there, 0.001 asked for" in errors
+
+
+def test_a_damaged_checkpoint_is_named(tiny, tmp_path, reference, capsys):
+    folder = tmp_path / "reference" / "runs" / "bf16"
+    (folder / "result.json").unlink()
+    for file in checkpoint.latest(folder / "checkpoints").glob("*.distcp"):
+        file.write_bytes(file.read_bytes()[:1000])
+    assert run(tiny, tmp_path / "reference", "--resume") == 1
+    assert "step_00000024: cannot load it" in capsys.readouterr().err
+
+
+def test_two_jobs_in_one_folder_are_refused(tiny, tmp_path, capsys):
+    with job.lock(tmp_path / "out"):
+        assert run(tiny, tmp_path / "out", "--recipes", "bf16") == 1
+    assert "in use by another job" in capsys.readouterr().err
+
+
+def test_a_run_that_diverges_says_so_and_the_next_goes_on(tiny, tmp_path, monkeypatch):
+    loss = job.loss_under_autocast
+    runs = []
+
+    def loss_of_first_run_breaks(model, device):
+        runs.append(model)
+        forward = loss(model, device)
+        return (lambda x, y: forward(x, y) * float("nan")) if len(runs) == 1 else forward
+
+    monkeypatch.setattr("minifloat.train.loop.loss_under_autocast", loss_of_first_run_breaks)
+    assert run(tiny, tmp_path / "out", "--recipes", "bf16,bf16@2") == 0
+    rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
+    assert [row["status"] for row in rows] == ["diverged at step 1", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--steps", "0"], "--steps: expected at least 1, got 0"),
+        (["--lr", "0"], "--lr: expected more than 0, got 0"),
+        (["--data", "/nowhere/at/all"], "expected a file or a folder, got /nowhere/at/all"),
+        (["--batch", "4000"], "too little text"),
+        (["--model", "1,2"], "five integers"),
+    ],
+)
+def test_wrong_options_are_refused_before_anything_is_written(
+    tiny, tmp_path, capsys, options, message
+):
+    assert run(tiny, tmp_path / "out", "--recipes", "bf16", *options) == 1
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -1,0 +1,84 @@
+"""Recipe lists of `minifloat train`: how a command line becomes runs, and the policy."""
+
+import pytest
+from minifloat.train.config import ModelConfig, TrainError, differences
+from minifloat.train.recipes import RunSpec, parse_recipes
+
+FP8 = "fprop=e4m3/tensor*e4m3/tensor,fast dgrad=e5m2/tensor*e4m3/tensor wgrad=bf16*bf16"
+
+
+def parse(*lists: str, recipe: tuple[str, ...] = (), layers: int = 4, seed: int = 1):
+    return parse_recipes(lists, recipe, layers, seed)
+
+
+def test_presets_get_the_published_policy():
+    runs = parse("bf16,nvfp4,mxfp8,mxfp8_nvfp4")
+    assert [run.recipe for run in runs] == [
+        "bf16",
+        "*: nvfp4; output: bf16; layers.3.*: bf16",
+        "*: mxfp8; output: bf16",
+        "*: mxfp8_nvfp4; output: bf16; layers.3.*: bf16",
+    ]
+    assert [run.converts for run in runs] == [False, True, True, True]
+
+
+def test_the_comma_of_a_fast_product_separates_nothing():
+    runs = parse(f"mxfp8,{FP8},fp8=" + FP8)
+    assert [run.name for run in runs] == ["mxfp8", FP8, "fp8"]
+    assert runs[2].recipe == f"*: {FP8}; output: bf16"
+
+
+def test_a_recipe_whose_name_starts_with_fast_is_an_entry():
+    assert [run.name for run in parse("bf16,fastest=nvfp4")] == ["bf16", "fastest"]
+
+
+def test_a_map_is_taken_as_written():
+    (run,) = parse("nvfp4_all=*: nvfp4; output: bf16")
+    assert run == RunSpec("nvfp4_all", "*: nvfp4; output: bf16", 1)
+
+
+def test_one_entry_whole():
+    runs = parse("bf16", recipe=("a=*: nvfp4, odd",))
+    assert runs[1].recipe == "*: nvfp4, odd"
+
+
+def test_another_seed_is_another_run():
+    runs = parse("bf16,bf16@2,nvfp4@1")
+    assert [(run.name, run.seed) for run in runs] == [
+        ("bf16", 1),
+        ("bf16 (seed 2)", 2),
+        ("nvfp4", 1),
+    ]
+    assert runs[1].folder == "bf16_seed_2"
+
+
+@pytest.mark.parametrize("text", ["", "bf16,,nvfp4", "a="])
+def test_an_empty_entry_is_refused(text):
+    with pytest.raises(TrainError, match="expected"):
+        parse(text)
+
+
+def test_the_same_name_twice_is_refused():
+    with pytest.raises(TrainError, match="'nvfp4' twice"):
+        parse("nvfp4,bf16,nvfp4")
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("256,4,4,2", "five integers"),
+        ("256,4,4,2,x", "five integers"),
+        ("250,4,4,2,64", "heads times an even width"),
+        ("256,4,4,3,64", "multiple of kv_heads"),
+        ("256,0,4,2,64", "layers >= 1"),
+    ],
+)
+def test_a_model_that_cannot_be_is_refused(text, message):
+    with pytest.raises(TrainError, match=message):
+        ModelConfig.parse(text, vocab=300)
+
+
+def test_differences_name_the_field_and_both_values():
+    there = {"model": {"dim": 256, "layers": 4}, "lr": 0.1}
+    here = {"model": {"dim": 128, "layers": 4}, "lr": 0.1}
+    assert differences(there, here) == ["model.dim: 256 there, 128 asked for"]

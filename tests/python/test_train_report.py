@@ -1,0 +1,85 @@
+"""The table and the plot of `minifloat train`, also of a job that is not done."""
+
+import pytest
+from minifloat.train.metrics import Metrics, read_records, without_timings
+from minifloat.train.plot import draw_losses, smooth
+from minifloat.train.recipes import RunSpec
+from minifloat.train.report import baseline_of, curves_of, markdown_table, table_rows
+
+BF16, NOISE = RunSpec("bf16", "bf16", 1), RunSpec("bf16 (seed 2)", "bf16", 2)
+NVFP4 = RunSpec("nvfp4", "*: nvfp4", 1)
+
+
+def records_of(run, losses, step_ms):
+    timings = {"tokens_per_s": 1e6 / step_ms, "speed_of_light": 0.5, "step_ms": step_ms}
+    for step, loss in enumerate(losses, 1):
+        yield {"run": run, "kind": "train", "step": step, "loss": loss, **timings}
+        if step % 2 == 0:
+            yield {"run": run, "kind": "eval", "step": step, "val_loss": loss, "seconds": 1.0}
+
+
+def rows_of(records, runs=(BF16, NOISE, NVFP4)):
+    curves = {run.name: curves_of(records, run.name) for run in runs}
+    return table_rows(runs, curves, {"nvfp4": {"peak": 2e6}}, baseline_of(runs, 1)), curves
+
+
+def test_gaps_are_taken_at_the_same_step():
+    records = [
+        *records_of("bf16", [8, 6, 5, 4, 3, 2], 100),
+        *records_of("nvfp4", [8, 6.6, 5, 4.4], 150),  # not done
+    ]
+    rows, _ = rows_of(records)
+    assert rows[0]["gap_percent"] == 0
+    assert rows[1]["validation_loss"] is None
+    assert rows[2]["gap_percent"] == pytest.approx(10)
+    assert rows[2]["step_cost"] == pytest.approx(1.5)
+    table = markdown_table(rows, last_step=6)
+    assert "4.4000 (step 4)" in table
+    assert "+10.00%" in table
+    assert "1.50" in table
+    assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_the_baseline_is_bf16_with_the_jobs_seed():
+    assert baseline_of([NVFP4, NOISE, BF16], seed=1) is BF16
+    assert baseline_of([NVFP4, NOISE], seed=1) is NOISE
+    assert baseline_of([NVFP4], seed=1) is None
+
+
+@pytest.mark.parametrize("runs", [(BF16, NOISE, NVFP4), (NVFP4,)])
+def test_a_plot_is_drawn_of_whatever_there_is(tmp_path, runs):
+    records = [
+        *records_of("bf16", [8, 6, 5, 4], 100),
+        *records_of("bf16 (seed 2)", [8], 100),
+        *records_of("nvfp4", [8, 6, None, None], 100),  # diverged
+    ]
+    rows, curves = rows_of(records, runs)
+    draw_losses(tmp_path / "loss.png", runs, curves, baseline_of(runs, 1), "a title")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert len(rows) == len(runs)
+
+
+def test_smoothing_keeps_a_constant_and_the_length():
+    assert smooth([2.0] * 7, window=4).tolist() == pytest.approx([2.0] * 7)
+    assert smooth([1.0], window=4).tolist() == [1.0]
+
+
+def test_going_on_drops_the_records_past_the_step_and_a_torn_line(tmp_path):
+    metrics = Metrics(tmp_path)
+    metrics.begin("a", "a", 0)
+    for step in (1, 2, 3):
+        metrics.write("train", step, {"loss": 1.0 / step, "step_ms": 5.0})
+    metrics.begin("b", "b", 0)
+    metrics.write("train", 1, {"loss": float("nan"), "step_ms": 5.0})
+    metrics.close()
+    with metrics.path.open("a") as file:
+        file.write('{"run": "b", "kind": "tra')
+    metrics.begin("a", "a", 2)
+    metrics.write("train", 3, {"loss": 0.5, "step_ms": 6.0})
+    metrics.close()
+    assert without_timings(read_records(metrics.path)) == [
+        {"run": "a", "kind": "train", "step": 1, "loss": 1.0},
+        {"run": "a", "kind": "train", "step": 2, "loss": 0.5},
+        {"run": "b", "kind": "train", "step": 1, "loss": None},
+        {"run": "a", "kind": "train", "step": 3, "loss": 0.5},
+    ]

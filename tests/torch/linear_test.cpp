@@ -1,0 +1,72 @@
+// The C++ API: minifloat::linear and minifloat::nn::Linear against libtorch's own layers.
+#include <gtest/gtest.h>
+#include <minifloat/torch.h>
+#include <torch/nn/modules/linear.h>
+#include <torch/torch.h>
+
+namespace minifloat {
+namespace {
+
+double relative_error(const at::Tensor& got, const at::Tensor& want) {
+  return ((got - want).norm() / want.norm()).item<double>();
+}
+
+TEST(TorchLinear, Bf16RecipeIsTorchsOwnLinear) {
+  torch::manual_seed(0);
+  const auto x = torch::randn({3, 5, 24}), w = torch::randn({17, 24}), b = torch::randn({17});
+  const auto y = linear(x, w, b, Recipe::parse("bf16"));
+  EXPECT_LT(relative_error(y, torch::linear(x, w, b)), 1e-6);  // fp32 inputs stay fp32
+}
+
+TEST(TorchLinear, GradientsFollowTheProducts) {
+  torch::manual_seed(0);
+  // Normal data under MXFP8 errs by about 2.6% an operand (3 mantissa bits, nearest), so a product of two
+  // by about 3.7%; twice that catches any wrong operand, scale or transpose, which errs by 100%.
+  constexpr double kBound = 0.075;
+  const auto options = torch::requires_grad();
+  const auto x = torch::randn({40, 96}, options), w = torch::randn({72, 96}, options);
+  const auto g = torch::randn({40, 72});
+  const auto y = linear(x, w, {}, Recipe::parse("mxfp8"));
+  const auto grads = torch::autograd::grad({y}, {x, w}, {g});
+  EXPECT_LT(relative_error(y, torch::linear(x, w)), kBound);
+  EXPECT_LT(relative_error(grads[0], g.matmul(w)), kBound);
+  EXPECT_LT(relative_error(grads[1], g.t().matmul(x)), kBound);
+}
+
+TEST(TorchLinear, StochasticModulesDrawFreshBitsInTrainingOnly) {
+  torch::manual_seed(0);
+  nn::LinearOptions options;
+  options.in_features = 64;
+  options.out_features = 48;
+  options.recipe = Recipe::parse("fprop=nvfp4+sr*nvfp4 dgrad=bf16*bf16 wgrad=bf16*bf16");
+  nn::Linear layer(options);
+  const auto x = torch::randn({32, 64});
+  EXPECT_FALSE(torch::equal(layer(x), layer(x)));
+  layer->eval();
+  EXPECT_TRUE(torch::equal(layer(x), layer(x)));
+
+  options.name = "another";
+  nn::Linear other(options);
+  other->weight.detach().copy_(layer->weight.detach());
+  other->bias.detach().copy_(layer->bias.detach());
+  layer->train();
+  EXPECT_FALSE(torch::equal(other(x), layer(x)));  // another name, another stream
+}
+
+TEST(TorchLinear, BadInputSaysWhatWasExpected) {
+  const auto x = torch::randn({4, 8}), w = torch::randn({6, 9});
+  try {
+    linear(x, w, {}, Recipe::parse("mxfp8"));
+    FAIL() << "expected an error";
+  } catch (const c10::ValueError& error) {
+    EXPECT_NE(std::string(error.what()).find("expected weight (N, 8)"), std::string::npos)
+        << error.what();
+  }
+  EXPECT_THROW(linear(x, torch::randn({6, 8}), {}, Recipe::parse("nvfp4")),
+               c10::ValueError);  // no rng
+  EXPECT_THROW(nn::Linear(0, 4, Recipe::parse("bf16")), c10::ValueError);
+  EXPECT_THROW(nn::Linear(4, 4, Recipe::parse("fp8_delayed")), c10::ValueError);
+}
+
+}  // namespace
+}  // namespace minifloat
