@@ -42,6 +42,9 @@ endfunction()
 function(minifloat_library_options target)
   minifloat_compile_options(${target})
   set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN" BUILD_WITH_INSTALL_RPATH ON)
+  if(NOT MINIFLOAT_SANITIZE)  # a sanitizer's run-time library is the executable's to bring
+    target_link_options(${target} PRIVATE LINKER:--no-undefined)
+  endif()
   if(MINIFLOAT_IN_TREE)
     set_target_properties(${target} PROPERTIES LIBRARY_OUTPUT_DIRECTORY
                                                "${PROJECT_SOURCE_DIR}/python/minifloat/lib")

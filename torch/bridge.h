@@ -50,7 +50,7 @@ inline void check_values(const char* op, const at::Tensor& x) {
 // x as a batch of row-major matrices; a layout that would need a copy is refused, not copied.
 inline TensorRef tensor_ref(const char* op, const at::Tensor& x) {
   check_values(op, x);
-  TORCH_CHECK_VALUE(x.size(-1) <= 1 || x.stride(-1) == 1, op,
+  TORCH_CHECK_VALUE(x.numel() == 0 || x.size(-1) == 1 || x.stride(-1) == 1, op,
                     ": expected x with adjacent columns (stride 1), got strides ", x.strides(),
                     "; pass x.contiguous(), or quantize the transpose with columnwise=True");
   TensorRef ref;

@@ -227,10 +227,11 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const at::AutoDispatchBelowADInplaceOrView below;
     const auto capsule = ctx->saved_data["remembered"].toCapsule();
     const Remembered& r = static_cast<const Capsule*>(capsule.get())->value;
+    // Unpacking may run a checkpointed forward pass again, which records its own graph.
     const variable_list saved = ctx->get_saved_variables();
+    const at::AutoDispatchBelowADInplaceOrView below;
     const std::size_t n = grads.size();
     const auto operand = [&](std::size_t i) -> QuantizedOperand {
       return {saved[3 * i], saved[3 * i + 1], saved[3 * i + 2], Tensor()};

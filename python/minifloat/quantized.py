@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,24 @@ class Quantized:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         return dequantize(self, dtype)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # The scale as bytes: plain pickle cannot read back torch's one-byte float dtypes.
+        scale = self.scale
+        raw = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
+        dtype = str(scale.dtype).removeprefix("torch.")
+        shape = tuple(self.shape)
+        return _rebuild, (self.codes, raw, dtype, self.amax, self.spec, shape, self.columnwise)
+
+
+def _rebuild(
+    codes: Tensor, raw: Tensor, dtype: str, amax: Tensor, spec: str, shape: Any, columnwise: bool
+) -> Quantized:
+    scale = raw.view(getattr(torch, dtype))
+    return Quantized(codes, scale, amax, spec, tuple(shape), columnwise)
+
+
+torch.serialization.add_safe_globals([_rebuild])
 
 
 def quantize(

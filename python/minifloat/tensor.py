@@ -214,8 +214,8 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor(*parts, dtype=dtype)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        parts = (_fields(self.rowwise), _fields(self.columnwise))
-        return _rebuild, (*parts, self.dtype, self.requires_grad, _is_parameter(self))
+        leaf = (self.requires_grad, _is_parameter(self))
+        return _rebuild_tensor, (self.rowwise, self.columnwise, self.dtype, *leaf)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
@@ -250,12 +250,6 @@ for _side in ("rowwise", "columnwise"):
 # ---- pickling ------------------------------------------------------------------------------------
 
 
-def _fields(part: Quantized | None) -> tuple[Any, ...] | None:
-    if part is None:
-        return None
-    return part.codes, part.scale, part.amax, part.spec, tuple(part.shape), part.columnwise
-
-
 def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
@@ -264,14 +258,13 @@ def _as_leaf(tensor: QuantizedTensor, requires_grad: bool, is_parameter: bool) -
     return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
 
 
-def _rebuild(
+def _rebuild_tensor(
     rowwise: Any, columnwise: Any, dtype: torch.dtype, requires_grad: bool, is_parameter: bool
 ) -> QuantizedTensor:
-    parts = [None if fields is None else Quantized(*fields) for fields in (rowwise, columnwise)]
-    return _as_leaf(QuantizedTensor(*parts, dtype=dtype), requires_grad, is_parameter)
+    return _as_leaf(QuantizedTensor(rowwise, columnwise, dtype), requires_grad, is_parameter)
 
 
-torch.serialization.add_safe_globals([_rebuild, Quantized, QuantizedTensor])
+torch.serialization.add_safe_globals([_rebuild_tensor])
 
 
 # ---- ops -----------------------------------------------------------------------------------------

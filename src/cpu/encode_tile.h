@@ -9,6 +9,7 @@
 
 #include <cstdint>
 
+#include "encode_fast.h"
 #include "minifloat/core/philox.h"
 #include "minifloat/core/scaling.h"
 #include "minifloat/quantize.h"
@@ -35,35 +36,75 @@ struct EncodeArgs {
   Tile* tile;
 };
 
-inline constexpr int kMaxBlocks = kTileCols / 16;  // along a tile row
-
-// The scales of one block row of a tile.
-struct BlockRow {
-  std::uint32_t amax[kMaxBlocks];
-  std::uint32_t code[kMaxBlocks];  // E8M0 or E4M3
-  float scale[kMaxBlocks];         // what an exact product multiplies codes by
-  float factor[kMaxBlocks];        // what elements are multiplied by
+// The blocks of a tile: a grid of `rows` x `cols`, in row-major order. Row and tensor scaling have one block a tile
+// row. Loops run over all kMaxBlocks places that the grid may take, in whole vectors; what lies past it is unused.
+struct TileBlocks {
+  static constexpr std::int64_t kMaxBlocks = kTileRows * kTileCols / 16;
+  int height, width;        // of a block
+  std::int64_t rows, cols;  // of the grid
+  alignas(64) std::uint32_t amax[kMaxBlocks];
+  alignas(64) std::uint32_t code[kMaxBlocks];  // E8M0 or E4M3
+  alignas(64) float scale[kMaxBlocks];         // what an exact product multiplies codes by
+  alignas(64) float factor[kMaxBlocks];        // what elements are multiplied by
 };
+
+MINIFLOAT_INLINE void larger(LaneBits& out, const LaneBits& a, const LaneBits& b) {
+  out = a > b ? a : b;
+}
+
+// amax of each 16 elements of a tile row, as a tournament: each round keeps the larger half of every group of
+// lanes and brings two vectors together, 8 vectors of one group to one vector of 8.
+//
+//     16 lanes:  aaaa aaaa aaaa aaaa  +  bbbb…   ->  aaaa aaaa bbbb bbbb  ->  aaaa bbbb cccc dddd  ->  aabb ccdd …
+MINIFLOAT_INLINE void amax_of_16s(const float* row, std::uint32_t* amax) {
+  const LaneBits* in = reinterpret_cast<const LaneBits*>(row);  // (8)
+  LaneBits v[8];
+  for (int i = 0; i < 8; ++i) v[i] = in[i] & Float32::kMagnitude;
+  for (int i = 0; i < 4; ++i) {
+    const LaneBits a = v[2 * i], b = v[2 * i + 1];
+    larger(v[i],
+           __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23),
+           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30,
+                                   31));
+  }
+  for (int i = 0; i < 2; ++i) {
+    const LaneBits a = v[2 * i], b = v[2 * i + 1];
+    larger(
+        v[i],
+        __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27),
+        __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31));
+  }
+  LaneBits pairs;
+  larger(
+      pairs,
+      __builtin_shufflevector(v[0], v[1], 0, 1, 4, 5, 8, 9, 12, 13, 16, 17, 20, 21, 24, 25, 28, 29),
+      __builtin_shufflevector(v[0], v[1], 2, 3, 6, 7, 10, 11, 14, 15, 18, 19, 22, 23, 26, 27, 30,
+                              31));
+  for (int i = 0; i < 8; ++i)
+    amax[i] = pairs[2 * i] > pairs[2 * i + 1] ? pairs[2 * i] : pairs[2 * i + 1];
+}
 
 template <int Width>
 MINIFLOAT_INLINE void raise_amax(const float* row, std::uint32_t* amax) {
+  std::uint32_t of_16s[kTileCols / 16];
+  amax_of_16s(row, of_16s);
   for (std::int64_t b = 0; b < kTileCols / Width; ++b) {
     std::uint32_t m = amax[b];
-    for (int i = 0; i < Width; ++i) {
-      const std::uint32_t x = magnitude_bits(row[b * Width + i]);
+    for (int i = 0; i < Width / 16; ++i) {
+      const std::uint32_t x = of_16s[b * (Width / 16) + i];
       m = x > m ? x : m;
     }
     amax[b] = m;
   }
 }
 
-MINIFLOAT_INLINE void block_row_amax(Tile& tile, std::int64_t first, std::int64_t last, int width,
-                                     BlockRow& blocks) {
-  for (int b = 0; b < kMaxBlocks; ++b) blocks.amax[b] = 0;
-  for (std::int64_t r = first; r < last; ++r) {
-    if (width == 16) raise_amax<16>(tile.row(r), blocks.amax);
-    if (width == 32) raise_amax<32>(tile.row(r), blocks.amax);
-    if (width == 128) raise_amax<128>(tile.row(r), blocks.amax);
+MINIFLOAT_INLINE void block_amax(Tile& tile, std::int64_t tile_rows, TileBlocks& blocks) {
+  for (std::int64_t b = 0; b < blocks.rows * blocks.cols; ++b) blocks.amax[b] = 0;
+  for (std::int64_t r = 0; r < tile_rows; ++r) {
+    std::uint32_t* amax = blocks.amax + r / blocks.height * blocks.cols;
+    if (blocks.width == 16) raise_amax<16>(tile.row(r), amax);
+    if (blocks.width == 32) raise_amax<32>(tile.row(r), amax);
+    if (blocks.width == 128) raise_amax<128>(tile.row(r), amax);
   }
 }
 
@@ -74,57 +115,78 @@ inline Nvfp4Rounding nvfp4_rounding(const Spec& spec) {
 }
 
 template <class F>
-MINIFLOAT_INLINE void mx_scales(bool floor, BlockRow& blocks) {
-  for (int b = 0; b < kMaxBlocks; ++b) {
-    blocks.code[b] = floor ? mx_scale_floor<F>(blocks.amax[b]) : mx_scale_up<F>(blocks.amax[b]);
-    blocks.scale[b] = decode_e8m0(blocks.code[b]);
-    blocks.factor[b] = e8m0_reciprocal(blocks.code[b]);
+MINIFLOAT_INLINE void mx_scales(bool floor, std::int64_t count, TileBlocks& blocks) {
+  for (std::int64_t b = 0; b < count; ++b) {
+    const std::uint32_t code =
+        floor ? mx_scale_floor<F>(blocks.amax[b]) : mx_scale_up<F>(blocks.amax[b]);
+    blocks.code[b] = code;
+    blocks.scale[b] = decode_e8m0(code);
+    blocks.factor[b] = e8m0_reciprocal(code);
   }
 }
 
 MINIFLOAT_INLINE void nvfp4_scales(const Nvfp4Tensor& tensor, Nvfp4Rounding rounding,
-                                   BlockRow& blocks) {
-  for (int b = 0; b < kMaxBlocks; ++b) {
-    blocks.code[b] = nvfp4_block_scale(blocks.amax[b], tensor.block_encode, rounding);
-    blocks.scale[b] = decode<E4M3>(blocks.code[b]);
-    blocks.factor[b] = nvfp4_encode_factor(blocks.code[b], tensor.scale);
+                                   std::int64_t count, TileBlocks& blocks) {
+  for (std::int64_t b = 0; b < count; ++b) {
+    const std::uint32_t code = nvfp4_block_scale(blocks.amax[b], tensor.block_encode, rounding);
+    blocks.code[b] = code;
+    blocks.scale[b] = decode<E4M3>(code);
+    blocks.factor[b] = nvfp4_encode_factor(code, tensor.scale);
   }
 }
 
 template <class F>
-MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, std::int64_t batch, BlockRow& blocks) {
+MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, std::int64_t batch,
+                                   TileBlocks& blocks) {
   const Spec& spec = plan.operand.spec;
+  const std::int64_t count = round_up<std::int64_t>(blocks.rows * blocks.cols, 16);
   if (spec.rule == ScaleRule::kMx)
-    return mx_scales<F>(spec.scale_rounding == ScaleRounding::kFloor, blocks);
+    return mx_scales<F>(spec.scale_rounding == ScaleRounding::kFloor, count, blocks);
   if (spec.rule == ScaleRule::kNvfp4) {
     const Nvfp4Rounding rounding = nvfp4_rounding(spec);
     if (rounding == Nvfp4Rounding::kNearest)  // three loops, each without a choice inside
-      return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kNearest, blocks);
+      return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kNearest, count, blocks);
     if (rounding == Nvfp4Rounding::kUp)
-      return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kUp, blocks);
-    return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kPowerOfTwo, blocks);
+      return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kUp, count, blocks);
+    return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kPowerOfTwo, count, blocks);
   }
-  for (int b = 0; b < kMaxBlocks; ++b) {
+  for (std::int64_t b = 0; b < count; ++b) {
     const Factors factors = fp8_factors<F>(blocks.amax[b], true);
     blocks.scale[b] = factors.scale;
     blocks.factor[b] = factors.encode;
   }
 }
 
-MINIFLOAT_INLINE void store_scales(const OperandPlan& plan, const TileRange& range,
-                                   std::int64_t block_row, const BlockRow& blocks) {
+// Tensor and row scaling: what was settled before the tiles.
+MINIFLOAT_INLINE void settled_scales(const OperandPlan& plan, const TileRange& range,
+                                     TileBlocks& blocks) {
   const Spec& spec = plan.operand.spec;
-  const std::int64_t first = range.col / spec.block_cols;
-  const std::int64_t at = (range.batch * plan.scale_rows + block_row) * plan.scale_cols + first;
-  const std::int64_t inside = plan.scale_cols - first;
-  const std::int64_t count =
-      inside < kTileCols / spec.block_cols ? inside : kTileCols / spec.block_cols;
-  for (std::int64_t b = 0; b < count; ++b) {
-    if (spec.rule == ScaleRule::kBlock)
-      static_cast<float*>(plan.operand.scale)[at + b] = blocks.scale[b];
-    else
-      static_cast<std::uint8_t*>(plan.operand.scale)[at + b] =
-          static_cast<std::uint8_t>(blocks.code[b]);
+  const bool whole = spec.rule == ScaleRule::kTensor;
+  const bool owed = whole || spec.scale_rounding == ScaleRounding::kExact;  // by the exact product
+  for (std::int64_t r = 0; r < range.rows; ++r) {
+    const Factors factors =
+        whole ? plan.tensor[range.batch] : plan.row[range.batch * plan.rows + range.row + r];
+    blocks.factor[r] = factors.encode;
+    blocks.scale[r] = owed ? 1.0f : factors.scale;
+  }
+}
+
+MINIFLOAT_INLINE void store_scales(const OperandPlan& plan, const TileRange& range,
+                                   const TileBlocks& blocks) {
+  const bool fp32 = plan.operand.spec.rule == ScaleRule::kBlock;
+  const std::int64_t first_row = range.row / blocks.height, first_col = range.col / blocks.width;
+  const std::int64_t left = plan.scale_cols - first_col;
+  const std::int64_t cols = left < blocks.cols ? left : blocks.cols;
+  for (std::int64_t r = 0; r < blocks.rows; ++r) {
+    const std::int64_t at =
+        (range.batch * plan.scale_rows + first_row + r) * plan.scale_cols + first_col;
+    for (std::int64_t c = 0; c < cols; ++c) {
+      if (fp32)
+        static_cast<float*>(plan.operand.scale)[at + c] = blocks.scale[r * blocks.cols + c];
+      else
+        static_cast<std::uint8_t*>(plan.operand.scale)[at + c] =
+            static_cast<std::uint8_t>(blocks.code[r * blocks.cols + c]);
+    }
   }
 }
 
@@ -154,45 +216,41 @@ MINIFLOAT_INLINE std::uint16_t product_value(float v) {
   return static_cast<std::uint16_t>(bits >> 16);
 }
 
-// Elements of one tile row, all kTileCols of them. v: (kTileCols), multiplied by their factors already.
-template <class F, bool kStochastic>
-MINIFLOAT_INLINE void encode_row(const float* v, const std::uint32_t* bits, std::uint8_t* codes) {
+// Elements of one tile row, all kTileCols of them. factor: one a block of Width.
+template <class F, bool kStochastic, int Width>
+MINIFLOAT_INLINE void encode_row(const float* __restrict row, const float* __restrict factor,
+                                 const std::uint32_t* __restrict bits,
+                                 std::uint8_t* __restrict codes) {
+  float spread[kTileCols];
+  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
+    for (int i = 0; i < Width; ++i) spread[b * Width + i] = factor[b];
   for (std::int64_t c = 0; c < kTileCols; ++c) {
     if constexpr (kStochastic)
-      codes[c] = static_cast<std::uint8_t>(encode<F, Stochastic>(v[c], {bits[c]}));
+      codes[c] = static_cast<std::uint8_t>(encode_stochastic<F>(row[c] * spread[c], bits[c]));
     else
-      codes[c] = static_cast<std::uint8_t>(encode<F>(v[c]));
+      codes[c] = static_cast<std::uint8_t>(encode_nearest<F>(row[c] * spread[c]));
   }
 }
 
-template <int Width>
-MINIFLOAT_INLINE void multiply_blocks(float* row, const float* factor) {
-  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
-    for (int i = 0; i < Width; ++i) row[b * Width + i] *= factor[b];
-}
-
-// Multiplies a row by its blocks' factors. Under +delayed an infinite element becomes NaN; NVFP4 blocks of
-// scale 0 become zero.
-MINIFLOAT_INLINE void scale_row(const Spec& spec, const BlockRow& blocks, int width, float* row) {
+// What the multiplication alone would get wrong: under +delayed an infinite element becomes NaN, and NVFP4
+// blocks of scale 0 become zeros.
+MINIFLOAT_INLINE void prepare_row(const Spec& spec, const std::uint32_t* block_codes, float* row) {
   if (spec.delayed)
     for (std::int64_t c = 0; c < kTileCols; ++c)
       row[c] = is_finite(magnitude_bits(row[c])) ? row[c] : nan_value();
-  if (width == 16) multiply_blocks<16>(row, blocks.factor);
-  if (width == 32) multiply_blocks<32>(row, blocks.factor);
-  if (width == 128) multiply_blocks<128>(row, blocks.factor);
   if (spec.rule != ScaleRule::kNvfp4) return;
-  for (int b = 0; b < kMaxBlocks; ++b)
-    if (blocks.code[b] == 0)
+  for (std::int64_t b = 0; b < kTileCols / 16; ++b)
+    if (block_codes[b] == 0)
       for (int i = 0; i < 16; ++i) row[16 * b + i] = 0.0f;
 }
 
 template <class F>
 MINIFLOAT_INLINE void store_row(const OperandPlan& plan, const TileRange& range, std::int64_t r,
-                                const BlockRow& blocks, int width, const std::uint8_t* codes) {
+                                const std::uint8_t* codes) {
   const std::int64_t inside =
       plan.padded - range.col < kTileCols ? plan.padded - range.col : kTileCols;
-  const std::int64_t row = range.batch * plan.rows + range.row + r;
-  std::uint8_t* out = plan.operand.codes + row * plan.code_pitch;
+  std::uint8_t* out =
+      plan.operand.codes + (range.batch * plan.rows + range.row + r) * plan.code_pitch;
   if constexpr (F::kBits == 4) {
     std::uint8_t packed[kTileCols / 2];
     for (std::int64_t i = 0; i < kTileCols / 2; ++i)
@@ -202,54 +260,67 @@ MINIFLOAT_INLINE void store_row(const OperandPlan& plan, const TileRange& range,
   } else {
     __builtin_memcpy(out + range.col, codes, static_cast<std::size_t>(inside));
   }
-  if (!plan.operand.decoded) return;
+}
+
+template <class F, int Width>
+MINIFLOAT_INLINE void store_decoded(const OperandPlan& plan, const TileRange& range, std::int64_t r,
+                                    const float* scale, const std::uint8_t* codes) {
+  const std::int64_t inside =
+      plan.padded - range.col < kTileCols ? plan.padded - range.col : kTileCols;
   std::uint16_t values[kTileCols];
-  float scale[kTileCols];
-  for (std::int64_t c = 0; c < kTileCols; ++c) scale[c] = blocks.scale[c / width];
-  for (std::int64_t c = 0; c < kTileCols; ++c)
-    values[c] = product_value(decode<F>(codes[c]) * scale[c]);
-  __builtin_memcpy(plan.operand.decoded + row * plan.padded + range.col, values,
-                   static_cast<std::size_t>(inside) * sizeof(std::uint16_t));
+  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
+    for (std::int64_t c = b * Width; c < (b + 1) * Width; ++c)
+      values[c] = product_value(decode<F>(codes[c]) * scale[b]);
+  __builtin_memcpy(
+      plan.operand.decoded + (range.batch * plan.rows + range.row + r) * plan.padded + range.col,
+      values, static_cast<std::size_t>(inside) * sizeof(std::uint16_t));
 }
 
 template <class F, bool kStochastic>
 struct EncodeTile {
   MINIFLOAT_INLINE static void run(const EncodeArgs& args) {
     const OperandPlan& plan = *args.plan;
-    const TileRange& range = *args.range;
     const Spec& spec = plan.operand.spec;
-    const int width = spec.has_blocks() ? spec.block_cols : static_cast<int>(kTileCols);
-    const std::int64_t height = spec.has_blocks() ? spec.block_rows : 1;
-    alignas(64) std::uint8_t codes[kTileCols];
-    alignas(64) std::uint32_t bits[kTileCols] = {};
-    BlockRow blocks = {};
+    TileBlocks blocks;
+    blocks.height = spec.has_blocks() ? spec.block_rows : 1;
+    blocks.width = spec.has_blocks() ? spec.block_cols : static_cast<int>(kTileCols);
+    blocks.rows = ceil_div<std::int64_t>(args.range->rows, blocks.height);
+    blocks.cols = kTileCols / blocks.width;
+    if (spec.has_blocks()) {
+      block_amax(*args.tile, args.range->rows, blocks);
+      block_scales<F>(plan, args.range->batch, blocks);
+      store_scales(plan, *args.range, blocks);
+    } else {
+      settled_scales(plan, *args.range, blocks);
+    }
+    // E2M1 has blocks of 16 or 32, FP8 of 32 or a whole tile row.
+    constexpr int kNarrow = F::kBits == 4 ? 16 : 32, kWide = F::kBits == 4 ? 32 : kTileCols;
+    if (blocks.width == kNarrow)
+      encode_rows<kNarrow>(args, blocks);
+    else
+      encode_rows<kWide>(args, blocks);
+  }
 
-    for (std::int64_t first = 0; first < range.rows; first += height) {
-      const std::int64_t last = first + height < range.rows ? first + height : range.rows;
-      if (spec.has_blocks()) {
-        block_row_amax(*args.tile, first, last, width, blocks);
-        block_scales<F>(plan, range.batch, blocks);
-        store_scales(plan, range, (range.row + first) / height, blocks);
-      } else {
-        const bool whole = spec.rule == ScaleRule::kTensor;
-        const Factors factors = whole ? plan.tensor[range.batch]
-                                      : plan.row[range.batch * plan.rows + range.row + first];
-        const bool owed = whole || spec.scale_rounding == ScaleRounding::kExact;
-        blocks.factor[0] = factors.encode;
-        blocks.scale[0] = owed ? 1.0f : factors.scale;
-      }
-      for (std::int64_t r = first; r < last; ++r) {
-        if constexpr (kStochastic)
-          row_random_bits<F::kBits>(
-              plan,
-              static_cast<std::uint32_t>(plan.operand.origin.row + range.batch * plan.rows +
-                                         range.row + r),
-              static_cast<std::uint32_t>((plan.operand.origin.col + range.col) / kElementsPerCall),
-              bits);
-        scale_row(spec, blocks, width, args.tile->row(r));
-        encode_row<F, kStochastic>(args.tile->row(r), bits, codes);
-        store_row<F>(plan, range, r, blocks, width, codes);
-      }
+  template <int Width>
+  MINIFLOAT_INLINE static void encode_rows(const EncodeArgs& args, const TileBlocks& blocks) {
+    const OperandPlan& plan = *args.plan;
+    const TileRange& range = *args.range;
+    const Operand& operand = plan.operand;
+    alignas(64) std::uint8_t codes[kTileCols];
+    alignas(64) std::uint32_t bits[kTileCols];
+    for (std::int64_t r = 0; r < range.rows; ++r) {
+      const std::int64_t first = r / blocks.height * blocks.cols;  // the row's first block
+      if constexpr (kStochastic)
+        row_random_bits<F::kBits>(
+            plan,
+            static_cast<std::uint32_t>(operand.origin.row + range.batch * plan.rows + range.row +
+                                       r),
+            static_cast<std::uint32_t>((operand.origin.col + range.col) / kElementsPerCall), bits);
+      float* row = args.tile->row(r);
+      prepare_row(operand.spec, blocks.code + first, row);
+      encode_row<F, kStochastic, Width>(row, blocks.factor + first, bits, codes);
+      store_row<F>(plan, range, r, codes);
+      if (operand.decoded) store_decoded<F, Width>(plan, range, r, blocks.scale + first, codes);
     }
   }
 };

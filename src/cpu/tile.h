@@ -91,35 +91,35 @@ MINIFLOAT_INLINE void load_columns(const T* x, std::int64_t stride, const TileRa
 
 // core/hadamard.h's butterflies, 16 points in a vector: where i has the stride's bit the result is v[i - stride]
 // - v[i], else v[i] + v[i + stride]; either is (partner) + (own value with the sign flipped or not).
-MINIFLOAT_INLINE void butterfly(Lanes& v, const Lanes& partner, int stride) {
-  LaneBits flip;
-  for (int i = 0; i < 16; ++i) flip[i] = i & stride ? 0x8000'0000u : 0u;
-  v = partner + reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(v) ^ flip);
+#define MINIFLOAT_LANES(F)                              \
+  {F(0), F(1), F(2),  F(3),  F(4),  F(5),  F(6),  F(7), \
+   F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)}
+
+template <int Stride>
+MINIFLOAT_INLINE void butterfly(Lanes& v) {
+#define MINIFLOAT_FLIP(i) ((i) & Stride ? 0x8000'0000u : 0u)
+  constexpr LaneBits kFlip = MINIFLOAT_LANES(MINIFLOAT_FLIP);
+#undef MINIFLOAT_FLIP
+  const Lanes partner = __builtin_shufflevector(
+      v, v, 0 ^ Stride, 1 ^ Stride, 2 ^ Stride, 3 ^ Stride, 4 ^ Stride, 5 ^ Stride, 6 ^ Stride,
+      7 ^ Stride, 8 ^ Stride, 9 ^ Stride, 10 ^ Stride, 11 ^ Stride, 12 ^ Stride, 13 ^ Stride,
+      14 ^ Stride, 15 ^ Stride);
+  v = partner + reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(v) ^ kFlip);
 }
 
-MINIFLOAT_INLINE void hadamard_16(Lanes& v) {
-  butterfly(v, __builtin_shufflevector(v, v, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14),
-            1);
-  butterfly(v, __builtin_shufflevector(v, v, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13),
-            2);
-  butterfly(v, __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11),
-            4);
-  butterfly(v, __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7),
-            8);
-}
-
-// One row of a tile, `cols` a whole number of transforms.
+// One row of a tile.
 template <int Points>
-MINIFLOAT_INLINE void hadamard_row(float* row, std::int64_t cols, std::uint32_t signs) {
+MINIFLOAT_INLINE void hadamard_row(float* row, const LaneBits& signs) {
   constexpr int kVectors = Points / 16;
-  LaneBits flip;
-  for (int i = 0; i < 16; ++i) flip[i] = ((signs >> i) & 1u) << 31;
-  for (std::int64_t c = 0; c < cols; c += Points) {
-    Lanes* block = reinterpret_cast<Lanes*>(row + c);  // (Points / 16)
+  Lanes* block = reinterpret_cast<Lanes*>(row);  // (kTileCols / 16)
+  for (std::int64_t c = 0; c < kTileCols / 16; c += kVectors) {
     Lanes v[kVectors];
     for (int i = 0; i < kVectors; ++i) {
-      v[i] = reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(block[i]) ^ flip);
-      hadamard_16(v[i]);
+      v[i] = reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(block[c + i]) ^ signs);
+      butterfly<1>(v[i]);
+      butterfly<2>(v[i]);
+      butterfly<4>(v[i]);
+      butterfly<8>(v[i]);
     }
     for (int stride = 1; stride < kVectors; stride *= 2)
       for (int i = 0; i < kVectors; ++i)
@@ -128,20 +128,25 @@ MINIFLOAT_INLINE void hadamard_row(float* row, std::int64_t cols, std::uint32_t 
           v[i] = a + b;
           v[i + stride] = a - b;
         }
-    for (int i = 0; i < kVectors; ++i) block[i] = v[i];
-    for (int i = 0; i < Points; ++i) row[c + i] = round_to_bf16(row[c + i] * hadamard_norm(Points));
+    for (int i = 0; i < kVectors; ++i) block[c + i] = v[i];
   }
+  for (std::int64_t c = 0; c < kTileCols; ++c)
+    row[c] = round_to_bf16(row[c] * hadamard_norm(Points));
 }
 
 MINIFLOAT_INLINE void transform_tile(Tile& tile, std::int64_t rows, int points,
-                                     std::uint32_t signs) {
+                                     std::uint32_t mask) {
+#define MINIFLOAT_SIGN(i) (((mask >> (i)) & 1u) << 31)
+  const LaneBits signs = MINIFLOAT_LANES(MINIFLOAT_SIGN);
+#undef MINIFLOAT_SIGN
   for (std::int64_t r = 0; r < rows; ++r) {
-    if (points == 16) hadamard_row<16>(tile.row(r), kTileCols, signs);
-    if (points == 32) hadamard_row<32>(tile.row(r), kTileCols, signs);
-    if (points == 64) hadamard_row<64>(tile.row(r), kTileCols, signs);
-    if (points == 128) hadamard_row<128>(tile.row(r), kTileCols, signs);
+    if (points == 16) hadamard_row<16>(tile.row(r), signs);
+    if (points == 32) hadamard_row<32>(tile.row(r), signs);
+    if (points == 64) hadamard_row<64>(tile.row(r), signs);
+    if (points == 128) hadamard_row<128>(tile.row(r), signs);
   }
 }
+#undef MINIFLOAT_LANES
 
 // The tile of x at `range`, as read, transformed where points > 0.
 template <class T>

@@ -50,7 +50,7 @@ def tiny(text, tmp_path_factory):
     cache = text.parent / "train_cache"
     return f"""train --data {text} --cache {cache} --model 32,2,2,1,64 --vocab 300 --seq 32
         --batch 2 --steps {STEPS} --eval-every 6 --eval-batches 2 --checkpoint-every 4 --threads 1
-        --device cpu""".split()
+        --lr 0.002 --device cpu""".split()
 
 
 def run(tiny, out, *more):
@@ -310,7 +310,7 @@ def test_a_checkpoint_put_there_from_another_job_is_refused(tiny, tmp_path, caps
     (run_a / "result.json").unlink()
     (run_a / "checkpoints").rename(tmp_path / "kept")
     (run_b / "checkpoints").rename(run_a / "checkpoints")
-    assert run(tiny, tmp_path / "a", "--resume") == 1
+    assert run(tiny, tmp_path / "a", "--lr", "0.001", "--resume") == 1
     errors = capsys.readouterr().err
     assert "is a checkpoint of another job" in errors
     assert "lr: 0.002 there, 0.001 asked for" in errors

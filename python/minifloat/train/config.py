@@ -72,7 +72,7 @@ class TrainConfig:
     steps: int = 300
     seq: int = 256
     batch: int = 12
-    lr: float = 2e-3
+    lr: float = 1.5e-3
     warmup: int = 30
     weight_decay: float = 0.1
     clip: float = 1.0

@@ -12,7 +12,7 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 from .config import TrainError
@@ -34,7 +34,11 @@ class Corpus:
     files: int
     bytes: int
     left_out: int = 0  # files beyond the limit on the size
-    split: str = field(default="by file")
+    split: str = "by file"
+
+    @property
+    def megabytes(self) -> str:
+        return f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e6 else f"{self.bytes / 1e3:.0f} kB"
 
 
 def path_hash(name: str) -> int:

@@ -129,7 +129,7 @@ def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
     tokens = tokenize(corpus, config.model.vocab, cache)
     require_enough(tokens, corpus, config.seq, config.batch)
     say(
-        f"{corpus.source}: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB, "
+        f"{corpus.source}: {corpus.files} files, {corpus.megabytes}, "
         f"{len(tokens.train) / 1e6:.2f}M + {len(tokens.validation) / 1e6:.2f}M tokens "
         f"({time.perf_counter() - start:.1f} s)"
     )
@@ -248,7 +248,7 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         "setting": [
             f"model: Llama, dim {model.dim}, {model.layers} layers, {model.heads} heads, "
             f"{model.kv_heads} key/value heads, hidden width {model.ffn}, vocabulary {model.vocab}",
-            f"data: {corpus.source}: {corpus.files} files, {corpus.bytes / 1e6:.1f} MB "
+            f"data: {corpus.source}: {corpus.files} files, {corpus.megabytes} "
             f"({len(corpus.skipped)} files skipped as no text{left_out}), "
             f"{len(tokens.train)} training tokens, split {corpus.split}",
             f"schedule: {config.steps} steps of {config.batch} x {config.seq} tokens, AdamW, "

@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from tqdm import tqdm
 
+import minifloat as mf
+
 from . import checkpoint
 from .batches import Batches
 from .config import TrainConfig, TrainError
@@ -68,8 +70,6 @@ def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, 
     model = build_model(config.model, config.seq, run.seed, config.device)
     if not run.converts:
         return model, [], []
-    import minifloat as mf
-
     try:
         report = mf.quantize_(model, run.recipe, seed=run.seed, verbose=False)
     except (ValueError, TypeError) as error:
@@ -124,8 +124,6 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.spec.converts:
-            import minifloat as mf
-
             mf.step(self.model)
         values = {"loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
         self.step += 1
@@ -157,8 +155,6 @@ class Run:
             rng["cuda"] = torch.cuda.get_rng_state()
         state = {"model": model, "optimizer": optimizer, "rng": rng}
         if self.spec.converts:
-            import minifloat as mf
-
             state["minifloat"] = mf.training_state(self.model)
         return state
 
@@ -191,8 +187,6 @@ class Run:
         if "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         if self.spec.converts:
-            import minifloat as mf
-
             mf.load_training_state(self.model, state["minifloat"])
         self.step, self.peak_before = meta["step"], meta["peak_bytes"]
         if meta["torch"] != torch.__version__:

@@ -1,0 +1,21 @@
+// Does the fast encoding give the code of the definition? Shared by the sample and the exhaustive walk.
+#pragma once
+
+#include <cstdint>
+
+#include "cpu/encode_fast.h"
+#include "minifloat/core/philox.h"
+#include "minifloat/core/rounding.h"
+
+namespace minifloat {
+
+// `bits` as a float, and 16 random bits that differ from float to float.
+template <class F>
+bool encodes_alike(std::uint32_t bits) {
+  const float x = bit_cast<float>(bits);
+  const std::uint32_t random = static_cast<std::uint32_t>(mix_seed(bits, 1)) & 0xFFFF'0000u;
+  return cpu::encode_nearest<F>(x) == encode<F>(x) &&
+         cpu::encode_stochastic<F>(x, random) == encode<F, Stochastic>(x, {random});
+}
+
+}  // namespace minifloat

@@ -1,0 +1,309 @@
+// An oracle of whole operands, written from docs/numerics.md one element at a time: transform, amax, scale,
+// code, value. It shares nothing with core/ or src/cpu but the names in Spec: formats, rounding and random bits
+// are tests/core/oracle.h's, which searches tables of values in double.
+#pragma once
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <limits>
+#include <vector>
+
+#include "core/oracle.h"
+#include "minifloat/spec.h"
+
+namespace oracle {
+
+inline constexpr double kFloatMax = std::numeric_limits<float>::max();
+inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
+
+// ---- Pieces --------------------------------------------------------------------------------------
+inline const Grid& grid(minifloat::Elements elements) {
+  static const Grid e4m3(kE4M3), e5m2(kE5M2), e2m1(kE2M1), bf16(kBf16);
+  switch (elements) {
+    case minifloat::Elements::kE4m3: return e4m3;
+    case minifloat::Elements::kE5m2: return e5m2;
+    case minifloat::Elements::kE2m1: return e2m1;
+    case minifloat::Elements::kBf16: break;
+  }
+  return bf16;
+}
+
+inline std::uint16_t to_bf16(float x) {
+  return static_cast<std::uint16_t>(grid(minifloat::Elements::kBf16).nearest(x));
+}
+inline float from_bf16(std::uint16_t code) { return from_bits(static_cast<unsigned>(code) << 16); }
+
+// The larger magnitude; NaN wins.
+inline float larger(float a, float b) {
+  if (std::isnan(a) || std::isnan(b)) return kNan;
+  return std::max(std::fabs(a), std::fabs(b));
+}
+
+// Philox4x32-7 from the paper's text.
+struct PhiloxBlock {
+  std::uint32_t word[4];
+};
+inline PhiloxBlock philox(std::uint32_t column_group, std::uint32_t row, std::uint64_t stream,
+                          std::uint64_t key) {
+  std::uint64_t c[4] = {column_group, row, stream % (1ull << 32), stream >> 32};
+  std::uint64_t k[2] = {key % (1ull << 32), key >> 32};
+  for (int round = 0; round < 7; ++round) {
+    const std::uint64_t p = 0xD2511F53ull * c[0], q = 0xCD9E8D57ull * c[2];
+    const std::uint64_t next[4] = {(q >> 32) ^ c[1] ^ k[0], q % (1ull << 32),
+                                   (p >> 32) ^ c[3] ^ k[1], p % (1ull << 32)};
+    std::copy(next, next + 4, c);
+    k[0] = (k[0] + 0x9E3779B9ull) % (1ull << 32);
+    k[1] = (k[1] + 0xBB67AE85ull) % (1ull << 32);
+  }
+  PhiloxBlock out;
+  for (int i = 0; i < 4; ++i) out.word[i] = static_cast<std::uint32_t>(c[i]);
+  return out;
+}
+
+inline std::uint64_t mixed_seed(std::uint64_t seed, std::uint64_t count) {
+  std::uint64_t z = seed + (count + 1) * 0x9E3779B97F4A7C15ull;
+  z = (z ^ z >> 30) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ z >> 27) * 0x94D049BB133111EBull;
+  return z ^ z >> 31;
+}
+
+// The randomised Hadamard transform of `points` values, to bf16.
+inline void transform(float* v, int points) {
+  static const int kSigns[16] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
+  std::vector<float> in(v, v + points), out(static_cast<std::size_t>(points));
+  const auto at = [](std::vector<float>& values, int i) -> float& {
+    return values[static_cast<std::size_t>(i)];
+  };
+  for (int i = 0; i < points; ++i) at(in, i) *= static_cast<float>(kSigns[i % 16]);
+  for (int stride = 1; stride < points; stride *= 2) {
+    for (int i = 0; i < points; ++i)
+      at(out, i) =
+          i / stride % 2 ? at(in, i - stride) - at(in, i) : at(in, i) + at(in, i + stride);
+    in = out;
+  }
+  const float norm = fl32(1 / std::sqrt(static_cast<double>(points)));
+  for (int i = 0; i < points; ++i) v[i] = from_bf16(to_bf16(fl32(at(in, i) * double{norm})));
+}
+
+// ---- Scales --------------------------------------------------------------------------------------
+struct Factors {
+  float encode, scale;
+};
+
+inline Factors fp8_factors(const Format& f, float amax, bool power_of_two) {
+  if (!std::isfinite(amax)) return {kNan, kNan};
+  if (amax == 0) return {1, 1};
+  float e = fl32(std::min(max_value(f) / amax, kFloatMax));
+  if (power_of_two) e = std::ldexp(1.0f, std::ilogb(e));
+  return {e, fl32(1 / double{e})};
+}
+
+// E8M0: the smallest power of two that amax fits under, or the OCP rule.
+inline unsigned mx_code(const Format& f, float amax, bool floor) {
+  if (!std::isfinite(amax)) return 255;
+  if (amax == 0) return 0;
+  if (floor) return static_cast<unsigned>(std::max(std::ilogb(amax) - max_exponent(f) + 127, 0));
+  unsigned code = 0;
+  while (amax / std::ldexp(1.0, static_cast<int>(code) - 127) > max_value(f)) ++code;
+  return code;
+}
+inline double mx_value(unsigned code) {
+  return code == 255 ? double{kNan} : std::ldexp(1.0, static_cast<int>(code) - 127);
+}
+
+struct Nvfp4 {
+  float encode;  // S
+  float scale;   // fl32(1 / S)
+};
+inline Nvfp4 nvfp4_tensor(float amax, minifloat::ScaleRounding rounding) {
+  if (!std::isfinite(amax)) return {kNan, kNan};
+  const double top = rounding == minifloat::ScaleRounding::kPowerOfTwo ? 6.0 * 256 : 6.0 * 448;
+  const float s = amax == 0 ? 1 : fl32(std::min(top / amax, kFloatMax));
+  return {s, fl32(1 / double{s})};
+}
+
+inline unsigned nvfp4_code(float amax, const Nvfp4& tensor, minifloat::ScaleRounding rounding) {
+  const Grid& e4m3 = grid(minifloat::Elements::kE4m3);
+  if (!std::isfinite(amax) || std::isnan(tensor.encode)) return kE4M3.nan_code;
+  const float per_amax = fl32(double{tensor.encode} * fl32(1.0 / 6));
+  const double product = double{amax} * per_amax;
+  const float v = product > kFloatMax ? static_cast<float>(kFloatMax) : fl32(product);
+  if (rounding == minifloat::ScaleRounding::kDefault) return e4m3.nearest(v);
+  if (rounding == minifloat::ScaleRounding::kUp) return e4m3.up(v);
+  if (v == 0) return 0;
+  double power = std::ldexp(1.0, -9);
+  while (power < std::min(double{v}, 256.0)) power *= 2;
+  return e4m3.nearest(static_cast<float>(power));
+}
+
+// ---- Operands ------------------------------------------------------------------------------------
+// A matrix as read, in row-major order.
+struct Values {
+  std::int64_t rows = 0, cols = 0;
+  std::vector<float> v;
+  float& at(std::int64_t r, std::int64_t c) { return v[static_cast<std::size_t>(r * cols + c)]; }
+  float at(std::int64_t r, std::int64_t c) const {
+    return v[static_cast<std::size_t>(r * cols + c)];
+  }
+};
+
+struct Settings {
+  const float* given_amax = nullptr;
+  std::uint64_t key = 0, stream = 0;
+  std::int64_t first_row = 0, first_col = 0;  // of random positions
+};
+
+struct Element {
+  unsigned code;
+  double scale;  // what the code is multiplied by
+};
+
+struct Operand {
+  std::int64_t rows = 0, cols = 0;       // cols: padded to the transform
+  std::vector<float> amax;               // one a tensor or a row; empty for block rules
+  std::vector<double> scale;             // in row-major order: value of fp32 scales, code of the others
+  std::vector<unsigned> codes;           // one an element
+  std::vector<float> values;             // dequantized
+  std::vector<std::uint16_t> decoded;    // for an exact product
+};
+
+// What an exact product reads: bf16, zero below 2^-126, saturated above, NaN kept.
+inline std::uint16_t product_value(double v) {
+  if (std::isnan(v)) return 0x7FC0;
+  const double top = from_bf16(0x7F7F);
+  const double magnitude = std::fabs(v) < std::ldexp(1.0, -126) ? 0 : std::min(std::fabs(v), top);
+  return to_bf16(static_cast<float>(std::copysign(magnitude, v)));
+}
+
+class Quantizer {
+ public:
+  Quantizer(const minifloat::Spec& spec, const Settings& settings)
+      : spec_(spec), settings_(settings), grid_(grid(spec.elements)) {}
+
+  Operand operator()(const Values& x) {
+    x_ = transformed(x);
+    out_.rows = x_.rows;
+    out_.cols = x_.cols;
+    settle_amax();
+    const bool blocks = spec_.block_rows > 0;
+    height_ = blocks ? spec_.block_rows : spec_.has_row_amax() ? 1 : x_.rows;
+    width_ = blocks ? spec_.block_cols : x_.cols;
+    out_.codes.resize(x_.v.size());
+    out_.values.resize(x_.v.size());
+    out_.decoded.resize(x_.v.size());
+    if (!blocks && x_.v.empty())  // amax and scale are still there
+      for (const float amax : out_.amax) out_.scale.push_back(factors(in_force(amax, 0)).scale);
+    for (std::int64_t r = 0; r < x_.rows && x_.cols > 0; r += height_)
+      for (std::int64_t c = 0; c < x_.cols; c += width_) block(r, c);
+    if (settings_.given_amax && !spec_.delayed)
+      for (std::size_t i = 0; i < out_.amax.size(); ++i) out_.amax[i] = settings_.given_amax[i];
+    return out_;
+  }
+
+ private:
+  Values transformed(const Values& x) const {
+    const int n = spec_.transform;
+    if (n == 0) return x;
+    Values padded{x.rows, (x.cols + n - 1) / n * n, {}};
+    padded.v.resize(static_cast<std::size_t>(padded.rows * padded.cols));
+    for (std::int64_t r = 0; r < x.rows; ++r) {
+      for (std::int64_t c = 0; c < x.cols; ++c) padded.at(r, c) = x.at(r, c);
+      for (std::int64_t c = 0; c < padded.cols; c += n) transform(&padded.at(r, c), n);
+    }
+    return padded;
+  }
+
+  float block_amax(std::int64_t r, std::int64_t c, std::int64_t height, std::int64_t width) const {
+    float m = 0;
+    for (std::int64_t i = r; i < std::min(r + height, x_.rows); ++i)
+      for (std::int64_t j = c; j < std::min(c + width, x_.cols); ++j) m = larger(m, x_.at(i, j));
+    return m;
+  }
+
+  void settle_amax() {
+    if (spec_.has_tensor_amax()) out_.amax = {block_amax(0, 0, x_.rows, x_.cols)};
+    if (spec_.has_row_amax())
+      for (std::int64_t r = 0; r < x_.rows; ++r) out_.amax.push_back(block_amax(r, 0, 1, x_.cols));
+  }
+  float in_force(float own, std::int64_t i) const {
+    return settings_.given_amax ? settings_.given_amax[i] : own;
+  }
+  Factors factors(float amax) const {
+    const bool exact = spec_.rule == minifloat::ScaleRule::kTensor ||
+                       spec_.scale_rounding == minifloat::ScaleRounding::kExact;
+    return fp8_factors(grid_.format(), amax, !exact);
+  }
+
+  void block(std::int64_t r, std::int64_t c) {
+    using minifloat::ScaleRule;
+    const float amax = block_amax(r, c, height_, width_);
+    float encode = 1, tensor_scale = 1;
+    double scale = 1;
+    bool zero = false;
+    if (spec_.rule == ScaleRule::kMx) {
+      const unsigned code = mx_code(grid_.format(), amax,
+                                    spec_.scale_rounding == minifloat::ScaleRounding::kFloor);
+      scale = mx_value(code);
+      encode = static_cast<float>(1 / scale);
+      out_.scale.push_back(code);
+    } else if (spec_.rule == ScaleRule::kNvfp4) {
+      const Nvfp4 tensor = nvfp4_tensor(in_force(out_.amax[0], 0), spec_.scale_rounding);
+      const unsigned code = nvfp4_code(amax, tensor, spec_.scale_rounding);
+      const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
+      const float undo = fl32(s * tensor.scale);
+      encode = std::isnan(undo) ? kNan : fl32(std::min(1 / double{undo}, kFloatMax));
+      zero = code == 0;
+      scale = s;
+      tensor_scale = tensor.scale;
+      out_.scale.push_back(code);
+    } else {
+      const float own = out_.amax.empty() ? amax : in_force(spec_.has_row_amax() ? out_.amax[at(r)] : out_.amax[0], spec_.has_row_amax() ? r : 0);
+      const Factors f = factors(own);
+      encode = f.encode;
+      scale = double{f.scale};
+      out_.scale.push_back(scale);
+    }
+    for (std::int64_t i = r; i < std::min(r + height_, x_.rows); ++i)
+      for (std::int64_t j = c; j < std::min(c + width_, x_.cols); ++j)
+        element(i, j, zero ? 0 : code_of(i, j, encode), scale, tensor_scale);
+  }
+  static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
+
+  unsigned code_of(std::int64_t r, std::int64_t c, float encode) const {
+    float x = x_.at(r, c);
+    if (spec_.delayed && std::isinf(x)) x = kNan;
+    const float scaled = std::isnan(x) || std::isnan(encode) ? kNan : x * encode;
+    if (!spec_.stochastic) return grid_.nearest(scaled);
+    const std::int64_t row = settings_.first_row + r, col = settings_.first_col + c;
+    const PhiloxBlock block =
+        philox(static_cast<std::uint32_t>(col / 16), static_cast<std::uint32_t>(row),
+               settings_.stream, settings_.key);
+    const int format_bits = spec_.elements == minifloat::Elements::kE2m1 ? 4 : 8;
+    return grid_.stochastic(
+        scaled, cvt_rs_bits(format_bits, block.word[col % 16 / 4], static_cast<int>(col % 4)));
+  }
+
+  void element(std::int64_t r, std::int64_t c, unsigned code, double scale, float tensor_scale) {
+    const Format& f = grid_.format();
+    const unsigned sign_bit = 1u << (f.exponent_bits + f.mantissa_bits);
+    const unsigned magnitude = code % sign_bit;
+    double v = magnitude > f.max_code ? double{kNan} : value(f, magnitude);
+    if (code >= sign_bit) v = -v;
+    const bool owed = spec_.rule == minifloat::ScaleRule::kTensor ||
+                      spec_.scale_rounding == minifloat::ScaleRounding::kExact;
+    const std::size_t i = at(r * x_.cols + c);
+    out_.codes[i] = code;
+    out_.values[i] = fl32(double{fl32(v * scale)} * tensor_scale);
+    out_.decoded[i] = product_value(owed ? v : v * scale);
+  }
+
+  const minifloat::Spec& spec_;
+  Settings settings_;
+  const Grid& grid_;
+  Values x_;
+  Operand out_;
+  std::int64_t height_ = 1, width_ = 1;
+};
+
+}  // namespace oracle

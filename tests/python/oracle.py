@@ -1,0 +1,270 @@
+"""The casts of docs/numerics.md in numpy, written for reading: no code shared with the library.
+
+Elements are rounded in float64 on a table of the format's values; scales are fp32 operations in the
+order of the rules. quantize() gives codes, scale and amax as the operator lays them out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+F32 = np.float32
+FLT_MAX = np.finfo(np.float32).max
+SIGNS = 0xD7E8
+
+
+@dataclass(frozen=True)
+class Format:
+    exponent_bits: int
+    mantissa_bits: int
+    max: float
+    nan_code: int
+
+    @property
+    def min_exponent(self) -> int:
+        return 2 - 2 ** (self.exponent_bits - 1)
+
+    @property
+    def bits(self) -> int:
+        return 1 + self.exponent_bits + self.mantissa_bits
+
+    def values(self) -> np.ndarray:
+        """Of the codes 0, 1, …: the non-negative finite values, ascending."""
+        codes = np.arange(2 ** (self.bits - 1))
+        e, m = codes >> self.mantissa_bits, codes & (2**self.mantissa_bits - 1)
+        fraction = np.where(e > 0, 2**self.mantissa_bits + m, m).astype(np.float64)
+        values = np.ldexp(fraction, np.maximum(e, 1) - 1 + self.min_exponent - self.mantissa_bits)
+        return values[values <= self.max]
+
+
+E4M3 = Format(4, 3, 448.0, 0x7F)
+E5M2 = Format(5, 2, 57344.0, 0x7F)
+E2M1 = Format(2, 1, 6.0, 0x7)
+
+
+def encode(v: np.ndarray, fmt: Format, random: np.ndarray | None = None, up=False) -> np.ndarray:
+    """Codes of fp32 values: nearest even, by 16 random bits each, or away from zero; saturating."""
+    a = np.minimum(np.abs(v.astype(np.float64)), fmt.max)
+    a = np.where(np.isnan(v), 0, a)
+    exponent = np.maximum(np.frexp(a)[1] - 1, fmt.min_exponent)
+    quantum = np.ldexp(1.0, exponent - fmt.mantissa_bits)
+    quanta = a / quantum  # exact: quantum is a power of two
+    if random is not None:
+        below = np.floor(quanta)
+        carry = np.floor((quanta - below) * 65536) + random >= 65536
+        quanta = below + carry
+    else:
+        quanta = np.ceil(quanta) if up else np.rint(quanta)
+    code = np.searchsorted(fmt.values(), quanta * quantum).astype(np.uint8)
+    code |= np.where(np.signbit(v), 1 << (fmt.bits - 1), 0).astype(np.uint8)
+    return np.where(np.isnan(v), fmt.nan_code, code).astype(np.uint8)
+
+
+def decode(code: np.ndarray, fmt: Format) -> np.ndarray:
+    magnitude = code & ((1 << (fmt.bits - 1)) - 1)
+    table = np.full(1 << (fmt.bits - 1), np.nan)
+    table[: len(fmt.values())] = fmt.values()
+    return (np.where(code >> (fmt.bits - 1), -1.0, 1.0) * table[magnitude]).astype(F32)
+
+
+def to_bf16(v: np.ndarray) -> np.ndarray:
+    bits = v.astype(F32).view(np.uint32).astype(np.uint64)
+    rounded = (((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16) << 16).astype(np.uint32)
+    return np.where(np.isnan(v), F32(np.nan), rounded.view(F32))
+
+
+# ---- random bits ---------------------------------------------------------------------------------
+
+MASK = (1 << 64) - 1
+
+
+def mix_seed(seed: int, count: int) -> int:
+    z = (seed + 0x9E3779B97F4A7C15 * (count + 1)) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return z ^ (z >> 31)
+
+
+def philox(counter: list[np.ndarray], key: int, rounds: int = 7) -> list[np.ndarray]:
+    """counter: four arrays of 32-bit words, as uint64."""
+    c, low = [np.asarray(word, np.uint64) for word in counter], np.uint64(0xFFFFFFFF)
+    k = [key & 0xFFFFFFFF, key >> 32]
+    for _ in range(rounds):
+        a, b = c[0] * np.uint64(0xD2511F53), c[2] * np.uint64(0xCD9E8D57)
+        high_a, high_b = a >> np.uint64(32), b >> np.uint64(32)
+        c = [high_b ^ c[1] ^ np.uint64(k[0]), b & low, high_a ^ c[3] ^ np.uint64(k[1]), a & low]
+        k = [(k[0] + 0x9E3779B9) & 0xFFFFFFFF, (k[1] + 0xBB67AE85) & 0xFFFFFFFF]
+    return c
+
+
+def random_bits(rows: int, cols: int, bits: int, key: int, stream: int, origin: tuple[int, int]):
+    """16 random bits an element of (rows, cols), in the layout of cvt.rs."""
+    r = np.arange(rows)[:, None] + origin[0]
+    group = np.arange(-(-cols // 16))[None] + origin[1] // 16
+    r, group = np.broadcast_arrays(r, group)
+    stream_words = [np.full(r.shape, (stream >> shift) & 0xFFFFFFFF) for shift in (0, 32)]
+    words = np.stack(philox([group, r, *stream_words], key), -1)  # (rows, groups, 4)
+    w = [(words >> np.uint64(8 * i)) & np.uint64(255) for i in range(4)]
+    reverse = [int(f"{i:08b}"[::-1], 2) for i in range(256)]
+    v = [np.array(reverse, np.uint64)[w[3 - i].astype(np.int64)] for i in range(4)]
+    lanes = [(w[2], w[0]), (v[3], v[1]), (w[3], w[1]), (v[2], v[0])]
+    if bits == 8:
+        lanes = [(w[1], w[0]), (v[3], v[2]), (w[3], w[2]), (v[1], v[0])]
+    out = np.stack([high * np.uint64(256) + low for high, low in lanes], -1)
+    return out.reshape(rows, -1)[:, :cols].astype(np.float64)
+
+
+# ---- transform -----------------------------------------------------------------------------------
+
+
+def hadamard(x: np.ndarray, points: int, signs: int = SIGNS) -> np.ndarray:
+    """x: fp32 (rows, cols); zeros up to a multiple of points; fp32 butterflies, rounded to bf16."""
+    v = np.pad(x, ((0, 0), (0, -x.shape[1] % points)))
+    flip = np.array([-1.0 if signs >> (i % 16) & 1 else 1.0 for i in range(points)], F32)
+    v = v.reshape(len(x), v.shape[1] // points, points) * flip
+    stride = 1
+    while stride < points:
+        pairs = v.reshape(*v.shape[:2], -1, 2, stride)
+        a, b = pairs[..., 0, :], pairs[..., 1, :]
+        v = np.stack([a + b, a - b], -2).reshape(v.shape)
+        stride *= 2
+    norm = {16: 0.25, 32: 0.25 * np.sqrt(0.5), 64: 0.125, 128: 0.125 * np.sqrt(0.5)}[points]
+    return to_bf16(v * F32(norm)).reshape(len(x), -1)
+
+
+# ---- scales --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Parsed:
+    elements: Format
+    rule: str  # tensor row block mx nvfp4
+    block: tuple[int, int]
+    flags: tuple[str, ...]
+
+    @property
+    def points(self) -> int:
+        rht = [flag for flag in self.flags if flag.startswith("rht")]
+        return int(rht[0][3:] or 16) if rht else 0
+
+
+def parse(spec: str) -> Parsed:
+    head, *flags = spec.split("+")
+    name, *rest = head.split("/")
+    if name.startswith("mxfp"):
+        elements = E2M1 if name == "mxfp4" else E5M2 if "e5m2" in rest else E4M3
+        block = (32, 32) if "32x32" in rest else (1, 32)
+        return Parsed(elements, "mx", block, tuple(flags))
+    if name == "nvfp4":
+        return Parsed(E2M1, "nvfp4", (16, 16) if rest else (1, 16), tuple(flags))
+    elements = E5M2 if name == "e5m2" else E4M3
+    if rest[0] in ("tensor", "row"):
+        return Parsed(elements, rest[0], (0, 0), tuple(flags))
+    rows, cols = rest[0].split("x")
+    return Parsed(elements, "block", (int(rows), int(cols)), tuple(flags))
+
+
+def spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, int]) -> np.ndarray:
+    """One entry a block -> one an element."""
+    return np.repeat(np.repeat(scale, block[0], 0), block[1], 1)[: shape[0], : shape[1]]
+
+
+def block_amax(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
+    """Bits of magnitudes order like the values, NaN above infinity."""
+    rows, cols = block
+    padded = np.pad(np.abs(x), ((0, -x.shape[0] % rows), (0, -x.shape[1] % cols)))
+    shape = (padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
+    return padded.view(np.uint32).reshape(shape).max((1, 3)).view(F32)
+
+
+def largest(x: np.ndarray, axis=None) -> np.ndarray:
+    bits = np.abs(x).view(np.uint32)
+    return np.asarray(bits.max(axis, initial=0)).astype(np.uint32).view(F32)
+
+
+def fp8_factors(amax: np.ndarray, top: float, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
+    """encode, scale"""
+    encode = np.minimum(F32(top) / amax, FLT_MAX).astype(F32)
+    if power_of_two:
+        encode = (encode.view(np.uint32) & 0x7F800000).view(F32)
+    encode = np.where(amax == 0, F32(1), encode)
+    encode = np.where(np.isfinite(amax), encode, F32(np.nan)).astype(F32)
+    return encode, F32(1) / encode
+
+
+def mx_codes(amax: np.ndarray, fmt: Format, floor: bool) -> np.ndarray:
+    bits = amax.view(np.uint32).astype(np.int64)
+    max_bits = int(np.array(fmt.max, F32).view(np.uint32))
+    e = (bits >> 23) - ((max_bits >> 23) - 127)
+    if not floor:
+        e += (bits & 0x7FFFFF) > (max_bits & 0x7FFFFF)
+    return np.where(np.isfinite(amax), np.clip(e, 0, 254), 255).astype(np.uint8)
+
+
+def nvfp4_scales(x, amax, block, flags):
+    """S, block codes"""
+    pow2 = "pow2" in flags
+    top = F32(1536 if pow2 else 2688)
+    s = F32(1) if amax == 0 else min(top / amax, FLT_MAX) if np.isfinite(amax) else F32(np.nan)
+    s = F32(s)
+    ratio = s * (F32(1) / F32(6))
+    blocks = block_amax(x, block)
+    v = np.minimum(blocks * ratio, FLT_MAX).astype(F32)
+    if pow2:
+        v = np.minimum(v, F32(256))
+        mantissa, exponent = np.frexp(v)
+        is_power = (mantissa == 0.5) | (v == 0) | np.isnan(v)
+        v = np.where(is_power, v, np.ldexp(F32(1), exponent))
+    codes = encode(v.astype(F32), E4M3, up=pow2 or "up" in flags)
+    return s, np.where(np.isfinite(blocks), codes, 0x7F).astype(np.uint8)
+
+
+# ---- the cast ------------------------------------------------------------------------------------
+
+
+def pack(codes: np.ndarray) -> np.ndarray:
+    even = np.pad(codes, ((0, 0), (0, codes.shape[1] % 2)))
+    return even[:, 0::2] | (even[:, 1::2] << 4)
+
+
+def quantize(x, spec: str, given_amax=None, key: int = 0, stream: int = 0, origin=(0, 0)):
+    """x: fp32 (rows, cols) as read -> codes, scale bytes or fp32, amax (or None)."""
+    p = parse(spec)
+    with np.errstate(all="ignore"):
+        if p.points:
+            x = hadamard(x, p.points)
+        shape = x.shape
+        amax = scale = factor = None
+        zero = np.zeros(shape, bool)
+        if p.rule == "tensor":
+            amax = largest(x) if given_amax is None else np.asarray(given_amax, F32)
+            factor, scale = fp8_factors(amax, p.elements.max, False)
+            factor = np.broadcast_to(factor, shape)
+        elif p.rule == "row":
+            amax = largest(x, 1) if given_amax is None else np.asarray(given_amax, F32)
+            factor, scale = fp8_factors(amax, p.elements.max, "exact" not in p.flags)
+            factor = np.broadcast_to(factor[:, None], shape)
+        elif p.rule == "block":
+            factor, scale = fp8_factors(block_amax(x, p.block), p.elements.max, True)
+            factor = spread(factor, p.block, shape)
+        elif p.rule == "mx":
+            scale = mx_codes(block_amax(x, p.block), p.elements, "floor" in p.flags)
+            inverse = np.ldexp(F32(1), 127 - scale.astype(np.int32))
+            factor = spread(np.where(scale == 255, F32(np.nan), inverse), p.block, shape)
+        else:
+            amax = largest(x) if given_amax is None else np.asarray(given_amax, F32)
+            s, scale = nvfp4_scales(x, amax, p.block, p.flags)
+            block = decode(scale, E4M3)
+            enc = np.minimum(F32(1) / (block * (F32(1) / s)), FLT_MAX)
+            factor, zero = (spread(t, p.block, shape) for t in (enc, block == 0))
+        random = None
+        if "sr" in p.flags:
+            random = random_bits(*shape, p.elements.bits, key, stream, origin)
+        v = (x * factor).astype(F32)
+        codes = np.where(zero, 0, encode(v, p.elements, random)).astype(np.uint8)
+        if "delayed" in p.flags:
+            codes = np.where(np.isinf(x), p.elements.nan_code, codes)
+            amax = largest(x)
+    return pack(codes) if p.elements is E2M1 else codes, scale, amax

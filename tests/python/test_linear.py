@@ -1,0 +1,422 @@
+"""mf.linear, mf.linear_group and mf.Linear: forward, gradients, what is saved, dtypes, shapes, randomness."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import minifloat as mf
+from minifloat._native import ops
+
+RECIPES = [*mf.presets(), "fprop=nvfp4+up*nvfp4/16x16+up dgrad=bf16*bf16 wgrad=mxfp8*e4m3/row+exact"]
+RNG = torch.tensor([17, 3, 12345])
+M, K, N = 45, 70, 37  # no multiple of any block
+
+
+def history(length: int = 4, amax: float = 3.0) -> torch.Tensor:
+    """An amax history with an amax in force."""
+    h = torch.zeros(6, 1 + length)
+    h[:, 0] = amax
+    return h
+
+
+def data(dtype=torch.float32, seed=0, shape=(M, K)):
+    torch.manual_seed(seed)
+    x = torch.randn(*shape, dtype=dtype, requires_grad=True)
+    w = torch.randn(N, shape[-1], dtype=dtype, requires_grad=True)
+    b = torch.randn(N, dtype=dtype, requires_grad=True)
+    return x, w, b, torch.randn(*shape[:-1], N, dtype=dtype)
+
+
+def operand(x: torch.Tensor, spec: str, columnwise: bool, stream: str) -> torch.Tensor:
+    """The values that a product reads, in float64, quantized by the operator on its own."""
+    x = x.detach()
+    if spec == "bf16":
+        return (x.t() if columnwise else x).double()
+    given = torch.tensor(3.0) if "delayed" in spec else None
+    amax = {"amax_col" if columnwise else "amax_row": given}
+    streams = {"stream_col" if columnwise else "stream_row": ops.stream(stream)}
+    row, col = ("", spec) if columnwise else (spec, "")
+    out = ops.quantize(x, row, col, rng=RNG if "sr" in spec else None, **amax, **streams)
+    codes, scale, amax = out[4:7] if columnwise else out[:3]
+    cols = x.shape[0] if columnwise else x.shape[1]
+    return ops.dequantize(codes, scale, amax, spec, cols).double()
+
+
+def reference(recipe: mf.Recipe, x, w, g):
+    """y, dx, dW in float64 from the dequantized operands, and the same of their magnitudes."""
+    p = recipe
+    pairs = [
+        (operand(x, p.fprop.a, False, "x/fprop"), operand(w, p.fprop.b, False, "w/fprop")),
+        (operand(g, p.dgrad.a, False, "g/dgrad"), operand(w, p.dgrad.b, True, "w/dgrad")),
+        (operand(g, p.wgrad.a, True, "g/wgrad"), operand(x, p.wgrad.b, True, "x/wgrad")),
+    ]
+    return [(a @ b.t(), a.abs() @ b.abs().t()) for a, b in pairs]
+
+
+def require_close(got, want, magnitude, dtype, what):
+    """fp32 sums of k products err by at most k * 2^-24 of the sum of magnitudes, and NVFP4's two-level values
+    by three roundings more; bf16 rounds the result once, by at most 2^-9 of it."""
+    bound = 80 * 2.0**-23 * magnitude + (2.0**-8 * want.abs() if dtype == torch.bfloat16 else 0)
+    excess = ((got.double() - want).abs() - bound).max()
+    assert excess <= 0, f"{what}: past its bound by {excess}"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("text", RECIPES)
+def test_products_are_those_of_the_operands(text, dtype):
+    recipe = mf.Recipe(text)
+    x, w, _, g = data(dtype)
+    y = mf.linear(x, w, None, recipe, rng=RNG, amax_history=history())
+    dx, dw = torch.autograd.grad(y, (x, w), g)
+    assert {t.dtype for t in (y, dx, dw)} == {dtype}
+    for got, (want, magnitude), what in zip((y, dx, dw), reference(recipe, x, w, g), ("y", "dx", "dW")):
+        require_close(got, want, magnitude, dtype, what)
+
+
+def test_bf16_is_torchs_own_linear():
+    x, w, b, g = data()
+    ours = torch.autograd.grad(mf.linear(x, w, b, "bf16"), (x, w, b), g)
+    theirs = torch.autograd.grad(torch.nn.functional.linear(x, w, b), (x, w, b), g)
+    for a, c in zip(ours, theirs):
+        assert torch.allclose(a, c, rtol=1e-5, atol=1e-5)
+
+
+def test_bias():
+    x, w, b, g = data()
+    plain = mf.linear(x, w, None, "mxfp8")
+    y = mf.linear(x, w, b, "mxfp8")
+    assert torch.allclose(y, plain + b, rtol=1e-6, atol=1e-5)  # bias joins before the only rounding
+    db = torch.autograd.grad(y, b, g)[0]
+    assert torch.allclose(db, g.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_hybrid_of_one_format_equals_the_plain_recipe():
+    x, w, b, g = data()
+    plain = mf.Recipe("nvfp4")
+    hybrid = f"fprop={plain.fprop} dgrad={plain.dgrad} wgrad={plain.wgrad}"
+    results = []
+    for recipe in (plain, hybrid):
+        y = mf.linear(x, w, b, recipe, rng=RNG)
+        results.append([y, *torch.autograd.grad(y, (x, w, b), g)])
+    assert all(torch.equal(a, c) for a, c in zip(*results))
+    # and a direction of a mixed recipe is that of the recipe it comes from
+    mixed = mf.linear(x, w, b, "mxfp8_nvfp4", rng=RNG)
+    dx, dw = torch.autograd.grad(mixed, (x, w), g)
+    assert torch.equal(dx, results[0][1])
+    assert torch.equal(dw, results[0][2])
+
+
+@pytest.mark.parametrize("shape", [(K,), (M, K), (3, 5, K), (2, 3, 4, K)])
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_tensorwise", "mxfp8"])
+def test_any_rank(shape, recipe):
+    x, w, b, g = data(shape=shape)
+    y = mf.linear(x, w, b, recipe, rng=RNG)
+    flat = mf.linear(x.reshape(-1, K), w, b, recipe, rng=RNG)
+    assert y.shape == (*shape[:-1], N)
+    assert torch.equal(y.reshape(-1, N), flat)
+    dx, dw = torch.autograd.grad(y, (x, w), g)
+    dx2, dw2 = torch.autograd.grad(flat, (x, w), g.reshape(-1, N))
+    assert dx.shape == x.shape
+    assert torch.equal(dx, dx2)
+    assert torch.equal(dw, dw2)
+
+
+@pytest.mark.parametrize("recipe", mf.presets())
+def test_empty_batch(recipe):
+    _, w, b, _ = data()
+    x = torch.empty(0, K, requires_grad=True)
+    y = mf.linear(x, w, b, recipe, rng=RNG, amax_history=history())
+    assert y.shape == (0, N)
+    y.sum().backward()
+    assert x.grad.shape == (0, K)
+    assert not w.grad.any()
+    assert not b.grad.any()
+
+
+def test_non_contiguous_inputs():
+    x, w, b, g = data()
+    y = mf.linear(x, w, b, "nvfp4", rng=RNG)
+    wanted = torch.autograd.grad(y, (x, w), g)
+    x2 = x.detach().t().contiguous().t().requires_grad_()
+    y2 = mf.linear(x2, w, b, "nvfp4", rng=RNG)
+    assert torch.equal(y, y2)
+    got = torch.autograd.grad(y2, (x2, w), g.t().contiguous().t())
+    assert all(torch.equal(a, c) for a, c in zip(got, wanted))
+    expanded = mf.linear(x2, w, None, "nvfp4", rng=RNG).sum()  # its gradient has stride 0
+    assert torch.autograd.grad(expanded, w)[0].isfinite().all()
+
+
+# ---- what is computed, and what is kept ----------------------------------------------------------
+
+
+class CountOps(TorchDispatchMode):
+    """The minifloat ops that run, and which directions quantize was asked for."""
+
+    def __init__(self):
+        super().__init__()
+        self.directions, self.products = [], 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ops.quantize.default:
+            self.directions.append((bool(args[1]), bool(args[2])))
+        self.products += func is ops.scaled_mm.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("x_grad", "w_grad", "forward", "backward", "products"),
+    [
+        (True, True, [(True, True), (True, True)], [(True, True)], 2),
+        (False, True, [(True, True), (True, False)], [(False, True)], 1),
+        (True, False, [(True, False), (True, True)], [(True, False)], 1),
+        (False, False, [(True, False), (True, False)], [], 0),
+    ],
+)
+def test_only_what_gradients_need(x_grad, w_grad, forward, backward, products):
+    x, w, b, g = data()
+    x, w = x.detach().requires_grad_(x_grad), w.detach().requires_grad_(w_grad)
+    with CountOps() as counted:
+        y = mf.linear(x, w, b, "nvfp4", rng=RNG)
+    assert counted.directions == forward
+    assert counted.products == 1
+    with CountOps() as counted:
+        y.backward(g)
+    assert counted.directions == backward
+    assert counted.products == products
+    assert torch.allclose(b.grad, g.sum(0), rtol=1e-5, atol=1e-5)
+
+
+def test_no_grad_keeps_nothing():
+    x, w, b, _ = data()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context, CountOps() as counted:
+            y = mf.linear(x, w, b, "nvfp4", rng=RNG)
+        assert not y.requires_grad
+        assert counted.directions == [(True, False), (True, False)]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "x_bytes", "w_bytes"),
+    [("bf16", 2, 2), ("fp8_tensorwise", 1, 1), ("mxfp8", 1 + 1 / 32, 1 + 1 / 32)]
+    + [("nvfp4", 0.5 + 1 / 16, 0.5 + 1 / 256), ("fp8_rowwise_gw_hp", 2, 1)],
+)
+def test_saved_bytes(recipe, x_bytes, w_bytes):
+    """Codes and scales of the operands that dgrad and wgrad read; 64 bytes for amaxes and the like."""
+    m, k, n = 256, 512, 128
+    x = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(n, k, dtype=torch.bfloat16, requires_grad=True)
+    saved = []
+
+    def pack(t):
+        saved.append(t.nbytes)
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        mf.linear(x, w, None, recipe, rng=RNG)
+    slack = 4 * k + 64 if "row" in recipe else 64  # fp32 scales and amaxes, one a row of Wᵀ
+    want = m * k * x_bytes + n * k * w_bytes
+    assert want <= sum(saved) <= want + 2 * slack
+
+
+def test_double_backward_is_refused_not_wrong():
+    x, w, b, g = data()
+    y = mf.linear(x, w, b, "mxfp8")
+    dx = torch.autograd.grad(y, x, g, create_graph=True)[0]
+    if dx.requires_grad:
+        with pytest.raises(RuntimeError):
+            dx.sum().backward()
+
+
+# ---- dtypes and autocast -------------------------------------------------------------------------
+
+
+def test_autocast_equals_bf16_inputs():
+    x, w, b, g = data()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = mf.linear(x, w, b, "nvfp4", rng=RNG)
+    assert y.dtype == torch.bfloat16
+    dx, dw, db = torch.autograd.grad(y, (x, w, b), g.bfloat16())
+    assert {dx.dtype, dw.dtype, db.dtype} == {torch.float32}
+    xb, wb, bb = (t.detach().bfloat16().requires_grad_() for t in (x, w, b))
+    yb = mf.linear(xb, wb, bb, "nvfp4", rng=RNG)
+    assert torch.equal(y, yb)
+    for got, want in zip((dx, dw, db), torch.autograd.grad(yb, (xb, wb, bb), g.bfloat16())):
+        assert torch.equal(got, want.float())
+
+
+def test_weight_of_another_dtype():
+    x, w, b, g = data()
+    y = mf.linear(x.bfloat16(), w, b, "mxfp8")
+    assert y.dtype == torch.bfloat16
+    dw = torch.autograd.grad(y, w, g.bfloat16())[0]
+    assert dw.dtype == torch.float32
+
+
+# ---- groups --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "fp8_rowwise_gw_hp", "fp8_delayed"])
+def test_group_equals_its_layers(recipe):
+    x, w, b, g = data()
+    w2 = torch.randn(21, K, requires_grad=True)
+    rngs = [RNG, RNG]
+    histories = [history(), history()] if recipe == "fp8_delayed" else None
+    with CountOps() as counted:
+        ya, yb = mf.linear_group(x, [w, w2], [b, None], recipe, rng=rngs, amax_history=histories)
+    assert len(counted.directions) == 3  # x once, each weight once
+    singles = [
+        mf.linear(x, w, b, recipe, rng=RNG, amax_history=history()),
+        mf.linear(x, w2, None, recipe, rng=RNG, amax_history=history()),
+    ]
+    assert torch.equal(ya, singles[0])
+    assert torch.equal(yb, singles[1])
+    g2 = torch.randn(M, 21)
+    got = torch.autograd.grad((ya, yb), (x, w, w2, b), (g, g2))
+    want = torch.autograd.grad(singles, (x, w, w2, b), (g, g2))
+    assert torch.allclose(got[0], want[0], rtol=1e-6, atol=1e-6)  # the order of one addition
+    assert all(torch.equal(a, c) for a, c in zip(got[1:], want[1:]))
+
+
+def test_group_with_an_unused_output():
+    x, w, b, g = data()
+    w2 = torch.randn(21, K, requires_grad=True)
+    ya, _ = mf.linear_group(x, [w, w2], recipe="mxfp8")
+    dw, dw2 = torch.autograd.grad(ya, (w, w2), g, allow_unused=True)
+    assert dw2 is None or not dw2.any()
+    assert torch.equal(dw, torch.autograd.grad(mf.linear(x, w, None, "mxfp8"), w, g)[0])
+
+
+# ---- randomness ----------------------------------------------------------------------------------
+
+
+def model(recipe="nvfp4", seed=0, **arguments):
+    torch.manual_seed(0)
+    layers = torch.nn.Sequential(torch.nn.Linear(K, 64), torch.nn.GELU(), torch.nn.Linear(64, N))
+    mf.quantize_(layers, recipe, seed=seed, verbose=False, **arguments)
+    return layers
+
+
+def gradients(layers, x, g, run=None):
+    layers.zero_grad()
+    x = x.detach().requires_grad_()
+    (run or layers)(x).backward(g)
+    return [x.grad, *(p.grad.clone() for p in layers.parameters())]
+
+
+def all_equal(a, b):
+    return all(torch.equal(s, t) for s, t in zip(a, b))
+
+
+def test_same_seed_same_bytes_with_any_threads():
+    x, _, _, g = data()
+    threads, results = torch.get_num_threads(), []
+    try:
+        for n in (1, 2, 4):
+            torch.set_num_threads(n)
+            results.append([mf.quantize(t, "nvfp4+sr", seed=4).codes for t in (x.detach(), g)])
+    finally:
+        torch.set_num_threads(threads)
+    assert all_equal(results[0], results[1])
+    assert all_equal(results[0], results[2])
+    assert all_equal(gradients(model(), x, g), gradients(model(), x, g))
+
+
+def test_forwards_seeds_ranks_and_layers_draw_other_bits():
+    x, _, _, g = data()
+    layers = model()
+    first, second = gradients(layers, x, g), gradients(layers, x, g)
+    assert layers[0].rng_state.tensor[1] == 2
+    assert not torch.equal(first[0], second[0])
+    for other in (model(seed=1), model(data_parallel_rank=1)):
+        assert not torch.equal(first[0], gradients(other, x, g)[0])
+    assert layers[0].rng_state is layers[2].rng_state
+    assert layers[0].stream.item() == ops.stream("0")
+    assert layers[2].stream.item() == ops.stream("2")
+
+
+def test_evaluation_does_not_advance_the_counter():
+    layers = model("fprop=nvfp4+sr*nvfp4 dgrad=bf16*bf16 wgrad=bf16*bf16").eval()
+    x = data()[0]
+    assert torch.equal(layers(x), layers(x))
+    layers.train()
+    assert not torch.equal(layers(x), layers(x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_recomputation_repeats_the_bits(use_reentrant):
+    recipe = "fprop=nvfp4+sr*nvfp4 dgrad=nvfp4+sr*nvfp4/16x16 wgrad=nvfp4+sr+rht*nvfp4+sr+rht"
+    x, _, _, g = data()
+    plain, recomputed = model(recipe), model(recipe)
+
+    class Block(torch.nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return checkpoint(self.inner, x, use_reentrant=use_reentrant)
+
+    block = Block(recomputed)  # the hook is the inner model's, which backward runs again
+    assert all_equal(gradients(plain, x, g), gradients(recomputed, x, g, run=block))
+    assert recomputed[0].rng_state.tensor[1] == 1
+
+
+def test_a_layer_of_its_own():
+    layer = mf.Linear(K, N, recipe="nvfp4", name="head", seed=3)
+    assert list(layer.state_dict()) == ["weight", "bias"]
+    x, _, _, g = data()
+    assert not all_equal(gradients(layer, x, g), gradients(layer, x, g))
+    assert "recipe='nvfp4'" in repr(layer)
+
+
+# ---- bad input -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"x": torch.ones(4, 9)}, "expected weight"),
+        ({"x": torch.ones(4, 8).half()}, "float32 or bfloat16"),
+        ({"x": torch.tensor(1.0)}, "scalar"),
+        ({"weight": torch.ones(6)}, "expected weight"),
+        ({"bias": torch.ones(5)}, "expected bias"),
+        ({"recipe": "nvfp5"}, "nvfp5"),
+        ({"recipe": "nvfp4"}, "needs rng"),
+        ({"recipe": "nvfp4", "rng": torch.tensor([1])}, "rng"),
+        ({"recipe": "nvfp4", "rng": torch.tensor([1.0, 2.0, 3.0])}, "rng"),
+        ({"recipe": "fp8_delayed"}, "needs amax_history"),
+        ({"recipe": "fp8_delayed", "amax_history": torch.zeros(5, 4)}, "amax_history"),
+    ],
+)
+def test_bad_input(change, message):
+    arguments = {"x": torch.ones(4, 8), "weight": torch.ones(6, 8, requires_grad=True)} | change
+    recipe = arguments.pop("recipe", "mxfp8")
+    with pytest.raises(ValueError, match=message):
+        mf.linear(**arguments, recipe=recipe).sum().backward()
+
+
+@pytest.mark.parametrize("recipe", [name for name in mf.presets() if name != "fp8_delayed"])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_non_finite_input_is_never_silent(recipe, bad):
+    x, w, _, _ = data()
+    x.data[3, 5] = bad
+    y = mf.linear(x, w, None, recipe, rng=RNG)
+    assert not y[3].isfinite().any()
+
+
+def test_delayed_scaling_shows_a_bad_step_and_keeps_its_scale():
+    x, w, _, _ = data()
+    x.data[3, 5] = float("inf")
+    h = history()
+    y = mf.linear(x, w, None, "fp8_delayed", amax_history=h)
+    assert y[3].isnan().all()
+    assert y[:3].isfinite().all()
+    assert h[0, 1] == float("inf")
+
+
+@contextlib.contextmanager
+def not_raised():
+    yield

@@ -1,0 +1,37 @@
+"""Loading the native library: every way it can fail is an ImportError that says what to do."""
+
+import re
+
+import pytest
+import torch
+
+from minifloat import _native
+
+
+def test_missing_library(tmp_path):
+    with pytest.raises(ImportError, match="expected the native library at"):
+        _native.load(tmp_path / "lib.so")
+
+
+def test_broken_library(tmp_path):
+    path = tmp_path / "lib.so"
+    path.write_bytes(b"not a library")
+    with pytest.raises(ImportError, match=re.escape(torch.__version__)):
+        _native.load(path)
+
+
+@pytest.mark.parametrize(("built", "running"), [("2.11", "2.11.0+cu130"), ("2.11", "2.11.1")])
+def test_same_torch(built, running):
+    _native.require_torch(built, running)
+
+
+@pytest.mark.parametrize(("built", "running"), [("2.11", "2.12.0"), ("2.1", "2.11.0")])
+def test_another_torch(built, running):
+    with pytest.raises(ImportError, match=rf"built for torch {built}.*torch {re.escape(running)}"):
+        _native.require_torch(built, running)
+
+
+def test_every_public_name_exists():
+    import minifloat as mf
+
+    assert all(hasattr(mf, name) for name in mf.__all__)
