@@ -82,17 +82,21 @@ Tensor exact_product(const Side& a, const Side& b, const std::optional<Tensor>& 
   return out.to(out_dtype);
 }
 
+void check_result(const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
+  TORCH_CHECK_VALUE(out_dtype == at::kFloat || out_dtype == at::kBFloat16,
+                    "scaled_mm: expected out_dtype float32 or bfloat16, got ", out_dtype);
+  if (bias)
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == b.sym_size(0),
+                      "scaled_mm: expected bias (", b.sym_size(0), "), got ", bias->sym_sizes());
+}
+
 Tensor scaled_mm_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
                       const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
                       SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
   const Product product = bridge::parse_product(text);
   check_side("a", product.a, a, a_scale, a_amax, k);
   check_side("b", product.b, b, b_scale, b_amax, k);
-  TORCH_CHECK_VALUE(out_dtype == at::kFloat || out_dtype == at::kBFloat16,
-                    "scaled_mm: expected out_dtype float32 or bfloat16, got ", out_dtype);
-  if (bias)
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == b.sym_size(0),
-                      "scaled_mm: expected bias (", b.sym_size(0), "), got ", bias->sym_sizes());
+  check_result(b, bias, out_dtype);
   return at::empty_symint({a.sym_size(0), b.sym_size(0)}, a.options().dtype(out_dtype));
 }
 
@@ -102,6 +106,7 @@ Tensor scaled_mm_cpu(const Tensor& a, const Tensor& a_scale, const Tensor& a_ama
   const Product product = bridge::parse_product(text);
   check_side("a", product.a, a, a_scale, a_amax, k);
   check_side("b", product.b, b, b_scale, b_amax, k);
+  check_result(b, bias, out_dtype);
   const std::int64_t length = k.guard_int(__FILE__, __LINE__);
   return exact_product(ready(product.a, a, a_scale, a_amax, length),
                        ready(product.b, b, b_scale, b_amax, length), bias, out_dtype);

@@ -113,7 +113,7 @@ class Linear(nn.Linear):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
         """Moves. The history keeps dtype and values, the stream is a function of the name, and a
         quantized weight that came back plain (to_empty) is quantized again."""
-        history = self._buffers.pop("amax_history", None)
+        history = self._buffers.pop("amax_history")
         before = self.weight
         super()._apply(fn, recurse)
         if isinstance(before, QuantizedTensor) and not isinstance(self.weight, QuantizedTensor):
@@ -124,9 +124,9 @@ class Linear(nn.Linear):
         device = self.stream.device
         if device.type != "meta":
             self.stream.fill_(ops.stream(self.fqn))
-        if history is not None:
-            moved = torch.zeros_like(history, device=device)
-            self._buffers["amax_history"] = moved if history.is_meta else history.to(device)
+        if history is not None and history.is_meta:
+            history = torch.zeros_like(history, device=device)
+        self._buffers["amax_history"] = None if history is None else history.to(device)
         return self
 
     def extra_repr(self) -> str:

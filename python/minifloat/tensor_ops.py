@@ -47,6 +47,12 @@ def quantize(
     return (*answer(row, False, decoded_row), *answer(col, True, decoded_col))
 
 
+@handles(ops.linear.default, ops.linear_group.default)
+def layer(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Inference mode hands composite ops over whole; what they are made of reads the codes."""
+    return func.decompose(*args, **kwargs)
+
+
 @handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def alias(func: Any, x: QuantizedTensor) -> Any:
     return x._map(lambda part: part)

@@ -11,12 +11,13 @@ namespace {
 
 struct RowArgs {
   const Quantized* operand;
-  std::int64_t row;      // of all the batch's rows
-  bool for_product;      // what an exact product reads, or the value itself
-  const float* factors;  // (batch): the tensor scale that the value still needs
-  float* scale;          // (padded) scratch
-  std::uint16_t* bf16;   // (padded), or
-  float* fp32;           // (padded)
+  std::int64_t row;        // of all the batch's rows
+  bool for_product;        // what an exact product reads, or the value itself
+  const float* factors;    // (batch): the tensor scale that the value still needs
+  float* scale;            // (padded) scratch
+  std::uint8_t* unpacked;  // (padded, and one where that is odd) scratch
+  std::uint16_t* bf16;     // (padded), or
+  float* fp32;             // (padded)
 };
 
 template <class F>
@@ -48,31 +49,46 @@ struct DecodeRow {
     }
   }
 
-  MINIFLOAT_INLINE static float code_value(const std::uint8_t* codes, std::int64_t c) {
-    if constexpr (F::kBits == 4)
-      return decode<F>(nibble(codes, c));
-    else
-      return decode<F>(codes[c]);
+  // One code a byte, whatever the format.
+  MINIFLOAT_INLINE static const std::uint8_t* unpack(const std::uint8_t* __restrict packed,
+                                                     std::uint8_t* __restrict codes,
+                                                     std::int64_t bytes) {
+    if constexpr (F::kBits == 8) return packed;
+    for (std::int64_t i = 0; i < bytes; ++i) {
+      codes[2 * i] = packed[i] & 0x0F;
+      codes[2 * i + 1] = packed[i] >> 4;
+    }
+    return codes;
+  }
+
+  MINIFLOAT_INLINE static void for_product(const std::uint8_t* __restrict codes,
+                                           const float* __restrict scale,
+                                           std::uint16_t* __restrict out, std::int64_t count) {
+    for (std::int64_t c = 0; c < count; ++c) out[c] = product_value(decode<F>(codes[c]) * scale[c]);
+  }
+
+  MINIFLOAT_INLINE static void to_bf16(const std::uint8_t* __restrict codes,
+                                       const float* __restrict scale, float factor,
+                                       std::uint16_t* __restrict out, std::int64_t count) {
+    for (std::int64_t c = 0; c < count; ++c)
+      out[c] = static_cast<std::uint16_t>(encode_bf16(decode<F>(codes[c]) * scale[c] * factor));
+  }
+
+  MINIFLOAT_INLINE static void to_fp32(const std::uint8_t* __restrict codes,
+                                       const float* __restrict scale, float factor,
+                                       float* __restrict out, std::int64_t count) {
+    for (std::int64_t c = 0; c < count; ++c) out[c] = decode<F>(codes[c]) * scale[c] * factor;
   }
 
   MINIFLOAT_INLINE static void run(const RowArgs& args) {
     const Quantized& q = *args.operand;
-    const std::int64_t padded = q.spec.padded_cols(q.cols);
-    const std::uint8_t* codes = q.codes + args.row * q.spec.code_cols(q.cols);
+    const std::int64_t padded = q.spec.padded_cols(q.cols), bytes = q.spec.code_cols(q.cols);
     spread_scales(args, padded);
-    if (args.for_product) {
-      for (std::int64_t c = 0; c < padded; ++c)
-        args.bf16[c] = product_value(code_value(codes, c) * args.scale[c]);
-      return;
-    }
+    const std::uint8_t* codes = unpack(q.codes + args.row * bytes, args.unpacked, bytes);
+    if (args.for_product) return for_product(codes, args.scale, args.bf16, padded);
     const float factor = args.factors[args.row / q.rows];
-    for (std::int64_t c = 0; c < padded; ++c) {
-      const float v = code_value(codes, c) * args.scale[c] * factor;
-      if (args.bf16)
-        args.bf16[c] = static_cast<std::uint16_t>(encode_bf16(v));
-      else
-        args.fp32[c] = v;
-    }
+    if (args.bf16) return to_bf16(codes, args.scale, factor, args.bf16, padded);
+    to_fp32(codes, args.scale, factor, args.fp32, padded);
   }
 };
 
@@ -84,14 +100,16 @@ void decode_rows(const Quantized& q, bool for_product, std::uint16_t* bf16, floa
   constexpr std::int64_t kRows = 16;  // a piece of work
   parallel_for(execution, ceil_div(rows, kRows), rows * padded, [&](std::int64_t piece) {
     std::vector<float> scale(static_cast<std::size_t>(padded));
+    std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(padded + 1));
     for (std::int64_t r = piece * kRows; r < std::min(rows, (piece + 1) * kRows); ++r) {
-      const RowArgs args = {&q,
-                            r,
-                            for_product,
-                            factors.data(),
-                            scale.data(),
-                            bf16 ? bf16 + r * padded : nullptr,
-                            fp32 ? fp32 + r * padded : nullptr};
+      const RowArgs args = {.operand = &q,
+                            .row = r,
+                            .for_product = for_product,
+                            .factors = factors.data(),
+                            .scale = scale.data(),
+                            .unpacked = unpacked.data(),
+                            .bf16 = bf16 ? bf16 + r * padded : nullptr,
+                            .fp32 = fp32 ? fp32 + r * padded : nullptr};
       switch (q.spec.elements) {
         case Elements::kE4m3: run_widest<DecodeRow<E4M3>>(args); break;
         case Elements::kE5m2: run_widest<DecodeRow<E5M2>>(args); break;

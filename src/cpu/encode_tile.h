@@ -216,14 +216,21 @@ MINIFLOAT_INLINE std::uint16_t product_value(float v) {
   return static_cast<std::uint16_t>(bits >> 16);
 }
 
+// One number a block of Width -> one an element of a tile row, so that the loops over elements are flat.
+template <int Width>
+MINIFLOAT_INLINE void spread_blocks(const float* __restrict of_block,
+                                    float* __restrict of_element) {
+  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
+    for (int i = 0; i < Width; ++i) of_element[b * Width + i] = of_block[b];
+}
+
 // Elements of one tile row, all kTileCols of them. factor: one a block of Width.
 template <class F, bool kStochastic, int Width>
-MINIFLOAT_INLINE void encode_row(const float* __restrict row, const float* __restrict factor,
+MINIFLOAT_INLINE void encode_row(const float* __restrict row, const float* factor,
                                  const std::uint32_t* __restrict bits,
                                  std::uint8_t* __restrict codes) {
   float spread[kTileCols];
-  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
-    for (int i = 0; i < Width; ++i) spread[b * Width + i] = factor[b];
+  spread_blocks<Width>(factor, spread);
   for (std::int64_t c = 0; c < kTileCols; ++c) {
     if constexpr (kStochastic)
       codes[c] = static_cast<std::uint8_t>(encode_stochastic<F>(row[c] * spread[c], bits[c]));
@@ -262,15 +269,22 @@ MINIFLOAT_INLINE void store_row(const OperandPlan& plan, const TileRange& range,
   }
 }
 
+template <class F>
+MINIFLOAT_INLINE void decode_row(const std::uint8_t* __restrict codes,
+                                 const float* __restrict scale, std::uint16_t* __restrict values) {
+  for (std::int64_t c = 0; c < kTileCols; ++c)
+    values[c] = product_value(decode<F>(codes[c]) * scale[c]);
+}
+
 template <class F, int Width>
 MINIFLOAT_INLINE void store_decoded(const OperandPlan& plan, const TileRange& range, std::int64_t r,
                                     const float* scale, const std::uint8_t* codes) {
   const std::int64_t inside =
       plan.padded - range.col < kTileCols ? plan.padded - range.col : kTileCols;
+  float spread[kTileCols];
   std::uint16_t values[kTileCols];
-  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
-    for (std::int64_t c = b * Width; c < (b + 1) * Width; ++c)
-      values[c] = product_value(decode<F>(codes[c]) * scale[b]);
+  spread_blocks<Width>(scale, spread);
+  decode_row<F>(codes, spread, values);
   __builtin_memcpy(
       plan.operand.decoded + (range.batch * plan.rows + range.row + r) * plan.padded + range.col,
       values, static_cast<std::size_t>(inside) * sizeof(std::uint16_t));

@@ -78,8 +78,7 @@ inline void transform(float* v, int points) {
   for (int i = 0; i < points; ++i) at(in, i) *= static_cast<float>(kSigns[i % 16]);
   for (int stride = 1; stride < points; stride *= 2) {
     for (int i = 0; i < points; ++i)
-      at(out, i) =
-          i / stride % 2 ? at(in, i - stride) - at(in, i) : at(in, i) + at(in, i + stride);
+      at(out, i) = i / stride % 2 ? at(in, i - stride) - at(in, i) : at(in, i) + at(in, i + stride);
     in = out;
   }
   const float norm = fl32(1 / std::sqrt(static_cast<double>(points)));
@@ -160,12 +159,12 @@ struct Element {
 };
 
 struct Operand {
-  std::int64_t rows = 0, cols = 0;       // cols: padded to the transform
-  std::vector<float> amax;               // one a tensor or a row; empty for block rules
-  std::vector<double> scale;             // in row-major order: value of fp32 scales, code of the others
-  std::vector<unsigned> codes;           // one an element
-  std::vector<float> values;             // dequantized
-  std::vector<std::uint16_t> decoded;    // for an exact product
+  std::int64_t rows = 0, cols = 0;  // cols: padded to the transform
+  std::vector<float> amax;          // one a tensor or a row; empty for block rules
+  std::vector<double> scale;        // in row-major order: value of fp32 scales, code of the others
+  std::vector<unsigned> codes;      // one an element
+  std::vector<float> values;        // dequantized
+  std::vector<std::uint16_t> decoded;  // for an exact product
 };
 
 // What an exact product reads: bf16, zero below 2^-126, saturated above, NaN kept.
@@ -193,7 +192,8 @@ class Quantizer {
     out_.values.resize(x_.v.size());
     out_.decoded.resize(x_.v.size());
     if (!blocks && x_.v.empty())  // amax and scale are still there
-      for (const float amax : out_.amax) out_.scale.push_back(factors(in_force(amax, 0)).scale);
+      for (std::int64_t r = 0; r < static_cast<std::int64_t>(out_.amax.size()); ++r)
+        out_.scale.push_back(factors(settled(r, 0)).scale);
     for (std::int64_t r = 0; r < x_.rows && x_.cols > 0; r += height_)
       for (std::int64_t c = 0; c < x_.cols; c += width_) block(r, c);
     if (settings_.given_amax && !spec_.delayed)
@@ -229,6 +229,12 @@ class Quantizer {
   float in_force(float own, std::int64_t i) const {
     return settings_.given_amax ? settings_.given_amax[i] : own;
   }
+  // What decides the scale of a block at row r: its row's amax, its tensor's, or its own.
+  float settled(std::int64_t r, float block) const {
+    if (out_.amax.empty()) return block;
+    const std::int64_t i = spec_.has_row_amax() ? r : 0;
+    return in_force(out_.amax[at(i)], i);
+  }
   Factors factors(float amax) const {
     const bool exact = spec_.rule == minifloat::ScaleRule::kTensor ||
                        spec_.scale_rounding == minifloat::ScaleRounding::kExact;
@@ -242,8 +248,8 @@ class Quantizer {
     double scale = 1;
     bool zero = false;
     if (spec_.rule == ScaleRule::kMx) {
-      const unsigned code = mx_code(grid_.format(), amax,
-                                    spec_.scale_rounding == minifloat::ScaleRounding::kFloor);
+      const unsigned code =
+          mx_code(grid_.format(), amax, spec_.scale_rounding == minifloat::ScaleRounding::kFloor);
       scale = mx_value(code);
       encode = static_cast<float>(1 / scale);
       out_.scale.push_back(code);
@@ -258,8 +264,7 @@ class Quantizer {
       tensor_scale = tensor.scale;
       out_.scale.push_back(code);
     } else {
-      const float own = out_.amax.empty() ? amax : in_force(spec_.has_row_amax() ? out_.amax[at(r)] : out_.amax[0], spec_.has_row_amax() ? r : 0);
-      const Factors f = factors(own);
+      const Factors f = factors(settled(r, amax));
       encode = f.encode;
       scale = double{f.scale};
       out_.scale.push_back(scale);

@@ -1,0 +1,201 @@
+"""Delayed scaling against a plain loop, and the training state through checkpoints."""
+
+import copy
+import math
+import socket
+
+import pytest
+import torch
+import torch.multiprocessing as mp
+from torch import nn
+
+import minifloat as mf
+from minifloat.state import in_force
+
+FLT_MAX = torch.finfo(torch.float32).max
+
+
+def delayed_amax(history, algorithm, margin):
+    """The rule for one operand, entry by entry. history: the amax in force, then the newest first."""
+    previous, *seen = history
+    usable = [h for h in seen if math.isfinite(h) and h != 0]
+    if not usable:
+        return previous
+    best = max(usable) if algorithm == "max" else usable[0]
+    return min(best * 2.0**margin, FLT_MAX)
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+@pytest.mark.parametrize("margin", [0, 1, 126])
+def test_in_force_against_a_loop(algorithm, margin):
+    pool = torch.tensor([0.0, 0.0, 1.5, 3.25, 1e-40, 3e38, float("inf"), float("nan")])
+    torch.manual_seed(0)
+    for length in (1, 2, 7):
+        history = pool[torch.randint(len(pool), (200, 1 + length))]
+        got = in_force(history, algorithm, margin)
+        want = torch.tensor([delayed_amax(row.tolist(), algorithm, margin) for row in history])
+        assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0))
+
+
+@pytest.mark.parametrize("algorithm", ["max", "most_recent"])
+def test_training_against_a_loop(algorithm):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 16, bias=False))
+    mf.quantize_(
+        model, "fp8_delayed", amax_history_length=3, amax_algorithm=algorithm, margin=1, verbose=False
+    )
+    weight = model[0].weight
+    force, seen = [0.0] * 6, [[] for _ in range(6)]
+    for scale in (1.0, 8.0, 0.25, 0.0, 3.0, 100.0, 1.0):
+        running = [0.0] * 6
+        for micro_batch in range(2):
+            x, g = scale * torch.randn(5, 24), scale * torch.randn(5, 16)
+            x.requires_grad_()
+            model(x).backward(g)
+            for i, t in enumerate((x, weight, g, weight, g, x)):
+                running[i] = max(running[i], t.abs().max().item())
+        mf.step(model)
+        for i in range(6):
+            seen[i] = [running[i], *seen[i]][:3]
+            force[i] = delayed_amax([force[i], *seen[i]], algorithm, 1)
+        history = model[0].amax_history
+        assert history[:, 0].tolist() == force
+        assert not history[:, 1].any()
+        for i in range(6):
+            assert history[i, 2:].tolist() == (seen[i] + [0.0, 0.0])[:2]
+        with torch.no_grad():
+            weight.mul_(1.5)
+
+
+def test_products_use_the_amax_in_force():
+    torch.manual_seed(0)
+    layer = mf.Linear(24, 16, bias=False, recipe="fp8_delayed")
+    x = torch.randn(5, 24)
+    layer(x)
+    mf.step(layer)
+    force = layer.amax_history[:, 0]
+    y = layer(10 * x)  # ten times past the amax in force: saturates
+    a = mf.quantize(10 * x, "e4m3/tensor", amax=force[0])
+    b = mf.quantize(layer.weight.detach(), "e4m3/tensor", amax=force[1])
+    assert torch.equal(y, mf.scaled_mm(a, b, fast=True, out_dtype=torch.float32))
+
+
+def test_step_without_histories_does_nothing():
+    model = nn.Sequential(nn.Linear(4, 4))
+    mf.step(model)
+    mf.quantize_(model, "nvfp4", verbose=False)
+    mf.step(model)
+
+
+def build(recipe="0: nvfp4; 2: fp8_delayed", length=3):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 32), nn.ReLU(), nn.Linear(32, 8))
+    mf.quantize_(model, recipe, amax_history_length=length, verbose=False, seed=5)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def steps(model, optimizer, n, seed):
+    torch.manual_seed(seed)
+    for _ in range(n):
+        optimizer.zero_grad()
+        model(torch.randn(16, 24)).square().mean().backward()
+        optimizer.step()
+        mf.step(model)
+
+
+def test_resume_equals_an_uninterrupted_run():
+    whole = build()
+    steps(*whole, 3, 1)
+    parameters, optimizer, state = copy.deepcopy(
+        (whole[0].state_dict(), whole[1].state_dict(), mf.training_state(whole[0]))
+    )
+    assert set(state) == {"rng", "2.amax_history"}
+    resumed = build()
+    resumed[0].load_state_dict(parameters)
+    resumed[1].load_state_dict(optimizer)
+    mf.load_training_state(resumed[0], state)
+    steps(*whole, 3, 2)
+    steps(*resumed, 3, 2)
+    for a, b in zip(whole[0].parameters(), resumed[0].parameters()):
+        assert torch.equal(a, b)
+    for a, b in zip(mf.training_state(whole[0]).values(), mf.training_state(resumed[0]).values()):
+        assert torch.equal(a, b)
+
+
+def test_training_state_is_a_copy():
+    model, optimizer = build()
+    state = mf.training_state(model)
+    steps(model, optimizer, 1, 0)
+    assert state["rng"].tolist() == [5, 0]
+    assert mf.training_state(model)["rng"].tolist() == [5, 1]
+
+
+def test_the_seed_is_saved_before_the_rank_is_mixed_in():
+    states = []
+    for rank in (0, 1):
+        layer = nn.Sequential(nn.Linear(4, 4))
+        mf.quantize_(layer, "nvfp4", seed=11, data_parallel_rank=rank, verbose=False)
+        states.append((mf.training_state(layer)["rng"], layer[0].rng_state.tensor))
+        mf.load_training_state(layer, {"rng": torch.tensor([12, 7])})
+        assert layer[0].rng_state.tensor[1] == 7
+        states.append((None, layer[0].rng_state.tensor.clone()))
+    assert torch.equal(states[0][0], states[2][0])
+    assert states[1][1][0] != states[3][1][0]
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"rng": None}, r"missing \['rng'\]"),
+        ({"3.amax_history": torch.zeros(6, 4)}, "not of this model"),
+        ({"2.amax_history": torch.zeros(6, 5)}, r"\(6, 4\)"),
+        ({"rng": torch.zeros(2)}, "int64"),
+    ],
+)
+def test_a_state_of_another_model_is_refused(change, message):
+    model, _ = build()
+    state = {k: v for k, v in (mf.training_state(model) | change).items() if v is not None}
+    before = mf.training_state(model)
+    with pytest.raises(ValueError, match=message):
+        mf.load_training_state(model, state)
+    assert all(torch.equal(before[k], v) for k, v in mf.training_state(model).items())
+
+
+# ---- two ranks -----------------------------------------------------------------------------------
+
+
+def free_port() -> int:
+    with socket.socket() as s:
+        s.bind(("localhost", 0))
+        return s.getsockname()[1]
+
+
+def run_rank(rank: int, port: int, results) -> None:
+    torch.set_num_threads(1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2
+    )
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 16), nn.Linear(16, 8))
+    mf.quantize_(model, "0: fp8_delayed; 1: nvfp4", verbose=False)
+    x = torch.full((4, 24), 2.0 + rank)
+    if rank == 0:
+        x[0, 0] = float("nan")
+    y = model[0](x).detach()
+    model[0].amax_history[1, 1] = 0.5 * (rank + 1)
+    mf.step(model)
+    history = model[0].amax_history[:2, :3].tolist()
+    results.put((rank, history, y.isnan().any().item(), model[1].rng_state.tensor.tolist()))
+    torch.distributed.destroy_process_group()
+
+
+def test_ranks_agree_on_amax_and_draw_other_bits():
+    results = mp.get_context("spawn").Queue()
+    mp.spawn(run_rank, (free_port(), results), nprocs=2)
+    ranks = sorted(results.get(timeout=60) for _ in range(2))
+    (_, first, had_nan, rng0), (_, second, _, rng1) = ranks
+    assert had_nan
+    assert math.isnan(first[0][2])  # a NaN of one rank reaches all
+    assert math.isnan(second[0][2])
+    assert first[1] == second[1] == [1.0, 0.0, 1.0]
+    assert rng0 != rng1

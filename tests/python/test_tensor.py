@@ -1,0 +1,285 @@
+"""QuantizedTensor: what it answers with its codes, copies, cuts, writes, and refuses."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import minifloat as mf
+from minifloat._native import ops
+
+ROWS, COLS = 96, 160
+PAIRS = [
+    ("nvfp4", "nvfp4/16x16"),
+    ("nvfp4/16x16", None),
+    (None, "nvfp4+rht"),
+    ("mxfp8", "mxfp8"),
+    ("mxfp8/32x32", "nvfp4"),
+    ("mxfp4", "mxfp4+rht"),
+    ("e4m3/tensor", "e5m2/tensor"),
+    ("e4m3/row", "e4m3/row"),
+    (None, "e4m3/128x128"),
+]
+
+
+def values(dtype=torch.float32):
+    torch.manual_seed(0)
+    return torch.randn(ROWS, COLS, dtype=dtype)
+
+
+def parts(t):
+    return [p for p in (t.rowwise, t.columnwise) if p is not None]
+
+
+def as_bytes(t):
+    return t if t.dtype == torch.float32 else t.view(torch.uint8)
+
+
+def same(a, b):
+    """The same specs and the same bytes."""
+    if a.specs != b.specs or a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    pairs = [(p, q) for p, q in zip(parts(a), parts(b))]
+    names = ("codes", "scale", "amax")
+    return all(
+        torch.equal(as_bytes(getattr(p, n)), as_bytes(getattr(q, n))) for p, q in pairs for n in names
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(("row", "col"), PAIRS)
+def test_holds_what_quantize_gives(row, col, dtype):
+    x = values(dtype)
+    w = mf.QuantizedTensor.from_tensor(x, row, col)
+    assert w.shape == (ROWS, COLS)  # columnwise-only too
+    assert w.dtype == dtype
+    assert w.specs == (row, col)
+    for spec, part, columnwise in ((row, w.rowwise, False), (col, w.columnwise, True)):
+        if spec is None:
+            assert part is None
+            continue
+        want = mf.quantize(x, spec, columnwise=columnwise)
+        assert torch.equal(part.codes, want.codes)
+        assert part.shape == want.shape
+    assert repr(row) in repr(w)
+    if w.specs == (None, "nvfp4+rht"):
+        with pytest.raises(ValueError, match="transformed"):
+            w.dequantize()
+        return
+    want = mf.quantize(x, row) if row else mf.quantize(x, col, columnwise=True)
+    decoded = want.dequantize(dtype)
+    assert torch.equal(w.dequantize(), decoded if row else decoded.t())
+
+
+def test_answers_quantize_with_its_codes():
+    x = values()
+    w = mf.QuantizedTensor.from_tensor(x, "nvfp4", "mxfp8")
+    got = ops.quantize(w, "nvfp4", "mxfp8", decoded_row=True)
+    want = ops.quantize(x, "nvfp4", "mxfp8", decoded_row=True)
+    for a, b in zip(got, want):
+        assert a.shape == b.shape
+        assert a.dtype == b.dtype
+        assert torch.equal(as_bytes(a), as_bytes(b))
+    assert got[0] is w.rowwise.codes
+    q = mf.quantize(w, "mxfp8", columnwise=True)
+    assert torch.equal(q.codes, w.columnwise.codes)
+
+
+def test_refuses_what_it_does_not_hold():
+    w = mf.QuantizedTensor.from_tensor(values(), "nvfp4", "mxfp8")
+    with pytest.raises(ValueError, match="asked for rowwise mxfp8.*holds rowwise nvfp4 and columnwise mxfp8"):
+        mf.quantize(w, "mxfp8")
+    with pytest.raises(ValueError, match="keeps its own amax"):
+        mf.quantize(w, "nvfp4", amax=torch.tensor(1.0))
+    with pytest.raises(ValueError, match="asked for"):
+        mf.linear(torch.randn(4, COLS), w, None, "fp8_rowwise")
+
+
+@pytest.mark.parametrize("spec", ["e4m3/tensor", "e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16"])
+def test_square_specs_serve_both_directions(spec):
+    x = values()
+    both = mf.QuantizedTensor.from_tensor(x, spec, spec)
+    one = mf.QuantizedTensor.from_tensor(x, spec)
+    got, want = mf.quantize(one, spec, columnwise=True), both.columnwise
+    assert torch.equal(got.codes, want.codes)
+    assert torch.equal(as_bytes(got.scale), as_bytes(want.scale))
+    one.update_usage(columnwise=True)
+    assert same(one, both)
+    one.update_usage(rowwise=False)
+    assert one.rowwise is None
+    assert one.shape == (ROWS, COLS)
+    one.update_usage(rowwise=True)
+    assert same(one, both)
+
+
+def test_update_usage_refuses_a_rounding():
+    w = mf.QuantizedTensor.from_tensor(values(), "mxfp8")
+    with pytest.raises(ValueError, match="columnwise mxfp8"):
+        w.update_usage(columnwise=True)
+    with pytest.raises(ValueError, match="drop both"):
+        w.update_usage(rowwise=False)
+    assert w.specs == ("mxfp8", None)
+
+
+@pytest.mark.parametrize(("row", "col"), PAIRS)
+def test_copies_are_bytes(row, col):
+    w = mf.QuantizedTensor.from_tensor(values(), row, col)
+    file = io.BytesIO()
+    torch.save({"w": w, "p": nn.Parameter(w)}, file)
+    file.seek(0)
+    loaded = torch.load(file)  # weights_only, the default
+    assert isinstance(loaded["p"], nn.Parameter)
+    twins = [w.clone(), w.detach(), w.view(ROWS, -1), copy.deepcopy(w), pickle.loads(pickle.dumps(w))]
+    for twin in [*twins, loaded["w"], loaded["p"].data, w.to(torch.bfloat16).to(torch.float32)]:
+        assert same(twin, w)
+    assert twins[0]._map(lambda p: p) is not w
+    if w.rowwise is not None:
+        assert twins[0].rowwise.codes.data_ptr() != w.rowwise.codes.data_ptr()
+        assert twins[1].rowwise.codes.data_ptr() == w.rowwise.codes.data_ptr()
+    target = mf.QuantizedTensor.from_tensor(torch.zeros(ROWS, COLS), row, col)
+    codes = [p.codes for p in parts(target)]
+    target.copy_(w)
+    assert same(target, w)
+    assert all(p.codes is c for p, c in zip(parts(target), codes))  # in place
+
+
+def test_parameters_deepcopy_with_their_gradient_flag_and_attributes():
+    p = nn.Parameter(mf.QuantizedTensor.from_tensor(values(), "mxfp8"), requires_grad=False)
+    p.mine = [1]
+    twin = copy.deepcopy(p)
+    assert isinstance(twin, nn.Parameter)
+    assert not twin.requires_grad
+    assert twin.mine == [1]
+    assert twin.mine is not p.mine
+
+
+def test_copy_from_values_rounds():
+    w = mf.QuantizedTensor.from_tensor(torch.zeros(ROWS, COLS), "nvfp4", "nvfp4/16x16")
+    w.copy_(values())
+    assert same(w, mf.QuantizedTensor.from_tensor(values(), "nvfp4", "nvfp4/16x16"))
+    w.copy_(torch.ones(1, COLS))
+    assert torch.allclose(w.dequantize(), torch.ones(ROWS, COLS))
+    plain = torch.empty(ROWS, COLS)
+    plain.copy_(w)
+    assert torch.equal(plain, w.dequantize())
+    with pytest.raises(RuntimeError, match="size"):
+        w.copy_(torch.ones(3, 5))
+
+
+@pytest.mark.parametrize(("row", "col"), PAIRS)
+@pytest.mark.parametrize("dim", [0, 1])
+def test_pieces_hold_the_same_values(row, col, dim):
+    if (row, col) in [(None, "e4m3/128x128")] or "rht" in str(col):
+        row, col = row or "mxfp8", None
+    w = mf.QuantizedTensor.from_tensor(values(), row, col)
+    pieces = w.split(32, dim)
+    assert [p.shape[dim] for p in pieces] == [32] * (w.shape[dim] // 32)
+    assert all(isinstance(p, mf.QuantizedTensor) and p.specs == w.specs for p in pieces)
+    assert torch.equal(torch.cat([p.dequantize() for p in pieces], dim), w.dequantize())
+    if w.columnwise is not None:
+        whole = w.columnwise.dequantize()
+        columnwise = [p.columnwise.dequantize() for p in pieces]
+        assert torch.equal(torch.cat(columnwise, 1 - dim), whole)
+    assert same(w.narrow(dim, 32, 32), pieces[1])
+    assert same(w.chunk(w.shape[dim] // 32, dim)[0], pieces[0])
+    assert same(torch.split(w, [32, w.shape[dim] - 32], dim)[0], pieces[0])
+
+
+def test_a_ragged_end_is_a_boundary():
+    w = mf.QuantizedTensor.from_tensor(values()[:90], "nvfp4", "nvfp4/16x16")
+    assert [p.shape[0] for p in w.split(32)] == [32, 32, 26]
+
+
+def test_cuts_off_block_boundaries_are_refused():
+    w = mf.QuantizedTensor.from_tensor(values(), "nvfp4", "nvfp4/16x16")
+    with pytest.raises(ValueError, match=r"multiples of its block, 16, got \[0, 8\) of 96"):
+        w[:8]
+    with pytest.raises(ValueError, match="multiples of its block"):
+        w.split(24)
+    transformed = mf.QuantizedTensor.from_tensor(values(), "mxfp4", "mxfp4+rht128")
+    with pytest.raises(ValueError, match="its block, 128"):
+        transformed.narrow(0, 32, 32)
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        lambda w, g: w.add_(g, alpha=-0.1),
+        lambda w, g: w.mul_(0.9),
+        lambda w, g: w.addcdiv_(g, g.abs() + 1, value=-0.1),
+        lambda w, g: w.lerp_(g, 0.25),
+        lambda w, g: w.zero_(),
+        lambda w, g: torch._foreach_add_([w], [g], alpha=2),
+    ],
+)
+def test_in_place_ops_round_the_new_values(update):
+    w = mf.QuantizedTensor.from_tensor(values(), "mxfp8", "nvfp4")
+    g = torch.randn(ROWS, COLS)
+    want = w.dequantize()
+    update(want, g)
+    result = update(w, g)
+    assert result is w or result is None or result[0] is w
+    assert same(w, mf.QuantizedTensor.from_tensor(want, "mxfp8", "nvfp4"))
+
+
+def test_other_ops_run_on_values():
+    w = mf.QuantizedTensor.from_tensor(values(), "mxfp8")
+    plain = w.dequantize()
+    assert torch.equal(w + 1, plain + 1)
+    assert torch.equal(w.t(), plain.t())
+    assert torch.equal(w.half(), plain.half())
+    assert torch.equal(torch.stack([w, w]), torch.stack([plain, plain]))
+    for like in (torch.zeros_like(w), torch.empty_like(w), w.new_zeros(2, 2)):
+        assert type(like) is torch.Tensor
+        assert like.dtype == w.dtype
+
+
+def test_gradients_reach_a_parameter():
+    p = nn.Parameter(mf.QuantizedTensor.from_tensor(values(), "mxfp8", "mxfp8"))
+    x = torch.randn(7, COLS)
+    mf.linear(x, p, None, "mxfp8").sum().backward()
+    want = nn.Parameter(values())
+    mf.linear(x, want, None, "mxfp8").sum().backward()
+    assert type(p.grad) is torch.Tensor
+    assert torch.equal(p.grad, want.grad)
+    nn.functional.linear(x, p).sum().backward()  # any other op differentiates through the values
+
+
+def test_autocast_and_inference_read_the_codes():
+    w, x = values(), torch.randn(7, COLS)
+    p = nn.Parameter(mf.QuantizedTensor.from_tensor(w, "nvfp4", "nvfp4/16x16"))
+    recipe = "fprop=nvfp4*nvfp4 dgrad=bf16*nvfp4/16x16 wgrad=bf16*bf16"
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y = mf.linear(x, p, None, recipe)
+    q = mf.quantize(x.bfloat16(), "nvfp4")
+    assert torch.equal(y, mf.scaled_mm(q, p.data.rowwise))
+    with torch.inference_mode():
+        assert torch.equal(mf.linear(x, p, None, recipe), mf.linear(x, w, None, recipe))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: mf.QuantizedTensor(None, None), "got neither"),
+        (lambda: mf.QuantizedTensor.from_tensor(values(), None), "got neither"),
+        (lambda: mf.QuantizedTensor.from_tensor(values(), "nvfp4+sr"), "stochastic"),
+        (lambda: mf.QuantizedTensor.from_tensor(values(), "e4m3/tensor+delayed"), "delayed"),
+        (lambda: mf.QuantizedTensor.from_tensor(values(), "bf16"), "got bf16"),
+        (lambda: mf.QuantizedTensor.from_tensor(values()[0], "nvfp4"), "expected"),
+        (lambda: mf.QuantizedTensor.from_tensor(values().double(), "nvfp4"), "float32"),
+        (lambda: mf.QuantizedTensor(mf.quantize(values(), "nvfp4"), None, torch.half), "float16"),
+        (lambda: mf.QuantizedTensor(None, mf.quantize(values(), "nvfp4")), "columnwise"),
+        (
+            lambda: mf.QuantizedTensor(
+                mf.quantize(values(), "nvfp4"), mf.quantize(values()[:32], "nvfp4", columnwise=True)
+            ),
+            "parts of one matrix",
+        ),
+    ],
+)
+def test_bad_input(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
