@@ -49,13 +49,10 @@ std::vector<std::int64_t> spec_sizes(const std::string& text, std::int64_t rows,
 // The name of the dtype that a scale has for a reader; the ops hand one-byte scales over as uint8.
 std::string scale_dtype(const std::string& text) {
   switch (bridge::parse_spec(text).scale_type()) {
-    case ScaleType::kE8m0:
-      return "float8_e8m0fnu";
-    case ScaleType::kE4m3:
-      return "float8_e4m3fn";
+    case ScaleType::kE8m0: return "float8_e8m0fnu";
+    case ScaleType::kE4m3: return "float8_e4m3fn";
     case ScaleType::kNone:
-    case ScaleType::kFloat32:
-      return "float32";
+    case ScaleType::kFloat32: return "float32";
   }
   return "float32";
 }

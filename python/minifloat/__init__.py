@@ -1,9 +1,9 @@
 """minifloat: training in 8- and 4-bit floating point, with one numerics on every device.
 
-    import minifloat as mf
-    mf.quantize_(model, "nvfp4")          linear layers under a recipe; prints what was converted, and why
-    ...
-    loss.backward(); opt.step(); mf.step(model)
+import minifloat as mf
+mf.quantize_(model, "nvfp4")          linear layers under a recipe; prints what was converted, and why
+...
+loss.backward(); opt.step(); mf.step(model)
 """
 
 from ._native import ops as _ops  # loads the operators; keep it first
@@ -24,6 +24,7 @@ from .recipe import Product, Recipe, RecipeMap, presets
 from .selection import Report, auto_filter_small_kn
 from .state import load_training_state, step, training_state
 from .tensor import QuantizedTensor
+
 from . import tensor_ops as _tensor_ops  # isort: skip  registers QuantizedTensor's ops
 
 __all__ = [

@@ -1,7 +1,7 @@
 """The native library: found, loaded, and checked against the torch that runs.
 
-    lib/libminifloat_torch.so   the operators torch.ops.minifloat.*, built against one torch X.Y
-    lib/libminifloat.so         what they call; the loader finds it beside the first
+lib/libminifloat_torch.so   the operators torch.ops.minifloat.*, built against one torch X.Y
+lib/libminifloat.so         what they call; the loader finds it beside the first
 """
 
 from __future__ import annotations

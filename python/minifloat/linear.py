@@ -1,6 +1,6 @@
 """Linear layers under a recipe: the functions, and the module that mf.quantize_ makes of nn.Linear.
 
-    y = x Wᵀ + bias     three products, forward and backward, each in the formats of the recipe
+y = x Wᵀ + bias     three products, forward and backward, each in the formats of the recipe
 """
 
 from __future__ import annotations

@@ -22,11 +22,15 @@ from ._native import ops
 HADAMARD_SIGNS = 0xD7E8  # one bit a point, repeated every 16: set means -1
 
 
-@torch.compiler.assume_constant_result
 @lru_cache(maxsize=1024)
+def _parse_spec(spec: str) -> str:
+    return ops.parse_spec(spec)
+
+
+@torch.compiler.assume_constant_result
 def canonical_spec(spec: str) -> str:
     """The spec as the grammar writes it; ValueError with the position where it is not one."""
-    return ops.parse_spec(spec)
+    return _parse_spec(spec)
 
 
 @torch.compiler.assume_constant_result
@@ -163,7 +167,9 @@ def _operand(name: str, x: Quantized | Tensor) -> tuple[Tensor, Tensor, Tensor, 
     if isinstance(x, Quantized):
         return x.codes, x.scale, x.amax, x.spec, x.shape[-1]
     if not isinstance(x, Tensor):
-        raise TypeError(f"scaled_mm: expected {name} as Quantized or Tensor, got {type(x).__name__}")
+        raise TypeError(
+            f"scaled_mm: expected {name} as Quantized or Tensor, got {type(x).__name__}"
+        )
     none = x.new_empty(0, dtype=torch.float32)
     return x, none, none, "bf16", x.shape[-1]
 

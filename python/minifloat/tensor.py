@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ._native import ops
-from .parts import copy_bytes, cut, has_transform, is_square, map_tensors, same_layout, transposed
+from .parts import copy_bytes, has_transform, is_square, map_tensors, same_layout, transposed
 from .quantized import Quantized, canonical_spec
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
@@ -36,11 +36,15 @@ def require_weight_spec(spec: str) -> str:
     spec = canonical_spec(spec)
     flags = spec.split("+")
     if spec == "bf16":
-        raise ValueError("QuantizedTensor: expected a quantizing spec, got bf16; leave it out (None)")
+        raise ValueError(
+            "QuantizedTensor: expected a quantizing spec, got bf16; leave it out (None)"
+        )
     if "sr" in flags:
         raise ValueError(f"QuantizedTensor: weights round to nearest, got the stochastic {spec}")
     if "delayed" in flags:
-        raise ValueError(f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}")
+        raise ValueError(
+            f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}"
+        )
     return spec
 
 
@@ -71,7 +75,9 @@ class QuantizedTensor(Tensor):
     ) -> QuantizedTensor:
         part = rowwise if rowwise is not None else columnwise
         if part is None:
-            raise ValueError("QuantizedTensor: expected a rowwise or a columnwise part, got neither")
+            raise ValueError(
+                "QuantizedTensor: expected a rowwise or a columnwise part, got neither"
+            )
         if dtype not in NOMINAL_DTYPES:
             raise ValueError(f"QuantizedTensor: expected dtype in {NOMINAL_DTYPES}, got {dtype}")
         shape = part.shape[::-1] if rowwise is None else part.shape
@@ -127,7 +133,9 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
         """The values of the codes, (rows, cols), in the nominal dtype; a plain tensor, no gradient."""
         dtype = dtype or self.dtype
-        part = next((p for p in (self.rowwise, self.columnwise) if p and not has_transform(p.spec)), None)
+        part = next(
+            (p for p in (self.rowwise, self.columnwise) if p and not has_transform(p.spec)), None
+        )
         if part is None:
             raise ValueError(f"QuantizedTensor: only transformed values are held, {self._holds()}")
         values = part.dequantize(dtype)
@@ -255,7 +263,11 @@ def _is_parameter(tensor: Tensor) -> bool:
 
 
 def _as_leaf(tensor: QuantizedTensor, requires_grad: bool, is_parameter: bool) -> Any:
-    return nn.Parameter(tensor, requires_grad) if is_parameter else tensor.requires_grad_(requires_grad)
+    return (
+        nn.Parameter(tensor, requires_grad)
+        if is_parameter
+        else tensor.requires_grad_(requires_grad)
+    )
 
 
 def _rebuild_tensor(

@@ -4,11 +4,10 @@ import copy
 import io
 import pickle
 
+import minifloat as mf
 import pytest
 import torch
 from torch import nn
-
-import minifloat as mf
 
 
 class Block(nn.Module):
@@ -195,7 +194,10 @@ def test_the_root_itself():
 
 def test_auto_filter_small_kn():
     model = nn.ModuleDict(
-        {"wide": nn.Linear(8192, 2304, device="meta"), "small": nn.Linear(2048, 1024, device="meta")}
+        {
+            "wide": nn.Linear(8192, 2304, device="meta"),
+            "small": nn.Linear(2048, 1024, device="meta"),
+        }
     )
     for recipe in ("fp8_tensorwise", "fp8_rowwise"):
         keep = mf.auto_filter_small_kn(recipe)
@@ -224,7 +226,9 @@ def test_deepcopy_pickle_and_torch_save():
         assert layers[0].up.rng_state is not model.layers[0].up.rng_state
         assert twin.output.weight is twin.embed.weight
         assert torch.equal(twin(TOKENS), want)
-        assert layers[0].up.rng_state.tensor[1] == 2  # the twin's own hook advanced the twin's own state
+        assert (
+            layers[0].up.rng_state.tensor[1] == 2
+        )  # the twin's own hook advanced the twin's own state
 
 
 def test_state_dicts_go_both_ways():
@@ -279,7 +283,15 @@ def test_names_do_not_depend_on_wrappers():
 
 # ---- primary weights -----------------------------------------------------------------------------
 
-TRAINABLE = ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "mxfp4", "nvfp4"]
+TRAINABLE = [
+    "fp8_tensorwise",
+    "fp8_rowwise",
+    "fp8_blockwise",
+    "mxfp8",
+    "mxfp8_2d",
+    "mxfp4",
+    "nvfp4",
+]
 
 
 def train(model, optimizer, steps=25):

@@ -1,14 +1,16 @@
 """mf.linear, mf.linear_group and mf.Linear: forward, gradients, what is saved, dtypes, shapes, randomness."""
 
+import minifloat as mf
 import pytest
 import torch
+from minifloat._native import ops
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-import minifloat as mf
-from minifloat._native import ops
-
-RECIPES = [*mf.presets(), "fprop=nvfp4+up*nvfp4/16x16+up dgrad=bf16*bf16 wgrad=mxfp8*e4m3/row+exact"]
+RECIPES = [
+    *mf.presets(),
+    "fprop=nvfp4+up*nvfp4/16x16+up dgrad=bf16*bf16 wgrad=mxfp8*e4m3/row+exact",
+]
 RNG = torch.tensor([17, 3, 12345])
 M, K, N = 45, 70, 37  # no multiple of any block
 
@@ -70,7 +72,9 @@ def test_products_are_those_of_the_operands(text, dtype):
     y = mf.linear(x, w, None, recipe, rng=RNG, amax_history=history())
     dx, dw = torch.autograd.grad(y, (x, w), g)
     assert {t.dtype for t in (y, dx, dw)} == {dtype}
-    for got, (want, magnitude), what in zip((y, dx, dw), reference(recipe, x, w, g), ("y", "dx", "dW")):
+    for got, (want, magnitude), what in zip(
+        (y, dx, dw), reference(recipe, x, w, g), ("y", "dx", "dW")
+    ):
         require_close(got, want, magnitude, dtype, what)
 
 

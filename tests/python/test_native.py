@@ -4,7 +4,6 @@ import re
 
 import pytest
 import torch
-
 from minifloat import _native
 
 

@@ -3,14 +3,13 @@
 import itertools
 import pickle
 
+import minifloat as mf
 import numpy as np
 import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-
-import minifloat as mf
 from minifloat._native import ops
 
 SPECS = [
@@ -50,7 +49,9 @@ def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
         elif kind == "sparse":
             x *= rng.random(shape) < 0.03
         elif kind == "special":
-            pool = np.array([0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3e38, 448, 6], np.float32)
+            pool = np.array(
+                [0, -0.0, np.inf, -np.inf, np.nan, 1e-40, -1e-45, 3e38, 448, 6], np.float32
+            )
             x = np.where(rng.random(shape) < 0.01, rng.choice(pool, shape), x)
     return torch.from_numpy(x.astype(np.float32))
 
@@ -83,7 +84,9 @@ def require_equal_bytes(q: mf.Quantized, x: torch.Tensor, **oracle_arguments) ->
     if scale.dtype == np.uint8:
         got = q.scale.view(torch.uint8).numpy()
         assert got.shape == scale.shape
-        assert (got == scale).all(), f"{q.spec} scale: {(got != scale).sum()} of {scale.size} differ"
+        assert (got == scale).all(), (
+            f"{q.spec} scale: {(got != scale).sum()} of {scale.size} differ"
+        )
     else:
         same_floats(q.scale, scale, f"{q.spec} scale")
     if amax is not None:
@@ -137,7 +140,9 @@ def test_both_directions_from_one_read(spec):
     both = ops.quantize(x, spec, spec, rng=rng, stream_row=1, stream_col=2)
     row = mf.quantize(x, spec, seed=3, stream=1)
     col = mf.quantize(x, spec, columnwise=True, seed=3, stream=2)
-    for got, want in zip((*both[:3], *both[4:7]), (row.codes, row.scale, row.amax, col.codes, col.scale, col.amax)):
+    for got, want in zip(
+        (*both[:3], *both[4:7]), (row.codes, row.scale, row.amax, col.codes, col.scale, col.amax)
+    ):
         assert (as_bytes(got) == as_bytes(want)).all()
 
 
@@ -325,7 +330,9 @@ def test_transpose_codes(rows, cols):
     assert (got.numpy() == oracle.pack(np.ascontiguousarray(codes.T))).all()
 
 
-@pytest.mark.parametrize("spec", ["nvfp4", "mxfp8", "e4m3/tensor", "e4m3/row", "e4m3/128x128", "nvfp4+rht"])
+@pytest.mark.parametrize(
+    "spec", ["nvfp4", "mxfp8", "e4m3/tensor", "e4m3/row", "e4m3/128x128", "nvfp4+rht"]
+)
 @pytest.mark.parametrize("shape", [(0, 32), (4, 0), (0, 0), (0, 4, 32)])
 def test_empty(spec, shape):
     q = mf.quantize(torch.empty(shape), spec)
@@ -352,7 +359,10 @@ def test_quantized_pickles():
         (lambda: mf.quantize(torch.ones(4, 6).t(), "nvfp4"), "adjacent columns"),
         (lambda: mf.quantize(torch.ones(4, 4), "nvfp4", amax=torch.ones(3)), "amax"),
         (lambda: mf.quantize(torch.ones(4, 4), "nvfp4", amax=torch.tensor(1)), "amax"),
-        (lambda: mf.quantize(torch.ones(4, 4), "mxfp8", amax=torch.tensor(1.0)), "no tensor or row amax"),
+        (
+            lambda: mf.quantize(torch.ones(4, 4), "mxfp8", amax=torch.tensor(1.0)),
+            "no tensor or row amax",
+        ),
         (lambda: mf.quantize(torch.ones(4, 40), "nvfp4+sr", origin=(0, 8)), "16"),
         (lambda: mf.hadamard(torch.ones(4, 4), 24), "16, 32, 64 or 128"),
         (lambda: mf.amax(torch.ones(4, 4), "mxfp8"), "no tensor or row amax"),

@@ -3,11 +3,10 @@
 import copy
 import pickle
 
+import minifloat as mf
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-
-import minifloat as mf
 
 OPERANDS = ["bf16", "e4m3/tensor", "e5m2/tensor", "mxfp8+floor", "nvfp4/16x16", "nvfp4+up+sr"]
 

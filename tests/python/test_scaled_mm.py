@@ -1,9 +1,8 @@
 """mf.scaled_mm against a product in float64 of the dequantized operands."""
 
+import minifloat as mf
 import pytest
 import torch
-
-import minifloat as mf
 
 M, K, N = 45, 70, 37
 PRODUCTS = [
@@ -67,13 +66,21 @@ def test_the_result_is_rounded_once():
 @pytest.mark.parametrize(
     ("call", "error", "message"),
     [
-        (lambda q, r: mf.scaled_mm(q, mf.quantize(torch.ones(4, 48), "nvfp4")), ValueError, "k = 32 and 48"),
+        (
+            lambda q, r: mf.scaled_mm(q, mf.quantize(torch.ones(4, 48), "nvfp4")),
+            ValueError,
+            "k = 32 and 48",
+        ),
         (lambda q, r: mf.scaled_mm(q, "nvfp4"), TypeError, "expected b as Quantized or Tensor"),
         (lambda q, r: mf.scaled_mm(q, r), ValueError, "same transform"),
         (lambda q, r: mf.scaled_mm(q, q, fast=True), ValueError, "fast"),
         (lambda q, r: mf.scaled_mm(q, q, bias=torch.ones(5)), ValueError, "expected bias"),
         (lambda q, r: mf.scaled_mm(q, q, out_dtype=torch.half), ValueError, "out_dtype"),
-        (lambda q, r: mf.scaled_mm(q, mf.quantize(torch.ones(2, 4, 32), "nvfp4")), ValueError, "dimensions"),
+        (
+            lambda q, r: mf.scaled_mm(q, mf.quantize(torch.ones(2, 4, 32), "nvfp4")),
+            ValueError,
+            "dimensions",
+        ),
     ],
 )
 def test_bad_input(call, error, message):

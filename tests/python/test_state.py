@@ -4,13 +4,12 @@ import copy
 import math
 import socket
 
+import minifloat as mf
 import pytest
 import torch
 import torch.multiprocessing as mp
-from torch import nn
-
-import minifloat as mf
 from minifloat.state import in_force
+from torch import nn
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -42,7 +41,12 @@ def test_training_against_a_loop(algorithm):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(24, 16, bias=False))
     mf.quantize_(
-        model, "fp8_delayed", amax_history_length=3, amax_algorithm=algorithm, margin=1, verbose=False
+        model,
+        "fp8_delayed",
+        amax_history_length=3,
+        amax_algorithm=algorithm,
+        margin=1,
+        verbose=False,
     )
     weight = model[0].weight
     force, seen = [0.0] * 6, [[] for _ in range(6)]

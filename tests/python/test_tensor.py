@@ -4,12 +4,11 @@ import copy
 import io
 import pickle
 
+import minifloat as mf
 import pytest
 import torch
-from torch import nn
-
-import minifloat as mf
 from minifloat._native import ops
+from torch import nn
 
 ROWS, COLS = 96, 160
 PAIRS = [
@@ -45,7 +44,9 @@ def same(a, b):
     pairs = [(p, q) for p, q in zip(parts(a), parts(b))]
     names = ("codes", "scale", "amax")
     return all(
-        torch.equal(as_bytes(getattr(p, n)), as_bytes(getattr(q, n))) for p, q in pairs for n in names
+        torch.equal(as_bytes(getattr(p, n)), as_bytes(getattr(q, n)))
+        for p, q in pairs
+        for n in names
     )
 
 
@@ -90,7 +91,9 @@ def test_answers_quantize_with_its_codes():
 
 def test_refuses_what_it_does_not_hold():
     w = mf.QuantizedTensor.from_tensor(values(), "nvfp4", "mxfp8")
-    with pytest.raises(ValueError, match="asked for rowwise mxfp8.*holds rowwise nvfp4 and columnwise mxfp8"):
+    with pytest.raises(
+        ValueError, match="asked for rowwise mxfp8.*holds rowwise nvfp4 and columnwise mxfp8"
+    ):
         mf.quantize(w, "mxfp8")
     with pytest.raises(ValueError, match="keeps its own amax"):
         mf.quantize(w, "nvfp4", amax=torch.tensor(1.0))
@@ -132,7 +135,13 @@ def test_copies_are_bytes(row, col):
     file.seek(0)
     loaded = torch.load(file)  # weights_only, the default
     assert isinstance(loaded["p"], nn.Parameter)
-    twins = [w.clone(), w.detach(), w.view(ROWS, -1), copy.deepcopy(w), pickle.loads(pickle.dumps(w))]
+    twins = [
+        w.clone(),
+        w.detach(),
+        w.view(ROWS, -1),
+        copy.deepcopy(w),
+        pickle.loads(pickle.dumps(w)),
+    ]
     for twin in [*twins, loaded["w"], loaded["p"].data, w.to(torch.bfloat16).to(torch.float32)]:
         assert same(twin, w)
     assert twins[0]._map(lambda p: p) is not w
