@@ -1,7 +1,7 @@
 """minifloat: training in 8- and 4-bit floating point, with one numerics on every device.
 
 import minifloat as mf
-mf.quantize_(model, "nvfp4")          linear layers under a recipe; prints what was converted, and why
+mf.quantize_(model, "nvfp4")          linear layers under a recipe; prints what it converted
 ...
 loss.backward(); opt.step(); mf.step(model)
 """

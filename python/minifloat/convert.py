@@ -1,7 +1,8 @@
-"""mf.quantize_: puts the linear layers of a model under a recipe, in place, and takes them out again.
+"""mf.quantize_: puts a model's linear layers under a recipe, in place; mf.restore_ takes them out.
 
-A layer stays the object that it was: its class changes (nn.Linear <-> mf.Linear), so its parameters,
-hooks, ties, dtype, device and state-dict keys are untouched, wherever it is referred to from.
+A layer stays the object that it was: its class changes (nn.Linear <-> mf.Linear), so its
+parameters, hooks, ties, dtype, device and state-dict keys are untouched, wherever it is referred to
+from.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from .linear import DEFAULT_HISTORY, Linear, adopt, release, require_history
 from .random_state import AdvanceRng, RngState, find_hook, remove_hook, require_int64
 from .recipe import Recipe, RecipeMap
 from .selection import FilterFn, Report, Selection, require_filters, require_some, select
+from .state import unwrapped
 from .tensor import QuantizedTensor, require_weight_spec
 
 
@@ -36,19 +38,19 @@ def quantize_(
     margin: int = 0,
     verbose: bool = True,
 ) -> Report:
-    """Converts the model's nn.Linear layers in place; returns, and prints, what was and was not, and why.
+    """Converts nn.Linear layers in place; returns, and prints, which ones, and why the others not.
 
     recipe          a recipe for all, or a map: "*: nvfp4; *.output: bf16"
-    filter_fqns     names to leave out: a layer whose name contains one; "auto_filter_small_kn" leaves out
-                    those too small to pay (see mf.auto_filter_small_kn)
+    filter_fqns     names to leave out: a layer whose name contains one; "auto_filter_small_kn"
+                    leaves out those too small to pay (see mf.auto_filter_small_kn)
     filter_fn       (module, name) -> convert it?
-    primary         the codes become the parameters: no high-precision weight is kept, updates smaller
-                    than half a step of the format are lost, so give the optimizer masters of its own.
-                    Build the optimizer after this call
+    primary         the codes become the parameters: no high-precision weight is kept, and updates
+                    smaller than half a step of the format are lost, so give the optimizer masters
+                    of its own. Build the optimizer after this call
     keep_high_precision_init    with primary: the initial values stay as
                     module.weight_high_precision_init, on the CPU
     seed            of stochastic rounding, mixed with data_parallel_rank; None: torch.distributed's
-                    rank. Ranks that share data (tensor, sequence parallel) must be given the same one
+                    rank. Ranks that share data (tensor, sequence parallel) are given the same one
     amax_history_length, amax_algorithm, margin    of delayed scaling: steps kept, "max" or
                     "most_recent", powers of two of headroom
 
@@ -56,6 +58,7 @@ def quantize_(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"quantize_: expected a torch.nn.Module, got {type(model).__name__}")
+    model = unwrapped(model)
     names = require_filters(filter_fqns, filter_fn)
     require_history(amax_history_length, amax_algorithm, margin)
     require_int64("seed", seed)
@@ -86,7 +89,7 @@ def quantize_(
 def restore_(model: nn.Module) -> nn.Module:
     """Gives back the nn.Linear layers that mf.quantize_ converted: the same objects and parameters.
 
-    A quantized primary weight comes back as a high-precision parameter with the values of its codes.
+    A quantized primary weight comes back in high precision, with the values of its codes.
     """
     for module in model.modules():
         remove_hook(module)
@@ -102,7 +105,6 @@ def share_random_state(
     stochastic = [m for m in layers if isinstance(m, Linear) and m.recipe.is_stochastic]
     if not stochastic:
         return
-    root = getattr(root, "_orig_mod", root)
     hook = find_hook(root)
     if hook is None:
         hook = AdvanceRng(RngState(seed, data_parallel_rank), stochastic[0])
@@ -166,8 +168,8 @@ def quantized_model_init(
         with mf.quantized_model_init("mxfp8_2d"):
             model = Model()
 
-    Memory never holds more than one layer's high-precision weight. Random streams follow the order of
-    construction, and each layer advances its own counter.
+    Memory never holds more than one layer's high-precision weight. Random streams follow the order
+    of construction, and each layer advances its own counter.
     """
     recipe = Recipe(recipe)
     specs = weight_specs(recipe)

@@ -33,9 +33,10 @@ def linear(
 ) -> Tensor:
     """y = x · Wᵀ + bias under a recipe, differentiable. x: (…, K), weight: (N, K); fp32 or bf16.
 
-    rng: int64 (seed, count, module stream), needed where the recipe rounds stochastically; backward reads
-    it too, so nobody may write to it afterwards. amax_history: float32 (6, 1 + length), needed by delayed
-    scaling, one row an operand: column 0 the amax in force, column 1 this step's own, written in place.
+    rng: int64 (seed, count, module stream), needed where the recipe rounds stochastically; backward
+    reads it too, so nobody may write to it afterwards. amax_history: float32 (6, 1 + length),
+    needed by delayed scaling, one row an operand: column 0 the amax in force, column 1 this step's
+    own, written in place.
     """
     return ops.linear(x, weight, bias, str(recipe), rng=rng, amax_history=amax_history)
 
@@ -173,5 +174,6 @@ def release(module: Linear) -> nn.Linear:
     module.__dict__.pop("weight_high_precision_init", None)
     for name in ADOPTED:
         delattr(module, name)
-    module.__class__ = nn.Linear
-    return module
+    plain = cast(nn.Linear, module)
+    plain.__class__ = nn.Linear
+    return plain

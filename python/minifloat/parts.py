@@ -1,6 +1,7 @@
-"""One quantized direction as an object to be moved, cut on block boundaries, and transposed exactly.
+"""One quantized direction: moved, cut on block boundaries, transposed exactly.
 
-All geometry is asked of the spec (spec_sizes): code bytes a row, padded columns, scale rows and columns.
+All geometry is asked of the spec (spec_sizes): code bytes a row, padded columns, scale rows and
+columns.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def has_transform(spec: str) -> bool:
 
 @lru_cache(maxsize=256)
 def unit(spec: str, dim: int) -> int:
-    """Elements along rows (0) or columns (1) that cannot be parted: a block, a transform, a byte."""
+    """Elements along rows (0) or columns (1) that stay together: a block, a transform, a byte."""
     code_cols, _, *scales = sizes(spec, PROBE, PROBE)
     is_blocked = scales[1] > 0
     block = PROBE // scales[dim] if is_blocked else 1
@@ -42,7 +43,7 @@ def unit(spec: str, dim: int) -> int:
 
 @lru_cache(maxsize=256)
 def is_square(spec: str) -> bool:
-    """Are x's rowwise codes, transposed, its columnwise ones? So with tensor scales and square blocks."""
+    """Are rowwise codes, transposed, the columnwise ones? With tensor scales and square blocks."""
     tall, wide = sizes(spec, 1024, 128)[2:], sizes(spec, 128, 1024)[2:]
     return tall == wide[::-1] and not has_transform(spec)
 

@@ -10,6 +10,7 @@ those of that matrix.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
@@ -33,11 +34,15 @@ def canonical_spec(spec: str) -> str:
     return _parse_spec(spec)
 
 
-@torch.compiler.assume_constant_result
 @lru_cache(maxsize=1024)
+def _scale_dtype(spec: str) -> torch.dtype:
+    return getattr(torch, ops.scale_dtype(spec))
+
+
+@torch.compiler.assume_constant_result
 def scale_dtype(spec: str) -> torch.dtype:
     """What a reader sees of a spec's scales; the operators hand one-byte scales over as uint8."""
-    return getattr(torch, ops.scale_dtype(spec))
+    return _scale_dtype(spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,8 +50,8 @@ class Quantized:
     """An operand in low precision.
 
     codes       uint8 (…, rows, bytes a row); E2M1 packs two a byte, the low nibble first
-    scale       what codes are multiplied by: float32, float8_e4m3fn or float8_e8m0fnu; one a tensor,
-                row or block, never swizzled
+    scale       what codes are multiplied by: float32, float8_e4m3fn or float8_e8m0fnu; one a
+                tensor, row or block, never swizzled
     amax        float32, the amax in force of a tensor or row rule; empty for the others
     shape       of the operand as read, (…, rows, cols)
     """
@@ -63,18 +68,14 @@ class Quantized:
 
     def __reduce__(self) -> tuple[Any, ...]:
         # The scale as bytes: plain pickle cannot read back torch's one-byte float dtypes.
-        scale = self.scale
-        raw = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-        dtype = str(scale.dtype).removeprefix("torch.")
-        shape = tuple(self.shape)
-        return _rebuild, (self.codes, raw, dtype, self.amax, self.spec, shape, self.columnwise)
+        what = (self.spec, tuple(self.shape), self.columnwise)
+        return _rebuild, (self.codes, raw_scale(self), self.amax, *what)
 
 
 def _rebuild(
-    codes: Tensor, raw: Tensor, dtype: str, amax: Tensor, spec: str, shape: Any, columnwise: bool
+    codes: Tensor, raw: Tensor, amax: Tensor, spec: str, shape: tuple[int, ...], columnwise: bool
 ) -> Quantized:
-    scale = raw.view(getattr(torch, dtype))
-    return Quantized(codes, scale, amax, spec, tuple(shape), columnwise)
+    return Quantized(codes, raw.view(scale_dtype(spec)), amax, spec, shape, columnwise)
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -92,9 +93,9 @@ def quantize(
 ) -> Quantized:
     """x in low precision: a pure function of the arguments, on every device the same bytes.
 
-    amax: float32, () or (batch,) for tensor and NVFP4 scaling, (…, rows) for row scaling; None: x's own.
-    seed, stream: of stochastic rounding (`+sr`). origin: (row, col) of x within the whole that it is a
-    shard of; the shard gets the bytes that the whole would have there.
+    amax: float32, () or (batch,) for tensor and NVFP4 scaling, (…, rows) for row scaling; None: x's
+    own. seed, stream: of stochastic rounding (`+sr`). origin: (row, col) of x within the whole that
+    it is a shard of; the shard gets the bytes that the whole would have there.
     """
     spec = canonical_spec(spec)
     rng = None
@@ -112,11 +113,20 @@ def quantize(
         stream_col=stream,
         origin=list(origin),
     )
+    return read_direction(out, x, spec, columnwise)
+
+
+def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool) -> Quantized:
+    """One direction of what the operator quantize gave for x."""
     codes, scale, used = out[4:7] if columnwise else out[:3]
-    scale = scale.view(scale_dtype(spec))
     *batch, rows, cols = x.shape
     shape = (*batch, cols, rows) if columnwise else (*batch, rows, cols)
-    return Quantized(codes, scale, used, spec, shape, columnwise)
+    return Quantized(codes, scale.view(scale_dtype(spec)), used, spec, shape, columnwise)
+
+
+def raw_scale(q: Quantized) -> Tensor:
+    """The scale as the operators hand it over."""
+    return q.scale if q.scale.dtype == torch.float32 else q.scale.view(torch.uint8)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:

@@ -2,8 +2,8 @@
 
     RngState.tensor    int64 (seed, count), one for all layers that one mf.quantize_ call converts
     AdvanceRng         forward pre-hook of the root: count += 1, once a training forward, in place
-    Linear.forward     hands (seed, count, stream of its name) to the op, as a tensor of its own, which
-                       the layer's backward reads
+    Linear.forward     hands (seed, count, stream of its name) to the op, as a tensor of its own,
+                       which the layer's backward reads
 
 So two forwards of one step differ, a graph replays with fresh bits, and recomputation repeats them
 (up to the next forward of the root).
@@ -31,7 +31,7 @@ def require_int64(name: str, value: int) -> int:
 
 
 class RngState:
-    """Seed and forward count. Ranks that hold other data draw other bits; checkpoints do not see that.
+    """Seed and forward count. Ranks draw different bits and have the same checkpoint.
 
     base: (user's seed, 0); tensor: (the seed mixed with the data-parallel rank, count).
     """
@@ -62,7 +62,7 @@ class RngState:
 class AdvanceRng:
     """The hook. `home`: a converted layer, whose device the state follows."""
 
-    def __init__(self, state: RngState, home: nn.Module) -> None:
+    def __init__(self, state: RngState, home: Any) -> None:
         self.state = state
         self.home = home
 

@@ -4,8 +4,8 @@
     Recipe("fprop=… dgrad=… wgrad=…")                written out; a product is "a*b" or "a*b,fast"
     RecipeMap("*: nvfp4; *.output: bf16")            a recipe a module name, the last match wins
 
-The grammar has one parser, in C++ (include/minifloat/recipe.h); its errors are ValueErrors that name
-the position and what would have been legal.
+The grammar has one parser, in C++ (include/minifloat/recipe.h); its errors are ValueErrors that
+name the position and what would have been legal.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def _require_text(kind: str, text: Any) -> str:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Recipe:
-    """The specs of fprop (x · W), dgrad (g · W) and wgrad (g · x). Equal where the parsed forms are."""
+    """The specs of fprop (x · W), dgrad (g · W), wgrad (g · x); equal as the parsed forms are."""
 
     text: str
     fprop: Product = field(compare=False)

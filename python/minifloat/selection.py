@@ -16,8 +16,8 @@ FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
-# Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left in high precision.
-# Published H100 figures (torchao's auto filter); nothing of this table was measured by this project.
+# Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left as it is.
+# Published H100 figures (torchao's auto filter); none of them was measured by this project.
 ANY = 1 << 62
 SMALL_KN = {
     "fp8_tensorwise": ((4096, 1024),),
@@ -28,19 +28,20 @@ SMALL_KN = {
 def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
     """A filter_fn that leaves out layers too small for the recipe to pay its casts.
 
-    The thresholds are published H100 figures, torchao's, for fp8_tensorwise and fp8_rowwise; they say
-    nothing about other devices. Other recipes have none: ValueError.
+    The thresholds are published H100 figures, torchao's, for fp8_tensorwise and fp8_rowwise, until
+    this project has measured its own; they say nothing about other devices. Other recipes have
+    none: ValueError.
     """
     name = Recipe(recipe).text
     if name not in SMALL_KN:
         raise ValueError(
-            f"auto_filter_small_kn: expected a recipe with thresholds, {' or '.join(SMALL_KN)}, got "
-            f"{name!r}"
+            "auto_filter_small_kn: expected a recipe with thresholds, "
+            f"{' or '.join(SMALL_KN)}, got {name!r}"
         )
     thresholds = SMALL_KN[name]
 
     def is_large_enough(module: nn.Module, fqn: str) -> bool:
-        n, k = module.weight.shape
+        n, k = module.get_parameter("weight").shape
         return not any(k <= small_k and n <= small_n for small_k, small_n in thresholds)
 
     return is_large_enough
@@ -48,7 +49,7 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
 
 @dataclass(frozen=True)
 class Report:
-    """What mf.quantize_ did: (name, recipe) of the converted, (name, reason) of the other linears."""
+    """What mf.quantize_ did: (name, recipe) of the converted, (name, reason) of the others."""
 
     converted: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)

@@ -4,7 +4,8 @@
     mf.training_state(model)             what a checkpoint needs besides the model's state dict
     mf.load_training_state(model, state)
 
-The state dict of a converted model keeps nn.Linear's keys; this state is apart, keyed by module name.
+The state dict of a converted model keeps nn.Linear's keys; this state is apart, keyed by module
+name.
 """
 
 from __future__ import annotations
@@ -28,18 +29,29 @@ def clean_name(fqn: str) -> str:
     return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
 
 
+def unwrapped(model: nn.Module) -> nn.Module:
+    """The model itself, out of torch.compile and DistributedDataParallel."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
 def join(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
-def _histories(model: nn.Module) -> Iterator[tuple[str, Linear]]:
-    for fqn, module in model.named_modules():
+def _histories(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
+    for fqn, module in unwrapped(model).named_modules():
         if isinstance(module, Linear) and module.amax_history is not None:
-            yield clean_name(fqn), module
+            yield clean_name(fqn), module, module.amax_history
 
 
 def _rng_states(model: nn.Module) -> Iterator[tuple[str, RngState]]:
-    for fqn, module in model.named_modules():
+    for fqn, module in unwrapped(model).named_modules():
         hook = find_hook(module)
         if hook is not None:
             yield clean_name(fqn), hook.state
@@ -51,8 +63,8 @@ def _rng_states(model: nn.Module) -> Iterator[tuple[str, RngState]]:
 def in_force(history: Tensor, algorithm: str, margin: int) -> Tensor:
     """The amax of the next step, (…) from history (…, 1 + length): the rule of core/scaling.h.
 
-    The largest, or the newest, finite entry that is not zero, times 2^margin; where there is none, the
-    amax in force stays.
+    The largest, or the newest, finite entry that is not zero, times 2^margin; where there is none,
+    the amax in force stays.
     """
     previous, seen = history[..., 0], history[..., 1:]
     usable = seen.isfinite() & (seen != 0)
@@ -84,14 +96,13 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
     group: the data-parallel ranks, whose amaxes are reduced together; None: all ranks.
     """
-    layers = [layer for _, layer in _histories(model)]
-    if not layers:
+    found = [(layer, history) for _, layer, history in _histories(model)]
+    if not found:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        _reduce_running([layer.amax_history for layer in layers], group)
+        _reduce_running([history for _, history in found], group)
     alike: dict[tuple, list[Tensor]] = {}
-    for layer in layers:
-        history = layer.amax_history
+    for layer, history in found:
         key = (history.device, history.shape, layer.amax_algorithm, layer.margin)
         alike.setdefault(key, []).append(history)
     for (_, _, algorithm, margin), histories in alike.items():
@@ -106,18 +117,18 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 
 def training_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of the random counters and amax histories, by name: the same on every data-parallel rank.
+    """Copies of random counters and amax histories, by name; the same on every data-parallel rank.
 
-    "rng" is that of mf.quantize_(model, …); a layer or part that was converted alone has "<name>.rng".
+    "rng" is that of mf.quantize_(model, …); a part that was converted alone has "<name>.rng".
     """
     state = {join(fqn, "rng"): rng.get() for fqn, rng in _rng_states(model)}
-    for fqn, layer in _histories(model):
-        state[join(fqn, "amax_history")] = layer.amax_history.clone()
+    for fqn, _, history in _histories(model):
+        state[join(fqn, "amax_history")] = history.clone()
     return state
 
 
 def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Sets what training_state gave. ValueError, before anything is written, where it does not fit."""
+    """Sets what training_state gave; ValueError, and nothing written, where it does not fit."""
     wanted = training_state(model)
     missing, unknown = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
     if missing or unknown:
@@ -134,5 +145,5 @@ def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             )
     for fqn, rng in _rng_states(model):
         rng.set(state[join(fqn, "rng")])
-    for fqn, layer in _histories(model):
-        layer.amax_history.copy_(state[join(fqn, "amax_history")])
+    for fqn, _, history in _histories(model):
+        history.copy_(state[join(fqn, "amax_history")])

@@ -25,14 +25,14 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._native import ops
 from .parts import copy_bytes, has_transform, is_square, map_tensors, same_layout, transposed
-from .quantized import Quantized, canonical_spec
+from .quantized import Quantized, canonical_spec, read_direction
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 TENSORS = ("codes", "scale", "amax")
 
 
 def require_weight_spec(spec: str) -> str:
-    """The canonical spec of a weight's direction; ValueError where a weight cannot be kept in it."""
+    """The canonical spec of a weight's direction; ValueError where no weight can be kept in it."""
     spec = canonical_spec(spec)
     flags = spec.split("+")
     if spec == "bf16":
@@ -53,9 +53,8 @@ def _quantize_both(
 ) -> tuple[Quantized | None, Quantized | None]:
     """Both directions of a (rows, cols) matrix from one read."""
     out = ops.quantize(x, row_spec or "", col_spec or "")
-    rows, cols = x.shape
-    rowwise = Quantized(*out[:3], row_spec, (rows, cols)) if row_spec else None
-    columnwise = Quantized(*out[4:7], col_spec, (cols, rows), True) if col_spec else None
+    rowwise = read_direction(out, x, row_spec, False) if row_spec else None
+    columnwise = read_direction(out, x, col_spec, True) if col_spec else None
     return rowwise, columnwise
 
 
@@ -101,12 +100,10 @@ class QuantizedTensor(Tensor):
                     f"QuantizedTensor: expected the {name} part as a {name} matrix, got "
                     f"columnwise={part.columnwise} and shape {part.shape}"
                 )
-        if rowwise is not None and columnwise is not None:
-            if rowwise.shape != columnwise.shape[::-1]:
-                raise ValueError(
-                    "QuantizedTensor: expected parts of one matrix, got rowwise "
-                    f"{rowwise.shape} and columnwise, as read, {columnwise.shape}"
-                )
+        shapes = {tuple(rowwise.shape)} if rowwise is not None else set()
+        shapes |= {tuple(columnwise.shape[::-1])} if columnwise is not None else set()
+        if len(shapes) > 1:
+            raise ValueError(f"QuantizedTensor: expected parts of one matrix, got shapes {shapes}")
         self.rowwise, self.columnwise = rowwise, columnwise
 
     @classmethod
@@ -130,8 +127,8 @@ class QuantizedTensor(Tensor):
         rowwise, columnwise = self.rowwise, self.columnwise
         return rowwise.spec if rowwise else None, columnwise.spec if columnwise else None
 
-    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:  # type: ignore[override]
-        """The values of the codes, (rows, cols), in the nominal dtype; a plain tensor, no gradient."""
+    def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
+        """The values of the codes, (rows, cols), in the nominal dtype; plain, without gradient."""
         dtype = dtype or self.dtype
         part = next(
             (p for p in (self.rowwise, self.columnwise) if p and not has_transform(p.spec)), None
@@ -142,7 +139,7 @@ class QuantizedTensor(Tensor):
         return values.t().contiguous() if part.columnwise else values
 
     def direction(self, spec: str, columnwise: bool) -> Quantized:
-        """The codes of one direction in `spec`, held or exactly transposed; ValueError otherwise."""
+        """The codes of one direction in `spec`, held or exactly transposed; else ValueError."""
         held, other = self.rowwise, self.columnwise
         if columnwise:
             held, other = other, held
@@ -154,7 +151,7 @@ class QuantizedTensor(Tensor):
         raise ValueError(f"QuantizedTensor: asked for {wanted} {spec}, but {self._holds()}")
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Drops a direction (False), or restores it from the other one where that is exact (True)."""
+        """Drops a direction (False), or restores it from the other where that is exact (True)."""
         parts: dict[bool, Quantized | None] = {False: self.rowwise, True: self.columnwise}
         for is_columnwise, wanted in ((False, rowwise), (True, columnwise)):
             if wanted and parts[is_columnwise] is None:
@@ -177,8 +174,10 @@ class QuantizedTensor(Tensor):
 
     def _map(self, fn: Callable[[Quantized], Quantized], dtype: torch.dtype | None = None) -> Any:
         """A QuantizedTensor of fn(part) for each part."""
-        parts = [None if p is None else fn(p) for p in (self.rowwise, self.columnwise)]
-        return QuantizedTensor(*parts, dtype=dtype or self.dtype)
+        rowwise, columnwise = (
+            None if p is None else fn(p) for p in (self.rowwise, self.columnwise)
+        )
+        return QuantizedTensor(rowwise, columnwise, dtype or self.dtype)
 
     def _write(self, source: Tensor) -> None:
         """source's bytes where it is laid out alike, else its values rounded again; in place."""
@@ -199,8 +198,8 @@ class QuantizedTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         row, col = self.specs
         return (
-            f"{type(self).__name__}(rowwise={row!r}, columnwise={col!r}, shape={tuple(self.shape)}, "
-            f"dtype={self.dtype}, device='{self.device}')"
+            f"{type(self).__name__}(rowwise={row!r}, columnwise={col!r}, "
+            f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
         )
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
@@ -214,12 +213,15 @@ class QuantizedTensor(Tensor):
     def __tensor_unflatten__(
         inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
     ) -> QuantizedTensor:
-        *sides, dtype = context
-        parts = []
-        for side, meta in zip(("rowwise", "columnwise"), sides):
-            tensors = [inner.get(f"_{side}_{name}") for name in TENSORS]
-            parts.append(Quantized(*tensors, *meta, side == "columnwise") if meta else None)
-        return QuantizedTensor(*parts, dtype=dtype)
+        row, col, dtype = context
+
+        def part(side: str, spec: str, shape: tuple[int, ...]) -> Quantized:
+            codes, scale, amax = (inner[f"_{side}_{name}"] for name in TENSORS)
+            return Quantized(codes, scale, amax, spec, shape, side == "columnwise")
+
+        rowwise = part("rowwise", *row) if row else None
+        columnwise = part("columnwise", *col) if col else None
+        return QuantizedTensor(rowwise, columnwise, dtype)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         leaf = (self.requires_grad, _is_parameter(self))
@@ -228,8 +230,7 @@ class QuantizedTensor(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]
-        parts = [p and map_tensors(p, torch.clone) for p in (self.rowwise, self.columnwise)]
-        twin = QuantizedTensor(*parts, dtype=self.dtype)
+        twin = self._map(lambda part: map_tensors(part, torch.clone))
         twin = _as_leaf(twin, self.requires_grad, _is_parameter(self))
         memo[id(self)] = twin
         for name, value in self.__dict__.items():

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from ._native import ops
 from .parts import cut, map_tensors
-from .quantized import Quantized
+from .quantized import Quantized, raw_scale
 from .tensor import NOMINAL_DTYPES, QuantizedTensor, handles
 
 aten = torch.ops.aten
@@ -42,7 +42,7 @@ def quantize(
         part = x.direction(ops.parse_spec(spec), columnwise)
         if decoded:
             values = ops.decode(part.codes, part.scale, part.spec, part.shape[1])
-        return part.codes, part.scale, part.amax, values
+        return part.codes, raw_scale(part), part.amax, values
 
     return (*answer(row, False, decoded_row), *answer(col, True, decoded_col))
 
@@ -73,7 +73,7 @@ def to_copy(
     non_blocking: bool = False,
     **layout: Any,
 ) -> Any:
-    """Another nominal dtype or device: the same codes. A dtype that is no nominal one: the values."""
+    """Another nominal dtype or device: the same codes. Any other dtype: the values."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
 

@@ -10,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 # aot_eager traces, partitions and functionalizes as inductor does, and runs the same ops.
 BACKEND = "aot_eager"
-# More than one block each: torch gives a dimension of size 1, a single column of scales, its own graph.
+# More than one block each: torch gives a dimension of size 1 (one column of scales) its own graph.
 BATCHES = (200, 130, 136, 1000, 513)
 
 
@@ -213,7 +213,7 @@ def test_inductor():
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for n in BATCHES[:2]:
         a, b = results(eager, eager, n), results(model, compiled, n)
-        # Inductor's GELU differs in the last bits, so what follows it does; the casts are compared above.
+        # Inductor's GELU differs in the last bits, so what follows it does too.
         for got, want in zip(b, a):
             assert torch.allclose(got, want, rtol=0.1, atol=0.1 * want.abs().max())
         assert torch.equal(a[-1], b[-1])

@@ -104,7 +104,7 @@ def test_report_and_reasons(capsys):
     model.patched.forward = lambda x: x
     report = mf.quantize_(
         model,
-        "layers.*: nvfp4; layers.1.*: mxfp8; output: bf16; half: mxfp8; patched: mxfp8; mine: mxfp8",
+        "*: nvfp4; layers.1.*: mxfp8; output: bf16",
         filter_fqns=["layers.0.up"],
         filter_fn=lambda module, name: name != "layers.1.up",
     )

@@ -1,4 +1,4 @@
-"""mf.quantize and the transforms: bytes against the oracle, over shapes, dtypes, strides and values."""
+"""mf.quantize and the transforms: bytes against the oracle, over shapes, dtypes and values."""
 
 import itertools
 import pickle
@@ -270,7 +270,7 @@ def test_hadamard(points, columnwise):
     as_read = (x.t() if columnwise else x).contiguous()
     y = mf.hadamard(x, points, columnwise=columnwise)
     same_floats(y.float(), oracle.hadamard(as_read.numpy(), points), f"{points} points")
-    # Orthonormal: lengths are kept, within bf16's rounding (2^-9 an element, averaged out over a row).
+    # Orthonormal: lengths are kept, within bf16's rounding, 2^-9 an element.
     assert torch.allclose(y.float().norm(dim=1), as_read.norm(dim=1), rtol=2**-9)
 
 

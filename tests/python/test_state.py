@@ -15,7 +15,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def delayed_amax(history, algorithm, margin):
-    """The rule for one operand, entry by entry. history: the amax in force, then the newest first."""
+    """The rule for one operand, entry by entry. history: the amax in force, then newest first."""
     previous, *seen = history
     usable = [h for h in seen if math.isfinite(h) and h != 0]
     if not usable:
@@ -52,7 +52,7 @@ def test_training_against_a_loop(algorithm):
     force, seen = [0.0] * 6, [[] for _ in range(6)]
     for scale in (1.0, 8.0, 0.25, 0.0, 3.0, 100.0, 1.0):
         running = [0.0] * 6
-        for micro_batch in range(2):
+        for _ in range(2):
             x, g = scale * torch.randn(5, 24), scale * torch.randn(5, 16)
             x.requires_grad_()
             model(x).backward(g)
@@ -189,6 +189,8 @@ def run_rank(rank: int, port: int, results) -> None:
     model[0].amax_history[1, 1] = 0.5 * (rank + 1)
     mf.step(model)
     history = model[0].amax_history[:2, :3].tolist()
+    wrapped = nn.parallel.DistributedDataParallel(model)
+    assert mf.training_state(wrapped).keys() == mf.training_state(model).keys()
     results.put((rank, history, y.isnan().any().item(), model[1].rng_state.tensor.tolist()))
     torch.distributed.destroy_process_group()
 

@@ -83,8 +83,8 @@ MINIFLOAT_HD constexpr float e8m0_reciprocal(std::uint32_t code) {
 // NVFP4: E2M1 elements, an E4M3 scale a block, one fp32 scale a tensor; Transformer Engine's order of
 // operations. How the block scale is rounded to E4M3:
 enum class Nvfp4Rounding {
-  kNearest,     // nearest even: a block's largest element may saturate by up to 6%
-  kUp,          // up: no element saturates
+  kNearest,  // nearest even: a block's largest element may saturate, by up to 6% where s is normal
+  kUp,       // up: no element saturates
   kPowerOfTwo,  // up to a power of two; the tensor scale makes the largest one 256
 };
 
