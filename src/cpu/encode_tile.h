@@ -42,6 +42,7 @@ struct TileBlocks {
   static constexpr std::int64_t kMaxBlocks = kTileRows * kTileCols / 16;
   int height, width;        // of a block
   std::int64_t rows, cols;  // of the grid
+  bool any_zero = false;    // is an NVFP4 scale 0?
   alignas(64) std::uint32_t amax[kMaxBlocks];
   alignas(64) std::uint32_t code[kMaxBlocks];  // E8M0 or E4M3
   alignas(64) float scale[kMaxBlocks];         // what an exact product multiplies codes by
@@ -145,10 +146,16 @@ MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, std::int64_t batch,
   if (spec.rule == ScaleRule::kNvfp4) {
     const Nvfp4Rounding rounding = nvfp4_rounding(spec);
     if (rounding == Nvfp4Rounding::kNearest)  // three loops, each without a choice inside
-      return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kNearest, count, blocks);
-    if (rounding == Nvfp4Rounding::kUp)
-      return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kUp, count, blocks);
-    return nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kPowerOfTwo, count, blocks);
+      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kNearest, count, blocks);
+    else if (rounding == Nvfp4Rounding::kUp)
+      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kUp, count, blocks);
+    else
+      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kPowerOfTwo, count, blocks);
+    std::uint32_t least = blocks.code[0];
+    for (std::int64_t b = 0; b < count; ++b)
+      least = blocks.code[b] < least ? blocks.code[b] : least;
+    blocks.any_zero = least == 0;
+    return;
   }
   for (std::int64_t b = 0; b < count; ++b) {
     const Factors factors = fp8_factors<F>(blocks.amax[b], true);
@@ -171,22 +178,32 @@ MINIFLOAT_INLINE void settled_scales(const OperandPlan& plan, const TileRange& r
   }
 }
 
+// Row r of the grid goes to `at`; nearly always the whole row is inside.
+template <class T>
+MINIFLOAT_INLINE void store_scale_row(const T* from, T* to, std::int64_t inside) {
+  if (inside == 8)
+    __builtin_memcpy(to, from, 8 * sizeof(T));  // the widest grid, of blocks of 16
+  else
+    for (std::int64_t c = 0; c < inside; ++c) to[c] = from[c];
+}
+
 MINIFLOAT_INLINE void store_scales(const OperandPlan& plan, const TileRange& range,
                                    const TileBlocks& blocks) {
-  const bool fp32 = plan.operand.spec.rule == ScaleRule::kBlock;
   const std::int64_t first_row = range.row / blocks.height, first_col = range.col / blocks.width;
   const std::int64_t left = plan.scale_cols - first_col;
   const std::int64_t cols = left < blocks.cols ? left : blocks.cols;
+  std::uint8_t bytes[TileBlocks::kMaxBlocks];
+  for (std::int64_t b = 0; b < round_up<std::int64_t>(blocks.rows * blocks.cols, 16); ++b)
+    bytes[b] = static_cast<std::uint8_t>(blocks.code[b]);
   for (std::int64_t r = 0; r < blocks.rows; ++r) {
     const std::int64_t at =
         (range.batch * plan.scale_rows + first_row + r) * plan.scale_cols + first_col;
-    for (std::int64_t c = 0; c < cols; ++c) {
-      if (fp32)
-        static_cast<float*>(plan.operand.scale)[at + c] = blocks.scale[r * blocks.cols + c];
-      else
-        static_cast<std::uint8_t*>(plan.operand.scale)[at + c] =
-            static_cast<std::uint8_t>(blocks.code[r * blocks.cols + c]);
-    }
+    if (plan.operand.spec.rule == ScaleRule::kBlock)
+      store_scale_row(blocks.scale + r * blocks.cols, static_cast<float*>(plan.operand.scale) + at,
+                      cols);
+    else
+      store_scale_row(bytes + r * blocks.cols, static_cast<std::uint8_t*>(plan.operand.scale) + at,
+                      cols);
   }
 }
 
@@ -195,11 +212,15 @@ template <int FormatBits>
 MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row,
                                       std::uint32_t group, std::uint32_t* bits) {
   constexpr int kGroups = kTileCols / kElementsPerCall;
-  std::uint32_t words[kGroups * 4];
+  std::uint64_t by_word[4][kGroups];  // the calls of a row run side by side, a 64-bit lane each
   for (int g = 0; g < kGroups; ++g) {
-    const Words w = random_words(plan.key, plan.stream, row, group + static_cast<std::uint32_t>(g));
-    for (int i = 0; i < 4; ++i) words[4 * g + i] = w.w[i];
+    const auto w = random_words<std::uint64_t>(plan.key, plan.stream, row,
+                                               group + static_cast<std::uint32_t>(g));
+    for (int i = 0; i < 4; ++i) by_word[i][g] = w.w[i];
   }
+  std::uint32_t words[kGroups * 4];
+  for (int g = 0; g < kGroups; ++g)
+    for (int i = 0; i < 4; ++i) words[4 * g + i] = static_cast<std::uint32_t>(by_word[i][g]);
   for (int j = 0; j < kGroups * 4; ++j)
     for (int lane = 0; lane < kElementsPerWord; ++lane)
       bits[kElementsPerWord * j + lane] = random_bits<FormatBits>(words[j], lane);
@@ -241,14 +262,24 @@ MINIFLOAT_INLINE void encode_row(const float* __restrict row, const float* facto
 
 // What the multiplication alone would get wrong: under +delayed an infinite element becomes NaN, and NVFP4
 // blocks of scale 0 become zeros.
-MINIFLOAT_INLINE void prepare_row(const Spec& spec, const std::uint32_t* block_codes, float* row) {
+MINIFLOAT_INLINE void prepare_row(const Spec& spec, bool any_zero, const std::uint32_t* block_codes,
+                                  float* row) {
   if (spec.delayed)
     for (std::int64_t c = 0; c < kTileCols; ++c)
       row[c] = is_finite(magnitude_bits(row[c])) ? row[c] : nan_value();
-  if (spec.rule != ScaleRule::kNvfp4) return;
+  if (!any_zero) return;
   for (std::int64_t b = 0; b < kTileCols / 16; ++b)
     if (block_codes[b] == 0)
       for (int i = 0; i < 16; ++i) row[16 * b + i] = 0.0f;
+}
+
+// `inside` of Whole elements; nearly always all of them, which is a copy of a known size.
+template <std::int64_t Whole, class T>
+MINIFLOAT_INLINE void store_inside(const T* from, T* to, std::int64_t inside) {
+  if (inside == Whole)
+    __builtin_memcpy(to, from, Whole * sizeof(T));
+  else
+    __builtin_memcpy(to, from, static_cast<std::size_t>(inside) * sizeof(T));
 }
 
 template <class F>
@@ -263,9 +294,9 @@ MINIFLOAT_INLINE void store_row(const OperandPlan& plan, const TileRange& range,
     for (std::int64_t i = 0; i < kTileCols / 2; ++i)
       packed[i] = pack_nibbles(codes[2 * i], codes[2 * i + 1]);
     if (inside % 2) packed[inside / 2] &= 0x0F;
-    __builtin_memcpy(out + range.col / 2, packed, static_cast<std::size_t>((inside + 1) / 2));
+    store_inside<kTileCols / 2>(packed, out + range.col / 2, (inside + 1) / 2);
   } else {
-    __builtin_memcpy(out + range.col, codes, static_cast<std::size_t>(inside));
+    store_inside<kTileCols>(codes, out + range.col, inside);
   }
 }
 
@@ -285,9 +316,8 @@ MINIFLOAT_INLINE void store_decoded(const OperandPlan& plan, const TileRange& ra
   std::uint16_t values[kTileCols];
   spread_blocks<Width>(scale, spread);
   decode_row<F>(codes, spread, values);
-  __builtin_memcpy(
-      plan.operand.decoded + (range.batch * plan.rows + range.row + r) * plan.padded + range.col,
-      values, static_cast<std::size_t>(inside) * sizeof(std::uint16_t));
+  const std::int64_t row = range.batch * plan.rows + range.row + r;
+  store_inside<kTileCols>(values, plan.operand.decoded + row * plan.padded + range.col, inside);
 }
 
 template <class F, bool kStochastic>
@@ -331,7 +361,7 @@ struct EncodeTile {
                                        r),
             static_cast<std::uint32_t>((operand.origin.col + range.col) / kElementsPerCall), bits);
       float* row = args.tile->row(r);
-      prepare_row(operand.spec, blocks.code + first, row);
+      prepare_row(operand.spec, blocks.any_zero, blocks.code + first, row);
       encode_row<F, kStochastic, Width>(row, blocks.factor + first, bits, codes);
       store_row<F>(plan, range, r, codes);
       if (operand.decoded) store_decoded<F, Width>(plan, range, r, blocks.scale + first, codes);

@@ -58,9 +58,10 @@ class Direction {
     if (spec.has_tensor_amax() || spec.has_row_amax()) settle_amax(execution);
   }
 
-  // The tile of x whose corner is (row, col) of x.
-  void encode(std::int64_t batch, std::int64_t row, std::int64_t col, Tile& tile) const {
-    TileRange range = {batch, row, col, std::min(kTileRows, x_.rows - row),
+  // The tile of x whose corner is (row, col) of x, `height` rows of x.
+  void encode(std::int64_t batch, std::int64_t row, std::int64_t col, std::int64_t height,
+              Tile& tile) const {
+    TileRange range = {batch, row, col, std::min(height, x_.rows - row),
                        std::min(kTileCols, x_.cols - col)};
     if (columnwise_) range = {batch, col, row, range.cols, range.rows};
     const LoadArgs load = {&x_, columnwise_, plan_.operand.spec.transform, &range, &tile};
@@ -123,6 +124,26 @@ class Direction {
   std::vector<Nvfp4Tensor> nvfp4_;
 };
 
+// Rows of x in a tile. Rowwise alone few do, so that the rows are streams that the machine prefetches by itself.
+std::int64_t tile_height(const Operand* rowwise, const Operand* columnwise) {
+  constexpr std::int64_t kFew = 16;
+  return columnwise ? kTileRows : std::max<std::int64_t>(kFew, rowwise->spec.block_rows);
+}
+
+// Asks for the tile that the walk comes to next: its rows are too short for the machine to see a stream.
+void prefetch_tile(const TensorRef& x, std::int64_t batch, std::int64_t row, std::int64_t col,
+                   std::int64_t height) {
+  constexpr std::int64_t kLine = 64;
+  const std::int64_t size = x.dtype == DType::kFloat32 ? 4 : 2;
+  const std::int64_t bytes = (std::min(x.cols, col + kTileCols) - col) * size;
+  if (bytes <= 0) return;
+  for (std::int64_t r = row; r < std::min(x.rows, row + height); ++r) {
+    const char* line =
+        static_cast<const char*>(x.data) + (batch * x.batch_stride + r * x.row_stride + col) * size;
+    for (std::int64_t at = 0; at < bytes; at += kLine) __builtin_prefetch(line + at);
+  }
+}
+
 }  // namespace
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
@@ -132,13 +153,15 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   if (rowwise) directions.emplace_back(x, *rowwise, false, execution);
   if (columnwise) directions.emplace_back(x, *columnwise, true, execution);
 
-  const std::int64_t down = ceil_div(x.rows, kTileRows), across = ceil_div(x.cols, kTileCols);
+  const std::int64_t height = tile_height(rowwise, columnwise);
+  const std::int64_t down = ceil_div(x.rows, height), across = ceil_div(x.cols, kTileCols);
   const std::int64_t elements = x.batch * x.rows * x.cols;
   parallel_for(execution, x.batch * down * across, elements, [&](std::int64_t i) {
     Tile tile;
-    const std::int64_t row = i / across % down * kTileRows, col = i % across * kTileCols;
-    for (const Direction& direction : directions)
-      direction.encode(i / across / down, row, col, tile);
+    const std::int64_t batch = i / across / down, row = i / across % down * height,
+                       col = i % across * kTileCols;
+    prefetch_tile(x, batch, row, col + kTileCols, height);
+    for (const Direction& direction : directions) direction.encode(batch, row, col, height, tile);
   });
 }
 

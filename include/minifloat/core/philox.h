@@ -20,20 +20,23 @@ inline constexpr int kPhiloxRounds = 7;      // the fewest that pass BigCrush (S
 inline constexpr int kElementsPerWord = 4;   // of stochastic rounding
 inline constexpr int kElementsPerCall = 16;  // four words
 
-struct Words {
-  std::uint32_t w[4];
+// Four 32-bit words. Word is std::uint32_t, or std::uint64_t where a vector lane of that width saves the narrowing.
+template <class Word>
+struct BasicWords {
+  Word w[4];
 };
+using Words = BasicWords<std::uint32_t>;
 
-template <int Rounds = kPhiloxRounds>
-MINIFLOAT_HD constexpr Words philox4x32(Words counter, std::uint64_t key) {
+template <int Rounds = kPhiloxRounds, class Word = std::uint32_t>
+MINIFLOAT_HD constexpr BasicWords<Word> philox4x32(BasicWords<Word> counter, std::uint64_t key) {
   std::uint32_t k0 = static_cast<std::uint32_t>(key);
   std::uint32_t k1 = static_cast<std::uint32_t>(key >> 32);
-  Words c = counter;
+  BasicWords<Word> c = counter;
   for (int round = 0; round < Rounds; ++round) {
     const std::uint64_t a = std::uint64_t{0xD251'1F53u} * c.w[0];
     const std::uint64_t b = std::uint64_t{0xCD9E'8D57u} * c.w[2];
-    c = {{static_cast<std::uint32_t>(b >> 32) ^ c.w[1] ^ k0, static_cast<std::uint32_t>(b),
-          static_cast<std::uint32_t>(a >> 32) ^ c.w[3] ^ k1, static_cast<std::uint32_t>(a)}};
+    c = {{static_cast<Word>(b >> 32) ^ c.w[1] ^ k0, static_cast<Word>(b & 0xFFFF'FFFFu),
+          static_cast<Word>(a >> 32) ^ c.w[3] ^ k1, static_cast<Word>(a & 0xFFFF'FFFFu)}};
     k0 += 0x9E37'79B9u;
     k1 += 0xBB67'AE85u;
   }
@@ -41,11 +44,12 @@ MINIFLOAT_HD constexpr Words philox4x32(Words counter, std::uint64_t key) {
 }
 
 // The words of elements [16 * group, 16 * group + 16) of row `row`.
-MINIFLOAT_HD constexpr Words random_words(std::uint64_t seed, std::uint64_t stream,
-                                          std::uint32_t row, std::uint32_t group) {
-  return philox4x32(
-      {{group, row, static_cast<std::uint32_t>(stream), static_cast<std::uint32_t>(stream >> 32)}},
-      seed);
+template <class Word = std::uint32_t>
+MINIFLOAT_HD constexpr BasicWords<Word> random_words(std::uint64_t seed, std::uint64_t stream,
+                                                     std::uint32_t row, std::uint32_t group) {
+  const BasicWords<Word> counter = {
+      {group, row, static_cast<std::uint32_t>(stream), static_cast<std::uint32_t>(stream >> 32)}};
+  return philox4x32(counter, seed);
 }
 
 MINIFLOAT_HD constexpr std::uint32_t reverse_bits(std::uint32_t x) {
