@@ -78,7 +78,7 @@ Tensor exact_product(const Side& a, const Side& b, const std::optional<Tensor>& 
   Tensor out = multiply(a.values, b.values, alpha, std::nullopt, at::kFloat);
   if (a.row_factors.defined()) out.mul_(a.row_factors.unsqueeze(1));
   if (b.row_factors.defined()) out.mul_(b.row_factors.unsqueeze(0));
-  if (bias) out.add_(bias->to(at::kFloat));
+  if (bias) out.add_(bias->to(out_dtype));  // rounded like the other path's, added in fp32
   return out.to(out_dtype);
 }
 
