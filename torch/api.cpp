@@ -1,23 +1,18 @@
 #include "minifloat/torch.h"
 
-#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/nn/init.h>
 
 #include <cmath>
 
 #include "minifloat/core/philox.h"
+#include "ops.h"
 
 namespace minifloat {
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, const Recipe& recipe,
                   const LinearState& state) {
-  using Signature = at::Tensor(const at::Tensor&, const at::Tensor&,
-                               const std::optional<at::Tensor>&, const std::string&,
-                               const std::optional<at::Tensor>&, const std::optional<at::Tensor>&);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("minifloat::linear", "").typed<Signature>();
-  return op.call(x, weight, bias, recipe.str(), state.rng, state.amax_history);
+  return torch_ops::linear(x, weight, bias, recipe.str(), state.rng, state.amax_history);
 }
 
 namespace nn {

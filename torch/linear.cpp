@@ -11,7 +11,6 @@
 // What no gradient asks for is neither computed nor kept. The op is composite: what the dispatcher sees below
 // it are quantize and scaled_mm.
 #include <ATen/ATen.h>
-#include <ATen/autocast_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
@@ -355,52 +354,11 @@ std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
   return apply(x, layers, recipe);
 }
 
-// Autocast: values go to its dtype; gradients come back through the cast.
-template <c10::DeviceType device>
-Tensor cast(const Tensor& t) {
-  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
-}
-
-template <c10::DeviceType device>
-Tensor linear_autocast(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                       const std::string& recipe, const std::optional<Tensor>& rng,
-                       const std::optional<Tensor>& amax_history) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  return linear(cast<device>(x), cast<device>(weight),
-                bias ? std::optional(cast<device>(*bias)) : std::nullopt, recipe, rng,
-                amax_history);
-}
-
-template <c10::DeviceType device>
-std::vector<Tensor> linear_group_autocast(const Tensor& x, at::TensorList weights,
-                                          const c10::List<std::optional<Tensor>>& biases,
-                                          const std::string& recipe,
-                                          const std::optional<at::TensorList>& rng,
-                                          const std::optional<at::TensorList>& amax_history) {
-  const c10::impl::ExcludeDispatchKeyGuard no_autocast(
-      at::autocast::get_autocast_dispatch_key_from_device_type(device));
-  std::vector<Tensor> cast_weights;
-  c10::List<std::optional<Tensor>> cast_biases;
-  for (const Tensor& w : weights) cast_weights.push_back(cast<device>(w));
-  for (const std::optional<Tensor> b : biases)
-    cast_biases.push_back(b ? std::optional(cast<device>(*b)) : std::nullopt);
-  return linear_group(cast<device>(x), cast_weights, cast_biases, recipe, rng, amax_history);
-}
-
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   m.impl("linear", linear);
   m.impl("linear_group", linear_group);
-}
-TORCH_LIBRARY_IMPL(minifloat, AutocastCPU, m) {
-  m.impl("linear", linear_autocast<c10::DeviceType::CPU>);
-  m.impl("linear_group", linear_group_autocast<c10::DeviceType::CPU>);
-}
-TORCH_LIBRARY_IMPL(minifloat, AutocastCUDA, m) {
-  m.impl("linear", linear_autocast<c10::DeviceType::CUDA>);
-  m.impl("linear_group", linear_group_autocast<c10::DeviceType::CUDA>);
 }
 
 }  // namespace minifloat

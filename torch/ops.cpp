@@ -44,4 +44,26 @@ Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std
                  out_dtype);
 }
 
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+              const std::string& recipe, const std::optional<Tensor>& rng,
+              const std::optional<Tensor>& amax_history) {
+  using Signature =
+      Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::string&,
+             const std::optional<Tensor>&, const std::optional<Tensor>&);
+  static const auto op = find<Signature>("minifloat::linear");
+  return op.call(x, weight, bias, recipe, rng, amax_history);
+}
+
+std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
+                                 const c10::List<std::optional<Tensor>>& biases,
+                                 const std::string& recipe,
+                                 const std::optional<at::TensorList>& rng,
+                                 const std::optional<at::TensorList>& amax_history) {
+  using Signature = std::vector<Tensor>(
+      const Tensor&, at::TensorList, const c10::List<std::optional<Tensor>>&, const std::string&,
+      const std::optional<at::TensorList>&, const std::optional<at::TensorList>&);
+  static const auto op = find<Signature>("minifloat::linear_group");
+  return op.call(x, weights, biases, recipe, rng, amax_history);
+}
+
 }  // namespace minifloat::torch_ops

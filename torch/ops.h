@@ -2,6 +2,7 @@
 // subclass, a fake tensor or a functional one sees each of them.
 #pragma once
 
+#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
@@ -10,6 +11,7 @@
 #include <string>
 #include <tuple>
 #include <utility>
+#include <vector>
 
 namespace minifloat::torch_ops {
 
@@ -42,5 +44,15 @@ Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec,
 // operand itself where its spec is bf16.
 Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
                  c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype);
+
+// The layers, whole: y of each weight. See schemas.cpp and include/minifloat/torch.h.
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+              const std::string& recipe, const std::optional<Tensor>& rng,
+              const std::optional<Tensor>& amax_history);
+std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
+                                 const c10::List<std::optional<Tensor>>& biases,
+                                 const std::string& recipe,
+                                 const std::optional<at::TensorList>& rng,
+                                 const std::optional<at::TensorList>& amax_history);
 
 }  // namespace minifloat::torch_ops

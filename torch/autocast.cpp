@@ -1,0 +1,62 @@
+// linear and linear_group under autocast: values go to its dtype, and gradients come back through the cast.
+#include <ATen/autocast_mode.h>
+#include <torch/library.h>
+
+#include "ops.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+
+template <c10::DeviceType device>
+Tensor cast(const Tensor& t) {
+  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
+}
+
+template <c10::DeviceType device>
+std::optional<Tensor> cast(const std::optional<Tensor>& t) {
+  return t ? std::optional(cast<device>(*t)) : std::nullopt;
+}
+
+template <c10::DeviceType device>
+c10::DispatchKey autocast_key() {
+  return at::autocast::get_autocast_dispatch_key_from_device_type(device);
+}
+
+template <c10::DeviceType device>
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+              const std::string& recipe, const std::optional<Tensor>& rng,
+              const std::optional<Tensor>& amax_history) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
+  return torch_ops::linear(cast<device>(x), cast<device>(weight), cast<device>(bias), recipe, rng,
+                           amax_history);
+}
+
+template <c10::DeviceType device>
+std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
+                                 const c10::List<std::optional<Tensor>>& biases,
+                                 const std::string& recipe,
+                                 const std::optional<at::TensorList>& rng,
+                                 const std::optional<at::TensorList>& amax_history) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
+  std::vector<Tensor> cast_weights;
+  c10::List<std::optional<Tensor>> cast_biases;
+  for (const Tensor& w : weights) cast_weights.push_back(cast<device>(w));
+  for (const std::optional<Tensor> b : biases) cast_biases.push_back(cast<device>(b));
+  return torch_ops::linear_group(cast<device>(x), cast_weights, cast_biases, recipe, rng,
+                                 amax_history);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, AutocastCPU, m) {
+  m.impl("linear", linear<c10::DeviceType::CPU>);
+  m.impl("linear_group", linear_group<c10::DeviceType::CPU>);
+}
+TORCH_LIBRARY_IMPL(minifloat, AutocastCUDA, m) {
+  m.impl("linear", linear<c10::DeviceType::CUDA>);
+  m.impl("linear_group", linear_group<c10::DeviceType::CUDA>);
+}
+
+}  // namespace minifloat
