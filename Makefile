@@ -20,7 +20,7 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build train test test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
+.PHONY: help setup build libraries train test test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -46,9 +46,15 @@ $(READY): requirements.txt tools/link_tree.py
 	$(PY) tools/link_tree.py
 	@touch $@
 
+CONFIGURE = $(CMAKE) --preset default -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
+
 build: $(READY)
-	$(CMAKE) --preset default -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
+	$(CONFIGURE)
 	$(CMAKE) --build --preset default -j $(JOBS)
+
+libraries: $(READY)  # what `import minifloat` needs, without the tests
+	$(CONFIGURE)
+	$(CMAKE) --build --preset default -j $(JOBS) --target minifloat_torch
 
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --wheel-dir dist .
@@ -58,7 +64,9 @@ TRAIN_ARGS = $(if $(RECIPES),--recipes '$(RECIPES)') $(if $(DATA),--data $(DATA)
   $(if $(STEPS),--steps $(STEPS)) $(if $(MODEL),--model $(MODEL)) $(if $(OUT),--out $(OUT)) \
   $(if $(RESUME),--resume) $(ARGS)
 
-train: build
+# Idle threads sleep: spinning gains little alone, and beside another job it costs many times the step.
+train: export OMP_WAIT_POLICY ?= passive
+train: libraries
 	$(VENV)/bin/minifloat train $(TRAIN_ARGS)
 
 # ---- Tests -----------------------------------------------------------------------------------

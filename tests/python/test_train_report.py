@@ -20,7 +20,8 @@ def records_of(run, losses, step_ms):
 
 def rows_of(records, runs=(BF16, NOISE, NVFP4)):
     curves = {run.name: curves_of(records, run.name) for run in runs}
-    return table_rows(runs, curves, {"nvfp4": {"peak": 2e6}}, baseline_of(runs, 1)), curves
+    rows = table_rows(runs, curves, {"nvfp4": {"peak": 2e6}}, baseline_of(runs, 1), light_ms=60)
+    return rows, curves
 
 
 def test_gaps_are_taken_at_the_same_step():
@@ -33,6 +34,7 @@ def test_gaps_are_taken_at_the_same_step():
     assert rows[1]["validation_loss"] is None
     assert rows[2]["gap_percent"] == pytest.approx(10)
     assert rows[2]["step_cost"] == pytest.approx(1.5)
+    assert rows[2]["speed_of_light_percent"] == pytest.approx(40)
     table = markdown_table(rows, last_step=6)
     assert "4.4000 (step 4)" in table
     assert "+10.00%" in table

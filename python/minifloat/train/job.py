@@ -91,19 +91,18 @@ def train(
             f"{light.gflops_per_s:.0f} GFLOP/s in bf16"
         )
         job = Job(config, batches, tokens.fingerprint, out, Metrics(out), light, flag)
-        context = job_facts(job, corpus, tokens)
         try:
             with flag.installed():
                 train_all(job, runs, facts)
         except (TrainError, OSError):
             job.metrics.close()
             try:
-                write_report(job, runs, facts, context)
+                write_report(job, runs, facts, job_facts(job, corpus, tokens))
             except OSError as error:
                 say(f"and no report: {error.strerror}")
             raise
         job.metrics.close()
-        write_report(job, runs, facts, context)
+        write_report(job, runs, facts, job_facts(job, corpus, tokens))
     return INTERRUPTED if flag() else 0
 
 
@@ -163,6 +162,7 @@ def train_all(job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]
         if job.should_stop():
             return
         facts[run.name]["status"] = "unfinished"
+        job.light.improve(measure_speed_of_light(job.config))  # a busy moment must not pass for it
         outcome = train_run(run, job, f"{run.name} [{number}/{len(runs)}]")
         facts[run.name] |= outcome
         if not outcome["status"].startswith("stopped"):
@@ -275,7 +275,7 @@ def write_report(
     records = read_records(job.metrics.path)
     curves = {run.name: curves_of(records, run.name) for run in runs}
     baseline = baseline_of(runs, job.config.seed)
-    rows = table_rows(runs, curves, facts, baseline)
+    rows = table_rows(runs, curves, facts, baseline, context["light_ms"])
     context = {**context, "baseline": baseline.name if baseline else "none"}
     started = [run for run in runs if curves[run.name].train]
     if started:

@@ -23,7 +23,6 @@ class Curves:
     validation: dict[int, float | None]
     step_ms: list[float]
     tokens_per_s: list[float]
-    speed_of_light: list[float]
 
 
 def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
@@ -36,7 +35,6 @@ def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
         validation=evals,
         step_ms=[r["step_ms"] for r in timed],
         tokens_per_s=[r["tokens_per_s"] for r in timed],
-        speed_of_light=[r["speed_of_light"] for r in timed],
     )
 
 
@@ -51,8 +49,12 @@ def table_rows(
     curves: dict[str, Curves],
     facts: dict[str, dict[str, Any]],
     baseline: RunSpec | None,
+    light_ms: float,
 ) -> list[dict[str, Any]]:
-    """One row a run; None where nothing was measured. `facts`: what result.json holds."""
+    """One row a run; None where nothing was measured.
+
+    facts: what result.json holds; light_ms: the products of a step alone.
+    """
     reference = curves[baseline.name] if baseline else None
     rows = []
     for run in runs:
@@ -73,7 +75,7 @@ def table_rows(
                 "step_ms": median(own.step_ms),
                 "step_cost": ratio(median(own.step_ms), reference),
                 "tokens_per_s": median(own.tokens_per_s),
-                "speed_of_light_percent": scaled(median(own.speed_of_light), 100),
+                "speed_of_light_percent": percent(light_ms, median(own.step_ms)),
                 "saved_bytes_per_token": fact.get("saved_total"),
                 "saved_bytes_per_token_linears": fact.get("saved_linears"),
                 "peak_memory_bytes": fact.get("peak"),
@@ -87,8 +89,8 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def scaled(value: float | None, factor: float) -> float | None:
-    return None if value is None else value * factor
+def percent(part: float, whole: float | None) -> float | None:
+    return 100 * part / whole if whole else None
 
 
 def ratio(step_ms: float | None, reference: Curves | None) -> float | None:
