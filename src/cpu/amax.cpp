@@ -58,19 +58,21 @@ struct Panel {
   }
 
   MINIFLOAT_INLINE static void transformed(const PanelArgs& args) {
-    Tile tile;
+    TileMemory memory;
     for (std::int64_t r = 0; r < args.rows; ++r) args.out[r] = 0;
     for (std::int64_t col = 0; col < args.cols; col += kTileCols) {
       const TileRange range = {args.batch, args.first, col, args.rows,
                                args.cols - col < kTileCols ? args.cols - col : kTileCols};
-      load_tile<T>(*args.x, args.columnwise, args.points, kHadamardSigns, range, tile);
+      const LoadArgs load = {args.x, args.columnwise, args.points, kHadamardSigns, &range, &memory};
+      const TileView<std::uint16_t> tile = LoadTransformedTile<T>::run(load);
       for (std::int64_t r = 0; r < args.rows; ++r) {
-        std::uint32_t m = args.out[r];
+        const std::uint16_t* row = tile.row(r);
+        std::uint16_t m = 0;
         for (std::int64_t c = 0; c < kTileCols; ++c) {
-          const std::uint32_t v = magnitude_bits(tile.row(r)[c]);
+          const std::uint16_t v = row[c] & 0x7FFFu;
           m = v > m ? v : m;
         }
-        args.out[r] = m;
+        args.out[r] = std::max(args.out[r], static_cast<std::uint32_t>(m) << 16);
       }
     }
   }

@@ -47,6 +47,25 @@ MINIFLOAT_INLINE std::uint32_t encode_nearest(float x) {
   return finish_code<F>(bits, (p >> L::kDiscarded) - L::kCode + (sum - anchor));
 }
 
+// The same where x is not NaN, in the fewest steps. Only the low bits of the code are looked at, so the anchor need
+// not be subtracted: its low bits are chosen to make up for Lowest's code (an even number, so that ties stay).
+template <class F>
+MINIFLOAT_INLINE std::uint32_t encode_nearest_number(float x) {
+  using L = Lowest<F>;
+  constexpr std::uint32_t kCodes = 2 * F::kSignBit;
+  constexpr std::uint32_t kAnchor =
+      (static_cast<std::uint32_t>(L::kDiscarded) << Float32::kMantissaBits) +
+      (0u - L::kCode) % kCodes;
+  static_assert(kAnchor % 2 == 0);
+  const std::uint32_t bits = bit_cast<std::uint32_t>(x);
+  const std::uint32_t a = clamp_magnitude<F>(bits);
+  const std::uint32_t p = (a > L::kBits ? a : L::kBits) & Float32::kExponent;
+  const std::uint32_t sum =
+      bit_cast<std::uint32_t>(bit_cast<float>(a) + bit_cast<float>(p + kAnchor));
+  const std::uint32_t sign = (bits >> (32 - F::kBits)) & F::kSignBit;
+  return ((sum + (p >> L::kDiscarded)) | sign) % kCodes;
+}
+
 // Stochastic. Normal in the format: the random bits are added at the top of the discarded ones, and a carry runs
 // into the exponent. Below: the value in fixed point, 16 bits after the quantum.
 template <class F>

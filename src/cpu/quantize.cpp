@@ -17,28 +17,23 @@
 namespace minifloat::cpu {
 namespace {
 
-template <class F>
-void encode_tile(const EncodeArgs& args) {
+template <class F, class T>
+void encode_tile(const EncodeArgs<T>& args) {
   if (args.plan->operand.spec.stochastic)
-    run_widest<EncodeTile<F, true>>(args);
+    run_widest<EncodeTile<F, T, true>>(args);
   else
-    run_widest<EncodeTile<F, false>>(args);
+    run_widest<EncodeTile<F, T, false>>(args);
 }
 
-struct LoadArgs {
-  const TensorRef* x;
-  bool columnwise;
-  int points;
-  const TileRange* range;
-  Tile* tile;
-};
-
 template <class T>
-struct LoadTile {
-  MINIFLOAT_INLINE static void run(const LoadArgs& args) {
-    load_tile<T>(*args.x, args.columnwise, args.points, kHadamardSigns, *args.range, *args.tile);
+void encode_elements(const EncodeArgs<T>& args) {
+  switch (args.plan->operand.spec.elements) {
+    case Elements::kE4m3: return encode_tile<E4M3>(args);
+    case Elements::kE5m2: return encode_tile<E5M2>(args);
+    case Elements::kE2m1: return encode_tile<E2M1>(args);
+    case Elements::kBf16: return;
   }
-};
+}
 
 // One direction: its plan, and the memory behind the plan's pointers.
 class Direction {
@@ -60,26 +55,32 @@ class Direction {
 
   // The tile of x whose corner is (row, col) of x, `height` rows of x.
   void encode(std::int64_t batch, std::int64_t row, std::int64_t col, std::int64_t height,
-              Tile& tile) const {
+              TileMemory& memory) const {
     TileRange range = {batch, row, col, std::min(height, x_.rows - row),
                        std::min(kTileCols, x_.cols - col)};
     if (columnwise_) range = {batch, col, row, range.cols, range.rows};
-    const LoadArgs load = {&x_, columnwise_, plan_.operand.spec.transform, &range, &tile};
-    if (x_.dtype == DType::kFloat32)
-      run_widest<LoadTile<float>>(load);
-    else
-      run_widest<LoadTile<std::uint16_t>>(load);
+    encode_range(range, memory);
+  }
 
-    const EncodeArgs args = {&plan_, &range, &tile};
-    switch (plan_.operand.spec.elements) {
-      case Elements::kE4m3: return encode_tile<E4M3>(args);
-      case Elements::kE5m2: return encode_tile<E5M2>(args);
-      case Elements::kE2m1: return encode_tile<E2M1>(args);
-      case Elements::kBf16: return;
-    }
+  // Part of one row of x, from a whole tile row on: as a strip, and what is left of the last tile row.
+  void encode_strip(std::int64_t batch, std::int64_t row, std::int64_t col, std::int64_t cols,
+                    TileMemory& memory) const {
+    const std::int64_t whole = cols / kTileCols;
+    if (whole > 0) encode_range({batch, row, col, whole, kTileCols, true}, memory);
+    if (cols % kTileCols > 0)
+      encode_range({batch, row, col + whole * kTileCols, 1, cols % kTileCols, true}, memory);
   }
 
  private:
+  void encode_range(const TileRange& range, TileMemory& memory) const {
+    const LoadArgs load = {&x_,    columnwise_, plan_.operand.spec.transform, kHadamardSigns,
+                           &range, &memory};
+    if (load.points > 0 || x_.dtype == DType::kBFloat16)
+      encode_elements<std::uint16_t>({&plan_, &range, load_bf16_tile(load)});
+    else
+      encode_elements<float>({&plan_, &range, load_fp32_tile(load)});
+  }
+
   void take_key() {
     const Random& random = plan_.operand.random;
     plan_.key = mix_seed(static_cast<std::uint64_t>(random.state[0]),
@@ -153,15 +154,26 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   if (rowwise) directions.emplace_back(x, *rowwise, false, execution);
   if (columnwise) directions.emplace_back(x, *columnwise, true, execution);
 
+  const std::int64_t elements = x.batch * x.rows * x.cols;
+  if (!columnwise && rowwise->spec.block_rows <= 1) {
+    constexpr std::int64_t kStrip = 16 * kTileCols;
+    const std::int64_t pieces = ceil_div(x.cols, kStrip);
+    parallel_for(execution, x.batch * x.rows * pieces, elements, [&](std::int64_t i) {
+      TileMemory memory;
+      const std::int64_t row = i / pieces, col = i % pieces * kStrip;
+      directions[0].encode_strip(row / x.rows, row % x.rows, col, std::min(kStrip, x.cols - col),
+                                 memory);
+    });
+    return;
+  }
   const std::int64_t height = tile_height(rowwise, columnwise);
   const std::int64_t down = ceil_div(x.rows, height), across = ceil_div(x.cols, kTileCols);
-  const std::int64_t elements = x.batch * x.rows * x.cols;
   parallel_for(execution, x.batch * down * across, elements, [&](std::int64_t i) {
-    Tile tile;
+    TileMemory memory;
     const std::int64_t batch = i / across / down, row = i / across % down * height,
                        col = i % across * kTileCols;
     prefetch_tile(x, batch, row, col + kTileCols, height);
-    for (const Direction& direction : directions) direction.encode(batch, row, col, height, tile);
+    for (const Direction& direction : directions) direction.encode(batch, row, col, height, memory);
   });
 }
 

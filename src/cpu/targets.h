@@ -15,18 +15,18 @@ namespace minifloat::cpu {
 #define MINIFLOAT_TARGET_AVX2 [[gnu::target("avx2,bmi2")]]
 
 template <class Kernel, class Args>
-MINIFLOAT_TARGET_AVX512 void run_avx512(const Args& args) {
-  Kernel::run(args);
+MINIFLOAT_TARGET_AVX512 auto run_avx512(const Args& args) {
+  return Kernel::run(args);
 }
 template <class Kernel, class Args>
-MINIFLOAT_TARGET_AVX2 void run_avx2(const Args& args) {
-  Kernel::run(args);
+MINIFLOAT_TARGET_AVX2 auto run_avx2(const Args& args) {
+  return Kernel::run(args);
 }
 #endif
 
 template <class Kernel, class Args>
-void run_baseline(const Args& args) {
-  Kernel::run(args);
+auto run_baseline(const Args& args) {
+  return Kernel::run(args);
 }
 
 enum class VectorUnit { kBaseline, kAvx2, kAvx512 };
@@ -46,12 +46,12 @@ inline VectorUnit vector_unit() {
 }
 
 template <class Kernel, class Args>
-void run_widest(const Args& args) {
+auto run_widest(const Args& args) {
 #if defined(__x86_64__)
   if (vector_unit() == VectorUnit::kAvx512) return run_avx512<Kernel>(args);
   if (vector_unit() == VectorUnit::kAvx2) return run_avx2<Kernel>(args);
 #endif
-  run_baseline<Kernel>(args);
+  return run_baseline<Kernel>(args);
 }
 
 }  // namespace minifloat::cpu

@@ -12,29 +12,6 @@
 namespace minifloat::cpu {
 namespace {
 
-struct HadamardArgs {
-  const TensorRef* x;
-  bool columnwise;
-  int points;
-  std::uint32_t signs;
-  const TileRange* range;
-  Tile* tile;
-  std::uint16_t* out;   // the tile's corner in the output
-  std::int64_t pitch;   // padded cols of the output
-  std::int64_t inside;  // columns of the tile that the output has
-};
-
-template <class T>
-struct HadamardTile {
-  MINIFLOAT_INLINE static void run(const HadamardArgs& args) {
-    load_tile<T>(*args.x, args.columnwise, args.points, args.signs, *args.range, *args.tile);
-    for (std::int64_t r = 0; r < args.range->rows; ++r)
-      for (std::int64_t c = 0; c < args.inside; ++c)
-        args.out[r * args.pitch + c] =
-            static_cast<std::uint16_t>(encode_bf16(args.tile->row(r)[c]));
-  }
-};
-
 // Calls f(row, col, offset) for every scale of one matrix.
 template <class F>
 void for_each_scale(const ScaleMatrix& m, F f) {
@@ -73,24 +50,17 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
   const std::int64_t padded = round_up<std::int64_t>(cols, points);
   const std::int64_t down = ceil_div(rows, cpu::kTileRows), across = ceil_div(cols, cpu::kTileCols);
   parallel_for(execution, x.batch * down * across, x.batch * rows * cols, [&](std::int64_t i) {
-    Tile tile;
+    TileMemory memory;
     const std::int64_t batch = i / across / down;
     const std::int64_t row = i / across % down * cpu::kTileRows, col = i % across * cpu::kTileCols;
     const TileRange range = {batch, row, col, std::min(cpu::kTileRows, rows - row),
                              std::min(cpu::kTileCols, cols - col)};
-    const HadamardArgs args = {&x,
-                               columnwise,
-                               points,
-                               signs,
-                               &range,
-                               &tile,
-                               out + (batch * rows + row) * padded + col,
-                               padded,
-                               std::min(cpu::kTileCols, padded - col)};
-    if (x.dtype == DType::kFloat32)
-      run_widest<HadamardTile<float>>(args);
-    else
-      run_widest<HadamardTile<std::uint16_t>>(args);
+    const TileView<std::uint16_t> tile =
+        load_bf16_tile({&x, columnwise, points, signs, &range, &memory});
+    const std::int64_t inside = std::min(cpu::kTileCols, padded - col);
+    for (std::int64_t r = 0; r < range.rows; ++r)
+      std::memcpy(out + (batch * rows + row + r) * padded + col, tile.row(r),
+                  static_cast<std::size_t>(inside) * sizeof(std::uint16_t));
   });
 }
 

@@ -15,6 +15,7 @@ bool encodes_alike(std::uint32_t bits) {
   const float x = bit_cast<float>(bits);
   const std::uint32_t random = static_cast<std::uint32_t>(mix_seed(bits, 1)) & 0xFFFF'0000u;
   return cpu::encode_nearest<F>(x) == encode<F>(x) &&
+         (x != x || cpu::encode_nearest_number<F>(x) == encode<F>(x)) &&
          cpu::encode_stochastic<F>(x, random) == encode<F, Stochastic>(x, {random});
 }
 

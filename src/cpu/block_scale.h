@@ -1,0 +1,263 @@
+// The scales of a tile's blocks: their amax, what each rule makes of it (core/scaling.h), and the factor that
+// elements are multiplied by.
+#pragma once
+
+#include <cstdint>
+
+#include "lanes.h"
+#include "minifloat/core/scaling.h"
+#include "minifloat/quantize.h"
+#include "tile.h"
+
+namespace minifloat::cpu {
+
+// What of an operand is settled before its tiles: its sizes as read, the factors that no block decides, and
+// the key of its random bits.
+struct OperandPlan {
+  Operand operand;
+  std::int64_t batch, rows, cols, padded;  // as read
+  std::int64_t code_pitch;                 // bytes a row
+  std::int64_t scale_rows, scale_cols;     // block rules
+  const Factors* tensor = nullptr;         // (batch): tensor scaling
+  const Factors* row = nullptr;            // (batch, rows): row scaling
+  const Nvfp4Tensor* nvfp4 = nullptr;      // (batch)
+  std::uint64_t key = 0, stream = 0;
+};
+
+// The blocks of a tile: a grid of `rows` x `cols`, in row-major order. Row and tensor scaling have one block a tile
+// row. Loops run over all kMaxBlocks places that the grid may take, in whole vectors; what lies past it is unused.
+struct TileBlocks {
+  static constexpr std::int64_t kMaxBlocks = kTileRows * kTileCols / 16;
+  int height_log2, width_log2;  // of a block; divisions cost more than the elements
+  std::int64_t rows, cols;      // of the grid
+  bool any_zero = false;        // is an NVFP4 scale 0?
+  bool any_nan = false;         // is a factor NaN?
+  alignas(64) std::uint32_t amax[kMaxBlocks];
+  alignas(64) std::uint32_t code[kMaxBlocks];  // E8M0 or E4M3
+  alignas(64) float scale[kMaxBlocks];         // what an exact product multiplies codes by
+  alignas(64) float factor[kMaxBlocks];        // what elements are multiplied by
+
+  MINIFLOAT_INLINE TileBlocks(const Spec& spec, std::int64_t tile_rows) {
+    height_log2 = __builtin_ctz(static_cast<unsigned>(spec.has_blocks() ? spec.block_rows : 1));
+    width_log2 = __builtin_ctz(
+        static_cast<unsigned>(spec.has_blocks() ? spec.block_cols : static_cast<int>(kTileCols)));
+    rows = block_row_of(tile_rows - 1) + 1;
+    cols = kTileCols >> width_log2;
+  }
+  MINIFLOAT_INLINE std::int64_t block_row_of(std::int64_t row) const { return row >> height_log2; }
+  MINIFLOAT_INLINE std::int64_t block_col_of(std::int64_t col) const { return col >> width_log2; }
+  // The first block of tile row r, in the grid's order.
+  MINIFLOAT_INLINE std::int64_t first_of_row(std::int64_t r) const {
+    return block_row_of(r) * cols;
+  }
+};
+
+// ---- amax ----------------------------------------------------------------------------------------
+// Of every 16 neighbours, over 32 vectors of a tile at a time. Four rounds keep the larger of two neighbours:
+//
+//     32 vectors -> 16 -> 8 -> 4 -> 2, whose lanes are the blocks of 16 in order
+template <class T>
+struct Run;
+template <>
+struct Run<float> {
+  using Bits = std::uint32_t;
+  using Vector = LaneBits;
+  static constexpr std::int64_t kRows = 4;  // of a tile
+  static constexpr std::uint32_t kMask = Float32::kMagnitude;
+  static constexpr int kShift = 0;  // to the bits of a float
+};
+template <>
+struct Run<std::uint16_t> {
+  using Bits = std::uint16_t;
+  using Vector = LaneHalves;
+  static constexpr std::int64_t kRows = 8;
+  static constexpr std::uint16_t kMask = Float32::kMagnitude >> 16;
+  static constexpr int kShift = 16;
+};
+
+template <int Count, class Vector>
+MINIFLOAT_INLINE void halve_all(Vector* v) {  // in place: Count vectors to Count / 2
+  for (int i = 0; i < Count / 2; ++i) halve(v[i], v[2 * i], v[2 * i + 1]);
+}
+
+// Rows [first, first + kRows) of the tile; past its end the last row counts again, and is not looked at.
+template <class T>
+MINIFLOAT_INLINE void amax_of_16s(const TileView<T>& tile, std::int64_t first, std::int64_t rows,
+                                  std::uint32_t* amax) {  // (kRows, kTileCols / 16)
+  using Vector = typename Run<T>::Vector;
+  constexpr int kLanes = sizeof(Vector) / sizeof(T), kPerRow = static_cast<int>(kTileCols) / kLanes;
+  Vector v[16];
+  for (int i = 0; i < 16; ++i) {
+    const std::int64_t r = first + 2 * i / kPerRow;
+    const T* from = tile.row(r < rows ? r : rows - 1) + 2 * i % kPerRow * kLanes;
+    Vector a, b;
+    __builtin_memcpy(&a, from, sizeof a);
+    __builtin_memcpy(&b, from + kLanes, sizeof b);
+    halve(v[i], a & Run<T>::kMask, b & Run<T>::kMask);
+  }
+  halve_all<16>(v);
+  halve_all<8>(v);
+  halve_all<4>(v);
+  typename Run<T>::Bits bits[2 * kLanes];
+  __builtin_memcpy(bits, v, sizeof bits);
+  for (int i = 0; i < 2 * kLanes; ++i)
+    amax[i] = static_cast<std::uint32_t>(bits[i]) << Run<T>::kShift;
+}
+
+// Blocks one row high: all of a run's at once.
+template <class T, int Width>
+MINIFLOAT_INLINE void join_16s(const std::uint32_t* __restrict of_16s,
+                               std::uint32_t* __restrict amax) {
+  for (std::int64_t b = 0; b < Run<T>::kRows * kTileCols / Width; ++b) {
+    std::uint32_t m = of_16s[b * (Width / 16)];
+    for (int i = 1; i < Width / 16; ++i) {
+      const std::uint32_t x = of_16s[b * (Width / 16) + i];
+      m = x > m ? x : m;
+    }
+    amax[b] = m;
+  }
+}
+
+// Blocks of many rows: one row more.
+template <int Width>
+MINIFLOAT_INLINE void raise_amax(const std::uint32_t* __restrict of_16s,
+                                 std::uint32_t* __restrict amax) {
+  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
+    for (int i = 0; i < Width / 16; ++i) {
+      const std::uint32_t x = of_16s[b * (Width / 16) + i];
+      amax[b] = x > amax[b] ? x : amax[b];
+    }
+}
+
+template <class T, int Width>
+MINIFLOAT_INLINE void block_amax_of(const TileView<T>& tile, std::int64_t tile_rows,
+                                    TileBlocks& blocks) {
+  constexpr std::int64_t kOf16s = kTileCols / 16;  // a row
+  alignas(64) std::uint32_t of_16s[Run<T>::kRows * kOf16s];
+  if (blocks.height_log2 > 0)
+    for (std::int64_t b = 0; b < blocks.rows * blocks.cols; ++b) blocks.amax[b] = 0;
+  for (std::int64_t first = 0; first < tile_rows; first += Run<T>::kRows) {
+    amax_of_16s(tile, first, tile_rows, of_16s);
+    if (blocks.height_log2 == 0) {
+      join_16s<T, Width>(of_16s, blocks.amax + blocks.first_of_row(first));
+      continue;
+    }
+    const std::int64_t left = tile_rows - first, rows = left < Run<T>::kRows ? left : Run<T>::kRows;
+    for (std::int64_t r = 0; r < rows; ++r)
+      raise_amax<Width>(of_16s + r * kOf16s, blocks.amax + blocks.first_of_row(first + r));
+  }
+}
+
+template <class T>
+MINIFLOAT_INLINE void block_amax(const TileView<T>& tile, std::int64_t tile_rows,
+                                 TileBlocks& blocks) {
+  if (blocks.cols == kTileCols / 16) return block_amax_of<T, 16>(tile, tile_rows, blocks);
+  if (blocks.cols == kTileCols / 32) return block_amax_of<T, 32>(tile, tile_rows, blocks);
+  block_amax_of<T, kTileCols>(tile, tile_rows, blocks);
+}
+
+// ---- Scales --------------------------------------------------------------------------------------
+inline Nvfp4Rounding nvfp4_rounding(const Spec& spec) {
+  if (spec.scale_rounding == ScaleRounding::kUp) return Nvfp4Rounding::kUp;
+  if (spec.scale_rounding == ScaleRounding::kPowerOfTwo) return Nvfp4Rounding::kPowerOfTwo;
+  return Nvfp4Rounding::kNearest;
+}
+
+template <class F>
+MINIFLOAT_INLINE void mx_scales(bool floor, std::int64_t count, TileBlocks& blocks) {
+  for (std::int64_t b = 0; b < count; ++b) {
+    const std::uint32_t code =
+        floor ? mx_scale_floor<F>(blocks.amax[b]) : mx_scale_up<F>(blocks.amax[b]);
+    blocks.code[b] = code;
+    blocks.scale[b] = decode_e8m0(code);
+    blocks.factor[b] = e8m0_reciprocal(code);
+  }
+}
+
+MINIFLOAT_INLINE void nvfp4_scales(const Nvfp4Tensor& tensor, Nvfp4Rounding rounding,
+                                   std::int64_t count, TileBlocks& blocks) {
+  for (std::int64_t b = 0; b < count; ++b) {
+    const std::uint32_t code = nvfp4_block_scale(blocks.amax[b], tensor.block_encode, rounding);
+    blocks.code[b] = code;
+    blocks.scale[b] = decode<E4M3>(code);
+    blocks.factor[b] = nvfp4_encode_factor(code, tensor.scale);
+  }
+}
+
+template <class F>
+MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, std::int64_t batch,
+                                   TileBlocks& blocks) {
+  const Spec& spec = plan.operand.spec;
+  const std::int64_t count = round_up<std::int64_t>(blocks.rows * blocks.cols, 16);
+  if (spec.rule == ScaleRule::kMx)
+    return mx_scales<F>(spec.scale_rounding == ScaleRounding::kFloor, count, blocks);
+  if (spec.rule == ScaleRule::kNvfp4) {
+    const Nvfp4Rounding rounding = nvfp4_rounding(spec);
+    if (rounding == Nvfp4Rounding::kNearest)  // three loops, each without a choice inside
+      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kNearest, count, blocks);
+    else if (rounding == Nvfp4Rounding::kUp)
+      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kUp, count, blocks);
+    else
+      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kPowerOfTwo, count, blocks);
+    return;
+  }
+  for (std::int64_t b = 0; b < count; ++b) {
+    const Factors factors = fp8_factors<F>(blocks.amax[b], true);
+    blocks.scale[b] = factors.scale;
+    blocks.factor[b] = factors.encode;
+  }
+}
+
+// Tensor and row scaling: what was settled before the tiles.
+MINIFLOAT_INLINE void settled_scales(const OperandPlan& plan, const TileRange& range,
+                                     TileBlocks& blocks) {
+  const Spec& spec = plan.operand.spec;
+  const bool whole = spec.rule == ScaleRule::kTensor;
+  const bool owed = whole || spec.scale_rounding == ScaleRounding::kExact;  // by the exact product
+  for (std::int64_t r = 0; r < range.rows; ++r) {
+    const Factors factors =
+        whole ? plan.tensor[range.batch] : plan.row[range.batch * plan.rows + range.row_of(r)];
+    blocks.factor[r] = factors.encode;
+    blocks.scale[r] = owed ? 1.0f : factors.scale;
+  }
+}
+
+// The grid, to the operand's scales. A strip's blocks lie there one after the other.
+template <class From, class To>
+MINIFLOAT_INLINE void store_grid(const OperandPlan& plan, const TileRange& range,
+                                 const TileBlocks& blocks, const From* from, To* scale) {
+  const std::int64_t col = blocks.block_col_of(range.col), left = plan.scale_cols - col;
+  const std::int64_t rows = range.is_strip ? 1 : blocks.rows;
+  const std::int64_t cols = range.is_strip ? blocks.rows * blocks.cols : blocks.cols;
+  const std::int64_t inside = cols < left ? cols : left;
+  To* out = scale +
+            (range.batch * plan.scale_rows + blocks.block_row_of(range.row)) * plan.scale_cols +
+            col;
+  for (std::int64_t r = 0; r < rows; ++r)
+    for (std::int64_t c = 0; c < inside; ++c)
+      out[r * plan.scale_cols + c] = static_cast<To>(from[r * blocks.cols + c]);
+}
+
+MINIFLOAT_INLINE void store_scales(const OperandPlan& plan, const TileRange& range,
+                                   const TileBlocks& blocks) {
+  if (plan.operand.spec.rule == ScaleRule::kBlock)
+    store_grid(plan, range, blocks, blocks.scale, static_cast<float*>(plan.operand.scale));
+  else
+    store_grid(plan, range, blocks, blocks.code, static_cast<std::uint8_t*>(plan.operand.scale));
+}
+
+// What the elements have to look out for.
+MINIFLOAT_INLINE void note_exceptions(const Spec& spec, TileBlocks& blocks) {
+  std::uint32_t least = 1, largest = 0;
+  for (std::int64_t b = 0; b < blocks.rows * blocks.cols; ++b) {
+    const std::uint32_t factor = magnitude_bits(blocks.factor[b]);
+    largest = factor > largest ? factor : largest;
+  }
+  if (spec.rule == ScaleRule::kNvfp4)
+    for (std::int64_t b = 0; b < blocks.rows * blocks.cols; ++b)
+      least = blocks.code[b] < least ? blocks.code[b] : least;
+  blocks.any_zero = least == 0;
+  blocks.any_nan = largest > Float32::kExponent;
+}
+
+}  // namespace minifloat::cpu

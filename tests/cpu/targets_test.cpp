@@ -1,0 +1,86 @@
+// The same bytes from every vector unit that this machine has: a tile loaded, transformed and encoded by the code
+// compiled for each.
+#include "cpu/targets.h"
+
+#include <gtest/gtest.h>
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "cpu/encode_tile.h"
+#include "harness.h"
+
+namespace minifloat::cpu {
+namespace {
+
+struct Job {
+  const TensorRef* x;
+  bool columnwise;
+  const OperandPlan* plan;
+};
+
+// What src/cpu/quantize.cpp does with a tile, in one function.
+template <class F, bool kStochastic>
+struct QuantizeTile {
+  MINIFLOAT_INLINE static void run(const Job& job) {
+    const auto memory = std::make_unique<TileMemory>();
+    const TileRange range = {0, 0, 0, job.plan->rows, job.plan->cols};
+    const LoadArgs load = {job.x,          job.columnwise, job.plan->operand.spec.transform,
+                           kHadamardSigns, &range,         memory.get()};
+    const TileView<std::uint16_t> tile = load.points > 0
+                                             ? LoadTransformedTile<std::uint16_t>::run(load)
+                                             : LoadTile<std::uint16_t>::run(load);
+    EncodeTile<F, std::uint16_t, kStochastic>::run({job.plan, &range, tile});
+  }
+};
+
+template <class F, bool kStochastic>
+void expect_alike(const char* text) {
+  for (const bool columnwise : {false, true}) {
+    const Matrix x({1, 100, 77}, DType::kBFloat16, Kind::kSpecial);
+    const Spec spec = Spec::parse(text);
+    const Shape read = read_shape(x.shape(), columnwise);
+    const Nvfp4Tensor nvfp4 = nvfp4_tensor(magnitude_bits(900.0f), Nvfp4Rounding::kNearest);
+    const auto quantized_by = [&](void (*run)(const Job&)) {
+      Outputs out(spec, read);
+      OperandPlan plan = {.operand = operand_of({.spec = spec}, out),
+                          .batch = 1,
+                          .rows = read.rows,
+                          .cols = read.cols,
+                          .padded = spec.padded_cols(read.cols),
+                          .code_pitch = spec.code_cols(read.cols),
+                          .scale_rows = spec.scale_rows(read.rows),
+                          .scale_cols = spec.scale_cols(read.cols)};
+      plan.nvfp4 = &nvfp4;
+      plan.key = 5;
+      const TensorRef ref = x.ref();
+      run({&ref, columnwise, &plan});
+      EXPECT_TRUE(out.guards_hold());
+      return out;
+    };
+    using Kernel = QuantizeTile<F, kStochastic>;
+    const Outputs baseline = quantized_by([](const Job& job) { run_baseline<Kernel>(job); });
+#if defined(__x86_64__)
+    if (vector_unit() != VectorUnit::kBaseline)
+      EXPECT_TRUE(quantized_by([](const Job& job) { run_avx2<Kernel>(job); }) == baseline) << text;
+    if (vector_unit() == VectorUnit::kAvx512)
+      EXPECT_TRUE(quantized_by([](const Job& job) { run_avx512<Kernel>(job); }) == baseline)
+          << text;
+#endif
+    EXPECT_TRUE(quantized_by([](const Job& job) { run_widest<Kernel>(job); }) == baseline) << text;
+  }
+}
+
+TEST(Targets, EveryVectorUnitGivesTheSameBytes) {
+  for (const char* spec : {"nvfp4", "nvfp4/16x16", "nvfp4+rht", "mxfp4+floor", "mxfp4+rht128"})
+    expect_alike<E2M1, false>(spec);
+  for (const char* spec : {"nvfp4+sr", "nvfp4+sr+rht32", "mxfp4+sr"})
+    expect_alike<E2M1, true>(spec);
+  for (const char* spec : {"mxfp8", "mxfp8/32x32+rht64", "e4m3/1x128", "e4m3/128x128"})
+    expect_alike<E4M3, false>(spec);
+  expect_alike<E5M2, true>("mxfp8/e5m2+sr");
+}
+
+}  // namespace
+}  // namespace minifloat::cpu
