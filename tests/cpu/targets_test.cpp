@@ -61,14 +61,16 @@ void expect_alike(const char* text) {
     };
     using Kernel = QuantizeTile<F, kStochastic>;
     const Outputs baseline = quantized_by([](const Job& job) { run_baseline<Kernel>(job); });
+    const auto expect_baseline = [&](void (*run)(const Job&)) {
+      EXPECT_TRUE(quantized_by(run) == baseline) << text;
+    };
+    expect_baseline([](const Job& job) { run_widest<Kernel>(job); });
 #if defined(__x86_64__)
     if (vector_unit() != VectorUnit::kBaseline)
-      EXPECT_TRUE(quantized_by([](const Job& job) { run_avx2<Kernel>(job); }) == baseline) << text;
+      expect_baseline([](const Job& job) { run_avx2<Kernel>(job); });
     if (vector_unit() == VectorUnit::kAvx512)
-      EXPECT_TRUE(quantized_by([](const Job& job) { run_avx512<Kernel>(job); }) == baseline)
-          << text;
+      expect_baseline([](const Job& job) { run_avx512<Kernel>(job); });
 #endif
-    EXPECT_TRUE(quantized_by([](const Job& job) { run_widest<Kernel>(job); }) == baseline) << text;
   }
 }
 
