@@ -6,6 +6,7 @@
 
 #include <cstdint>
 #include <cstring>
+#include <new>
 #include <string>
 #include <thread>
 #include <vector>
@@ -21,10 +22,22 @@ using minifloat::Spec;
 
 constexpr std::int64_t kRows = 8192, kCols = 8192;
 
+// std::vector's memory, a cache line at least aligned, as the framework's is.
+template <class T>
+struct LineAligned {
+  using value_type = T;
+  static constexpr std::align_val_t kLine{64};
+  T* allocate(std::size_t n) { return static_cast<T*>(::operator new(n * sizeof(T), kLine)); }
+  void deallocate(T* p, std::size_t) { ::operator delete(p, kLine); }
+  bool operator==(const LineAligned&) const { return true; }
+};
+template <class T>
+using Vector = std::vector<T, LineAligned<T>>;
+
 // Normal-ish data: the sum of four uniform numbers.
-const std::vector<std::uint16_t>& input() {
-  static const std::vector<std::uint16_t> x = [] {
-    std::vector<std::uint16_t> values(kRows * kCols);
+const Vector<std::uint16_t>& input() {
+  static const Vector<std::uint16_t> x = [] {
+    Vector<std::uint16_t> values(kRows * kCols);
     std::uint64_t state = 1;
     for (std::uint16_t& v : values) {
       state = state * 6364136223846793005u + 1442695040888963407u;
@@ -50,8 +63,8 @@ minifloat::TensorRef input_ref() {
 
 // One direction's buffers.
 struct Buffers {
-  std::vector<std::uint8_t> codes;
-  std::vector<float> scale;
+  Vector<std::uint8_t> codes;
+  Vector<float> scale;
   float amax = 2.0f;
   Operand operand;
 
@@ -95,7 +108,7 @@ void quantize(benchmark::State& state, const std::string& row, const std::string
 }
 
 void copy(benchmark::State& state) {
-  std::vector<std::uint16_t> out(kRows * kCols);
+  Vector<std::uint16_t> out(kRows * kCols);
   const std::int64_t threads = std::max(1u, std::thread::hardware_concurrency());
   for (auto _ : state) {
     std::vector<std::thread> pool;
@@ -120,7 +133,7 @@ void amax(benchmark::State& state, const std::string& text, bool columnwise) {
 }
 
 void hadamard(benchmark::State& state, int points, bool columnwise) {
-  std::vector<std::uint16_t> out(kRows * kCols);
+  Vector<std::uint16_t> out(kRows * kCols);
   for (auto _ : state)
     minifloat::hadamard(input_ref(), points, columnwise, minifloat::kHadamardSigns, out.data());
   state.SetBytesProcessed(state.iterations() * 4 * kRows * kCols);

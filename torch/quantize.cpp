@@ -4,6 +4,9 @@
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 
 #include "bridge.h"
 #include "ops.h"
@@ -33,8 +36,22 @@ struct AsRead {
   }
 };
 
+// Asks for huge pages: the first write to fresh memory faults once a page, and at 4 KiB a page the faults of a large
+// output take longer than its values do. The kernel may refuse, which changes nothing.
+void ask_for_huge_pages(const Tensor& output) {
+#if defined(__linux__)
+  constexpr std::uintptr_t kHugePage = 2 << 20;
+  const auto begin = reinterpret_cast<std::uintptr_t>(output.data_ptr());
+  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage,
+                       end = (begin + output.nbytes()) / kHugePage * kHugePage;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#endif
+}
+
 Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype) {
-  return at::empty_symint(shape, like.options().dtype(dtype));
+  Tensor output = at::empty_symint(shape, like.options().dtype(dtype));
+  if (like.is_cpu() && output.has_storage()) ask_for_huge_pages(output);
+  return output;
 }
 
 // One-byte scales travel as bytes: torch has neither arithmetic nor collectives for their own dtypes. The Python

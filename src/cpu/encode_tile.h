@@ -190,6 +190,7 @@ struct EncodeTile {
     alignas(64) float factor[kTileCols];
     for (std::int64_t r = 0; r < range.rows; ++r) {
       const std::int64_t first = blocks.first_of_row(r);
+      args.tile.prefetch(r);
       if constexpr (kStochastic)
         row_random_bits<F::kBits>(
             plan,

@@ -172,7 +172,7 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     TileMemory memory;
     const std::int64_t batch = i / across / down, row = i / across % down * height,
                        col = i % across * kTileCols;
-    prefetch_tile(x, batch, row, col + kTileCols, height);
+    if (!rowwise) prefetch_tile(x, batch, row, col + kTileCols, height);
     for (const Direction& direction : directions) direction.encode(batch, row, col, height, memory);
   });
 }

@@ -41,7 +41,16 @@ template <class T>
 struct TileView {
   const T* values;
   std::int64_t pitch;
+  std::int64_t to_next = 0;  // from a row to where the walk comes next, if the tile is looked at where it lies
   MINIFLOAT_INLINE const T* row(std::int64_t r) const { return values + r * pitch; }
+  // Asks for what comes next while row r is at work. Past the end of x it asks in vain.
+  MINIFLOAT_INLINE void prefetch(std::int64_t r) const {
+    constexpr std::int64_t kLine = 64 / sizeof(T);
+    if (to_next == 0) return;
+    for (std::int64_t c = 0; c < kTileCols; c += kLine)
+      __builtin_prefetch(reinterpret_cast<const char*>(
+          reinterpret_cast<std::uintptr_t>(row(r)) + (to_next + c) * sizeof(T)));
+  }
 };
 
 struct TileMemory {
@@ -60,7 +69,8 @@ MINIFLOAT_INLINE TileView<T> load_rows(const T* x, std::int64_t stride, const Ti
                                        T* tile) {
   const T* corner = x + range.row * stride + range.col;
   const std::int64_t pitch = range.is_strip ? kTileCols : stride;
-  if (range.cols == kTileCols) return {corner, pitch};
+  if (range.cols == kTileCols)
+    return {corner, pitch, range.is_strip ? range.rows * kTileCols : kTileCols};
   for (std::int64_t r = 0; r < range.rows; ++r) {
     T* out = tile + r * kTileCols;
     for (std::int64_t c = 0; c < range.cols; ++c) out[c] = corner[r * pitch + c];
