@@ -41,15 +41,16 @@ template <class T>
 struct TileView {
   const T* values;
   std::int64_t pitch;
-  std::int64_t to_next = 0;  // from a row to where the walk comes next, if the tile is looked at where it lies
+  std::int64_t to_next =
+      0;  // from a row to where the walk comes next, if the tile is looked at where it lies
   MINIFLOAT_INLINE const T* row(std::int64_t r) const { return values + r * pitch; }
   // Asks for what comes next while row r is at work. Past the end of x it asks in vain.
   MINIFLOAT_INLINE void prefetch(std::int64_t r) const {
     constexpr std::int64_t kLine = 64 / sizeof(T);
     if (to_next == 0) return;
     for (std::int64_t c = 0; c < kTileCols; c += kLine)
-      __builtin_prefetch(reinterpret_cast<const char*>(
-          reinterpret_cast<std::uintptr_t>(row(r)) + (to_next + c) * sizeof(T)));
+      __builtin_prefetch(reinterpret_cast<const char*>(reinterpret_cast<std::uintptr_t>(row(r)) +
+                                                       (to_next + c) * sizeof(T)));
   }
 };
 
