@@ -10,8 +10,12 @@
 namespace minifloat::cpu {
 
 #if defined(__x86_64__)
+#if defined(__clang__)
+#define MINIFLOAT_TARGET_AVX512 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")]]
+#else  // g++ prefers 256 bits unless it is told
 #define MINIFLOAT_TARGET_AVX512 \
   [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,prefer-vector-width=512")]]
+#endif
 #define MINIFLOAT_TARGET_AVX2 [[gnu::target("avx2,bmi2")]]
 
 template <class Kernel, class Args>
