@@ -1,7 +1,7 @@
 // The C++ API for libtorch programs.
 //
 //     #include <minifloat/torch.h>
-//     auto y = minifloat::linear(x, weight, /*bias=*/{}, minifloat::Recipe::parse("mxfp8_nvfp4"));
+//     auto y = minifloat::linear(x, weight, /*bias=*/{}, minifloat::Recipe::parse("mxfp8"));
 //
 //     struct Net : torch::nn::Module {
 //       minifloat::nn::Linear up{nullptr};
