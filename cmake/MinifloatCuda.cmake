@@ -21,11 +21,29 @@ if(MINIFLOAT_CUDA)
     set(CMAKE_CUDA_ARCHITECTURES 90a-real 100a-real 103a-real)
   endif()
   enable_language(CUDA)
+  find_package(CUDAToolkit REQUIRED)
 endif()
 
 function(minifloat_cuda_options target)
   target_compile_features(${target} PRIVATE cuda_std_20)
+  target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUDA)
   target_compile_options(
     ${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --expt-relaxed-constexpr
                       -Xcompiler=-Wall,-Wextra,-ffp-contract=off>)
+endfunction()
+
+# The torch layer asks the CUDA runtime about devices, and cuBLASLt for one product. The runtime is linked statically,
+# like libminifloat's own, and cuBLASLt is looked up when it is first needed (torch/cublaslt.cpp): so the library
+# loads where there is no GPU and under a torch without CUDA, and uses the cuBLASLt that torch has loaded.
+function(minifloat_torch_cuda_options target)
+  target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUDA)
+  target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
+  target_link_libraries(${target} PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
+  find_path(MINIFLOAT_CUBLASLT_INCLUDE cublasLt.h PATHS ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
+  if(MINIFLOAT_CUBLASLT_INCLUDE)
+    target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUBLASLT)
+  else()
+    message(STATUS "minifloat: expected cublasLt.h in the CUDA toolkit, found none; exact products "
+                   "with tensor scales take two kernels")
+  endif()
 endfunction()

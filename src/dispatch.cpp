@@ -1,16 +1,31 @@
 // The public functions: check what can be checked of the arguments, then hand over to the device's backend.
 // Nothing is written before every check has passed.
 #include "cpu/backend.h"
+#if defined(MINIFLOAT_WITH_CUDA)
+#include "cuda/backend.h"
+#endif
 #include "minifloat/core/swizzle.h"
 #include "minifloat/error.h"
 
 namespace minifloat {
 namespace {
 
+// The backend of a device. Both have the same functions; a build without nvcc has the CPU's only.
+#if defined(MINIFLOAT_WITH_CUDA)
+#define MINIFLOAT_ON(device, call) return (device) == Device::kCuda ? cuda::call : cpu::call
+#else
+#define MINIFLOAT_ON(device, call) return cpu::call
+#endif
+
 void check_device(const char* function, Device device) {
+#if !defined(MINIFLOAT_WITH_CUDA)
   MINIFLOAT_CHECK(
       device == Device::kCpu, function,
       ": expected a tensor on the CPU, got one on CUDA: this build has no CUDA backend");
+#else
+  (void)function;
+  (void)device;
+#endif
 }
 
 void check_values(const char* function, const TensorRef& x) {
@@ -74,10 +89,12 @@ void check_nvfp4_amax(const char* function, const Quantized& q) {
 void check_groups(const char* function, const ScaleMatrix& m) {
   MINIFLOAT_CHECK(m.batch >= 0 && m.rows >= 0 && m.cols >= 0, function,
                   ": expected sizes of zero or more");
+  check_device(function, m.device);
   if (m.kind == Groups::kNone) return;
   MINIFLOAT_CHECK(m.batch == 1, function, ": expected one matrix with groups, got a batch of ",
                   m.batch);
   const std::int64_t length = m.kind == Groups::kAlongM ? m.rows : m.cols;
+  if (m.device != Device::kCpu) return;  // offsets are not read back
   std::int64_t begin = 0;
   for (std::int64_t g = 0; g < m.groups; ++g) {
     MINIFLOAT_CHECK(m.offsets[g] >= begin && m.offsets[g] <= length, function,
@@ -96,7 +113,7 @@ void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
   check_values("amax", x);
   MINIFLOAT_CHECK(spec.has_tensor_amax() || spec.has_row_amax(), "amax: ", spec.str(),
                   " has no tensor or row amax; expected tensor, row or nvfp4 scaling");
-  cpu::amax(x, spec, columnwise, out, execution);
+  MINIFLOAT_ON(x.device, amax(x, spec, columnwise, out, execution));
 }
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
@@ -106,24 +123,34 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
                   "quantize: expected a rowwise or a columnwise operand, got neither");
   if (rowwise) check_operand(x, *rowwise, false);
   if (columnwise) check_operand(x, *columnwise, true);
-  cpu::quantize(x, rowwise, columnwise, execution);
+  MINIFLOAT_ON(x.device, quantize(x, rowwise, columnwise, execution));
 }
 
 void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution) {
   check_quantized("dequantize", operand);
   check_nvfp4_amax("dequantize", operand);
-  cpu::dequantize(operand, dtype, out, execution);
+  MINIFLOAT_ON(operand.device, dequantize(operand, dtype, out, execution));
 }
 
 void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution) {
   check_quantized("decode_for_product", operand);
-  cpu::decode_for_product(operand, out, execution);
+  MINIFLOAT_ON(operand.device, decode_for_product(operand, out, execution));
 }
 
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution) {
   check_device("tensor_factor", operand.device);
   check_nvfp4_amax("tensor_factor", operand);
-  cpu::tensor_factor(operand, out, execution);
+  MINIFLOAT_ON(operand.device, tensor_factor(operand, out, execution));
+}
+
+void carry_in_e4m3(const Quantized& operand, std::uint8_t* codes, float* row_scale,
+                   const Execution& execution) {
+  check_quantized("carry_in_e4m3", operand);
+  check_nvfp4_amax("carry_in_e4m3", operand);
+  MINIFLOAT_CHECK(operand.spec.is_fp4_by_powers_of_two(),
+                  "carry_in_e4m3: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
+                  operand.spec.str());
+  MINIFLOAT_ON(operand.device, carry_in_e4m3(operand, codes, row_scale, execution));
 }
 
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
@@ -131,7 +158,7 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
   check_values("hadamard", x);
   MINIFLOAT_CHECK(points == 16 || points == 32 || points == 64 || points == 128,
                   "hadamard: expected 16, 32, 64 or 128 points, got ", points);
-  cpu::hadamard(x, points, columnwise, signs, out, execution);
+  MINIFLOAT_ON(x.device, hadamard(x, points, columnwise, signs, out, execution));
 }
 
 std::int64_t ScaleMatrix::swizzled_bytes() const {
@@ -143,21 +170,21 @@ std::int64_t ScaleMatrix::swizzled_bytes() const {
 void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
                     const Execution& execution) {
   check_groups("swizzle_scales", shape);
-  cpu::swizzle_scales(shape, scale, out, execution);
+  MINIFLOAT_ON(shape.device, swizzle_scales(shape, scale, out, execution));
 }
 
 void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
                       const Execution& execution) {
   check_groups("unswizzle_scales", shape);
-  cpu::unswizzle_scales(shape, swizzled, out, execution);
+  MINIFLOAT_ON(shape.device, unswizzle_scales(shape, swizzled, out, execution));
 }
 
-void transpose_nibbles(const std::uint8_t* codes, std::int64_t batch, std::int64_t rows,
-                       std::int64_t cols, std::uint8_t* out, const Execution& execution) {
-  MINIFLOAT_CHECK(batch >= 0 && rows >= 0 && cols >= 0,
-                  "transpose_nibbles: expected sizes of zero or more, got ", batch, " x ", rows,
-                  " x ", cols);
-  cpu::transpose_nibbles(codes, batch, rows, cols, out, execution);
+void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution) {
+  check_device("transpose_nibbles", codes.device);
+  MINIFLOAT_CHECK(codes.batch >= 0 && codes.rows >= 0 && codes.cols >= 0,
+                  "transpose_nibbles: expected sizes of zero or more, got ", codes.batch, " x ",
+                  codes.rows, " x ", codes.cols);
+  MINIFLOAT_ON(codes.device, transpose_nibbles(codes, out, execution));
 }
 
 }  // namespace minifloat

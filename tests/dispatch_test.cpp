@@ -72,7 +72,6 @@ TEST_F(Dispatch, QuantizeRefusesBadOperands) {
 }
 
 TEST_F(Dispatch, QuantizeRefusesBadTensors) {
-  expect_refused("nvfp4", [](TensorRef& x, Operand&) { x.device = Device::kCuda; }, "CUDA");
   expect_refused("nvfp4", [](TensorRef& x, Operand&) { x.rows = -1; }, "zero or more");
   expect_refused("nvfp4", [](TensorRef& x, Operand&) { x.data = nullptr; }, "got null");
   expect_refused("nvfp4", [](TensorRef& x, Operand&) { x.row_stride = 47; }, "row stride");
@@ -81,11 +80,28 @@ TEST_F(Dispatch, QuantizeRefusesBadTensors) {
 TEST_F(Dispatch, Amax) {
   Guarded<float> out(1);
   EXPECT_ERROR(amax(x_.ref(), Spec::parse("mxfp8"), false, out.data()), "no tensor or row amax");
+  EXPECT_TRUE(out.untouched());
+}
+
+#if !defined(MINIFLOAT_WITH_CUDA)
+TEST_F(Dispatch, RefusesCudaTensorsWithoutACudaBackend) {
+  expect_refused("nvfp4", [](TensorRef& x, Operand&) { x.device = Device::kCuda; }, "CUDA");
+  Guarded<float> out(16);
   TensorRef x = x_.ref();
   x.device = Device::kCuda;
   EXPECT_ERROR(amax(x, Spec::parse("nvfp4"), false, out.data()), "expected a tensor on the CPU");
+  const std::uint8_t codes[16] = {}, scale[1] = {};
+  const Quantized q = {.spec = Spec::parse("mxfp8"),
+                       .codes = codes,
+                       .scale = scale,
+                       .rows = 1,
+                       .cols = 16,
+                       .device = Device::kCuda};
+  EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "CPU");
+  EXPECT_ERROR(decode_for_product(q, reinterpret_cast<std::uint16_t*>(out.data())), "CPU");
   EXPECT_TRUE(out.untouched());
 }
+#endif
 
 TEST_F(Dispatch, Dequantize) {
   Guarded<float> out(16);
@@ -100,13 +116,30 @@ TEST_F(Dispatch, Dequantize) {
   q.rows = -1;
   EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "zero or more");
   q.rows = 1;
-  q.device = Device::kCuda;
-  EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "CPU");
-  EXPECT_ERROR(decode_for_product(q, reinterpret_cast<std::uint16_t*>(out.data())), "CPU");
-  q.device = Device::kCpu;
   q.spec = Spec();
   EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "bf16");
   EXPECT_TRUE(out.untouched());
+}
+
+TEST_F(Dispatch, CarryInE4m3) {
+  Guarded<float> row_scale(1);
+  Guarded<std::uint8_t> out(16);
+  const std::uint8_t codes[16] = {}, scale[1] = {};
+  for (const char* text : {"nvfp4", "nvfp4+up", "mxfp8", "e4m3/row"}) {
+    const float amax[1] = {1};
+    const Quantized q = {.spec = Spec::parse(text),
+                         .codes = codes,
+                         .scale = scale,
+                         .amax = amax,
+                         .rows = 1,
+                         .cols = 16};
+    EXPECT_ERROR(carry_in_e4m3(q, out.data(), row_scale.data()),
+                 "expected E2M1 under powers of two");
+  }
+  const Quantized q = {
+      .spec = Spec::parse("nvfp4+pow2"), .codes = codes, .scale = scale, .rows = 1, .cols = 16};
+  EXPECT_ERROR(carry_in_e4m3(q, out.data(), row_scale.data()), "needs the tensor amax");
+  EXPECT_TRUE(out.untouched() && row_scale.untouched());
 }
 
 TEST_F(Dispatch, Transforms) {
@@ -128,7 +161,8 @@ TEST_F(Dispatch, Transforms) {
     EXPECT_ERROR(swizzle_scales(shape, scale, bytes.data()), "group");
     EXPECT_ERROR(unswizzle_scales(shape, scale, bytes.data()), "group");
   }
-  EXPECT_ERROR(transpose_nibbles(scale, 1, -2, 2, bytes.data()), "zero or more");
+  EXPECT_ERROR(transpose_nibbles({.codes = scale, .rows = -2, .cols = 2}, bytes.data()),
+               "zero or more");
   EXPECT_TRUE(out.untouched() && bytes.untouched());
 }
 

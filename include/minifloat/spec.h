@@ -52,6 +52,11 @@ struct Spec {
 
   bool is_bf16() const { return elements == Elements::kBf16; }
   bool is_fp8() const { return elements == Elements::kE4m3 || elements == Elements::kE5m2; }
+  // E2M1 under block scales 2^k, whose values E4M3 codes can carry (core/carry.h).
+  bool is_fp4_by_powers_of_two() const {
+    return elements == Elements::kE2m1 &&
+           (rule == ScaleRule::kMx || scale_rounding == ScaleRounding::kPowerOfTwo);
+  }
   bool has_tensor_amax() const { return rule == ScaleRule::kTensor || rule == ScaleRule::kNvfp4; }
   bool has_row_amax() const { return rule == ScaleRule::kRow; }
   bool has_blocks() const { return block_rows > 0; }

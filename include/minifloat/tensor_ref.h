@@ -1,6 +1,7 @@
 // What the library is handed: memory that somebody else owns, and where to work.
 #pragma once
 
+#include <cstddef>
 #include <cstdint>
 
 namespace minifloat {
@@ -29,6 +30,9 @@ using ParallelFor = void (*)(std::int64_t count, void (*body)(void*, std::int64_
 struct Execution {
   ParallelFor parallel_for = nullptr;  // CPU: null takes the library's own threads, one a core
   void* stream = nullptr;              // CUDA: the cudaStream_t
+  // CUDA: scratch for the kernels of this call, device memory that stays theirs on the stream. Null: cudaMallocAsync.
+  void* (*allocate)(std::size_t bytes, void* context) = nullptr;
+  void* allocate_context = nullptr;
 };
 
 }  // namespace minifloat

@@ -17,7 +17,7 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
 enum class Groups { kNone, kAlongM, kAlongK };
 
 // (batch, rows, cols) one-byte scales. offsets: (groups) int32, each group's end among rows (kAlongM) or
-// columns (kAlongK), in the tensors' device memory; empty groups are legal.
+// columns (kAlongK), in the tensors' device memory; empty groups are legal. Offsets on the CPU are checked.
 struct ScaleMatrix {
   std::int64_t batch = 1;
   std::int64_t rows = 0;
@@ -25,6 +25,7 @@ struct ScaleMatrix {
   Groups kind = Groups::kNone;
   const std::int32_t* offsets = nullptr;
   std::int64_t groups = 0;
+  Device device = Device::kCpu;
 
   std::int64_t swizzled_bytes() const;  // of one matrix
 };
@@ -35,9 +36,16 @@ void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::ui
 void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
                       const Execution& execution = {});
 
-// Packed 4-bit codes (batch, rows, ceil(cols / 2)) -> (batch, cols, ceil(rows / 2)), as packed codes of the
-// transpose; the last nibble of an odd row is zero.
-void transpose_nibbles(const std::uint8_t* codes, std::int64_t batch, std::int64_t rows,
-                       std::int64_t cols, std::uint8_t* out, const Execution& execution = {});
+// Packed 4-bit codes of a (batch, rows, cols) operand: ceil(cols / 2) bytes a row.
+struct CodeMatrix {
+  const std::uint8_t* codes = nullptr;
+  std::int64_t batch = 1;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  Device device = Device::kCpu;
+};
+
+// out (batch, cols, ceil(rows / 2)): packed codes of the transpose; the last nibble of an odd row is zero.
+void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution = {});
 
 }  // namespace minifloat

@@ -85,15 +85,15 @@ void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, st
   });
 }
 
-void transpose_nibbles(const std::uint8_t* codes, std::int64_t batch, std::int64_t rows,
-                       std::int64_t cols, std::uint8_t* out, const Execution& execution) {
+void transpose_nibbles(const CodeMatrix& matrix, std::uint8_t* out, const Execution& execution) {
+  const std::int64_t batch = matrix.batch, rows = matrix.rows, cols = matrix.cols;
   const std::int64_t in_pitch = ceil_div<std::int64_t>(cols, 2),
                      out_pitch = ceil_div<std::int64_t>(rows, 2);
   constexpr std::int64_t kCols =
       64;  // output rows of a piece of work: a cache line of input bytes, half used twice
   const std::int64_t pieces = ceil_div(cols, kCols);
   parallel_for(execution, batch * pieces, batch * rows * cols, [&](std::int64_t i) {
-    const std::uint8_t* in = codes + i / pieces * rows * in_pitch;
+    const std::uint8_t* in = matrix.codes + i / pieces * rows * in_pitch;
     std::uint8_t* to = out + i / pieces * cols * out_pitch;
     const std::int64_t first = i % pieces * kCols, last = std::min(cols, first + kCols);
     for (std::int64_t r = 0; r < rows; r += 2)

@@ -160,7 +160,7 @@ TEST(TransposeNibbles, EveryNibbleMovesOnce) {
     const std::int64_t pitch = (cols + 1) / 2, out_pitch = (rows + 1) / 2;
     std::vector<std::uint8_t> codes = numbered(batch * rows * pitch);
     Guarded<std::uint8_t> out(batch * cols * out_pitch);
-    transpose_nibbles(codes.data(), batch, rows, cols, out.data());
+    transpose_nibbles({codes.data(), batch, rows, cols}, out.data());
     EXPECT_TRUE(out.guards_hold());
     for (std::int64_t e = 0; e < batch; ++e)
       for (std::int64_t c = 0; c < cols; ++c)
@@ -182,7 +182,7 @@ TEST(TransposeNibbles, OfCodesIsTheColumnwiseOperandWhereBlocksAreSquare) {
   const Outputs row = quantized(x.ref(), {.spec = spec}, false),
                 col = quantized(x.ref(), {.spec = spec}, true);
   Guarded<std::uint8_t> out(static_cast<std::int64_t>(col.codes.size()));
-  transpose_nibbles(row.codes.data(), 2, 96, 80, out.data());
+  transpose_nibbles({row.codes.data(), 2, 96, 80}, out.data());
   EXPECT_TRUE(out == col.codes);
 }
 

@@ -27,18 +27,27 @@ struct BasicWords {
 };
 using Words = BasicWords<std::uint32_t>;
 
+// What the key's halves grow by from round to round.
+inline constexpr std::uint32_t kPhiloxKeyStep0 = 0x9E37'79B9u, kPhiloxKeyStep1 = 0xBB67'AE85u;
+
+template <class Word>
+MINIFLOAT_HD constexpr BasicWords<Word> philox_round(const BasicWords<Word>& c, std::uint32_t k0,
+                                                     std::uint32_t k1) {
+  const std::uint64_t a = std::uint64_t{0xD251'1F53u} * c.w[0];
+  const std::uint64_t b = std::uint64_t{0xCD9E'8D57u} * c.w[2];
+  return {{static_cast<Word>(b >> 32) ^ c.w[1] ^ k0, static_cast<Word>(b & 0xFFFF'FFFFu),
+           static_cast<Word>(a >> 32) ^ c.w[3] ^ k1, static_cast<Word>(a & 0xFFFF'FFFFu)}};
+}
+
 template <int Rounds = kPhiloxRounds, class Word = std::uint32_t>
 MINIFLOAT_HD constexpr BasicWords<Word> philox4x32(BasicWords<Word> counter, std::uint64_t key) {
   std::uint32_t k0 = static_cast<std::uint32_t>(key);
   std::uint32_t k1 = static_cast<std::uint32_t>(key >> 32);
   BasicWords<Word> c = counter;
   for (int round = 0; round < Rounds; ++round) {
-    const std::uint64_t a = std::uint64_t{0xD251'1F53u} * c.w[0];
-    const std::uint64_t b = std::uint64_t{0xCD9E'8D57u} * c.w[2];
-    c = {{static_cast<Word>(b >> 32) ^ c.w[1] ^ k0, static_cast<Word>(b & 0xFFFF'FFFFu),
-          static_cast<Word>(a >> 32) ^ c.w[3] ^ k1, static_cast<Word>(a & 0xFFFF'FFFFu)}};
-    k0 += 0x9E37'79B9u;
-    k1 += 0xBB67'AE85u;
+    c = philox_round(c, k0, k1);
+    k0 += kPhiloxKeyStep0;
+    k1 += kPhiloxKeyStep1;
   }
   return c;
 }

@@ -41,8 +41,8 @@ MINIFLOAT_HD constexpr Factors fp8_factors(std::uint32_t amax, bool power_of_two
   const float down = bit_cast<float>(bit_cast<std::uint32_t>(full) & Float32::kExponent);
   float encode = power_of_two ? down : full;
   encode = amax == 0 ? 1.0f : encode;
-  encode = is_finite(amax) ? encode : nan_value();
-  return {encode, 1.0f / encode};
+  const float scale = 1.0f / encode;  // of NaN, each device's own NaN
+  return {is_finite(amax) ? encode : nan_value(), is_finite(amax) ? scale : nan_value()};
 }
 
 // MX (OCP Microscaling v1.0), E8M0 scale 2^(code - 127), as cuBLAS rounds it: up, to the smallest
@@ -100,7 +100,8 @@ MINIFLOAT_HD constexpr Nvfp4Tensor nvfp4_tensor(std::uint32_t amax, Nvfp4Roundin
   float s = at_most_float_max(E2M1::kMax * top / bit_cast<float>(amax | (amax == 0u ? 1u : 0u)));
   s = amax == 0 ? 1.0f : s;
   s = is_finite(amax) ? s : nan_value();
-  return {s, 1.0f / s, s * (1.0f / E2M1::kMax)};
+  const float scale = 1.0f / s;
+  return {s, is_finite(amax) ? scale : nan_value(), s * (1.0f / E2M1::kMax)};
 }
 
 // Block level: the E4M3 code of min(amax * block_encode, FLT_MAX).

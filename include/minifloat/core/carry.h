@@ -1,0 +1,63 @@
+// E2M1 codes under scales 2^k, carried by E4M3 codes, which an FP8 product multiplies.
+//
+//     row of an operand as read:   | 2^k0: codes | 2^k1: codes | ...      K = max k
+//     carried                      e4m3(code * 2^(k - K + 6)) ...         one factor 2^(K - 6) a row
+//
+// E2M1's largest becomes 6 * 2^6 = 384 of 448, and its smallest step 0.5 * 2^(k - K + 6), a multiple of E4M3's
+// smallest 2^-9 while k >= K - 14: exact there, without a double rounding; below, nearest even, within 2^-10.
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/core/format.h"
+#include "minifloat/core/host_device.h"
+#include "minifloat/core/rounding.h"
+#include "minifloat/core/scaling.h"
+
+namespace minifloat {
+
+inline constexpr int kCarryTop = 6;          // 6 * 2^6 <= 448 < 6 * 2^7
+inline constexpr int kCarryExactRange = 14;  // binades below the row's largest scale
+// K is at least this, so that 2^(K - 6) is a normal float.
+inline constexpr int kCarryMinExponent = -120;
+// "Exponents" of the scales that no row takes its K from: below any k; an E4M3 zero below a NaN.
+inline constexpr int kCarryNan = -1000;
+inline constexpr int kCarryZero = -2000;
+
+// k of a block's scale. E8M0: 2^k for all codes but NaN. E4M3: of a power of two, or of the one below.
+MINIFLOAT_HD constexpr int carry_exponent_e8m0(std::uint32_t scale) {
+  return scale == E8M0::kNanBits ? kCarryNan : static_cast<int>(scale) - E8M0::kBias;
+}
+MINIFLOAT_HD constexpr int carry_exponent_e4m3(std::uint32_t scale) {
+  const std::uint32_t bits = bit_cast<std::uint32_t>(decode<E4M3>(scale)) & Float32::kMagnitude;
+  if (bits == 0) return kCarryZero;
+  return is_finite(bits) ? static_cast<int>(bits >> Float32::kMantissaBits) - Float32::kBias
+                         : kCarryNan;
+}
+
+// K of a row, from the largest of its blocks' exponents: 0 where no block has one.
+MINIFLOAT_HD constexpr int carry_row_exponent(int largest) {
+  if (largest <= kCarryNan) return 0;
+  return largest > kCarryMinExponent ? largest : kCarryMinExponent;
+}
+
+// 2^(K - 6) times the tensor's scale, which is 1 for MX.
+MINIFLOAT_HD constexpr float carry_row_scale(int row_exponent, float tensor_scale) {
+  return decode_e8m0(static_cast<std::uint32_t>(row_exponent - kCarryTop + E8M0::kBias)) *
+         tensor_scale;
+}
+
+// The E4M3 code of an E2M1 code in a block of exponent k. Under a NaN scale: NaN; under a zero: the code's signed zero.
+MINIFLOAT_HD constexpr std::uint32_t carry(std::uint32_t code, int k, int row_exponent) {
+  if (k == kCarryNan) return E4M3::kNanBits;
+  constexpr int kLow = -kCarryTop - kCarryExactRange;  // far enough for every code to become zero
+  const int shift = k - row_exponent + kCarryTop > kLow ? k - row_exponent + kCarryTop : kLow;
+  return encode<E4M3>(decode<E2M1>(code) *
+                      decode_e8m0(static_cast<std::uint32_t>(shift + E8M0::kBias)));
+}
+
+static_assert(carry(0x7, 3, 3) == encode<E4M3>(384.0f) && carry(0xF, 3, 3) == 0xFC);
+static_assert(carry(0x1, -14, 0) == 0x01 && carry(0x1, -15, 0) == 0x00);
+static_assert(carry(0x9, kCarryZero, 0) == 0x80);
+
+}  // namespace minifloat

@@ -1,0 +1,30 @@
+// The CUDA backend: the signatures of minifloat/quantize.h and minifloat/transform.h, on memory of the device and on
+// execution.stream. Nothing waits for the device, and no number is read back.
+#pragma once
+
+#include "minifloat/quantize.h"
+#include "minifloat/transform.h"
+
+namespace minifloat::cuda {
+
+void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
+          const Execution& execution);
+// Of every row and of every column of a batch, from one read.   of_rows: (batch, rows), of_columns: (batch, cols)
+void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_columns,
+                              const Execution& execution);
+void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+              const Execution& execution);
+void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution);
+void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution);
+void carry_in_e4m3(const Quantized& operand, std::uint8_t* codes, float* row_scale,
+                   const Execution& execution);
+void tensor_factor(const Quantized& operand, float* out, const Execution& execution);
+void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
+              std::uint16_t* out, const Execution& execution);
+void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
+                    const Execution& execution);
+void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
+                      const Execution& execution);
+void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution);
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,64 @@
+// The host's side of every kernel: errors as exceptions, scratch on the stream, and the machines that there is code for.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstddef>
+#include <cstdint>
+
+#include "minifloat/error.h"
+#include "minifloat/tensor_ref.h"
+
+namespace minifloat::cuda {
+
+inline void check(cudaError_t status, const char* what) {
+  MINIFLOAT_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
+}
+// Behind every launch. A machine that this build has no code for is one of its errors.
+inline void check_launch(const char* kernel) {
+  const cudaError_t status = cudaGetLastError();
+  MINIFLOAT_CHECK(
+      status != cudaErrorNoKernelImageForDevice && status != cudaErrorInvalidDeviceFunction, kernel,
+      ": expected a GPU of compute capability 9.0, 10.0 or 10.3, which this build has code for");
+  check(status, kernel);
+}
+
+inline cudaStream_t stream_of(const Execution& execution) {
+  return static_cast<cudaStream_t>(execution.stream);
+}
+
+// Device memory that the kernels of one call share; it belongs to the stream's work until that is done.
+class Scratch {
+ public:
+  Scratch(std::size_t bytes, const Execution& execution) : stream_(stream_of(execution)) {
+    if (bytes == 0) return;
+    if (execution.allocate) {
+      memory_ = execution.allocate(bytes, execution.allocate_context);
+      return;
+    }
+    check(cudaMallocAsync(&memory_, bytes, stream_), "scratch");
+    is_own_ = true;
+  }
+  ~Scratch() {
+    if (is_own_) cudaFreeAsync(memory_, stream_);
+  }
+  Scratch(const Scratch&) = delete;
+  Scratch& operator=(const Scratch&) = delete;
+  template <class T>
+  T* as() const {
+    return static_cast<T*>(memory_);
+  }
+
+ private:
+  cudaStream_t stream_;
+  void* memory_ = nullptr;
+  bool is_own_ = false;
+};
+
+// Blocks of a one-dimensional grid; 0 means that there is nothing to launch.
+inline unsigned grid_of(std::int64_t blocks, const char* kernel) {
+  MINIFLOAT_CHECK(blocks <= 0x7FFF'FFFF, kernel, ": expected at most 2^31 - 1 tiles, got ", blocks);
+  return static_cast<unsigned>(blocks);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,42 @@
+// The pairs of directions that layers ask for, each from one read of x: weights and FP8 activations (the same format
+// both ways), NVFP4's and MXFP4's activations (columnwise transformed) and gradients (stochastic, columnwise
+// transformed).
+#include "quantize.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+template <class F>
+using Nearest = Cast<F, false, false>;
+using TurnedNearest = Cast<E2M1, false, true>;
+using Random = Cast<E2M1, true, false>;
+using TurnedRandom = Cast<E2M1, true, true>;
+
+template <class C>
+bool is_cast(const Spec& spec) {
+  return spec.stochastic == C::kStochastic && (spec.transform > 0) == C::kTransform &&
+         (C::F::kBits == 4
+              ? spec.elements == Elements::kE2m1
+              : spec.elements == (C::F::kMantissaBits == 3 ? Elements::kE4m3 : Elements::kE5m2));
+}
+
+template <class Row, class Col>
+bool launch_pair(const QuantizeArgs& args, const Execution& execution) {
+  if (!is_cast<Row>(args.row_spec) || !is_cast<Col>(args.col_spec)) return false;
+  launch_tiles<Bf16, Row, Col>(args, execution);
+  return true;
+}
+
+}  // namespace
+
+bool launch_both(const QuantizeArgs& args, const Execution& execution) {
+  if (!args.is_bf16) return false;
+  return launch_pair<Nearest<E4M3>, Nearest<E4M3>>(args, execution) ||
+         launch_pair<Nearest<E5M2>, Nearest<E5M2>>(args, execution) ||
+         launch_pair<Nearest<E2M1>, Nearest<E2M1>>(args, execution) ||
+         launch_pair<Nearest<E2M1>, TurnedNearest>(args, execution) ||
+         launch_pair<Random, TurnedRandom>(args, execution) ||
+         launch_pair<TurnedRandom, TurnedRandom>(args, execution);
+}
+
+}  // namespace minifloat::cuda

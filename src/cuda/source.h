@@ -1,0 +1,27 @@
+// x as the kernels see it.
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/core/block.h"
+#include "minifloat/tensor_ref.h"
+
+namespace minifloat::cuda {
+
+struct Source {
+  const void* data;
+  std::int64_t batch_stride, row_stride;  // elements
+  std::int64_t rows, cols;
+  bool
+      aligned;  // 16 elements that start at a multiple of 16 columns start at a multiple of 16 bytes
+};
+
+inline Source source_of(const TensorRef& x) {
+  const std::int64_t size = x.dtype == DType::kFloat32 ? 4 : 2;
+  const bool aligned = reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
+                       (x.rows <= 1 || x.row_stride * size % 16 == 0) &&
+                       (x.batch <= 1 || x.batch_stride * size % 16 == 0);
+  return {x.data, x.batch_stride, x.row_stride, x.rows, x.cols, aligned};
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,125 @@
+// carry_in_e4m3 against the operand's own parts: each row's exponent, factor and codes worked out in double.
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <cmath>
+#include <string>
+#include <vector>
+
+#include "harness.h"
+#include "minifloat/quantize.h"
+
+namespace minifloat {
+namespace {
+
+constexpr int kNone = -100000;  // no exponent: NaN and zero scales
+
+const oracle::Grid& e4m3() { return oracle::grid(Elements::kE4m3); }
+
+// log2 of a block's scale.
+int exponent_of(const Spec& spec, unsigned scale) {
+  if (spec.rule == ScaleRule::kMx) return scale == 0xFF ? kNone : static_cast<int>(scale) - 127;
+  return scale == 0x7F || scale == 0 ? kNone : std::ilogb(e4m3()[scale]);
+}
+bool is_nan_scale(const Spec& spec, unsigned scale) {
+  return scale == (spec.rule == ScaleRule::kMx ? 0xFFu : 0x7Fu);
+}
+
+struct Carried {
+  Guarded<std::uint8_t> codes;
+  Guarded<float> row_scale;
+};
+
+void expect_as_worked_out(const std::string& text, const Matrix& x) {
+  const Request request{.spec = Spec::parse(text)};
+  const Spec& spec = request.spec;
+  const Shape shape = x.shape();
+  const Outputs out = quantized(x.ref(), request, false);
+  const Quantized q = {.spec = spec,
+                       .codes = out.codes.data(),
+                       .scale = out.scale.data(),
+                       .amax = out.amax.size() > 0 ? out.amax.data() : nullptr,
+                       .batch = shape.batch,
+                       .rows = shape.rows,
+                       .cols = shape.cols};
+  const std::int64_t padded = spec.padded_cols(shape.cols), rows = shape.batch * shape.rows;
+  Carried got = {Guarded<std::uint8_t>(rows * padded), Guarded<float>(rows)};
+  carry_in_e4m3(q, got.codes.data(), got.row_scale.data());
+  ASSERT_TRUE(got.codes.guards_hold() && got.row_scale.guards_hold()) << text;
+
+  std::vector<float> tensor_scale(static_cast<std::size_t>(shape.batch));
+  tensor_factor(q, tensor_scale.data());
+  const std::int64_t blocks = spec.scale_cols(shape.cols);
+  for (std::int64_t row = 0; row < rows; ++row) {
+    const std::int64_t e = row / shape.rows, block_row = e * spec.scale_rows(shape.rows) +
+                                                         row % shape.rows / spec.block_rows;
+    const auto scale_of = [&](std::int64_t c) {
+      return out.scale[static_cast<std::size_t>(block_row * blocks + c / spec.block_cols)];
+    };
+    int largest = kNone;
+    for (std::int64_t c = 0; c < padded; ++c)
+      largest = std::max(largest, exponent_of(spec, scale_of(c)));
+    const int top = largest == kNone ? 0 : std::max(largest, -120);
+    const float want_scale =
+        oracle::fl32(std::ldexp(double{tensor_scale[static_cast<std::size_t>(e)]}, top - 6));
+    ASSERT_TRUE(same_float(got.row_scale[static_cast<std::size_t>(row)], want_scale))
+        << text << ", row " << row;
+    for (std::int64_t c = 0; c < padded; ++c) {
+      const unsigned pair =
+          out.codes[static_cast<std::size_t>(row * spec.code_cols(shape.cols) + c / 2)];
+      const unsigned code = c % 2 ? pair >> 4 : pair & 0xF, scale = scale_of(c);
+      const int k = exponent_of(spec, scale);
+      const double magnitude =
+          k == kNone ? 0 : std::ldexp(oracle::grid(Elements::kE2m1)[code & 7], k - top + 6);
+      const unsigned want = is_nan_scale(spec, scale)
+                                ? 0x7F
+                                : (code & 8) << 4 | e4m3().nearest(static_cast<float>(magnitude));
+      ASSERT_EQ(got.codes[static_cast<std::size_t>(row * padded + c)], want)
+          << text << ", row " << row << ", column " << c;
+    }
+  }
+}
+
+TEST(CarryInE4m3, RowsFactorsAndCodes) {
+  for (const char* text : {"mxfp4", "mxfp4+floor", "mxfp4+sr+rht", "mxfp4+rht32", "nvfp4+pow2",
+                           "nvfp4/16x16+pow2", "nvfp4+pow2+sr+rht"})
+    for (const Shape& shape :
+         {Shape{1, 1, 1}, Shape{1, 33, 161}, Shape{2, 17, 48}, Shape{1, 64, 256}})
+      for (const Kind kind : {Kind::kPlain, Kind::kWide, Kind::kSpecial})
+        expect_as_worked_out(text, Matrix(shape, DType::kFloat32, kind));
+}
+
+TEST(CarryInE4m3, ZeroAndTinyRows) {
+  const Shape shape{1, 2, 64};
+  for (const float value : {0.0f, 0x1p-149f, 0x1p-126f, 0x1p-120f, kInfinity, kNan})
+    for (const char* text : {"mxfp4", "nvfp4+pow2"})
+      expect_as_worked_out(text, Matrix(shape, DType::kFloat32, std::vector<float>(128, value)));
+}
+
+// Of normal data nothing lies as far below its row's largest scale as 2^-14.
+TEST(CarryInE4m3, KeepsTheValuesOfPlainData) {
+  const Shape shape{1, 48, 192};
+  const Matrix x(shape, DType::kFloat32, Kind::kPlain);
+  for (const char* text : {"mxfp4", "nvfp4/16x16+pow2"}) {
+    const Request request{.spec = Spec::parse(text)};
+    const Outputs out = quantized(x.ref(), request, false);
+    const Quantized q = {.spec = request.spec,
+                         .codes = out.codes.data(),
+                         .scale = out.scale.data(),
+                         .amax = out.amax.data(),
+                         .rows = shape.rows,
+                         .cols = shape.cols};
+    Guarded<float> values(shape.elements()), row_scale(shape.rows);
+    Guarded<std::uint8_t> codes(shape.elements());
+    dequantize(q, DType::kFloat32, values.data());
+    carry_in_e4m3(q, codes.data(), row_scale.data());
+    for (std::size_t i = 0; i < codes.size(); ++i) {
+      const float magnitude = oracle::fl32(e4m3()[codes[i] & 0x7F] *
+                                           row_scale[i / static_cast<std::size_t>(shape.cols)]);
+      ASSERT_EQ(codes[i] & 0x80 ? -magnitude : magnitude, values[i]) << text << ", entry " << i;
+    }
+  }
+}
+
+}  // namespace
+}  // namespace minifloat
