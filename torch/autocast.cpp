@@ -1,4 +1,4 @@
-// linear and linear_group under autocast: values go to its dtype, and gradients come back through the cast.
+// linear, linear_group and layer_operands under autocast: values go to its dtype, and gradients come back through the cast.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -27,10 +27,22 @@ c10::DispatchKey autocast_key() {
 template <c10::DeviceType device>
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::string& recipe, const std::optional<Tensor>& rng,
-              const std::optional<Tensor>& amax_history) {
+              const std::optional<Tensor>& amax_history, std::int64_t stream,
+              const std::optional<at::TensorList>& x_operands,
+              const std::optional<at::TensorList>& weight_operands) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
-  return torch_ops::linear(cast<device>(x), cast<device>(weight), cast<device>(bias), recipe, rng,
-                           amax_history);
+  // A weight that is given quantized is not read.
+  return torch_ops::linear(cast<device>(x), weight_operands ? weight : cast<device>(weight),
+                           cast<device>(bias), recipe, rng, amax_history, stream, x_operands,
+                           weight_operands);
+}
+
+template <c10::DeviceType device>
+std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
+                                   const std::string& of, bool rowwise, bool columnwise,
+                                   const std::optional<Tensor>& amax_history) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
+  return torch_ops::layer_operands(cast<device>(x), recipe, of, rowwise, columnwise, amax_history);
 }
 
 template <c10::DeviceType device>
@@ -52,10 +64,12 @@ std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
 
 TORCH_LIBRARY_IMPL(minifloat, AutocastCPU, m) {
   m.impl("linear", linear<c10::DeviceType::CPU>);
+  m.impl("layer_operands", layer_operands<c10::DeviceType::CPU>);
   m.impl("linear_group", linear_group<c10::DeviceType::CPU>);
 }
 TORCH_LIBRARY_IMPL(minifloat, AutocastCUDA, m) {
   m.impl("linear", linear<c10::DeviceType::CUDA>);
+  m.impl("layer_operands", layer_operands<c10::DeviceType::CUDA>);
   m.impl("linear_group", linear_group<c10::DeviceType::CUDA>);
 }
 

@@ -1,11 +1,16 @@
-// From torch's tensors, strings and errors to the torch-free API's.
+// From torch's tensors, strings, errors, threads and streams to the torch-free API's.
 #pragma once
 
+#include <ATen/Functions.h>
 #include <ATen/Parallel.h>
 #include <ATen/core/Tensor.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
 #include <string>
+#include <unordered_map>
+#include <vector>
 
 #include "minifloat/error.h"
 #include "minifloat/recipe.h"
@@ -23,12 +28,15 @@ decltype(auto) with_value_errors(F&& f) {
   }
 }
 
-inline Spec parse_spec(const std::string& text) {
-  return with_value_errors([&] { return Spec::parse(text); });
+// Parses a text once a thread: an op's texts are few, and its calls many.
+template <class Parsed>
+const Parsed& parse_once(const std::string& text) {
+  static thread_local std::unordered_map<std::string, Parsed> known;
+  if (const auto found = known.find(text); found != known.end()) return found->second;
+  return known.emplace(text, with_value_errors([&] { return Parsed::parse(text); })).first->second;
 }
-inline Product parse_product(const std::string& text) {
-  return with_value_errors([&] { return Product::parse(text); });
-}
+inline const Spec& parse_spec(const std::string& text) { return parse_once<Spec>(text); }
+inline const Product& parse_product(const std::string& text) { return parse_once<Product>(text); }
 
 // Torch's own thread pool, so that torch.set_num_threads holds here too.
 inline void torch_parallel_for(std::int64_t count, void (*body)(void*, std::int64_t, std::int64_t),
@@ -36,7 +44,50 @@ inline void torch_parallel_for(std::int64_t count, void (*body)(void*, std::int6
   at::parallel_for(0, count, 1,
                    [&](std::int64_t begin, std::int64_t end) { body(context, begin, end); });
 }
-inline Execution cpu_execution() { return {.parallel_for = torch_parallel_for}; }
+
+inline Device backend_of(const at::Tensor& x) { return x.is_cuda() ? Device::kCuda : Device::kCpu; }
+
+// Where an op on x runs. CPU: torch's threads. CUDA: x's device, made current for the object's life, the stream that
+// torch has current there, and scratch from torch's allocator, which goes back at the object's end: the allocator hands
+// it only to later work of the same stream. Through c10's interface of devices, so that no CUDA library is linked.
+class ExecutionOn {
+ public:
+  explicit ExecutionOn(const at::Tensor& x) : options_(x.options().dtype(at::kByte)) {
+    if (!x.is_cuda()) {
+      execution_.parallel_for = torch_parallel_for;
+      return;
+    }
+    guard_.reset_device(x.device());
+    const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
+    execution_.stream = cuda.getStreamNativeHandle(cuda.getStream(x.device()));
+    execution_.allocate = [](std::size_t bytes, void* self) {
+      return static_cast<ExecutionOn*>(self)->allocate(bytes);
+    };
+    execution_.allocate_context = this;
+  }
+  ExecutionOn(const ExecutionOn&) = delete;
+  ExecutionOn& operator=(const ExecutionOn&) = delete;
+
+  operator const Execution&() const { return execution_; }
+
+ private:
+  void* allocate(std::size_t bytes) {
+    scratch_.push_back(at::empty({static_cast<std::int64_t>(bytes)}, options_));
+    return scratch_.back().mutable_data_ptr();
+  }
+
+  at::TensorOptions options_;
+  c10::OptionalDeviceGuard guard_;
+  std::vector<at::Tensor> scratch_;
+  Execution execution_;
+};
+
+// The tensors of one call lie on one device; an undefined or empty one lies anywhere.
+inline void check_same_device(const char* op, const char* name, const at::Tensor& t,
+                              const at::Tensor& like) {
+  TORCH_CHECK_VALUE(!t.defined() || t.sym_numel() == 0 || t.device() == like.device(), op,
+                    ": expected ", name, " on ", like.device(), ", got ", t.device());
+}
 
 // What every op that reads values asks of its input.
 inline void check_values(const char* op, const at::Tensor& x) {
@@ -61,6 +112,7 @@ inline TensorRef tensor_ref(const char* op, const at::Tensor& x) {
   ref.cols = x.size(-1);
   ref.batch_stride = x.dim() == 3 ? x.stride(0) : 0;
   ref.row_stride = x.stride(-2);
+  ref.device = backend_of(x);
   return ref;
 }
 

@@ -14,110 +14,21 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include <mutex>
-#include <unordered_map>
-
 #include "bridge.h"
-#include "minifloat/core/philox.h"
+#include "layer_operands.h"
 #include "ops.h"
 
 namespace minifloat {
 namespace {
 
-using at::Tensor;
-using c10::SymInt;
+using namespace torch_ops;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-using torch_ops::QuantizedOperand;
 
-constexpr std::int64_t stream_of(std::string_view operand_and_product) {
-  return static_cast<std::int64_t>(fnv1a64(operand_and_product.data(), operand_and_product.size()));
-}
-
-// An operand's place in a recipe: its row of the amax history, and its random stream within the module.
-enum Place { kFpropX, kFpropW, kDgradG, kDgradW, kWgradG, kWgradX, kPlaces };
-constexpr std::int64_t kStreams[kPlaces] = {stream_of("x/fprop"), stream_of("w/fprop"),
-                                            stream_of("g/dgrad"), stream_of("w/dgrad"),
-                                            stream_of("g/wgrad"), stream_of("x/wgrad")};
-
-// Columns of an amax history (kPlaces, 1 + length): the amax in force, then the newest first.
-enum HistoryColumn { kInForce, kRunning };
-
-// A recipe and the texts that its ops take, parsed once a process.
-struct PreparedRecipe {
-  Recipe recipe;
-  std::string fprop, dgrad, wgrad;
+// What a caller has quantized before (layer_operands); empty: nothing. Of a layer alone, not of a group.
+struct Given {
+  at::TensorList x, weight;
 };
-
-const PreparedRecipe& prepare(const std::string& text) {
-  static std::mutex mutex;
-  static std::unordered_map<std::string, PreparedRecipe> prepared;
-  const std::lock_guard lock(mutex);
-  if (const auto found = prepared.find(text); found != prepared.end()) return found->second;
-  const Recipe r = bridge::with_value_errors([&] { return Recipe::parse(text); });
-  return prepared.emplace(text, PreparedRecipe{r, r.fprop.str(), r.dgrad.str(), r.wgrad.str()})
-      .first->second;
-}
-
-// One operand of one product, as a layer asks for it.
-struct Wanted {
-  const Spec* spec = nullptr;  // null: not wanted
-  Place place = kFpropX;
-  bool decoded = false;  // also as the values that an exact product reads, where it follows at once
-};
-
-// The CPU multiplies exactly, always.
-bool multiplies_exactly(const Tensor& x) { return x.device().is_cpu(); }
-
-Tensor history_cell(const Tensor& history, Place place, HistoryColumn column) {
-  return history.select(0, place).select(0, column);
-}
-
-// Both directions of x (rows, cols) from one read; bf16 directions are x itself and its transposed view.
-std::pair<QuantizedOperand, QuantizedOperand> quantize_both(const Tensor& x, const Wanted& row,
-                                                            const Wanted& col, const Tensor& rng,
-                                                            const Tensor& history) {
-  torch_ops::QuantizeOptions options;
-  std::string texts[2];
-  const auto ask = [&](const Wanted& wanted, std::string& text, std::optional<Tensor>& amax,
-                       std::int64_t& stream, bool& decoded) {
-    if (!wanted.spec || wanted.spec->is_bf16()) return;
-    text = wanted.spec->str();
-    if (wanted.spec->delayed) amax = history_cell(history, wanted.place, kInForce);
-    if (wanted.spec->stochastic) options.rng = rng;
-    stream = kStreams[wanted.place];
-    decoded = wanted.decoded;
-  };
-  ask(row, texts[0], options.amax_row, options.stream_row, options.decoded_row);
-  ask(col, texts[1], options.amax_col, options.stream_col, options.decoded_col);
-
-  std::pair<QuantizedOperand, QuantizedOperand> out;
-  if (!texts[0].empty() || !texts[1].empty())
-    out = torch_ops::quantize(x, texts[0], texts[1], options);
-  const auto finish = [&](const Wanted& wanted, QuantizedOperand& operand, const Tensor& values) {
-    if (!wanted.spec) return;
-    if (wanted.spec->is_bf16()) {
-      const Tensor none = at::empty({0}, x.options().dtype(at::kFloat));
-      operand = {values, none, none, values};
-      return;
-    }
-    if (!wanted.spec->delayed) return;
-    const Tensor running = history_cell(history, wanted.place, kRunning);
-    running.copy_(at::maximum(running, operand.amax));
-  };
-  finish(row, out.first, x);
-  finish(col, out.second, x.t());
-  return out;
-}
-
-// What the product multiplies: the decoded values where they were asked for, else the codes.
-QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted) {
-  QuantizedOperand out = operand;
-  if (wanted.decoded) out.codes = operand.decoded;
-  return out;
-}
-
-Tensor as_matrix(const Tensor& x) { return x.reshape_symint({-1, x.sym_size(-1)}).contiguous(); }
 
 // The arguments of the layers, as the autograd function takes them, which is with defined tensors only. rng and
 // histories are empty, or one a weight.
@@ -126,12 +37,15 @@ struct Layers {
   at::TensorList biases;        // those that there are
   std::vector<int> bias_index;  // of each weight's among them; -1: none
   at::TensorList rng, histories;
+  std::int64_t stream = 0;
+  Given given;
 
   std::optional<Tensor> bias_of(std::size_t i) const {
     return bias_index[i] < 0 ? std::nullopt : std::optional(biases[bias_index[i]]);
   }
-  Tensor rng_of(std::size_t i) const { return rng.empty() ? Tensor() : rng[i]; }
-  Tensor history_of(std::size_t i) const { return histories.empty() ? Tensor() : histories[i]; }
+  ModuleState state_of(std::size_t i) const {
+    return {rng.empty() ? Tensor() : rng[i], stream, histories.empty() ? Tensor() : histories[i]};
+  }
 };
 
 // Which gradients are asked for.
@@ -154,31 +68,37 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
                                  const PreparedRecipe& prepared, const Needs& needs,
                                  variable_list* saved) {
   const Recipe& recipe = prepared.recipe;
-  const bool exact = multiplies_exactly(x);
+  const bool exact = reads_values(recipe.fprop, x);
   const Tensor matrix = as_matrix(x);
   const SymInt k = x.sym_size(-1);
+  const Given& given = layers.given;
 
-  const Wanted x_row{&recipe.fprop.a, kFpropX, exact};
-  const Wanted x_col{needs.any_dw ? &recipe.wgrad.b : nullptr, kWgradX, false};
+  const Wanted x_row{kFpropX, true, exact}, x_col{kWgradX, needs.any_dw};
   const auto [rowwise, columnwise] =
-      quantize_both(matrix, x_row, x_col, layers.rng_of(0), layers.history_of(0));
+      given.x.empty() ? quantize_both(prepared, matrix, x_row, x_col, layers.state_of(0))
+                      : given_both(prepared, "x_operands", given.x, matrix, x_row, x_col);
   const auto save = [&](const QuantizedOperand& operand) {
     if (saved) saved->insert(saved->end(), {operand.codes, operand.scale, operand.amax});
   };
   save(columnwise);
 
+  QuantizedOperand left = payload(rowwise, x_row);
+  if (layers.weights.size() > 1) prepare_for(recipe.fprop, recipe.fprop.a, k, left);
   std::vector<Tensor> outputs;
   for (std::size_t i = 0; i < layers.weights.size(); ++i) {
-    const Tensor weight = layers.weights[i].scalar_type() == x.scalar_type()
-                              ? layers.weights[i]
-                              : layers.weights[i].to(x.scalar_type());
-    const Wanted w_row{&recipe.fprop.b, kFpropW, exact};
-    const Wanted w_col{needs.dx ? &recipe.dgrad.b : nullptr, kDgradW, false};
+    const Wanted w_row{kFpropW, true, exact && given.weight.empty()}, w_col{kDgradW, needs.dx};
+    const bool has_values =
+        given.weight.empty() || recipe.fprop.b.is_bf16() || (needs.dx && recipe.dgrad.b.is_bf16());
+    const Tensor weight = has_values && layers.weights[i].scalar_type() != x.scalar_type()
+                              ? layers.weights[i].to(x.scalar_type())
+                              : layers.weights[i];
     const auto [w_rowwise, w_columnwise] =
-        quantize_both(weight, w_row, w_col, layers.rng_of(i), layers.history_of(i));
+        given.weight.empty()
+            ? quantize_both(prepared, weight, w_row, w_col, layers.state_of(i))
+            : given_both(prepared, "weight_operands", given.weight, weight, w_row, w_col);
     save(w_columnwise);
-    const Tensor y = torch_ops::scaled_mm(payload(rowwise, x_row), payload(w_rowwise, w_row),
-                                          prepared.fprop, k, layers.bias_of(i), x.scalar_type());
+    const Tensor y = scaled_mm(left, payload(w_rowwise, w_row), prepared.fprop, k,
+                               layers.bias_of(i), x.scalar_type());
     c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
     shape.back() = weight.sym_size(0);
     outputs.push_back(y.view_symint(shape));
@@ -189,7 +109,11 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
 // What backward must know besides tensors; lives in the context.
 struct Remembered {
   std::string recipe;
+  std::int64_t stream;
   std::vector<SymInt> x_shape;
+  // Of dW as the product gives it. A given weight was quantized in x's dtype, and so is its gradient, rounded there
+  // before it takes the weight's dtype: as autocast has it.
+  std::vector<at::ScalarType> product_dtypes;
   std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
   std::vector<int> bias_index;
   Needs needs;
@@ -199,15 +123,16 @@ struct Remembered {
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights,
                                at::TensorList biases, const std::vector<int>& bias_index,
-                               const std::string& recipe, at::TensorList rng,
-                               at::TensorList histories, const Needs& needs) {
+                               const PreparedRecipe& recipe, at::TensorList rng,
+                               at::TensorList histories, std::int64_t stream, const Given& given,
+                               const Needs& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Layers layers{weights, biases, bias_index, rng, histories};
+    const Layers layers{weights, biases, bias_index, rng, histories, stream, given};
     variable_list saved;
-    variable_list outputs = forward_pass(x, layers, prepare(recipe), needs, &saved);
+    variable_list outputs = forward_pass(x, layers, recipe, needs, &saved);
     saved.insert(saved.end(), rng.begin(), rng.end());
     ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["remembered"] = remember(x, layers, recipe, needs);
+    ctx->saved_data["remembered"] = remember(x, layers, recipe.text, needs);
     return outputs;
   }
 
@@ -218,9 +143,19 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   };
   static c10::IValue remember(const Tensor& x, const Layers& layers, const std::string& recipe,
                               const Needs& needs) {
-    Remembered r{recipe, x.sym_sizes().vec(),   {}, {}, layers.bias_index,
-                 needs,  layers.histories.vec()};
-    for (const Tensor& w : layers.weights) r.weight_dtypes.push_back(w.scalar_type());
+    Remembered r{.recipe = recipe,
+                 .stream = layers.stream,
+                 .x_shape = x.sym_sizes().vec(),
+                 .product_dtypes = {},
+                 .weight_dtypes = {},
+                 .bias_dtypes = {},
+                 .bias_index = layers.bias_index,
+                 .needs = needs,
+                 .histories = layers.histories.vec()};
+    for (const Tensor& w : layers.weights) {
+      r.weight_dtypes.push_back(w.scalar_type());
+      r.product_dtypes.push_back(layers.given.weight.empty() ? w.scalar_type() : x.scalar_type());
+    }
     for (const Tensor& b : layers.biases) r.bias_dtypes.push_back(b.scalar_type());
     return c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(r)));
   }
@@ -235,12 +170,17 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const auto operand = [&](std::size_t i) -> QuantizedOperand {
       return {saved[3 * i], saved[3 * i + 1], saved[3 * i + 2], Tensor()};
     };
-    const Layers layers{
-        {}, {}, r.bias_index, at::TensorList(saved).slice(3 * (n + 1)), r.histories};
+    const Layers layers{.weights = {},
+                        .biases = {},
+                        .bias_index = r.bias_index,
+                        .rng = at::TensorList(saved).slice(3 * (n + 1)),
+                        .histories = r.histories,
+                        .stream = r.stream,
+                        .given = {}};
     const std::size_t biases = r.bias_dtypes.size();
 
-    // x, weights, biases, bias_index, recipe, rng, histories, needs
-    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 1);
+    // x, weights, biases, bias_index, recipe, rng, histories, stream, given, needs
+    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 3);
     QuantizedOperand x = operand(0);
     for (std::size_t i = 0; i < n; ++i) {
       if (!grads[i].defined()) continue;
@@ -257,7 +197,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     Tensor x, weight, bias;
   };
 
-  // x: as wgrad reads it; decoded in place where the whole group is going to read it.
+  // x: as wgrad reads it; made ready in place where the whole group is going to read it.
   static LayerGradients layer_backward(const Remembered& r, const Layers& layers, std::size_t i,
                                        const Tensor& grad, QuantizedOperand& x,
                                        const QuantizedOperand& w, bool shared) {
@@ -265,20 +205,18 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Recipe& recipe = prepared.recipe;
     const Tensor g = as_matrix(grad);
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
-    const bool exact = multiplies_exactly(g);
-    const Wanted row{r.needs.dx ? &recipe.dgrad.a : nullptr, kDgradG, exact};
-    const Wanted col{r.needs.dw[i] ? &recipe.wgrad.a : nullptr, kWgradG, exact};
+    const bool exact_dx = reads_values(recipe.dgrad, g), exact_dw = reads_values(recipe.wgrad, g);
+    const Wanted row{kDgradG, r.needs.dx, exact_dx};
+    const Wanted col{kWgradG, r.needs.dw[i], exact_dw};
     LayerGradients out;
-    const auto [rowwise, columnwise] =
-        quantize_both(g, row, col, layers.rng_of(i), layers.history_of(i));
-    if (row.spec)
-      out.x = torch_ops::scaled_mm(payload(rowwise, row), w, prepared.dgrad, n, std::nullopt,
-                                   g.scalar_type());
-    if (col.spec) {
-      if (shared && exact && x.codes.scalar_type() == at::kByte)
-        x.codes = torch_ops::decode(x.codes, x.scale, recipe.wgrad.b.str(), m);
-      out.weight = torch_ops::scaled_mm(payload(columnwise, col), x, prepared.wgrad, m,
-                                        std::nullopt, r.weight_dtypes[i]);
+    const auto [rowwise, columnwise] = quantize_both(prepared, g, row, col, layers.state_of(i));
+    if (row.is_wanted)
+      out.x = scaled_mm(payload(rowwise, row), w, prepared.dgrad, n, std::nullopt, g.scalar_type());
+    if (col.is_wanted) {
+      if (shared) prepare_for(recipe.wgrad, recipe.wgrad.b, m, x);
+      out.weight = scaled_mm(payload(columnwise, col), x, prepared.wgrad, m, std::nullopt,
+                             r.product_dtypes[i])
+                       .to(r.weight_dtypes[i]);
     }
     const int bias = r.bias_index[i];
     if (bias >= 0 && r.needs.db[bias])
@@ -287,7 +225,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-void check_layers(const Tensor& x, const Layers& layers, const Recipe& recipe) {
+void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
                     "linear: expected x in float32 or bfloat16, got ", x.scalar_type());
   TORCH_CHECK_VALUE(x.dim() >= 1, "linear: expected x of shape (…, K), got a scalar");
@@ -305,60 +243,77 @@ void check_layers(const Tensor& x, const Layers& layers, const Recipe& recipe) {
     const std::optional<Tensor> b = layers.bias_of(i);
     TORCH_CHECK_VALUE(!b || (b->dim() == 1 && b->sym_size(0) == w.sym_size(0)),
                       "linear: expected bias (", w.sym_size(0), "), got ", b->sym_sizes());
+    if (b) bridge::check_same_device("linear", "bias", *b, x);
   }
-  TORCH_CHECK_VALUE(!recipe.is_stochastic() || layers.rng.size() == n, "linear: recipe ",
-                    recipe.str(), " rounds stochastically and needs rng, one int64 tensor a layer");
-  TORCH_CHECK_VALUE(!recipe.is_delayed() || layers.histories.size() == n, "linear: recipe ",
-                    recipe.str(), " scales by history and needs amax_history, one tensor a layer");
-  for (const Tensor& history : layers.histories)
+  TORCH_CHECK_VALUE(!recipe.is_stochastic || layers.rng.size() == n, "linear: recipe ", recipe.text,
+                    " rounds stochastically and needs rng, one int64 tensor a layer");
+  TORCH_CHECK_VALUE(!recipe.is_delayed || layers.histories.size() == n, "linear: recipe ",
+                    recipe.text, " scales by history and needs amax_history, one tensor a layer");
+  for (const Tensor& history : layers.histories) {
     TORCH_CHECK_VALUE(history.dim() == 2 && history.sym_size(0) == kPlaces &&
                           history.sym_size(1) >= 2 && history.scalar_type() == at::kFloat,
                       "linear: expected amax_history as float32 (", static_cast<int>(kPlaces),
                       ", 1 + length), got ", history.scalar_type(), " ", history.sym_sizes());
+    bridge::check_same_device("linear", "amax_history", history, x);
+  }
 }
 
 std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::string& recipe) {
   const PreparedRecipe& prepared = prepare(recipe);
-  check_layers(x, layers, prepared.recipe);
+  check_layers(x, layers, prepared);
   const Needs needs(x, layers);
   bool any = needs.dx || needs.any_dw;
   for (const bool db : needs.db) any = any || db;
   if (!any) return forward_pass(x, layers, prepared, needs, nullptr);
-  return LinearFunction::apply(x, layers.weights, layers.biases, layers.bias_index,
-                               prepared.recipe.str(), layers.rng, layers.histories, needs);
+  return LinearFunction::apply(x, layers.weights, layers.biases, layers.bias_index, prepared,
+                               layers.rng, layers.histories, layers.stream, layers.given, needs);
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-              const std::string& recipe, const std::optional<Tensor>& rng,
-              const std::optional<Tensor>& amax_history) {
+Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                     const std::string& recipe, const std::optional<Tensor>& rng,
+                     const std::optional<Tensor>& amax_history, std::int64_t stream,
+                     const std::optional<at::TensorList>& x_operands,
+                     const std::optional<at::TensorList>& weight_operands) {
   const auto list = [](const std::optional<Tensor>& t) {
     return t ? at::TensorList(*t) : at::TensorList();
   };
-  const Layers layers{weight, list(bias), {bias ? 0 : -1}, list(rng), list(amax_history)};
+  const Layers layers{
+      .weights = weight,
+      .biases = list(bias),
+      .bias_index = {bias ? 0 : -1},
+      .rng = list(rng),
+      .histories = list(amax_history),
+      .stream = stream,
+      .given = {x_operands.value_or(at::TensorList()), weight_operands.value_or(at::TensorList())}};
   return apply(x, layers, recipe).front();
 }
 
-std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
-                                 const c10::List<std::optional<Tensor>>& biases,
-                                 const std::string& recipe,
-                                 const std::optional<at::TensorList>& rng,
-                                 const std::optional<at::TensorList>& amax_history) {
+std::vector<Tensor> linear_group_kernel(const Tensor& x, at::TensorList weights,
+                                        const c10::List<std::optional<Tensor>>& biases,
+                                        const std::string& recipe,
+                                        const std::optional<at::TensorList>& rng,
+                                        const std::optional<at::TensorList>& amax_history) {
   std::vector<Tensor> present;
   std::vector<int> index;
   for (const std::optional<Tensor> bias : biases) {
     index.push_back(bias ? static_cast<int>(present.size()) : -1);
     if (bias) present.push_back(*bias);
   }
-  const Layers layers{weights, present, index, rng.value_or(at::TensorList()),
-                      amax_history.value_or(at::TensorList())};
+  const Layers layers{.weights = weights,
+                      .biases = present,
+                      .bias_index = index,
+                      .rng = rng.value_or(at::TensorList()),
+                      .histories = amax_history.value_or(at::TensorList()),
+                      .stream = 0,
+                      .given = {}};
   return apply(x, layers, recipe);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
-  m.impl("linear", linear);
-  m.impl("linear_group", linear_group);
+  m.impl("linear", linear_kernel);
+  m.impl("linear_group", linear_group_kernel);
 }
 
 }  // namespace minifloat

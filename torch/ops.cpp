@@ -34,6 +34,15 @@ Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec,
   return op.call(codes, scale, spec, std::move(cols));
 }
 
+std::pair<Tensor, Tensor> carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                                const std::string& spec, c10::SymInt cols) {
+  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
+                                               const std::string&, c10::SymInt);
+  static const auto op = find<Signature>("minifloat::carry");
+  auto [carried, row_scale] = op.call(codes, scale, amax, spec, std::move(cols));
+  return {carried, row_scale};
+}
+
 Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
                  c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
   using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
@@ -46,12 +55,24 @@ Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::string& recipe, const std::optional<Tensor>& rng,
-              const std::optional<Tensor>& amax_history) {
+              const std::optional<Tensor>& amax_history, std::int64_t stream,
+              const std::optional<at::TensorList>& x_operands,
+              const std::optional<at::TensorList>& weight_operands) {
   using Signature =
       Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::string&,
-             const std::optional<Tensor>&, const std::optional<Tensor>&);
+             const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t,
+             const std::optional<at::TensorList>&, const std::optional<at::TensorList>&);
   static const auto op = find<Signature>("minifloat::linear");
-  return op.call(x, weight, bias, recipe, rng, amax_history);
+  return op.call(x, weight, bias, recipe, rng, amax_history, stream, x_operands, weight_operands);
+}
+
+std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
+                                   const std::string& of, bool rowwise, bool columnwise,
+                                   const std::optional<Tensor>& amax_history) {
+  using Signature = std::vector<Tensor>(const Tensor&, const std::string&, const std::string&, bool,
+                                        bool, const std::optional<Tensor>&);
+  static const auto op = find<Signature>("minifloat::layer_operands");
+  return op.call(x, recipe, of, rowwise, columnwise, amax_history);
 }
 
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,

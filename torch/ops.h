@@ -40,15 +40,24 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
 // The bf16 values that an exact product reads, (rows, padded cols).
 Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec, c10::SymInt cols);
 
-// a · bᵀ over k: (m, n). `codes` of each is either packed codes, or their bf16 values (decoded), or the
-// operand itself where its spec is bf16.
+// FP4 under powers of two as FP8 codes, float8_e4m3fn (rows, padded cols), and an fp32 scale a row: core/carry.h.
+std::pair<Tensor, Tensor> carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                                const std::string& spec, c10::SymInt cols);
+
+// a · bᵀ over k: (m, n). `codes` of each is either packed codes, or their bf16 values (decoded), or carried codes with
+// their row scales for `scale`, or the operand itself where its spec is bf16.
 Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
                  c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype);
 
 // The layers, whole: y of each weight. See schemas.cpp and include/minifloat/torch.h.
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::string& recipe, const std::optional<Tensor>& rng,
-              const std::optional<Tensor>& amax_history);
+              const std::optional<Tensor>& amax_history, std::int64_t stream = 0,
+              const std::optional<at::TensorList>& x_operands = std::nullopt,
+              const std::optional<at::TensorList>& weight_operands = std::nullopt);
+std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
+                                   const std::string& of, bool rowwise, bool columnwise,
+                                   const std::optional<Tensor>& amax_history);
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
                                  const c10::List<std::optional<Tensor>>& biases,
                                  const std::string& recipe,

@@ -1,5 +1,8 @@
-// The product of two quantized operands, a · bᵀ. On the CPU every product is the exact one: decoded values
-// in bf16, fp32 accumulation, the tensor scales as alpha, one rounding of the result.
+// The product of two quantized operands, a · bᵀ: the checks, the choice of an engine (engines.h), and the CPU's,
+// which is the exact product: decoded values in bf16, fp32 accumulation, the tensor scales as alpha, one rounding of
+// the result.
+#include "products.h"
+
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -8,57 +11,8 @@
 #include "ops.h"
 
 namespace minifloat {
+namespace torch_ops {
 namespace {
-
-using at::Tensor;
-using c10::SymInt;
-
-// One side of a product, ready to be multiplied: values (rows, k), and the factors still owed.
-struct Side {
-  Tensor values;
-  float factor = 1.0f;  // of the whole operand
-  Tensor row_factors;   // fp32 (rows), where a row scale is no power of two
-};
-
-bool owes_row_factors(const Spec& spec) {
-  return spec.rule == ScaleRule::kRow && spec.scale_rounding == ScaleRounding::kExact;
-}
-
-void check_side(const char* name, const Spec& spec, const Tensor& codes, const Tensor& scale,
-                const Tensor& amax, const SymInt& k) {
-  TORCH_CHECK_VALUE(codes.dim() == 2, "scaled_mm: expected ", name, " of 2 dimensions, got ",
-                    codes.dim());
-  const bool packed = codes.scalar_type() == at::kByte;
-  TORCH_CHECK_VALUE(!packed || !spec.is_bf16(), "scaled_mm: ", name,
-                    " is bf16 in the product, got packed codes");
-  TORCH_CHECK_VALUE(packed || codes.scalar_type() == at::kBFloat16 || spec.is_bf16(),
-                    "scaled_mm: ", name, ": expected uint8 codes or their bfloat16 values for ",
-                    spec.str(), ", got ", codes.scalar_type());
-  const SymInt length = packed ? spec.code_cols(k) : spec.padded_cols(k);
-  TORCH_CHECK_VALUE(codes.sym_size(1) == length, "scaled_mm: expected ", name, " of ", length,
-                    " columns for k = ", k, " under ", spec.str(), ", got ", codes.sym_size(1));
-  TORCH_CHECK_VALUE(spec.rule != ScaleRule::kTensor || scale.sym_numel() == 1,
-                    "scaled_mm: expected one scale for ", name, ", got ", scale.sym_numel());
-  TORCH_CHECK_VALUE(spec.rule != ScaleRule::kNvfp4 || amax.sym_numel() == 1,
-                    "scaled_mm: expected one amax for ", name, " under ", spec.str(), ", got ",
-                    amax.sym_numel());
-}
-
-Side ready(const Spec& spec, const Tensor& codes, const Tensor& scale, const Tensor& amax,
-           std::int64_t k) {
-  Side side;
-  side.values =
-      codes.scalar_type() == at::kByte ? torch_ops::decode(codes, scale, spec.str(), k) : codes;
-  if (spec.has_tensor_amax()) {
-    Quantized q;
-    q.spec = spec;
-    q.scale = scale.const_data_ptr();
-    q.amax = spec.rule == ScaleRule::kNvfp4 ? amax.const_data_ptr<float>() : nullptr;
-    tensor_factor(q, &side.factor);
-  }
-  if (owes_row_factors(spec)) side.row_factors = scale;
-  return side;
-}
 
 // (m, k) · (n, k)ᵀ in `compute`, times alpha, plus bias, rounded once.
 Tensor multiply(const Tensor& a, const Tensor& b, float alpha, const std::optional<Tensor>& bias,
@@ -70,16 +24,117 @@ Tensor multiply(const Tensor& a, const Tensor& b, float alpha, const std::option
   return at::addmm(ignored.expand({left.size(0), right.size(1)}), left, right, 0, alpha);
 }
 
-Tensor exact_product(const Side& a, const Side& b, const std::optional<Tensor>& bias,
-                     at::ScalarType out_dtype) {
-  const float alpha = a.factor * b.factor;
+float factor_of(const ExactSide& side) {
+  return side.factor.defined() ? *side.factor.const_data_ptr<float>() : 1.0f;
+}
+
+}  // namespace
+
+Tensor exact_product_cpu(const ExactSide& a, const ExactSide& b, const Result& result) {
+  const float alpha = factor_of(a) * factor_of(b);
   if (!a.row_factors.defined() && !b.row_factors.defined())
-    return multiply(a.values, b.values, alpha, bias, out_dtype);
+    return multiply(a.values, b.values, alpha, result.bias, result.dtype);
   Tensor out = multiply(a.values, b.values, alpha, std::nullopt, at::kFloat);
   if (a.row_factors.defined()) out.mul_(a.row_factors.unsqueeze(1));
   if (b.row_factors.defined()) out.mul_(b.row_factors.unsqueeze(0));
-  if (bias) out.add_(bias->to(out_dtype));  // rounded like the other path's, added in fp32
-  return out.to(out_dtype);
+  if (result.bias)
+    out.add_(result.bias->to(result.dtype));  // rounded like the other path's, added in fp32
+  return out.to(result.dtype);
+}
+
+}  // namespace torch_ops
+
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using torch_ops::Engine;
+using torch_ops::ExactSide;
+
+bool owes_row_factors(const Spec& spec) {
+  return spec.rule == ScaleRule::kRow && spec.scale_rounding == ScaleRounding::kExact;
+}
+
+// FP4 codes as the op `carry` gives them; their scale is then one a row.
+bool is_carried(const Tensor& codes) { return codes.scalar_type() == at::kFloat8_e4m3fn; }
+
+void check_side(const char* name, const Spec& spec, const Tensor& codes, const Tensor& scale,
+                const Tensor& amax, const SymInt& k) {
+  TORCH_CHECK_VALUE(codes.dim() == 2, "scaled_mm: expected ", name, " of 2 dimensions, got ",
+                    codes.dim());
+  const bool packed = codes.scalar_type() == at::kByte, carried = is_carried(codes);
+  TORCH_CHECK_VALUE(!packed || !spec.is_bf16(), "scaled_mm: ", name,
+                    " is bf16 in the product, got packed codes");
+  TORCH_CHECK_VALUE(packed || codes.scalar_type() == at::kBFloat16 || spec.is_bf16() ||
+                        (carried && spec.is_fp4_by_powers_of_two()),
+                    "scaled_mm: ", name, ": expected uint8 codes or their bfloat16 values for ",
+                    spec.str(), ", got ", codes.scalar_type());
+  const SymInt length = packed ? spec.code_cols(k) : spec.padded_cols(k);
+  TORCH_CHECK_VALUE(codes.sym_size(1) == length, "scaled_mm: expected ", name, " of ", length,
+                    " columns for k = ", k, " under ", spec.str(), ", got ", codes.sym_size(1));
+  TORCH_CHECK_VALUE(!carried || (scale.scalar_type() == at::kFloat && scale.dim() == 1 &&
+                                 scale.sym_size(0) == codes.sym_size(0)),
+                    "scaled_mm: expected ", codes.sym_size(0), " float32 row scales for ", name,
+                    ", carried in FP8, got ", scale.scalar_type(), " ", scale.sym_sizes());
+  TORCH_CHECK_VALUE(spec.rule != ScaleRule::kTensor || scale.sym_numel() == 1,
+                    "scaled_mm: expected one scale for ", name, ", got ", scale.sym_numel());
+  TORCH_CHECK_VALUE(spec.rule != ScaleRule::kNvfp4 || amax.sym_numel() == 1,
+                    "scaled_mm: expected one amax for ", name, " under ", spec.str(), ", got ",
+                    amax.sym_numel());
+}
+
+// The tensor's fp32 factor, on its device.
+Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
+  if (spec.rule == ScaleRule::kTensor) return scale.reshape({});
+  const Tensor out = at::empty({}, amax.options().dtype(at::kFloat));
+  bridge::with_value_errors([&] {
+    const Quantized q = {
+        .spec = spec, .amax = amax.const_data_ptr<float>(), .device = bridge::backend_of(amax)};
+    tensor_factor(q, out.mutable_data_ptr<float>(), bridge::ExecutionOn(amax));
+  });
+  return out;
+}
+
+ExactSide exact_side(const Spec& spec, const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                     std::int64_t k) {
+  ExactSide side;
+  if (is_carried(codes)) {
+    side.values = codes.to(at::kBFloat16);
+    side.row_factors = scale;
+    return side;
+  }
+  side.values =
+      codes.scalar_type() == at::kByte ? torch_ops::decode(codes, scale, spec.str(), k) : codes;
+  if (spec.has_tensor_amax()) side.factor = tensor_factor_of(spec, scale, amax);
+  if (owes_row_factors(spec)) side.row_factors = scale;
+  return side;
+}
+
+// Whether an engine can read the codes where they lie.
+bool are_readable(const Tensor& codes) {
+  return (codes.scalar_type() == at::kByte || is_carried(codes)) && codes.is_contiguous() &&
+         reinterpret_cast<std::uintptr_t>(codes.const_data_ptr()) % 16 == 0;
+}
+
+// One side as the caller gave it.
+struct Side {
+  const Spec& spec;
+  const Tensor &codes, &scale, &amax;
+};
+
+// FP4 under powers of two, as an FP8 product of the same values.
+Tensor fp4_by_fp8_product(const Side& a, const Side& b, std::int64_t k, bool fast,
+                          const torch_ops::Result& result) {
+  static const Spec rows = Spec::parse("e4m3/row");
+  const auto carried = [&](const Side& side) {
+    return is_carried(side.codes)
+               ? std::pair(side.codes, side.scale)
+               : torch_ops::carry(side.codes, side.scale, side.amax, side.spec.str(), k);
+  };
+  const auto [a_codes, a_scale] = carried(a);
+  const auto [b_codes, b_scale] = carried(b);
+  return torch_ops::fp8_product(Engine::kFp8Row, {rows, a_codes, a_scale}, {rows, b_codes, b_scale},
+                                fast, result);
 }
 
 void check_result(const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
@@ -100,21 +155,48 @@ Tensor scaled_mm_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_am
   return at::empty_symint({a.sym_size(0), b.sym_size(0)}, a.options().dtype(out_dtype));
 }
 
-Tensor scaled_mm_cpu(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
-                     const Tensor& b_scale, const Tensor& b_amax, const std::string& text, SymInt k,
-                     const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
+Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax,
+                        const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
+                        const std::string& text, SymInt k, const std::optional<Tensor>& bias,
+                        at::ScalarType out_dtype) {
   const Product product = bridge::parse_product(text);
   check_side("a", product.a, a, a_scale, a_amax, k);
   check_side("b", product.b, b, b_scale, b_amax, k);
   check_result(b, bias, out_dtype);
+  const std::pair<const char*, const Tensor&> others[] = {{"b", b},
+                                                          {"the scale of a", a_scale},
+                                                          {"the amax of a", a_amax},
+                                                          {"the scale of b", b_scale},
+                                                          {"the amax of b", b_amax}};
+  for (const auto& [name, tensor] : others) bridge::check_same_device("scaled_mm", name, tensor, a);
+  if (bias) bridge::check_same_device("scaled_mm", "bias", *bias, a);
+
+  const at::AutoDispatchBelowADInplaceOrView below;  // layers differentiate, in linear.cpp
+  const torch_ops::Result result = {bias, out_dtype};
   const std::int64_t length = k.guard_int(__FILE__, __LINE__);
-  return exact_product(ready(product.a, a, a_scale, a_amax, length),
-                       ready(product.b, b, b_scale, b_amax, length), bias, out_dtype);
+  if (are_readable(a) && are_readable(b)) {
+    const Engine engine = torch_ops::engine_of(product, a.device(),
+                                               {.m = a.size(0),
+                                                .n = b.size(0),
+                                                .k = product.a.padded_cols(length),
+                                                .out_dtype = out_dtype});
+    if (engine == Engine::kFp4ByFp8)
+      return fp4_by_fp8_product({product.a, a, a_scale, a_amax}, {product.b, b, b_scale, b_amax},
+                                length, product.fast, result);
+    if (engine != Engine::kExact)
+      return torch_ops::fp8_product(engine, {product.a, a, a_scale}, {product.b, b, b_scale},
+                                    product.fast, result);
+  }
+  const ExactSide left = exact_side(product.a, a, a_scale, a_amax, length),
+                  right = exact_side(product.b, b, b_scale, b_amax, length);
+  return a.is_cuda() ? torch_ops::exact_product_cuda(left, right, result)
+                     : torch_ops::exact_product_cpu(left, right, result);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("scaled_mm", scaled_mm_cpu); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("scaled_mm", scaled_mm_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("scaled_mm", scaled_mm_kernel); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("scaled_mm", scaled_mm_meta); }
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   m.impl("scaled_mm", torch::CppFunction::makeFallthrough());

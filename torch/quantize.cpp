@@ -1,5 +1,5 @@
-// amax, quantize, dequantize, decode: one shape rule each, which the Meta kernels are, and the CPU kernels
-// that fill those shapes.
+// amax, quantize, dequantize, decode, carry: one shape rule each, which the Meta kernels are, and the kernels that fill
+// those shapes, which are the same function on every device: the torch-free API looks where its tensors lie.
 #include "minifloat/quantize.h"
 
 #include <ATen/ATen.h>
@@ -191,12 +191,13 @@ void fill_operand(OperandHolder& holder, const Direction& d, const QuantizedOper
   o.decoded = data_or_null<std::uint16_t>(out.decoded);
 }
 
-EightTensors quantize_cpu(const Tensor& x, const std::string& row, const std::string& col,
-                          const std::optional<Tensor>& amax_row,
-                          const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
-                          std::int64_t stream_row, std::int64_t stream_col,
-                          c10::SymIntArrayRef sym_origin, const std::optional<Tensor>& offs,
-                          bool decoded_row, bool decoded_col) {
+EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std::string& col,
+                             const std::optional<Tensor>& amax_row,
+                             const std::optional<Tensor>& amax_col,
+                             const std::optional<Tensor>& rng, std::int64_t stream_row,
+                             std::int64_t stream_col, c10::SymIntArrayRef sym_origin,
+                             const std::optional<Tensor>& offs, bool decoded_row,
+                             bool decoded_col) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
   const Direction r = direction(false, row, amax_row, stream_row, decoded_row);
   const Direction c = direction(true, col, amax_col, stream_col, decoded_col);
@@ -212,7 +213,7 @@ EightTensors quantize_cpu(const Tensor& x, const std::string& row, const std::st
   if (c.spec) fill_operand(holder_col, c, out_col, contiguous_rng, origin);
   bridge::with_value_errors([&] {
     quantize(in, r.spec ? &holder_row.operand : nullptr, c.spec ? &holder_col.operand : nullptr,
-             bridge::cpu_execution());
+             bridge::ExecutionOn(x));
   });
   return eight(out_row, out_col);
 }
@@ -225,12 +226,12 @@ Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise) {
   return empty_amax(x, spec, AsRead(x, columnwise));
 }
 
-Tensor amax_cpu(const Tensor& x, const std::string& text, bool columnwise) {
+Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise) {
   const Tensor out = amax_meta(x, text, columnwise);
   const TensorRef in = bridge::tensor_ref("amax", x);
   bridge::with_value_errors([&] {
     amax(in, bridge::parse_spec(text), columnwise, out.mutable_data_ptr<float>(),
-         bridge::cpu_execution());
+         bridge::ExecutionOn(x));
   });
   return out;
 }
@@ -255,8 +256,11 @@ Quantized quantized_view(const char* op, const Spec& spec, const Tensor& codes, 
                          const Tensor& amax, std::int64_t cols) {
   TORCH_CHECK_VALUE(codes.is_contiguous() && scale.is_contiguous(), op,
                     ": expected contiguous codes and scale");
+  bridge::check_same_device(op, "scale", scale, codes);
+  bridge::check_same_device(op, "amax", amax, codes);
   Quantized q;
   q.spec = spec;
+  q.device = bridge::backend_of(codes);
   q.codes = codes.const_data_ptr<std::uint8_t>();
   q.scale = scale.const_data_ptr();
   q.batch = codes.dim() == 3 ? codes.size(0) : 1;
@@ -284,15 +288,15 @@ Tensor dequantize_meta(const Tensor& codes, const Tensor&, const Tensor&, const 
   return empty_values("dequantize", codes, bridge::parse_spec(spec), cols, dtype);
 }
 
-Tensor dequantize_cpu(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                      const std::string& text, SymInt cols, at::ScalarType dtype) {
+Tensor dequantize_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                         const std::string& text, SymInt cols, at::ScalarType dtype) {
   const Tensor out = dequantize_meta(codes, scale, amax, text, cols, dtype);
   const Tensor contiguous_amax = amax.contiguous();
   const Quantized q = quantized_view("dequantize", bridge::parse_spec(text), codes, scale,
                                      contiguous_amax, cols.guard_int(__FILE__, __LINE__));
   const DType to = dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
   bridge::with_value_errors(
-      [&] { dequantize(q, to, out.mutable_data_ptr(), bridge::cpu_execution()); });
+      [&] { dequantize(q, to, out.mutable_data_ptr(), bridge::ExecutionOn(codes)); });
   return out;
 }
 
@@ -300,36 +304,64 @@ Tensor decode_meta(const Tensor& codes, const Tensor&, const std::string& spec, 
   return empty_values("decode", codes, bridge::parse_spec(spec), cols, at::kBFloat16);
 }
 
-Tensor decode_cpu(const Tensor& codes, const Tensor& scale, const std::string& text, SymInt cols) {
+Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& text,
+                     SymInt cols) {
   const Tensor out = decode_meta(codes, scale, text, cols);
   const Quantized q = quantized_view("decode", bridge::parse_spec(text), codes, scale, Tensor(),
                                      cols.guard_int(__FILE__, __LINE__));
   bridge::with_value_errors([&] {
     decode_for_product(q, static_cast<std::uint16_t*>(out.mutable_data_ptr()),
-                       bridge::cpu_execution());
+                       bridge::ExecutionOn(codes));
   });
   return out;
 }
 
+std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor&, const Tensor&,
+                                      const std::string& text, SymInt cols) {
+  const Spec spec = bridge::parse_spec(text);
+  TORCH_CHECK_VALUE(spec.is_fp4_by_powers_of_two(),
+                    "carry: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ", text);
+  const Tensor carried = empty_values("carry", codes, spec, cols, at::kFloat8_e4m3fn);
+  return {carried, empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
+}
+
+std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale,
+                                        const Tensor& amax, const std::string& text, SymInt cols) {
+  const auto [carried, row_scale] = carry_meta(codes, scale, amax, text, cols);
+  const Tensor contiguous_amax = amax.contiguous();
+  const Quantized q = quantized_view("carry", bridge::parse_spec(text), codes, scale,
+                                     contiguous_amax, cols.guard_int(__FILE__, __LINE__));
+  bridge::with_value_errors([&] {
+    carry_in_e4m3(q, static_cast<std::uint8_t*>(carried.mutable_data_ptr()),
+                  row_scale.mutable_data_ptr<float>(), bridge::ExecutionOn(codes));
+  });
+  return {carried, row_scale};
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("amax", amax_kernel);
+  m.impl("quantize", quantize_kernel);
+  m.impl("dequantize", dequantize_kernel);
+  m.impl("decode", decode_kernel);
+  m.impl("carry", carry_kernel);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
-  m.impl("amax", amax_cpu);
-  m.impl("quantize", quantize_cpu);
-  m.impl("dequantize", dequantize_cpu);
-  m.impl("decode", decode_cpu);
-}
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("amax", amax_meta);
   m.impl("quantize", quantize_meta);
   m.impl("dequantize", dequantize_meta);
   m.impl("decode", decode_meta);
+  m.impl("carry", carry_meta);
 }
 
 // Codes have no gradient: autograd passes by. Layers differentiate in linear.cpp.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"amax", "quantize", "dequantize", "decode"})
+  for (const char* op : {"amax", "quantize", "dequantize", "decode", "carry"})
     m.impl(op, torch::CppFunction::makeFallthrough());
 }
 

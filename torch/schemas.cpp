@@ -22,6 +22,10 @@ TORCH_LIBRARY(minifloat, m) {
       "ScalarType dtype=float) -> Tensor",
       tags);
   m.def("decode(Tensor codes, Tensor scale, str spec, SymInt cols) -> Tensor", tags);
+  m.def(
+      "carry(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols) -> "
+      "(Tensor carried, Tensor row_scale)",
+      tags);
 
   // Transforms.
   m.def("hadamard(Tensor x, int points=16, bool columnwise=False, int signs=55272) -> Tensor",
@@ -33,16 +37,22 @@ TORCH_LIBRARY(minifloat, m) {
       tags);
   m.def("transpose_codes(Tensor codes, SymInt cols) -> Tensor", tags);
 
-  // Products. a, b: packed codes, their bf16 values, or the operand itself under bf16.
+  // Products. a, b: packed codes, their bf16 values, FP4 carried by FP8 (carry's two for codes and scale), or the
+  // operand itself under bf16.
   m.def(
       "scaled_mm(Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, Tensor b_scale, Tensor b_amax, "
       "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor",
       tags);
 
-  // Layers.
+  // Layers. layer_operands: x ("x") or a weight ("w") as `linear` quantizes it, to be given to it again.
+  m.def(
+      "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "
+      "Tensor(a!)? amax_history=None) -> Tensor[]",
+      tags);
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, str recipe, *, Tensor? rng=None, "
-      "Tensor(a!)? amax_history=None) -> Tensor",
+      "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
+      "Tensor[]? weight_operands=None) -> Tensor",
       tags);
   m.def(
       "linear_group(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, *, "
@@ -60,4 +70,5 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
   m.def("built_for_torch() -> str");
+  m.def("has_cuda() -> bool");
 }

@@ -66,6 +66,15 @@ std::int64_t mix(std::int64_t seed, std::int64_t count) {
       mix_seed(static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(count)));
 }
 
+// Whether this build has the CUDA backend; says nothing about devices.
+bool has_cuda() {
+#if defined(MINIFLOAT_WITH_CUDA)
+  return true;
+#else
+  return false;
+#endif
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
@@ -78,6 +87,7 @@ TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("scale_dtype", scale_dtype);
   m.impl("stream", stream);
   m.impl("mix_seed", mix);
+  m.impl("has_cuda", has_cuda);
   m.impl("built_for_torch", [] { return std::string(MINIFLOAT_TORCH_VERSION); });
 }
 

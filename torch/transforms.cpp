@@ -25,12 +25,12 @@ Tensor hadamard_meta(const Tensor& x, std::int64_t points, bool columnwise, std:
   return at::empty_symint(shape, x.options().dtype(at::kBFloat16));
 }
 
-Tensor hadamard_cpu(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs) {
+Tensor hadamard_kernel(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs) {
   const TensorRef in = bridge::tensor_ref("hadamard", x);
   const Tensor out = hadamard_meta(x, points, columnwise, signs);
   bridge::with_value_errors([&] {
     hadamard(in, static_cast<int>(points), columnwise, static_cast<std::uint32_t>(signs),
-             static_cast<std::uint16_t*>(out.mutable_data_ptr()), bridge::cpu_execution());
+             static_cast<std::uint16_t*>(out.mutable_data_ptr()), bridge::ExecutionOn(x));
   });
   return out;
 }
@@ -80,9 +80,12 @@ Tensor swizzle_meta(const Tensor& scale, const std::optional<Tensor>& offs,
                           scale.options());
 }
 
+// Scales of `like`'s device, cut by contiguous offs.
 ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, Groups groups,
-                   const Tensor& offs) {
+                   const Tensor& offs, const Tensor& like) {
+  bridge::check_same_device("swizzle_scales", "offs", offs, like);
   ScaleMatrix m;
+  m.device = bridge::backend_of(like);
   m.batch = batch;
   m.rows = rows;
   m.cols = cols;
@@ -94,17 +97,17 @@ ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, Gro
   return m;
 }
 
-Tensor swizzle_cpu(const Tensor& scale, const std::optional<Tensor>& offs,
-                   const std::string& text) {
+Tensor swizzle_kernel(const Tensor& scale, const std::optional<Tensor>& offs,
+                      const std::string& text) {
   const Tensor out = swizzle_meta(scale, offs, text);
   TORCH_CHECK_VALUE(scale.is_contiguous(),
                     "swizzle_scales: expected contiguous scales, got strides ", scale.strides());
   const Tensor offsets = offs ? offs->contiguous() : Tensor();
   bridge::with_value_errors([&] {
     swizzle_scales(matrix(scale.dim() == 3 ? scale.size(0) : 1, scale.size(-2), scale.size(-1),
-                          parse_groups(text, offs), offsets),
+                          parse_groups(text, offs), offsets, scale),
                    static_cast<const std::uint8_t*>(scale.const_data_ptr()),
-                   static_cast<std::uint8_t*>(out.mutable_data_ptr()), bridge::cpu_execution());
+                   static_cast<std::uint8_t*>(out.mutable_data_ptr()), bridge::ExecutionOn(scale));
   });
   return out;
 }
@@ -129,16 +132,17 @@ Tensor unswizzle_meta(const Tensor& swizzled, SymInt rows, SymInt cols,
   return at::empty_symint(shape, swizzled.options());
 }
 
-Tensor unswizzle_cpu(const Tensor& swizzled, SymInt rows, SymInt cols,
-                     const std::optional<Tensor>& offs, const std::string& text) {
+Tensor unswizzle_kernel(const Tensor& swizzled, SymInt rows, SymInt cols,
+                        const std::optional<Tensor>& offs, const std::string& text) {
   const Tensor out = unswizzle_meta(swizzled, rows, cols, offs, text);
   TORCH_CHECK_VALUE(swizzled.is_contiguous(), "unswizzle_scales: expected contiguous scales");
   const Tensor offsets = offs ? offs->contiguous() : Tensor();
   bridge::with_value_errors([&] {
     unswizzle_scales(matrix(out.dim() == 3 ? out.size(0) : 1, out.size(-2), out.size(-1),
-                            parse_groups(text, offs), offsets),
+                            parse_groups(text, offs), offsets, swizzled),
                      static_cast<const std::uint8_t*>(swizzled.const_data_ptr()),
-                     static_cast<std::uint8_t*>(out.mutable_data_ptr()), bridge::cpu_execution());
+                     static_cast<std::uint8_t*>(out.mutable_data_ptr()),
+                     bridge::ExecutionOn(swizzled));
   });
   return out;
 }
@@ -156,26 +160,32 @@ Tensor transpose_meta(const Tensor& codes, SymInt cols) {
   return at::empty_symint(shape, codes.options());
 }
 
-Tensor transpose_cpu(const Tensor& codes, SymInt cols) {
+Tensor transpose_kernel(const Tensor& codes, SymInt cols) {
   const Tensor out = transpose_meta(codes, cols);
   TORCH_CHECK_VALUE(codes.is_contiguous(),
                     "transpose_codes: expected contiguous codes, got strides ", codes.strides());
   bridge::with_value_errors([&] {
-    transpose_nibbles(codes.const_data_ptr<std::uint8_t>(), codes.dim() == 3 ? codes.size(0) : 1,
-                      codes.size(-2), out.size(-2), out.mutable_data_ptr<std::uint8_t>(),
-                      bridge::cpu_execution());
+    transpose_nibbles({.codes = codes.const_data_ptr<std::uint8_t>(),
+                       .batch = codes.dim() == 3 ? codes.size(0) : 1,
+                       .rows = codes.size(-2),
+                       .cols = out.size(-2),
+                       .device = bridge::backend_of(codes)},
+                      out.mutable_data_ptr<std::uint8_t>(), bridge::ExecutionOn(codes));
   });
   return out;
 }
 
+void register_kernels(torch::Library& m) {
+  m.impl("hadamard", hadamard_kernel);
+  m.impl("swizzle_scales", swizzle_kernel);
+  m.impl("unswizzle_scales", unswizzle_kernel);
+  m.impl("transpose_codes", transpose_kernel);
+}
+
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
-  m.impl("hadamard", hadamard_cpu);
-  m.impl("swizzle_scales", swizzle_cpu);
-  m.impl("unswizzle_scales", unswizzle_cpu);
-  m.impl("transpose_codes", transpose_cpu);
-}
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("hadamard", hadamard_meta);

@@ -1,0 +1,155 @@
+// Products on CUDA. Every factor stays on the device: nothing waits for it.
+//
+//     FP8                                ATen's scaled product of the codes: one kernel
+//     FP4 under powers of two            the same, of the codes carried in FP8 (products.cpp)
+//     exact, no factor owed              ATen's bf16 product: one kernel
+//     exact, factors of whole operands   cuBLASLt's with a device factor (cublaslt.h), where this build has it: one kernel
+//     exact, else                        fp32 sums, then one pass: times the last factor, plus bias, rounded once
+#include <ATen/ATen.h>
+#include <ATen/BlasBackend.h>
+
+#include "cublaslt.h"
+#include "minifloat/core/block.h"
+#include "products.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+Tensor empty_result(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  return at::empty({a.size(0), b.size(0)}, a.options().dtype(dtype));
+}
+
+// sums (m, n) fp32 + bias, rounded once.
+Tensor add_bias(const Tensor& sums, const Result& result) {
+  if (result.dtype == at::kFloat) return sums.add(*result.bias);
+  Tensor out = at::empty_like(sums, sums.options().dtype(result.dtype));
+  return at::add_out(out, sums, result.bias->to(result.dtype));
+}
+
+// ---- FP8 -------------------------------------------------------------------------------------
+
+Tensor fp8_view(const Fp8Side& side) {
+  return side.codes.view(side.spec.elements == Elements::kE4m3 ? at::kFloat8_e4m3fn
+                                                               : at::kFloat8_e5m2);
+}
+
+void check_scale(const char* name, const Fp8Side& side) {
+  const std::int64_t rows = side.codes.size(0), k = side.codes.size(1);
+  const Spec& spec = side.spec;
+  const std::int64_t count = spec.has_blocks()     ? spec.scale_rows(rows) * spec.scale_cols(k)
+                             : spec.has_row_amax() ? rows
+                                                   : 1;
+  TORCH_CHECK_VALUE(side.scale.scalar_type() == at::kFloat && side.scale.numel() == count,
+                    "scaled_mm: expected ", count, " float32 scales for ", name, " under ",
+                    spec.str(), ", got ", side.scale.numel(), " of ", side.scale.scalar_type());
+}
+
+// Scales of blocks (outer, L) as cuBLAS reads them. 1x128: (outer, L), outer adjacent, which takes a transpose.
+// 128x128: (L4, outer), L adjacent and padded to L4, a multiple of 4: what was given, where L is one.
+Tensor block_scale(const Fp8Side& side) {
+  const Tensor scale = side.scale.reshape({side.spec.scale_rows(side.codes.size(0)), -1});
+  const std::int64_t outer = scale.size(0), length = scale.size(1);
+  if (side.spec.block_rows == 1)
+    return scale.t().contiguous().as_strided({outer, length}, {1, outer});
+  const std::int64_t padded = round_up<std::int64_t>(length, 4);
+  const Tensor rows = padded == length ? scale : at::constant_pad_nd(scale, {0, padded - length});
+  return rows.contiguous().as_strided({padded, outer}, {1, padded});
+}
+
+std::int64_t block_scaling(const Spec& spec) {
+  return static_cast<std::int64_t>(spec.block_rows == 1 ? at::blas::ScalingType::BlockWise1x128
+                                                        : at::blas::ScalingType::BlockWise128x128);
+}
+
+}  // namespace
+
+Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
+                   const Result& result) {
+  check_scale("a", a);
+  check_scale("b", b);
+  const Tensor left = fp8_view(a), right = fp8_view(b).t();
+  // The engine adds a bf16 bias before it rounds, but not with blocks; else the sums come in fp32.
+  const bool adds_bias =
+      result.bias && result.dtype == at::kBFloat16 && engine != Engine::kFp8Block;
+  const std::optional<Tensor> bias =
+      adds_bias ? std::optional(result.bias->to(at::kBFloat16)) : std::nullopt;
+  const at::ScalarType dtype = result.bias && !adds_bias ? at::kFloat : result.dtype;
+  Tensor out;
+  if (engine == Engine::kFp8Tensor) {
+    out = at::_scaled_mm(left, right, a.scale.reshape({}), b.scale.reshape({}), bias, std::nullopt,
+                         dtype, fast);
+  } else if (engine == Engine::kFp8Row) {
+    out = at::_scaled_mm(left, right, a.scale.reshape({-1, 1}), b.scale.reshape({1, -1}), bias,
+                         std::nullopt, dtype, fast);
+  } else {  // fast accumulation is a permission; blocks accumulate exactly
+    const std::int64_t no_swizzle = static_cast<std::int64_t>(at::blas::SwizzleType::NO_SWIZZLE);
+    out = at::_scaled_mm_v2(left, right, {block_scale(a)}, {block_scaling(a.spec)}, {no_swizzle},
+                            {block_scale(b)}, {block_scaling(b.spec)}, {no_swizzle}, std::nullopt,
+                            dtype);
+  }
+  return result.bias && !adds_bias ? add_bias(out, result) : out;
+}
+
+// ---- Exact -----------------------------------------------------------------------------------
+
+namespace {
+
+// (m, k) · (n, k)ᵀ in fp32 sums, as they are or rounded once.
+Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
+  if (narrow && dtype == at::kFloat) return at::mm(a, b.t(), at::kFloat);
+  return at::mm(a.to(dtype), b.to(dtype).t());
+}
+
+bool is_narrow(const ExactSide& side) { return side.values.scalar_type() == at::kBFloat16; }
+
+// The factors that the sums (m, n) are still to be multiplied by, broadcastable.
+std::vector<Tensor> owed(const ExactSide& a, const ExactSide& b) {
+  std::vector<Tensor> factors;
+  if (a.factor.defined() && b.factor.defined())
+    factors.push_back(a.factor * b.factor);
+  else if (a.factor.defined() || b.factor.defined())
+    factors.push_back(a.factor.defined() ? a.factor : b.factor);
+  if (a.row_factors.defined()) factors.push_back(a.row_factors.unsqueeze(1));
+  if (b.row_factors.defined()) factors.push_back(b.row_factors.unsqueeze(0));
+  return factors;
+}
+
+Tensor product_of_sums(const ExactSide& a, const ExactSide& b, const Result& result) {
+  std::vector<Tensor> factors = owed(a, b);
+  const Tensor last = factors.back();
+  factors.pop_back();
+  Tensor sums = multiply(a.values, b.values, at::kFloat);
+  for (const Tensor& factor : factors) sums.mul_(factor);
+  Tensor out = result.dtype == at::kFloat ? sums : empty_result(a.values, b.values, result.dtype);
+  return result.bias ? at::addcmul_out(out, *result.bias, sums, last)
+                     : at::mul_out(out, sums, last);
+}
+
+}  // namespace
+
+Tensor exact_product_cuda(const ExactSide& given_a, const ExactSide& given_b, const Result& given) {
+  // A bf16 result is of bf16 operands; an fp32 one takes an fp32 operand as it is.
+  const bool rounds = given.dtype == at::kBFloat16;
+  ExactSide a = given_a, b = given_b;
+  if (rounds) a.values = a.values.to(at::kBFloat16);
+  if (rounds) b.values = b.values.to(at::kBFloat16);
+  const auto bias = given.bias ? std::optional(given.bias->to(given.dtype)) : std::nullopt;
+  const Result result = {bias, given.dtype};
+
+  if (a.values.numel() == 0 || b.values.numel() == 0) {
+    const Tensor zeros = empty_result(a.values, b.values, result.dtype).zero_();
+    return bias ? zeros + *bias : zeros;
+  }
+  const bool owes_rows = a.row_factors.defined() || b.row_factors.defined();
+  if (!owes_rows && !a.factor.defined() && !b.factor.defined()) {
+    if (!bias) return multiply(a.values, b.values, result.dtype);
+    if (rounds) return at::addmm(*bias, a.values, b.values.t());
+    return add_bias(multiply(a.values, b.values, at::kFloat), result);
+  }
+  if (!owes_rows && is_narrow(a) && is_narrow(b))
+    if (auto product = product_by_device_factor(a, b, result)) return *product;
+  return product_of_sums(a, b, result);
+}
+
+}  // namespace minifloat::torch_ops

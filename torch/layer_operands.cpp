@@ -1,0 +1,205 @@
+#include "layer_operands.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <mutex>
+#include <unordered_map>
+
+#include "bridge.h"
+#include "engines.h"
+#include "minifloat/core/philox.h"
+
+namespace minifloat {
+namespace torch_ops {
+namespace {
+
+constexpr std::int64_t stream_of(std::string_view operand_and_product) {
+  return static_cast<std::int64_t>(fnv1a64(operand_and_product.data(), operand_and_product.size()));
+}
+constexpr std::int64_t kStreams[kPlaces] = {stream_of("x/fprop"), stream_of("w/fprop"),
+                                            stream_of("g/dgrad"), stream_of("w/dgrad"),
+                                            stream_of("g/wgrad"), stream_of("x/wgrad")};
+
+// Columns of an amax history (kPlaces, 1 + length): the amax in force, then the newest first.
+enum HistoryColumn { kInForce, kRunning };
+
+// Writes the step's own amax of a tensor into its rows of the history: one, or two that are read as they lie and have
+// the same.
+void record_amax(const Tensor& history, const Wanted& wanted, const Tensor& amax) {
+  Tensor running = history.select(0, wanted.place).select(0, kRunning);
+  at::maximum_out(running, running, amax);
+}
+void record_amax(const Tensor& history, const Wanted& a, const Wanted& b, const Tensor& amax) {
+  const auto [first, last] = std::minmax(a.place, b.place);
+  Tensor running = history.select(1, kRunning).slice(0, first, last + 1, last - first);  // (2)
+  at::maximum_out(running, running, amax);
+}
+
+PreparedRecipe prepared_recipe(const std::string& text) {
+  const Recipe r = bridge::with_value_errors([&] { return Recipe::parse(text); });
+  PreparedRecipe out = {.recipe = r,
+                        .text = r.str(),
+                        .fprop = r.fprop.str(),
+                        .dgrad = r.dgrad.str(),
+                        .wgrad = r.wgrad.str(),
+                        .specs = {r.fprop.a, r.fprop.b, r.dgrad.a, r.dgrad.b, r.wgrad.a, r.wgrad.b},
+                        .spec_texts = {},
+                        .is_stochastic = r.is_stochastic(),
+                        .is_delayed = r.is_delayed()};
+  for (int i = 0; i < kPlaces; ++i)
+    if (!out.specs[i].is_bf16()) out.spec_texts[i] = out.specs[i].str();
+  return out;
+}
+
+QuantizedOperand as_it_is(const Tensor& values) {
+  const Tensor none = at::empty({0}, values.options().dtype(at::kFloat));
+  return {values, none, none, values};
+}
+
+}  // namespace
+
+const PreparedRecipe& prepare(const std::string& text) {
+  static std::mutex mutex;
+  static std::unordered_map<std::string, PreparedRecipe> prepared;
+  const std::lock_guard lock(mutex);
+  if (const auto found = prepared.find(text); found != prepared.end()) return found->second;
+  return prepared.emplace(text, prepared_recipe(text)).first->second;
+}
+
+bool reads_values(const Product& product, const Tensor& x) {
+  return engine_of(product, x.device()) == Engine::kExact;
+}
+
+Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
+                         const Wanted& col, const ModuleState& state) {
+  static const std::string kAbsent;
+  QuantizeOptions options;
+  Tensor in_force;  // (kPlaces)
+  const auto ask = [&](const Wanted& wanted, std::optional<Tensor>& amax, std::int64_t& stream,
+                       bool& decoded) -> const std::string& {
+    const Spec& spec = recipe.specs[wanted.place];
+    if (!wanted.is_wanted || spec.is_bf16()) return kAbsent;
+    if (spec.delayed) {
+      if (!in_force.defined()) in_force = state.history.select(1, kInForce);
+      amax = in_force.select(0, wanted.place);
+    }
+    if (spec.stochastic) options.rng = state.rng;
+    stream = kStreams[wanted.place] ^ state.stream;
+    decoded = wanted.decoded;
+    return recipe.spec_texts[wanted.place];
+  };
+  const std::string& row_text = ask(row, options.amax_row, options.stream_row, options.decoded_row);
+  const std::string& col_text = ask(col, options.amax_col, options.stream_col, options.decoded_col);
+
+  Directions out;
+  if (!row_text.empty() || !col_text.empty()) out = quantize(x, row_text, col_text, options);
+  const auto is_bf16 = [&](const Wanted& w) { return recipe.specs[w.place].is_bf16(); };
+  if (row.is_wanted && is_bf16(row)) out.first = as_it_is(x);
+  if (col.is_wanted && is_bf16(col)) out.second = as_it_is(x.t());
+
+  const auto is_delayed = [&](const Wanted& w) {
+    return w.is_wanted && recipe.specs[w.place].delayed;
+  };
+  const bool alike =
+      recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
+  if (is_delayed(row) && is_delayed(col) && alike) {
+    record_amax(state.history, row, col, out.first.amax);
+  } else {
+    if (is_delayed(row)) record_amax(state.history, row, out.first.amax);
+    if (is_delayed(col)) record_amax(state.history, col, out.second.amax);
+  }
+  return out;
+}
+
+Directions given_both(const PreparedRecipe& recipe, const char* name, at::TensorList given,
+                      const Tensor& x, const Wanted& row, const Wanted& col) {
+  TORCH_CHECK_VALUE(given.size() == 8, "linear: expected ", name,
+                    " as the eight tensors of layer_operands, got ", given.size());
+  const auto direction = [&](const Wanted& wanted, std::size_t first) -> QuantizedOperand {
+    if (!wanted.is_wanted) return {};
+    if (recipe.specs[wanted.place].is_bf16()) return as_it_is(first == 0 ? x : x.t());
+    TORCH_CHECK_VALUE(given[first].numel() > 0 || x.numel() == 0, "linear: expected ", name,
+                      first == 0 ? " with its rowwise codes" : " with its columnwise codes",
+                      ", got none");
+    return {given[first], given[first + 1], given[first + 2], given[first + 3]};
+  };
+  return {direction(row, 0), direction(col, 4)};
+}
+
+QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted) {
+  QuantizedOperand out = operand;
+  if (wanted.decoded) out.codes = operand.decoded;
+  return out;
+}
+
+void prepare_for(const Product& product, const Spec& spec, const SymInt& cols,
+                 QuantizedOperand& operand) {
+  if (spec.is_bf16() || operand.codes.scalar_type() != at::kByte) return;
+  const Engine engine = engine_of(product, operand.codes.device());
+  if (engine == Engine::kExact)
+    operand.codes = decode(operand.codes, operand.scale, spec.str(), cols);
+  else if (engine == Engine::kFp4ByFp8)
+    std::tie(operand.codes, operand.scale) =
+        carry(operand.codes, operand.scale, operand.amax, spec.str(), cols);
+}
+
+Tensor as_matrix(const Tensor& x) {
+  if (x.dim() == 2) return x.contiguous();
+  SymInt rows = 1;
+  for (std::int64_t i = 0; i + 1 < x.dim(); ++i) rows = rows * x.sym_size(i);
+  return x.reshape_symint({rows, x.sym_size(-1)}).contiguous();
+}
+
+}  // namespace torch_ops
+
+namespace {
+
+using at::Tensor;
+
+// x (…, K) or a weight (N, K), as a layer quantizes it, for `linear` to be given again while it stays as it is: the
+// eight tensors of `quantize`. x comes as its product's engine reads it, a weight in codes alone.
+std::vector<Tensor> layer_operands(const Tensor& x, const std::string& text, const std::string& of,
+                                   bool rowwise, bool columnwise,
+                                   const std::optional<Tensor>& amax_history) {
+  using namespace torch_ops;
+  TORCH_CHECK_VALUE(of == "x" || of == "w", "layer_operands: expected of = 'x' or 'w', got '", of,
+                    "'");
+  const PreparedRecipe& recipe = prepare(text);
+  const bool is_x = of == "x";
+  const Product& product = recipe.recipe.fprop;
+  const Wanted row = {is_x ? kFpropX : kFpropW, rowwise, is_x && reads_values(product, x)};
+  const Wanted col = {is_x ? kWgradX : kDgradW, columnwise};
+  for (const Wanted& wanted : {row, col}) {
+    const Spec& spec = recipe.specs[wanted.place];
+    if (!wanted.is_wanted) continue;
+    TORCH_CHECK_VALUE(!spec.stochastic, "layer_operands: ", spec.str(),
+                      " is of one forward alone; expected one without +sr");
+    TORCH_CHECK_VALUE(!spec.delayed || amax_history, "layer_operands: ", spec.str(),
+                      " needs amax_history");
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  ModuleState state;
+  if (amax_history) state.history = *amax_history;
+  Directions out = quantize_both(recipe, as_matrix(x), row, col, state);
+  if (is_x && rowwise && !row.decoded)
+    prepare_for(product, recipe.specs[row.place], x.sym_size(-1), out.first);
+  std::vector<Tensor> list;
+  const auto append = [&](const QuantizedOperand& o, const Wanted& wanted) {
+    const bool absent = !wanted.is_wanted || recipe.specs[wanted.place].is_bf16();
+    for (const Tensor* t : {&o.codes, &o.scale, &o.amax, &o.decoded})
+      list.push_back(absent || !t->defined() ? at::empty({0}, x.options()) : *t);
+  };
+  append(out.first, row);
+  append(out.second, col);
+  return list;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
+  m.impl("layer_operands", layer_operands);
+}
+
+}  // namespace minifloat

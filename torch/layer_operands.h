@@ -1,0 +1,69 @@
+// The six operands of a layer's three products: their places in a recipe, and how they are quantized, both directions
+// of a tensor from one read.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <array>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "minifloat/recipe.h"
+#include "ops.h"
+
+namespace minifloat::torch_ops {
+
+using c10::SymInt;
+
+// An operand's place in a recipe: its row of the amax history, and its random stream within the module.
+enum Place { kFpropX, kFpropW, kDgradG, kDgradW, kWgradG, kWgradX, kPlaces };
+
+// A recipe and the texts that its ops take, parsed once a process.
+struct PreparedRecipe {
+  Recipe recipe;
+  std::string text, fprop, dgrad, wgrad;
+  std::array<Spec, kPlaces> specs;
+  std::array<std::string, kPlaces> spec_texts;  // "" for bf16, which no cast ever sees
+  bool is_stochastic, is_delayed;
+};
+const PreparedRecipe& prepare(const std::string& text);
+
+// One operand of one product, as a layer asks for it.
+struct Wanted {
+  Place place;
+  bool is_wanted = true;
+  bool decoded = false;  // also as the values that an exact product reads, where it follows at once
+};
+
+// Rowwise and columnwise.
+using Directions = std::pair<QuantizedOperand, QuantizedOperand>;
+
+// What the operands of one module depend on besides their values.
+struct ModuleState {
+  Tensor rng;               // undefined: nothing is stochastic
+  std::int64_t stream = 0;  // of the module, beside the one that rng may hold
+  Tensor history;           // undefined: nothing is delayed
+};
+
+// Whether the product reads decoded values, not codes; of spec and device alone, so that a trace holds for any size.
+bool reads_values(const Product& product, const Tensor& x);
+
+// Both directions of x (rows, cols) from one read; bf16 directions are x itself and its transposed view.
+Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
+                         const Wanted& col, const ModuleState& state);
+
+// The same where they are given, as the op layer_operands has them.
+Directions given_both(const PreparedRecipe& recipe, const char* name, at::TensorList given,
+                      const Tensor& x, const Wanted& row, const Wanted& col);
+
+// What the product multiplies: the decoded values where they are there, else the codes.
+QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted);
+
+// An operand that several products read, as their engine reads it: worked out once, not by each of them.
+void prepare_for(const Product& product, const Spec& spec, const SymInt& cols,
+                 QuantizedOperand& operand);
+
+Tensor as_matrix(const Tensor& x);  // (…, K) as (M, K)
+
+}  // namespace minifloat::torch_ops

@@ -1,0 +1,40 @@
+// A product's operands once its arguments are checked, and the engines that take them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+
+#include "engines.h"
+
+namespace minifloat::torch_ops {
+
+using at::Tensor;
+
+// One side of an exact product: values, and the factors still owed.
+struct ExactSide {
+  Tensor values;       // bf16 (rows, k), or the operand itself under bf16
+  Tensor factor;       // fp32 (), of the whole operand; undefined: none
+  Tensor row_factors;  // fp32 (rows), where a row scale is no power of two; undefined: none
+};
+
+// One side of a product of FP8 codes.
+struct Fp8Side {
+  const Spec& spec;
+  const Tensor& codes;  // uint8 or float8_e4m3fn (rows, k)
+  const Tensor& scale;  // fp32: one, (rows), or of blocks (rows / b, k / b)
+};
+
+// What is added to the product, and what it becomes.
+struct Result {
+  const std::optional<Tensor>& bias;  // (n)
+  at::ScalarType dtype;               // float32 or bfloat16
+};
+
+// (m, k) · (n, k)ᵀ on the device of the operands.
+Tensor exact_product_cpu(const ExactSide& a, const ExactSide& b, const Result& result);
+Tensor exact_product_cuda(const ExactSide& a, const ExactSide& b, const Result& result);
+Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
+                   const Result& result);
+
+}  // namespace minifloat::torch_ops
