@@ -18,6 +18,7 @@ from torch import nn
 from .linear import DEFAULT_HISTORY, Linear, adopt, release, require_history
 from .random_state import AdvanceRng, RngState, find_hook, remove_hook, require_int64
 from .recipe import Recipe, RecipeMap
+from .reuse import share_inputs
 from .selection import FilterFn, Report, Selection, require_filters, require_some, select
 from .state import unwrapped
 from .tensor import QuantizedTensor, require_weight_spec
@@ -54,6 +55,10 @@ def quantize_(
     amax_history_length, amax_algorithm, margin    of delayed scaling: steps kept, "max" or
                     "most_recent", powers of two of headroom
 
+    A weight that is met again unchanged (micro-batches, evaluation) is quantized once, and so is an
+    input that projections with the usual names share (q, k, v; gate, up): mf.reuse says when, and
+    what memory that holds. Call mf.step(model) after opt.step().
+
     ValueError, with the model untouched, where nothing is left to convert.
     """
     if not isinstance(model, nn.Module):
@@ -79,6 +84,7 @@ def quantize_(
         if primary:
             make_primary(module, layer_recipe, keep_high_precision_init)
     share_random_state(model, [m for _, m, _ in selection.chosen], seed, data_parallel_rank)
+    share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
 
     report = Report([(fqn, r.text) for fqn, _, r in selection.chosen], selection.skipped)
     if verbose:
@@ -157,6 +163,8 @@ def make_primary(module: nn.Linear, recipe: Recipe, keep_high_precision_init: bo
         module.weight_high_precision_init = weight.detach().cpu().clone()
     quantized = QuantizedTensor.from_tensor(weight.detach(), *weight_specs(recipe))
     module.weight = nn.Parameter(quantized, requires_grad=weight.requires_grad)
+    if isinstance(module, Linear):
+        module.weight_codes = None  # the parameter is the codes
 
 
 @contextmanager

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ._native import ops
 from .random_state import AdvanceRng, RngState
 from .recipe import Recipe
+from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
@@ -82,6 +83,9 @@ class Linear(nn.Linear):
     amax_history: Tensor | None
     amax_algorithm: str
     margin: int
+    stream_id: int  # what `stream` holds
+    weight_codes: WeightCodes | None
+    shared_input: SharedInput | None
 
     def __init__(
         self,
@@ -103,6 +107,27 @@ class Linear(nn.Linear):
             self.register_forward_pre_hook(AdvanceRng(self.rng_state, self))
 
     def forward(self, input: Tensor) -> Tensor:
+        if torch.compiler.is_compiling():
+            return self._traced_forward(input)
+        weight, recipe = self.weight, self.recipe.text
+        rng = None if self.rng_state is None else self.rng_state.current(weight.device)
+        x_operands = weight_operands = None
+        if type(input) is Tensor and not (self.weight_codes is None and self.shared_input is None):
+            x_operands, weight_operands = self._reused(input, weight)
+        return ops.linear.default(
+            input,
+            weight,
+            self.bias,
+            recipe,
+            rng=rng,
+            amax_history=self.amax_history,
+            stream=self.stream_id,
+            x_operands=x_operands,
+            weight_operands=weight_operands,
+        )
+
+    def _traced_forward(self, input: Tensor) -> Tensor:
+        """The stream of random bits as a tensor: one graph serves layers of different names."""
         rng = None
         if self.rng_state is not None:
             base = self.rng_state.tensor
@@ -110,6 +135,46 @@ class Linear(nn.Linear):
         return ops.linear(
             input, self.weight, self.bias, self.recipe.text, rng=rng, amax_history=self.amax_history
         )
+
+    def _reused(self, x: Tensor, weight: Tensor) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+        """x and the weight where they need not be quantized again; None where they must be."""
+        conditions, recipe = conditions_of(x), self.recipe.text
+        # Outside autocast a weight of another dtype has a gradient of its own dtype.
+        is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
+        grad = torch.is_grad_enabled()
+        x_operands = weight_operands = None
+        if self.weight_codes is not None and not is_cast:
+            columnwise = grad and x.requires_grad
+            weight_operands = self.weight_codes.operands(
+                weight, recipe, columnwise, conditions, self.amax_history
+            )
+        if self.shared_input is not None:
+            columnwise = grad and weight.requires_grad
+            x_operands = self.shared_input.operands(x, recipe, columnwise, conditions)
+        return x_operands, weight_operands
+
+    def train(self, mode: bool = True) -> Linear:
+        if mode != self.training and self.weight_codes is not None:
+            self.weight_codes.start_over()
+        super().train(mode)
+        return self
+
+    def _forget(self) -> None:
+        """Drops what was kept for reuse; the parameter that is there now may be reused."""
+        self.weight_codes = weight_codes(self.weight, self.recipe)
+        if self.shared_input is not None:
+            self.shared_input.forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {key: value for key, value in self.__dict__.items() if key != "weight_codes"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._forget()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        self._forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
         """Moves. The history keeps dtype and values, the stream is a function of the name, and a
@@ -128,6 +193,7 @@ class Linear(nn.Linear):
         if history is not None and history.is_meta:
             history = torch.zeros_like(history, device=device)
         self._buffers["amax_history"] = None if history is None else history.to(device)
+        self._forget()
         return self
 
     def extra_repr(self) -> str:
@@ -153,17 +219,31 @@ def adopt(
     module.rng_state = None
     module.amax_algorithm = algorithm
     module.margin = margin
-    stream = torch.full((1,), ops.stream(fqn), dtype=torch.int64, device=device)
+    module.stream_id = ops.stream(fqn)
+    stream = torch.full((1,), module.stream_id, dtype=torch.int64, device=device)
     module.register_buffer("stream", stream, persistent=False)
     history = None
     if recipe.is_delayed:
         shape = (OPERANDS, 1 + history_length)
         history = torch.zeros(shape, dtype=torch.float32, device=device)
     module.register_buffer("amax_history", history, persistent=False)
+    module.shared_input = None
+    module._forget()
     return module
 
 
-ADOPTED = ("recipe", "fqn", "rng_state", "amax_algorithm", "margin", "stream", "amax_history")
+ADOPTED = (
+    "recipe",
+    "fqn",
+    "rng_state",
+    "amax_algorithm",
+    "margin",
+    "stream",
+    "stream_id",
+    "amax_history",
+    "weight_codes",
+    "shared_input",
+)
 
 
 def release(module: Linear) -> nn.Linear:

@@ -2,8 +2,8 @@
 
     RngState.tensor    int64 (seed, count), one for all layers that one mf.quantize_ call converts
     AdvanceRng         forward pre-hook of the root: count += 1, once a training forward, in place
-    Linear.forward     hands (seed, count, stream of its name) to the op, as a tensor of its own,
-                       which the layer's backward reads
+    Linear.forward     hands the op (seed, count), in a copy that its backward reads, and the stream
+                       of the layer's name
 
 So two forwards of one step differ, a graph replays with fresh bits, and recomputation repeats them
 (up to the next forward of the root).
@@ -40,6 +40,8 @@ class RngState:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int64("seed", seed)
         self.tensor = torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu")
+        self.is_captured = False
+        self.copy: tuple[Tensor, int, Tensor] | None = None  # of which tensor and version, the copy
 
     def _mixed(self) -> int:
         return ops.mix_seed(self.seed, self.rank)
@@ -47,6 +49,21 @@ class RngState:
     def to(self, device: torch.device) -> None:
         if device.type != "meta" and self.tensor.device != device:
             self.tensor = self.tensor.to(device)
+
+    def current(self, device: torch.device) -> Tensor:
+        """(seed, count) as they are now, in memory that nobody writes to: one copy a root forward.
+
+        In a CUDA graph, and ever after, each call copies: replays advance the count uncounted.
+        """
+        self.is_captured = self.is_captured or (
+            self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+        )
+        if self.is_captured or torch.is_inference_mode_enabled():
+            return self.tensor.to(device, copy=True)
+        source, version = self.tensor, self.tensor._version
+        if self.copy is None or self.copy[0] is not source or self.copy[1] != version:
+            self.copy = (source, version, source.clone())
+        return self.copy[2].to(device)
 
     def get(self) -> Tensor:
         """(user's seed, count): the same on every rank."""

@@ -50,6 +50,13 @@ def _histories(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
             yield clean_name(fqn), module, module.amax_history
 
 
+def _forget_weights(model: nn.Module) -> None:
+    """Weights or their scales have changed: they are quantized again."""
+    for module in unwrapped(model).modules():
+        if isinstance(module, Linear) and module.weight_codes is not None:
+            module.weight_codes.forget()
+
+
 def _rng_states(model: nn.Module) -> Iterator[tuple[str, RngState]]:
     for fqn, module in unwrapped(model).named_modules():
         hook = find_hook(module)
@@ -92,10 +99,11 @@ def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) ->
 
 @torch.no_grad()
 def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Rolls the amax histories of delayed scaling; call it after opt.step(). A no-op without them.
+    """Call it after opt.step(): weights have changed, and histories of delayed scaling roll.
 
     group: the data-parallel ranks, whose amaxes are reduced together; None: all ranks.
     """
+    _forget_weights(model)
     found = [(layer, history) for _, layer, history in _histories(model)]
     if not found:
         return
@@ -147,3 +155,4 @@ def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
         rng.set(state[join(fqn, "rng")])
     for fqn, _, history in _histories(model):
         history.copy_(state[join(fqn, "amax_history")])
+    _forget_weights(model)

@@ -58,6 +58,11 @@ def sample_calls():
         q = operand(spec)
         yield ops.dequantize, (q.codes, q.scale, q.amax, spec, 72), {"dtype": torch.bfloat16}
         yield ops.decode, (q.codes, q.scale, spec, 72), {}
+    for of in ("x", "w"):
+        yield ops.layer_operands, (grad(40, 72), "mxfp4", of), {"columnwise": of == "w"}
+    for spec in ("mxfp4+rht", "nvfp4+pow2"):
+        q = operand(spec)
+        yield ops.carry, (q.codes, q.scale, q.amax, spec, 72), {}
     yield ops.hadamard, (x, 32, True), {}
     scale = torch.randint(0, 255, (40, 9), dtype=torch.uint8)
     offs = torch.tensor([8, 8, 40], dtype=torch.int32)
@@ -90,7 +95,7 @@ def test_opcheck(call):
 
 def test_every_op_is_checked():
     text = {"parse_spec", "parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
-    text |= {"spec_sizes", "scale_dtype", "stream", "mix_seed", "built_for_torch"}
+    text |= {"spec_sizes", "scale_dtype", "stream", "mix_seed", "built_for_torch", "has_cuda"}
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

@@ -34,3 +34,12 @@ def test_every_public_name_exists():
     import minifloat as mf
 
     assert all(hasattr(mf, name) for name in mf.__all__)
+
+
+@pytest.mark.parametrize(("cpu", "cuda"), [("CPU", "CUDA"), ("AutocastCPU", "AutocastCUDA")])
+def test_every_op_of_the_cpu_is_registered_for_cuda(cpu, cuda):
+    """With and without a CUDA backend, whose absence the op itself reports."""
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("minifloat::")]
+    assert any(has(name, cpu) for name in names)
+    assert [n for n in names if has(n, cpu)] == [n for n in names if has(n, cuda)]

@@ -3,6 +3,7 @@
 import minifloat as mf
 import pytest
 import torch
+from minifloat._native import ops
 
 M, K, N = 45, 70, 37
 PRODUCTS = [
@@ -47,6 +48,70 @@ def test_product(a_spec, b_spec, columnwise, out_dtype):
     if out_dtype == torch.bfloat16:
         bound += 2.0**-8 * want.abs()
     assert ((y.double() - want).abs() <= bound).all()
+
+
+# ---- FP4 carried by FP8 --------------------------------------------------------------------------
+
+CARRIED = ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2", "mxfp4+sr+rht", "nvfp4+pow2+rht32"]
+
+
+def carried(q):
+    return ops.carry(q.codes, q.scale, q.amax, q.spec, q.shape[-1])
+
+
+@pytest.mark.parametrize("spec", CARRIED)
+def test_carried_codes_are_the_values(spec):
+    """Normal data: no block lies 2^14 below the largest of its row."""
+    for columnwise in (False, True):
+        q = mf.quantize(torch.randn(M, K), spec, columnwise=columnwise, seed=3)
+        codes, row_scale = carried(q)
+        assert codes.dtype == torch.float8_e4m3fn
+        assert torch.equal(codes.float() * row_scale[:, None], q.dequantize())
+
+
+@pytest.mark.parametrize("spec", CARRIED)
+def test_carried_codes_of_blocks_far_apart(spec):
+    """Exact from 2^-14 of a row's largest block scale on; below, within 2^-16 of it."""
+    torch.manual_seed(0)
+    x = torch.randn(M, 256) * 2.0 ** torch.randint(-30, 30, (M, 16)).repeat_interleave(16, 1)
+    q = mf.quantize(x, spec, seed=3)
+    codes, row_scale = carried(q)
+    values, got = q.dequantize().double(), (codes.float() * row_scale[:, None]).double()
+    largest = 64 * row_scale.double()[:, None]  # 2^K times the tensor's scale
+    assert ((got - values).abs() <= 2.0**-16 * largest * (1 + 2.0**-20)).all()
+    exact = values.abs() >= 6 * 2.0**-14 * largest
+    assert exact.any()
+    assert torch.equal(got[exact], values[exact])
+
+
+@pytest.mark.parametrize("spec", CARRIED)
+def test_product_of_carried_operands(spec):
+    """Where no FP8 engine takes them it is exact too: the same values under row factors."""
+    a, b = (mf.quantize(torch.randn(rows, K), spec, seed=rows) for rows in (M, N))
+    want = mf.scaled_mm(a, b, out_dtype=torch.float32)
+    args = [(*carried(q), q.amax) for q in (a, b)]
+    got = ops.scaled_mm(*args[0], *args[1], f"{spec}*{spec}", k=K, out_dtype=torch.float32)
+    assert torch.allclose(got, want, rtol=0, atol=96 * 2.0**-23 * float(want.abs().max()))
+    with pytest.raises(ValueError, match="row scales"):
+        ops.scaled_mm(args[0][0], a.scale, a.amax, *args[1], f"{spec}*{spec}", k=K)
+
+
+@pytest.mark.parametrize("spec", ["nvfp4", "nvfp4+up", "mxfp8", "e4m3/row"])
+def test_only_powers_of_two_are_carried(spec):
+    q = mf.quantize(torch.ones(4, 32), spec)
+    with pytest.raises(ValueError, match="powers of two"):
+        carried(q)
+
+
+def test_carried_rows_that_are_not_finite():
+    x = torch.randn(4, 64)
+    x[1, 40], x[2, 3] = float("nan"), float("inf")
+    codes, row_scale = carried(mf.quantize(x, "mxfp4"))
+    values = codes.float() * row_scale[:, None]
+    assert values[1, 32:].isnan().all()
+    assert values[2, :32].isnan().all()
+    assert values[1, :32].isfinite().all()
+    assert values[0].isfinite().all()
 
 
 def test_fast_changes_nothing_in_an_exact_product():

@@ -17,8 +17,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from minifloat import cli
-from minifloat.train import checkpoint, job
+from minifloat import _native, cli
+from minifloat.train import checkpoint, command, job
+from minifloat.train.config import TrainConfig
 from minifloat.train.metrics import read_records, without_timings
 
 STEPS = 24
@@ -345,6 +346,30 @@ def test_a_run_that_diverges_says_so_and_the_next_goes_on(tiny, tmp_path, monkey
     assert run(tiny, tmp_path / "out", "--recipes", "bf16,bf16@2") == 0
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["diverged at step 1", "finished"]
+
+
+@pytest.mark.parametrize(
+    ("sees_device", "has_backend", "given", "want"),
+    [
+        (True, True, {}, ("cuda", 0)),
+        (True, True, {"device": "cpu"}, ("cpu", 3)),
+        (True, False, {}, ("cpu", 3)),
+        (False, True, {}, ("cpu", 3)),
+    ],
+)
+def test_the_job_picks_its_device(monkeypatch, sees_device, has_backend, given, want):
+    torch.set_num_threads(3)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_device)
+    monkeypatch.setattr(_native.ops, "has_cuda", lambda: has_backend)
+    config = command.machine_defaults(TrainConfig(), given)
+    assert (config.device, config.threads) == want
+
+
+def test_a_build_without_cuda_says_so(tiny, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(_native.ops, "has_cuda", lambda: False)
+    assert run(tiny, tmp_path / "out", "--device", "cuda") == 1
+    assert "no CUDA backend" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

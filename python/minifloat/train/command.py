@@ -88,7 +88,9 @@ def add_parser(subparsers: Any) -> None:
     add("--out", type=Path, default=Path("runs/train"), help="folder of results (%(default)s)")
     add("--resume", action="store_true", help="go on with the job in --out")
     add("--cache", help="folder of tokenized text (default: $XDG_CACHE_HOME/minifloat)")
-    add("--device", choices=("cpu", "cuda"), default=absent, help="default: cpu")
+    add(
+        "--device", choices=("cpu", "cuda"), default=absent, help="default: cuda where there is one"
+    )
     for flag, kind, text in OPTIONS:
         default = getattr(TrainConfig(), flag[2:].replace("-", "_"))
         shown = "all cores" if flag == "--threads" else f"{default:g}"
@@ -109,7 +111,7 @@ def run(arguments: argparse.Namespace) -> int:
     saved = job.load_job(out) if arguments.resume else None
     if arguments.resume and not saved:
         job.say(f"nothing to resume in {out}: starting from the first step")
-    config = asked_config(given, saved[0] if saved else machine_defaults(TrainConfig()))
+    config = asked_config(given, saved[0] if saved else machine_defaults(TrainConfig(), given))
     runs = asked_runs(given, config, saved[1] if saved else ())
     if saved:
         runs = job.require_same_job(out, saved, config, runs)
@@ -117,11 +119,16 @@ def run(arguments: argparse.Namespace) -> int:
     return job.train(config, runs, out, cache, resume=arguments.resume)
 
 
-def machine_defaults(config: Any) -> Any:
-    """The field that depends on where the job starts: the CPU threads."""
+def machine_defaults(config: Any, given: dict[str, Any]) -> Any:
+    """The fields that depend on where the job starts: the device, and the threads of a CPU."""
     import torch
 
-    return dataclasses.replace(config, threads=torch.get_num_threads())
+    from minifloat._native import ops
+
+    has_cuda = torch.cuda.is_available() and ops.has_cuda()
+    device = given.get("device", "cuda" if has_cuda else "cpu")
+    threads = torch.get_num_threads() if device == "cpu" else 0
+    return dataclasses.replace(config, device=device, threads=threads)
 
 
 def asked_config(given: dict[str, Any], base: Any) -> Any:
@@ -141,8 +148,15 @@ def asked_config(given: dict[str, Any], base: Any) -> Any:
     if config.device == "cuda":
         import torch
 
+        from minifloat._native import ops
+
         if not torch.cuda.is_available():
             raise TrainError("--device cuda: expected a CUDA device, torch sees none")
+        if not ops.has_cuda():
+            raise TrainError(
+                "--device cuda: this build of minifloat has no CUDA backend; build it where nvcc "
+                "is found, or take --device cpu"
+            )
     return config
 
 

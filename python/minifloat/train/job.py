@@ -260,7 +260,7 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         "validation_tokens": validation_tokens,
         "light_ms": 1e3 * job.light.seconds,
         "light_gflops": job.light.gflops_per_s,
-        "memory_note": "most that the allocator held"
+        "memory_note": "all tensors together, at their most (torch.cuda.max_memory_allocated)"
         if config.device == "cuda"
         else "resident memory that the run added to the process, at its highest",
         "policy": POLICY,
