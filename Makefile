@@ -82,10 +82,11 @@ test-asan: $(READY)
 test-exhaustive: build
 	$(CMAKE) --build --preset exhaustive -j $(JOBS)
 
-test-gpu: build
+test-gpu: build  # where the device or the backend is missing, it says so and fails
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or \
 	  sys.exit("test-gpu: expected a CUDA device, torch sees none")'
-	$(PY) -m pytest -m gpu $(PYTEST_ARGS)
+	@$(PY) -c 'import minifloat, torch; minifloat.amax(torch.ones(1, 1, device="cuda"), "nvfp4")'
+	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 # ---- Benchmarks ------------------------------------------------------------------------------
 bench: build

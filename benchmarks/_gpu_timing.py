@@ -1,0 +1,137 @@
+"""Times on a device, and the copies that they are compared with; shared by benchmarks/gpu_*.py.
+
+Kernels are timed without the host: the calls of one measurement go over inputs that together exceed
+the L2 cache four times, are captured in one CUDA graph, and the time of a call is the median replay
+over the number of calls. `--device cpu` measures with the host's clock instead; it is there to try
+the scripts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "python"))  # the source tree's package, installed or not
+
+MIN_COPIES = 2
+MAX_COPIES = 256
+L2_TIMES = 4
+
+
+def arguments(doc: str | None, out: str) -> argparse.ArgumentParser:
+    """The options that the tables share."""
+    parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
+    parser.add_argument("--out", type=Path, default=ROOT / "build" / out, help="the JSON file")
+    parser.add_argument("--quick", action="store_true", help="the first shape only, fewer repeats")
+    parser.add_argument("--device", default="cuda", help="cpu: to try the script, not to measure")
+    parser.add_argument(
+        "--shapes", type=shapes, default=None, help="other shapes than the table's: 4096x14336,…"
+    )
+    return parser
+
+
+def shapes(text: str) -> list[tuple[int, ...]]:
+    return [tuple(int(n) for n in one.split("x")) for one in text.split(",")]
+
+
+def require_device(name: str) -> torch.device:
+    if name.startswith("cuda") and not torch.cuda.is_available():
+        sys.exit(f"{Path(sys.argv[0]).name}: expected a CUDA device, torch sees none")
+    return torch.device(name)
+
+
+def compile_each_shape() -> None:
+    """torch.compile makes a kernel of its own for every shape and model, as its users have it."""
+    torch._dynamo.reset()
+    torch._dynamo.config.cache_size_limit = 1000
+    torch._dynamo.config.automatic_dynamic_shapes = False
+
+
+def device_name(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else "CPU"
+
+
+def copies_of(nbytes: int, device: torch.device) -> int:
+    """How many inputs of this size exceed the L2 cache L2_TIMES."""
+    if device.type != "cuda":
+        return MIN_COPIES
+    cache = torch.cuda.get_device_properties(device).L2_cache_size
+    return min(MAX_COPIES, max(MIN_COPIES, -(-L2_TIMES * cache // max(nbytes, 1))))
+
+
+def host_ms(f: Callable[[], object], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        start = time.perf_counter()
+        f()
+        times.append(1e3 * (time.perf_counter() - start))
+    return statistics.median(times)
+
+
+def event_ms(f: Callable[[], object], repeats: int) -> list[float]:
+    """Time on the device from the first kernel's start to the last one's end, of each run of f."""
+    marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
+    for start, end in marks:
+        start.record()
+        f()
+        end.record()
+    torch.cuda.synchronize()
+    return [start.elapsed_time(end) for start, end in marks]
+
+
+def kernel_ms(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> float:
+    """The time of one call, without the host."""
+    if device.type != "cuda":
+        return host_ms(lambda: [call() for call in calls], repeats) / len(calls)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        calls[0]()
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        kept = [call() for call in calls]  # so that no two calls write the same memory
+    event_ms(graph.replay, 3)
+    ms = statistics.median(event_ms(graph.replay, repeats)) / len(calls)
+    del graph, kept
+    return ms
+
+
+def copy_ms(nbytes: int, device: torch.device, repeats: int) -> float:
+    """A device copy of nbytes, which reads and writes them."""
+    count = copies_of(nbytes, device)
+    sources = [
+        torch.empty(nbytes, dtype=torch.uint8, device=device).random_() for _ in range(count)
+    ]
+    targets = [torch.empty_like(source) for source in sources]
+
+    def call(to: Tensor, source: Tensor) -> Callable[[], object]:
+        return lambda: to.copy_(source)
+
+    return kernel_ms([call(t, s) for t, s in zip(targets, sources)], device, repeats)
+
+
+def nbytes(tensors: Tensor | Iterable[Tensor]) -> int:
+    if isinstance(tensors, Tensor):
+        return tensors.nbytes
+    return sum(t.nbytes for t in tensors)
+
+
+def percent(fraction: float | None) -> str:
+    return "" if fraction is None else f"{100 * fraction:.1f}%"
+
+
+def write_json(path: Path, device: torch.device, **content: Any) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    about = {"device": device_name(device), "torch": torch.__version__}
+    path.write_text(json.dumps({**about, **content}, indent=1))

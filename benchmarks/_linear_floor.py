@@ -1,0 +1,164 @@
+"""The least time of a linear layer's forward and backward: what no implementation of it goes below
+on this device with these engines.
+
+    floor = the three bare products + the fewest bytes of the casts at the speed of a copy
+
+    x, W, g     read once for their casts, and once more where a scale must be known first
+    codes       written by the casts; the products' own reads are in the products' times
+    values      where no engine takes the codes: written instead, bf16 for an exact product, FP8 for
+                FP4 of power-of-two scales; what was saved for backward, as codes, is read again
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+
+import _gpu_timing as timing
+import minifloat as mf
+import torch
+from minifloat._native import ops
+from torch import Tensor
+
+DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
+
+
+def family(spec: str) -> str:
+    """tensor, row, 1x128, 128x128 of an FP8 spec; else ''."""
+    base = spec.split("+")[0]
+    return base.split("/")[1] if base.startswith(("e4m3/", "e5m2/")) else ""
+
+
+def is_fp4_of_powers_of_two(spec: str) -> bool:
+    return spec.startswith("mxfp4") or (spec.startswith("nvfp4") and "+pow2" in spec)
+
+
+def value_bytes(product: mf.Product) -> int:
+    """Bytes an element of what the product reads instead of codes; 0: it reads the codes."""
+    specs = (product.a, product.b)
+    if all(spec == "bf16" for spec in specs) or all(family(spec) for spec in specs):
+        return 0
+    return 1 if all(is_fp4_of_powers_of_two(spec) for spec in specs) else 2
+
+
+# ---- Bytes ---------------------------------------------------------------------------------------
+
+
+def code_bytes(spec: str, rows: int, cols: int) -> int:
+    """Codes and scales of an operand read (rows, cols)."""
+    code_cols, _, scale_rows, scale_cols = ops.spec_sizes(spec, rows, cols)
+    each = 4 if ops.scale_dtype(spec) == "float32" else 1
+    return rows * code_cols + each * scale_rows * max(scale_cols, 1)
+
+
+def amax_first(spec: str, columnwise: bool) -> bool:
+    """Whether the values must be read before they are cast: a tensor's amax, or a column's."""
+    if spec == "bf16" or "+delayed" in spec:
+        return False
+    of_tensor = family(spec) == "tensor" or spec.startswith("nvfp4")
+    return of_tensor or (columnwise and family(spec) == "row")
+
+
+def cast_bytes(
+    shape: tuple[int, int],
+    row: mf.Product,
+    row_spec: str,
+    col: mf.Product,
+    col_spec: str,
+    saved: bool,
+) -> int:
+    """Both directions of a bf16 matrix. saved: the columnwise one is read again in backward."""
+    rows, cols = shape
+    if row_spec == col_spec == "bf16":
+        return 0
+    total = 2 * rows * cols
+    total += total * (amax_first(row_spec, False) or amax_first(col_spec, True))
+    for spec, product, (r, c), kept in (
+        (row_spec, row, (rows, cols), False),
+        (col_spec, col, (cols, rows), saved),
+    ):
+        if spec == "bf16":
+            continue
+        values = value_bytes(product) * r * c
+        codes = code_bytes(spec, r, c)
+        total += values + (2 * codes if kept else 0) if values else codes
+    return total
+
+
+def fewest_bytes(r: mf.Recipe, shape: tuple[int, int, int]) -> int:
+    m, k, n = shape
+    x = cast_bytes((m, k), r.fprop, r.fprop.a, r.wgrad, r.wgrad.b, saved=True)
+    w = cast_bytes((n, k), r.fprop, r.fprop.b, r.dgrad, r.dgrad.b, saved=True)
+    g = cast_bytes((m, n), r.dgrad, r.dgrad.a, r.wgrad, r.wgrad.a, saved=False)
+    return x + w + g
+
+
+# ---- Products ------------------------------------------------------------------------------------
+
+
+def fp8_codes(spec: str, rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Codes of normal data and their scales, as ATen's products take them."""
+    rng = torch.tensor([1, 2], device=device) if "+sr" in spec else None
+    spec = spec.replace("+delayed", "")
+    codes, scale, *_ = ops.quantize(
+        torch.randn(rows, k, device=device).bfloat16(), spec, "", rng=rng
+    )
+    return codes.view(DTYPES[spec[:4]]), scale
+
+
+def block_scale(spec: str, scale: Tensor) -> Tensor:
+    """1x128: (rows, L), rows adjacent. 128x128: (L, rows), L adjacent; L a multiple of 4 here."""
+    return scale.t().contiguous().t() if family(spec) == "1x128" else scale.t()
+
+
+def bare_product(
+    product: mf.Product, m: int, n: int, k: int, device: torch.device
+) -> Callable[[], object]:
+    """(m, k) · (n, k)ᵀ by the engine itself, operands ready."""
+    a_spec, b_spec = product.a, product.b
+    if all(is_fp4_of_powers_of_two(s) for s in (a_spec, b_spec)):
+        a_spec = b_spec = "e4m3/row"
+    if not (family(a_spec) and family(b_spec)) or device.type != "cuda":
+        a = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+        b = torch.randn(n, k, device=device, dtype=torch.bfloat16)
+        return lambda: a @ b.t()
+    a, a_scale = fp8_codes(a_spec, m, k, device)
+    b, b_scale = fp8_codes(b_spec, n, k, device)
+    if family(a_spec) in ("tensor", "row"):
+        if family(a_spec) == "row":
+            a_scale, b_scale = a_scale.view(-1, 1), b_scale.view(1, -1)
+        return lambda: torch._scaled_mm(
+            a, b.t(), a_scale, b_scale, out_dtype=torch.bfloat16, use_fast_accum=product.fast
+        )
+    from torch.nn.functional import ScalingType, scaled_mm
+
+    kinds = {"1x128": ScalingType.BlockWise1x128, "128x128": ScalingType.BlockWise128x128}
+    a_scale, b_scale = block_scale(a_spec, a_scale), block_scale(b_spec, b_scale)
+    return lambda: scaled_mm(
+        a, b.t(), a_scale, kinds[family(a_spec)], b_scale, kinds[family(b_spec)],
+        output_dtype=torch.bfloat16,
+    )  # fmt: skip
+
+
+def product_ms(
+    product: mf.Product, m: int, n: int, k: int, device: torch.device, repeats: int = 12
+) -> float:
+    call = bare_product(product, m, n, k, device)
+    if device.type != "cuda":
+        return timing.host_ms(call, 2)
+    timing.event_ms(call, 3)
+    return statistics.median(timing.event_ms(call, repeats))
+
+
+def floor_ms(
+    recipe: mf.Recipe, shape: tuple[int, int, int], device: torch.device, bytes_per_ms: float
+) -> float | None:
+    """None where an engine refused; it says why."""
+    m, k, n = shape
+    sizes = ((recipe.fprop, (m, n, k)), (recipe.dgrad, (m, k, n)), (recipe.wgrad, (n, k, m)))
+    try:
+        products = sum(product_ms(product, *size, device) for product, size in sizes)
+    except (RuntimeError, ValueError) as error:
+        print(f"floor of {recipe}: no figure, {str(error).splitlines()[0]}")
+        return None
+    return products + fewest_bytes(recipe, shape) / bytes_per_ms

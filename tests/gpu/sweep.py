@@ -1,0 +1,249 @@
+"""What the byte tests share: specs, values, memory layouts, and the comparison of two devices.
+
+want = quantize(x)            on the CPU
+got  = quantize(x on device)  the same bytes, output by output
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Any
+
+import torch
+from minifloat._native import ops
+from torch import Tensor
+
+# Every element format and block with every rounding of its scale.
+BASES = [
+    "e4m3/tensor",
+    "e5m2/tensor",
+    "e4m3/row",
+    "e4m3/row+exact",
+    "e4m3/1x128",
+    "e4m3/128x128",
+    "mxfp8",
+    "mxfp8+floor",
+    "mxfp8/e5m2",
+    "mxfp8/e5m2+floor",
+    "mxfp8/32x32",
+    "mxfp8/32x32+floor",
+    "mxfp4",
+    "mxfp4+floor",
+    "nvfp4",
+    "nvfp4+up",
+    "nvfp4+pow2",
+    "nvfp4/16x16",
+    "nvfp4/16x16+up",
+    "nvfp4/16x16+pow2",
+]
+ROUNDINGS = ["", "+sr"]
+TRANSFORMS = ["", "+rht", "+rht32", "+rht64", "+rht128"]
+SPECS = [base + r + t for base in BASES for r in ROUNDINGS for t in TRANSFORMS]
+DTYPES = [torch.bfloat16, torch.float32]
+DIRECTIONS = [(True, False), (False, True), (True, True)]  # rowwise, columnwise, both
+
+RNG = (-(2**62) + 12345, 7)  # seed, forward count
+MODULE_STREAM = -987654321
+STREAMS = {"stream_row": 1234567890123456789, "stream_col": -42}
+
+PARTS = ["codes", "scale", "amax", "decoded"]
+OUTPUTS = [f"{part}_{side}" for side in ("row", "col") for part in PARTS]
+BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+# ---- Values --------------------------------------------------------------------------------------
+
+SPECIALS = [
+    0.0,
+    -0.0,
+    float("inf"),
+    -float("inf"),
+    float("nan"),
+    1e-40,
+    -1e-45,
+    3.39e38,
+    448.0,
+    6.0,
+]
+
+
+@lru_cache(maxsize=512)
+def values(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Test data on the CPU.
+
+    normal    standard normal          tiny      most of it denormal
+    wide      times 2^-60 to 2^60      huge      up to the largest floats
+    sparse    mostly whole zero blocks zeros     -0 everywhere
+    special   zeros, infinities, NaN, denormals and the largest floats among normal numbers
+    rare      one such number in 500, so that most blocks are finite
+    """
+    g = torch.Generator().manual_seed(seed + 1000 * len(shape))
+    x = torch.randn(shape, generator=g)
+    uniform = torch.rand(shape, generator=g)
+    if kind == "wide":
+        x = x * torch.exp2(120 * uniform - 60)
+    elif kind == "tiny":
+        x = x * 2.0**-130
+    elif kind == "huge":
+        x = (x * 2.0**126).clamp(-3.38e38, 3.38e38)
+    elif kind == "sparse":
+        x = torch.where(uniform < 0.01, x, 0.0)
+    elif kind == "zeros":
+        x = torch.full(shape, -0.0)
+    elif kind in ("special", "rare"):
+        pool = torch.tensor(SPECIALS)
+        picks = pool[torch.randint(len(pool), shape, generator=g)]
+        x = torch.where(uniform < (0.02 if kind == "special" else 0.002), picks, x)
+    elif kind != "normal":
+        raise ValueError(f"values: unknown kind {kind!r}")
+    return x.to(dtype)
+
+
+def magnitudes(dtype: torch.dtype) -> Tensor:
+    """(exponents, 1, 33): matrices of one magnitude each, smallest float to largest."""
+    steps = torch.arange(33)
+    signs = torch.where(steps % 2 == 1, 1.0, -1.0).double()
+    exponents = torch.arange(-149, 128, 3).double().view(-1, 1, 1)
+    return (torch.exp2(exponents) * signs * (1 + steps.double() / 40)).float().to(dtype)
+
+
+# ---- Memory --------------------------------------------------------------------------------------
+
+LAYOUTS = ["odd base", "odd pitch", "padded rows", "gaps in the batch", "repeated matrix"]
+
+
+def laid_out(x: Tensor, layout: str) -> Tensor:
+    """The values of x (batch, rows, cols) as a view that an op must take as it is."""
+    batch, rows, cols = x.shape
+    if layout == "odd base":  # starts at an odd element
+        flat = x.new_full((x.numel() + 1,), float("nan"))
+        flat[1:] = x.flatten()
+        return flat[1:].view(x.shape)
+    if layout == "odd pitch":  # every row starts elsewhere within 16 bytes
+        wide = x.new_full((batch, rows, cols + 5 + cols % 2), float("nan"))
+        wide[..., 3 : 3 + cols] = x
+        return wide[..., 3 : 3 + cols]
+    if layout == "padded rows":  # aligned, with foreign values between the rows
+        wide = x.new_full((batch, rows, (cols + 31) // 16 * 16), float("nan"))
+        wide[..., :cols] = x
+        return wide[..., :cols]
+    if layout == "gaps in the batch":
+        tall = x.new_full((batch, rows + 3, cols), float("nan"))
+        tall[:, 2 : 2 + rows] = x
+        return tall[:, 2 : 2 + rows]
+    if layout == "repeated matrix":  # batch stride 0
+        return x[:1].clone().expand(x.shape)
+    raise ValueError(f"laid_out: unknown layout {layout!r}")
+
+
+def on(device: torch.device, x: Tensor) -> Tensor:
+    """x on the device, at the same offset and with the same strides within its storage."""
+    if device.type == "cpu":
+        return x
+    base = x if x._base is None else x._base
+    return base.to(device).as_strided(x.shape, x.stride(), x.storage_offset())
+
+
+# ---- Comparison ----------------------------------------------------------------------------------
+
+
+def bits(t: Tensor) -> Tensor:
+    t = t.detach().cpu().contiguous()
+    return t.view(BIT_TYPES[t.element_size()])
+
+
+def require_same(got: Tensor, want: Tensor, what: str) -> None:
+    """Bit for bit; only an fp32 NaN may be any NaN, for each processor's arithmetic has its own."""
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} for {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{what}: {got.dtype} for {want.dtype}"
+    got, want = got.detach().cpu(), want.detach().cpu()
+    wrong = bits(got) != bits(want)
+    if got.dtype == torch.float32:
+        wrong &= ~(got.isnan() & want.isnan())
+    if not wrong.any():
+        return
+    first = tuple(wrong.nonzero()[0].tolist())
+    digits = 2 * got.element_size()
+    mask = (1 << (4 * digits)) - 1
+    a, b = (int(bits(t)[first]) & mask for t in (got, want))
+    raise AssertionError(
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first at {first}: "
+        f"{a:#0{digits + 2}x} ({got[first].item()}) for {b:#0{digits + 2}x} ({want[first].item()})"
+    )
+
+
+def describe(x: Tensor) -> str:
+    return f"{str(x.dtype).removeprefix('torch.')} {'x'.join(map(str, x.shape))}"
+
+
+def is_stochastic(spec: str) -> bool:
+    return "sr" in spec.split("+")
+
+
+def random_operand(spec: str, shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Codes, scales and amaxes of an operand read as `shape`: any bit pattern, any fp32."""
+    g = torch.Generator().manual_seed(seed)
+    rng = rng_tensor() if is_stochastic(spec) else None
+    codes, scale, amax, *_ = ops.quantize(torch.zeros(shape), spec, "", rng=rng)
+    codes = torch.randint(256, codes.shape, generator=g, dtype=torch.uint8)
+    if scale.dtype == torch.float32:
+        scale = values("special", tuple(scale.shape), torch.float32, seed)
+    else:
+        scale = torch.randint(256, scale.shape, generator=g, dtype=torch.uint8)
+    return codes, scale, torch.rand(amax.shape, generator=g) + 0.5
+
+
+def rng_tensor(size: int = 2) -> Tensor:
+    return torch.tensor([*RNG, MODULE_STREAM][:size], dtype=torch.int64)
+
+
+def require_same_quantize(
+    device: torch.device,
+    x: Tensor,
+    row: str,
+    col: str,
+    *,
+    rng_size: int = 2,
+    note: str = "",
+    **arguments: Any,
+) -> None:
+    """quantize on the device against the CPU, all eight outputs."""
+    arguments = {**STREAMS, **arguments}
+    if is_stochastic(row) or is_stochastic(col):
+        arguments["rng"] = rng_tensor(rng_size)
+    want = ops.quantize(x, row, col, **arguments)
+    there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in arguments.items()}
+    got = ops.quantize(on(device, x), row, col, **there)
+    for name, a, b in zip(OUTPUTS, got, want):
+        require_same(a, b, f"'{row}', '{col}' of {describe(x)}{note}: {name}")
+
+
+def require_same_op(
+    device: torch.device, op: Any, args: Sequence[Any], note: str = "", **kw: Any
+) -> None:
+    """Any op of one output, on the device against the CPU."""
+    move = lambda v: on(device, v) if isinstance(v, Tensor) else v  # noqa: E731
+    want = op(*args, **kw)
+    got = op(*(move(v) for v in args), **{k: move(v) for k, v in kw.items()})
+    texts = [describe(v) if isinstance(v, Tensor) else str(v) for v in args]
+    require_same(got, want, f"{op._qualified_op_name}({', '.join(texts)}){note}")
+
+
+def each_direction(spec: str) -> Iterator[tuple[str, str]]:
+    for row, col in DIRECTIONS:
+        yield spec if row else "", spec if col else ""
+
+
+def recipe_pairs() -> list[tuple[str, str]]:
+    """What layers ask for: the two directions of x, W and g in every preset recipe."""
+    import minifloat as mf
+
+    pairs: dict[tuple[str, str], None] = {}
+    for name in mf.presets():
+        p = mf.Recipe(name)
+        for row, col in ((p.fprop.a, p.wgrad.b), (p.fprop.b, p.dgrad.b), (p.dgrad.a, p.wgrad.a)):
+            pair = ("" if row == "bf16" else row, "" if col == "bf16" else col)
+            if any(pair):
+                pairs[pair] = None
+    return list(pairs)
