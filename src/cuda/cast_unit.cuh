@@ -89,13 +89,20 @@ struct BlockScale {
   float factor;
 };
 
-// core/scaling.h's nvfp4_block_scale; to nearest by the instruction.
+// core/scaling.h's nvfp4_block_scale: to nearest, and up to a power of two, by the instruction.
 __device__ __forceinline__ std::uint32_t nvfp4_block_code(ScaleRounding rounding,
                                                           const Nvfp4Tensor& tensor,
                                                           std::uint32_t amax) {
-  if (rounding != ScaleRounding::kDefault)
-    return nvfp4_block_scale(amax, tensor.block_encode, nvfp4_rounding(rounding));
-  const float v = at_most_float_max(bit_cast<float>(amax) * tensor.block_encode);
+  if (rounding == ScaleRounding::kUp)
+    return nvfp4_block_scale(amax, tensor.block_encode, Nvfp4Rounding::kUp);
+  float v = at_most_float_max(bit_cast<float>(amax) * tensor.block_encode);
+  if (rounding == ScaleRounding::kPowerOfTwo && v > 0.0f) {
+    constexpr float kLeast = 0x1p-9f;  // code 1
+    const float capped = v > E4M3::kMaxPowerOfTwo ? E4M3::kMaxPowerOfTwo : v;
+    const std::uint32_t up =
+        (bit_cast<std::uint32_t>(capped) + Float32::kMantissa) & Float32::kExponent;
+    v = fmaxf(bit_cast<float>(up), kLeast);
+  }
   return is_finite(amax) ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits;
 }
 

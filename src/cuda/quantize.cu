@@ -175,8 +175,10 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   if (col) args.col = col->plan();
   if (launch_plain(args, row.has_value(), col.has_value(), execution)) return;
   if (row && col && launch_both(args, execution)) return;
-  if (row) launch_one(args, false, execution);
-  if (col) launch_one(args, true, execution);
+  if (row && !(col && launch_plain(args, true, false, execution)))
+    launch_one(args, false, execution);
+  if (col && !(row && launch_plain(args, false, true, execution)))
+    launch_one(args, true, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -1,14 +1,17 @@
 // The kernels of what layers quantize all day: bf16, sizes that are whole units or tiles, scales as presets round them.
-// The rule is known when they are compiled, and no edge is looked for. Everything else is quantize.cuh's.
+// The rule and its rounding are known when they are compiled, and no edge is looked for. Everything else is
+// quantize.cuh's.
 #include "nibbles.cuh"
 #include "quantize.cuh"
 
 namespace minifloat::cuda {
 namespace {
 
-template <ScaleRule Rule, class Format, bool Stochastically, bool Transformed>
+template <ScaleRule Rule, class Format, bool Stochastically, bool Transformed,
+          ScaleRounding Rounding = ScaleRounding::kDefault>
 struct PlainCast : Cast<Format, Stochastically, Transformed> {
   static constexpr ScaleRule kRule = Rule;
+  static constexpr ScaleRounding kRounding = Rounding;
   static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;
   static constexpr int units_log2() {  // of a block's row
     return Rule == ScaleRule::kNvfp4 ? 0 : Rule == ScaleRule::kMx ? 1 : 3;
@@ -29,7 +32,7 @@ constexpr bool kIsShared = C::kStochastic || C::kRule == ScaleRule::kNvfp4;
 template <class C>
 __device__ __forceinline__ void prepare(const OperandPlan& plan, Whole& whole) {
   if constexpr (kIsShared<C>)
-    whole.scale = matrix_scale<typename C::F>(plan, C::kRule, ScaleRounding::kDefault, 0);
+    whole.scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
   if constexpr (C::kStochastic) {
     const RandomKey random = random_key(plan);
     std::uint32_t k0 = static_cast<std::uint32_t>(random.key),
@@ -49,7 +52,7 @@ __device__ __forceinline__ void prepare(const OperandPlan& plan, Whole& whole) {
 template <class C>
 __device__ __forceinline__ MatrixScale scale_of_whole(const OperandPlan& plan, const Whole& whole) {
   if constexpr (kIsShared<C>) return whole.scale;
-  return matrix_scale<typename C::F>(plan, C::kRule, ScaleRounding::kDefault, 0);
+  return matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
 }
 // core/philox.h's random_words, from the keys of all rounds.
 __device__ __forceinline__ Words words_at(const Whole& whole, std::uint32_t row,
@@ -151,8 +154,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Turned turned = turn_plain<C>(units[i]);
     const std::uint32_t amax = C::kBlocks ? amax_of_lanes(turned.amax, C::units_log2()) : 0;
     if (u >= run.count) break;
-    const BlockScale block =
-        block_scale<typename C::F>(C::kRule, ScaleRounding::kDefault, scale, amax);
+    const BlockScale block = block_scale<typename C::F>(C::kRule, C::kRounding, scale, amax);
     if constexpr (C::kBlocks)
       if (u % (1 << C::units_log2()) == 0) store_scale_at<C>(plan, block, u >> C::units_log2());
     Words words = {};
@@ -206,8 +208,7 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
       amax = magnitude_bits(in_force);
       if (col == 0) store_whole<typename C::F>(plan, row, in_force);
     }
-    const BlockScale block =
-        block_scale<typename C::F>(C::kRule, ScaleRounding::kDefault, scale, amax);
+    const BlockScale block = block_scale<typename C::F>(C::kRule, C::kRounding, scale, amax);
     if constexpr (C::kBlocks)
       if (col % (1 << C::units_log2()) == 0 && (tile_row & ((1u << plan.height_log2) - 1)) == 0)
         store_scale_at<C>(
@@ -293,8 +294,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   shared.template each_unit<false>([&](const Unit<Bf16>& unit, unsigned tile_row) {
     const std::uint32_t r = tile.row + tile_row;
     const std::uint32_t amax = squares[(tile_row >> row.height_log2) * kUnitColumns + unit_col];
-    const BlockScale block =
-        block_scale<E2M1>(C::kRule, ScaleRounding::kDefault, whole.scale, amax);
+    const BlockScale block = block_scale<E2M1>(C::kRule, C::kRounding, whole.scale, amax);
     if ((tile_row & ((1u << row.height_log2) - 1)) == 0 &&
         first_col % (1 << C::units_log2()) == 0) {
       const std::uint32_t block_row = r >> row.height_log2,
@@ -326,8 +326,8 @@ template <class C>
 bool try_squares(const QuantizeArgs& args, const Execution& execution) {
   const Spec &row = args.row_spec, &col = args.col_spec;
   if (row != col || row.block_rows <= 1 || row.rule != C::kRule || row.stochastic ||
-      row.transform > 0 || row.elements != Elements::kE2m1 || args.row.decoded ||
-      args.col.decoded || args.row.amax != args.col.amax)
+      row.transform > 0 || row.elements != Elements::kE2m1 || row.scale_rounding != C::kRounding ||
+      args.row.decoded || args.col.decoded || args.row.amax != args.col.amax)
     return false;
   const Tiles tiles = tiles_of(args.x);
   quantize_whole_squares<C><<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
@@ -338,7 +338,7 @@ bool try_squares(const QuantizeArgs& args, const Execution& execution) {
 
 // ---- The table -----------------------------------------------------------------------------------
 bool is_plain(const Spec& spec, const OperandPlan& plan) {
-  return spec.scale_rounding == ScaleRounding::kDefault && plan.aligned &&
+  return plan.aligned &&
          (spec.transform == 0 || (spec.transform == kUnit && plan.height_log2 == 0)) &&
          reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;
 }
@@ -347,7 +347,8 @@ bool is_of(const Spec& spec) {
   constexpr Elements kElements = C::F::kBits == 4           ? Elements::kE2m1
                                  : C::F::kMantissaBits == 3 ? Elements::kE4m3
                                                             : Elements::kE5m2;
-  return spec.elements == kElements && spec.rule == C::kRule && spec.stochastic == C::kStochastic &&
+  return spec.elements == kElements && spec.rule == C::kRule &&
+         spec.scale_rounding == C::kRounding && spec.stochastic == C::kStochastic &&
          (spec.transform > 0) == C::kTransform;
 }
 
@@ -372,15 +373,36 @@ bool try_both(const QuantizeArgs& args, const Execution& execution) {
 
 template <ScaleRule Rule, class F>
 using Nearest = PlainCast<Rule, F, false, false>;
-template <ScaleRule Rule>
-using TurnedNearest = PlainCast<Rule, E2M1, false, true>;
-template <ScaleRule Rule>
-using Random = PlainCast<Rule, E2M1, true, false>;
-template <ScaleRule Rule>
-using TurnedRandom = PlainCast<Rule, E2M1, true, true>;
 
 constexpr ScaleRule kTensor = ScaleRule::kTensor, kRow = ScaleRule::kRow,
-                    kBlock = ScaleRule::kBlock, kMx = ScaleRule::kMx, kNvfp4 = ScaleRule::kNvfp4;
+                    kBlock = ScaleRule::kBlock;
+
+// The casts of a preset whose elements are E2M1.
+template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
+struct Fp4 {
+  using Straight = PlainCast<Rule, E2M1, false, false, Rounding>;
+  using Turned = PlainCast<Rule, E2M1, false, true, Rounding>;
+  using Random = PlainCast<Rule, E2M1, true, false, Rounding>;
+  using TurnedRandom = PlainCast<Rule, E2M1, true, true, Rounding>;
+
+  static bool row(const QuantizeArgs& args, const Execution& execution) {
+    return try_run<Straight>(args, execution) || try_run<Random>(args, execution);
+  }
+  static bool column(const QuantizeArgs& args, const Execution& execution) {
+    return try_column<Straight>(args, execution) || try_column<Turned>(args, execution) ||
+           try_column<TurnedRandom>(args, execution);
+  }
+  static bool both(const QuantizeArgs& args, const Execution& execution) {
+    return try_squares<Straight>(args, execution) || try_both<Straight>(args, execution) ||
+           try_both<Straight, Turned>(args, execution) ||
+           try_both<Random, TurnedRandom>(args, execution) ||
+           try_both<TurnedRandom>(args, execution);
+  }
+};
+using Mxfp4 = Fp4<ScaleRule::kMx>;
+using Nvfp4 = Fp4<ScaleRule::kNvfp4>;
+using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
+using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
 
 bool launch_row(const QuantizeArgs& args, const Execution& execution) {
   const std::int64_t block = std::max(args.row_spec.block_cols, kUnit);
@@ -390,37 +412,25 @@ bool launch_row(const QuantizeArgs& args, const Execution& execution) {
     return false;
   return try_run<Nearest<kTensor, E4M3>>(args, execution) ||
          try_run<Nearest<kTensor, E5M2>>(args, execution) ||
-         try_run<Nearest<kBlock, E4M3>>(args, execution) ||
-         try_run<Nearest<kMx, E4M3>>(args, execution) ||
-         try_run<Nearest<kMx, E2M1>>(args, execution) ||
-         try_run<Nearest<kNvfp4, E2M1>>(args, execution) || try_run<Random<kMx>>(args, execution) ||
-         try_run<Random<kNvfp4>>(args, execution);
+         try_run<Nearest<kBlock, E4M3>>(args, execution) || try_run<Mxfp8>(args, execution) ||
+         Mxfp4::row(args, execution) || Nvfp4::row(args, execution) ||
+         Nvfp4Pow2::row(args, execution);
 }
 bool launch_column(const QuantizeArgs& args, const Execution& execution) {
   return try_column<Nearest<kTensor, E4M3>>(args, execution) ||
          try_column<Nearest<kTensor, E5M2>>(args, execution) ||
          try_column<Nearest<kRow, E4M3>>(args, execution) ||
-         try_column<Nearest<kBlock, E4M3>>(args, execution) ||
-         try_column<Nearest<kMx, E4M3>>(args, execution) ||
-         try_column<Nearest<kMx, E2M1>>(args, execution) ||
-         try_column<TurnedNearest<kMx>>(args, execution) ||
-         try_column<TurnedNearest<kNvfp4>>(args, execution) ||
-         try_column<TurnedRandom<kMx>>(args, execution) ||
-         try_column<TurnedRandom<kNvfp4>>(args, execution);
+         try_column<Nearest<kBlock, E4M3>>(args, execution) || try_column<Mxfp8>(args, execution) ||
+         Mxfp4::column(args, execution) || Nvfp4::column(args, execution) ||
+         Nvfp4Pow2::column(args, execution);
 }
 bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution) {
   return try_both<Nearest<kTensor, E4M3>>(args, execution) ||
          try_both<Nearest<kTensor, E5M2>>(args, execution) ||
          try_both<Nearest<kRow, E4M3>>(args, execution) ||
-         try_both<Nearest<kBlock, E4M3>>(args, execution) ||
-         try_both<Nearest<kMx, E4M3>>(args, execution) ||
-         try_squares<Nearest<kNvfp4, E2M1>>(args, execution) ||
-         try_both<Nearest<kMx, E2M1>>(args, execution) ||
-         try_both<Nearest<kNvfp4, E2M1>>(args, execution) ||
-         try_both<Nearest<kMx, E2M1>, TurnedNearest<kMx>>(args, execution) ||
-         try_both<Nearest<kNvfp4, E2M1>, TurnedNearest<kNvfp4>>(args, execution) ||
-         try_both<Random<kMx>, TurnedRandom<kMx>>(args, execution) ||
-         try_both<Random<kNvfp4>, TurnedRandom<kNvfp4>>(args, execution);
+         try_both<Nearest<kBlock, E4M3>>(args, execution) || try_both<Mxfp8>(args, execution) ||
+         Mxfp4::both(args, execution) || Nvfp4::both(args, execution) ||
+         Nvfp4Pow2::both(args, execution);
 }
 
 }  // namespace

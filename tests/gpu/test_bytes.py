@@ -70,6 +70,30 @@ def test_kinds_of_values(device, spec):
             require_same_quantize(device, x, row, col, note=f" ({kind})")
 
 
+@pytest.mark.parametrize(("row", "col"), recipe_pairs())
+def test_kinds_of_values_on_whole_tiles(device, row, col):
+    """The kernels that presets have for themselves, at the ends of the range."""
+    for shape, kind in itertools.product([(128, 128), (256, 384)], KINDS):
+        x = values(kind, shape, torch.bfloat16, seed=5)
+        for a, b in {(row, col), (row, ""), ("", col), (row, row), (col, col)} - {("", "")}:
+            for decoded in (False, True):
+                asked = {"decoded_row": decoded and bool(a), "decoded_col": decoded and bool(b)}
+                require_same_quantize(device, x, a, b, rng_size=3, note=f" ({kind})", **asked)
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_magnitudes_on_whole_tiles(device, base):
+    """A tile of each magnitude, in batches of one."""
+    for magnitude in range(-148, 128, 7):
+        x = (values("normal", (128, 128), torch.float32) * 2.0**magnitude).to(torch.bfloat16)
+        for row, col in each_direction(base):
+            require_same_quantize(device, x, row, col, note=f" (2^{magnitude})")
+        if magnitude % 2:
+            for flags in ("+sr", "+rht", "+sr+rht"):
+                note = f" (2^{magnitude})"
+                require_same_quantize(device, x, base + flags, base + flags, note=note)
+
+
 @pytest.mark.parametrize("base", BASES)
 def test_every_magnitude(device, base):
     for dtype, rounding in itertools.product(DTYPES, ["", "+sr"]):

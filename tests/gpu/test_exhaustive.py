@@ -1,0 +1,45 @@
+"""Every float through the device's encoders, against the CPU's (which tests/core proves on their own)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from minifloat._native import ops
+from sweep import require_same
+
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+
+CHUNK = 2**26
+
+
+def floats(first: int, last: int) -> torch.Tensor:
+    return torch.arange(first, last, dtype=torch.int64).to(torch.int32).view(torch.float32)
+
+
+@pytest.mark.parametrize("spec", ["e4m3/tensor", "e5m2/tensor"])
+def test_every_float_to_fp8(cuda, spec):
+    """Under a scale of 1: the amax in force is the format's largest."""
+    amax = torch.tensor(448.0 if spec.startswith("e4m3") else 57344.0)
+    for first in range(0, 2**32, CHUNK):
+        x = floats(first, first + CHUNK).view(-1, 4096)
+        want = ops.quantize(x, spec, "", amax_row=amax)[0]
+        got = ops.quantize(x.to(cuda), spec, "", amax_row=amax.to(cuda))[0]
+        require_same(got, want, f"{spec}, floats from {first:#x}")
+
+
+@pytest.mark.parametrize("sign", [1.0, -1.0])
+def test_every_float_up_to_6_to_e2m1(cuda, sign):
+    """Blocks of 31 floats and one 6, whose scale is 1."""
+    end = int(torch.tensor(6.0).view(torch.int32)) + 1
+    step = 31 * 2**21
+    for first in range(0, end, step):
+        x = torch.zeros(step // 31, 32)
+        x[:, 31] = 6.0
+        part = floats(first, min(first + step, end))
+        padded = torch.zeros(step)
+        padded[: part.numel()] = sign * part
+        x[:, :31] = padded.view(-1, 31)
+        x = x.view(-1, 4096)
+        want = ops.quantize(x, "mxfp4", "")[0]
+        got = ops.quantize(x.to(cuda), "mxfp4", "")[0]
+        require_same(got, want, f"mxfp4, {sign:+} floats from {first:#x}")
