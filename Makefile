@@ -30,7 +30,7 @@ help:
 	@echo "make test-asan        the C++ suites under AddressSanitizer and UBSan"
 	@echo "make test-exhaustive  every float through every format (long)"
 	@echo "make test-gpu         the tests that need a CUDA device"
-	@echo "make bench            the benchmark tables"
+	@echo "make bench            the benchmark tables; on a GPU machine build/gpu_roofline.png too"
 	@echo "make lint | format    check | fix style, types and layers;  make tidy: clang-tidy"
 	@echo "make docs             check the documentation's links"
 	@echo "make wheel            dist/minifloat-*.whl"
@@ -47,13 +47,16 @@ $(READY): requirements.txt tools/link_tree.py
 	@touch $@
 
 CONFIGURE = $(CMAKE) --preset default -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
+CUDA ?= AUTO
+# A first build for nothing but `import minifloat` leaves the kernels out where there is no GPU to run them.
+HERE := $(wildcard build/default/CMakeCache.txt /dev/nvidiactl /dev/dxg)
 
 build: $(READY)
-	$(CONFIGURE)
+	$(CONFIGURE) -DMINIFLOAT_CUDA=$(CUDA)
 	$(CMAKE) --build --preset default -j $(JOBS)
 
 libraries: $(READY)  # what `import minifloat` needs, without the tests
-	$(CONFIGURE)
+	$(CONFIGURE) $(if $(HERE),,-DMINIFLOAT_CUDA=OFF)
 	$(CMAKE) --build --preset default -j $(JOBS) --target minifloat_torch
 
 wheel: $(READY)
@@ -89,7 +92,7 @@ test-gpu: build  # where the device or the backend is missing, it says so and fa
 	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
 
 # ---- Benchmarks ------------------------------------------------------------------------------
-bench: build
+bench: build  # build/*.json; with a CUDA device also build/gpu_roofline.png
 	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-bench.txt
 	tools/run_benchmarks.sh $(JOBS)
 
