@@ -2,7 +2,7 @@
 //
 //     rows          a warp a row; a tensor's own maximum is raised by integer atomics. Where there are no gaps between
 //                   rows, 16 KiB count as one
-//     columns       a block a panel of columns, 16 bytes of a row a thread; rows too, from the same read
+//     panels        for columns, and rows from the same read, or a whole tensor: a block takes 512 bytes of 256 rows
 //     of the transformed x: the units of tile.cuh
 //
 //     bytes an element: 2 or 4
@@ -93,14 +93,18 @@ __global__ void __launch_bounds__(kThreads)
     out[e * x.rows + row] = m;
 }
 
-// ---- Columns -------------------------------------------------------------------------------------
+// ---- Panels --------------------------------------------------------------------------------------
 // A block takes kPanel rows of 32 chunks: a warp a row at a time.
-//   of_columns: (batch, cols), of_rows: (batch, rows) or null; zero before
 inline constexpr int kPanel = 256;
+// What is wanted of them, zero before; null: not wanted.
+struct PanelOutputs {
+  std::uint32_t* columns;  // (batch, cols)
+  std::uint32_t* rows;     // (batch, rows)
+  std::uint32_t* tensor;   // (batch); alone
+};
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    amax_of_columns(const __grid_constant__ Source x, std::uint32_t* of_columns,
-                    std::uint32_t* of_rows) {
+    amax_of_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out) {
   constexpr int kChunk = 16 / static_cast<int>(sizeof(T)), kColumns = 32 * kChunk;
   constexpr int kWarps = kThreads / 32;
   __shared__ uint4 of_warp[kWarps][32];
@@ -117,9 +121,9 @@ __global__ void __launch_bounds__(kThreads)
   const auto take = [&](const uint4& chunk, int r) {
     m.x = max_words<T>(m.x, chunk.x), m.y = max_words<T>(m.y, chunk.y);
     m.z = max_words<T>(m.z, chunk.z), m.w = max_words<T>(m.w, chunk.w);
-    if (!of_rows) return;
+    if (!out.rows) return;
     const std::uint32_t row = warp_max(larger_half<T>(max_chunk<T>(0, chunk)));
-    if (lane == 0) atomicMax(of_rows + e * x.rows + first + r, row);
+    if (lane == 0) atomicMax(out.rows + e * x.rows + first + r, row);
   };
   constexpr int kTogether = 8;  // rows on their way
   int r = warp;
@@ -143,6 +147,7 @@ __global__ void __launch_bounds__(kThreads)
     memcpy(&chunk, elements, sizeof chunk);
     take(chunk, r);
   }
+  if (out.tensor) return raise_by_block(out.tensor + e, larger_half<T>(max_chunk<T>(0, m)));
   of_warp[warp][lane] = m;
   __syncthreads();
   if (threadIdx.x >= 128) return;  // a thread a word
@@ -156,7 +161,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int i = 0; i < kOfWord; ++i)
     if (own + i < x.cols)
-      atomicMax(of_columns + e * x.cols + own + i,
+      atomicMax(out.columns + e * x.cols + own + i,
                 kOfWord == 1 ? all : (i == 0 ? all << 16 : all & 0xFFFF'0000u));
 }
 
@@ -253,13 +258,12 @@ void launch_transformed(const Request& r) {
 }
 
 template <class T>
-void launch_columns(const TensorRef& x, std::uint32_t* of_columns, std::uint32_t* of_rows,
-                    cudaStream_t stream) {
-  constexpr std::int64_t kColumns = 32 * 16 / sizeof(T);
-  const std::int64_t blocks =
-      x.batch * ceil_div<std::int64_t>(x.rows, kPanel) * ceil_div<std::int64_t>(x.cols, kColumns);
-  amax_of_columns<T>
-      <<<grid_of(blocks, "amax"), kThreads, 0, stream>>>(source_of(x), of_columns, of_rows);
+inline constexpr std::int64_t kPanelColumns = 32 * 16 / sizeof(T);
+template <class T>
+void launch_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t stream) {
+  const std::int64_t blocks = x.batch * ceil_div<std::int64_t>(x.rows, kPanel) *
+                              ceil_div<std::int64_t>(x.cols, kPanelColumns<T>);
+  amax_of_panels<T><<<grid_of(blocks, "amax"), kThreads, 0, stream>>>(source_of(x), out);
   check_launch("amax");
 }
 
@@ -280,7 +284,9 @@ void launch_amax(const Request& r) {
   constexpr std::int64_t kWarps = kThreads / 32;
   if (r.spec.transform > 0) return launch_transformed<T>(r);
   if (r.spec.has_row_amax() && r.columnwise)
-    return launch_columns<T>(r.x, r.out, nullptr, r.stream);
+    return launch_panels<T>(r.x, {r.out, nullptr, nullptr}, r.stream);
+  if (!r.spec.has_row_amax() && x.aligned && x.cols % kPanelColumns<T> == 0)
+    return launch_panels<T>(r.x, {nullptr, nullptr, r.out}, r.stream);
   const Source lines = r.spec.has_row_amax() ? x : lines_of<T>(x);
   const Divisor blocks_of_matrix(ceil_div(lines.rows, kWarps));
   const unsigned grid = grid_of(r.x.batch * blocks_of_matrix.d, "amax");
@@ -314,8 +320,9 @@ void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_colu
   clear(of_columns, x.batch * x.cols, stream);
   auto* rows = reinterpret_cast<std::uint32_t*>(of_rows);
   auto* columns = reinterpret_cast<std::uint32_t*>(of_columns);
-  x.dtype == DType::kFloat32 ? launch_columns<float>(x, columns, rows, stream)
-                             : launch_columns<Bf16>(x, columns, rows, stream);
+  const PanelOutputs out = {columns, rows, nullptr};
+  x.dtype == DType::kFloat32 ? launch_panels<float>(x, out, stream)
+                             : launch_panels<Bf16>(x, out, stream);
 }
 
 }  // namespace minifloat::cuda

@@ -12,8 +12,8 @@ struct Source {
   const void* data;
   std::int64_t batch_stride, row_stride;  // elements
   std::int64_t rows, cols;
-  bool
-      aligned;  // 16 elements that start at a multiple of 16 columns start at a multiple of 16 bytes
+  // 16 elements that start at a multiple of 16 columns start at a multiple of 16 bytes.
+  bool aligned;
 };
 
 inline Source source_of(const TensorRef& x) {

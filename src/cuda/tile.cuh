@@ -6,8 +6,10 @@
 //     by tiles     128 x 128 of x through shared memory, 4 units a thread, a unit column a lane of 8:
 //
 //         as it lies     a unit is 32 (bf16) or 64 (fp32) bytes of a row of x
-//         transposed     a unit is 16 elements of a column of x. A row's 16-byte chunks are stored at chunk ^ (row / 16),
-//                        so that the 8 unit columns of a warp read different banks
+//         transposed     a unit is 16 elements of a column of x
+//
+//     A row's 16-byte chunks are stored at chunk ^ chunk / 8 ^ row / 16, so that the 8 unit columns of a warp read different
+//     banks, either way.
 #pragma once
 
 #include <cstdint>
@@ -169,14 +171,14 @@ struct SharedTile {
 
   // Where the tile's row keeps its 16-byte chunk.
   __device__ __forceinline__ std::uint32_t* chunk_at(unsigned row, unsigned chunk) const {
-    return words + row * kWords + 4 * (chunk ^ (row / kUnit));
+    return words + row * kWords + 4 * (chunk ^ (chunk / 8) ^ (row / kUnit));
   }
 
   // Asks for the tile of x, zero past the edges. Every thread may read it after wait().
   template <bool kWhole = false>
   __device__ __forceinline__ void fill(const Source& x, const TilePlace& tile) const {
     constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
-    const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+    const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks % kStep;
     const std::uint32_t col = tile.col + chunk * kChunk;
     const T* from = row_of<T>(x, tile.batch, tile.row + first) + col;
     const std::int64_t step = kStep * x.row_stride;
@@ -207,8 +209,9 @@ struct SharedTile {
   // ColumnOfPairs.
   template <bool kTransposed, class Body>
   __device__ __forceinline__ void each_unit(Body body) const {
-    const unsigned unit_col = threadIdx.x % kUnitColumns, lane_row = threadIdx.x / kUnitColumns;
     constexpr unsigned kStep = kThreads / kUnitColumns;
+    const unsigned unit_col = threadIdx.x % kUnitColumns,
+                   lane_row = threadIdx.x / kUnitColumns % kStep;
     if constexpr (!kTransposed) {
       constexpr unsigned kChunks = sizeof(Unit<T>) / 16;
 #pragma unroll 1
@@ -246,7 +249,7 @@ struct SharedTile {
   // Word `word` of the first of the 16 rows that make a unit of the transpose.
   __device__ __forceinline__ const std::uint32_t* word_of_unit(unsigned unit_col,
                                                                unsigned word) const {
-    return words + unit_col * kUnit * kWords + (word ^ (4 * unit_col));
+    return words + unit_col * kUnit * kWords + (word ^ (4 * ((word / 32) ^ unit_col)));
   }
 };
 
