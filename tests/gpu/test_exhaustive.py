@@ -1,4 +1,4 @@
-"""Every float through the device's encoders, against the CPU's (which tests/core proves on their own)."""
+"""Every float through the device's encoders, against the CPU's, which have tests of their own."""
 
 from __future__ import annotations
 
