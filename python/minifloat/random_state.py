@@ -40,6 +40,7 @@ class RngState:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int64("seed", seed)
         self.tensor = torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu")
+        self.step = torch.arange(2, dtype=torch.int64, device="cpu")  # (0, 1), beside the tensor
         self.is_captured = False
         self.copy: tuple[Tensor, int, Tensor] | None = None  # of which tensor and version, the copy
 
@@ -49,6 +50,13 @@ class RngState:
     def to(self, device: torch.device) -> None:
         if device.type != "meta" and self.tensor.device != device:
             self.tensor = self.tensor.to(device)
+            self.step = self.step.to(device)
+
+    def advance(self) -> None:
+        if torch.compiler.is_compiling() or self.step.device != self.tensor.device:
+            self.tensor[1].add_(1)
+        else:
+            self.tensor.add_(self.step)  # the same in one op
 
     def current(self, device: torch.device) -> Tensor:
         """(seed, count) as they are now, in memory that nobody writes to: one copy a root forward.
@@ -88,7 +96,7 @@ class AdvanceRng:
         # A checkpointed block that backward recomputes must see the count of its first run.
         recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if module.training and not recomputing:
-            self.state.tensor[1].add_(1)
+            self.state.advance()
 
 
 def find_hook(module: nn.Module) -> AdvanceRng | None:
