@@ -9,6 +9,7 @@
 #if defined(MINIFLOAT_WITH_CUBLASLT)
 #include <ATen/ATen.h>
 #include <cublasLt.h>
+#include <cuda_runtime_api.h>
 #include <dlfcn.h>
 
 #include <array>
@@ -16,6 +17,7 @@
 #include <mutex>
 
 #include "bridge.h"
+#include "plain.h"
 #endif
 
 namespace minifloat::torch_ops {
@@ -197,17 +199,24 @@ std::optional<cublasLtMatmulAlgo_t> chosen(cublasLtHandle_t handle, const Sizes&
   return known.emplace(s, choose(handle, s, described)).first->second;
 }
 
-// (alpha, beta) in device memory: the factors that the two sides owe, and zero.
-Tensor alpha_and_beta(const Tensor& a, const Tensor& b) {
-  const Tensor& one = a.defined() ? a : b;
-  const Tensor out = at::zeros({2}, one.options());
-  Tensor alpha = out.select(0, 0);
-  if (a.defined() && b.defined())
-    at::mul_out(alpha, a, b);
-  else
-    alpha.copy_(one);
-  return out;
-}
+// alpha and beta in device memory: the factors that the two sides owe, and zero.
+struct Scalars {
+  Tensor memory;  // (2): zero, the product of two factors
+  const float *alpha, *beta;
+
+  Scalars(const Tensor& a, const Tensor& b, cudaStream_t stream) {
+    const Tensor& one = a.defined() ? a : b;
+    memory = plain_empty(one, {2}, at::kFloat);
+    beta = memory.const_data_ptr<float>();
+    const cudaError_t status = cudaMemsetAsync(memory.mutable_data_ptr(), 0, sizeof *beta, stream);
+    TORCH_CHECK(status == cudaSuccess, "scaled_mm: ", cudaGetErrorString(status));
+    alpha = one.const_data_ptr<float>();
+    if (!a.defined() || !b.defined()) return;
+    Tensor product = plain_view(memory, at::kFloat, {}, 1);
+    at::mul_out(product, a, b);
+    alpha = beta + 1;
+  }
+};
 
 }  // namespace
 
@@ -219,8 +228,7 @@ std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSi
   const bridge::ExecutionOn here(a.values);
   const Execution& execution = here;
   const Tensor bias = result.bias ? result.bias->contiguous() : Tensor();
-  const Tensor out =
-      at::empty({a.values.size(0), b.values.size(0)}, a.values.options().dtype(result.dtype));
+  const Tensor out = plain_empty(a.values, {a.values.size(0), b.values.size(0)}, result.dtype);
   const Sizes sizes = {
       .device = a.values.device().index(),
       .m = a.values.size(0),
@@ -236,14 +244,14 @@ std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSi
   const auto algorithm = chosen(handle, sizes, described);
   if (!algorithm) return std::nullopt;
 
-  const Tensor scalars = alpha_and_beta(a.factor, b.factor);
-  const float* alpha = scalars.const_data_ptr<float>();
-  const Tensor workspace = at::empty({kWorkspace}, a.values.options().dtype(at::kByte));
+  const auto stream = static_cast<cudaStream_t>(execution.stream);
+  const Scalars scalars(a.factor, b.factor, stream);
+  const Tensor workspace = plain_empty(a.values, {kWorkspace}, at::kByte);
   void* d = out.mutable_data_ptr();
-  check(library()->matmul(handle, &described.product, alpha, b.values.const_data_ptr(),
-                          &described.b, a.values.const_data_ptr(), &described.a, alpha + 1, d,
+  check(library()->matmul(handle, &described.product, scalars.alpha, b.values.const_data_ptr(),
+                          &described.b, a.values.const_data_ptr(), &described.a, scalars.beta, d,
                           &described.d, d, &described.d, &*algorithm, workspace.mutable_data_ptr(),
-                          kWorkspace, static_cast<cudaStream_t>(execution.stream)));
+                          kWorkspace, stream));
   return out;
 }
 #else

@@ -10,27 +10,33 @@
 
 #include "cublaslt.h"
 #include "minifloat/core/block.h"
+#include "plain.h"
 #include "products.h"
 
 namespace minifloat::torch_ops {
 namespace {
 
 Tensor empty_result(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
-  return at::empty({a.size(0), b.size(0)}, a.options().dtype(dtype));
+  return plain_empty(a, {a.size(0), b.size(0)}, dtype);
 }
 
 // sums (m, n) fp32 + bias, rounded once.
 Tensor add_bias(const Tensor& sums, const Result& result) {
   if (result.dtype == at::kFloat) return sums.add(*result.bias);
-  Tensor out = at::empty_like(sums, sums.options().dtype(result.dtype));
-  return at::add_out(out, sums, result.bias->to(result.dtype));
+  Tensor out = plain_empty(sums, sums.sizes(), result.dtype);
+  return at::add_out(out, sums, to_dtype(*result.bias, result.dtype));
 }
 
 // ---- FP8 -------------------------------------------------------------------------------------
 
+// Both read codes that are contiguous.
 Tensor fp8_view(const Fp8Side& side) {
-  return side.codes.view(side.spec.elements == Elements::kE4m3 ? at::kFloat8_e4m3fn
-                                                               : at::kFloat8_e5m2);
+  return plain_view(side.codes,
+                    side.spec.elements == Elements::kE4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2,
+                    side.codes.sizes());
+}
+Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape) {
+  return plain_view(side.scale.contiguous(), at::kFloat, shape);
 }
 
 void check_scale(const char* name, const Fp8Side& side) {
@@ -44,16 +50,22 @@ void check_scale(const char* name, const Fp8Side& side) {
                     spec.str(), ", got ", side.scale.numel(), " of ", side.scale.scalar_type());
 }
 
+// Contiguous (cols, rows) as (rows, cols), with the strides that cuBLAS checks where a size is one, too.
+Tensor as_columns(const Tensor& t, std::int64_t cols, std::int64_t rows) {
+  return plain_view(t, t.scalar_type(), {rows, cols}, {1, rows}, t.storage_offset());
+}
+
 // Scales of blocks (outer, L) as cuBLAS reads them. 1x128: (outer, L), outer adjacent, which takes a transpose.
 // 128x128: (L4, outer), L adjacent and padded to L4, a multiple of 4: what was given, where L is one.
 Tensor block_scale(const Fp8Side& side) {
-  const Tensor scale = side.scale.reshape({side.spec.scale_rows(side.codes.size(0)), -1});
+  const Tensor scale = scale_view(
+      side, {side.spec.scale_rows(side.codes.size(0)), side.spec.scale_cols(side.codes.size(1))});
   const std::int64_t outer = scale.size(0), length = scale.size(1);
   if (side.spec.block_rows == 1)
-    return scale.t().contiguous().as_strided({outer, length}, {1, outer});
+    return as_columns(plain_transpose(scale).contiguous(), length, outer);
   const std::int64_t padded = round_up<std::int64_t>(length, 4);
   const Tensor rows = padded == length ? scale : at::constant_pad_nd(scale, {0, padded - length});
-  return rows.contiguous().as_strided({padded, outer}, {1, padded});
+  return as_columns(rows, outer, padded);
 }
 
 std::int64_t block_scaling(const Spec& spec) {
@@ -67,20 +79,20 @@ Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
                    const Result& result) {
   check_scale("a", a);
   check_scale("b", b);
-  const Tensor left = fp8_view(a), right = fp8_view(b).t();
+  const Tensor left = fp8_view(a), right = plain_transpose(fp8_view(b));
   // The engine adds a bf16 bias before it rounds, but not with blocks; else the sums come in fp32.
   const bool adds_bias =
       result.bias && result.dtype == at::kBFloat16 && engine != Engine::kFp8Block;
   const std::optional<Tensor> bias =
-      adds_bias ? std::optional(result.bias->to(at::kBFloat16)) : std::nullopt;
+      adds_bias ? std::optional(to_dtype(*result.bias, at::kBFloat16)) : std::nullopt;
   const at::ScalarType dtype = result.bias && !adds_bias ? at::kFloat : result.dtype;
   Tensor out;
   if (engine == Engine::kFp8Tensor) {
-    out = at::_scaled_mm(left, right, a.scale.reshape({}), b.scale.reshape({}), bias, std::nullopt,
+    out = at::_scaled_mm(left, right, scale_view(a, {}), scale_view(b, {}), bias, std::nullopt,
                          dtype, fast);
   } else if (engine == Engine::kFp8Row) {
-    out = at::_scaled_mm(left, right, a.scale.reshape({-1, 1}), b.scale.reshape({1, -1}), bias,
-                         std::nullopt, dtype, fast);
+    out = at::_scaled_mm(left, right, scale_view(a, {left.size(0), 1}),
+                         scale_view(b, {1, right.size(1)}), bias, std::nullopt, dtype, fast);
   } else {  // fast accumulation is a permission; blocks accumulate exactly
     const std::int64_t no_swizzle = static_cast<std::int64_t>(at::blas::SwizzleType::NO_SWIZZLE);
     out = at::_scaled_mm_v2(left, right, {block_scale(a)}, {block_scaling(a.spec)}, {no_swizzle},
@@ -97,8 +109,8 @@ namespace {
 // (m, k) · (n, k)ᵀ in fp32 sums, as they are or rounded once.
 Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
   const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
-  if (narrow && dtype == at::kFloat) return at::mm(a, b.t(), at::kFloat);
-  return at::mm(a.to(dtype), b.to(dtype).t());
+  if (narrow && dtype == at::kFloat) return at::mm(a, plain_transpose(b), at::kFloat);
+  return at::mm(to_dtype(a, dtype), plain_transpose(to_dtype(b, dtype)));
 }
 
 bool is_narrow(const ExactSide& side) { return side.values.scalar_type() == at::kBFloat16; }
@@ -132,9 +144,9 @@ Tensor exact_product_cuda(const ExactSide& given_a, const ExactSide& given_b, co
   // A bf16 result is of bf16 operands; an fp32 one takes an fp32 operand as it is.
   const bool rounds = given.dtype == at::kBFloat16;
   ExactSide a = given_a, b = given_b;
-  if (rounds) a.values = a.values.to(at::kBFloat16);
-  if (rounds) b.values = b.values.to(at::kBFloat16);
-  const auto bias = given.bias ? std::optional(given.bias->to(given.dtype)) : std::nullopt;
+  if (rounds) a.values = to_dtype(a.values, at::kBFloat16);
+  if (rounds) b.values = to_dtype(b.values, at::kBFloat16);
+  const auto bias = given.bias ? std::optional(to_dtype(*given.bias, given.dtype)) : std::nullopt;
   const Result result = {bias, given.dtype};
 
   if (a.values.numel() == 0 || b.values.numel() == 0) {
@@ -144,7 +156,7 @@ Tensor exact_product_cuda(const ExactSide& given_a, const ExactSide& given_b, co
   const bool owes_rows = a.row_factors.defined() || b.row_factors.defined();
   if (!owes_rows && !a.factor.defined() && !b.factor.defined()) {
     if (!bias) return multiply(a.values, b.values, result.dtype);
-    if (rounds) return at::addmm(*bias, a.values, b.values.t());
+    if (rounds) return at::addmm(*bias, a.values, plain_transpose(b.values));
     return add_bias(multiply(a.values, b.values, at::kFloat), result);
   }
   if (!owes_rows && is_narrow(a) && is_narrow(b))

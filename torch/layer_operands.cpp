@@ -10,6 +10,7 @@
 #include "bridge.h"
 #include "engines.h"
 #include "minifloat/core/philox.h"
+#include "plain.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -25,17 +26,27 @@ constexpr std::int64_t kStreams[kPlaces] = {stream_of("x/fprop"), stream_of("w/f
 // Columns of an amax history (kPlaces, 1 + length): the amax in force, then the newest first.
 enum HistoryColumn { kInForce, kRunning };
 
-// Writes the step's own amax of a tensor into its rows of the history: one, or two that are read as they lie and have
-// the same.
-void record_amax(const Tensor& history, const Wanted& wanted, const Tensor& amax) {
-  Tensor running = history.select(0, wanted.place).select(0, kRunning);
-  at::maximum_out(running, running, amax);
+// One entry of a history.
+Tensor entry(const Tensor& history, Place place, HistoryColumn column) {
+  if (!is_plain({&history})) return history.select(1, column).select(0, place);
+  return plain_view(
+      history, at::kFloat, {}, {},
+      history.storage_offset() + place * history.stride(0) + column * history.stride(1));
 }
-void record_amax(const Tensor& history, const Wanted& a, const Wanted& b, const Tensor& amax) {
-  const auto [first, last] = std::minmax(a.place, b.place);
-  Tensor running = history.select(1, kRunning).slice(0, first, last + 1, last - first);  // (2)
-  at::maximum_out(running, running, amax);
+
+// The running amaxes of two places: (2).
+Tensor running_pair(const Tensor& history, Place a, Place b) {
+  const auto [first, last] = std::minmax(a, b);
+  if (!is_plain({&history}))
+    return history.select(1, kRunning).slice(0, first, last + 1, last - first);
+  return plain_view(
+      history, at::kFloat, {2}, {(last - first) * history.stride(0)},
+      history.storage_offset() + first * history.stride(0) + kRunning * history.stride(1));
 }
+
+// Writes the step's own amax of a tensor to the running ones: one place's, or those of two that are read as they lie
+// and have the same.
+void record_amax(Tensor running, const Tensor& amax) { at::maximum_out(running, running, amax); }
 
 PreparedRecipe prepared_recipe(const std::string& text) {
   const Recipe r = bridge::with_value_errors([&] { return Recipe::parse(text); });
@@ -53,10 +64,10 @@ PreparedRecipe prepared_recipe(const std::string& text) {
   return out;
 }
 
-QuantizedOperand as_it_is(const Tensor& values) {
-  const Tensor none = at::empty({0}, values.options().dtype(at::kFloat));
-  return {values, none, none, values};
-}
+// The transposed view. Layers differentiate as a whole, so it needs no history.
+Tensor transposed(const Tensor& x) { return is_plain({&x}) ? plain_transpose(x) : x.t(); }
+
+QuantizedOperand as_it_is(const Tensor& values) { return {values, Tensor(), Tensor(), values}; }
 
 }  // namespace
 
@@ -76,15 +87,11 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wa
                          const Wanted& col, const ModuleState& state) {
   static const std::string kAbsent;
   QuantizeOptions options;
-  Tensor in_force;  // (kPlaces)
   const auto ask = [&](const Wanted& wanted, std::optional<Tensor>& amax, std::int64_t& stream,
                        bool& decoded) -> const std::string& {
     const Spec& spec = recipe.specs[wanted.place];
     if (!wanted.is_wanted || spec.is_bf16()) return kAbsent;
-    if (spec.delayed) {
-      if (!in_force.defined()) in_force = state.history.select(1, kInForce);
-      amax = in_force.select(0, wanted.place);
-    }
+    if (spec.delayed) amax = entry(state.history, wanted.place, kInForce);
     if (spec.stochastic) options.rng = state.rng;
     stream = kStreams[wanted.place] ^ state.stream;
     decoded = wanted.decoded;
@@ -97,7 +104,7 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wa
   if (!row_text.empty() || !col_text.empty()) out = quantize(x, row_text, col_text, options);
   const auto is_bf16 = [&](const Wanted& w) { return recipe.specs[w.place].is_bf16(); };
   if (row.is_wanted && is_bf16(row)) out.first = as_it_is(x);
-  if (col.is_wanted && is_bf16(col)) out.second = as_it_is(x.t());
+  if (col.is_wanted && is_bf16(col)) out.second = as_it_is(transposed(x));
 
   const auto is_delayed = [&](const Wanted& w) {
     return w.is_wanted && recipe.specs[w.place].delayed;
@@ -105,10 +112,10 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wa
   const bool alike =
       recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
   if (is_delayed(row) && is_delayed(col) && alike) {
-    record_amax(state.history, row, col, out.first.amax);
+    record_amax(running_pair(state.history, row.place, col.place), out.first.amax);
   } else {
-    if (is_delayed(row)) record_amax(state.history, row, out.first.amax);
-    if (is_delayed(col)) record_amax(state.history, col, out.second.amax);
+    if (is_delayed(row)) record_amax(entry(state.history, row.place, kRunning), out.first.amax);
+    if (is_delayed(col)) record_amax(entry(state.history, col.place, kRunning), out.second.amax);
   }
   return out;
 }
@@ -119,7 +126,7 @@ Directions given_both(const PreparedRecipe& recipe, const char* name, at::Tensor
                     " as the eight tensors of layer_operands, got ", given.size());
   const auto direction = [&](const Wanted& wanted, std::size_t first) -> QuantizedOperand {
     if (!wanted.is_wanted) return {};
-    if (recipe.specs[wanted.place].is_bf16()) return as_it_is(first == 0 ? x : x.t());
+    if (recipe.specs[wanted.place].is_bf16()) return as_it_is(first == 0 ? x : transposed(x));
     TORCH_CHECK_VALUE(given[first].numel() > 0 || x.numel() == 0, "linear: expected ", name,
                       first == 0 ? " with its rowwise codes" : " with its columnwise codes",
                       ", got none");
@@ -188,8 +195,13 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& text, con
   std::vector<Tensor> list;
   const auto append = [&](const QuantizedOperand& o, const Wanted& wanted) {
     const bool absent = !wanted.is_wanted || recipe.specs[wanted.place].is_bf16();
-    for (const Tensor* t : {&o.codes, &o.scale, &o.amax, &o.decoded})
-      list.push_back(absent || !t->defined() ? at::empty({0}, x.options()) : *t);
+    const auto push = [&](const Tensor& t, at::ScalarType dtype) {
+      list.push_back(!absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
+    };
+    push(o.codes, at::kByte);
+    push(o.scale, at::kFloat);
+    push(o.amax, at::kFloat);
+    push(o.decoded, at::kBFloat16);
   };
   append(out.first, row);
   append(out.second, col);

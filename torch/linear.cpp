@@ -17,6 +17,7 @@
 #include "bridge.h"
 #include "layer_operands.h"
 #include "ops.h"
+#include "plain.h"
 
 namespace minifloat {
 namespace {
@@ -89,26 +90,28 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
     const Wanted w_row{kFpropW, true, exact && given.weight.empty()}, w_col{kDgradW, needs.dx};
     const bool has_values =
         given.weight.empty() || recipe.fprop.b.is_bf16() || (needs.dx && recipe.dgrad.b.is_bf16());
-    const Tensor weight = has_values && layers.weights[i].scalar_type() != x.scalar_type()
-                              ? layers.weights[i].to(x.scalar_type())
-                              : layers.weights[i];
+    const Tensor weight =
+        has_values ? to_dtype(layers.weights[i], x.scalar_type()) : layers.weights[i];
     const auto [w_rowwise, w_columnwise] =
         given.weight.empty()
             ? quantize_both(prepared, weight, w_row, w_col, layers.state_of(i))
             : given_both(prepared, "weight_operands", given.weight, weight, w_row, w_col);
     save(w_columnwise);
-    const Tensor y = scaled_mm(left, payload(w_rowwise, w_row), prepared.fprop, k,
-                               layers.bias_of(i), x.scalar_type());
-    c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
-    shape.back() = weight.sym_size(0);
-    outputs.push_back(y.view_symint(shape));
+    Tensor y = scaled_mm(left, payload(w_rowwise, w_row), prepared.fprop, k, layers.bias_of(i),
+                         x.scalar_type());
+    if (x.dim() != 2) {
+      c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+      shape.back() = weight.sym_size(0);
+      y = y.view_symint(shape);
+    }
+    outputs.push_back(std::move(y));
   }
   return outputs;
 }
 
 // What backward must know besides tensors; lives in the context.
 struct Remembered {
-  std::string recipe;
+  const PreparedRecipe& recipe;
   std::int64_t stream;
   std::vector<SymInt> x_shape;
   // Of dW as the product gives it. A given weight was quantized in x's dtype, and so is its gradient, rounded there
@@ -132,7 +135,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     variable_list outputs = forward_pass(x, layers, recipe, needs, &saved);
     saved.insert(saved.end(), rng.begin(), rng.end());
     ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["remembered"] = remember(x, layers, recipe.text, needs);
+    ctx->saved_data["remembered"] = remember(x, layers, recipe, needs);
     return outputs;
   }
 
@@ -141,7 +144,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     explicit Capsule(Remembered r) : value(std::move(r)) {}
     Remembered value;
   };
-  static c10::IValue remember(const Tensor& x, const Layers& layers, const std::string& recipe,
+  static c10::IValue remember(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe,
                               const Needs& needs) {
     Remembered r{.recipe = recipe,
                  .stream = layers.stream,
@@ -189,7 +192,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       out[1 + i] = d.weight;
       if (d.bias.defined()) out[1 + n + r.bias_index[i]] = d.bias;
     }
-    if (out[0].defined()) out[0] = out[0].view_symint(r.x_shape);
+    if (out[0].defined() && r.x_shape.size() != 2) out[0] = out[0].view_symint(r.x_shape);
     return out;
   }
 
@@ -201,7 +204,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static LayerGradients layer_backward(const Remembered& r, const Layers& layers, std::size_t i,
                                        const Tensor& grad, QuantizedOperand& x,
                                        const QuantizedOperand& w, bool shared) {
-    const PreparedRecipe& prepared = prepare(r.recipe);
+    const PreparedRecipe& prepared = r.recipe;
     const Recipe& recipe = prepared.recipe;
     const Tensor g = as_matrix(grad);
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
@@ -214,13 +217,13 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       out.x = scaled_mm(payload(rowwise, row), w, prepared.dgrad, n, std::nullopt, g.scalar_type());
     if (col.is_wanted) {
       if (shared) prepare_for(recipe.wgrad, recipe.wgrad.b, m, x);
-      out.weight = scaled_mm(payload(columnwise, col), x, prepared.wgrad, m, std::nullopt,
-                             r.product_dtypes[i])
-                       .to(r.weight_dtypes[i]);
+      out.weight = to_dtype(scaled_mm(payload(columnwise, col), x, prepared.wgrad, m, std::nullopt,
+                                      r.product_dtypes[i]),
+                            r.weight_dtypes[i]);
     }
     const int bias = r.bias_index[i];
     if (bias >= 0 && r.needs.db[bias])
-      out.bias = g.sum(0, false, at::kFloat).to(r.bias_dtypes[bias]);
+      out.bias = to_dtype(g.sum(0, false, at::kFloat), r.bias_dtypes[bias]);
     return out;
   }
 };

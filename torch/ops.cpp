@@ -1,6 +1,10 @@
 #include "ops.h"
 
+#include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
+
+#include "kernels.h"
+#include "plain.h"
 
 namespace minifloat::torch_ops {
 namespace {
@@ -10,11 +14,20 @@ auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
+const Tensor* given(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
+
+// An op takes defined tensors; an empty one stands for none.
+Tensor or_empty(const Tensor& t, const Tensor& like) {
+  return t.defined() ? t : at::empty({0}, like.options().dtype(at::kFloat));
+}
+
 }  // namespace
 
 std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
                                                        const std::string& col,
                                                        const QuantizeOptions& options) {
+  if (is_plain({&x, given(options.amax_row), given(options.amax_col), given(options.rng)}))
+    return plain_quantize(x, row, col, options);
   using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, const std::string&, const std::string&, const std::optional<Tensor>&,
       const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t, std::int64_t,
@@ -29,6 +42,8 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
 }
 
 Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec, c10::SymInt cols) {
+  const auto length = cols.maybe_as_int();
+  if (length && is_plain({&codes, &scale})) return plain_decode(codes, scale, spec, *length);
   using Signature = Tensor(const Tensor&, const Tensor&, const std::string&, c10::SymInt);
   static const auto op = find<Signature>("minifloat::decode");
   return op.call(codes, scale, spec, std::move(cols));
@@ -36,20 +51,27 @@ Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec,
 
 std::pair<Tensor, Tensor> carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                 const std::string& spec, c10::SymInt cols) {
+  const auto length = cols.maybe_as_int();
+  if (length && is_plain({&codes, &scale, &amax}))
+    return plain_carry(codes, scale, amax, spec, *length);
   using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                const std::string&, c10::SymInt);
   static const auto op = find<Signature>("minifloat::carry");
-  auto [carried, row_scale] = op.call(codes, scale, amax, spec, std::move(cols));
+  auto [carried, row_scale] = op.call(codes, scale, or_empty(amax, codes), spec, std::move(cols));
   return {carried, row_scale};
 }
 
 Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
                  c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
+  const auto length = k.maybe_as_int();
+  if (length && is_plain({&a.codes, &a.scale, &a.amax, &b.codes, &b.scale, &b.amax, given(bias)}))
+    return plain_scaled_mm(a, b, product, *length, bias, out_dtype);
   using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                            const Tensor&, const Tensor&, const std::string&, c10::SymInt,
                            const std::optional<Tensor>&, at::ScalarType);
   static const auto op = find<Signature>("minifloat::scaled_mm");
-  return op.call(a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, product, std::move(k), bias,
+  return op.call(a.codes, or_empty(a.scale, a.codes), or_empty(a.amax, a.codes), b.codes,
+                 or_empty(b.scale, b.codes), or_empty(b.amax, b.codes), product, std::move(k), bias,
                  out_dtype);
 }
 

@@ -1,5 +1,6 @@
 // The operators that the torch layer is made of, as typed calls through the dispatcher: a tensor
-// subclass, a fake tensor or a functional one sees each of them.
+// subclass, a fake tensor or a functional one sees each of them. Where nobody is to see them
+// (plain.h) those that are called within a layer are their kernels alone (kernels.h).
 #pragma once
 
 #include <ATen/core/List.h>
@@ -17,7 +18,7 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
-// One direction of a quantization. Absent: all empty.
+// One direction of a quantization. What is absent is empty or undefined.
 struct QuantizedOperand {
   Tensor codes;    // uint8 (…, rows, code_cols), as read
   Tensor scale;    // fp32, or the bytes of E8M0 or E4M3

@@ -7,8 +7,10 @@
 #include <torch/library.h>
 
 #include "bridge.h"
+#include "kernels.h"
 #include "minifloat/quantize.h"
 #include "ops.h"
+#include "plain.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -17,11 +19,11 @@ namespace {
 // (m, k) · (n, k)ᵀ in `compute`, times alpha, plus bias, rounded once.
 Tensor multiply(const Tensor& a, const Tensor& b, float alpha, const std::optional<Tensor>& bias,
                 at::ScalarType compute) {
-  const Tensor left = a.to(compute), right = b.to(compute).t();
-  if (bias) return at::addmm(bias->to(compute), left, right, 1, alpha);
+  const Tensor left = to_dtype(a, compute), right = plain_transpose(to_dtype(b, compute));
+  if (bias) return at::addmm(to_dtype(*bias, compute), left, right, 1, alpha);
   if (alpha == 1.0f) return at::mm(left, right);
-  const Tensor ignored = at::empty({1, 1}, left.options());
-  return at::addmm(ignored.expand({left.size(0), right.size(1)}), left, right, 0, alpha);
+  Tensor out = plain_empty(left, {left.size(0), right.size(1)}, compute);
+  return at::addmm_out(out, out, left, right, 0, alpha);  // times 0: what was there is not read
 }
 
 float factor_of(const ExactSide& side) {
@@ -85,8 +87,8 @@ void check_side(const char* name, const Spec& spec, const Tensor& codes, const T
 
 // The tensor's fp32 factor, on its device.
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
-  if (spec.rule == ScaleRule::kTensor) return scale.reshape({});
-  const Tensor out = at::empty({}, amax.options().dtype(at::kFloat));
+  if (spec.rule == ScaleRule::kTensor) return torch_ops::plain_view(scale, at::kFloat, {});
+  const Tensor out = torch_ops::plain_empty(amax, {}, at::kFloat);
   bridge::with_value_errors([&] {
     const Quantized q = {
         .spec = spec, .amax = amax.const_data_ptr<float>(), .device = bridge::backend_of(amax)};
@@ -148,7 +150,7 @@ void check_result(const Tensor& b, const std::optional<Tensor>& bias, at::Scalar
 Tensor scaled_mm_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
                       const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
                       SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
-  const Product product = bridge::parse_product(text);
+  const Product& product = bridge::parse_product(text);
   check_side("a", product.a, a, a_scale, a_amax, k);
   check_side("b", product.b, b, b_scale, b_amax, k);
   check_result(b, bias, out_dtype);
@@ -159,7 +161,7 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
                         const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
                         const std::string& text, SymInt k, const std::optional<Tensor>& bias,
                         at::ScalarType out_dtype) {
-  const Product product = bridge::parse_product(text);
+  const Product& product = bridge::parse_product(text);
   check_side("a", product.a, a, a_scale, a_amax, k);
   check_side("b", product.b, b, b_scale, b_amax, k);
   check_result(b, bias, out_dtype);
@@ -194,6 +196,13 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
 }
 
 }  // namespace
+
+Tensor torch_ops::plain_scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b,
+                                  const std::string& product, std::int64_t k,
+                                  const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
+  return scaled_mm_kernel(a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, product, k, bias,
+                          out_dtype);
+}
 
 TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("scaled_mm", scaled_mm_kernel); }
 TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("scaled_mm", scaled_mm_kernel); }

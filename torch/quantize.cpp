@@ -9,7 +9,9 @@
 #endif
 
 #include "bridge.h"
+#include "kernels.h"
 #include "ops.h"
+#include "plain.h"
 
 namespace minifloat {
 namespace {
@@ -88,6 +90,50 @@ QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead& read,
   return out;
 }
 
+// The same in one allocation, and nothing in place of what is not asked for. Only where nobody sees the outputs apart:
+// an op's do not share memory.
+QuantizedOperand carve(const Tensor& x, const Spec& spec, bool columnwise, bool decoded) {
+  using torch_ops::plain_view;
+  constexpr std::int64_t kAlignment = 256;  // bytes, as CUDA's own allocations
+  const bool batched = x.dim() == 3;
+  const std::int64_t batch = batched ? x.size(0) : 1, rows = x.size(columnwise ? -1 : -2),
+                     cols = x.size(columnwise ? -2 : -1);
+  struct Part {
+    at::ScalarType dtype;
+    c10::SmallVector<std::int64_t, 3> shape;
+    std::int64_t begin;  // bytes
+  };
+  std::int64_t end = 0;
+  const auto part = [&](at::ScalarType dtype, std::initializer_list<std::int64_t> inner) {
+    Part p{dtype, {}, (end + kAlignment - 1) / kAlignment * kAlignment};
+    std::int64_t bytes = batch * static_cast<std::int64_t>(c10::elementSize(dtype));
+    if (batched) p.shape.push_back(batch);
+    for (const std::int64_t n : inner) p.shape.push_back(n), bytes *= n;
+    end = p.begin + bytes;
+    return p;
+  };
+  const auto amax = [&] {
+    return spec.has_row_amax() ? part(at::kFloat, {rows}) : part(at::kFloat, {});
+  };
+  const bool has_amax = spec.has_row_amax() || spec.has_tensor_amax();
+  const Part codes = part(at::kByte, {rows, spec.code_cols(cols)});
+  const Part scale = spec.has_blocks()
+                         ? part(scale_dtype(spec), {spec.scale_rows(rows), spec.scale_cols(cols)})
+                         : amax();
+  const std::optional<Part> own_amax = has_amax ? std::optional(amax()) : std::nullopt;
+  const std::optional<Part> values =
+      decoded ? std::optional(part(at::kBFloat16, {rows, spec.padded_cols(cols)})) : std::nullopt;
+
+  const Tensor memory = torch_ops::plain_empty(x, {end}, at::kByte);
+  if (x.is_cpu()) ask_for_huge_pages(memory);
+  const auto tensor = [&](const Part& p) {
+    return plain_view(memory, p.dtype, p.shape,
+                      p.begin / static_cast<std::int64_t>(c10::elementSize(p.dtype)));
+  };
+  return {tensor(codes), tensor(scale), own_amax ? tensor(*own_amax) : Tensor(),
+          values ? tensor(*values) : Tensor()};
+}
+
 QuantizedOperand absent(const Tensor& x) {
   const auto none = [&](at::ScalarType dtype) { return at::empty({0}, x.options().dtype(dtype)); };
   return {none(at::kByte), none(at::kFloat), none(at::kFloat), none(at::kBFloat16)};
@@ -164,7 +210,7 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
 
 template <class T>
 T* data_or_null(const Tensor& t) {
-  return t.numel() == 0 ? nullptr : static_cast<T*>(t.data_ptr());
+  return !t.defined() || t.numel() == 0 ? nullptr : static_cast<T*>(t.data_ptr());
 }
 
 // Keeps a contiguous given amax alive beside the plain struct that points to it.
@@ -191,6 +237,19 @@ void fill_operand(OperandHolder& holder, const Direction& d, const QuantizedOper
   o.decoded = data_or_null<std::uint16_t>(out.decoded);
 }
 
+// Fills the outputs of the directions that there are.
+void fill(const TensorRef& in, const Direction& r, const QuantizedOperand& out_row,
+          const Direction& c, const QuantizedOperand& out_col, const std::optional<Tensor>& rng,
+          c10::IntArrayRef origin, const Execution& execution) {
+  const std::optional<Tensor> random = rng ? std::optional(rng->contiguous()) : std::nullopt;
+  OperandHolder row, col;
+  if (r.spec) fill_operand(row, r, out_row, random, origin);
+  if (c.spec) fill_operand(col, c, out_col, random, origin);
+  bridge::with_value_errors([&] {
+    quantize(in, r.spec ? &row.operand : nullptr, c.spec ? &col.operand : nullptr, execution);
+  });
+}
+
 EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std::string& col,
                              const std::optional<Tensor>& amax_row,
                              const std::optional<Tensor>& amax_col,
@@ -203,18 +262,9 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
   const Direction c = direction(true, col, amax_col, stream_col, decoded_col);
   check_arguments(x, r, rng, offs);
   check_arguments(x, c, rng, offs);
-  const auto origin = C10_AS_INTARRAYREF_SLOW(sym_origin);
-  const Tensor random = rng ? rng->contiguous() : Tensor();
-  const std::optional<Tensor> contiguous_rng = rng ? std::optional(random) : std::nullopt;
-
   const QuantizedOperand out_row = allocate_direction(x, r), out_col = allocate_direction(x, c);
-  OperandHolder holder_row, holder_col;
-  if (r.spec) fill_operand(holder_row, r, out_row, contiguous_rng, origin);
-  if (c.spec) fill_operand(holder_col, c, out_col, contiguous_rng, origin);
-  bridge::with_value_errors([&] {
-    quantize(in, r.spec ? &holder_row.operand : nullptr, c.spec ? &holder_col.operand : nullptr,
-             bridge::ExecutionOn(x));
-  });
+  fill(in, r, out_row, c, out_col, rng, C10_AS_INTARRAYREF_SLOW(sym_origin),
+       bridge::ExecutionOn(x));
   return eight(out_row, out_col);
 }
 
@@ -328,7 +378,7 @@ std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor&, const 
 std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale,
                                         const Tensor& amax, const std::string& text, SymInt cols) {
   const auto [carried, row_scale] = carry_meta(codes, scale, amax, text, cols);
-  const Tensor contiguous_amax = amax.contiguous();
+  const Tensor contiguous_amax = amax.defined() ? amax.contiguous() : amax;
   const Quantized q = quantized_view("carry", bridge::parse_spec(text), codes, scale,
                                      contiguous_amax, cols.guard_int(__FILE__, __LINE__));
   bridge::with_value_errors([&] {
@@ -337,6 +387,44 @@ std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale
   });
   return {carried, row_scale};
 }
+
+}  // namespace
+
+namespace torch_ops {
+
+std::pair<QuantizedOperand, QuantizedOperand> plain_quantize(const Tensor& x,
+                                                             const std::string& row,
+                                                             const std::string& col,
+                                                             const QuantizeOptions& options) {
+  const TensorRef in = bridge::tensor_ref("quantize", x);
+  const Direction r =
+      direction(false, row, options.amax_row, options.stream_row, options.decoded_row);
+  const Direction c =
+      direction(true, col, options.amax_col, options.stream_col, options.decoded_col);
+  check_arguments(x, r, options.rng, std::nullopt);
+  check_arguments(x, c, options.rng, std::nullopt);
+  const bridge::ExecutionOn here(x);
+  std::pair<QuantizedOperand, QuantizedOperand> out;
+  if (r.spec) out.first = carve(x, *r.spec, false, r.decoded);
+  if (c.spec) out.second = carve(x, *c.spec, true, c.decoded);
+  fill(in, r, out.first, c, out.second, options.rng, {0, 0}, here);
+  return out;
+}
+
+Tensor plain_decode(const Tensor& codes, const Tensor& scale, const std::string& spec,
+                    std::int64_t cols) {
+  return decode_kernel(codes, scale, spec, cols);
+}
+
+std::pair<Tensor, Tensor> plain_carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                                      const std::string& spec, std::int64_t cols) {
+  auto [carried, row_scale] = carry_kernel(codes, scale, amax, spec, cols);
+  return {std::move(carried), std::move(row_scale)};
+}
+
+}  // namespace torch_ops
+
+namespace {
 
 void register_kernels(torch::Library& m) {
   m.impl("amax", amax_kernel);

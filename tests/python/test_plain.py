@@ -1,0 +1,98 @@
+"""Eager layers call kernels past the dispatcher: the same bytes, and whoever is to see ops does."""
+
+import minifloat as mf
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RECIPES = ["fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8", "nvfp4", "mxfp4"]
+
+
+class Seen(TorchDispatchMode):
+    """The names of minifloat's ops below it."""
+
+    def __init__(self):
+        super().__init__()
+        self.names = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "minifloat":
+            self.names.append(func._opname)
+        return func(*args, **(kwargs or {}))
+
+
+def layer_and_input(recipe):
+    torch.manual_seed(0)
+    layer = torch.nn.Linear(64, 48, dtype=torch.bfloat16)
+    mf.quantize_(layer, recipe, verbose=False)
+    layer.weight_codes = None
+    if layer.amax_history is not None:
+        layer.amax_history.fill_(4.0)
+    return layer.eval(), torch.randn(2, 16, 64, dtype=torch.bfloat16, requires_grad=True)
+
+
+def results(recipe, forward_mode, backward_mode):
+    layer, x = layer_and_input(recipe)
+    if forward_mode:
+        with forward_mode:
+            y = layer(x)
+    else:
+        y = layer(x)
+    if backward_mode:
+        with backward_mode:
+            y.sum().backward()
+    else:
+        y.sum().backward()
+    history = [] if layer.amax_history is None else [layer.amax_history]
+    return [y.detach(), x.grad, layer.weight.grad, layer.bias.grad, *history]
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_a_mode_sees_the_ops_and_changes_no_byte(recipe):
+    want = results(recipe, None, None)
+    for has_forward, has_backward in ((True, True), (True, False), (False, True)):
+        forward, backward = Seen(), Seen()
+        got = results(recipe, forward if has_forward else None, backward if has_backward else None)
+        for a, b in zip(got, want, strict=True):
+            assert torch.equal(a, b)
+        if has_forward:
+            assert forward.names.count("quantize") == 2
+            assert forward.names.count("scaled_mm") == 1
+        if has_backward:
+            assert backward.names.count("quantize") == 1
+            assert backward.names.count("scaled_mm") == 2
+
+
+def test_a_profiler_sees_the_ops():
+    layer, x = layer_and_input("nvfp4")
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        layer(x)
+    names = [event.name for event in profile.events()]
+    assert names.count("minifloat::quantize") == 2
+    assert names.count("minifloat::scaled_mm") == 1
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_inference_mode_has_the_same_bytes(recipe):
+    layer, x = layer_and_input(recipe)
+    want = layer(x).detach()
+    layer, x = layer_and_input(recipe)
+    with torch.inference_mode():
+        assert torch.equal(layer(x.detach()), want)
+
+
+def test_what_is_saved_does_not_hold_what_is_not():
+    """x's columnwise codes alone: the rowwise ones are of another allocation, gone by then."""
+    layer, x = layer_and_input("mxfp8")
+    layer.weight.requires_grad_(True)
+    storages = {}
+
+    def pack(t):
+        storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        layer(x)
+    codes = x.numel() + layer.weight.numel()
+    scales = codes // 32
+    assert sum(storages.values()) <= codes + scales + 2 * 256
