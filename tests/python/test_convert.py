@@ -196,10 +196,10 @@ def test_auto_filter_small_kn():
     model = nn.ModuleDict(
         {
             "wide": nn.Linear(8192, 2304, device="meta"),
-            "small": nn.Linear(2048, 1024, device="meta"),
+            "small": nn.Linear(1024, 1024, device="meta"),
         }
     )
-    for recipe in ("fp8_tensorwise", "fp8_rowwise"):
+    for recipe in ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2"):
         keep = mf.auto_filter_small_kn(recipe)
         assert keep(model["wide"], "wide")
         assert not keep(model["small"], "small")
@@ -207,6 +207,9 @@ def test_auto_filter_small_kn():
         assert names(with_name.converted) == ["wide"]
         assert "too small" in dict(with_name.skipped)["small"]
         mf.restore_(model)
+    tall = nn.Linear(2048, 1024, device="meta")
+    assert mf.auto_filter_small_kn("fp8_tensorwise")(tall, "tall")
+    assert not mf.auto_filter_small_kn("fp8_rowwise")(tall, "tall")
 
 
 def test_deepcopy_pickle_and_torch_save():
