@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const std::uint32_t u = first + i * kThreads;
     const Turned turned = turn_plain<C>(units[i]);
     const std::uint32_t amax = C::kBlocks ? amax_of_lanes(turned.amax, C::units_log2()) : 0;
-    if (u >= run.count) break;
+    if (u >= run.count) continue;  // and take part in the next unit's exchange
     const BlockScale block = block_scale<typename C::F>(C::kRule, C::kRounding, scale, amax);
     if constexpr (C::kBlocks)
       if (u % (1 << C::units_log2()) == 0) store_scale_at<C>(plan, block, u >> C::units_log2());
