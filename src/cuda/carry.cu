@@ -34,9 +34,7 @@ struct Table {
 __device__ __forceinline__ Table carry_table(int exponent, int row_exponent) {
   if (exponent == kCarryNan)
     return {E4M3::kNanBits * 0x0101'0101u, E4M3::kNanBits * 0x0101'0101u, 0};
-  constexpr int kLow = -kCarryTop - kCarryExactRange;
-  const int shift = max(exponent - row_exponent + kCarryTop, kLow);
-  const float unit = decode_e8m0(static_cast<std::uint32_t>(shift + E8M0::kBias));
+  const float unit = carry_factor(exponent, row_exponent);
   return {cvt_e4m3x2(0.0f, 0.5f * unit) | cvt_e4m3x2(unit, 1.5f * unit) << 16,
           cvt_e4m3x2(2.0f * unit, 3.0f * unit) | cvt_e4m3x2(4.0f * unit, 6.0f * unit) << 16,
           0x8080'8080u};

@@ -156,19 +156,22 @@ __device__ __forceinline__ Codes<typename C::F> encode_in_block(
 }
 
 // ---- Stores --------------------------------------------------------------------------------------
+// All codes of a unit, as unit i of `to`, which starts at a multiple of a unit's bytes.
+template <class F>
+__device__ __forceinline__ void store_unit(std::uint8_t* to, std::uint64_t i,
+                                           const Codes<F>& codes) {
+  if constexpr (F::kBits == 8)
+    reinterpret_cast<uint4*>(to)[i] = make_uint4(codes.w[0], codes.w[1], codes.w[2], codes.w[3]);
+  else
+    reinterpret_cast<uint2*>(to)[i] = make_uint2(codes.w[0], codes.w[1]);
+}
 template <class F>
 __device__ __forceinline__ void store_codes(const OperandPlan& plan, const Codes<F>& codes,
                                             const Place& at) {
   std::uint8_t* to =
       plan.codes + std::uint64_t{at.all} * plan.code_pitch + (F::kBits == 8 ? at.col : at.col / 2);
   const int left = static_cast<int>(min(plan.padded - at.col, std::uint32_t{kUnit}));  // elements
-  if (left == kUnit && plan.aligned) {
-    if constexpr (F::kBits == 8)
-      *reinterpret_cast<uint4*>(to) = make_uint4(codes.w[0], codes.w[1], codes.w[2], codes.w[3]);
-    else
-      *reinterpret_cast<uint2*>(to) = make_uint2(codes.w[0], codes.w[1]);
-    return;
-  }
+  if (left == kUnit && plan.aligned) return store_unit<F>(to, 0, codes);
   Codes<F> rest = codes;
 #pragma unroll 1
   for (int i = 0; i < left; i += 8 / F::kBits, ++to) {
@@ -182,6 +185,14 @@ __device__ __forceinline__ void store_codes(const OperandPlan& plan, const Codes
   }
 }
 
+// The scale of block i of the operand.
+__device__ __forceinline__ void store_scale_at(const OperandPlan& plan, ScaleRule rule,
+                                               const BlockScale& block, std::uint64_t i) {
+  if (rule == ScaleRule::kBlock)
+    static_cast<float*>(plan.scale)[i] = block.scale;
+  else
+    static_cast<std::uint8_t*>(plan.scale)[i] = static_cast<std::uint8_t>(block.code);
+}
 __device__ __forceinline__ void store_scale(const OperandPlan& plan, const BlockScale& block,
                                             const Place& at) {
   const std::uint32_t col = at.col / kUnit;
@@ -190,11 +201,7 @@ __device__ __forceinline__ void store_scale(const OperandPlan& plan, const Block
   if (!is_first) return;
   const std::uint64_t row =
       std::uint64_t{at.batch} * plan.scale_rows + (at.row >> plan.height_log2);
-  const std::uint64_t to = row * plan.scale_cols + (col >> plan.units_log2);
-  if (plan.rule == ScaleRule::kBlock)
-    static_cast<float*>(plan.scale)[to] = block.scale;
-  else
-    static_cast<std::uint8_t*>(plan.scale)[to] = static_cast<std::uint8_t>(block.code);
+  store_scale_at(plan, plan.rule, block, row * plan.scale_cols + (col >> plan.units_log2));
 }
 
 // The outputs that there is one of a matrix or a row: the scale, where no block has one, and the amax.
@@ -253,11 +260,10 @@ __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixS
     amax = amax_of_lanes(unit.amax(), plan.units_log2);
   if (at.row >= plan.rows || at.col >= plan.padded) return;
 
-  float whole_amax = 0.0f;
   if (F::kBits == 8 && plan.rule == ScaleRule::kRow) {
-    whole_amax = plan.amax[at.all];
-    amax = magnitude_bits(whole_amax);
-    if (at.col == 0) store_whole<F>(plan, at.all, whole_amax);
+    const float in_force = plan.amax[at.all];
+    amax = magnitude_bits(in_force);
+    if (at.col == 0) store_whole<F>(plan, at.all, in_force);
   } else if (at.col == 0 && at.row == 0 && plan.amax) {
     store_whole<F>(plan, at.batch, plan.amax[at.batch]);
   }

@@ -1,5 +1,5 @@
 // 16 values times a factor -> 16 codes, in the fewest steps of this hardware. Equal to core/rounding.h's encode:
-// tests/gpu compares the bytes, tests/gpu/exhaustive.cu visits every float.
+// tests/gpu compares the bytes, tests/gpu/test_exhaustive.py visits every float.
 #pragma once
 
 #include <cstdint>
@@ -42,7 +42,7 @@ __device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
 //          and the code's last bits, which are dropped, say so
 //     E4M3's code of q   0 eeee mmm = 0 0 ccc x x of E2M1's code ccc: shifted by two places
 //
-// For 0 <= v < 7 * 2^-6; tests/gpu visits every float.
+// For 0 <= v < 7 * 2^-6.
 __device__ __forceinline__ float round_to_e2m1_grid(float v) {
   constexpr float kMagic = 0x1p22f, kLowest = 0x1p-6f, kBelow = 1.0f - 0x1p-12f;
   const float b = fmaxf(v * kBelow, kLowest);

@@ -29,41 +29,30 @@ __device__ __forceinline__ std::uint32_t cvt_bf16x2(float low, float high) {
   return pair;
 }
 
+// Two halves -> two floats, the lower half first.
+__device__ __forceinline__ float2 cvt_f16x2(std::uint32_t pair) {
+  float2 values;
+  asm("{\n.reg .b16 low, high;\n"
+      "mov.b32 {low, high}, %2;\n"
+      "cvt.f32.f16 %0, low;\n"
+      "cvt.f32.f16 %1, high;\n}"
+      : "=f"(values.x), "=f"(values.y)
+      : "r"(pair));
+  return values;
+}
 // The values of the FP8 codes in bits 7:0 and 15:8. Each is exact in the half between.
 __device__ __forceinline__ float2 decode_e4m3x2(std::uint32_t codes) {
-  float2 values;
-  asm("{\n.reg .b32 pair;\n.reg .b16 low, high;\n"
-      "cvt.rn.f16x2.e4m3x2 pair, %2;\n"
-      "mov.b32 {low, high}, pair;\n"
-      "cvt.f32.f16 %0, low;\n"
-      "cvt.f32.f16 %1, high;\n}"
-      : "=f"(values.x), "=f"(values.y)
-      : "h"(static_cast<std::uint16_t>(codes)));
-  return values;
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(codes)));
+  return cvt_f16x2(pair);
 }
 __device__ __forceinline__ float2 decode_e5m2x2(std::uint32_t codes) {
-  float2 values;
-  asm("{\n.reg .b32 pair;\n.reg .b16 low, high;\n"
-      "cvt.rn.f16x2.e5m2x2 pair, %2;\n"
-      "mov.b32 {low, high}, pair;\n"
-      "cvt.f32.f16 %0, low;\n"
-      "cvt.f32.f16 %1, high;\n}"
-      : "=f"(values.x), "=f"(values.y)
-      : "h"(static_cast<std::uint16_t>(codes)));
-  return values;
+  std::uint32_t pair;
+  asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(codes)));
+  return cvt_f16x2(pair);
 }
-
-// The value of the E4M3 code in bits 7:0; every one is exact in the half between.
-__device__ __forceinline__ float decode_e4m3(std::uint32_t code) {
-  float value;
-  asm("{\n.reg .b32 pair;\n.reg .b16 low, high;\n"
-      "cvt.rn.f16x2.e4m3x2 pair, %1;\n"
-      "mov.b32 {low, high}, pair;\n"
-      "cvt.f32.f16 %0, low;\n}"
-      : "=f"(value)
-      : "h"(static_cast<std::uint16_t>(code)));
-  return value;
-}
+// Of the E4M3 code in bits 7:0.
+__device__ __forceinline__ float decode_e4m3(std::uint32_t code) { return decode_e4m3x2(code).x; }
 
 // copysign(min(|x|, bound), x) for a bound that is positive.
 __device__ __forceinline__ float clamp_magnitude(float x, float bound) {

@@ -54,7 +54,14 @@ void launch_rows(const QuantizeArgs& args, const Execution& execution) {
 // ---- By tiles ------------------------------------------------------------------------------------
 inline constexpr int kSquares = kUnitColumns * kUnitColumns;  // the most in a tile: 16 x 16 each
 
-// squares: the amax of the square blocks of the tile, (row >> height_log2, unit column).
+// Where a unit's block lies among the squares of a tile. turned: they are those of the other direction.
+__device__ __forceinline__ unsigned square_of(const OperandPlan& plan, unsigned row,
+                                              unsigned unit_col, bool turned = false) {
+  return turned ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + row / kUnit
+                : (row >> plan.height_log2) * kUnitColumns + unit_col;
+}
+
+// squares: the amax of the square blocks of the tile.
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void amax_of_squares(const OperandPlan& plan,
                                                 const SharedTile<T>& shared,
@@ -67,8 +74,7 @@ __device__ __forceinline__ void amax_of_squares(const OperandPlan& plan,
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 8));  // the 4 rows of a warp lie in one block
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 16));
     if (threadIdx.x % 32 < kUnitColumns)
-      atomicMax(&squares[(row >> plan.height_log2) * kUnitColumns + threadIdx.x % kUnitColumns],
-                amax);
+      atomicMax(&squares[square_of(plan, row, threadIdx.x % kUnitColumns)], amax);
   });
   __syncthreads();
 }
@@ -90,9 +96,7 @@ __device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedT
   shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
     const std::uint32_t in_matrix = first + row;
     const Place at = {tile.batch, in_matrix, tile.batch * plan.rows + in_matrix, col};
-    const unsigned of_block =
-        known ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + row / kUnit
-              : (row >> plan.height_log2) * kUnitColumns + unit_col;
+    const unsigned of_block = square_of(plan, row, unit_col, known);
     cast_unit<C>(plan, matrix, random, unit, at, is_square ? squares + of_block : nullptr);
   });
 }
@@ -129,6 +133,15 @@ void launch_tiles(const QuantizeArgs& args, const Execution& execution) {
 }
 
 // ---- The table -----------------------------------------------------------------------------------
+template <class C>
+bool is_cast(const Spec& spec) {
+  constexpr Elements kElements = C::F::kBits == 4           ? Elements::kE2m1
+                                 : C::F::kMantissaBits == 3 ? Elements::kE4m3
+                                                            : Elements::kE5m2;
+  return spec.elements == kElements && spec.stochastic == C::kStochastic &&
+         (spec.transform > 0) == C::kTransform;
+}
+
 template <class T, class C>
 void launch_direction(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
   if (columnwise)

@@ -12,14 +12,6 @@ using TurnedNearest = Cast<E2M1, false, true>;
 using Random = Cast<E2M1, true, false>;
 using TurnedRandom = Cast<E2M1, true, true>;
 
-template <class C>
-bool is_cast(const Spec& spec) {
-  return spec.stochastic == C::kStochastic && (spec.transform > 0) == C::kTransform &&
-         (C::F::kBits == 4
-              ? spec.elements == Elements::kE2m1
-              : spec.elements == (C::F::kMantissaBits == 3 ? Elements::kE4m3 : Elements::kE5m2));
-}
-
 template <class Row, class Col>
 bool launch_pair(const QuantizeArgs& args, const Execution& execution) {
   if (!is_cast<Row>(args.row_spec) || !is_cast<Col>(args.col_spec)) return false;

@@ -18,6 +18,11 @@ struct PlainCast : Cast<Format, Stochastically, Transformed> {
   }
 };
 
+template <class C>
+bool is_of(const Spec& spec) {
+  return is_cast<C>(spec) && spec.rule == C::kRule && spec.scale_rounding == C::kRounding;
+}
+
 // ---- What holds for the whole operand ------------------------------------------------------------
 // One thread finds it, in shared memory, while the block waits for its values; what takes a division or two, every
 // thread.
@@ -98,14 +103,6 @@ __device__ __forceinline__ Turned turn_plain(const Elements& given) {
   }
 }
 
-template <class C>
-__device__ __forceinline__ void store_scale_at(const OperandPlan& plan, const BlockScale& block,
-                                               std::uint64_t i) {
-  if constexpr (C::kRule == ScaleRule::kBlock)
-    static_cast<float*>(plan.scale)[i] = block.scale;
-  else
-    static_cast<std::uint8_t*>(plan.scale)[i] = static_cast<std::uint8_t>(block.code);
-}
 // at: where it lies in the codes, in units. amax: of its block.
 template <class C>
 __device__ __forceinline__ void encode_and_store(const OperandPlan& plan, const Turned& turned,
@@ -113,11 +110,7 @@ __device__ __forceinline__ void encode_and_store(const OperandPlan& plan, const 
                                                  const Words& words, std::uint64_t at) {
   const Codes<typename C::F> codes =
       encode_in_block<C>(plan, C::kRule, turned.unit, block, amax, words, turned.owed);
-  if constexpr (C::F::kBits == 8)
-    reinterpret_cast<uint4*>(plan.codes)[at] =
-        make_uint4(codes.w[0], codes.w[1], codes.w[2], codes.w[3]);
-  else
-    reinterpret_cast<uint2*>(plan.codes)[at] = make_uint2(codes.w[0], codes.w[1]);
+  store_unit<typename C::F>(plan.codes, at, codes);
   if (plan.decoded)
     store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kUnit, 0, kUnit,
                                         true);
@@ -156,7 +149,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     if (u >= run.count) continue;  // and take part in the next unit's exchange
     const BlockScale block = block_scale<typename C::F>(C::kRule, C::kRounding, scale, amax);
     if constexpr (C::kBlocks)
-      if (u % (1 << C::units_log2()) == 0) store_scale_at<C>(plan, block, u >> C::units_log2());
+      if (u % (1 << C::units_log2()) == 0)
+        store_scale_at(plan, C::kRule, block, u >> C::units_log2());
     Words words = {};
     if constexpr (C::kStochastic) {
       const std::uint32_t row = run.units_of_row.divide(u);
@@ -198,9 +192,7 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
     std::uint32_t amax = 0;
     if constexpr (C::kBlocks) {
       if (is_square)
-        amax =
-            squares[known ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + tile_row / kUnit
-                          : (tile_row >> plan.height_log2) * kUnitColumns + unit_col];
+        amax = squares[square_of(plan, tile_row, unit_col, known)];
       else
         amax = amax_of_lanes(turned.amax, C::units_log2());
     } else if constexpr (C::kRule == ScaleRule::kRow) {
@@ -211,8 +203,8 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
     const BlockScale block = block_scale<typename C::F>(C::kRule, C::kRounding, scale, amax);
     if constexpr (C::kBlocks)
       if (col % (1 << C::units_log2()) == 0 && (tile_row & ((1u << plan.height_log2) - 1)) == 0)
-        store_scale_at<C>(
-            plan, block,
+        store_scale_at(
+            plan, C::kRule, block,
             std::uint64_t{row >> plan.height_log2} * plan.scale_cols + (col >> C::units_log2()));
     Words words = {};
     if constexpr (C::kStochastic) words = words_at(whole, row, col);
@@ -293,18 +285,17 @@ __global__ void __launch_bounds__(kThreads, 4)
   const std::uint32_t first_col = tile.col / kUnit + unit_col;  // in units
   shared.template each_unit<false>([&](const Unit<Bf16>& unit, unsigned tile_row) {
     const std::uint32_t r = tile.row + tile_row;
-    const std::uint32_t amax = squares[(tile_row >> row.height_log2) * kUnitColumns + unit_col];
+    const std::uint32_t amax = squares[square_of(row, tile_row, unit_col)];
     const BlockScale block = block_scale<E2M1>(C::kRule, C::kRounding, whole.scale, amax);
     if ((tile_row & ((1u << row.height_log2) - 1)) == 0 &&
         first_col % (1 << C::units_log2()) == 0) {
       const std::uint32_t block_row = r >> row.height_log2,
                           block_col = first_col >> C::units_log2();
-      store_scale_at<C>(row, block, std::uint64_t{block_row} * row.scale_cols + block_col);
-      store_scale_at<C>(col, block, std::uint64_t{block_col} * col.scale_cols + block_row);
+      store_scale_at(row, C::kRule, block, std::uint64_t{block_row} * row.scale_cols + block_col);
+      store_scale_at(col, C::kRule, block, std::uint64_t{block_col} * col.scale_cols + block_row);
     }
     const Codes<E2M1> both = encode_in_block<C>(row, C::kRule, unit, block, amax, {});
-    reinterpret_cast<uint2*>(row.codes)[std::uint64_t{r} * (row.padded / kUnit) + first_col] =
-        make_uint2(both.w[0], both.w[1]);
+    store_unit<E2M1>(row.codes, std::uint64_t{r} * (row.padded / kUnit) + first_col, both);
     codes[code_place(tile_row, 2 * unit_col)] = both.w[0];
     codes[code_place(tile_row, 2 * unit_col + 1)] = both.w[1];
   });
@@ -325,9 +316,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 template <class C>
 bool try_squares(const QuantizeArgs& args, const Execution& execution) {
   const Spec &row = args.row_spec, &col = args.col_spec;
-  if (row != col || row.block_rows <= 1 || row.rule != C::kRule || row.stochastic ||
-      row.transform > 0 || row.elements != Elements::kE2m1 || row.scale_rounding != C::kRounding ||
-      args.row.decoded || args.col.decoded || args.row.amax != args.col.amax)
+  if (row != col || row.block_rows <= 1 || !is_of<C>(row) || args.row.decoded || args.col.decoded ||
+      args.row.amax != args.col.amax)
     return false;
   const Tiles tiles = tiles_of(args.x);
   quantize_whole_squares<C><<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
@@ -342,16 +332,6 @@ bool is_plain(const Spec& spec, const OperandPlan& plan) {
          (spec.transform == 0 || (spec.transform == kUnit && plan.height_log2 == 0)) &&
          reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;
 }
-template <class C>
-bool is_of(const Spec& spec) {
-  constexpr Elements kElements = C::F::kBits == 4           ? Elements::kE2m1
-                                 : C::F::kMantissaBits == 3 ? Elements::kE4m3
-                                                            : Elements::kE5m2;
-  return spec.elements == kElements && spec.rule == C::kRule &&
-         spec.scale_rounding == C::kRounding && spec.stochastic == C::kStochastic &&
-         (spec.transform > 0) == C::kTransform;
-}
-
 template <class C>
 bool try_run(const QuantizeArgs& args, const Execution& execution) {
   if (!is_of<C>(args.row_spec)) return false;

@@ -47,13 +47,17 @@ MINIFLOAT_HD constexpr float carry_row_scale(int row_exponent, float tensor_scal
          tensor_scale;
 }
 
+// 2^(k - K + 6), what a block's values are multiplied by; where they become zero anyway, no smaller than 2^-20.
+MINIFLOAT_HD constexpr float carry_factor(int k, int row_exponent) {
+  constexpr int kLow = -kCarryTop - kCarryExactRange;
+  const int shift = k - row_exponent + kCarryTop > kLow ? k - row_exponent + kCarryTop : kLow;
+  return decode_e8m0(static_cast<std::uint32_t>(shift + E8M0::kBias));
+}
+
 // The E4M3 code of an E2M1 code in a block of exponent k. Under a NaN scale: NaN; under a zero: the code's signed zero.
 MINIFLOAT_HD constexpr std::uint32_t carry(std::uint32_t code, int k, int row_exponent) {
   if (k == kCarryNan) return E4M3::kNanBits;
-  constexpr int kLow = -kCarryTop - kCarryExactRange;  // far enough for every code to become zero
-  const int shift = k - row_exponent + kCarryTop > kLow ? k - row_exponent + kCarryTop : kLow;
-  return encode<E4M3>(decode<E2M1>(code) *
-                      decode_e8m0(static_cast<std::uint32_t>(shift + E8M0::kBias)));
+  return encode<E4M3>(decode<E2M1>(code) * carry_factor(k, row_exponent));
 }
 
 static_assert(carry(0x7, 3, 3) == encode<E4M3>(384.0f) && carry(0xF, 3, 3) == 0xFC);
