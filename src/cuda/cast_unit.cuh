@@ -56,6 +56,8 @@ __host__ __device__ __forceinline__ Nvfp4Rounding nvfp4_rounding(ScaleRounding r
 struct MatrixScale {
   Factors fp8;         // of tensor scaling
   Nvfp4Tensor tensor;  // of NVFP4
+  bool
+      is_ordinary;  // of NVFP4: so far from the ends of the range that no block's factor is near them
 };
 template <class F>
 __device__ __forceinline__ MatrixScale matrix_scale(const OperandPlan& plan, ScaleRule rule,
@@ -67,6 +69,7 @@ __device__ __forceinline__ MatrixScale matrix_scale(const OperandPlan& plan, Sca
   if constexpr (F::kBits == 4)
     if (rule == ScaleRule::kNvfp4)
       matrix.tensor = nvfp4_tensor(magnitude_bits(plan.amax[batch]), nvfp4_rounding(rounding));
+  matrix.is_ordinary = matrix.tensor.scale >= 0x1p-90f && matrix.tensor.scale <= 0x1p90f;
   return matrix;
 }
 
@@ -87,23 +90,38 @@ struct BlockScale {
   std::uint32_t code;  // E8M0 or E4M3
   float scale;         // what an exact product multiplies codes by
   float factor;
+  bool is_ordinary = false;  // Encoding's, known from the scale alone
 };
 
-// core/scaling.h's nvfp4_block_scale: to nearest, and up to a power of two, by the instruction.
-__device__ __forceinline__ std::uint32_t nvfp4_block_code(ScaleRounding rounding,
-                                                          const Nvfp4Tensor& tensor,
-                                                          std::uint32_t amax) {
-  if (rounding == ScaleRounding::kUp)
-    return nvfp4_block_scale(amax, tensor.block_encode, Nvfp4Rounding::kUp);
-  float v = at_most_float_max(bit_cast<float>(amax) * tensor.block_encode);
-  if (rounding == ScaleRounding::kPowerOfTwo && v > 0.0f) {
-    constexpr float kLeast = 0x1p-9f;  // code 1
-    const float capped = v > E4M3::kMaxPowerOfTwo ? E4M3::kMaxPowerOfTwo : v;
-    const std::uint32_t up =
-        (bit_cast<std::uint32_t>(capped) + Float32::kMantissa) & Float32::kExponent;
-    v = fmaxf(bit_cast<float>(up), kLeast);
+// core/scaling.h's nvfp4_block_scale and nvfp4_encode_factor: the code to nearest, and up to a power of two, by the
+// instruction, which saturates.
+__device__ __forceinline__ BlockScale nvfp4_block(ScaleRounding rounding, const MatrixScale& matrix,
+                                                  std::uint32_t amax) {
+  constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
+  const bool is_power_of_two = rounding == ScaleRounding::kPowerOfTwo;
+  float v = bit_cast<float>(amax) * matrix.tensor.block_encode;
+  bool saturates = false;
+  std::uint32_t code;
+  if (rounding == ScaleRounding::kUp) {
+    code = nvfp4_block_scale(amax, matrix.tensor.block_encode, Nvfp4Rounding::kUp);
+  } else {
+    if (is_power_of_two && v > 0.0f) {
+      constexpr float kLeast = 0x1p-9f;  // code 1
+      saturates = v > E4M3::kMaxPowerOfTwo;
+      const float capped = saturates ? E4M3::kMaxPowerOfTwo : v;
+      const std::uint32_t up =
+          (bit_cast<std::uint32_t>(capped) + Float32::kMantissa) & Float32::kExponent;
+      v = fmaxf(bit_cast<float>(up), kLeast);
+    }
+    code = is_finite(amax) ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits;
   }
-  return is_finite(amax) ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits;
+  // A normal scale below the largest is at most half its last place under its block's amax / 6: |x| * factor < 6.4.
+  const bool is_ordinary =
+      matrix.is_ordinary && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
+  const float value = decode_e4m3(code), denominator = value * matrix.tensor.scale;
+  const float factor =
+      is_ordinary ? reciprocal_of_normal(denominator) : at_most_float_max(1.0f / denominator);
+  return {code, value, factor, is_ordinary};
 }
 
 // core/scaling.h's fp8_factors, as a power of two, without its division: 2^floor(log2(max / amax)), at most 2^127.
@@ -111,9 +129,10 @@ template <class F>
 __device__ __forceinline__ Factors power_of_two_factors(std::uint32_t amax) {
   constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
   constexpr int kEmax = static_cast<int>(kMax >> Float32::kMantissaBits) - Float32::kBias;
-  const int past_max = (amax & Float32::kMantissa) > (kMax & Float32::kMantissa) ? 1 : 0;
-  const int exponent = static_cast<int>(amax >> Float32::kMantissaBits);
-  const int e = min(kEmax + 2 * Float32::kBias - exponent - past_max, 254);  // biased; at least 7
+  // amax's exponent, and one more where its mantissa is past max's
+  const int exponent = static_cast<int>(
+      (amax + (Float32::kMantissa - (kMax & Float32::kMantissa))) >> Float32::kMantissaBits);
+  const int e = min(kEmax + 2 * Float32::kBias - exponent, 254);  // biased; at least 7
   const std::uint32_t code = amax == 0 ? Float32::kBias : static_cast<std::uint32_t>(e);
   const Factors factors = {decode_e8m0(code), e8m0_reciprocal(code)};
   return {is_finite(amax) ? factors.encode : nan_value(),
@@ -124,11 +143,7 @@ template <class F>
 __device__ __forceinline__ BlockScale block_scale(ScaleRule rule, ScaleRounding rounding,
                                                   const MatrixScale& matrix, std::uint32_t amax) {
   if constexpr (F::kBits == 4) {
-    if (rule == ScaleRule::kNvfp4) {
-      const std::uint32_t code = nvfp4_block_code(rounding, matrix.tensor, amax);
-      const float value = decode_e4m3(code);
-      return {code, value, at_most_float_max(1.0f / (value * matrix.tensor.scale))};
-    }
+    if (rule == ScaleRule::kNvfp4) return nvfp4_block(rounding, matrix, amax);
   } else {
     if (rule == ScaleRule::kTensor) return {0, 1.0f, matrix.fp8.encode};
     if (rule == ScaleRule::kRow || rule == ScaleRule::kBlock) {
@@ -141,19 +156,28 @@ __device__ __forceinline__ BlockScale block_scale(ScaleRule rule, ScaleRounding 
       rounding == ScaleRounding::kFloor ? mx_scale_floor<F>(amax) : mx_scale_up<F>(amax);
   // Every element format reaches 2^2 at least, so that no finite block's code is 254.
   const float reciprocal = bit_cast<float>((E8M0::kMaxBits - code) << Float32::kMantissaBits);
-  return {code, decode_e8m0(code), is_finite(amax) ? reciprocal : nan_value()};
+  // Rounded up, a scale leaves no product above 6, and this one's factor is 2^-105 at least.
+  constexpr std::uint32_t kMostOrdinary = E8M0::kBias + 105;
+  return {code, decode_e8m0(code), is_finite(amax) ? reciprocal : nan_value(),
+          rounding != ScaleRounding::kFloor && code <= kMostOrdinary};
 }
 
-// A unit as codes. amax: of its block; owed: what the elements are still to be multiplied by, a power of two.
+// A unit as codes. owed: what the elements are still to be multiplied by, a power of two.
 template <class C, class T>
-__device__ __forceinline__ Codes<typename C::F> encode_in_block(
-    const OperandPlan& plan, ScaleRule rule, const Unit<T>& unit, const BlockScale& block,
-    std::uint32_t amax, const Words& words, float owed = 1.0f) {
+__device__ __forceinline__ Codes<typename C::F> encode_in_block(const OperandPlan& plan,
+                                                                ScaleRule rule, const Unit<T>& unit,
+                                                                const BlockScale& block,
+                                                                const Words& words,
+                                                                float owed = 1.0f) {
   const bool zero = rule == ScaleRule::kNvfp4 && block.code == 0;
-  const bool in_range = bit_cast<float>(amax) * block.factor < 7.0f;
+  const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
   return encode_unit<typename C::F, C::kStochastic>(
-      unit, {block.factor * owed, zero, plan.delayed, in_range}, words);
+      unit, {block.factor * owed, zero, delayed, block.is_ordinary}, words);
 }
+
+// Bytes of a unit's codes.
+template <class F>
+inline constexpr int kUnitBytes = kUnit * F::kBits / 8;
 
 // ---- Stores --------------------------------------------------------------------------------------
 // All codes of a unit, as unit i of `to`, which starts at a multiple of a unit's bytes.
@@ -274,7 +298,7 @@ __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixS
     words = random_words(random.key, random.stream,
                          static_cast<std::uint32_t>(plan.origin_row + at.all),
                          static_cast<std::uint32_t>((plan.origin_col + at.col) / kUnit));
-  const Codes<F> codes = encode_in_block<C>(plan, plan.rule, unit, block, amax, words);
+  const Codes<F> codes = encode_in_block<C>(plan, plan.rule, unit, block, words);
   store_codes<F>(plan, codes, at);
   if (plan.decoded)
     store_product_values<F>(codes, block.scale, plan.decoded + std::uint64_t{at.all} * plan.padded,

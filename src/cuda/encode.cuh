@@ -77,49 +77,43 @@ __device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint
 #endif
 }
 
-// in_range: no |element| * factor is 7 or more, so that none needs to be saturated before it is rounded.
+// is_ordinary: as Encoding has it.
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Unit<T>& unit, float factor,
-                                                   bool in_range) {
+                                                   bool is_ordinary) {
+  Codes<E2M1> out;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int first = 8 * half;
+    float v[8];
 #if defined(MINIFLOAT_HAS_CVT_E2M1)
-  constexpr float kShift = 1.0f;
+    (void)is_ordinary;  // the instruction saturates
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = unit[first + i] * factor;
 #else
-  constexpr float kShift = 0x1p-6f;
-#endif
-  float v[kUnit];
-  const float shifted = factor * kShift;
-  const auto element = [&](int i) {
-#if defined(MINIFLOAT_HAS_CVT_E2M1)
-    return unit[i];
-#else
-    return fabsf(unit[i]);
-#endif
-  };
-  // Where the shifted factor is exact and no product that matters is subnormal, one multiplication does.
-  if (factor >= 0x1p-110f) {
+    constexpr float kShift = 0x1p-6f;
+    if (is_ordinary) {  // the shifted factor is exact, and no product that matters is subnormal
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) v[i] = element(i) * shifted;
-  } else {
+      for (int i = 0; i < 8; ++i) v[i] = fabsf(unit[first + i]) * (factor * kShift);
+    } else {
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) v[i] = element(i) * factor * kShift;
+      for (int i = 0; i < 8; ++i)
+        v[i] = fminf(fabsf(unit[first + i]) * factor * kShift, E2M1::kMax * kShift);
+    }
+#endif
+    out.w[half] = encode_e2m1x8(v, sign_nibbles(unit, first));
   }
-#if !defined(MINIFLOAT_HAS_CVT_E2M1)
-  if (!in_range) {
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) v[i] = fminf(v[i], E2M1::kMax * kShift);
-  }
-#endif
-  return {{encode_e2m1x8(v, sign_nibbles(unit, 0)), encode_e2m1x8(v + 8, sign_nibbles(unit, 8))}};
+  return out;
 }
 
 // ---- Stochastic ----------------------------------------------------------------------------------
 // E2M1: |v| * 2^-126 towards zero puts the code of the value below in bits 24:22 of the (sub)normal float, and the
-// fraction to its right; 16 random bits are added just below, and a carry rounds up. `random`: those bits, in 15:0.
+// fraction to its right; 16 random bits are added just below, and a carry rounds up: above 6, to bit 25. For |v| < 8.
+// `random`: those bits, in 15:0.
 __device__ __forceinline__ std::uint32_t round_e2m1_stochastic(float v, std::uint32_t random) {
-  const float c = clamp_magnitude(v, E2M1::kMax);
-  return random * 64u + bit_cast<std::uint32_t>(multiply_toward_zero(c, 0x1p-126f));
+  return random * 64u + bit_cast<std::uint32_t>(multiply_toward_zero(v, 0x1p-126f));
 }
-// Eight of them, code in 24:22 and sign in 31, -> eight nibbles.
+// Eight of them, sign in 31, what is too large in 25 and the code in 24:22, -> eight nibbles.
 __device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
   constexpr std::uint32_t kEven = 0x000F'000Fu, kOdd = 0x0F00'0F00u, kLow = 0x00FF'00FFu;
   const std::uint32_t p0 = __byte_perm(t[0], t[4], 0x7632), p1 = __byte_perm(t[1], t[5], 0x7632);
@@ -128,13 +122,16 @@ __device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
       select_bits(kLow, select_bits(kEven, p0 >> 6, p1 >> 2), select_bits(kOdd, p2 << 2, p3 << 6));
   const std::uint32_t signs =
       select_bits(kLow, select_bits(kEven, p0 >> 12, p1 >> 8), select_bits(kOdd, p2 >> 4, p3));
-  return select_bits(0x7777'7777u, codes, signs);
+  const std::uint32_t too_large = codes & 0x8888'8888u;
+  return select_bits(0x7777'7777u, codes | (too_large - (too_large >> 3)), signs);
 }
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& unit, float factor,
+                                                              bool is_ordinary,
                                                               const Words& words) {
   Codes<E2M1> out;
 #if defined(MINIFLOAT_HAS_CVT_E2M1)
+  (void)is_ordinary;
   std::uint32_t quads[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -147,15 +144,21 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
 #else
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = unit[8 * half + i] * factor;
+    if (!is_ordinary) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = clamp_magnitude(v[i], E2M1::kMax);
+    }
     std::uint32_t t[8];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const std::uint32_t w = words.w[2 * half + q], v = __brev(w);
-      const std::uint32_t random[4] = {__byte_perm(w, 0, 0x4420), __byte_perm(v, 0, 0x4431),
-                                       __byte_perm(w, 0, 0x4431), __byte_perm(v, 0, 0x4420)};
+      const std::uint32_t w = words.w[2 * half + q], r = __brev(w);
+      const std::uint32_t random[4] = {__byte_perm(w, 0, 0x4420), __byte_perm(r, 0, 0x4431),
+                                       __byte_perm(w, 0, 0x4431), __byte_perm(r, 0, 0x4420)};
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        t[4 * q + i] = round_e2m1_stochastic(unit[8 * half + 4 * q + i] * factor, random[i]);
+      for (int i = 0; i < 4; ++i) t[4 * q + i] = round_e2m1_stochastic(v[4 * q + i], random[i]);
     }
     out.w[half] = pack_e2m1x8(t);
   }
@@ -165,9 +168,9 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
 
 template <class F, class T>
 __device__ __forceinline__ Codes<F> encode_stochastic(const Unit<T>& unit, float factor,
-                                                      const Words& words) {
+                                                      bool is_ordinary, const Words& words) {
   if constexpr (F::kBits == 4) {
-    return encode_e2m1_stochastic(unit, factor, words);
+    return encode_e2m1_stochastic(unit, factor, is_ordinary, words);
   } else {
     Codes<F> out = {};
 #pragma unroll
@@ -185,7 +188,9 @@ struct Encoding {
   float factor;
   bool zero;             // NVFP4: a block of scale 0 has zero codes, without signs
   bool infinity_is_nan;  // +delayed
-  bool in_range;         // E2M1: no product reaches 7
+  // E2M1: no product reaches 7, and the factor is a number of at least 2^-110. Where it is not known to be so, the same
+  // codes come in more steps.
+  bool is_ordinary;
 };
 
 template <class F, bool kStochastic, class T>
@@ -193,9 +198,9 @@ __device__ __forceinline__ Codes<F> encode_unit(const Unit<T>& unit, const Encod
                                                 const Words& words) {
   Codes<F> out;
   if constexpr (kStochastic)
-    out = encode_stochastic<F>(unit, how.factor, words);
+    out = encode_stochastic<F>(unit, how.factor, how.is_ordinary, words);
   else if constexpr (F::kBits == 4)
-    out = encode_e2m1(unit, how.factor, how.in_range);
+    out = encode_e2m1(unit, how.factor, how.is_ordinary);
   else
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -208,14 +213,15 @@ __device__ __forceinline__ Codes<F> encode_unit(const Unit<T>& unit, const Encod
         if (magnitude_bits(unit[i]) == Float32::kExponent)
           out.w[i / 4] = (out.w[i / 4] & ~(0xFFu << (i % 4 * 8))) | F::kNanBits << (i % 4 * 8);
     }
-  if constexpr (F::kBits == 4) {  // a NaN among 8 bits encodes itself
-    const bool nan = magnitude_bits(how.factor) > Float32::kExponent;
+  if constexpr (F::kBits == 4)  // a NaN among 8 bits encodes itself
+    if (!how.is_ordinary) {
+      const bool nan = magnitude_bits(how.factor) > Float32::kExponent;
 #pragma unroll
-    for (std::uint32_t& w : out.w) {
-      if (nan) w = F::kNanBits * 0x1111'1111u;
-      if (how.zero) w = 0;
+      for (std::uint32_t& w : out.w) {
+        if (nan) w = F::kNanBits * 0x1111'1111u;
+        if (how.zero) w = 0;
+      }
     }
-  }
   return out;
 }
 

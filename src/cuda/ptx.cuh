@@ -68,6 +68,14 @@ __device__ __forceinline__ float multiply_toward_zero(float a, float b) {
   return r;
 }
 
+// 1 / x to nearest, for an x whose reciprocal is normal as it is: the instruction's approximation and one step of
+// Newton's, which is what the compiler makes of a division once it has ruled out the ends of the range.
+__device__ __forceinline__ float reciprocal_of_normal(float x) {
+  float r;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(r) : "f"(x));
+  return fmaf(r, fmaf(-x, r, 1.0f), r);
+}
+
 // mask ? a : b, bit by bit.
 __device__ __forceinline__ std::uint32_t select_bits(std::uint32_t mask, std::uint32_t a,
                                                      std::uint32_t b) {

@@ -39,7 +39,7 @@ __global__ void __launch_bounds__(kThreads, 16 / (kUnits + 1))
   for (int i = 0; i < kUnits; ++i) {
     at.col = col_of(i);
     if (at.col >= plan.padded) break;
-    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, units[i], block, m, {});
+    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, units[i], block, {});
     store_codes<E4M3>(plan, codes, at);
     if (plan.decoded)
       store_product_values<E4M3>(codes, block.scale,

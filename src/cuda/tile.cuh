@@ -205,6 +205,17 @@ struct SharedTile {
     __syncthreads();
   }
 
+  // As it lies.
+  __device__ __forceinline__ Unit<T> unit_at(unsigned row, unsigned unit_col) const {
+    constexpr unsigned kChunks = sizeof(Unit<T>) / 16;
+    Unit<T> unit;
+#pragma unroll
+    for (unsigned c = 0; c < kChunks; ++c)
+      reinterpret_cast<uint4*>(&unit)[c] =
+          *reinterpret_cast<const uint4*>(chunk_at(row, unit_col * kChunks + c));
+    return unit;
+  }
+
   // Calls body(unit, row of the tile as read) for the thread's units as they lie, or of the transpose: of bf16, a
   // ColumnOfPairs.
   template <bool kTransposed, class Body>
@@ -213,16 +224,8 @@ struct SharedTile {
     const unsigned unit_col = threadIdx.x % kUnitColumns,
                    lane_row = threadIdx.x / kUnitColumns % kStep;
     if constexpr (!kTransposed) {
-      constexpr unsigned kChunks = sizeof(Unit<T>) / 16;
 #pragma unroll 1
-      for (unsigned row = lane_row; row < kTile; row += kStep) {
-        Unit<T> unit;
-#pragma unroll
-        for (unsigned c = 0; c < kChunks; ++c)
-          reinterpret_cast<uint4*>(&unit)[c] =
-              *reinterpret_cast<const uint4*>(chunk_at(row, unit_col * kChunks + c));
-        body(unit, row);
-      }
+      for (unsigned row = lane_row; row < kTile; row += kStep) body(unit_at(row, unit_col), row);
     } else if constexpr (sizeof(T) == 2) {  // a word holds two columns of x
 #pragma unroll 1
       for (unsigned pair = lane_row; pair < kTile / 2; pair += kStep) {

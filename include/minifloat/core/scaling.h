@@ -52,8 +52,9 @@ template <class F>
 MINIFLOAT_HD constexpr std::uint32_t mx_scale_up(std::uint32_t amax) {
   constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
   constexpr int kEmax = static_cast<int>(kMax >> Float32::kMantissaBits) - Float32::kBias;
-  const int past_max = (amax & Float32::kMantissa) > (kMax & Float32::kMantissa) ? 1 : 0;
-  const int e = static_cast<int>(amax >> Float32::kMantissaBits) - kEmax + past_max;
+  // A mantissa past max's carries into the exponent.
+  const std::uint32_t carried = amax + (Float32::kMantissa - (kMax & Float32::kMantissa));
+  const int e = static_cast<int>(carried >> Float32::kMantissaBits) - kEmax;
   const std::uint32_t code = static_cast<std::uint32_t>(e > 0 ? e : 0);
   return is_finite(amax) ? code : E8M0::kNanBits;
 }
