@@ -79,7 +79,8 @@ const Spec& check_operand(const Tensor& codes, const Tensor& scale, const std::s
 }
 
 Parts as_parts(torch_ops::BlockScaledSide side) {
-  return {side.codes, std::move(side.scale), std::move(side.scaling), std::move(side.swizzle)};
+  return {side.codes.clone(), std::move(side.scale), std::move(side.scaling),
+          std::move(side.swizzle)};
 }
 
 Parts block_scaled_operand_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,

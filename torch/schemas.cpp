@@ -36,11 +36,12 @@ TORCH_LIBRARY(minifloat, m) {
       "str groups=\"\") -> Tensor",
       tags);
   m.def("transpose_codes(Tensor codes, SymInt cols) -> Tensor", tags);
-  // An MX or NVFP4 operand as torch's block-scaled products read it: swizzled scales, ScalingType and SwizzleType of
-  // each. The codes are a view, so that it is for eager calls.
+  // An MX or NVFP4 operand as torch's block-scaled products read it: a copy of the codes under torch's dtype, swizzled
+  // scales, and the ScalingType and SwizzleType of each.
   m.def(
-      "block_scaled_operand(Tensor(a) codes, Tensor scale, Tensor amax, str spec, SymInt cols) -> "
-      "(Tensor(a) codes, Tensor[] scales, int[] scaling, int[] swizzle)");
+      "block_scaled_operand(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols) -> "
+      "(Tensor codes, Tensor[] scales, int[] scaling, int[] swizzle)",
+      tags);
 
   // Products. a, b: packed codes, their bf16 values, FP4 carried by FP8 (carry's two for codes and scale), or the
   // operand itself under bf16.

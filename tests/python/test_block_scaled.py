@@ -111,7 +111,6 @@ def test_codes_scales_and_padding_to_the_byte(a_spec, b_spec, m, n, k, columnwis
     for spec, rows in ((a_spec, m), (b_spec, n)):
         q = operand(rows, k, spec, columnwise, 3)
         codes, scales, scaling, swizzle = engine_operand(q, k)
-        assert codes.data_ptr() == q.codes.data_ptr()  # where they lie
         assert torch.equal(codes.view(torch.uint8), q.codes)
         is_mx = spec.startswith("mx")
         block = 32 if is_mx else 16
