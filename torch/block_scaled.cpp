@@ -28,7 +28,11 @@ at::ScalarType code_type(const Spec& spec) {
 // One scale for each block of one row: a square block's is that of all its rows.
 Tensor scale_of_rows(const Spec& spec, const Tensor& scale, const c10::SymInt& rows) {
   if (spec.block_rows == 1) return scale;
-  return scale.repeat_interleave(spec.block_rows, 0).narrow_symint(0, 0, rows);
+  return scale.unsqueeze(1)
+      .expand_symint({scale.sym_size(0), spec.block_rows, scale.sym_size(1)})
+      .reshape_symint({scale.sym_size(0) * spec.block_rows, scale.sym_size(1)})
+      .narrow_symint(0, 0, rows)
+      .contiguous();
 }
 
 }  // namespace
@@ -36,7 +40,7 @@ Tensor scale_of_rows(const Spec& spec, const Tensor& scale, const c10::SymInt& r
 BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const Tensor& scale,
                                   const Tensor& factor) {
   const bool is_mx = spec.rule == ScaleRule::kMx;
-  const Tensor bytes = scale.scalar_type() == at::kByte ? scale : scale.view(at::kByte);
+  const Tensor bytes = scale.contiguous().view(at::kByte);
   const Tensor blocks = swizzle_scales(scale_of_rows(spec, bytes, codes.sym_size(0)));
   BlockScaledSide side = {.codes = codes.view(code_type(spec)),
                           .scale = {blocks.view(is_mx ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn)},
