@@ -15,9 +15,9 @@ using at::Tensor;
 
 struct BlockScaledSide {
   Tensor codes;  // float8_e4m3fn or float8_e5m2 (rows, k); float4_e2m1fn_x2 (rows, k / 2)
-  std::vector<Tensor>
-      scale;  // float8_e8m0fnu or float8_e4m3fn, swizzled (round_up(rows, 128), round_up(blocks, 4));
-              //   NVFP4: and fp32 (), the tensor's
+  // float8_e8m0fnu or float8_e4m3fn, swizzled: (round_up(rows, 128), round_up(blocks of a row, 4)). NVFP4: then fp32 (),
+  // the tensor's.
+  std::vector<Tensor> scale;
   std::vector<std::int64_t> scaling;  // of each scale: at::blas::ScalingType
   std::vector<std::int64_t> swizzle;  //   and at::blas::SwizzleType
 };
