@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_products.py [--quick] [--shapes 8192x8192x8192,…]     M x N x K
 
-Each product of the presets, operands quantized beforehand. `minifloat` is the library's op on codes:
-for the engines that take codes it must cost what the bare call costs; an exact product decodes first,
-so it is compared with the bf16 product. All take turns; medians of device time.
+Each product of the presets, operands quantized beforehand, by the library's op. Where an engine
+takes the codes, it must cost what the bare call costs; an exact product decodes first, so it is
+compared with the bf16 product. They take turns; medians of device time.
 """
 
 from __future__ import annotations

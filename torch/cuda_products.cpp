@@ -1,6 +1,7 @@
 // Products on CUDA. Every factor stays on the device: nothing waits for it.
 //
 //     FP8                                ATen's scaled product of the codes: one kernel
+//     block scales, on Blackwell         ATen's block-scaled product of the codes, after their scales are swizzled
 //     FP4 under powers of two            the same, of the codes carried in FP8 (products.cpp)
 //     exact, no factor owed              ATen's bf16 product: one kernel
 //     exact, factors of whole operands   cuBLASLt's with a device factor (cublaslt.h), where this build has it: one kernel
@@ -25,6 +26,20 @@ Tensor add_bias(const Tensor& sums, const Result& result) {
   if (result.dtype == at::kFloat) return sums.add(*result.bias);
   Tensor out = plain_empty(sums, sums.sizes(), result.dtype);
   return at::add_out(out, sums, to_dtype(*result.bias, result.dtype));
+}
+
+// What an engine is asked for: a bf16 bias is added before it rounds, where it can; else the sums come in fp32, for
+// add_bias.
+struct Request {
+  std::optional<Tensor> bias;
+  at::ScalarType dtype;
+  bool is_whole;
+};
+Request request_of(const Result& result, bool can_add) {
+  if (!result.bias) return {std::nullopt, result.dtype, true};
+  if (can_add && result.dtype == at::kBFloat16)
+    return {to_dtype(*result.bias, at::kBFloat16), result.dtype, true};
+  return {std::nullopt, at::kFloat, false};
 }
 
 // ---- FP8 -------------------------------------------------------------------------------------
@@ -80,12 +95,7 @@ Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
   check_scale("a", a);
   check_scale("b", b);
   const Tensor left = fp8_view(a), right = plain_transpose(fp8_view(b));
-  // The engine adds a bf16 bias before it rounds, but not with blocks; else the sums come in fp32.
-  const bool adds_bias =
-      result.bias && result.dtype == at::kBFloat16 && engine != Engine::kFp8Block;
-  const std::optional<Tensor> bias =
-      adds_bias ? std::optional(to_dtype(*result.bias, at::kBFloat16)) : std::nullopt;
-  const at::ScalarType dtype = result.bias && !adds_bias ? at::kFloat : result.dtype;
+  const auto [bias, dtype, is_whole] = request_of(result, engine != Engine::kFp8Block);
   Tensor out;
   if (engine == Engine::kFp8Tensor) {
     out = at::_scaled_mm(left, right, scale_view(a, {}), scale_view(b, {}), bias, std::nullopt,
@@ -99,7 +109,17 @@ Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
                             {block_scale(b)}, {block_scaling(b.spec)}, {no_swizzle}, std::nullopt,
                             dtype);
   }
-  return result.bias && !adds_bias ? add_bias(out, result) : out;
+  return is_whole ? out : add_bias(out, result);
+}
+
+// ---- Block scales: not yet run on hardware ------------------------------------------------------
+
+Tensor block_scaled_product(const BlockScaledSide& a, const BlockScaledSide& b,
+                            const Result& result) {
+  const auto [bias, dtype, is_whole] = request_of(result, true);
+  const Tensor out = at::_scaled_mm_v2(a.codes, plain_transpose(b.codes), a.scale, a.scaling,
+                                       a.swizzle, b.scale, b.scaling, b.swizzle, bias, dtype);
+  return is_whole ? out : add_bias(out, result);
 }
 
 // ---- Exact -----------------------------------------------------------------------------------

@@ -16,21 +16,27 @@ enum class Engine {
   kFp8Row,     //   one a row,
   kFp8Block,   //   one a 1x128 or 128x128 block
   kFp4ByFp8,  // FP4 under powers of two: the same values as FP8 codes under row scales, then as kFp8Row
+  kBlockScaled,  // MX and NVFP4 codes themselves, by ATen's block-scaled products.   Not yet run on hardware
 };
 
-// (m, k) · (n, k)ᵀ, where k is the length that the codes have, whole transforms included.
+// (m, k) · (n, k)ᵀ, where k is the length that the codes have, whole transforms included, and what is asked of it.
 struct ProductShape {
   std::int64_t m = 0;
   std::int64_t n = 0;
   std::int64_t k = 0;
   c10::ScalarType out_dtype = c10::ScalarType::BFloat16;
+  bool has_bias = false;
+  bool is_carried = false;  // an operand is carried already, and can be read as nothing else
 };
 
-// The engine that a device has for a product, sizes apart: known before any size is, so that a traced graph is not
-// tied to one. All but kExact read codes.
-Engine engine_of(const Product& product, const c10::Device& device);
+// 10 major + minor of a CUDA device, asked once a device; 0 where there is none, or no CUDA backend.
+int compute_capability(const c10::Device& device);
 
-// The same, or kExact where that engine does not take the sizes.
-Engine engine_of(const Product& product, const c10::Device& device, const ProductShape& shape);
+// The engine that a GPU of this capability has for a product, sizes apart: known before any size is, so that a traced
+// graph is not tied to one. All but kExact read codes. 0: no GPU.
+Engine engine_of(const Product& product, int capability);
+
+// The same, or the next best where that engine does not take the sizes; kExact takes all.
+Engine engine_of(const Product& product, int capability, const ProductShape& shape);
 
 }  // namespace minifloat::torch_ops

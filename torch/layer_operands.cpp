@@ -80,7 +80,7 @@ const PreparedRecipe& prepare(const std::string& text) {
 }
 
 bool reads_values(const Product& product, const Tensor& x) {
-  return engine_of(product, x.device()) == Engine::kExact;
+  return engine_of(product, compute_capability(x.device())) == Engine::kExact;
 }
 
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
@@ -144,7 +144,7 @@ QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted) 
 void prepare_for(const Product& product, const Spec& spec, const SymInt& cols,
                  QuantizedOperand& operand) {
   if (spec.is_bf16() || operand.codes.scalar_type() != at::kByte) return;
-  const Engine engine = engine_of(product, operand.codes.device());
+  const Engine engine = engine_of(product, compute_capability(operand.codes.device()));
   if (engine == Engine::kExact)
     operand.codes = decode(operand.codes, operand.scale, spec.str(), cols);
   else if (engine == Engine::kFp4ByFp8)

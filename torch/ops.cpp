@@ -61,6 +61,12 @@ std::pair<Tensor, Tensor> carry(const Tensor& codes, const Tensor& scale, const 
   return {carried, row_scale};
 }
 
+Tensor swizzle_scales(const Tensor& scale) {
+  using Signature = Tensor(const Tensor&, const std::optional<Tensor>&, const std::string&);
+  static const auto op = find<Signature>("minifloat::swizzle_scales");
+  return op.call(scale, std::nullopt, "");
+}
+
 Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
                  c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
   const auto length = k.maybe_as_int();

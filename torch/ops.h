@@ -45,6 +45,9 @@ Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec,
 std::pair<Tensor, Tensor> carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                 const std::string& spec, c10::SymInt cols);
 
+// One-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols).
+Tensor swizzle_scales(const Tensor& scale);
+
 // a · bᵀ over k: (m, n). `codes` of each is either packed codes, or their bf16 values (decoded), or carried codes with
 // their row scales for `scale`, or the operand itself where its spec is bf16.
 Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,

@@ -44,6 +44,17 @@ Tensor exact_product_cpu(const ExactSide& a, const ExactSide& b, const Result& r
   return out.to(result.dtype);
 }
 
+Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
+  if (spec.rule == ScaleRule::kTensor) return plain_view(scale, at::kFloat, {});
+  const Tensor out = plain_empty(amax, {}, at::kFloat);
+  bridge::with_value_errors([&] {
+    const Quantized q = {
+        .spec = spec, .amax = amax.const_data_ptr<float>(), .device = bridge::backend_of(amax)};
+    tensor_factor(q, out.mutable_data_ptr<float>(), bridge::ExecutionOn(amax));
+  });
+  return out;
+}
+
 }  // namespace torch_ops
 
 namespace {
@@ -85,18 +96,6 @@ void check_side(const char* name, const Spec& spec, const Tensor& codes, const T
                     amax.sym_numel());
 }
 
-// The tensor's fp32 factor, on its device.
-Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
-  if (spec.rule == ScaleRule::kTensor) return torch_ops::plain_view(scale, at::kFloat, {});
-  const Tensor out = torch_ops::plain_empty(amax, {}, at::kFloat);
-  bridge::with_value_errors([&] {
-    const Quantized q = {
-        .spec = spec, .amax = amax.const_data_ptr<float>(), .device = bridge::backend_of(amax)};
-    tensor_factor(q, out.mutable_data_ptr<float>(), bridge::ExecutionOn(amax));
-  });
-  return out;
-}
-
 ExactSide exact_side(const Spec& spec, const Tensor& codes, const Tensor& scale, const Tensor& amax,
                      std::int64_t k) {
   ExactSide side;
@@ -107,7 +106,7 @@ ExactSide exact_side(const Spec& spec, const Tensor& codes, const Tensor& scale,
   }
   side.values =
       codes.scalar_type() == at::kByte ? torch_ops::decode(codes, scale, spec.str(), k) : codes;
-  if (spec.has_tensor_amax()) side.factor = tensor_factor_of(spec, scale, amax);
+  if (spec.has_tensor_amax()) side.factor = torch_ops::tensor_factor_of(spec, scale, amax);
   if (owes_row_factors(spec)) side.row_factors = scale;
   return side;
 }
@@ -123,6 +122,13 @@ struct Side {
   const Spec& spec;
   const Tensor &codes, &scale, &amax;
 };
+
+torch_ops::BlockScaledSide block_scaled(const Side& side) {
+  Tensor factor;
+  if (side.spec.has_tensor_amax())
+    factor = torch_ops::tensor_factor_of(side.spec, side.scale, side.amax);
+  return torch_ops::block_scaled_side(side.spec, side.codes, side.scale, factor);
+}
 
 // FP4 under powers of two, as an FP8 product of the same values.
 Tensor fp4_by_fp8_product(const Side& a, const Side& b, std::int64_t k, bool fast,
@@ -177,11 +183,16 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
   const torch_ops::Result result = {bias, out_dtype};
   const std::int64_t length = k.guard_int(__FILE__, __LINE__);
   if (are_readable(a) && are_readable(b)) {
-    const Engine engine = torch_ops::engine_of(product, a.device(),
+    const Engine engine = torch_ops::engine_of(product, torch_ops::compute_capability(a.device()),
                                                {.m = a.size(0),
                                                 .n = b.size(0),
                                                 .k = product.a.padded_cols(length),
-                                                .out_dtype = out_dtype});
+                                                .out_dtype = out_dtype,
+                                                .has_bias = bias.has_value(),
+                                                .is_carried = is_carried(a) || is_carried(b)});
+    if (engine == Engine::kBlockScaled)
+      return torch_ops::block_scaled_product(block_scaled({product.a, a, a_scale, a_amax}),
+                                             block_scaled({product.b, b, b_scale, b_amax}), result);
     if (engine == Engine::kFp4ByFp8)
       return fp4_by_fp8_product({product.a, a, a_scale, a_amax}, {product.b, b, b_scale, b_amax},
                                 length, product.fast, result);

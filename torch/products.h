@@ -5,11 +5,10 @@
 
 #include <optional>
 
+#include "block_scaled.h"
 #include "engines.h"
 
 namespace minifloat::torch_ops {
-
-using at::Tensor;
 
 // One side of an exact product: values, and the factors still owed.
 struct ExactSide {
@@ -36,5 +35,10 @@ Tensor exact_product_cpu(const ExactSide& a, const ExactSide& b, const Result& r
 Tensor exact_product_cuda(const ExactSide& a, const ExactSide& b, const Result& result);
 Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
                    const Result& result);
+Tensor block_scaled_product(const BlockScaledSide& a, const BlockScaledSide& b,
+                            const Result& result);
+
+// What the product of an operand's code values and block scales is still to be multiplied by: fp32 (), on its device.
+Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax);
 
 }  // namespace minifloat::torch_ops

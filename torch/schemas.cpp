@@ -36,6 +36,12 @@ TORCH_LIBRARY(minifloat, m) {
       "str groups=\"\") -> Tensor",
       tags);
   m.def("transpose_codes(Tensor codes, SymInt cols) -> Tensor", tags);
+  // An MX or NVFP4 operand as torch's block-scaled products read it: a copy of the codes under torch's dtype, swizzled
+  // scales, and the ScalingType and SwizzleType of each.
+  m.def(
+      "block_scaled_operand(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols) -> "
+      "(Tensor codes, Tensor[] scales, int[] scaling, int[] swizzle)",
+      tags);
 
   // Products. a, b: packed codes, their bf16 values, FP4 carried by FP8 (carry's two for codes and scale), or the
   // operand itself under bf16.
@@ -67,6 +73,9 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("preset_names() -> str[]");
   m.def("spec_sizes(str spec, int rows, int cols) -> int[]");
   m.def("scale_dtype(str spec) -> str");
+  m.def(
+      "engine_of(str product, int capability, *, int m, int n, int k, "
+      "ScalarType out_dtype=bfloat16, bool bias=False) -> str");
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
   m.def("built_for_torch() -> str");

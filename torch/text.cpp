@@ -2,6 +2,7 @@
 #include <torch/library.h>
 
 #include "bridge.h"
+#include "engines.h"
 #include "minifloat/core/philox.h"
 
 namespace minifloat {
@@ -57,6 +58,24 @@ std::string scale_dtype(const std::string& text) {
   return "float32";
 }
 
+// Which engine multiplies (m, k) · (n, k)ᵀ on a GPU of this capability, 10 major + minor; 0: on the CPU.
+std::string engine_name(const std::string& product, std::int64_t capability, std::int64_t m,
+                        std::int64_t n, std::int64_t k, at::ScalarType out_dtype, bool bias) {
+  using torch_ops::Engine;
+  const Product& parsed = bridge::parse_product(product);
+  switch (torch_ops::engine_of(
+      parsed, static_cast<int>(capability),
+      {.m = m, .n = n, .k = parsed.a.padded_cols(k), .out_dtype = out_dtype, .has_bias = bias})) {
+    case Engine::kFp8Tensor: return "fp8_tensor";
+    case Engine::kFp8Row: return "fp8_row";
+    case Engine::kFp8Block: return "fp8_block";
+    case Engine::kFp4ByFp8: return "fp4_by_fp8";
+    case Engine::kBlockScaled: return "block_scaled";
+    case Engine::kExact: break;
+  }
+  return "exact";
+}
+
 std::int64_t stream(const std::string& name) {
   return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
 }
@@ -85,6 +104,7 @@ TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("preset_names", [] { return preset_names(); });
   m.impl("spec_sizes", spec_sizes);
   m.impl("scale_dtype", scale_dtype);
+  m.impl("engine_of", engine_name);
   m.impl("stream", stream);
   m.impl("mix_seed", mix);
   m.impl("has_cuda", has_cuda);

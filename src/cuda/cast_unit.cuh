@@ -124,6 +124,16 @@ __device__ __forceinline__ BlockScale nvfp4_block(ScaleRounding rounding, const 
   return {code, value, factor, is_ordinary};
 }
 
+// core/scaling.h's mx_scale_up: by the instruction, where there is one.
+template <class F>
+__device__ __forceinline__ std::uint32_t mx_block_code(std::uint32_t amax) {
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+  return mx_scale_of_rounded<F>(cvt_up_ue8m0(mx_quotient<F>(amax)), amax);
+#else
+  return mx_scale_up<F>(amax);
+#endif
+}
+
 // core/scaling.h's fp8_factors, as a power of two, without its division: 2^floor(log2(max / amax)), at most 2^127.
 template <class F>
 __device__ __forceinline__ Factors power_of_two_factors(std::uint32_t amax) {
@@ -153,7 +163,7 @@ __device__ __forceinline__ BlockScale block_scale(ScaleRule rule, ScaleRounding 
     }
   }
   const std::uint32_t code =
-      rounding == ScaleRounding::kFloor ? mx_scale_floor<F>(amax) : mx_scale_up<F>(amax);
+      rounding == ScaleRounding::kFloor ? mx_scale_floor<F>(amax) : mx_block_code<F>(amax);
   // Every element format reaches 2^2 at least, so that no finite block's code is 254.
   const float reciprocal = bit_cast<float>((E8M0::kMaxBits - code) << Float32::kMantissaBits);
   // Rounded up, a scale leaves no product above 6, and this one's factor is 2^-105 at least.

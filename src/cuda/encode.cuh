@@ -63,7 +63,7 @@ __device__ __forceinline__ std::uint32_t sign_nibbles(const Unit<Bf16>& unit, in
   return select_bits(0x0F0F'0F0Fu, even >> 4, odd);
 }
 __device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint32_t signs) {
-#if defined(MINIFLOAT_HAS_CVT_E2M1)
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
   (void)signs;
   return cvt_e2m1x8(v);
 #else
@@ -86,7 +86,7 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Unit<T>& unit, float fa
   for (int half = 0; half < 2; ++half) {
     const int first = 8 * half;
     float v[8];
-#if defined(MINIFLOAT_HAS_CVT_E2M1)
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
     (void)is_ordinary;  // the instruction saturates
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = unit[first + i] * factor;
@@ -130,7 +130,7 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
                                                               bool is_ordinary,
                                                               const Words& words) {
   Codes<E2M1> out;
-#if defined(MINIFLOAT_HAS_CVT_E2M1)
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
   (void)is_ordinary;
   std::uint32_t quads[4];
 #pragma unroll
@@ -167,18 +167,36 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
 }
 
 template <class F, class T>
+__device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Unit<T>& unit, float factor,
+                                                          const Words& words) {
+  Codes<F> out = {};
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float v[4] = {unit[4 * i] * factor, unit[4 * i + 1] * factor, unit[4 * i + 2] * factor,
+                        unit[4 * i + 3] * factor};
+    if constexpr (F::kMantissaBits == 3)
+      out.w[i] = with_one_nan<F>(cvt_rs_e4m3x4(v, words.w[i]));
+    else
+      out.w[i] = with_one_nan<F>(cvt_rs_e5m2x4(v, words.w[i]));
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    const std::uint32_t random = random_bits<F::kBits>(words.w[i / 4], i % 4);
+    out.w[i / 4] |= encode<F, Stochastic>(unit[i] * factor, {random}) << (i % 4 * 8);
+  }
+#endif
+  return out;
+}
+
+template <class F, class T>
 __device__ __forceinline__ Codes<F> encode_stochastic(const Unit<T>& unit, float factor,
                                                       bool is_ordinary, const Words& words) {
   if constexpr (F::kBits == 4) {
     return encode_e2m1_stochastic(unit, factor, is_ordinary, words);
   } else {
-    Codes<F> out = {};
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
-      const std::uint32_t random = random_bits<F::kBits>(words.w[i / 4], i % 4);
-      out.w[i / 4] |= encode<F, Stochastic>(unit[i] * factor, {random}) << (i % 4 * 8);
-    }
-    return out;
+    return encode_fp8_stochastic<F>(unit, factor, words);
   }
 }
 

@@ -4,6 +4,8 @@
 //                            sm_90a          sm_100a, sm_103a
 //     8 floats -> E2M1       a rounding by the adder, E4M3's conversion as the packer       cvt.rn.e2m1x2
 //     the same, stochastic   a denormal's bits, and an integer addition                     cvt.rs.e2m1x4
+//     FP8, stochastic        core/rounding.h                                                cvt.rs.e4m3x4, e5m2x4
+//     amax -> E8M0           core/scaling.h's mx_scale_up                                   cvt.rp.ue8m0x2
 #pragma once
 
 #include <cstdint>
@@ -113,7 +115,7 @@ __device__ __forceinline__ void wait_for_copies() {
 }
 
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
-#define MINIFLOAT_HAS_CVT_E2M1 1
+#define MINIFLOAT_HAS_BLACKWELL_CONVERSIONS 1
 
 // Eight floats -> eight E2M1 codes, element 0 in the lowest nibble. NaN gives +6.   Not yet run on hardware.
 __device__ __forceinline__ std::uint32_t cvt_e2m1x8(const float* v) {
@@ -135,6 +137,29 @@ __device__ __forceinline__ std::uint32_t cvt_rs_e2m1x4(const float* v, std::uint
       : "=h"(r)
       : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(word));
   return r;
+}
+// Four floats and a random word -> four FP8 codes, element 0 in the lowest byte: bits 15:0 of the word serve element 0,
+// the same reversed element 1, bits 31:16 so elements 2 and 3 (core/philox.h). NaN gives a NaN, and PTX does not say
+// which one.   Not yet run on hardware.
+__device__ __forceinline__ std::uint32_t cvt_rs_e4m3x4(const float* v, std::uint32_t word) {
+  std::uint32_t r;
+  asm("cvt.rs.satfinite.e4m3x4.f32 %0, {%4, %3, %2, %1}, %5;"
+      : "=r"(r)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(word));
+  return r;
+}
+__device__ __forceinline__ std::uint32_t cvt_rs_e5m2x4(const float* v, std::uint32_t word) {
+  std::uint32_t r;
+  asm("cvt.rs.satfinite.e5m2x4.f32 %0, {%4, %3, %2, %1}, %5;"
+      : "=r"(r)
+      : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(word));
+  return r;
+}
+// x >= 0 -> the E8M0 code of the power of two at or above it: 0 up to 2^-127, 254 past 2^126.   Not yet run on hardware.
+__device__ __forceinline__ std::uint32_t cvt_up_ue8m0(float x) {
+  std::uint16_t codes;
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(x));
+  return codes;
 }
 #endif
 

@@ -104,6 +104,18 @@ class Grid {
   std::vector<double> values_;
 };
 
+// cvt.rp.satfinite.ue8m0x2 of one float that is not negative, by the PTX ISA: the code k + 127 of the smallest 2^k at or
+// above x, of those that E8M0 has; saturated where there is none; NaN 255.
+inline std::uint32_t ue8m0_rounded_up(float x) {
+  if (std::isnan(x)) return 255;
+  if (x <= 0x1p-127f) return 0;
+  if (x > 0x1p127f) return 254;
+  int k;
+  const bool is_power =
+      std::frexp(double{x}, &k) == 0.5;  // x = fraction * 2^k, fraction in [0.5, 1)
+  return static_cast<std::uint32_t>(k - (is_power ? 1 : 0) + 127);
+}
+
 // The 16 random bits of the four elements that share a word of cvt.rs, byte by byte: every byte of the
 // word serves two elements, one of them with its bits reversed.
 inline unsigned reversed_byte(unsigned byte) {

@@ -184,6 +184,29 @@ TYPED_TEST(Rounding, StochasticMeanOverPhiloxWords) {
   }
 }
 
+// Every code in every place of a word, beside every other code: NaN becomes the one NaN, the rest stays.
+template <class F>
+void expect_one_nan(bool (*is_infinity)(std::uint32_t)) {
+  const auto want = [](std::uint32_t code) {
+    return std::isnan(decode<F>(code)) ? F::kNanBits : code;
+  };
+  Tally tally;
+  for (std::uint32_t code = 0; code < 256; ++code)
+    for (std::uint32_t other = 0; other < 256; ++other) {
+      if (is_infinity(code) || is_infinity(other)) continue;
+      for (int place = 0; place < 32; place += 8) {
+        const std::uint32_t others = 0x0101'0101u & ~(1u << place);
+        const std::uint32_t got = with_one_nan<F>(code << place | other * others);
+        tally.check_code(decode<F>(code), got, want(code) << place | want(other) * others);
+      }
+    }
+  EXPECT_TRUE(tally.none_wrong());
+}
+TEST(Nan, IsOneCodeOfItsFormat) {
+  expect_one_nan<E4M3>([](std::uint32_t) { return false; });
+  expect_one_nan<E5M2>([](std::uint32_t code) { return (code & 0x7F) == E5M2::kInfBits; });
+}
+
 TEST(Bf16Rounding, EveryValueEveryMidpointAndTheirNeighbours) {
   const oracle::Grid bf16(oracle::kBf16);  // its last entry, 2^128, stands for infinity
   Tally tally;

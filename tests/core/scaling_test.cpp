@@ -139,6 +139,22 @@ TYPED_TEST(MxScale, UpIsTheSmallestThatDoesNotSaturate) {
   EXPECT_TRUE(tally.none_wrong());
 }
 
+// What Blackwell's conversion makes of the quotient is the same scale. (exhaustive_e8m0.cpp: of every float.)
+TYPED_TEST(MxScale, UpIsTheConversionsOwn) {
+  using F = TypeParam;
+  const auto by_conversion = [](std::uint32_t amax) {
+    return mx_scale_of_rounded<F>(oracle::ue8m0_rounded_up(mx_quotient<F>(amax)), amax);
+  };
+  Tally tally;
+  for_amaxes([&](std::uint32_t bits) {
+    tally.check(by_conversion(bits) == mx_scale_up<F>(bits),
+                [&] { return show_scale(oracle::from_bits(bits), by_conversion(bits)); });
+  });
+  EXPECT_TRUE(tally.none_wrong());
+  for (const std::uint32_t bits : {0u, 1u, 0x7F7FFFFFu, 0x7F800000u, 0x7F800001u, 0x7FFFFFFFu})
+    EXPECT_EQ(by_conversion(bits), mx_scale_up<F>(bits)) << bits;
+}
+
 TYPED_TEST(MxScale, FloorIsTheOcpRule) {
   const int emax = oracle::max_exponent(OracleOf<TypeParam>::kFormat);
   Tally tally;

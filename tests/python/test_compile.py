@@ -63,6 +63,9 @@ def sample_calls():
     for spec in ("mxfp4+rht", "nvfp4+pow2"):
         q = operand(spec)
         yield ops.carry, (q.codes, q.scale, q.amax, spec, 72), {}
+    for spec in ("mxfp8/32x32", "nvfp4/16x16"):
+        q = mf.quantize(x, spec)
+        yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}
     yield ops.hadamard, (x, 32, True), {}
     scale = torch.randint(0, 255, (40, 9), dtype=torch.uint8)
     offs = torch.tensor([8, 8, 40], dtype=torch.int32)
@@ -95,7 +98,15 @@ def test_opcheck(call):
 
 def test_every_op_is_checked():
     text = {"parse_spec", "parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
-    text |= {"spec_sizes", "scale_dtype", "stream", "mix_seed", "built_for_torch", "has_cuda"}
+    text |= {
+        "spec_sizes",
+        "scale_dtype",
+        "stream",
+        "mix_seed",
+        "engine_of",
+        "built_for_torch",
+        "has_cuda",
+    }
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

@@ -67,6 +67,17 @@ MINIFLOAT_HD constexpr std::uint32_t encode(float x, Rounding rounding = {}) {
   return magnitude > Float32::kExponent ? F::kNanBits : code;
 }
 
+// Four 8-bit codes a word, each NaN among them as F::kNanBits; none is an infinity.
+template <class F>
+MINIFLOAT_HD constexpr std::uint32_t with_one_nan(std::uint32_t codes) {
+  constexpr std::uint32_t kEach = 0x0101'0101u, kMagnitude = F::kSignBit - 1;
+  const std::uint32_t magnitudes = codes & kMagnitude * kEach;
+  // Past kMaxBits the sum reaches a byte's upper bit, and never the next byte.
+  const std::uint32_t past_max = magnitudes + (kMagnitude - F::kMaxBits) * kEach;
+  const std::uint32_t nan = (past_max >> 7 & kEach) * 0xFFu;
+  return (codes & ~nan) | (F::kNanBits * kEach & nan);
+}
+
 // bf16 shares float's exponent, so one cut at a fixed place does. Overflow goes to infinity, as
 // IEEE 754 has it; NaN becomes the quiet NaN.
 MINIFLOAT_HD constexpr std::uint32_t encode_bf16(float x) {

@@ -59,6 +59,30 @@ MINIFLOAT_HD constexpr std::uint32_t mx_scale_up(std::uint32_t amax) {
   return is_finite(amax) ? code : E8M0::kNanBits;
 }
 
+// The same code by an instruction that rounds a float up to a power of two and gives its E8M0 code, at most 254
+// (cvt.rp.satfinite.ue8m0x2): mx_scale_of_rounded of what it makes of mx_quotient.
+//
+//     mx_quotient     fl32(amax * fl32(2^(emax - 1) / max)), on the same side of each power of two as the exact quotient,
+//                     wherever it is normal; 2^(emax - 1) times too large, for the sake of both ends:
+//     at the top      the largest amax rounds up to 2^127, code 254, just before the instruction saturates
+//     at the bottom   subnormal quotients round to code 0 or 1, and emax - 1 codes below that all is 0
+//
+// tests/core visits every bf16 amax, and the target `exhaustive` every float.
+template <class F>
+MINIFLOAT_HD constexpr float mx_quotient(std::uint32_t amax) {
+  return bit_cast<float>(amax) * (F::kMaxPowerOfTwo / 2 / F::kMax);
+}
+template <class F>
+MINIFLOAT_HD constexpr std::uint32_t mx_scale_of_rounded(std::uint32_t rounded,
+                                                         std::uint32_t amax) {
+  constexpr int kEmax =
+      static_cast<int>(bit_cast<std::uint32_t>(F::kMaxPowerOfTwo) >> Float32::kMantissaBits) -
+      Float32::kBias;
+  const int e = static_cast<int>(rounded) - (kEmax - 1);
+  const std::uint32_t code = static_cast<std::uint32_t>(e > 0 ? e : 0);
+  return is_finite(amax) ? code : E8M0::kNanBits;  // where the instruction has 254 for infinity
+}
+
 // MX, the OCP specification's own rule: 2^(floor(log2 amax) - emax). Elements between max and the next
 // power of two saturate. Zero, Inf, NaN and underflow as above.
 template <class F>

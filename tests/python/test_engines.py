@@ -1,0 +1,91 @@
+"""Which engine multiplies what, on GPUs of any capability: no GPU is needed to decide it."""
+
+import pytest
+import torch
+from minifloat._native import ops
+
+HOPPER, BLACKWELL, BLACKWELL_ULTRA, RTX_BLACKWELL = 90, 100, 103, 120
+WHOLE = {"m": 256, "n": 256, "k": 512}  # sizes that every engine takes
+
+# product: on Hopper, on sm_100 and sm_103, on sm_120
+ENGINES = {
+    "e4m3/tensor*e4m3/tensor,fast": ("fp8_tensor", "fp8_tensor", "fp8_tensor"),
+    "e5m2/tensor*e4m3/tensor": ("fp8_tensor", "fp8_tensor", "fp8_tensor"),
+    "e5m2/tensor*e5m2/tensor": ("exact", "exact", "exact"),
+    "e4m3/row*e4m3/row": ("fp8_row", "fp8_row", "fp8_row"),
+    "e4m3/1x128*e4m3/128x128": ("fp8_block", "exact", "exact"),
+    "e4m3/1x128*e4m3/1x128": ("fp8_block", "exact", "exact"),
+    "e4m3/128x128*e4m3/128x128": ("exact", "exact", "exact"),
+    "mxfp8*mxfp8": ("exact", "block_scaled", "exact"),
+    "mxfp8+sr*mxfp8/32x32+floor": ("exact", "block_scaled", "exact"),
+    "mxfp8/e5m2*mxfp8": ("exact", "block_scaled", "exact"),
+    "mxfp8/e5m2*mxfp8/e5m2": ("exact", "exact", "exact"),
+    "mxfp4*mxfp4": ("fp4_by_fp8", "block_scaled", "fp4_by_fp8"),
+    "mxfp4+sr+rht*mxfp4+rht": ("fp4_by_fp8", "block_scaled", "fp4_by_fp8"),
+    "nvfp4*nvfp4/16x16": ("exact", "block_scaled", "exact"),
+    "nvfp4+sr+rht*nvfp4+up+rht": ("exact", "block_scaled", "exact"),
+    "nvfp4+pow2*nvfp4/16x16+pow2": ("fp4_by_fp8", "block_scaled", "fp4_by_fp8"),
+    "mxfp4*mxfp8": ("exact", "exact", "exact"),
+    "nvfp4*mxfp4": ("exact", "exact", "exact"),
+    "nvfp4+pow2*mxfp4": ("exact", "exact", "exact"),
+    "e4m3/tensor*e4m3/row": ("exact", "exact", "exact"),
+    "nvfp4*bf16": ("exact", "exact", "exact"),
+    "bf16*bf16": ("exact", "exact", "exact"),
+}
+
+
+@pytest.mark.parametrize("product", ENGINES)
+def test_of_each_capability(product):
+    hopper, blackwell, rtx = ENGINES[product]
+    assert ops.engine_of(product, HOPPER, **WHOLE) == hopper
+    assert ops.engine_of(product, BLACKWELL, **WHOLE) == blackwell
+    assert ops.engine_of(product, BLACKWELL_ULTRA, **WHOLE) == blackwell
+    assert ops.engine_of(product, RTX_BLACKWELL, **WHOLE) == rtx
+    for older in (0, 80, 89):
+        assert ops.engine_of(product, older, **WHOLE) == "exact"
+
+
+def test_every_preset_has_an_engine_everywhere():
+    for preset in ops.preset_names():
+        for product in ops.parse_recipe(preset)[1:]:
+            for capability in (0, 90, 100, 103, 110, 120, 121):
+                assert ops.engine_of(product, capability, **WHOLE)
+
+
+@pytest.mark.parametrize("product", ["mxfp8*mxfp8/32x32", "nvfp4*nvfp4/16x16"])
+@pytest.mark.parametrize("capability", [BLACKWELL, BLACKWELL_ULTRA])
+def test_sizes_that_block_scales_do_not_take(product, capability):
+    def engine(m, n, k, **asked):
+        return ops.engine_of(product, capability, m=m, n=n, k=k, **asked)
+
+    for m in (1, 33, 128, 200):
+        assert engine(m, 16, 32) == "block_scaled"
+        assert engine(m, 272, 544, out_dtype=torch.float32, bias=True) == "block_scaled"
+    for sizes in [(0, 16, 32), (16, 0, 32), (16, 16, 0), (16, 24, 32), (16, 16, 48), (16, 16, 40)]:
+        assert engine(*sizes) == "exact"
+
+
+def test_a_transform_grows_the_contraction():
+    product = "nvfp4+rht*nvfp4+rht"
+    assert ops.engine_of(product, BLACKWELL, m=32, n=32, k=50) == "block_scaled"  # 64 columns
+    assert ops.engine_of(product, BLACKWELL, m=32, n=32, k=33) == "exact"  # 48
+
+
+@pytest.mark.parametrize("product", ["mxfp4*mxfp4", "nvfp4+pow2*nvfp4+pow2"])
+def test_fp4_by_fp8_is_the_next_best(product):
+    def engine(**asked):
+        return ops.engine_of(product, BLACKWELL, **{**WHOLE, **asked})
+
+    is_mx = product.startswith("mx")  # its product writes bf16 alone, without a bias
+    assert engine() == "block_scaled"
+    assert engine(bias=True) == ("fp4_by_fp8" if is_mx else "block_scaled")
+    assert engine(out_dtype=torch.float32) == ("exact" if is_mx else "block_scaled")
+    assert engine(k=48) == "fp4_by_fp8"
+    assert engine(k=48, out_dtype=torch.float32) == "exact"
+    assert engine(k=40) == "exact"
+
+
+def test_rows_of_fp8_in_fp32_on_hopper_alone():
+    asked = {**WHOLE, "out_dtype": torch.float32}
+    assert ops.engine_of("e4m3/row*e4m3/row", HOPPER, **asked) == "fp8_row"
+    assert ops.engine_of("e4m3/row*e4m3/row", BLACKWELL, **asked) == "exact"

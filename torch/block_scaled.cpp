@@ -1,0 +1,121 @@
+#include "block_scaled.h"
+
+#include <ATen/ATen.h>
+#include <ATen/BlasBackend.h>
+#include <torch/library.h>
+
+#include "bridge.h"
+#include "ops.h"
+#include "products.h"
+
+namespace minifloat {
+namespace torch_ops {
+namespace {
+
+using at::blas::ScalingType;
+using at::blas::SwizzleType;
+
+at::ScalarType code_type(const Spec& spec) {
+  switch (spec.elements) {
+    case Elements::kE4m3: return at::kFloat8_e4m3fn;
+    case Elements::kE5m2: return at::kFloat8_e5m2;
+    case Elements::kE2m1:
+    case Elements::kBf16: break;
+  }
+  return at::kFloat4_e2m1fn_x2;
+}
+
+// One scale for each block of one row: a square block's is that of all its rows.
+Tensor scale_of_rows(const Spec& spec, const Tensor& scale, const c10::SymInt& rows) {
+  if (spec.block_rows == 1) return scale;
+  return scale.unsqueeze(1)
+      .expand_symint({scale.sym_size(0), spec.block_rows, scale.sym_size(1)})
+      .reshape_symint({scale.sym_size(0) * spec.block_rows, scale.sym_size(1)})
+      .narrow_symint(0, 0, rows)
+      .contiguous();
+}
+
+}  // namespace
+
+BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const Tensor& scale,
+                                  const Tensor& factor) {
+  const bool is_mx = spec.rule == ScaleRule::kMx;
+  const Tensor bytes = scale.contiguous().view(at::kByte);
+  const Tensor blocks = swizzle_scales(scale_of_rows(spec, bytes, codes.sym_size(0)));
+  BlockScaledSide side = {.codes = codes.view(code_type(spec)),
+                          .scale = {blocks.view(is_mx ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn)},
+                          .scaling = {static_cast<std::int64_t>(
+                              is_mx ? ScalingType::BlockWise1x32 : ScalingType::BlockWise1x16)},
+                          .swizzle = {static_cast<std::int64_t>(SwizzleType::SWIZZLE_32_4_4)}};
+  if (!is_mx) {
+    side.scale.push_back(factor);
+    side.scaling.push_back(static_cast<std::int64_t>(ScalingType::TensorWise));
+    side.swizzle.push_back(static_cast<std::int64_t>(SwizzleType::NO_SWIZZLE));
+  }
+  return side;
+}
+
+}  // namespace torch_ops
+
+namespace {
+
+using at::Tensor;
+using Parts =
+    std::tuple<Tensor, std::vector<Tensor>, std::vector<std::int64_t>, std::vector<std::int64_t>>;
+
+const Spec& check_operand(const Tensor& codes, const Tensor& scale, const std::string& text,
+                          const c10::SymInt& cols) {
+  const Spec& spec = bridge::parse_spec(text);
+  TORCH_CHECK_VALUE(spec.rule == ScaleRule::kMx || spec.rule == ScaleRule::kNvfp4,
+                    "block_scaled_operand: expected an MX or NVFP4 spec, got ", spec.str());
+  TORCH_CHECK_VALUE(codes.dim() == 2 && codes.scalar_type() == at::kByte &&
+                        codes.sym_size(1) == spec.code_cols(cols),
+                    "block_scaled_operand: expected uint8 codes (rows, ", spec.code_cols(cols),
+                    ") for ", cols, " columns under ", spec.str(), ", got ", codes.scalar_type(),
+                    " ", codes.sym_sizes());
+  TORCH_CHECK_VALUE(scale.dim() == 2 && scale.element_size() == 1 &&
+                        scale.sym_size(0) == spec.scale_rows(codes.sym_size(0)) &&
+                        scale.sym_size(1) == spec.scale_cols(cols),
+                    "block_scaled_operand: expected one-byte scales (",
+                    spec.scale_rows(codes.sym_size(0)), ", ", spec.scale_cols(cols), ") under ",
+                    spec.str(), ", got ", scale.scalar_type(), " ", scale.sym_sizes());
+  return spec;
+}
+
+Parts as_parts(torch_ops::BlockScaledSide side) {
+  return {side.codes.clone(), std::move(side.scale), std::move(side.scaling),
+          std::move(side.swizzle)};
+}
+
+Parts block_scaled_operand_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                                  const std::string& text, c10::SymInt cols) {
+  const Spec& spec = check_operand(codes, scale, text, cols);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  Tensor factor;
+  if (spec.has_tensor_amax()) factor = torch_ops::tensor_factor_of(spec, scale, amax);
+  return as_parts(torch_ops::block_scaled_side(spec, codes, scale, factor));
+}
+
+Parts block_scaled_operand_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                                const std::string& text, c10::SymInt cols) {
+  const Spec& spec = check_operand(codes, scale, text, cols);
+  const Tensor factor = at::empty({}, amax.options().dtype(at::kFloat));
+  return as_parts(torch_ops::block_scaled_side(spec, codes, scale, factor));
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
+  m.impl("block_scaled_operand", block_scaled_operand_kernel);
+}
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) {
+  m.impl("block_scaled_operand", block_scaled_operand_kernel);
+}
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
+  m.impl("block_scaled_operand", block_scaled_operand_meta);
+}
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  m.impl("block_scaled_operand", torch::CppFunction::makeFallthrough());
+}
+
+}  // namespace minifloat
