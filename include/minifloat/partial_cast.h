@@ -56,7 +56,7 @@ struct PartialCast {
   float* amax = nullptr;
 };
 
-// Writes all of `amaxes`: those of the shard's values, zero where it holds none.
+// Raises `amaxes`, zero before, to those of the shard's values.
 void partial_amax(std::span<const PartialCast> casts, Device device,
                   const Execution& execution = {});
 

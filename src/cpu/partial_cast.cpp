@@ -61,10 +61,8 @@ MINIFLOAT_INLINE void each_cell(const AmaxGrid& grid, std::int64_t row, const Sp
 }
 
 // The value of a master as the cast sees it.
-template <class T>
-MINIFLOAT_INLINE float computed(T x, bool round) {
-  return round ? round_to_bf16(to_float(x)) : to_float(x);
-}
+MINIFLOAT_INLINE float computed(float x, bool round) { return round ? round_to_bf16(x) : x; }
+MINIFLOAT_INLINE float computed(std::uint16_t x, bool) { return to_float(x); }
 
 void raise(std::uint32_t& cell, std::uint32_t amax) {
   std::atomic_ref<std::uint32_t> shared(cell);
@@ -245,10 +243,6 @@ void transpose_rows(const Transpose& m, const Span& cols) {
 }  // namespace
 
 void partial_amax(std::span<const PartialCast> casts, const Execution& execution) {
-  for (const PartialCast& cast : casts) {
-    const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
-    std::fill_n(cast.amaxes, grid.count(), 0u);
-  }
   const std::vector<Band> bands = bands_of(casts);
   parallel_for(execution, static_cast<std::int64_t>(bands.size()), elements_of(casts),
                [&](std::int64_t i) {

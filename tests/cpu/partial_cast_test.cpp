@@ -88,6 +88,7 @@ class World {
   void reduce() {
     for (PartialCast& cast : casts_) {
       Guarded<std::uint32_t> own(static_cast<std::int64_t>(reduced_.size()));
+      std::fill_n(own.data(), own.size(), 0u);
       cast.amaxes = own.data();
       partial_amax({&cast, 1}, Device::kCpu);
       ASSERT_TRUE(own.guards_hold());
@@ -234,6 +235,8 @@ TEST(PartialCast, ManyWeightsAtOnceAreEachAlone) {
     casts[i].scale = outs[i].scale.data();
     casts[i].amax = outs[i].amax.size() > 0 ? outs[i].amax.data() : nullptr;
   }
+  for (Guarded<std::uint32_t>& of_weight : amaxes)
+    std::fill_n(of_weight.data(), of_weight.size(), 0u);
   partial_amax(casts, Device::kCpu);
   partial_cast(casts, Device::kCpu);
   for (std::size_t i = 0; i < count; ++i) {
