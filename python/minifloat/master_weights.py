@@ -13,7 +13,7 @@ and is transposed from it once it is whole.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -31,19 +31,70 @@ Fragments = Tensor | tuple[Tensor, ...] | None
 # ---- wires ---------------------------------------------------------------------------------------
 
 
-def _is_derived(weight: QuantizedTensor) -> bool:
-    """Does the columnwise part hold the rowwise codes, transposed?"""
-    row, col = weight.rowwise, weight.columnwise
-    return row is not None and col is not None and row.spec == col.spec and is_square(row.spec)
+@dataclass(frozen=True, eq=False)
+class WeightPlan:
+    """What casts and transposes ask of a weight at every step; made once, for asking costs more."""
+
+    rowwise: Quantized | None
+    columnwise: Quantized | None
+    parts: tuple[Quantized, ...]  # those that are cast from the master, each with a wire
+    wires: tuple[Tensor, ...]
+    specs: tuple[str, ...]
+    numbers: tuple[tuple[int, int, int, int], ...]  # columnwise, rows, cols, rounds to bfloat16
+    # After the gather: matrices, their transposes, and (rows, cols, bits) of each.
+    sources: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    sizes: tuple[int, ...]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied weight has other memory, and makes its own."""
 
 
-def _cast_parts(weight: QuantizedTensor) -> list[Quantized]:
-    """The parts that are cast from the master: those with a wire."""
+def plan_of(weight: QuantizedTensor) -> WeightPlan:
+    plan = weight.__dict__.get("wire_plan")
+    if (
+        plan is None
+        or plan.rowwise is not weight.rowwise
+        or plan.columnwise is not weight.columnwise
+    ):
+        plan = _new_plan(weight, weight.__dict__.get("columnwise_wire"))
+        weight.__dict__["wire_plan"] = plan
+    return plan
+
+
+def _new_plan(weight: QuantizedTensor, columnwise_wire: Tensor | None) -> WeightPlan:
     row, col = weight.rowwise, weight.columnwise
-    parts = [] if row is None else [row]
-    if col is not None and not _is_derived(weight):
-        parts.append(col)
-    return parts
+    rows, cols = weight.shape
+    is_derived = (
+        row is not None and col is not None and row.spec == col.spec and is_square(row.spec)
+    )
+    parts = tuple(p for p in (row, None if is_derived else col) if p is not None)
+    wires = []
+    for part in parts:
+        wire = part.codes
+        if part.columnwise:
+            shape = (rows, ops.spec_sizes(part.spec, rows, cols)[0])
+            wire = wire.new_zeros(shape) if columnwise_wire is None else columnwise_wire
+            weight.__dict__["columnwise_wire"] = wire
+        wires.append(wire)
+    jobs = [] if col is None else [(wires[-1], col.codes, rows, cols, code_bits(col.spec))]
+    if row is not None and col is not None and is_derived:
+        for mine, other in ((row.scale, col.scale), (row.amax, col.amax)):
+            if mine.numel() > 0:
+                height, width = mine.shape if mine.dim() == 2 else (1, 1)
+                jobs.append((mine, other, height, width, 8 * mine.element_size()))
+    rounds = weight.dtype == torch.bfloat16
+    return WeightPlan(
+        row,
+        col,
+        parts,
+        tuple(wires),
+        tuple(p.spec for p in parts),
+        tuple((p.columnwise, rows, cols, rounds) for p in parts),
+        tuple(job[0] for job in jobs),
+        tuple(job[1] for job in jobs),
+        tuple(n for job in jobs for n in job[2:]),
+    )
 
 
 def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
@@ -51,40 +102,27 @@ def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
 
     A columnwise wire is memory of its own, made here once and kept with the weight.
     """
-    return tuple(
-        _columnwise_wire(weight) if part.columnwise else part.codes for part in _cast_parts(weight)
-    )
-
-
-def _columnwise_wire(weight: QuantizedTensor) -> Tensor:
-    wire = getattr(weight, "columnwise_wire", None)
-    if wire is None:
-        part = weight.columnwise
-        assert part is not None  # the caller has seen its part
-        rows, cols = weight.shape
-        shape = (rows, ops.spec_sizes(part.spec, rows, cols)[0])
-        wire = torch.zeros(shape, dtype=torch.uint8, device=weight.device)
-        weight.columnwise_wire = wire  # type: ignore[attr-defined]
-    return wire
+    return plan_of(weight).wires
 
 
 def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
     """Moves the weight's wires into `memory`, such as views of one flat buffer; values are kept."""
-    own = wires(weight)
-    if len(memory) != len(own):
-        raise ValueError(f"attach_wires: expected {len(own)} buffers, got {len(memory)}")
-    for new, old in zip(memory, own):
+    plan = plan_of(weight)
+    if len(memory) != len(plan.wires):
+        raise ValueError(f"attach_wires: expected {len(plan.wires)} buffers, got {len(memory)}")
+    for new, old in zip(memory, plan.wires):
         if new.shape != old.shape or new.dtype != torch.uint8 or not new.is_contiguous():
             raise ValueError(
                 f"attach_wires: expected contiguous uint8 {tuple(old.shape)}, got {new.dtype} "
                 f"{tuple(new.shape)}"
             )
-    for part, new, old in zip(_cast_parts(weight), memory, own):
+    for part, new, old in zip(plan.parts, memory, plan.wires):
         new.copy_(old)
         if part.columnwise:
-            weight.columnwise_wire = new  # type: ignore[attr-defined]
+            weight.__dict__["columnwise_wire"] = new
         else:
             weight.rowwise = replace(part, codes=new)
+    del weight.__dict__["wire_plan"]
 
 
 # ---- the cast ------------------------------------------------------------------------------------
@@ -118,21 +156,18 @@ def _require_lists(
             )
 
 
-def _entry_codes(
-    weight: QuantizedTensor, parts: list[Quantized], fragments: Fragments, is_empty: bool
-) -> Sequence[Tensor]:
-    """Where each part's codes go: the shard's fragments, where they are given."""
-    if fragments is None and is_empty:
-        fragments = tuple(weight.new_empty(0, dtype=torch.uint8) for _ in parts)
-    if isinstance(fragments, Tensor):
-        fragments = (fragments,)
-    if fragments is None or len(fragments) != len(parts):
-        got = "none" if fragments is None else len(fragments)
+def _fragments(plan: WeightPlan, given: Fragments, is_empty: bool) -> Sequence[Tensor]:
+    """Where each part's codes go, of a shard that has fragments."""
+    if given is None and is_empty:
+        given = tuple(part.codes.new_empty(0) for part in plan.parts)
+    if isinstance(given, Tensor):
+        given = (given,)
+    if given is None or len(given) != len(plan.parts):
         raise ValueError(
-            f"quantize_master_weights: expected {len(parts)} fragments for a shard of {weight!r}, "
-            f"got {got}"
+            f"quantize_master_weights: expected {len(plan.parts)} fragments for a shard in "
+            f"{', '.join(plan.specs)}, got {'none' if given is None else len(given)}"
         )
-    return fragments
+    return given
 
 
 def quantize_master_weights(
@@ -164,26 +199,26 @@ def quantize_master_weights(
     _require_lists(model_weights, master_weights, start_offsets, fragments)
     if not manual_post_all_gather_processing:
         _refuse_processing(model_weights)
-    masters, specs, scales, amaxes, labels = [], [], [], [], []
+    masters, scales, amaxes = [], [], []
+    specs: list[str] = []
+    labels: list[str] = []
     geometry: list[int] = []
     codes: list[Tensor] = []
-    nothing: Tensor | None = None
+    is_fragment = fragments is not None
     for i, weight in enumerate(model_weights):
-        master, start, shape = master_weights[i], start_offsets[i] or 0, weight.shape
-        parts = _cast_parts(weight)
+        plan = plan_of(weight)
+        master, start = master_weights[i], start_offsets[i] or 0
         if master is None:
-            nothing = weight.new_empty(0, dtype=torch.float32) if nothing is None else nothing
-            master, start = nothing, 0
+            master, start = plan.wires[0].new_empty(0, dtype=torch.float32), 0
         if fragments is None:
-            codes += wires(weight)
+            codes += plan.wires
         else:
-            codes += _entry_codes(weight, parts, fragments[i], master.numel() == 0)
-        rounds = weight.dtype == torch.bfloat16
-        is_fragment = fragments is not None
-        for part in parts:
+            codes += _fragments(plan, fragments[i], master.numel() == 0)
+        specs += plan.specs
+        for part, numbers in zip(plan.parts, plan.numbers):
             masters.append(master)
-            specs.append(part.spec)
-            geometry += (part.columnwise, *shape, rounds, start, is_fragment)
+            geometry += numbers
+            geometry += (start, is_fragment)
             scales.append(part.scale)
             amaxes.append(part.amax)
             labels.append(str(i) if names is None else names[i])
@@ -224,13 +259,9 @@ def cast_master_weights_to_nvfp4(
 # ---- after the gather ----------------------------------------------------------------------------
 
 
-def _needs_processing(weight: QuantizedTensor) -> bool:
-    return weight.columnwise is not None
-
-
 def _refuse_processing(weights: Sequence[QuantizedTensor]) -> None:
     for weight in weights:
-        if _needs_processing(weight):
+        if plan_of(weight).sources:
             raise ValueError(
                 "quantize_master_weights: expected manual_post_all_gather_processing=True, got "
                 f"False: the columnwise codes of {weight!r} are transposed from gathered bytes; "
@@ -240,31 +271,13 @@ def _refuse_processing(weights: Sequence[QuantizedTensor]) -> None:
 
 def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None:
     """Columnwise codes from gathered wires, scales included; once more changes nothing."""
-    source: list[Tensor] = []
-    target: list[Tensor] = []
+    sources: list[Tensor] = []
+    targets: list[Tensor] = []
     sizes: list[int] = []
-    amaxes: tuple[list[Tensor], list[Tensor]] = ([], [])
     for weight in model_weights:
-        row, col = weight.rowwise, weight.columnwise
-        if col is None:
-            continue
-        derived = _is_derived(weight)
-        source.append(row.codes if derived and row is not None else _columnwise_wire(weight))
-        target.append(col.codes)
-        sizes += (*weight.shape, code_bits(col.spec))
-        if not derived or row is None:
-            continue
-        if row.scale.dim() == 2:
-            source.append(row.scale)
-            target.append(col.scale)
-            sizes += (*row.scale.shape, 8 * row.scale.element_size())
-        else:
-            amaxes[0].append(col.scale)
-            amaxes[1].append(row.scale)
-        if row.amax.numel() > 0:
-            amaxes[0].append(col.amax)
-            amaxes[1].append(row.amax)
-    if source:
-        ops.transpose_many(source, target, sizes)
-    if amaxes[0]:
-        torch._foreach_copy_(*amaxes)
+        plan = plan_of(weight)
+        sources += plan.sources
+        targets += plan.targets
+        sizes += plan.sizes
+    if sources:
+        ops.transpose_many(sources, targets, sizes)

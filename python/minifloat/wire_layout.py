@@ -19,7 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._native import ops
-from .master_weights import _cast_parts, wires
+from .master_weights import plan_of, wires
 from .tensor import QuantizedTensor
 
 
@@ -61,8 +61,8 @@ class WireLayout:
         if cuts is None:
             cuts = [ops.even_cuts(*weight.shape, ranks) for weight in model_weights]
         _require_cuts(model_weights, cuts, ranks)
-        owners = [i for i, weight in enumerate(model_weights) for _ in _cast_parts(weight)]
-        specs = [part.spec for weight in model_weights for part in _cast_parts(weight)]
+        owners = [i for i, weight in enumerate(model_weights) for _ in plan_of(weight).parts]
+        specs = [spec for weight in model_weights for spec in plan_of(weight).specs]
         numbers = ops.fragment_layout(
             specs,
             [model_weights[i].shape[1] for i in owners],

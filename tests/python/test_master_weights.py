@@ -1,5 +1,6 @@
 """Quantized weights from sharded masters: any cut, any format, the bytes of the whole."""
 
+import copy
 import random
 from itertools import pairwise
 
@@ -303,3 +304,18 @@ def check_faults(rank):
 
 def test_ranks_that_differ_are_refused_by_name_and_nan_reaches_all():
     run_world(2, check_faults)
+
+
+def test_a_copy_of_a_weight_has_wires_of_its_own():
+    master = master_of((32, 48), 4)
+    weight = empty_weight((32, 48), ("mxfp8", "nvfp4"))
+    memory = [torch.zeros_like(wire) for wire in mf.wires(weight)]
+    mf.attach_wires(weight, memory)
+    twin = copy.deepcopy(weight)
+    mf.quantize_master_weights([weight], [master.flatten()], [0], None)
+    mf.post_all_gather_processing([weight])
+    assert_same_weight(weight, whole_cast(master, weight.specs))
+    assert_same_weight(twin, empty_weight((32, 48), ("mxfp8", "nvfp4")))
+    assert mf.wires(weight)[0].data_ptr() == memory[0].data_ptr()
+    assert mf.wires(weight)[1].data_ptr() == memory[1].data_ptr()
+    assert all(a.data_ptr() != b.data_ptr() for a, b in zip(mf.wires(twin), memory))

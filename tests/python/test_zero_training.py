@@ -151,6 +151,14 @@ def check_losses(rank, recipes):
         assert train_zero3(recipe, rank) == whole, recipe
 
 
-@pytest.mark.parametrize("recipes", [RECIPES[:2], RECIPES[2:4], RECIPES[4:]], ids=str)
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        pytest.param(RECIPES[:2], marks=pytest.mark.slow),
+        pytest.param(RECIPES[2:4], marks=pytest.mark.slow),
+        RECIPES[4:],
+    ],
+    ids=", ".join,
+)
 def test_sharded_training_has_the_losses_of_whole_casts(recipes):
     run_world(RANKS, check_losses, recipes)
