@@ -25,15 +25,30 @@ constexpr std::int64_t kAligned = 4;
 
 int bits_of(const Spec& spec) { return spec.elements == Elements::kE2m1 ? 4 : 8; }
 
-// The shard and the spec of each entry; null for what the caller has not got yet.
-std::vector<PartialCast> parse_entries(const char* op, TensorList masters, const Texts& specs,
+// The spec and the geometry of each entry; memory is the next steps'.
+std::vector<PartialCast> parse_entries(const char* op, const Texts& specs,
                                        at::IntArrayRef geometry) {
-  TORCH_CHECK_VALUE(masters.size() == specs.size() && geometry.size() == specs.size() * kNumbers,
-                    op, ": expected a master and ", kNumbers, " numbers for each of ", specs.size(),
-                    " specs, got ", masters.size(), " masters and ", geometry.size(), " numbers");
+  TORCH_CHECK_VALUE(geometry.size() == specs.size() * kNumbers, op, ": expected ", kNumbers,
+                    " numbers for each of ", specs.size(), " specs, got ", geometry.size());
   std::vector<PartialCast> casts(specs.size());
   for (std::size_t i = 0; i < specs.size(); ++i) {
     const std::int64_t* numbers = geometry.data() + i * kNumbers;
+    casts[i] = {.spec = bridge::parse_spec(specs[i]),
+                .columnwise = numbers[0] != 0,
+                .rows = numbers[1],
+                .cols = numbers[2],
+                .compute = numbers[3] ? DType::kBFloat16 : DType::kFloat32,
+                .shard = {numbers[4], numbers[4]}};
+  }
+  return casts;
+}
+
+std::vector<PartialCast> parse_shards(const char* op, TensorList masters, const Texts& specs,
+                                      at::IntArrayRef geometry) {
+  std::vector<PartialCast> casts = parse_entries(op, specs, geometry);
+  TORCH_CHECK_VALUE(masters.size() == casts.size(), op, ": expected a master for each of ",
+                    casts.size(), " specs, got ", masters.size());
+  for (std::size_t i = 0; i < casts.size(); ++i) {
     const Tensor& master = masters[i];
     const bool is_fp32 = master.scalar_type() == at::kFloat;
     TORCH_CHECK_VALUE(is_fp32 || master.scalar_type() == at::kBFloat16, op,
@@ -42,14 +57,9 @@ std::vector<PartialCast> parse_entries(const char* op, TensorList masters, const
                       ": expected flat, contiguous shards of masters, got strides ",
                       master.strides());
     bridge::check_same_device(op, "masters", master, masters[0]);
-    casts[i] = {.spec = bridge::parse_spec(specs[i]),
-                .columnwise = numbers[0] != 0,
-                .rows = numbers[1],
-                .cols = numbers[2],
-                .compute = numbers[3] ? DType::kBFloat16 : DType::kFloat32,
-                .shard = {numbers[4], numbers[4] + master.numel()},
-                .master = master.const_data_ptr(),
-                .dtype = is_fp32 ? DType::kFloat32 : DType::kBFloat16};
+    casts[i].shard.end += master.numel();
+    casts[i].master = master.const_data_ptr();
+    casts[i].dtype = is_fp32 ? DType::kFloat32 : DType::kBFloat16;
   }
   return casts;
 }
@@ -121,14 +131,14 @@ void place_outputs(const char* op, std::vector<PartialCast>& casts, at::IntArray
 // ---- Ops -----------------------------------------------------------------------------------------
 Tensor partial_amax_kernel(TensorList masters, const Texts& specs, at::IntArrayRef geometry) {
   TORCH_CHECK_VALUE(!masters.empty(), "partial_amax: expected at least one weight, got none");
-  std::vector<PartialCast> casts = parse_entries("partial_amax", masters, specs, geometry);
+  std::vector<PartialCast> casts = parse_shards("partial_amax", masters, specs, geometry);
   return amaxes_of_shards(casts, masters[0]);
 }
 
 void partial_cast_kernel(const Tensor& packed, TensorList masters, const Texts& specs,
                          at::IntArrayRef geometry, TensorList codes, TensorList scales,
                          TensorList amaxes) {
-  std::vector<PartialCast> casts = parse_entries("partial_cast", masters, specs, geometry);
+  std::vector<PartialCast> casts = parse_shards("partial_cast", masters, specs, geometry);
   const std::int64_t count = place_amaxes(casts, nullptr);
   TORCH_CHECK_VALUE(
       packed.scalar_type() == at::kInt && packed.is_contiguous() && packed.numel() == count,
@@ -147,7 +157,7 @@ void quantize_master_weights_kernel(TensorList masters, const Texts& specs,
   constexpr const char* kOp = "quantize_master_weights";
   if (masters.empty() && group.empty()) return;
   TORCH_CHECK_VALUE(!masters.empty(), kOp, ": expected at least one weight, got none");
-  std::vector<PartialCast> casts = parse_entries(kOp, masters, specs, geometry);
+  std::vector<PartialCast> casts = parse_shards(kOp, masters, specs, geometry);
   place_outputs(kOp, casts, geometry, codes, scales, amaxes);
   TORCH_CHECK_VALUE(names.size() == casts.size(), kOp, ": expected a name for each of ",
                     casts.size(), " specs, got ", names.size());
@@ -248,7 +258,7 @@ TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("partial_amax", [](TensorList masters, const Texts& specs, at::IntArrayRef geometry) {
-    std::vector<PartialCast> casts = parse_entries("partial_amax", masters, specs, geometry);
+    std::vector<PartialCast> casts = parse_entries("partial_amax", specs, geometry);
     return at::empty({place_amaxes(casts, nullptr)}, masters[0].options().dtype(at::kInt));
   });
   m.impl("partial_cast", [](const Tensor&, TensorList, const Texts&, at::IntArrayRef, TensorList,
