@@ -84,4 +84,12 @@ void transpose_many(std::span<const Transpose> matrices, Device device,
   MINIFLOAT_ON(device, transpose_many(matrices, execution));
 }
 
+void copy_many(std::span<const Copy> copies, Device device, const Execution& execution) {
+  check_device("copy_many", device);
+  for (const Copy& c : copies)
+    MINIFLOAT_CHECK((c.from && c.to) || c.bytes == 0,
+                    "copy_many: expected memory to read and to write, got null");
+  MINIFLOAT_ON(device, copy_many(copies, execution));
+}
+
 }  // namespace minifloat

@@ -200,6 +200,44 @@ void transpose_many_kernel(TensorList from, TensorList to, at::IntArrayRef sizes
       [&] { transpose_many(jobs, bridge::backend_of(from[0]), bridge::ExecutionOn(from[0])); });
 }
 
+// Gathered pieces into whole wires, as fragment_layout has them. A byte that a rank shares with one before is ORed.
+void merge_fragments_kernel(const Tensor& gathered, TensorList wires, at::IntArrayRef layout,
+                            std::int64_t ranks) {
+  constexpr const char* kOp = "merge_fragments";
+  const auto stride = static_cast<std::size_t>(1 + 2 * ranks);
+  TORCH_CHECK_VALUE(layout.size() == wires.size() * stride + 1, kOp, ": expected a layout of ",
+                    wires.size() * stride + 1, " numbers, got ", layout.size());
+  TORCH_CHECK_VALUE(gathered.is_contiguous() && gathered.scalar_type() == at::kByte &&
+                        gathered.numel() == ranks * layout.back(),
+                    kOp, ": expected ", ranks, " pieces of ", layout.back(), " bytes, got ",
+                    gathered.numel());
+  const auto* pieces = gathered.const_data_ptr<std::uint8_t>();
+  std::vector<Copy> copies;
+  for (std::size_t i = 0; i < wires.size(); ++i) {
+    const std::int64_t* numbers = layout.data() + i * stride;
+    bridge::check_same_device(kOp, "wires", wires[i], gathered);
+    TORCH_CHECK_VALUE(wires[i].is_contiguous() && wires[i].scalar_type() == at::kByte, kOp,
+                      ": expected contiguous uint8 wires, got ", wires[i].scalar_type());
+    auto* wire = wires[i].mutable_data_ptr<std::uint8_t>();
+    std::int64_t last = 0;
+    for (std::int64_t r = 0; r < ranks; ++r) {
+      const std::uint8_t* from = pieces + r * layout.back() + numbers[0];
+      std::int64_t begin = numbers[1 + 2 * r];
+      const std::int64_t end = numbers[2 + 2 * r];
+      if (begin >= end) continue;
+      TORCH_CHECK_VALUE(begin >= 0 && end <= wires[i].numel(), kOp, ": expected bytes within the ",
+                        wires[i].numel(), " of wire ", i, ", got [", begin, ", ", end, ")");
+      if (begin < last) {
+        copies.push_back({from++, wire + begin++, 1, true});
+      }
+      copies.push_back({from, wire + begin, end - begin, false});
+      last = end;
+    }
+  }
+  bridge::with_value_errors(
+      [&] { copy_many(copies, bridge::backend_of(gathered), bridge::ExecutionOn(gathered)); });
+}
+
 // ---- Layout --------------------------------------------------------------------------------------
 // Where `ranks` even shards of a weight begin, and its end: (ranks + 1). No byte of packed codes is cut in two.
 std::vector<std::int64_t> even_cuts(std::int64_t rows, std::int64_t cols, std::int64_t ranks) {
@@ -248,6 +286,7 @@ void register_kernels(torch::Library& m) {
   m.impl("partial_amax", partial_amax_kernel);
   m.impl("partial_cast", partial_cast_kernel);
   m.impl("quantize_master_weights", quantize_master_weights_kernel);
+  m.impl("merge_fragments", merge_fragments_kernel);
   m.impl("transpose_many", transpose_many_kernel);
 }
 
@@ -266,12 +305,13 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("quantize_master_weights",
          [](TensorList, const Texts&, at::IntArrayRef, TensorList, TensorList, TensorList,
             const Texts&, const std::string&) {});
+  m.impl("merge_fragments", [](const Tensor&, TensorList, at::IntArrayRef, std::int64_t) {});
   m.impl("transpose_many", [](TensorList, TensorList, at::IntArrayRef) {});
 }
 
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op :
-       {"partial_amax", "partial_cast", "quantize_master_weights", "transpose_many"})
+  for (const char* op : {"partial_amax", "partial_cast", "quantize_master_weights",
+                         "merge_fragments", "transpose_many"})
     m.impl(op, torch::CppFunction::makeFallthrough());
 }
 

@@ -54,6 +54,8 @@ TORCH_LIBRARY(minifloat, m) {
       "quantize_master_weights(Tensor[] masters, str[] specs, int[] geometry, Tensor(a!)[] codes, "
       "Tensor(b!)[] scales, Tensor(c!)[] amax, str[] names, str group) -> ()",
       tags);
+  m.def("merge_fragments(Tensor gathered, Tensor(a!)[] wires, int[] layout, int ranks) -> ()",
+        tags);
   m.def("transpose_many(Tensor[] matrices, Tensor(a!)[] out, int[] sizes) -> ()", tags);
 
   // Layers. layer_operands: x ("x") or a weight ("w") as `linear` quantizes it, to be given to it again.

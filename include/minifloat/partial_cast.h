@@ -75,4 +75,13 @@ struct Transpose {
 void transpose_many(std::span<const Transpose> matrices, Device device,
                     const Execution& execution = {});
 
+// Bytes copied, or ORed into what is there: the nibbles of a byte that two shards share. ORs come after all copies.
+struct Copy {
+  const std::uint8_t* from = nullptr;
+  std::uint8_t* to = nullptr;
+  std::int64_t bytes = 0;
+  bool is_or = false;
+};
+void copy_many(std::span<const Copy> copies, Device device, const Execution& execution = {});
+
 }  // namespace minifloat

@@ -49,6 +49,7 @@ class WireLayout:
     cuts: tuple[tuple[int, ...], ...]  # of each weight: where its ranks' shards begin, and its end
     wires: tuple[Wire, ...]
     piece_bytes: int
+    numbers: list[int]  # the same as the operators take it
 
     @classmethod
     def of(
@@ -73,7 +74,7 @@ class WireLayout:
         for k, i in enumerate(owners):
             offset, *ends = numbers[k * (1 + 2 * ranks) : (k + 1) * (1 + 2 * ranks)]
             found.append(Wire(i, offset, tuple(zip(ends[::2], ends[1::2]))))
-        return cls(ranks, tuple(tuple(cut) for cut in cuts), tuple(found), numbers[-1])
+        return cls(ranks, tuple(tuple(cut) for cut in cuts), tuple(found), numbers[-1], numbers)
 
     def shards(self, rank: int) -> list[tuple[int, int]]:
         """Each weight's flat elements [begin, end) on this rank."""
@@ -111,23 +112,8 @@ class WireLayout:
 
     def merge_fragments(self, gathered: Tensor, model_weights: Sequence[QuantizedTensor]) -> None:
         """(ranks, piece_bytes) into the weights' wires; shared bytes are ORed."""
-        pieces = gathered.view(self.ranks, self.piece_bytes)
-        flat = [wire.view(-1) for weight in model_weights for wire in wires(weight)]
-        targets, sources, shared = [], [], []
-        for wire, bytes_of in zip(self.wires, flat):
-            divided = dict(wire.divided_bytes())
-            for rank, (begin, end) in enumerate(wire.ranges):
-                fragment = pieces[rank, wire.offset : wire.offset + end - begin]
-                if rank in divided:
-                    shared.append((bytes_of[begin : begin + 1], fragment[:1]))
-                    fragment, begin = fragment[1:], begin + 1
-                if begin < end:
-                    targets.append(bytes_of[begin:end])
-                    sources.append(fragment)
-        if targets:
-            torch._foreach_copy_(targets, sources)
-        for target, source in shared:
-            target.bitwise_or_(source)
+        memory = [wire for weight in model_weights for wire in wires(weight)]
+        ops.merge_fragments(gathered, memory, self.numbers, self.ranks)
 
 
 def _require_cuts(

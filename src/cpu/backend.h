@@ -26,5 +26,6 @@ void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Executi
 void partial_amax(std::span<const PartialCast> casts, const Execution& execution);
 void partial_cast(std::span<const PartialCast> casts, const Execution& execution);
 void transpose_many(std::span<const Transpose> matrices, const Execution& execution);
+void copy_many(std::span<const Copy> copies, const Execution& execution);
 
 }  // namespace minifloat::cpu

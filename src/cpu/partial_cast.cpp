@@ -296,4 +296,11 @@ void transpose_many(std::span<const Transpose> matrices, const Execution& execut
   }
 }
 
+void copy_many(std::span<const Copy> copies, const Execution&) {
+  for (const Copy& c : copies)
+    if (!c.is_or) std::memcpy(c.to, c.from, static_cast<std::size_t>(c.bytes));
+  for (const Copy& c : copies)
+    for (std::int64_t i = 0; c.is_or && i < c.bytes; ++i) c.to[i] |= c.from[i];
+}
+
 }  // namespace minifloat::cpu

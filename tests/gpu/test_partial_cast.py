@@ -153,6 +153,23 @@ def test_transposes_of_every_width(device):
         require_same(got, want, f"{sizes[3 * i : 3 * i + 3]}")
 
 
+def test_fragments_merge_wherever_they_were_cut(device):
+    pick = random.Random(1)
+    specs = ["nvfp4", "mxfp8", "mxfp4"] * 20
+    shapes = [pick.choice(SHAPES) for _ in specs]
+    cuts = [sorted([0, r * c, *(pick.randint(0, r * c) for _ in range(3))]) for r, c in shapes]
+    flat = [cut for of_wire in cuts for cut in of_wire]
+    layout = ops.fragment_layout(specs, [c for _, c in shapes], flat, 4)
+    gathered = torch.randint(256, (4 * layout[-1],), dtype=torch.uint8)
+    sizes = [r * ops.spec_sizes(spec, r, c)[0] for spec, (r, c) in zip(specs, shapes)]
+    wires = [torch.full((n,), 0xA5, dtype=torch.uint8) for n in sizes]
+    there = [w.to(device, copy=True) for w in wires]
+    ops.merge_fragments(gathered, wires, layout, 4)
+    ops.merge_fragments(gathered.to(device), there, layout, 4)
+    for got, want in zip(there, wires):
+        require_same(got, want, "wire")
+
+
 def test_a_step_on_one_rank_is_the_whole_cast(device):
     formats = [("nvfp4/16x16", "nvfp4/16x16"), ("mxfp8", "mxfp8"), ("e4m3/tensor", "e4m3/tensor")]
     masters = [values("wide", (160, 96), torch.float32, i).to(device) for i in range(3)]

@@ -80,6 +80,12 @@ def sample_calls():
     yield ops.partial_amax, (master, [q.spec], where), {}
     yield ops.partial_cast, (amaxes, master, [q.spec], where, *parts), {}
     yield ops.quantize_master_weights, (master, [q.spec], where, *parts, ["w"], ""), {}
+    gathered = torch.randint(0, 255, (64,), dtype=torch.uint8)
+    yield (
+        ops.merge_fragments,
+        (gathered, [torch.zeros(30, dtype=torch.uint8)], [0, 0, 9, 8, 30, 32], 2),
+        {},
+    )
     yield ops.transpose_many, ([q.codes], [q.codes.t().contiguous()], [40, 72, 8]), {}
     for recipe in ("nvfp4", "mxfp8", "bf16", "fp8_rowwise_gw_hp"):
         yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), recipe), {"rng": RNG}
