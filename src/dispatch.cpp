@@ -6,27 +6,10 @@
 #endif
 #include "minifloat/core/swizzle.h"
 #include "minifloat/error.h"
+#include "on_device.h"
 
 namespace minifloat {
 namespace {
-
-// The backend of a device. Both have the same functions; a build without nvcc has the CPU's only.
-#if defined(MINIFLOAT_WITH_CUDA)
-#define MINIFLOAT_ON(device, call) return (device) == Device::kCuda ? cuda::call : cpu::call
-#else
-#define MINIFLOAT_ON(device, call) return cpu::call
-#endif
-
-void check_device(const char* function, Device device) {
-#if !defined(MINIFLOAT_WITH_CUDA)
-  MINIFLOAT_CHECK(
-      device == Device::kCpu, function,
-      ": expected a tensor on the CPU, got one on CUDA: this build has no CUDA backend");
-#else
-  (void)function;
-  (void)device;
-#endif
-}
 
 void check_values(const char* function, const TensorRef& x) {
   check_device(function, x.device);

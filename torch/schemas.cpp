@@ -50,6 +50,20 @@ TORCH_LIBRARY(minifloat, m) {
       "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor",
       tags);
 
+  // Sharded masters. An entry of the lists is one direction of one weight; geometry: see master_weights.cpp.
+  m.def("partial_amax(Tensor[] masters, str[] specs, int[] geometry) -> Tensor", tags);
+  m.def(
+      "partial_cast(Tensor amaxes, Tensor[] masters, str[] specs, int[] geometry, "
+      "Tensor(a!)[] codes, Tensor(b!)[] scales, Tensor(c!)[] amax) -> ()",
+      tags);
+  m.def(
+      "quantize_master_weights(Tensor[] masters, str[] specs, int[] geometry, Tensor(a!)[] codes, "
+      "Tensor(b!)[] scales, Tensor(c!)[] amax, str[] names, str group) -> ()",
+      tags);
+  m.def("merge_fragments(Tensor gathered, Tensor(a!)[] wires, int[] layout, int ranks) -> ()",
+        tags);
+  m.def("transpose_many(Tensor[] matrices, Tensor(a!)[] out, int[] sizes) -> ()", tags);
+
   // Layers. layer_operands: x ("x") or a weight ("w") as `linear` quantizes it, to be given to it again.
   m.def(
       "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "
@@ -72,6 +86,8 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("match_recipe(str map, str module) -> str");
   m.def("preset_names() -> str[]");
   m.def("spec_sizes(str spec, int rows, int cols) -> int[]");
+  m.def("even_cuts(int rows, int cols, int ranks) -> int[]");
+  m.def("fragment_layout(str[] specs, int[] cols, int[] cuts, int ranks) -> int[]");
   m.def("scale_dtype(str spec) -> str");
   m.def(
       "engine_of(str product, int capability, *, int m, int n, int k, "

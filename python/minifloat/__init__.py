@@ -9,6 +9,13 @@ loss.backward(); opt.step(); mf.step(model)
 from ._native import ops as _ops  # loads the operators; keep it first
 from .convert import quantize_, quantized_model_init, restore_
 from .linear import Linear, linear, linear_group
+from .master_weights import (
+    attach_wires,
+    cast_master_weights_to_nvfp4,
+    post_all_gather_processing,
+    quantize_master_weights,
+    wires,
+)
 from .quantized import (
     Quantized,
     amax,
@@ -24,6 +31,7 @@ from .recipe import Product, Recipe, RecipeMap, presets
 from .selection import Report, auto_filter_small_kn
 from .state import load_training_state, step, training_state
 from .tensor import QuantizedTensor
+from .wire_layout import WireLayout
 
 from . import tensor_ops as _tensor_ops  # isort: skip  registers QuantizedTensor's ops
 
@@ -35,16 +43,21 @@ __all__ = [
     "Recipe",
     "RecipeMap",
     "Report",
+    "WireLayout",
     "amax",
+    "attach_wires",
     "auto_filter_small_kn",
+    "cast_master_weights_to_nvfp4",
     "dequantize",
     "hadamard",
     "linear",
     "linear_group",
     "load_training_state",
+    "post_all_gather_processing",
     "presets",
     "quantize",
     "quantize_",
+    "quantize_master_weights",
     "quantized_model_init",
     "restore_",
     "scaled_mm",
@@ -53,4 +66,5 @@ __all__ = [
     "training_state",
     "transpose_codes",
     "unswizzle_scales",
+    "wires",
 ]

@@ -42,6 +42,11 @@ def unit(spec: str, dim: int) -> int:
 
 
 @lru_cache(maxsize=256)
+def code_bits(spec: str) -> int:
+    return 8 * sizes(spec, 1, PROBE)[0] // PROBE
+
+
+@lru_cache(maxsize=256)
 def is_square(spec: str) -> bool:
     """Are rowwise codes, transposed, the columnwise ones? With tensor scales and square blocks."""
     tall, wide = sizes(spec, 1024, 128)[2:], sizes(spec, 128, 1024)[2:]
@@ -51,7 +56,7 @@ def is_square(spec: str) -> bool:
 def transposed(q: Quantized) -> Quantized:
     """A square operand as its other direction holds it, without a rounding."""
     rows, cols = q.shape
-    is_packed = unit(q.spec, 1) > 1 and q.codes.shape[1] < cols
+    is_packed = code_bits(q.spec) == 4
     codes = transpose_codes(q.codes, cols) if is_packed else q.codes.t().contiguous()
     scale = q.scale.t().contiguous() if q.scale.dim() == 2 else q.scale
     return Quantized(codes, scale, q.amax, q.spec, (cols, rows), not q.columnwise)

@@ -31,8 +31,11 @@ NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 TENSORS = ("codes", "scale", "amax")
 
 
-def require_weight_spec(spec: str) -> str:
-    """The canonical spec of a weight's direction; ValueError where no weight can be kept in it."""
+def require_weight_spec(spec: str, *, allow_delayed: bool = False) -> str:
+    """The canonical spec of a weight's direction; ValueError where no weight can be kept in it.
+
+    A delayed one is for parts that the caller brings, with an amax of earlier steps.
+    """
     spec = canonical_spec(spec)
     flags = spec.split("+")
     if spec == "bf16":
@@ -41,7 +44,7 @@ def require_weight_spec(spec: str) -> str:
         )
     if "sr" in flags:
         raise ValueError(f"QuantizedTensor: weights round to nearest, got the stochastic {spec}")
-    if "delayed" in flags:
+    if "delayed" in flags and not allow_delayed:
         raise ValueError(
             f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}"
         )
@@ -94,7 +97,7 @@ class QuantizedTensor(Tensor):
         for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
             if part is None:
                 continue
-            require_weight_spec(part.spec)
+            require_weight_spec(part.spec, allow_delayed=True)
             if len(part.shape) != 2 or part.columnwise != (name == "columnwise"):
                 raise ValueError(
                     f"QuantizedTensor: expected the {name} part as a {name} matrix, got "

@@ -1,6 +1,7 @@
-// The CPU backend: the signatures of minifloat/quantize.h and minifloat/transform.h, on memory of the host.
+// The CPU backend: the signatures of minifloat/quantize.h, transform.h and partial_cast.h, on memory of the host.
 #pragma once
 
+#include "minifloat/partial_cast.h"
 #include "minifloat/quantize.h"
 #include "minifloat/transform.h"
 
@@ -22,5 +23,9 @@ void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::ui
 void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
                       const Execution& execution);
 void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution);
+void partial_amax(std::span<const PartialCast> casts, const Execution& execution);
+void partial_cast(std::span<const PartialCast> casts, const Execution& execution);
+void transpose_many(std::span<const Transpose> matrices, const Execution& execution);
+void copy_many(std::span<const Copy> copies, const Execution& execution);
 
 }  // namespace minifloat::cpu

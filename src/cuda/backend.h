@@ -2,6 +2,7 @@
 // execution.stream. Nothing waits for the device, and no number is read back.
 #pragma once
 
+#include "minifloat/partial_cast.h"
 #include "minifloat/quantize.h"
 #include "minifloat/transform.h"
 
@@ -26,5 +27,9 @@ void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::ui
 void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
                       const Execution& execution);
 void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution);
+void partial_amax(std::span<const PartialCast> casts, const Execution& execution);
+void partial_cast(std::span<const PartialCast> casts, const Execution& execution);
+void transpose_many(std::span<const Transpose> matrices, const Execution& execution);
+void copy_many(std::span<const Copy> copies, const Execution& execution);
 
 }  // namespace minifloat::cuda

@@ -2,8 +2,8 @@
 #include "backend.h"
 #include "launch.h"
 #include "minifloat/core/swizzle.h"
-#include "nibbles.cuh"
 #include "tile.cuh"
+#include "turn.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -187,87 +187,19 @@ void launch_swizzle(const SwizzleArgs& args, cudaStream_t stream) {
 }
 
 // ---- Nibbles -------------------------------------------------------------------------------------
-// A block transposes 256 x 256 codes: through shared memory to threads, each of which turns 8 x 8 of them in registers.
-// A lane takes 8 rows, so that a warp writes 128 bytes of a row of the result.
 struct NibbleArgs {
-  CodeMatrix m;
-  std::uint8_t* out;
-  std::int64_t in_pitch, out_pitch;  // bytes
+  NibbleMatrix first;
   Divisor across, down;
-  bool aligned_in, aligned_out;
 };
-inline constexpr unsigned kNibbleRows = 256, kNibbleCols = 256, kNibbleWords = kNibbleCols / 8;
-
-// Lanes 8 rows apart read different banks.
-__device__ __forceinline__ unsigned nibble_place(unsigned row, unsigned word) {
-  return row * kNibbleWords + (word ^ (row / 8));
-}
 __global__ void __launch_bounds__(kThreads, 5)
     transpose_tile(const __grid_constant__ NibbleArgs args) {
-  __shared__ std::uint32_t words[kNibbleRows * kNibbleWords];
-  const CodeMatrix& m = args.m;
+  __shared__ std::uint32_t words[kTurnWords];
   const std::uint32_t of_rows = args.across.divide(blockIdx.x), e = args.down.divide(of_rows);
-  const std::int64_t row = static_cast<std::int64_t>(of_rows - e * args.down.d) * kNibbleRows;
-  const std::int64_t col =
-      static_cast<std::int64_t>(blockIdx.x - of_rows * args.across.d) * kNibbleCols;
-  const std::uint8_t* in = m.codes + (e * m.rows + row) * args.in_pitch + col / 2;
-
-  const bool is_whole = args.aligned_in && args.aligned_out && row + kNibbleRows <= m.rows &&
-                        col + kNibbleCols <= m.cols;
-
-  // ---- Load, zero past the edges
-  constexpr unsigned kChunks = kNibbleWords / 4, kStep = kThreads / kChunks;  // of 16 bytes
-  const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-  const std::uint8_t* from = in + first * args.in_pitch + chunk * 16;
-  const auto keep = [&](unsigned r, const uint4& w) {
-    words[nibble_place(r, 4 * chunk)] = w.x, words[nibble_place(r, 4 * chunk + 1)] = w.y;
-    words[nibble_place(r, 4 * chunk + 2)] = w.z, words[nibble_place(r, 4 * chunk + 3)] = w.w;
-  };
-  if (is_whole) {
-    uint4 w[kNibbleRows / kStep];
-#pragma unroll
-    for (unsigned i = 0; i < kNibbleRows / kStep; ++i)
-      w[i] = __ldg(reinterpret_cast<const uint4*>(from + i * kStep * args.in_pitch));
-#pragma unroll
-    for (unsigned i = 0; i < kNibbleRows / kStep; ++i) keep(first + i * kStep, w[i]);
-  } else {
-    const int in_row =
-        static_cast<int>(min(args.in_pitch - col / 2 - chunk * 16, std::int64_t{16}));
-#pragma unroll 1
-    for (unsigned r = first; r < kNibbleRows; r += kStep, from += kStep * args.in_pitch) {
-      const int left = row + r < m.rows ? in_row : 0;
-      uint4 w = {};
-      std::uint32_t* to = &w.x;
-#pragma unroll
-      for (int k = 0; k < 16; ++k)
-        if (k < left) to[k / 4] |= static_cast<std::uint32_t>(from[k]) << (k % 4 * 8);
-      keep(r, w);
-    }
-  }
-  __syncthreads();
-
-  // ---- Turn, store
-  const unsigned lane = threadIdx.x % 32;
-  const std::int64_t byte = row / 2 + lane * 4;  // of a row of the result
-  for (unsigned word = threadIdx.x / 32; word < kNibbleWords; word += kThreads / 32) {
-    std::uint32_t a[8];
-#pragma unroll
-    for (unsigned i = 0; i < 8; ++i) a[i] = words[nibble_place(lane * 8 + i, word)];
-    transpose_8x8(a);
-    const std::int64_t c = col + word * 8;
-    std::uint8_t* to = args.out + (e * m.cols + c) * args.out_pitch + byte;
-    if (is_whole) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i, to += args.out_pitch)
-        *reinterpret_cast<std::uint32_t*>(to) = a[i];
-    } else {
-#pragma unroll
-      for (int i = 0; i < 8; ++i, to += args.out_pitch)
-        for (int k = 0; k < 4; ++k)
-          if (c + i < m.cols && byte + k < args.out_pitch)
-            to[k] = static_cast<std::uint8_t>(a[i] >> (8 * k));
-    }
-  }
+  NibbleMatrix m = args.first;
+  m.codes += e * m.rows * m.in_pitch, m.out += e * m.cols * m.out_pitch;
+  turn_nibbles(m, static_cast<std::int64_t>(of_rows - e * args.down.d) * kNibbleRows,
+               static_cast<std::int64_t>(blockIdx.x - of_rows * args.across.d) * kNibbleCols,
+               words);
 }
 
 }  // namespace
@@ -310,15 +242,9 @@ void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, st
 
 void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution) {
   if (codes.batch * codes.rows * codes.cols == 0) return;
-  NibbleArgs args = {};
-  args.m = codes, args.out = out;
-  args.in_pitch = ceil_div<std::int64_t>(codes.cols, 2);
-  args.out_pitch = ceil_div<std::int64_t>(codes.rows, 2);
-  args.across = Divisor(ceil_div<std::int64_t>(codes.cols, kNibbleCols));
-  args.down = Divisor(ceil_div<std::int64_t>(codes.rows, kNibbleRows));
-  args.aligned_in =
-      args.in_pitch % 16 == 0 && reinterpret_cast<std::uintptr_t>(codes.codes) % 16 == 0;
-  args.aligned_out = args.out_pitch % 4 == 0 && reinterpret_cast<std::uintptr_t>(out) % 4 == 0;
+  const NibbleMatrix m = nibble_matrix(codes.codes, out, codes.rows, codes.cols);
+  const NibbleArgs args = {m, Divisor(ceil_div<std::int64_t>(codes.cols, kNibbleCols)),
+                           Divisor(ceil_div<std::int64_t>(codes.rows, kNibbleRows))};
   const std::int64_t tiles = codes.batch * args.across.d * args.down.d;
   transpose_tile<<<grid_of(tiles, "transpose_nibbles"), kThreads, 0, stream_of(execution)>>>(args);
   check_launch("transpose_nibbles");

@@ -125,5 +125,21 @@ TEST(FlatShard, OfTheRangeWorkedByHand) {
   EXPECT_EQ(kShard.nibble_bytes_of_row(2).end, 11);
 }
 
+TEST(FlatShard, CodeBytesHoldExactlyTheRange) {
+  for_cases([](const Case& c) {
+    const std::int64_t pitch = ceil_div<std::int64_t>(c.cols, 2);
+    std::set<std::int64_t> nibbles;
+    for (std::int64_t i = c.begin; i < c.end; ++i)
+      nibbles.insert(i / c.cols * pitch + i % c.cols / 2);
+    const Span packed = c.shard().code_bytes(4), whole = c.shard().code_bytes(8);
+    ASSERT_EQ(packed.size(), static_cast<std::int64_t>(nibbles.size())) << c.str();
+    if (!nibbles.empty()) {
+      ASSERT_EQ(packed.begin, *nibbles.begin()) << c.str();
+    }
+    ASSERT_EQ(whole.size(), c.end - c.begin) << c.str();
+    ASSERT_EQ(whole.empty() ? c.begin : whole.begin, c.begin) << c.str();
+  });
+}
+
 }  // namespace
 }  // namespace minifloat

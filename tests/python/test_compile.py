@@ -76,6 +76,20 @@ def sample_calls():
     yield ops.transpose_codes, (scale, 17), {}
     yield ops.scaled_mm, *product("nvfp4", "nvfp4/16x16")
     yield ops.scaled_mm, *product("mxfp8", "e4m3/row+exact")
+    master, where = [torch.randn(300)], [False, 40, 72, True, 100, False]
+    q = operand("e4m3/128x128")
+    parts = ([q.codes], [q.scale], [q.amax])
+    amaxes = ops.partial_amax(master, [q.spec], where)
+    yield ops.partial_amax, (master, [q.spec], where), {}
+    yield ops.partial_cast, (amaxes, master, [q.spec], where, *parts), {}
+    yield ops.quantize_master_weights, (master, [q.spec], where, *parts, ["w"], ""), {}
+    gathered = torch.randint(0, 255, (64,), dtype=torch.uint8)
+    yield (
+        ops.merge_fragments,
+        (gathered, [torch.zeros(30, dtype=torch.uint8)], [0, 0, 9, 8, 30, 32], 2),
+        {},
+    )
+    yield ops.transpose_many, ([q.codes], [q.codes.t().contiguous()], [40, 72, 8]), {}
     for recipe in ("nvfp4", "mxfp8", "bf16", "fp8_rowwise_gw_hp"):
         yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), recipe), {"rng": RNG}
     yield ops.linear, (grad(3, 4, 72), grad(24, 72), None, "fp8_tensorwise"), {}
@@ -98,15 +112,8 @@ def test_opcheck(call):
 
 def test_every_op_is_checked():
     text = {"parse_spec", "parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
-    text |= {
-        "spec_sizes",
-        "scale_dtype",
-        "stream",
-        "mix_seed",
-        "engine_of",
-        "built_for_torch",
-        "has_cuda",
-    }
+    text |= {"spec_sizes", "scale_dtype", "stream", "mix_seed", "built_for_torch", "has_cuda"}
+    text |= {"engine_of", "even_cuts", "fragment_layout"}
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

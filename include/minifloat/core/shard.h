@@ -56,6 +56,15 @@ struct FlatShard {
     }
     return false;
   }
+  // The bytes of the whole weight's codes, of `bits` bits each, that hold an element of the range.
+  MINIFLOAT_HD constexpr Span code_bytes(int bits) const {
+    if (range.empty()) return {};
+    if (bits == 8) return range;
+    return {nibble_byte(range.begin), nibble_byte(range.end - 1) + 1};
+  }
+  MINIFLOAT_HD constexpr std::int64_t nibble_byte(std::int64_t flat) const {
+    return flat / cols * ceil_div<std::int64_t>(cols, 2) + flat % cols / 2;
+  }
   // The bytes of row r's packed 4-bit codes that hold an element of the range.
   MINIFLOAT_HD constexpr Span nibble_bytes_of_row(std::int64_t r) const {
     const Span c = cols_of_row(r);

@@ -1,0 +1,87 @@
+// Quantizing weights of which each rank holds a flat shard of the high-precision master, over many weights at once.
+//
+//     master shard --partial_amax--> amaxes of the blocks that it touches
+//                                    | max over ranks, as int32: ordered like the values, NaN on top
+//     master shard --partial_cast--> its own codes, and every scale of the weight
+//                                    | gather of the codes' bytes
+//     codes        --transpose_many--> the other direction, where it holds the same codes
+//
+// The bytes are those of `quantize` on the whole weight. Codes leave a cast in W's own order, columnwise ones too, so
+// that a flat shard is one range of bytes: the wire. A columnwise wire is transposed once it is whole.
+#pragma once
+
+#include <cstdint>
+#include <span>
+
+#include "minifloat/core/shard.h"
+#include "minifloat/spec.h"
+#include "minifloat/tensor_ref.h"
+
+namespace minifloat {
+
+// The elements of W (N, K) that share an amax, in W's own orientation whatever the direction, and how many there are.
+struct AmaxGrid {
+  std::int64_t height = 1, width = 1;  // of a cell
+  std::int64_t rows = 0, cols = 0;     // of the grid
+  bool has_tensor_amax = false;        // one more, behind the grid's: NVFP4
+
+  std::int64_t cells() const { return rows * cols; }
+  std::int64_t count() const { return cells() + (has_tensor_amax ? 1 : 0); }
+};
+AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::int64_t cols);
+
+// One direction of one weight W (rows, cols), and the shard of its master that this rank holds.
+struct PartialCast {
+  Spec spec;  // to nearest, without a transform
+  bool columnwise = false;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  DType compute =
+      DType::kBFloat16;  // what masters are rounded to first: the weight's nominal dtype
+
+  Span shard;                    // of W's flat elements; empty: this rank holds nothing of it
+  const void* master = nullptr;  // (shard.size())
+  DType dtype = DType::kFloat32;
+
+  std::uint32_t* amaxes =
+      nullptr;  // (amax_grid().count()): the grid's, then the tensor's; bit patterns
+  // The wire from byte `first_byte` on. Where a nibble of its first or last byte is another shard's, it stays as it is,
+  // or becomes zero.
+  std::uint8_t* codes = nullptr;
+  std::int64_t first_byte = 0;
+  bool keeps_neighbours = true;
+  void* scale = nullptr;  // whole, as read
+  // As minifloat/quantize.h has it; null: not wanted. Under +delayed: on entry the amax in force, on return the
+  // values' own, for the history.
+  float* amax = nullptr;
+};
+
+// Raises `amaxes`, zero before, to those of the shard's values.
+void partial_amax(std::span<const PartialCast> casts, Device device,
+                  const Execution& execution = {});
+
+// Scales and amax of whole weights, and the codes of the shards, from amaxes that are those of the whole weights.
+void partial_cast(std::span<const PartialCast> casts, Device device,
+                  const Execution& execution = {});
+
+// A matrix (rows, cols) of elements of 4 (packed two a byte, row by row), 8 or 32 bits, transposed into `to`.
+struct Transpose {
+  const void* from = nullptr;
+  void* to = nullptr;
+  std::int64_t rows = 0;
+  std::int64_t cols = 0;
+  int bits = 8;
+};
+void transpose_many(std::span<const Transpose> matrices, Device device,
+                    const Execution& execution = {});
+
+// Bytes copied, or ORed into what is there: the nibbles of a byte that two shards share. ORs come after all copies.
+struct Copy {
+  const std::uint8_t* from = nullptr;
+  std::uint8_t* to = nullptr;
+  std::int64_t bytes = 0;
+  bool is_or = false;
+};
+void copy_many(std::span<const Copy> copies, Device device, const Execution& execution = {});
+
+}  // namespace minifloat

@@ -1,0 +1,306 @@
+// Partial casts, a band of rows of a shard at a time:
+//
+//     amax      a band's maxima go to the cells of its rows; a cell that spans bands is raised atomically
+//     cast      every cell's scale, from the reduced amaxes; and every element of a band, by the factor of its cell
+//
+// The cells of core/shard.h's ranges, so that any cut does: a row's part is walked cell by cell.
+#include "minifloat/partial_cast.h"
+
+#include <algorithm>
+#include <atomic>
+#include <cstring>
+#include <vector>
+
+#include "backend.h"
+#include "block_scale.h"
+#include "encode_fast.h"
+#include "parallel.h"
+
+namespace minifloat::cpu {
+namespace {
+
+constexpr std::int64_t kBandRows = 128;  // a whole number of every block
+
+struct Band {
+  const PartialCast* cast;
+  AmaxGrid grid;
+  Span rows;
+};
+
+// The bands of all shards. Bands of rows are those of blocks, too.
+std::vector<Band> bands_of(std::span<const PartialCast> casts) {
+  std::vector<Band> bands;
+  for (const PartialCast& cast : casts) {
+    const Span rows = FlatShard{cast.cols, cast.shard}.rows();
+    const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
+    for (std::int64_t r = rows.begin; r < rows.end;) {
+      const std::int64_t end = std::min(round_up(r + 1, kBandRows), rows.end);
+      bands.push_back({&cast, grid, {r, end}});
+      r = end;
+    }
+  }
+  return bands;
+}
+
+std::int64_t elements_of(std::span<const PartialCast> casts) {
+  std::int64_t elements = 0;
+  for (const PartialCast& cast : casts) elements += cast.shard.size();
+  return elements;
+}
+
+// Calls f(cell, columns) for the parts of a row that lie in one cell each.
+template <class F>
+MINIFLOAT_INLINE void each_cell(const AmaxGrid& grid, std::int64_t row, const Span& cols, F f) {
+  const std::int64_t first = row / grid.height * grid.cols;
+  for (std::int64_t c = cols.begin; c < cols.end;) {
+    const std::int64_t cell = c / grid.width;
+    const std::int64_t end = std::min((cell + 1) * grid.width, cols.end);
+    f(first + cell, Span{c, end});
+    c = end;
+  }
+}
+
+// The value of a master as the cast sees it.
+MINIFLOAT_INLINE float computed(float x, bool round) { return round ? round_to_bf16(x) : x; }
+MINIFLOAT_INLINE float computed(std::uint16_t x, bool) { return to_float(x); }
+
+void raise(std::uint32_t& cell, std::uint32_t amax) {
+  std::atomic_ref<std::uint32_t> shared(cell);
+  std::uint32_t seen = shared.load(std::memory_order_relaxed);
+  while (seen < amax && !shared.compare_exchange_weak(seen, amax, std::memory_order_relaxed)) {
+  }
+}
+
+// ---- amax ----------------------------------------------------------------------------------------
+template <class T>
+struct BandAmax {
+  MINIFLOAT_INLINE static void run(const Band& band) {
+    const PartialCast& cast = *band.cast;
+    const FlatShard shard = {cast.cols, cast.shard};
+    const bool round = cast.compute == DType::kBFloat16, narrow = band.grid.width == 1;
+    const bool spans_bands = band.grid.height > kBandRows;
+    std::uint32_t of_band = 0;
+    for (std::int64_t r = band.rows.begin; r < band.rows.end; ++r) {
+      const Span cols = shard.cols_of_row(r);
+      const T* row = static_cast<const T*>(cast.master) + (r * cast.cols - cast.shard.begin);
+      if (narrow && !spans_bands) {
+        std::uint32_t* cells = cast.amaxes + r / band.grid.height * band.grid.cols;
+        for (std::int64_t c = cols.begin; c < cols.end; ++c) {
+          const std::uint32_t x = magnitude_bits(computed(row[c], round));
+          cells[c] = x > cells[c] ? x : cells[c];
+        }
+        continue;
+      }
+      each_cell(band.grid, r, cols, [&](std::int64_t cell, const Span& part) {
+        std::uint32_t m = 0;
+        for (std::int64_t c = part.begin; c < part.end; ++c) {
+          const std::uint32_t x = magnitude_bits(computed(row[c], round));
+          m = x > m ? x : m;
+        }
+        of_band = m > of_band ? m : of_band;
+        if (spans_bands)
+          raise(cast.amaxes[cell], m);
+        else
+          cast.amaxes[cell] = std::max(cast.amaxes[cell], m);
+      });
+    }
+    if (!band.grid.has_tensor_amax) return;
+    if (narrow) {  // cells that the loop above has not passed through
+      const std::int64_t first = band.rows.begin / band.grid.height,
+                         end = (band.rows.end - 1) / band.grid.height + 1;
+      for (std::int64_t i = first * band.grid.cols; i < end * band.grid.cols; ++i)
+        of_band = std::max(of_band, cast.amaxes[i]);
+    }
+    raise(cast.amaxes[band.grid.cells()], of_band);
+  }
+};
+
+// ---- Scales --------------------------------------------------------------------------------------
+struct CellScale {
+  float encode;
+  float scale;         // of the rules in fp32
+  std::uint32_t code;  // E8M0 or E4M3
+};
+
+// What the rule makes of a cell's amax.
+template <class F>
+MINIFLOAT_INLINE CellScale cell_scale(const Spec& spec, const Nvfp4Tensor& tensor,
+                                      std::uint32_t amax) {
+  if (spec.rule == ScaleRule::kNvfp4) {
+    const std::uint32_t code = nvfp4_block_scale(amax, tensor.block_encode, nvfp4_rounding(spec));
+    return {nvfp4_encode_factor(code, tensor.scale), 0.0f, code};
+  }
+  if (spec.rule == ScaleRule::kMx) {
+    const std::uint32_t code = spec.scale_rounding == ScaleRounding::kFloor
+                                   ? mx_scale_floor<F>(amax)
+                                   : mx_scale_up<F>(amax);
+    return {e8m0_reciprocal(code), 0.0f, code};
+  }
+  const bool power_of_two =
+      spec.rule != ScaleRule::kTensor && spec.scale_rounding != ScaleRounding::kExact;
+  const Factors factors = fp8_factors<F>(amax, power_of_two);
+  return {factors.encode, factors.scale, 0};
+}
+
+Nvfp4Tensor tensor_level(const PartialCast& cast, const AmaxGrid& grid) {
+  if (!grid.has_tensor_amax) return {};
+  return nvfp4_tensor(cast.amaxes[grid.cells()], nvfp4_rounding(cast.spec));
+}
+
+// The amax that scales and codes are made with: under +delayed, of other steps.
+std::uint32_t amax_in_force(const PartialCast& cast, std::int64_t cell) {
+  return cast.spec.delayed ? magnitude_bits(cast.amax[0]) : cast.amaxes[cell];
+}
+
+template <class F>
+void store_scales(const PartialCast& cast) {
+  const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
+  const Nvfp4Tensor tensor = tensor_level(cast, grid);
+  for (std::int64_t r = 0; r < grid.rows; ++r)
+    for (std::int64_t c = 0; c < grid.cols; ++c) {
+      const std::int64_t cell = r * grid.cols + c, at = cast.columnwise ? c * grid.rows + r : cell;
+      const CellScale scale = cell_scale<F>(cast.spec, tensor, amax_in_force(cast, cell));
+      if (cast.spec.scale_type() == ScaleType::kFloat32)
+        static_cast<float*>(cast.scale)[at] = scale.scale;
+      else
+        static_cast<std::uint8_t*>(cast.scale)[at] = static_cast<std::uint8_t>(scale.code);
+    }
+  if (!cast.amax || cast.spec.rule == ScaleRule::kBlock || cast.spec.rule == ScaleRule::kMx) return;
+  const std::int64_t first = grid.has_tensor_amax ? grid.cells() : 0;
+  for (std::int64_t i = first; i < grid.count(); ++i)
+    cast.amax[i - first] = bit_cast<float>(cast.amaxes[i]);
+}
+
+// ---- Codes ---------------------------------------------------------------------------------------
+// Two codes a byte; at the ends of the row's part a nibble may be another shard's.
+MINIFLOAT_INLINE void store_nibbles(const PartialCast& cast, std::int64_t row, const Span& cols,
+                                    const std::uint8_t* codes) {  // (cols.size())
+  const FlatShard shard = {cast.cols, cast.shard};
+  const Span bytes = shard.nibble_bytes_of_row(row);
+  std::uint8_t* to = cast.codes - cast.first_byte;
+  for (std::int64_t b = bytes.begin; b < bytes.end; ++b) {
+    const std::uint8_t mask = shard.nibble_mask(b);
+    const std::int64_t low = (cols.begin & ~std::int64_t{1}) + 2 * (b - bytes.begin) - cols.begin;
+    const std::uint8_t pair = pack_nibbles(mask & 0x0F ? codes[low] : 0u,  //
+                                           mask & 0xF0 ? codes[low + 1] : 0u);
+    const bool is_end_of_odd_row =
+        low + 1 + cols.begin >= cast.cols;  // its last nibble is nobody's
+    const bool keeps =
+        cast.keeps_neighbours && mask != 0xFF && !(is_end_of_odd_row && mask == 0x0F);
+    to[b] = static_cast<std::uint8_t>((keeps ? to[b] & ~mask : 0) | pair);
+  }
+}
+
+template <class F, class T>
+struct BandCast {
+  MINIFLOAT_INLINE static void run(const Band& band) {
+    const PartialCast& cast = *band.cast;
+    const FlatShard shard = {cast.cols, cast.shard};
+    const bool round = cast.compute == DType::kBFloat16;
+    const std::uint32_t first_nan = Float32::kExponent + (cast.spec.delayed ? 0 : 1);
+    const Nvfp4Tensor tensor = tensor_level(cast, band.grid);
+    std::vector<std::uint8_t> codes(static_cast<std::size_t>(cast.cols));
+    for (std::int64_t r = band.rows.begin; r < band.rows.end; ++r) {
+      const Span cols = shard.cols_of_row(r);
+      const T* row = static_cast<const T*>(cast.master) + (r * cast.cols - cast.shard.begin);
+      std::uint8_t* out = codes.data() - cols.begin;
+      each_cell(band.grid, r, cols, [&](std::int64_t cell, const Span& part) {
+        const CellScale scale = cell_scale<F>(cast.spec, tensor, amax_in_force(cast, cell));
+        for (std::int64_t c = part.begin; c < part.end; ++c) {
+          const float x = computed(row[c], round);
+          const float v = (magnitude_bits(x) >= first_nan ? nan_value() : x) * scale.encode;
+          out[c] = static_cast<std::uint8_t>(encode_nearest<F>(v));
+        }
+        if (cast.spec.rule == ScaleRule::kNvfp4 && scale.code == 0)
+          std::memset(out + part.begin, 0, static_cast<std::size_t>(part.size()));
+      });
+      if constexpr (F::kBits == 4)
+        store_nibbles(cast, r, cols, codes.data());
+      else
+        std::memcpy(cast.codes + (r * cast.cols + cols.begin - cast.first_byte), codes.data(),
+                    static_cast<std::size_t>(cols.size()));
+    }
+  }
+};
+
+template <class F>
+void cast_band(const Band& band) {
+  if (band.cast->dtype == DType::kFloat32)
+    run_widest<BandCast<F, float>>(band);
+  else
+    run_widest<BandCast<F, std::uint16_t>>(band);
+}
+
+// ---- Transposes ----------------------------------------------------------------------------------
+template <class T>
+void transpose_rows(const Transpose& m, const Span& cols) {
+  const T* from = static_cast<const T*>(m.from);
+  T* to = static_cast<T*>(m.to);
+  for (std::int64_t r = 0; r < m.rows; ++r)
+    for (std::int64_t c = cols.begin; c < cols.end; ++c) to[c * m.rows + r] = from[r * m.cols + c];
+}
+
+}  // namespace
+
+void partial_amax(std::span<const PartialCast> casts, const Execution& execution) {
+  const std::vector<Band> bands = bands_of(casts);
+  parallel_for(execution, static_cast<std::int64_t>(bands.size()), elements_of(casts),
+               [&](std::int64_t i) {
+                 const Band& band = bands[static_cast<std::size_t>(i)];
+                 if (band.cast->dtype == DType::kFloat32)
+                   run_widest<BandAmax<float>>(band);
+                 else
+                   run_widest<BandAmax<std::uint16_t>>(band);
+               });
+}
+
+void partial_cast(std::span<const PartialCast> casts, const Execution& execution) {
+  const std::vector<Band> bands = bands_of(casts);
+  parallel_for(execution, static_cast<std::int64_t>(bands.size()), elements_of(casts),
+               [&](std::int64_t i) {
+                 const Band& band = bands[static_cast<std::size_t>(i)];
+                 switch (band.cast->spec.elements) {
+                   case Elements::kE4m3: return cast_band<E4M3>(band);
+                   case Elements::kE5m2: return cast_band<E5M2>(band);
+                   case Elements::kE2m1: return cast_band<E2M1>(band);
+                   case Elements::kBf16: return;
+                 }
+               });
+  // Last: under +delayed the codes are made with the amax that this replaces.
+  std::int64_t cells = 0;
+  for (const PartialCast& cast : casts) cells += cast.rows * cast.cols / 16;
+  parallel_for(execution, static_cast<std::int64_t>(casts.size()), cells, [&](std::int64_t i) {
+    const PartialCast& cast = casts[static_cast<std::size_t>(i)];
+    switch (cast.spec.elements) {
+      case Elements::kE4m3: return store_scales<E4M3>(cast);
+      case Elements::kE5m2: return store_scales<E5M2>(cast);
+      case Elements::kE2m1: return store_scales<E2M1>(cast);
+      case Elements::kBf16: return;
+    }
+  });
+}
+
+void transpose_many(std::span<const Transpose> matrices, const Execution& execution) {
+  constexpr std::int64_t kCols = 64;
+  for (const Transpose& m : matrices) {
+    if (m.bits == 4) {
+      cpu::transpose_nibbles(
+          {.codes = static_cast<const std::uint8_t*>(m.from), .rows = m.rows, .cols = m.cols},
+          static_cast<std::uint8_t*>(m.to), execution);
+      continue;
+    }
+    parallel_for(execution, ceil_div(m.cols, kCols), m.rows * m.cols, [&](std::int64_t i) {
+      const Span cols = {i * kCols, std::min(m.cols, (i + 1) * kCols)};
+      m.bits == 8 ? transpose_rows<std::uint8_t>(m, cols) : transpose_rows<std::uint32_t>(m, cols);
+    });
+  }
+}
+
+void copy_many(std::span<const Copy> copies, const Execution&) {
+  for (const Copy& c : copies)
+    if (!c.is_or) std::memcpy(c.to, c.from, static_cast<std::size_t>(c.bytes));
+  for (const Copy& c : copies)
+    for (std::int64_t i = 0; c.is_or && i < c.bytes; ++i) c.to[i] |= c.from[i];
+}
+
+}  // namespace minifloat::cpu

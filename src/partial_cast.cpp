@@ -1,0 +1,95 @@
+// minifloat/partial_cast.h: the geometry, and the checks before a backend is called.
+#include "minifloat/partial_cast.h"
+
+#include <utility>
+
+#include "cpu/backend.h"
+#if defined(MINIFLOAT_WITH_CUDA)
+#include "cuda/backend.h"
+#endif
+#include "minifloat/error.h"
+#include "on_device.h"
+
+namespace minifloat {
+namespace {
+
+void check_cast(const char* function, const PartialCast& cast) {
+  const Spec& spec = cast.spec;
+  MINIFLOAT_CHECK(!spec.is_bf16() && !spec.stochastic && spec.transform == 0, function,
+                  ": expected a spec that rounds to nearest without a transform, got ", spec.str());
+  MINIFLOAT_CHECK(cast.rows >= 0 && cast.cols >= 0, function,
+                  ": expected sizes of zero or more, got ", cast.rows, " x ", cast.cols);
+  MINIFLOAT_CHECK(
+      cast.shard.empty() || (cast.shard.begin >= 0 && cast.shard.end <= cast.rows * cast.cols),
+      function, ": expected a shard within the ", cast.rows * cast.cols,
+      " elements of the weight, got [", cast.shard.begin, ", ", cast.shard.end, ")");
+  MINIFLOAT_CHECK(cast.shard.empty() || cast.master, function,
+                  ": expected the values of a shard of ", cast.shard.size(), ", got null");
+  MINIFLOAT_CHECK(cast.amaxes || cast.rows * cast.cols == 0, function,
+                  ": expected memory for amaxes, got null");
+}
+
+void check_outputs(const PartialCast& cast) {
+  const bool any = cast.rows * cast.cols > 0;
+  MINIFLOAT_CHECK(cast.scale || !any, "partial_cast: expected a scale buffer, got null");
+  MINIFLOAT_CHECK(cast.codes || cast.shard.empty(), "partial_cast: expected codes, got null");
+  MINIFLOAT_CHECK(cast.amax || !cast.spec.delayed, "partial_cast: ", cast.spec.str(),
+                  " needs the amax in force, got null");
+  const Span bytes =
+      FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.elements == Elements::kE2m1 ? 4 : 8);
+  MINIFLOAT_CHECK(bytes.empty() || cast.first_byte <= bytes.begin,
+                  "partial_cast: expected codes from byte ", bytes.begin, " on, got from ",
+                  cast.first_byte);
+}
+
+}  // namespace
+
+AmaxGrid amax_grid(const Spec& spec, bool columnwise, std::int64_t rows, std::int64_t cols) {
+  AmaxGrid grid;
+  if (rows == 0 || cols == 0) return grid;
+  grid.height = spec.has_blocks() ? spec.block_rows : spec.has_row_amax() ? 1 : rows;
+  grid.width = spec.has_blocks() ? spec.block_cols : cols;
+  if (columnwise && spec.has_blocks()) std::swap(grid.height, grid.width);
+  if (columnwise && spec.has_row_amax()) grid.height = rows, grid.width = 1;
+  grid.rows = ceil_div(rows, grid.height);
+  grid.cols = ceil_div(cols, grid.width);
+  grid.has_tensor_amax = spec.rule == ScaleRule::kNvfp4;
+  return grid;
+}
+
+void partial_amax(std::span<const PartialCast> casts, Device device, const Execution& execution) {
+  check_device("partial_amax", device);
+  for (const PartialCast& cast : casts) check_cast("partial_amax", cast);
+  MINIFLOAT_ON(device, partial_amax(casts, execution));
+}
+
+void partial_cast(std::span<const PartialCast> casts, Device device, const Execution& execution) {
+  check_device("partial_cast", device);
+  for (const PartialCast& cast : casts) {
+    check_cast("partial_cast", cast);
+    check_outputs(cast);
+  }
+  MINIFLOAT_ON(device, partial_cast(casts, execution));
+}
+
+void transpose_many(std::span<const Transpose> matrices, Device device,
+                    const Execution& execution) {
+  check_device("transpose_many", device);
+  for (const Transpose& m : matrices) {
+    MINIFLOAT_CHECK(m.bits == 4 || m.bits == 8 || m.bits == 32,
+                    "transpose_many: expected elements of 4, 8 or 32 bits, got ", m.bits);
+    MINIFLOAT_CHECK((m.from && m.to) || m.rows * m.cols == 0,
+                    "transpose_many: expected memory to read and to write, got null");
+  }
+  MINIFLOAT_ON(device, transpose_many(matrices, execution));
+}
+
+void copy_many(std::span<const Copy> copies, Device device, const Execution& execution) {
+  check_device("copy_many", device);
+  for (const Copy& c : copies)
+    MINIFLOAT_CHECK((c.from && c.to) || c.bytes == 0,
+                    "copy_many: expected memory to read and to write, got null");
+  MINIFLOAT_ON(device, copy_many(copies, execution));
+}
+
+}  // namespace minifloat

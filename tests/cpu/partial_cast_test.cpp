@@ -1,0 +1,295 @@
+// Partial casts against `quantize` of the whole weight, byte for byte: any cut into any number of shards, masters in
+// either dtype, values of every kind, codes written in place or as fragments.
+#include "minifloat/partial_cast.h"
+
+#include <gtest/gtest.h>
+
+#include <algorithm>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "harness.h"
+#include "minifloat/core/rounding.h"
+#include "minifloat/error.h"
+#include "minifloat/transform.h"
+
+namespace minifloat {
+namespace {
+
+const char* const kSpecs[] = {"e4m3/tensor",
+                              "e5m2/tensor",
+                              "e4m3/row",
+                              "e4m3/row+exact",
+                              "e4m3/1x128",
+                              "e4m3/128x128",
+                              "mxfp8",
+                              "mxfp8/e5m2",
+                              "mxfp8+floor",
+                              "mxfp8/32x32",
+                              "mxfp4",
+                              "nvfp4",
+                              "nvfp4/16x16",
+                              "nvfp4+up",
+                              "nvfp4/16x16+pow2",
+                              "nvfp4/16x16+up",
+                              "e4m3/tensor+delayed"};
+
+struct Case {
+  std::string spec;
+  bool columnwise;
+  std::int64_t rows, cols;
+  DType master, compute;
+  Kind kind;
+  std::vector<std::int64_t> cuts;  // 0, …, rows * cols: a shard between each two
+  std::string name() const {
+    std::string text = spec + (columnwise ? " columnwise " : " ") + std::to_string(rows) + "x" +
+                       std::to_string(cols) + " " + name_of(master) + " as " + name_of(compute) +
+                       " cut at";
+    for (const std::int64_t cut : cuts) text += " " + std::to_string(cut);
+    return text;
+  }
+};
+
+int bits_of(const Spec& spec) { return spec.elements == Elements::kE2m1 ? 4 : 8; }
+std::int64_t pitch_of(const Spec& spec, std::int64_t cols) {
+  return bits_of(spec) == 4 ? ceil_div<std::int64_t>(cols, 2) : cols;
+}
+
+// What each rank holds of the weight.
+class World {
+ public:
+  World(const Case& c, const Matrix& x)
+      : case_(c),
+        spec_(Spec::parse(c.spec)),
+        wire_(c.rows * pitch_of(spec_, c.cols)),
+        out_(spec_, read_shape({1, c.rows, c.cols}, c.columnwise)) {
+    const std::int64_t count = amax_grid(spec_, c.columnwise, c.rows, c.cols).count();
+    reduced_ = Guarded<std::uint32_t>(count);
+    std::fill_n(reduced_.data(), count, 0u);
+    for (std::size_t i = 0; i + 1 < c.cuts.size(); ++i) {
+      const Span shard = {c.cuts[i], c.cuts[i + 1]};
+      const std::int64_t size = c.master == DType::kFloat32 ? 4 : 2;
+      masters_.emplace_back(shard.size() * size);  // a copy, so that reading past it would show
+      std::memcpy(masters_.back().data(),
+                  static_cast<const std::uint8_t*>(x.ref().data) + shard.begin * size,
+                  static_cast<std::size_t>(shard.size() * size));
+      casts_.push_back({.spec = spec_,
+                        .columnwise = c.columnwise,
+                        .rows = c.rows,
+                        .cols = c.cols,
+                        .compute = c.compute,
+                        .shard = shard,
+                        .master = masters_.back().data(),
+                        .dtype = c.master});
+    }
+  }
+
+  void reduce() {
+    for (PartialCast& cast : casts_) {
+      Guarded<std::uint32_t> own(static_cast<std::int64_t>(reduced_.size()));
+      std::fill_n(own.data(), own.size(), 0u);
+      cast.amaxes = own.data();
+      partial_amax({&cast, 1}, Device::kCpu);
+      ASSERT_TRUE(own.guards_hold());
+      for (std::size_t i = 0; i < own.size(); ++i)
+        reduced_.data()[i] = std::max(reduced_[i], own[i]);
+    }
+  }
+
+  // In place: one buffer goes from rank to rank, full of other bits before. As fragments: ORed together.
+  void cast(bool in_place, float amax_in_force) {
+    std::fill_n(wire_.data(), wire_.size(), std::uint8_t{0xFF});
+    if (!in_place) std::fill_n(wire_.data(), wire_.size(), std::uint8_t{0});
+    for (PartialCast& cast : casts_) {
+      const Span bytes = FlatShard{cast.cols, cast.shard}.code_bytes(bits_of(spec_));
+      Guarded<std::uint8_t> fragment(bytes.size());
+      cast.amaxes = reduced_.data();
+      cast.scale = out_.scale.data();
+      cast.amax = out_.amax.size() > 0 ? out_.amax.data() : nullptr;
+      if (spec_.delayed) out_.amax.data()[0] = amax_in_force;
+      cast.codes = in_place ? wire_.data() : fragment.data();
+      cast.first_byte = in_place ? 0 : bytes.begin;
+      cast.keeps_neighbours = in_place;
+      partial_cast({&cast, 1}, Device::kCpu);
+      ASSERT_TRUE(fragment.guards_hold());
+      if (!in_place)
+        for (std::int64_t b = 0; b < bytes.size(); ++b)
+          wire_.data()[bytes.begin + b] |= fragment.data()[b];
+    }
+    const int bits = bits_of(spec_);
+    if (case_.columnwise) {
+      const Transpose job = {wire_.data(), out_.codes.data(), case_.rows, case_.cols, bits};
+      transpose_many({&job, 1}, Device::kCpu);
+    } else {
+      std::copy_n(wire_.data(), wire_.size(), out_.codes.data());
+    }
+    ASSERT_TRUE(wire_.guards_hold() && out_.guards_hold());
+  }
+
+  const Outputs& outputs() const { return out_; }
+
+ private:
+  const Case& case_;
+  Spec spec_;
+  Guarded<std::uint8_t> wire_;
+  Guarded<std::uint32_t> reduced_;
+  std::vector<Guarded<std::uint8_t>> masters_;
+  std::vector<PartialCast> casts_;
+  Outputs out_;
+};
+
+// x as the cast sees it: rounded to the compute dtype.
+Matrix computed(const Matrix& x, DType compute) {
+  if (compute == DType::kFloat32 || x.dtype() == DType::kBFloat16) return x;
+  std::vector<float> values;
+  for (std::int64_t i = 0; i < x.shape().elements(); ++i)
+    values.push_back(round_to_bf16(x.at(0, i / x.shape().cols, i % x.shape().cols)));
+  return Matrix(x.shape(), DType::kBFloat16, values);
+}
+
+void expect_whole(const Case& c) {
+  const Matrix x({1, c.rows, c.cols}, c.master, c.kind, 11);
+  const Matrix seen = computed(x, c.compute);
+  const Spec spec = Spec::parse(c.spec);
+  const float amax_in_force = 1.5f;
+  Request request{.spec = spec};
+  if (spec.delayed) request.given_amax = &amax_in_force;
+  const Outputs whole = quantized(seen.ref(), request, c.columnwise);
+  for (const bool in_place : {true, false}) {
+    World world(c, x);
+    world.reduce();
+    world.cast(in_place, amax_in_force);
+    ASSERT_TRUE(world.outputs().amax == whole.amax) << "amax: " << c.name();
+    ASSERT_TRUE(world.outputs().scale == whole.scale) << "scale: " << c.name();
+    ASSERT_TRUE(world.outputs().codes == whole.codes)
+        << "codes: " << c.name() << (in_place ? " in place" : " as fragments");
+  }
+}
+
+std::vector<std::int64_t> random_cuts(std::int64_t elements, int shards, std::mt19937& random) {
+  std::vector<std::int64_t> cuts = {0, elements};
+  for (int i = 1; i < shards; ++i)
+    cuts.push_back(static_cast<std::int64_t>(random()) % (elements + 1));
+  std::sort(cuts.begin(), cuts.end());
+  return cuts;
+}
+
+TEST(PartialCast, AnyCutGivesTheBytesOfTheWhole) {
+  std::mt19937 random(3);
+  const std::pair<std::int64_t, std::int64_t> shapes[] = {
+      {16, 16}, {32, 96}, {48, 33}, {1, 70}, {70, 1}, {130, 144}, {300, 20}, {17, 31}};
+  for (const char* const spec : kSpecs)
+    for (const auto& [rows, cols] : shapes)
+      for (const bool columnwise : {false, true}) {
+        const auto pick = random();
+        const DType master = pick % 4 == 0 ? DType::kBFloat16 : DType::kFloat32;
+        const DType compute = pick % 3 == 0 ? DType::kFloat32 : DType::kBFloat16;
+        const Kind kind = pick % 5 == 0 ? Kind::kSpecial : pick % 2 ? Kind::kWide : Kind::kPlain;
+        expect_whole({spec, columnwise, rows, cols, master, compute, kind,
+                      random_cuts(rows * cols, 1 + static_cast<int>(random() % 6), random)});
+        if (HasFatalFailure()) return;
+      }
+}
+
+TEST(PartialCast, EveryCutOfASmallWeight) {
+  for (const char* const spec : {"nvfp4/16x16", "nvfp4", "mxfp8/32x32", "e4m3/tensor"})
+    for (std::int64_t cut = 0; cut <= 17 * 19; ++cut) {
+      expect_whole({spec,
+                    cut % 2 == 0,
+                    17,
+                    19,
+                    DType::kFloat32,
+                    DType::kBFloat16,
+                    Kind::kWide,
+                    {0, cut, std::min<std::int64_t>(cut + 3, 17 * 19), 17 * 19}});
+      if (HasFatalFailure()) return;
+    }
+}
+
+TEST(PartialCast, ManyWeightsAtOnceAreEachAlone) {
+  std::vector<PartialCast> casts;
+  std::vector<Matrix> masters;
+  std::vector<Guarded<std::uint32_t>> amaxes;
+  std::vector<Guarded<std::uint8_t>> wires;
+  std::vector<Outputs> outs;
+  const std::size_t count = std::size(kSpecs) - 1;  // all but the delayed one
+  for (std::size_t i = 0; i < count; ++i)
+    masters.emplace_back(Shape{1, 40 + static_cast<std::int64_t>(i), 64}, DType::kFloat32,
+                         Kind::kWide, i + 1);
+  for (std::size_t i = 0; i < count; ++i) {
+    const Spec spec = Spec::parse(kSpecs[i]);
+    const Shape& s = masters[i].shape();
+    amaxes.emplace_back(amax_grid(spec, false, s.rows, s.cols).count());
+    outs.emplace_back(spec, s);
+    casts.push_back({.spec = spec,
+                     .rows = s.rows,
+                     .cols = s.cols,
+                     .compute = DType::kFloat32,
+                     .shard = {0, s.rows * s.cols},
+                     .master = masters[i].ref().data});
+  }
+  for (std::size_t i = 0; i < count; ++i) {
+    casts[i].amaxes = amaxes[i].data();
+    casts[i].codes = outs[i].codes.data();
+    casts[i].scale = outs[i].scale.data();
+    casts[i].amax = outs[i].amax.size() > 0 ? outs[i].amax.data() : nullptr;
+  }
+  for (Guarded<std::uint32_t>& of_weight : amaxes)
+    std::fill_n(of_weight.data(), of_weight.size(), 0u);
+  partial_amax(casts, Device::kCpu);
+  partial_cast(casts, Device::kCpu);
+  for (std::size_t i = 0; i < count; ++i) {
+    const Outputs whole = quantized(masters[i].ref(), {.spec = casts[i].spec}, false);
+    EXPECT_TRUE(outs[i].codes == whole.codes && outs[i].scale == whole.scale &&
+                outs[i].amax == whole.amax)
+        << kSpecs[i];
+  }
+}
+
+TEST(PartialCast, TransposesOfEveryWidth) {
+  for (const int bits : {4, 8, 32}) {
+    const std::int64_t rows = 67, cols = 131;
+    const std::int64_t pitch = bits == 4 ? (cols + 1) / 2 : cols * bits / 8;
+    const std::int64_t back = bits == 4 ? (rows + 1) / 2 : rows * bits / 8;
+    Guarded<std::uint8_t> in(rows * pitch), out(cols * back), again(rows * pitch);
+    for (std::size_t i = 0; i < in.size(); ++i)
+      in.data()[i] = static_cast<std::uint8_t>(i * 37 + i / 251);
+    if (bits == 4)
+      for (std::int64_t r = 0; r < rows; ++r) in.data()[(r + 1) * pitch - 1] &= 0x0F;
+    const Transpose there[] = {{in.data(), out.data(), rows, cols, bits}};
+    const Transpose home[] = {{out.data(), again.data(), cols, rows, bits}};
+    transpose_many(there, Device::kCpu);
+    transpose_many(home, Device::kCpu);
+    ASSERT_TRUE(out.guards_hold());
+    EXPECT_TRUE(again == in) << bits;
+    const std::int64_t r = 5, c = 100;
+    const auto element = [&](const Guarded<std::uint8_t>& m, std::int64_t row_bytes, std::int64_t i,
+                             std::int64_t k) -> std::uint32_t {
+      const std::uint8_t* row = m.data() + i * row_bytes;
+      return bits == 4 ? nibble(row, k) : row[k * bits / 8];
+    };
+    EXPECT_EQ(element(out, back, c, r), element(in, pitch, r, c)) << bits;
+  }
+}
+
+TEST(PartialCast, RefusesBeforeItWrites) {
+  Guarded<std::uint32_t> amaxes(64);
+  const float master[32] = {};
+  PartialCast cast = {.spec = Spec::parse("nvfp4/16x16"),
+                      .rows = 2,
+                      .cols = 16,
+                      .shard = {0, 33},
+                      .master = master,
+                      .amaxes = amaxes.data()};
+  EXPECT_THROW(partial_amax({&cast, 1}, Device::kCpu), Error);
+  cast.shard = {0, 32};
+  cast.spec = Spec::parse("nvfp4+sr");
+  EXPECT_THROW(partial_amax({&cast, 1}, Device::kCpu), Error);
+  cast.spec = Spec::parse("nvfp4/16x16");
+  EXPECT_THROW(partial_cast({&cast, 1}, Device::kCpu), Error);  // no scale, no codes
+  EXPECT_TRUE(amaxes.untouched());
+}
+
+}  // namespace
+}  // namespace minifloat

@@ -1,0 +1,164 @@
+"""Training with sharded masters: losses are those of a loop that casts whole weights, bit for bit.
+
+    whole    every rank keeps all masters, and casts whole weights at every step
+    ZeRO-1   a rank keeps a shard of the masters; weights are whole on every rank
+    ZeRO-3   and of the codes, too: whole weights exist from gather to the end of the backward pass
+
+Four processes, each with a batch of its own; gradients are averaged by one all-reduce in all three.
+"""
+
+from itertools import pairwise
+
+import minifloat as mf
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from worlds import run_world
+
+RANKS, STEPS, BATCH, SIZES = 4, 100, 8, (48, 70, 33, 16)
+HYBRID = "fprop=mxfp8*mxfp8 dgrad=nvfp4+sr*nvfp4/16x16 wgrad=mxfp8*mxfp8"
+RECIPES = ["fp8_tensorwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "nvfp4", HYBRID]
+
+
+def build(recipe):
+    torch.manual_seed(0)
+    layers = [nn.Linear(a, b, bias=False) for a, b in pairwise(SIZES)]
+    model = nn.Sequential(layers[0], nn.Tanh(), layers[1], nn.Tanh(), layers[2]).bfloat16()
+    masters = [p.detach().float().clone() for p in model.parameters()]
+    mf.quantize_(model, recipe, primary=True, verbose=False)
+    return model, masters
+
+
+def batch(step, rank):
+    """Of a fixed map that the model can learn."""
+    x = torch.randn(BATCH, SIZES[0], generator=torch.Generator().manual_seed(1000 * step + rank))
+    teacher = torch.randn(SIZES[0], SIZES[-1], generator=torch.Generator().manual_seed(7))
+    return x.bfloat16(), torch.tanh(x @ teacher / 7)
+
+
+class Momentum:
+    """An optimizer that works element by element, on whole masters and on shards alike."""
+
+    def __init__(self, masters):
+        self.masters = masters
+        self.velocity = [torch.zeros_like(m) for m in masters]
+
+    def step(self, gradients):
+        for master, velocity, gradient in zip(self.masters, self.velocity, gradients):
+            velocity.mul_(0.9).add_(gradient)
+            master.sub_(velocity, alpha=0.3)
+
+
+def forward_backward(model, step, rank):
+    """The mean loss over ranks, and averaged gradients."""
+    x, target = batch(step, rank)
+    loss = (model(x).float() - target).square().mean()
+    loss.backward()
+    own = [p.grad.float().flatten() for p in model.parameters()]
+    model.zero_grad()
+    mean = torch.cat([loss.detach().view(1), *own])
+    dist.all_reduce(mean)
+    mean /= RANKS
+    loss, *gradients = mean.split([1] + [g.numel() for g in own])
+    return loss.item(), [g.view(p.shape) for g, p in zip(gradients, model.parameters())]
+
+
+def train_whole(recipe, rank):
+    model, masters = build(recipe)
+    optimizer, losses = Momentum(masters), []
+    for step in range(STEPS):
+        loss, gradients = forward_backward(model, step, rank)
+        losses.append(loss)
+        optimizer.step(gradients)
+        with torch.no_grad():
+            for weight, master in zip(model.parameters(), masters):
+                cast = mf.QuantizedTensor.from_tensor(master.bfloat16(), *weight.specs)
+                weight.copy_(cast)
+    return losses
+
+
+class Sharded:
+    """A rank's shards of masters, and the optimizer on them."""
+
+    def __init__(self, model, masters, rank, cuts=None):
+        self.weights = list(model.parameters())
+        self.layout = mf.WireLayout.of(self.weights, RANKS, cuts)
+        self.shards = self.layout.shards(rank)
+        self.starts = [begin for begin, _ in self.shards]
+        self.own = [m.flatten()[b:e].clone() for m, (b, e) in zip(masters, self.shards)]
+        self.optimizer = Momentum(self.own)
+
+    def step(self, gradients, fragments=None):
+        self.optimizer.step([g.flatten()[b:e] for g, (b, e) in zip(gradients, self.shards)])
+        mf.quantize_master_weights(self.weights, self.own, self.starts, dist.group.WORLD, fragments)
+
+
+def train_zero1(recipe, rank):
+    model, masters = build(recipe)
+    sharded, losses = Sharded(model, masters, rank), []
+    weights, layout = sharded.weights, sharded.layout
+    piece = layout.new_piece(masters[0])
+    fragments = layout.fragments(piece, rank)
+    for step in range(STEPS):
+        loss, gradients = forward_backward(model, step, rank)
+        losses.append(loss)
+        sharded.step(gradients)
+        for i, weight in enumerate(weights):  # what this rank has written, and nothing else
+            for wire, ranges, fragment in zip(
+                mf.wires(weight), layout.byte_ranges(i), fragments[i]
+            ):
+                fragment.copy_(wire.view(-1)[slice(*ranges[rank])])
+                wire.fill_(0xEE)
+        layout.gather(piece, weights, dist.group.WORLD)
+        mf.post_all_gather_processing(weights)
+    return losses
+
+
+def drop_codes(weight):
+    """What a ZeRO-3 engine frees: whole codes, of both directions and of the wires."""
+    for part in (weight.rowwise, weight.columnwise):
+        part.codes.fill_(0xEE)
+    for wire in mf.wires(weight):
+        wire.fill_(0xEE)
+
+
+def train_zero3(recipe, rank):
+    model, masters = build(recipe)
+    odd = [[0, 5, 5, p.numel() // 2 | 1, p.numel()] for p in model.parameters()]  # one shard empty
+    sharded, losses = Sharded(model, masters, rank, odd), []
+    piece = sharded.layout.new_piece(masters[0])
+    fragments = sharded.layout.fragments(piece, rank)
+    mf.quantize_master_weights(
+        sharded.weights, sharded.own, sharded.starts, dist.group.WORLD, fragments
+    )
+    for step in range(STEPS):
+        sharded.layout.gather(piece, sharded.weights, dist.group.WORLD)
+        mf.post_all_gather_processing(sharded.weights)
+        loss, gradients = forward_backward(model, step, rank)
+        for weight in sharded.weights:
+            drop_codes(weight)
+        losses.append(loss)
+        sharded.step(gradients, fragments)
+    return losses
+
+
+def check_losses(rank, recipes):
+    for recipe in recipes:
+        whole = train_whole(recipe, rank)
+        assert whole[-1] < 0.7 * whole[0], (recipe, whole[0], whole[-1])
+        assert train_zero1(recipe, rank) == whole, recipe
+        assert train_zero3(recipe, rank) == whole, recipe
+
+
+@pytest.mark.parametrize(
+    "recipes",
+    [
+        pytest.param(RECIPES[:2], marks=pytest.mark.slow),
+        pytest.param(RECIPES[2:4], marks=pytest.mark.slow),
+        RECIPES[4:],
+    ],
+    ids=", ".join,
+)
+def test_sharded_training_has_the_losses_of_whole_casts(recipes):
+    run_world(RANKS, check_losses, recipes)

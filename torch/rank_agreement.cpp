@@ -1,0 +1,154 @@
+#include "rank_agreement.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include <mutex>
+#include <unordered_set>
+#include <utility>
+
+#include "minifloat/core/philox.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+using at::Tensor;
+
+std::int64_t hash_of(const std::string& text) {
+  return static_cast<std::int64_t>(fnv1a64(text.data(), text.size()) >> 1);  // not negative
+}
+
+// What ranks have to agree on, of one entry.
+constexpr std::size_t kFields = 4;
+const char* const kFieldNames[kFields] = {"name", "rows", "columns", "operand spec and dtype"};
+
+// A spec as a number: cheap, for it is asked of every weight at every step.
+std::int64_t number_of(const PartialCast& cast) {
+  const Spec& spec = cast.spec;
+  std::int64_t number = 0;
+  for (const std::int64_t field :
+       {static_cast<std::int64_t>(spec.elements), static_cast<std::int64_t>(spec.rule),
+        static_cast<std::int64_t>(spec.scale_rounding), std::int64_t{spec.block_rows},
+        std::int64_t{spec.block_cols}, std::int64_t{spec.delayed}, std::int64_t{cast.columnwise},
+        static_cast<std::int64_t>(cast.compute)})
+    number = number * 256 + field;
+  return number & INT64_MAX;
+}
+
+std::vector<std::int64_t> fields_of(const std::vector<PartialCast>& casts,
+                                    const std::vector<std::string>& names) {
+  std::vector<std::int64_t> fields;
+  fields.reserve(casts.size() * kFields);
+  for (std::size_t i = 0; i < casts.size(); ++i)
+    fields.insert(fields.end(),
+                  {hash_of(names[i]), casts[i].rows, casts[i].cols, number_of(casts[i])});
+  return fields;
+}
+
+void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType op) {
+  std::vector<Tensor> tensors = {t};
+  c10d::AllreduceOptions options;
+  options.reduceOp = op;
+  ranks->allreduce(tensors, options)->wait();
+}
+
+// The largest and the smallest of each number over the ranks, from one all-reduce; waits for the device.
+std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> range_over(
+    const Ranks& ranks, const std::vector<std::int64_t>& numbers, const Tensor& like) {
+  const Tensor own = at::tensor(numbers, at::kLong);
+  const Tensor both = at::cat({own, -own}).to(like.device());
+  all_reduce(ranks, both, c10d::ReduceOp::MAX);
+  const Tensor host = both.cpu();
+  const std::int64_t* values = host.const_data_ptr<std::int64_t>();
+  std::vector<std::int64_t> largest(values, values + numbers.size()), smallest;
+  for (std::size_t i = 0; i < numbers.size(); ++i) smallest.push_back(-values[numbers.size() + i]);
+  return {largest, smallest};
+}
+
+void require_same_fields(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                         const std::vector<std::string>& names,
+                         const std::vector<std::int64_t>& fields, const Tensor& like) {
+  const auto count = static_cast<std::int64_t>(casts.size());
+  const auto [most, fewest] = range_over(ranks, {count}, like);
+  TORCH_CHECK_VALUE(most == fewest,
+                    "quantize_master_weights: expected the same weights on every rank, got ", count,
+                    " directions here and ", fewest[0], " to ", most[0], " over the ranks");
+  const auto [largest, smallest] = range_over(ranks, fields, like);
+  for (std::size_t i = 0; i < fields.size(); ++i) {
+    const PartialCast& cast = casts[i / kFields];
+    TORCH_CHECK_VALUE(largest[i] == smallest[i], "quantize_master_weights: expected weight ",
+                      names[i / kFields], " to be the same on every rank, but its ",
+                      kFieldNames[i % kFields], " differs; here it is ", cast.rows, " x ",
+                      cast.cols, ", ", cast.columnwise ? "columnwise " : "rowwise ",
+                      cast.spec.str());
+  }
+}
+
+void require_whole(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                   const std::vector<std::string>& names, const Tensor& like) {
+  std::vector<std::int64_t> held;
+  for (const PartialCast& cast : casts) held.push_back(cast.shard.size());
+  const Tensor sum = at::tensor(held, at::kLong).to(like.device());
+  all_reduce(ranks, sum, c10d::ReduceOp::SUM);
+  const Tensor host = sum.cpu();
+  for (std::size_t i = 0; i < casts.size(); ++i) {
+    const std::int64_t elements = casts[i].rows * casts[i].cols;
+    TORCH_CHECK_VALUE(host.const_data_ptr<std::int64_t>()[i] >= elements,
+                      "quantize_master_weights: expected the shards of weight ", names[i],
+                      " to hold its ", elements, " elements, got ",
+                      host.const_data_ptr<std::int64_t>()[i], " over all ranks");
+  }
+}
+
+// The lists that a group has agreed on. A group that is gone is not mistaken for another.
+class Agreed {
+ public:
+  // Whether this is the first time; from now on it is not.
+  bool insert(const Ranks& ranks, std::uint64_t list) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    std::erase_if(known_, [](const auto& entry) { return entry.first.expired(); });
+    for (auto& [group, lists] : known_)
+      if (group.lock() == ranks) return lists.insert(list).second;
+    known_.push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(ranks), {list}});
+    return true;
+  }
+  void erase(const Ranks& ranks, std::uint64_t list) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    for (auto& [group, lists] : known_)
+      if (group.lock() == ranks) lists.erase(list);
+  }
+
+ private:
+  std::mutex mutex_;
+  std::vector<
+      std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, std::unordered_set<std::uint64_t>>>
+      known_;
+};
+
+}  // namespace
+
+Ranks resolve_ranks(const std::string& group) {
+  return group.empty() ? Ranks() : c10d::resolve_process_group(group);
+}
+
+void all_reduce_max(const Ranks& ranks, const Tensor& t) {
+  all_reduce(ranks, t, c10d::ReduceOp::MAX);
+}
+
+void require_agreement(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                       const std::vector<std::string>& names, const Tensor& like) {
+  static Agreed agreed;
+  const std::vector<std::int64_t> fields = fields_of(casts, names);
+  const std::uint64_t list =
+      fnv1a64(reinterpret_cast<const char*>(fields.data()), fields.size() * sizeof(std::int64_t));
+  if (!agreed.insert(ranks, list)) return;
+  try {
+    require_same_fields(ranks, casts, names, fields, like);
+    require_whole(ranks, casts, names, like);
+  } catch (...) {
+    agreed.erase(ranks, list);
+    throw;
+  }
+}
+
+}  // namespace minifloat::torch_ops
