@@ -8,6 +8,7 @@ loss.backward(); opt.step(); mf.step(model)
 
 from ._native import ops as _ops  # loads the operators; keep it first
 from .convert import quantize_, quantized_model_init, restore_
+from .fsdp import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
 from .linear import Linear, linear, linear_group
 from .quantized import (
     Quantized,
@@ -42,6 +43,8 @@ __all__ = [
     "linear",
     "linear_group",
     "load_training_state",
+    "precompute_float8_dynamic_scale_for_fsdp",
+    "precompute_scales",
     "presets",
     "quantize",
     "quantize_",

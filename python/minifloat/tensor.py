@@ -33,18 +33,23 @@ TENSORS = ("codes", "scale", "amax")
 
 def require_weight_spec(spec: str) -> str:
     """The canonical spec of a weight's direction; ValueError where no weight can be kept in it."""
+    spec = require_nearest(spec)
+    if "delayed" in spec.split("+"):
+        raise ValueError(
+            f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}"
+        )
+    return spec
+
+
+def require_nearest(spec: str) -> str:
+    """The canonical spec of codes that a weight can be; a delayed one's are of one step."""
     spec = canonical_spec(spec)
-    flags = spec.split("+")
     if spec == "bf16":
         raise ValueError(
             "QuantizedTensor: expected a quantizing spec, got bf16; leave it out (None)"
         )
-    if "sr" in flags:
+    if "sr" in spec.split("+"):
         raise ValueError(f"QuantizedTensor: weights round to nearest, got the stochastic {spec}")
-    if "delayed" in flags:
-        raise ValueError(
-            f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}"
-        )
     return spec
 
 
@@ -94,7 +99,7 @@ class QuantizedTensor(Tensor):
         for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
             if part is None:
                 continue
-            require_weight_spec(part.spec)
+            require_nearest(part.spec)
             if len(part.shape) != 2 or part.columnwise != (name == "columnwise"):
                 raise ValueError(
                     f"QuantizedTensor: expected the {name} part as a {name} matrix, got "
