@@ -82,6 +82,10 @@ class WeightWithQuantizedGather(Tensor):
         """func of the plain tensors. Their twins come back where func writes or FSDP2 re-lays."""
         wrapped = {id(t.plain): t for t in tree_leaves((args, kwargs)) if isinstance(t, cls)}
 
+        if func._schema.is_mutable:
+            for wrapper in wrapped.values():
+                wrapper.travel.writes += 1
+
         def plain(leaf: Any) -> Any:
             return leaf.plain if isinstance(leaf, cls) else leaf
 
@@ -148,7 +152,7 @@ def sharded_weights(model: nn.Module) -> Iterator[WeightWithQuantizedGather]:
     """Those that wait in shards and have been gathered before, each once."""
     for parameter in dict.fromkeys(model.parameters()):
         local = getattr(parameter, "_local_tensor", None)
-        if isinstance(local, WeightWithQuantizedGather) and local.travel.is_settled:
+        if isinstance(local, WeightWithQuantizedGather) and local.travel.is_quantized:
             yield local
 
 

@@ -86,8 +86,11 @@ class Plan:
         if self.mode == "one":
             return f"weight travels as {row}, {bits(row):.4g} bits"
         if self.mode == "both":
-            return f"weight travels as {row} and columnwise {col}, {bits(row) + bits(col):.4g} bits"
-        return f"weight travels as {row}, for backward as columnwise {col}, {bits(row):.4g} bits"
+            how = f"weight travels as {row} and columnwise {col}, {bits(row) + bits(col):.4g} bits"
+            rows = self.col.transform
+            return how if rows == 1 else f"{how}; as it is where shards are not of {rows} rows"
+        how = f"weight travels as {row}, for backward as columnwise {col}, {bits(row):.4g} bits"
+        return f"{how}; as it is where one gather serves both"
 
 
 @lru_cache(maxsize=256)

@@ -213,7 +213,8 @@ class Linear(nn.Linear):
         return self
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self.recipe.text!r}"
+        travel = "" if self.travel is None else f"; {self.travel}"
+        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{travel}"
 
 
 def adopt(

@@ -11,7 +11,8 @@ split     backward's gather brings the other direction, in the same bytes. What 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,16 +71,22 @@ class Travel:
         self.title = f"{layer.fqn}: {layer.recipe}, weight ({rows.n}, {cols})"
         self.plan, self.rows, self.cols, self.group = plan, rows, cols, group
         self.dtype: torch.dtype | None = None  # that the weight is rounded to; None: not agreed yet
-        self.is_quantized = True  # else it travels in that dtype
+        self.reason = ""  # why it travels in that dtype instead of codes
         self.amaxes: dict[Part, Tensor] = {}  # of all ranks, from precompute_scales
         self.amaxes_at = UNKNOWN  # after so many optimizer steps
-        self.shard: Tensor | None = None  # that was sent last
+        self.writes = 0  # to the shard, as far as torch tells its wrapper
+        self.kept: dict[Any, Any] = {}  # what was sent of these values, while amaxes are known
+        self.shard: Tensor | None = None  # that was sent last, if more of it may be asked for
         self.held: tuple[Part, ...] = ()  # what the last gather brought
         self.fsdp_group: Any = None
 
     @property
-    def is_settled(self) -> bool:
-        return self.dtype is not None and self.is_quantized
+    def is_quantized(self) -> bool:
+        return self.dtype is not None and not self.reason
+
+    def __str__(self) -> str:
+        how = f"weight travels in {self.dtype}: {self.reason}" if self.reason else str(self.plan)
+        return f"{how}, in {self.rows.world} shards"
 
     @property
     def all_parts(self) -> tuple[Part, ...]:
@@ -87,12 +94,12 @@ class Travel:
 
     def forget(self) -> None:
         """The weight may have changed."""
-        self.amaxes = {}
+        self.amaxes_at, self.kept = UNKNOWN, {}
 
     def keep_amaxes(self, amaxes: Tensor) -> None:
         """Of all parts, until the weight changes."""
         self.amaxes = dict(zip(self.all_parts, self.split_amaxes(amaxes, self.all_parts)))
-        self.amaxes_at = STEPS.taken
+        self.amaxes_at, self.kept = STEPS.taken, {}
 
     # ---- the first gather ------------------------------------------------------------------------
 
@@ -115,12 +122,15 @@ class Travel:
         return COMPUTE_DTYPES[dtypes[0]]
 
     def settle(self, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
+        """The compute dtype; with the first gather it is decided whether codes can travel."""
         if self.dtype is None:
             self.dtype = self.agree(dtype, device)
-            fits = all(self.rows.fits(part) for part in self.all_parts)
-            self.is_quantized = self.dtype in NOMINAL_DTYPES and fits
-            if self.plan.mode == "split" and not self.is_gathered_for_backward():
-                self.is_quantized = False
+            if self.dtype not in NOMINAL_DTYPES:
+                self.reason = "codes are made of float32 or bfloat16"
+            elif not all(self.rows.fits(part) for part in self.all_parts):
+                self.reason = "a transform reaches over the end of a shard"
+            elif self.plan.mode == "split" and not self.is_gathered_for_backward():
+                self.reason = "one gather is to serve forward and backward"
         return self.dtype
 
     def is_gathered_for_backward(self) -> bool:
@@ -137,15 +147,23 @@ class Travel:
 
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> tuple[tuple[Tensor, ...], Any]:
         """All-gather inputs of this rank's rows, and what goes beside them."""
-        x = shard.to(self.settle(dtype, shard.device))
-        self.shard = shard
-        if not self.is_quantized:
-            padded = x
-            if len(x) < self.rows.chunk:
-                padded = x.new_zeros(self.rows.chunk, *x.shape[1:])
-                padded[: len(x)] = x
+        compute_dtype = self.settle(dtype, shard.device)
+        if self.reason:
+            padded = shard.to(compute_dtype)
+            if len(shard) < self.rows.chunk:
+                padded = shard.new_zeros(self.rows.chunk, *shard.shape[1:], dtype=compute_dtype)
+                padded[: len(shard)] = shard
             return (padded,), None
-        return self.send_parts(x, self.plan.parts(torch._C._current_graph_task_id() != -1))
+        self.shard = shard if self.plan.mode == "split" else None
+        parts = self.plan.parts(torch._C._current_graph_task_id() != -1)
+        if self.amaxes_at != STEPS.taken:
+            return self.send_parts(shard.to(compute_dtype), parts)
+        # No rank has to hear of it: each may decide alone whether its codes are still good.
+        key = (parts, self.writes, shard._version, shard.data_ptr(), shard.device)
+        if key not in self.kept:
+            self.kept = {k: sent for k, sent in self.kept.items() if k[1:] == key[1:]}
+            self.kept[key] = self.send_parts(shard.to(compute_dtype), parts)
+        return self.kept[key]
 
     def send_parts(self, x: Tensor, parts: tuple[Part, ...]) -> tuple[tuple[Tensor, ...], Sent]:
         pieces = [
@@ -188,7 +206,7 @@ class Travel:
 
     def amaxes_of(self, x: Tensor, parts: Sequence[Part]) -> Sequence[Tensor]:
         """Of all ranks: those that precompute_scales reduced, else reduced now."""
-        if self.amaxes and self.amaxes_at == STEPS.taken:
+        if self.amaxes_at == STEPS.taken:
             return [self.amaxes[part] for part in parts]
         own = self.own_amaxes(x, parts)
         if len(own) and self.rows.world > 1:
@@ -232,8 +250,7 @@ class Travel:
         return row.scale, row.amax, col.codes, col.scale, col.amax
 
     def fill(self, whole: QuantizedTensor, outputs: Sequence[Tensor], sent: Sent) -> None:
-        tensors = (self.directions(whole)[0].codes, *self.inner_tensors(whole))
-        with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(tensors):
+        with unversioned(self.directions(whole)[0].codes, *self.inner_tensors(whole)):
             for target in self.directions(whole):
                 self.fill_target(target, outputs, sent)
         self.held = sent.parts
@@ -243,7 +260,10 @@ class Travel:
         does."""
         same = [i for i, part in enumerate(sent.parts) if part.columnwise == target.columnwise]
         if not same and self.plan.mode == "split":
-            return poison(target)
+            poison(target)
+            if target.columnwise:
+                target.codes.untyped_storage().resize_(0)  # until backward's gather
+            return
         i = same[0] if same else 0
         part, piece = sent.parts[i], sent.pieces[i]
         table = None
@@ -253,7 +273,7 @@ class Travel:
             length = table_bytes(part, self.rows, self.cols)
             table = whole_table(flat[:, start : start + length], part, self.rows, self.cols)
         codes = outputs[i].view(-1, piece.codes.shape[1])
-        return fill_direction(target, part, codes, table, piece.scale, piece.amax)
+        fill_direction(target, part, codes, table, piece.scale, piece.amax)
 
     # ---- what a split gather did not bring -------------------------------------------------------
 
@@ -275,14 +295,19 @@ class Travel:
         for output, given in zip(outputs, inputs):
             dist.all_gather_into_tensor(output, given, group=self.group)
         target = self.directions(whole)[part.columnwise]
-        with (
-            torch.no_grad(),
-            torch.autograd._unsafe_preserve_version_counter(
-                (target.codes, target.scale, target.amax)
-            ),
-        ):
+        if part.columnwise:
+            target.codes.untyped_storage().resize_(target.codes.nbytes)
+        with unversioned(target.codes, target.scale, target.amax):
             self.fill_target(target, outputs, sent)
         self.held = (*self.held, part)
+
+
+@contextmanager
+def unversioned(*tensors: Tensor) -> Iterator[None]:
+    """Writes to what FSDP2 has gathered again: the same values, for those who saved them."""
+    versioned = tuple(t for t in tensors if not t.is_inference())
+    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(versioned):
+        yield
 
 
 def find_fsdp_group(layer: Any) -> Any:

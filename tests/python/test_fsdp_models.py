@@ -4,6 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
+from minifloat import travel
 from minifloat.tensor import QuantizedTensor
 from sharded_models import Model, assert_equal, batch, built, sharded, train, whole
 from torch import nn
@@ -14,9 +15,13 @@ from worlds import run_world
 RECIPES = ("nvfp4", "mxfp8", "fp8_tensorwise")
 
 
-def reads_codes(linear):
-    """Was the weight of the last forward gathered as codes? Asked in a forward hook."""
-    return isinstance(linear.weight.detach(), QuantizedTensor)
+def watch(linear):
+    """Of each forward to come: was the weight gathered as codes?"""
+    seen = []
+    linear.register_forward_hook(
+        lambda *_: seen.append(isinstance(linear.weight.detach(), QuantizedTensor))
+    )
+    return seen
 
 
 # ---- parameters ----------------------------------------------------------------------------------
@@ -83,8 +88,7 @@ def check_meta(rank):
                 rows = parameter.to_local().shape[0]
                 chunk = -(-parameter.shape[0] // dist.get_world_size())
                 parameter.to_local().copy_(state[name][rank * chunk : rank * chunk + rows])
-        codes = []
-        model.blocks[0].up.register_forward_hook(lambda m, *_: codes.append(reads_codes(m)))
+        codes = watch(model.blocks[0].up)
         assert train(model, use_step=True) == train(alone, use_step=True), recipe
         assert all(codes), recipe
 
@@ -110,8 +114,7 @@ def check_policies(rank):
                 cast_forward_inputs=cast_inputs,
             )
             model, alone = sharded(built(recipe), mp_policy=policy), built(recipe).bfloat16()
-            codes = []
-            model.blocks[0].up.register_forward_hook(lambda m, *_: codes.append(reads_codes(m)))
+            codes = watch(model.blocks[0].up)
             y, want = (m(batch(0, dtype=torch.bfloat16)) for m in (model, alone))
             assert codes == [True], recipe
             assert torch.equal(y, want), recipe
@@ -173,6 +176,75 @@ def check_compiled(rank):
         assert_equal(whole(model), whole(alone), recipe)
 
 
+# ---- when FSDP2 gathers, and frees ---------------------------------------------------------------
+
+
+def check_memory(rank):
+    """Codes that forward saved for backward are freed between the two, and come back."""
+
+    def allocated(weight):
+        parts = weight.detach().rowwise, weight.detach().columnwise
+        return [part.codes.untyped_storage().size() > 0 for part in parts]
+
+    for recipe, has_columnwise in (("nvfp4", True), ("mxfp8_nvfp4", True), ("mxfp8", False)):
+        model, seen = sharded(built(recipe)), []
+        model.blocks[0].up.register_forward_hook(
+            lambda m, *_, seen=seen: seen.append((m.weight, allocated(m.weight)))
+        )
+        for _ in range(2):
+            y = model(batch(0))
+            weight, in_forward = seen.pop()
+            assert in_forward == [True, has_columnwise], recipe
+            assert allocated(weight) == [False, False], recipe
+            y.sum().backward()
+            assert allocated(weight) == [False, False], recipe
+
+
+def check_other_times(rank):
+    """FSDP2 told to gather less often, between steps; a weight written to by hand; inference."""
+    changes = (("forward", False), ("backward", False), ("forward", True), ("backward", True))
+    for recipe in (*RECIPES, "fp8_rowwise"):
+        alone, model = built(recipe), sharded(built(recipe))
+        for after, does_reshard in changes:
+            for m in (alone, model):
+                m.zero_grad()
+                m(batch(1)).square().mean().backward()
+                m(batch(2)).square().mean().backward()
+                with torch.inference_mode():
+                    m.eval()(batch(3))
+                m.train()
+            for block in model.blocks:
+                block.reshard()
+            model.reshard()
+            for p, q in zip(alone.parameters(), model.parameters()):
+                assert torch.equal(p.grad, q.grad.full_tensor()), (recipe, after, does_reshard)
+            with torch.no_grad():
+                for m in (alone, model):
+                    m.blocks[1].up.weight.mul_(-1.5)
+                    m.blocks[1].down.weight.mul_(3.0)
+                    mf.step(m)
+            getattr(model, f"set_reshard_after_{after}")(does_reshard)
+
+
+def check_quantized_once(rank):
+    """With mf.step, a shard is quantized once a step and direction, whatever the micro-batches."""
+    calls, quantize_rows = [], travel.quantize_rows
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            travel, "quantize_rows", lambda *args: calls.append(args[1]) or quantize_rows(*args)
+        )
+        for recipe, times in (("nvfp4", 5), ("mxfp8", 8)):  # 5 weights; the head's in one gather
+            model = sharded(built(recipe))
+            train(model, 1, use_step=True)
+            calls.clear()
+            train(model, 2, micro_batches=3, use_step=True)
+            assert len(calls) == 2 * times, recipe
+            with torch.no_grad():
+                y = model(batch(1))
+                model.blocks[0].up.weight.neg_()  # the same amaxes, other codes
+                assert not torch.equal(model(batch(1)), y), recipe
+
+
 # ---- hybrids -------------------------------------------------------------------------------------
 
 
@@ -199,7 +271,7 @@ def check_differing_ranks(rank):
         model = nn.Sequential(nn.Linear(32, width, bias=False))
         mf.quantize_(model, recipe, verbose=False)
         fully_shard(model)
-        with pytest.raises(ValueError, match="rank 0 has 0: nvfp4, weight .* rank 1 has") as caught:
+        with pytest.raises(ValueError, match=r"rank 0 has 0: nvfp4, .* rank 1 has") as caught:
             model(torch.randn(4, 32))
         assert word in str(caught.value)
 
@@ -246,6 +318,7 @@ def run_checks(rank, checks):
 GROUPS = {
     "parameters": (2, [check_frozen, check_tied, check_meta]),
     "policies": (2, [check_policies, check_offload, check_columns, check_optimizers]),
+    "gathers": (2, [check_memory, check_other_times, check_quantized_once]),
     "hybrid mesh": (4, [check_hybrid_mesh]),
     "compiled": (2, [check_compiled]),
     "hybrids": (2, [check_hybrid_equals_plain]),
