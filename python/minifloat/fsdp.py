@@ -168,7 +168,7 @@ def precompute_scales(model: nn.Module) -> None:
     by_group: dict[Any, list[tuple[Travel, Tensor]]] = {}
     for weight in sharded_weights(model):
         travel = weight.travel
-        own = travel.own_amaxes(weight.plain.to(travel.dtype), travel.all_parts)
+        own = travel.own_amaxes(weight.plain.to(travel.rounded_to), travel.all_parts)
         by_group.setdefault(travel.group, []).append((travel, own))
     for group, found in by_group.items():
         every = torch.cat([own for _, own in found])

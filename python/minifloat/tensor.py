@@ -68,6 +68,7 @@ class QuantizedTensor(Tensor):
 
     rowwise: Quantized | None
     columnwise: Quantized | None
+    owns_codes = True  # else a cast, which is of the nominal dtype alone, shares them
 
     @staticmethod
     def __new__(
@@ -182,7 +183,7 @@ class QuantizedTensor(Tensor):
         rowwise, columnwise = (
             None if p is None else fn(p) for p in (self.rowwise, self.columnwise)
         )
-        return QuantizedTensor(rowwise, columnwise, dtype or self.dtype)
+        return type(self)(rowwise, columnwise, dtype or self.dtype)
 
     def _write(self, source: Tensor) -> None:
         """source's bytes where it is laid out alike, else its values rounded again; in place."""

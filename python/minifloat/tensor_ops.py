@@ -80,6 +80,8 @@ def to_copy(
     """Another nominal dtype or device: the same codes. Any other dtype: the values."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
+    if not x.owns_codes and device in (None, x.device):
+        return x._map(lambda part: part, dtype)
 
     def move(t: Tensor) -> Tensor:
         return t.to(device=device or t.device, non_blocking=non_blocking, copy=True)

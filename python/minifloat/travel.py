@@ -52,6 +52,19 @@ def reduce_amaxes(own: Tensor, group: dist.ProcessGroup) -> Tensor:
     return bits.view(torch.float32)
 
 
+class GatheredWeight(QuantizedTensor):
+    """What a gather brings. Its codes are FSDP2's memory, which a copy would keep from it."""
+
+    owns_codes = False
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> GatheredWeight:
+        whole = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
+        return GatheredWeight(whole.rowwise, whole.columnwise, whole.dtype)
+
+
 @dataclass(frozen=True)
 class Sent:
     """What goes beside a gather: the parts, what all ranks have of them, and this rank's inputs."""
@@ -70,7 +83,8 @@ class Travel:
         self.layer = weakref.ref(layer)
         self.title = f"{layer.fqn}: {layer.recipe}, weight ({rows.n}, {cols})"
         self.plan, self.rows, self.cols, self.group = plan, rows, cols, group
-        self.dtype: torch.dtype | None = None  # that the weight is rounded to; None: not agreed yet
+        self.dtype: torch.dtype | None = None  # of the whole weight; None: not agreed yet
+        self.rounded_to = torch.float32  # before it is quantized: autocast's dtype, else that
         self.reason = ""  # why it travels in that dtype instead of codes
         self.amaxes: dict[Part, Tensor] = {}  # of all ranks, from precompute_scales
         self.amaxes_at = UNKNOWN  # after so many optimizer steps
@@ -104,7 +118,7 @@ class Travel:
     # ---- the first gather ------------------------------------------------------------------------
 
     def agree(self, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-        """The compute dtype, which full shards know; ValueError where ranks differ in the rest."""
+        """FSDP2's compute dtype, which full shards know; ValueError where weights differ."""
         known = UNKNOWN if dtype is None else COMPUTE_DTYPES.index(dtype)
         if self.rows.world == 1:
             return COMPUTE_DTYPES[known]
@@ -122,10 +136,12 @@ class Travel:
         return COMPUTE_DTYPES[dtypes[0]]
 
     def settle(self, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-        """The compute dtype; with the first gather it is decided whether codes can travel."""
+        """The dtype that FSDP2 computes in. The first gather decides whether codes can travel."""
         if self.dtype is None:
-            self.dtype = self.agree(dtype, device)
-            if self.dtype not in NOMINAL_DTYPES:
+            self.dtype = self.rounded_to = self.agree(dtype, device)
+            if torch.is_autocast_enabled(device.type):
+                self.rounded_to = torch.get_autocast_dtype(device.type)
+            if self.rounded_to not in NOMINAL_DTYPES or self.dtype not in NOMINAL_DTYPES:
                 self.reason = "codes are made of float32 or bfloat16"
             elif not all(self.rows.fits(part) for part in self.all_parts):
                 self.reason = "a transform reaches over the end of a shard"
@@ -157,12 +173,12 @@ class Travel:
         self.shard = shard if self.plan.mode == "split" else None
         parts = self.plan.parts(torch._C._current_graph_task_id() != -1)
         if self.amaxes_at != STEPS.taken:
-            return self.send_parts(shard.to(compute_dtype), parts)
+            return self.send_parts(shard.to(self.rounded_to), parts)
         # No rank has to hear of it: each may decide alone whether its codes are still good.
         key = (parts, self.writes, shard._version, shard.data_ptr(), shard.device)
         if key not in self.kept:
             self.kept = {k: sent for k, sent in self.kept.items() if k[1:] == key[1:]}
-            self.kept[key] = self.send_parts(shard.to(compute_dtype), parts)
+            self.kept[key] = self.send_parts(shard.to(self.rounded_to), parts)
         return self.kept[key]
 
     def send_parts(self, x: Tensor, parts: tuple[Part, ...]) -> tuple[tuple[Tensor, ...], Sent]:
@@ -228,7 +244,7 @@ class Travel:
         self.fill(whole, outputs, sent)
         return whole, self.inner_tensors(whole)
 
-    def empty_whole(self, outputs: Sequence[Tensor], sent: Sent) -> QuantizedTensor:
+    def empty_whole(self, outputs: Sequence[Tensor], sent: Sent) -> GatheredWeight:
         """Its rowwise codes are FSDP2's memory: where those of all ranks follow each other."""
         n, device = self.rows.n, outputs[0].device
         row, col = (
@@ -236,7 +252,7 @@ class Travel:
         )
         row = Quantized(outputs[0][:n], row.scale, row.amax, row.spec, row.shape)
         assert self.dtype is not None  # agreed before anything is sent
-        return QuantizedTensor(row, col, self.dtype)
+        return GatheredWeight(row, col, self.dtype)
 
     @staticmethod
     def directions(whole: QuantizedTensor) -> tuple[Quantized, Quantized]:
@@ -279,7 +295,7 @@ class Travel:
 
     def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
         """Before a forward: fetches what it reads and no gather brings, on all ranks alike."""
-        if self.plan.mode != "split" or not isinstance(whole, QuantizedTensor):
+        if self.plan.mode != "split" or not isinstance(whole, GatheredWeight):
             return
         row, col = self.plan.row, self.plan.col
         if row not in self.held:
@@ -289,8 +305,7 @@ class Travel:
 
     def fetch(self, whole: QuantizedTensor, part: Part) -> None:
         assert self.shard is not None
-        assert self.dtype is not None
-        inputs, sent = self.send_parts(self.shard.to(self.dtype), (part,))
+        inputs, sent = self.send_parts(self.shard.to(self.rounded_to), (part,))
         outputs = [t.new_empty(self.rows.world * len(t), *t.shape[1:]) for t in inputs]
         for output, given in zip(outputs, inputs):
             dist.all_gather_into_tensor(output, given, group=self.group)

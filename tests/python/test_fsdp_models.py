@@ -125,6 +125,24 @@ def check_policies(rank):
                 assert torch.equal(got.grad.full_tensor(), p.grad.float()), recipe
 
 
+def check_autocast(rank):
+    """fp32 weights under autocast: rounded to its dtype first, as one process does."""
+    for recipe in RECIPES:
+        models = [built(recipe), sharded(built(recipe))]
+        codes = watch(models[1].blocks[0].up)
+        for _ in range(2):
+            outputs = []
+            for model in models:
+                with torch.autocast("cpu", torch.bfloat16):
+                    outputs.append(model(batch(0)))
+                outputs[-1].float().square().mean().backward()
+            assert torch.equal(*outputs), recipe
+            mf.precompute_scales(models[1])
+        assert codes == [True, True], recipe
+        for p, q in zip(*(model.parameters() for model in models)):
+            assert torch.equal(p.grad, q.grad.full_tensor()), recipe
+
+
 def check_offload(rank):
     for recipe in RECIPES:
         alone = built(recipe)
@@ -317,7 +335,10 @@ def run_checks(rank, checks):
 
 GROUPS = {
     "parameters": (2, [check_frozen, check_tied, check_meta]),
-    "policies": (2, [check_policies, check_offload, check_columns, check_optimizers]),
+    "policies": (
+        2,
+        [check_policies, check_autocast, check_offload, check_columns, check_optimizers],
+    ),
     "gathers": (2, [check_memory, check_other_times, check_quantized_once]),
     "hybrid mesh": (4, [check_hybrid_mesh]),
     "compiled": (2, [check_compiled]),
