@@ -63,7 +63,9 @@ class WeightWithQuantizedGather(Tensor):
         return f"{type(self).__name__}({self.plain!r}, {self.travel.plan})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        return self.plain.untyped_storage()
+        """The shard's, by which FSDP2 knows its memory; a compiler asks for the wrapper's own."""
+        is_traced = torch._guards.TracingContext.try_get() is not None
+        return super().untyped_storage() if is_traced else self.plain.untyped_storage()
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["plain"], self.travel

@@ -163,8 +163,9 @@ def check_columns(rank):
 
 
 def check_optimizers(rank):
-    """Fused and foreach AdamW on the sharded fp32 weights, as without minifloat."""
-    for options in ({"fused": True}, {"foreach": True}, {"foreach": False}):
+    """Fused, foreach and compiled AdamW on the sharded fp32 weights, as without minifloat."""
+    kinds = (({"fused": True}, False), ({"foreach": True}, False), ({"foreach": False}, True))
+    for options, is_compiled in kinds:
         weights = []
         for gather in ("quantized", "compute_dtype"):
             torch.manual_seed(0)
@@ -172,10 +173,13 @@ def check_optimizers(rank):
             mf.quantize_(model, "fp8_blockwise", gather=gather, verbose=False)
             sharded(model)
             optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+            take_step = optimizer.step
+            if is_compiled:
+                take_step = torch.compile(take_step, backend="aot_eager")
             for step in range(3):
                 model(batch(step)).square().mean().backward()
                 norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
-                optimizer.step()
+                take_step()
                 optimizer.zero_grad()
             for state in optimizer.state.values():
                 assert type(state["exp_avg"].to_local()) is torch.Tensor
