@@ -130,7 +130,9 @@ Directions given_both(const PreparedRecipe& recipe, const char* name, at::Tensor
     TORCH_CHECK_VALUE(given[first].numel() > 0 || x.numel() == 0, "linear: expected ", name,
                       first == 0 ? " with its rowwise codes" : " with its columnwise codes",
                       ", got none");
-    return {given[first], given[first + 1], given[first + 2], given[first + 3]};
+    // As a cast leaves what a spec has not: a recomputed forward must save what the first one saved.
+    const Tensor amax = given[first + 2].numel() > 0 ? given[first + 2] : Tensor();
+    return {given[first], given[first + 1], amax, given[first + 3]};
   };
   return {direction(row, 0), direction(col, 4)};
 }

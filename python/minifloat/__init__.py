@@ -8,6 +8,7 @@ loss.backward(); opt.step(); mf.step(model)
 
 from ._native import ops as _ops  # loads the operators; keep it first
 from .convert import quantize_, quantized_model_init, restore_
+from .fsdp import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
 from .linear import Linear, linear, linear_group
 from .master_weights import (
     attach_wires,
@@ -54,6 +55,8 @@ __all__ = [
     "linear_group",
     "load_training_state",
     "post_all_gather_processing",
+    "precompute_float8_dynamic_scale_for_fsdp",
+    "precompute_scales",
     "presets",
     "quantize",
     "quantize_",

@@ -7,7 +7,6 @@ from.
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -15,6 +14,7 @@ from typing import Any
 
 from torch import nn
 
+from .gather import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
 from .linear import DEFAULT_HISTORY, Linear, adopt, release, require_history
 from .random_state import AdvanceRng, RngState, find_hook, remove_hook, require_int64
 from .recipe import Recipe, RecipeMap
@@ -32,6 +32,7 @@ def quantize_(
     *,
     primary: bool = False,
     keep_high_precision_init: bool = False,
+    gather: str = QUANTIZED,
     seed: int = 0,
     data_parallel_rank: int | None = None,
     amax_history_length: int = DEFAULT_HISTORY,
@@ -50,6 +51,8 @@ def quantize_(
                     of its own. Build the optimizer after this call
     keep_high_precision_init    with primary: the initial values stay as
                     module.weight_high_precision_init, on the CPU
+    gather          under FSDP2: "quantized", weights travel as codes where those are fewer bits
+                    than bf16; "compute_dtype", as FSDP2 alone has it
     seed            of stochastic rounding, mixed with data_parallel_rank; None: torch.distributed's
                     rank. Ranks that share data (tensor, sequence parallel) are given the same one
     amax_history_length, amax_algorithm, margin    of delayed scaling: steps kept, "max" or
@@ -67,11 +70,14 @@ def quantize_(
     names = require_filters(filter_fqns, filter_fn)
     require_history(amax_history_length, amax_algorithm, margin)
     require_int64("seed", seed)
+    if gather not in (QUANTIZED, COMPUTE_DTYPE):
+        raise ValueError(f"gather: expected {QUANTIZED!r} or {COMPUTE_DTYPE!r}, got {gather!r}")
     selection = select(model, RecipeMap(recipe), names, filter_fn)
     if primary:
         selection = without_unfit_weights(model, selection)
     require_some(selection)
 
+    plans = plan_gathers(model, selection, gather, primary)
     for fqn, module, layer_recipe in selection.chosen:
         adopt(
             module,
@@ -80,13 +86,18 @@ def quantize_(
             history_length=amax_history_length,
             algorithm=amax_algorithm,
             margin=margin,
+            gather_plan=plans[fqn][0],
         )
         if primary:
             make_primary(module, layer_recipe, keep_high_precision_init)
     share_random_state(model, [m for _, m, _ in selection.chosen], seed, data_parallel_rank)
     share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
 
-    report = Report([(fqn, r.text) for fqn, _, r in selection.chosen], selection.skipped)
+    report = Report(
+        [(fqn, r.text) for fqn, _, r in selection.chosen],
+        selection.skipped,
+        {fqn: text for fqn, (_, text) in plans.items()},
+    )
     if verbose:
         print(report)
     return report
@@ -119,6 +130,40 @@ def share_random_state(
         layer.rng_state = hook.state
 
 
+# ---- how weights travel --------------------------------------------------------------------------
+
+
+def owners_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(module)
+    return owners
+
+
+def plan_gathers(
+    model: nn.Module, selection: Selection, gather: str, primary: bool
+) -> dict[str, tuple[Plan | None, str]]:
+    """Of each chosen layer: the plan, None for the compute dtype, and what the report says."""
+    owners = owners_of_weights(model)
+    recipes = {id(module): recipe for _, module, recipe in selection.chosen}
+
+    def plan(module: nn.Linear, recipe: Recipe) -> tuple[Plan | None, str]:
+        if primary:
+            return None, "its weight is codes"
+        if gather == COMPUTE_DTYPE:
+            return None, "weight travels in the compute dtype: gather says so"
+        readers = {recipes.get(id(owner)) for owner in owners[id(module.weight)]}
+        if len(readers) > 1:
+            return None, "weight travels in the compute dtype: it is tied to another reader's"
+        if recipe.is_delayed and len(owners[id(module.weight)]) > 1:
+            return None, "weight travels in the compute dtype: tied, each reader has its own scale"
+        return plan_gather(recipe)
+
+    return {fqn: plan(module, recipe) for fqn, module, recipe in selection.chosen}
+
+
 # ---- primary weights -----------------------------------------------------------------------------
 
 
@@ -128,8 +173,10 @@ def weight_specs(recipe: Recipe) -> tuple[str | None, str | None]:
     return None if row == "bf16" else row, None if col == "bf16" else col
 
 
-def reason_against_primary(module: nn.Linear, recipe: Recipe, owners: Counter[int]) -> str | None:
-    if owners[id(module.weight)] > 1:
+def reason_against_primary(
+    module: nn.Linear, recipe: Recipe, owners: dict[int, list[nn.Module]]
+) -> str | None:
+    if len(owners[id(module.weight)]) > 1:
         return "primary: its weight is tied to another module's"
     row, col = weight_specs(recipe)
     if row is None or col is None:
@@ -144,9 +191,7 @@ def reason_against_primary(module: nn.Linear, recipe: Recipe, owners: Counter[in
 
 def without_unfit_weights(model: nn.Module, selection: Selection) -> Selection:
     """Layers whose weight cannot be kept as codes go to the skipped ones."""
-    owners = Counter(
-        id(p) for m in model.modules() for p in m._parameters.values() if p is not None
-    )
+    owners = owners_of_weights(model)
     chosen, skipped = [], list(selection.skipped)
     for fqn, module, recipe in selection.chosen:
         why_not = reason_against_primary(module, recipe, owners)

@@ -12,10 +12,13 @@ import torch
 from torch import Tensor, nn
 
 from ._native import ops
+from .fsdp import carry
+from .gather import Plan, plan_gather
 from .random_state import AdvanceRng, RngState
 from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
+from .travel import Travel
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
@@ -86,6 +89,8 @@ class Linear(nn.Linear):
     stream_id: int  # what `stream` holds
     weight_codes: WeightCodes | None
     shared_input: SharedInput | None
+    gather_plan: Plan | None  # how the weight travels; None: in the compute dtype
+    travel: Travel | None  # of a weight that FSDP2 has sharded
 
     def __init__(
         self,
@@ -101,7 +106,7 @@ class Linear(nn.Linear):
     ) -> None:
         recipe = Recipe(recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
-        adopt(self, recipe, name)
+        adopt(self, recipe, name, gather_plan=plan_gather(recipe)[0])
         if recipe.is_stochastic:
             self.rng_state = RngState(seed)
             self.register_forward_pre_hook(AdvanceRng(self.rng_state, self))
@@ -110,6 +115,8 @@ class Linear(nn.Linear):
         if torch.compiler.is_compiling():
             return self._traced_forward(input)
         weight, recipe = self.weight, self.recipe.text
+        if self.travel is not None:
+            self.travel.complete(weight, torch.is_grad_enabled() and input.requires_grad)
         rng = None if self.rng_state is None else self.rng_state.current(weight.device)
         x_operands = weight_operands = None
         if type(input) is Tensor and not (self.weight_codes is None and self.shared_input is None):
@@ -159,17 +166,25 @@ class Linear(nn.Linear):
         super().train(mode)
         return self
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "weight":
+            carry(self, value)  # FSDP2 assigns the parameter that it has sharded
+        super().__setattr__(name, value)
+
     def _forget(self) -> None:
         """Drops what was kept for reuse; the parameter that is there now may be reused."""
         self.weight_codes = weight_codes(self.weight, self.recipe)
+        if self.travel is not None:
+            self.travel.forget()
         if self.shared_input is not None:
             self.shared_input.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {key: value for key, value in self.__dict__.items() if key != "weight_codes"}
+        return {k: v for k, v in self.__dict__.items() if k not in ("weight_codes", "travel")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
+        self.travel = None
         self._forget()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
@@ -193,11 +208,13 @@ class Linear(nn.Linear):
         if history is not None and history.is_meta:
             history = torch.zeros_like(history, device=device)
         self._buffers["amax_history"] = None if history is None else history.to(device)
+        carry(self, self.weight)
         self._forget()
         return self
 
     def extra_repr(self) -> str:
-        return f"{super().extra_repr()}, recipe={self.recipe.text!r}"
+        travel = "" if self.travel is None else f"; {self.travel}"
+        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{travel}"
 
 
 def adopt(
@@ -208,6 +225,7 @@ def adopt(
     history_length: int = DEFAULT_HISTORY,
     algorithm: str = "max",
     margin: int = 0,
+    gather_plan: Plan | None = None,
 ) -> Linear:
     """Makes `module` a Linear in place: the same object, parameters and hooks."""
     require_history(history_length, algorithm, margin)
@@ -228,6 +246,8 @@ def adopt(
         history = torch.zeros(shape, dtype=torch.float32, device=device)
     module.register_buffer("amax_history", history, persistent=False)
     module.shared_input = None
+    module.gather_plan = gather_plan
+    module.travel = None
     module._forget()
     return module
 
@@ -243,11 +263,18 @@ ADOPTED = (
     "amax_history",
     "weight_codes",
     "shared_input",
+    "gather_plan",
+    "travel",
 )
 
 
 def release(module: Linear) -> nn.Linear:
     """The inverse of adopt; a quantized weight becomes the values of its codes."""
+    if module.travel is not None:
+        raise ValueError(
+            f"restore_: expected a model that FSDP2 has not sharded, but {module.fqn}'s weight "
+            "travels quantized; restore it before fully_shard"
+        )
     if isinstance(module.weight, QuantizedTensor):
         weight = module.weight
         module.weight = nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad)

@@ -31,11 +31,15 @@ def has_transform(spec: str) -> bool:
 
 
 @lru_cache(maxsize=256)
+def is_blocked(spec: str) -> bool:
+    return sizes(spec, PROBE, PROBE)[3] > 0
+
+
+@lru_cache(maxsize=256)
 def unit(spec: str, dim: int) -> int:
     """Elements along rows (0) or columns (1) that stay together: a block, a transform, a byte."""
     code_cols, _, *scales = sizes(spec, PROBE, PROBE)
-    is_blocked = scales[1] > 0
-    block = PROBE // scales[dim] if is_blocked else 1
+    block = PROBE // scales[dim] if is_blocked(spec) else 1
     if dim == 0:
         return block
     return max(block, sizes(spec, 1, 1)[1], PROBE // code_cols)
@@ -53,11 +57,15 @@ def is_square(spec: str) -> bool:
     return tall == wide[::-1] and not has_transform(spec)
 
 
+def transposed_codes(spec: str, codes: Tensor, cols: int) -> Tensor:
+    """Codes of a matrix read (rows, cols) as its transpose has them; unpacked ones as a view."""
+    return transpose_codes(codes, cols) if code_bits(spec) == 4 else codes.t()
+
+
 def transposed(q: Quantized) -> Quantized:
     """A square operand as its other direction holds it, without a rounding."""
     rows, cols = q.shape
-    is_packed = code_bits(q.spec) == 4
-    codes = transpose_codes(q.codes, cols) if is_packed else q.codes.t().contiguous()
+    codes = transposed_codes(q.spec, q.codes, cols).contiguous()
     scale = q.scale.t().contiguous() if q.scale.dim() == 2 else q.scale
     return Quantized(codes, scale, q.amax, q.spec, (cols, rows), not q.columnwise)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from .linear import Linear
@@ -52,14 +53,23 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
 
 @dataclass(frozen=True)
 class Report:
-    """What mf.quantize_ did: (name, recipe) of the converted, (name, reason) of the others."""
+    """What mf.quantize_ did: (name, recipe) of the converted, (name, reason) of the others.
+
+    gather: of each converted one, how FSDP2 brings its weight; printed where processes are several.
+    """
 
     converted: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
+    gather: dict[str, str] = field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = [f"minifloat: {len(self.converted)} converted, {len(self.skipped)} not"]
-        rows = [("+", *row) for row in self.converted] + [("-", *row) for row in self.skipped]
+        says = self.gather if dist.is_available() and dist.is_initialized() else {}
+        rows = [
+            ("+", fqn, f"{recipe}; {says[fqn]}" if fqn in says else recipe)
+            for fqn, recipe in self.converted
+        ]
+        rows += [("-", *row) for row in self.skipped]
         width = max((len(display(fqn)) for _, fqn, _ in rows), default=0)
         lines += [f"  {sign} {display(fqn):<{width}}  {text}" for sign, fqn, text in rows]
         return "\n".join(lines)

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .fsdp import precompute_scales
 from .linear import Linear
 from .random_state import RngState, find_hook
 
@@ -53,8 +54,11 @@ def _histories(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
 def _forget_weights(model: nn.Module) -> None:
     """Weights or their scales have changed: they are quantized again."""
     for module in unwrapped(model).modules():
-        if isinstance(module, Linear) and module.weight_codes is not None:
-            module.weight_codes.forget()
+        if not isinstance(module, Linear):
+            continue
+        for kept in (module.weight_codes, module.travel):
+            if kept is not None:
+                kept.forget()
 
 
 def _rng_states(model: nn.Module) -> Iterator[tuple[str, RngState]]:
@@ -101,9 +105,11 @@ def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) ->
 def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Call it after opt.step(): weights have changed, and histories of delayed scaling roll.
 
+    Under FSDP2 the amaxes of all weights are reduced here, as mf.precompute_scales does.
     group: the data-parallel ranks, whose amaxes are reduced together; None: all ranks.
     """
     _forget_weights(model)
+    precompute_scales(unwrapped(model))
     found = [(layer, history) for _, layer, history in _histories(model)]
     if not found:
         return

@@ -31,23 +31,25 @@ NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 TENSORS = ("codes", "scale", "amax")
 
 
-def require_weight_spec(spec: str, *, allow_delayed: bool = False) -> str:
-    """The canonical spec of a weight's direction; ValueError where no weight can be kept in it.
+def require_weight_spec(spec: str) -> str:
+    """The canonical spec of a weight's direction; ValueError where no weight can be kept in it."""
+    spec = require_nearest(spec)
+    if "delayed" in spec.split("+"):
+        raise ValueError(
+            f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}"
+        )
+    return spec
 
-    A delayed one is for parts that the caller brings, with an amax of earlier steps.
-    """
+
+def require_nearest(spec: str) -> str:
+    """The canonical spec of codes that a weight can be; a delayed one's are of one step."""
     spec = canonical_spec(spec)
-    flags = spec.split("+")
     if spec == "bf16":
         raise ValueError(
             "QuantizedTensor: expected a quantizing spec, got bf16; leave it out (None)"
         )
-    if "sr" in flags:
+    if "sr" in spec.split("+"):
         raise ValueError(f"QuantizedTensor: weights round to nearest, got the stochastic {spec}")
-    if "delayed" in flags and not allow_delayed:
-        raise ValueError(
-            f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}"
-        )
     return spec
 
 
@@ -66,6 +68,7 @@ class QuantizedTensor(Tensor):
 
     rowwise: Quantized | None
     columnwise: Quantized | None
+    owns_codes = True  # else a cast, which is of the nominal dtype alone, shares them
 
     @staticmethod
     def __new__(
@@ -97,7 +100,7 @@ class QuantizedTensor(Tensor):
         for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
             if part is None:
                 continue
-            require_weight_spec(part.spec, allow_delayed=True)
+            require_nearest(part.spec)
             if len(part.shape) != 2 or part.columnwise != (name == "columnwise"):
                 raise ValueError(
                     f"QuantizedTensor: expected the {name} part as a {name} matrix, got "
@@ -180,7 +183,7 @@ class QuantizedTensor(Tensor):
         rowwise, columnwise = (
             None if p is None else fn(p) for p in (self.rowwise, self.columnwise)
         )
-        return QuantizedTensor(rowwise, columnwise, dtype or self.dtype)
+        return type(self)(rowwise, columnwise, dtype or self.dtype)
 
     def _write(self, source: Tensor) -> None:
         """source's bytes where it is laid out alike, else its values rounded again; in place."""

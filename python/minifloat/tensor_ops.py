@@ -28,10 +28,14 @@ def quantize(
     decoded_col: bool = False,
     **random: Any,
 ) -> Any:
-    """The codes it holds. What it does not hold is refused, not rounded a second time."""
+    """The codes it holds. What it does not hold is refused, not rounded a second time.
+
+    Codes of a delayed scale were made under the amax that is given again here.
+    """
     if not isinstance(x, QuantizedTensor):
         return NotImplemented
-    if amax_row is not None or amax_col is not None:
+    given = [spec for spec, amax in ((row, amax_row), (col, amax_col)) if amax is not None]
+    if not all("delayed" in spec.split("+") for spec in given):
         raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
 
     def answer(spec: str, columnwise: bool, decoded: bool) -> tuple[Tensor, ...]:
@@ -76,6 +80,8 @@ def to_copy(
     """Another nominal dtype or device: the same codes. Any other dtype: the values."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
+    if not x.owns_codes and device in (None, x.device):
+        return x._map(lambda part: part, dtype)
 
     def move(t: Tensor) -> Tensor:
         return t.to(device=device or t.device, non_blocking=non_blocking, copy=True)
@@ -97,6 +103,15 @@ def view(func: Any, x: QuantizedTensor, size: Any) -> Any:
     given = [length for length in size if length != -1]
     wanted = [x.numel() // max(torch.Size(given).numel(), 1) if n == -1 else n for n in size]
     return alias(func, x) if list(x.shape) == wanted else NotImplemented
+
+
+@handles(aten.as_strided.default)
+def as_strided(
+    func: Any, x: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
+) -> Any:
+    """In its own layout: itself."""
+    is_whole = list(size) == list(x.shape) and list(stride) == list(x.stride())
+    return alias(func, x) if is_whole and not storage_offset else NotImplemented
 
 
 # ---- pieces --------------------------------------------------------------------------------------

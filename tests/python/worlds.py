@@ -21,7 +21,7 @@ SECONDS = 120
 def run_world(world_size, fn, *args):
     """fn(rank, *args) on every rank; raises with the traceback of the first rank that fails."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed", "minifloat"])
+    context.set_forkserver_preload(["minifloat", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory() as folder:
         reports, ranks = {}, []
         for rank in range(world_size):

@@ -27,6 +27,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from .config import TrainError, differences
 from .files import sync_folder, write_json, write_text
+from .world import whole
 
 KEEP = 2  # complete checkpoints, the newest among them
 
@@ -110,7 +111,7 @@ def save_weights(path: Path, model: torch.nn.Module, meta: dict[str, Any]) -> No
     """The trained weights: {"model": state dict, ...}, the same bytes for the same values."""
     from .files import write_atomically
 
-    content = {"model": {k: v.cpu() for k, v in model.state_dict().items()}, **meta}
+    content = {"model": {k: whole(v).cpu() for k, v in model.state_dict().items()}, **meta}
     write_atomically(path, lambda file: torch.save(content, file))
 
 

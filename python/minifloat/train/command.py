@@ -21,6 +21,9 @@ recipes:
   mxfp8                   every linear but the head
   nvfp4_all=*: nvfp4; output: bf16
   bf16@2                  the same from another seed: shows the noise of the comparison
+
+on several processes, the model sharded by FSDP2, weights travelling in the recipe's codes:
+  torchrun --nproc-per-node 4 -m minifloat train ...
 """
 
 OPTIONS: tuple[tuple[str, Any, str], ...] = (  # TrainConfig's fields that are plain numbers
@@ -103,6 +106,7 @@ def run(arguments: argparse.Namespace) -> int:
     from . import job
     from .config import TrainConfig
     from .tokens import cache_folder
+    from .world import joined, voice
 
     given = vars(arguments)
     out: Path = arguments.out
@@ -116,7 +120,9 @@ def run(arguments: argparse.Namespace) -> int:
     if saved:
         runs = job.require_same_job(out, saved, config, runs)
     cache = cache_folder(arguments.cache)
-    return job.train(config, runs, out, cache, resume=arguments.resume)
+    with joined(config.device, config.batch) as world, voice(world, out) as own:
+        world.wait()  # until all have read what the folder holds
+        return job.train(config, runs, own, cache, resume=arguments.resume, world=world, there=out)
 
 
 def machine_defaults(config: Any, given: dict[str, Any]) -> Any:
@@ -134,9 +140,11 @@ def machine_defaults(config: Any, given: dict[str, Any]) -> Any:
 def asked_config(given: dict[str, Any], base: Any) -> Any:
     """`base` with the options that were given."""
     from .config import ModelConfig, TrainError
+    from .world import processes
 
     fields = {f.name for f in dataclasses.fields(base)} - {"model", "data"}
     changes = {name: value for name, value in given.items() if name in fields}
+    changes["processes"] = processes()
     if "data" in given:
         changes["data"] = tuple(str(Path(path).expanduser().resolve()) for path in given["data"])
     vocab = given.get("vocab", base.model.vocab)

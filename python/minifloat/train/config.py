@@ -63,7 +63,8 @@ class TrainConfig:
     """One job: the same model, data and schedule for every recipe.
 
     seq: tokens a sequence; batch: sequences a step; lr: the peak; clip: the gradient's norm;
-    data_mb: at most so many megabytes (1e6 bytes) of text; threads: of the CPU (0 on a GPU).
+    data_mb: at most so many megabytes (1e6 bytes) of text; threads: of the CPU (0 on a GPU);
+    processes: that share a step's batch.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -82,6 +83,7 @@ class TrainConfig:
     checkpoint_every: int = 50
     threads: int = 0
     device: str = "cpu"
+    processes: int = 1
 
     def __post_init__(self) -> None:
         at_least_one = ("steps", "seq", "batch", "eval_every", "eval_batches", "checkpoint_every")

@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ from .plot import draw_losses
 from .recipes import POLICY, RunSpec
 from .report import baseline_of, curves_of, markdown_report, markdown_table, table_rows
 from .tokens import Tokens, require_enough, tokenize
+from .world import World
 
 INTERRUPTED = 130  # exit code of a job that a signal ended
 
@@ -69,12 +71,19 @@ def say(text: str) -> None:
 
 
 def train(
-    config: TrainConfig, runs: Sequence[RunSpec], out: Path, cache: Path, *, resume: bool
+    config: TrainConfig,
+    runs: Sequence[RunSpec],
+    out: Path,
+    cache: Path,
+    *,
+    resume: bool,
+    world: World,
+    there: Path,
 ) -> int:
     """Trains the runs that `out` does not hold yet, finished; returns the process's exit code.
 
     What can be wrong with the request is found before `out` is touched. Without `resume`, an
-    earlier job's results there are moved aside.
+    earlier job's results there are moved aside. there: rank 0's `out`, which all ranks resume from.
     """
     make_deterministic(config)
     corpus, tokens = read_data(config, cache)
@@ -90,7 +99,9 @@ def train(
             f"products of one step alone: {1e3 * light.seconds:.0f} ms, "
             f"{light.gflops_per_s:.0f} GFLOP/s in bf16"
         )
-        job = Job(config, batches, tokens.fingerprint, out, Metrics(out), light, flag)
+        world.wait()  # until rank 0 has moved an earlier job's results
+        stop = partial(agreed, flag, world)
+        job = Job(config, batches, tokens.fingerprint, out, there, Metrics(out), light, stop, world)
         try:
             with flag.installed():
                 train_all(job, runs, facts)
@@ -104,6 +115,11 @@ def train(
         job.metrics.close()
         write_report(job, runs, facts, job_facts(job, corpus, tokens))
     return INTERRUPTED if flag() else 0
+
+
+def agreed(flag: StopFlag, world: World) -> bool:
+    """Has any rank been told to stop? Asked by all at once."""
+    return world.any(flag())
 
 
 def make_deterministic(config: TrainConfig) -> None:
@@ -155,9 +171,9 @@ def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
 def train_all(job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]]) -> None:
     """Every run that has no result yet, one after the other, until one is stopped."""
     for number, run in enumerate(runs, 1):
-        result = job.folder(run) / "result.json"
-        if result.exists():
-            facts[run.name] = json.loads(result.read_text())
+        before = job.there / "runs" / run.folder / "result.json"
+        if before.exists():
+            facts[run.name] = json.loads(before.read_text())
             continue
         if job.should_stop():
             return
@@ -166,7 +182,7 @@ def train_all(job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]
         outcome = train_run(run, job, f"{run.name} [{number}/{len(runs)}]")
         facts[run.name] |= outcome
         if not outcome["status"].startswith("stopped"):
-            write_json(result, facts[run.name])
+            write_json(job.folder(run) / "result.json", facts[run.name])
 
 
 def save_job(out: Path, config: TrainConfig, runs: Sequence[RunSpec], tokens: Tokens) -> None:
@@ -242,6 +258,8 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
     where = f"{platform.machine()} CPU, {config.threads} threads"
     if config.device == "cuda":
         where = torch.cuda.get_device_name()
+    if config.processes > 1:
+        where = f"{config.processes} processes under FSDP2, each {where}"
     left_out = f", {corpus.left_out} files beyond --data-mb" if corpus.left_out else ""
     return {
         "title": "Training side by side",

@@ -20,7 +20,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from tqdm import tqdm
 
 import minifloat as mf
@@ -32,6 +36,7 @@ from .measure import PeakMemory, SpeedOfLight, loss_under_autocast
 from .metrics import Metrics
 from .model import build_model
 from .recipes import RunSpec
+from .world import World, whole
 
 BETAS = (0.9, 0.95)
 Pairs = list[tuple[str, str]]
@@ -46,9 +51,11 @@ class Job:
     batches: Batches
     tokens_fingerprint: str
     out: Path
+    there: Path  # rank 0's out: what earlier processes left
     metrics: Metrics
     light: SpeedOfLight
     should_stop: Callable[[], bool]
+    world: World
 
     def folder(self, run: RunSpec) -> Path:
         return self.out / "runs" / run.folder
@@ -106,9 +113,11 @@ class Run:
         self.peak_before = 0  # bytes, of the processes that a resumed run was killed in
         self.memory = PeakMemory(self.config.device)
         self.memory.start()
-        self.model, _, _ = prepare_model(spec, self.config)
+        self.world = job.world
+        self.model = self.world.shard(prepare_model(spec, self.config)[0])
         self.optimizer = make_optimizer(self.model, self.config)
         self.loss = loss_under_autocast(self.model, self.config.device)
+        self.options = StateDictOptions(full_state_dict=self.world.size > 1)
         self.validation = job.batches.validation_set(self.config.eval_batches)
 
     # ---- Training ----------------------------------------------------------------------------
@@ -120,12 +129,12 @@ class Run:
             group["lr"] = lr
         loss = self.loss(*self.to_device(self.job.batches.training(self.spec.seed, self.step)))
         loss.backward()
-        norm = nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip)
+        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.spec.converts:
             mf.step(self.model)
-        values = {"loss": loss.item(), "lr": lr, "grad_norm": norm.item()}
+        values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
         self.step += 1
         seconds = time.perf_counter() - start
         return values | {
@@ -139,17 +148,21 @@ class Run:
         start = time.perf_counter()
         self.model.eval()  # the random bits of training stay as they are
         with torch.no_grad():
-            losses = [self.loss(*self.to_device(batch)).item() for batch in self.validation]
+            losses = [
+                self.world.mean(self.loss(*self.to_device(batch))) for batch in self.validation
+            ]
         self.model.train()
         return {"val_loss": sum(losses) / len(losses), "seconds": time.perf_counter() - start}
 
     def to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        return batch[0].to(self.config.device), batch[1].to(self.config.device)
+        """This rank's share of it."""
+        inputs, targets = self.world.share(batch)
+        return inputs.to(self.config.device), targets.to(self.config.device)
 
     # ---- Checkpoints -------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
         """Everything to save: model, optimizer, the quantized layers' own state, generators."""
-        model, optimizer = get_state_dict(self.model, self.optimizer)
+        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
         rng = {"cpu": torch.get_rng_state()}
         if self.config.device == "cuda":
             rng["cuda"] = torch.cuda.get_rng_state()
@@ -170,7 +183,8 @@ class Run:
 
     def restore(self) -> None:
         """Goes on from the last complete checkpoint, if there is one."""
-        found = checkpoint.latest(self.checkpoints)
+        there = self.job.there / "runs" / self.spec.folder / "checkpoints"
+        found = checkpoint.latest(there)
         if found is None:
             return
         checkpoint.require_same(found, self.job.identity(self.spec))
@@ -182,6 +196,7 @@ class Run:
             self.optimizer,
             model_state_dict=state["model"],
             optim_state_dict=state["optimizer"],
+            options=self.options,
         )
         torch.set_rng_state(state["rng"]["cpu"])
         if "cuda" in state["rng"]:

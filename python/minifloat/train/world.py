@@ -1,0 +1,106 @@
+"""One model on several processes: torchrun starts them, FSDP2 shards the model, rank 0 speaks.
+
+    torchrun --nproc-per-node 4 -m minifloat train …
+
+Every rank runs the whole job on its share of each batch's sequences. What a rank other than 0 would
+write goes to a folder of its own that is thrown away, so that no line of the job asks who it is.
+What the ranks must agree on, losses and stops, is reduced over them.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from .config import TrainError
+
+
+def processes() -> int:
+    """That torchrun started; 1 without it."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+@dataclass(frozen=True)
+class World:
+    """Where this process stands among those of the job."""
+
+    rank: int = 0
+    size: int = 1
+    device: str = "cpu"
+
+    def shard(self, model: Any) -> nn.Module:
+        """The model under FSDP2, block by block; alone: as it is."""
+        if self.size > 1:
+            from torch.distributed.device_mesh import init_device_mesh
+            from torch.distributed.fsdp import fully_shard
+
+            mesh = init_device_mesh(self.device, (self.size,))
+            for block in model.layers:
+                fully_shard(block, mesh=mesh)
+            fully_shard(model, mesh=mesh)
+        return model
+
+    def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        """This rank's sequences."""
+        inputs, targets = (tokens.chunk(self.size)[self.rank] for tokens in batch)
+        return inputs, targets
+
+    def mean(self, value: Tensor) -> float:
+        if self.size > 1:
+            value = value.detach() / self.size
+            dist.all_reduce(value)
+        return value.item()
+
+    def any(self, flag: bool) -> bool:
+        return flag if self.size == 1 else self.mean(torch.tensor(float(flag)).to(self.device)) > 0
+
+    def wait(self) -> None:
+        if self.size > 1:
+            dist.barrier()
+
+
+def whole(tensor: Any) -> Tensor:
+    """A sharded tensor on every rank; any other as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+@contextmanager
+def joined(device: str, batch: int) -> Iterator[World]:
+    """The world that torchrun describes, its process group up; alone without torchrun."""
+    size = processes()
+    if size == 1:
+        yield World(device=device)
+        return
+    if batch % size:
+        raise TrainError(f"--batch: expected a multiple of the {size} processes, got {batch}")
+    if device == "cuda":
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    try:
+        yield World(dist.get_rank(), size, device)
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def voice(world: World, out: Path) -> Iterator[Path]:
+    """The folder that this rank writes to: `out`, or one to throw away, and nothing printed."""
+    if world.rank == 0:
+        yield out
+        return
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        open(os.devnull, "w") as silence,
+        redirect_stdout(silence),
+        redirect_stderr(silence),
+    ):
+        yield Path(folder) / out.name

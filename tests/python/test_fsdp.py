@@ -1,0 +1,192 @@
+"""FSDP2 with weights that travel quantized: training, what is sent, checkpoints."""
+
+import minifloat as mf
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from sharded_models import assert_equal, batch, built, sharded, train, whole
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from worlds import run_world
+
+# ---- training equals one process -----------------------------------------------------------------
+
+PRESETS = [
+    "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "mxfp4",
+    "nvfp4", "mxfp8_nvfp4", "nvfp4_mxfp8",
+]  # fmt: skip
+VARIANTS = {
+    "by block": ({}, {}, {}),
+    "the root alone": ({}, {"by_block": False}, {}),
+    "not resharded": ({}, {"reshard_after_forward": False}, {}),
+    "mf.step": ({}, {}, {"use_step": True}),
+    "micro-batches": ({}, {}, {"micro_batches": 2, "use_step": True}),
+    "recomputed": ({"is_recomputed": True}, {}, {}),
+}
+
+
+def check_training(rank, recipes):
+    """World sizes are powers of two: the mean of equal gradients is then exact."""
+    for recipe in recipes:
+        for name, (model_options, shard_options, train_options) in VARIANTS.items():
+            if recipe == "fp8_delayed":
+                train_options = {**train_options, "use_step": True}
+            alone = built(recipe, **model_options)
+            losses = train(alone, **train_options)
+            model = sharded(built(recipe, **model_options), **shard_options)
+            assert train(model, **train_options) == losses, (recipe, name)
+            assert_equal(whole(model), whole(alone), (recipe, name))
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_training_equals_one_process(world):
+    run_world(world, check_training, PRESETS if world == 2 else PRESETS[::3])
+
+
+# ---- what travels --------------------------------------------------------------------------------
+
+
+class Counted:
+    """Collectives of torch.distributed by name, with the bytes that a rank sends."""
+
+    NAMES = ("all_gather_into_tensor", "all_reduce")
+
+    def __init__(self, monkeypatch):
+        self.calls = []
+        for name in self.NAMES:
+            monkeypatch.setattr(dist, name, self.counting(name, getattr(dist, name)))
+
+    def counting(self, name, collective):
+        def call(*args, **kwargs):
+            sent = kwargs.get("input_tensor", args[-1] if args else None)
+            self.calls.append((name, sent.nbytes))
+            return collective(*args, **kwargs)
+
+        return call
+
+    def take(self, name):
+        found = [size for called, size in self.calls if called == name]
+        self.calls = []
+        return found
+
+
+def check_payload(rank):
+    world, n, k = dist.get_world_size(), 512, 1024
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counted = Counted(monkeypatch)
+        for recipe, gather, gathers in (
+            ("fp8_tensorwise", "quantized", [8.0, 8.0]),
+            ("fp8_blockwise", "quantized", [8.01, 8.01]),
+            ("mxfp8", "quantized", [8.25, 8.25]),
+            ("fp8_rowwise", "quantized", [8.1, 8.1]),
+            ("mxfp4", "quantized", [8.5, 8.5]),
+            ("nvfp4", "quantized", [4.04, 4.04]),
+            ("mxfp8_nvfp4", "quantized", [12.3, 12.3]),
+            ("nvfp4", "compute_dtype", [16.0, 16.0]),
+        ):
+            block = nn.Sequential(nn.Linear(k, n, bias=False))
+            report = mf.quantize_(block, recipe, gather=gather, verbose=False)
+            assert ("compute dtype" in report.gather["0"]) == (gather == "compute_dtype")
+            assert report.gather["0"] in str(report)
+            model = nn.Sequential(block)
+            policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16)
+            fully_shard(block, mp_policy=policy)
+            fully_shard(model, mp_policy=policy)
+            x = torch.randn(16, k, dtype=torch.bfloat16, requires_grad=True)
+            model(x).sum().backward()  # the first one also agrees on what is sent
+            counted.calls.clear()
+            model(x).sum().backward()
+            sent = [8 * size * world / (n * k) for size in counted.take("all_gather_into_tensor")]
+            assert len(sent) == len(gathers), recipe
+            for bits, most in zip(sent, gathers):
+                assert most - 0.1 < bits <= most, (recipe, sent)
+
+
+def check_one_reduction(rank):
+    """mf.precompute_scales: one all-reduce for all weights, and none in the gathers that follow."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        counted = Counted(monkeypatch)
+        for recipe in ("fp8_tensorwise", "nvfp4", "fp8_blockwise", "fp8_rowwise"):
+            model = sharded(built(recipe))
+            optimizer = torch.optim.AdamW(model.parameters())
+            model(batch(0)).sum().backward()
+            optimizer.step()
+            for precompute in (
+                mf.precompute_scales,
+                mf.precompute_float8_dynamic_scale_for_fsdp,
+                mf.step,
+            ):
+                counted.calls.clear()
+                precompute(model)
+                assert len(counted.take("all_reduce")) == 1, recipe
+                model(batch(1)).sum().backward()
+                assert counted.take("all_reduce") == [], recipe
+            optimizer.step()
+            model(batch(1)).sum().backward()
+            assert len(counted.take("all_reduce")) > 1, recipe
+
+
+def check_all_travel(rank):
+    check_payload(rank)
+    check_one_reduction(rank)
+
+
+def test_what_travels():
+    run_world(2, check_all_travel)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def check_save(rank, recipe, folder):
+    torch.manual_seed(rank)
+    model = sharded(built(recipe, seed=1))
+    train(model, 2)
+    state = model.state_dict()
+    for name, tensor in state.items():
+        assert type(getattr(tensor, "_local_tensor", tensor)) is torch.Tensor, name
+    dcp.save({"model": state}, checkpoint_id=f"{folder}/model")
+    full = whole(model)
+    if rank == 0:
+        torch.save(full, f"{folder}/full.pt")
+
+
+def check_load(rank, recipe, folder):
+    """Weights, and what the next steps make of them, are those that were saved."""
+    model = sharded(built(recipe, seed=2))
+    model(batch(0))
+    state = {"model": model.state_dict()}
+    dcp.load(state, checkpoint_id=f"{folder}/model")
+    model.load_state_dict(state["model"])
+    want = torch.load(f"{folder}/full.pt")
+    assert_equal(whole(model), want, recipe)
+    alone = built(recipe, seed=3)
+    alone.load_state_dict(want)
+    model.eval(), alone.eval()
+    with torch.no_grad():
+        assert torch.equal(model(batch(7)), alone(batch(7))), recipe
+
+
+def save_all(rank, recipes, folder):
+    for recipe in recipes:
+        check_save(rank, recipe, f"{folder}/{recipe}")
+
+
+def load_all(rank, recipes, folder):
+    for recipe in recipes:
+        check_load(rank, recipe, f"{folder}/{recipe}")
+
+
+@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
+def test_checkpoints_reshard(before, after, tmp_path):
+    for recipe in PRESETS:
+        (tmp_path / recipe).mkdir()
+    run_world(before, save_all, PRESETS, str(tmp_path))
+    run_world(after, load_all, PRESETS, str(tmp_path))
+    for recipe in PRESETS:  # to one process without FSDP
+        model = built(recipe, seed=4)
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=str(tmp_path / recipe / "model"), no_dist=True)
+        model.load_state_dict(state["model"])
+        assert_equal(model.state_dict(), torch.load(tmp_path / recipe / "full.pt"), recipe)

@@ -1,0 +1,126 @@
+"""FSDP2: the weight that ranks gather is, byte for byte, what one process quantizes whole."""
+
+import re
+
+import minifloat as mf
+import pytest
+import torch
+import torch.distributed as dist
+from minifloat.fsdp import WeightWithQuantizedGather
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from worlds import run_world
+
+
+def written(row, col):
+    """A recipe whose weight is read in these formats."""
+    x, g = ("+".join(["nvfp4", *re.findall(r"rht\d*", spec)]) for spec in (row, col))
+    return f"fprop={x}*{row} dgrad={g}*{col} wgrad=nvfp4*nvfp4"
+
+
+def one(spec):
+    return written(spec, spec)
+
+
+RECIPES = [
+    *(one(s) for s in ("e4m3/tensor", "e5m2/tensor", "e4m3/row", "e4m3/row+exact")),
+    *(one(s) for s in ("e4m3/128x128", "mxfp8", "mxfp8/32x32", "mxfp4", "nvfp4", "nvfp4/16x16")),
+    *(one(s) for s in ("e4m3/1x128", "nvfp4/16x16+pow2", "mxfp4+rht", "nvfp4+rht32")),
+    written("mxfp8", "nvfp4/16x16"),
+    written("nvfp4/16x16", "mxfp8"),
+    written("nvfp4", "nvfp4+rht"),
+    written("e4m3/tensor", "mxfp8"),
+    written("e4m3/row", "mxfp8"),
+    written("e4m3/128x128", "e4m3/tensor"),
+    written("e4m3/tensor", "nvfp4"),
+    written("mxfp8/32x32", "mxfp4+rht"),
+]
+# (N, K): even; ends inside blocks; odd; one rank empty; fewer rows than ranks
+SHAPES = [(256, 96), (200, 72), (37, 50), (5, 34), (1, 16)]
+
+
+class Block(nn.Module):
+    """One layer alone, so that FSDP2 reshards it after forward."""
+
+    def __init__(self, shape):
+        super().__init__()
+        n, k = shape
+        self.layer = nn.Linear(k, n, bias=False)
+
+    def forward(self, x):
+        return self.layer(x)
+
+
+def whole_weight(shape):
+    torch.manual_seed(shape[0])
+    weight = torch.randn(shape) * torch.randn(shape[0], 1).exp2()
+    weight[0, -1] = 40.0
+    return weight
+
+
+def same_bytes(a, b):
+    return a.shape == b.shape and torch.equal(
+        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
+    )
+
+
+def assert_same(got, want, what):
+    for name in ("codes", "scale", "amax"):
+        assert same_bytes(getattr(got, name), getattr(want, name)), (what, got.spec, name)
+
+
+def check_gathered(recipe, shape, dtype, precompute):
+    """Before forward and before backward: what the plan says is there has the whole's bytes."""
+    world, where = dist.get_world_size(), (recipe, shape, dtype, precompute)
+    weight = whole_weight(shape)
+    model = nn.Sequential(Block(shape), nn.Identity())
+    with torch.no_grad():
+        model[0].layer.weight.copy_(weight)
+    mf.quantize_(model, recipe, verbose=False)
+    policy = MixedPrecisionPolicy(param_dtype=dtype)
+    fully_shard(model[0], mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    layer = model[0].layer
+    rows, cols = layer.recipe.fprop.b, layer.recipe.dgrad.b
+    values = weight.to(dtype)
+    want = [mf.quantize(values, rows), mf.quantize(values, cols, columnwise=True)]
+
+    def check(*directions):
+        whole = layer.weight
+        if not layer.travel.is_quantized:
+            assert same_bytes(whole.detach(), values), where
+            return False
+        assert whole.shape == shape, where
+        assert whole.dtype == dtype, where
+        for i in directions:
+            assert_same((whole.rowwise, whole.columnwise)[i], want[i], where)
+        return True
+
+    seen = []
+    layer.register_forward_hook(lambda *_: seen.append(check(*forward)))
+    split = layer.gather_plan.mode == "split"
+    forward = (0,) if split else (0, 1)
+    x = torch.randn(3, shape[1], dtype=dtype, requires_grad=True)
+    for _ in range(2):
+        y = model(x)
+        y.register_hook(lambda g: seen.append(check(1) if split else check(0, 1)))
+        y.sum().backward()
+        if precompute:
+            mf.precompute_scales(model)
+    assert isinstance(layer.weight._local_tensor, WeightWithQuantizedGather)
+    cuts = {min(rank * -(-shape[0] // world), shape[0]) for rank in range(world)} - {shape[0]}
+    points = max([1, *(int(n or 16) for n in re.findall(r"rht(\d*)", cols))])
+    assert seen == [all(cut % points == 0 for cut in cuts)] * 4, where
+
+
+def check_all(rank, recipes, shapes):
+    """Each recipe in both dtypes, with and without mf.precompute_scales; shapes take turns."""
+    for i, recipe in enumerate(recipes):
+        for j, shape in enumerate(shapes):
+            is_even = (i + j + dist.get_world_size()) % 2 == 0
+            check_gathered(recipe, shape, (torch.float32, torch.bfloat16)[is_even], not is_even)
+
+
+@pytest.mark.parametrize("world", [1, 2, 3, 4])
+def test_gathered_weight_is_the_whole_one(world):
+    run_world(world, check_all, RECIPES, SHAPES)

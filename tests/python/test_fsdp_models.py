@@ -1,0 +1,357 @@
+"""FSDP2 with weights that travel quantized: the models, policies and faults that it meets."""
+
+import minifloat as mf
+import pytest
+import torch
+import torch.distributed as dist
+from minifloat import travel
+from minifloat.tensor import QuantizedTensor
+from sharded_models import Model, assert_equal, batch, built, sharded, train, whole
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
+from worlds import run_world
+
+RECIPES = ("nvfp4", "mxfp8", "fp8_tensorwise")
+
+
+def watch(linear):
+    """Of each forward to come: was the weight gathered as codes?"""
+    seen = []
+    linear.register_forward_hook(
+        lambda *_: seen.append(isinstance(linear.weight.detach(), QuantizedTensor))
+    )
+    return seen
+
+
+# ---- parameters ----------------------------------------------------------------------------------
+
+
+def check_frozen(rank):
+    def frozen(recipe):
+        model = built(recipe)
+        for block in model.blocks:
+            block.up.weight.requires_grad_(False)
+        return model
+
+    for recipe in RECIPES:
+        alone, model = frozen(recipe), sharded(frozen(recipe))
+        assert train(model) == train(alone), recipe
+        assert_equal(whole(model), whole(alone), recipe)
+
+
+def check_tied(rank):
+    class Tied(nn.Module):
+        def __init__(self, is_embedded):
+            super().__init__()
+            self.embedding = nn.Embedding(40, 32)
+            self.first = nn.Linear(32, 40, bias=False)
+            self.second = nn.Linear(32, 40, bias=False)
+            self.second.weight = self.first.weight
+            if is_embedded:
+                self.first.weight = self.second.weight = self.embedding.weight
+
+        def forward(self, tokens):
+            x = self.embedding(tokens)
+            return self.first(x) * self.second(x)
+
+    def built_tied(recipe, is_embedded):
+        torch.manual_seed(0)
+        model = Tied(is_embedded)
+        report = mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False)
+        return model, report
+
+    tokens = torch.arange(40).view(5, 8)
+    for recipe in RECIPES:
+        for is_embedded in (False, True):
+            (alone, report), (model, _) = (built_tied(recipe, is_embedded) for _ in range(2))
+            assert ("tied" in report.gather["first"]) == is_embedded
+            fully_shard(model)
+            for m in (alone, model):
+                m(tokens).square().mean().backward()
+            grads = [p.grad.full_tensor() for p in model.parameters()]
+            for got, want in zip(grads, (p.grad for p in alone.parameters())):
+                assert torch.equal(got, want), (recipe, is_embedded)
+
+
+def check_meta(rank):
+    for recipe in (*RECIPES, "fp8_delayed"):
+        with torch.device("meta"):
+            model = Model()
+        mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False)
+        sharded(model)
+        model.to_empty(device="cpu")
+        alone = built(recipe)
+        state = {name: t.detach() for name, t in alone.state_dict().items()}
+        with torch.no_grad():
+            for name, parameter in model.named_parameters():
+                rows = parameter.to_local().shape[0]
+                chunk = -(-parameter.shape[0] // dist.get_world_size())
+                parameter.to_local().copy_(state[name][rank * chunk : rank * chunk + rows])
+        codes = watch(model.blocks[0].up)
+        assert train(model, use_step=True) == train(alone, use_step=True), recipe
+        assert all(codes), recipe
+
+
+# ---- meshes and policies -------------------------------------------------------------------------
+
+
+def check_hybrid_mesh(rank):
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    for recipe in RECIPES:
+        alone, model = built(recipe), sharded(built(recipe), mesh=mesh)
+        assert train(model, use_step=True) == train(alone, use_step=True), recipe
+        assert_equal(whole(model), whole(alone), recipe)
+
+
+def check_policies(rank):
+    """bf16 compute of fp32 weights; the layer's x and W are both rounded to it first."""
+    for recipe in RECIPES:
+        for cast_inputs in (True, False):
+            policy = MixedPrecisionPolicy(
+                param_dtype=torch.bfloat16,
+                reduce_dtype=torch.float32,
+                cast_forward_inputs=cast_inputs,
+            )
+            model, alone = sharded(built(recipe), mp_policy=policy), built(recipe).bfloat16()
+            codes = watch(model.blocks[0].up)
+            y, want = (m(batch(0, dtype=torch.bfloat16)) for m in (model, alone))
+            assert codes == [True], recipe
+            assert torch.equal(y, want), recipe
+            y.float().sum().backward()
+            want.float().sum().backward()
+            for got, p in zip(model.parameters(), alone.parameters()):
+                assert got.grad.dtype == torch.float32
+                assert torch.equal(got.grad.full_tensor(), p.grad.float()), recipe
+
+
+def check_autocast(rank):
+    """fp32 weights under autocast: rounded to its dtype first, as one process does."""
+    for recipe in RECIPES:
+        models = [built(recipe), sharded(built(recipe))]
+        codes = watch(models[1].blocks[0].up)
+        for _ in range(2):
+            outputs = []
+            for model in models:
+                with torch.autocast("cpu", torch.bfloat16):
+                    outputs.append(model(batch(0)))
+                outputs[-1].float().square().mean().backward()
+            assert torch.equal(*outputs), recipe
+            mf.precompute_scales(models[1])
+        assert codes == [True, True], recipe
+        for p, q in zip(*(model.parameters() for model in models)):
+            assert torch.equal(p.grad, q.grad.full_tensor()), recipe
+
+
+def check_offload(rank):
+    for recipe in RECIPES:
+        alone = built(recipe)
+        model = sharded(built(recipe), offload_policy=CPUOffloadPolicy(pin_memory=False))
+        assert train(model, use_step=True) == train(alone, use_step=True), recipe
+
+
+def check_columns(rank):
+    """Sharded by columns, a weight travels in the compute dtype, and nothing else changes."""
+    from torch.distributed.tensor import Shard
+
+    def placement(parameter):
+        return Shard(1) if parameter.dim() == 2 else None
+
+    for recipe in RECIPES:
+        alone, model = built(recipe), sharded(built(recipe), shard_placement_fn=placement)
+        assert train(model, use_step=True) == train(alone, use_step=True), recipe
+
+
+def check_optimizers(rank):
+    """Fused, foreach and compiled AdamW on the sharded fp32 weights, as without minifloat."""
+    kinds = (({"fused": True}, False), ({"foreach": True}, False), ({"foreach": False}, True))
+    for options, is_compiled in kinds:
+        weights = []
+        for gather in ("quantized", "compute_dtype"):
+            torch.manual_seed(0)
+            model = Model()
+            mf.quantize_(model, "fp8_blockwise", gather=gather, verbose=False)
+            sharded(model)
+            optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, **options)
+            take_step = optimizer.step
+            if is_compiled:
+                take_step = torch.compile(take_step, backend="aot_eager")
+            for step in range(3):
+                model(batch(step)).square().mean().backward()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+                take_step()
+                optimizer.zero_grad()
+            for state in optimizer.state.values():
+                assert type(state["exp_avg"].to_local()) is torch.Tensor
+            weights.append(whole(model) | {"norm": norm.full_tensor()})
+        assert_equal(*weights, options)
+
+
+def check_compiled(rank):
+    """Blocks under torch.compile, by aot_eager: the ops of inductor, without its compiler."""
+    for recipe in (*RECIPES, "mxfp8_nvfp4"):
+        models = [built(recipe), built(recipe)]
+        for block in (block for model in models for block in model.blocks):
+            block.compile(backend="aot_eager")
+        alone, model = models[0], sharded(models[1])
+        assert train(model, use_step=True) == train(alone, use_step=True), recipe
+        assert_equal(whole(model), whole(alone), recipe)
+
+
+# ---- when FSDP2 gathers, and frees ---------------------------------------------------------------
+
+
+def check_memory(rank):
+    """Codes that forward saved for backward are freed between the two, and come back."""
+
+    def allocated(weight):
+        parts = weight.detach().rowwise, weight.detach().columnwise
+        return [part.codes.untyped_storage().size() > 0 for part in parts]
+
+    for recipe, has_columnwise in (("nvfp4", True), ("mxfp8_nvfp4", True), ("mxfp8", False)):
+        model, seen = sharded(built(recipe)), []
+        model.blocks[0].up.register_forward_hook(
+            lambda m, *_, seen=seen: seen.append((m.weight, allocated(m.weight)))
+        )
+        for _ in range(2):
+            y = model(batch(0))
+            weight, in_forward = seen.pop()
+            assert in_forward == [True, has_columnwise], recipe
+            assert allocated(weight) == [False, False], recipe
+            y.sum().backward()
+            assert allocated(weight) == [False, False], recipe
+
+
+def check_other_times(rank):
+    """FSDP2 told to gather less often, between steps; a weight written to by hand; inference."""
+    changes = (("forward", False), ("backward", False), ("forward", True), ("backward", True))
+    for recipe in (*RECIPES, "fp8_rowwise"):
+        alone, model = built(recipe), sharded(built(recipe))
+        for after, does_reshard in changes:
+            for m in (alone, model):
+                m.zero_grad()
+                m(batch(1)).square().mean().backward()
+                m(batch(2)).square().mean().backward()
+                with torch.inference_mode():
+                    m.eval()(batch(3))
+                m.train()
+            for block in model.blocks:
+                block.reshard()
+            model.reshard()
+            for p, q in zip(alone.parameters(), model.parameters()):
+                assert torch.equal(p.grad, q.grad.full_tensor()), (recipe, after, does_reshard)
+            with torch.no_grad():
+                for m in (alone, model):
+                    m.blocks[1].up.weight.mul_(-1.5)
+                    m.blocks[1].down.weight.mul_(3.0)
+                    mf.step(m)
+            getattr(model, f"set_reshard_after_{after}")(does_reshard)
+
+
+def check_quantized_once(rank):
+    """With mf.step, a shard is quantized once a step and direction, whatever the micro-batches."""
+    calls, quantize_rows = [], travel.quantize_rows
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setattr(
+            travel, "quantize_rows", lambda *args: calls.append(args[1]) or quantize_rows(*args)
+        )
+        for recipe, times in (("nvfp4", 5), ("mxfp8", 8)):  # 5 weights; the head's in one gather
+            model = sharded(built(recipe))
+            train(model, 1, use_step=True)
+            calls.clear()
+            train(model, 2, micro_batches=3, use_step=True)
+            assert len(calls) == 2 * times, recipe
+            with torch.no_grad():
+                y = model(batch(1))
+                model.blocks[0].up.weight.neg_()  # the same amaxes, other codes
+                assert not torch.equal(model(batch(1)), y), recipe
+
+
+# ---- hybrids -------------------------------------------------------------------------------------
+
+
+def check_hybrid_equals_plain(rank):
+    """A recipe written out, direction by direction, is the preset: through 20 steps."""
+    for preset in ("nvfp4", "mxfp4"):
+        recipe = mf.Recipe(preset)
+        text = " ".join(f"{p}={getattr(recipe, p)}" for p in ("fprop", "dgrad", "wgrad"))
+        alone = built(preset)
+        losses = train(alone, 20)
+        for model in (built(text), sharded(built(text)), sharded(built(preset))):
+            assert train(model, 20) == losses, preset
+            assert_equal(whole(model), whole(alone), preset)
+
+
+# ---- faults --------------------------------------------------------------------------------------
+
+
+def check_differing_ranks(rank):
+    for recipe, width, word in (
+        (("nvfp4", "mxfp8_2d")[rank], 64, "mxfp8_2d"),
+        ("nvfp4", (64, 96)[rank], "(96, 32)"),
+    ):
+        model = nn.Sequential(nn.Linear(32, width, bias=False))
+        mf.quantize_(model, recipe, verbose=False)
+        fully_shard(model)
+        with pytest.raises(ValueError, match=r"rank 0 has 0: nvfp4, .* rank 1 has") as caught:
+            model(torch.randn(4, 32))
+        assert word in str(caught.value)
+
+
+def check_not_finite(rank):
+    """A NaN or Inf in one rank's rows makes the whole NaN on all, as far as its scale reaches."""
+    for recipe in ("fp8_tensorwise", "nvfp4", "mxfp8", "fp8_rowwise", "fp8_blockwise"):
+        for value in (float("nan"), float("-inf")):
+            outputs = []
+            for is_sharded in (False, True):
+                for precompute in (False, True) if is_sharded else (False,):
+                    torch.manual_seed(0)
+                    model = nn.Sequential(nn.Linear(64, 40, bias=False))
+                    with torch.no_grad():
+                        model[0].weight[30, 5] = value
+                    mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False)
+                    if is_sharded:
+                        fully_shard(model)
+                    x = torch.ones(3, 64)
+                    if precompute:
+                        model(x)
+                        model.reshard()
+                        mf.precompute_scales(model)
+                    outputs.append(model(x))
+            assert outputs[0].isnan().any(), recipe
+            for y in outputs[1:]:
+                assert torch.equal(y.nan_to_num(7.0), outputs[0].nan_to_num(7.0)), recipe
+
+
+def check_errors(rank):
+    model = sharded(built("nvfp4"))
+    with pytest.raises(ValueError, match="restore it before fully_shard"):
+        mf.restore_(model)
+    with pytest.raises(ValueError, match="gather: expected 'quantized' or 'compute_dtype'"):
+        mf.quantize_(Model(), "nvfp4", gather="bf16", verbose=False)
+
+
+def run_checks(rank, checks):
+    for check in checks:
+        check(rank)
+        torch._dynamo.reset()
+
+
+GROUPS = {
+    "parameters": (2, [check_frozen, check_tied, check_meta]),
+    "policies": (
+        2,
+        [check_policies, check_autocast, check_offload, check_columns, check_optimizers],
+    ),
+    "gathers": (2, [check_memory, check_other_times, check_quantized_once]),
+    "hybrid mesh": (4, [check_hybrid_mesh]),
+    "compiled": (2, [check_compiled]),
+    "hybrids": (2, [check_hybrid_equals_plain]),
+    "faults": (2, [check_differing_ranks, check_not_finite, check_errors]),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_fsdp(group):
+    world, checks = GROUPS[group]
+    run_world(world, run_checks, checks)

@@ -1,0 +1,100 @@
+"""`minifloat train` on several processes: one process's losses, resumed at any moment."""
+
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from minifloat import cli
+from minifloat.train.config import TrainError
+from minifloat.train.metrics import read_records, without_timings
+from minifloat.train.world import joined
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    draw = random.Random(1)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    for i in range(8):
+        lines = (" ".join(draw.choices(words, k=8)) for _ in range(120))
+        (folder / f"{i}.txt").write_text("\n".join(lines))
+    return folder
+
+
+def options(folder, out):
+    return f"""train --data {folder} --cache {folder.parent}/cache --out {out} --vocab 300
+        --model 64,2,2,1,96 --seq 32 --batch 4 --eval-every 4 --eval-batches 2
+        --checkpoint-every 4 --threads 1 --device cpu""".split()
+
+
+def start(folder, out, processes, *more):
+    launcher = [sys.executable]
+    if processes > 1:
+        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
+    return subprocess.Popen(
+        [*launcher, "-m", "minifloat", *options(folder, out), *more],
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def train(*args):
+    """(exit code, output, errors)"""
+    process = start(*args)
+    return process.wait(120), *process.communicate()
+
+
+def test_losses_are_those_of_one_process(folder, tmp_path):
+    """Each rank rounds its part of a weight's gradient to bf16, one process the whole: a relative
+    2^-8 an element, so that losses agree to that. The first one comes before any gradient and
+    differs by the order of an fp32 mean of 128 tokens: at most 7 roundings, under 2^-20."""
+    for processes in (1, 2):
+        out = tmp_path / str(processes)
+        code, said, errors = train(folder, out, processes, "--recipes", "bf16,mxfp8", "--steps=8")
+        assert code == 0, errors
+        assert said.count("| bf16 ") == 1, said
+    alone, sharded = (read_records(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
+    assert [(r["run"], r["kind"], r["step"]) for r in alone] == [
+        (r["run"], r["kind"], r["step"]) for r in sharded
+    ]
+    for a, b in zip(alone, sharded):
+        name = "val_loss" if a["kind"] == "eval" else "loss"
+        tolerance = 2.0**-20 if a["step"] == 1 else 2.0**-8
+        assert abs(a[name] - b[name]) <= tolerance * a[name], (a, b)
+
+
+def test_stops_together_and_goes_on(folder, tmp_path, capsys):
+    """A job that is told to stop stops at one step on all ranks; what resumes it is that job."""
+    recipe = ("--recipes", "nvfp4", "--steps", "32")
+    code, _, errors = train(folder, tmp_path / "whole", 2, *recipe)
+    assert code == 0, errors
+    process, metrics = start(folder, tmp_path / "parts", 2, *recipe), "parts/metrics.jsonl"
+    while len(read_records(tmp_path / metrics)) < 3 and process.poll() is None:
+        time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    process.wait(60)
+    assert 3 <= len(read_records(tmp_path / metrics)) < 32
+    code, _, errors = train(folder, tmp_path / "parts", 2, *recipe, "--resume")
+    assert code == 0, errors
+    whole, parts = (
+        without_timings(read_records(tmp_path / name / "metrics.jsonl"))
+        for name in ("whole", "parts")
+    )
+    assert whole == parts
+    assert cli.main([*options(folder, tmp_path / "parts"), *recipe, "--resume"]) == 1
+    assert "processes: 2 there, 1 asked for" in capsys.readouterr().err
+
+
+def test_a_batch_that_does_not_divide_is_refused(monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    with (
+        pytest.raises(TrainError, match="--batch: expected a multiple of the 3 processes, got 4"),
+        joined("cpu", batch=4),
+    ):
+        pass
