@@ -57,15 +57,17 @@ def is_square(spec: str) -> bool:
     return tall == wide[::-1] and not has_transform(spec)
 
 
-def transposed_codes(spec: str, codes: Tensor, cols: int) -> Tensor:
-    """Codes of a matrix read (rows, cols) as its transpose has them; unpacked ones as a view."""
-    return transpose_codes(codes, cols) if code_bits(spec) == 4 else codes.t()
+def transpose_codes_into(out: Tensor, spec: str, codes: Tensor, cols: int) -> Tensor:
+    """Codes of a matrix read (rows, cols), written to `out` as its transpose has them."""
+    ops.transpose_many([codes], [out], [codes.shape[0], cols, code_bits(spec)])
+    return out
 
 
 def transposed(q: Quantized) -> Quantized:
     """A square operand as its other direction holds it, without a rounding."""
     rows, cols = q.shape
-    codes = transposed_codes(q.spec, q.codes, cols).contiguous()
+    is_packed = code_bits(q.spec) == 4
+    codes = transpose_codes(q.codes, cols) if is_packed else q.codes.t().contiguous()
     scale = q.scale.t().contiguous() if q.scale.dim() == 2 else q.scale
     return Quantized(codes, scale, q.amax, q.spec, (cols, rows), not q.columnwise)
 

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from ._native import ops
 from .gather import Part
-from .parts import code_bits, is_blocked, sizes, transposed_codes
+from .parts import code_bits, is_blocked, sizes, transpose_codes_into
 from .quantized import Quantized, raw_scale, read_direction, scale_dtype
 
 EACH_ROW = "e4m3/row"  # whose amax op reduces rows, or columnwise columns
@@ -163,7 +163,8 @@ def in_row_order(q: Quantized, part: Part, rows: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of `rows` rows of W, by W's rows and blocks of rows."""
     codes, scale = q.codes, raw_scale(q)
     if part.columnwise and rows:
-        codes = transposed_codes(part.spec, codes, rows)
+        out = codes.new_empty(rows, code_bytes(part, codes.shape[0]))
+        codes = transpose_codes_into(out, part.spec, codes, rows)
     if part.amaxes == "row" and not part.columnwise:
         return codes, torch.stack([scale, q.amax], 1)
     return codes, scale.t() if part.columnwise and scale.dim() == 2 else scale
@@ -190,17 +191,24 @@ def quantize_rows(
 
     codes, scales = in_row_order(q, part, grown(part, len(values)))
     kept = grown(part, len(x))
-    sent = codes.new_zeros(grown(part, rows.chunk), code_bytes(part, cols))
-    if kept:
-        sent[:kept] = codes[before : before + kept]
+    sent = as_rows(codes, before, kept, (grown(part, rows.chunk), code_bytes(part, cols)))
     if part.is_shared:
         return Piece(sent, None, q.scale, q.amax)
     low = (rows.start - before) // part.block
     begin, end = (ceil_div(i, part.block) - low for i in (rows.start, rows.start + kept))
-    table = scales.new_zeros(table_shape(part, rows, cols))
-    if kept:
-        table[: end - begin] = scales[begin:end]
+    count = end - begin if kept else 0
+    table = as_rows(scales, begin, count, table_shape(part, rows, cols))
     return Piece(sent, table, q.scale, q.amax)
+
+
+def as_rows(x: Tensor, begin: int, count: int, shape: tuple[int, int]) -> Tensor:
+    """`count` rows of x from `begin` on, then zeros; x itself where that is all of it."""
+    if begin == 0 and count == shape[0] and x.shape == shape and x.is_contiguous():
+        return x
+    grown = x.new_zeros(shape)
+    if count:
+        grown[:count] = x[begin : begin + count]
+    return grown
 
 
 # ---- the whole from the pieces -------------------------------------------------------------------
@@ -257,7 +265,7 @@ def fill_direction(
     """
     if target.columnwise:
         rows = codes[: grown(sent, target.shape[1])]
-        target.codes.copy_(transposed_codes(target.spec, rows, target.shape[0]))
+        transpose_codes_into(target.codes, target.spec, rows, target.shape[0])
     elif target.codes.data_ptr() != codes.data_ptr():
         target.codes.copy_(codes[: target.shape[0]])
     if table is None:

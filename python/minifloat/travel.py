@@ -171,7 +171,7 @@ class Travel:
                 padded[: len(shard)] = shard
             return (padded,), None
         self.shard = shard if self.plan.mode == "split" else None
-        parts = self.plan.parts(torch._C._current_graph_task_id() != -1)
+        parts = self.plan.parts(is_backward())
         if self.amaxes_at != STEPS.taken:
             return self.send_parts(shard.to(self.rounded_to), parts)
         # No rank has to hear of it: each may decide alone whether its codes are still good.
@@ -280,6 +280,9 @@ class Travel:
             if target.columnwise:
                 target.codes.untyped_storage().resize_(0)  # until backward's gather
             return
+        if not same and not is_backward() and self.is_gathered_for_backward():
+            poison(target)  # backward alone reads it, and its gather comes first
+            return
         i = same[0] if same else 0
         part, piece = sent.parts[i], sent.pieces[i]
         table = None
@@ -315,6 +318,10 @@ class Travel:
         with unversioned(target.codes, target.scale, target.amax):
             self.fill_target(target, outputs, sent)
         self.held = (*self.held, part)
+
+
+def is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
 
 
 @contextmanager

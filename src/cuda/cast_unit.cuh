@@ -60,17 +60,23 @@ struct MatrixScale {
       is_ordinary;  // of NVFP4: so far from the ends of the range that no block's factor is near them
 };
 template <class F>
-__device__ __forceinline__ MatrixScale matrix_scale(const OperandPlan& plan, ScaleRule rule,
-                                                    ScaleRounding rounding, std::uint32_t batch) {
+__device__ __forceinline__ MatrixScale matrix_scale_of(ScaleRule rule, ScaleRounding rounding,
+                                                       std::uint32_t amax) {
   MatrixScale matrix = {};
   if constexpr (F::kBits == 8)
-    if (rule == ScaleRule::kTensor)
-      matrix.fp8 = fp8_factors<F>(magnitude_bits(plan.amax[batch]), false);
+    if (rule == ScaleRule::kTensor) matrix.fp8 = fp8_factors<F>(amax, false);
   if constexpr (F::kBits == 4)
-    if (rule == ScaleRule::kNvfp4)
-      matrix.tensor = nvfp4_tensor(magnitude_bits(plan.amax[batch]), nvfp4_rounding(rounding));
-  matrix.is_ordinary = matrix.tensor.scale >= 0x1p-90f && matrix.tensor.scale <= 0x1p90f;
+    if (rule == ScaleRule::kNvfp4) {
+      matrix.tensor = nvfp4_tensor(amax, nvfp4_rounding(rounding));
+      matrix.is_ordinary = matrix.tensor.scale >= 0x1p-90f && matrix.tensor.scale <= 0x1p90f;
+    }
   return matrix;
+}
+template <class F>
+__device__ __forceinline__ MatrixScale matrix_scale(const OperandPlan& plan, ScaleRule rule,
+                                                    ScaleRounding rounding, std::uint32_t batch) {
+  if (rule != ScaleRule::kTensor && rule != ScaleRule::kNvfp4) return {};
+  return matrix_scale_of<F>(rule, rounding, magnitude_bits(plan.amax[batch]));
 }
 
 struct RandomKey {

@@ -106,15 +106,12 @@ __global__ void __launch_bounds__(kThreads, 3)
 // ---- Scales --------------------------------------------------------------------------------------
 template <class F>
 __device__ __forceinline__ MatrixScale scale_of_tensor(const ShardEntry& e) {
-  MatrixScale matrix = {};
-  if constexpr (F::kBits == 8) {
-    if (e.rule == ScaleRule::kTensor)
-      matrix.fp8 = fp8_factors<F>(e.delayed ? magnitude_bits(e.amax[0]) : e.amaxes[0], false);
-  } else {
-    if (e.rule == ScaleRule::kNvfp4)
-      matrix.tensor = nvfp4_tensor(e.amaxes[e.grid_rows * e.grid_cols], nvfp4_rounding(e.rounding));
-  }
-  return matrix;
+  if (e.rule == ScaleRule::kTensor)
+    return matrix_scale_of<F>(e.rule, e.rounding,
+                              e.delayed ? magnitude_bits(e.amax[0]) : e.amaxes[0]);
+  if (e.rule == ScaleRule::kNvfp4)
+    return matrix_scale_of<F>(e.rule, e.rounding, e.amaxes[e.grid_rows * e.grid_cols]);
+  return {};
 }
 
 // What is stored for a cell: bits of an fp32 scale, or a code.
@@ -201,8 +198,7 @@ __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const Mat
   const std::uint32_t amax = __ldg(e.amaxes + e.cell(row, col));
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
   const bool zero = e.rule == ScaleRule::kNvfp4 && block.code == 0;
-  return encode_with<F>(
-      unit, {block.factor, zero, e.delayed, bit_cast<float>(amax) * block.factor < 7.0f});
+  return encode_with<F>(unit, {block.factor, zero, e.delayed, block.is_ordinary});
 }
 
 // A byte of two codes, of which one may be another shard's.

@@ -2,7 +2,7 @@
 // a warp writes whole lines of the result:
 //
 //     4 bits    256 x 256 codes: a thread turns 8 x 8 of them in registers
-//     8 bits    128 x 128: a thread turns 16 rows of 4 neighbours
+//     8 bits    128 x 256, in two halves: a thread turns 16 rows of 4 neighbours
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 namespace minifloat::cuda {
 
 inline constexpr unsigned kNibbleRows = 256, kNibbleCols = 256, kNibbleWords = kNibbleCols / 8;
-inline constexpr unsigned kByteRows = 128, kByteCols = 128, kByteChunks = kByteCols / 16;
+inline constexpr unsigned kByteRows = 128, kByteCols = 256, kByteChunks = kByteCols / 16;
 inline constexpr unsigned kTurnWords = kNibbleRows * kNibbleWords;  // of shared memory, for either
 
 // ---- 4 bits --------------------------------------------------------------------------------------
@@ -108,9 +108,9 @@ struct ByteMatrix {
   std::int64_t rows, cols;
   bool aligned;  // rows of both start at multiples of 16 bytes
 };
-// Groups of 16 rows read different banks.
+// Half after half, each 8 chunks wide. Groups of 16 rows read different banks.
 __device__ __forceinline__ unsigned byte_chunk(unsigned row, unsigned chunk) {
-  return row * kByteChunks + (chunk ^ (row / 16));
+  return (chunk / 8 * kByteRows + row) * 8 + (chunk % 8 ^ (row / 16));
 }
 // words: (kByteRows * kByteCols / 4) at least
 __device__ __forceinline__ void turn_bytes(const ByteMatrix& m, std::int64_t row, std::int64_t col,
@@ -136,32 +136,36 @@ __device__ __forceinline__ void turn_bytes(const ByteMatrix& m, std::int64_t row
   __syncthreads();
 
   // ---- Turn 16 rows of a word, store 16 bytes in each of 4 rows of the result
-  const unsigned group = threadIdx.x % (kByteRows / 16), word = threadIdx.x / (kByteRows / 16);
-  std::uint32_t out[4][4];  // (column, 4 rows each)
+  constexpr unsigned kGroups = kByteRows / 16;
+  const unsigned group = threadIdx.x % kGroups;
 #pragma unroll
-  for (unsigned q = 0; q < 4; ++q) {
-    std::uint32_t w[4];
+  for (unsigned word = threadIdx.x / kGroups; word < kByteCols / 4; word += kThreads / kGroups) {
+    std::uint32_t out[4][4];  // (column, 4 rows each)
 #pragma unroll
-    for (unsigned i = 0; i < 4; ++i)
-      w[i] = words[byte_chunk(16 * group + 4 * q + i, word / 4) * 4 + word % 4];
-    const std::uint32_t low01 = __byte_perm(w[0], w[1], 0x5140);
-    const std::uint32_t low23 = __byte_perm(w[2], w[3], 0x5140);
-    const std::uint32_t high01 = __byte_perm(w[0], w[1], 0x7362);
-    const std::uint32_t high23 = __byte_perm(w[2], w[3], 0x7362);
-    out[0][q] = __byte_perm(low01, low23, 0x5410), out[1][q] = __byte_perm(low01, low23, 0x7632);
-    out[2][q] = __byte_perm(high01, high23, 0x5410);
-    out[3][q] = __byte_perm(high01, high23, 0x7632);
-  }
-  const std::int64_t c = col + word * 4, r = row + group * 16;
+    for (unsigned q = 0; q < 4; ++q) {
+      std::uint32_t w[4];
 #pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    std::uint8_t* to = m.to + (c + i) * m.rows + r;
-    if (is_whole) {
-      *reinterpret_cast<uint4*>(to) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
-    } else if (c + i < m.cols) {
+      for (unsigned i = 0; i < 4; ++i)
+        w[i] = words[byte_chunk(16 * group + 4 * q + i, word / 4) * 4 + word % 4];
+      const std::uint32_t low01 = __byte_perm(w[0], w[1], 0x5140);
+      const std::uint32_t low23 = __byte_perm(w[2], w[3], 0x5140);
+      const std::uint32_t high01 = __byte_perm(w[0], w[1], 0x7362);
+      const std::uint32_t high23 = __byte_perm(w[2], w[3], 0x7362);
+      out[0][q] = __byte_perm(low01, low23, 0x5410), out[1][q] = __byte_perm(low01, low23, 0x7632);
+      out[2][q] = __byte_perm(high01, high23, 0x5410);
+      out[3][q] = __byte_perm(high01, high23, 0x7632);
+    }
+    const std::int64_t c = col + word * 4, r = row + group * 16;
 #pragma unroll
-      for (int k = 0; k < 16; ++k)
-        if (r + k < m.rows) to[k] = static_cast<std::uint8_t>(out[i][k / 4] >> (k % 4 * 8));
+    for (int i = 0; i < 4; ++i) {
+      std::uint8_t* to = m.to + (c + i) * m.rows + r;
+      if (is_whole) {
+        *reinterpret_cast<uint4*>(to) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
+      } else if (c + i < m.cols) {
+#pragma unroll
+        for (int k = 0; k < 16; ++k)
+          if (r + k < m.rows) to[k] = static_cast<std::uint8_t>(out[i][k / 4] >> (k % 4 * 8));
+      }
     }
   }
 }

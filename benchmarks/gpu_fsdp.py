@@ -1,0 +1,186 @@
+"""FSDP2 with weights that travel quantized, against bf16 in the same run: Llama blocks on several
+GPUs of one host.
+
+    torchrun --nproc-per-node 4 benchmarks/gpu_fsdp.py [--seq 2048,8192] [--recipes …] [--eager]
+
+    work    8 blocks of Llama 3 8B's sizes, without rotary embedding and head; fp32 parameters, bf16
+            compute, fp32 reduction; blocks compiled and sharded; forward, backward, fused AdamW,
+            mf.step; one sequence a GPU. wk and wv stay in bf16: they are small.
+    time    median of a step by the host's clock, of the slowest rank
+    peak    memory of rank 0, allocated
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+import time
+from dataclasses import asdict, dataclass
+
+import _gpu_timing as timing  # first: it makes minifloat importable
+import minifloat as mf
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+BLOCKS, DIM, HEADS, KV_HEADS, FFN = 8, 4096, 32, 8, 14336
+WIDTH = DIM // HEADS
+KEPT = ["wk", "wv"]  # in bf16
+RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"]
+BARS = {  # least speed against bf16
+    2048: {"fp8_tensorwise": 1.24, "fp8_delayed": 1.26, "fp8_rowwise": 1.08},
+    8192: {"fp8_tensorwise": 1.38, "fp8_delayed": 1.40, "fp8_rowwise": 1.26},
+}
+WARM_STEPS, STEPS = 4, 12
+GATHER_MIB = 256  # of each rank, for the ceiling
+
+
+@dataclass
+class Row:
+    recipe: str
+    seq: int
+    ms: float
+    speed: float
+    bar: float | None
+    tokens_per_s: float  # a GPU
+    peak_gib: float
+
+
+class Block(nn.Module):
+    """x (1, S, DIM) bf16 -> the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
+        self.wq = nn.Linear(DIM, DIM, bias=False)
+        self.wk = nn.Linear(DIM, KV_HEADS * WIDTH, bias=False)
+        self.wv = nn.Linear(DIM, KV_HEADS * WIDTH, bias=False)
+        self.wo = nn.Linear(DIM, DIM, bias=False)
+        self.w1 = nn.Linear(DIM, FFN, bias=False)
+        self.w2 = nn.Linear(FFN, DIM, bias=False)
+        self.w3 = nn.Linear(DIM, FFN, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        n = self.attention_norm(x)
+        heads = (*x.shape[:2], -1, WIDTH)
+        q = self.wq(n).view(heads).transpose(1, 2)
+        k = self.wk(n).view(heads).transpose(1, 2)
+        v = self.wv(n).view(heads).transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        x = x + self.wo(y.transpose(1, 2).flatten(2))
+        n = self.ffn_norm(x)
+        return x + self.w2(F.silu(self.w1(n)) * self.w3(n))
+
+
+def build(recipe: str, device: torch.device, *, compiled: bool) -> nn.Sequential:
+    torch.manual_seed(0)
+    with device:
+        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    if recipe != "bf16":
+        mf.quantize_(model, recipe, filter_fqns=KEPT, verbose=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for layer in model:
+        if compiled:
+            layer.compile()
+        fully_shard(layer, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def all_gather_gb_s(device: torch.device) -> float:
+    """Bytes that a GPU receives, a second."""
+    ranks, size = dist.get_world_size(), GATHER_MIB << 20
+    sent = torch.empty(size, dtype=torch.uint8, device=device)
+    received = torch.empty(size * ranks, dtype=torch.uint8, device=device)
+    times = timing.event_ms(lambda: dist.all_gather_into_tensor(received, sent), 12)
+    return size * (ranks - 1) / statistics.median(times[2:]) / 1e6
+
+
+def slowest(seconds: float, device: torch.device) -> float:
+    worst = torch.tensor(seconds, device=device)
+    dist.all_reduce(worst, dist.ReduceOp.MAX)
+    return float(worst)
+
+
+def step_ms(model: nn.Module, recipe: str, seq: int, device: torch.device) -> float:
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
+    x = torch.randn(1, seq, DIM, device=device, dtype=torch.bfloat16)
+
+    def step() -> None:
+        model(x).float().pow(2).mean().backward()
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+        if recipe != "bf16":
+            mf.step(model)
+
+    for _ in range(WARM_STEPS):
+        step()
+    torch.cuda.reset_peak_memory_stats()
+    times = []
+    for _ in range(STEPS):
+        torch.cuda.synchronize()
+        dist.barrier()
+        start = time.perf_counter()
+        step()
+        torch.cuda.synchronize()
+        times.append(slowest(time.perf_counter() - start, device))
+    return 1e3 * statistics.median(times)
+
+
+def measure(seq: int, recipes: list[str], device: torch.device, *, compiled: bool) -> list[Row]:
+    rows: list[Row] = []
+    for recipe in recipes:
+        if compiled:
+            timing.compile_each_shape()
+        torch.cuda.empty_cache()
+        model = build(recipe, device, compiled=compiled)
+        ms = step_ms(model, recipe, seq, device)
+        base = rows[0].ms if rows else ms
+        peak = torch.cuda.max_memory_allocated() / 2**30
+        bar = BARS.get(seq, {}).get(recipe)
+        rows.append(Row(recipe, seq, ms, base / ms, bar, 1e3 * seq / ms, peak))
+        del model
+        if dist.get_rank() == 0:
+            print_row(rows[-1])
+    return rows
+
+
+def print_row(row: Row) -> None:
+    verdict = "" if row.bar is None else f"bar {row.bar:.2f}"
+    if row.bar is not None and row.speed < row.bar:
+        verdict += ", missed"
+    print(
+        f"seq {row.seq:5} {row.recipe:16} {row.ms:8.1f} ms  {row.speed:5.2f} of bf16  "
+        f"{row.tokens_per_s:7.0f} tokens/s a GPU  peak {row.peak_gib:5.1f} GiB  {verdict}",
+        flush=True,
+    )
+
+
+def main() -> int:
+    parser = timing.arguments(__doc__, "gpu_fsdp.json")
+    parser.add_argument("--seq", default="2048,8192", help="sequence lengths")
+    parser.add_argument("--recipes", default=",".join(RECIPES), help="bf16 first")
+    parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    options = parser.parse_args()
+    dist.init_process_group("nccl")
+    device = torch.device("cuda", dist.get_node_local_rank())
+    torch.cuda.set_device(device)
+    gather = all_gather_gb_s(device)
+    if dist.get_rank() == 0:
+        print(f"{dist.get_world_size()} x {timing.device_name(device)}, torch {torch.__version__}")
+        print(f"all-gather of {GATHER_MIB} MiB a rank: {gather:.0f} GB/s a GPU", flush=True)
+    rows = []
+    for seq in (int(n) for n in options.seq.split(",")):
+        rows += measure(seq, options.recipes.split(","), device, compiled=not options.eager)
+    if dist.get_rank() == 0:
+        ranks = dist.get_world_size()
+        content = {"gpus": ranks, "all_gather_gb_s": gather, "rows": [asdict(r) for r in rows]}
+        timing.write_json(options.out, device, **content)
+    dist.destroy_process_group()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
