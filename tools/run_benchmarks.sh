@@ -20,22 +20,26 @@ else
   echo "       (Debian and Ubuntu: apt install libbenchmark-dev)" >&2
 fi
 
-has_gpu=no
-if .venv/bin/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then
-  has_gpu=yes
-fi
+gpus=$(.venv/bin/python -c 'import torch; print(torch.cuda.device_count())')
 
 shopt -s nullglob
 rm -f build/gpu_*.json # gpu_roofline.py draws this run, or nothing
 for script in benchmarks/*.py; do
-  case "$has_gpu $(basename "$script")" in
-    *" _"*) continue ;;
-    "no gpu_"*)
-      echo "== $script: skipped, torch sees no CUDA device"
-      continue
+  run=(.venv/bin/python)
+  needed=0
+  case "$(basename "$script")" in
+    _*) continue ;;
+    gpu_fsdp.py)
+      needed=2
+      run=(.venv/bin/torchrun --nproc-per-node "$gpus")
       ;;
+    gpu_*) needed=1 ;;
   esac
+  if [ "$gpus" -lt "$needed" ]; then
+    echo "== $script: skipped, it needs $needed CUDA devices and torch sees $gpus"
+    continue
+  fi
   echo "== $script"
-  .venv/bin/python "$script" || status=1
+  "${run[@]}" "$script" || status=1
 done
 exit "$status"
