@@ -40,9 +40,18 @@ def linear(
     rng: int64 (seed, count, module stream), needed where the recipe rounds stochastically; backward
     reads it too, so nobody may write to it afterwards. amax_history: float32 (6, 1 + length),
     needed by delayed scaling, one row an operand: column 0 the amax in force, column 1 this step's
-    own, written in place.
+    own, written in place. A weight that is a DTensor: see dtensor.py.
     """
+    if is_distributed(weight):
+        from .dtensor import linear as sharded
+
+        return sharded(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
     return ops.linear(x, weight, bias, str(recipe), rng=rng, amax_history=amax_history)
+
+
+def is_distributed(weight: Tensor) -> bool:
+    """Is it a DTensor? Asked without loading what DTensor needs."""
+    return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")
 
 
 def linear_group(
@@ -112,6 +121,10 @@ class Linear(nn.Linear):
             self.register_forward_pre_hook(AdvanceRng(self.rng_state, self))
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_distributed(self.weight):
+            from .dtensor import module_linear
+
+            return module_linear(self, input)
         if torch.compiler.is_compiling():
             return self._traced_forward(input)
         weight, recipe = self.weight, self.recipe.text

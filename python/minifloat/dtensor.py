@@ -1,0 +1,307 @@
+"""DTensor: linear layers under tensor and sequence parallelism, and the pure ops' sharding rules.
+
+    mf.quantize_(model, "nvfp4", data_parallel_rank=0)
+    parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
+
+A layer whose weight is a DTensor comes here, and computes on local tensors (tensor_parallel.py):
+DTensor itself would hand every shard the same origin, and reduce no amax. torch's styles work as
+they are; QuantizedColwiseParallel gathers its input's codes instead of its values.
+
+The pure ops (amax, hadamard, dequantize; quantize to nearest) have sharding rules from the import
+of this module on: a shard is worked on where it lies if it gives the whole's bytes, else DTensor
+gathers first.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.parallel import ColwiseParallel
+
+from ._native import ops
+from .gather import amax_of
+from .parts import is_blocked
+from .random_state import RngState
+from .recipe import Recipe
+from .tensor_parallel import (
+    ShardedLayer,
+    Tokens,
+    has_flag,
+    require_fit,
+    shard_unit,
+    sharded_linear,
+    tokens_fit,
+)
+
+
+class QuantizedColwiseParallel(ColwiseParallel):
+    """ColwiseParallel for mf.Linear: where the input is cut by tokens, its codes are gathered.
+
+    Formats that cannot travel so (an input in bf16; tokens that end inside a block) do as
+    ColwiseParallel does.
+    """
+
+    def __init__(self, **layouts: Any) -> None:
+        super().__init__(**layouts)
+        self.desired_input_layouts = self.input_layouts
+
+
+# ---- linear --------------------------------------------------------------------------------------
+
+
+def linear(
+    x: Tensor,
+    weight: DTensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    rng: Tensor | None = None,
+    amax_history: Tensor | None = None,
+    stream: int = 0,
+) -> Tensor:
+    """mf.linear of a weight cut along N or K over one mesh dimension; y cut along N, or Partial."""
+    mesh, dim = weight.device_mesh, cut_of(weight)
+    if not isinstance(x, DTensor) or x.device_mesh != mesh:
+        got = f"one over {x.device_mesh}" if isinstance(x, DTensor) else type(x).__name__
+        raise ValueError(f"linear: expected x as a DTensor over the weight's {mesh}, got {got}")
+    if dim is None:
+        return whole_linear(x, weight, bias, recipe, rng, amax_history, stream)
+    x, tokens = placed(x, recipe, dim)
+    grad = torch.is_grad_enabled()
+    layer = ShardedLayer(
+        recipe,
+        mesh.get_group(),
+        dim,
+        tokens,
+        rng,
+        plain(amax_history),
+        stream,
+        needs_dx=grad and x.requires_grad,
+        needs_dw=grad and weight.requires_grad,
+    )
+    require_even(weight, dim)
+    require_fit(layer, local(weight))
+    is_whole = dim == 0 and tokens is None
+    values = local(x, Partial()) if is_whole else local(x)
+    y = sharded_linear(values, local(weight), None if bias is None else local(bias), layer)
+    y = y.view(*x.shape[:-1], y.shape[-1])
+    placement = Shard(y.dim() - 1) if dim == 0 else Partial()
+    return DTensor.from_local(y, mesh, [placement], run_check=False)
+
+
+def cut_of(weight: DTensor) -> int | None:
+    """The dimension of W that its mesh cuts; None: each rank has the whole."""
+    (placement, *others) = weight.placements
+    if not others and placement.is_replicate():
+        return None
+    if others or type(placement) is not Shard:
+        raise ValueError(
+            "linear: expected a weight that is Shard(0), Shard(1) or Replicate() over one mesh "
+            f"dimension, got {weight.placements} over {weight.device_mesh}"
+        )
+    return placement.dim
+
+
+def require_even(weight: DTensor, dim: int) -> None:
+    length, world = weight.shape[dim], weight.device_mesh.size()
+    if length % world:
+        raise ValueError(
+            f"linear: expected {'NK'[dim]} as a multiple of the ranks, got {'NK'[dim]} = {length} "
+            f"over {world} ranks"
+        )
+
+
+def placed(x: DTensor, recipe: Recipe, dim: int) -> tuple[DTensor, Tokens | None]:
+    """x as a weight cut along `dim` needs it; with its tokens where it stays cut by them."""
+    (placement,) = x.placements
+    last = x.dim() - 1
+    if dim == 1:
+        return x.redistribute(placements=[Shard(last)]), None
+    if type(placement) is Shard and placement.dim < last:
+        at, world = placement.dim, x.device_mesh.size()
+        if x.shape[at] % world == 0:
+            tokens = Tokens(math.prod(x.shape[:at]), math.prod(x.shape[at:last]) // world)
+            if tokens_fit(recipe, tokens):
+                return x, tokens
+    return x.redistribute(placements=[Replicate()]), None
+
+
+def local(t: Tensor, grad_placement: Placement | None = None) -> Tensor:
+    if not isinstance(t, DTensor):
+        return t
+    return t.to_local(grad_placements=None if grad_placement is None else [grad_placement])
+
+
+def plain(t: Tensor | None) -> Tensor | None:
+    """A buffer that torch's styles have made a replicated DTensor, in its own memory."""
+    return t._local_tensor if isinstance(t, DTensor) else t
+
+
+def whole_linear(
+    x: DTensor,
+    weight: DTensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    rng: Tensor | None,
+    amax_history: Tensor | None,
+    stream: int,
+) -> Tensor:
+    """Where no rank's weight is cut: x of all tokens, the same on every rank."""
+    y = ops.linear.default(
+        local(x.redistribute(placements=[Replicate()])),
+        local(weight),
+        None if bias is None else local(bias),
+        recipe.text,
+        rng=rng,
+        amax_history=plain(amax_history),
+        stream=stream,
+    )
+    return DTensor.from_local(y, x.device_mesh, [Replicate()], run_check=False)
+
+
+# ---- the module ----------------------------------------------------------------------------------
+
+AGREED: weakref.WeakKeyDictionary[RngState, set[str]] = weakref.WeakKeyDictionary()
+
+
+def require_shared_seed(state: RngState, group: dist.ProcessGroup) -> None:
+    """At the first forward: ranks that share a weight draw the bits of one process."""
+    groups = AGREED.setdefault(state, set())
+    if group.group_name in groups:
+        return
+    both = torch.cat([state.tensor, -state.tensor])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    if not torch.equal(both[:2], -both[2:]):
+        raise ValueError(
+            "linear: expected tensor-parallel ranks to share the seed and count of stochastic "
+            f"rounding, got {state.get().tolist()} mixed with rank {state.rank} here; give "
+            "mf.quantize_ the data_parallel_rank that they share"
+        )
+    groups.add(group.group_name)
+
+
+@torch.compiler.disable(reason="minifloat: tensor parallel layers run eagerly")
+def module_linear(layer: nn.Module, x: Tensor) -> Tensor:
+    """The forward of an mf.Linear whose weight is a DTensor."""
+    weight, rng = layer.weight, None
+    for name in ("stream", "amax_history"):
+        layer._buffers[name] = plain(layer._buffers[name])
+    if layer.rng_state is not None:
+        rng = layer.rng_state.current(weight.device)
+        if cut_of(weight) is not None:
+            require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
+    return linear(
+        x,
+        weight,
+        layer.bias,
+        layer.recipe,
+        rng=rng,
+        amax_history=layer.amax_history,
+        stream=layer.stream_id,
+    )
+
+
+# ---- sharding rules of the pure ops --------------------------------------------------------------
+# A rule lists (outputs, inputs) placements. x (…, rows, cols); the operand as read swaps them where
+# columnwise. DTensor takes the rule that costs it least.
+
+Rule = tuple[list[Any], list[Any]]
+REPLICATED = Replicate()
+
+
+def read_dim(ndim: int, dim: int, columnwise: bool) -> int:
+    """Where x's dimension `dim`, one of its last two, is in the operand as read."""
+    return 2 * ndim - 3 - dim if columnwise else dim
+
+
+def cuts_evenly(x: Any, dim: int, unit: int) -> bool:
+    return x.shape[dim] % (x.mesh.size() * unit) == 0
+
+
+@register_sharding(ops.amax.default)
+def shard_amax(x: Any, spec: str, columnwise: bool = False) -> list[Rule]:
+    """Of rows, where the rows lie. That of a tensor is no Partial("max"): a NaN might get lost."""
+    rules: list[Rule] = [([REPLICATED], [REPLICATED, None, None])]
+    rows = x.ndim - (1 if columnwise else 2)
+    if amax_of(spec) == "row":
+        rules.append(([Shard(x.ndim - 2)], [Shard(rows), None, None]))
+    return rules
+
+
+@register_sharding(ops.hadamard.default)
+def shard_hadamard(
+    x: Any, points: int = 16, columnwise: bool = False, signs: int = 0
+) -> list[Rule]:
+    rows = x.ndim - (1 if columnwise else 2)
+    none = [None] * 3
+    return [
+        ([REPLICATED], [REPLICATED, *none]),
+        ([Shard(x.ndim - 2)], [Shard(rows), *none]),
+    ]
+
+
+@register_sharding(ops.dequantize.default)
+def shard_dequantize(
+    codes: Any, scale: Any, amax: Any, spec: str, cols: int, **options: Any
+) -> list[Rule]:
+    rows = codes.ndim - 2
+    rules: list[Rule] = [([REPLICATED], [REPLICATED] * 3 + [None] * 2)]
+    if cuts_evenly(codes, rows, shard_unit(spec, False, 0)):
+        each = Shard(rows) if is_blocked(spec) or amax_of(spec) == "row" else REPLICATED
+        of_rows = Shard(rows) if amax_of(spec) == "row" else REPLICATED
+        rules.append(([Shard(rows)], [Shard(rows), each, of_rows, None, None]))
+    return rules
+
+
+def direction_placements(
+    x: Any, spec: str, columnwise: bool, has_amax: bool, dim: int | None
+) -> tuple[list[Placement], Placement] | None:
+    """Of codes, scale, amax, decoded and of the given amax, for x cut along `dim`; None: not so."""
+    replicated: list[Placement] = [REPLICATED] * 4
+    if not spec or dim is None:
+        return replicated, REPLICATED
+    kind, to = amax_of(spec), Shard(read_dim(x.ndim, dim, columnwise))
+    along = to.dim == x.ndim - 1
+    is_alone = kind == "" or has_amax or (kind == "row" and not along)
+    is_pure = is_alone and not has_flag(spec, "sr") and not has_flag(spec, "delayed")
+    if not is_pure or not cuts_evenly(x, dim, shard_unit(spec, columnwise, dim - x.ndim + 2)):
+        return None
+    of_rows: Placement = to if kind == "row" and not along else REPLICATED
+    return [to, to if is_blocked(spec) else of_rows, of_rows, to], of_rows
+
+
+@register_sharding(ops.quantize.default)
+def shard_quantize(x: Any, row: str, col: str, **options: Any) -> list[Rule]:
+    """To nearest, with the amax given where a shard cannot know it. Whatever else: whole."""
+    given = [name for name in ("amax_row", "amax_col", "rng", "offs") if options.get(name)]
+    rules: list[Rule] = []
+    for dim in (None, x.ndim - 2, x.ndim - 1):
+        if dim is not None and any(options.get("origin") or ()):
+            continue
+        directions = [
+            direction_placements(x, spec, columnwise, f"amax_{name}" in given, dim)
+            for spec, columnwise, name in ((row, False, "row"), (col, True, "col"))
+        ]
+        if None in directions:
+            continue
+        outputs: list[Any] = []
+        inputs: dict[str, Placement] = {}
+        for name, direction in zip(("row", "col"), directions):
+            assert direction is not None
+            placements, amax = direction
+            if not options.get(f"decoded_{name}"):
+                placements = [*placements[:3], REPLICATED]
+            outputs += placements
+            inputs[f"amax_{name}"] = amax
+        x_placement = REPLICATED if dim is None else Shard(dim)
+        kwargs = [inputs.get(name, REPLICATED) for name in options if name in given]
+        rules.append((outputs, [x_placement, None, None, *kwargs]))
+    return rules
