@@ -6,7 +6,7 @@ y = x Wᵀ + bias     three products, forward and backward, each in the formats 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
 from .travel import Travel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
@@ -49,7 +52,7 @@ def linear(
     return ops.linear(x, weight, bias, str(recipe), rng=rng, amax_history=amax_history)
 
 
-def is_distributed(weight: Tensor) -> bool:
+def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
     """Is it a DTensor? Asked without loading what DTensor needs."""
     return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")
 
