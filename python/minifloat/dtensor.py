@@ -16,12 +16,14 @@ from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel
 
@@ -84,7 +86,7 @@ def linear(
         dim,
         tokens,
         rng,
-        plain(amax_history),
+        amax_history,
         stream,
         needs_dx=grad and x.requires_grad,
         needs_dw=grad and weight.requires_grad,
@@ -142,11 +144,6 @@ def local(t: Tensor, grad_placement: Placement | None = None) -> Tensor:
     return t.to_local(grad_placements=None if grad_placement is None else [grad_placement])
 
 
-def plain(t: Tensor | None) -> Tensor | None:
-    """A buffer that torch's styles have made a replicated DTensor, in its own memory."""
-    return t._local_tensor if isinstance(t, DTensor) else t
-
-
 def whole_linear(
     x: DTensor,
     weight: DTensor,
@@ -163,7 +160,7 @@ def whole_linear(
         None if bias is None else local(bias),
         recipe.text,
         rng=rng,
-        amax_history=plain(amax_history),
+        amax_history=amax_history,
         stream=stream,
     )
     return DTensor.from_local(y, x.device_mesh, [Replicate()], run_check=False)
@@ -194,8 +191,7 @@ def require_shared_seed(state: RngState, group: dist.ProcessGroup) -> None:
 def module_linear(layer: Linear, x: Tensor) -> Tensor:
     """The forward of an mf.Linear whose weight is a DTensor."""
     weight, rng = cast(DTensor, layer.weight), None
-    for name in ("stream", "amax_history"):
-        layer._buffers[name] = plain(layer._buffers[name])
+    layer.unwrap_buffers()
     if layer.rng_state is not None:
         rng = layer.rng_state.current(weight.device)
         if cut_of(weight) is not None:
@@ -219,6 +215,26 @@ Rule = tuple[list[Any], list[Any]]
 REPLICATED = Replicate()
 
 
+def sharding_rule(op: Any) -> Callable[[Callable[..., list[Rule]]], Any]:
+    """register_sharding, of whose rules DTensor caches what they gave.
+
+    It would key that by integers alone, and give one spec's placements and shapes to another. An
+    origin, a list, cannot be in a key, nor need it be: it says where random bits are, and those
+    are of the whole.
+    """
+
+    def register(rule: Callable[..., list[Rule]]) -> Any:
+        register_sharding(op)(rule)
+        arguments = op._schema.arguments
+        first = next(i for i, a in enumerate(arguments) if not isinstance(a.type, torch.TensorType))
+        named = [a.name for a in arguments if a.kwarg_only and a.name != "origin"]
+        known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+        known[op] = RuntimeSchemaInfo(first, named or None, needs_pytree=True)
+        return rule
+
+    return register
+
+
 def read_dim(ndim: int, dim: int, columnwise: bool) -> int:
     """Where x's dimension `dim`, one of its last two, is in the operand as read."""
     return 2 * ndim - 3 - dim if columnwise else dim
@@ -228,7 +244,7 @@ def cuts_evenly(x: Any, dim: int, unit: int) -> bool:
     return x.shape[dim] % (x.mesh.size() * unit) == 0
 
 
-@register_sharding(ops.amax.default)
+@sharding_rule(ops.amax.default)
 def shard_amax(x: Any, spec: str, columnwise: bool = False) -> list[Rule]:
     """Of rows, where the rows lie. That of a tensor is no Partial("max"): a NaN might get lost."""
     rules: list[Rule] = [([REPLICATED], [REPLICATED, None, None])]
@@ -238,7 +254,7 @@ def shard_amax(x: Any, spec: str, columnwise: bool = False) -> list[Rule]:
     return rules
 
 
-@register_sharding(ops.hadamard.default)
+@sharding_rule(ops.hadamard.default)
 def shard_hadamard(
     x: Any, points: int = 16, columnwise: bool = False, signs: int = 0
 ) -> list[Rule]:
@@ -250,7 +266,7 @@ def shard_hadamard(
     ]
 
 
-@register_sharding(ops.dequantize.default)
+@sharding_rule(ops.dequantize.default)
 def shard_dequantize(
     codes: Any, scale: Any, amax: Any, spec: str, cols: int, **options: Any
 ) -> list[Rule]:
@@ -280,30 +296,32 @@ def direction_placements(
     return [to, to if is_blocked(spec) else of_rows, of_rows, to], of_rows
 
 
-@register_sharding(ops.quantize.default)
+@sharding_rule(ops.quantize.default)
 def shard_quantize(x: Any, row: str, col: str, **options: Any) -> list[Rule]:
-    """To nearest, with the amax given where a shard cannot know it. Whatever else: whole."""
-    given = [name for name in ("amax_row", "amax_col", "rng", "offs") if options.get(name)]
+    """To nearest, with the amax given where a shard cannot know it. Whatever else: whole.
+
+    DTensor moves no keyword arguments, so an amax decides by where it lies.
+    """
+    given = {name: spec.placements for name, spec in options.items() if hasattr(spec, "placements")}
     rules: list[Rule] = []
-    for dim in (None, x.ndim - 2, x.ndim - 1):
-        if dim is not None and any(options.get("origin") or ()):
+    for dim in (None,) if "rng" in given else (None, x.ndim - 2, x.ndim - 1):
+        by_row = direction_placements(x, row, False, "amax_row" in given, dim)
+        by_col = direction_placements(x, col, True, "amax_col" in given, dim)
+        if by_row is None or by_col is None:
             continue
-        directions = [
-            direction_placements(x, spec, columnwise, f"amax_{name}" in given, dim)
-            for spec, columnwise, name in ((row, False, "row"), (col, True, "col"))
-        ]
-        if None in directions:
+        wanted = {"amax_row": by_row[1], "amax_col": by_col[1]}
+        inputs = {name: wanted.get(name, REPLICATED) for name in given}
+        if any(at != inputs[name] for name, placements in given.items() for at in placements):
             continue
         outputs: list[Any] = []
-        inputs: dict[str, Placement] = {}
-        for name, direction in zip(("row", "col"), directions):
-            assert direction is not None
-            placements, amax = direction
-            if not options.get(f"decoded_{name}"):
-                placements = [*placements[:3], REPLICATED]
-            outputs += placements
-            inputs[f"amax_{name}"] = amax
+        for name, (placements, _) in (("row", by_row), ("col", by_col)):
+            decoded = placements[3] if options.get(f"decoded_{name}") else REPLICATED
+            outputs += [*placements[:3], decoded]
         x_placement = REPLICATED if dim is None else Shard(dim)
-        kwargs = [inputs.get(name, REPLICATED) for name in options if name in given]
-        rules.append((outputs, [x_placement, None, None, *kwargs]))
+        rules.append((outputs, [x_placement, None, None, *inputs.values()]))
+    if not rules:
+        raise ValueError(
+            "quantize: expected given tensors as Replicate(), or the amax of rows as x's rows lie, "
+            f"got {given}"
+        )
     return rules

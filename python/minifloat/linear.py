@@ -176,6 +176,12 @@ class Linear(nn.Linear):
             x_operands = self.shared_input.operands(x, recipe, columnwise, conditions)
         return x_operands, weight_operands
 
+    def unwrap_buffers(self) -> None:
+        """torch's parallel styles make replicated DTensors of buffers; these are the rank's own."""
+        for name in ("stream", "amax_history"):
+            buffer = self._buffers[name]
+            self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
+
     def train(self, mode: bool = True) -> Linear:
         if mode != self.training and self.weight_codes is not None:
             self.weight_codes.start_over()

@@ -276,7 +276,8 @@ class ShardedLinear(torch.autograd.Function):
         x_rowwise, x_columnwise = cast(layer, matrix, FPROP_X, x_col)
         values = weight.to(x.dtype).contiguous()
         w_rowwise, w_columnwise = cast(layer, values, FPROP_W, w_col)
-        assert x_rowwise is not None and w_rowwise is not None
+        assert x_rowwise is not None
+        assert w_rowwise is not None
         if layer.tokens is not None:
             x_rowwise = gather_tokens(layer, x_rowwise, FPROP_X)
         adds_bias = layer.dim == 0 or dist.get_rank(layer.group) == 0  # once, in a sum over ranks
