@@ -32,8 +32,10 @@ from .gather import amax_of
 from .parts import is_blocked
 from .random_state import RngState
 from .recipe import Recipe
+from .reuse import SharedInput, conditions_of
 from .tensor_parallel import (
     ShardedLayer,
+    Share,
     Tokens,
     has_flag,
     require_fit,
@@ -70,6 +72,7 @@ def linear(
     rng: Tensor | None = None,
     amax_history: Tensor | None = None,
     stream: int = 0,
+    shared_input: SharedInput | None = None,
 ) -> Tensor:
     """mf.linear of a weight cut along N or K over one mesh dimension; y cut along N, or Partial."""
     mesh, dim = weight.device_mesh, cut_of(weight)
@@ -78,6 +81,7 @@ def linear(
         raise ValueError(f"linear: expected x as a DTensor over the weight's {mesh}, got {got}")
     if dim is None:
         return whole_linear(x, weight, bias, recipe, rng, amax_history, stream)
+    share = None if shared_input is None else sharing(shared_input, x, recipe, weight)
     x, tokens = placed(x, recipe, dim)
     grad = torch.is_grad_enabled()
     layer = ShardedLayer(
@@ -95,10 +99,19 @@ def linear(
     require_fit(layer, local(weight))
     is_whole = dim == 0 and tokens is None
     values = local(x, Partial()) if is_whole else local(x)
-    y = sharded_linear(values, local(weight), None if bias is None else local(bias), layer)
+    y = sharded_linear(values, local(weight), None if bias is None else local(bias), layer, share)
     y = y.view(*x.shape[:-1], y.shape[-1])
     placement = Shard(y.dim() - 1) if dim == 0 else Partial()
     return DTensor.from_local(y, mesh, [placement], run_check=False)
+
+
+def sharing(shared: SharedInput, x: DTensor, recipe: Recipe, weight: DTensor) -> Share:
+    """x, quantized by the first of its readers whose weights lie and learn alike."""
+    learns = torch.is_grad_enabled() and weight.requires_grad
+    conditions = (*conditions_of(x), weight.placements)
+    return lambda make: shared.operands(
+        x, recipe.text, learns, conditions, lambda: make(shared.readers)
+    )
 
 
 def cut_of(weight: DTensor) -> int | None:
@@ -204,6 +217,7 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         rng=rng,
         amax_history=layer.amax_history,
         stream=layer.stream_id,
+        shared_input=layer.shared_input,
     )
 
 

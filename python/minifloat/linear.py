@@ -70,6 +70,10 @@ def linear_group(
     biases = [None] * len(weights) if biases is None else list(biases)
     rng = None if rng is None else list(rng)
     amax_history = None if amax_history is None else list(amax_history)
+    if any(is_distributed(weight) for weight in weights):
+        none = [None] * len(weights)
+        layers = zip(weights, biases, rng or none, amax_history or none)
+        return [linear(x, w, b, recipe, rng=r, amax_history=h) for w, b, r, h in layers]
     return ops.linear_group(
         x, list(weights), biases, str(recipe), rng=rng, amax_history=amax_history
     )

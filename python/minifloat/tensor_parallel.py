@@ -19,7 +19,8 @@ in forward, those that wgrad reads in backward. Until then a rank keeps its own 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any, NamedTuple
 
@@ -56,6 +57,14 @@ class Tokens(NamedTuple):
     length: int
 
 
+class GivenInput(NamedTuple):
+    """x as fprop reads it, gathered, and as wgrad will: this rank's part, and how to gather it."""
+
+    rowwise: Operand
+    columnwise: Operand | None
+    wgrad: GatheredOnce
+
+
 @dataclass(frozen=True, eq=False)
 class ShardedLayer:
     """What casts and products depend on besides the tensors."""
@@ -69,6 +78,7 @@ class ShardedLayer:
     stream: int = 0
     needs_dx: bool = False
     needs_dw: bool = False
+    given: GivenInput | None = None  # x, where another layer has quantized it
 
     def spec(self, place: int) -> str:
         product = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)[place // 2]
@@ -247,6 +257,22 @@ def gather_tokens(layer: ShardedLayer, operand: Operand, place: int) -> Operand:
     )
 
 
+class GatheredOnce:
+    """x as wgrad reads it: the first layer to ask gathers, and it is kept until the last has."""
+
+    def __init__(self, readers: int) -> None:
+        self.readers, self.left = readers, 0
+        self.operand: Operand | None = None
+
+    def get(self, layer: ShardedLayer, own: Operand) -> Operand:
+        if self.operand is None:
+            self.operand, self.left = gather_tokens(layer, own, WGRAD_X), self.readers
+        operand, self.left = self.operand, self.left - 1
+        if self.left == 0:
+            self.operand = None
+        return operand
+
+
 def scatter_sum(layer: ShardedLayer, dx: Tensor) -> Tensor:
     """The sum over the ranks of dx (tokens of all, K), this rank's tokens of it."""
     assert layer.tokens is not None
@@ -261,6 +287,20 @@ def scatter_sum(layer: ShardedLayer, dx: Tensor) -> Tensor:
 # ---- the layer -----------------------------------------------------------------------------------
 
 
+def as_matrix(x: Tensor) -> Tensor:
+    return x.reshape(-1, x.shape[-1]).contiguous()
+
+
+def quantize_input(layer: ShardedLayer, x: Tensor, readers: int = 1) -> GivenInput:
+    """Both directions of x (…, K) for so many layers."""
+    wgrad_x = WGRAD_X if layer.needs_dw else None
+    rowwise, columnwise = cast(layer, as_matrix(x), FPROP_X, wgrad_x)
+    assert rowwise is not None
+    if layer.tokens is not None:
+        rowwise = gather_tokens(layer, rowwise, FPROP_X)
+    return GivenInput(rowwise, columnwise, GatheredOnce(readers))
+
+
 class ShardedLinear(torch.autograd.Function):
     """y of local x (…, K) and W, both of this rank; its outputs and gradients: the table above."""
 
@@ -268,25 +308,24 @@ class ShardedLinear(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedLayer
     ) -> Tensor:
-        matrix, recipe = x.reshape(-1, x.shape[-1]).contiguous(), layer.recipe
-        x_col, w_col = (
-            WGRAD_X if layer.needs_dw else None,
-            DGRAD_W if layer.needs_dx else None,
-        )
-        x_rowwise, x_columnwise = cast(layer, matrix, FPROP_X, x_col)
+        given = quantize_input(layer, x) if layer.given is None else layer.given
         values = weight.to(x.dtype).contiguous()
-        w_rowwise, w_columnwise = cast(layer, values, FPROP_W, w_col)
-        assert x_rowwise is not None
+        dgrad_w = DGRAD_W if layer.needs_dx else None
+        w_rowwise, w_columnwise = cast(layer, values, FPROP_W, dgrad_w)
         assert w_rowwise is not None
-        if layer.tokens is not None:
-            x_rowwise = gather_tokens(layer, x_rowwise, FPROP_X)
         adds_bias = layer.dim == 0 or dist.get_rank(layer.group) == 0  # once, in a sum over ranks
         y = multiply(
-            x_rowwise, w_rowwise, recipe.fprop, x.shape[-1], bias if adds_bias else None, x.dtype
+            given.rowwise,
+            w_rowwise,
+            layer.recipe.fprop,
+            x.shape[-1],
+            bias if adds_bias else None,
+            x.dtype,
         )
+        ctx.wgrad_x = given.wgrad
         ctx.layer, ctx.x_shape = layer, x.shape
         ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*(x_columnwise or (None,) * 3), *(w_columnwise or (None,) * 3))
+        ctx.save_for_backward(*(given.columnwise or (None,) * 3), *(w_columnwise or (None,) * 3))
         return y
 
     @staticmethod
@@ -311,7 +350,7 @@ class ShardedLinear(torch.autograd.Function):
                 dx = dx.view(ctx.x_shape)
             if g_columnwise is not None:
                 if layer.tokens is not None:
-                    x_columnwise = gather_tokens(layer, x_columnwise, WGRAD_X)
+                    x_columnwise = ctx.wgrad_x.get(layer, x_columnwise)
                 dw = multiply(
                     g_columnwise, x_columnwise, recipe.wgrad, g.shape[0], None, ctx.dtypes[0]
                 )
@@ -320,12 +359,24 @@ class ShardedLinear(torch.autograd.Function):
         return dx, dw, db, None
 
 
-def sharded_linear(x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedLayer) -> Tensor:
-    """(M, N) of one rank: its columns, or its part of the sum. Autocast as `linear` has it."""
+Share = Callable[[Callable[[int], GivenInput]], GivenInput]
+
+
+def sharded_linear(
+    x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedLayer, share: Share | None = None
+) -> Tensor:
+    """(M, N) of one rank: its columns, or its part of the sum. Autocast as `linear` has it.
+
+    share: hands over what layers of the same input have quantized, or lets it be made for so many.
+    """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
         dtype = torch.get_autocast_dtype(kind)
         x, weight = x.to(dtype), weight.to(dtype)
         bias = None if bias is None else bias.to(dtype)
     with torch.autocast(kind, enabled=False):
+        if share is not None:
+            with torch.no_grad():
+                given = share(lambda readers: quantize_input(layer, x, readers))
+            layer = replace(layer, given=given)
         return ShardedLinear.apply(x, weight, bias, layer)
