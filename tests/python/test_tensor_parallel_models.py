@@ -28,6 +28,8 @@ EXACT = [
     "mxfp8",
     "mxfp8_2d",
     "mxfp4",
+    "bf16",
+    "fp8_rowwise_gw_hp",
     "fprop=mxfp8*mxfp8+sr dgrad=mxfp8*mxfp8+sr wgrad=mxfp4+sr*mxfp4",
 ]
 
@@ -130,6 +132,8 @@ def check_payload(mesh):
     """Bits of a token's element: x's in forward, x's for wgrad in backward."""
     for recipe, bits in (
         ("fp8_tensorwise", [8, 8]),
+        ("fp8_delayed", [8, 8]),
+        ("fp8_blockwise", [8.25, 8.25]),
         ("fp8_rowwise", [8 + 64 / WIDTH, 8]),  # a row's scale with its amax
         ("mxfp8", [8.25, 8.25]),
         ("mxfp4", [4.25, 4.25]),
