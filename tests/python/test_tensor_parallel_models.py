@@ -28,7 +28,7 @@ EXACT = [
     "mxfp8",
     "mxfp8_2d",
     "mxfp4",
-    "bf16",
+    "fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=bf16*bf16",
     "fp8_rowwise_gw_hp",
     "fprop=mxfp8*mxfp8+sr dgrad=mxfp8*mxfp8+sr wgrad=mxfp4+sr*mxfp4",
 ]
