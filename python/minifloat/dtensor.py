@@ -17,6 +17,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, cast
 
 import torch
@@ -76,33 +77,52 @@ def linear(
 ) -> Tensor:
     """mf.linear of a weight cut along N or K over one mesh dimension; y cut along N, or Partial."""
     mesh, dim = weight.device_mesh, cut_of(weight)
-    if not isinstance(x, DTensor) or x.device_mesh != mesh:
-        got = f"one over {x.device_mesh}" if isinstance(x, DTensor) else type(x).__name__
-        raise ValueError(f"linear: expected x as a DTensor over the weight's {mesh}, got {got}")
+    x = require_inputs(x, weight, recipe, rng, amax_history)
     if dim is None:
         return whole_linear(x, weight, bias, recipe, rng, amax_history, stream)
-    share = None if shared_input is None else sharing(shared_input, x, recipe, weight)
-    x, tokens = placed(x, recipe, dim)
     grad = torch.is_grad_enabled()
     layer = ShardedLayer(
         recipe,
         mesh.get_group(),
         dim,
-        tokens,
-        rng,
-        amax_history,
-        stream,
+        rng=rng,
+        history=amax_history,
+        stream=stream,
         needs_dx=grad and x.requires_grad,
         needs_dw=grad and weight.requires_grad,
     )
     require_even(weight, dim)
     require_fit(layer, local(weight))
+    share = None if shared_input is None else sharing(shared_input, x, recipe, weight)
+    x, tokens = placed(x, recipe, dim)
+    layer = replace(layer, tokens=tokens)
     is_whole = dim == 0 and tokens is None
     values = local(x, Partial()) if is_whole else local(x)
     y = sharded_linear(values, local(weight), None if bias is None else local(bias), layer, share)
     y = y.view(*x.shape[:-1], y.shape[-1])
     placement = Shard(y.dim() - 1) if dim == 0 else Partial()
     return DTensor.from_local(y, mesh, [placement], run_check=False)
+
+
+def require_inputs(
+    x: Tensor, weight: DTensor, recipe: Recipe, rng: Tensor | None, amax_history: Tensor | None
+) -> DTensor:
+    mesh = weight.device_mesh
+    if not isinstance(x, DTensor) or x.device_mesh != mesh:
+        got = f"one over {x.device_mesh}" if isinstance(x, DTensor) else type(x).__name__
+        raise ValueError(f"linear: expected x as a DTensor over the weight's {mesh}, got {got}")
+    if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"linear: expected weight (N, K) for x (…, K), got {tuple(weight.shape)} for "
+            f"{tuple(x.shape)}"
+        )
+    for name, given, is_needed in (
+        ("rng", rng, recipe.is_stochastic),
+        ("amax_history", amax_history, recipe.is_delayed),
+    ):
+        if is_needed and given is None:
+            raise ValueError(f"linear: recipe {recipe} needs {name}, got None")
+    return x
 
 
 def sharing(shared: SharedInput, x: DTensor, recipe: Recipe, weight: DTensor) -> Share:

@@ -331,10 +331,8 @@ class ShardedLinear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         layer, recipe = ctx.layer, ctx.layer.recipe
-        x_columnwise, w_columnwise = (
-            Operand(*ctx.saved_tensors[:3]),
-            Operand(*ctx.saved_tensors[3:]),
-        )
+        saved = ctx.saved_tensors  # once: checkpointing runs forward again here
+        x_columnwise, w_columnwise = Operand(*saved[:3]), Operand(*saved[3:])
         g, dx, dw, db = grad.contiguous(), None, None, None
         with torch.autocast(g.device.type, enabled=False):
             g_rowwise, g_columnwise = cast(

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.utils.checkpoint import checkpoint
 from whole_layers import BATCH, TOKENS, integers, values
 from worlds import run_world
 
@@ -77,24 +78,26 @@ def train_step(model, x, weights):
     return y.detach(), x.grad
 
 
-def check_models(rank, recipes):
+def check_models(rank, recipes, ranks):
+    """Over so many ranks tensor parallel, over the others FSDP2."""
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // 2 or 1, 2), mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh("cpu", (world // ranks, ranks), mesh_dim_names=("dp", "tp"))
+    tp = mesh["tp"]
+    mine = tp.get_local_rank()
     x, weights = integers(10, BATCH, TOKENS, WIDTH), integers(11, BATCH, TOKENS, WIDTH)
     for recipe in recipes:
         alone = built(recipe)
         y, dx = train_step(alone, x, weights)
         for name, plan in PLANS.items():
-            tp = mesh["tp"] if world > 2 else init_device_mesh("cpu", (world,))
-            mine, here = tp.get_local_rank(), (recipe, name, world)
+            here = (recipe, name, world, ranks)
             model = built(recipe)
             parallelize_module(model[0], tp, plan)
-            if world > 2:
+            if ranks < world:
                 fully_shard(model[0], mesh=mesh["dp"])
                 fully_shard(model, mesh=mesh["dp"])
 
-            def own(t, is_cut=name != "tensor", mine=mine):
-                return t.chunk(2, 1)[mine] if is_cut else t
+            def own(t, is_cut=name != "tensor"):
+                return t.chunk(ranks, 1)[mine] if is_cut else t
 
             got_y, got_dx = train_step(model, own(x), own(weights))
             assert torch.equal(got_y, own(y)), here
@@ -105,10 +108,10 @@ def check_models(rank, recipes):
             assert set(model.state_dict()) == set(alone.state_dict()), here
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_model_is_one_process(world):
-    """Over 2 ranks tensor parallel alone, over 4 with FSDP2; tensor and sequence parallel."""
-    run_world(world, check_models, EXACT)
+@pytest.mark.parametrize(("world", "ranks"), [(2, 2), (4, 4), (4, 2)])
+def test_model_is_one_process(world, ranks):
+    """Tensor and sequence parallel, alone and with FSDP2."""
+    run_world(world, check_models, EXACT, ranks)
 
 
 # ---- what travels, what is refused ---------------------------------------------------------------
@@ -159,6 +162,15 @@ class Projections(nn.Module):
     def forward(self, x):
         x = self.norm(x)
         return self.wq(x) + self.wk(x) * 2 + self.wv(x) * 4
+
+
+class Recomputed(nn.Module):
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return checkpoint(self.block, x, use_reentrant=False)
 
 
 def check_shared_input(mesh):
@@ -243,6 +255,11 @@ def check_refusals(rank, mesh):
         with pytest.raises(ValueError, match=words):
             mf.linear(x, w, recipe=recipe, rng=torch.tensor([1, 2]))
     x, w = parts(64, 64, 0)
+    for recipe, missing in (("nvfp4", "rng"), ("fp8_delayed", "amax_history")):
+        with pytest.raises(ValueError, match=f"needs {missing}, got None"):
+            mf.linear(x, w, recipe=recipe)
+    with pytest.raises(ValueError, match=r"got \(64, 32\) for \(32, 64\)"):
+        mf.linear(x, parts(64, 32, 0)[1], recipe="mxfp8")
     with pytest.raises(ValueError, match="expected x as a DTensor over the weight's"):
         mf.linear(x.to_local(), w, recipe="mxfp8")
 
@@ -271,6 +288,23 @@ def check_delayed(mesh):
         assert torch.equal(history, want), name
 
 
+def check_recomputed(mesh):
+    """Activation checkpointing, and a state dict that is loaded again, change nothing."""
+    x, weights = integers(10, BATCH, TOKENS, WIDTH), integers(11, BATCH, TOKENS, WIDTH)
+    own = x.chunk(2, 1)[mesh.get_local_rank()]
+    alone = built("mxfp4")
+    train_step(alone, x, weights)
+    model = built("mxfp4")
+    parallelize_module(model[0], mesh, PLANS["quantized"])
+    model.load_state_dict(model.state_dict())
+    own_weights = weights.chunk(2, 1)[mesh.get_local_rank()]
+    block = model[0]
+    model[0] = Recomputed(block)
+    train_step(model, own, own_weights)
+    for p, q in zip(block.parameters(), alone.parameters()):
+        assert torch.equal(p.grad.full_tensor(), q.grad)
+
+
 def check_converted_late(mesh):
     """mf.quantize_ after parallelize_module."""
     torch.manual_seed(0)
@@ -292,6 +326,7 @@ def check_others(rank):
     check_tokens_that_do_not_fit(mesh)
     check_refusals(rank, mesh)
     check_delayed(mesh)
+    check_recomputed(mesh)
     check_converted_late(mesh)
 
 
