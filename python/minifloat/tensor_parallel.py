@@ -169,6 +169,25 @@ def record_amax(layer: ShardedLayer, place: int, amax: Tensor, cut: int | None) 
     torch.maximum(running, whole, out=running)
 
 
+def quantize_coded(
+    layer: ShardedLayer, x: Tensor, cut: int | None, places: list[int], origin: list[int]
+) -> dict[int, Operand]:
+    """The directions of x that have codes, by place."""
+    amaxes = whole_amaxes(layer, x, cut, places)
+    options: dict[str, Any] = {"row": "", "col": "", "origin": origin}
+    for place in places:
+        side, spec = "col" if place in COLUMNWISE else "row", layer.spec(place)
+        options[side] = spec
+        options[f"stream_{side}"] = ops.stream(PLACES[place]) ^ layer.stream
+        options[f"amax_{side}"] = amaxes.get(place)
+        if has_flag(spec, "delayed") and layer.history is not None:
+            options[f"amax_{side}"] = layer.history[place, IN_FORCE]
+        if has_flag(spec, "sr"):
+            options["rng"] = layer.rng
+    out = ops.quantize(x, **options)
+    return {p: Operand(*(out[4:7] if p in COLUMNWISE else out[:3])) for p in places}
+
+
 def cast(
     layer: ShardedLayer, x: Tensor, row: int | None, col: int | None
 ) -> tuple[Operand | None, Operand | None]:
@@ -177,42 +196,21 @@ def cast(
     if not wanted:
         return None, None
     operand = PLACES[wanted[0]][0]
-    cut = layer.cut(operand)
+    cut, origin = layer.cut(operand), [0, 0]
+    if cut is not None and (operand, cut) != ("x", 0):
+        origin[cut] = dist.get_rank(layer.group) * x.shape[cut]  # of tokens nothing asks for it
     coded = [place for place in wanted if layer.spec(place) != "bf16"]
-    out: Any = None
-    if coded:
-        given = whole_amaxes(layer, x, cut, coded)
-        for place in coded:
-            if has_flag(layer.spec(place), "delayed"):
-                given[place] = layer.history[place, IN_FORCE]  # type: ignore[index]
-        origin = [0, 0]
-        if cut is not None and not (operand == "x" and cut == 0):
-            origin[cut] = dist.get_rank(layer.group) * x.shape[cut]
-        specs = [layer.spec(place) if place in coded else "" for place in (row, col)]
-        streams = [0 if p is None else ops.stream(PLACES[p]) ^ layer.stream for p in (row, col)]
-        is_random = any(has_flag(spec, "sr") for spec in specs)
-        out = ops.quantize(
-            x,
-            *specs,
-            amax_row=given.get(row),  # type: ignore[arg-type]
-            amax_col=given.get(col),  # type: ignore[arg-type]
-            rng=layer.rng if is_random else None,
-            stream_row=streams[0],
-            stream_col=streams[1],
-            origin=origin,
-        )
-
-    def direction(place: int | None, first: int, values: Tensor) -> Operand | None:
-        if place is None:
-            return None
+    found = quantize_coded(layer, x, cut, coded, origin) if coded else {}
+    for place in wanted:
         if place not in coded:
             none = x.new_empty(0, dtype=torch.float32)
-            return Operand(values, none, none)
-        if has_flag(layer.spec(place), "delayed"):
-            record_amax(layer, place, out[first + 2], cut)
-        return Operand(*out[first : first + 3])
-
-    return direction(row, 0, x), direction(col, 4, x.t())
+            found[place] = Operand(x.t() if place in COLUMNWISE else x, none, none)
+        elif has_flag(layer.spec(place), "delayed"):
+            record_amax(layer, place, found[place].amax, cut)
+    return (
+        None if row is None else found[row],
+        None if col is None else found[col],
+    )
 
 
 def multiply(
