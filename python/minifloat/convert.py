@@ -15,7 +15,7 @@ from typing import Any
 from torch import nn
 
 from .gather import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
-from .linear import DEFAULT_HISTORY, Linear, adopt, release, require_history
+from .linear import DEFAULT_HISTORY, Linear, adopt, is_distributed, release, require_history
 from .random_state import AdvanceRng, RngState, find_hook, remove_hook, require_int64
 from .recipe import Recipe, RecipeMap
 from .reuse import share_inputs
@@ -178,6 +178,8 @@ def reason_against_primary(
 ) -> str | None:
     if len(owners[id(module.weight)]) > 1:
         return "primary: its weight is tied to another module's"
+    if is_distributed(module.weight):
+        return "primary: its weight is a DTensor"
     row, col = weight_specs(recipe)
     if row is None or col is None:
         return f"primary: {recipe} reads the weight in high precision too"

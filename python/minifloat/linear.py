@@ -6,7 +6,7 @@ y = x Wᵀ + bias     three products, forward and backward, each in the formats 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,9 @@ from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
 from .travel import Travel
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
@@ -40,9 +43,18 @@ def linear(
     rng: int64 (seed, count, module stream), needed where the recipe rounds stochastically; backward
     reads it too, so nobody may write to it afterwards. amax_history: float32 (6, 1 + length),
     needed by delayed scaling, one row an operand: column 0 the amax in force, column 1 this step's
-    own, written in place.
+    own, written in place. A weight that is a DTensor: see dtensor.py.
     """
+    if is_distributed(weight):
+        from .dtensor import linear as sharded
+
+        return sharded(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
     return ops.linear(x, weight, bias, str(recipe), rng=rng, amax_history=amax_history)
+
+
+def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
+    """Is it a DTensor? Asked without loading what DTensor needs."""
+    return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")
 
 
 def linear_group(
@@ -58,6 +70,10 @@ def linear_group(
     biases = [None] * len(weights) if biases is None else list(biases)
     rng = None if rng is None else list(rng)
     amax_history = None if amax_history is None else list(amax_history)
+    if any(is_distributed(weight) for weight in weights):
+        none = [None] * len(weights)
+        layers = zip(weights, biases, rng or none, amax_history or none)
+        return [linear(x, w, b, recipe, rng=r, amax_history=h) for w, b, r, h in layers]
     return ops.linear_group(
         x, list(weights), biases, str(recipe), rng=rng, amax_history=amax_history
     )
@@ -112,6 +128,10 @@ class Linear(nn.Linear):
             self.register_forward_pre_hook(AdvanceRng(self.rng_state, self))
 
     def forward(self, input: Tensor) -> Tensor:
+        if is_distributed(self.weight):
+            from .dtensor import module_linear
+
+            return module_linear(self, input)
         if torch.compiler.is_compiling():
             return self._traced_forward(input)
         weight, recipe = self.weight, self.recipe.text
@@ -159,6 +179,12 @@ class Linear(nn.Linear):
             columnwise = grad and weight.requires_grad
             x_operands = self.shared_input.operands(x, recipe, columnwise, conditions)
         return x_operands, weight_operands
+
+    def unwrap_buffers(self) -> None:
+        """torch's parallel styles make replicated DTensors of buffers; these are the rank's own."""
+        for name in ("stream", "amax_history"):
+            buffer = self._buffers[name]
+            self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
 
     def train(self, mode: bool = True) -> Linear:
         if mode != self.training and self.weight_codes is not None:

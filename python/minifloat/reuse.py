@@ -144,7 +144,7 @@ class SharedInput:
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
-        self.slot: tuple[Any, Any, list[Tensor]] | None = None  # reference to x, key, operands
+        self.slot: tuple[Any, Any, Any] | None = None  # reference to x, key, operands
         self.left = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -156,17 +156,26 @@ class SharedInput:
             self.slot = None
 
     def operands(
-        self, x: Tensor, recipe: str, columnwise: bool, conditions: Conditions
-    ) -> list[Tensor] | None:
+        self,
+        x: Tensor,
+        recipe: str,
+        columnwise: bool,
+        conditions: Conditions,
+        cast: Callable[[], Any] | None = None,
+    ) -> Any:
+        """x for `linear`, None: it quantizes x itself; or what `cast` made of x for all readers."""
         if x.is_inference():  # has no version
-            return None
+            return None if cast is None else cast()
         key, slot = (x._version, recipe, columnwise, conditions), self.slot
         if slot is not None and slot[0]() is x and slot[1] == key:
             self.left -= 1
             if self.left == 0:
                 self.slot = None
             return slot[2]
-        operands = ops.layer_operands.default(x, recipe, "x", columnwise=columnwise)
+        if cast is None:
+            operands = ops.layer_operands.default(x, recipe, "x", columnwise=columnwise)
+        else:
+            operands = cast()
         self.slot = (weakref.ref(x, self.forget), key, operands)
         self.left = self.readers - 1
         return operands

@@ -48,6 +48,7 @@ def join(*names: str) -> str:
 def _histories(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
     for fqn, module in unwrapped(model).named_modules():
         if isinstance(module, Linear) and module.amax_history is not None:
+            module.unwrap_buffers()
             yield clean_name(fqn), module, module.amax_history
 
 

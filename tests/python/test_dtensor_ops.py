@@ -1,0 +1,79 @@
+"""The pure ops on DTensors: whatever the placement, what they give for the whole."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from minifloat import dtensor  # noqa: F401  registers the rules
+from minifloat._native import ops
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Replicate, Shard, distribute_tensor
+from whole_layers import same_bytes, values
+from worlds import run_world
+
+
+def check_rules(rank):
+    """Whatever the placement, an op gives what it gives for the whole; where it can, in shards."""
+    world = dist.get_world_size()
+    mesh = init_device_mesh("cpu", (world,))
+    x = values(1, 256, 512)
+    kept = 0
+    for spec in (
+        "e4m3/tensor",
+        "e4m3/row",
+        "e4m3/128x128",
+        "mxfp8",
+        "nvfp4",
+        "nvfp4/16x16",
+        "nvfp4+rht",
+    ):
+        for columnwise in (False, True):
+            has_amax = spec[:5] == "nvfp4" or spec in ("e4m3/tensor", "e4m3/row")
+            amax = ops.amax(x, spec, columnwise) if has_amax else None
+            specs = ("", spec) if columnwise else (spec, "")
+            for placement in (Replicate(), Shard(0), Shard(1)):
+                where = (spec, columnwise, placement)
+                d = distribute_tensor(x, mesh, [placement])
+                if has_amax:
+                    got = ops.amax(d, spec, columnwise).full_tensor()
+                    assert same_bytes(got, amax), where
+                for given in (None, amax):
+                    name = "amax_col" if columnwise else "amax_row"
+                    whole = ops.quantize(x, *specs, **{name: given})
+                    is_of_rows = spec == "e4m3/row" and placement == Shard(int(columnwise))
+                    at = Shard(0) if is_of_rows else Replicate()
+                    d_amax = None if given is None else distribute_tensor(given, mesh, [at])
+                    out = ops.quantize(d, *specs, **{name: d_amax})
+                    for a, b in zip(out, whole):
+                        assert same_bytes(a.full_tensor(), b), where
+                    first = 4 if columnwise else 0
+                    kept += out[first].placements != (Replicate(),)
+                    values_ = ops.dequantize(*out[first : first + 3], spec, x.shape[not columnwise])
+                    want = ops.dequantize(*whole[first : first + 3], spec, x.shape[not columnwise])
+                    assert same_bytes(values_.full_tensor(), want), where
+                got = ops.hadamard(d, 16, columnwise)
+                assert same_bytes(got.full_tensor(), ops.hadamard(x, 16, columnwise)), where
+    assert kept > 30, kept
+    check_whole_rules(mesh, x)
+
+
+def check_whole_rules(mesh, x):
+    """Stochastic, delayed, or of a shard already: of the whole alone, whatever DTensor has."""
+    d, rng = distribute_tensor(x, mesh, [Shard(0)]), torch.tensor([1, 2])
+    amax = torch.tensor(3.0)
+    d_rng, d_amax = (distribute_tensor(t, mesh, [Replicate()]) for t in (rng, amax))
+    for spec, whole, sharded in (
+        ("mxfp8+sr", {"rng": rng}, {"rng": d_rng}),
+        ("mxfp8+sr", {"rng": rng, "origin": [16, 32]}, {"rng": d_rng, "origin": [16, 32]}),
+        ("e4m3/tensor+delayed", {"amax_row": amax}, {"amax_row": d_amax}),
+        ("mxfp8", {"origin": [16, 32]}, {"origin": [16, 32]}),
+        ("mxfp8", {"decoded_row": True}, {"decoded_row": True}),
+    ):
+        for a, b in zip(ops.quantize(d, spec, "", **sharded), ops.quantize(x, spec, "", **whole)):
+            assert same_bytes(a.full_tensor(), b), (spec, sharded)
+    misplaced = distribute_tensor(ops.amax(x, "e4m3/row", True), mesh, [Shard(0)])
+    with pytest.raises(RuntimeError, match="expected given tensors as Replicate"):
+        ops.quantize(d, "e4m3/row", "e4m3/row", amax_col=misplaced)
+
+
+def test_pure_ops():
+    run_world(2, check_rules)

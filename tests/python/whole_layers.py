@@ -1,0 +1,84 @@
+"""A layer's inputs and one process's results: what tests of tensor parallelism compare with."""
+
+import minifloat as mf
+import torch
+from minifloat._native import ops
+from minifloat.tensor_parallel import PLACES, has_flag
+
+BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
+
+
+def sizes(recipe):
+    """(N, K): 128-blocks want 128 a rank, all else 32."""
+    unit = 128 if "blockwise" in recipe else 32
+    return 4 * unit, 8 * unit
+
+
+def values(seed, *shape):
+    """Rows of very different size, so that an amax of one shard is not another's."""
+    generator = torch.Generator().manual_seed(seed)
+    x = torch.randn(*shape, generator=generator)
+    return x * torch.randn(*shape[:-1], 1, generator=generator).exp2()
+
+
+def integers(seed, *shape):
+    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
+
+
+def same_bytes(a, b):
+    a, b = a.detach().contiguous(), b.detach().contiguous()
+    return a.shape == b.shape and torch.equal(
+        a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)
+    )
+
+
+class Case:
+    """A layer's inputs, whole, the same on every rank, and what one process makes of them."""
+
+    def __init__(self, recipe, dtype=torch.float32, poisoned=False):
+        self.recipe = mf.Recipe(recipe)
+        n, k = sizes(recipe)
+        self.x = values(1, BATCH, TOKENS, k).to(dtype).requires_grad_()
+        self.w = values(2, n, k).requires_grad_()
+        self.b = values(3, 1, n)[0].requires_grad_()
+        self.g = values(4, BATCH, TOKENS, n).to(dtype)
+        if poisoned:
+            with torch.no_grad():
+                self.x[0, -1, 5] = float("nan")
+                self.w[3, -1] = float("inf")
+            self.g[-1, -1, -1] = float("nan")
+        self.rng = torch.tensor([7, 3, 11])
+        self.history = torch.zeros(6, 5)
+        self.history[:, 0] = torch.tensor([3.0, 2.5, 7.0, 2.0, 5.0, 3.5])
+
+    def state(self):
+        is_delayed = self.recipe.is_delayed
+        return {
+            "rng": self.rng if self.recipe.is_stochastic else None,
+            "amax_history": self.history.clone() if is_delayed else None,
+        }
+
+    def alone(self):
+        """y, dx, dW, db of one process, and its history."""
+        state = self.state()
+        y = mf.linear(self.x, self.w, self.b, self.recipe, **state)
+        found = torch.autograd.grad(y, (self.x, self.w, self.b), self.g)
+        return (y.detach(), *found), state["amax_history"]
+
+    def operand(self, place):
+        """One operand of one process: Quantized, or values under bf16."""
+        product = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)[place // 2]
+        spec, name = (product.a, product.b)[place % 2], PLACES[place]
+        x = {"x": self.x, "w": self.w.to(self.x.dtype), "g": self.g}[name[0]].detach()
+        x = x.reshape(-1, x.shape[-1])
+        columnwise = place >= 3
+        if spec == "bf16":
+            return x.t() if columnwise else x
+        amax = self.history[place, 0] if has_flag(spec, "delayed") else None
+        stream = ops.stream(name)
+        specs = ("", spec) if columnwise else (spec, "")
+        out = ops.quantize(
+            x, *specs, amax_row=None if columnwise else amax, amax_col=amax if columnwise else None,
+            rng=self.rng, stream_row=stream, stream_col=stream,
+        )  # fmt: skip
+        return mf.quantized.read_direction(out, x, spec, columnwise)
