@@ -20,10 +20,10 @@ RECIPES = [*(name for name in mf.presets() if name not in NOT_PRIMARY), *HYBRIDS
 WITH_MASTERS = [recipe for recipe in RECIPES if recipe != "mxfp4"]  # whose weight is transformed
 
 
-def build(recipe, seed=0, **options):
+def build(recipe, seed=0, inner=80, **options):
     """Two weights that end within blocks, one bias."""
     torch.manual_seed(seed)
-    model = nn.Sequential(nn.Linear(48, 80), nn.Tanh(), nn.Linear(80, 33, bias=False))
+    model = nn.Sequential(nn.Linear(48, inner), nn.Tanh(), nn.Linear(inner, 33, bias=False))
     report = mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False, **options)
     assert len(report.converted) == 2
     return model
@@ -125,9 +125,9 @@ def test_recomputed_and_offloaded_activations_change_nothing(recipe):
 # ---- AdamW on masters ----------------------------------------------------------------------------
 
 
-def train_plain(recipe, make_optimizer, steps):
+def train_plain(recipe, make_optimizer, steps, inner):
     """fp32 weights that every forward casts."""
-    model = build(recipe)
+    model = build(recipe, inner=inner)
     optimizer, losses = make_optimizer(list(model.parameters())), []
     for step in range(steps):
         loss = model(batch(step)).square().mean()
@@ -138,10 +138,10 @@ def train_plain(recipe, make_optimizer, steps):
     return model, losses
 
 
-def train_masters(recipe, make_optimizer, steps):
+def train_masters(recipe, make_optimizer, steps, inner):
     """fp32 masters; the model has codes alone, cast after each step."""
-    masters = [p.detach().clone() for p in build(recipe).parameters()]
-    model = build(recipe, primary=True)
+    masters = [p.detach().clone() for p in build(recipe, inner=inner).parameters()]
+    model = build(recipe, inner=inner, primary=True)
     optimizer, losses = make_optimizer(masters), []
     pairs = list(zip(model.parameters(), masters))
     quantized = [(p, m) for p, m in pairs if isinstance(p, mf.QuantizedTensor)]
@@ -163,9 +163,9 @@ def train_masters(recipe, make_optimizer, steps):
     return model, losses
 
 
-def require_equal_training(recipe, make_optimizer, steps):
-    plain, want = train_plain(recipe, make_optimizer, steps)
-    model, losses = train_masters(recipe, make_optimizer, steps)
+def require_equal_training(recipe, make_optimizer, steps, inner=80):
+    plain, want = train_plain(recipe, make_optimizer, steps, inner)
+    model, losses = train_masters(recipe, make_optimizer, steps, inner)
     assert want[-1] < 0.5 * want[0]
     assert losses == want
     for p, q in zip(model.parameters(), plain.parameters()):
@@ -182,3 +182,20 @@ def test_fused_adamw_on_masters_equals_adamw_then_a_cast(recipe):
         return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
     require_equal_training(recipe, fused, 100)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_rowwise"])
+def test_torchaos_8_bit_adamw_on_masters(recipe):
+    """Both weights are of 4096 elements and more, a multiple of 256: its states are of 8 bits."""
+    torchao = pytest.importorskip("torchao.optim")
+    made = []
+
+    def of_8_bits(parameters):
+        made.append(torchao.AdamW8bit(parameters, lr=1e-3))
+        return made[-1]
+
+    with torch.compiler.set_stance("force_eager"):
+        require_equal_training(recipe, of_8_bits, 20, inner=256)
+    for optimizer in made:
+        states = [type(state["exp_avg"]).__name__ for state in optimizer.state.values()]
+        assert states.count("OptimState8bit") == 2
