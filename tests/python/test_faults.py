@@ -8,8 +8,10 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from sharded_models import batch, built, sharded, train
+import torch.distributed.checkpoint as dcp
+from sharded_models import assert_equal, batch, built, sharded, train, whole
 from torch import nn
+from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 from worlds import KILLED, last_words, run_world
 
@@ -97,6 +99,51 @@ def test_others_end_when_a_rank_is_lost(moment):
     for traceback in words:
         assert word in traceback, traceback
         assert any(lost in traceback for lost in LOST), traceback
+
+
+# ---- and the checkpoint before -------------------------------------------------------------------
+
+
+def state_of(model):
+    return {"model": model.state_dict(), "minifloat": mf.training_state(model)}
+
+
+def lose_a_rank_in_a_checkpoint(rank, folder):
+    """In the second one, when it writes its own file."""
+    model = sharded(built("nvfp4"))
+    train(model, 2)
+    dcp.save(state_of(model), checkpoint_id=f"{folder}/first")
+    train(model, 1)
+    writer = FileSystemWriter(f"{folder}/second")
+    if rank == 1:
+        writer.write_data = die
+    dcp.save(state_of(model), storage_writer=writer)
+
+
+def loaded(folder, model, **options):
+    state = state_of(model)
+    dcp.load(state, checkpoint_id=f"{folder}/first", **options)
+    model.load_state_dict(state["model"])
+    mf.load_training_state(model, state["minifloat"])
+    return model
+
+
+def check_goes_on(rank, folder):
+    alone = loaded(folder, built("nvfp4", seed=1), no_dist=True)
+    model = loaded(folder, sharded(built("nvfp4", seed=2)))
+    assert train(model) == train(alone)
+    assert_equal(whole(model), whole(alone))
+
+
+def test_a_rank_that_dies_in_a_checkpoint_leaves_the_one_before(tmp_path):
+    """Three ranks save it, two go on as one process does."""
+    words = last_words(3, lose_a_rank_in_a_checkpoint, str(tmp_path), seconds=TIMEOUT)
+    assert words.pop(1) == KILLED
+    for traceback in words:
+        assert "dcp.save" in traceback
+        assert any(lost in traceback for lost in LOST), traceback
+    assert not (tmp_path / "second" / ".metadata").exists()  # what DCP knows a whole one by
+    run_world(2, check_goes_on, str(tmp_path))
 
 
 # ---- ranks that differ ---------------------------------------------------------------------------
