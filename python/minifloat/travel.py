@@ -157,6 +157,7 @@ class Travel:
         try:
             store.wait([turn], seconds)
         except RuntimeError as error:
+            store.add("minifloat/came", -1)
             missing = [rank for rank in range(world) if not store.check([f"{turn}/{rank}"])]
             raise ValueError(
                 f"fully_shard: expected all {world} ranks to gather {self.title} as codes, but "

@@ -10,6 +10,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from worlds import run_world
 
 HYBRIDS = [
     "fprop=mxfp8*mxfp8 dgrad=nvfp4+sr*nvfp4/16x16 wgrad=mxfp8*mxfp8",
@@ -94,6 +95,29 @@ def test_copies_and_checkpoints_keep_the_bytes(recipe, tmp_path):
         assert_same_bytes(twin, model, name)
         for got, grad in zip(gradients(twin), want, strict=True):
             assert torch.equal(got, grad), name
+
+
+SHARED = ("nvfp4", "mxfp8", "fp8_rowwise")
+
+
+def save_all(rank, folder):
+    for recipe in SHARED:
+        model = build(recipe, primary=True)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{recipe}")
+
+
+def load_all(rank, folder):
+    for recipe in SHARED:
+        model = build(recipe, seed=1 + rank, primary=True)
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/{recipe}")
+        model.load_state_dict(state["model"])
+        assert_same_bytes(model, build(recipe, primary=True), recipe)
+
+
+def test_ranks_that_hold_whole_weights_share_a_checkpoint(tmp_path):
+    run_world(2, save_all, str(tmp_path))
+    run_world(3, load_all, str(tmp_path))
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
