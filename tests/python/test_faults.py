@@ -53,7 +53,9 @@ def lose_a_rank_in_an_all_gather(rank):
 
 def lose_a_rank_before_its_first_gather(rank):
     model = sharded(built("nvfp4"))
+    dist.barrier()  # all are connected
     if rank == 1:
+        time.sleep(0.5)
         die()
     model(batch(1))
 

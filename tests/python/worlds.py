@@ -31,7 +31,10 @@ def run_world(world_size, fn, *args):
 
 
 def last_words(world_size, fn, *args, seconds):
-    """Each rank's traceback, KILLED, or None where it ended well. seconds: the timeout."""
+    """Each rank's traceback, KILLED, or None where it ended well.
+
+    seconds: the group's timeout; None: fn starts its own group.
+    """
     with _started(world_size, fn, args, seconds) as ends:
         words = dict(ends)
     return [words[rank] for rank in range(world_size)]
@@ -80,13 +83,14 @@ def _rank_main(group, report, fn, args):
     rank, world_size, store, seconds = group
     torch.set_num_threads(1)
     try:
-        dist.init_process_group(
-            "gloo",
-            store=dist.FileStore(store, world_size),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=seconds),
-        )
+        if seconds is not None:
+            dist.init_process_group(
+                "gloo",
+                store=dist.FileStore(store, world_size),
+                rank=rank,
+                world_size=world_size,
+                timeout=timedelta(seconds=seconds),
+            )
         fn(rank, *args)
         if dist.is_initialized():
             dist.barrier()
