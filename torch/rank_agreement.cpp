@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
+#include <exception>
 #include <mutex>
 #include <unordered_set>
 #include <utility>
@@ -45,11 +46,20 @@ std::vector<std::int64_t> fields_of(const std::vector<PartialCast>& casts,
   return fields;
 }
 
-void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType op) {
+// what: t's numbers, for the error where another rank is gone or hangs.
+void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType op,
+                const char* what) {
   std::vector<Tensor> tensors = {t};
   c10d::AllreduceOptions options;
   options.reduceOp = op;
-  ranks->allreduce(tensors, options)->wait();
+  try {
+    ranks->allreduce(tensors, options)->wait();
+  } catch (const std::exception& error) {
+    const auto* torchs = dynamic_cast<const c10::Error*>(&error);
+    TORCH_CHECK_WITH(DistBackendError, false, "quantize_master_weights: the all-reduce of ", what,
+                     " has failed on rank ", ranks->getRank(), " of ", ranks->getSize(), ": ",
+                     torchs ? torchs->what_without_backtrace() : error.what());
+  }
 }
 
 // The largest and the smallest of each number over the ranks, from one all-reduce; waits for the device.
@@ -57,7 +67,7 @@ std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> range_over(
     const Ranks& ranks, const std::vector<std::int64_t>& numbers, const Tensor& like) {
   const Tensor own = at::tensor(numbers, at::kLong);
   const Tensor both = at::cat({own, -own}).to(like.device());
-  all_reduce(ranks, both, c10d::ReduceOp::MAX);
+  all_reduce(ranks, both, c10d::ReduceOp::MAX, "what weights are");
   const Tensor host = both.cpu();
   const std::int64_t* values = host.const_data_ptr<std::int64_t>();
   std::vector<std::int64_t> largest(values, values + numbers.size()), smallest;
@@ -89,7 +99,7 @@ void require_whole(const Ranks& ranks, const std::vector<PartialCast>& casts,
   std::vector<std::int64_t> held;
   for (const PartialCast& cast : casts) held.push_back(cast.shard.size());
   const Tensor sum = at::tensor(held, at::kLong).to(like.device());
-  all_reduce(ranks, sum, c10d::ReduceOp::SUM);
+  all_reduce(ranks, sum, c10d::ReduceOp::SUM, "what shards hold");
   const Tensor host = sum.cpu();
   for (std::size_t i = 0; i < casts.size(); ++i) {
     const std::int64_t elements = casts[i].rows * casts[i].cols;
@@ -132,7 +142,7 @@ Ranks resolve_ranks(const std::string& group) {
 }
 
 void all_reduce_max(const Ranks& ranks, const Tensor& t) {
-  all_reduce(ranks, t, c10d::ReduceOp::MAX);
+  all_reduce(ranks, t, c10d::ReduceOp::MAX, "amaxes");
 }
 
 void require_agreement(const Ranks& ranks, const std::vector<PartialCast>& casts,

@@ -122,6 +122,7 @@ class Travel:
         known = UNKNOWN if dtype is None else COMPUTE_DTYPES.index(dtype)
         if self.rows.world == 1:
             return COMPUTE_DTYPES[known]
+        self.meet(device)
         own = torch.tensor([ops.stream(self.title), known], device=device)
         every = own.new_empty(self.rows.world * 2)
         dist.all_gather_into_tensor(every, own, group=self.group)
@@ -134,6 +135,35 @@ class Travel:
                 f"fully_shard: expected all ranks to have the same weight, but {listed}"
             )
         return COMPUTE_DTYPES[dtypes[0]]
+
+    def meet(self, device: torch.device) -> None:
+        """Waits for all ranks to come to a first gather; ValueError, which names those that do not.
+
+        By the group's store: a rank whose layer is not converted never comes to a collective of
+        ours, and would be waited for without a word. Half of the group's timeout, so that this
+        speaks before its collectives do.
+        """
+        group, world = self.group, self.rows.world
+        try:
+            store = dist.distributed_c10d._get_process_group_store(group)
+            seconds = group._get_backend(device).options._timeout / 2
+        except (AttributeError, RuntimeError):  # torch has no public word for either
+            return
+        came = store.add("minifloat/came", 1)
+        turn = f"minifloat/came/{(came - 1) // world}"
+        store.set(f"{turn}/{dist.get_rank(group)}", "")
+        if came % world == 0:
+            store.set(turn, "")
+        try:
+            store.wait([turn], seconds)
+        except RuntimeError as error:
+            store.add("minifloat/came", -1)
+            missing = [rank for rank in range(world) if not store.check([f"{turn}/{rank}"])]
+            raise ValueError(
+                f"fully_shard: expected all {world} ranks to gather {self.title} as codes, but "
+                f"ranks {missing} have not come in {seconds}: their layer is not converted, or "
+                "they have ended or hang"
+            ) from error
 
     def settle(self, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
         """The dtype that FSDP2 computes in. The first gather decides whether codes can travel."""

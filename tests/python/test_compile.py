@@ -165,8 +165,9 @@ def test_one_graph_for_five_batch_sizes(recipe):
     assert counter.frame_count == 1
 
 
-def test_primary_weights_compile():
-    eager, model = build("mxfp8_2d", primary=True), build("mxfp8_2d", primary=True)
+@pytest.mark.parametrize("recipe", ["mxfp8_2d", "nvfp4", "mxfp8_nvfp4", "fp8_rowwise"])
+def test_primary_weights_compile(recipe):
+    eager, model = build(recipe, primary=True), build(recipe, primary=True)
     counter = CompileCounterWithBackend(BACKEND)
     compiled = torch.compile(model, backend=counter, fullgraph=True, dynamic=True)
     for n in BATCHES[:3]:

@@ -138,6 +138,9 @@ def test_what_travels():
 
 # ---- checkpoints ---------------------------------------------------------------------------------
 
+HYBRID = "fprop=nvfp4*nvfp4/16x16 dgrad=e4m3/row*e4m3/row wgrad=nvfp4+sr+rht*nvfp4+rht"
+FORMATS = {name: name for name in mf.presets() if name != "bf16"} | {"hybrid": HYBRID}
+
 
 def check_save(rank, recipe, folder):
     torch.manual_seed(rank)
@@ -168,25 +171,25 @@ def check_load(rank, recipe, folder):
         assert torch.equal(model(batch(7)), alone(batch(7))), recipe
 
 
-def save_all(rank, recipes, folder):
-    for recipe in recipes:
-        check_save(rank, recipe, f"{folder}/{recipe}")
+def save_all(rank, folder):
+    for name, recipe in FORMATS.items():
+        check_save(rank, recipe, f"{folder}/{name}")
 
 
-def load_all(rank, recipes, folder):
-    for recipe in recipes:
-        check_load(rank, recipe, f"{folder}/{recipe}")
+def load_all(rank, folder):
+    for name, recipe in FORMATS.items():
+        check_load(rank, recipe, f"{folder}/{name}")
 
 
 @pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
 def test_checkpoints_reshard(before, after, tmp_path):
-    for recipe in PRESETS:
-        (tmp_path / recipe).mkdir()
-    run_world(before, save_all, PRESETS, str(tmp_path))
-    run_world(after, load_all, PRESETS, str(tmp_path))
-    for recipe in PRESETS:  # to one process without FSDP
+    for name in FORMATS:
+        (tmp_path / name).mkdir()
+    run_world(before, save_all, str(tmp_path))
+    run_world(after, load_all, str(tmp_path))
+    for name, recipe in FORMATS.items():  # to one process without FSDP
         model = built(recipe, seed=4)
         state = {"model": model.state_dict()}
-        dcp.load(state, checkpoint_id=str(tmp_path / recipe / "model"), no_dist=True)
+        dcp.load(state, checkpoint_id=str(tmp_path / name / "model"), no_dist=True)
         model.load_state_dict(state["model"])
-        assert_equal(model.state_dict(), torch.load(tmp_path / recipe / "full.pt"), recipe)
+        assert_equal(model.state_dict(), torch.load(tmp_path / name / "full.pt"), recipe)

@@ -7,11 +7,13 @@ import subprocess
 import sys
 import time
 
+import numpy as np
 import pytest
-from minifloat import cli
+import torch
+from minifloat.train.batches import Batches
 from minifloat.train.config import TrainError
 from minifloat.train.metrics import read_records, without_timings
-from minifloat.train.world import joined
+from minifloat.train.world import World, joined
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +71,7 @@ def test_losses_are_those_of_one_process(folder, tmp_path):
         assert abs(a[name] - b[name]) <= tolerance * a[name], (a, b)
 
 
-def test_stops_together_and_goes_on(folder, tmp_path, capsys):
+def test_stops_together_and_goes_on(folder, tmp_path):
     """A job that is told to stop stops at one step on all ranks; what resumes it is that job."""
     recipe = ("--recipes", "nvfp4", "--steps", "32")
     code, _, errors = train(folder, tmp_path / "whole", 2, *recipe)
@@ -87,8 +89,17 @@ def test_stops_together_and_goes_on(folder, tmp_path, capsys):
         for name in ("whole", "parts")
     )
     assert whole == parts
-    assert cli.main([*options(folder, tmp_path / "parts"), *recipe, "--resume"]) == 1
-    assert "processes: 2 there, 1 asked for" in capsys.readouterr().err
+
+
+def test_ranks_share_the_batch_of_one_process():
+    """In its order, whatever their number: what a step trains on is a function of (seed, step)."""
+    ids = np.arange(1000)
+    batch = Batches(ids, ids, seq=8, batch=12).training(seed=3, step=5)
+    for size in (1, 2, 3, 4, 6, 12):
+        shares = [World(rank, size).share(batch) for rank in range(size)]
+        for whole, parts in zip(batch, zip(*shares, strict=True), strict=True):
+            assert all(len(part) == 12 // size for part in parts)
+            assert torch.equal(torch.cat(parts), whole)
 
 
 def test_a_batch_that_does_not_divide_is_refused(monkeypatch):

@@ -25,7 +25,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .config import TrainError, differences
+from .config import TrainError, bound, differences
 from .files import sync_folder, write_json, write_text
 from .world import whole
 
@@ -55,7 +55,8 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
 
 def require_same(checkpoint: Path, identity: dict[str, Any]) -> None:
     """Refuses a checkpoint of another model, recipe, schedule or data, naming what differs."""
-    found = differences(read_meta(checkpoint)["identity"], json.loads(json.dumps(identity)))
+    there = bound(read_meta(checkpoint)["identity"])
+    found = differences(there, json.loads(json.dumps(identity)))
     if found:
         raise CheckpointError(
             f"{checkpoint} is a checkpoint of another job:\n  "

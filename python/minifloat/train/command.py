@@ -122,6 +122,11 @@ def run(arguments: argparse.Namespace) -> int:
     cache = cache_folder(arguments.cache)
     with joined(config.device, config.batch) as world, voice(world, out) as own:
         world.wait()  # until all have read what the folder holds
+        if saved and saved[0].processes != config.processes:
+            job.say(
+                f"saved on {saved[0].processes} processes, goes on with {config.processes}: on the "
+                "same batches, with sums over ranks in another order"
+            )
         return job.train(config, runs, own, cache, resume=arguments.resume, world=world, there=out)
 
 

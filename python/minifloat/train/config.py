@@ -2,7 +2,7 @@
 
 `ModelConfig` and `TrainConfig` hold everything that decides the bytes of the result, and nothing
 else: where to write and whether to resume are the caller's. A resumed job compares them field by
-field (`differences`) and refuses to go on when one differs.
+field (`differences`) and refuses to go on when one differs, save those that it is `FREE` to change.
 """
 
 from __future__ import annotations
@@ -10,6 +10,9 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
+
+# The tokens themselves are compared; and a step's batch is the same on any number of processes.
+FREE = ("data", "data_mb", "processes")
 
 
 class TrainError(Exception):
@@ -105,6 +108,10 @@ class TrainConfig:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
+    def identity(self) -> dict[str, Any]:
+        """What a job must have in common with the one that it goes on from."""
+        return bound(self.to_json())
+
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> TrainConfig:
         known = {f.name for f in dataclasses.fields(cls)}
@@ -112,6 +119,11 @@ class TrainConfig:
         kept["model"] = ModelConfig(**kept["model"])
         kept["data"] = tuple(kept["data"])
         return cls(**kept)
+
+
+def bound(values: dict[str, Any]) -> dict[str, Any]:
+    """A job's fields without those that it is free to change."""
+    return {key: value for key, value in values.items() if key not in FREE}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:

@@ -62,11 +62,8 @@ class Job:
 
     def identity(self, run: RunSpec) -> dict[str, Any]:
         """What a checkpoint must have in common with the job that goes on from it."""
-        config = self.config.to_json()
-        for where in ("data", "data_mb"):  # the tokens themselves are compared
-            del config[where]
         asked = {"recipe": run.recipe, "seed": run.seed, "tokens": self.tokens_fingerprint}
-        return {**config, **asked}
+        return {**self.config.identity(), **asked}
 
 
 def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, Pairs]:

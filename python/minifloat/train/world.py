@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
@@ -85,10 +86,36 @@ def joined(device: str, batch: int) -> Iterator[World]:
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
+    rank = dist.get_rank()
     try:
-        yield World(dist.get_rank(), size, device)
+        yield World(rank, size, device)
+    except RuntimeError as error:
+        if not is_of_a_collective(error):
+            raise
+        raise TrainError(
+            f"rank {rank} of {size}: {collective_of(error)} has failed, another rank has ended or "
+            f"hangs ({' '.join(str(error).split())}); --resume goes on from the last checkpoint"
+        ) from error
     finally:
         dist.destroy_process_group()
+
+
+def is_of_a_collective(error: RuntimeError) -> bool:
+    """Did the backend raise it? Gloo does so without a type of its own."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)
+
+
+def collective_of(error: RuntimeError) -> str:
+    """The function of torch.distributed that was on its way, and our line that asked for it."""
+    torchs, ours = Path(dist.__file__).parent, Path(__file__).parents[1]
+    frames = traceback.extract_tb(error.__traceback__)
+
+    def last(folder: Path) -> traceback.FrameSummary | None:
+        return next((f for f in reversed(frames) if folder in Path(f.filename).parents), None)
+
+    collective, caller = last(torchs), last(ours)
+    name = collective.name if collective else "a collective"
+    return f"{name} in `{caller.line}`" if caller else name
 
 
 @contextmanager

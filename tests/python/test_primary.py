@@ -1,0 +1,225 @@
+"""Quantized weights that are the parameters: copies, checkpoints, recomputation, AdamW."""
+
+import copy
+import io
+import pickle
+
+import minifloat as mf
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from worlds import run_world
+
+HYBRIDS = [
+    "fprop=mxfp8*mxfp8 dgrad=nvfp4+sr*nvfp4/16x16 wgrad=mxfp8*mxfp8",
+    "fprop=nvfp4*nvfp4/16x16 dgrad=e4m3/row*e4m3/row wgrad=nvfp4+sr+rht*nvfp4+rht",
+]
+NOT_PRIMARY = ("bf16", "fp8_delayed")
+RECIPES = [*(name for name in mf.presets() if name not in NOT_PRIMARY), *HYBRIDS]
+WITH_MASTERS = [recipe for recipe in RECIPES if recipe != "mxfp4"]  # whose weight is transformed
+
+
+def build(recipe, seed=0, inner=80, **options):
+    """Two weights that end within blocks, one bias."""
+    torch.manual_seed(seed)
+    model = nn.Sequential(nn.Linear(48, inner), nn.Tanh(), nn.Linear(inner, 33, bias=False))
+    report = mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False, **options)
+    assert len(report.converted) == 2
+    return model
+
+
+def batch(step):
+    generator = torch.Generator().manual_seed(step)
+    return torch.randn(24, 48, generator=generator)
+
+
+def bytes_of(model):
+    """Codes, scales and amaxes of quantized parameters, and the others as they are."""
+    found = {}
+    for name, p in model.named_parameters():
+        if not isinstance(p, mf.QuantizedTensor):
+            found[name] = p.detach().clone()
+            continue
+        for inner in p.__tensor_flatten__()[0]:
+            found[f"{name}.{inner}"] = getattr(p, inner).reshape(-1).view(torch.uint8).clone()
+    return found
+
+
+def assert_same_bytes(a, b, what):
+    a, b = bytes_of(a), bytes_of(b)
+    assert a.keys() == b.keys(), what
+    assert any("_codes" in name for name in a), what
+    for name in a:
+        assert torch.equal(a[name], b[name]), (what, name)
+
+
+def gradients(model, forward=None, x=None):
+    model.zero_grad()
+    x = batch(1).requires_grad_() if x is None else x
+    (forward or model)(x).square().mean().backward()
+    return [x.grad, *(p.grad for p in model.parameters())]
+
+
+# ---- copies and checkpoints ----------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_copies_and_checkpoints_keep_the_bytes(recipe, tmp_path):
+    model = build(recipe, primary=True)
+    file = io.BytesIO()
+    torch.save({"whole": model, "state": model.state_dict()}, file)
+    file.seek(0)
+    loaded = torch.load(file, weights_only=False)
+    from_state = build(recipe, seed=1, primary=True)
+    from_state.load_state_dict(loaded["state"])
+
+    dcp.save({"model": model.state_dict()}, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    from_dcp = build(recipe, seed=2, primary=True)
+    state = {"model": from_dcp.state_dict()}
+    dcp.load(state, checkpoint_id=tmp_path / "dcp", no_dist=True)
+    from_dcp.load_state_dict(state["model"])
+
+    twins = {
+        "torch.save": loaded["whole"],
+        "state dict": from_state,
+        "DCP": from_dcp,
+        "deepcopy": copy.deepcopy(model),
+        "pickle": pickle.loads(pickle.dumps(model)),
+        "moved": copy.deepcopy(model).to("cpu"),
+    }
+    want = gradients(copy.deepcopy(model))
+    for name, twin in twins.items():
+        assert_same_bytes(twin, model, name)
+        for got, grad in zip(gradients(twin), want, strict=True):
+            assert torch.equal(got, grad), name
+
+
+SHARED = ("nvfp4", "mxfp8", "fp8_rowwise")
+
+
+def save_all(rank, folder):
+    for recipe in SHARED:
+        model = build(recipe, primary=True)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{folder}/{recipe}")
+
+
+def load_all(rank, folder):
+    for recipe in SHARED:
+        model = build(recipe, seed=1 + rank, primary=True)
+        state = {"model": model.state_dict()}
+        dcp.load(state, checkpoint_id=f"{folder}/{recipe}")
+        model.load_state_dict(state["model"])
+        assert_same_bytes(model, build(recipe, primary=True), recipe)
+
+
+def test_ranks_that_hold_whole_weights_share_a_checkpoint(tmp_path):
+    run_world(2, save_all, str(tmp_path))
+    run_world(3, load_all, str(tmp_path))
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_recomputed_and_offloaded_activations_change_nothing(recipe):
+    model = build(recipe, primary=True)
+
+    def recomputed(is_reentrant):
+        def forward(x):
+            model[0].rng_state and model[0].rng_state.tensor[1].add_(1)  # what the root's hook does
+            return model[2](checkpoint(model[:2], x, use_reentrant=is_reentrant))
+
+        return forward
+
+    def offloaded(x):
+        with torch.autograd.graph.save_on_cpu():
+            return model(x)
+
+    start, results = mf.training_state(model), []
+    before = bytes_of(model)
+    for forward in (model, recomputed(True), recomputed(False), offloaded):
+        mf.load_training_state(model, start)
+        results.append(gradients(model, forward))
+    for got in results[1:]:
+        for grad, want in zip(got, results[0], strict=True):
+            assert torch.equal(grad, want)
+    assert all(torch.equal(b, before[name]) for name, b in bytes_of(model).items())
+
+
+# ---- AdamW on masters ----------------------------------------------------------------------------
+
+
+def train_plain(recipe, make_optimizer, steps, inner):
+    """fp32 weights that every forward casts."""
+    model = build(recipe, inner=inner)
+    optimizer, losses = make_optimizer(list(model.parameters())), []
+    for step in range(steps):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return model, losses
+
+
+def train_masters(recipe, make_optimizer, steps, inner):
+    """fp32 masters; the model has codes alone, cast after each step."""
+    masters = [p.detach().clone() for p in build(recipe, inner=inner).parameters()]
+    model = build(recipe, inner=inner, primary=True)
+    optimizer, losses = make_optimizer(masters), []
+    pairs = list(zip(model.parameters(), masters))
+    quantized = [(p, m) for p, m in pairs if isinstance(p, mf.QuantizedTensor)]
+    weights = [p for p, _ in quantized]
+    for step in range(steps):
+        loss = model(batch(step)).square().mean()
+        loss.backward()
+        for p, master in pairs:
+            master.grad, p.grad = p.grad, None
+        optimizer.step()
+        mf.quantize_master_weights(
+            weights, [m.flatten() for _, m in quantized], [0] * len(weights), None
+        )
+        mf.post_all_gather_processing(weights)
+        for p, master in pairs:
+            if not isinstance(p, mf.QuantizedTensor):
+                p.data.copy_(master)
+        losses.append(loss.item())
+    return model, losses
+
+
+def require_equal_training(recipe, make_optimizer, steps, inner=80):
+    plain, want = train_plain(recipe, make_optimizer, steps, inner)
+    model, losses = train_masters(recipe, make_optimizer, steps, inner)
+    assert want[-1] < 0.5 * want[0]
+    assert losses == want
+    for p, q in zip(model.parameters(), plain.parameters()):
+        if isinstance(p, mf.QuantizedTensor):
+            q = mf.QuantizedTensor.from_tensor(q.detach(), *p.specs)
+            assert torch.equal(p.dequantize(), q.dequantize())
+        else:
+            assert torch.equal(p, q)
+
+
+@pytest.mark.parametrize("recipe", WITH_MASTERS)
+def test_fused_adamw_on_masters_equals_adamw_then_a_cast(recipe):
+    def fused(parameters):
+        return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+
+    require_equal_training(recipe, fused, 100)
+
+
+@pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_rowwise"])
+def test_torchaos_8_bit_adamw_on_masters(recipe):
+    """Both weights are of 4096 elements and more, a multiple of 256: its states are of 8 bits."""
+    torchao = pytest.importorskip("torchao.optim")
+    made = []
+
+    def of_8_bits(parameters):
+        made.append(torchao.AdamW8bit(parameters, lr=1e-3))
+        return made[-1]
+
+    with torch.compiler.set_stance("force_eager"):
+        require_equal_training(recipe, of_8_bits, 20, inner=256)
+    for optimizer in made:
+        states = [type(state["exp_avg"]).__name__ for state in optimizer.state.values()]
+        assert states.count("OptimState8bit") == 2

@@ -1,0 +1,143 @@
+"""`minifloat train` loses a rank: the others say so, and any number of them goes on from there.
+
+Ranks are forked, and join the world as torchrun would have them; rank 0 or 1 dies by SIGKILL.
+"""
+
+import io
+import os
+import random
+import re
+import shutil
+import signal
+import socket
+from contextlib import redirect_stderr, redirect_stdout
+
+import pytest
+import torch
+from minifloat import cli
+from minifloat.train import checkpoint, loop
+from minifloat.train.metrics import Metrics, read_records, without_timings
+from worlds import KILLED, last_words
+
+STEPS, EVERY = 10, 4  # a checkpoint at steps 4 and 8
+
+
+# ---- one rank ------------------------------------------------------------------------------------
+
+
+def before_call(monkeypatch, owner, name, number, act):
+    """Runs act before the call of that number, from 1."""
+    calls, function = [], getattr(owner, name)
+
+    def called(*args, **kwargs):
+        calls.append(name)
+        if len(calls) == number:
+            act()
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(owner, name, called)
+
+
+def kill(number):
+    return lambda: os.kill(os.getpid(), number)
+
+
+FAULTS = {
+    "none": (None, ()),
+    "stopped at step 4": (0, (Metrics, "write", EVERY, kill(signal.SIGTERM))),
+    "in step 7": (1, (torch.nn.utils, "clip_grad_norm_", 7, kill(signal.SIGKILL))),
+    "gathering step 8": (1, (loop, "get_state_dict", 2, kill(signal.SIGKILL))),
+    "writing step 8": (0, (checkpoint, "write_json", 2, kill(signal.SIGKILL))),
+}
+
+
+def train_as_torchrun(rank, world, port, arguments, fault):
+    """Fails with what the command has printed, unless it ended well."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    said, (where, call) = io.StringIO(), FAULTS[fault]
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        if rank == where:
+            before_call(monkeypatch, *call)
+        with redirect_stderr(said), redirect_stdout(said):
+            code = cli.main(arguments)
+    assert code == 0, f"exit code {code}: {said.getvalue()}"
+
+
+def train(folder, out, world, fault="none", *more):
+    """How each rank ended."""
+    with socket.socket() as s:
+        s.bind(("127.0.0.1", 0))
+        port = s.getsockname()[1]
+    arguments = f"""train --data {folder}/text --cache {folder}/cache --vocab 300 --recipes nvfp4
+        --model 64,2,2,1,96 --seq 32 --batch 12 --steps {STEPS} --eval-every {EVERY}
+        --eval-batches 1 --checkpoint-every {EVERY} --threads 1 --device cpu""".split()
+    arguments += ["--out", str(out), *more]
+    return last_words(world, train_as_torchrun, world, port, arguments, fault, seconds=None)
+
+
+# ---- the job -------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("train")
+    draw = random.Random(1)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    (folder / "text").mkdir()
+    for i in range(8):
+        lines = (" ".join(draw.choices(words, k=8)) for _ in range(120))
+        (folder / "text" / f"{i}.txt").write_text("\n".join(lines))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def stopped(folder):
+    """A job of two processes that nothing has disturbed, stopped at its first checkpoint."""
+    words = train(folder, folder / "stopped", 2, "stopped at step 4")
+    assert "exit code 130" in words[0], words
+    assert checkpoint.latest(checkpoints(folder / "stopped")).name == "step_00000004"
+    return folder / "stopped"
+
+
+def checkpoints(out):
+    return out / "runs" / "nvfp4" / "checkpoints"
+
+
+def resumed(folder, out, world):
+    """The records of the job when so many processes have ended it."""
+    assert train(folder, out, world, "none", "--resume") == [None] * world
+    records = without_timings(read_records(out / "metrics.jsonl"))
+    assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, STEPS + 1))
+    return records
+
+
+@pytest.fixture(scope="module")
+def undisturbed(folder, stopped):
+    """The records of that job when one process, or three, have gone on from there."""
+    found = {}
+    for world in (1, 3):
+        out = folder / f"stopped, {world}"
+        shutil.copytree(stopped, out)
+        found[world] = resumed(folder, out, world)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("fault", "said", "world"),
+    [
+        ("in step 7", r"`(norm = whole\(nn.utils.clip_grad_norm_|loss.backward)", 1),
+        ("gathering step 8", r"`(model, optimizer = get_state_dict|dist.all_reduce)", 1),
+        ("writing step 8", "`", 3),
+    ],
+    ids=lambda value: value if value in FAULTS else "",
+)
+def test_a_lost_rank_is_named_and_the_job_goes_on(folder, undisturbed, fault, said, world):
+    out = folder / fault
+    words = train(folder, out, 2, fault)
+    lost = FAULTS[fault][0]
+    assert words[lost] == KILLED
+    expected = rf"error: rank {1 - lost} of 2: \w+ in {said}.*has failed, another rank has ended"
+    assert re.search(expected, words[1 - lost]), words[1 - lost]
+    assert checkpoint.latest(checkpoints(out)).name == "step_00000004"
+    assert resumed(folder, out, world) == undisturbed[world]
