@@ -1,16 +1,14 @@
-// amax, quantize, dequantize, decode, carry: one shape rule each, which the Meta kernels are, and the kernels that fill
-// those shapes, which are the same function on every device: the torch-free API looks where its tensors lie.
+// amax, quantize: one shape rule each, which the Meta kernels are, and the kernels that fill those shapes, which are the
+// same function on every device: the torch-free API looks where its tensors lie. The way back is in dequantize.cpp.
 #include "minifloat/quantize.h"
 
 #include <ATen/ATen.h>
 #include <torch/library.h>
-#if defined(__linux__)
-#include <sys/mman.h>
-#endif
 
 #include "bridge.h"
 #include "kernels.h"
 #include "ops.h"
+#include "outputs.h"
 #include "plain.h"
 
 namespace minifloat {
@@ -18,7 +16,10 @@ namespace {
 
 using at::Tensor;
 using c10::SymInt;
+using torch_ops::ask_for_huge_pages;
+using torch_ops::empty;
 using torch_ops::QuantizedOperand;
+using torch_ops::scale_dtype;
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // An operand's sizes as read. batch: none for a matrix.
@@ -37,36 +38,6 @@ struct AsRead {
     return sizes;
   }
 };
-
-// Asks for huge pages: the first write to fresh memory faults once a page, and at 4 KiB a page the faults of a large
-// output take longer than its values do. The kernel may refuse, which changes nothing.
-void ask_for_huge_pages(const Tensor& output) {
-#if defined(__linux__)
-  constexpr std::uintptr_t kHugePage = 2 << 20;
-  const auto begin = reinterpret_cast<std::uintptr_t>(output.data_ptr());
-  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage,
-                       end = (begin + output.nbytes()) / kHugePage * kHugePage;
-  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
-#endif
-}
-
-Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype) {
-  Tensor output = at::empty_symint(shape, like.options().dtype(dtype));
-  if (like.is_cpu() && output.has_storage()) ask_for_huge_pages(output);
-  return output;
-}
-
-// One-byte scales travel as bytes: torch has neither arithmetic nor collectives for their own dtypes. The Python
-// package shows them as float8_e4m3fn and float8_e8m0fnu, and both forms are taken back.
-at::ScalarType scale_dtype(const Spec& spec) {
-  return spec.scale_type() == ScaleType::kFloat32 ? at::kFloat : at::kByte;
-}
-
-bool is_scale_dtype(at::ScalarType dtype, const Spec& spec) {
-  if (dtype == scale_dtype(spec)) return true;
-  return (spec.scale_type() == ScaleType::kE8m0 && dtype == at::kFloat8_e8m0fnu) ||
-         (spec.scale_type() == ScaleType::kE4m3 && dtype == at::kFloat8_e4m3fn);
-}
 
 Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead& read) {
   if (spec.has_tensor_amax()) return empty(x, read.shape({}), at::kFloat);
@@ -286,108 +257,6 @@ Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise) {
   return out;
 }
 
-// codes (…, rows, code_cols) of an operand read (rows, cols).
-Tensor empty_values(const char* op, const Tensor& codes, const Spec& spec, const SymInt& cols,
-                    at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(!spec.is_bf16(), op, ": bf16 is the identity and has no codes");
-  TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3), op,
-                    ": expected uint8 codes of 2 or 3 dimensions, got ", codes.scalar_type(),
-                    " of ", codes.dim());
-  TORCH_CHECK_VALUE(codes.sym_size(-1) == spec.code_cols(cols), op, ": expected ",
-                    spec.code_cols(cols), " code bytes a row for ", cols, " columns under ",
-                    spec.str(), ", got ", codes.sym_size(-1));
-  c10::SymDimVector shape(codes.sym_sizes().begin(), codes.sym_sizes().end());
-  shape.back() = spec.padded_cols(cols);
-  return empty(codes, shape, dtype);
-}
-
-// The torch-free view of (codes, scale, amax); `holder` keeps contiguous copies alive.
-Quantized quantized_view(const char* op, const Spec& spec, const Tensor& codes, const Tensor& scale,
-                         const Tensor& amax, std::int64_t cols) {
-  TORCH_CHECK_VALUE(codes.is_contiguous() && scale.is_contiguous(), op,
-                    ": expected contiguous codes and scale");
-  bridge::check_same_device(op, "scale", scale, codes);
-  bridge::check_same_device(op, "amax", amax, codes);
-  Quantized q;
-  q.spec = spec;
-  q.device = bridge::backend_of(codes);
-  q.codes = codes.const_data_ptr<std::uint8_t>();
-  q.scale = scale.const_data_ptr();
-  q.batch = codes.dim() == 3 ? codes.size(0) : 1;
-  q.rows = codes.size(-2);
-  q.cols = cols;
-  const std::int64_t scales =
-      q.batch * (spec.has_blocks() ? spec.scale_rows(q.rows) * spec.scale_cols(cols)
-                                   : (spec.has_row_amax() ? q.rows : 1));
-  TORCH_CHECK_VALUE(is_scale_dtype(scale.scalar_type(), spec) && scale.numel() == scales, op,
-                    ": expected ", scales, " scales of ", scale_dtype(spec), " for ", spec.str(),
-                    ", got ", scale.numel(), " of ", scale.scalar_type());
-  if (spec.rule == ScaleRule::kNvfp4 && amax.defined()) {
-    TORCH_CHECK_VALUE(amax.scalar_type() == at::kFloat && amax.numel() == q.batch, op,
-                      ": expected ", q.batch, " float32 tensor amaxes, got ", amax.numel(), " of ",
-                      amax.scalar_type());
-    q.amax = amax.const_data_ptr<float>();
-  }
-  return q;
-}
-
-Tensor dequantize_meta(const Tensor& codes, const Tensor&, const Tensor&, const std::string& spec,
-                       SymInt cols, at::ScalarType dtype) {
-  TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16,
-                    "dequantize: expected dtype float32 or bfloat16, got ", dtype);
-  return empty_values("dequantize", codes, bridge::parse_spec(spec), cols, dtype);
-}
-
-Tensor dequantize_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                         const std::string& text, SymInt cols, at::ScalarType dtype) {
-  const Tensor out = dequantize_meta(codes, scale, amax, text, cols, dtype);
-  const Tensor contiguous_amax = amax.contiguous();
-  const Quantized q = quantized_view("dequantize", bridge::parse_spec(text), codes, scale,
-                                     contiguous_amax, cols.guard_int(__FILE__, __LINE__));
-  const DType to = dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
-  bridge::with_value_errors(
-      [&] { dequantize(q, to, out.mutable_data_ptr(), bridge::ExecutionOn(codes)); });
-  return out;
-}
-
-Tensor decode_meta(const Tensor& codes, const Tensor&, const std::string& spec, SymInt cols) {
-  return empty_values("decode", codes, bridge::parse_spec(spec), cols, at::kBFloat16);
-}
-
-Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& text,
-                     SymInt cols) {
-  const Tensor out = decode_meta(codes, scale, text, cols);
-  const Quantized q = quantized_view("decode", bridge::parse_spec(text), codes, scale, Tensor(),
-                                     cols.guard_int(__FILE__, __LINE__));
-  bridge::with_value_errors([&] {
-    decode_for_product(q, static_cast<std::uint16_t*>(out.mutable_data_ptr()),
-                       bridge::ExecutionOn(codes));
-  });
-  return out;
-}
-
-std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor&, const Tensor&,
-                                      const std::string& text, SymInt cols) {
-  const Spec spec = bridge::parse_spec(text);
-  TORCH_CHECK_VALUE(spec.is_fp4_by_powers_of_two(),
-                    "carry: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ", text);
-  const Tensor carried = empty_values("carry", codes, spec, cols, at::kFloat8_e4m3fn);
-  return {carried, empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
-}
-
-std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale,
-                                        const Tensor& amax, const std::string& text, SymInt cols) {
-  const auto [carried, row_scale] = carry_meta(codes, scale, amax, text, cols);
-  const Tensor contiguous_amax = amax.defined() ? amax.contiguous() : amax;
-  const Quantized q = quantized_view("carry", bridge::parse_spec(text), codes, scale,
-                                     contiguous_amax, cols.guard_int(__FILE__, __LINE__));
-  bridge::with_value_errors([&] {
-    carry_in_e4m3(q, static_cast<std::uint8_t*>(carried.mutable_data_ptr()),
-                  row_scale.mutable_data_ptr<float>(), bridge::ExecutionOn(codes));
-  });
-  return {carried, row_scale};
-}
-
 }  // namespace
 
 namespace torch_ops {
@@ -411,17 +280,6 @@ std::pair<QuantizedOperand, QuantizedOperand> plain_quantize(const Tensor& x,
   return out;
 }
 
-Tensor plain_decode(const Tensor& codes, const Tensor& scale, const std::string& spec,
-                    std::int64_t cols) {
-  return decode_kernel(codes, scale, spec, cols);
-}
-
-std::pair<Tensor, Tensor> plain_carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                      const std::string& spec, std::int64_t cols) {
-  auto [carried, row_scale] = carry_kernel(codes, scale, amax, spec, cols);
-  return {std::move(carried), std::move(row_scale)};
-}
-
 }  // namespace torch_ops
 
 namespace {
@@ -429,9 +287,6 @@ namespace {
 void register_kernels(torch::Library& m) {
   m.impl("amax", amax_kernel);
   m.impl("quantize", quantize_kernel);
-  m.impl("dequantize", dequantize_kernel);
-  m.impl("decode", decode_kernel);
-  m.impl("carry", carry_kernel);
 }
 
 }  // namespace
@@ -442,15 +297,11 @@ TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("amax", amax_meta);
   m.impl("quantize", quantize_meta);
-  m.impl("dequantize", dequantize_meta);
-  m.impl("decode", decode_meta);
-  m.impl("carry", carry_meta);
 }
 
 // Codes have no gradient: autograd passes by. Layers differentiate in linear.cpp.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"amax", "quantize", "dequantize", "decode", "carry"})
-    m.impl(op, torch::CppFunction::makeFallthrough());
+  for (const char* op : {"amax", "quantize"}) m.impl(op, torch::CppFunction::makeFallthrough());
 }
 
 }  // namespace minifloat

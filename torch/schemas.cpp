@@ -1,5 +1,5 @@
 // Every op of the library, in one table. Kernels register beside their code: CPU and Meta in
-// quantize.cpp, transforms.cpp and products.cpp; autograd in linear.cpp; text in text.cpp.
+// quantize.cpp, dequantize.cpp, transforms.cpp and products.cpp; autograd in linear.cpp; text in text.cpp.
 //
 // Specs, products and recipes travel as text. A Quantized is codes, scale, amax (docs/lexicon.md).
 #include <torch/library.h>

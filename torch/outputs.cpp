@@ -1,0 +1,38 @@
+#include "outputs.h"
+
+#include <ATen/ATen.h>
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
+
+namespace minifloat::torch_ops {
+
+using at::Tensor;
+
+void ask_for_huge_pages(const Tensor& output) {
+#if defined(__linux__)
+  constexpr std::uintptr_t kHugePage = 2 << 20;
+  const auto begin = reinterpret_cast<std::uintptr_t>(output.data_ptr());
+  const std::uintptr_t first = (begin + kHugePage - 1) / kHugePage * kHugePage,
+                       end = (begin + output.nbytes()) / kHugePage * kHugePage;
+  if (first < end) madvise(reinterpret_cast<void*>(first), end - first, MADV_HUGEPAGE);
+#endif
+}
+
+Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype) {
+  Tensor output = at::empty_symint(shape, like.options().dtype(dtype));
+  if (like.is_cpu() && output.has_storage()) ask_for_huge_pages(output);
+  return output;
+}
+
+at::ScalarType scale_dtype(const Spec& spec) {
+  return spec.scale_type() == ScaleType::kFloat32 ? at::kFloat : at::kByte;
+}
+
+bool is_scale_dtype(at::ScalarType dtype, const Spec& spec) {
+  if (dtype == scale_dtype(spec)) return true;
+  return (spec.scale_type() == ScaleType::kE8m0 && dtype == at::kFloat8_e8m0fnu) ||
+         (spec.scale_type() == ScaleType::kE4m3 && dtype == at::kFloat8_e4m3fn);
+}
+
+}  // namespace minifloat::torch_ops
