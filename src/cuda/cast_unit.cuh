@@ -56,8 +56,7 @@ __host__ __device__ __forceinline__ Nvfp4Rounding nvfp4_rounding(ScaleRounding r
 struct MatrixScale {
   Factors fp8;         // of tensor scaling
   Nvfp4Tensor tensor;  // of NVFP4
-  bool
-      is_ordinary;  // of NVFP4: so far from the ends of the range that no block's factor is near them
+  bool is_ordinary;    // of NVFP4: no block's factor is near the ends of fp32
 };
 template <class F>
 __device__ __forceinline__ MatrixScale matrix_scale_of(ScaleRule rule, ScaleRounding rounding,

@@ -104,6 +104,15 @@ def mixed(seed: int, kind: str, count: int) -> Shards:
     return shards
 
 
+def require_same_outputs(there, host, what):
+    """Runs both; amaxes, codes and scales agree to the byte."""
+    require_same(there.run(), host.run(), f"amaxes, {what}")
+    for (name, got), want in zip(there.outputs().items(), host.outputs().values()):
+        if got.element_size() == 1:
+            got, want = got.view(torch.uint8), want.view(torch.uint8)
+        require_same(got, want, f"{name}, {what}")
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("count", [1, 3, 31, 40, 200, 1100])
 def test_many_weights_have_the_bytes_of_the_cpu(device, kind, count):
@@ -112,11 +121,7 @@ def test_many_weights_have_the_bytes_of_the_cpu(device, kind, count):
     for seed in range(8 if count < 40 else 2):
         host = mixed(seed, kind, count)
         there = host.to(device)
-        require_same(there.run(), host.run(), f"amaxes, seed {seed}")
-        for (name, got), want in zip(there.outputs().items(), host.outputs().values()):
-            if got.element_size() == 1:
-                got, want = got.view(torch.uint8), want.view(torch.uint8)
-            require_same(got, want, f"{name}, seed {seed}")
+        require_same_outputs(there, host, f"seed {seed}")
 
 
 @pytest.mark.parametrize("columnwise", [False, True])
@@ -127,11 +132,7 @@ def test_every_spec_at_sizes_of_training(device, spec, columnwise):
         shards = Shards()
         add_shard(shards, spec, columnwise, master, torch.bfloat16, cut, False)
         there = shards.to(device)
-        require_same(there.run(), shards.run(), f"amaxes {cut}")
-        for (name, got), want in zip(there.outputs().items(), shards.outputs().values()):
-            if got.element_size() == 1:
-                got, want = got.view(torch.uint8), want.view(torch.uint8)
-            require_same(got, want, f"{name} {cut}")
+        require_same_outputs(there, shards, f"{cut}")
 
 
 def test_transposes_of_every_width(device):

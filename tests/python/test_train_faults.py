@@ -5,7 +5,6 @@ Ranks are forked, and join the world as torchrun would have them; rank 0 or 1 di
 
 import io
 import os
-import random
 import re
 import shutil
 import signal
@@ -17,6 +16,7 @@ import torch
 from minifloat import cli
 from minifloat.train import checkpoint, loop
 from minifloat.train.metrics import Metrics, read_records, without_timings
+from tiny_text import write_text
 from worlds import KILLED, last_words
 
 STEPS, EVERY = 10, 4  # a checkpoint at steps 4 and 8
@@ -82,12 +82,8 @@ def train(folder, out, world, fault="none", *more):
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
-    draw = random.Random(1)
-    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
     (folder / "text").mkdir()
-    for i in range(8):
-        lines = (" ".join(draw.choices(words, k=8)) for _ in range(120))
-        (folder / "text" / f"{i}.txt").write_text("\n".join(lines))
+    write_text(folder / "text")
     return folder
 
 

@@ -21,6 +21,7 @@ from minifloat import _native, cli
 from minifloat.train import checkpoint, command, job
 from minifloat.train.config import TrainConfig
 from minifloat.train.metrics import read_records, without_timings
+from tiny_text import write_text
 
 STEPS = 24
 
@@ -37,11 +38,7 @@ def _leave_torch_as_it_was():
 def text(tmp_path_factory):
     """A folder of text that a tiny model can learn something of, and its token cache."""
     folder = tmp_path_factory.mktemp("train")
-    draw = random.Random(1)
-    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
-    for i in range(8):
-        lines = (" ".join(draw.choices(words, k=8)) for _ in range(120))
-        (folder / f"{i}.txt").write_text("\n".join(lines))
+    write_text(folder)
     return folder
 
 

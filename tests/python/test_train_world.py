@@ -1,7 +1,6 @@
 """`minifloat train` on several processes: one process's losses, resumed at any moment."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -14,16 +13,13 @@ from minifloat.train.batches import Batches
 from minifloat.train.config import TrainError
 from minifloat.train.metrics import read_records, without_timings
 from minifloat.train.world import World, joined
+from tiny_text import write_text
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
-    draw = random.Random(1)
-    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
-    for i in range(8):
-        lines = (" ".join(draw.choices(words, k=8)) for _ in range(120))
-        (folder / f"{i}.txt").write_text("\n".join(lines))
+    write_text(folder)
     return folder
 
 

@@ -1,0 +1,11 @@
+"""Text that a tiny model can learn something of, for the trainer's tests."""
+
+import random
+
+
+def write_text(folder):
+    draw = random.Random(1)
+    words = ["alpha", "beta", "gamma", "delta", "epsilon"]
+    for i in range(8):
+        lines = (" ".join(draw.choices(words, k=8)) for _ in range(120))
+        (folder / f"{i}.txt").write_text("\n".join(lines))
