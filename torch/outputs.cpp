@@ -1,6 +1,8 @@
 #include "outputs.h"
 
 #include <ATen/ATen.h>
+
+#include "plain.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -20,8 +22,9 @@ void ask_for_huge_pages(const Tensor& output) {
 }
 
 Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype) {
-  Tensor output = at::empty_symint(shape, like.options().dtype(dtype));
-  if (like.is_cpu() && output.has_storage()) ask_for_huge_pages(output);
+  if (like.is_meta()) return at::empty_symint(shape, like.options().dtype(dtype));
+  Tensor output = plain_empty(like, C10_AS_INTARRAYREF_SLOW(shape), dtype);
+  if (like.is_cpu()) ask_for_huge_pages(output);
   return output;
 }
 

@@ -42,7 +42,7 @@ struct AsRead {
 Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead& read) {
   if (spec.has_tensor_amax()) return empty(x, read.shape({}), at::kFloat);
   if (spec.has_row_amax()) return empty(x, read.shape({read.rows}), at::kFloat);
-  return at::empty({0}, x.options().dtype(at::kFloat));
+  return empty(x, {SymInt(0)}, at::kFloat);
 }
 
 QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead& read, bool decoded) {
@@ -57,7 +57,7 @@ QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead& read,
   out.amax = empty_amax(x, spec, read);
   out.decoded = decoded
                     ? empty(x, read.shape({read.rows, spec.padded_cols(read.cols)}), at::kBFloat16)
-                    : at::empty({0}, x.options().dtype(at::kBFloat16));
+                    : empty(x, {SymInt(0)}, at::kBFloat16);
   return out;
 }
 
@@ -106,7 +106,7 @@ QuantizedOperand carve(const Tensor& x, const Spec& spec, bool columnwise, bool 
 }
 
 QuantizedOperand absent(const Tensor& x) {
-  const auto none = [&](at::ScalarType dtype) { return at::empty({0}, x.options().dtype(dtype)); };
+  const auto none = [&](at::ScalarType dtype) { return empty(x, {SymInt(0)}, dtype); };
   return {none(at::kByte), none(at::kFloat), none(at::kFloat), none(at::kBFloat16)};
 }
 

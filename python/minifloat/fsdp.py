@@ -22,7 +22,9 @@ mesh agree on that dtype, and on recipe and shape.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
+from inspect import signature
 from typing import Any
 
 import torch
@@ -31,7 +33,8 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .shard import Rows
-from .travel import Travel, reduce_amaxes
+from .shard_cast import cast_shards
+from .travel import Travel
 
 aten = torch.ops.aten
 
@@ -58,6 +61,8 @@ class WeightWithQuantizedGather(Tensor):
 
     def __init__(self, plain: Tensor, travel: Travel) -> None:
         self.plain, self.travel = plain, travel
+        is_full = plain.shape[0] == travel.rows.chunk
+        self.fsdp_pre_all_gather = (FullShard if is_full else ShortShard)(plain, travel)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         return f"{type(self).__name__}({self.plain!r}, {self.travel.plan})"
@@ -98,23 +103,36 @@ class WeightWithQuantizedGather(Tensor):
 
     # ---- FSDP2's hooks ---------------------------------------------------------------------------
 
-    @property
-    def fsdp_pre_all_gather(self) -> Any:
-        is_full = len(self) == self.travel.rows.chunk
-        return self._gather_full_shard if is_full else self._gather_short_shard
-
-    def _gather_full_shard(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> Any:
-        return self.travel.send(self.plain, mp_policy.param_dtype or self.dtype)
-
-    def _gather_short_shard(self, mesh: Any) -> Any:
-        return self.travel.send(self.plain, None)
-
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         return self.travel.receive(outputs, metadata, out)
+
+
+class FullShard:
+    """FSDP2's hook before a gather, of five arguments. It asks for the signature each time."""
+
+    def __init__(self, plain: Tensor, travel: Travel) -> None:
+        self.plain, self.travel = plain, travel
+
+    def __call__(
+        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
+    ) -> Any:
+        return self.travel.send(self.plain, mp_policy.param_dtype or self.plain.dtype)
+
+    __signature__ = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
+
+
+class ShortShard:
+    """The same of one argument, of a shard that is short or empty."""
+
+    def __init__(self, plain: Tensor, travel: Travel) -> None:
+        self.plain, self.travel = plain, travel
+
+    def __call__(self, mesh: Any) -> Any:
+        return self.travel.send(self.plain, None)
+
+    __signature__ = signature(lambda mesh: None)
 
 
 # What FSDP2 makes of a shard to pad it again, and to bring it to its device.
@@ -143,6 +161,7 @@ def carry(layer: nn.Module, parameter: Any) -> None:
         rows = Rows(parameter.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
         travel = Travel(layer, plan, rows, parameter.shape[1], mesh.get_group(dim))
         local = parameter._local_tensor = WeightWithQuantizedGather(local, travel)
+        travel.sharded = weakref.ref(parameter)
     if isinstance(local, WeightWithQuantizedGather):  # of a tied weight, another layer's
         layer.__dict__["travel"] = local.travel
 
@@ -151,10 +170,12 @@ def carry(layer: nn.Module, parameter: Any) -> None:
 
 
 def sharded_weights(model: nn.Module) -> Iterator[WeightWithQuantizedGather]:
-    """Those that wait in shards and have been gathered before, each once."""
+    """Those that wait in shards where they are gathered, and have been before; each once."""
     for parameter in dict.fromkeys(model.parameters()):
         local = getattr(parameter, "_local_tensor", None)
-        if isinstance(local, WeightWithQuantizedGather) and local.travel.is_quantized:
+        if not isinstance(local, WeightWithQuantizedGather) or not local.travel.is_quantized:
+            continue
+        if local.plain.device.type == parameter.device_mesh.device_type:  # else FSDP2 offloads it
             yield local
 
 
@@ -167,17 +188,19 @@ def precompute_scales(model: nn.Module) -> None:
     optimizer, mf.step or load_state_dict; call it again where weights change otherwise. mf.step
     calls it.
     """
-    by_group: dict[Any, list[tuple[Travel, Tensor]]] = {}
+    by_group: dict[Any, list[WeightWithQuantizedGather]] = {}
     for weight in sharded_weights(model):
-        travel = weight.travel
-        own = travel.own_amaxes(weight.plain.to(travel.rounded_to), travel.all_parts)
-        by_group.setdefault(travel.group, []).append((travel, own))
-    for group, found in by_group.items():
-        every = torch.cat([own for _, own in found])
-        if len(every) and dist.get_world_size(group) > 1:
-            every = reduce_amaxes(every, group)
-        for (travel, _), amaxes in zip(found, every.split([len(own) for _, own in found])):
-            travel.keep_amaxes(amaxes)
+        by_group.setdefault(weight.travel.group, []).append(weight)
+    for group, weights in by_group.items():
+        jobs = [w.travel.jobs(w.plain, w.travel.all_parts) for w in weights]
+        pieces = iter(cast_shards([job for of_weight in jobs for job in of_weight], group))
+        copies: list[tuple[Tensor, Tensor]] = []
+        for weight, of_weight in zip(weights, jobs):
+            travel = weight.travel
+            travel.keep([next(pieces) for _ in of_weight], travel.values_of(weight.plain))
+            copies += travel.kept_scales()
+        if copies:
+            torch._foreach_copy_([to for to, _ in copies], [given for _, given in copies])
 
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_scales  # torchao's name

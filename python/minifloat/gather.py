@@ -64,8 +64,12 @@ class Part:
 
     @property
     def is_shared(self) -> bool:
-        """Is the scale the same on all ranks, so that it need not travel?"""
-        return not is_blocked(self.spec) and (self.columnwise or self.amaxes == "tensor")
+        """Do all ranks know the scale from amaxes that they exchange, so that it need not travel?
+
+        Not those of blocks, nor of rows that are transformed, which are cast shard by shard.
+        """
+        is_of_own_rows = self.is_transformed and self.amaxes == "row" and not self.columnwise
+        return not is_blocked(self.spec) and not is_of_own_rows
 
 
 @dataclass(frozen=True)

@@ -106,7 +106,7 @@ class Linear(nn.Linear):
     weight_codes: WeightCodes | None
     shared_input: SharedInput | None
     gather_plan: Plan | None  # how the weight travels; None: in the compute dtype
-    travel: Travel | None  # of a weight that FSDP2 has sharded
+    travel: Travel | None = None  # of a weight that FSDP2 has sharded
 
     def __init__(
         self,
@@ -194,6 +194,9 @@ class Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
+            if self.travel is not None and self.travel.knows(value):  # twice a gather
+                self._parameters[name] = value
+                return
             carry(self, value)  # FSDP2 assigns the parameter that it has sharded
         super().__setattr__(name, value)
 

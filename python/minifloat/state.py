@@ -106,11 +106,15 @@ def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) ->
 def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     """Call it after opt.step(): weights have changed, and histories of delayed scaling roll.
 
-    Under FSDP2 the amaxes of all weights are reduced here, as mf.precompute_scales does.
+    Under FSDP2 all weights are quantized here, as mf.precompute_scales does.
     group: the data-parallel ranks, whose amaxes are reduced together; None: all ranks.
     """
     _forget_weights(model)
+    _roll_histories(model, group)
     precompute_scales(unwrapped(model))
+
+
+def _roll_histories(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     found = [(layer, history) for _, layer, history in _histories(model)]
     if not found:
         return

@@ -32,7 +32,7 @@ from ._native import ops
 from .gather import amax_of
 from .parts import unit
 from .recipe import Product, Recipe
-from .travel import reduce_amaxes
+from .shard_cast import reduce_amaxes
 
 # Operands by their row of an amax history; a name is that of the operand's random stream.
 PLACES = ("x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad")

@@ -3,17 +3,20 @@
 send      shard -> compute dtype -> codes (chunk, bytes), scales          agreed sizes, always
 receive   all ranks' -> the directions of a QuantizedTensor              in place from then on
 
+A gather that serves forward alone leaves out what only backward reads: its memory stays free until
+backward's gather.
+
 split     backward's gather brings the other direction, in the same bytes. What a gather did not
-          bring is NaN until `complete` fetches it: where a checkpointed block reads a weight in
-          backward as forward does, or FSDP2 has not resharded it in between.
+          bring is not there until `complete` fetches it: where a checkpointed block reads a weight
+          in backward as forward does, or FSDP2 has not resharded it in between.
 """
 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -22,22 +25,20 @@ from torch import Tensor, nn
 
 from ._native import ops
 from .gather import Part, Plan
-from .quantized import Quantized
-from .reuse import STEPS
-from .shard import (
-    Piece,
-    Rows,
-    amax_sizes,
-    ceil_div,
+from .gathered import (
+    GatheredWeight,
     empty_direction,
-    fill_direction,
-    own_amaxes,
+    fill_codes,
+    fill_scales,
     poison,
-    quantize_rows,
-    table_bytes,
+    unversioned,
     whole_table,
 )
-from .tensor import NOMINAL_DTYPES, QuantizedTensor
+from .quantized import Quantized
+from .reuse import STEPS
+from .shard import Rows, code_bytes, round_up, table_bytes
+from .shard_cast import Job, Piece, cast_shards
+from .tensor import NOMINAL_DTYPES
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNKNOWN = -1
@@ -45,32 +46,12 @@ HISTORY_ROWS = {False: 1, True: 3}  # of W in an amax history: as fprop and as d
 ALIGNMENT = 4  # bytes
 
 
-def reduce_amaxes(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest of all ranks. Bits of magnitudes order like the values, NaN above infinity."""
-    bits = own.abs().view(torch.int32)
-    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
-    return bits.view(torch.float32)
-
-
-class GatheredWeight(QuantizedTensor):
-    """What a gather brings. Its codes are FSDP2's memory, which a copy would keep from it."""
-
-    owns_codes = False
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
-    ) -> GatheredWeight:
-        whole = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
-        return GatheredWeight(whole.rowwise, whole.columnwise, whole.dtype)
-
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Sent:
     """What goes beside a gather: the parts, what all ranks have of them, and this rank's inputs."""
 
     parts: tuple[Part, ...]
-    pieces: list[Piece]
+    pieces: Sequence[Piece]
     inputs: tuple[Tensor, ...]
 
 
@@ -86,13 +67,22 @@ class Travel:
         self.dtype: torch.dtype | None = None  # of the whole weight; None: not agreed yet
         self.rounded_to = torch.float32  # before it is quantized: autocast's dtype, else that
         self.reason = ""  # why it travels in that dtype instead of codes
-        self.amaxes: dict[Part, Tensor] = {}  # of all ranks, from precompute_scales
-        self.amaxes_at = UNKNOWN  # after so many optimizer steps
+        self.kept: dict[Part, Piece] = {}  # that precompute_scales made
+        self.kept_at = UNKNOWN  # after so many optimizer steps; their amaxes hold until the next
+        self.kept_of: Any = None  # the values that they are of
+        self.sendings: dict[tuple[Part, ...], Sent] = {}  # of them
         self.writes = 0  # to the shard, as far as torch tells its wrapper
-        self.kept: dict[Any, Any] = {}  # what was sent of these values, while amaxes are known
         self.shard: Tensor | None = None  # that was sent last, if more of it may be asked for
         self.held: tuple[Part, ...] = ()  # what the last gather brought
-        self.fsdp_group: Any = None
+        self.directions: tuple[Quantized, Quantized] | None = None  # of the whole, since the first
+        self.scales_of: dict[bool, Tensor] = {}  # what a direction's scale, if shared, was copied from
+        self.sharded: Any = lambda: None  # reference to FSDP2's parameter
+        self.fsdp_group: Any = lambda: None  # and to its parameter group
+
+    def knows(self, parameter: Any) -> bool:
+        """Has FSDP2 handed this parameter to the layer before, or what it gathers?"""
+        is_whole = type(parameter) is GatheredWeight and isinstance(parameter, nn.Parameter)
+        return is_whole or parameter is self.sharded()
 
     @property
     def is_quantized(self) -> bool:
@@ -108,12 +98,7 @@ class Travel:
 
     def forget(self) -> None:
         """The weight may have changed."""
-        self.amaxes_at, self.kept = UNKNOWN, {}
-
-    def keep_amaxes(self, amaxes: Tensor) -> None:
-        """Of all parts, until the weight changes."""
-        self.amaxes = dict(zip(self.all_parts, self.split_amaxes(amaxes, self.all_parts)))
-        self.amaxes_at, self.kept = STEPS.taken, {}
+        self.kept_at, self.kept, self.sendings = UNKNOWN, {}, {}
 
     # ---- the first gather ------------------------------------------------------------------------
 
@@ -182,58 +167,81 @@ class Travel:
     def is_gathered_for_backward(self) -> bool:
         """Does FSDP2 reshard the weight after forward? It has no public word for it: where its
         private one has changed, the answer is no, and what travels is more, and still right."""
-        try:
-            if self.fsdp_group is None:
-                self.fsdp_group = weakref.ref(find_fsdp_group(self.layer()))
-            return bool(self.fsdp_group()._reshard_after_forward)
-        except (ImportError, AttributeError, LookupError, TypeError):
-            return False
+        return bool(getattr(self.find_group(), "_reshard_after_forward", False))
 
     # ---- what is sent ----------------------------------------------------------------------------
 
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> tuple[tuple[Tensor, ...], Any]:
         """All-gather inputs of this rank's rows, and what goes beside them."""
-        compute_dtype = self.settle(dtype, shard.device)
-        if self.reason:
-            padded = shard.to(compute_dtype)
-            if len(shard) < self.rows.chunk:
-                padded = shard.new_zeros(self.rows.chunk, *shard.shape[1:], dtype=compute_dtype)
-                padded[: len(shard)] = shard
-            return (padded,), None
+        if self.dtype is None or self.reason:
+            compute_dtype = self.settle(dtype, shard.device)
+            if self.reason:
+                return (self.padded(shard, compute_dtype),), None
         self.shard = shard if self.plan.mode == "split" else None
-        parts = self.plan.parts(is_backward())
-        if self.amaxes_at != STEPS.taken:
-            return self.send_parts(shard.to(self.rounded_to), parts)
-        # No rank has to hear of it: each may decide alone whether its codes are still good.
-        key = (parts, self.writes, shard._version, shard.data_ptr(), shard.device)
-        if key not in self.kept:
-            self.kept = {k: sent for k, sent in self.kept.items() if k[1:] == key[1:]}
-            self.kept[key] = self.send_parts(shard.to(self.rounded_to), parts)
-        return self.kept[key]
+        sent = self.sending(shard, self.plan.parts(is_backward()))
+        return sent.inputs, sent
 
-    def send_parts(self, x: Tensor, parts: tuple[Part, ...]) -> tuple[tuple[Tensor, ...], Sent]:
-        pieces = [
-            quantize_rows(x, part, self.rows, amaxes, self.in_force(part))
-            for part, amaxes in zip(parts, self.amaxes_of(x, parts))
+    def padded(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
+        """A whole chunk of plain values."""
+        if len(shard) == self.rows.chunk:
+            return shard.to(dtype)
+        chunk = shard.new_zeros(self.rows.chunk, *shard.shape[1:], dtype=dtype)
+        chunk[: len(shard)] = shard
+        return chunk
+
+    def sending(self, shard: Tensor, parts: tuple[Part, ...]) -> Sent:
+        if self.kept_at != STEPS.taken:
+            return self.packed(parts, cast_shards(self.jobs(shard, parts), self.group))
+        # No rank has to hear of it: each may decide alone whether its codes are still good.
+        values = self.values_of(shard)
+        if values != self.kept_of:
+            known = [self.kept[part].exchanged for part in self.all_parts]
+            jobs = self.jobs(shard, self.all_parts)
+            self.keep(cast_shards(jobs, self.group, known), values)
+        if parts not in self.sendings:
+            self.sendings[parts] = self.packed(parts, [self.kept[part] for part in parts])
+        return self.sendings[parts]
+
+    def jobs(self, shard: Tensor, parts: Sequence[Part]) -> list[Job]:
+        values = shard if shard.dtype in NOMINAL_DTYPES else shard.to(self.rounded_to)
+        return [
+            Job(values, part, self.rows, self.rounded_to, self.in_force(part)) for part in parts
         ]
+
+    def values_of(self, shard: Tensor) -> Any:
+        return self.writes, shard._version, shard.data_ptr(), shard.device
+
+    def keep(self, pieces: Sequence[Piece], values: Any) -> None:
+        """All parts of a shard of such values, for the gathers until the next optimizer step."""
+        self.kept_at, self.kept_of = STEPS.taken, values
+        self.kept, self.sendings = dict(zip(self.all_parts, pieces)), {}
+
+    def packed(self, parts: tuple[Part, ...], pieces: Sequence[Piece]) -> Sent:
+        """Codes of each part, and the scales that travel, of all parts in one tensor."""
         inputs = [piece.codes for piece in pieces]
-        if self.table_bytes():
-            flat = x.new_zeros(self.table_bytes(), dtype=torch.uint8)
-            for piece, start in zip(pieces, self.table_starts(parts)):
-                if piece.table is not None:
-                    scales = piece.table.reshape(-1).view(torch.uint8)
-                    flat[start : start + len(scales)] = scales
+        if self.table_bytes:
+            tables = [
+                None if piece.table is None else piece.table.reshape(-1).view(torch.uint8)
+                for piece in pieces
+            ]
+            flat = tables[0]
+            if len(tables) > 1 or flat is None or len(flat) != self.table_bytes:
+                flat = inputs[0].new_zeros(self.table_bytes)
+                for table, start in zip(tables, self.table_starts(parts)):
+                    if table is not None:
+                        flat[start : start + len(table)] = table
             inputs.append(flat)
-        return tuple(inputs), Sent(parts, pieces, tuple(inputs))
+        return Sent(parts, pieces, tuple(inputs))
 
     def table_starts(self, parts: Sequence[Part]) -> list[int]:
         """Where each part's scales begin among a rank's, and where the last end."""
         starts = [0]
         for part in parts:
             length = table_bytes(part, self.rows, self.cols)
-            starts.append(starts[-1] + ceil_div(length, ALIGNMENT) * ALIGNMENT)
+            starts.append(starts[-1] + round_up(length, ALIGNMENT))
         return starts
 
+    @cached_property
     def table_bytes(self) -> int:
         """That a rank sends: FSDP2 wants the same size before forward and before backward."""
         return max(self.table_starts(self.plan.parts(backward))[-1] for backward in (False, True))
@@ -244,85 +252,108 @@ class Travel:
         layer: Any = self.layer()
         return layer.amax_history[HISTORY_ROWS[part.columnwise], 0]
 
-    def own_amaxes(self, x: Tensor, parts: Sequence[Part]) -> Tensor:
-        return torch.cat([own_amaxes(x, part, self.rows) for part in parts])
-
-    def split_amaxes(self, amaxes: Tensor, parts: Sequence[Part]) -> Sequence[Tensor]:
-        return amaxes.split([sum(amax_sizes(part, self.rows, self.cols)) for part in parts])
-
-    def amaxes_of(self, x: Tensor, parts: Sequence[Part]) -> Sequence[Tensor]:
-        """Of all ranks: those that precompute_scales reduced, else reduced now."""
-        if self.amaxes_at == STEPS.taken:
-            return [self.amaxes[part] for part in parts]
-        own = self.own_amaxes(x, parts)
-        if len(own) and self.rows.world > 1:
-            own = reduce_amaxes(own, self.group)
-        return self.split_amaxes(own, parts)
-
     # ---- what is received ------------------------------------------------------------------------
 
     def receive(self, outputs: Sequence[Tensor], sent: Sent | None, out: Any) -> Any:
-        """The whole weight, and its tensors beside FSDP2's own; into `out` from the second on."""
+        """The whole weight, and its tensors beside FSDP2's own; into the same from the second on."""
         if sent is None:
             whole = outputs[0].view(-1, self.cols)[: self.rows.n]
             return None if out is not None else (whole, ())
         outputs = [*outputs, *sent.inputs[len(outputs) :]]  # a world of one gathers the first alone
         if out is not None:
-            self.fill(out, outputs, sent)
+            self.fill(outputs, sent)
             return None
-        whole = self.empty_whole(outputs, sent)
-        self.fill(whole, outputs, sent)
-        return whole, self.inner_tensors(whole)
+        row, col = self.directions = self.empty_directions(outputs)
+        self.scales_of = {}
+        self.fill(outputs, sent)
+        assert self.dtype is not None  # agreed before anything is sent
+        scales = () if self.plan.row.is_shared else (row.scale,)
+        scales += () if self.plan.col.is_shared else (col.scale,)
+        return GatheredWeight(row, col, self.dtype), (col.codes, *scales)
 
-    def empty_whole(self, outputs: Sequence[Tensor], sent: Sent) -> GatheredWeight:
-        """Its rowwise codes are FSDP2's memory: where those of all ranks follow each other."""
+    def empty_directions(self, outputs: Sequence[Tensor]) -> tuple[Quantized, Quantized]:
+        """Rowwise codes are FSDP2's memory; a square's directions share what scale they share."""
         n, device = self.rows.n, outputs[0].device
         row, col = (
             empty_direction(part, n, self.cols, device) for part in (self.plan.row, self.plan.col)
         )
-        row = Quantized(outputs[0][:n], row.scale, row.amax, row.spec, row.shape)
-        assert self.dtype is not None  # agreed before anything is sent
-        return GatheredWeight(row, col, self.dtype)
+        width = code_bytes(self.plan.row, self.cols)
+        row = replace(row, codes=outputs[0][: n * width].view(n, width))
+        if self.plan.mode == "one" and self.plan.row.is_shared:
+            col = replace(col, scale=row.scale.detach(), amax=row.amax.detach())
+        return row, col
 
-    @staticmethod
-    def directions(whole: QuantizedTensor) -> tuple[Quantized, Quantized]:
-        assert whole.rowwise is not None
-        assert whole.columnwise is not None
-        return whole.rowwise, whole.columnwise
-
-    def inner_tensors(self, whole: QuantizedTensor) -> tuple[Tensor, ...]:
-        """What FSDP2 frees and allocates beside its own; the bytes of float8 scales."""
-        row, col = self.directions(whole)
-        return row.scale, row.amax, col.codes, col.scale, col.amax
-
-    def fill(self, whole: QuantizedTensor, outputs: Sequence[Tensor], sent: Sent) -> None:
-        with unversioned(self.directions(whole)[0].codes, *self.inner_tensors(whole)):
-            for target in self.directions(whole):
-                self.fill_target(target, outputs, sent)
+    def fill(self, outputs: Sequence[Tensor], sent: Sent) -> None:
+        """Both directions, from the parts that bring them."""
+        assert self.directions is not None
+        row, col = self.directions
+        is_split = self.plan.mode == "split"
+        if is_split:
+            skips_columnwise = not sent.parts[0].columnwise
+        else:
+            skips_columnwise = self.serves_forward_alone() and not self.plan.row.is_transformed
+        if not is_split or skips_columnwise:
+            self.fill_direction(row, outputs, sent)
+        else:
+            with unversioned(row.scale):
+                poison(row)  # its codes are the other's
+            self.scales_of.pop(False, None)
+        if skips_columnwise:
+            col.codes.untyped_storage().resize_(0)  # until backward's gather
+        else:
+            self.fill_direction(col, outputs, sent)
         self.held = sent.parts
 
-    def fill_target(self, target: Quantized, outputs: Sequence[Tensor], sent: Sent) -> None:
-        """One direction from the part that brings it; nothing that reads it goes unnoticed if none
-        does."""
-        same = [i for i, part in enumerate(sent.parts) if part.columnwise == target.columnwise]
-        if not same and self.plan.mode == "split":
-            poison(target)
-            if target.columnwise:
-                target.codes.untyped_storage().resize_(0)  # until backward's gather
-            return
-        if not same and not is_backward() and self.is_gathered_for_backward():
-            poison(target)  # backward alone reads it, and its gather comes first
-            return
-        i = same[0] if same else 0
+    def fill_direction(self, target: Quantized, outputs: Sequence[Tensor], sent: Sent) -> None:
+        i = next((i for i, p in enumerate(sent.parts) if p.columnwise == target.columnwise), 0)
         part, piece = sent.parts[i], sent.pieces[i]
+        if target.columnwise or target.codes.data_ptr() != outputs[i].data_ptr():
+            with unversioned(target.codes):
+                fill_codes(target, part, outputs[i])
+        if part.is_shared and self.has_scale(target, piece):
+            return
         table = None
-        if piece.table is not None:
+        if not part.is_shared:
             start = self.table_starts(sent.parts)[i]
             flat = outputs[-1].view(self.rows.world, -1)
             length = table_bytes(part, self.rows, self.cols)
             table = whole_table(flat[:, start : start + length], part, self.rows, self.cols)
-        codes = outputs[i].view(-1, piece.codes.shape[1])
-        fill_direction(target, part, codes, table, piece.scale, piece.amax)
+        with unversioned(target.scale, target.amax):
+            fill_scales(target, part, table, piece.scale, piece.amax)
+
+    def has_scale(self, target: Quantized, piece: Piece) -> bool:
+        """Is the scale that all ranks share there already? Notes that from now on it is."""
+        if target.columnwise and self.plan.mode == "one":
+            return True  # it is the rowwise one
+        was_there = self.scales_of.get(target.columnwise) is piece.scale
+        self.scales_of[target.columnwise] = piece.scale
+        return was_there
+
+    def kept_scales(self) -> list[tuple[Tensor, Tensor]]:
+        """(to, from): what gathers of the kept pieces would copy, where they bring no scale."""
+        copies: list[tuple[Tensor, Tensor]] = []
+        for target in self.directions or ():
+            piece = self.kept.get(Part(target.spec, target.columnwise))
+            if piece is not None and piece.table is None and not self.has_scale(target, piece):
+                copies += [(target.scale, piece.scale), (target.amax, piece.amax)]
+        return copies
+
+    def serves_forward_alone(self) -> bool:
+        """Will FSDP2 gather again before backward? Where it tells nothing, the answer is no."""
+        group = self.find_group()
+        state = getattr(getattr(group, "_training_state", None), "name", "")
+        return state == "FORWARD" and group._reshard_after_forward and not is_backward()
+
+    def find_group(self) -> Any:
+        """FSDP2's parameter group; None where it is not to be found."""
+        group = self.fsdp_group()
+        if group is None:
+            try:
+                group = find_fsdp_group(self.layer())
+                self.fsdp_group = weakref.ref(group)
+            except (ImportError, AttributeError, LookupError, TypeError):
+                return None
+        return group
 
     # ---- what a split gather did not bring -------------------------------------------------------
 
@@ -332,34 +363,26 @@ class Travel:
             return
         row, col = self.plan.row, self.plan.col
         if row not in self.held:
-            self.fetch(whole, row)
+            self.fetch(row)
         if reads_columnwise and col not in self.held and not self.is_gathered_for_backward():
-            self.fetch(whole, col)
+            self.fetch(col)
 
-    def fetch(self, whole: QuantizedTensor, part: Part) -> None:
+    def fetch(self, part: Part) -> None:
         assert self.shard is not None
-        inputs, sent = self.send_parts(self.shard.to(self.rounded_to), (part,))
-        outputs = [t.new_empty(self.rows.world * len(t), *t.shape[1:]) for t in inputs]
-        for output, given in zip(outputs, inputs):
+        assert self.directions is not None
+        sent = self.sending(self.shard, (part,))
+        outputs = [t.new_empty(self.rows.world * len(t)) for t in sent.inputs]
+        for output, given in zip(outputs, sent.inputs):
             dist.all_gather_into_tensor(output, given, group=self.group)
-        target = self.directions(whole)[part.columnwise]
+        target = self.directions[part.columnwise]
         if part.columnwise:
             target.codes.untyped_storage().resize_(target.codes.nbytes)
-        with unversioned(target.codes, target.scale, target.amax):
-            self.fill_target(target, outputs, sent)
+        self.fill_direction(target, outputs, sent)
         self.held = (*self.held, part)
 
 
 def is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
-
-
-@contextmanager
-def unversioned(*tensors: Tensor) -> Iterator[None]:
-    """Writes to what FSDP2 has gathered again: the same values, for those who saved them."""
-    versioned = tuple(t for t in tensors if not t.is_inference())
-    with torch.no_grad(), torch.autograd._unsafe_preserve_version_counter(versioned):
-        yield
 
 
 def find_fsdp_group(layer: Any) -> Any:

@@ -4,7 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat import travel
+from minifloat import fsdp, travel
 from minifloat.tensor import QuantizedTensor
 from sharded_models import Model, assert_equal, batch, built, sharded, train, whole
 from torch import nn
@@ -202,13 +202,13 @@ def check_compiled(rank):
 
 
 def check_memory(rank):
-    """Codes that forward saved for backward are freed between the two, and come back."""
+    """What backward alone reads has no memory in forward, and no codes have any between the two."""
 
     def allocated(weight):
         parts = weight.detach().rowwise, weight.detach().columnwise
         return [part.codes.untyped_storage().size() > 0 for part in parts]
 
-    for recipe, has_columnwise in (("nvfp4", True), ("mxfp8_nvfp4", True), ("mxfp8", False)):
+    for recipe in ("nvfp4", "mxfp8_nvfp4", "mxfp8", "fp8_tensorwise"):
         model, seen = sharded(built(recipe)), []
         model.blocks[0].up.register_forward_hook(
             lambda m, *_, seen=seen: seen.append((m.weight, allocated(m.weight)))
@@ -216,7 +216,7 @@ def check_memory(rank):
         for _ in range(2):
             y = model(batch(0))
             weight, in_forward = seen.pop()
-            assert in_forward == [True, has_columnwise], recipe
+            assert in_forward == [True, False], recipe
             assert allocated(weight) == [False, False], recipe
             y.sum().backward()
             assert allocated(weight) == [False, False], recipe
@@ -249,18 +249,22 @@ def check_other_times(rank):
 
 
 def check_quantized_once(rank):
-    """With mf.step, a shard is quantized once a step and direction, whatever the micro-batches."""
-    calls, quantize_rows = [], travel.quantize_rows
+    """With mf.step, shards are quantized once a step, all at once, whatever the micro-batches."""
+    calls, cast_shards = [], fsdp.cast_shards
+
+    def counting(jobs, *args):
+        calls.append(len(jobs))
+        return cast_shards(jobs, *args)
+
     with pytest.MonkeyPatch.context() as monkeypatch:
-        monkeypatch.setattr(
-            travel, "quantize_rows", lambda *args: calls.append(args[1]) or quantize_rows(*args)
-        )
+        for module in (fsdp, travel):
+            monkeypatch.setattr(module, "cast_shards", counting)
         for recipe, times in (("nvfp4", 5), ("mxfp8", 8)):  # 5 weights; the head's in one gather
             model = sharded(built(recipe))
             train(model, 1, use_step=True)
             calls.clear()
             train(model, 2, micro_batches=3, use_step=True)
-            assert len(calls) == 2 * times, recipe
+            assert calls == [times] * 2, recipe
             with torch.no_grad():
                 y = model(batch(1))
                 model.blocks[0].up.weight.neg_()  # the same amaxes, other codes
