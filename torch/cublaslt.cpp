@@ -2,8 +2,8 @@
 //
 //     D (m, n), rows adjacent  =  Dᵀ (n, m), columns adjacent  =  alpha · op(b) · op(a) + bias
 //
-// alpha and beta are read from device memory, sums stay in fp32 whatever the reduction, and the kernel that cuBLASLt's
-// heuristic names is kept for the next product of the same sizes.
+// Factors are read from device memory, sums stay in fp32 whatever the reduction, and the kernel that cuBLASLt's
+// heuristic names is kept for the next product of the same sizes: to ask each time takes longer than a launch.
 #include "cublaslt.h"
 
 #if defined(MINIFLOAT_WITH_CUBLASLT)
@@ -111,41 +111,53 @@ std::uint32_t alignment_of(const Tensor& x) {  // bytes, a power of two, at most
   return static_cast<std::uint32_t>(address & -address);
 }
 
-cudaDataType_t type_of(at::ScalarType dtype) {
-  return dtype == at::kFloat ? CUDA_R_32F : CUDA_R_16BF;
-}
+// Where the factors of a product are: alpha; or a scale of each FP8 operand, or of each of its rows.
+enum class Factors { kAlpha, kTensors, kRows };
 
 // What a kernel is chosen by.
-struct Sizes {
+struct Problem {
   int device;
   std::int64_t m, n, k;
   Lie a, b;
-  at::ScalarType dtype;
+  cudaDataType_t a_type, b_type, d_type;
+  Factors factors;
+  bool fast;  // sums of FP8 products may be less exact
   bool has_bias;
   std::array<std::uint32_t, 3> alignment;  // of a, b, D
 
-  bool operator<(const Sizes& o) const {
-    return std::tie(device, m, n, k, a, b, dtype, has_bias, alignment) <
-           std::tie(o.device, o.m, o.n, o.k, o.a, o.b, o.dtype, o.has_bias, o.alignment);
+  auto key() const {
+    return std::tie(device, m, n, k, a, b, a_type, b_type, d_type, factors, fast, has_bias,
+                    alignment);
   }
+  bool operator<(const Problem& o) const { return key() < o.key(); }
+};
+
+// What a kernel reads besides the matrices; null: nothing.
+struct Pointers {
+  const void* bias = nullptr;
+  const void *a_scale = nullptr, *b_scale = nullptr;
 };
 
 // cuBLASLt's descriptions of one product; plain memory, nothing to release.
 class Descriptions {
  public:
-  explicit Descriptions(const Sizes& s, const void* bias) {
+  explicit Descriptions(const Problem& s, const Pointers& pointers) {
     check(library()->init_product(&product, sizeof(product), CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    set(CUBLASLT_MATMUL_DESC_POINTER_MODE, std::int32_t{CUBLASLT_POINTER_MODE_DEVICE});
+    if (s.factors == Factors::kAlpha)
+      set(CUBLASLT_MATMUL_DESC_POINTER_MODE, std::int32_t{CUBLASLT_POINTER_MODE_DEVICE});
+    else
+      set_scales(s, pointers);
     set(CUBLASLT_MATMUL_DESC_TRANSA, std::int32_t{s.b.operation});
     set(CUBLASLT_MATMUL_DESC_TRANSB,
         std::int32_t{s.a.operation == CUBLAS_OP_T ? CUBLAS_OP_N : CUBLAS_OP_T});
     if (s.has_bias) {
       set(CUBLASLT_MATMUL_DESC_EPILOGUE, std::uint32_t{CUBLASLT_EPILOGUE_BIAS});
-      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, bias);
+      set(CUBLASLT_MATMUL_DESC_BIAS_POINTER, pointers.bias);
+      set(CUBLASLT_MATMUL_DESC_BIAS_DATA_TYPE, std::int32_t{CUDA_R_16BF});
     }
-    check(layout(&b, CUDA_R_16BF, s.n, s.k, s.b));
-    check(layout(&a, CUDA_R_16BF, s.m, s.k, s.a));
-    check(library()->init_layout(&d, sizeof(d), type_of(s.dtype), static_cast<std::uint64_t>(s.n),
+    check(layout(&b, s.b_type, s.n, s.k, s.b));
+    check(layout(&a, s.a_type, s.m, s.k, s.a));
+    check(library()->init_layout(&d, sizeof(d), s.d_type, static_cast<std::uint64_t>(s.n),
                                  static_cast<std::uint64_t>(s.m), s.n));
   }
 
@@ -157,6 +169,15 @@ class Descriptions {
   void set(cublasLtMatmulDescAttributes_t attribute, const T& value) {
     check(library()->set_product(&product, attribute, &value, sizeof(value)));
   }
+  void set_scales(const Problem& s, const Pointers& pointers) {
+    set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{s.fast});
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.b_scale);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.a_scale);
+    if (s.factors != Factors::kRows) return;
+    constexpr std::int32_t kOfRows = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOfRows);
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOfRows);
+  }
   // A matrix (rows, k) as it lies: with rows adjacent it is (k, rows) in columns.
   static cublasStatus_t layout(cublasLtMatrixLayout_t out, cudaDataType_t type, std::int64_t rows,
                                std::int64_t k, const Lie& lie) {
@@ -166,7 +187,7 @@ class Descriptions {
   }
 };
 
-std::optional<cublasLtMatmulAlgo_t> choose(cublasLtHandle_t handle, const Sizes& s,
+std::optional<cublasLtMatmulAlgo_t> choose(cublasLtHandle_t handle, const Problem& s,
                                            Descriptions& described) {
   cublasLtMatmulPreferenceOpaque_t preference;
   check(library()->init_preference(&preference, sizeof(preference)));
@@ -190,10 +211,10 @@ std::optional<cublasLtMatmulAlgo_t> choose(cublasLtHandle_t handle, const Sizes&
   return found.algo;
 }
 
-std::optional<cublasLtMatmulAlgo_t> chosen(cublasLtHandle_t handle, const Sizes& s,
+std::optional<cublasLtMatmulAlgo_t> chosen(cublasLtHandle_t handle, const Problem& s,
                                            Descriptions& described) {
   static std::mutex mutex;
-  static std::map<Sizes, std::optional<cublasLtMatmulAlgo_t>> known;
+  static std::map<Problem, std::optional<cublasLtMatmulAlgo_t>> known;
   const std::lock_guard lock(mutex);
   if (const auto found = known.find(s); found != known.end()) return found->second;
   return known.emplace(s, choose(handle, s, described)).first->second;
@@ -218,44 +239,105 @@ struct Scalars {
   }
 };
 
-}  // namespace
+cudaDataType_t type_of(at::ScalarType dtype) {
+  switch (dtype) {
+    case at::kFloat: return CUDA_R_32F;
+    case at::kFloat8_e4m3fn: return CUDA_R_8F_E4M3;
+    case at::kFloat8_e5m2: return CUDA_R_8F_E5M2;
+    default: return CUDA_R_16BF;
+  }
+}
 
-std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSide& b,
-                                               const Result& result) {
-  if (!library()) return std::nullopt;
-  const auto lie_a = lie_of(a.values), lie_b = lie_of(b.values);
-  if (!lie_a || !lie_b || (result.bias && result.dtype != at::kBFloat16)) return std::nullopt;
-  const bridge::ExecutionOn here(a.values);
+// The operands of one product, and the tensor that it will fill.
+struct Job {
+  const Tensor &a, &b;  // (m, k), (n, k)
+  Tensor bias;          // contiguous, bf16; undefined: none
+  at::ScalarType dtype;
+  Factors factors;
+  bool fast;
+  const void *a_scale = nullptr, *b_scale = nullptr;
+};
+
+// Dᵀ = op(b) · op(a), with alpha and beta as `scalars()` gives them once a kernel is found; nothing where none is.
+template <class ScalarsOf>
+std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, ScalarsOf scalars) {
+  const auto lie_a = lie_of(job.a), lie_b = lie_of(job.b);
+  if (!lie_a || !lie_b) return std::nullopt;
   const Execution& execution = here;
-  const Tensor bias = result.bias ? result.bias->contiguous() : Tensor();
-  const Tensor out = plain_empty(a.values, {a.values.size(0), b.values.size(0)}, result.dtype);
-  const Sizes sizes = {
-      .device = a.values.device().index(),
-      .m = a.values.size(0),
-      .n = b.values.size(0),
-      .k = a.values.size(1),
+  const Tensor out = plain_empty(job.a, {job.a.size(0), job.b.size(0)}, job.dtype);
+  const Problem problem = {
+      .device = job.a.device().index(),
+      .m = job.a.size(0),
+      .n = job.b.size(0),
+      .k = job.a.size(1),
       .a = *lie_a,
       .b = *lie_b,
-      .dtype = result.dtype,
-      .has_bias = bias.defined(),
-      .alignment = {alignment_of(a.values), alignment_of(b.values), alignment_of(out)}};
-  const cublasLtHandle_t handle = handle_of(a.values.device());
-  Descriptions described(sizes, bias.defined() ? bias.const_data_ptr() : nullptr);
-  const auto algorithm = chosen(handle, sizes, described);
+      .a_type = type_of(job.a.scalar_type()),
+      .b_type = type_of(job.b.scalar_type()),
+      .d_type = type_of(job.dtype),
+      .factors = job.factors,
+      .fast = job.fast,
+      .has_bias = job.bias.defined(),
+      .alignment = {alignment_of(job.a), alignment_of(job.b), alignment_of(out)}};
+  const cublasLtHandle_t handle = handle_of(job.a.device());
+  Descriptions described(problem, {job.bias.defined() ? job.bias.const_data_ptr() : nullptr,
+                                   job.a_scale, job.b_scale});
+  const auto algorithm = chosen(handle, problem, described);
   if (!algorithm) return std::nullopt;
 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const Scalars scalars(a.factor, b.factor, stream);
-  const Tensor workspace = plain_empty(a.values, {kWorkspace}, at::kByte);
+  const auto factors = scalars(stream);
+  const Tensor workspace = plain_empty(job.a, {kWorkspace}, at::kByte);
   void* d = out.mutable_data_ptr();
-  check(library()->matmul(handle, &described.product, scalars.alpha, b.values.const_data_ptr(),
-                          &described.b, a.values.const_data_ptr(), &described.a, scalars.beta, d,
+  check(library()->matmul(handle, &described.product, factors.alpha, job.b.const_data_ptr(),
+                          &described.b, job.a.const_data_ptr(), &described.a, factors.beta, d,
                           &described.d, d, &described.d, &*algorithm, workspace.mutable_data_ptr(),
                           kWorkspace, stream));
   return out;
 }
+
+// alpha and beta of a product whose factors are scales, read by the host.
+struct OneAndZero {
+  static constexpr float kOne = 1, kZero = 0;
+  const float *alpha = &kOne, *beta = &kZero;
+};
+
+}  // namespace
+
+std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSide& b,
+                                               const Result& result) {
+  if (!library() || (result.bias && result.dtype != at::kBFloat16)) return std::nullopt;
+  const bridge::ExecutionOn here(a.values);
+  const Job job = {.a = a.values,
+                   .b = b.values,
+                   .bias = result.bias ? result.bias->contiguous() : Tensor(),
+                   .dtype = result.dtype,
+                   .factors = Factors::kAlpha,
+                   .fast = false};
+  return multiply(job, here,
+                  [&](cudaStream_t stream) { return Scalars(a.factor, b.factor, stream); });
+}
+
+std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool has_row_scales,
+                                       bool fast, const Result& result) {
+  if (!library()) return std::nullopt;
+  const bridge::ExecutionOn here(a.codes);
+  const Job job = {.a = a.codes,
+                   .b = b.codes,
+                   .bias = result.bias ? result.bias->contiguous() : Tensor(),
+                   .dtype = result.dtype,
+                   .factors = has_row_scales ? Factors::kRows : Factors::kTensors,
+                   .fast = fast,
+                   .a_scale = a.scale.const_data_ptr(),
+                   .b_scale = b.scale.const_data_ptr()};
+  return multiply(job, here, [](cudaStream_t) { return OneAndZero(); });
+}
 #else
 std::optional<Tensor> product_by_device_factor(const ExactSide&, const ExactSide&, const Result&) {
+  return std::nullopt;
+}
+std::optional<Tensor> product_of_codes(const Fp8Codes&, const Fp8Codes&, bool, bool,
+                                       const Result&) {
   return std::nullopt;
 }
 #endif

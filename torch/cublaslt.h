@@ -1,4 +1,5 @@
-// An exact product whose factor lies on the device, as one kernel of cuBLASLt, which ATen's products cannot be told.
+// Products by cuBLASLt itself: an exact one whose factor lies on the device, which ATen's products cannot be told; and
+// those of FP8 codes, for which ATen asks cuBLASLt's heuristic each time.
 #pragma once
 
 #include <optional>
@@ -12,5 +13,16 @@ namespace minifloat::torch_ops {
 // this build has no cuBLASLt, or cuBLASLt no kernel for the sizes.
 std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSide& b,
                                                const Result& result);
+
+// One side of a product of FP8 codes: float8 (rows, k), rows adjacent, and the contiguous fp32 scale, of the tensor or
+// of each row.
+struct Fp8Codes {
+  const Tensor &codes, &scale;
+};
+
+// a · bᵀ of codes times scales; plus bias, in bf16; rounded once. Nothing where this build has no cuBLASLt, or cuBLASLt
+// no kernel for the sizes.
+std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool has_row_scales,
+                                       bool fast, const Result& result);
 
 }  // namespace minifloat::torch_ops

@@ -1,6 +1,6 @@
 // Products on CUDA. Every factor stays on the device: nothing waits for it.
 //
-//     FP8                                ATen's scaled product of the codes: one kernel
+//     FP8                                cuBLASLt's scaled product of the codes, or ATen's: one kernel
 //     block scales, on Blackwell         ATen's block-scaled product of the codes, after their scales are swizzled
 //     FP4 under powers of two            the same, of the codes carried in FP8 (products.cpp)
 //     exact, no factor owed              ATen's bf16 product: one kernel
@@ -94,20 +94,23 @@ Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
                    const Result& result) {
   check_scale("a", a);
   check_scale("b", b);
-  const Tensor left = fp8_view(a), right = plain_transpose(fp8_view(b));
+  const Tensor left = fp8_view(a), right = fp8_view(b);
   const auto [bias, dtype, is_whole] = request_of(result, engine != Engine::kFp8Block);
   Tensor out;
-  if (engine == Engine::kFp8Tensor) {
-    out = at::_scaled_mm(left, right, scale_view(a, {}), scale_view(b, {}), bias, std::nullopt,
-                         dtype, fast);
-  } else if (engine == Engine::kFp8Row) {
-    out = at::_scaled_mm(left, right, scale_view(a, {left.size(0), 1}),
-                         scale_view(b, {1, right.size(1)}), bias, std::nullopt, dtype, fast);
+  if (engine != Engine::kFp8Block) {
+    const bool by_row = engine == Engine::kFp8Row;
+    const Tensor a_scale = scale_view(a, {by_row ? left.size(0) : 1, 1}),
+                 b_scale = scale_view(b, {1, by_row ? right.size(0) : 1});
+    const auto product =
+        product_of_codes({left, a_scale}, {right, b_scale}, by_row, fast, {bias, dtype});
+    out = product ? *product
+                  : at::_scaled_mm(left, plain_transpose(right), a_scale, b_scale, bias,
+                                   std::nullopt, dtype, fast);
   } else {  // fast accumulation is a permission; blocks accumulate exactly
     const std::int64_t no_swizzle = static_cast<std::int64_t>(at::blas::SwizzleType::NO_SWIZZLE);
-    out = at::_scaled_mm_v2(left, right, {block_scale(a)}, {block_scaling(a.spec)}, {no_swizzle},
-                            {block_scale(b)}, {block_scaling(b.spec)}, {no_swizzle}, std::nullopt,
-                            dtype);
+    out = at::_scaled_mm_v2(left, plain_transpose(right), {block_scale(a)}, {block_scaling(a.spec)},
+                            {no_swizzle}, {block_scale(b)}, {block_scaling(b.spec)}, {no_swizzle},
+                            std::nullopt, dtype);
   }
   return is_whole ? out : add_bias(out, result);
 }

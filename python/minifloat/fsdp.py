@@ -22,7 +22,6 @@ mesh agree on that dtype, and on recipe and shape.
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Iterator
 from inspect import signature
 from typing import Any
@@ -161,7 +160,6 @@ def carry(layer: nn.Module, parameter: Any) -> None:
         rows = Rows(parameter.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
         travel = Travel(layer, plan, rows, parameter.shape[1], mesh.get_group(dim))
         local = parameter._local_tensor = WeightWithQuantizedGather(local, travel)
-        travel.sharded = weakref.ref(parameter)
     if isinstance(local, WeightWithQuantizedGather):  # of a tied weight, another layer's
         layer.__dict__["travel"] = local.travel
 
@@ -175,7 +173,8 @@ def sharded_weights(model: nn.Module) -> Iterator[WeightWithQuantizedGather]:
         local = getattr(parameter, "_local_tensor", None)
         if not isinstance(local, WeightWithQuantizedGather) or not local.travel.is_quantized:
             continue
-        if local.plain.device.type == parameter.device_mesh.device_type:  # else FSDP2 offloads it
+        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
+        if local.plain.device.type == mesh.device_type:  # else FSDP2 offloads it
             yield local
 
 
@@ -194,13 +193,15 @@ def precompute_scales(model: nn.Module) -> None:
     for group, weights in by_group.items():
         jobs = [w.travel.jobs(w.plain, w.travel.all_parts) for w in weights]
         pieces = iter(cast_shards([job for of_weight in jobs for job in of_weight], group))
-        copies: list[tuple[Tensor, Tensor]] = []
+        to: list[Tensor] = []
+        given: list[Tensor] = []
         for weight, of_weight in zip(weights, jobs):
             travel = weight.travel
             travel.keep([next(pieces) for _ in of_weight], travel.values_of(weight.plain))
-            copies += travel.kept_scales()
-        if copies:
-            torch._foreach_copy_([to for to, _ in copies], [given for _, given in copies])
+            for every, more in zip((to, given), travel.take_kept()):
+                every += more
+        if to:
+            torch._foreach_copy_(to, given)
 
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_scales  # torchao's name

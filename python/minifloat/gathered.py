@@ -6,24 +6,43 @@ are transposed from what travelled. Scales of blocks travel; others are of amaxe
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ._native import ops
 from .gather import Part
-from .parts import is_blocked, sizes, transpose_codes_into
+from .parts import code_bits, is_blocked, sizes
 from .quantized import Quantized, raw_scale, scale_dtype
-from .shard import Rows, block_places, code_bytes, grown, table_dtype, table_shape
-from .tensor import QuantizedTensor
+from .shard import Layout, ceil_div
+from .shard_cast import Piece
+from .tensor import TENSORS, QuantizedTensor
 
 
 class GatheredWeight(QuantizedTensor):
-    """What a gather brings. Its codes are FSDP2's memory, which a copy would keep from it."""
+    """What a gather brings. Its codes are FSDP2's memory, which a copy would keep from it.
+
+    Its parts stay what they are, so that a compiled block, which asks for them at each call, gets
+    them from attributes.
+    """
 
     owns_codes = False
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.flattened = super().__tensor_flatten__()
+        for name in self.flattened[0]:
+            side, tensor = name[1:].split("_")
+            self.__dict__[name] = getattr(getattr(self, side), tensor)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return self.flattened
 
     @staticmethod
     def __tensor_unflatten__(
@@ -31,6 +50,11 @@ class GatheredWeight(QuantizedTensor):
     ) -> GatheredWeight:
         whole = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
         return GatheredWeight(whole.rowwise, whole.columnwise, whole.dtype)
+
+
+for _side in ("rowwise", "columnwise"):
+    for _name in TENSORS:
+        setattr(GatheredWeight, f"_{_side}_{_name}", None)  # instances have their own
 
 
 @contextmanager
@@ -41,12 +65,18 @@ def unversioned(*tensors: Tensor) -> Iterator[None]:
         yield
 
 
-def whole_table(sent: Tensor, part: Part, rows: Rows, cols: int) -> Tensor:
+@lru_cache(maxsize=1024)
+def places_on(layout: Layout, device: torch.device) -> Tensor:
+    return torch.tensor(layout.places, device=device)
+
+
+def whole_table(sent: Tensor, layout: Layout) -> Tensor:
     """The scales of W by blocks of rows, from those of all ranks: bytes (world, table_bytes)."""
-    height, width = table_shape(part, rows, cols)
-    table = sent.contiguous().view(table_dtype(part)).view(rows.world * height, width)
-    where = block_places(part, rows, table.device)
-    return table[: -(-grown(part, rows.n) // part.block)] if where is None else table[where]
+    height, width = layout.table_shape
+    table = sent.contiguous().view(layout.table_dtype).view(layout.rows.world * height, width)
+    if layout.places is not None:
+        return table[places_on(layout, table.device)]
+    return table[: ceil_div(layout.grown(layout.rows.n), layout.part.block)]
 
 
 def empty_direction(part: Part, n: int, cols: int, device: torch.device) -> Quantized:
@@ -61,30 +91,56 @@ def empty_direction(part: Part, n: int, cols: int, device: torch.device) -> Quan
     return Quantized(codes, scale, amax, part.spec, shape, part.columnwise)
 
 
-def fill_codes(target: Quantized, sent: Part, codes: Tensor) -> None:
+@dataclass
+class Convoy:
+    """The weights that FSDP2 gathers at once: what they transpose is one call, of the last one."""
+
+    last: weakref.ref[Any]
+    sources: list[Tensor] = field(default_factory=list)
+    targets: list[Tensor] = field(default_factory=list)
+    sizes: list[int] = field(default_factory=list)
+
+    def turn(self) -> None:
+        if self.sources:
+            with unversioned(*self.targets):
+                ops.transpose_many(self.sources, self.targets, self.sizes)
+        self.sources, self.targets, self.sizes = [], [], []
+
+
+def fill_codes(target: Quantized, layout: Layout, codes: Tensor, convoy: Convoy) -> None:
     """A direction's codes from the flat ones of a part: the same direction, or a square's other."""
-    n = target.shape[1] if target.columnwise else target.shape[0]
-    cols = target.shape[0] if target.columnwise else target.shape[1]
-    width = code_bytes(sent, cols)
-    rows = codes[: grown(sent, n) * width].view(-1, width)
+    rows = layout.grown(layout.rows.n)
+    gathered = codes[: rows * layout.code_bytes]
     if target.columnwise:
-        transpose_codes_into(target.codes, target.spec, rows, cols)
-    elif target.codes.data_ptr() != rows.data_ptr():
-        target.codes.copy_(rows)
+        convoy.sources.append(gathered)
+        convoy.targets.append(target.codes)
+        convoy.sizes += (rows, layout.cols, code_bits(target.spec))
+    elif target.codes.data_ptr() != gathered.data_ptr():
+        with unversioned(target.codes):
+            target.codes.view(-1).copy_(gathered)
 
 
-def fill_scales(target: Quantized, sent: Part, table: Tensor | None, scale: Tensor, amax: Tensor) -> None:
-    """table: scales by blocks of rows; None: `scale` is all ranks'."""
-    if table is None:
-        torch._foreach_copy_([target.scale, target.amax], [scale, amax])
-    elif sent.amaxes == "row":
-        target.scale.copy_(table[:, 0])
-        target.amax.copy_(table[:, 1])
-    else:
-        raw_scale(target).copy_(table.t() if target.columnwise else table)
-        target.amax.copy_(amax)
+def fill_scales(target: Quantized, layout: Layout, table: Tensor) -> None:
+    """table: scales by blocks of rows; of rows, with their amaxes."""
+    with unversioned(target.scale, target.amax):
+        if layout.part.amaxes == "row":
+            target.scale.copy_(table[:, 0])
+            target.amax.copy_(table[:, 1])
+        else:
+            raw_scale(target).copy_(table.t() if target.columnwise else table)
+
+
+def known_of(target: Quantized, piece: Piece) -> tuple[list[Tensor], list[Tensor]]:
+    """What all ranks know without a table, and where it goes: (to, from)."""
+    pairs = [(target.amax, piece.amax)] if piece.amax.numel() else []
+    if piece.table is None:
+        pairs.append((target.scale, piece.scale))
+    elif target.amax.dim() == 1:
+        pairs = []  # rows', which travel
+    return [to for to, _ in pairs], [given for _, given in pairs]
 
 
 def poison(target: Quantized) -> None:
     """A direction that is not there: whatever reads it gets NaN."""
-    target.scale.view(-1).view(torch.uint8).fill_(0xFF)  # NaN in float32, E8M0 and E4M3
+    with unversioned(target.scale):
+        target.scale.view(-1).view(torch.uint8).fill_(0xFF)  # NaN in float32, E8M0 and E4M3

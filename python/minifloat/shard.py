@@ -14,13 +14,16 @@ and again after. A scale that is not a block's does not travel: all ranks know t
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
+from math import prod
 
 import torch
 
 from .gather import Part
 from .parts import code_bits, is_blocked, sizes
 from .quantized import scale_dtype
+
+CELL_ALIGNMENT = 4  # of the amaxes that partial_amax packs for each part
 
 
 def ceil_div(a: int, b: int) -> int:
@@ -66,110 +69,154 @@ class Rows:
         return not (part.is_transformed and self.split_blocks(part.block))
 
 
-def grown(part: Part, n: int) -> int:
-    """Rows of W with those that a transform adds."""
-    return round_up(n, part.transform)
+# ---- one part of a shard -------------------------------------------------------------------------
 
 
-def code_bytes(part: Part, cols: int) -> int:
-    """Of a row of W as it travels."""
-    if part.columnwise:
-        return ceil_div(cols, 2) if code_bits(part.spec) == 4 else cols
-    return sizes(part.spec, 1, cols)[0]
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """One part of a weight (N, K) on one rank: its window, what is exchanged, what is sent."""
+
+    part: Part
+    rows: Rows
+    cols: int
+
+    def grown(self, n: int) -> int:
+        """Rows of W with those that a transform adds."""
+        return round_up(n, self.part.transform)
+
+    # ---- codes
+
+    @cached_property
+    def code_bytes(self) -> int:
+        """Of a row of W as it travels."""
+        if self.part.columnwise:
+            return ceil_div(self.cols, 2) if code_bits(self.part.spec) == 4 else self.cols
+        return sizes(self.part.spec, 1, self.cols)[0]
+
+    @cached_property
+    def sent_bytes(self) -> int:
+        return self.grown(self.rows.chunk) * self.code_bytes
+
+    @cached_property
+    def held_bytes(self) -> int:
+        """Without those of rows that make a short shard a chunk."""
+        return self.grown(self.rows.end - self.rows.start) * self.code_bytes
+
+    # ---- the window
+
+    @cached_property
+    def window(self) -> range:
+        """Rows of W that the cast takes for a weight of its own."""
+        rows, block = self.rows, self.part.block
+        if not is_blocked(self.part.spec):
+            return range(rows.n)
+        if rows.start == rows.end:  # the tensor's amax is still wanted
+            return range(min(block, rows.n))
+        return range(rows.start // block * block, min(round_up(rows.end, block), rows.n))
+
+    @cached_property
+    def geometry(self) -> tuple[bool, int, int]:
+        """Columnwise, rows, columns: what a partial cast is told of the window."""
+        return self.part.columnwise, len(self.window), self.cols
+
+    @cached_property
+    def first_element(self) -> int:
+        """Of the shard in the window."""
+        is_empty = self.rows.start == self.rows.end
+        return 0 if is_empty else (self.rows.start - self.window.start) * self.cols
+
+    @cached_property
+    def cells(self) -> tuple[int, int]:
+        """Of elements that share an amax: in the window's rows and columns."""
+        if is_blocked(self.part.spec):
+            return ceil_div(len(self.window), self.part.block), ceil_div(self.cols, self.part.width)
+        if self.part.amaxes == "tensor":
+            return 1, 1
+        return (1, self.cols) if self.part.columnwise else (len(self.window), 1)
+
+    @cached_property
+    def has_outer_amax(self) -> bool:
+        """NVFP4: the tensor's amax, behind those of its blocks."""
+        return is_blocked(self.part.spec) and self.part.amaxes == "tensor"
+
+    @cached_property
+    def packed(self) -> int:
+        """Amaxes of the window, as partial_amax packs them."""
+        return round_up(prod(self.cells) + self.has_outer_amax, CELL_ALIGNMENT)
+
+    @cached_property
+    def scale_shape(self) -> tuple[int, ...]:
+        """Of the window's scales, as read."""
+        height, width = self.cells
+        if is_blocked(self.part.spec):
+            return (width, height) if self.part.columnwise else (height, width)
+        return () if self.part.amaxes == "tensor" else (height * width,)
+
+    @cached_property
+    def scale_dtype(self) -> torch.dtype:
+        return scale_dtype(self.part.spec)
+
+    @cached_property
+    def amax_shape(self) -> tuple[int, ...]:
+        if self.part.amaxes == "row":
+            return self.scale_shape
+        return () if self.part.amaxes == "tensor" else (0,)
+
+    @cached_property
+    def exchanged(self) -> tuple[int, tuple[tuple[int, int, int], ...]]:
+        """What ranks tell each other: how many amaxes, and which of them this rank holds.
+
+        The latter as (first of the exchanged, first of the window's cells, how many).
+        """
+        height, width = self.cells
+        if not is_blocked(self.part.spec):
+            return height * width, ((0, 0, height * width),)
+        first = self.window.start // self.part.block
+        held, at = [], 0
+        for block in self.rows.split_blocks(self.part.block):
+            if first <= block < first + height:
+                held.append((at, (block - first) * width, width))
+            at += width
+        if self.has_outer_amax:
+            held.append((at, height * width, 1))
+            at += 1
+        return at, tuple(held)
+
+    # ---- the scales that travel
+
+    @cached_property
+    def table_shape(self) -> tuple[int, int]:
+        """Of those that one rank sends; a row's comes with its amax."""
+        most = ceil_div(self.grown(self.rows.chunk), self.part.block)
+        if self.part.columnwise:
+            return most, ceil_div(self.cols, self.part.width)
+        is_of_rows = self.part.amaxes == "row"
+        return most, 2 if is_of_rows else sizes(self.part.spec, self.part.block, self.cols)[3]
+
+    @cached_property
+    def table_dtype(self) -> torch.dtype:
+        return torch.float32 if self.scale_dtype == torch.float32 else torch.uint8
+
+    @cached_property
+    def table_bytes(self) -> int:
+        return 0 if self.part.is_shared else prod(self.table_shape) * self.table_dtype.itemsize
+
+    @cached_property
+    def table_rows(self) -> tuple[int, int]:
+        """Of the window's scales those of blocks that begin in the shard: first, and how many."""
+        begin, end = (ceil_div(row, self.part.block) for row in (self.rows.start, self.rows.end))
+        return begin - self.window.start // self.part.block, max(end - begin, 0)
+
+    @cached_property
+    def places(self) -> list[int] | None:
+        """Where the scales of W's blocks are among those that all ranks sent; None: one by one."""
+        n, chunk, block = self.grown(self.rows.n), self.grown(self.rows.chunk), self.part.block
+        most = ceil_div(chunk, block)
+        found: list[int] = []
+        for rank in range(self.rows.world):
+            first, last = (ceil_div(min(r * chunk, n), block) for r in (rank, rank + 1))
+            found += range(rank * most, rank * most + last - first)
+        return None if found == list(range(len(found))) else found
 
 
-# ---- windows -------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Window:
-    """Rows [low, high) of W, which a cast takes for a weight of its own."""
-
-    low: int
-    high: int
-
-    @property
-    def height(self) -> int:
-        return self.high - self.low
-
-
-@lru_cache(maxsize=4096)
-def window_of(part: Part, rows: Rows) -> Window:
-    if not is_blocked(part.spec):
-        return Window(0, rows.n)
-    block = part.block
-    if rows.start == rows.end:  # the tensor's amax is still wanted
-        return Window(0, min(block, rows.n))
-    return Window(rows.start // block * block, min(round_up(rows.end, block), rows.n))
-
-
-@lru_cache(maxsize=4096)
-def cell_grid(part: Part, rows: Rows, cols: int) -> tuple[int, int]:
-    """Cells, which share an amax, in the rows and columns of the window."""
-    height = window_of(part, rows).height
-    if is_blocked(part.spec):
-        return ceil_div(height, part.block), ceil_div(cols, part.width)
-    if part.amaxes == "tensor":
-        return 1, 1
-    return (1, cols) if part.columnwise else (height, 1)
-
-
-def has_outer_amax(part: Part) -> bool:
-    """NVFP4: the tensor's amax, beside those of its blocks."""
-    return is_blocked(part.spec) and part.amaxes == "tensor"
-
-
-@lru_cache(maxsize=4096)
-def exchanged_cells(part: Part, rows: Rows, cols: int) -> tuple[int, tuple[tuple[int, int, int], ...]]:
-    """What ranks tell each other of a part: how many amaxes, and which of them this rank holds.
-
-    The latter as (first of the exchanged, first of the window's cells, how many).
-    """
-    height, width = cell_grid(part, rows, cols)
-    if not is_blocked(part.spec):
-        return height * width, ((0, 0, height * width),)
-    first = window_of(part, rows).low // part.block
-    held, at = [], 0
-    for block in rows.split_blocks(part.block):
-        if first <= block < first + height:
-            held.append((at, (block - first) * width, width))
-        at += width
-    if has_outer_amax(part):
-        held.append((at, height * width, 1))
-        at += 1
-    return at, tuple(held)
-
-
-# ---- the scales that travel -------------------------------------------------------------------------
-
-
-def table_shape(part: Part, rows: Rows, cols: int) -> tuple[int, int]:
-    """Of the scales that one rank sends; a row's scale comes with its amax."""
-    most = ceil_div(grown(part, rows.chunk), part.block)
-    if part.columnwise:
-        return most, ceil_div(cols, part.width)
-    return most, 2 if part.amaxes == "row" else sizes(part.spec, part.block, cols)[3]
-
-
-def table_dtype(part: Part) -> torch.dtype:
-    return torch.float32 if scale_dtype(part.spec) == torch.float32 else torch.uint8
-
-
-def table_bytes(part: Part, rows: Rows, cols: int) -> int:
-    if part.is_shared:
-        return 0
-    height, width = table_shape(part, rows, cols)
-    return height * width * table_dtype(part).itemsize
-
-
-@lru_cache(maxsize=1024)
-def block_places(part: Part, rows: Rows, device: torch.device) -> torch.Tensor | None:
-    """Where the scales of W's blocks are among those that all ranks sent; None: one by one."""
-    n, chunk = grown(part, rows.n), grown(part, rows.chunk)
-    most, found = ceil_div(chunk, part.block), []
-    for rank in range(rows.world):
-        first, last = (ceil_div(min(r * chunk, n), part.block) for r in (rank, rank + 1))
-        found += range(rank * most, rank * most + last - first)
-    if found == list(range(len(found))):
-        return None
-    return torch.tensor(found, device=device)
+layout_of = lru_cache(maxsize=4096)(Layout)  # weights that are alike have one

@@ -21,23 +21,9 @@ from torch import Tensor
 
 from ._native import ops
 from .gather import Part
-from .parts import is_blocked, sizes, transpose_codes_into
-from .quantized import Quantized, raw_scale, read_direction, scale_dtype
-from .shard import (
-    Rows,
-    ceil_div,
-    cell_grid,
-    code_bytes,
-    exchanged_cells,
-    grown,
-    has_outer_amax,
-    round_up,
-    table_shape,
-    window_of,
-)
-
-Key = tuple[Part, Rows, int]  # what geometry is a function of; the last is K
-CELL_ALIGNMENT = 4  # of the amaxes that partial_amax gives for each part
+from .parts import is_blocked, transpose_codes_into
+from .quantized import Quantized, raw_scale, read_direction
+from .shard import Layout, ceil_div
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,14 +31,13 @@ class Job:
     """One part of one weight, and the rows of it that this rank has."""
 
     shard: Tensor  # (rows, K), float32 or bfloat16
-    part: Part
-    rows: Rows
+    layout: Layout
     rounded_to: torch.dtype  # before amax and cast: float32 or bfloat16
     in_force: Tensor | None  # the amax of a delayed scale
 
     @property
-    def key(self) -> Key:
-        return self.part, self.rows, self.shard.shape[1]
+    def is_transformed(self) -> bool:
+        return self.layout.part.is_transformed
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,15 +65,15 @@ def cast_shards(
 
     known: what the pieces of an earlier cast exchanged; then no rank is asked again.
     """
-    order = sorted(range(len(jobs)), key=lambda i: jobs[i].part.is_transformed)
-    plain = [jobs[i] for i in order if not jobs[i].part.is_transformed]
+    order = sorted(range(len(jobs)), key=lambda i: jobs[i].is_transformed)
+    plain = [jobs[i] for i in order if not jobs[i].is_transformed]
     transformed = [jobs[i] for i in order[len(plain) :]]
     entries = entries_of(plain)
     packed = ops.partial_amax(*entries) if plain else None
-    cells = shared_cells(tuple(job.key for job in plain), jobs[0].shard.device)
+    cells = shared_cells(tuple(job.layout for job in plain), jobs[0].shard.device)
     values = [job.shard.to(job.rounded_to) for job in transformed]
 
-    amaxes = [own_amax(x, job.part) for x, job in zip(values, transformed)]
+    amaxes = [own_amax(x, job.layout.part) for x, job in zip(values, transformed)]
     own = amaxes if packed is None else [cells.read(packed), *amaxes]
     every = own[0] if len(own) == 1 else torch.cat(own)
     if known is not None:
@@ -140,24 +125,20 @@ class SharedCells:
 
 
 @lru_cache(maxsize=256)
-def shared_cells(keys: tuple[Key, ...], device: torch.device) -> SharedCells:
-    sizes = [prod(cell_grid(*key)) + has_outer_amax(key[0]) for key in keys]
-    sizes = [round_up(size, CELL_ALIGNMENT) for size in sizes]
-    if not any(is_blocked(part.spec) for part, _, _ in keys):
-        return SharedCells(tuple(sizes))
+def shared_cells(layouts: tuple[Layout, ...], device: torch.device) -> SharedCells:
+    if not any(is_blocked(layout.part.spec) for layout in layouts):
+        return SharedCells(tuple(layout.packed for layout in layouts))
     ranges = [(0, 0, 0)]  # first of the shared, first of the packed, how many
     place = cell = 0
-    lengths = []
-    for key, size in zip(keys, sizes):
-        count, held = exchanged_cells(*key)
+    for layout in layouts:
+        count, held = layout.exchanged
         ranges += [(place + i, cell + j, n) for i, j, n in held]
-        lengths.append(count)
-        place, cell = place + count, cell + size
+        place, cell = place + count, cell + layout.packed
     places, cells = (
         torch.cat([torch.arange(r[side], r[side] + r[2], device=device) for r in ranges])
         for side in (0, 1)
     )
-    return SharedCells(tuple(lengths), places, cells)
+    return SharedCells(tuple(layout.exchanged[0] for layout in layouts), places, cells)
 
 
 def own_amax(x: Tensor, part: Part) -> Tensor:
@@ -178,29 +159,13 @@ def entries_of(jobs: Sequence[Job]) -> Entries:
     """Masters, specs and geometry, as the partial casts take them; codes go to fragments."""
     geometry: list[int] = []
     for job in jobs:
-        window, cols = window_of(job.part, job.rows), job.shard.shape[1]
-        start = (job.rows.start - window.low) * cols if len(job.shard) else 0
         rounds = job.rounded_to == torch.bfloat16
-        geometry += (job.part.columnwise, window.height, cols, rounds, start, True)
-    return [job.shard for job in jobs], [job.part.spec for job in jobs], geometry
-
-
-@lru_cache(maxsize=4096)
-def scale_shape(part: Part, rows: Rows, cols: int) -> tuple[int, ...]:
-    """Of the window's scales, as read."""
-    height, width = cell_grid(part, rows, cols)
-    if is_blocked(part.spec):
-        return (width, height) if part.columnwise else (height, width)
-    return () if part.amaxes == "tensor" else (height * width,)
-
-
-@lru_cache(maxsize=4096)
-def amax_shape(part: Part, rows: Rows, cols: int) -> tuple[int, ...]:
-    return scale_shape(part, rows, cols) if part.amaxes == "row" else {"tensor": (), "": (0,)}[part.amaxes]
+        geometry += (*job.layout.geometry, rounds, job.layout.first_element, True)
+    return [job.shard for job in jobs], [job.layout.part.spec for job in jobs], geometry
 
 
 def carve(like: Tensor, dtype: torch.dtype, counts: Sequence[int], unit: int) -> Sequence[Tensor]:
-    """Flat tensors of so many elements in one allocation, each beginning at a multiple of `unit`."""
+    """Flat tensors of so many elements in one allocation, each from a multiple of `unit` on."""
     padded = [n for count in counts for n in (count, -count % unit)]
     return like.new_empty(sum(padded), dtype=dtype).split(padded)[::2]
 
@@ -209,40 +174,36 @@ def cast_plain(
     jobs: Sequence[Job], packed: Tensor, entries: Entries, exchanged: Sequence[Tensor]
 ) -> list[Piece]:
     """From amaxes that are those of the whole weights."""
-    keys = [job.key for job in jobs]
-    sent = carve(packed, torch.uint8, [rows.chunk * code_bytes(p, k) for p, rows, k in keys], 256)
+    layouts = [job.layout for job in jobs]
+    sent = carve(packed, torch.uint8, [layout.sent_bytes for layout in layouts], 256)
     codes = []
-    for memory, job in zip(sent, jobs):
-        held = len(job.shard) * code_bytes(job.part, job.shard.shape[1])
-        codes.append(memory if held == len(memory) else memory[:held])
-        if held < len(memory):
+    for memory, layout in zip(sent, layouts):
+        held = layout.held_bytes
+        codes.append(memory if held == layout.sent_bytes else memory[:held])
+        if held < layout.sent_bytes:
             memory[held:].zero_()
-    shapes = [(scale_shape(*key), scale_dtype(key[0].spec)) for key in keys]
-    memory = carve(packed, torch.uint8, [prod(s) * dtype.itemsize for s, dtype in shapes], 16)
-    scales = [m.view(dtype).view(shape) for m, (shape, dtype) in zip(memory, shapes)]
-    amax_shapes = [amax_shape(*key) for key in keys]
-    floats = carve(packed, torch.float32, [prod(shape) for shape in amax_shapes], 4)
-    amaxes = [m.view(shape) for m, shape in zip(floats, amax_shapes)]
-    delayed = [i for i, job in enumerate(jobs) if job.in_force is not None]
+    bytes_of = [prod(layout.scale_shape) * layout.scale_dtype.itemsize for layout in layouts]
+    memories = carve(packed, torch.uint8, bytes_of, 16)
+    scales = [m.view(la.scale_dtype).view(la.scale_shape) for m, la in zip(memories, layouts)]
+    floats = carve(packed, torch.float32, [prod(layout.amax_shape) for layout in layouts], 4)
+    amaxes = [m.view(layout.amax_shape) for m, layout in zip(floats, layouts)]
+    delayed = [(amax, j.in_force) for amax, j in zip(amaxes, jobs) if j.in_force is not None]
     if delayed:
-        torch._foreach_copy_([amaxes[i] for i in delayed], [jobs[i].in_force for i in delayed])
+        torch._foreach_copy_([amax for amax, _ in delayed], [given for _, given in delayed])
     ops.partial_cast(packed, *entries, codes, scales, amaxes)
     return [
-        Piece(code, table_of(job, scale), scale, amax, known)
-        for job, code, scale, amax, known in zip(jobs, sent, scales, amaxes, exchanged)
+        Piece(code, table_of(layout, scale), scale, amax, known)
+        for layout, code, scale, amax, known in zip(layouts, sent, scales, amaxes, exchanged)
     ]
 
 
-def table_of(job: Job, scale: Tensor) -> Tensor | None:
+def table_of(layout: Layout, scale: Tensor) -> Tensor | None:
     """The scales of the blocks that begin in the shard, by W's rows."""
-    part, rows = job.part, job.rows
-    if part.is_shared:
+    if layout.part.is_shared:
         return None
-    begin, end = (ceil_div(i, part.block) for i in (rows.start, rows.end))
-    raw = scale if scale.dtype == torch.float32 else scale.view(torch.uint8)
-    by_row = raw.t() if part.columnwise else raw
-    first = window_of(part, rows).low // part.block
-    return as_rows(by_row, begin - first, end - begin, table_shape(*job.key))
+    raw = scale if layout.table_dtype == torch.float32 else scale.view(torch.uint8)
+    by_row = raw.t() if layout.part.columnwise else raw
+    return as_rows(by_row, *layout.table_rows, layout.table_shape)
 
 
 def as_rows(x: Tensor, begin: int, count: int, shape: tuple[int, int]) -> Tensor:
@@ -250,7 +211,7 @@ def as_rows(x: Tensor, begin: int, count: int, shape: tuple[int, int]) -> Tensor
     if begin == 0 and count == shape[0] and x.shape == shape:
         return x
     padded = x.new_zeros(shape)
-    if count > 0:
+    if count:
         padded[:count] = x[begin : begin + count]
     return padded
 
@@ -258,20 +219,20 @@ def as_rows(x: Tensor, begin: int, count: int, shape: tuple[int, int]) -> Tensor
 # ---- with one ------------------------------------------------------------------------------------
 
 
-def in_row_order(q: Quantized, part: Part, rows: int) -> tuple[Tensor, Tensor]:
+def in_row_order(q: Quantized, layout: Layout, rows: int) -> tuple[Tensor, Tensor]:
     """Codes and scales of `rows` rows of W, by W's rows and blocks of rows."""
-    codes, scale = q.codes, raw_scale(q)
-    if part.columnwise and rows:
-        out = codes.new_empty(rows, code_bytes(part, codes.shape[0]))
-        codes = transpose_codes_into(out, part.spec, codes, rows)
-    if part.amaxes == "row" and not part.columnwise:
+    codes, scale, columnwise = q.codes, raw_scale(q), layout.part.columnwise
+    if columnwise and rows:
+        out = codes.new_empty(rows, layout.code_bytes)
+        codes = transpose_codes_into(out, layout.part.spec, codes, rows)
+    if layout.part.amaxes == "row" and not columnwise:
         return codes, torch.stack([scale, q.amax], 1)
-    return codes, scale.t() if part.columnwise and scale.dim() == 2 else scale
+    return codes, scale.t() if columnwise and scale.dim() == 2 else scale
 
 
 def cast_transformed(x: Tensor, job: Job, exchanged: Tensor) -> Piece:
     """x: the shard, rounded; exchanged: its own_amax, of all ranks."""
-    part, rows, cols = job.key
+    layout, part = job.layout, job.layout.part
     amax = job.in_force
     if len(exchanged):
         amax = exchanged.view(torch.float32)
@@ -279,10 +240,10 @@ def cast_transformed(x: Tensor, job: Job, exchanged: Tensor) -> Piece:
     side = "col" if part.columnwise else "row"
     out = ops.quantize(x, **{"row": "", "col": "", side: part.spec, f"amax_{side}": amax})
     q = read_direction(out, x, part.spec, part.columnwise)
-    kept = grown(part, len(x))
-    codes, scales = in_row_order(q, part, kept)
-    sent = as_rows(codes, 0, kept, (grown(part, rows.chunk), code_bytes(part, cols))).view(-1)
+    kept = layout.grown(len(x))
+    codes, scales = in_row_order(q, layout, kept)
+    sent = as_rows(codes, 0, kept, (layout.grown(layout.rows.chunk), layout.code_bytes)).view(-1)
     if part.is_shared:
         return Piece(sent, None, q.scale, q.amax, exchanged)
-    table = as_rows(scales, 0, ceil_div(kept, part.block), table_shape(*job.key))
+    table = as_rows(scales, 0, ceil_div(kept, part.block), layout.table_shape)
     return Piece(sent, table, q.scale, q.amax, exchanged)

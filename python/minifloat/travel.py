@@ -26,17 +26,19 @@ from torch import Tensor, nn
 from ._native import ops
 from .gather import Part, Plan
 from .gathered import (
+    Convoy,
     GatheredWeight,
     empty_direction,
     fill_codes,
     fill_scales,
+    known_of,
     poison,
     unversioned,
     whole_table,
 )
 from .quantized import Quantized
 from .reuse import STEPS
-from .shard import Rows, code_bytes, round_up, table_bytes
+from .shard import Layout, Rows, layout_of, round_up
 from .shard_cast import Job, Piece, cast_shards
 from .tensor import NOMINAL_DTYPES
 
@@ -44,6 +46,8 @@ COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNKNOWN = -1
 HISTORY_ROWS = {False: 1, True: 3}  # of W in an amax history: as fprop and as dgrad reads it
 ALIGNMENT = 4  # bytes
+# By FSDP2's parameter group, or by a weight's travel.
+CONVOYS: weakref.WeakKeyDictionary[Any, Convoy] = weakref.WeakKeyDictionary()
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,14 +79,14 @@ class Travel:
         self.shard: Tensor | None = None  # that was sent last, if more of it may be asked for
         self.held: tuple[Part, ...] = ()  # what the last gather brought
         self.directions: tuple[Quantized, Quantized] | None = None  # of the whole, since the first
-        self.scales_of: dict[bool, Tensor] = {}  # what a direction's scale, if shared, was copied from
-        self.sharded: Any = lambda: None  # reference to FSDP2's parameter
-        self.fsdp_group: Any = lambda: None  # and to its parameter group
+        self.known: dict[bool, Tensor] = {}  # the scale of the piece that a direction has from all
+        self.fsdp_group: Any = lambda: None  # reference to FSDP2's
 
     def knows(self, parameter: Any) -> bool:
         """Has FSDP2 handed this parameter to the layer before, or what it gathers?"""
-        is_whole = type(parameter) is GatheredWeight and isinstance(parameter, nn.Parameter)
-        return is_whole or parameter is self.sharded()
+        local = getattr(parameter, "_local_tensor", None)
+        is_known = type(parameter) is GatheredWeight or getattr(local, "travel", None) is self
+        return is_known and isinstance(parameter, nn.Parameter)
 
     @property
     def is_quantized(self) -> bool:
@@ -92,7 +96,10 @@ class Travel:
         how = f"weight travels in {self.dtype}: {self.reason}" if self.reason else str(self.plan)
         return f"{how}, in {self.rows.world} shards"
 
-    @property
+    def layout(self, part: Part) -> Layout:
+        return layout_of(part, self.rows, self.cols)
+
+    @cached_property
     def all_parts(self) -> tuple[Part, ...]:
         return tuple(dict.fromkeys((*self.plan.parts(False), *self.plan.parts(True))))
 
@@ -205,7 +212,7 @@ class Travel:
     def jobs(self, shard: Tensor, parts: Sequence[Part]) -> list[Job]:
         values = shard if shard.dtype in NOMINAL_DTYPES else shard.to(self.rounded_to)
         return [
-            Job(values, part, self.rows, self.rounded_to, self.in_force(part)) for part in parts
+            Job(values, self.layout(part), self.rounded_to, self.in_force(part)) for part in parts
         ]
 
     def values_of(self, shard: Tensor) -> Any:
@@ -237,8 +244,7 @@ class Travel:
         """Where each part's scales begin among a rank's, and where the last end."""
         starts = [0]
         for part in parts:
-            length = table_bytes(part, self.rows, self.cols)
-            starts.append(starts[-1] + round_up(length, ALIGNMENT))
+            starts.append(starts[-1] + round_up(self.layout(part).table_bytes, ALIGNMENT))
         return starts
 
     @cached_property
@@ -255,7 +261,7 @@ class Travel:
     # ---- what is received ------------------------------------------------------------------------
 
     def receive(self, outputs: Sequence[Tensor], sent: Sent | None, out: Any) -> Any:
-        """The whole weight, and its tensors beside FSDP2's own; into the same from the second on."""
+        """The whole weight, and tensors beside FSDP2's own; the same ones from the second on."""
         if sent is None:
             whole = outputs[0].view(-1, self.cols)[: self.rows.n]
             return None if out is not None else (whole, ())
@@ -264,12 +270,13 @@ class Travel:
             self.fill(outputs, sent)
             return None
         row, col = self.directions = self.empty_directions(outputs)
-        self.scales_of = {}
+        self.known = {}
         self.fill(outputs, sent)
         assert self.dtype is not None  # agreed before anything is sent
-        scales = () if self.plan.row.is_shared else (row.scale,)
-        scales += () if self.plan.col.is_shared else (col.scale,)
-        return GatheredWeight(row, col, self.dtype), (col.codes, *scales)
+        inner = [col.codes]  # what a scale for all takes is little, and stays
+        inner += [] if self.plan.row.is_shared else [row.scale]
+        inner += [] if self.plan.col.is_shared else [col.scale]
+        return GatheredWeight(row, col, self.dtype), tuple(inner)
 
     def empty_directions(self, outputs: Sequence[Tensor]) -> tuple[Quantized, Quantized]:
         """Rowwise codes are FSDP2's memory; a square's directions share what scale they share."""
@@ -277,7 +284,7 @@ class Travel:
         row, col = (
             empty_direction(part, n, self.cols, device) for part in (self.plan.row, self.plan.col)
         )
-        width = code_bytes(self.plan.row, self.cols)
+        width = self.layout(self.plan.row).code_bytes
         row = replace(row, codes=outputs[0][: n * width].view(n, width))
         if self.plan.mode == "one" and self.plan.row.is_shared:
             col = replace(col, scale=row.scale.detach(), amax=row.amax.detach())
@@ -295,48 +302,50 @@ class Travel:
         if not is_split or skips_columnwise:
             self.fill_direction(row, outputs, sent)
         else:
-            with unversioned(row.scale):
-                poison(row)  # its codes are the other's
-            self.scales_of.pop(False, None)
+            poison(row)  # its codes are the other's
+            self.known.pop(False, None)
         if skips_columnwise:
             col.codes.untyped_storage().resize_(0)  # until backward's gather
         else:
             self.fill_direction(col, outputs, sent)
         self.held = sent.parts
+        if self.convoy.last() is self:
+            self.convoy.turn()
 
     def fill_direction(self, target: Quantized, outputs: Sequence[Tensor], sent: Sent) -> None:
         i = next((i for i, p in enumerate(sent.parts) if p.columnwise == target.columnwise), 0)
-        part, piece = sent.parts[i], sent.pieces[i]
-        if target.columnwise or target.codes.data_ptr() != outputs[i].data_ptr():
-            with unversioned(target.codes):
-                fill_codes(target, part, outputs[i])
-        if part.is_shared and self.has_scale(target, piece):
-            return
-        table = None
-        if not part.is_shared:
+        layout, piece = self.layout(sent.parts[i]), sent.pieces[i]
+        fill_codes(target, layout, outputs[i], self.convoy)
+        if piece.table is not None:
             start = self.table_starts(sent.parts)[i]
             flat = outputs[-1].view(self.rows.world, -1)
-            length = table_bytes(part, self.rows, self.cols)
-            table = whole_table(flat[:, start : start + length], part, self.rows, self.cols)
-        with unversioned(target.scale, target.amax):
-            fill_scales(target, part, table, piece.scale, piece.amax)
+            table = whole_table(flat[:, start : start + layout.table_bytes], layout)
+            fill_scales(target, layout, table)
+        if self.takes(target, piece):
+            to, given = known_of(target, piece)
+            with unversioned(*to):
+                torch._foreach_copy_(to, given)
 
-    def has_scale(self, target: Quantized, piece: Piece) -> bool:
-        """Is the scale that all ranks share there already? Notes that from now on it is."""
-        if target.columnwise and self.plan.mode == "one":
-            return True  # it is the rowwise one
-        was_there = self.scales_of.get(target.columnwise) is piece.scale
-        self.scales_of[target.columnwise] = piece.scale
-        return was_there
+    def takes(self, target: Quantized, piece: Piece) -> bool:
+        """Is there anything to copy of what ranks know of a piece? From now on it is there."""
+        is_shared = target.columnwise and self.plan.mode == "one" and self.plan.row.is_shared
+        if is_shared or self.known.get(target.columnwise) is piece.scale:
+            return False
+        self.known[target.columnwise] = piece.scale
+        return piece.table is None or piece.amax.numel() > 0
 
-    def kept_scales(self) -> list[tuple[Tensor, Tensor]]:
-        """(to, from): what gathers of the kept pieces would copy, where they bring no scale."""
-        copies: list[tuple[Tensor, Tensor]] = []
+    def take_kept(self) -> tuple[list[Tensor], list[Tensor]]:
+        """(to, from) of what the next gathers of the kept pieces would copy."""
+        to: list[Tensor] = []
+        given: list[Tensor] = []
         for target in self.directions or ():
             piece = self.kept.get(Part(target.spec, target.columnwise))
-            if piece is not None and piece.table is None and not self.has_scale(target, piece):
-                copies += [(target.scale, piece.scale), (target.amax, piece.amax)]
-        return copies
+            if piece is None and self.plan.mode == "one":
+                piece = self.kept[self.plan.row]
+            if piece is not None and self.takes(target, piece):
+                more_to, more = known_of(target, piece)
+                to, given = to + more_to, given + more
+        return to, given
 
     def serves_forward_alone(self) -> bool:
         """Will FSDP2 gather again before backward? Where it tells nothing, the answer is no."""
@@ -354,6 +363,19 @@ class Travel:
             except (ImportError, AttributeError, LookupError, TypeError):
                 return None
         return group
+
+    @property
+    def convoy(self) -> Convoy:
+        """Of FSDP2's parameter group; of this weight alone where there is no knowing."""
+        group = self.find_group()
+        if group is None:
+            return CONVOYS.setdefault(self, Convoy(weakref.ref(self)))
+        if group not in CONVOYS:
+            locals_ = [getattr(p.sharded_param, "_local_tensor", None) for p in group.fsdp_params]
+            mates = [getattr(local, "travel", None) for local in locals_]
+            last = [mate for mate in mates if mate is not None and mate.is_quantized][-1]
+            CONVOYS[group] = Convoy(weakref.ref(last))
+        return CONVOYS[group]
 
     # ---- what a split gather did not bring -------------------------------------------------------
 
@@ -378,6 +400,7 @@ class Travel:
         if part.columnwise:
             target.codes.untyped_storage().resize_(target.codes.nbytes)
         self.fill_direction(target, outputs, sent)
+        self.convoy.turn()
         self.held = (*self.held, part)
 
 
