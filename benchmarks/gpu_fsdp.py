@@ -12,6 +12,7 @@ GPUs of one host.
 
 from __future__ import annotations
 
+import gc
 import statistics
 import sys
 import time
@@ -142,6 +143,7 @@ def measure(seq: int, recipes: list[str], device: torch.device, *, compiled: boo
         bar = BARS.get(seq, {}).get(recipe)
         rows.append(Row(recipe, seq, ms, base / ms, bar, 1e3 * seq / ms, peak))
         del model
+        gc.collect()
         if dist.get_rank() == 0:
             print_row(rows[-1])
     return rows

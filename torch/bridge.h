@@ -89,6 +89,12 @@ inline void check_same_device(const char* op, const char* name, const at::Tensor
                     ": expected ", name, " on ", like.device(), ", got ", t.device());
 }
 
+// Sharding frees what is not gathered, and leaves the tensors that were it.
+inline void check_held(const char* op, const char* name, const at::Tensor& t) {
+  TORCH_CHECK_VALUE(!t.defined() || t.numel() == 0 || t.storage().nbytes() > 0, op, ": expected ",
+                    name, " in memory, got one whose memory is freed: no gather has brought it");
+}
+
 // What every op that reads values asks of its input.
 inline void check_values(const char* op, const at::Tensor& x) {
   TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, op,

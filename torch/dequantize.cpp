@@ -41,6 +41,8 @@ Quantized quantized_view(const char* op, const Spec& spec, const Tensor& codes, 
                     ": expected contiguous codes and scale");
   bridge::check_same_device(op, "scale", scale, codes);
   bridge::check_same_device(op, "amax", amax, codes);
+  bridge::check_held(op, "codes", codes);
+  bridge::check_held(op, "scale", scale);
   Quantized q;
   q.spec = spec;
   q.device = bridge::backend_of(codes);

@@ -171,12 +171,13 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
   check_side("a", product.a, a, a_scale, a_amax, k);
   check_side("b", product.b, b, b_scale, b_amax, k);
   check_result(b, bias, out_dtype);
-  const std::pair<const char*, const Tensor&> others[] = {{"b", b},
-                                                          {"the scale of a", a_scale},
-                                                          {"the amax of a", a_amax},
-                                                          {"the scale of b", b_scale},
-                                                          {"the amax of b", b_amax}};
-  for (const auto& [name, tensor] : others) bridge::check_same_device("scaled_mm", name, tensor, a);
+  const std::pair<const char*, const Tensor&> given[] = {
+      {"a", a}, {"the scale of a", a_scale}, {"the amax of a", a_amax},
+      {"b", b}, {"the scale of b", b_scale}, {"the amax of b", b_amax}};
+  for (const auto& [name, tensor] : given) {
+    bridge::check_same_device("scaled_mm", name, tensor, a);
+    bridge::check_held("scaled_mm", name, tensor);
+  }
   if (bias) bridge::check_same_device("scaled_mm", "bias", *bias, a);
 
   const at::AutoDispatchBelowADInplaceOrView below;  // layers differentiate, in linear.cpp

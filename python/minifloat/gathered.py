@@ -93,29 +93,46 @@ def empty_direction(part: Part, n: int, cols: int, device: torch.device) -> Quan
 
 @dataclass
 class Convoy:
-    """The weights that FSDP2 gathers at once: what they transpose is one call, of the last one."""
+    """The weights that FSDP2 gathers at once: what they transpose and copy are two calls, made when
+    the last one is there."""
 
     last: weakref.ref[Any]
     sources: list[Tensor] = field(default_factory=list)
-    targets: list[Tensor] = field(default_factory=list)
+    transposes: list[Tensor] = field(default_factory=list)
     sizes: list[int] = field(default_factory=list)
+    given: list[Tensor] = field(default_factory=list)
+    copies: list[Tensor] = field(default_factory=list)
 
-    def turn(self) -> None:
-        if self.sources:
-            with unversioned(*self.targets):
-                ops.transpose_many(self.sources, self.targets, self.sizes)
-        self.sources, self.targets, self.sizes = [], [], []
+    def transpose(self, source: Tensor, to: Tensor, *sizes: int) -> None:
+        self.sources.append(source)
+        self.transposes.append(to)
+        self.sizes += sizes
+
+    def copy(self, to: list[Tensor], given: list[Tensor]) -> None:
+        self.copies += to
+        self.given += given
+
+    def arrive(self) -> None:
+        if not self.sources and not self.given:
+            return
+        with unversioned(*self.transposes, *self.copies):
+            if self.sources:
+                ops.transpose_many(self.sources, self.transposes, self.sizes)
+            if self.given:
+                torch._foreach_copy_(self.copies, self.given)
+        for pending in (self.sources, self.transposes, self.sizes, self.given, self.copies):
+            pending.clear()
 
 
 def fill_codes(target: Quantized, layout: Layout, codes: Tensor, convoy: Convoy) -> None:
     """A direction's codes from the flat ones of a part: the same direction, or a square's other."""
+    if not target.columnwise and target.codes.data_ptr() == codes.data_ptr():
+        return
     rows = layout.grown(layout.rows.n)
     gathered = codes[: rows * layout.code_bytes]
     if target.columnwise:
-        convoy.sources.append(gathered)
-        convoy.targets.append(target.codes)
-        convoy.sizes += (rows, layout.cols, code_bits(target.spec))
-    elif target.codes.data_ptr() != gathered.data_ptr():
+        convoy.transpose(gathered, target.codes, rows, layout.cols, code_bits(target.spec))
+    else:
         with unversioned(target.codes):
             target.codes.view(-1).copy_(gathered)
 
@@ -140,7 +157,11 @@ def known_of(target: Quantized, piece: Piece) -> tuple[list[Tensor], list[Tensor
     return [to for to, _ in pairs], [given for _, given in pairs]
 
 
-def poison(target: Quantized) -> None:
-    """A direction that is not there: whatever reads it gets NaN."""
-    with unversioned(target.scale):
-        target.scale.view(-1).view(torch.uint8).fill_(0xFF)  # NaN in float32, E8M0 and E4M3
+def release(target: Quantized) -> None:
+    """A direction that no gather has brought: an op that reads it says so."""
+    (target.codes if target.columnwise else target.scale).untyped_storage().resize_(0)
+
+
+def hold(t: Tensor) -> None:
+    if t.untyped_storage().size() == 0:
+        t.untyped_storage().resize_(t.nbytes)

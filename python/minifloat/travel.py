@@ -31,14 +31,14 @@ from .gathered import (
     empty_direction,
     fill_codes,
     fill_scales,
+    hold,
     known_of,
-    poison,
-    unversioned,
+    release,
     whole_table,
 )
 from .quantized import Quantized
 from .reuse import STEPS
-from .shard import Layout, Rows, layout_of, round_up
+from .shard import Rows, layout_of, round_up
 from .shard_cast import Job, Piece, cast_shards
 from .tensor import NOMINAL_DTYPES
 
@@ -66,6 +66,7 @@ class Travel:
         self, layer: nn.Module, plan: Plan, rows: Rows, cols: int, group: dist.ProcessGroup
     ) -> None:
         self.layer = weakref.ref(layer)
+        self.layouts = {p: layout_of(p, rows, cols) for p in (plan.row, plan.col)}
         self.title = f"{layer.fqn}: {layer.recipe}, weight ({rows.n}, {cols})"
         self.plan, self.rows, self.cols, self.group = plan, rows, cols, group
         self.dtype: torch.dtype | None = None  # of the whole weight; None: not agreed yet
@@ -95,9 +96,6 @@ class Travel:
     def __str__(self) -> str:
         how = f"weight travels in {self.dtype}: {self.reason}" if self.reason else str(self.plan)
         return f"{how}, in {self.rows.world} shards"
-
-    def layout(self, part: Part) -> Layout:
-        return layout_of(part, self.rows, self.cols)
 
     @cached_property
     def all_parts(self) -> tuple[Part, ...]:
@@ -212,7 +210,7 @@ class Travel:
     def jobs(self, shard: Tensor, parts: Sequence[Part]) -> list[Job]:
         values = shard if shard.dtype in NOMINAL_DTYPES else shard.to(self.rounded_to)
         return [
-            Job(values, self.layout(part), self.rounded_to, self.in_force(part)) for part in parts
+            Job(values, self.layouts[part], self.rounded_to, self.in_force(part)) for part in parts
         ]
 
     def values_of(self, shard: Tensor) -> Any:
@@ -244,7 +242,7 @@ class Travel:
         """Where each part's scales begin among a rank's, and where the last end."""
         starts = [0]
         for part in parts:
-            starts.append(starts[-1] + round_up(self.layout(part).table_bytes, ALIGNMENT))
+            starts.append(starts[-1] + round_up(self.layouts[part].table_bytes, ALIGNMENT))
         return starts
 
     @cached_property
@@ -284,37 +282,37 @@ class Travel:
         row, col = (
             empty_direction(part, n, self.cols, device) for part in (self.plan.row, self.plan.col)
         )
-        width = self.layout(self.plan.row).code_bytes
+        width = self.layouts[self.plan.row].code_bytes
         row = replace(row, codes=outputs[0][: n * width].view(n, width))
         if self.plan.mode == "one" and self.plan.row.is_shared:
             col = replace(col, scale=row.scale.detach(), amax=row.amax.detach())
         return row, col
 
     def fill(self, outputs: Sequence[Tensor], sent: Sent) -> None:
-        """Both directions, from the parts that bring them."""
+        """Both directions, or the one that the gather brings or its readers ask for."""
         assert self.directions is not None
         row, col = self.directions
-        is_split = self.plan.mode == "split"
-        if is_split:
-            skips_columnwise = not sent.parts[0].columnwise
+        if self.plan.mode == "split":
+            brings_columnwise = sent.parts[0].columnwise
+            brings_rowwise = not brings_columnwise
         else:
-            skips_columnwise = self.serves_forward_alone() and not self.plan.row.is_transformed
-        if not is_split or skips_columnwise:
-            self.fill_direction(row, outputs, sent)
-        else:
-            poison(row)  # its codes are the other's
-            self.known.pop(False, None)
-        if skips_columnwise:
-            col.codes.untyped_storage().resize_(0)  # until backward's gather
-        else:
-            self.fill_direction(col, outputs, sent)
+            brings_rowwise = True
+            brings_columnwise = self.plan.row.is_transformed or not self.serves_forward_alone()
+        for target, is_brought in ((row, brings_rowwise), (col, brings_columnwise)):
+            if is_brought:
+                self.fill_direction(target, outputs, sent)
+            else:
+                release(target)
+                if not target.columnwise:
+                    self.known.pop(False, None)  # its scale is what was freed
         self.held = sent.parts
         if self.convoy.last() is self:
-            self.convoy.turn()
+            self.convoy.arrive()
 
     def fill_direction(self, target: Quantized, outputs: Sequence[Tensor], sent: Sent) -> None:
         i = next((i for i, p in enumerate(sent.parts) if p.columnwise == target.columnwise), 0)
-        layout, piece = self.layout(sent.parts[i]), sent.pieces[i]
+        layout, piece = self.layouts[sent.parts[i]], sent.pieces[i]
+        hold(target.scale)
         fill_codes(target, layout, outputs[i], self.convoy)
         if piece.table is not None:
             start = self.table_starts(sent.parts)[i]
@@ -322,9 +320,7 @@ class Travel:
             table = whole_table(flat[:, start : start + layout.table_bytes], layout)
             fill_scales(target, layout, table)
         if self.takes(target, piece):
-            to, given = known_of(target, piece)
-            with unversioned(*to):
-                torch._foreach_copy_(to, given)
+            self.convoy.copy(*known_of(target, piece))
 
     def takes(self, target: Quantized, piece: Piece) -> bool:
         """Is there anything to copy of what ranks know of a piece? From now on it is there."""
@@ -343,6 +339,7 @@ class Travel:
             if piece is None and self.plan.mode == "one":
                 piece = self.kept[self.plan.row]
             if piece is not None and self.takes(target, piece):
+                hold(target.scale)
                 more_to, more = known_of(target, piece)
                 to, given = to + more_to, given + more
         return to, given
@@ -397,10 +394,9 @@ class Travel:
         for output, given in zip(outputs, sent.inputs):
             dist.all_gather_into_tensor(output, given, group=self.group)
         target = self.directions[part.columnwise]
-        if part.columnwise:
-            target.codes.untyped_storage().resize_(target.codes.nbytes)
+        hold(target.codes)
         self.fill_direction(target, outputs, sent)
-        self.convoy.turn()
+        self.convoy.arrive()
         self.held = (*self.held, part)
 
 

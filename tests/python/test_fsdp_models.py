@@ -222,6 +222,21 @@ def check_memory(rank):
             assert allocated(weight) == [False, False], recipe
 
 
+def check_unbrought(rank):
+    """A direction that a gather has not brought is refused by name."""
+    for recipe in ("nvfp4", "mxfp8", "fp8_rowwise", "fp8_tensorwise"):
+        model, refused = sharded(built(recipe)), []
+
+        def read(layer, *_, refused=refused):
+            with pytest.raises(ValueError, match="freed: no gather has brought it"):
+                layer.weight.detach().columnwise.dequantize()
+            refused.append(True)
+
+        model.blocks[0].up.register_forward_hook(read)
+        model(batch(0)).sum().backward()
+        assert refused, recipe
+
+
 def check_other_times(rank):
     """FSDP2 told to gather less often, between steps; a weight written to by hand; inference."""
     changes = (("forward", False), ("backward", False), ("forward", True), ("backward", True))
@@ -347,7 +362,7 @@ GROUPS = {
         2,
         [check_policies, check_autocast, check_offload, check_columns, check_optimizers],
     ),
-    "gathers": (2, [check_memory, check_other_times, check_quantized_once]),
+    "gathers": (2, [check_memory, check_unbrought, check_other_times, check_quantized_once]),
     "hybrid mesh": (4, [check_hybrid_mesh]),
     "compiled": (2, [check_compiled]),
     "hybrids": (2, [check_hybrid_equals_plain]),
