@@ -196,7 +196,8 @@ def test_two_directions_at_sizes_of_training(device):
 
 def test_transposes_of_every_width(device):
     pick, matrices, turned, sizes = random.Random(0), [], [], []
-    for shape in [*SHAPES, (256, 512), (512, 256), (272, 1040), (129, 16)]:
+    bands = [(1024, 768), (1040, 784), (2064, 272), (4096, 256)]  # one, and a low one below
+    for shape in [*SHAPES, (256, 512), (512, 256), (272, 1040), (129, 16), *bands]:
         for bits in (4, 8, 32):
             rows, cols = shape
             pitch, back = -(-cols * bits // 8), -(-rows * bits // 8)
