@@ -22,6 +22,7 @@ namespace {
 constexpr int kSide = 4, kPatches = 4;            // of a patch; a thread's patches
 constexpr unsigned kWarpRows = kSide * kPatches;  // 16
 constexpr int kWarpRowsLog2 = 4, kTileLog2 = 7;
+constexpr int kAmaxBlocks = 4, kCastBlocks = 3;  // on a multiprocessor, by registers
 static_assert(kUnit == kSide * kSide && kTile == 32 * kSide && kTile == 8 * kWarpRows);
 
 __device__ __forceinline__ unsigned lane() { return threadIdx.x % 32; }
@@ -177,7 +178,7 @@ __device__ __forceinline__ void put_tensors(const ShardPair& pair,
     if (e.has_tensor_amax) atomicMax(e.amaxes + e.grid_rows * e.grid_cols, m);
 }
 
-__global__ void __launch_bounds__(kThreads, 4)
+__global__ void __launch_bounds__(kThreads, kAmaxBlocks)
     amax_of_shard_pairs(const __grid_constant__ TableView<ShardPair> table) {
   __shared__ ShardPair pair;
   __shared__ uint4 columns[kThreads];
@@ -301,7 +302,7 @@ __device__ __forceinline__ void store_patch(const ShardEntry& e, const Patches& 
 }
 
 template <class First, class Second>
-__global__ void __launch_bounds__(kThreads, 3)
+__global__ void __launch_bounds__(kThreads, kCastBlocks)
     cast_of_shard_pairs(const __grid_constant__ TableView<ShardPair> table) {
   __shared__ ShardPair pair;
   const std::uint32_t tile = find_entry(table, pair);
