@@ -4,7 +4,7 @@
 //     amax      4 bytes an element read; cells are raised by integer atomics, once a tile
 //     cast      4 bytes read, a code written; then a scale a cell, of whole weights
 //
-// Cells one column wide are read a column a thread for their amax, and lend each element of a unit a factor of its own.
+// Cells one column wide, and two directions from one read: partial_cast_pairs.cu.
 #include "backend.h"
 #include "many.cuh"
 #include "reduce.cuh"
@@ -14,31 +14,7 @@ namespace minifloat::cuda {
 namespace {
 
 // ---- amax ----------------------------------------------------------------------------------------
-// Cells one column wide: a thread goes down 64 rows of a column, 16 at a time.
-__device__ __forceinline__ std::uint32_t amax_of_columns(const ShardEntry& e,
-                                                         const TileOfShard& tile) {
-  constexpr unsigned kRows = kTile / (kThreads / kTile), kTogether = 16;
-  const std::uint32_t col = tile.col + threadIdx.x % kTile;
-  const std::uint32_t first = tile.row + threadIdx.x / kTile * kRows;
-  std::uint32_t all = 0;
-  if (col >= e.cols) return 0;
-#pragma unroll 1
-  for (std::uint32_t row = first; row < first + kRows; row += kTogether) {
-    std::uint32_t m = 0;
-#pragma unroll
-    for (unsigned i = 0; i < kTogether; ++i) {
-      const std::int64_t flat = std::int64_t{row + i} * e.cols + col;
-      if (row + i < e.rows && flat >= e.begin && flat < e.end)
-        m = max(m, magnitude_bits(load_element(e, flat - e.begin)));
-    }
-    m = magnitude_in(e, m);
-    if (m > 0) atomicMax(e.amaxes + e.cell(row, col), m);
-    all = max(all, m);
-  }
-  return all;
-}
-
-// Wider cells: along the lanes of a row, then down the rows through shared memory.
+// Along the lanes of a row, then down the rows through shared memory.
 __device__ __forceinline__ std::uint32_t amax_of_units(const ShardEntry& e, const TileOfShard& tile,
                                                        std::uint32_t (&cells)[kUnitColumns * 8]) {
   const bool is_tensor = e.height_log2 == kAll && e.width_log2 == kAll;
@@ -88,8 +64,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   __shared__ ShardEntry e;
   __shared__ std::uint32_t cells[kUnitColumns * 8];
   const TileOfShard tile = tile_of(e, find_entry(table, e));
-  const std::uint32_t all =
-      e.width_log2 == 0 ? amax_of_columns(e, tile) : amax_of_units(e, tile, cells);
+  const std::uint32_t all = amax_of_units(e, tile, cells);
   const bool is_tensor = e.height_log2 == kAll && e.width_log2 == kAll;
   if (is_tensor || e.has_tensor_amax)
     raise_by_block(e.amaxes + (is_tensor ? 0 : e.grid_rows * e.grid_cols), all);
@@ -191,36 +166,13 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- Codes ---------------------------------------------------------------------------------------
 template <class F>
-__device__ __forceinline__ Codes<F> encode_with(const Unit<float>& unit, const Encoding& how) {
-  return encode_unit<F, false>(unit, how, Words{});
-}
-
-// A factor an element: multiplied here, and by 1 where it is encoded, which is exact.
-template <class F>
-__device__ __forceinline__ Codes<F> encode_columns(const ShardEntry& e, const MatrixScale& matrix,
-                                                   Unit<float> unit, std::uint32_t row,
-                                                   std::uint32_t col) {
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    const std::uint32_t at = min(col + i, e.cols - 1);
-    const BlockScale block =
-        block_scale<F>(e.rule, e.rounding, matrix, __ldg(e.amaxes + e.cell(row, at)));
-    const bool zero = e.rule == ScaleRule::kNvfp4 && block.code == 0;
-    const float v = zero ? 0.0f : unit.v[i] * block.factor;
-    unit.v[i] = F::kBits == 4 && v != v ? F::kMax : v;  // E2M1 has no NaN: +6
-  }
-  return encode_with<F>(unit, {1.0f, false, false, false});
-}
-
-template <class F>
 __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const MatrixScale& matrix,
                                                   const Unit<float>& unit, std::uint32_t row,
                                                   std::uint32_t col) {
-  if (e.width_log2 == 0) return encode_columns<F>(e, matrix, unit, row, col);
   const std::uint32_t amax = __ldg(e.amaxes + e.cell(row, col));
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
   const bool zero = e.rule == ScaleRule::kNvfp4 && block.code == 0;
-  return encode_with<F>(unit, {block.factor, zero, e.delayed, block.is_ordinary});
+  return encode_unit<F, false>(unit, {block.factor, zero, e.delayed, block.is_ordinary}, Words{});
 }
 
 template <class F>
@@ -311,6 +263,8 @@ void add_grid(Table<ShardEntry>& table, ShardEntry e) {
   table.add(e, std::int64_t{e.across} * ceil_div(e.grid_rows, kCells));
 }
 
+// One column wide, its cells.
+bool is_narrow(const ShardEntry& e) { return e.width_log2 == 0; }
 // Two directions that one read of their master serves.
 bool is_pair(const PartialCast& a, const PartialCast& b) {
   return !a.shard.empty() && a.master == b.master && a.dtype == b.dtype && a.compute == b.compute &&
@@ -331,8 +285,8 @@ void each_shard(std::span<const PartialCast> casts, Alone alone, Both both) {
 }
 
 // What is to be cast into each element format, and, of pairs, into each two.
+constexpr std::size_t kFormats = 4, kNoFormat = static_cast<std::size_t>(Elements::kBf16);
 struct CastTables {
-  static constexpr std::size_t kFormats = 4;  // of Elements, bf16 among them
   Table<ShardEntry> shards[kFormats], grids[kFormats];
   Table<ShardPair> pairs[kFormats][kFormats];
 };
@@ -350,11 +304,14 @@ CastTables tables_of(std::span<const PartialCast> casts) {
       casts,
       [&](const PartialCast& cast) {
         const ShardEntry e = entry_with_grid(cast);
-        add_shard(tables.shards[format_of(cast)], cast, e);
+        if (is_narrow(e))
+          add_shard(tables.pairs[format_of(cast)][kNoFormat], cast, ShardPair{{e, {}}, 1});
+        else
+          add_shard(tables.shards[format_of(cast)], cast, e);
       },
       [&](const PartialCast& a, const PartialCast& b) {
         add_shard(tables.pairs[format_of(a)][format_of(b)], a,
-                  ShardPair{entry_with_grid(a), entry_with_grid(b)});
+                  ShardPair{{entry_with_grid(a), entry_with_grid(b)}, 2});
       });
   return tables;
 }
@@ -364,7 +321,7 @@ template <class F>
 void cast_elements(const CastTables& tables, Elements elements, const Execution& execution) {
   const auto format = static_cast<std::size_t>(elements);
   launch_over(tables.shards[format], cast_of_shards<F>, "partial_cast", execution);
-  for (const Elements second : {Elements::kE4m3, Elements::kE5m2, Elements::kE2m1})
+  for (const Elements second : {Elements::kBf16, Elements::kE4m3, Elements::kE5m2, Elements::kE2m1})
     cast_pairs(elements, second, tables.pairs[format][static_cast<std::size_t>(second)], execution);
   launch_over(tables.grids[format], scales_of_weights<F>, "partial_cast", execution);
 }
@@ -375,9 +332,13 @@ void partial_amax(std::span<const PartialCast> casts, const Execution& execution
   Table<ShardEntry> shards;
   Table<ShardPair> pairs;
   each_shard(
-      casts, [&](const PartialCast& cast) { add_shard(shards, cast, entry_of(cast)); },
+      casts,
+      [&](const PartialCast& cast) {
+        const ShardEntry e = entry_of(cast);
+        is_narrow(e) ? add_shard(pairs, cast, ShardPair{{e, {}}, 1}) : add_shard(shards, cast, e);
+      },
       [&](const PartialCast& a, const PartialCast& b) {
-        add_shard(pairs, a, ShardPair{entry_of(a), entry_of(b)});
+        add_shard(pairs, a, ShardPair{{entry_of(a), entry_of(b)}, 2});
       });
   launch_over(shards, amax_of_shards, "partial_amax", execution);
   amax_of_pairs(pairs, execution);

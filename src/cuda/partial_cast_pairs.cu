@@ -1,4 +1,4 @@
-// Partial casts of two directions from one read: 128 x 128 of the weight a block of threads, 16 rows a warp, and a thread
+// Partial casts of two directions from one read, or of one whose cells are one column wide: 128 x 128 of the weight a block of threads, 16 rows a warp, and a thread
 // takes four patches of 4 x 4 below one another:
 //
 //                lane 0     lane 1     lane 2     lane 3     lane 4   ...   lane 31
@@ -13,6 +13,7 @@
 //
 // 4 bytes an element read, by the cast two codes written.
 #include <algorithm>
+#include <type_traits>
 
 #include "shard_pairs.cuh"
 
@@ -174,8 +175,9 @@ __device__ __forceinline__ void put_tensors(const ShardPair& pair,
     m = max(max(m, max(columns[i].x, columns[i].y)), max(columns[i].z, columns[i].w));
   m = __reduce_max_sync(kAllLanes, m);
   if (lane() != 0) return;
-  for (const ShardEntry& e : pair.of)
-    if (e.has_tensor_amax) atomicMax(e.amaxes + e.grid_rows * e.grid_cols, m);
+  for (int i = 0; i < pair.count; ++i)
+    if (pair.of[i].has_tensor_amax)
+      atomicMax(pair.of[i].amaxes + pair.of[i].grid_rows * pair.of[i].grid_cols, m);
 }
 
 __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
@@ -187,7 +189,8 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
   const Patches at = patches_of(master, tile_of(master, tile));
 
   // ---- Rows, patch by patch; columns, all the way down
-  const bool has_rows = pair.of[0].height_log2 == 0 || pair.of[1].height_log2 == 0;
+  const bool is_pair = pair.count == 2;
+  const bool has_rows = pair.of[0].height_log2 == 0 || (is_pair && pair.of[1].height_log2 == 0);
   uint4 own = {};
   each_patch(master, at, load_patch(master, at, 0), [&](const Unit<float>& patch, int p) {
     std::uint32_t of_rows[kSide];
@@ -200,18 +203,19 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
     }
     if (!has_rows) return;
     const std::uint32_t of_row = magnitude_in(master, exchange_rows(of_rows));
-    for (const ShardEntry& e : pair.of)
-      if (e.height_log2 == 0)
-        put_row(e, at.row + p * kSide + lane() % kSide, at.col / kUnit * kUnit, of_row);
+    for (int i = 0; i < pair.count; ++i)
+      if (pair.of[i].height_log2 == 0)
+        put_row(pair.of[i], at.row + p * kSide + lane() % kSide, at.col / kUnit * kUnit, of_row);
   });
   columns[threadIdx.x] = {magnitude_in(master, own.x), magnitude_in(master, own.y),
                           magnitude_in(master, own.z), magnitude_in(master, own.w)};
   __syncthreads();
 
   // ---- Cells of more rows
-  for (const ShardEntry& e : pair.of)
-    if (e.height_log2 > 0) put_columns(e, at, columns);
-  if (pair.of[0].has_tensor_amax || pair.of[1].has_tensor_amax) put_tensors(pair, columns);
+  for (int i = 0; i < pair.count; ++i)
+    if (pair.of[i].height_log2 > 0) put_columns(pair.of[i], at, columns);
+  if (pair.of[0].has_tensor_amax || (is_pair && pair.of[1].has_tensor_amax))
+    put_tensors(pair, columns);
 }
 
 // ---- Codes ---------------------------------------------------------------------------------------
@@ -304,16 +308,18 @@ __device__ __forceinline__ void store_patch(const ShardEntry& e, const Patches& 
 template <class First, class Second>
 __global__ void __launch_bounds__(kThreads, kCastBlocks)
     cast_of_shard_pairs(const __grid_constant__ TableView<ShardPair> table) {
+  constexpr bool kIsPair = !std::is_same_v<Second, Absent>;
   __shared__ ShardPair pair;
   const std::uint32_t tile = find_entry(table, pair);
   const ShardEntry &first = pair.of[0], &second = pair.of[1];
   const Patches at = patches_of(first, tile_of(first, tile));
   const Unit<float> patch = load_patch(first, at, 0);  // on its way while factors are found
-  FactorsOfPatches of_first = factors_of<First>(first, at);
-  FactorsOfPatches of_second = factors_of<Second>(second, at);
+  FactorsOfPatches of_first = factors_of<First>(first, at), of_second = {};
+  if constexpr (kIsPair) of_second = factors_of<Second>(second, at);
   each_patch(first, at, patch, [&](const Unit<float>& now, int p) {
     store_patch<First>(first, at, p, encode_patch<First>(first, of_first, now));
-    store_patch<Second>(second, at, p, encode_patch<Second>(second, of_second, now));
+    if constexpr (kIsPair)
+      store_patch<Second>(second, at, p, encode_patch<Second>(second, of_second, now));
   });
 }
 
@@ -324,7 +330,7 @@ void cast_pairs_with(Elements second, const Table<ShardPair>& pairs, const Execu
     case Elements::kE4m3: return launch(cast_of_shard_pairs<F, E4M3>);
     case Elements::kE5m2: return launch(cast_of_shard_pairs<F, E5M2>);
     case Elements::kE2m1: return launch(cast_of_shard_pairs<F, E2M1>);
-    case Elements::kBf16: return;
+    case Elements::kBf16: return launch(cast_of_shard_pairs<F, Absent>);
   }
 }
 

@@ -1,4 +1,5 @@
-// Two directions of one weight that are cast from the same shard of its master: it is read once for both.
+// Two directions of one weight that are cast from the same shard of its master: it is read once for both. Or one alone,
+// whose cells are one column wide.
 #pragma once
 
 #include "many.cuh"
@@ -8,12 +9,13 @@ namespace minifloat::cuda {
 
 struct alignas(16) ShardPair {
   ShardEntry of[2];  // the same master, shard and sizes; neither is delayed
+  int count;
 };
 
-// The amaxes of both, tiles as add_shard (partial_cast.cu) counts them.
+// The amaxes of each, tiles as add_shard (partial_cast.cu) counts them.
 void amax_of_pairs(const Table<ShardPair>& pairs, const Execution& execution);
 
-// The codes of both, of whose elements are `first` and `second`.
+// The codes of each, whose elements are `first` and `second`; bf16: there is no second.
 void cast_pairs(Elements first, Elements second, const Table<ShardPair>& pairs,
                 const Execution& execution);
 
