@@ -1,5 +1,5 @@
-// Partial casts of two directions from one read, or of one whose cells are one column wide: 128 x 128 of the weight a block of threads, 16 rows a warp, and a thread
-// takes four patches of 4 x 4 below one another:
+// Partial casts of two directions from one read, or of one whose cells are one column wide: 128 x 128 of the weight a
+// block of threads, 16 rows a warp, and a thread takes four patches of 4 x 4 below one another:
 //
 //                lane 0     lane 1     lane 2     lane 3     lane 4   ...   lane 31
 //     rows 0-3   p p p p    p p p p    p p p p    p p p p
@@ -252,7 +252,7 @@ __device__ __forceinline__ float scaled(float x, float factor) {
   if (factor == 0.0f) return 0.0f;  // without a sign
   return v != v ? F::kMax : v;      // E2M1 has no NaN: +6
 }
-// The next patch, for each is asked once.
+// Of the next patch: every call takes the first patch's factor from the front.
 template <class F>
 __device__ __forceinline__ Codes<F> encode_patch(const ShardEntry& e, FactorsOfPatches& factors,
                                                  const Unit<float>& patch) {
