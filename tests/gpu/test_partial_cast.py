@@ -250,6 +250,8 @@ def test_a_step_on_one_rank_is_the_whole_cast(device):
 
 def test_nothing_waits_for_the_device_and_graphs_repeat_it(cuda):
     host = mixed(5, "normal", 60)
+    master = values("normal", (256, 512), torch.float32)
+    add_pair(host, ("mxfp8", "mxfp8"), master, torch.bfloat16, (512 * 64, 512 * 192), True)
     there, again = host.to(cuda), host.to(cuda)
     there.run()
     torch.cuda.synchronize()
