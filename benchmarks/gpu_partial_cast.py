@@ -3,7 +3,7 @@
     python benchmarks/gpu_partial_cast.py [--quick] [--out build/gpu_partial_cast.json]
 
 100 weights of 4096 x 4096, a quarter shard of fp32 master each. TB/s counts the minimum bytes: the
-amax reads the shard; the cast reads it again with the amaxes of whole weights, and writes codes of
+amax reads the shard, once for both directions; the cast reads it again with the amaxes of whole weights, and writes codes of
 the shard and scales of whole weights; a transpose reads and writes whole codes. The ceiling is a
 device copy of 256 MiB: torch's copies of more run slower. The host's time is that of a step without
 its collectives, for weights too small to keep the device busy.
@@ -30,6 +30,7 @@ FORMATS = [
     ("e4m3/128x128", "e4m3/128x128"),
     ("mxfp8/32x32", "mxfp8/32x32"),
     ("mxfp8", "mxfp8"),
+    ("mxfp8", "nvfp4/16x16"),
 ]
 BAR, TRANSPOSE_BAR = 0.75, 0.85
 STEP_BARS_MS = {1: 0.150, 100: None, 1000: 3.0}

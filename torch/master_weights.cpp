@@ -9,7 +9,7 @@
 #include <torch/library.h>
 
 #include "bridge.h"
-#include "minifloat/partial_cast.h"
+#include "master_weights.h"
 #include "rank_agreement.h"
 
 namespace minifloat {
@@ -17,7 +17,7 @@ namespace {
 
 using at::Tensor;
 using at::TensorList;
-using Texts = std::vector<std::string>;
+using torch_ops::Texts;
 
 constexpr std::int64_t kNumbers = 6;  // an entry's
 // Every entry's amaxes start at a multiple of this many, so that they may be read 16 bytes at a time.
@@ -30,16 +30,10 @@ std::vector<PartialCast> parse_entries(const char* op, const Texts& specs,
                                        at::IntArrayRef geometry) {
   TORCH_CHECK_VALUE(geometry.size() == specs.size() * kNumbers, op, ": expected ", kNumbers,
                     " numbers for each of ", specs.size(), " specs, got ", geometry.size());
-  std::vector<PartialCast> casts(specs.size());
-  for (std::size_t i = 0; i < specs.size(); ++i) {
-    const std::int64_t* numbers = geometry.data() + i * kNumbers;
-    casts[i] = {.spec = bridge::parse_spec(specs[i]),
-                .columnwise = numbers[0] != 0,
-                .rows = numbers[1],
-                .cols = numbers[2],
-                .compute = numbers[3] ? DType::kBFloat16 : DType::kFloat32,
-                .shard = {numbers[4], numbers[4]}};
-  }
+  std::vector<PartialCast> casts;
+  casts.reserve(specs.size());
+  for (std::size_t i = 0; i < specs.size(); ++i)
+    casts.push_back(torch_ops::cast_of(specs[i], geometry.data() + i * kNumbers));
   return casts;
 }
 
@@ -48,19 +42,8 @@ std::vector<PartialCast> parse_shards(const char* op, TensorList masters, const 
   std::vector<PartialCast> casts = parse_entries(op, specs, geometry);
   TORCH_CHECK_VALUE(masters.size() == casts.size(), op, ": expected a master for each of ",
                     casts.size(), " specs, got ", masters.size());
-  for (std::size_t i = 0; i < casts.size(); ++i) {
-    const Tensor& master = masters[i];
-    const bool is_fp32 = master.scalar_type() == at::kFloat;
-    TORCH_CHECK_VALUE(is_fp32 || master.scalar_type() == at::kBFloat16, op,
-                      ": expected masters in float32 or bfloat16, got ", master.scalar_type());
-    TORCH_CHECK_VALUE(master.is_contiguous(), op,
-                      ": expected flat, contiguous shards of masters, got strides ",
-                      master.strides());
-    bridge::check_same_device(op, "masters", master, masters[0]);
-    casts[i].shard.end += master.numel();
-    casts[i].master = master.const_data_ptr();
-    casts[i].dtype = is_fp32 ? DType::kFloat32 : DType::kBFloat16;
-  }
+  for (std::size_t i = 0; i < casts.size(); ++i)
+    torch_ops::place_shard(op, casts[i], masters[i], geometry[i * kNumbers + 4], masters[0]);
   return casts;
 }
 
@@ -93,40 +76,107 @@ std::int64_t scale_bytes(const PartialCast& cast) {
   return scales * (cast.spec.scale_type() == ScaleType::kFloat32 ? 4 : 1);
 }
 
-// Points every entry at its outputs, which have just the bytes that it writes.
-void place_outputs(const char* op, std::vector<PartialCast>& casts, at::IntArrayRef geometry,
-                   TensorList codes, TensorList scales, TensorList amaxes) {
+void place_all_outputs(const char* op, std::vector<PartialCast>& casts, at::IntArrayRef geometry,
+                       TensorList codes, TensorList scales, TensorList amaxes) {
   TORCH_CHECK_VALUE(codes.size() == casts.size() && scales.size() == casts.size() &&
                         amaxes.size() == casts.size(),
                     op, ": expected codes, scale and amax of each of ", casts.size(), " specs");
-  for (std::size_t i = 0; i < casts.size(); ++i) {
-    PartialCast& cast = casts[i];
-    const FlatShard shard = {cast.cols, cast.shard};
-    const Span bytes = shard.code_bytes(bits_of(cast.spec));
-    const bool is_fragment = geometry[i * kNumbers + 5] != 0;
-    const std::int64_t whole =
-        FlatShard{cast.cols, {0, cast.rows * cast.cols}}.code_bytes(bits_of(cast.spec)).size();
-    const std::int64_t wanted = is_fragment ? bytes.size() : whole;
-    TORCH_CHECK_VALUE(
-        codes[i].is_contiguous() && static_cast<std::int64_t>(codes[i].nbytes()) == wanted, op,
-        ": expected ", wanted, " contiguous bytes for ",
-        is_fragment ? "the fragment of " : "the codes of ", cast.spec.str(), " elements [",
-        cast.shard.begin, ", ", cast.shard.end, ") of ", cast.rows, " x ", cast.cols, ", got ",
-        codes[i].nbytes());
-    TORCH_CHECK_VALUE(scales[i].is_contiguous() &&
-                          static_cast<std::int64_t>(scales[i].nbytes()) == scale_bytes(cast),
-                      op, ": expected ", scale_bytes(cast), " contiguous bytes of scales for ",
-                      cast.spec.str(), " of ", cast.rows, " x ", cast.cols, ", got ",
-                      scales[i].nbytes());
-    for (const Tensor* t : {&codes[i], &scales[i], &amaxes[i]})
-      bridge::check_same_device(op, "codes, scales and amax", *t, codes[0]);
-    cast.codes = static_cast<std::uint8_t*>(codes[i].mutable_data_ptr());
-    cast.first_byte = is_fragment ? bytes.begin : 0;
-    cast.keeps_neighbours = !is_fragment;
-    cast.scale = scales[i].mutable_data_ptr();
-    cast.amax = amaxes[i].numel() > 0 ? amaxes[i].mutable_data_ptr<float>() : nullptr;
-  }
+  for (std::size_t i = 0; i < casts.size(); ++i)
+    torch_ops::place_outputs(
+        op, casts[i], {codes[i], geometry[i * kNumbers + 5] != 0, scales[i], amaxes[i]}, codes[0]);
 }
+
+}  // namespace
+
+// ---- One direction of one weight -----------------------------------------------------------------
+PartialCast torch_ops::cast_of(const std::string& spec, const std::int64_t* numbers) {
+  PartialCast cast;
+  cast.spec = bridge::parse_spec(spec);
+  cast.columnwise = numbers[0] != 0;
+  cast.rows = numbers[1], cast.cols = numbers[2];
+  cast.compute = numbers[3] ? DType::kBFloat16 : DType::kFloat32;
+  return cast;
+}
+
+void torch_ops::place_shard(const char* op, PartialCast& cast, const Tensor& master,
+                            std::int64_t start, const Tensor& like) {
+  const bool is_fp32 = master.scalar_type() == at::kFloat;
+  TORCH_CHECK_VALUE(is_fp32 || master.scalar_type() == at::kBFloat16, op,
+                    ": expected masters in float32 or bfloat16, got ", master.scalar_type());
+  TORCH_CHECK_VALUE(master.is_contiguous(), op,
+                    ": expected flat, contiguous shards of masters, got strides ",
+                    master.strides());
+  bridge::check_same_device(op, "masters", master, like);
+  cast.shard = {start, start + master.numel()};
+  cast.master = master.const_data_ptr();
+  cast.dtype = is_fp32 ? DType::kFloat32 : DType::kBFloat16;
+}
+
+void torch_ops::place_outputs(const char* op, PartialCast& cast, const CastOutputs& outputs,
+                              const Tensor& like) {
+  const auto& [codes, is_fragment, scale, amax] = outputs;
+  const Span bytes = FlatShard{cast.cols, cast.shard}.code_bytes(bits_of(cast.spec));
+  const std::int64_t wanted =
+      is_fragment ? bytes.size()
+                  : cast.rows * ceil_div<std::int64_t>(cast.cols * bits_of(cast.spec), 8);
+  TORCH_CHECK_VALUE(codes.is_contiguous() && static_cast<std::int64_t>(codes.nbytes()) == wanted,
+                    op, ": expected ", wanted, " contiguous bytes for ",
+                    is_fragment ? "the fragment of " : "the codes of ", cast.spec.str(),
+                    " elements [", cast.shard.begin, ", ", cast.shard.end, ") of ", cast.rows,
+                    " x ", cast.cols, ", got ", codes.nbytes());
+  const std::int64_t of_scales = scale_bytes(cast);
+  TORCH_CHECK_VALUE(scale.is_contiguous() && static_cast<std::int64_t>(scale.nbytes()) == of_scales,
+                    op, ": expected ", of_scales, " contiguous bytes of scales for ",
+                    cast.spec.str(), " of ", cast.rows, " x ", cast.cols, ", got ", scale.nbytes());
+  for (const Tensor* t : {&codes, &scale, &amax})
+    bridge::check_same_device(op, "codes, scales and amax", *t, like);
+  cast.codes = static_cast<std::uint8_t*>(codes.mutable_data_ptr());
+  cast.first_byte = is_fragment ? bytes.begin : 0;
+  cast.keeps_neighbours = !is_fragment;
+  cast.scale = scale.mutable_data_ptr();
+  cast.amax = amax.numel() > 0 ? amax.mutable_data_ptr<float>() : nullptr;
+}
+
+void torch_ops::quantize_masters(const char* op, std::vector<PartialCast>& casts,
+                                 const Texts& names, const std::string& group, const Tensor& like) {
+  if (casts.empty() && group.empty()) return;
+  TORCH_CHECK_VALUE(!casts.empty(), op, ": expected at least one weight, got none");
+  const Ranks ranks = resolve_ranks(group);
+  if (ranks) require_agreement(ranks, casts, names, like);
+  const Tensor packed = amaxes_of_shards(casts, like);
+  if (ranks) all_reduce_max(ranks, packed);
+  bridge::with_value_errors(
+      [&] { partial_cast(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
+}
+
+Transpose torch_ops::transpose_of(const Tensor& from, const Tensor& to, const std::int64_t* sizes,
+                                  const Tensor& like) {
+  constexpr const char* kOp = "transpose_many";
+  const std::int64_t rows = sizes[0], cols = sizes[1], bits = sizes[2];
+  const auto bytes = [&](std::int64_t r, std::int64_t c) {
+    return r * ceil_div<std::int64_t>(c * bits, 8);
+  };
+  TORCH_CHECK_VALUE(from.is_contiguous() && to.is_contiguous() &&
+                        static_cast<std::int64_t>(from.nbytes()) == bytes(rows, cols) &&
+                        static_cast<std::int64_t>(to.nbytes()) == bytes(cols, rows),
+                    kOp, ": expected contiguous ", rows, " x ", cols, " elements of ", bits,
+                    " bits, ", bytes(rows, cols), " bytes to ", bytes(cols, rows), ", got ",
+                    from.nbytes(), " to ", to.nbytes());
+  bridge::check_same_device(kOp, "matrices", from, like);
+  bridge::check_same_device(kOp, "matrices", to, like);
+  return {.from = from.const_data_ptr(),
+          .to = to.mutable_data_ptr(),
+          .rows = rows,
+          .cols = cols,
+          .bits = static_cast<int>(bits)};
+}
+
+void torch_ops::run_transposes(const std::vector<Transpose>& jobs, const Tensor& like) {
+  bridge::with_value_errors(
+      [&] { transpose_many(jobs, bridge::backend_of(like), bridge::ExecutionOn(like)); });
+}
+
+namespace {
 
 // ---- Ops -----------------------------------------------------------------------------------------
 Tensor partial_amax_kernel(TensorList masters, const Texts& specs, at::IntArrayRef geometry) {
@@ -145,7 +195,7 @@ void partial_cast_kernel(const Tensor& packed, TensorList masters, const Texts& 
       "partial_cast: expected ", count, " packed int32 amaxes, got ", packed.numel(), " of ",
       packed.scalar_type());
   place_amaxes(casts, bits_of(packed));
-  place_outputs("partial_cast", casts, geometry, codes, scales, amaxes);
+  place_all_outputs("partial_cast", casts, geometry, codes, scales, amaxes);
   bridge::with_value_errors(
       [&] { partial_cast(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
 }
@@ -158,46 +208,23 @@ void quantize_master_weights_kernel(TensorList masters, const Texts& specs,
   if (masters.empty() && group.empty()) return;
   TORCH_CHECK_VALUE(!masters.empty(), kOp, ": expected at least one weight, got none");
   std::vector<PartialCast> casts = parse_shards(kOp, masters, specs, geometry);
-  place_outputs(kOp, casts, geometry, codes, scales, amaxes);
+  place_all_outputs(kOp, casts, geometry, codes, scales, amaxes);
   TORCH_CHECK_VALUE(names.size() == casts.size(), kOp, ": expected a name for each of ",
                     casts.size(), " specs, got ", names.size());
   bridge::check_same_device(kOp, "masters", masters[0], codes[0]);
-
-  const auto ranks = torch_ops::resolve_ranks(group);
-  if (ranks) torch_ops::require_agreement(ranks, casts, names, codes[0]);
-  const Tensor packed = amaxes_of_shards(casts, codes[0]);
-  if (ranks) torch_ops::all_reduce_max(ranks, packed);
-  bridge::with_value_errors(
-      [&] { partial_cast(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
+  torch_ops::quantize_masters(kOp, casts, names, group, codes[0]);
 }
 
 void transpose_many_kernel(TensorList from, TensorList to, at::IntArrayRef sizes) {
-  constexpr const char* kOp = "transpose_many";
-  TORCH_CHECK_VALUE(from.size() == to.size() && sizes.size() == 3 * from.size(), kOp,
-                    ": expected rows, cols and bits for each of ", from.size(), " matrices");
+  TORCH_CHECK_VALUE(from.size() == to.size() && sizes.size() == 3 * from.size(),
+                    "transpose_many: expected rows, cols and bits for each of ", from.size(),
+                    " matrices");
   if (from.empty()) return;
-  std::vector<Transpose> jobs(from.size());
-  for (std::size_t i = 0; i < from.size(); ++i) {
-    const std::int64_t rows = sizes[3 * i], cols = sizes[3 * i + 1], bits = sizes[3 * i + 2];
-    const auto bytes = [&](std::int64_t r, std::int64_t c) {
-      return r * ceil_div<std::int64_t>(c * bits, 8);
-    };
-    TORCH_CHECK_VALUE(from[i].is_contiguous() && to[i].is_contiguous() &&
-                          static_cast<std::int64_t>(from[i].nbytes()) == bytes(rows, cols) &&
-                          static_cast<std::int64_t>(to[i].nbytes()) == bytes(cols, rows),
-                      kOp, ": expected contiguous ", rows, " x ", cols, " elements of ", bits,
-                      " bits, ", bytes(rows, cols), " bytes to ", bytes(cols, rows), ", got ",
-                      from[i].nbytes(), " to ", to[i].nbytes());
-    bridge::check_same_device(kOp, "matrices", from[i], from[0]);
-    bridge::check_same_device(kOp, "matrices", to[i], from[0]);
-    jobs[i] = {.from = from[i].const_data_ptr(),
-               .to = to[i].mutable_data_ptr(),
-               .rows = rows,
-               .cols = cols,
-               .bits = static_cast<int>(bits)};
-  }
-  bridge::with_value_errors(
-      [&] { transpose_many(jobs, bridge::backend_of(from[0]), bridge::ExecutionOn(from[0])); });
+  std::vector<Transpose> jobs;
+  jobs.reserve(from.size());
+  for (std::size_t i = 0; i < from.size(); ++i)
+    jobs.push_back(torch_ops::transpose_of(from[i], to[i], sizes.data() + 3 * i, from[0]));
+  torch_ops::run_transposes(jobs, from[0]);
 }
 
 // Gathered pieces into whole wires, as fragment_layout has them. A byte that a rank shares with one before is ORed.

@@ -56,7 +56,8 @@ struct PartialCast {
   float* amax = nullptr;
 };
 
-// Raises `amaxes`, zero before, to those of the shard's values.
+// Sets `amaxes`, zero before and each cast's own, to those of the shard's values. Here and in partial_cast, two directions
+// of one weight that follow one another, of the same master and shard, are served by one read of it.
 void partial_amax(std::span<const PartialCast> casts, Device device,
                   const Execution& execution = {});
 

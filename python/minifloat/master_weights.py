@@ -12,7 +12,7 @@ and is transposed from it once it is whole.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +95,27 @@ def _new_plan(weight: QuantizedTensor, columnwise_wire: Tensor | None) -> Weight
         tuple(job[1] for job in jobs),
         tuple(n for job in jobs for n in job[2:]),
     )
+
+
+@dataclass(frozen=True, eq=False)
+class KeptList:
+    """What a list of weights was handed over as, and what it was made of."""
+
+    made_of: tuple[Any, ...]
+    native: Any
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+        """A copied weight has other memory, and makes its own."""
+
+
+def _kept(
+    name: str, weights: Sequence[QuantizedTensor], made_of: tuple[Any, ...], make: Callable[[], Any]
+) -> Any:
+    """The native list that the first weight keeps, as long as it is made of the same."""
+    known = weights[0].__dict__.get(name)
+    if known is None or known.made_of != made_of:
+        known = weights[0].__dict__[name] = KeptList(made_of, make())
+    return known.native
 
 
 def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
@@ -199,31 +220,39 @@ def quantize_master_weights(
     _require_lists(model_weights, master_weights, start_offsets, fragments)
     if not manual_post_all_gather_processing:
         _refuse_processing(model_weights)
-    masters, scales, amaxes = [], [], []
-    specs: list[str] = []
-    labels: list[str] = []
-    geometry: list[int] = []
-    codes: list[Tensor] = []
-    is_fragment = fragments is not None
-    for i, weight in enumerate(model_weights):
-        plan = plan_of(weight)
-        master, start = master_weights[i], start_offsets[i] or 0
+    if not model_weights:
+        ops.quantize_master_weights([], [], [], [], [], [], [], _group_name(group))
+        return
+    plans = [plan_of(weight) for weight in model_weights]
+    masters: list[Tensor] = []
+    starts: list[int] = []
+    for plan, master, start in zip(plans, master_weights, start_offsets):
         if master is None:
             master, start = plan.wires[0].new_empty(0, dtype=torch.float32), 0
-        if fragments is None:
-            codes += plan.wires
-        else:
-            codes += _fragments(plan, fragments[i], master.numel() == 0)
-        specs += plan.specs
-        for part, numbers in zip(plan.parts, plan.numbers):
-            masters.append(master)
-            geometry += numbers
-            geometry += (start, is_fragment)
-            scales.append(part.scale)
-            amaxes.append(part.amax)
-            labels.append(str(i) if names is None else names[i])
-    ops.quantize_master_weights(
-        masters, specs, geometry, codes, scales, amaxes, labels, _group_name(group)
+        masters.append(master)
+        starts.append(start or 0)
+    codes: list[Tensor] = []
+    if fragments is not None:
+        for plan, given, master in zip(plans, fragments, masters):
+            codes += _fragments(plan, given, master.numel() == 0)
+    labels = None if names is None else list(names)
+    casts = _kept(
+        "kept_casts", model_weights, (plans, labels), lambda: _native_casts(plans, labels)
+    )
+    casts.quantize(masters, starts, codes, _group_name(group))
+
+
+def _native_casts(plans: list[WeightPlan], names: list[str] | None) -> Any:
+    """Their directions in one list: spec, numbers, weight, name and memory of each."""
+    entries = [(i, plan, k) for i, plan in enumerate(plans) for k in range(len(plan.parts))]
+    return torch.classes.minifloat.KeptCasts(
+        [plan.specs[k] for _, plan, k in entries],
+        [int(number) for _, plan, k in entries for number in plan.numbers[k]],
+        [i for i, _, _ in entries],
+        [str(i) if names is None else names[i] for i, _, _ in entries],
+        [plan.wires[k] for _, plan, k in entries],
+        [plan.parts[k].scale for _, plan, k in entries],
+        [plan.parts[k].amax for _, plan, k in entries],
     )
 
 
@@ -271,13 +300,15 @@ def _refuse_processing(weights: Sequence[QuantizedTensor]) -> None:
 
 def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None:
     """Columnwise codes from gathered wires, scales included; once more changes nothing."""
-    sources: list[Tensor] = []
-    targets: list[Tensor] = []
-    sizes: list[int] = []
-    for weight in model_weights:
-        plan = plan_of(weight)
-        sources += plan.sources
-        targets += plan.targets
-        sizes += plan.sizes
-    if sources:
-        ops.transpose_many(sources, targets, sizes)
+    if not model_weights:
+        return
+    plans = [plan_of(weight) for weight in model_weights]
+    _kept("kept_transposes", model_weights, (plans,), lambda: _native_transposes(plans)).run()
+
+
+def _native_transposes(plans: list[WeightPlan]) -> Any:
+    return torch.classes.minifloat.KeptTransposes(
+        [t for plan in plans for t in plan.sources],
+        [t for plan in plans for t in plan.targets],
+        [n for plan in plans for n in plan.sizes],
+    )

@@ -84,6 +84,18 @@ class Table {
   std::int64_t tiles_ = 0;
 };
 
+// Launches kernel(view of the table), a block of kThreads a tile.   shared: bytes of dynamic shared memory
+template <class Entry, class Kernel>
+void launch_over(const Table<Entry>& table, Kernel kernel, const char* name,
+                 const Execution& execution, std::size_t shared = 0) {
+  if (table.empty()) return;
+  const Scratch scratch(round_up<std::size_t>(table.bytes(), 16), execution);
+  const auto view = table.send_to(scratch.as<std::uint8_t>(), stream_of(execution));
+  allow_shared(kernel, shared, name);
+  kernel<<<table.grid(name), kThreads, shared, stream_of(execution)>>>(view);
+  check_launch(name);
+}
+
 // The entry of this block's tile, into shared memory; returns the tile's number within it. Every warp looks for itself,
 // 32 ways at a time: the last entry that begins at or before the tile.
 template <class Entry>

@@ -4,49 +4,17 @@
 //     amax      4 bytes an element read; cells are raised by integer atomics, once a tile
 //     cast      4 bytes read, a code written; then a scale a cell, of whole weights
 //
-// Cells one column wide are read a column a thread for their amax, and lend each element of a unit a factor of its own.
-#include <vector>
-
+// Cells one column wide, and two directions from one read: partial_cast_pairs.cu.
 #include "backend.h"
-#include "cast_unit.cuh"
 #include "many.cuh"
 #include "reduce.cuh"
-#include "shard.cuh"
+#include "shard_pairs.cuh"
 
 namespace minifloat::cuda {
 namespace {
 
 // ---- amax ----------------------------------------------------------------------------------------
-// A NaN that was rounded has the bits that the CPU gives it; one that was not keeps its own.
-__device__ __forceinline__ std::uint32_t magnitude_in(const ShardEntry& e, std::uint32_t bits) {
-  return e.rounds ? canonical_magnitude(bits) : bits;
-}
-
-// Cells one column wide: a thread goes down 64 rows of a column, 16 at a time.
-__device__ __forceinline__ std::uint32_t amax_of_columns(const ShardEntry& e,
-                                                         const TileOfShard& tile) {
-  constexpr unsigned kRows = kTile / (kThreads / kTile), kTogether = 16;
-  const std::uint32_t col = tile.col + threadIdx.x % kTile;
-  const std::uint32_t first = tile.row + threadIdx.x / kTile * kRows;
-  std::uint32_t all = 0;
-  if (col >= e.cols) return 0;
-#pragma unroll 1
-  for (std::uint32_t row = first; row < first + kRows; row += kTogether) {
-    std::uint32_t m = 0;
-#pragma unroll
-    for (unsigned i = 0; i < kTogether; ++i) {
-      const std::int64_t flat = std::int64_t{row + i} * e.cols + col;
-      if (row + i < e.rows && flat >= e.begin && flat < e.end)
-        m = max(m, magnitude_bits(load_element(e, flat - e.begin)));
-    }
-    m = magnitude_in(e, m);
-    if (m > 0) atomicMax(e.amaxes + e.cell(row, col), m);
-    all = max(all, m);
-  }
-  return all;
-}
-
-// Wider cells: along the lanes of a row, then down the rows through shared memory.
+// Along the lanes of a row, then down the rows through shared memory.
 __device__ __forceinline__ std::uint32_t amax_of_units(const ShardEntry& e, const TileOfShard& tile,
                                                        std::uint32_t (&cells)[kUnitColumns * 8]) {
   const bool is_tensor = e.height_log2 == kAll && e.width_log2 == kAll;
@@ -96,24 +64,13 @@ __global__ void __launch_bounds__(kThreads, 3)
   __shared__ ShardEntry e;
   __shared__ std::uint32_t cells[kUnitColumns * 8];
   const TileOfShard tile = tile_of(e, find_entry(table, e));
-  const std::uint32_t all =
-      e.width_log2 == 0 ? amax_of_columns(e, tile) : amax_of_units(e, tile, cells);
+  const std::uint32_t all = amax_of_units(e, tile, cells);
   const bool is_tensor = e.height_log2 == kAll && e.width_log2 == kAll;
   if (is_tensor || e.has_tensor_amax)
     raise_by_block(e.amaxes + (is_tensor ? 0 : e.grid_rows * e.grid_cols), all);
 }
 
 // ---- Scales --------------------------------------------------------------------------------------
-template <class F>
-__device__ __forceinline__ MatrixScale scale_of_tensor(const ShardEntry& e) {
-  if (e.rule == ScaleRule::kTensor)
-    return matrix_scale_of<F>(e.rule, e.rounding,
-                              e.delayed ? magnitude_bits(e.amax[0]) : e.amaxes[0]);
-  if (e.rule == ScaleRule::kNvfp4)
-    return matrix_scale_of<F>(e.rule, e.rounding, e.amaxes[e.grid_rows * e.grid_cols]);
-  return {};
-}
-
 // What is stored for a cell: bits of an fp32 scale, or a code.
 template <class F>
 __device__ __forceinline__ std::uint32_t stored_scale(const ShardEntry& e,
@@ -129,8 +86,37 @@ __device__ __forceinline__ std::uint32_t stored_scale(const ShardEntry& e,
   return e.rule == ScaleRule::kBlock ? bit_cast<std::uint32_t>(block.scale) : block.code;
 }
 
-// 32 x 32 cells of a whole weight. Columnwise scales are stored transposed.
-inline constexpr unsigned kCells = 32;
+// Four scales next to each other, or the `left` that there are.
+__device__ __forceinline__ void store_scales(const ShardEntry& e, std::uint64_t at,
+                                             const std::uint32_t (&bits)[4], std::uint32_t left) {
+  auto* codes = static_cast<std::uint8_t*>(e.scale) + at;
+  auto* words = static_cast<std::uint32_t*>(e.scale) + at;
+  const bool has_codes = e.rule == ScaleRule::kMx || e.rule == ScaleRule::kNvfp4;
+  if (has_codes && left >= 4 && reinterpret_cast<std::uintptr_t>(codes) % 4 == 0) {
+    *reinterpret_cast<std::uint32_t*>(codes) =
+        bits[0] | bits[1] << 8 | bits[2] << 16 | bits[3] << 24;
+    return;
+  }
+#pragma unroll
+  for (unsigned k = 0; k < 4; ++k) {
+    if (k >= left) return;
+    if (has_codes)
+      codes[k] = static_cast<std::uint8_t>(bits[k]);
+    else
+      words[k] = bits[k];
+  }
+}
+
+// The amaxes of four cells next to each other, zero past the `left` that there are.
+__device__ __forceinline__ uint4 load_cells(const std::uint32_t* from, std::uint32_t left) {
+  if (left >= 4 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0)
+    return __ldg(reinterpret_cast<const uint4*>(from));
+  return {left > 0 ? __ldg(from) : 0, left > 1 ? __ldg(from + 1) : 0,
+          left > 2 ? __ldg(from + 2) : 0, left > 3 ? __ldg(from + 3) : 0};
+}
+
+// 64 x 64 cells of a whole weight, four of a row a thread at a time. Columnwise scales are stored transposed.
+inline constexpr unsigned kCells = 64, kCellStep = kThreads / (kCells / 4);
 template <class F>
 __global__ void __launch_bounds__(kThreads)
     scales_of_weights(const __grid_constant__ TableView<ShardEntry> table) {
@@ -138,84 +124,61 @@ __global__ void __launch_bounds__(kThreads)
   __shared__ std::uint32_t turned[kCells][kCells + 1];
   const std::uint32_t tile = find_entry(table, e);
   const std::uint32_t row = tile / e.across * kCells, col = tile % e.across * kCells;
-  const unsigned x = threadIdx.x % kCells, y = threadIdx.x / kCells;
+  const unsigned x = threadIdx.x % (kCells / 4) * 4, y = threadIdx.x / (kCells / 4);
+  const std::uint32_t in_row = col + x < e.grid_cols ? e.grid_cols - col - x : 0;
+  uint4 amaxes[kCells / kCellStep];
+#pragma unroll
+  for (unsigned i = 0; i < kCells / kCellStep; ++i) {
+    const std::uint32_t r = row + y + i * kCellStep;
+    amaxes[i] = load_cells(e.amaxes + std::uint64_t{r} * e.grid_cols + col + x,
+                           r < e.grid_rows ? in_row : 0);
+  }
   const MatrixScale matrix = scale_of_tensor<F>(e);
-  const auto store = [&](std::uint64_t at, std::uint32_t bits) {
-    if (e.rule == ScaleRule::kMx || e.rule == ScaleRule::kNvfp4)
-      static_cast<std::uint8_t*>(e.scale)[at] = static_cast<std::uint8_t>(bits);
-    else
-      static_cast<std::uint32_t*>(e.scale)[at] = bits;
-  };
-  for (unsigned r = y; r < kCells; r += kThreads / kCells) {
-    if (row + r >= e.grid_rows || col + x >= e.grid_cols) continue;
+  const bool has_amax = e.amax && (e.rule == ScaleRule::kRow || e.rule == ScaleRule::kTensor);
+#pragma unroll
+  for (unsigned i = 0; i < kCells / kCellStep; ++i) {
+    const unsigned r = y + i * kCellStep;
+    const std::uint32_t amax[4] = {amaxes[i].x, amaxes[i].y, amaxes[i].z, amaxes[i].w};
+    const std::uint32_t left = row + r < e.grid_rows ? in_row : 0;
     const std::uint64_t cell = std::uint64_t{row + r} * e.grid_cols + col + x;
-    const std::uint32_t amax = e.amaxes[cell];
-    const std::uint32_t bits = stored_scale<F>(e, matrix, amax);
-    if (e.columnwise)
-      turned[r][x] = bits;
-    else
-      store(cell, bits);
-    if (e.amax && (e.rule == ScaleRule::kRow || e.rule == ScaleRule::kTensor))
-      e.amax[cell] = bit_cast<float>(amax);
+    std::uint32_t bits[4];
+#pragma unroll
+    for (unsigned k = 0; k < 4; ++k) {
+      bits[k] = stored_scale<F>(e, matrix, amax[k]);
+      if (has_amax && k < left) e.amax[cell + k] = bit_cast<float>(amax[k]);
+      if (e.columnwise) turned[r][x + k] = bits[k];
+    }
+    if (!e.columnwise) store_scales(e, cell, bits, left);
   }
   if (e.amax && e.has_tensor_amax && tile == 0 && threadIdx.x == 0)
     e.amax[0] = bit_cast<float>(e.amaxes[e.grid_rows * e.grid_cols]);
   if (!e.columnwise) return;
   __syncthreads();
-  for (unsigned c = y; c < kCells; c += kThreads / kCells)
-    if (row + x < e.grid_rows && col + c < e.grid_cols)
-      store(std::uint64_t{col + c} * e.grid_rows + row + x, turned[x][c]);
+  const std::uint32_t in_column = row + x < e.grid_rows ? e.grid_rows - row - x : 0;
+#pragma unroll
+  for (unsigned c = y; c < kCells; c += kCellStep) {
+    if (col + c >= e.grid_cols) return;
+    const std::uint32_t bits[4] = {turned[x][c], turned[x + 1][c], turned[x + 2][c],
+                                   turned[x + 3][c]};
+    store_scales(e, std::uint64_t{col + c} * e.grid_rows + row + x, bits, in_column);
+  }
 }
 
 // ---- Codes ---------------------------------------------------------------------------------------
 template <class F>
-__device__ __forceinline__ Codes<F> encode_with(const Unit<float>& unit, const Encoding& how) {
-  return encode_unit<F, false>(unit, how, Words{});
-}
-
-// A factor an element: multiplied here, and by 1 where it is encoded, which is exact.
-template <class F>
-__device__ __forceinline__ Codes<F> encode_columns(const ShardEntry& e, const MatrixScale& matrix,
-                                                   Unit<float> unit, std::uint32_t row,
-                                                   std::uint32_t col) {
-#pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    const std::uint32_t at = min(col + i, e.cols - 1);
-    const BlockScale block =
-        block_scale<F>(e.rule, e.rounding, matrix, __ldg(e.amaxes + e.cell(row, at)));
-    const bool zero = e.rule == ScaleRule::kNvfp4 && block.code == 0;
-    const float v = zero ? 0.0f : unit.v[i] * block.factor;
-    unit.v[i] = F::kBits == 4 && v != v ? F::kMax : v;  // E2M1 has no NaN: +6
-  }
-  return encode_with<F>(unit, {1.0f, false, false, false});
-}
-
-template <class F>
 __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const MatrixScale& matrix,
                                                   const Unit<float>& unit, std::uint32_t row,
                                                   std::uint32_t col) {
-  if (e.width_log2 == 0) return encode_columns<F>(e, matrix, unit, row, col);
   const std::uint32_t amax = __ldg(e.amaxes + e.cell(row, col));
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
   const bool zero = e.rule == ScaleRule::kNvfp4 && block.code == 0;
-  return encode_with<F>(unit, {block.factor, zero, e.delayed, block.is_ordinary});
-}
-
-// A byte of two codes, of which one may be another shard's.
-__device__ __forceinline__ void store_pair(const ShardEntry& e, std::uint8_t* to, unsigned pair,
-                                           std::uint32_t col, const Inside& in, int i) {
-  const unsigned mask =
-      (i >= in.low && i < in.high ? 0x0Fu : 0u) | (i + 1 >= in.low && i + 1 < in.high ? 0xF0u : 0u);
-  if (mask == 0) return;
-  const bool ends_row = col + i + 1 >= e.cols;  // an odd row's last nibble is nobody's
-  const bool keeps = e.keeps_neighbours && mask != 0xFF && !ends_row;
-  *to = static_cast<std::uint8_t>((pair & mask) | (keeps ? *to & ~mask : 0u));
+  return encode_unit<F, false>(unit, {block.factor, zero, e.delayed, block.is_ordinary}, Words{});
 }
 
 template <class F>
 __device__ __forceinline__ void store_wire(const ShardEntry& e, Codes<F> codes, std::uint32_t row,
-                                           std::uint32_t col, const Inside& in) {
-  std::uint8_t* to = e.codes + (std::int64_t{row} * e.pitch + col * F::kBits / 8 - e.first_byte);
+                                           std::uint32_t col, const Inside<>& in) {
+  std::uint8_t* to = wire_at<F>(e, row, col);
   constexpr int kBytes = kUnit * F::kBits / 8;
   const auto address = reinterpret_cast<std::uintptr_t>(to);
   if (in.all() && address % kBytes == 0) return store_unit<F>(to, 0, codes);
@@ -224,17 +187,7 @@ __device__ __forceinline__ void store_wire(const ShardEntry& e, Codes<F> codes, 
     for (int i = 0; i < kBytes / 4; ++i) reinterpret_cast<std::uint32_t*>(to)[i] = codes.w[i];
     return;
   }
-#pragma unroll 1
-  for (int i = 0; i < kUnit; i += 8 / F::kBits, ++to) {
-    const unsigned code = codes[0];
-    codes.pop();
-    if constexpr (F::kBits == 8) {
-      if (i >= in.low && i < in.high) *to = static_cast<std::uint8_t>(code);
-    } else {
-      store_pair(e, to, code | codes[0] << 4, col, in, i);
-      codes.pop();
-    }
-  }
+  store_run<F>(e, to, codes, col, in);
 }
 
 template <class F>
@@ -243,12 +196,12 @@ __global__ void __launch_bounds__(kThreads, 3)
   __shared__ ShardEntry e;
   const TileOfShard tile = tile_of(e, find_entry(table, e));
   const std::uint32_t col = tile.unit_col();
-  Inside in = inside(e, tile.unit_row(0), col);
+  Inside<> in = inside(e, tile.unit_row(0), col);
   Unit<float> unit = load_master(e, tile.unit_row(0), col, in);
   const MatrixScale matrix = scale_of_tensor<F>(e);
 #pragma unroll 1
   for (int i = 0; i < kPasses; ++i) {
-    const Inside now = in;
+    const Inside<> now = in;
     const Unit<float> values = unit;
     if (i + 1 < kPasses) {  // on its way meanwhile
       in = inside(e, tile.unit_row(i + 1), col);
@@ -266,11 +219,12 @@ int log2_of(std::int64_t cell, std::int64_t all) {
   return cell == 16 ? 4 : cell == 32 ? 5 : cell == 128 && all != 1 ? 7 : kAll;
 }
 
-ShardEntry entry_of(const PartialCast& cast, const AmaxGrid& grid) {
+ShardEntry entry_of(const PartialCast& cast) {
   MINIFLOAT_CHECK(
       cast.rows < (std::int64_t{1} << 31) - kTile && cast.cols < (std::int64_t{1} << 31) - kTile,
       "partial_cast: expected less than 2^31 rows and columns, got ", cast.rows, " x ", cast.cols);
   const Spec& spec = cast.spec;
+  const AmaxGrid grid = amax_grid(spec, cast.columnwise, cast.rows, cast.cols);
   const bool has_blocks = spec.has_blocks();
   ShardEntry e = {};
   e.master = cast.master, e.amaxes = cast.amaxes, e.codes = cast.codes;
@@ -291,56 +245,110 @@ ShardEntry entry_of(const PartialCast& cast, const AmaxGrid& grid) {
   return e;
 }
 
-void add_shard(Table<ShardEntry>& table, const PartialCast& cast, ShardEntry e) {
+void set_tiles(ShardEntry& e, std::uint32_t across, std::uint32_t first_row) {
+  e.across = across, e.first_tile_row = first_row;
+}
+void set_tiles(ShardPair& pair, std::uint32_t across, std::uint32_t first_row) {
+  for (ShardEntry& e : pair.of) set_tiles(e, across, first_row);
+}
+template <class Entry>
+void add_shard(Table<Entry>& table, const PartialCast& cast, Entry entry) {
   const Span rows = FlatShard{cast.cols, cast.shard}.block_rows(kTile);
-  e.across = ceil_div(e.cols, std::uint32_t{kTile});
-  e.first_tile_row = static_cast<std::uint32_t>(rows.begin);
-  table.add(e, rows.size() * e.across);
+  const auto across = static_cast<std::uint32_t>(ceil_div<std::int64_t>(cast.cols, kTile));
+  set_tiles(entry, across, static_cast<std::uint32_t>(rows.begin));
+  table.add(entry, rows.size() * across);
 }
 void add_grid(Table<ShardEntry>& table, ShardEntry e) {
   e.across = ceil_div(e.grid_cols, kCells);
   table.add(e, std::int64_t{e.across} * ceil_div(e.grid_rows, kCells));
 }
 
-template <class Kernel>
-void launch(Kernel kernel, const Table<ShardEntry>& table, const Execution& execution) {
-  if (table.empty()) return;
-  const Scratch scratch(round_up<std::size_t>(table.bytes(), 16), execution);
-  const auto view = table.send_to(scratch.as<std::uint8_t>(), stream_of(execution));
-  kernel<<<table.grid("partial_cast"), kThreads, 0, stream_of(execution)>>>(view);
-  check_launch("partial_cast");
+// One column wide, its cells.
+bool is_narrow(const ShardEntry& e) { return e.width_log2 == 0; }
+// Two directions that one read of their master serves.
+bool is_pair(const PartialCast& a, const PartialCast& b) {
+  return !a.shard.empty() && a.master == b.master && a.dtype == b.dtype && a.compute == b.compute &&
+         a.rows == b.rows && a.cols == b.cols && a.shard.begin == b.shard.begin &&
+         a.shard.end == b.shard.end && !a.spec.delayed && !b.spec.delayed;
+}
+// Calls alone(cast) for each, but both(cast, next) for the two that follow one another in the list and are a pair.
+template <class Alone, class Both>
+void each_shard(std::span<const PartialCast> casts, Alone alone, Both both) {
+  for (std::size_t i = 0; i < casts.size(); ++i) {
+    if (i + 1 < casts.size() && is_pair(casts[i], casts[i + 1])) {
+      both(casts[i], casts[i + 1]);
+      ++i;
+    } else {
+      alone(casts[i]);
+    }
+  }
+}
+
+// What is to be cast into each element format, and, of pairs, into each two.
+constexpr std::size_t kFormats = 4, kNoFormat = static_cast<std::size_t>(Elements::kBf16);
+struct CastTables {
+  Table<ShardEntry> shards[kFormats], grids[kFormats];
+  Table<ShardPair> pairs[kFormats][kFormats];
+};
+std::size_t format_of(const PartialCast& cast) {
+  return static_cast<std::size_t>(cast.spec.elements);
+}
+CastTables tables_of(std::span<const PartialCast> casts) {
+  CastTables tables;
+  const auto entry_with_grid = [&](const PartialCast& cast) {
+    const ShardEntry e = entry_of(cast);
+    add_grid(tables.grids[format_of(cast)], e);
+    return e;
+  };
+  each_shard(
+      casts,
+      [&](const PartialCast& cast) {
+        const ShardEntry e = entry_with_grid(cast);
+        if (is_narrow(e))
+          add_shard(tables.pairs[format_of(cast)][kNoFormat], cast, ShardPair{{e, {}}, 1});
+        else
+          add_shard(tables.shards[format_of(cast)], cast, e);
+      },
+      [&](const PartialCast& a, const PartialCast& b) {
+        add_shard(tables.pairs[format_of(a)][format_of(b)], a,
+                  ShardPair{{entry_with_grid(a), entry_with_grid(b)}, 2});
+      });
+  return tables;
 }
 
 // Casts into one element format. Scales last: under +delayed codes are made with the amax that they replace.
 template <class F>
-void cast_elements(std::span<const PartialCast> casts, Elements elements,
-                   const Execution& execution) {
-  Table<ShardEntry> shards, grids;
-  for (const PartialCast& cast : casts) {
-    if (cast.spec.elements != elements) continue;
-    const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
-    const ShardEntry e = entry_of(cast, grid);
-    add_shard(shards, cast, e);
-    add_grid(grids, e);
-  }
-  launch(cast_of_shards<F>, shards, execution);
-  launch(scales_of_weights<F>, grids, execution);
+void cast_elements(const CastTables& tables, Elements elements, const Execution& execution) {
+  const auto format = static_cast<std::size_t>(elements);
+  launch_over(tables.shards[format], cast_of_shards<F>, "partial_cast", execution);
+  for (const Elements second : {Elements::kBf16, Elements::kE4m3, Elements::kE5m2, Elements::kE2m1})
+    cast_pairs(elements, second, tables.pairs[format][static_cast<std::size_t>(second)], execution);
+  launch_over(tables.grids[format], scales_of_weights<F>, "partial_cast", execution);
 }
 
 }  // namespace
 
 void partial_amax(std::span<const PartialCast> casts, const Execution& execution) {
   Table<ShardEntry> shards;
-  for (const PartialCast& cast : casts)
-    add_shard(shards, cast,
-              entry_of(cast, amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols)));
-  launch(amax_of_shards, shards, execution);
+  Table<ShardPair> pairs;
+  each_shard(
+      casts,
+      [&](const PartialCast& cast) {
+        const ShardEntry e = entry_of(cast);
+        is_narrow(e) ? add_shard(pairs, cast, ShardPair{{e, {}}, 1}) : add_shard(shards, cast, e);
+      },
+      [&](const PartialCast& a, const PartialCast& b) {
+        add_shard(pairs, a, ShardPair{{entry_of(a), entry_of(b)}, 2});
+      });
+  launch_over(shards, amax_of_shards, "partial_amax", execution);
+  amax_of_pairs(pairs, execution);
 }
 
 void partial_cast(std::span<const PartialCast> casts, const Execution& execution) {
-  cast_elements<E4M3>(casts, Elements::kE4m3, execution);
-  cast_elements<E5M2>(casts, Elements::kE5m2, execution);
-  cast_elements<E2M1>(casts, Elements::kE2m1, execution);
+  const CastTables tables = tables_of(casts);
+  cast_elements<E4M3>(tables, Elements::kE4m3, execution);
+  cast_elements<E5M2>(tables, Elements::kE5m2, execution);
+  cast_elements<E2M1>(tables, Elements::kE2m1, execution);
 }
 
 }  // namespace minifloat::cuda

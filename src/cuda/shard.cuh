@@ -6,6 +6,7 @@
 
 #include <cstdint>
 
+#include "cast_unit.cuh"
 #include "minifloat/spec.h"
 #include "tile.cuh"
 
@@ -35,20 +36,35 @@ struct alignas(16) ShardEntry {
   }
 };
 
-// ---- A unit of a shard ---------------------------------------------------------------------------
-// The elements of the unit at (row, col) that are the shard's: [low, high) of 16.
+// ---- A run of a shard ----------------------------------------------------------------------------
+// The elements of the run at (row, col) that are the shard's: [low, high) of kRun.
+template <int kRun = kUnit>
 struct Inside {
   int low, high;
   __device__ __forceinline__ bool any() const { return low < high; }
-  __device__ __forceinline__ bool all() const { return low == 0 && high == kUnit; }
+  __device__ __forceinline__ bool all() const { return low == 0 && high == kRun; }
+  __device__ __forceinline__ bool has(int i) const { return i >= low && i < high; }
 };
-__device__ __forceinline__ Inside inside(const ShardEntry& e, std::uint32_t row,
-                                         std::uint32_t col) {
+template <int kRun = kUnit>
+__device__ __forceinline__ Inside<kRun> inside(const ShardEntry& e, std::uint32_t row,
+                                               std::uint32_t col) {
   if (row >= e.rows || col >= e.cols) return {0, 0};
   const std::int64_t flat = std::int64_t{row} * e.cols + col;
-  const std::int64_t high = min(min(e.end - flat, std::int64_t{e.cols} - col), std::int64_t{kUnit});
-  return {static_cast<int>(min(max(e.begin - flat, std::int64_t{0}), std::int64_t{kUnit})),
+  const std::int64_t high = min(min(e.end - flat, std::int64_t{e.cols} - col), std::int64_t{kRun});
+  return {static_cast<int>(min(max(e.begin - flat, std::int64_t{0}), std::int64_t{kRun})),
           static_cast<int>(max(high, std::int64_t{0}))};
+}
+
+// What a value of the master is in the compute dtype.
+__device__ __forceinline__ void round_as_asked(const ShardEntry& e, Unit<float>& unit) {
+  if (!e.rounds) return;
+  const Unit<Bf16> half = round_unit(unit.v, 1.0f);
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) unit.v[i] = half[i];
+}
+// A NaN that was rounded has the bits that the CPU gives it; one that was not keeps its own.
+__device__ __forceinline__ std::uint32_t magnitude_in(const ShardEntry& e, std::uint32_t bits) {
+  return e.rounds ? canonical_magnitude(bits) : bits;
 }
 
 __device__ __forceinline__ float load_element(const ShardEntry& e, std::int64_t i) {
@@ -59,7 +75,7 @@ __device__ __forceinline__ float load_element(const ShardEntry& e, std::int64_t 
 
 // The shard's elements of a unit in the compute dtype; zero where they are another's.
 __device__ __forceinline__ Unit<float> load_master(const ShardEntry& e, std::uint32_t row,
-                                                   std::uint32_t col, const Inside& in) {
+                                                   std::uint32_t col, const Inside<>& in) {
   Unit<float> unit = {};
   if (!in.any()) return unit;
   const std::int64_t first = std::int64_t{row} * e.cols + col - e.begin;
@@ -85,14 +101,58 @@ __device__ __forceinline__ Unit<float> load_master(const ShardEntry& e, std::uin
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) reinterpret_cast<uint4*>(&unit)[i] = __ldg(chunks + i);
-  if (e.rounds) {
-    const Unit<Bf16> half = round_unit(unit.v, 1.0f);
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i) unit.v[i] = half[i];
-  }
+  round_as_asked(e, unit);
   return unit;
 }
 
+// ---- What it becomes -----------------------------------------------------------------------------
+template <class F>
+__device__ __forceinline__ MatrixScale scale_of_tensor(const ShardEntry& e) {
+  if (e.rule == ScaleRule::kTensor)
+    return matrix_scale_of<F>(e.rule, e.rounding,
+                              e.delayed ? magnitude_bits(e.amax[0]) : e.amaxes[0]);
+  if (e.rule == ScaleRule::kNvfp4)
+    return matrix_scale_of<F>(e.rule, e.rounding, e.amaxes[e.grid_rows * e.grid_cols]);
+  return {};
+}
+
+// Where the wire has the code of (row, col), col even where two share a byte.
+template <class F>
+__device__ __forceinline__ std::uint8_t* wire_at(const ShardEntry& e, std::uint32_t row,
+                                                 std::uint32_t col) {
+  const std::uint32_t byte = F::kBits == 8 ? col : col / 2;
+  return e.codes + (std::int64_t{row} * e.pitch + byte - e.first_byte);
+}
+
+// A byte of two codes, of which one may be another shard's.
+template <int kRun>
+__device__ __forceinline__ void store_pair(const ShardEntry& e, std::uint8_t* to, unsigned pair,
+                                           std::uint32_t col, const Inside<kRun>& in, int i) {
+  const unsigned mask = (in.has(i) ? 0x0Fu : 0u) | (in.has(i + 1) ? 0xF0u : 0u);
+  if (mask == 0) return;
+  const bool ends_row = col + i + 1 >= e.cols;  // an odd row's last nibble is nobody's
+  const bool keeps = e.keeps_neighbours && mask != 0xFF && !ends_row;
+  *to = static_cast<std::uint8_t>((pair & mask) | (keeps ? *to & ~mask : 0u));
+}
+
+// The first kRun of `codes`, a byte at a time, where they are the shard's.
+template <class F, int kRun>
+__device__ __forceinline__ void store_run(const ShardEntry& e, std::uint8_t* to, Codes<F> codes,
+                                          std::uint32_t col, const Inside<kRun>& in) {
+#pragma unroll 1
+  for (int i = 0; i < kRun; i += 8 / F::kBits, ++to) {
+    const unsigned code = codes[0];
+    codes.pop();
+    if constexpr (F::kBits == 8) {
+      if (in.has(i)) *to = static_cast<std::uint8_t>(code);
+    } else {
+      store_pair(e, to, code | codes[0] << 4, col, in, i);
+      codes.pop();
+    }
+  }
+}
+
+// ---- Tiles ---------------------------------------------------------------------------------------
 // Where this thread's units of a tile are: `pass` of kPasses.
 struct TileOfShard {
   std::uint32_t row, col;  // of the tile's corner

@@ -2,7 +2,7 @@
 // a warp writes whole lines of the result:
 //
 //     4 bits    256 x 256 codes: a thread turns 8 x 8 of them in registers
-//     8 bits    128 x 256, in two halves: a thread turns 16 rows of 4 neighbours
+//     8 bits    256 x 256: a thread turns 16 rows of 4 neighbours, and 8 lanes 128 rows, a line
 #pragma once
 
 #include <cstdint>
@@ -13,8 +13,8 @@
 namespace minifloat::cuda {
 
 inline constexpr unsigned kNibbleRows = 256, kNibbleCols = 256, kNibbleWords = kNibbleCols / 8;
-inline constexpr unsigned kByteRows = 128, kByteCols = 256, kByteChunks = kByteCols / 16;
-inline constexpr unsigned kTurnWords = kNibbleRows * kNibbleWords;  // of shared memory, for either
+inline constexpr unsigned kByteRows = 256, kByteCols = 256, kByteChunks = kByteCols / 16;
+inline constexpr unsigned kTurnWords = kNibbleRows * kNibbleWords;  // of shared memory, for nibbles
 
 // ---- 4 bits --------------------------------------------------------------------------------------
 struct NibbleMatrix {
@@ -24,8 +24,8 @@ struct NibbleMatrix {
   std::int64_t in_pitch, out_pitch;  // bytes
   bool aligned_in, aligned_out;
 };
-inline NibbleMatrix nibble_matrix(const std::uint8_t* codes, std::uint8_t* out, std::int64_t rows,
-                                  std::int64_t cols) {
+__host__ __device__ inline NibbleMatrix nibble_matrix(const std::uint8_t* codes, std::uint8_t* out,
+                                                      std::int64_t rows, std::int64_t cols) {
   NibbleMatrix m = {
       codes, out,  rows, cols, ceil_div<std::int64_t>(cols, 2), ceil_div<std::int64_t>(rows, 2),
       false, false};
@@ -42,6 +42,16 @@ __device__ __forceinline__ uint4 load_bytes(const std::uint8_t* from, int left) 
   for (int k = 0; k < 16; ++k)
     if (k < left) to[k / 4] |= static_cast<std::uint32_t>(from[k]) << (k % 4 * 8);
   return w;
+}
+
+// The first `left` of 16 bytes.
+__device__ __forceinline__ void store_bytes(std::uint8_t* to, uint4 w, int left) {
+#pragma unroll 1
+  for (int k = 0; k < left; ++k) {
+    to[k] = static_cast<std::uint8_t>(w.x);
+    w.x = __funnelshift_r(w.x, w.y, 8), w.y = __funnelshift_r(w.y, w.z, 8);
+    w.z = __funnelshift_r(w.z, w.w, 8), w.w >>= 8;
+  }
 }
 
 // Lanes 8 rows apart read different banks.
@@ -106,68 +116,95 @@ struct ByteMatrix {
   const std::uint8_t* from;  // (rows, cols)
   std::uint8_t* to;          // (cols, rows)
   std::int64_t rows, cols;
-  bool aligned;  // rows of both start at multiples of 16 bytes
+  bool aligned;  // rows of both are whole chunks of 16 bytes, aligned
 };
-// Half after half, each 8 chunks wide. Groups of 16 rows read different banks.
-__device__ __forceinline__ unsigned byte_chunk(unsigned row, unsigned chunk) {
-  return (chunk / 8 * kByteRows + row) * 8 + (chunk % 8 ^ (row / 16));
+__host__ __device__ inline ByteMatrix byte_matrix(const std::uint8_t* from, std::uint8_t* to,
+                                                  std::int64_t rows, std::int64_t cols) {
+  const auto addresses =
+      reinterpret_cast<std::uintptr_t>(from) | reinterpret_cast<std::uintptr_t>(to);
+  return {from, to, rows, cols, rows % 16 == 0 && cols % 16 == 0 && addresses % 16 == 0};
 }
-// words: (kByteRows * kByteCols / 4) at least
-__device__ __forceinline__ void turn_bytes(const ByteMatrix& m, std::int64_t row, std::int64_t col,
-                                           std::uint32_t* words) {
-  const bool is_whole = m.aligned && row + kByteRows <= m.rows && col + kByteCols <= m.cols;
-  uint4* chunks = reinterpret_cast<uint4*>(words);
+inline constexpr unsigned kLineRows = 128, kLineGroups = kLineRows / 16;  // of a line of the result
+static_assert(kByteRows % kLineRows == 0 && kByteChunks % 8 == 0);
 
-  // ---- Load, zero past the edges
+// Strip after strip, each 8 chunks wide. The 8 groups of a line read different banks.
+__device__ __forceinline__ unsigned byte_chunk(unsigned row, unsigned chunk) {
+  return (chunk / 8 * kByteRows + row) * 8 + ((chunk ^ (row / 16)) % 8);
+}
+
+// The tile, zero past the edges.
+__device__ __forceinline__ void load_byte_tile(const ByteMatrix& m, std::int64_t row,
+                                               std::int64_t col, uint4* chunks) {
   constexpr unsigned kStep = kThreads / kByteChunks;  // rows at once
   const unsigned chunk = threadIdx.x % kByteChunks, first = threadIdx.x / kByteChunks;
   const std::uint8_t* from = m.from + (row + first) * m.cols + col + chunk * 16;
-  if (is_whole) {
+  const int in_row =
+      static_cast<int>(max(min(m.cols - col - chunk * 16, std::int64_t{16}), std::int64_t{0}));
+  const auto in_column = static_cast<unsigned>(min(m.rows - row, std::int64_t{kByteRows}));
+  if (m.aligned) {
 #pragma unroll
-    for (unsigned r = 0; r < kByteRows; r += kStep)
-      chunks[byte_chunk(r + first, chunk)] =
-          __ldg(reinterpret_cast<const uint4*>(from + r * m.cols));
+    for (unsigned i = 0; i < kByteRows / kStep; ++i, from += kStep * m.cols) {
+      const int bytes = first + i * kStep < in_column ? in_row : 0;
+      copy_async_16(chunks + byte_chunk(first + i * kStep, chunk), bytes > 0 ? from : m.from,
+                    bytes);
+    }
+    wait_for_copies();
   } else {
-    const int in_row = static_cast<int>(min(m.cols - col - chunk * 16, std::int64_t{16}));
 #pragma unroll 1
     for (unsigned r = first; r < kByteRows; r += kStep, from += kStep * m.cols)
-      chunks[byte_chunk(r, chunk)] = load_bytes(from, row + r < m.rows ? in_row : 0);
+      chunks[byte_chunk(r, chunk)] = load_bytes(from, r < in_column ? in_row : 0);
   }
-  __syncthreads();
+}
 
-  // ---- Turn 16 rows of a word, store 16 bytes in each of 4 rows of the result
-  constexpr unsigned kGroups = kByteRows / 16;
-  const unsigned group = threadIdx.x % kGroups;
+// 16 rows from `row` on of the 4 columns of `word` -> 16 bytes of each of the 4.
+__device__ __forceinline__ void turn_16x4(const std::uint32_t* words, unsigned row, unsigned word,
+                                          uint4 (&out)[4]) {
+  std::uint32_t turned[4][4];  // (column, 4 rows each)
 #pragma unroll
-  for (unsigned word = threadIdx.x / kGroups; word < kByteCols / 4; word += kThreads / kGroups) {
-    std::uint32_t out[4][4];  // (column, 4 rows each)
+  for (unsigned q = 0; q < 4; ++q) {
+    std::uint32_t w[4];
 #pragma unroll
-    for (unsigned q = 0; q < 4; ++q) {
-      std::uint32_t w[4];
+    for (unsigned i = 0; i < 4; ++i)
+      w[i] = words[byte_chunk(row + 4 * q + i, word / 4) * 4 + word % 4];
+    const std::uint32_t low01 = __byte_perm(w[0], w[1], 0x5140);
+    const std::uint32_t low23 = __byte_perm(w[2], w[3], 0x5140);
+    const std::uint32_t high01 = __byte_perm(w[0], w[1], 0x7362);
+    const std::uint32_t high23 = __byte_perm(w[2], w[3], 0x7362);
+    turned[0][q] = __byte_perm(low01, low23, 0x5410);
+    turned[1][q] = __byte_perm(low01, low23, 0x7632);
+    turned[2][q] = __byte_perm(high01, high23, 0x5410);
+    turned[3][q] = __byte_perm(high01, high23, 0x7632);
+  }
 #pragma unroll
-      for (unsigned i = 0; i < 4; ++i)
-        w[i] = words[byte_chunk(16 * group + 4 * q + i, word / 4) * 4 + word % 4];
-      const std::uint32_t low01 = __byte_perm(w[0], w[1], 0x5140);
-      const std::uint32_t low23 = __byte_perm(w[2], w[3], 0x5140);
-      const std::uint32_t high01 = __byte_perm(w[0], w[1], 0x7362);
-      const std::uint32_t high23 = __byte_perm(w[2], w[3], 0x7362);
-      out[0][q] = __byte_perm(low01, low23, 0x5410), out[1][q] = __byte_perm(low01, low23, 0x7632);
-      out[2][q] = __byte_perm(high01, high23, 0x5410);
-      out[3][q] = __byte_perm(high01, high23, 0x7632);
-    }
-    const std::int64_t c = col + word * 4, r = row + group * 16;
+  for (int i = 0; i < 4; ++i)
+    out[i] = make_uint4(turned[i][0], turned[i][1], turned[i][2], turned[i][3]);
+}
+
+// words: (kByteRows * kByteCols / 4)
+__device__ __forceinline__ void turn_bytes(const ByteMatrix& m, std::int64_t row, std::int64_t col,
+                                           std::uint32_t* words) {
+  load_byte_tile(m, row, col, reinterpret_cast<uint4*>(words));
+  __syncthreads();
+  const unsigned group = threadIdx.x % kLineGroups;
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      std::uint8_t* to = m.to + (c + i) * m.rows + r;
-      if (is_whole) {
-        *reinterpret_cast<uint4*>(to) = make_uint4(out[i][0], out[i][1], out[i][2], out[i][3]);
-      } else if (c + i < m.cols) {
+  for (unsigned word = threadIdx.x / kLineGroups; word < kByteCols / 4;
+       word += kThreads / kLineGroups)
 #pragma unroll
-        for (int k = 0; k < 16; ++k)
-          if (r + k < m.rows) to[k] = static_cast<std::uint8_t>(out[i][k / 4] >> (k % 4 * 8));
+    for (unsigned line = 0; line < kByteRows / kLineRows; ++line) {
+      const unsigned top = line * kLineRows + group * 16;
+      uint4 out[4];
+      turn_16x4(words, top, word, out);
+      const std::int64_t c = col + word * 4, r = row + top;
+      std::uint8_t* to = m.to + c * m.rows + r;
+#pragma unroll
+      for (int i = 0; i < 4; ++i, to += m.rows) {
+        if (r >= m.rows || c + i >= m.cols) continue;
+        if (m.aligned)
+          *reinterpret_cast<uint4*>(to) = out[i];
+        else
+          store_bytes(to, out[i], static_cast<int>(min(m.rows - r, std::int64_t{16})));
       }
     }
-  }
 }
 
 }  // namespace minifloat::cuda

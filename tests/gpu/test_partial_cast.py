@@ -20,6 +20,15 @@ SPECS = [
     *("nvfp4+up", "nvfp4/16x16+pow2", "e4m3/tensor+delayed"),
 ]
 SHAPES = [(1, 1), (16, 16), (33, 70), (128, 128), (130, 257), (300, 144), (512, 384), (700, 1)]
+# Rowwise and columnwise, cast from one read of their master.
+PAIRS = [
+    *(("mxfp8", "mxfp8"), ("mxfp8+floor", "mxfp8/e5m2"), ("mxfp8/e5m2", "mxfp8/e5m2")),
+    *(("mxfp8", "nvfp4/16x16"), ("nvfp4/16x16", "mxfp8"), ("nvfp4", "nvfp4"), ("mxfp4", "mxfp4")),
+    *(("nvfp4+up", "mxfp8/e5m2"), ("mxfp8/e5m2", "nvfp4/16x16+pow2"), ("mxfp8/32x32", "mxfp8")),
+    *(("e4m3/row", "e4m3/row"), ("e4m3/1x128", "e4m3/1x128"), ("e4m3/tensor", "e5m2/tensor")),
+    *(("e4m3/128x128", "e4m3/row+exact"), ("e4m3/tensor+delayed", "mxfp8")),
+]
+PAIR_SHAPES = [(256, 512), (320, 416), (300, 100), (129, 257), (200, 18), (1, 40), (48, 1)]
 KINDS = ["normal", "wide", "tiny", "huge", "sparse", "zeros", "special"]
 DTYPES = [
     (torch.float32, torch.bfloat16),
@@ -40,8 +49,13 @@ class Shards:
     amax: list[Tensor] = field(default_factory=list)
 
     def to(self, device: torch.device) -> Shards:
+        moved: dict[int, Tensor] = {}  # a master that two directions share is shared there, too
+
         def move(tensors: list[Tensor]) -> list[Tensor]:
-            return [t.to(device, copy=True) for t in tensors]
+            for t in tensors:
+                if id(t) not in moved:
+                    moved[id(t)] = t.to(device, copy=True)
+            return [moved[id(t)] for t in tensors]
 
         lists = {name: move(getattr(self, name)) for name in ("masters", "codes", "scales", "amax")}
         return replace(self, **lists)
@@ -82,6 +96,29 @@ def add_shard(
     shards.codes.append(torch.full((size,), 0xA5, dtype=torch.uint8))
     shards.scales.append(like.scale.clone())
     shards.amax.append(torch.full_like(like.amax, 0.75))
+
+
+def pair_cuts(rows: int, cols: int) -> list[tuple[int, int]]:
+    """The whole, shards that begin and end with rows of any number, ragged ones, and none."""
+    size = rows * cols
+    third = rows // 3
+    return [
+        *((0, size), (third * cols, (rows - third) * cols), (rows // 2 * cols, size)),
+        *((size // 7, size - size // 9), (third * cols + 4, size), (size // 2, size // 2)),
+    ]
+
+
+def add_pair(
+    shards: Shards,
+    specs: tuple[str, str],
+    master: Tensor,
+    dtype: torch.dtype,
+    cut: tuple[int, int],
+    is_fragment: bool,
+) -> None:
+    for spec, columnwise in zip(specs, (False, True)):
+        add_shard(shards, spec, columnwise, master, dtype, cut, is_fragment)
+    shards.masters[-1] = shards.masters[-2]
 
 
 def given_amax(spec: str) -> Tensor | None:
@@ -135,9 +172,32 @@ def test_every_spec_at_sizes_of_training(device, spec, columnwise):
         require_same_outputs(there, shards, f"{cut}")
 
 
+@pytest.mark.parametrize("kind", ["wide", "special", "zeros"])
+@pytest.mark.parametrize("specs", PAIRS, ids=" and ".join)
+def test_two_directions_of_one_master_have_the_bytes_of_the_cpu(device, specs, kind):
+    shards, count = Shards(), 0
+    for shape in PAIR_SHAPES:
+        for dtype, compute in DTYPES:
+            master = values(kind, shape, dtype, count)
+            for cut in pair_cuts(*shape):
+                add_pair(shards, specs, master, compute, cut, count % 2 == 0)
+                count += 1
+    require_same_outputs(shards.to(device), shards, f"{specs}")
+
+
+def test_two_directions_at_sizes_of_training(device):
+    master = values("normal", (1024, 1536), torch.float32)
+    for specs in PAIRS[:7]:
+        shards = Shards()
+        for cut in ((0, 1024 * 1536), (1536 * 256, 1536 * 512), (1536 * 100, 1536 * 777)):
+            add_pair(shards, specs, master, torch.bfloat16, cut, False)
+        require_same_outputs(shards.to(device), shards, f"{specs}")
+
+
 def test_transposes_of_every_width(device):
     pick, matrices, turned, sizes = random.Random(0), [], [], []
-    for shape in [*SHAPES, (256, 512), (512, 256), (272, 1040), (129, 16)]:
+    bands = [(1024, 768), (1040, 784), (2064, 272), (4096, 256)]  # one, and a low one below
+    for shape in [*SHAPES, (256, 512), (512, 256), (272, 1040), (129, 16), *bands]:
         for bits in (4, 8, 32):
             rows, cols = shape
             pitch, back = -(-cols * bits // 8), -(-rows * bits // 8)
@@ -190,6 +250,8 @@ def test_a_step_on_one_rank_is_the_whole_cast(device):
 
 def test_nothing_waits_for_the_device_and_graphs_repeat_it(cuda):
     host = mixed(5, "normal", 60)
+    master = values("normal", (256, 512), torch.float32)
+    add_pair(host, ("mxfp8", "mxfp8"), master, torch.bfloat16, (512 * 64, 512 * 192), True)
     there, again = host.to(cuda), host.to(cuda)
     there.run()
     torch.cuda.synchronize()

@@ -152,6 +152,42 @@ def test_delayed_scaling_casts_with_the_amax_in_force_and_reports_its_own():
     assert weight.rowwise.amax == master.bfloat16().abs().max()
 
 
+def step_and_compare(weights, formats, seed):
+    """A whole step from masters of `seed`; every weight then has the bytes of its whole cast."""
+    masters = [master_of(tuple(w.shape), seed + i) for i, w in enumerate(weights)]
+    flat = [master.flatten() for master in masters]
+    mf.quantize_master_weights(weights, flat, [0] * len(weights), None)
+    mf.post_all_gather_processing(weights)
+    for weight, master, specs in zip(weights, masters, formats):
+        assert_same_weight(weight, whole_cast(master, specs))
+    return masters
+
+
+def test_what_steps_keep_of_a_list_follows_its_weights():
+    formats = [("nvfp4/16x16", "nvfp4/16x16"), ("mxfp8", "mxfp8"), ("e4m3/tensor", "e4m3/tensor")]
+    weights = [empty_weight((32, 48), specs) for specs in formats]
+    step_and_compare(weights, formats, 1)
+    step_and_compare(weights, formats, 2)  # the same list
+    step_and_compare(weights[:2], formats[:2], 3)  # another that begins alike
+    masters = step_and_compare(weights, formats, 4)
+    twins = copy.deepcopy(weights)
+    step_and_compare(twins, formats, 5)
+    for weight, master, specs in zip(weights, masters, formats):  # the twins' memory is their own
+        assert_same_weight(weight, whole_cast(master, specs))
+    mf.attach_wires(weights[1], [torch.zeros_like(wire) for wire in mf.wires(weights[1])])
+    step_and_compare(weights, formats, 6)
+    for weight in weights:
+        weight.rowwise.codes.data = torch.zeros_like(weight.rowwise.codes)  # other memory
+    step_and_compare(weights, formats, 7)
+    weights[0] = empty_weight((16, 16), formats[0])
+    step_and_compare(weights, formats, 8)
+    names = ["a", "b", "c"]
+    with pytest.raises(ValueError, match="expected masters in float32 or bfloat16, got Double"):
+        mf.quantize_master_weights(
+            weights, [torch.zeros(1, dtype=torch.float64)] * 3, [0] * 3, None, names=names
+        )
+
+
 def test_processing_is_refused_where_it_is_needed_and_may_be_repeated():
     master = master_of((32, 48), 2)
     weight = empty_weight((32, 48), ("nvfp4/16x16", "nvfp4/16x16"))
