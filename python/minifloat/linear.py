@@ -195,6 +195,8 @@ class Linear(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             carry(self, value)  # FSDP2 assigns the parameter that it has sharded
+            if is_distributed(value):
+                self.weight_codes = None  # its memory is refilled, uncounted
         super().__setattr__(name, value)
 
     def _forget(self) -> None:
