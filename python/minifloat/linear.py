@@ -303,9 +303,9 @@ def release(module: Linear) -> nn.Linear:
             f"restore_: expected a model that FSDP2 has not sharded, but {module.fqn}'s weight "
             "travels quantized; restore it before fully_shard"
         )
-    if isinstance(module.weight, QuantizedTensor):
-        weight = module.weight
-        module.weight = nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad)
+    weight = module.weight
+    if isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor):
+        module.weight = nn.Parameter(weight.detach() * 1, requires_grad=weight.requires_grad)
     module.__dict__.pop("weight_high_precision_init", None)
     for name in ADOPTED:
         delattr(module, name)

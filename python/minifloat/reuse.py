@@ -212,7 +212,8 @@ def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
 
 def weight_codes(weight: Tensor, recipe: Recipe) -> WeightCodes | None:
     """None where the weight must be quantized each time, or is codes already."""
-    if type(weight) is not nn.Parameter and not hasattr(weight, "device_mesh"):
+    shard = getattr(weight, "_local_tensor", None)  # of a DTensor
+    if type(weight) is not nn.Parameter and type(shard) is not Tensor:
         return None
     if not have_no_flag((recipe.fprop.b, recipe.dgrad.b), "sr"):
         return None

@@ -19,6 +19,7 @@ from ._native import ops
 from .gather import amax_of
 from .parts import unit
 from .recipe import Recipe
+from .tensor import QuantizedTensor
 from .travel import reduce_amaxes
 
 if TYPE_CHECKING:
@@ -135,7 +136,9 @@ def whole_amaxes(
     layer: ShardedLayer, x: Tensor, cut: int | None, places: list[int]
 ) -> dict[int, Tensor]:
     """Of the casts that need more than this shard's: the amax of the whole, in one all-reduce."""
-    own = {} if cut is None else {p: own_amax(layer, x, cut, p) for p in places}
+    if cut is None or isinstance(x, QuantizedTensor):  # codes keep the whole's
+        return {}
+    own = {p: own_amax(layer, x, cut, p) for p in places}
     shared = {place: amax for place, amax in own.items() if amax is not None}
     if shared:
         flat = torch.cat([amax.view(-1) for amax in shared.values()])

@@ -241,9 +241,18 @@ def test_other_ops_run_on_values():
     assert torch.equal(w.t(), plain.t())
     assert torch.equal(w.half(), plain.half())
     assert torch.equal(torch.stack([w, w]), torch.stack([plain, plain]))
-    for like in (torch.zeros_like(w), torch.empty_like(w), w.new_zeros(2, 2)):
+    for like in (torch.zeros_like(w), w.new_empty(2, 2), w.new_zeros(2, 2)):
         assert type(like) is torch.Tensor
         assert like.dtype == w.dtype
+    assert type(torch.empty_like(w, dtype=torch.float64)) is torch.Tensor
+
+
+def test_empty_like_is_memory_for_the_same_codes():
+    w = mf.QuantizedTensor.from_tensor(values(), "mxfp8", "nvfp4/16x16")
+    like = torch.empty_like(w)
+    assert same(like.copy_(w), w)
+    like = torch.empty_like(w, dtype=torch.bfloat16)
+    assert (like.specs, like.shape, like.dtype) == (w.specs, w.shape, torch.bfloat16)
 
 
 def test_gradients_reach_a_parameter():
