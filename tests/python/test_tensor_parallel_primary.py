@@ -5,14 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat.sharded_cast import PLACES
-from test_tensor_parallel import Recorded, assert_close, check_operands, run_layer
-from test_tensor_parallel_models import BATCH, PLANS, TOKENS, WIDTH, Block, built, integers
+from parallel_layers import Recorded, assert_close, check_operands, run_layer
+from parallel_models import PLANS, WIDTH, Block, built, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from whole_layers import Case, same_bytes
-from worlds import run_world
+from whole_layers import BATCH, TOKENS, Case, integers, same_bytes
+from worlds import device_of, run_world
 
 RECIPES = [
     "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "mxfp4", "nvfp4",
@@ -42,8 +42,8 @@ def piece_of(whole, dim, rank, world):
 class PrimaryCase(Case):
     """Whose weight is codes."""
 
-    def __init__(self, recipe):
-        super().__init__(recipe)
+    def __init__(self, recipe, device="cpu"):
+        super().__init__(recipe, device=device)
         specs = self.recipe.fprop.b, self.recipe.dgrad.b
         self.w = mf.QuantizedTensor.from_tensor(self.w.detach(), *specs).requires_grad_()
 
@@ -63,11 +63,11 @@ def check_shards(case, rank, world, mesh, dim):
     require_same(local.to_local(), piece_of(w, dim, rank, world), where)
 
 
-def check_layers(rank):
+def check_primary_layers(rank, recipes, kind="cpu", compare=assert_close):
     world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    for recipe in RECIPES:
-        case = PrimaryCase(recipe)
+    mesh = init_device_mesh(kind, (world,))
+    for recipe in recipes:
+        case = PrimaryCase(recipe, device_of(rank, kind))
         want, _ = case.alone()
         for dim, x_placement in ((0, Replicate()), (0, Shard(1)), (1, Shard(2))):
             where = (recipe, dim, x_placement, world)
@@ -77,22 +77,15 @@ def check_layers(rank):
                 got, _ = run_layer(case, mesh, dim, x_placement)
             assert len(recorded.operands) == len(PLACES)
             check_operands(case, recorded, dim, rank, world, where)
-            assert_close(got, want, case, world, where)
+            compare(got, want, case, world, where)
 
 
 @pytest.mark.parametrize("world", [2, 4])
 def test_layer_is_one_process(world):
-    run_world(world, check_layers)
+    run_world(world, check_primary_layers, RECIPES)
 
 
 # ---- a model -------------------------------------------------------------------------------------
-
-
-def train_step(model, x, weights):
-    x = x.clone().requires_grad_()
-    y = model(x)
-    (y * weights).sum().backward()
-    return y.detach(), x.grad
 
 
 def whole(parameter):

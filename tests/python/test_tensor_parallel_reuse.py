@@ -14,7 +14,7 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from whole_layers import values
-from worlds import run_world
+from worlds import device_of, run_world
 
 RECIPES = [
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "mxfp8", "mxfp4", "nvfp4", "mxfp8_nvfp4",
@@ -31,12 +31,13 @@ SEQUENCE = {
 }
 
 
-def built(recipe, mesh=None, plan=TENSOR, reuses=True):
+def built(recipe, mesh=None, plan=TENSOR, reuses=True, device="cpu"):
     """The same weights each time; parallel where there is a mesh."""
     model = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH))
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
             parameter.copy_(values(i, *parameter.shape))
+    model.to(device)
     mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False)
     if mesh is not None:
         parallelize_module(model, mesh, plan)
@@ -81,10 +82,10 @@ def same(a, b):
 
 def step(model, optimizer, i, autocast):
     """Four micro-batches: outputs, gradients, histories."""
-    found = []
+    found, device = [], model[0].weight.device
     for j in range(4):
-        x = batch(10 * i + j)
-        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        x = batch(10 * i + j).detach().to(device).requires_grad_()
+        with torch.autocast(device.type, torch.bfloat16, enabled=autocast):
             y = model(x)
         y.float().pow(2).mean().backward()
         found += [y.detach(), x.grad]
@@ -95,10 +96,10 @@ def step(model, optimizer, i, autocast):
     return found + list(mf.training_state(model).values())
 
 
-def check_micro_batches(mesh, recipe, plan, autocast):
+def check_micro_batches(mesh, recipe, plan, autocast, device):
     """The first step cannot know that a second micro-batch comes; after it one cast a step."""
     where = (recipe, plan is SEQUENCE, autocast)
-    models = [built(recipe, mesh, plan, reuses) for reuses in (True, False)]
+    models = [built(recipe, mesh, plan, reuses, device) for reuses in (True, False)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
     for i, expected in enumerate((2, 1, 1)):
         results, twins = [], step(models[1], optimizers[1], i, autocast)
@@ -115,15 +116,15 @@ def check_micro_batches(mesh, recipe, plan, autocast):
         assert same(p, q), where
 
 
-def check_training(rank):
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    for recipe in RECIPES:
-        check_micro_batches(mesh, recipe, TENSOR, False)
-        check_micro_batches(mesh, recipe, SEQUENCE, True)
+def check_reuse(rank, recipes, kind="cpu"):
+    mesh, device = init_device_mesh(kind, (RANKS,)), device_of(rank, kind)
+    for recipe in recipes:
+        check_micro_batches(mesh, recipe, TENSOR, False, device)
+        check_micro_batches(mesh, recipe, SEQUENCE, True, device)
 
 
 def test_micro_batches_quantize_a_shard_once_a_step():
-    run_world(RANKS, check_training)
+    run_world(RANKS, check_reuse, RECIPES)
 
 
 # ---- changes -------------------------------------------------------------------------------------
