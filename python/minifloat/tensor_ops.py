@@ -60,7 +60,9 @@ def layer(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def alias(func: Any, x: QuantizedTensor) -> Any:
-    return x._map(lambda part: part)
+    same = x._map(lambda part: part)
+    same.is_slice = x.is_slice
+    return same
 
 
 @handles(aten.clone.default)
@@ -178,7 +180,9 @@ def slice_(
     begin, stop, _ = slice(start, end).indices(x.shape[dim])
     if (begin, stop) == (0, x.shape[dim]):
         return alias(func, x)
-    return piece(x, dim, begin, max(begin, stop))
+    part = piece(x, dim, begin, max(begin, stop))
+    part.is_slice = True
+    return part
 
 
 # ---- collectives ---------------------------------------------------------------------------------

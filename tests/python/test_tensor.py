@@ -234,6 +234,16 @@ def test_in_place_ops_round_the_new_values(update):
     assert same(w, mf.QuantizedTensor.from_tensor(want, "mxfp8", "nvfp4"))
 
 
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda t: t.copy_(t.clone())])
+def test_a_slice_is_not_written_to(write):
+    w = mf.QuantizedTensor.from_tensor(values(), "e4m3/tensor")
+    part = w[1:3]
+    with pytest.raises(ValueError, match="a write to it would not reach the whole"):
+        write(part.detach())
+    write(part.clone())
+    assert same(w, mf.QuantizedTensor.from_tensor(values(), "e4m3/tensor"))
+
+
 def test_other_ops_run_on_values():
     w = mf.QuantizedTensor.from_tensor(values(), "mxfp8")
     plain = w.dequantize()

@@ -4,10 +4,12 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from minifloat.sharded_cast import PLACES
 from parallel_layers import Recorded, assert_close, check_operands, run_layer
 from parallel_models import PLANS, WIDTH, Block, built, train_step
 from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
@@ -133,18 +135,28 @@ def primary(recipe):
     return model
 
 
-def check_state(rank):
-    """A state dict holds the codes and loads them; mf.restore_ gives their values."""
+def check_state(rank, folder):
+    """State dicts and checkpoints hold the codes and load them; mf.restore_ gives their values."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
-    model, other = primary("nvfp4"), primary("nvfp4")
+    alone, model, other = (primary("nvfp4") for _ in range(3))
     for m in (model, other):
         parallelize_module(m[0], mesh, PLANS["tensor"])
-    with torch.no_grad():
-        other[0].up.weight.mul_(3)
-    other.load_state_dict(model.state_dict())
-    require_same(other[0].up.weight.to_local(), model[0].up.weight.to_local(), "loaded")
-    x, codes = integers(1, BATCH, TOKENS, WIDTH), model[0].up.weight.to_local().detach()
+    of_ranks, of_one = f"{folder}/ranks", f"{folder}/one{rank}"
+    dcp.save({"model": model.state_dict()}, checkpoint_id=of_ranks)
+    dcp.save({"model": alone.state_dict()}, checkpoint_id=of_one, no_dist=True)
+    codes = model[0].up.weight.to_local().detach()
+    for checkpoint in (None, of_ranks, of_one):
+        with torch.no_grad():
+            other[0].up.weight.mul_(3)
+        state = {"model": model.state_dict() if checkpoint is None else other.state_dict()}
+        if checkpoint is not None:
+            dcp.load(state, checkpoint_id=checkpoint, no_dist=checkpoint == of_one)
+        other.load_state_dict(state["model"])
+        require_same(other[0].up.weight.to_local().detach(), codes, checkpoint)
+    x = integers(1, BATCH, TOKENS, WIDTH)
     assert torch.equal(model(x), other(x))
+    with pytest.raises(CheckpointException, match="a write to it would not reach the whole"):
+        dcp.load({"model": alone.state_dict()}, checkpoint_id=of_ranks, no_dist=True)
     mf.restore_(model)
     assert type(model[0].up.weight.to_local()) is torch.Tensor
     assert torch.equal(model[0].up.weight.to_local(), codes.dequantize())
@@ -171,11 +183,11 @@ def check_refusals(rank):
         mf.quantize_(late, "mxfp8", primary=True, verbose=False)
 
 
-def check_models(rank):
+def check_models(rank, folder):
     check_training(rank)
-    check_state(rank)
+    check_state(rank, folder)
     check_refusals(rank)
 
 
-def test_models():
-    run_world(2, check_models)
+def test_models(tmp_path):
+    run_world(2, check_models, str(tmp_path))
