@@ -30,20 +30,12 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ._native import ops
 from .gather import amax_of
+from .parallel_cast import ShardedLayer, Tokens, has_flag, require_fit, shard_unit, tokens_fit
 from .parts import is_blocked
 from .random_state import RngState
 from .recipe import Recipe
-from .reuse import SharedInput, conditions_of
-from .tensor_parallel import (
-    ShardedLayer,
-    Share,
-    Tokens,
-    has_flag,
-    require_fit,
-    shard_unit,
-    sharded_linear,
-    tokens_fit,
-)
+from .reuse import SharedInput, WeightCodes, conditions_of
+from .tensor_parallel import Reuse, Share, sharded_linear
 
 if TYPE_CHECKING:
     from .linear import Linear
@@ -74,6 +66,7 @@ def linear(
     amax_history: Tensor | None = None,
     stream: int = 0,
     shared_input: SharedInput | None = None,
+    weight_codes: WeightCodes | None = None,
 ) -> Tensor:
     """mf.linear of a weight cut along N or K over one mesh dimension; y cut along N, or Partial."""
     mesh, dim = weight.device_mesh, cut_of(weight)
@@ -94,11 +87,14 @@ def linear(
     require_even(weight, dim)
     require_fit(layer, local(weight))
     share = None if shared_input is None else sharing(shared_input, x, recipe, weight)
+    reuse = None if weight_codes is None else reusing(weight_codes, weight, x, layer)
     x, tokens = placed(x, recipe, dim)
     layer = replace(layer, tokens=tokens)
     is_whole = dim == 0 and tokens is None
     values = local(x, Partial()) if is_whole else local(x)
-    y = sharded_linear(values, local(weight), None if bias is None else local(bias), layer, share)
+    y = sharded_linear(
+        values, local(weight), None if bias is None else local(bias), layer, share, reuse
+    )
     y = y.view(*x.shape[:-1], y.shape[-1])
     placement = Shard(y.dim() - 1) if dim == 0 else Partial()
     return DTensor.from_local(y, mesh, [placement], run_check=False)
@@ -132,6 +128,14 @@ def sharing(shared: SharedInput, x: DTensor, recipe: Recipe, weight: DTensor) ->
     return lambda make: shared.operands(
         x, recipe.text, learns, conditions, lambda: make(shared.readers)
     )
+
+
+def reusing(codes: WeightCodes, weight: DTensor, x: DTensor, layer: ShardedLayer) -> Reuse:
+    """The shard's codes, while neither the DTensor nor its own tensor was written to."""
+    shard = weight._local_tensor
+    conditions = (shard._version, shard.data_ptr(), *conditions_of(x))
+    recipe, history = layer.recipe.text, layer.history
+    return lambda make: codes.operands(weight, recipe, layer.needs_dx, conditions, history, make)
 
 
 def cut_of(weight: DTensor) -> int | None:
@@ -229,6 +233,8 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         rng = layer.rng_state.current(weight.device)
         if cut_of(weight) is not None:
             require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
+    if layer.weight_codes is not None:
+        layer.weight_codes.follow(weight)  # where a parallel style put it after mf.quantize_
     return linear(
         x,
         weight,
@@ -238,6 +244,7 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         amax_history=layer.amax_history,
         stream=layer.stream_id,
         shared_input=layer.shared_input,
+        weight_codes=layer.weight_codes,
     )
 
 

@@ -198,6 +198,8 @@ class Linear(nn.Linear):
                 self._parameters[name] = value
                 return
             carry(self, value)  # FSDP2 assigns the parameter that it has sharded
+            if is_distributed(value):
+                self.weight_codes = None  # its memory is refilled, uncounted
         super().__setattr__(name, value)
 
     def _forget(self) -> None:
@@ -304,9 +306,9 @@ def release(module: Linear) -> nn.Linear:
             f"restore_: expected a model that FSDP2 has not sharded, but {module.fqn}'s weight "
             "travels quantized; restore it before fully_shard"
         )
-    if isinstance(module.weight, QuantizedTensor):
-        weight = module.weight
-        module.weight = nn.Parameter(weight.dequantize(), requires_grad=weight.requires_grad)
+    weight = module.weight
+    if isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor):
+        module.weight = nn.Parameter(weight.detach() * 1, requires_grad=weight.requires_grad)
     module.__dict__.pop("weight_high_precision_init", None)
     for name in ADOPTED:
         delattr(module, name)

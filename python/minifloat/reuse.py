@@ -12,8 +12,10 @@ A weight counts as changed when torch counted a write to it (its `_version`), wh
 another, after any torch optimizer's step (fused ones write uncounted), and after mf.step. Other
 uncounted writes (through `.data`, raw pointers, collectives; a compiled fused optimizer) need an
 mf.step(model), which training calls anyway. A parameter that is not the one that the layer was
-converted with, such as the one that FSDP gathers, is never reused; nor is the weight of a layer
-that was captured in a CUDA graph, whose replays write uncounted.
+converted with, such as the one that FSDP gathers, is never reused, unless it is the DTensor that
+torch's parallel styles made of that one; nor is the weight of a layer that was captured in a CUDA
+graph, whose replays write uncounted. Tensor-parallel ranks, whose casts wait for each other, must
+change their shards together.
 
 Memory: a layer holds its weight's codes from the second forward of one weight on, as long as every
 weight is met twice: up to 1.13 bytes a parameter under FP4 recipes, 2.07 under FP8 and MXFP8, both
@@ -25,6 +27,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -45,6 +48,7 @@ SIBLINGS = (
 )
 
 Conditions = tuple[Any, ...]
+Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=): as many tensors of each
 
 
 class OptimizerSteps:
@@ -88,7 +92,7 @@ class WeightCodes:
 
     def __init__(self, weight: Tensor) -> None:
         # The parameter that may be reused.
-        self.home: Callable[[], Tensor | None] = weakref.ref(weight)
+        self.home: weakref.ref[Tensor] | None = weakref.ref(weight)  # None: captured in a graph
         self.key: Any = None  # of the weight as it was last met
         self.reused = False  # since the key is that
         self.codes: list[Tensor] | None = None
@@ -103,6 +107,12 @@ class WeightCodes:
         self.forget()
         self.reused = False
 
+    def follow(self, weight: Tensor) -> None:
+        """The layer's parameter has been replaced by one that may be reused as well."""
+        if self.home is not None and weight is not self.home():
+            self.home = weakref.ref(weight)
+            self.start_over()
+
     def operands(
         self,
         weight: Tensor,
@@ -110,12 +120,13 @@ class WeightCodes:
         columnwise: bool,
         conditions: Conditions,
         amax_history: Tensor | None,
+        cast: Cast | None = None,
     ) -> list[Tensor] | None:
-        """The weight for `linear`; None: it quantizes the weight itself."""
-        if weight is not self.home():
+        """The weight for `linear`, or what `cast` makes of it; None: its reader quantizes it."""
+        if self.home is None or weight is not self.home():
             return None
         if is_capturing(conditions):
-            self.home, self.codes = lambda: None, None
+            self.home, self.codes = None, None
             return None
         key = (weight._version, weight.data_ptr(), STEPS.taken, conditions)
         if key != self.key:
@@ -125,16 +136,16 @@ class WeightCodes:
                 return None
         else:
             self.reused = True
-        if self.codes is None:
-            self.codes = ops.layer_operands.default(
-                weight, recipe, "w", columnwise=columnwise, amax_history=amax_history
+        if cast is None:
+            cast = partial(
+                ops.layer_operands.default, weight, recipe, "w", amax_history=amax_history
             )
+        if self.codes is None:
+            self.codes = cast(rowwise=True, columnwise=columnwise)
             self.has_columnwise = columnwise
         elif columnwise and not self.has_columnwise:
-            column = ops.layer_operands.default(
-                weight, recipe, "w", rowwise=False, amax_history=amax_history
-            )
-            self.codes = [*self.codes[:4], *column[4:]]
+            half = len(self.codes) // 2
+            self.codes = [*self.codes[:half], *cast(rowwise=False, columnwise=True)[half:]]
             self.has_columnwise = True
         return self.codes
 
@@ -201,7 +212,8 @@ def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
 
 def weight_codes(weight: Tensor, recipe: Recipe) -> WeightCodes | None:
     """None where the weight must be quantized each time, or is codes already."""
-    if type(weight) is not nn.Parameter:
+    shard = getattr(weight, "_local_tensor", None)  # of a DTensor
+    if type(weight) is not nn.Parameter and type(shard) is not Tensor:
         return None
     if not have_no_flag((recipe.fprop.b, recipe.dgrad.b), "sr"):
         return None

@@ -51,13 +51,6 @@ class Piece:
     exchanged: Tensor  # int32: what the ranks told each other, for other values of the same amaxes
 
 
-def reduce_amaxes(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest of all ranks. Bits of magnitudes order like the values, NaN above infinity."""
-    bits = own.abs().view(torch.int32)
-    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
-    return bits.view(torch.float32)
-
-
 def cast_shards(
     jobs: Sequence[Job], group: dist.ProcessGroup, known: Sequence[Tensor] | None = None
 ) -> list[Piece]:

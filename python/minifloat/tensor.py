@@ -10,7 +10,9 @@ It has W's shape and a nominal dtype. An op meets it in one of four ways:
     in-place ops            values -> op -> rounded again to nearest, in the same memory
     any other op            on its values
 
-Views other than whole ones are values of their own: writing to w.t() or w[0] does not write to w.
+Views other than whole ones are values of their own: writing to w.t() or w[0] does not write to w,
+and writing to w[:32], codes of its own, is refused (as a checkpoint does that is loaded into other
+shards than it was saved from).
 """
 
 from __future__ import annotations
@@ -69,6 +71,7 @@ class QuantizedTensor(Tensor):
     rowwise: Quantized | None
     columnwise: Quantized | None
     owns_codes = True  # else a cast, which is of the nominal dtype alone, shares them
+    is_slice = False  # a copy, where a plain tensor's would be a view to write through
 
     @staticmethod
     def __new__(
@@ -187,6 +190,11 @@ class QuantizedTensor(Tensor):
 
     def _write(self, source: Tensor) -> None:
         """source's bytes where it is laid out alike, else its values rounded again; in place."""
+        if self.is_slice:
+            raise ValueError(
+                "QuantizedTensor: a slice has codes of its own, a write to it would not reach the "
+                f"whole; expected a write to the whole or a clone, got a slice {tuple(self.shape)}"
+            )
         parts = (self.rowwise, self.columnwise)
         if isinstance(source, QuantizedTensor):
             others = (source.rowwise, source.columnwise)

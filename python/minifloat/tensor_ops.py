@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from .parts import cut, map_tensors
 from .quantized import Quantized, raw_scale
 from .tensor import NOMINAL_DTYPES, QuantizedTensor, handles
 
-aten = torch.ops.aten
+aten, c10d = torch.ops.aten, torch.ops.c10d
 
 
 @handles(ops.quantize.default)
@@ -59,7 +60,9 @@ def layer(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def alias(func: Any, x: QuantizedTensor) -> Any:
-    return x._map(lambda part: part)
+    same = x._map(lambda part: part)
+    same.is_slice = x.is_slice
+    return same
 
 
 @handles(aten.clone.default)
@@ -87,6 +90,23 @@ def to_copy(
         return t.to(device=device or t.device, non_blocking=non_blocking, copy=True)
 
     return x._map(lambda part: map_tensors(part, move), dtype)
+
+
+@handles(aten.empty_like.default)
+def empty_like(
+    func: Any,
+    x: QuantizedTensor,
+    *,
+    dtype: torch.dtype | None = None,
+    device: torch.device | None = None,
+    pin_memory: bool | None = None,
+    **layout: Any,
+) -> Any:
+    """Memory for the same codes, which copies and collectives fill. Of any other dtype: plain."""
+    if dtype is not None and dtype not in NOMINAL_DTYPES:
+        return NotImplemented
+    empty = partial(torch.empty_like, device=device, pin_memory=bool(pin_memory))
+    return x._map(lambda part: map_tensors(part, empty), dtype)
 
 
 @handles(aten.copy_.default)
@@ -160,7 +180,55 @@ def slice_(
     begin, stop, _ = slice(start, end).indices(x.shape[dim])
     if (begin, stop) == (0, x.shape[dim]):
         return alias(func, x)
-    return piece(x, dim, begin, max(begin, stop))
+    part = piece(x, dim, begin, max(begin, stop))
+    part.is_slice = True
+    return part
+
+
+# ---- collectives ---------------------------------------------------------------------------------
+# What torch's distribute_tensor makes a DTensor with: it splits, pads, scatters or broadcasts.
+
+
+@handles(aten.constant_pad_nd.default)
+def pad(func: Any, x: QuantizedTensor, lengths: Any, value: Any = 0) -> Any:
+    """Refused on every rank, before any of them waits for another."""
+    raise ValueError(
+        "QuantizedTensor: codes cannot be padded; expected a dimension that the ranks cut as a "
+        f"multiple of their number, got a last piece {tuple(x.shape)} to be padded by "
+        f"{max(lengths)}"
+    )
+
+
+def raw_tensors(x: QuantizedTensor) -> list[Tensor]:
+    """Codes, scale and amax of both directions, as bytes where they are any."""
+    parts = [part for part in (x.rowwise, x.columnwise) if part is not None]
+    tensors = [t for part in parts for t in (part.codes, raw_scale(part), part.amax)]
+    return [t for t in tensors if t.numel() > 0]
+
+
+@handles(c10d.scatter_.default)
+def scatter(func: Any, outputs: Any, inputs: Any, *how: Any, **options: Any) -> Any:
+    """The pieces of one rank, to each its own: codes and scales, byte for byte."""
+    (output,), works = outputs, []
+    pieces = [[raw_tensors(piece) for piece in rank_inputs] for rank_inputs in inputs]
+    for i, own in enumerate(raw_tensors(output)):
+        given = [[piece[i] for piece in rank_pieces] for rank_pieces in pieces]
+        works.append(func([own], given, *how, **options)[1])
+    return outputs, last_of(works)
+
+
+@handles(c10d.broadcast_.default)
+def broadcast(func: Any, tensors: Any, *how: Any, **options: Any) -> Any:
+    """One rank's codes and scales, byte for byte, to all."""
+    (tensor,) = tensors
+    return tensors, last_of([func([t], *how, **options)[1] for t in raw_tensors(tensor)])
+
+
+def last_of(works: list[Any]) -> Any:
+    """What the caller waits for; collectives of one group end in turn."""
+    for work in works[:-1]:
+        work.wait()
+    return works[-1]
 
 
 # ---- plain tensors of its shape ------------------------------------------------------------------
@@ -169,7 +237,6 @@ def slice_(
 @handles(
     aten.zeros_like.default,
     aten.ones_like.default,
-    aten.empty_like.default,
     aten.full_like.default,
     aten.rand_like.default,
     aten.randn_like.default,

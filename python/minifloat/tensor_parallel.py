@@ -7,11 +7,7 @@
     dx = g · W      a sum over the ranks                columns
     dW = gᵀ · x     rows                                columns
 
-A cast gives a shard the bytes that the whole has there. It is told what it cannot see:
-
-    origin    where the shard begins, for the random bits
-    amax      of the tensor, and of rows that the ranks cut: one MAX over the ranks a cast
-    blocks    and transforms lie within one shard; other sizes are refused before anything is sent
+Each cast gives a shard the bytes that the whole has there (parallel_cast.py).
 
 Where x comes cut by tokens (sequence parallel) its codes are gathered, not its values: rowwise ones
 in forward, those that wgrad reads in backward. Until then a rank keeps its own tokens' alone.
@@ -20,8 +16,8 @@ in forward, those that wgrad reads in backward. Until then a rank keeps its own 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import lru_cache
+from dataclasses import replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,195 +25,19 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._native import ops
-from .gather import amax_of
-from .parts import unit
-from .recipe import Product, Recipe
-from .shard_cast import reduce_amaxes
-
-# Operands by their row of an amax history; a name is that of the operand's random stream.
-PLACES = ("x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad")
-FPROP_X, FPROP_W, DGRAD_G, DGRAD_W, WGRAD_G, WGRAD_X = range(len(PLACES))
-COLUMNWISE = (DGRAD_W, WGRAD_G, WGRAD_X)
-IN_FORCE, RUNNING = 0, 1  # columns of an amax history
-RANDOM_UNIT = 16  # elements that share their random words
-
-
-class Operand(NamedTuple):
-    """One direction of a matrix: codes and scales, or under bf16 the values and nothing."""
-
-    codes: Tensor
-    scale: Tensor
-    amax: Tensor
-
-
-class Tokens(NamedTuple):
-    """Of the rows that a rank has of x: so many stretches, of so many rows next to each other."""
-
-    stretches: int
-    length: int
-
-
-class GivenInput(NamedTuple):
-    """x as fprop reads it, gathered, and as wgrad will: this rank's part, and how to gather it."""
-
-    rowwise: Operand
-    columnwise: Operand | None
-    wgrad: GatheredOnce
-
-
-@dataclass(frozen=True, eq=False)
-class ShardedLayer:
-    """What casts and products depend on besides the tensors."""
-
-    recipe: Recipe
-    group: dist.ProcessGroup
-    dim: int  # of W that is cut
-    tokens: Tokens | None = None  # of x, where its codes are gathered
-    rng: Tensor | None = None
-    history: Tensor | None = None
-    stream: int = 0
-    needs_dx: bool = False
-    needs_dw: bool = False
-    given: GivenInput | None = None  # x, where another layer has quantized it
-
-    def spec(self, place: int) -> str:
-        product = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)[place // 2]
-        return (product.a, product.b)[place % 2]
-
-    def cut(self, operand: str) -> int | None:
-        """The dimension of x, w or g that the ranks cut; None: each has the whole."""
-        if operand == "w":
-            return self.dim
-        if operand == "g":
-            return 1 if self.dim == 0 else None
-        return 1 if self.dim == 1 else (None if self.tokens is None else 0)
-
-
-# ---- sizes ---------------------------------------------------------------------------------------
-
-
-def has_flag(spec: str, flag: str) -> bool:
-    return flag in spec.split("+")[1:]
-
-
-@lru_cache(maxsize=1024)
-def shard_unit(spec: str, columnwise: bool, dim: int) -> int:
-    """What a shard's length along a matrix's own dimension must be a multiple of."""
-    if spec == "bf16":
-        return 1
-    along = dim != columnwise  # the contraction dimension is the last one as read
-    random = RANDOM_UNIT if along and has_flag(spec, "sr") else 1
-    return max(unit(spec, int(along)), random)
-
-
-def tokens_fit(recipe: Recipe, tokens: Tokens) -> bool:
-    """Can x's codes be gathered? Not in bf16, nor where random bits need each row's place."""
-    row, col = recipe.fprop.a, recipe.wgrad.b
-    if row == "bf16" or has_flag(row, "sr") or has_flag(col, "sr"):
-        return False
-    units = shard_unit(row, False, 0), shard_unit(col, True, 0)
-    return all(tokens.length % unit == 0 for unit in units)
-
-
-def require_fit(layer: ShardedLayer, weight: Tensor) -> None:
-    """ValueError where a block, a transform or a random word is more than one rank's."""
-    world, length, name = dist.get_world_size(layer.group), weight.shape[layer.dim], "NK"[layer.dim]
-    for place, title in enumerate(PLACES):
-        operand, spec = title[0], layer.spec(place)
-        dim = layer.cut(operand)
-        if dim is None or (operand == "x" and dim == 0):
-            continue
-        wanted = shard_unit(spec, place in COLUMNWISE, dim)
-        if length % wanted:
-            raise ValueError(
-                f"linear: expected {name} / ranks as a multiple of {wanted} for {title} in {spec}, "
-                f"got {name} = {length * world} over {world} ranks, {length} each"
-            )
-
-
-# ---- casts ---------------------------------------------------------------------------------------
-
-
-def own_amax(layer: ShardedLayer, x: Tensor, cut: int, place: int) -> Tensor | None:
-    """The maxima of this shard that the others must know, flat; None: there are none."""
-    spec, columnwise = layer.spec(place), place in COLUMNWISE
-    kind = amax_of(spec)
-    is_shared = kind == "tensor" or (kind == "row" and cut == (0 if columnwise else 1))
-    if not is_shared or has_flag(spec, "delayed"):
-        return None
-    return ops.amax(x, spec, columnwise)
-
-
-def whole_amaxes(
-    layer: ShardedLayer, x: Tensor, cut: int | None, places: list[int]
-) -> dict[int, Tensor]:
-    """Of the casts that need more than this shard's: the amax of the whole, in one all-reduce."""
-    own = {} if cut is None else {p: own_amax(layer, x, cut, p) for p in places}
-    shared = {place: amax for place, amax in own.items() if amax is not None}
-    if shared:
-        flat = torch.cat([amax.view(-1) for amax in shared.values()])
-        pieces = reduce_amaxes(flat, layer.group).split([a.numel() for a in shared.values()])
-        shared = {p: piece.view_as(shared[p]) for p, piece in zip(shared, pieces)}
-    return shared
-
-
-def record_amax(layer: ShardedLayer, place: int, amax: Tensor, cut: int | None) -> None:
-    """Under delayed scaling: this step's own amax, of the whole."""
-    assert layer.history is not None
-    whole = amax if cut is None else reduce_amaxes(amax.view(1), layer.group).view(())
-    running = layer.history[place, RUNNING]
-    torch.maximum(running, whole, out=running)
-
-
-def quantize_coded(
-    layer: ShardedLayer, x: Tensor, cut: int | None, places: list[int], origin: list[int]
-) -> dict[int, Operand]:
-    """The directions of x that have codes, by place."""
-    amaxes = whole_amaxes(layer, x, cut, places)
-    options: dict[str, Any] = {"row": "", "col": "", "origin": origin}
-    for place in places:
-        side, spec = "col" if place in COLUMNWISE else "row", layer.spec(place)
-        options[side] = spec
-        options[f"stream_{side}"] = ops.stream(PLACES[place]) ^ layer.stream
-        options[f"amax_{side}"] = amaxes.get(place)
-        if has_flag(spec, "delayed") and layer.history is not None:
-            options[f"amax_{side}"] = layer.history[place, IN_FORCE]
-        if has_flag(spec, "sr"):
-            options["rng"] = layer.rng
-    out = ops.quantize(x, **options)
-    return {p: Operand(*(out[4:7] if p in COLUMNWISE else out[:3])) for p in places}
-
-
-def cast(
-    layer: ShardedLayer, x: Tensor, row: int | None, col: int | None
-) -> tuple[Operand | None, Operand | None]:
-    """Both directions of a matrix, or of this rank's shard of it, from one read."""
-    wanted = [place for place in (row, col) if place is not None]
-    if not wanted:
-        return None, None
-    operand = PLACES[wanted[0]][0]
-    cut, origin = layer.cut(operand), [0, 0]
-    if cut is not None and (operand, cut) != ("x", 0):
-        origin[cut] = dist.get_rank(layer.group) * x.shape[cut]  # of tokens nothing asks for it
-    coded = [place for place in wanted if layer.spec(place) != "bf16"]
-    found = quantize_coded(layer, x, cut, coded, origin) if coded else {}
-    for place in wanted:
-        if place not in coded:
-            none = x.new_empty(0, dtype=torch.float32)
-            found[place] = Operand(x.t() if place in COLUMNWISE else x, none, none)
-        elif has_flag(layer.spec(place), "delayed"):
-            record_amax(layer, place, found[place].amax, cut)
-    return (
-        None if row is None else found[row],
-        None if col is None else found[col],
-    )
-
-
-def multiply(
-    a: Operand, b: Operand, product: Product, k: int, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    return ops.scaled_mm(*a, *b, str(product), k=k, bias=bias, out_dtype=dtype)
-
+from .parallel_cast import (
+    COLUMNWISE,
+    DGRAD_G,
+    DGRAD_W,
+    FPROP_W,
+    FPROP_X,
+    WGRAD_G,
+    WGRAD_X,
+    Operand,
+    ShardedLayer,
+    cast,
+)
+from .recipe import Product
 
 # ---- tokens --------------------------------------------------------------------------------------
 
@@ -255,6 +75,14 @@ def gather_tokens(layer: ShardedLayer, operand: Operand, place: int) -> Operand:
     )
 
 
+class GivenInput(NamedTuple):
+    """x as fprop reads it, gathered, and as wgrad will: this rank's part, and how to gather it."""
+
+    rowwise: Operand
+    columnwise: Operand | None
+    wgrad: GatheredOnce
+
+
 class GatheredOnce:
     """x as wgrad reads it: the first layer to ask gathers, and it is kept until the last has."""
 
@@ -285,6 +113,12 @@ def scatter_sum(layer: ShardedLayer, dx: Tensor) -> Tensor:
 # ---- the layer -----------------------------------------------------------------------------------
 
 
+def multiply(
+    a: Operand, b: Operand, product: Product, k: int, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    return ops.scaled_mm(*a, *b, str(product), k=k, bias=bias, out_dtype=dtype)
+
+
 def as_matrix(x: Tensor) -> Tensor:
     return x.reshape(-1, x.shape[-1]).contiguous()
 
@@ -299,6 +133,17 @@ def quantize_input(layer: ShardedLayer, x: Tensor, readers: int = 1) -> GivenInp
     return GivenInput(rowwise, columnwise, GatheredOnce(readers))
 
 
+def weight_operands(
+    layer: ShardedLayer, weight: Tensor, dtype: torch.dtype, *, rowwise: bool, columnwise: bool
+) -> list[Tensor]:
+    """W's codes, scale and amax of each direction, empty where not wanted or not codes."""
+    row = FPROP_W if rowwise and layer.spec(FPROP_W) != "bf16" else None
+    col = DGRAD_W if columnwise and layer.spec(DGRAD_W) != "bf16" else None
+    found = cast(layer, weight.to(dtype).contiguous(), row, col)
+    none = weight.new_empty(0, dtype=torch.float32)
+    return [t for operand in found for t in operand or (none,) * 3]
+
+
 class ShardedLinear(torch.autograd.Function):
     """y of local x (…, K) and W, both of this rank; its outputs and gradients: the table above."""
 
@@ -309,7 +154,7 @@ class ShardedLinear(torch.autograd.Function):
         given = quantize_input(layer, x) if layer.given is None else layer.given
         values = weight.to(x.dtype).contiguous()
         dgrad_w = DGRAD_W if layer.needs_dx else None
-        w_rowwise, w_columnwise = cast(layer, values, FPROP_W, dgrad_w)
+        w_rowwise, w_columnwise = cast(layer, values, FPROP_W, dgrad_w, layer.weight)
         assert w_rowwise is not None
         adds_bias = layer.dim == 0 or dist.get_rank(layer.group) == 0  # once, in a sum over ranks
         y = multiply(
@@ -356,14 +201,21 @@ class ShardedLinear(torch.autograd.Function):
 
 
 Share = Callable[[Callable[[int], GivenInput]], GivenInput]
+Reuse = Callable[[Callable[..., list[Tensor]]], list[Tensor] | None]
 
 
 def sharded_linear(
-    x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedLayer, share: Share | None = None
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    layer: ShardedLayer,
+    share: Share | None = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:
     """(M, N) of one rank: its columns, or its part of the sum. Autocast as `linear` has it.
 
     share: hands over what layers of the same input have quantized, or lets it be made for so many.
+    reuse: hands over W's codes where W is unchanged, made when first needed; None: not so.
     """
     kind = x.device.type
     if torch.is_autocast_enabled(kind):
@@ -375,4 +227,9 @@ def sharded_linear(
             with torch.no_grad():
                 given = share(lambda readers: quantize_input(layer, x, readers))
             layer = replace(layer, given=given)
+        if reuse is not None:
+            with torch.no_grad():
+                codes = reuse(partial(weight_operands, layer, weight, x.dtype))
+            if codes is not None:
+                layer = replace(layer, weight=(Operand(*codes[:3]), Operand(*codes[3:])))
         return ShardedLinear.apply(x, weight, bias, layer)

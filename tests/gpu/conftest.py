@@ -8,8 +8,14 @@ Without a CUDA device they are skipped, and the skip says so.
 
 from __future__ import annotations
 
+import sys
+from pathlib import Path
+
 import pytest
 import torch
+
+# What tests of several processes share with those of the CPU.
+sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

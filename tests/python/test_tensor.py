@@ -234,6 +234,16 @@ def test_in_place_ops_round_the_new_values(update):
     assert same(w, mf.QuantizedTensor.from_tensor(want, "mxfp8", "nvfp4"))
 
 
+@pytest.mark.parametrize("write", [torch.Tensor.zero_, lambda t: t.copy_(t.clone())])
+def test_a_slice_is_not_written_to(write):
+    w = mf.QuantizedTensor.from_tensor(values(), "e4m3/tensor")
+    part = w[1:3]
+    with pytest.raises(ValueError, match="a write to it would not reach the whole"):
+        write(part.detach())
+    write(part.clone())
+    assert same(w, mf.QuantizedTensor.from_tensor(values(), "e4m3/tensor"))
+
+
 def test_other_ops_run_on_values():
     w = mf.QuantizedTensor.from_tensor(values(), "mxfp8")
     plain = w.dequantize()
@@ -241,9 +251,18 @@ def test_other_ops_run_on_values():
     assert torch.equal(w.t(), plain.t())
     assert torch.equal(w.half(), plain.half())
     assert torch.equal(torch.stack([w, w]), torch.stack([plain, plain]))
-    for like in (torch.zeros_like(w), torch.empty_like(w), w.new_zeros(2, 2)):
+    for like in (torch.zeros_like(w), w.new_empty(2, 2), w.new_zeros(2, 2)):
         assert type(like) is torch.Tensor
         assert like.dtype == w.dtype
+    assert type(torch.empty_like(w, dtype=torch.float64)) is torch.Tensor
+
+
+def test_empty_like_is_memory_for_the_same_codes():
+    w = mf.QuantizedTensor.from_tensor(values(), "mxfp8", "nvfp4/16x16")
+    like = torch.empty_like(w)
+    assert same(like.copy_(w), w)
+    like = torch.empty_like(w, dtype=torch.bfloat16)
+    assert (like.specs, like.shape, like.dtype) == (w.specs, w.shape, torch.bfloat16)
 
 
 def test_gradients_reach_a_parameter():

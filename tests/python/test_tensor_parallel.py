@@ -1,21 +1,12 @@
-"""Tensor and sequence parallel: a cast gives a shard the whole's bytes, and layers follow.
+"""Tensor and sequence parallel: a cast gives a shard the whole's bytes, and layers follow."""
 
-Products of shards read the same operands as one process does, so a result differs by the order of
-sums alone. Of k products, with S the sum of their absolute values, two orders in fp32 differ by at
-most 2 γ S, γ = k u / (1 - k u), u = 2^-24 (the standard bound of a sum in any order); the factor,
-the bias and the sum over the ranks are at most 4 + ranks more roundings of each result.
-"""
-
-import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat import tensor_parallel
-from minifloat.parts import cut
-from minifloat.tensor_parallel import PLACES, has_flag
+from parallel_layers import Recorded, assert_close, check_layers, check_operands, run_layer
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from whole_layers import Case, same_bytes
+from torch.distributed.tensor import Shard
+from whole_layers import Case
 from worlds import run_world
 
 RECIPES = [
@@ -23,112 +14,6 @@ RECIPES = [
     "mxfp8_2d", "mxfp4", "nvfp4", "nvfp4_pow2", "mxfp8_nvfp4", "nvfp4_mxfp8", "bf16",
     "fprop=nvfp4+sr+rht*nvfp4+rht dgrad=e4m3/row+sr*mxfp8+sr wgrad=e4m3/row+exact*mxfp4",
 ]  # fmt: skip
-
-
-# ---- one layer -----------------------------------------------------------------------------------
-
-
-class Recorded:
-    """The operands that products read, by place."""
-
-    def __init__(self, monkeypatch):
-        self.operands = {}
-        multiply = tensor_parallel.multiply
-
-        def recording(a, b, product, k, bias, dtype):
-            first = len(self.operands)
-            self.operands[first], self.operands[first + 1] = a, b
-            return multiply(a, b, product, k, bias, dtype)
-
-        monkeypatch.setattr(tensor_parallel, "multiply", recording)
-
-
-def piece_of(whole, dim, rank, world):
-    """Of an operand as read: this rank's part along its dimension `dim`."""
-    length = whole.shape[dim] // world
-    if isinstance(whole, torch.Tensor):
-        return whole.narrow(dim, rank * length, length)
-    return cut(whole, dim, rank * length, (rank + 1) * length)
-
-
-def check_operands(case, recorded, dim, rank, world, where):
-    """The rank's operands are the whole's bytes. x, w, g as read lie cut along these dimensions."""
-    along = (
-        {"x/fprop": None, "w/fprop": 0, "g/dgrad": 1, "w/dgrad": 1, "g/wgrad": 0, "x/wgrad": None},
-        {"x/fprop": 1, "w/fprop": 1, "g/dgrad": None, "w/dgrad": 0, "g/wgrad": None, "x/wgrad": 0},
-    )[dim]
-    assert len(recorded.operands) == len(PLACES), where
-    for place, name in enumerate(PLACES):
-        want = case.operand(place)
-        if along[name] is not None:
-            want = piece_of(want, along[name], rank, world)
-        got = recorded.operands[place]
-        if isinstance(want, torch.Tensor):
-            assert same_bytes(got.codes, want), (where, name)
-            continue
-        assert same_bytes(got.codes, want.codes), (where, name, "codes")
-        assert same_bytes(got.scale, mf.quantized.raw_scale(want)), (where, name, "scale")
-        if not has_flag(want.spec, "delayed"):  # there it is this step's own, for the history
-            assert same_bytes(got.amax, want.amax), (where, name, "amax")
-
-
-def magnitudes(case):
-    """S of y, dx, dW, db: products of the operands' absolute values."""
-
-    def absolute(place):
-        operand = case.operand(place)
-        x = operand if isinstance(operand, torch.Tensor) else operand.dequantize()
-        return x.double().abs()
-
-    def product(a, b):
-        a, b = absolute(a), absolute(b)
-        return a @ b.t(), a.shape[1]
-
-    (y, k), (dx, n), (dw, m) = product(0, 1), product(2, 3), product(4, 5)
-    y = y + case.b.detach().double().abs()
-    db = case.g.double().abs().sum((0, 1))
-    return (y.view(*case.g.shape), k), (dx.view(case.x.shape), n), (dw, m), (db, m)
-
-
-def assert_close(got, want, case, world, where):
-    unit = torch.finfo(case.x.dtype).eps / 2  # of one rounding of a result
-    for name, a, b, (s, k) in zip(("y", "dx", "dW", "db"), got, want, magnitudes(case)):
-        u = 2.0**-24
-        bound = (2 * k * u / (1 - k * u) + (4 + world) * unit) * s
-        worst = ((a.double() - b.double()).abs() - bound).max().item()
-        assert worst <= 0, (where, name, worst)
-
-
-def run_layer(case, mesh, dim, x_placement):
-    """y, dx, dW, db whole, and the history, of the layer over the mesh."""
-    state = case.state()
-    x = distribute_tensor(case.x.detach(), mesh, [x_placement]).requires_grad_()
-    w = distribute_tensor(case.w.detach(), mesh, [Shard(dim)]).requires_grad_()
-    b = distribute_tensor(
-        case.b.detach(), mesh, [Shard(0) if dim == 0 else Replicate()]
-    ).requires_grad_()
-    y = mf.linear(x, w, b, case.recipe, **state)
-    assert y.placements == ((Shard(2),) if dim == 0 else (Partial(),))
-    g = distribute_tensor(case.g, mesh, [Shard(2) if dim == 0 else Replicate()])
-    found = torch.autograd.grad(y, (x, w, b), g)
-    return [t.full_tensor() for t in (y.detach(), *found)], state["amax_history"]
-
-
-def check_layers(rank, recipes):
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world,))
-    for recipe in recipes:
-        case = Case(recipe)
-        want, history = case.alone()
-        for dim, x_placement in ((0, Replicate()), (0, Shard(1)), (0, Shard(0)), (1, Shard(2))):
-            where = (recipe, dim, x_placement, world)
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                recorded = Recorded(monkeypatch)
-                got, own_history = run_layer(case, mesh, dim, x_placement)
-            check_operands(case, recorded, dim, rank, world, where)
-            assert_close(got, want, case, world, where)
-            if history is not None:
-                assert torch.equal(own_history, history), where
 
 
 def check_precisions(rank):

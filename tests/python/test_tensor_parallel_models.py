@@ -5,107 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat.dtensor import QuantizedColwiseParallel
+from parallel_models import EXACT, INNER, PLANS, WIDTH, Block, built, check_models, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from torch.distributed.tensor.parallel import (
-    ColwiseParallel,
-    RowwiseParallel,
-    SequenceParallel,
-    parallelize_module,
-)
+from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
 from whole_layers import BATCH, TOKENS, integers, values
 from worlds import run_world
-
-# ---- models --------------------------------------------------------------------------------------
-# Small integers, and formats whose scales are powers of two: every fp32 sum is exact in any order,
-# so that a model over ranks is one process to the bit.
-
-WIDTH, INNER = 128, 256
-EXACT = [
-    "fp8_rowwise",
-    "mxfp8",
-    "mxfp8_2d",
-    "mxfp4",
-    "fprop=bf16*bf16 dgrad=mxfp8*mxfp8 wgrad=bf16*bf16",
-    "fp8_rowwise_gw_hp",
-    "fprop=mxfp8*mxfp8+sr dgrad=mxfp8*mxfp8+sr wgrad=mxfp4+sr*mxfp4",
-]
-
-
-class Block(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.norm = nn.Identity()
-        self.up = nn.Linear(WIDTH, INNER)
-        self.down = nn.Linear(INNER, WIDTH)
-
-    def forward(self, x):
-        return x + self.down(torch.relu(self.up(self.norm(x))))
-
-
-def built(recipe, data_parallel_rank=0):
-    model = nn.Sequential(Block(), nn.Identity())
-    with torch.no_grad():
-        for i, parameter in enumerate(model.parameters()):
-            parameter.copy_(integers(i, *parameter.shape))
-    mf.quantize_(model, recipe, data_parallel_rank=data_parallel_rank, verbose=False)
-    return model
-
-
-PLANS = {
-    "tensor": {"up": ColwiseParallel(), "down": RowwiseParallel()},
-    "sequence": {
-        "norm": SequenceParallel(),
-        "up": ColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    },
-    "quantized": {
-        "norm": SequenceParallel(),
-        "up": QuantizedColwiseParallel(input_layouts=Shard(1)),
-        "down": RowwiseParallel(output_layouts=Shard(1)),
-    },
-}  # fmt: skip
-
-
-def train_step(model, x, weights):
-    """Output and gradients of a loss whose own gradient is small integers."""
-    x = x.clone().requires_grad_()
-    y = model(x)
-    (y * weights).sum().backward()
-    return y.detach(), x.grad
-
-
-def check_models(rank, recipes, ranks):
-    """Over so many ranks tensor parallel, over the others FSDP2."""
-    world = dist.get_world_size()
-    mesh = init_device_mesh("cpu", (world // ranks, ranks), mesh_dim_names=("dp", "tp"))
-    tp = mesh["tp"]
-    mine = tp.get_local_rank()
-    x, weights = integers(10, BATCH, TOKENS, WIDTH), integers(11, BATCH, TOKENS, WIDTH)
-    for recipe in recipes:
-        alone = built(recipe)
-        y, dx = train_step(alone, x, weights)
-        for name, plan in PLANS.items():
-            here = (recipe, name, world, ranks)
-            model = built(recipe)
-            parallelize_module(model[0], tp, plan)
-            if ranks < world:
-                fully_shard(model[0], mesh=mesh["dp"])
-                fully_shard(model, mesh=mesh["dp"])
-
-            def own(t, is_cut=name != "tensor"):
-                return t.chunk(ranks, 1)[mine] if is_cut else t
-
-            got_y, got_dx = train_step(model, own(x), own(weights))
-            assert torch.equal(got_y, own(y)), here
-            assert torch.equal(got_dx, own(dx)), here
-            for (key, p), q in zip(model.named_parameters(), alone.parameters()):
-                assert torch.equal(p.full_tensor(), q), (here, key)
-                assert torch.equal(p.grad.full_tensor(), q.grad), (here, key)
-            assert set(model.state_dict()) == set(alone.state_dict()), here
 
 
 @pytest.mark.parametrize(("world", "ranks"), [(2, 2), (4, 4), (4, 2)])

@@ -3,7 +3,7 @@
 import minifloat as mf
 import torch
 from minifloat._native import ops
-from minifloat.tensor_parallel import PLACES, has_flag
+from minifloat.parallel_cast import PLACES, has_flag
 
 BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
 
@@ -35,20 +35,20 @@ def same_bytes(a, b):
 class Case:
     """A layer's inputs, whole, the same on every rank, and what one process makes of them."""
 
-    def __init__(self, recipe, dtype=torch.float32, poisoned=False):
+    def __init__(self, recipe, dtype=torch.float32, poisoned=False, device="cpu"):
         self.recipe = mf.Recipe(recipe)
         n, k = sizes(recipe)
-        self.x = values(1, BATCH, TOKENS, k).to(dtype).requires_grad_()
-        self.w = values(2, n, k).requires_grad_()
-        self.b = values(3, 1, n)[0].requires_grad_()
-        self.g = values(4, BATCH, TOKENS, n).to(dtype)
+        x, w, b = values(1, BATCH, TOKENS, k), values(2, n, k), values(3, 1, n)[0]
+        g = values(4, BATCH, TOKENS, n)
         if poisoned:
-            with torch.no_grad():
-                self.x[0, -1, 5] = float("nan")
-                self.w[3, -1] = float("inf")
-            self.g[-1, -1, -1] = float("nan")
-        self.rng = torch.tensor([7, 3, 11])
-        self.history = torch.zeros(6, 5)
+            x[0, -1, 5] = float("nan")
+            w[3, -1] = float("inf")
+            g[-1, -1, -1] = float("nan")
+        self.x = x.to(device, dtype).requires_grad_()
+        self.w, self.b = (t.to(device).requires_grad_() for t in (w, b))
+        self.g = g.to(device, dtype)
+        self.rng = torch.tensor([7, 3, 11], device=device)
+        self.history = torch.zeros(6, 5, device=device)
         self.history[:, 0] = torch.tensor([3.0, 2.5, 7.0, 2.0, 5.0, 3.5])
 
     def state(self):

@@ -2,11 +2,14 @@
 
     run_world(4, check_gather, "nvfp4")      check_gather(rank, "nvfp4") in each of 4 processes
     last_words(2, lose_a_rank, seconds=5)    how each rank ended, with a timeout of 5 s
+    run_world(2, check, kind="cuda")         a GPU each, over NCCL
 
 Processes are forked from a server that has imported torch and minifloat, so a world costs little.
 """
 
 import multiprocessing
+import os
+import signal
 import tempfile
 import time
 import traceback
@@ -14,53 +17,75 @@ from contextlib import contextmanager
 from datetime import timedelta
 from multiprocessing.connection import wait
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 
 SECONDS = 120
 KILLED = "the process died without a word"
+BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
-def run_world(world_size, fn, *args):
+def device_of(rank, kind):
+    """A rank's own."""
+    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+
+
+def run_world(world_size, fn, *args, kind="cpu"):
     """fn(rank, *args) on every rank; raises with the traceback of the first rank that fails."""
-    with _started(world_size, fn, args, SECONDS) as ends:
+    with _started(world_size, fn, args, kind, SECONDS) as ends:
         for rank, failure in ends:
             if failure is not None:
                 raise AssertionError(f"rank {rank}: {failure}")
 
 
-def last_words(world_size, fn, *args, seconds):
-    """Each rank's traceback, KILLED, or None where it ended well.
+def last_words(world_size, fn, *args, seconds, kind="cpu"):
+    """Each rank's traceback, None where it ended well, KILLED, or how else and what it wrote.
 
     seconds: the group's timeout; None: fn starts its own group.
     """
-    with _started(world_size, fn, args, seconds) as ends:
+    with _started(world_size, fn, args, kind, seconds, keeps_errors=True) as ends:
         words = dict(ends)
     return [words[rank] for rank in range(world_size)]
 
 
+class Group(NamedTuple):
+    """What a rank is told of the world."""
+
+    rank: int
+    size: int
+    kind: str
+    folder: Path
+    seconds: float | None
+    keeps_errors: bool
+
+    @property
+    def errors(self):
+        return self.folder / f"errors.{self.rank}"
+
+
 @contextmanager
-def _started(world_size, fn, args, seconds):
+def _started(world_size, fn, args, kind, seconds, keeps_errors=False):
     """(rank, failure) of each rank as it ends."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["minifloat", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory() as folder:
-        reports, ranks = {}, []
+        reports, processes = {}, []
         for rank in range(world_size):
             ours, theirs = context.Pipe(duplex=False)
-            group = rank, world_size, str(Path(folder) / "store"), seconds
+            group = Group(rank, world_size, kind, Path(folder), seconds, keeps_errors)
             process = context.Process(
                 target=_rank_main, args=(group, theirs, fn, args), daemon=True
             )
             process.start()
             theirs.close()
-            ranks.append(process)
-            reports[ours] = rank
+            processes.append(process)
+            reports[ours] = group, process
         try:
             yield _ends(reports)
         finally:
-            for process in ranks:
+            for process in processes:
                 process.kill()
                 process.join()
 
@@ -70,28 +95,42 @@ def _ends(reports):
     while reports:
         ready = wait(list(reports), timeout=max(deadline - time.monotonic(), 0))
         if not ready:
-            raise TimeoutError(f"ranks {sorted(reports.values())} still ran after {SECONDS} s")
+            still = sorted(group.rank for group, _ in reports.values())
+            raise TimeoutError(f"ranks {still} still ran after {SECONDS} s")
         for report in ready:
-            rank = reports.pop(report)
+            group, process = reports.pop(report)
             try:
-                yield rank, report.recv()
+                yield group.rank, report.recv()
             except EOFError:
-                yield rank, KILLED
+                yield group.rank, _silent_end(group, process)
+
+
+def _silent_end(group, process):
+    """Of a process that Python did not end: NCCL's watchdog aborts it, and writes why."""
+    process.join()
+    if process.exitcode == -signal.SIGKILL:
+        return KILLED
+    written = group.errors.read_text() if group.errors.exists() else ""
+    return f"the process ended with {process.exitcode}\n{written}"
 
 
 def _rank_main(group, report, fn, args):
-    rank, world_size, store, seconds = group
     torch.set_num_threads(1)
+    if group.keeps_errors:
+        with group.errors.open("wb") as errors:
+            os.dup2(errors.fileno(), 2)
     try:
-        if seconds is not None:
+        if group.kind == "cuda":
+            torch.cuda.set_device(device_of(group.rank, group.kind))
+        if group.seconds is not None:
             dist.init_process_group(
-                "gloo",
-                store=dist.FileStore(store, world_size),
-                rank=rank,
-                world_size=world_size,
-                timeout=timedelta(seconds=seconds),
+                BACKENDS[group.kind],
+                store=dist.FileStore(str(group.folder / "store"), group.size),
+                rank=group.rank,
+                world_size=group.size,
+                timeout=timedelta(seconds=group.seconds),
             )
-        fn(rank, *args)
+        fn(group.rank, *args)
         if dist.is_initialized():
             dist.barrier()
             dist.destroy_process_group()
