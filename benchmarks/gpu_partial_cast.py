@@ -3,7 +3,8 @@
     python benchmarks/gpu_partial_cast.py [--quick] [--out build/gpu_partial_cast.json]
 
 100 weights of 4096 x 4096, a quarter shard of fp32 master each. TB/s counts the minimum bytes: the
-amax reads the shard, once for both directions; the cast reads it again with the amaxes of whole weights, and writes codes of
+amax reads the shard, once for both directions; the cast reads it again with the amaxes of whole
+weights, and writes codes of
 the shard and scales of whole weights; a transpose reads and writes whole codes. The ceiling is a
 device copy of 256 MiB: torch's copies of more run slower. The host's time is that of a step without
 its collectives, for weights too small to keep the device busy.

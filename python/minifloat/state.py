@@ -90,16 +90,17 @@ def in_force(history: Tensor, algorithm: str, margin: int) -> Tensor:
     return torch.where(usable.any(-1), scaled, previous)
 
 
-def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) -> None:
+def _reduce_running(stacks: list[Tensor], group: dist.ProcessGroup | None) -> None:
     """The step's own amaxes become the largest of all ranks, in one all-reduce.
 
     Bits of non-negative floats order like the floats, and NaN, its sign cleared, is above infinity.
     """
-    running = torch.cat([history[:, 1] for history in histories]).abs().view(torch.int32)
+    own = [stack[..., 1] for stack in stacks]
+    running = torch.cat([amaxes.reshape(-1) for amaxes in own]).abs().view(torch.int32)
     dist.all_reduce(running, op=dist.ReduceOp.MAX, group=group)
-    reduced = running.view(torch.float32).split([len(history) for history in histories])
-    for history, values in zip(histories, reduced):
-        history[:, 1].copy_(values)
+    reduced = running.view(torch.float32).split([amaxes.numel() for amaxes in own])
+    for amaxes, values in zip(own, reduced):
+        amaxes.copy_(values.view_as(amaxes))
 
 
 @torch.no_grad()
@@ -115,17 +116,16 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 
 def _roll_histories(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    found = [(layer, history) for _, layer, history in _histories(model)]
-    if not found:
-        return
-    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        _reduce_running([history for _, history in found], group)
     alike: dict[tuple, list[Tensor]] = {}
-    for layer, history in found:
+    for _, layer, history in _histories(model):
         key = (history.device, history.shape, layer.amax_algorithm, layer.margin)
         alike.setdefault(key, []).append(history)
-    for (_, _, algorithm, margin), histories in alike.items():
-        stacked = torch.stack(histories)
+    if not alike:
+        return
+    stacks = [torch.stack(histories) for histories in alike.values()]
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        _reduce_running(stacks, group)
+    for (_, _, algorithm, margin), stacked, histories in zip(alike, stacks, alike.values()):
         fresh = torch.zeros_like(stacked[..., :1])
         force = in_force(stacked, algorithm, margin).unsqueeze(-1)
         rolled = torch.cat([force, fresh, stacked[..., 1:-1]], dim=-1)

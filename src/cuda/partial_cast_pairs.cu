@@ -23,7 +23,7 @@ namespace {
 constexpr int kSide = 4, kPatches = 4;            // of a patch; a thread's patches
 constexpr unsigned kWarpRows = kSide * kPatches;  // 16
 constexpr int kWarpRowsLog2 = 4, kTileLog2 = 7;
-constexpr int kAmaxBlocks = 4, kCastBlocks = 3;  // on a multiprocessor, by registers
+constexpr int kAmaxBlocks = 4, kCastBlocks = 4;  // on a multiprocessor, by registers
 static_assert(kUnit == kSide * kSide && kTile == 32 * kSide && kTile == 8 * kWarpRows);
 
 __device__ __forceinline__ unsigned lane() { return threadIdx.x % 32; }
