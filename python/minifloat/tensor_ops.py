@@ -209,23 +209,32 @@ def raw_tensors(x: QuantizedTensor) -> list[Tensor]:
 @handles(c10d.scatter_.default)
 def scatter(func: Any, outputs: Any, inputs: Any, *how: Any, **options: Any) -> Any:
     """The pieces of one rank, to each its own: codes and scales, byte for byte."""
-    (output,), works = outputs, []
+    (output,) = outputs
     pieces = [[raw_tensors(piece) for piece in rank_inputs] for rank_inputs in inputs]
-    for i, own in enumerate(raw_tensors(output)):
-        given = [[piece[i] for piece in rank_pieces] for rank_pieces in pieces]
-        works.append(func([own], given, *how, **options)[1])
-    return outputs, last_of(works)
+    calls = [
+        ([own], [[piece[i] for piece in rank_pieces] for rank_pieces in pieces])
+        for i, own in enumerate(raw_tensors(output))
+    ]
+    return outputs, in_turn(func, calls, how, options)
 
 
 @handles(c10d.broadcast_.default)
 def broadcast(func: Any, tensors: Any, *how: Any, **options: Any) -> Any:
     """One rank's codes and scales, byte for byte, to all."""
     (tensor,) = tensors
-    return tensors, last_of([func([t], *how, **options)[1] for t in raw_tensors(tensor)])
+    return tensors, in_turn(func, [([t],) for t in raw_tensors(tensor)], how, options)
 
 
-def last_of(works: list[Any]) -> Any:
-    """What the caller waits for; collectives of one group end in turn."""
+def in_turn(func: Any, calls: Any, how: Any, options: Any) -> Any:
+    """Collectives of one group, which end in turn; what the caller waits for is the last one.
+
+    All as async_op: a backend gives nothing to wait for otherwise.
+    """
+    names = [argument.name for argument in func._schema.arguments]
+    place = names.index("async_op") - len(calls[0])
+    how = [True if i == place else given for i, given in enumerate(how)]
+    options = {name: name == "async_op" or given for name, given in options.items()}
+    works = [func(*call, *how, **options)[1] for call in calls]
     for work in works[:-1]:
         work.wait()
     return works[-1]

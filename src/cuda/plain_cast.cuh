@@ -3,6 +3,7 @@
 #pragma once
 
 #include "quantize.cuh"
+#include "reduce.cuh"
 
 namespace minifloat::cuda {
 
@@ -69,6 +70,19 @@ __device__ __forceinline__ Words words_at(const Whole& whole, std::uint32_t row,
   for (int i = 0; i < kPhiloxRounds; ++i)
     c = philox_round(c, whole.keys[2 * i], whole.keys[2 * i + 1]);
   return c;
+}
+
+// A kernel that scales by an amax of earlier steps meets the values' own on its way.
+template <class C>
+constexpr bool kFindsOwn = C::kRule == ScaleRule::kTensor;
+template <>
+constexpr bool kFindsOwn<Absent> = false;
+
+// m: of the values that a thread has cast. Of all threads of the block, at the end.
+__device__ __forceinline__ void raise_own(const OperandPlan& plan, std::uint32_t m) {
+  if (!plan.own) return;
+  __syncthreads();  // the other direction has been raised
+  raise_by_block(plan.own, m);
 }
 
 // ---- A unit --------------------------------------------------------------------------------------

@@ -34,6 +34,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   __syncthreads();
   const MatrixScale scale = scale_of_whole<C>(plan, whole);
   std::uint8_t* const to = plan.codes + std::uint64_t{first} * kUnitBytes<F>;
+  std::uint32_t own = 0;
 #pragma unroll
   for (int i = 0; i < kUnitsOfRows; ++i) {
     const std::uint32_t u = first + i * kThreads;
@@ -49,7 +50,10 @@ __global__ void __launch_bounds__(kThreads, 4)
       words = words_at(whole, row, u - row * run.units_of_row.d);
     }
     encode_and_store<C>(plan, turned, block, words, to + i * kThreads * kUnitBytes<F>, u);
+    if constexpr (kFindsOwn<C>)
+      if (plan.own) own = max(own, units[i].amax());
   }
+  if constexpr (kFindsOwn<C>) raise_own(plan, own);
 }
 
 template <class C>
@@ -68,6 +72,7 @@ template <class C, bool kTransposed, bool kKnown>
 __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const Whole& whole,
                                                 const SharedTile<Bf16>& shared,
                                                 const TilePlace& tile, std::uint32_t* squares) {
+  std::uint32_t own = 0;
   using F = typename C::F;
   if constexpr (C::kSquare && !kKnown) amax_of_squares<C, kTransposed>(plan, shared, squares);
   const MatrixScale scale = scale_of_whole<C>(plan, whole);
@@ -102,7 +107,10 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
     encode_and_store<C>(plan, turned, block, words,
                         codes + std::uint64_t{tile_row} * plan.code_pitch,
                         std::uint64_t{row} * (plan.padded / kUnit) + col);
+    if constexpr (kFindsOwn<C>)
+      if (plan.own) own = max(own, turned.unit.amax());
   });
+  if constexpr (kFindsOwn<C>) raise_own(plan, own);
 }
 
 template <class C>

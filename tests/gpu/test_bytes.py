@@ -142,21 +142,22 @@ def test_given_amax(device, base, flags):
 @pytest.mark.parametrize("flags", ["", "+sr", "+rht", "+sr+rht32"])
 @pytest.mark.parametrize("base", ["e4m3/tensor", "e5m2/tensor"])
 def test_delayed(device, base, flags):
-    spec = f"{base}+delayed{flags}"
-    for dtype, kind, amax in itertools.product(DTYPES, ["wide", "special", "rare"], AMAXES[:7]):
-        x = values(kind, (2, 33, 130), dtype)
-        given = torch.tensor([amax, 0.0])
-        for row, col in each_direction(spec):
-            require_same_quantize(
-                device,
-                x,
-                row,
-                col,
-                amax_row=given if row else None,
-                amax_col=given if col else None,
-                note=f" (amax in force {amax})",
-            )
-            require_same_quantize(device, x, row, col)
+    spec, kinds = f"{base}+delayed{flags}", ["wide", "special", "rare"]
+    for shape in ((2, 33, 130), (256, 384), (48, 160)):  # the last two: presets' own kernels
+        for dtype, kind, amax in itertools.product(DTYPES, kinds, AMAXES[:7]):
+            x = values(kind, shape, dtype)
+            given = torch.tensor([amax, 0.0] if len(shape) == 3 else amax)
+            for row, col in each_direction(spec):
+                require_same_quantize(
+                    device,
+                    x,
+                    row,
+                    col,
+                    amax_row=given if row else None,
+                    amax_col=given if col else None,
+                    note=f" (amax in force {amax})",
+                )
+                require_same_quantize(device, x, row, col)
 
 
 @pytest.mark.parametrize("transform", ["", "+rht", "+rht128"])
