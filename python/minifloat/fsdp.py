@@ -150,8 +150,10 @@ def carry(layer: nn.Module, parameter: Any) -> None:
         return
     from torch.distributed.tensor import DTensor, Shard
 
-    if not isinstance(parameter, DTensor):
-        return
+    present = layer._parameters.get("weight")
+    is_gathered = isinstance(present, DTensor) and present is not parameter
+    if not isinstance(parameter, DTensor) or (is_gathered and layer.travel is None):
+        return  # the latter of a weight that tensor parallelism cuts as well
     local, mesh = parameter._local_tensor, parameter.device_mesh
     cuts = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
     is_by_rows = len(cuts) == 1 and cuts[0][1] == Shard(0) and type(cuts[0][1]) is Shard
