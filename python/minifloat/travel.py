@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._native import ops
+from .first_gather import agree
 from .gather import Part, Plan
 from .gathered import (
     Convoy,
@@ -42,7 +42,6 @@ from .shard import Rows, layout_of, round_up
 from .shard_cast import Job, Piece, cast_shards
 from .tensor import NOMINAL_DTYPES
 
-COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNKNOWN = -1
 HISTORY_ROWS = {False: 1, True: 3}  # of W in an amax history: as fprop and as dgrad reads it
 ALIGNMENT = 4  # bytes
@@ -107,58 +106,10 @@ class Travel:
 
     # ---- the first gather ------------------------------------------------------------------------
 
-    def agree(self, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
-        """FSDP2's compute dtype, which full shards know; ValueError where weights differ."""
-        known = UNKNOWN if dtype is None else COMPUTE_DTYPES.index(dtype)
-        if self.rows.world == 1:
-            return COMPUTE_DTYPES[known]
-        self.meet(device)
-        own = torch.tensor([ops.stream(self.title), known], device=device)
-        every = own.new_empty(self.rows.world * 2)
-        dist.all_gather_into_tensor(every, own, group=self.group)
-        titles, dtypes = every.view(-1, 2).t().tolist()
-        if len(set(titles)) > 1:
-            texts: list[Any] = [None] * self.rows.world
-            dist.all_gather_object(texts, self.title, group=self.group)
-            listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
-            raise ValueError(
-                f"fully_shard: expected all ranks to have the same weight, but {listed}"
-            )
-        return COMPUTE_DTYPES[dtypes[0]]
-
-    def meet(self, device: torch.device) -> None:
-        """Waits for all ranks to come to a first gather; ValueError, which names those that do not.
-
-        By the group's store: a rank whose layer is not converted never comes to a collective of
-        ours, and would be waited for without a word. Half of the group's timeout, so that this
-        speaks before its collectives do.
-        """
-        group, world = self.group, self.rows.world
-        try:
-            store = dist.distributed_c10d._get_process_group_store(group)
-            seconds = group._get_backend(device).options._timeout / 2
-        except (AttributeError, RuntimeError):  # torch has no public word for either
-            return
-        came = store.add("minifloat/came", 1)
-        turn = f"minifloat/came/{(came - 1) // world}"
-        store.set(f"{turn}/{dist.get_rank(group)}", "")
-        if came % world == 0:
-            store.set(turn, "")
-        try:
-            store.wait([turn], seconds)
-        except RuntimeError as error:
-            store.add("minifloat/came", -1)
-            missing = [rank for rank in range(world) if not store.check([f"{turn}/{rank}"])]
-            raise ValueError(
-                f"fully_shard: expected all {world} ranks to gather {self.title} as codes, but "
-                f"ranks {missing} have not come in {seconds}: their layer is not converted, or "
-                "they have ended or hang"
-            ) from error
-
     def settle(self, dtype: torch.dtype | None, device: torch.device) -> torch.dtype:
         """The dtype that FSDP2 computes in. The first gather decides whether codes can travel."""
         if self.dtype is None:
-            self.dtype = self.rounded_to = self.agree(dtype, device)
+            self.dtype = self.rounded_to = agree(self.title, dtype, self.group, device)
             if torch.is_autocast_enabled(device.type):
                 self.rounded_to = torch.get_autocast_dtype(device.type)
             if self.rounded_to not in NOMINAL_DTYPES or self.dtype not in NOMINAL_DTYPES:
