@@ -3,8 +3,9 @@
     mf.quantize_(model, "nvfp4")          decides how each weight travels (gather.py)
     fully_shard(model)                    hands each layer its sharded parameter, a DTensor
     Linear.__setattr__ -> carry           wraps that DTensor's local tensor, nothing else
-    gather                                shard -> codes and scales -> QuantizedTensor (shard.py)
-    mf.precompute_scales(model)           all amaxes of all weights in one all-reduce
+    gather                                shard -> codes and scales (shard_cast.py)
+                                          -> QuantizedTensor (gathered.py); travel.py leads
+    mf.precompute_scales(model)           casts all shards at once, with one all-reduce of amaxes
 
 The parameter is wrapped when FSDP2 has sharded it, not before: FSDP2 assigns through __setattr__
 where a module defines one. So without FSDP2 a layer, its parameter, its state dict and its
@@ -108,11 +109,15 @@ class WeightWithQuantizedGather(Tensor):
         return self.travel.receive(outputs, metadata, out)
 
 
-class FullShard:
-    """FSDP2's hook before a gather, of five arguments. It asks for the signature each time."""
+class BeforeGather:
+    """FSDP2's hook before a gather of one shard. It asks for the signature each time."""
 
     def __init__(self, plain: Tensor, travel: Travel) -> None:
         self.plain, self.travel = plain, travel
+
+
+class FullShard(BeforeGather):
+    """Of five arguments."""
 
     def __call__(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
@@ -122,11 +127,8 @@ class FullShard:
     __signature__ = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
 
-class ShortShard:
-    """The same of one argument, of a shard that is short or empty."""
-
-    def __init__(self, plain: Tensor, travel: Travel) -> None:
-        self.plain, self.travel = plain, travel
+class ShortShard(BeforeGather):
+    """Of one, for a shard that is short or empty."""
 
     def __call__(self, mesh: Any) -> Any:
         return self.travel.send(self.plain, None)
@@ -182,12 +184,12 @@ def sharded_weights(model: nn.Module) -> Iterator[WeightWithQuantizedGather]:
 
 @torch.no_grad()
 def precompute_scales(model: nn.Module) -> None:
-    """After opt.step(): what the next gathers must know of all shards, in one all-reduce.
+    """After opt.step(): casts the shards of every weight that travels quantized, all at once.
 
-    Amaxes of tensors, columns and blocks that shards split, of every weight that travels quantized.
-    Without it each gather reduces its own, to the same bytes. They hold until the next step of an
-    optimizer, mf.step or load_state_dict; call it again where weights change otherwise. mf.step
-    calls it.
+    What ranks must know of each other, amaxes of tensors, columns and blocks that shards split, is
+    one all-reduce. Without it each gather casts and reduces its own, to the same bytes. Amaxes hold
+    until the next step of an optimizer, mf.step or load_state_dict; call it again where weights
+    change otherwise. mf.step calls it.
     """
     by_group: dict[Any, list[WeightWithQuantizedGather]] = {}
     for weight in sharded_weights(model):

@@ -163,5 +163,6 @@ def release(target: Quantized) -> None:
 
 
 def hold(t: Tensor) -> None:
+    """Memory again for what was released."""
     if t.untyped_storage().size() == 0:
         t.untyped_storage().resize_(t.nbytes)

@@ -282,10 +282,14 @@ class Travel:
         return piece.table is None or piece.amax.numel() > 0
 
     def take_kept(self) -> tuple[list[Tensor], list[Tensor]]:
-        """(to, from) of what the next gathers of the kept pieces would copy."""
+        """(to, from) of what the next gathers of the kept pieces would copy; nothing while the last
+        one's codes are there, which their scales belong to."""
         to: list[Tensor] = []
         given: list[Tensor] = []
-        for target in self.directions or ():
+        directions = self.directions or ()
+        if any(target.codes.untyped_storage().size() > 0 for target in directions):
+            return to, given
+        for target in directions:
             piece = self.kept.get(Part(target.spec, target.columnwise))
             if piece is None and self.plan.mode == "one":
                 piece = self.kept[self.plan.row]
