@@ -227,6 +227,7 @@ class Linear(nn.Linear):
         quantized weight that came back plain (to_empty) is quantized again."""
         history = self._buffers.pop("amax_history")
         before = self.weight
+        self.weight_codes = None  # refers to the parameter; torch swaps a DTensor with none alone
         super()._apply(fn, recurse)
         if isinstance(before, QuantizedTensor) and not isinstance(self.weight, QuantizedTensor):
             self.weight = nn.Parameter(
@@ -239,7 +240,8 @@ class Linear(nn.Linear):
         if history is not None and history.is_meta:
             history = torch.zeros_like(history, device=device)
         self._buffers["amax_history"] = None if history is None else history.to(device)
-        carry(self, self.weight)
+        if self.travel is not None:
+            carry(self, self.weight)
         self._forget()
         return self
 

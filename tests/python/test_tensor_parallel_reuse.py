@@ -255,12 +255,25 @@ def check_what_fsdp_gathers():
             mf.step(alone)
 
 
+def check_converted(mesh):
+    """Another dtype: torch swaps the DTensors, and the layer meets other weights."""
+    model, twin = (built("mxfp8", mesh, reuses=reuses) for reuses in (True, False))
+    with torch.no_grad():
+        for dtype in (torch.float32, torch.bfloat16, torch.float32):
+            for m in (model, twin):
+                m.to(dtype)
+            for _ in range(3):
+                assert torch.equal(*(m(batch(1).to(dtype)) for m in (model, twin))), dtype
+            assert held(model) == [True, True], dtype
+
+
 def check_others(rank):
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     check_changes(mesh)
     check_modes(mesh)
     check_orders(mesh)
     check_recomputed(mesh)
+    check_converted(mesh)
     check_what_fsdp_gathers()
 
 
