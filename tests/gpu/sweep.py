@@ -43,6 +43,14 @@ SPECS = [base + r + t for base in BASES for r in ROUNDINGS for t in TRANSFORMS]
 DTYPES = [torch.bfloat16, torch.float32]
 DIRECTIONS = [(True, False), (False, True), (True, True)]  # rowwise, columnwise, both
 
+SHAPES = [
+    (1, 1), (1, 15), (15, 1), (15, 17), (16, 16), (17, 15), (17, 130), (31, 33), (32, 32), (33, 31),
+    (33, 129), (64, 64), (127, 129), (128, 128), (129, 127), (128, 256), (131, 257), (1, 1000),
+    (1000, 1), (7, 1000), (1000, 9), (257, 511), (3, 40, 70), (2, 128, 64), (5, 17, 16),
+]  # fmt: skip
+LARGE = [(1000, 1000), (1024, 2048), (2050, 1030)]
+EMPTY = [(0, 16), (16, 0), (0, 0), (0, 4, 16), (2, 0, 32), (2, 32, 0)]
+
 RNG = (-(2**62) + 12345, 7)  # seed, forward count
 MODULE_STREAM = -987654321
 STREAMS = {"stream_row": 1234567890123456789, "stream_col": -42}
@@ -247,3 +255,18 @@ def recipe_pairs() -> list[tuple[str, str]]:
             if any(pair):
                 pairs[pair] = None
     return list(pairs)
+
+
+def random_bytes(*shape: int) -> torch.Tensor:
+    g = torch.Generator().manual_seed(sum(shape))
+    return torch.randint(256, shape, generator=g, dtype=torch.uint8)
+
+
+def test_swizzle(device):
+    shapes = [(1, 1), (31, 3), (127, 4), (128, 4), (129, 5), (300, 22), (1000, 63), (1024, 512)]
+    shapes += [(0, 4), (4, 0)]
+    for rows, cols in shapes:
+        for scale in (random_bytes(rows, cols), random_bytes(3, rows, cols)):
+            require_same_op(device, ops.swizzle_scales, (scale,))
+            tiled = ops.swizzle_scales(scale)
+            require_same_op(device, ops.unswizzle_scales, (tiled, rows, cols))

@@ -13,7 +13,10 @@ from minifloat._native import ops
 from sweep import (
     BASES,
     DTYPES,
+    EMPTY,
+    LARGE,
     LAYOUTS,
+    SHAPES,
     SPECS,
     describe,
     each_direction,
@@ -21,6 +24,7 @@ from sweep import (
     laid_out,
     magnitudes,
     on,
+    random_bytes,
     random_operand,
     recipe_pairs,
     require_same,
@@ -32,13 +36,6 @@ from sweep import (
 
 pytestmark = pytest.mark.gpu
 
-SHAPES = [
-    (1, 1), (1, 15), (15, 1), (15, 17), (16, 16), (17, 15), (17, 130), (31, 33), (32, 32), (33, 31),
-    (33, 129), (64, 64), (127, 129), (128, 128), (129, 127), (128, 256), (131, 257), (1, 1000),
-    (1000, 1), (7, 1000), (1000, 9), (257, 511), (3, 40, 70), (2, 128, 64), (5, 17, 16),
-]  # fmt: skip
-LARGE = [(1000, 1000), (1024, 2048), (2050, 1030)]
-EMPTY = [(0, 16), (16, 0), (0, 0), (0, 4, 16), (2, 0, 32), (2, 32, 0)]
 KINDS = ["wide", "tiny", "huge", "sparse", "zeros", "special", "rare"]
 AMAXES = [0.0, 1e-45, 1e-40, 0.5, 3.0, 1e30, 3.4e38, float("inf"), float("nan")]
 ROW_BASES = [b for b in BASES if "/row" in b]
@@ -287,59 +284,6 @@ def test_dequantize_under_every_amax(device, base):
         for dtype in DTYPES:
             arguments = (codes, scale, torch.tensor(amax), base, 70)
             require_same_op(device, ops.dequantize, arguments, f" (amax {amax})", dtype=dtype)
-
-
-# ---- Transforms ----------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize("points", [16, 32, 64, 128])
-def test_hadamard(device, points, columnwise):
-    for shape, dtype in itertools.product([*SHAPES, *LARGE, *EMPTY], DTYPES):
-        for kind, signs in (("normal", 0xD7E8), ("wide", 1), ("special", 0xD7E8), ("huge", 0)):
-            x = values(kind, shape, dtype)
-            require_same_op(device, ops.hadamard, (x, points, columnwise, signs), f" ({kind})")
-    for layout in LAYOUTS:
-        x = laid_out(values("normal", (3, 33, 70), torch.float32), layout)
-        require_same_op(device, ops.hadamard, (x, points, columnwise), f" ({layout})")
-
-
-def random_bytes(*shape: int) -> torch.Tensor:
-    g = torch.Generator().manual_seed(sum(shape))
-    return torch.randint(256, shape, generator=g, dtype=torch.uint8)
-
-
-def test_swizzle(device):
-    shapes = [(1, 1), (31, 3), (127, 4), (128, 4), (129, 5), (300, 22), (1000, 63), (1024, 512)]
-    shapes += [(0, 4), (4, 0)]
-    for rows, cols in shapes:
-        for scale in (random_bytes(rows, cols), random_bytes(3, rows, cols)):
-            require_same_op(device, ops.swizzle_scales, (scale,))
-            tiled = ops.swizzle_scales(scale)
-            require_same_op(device, ops.unswizzle_scales, (tiled, rows, cols))
-
-
-@pytest.mark.parametrize(
-    ("groups", "ends"),
-    [
-        ("m", [300]), ("m", [0, 130, 130, 300]), ("m", [1, 2, 3, 4, 300]), ("m", [128, 300, 300]),
-        ("k", [22]), ("k", [3, 3, 16, 22]), ("k", [0, 0, 22, 22]), ("k", [1, 2, 3, 22]),
-    ],
-)  # fmt: skip
-def test_grouped_swizzle(device, groups, ends):
-    scale, offs = random_bytes(300, 22), torch.tensor(ends, dtype=torch.int32)
-    arguments = {"offs": offs, "groups": groups}
-    require_same_op(device, ops.swizzle_scales, (scale,), f" ({groups} {ends})", **arguments)
-    tiled = ops.swizzle_scales(scale, **arguments)
-    note = f" ({groups} {ends})"
-    require_same_op(device, ops.unswizzle_scales, (tiled, 300, 22), note, **arguments)
-
-
-def test_transpose_codes(device):
-    for shape in [*SHAPES, *LARGE, *EMPTY, (70_001, 2, 17)]:
-        *batch, rows, cols = shape
-        codes = random_bytes(*batch, rows, (cols + 1) // 2)
-        require_same_op(device, ops.transpose_codes, (codes, cols))
 
 
 # ---- compute-sanitizer ---------------------------------------------------------------------------

@@ -6,7 +6,7 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 from minifloat.dtensor import QuantizedColwiseParallel
-from test_reuse import Casts
+from reuse_counts import Casts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -1,0 +1,51 @@
+"""How often layers quantize, and their twins that reuse nothing: what the tests of reuse share."""
+
+import copy
+from collections import Counter
+
+import minifloat as mf
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+RECIPES = [
+    "fp8_delayed",
+    "nvfp4",
+    "mxfp8",
+    "fp8_rowwise",
+    "fp8_rowwise_gw_hp",
+    "mxfp4",
+    "nvfp4_pow2",
+    "mxfp8_2d",
+]
+K, N = 48, 80
+
+
+class Casts(TorchDispatchMode):
+    """Counts quantizations by the shape of what is quantized."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = Counter()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.minifloat.quantize.default:
+            self.count[tuple(args[0].shape)] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def casts(run, shape):
+    with Casts() as seen:
+        run()
+    return seen.count[shape]
+
+
+def without_reuse(model):
+    twin = copy.deepcopy(model)
+    for module in twin.modules():
+        if isinstance(module, mf.Linear):
+            module.weight_codes = module.shared_input = None
+    return twin
+
+
+def require_same(a, b):
+    assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} differ"
