@@ -142,18 +142,13 @@ def step_ms(model: nn.Module, recipe: str, seq: int, device: torch.device) -> tu
 
 
 def device_ms(step: Callable[[], None]) -> float:
-    times = []
+    times: list[float] = []
     for _ in range(DELAYED_STEPS):
         torch.cuda.synchronize()
         dist.barrier()
         torch.cuda.synchronize()
         torch.cuda._sleep(int(DELAY_S * CLOCK_HZ))
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
-        step()
-        end.record()
-        torch.cuda.synchronize()
-        times.append(start.elapsed_time(end))
+        times += timing.event_ms(step, 1)
     return min(times)
 
 

@@ -30,8 +30,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ._native import ops
 from .gather import amax_of
-from .parallel_cast import ShardedLayer, Tokens, has_flag, require_fit, shard_unit, tokens_fit
+from .parallel_cast import ShardedLayer, Tokens, require_fit, shard_unit, tokens_fit
 from .parts import is_blocked
+from .quantized import has_flag
 from .random_state import RngState
 from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of

@@ -13,8 +13,8 @@ optimizer are what they were, and with it everything but the gather sees a plain
 unwraps, and what it gives is plain.
 
 FSDP2 frees what it gathered by its storage, so that codes saved for backward come back by
-themselves: rowwise codes are views of the gathered bytes, all else is an inner tensor, written in
-place under no_grad with its version kept.
+themselves: rowwise codes are views of the gathered bytes; columnwise ones and scales of blocks are
+inner tensors, written in place under no_grad with their versions kept.
 
 FSDP2 asks a full shard by the hook's five arguments, which say the compute dtype, and a short one
 by the one-argument form, which alone may send packed codes; at the first gather the ranks of the

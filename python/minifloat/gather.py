@@ -7,7 +7,7 @@
              backward. Where FSDP2 gathers once for both, bf16 is no more, and is what travels
     None     in the compute dtype, as FSDP2 alone has it, with the reason
 
-A plan is a function of the recipe. What it needs of the shards, Travel (fsdp.py) decides when it
+A plan is a function of the recipe. What it needs of the shards, Travel (travel.py) decides when it
 meets them.
 """
 
@@ -20,7 +20,7 @@ import torch
 
 from ._native import ops
 from .parts import PROBE, has_transform, is_blocked, is_square, sizes
-from .quantized import scale_dtype
+from .quantized import has_flag, scale_dtype
 from .recipe import Recipe
 
 QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"
@@ -36,7 +36,7 @@ class Part:
 
     @property
     def is_delayed(self) -> bool:
-        return "delayed" in self.spec.split("+")
+        return has_flag(self.spec, "delayed")
 
     @property
     def block(self) -> int:
@@ -125,7 +125,7 @@ def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
     for spec, product in ((row, "fprop"), (col, "dgrad")):
         if spec == "bf16":
             return None, f"weight travels in the compute dtype: {product} reads it so"
-        if "sr" in spec.split("+"):
+        if has_flag(spec, "sr"):
             return None, f"weight travels in the compute dtype: {spec} draws bits in each forward"
     parts = Part(row, False), Part(col, True)
     if row == col and is_square(row):

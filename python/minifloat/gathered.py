@@ -149,12 +149,11 @@ def fill_scales(target: Quantized, layout: Layout, table: Tensor) -> None:
 
 def known_of(target: Quantized, piece: Piece) -> tuple[list[Tensor], list[Tensor]]:
     """What all ranks know without a table, and where it goes: (to, from)."""
-    pairs = [(target.amax, piece.amax)] if piece.amax.numel() else []
     if piece.table is None:
-        pairs.append((target.scale, piece.scale))
-    elif target.amax.dim() == 1:
-        pairs = []  # rows', which travel
-    return [to for to, _ in pairs], [given for _, given in pairs]
+        return [target.scale, target.amax], [piece.scale, piece.amax]
+    if target.amax.dim() == 0:  # NVFP4's, of the tensor; those of rows travel
+        return [target.amax], [piece.amax]
+    return [], []
 
 
 def release(target: Quantized) -> None:

@@ -16,8 +16,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._native import ops
+from .amaxes import reduce_amaxes
 from .gather import amax_of
 from .parts import unit
+from .quantized import has_flag
 from .recipe import Recipe
 from .tensor import QuantizedTensor
 
@@ -79,10 +81,6 @@ class ShardedLayer:
 # ---- sizes ---------------------------------------------------------------------------------------
 
 
-def has_flag(spec: str, flag: str) -> bool:
-    return flag in spec.split("+")[1:]
-
-
 @lru_cache(maxsize=1024)
 def shard_unit(spec: str, columnwise: bool, dim: int) -> int:
     """What a shard's length along a matrix's own dimension must be a multiple of."""
@@ -119,13 +117,6 @@ def require_fit(layer: ShardedLayer, weight: Tensor) -> None:
 
 
 # ---- casts ---------------------------------------------------------------------------------------
-
-
-def reduce_amaxes(own: Tensor, group: dist.ProcessGroup) -> Tensor:
-    """The largest of all ranks. Bits of magnitudes order like the values, NaN above infinity."""
-    bits = own.abs().view(torch.int32)
-    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
-    return bits.view(torch.float32)
 
 
 def own_amax(layer: ShardedLayer, x: Tensor, cut: int, place: int) -> Tensor | None:

@@ -28,6 +28,10 @@ def _parse_spec(spec: str) -> str:
     return ops.parse_spec(spec)
 
 
+def has_flag(spec: str, flag: str) -> bool:
+    return flag in spec.split("+")[1:]
+
+
 @torch.compiler.assume_constant_result
 def canonical_spec(spec: str) -> str:
     """The spec as the grammar writes it; ValueError with the position where it is not one."""
@@ -99,7 +103,7 @@ def quantize(
     """
     spec = canonical_spec(spec)
     rng = None
-    if "sr" in spec.split("+"):
+    if has_flag(spec, "sr"):
         rng = torch.tensor([seed, 0], dtype=torch.int64, device=x.device)
     row, col = ("", spec) if columnwise else (spec, "")
     out = ops.quantize(

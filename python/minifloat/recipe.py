@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from ._native import ops
+from .quantized import has_flag
 
 
 @dataclass(frozen=True)
@@ -78,7 +79,7 @@ class Recipe:
 
     def _has_flag(self, flag: str) -> bool:
         products = (self.fprop, self.dgrad, self.wgrad)
-        return any(flag in spec.split("+")[1:] for p in products for spec in (p.a, p.b))
+        return any(has_flag(spec, flag) for p in products for spec in (p.a, p.b))
 
     @property
     def is_stochastic(self) -> bool:

@@ -35,6 +35,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ._native import ops
+from .quantized import has_flag
 from .recipe import Recipe
 
 # Projections of one input: their names within one parent, as Llama checkpoints, torchtitan and
@@ -83,8 +84,8 @@ def is_capturing(conditions: Conditions) -> bool:
 
 def have_no_flag(specs: tuple[str, str], *flags: str) -> bool:
     """Whether there are codes at all, and none under such a flag."""
-    given = {flag for spec in specs for flag in spec.split("+")[1:]}
-    return not given.intersection(flags) and specs != ("bf16", "bf16")
+    is_flagged = any(has_flag(spec, flag) for spec in specs for flag in flags)
+    return not is_flagged and specs != ("bf16", "bf16")
 
 
 class WeightCodes:

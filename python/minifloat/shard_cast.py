@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._native import ops
+from .amaxes import magnitude_bits, raise_to_largest
 from .gather import Part
 from .parts import is_blocked, transpose_codes_into
 from .quantized import Quantized, raw_scale, read_direction
@@ -72,7 +73,7 @@ def cast_shards(
     if known is not None:
         every = torch.cat([known[i] for i in order])
     elif len(every) and dist.get_world_size(group) > 1:
-        dist.all_reduce(every, op=dist.ReduceOp.MAX, group=group)
+        raise_to_largest(every, group)
     exchanged = every.split([*cells.lengths, *map(len, amaxes)])
 
     pieces = []
@@ -139,7 +140,7 @@ def own_amax(x: Tensor, part: Part) -> Tensor:
     is_shared = part.amaxes == "tensor" or (part.amaxes == "row" and part.columnwise)
     if part.is_delayed or not is_shared:
         return x.new_empty(0, dtype=torch.int32)
-    return ops.amax(x, part.spec, part.columnwise).abs().view(-1).view(torch.int32)
+    return magnitude_bits(ops.amax(x, part.spec, part.columnwise).view(-1))
 
 
 # ---- without a transform -------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .amaxes import reduce_amaxes
 from .fsdp import precompute_scales
 from .linear import Linear
 from .random_state import RngState, find_hook
@@ -91,15 +92,10 @@ def in_force(history: Tensor, algorithm: str, margin: int) -> Tensor:
 
 
 def _reduce_running(stacks: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """The step's own amaxes become the largest of all ranks, in one all-reduce.
-
-    Bits of non-negative floats order like the floats, and NaN, its sign cleared, is above infinity.
-    """
+    """The step's own amaxes become the largest of all ranks, in one all-reduce."""
     own = [stack[..., 1] for stack in stacks]
-    running = torch.cat([amaxes.reshape(-1) for amaxes in own]).abs().view(torch.int32)
-    dist.all_reduce(running, op=dist.ReduceOp.MAX, group=group)
-    reduced = running.view(torch.float32).split([amaxes.numel() for amaxes in own])
-    for amaxes, values in zip(own, reduced):
+    reduced = reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in own]), group)
+    for amaxes, values in zip(own, reduced.split([amaxes.numel() for amaxes in own])):
         amaxes.copy_(values.view_as(amaxes))
 
 

@@ -27,7 +27,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from ._native import ops
 from .parts import copy_bytes, has_transform, is_square, map_tensors, same_layout, transposed
-from .quantized import Quantized, canonical_spec, read_direction
+from .quantized import Quantized, canonical_spec, has_flag, read_direction
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 TENSORS = ("codes", "scale", "amax")
@@ -36,7 +36,7 @@ TENSORS = ("codes", "scale", "amax")
 def require_weight_spec(spec: str) -> str:
     """The canonical spec of a weight's direction; ValueError where no weight can be kept in it."""
     spec = require_nearest(spec)
-    if "delayed" in spec.split("+"):
+    if has_flag(spec, "delayed"):
         raise ValueError(
             f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}"
         )
@@ -50,7 +50,7 @@ def require_nearest(spec: str) -> str:
         raise ValueError(
             "QuantizedTensor: expected a quantizing spec, got bf16; leave it out (None)"
         )
-    if "sr" in spec.split("+"):
+    if has_flag(spec, "sr"):
         raise ValueError(f"QuantizedTensor: weights round to nearest, got the stochastic {spec}")
     return spec
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from ._native import ops
 from .parts import cut, map_tensors
-from .quantized import Quantized, raw_scale
+from .quantized import Quantized, has_flag, raw_scale
 from .tensor import NOMINAL_DTYPES, QuantizedTensor, handles
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
@@ -36,7 +36,7 @@ def quantize(
     if not isinstance(x, QuantizedTensor):
         return NotImplemented
     given = [spec for spec, amax in ((row, amax_row), (col, amax_col)) if amax is not None]
-    if not all("delayed" in spec.split("+") for spec in given):
+    if not all(has_flag(spec, "delayed") for spec in given):
         raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
 
     def answer(spec: str, columnwise: bool, decoded: bool) -> tuple[Tensor, ...]:

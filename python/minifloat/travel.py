@@ -42,7 +42,6 @@ from .shard import Rows, layout_of, round_up
 from .shard_cast import Job, Piece, cast_shards
 from .tensor import NOMINAL_DTYPES
 
-UNKNOWN = -1
 HISTORY_ROWS = {False: 1, True: 3}  # of W in an amax history: as fprop and as dgrad reads it
 ALIGNMENT = 4  # bytes
 # By FSDP2's parameter group, or by a weight's travel.
@@ -72,7 +71,7 @@ class Travel:
         self.rounded_to = torch.float32  # before it is quantized: autocast's dtype, else that
         self.reason = ""  # why it travels in that dtype instead of codes
         self.kept: dict[Part, Piece] = {}  # that precompute_scales made
-        self.kept_at = UNKNOWN  # after so many optimizer steps; their amaxes hold until the next
+        self.kept_at: int | None = None  # after so many optimizer steps; amaxes hold until the next
         self.kept_of: Any = None  # the values that they are of
         self.sendings: dict[tuple[Part, ...], Sent] = {}  # of them
         self.writes = 0  # to the shard, as far as torch tells its wrapper
@@ -102,7 +101,7 @@ class Travel:
 
     def forget(self) -> None:
         """The weight may have changed."""
-        self.kept_at, self.kept, self.sendings = UNKNOWN, {}, {}
+        self.kept_at, self.kept, self.sendings = None, {}, {}
 
     # ---- the first gather ------------------------------------------------------------------------
 
@@ -274,12 +273,12 @@ class Travel:
             self.convoy.copy(*known_of(target, piece))
 
     def takes(self, target: Quantized, piece: Piece) -> bool:
-        """Is there anything to copy of what ranks know of a piece? From now on it is there."""
+        """Is what ranks know of a piece still to be copied? From now on it is there."""
         is_shared = target.columnwise and self.plan.mode == "one" and self.plan.row.is_shared
         if is_shared or self.known.get(target.columnwise) is piece.scale:
             return False
         self.known[target.columnwise] = piece.scale
-        return piece.table is None or piece.amax.numel() > 0
+        return True
 
     def take_kept(self) -> tuple[list[Tensor], list[Tensor]]:
         """(to, from) of what the next gathers of the kept pieces would copy; nothing while the last

@@ -11,8 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat import tensor_parallel
-from minifloat.parallel_cast import PLACES, has_flag
+from minifloat.parallel_cast import PLACES
 from minifloat.parts import cut
+from minifloat.quantized import has_flag
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from whole_layers import Case, same_bytes

@@ -1,0 +1,24 @@
+"""Amaxes of several ranks: bits of magnitudes order like the values, NaN above infinity."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+
+def magnitude_bits(values: Tensor) -> Tensor:
+    """Those of float32 values, as int32."""
+    return values.abs().view(torch.int32)
+
+
+def raise_to_largest(bits: Tensor, group: dist.ProcessGroup | None) -> None:
+    """Of all ranks, in place, in one all-reduce."""
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+
+
+def reduce_amaxes(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """The largest of all ranks."""
+    bits = magnitude_bits(own)
+    raise_to_largest(bits, group)
+    return bits.view(torch.float32)
