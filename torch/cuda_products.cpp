@@ -131,12 +131,9 @@ namespace {
 
 // (m, k) · (n, k)ᵀ in fp32 sums, as they are or rounded once.
 Tensor multiply(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
-  const bool narrow = a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
-  if (narrow && dtype == at::kFloat) return at::mm(a, plain_transpose(b), at::kFloat);
+  if (are_narrow(a, b) && dtype == at::kFloat) return at::mm(a, plain_transpose(b), at::kFloat);
   return at::mm(to_dtype(a, dtype), plain_transpose(to_dtype(b, dtype)));
 }
-
-bool is_narrow(const ExactSide& side) { return side.values.scalar_type() == at::kBFloat16; }
 
 // The factors that the sums (m, n) are still to be multiplied by, broadcastable.
 std::vector<Tensor> owed(const ExactSide& a, const ExactSide& b) {
@@ -163,13 +160,11 @@ Tensor product_of_sums(const ExactSide& a, const ExactSide& b, const Result& res
 
 }  // namespace
 
-Tensor exact_product_cuda(const ExactSide& given_a, const ExactSide& given_b, const Result& given) {
-  // A bf16 result is of bf16 operands; an fp32 one takes an fp32 operand as it is.
-  const bool rounds = given.dtype == at::kBFloat16;
-  ExactSide a = given_a, b = given_b;
-  if (rounds) a.values = to_dtype(a.values, at::kBFloat16);
-  if (rounds) b.values = to_dtype(b.values, at::kBFloat16);
+Tensor exact_product_cuda(const ExactSide& a, const ExactSide& b, const Result& given) {
   const auto bias = given.bias ? std::optional(to_dtype(*given.bias, given.dtype)) : std::nullopt;
+  const bool narrow = are_narrow(a.values, b.values), rounds = given.dtype == at::kBFloat16;
+  if (rounds && !narrow)  // an fp32 operand is multiplied as it is, in fp32
+    return to_dtype(exact_product_cuda(a, b, {bias, at::kFloat}), given.dtype);
   const Result result = {bias, given.dtype};
 
   if (a.values.numel() == 0 || b.values.numel() == 0) {
@@ -182,7 +177,7 @@ Tensor exact_product_cuda(const ExactSide& given_a, const ExactSide& given_b, co
     if (rounds) return at::addmm(*bias, a.values, plain_transpose(b.values));
     return add_bias(multiply(a.values, b.values, at::kFloat), result);
   }
-  if (!owes_rows && is_narrow(a) && is_narrow(b))
+  if (!owes_rows && narrow)
     if (auto product = product_by_device_factor(a, b, result)) return *product;
   return product_of_sums(a, b, result);
 }

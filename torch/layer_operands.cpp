@@ -64,8 +64,13 @@ PreparedRecipe prepared_recipe(const std::string& text) {
   return out;
 }
 
-// The transposed view. Layers differentiate as a whole, so it needs no history.
-Tensor transposed(const Tensor& x) { return is_plain({&x}) ? plain_transpose(x) : x.t(); }
+// The transposed view. Layers differentiate as a whole, so it needs no history, only the count of writes to x.
+Tensor transposed(const Tensor& x) {
+  if (!is_plain({&x})) return x.t();
+  const Tensor view = plain_transpose(x);
+  share_version(view, x);
+  return view;
+}
 
 QuantizedOperand as_it_is(const Tensor& values) { return {values, Tensor(), Tensor(), values}; }
 

@@ -12,12 +12,15 @@
 // it are quantize and scaled_mm.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include "bridge.h"
 #include "layer_operands.h"
 #include "ops.h"
 #include "plain.h"
+#include "tangents.h"
 
 namespace minifloat {
 namespace {
@@ -71,6 +74,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   const Recipe& recipe = prepared.recipe;
   const bool exact = reads_values(recipe.fprop, x);
   const Tensor matrix = as_matrix(x);
+  share_version(matrix, x);
   const SymInt k = x.sym_size(-1);
   const Given& given = layers.given;
 
@@ -120,8 +124,31 @@ struct Remembered {
   std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
   std::vector<int> bias_index;
   Needs needs;
-  variable_list histories;  // written by backward, so not saved variables
+  // Not saved variables: backward writes the histories, and a recomputed forward must not replace rng.
+  variable_list histories, rng;
 };
+
+// Gradients of a quantized product are not differentiable: a function of codes has no derivative. Gives them a history
+// that raises wherever a second derivative would pass on to what they were computed from: the inputs of `node`, whose
+// backward this is, and the gradients of its outputs.
+variable_list refuse_double_backward(const std::string& recipe, const torch::autograd::Node& node,
+                                     const variable_list& grads, variable_list gradients) {
+  torch::autograd::edge_list inputs = node.next_edges();
+  for (const Tensor& g : grads)
+    if (g.defined() && g.requires_grad()) inputs.push_back(torch::autograd::impl::gradient_edge(g));
+  const auto error = std::make_shared<torch::autograd::Error>(
+      "linear: expected no second derivative through a quantized product (recipe " + recipe +
+          "), got one: the backward pass of minifloat's layers is not differentiable. Leave the "
+          "layers that a double backward passes through in high precision, by filter_fqns or a "
+          "recipe map",
+      std::move(inputs));
+  for (Tensor& gradient : gradients) {
+    if (!gradient.defined()) continue;
+    gradient = gradient.detach();
+    torch::autograd::set_history(gradient, error);
+  }
+  return gradients;
+}
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights,
@@ -133,7 +160,6 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Layers layers{weights, biases, bias_index, rng, histories, stream, given};
     variable_list saved;
     variable_list outputs = forward_pass(x, layers, recipe, needs, &saved);
-    saved.insert(saved.end(), rng.begin(), rng.end());
     ctx->save_for_backward(std::move(saved));
     ctx->saved_data["remembered"] = remember(x, layers, recipe, needs);
     return outputs;
@@ -154,7 +180,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                  .bias_dtypes = {},
                  .bias_index = layers.bias_index,
                  .needs = needs,
-                 .histories = layers.histories.vec()};
+                 .histories = layers.histories.vec(),
+                 .rng = layers.rng.vec()};
     for (const Tensor& w : layers.weights) {
       r.weight_dtypes.push_back(w.scalar_type());
       r.product_dtypes.push_back(layers.given.weight.empty() ? w.scalar_type() : x.scalar_type());
@@ -168,6 +195,15 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Remembered& r = static_cast<const Capsule*>(capsule.get())->value;
     // Unpacking may run a checkpointed forward pass again, which records its own graph.
     const variable_list saved = ctx->get_saved_variables();
+    variable_list gradients = first_derivatives(r, saved, grads);
+    if (!at::GradMode::is_enabled()) return gradients;
+    const auto node = torch::autograd::get_current_node();
+    return refuse_double_backward(r.recipe.text, *node, grads, std::move(gradients));
+  }
+
+  // Of x, weights, biases, bias_index, recipe, rng, histories, stream, given, needs: undefined where there is none.
+  static variable_list first_derivatives(const Remembered& r, const variable_list& saved,
+                                         const variable_list& grads) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const std::size_t n = grads.size();
     const auto operand = [&](std::size_t i) -> QuantizedOperand {
@@ -176,13 +212,12 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Layers layers{.weights = {},
                         .biases = {},
                         .bias_index = r.bias_index,
-                        .rng = at::TensorList(saved).slice(3 * (n + 1)),
+                        .rng = r.rng,
                         .histories = r.histories,
                         .stream = r.stream,
                         .given = {}};
     const std::size_t biases = r.bias_dtypes.size();
 
-    // x, weights, biases, bias_index, recipe, rng, histories, stream, given, needs
     variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 3);
     QuantizedOperand x = operand(0);
     for (std::size_t i = 0; i < n; ++i) {
@@ -264,6 +299,9 @@ void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& r
 std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::string& recipe) {
   const PreparedRecipe& prepared = prepare(recipe);
   check_layers(x, layers, prepared);
+  check_no_tangent("linear", "x", x);
+  for (const Tensor& w : layers.weights) check_no_tangent("linear", "weight", w);
+  for (const Tensor& b : layers.biases) check_no_tangent("linear", "bias", b);
   const Needs needs(x, layers);
   bool any = needs.dx || needs.any_dw;
   for (const bool db : needs.db) any = any || db;

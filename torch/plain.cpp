@@ -82,4 +82,10 @@ Tensor plain_transpose(const Tensor& matrix) {
   return plain_view(matrix, matrix.scalar_type(), sizes, strides, matrix.storage_offset());
 }
 
+void share_version(const Tensor& view, const Tensor& base) {
+  if (view.is_same(base) || !is_plain({&view, &base}) || !view.is_alias_of(base)) return;
+  if (!base.is_inference())
+    view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
+}
+
 }  // namespace minifloat::torch_ops

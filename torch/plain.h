@@ -32,6 +32,10 @@ Tensor plain_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes,
 Tensor plain_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes);
 Tensor plain_transpose(const Tensor& matrix);
 
+// Counts writes to `view` and to `base`, of whose memory it is a view, together, as torch's own views do: autograd
+// then refuses a backward pass that would read what was overwritten. Leaves other tensors as they are.
+void share_version(const Tensor& view, const Tensor& base);
+
 // t.to(dtype), without asking where it has it.
 inline Tensor to_dtype(const Tensor& t, at::ScalarType dtype) {
   return t.scalar_type() == dtype ? t : t.to(dtype);

@@ -4,6 +4,7 @@
 #include "products.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "bridge.h"
@@ -16,14 +17,21 @@ namespace minifloat {
 namespace torch_ops {
 namespace {
 
-// (m, k) · (n, k)ᵀ in `compute`, times alpha, plus bias, rounded once.
+// (m, k) · (n, k)ᵀ, times alpha, plus bias, rounded once to dtype. An fp32 operand is multiplied as it is, in fp32.
 Tensor multiply(const Tensor& a, const Tensor& b, float alpha, const std::optional<Tensor>& bias,
-                at::ScalarType compute) {
+                at::ScalarType dtype) {
+  const at::ScalarType compute = are_narrow(a, b) ? dtype : at::kFloat;
   const Tensor left = to_dtype(a, compute), right = plain_transpose(to_dtype(b, compute));
-  if (bias) return at::addmm(to_dtype(*bias, compute), left, right, 1, alpha);
-  if (alpha == 1.0f) return at::mm(left, right);
-  Tensor out = plain_empty(left, {left.size(0), right.size(1)}, compute);
-  return at::addmm_out(out, out, left, right, 0, alpha);  // times 0: what was there is not read
+  Tensor out;
+  if (bias) {
+    out = at::addmm(to_dtype(to_dtype(*bias, dtype), compute), left, right, 1, alpha);
+  } else if (alpha == 1.0f) {
+    out = at::mm(left, right);
+  } else {
+    out = plain_empty(left, {left.size(0), right.size(1)}, compute);
+    at::addmm_out(out, out, left, right, 0, alpha);  // times 0: what was there is not read
+  }
+  return to_dtype(out, dtype);
 }
 
 float factor_of(const ExactSide& side) {
@@ -219,8 +227,9 @@ Tensor torch_ops::plain_scaled_mm(const QuantizedOperand& a, const QuantizedOper
 TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("scaled_mm", scaled_mm_kernel); }
 TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("scaled_mm", scaled_mm_kernel); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("scaled_mm", scaled_mm_meta); }
+// Layers differentiate, in linear.cpp. A product by itself does not: a backward pass or a tangent through it is an error.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  m.impl("scaled_mm", torch::CppFunction::makeFallthrough());
+  m.impl("scaled_mm", torch::autograd::autogradNotImplementedFallback());
 }
 
 }  // namespace minifloat

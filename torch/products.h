@@ -30,6 +30,11 @@ struct Result {
   at::ScalarType dtype;               // float32 or bfloat16
 };
 
+// Whether both operands' values are bf16, so that an engine for bf16 multiplies them.
+inline bool are_narrow(const Tensor& a, const Tensor& b) {
+  return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
+}
+
 // (m, k) · (n, k)ᵀ on the device of the operands.
 Tensor exact_product_cpu(const ExactSide& a, const ExactSide& b, const Result& result);
 Tensor exact_product_cuda(const ExactSide& a, const ExactSide& b, const Result& result);

@@ -10,6 +10,7 @@
 #include "ops.h"
 #include "outputs.h"
 #include "plain.h"
+#include "tangents.h"
 
 namespace minifloat {
 namespace {
@@ -299,9 +300,9 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("quantize", quantize_meta);
 }
 
-// Codes have no gradient: autograd passes by. Layers differentiate in linear.cpp.
+// Codes have no derivative. Layers differentiate in linear.cpp.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"amax", "quantize"}) m.impl(op, torch::CppFunction::makeFallthrough());
+  for (const char* op : {"amax", "quantize"}) m.impl(op, torch_ops::without_derivative());
 }
 
 }  // namespace minifloat

@@ -2,6 +2,7 @@
 #include "minifloat/transform.h"
 
 #include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
 #include "bridge.h"
@@ -194,8 +195,10 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("transpose_codes", transpose_meta);
 }
 
+// A transform of values by itself has no backward: a pass through it is an error. Codes and scales have no gradient.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"hadamard", "swizzle_scales", "unswizzle_scales", "transpose_codes"})
+  m.impl("hadamard", torch::autograd::autogradNotImplementedFallback());
+  for (const char* op : {"swizzle_scales", "unswizzle_scales", "transpose_codes"})
     m.impl(op, torch::CppFunction::makeFallthrough());
 }
 
