@@ -7,6 +7,7 @@ from.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from itertools import count
@@ -15,12 +16,20 @@ from typing import Any
 from torch import nn
 
 from .gather import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
-from .linear import DEFAULT_HISTORY, Linear, adopt, is_distributed, release, require_history
+from .linear import (
+    DEFAULT_HISTORY,
+    Linear,
+    adopt,
+    draw_from,
+    is_distributed,
+    release,
+    require_history,
+)
 from .random_state import AdvanceRng, RngState, find_hook, remove_hook, require_int64
 from .recipe import Recipe, RecipeMap
 from .reuse import share_inputs
 from .selection import FilterFn, Report, Selection, require_filters, require_some, select
-from .state import unwrapped
+from .state import clean_name, join, unwrapped
 from .tensor import QuantizedTensor, require_weight_spec
 
 
@@ -78,11 +87,15 @@ def quantize_(
     require_some(selection)
 
     plans = plan_gathers(model, selection, gather, primary)
+    # Parts of a model that are converted one by one have layers of the same names, but not of the
+    # same names in the whole, which give each its own random bits.
+    is_stochastic = any(layer_recipe.is_stochastic for _, _, layer_recipe in selection.chosen)
+    parents = parents_of(model) if is_stochastic else ""
     for fqn, module, layer_recipe in selection.chosen:
         adopt(
             module,
             layer_recipe,
-            fqn,
+            join(parents, fqn),
             history_length=amax_history_length,
             algorithm=amax_algorithm,
             margin=margin,
@@ -127,7 +140,25 @@ def share_random_state(
         hook = AdvanceRng(RngState(seed, data_parallel_rank), stochastic[0])
         root.register_forward_pre_hook(hook)
     for layer in stochastic:
-        layer.rng_state = hook.state
+        draw_from(layer, hook.state)
+
+
+def parents_of(model: nn.Module) -> str:
+    """The model's name within the modules that hold it, as far up as there are any; "" for a root.
+
+    A module does not refer to its parents, so all live modules are looked through.
+    """
+    holders: dict[int, tuple[str, nn.Module]] = {}
+    for candidate in gc.get_objects():
+        if issubclass(type(candidate), nn.Module):
+            for name, child in candidate._modules.items():
+                holders.setdefault(id(child), (name, candidate))
+    names: list[str] = []
+    while id(model) in holders and len(names) < len(holders):  # modules may hold each other
+        name, model = holders[id(model)]
+        if not isinstance(model, nn.parallel.DistributedDataParallel):
+            names.insert(0, name)
+    return clean_name(".".join(names))
 
 
 # ---- how weights travel --------------------------------------------------------------------------

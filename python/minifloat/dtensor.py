@@ -68,6 +68,7 @@ def linear(
     stream: int = 0,
     shared_input: SharedInput | None = None,
     weight_codes: WeightCodes | None = None,
+    is_training: bool = False,
 ) -> Tensor:
     """mf.linear of a weight cut along N or K over one mesh dimension; y cut along N, or Partial."""
     mesh, dim = weight.device_mesh, cut_of(weight)
@@ -88,7 +89,7 @@ def linear(
     require_even(weight, dim)
     require_fit(layer, local(weight))
     share = None if shared_input is None else sharing(shared_input, x, recipe, weight)
-    reuse = None if weight_codes is None else reusing(weight_codes, weight, x, layer)
+    reuse = None if weight_codes is None else reusing(weight_codes, weight, x, layer, is_training)
     x, tokens = placed(x, recipe, dim)
     layer = replace(layer, tokens=tokens)
     is_whole = dim == 0 and tokens is None
@@ -131,12 +132,14 @@ def sharing(shared: SharedInput, x: DTensor, recipe: Recipe, weight: DTensor) ->
     )
 
 
-def reusing(codes: WeightCodes, weight: DTensor, x: DTensor, layer: ShardedLayer) -> Reuse:
+def reusing(
+    codes: WeightCodes, weight: DTensor, x: DTensor, layer: ShardedLayer, is_training: bool
+) -> Reuse:
     """The shard's codes, while neither the DTensor nor its own tensor was written to."""
-    shard = weight._local_tensor
-    conditions = (shard._version, shard.data_ptr(), *conditions_of(x))
-    recipe, history = layer.recipe.text, layer.history
-    return lambda make: codes.operands(weight, recipe, layer.needs_dx, conditions, history, make)
+    conditions, recipe, history = conditions_of(x), layer.recipe.text, layer.history
+    return lambda make: codes.operands(
+        weight, recipe, layer.needs_dx, conditions, history, is_training, make
+    )
 
 
 def cut_of(weight: DTensor) -> int | None:
@@ -228,24 +231,22 @@ def require_shared_seed(state: RngState, group: dist.ProcessGroup) -> None:
 @torch.compiler.disable(reason="minifloat: tensor parallel layers run eagerly")
 def module_linear(layer: Linear, x: Tensor) -> Tensor:
     """The forward of an mf.Linear whose weight is a DTensor."""
-    weight, rng = cast(DTensor, layer.weight), None
+    weight = cast(DTensor, layer.weight)
     layer.unwrap_buffers()
-    if layer.rng_state is not None:
-        rng = layer.rng_state.current(weight.device)
-        if cut_of(weight) is not None:
-            require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
-    if layer.weight_codes is not None:
-        layer.weight_codes.follow(weight)  # where a parallel style put it after mf.quantize_
+    rng = layer.draw_rng(weight.device)
+    if layer.rng_state is not None and cut_of(weight) is not None:
+        require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
     return linear(
         x,
         weight,
         layer.bias,
         layer.recipe,
         rng=rng,
-        amax_history=layer.amax_history,
+        amax_history=layer.step_history(),
         stream=layer.stream_id,
         shared_input=layer.shared_input,
         weight_codes=layer.weight_codes,
+        is_training=layer.training,
     )
 
 

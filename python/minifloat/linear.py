@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ._native import ops
 from .fsdp import carry
 from .gather import Plan, plan_gather
-from .random_state import AdvanceRng, RngState
+from .random_state import AdvanceRng, Draws, RngState
 from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
@@ -97,7 +97,9 @@ class Linear(nn.Linear):
 
     recipe: Recipe
     fqn: str
-    rng_state: RngState | None
+    rng_state: RngState | None  # None: nothing in the recipe is stochastic
+    draws: Draws
+    last_count: Tensor | None  # int64 (1): the count that compiled code drew with last
     stream: Tensor
     amax_history: Tensor | None
     amax_algorithm: str
@@ -124,8 +126,16 @@ class Linear(nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe, name, gather_plan=plan_gather(recipe)[0])
         if recipe.is_stochastic:
-            self.rng_state = RngState(seed)
-            self.register_forward_pre_hook(AdvanceRng(self.rng_state, self))
+            state = RngState(seed)
+            draw_from(self, state)
+            self.register_forward_pre_hook(AdvanceRng(state, self))
+
+    def step_history(self) -> Tensor | None:
+        """The amax history for an op, which writes to it: a copy where no step is trained."""
+        history = self.amax_history
+        if history is None or (self.training and torch.is_grad_enabled()):
+            return history
+        return history.clone()
 
     def forward(self, input: Tensor) -> Tensor:
         if is_distributed(self.weight):
@@ -137,17 +147,18 @@ class Linear(nn.Linear):
         weight, recipe = self.weight, self.recipe.text
         if self.travel is not None:
             self.travel.complete(weight, torch.is_grad_enabled() and input.requires_grad)
-        rng = None if self.rng_state is None else self.rng_state.current(weight.device)
+        rng = self.draw_rng(weight.device)
+        history = self.step_history()
         x_operands = weight_operands = None
         if type(input) is Tensor and not (self.weight_codes is None and self.shared_input is None):
-            x_operands, weight_operands = self._reused(input, weight)
+            x_operands, weight_operands = self._reused(input, weight, history)
         return ops.linear.default(
             input,
             weight,
             self.bias,
             recipe,
             rng=rng,
-            amax_history=self.amax_history,
+            amax_history=history,
             stream=self.stream_id,
             x_operands=x_operands,
             weight_operands=weight_operands,
@@ -157,13 +168,22 @@ class Linear(nn.Linear):
         """The stream of random bits as a tensor: one graph serves layers of different names."""
         rng = None
         if self.rng_state is not None:
-            base = self.rng_state.tensor
-            rng = torch.cat([base.to(self.stream.device), self.stream])
+            base = self.rng_state.draw_traced(cast(Tensor, self.last_count), self.training)
+            rng = torch.cat([base, self.stream])
+        history = self.step_history()
         return ops.linear(
-            input, self.weight, self.bias, self.recipe.text, rng=rng, amax_history=self.amax_history
+            input, self.weight, self.bias, self.recipe.text, rng=rng, amax_history=history
         )
 
-    def _reused(self, x: Tensor, weight: Tensor) -> tuple[list[Tensor] | None, list[Tensor] | None]:
+    def draw_rng(self, device: torch.device) -> Tensor | None:
+        """(seed, count) of this forward; None where nothing in the recipe is stochastic."""
+        if self.rng_state is None:
+            return None
+        return self.rng_state.draw(self.draws, device, self.training)
+
+    def _reused(
+        self, x: Tensor, weight: Tensor, amax_history: Tensor | None
+    ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
         """x and the weight where they need not be quantized again; None where they must be."""
         conditions, recipe = conditions_of(x), self.recipe.text
         # Outside autocast a weight of another dtype has a gradient of its own dtype.
@@ -173,7 +193,7 @@ class Linear(nn.Linear):
         if self.weight_codes is not None and not is_cast:
             columnwise = grad and x.requires_grad
             weight_operands = self.weight_codes.operands(
-                weight, recipe, columnwise, conditions, self.amax_history
+                weight, recipe, columnwise, conditions, amax_history, self.training
             )
         if self.shared_input is not None:
             columnwise = grad and weight.requires_grad
@@ -182,7 +202,7 @@ class Linear(nn.Linear):
 
     def unwrap_buffers(self) -> None:
         """torch's parallel styles make replicated DTensors of buffers; these are the rank's own."""
-        for name in ("stream", "amax_history"):
+        for name in ("stream", "last_count", "amax_history"):
             buffer = self._buffers[name]
             self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
 
@@ -200,7 +220,11 @@ class Linear(nn.Linear):
             carry(self, value)  # FSDP2 assigns the parameter that it has sharded
             if is_distributed(value):
                 self.weight_codes = None  # its memory is refilled, uncounted
+        if name == "recipe":
+            value = Recipe(value)
         super().__setattr__(name, value)
+        if name == "recipe" and "weight_codes" in self.__dict__:
+            self._forget()
 
     def _forget(self) -> None:
         """Drops what was kept for reuse; the parameter that is there now may be reused."""
@@ -237,6 +261,8 @@ class Linear(nn.Linear):
         device = self.stream.device
         if device.type != "meta":
             self.stream.fill_(ops.stream(self.fqn))
+            if self.rng_state is not None:
+                draw_from(self, self.rng_state)
         if history is not None and history.is_meta:
             history = torch.zeros_like(history, device=device)
         self._buffers["amax_history"] = None if history is None else history.to(device)
@@ -268,6 +294,8 @@ def adopt(
     module.recipe = recipe
     module.fqn = fqn
     module.rng_state = None
+    module.draws = Draws()
+    module.register_buffer("last_count", None, persistent=False)
     module.amax_algorithm = algorithm
     module.margin = margin
     module.stream_id = ops.stream(fqn)
@@ -285,10 +313,18 @@ def adopt(
     return module
 
 
+def draw_from(layer: Linear, state: RngState) -> None:
+    """Makes `state` the source of the layer's random bits, from its next forward on."""
+    layer.rng_state = state
+    layer.last_count = state.tensor[1:].to(layer.stream.device, copy=True)
+
+
 ADOPTED = (
     "recipe",
     "fqn",
     "rng_state",
+    "draws",
+    "last_count",
     "amax_algorithm",
     "margin",
     "stream",

@@ -1,16 +1,22 @@
 """Where stochastic rounding's bits come from: (seed, count) in a tensor of the model's device.
 
-    RngState.tensor    int64 (seed, count), one for all layers that one mf.quantize_ call converts
-    AdvanceRng         forward pre-hook of the root: count += 1, once a training forward, in place
-    Linear.forward     hands the op (seed, count), in a copy that its backward reads, and the stream
-                       of the layer's name
+    RngState           one for all layers that one mf.quantize_ call converts; .tensor: int64 (2)
+    RngState.draw      what a layer's forward hands to the op: count is the number of the forward
+    AdvanceRng         forward pre-hook of the root: the root's training forward begins a new count
 
-So two forwards of one step differ, a graph replays with fresh bits, and recomputation repeats them
-(up to the next forward of the root).
+A new count begins where the root is called, and where a layer would draw a second time with the
+count that it drew with last. So two forwards differ however a model is called: by its root, by
+another method, part by part. A forward that autograd recomputes gets the bits of the forward that
+it repeats, with any number of forwards in flight. In evaluation nothing advances.
+
+Compiled code has no such record. There the root's hook advances the count on the device; where the
+root is not called, each layer compares the count with the one that it drew with last, on the device
+too.
 """
 
 from __future__ import annotations
 
+from collections import deque
 from typing import Any
 
 import torch
@@ -18,6 +24,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ._native import ops
+
+FORWARDS_IN_FLIGHT = 256  # forwards of one layer whose recomputation finds their bits
 
 
 def distributed_rank() -> int:
@@ -30,27 +38,89 @@ def require_int64(name: str, value: int) -> int:
     return value
 
 
+def is_in_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1
+
+
+class Draws:
+    """The forwards of one layer: their random bits, by the place of each in autograd's order."""
+
+    def __init__(self) -> None:
+        self.forward: int | None = None  # that drew last, as RngState numbers them
+        self.past: deque[tuple[int, Tensor]] = deque(maxlen=FORWARDS_IN_FLIGHT)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Draws, ()  # of a copied layer there are none
+
+    def record(self, forward: int, rng: Tensor) -> None:
+        self.forward = forward
+        self.past.append((torch._C._autograd._get_sequence_nr(), rng))
+
+    def repeated(self) -> Tensor | None:
+        """The bits of the forward that autograd recomputes now; None: it recomputes none of these.
+
+        Autograd numbers its nodes in the order of their creation. Recomputation begins in the node
+        that first reads a saved tensor of the checkpointed block, which comes after the layer; with
+        `use_reentrant=True` it begins in the checkpoint's own node, which comes before the layer.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or not self.past:
+            return None
+        at = node._sequence_nr()
+        if "Checkpoint" in type(node).__name__:
+            return next((rng for sequence, rng in self.past if sequence > at), None)
+        found = next((rng for sequence, rng in reversed(self.past) if sequence <= at), None)
+        if found is None and len(self.past) == FORWARDS_IN_FLIGHT:
+            raise RuntimeError(
+                f"linear: expected at most {FORWARDS_IN_FLIGHT} forwards of one layer between a "
+                "checkpointed forward and its recomputation, got more: its random bits are gone"
+            )
+        return found
+
+
 class RngState:
     """Seed and forward count. Ranks draw different bits and have the same checkpoint.
 
-    base: (user's seed, 0); tensor: (the seed mixed with the data-parallel rank, count).
+    tensor: (the user's seed mixed with the data-parallel rank, count).
     """
 
     def __init__(self, seed: int, rank: int | None = None) -> None:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int64("seed", seed)
-        self.tensor = torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu")
-        self.step = torch.arange(2, dtype=torch.int64, device="cpu")  # (0, 1), beside the tensor
-        self.is_captured = False
-        self.copy: tuple[Tensor, int, Tensor] | None = None  # of which tensor and version, the copy
+        with torch.inference_mode(False):  # a model may be converted under it and trained later
+            self.tensor = torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu")
+            self.step = torch.arange(2, dtype=torch.int64, device="cpu")  # (0, 1)
+        self.root_advances = False  # whether the root's hook has run since the last mf.step
+        self.forward = 0  # forwards begun so far
+        self._close()
+
+    def _close(self) -> None:
+        """Makes the next draw begin a new forward."""
+        self.is_open = False
+        self.version = self.tensor._version  # after the last write by this class
+        self.is_captured = False  # whether the open forward began in a CUDA graph's capture
+        self.copies: dict[torch.device, Tensor] = {}  # (seed, count) of the open forward
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"forward": 0, "is_open": False, "copies": {}, "version": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._close()
 
     def _mixed(self) -> int:
         return ops.mix_seed(self.seed, self.rank)
 
     def to(self, device: torch.device) -> None:
-        if device.type != "meta" and self.tensor.device != device:
-            self.tensor = self.tensor.to(device)
-            self.step = self.step.to(device)
+        if device.type == "meta" or self.tensor.device == device:
+            return
+        if torch.compiler.is_compiling():
+            self.tensor, self.step = self.tensor.to(device), self.step.to(device)
+            return
+        with torch.inference_mode(False):
+            is_own = self.tensor._version == self.version
+            self.tensor, self.step = self.tensor.to(device), self.step.to(device)
+        self.version = self.tensor._version if is_own else -1
 
     def advance(self) -> None:
         if torch.compiler.is_compiling() or self.step.device != self.tensor.device:
@@ -58,20 +128,46 @@ class RngState:
         else:
             self.tensor.add_(self.step)  # the same in one op
 
-    def current(self, device: torch.device) -> Tensor:
-        """(seed, count) as they are now, in memory that nobody writes to: one copy a root forward.
+    def begin(self, device: torch.device, is_capturing: bool) -> None:
+        """Begins a new forward, with the next count; or with this one, if somebody else set it."""
+        self.to(device)
+        if self.tensor._version == self.version:
+            self.advance()
+        self.version = self.tensor._version
+        self.forward += 1
+        self.is_open, self.is_captured = True, is_capturing
+        self.copies = {} if is_capturing else {self.tensor.device: self.tensor.clone()}
 
-        In a CUDA graph, and ever after, each call copies: replays advance the count uncounted.
+    def draw(self, draws: Draws, device: torch.device, is_training: bool) -> Tensor:
+        """(seed, count) of one forward of the layer of `draws`: int64 (2), never written to again.
+
+        A replayed CUDA graph advances the count on the device, so a capture copies at each draw.
         """
-        self.is_captured = self.is_captured or (
-            self.tensor.is_cuda and torch.cuda.is_current_stream_capturing()
-        )
-        if self.is_captured or torch.is_inference_mode_enabled():
+        if not is_training or torch.is_inference_mode_enabled():
             return self.tensor.to(device, copy=True)
-        source, version = self.tensor, self.tensor._version
-        if self.copy is None or self.copy[0] is not source or self.copy[1] != version:
-            self.copy = (source, version, source.clone())
-        return self.copy[2].to(device)
+        if is_in_backward() and (repeated := draws.repeated()) is not None:
+            return repeated
+        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+        is_open = self.is_open and self.is_captured == is_capturing
+        is_open = is_open and self.tensor._version == self.version
+        if not is_open or draws.forward == self.forward:
+            self.begin(device, is_capturing)
+        if is_capturing:
+            rng = self.tensor.to(device, copy=True)
+        else:
+            if device not in self.copies:
+                self.copies[device] = self.copies[self.tensor.device].to(device)
+            rng = self.copies[device]
+        draws.record(self.forward, rng)
+        return rng
+
+    def draw_traced(self, last_count: Tensor, is_training: bool) -> Tensor:
+        """draw, for compiled code. last_count: int64 (1), the layer's own, written in place."""
+        if is_training and not self.root_advances:
+            count = self.tensor[1:]
+            count.add_((count == last_count.to(count.device)).to(torch.int64))
+            last_count.copy_(count)
+        return self.tensor.to(last_count.device)
 
     def get(self) -> Tensor:
         """(user's seed, count): the same on every rank."""
@@ -82,6 +178,7 @@ class RngState:
         self.seed = int(state[0])
         self.tensor[0].fill_(self._mixed())
         self.tensor[1].copy_(state[1])
+        self._close()
 
 
 class AdvanceRng:
@@ -92,11 +189,19 @@ class AdvanceRng:
         self.home = home
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.state.to(self.home.stream.device)
-        # A checkpointed block that backward recomputes must see the count of its first run.
-        recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
-        if module.training and not recomputing:
-            self.state.advance()
+        state, device = self.state, self.home.stream.device
+        if not module.training:
+            state.to(device)
+        elif torch.compiler.is_compiling():
+            state.to(device)
+            state.advance()
+            state.root_advances = True
+        elif not (
+            is_in_backward() or torch.is_inference_mode_enabled()
+        ):  # recomputed, or no training
+            is_cuda = device.type == "cuda"
+            state.begin(device, is_cuda and torch.cuda.is_current_stream_capturing())
+            state.root_advances = True
 
 
 def find_hook(module: nn.Module) -> AdvanceRng | None:

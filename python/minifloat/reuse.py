@@ -4,18 +4,25 @@
                    recomputation, frozen weights
     SharedInput    q, k and v, or gate and up, read one input: it is quantized once
 
-Only eager mode asks them (a compiler sees for itself what is computed twice), and only for what is
-a function of the values: not under `+sr`, whose bits are each forward's and layer's own, nor an
-input under `+delayed`, whose scales are. So results are the same bytes with and without.
+Only eager mode reuses codes (a compiler sees for itself what is computed twice), and only codes
+that are a function of the values: not under `+sr`, whose bits are each forward's and layer's own,
+nor an input under `+delayed`, whose scales are. So results are the same bytes with and without.
 
-A weight counts as changed when torch counted a write to it (its `_version`), when its memory is
-another, after any torch optimizer's step (fused ones write uncounted), and after mf.step. Other
-uncounted writes (through `.data`, raw pointers, collectives; a compiled fused optimizer) need an
-mf.step(model), which training calls anyway. A parameter that is not the one that the layer was
-converted with, such as the one that FSDP gathers, is never reused, unless it is the DTensor that
-torch's parallel styles made of that one; nor is the weight of a layer that was captured in a CUDA
-graph, whose replays write uncounted. Tensor-parallel ranks, whose casts wait for each other, must
-change their shards together.
+Codes are reused where they are shown to be current. Any write that torch counts (the tensor's
+`_version`), other memory, another recipe, a step of any torch optimizer and mf.step make them
+stale. Writes through `.data`, by NumPy or by other libraries are not counted. Against those:
+
+    CPU     a fingerprint of the weight's or input's bytes is compared at each use, which costs a
+            sixth to a third of the cast
+    CUDA,   within the micro-batches of a training step alone: in training mode, with gradients
+    DTensor enabled, where exactly one backward pass has added to the weight's `.grad` since the
+            weight was met last, or where that forward is recomputed. An input: while it is the same
+            tensor. A write through `.data` between two micro-batches of one step, or between the
+            readers of an input, needs mf.step(model), or an operation that torch counts
+
+A layer that was captured in a CUDA graph reuses nothing any more: replays write uncounted. Neither
+does a layer whose parameter FSDP gathers. Tensor-parallel ranks, whose casts wait for each other,
+must change their shards together.
 
 Memory: a layer holds its weight's codes from the second forward of one weight on, as long as every
 weight is met twice: up to 1.13 bytes a parameter under FP4 recipes, 2.07 under FP8 and MXFP8, both
@@ -28,14 +35,16 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ._native import ops
 from .quantized import has_flag
+from .random_state import is_in_backward
 from .recipe import Recipe
 
 # Projections of one input: their names within one parent, as Llama checkpoints, torchtitan and
@@ -88,31 +97,83 @@ def have_no_flag(specs: tuple[str, str], *flags: str) -> bool:
     return not is_flagged and specs != ("bf16", "bf16")
 
 
+def version_of(t: Tensor) -> Any:
+    """What changes with a counted write and with other memory. Holds no memory.
+
+    A storage that is gone cannot be taken for a later one at its address while this lives.
+    """
+    local = getattr(t, "_local_tensor", t)  # of a DTensor
+    memory = StorageWeakRef(local.untyped_storage())
+    return t._version, local._version, memory, local.storage_offset(), local.shape, local.stride()
+
+
+def has_fingerprint(t: Tensor) -> bool:
+    return t.device.type == "cpu" and not hasattr(t, "_local_tensor") and t.is_contiguous()
+
+
+def fingerprint_of(t: Tensor) -> Any:
+    """The fingerprint of a contiguous CPU tensor's bytes: an object with matches(tensor)."""
+    return torch.classes.minifloat.Fingerprint(t.detach())
+
+
+class Accumulation:
+    """Shows that a weight is met in the next micro-batch of one training step.
+
+    Between two micro-batches exactly one backward pass adds to the weight's gradient, in place.
+    """
+
+    def __init__(self, weight: Tensor) -> None:
+        self.last = self._state(weight)
+
+    @staticmethod
+    def _state(weight: Tensor) -> tuple[int, int] | None:
+        grad = weight.grad
+        return None if grad is None else (id(grad), grad._version)
+
+    def matches(self, weight: Tensor) -> bool:
+        last, now = self.last, self._state(weight)
+        self.last = now
+        if is_in_backward() and last == now:  # the forward that was met last is recomputed
+            return True
+        if last is None:
+            return now is not None
+        return now == (last[0], last[1] + 1)
+
+
+def proof_of(weight: Tensor) -> Any:
+    return fingerprint_of(weight) if has_fingerprint(weight) else Accumulation(weight)
+
+
+class Kept(NamedTuple):
+    """Codes of a weight. Threads see all of it or none: it is replaced, never changed."""
+
+    proof: Any  # .matches(weight): are the codes current, as far as a key cannot tell?
+    codes: list[Tensor]
+    has_columnwise: bool
+
+
 class WeightCodes:
     """The codes of one layer's weight, both directions or the rowwise one."""
 
-    def __init__(self, weight: Tensor) -> None:
-        # The parameter that may be reused.
-        self.home: weakref.ref[Tensor] | None = weakref.ref(weight)  # None: captured in a graph
-        self.key: Any = None  # of the weight as it was last met
-        self.reused = False  # since the key is that
-        self.codes: list[Tensor] | None = None
-        self.has_columnwise = False
+    def __init__(self) -> None:
+        self.is_captured = False  # in a CUDA graph
+        self.met: Any = None  # the key under which the weight was met last
+        self.is_reused = False  # since the key is that
+        self.kept: Kept | None = None
+
+    @property
+    def codes(self) -> list[Tensor] | None:
+        kept = self.kept
+        return None if kept is None else kept.codes
 
     def forget(self) -> None:
         """The weight may have changed."""
-        self.key, self.codes = None, None
+        self.met, self.kept = None, None
 
     def start_over(self) -> None:
         """What the weight was used for has changed."""
         self.forget()
-        self.reused = False
-
-    def follow(self, weight: Tensor) -> None:
-        """The layer's parameter has been replaced by one that may be reused as well."""
-        if self.home is not None and weight is not self.home():
-            self.home = weakref.ref(weight)
-            self.start_over()
+        self.is_reused = False
 
     def operands(
         self,
@@ -121,34 +182,39 @@ class WeightCodes:
         columnwise: bool,
         conditions: Conditions,
         amax_history: Tensor | None,
+        is_training: bool,
         cast: Cast | None = None,
     ) -> list[Tensor] | None:
         """The weight for `linear`, or what `cast` makes of it; None: its reader quantizes it."""
-        if self.home is None or weight is not self.home():
-            return None
         if is_capturing(conditions):
-            self.home, self.codes = None, None
+            self.is_captured, self.kept = True, None
+        if self.is_captured or weight.is_inference():
             return None
-        key = (weight._version, weight.data_ptr(), STEPS.taken, conditions)
-        if key != self.key:
-            is_worth_it = self.reused
-            self.key, self.reused, self.codes = key, False, None
+        if not has_fingerprint(weight) and not (is_training and torch.is_grad_enabled()):
+            self.start_over()
+            return None
+        key = (id(weight), version_of(weight), STEPS.taken, recipe, conditions)
+        kept, is_first_meeting = self.kept, key != self.met
+        if is_first_meeting:
+            is_worth_it = self.is_reused
+            self.met, self.is_reused, self.kept = key, False, None
             if not is_worth_it:
                 return None
         else:
-            self.reused = True
+            self.is_reused = True
         if cast is None:
             cast = partial(
                 ops.layer_operands.default, weight, recipe, "w", amax_history=amax_history
             )
-        if self.codes is None:
-            self.codes = cast(rowwise=True, columnwise=columnwise)
-            self.has_columnwise = columnwise
-        elif columnwise and not self.has_columnwise:
-            half = len(self.codes) // 2
-            self.codes = [*self.codes[:half], *cast(rowwise=False, columnwise=True)[half:]]
-            self.has_columnwise = True
-        return self.codes
+        if is_first_meeting or kept is None or not kept.proof.matches(weight):
+            proof = proof_of(weight)
+            kept = Kept(proof, cast(rowwise=True, columnwise=columnwise), columnwise)
+        elif columnwise and not kept.has_columnwise:
+            half = len(kept.codes) // 2
+            other = cast(rowwise=False, columnwise=True)[half:]
+            kept = Kept(kept.proof, [*kept.codes[:half], *other], True)
+        self.kept = kept
+        return kept.codes
 
 
 class SharedInput:
@@ -156,7 +222,7 @@ class SharedInput:
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
-        self.slot: tuple[Any, Any, Any] | None = None  # reference to x, key, operands
+        self.slot: tuple[Any, ...] | None = None  # reference to x, key, fingerprint, operands
         self.left = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -178,18 +244,22 @@ class SharedInput:
         """x for `linear`, None: it quantizes x itself; or what `cast` made of x for all readers."""
         if x.is_inference():  # has no version
             return None if cast is None else cast()
-        key, slot = (x._version, recipe, columnwise, conditions), self.slot
-        if slot is not None and slot[0]() is x and slot[1] == key:
+        key, slot = (version_of(x), recipe, columnwise, conditions), self.slot
+        is_same = slot is not None and slot[0]() is x and slot[1] == key
+        if slot is not None and is_same and (slot[2] is None or slot[2].matches(x.detach())):
             self.left -= 1
             if self.left == 0:
                 self.slot = None
-            return slot[2]
+            return slot[3]
+        fingerprint = fingerprint_of(x) if has_fingerprint(x) else None
+        if cast is None and fingerprint is None and x.device.type == "cpu":
+            return None
         if cast is None:
             operands = ops.layer_operands.default(x, recipe, "x", columnwise=columnwise)
         else:
             operands = cast()
-        self.slot = (weakref.ref(x, self.forget), key, operands)
         self.left = self.readers - 1
+        self.slot = (weakref.ref(x, self.forget), key, fingerprint, operands)
         return operands
 
 
@@ -218,4 +288,4 @@ def weight_codes(weight: Tensor, recipe: Recipe) -> WeightCodes | None:
         return None
     if not have_no_flag((recipe.fprop.b, recipe.dgrad.b), "sr"):
         return None
-    return WeightCodes(weight)
+    return WeightCodes()

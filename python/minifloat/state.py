@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from .amaxes import reduce_amaxes
 from .fsdp import precompute_scales
-from .linear import Linear
+from .linear import Linear, draw_from
 from .random_state import RngState, find_hook
 
 # Wrappers that put a name of their own between a module's and its parent's.
@@ -46,6 +46,10 @@ def join(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
+def _layers(model: nn.Module) -> Iterator[Linear]:
+    return (m for m in unwrapped(model).modules() if isinstance(m, Linear))
+
+
 def _histories(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
     for fqn, module in unwrapped(model).named_modules():
         if isinstance(module, Linear) and module.amax_history is not None:
@@ -55,10 +59,8 @@ def _histories(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
 
 def _forget_weights(model: nn.Module) -> None:
     """Weights or their scales have changed: they are quantized again."""
-    for module in unwrapped(model).modules():
-        if not isinstance(module, Linear):
-            continue
-        for kept in (module.weight_codes, module.travel):
+    for layer in _layers(model):
+        for kept in (layer.weight_codes, layer.travel):
             if kept is not None:
                 kept.forget()
 
@@ -107,6 +109,8 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     group: the data-parallel ranks, whose amaxes are reduced together; None: all ranks.
     """
     _forget_weights(model)
+    for _, rng in _rng_states(model):
+        rng.root_advances = False
     _roll_histories(model, group)
     precompute_scales(unwrapped(model))
 
@@ -160,6 +164,9 @@ def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             )
     for fqn, rng in _rng_states(model):
         rng.set(state[join(fqn, "rng")])
+    for layer in _layers(model):
+        if layer.rng_state is not None:
+            draw_from(layer, layer.rng_state)
     for fqn, _, history in _histories(model):
         history.copy_(state[join(fqn, "amax_history")])
     _forget_weights(model)

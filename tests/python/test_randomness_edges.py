@@ -1,0 +1,268 @@
+"""Random bits repeat only where they must: in a recomputed forward, and where a state is restored.
+
+A layer's gradients show its bits: with one x, one W and one gradient, other bits round otherwise.
+"""
+
+import copy
+import pickle
+
+import minifloat as mf
+import pytest
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+RECIPE = "nvfp4"
+STOCHASTIC_FORWARD = "fprop=nvfp4+sr*nvfp4 dgrad=nvfp4+sr*nvfp4 wgrad=nvfp4+sr+rht*nvfp4+sr+rht"
+
+
+def data(rows=24, features=64):
+    torch.manual_seed(3)
+    return torch.randn(rows, features), torch.randn(rows, features)
+
+
+def block(features=64):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(features, features), nn.ReLU(), nn.Linear(features, features))
+
+
+def converted(recipe=RECIPE, model=None, **arguments):
+    model = block() if model is None else model
+    mf.quantize_(model, recipe, verbose=False, **arguments)
+    return model
+
+
+def gradients(run, parameters, x, g):
+    parameters = list(parameters)
+    return torch.autograd.grad(run(x), parameters, g)
+
+
+def are_equal(a, b):
+    return all(torch.equal(s, t) for s, t in zip(a, b, strict=True))
+
+
+def require_all_differ(results):
+    for i, a in enumerate(results):
+        for b in results[:i]:
+            assert not any(torch.equal(s, t) for s, t in zip(a, b) if s.dim() == 2)
+
+
+# ---- however a model is called -------------------------------------------------------------------
+
+
+class Trained(nn.Module):
+    """As trainers write it: the root's forward is never called."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = block()
+
+    def training_step(self, x):
+        return self.net(x)
+
+    def parts(self, x):
+        return self.net[2](torch.relu(self.net[0](x)))
+
+
+@pytest.mark.parametrize("name", ["training_step", "parts"])
+def test_methods_beside_forward_draw_fresh_bits(name):
+    model = converted(model=Trained())
+    x, g = data()
+    run = getattr(model, name)
+    require_all_differ([gradients(run, model.parameters(), x, g) for _ in range(4)])
+    assert mf.training_state(model)["rng"].tolist() == [0, 4]
+
+
+def test_a_part_that_trains_while_the_root_is_in_evaluation():
+    model = converted(model=Trained())
+    model.eval()
+    model.net.train()
+    x, g = data()
+    require_all_differ([gradients(model.net, model.parameters(), x, g) for _ in range(3)])
+
+
+def test_a_layer_that_is_called_twice_in_one_forward():
+    layer = converted(model=nn.Sequential(nn.Linear(64, 64)))
+    x, g = data()
+    y, z = layer[0](x), layer[0](x)
+    first, second = (torch.autograd.grad(t, layer[0].weight, g)[0] for t in (y, z))
+    assert not torch.equal(first, second)
+
+
+def test_compiled_parts_draw_fresh_bits():
+    model = converted(model=Trained())
+    model.net.compile(backend="aot_eager", fullgraph=True)
+    x, g = data()
+    require_all_differ([gradients(model.training_step, model.parameters(), x, g) for _ in range(4)])
+    state = mf.training_state(model)
+    later = gradients(model.training_step, model.parameters(), x, g)
+    mf.load_training_state(model, state)
+    assert are_equal(later, gradients(model.training_step, model.parameters(), x, g))
+
+
+def test_compiled_parts_under_an_eager_root_are_the_eager_ones():
+    models = [converted(model=nn.Sequential(block(), block())) for _ in range(2)]
+    for part in models[1]:
+        part.compile(backend="aot_eager", fullgraph=True)
+    x, g = data()
+    for _ in range(3):
+        results = [gradients(m, m.parameters(), x, g) for m in models]
+        assert are_equal(*results)
+        for m in models:
+            mf.step(m)
+
+
+# ---- however a model is converted ----------------------------------------------------------------
+
+
+def test_parts_that_are_converted_one_by_one_draw_their_own_bits():
+    blocks = nn.ModuleList(block() for _ in range(3))
+    for part in blocks:
+        converted(model=part)
+    x, g = data()
+    require_all_differ([gradients(part, part.parameters(), x, g) for part in blocks])
+
+
+def test_parts_deep_in_two_models():
+    """Names that are equal up to a grandparent still give different bits."""
+    model = nn.ModuleDict({n: nn.ModuleDict({"mlp": block()}) for n in ("a", "b")})
+    for part in model.values():
+        converted(model=part["mlp"])
+    x, g = data()
+    require_all_differ([gradients(p["mlp"], p.parameters(), x, g) for p in model.values()])
+
+
+def test_two_models_of_one_seed_are_equal():
+    x, g = data()
+    a, b = converted(), converted()
+    assert are_equal(gradients(a, a.parameters(), x, g), gradients(b, b.parameters(), x, g))
+    c = converted(seed=1)
+    assert not are_equal(gradients(a, a.parameters(), x, g), gradients(c, c.parameters(), x, g))
+
+
+# ---- copies and restored states ------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("forwards", range(5))
+@pytest.mark.parametrize("make", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))])
+def test_a_copy_goes_on_and_repeats_nothing(make, forwards):
+    model = converted()
+    x, g = data()
+    past = [gradients(model, model.parameters(), x, g) for _ in range(forwards)]
+    twin = make(model)
+    own = gradients(twin, twin.parameters(), x, g)
+    require_all_differ([*past, own])
+    # The copied state is the original's: each goes on from there.
+    assert are_equal(own, gradients(model, model.parameters(), x, g))
+
+
+def test_a_restored_state_repeats():
+    model = converted()
+    x, g = data()
+    gradients(model, model.parameters(), x, g)
+    state = mf.training_state(model)
+    runs = []
+    for _ in range(2):
+        runs.append([gradients(model, model.parameters(), x, g) for _ in range(2)])
+        mf.load_training_state(model, state)
+    for a, b in zip(*runs):
+        assert are_equal(a, b)
+
+
+# ---- recomputation -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+@pytest.mark.parametrize("is_reentrant", [False, True])
+@pytest.mark.parametrize("recipe", [RECIPE, STOCHASTIC_FORWARD])
+def test_recomputed_forwards_in_flight_get_the_bits_of_their_own(recipe, is_reentrant, order):
+    """Three forwards, then their backward passes in any order, as pipelines run them."""
+    model, twin = converted(recipe), converted(recipe)
+    x, g = data()
+
+    def backwards(outputs):
+        return [torch.autograd.grad(outputs[i], leaves[i], g)[0] for i in order]
+
+    leaves = [x.clone().requires_grad_() for _ in range(3)]
+    want = backwards([twin(leaf) for leaf in leaves])
+    for p in model.parameters():
+        p.requires_grad_(True)
+    outputs = [checkpoint(model, leaf, use_reentrant=is_reentrant) for leaf in leaves]
+    if is_reentrant:  # does not work with autograd.grad
+        for i in order:
+            outputs[i].backward(g)
+        got = [leaves[i].grad for i in order]
+    else:
+        got = backwards(outputs)
+    assert are_equal(got, want)
+    assert mf.training_state(model)["rng"].tolist() == [0, 3]
+
+
+def test_the_first_checkpointed_block_of_a_training_step():
+    """No root's hook runs before it: the block itself begins the forward."""
+    results = []
+    for is_checkpointed in (False, True):
+        model = converted(STOCHASTIC_FORWARD, Trained())
+        x, g = data()
+        run = model.net
+
+        def run_checkpointed(x, run=run):
+            return checkpoint(run, x, use_reentrant=False)
+
+        for _ in range(2):
+            results.append(
+                gradients(run_checkpointed if is_checkpointed else run, model.parameters(), x, g)
+            )
+    assert are_equal(results[0], results[2])
+    assert are_equal(results[1], results[3])
+
+
+# ---- evaluation ----------------------------------------------------------------------------------
+
+
+def forwards_that_train_nothing(model, x):
+    model.eval()
+    model(x)
+    with torch.no_grad():
+        model(x)
+    with torch.inference_mode():
+        model(x)
+    model.train()
+    with torch.inference_mode():
+        model(x)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", RECIPE, STOCHASTIC_FORWARD])
+def test_evaluation_changes_no_state(recipe):
+    model = converted(recipe)
+    x, g = data()
+    gradients(model, model.parameters(), x, g)
+    mf.step(model)
+    gradients(model, model.parameters(), x, g)
+    before = {name: t.clone() for name, t in mf.training_state(model).items()}
+    forwards_that_train_nothing(model, 100 * x)
+    for name, value in mf.training_state(model).items():
+        assert torch.equal(value, before[name]), name
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", RECIPE])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_training_with_evaluation_in_between_is_the_same(recipe, is_compiled):
+    x, g = data()
+    results = []
+    for evaluates in (False, True):
+        model = converted(recipe)
+        run = torch.compile(model, backend="aot_eager") if is_compiled else model
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            optimizer.zero_grad()
+            run(x).backward(g)
+            if evaluates:
+                model.eval()
+                with torch.no_grad():
+                    run(50 * x)
+                model.train()
+            optimizer.step()
+            mf.step(model)
+        results.append([*model.parameters(), *mf.training_state(model).values()])
+    assert are_equal(*results)

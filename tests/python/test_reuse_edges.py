@@ -1,0 +1,254 @@
+"""Codes that are reused are current: after writes that torch does not count, and under threads."""
+
+import copy
+import threading
+
+import minifloat as mf
+import numpy as np
+import pytest
+import torch
+from reuse_counts import K, N, casts, require_same, without_reuse
+from torch import nn
+
+MODES = {"eval": False, "train": True}
+
+
+def layer(recipe="mxfp8"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(K, N, bias=False))
+    mf.quantize_(model, recipe, verbose=False)
+    return model
+
+
+def batch(seed=1):
+    torch.manual_seed(seed)
+    return torch.randn(40, K)
+
+
+def uncounted_writes(weight):
+    """Writes that leave weight._version as it is."""
+    shift = torch.randn(N, K)
+    address = weight.data_ptr()
+
+    def back_to_the_old_address():
+        for _ in range(20):
+            weight.data = weight.data * 0.99
+            weight.data = weight.data - shift
+            if weight.data_ptr() == address:
+                return
+
+    return {
+        "data, in place": lambda: weight.data.add_(shift),
+        "data, one element": lambda: weight.data[3, 5].add_(1000.0),
+        "data, assigned": lambda: setattr(weight, "data", weight.data + shift),
+        "data, the old address": back_to_the_old_address,
+        "NumPy": lambda: weight.detach().numpy().__iadd__(shift.numpy()),
+        "sign flips": lambda: weight.data.neg_(),
+        "two rows swapped": lambda: weight.data.copy_(weight.data.flip(0)),
+    }
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("name", uncounted_writes(nn.Parameter(torch.zeros(N, K))))
+def test_no_uncounted_write_leaves_stale_codes(name, mode):
+    model, x = layer(), batch()
+    model.train(MODES[mode])
+    for _ in range(4):
+        y = model(x)
+        if MODES[mode]:
+            y.sum().backward()
+    uncounted_writes(model[0].weight)[name]()
+    for _ in range(3):
+        require_same(model(x), without_reuse(model)(x))
+
+
+def test_merging_an_adapter_as_peft_does():
+    model, x = layer(), batch()
+    model.eval()
+    with torch.no_grad():
+        before = [model(x) for _ in range(3)][-1]
+        model[0].weight.data += 0.5
+        merged = model(x)
+        require_same(merged, without_reuse(model)(x))
+        model[0].weight.data -= 0.5
+        after = model(x)
+    assert not torch.equal(before, merged)
+    require_same(after, without_reuse(model)(x))
+
+
+def test_another_recipe_is_followed():
+    model, x = layer("mxfp8"), batch()
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+        model[0].recipe = "nvfp4_mxfp8"
+        for _ in range(3):
+            require_same(model(x), without_reuse(model)(x))
+        assert not torch.equal(model(x), layer("mxfp8")(x))
+    with pytest.raises(ValueError, match="expected"):
+        model[0].recipe = "mxfp9"
+    model[0].recipe = "fp8_delayed"
+    with pytest.raises(ValueError, match="amax_history"):
+        model(x)
+
+
+def test_a_shared_input_that_is_another_one_or_refilled():
+    projections = nn.ModuleDict({n: nn.Linear(K, N) for n in ("q_proj", "k_proj", "v_proj")})
+    mf.quantize_(projections, "mxfp8", verbose=False)
+    q, k, v = projections.values()
+    twins = without_reuse(projections)
+    assert q.shared_input is k.shared_input is not None
+    with torch.no_grad():
+        z = torch.randn(8, K)
+        q(z)
+        z.data = torch.randn(4, K)
+        assert k(z).shape == (4, N)
+        require_same(v(z), twins.v_proj(z))
+
+        z = torch.randn(8, K)
+        q(z)
+        z.data.mul_(-1)
+        require_same(k(z), twins.k_proj(z))
+
+        buffer = np.random.default_rng(0).standard_normal((8, K), dtype=np.float32)
+        z = torch.from_numpy(buffer)
+        for module, twin in ((q, twins.q_proj), (k, twins.k_proj), (v, twins.v_proj)):
+            require_same(module(z), twin(z))
+            buffer[:] = -2 * buffer[::-1]
+
+        z = torch.randn(K, 8).t()  # not contiguous
+        require_same(q(z), twins.q_proj(z))
+        z.data.mul_(3)
+        require_same(k(z), twins.k_proj(z))
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+def test_threads_do_not_get_each_others_codes(is_training):
+    """One thread in fp32 and one under autocast, of one model."""
+    model, x = layer().train(is_training), batch()
+    want = {}
+    for autocast in (False, True):
+        with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+            want[autocast] = without_reuse(model)(x).detach()
+    wrong = []
+
+    def run(autocast):
+        for _ in range(400):
+            with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+                if not torch.equal(model(x).detach(), want[autocast]):
+                    wrong.append(autocast)
+
+    threads = [threading.Thread(target=run, args=(autocast,)) for autocast in (False, True)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not wrong
+
+
+# ---- where there is no fingerprint: the rule of CUDA and of DTensors -----------------------------
+
+
+@pytest.fixture
+def no_fingerprints(monkeypatch):
+    from minifloat import reuse
+
+    monkeypatch.setattr(reuse, "has_fingerprint", lambda t: False)
+
+
+def counted(model, run):
+    twin = without_reuse(model)
+    results = []
+    count = casts(lambda: results.extend(run(model)), (N, K))
+    for got, want in zip(results, run(twin), strict=True):
+        require_same(got, want)
+    return count
+
+
+@pytest.mark.usefixtures("no_fingerprints")
+def test_micro_batches_of_a_step_are_reused():
+    model = layer()
+    counts = []
+    for i in range(3):
+
+        def step(m, i=i):
+            m.zero_grad()
+            losses = []
+            for j in range(4):
+                y = m(batch(10 * i + j))
+                y.square().sum().backward()
+                losses.append(y.detach())
+            return [*losses, m[0].weight.grad.clone()]
+
+        counts.append(counted(model, step))
+        with torch.no_grad():
+            model[0].weight.sub_(0.01 * model[0].weight.grad)
+        mf.step(model)
+    assert counts == [2, 1, 1]
+
+
+@pytest.mark.usefixtures("no_fingerprints")
+def test_nothing_is_reused_outside_of_training():
+    model = layer()
+    for mode, grad in ((False, False), (False, True), (True, False)):
+        model.train(mode)
+        with torch.set_grad_enabled(grad):
+            assert casts(lambda: [model(batch()) for _ in range(4)], (N, K)) == 4
+
+
+@pytest.mark.usefixtures("no_fingerprints")
+@pytest.mark.parametrize("resets", ["None", "zero_"])
+def test_updates_by_hand_through_data(resets):
+    """No optimizer of torch's and no mf.step: the weight changes uncounted in every iteration."""
+    model, twin = layer(), layer()
+    twin[0].weight_codes = None
+    for i in range(8):
+        grads = []
+        for m in (model, twin):
+            m(batch(i)).square().sum().backward()
+            weight = m[0].weight
+            grads.append(weight.grad.clone())
+            weight.data -= 0.01 * weight.grad
+            if resets == "None":
+                weight.grad = None
+            else:
+                weight.grad.zero_()
+        require_same(*grads)
+
+
+@pytest.mark.usefixtures("no_fingerprints")
+def test_a_merge_between_two_steps():
+    model = layer()
+    for i in range(3):
+        model(batch(i)).sum().backward()
+    assert model[0].weight_codes.codes is not None
+    for is_training in (True, False):
+        model.train(is_training)
+        model[0].weight.data += 0.5
+        with torch.no_grad():
+            require_same(model(batch()), without_reuse(model)(batch()))
+        model[0].weight.data -= 0.5
+    model.train()
+    require_same(model(batch()), without_reuse(model)(batch()))
+
+
+def test_swapped_tensors():
+    """load_state_dict may exchange parameters by swap_tensors, which allows no weak reference."""
+    model, x = layer(), batch()
+    with torch.no_grad():
+        for _ in range(3):
+            model(x)
+    state = {"0.weight": torch.randn(N, K)}
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.load_state_dict(state)
+        model.to(torch.bfloat16).to(torch.float32)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    with torch.no_grad():
+        require_same(model(x), without_reuse(model)(x))
+    other = nn.Parameter(torch.randn(N, K))
+    for _ in range(2):
+        model(x)
+    torch.utils.swap_tensors(model[0].weight, other)
+    require_same(model(x), without_reuse(copy.deepcopy(model))(x))
