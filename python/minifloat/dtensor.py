@@ -68,7 +68,7 @@ def linear(
     stream: int = 0,
     shared_input: SharedInput | None = None,
     weight_codes: WeightCodes | None = None,
-    is_training: bool = False,
+    is_in_step: bool = False,
 ) -> Tensor:
     """mf.linear of a weight cut along N or K over one mesh dimension; y cut along N, or Partial."""
     mesh, dim = weight.device_mesh, cut_of(weight)
@@ -89,7 +89,7 @@ def linear(
     require_even(weight, dim)
     require_fit(layer, local(weight))
     share = None if shared_input is None else sharing(shared_input, x, recipe, weight)
-    reuse = None if weight_codes is None else reusing(weight_codes, weight, x, layer, is_training)
+    reuse = None if weight_codes is None else reusing(weight_codes, weight, x, layer, is_in_step)
     x, tokens = placed(x, recipe, dim)
     layer = replace(layer, tokens=tokens)
     is_whole = dim == 0 and tokens is None
@@ -133,12 +133,12 @@ def sharing(shared: SharedInput, x: DTensor, recipe: Recipe, weight: DTensor) ->
 
 
 def reusing(
-    codes: WeightCodes, weight: DTensor, x: DTensor, layer: ShardedLayer, is_training: bool
+    codes: WeightCodes, weight: DTensor, x: DTensor, layer: ShardedLayer, is_in_step: bool
 ) -> Reuse:
     """The shard's codes, while neither the DTensor nor its own tensor was written to."""
     conditions, recipe, history = conditions_of(x), layer.recipe.text, layer.history
     return lambda make: codes.operands(
-        weight, recipe, layer.needs_dx, conditions, history, is_training, make
+        weight, recipe, layer.needs_dx, conditions, history, is_in_step, make
     )
 
 
@@ -246,7 +246,7 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         stream=layer.stream_id,
         shared_input=layer.shared_input,
         weight_codes=layer.weight_codes,
-        is_training=layer.training,
+        is_in_step=layer.is_in_step(),
     )
 
 

@@ -133,9 +133,11 @@ class Linear(nn.Linear):
     def step_history(self) -> Tensor | None:
         """The amax history for an op, which writes to it: a copy where no step is trained."""
         history = self.amax_history
-        if history is None or (self.training and torch.is_grad_enabled()):
-            return history
-        return history.clone()
+        return history if history is None or self.is_in_step() else history.clone()
+
+    def is_in_step(self) -> bool:
+        """Is this forward part of a training step: in training mode, with gradients enabled?"""
+        return self.training and torch.is_grad_enabled()
 
     def forward(self, input: Tensor) -> Tensor:
         if is_distributed(self.weight):
@@ -193,7 +195,7 @@ class Linear(nn.Linear):
         if self.weight_codes is not None and not is_cast:
             columnwise = grad and x.requires_grad
             weight_operands = self.weight_codes.operands(
-                weight, recipe, columnwise, conditions, amax_history, self.training
+                weight, recipe, columnwise, conditions, amax_history, self.is_in_step()
             )
         if self.shared_input is not None:
             columnwise = grad and weight.requires_grad
@@ -315,6 +317,7 @@ def adopt(
 
 def draw_from(layer: Linear, state: RngState) -> None:
     """Makes `state` the source of the layer's random bits, from its next forward on."""
+    state.to(layer.stream.device)  # here, so that no compiled code does: it would own the copy
     layer.rng_state = state
     layer.last_count = state.tensor[1:].to(layer.stream.device, copy=True)
 

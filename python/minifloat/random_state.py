@@ -114,9 +114,6 @@ class RngState:
     def to(self, device: torch.device) -> None:
         if device.type == "meta" or self.tensor.device == device:
             return
-        if torch.compiler.is_compiling():
-            self.tensor, self.step = self.tensor.to(device), self.step.to(device)
-            return
         with torch.inference_mode(False):
             is_own = self.tensor._version == self.version
             self.tensor, self.step = self.tensor.to(device), self.step.to(device)

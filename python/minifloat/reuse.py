@@ -182,7 +182,7 @@ class WeightCodes:
         columnwise: bool,
         conditions: Conditions,
         amax_history: Tensor | None,
-        is_training: bool,
+        is_in_step: bool,
         cast: Cast | None = None,
     ) -> list[Tensor] | None:
         """The weight for `linear`, or what `cast` makes of it; None: its reader quantizes it."""
@@ -190,7 +190,7 @@ class WeightCodes:
             self.is_captured, self.kept = True, None
         if self.is_captured or weight.is_inference():
             return None
-        if not has_fingerprint(weight) and not (is_training and torch.is_grad_enabled()):
+        if not (is_in_step or has_fingerprint(weight)):
             self.start_over()
             return None
         key = (id(weight), version_of(weight), STEPS.taken, recipe, conditions)

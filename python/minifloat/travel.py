@@ -145,7 +145,9 @@ class Travel:
         return chunk
 
     def sending(self, shard: Tensor, parts: tuple[Part, ...]) -> Sent:
-        if self.kept_at != STEPS.taken:
+        layer: Any = self.layer()
+        # In evaluation weights may be others, exchanged uncounted, such as averages.
+        if self.kept_at != STEPS.taken or not layer.training:
             return self.packed(parts, cast_shards(self.jobs(shard, parts), self.group))
         # No rank has to hear of it: each may decide alone whether its codes are still good.
         values = self.values_of(shard)

@@ -122,15 +122,15 @@ def test_a_layers_forward_and_backward_in_a_graph(cuda, recipe):
 def test_replays_read_the_weight_as_it_then_is(cuda):
     """A weight that eager forwards had kept in codes is quantized again in the graph, and by eager
     forwards after a replay, whose writes nobody counts."""
-    model = build("nvfp4", cuda).eval()
+    model = build("nvfp4", cuda)
     weight = model[0].weight
     x = torch.randn(96, 128, device=cuda, dtype=torch.bfloat16)
     factor = torch.tensor(1.0, device=cuda, dtype=torch.bfloat16)
     out: list[Tensor] = []
+    for _ in range(3):
+        model(x).sum().backward()
+    assert model[0].weight_codes.codes is not None
     with torch.no_grad():
-        for _ in range(3):
-            model(x)
-        assert model[0].weight_codes.codes is not None
 
         def run() -> None:
             weight.mul_(factor)

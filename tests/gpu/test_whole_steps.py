@@ -1,0 +1,134 @@
+"""Whole training steps in CUDA graphs: by mode="reduce-overhead", and captured by hand.
+
+Every preset, several steps: the parameters after each step are those of eager mode, and a
+stochastic recipe draws fresh bits in each.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import minifloat as mf
+import pytest
+import torch
+from layer_cases import require_close
+from torch import Tensor, nn
+
+pytestmark = pytest.mark.gpu
+
+WIDTH, TOKENS, STEPS = 128, 192, 4
+# Inductor's sums round otherwise than eager's kernels; with quantized operands one such difference
+# may move a code by a step of its format.
+LIMIT = 2.0**-4
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.norm(x)
+        return x + self.w2(nn.functional.silu(self.w1(h)) * self.w3(h))
+
+
+def build(recipe: str, device: torch.device) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(Block(), Block()).to(device, torch.bfloat16)
+    if recipe != "bf16":
+        mf.quantize_(model, recipe, verbose=False)
+    return model
+
+
+def batches(device: torch.device) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1)
+    shape = (TOKENS, WIDTH)
+    return [torch.randn(shape, generator=generator).bfloat16().to(device) for _ in range(STEPS)]
+
+
+def train(model: nn.Module, run: Any, inputs: list[Tensor]) -> list[Tensor]:
+    """The first weight's gradient in each step; weights move by plain SGD."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    gradients = []
+    for x in inputs:
+        run(x).float().square().mean().backward()
+        gradients.append(model[0].w1.weight.grad.clone())
+        optimizer.step()
+        optimizer.zero_grad()
+        mf.step(model)
+    return gradients
+
+
+@pytest.mark.parametrize("recipe", mf.presets())
+def test_reduce_overhead(cuda, recipe):
+    eager, model = build(recipe, cuda), build(recipe, cuda)
+    want = train(eager, eager, batches(cuda))
+    torch.compiler.reset()
+    got = train(model, torch.compile(model, mode="reduce-overhead", fullgraph=True), batches(cuda))
+    for i, (a, b) in enumerate(zip(got, want)):
+        require_close(a, b, LIMIT, f"{recipe}: gradient of step {i}")
+    for name, value in mf.training_state(eager).items():
+        if name == "rng":
+            assert torch.equal(value, mf.training_state(model)[name]), name
+
+
+@pytest.mark.parametrize("recipe", [r for r in mf.presets() if mf.Recipe(r).is_stochastic])
+def test_reduce_overhead_draws_fresh_bits(cuda, recipe):
+    """With a learning rate of zero and one batch, gradients differ by their random bits alone."""
+    model = build(recipe, cuda)
+    torch.compiler.reset()
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+    x, seen = batches(cuda)[0], []
+    for _ in range(5):
+        compiled(x).float().square().mean().backward()
+        seen.append(model[0].w1.weight.grad.clone())
+        model.zero_grad()
+        mf.step(model)
+    for i, a in enumerate(seen):
+        for b in seen[:i]:
+            assert not torch.equal(a, b)
+
+
+@pytest.mark.parametrize("recipe", mf.presets())
+def test_a_captured_step_is_eagers(cuda, recipe):
+    """Forward, backward, SGD and mf.step in one graph: each replay is the next eager step."""
+    eager, model = build(recipe, cuda), build(recipe, cuda)
+    inputs, static = batches(cuda), torch.empty(TOKENS, WIDTH, device=cuda, dtype=torch.bfloat16)
+
+    def step(m: nn.Module, x: Tensor) -> Tensor:
+        m.zero_grad()
+        m(x).float().square().mean().backward()
+        gradient = m[0].w1.weight.grad.clone()
+        with torch.no_grad():
+            for p in m.parameters():
+                p.sub_(p.grad, alpha=0.05)
+        mf.step(m)
+        return gradient
+
+    before = [p.detach().clone() for p in model.parameters()]
+    state = mf.training_state(model)
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    static.copy_(inputs[0])
+    with torch.cuda.stream(stream):
+        for _ in range(2):
+            step(model, static)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    model.zero_grad()
+    with torch.cuda.graph(graph):
+        gradient = step(model, static)
+    with torch.no_grad():
+        for p, old in zip(model.parameters(), before):
+            p.copy_(old)
+    mf.load_training_state(model, state)
+    for i, x in enumerate(inputs):
+        static.copy_(x)
+        graph.replay()
+        want = step(eager, x)
+        require_close(gradient, want, 2.0**-8, f"{recipe}: gradient of step {i}")
+    for name, value in mf.training_state(eager).items():
+        if name == "rng":
+            assert torch.equal(value, mf.training_state(model)[name]), name
