@@ -61,6 +61,7 @@ class Fingerprint : public torch::CustomClassHolder {
  public:
   explicit Fingerprint(const at::Tensor& t) : hash_(checked_hash(t)) {}
   bool matches(const at::Tensor& t) const { return checked_hash(t) == hash_; }
+  std::int64_t value() const { return static_cast<std::int64_t>(hash_); }
 
  private:
   static std::uint64_t checked_hash(const at::Tensor& t) {
@@ -77,6 +78,7 @@ class Fingerprint : public torch::CustomClassHolder {
 TORCH_LIBRARY_FRAGMENT(minifloat, m) {
   m.class_<Fingerprint>("Fingerprint")
       .def(torch::init<const at::Tensor&>())
+      .def("value", [](const c10::intrusive_ptr<Fingerprint>& self) { return self->value(); })
       .def("matches", [](const c10::intrusive_ptr<Fingerprint>& self, const at::Tensor& t) {
         return self->matches(t);
       });

@@ -67,7 +67,7 @@ def quantize_(
     amax_history_length, amax_algorithm, margin    of delayed scaling: steps kept, "max" or
                     "most_recent", powers of two of headroom
 
-    A weight that is met again unchanged (micro-batches, evaluation) is quantized once, and so is an
+    A weight that is met again unchanged in micro-batches is quantized once a step, and so is an
     input that projections with the usual names share (q, k, v; gate, up): mf.reuse says when, and
     what memory that holds. Call mf.step(model) after opt.step().
 

@@ -35,7 +35,7 @@ from .parts import is_blocked
 from .quantized import has_flag
 from .random_state import RngState
 from .recipe import Recipe
-from .reuse import SharedInput, WeightCodes, conditions_of
+from .reuse import SharedInput, WeightCodes, conditions_of, fingerprint_of, has_fingerprint
 from .tensor_parallel import Reuse, Share, sharded_linear
 
 if TYPE_CHECKING:
@@ -135,10 +135,15 @@ def sharing(shared: SharedInput, x: DTensor, recipe: Recipe, weight: DTensor) ->
 def reusing(
     codes: WeightCodes, weight: DTensor, x: DTensor, layer: ShardedLayer, is_in_step: bool
 ) -> Reuse:
-    """The shard's codes, while neither the DTensor nor its own tensor was written to."""
+    """The shard's codes, while no rank's shard has changed."""
     conditions, recipe, history = conditions_of(x), layer.recipe.text, layer.history
+    is_shown = has_fingerprint(weight._local_tensor)
+    if is_shown:  # of all shards: ranks whose casts wait for each other must decide alike
+        own = torch.tensor(fingerprint_of(weight._local_tensor).value())
+        dist.all_reduce(own, group=layer.group)
+        conditions = (*conditions[:-1], own.item(), conditions[-1])
     return lambda make: codes.operands(
-        weight, recipe, layer.needs_dx, conditions, history, is_in_step, make
+        weight, recipe, layer.needs_dx, conditions, history, is_in_step, make, is_shown
     )
 
 

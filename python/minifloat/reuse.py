@@ -13,16 +13,17 @@ Codes are reused where they are shown to be current. Any write that torch counts
 stale. Writes through `.data`, by NumPy or by other libraries are not counted. Against those:
 
     CPU     a fingerprint of the weight's or input's bytes is compared at each use, which costs a
-            sixth to a third of the cast
-    CUDA,   within the micro-batches of a training step alone: in training mode, with gradients
-    DTensor enabled, where exactly one backward pass has added to the weight's `.grad` since the
+            sixth to a third of the cast; tensor-parallel ranks add theirs up, so that all decide
+            alike
+    CUDA    within the micro-batches of a training step alone: in training mode, with gradients
+            enabled, where exactly one backward pass has added to the weight's `.grad` since the
             weight was met last, or where that forward is recomputed. An input: while it is the same
             tensor. A write through `.data` between two micro-batches of one step, or between the
             readers of an input, needs mf.step(model), or an operation that torch counts
 
 A layer that was captured in a CUDA graph reuses nothing any more: replays write uncounted. Neither
-does a layer whose parameter FSDP gathers. Tensor-parallel ranks, whose casts wait for each other,
-must change their shards together.
+does a layer whose parameter FSDP gathers. On CUDA tensor-parallel ranks, whose casts wait for each
+other, must change their shards together.
 
 Memory: a layer holds its weight's codes from the second forward of one weight on, as long as every
 weight is met twice: up to 1.13 bytes a parameter under FP4 recipes, 2.07 under FP8 and MXFP8, both
@@ -147,7 +148,9 @@ def proof_of(weight: Tensor) -> Any:
 class Kept(NamedTuple):
     """Codes of a weight. Threads see all of it or none: it is replaced, never changed."""
 
-    proof: Any  # .matches(weight): are the codes current, as far as a key cannot tell?
+    proof: (
+        Any  # .matches(weight): are the codes current, as far as the key cannot tell? None: it can
+    )
     codes: list[Tensor]
     has_columnwise: bool
 
@@ -184,13 +187,17 @@ class WeightCodes:
         amax_history: Tensor | None,
         is_in_step: bool,
         cast: Cast | None = None,
+        is_shown: bool = False,
     ) -> list[Tensor] | None:
-        """The weight for `linear`, or what `cast` makes of it; None: its reader quantizes it."""
+        """The weight for `linear`, or what `cast` makes of it; None: its reader quantizes it.
+
+        is_shown: equal `conditions` show that the codes are current.
+        """
         if is_capturing(conditions):
             self.is_captured, self.kept = True, None
         if self.is_captured or weight.is_inference():
             return None
-        if not (is_in_step or has_fingerprint(weight)):
+        if not (is_in_step or is_shown or has_fingerprint(weight)):
             self.start_over()
             return None
         key = (id(weight), version_of(weight), STEPS.taken, recipe, conditions)
@@ -206,8 +213,9 @@ class WeightCodes:
             cast = partial(
                 ops.layer_operands.default, weight, recipe, "w", amax_history=amax_history
             )
-        if is_first_meeting or kept is None or not kept.proof.matches(weight):
-            proof = proof_of(weight)
+        is_current = kept is not None and (kept.proof is None or kept.proof.matches(weight))
+        if is_first_meeting or kept is None or not is_current:
+            proof = None if is_shown else proof_of(weight)
             kept = Kept(proof, cast(rowwise=True, columnwise=columnwise), columnwise)
         elif columnwise and not kept.has_columnwise:
             half = len(kept.codes) // 2

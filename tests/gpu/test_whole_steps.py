@@ -17,21 +17,20 @@ from torch import Tensor, nn
 pytestmark = pytest.mark.gpu
 
 WIDTH, TOKENS, STEPS = 128, 192, 4
-# Inductor's sums round otherwise than eager's kernels; with quantized operands one such difference
-# may move a code by a step of its format.
-LIMIT = 2.0**-4
+# Products may be summed in another order. Nothing else rounds differently: see Block.
+LIMIT = 2.0**-8
 
 
 class Block(nn.Module):
+    """Layers with what a compiler's fused kernels round as eager's do: a ReLU, and single sums."""
+
     def __init__(self) -> None:
         super().__init__()
-        self.norm = nn.RMSNorm(WIDTH)
         self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, bias=False) for _ in range(2))
         self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        h = self.norm(x)
-        return x + self.w2(nn.functional.silu(self.w1(h)) * self.w3(h))
+        return x + self.w2(torch.relu(self.w1(x)) + self.w3(x))
 
 
 def build(recipe: str, device: torch.device) -> nn.Module:
