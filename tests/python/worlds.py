@@ -5,6 +5,7 @@
     run_world(2, check, kind="cuda")         a GPU each, over NCCL
 
 Processes are forked from a server that has imported torch and minifloat, so a world costs little.
+Each runs its ops in one thread, or in OMP_NUM_THREADS of them.
 """
 
 import multiprocessing
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 120
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # of each process
 KILLED = "the process died without a word"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -115,7 +117,7 @@ def _silent_end(group, process):
 
 
 def _rank_main(group, report, fn, args):
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     if group.keeps_errors:
         with group.errors.open("wb") as errors:
             os.dup2(errors.fileno(), 2)
