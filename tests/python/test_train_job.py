@@ -25,14 +25,7 @@ from tiny_text import write_text
 from worlds import THREADS
 
 STEPS = 24
-
-
-@pytest.fixture(autouse=True)
-def _leave_torch_as_it_was():
-    threads = torch.get_num_threads()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 
 @pytest.fixture(scope="session")
