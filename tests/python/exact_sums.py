@@ -8,7 +8,8 @@ before the sum or after it. So tests ask for equal bits of three things only:
     exact sums       every partial sum fits fp32, so no order rounds
     a repetition     the same product twice in one process: equal shapes, strides, dtypes and
                      number of threads, operands in memory that torch allocates, which begins at
-                     multiples of 64 bytes. The library's choice depends on nothing else.
+                     multiples of 64 bytes. oneMKL's guide names these and the CPU as what its
+                     results depend on; oneDNN repeats results in a fixed environment.
 
 Any other two results are compared within a bound. The errors of k products whose absolute values
 sum to S, added in fp32 in any order, stay below k u S / (1 - k u), u = 2^-24 (the standard bound).

@@ -5,6 +5,7 @@
     ZeRO-3   and of the codes, too: whole weights exist from gather to the end of the backward pass
 
 Four processes, each with a batch of its own; gradients are averaged by one all-reduce in all three.
+Products and all-reduces of the three are repetitions (exact_sums.py).
 """
 
 from itertools import pairwise

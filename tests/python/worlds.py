@@ -71,6 +71,8 @@ class Group(NamedTuple):
 def _started(world_size, fn, args, kind, seconds, keeps_errors=False):
     """(rank, failure) of each rank as it ends."""
     context = multiprocessing.get_context("forkserver")
+    # Read when the server starts: threads of several processes that spin take each other's time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     context.set_forkserver_preload(["minifloat", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory() as folder:
         reports, processes = {}, []
