@@ -20,7 +20,7 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build libraries train test test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
+.PHONY: help setup build libraries train print-cpu test test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -73,7 +73,10 @@ train: libraries
 	$(VENV)/bin/minifloat train $(TRAIN_ARGS)
 
 # ---- Tests -----------------------------------------------------------------------------------
-test: build
+print-cpu:
+	@$(PYTHON) tools/print_cpu.py
+
+test: print-cpu build  # its name first: matrix libraries choose the order of sums by it
 	$(VENV)/bin/ctest --preset default -j $(JOBS)
 	$(PY) -m pytest $(PYTEST_ARGS)
 

@@ -1,15 +1,16 @@
 """A layer over the ranks of a mesh: operands that are one process's bytes, results but for sums.
 
 Products of shards read the same operands as one process does, so a result differs by the order of
-sums alone. Of k products, with S the sum of their absolute values, two orders in fp32 differ by at
-most 2 γ S, γ = k u / (1 - k u), u = 2^-24 (the standard bound of a sum in any order); the factor,
-the bias and the sum over the ranks are at most 4 + ranks more roundings of each result.
+sums alone (exact_sums.order_bound), which includes one rounding of each term by the factor. Row
+factors, the bias, the result's dtype and the sum over the ranks are at most 4 + ranks more
+roundings of both results together.
 """
 
 import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
+from exact_sums import require_same_sums
 from minifloat import tensor_parallel
 from minifloat.parallel_cast import PLACES
 from minifloat.parts import cut
@@ -87,10 +88,7 @@ def magnitudes(case):
 def assert_close(got, want, case, world, where):
     unit = torch.finfo(case.x.dtype).eps / 2  # of one rounding of a result
     for name, a, b, (s, k) in zip(RESULTS, got, want, magnitudes(case)):
-        u = 2.0**-24
-        bound = (2 * k * u / (1 - k * u) + (4 + world) * unit) * s
-        worst = ((a.double() - b.double()).abs() - bound).max().item()
-        assert worst <= 0, (where, name, worst)
+        require_same_sums(a, b, s, k, f"{where} {name}", roundings=4 + world, unit=unit)
 
 
 def run_layer(case, mesh, dim, x_placement):

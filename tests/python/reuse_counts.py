@@ -1,4 +1,7 @@
-"""How often layers quantize, and their twins that reuse nothing: what the tests of reuse share."""
+"""How often layers quantize, and their twins that reuse nothing: what the tests of reuse share.
+
+A layer and its twin multiply the same codes in the same shapes: repetitions (exact_sums.py).
+"""
 
 import copy
 from collections import Counter

@@ -1,4 +1,7 @@
-"""Every op under torch.library.opcheck; models under torch.compile and torch.export."""
+"""Every op under torch.library.opcheck; models under torch.compile and torch.export.
+
+Eager and compiled models run the same products: repetitions (exact_sums.py).
+"""
 
 import minifloat as mf
 import pytest

@@ -334,8 +334,9 @@ def test_an_optimizer_step_rounds_the_new_values(foreach):
     mf.quantize_(model, "mxfp8_2d", primary=True, verbose=False)
     weight = model[0].weight
     model(torch.randn(20, 32)).sum().backward()
-    want = weight.dequantize() - 0.1 * weight.grad
-    torch.optim.SGD(model.parameters(), lr=0.1, foreach=foreach).step()
+    lr = 0.125  # a power of two: lr * grad is exact, whether or not it is fused with the difference
+    want = weight.dequantize() - lr * weight.grad
+    torch.optim.SGD(model.parameters(), lr=lr, foreach=foreach).step()
     assert torch.equal(weight.dequantize(), mf.quantize(want, "mxfp8/32x32").dequantize())
 
 

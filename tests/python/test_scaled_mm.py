@@ -3,6 +3,7 @@
 import minifloat as mf
 import pytest
 import torch
+from exact_sums import require_same_sums
 from minifloat._native import ops
 
 M, K, N = 45, 70, 37
@@ -86,12 +87,17 @@ def test_carried_codes_of_blocks_far_apart(spec):
 
 @pytest.mark.parametrize("spec", CARRIED)
 def test_product_of_carried_operands(spec):
-    """Where no FP8 engine takes them it is exact too: the same values under row factors."""
+    """Where no FP8 engine takes them it is exact too: the same values under row factors.
+
+    Four roundings more than the sums': two row factors here, and there the product of the tensor
+    factors and its own multiplication, of the sum or of each term.
+    """
     a, b = (mf.quantize(torch.randn(rows, K), spec, seed=rows) for rows in (M, N))
     want = mf.scaled_mm(a, b, out_dtype=torch.float32)
     args = [(*carried(q), q.amax) for q in (a, b)]
     got = ops.scaled_mm(*args[0], *args[1], f"{spec}*{spec}", k=K, out_dtype=torch.float32)
-    assert torch.allclose(got, want, rtol=0, atol=96 * 2.0**-23 * float(want.abs().max()))
+    left, right = ((codes.float() * scale[:, None]).abs() for codes, scale, _ in args)
+    require_same_sums(got, want, left @ right.t(), left.shape[1], roundings=4)
     with pytest.raises(ValueError, match="row scales"):
         ops.scaled_mm(args[0][0], a.scale, a.amax, *args[1], f"{spec}*{spec}", k=K)
 

@@ -10,6 +10,7 @@ import torch
 import torch.multiprocessing as mp
 from minifloat.state import in_force
 from torch import nn
+from worlds import THREADS
 
 FLT_MAX = torch.finfo(torch.float32).max
 
@@ -175,7 +176,7 @@ def free_port() -> int:
 
 
 def run_rank(rank: int, port: int, results) -> None:
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://localhost:{port}", rank=rank, world_size=2
     )

@@ -28,7 +28,7 @@ def check_precisions(rank):
 
             with torch.autocast("cpu", torch.bfloat16):
                 cast = run_layer(Case(recipe), mesh, dim, x_placement)[0][0]
-            assert torch.equal(cast, got[0]), where
+            assert torch.equal(cast, got[0]), where  # a repetition (exact_sums.py)
 
             case = Case(recipe, poisoned=True)
             want, _ = case.alone()

@@ -4,6 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
+from exact_sums import integers
 from minifloat.dtensor import QuantizedColwiseParallel
 from parallel_models import EXACT, INNER, PLANS, WIDTH, Block, built, check_models, train_step
 from torch import nn
@@ -11,7 +12,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from whole_layers import BATCH, TOKENS, integers, values
+from whole_layers import BATCH, TOKENS, values
 from worlds import run_world
 
 
@@ -118,7 +119,11 @@ def check_group(mesh):
 
 
 def check_tokens_that_do_not_fit(mesh):
-    """Tokens that end inside a block are gathered in high precision; the outputs are the same."""
+    """Tokens that end inside a block are gathered in high precision; the outputs are the same.
+
+    A rank's product has fewer columns than the whole's, so it may sum in another order: the sums
+    are exact (integers).
+    """
     x, w = integers(1, 3, 20, 64), integers(2, 64, 64)
     for recipe in ("fp8_tensorwise", "mxfp8"):
         y = mf.linear(
@@ -178,14 +183,18 @@ def check_refusals(rank, mesh):
 
 
 def check_delayed(mesh):
-    """Histories that the styles made DTensors roll as one process's do."""
-    x = integers(1, BATCH, TOKENS, WIDTH).requires_grad_()
+    """Histories that the styles made DTensors roll as one process's do.
+
+    The amaxes are of x, the weights and the loss's gradient, which are integers, and of the results
+    of two products of those: up's forward and down's dgrad. Their sums are exact.
+    """
+    x, weights = integers(1, BATCH, TOKENS, WIDTH), integers(2, BATCH, TOKENS, WIDTH)
     alone = built("fp8_delayed")
     model = parallelize_module(built("fp8_delayed")[0], mesh, PLANS["tensor"])
     mf.step(model)  # before any forward
     mf.step(alone)
     for _ in range(2):
-        alone(x).sum().backward(), model(x).sum().backward()
+        train_step(alone, x, weights), train_step(model, x, weights)
         mf.step(alone), mf.step(model)
     for name in ("up", "down"):
         history = getattr(model, name).amax_history

@@ -5,6 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from exact_sums import integers
 from minifloat.parallel_cast import PLACES
 from parallel_layers import Recorded, assert_close, check_operands, run_layer
 from parallel_models import PLANS, WIDTH, Block, built, train_step
@@ -13,7 +14,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from whole_layers import BATCH, TOKENS, Case, integers, same_bytes
+from whole_layers import BATCH, TOKENS, Case, same_bytes
 from worlds import device_of, run_world
 
 RECIPES = [

@@ -1,5 +1,5 @@
 """A shard's codes, kept while the weight stays as it is: casts counted, and the bytes of a model
-that keeps nothing.
+that keeps nothing. Both multiply the same shards: repetitions (exact_sums.py).
 """
 
 import minifloat as mf

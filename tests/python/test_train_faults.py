@@ -17,7 +17,7 @@ from minifloat import cli
 from minifloat.train import checkpoint, loop
 from minifloat.train.metrics import Metrics, read_records, without_timings
 from tiny_text import write_text
-from worlds import KILLED, last_words
+from worlds import KILLED, THREADS, last_words
 
 STEPS, EVERY = 10, 4  # a checkpoint at steps 4 and 8
 
@@ -71,7 +71,7 @@ def train(folder, out, world, fault="none", *more):
         port = s.getsockname()[1]
     arguments = f"""train --data {folder}/text --cache {folder}/cache --vocab 300 --recipes nvfp4
         --model 64,2,2,1,96 --seq 32 --batch 12 --steps {STEPS} --eval-every {EVERY}
-        --eval-batches 1 --checkpoint-every {EVERY} --threads 1 --device cpu""".split()
+        --eval-batches 1 --checkpoint-every {EVERY} --threads {THREADS} --device cpu""".split()
     arguments += ["--out", str(out), *more]
     return last_words(world, train_as_torchrun, world, port, arguments, fault, seconds=None)
 

@@ -22,16 +22,10 @@ from minifloat.train import checkpoint, command, job
 from minifloat.train.config import TrainConfig
 from minifloat.train.metrics import read_records, without_timings
 from tiny_text import write_text
+from worlds import THREADS
 
 STEPS = 24
-
-
-@pytest.fixture(autouse=True)
-def _leave_torch_as_it_was():
-    threads = torch.get_num_threads()
-    yield
-    torch.use_deterministic_algorithms(False)
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 
 @pytest.fixture(scope="session")
@@ -47,8 +41,8 @@ def tiny(text, tmp_path_factory):
     """Options of a job that takes a second; recipes and out are added."""
     cache = text.parent / "train_cache"
     return f"""train --data {text} --cache {cache} --model 32,2,2,1,64 --vocab 300 --seq 32
-        --batch 2 --steps {STEPS} --eval-every 6 --eval-batches 2 --checkpoint-every 4 --threads 1
-        --lr 0.002 --device cpu""".split()
+        --batch 2 --steps {STEPS} --eval-every 6 --eval-batches 2 --checkpoint-every 4
+        --threads {THREADS} --lr 0.002 --device cpu""".split()
 
 
 def run(tiny, out, *more):

@@ -1,18 +1,33 @@
 """The table and the plot of `minifloat train`, also of a job that is not done."""
 
+import json
+
 import pytest
+import torch
+from minifloat import cli
+from minifloat.train import loop
+from minifloat.train.measure import MEASURE_EVERY, PeakMemory, SpeedOfLight
 from minifloat.train.metrics import Metrics, read_records, without_timings
 from minifloat.train.plot import draw_losses, smooth
 from minifloat.train.recipes import RunSpec
-from minifloat.train.report import baseline_of, curves_of, markdown_table, table_rows
+from minifloat.train.report import (
+    baseline_of,
+    curves_of,
+    describe_light,
+    markdown_table,
+    table_rows,
+)
+from tiny_text import write_text
 
 BF16, NOISE = RunSpec("bf16", "bf16", 1), RunSpec("bf16 (seed 2)", "bf16", 2)
 NVFP4 = RunSpec("nvfp4", "*: nvfp4", 1)
 
 
 def records_of(run, losses, step_ms):
-    timings = {"tokens_per_s": 1e6 / step_ms, "speed_of_light": 0.5, "step_ms": step_ms}
+    """Two of three steps are measured beside 40 ms of products alone, the third beside 90 ms."""
     for step, loss in enumerate(losses, 1):
+        light = (90 if step % 3 == 0 else 40) / step_ms
+        timings = {"tokens_per_s": 1e6 / step_ms, "speed_of_light": light, "step_ms": step_ms}
         yield {"run": run, "kind": "train", "step": step, "loss": loss, **timings}
         if step % 2 == 0:
             yield {"run": run, "kind": "eval", "step": step, "val_loss": loss, "seconds": 1.0}
@@ -20,7 +35,7 @@ def records_of(run, losses, step_ms):
 
 def rows_of(records, runs=(BF16, NOISE, NVFP4)):
     curves = {run.name: curves_of(records, run.name) for run in runs}
-    rows = table_rows(runs, curves, {"nvfp4": {"peak": 2e6}}, baseline_of(runs, 1), light_ms=60)
+    rows = table_rows(runs, curves, {"nvfp4": {"peak": 2e6}}, baseline_of(runs, 1))
     return rows, curves
 
 
@@ -34,12 +49,74 @@ def test_gaps_are_taken_at_the_same_step():
     assert rows[1]["validation_loss"] is None
     assert rows[2]["gap_percent"] == pytest.approx(10)
     assert rows[2]["step_cost"] == pytest.approx(1.5)
-    assert rows[2]["speed_of_light_percent"] == pytest.approx(40)
     table = markdown_table(rows, last_step=6)
     assert "4.4000 (step 4)" in table
     assert "+10.00%" in table
     assert "1.50" in table
     assert len({len(line) for line in table.splitlines()}) == 1
+
+
+def test_the_speed_of_light_is_the_median_of_the_steps():
+    rows, _ = rows_of([*records_of("bf16", range(9, 0, -1), 100)])
+    assert rows[0]["speed_of_light_percent"] == pytest.approx(40)
+    assert rows[0]["light_ms"] == pytest.approx(40)
+    assert rows[2]["speed_of_light_percent"] is rows[2]["light_ms"] is None
+    assert describe_light(rows, 8e9) == ": 40 ms, 200 GFLOP/s, the median of the runs"
+    assert describe_light(rows[2:], 8e9) == ""
+
+
+STEP, PRODUCTS = 0.5, (0.25, 0.125, 0.05)  # seconds of a step, and of its products at each time
+
+
+class Clock:
+    """Each look at it is half a step later than the one before."""
+
+    now = 0.0
+
+    def perf_counter(self):
+        self.now += STEP
+        return self.now
+
+
+@pytest.mark.usefixtures("torch_as_it_was")
+def test_the_speed_of_light_is_measured_beside_the_steps(tmp_path, monkeypatch):
+    """A measurement takes 100 s, which are in no step's time. The load changes over the run."""
+    clock, calls = Clock(), []
+
+    def measured(self):
+        clock.now += 100
+        self.seconds = PRODUCTS[min(len(calls), 3) - 1]  # the first one is the job's own
+        calls.append(self.seconds)
+
+    monkeypatch.setattr(SpeedOfLight, "measure", measured)
+    monkeypatch.setattr(loop, "time", clock)
+    (tmp_path / "text").mkdir()
+    write_text(tmp_path / "text")
+    out, steps = tmp_path / "out", 2 * MEASURE_EVERY + 4
+    options = f"""train --data {tmp_path}/text --cache {tmp_path}/cache --out {out} --device cpu
+        --model 32,2,2,1,64 --vocab 300 --seq 32 --batch 2 --recipes bf16 --steps {steps}"""
+    assert cli.main(options.split()) == 0
+    assert len(calls) == 4
+    records = [r for r in read_records(out / "metrics.jsonl") if r["kind"] == "train"]
+    assert {r["step_ms"] for r in records} == {1e3 * STEP}
+    want = [PRODUCTS[step // MEASURE_EVERY] / STEP for step in range(steps)]
+    assert [r["speed_of_light"] for r in records] == want
+    (row,) = json.loads((out / "report.json").read_text())["rows"]
+    assert row["speed_of_light_percent"] == pytest.approx(100 * PRODUCTS[1] / STEP)
+    assert row["light_ms"] == pytest.approx(1e3 * PRODUCTS[1])
+    assert "| 25% |" in " ".join((out / "report.md").read_text().split())
+    assert "125 ms" in (out / "report.md").read_text()
+
+
+def test_memory_of_the_measurement_is_left_out_of_the_peak():
+    memory = PeakMemory("cpu")
+    memory.start()
+    held = torch.ones(16, 2**20)
+    del held
+    with memory.left_out():
+        held = torch.ones(64, 2**20)
+        del held
+    assert 48e6 < memory.bytes() < 192e6  # 64 MB were touched outside, 256 MB inside
 
 
 def test_the_baseline_is_bf16_with_the_jobs_seed():

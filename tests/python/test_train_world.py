@@ -14,6 +14,7 @@ from minifloat.train.config import TrainError
 from minifloat.train.metrics import read_records, without_timings
 from minifloat.train.world import World, joined
 from tiny_text import write_text
+from worlds import THREADS
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +27,7 @@ def folder(tmp_path_factory):
 def options(folder, out):
     return f"""train --data {folder} --cache {folder.parent}/cache --out {out} --vocab 300
         --model 64,2,2,1,96 --seq 32 --batch 4 --eval-every 4 --eval-batches 2
-        --checkpoint-every 4 --threads 1 --device cpu""".split()
+        --checkpoint-every 4 --threads {THREADS} --device cpu""".split()
 
 
 def start(folder, out, processes, *more):
@@ -35,7 +36,7 @@ def start(folder, out, processes, *more):
         launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
     return subprocess.Popen(
         [*launcher, "-m", "minifloat", *options(folder, out), *more],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -50,8 +51,10 @@ def train(*args):
 
 def test_losses_are_those_of_one_process(folder, tmp_path):
     """Each rank rounds its part of a weight's gradient to bf16, one process the whole: a relative
-    2^-8 an element, so that losses agree to that. The first one comes before any gradient and
-    differs by the order of an fp32 mean of 128 tokens: at most 7 roundings, under 2^-20."""
+    2^-8 an element, so that losses agree to that. The first one comes before any gradient, but a
+    product of half the rows may sum in another order, and then its bf16 results differ by one
+    rounding, 2^-9 of themselves. At first the loss is log(300), to which logits of that error
+    add less than 2^-9 of it."""
     for processes in (1, 2):
         out = tmp_path / str(processes)
         code, said, errors = train(folder, out, processes, "--recipes", "bf16,mxfp8", "--steps=8")
@@ -63,7 +66,7 @@ def test_losses_are_those_of_one_process(folder, tmp_path):
     ]
     for a, b in zip(alone, sharded):
         name = "val_loss" if a["kind"] == "eval" else "loss"
-        tolerance = 2.0**-20 if a["step"] == 1 else 2.0**-8
+        tolerance = 2.0**-9 if a["step"] == 1 else 2.0**-8
         assert abs(a[name] - b[name]) <= tolerance * a[name], (a, b)
 
 

@@ -5,6 +5,7 @@
     ZeRO-3   and of the codes, too: whole weights exist from gather to the end of the backward pass
 
 Four processes, each with a batch of its own; gradients are averaged by one all-reduce in all three.
+Products and all-reduces of the three are repetitions (exact_sums.py).
 """
 
 from itertools import pairwise
@@ -47,7 +48,7 @@ class Momentum:
     def step(self, gradients):
         for master, velocity, gradient in zip(self.masters, self.velocity, gradients):
             velocity.mul_(0.9).add_(gradient)
-            master.sub_(velocity, alpha=0.3)
+            master.sub_(velocity, alpha=0.25)  # 2^-2: exact with or without an FMA
 
 
 def forward_backward(model, step, rank):

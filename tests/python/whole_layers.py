@@ -22,10 +22,6 @@ def values(seed, *shape):
     return x * torch.randn(*shape[:-1], 1, generator=generator).exp2()
 
 
-def integers(seed, *shape):
-    return torch.randint(-4, 5, shape, generator=torch.Generator().manual_seed(seed)).float()
-
-
 def same_bytes(a, b):
     a, b = a.detach().contiguous(), b.detach().contiguous()
     return a.shape == b.shape and torch.equal(

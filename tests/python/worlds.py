@@ -5,6 +5,7 @@
     run_world(2, check, kind="cuda")         a GPU each, over NCCL
 
 Processes are forked from a server that has imported torch and minifloat, so a world costs little.
+Each runs its ops in one thread, or in OMP_NUM_THREADS of them.
 """
 
 import multiprocessing
@@ -23,6 +24,7 @@ import torch
 import torch.distributed as dist
 
 SECONDS = 120
+THREADS = int(os.environ.get("OMP_NUM_THREADS", "1"))  # of each process
 KILLED = "the process died without a word"
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
@@ -69,6 +71,8 @@ class Group(NamedTuple):
 def _started(world_size, fn, args, kind, seconds, keeps_errors=False):
     """(rank, failure) of each rank as it ends."""
     context = multiprocessing.get_context("forkserver")
+    # Read when the server starts: threads of several processes that spin take each other's time.
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     context.set_forkserver_preload(["minifloat", "torch.distributed.fsdp"])
     with tempfile.TemporaryDirectory() as folder:
         reports, processes = {}, []
@@ -115,7 +119,7 @@ def _silent_end(group, process):
 
 
 def _rank_main(group, report, fn, args):
-    torch.set_num_threads(1)
+    torch.set_num_threads(THREADS)
     if group.keeps_errors:
         with group.errors.open("wb") as errors:
             os.dup2(errors.fileno(), 2)

@@ -178,7 +178,6 @@ def train_all(job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]
         if job.should_stop():
             return
         facts[run.name]["status"] = "unfinished"
-        job.light.improve(measure_speed_of_light(job.config))  # a busy moment must not pass for it
         outcome = train_run(run, job, f"{run.name} [{number}/{len(runs)}]")
         facts[run.name] |= outcome
         if not outcome["status"].startswith("stopped"):
@@ -273,8 +272,7 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         ],
         "steps": config.steps,
         "validation_tokens": validation_tokens,
-        "light_ms": 1e3 * job.light.seconds,
-        "light_gflops": job.light.gflops_per_s,
+        "step_flops": job.light.flops,
         "memory_note": "all tensors together, at their most (torch.cuda.max_memory_allocated)"
         if config.device == "cuda"
         else "resident memory that the run added to the process, at its highest",
@@ -290,7 +288,7 @@ def write_report(
     records = read_records(job.metrics.path)
     curves = {run.name: curves_of(records, run.name) for run in runs}
     baseline = baseline_of(runs, job.config.seed)
-    rows = table_rows(runs, curves, facts, baseline, context["light_ms"])
+    rows = table_rows(runs, curves, facts, baseline)
     context = {**context, "baseline": baseline.name if baseline else "none"}
     started = [run for run in runs if curves[run.name].train]
     if started:

@@ -1,6 +1,7 @@
 """One run: the model trained under one recipe, from its initial weights or from a checkpoint.
 
     for step in 1 .. steps:
+        every MEASURE_EVERY steps: the speed of light, outside the steps' time
         batch(seed, step) -> forward, backward under bf16 autocast -> clip -> AdamW -> mf.step
         every eval_every steps: the fixed validation set
         every checkpoint_every steps, and at a stop: a checkpoint
@@ -32,7 +33,7 @@ import minifloat as mf
 from . import checkpoint
 from .batches import Batches
 from .config import TrainConfig, TrainError
-from .measure import PeakMemory, SpeedOfLight, loss_under_autocast
+from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_under_autocast
 from .metrics import Metrics
 from .model import build_model
 from .recipes import RunSpec
@@ -140,6 +141,12 @@ class Run:
             "step_ms": 1e3 * seconds,
         }
 
+    def measure_light(self) -> None:
+        """Measures the speed of light again, outside the steps' time and their peak memory."""
+        with self.memory.left_out():
+            self.job.light.measure()
+        self.world.wait()  # a rank that ends first does not wait for the others in its next step
+
     def evaluate(self) -> dict[str, float]:
         """Mean loss of the validation set (nats a token), forward under the run's own recipe."""
         start = time.perf_counter()
@@ -221,9 +228,11 @@ def train_run(spec: RunSpec, job: Job, title: str) -> dict[str, Any]:
     run = Run(spec, job)
     run.restore()
     job.metrics.begin(spec.name, spec.folder, run.step)
-    status, saved_at = "finished", run.step
+    status, first, saved_at = "finished", run.step, run.step
     with progress_bar(title, run.step, config.steps) as bar:
         while run.step < config.steps:
+            if (run.step - first) % MEASURE_EVERY == 0:
+                run.measure_light()
             values = run.train_step()
             job.metrics.write("train", run.step, values)
             show(bar, values)

@@ -1,7 +1,8 @@
 """What the report measures besides the loss: the speed of light, saved bytes, peak memory.
 
 Speed of light: the seconds that the matrix products of one training step would take on their own,
-at the bf16 rate that this device reaches on this model's shapes, measured when the job starts.
+at the bf16 rate that this device reaches on this model's shapes. It is measured when the job
+starts and again between steps.
 
     linear y = x Wt    three products of 2 M N K operations: fprop, dgrad, wgrad
     attention          two products of 2 B H S S E operations (causal: half), backward twice that
@@ -11,11 +12,14 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -24,50 +28,72 @@ from torch import Tensor, nn
 from .config import TrainConfig
 from .model import Llama, cross_entropy
 
-
-def best_seconds(work: Callable[[], object], device: str, repeats: int = 10) -> float:
-    """The fastest of a few calls, after one to warm up."""
-    if device == "cuda":
-        return best_cuda_seconds(work, repeats)
-    best = float("inf")
-    for attempt in range(repeats + 1):
-        start = time.perf_counter()
-        work()
-        if attempt:
-            best = min(best, time.perf_counter() - start)
-    return best
+MEASURE_EVERY = 10  # steps between two measurements of the speed of light
 
 
-def best_cuda_seconds(work: Callable[[], object], repeats: int, calls: int = 16) -> float:
-    """The same of one call among many in a graph: the host's time for a launch is not counted."""
+def best_seconds(work: Callable[[], object], device: str, repeats: int = 3) -> float:
+    """Returns the time of the fastest of a few calls, after one that warms up."""
+    time_call = cuda_seconds if device == "cuda" else cpu_seconds
     work()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(calls):
-            work()
+    return min(time_call(work) for _ in range(repeats))
+
+
+def cpu_seconds(work: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def cuda_seconds(work: Callable[[], object], calls: int = 16) -> float:
+    """Returns the GPU's time of one call among a few: an event takes 5 microseconds itself.
+
+    The GPU waits for about a millisecond first, in which the host launches all calls, so that the
+    host's time for a launch is not counted.
+    """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    best = float("inf")
-    for attempt in range(repeats + 1):
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if attempt:
-            best = min(best, begin.elapsed_time(end) / 1e3 / calls)
-    return best
+    torch.cuda._sleep(2_000_000)  # in clock cycles
+    begin.record()
+    for _ in range(calls):
+        work()
+    end.record()
+    end.synchronize()
+    return begin.elapsed_time(end) / 1e3 / calls
 
 
-@dataclass
 class SpeedOfLight:
-    """seconds: of all products of one step; flops: their operations a step."""
+    """The time of all products of one step; flops: their operations a step.
 
-    seconds: float
-    flops: float
+    seconds: of the latest measurement. The training loop measures again every MEASURE_EVERY steps,
+    between two steps, so that what else runs on the machine slows both alike.
+    """
 
-    def improve(self, other: SpeedOfLight) -> None:
-        """Keeps the faster of two measurements of the same products."""
-        self.seconds = min(self.seconds, other.seconds)
+    def __init__(self, config: TrainConfig) -> None:
+        with torch.device("meta"):
+            model = Llama(config.model, config.seq)
+        self.shapes = Counter(
+            (m.out_features, m.in_features) for m in model.modules() if isinstance(m, nn.Linear)
+        )
+        self.device, self.tokens = config.device, config.tokens_per_step
+        weights = sum(count * n * k for (n, k), count in self.shapes.items())
+        linears = 3 * 2.0 * self.tokens * weights
+        attention = config.model.layers * 3 * 2.0 * self.tokens * config.seq * config.model.dim
+        self.flops, self.linears = linears + attention, linears
+        self.seconds = math.inf
+
+    def measure(self) -> None:
+        """Times fprop, dgrad and wgrad of every distinct linear shape in bf16."""
+        largest = max(max(self.tokens * n, self.tokens * k, n * k) for n, k in self.shapes)
+        generator = torch.Generator(self.device).manual_seed(0)  # not the generator of the job
+        memory = torch.empty(largest, dtype=torch.bfloat16, device=self.device)
+        memory.normal_(generator=generator)
+        seconds = 0.0
+        for (n, k), count in self.shapes.items():
+            x_MK = memory[: self.tokens * k].view(self.tokens, k)
+            g_MN = memory[: self.tokens * n].view(self.tokens, n)
+            w_NK = memory[: n * k].view(n, k)
+            for a, b in ((x_MK, w_NK.t()), (g_MN, w_NK), (g_MN.t(), x_MK)):
+                seconds += count * best_seconds(partial(torch.mm, a, b), self.device)
+        self.seconds = seconds * self.flops / self.linears
 
     @property
     def gflops_per_s(self) -> float:
@@ -75,24 +101,10 @@ class SpeedOfLight:
 
 
 def measure_speed_of_light(config: TrainConfig) -> SpeedOfLight:
-    """Times fprop, dgrad and wgrad of every distinct linear shape in bf16; see the file's head."""
-    with torch.device("meta"):
-        model = Llama(config.model, config.seq)
-    shapes = Counter(
-        (m.out_features, m.in_features) for m in model.modules() if isinstance(m, nn.Linear)
-    )
-    tokens, device = config.tokens_per_step, config.device
-    seconds = flops = 0.0
-    for (n, k), count in shapes.items():
-        x_MK = torch.randn(tokens, k, device=device).bfloat16()
-        g_MN = torch.randn(tokens, n, device=device).bfloat16()
-        w_NK = torch.randn(n, k, device=device).bfloat16()
-        seconds += count * best_seconds(lambda x=x_MK, w=w_NK: x @ w.t(), device)  # type: ignore[misc]
-        seconds += count * best_seconds(lambda g=g_MN, w=w_NK: g @ w, device)  # type: ignore[misc]
-        seconds += count * best_seconds(lambda g=g_MN, x=x_MK: g.t() @ x, device)  # type: ignore[misc]
-        flops += count * 3 * 2.0 * tokens * n * k
-    attention = config.model.layers * 3 * 2.0 * tokens * config.seq * config.model.dim
-    return SpeedOfLight(seconds * (1 + attention / flops), flops + attention)
+    """Returns the speed of light, measured once."""
+    light = SpeedOfLight(config)
+    light.measure()
+    return light
 
 
 @dataclass(frozen=True)
@@ -178,25 +190,41 @@ class PeakMemory:
     def __init__(self, device: str) -> None:
         self.device = device
         self.base = 0
+        self.highest = 0  # before the latest reset
 
     def start(self) -> None:
         gc.collect()
         if self.device == "cuda":
             torch.cuda.empty_cache()
+        else:
+            with suppress(OSError):  # not glibc
+                ctypes.CDLL("libc.so.6").malloc_trim(0)
+        self.reset()
+        self.base = 0 if self.device == "cuda" else status_bytes("VmRSS")
+        self.highest = 0
+
+    def reset(self) -> None:
+        """Lets the peak that is counted by the system or by torch begin again."""
+        if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             return
-        try:
-            ctypes.CDLL("libc.so.6").malloc_trim(0)
+        with suppress(OSError):  # not Linux: the peak is then that of the whole process so far
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
-        except OSError:
-            pass  # not Linux: the peak is then that of the whole process so far
-        self.base = status_bytes("VmRSS")
+
+    @contextmanager
+    def left_out(self) -> Iterator[None]:
+        """Leaves what is allocated and freed inside out of the peak."""
+        self.highest = self.bytes()
+        try:
+            yield
+        finally:
+            self.reset()
 
     def bytes(self) -> int:
         if self.device == "cuda":
-            return torch.cuda.max_memory_allocated()
+            return max(self.highest, torch.cuda.max_memory_allocated())
         peak = status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return max(peak - self.base, 0)
+        return max(self.highest, peak - self.base)
 
 
 def status_bytes(key: str) -> int:

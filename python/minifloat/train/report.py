@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from .measure import MEASURE_EVERY
 from .recipes import RunSpec
 
 WARM_UP = 3  # first steps, left out of the speeds: they fill caches and choose kernels
@@ -17,12 +18,21 @@ WARM_UP = 3  # first steps, left out of the speeds: they fill caches and choose 
 
 @dataclass(frozen=True)
 class Curves:
-    """One run's records: losses by step (nats a token), and its speeds."""
+    """One run's records: losses by step (nats a token), and by timed step its speeds.
+
+    light: the speed of light measured nearest before the step, over the step's own time.
+    """
 
     train: dict[int, float | None]
     validation: dict[int, float | None]
     step_ms: list[float]
     tokens_per_s: list[float]
+    light: list[float]
+
+    @property
+    def light_ms(self) -> float | None:
+        """The median time that the products of a step took alone."""
+        return median([part * step_ms for part, step_ms in zip(self.light, self.step_ms)])
 
 
 def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
@@ -35,6 +45,7 @@ def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
         validation=evals,
         step_ms=[r["step_ms"] for r in timed],
         tokens_per_s=[r["tokens_per_s"] for r in timed],
+        light=[r["speed_of_light"] for r in timed],
     )
 
 
@@ -49,11 +60,10 @@ def table_rows(
     curves: dict[str, Curves],
     facts: dict[str, dict[str, Any]],
     baseline: RunSpec | None,
-    light_ms: float,
 ) -> list[dict[str, Any]]:
     """One row a run; None where nothing was measured.
 
-    facts: what result.json holds; light_ms: the products of a step alone.
+    facts: what result.json holds.
     """
     reference = curves[baseline.name] if baseline else None
     rows = []
@@ -61,7 +71,7 @@ def table_rows(
         own = curves[run.name]
         step, loss = max(own.validation.items(), default=(None, None))
         base = reference.validation.get(step) if reference and step is not None else None
-        fact = facts.get(run.name, {})
+        fact, light = facts.get(run.name, {}), median(own.light)
         rows.append(
             {
                 "run": run.name,
@@ -75,7 +85,8 @@ def table_rows(
                 "step_ms": median(own.step_ms),
                 "step_cost": ratio(median(own.step_ms), reference),
                 "tokens_per_s": median(own.tokens_per_s),
-                "speed_of_light_percent": percent(light_ms, median(own.step_ms)),
+                "speed_of_light_percent": None if light is None else 100 * light,
+                "light_ms": own.light_ms,
                 "saved_bytes_per_token": fact.get("saved_total"),
                 "saved_bytes_per_token_linears": fact.get("saved_linears"),
                 "peak_memory_bytes": fact.get("peak"),
@@ -87,10 +98,6 @@ def table_rows(
 
 def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
-
-
-def percent(part: float, whole: float | None) -> float | None:
-    return 100 * part / whole if whole else None
 
 
 def ratio(step_ms: float | None, reference: Curves | None) -> float | None:
@@ -149,9 +156,10 @@ NOTES = """\
   every recipe, with the recipe's own forward.
 - gap to bf16: against `{baseline}` at the same step. A bf16 run with another seed differs by its
   initial weights and the order of its batches: its gap is the noise of this comparison.
-- tokens/s, step: medians over the steps. Of speed of light: the time that the matrix products of
-  a step would take alone ({light_ms:.0f} ms at {light_gflops:.0f} GFLOP/s, bf16, measured on this
-  model's shapes when the job started) over the time that the step took.
+- tokens/s, step, of speed of light: medians over the steps.
+- of speed of light: the time that the matrix products of a step take alone, in bf16 on this model's
+  shapes, over the time of the step. It is measured every {measure_every} steps, between two of
+  them, so other work on the machine slows both alike{light}.
 - saved for backward: bytes a token that the forward keeps, and those kept inside linear layers;
   what does not grow with the tokens is left out.
 - peak memory: {memory_note}.
@@ -159,10 +167,20 @@ NOTES = """\
 """
 
 
+def describe_light(rows: Sequence[dict[str, Any]], flops: float) -> str:
+    """The median speed of light of the runs; nothing before a first step."""
+    light_ms = median([row["light_ms"] for row in rows if row["light_ms"]])
+    if light_ms is None:
+        return ""
+    return f": {light_ms:.0f} ms, {flops / light_ms / 1e6:.0f} GFLOP/s, the median of the runs"
+
+
 def markdown_report(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
     """report.md. `facts` is the job's part of report.json."""
     parts = [f"# {facts['title']}", "", *(f"- {line}" for line in facts["setting"]), ""]
-    parts += [markdown_table(rows, facts["steps"]), "", NOTES.format(**facts)]
+    light = describe_light(rows, facts["step_flops"])
+    notes = NOTES.format(**facts, light=light, measure_every=MEASURE_EVERY)
+    parts += [markdown_table(rows, facts["steps"]), "", notes]
     parts += ["![losses and gaps](loss.png)", "", "## Recipes", ""]
     for row in rows:
         count = f"{row['converted']} linear layers converted" if row["converted"] else "as it is"
