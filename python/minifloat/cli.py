@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from minifloat import interrupt
 from minifloat.train import command as train_command
-from minifloat.train.config import TrainError
+from minifloat.train.fields import TrainError
 
 COMMANDS = (train_command,)
 
