@@ -81,7 +81,8 @@ def test_ctrl_c_after_the_imports_is_one_line(tmp_path, capsys, monkeypatch):
         (["/usr/bin/minifloat", "train"], ["python3", "/usr/bin/minifloat", "train"], True),
         (["-m", "train"], ["python3", "-m", "minifloat", "train"], True),
         (["-m", "train"], ["python3", "-u", "-mminifloat", "train"], True),
-        (["-m", "minifloats"], ["python3", "-m", "my_trainer", "minifloats"], False),
+        (["-m", "train"], ["python3", "-um", "minifloat", "train"], False),  # a traceback there
+        (["-m", "minifloat"], ["python3", "-m", "my_trainer", "minifloat"], False),
         (["train.py"], ["python3", "train.py"], False),
         (["-c"], ["python3", "-c", "import minifloat"], False),
         ([""], ["python3"], False),
