@@ -1,10 +1,10 @@
 """Values from outside, an option or a field of a saved file, checked once against what is expected.
 
-require("--steps", integers(1, 10**9), 0)
-TrainError: --steps: expected at least 1, got 0
-
-load_json(path, {"step": COUNT, "torch": TEXT})
-TrainError: .../state.json: step: expected an integer, got 'abc'
+Examples:
+    require("--steps", integers(1, 10**9), 0)
+        TrainError: --steps: expected at least 1, got 0
+    load_json(path, {"step": COUNT, "torch": TEXT})
+        TrainError: .../state.json: step: expected an integer, got 'abc'
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class Kind:
     name: str
     accepts: Callable[[Any], bool]
 
-    def missing(self, value: Any) -> str:
-        """Returns what was expected instead of `value`, or an empty text if it is accepted."""
+    def refusal(self, value: Any) -> str:
+        """Returns what was expected, or an empty text if the value is accepted."""
         return "" if self.accepts(value) else self.name
 
 
@@ -47,8 +47,8 @@ class Number:
     most: float
     above: bool = False
 
-    def missing(self, value: Any) -> str:
-        """Returns what was expected instead of `value`, or an empty text if it is accepted."""
+    def refusal(self, value: Any) -> str:
+        """Returns what was expected, or an empty text if the value is accepted."""
         if self.integer and (not isinstance(value, int) or isinstance(value, bool)):
             return "an integer"
         if not isinstance(value, int | float) or isinstance(value, bool):
@@ -84,7 +84,7 @@ OBJECT = Kind("an object", lambda value: isinstance(value, dict))
 LIST = Kind("a list", lambda value: isinstance(value, list))
 TEXTS = Kind("a list of texts", lambda value: LIST.accepts(value) and all(map(TEXT.accepts, value)))
 FINITE = numbers(-math.inf, math.inf)
-MEASURED = Kind("a finite number or null", lambda value: value is None or not FINITE.missing(value))
+MEASURED = Kind("a finite number or null", lambda value: value is None or not FINITE.refusal(value))
 
 Fields = Mapping[str, Kind | Number]
 
@@ -97,7 +97,7 @@ def shown(value: Any) -> str:
 
 def require(where: str, kind: Kind | Number, value: Any) -> None:
     """Raises TrainError that starts with `where`, unless the value is of its kind."""
-    if expected := kind.missing(value):
+    if expected := kind.refusal(value):
         raise TrainError(f"{where}: expected {expected}, got {shown(value)}")
 
 
