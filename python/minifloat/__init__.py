@@ -6,7 +6,8 @@ mf.quantize_(model, "nvfp4")          linear layers under a recipe; prints what 
 loss.backward(); opt.step(); mf.step(model)
 """
 
-from ._native import ops as _ops  # loads the operators; keep it first
+from . import interrupt as _interrupt  # isort: skip  before torch: see its head
+from ._native import ops as _ops  # loads the operators; keep it before the rest
 from .convert import quantize_, quantized_model_init, restore_
 from .fsdp import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
 from .linear import Linear, linear, linear_group

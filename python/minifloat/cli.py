@@ -6,15 +6,32 @@ import argparse
 import sys
 from collections.abc import Sequence
 
+from minifloat import interrupt
 from minifloat.train import command as train_command
-from minifloat.train.config import TrainError
+from minifloat.train.fields import TrainError
 
 COMMANDS = (train_command,)
-INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs `minifloat ARGV`; returns the exit code (1: an expected failure, 2: wrong usage)."""
+    """Runs `minifloat ARGV`.
+
+    Returns:
+        The exit code. 1: an expected failure, 2: wrong usage, 130: interrupted.
+    """
+    try:
+        with interrupt.raises():
+            return run_command(argv)
+    except KeyboardInterrupt:
+        print("minifloat: interrupted", file=sys.stderr)
+        return interrupt.INTERRUPTED
+
+
+def run_command(argv: Sequence[str] | None) -> int:
+    """Parses ARGV and runs its command; an expected failure is one message and exit code 1."""
+    for stream in (sys.stdout, sys.stderr):  # no name of a file, and no ×, ends a job
+        if hasattr(stream, "reconfigure"):
+            stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(
         prog="minifloat", description="Training in 8- and 4-bit floating point."
     )
@@ -27,9 +44,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (TrainError, OSError) as error:
         print(f"minifloat {arguments.command}: error: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
-        print(f"minifloat {arguments.command}: interrupted", file=sys.stderr)
-        return INTERRUPTED
 
 
 if __name__ == "__main__":

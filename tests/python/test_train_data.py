@@ -102,6 +102,19 @@ def test_tokens_are_cached_and_the_same(tmp_path):
     assert tokenizer.decode(first.train.tolist()) == "".join(corpus.train)
 
 
+@pytest.mark.parametrize("file", ["train.npy", "validation.npy", "SHA256SUMS"])
+@pytest.mark.parametrize("size", [0, 100, -1])
+def test_a_damaged_cache_is_made_again(tmp_path, capsys, file, size):
+    corpus = load_corpus([str(write_files(tmp_path / "text", 4))], 30)
+    first = tokenize(corpus, 300, tmp_path / "cache")
+    (entry,) = (tmp_path / "cache").iterdir()
+    (entry / file).write_bytes((entry / file).read_bytes()[:size])
+    assert tokenize(corpus, 300, tmp_path / "cache").fingerprint == first.fingerprint
+    assert f"token ids are made again: {entry / file}: expected" in capsys.readouterr().err
+    assert tokenize(corpus, 300, tmp_path / "cache").fingerprint == first.fingerprint
+    assert capsys.readouterr().err == ""
+
+
 def test_too_little_text_says_how_much_is_needed(tmp_path):
     corpus = load_corpus([str(write_files(tmp_path / "text", 2, lines=2))], 30)
     tokens = tokenize(corpus, 300, tmp_path / "cache")

@@ -137,3 +137,24 @@ def test_a_lost_rank_is_named_and_the_job_goes_on(folder, undisturbed, fault, sa
     assert re.search(expected, words[1 - lost]), words[1 - lost]
     assert checkpoint.latest(checkpoints(out)).name == "step_00000004"
     assert resumed(folder, out, world) == undisturbed[world]
+
+
+def test_all_ranks_pass_over_a_damaged_checkpoint(folder, stopped, undisturbed):
+    """`latest` names a checkpoint whose bytes are not those that were written."""
+    out = folder / "damaged"
+    shutil.copytree(stopped, out)
+    shutil.copytree(checkpoints(out) / "step_00000004", checkpoints(out) / "step_00000008")
+    payload = checkpoints(out) / "step_00000008" / "__0_0.distcp"
+    payload.write_bytes(payload.read_bytes()[::-1])
+    (checkpoints(out) / "latest").write_text("step_00000008\n")
+    assert resumed(folder, out, 3) == undisturbed[3]
+
+
+def test_all_ranks_say_that_no_checkpoint_is_intact(folder, stopped):
+    out = folder / "lost"
+    shutil.copytree(stopped, out)
+    (checkpoints(out) / "step_00000004" / ".metadata").write_bytes(b"")
+    before = (out / "job.json").read_bytes(), (out / "metrics.jsonl").read_bytes()
+    for words in train(folder, out, 2, "none", "--resume"):
+        assert re.search(r"exit code 1: .*step_00000004/.metadata: expected", words, re.DOTALL)
+    assert ((out / "job.json").read_bytes(), (out / "metrics.jsonl").read_bytes()) == before

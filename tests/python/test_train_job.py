@@ -1,10 +1,8 @@
 """`minifloat train` from the command line to its files: kills, resumes, stops, and refusals.
 
-Every job here is tiny (tens of thousands of parameters, one thread). "The same bytes" means the
-hash of the final weights and every metrics record but its timings.
+Every job here is tiny, see tiny_job.py, which says what "the same bytes" means.
 """
 
-import hashlib
 import json
 import os
 import random
@@ -16,15 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
-from minifloat import _native, cli
-from minifloat.train import checkpoint, command, job
-from minifloat.train.config import TrainConfig
-from minifloat.train.metrics import read_records, without_timings
+from minifloat.train import checkpoint, job
+from minifloat.train.metrics import read_records
+from tiny_job import STEPS, Killed, digest, options, run, run_and_kill
 from tiny_text import write_text
-from worlds import THREADS
 
-STEPS = 24
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 
@@ -39,21 +33,7 @@ def text(tmp_path_factory):
 @pytest.fixture
 def tiny(text, tmp_path_factory):
     """Options of a job that takes a second; recipes and out are added."""
-    cache = text.parent / "train_cache"
-    return f"""train --data {text} --cache {cache} --model 32,2,2,1,64 --vocab 300 --seq 32
-        --batch 2 --steps {STEPS} --eval-every 6 --eval-batches 2 --checkpoint-every 4
-        --threads {THREADS} --lr 0.002 --device cpu""".split()
-
-
-def run(tiny, out, *more):
-    return cli.main([*tiny, "--out", str(out), *more])
-
-
-def digest(out, name="bf16"):
-    """(sha256 of the final weights, the run's metrics without timings)."""
-    weights = hashlib.sha256((out / "runs" / name / "weights.pt").read_bytes()).hexdigest()
-    records = [r for r in read_records(out / "metrics.jsonl") if r["run"] == name]
-    return weights, without_timings(records)
+    return options(text, text.parent / "train_cache")
 
 
 @pytest.fixture
@@ -131,13 +111,10 @@ def test_killed_many_times_ends_with_the_same_bytes(tiny, tmp_path, reference):
         assert digest(tmp_path / f"out{seed}") == reference
 
 
-class Killed(BaseException):
-    """Stands for kill -9: nothing in the program catches it."""
-
-
 MOMENTS = {
     "before anything is written": (checkpoint.dcp, "save"),
     "before its description is written": (checkpoint, "write_json"),
+    "before its checksums are written": (checkpoint.manifest, "write"),
     "before it has its name": (Path, "rename"),
     "before `latest` names it": (checkpoint, "write_text"),
     "before old ones are removed": (checkpoint, "prune"),
@@ -229,20 +206,10 @@ def test_ctrl_c_ends_with_a_report_and_a_checkpoint(tiny, tmp_path, reference, m
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
-def test_a_quantized_run_resumes_with_the_same_bytes(tiny, tmp_path, monkeypatch, recipe):
+def test_a_quantized_run_resumes_with_the_same_bytes(tiny, tmp_path, recipe):
     """Stochastic rounding's counter and the amax histories are in the checkpoint."""
     assert run(tiny, tmp_path / "whole", "--recipes", recipe) == 0
-    save = checkpoint.save
-
-    def save_and_die(folder, step, state, meta):
-        save(folder, step, state, meta)
-        if step == 8:
-            raise Killed
-
-    with monkeypatch.context() as patch:
-        patch.setattr(checkpoint, "save", save_and_die)
-        with pytest.raises(Killed):
-            run(tiny, tmp_path / "out", "--recipes", recipe)
+    run_and_kill(tiny, tmp_path / "out", 8, "--recipes", recipe)
     assert run(tiny, tmp_path / "out", "--resume") == 0
     assert digest(tmp_path / "out", recipe) == digest(tmp_path / "whole", recipe)
 
@@ -257,12 +224,6 @@ def test_a_recipe_saves_fewer_bytes_from_the_same_start(tiny, tmp_path):
     first = [r["loss"] for r in read_records(tmp_path / "out" / "metrics.jsonl") if r["step"] == 1]
     assert first == pytest.approx([first[0]] * 3, rel=0.01)  # the same weights and batch
     assert len(set(first)) == 3
-
-
-def test_a_recipe_that_is_none_is_refused_before_anything_is_trained(tiny, tmp_path, capsys):
-    assert run(tiny, tmp_path / "out", "--recipes", "bf16,nvfp5") == 1
-    assert "recipe nvfp5" in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()
 
 
 def test_resume_takes_a_new_recipe_along(tiny, tmp_path, reference):
@@ -319,15 +280,6 @@ def test_a_job_saved_before_processes_were_counted_resumes(tiny, tmp_path, refer
     assert digest(out) == reference
 
 
-def test_a_damaged_checkpoint_is_named(tiny, tmp_path, reference, capsys):
-    folder = tmp_path / "reference" / "runs" / "bf16"
-    (folder / "result.json").unlink()
-    for file in checkpoint.latest(folder / "checkpoints").glob("*.distcp"):
-        file.write_bytes(file.read_bytes()[:1000])
-    assert run(tiny, tmp_path / "reference", "--resume") == 1
-    assert "step_00000024: cannot load it" in capsys.readouterr().err
-
-
 def test_two_jobs_in_one_folder_are_refused(tiny, tmp_path, capsys):
     with job.lock(tmp_path / "out"):
         assert run(tiny, tmp_path / "out", "--recipes", "bf16") == 1
@@ -347,45 +299,3 @@ def test_a_run_that_diverges_says_so_and_the_next_goes_on(tiny, tmp_path, monkey
     assert run(tiny, tmp_path / "out", "--recipes", "bf16,bf16@2") == 0
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["diverged at step 1", "finished"]
-
-
-@pytest.mark.parametrize(
-    ("sees_device", "has_backend", "given", "want"),
-    [
-        (True, True, {}, ("cuda", 0)),
-        (True, True, {"device": "cpu"}, ("cpu", 3)),
-        (True, False, {}, ("cpu", 3)),
-        (False, True, {}, ("cpu", 3)),
-    ],
-)
-def test_the_job_picks_its_device(monkeypatch, sees_device, has_backend, given, want):
-    torch.set_num_threads(3)
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_device)
-    monkeypatch.setattr(_native.ops, "has_cuda", lambda: has_backend)
-    config = command.machine_defaults(TrainConfig(), given)
-    assert (config.device, config.threads) == want
-
-
-def test_a_build_without_cuda_says_so(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(_native.ops, "has_cuda", lambda: False)
-    assert run(tiny, tmp_path / "out", "--device", "cuda") == 1
-    assert "no CUDA backend" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (["--steps", "0"], "--steps: expected at least 1, got 0"),
-        (["--lr", "0"], "--lr: expected more than 0, got 0"),
-        (["--data", "/nowhere/at/all"], "expected a file or a folder, got /nowhere/at/all"),
-        (["--batch", "4000"], "too little text"),
-        (["--model", "1,2"], "five integers"),
-    ],
-)
-def test_wrong_options_are_refused_before_anything_is_written(
-    tiny, tmp_path, capsys, options, message
-):
-    assert run(tiny, tmp_path / "out", "--recipes", "bf16", *options) == 1
-    assert message in capsys.readouterr().err
-    assert not (tmp_path / "out").exists()

@@ -70,7 +70,7 @@ def test_the_same_name_twice_is_refused():
         ("256,4,4,2,x", "five integers"),
         ("250,4,4,2,64", "heads times an even width"),
         ("256,4,4,3,64", "multiple of kv_heads"),
-        ("256,0,4,2,64", "layers >= 1"),
+        ("256,0,4,2,64", "layers: expected at least 1, got 0"),
     ],
 )
 def test_a_model_that_cannot_be_is_refused(text, message):

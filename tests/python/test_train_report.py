@@ -145,16 +145,17 @@ def test_smoothing_keeps_a_constant_and_the_length():
 
 def test_going_on_drops_the_records_past_the_step_and_a_torn_line(tmp_path):
     metrics = Metrics(tmp_path)
+    timings = {"step_ms": 5.0, "tokens_per_s": 9.0, "speed_of_light": 0.5}
     metrics.begin("a", "a", 0)
     for step in (1, 2, 3):
-        metrics.write("train", step, {"loss": 1.0 / step, "step_ms": 5.0})
+        metrics.write("train", step, {"loss": 1.0 / step, **timings})
     metrics.begin("b", "b", 0)
-    metrics.write("train", 1, {"loss": float("nan"), "step_ms": 5.0})
+    metrics.write("train", 1, {"loss": float("nan"), **timings})
     metrics.close()
     with metrics.path.open("a") as file:
         file.write('{"run": "b", "kind": "tra')
     metrics.begin("a", "a", 2)
-    metrics.write("train", 3, {"loss": 0.5, "step_ms": 6.0})
+    metrics.write("train", 3, {"loss": 0.5, **timings})
     metrics.close()
     assert without_timings(read_records(metrics.path)) == [
         {"run": "a", "kind": "train", "step": 1, "loss": 1.0},

@@ -1,13 +1,16 @@
 """Checkpoints that a kill at any moment, or a full disk, leaves whole.
 
 FOLDER/.writing/        what is being written: never read
-FOLDER/step_00000100/   torch.distributed.checkpoint's files and state.json
+FOLDER/step_00000100/   torch.distributed.checkpoint's files, state.json, SHA256SUMS (manifest.py)
 FOLDER/latest           the name of the newest complete one
 
-1. write everything into .writing, each file synced
+1. write everything into .writing, each file synced, the checksums last
 2. rename .writing to step_N, sync the folder
 3. replace `latest`
 4. only now remove older checkpoints
+
+`choose` finds the checkpoint that a job goes on from. It verifies all bytes before any of them is
+read: torch.distributed.checkpoint unpickles `.metadata`, and a payload has no checksum of its own.
 """
 
 from __future__ import annotations
@@ -15,8 +18,11 @@ from __future__ import annotations
 import json
 import logging
 import os
+import re
 import shutil
 import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -25,32 +31,106 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint import FileSystemReader, FileSystemWriter
 from torch.distributed.checkpoint.api import CheckpointException
 
-from .config import TrainError, bound, differences
-from .files import sync_folder, write_json, write_text
-from .world import whole
+from . import manifest
+from .config import bound, differences
+from .fields import COUNT, OBJECT, TEXT, Fields, TrainError, load_json
+from .files import sync_folder, write_atomically, write_json, write_text
+from .world import is_of_a_collective, whole
 
 KEEP = 2  # complete checkpoints, the newest among them
+STEP = re.compile(r"step_([0-9]{8,18})")
+STATE: Fields = {"step": COUNT, "identity": OBJECT, "peak_bytes": COUNT, "torch": TEXT}
 
 
 class CheckpointError(TrainError):
     """A checkpoint that cannot be written, read, or used for this job."""
 
 
+def step_of(checkpoint: Path) -> int:
+    """Returns the step in a checkpoint's name, -1 for another name."""
+    match = STEP.fullmatch(checkpoint.name)
+    return int(match[1]) if match else -1
+
+
 def latest(folder: Path) -> Path | None:
-    """The newest complete checkpoint, or None."""
+    """Returns the checkpoint that `latest` names, None if it names none."""
     try:
-        name = (folder / "latest").read_text().strip()
+        name = (folder / "latest").read_bytes().decode("ascii", "replace").removesuffix("\n")
     except FileNotFoundError:
         return None
-    return folder / name if name and (folder / name / "state.json").exists() else None
+    is_complete = STEP.fullmatch(name) and (folder / name / "state.json").exists()
+    return folder / name if is_complete else None
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """state.json: step, identity, and what the run had measured."""
-    try:
-        return json.loads((checkpoint / "state.json").read_text())
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{checkpoint}: cannot read state.json: {error}") from error
+    """Returns state.json: step, identity, and what the run had measured."""
+    meta = load_json(checkpoint / "state.json", STATE)
+    if meta["step"] != step_of(checkpoint):
+        raise CheckpointError(
+            f"{checkpoint / 'state.json'}: expected the step of its folder's name, "
+            f"got {meta['step']}"
+        )
+    return meta
+
+
+def verify(checkpoint: Path) -> bool:
+    """Raises TrainError, which names the file, if the checkpoint is damaged.
+
+    Returns: False if it was written without checksums, so that only state.json could be checked.
+    """
+    has_checksums = (checkpoint / manifest.NAME).exists()
+    if has_checksums:
+        manifest.verify(checkpoint)
+    needed = {".metadata", read_meta(checkpoint).get("checksums", ".metadata")}
+    for name in sorted(map(str, needed)):
+        if not (checkpoint / name).exists():
+            raise CheckpointError(f"{checkpoint / name}: expected a file, got none")
+    return has_checksums
+
+
+def choose(folder: Path, trained: int, every: int, say: Callable[[str], None]) -> Path | None:
+    """Returns the newest intact checkpoint of a run, None if the run has none yet.
+
+    Args:
+        folder: of the run's checkpoints.
+        trained: last step of the run that metrics.jsonl records.
+        every: steps between checkpoints.
+        say: takes one line about each checkpoint that is passed over, and why.
+    Raises:
+        TrainError: all checkpoints are damaged, or are lost.
+    """
+    named = latest(folder)
+    others = [path for path in folder.glob("step_*") if step_of(path) >= 0 and path != named]
+    others.sort(key=step_of, reverse=True)
+    if not named and not others:
+        if trained > every or (folder / "latest").exists():
+            raise CheckpointError(
+                f"{folder}: expected a checkpoint, as metrics.jsonl records {trained} steps and "
+                f"one is written every {every}; got none. Choose another --out to start afresh"
+            )
+        if trained:
+            say(f"{folder}: no checkpoint yet, the run starts again from step 0")
+        return None
+    if not named:
+        say(f"{folder / 'latest'}: expected the name of a checkpoint, got none: looks for one")
+    damage = []
+    for checkpoint in filter(None, (named, *others)):
+        try:
+            if not verify(checkpoint):
+                say(f"{checkpoint}: has no {manifest.NAME}: its bytes cannot be verified")
+        except TrainError as error:
+            damage.append(str(error))
+            continue
+        for line in damage:
+            say(f"damaged checkpoint: {line}")
+        if damage or not named:
+            say(f"goes on from {checkpoint}")
+        return checkpoint
+    raise CheckpointError(
+        "expected an intact checkpoint, got damaged ones only:\n  "
+        + "\n  ".join(damage)
+        + "\nchoose another --out to start afresh"
+    )
 
 
 def require_same(checkpoint: Path, identity: dict[str, Any]) -> None:
@@ -74,13 +154,14 @@ def save(folder: Path, step: int, state: dict[str, Any], meta: dict[str, Any]) -
         fresh.mkdir()
         with quiet_dcp():
             dcp.save(state, storage_writer=FileSystemWriter(fresh), no_dist=True)
-        write_json(fresh / "state.json", {"step": step, **meta})
+        write_json(fresh / "state.json", {"step": step, **meta, "checksums": manifest.NAME})
+        manifest.write(fresh)
         if final.exists():  # written by a killed run that did not get to step 3
             shutil.rmtree(final)
         fresh.rename(final)
         sync_folder(folder)
         write_text(folder / "latest", final.name + "\n")
-    except (OSError, RuntimeError, CheckpointException) as error:
+    except (OSError, RuntimeError, CheckpointException, TrainError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
         before = latest(folder)
         kept = f"{before} is intact" if before else "there is no earlier one"
@@ -93,25 +174,41 @@ def save(folder: Path, step: int, state: dict[str, Any], meta: dict[str, Any]) -
 
 def load(checkpoint: Path, state: dict[str, Any]) -> None:
     """Fills `state`, a template with the right keys and shapes, in place."""
+    with quiet_dcp():
+        dcp.load(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
+
+
+@contextmanager
+def named_in_errors(checkpoint: Path) -> Iterator[None]:
+    """Turns every failure to load a checkpoint into a CheckpointError with its name.
+
+    Unpickling and torch's loaders raise any type: a checkpoint without checksums can hold anything.
+    """
     try:
-        with quiet_dcp():
-            dcp.load(state, storage_reader=FileSystemReader(checkpoint), no_dist=True)
-    except (OSError, RuntimeError, ValueError, CheckpointException) as error:
+        yield
+    except (Exception, CheckpointException) as error:  # torch's is no Exception
+        lost_rank = isinstance(error, RuntimeError) and is_of_a_collective(error)
+        if lost_rank or isinstance(error, TrainError):
+            raise
         raise CheckpointError(f"{checkpoint}: cannot load it: {reason(error)}") from error
 
 
 def prune(folder: Path, keep: int) -> None:
-    """Removes all but the newest `keep` complete checkpoints; never the one `latest` names."""
+    """Removes all but the `keep` newest checkpoints, counted back from the one of `latest`.
+
+    A later one than `latest` names was passed over as damaged: it goes too.
+    """
     newest = latest(folder)
-    steps = sorted(path for path in folder.glob("step_*") if path != newest)
-    for path in steps[: max(len(steps) - (keep - 1), 0)]:
+    if newest is None:
+        return
+    steps = sorted((p for p in folder.glob("step_*") if step_of(p) >= 0), key=step_of)
+    end = steps.index(newest) + 1
+    for path in (*steps[: max(end - keep, 0)], *steps[end:]):
         shutil.rmtree(path, ignore_errors=True)
 
 
 def save_weights(path: Path, model: torch.nn.Module, meta: dict[str, Any]) -> None:
     """The trained weights: {"model": state dict, ...}, the same bytes for the same values."""
-    from .files import write_atomically
-
     content = {"model": {k: whole(v).cpu() for k, v in model.state_dict().items()}, **meta}
     write_atomically(path, lambda file: torch.save(content, file))
 

@@ -8,8 +8,12 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import importlib.util
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from minifloat import interrupt
 
 DESCRIPTION = """\
 Trains a small Llama on real text once a recipe, from the same initial weights on the same batches,
@@ -26,26 +30,24 @@ on several processes, the model sharded by FSDP2, weights travelling in the reci
   torchrun --nproc-per-node 4 -m minifloat train ...
 """
 
-OPTIONS: tuple[tuple[str, Any, str], ...] = (  # TrainConfig's fields that are plain numbers
-    ("--steps", int, "optimizer steps a recipe"),
-    ("--seq", int, "tokens a sequence"),
-    ("--batch", int, "sequences a step"),
-    ("--lr", float, "peak learning rate"),
-    ("--warmup", int, "steps of linear warmup"),
-    ("--weight-decay", float, "AdamW's decay of matrices"),
-    ("--clip", float, "largest norm of the gradient"),
-    ("--seed", int, "of the initial weights and the batches"),
-    ("--eval-every", int, "steps between evaluations"),
-    ("--eval-batches", int, "batches of validation text"),
-    ("--checkpoint-every", int, "steps between checkpoints"),
-    ("--data-mb", float, "most megabytes of text to read"),
-    ("--threads", int, "CPU threads; part of the result's bytes"),
-)
+PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # of `pip install minifloat[train]`
+
+
+def number_type(number: Any, name: str) -> Callable[[str], int | float]:
+    """Returns what argparse calls with the text of an option that is a number."""
+
+    def parse(text: str) -> int | float:
+        value = number.parse(text)
+        if value is None:
+            raise argparse.ArgumentTypeError(f"expected {name}, got {text!r}")
+        return value
+
+    return parse
 
 
 def add_parser(subparsers: Any) -> None:
     """Adds `train` to the program's subcommands."""
-    from .config import TrainConfig
+    from .config import NUMBERS, SIZE, TrainConfig, option_of
 
     absent = argparse.SUPPRESS
     parser = subparsers.add_parser(
@@ -84,7 +86,7 @@ def add_parser(subparsers: Any) -> None:
     )
     add(
         "--vocab",
-        type=int,
+        type=number_type(SIZE, "an integer"),
         default=absent,
         help=f"entries of the tokenizer (default: {TrainConfig().model.vocab})",
     )
@@ -94,40 +96,55 @@ def add_parser(subparsers: Any) -> None:
     add(
         "--device", choices=("cpu", "cuda"), default=absent, help="default: cuda where there is one"
     )
-    for flag, kind, text in OPTIONS:
-        default = getattr(TrainConfig(), flag[2:].replace("-", "_"))
-        shown = "all cores" if flag == "--threads" else f"{default:g}"
-        add(flag, type=kind, default=absent, help=f"{text} (default: {shown})")
+    for name, (number, text) in NUMBERS.items():
+        kind = number_type(number, "an integer" if number.integer else "a number")
+        shown = "all cores" if name == "threads" else f"{getattr(TrainConfig(), name):g}"
+        add(option_of(name), type=kind, default=absent, help=f"{text} (default: {shown})")
     parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the subcommand; returns the exit code."""
-    from . import job
-    from .config import TrainConfig
+    require_packages()
+    with interrupt.ends_the_process():
+        from . import job, saved
+    from .config import TrainConfig, TrainError
     from .tokens import cache_folder
     from .world import joined, voice
 
     given = vars(arguments)
     out: Path = arguments.out
     if out.exists() and not out.is_dir():
-        raise job.TrainError(f"--out: expected a folder, got the file {out}")
-    saved = job.load_job(out) if arguments.resume else None
-    if arguments.resume and not saved:
-        job.say(f"nothing to resume in {out}: starting from the first step")
-    config = asked_config(given, saved[0] if saved else machine_defaults(TrainConfig(), given))
-    runs = asked_runs(given, config, saved[1] if saved else ())
-    if saved:
-        runs = job.require_same_job(out, saved, config, runs)
+        raise TrainError(f"--out: expected a folder, got the file {out}")
+    before = saved.read_job(out) if arguments.resume else None
+    if arguments.resume and not before:
+        saved.say(f"nothing to resume in {out}: starting from the first step")
+    base = before.config if before else machine_defaults(TrainConfig(), given)
+    config = asked_config(given, base)
+    runs = asked_runs(given, config, before.runs if before else ())
+    if before:
+        runs = saved.require_same_job(out, before, config, runs)
     cache = cache_folder(arguments.cache)
     with joined(config.device, config.batch) as world, voice(world, out) as own:
         world.wait()  # until all have read what the folder holds
-        if saved and saved[0].processes != config.processes:
-            job.say(
-                f"saved on {saved[0].processes} processes, goes on with {config.processes}: on the "
-                "same batches, with sums over ranks in another order"
+        if before and before.config.processes != config.processes:
+            saved.say(
+                f"saved on {before.config.processes} processes, goes on with {config.processes}: "
+                "on the same batches, with sums over ranks in another order"
             )
-        return job.train(config, runs, own, cache, resume=arguments.resume, world=world, there=out)
+        return job.train(config, runs, own, cache, saved=before, world=world)
+
+
+def require_packages() -> None:
+    """Refuses to start without the packages that the trainer needs at its end."""
+    from .fields import TrainError
+
+    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+    if missing:
+        raise TrainError(
+            f"expected the packages {', '.join(PACKAGES)}, got none of {', '.join(missing)}; "
+            "install them with `pip install minifloat[train]`"
+        )
 
 
 def machine_defaults(config: Any, given: dict[str, Any]) -> Any:
@@ -145,6 +162,7 @@ def machine_defaults(config: Any, given: dict[str, Any]) -> Any:
 def asked_config(given: dict[str, Any], base: Any) -> Any:
     """`base` with the options that were given."""
     from .config import ModelConfig, TrainError
+    from .fields import integers, require
     from .world import processes
 
     fields = {f.name for f in dataclasses.fields(base)} - {"model", "data"}
@@ -158,6 +176,8 @@ def asked_config(given: dict[str, Any], base: Any) -> Any:
     else:
         changes["model"] = dataclasses.replace(base.model, vocab=vocab)
     config = dataclasses.replace(base, **changes)
+    if config.device == "cpu":
+        require("--threads", integers(1, 1024), config.threads)
     if config.device == "cuda":
         import torch
 
@@ -181,5 +201,5 @@ def asked_runs(given: dict[str, Any], config: Any, saved: tuple[Any, ...]) -> tu
     if not lists and not entries:
         if saved:
             return saved
-        lists = [f"bf16,nvfp4,bf16@{config.seed + 1}"]
+        lists = [f"bf16,nvfp4,bf16@{(config.seed + 1) % 2**63}"]
     return parse_recipes(lists, entries, config.model.layers, config.seed)

@@ -1,4 +1,4 @@
-"""What a training job is asked to do, as frozen dataclasses that survive a trip through JSON.
+"""What a training job is asked to do, as frozen dataclasses that are saved as JSON and read again.
 
 `ModelConfig` and `TrainConfig` hold everything that decides the bytes of the result, and nothing
 else: where to write and whether to resume are the caller's. A resumed job compares them field by
@@ -8,15 +8,53 @@ field (`differences`) and refuses to go on when one differs, save those that it 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
+
+from .fields import (
+    COUNT,
+    OBJECT,
+    SEED,
+    TEXTS,
+    Fields,
+    Kind,
+    Number,
+    TrainError,
+    integers,
+    numbers,
+    require,
+    require_fields,
+    shown,
+)
+
+MOST = 10**9  # of anything that is counted
+SIZE = integers(1, 10**6)  # of one dimension of the model
 
 # The tokens themselves are compared; and a step's batch is the same on any number of processes.
 FREE = ("data", "data_mb", "processes")
 
+# Every number of TrainConfig: its range, on the command line and in job.json, and its help text.
+NUMBERS: Mapping[str, tuple[Number, str]] = {
+    "steps": (integers(1, MOST), "optimizer steps a recipe"),
+    "seq": (integers(1, MOST), "tokens a sequence"),
+    "batch": (integers(1, MOST), "sequences a step"),
+    "lr": (numbers(0, MOST, above=True), "peak learning rate"),
+    "warmup": (integers(0, MOST), "steps of linear warmup"),
+    "weight_decay": (numbers(0, MOST), "AdamW's decay of matrices"),
+    "clip": (numbers(0, 1e30, above=True), "largest norm of the gradient"),
+    "seed": (SEED, "of the initial weights and the batches"),
+    "eval_every": (integers(1, MOST), "steps between evaluations"),
+    "eval_batches": (integers(1, MOST), "batches of validation text"),
+    "checkpoint_every": (integers(1, MOST), "steps between checkpoints"),
+    "data_mb": (numbers(0, MOST, above=True), "most megabytes of text to read"),
+    "threads": (integers(0, 1024), "CPU threads; part of the result's bytes"),
+}
 
-class TrainError(Exception):
-    """An expected failure of the job: the message is for the user, no traceback needed."""
+
+def option_of(name: str) -> str:
+    """Returns a field's option on the command line: eval_every is --eval-every."""
+    return "--" + name.replace("_", "-")
 
 
 @dataclass(frozen=True)
@@ -32,30 +70,37 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         for name, value in dataclasses.asdict(self).items():
-            if value < 1:
-                raise TrainError(f"model: expected {name} >= 1, got {value}")
+            require("--vocab" if name == "vocab" else f"--model: {name}", SIZE, value)
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise TrainError(
-                "model: expected dim to be heads times an even width, "
+                "--model: expected dim to be heads times an even width, "
                 f"got {self.dim} / {self.heads}"
             )
         if self.heads % self.kv_heads:
             raise TrainError(
-                "model: expected heads to be a multiple of kv_heads, "
+                "--model: expected heads to be a multiple of kv_heads, "
                 f"got {self.heads} and {self.kv_heads}"
             )
 
     @classmethod
     def parse(cls, text: str, vocab: int) -> ModelConfig:
         """From `dim,layers,heads,kv_heads,ffn`, for example 256,4,4,2,768."""
-        parts = text.replace(" ", "").split(",")
-        if len(parts) != 5 or not all(part.isdigit() for part in parts):
+        parts = [SIZE.parse(part.strip(" ")) for part in text.split(",")]
+        sizes = [int(part) for part in parts if part is not None]
+        if len(parts) != 5 or len(sizes) != 5:
             raise TrainError(
                 "--model: expected five integers dim,layers,heads,kv_heads,ffn "
-                f"(256,4,4,2,768), got {text!r}"
+                f"(256,4,4,2,768), got {shown(text)}"
             )
-        dim, layers, heads, kv_heads, ffn = map(int, parts)
+        dim, layers, heads, kv_heads, ffn = sizes
         return cls(dim, layers, heads, kv_heads, ffn, vocab)
+
+    @property
+    def parameters(self) -> int:
+        """The number of the model's parameters."""
+        kv_dim = self.dim // self.heads * self.kv_heads
+        layer = 2 * self.dim * (self.dim + kv_dim) + 3 * self.dim * self.ffn + 2 * self.dim
+        return 2 * self.vocab * self.dim + self.layers * layer + self.dim
 
     def __str__(self) -> str:
         return f"{self.dim},{self.layers},{self.heads},{self.kv_heads},{self.ffn}"
@@ -89,17 +134,9 @@ class TrainConfig:
     processes: int = 1
 
     def __post_init__(self) -> None:
-        at_least_one = ("steps", "seq", "batch", "eval_every", "eval_batches", "checkpoint_every")
-        for name in at_least_one:
-            if getattr(self, name) < 1:
-                raise TrainError(
-                    f"--{name.replace('_', '-')}: expected at least 1, got {getattr(self, name)}"
-                )
-        for name in ("lr", "clip", "data_mb"):
-            if not getattr(self, name) > 0:
-                raise TrainError(
-                    f"--{name.replace('_', '-')}: expected more than 0, got {getattr(self, name)}"
-                )
+        for name, (number, _) in NUMBERS.items():
+            require(option_of(name), number, getattr(self, name))
+        require("processes", SIZE, self.processes)
 
     @property
     def tokens_per_step(self) -> int:
@@ -113,12 +150,27 @@ class TrainConfig:
         return bound(self.to_json())
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> TrainConfig:
-        known = {f.name for f in dataclasses.fields(cls)}
-        kept = {key: value for key, value in values.items() if key in known}
-        kept["model"] = ModelConfig(**kept["model"])
-        kept["data"] = tuple(kept["data"])
-        return cls(**kept)
+    def from_json(cls, where: str, values: Any) -> TrainConfig:
+        """Returns the config of `to_json`'s values; TrainError, which starts with `where`, if one
+        is missing or cannot be."""
+        require_fields(where, SAVED_CONFIG, values)
+        require_fields(f"{where}: model", SAVED_MODEL, values["model"])
+        fields = {f.name for f in dataclasses.fields(cls)}
+        chosen = {key: value for key, value in values.items() if key in fields}
+        try:
+            chosen["model"] = ModelConfig(**{name: values["model"][name] for name in SAVED_MODEL})
+            return cls(**{**chosen, "data": tuple(values["data"])})
+        except TrainError as error:
+            raise TrainError(f"{where}: {error}") from error
+
+
+SAVED_MODEL: Fields = {f.name: COUNT for f in dataclasses.fields(ModelConfig)}
+SAVED_CONFIG: Fields = {  # `processes` is a later field than these
+    "model": OBJECT,
+    "data": TEXTS,
+    "device": Kind("'cpu' or 'cuda'", lambda value: value in ("cpu", "cuda")),
+    **{name: number for name, (number, _) in NUMBERS.items()},
+}
 
 
 def bound(values: dict[str, Any]) -> dict[str, Any]:

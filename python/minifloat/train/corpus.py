@@ -4,10 +4,14 @@ Without --data the text is the source of Python's own standard library, found wh
 interpreter keeps it. Everything is a function of the files' relative paths and bytes: the order is
 that of the paths' hashes, so a limit on the size keeps a uniform sample, and a file's side of the
 split never depends on which other files are there.
+
+The limit bounds what is read of the disk: as many bytes of text, and as many of files that are
+none. The file that reaches it is cut there, unless it ends within a twentieth of the limit.
 """
 
 from __future__ import annotations
 
+import codecs
 import hashlib
 import os
 import sysconfig
@@ -18,7 +22,9 @@ from pathlib import Path
 from .config import TrainError
 
 VALIDATION_SHARE = 0.05
+SLACK = 0.05  # of the limit on the size: what the last file may read beyond it to its end
 FEW_FILES = 60  # with fewer, the end of every file is validation text instead of whole files
+CHUNK = 8192  # bytes that are read of a file at a time: a binary file ends the reading soon
 NOT_TEXT = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 
 
@@ -34,6 +40,7 @@ class Corpus:
     files: int
     bytes: int
     left_out: int = 0  # files beyond the limit on the size
+    cut: str = ""  # the file that the limit cut
     split: str = "by file"
 
     @property
@@ -88,18 +95,40 @@ def named_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
     return ", ".join(paths), found
 
 
-def read_text(path: Path) -> tuple[str | None, str]:
-    """(text, "") or (None, why it is no text). A file that cannot be read is an error."""
+@dataclass(frozen=True)
+class Document:
+    """What was read of one file: its text, or None and the reason why the file is no text."""
+
+    text: str | None
+    reason: str
+    read: int  # bytes
+    cut: bool = False  # the file holds more
+
+
+def read_document(path: Path, most: int, slack: int) -> Document:
+    """Reads a file, or its first `most` bytes if it is more than `slack` longer.
+
+    Raises:
+        TrainError: the file cannot be read.
+    """
+    data, decoder = bytearray(), codecs.getincrementaldecoder("utf-8")()
     try:
-        data = path.read_bytes()
+        with path.open("rb") as file:
+            while chunk := file.read(min(CHUNK, most + slack + 1 - len(data))):
+                data += chunk
+                if b"\0" in chunk:
+                    return Document(None, "binary", len(data))
+                decoder.decode(chunk)
+        cut = len(data) > most + slack
+        decoder.decode(b"", final=not cut)
     except OSError as error:
         raise TrainError(f"--data: cannot read {path}: {error.strerror}") from error
-    if b"\0" in data:
-        return None, "binary"
-    try:
-        return data.decode("utf-8"), ""
     except UnicodeDecodeError as error:
-        return None, f"not UTF-8 at byte {error.start}"
+        position = len(data) - len(error.object) + error.start
+        return Document(None, f"not UTF-8 at byte {position}", len(data))
+    # A cut may divide a character, whose first bytes are left out.
+    text = (data[:most] if cut else data).decode(errors="ignore")
+    return Document(text, "", len(data), cut)
 
 
 def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list[str], str]:
@@ -116,21 +145,27 @@ def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list
 
 
 def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
-    """Reads at most `megabytes` (1e6 bytes) of text; see the file's head for the order."""
+    """Reads about `megabytes` (1e6 bytes) of text; see the file's head for order and limit."""
     source, files = named_files(paths) if paths else standard_library()
     files.sort(key=lambda item: (path_hash(item[0]), item[0]))
-    names, texts, skipped, total, left_out = [], [], [], 0, 0
+    names: list[str] = []
+    texts: list[str] = []
+    skipped: list[tuple[str, str]] = []
+    limit = int(megabytes * 1e6)
+    left, left_for_others, left_out, cut = limit, limit, 0, ""
     for position, (name, path) in enumerate(files):
-        if total >= megabytes * 1e6:
+        if left <= 0 or left_for_others <= 0:
             left_out = len(files) - position
             break
-        text, reason = read_text(path)
-        if text is None:
-            skipped.append((str(path), reason))
-        elif text:
+        document = read_document(path, left, int(SLACK * limit))
+        if document.text is None:
+            skipped.append((str(path), document.reason))
+            left_for_others -= document.read
+        elif document.text:
             names.append(name)
-            texts.append(text)
-            total += len(text.encode())
+            texts.append(document.text)
+            left -= document.read
+            cut = str(path) if document.cut else ""
     train, validation, split = split_documents(names, texts)
     return Corpus(
         source=source,
@@ -139,8 +174,9 @@ def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
         skipped=skipped,
         fingerprint=fingerprint(train, validation),
         files=len(names),
-        bytes=total,
+        bytes=sum(len(text.encode()) for text in texts),
         left_out=left_out,
+        cut=cut,
         split=split,
     )
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from .config import TrainError
+from .fields import TrainError
 
 
 def sync_folder(folder: Path) -> None:
@@ -46,7 +46,8 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def write_text(path: Path, text: str) -> None:
-    write_atomically(path, lambda file: file.write(text.encode()))
+    """Writes UTF-8; bytes of a file's name that are none are written as escapes."""
+    write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 @contextmanager

@@ -9,11 +9,9 @@ OUT/loss.png, report.md, report.json
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import signal
-import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -25,20 +23,32 @@ from typing import Any
 import torch
 import torch.utils.deterministic as deterministic
 
+from minifloat.interrupt import INTERRUPTED
+
+from . import checkpoint
 from .batches import Batches
-from .config import TrainConfig, TrainError, differences
+from .config import TrainConfig
 from .corpus import Corpus, load_corpus
+from .fields import TrainError
 from .files import lock, write_json, write_text
-from .loop import Job, prepare_model, train_run
+from .loop import Job, identity_of, prepare_model, train_run
 from .measure import loss_under_autocast, measure_speed_of_light, saved_bytes_per_token
 from .metrics import Metrics, read_records
 from .plot import draw_losses
 from .recipes import POLICY, RunSpec
 from .report import baseline_of, curves_of, markdown_report, markdown_table, table_rows
+from .saved import (
+    SavedJob,
+    checkpoints_of,
+    find_starts,
+    require_same_tokens,
+    results_in,
+    say,
+)
 from .tokens import Tokens, require_enough, tokenize
 from .world import World
 
-INTERRUPTED = 130  # exit code of a job that a signal ended
+FP32_STATE = 16  # bytes a parameter: weight, gradient, AdamW's two moments
 
 
 @dataclass
@@ -66,32 +76,38 @@ class StopFlag:
                 signal.signal(number, handler)
 
 
-def say(text: str) -> None:
-    print(text, file=sys.stderr, flush=True)
-
-
 def train(
     config: TrainConfig,
     runs: Sequence[RunSpec],
     out: Path,
     cache: Path,
     *,
-    resume: bool,
+    saved: SavedJob | None,
     world: World,
-    there: Path,
 ) -> int:
-    """Trains the runs that `out` does not hold yet, finished; returns the process's exit code.
+    """Trains the runs that are not finished; returns the process's exit code.
 
-    What can be wrong with the request is found before `out` is touched. Without `resume`, an
-    earlier job's results there are moved aside. there: rank 0's `out`, which all ranks resume from.
+    What can be wrong with the request is found before `out` is touched.
+
+    Args:
+        saved: the job in `out` that goes on; None: what `out` holds is moved aside.
+        cache: folder of tokenized text.
+        world: the processes of the job. Those of another rank than 0 throw their `out` away.
     """
     make_deterministic(config)
+    require_memory(config)
     corpus, tokens = read_data(config, cache)
+    if saved:
+        require_same_tokens(out, saved, tokens.fingerprint)
     facts = {run.name: describe_run(run, config) for run in runs}
     flag = StopFlag()
-    if not resume and (out / "job.json").exists():
+    if not saved and results_in(out):
         say(f"an earlier job's results moved from {out} to {move_aside(out)}")
     with lock(out):
+        starts: dict[str, Path] = {}
+        if saved:
+            identities = {run.name: identity_of(run, config, tokens.fingerprint) for run in runs}
+            starts = world.agree(partial(find_starts, out, saved, identities))
         save_job(out, config, runs, tokens)
         batches = Batches(tokens.train, tokens.validation, config.seq, config.batch)
         light = measure_speed_of_light(config)
@@ -99,18 +115,18 @@ def train(
             f"products of one step alone: {1e3 * light.seconds:.0f} ms, "
             f"{light.gflops_per_s:.0f} GFLOP/s in bf16"
         )
-        world.wait()  # until rank 0 has moved an earlier job's results
         stop = partial(agreed, flag, world)
-        job = Job(config, batches, tokens.fingerprint, out, there, Metrics(out), light, stop, world)
+        metrics = Metrics(out)
+        job = Job(config, batches, tokens.fingerprint, out, starts, metrics, light, stop, world)
         try:
             with flag.installed():
-                train_all(job, runs, facts)
+                train_all(job, runs, facts, saved.results if saved else {})
         except (TrainError, OSError):
             job.metrics.close()
             try:
                 write_report(job, runs, facts, job_facts(job, corpus, tokens))
-            except OSError as error:
-                say(f"and no report: {error.strerror}")
+            except (TrainError, OSError) as error:
+                say(f"and no report: {error}")
             raise
         job.metrics.close()
         write_report(job, runs, facts, job_facts(job, corpus, tokens))
@@ -140,6 +156,8 @@ def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
             f"skipped {len(corpus.skipped)} files that are no text, the first: "
             f"{corpus.skipped[0][0]} ({corpus.skipped[0][1]}); report.md lists them"
         )
+    if corpus.left_out or corpus.cut:
+        say(f"--data-mb {config.data_mb:g}: {beyond_limit(corpus)}")
     start = time.perf_counter()
     tokens = tokenize(corpus, config.model.vocab, cache)
     require_enough(tokens, corpus, config.seq, config.batch)
@@ -151,10 +169,39 @@ def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
     return corpus, tokens
 
 
+def beyond_limit(corpus: Corpus) -> str:
+    """Returns what --data-mb has left out of the text."""
+    parts = [f"{corpus.left_out} files left out"] if corpus.left_out else []
+    return ", ".join([*parts, f"{corpus.cut} cut"] if corpus.cut else parts)
+
+
+def require_memory(config: TrainConfig) -> None:
+    """Refuses a model that this machine cannot hold, whatever else its memory is used for."""
+    need = FP32_STATE * config.model.parameters
+    if config.device == "cuda":
+        memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
+    else:
+        memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if need > memory * config.processes:
+        raise TrainError(
+            f"--model: expected weights, gradients and AdamW's moments within "
+            f"{memory * config.processes / 1e9:.1f} GB of memory, got {need / 1e9:.3g} GB "
+            f"({config.model.parameters} parameters)"
+        )
+
+
 def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
     """What a run is before it starts: this also finds a recipe that cannot be, at once."""
-    model, converted, skipped = prepare_model(run, config)
-    saved = saved_bytes_per_token(model, config, loss_under_autocast(model, config.device))
+    try:
+        model, converted, skipped = prepare_model(run, config)
+        saved = saved_bytes_per_token(model, config, loss_under_autocast(model, config.device))
+    except RuntimeError as error:
+        if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
+            raise
+        raise TrainError(
+            f"{run.name}: expected a step that fits in memory, got: {error}; make --model, "
+            "--batch or --seq smaller"
+        ) from error
     if converted:
         say(
             f"{run.name}: {len(converted)} linear layers under {run.recipe!r}, "
@@ -168,12 +215,16 @@ def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
     }
 
 
-def train_all(job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]]) -> None:
-    """Every run that has no result yet, one after the other, until one is stopped."""
+def train_all(
+    job: Job,
+    runs: Sequence[RunSpec],
+    facts: dict[str, dict[str, Any]],
+    results: dict[str, dict[str, Any]],
+) -> None:
+    """Trains every run without a result, one after the other, until one is stopped."""
     for number, run in enumerate(runs, 1):
-        before = job.there / "runs" / run.folder / "result.json"
-        if before.exists():
-            facts[run.name] = json.loads(before.read_text())
+        if run.name in results:
+            facts[run.name] = results[run.name]
             continue
         if job.should_stop():
             return
@@ -182,63 +233,21 @@ def train_all(job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]
         facts[run.name] |= outcome
         if not outcome["status"].startswith("stopped"):
             write_json(job.folder(run) / "result.json", facts[run.name])
+            checkpoint.prune(checkpoints_of(job.out, run), keep=1)
 
 
 def save_job(out: Path, config: TrainConfig, runs: Sequence[RunSpec], tokens: Tokens) -> None:
-    """job.json; where one is there, the data must still be the same."""
-    path = out / "job.json"
-    if path.exists():
-        there = json.loads(path.read_text())["tokens"]
-        if there != tokens.fingerprint:
-            raise TrainError(
-                f"{out}: the text has changed: expected tokens {there[:16]}..., "
-                f"got {tokens.fingerprint[:16]}...; choose another --out to start afresh"
-            )
+    """Writes job.json and makes the runs' folders."""
     (out / "runs").mkdir(parents=True, exist_ok=True)
     for run in runs:
         (out / "runs" / run.folder).mkdir(exist_ok=True)
     content = {"config": config.to_json(), "runs": [asdict(run) for run in runs]}
-    write_json(path, {**content, "tokens": tokens.fingerprint})
-
-
-def load_job(out: Path) -> tuple[TrainConfig, tuple[RunSpec, ...]] | None:
-    """What an earlier job in `out` was asked, or None."""
-    path = out / "job.json"
-    if not path.exists():
-        return None
-    try:
-        saved = json.loads(path.read_text())
-        runs = tuple(RunSpec(**run) for run in saved["runs"])
-        return TrainConfig.from_json(saved["config"]), runs
-    except (ValueError, KeyError, TypeError) as error:
-        raise TrainError(f"{path}: expected the description of a job, got {error!r}") from error
-
-
-def require_same_job(
-    out: Path,
-    saved: tuple[TrainConfig, tuple[RunSpec, ...]],
-    config: TrainConfig,
-    runs: Sequence[RunSpec],
-) -> tuple[RunSpec, ...]:
-    """Refuses to resume a job that differs; returns its runs with any new ones after them."""
-    found = differences(saved[0].identity(), config.identity())
-    known = {run.name: run for run in saved[1]}
-    for run in runs:
-        if run != known.get(run.name, run):
-            found += [
-                f"{run.name}.{line}" for line in differences(asdict(known[run.name]), asdict(run))
-            ]
-    if found:
-        raise TrainError(
-            f"{out} holds another job:\n  "
-            + "\n  ".join(found)
-            + "\nexpected the same values for --resume; choose another --out to start afresh"
-        )
-    return (*saved[1], *(run for run in runs if run.name not in known))
+    write_json(out / "job.json", {**content, "tokens": tokens.fingerprint})
 
 
 def move_aside(out: Path) -> Path:
     """Renames an earlier job's folder to OUT.1, OUT.2, ...: results are never overwritten."""
+    out = out if out.name not in ("", "..") else out.resolve()
     with lock(out):
         number = 1
         while (target := out.with_name(f"{out.name}.{number}")).exists():
@@ -256,7 +265,8 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         where = torch.cuda.get_device_name()
     if config.processes > 1:
         where = f"{config.processes} processes under FSDP2, each {where}"
-    left_out = f", {corpus.left_out} files beyond --data-mb" if corpus.left_out else ""
+    beyond = beyond_limit(corpus)
+    left_out = f"; by --data-mb: {beyond}" if beyond else ""
     return {
         "title": "Training side by side",
         "setting": [

@@ -37,6 +37,7 @@ from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_under_autocas
 from .metrics import Metrics
 from .model import build_model
 from .recipes import RunSpec
+from .saved import checkpoints_of
 from .world import World, whole
 
 BETAS = (0.9, 0.95)
@@ -52,7 +53,7 @@ class Job:
     batches: Batches
     tokens_fingerprint: str
     out: Path
-    there: Path  # rank 0's out: what earlier processes left
+    starts: dict[str, Path]  # the checkpoint that a run goes on from, by its name
     metrics: Metrics
     light: SpeedOfLight
     should_stop: Callable[[], bool]
@@ -61,10 +62,11 @@ class Job:
     def folder(self, run: RunSpec) -> Path:
         return self.out / "runs" / run.folder
 
-    def identity(self, run: RunSpec) -> dict[str, Any]:
-        """What a checkpoint must have in common with the job that goes on from it."""
-        asked = {"recipe": run.recipe, "seed": run.seed, "tokens": self.tokens_fingerprint}
-        return {**self.config.identity(), **asked}
+
+def identity_of(run: RunSpec, config: TrainConfig, tokens_fingerprint: str) -> dict[str, Any]:
+    """Returns what a checkpoint must have in common with the job that goes on from it."""
+    asked = {"recipe": run.recipe, "seed": run.seed, "tokens": tokens_fingerprint}
+    return {**config.identity(), **asked}
 
 
 def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, Pairs]:
@@ -179,22 +181,31 @@ class Run:
         self.job.metrics.sync()
         meta = {
             "run": self.spec.name,
-            "identity": self.job.identity(self.spec),
+            "identity": identity_of(self.spec, self.config, self.job.tokens_fingerprint),
             "peak_bytes": self.peak_bytes(),
             "torch": torch.__version__,
         }
         checkpoint.save(self.checkpoints, self.step, self.state(), meta)
 
     def restore(self) -> None:
-        """Goes on from the last complete checkpoint, if there is one."""
-        there = self.job.there / "runs" / self.spec.folder / "checkpoints"
-        found = checkpoint.latest(there)
+        """Goes on from the run's checkpoint, if the job has found one; its bytes are verified."""
+        found = self.job.starts.get(self.spec.name)
         if found is None:
             return
-        checkpoint.require_same(found, self.job.identity(self.spec))
         meta = checkpoint.read_meta(found)
-        state = self.state()
-        checkpoint.load(found, state)
+        with checkpoint.named_in_errors(found):
+            state = self.state()
+            checkpoint.load(found, state)
+            self.set_state(state)
+        self.step, self.peak_before = meta["step"], meta["peak_bytes"]
+        if meta["torch"] != torch.__version__:
+            tqdm.write(
+                f"{self.spec.name}: the checkpoint is torch {meta['torch']}'s, this is "
+                f"{torch.__version__}: expect results that differ in the last bits"
+            )
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        """Sets everything that `state` saves."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -207,16 +218,10 @@ class Run:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         if self.spec.converts:
             mf.load_training_state(self.model, state["minifloat"])
-        self.step, self.peak_before = meta["step"], meta["peak_bytes"]
-        if meta["torch"] != torch.__version__:
-            tqdm.write(
-                f"{self.spec.name}: the checkpoint is torch {meta['torch']}'s, this is "
-                f"{torch.__version__}: expect results that differ in the last bits"
-            )
 
     @property
     def checkpoints(self) -> Path:
-        return self.job.folder(self.spec) / "checkpoints"
+        return checkpoints_of(self.job.out, self.spec)
 
     def peak_bytes(self) -> int:
         return max(self.peak_before, self.memory.bytes())
@@ -251,7 +256,6 @@ def train_run(spec: RunSpec, job: Job, title: str) -> dict[str, Any]:
     if not status.startswith("stopped"):
         meta = {"config": config.to_json(), "recipe": spec.recipe, "step": run.step}
         checkpoint.save_weights(job.folder(spec) / "weights.pt", run.model, meta)
-        checkpoint.prune(run.checkpoints, keep=1)
     return {"status": status, "step": run.step, "saved_at": saved_at, "peak": run.peak_bytes()}
 
 

@@ -17,24 +17,44 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from .config import TrainError
+from .fields import (
+    FINITE,
+    MEASURED,
+    STEP,
+    TEXT,
+    Fields,
+    TrainError,
+    is_json,
+    parse_json,
+    read_text,
+    require_fields,
+)
 from .files import write_text
 
 TIMINGS = ("tokens_per_s", "speed_of_light", "step_ms", "seconds")
+RECORD: Fields = {"run": TEXT, "kind": TEXT, "step": STEP}
+RECORDS: dict[str, Fields] = {  # what the report reads of each kind
+    "train": {"loss": MEASURED, **{name: FINITE for name in TIMINGS if name != "seconds"}},
+    "eval": {"val_loss": MEASURED},
+}
 
 
 def read_records(path: Path) -> list[dict[str, Any]]:
-    """Every whole line of a metrics file."""
+    """Returns the records of a metrics file; TrainError names the file and the line that is none.
+
+    A last line without its end was torn by a kill or a full disk: it is left out, and a resumed
+    run writes its step again.
+    """
     if not path.exists():
         return []
     records = []
-    for line in path.read_text(errors="replace").splitlines():
-        try:
-            record = json.loads(line)
-        except ValueError:
-            continue  # torn by a kill or a full disk; the run's resume rewrites the step
-        if isinstance(record, dict):
-            records.append(record)
+    lines = read_text(path).split("\n")
+    for number, line in enumerate(lines, 1):
+        if number == len(lines) and not is_json(line):
+            break  # torn, or empty: the text behind the last line's end
+        record = parse_json(f"{path}, line {number}", line, RECORD)
+        require_fields(f"{path}, line {number}", RECORDS.get(record["kind"], {}), record)
+        records.append(record)
     return records
 
 

@@ -21,8 +21,9 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import Any
 
-from .config import TrainError
+from .fields import SEED, TEXT, TrainError, require, require_fields, shown
 
 POLICY = (
     "The head (`output`) stays bf16 under every recipe; FP4 presets given by name keep the last "
@@ -32,8 +33,8 @@ POLICY = (
 # A comma separates entries unless it belongs to a product: `...*e4m3/tensor,fast dgrad=...`.
 SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
 NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
-SEED = re.compile(r"(.*)@(\d+)\s*", re.DOTALL)
 PRODUCTS = ("fprop", "dgrad", "wgrad")
+LONGEST_FOLDER = 255  # bytes that file systems take
 
 
 @dataclass(frozen=True)
@@ -43,6 +44,23 @@ class RunSpec:
     name: str
     recipe: str  # "bf16", or a map: "*: nvfp4; output: bf16; layers.3.*: bf16"
     seed: int
+
+    def __post_init__(self) -> None:
+        require(f"--recipes: the seed of {shown(self.name)}", SEED, self.seed)
+        if self.folder in ("", ".", "..") or len(self.folder.encode()) > LONGEST_FOLDER:
+            raise TrainError(
+                f"--recipes: expected a name of 1 to {LONGEST_FOLDER} bytes that a folder can "
+                f"have, got {shown(self.name)}; write NAME=TEXT to choose one"
+            )
+
+    @classmethod
+    def from_json(cls, where: str, values: Any) -> RunSpec:
+        """Returns the run that job.json describes; TrainError starts with `where`."""
+        require_fields(where, {"name": TEXT, "recipe": TEXT, "seed": SEED}, values)
+        try:
+            return cls(values["name"], values["recipe"], values["seed"])
+        except TrainError as error:
+            raise TrainError(f"{where}: {error}") from error
 
     @property
     def converts(self) -> bool:
@@ -67,12 +85,17 @@ def default_map(text: str, layers: int) -> str:
 
 def parse_entry(entry: str, layers: int, seed: int) -> RunSpec:
     """One `[NAME=]TEXT[@SEED]`; without @SEED the job's seed."""
-    text, name, own_seed = entry.strip(), "", seed
+    text, name, own_seed = re.sub(r"\s+", " ", entry).strip(), "", seed
+    if not text.isprintable():
+        raise TrainError(f"--recipes: expected printable text, got {shown(text)}")
     if (match := NAME.fullmatch(text)) and match[1] not in PRODUCTS:
         name, text = match[1], match[2].strip()
-    if match := SEED.fullmatch(text):
-        text, own_seed = match[1].strip(), int(match[2])
-    text = re.sub(r"\s+", " ", text)
+    if "@" in text:
+        text, _, after = text.rpartition("@")
+        number = SEED.parse(after.strip())
+        require(f"--recipes: {shown(entry)}: after @", SEED, after if number is None else number)
+        own_seed = int(number or 0)
+        text = text.strip()
     if not text:
         raise TrainError(f"--recipes: expected [NAME=]TEXT[@SEED], got {entry!r}")
     name = name or text

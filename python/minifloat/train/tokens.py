@@ -5,6 +5,7 @@ version of this file's algorithm). It appears in one rename, so a killed job lea
 
     tokenizer.json               the vocabulary and merges
     train.npy, validation.npy    ids, uint16 or uint32
+    SHA256SUMS                   their checksums: a damaged entry is made again
 """
 
 from __future__ import annotations
@@ -19,8 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
-from .config import TrainError
+from . import manifest
 from .corpus import Corpus
+from .fields import TrainError
+from .saved import say
 
 ALGORITHM = "byte-level BPE 1"  # part of the key: change it when the ids of a text change
 END_OF_TEXT = "<|endoftext|>"
@@ -87,6 +90,20 @@ def build_entry(corpus: Corpus, vocabulary: int, folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
     np.save(folder / "train.npy", encode(tokenizer, corpus.train))
     np.save(folder / "validation.npy", encode(tokenizer, corpus.validation))
+    manifest.write(folder)
+
+
+def is_intact(entry: Path) -> bool:
+    """Tells whether an entry is there and whole; one that is not whole is removed."""
+    if not entry.exists():
+        return False
+    try:
+        manifest.verify(entry)
+    except TrainError as error:
+        say(f"token ids are made again: {error}")
+        shutil.rmtree(entry)
+        return False
+    return True
 
 
 def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
@@ -96,7 +113,7 @@ def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
     text = f"{ALGORITHM}\n{SAMPLE_BYTES}\n{vocabulary}\n{corpus.fingerprint}"
     entry = cache / f"tokens-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     try:
-        if not entry.exists():
+        if not is_intact(entry):
             cache.mkdir(parents=True, exist_ok=True)
             fresh = Path(tempfile.mkdtemp(prefix=".tokens-", dir=cache))
             try:

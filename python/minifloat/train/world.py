@@ -12,22 +12,28 @@ from __future__ import annotations
 import os
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .config import TrainError
+from .config import SIZE
+from .fields import TrainError, require
+
+T = TypeVar("T")
 
 
 def processes() -> int:
-    """That torchrun started; 1 without it."""
-    return int(os.environ.get("WORLD_SIZE", "1"))
+    """Returns how many processes torchrun started; 1 without it."""
+    text = os.environ.get("WORLD_SIZE", "1")
+    size = SIZE.parse(text)
+    require("WORLD_SIZE", SIZE, text if size is None else size)
+    return int(text)
 
 
 @dataclass(frozen=True)
@@ -64,6 +70,21 @@ class World:
     def any(self, flag: bool) -> bool:
         return flag if self.size == 1 else self.mean(torch.tensor(float(flag)).to(self.device)) > 0
 
+    def agree(self, decide: Callable[[], T]) -> T:
+        """Calls `decide` on rank 0; every rank returns its result or raises its TrainError."""
+        if self.size == 1:
+            return decide()
+        answer: list[Any] = [None, None]
+        if self.rank == 0:
+            try:
+                answer[0] = decide()
+            except (TrainError, OSError) as error:
+                answer[1] = str(error)
+        dist.broadcast_object_list(answer)
+        if answer[1] is not None:
+            raise TrainError(answer[1])
+        return answer[0]
+
     def wait(self) -> None:
         if self.size > 1:
             dist.barrier()
@@ -83,6 +104,11 @@ def joined(device: str, batch: int) -> Iterator[World]:
         return
     if batch % size:
         raise TrainError(f"--batch: expected a multiple of the {size} processes, got {batch}")
+    for name in ("RANK", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT"):
+        if name not in os.environ:
+            raise TrainError(
+                f"{name}: expected torchrun's value beside WORLD_SIZE={size}, got none"
+            )
     if device == "cuda":
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")

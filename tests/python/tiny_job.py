@@ -1,0 +1,53 @@
+"""A tiny job of `minifloat train` (tens of thousands of parameters), for its tests.
+
+"The same bytes" means the hash of the final weights and every metrics record but its timings.
+"""
+
+import hashlib
+
+import pytest
+from minifloat import cli
+from minifloat.train import checkpoint
+from minifloat.train.metrics import read_records, without_timings
+from worlds import THREADS
+
+STEPS = 24
+EVERY = 4  # steps between checkpoints
+
+
+class Killed(BaseException):
+    """Stands for kill -9: nothing in the program catches it."""
+
+
+def options(text, cache):
+    """The command's arguments, without recipes and --out."""
+    return f"""train --data {text} --cache {cache} --model 32,2,2,1,64 --vocab 300 --seq 32
+        --batch 2 --steps {STEPS} --eval-every 6 --eval-batches 2 --checkpoint-every {EVERY}
+        --threads {THREADS} --lr 0.002 --device cpu""".split()
+
+
+def run(tiny, out, *more):
+    """Runs the command; returns its exit code."""
+    return cli.main([*tiny, "--out", str(out), *more])
+
+
+def run_and_kill(tiny, out, after, *more):
+    """Runs the command and ends it once the checkpoint of step `after` is complete."""
+    save = checkpoint.save
+
+    def save_and_die(folder, step, state, meta):
+        save(folder, step, state, meta)
+        if step == after:
+            raise Killed
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "save", save_and_die)
+        with pytest.raises(Killed):
+            run(tiny, out, *more)
+
+
+def digest(out, name="bf16"):
+    """(sha256 of the final weights, the run's metrics without timings)."""
+    weights = hashlib.sha256((out / "runs" / name / "weights.pt").read_bytes()).hexdigest()
+    records = [r for r in read_records(out / "metrics.jsonl") if r["run"] == name]
+    return weights, without_timings(records)
