@@ -14,13 +14,14 @@ from typing import Any
 
 from torch import nn
 
+from .fast_paths import turn_off, turn_off_in, turn_on_in
 from .gather import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
 from .linear import DEFAULT_HISTORY, Linear, adopt, is_distributed, release, require_history
 from .random_state import AdvanceRng, RngState, find_hook, remove_hook, require_int64
 from .recipe import Recipe, RecipeMap
 from .reuse import share_inputs
 from .selection import FilterFn, Report, Selection, require_filters, require_some, select
-from .state import unwrapped
+from .state import clean_name, unwrapped
 from .tensor import QuantizedTensor, require_weight_spec
 
 
@@ -62,6 +63,10 @@ def quantize_(
     input that projections with the usual names share (q, k, v; gate, up): mf.reuse says when, and
     what memory that holds. Call mf.step(model) after opt.step().
 
+    torch's fused inference of nn.TransformerEncoderLayer and the nested tensors of
+    nn.TransformerEncoder are off where they would skip converted layers, until mf.restore_; the
+    report's notes say where.
+
     ValueError, with the model untouched, where nothing is left to convert.
     """
     if not isinstance(model, nn.Module):
@@ -92,11 +97,13 @@ def quantize_(
             make_primary(module, layer_recipe, keep_high_precision_init)
     share_random_state(model, [m for _, m, _ in selection.chosen], seed, data_parallel_rank)
     share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
+    notes = turn_off_in(model, converted_layers(model))
 
     report = Report(
         [(fqn, r.text) for fqn, _, r in selection.chosen],
         selection.skipped,
         {fqn: text for fqn, (_, text) in plans.items()},
+        [(clean_name(fqn), sentence) for fqn, sentence in notes],
     )
     if verbose:
         print(report)
@@ -112,7 +119,13 @@ def restore_(model: nn.Module) -> nn.Module:
         remove_hook(module)
         if type(module) is Linear:
             release(module)
+    turn_on_in(model, converted_layers(model))
     return model
+
+
+def converted_layers(model: nn.Module) -> set[nn.Module]:
+    """Finds the layers of the model, itself included, that are under a recipe now."""
+    return {module for module in model.modules() if isinstance(module, Linear)}
 
 
 def share_random_state(
@@ -242,6 +255,7 @@ def quantized_model_init(
         adopt(self, recipe, f"linear.{next(ordinal)}")
         make_primary(self, recipe, keep_high_precision_init)
         share_random_state(self, [self], seed, None)
+        turn_off(self)
 
     nn.Linear.__init__ = init  # type: ignore[method-assign]
     try:

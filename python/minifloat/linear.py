@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ._native import ops
+from .fast_paths import turn_off, turn_on
 from .fsdp import carry
 from .gather import Plan, plan_gather
 from .random_state import AdvanceRng, RngState
@@ -123,6 +124,7 @@ class Linear(nn.Linear):
         recipe = Recipe(recipe)
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe, name, gather_plan=plan_gather(recipe)[0])
+        turn_off(self)
         if recipe.is_stochastic:
             self.rng_state = RngState(seed)
             self.register_forward_pre_hook(AdvanceRng(self.rng_state, self))
@@ -314,6 +316,7 @@ def release(module: Linear) -> nn.Linear:
     module.__dict__.pop("weight_high_precision_init", None)
     for name in ADOPTED:
         delattr(module, name)
+    turn_on(module)
     plain = cast(nn.Linear, module)
     plain.__class__ = nn.Linear
     return plain

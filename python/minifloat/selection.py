@@ -56,11 +56,14 @@ class Report:
     """What mf.quantize_ did: (name, recipe) of the converted, (name, reason) of the others.
 
     gather: of each converted one, how FSDP2 brings its weight; printed where processes are several.
+    notes: (name, sentence) of each other module whose behaviour changes, such as a fast path that
+    is off.
     """
 
     converted: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     gather: dict[str, str] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"minifloat: {len(self.converted)} converted, {len(self.skipped)} not"]
@@ -70,6 +73,7 @@ class Report:
             for fqn, recipe in self.converted
         ]
         rows += [("-", *row) for row in self.skipped]
+        rows += [("!", *row) for row in self.notes]
         width = max((len(display(fqn)) for _, fqn, _ in rows), default=0)
         lines += [f"  {sign} {display(fqn):<{width}}  {text}" for sign, fqn, text in rows]
         return "\n".join(lines)
@@ -97,10 +101,25 @@ def require_filters(filter_fqns: Iterable[str], filter_fn: FilterFn | None) -> t
     return tuple(filter_fqns)
 
 
-def reason_of_kind(module: nn.Linear) -> str | None:
+def layers_read_past(model: nn.Module) -> set[nn.Module]:
+    """Finds the out_proj of each nn.MultiheadAttention, which torch reads without calling it."""
+    attention = nn.MultiheadAttention
+    return {
+        module.out_proj
+        for module in model.modules()
+        if isinstance(module, attention) and type(module).forward is attention.forward
+    }
+
+
+def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
     """Why a module of this kind cannot be converted; None where it can."""
     if isinstance(module, Linear):
         return f"already converted ({module.recipe})"
+    if is_read_past:
+        return (
+            f"{type(module).__name__}: nn.MultiheadAttention reads its weight, and in_proj_weight, "
+            "without calling a layer"
+        )
     if type(module) is not nn.Linear:
         return f"a subclass of nn.Linear, {type(module).__name__}"
     if "forward" in module.__dict__:
@@ -120,10 +139,11 @@ def select(
     names = [name for name in filter_fqns if name != AUTO_FILTER]
     use_auto_filter = AUTO_FILTER in filter_fqns
     chosen, skipped = [], []
+    read_past = layers_read_past(model)
 
     def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
         matching = [name for name in names if name in fqn]
-        if (kind := reason_of_kind(module)) is not None:
+        if (kind := reason_of_kind(module, module in read_past)) is not None:
             return kind
         if matching:
             return f"filter_fqns has {matching[0]!r}"
