@@ -12,10 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ._native import ops
+from .checks import require_bool, require_int, require_text
 from .fast_paths import turn_off, turn_on
 from .fsdp import carry
 from .gather import Plan, plan_gather
-from .random_state import AdvanceRng, RngState
+from .random_state import AdvanceRng, RngState, require_int64
 from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
@@ -28,6 +29,7 @@ OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
 ALGORITHMS = ("max", "most_recent")
 MAX_MARGIN = 126  # powers of two
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def linear(
@@ -81,12 +83,10 @@ def linear_group(
 
 
 def require_history(length: int, algorithm: str, margin: int) -> None:
-    if length < 1:
-        raise ValueError(f"amax_history_length: expected at least 1 step, got {length}")
+    require_int("amax_history_length", length, 1, unit="step")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"amax_algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
-    if not 0 <= margin <= MAX_MARGIN:
-        raise ValueError(f"margin: expected 0 to {MAX_MARGIN} powers of two, got {margin}")
+    require_int("margin", margin, 0, MAX_MARGIN, "powers of two")
 
 
 class Linear(nn.Linear):
@@ -122,6 +122,13 @@ class Linear(nn.Linear):
         seed: int = 0,
     ) -> None:
         recipe = Recipe(recipe)
+        require_int("in_features", in_features, 0)
+        require_int("out_features", out_features, 0)
+        require_bool("bias", bias)
+        require_text("name", name)
+        require_int64("seed", seed)
+        if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe, name, gather_plan=plan_gather(recipe)[0])
         turn_off(self)
@@ -263,8 +270,13 @@ def adopt(
     gather_plan: Plan | None = None,
 ) -> Linear:
     """Makes `module` a Linear in place: the same object, parameters and hooks."""
-    require_history(history_length, algorithm, margin)
     device = module.weight.device
+    stream_id = ops.stream(fqn)
+    stream = torch.full((1,), stream_id, dtype=torch.int64, device=device)
+    history = None
+    if recipe.is_delayed:
+        shape = (OPERANDS, 1 + history_length)
+        history = torch.zeros(shape, dtype=torch.float32, device=device)
     module.__class__ = Linear
     module = cast(Linear, module)
     module.recipe = recipe
@@ -272,13 +284,8 @@ def adopt(
     module.rng_state = None
     module.amax_algorithm = algorithm
     module.margin = margin
-    module.stream_id = ops.stream(fqn)
-    stream = torch.full((1,), module.stream_id, dtype=torch.int64, device=device)
+    module.stream_id = stream_id
     module.register_buffer("stream", stream, persistent=False)
-    history = None
-    if recipe.is_delayed:
-        shape = (OPERANDS, 1 + history_length)
-        history = torch.zeros(shape, dtype=torch.float32, device=device)
     module.register_buffer("amax_history", history, persistent=False)
     module.shared_input = None
     module.gather_plan = gather_plan

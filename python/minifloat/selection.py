@@ -5,17 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
-from .linear import Linear
+from .checks import require_text
+from .linear import WEIGHT_DTYPES, Linear
 from .recipe import Recipe, RecipeMap
 from .state import clean_name
 
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 # Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left as it is. On an
 # H200, 16384 tokens, eager, these are slower than bf16, and the next sizes measured are faster
@@ -92,13 +91,16 @@ class Selection:
 
 
 def require_filters(filter_fqns: Iterable[str], filter_fn: FilterFn | None) -> tuple[str, ...]:
-    if isinstance(filter_fqns, str):
-        raise TypeError(f"filter_fqns: expected a list of names, got the text {filter_fqns!r}")
+    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
+        raise TypeError(f"filter_fqns: expected a list of names, got {filter_fqns!r}")
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(
             f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
         )
-    return tuple(filter_fqns)
+    names = tuple(filter_fqns)
+    for name in names:
+        require_text("filter_fqns: an entry", name)
+    return names
 
 
 def layers_read_past(model: nn.Module) -> set[nn.Module]:
