@@ -17,7 +17,15 @@ from torch import Tensor, nn
 from .checks import require_bool, require_int, require_module
 from .fast_paths import turn_off, turn_off_in, turn_on_in
 from .gather import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
-from .linear import DEFAULT_HISTORY, Linear, adopt, is_distributed, release, require_history
+from .linear import (
+    DEFAULT_HISTORY,
+    Linear,
+    adopt,
+    is_distributed,
+    release,
+    require_history,
+    require_releasable,
+)
 from .random_state import (
     AdvanceRng,
     RngState,
@@ -133,19 +141,26 @@ def restore_(model: nn.Module) -> nn.Module:
     """Gives back the nn.Linear layers that mf.quantize_ converted: the same objects and parameters.
 
     A quantized primary weight comes back in high precision, with the values of its codes.
+
+    Raises:
+        ValueError: FSDP2 gathers a weight as codes, or a layer is a subclass of mf.Linear, which
+            was never an nn.Linear. The model is as it was then.
     """
     require_module("restore_", model)
+    layers = converted_layers(model)
+    for layer in layers:
+        require_releasable(layer)
     for module in model.modules():
         remove_hook(module)
-        if type(module) is Linear:
-            release(module)
+    for layer in layers:
+        release(layer)
     turn_on_in(model, converted_layers(model))
     return model
 
 
-def converted_layers(model: nn.Module) -> set[nn.Module]:
-    """Finds the layers of the model, itself included, that are under a recipe now."""
-    return {module for module in model.modules() if isinstance(module, Linear)}
+def converted_layers(model: nn.Module) -> dict[Linear, None]:
+    """Finds the layers of the model, itself included, that are under a recipe now, in order."""
+    return {module: None for module in model.modules() if isinstance(module, Linear)}
 
 
 def revert(module: nn.Linear, weight: Tensor) -> None:

@@ -277,7 +277,8 @@ def adopt(
     if recipe.is_delayed:
         shape = (OPERANDS, 1 + history_length)
         history = torch.zeros(shape, dtype=torch.float32, device=device)
-    module.__class__ = Linear
+    if not isinstance(module, Linear):
+        module.__class__ = Linear
     module = cast(Linear, module)
     module.recipe = recipe
     module.fqn = fqn
@@ -310,20 +311,55 @@ ADOPTED = (
 )
 
 
-def release(module: Linear) -> nn.Linear:
-    """The inverse of adopt; a quantized weight becomes the values of its codes."""
+def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
+    """Finds the class that a converted layer of class `cls` had, or would have, as an nn.Linear.
+
+    torch makes classes around that of a layer: parametrize for its properties, fully_shard for its
+    methods. Such a class is made again around nn.Linear. None: a subclass of Linear written by
+    hand, which was never an nn.Linear.
+    """
+    if cls is Linear:
+        return nn.Linear
+    if not cls.__module__.startswith("torch."):
+        return None
+    bases = [class_without_recipe(b) if issubclass(b, Linear) else b for b in cls.__bases__]
+    if None in bases:
+        return None
+    own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, tuple(bases), own)  # type: ignore[arg-type]
+
+
+def require_releasable(module: Linear) -> None:
+    """Requires what release needs, before a model is changed."""
     if module.travel is not None:
         raise ValueError(
             f"restore_: expected a model that FSDP2 has not sharded, but {module.fqn}'s weight "
             "travels quantized; restore it before fully_shard"
         )
-    weight = module.weight
-    if isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor):
-        module.weight = nn.Parameter(weight.detach() * 1, requires_grad=weight.requires_grad)
+    if class_without_recipe(type(module)) is None:
+        raise ValueError(
+            "restore_: expected layers that were nn.Linear, but "
+            f"{module.fqn} was built as a {type(module).__name__}, a subclass of minifloat.Linear"
+        )
+
+
+def in_high_precision(module: nn.Module) -> None:
+    """Gives quantized parameters the values of their codes, also those below a parametrization."""
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            local = getattr(parameter, "_local_tensor", parameter)
+            if parameter is not None and isinstance(local, QuantizedTensor):
+                values = nn.Parameter(parameter.detach() * 1, parameter.requires_grad)
+                setattr(owner, name, values)
+
+
+def release(module: Linear) -> nn.Linear:
+    """The inverse of adopt; a quantized weight becomes the values of its codes."""
+    in_high_precision(module)
     module.__dict__.pop("weight_high_precision_init", None)
     for name in ADOPTED:
         delattr(module, name)
     turn_on(module)
     plain = cast(nn.Linear, module)
-    plain.__class__ = nn.Linear
+    plain.__class__ = cast(type[nn.Linear], class_without_recipe(type(module)))
     return plain

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
 from .checks import require_text
 from .linear import WEIGHT_DTYPES, Linear
@@ -122,8 +123,14 @@ def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
             f"{type(module).__name__}: nn.MultiheadAttention reads its weight, and in_proj_weight, "
             "without calling a layer"
         )
+    if is_parametrized(module):
+        return "parametrized (torch.nn.utils.parametrize); it can be converted before that"
     if type(module) is not nn.Linear:
         return f"a subclass of nn.Linear, {type(module).__name__}"
+    if module._parameters.get("weight") is None:
+        hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
+        how = f"computed before each forward ({', '.join(sorted(hooks))})" if hooks else "computed"
+        return f"its weight is no parameter, but {how}"
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
     if module.weight.dtype not in WEIGHT_DTYPES:
