@@ -16,7 +16,7 @@ from .checks import require_bool, require_int, require_text
 from .fast_paths import turn_off, turn_on
 from .fsdp import carry
 from .gather import Plan, plan_gather
-from .random_state import AdvanceRng, RngState, require_int64
+from .random_state import AdvanceRng, RngState, as_normal, require_int64
 from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
+STATE = ("stream", "amax_history")  # a layer's buffers
 ALGORITHMS = ("max", "most_recent")
 MAX_MARGIN = 126  # powers of two
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -137,18 +138,21 @@ class Linear(nn.Linear):
             self.register_forward_pre_hook(AdvanceRng(self.rng_state, self))
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_distributed(self.weight):
+        weight, recipe = self.weight, self.recipe.text
+        if is_distributed(weight):
             from .dtensor import module_linear
 
             return module_linear(self, input)
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
         if torch.compiler.is_compiling():
-            return self._traced_forward(input)
-        weight, recipe = self.weight, self.recipe.text
+            return self._traced_forward(input, weight)
         if self.travel is not None:
             self.travel.complete(weight, torch.is_grad_enabled() and input.requires_grad)
         rng = None if self.rng_state is None else self.rng_state.current(weight.device)
         x_operands = weight_operands = None
-        if type(input) is Tensor and not (self.weight_codes is None and self.shared_input is None):
+        is_plain = type(input) is Tensor and not input.is_meta
+        if is_plain and not (self.weight_codes is None and self.shared_input is None):
             x_operands, weight_operands = self._reused(input, weight)
         return ops.linear.default(
             input,
@@ -162,14 +166,14 @@ class Linear(nn.Linear):
             weight_operands=weight_operands,
         )
 
-    def _traced_forward(self, input: Tensor) -> Tensor:
+    def _traced_forward(self, input: Tensor, weight: Tensor) -> Tensor:
         """The stream of random bits as a tensor: one graph serves layers of different names."""
         rng = None
         if self.rng_state is not None:
             base = self.rng_state.tensor
             rng = torch.cat([base.to(self.stream.device), self.stream])
         return ops.linear(
-            input, self.weight, self.bias, self.recipe.text, rng=rng, amax_history=self.amax_history
+            input, weight, self.bias, self.recipe.text, rng=rng, amax_history=self.amax_history
         )
 
     def _reused(self, x: Tensor, weight: Tensor) -> tuple[list[Tensor] | None, list[Tensor] | None]:
@@ -191,7 +195,7 @@ class Linear(nn.Linear):
 
     def unwrap_buffers(self) -> None:
         """torch's parallel styles make replicated DTensors of buffers; these are the rank's own."""
-        for name in ("stream", "amax_history"):
+        for name in STATE:
             buffer = self._buffers[name]
             self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
 
@@ -225,10 +229,16 @@ class Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.travel = None
+        for name in STATE:
+            buffer = self._buffers[name]
+            self._buffers[name] = None if buffer is None else as_normal(buffer)
         self._forget()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.weight_codes = None  # refers to the parameter, which torch may swap
         super()._load_from_state_dict(*args, **kwargs)
+        if self.stream.is_meta and not self.weight.is_meta:  # assigned
+            self._move_state(self.weight.device)
         self._forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
@@ -243,16 +253,24 @@ class Linear(nn.Linear):
                 QuantizedTensor.from_tensor(self.weight.detach(), *before.specs),
                 requires_grad=before.requires_grad,
             )
-        device = self.stream.device
-        if device.type != "meta":
-            self.stream.fill_(ops.stream(self.fqn))
-        if history is not None and history.is_meta:
-            history = torch.zeros_like(history, device=device)
-        self._buffers["amax_history"] = None if history is None else history.to(device)
+        self._buffers["amax_history"] = history
+        self._move_state(self.stream.device)
         if self.travel is not None:
             carry(self, self.weight)
         self._forget()
         return self
+
+    def _move_state(self, device: torch.device) -> None:
+        """Puts the stream and the history on a device; on meta they had no values."""
+        stream, history = self.stream, self._buffers["amax_history"]
+        if stream.device != device:
+            stream = torch.empty_like(stream, device=device)
+        if device.type != "meta":
+            stream.fill_(self.stream_id)
+        self._buffers["stream"] = as_normal(stream)
+        if history is not None:
+            history = torch.zeros_like(history, device=device) if history.is_meta else history
+            self._buffers["amax_history"] = as_normal(history.to(device))
 
     def extra_repr(self) -> str:
         travel = "" if self.travel is None else f"; {self.travel}"
@@ -272,11 +290,11 @@ def adopt(
     """Makes `module` a Linear in place: the same object, parameters and hooks."""
     device = module.weight.device
     stream_id = ops.stream(fqn)
-    stream = torch.full((1,), stream_id, dtype=torch.int64, device=device)
+    stream = as_normal(torch.full((1,), stream_id, dtype=torch.int64, device=device))
     history = None
     if recipe.is_delayed:
         shape = (OPERANDS, 1 + history_length)
-        history = torch.zeros(shape, dtype=torch.float32, device=device)
+        history = as_normal(torch.zeros(shape, dtype=torch.float32, device=device))
     if not isinstance(module, Linear):
         module.__class__ = Linear
     module = cast(Linear, module)

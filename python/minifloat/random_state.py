@@ -30,6 +30,14 @@ def require_int64(name: str, value: int) -> int:
     return value
 
 
+def as_normal(tensor: Tensor) -> Tensor:
+    """Copies a tensor made under inference_mode to one that may be written to at any time."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
+
+
 class RngState:
     """Seed and forward count. Ranks draw different bits and have the same checkpoint.
 
@@ -39,8 +47,9 @@ class RngState:
     def __init__(self, seed: int, rank: int | None = None) -> None:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int64("seed", seed)
-        self.tensor = torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu")
-        self.step = torch.arange(2, dtype=torch.int64, device="cpu")  # (0, 1), beside the tensor
+        self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
+        # (0, 1), beside the tensor
+        self.step = as_normal(torch.arange(2, dtype=torch.int64, device="cpu"))
         self.is_captured = False
         self.copy: tuple[Tensor, int, Tensor] | None = None  # of which tensor and version, the copy
 
@@ -49,8 +58,12 @@ class RngState:
 
     def to(self, device: torch.device) -> None:
         if device.type != "meta" and self.tensor.device != device:
-            self.tensor = self.tensor.to(device)
-            self.step = self.step.to(device)
+            self.tensor = as_normal(self.tensor.to(device))
+            self.step = as_normal(self.step.to(device))
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self.tensor, self.step = as_normal(self.tensor), as_normal(self.step)
 
     def advance(self) -> None:
         if torch.compiler.is_compiling() or self.step.device != self.tensor.device:
@@ -92,7 +105,8 @@ class AdvanceRng:
         self.home = home
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        self.state.to(self.home.stream.device)
+        stream = self.home._buffers.get("stream")  # None: the layer was restored alone
+        self.state.to((self.home.weight if stream is None else stream).device)
         # A checkpointed block that backward recomputes must see the count of its first run.
         recomputing = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1
         if module.training and not recomputing:
