@@ -318,11 +318,17 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """nn.Linear built inside is an mf.Linear whose weight is codes from the start.
 
+    Subclasses of nn.Linear, such as the out_proj of nn.MultiheadAttention, stay as they are.
+
         with mf.quantized_model_init("mxfp8_2d"):
             model = Model()
 
     Memory never holds more than one layer's high-precision weight. Random streams follow the order
     of construction, and each layer advances its own counter.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected, the recipe reads the weight in high
+            precision, or the call is inside another quantized_model_init.
     """
     recipe = Recipe(recipe)
     require_bool("keep_high_precision_init", keep_high_precision_init)

@@ -127,12 +127,12 @@ def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
         return "parametrized (torch.nn.utils.parametrize); it can be converted before that"
     if type(module) is not nn.Linear:
         return f"a subclass of nn.Linear, {type(module).__name__}"
-    if module._parameters.get("weight") is None:
-        hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()}
-        how = f"computed before each forward ({', '.join(sorted(hooks))})" if hooks else "computed"
-        return f"its weight is no parameter, but {how}"
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
+    if module._parameters.get("weight") is None:
+        hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()} - {"function"}
+        how = f", but computed before each forward ({', '.join(sorted(hooks))})" if hooks else ""
+        return f"its weight is no parameter{how}"
     if module.weight.dtype not in WEIGHT_DTYPES:
         return f"its weight is {module.weight.dtype}; expected float32 or bfloat16"
     return None

@@ -74,6 +74,17 @@ def test_a_computed_weight_is_left_out_with_a_reason(name, arguments):
     model(batch()).sum().backward()
 
 
+def test_a_weight_that_is_no_parameter():
+    model = sequential()
+    weight = model[0].weight.detach()
+    del model[0].weight
+    model[0].weight = weight
+    model[0].register_forward_pre_hook(lambda *_: None)
+    report = convert(model)
+    assert report.skipped == [("0", "its weight is no parameter")]
+    model(batch()).sum().backward()
+
+
 @pytest.mark.parametrize("name", WEIGHTS)
 def test_a_layer_that_is_tied_to_a_computed_weight(name):
     model = sequential()
