@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
+from .checks import require_bool, require_int, require_module
+from .fast_paths import turn_off, turn_off_in, turn_on_in
 from .gather import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
 from .linear import (
     DEFAULT_HISTORY,
@@ -24,8 +26,16 @@ from .linear import (
     is_distributed,
     release,
     require_history,
+    require_releasable,
 )
-from .random_state import AdvanceRng, RngState, find_hook, remove_hook, require_int64
+from .random_state import (
+    AdvanceRng,
+    RngState,
+    distributed_rank,
+    find_hook,
+    remove_hook,
+    require_int64,
+)
 from .recipe import Recipe, RecipeMap
 from .reuse import share_inputs
 from .selection import FilterFn, Report, Selection, require_filters, require_some, select
@@ -57,7 +67,9 @@ def quantize_(
     filter_fn       (module, name) -> convert it?
     primary         the codes become the parameters: no high-precision weight is kept, and updates
                     smaller than half a step of the format are lost, so give the optimizer masters
-                    of its own. Build the optimizer after this call
+                    of its own. Build the optimizer after this call. Until it returns, the
+                    high-precision weights stay too, to undo a failure; mf.quantized_model_init
+                    holds one layer's at a time
     keep_high_precision_init    with primary: the initial values stay as
                     module.weight_high_precision_init, on the CPU
     gather          under FSDP2: "quantized", weights travel as codes where those are fewer bits
@@ -71,45 +83,60 @@ def quantize_(
     input that projections with the usual names share (q, k, v; gate, up): mf.reuse says when, and
     what memory that holds. Call mf.step(model) after opt.step().
 
-    ValueError, with the model untouched, where nothing is left to convert.
+    torch's fused inference of nn.TransformerEncoderLayer and the nested tensors of
+    nn.TransformerEncoder are off where they would skip converted layers, until mf.restore_; the
+    report's notes say where.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected, or nothing is left to convert. On
+            any error the model is as it was.
     """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"quantize_: expected a torch.nn.Module, got {type(model).__name__}")
-    model = unwrapped(model)
+    model = unwrapped(require_module("quantize_", model))
     names = require_filters(filter_fqns, filter_fn)
     require_history(amax_history_length, amax_algorithm, margin)
-    require_int64("seed", seed)
-    if gather not in (QUANTIZED, COMPUTE_DTYPE):
-        raise ValueError(f"gather: expected {QUANTIZED!r} or {COMPUTE_DTYPE!r}, got {gather!r}")
+    require_random_bits(seed, data_parallel_rank)
+    require_gather(gather)
+    require_primary(primary, keep_high_precision_init)
+    require_bool("verbose", verbose)
     selection = select(model, RecipeMap(recipe), names, filter_fn)
     if primary:
         selection = without_unfit_weights(model, selection)
     require_some(selection)
-
+    layers = [module for _, module, _ in selection.chosen]
+    require_same_random_state(model, selection, seed, data_parallel_rank)
     plans = plan_gathers(model, selection, gather, primary)
     # Parts of a model that are converted one by one have layers of the same names, but not of the
     # same names in the whole, which give each its own random bits.
     is_stochastic = any(layer_recipe.is_stochastic for _, _, layer_recipe in selection.chosen)
     parents = parents_of(model) if is_stochastic else ""
-    for fqn, module, layer_recipe in selection.chosen:
-        adopt(
-            module,
-            layer_recipe,
-            join(parents, fqn),
-            history_length=amax_history_length,
-            algorithm=amax_algorithm,
-            margin=margin,
-            gather_plan=plans[fqn][0],
-        )
-        if primary:
-            make_primary(module, layer_recipe, keep_high_precision_init)
-    share_random_state(model, [m for _, m, _ in selection.chosen], seed, data_parallel_rank)
-    share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
+
+    with ExitStack() as undo:
+        undo.callback(turn_on_in, model, converted_layers(model))
+        if find_hook(model) is None:
+            undo.callback(remove_hook, model)
+        for fqn, module, layer_recipe in selection.chosen:
+            undo.callback(revert, module, module.weight)
+            adopt(
+                module,
+                layer_recipe,
+                join(parents, fqn),
+                history_length=amax_history_length,
+                algorithm=amax_algorithm,
+                margin=margin,
+                gather_plan=plans[fqn][0],
+            )
+            if primary:
+                make_primary(module, layer_recipe, keep_high_precision_init)
+        share_random_state(model, layers, seed, data_parallel_rank)
+        share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
+        notes = turn_off_in(model, converted_layers(model))
+        undo.pop_all()
 
     report = Report(
         [(fqn, r.text) for fqn, _, r in selection.chosen],
         selection.skipped,
         {fqn: text for fqn, (_, text) in plans.items()},
+        [(clean_name(fqn), sentence) for fqn, sentence in notes],
     )
     if verbose:
         print(report)
@@ -120,12 +147,33 @@ def restore_(model: nn.Module) -> nn.Module:
     """Gives back the nn.Linear layers that mf.quantize_ converted: the same objects and parameters.
 
     A quantized primary weight comes back in high precision, with the values of its codes.
+
+    Raises:
+        ValueError: FSDP2 gathers a weight as codes, or a layer is a subclass of mf.Linear, which
+            was never an nn.Linear. The model is as it was then.
     """
+    require_module("restore_", model)
+    layers = converted_layers(model)
+    for layer in layers:
+        require_releasable(layer)
     for module in model.modules():
         remove_hook(module)
-        if type(module) is Linear:
-            release(module)
+    for layer in layers:
+        release(layer)
+    turn_on_in(model, converted_layers(model))
     return model
+
+
+def converted_layers(model: nn.Module) -> dict[Linear, None]:
+    """Finds the layers of the model, itself included, that are under a recipe now, in order."""
+    return {module: None for module in model.modules() if isinstance(module, Linear)}
+
+
+def revert(module: nn.Linear, weight: Tensor) -> None:
+    """Takes back the conversion of one layer, however much of it was done."""
+    if isinstance(module, Linear):
+        module.weight = weight
+        release(module)
 
 
 def share_random_state(
@@ -159,6 +207,49 @@ def parents_of(model: nn.Module) -> str:
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             names.insert(0, name)
     return clean_name(".".join(names))
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
+    require_int64("seed", seed)
+    if data_parallel_rank is not None:
+        require_int("data_parallel_rank", data_parallel_rank, 0)
+
+
+def require_gather(gather: str) -> None:
+    if gather not in (QUANTIZED, COMPUTE_DTYPE):
+        raise ValueError(f"gather: expected {QUANTIZED!r} or {COMPUTE_DTYPE!r}, got {gather!r}")
+
+
+def require_primary(primary: bool, keep_high_precision_init: bool) -> None:
+    require_bool("primary", primary)
+    require_bool("keep_high_precision_init", keep_high_precision_init)
+    if keep_high_precision_init and not primary:
+        raise ValueError(
+            "keep_high_precision_init: expected primary=True with it, got primary=False, "
+            "where the weight itself stays in high precision"
+        )
+
+
+def require_same_random_state(
+    root: nn.Module, selection: Selection, seed: int, data_parallel_rank: int | None
+) -> None:
+    """Requires the seed and rank of an earlier mf.quantize_ of the same root: it has one state."""
+    hook = find_hook(root)
+    if hook is None or not any(recipe.is_stochastic for _, _, recipe in selection.chosen):
+        return
+    rank = distributed_rank() if data_parallel_rank is None else data_parallel_rank
+    for name, present, value in (
+        ("seed", hook.state.seed, seed),
+        ("data_parallel_rank", hook.state.rank, rank),
+    ):
+        if value != present:
+            raise ValueError(
+                f"{name}: expected {present}, which this model's converted layers draw their "
+                f"random bits with, got {value}"
+            )
 
 
 # ---- how weights travel --------------------------------------------------------------------------
@@ -251,18 +342,28 @@ def quantized_model_init(
 ) -> Iterator[None]:
     """nn.Linear built inside is an mf.Linear whose weight is codes from the start.
 
+    Subclasses of nn.Linear, such as the out_proj of nn.MultiheadAttention, stay as they are.
+
         with mf.quantized_model_init("mxfp8_2d"):
             model = Model()
 
     Memory never holds more than one layer's high-precision weight. Random streams follow the order
     of construction, and each layer advances its own counter.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected, the recipe reads the weight in high
+            precision, or the call is inside another quantized_model_init.
     """
     recipe = Recipe(recipe)
+    require_bool("keep_high_precision_init", keep_high_precision_init)
+    require_int64("seed", seed)
     specs = weight_specs(recipe)
     if None in specs:
         raise ValueError(f"quantized_model_init: {recipe} reads the weight in high precision")
     for spec in specs:
         require_weight_spec(str(spec))
+    if getattr(nn.Linear.__init__, "is_quantized_model_init", False):
+        raise ValueError("quantized_model_init: expected no other quantized_model_init around it")
     ordinal = count()
     plain_init = nn.Linear.__init__
 
@@ -273,7 +374,9 @@ def quantized_model_init(
         adopt(self, recipe, f"linear.{next(ordinal)}")
         make_primary(self, recipe, keep_high_precision_init)
         share_random_state(self, [self], seed, None)
+        turn_off(self)
 
+    init.is_quantized_model_init = True  # type: ignore[attr-defined]
     nn.Linear.__init__ = init  # type: ignore[method-assign]
     try:
         yield

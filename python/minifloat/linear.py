@@ -12,9 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from ._native import ops
+from .checks import require_bool, require_int, require_text
+from .fast_paths import turn_off, turn_on
 from .fsdp import carry
 from .gather import Plan, plan_gather
-from .random_state import AdvanceRng, Draws, RngState
+from .random_state import AdvanceRng, Draws, RngState, as_normal, require_int64
 from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
@@ -25,8 +27,10 @@ if TYPE_CHECKING:
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
+STATE = ("stream", "last_count", "amax_history")  # a layer's buffers
 ALGORITHMS = ("max", "most_recent")
 MAX_MARGIN = 126  # powers of two
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def linear(
@@ -80,12 +84,10 @@ def linear_group(
 
 
 def require_history(length: int, algorithm: str, margin: int) -> None:
-    if length < 1:
-        raise ValueError(f"amax_history_length: expected at least 1 step, got {length}")
+    require_int("amax_history_length", length, 1, unit="step")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"amax_algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
-    if not 0 <= margin <= MAX_MARGIN:
-        raise ValueError(f"margin: expected 0 to {MAX_MARGIN} powers of two, got {margin}")
+    require_int("margin", margin, 0, MAX_MARGIN, "powers of two")
 
 
 class Linear(nn.Linear):
@@ -123,8 +125,16 @@ class Linear(nn.Linear):
         seed: int = 0,
     ) -> None:
         recipe = Recipe(recipe)
+        require_int("in_features", in_features, 0)
+        require_int("out_features", out_features, 0)
+        require_bool("bias", bias)
+        require_text("name", name)
+        require_int64("seed", seed)
+        if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe, name, gather_plan=plan_gather(recipe)[0])
+        turn_off(self)
         if recipe.is_stochastic:
             state = RngState(seed)
             draw_from(self, state)
@@ -140,19 +150,22 @@ class Linear(nn.Linear):
         return self.training and torch.is_grad_enabled()
 
     def forward(self, input: Tensor) -> Tensor:
-        if is_distributed(self.weight):
+        weight, recipe = self.weight, self.recipe.text
+        if is_distributed(weight):
             from .dtensor import module_linear
 
             return module_linear(self, input)
+        if not weight.is_contiguous():
+            weight = weight.contiguous()
         if torch.compiler.is_compiling():
-            return self._traced_forward(input)
-        weight, recipe = self.weight, self.recipe.text
+            return self._traced_forward(input, weight)
         if self.travel is not None:
             self.travel.complete(weight, torch.is_grad_enabled() and input.requires_grad)
         rng = self.draw_rng(weight.device)
         history = self.step_history()
         x_operands = weight_operands = None
-        if type(input) is Tensor and not (self.weight_codes is None and self.shared_input is None):
+        is_plain = type(input) is Tensor and not input.is_meta
+        if is_plain and not (self.weight_codes is None and self.shared_input is None):
             x_operands, weight_operands = self._reused(input, weight, history)
         return ops.linear.default(
             input,
@@ -166,16 +179,14 @@ class Linear(nn.Linear):
             weight_operands=weight_operands,
         )
 
-    def _traced_forward(self, input: Tensor) -> Tensor:
+    def _traced_forward(self, input: Tensor, weight: Tensor) -> Tensor:
         """The stream of random bits as a tensor: one graph serves layers of different names."""
         rng = None
         if self.rng_state is not None:
             base = self.rng_state.draw_traced(cast(Tensor, self.last_count), self.training)
             rng = torch.cat([base, self.stream])
         history = self.step_history()
-        return ops.linear(
-            input, self.weight, self.bias, self.recipe.text, rng=rng, amax_history=history
-        )
+        return ops.linear(input, weight, self.bias, self.recipe.text, rng=rng, amax_history=history)
 
     def draw_rng(self, device: torch.device) -> Tensor | None:
         """(seed, count) of this forward; None where nothing in the recipe is stochastic."""
@@ -204,7 +215,7 @@ class Linear(nn.Linear):
 
     def unwrap_buffers(self) -> None:
         """torch's parallel styles make replicated DTensors of buffers; these are the rank's own."""
-        for name in ("stream", "last_count", "amax_history"):
+        for name in STATE:
             buffer = self._buffers[name]
             self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
 
@@ -242,10 +253,16 @@ class Linear(nn.Linear):
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
         self.travel = None
+        for name in STATE:
+            buffer = self._buffers[name]
+            self._buffers[name] = None if buffer is None else as_normal(buffer)
         self._forget()
 
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.weight_codes = None  # refers to the parameter, which torch may swap
         super()._load_from_state_dict(*args, **kwargs)
+        if self.stream.is_meta and not self.weight.is_meta:  # assigned
+            self._move_state(self.weight.device)
         self._forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
@@ -260,18 +277,26 @@ class Linear(nn.Linear):
                 QuantizedTensor.from_tensor(self.weight.detach(), *before.specs),
                 requires_grad=before.requires_grad,
             )
-        device = self.stream.device
-        if device.type != "meta":
-            self.stream.fill_(ops.stream(self.fqn))
-            if self.rng_state is not None:
-                draw_from(self, self.rng_state)
-        if history is not None and history.is_meta:
-            history = torch.zeros_like(history, device=device)
-        self._buffers["amax_history"] = None if history is None else history.to(device)
+        self._buffers["amax_history"] = history
+        self._move_state(self.stream.device)
         if self.travel is not None:
             carry(self, self.weight)
         self._forget()
         return self
+
+    def _move_state(self, device: torch.device) -> None:
+        """Puts the stream and the history on a device; on meta they had no values."""
+        stream, history = self.stream, self._buffers["amax_history"]
+        if stream.device != device:
+            stream = torch.empty_like(stream, device=device)
+        if device.type != "meta":
+            stream.fill_(self.stream_id)
+        self._buffers["stream"] = as_normal(stream)
+        if self.rng_state is not None and device.type != "meta":
+            draw_from(self, self.rng_state)
+        if history is not None:
+            history = torch.zeros_like(history, device=device) if history.is_meta else history
+            self._buffers["amax_history"] = as_normal(history.to(device))
 
     def extra_repr(self) -> str:
         travel = "" if self.travel is None else f"; {self.travel}"
@@ -289,9 +314,15 @@ def adopt(
     gather_plan: Plan | None = None,
 ) -> Linear:
     """Makes `module` a Linear in place: the same object, parameters and hooks."""
-    require_history(history_length, algorithm, margin)
     device = module.weight.device
-    module.__class__ = Linear
+    stream_id = ops.stream(fqn)
+    stream = as_normal(torch.full((1,), stream_id, dtype=torch.int64, device=device))
+    history = None
+    if recipe.is_delayed:
+        shape = (OPERANDS, 1 + history_length)
+        history = as_normal(torch.zeros(shape, dtype=torch.float32, device=device))
+    if not isinstance(module, Linear):
+        module.__class__ = Linear
     module = cast(Linear, module)
     module.recipe = recipe
     module.fqn = fqn
@@ -300,13 +331,8 @@ def adopt(
     module.register_buffer("last_count", None, persistent=False)
     module.amax_algorithm = algorithm
     module.margin = margin
-    module.stream_id = ops.stream(fqn)
-    stream = torch.full((1,), module.stream_id, dtype=torch.int64, device=device)
+    module.stream_id = stream_id
     module.register_buffer("stream", stream, persistent=False)
-    history = None
-    if recipe.is_delayed:
-        shape = (OPERANDS, 1 + history_length)
-        history = torch.zeros(shape, dtype=torch.float32, device=device)
     module.register_buffer("amax_history", history, persistent=False)
     module.shared_input = None
     module.gather_plan = gather_plan
@@ -319,7 +345,7 @@ def draw_from(layer: Linear, state: RngState) -> None:
     """Makes `state` the source of the layer's random bits, from its next forward on."""
     state.to(layer.stream.device)  # here, so that no compiled code does: it would own the copy
     layer.rng_state = state
-    layer.last_count = state.tensor[1:].to(layer.stream.device, copy=True)
+    layer.last_count = as_normal(state.tensor[1:].to(layer.stream.device, copy=True))
 
 
 ADOPTED = (
@@ -340,19 +366,55 @@ ADOPTED = (
 )
 
 
-def release(module: Linear) -> nn.Linear:
-    """The inverse of adopt; a quantized weight becomes the values of its codes."""
+def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
+    """Finds the class that a converted layer of class `cls` had, or would have, as an nn.Linear.
+
+    torch makes classes around that of a layer: parametrize for its properties, fully_shard for its
+    methods. Such a class is made again around nn.Linear. None: a subclass of Linear written by
+    hand, which was never an nn.Linear.
+    """
+    if cls is Linear:
+        return nn.Linear
+    if not cls.__module__.startswith("torch."):
+        return None
+    bases = [class_without_recipe(b) if issubclass(b, Linear) else b for b in cls.__bases__]
+    if None in bases:
+        return None
+    own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, tuple(bases), own)  # type: ignore[arg-type]
+
+
+def require_releasable(module: Linear) -> None:
+    """Requires what release needs, before a model is changed."""
     if module.travel is not None:
         raise ValueError(
             f"restore_: expected a model that FSDP2 has not sharded, but {module.fqn}'s weight "
             "travels quantized; restore it before fully_shard"
         )
-    weight = module.weight
-    if isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor):
-        module.weight = nn.Parameter(weight.detach() * 1, requires_grad=weight.requires_grad)
+    if class_without_recipe(type(module)) is None:
+        raise ValueError(
+            "restore_: expected layers that were nn.Linear, but "
+            f"{module.fqn} was built as a {type(module).__name__}, a subclass of minifloat.Linear"
+        )
+
+
+def in_high_precision(module: nn.Module) -> None:
+    """Gives quantized parameters the values of their codes, also those below a parametrization."""
+    for owner in module.modules():
+        for name, parameter in list(owner._parameters.items()):
+            local = getattr(parameter, "_local_tensor", parameter)
+            if parameter is not None and isinstance(local, QuantizedTensor):
+                values = nn.Parameter(parameter.detach() * 1, parameter.requires_grad)
+                setattr(owner, name, values)
+
+
+def release(module: Linear) -> nn.Linear:
+    """The inverse of adopt; a quantized weight becomes the values of its codes."""
+    in_high_precision(module)
     module.__dict__.pop("weight_high_precision_init", None)
     for name in ADOPTED:
         delattr(module, name)
+    turn_on(module)
     plain = cast(nn.Linear, module)
-    plain.__class__ = nn.Linear
+    plain.__class__ = cast(type[nn.Linear], class_without_recipe(type(module)))
     return plain

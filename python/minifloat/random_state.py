@@ -38,6 +38,14 @@ def require_int64(name: str, value: int) -> int:
     return value
 
 
+def as_normal(tensor: Tensor) -> Tensor:
+    """Copies a tensor made under inference_mode to one that may be written to at any time."""
+    if not tensor.is_inference():
+        return tensor
+    with torch.inference_mode(False):
+        return tensor.clone()
+
+
 def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
@@ -87,9 +95,9 @@ class RngState:
     def __init__(self, seed: int, rank: int | None = None) -> None:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int64("seed", seed)
-        with torch.inference_mode(False):  # a model may be converted under it and trained later
-            self.tensor = torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu")
-            self.step = torch.arange(2, dtype=torch.int64, device="cpu")  # (0, 1)
+        self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
+        # (0, 1), beside the tensor
+        self.step = as_normal(torch.arange(2, dtype=torch.int64, device="cpu"))
         self.root_advances = False  # whether the root's hook has run since the last mf.step
         self.forward = 0  # forwards begun so far
         self._close()
@@ -106,6 +114,7 @@ class RngState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
+        self.tensor, self.step = as_normal(self.tensor), as_normal(self.step)
         self._close()
 
     def _mixed(self) -> int:
@@ -114,9 +123,9 @@ class RngState:
     def to(self, device: torch.device) -> None:
         if device.type == "meta" or self.tensor.device == device:
             return
-        with torch.inference_mode(False):
-            is_own = self.tensor._version == self.version
-            self.tensor, self.step = self.tensor.to(device), self.step.to(device)
+        is_own = self.tensor._version == self.version
+        self.tensor = as_normal(self.tensor.to(device))
+        self.step = as_normal(self.step.to(device))
         self.version = self.tensor._version if is_own else -1
 
     def advance(self) -> None:
@@ -186,16 +195,15 @@ class AdvanceRng:
         self.home = home
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        state, device = self.state, self.home.stream.device
+        state = self.state
         if not module.training:
-            state.to(device)
-        elif torch.compiler.is_compiling():
-            state.to(device)
+            return
+        if torch.compiler.is_compiling():
             state.advance()
             state.root_advances = True
-        elif not (
-            is_in_backward() or torch.is_inference_mode_enabled()
-        ):  # recomputed, or no training
+        elif not (is_in_backward() or torch.is_inference_mode_enabled()):
+            stream = self.home._buffers.get("stream")  # None: the layer was restored alone
+            device = (self.home.weight if stream is None else stream).device
             is_cuda = device.type == "cuda"
             state.begin(device, is_cuda and torch.cuda.is_current_stream_capturing())
             state.root_advances = True

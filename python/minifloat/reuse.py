@@ -294,6 +294,8 @@ def weight_codes(weight: Tensor, recipe: Recipe) -> WeightCodes | None:
     shard = getattr(weight, "_local_tensor", None)  # of a DTensor
     if type(weight) is not nn.Parameter and type(shard) is not Tensor:
         return None
+    if weight.is_inference():  # torch counts no writes to it
+        return None
     if not have_no_flag((recipe.fprop.b, recipe.dgrad.b), "sr"):
         return None
     return WeightCodes()

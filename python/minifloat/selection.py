@@ -5,17 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
-import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.utils.parametrize import is_parametrized
 
-from .linear import Linear
+from .checks import require_text
+from .linear import WEIGHT_DTYPES, Linear
 from .recipe import Recipe, RecipeMap
 from .state import clean_name
 
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 # Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left as it is. On an
 # H200, 16384 tokens, eager, these are slower than bf16, and the next sizes measured are faster
@@ -56,11 +56,14 @@ class Report:
     """What mf.quantize_ did: (name, recipe) of the converted, (name, reason) of the others.
 
     gather: of each converted one, how FSDP2 brings its weight; printed where processes are several.
+    notes: (name, sentence) of each other module whose behaviour changes, such as a fast path that
+    is off.
     """
 
     converted: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     gather: dict[str, str] = field(default_factory=dict)
+    notes: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"minifloat: {len(self.converted)} converted, {len(self.skipped)} not"]
@@ -70,6 +73,7 @@ class Report:
             for fqn, recipe in self.converted
         ]
         rows += [("-", *row) for row in self.skipped]
+        rows += [("!", *row) for row in self.notes]
         width = max((len(display(fqn)) for _, fqn, _ in rows), default=0)
         lines += [f"  {sign} {display(fqn):<{width}}  {text}" for sign, fqn, text in rows]
         return "\n".join(lines)
@@ -88,23 +92,47 @@ class Selection:
 
 
 def require_filters(filter_fqns: Iterable[str], filter_fn: FilterFn | None) -> tuple[str, ...]:
-    if isinstance(filter_fqns, str):
-        raise TypeError(f"filter_fqns: expected a list of names, got the text {filter_fqns!r}")
+    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
+        raise TypeError(f"filter_fqns: expected a list of names, got {filter_fqns!r}")
     if filter_fn is not None and not callable(filter_fn):
         raise TypeError(
             f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
         )
-    return tuple(filter_fqns)
+    names = tuple(filter_fqns)
+    for name in names:
+        require_text("filter_fqns: an entry", name)
+    return names
 
 
-def reason_of_kind(module: nn.Linear) -> str | None:
+def layers_read_past(model: nn.Module) -> set[nn.Module]:
+    """Finds the out_proj of each nn.MultiheadAttention, which torch reads without calling it."""
+    attention = nn.MultiheadAttention
+    return {
+        module.out_proj
+        for module in model.modules()
+        if isinstance(module, attention) and type(module).forward is attention.forward
+    }
+
+
+def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
     """Why a module of this kind cannot be converted; None where it can."""
     if isinstance(module, Linear):
         return f"already converted ({module.recipe})"
+    if is_read_past:
+        return (
+            f"{type(module).__name__}: nn.MultiheadAttention reads its weight, and in_proj_weight, "
+            "without calling a layer"
+        )
+    if is_parametrized(module):
+        return "parametrized (torch.nn.utils.parametrize); it can be converted before that"
     if type(module) is not nn.Linear:
         return f"a subclass of nn.Linear, {type(module).__name__}"
     if "forward" in module.__dict__:
         return "its forward is replaced on the instance"
+    if module._parameters.get("weight") is None:
+        hooks = {type(hook).__name__ for hook in module._forward_pre_hooks.values()} - {"function"}
+        how = f", but computed before each forward ({', '.join(sorted(hooks))})" if hooks else ""
+        return f"its weight is no parameter{how}"
     if module.weight.dtype not in WEIGHT_DTYPES:
         return f"its weight is {module.weight.dtype}; expected float32 or bfloat16"
     return None
@@ -120,10 +148,11 @@ def select(
     names = [name for name in filter_fqns if name != AUTO_FILTER]
     use_auto_filter = AUTO_FILTER in filter_fqns
     chosen, skipped = [], []
+    read_past = layers_read_past(model)
 
     def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
         matching = [name for name in names if name in fqn]
-        if (kind := reason_of_kind(module)) is not None:
+        if (kind := reason_of_kind(module, module in read_past)) is not None:
             return kind
         if matching:
             return f"filter_fqns has {matching[0]!r}"

@@ -11,13 +11,14 @@ name.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .amaxes import reduce_amaxes
+from .checks import require_module
 from .fsdp import precompute_scales
 from .linear import Linear, draw_from
 from .random_state import RngState, find_hook
@@ -108,6 +109,12 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     Under FSDP2 all weights are quantized here, as mf.precompute_scales does.
     group: the data-parallel ranks, whose amaxes are reduced together; None: all ranks.
     """
+    require_module("step", model)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "step: group: expected a process group that this rank is in, or None, "
+            f"got {group!r} ({type(group).__name__})"
+        )
     _forget_weights(model)
     for _, rng in _rng_states(model):
         rng.root_advances = False
@@ -140,15 +147,45 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
 
     "rng" is that of mf.quantize_(model, …); a part that was converted alone has "<name>.rng".
     """
+    require_module("training_state", model)
     state = {join(fqn, "rng"): rng.get() for fqn, rng in _rng_states(model)}
     for fqn, _, history in _histories(model):
         state[join(fqn, "amax_history")] = history.clone()
     return state
 
 
-def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
-    """Sets what training_state gave; ValueError, and nothing written, where it does not fit."""
-    wanted = training_state(model)
+def _require_entry(name: str, wanted: Tensor, entry: Tensor) -> None:
+    """Requires of `entry` all that writing it needs."""
+    if not isinstance(entry, Tensor):
+        raise TypeError(f"load_training_state: {name}: expected a tensor, got {entry!r}")
+    if entry.shape != wanted.shape or entry.dtype != wanted.dtype:
+        raise ValueError(
+            f"load_training_state: expected {name} as {wanted.dtype} {tuple(wanted.shape)}, "
+            f"got {entry.dtype} {tuple(entry.shape)}"
+        )
+    if entry.is_meta or entry.layout != torch.strided:
+        raise ValueError(
+            f"load_training_state: {name}: expected a dense tensor with values, "
+            f"got {entry.layout} on {entry.device}"
+        )
+    if (entry[1:] if name.split(".")[-1] == "rng" else entry).lt(0).any():
+        raise ValueError(
+            f"load_training_state: {name}: expected counts and amaxes of at least 0, got {entry}"
+        )
+
+
+@torch.no_grad()
+def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Sets what training_state returned.
+
+    Raises:
+        TypeError, ValueError: the state is not one of this model. Nothing is written then.
+    """
+    wanted = training_state(require_module("load_training_state", model))
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"load_training_state: expected a dict of names and tensors, got {type(state).__name__}"
+        )
     missing, unknown = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
     if missing or unknown:
         raise ValueError(
@@ -156,12 +193,7 @@ def load_training_state(model: nn.Module, state: dict[str, Tensor]) -> None:
             f"{missing or 'none'}, not of this model {unknown or 'none'}"
         )
     for name, tensor in wanted.items():
-        given = state[name]
-        if given.shape != tensor.shape or given.dtype != tensor.dtype:
-            raise ValueError(
-                f"load_training_state: expected {name} as {tensor.dtype} {tuple(tensor.shape)}, "
-                f"got {given.dtype} {tuple(given.shape)}"
-            )
+        _require_entry(name, tensor, state[name])
     for fqn, rng in _rng_states(model):
         rng.set(state[join(fqn, "rng")])
     for layer in _layers(model):

@@ -1,0 +1,225 @@
+"""Layers whose weight or class is not the usual one: parametrized, pruned, normalised, subclasses,
+meta, inference mode, memory that is not contiguous. They work, or a sentence says why not.
+"""
+
+import copy
+
+import minifloat as mf
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.nn.utils import parametrizations, parametrize, prune, spectral_norm, weight_norm
+
+K, N = 32, 48
+
+
+def sequential(**arguments):
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(K, N, **arguments), nn.Linear(N, K, **arguments))
+
+
+def batch(**arguments):
+    return torch.randn(8, K, generator=torch.Generator().manual_seed(1)).to(**arguments)
+
+
+def convert(model, recipe="mxfp8", **arguments):
+    return mf.quantize_(model, recipe, verbose=False, **arguments)
+
+
+class Half(nn.Module):
+    def forward(self, weight):
+        return weight * 0.5
+
+
+def half(layer):
+    return parametrize.register_parametrization(layer, "weight", Half())
+
+
+WEIGHTS = {
+    "weight_norm": weight_norm,
+    "spectral_norm": spectral_norm,
+    "prune": lambda layer: prune.l1_unstructured(layer, "weight", 0.3),
+    "parametrize": half,
+    "parametrized weight_norm": parametrizations.weight_norm,
+    "parametrized spectral_norm": parametrizations.spectral_norm,
+}
+REASONS = {
+    "weight_norm": "no parameter, but computed before each forward (WeightNorm)",
+    "spectral_norm": "no parameter, but computed before each forward (SpectralNorm)",
+    "prune": "no parameter, but computed before each forward (L1Unstructured)",
+}
+pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
+
+
+# ---- computed weights ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("arguments", [{}, {"primary": True}])
+def test_a_computed_weight_is_left_out_with_a_reason(name, arguments):
+    model, plain = sequential(), sequential()
+    twin = plain[0]
+    for layer in (model[0], twin):
+        torch.manual_seed(2)  # of spectral_norm's start
+        WEIGHTS[name](layer)
+    report = convert(model, **arguments)
+    assert report.converted == [("1", "mxfp8")]
+    assert REASONS.get(name, "parametrized (torch.nn.utils.parametrize)") in report.skipped[0][1]
+    model.eval()
+    twin.eval()
+    assert torch.equal(model[0](batch()), twin(batch()))
+    model.train()
+    model(batch()).sum().backward()
+
+
+def test_a_weight_that_is_no_parameter():
+    model = sequential()
+    weight = model[0].weight.detach()
+    del model[0].weight
+    model[0].weight = weight
+    model[0].register_forward_pre_hook(lambda *_: None)
+    report = convert(model)
+    assert report.skipped == [("0", "its weight is no parameter")]
+    model(batch()).sum().backward()
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+def test_a_layer_that_is_tied_to_a_computed_weight(name):
+    model = sequential()
+    model[1] = nn.Linear(K, N)
+    model[1].weight = model[0].weight
+    WEIGHTS[name](model[0])
+    report = convert(model)
+    assert report.converted == [("1", "mxfp8")]
+    model[1](model[0].weight.new_ones(4, K)).sum().backward()
+    assert model[1].weight.grad is not None
+
+
+def test_a_pruned_bias():
+    model = sequential()
+    prune.l1_unstructured(model[0], "bias", 0.3)
+    report = convert(model)
+    assert len(report.converted) == 2
+    y = model[0](torch.zeros(1, K))
+    assert torch.equal(y[0], model[0].bias)
+    assert (y == 0).sum() >= N // 4
+
+
+def product(layer, x):
+    """The layer's result by its parts: the weight that it has now, under its recipe."""
+    return mf.linear(x, layer.weight.detach(), layer.bias, "mxfp8")
+
+
+@pytest.mark.parametrize("name", WEIGHTS)
+@pytest.mark.parametrize("primary", [False, True])
+def test_a_converted_layer_whose_weight_becomes_computed(name, primary):
+    model = sequential()
+    convert(model, primary=primary)
+    WEIGHTS[name](model[0])
+    model.eval()
+    for _ in range(3):
+        assert torch.equal(model[0](batch()), product(model[0], batch()))
+    model.train()
+    model(batch()).sum().backward()
+    computed = [p for p_name, p in model[0].named_parameters() if "bias" not in p_name]
+    assert computed
+    assert all(p.grad is not None for p in computed)
+    with torch.no_grad():
+        for parameter in computed:
+            parameter.mul_(2)
+    model.eval()
+    assert torch.equal(model[0](batch()), product(model[0], batch()))
+
+    keys = {key for key in model.state_dict()}
+    mf.restore_(model)
+    assert {key for key in model.state_dict()} == keys
+    assert not any(isinstance(module, mf.Linear) for module in model.modules())
+    assert not any(isinstance(p, mf.QuantizedTensor) for p in model.parameters())
+    layer = model[0]
+    assert torch.equal(layer(batch()), nn.functional.linear(batch(), layer.weight, layer.bias))
+
+
+@pytest.mark.parametrize("when", ["first", "root"])
+def test_random_bits_of_a_layer_that_is_parametrized_later(when):
+    model = sequential() if when == "first" else nn.Linear(K, N)
+    layer = model[0] if when == "first" else model
+    convert(model, "nvfp4")
+    half(layer)
+    x = batch().requires_grad_()
+
+    def gradient():
+        return torch.autograd.grad(model(x).square().sum(), x)[0]
+
+    assert not torch.equal(gradient(), gradient())
+    twin = copy.deepcopy(model)
+    mf.restore_(model)
+    assert isinstance(layer, nn.Linear)
+    assert not isinstance(layer, mf.Linear)
+    assert not model._forward_pre_hooks
+    assert parametrize.is_parametrized(layer)
+    assert torch.equal(gradient(), gradient())
+    assert isinstance(twin[0] if when == "first" else twin, mf.Linear)  # a copy stays as it is
+    parametrize.remove_parametrizations(layer, "weight")
+    assert type(layer) is nn.Linear
+    assert type(layer.weight) is nn.Parameter
+
+
+def test_a_parametrization_is_removed_while_converted():
+    model = sequential()
+    weight = model[0].weight
+    convert(model)
+    half(model[0])
+    parametrize.remove_parametrizations(model[0], "weight", leave_parametrized=False)
+    assert type(model[0]) is mf.Linear
+    assert torch.equal(model[0](batch()), product(model[0], batch()))
+    mf.restore_(model)
+    assert type(model[0]) is nn.Linear
+    assert model[0].weight is weight
+
+
+# ---- subclasses ----------------------------------------------------------------------------------
+
+
+class Doubled(mf.Linear):
+    def forward(self, input):
+        return 2 * super().forward(input)
+
+
+def test_a_subclass_of_linear_stays_one():
+    torch.manual_seed(0)
+    model = nn.Sequential(Doubled(K, N, recipe="mxfp8"), nn.Linear(N, K))
+    assert type(model[0]) is Doubled
+    assert torch.equal(model[0](batch()), 2 * product(model[0], batch()))
+    report = convert(model)
+    assert report.skipped == [("0", "already converted (mxfp8)")]
+    assert type(model[0]) is Doubled
+    for make in (lambda: None, lambda: half(model[0])):
+        make()
+        with pytest.raises(ValueError, match=r"was built as a .*Doubled, a subclass of minifloat"):
+            mf.restore_(model)
+        assert isinstance(model[0], Doubled)
+        assert type(model[1]) is mf.Linear
+    mf.restore_(model[1])
+    assert type(model[1]) is nn.Linear
+
+
+@pytest.mark.parametrize("gather", ["compute_dtype", "quantized"])
+def test_a_layer_that_fsdp_shards_alone_is_restored_or_refused(gather):
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = sequential()
+        convert(model, "0: mxfp8", gather=gather)
+        fully_shard(model[0])
+        if gather == "quantized":
+            with pytest.raises(ValueError, match="restore it before fully_shard"):
+                mf.restore_(model)
+            assert isinstance(model[0], mf.Linear)
+        else:
+            mf.restore_(model)
+            assert isinstance(model[0], FSDPModule)
+            assert not isinstance(model[0], mf.Linear)
+        model(batch()).sum().backward()
+    finally:
+        dist.destroy_process_group()
