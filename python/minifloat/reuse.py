@@ -148,9 +148,8 @@ def proof_of(weight: Tensor) -> Any:
 class Kept(NamedTuple):
     """Codes of a weight. Threads see all of it or none: it is replaced, never changed."""
 
-    proof: (
-        Any  # .matches(weight): are the codes current, as far as the key cannot tell? None: it can
-    )
+    key: Any
+    proof: Any  # .matches(weight): are the codes current? None: an equal key shows that alone
     codes: list[Tensor]
     has_columnwise: bool
 
@@ -213,14 +212,16 @@ class WeightCodes:
             cast = partial(
                 ops.layer_operands.default, weight, recipe, "w", amax_history=amax_history
             )
+        if kept is not None and kept.key != key:  # another thread's
+            kept = None
         is_current = kept is not None and (kept.proof is None or kept.proof.matches(weight))
         if is_first_meeting or kept is None or not is_current:
             proof = None if is_shown else proof_of(weight)
-            kept = Kept(proof, cast(rowwise=True, columnwise=columnwise), columnwise)
+            kept = Kept(key, proof, cast(rowwise=True, columnwise=columnwise), columnwise)
         elif columnwise and not kept.has_columnwise:
             half = len(kept.codes) // 2
             other = cast(rowwise=False, columnwise=True)[half:]
-            kept = Kept(kept.proof, [*kept.codes[:half], *other], True)
+            kept = Kept(key, kept.proof, [*kept.codes[:half], *other], True)
         self.kept = kept
         return kept.codes
 

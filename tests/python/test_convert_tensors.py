@@ -200,7 +200,6 @@ def test_moves_and_loads_that_swap_parameters(recipe):
     require_same_training(model, twin)
 
 
-@pytest.mark.xfail(strict=True, reason="WeightCodes holds a weak reference to the parameter")
 def test_tensors_that_are_swapped():
     model, other = converted("mxfp8"), sequential()
     for _ in range(3):
