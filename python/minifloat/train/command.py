@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import importlib.util
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -161,7 +162,7 @@ def machine_defaults(config: Any, given: dict[str, Any]) -> Any:
 
 def asked_config(given: dict[str, Any], base: Any) -> Any:
     """`base` with the options that were given."""
-    from .config import ModelConfig, TrainError
+    from .config import MOST_THREADS, ModelConfig, TrainError
     from .fields import integers, require
     from .world import processes
 
@@ -169,7 +170,8 @@ def asked_config(given: dict[str, Any], base: Any) -> Any:
     changes = {name: value for name, value in given.items() if name in fields}
     changes["processes"] = processes()
     if "data" in given:
-        changes["data"] = tuple(str(Path(path).expanduser().resolve()) for path in given["data"])
+        paths = map(os.path.expanduser, given["data"])  # a user that is not there raises nothing
+        changes["data"] = tuple(map(os.path.realpath, paths))
     vocab = given.get("vocab", base.model.vocab)
     if "model" in given:
         changes["model"] = ModelConfig.parse(given["model"], vocab)
@@ -177,7 +179,7 @@ def asked_config(given: dict[str, Any], base: Any) -> Any:
         changes["model"] = dataclasses.replace(base.model, vocab=vocab)
     config = dataclasses.replace(base, **changes)
     if config.device == "cpu":
-        require("--threads", integers(1, 1024), config.threads)
+        require("--threads", integers(1, MOST_THREADS), config.threads)
     if config.device == "cuda":
         import torch
 

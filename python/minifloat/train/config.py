@@ -29,6 +29,7 @@ from .fields import (
 )
 
 MOST = 10**9  # of anything that is counted
+MOST_THREADS = 4096  # far more of them end the process in torch
 SIZE = integers(1, 10**6)  # of one dimension of the model
 
 # The tokens themselves are compared; and a step's batch is the same on any number of processes.
@@ -48,7 +49,7 @@ NUMBERS: Mapping[str, tuple[Number, str]] = {
     "eval_batches": (integers(1, MOST), "batches of validation text"),
     "checkpoint_every": (integers(1, MOST), "steps between checkpoints"),
     "data_mb": (numbers(0, MOST, above=True), "most megabytes of text to read"),
-    "threads": (integers(0, 1024), "CPU threads; part of the result's bytes"),
+    "threads": (integers(0, MOST_THREADS), "CPU threads; part of the result's bytes"),
 }
 
 

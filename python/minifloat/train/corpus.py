@@ -83,7 +83,7 @@ def named_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
     """The files that --data names, folders walked."""
     found: list[tuple[str, Path]] = []
     for text in paths:
-        path = Path(text).expanduser()
+        path = Path(os.path.expanduser(text))
         if path.is_dir():
             found += [(f"{path.name}/{name}", file) for name, file in walk(path)]
         elif path.exists():

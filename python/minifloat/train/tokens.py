@@ -45,8 +45,8 @@ class Tokens:
 def cache_folder(asked: str | None) -> Path:
     """--cache, else $XDG_CACHE_HOME/minifloat, else ~/.cache/minifloat."""
     if asked:
-        return Path(asked).expanduser()
-    base = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+        return Path(os.path.expanduser(asked))
+    base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(base) / "minifloat"
 
 
