@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ._native import ops
 from .fsdp import carry
 from .gather import Plan, plan_gather
+from .quantized import require_text
 from .random_state import AdvanceRng, RngState
 from .recipe import Recipe
 from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
@@ -49,7 +50,11 @@ def linear(
         from .dtensor import linear as sharded
 
         return sharded(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
-    return ops.linear(x, weight, bias, str(recipe), rng=rng, amax_history=amax_history)
+    return ops.linear(x, weight, bias, recipe_text(recipe), rng=rng, amax_history=amax_history)
+
+
+def recipe_text(recipe: str | Recipe) -> str:
+    return recipe.text if isinstance(recipe, Recipe) else require_text("recipe", recipe)
 
 
 def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
@@ -75,7 +80,7 @@ def linear_group(
         layers = zip(weights, biases, rng or none, amax_history or none)
         return [linear(x, w, b, recipe, rng=r, amax_history=h) for w, b, r, h in layers]
     return ops.linear_group(
-        x, list(weights), biases, str(recipe), rng=rng, amax_history=amax_history
+        x, list(weights), biases, recipe_text(recipe), rng=rng, amax_history=amax_history
     )
 
 
