@@ -27,7 +27,7 @@ help:
 	@echo "make train            train a small Llama in several recipes, side by side"
 	@echo "                      RECIPES=a,b DATA=DIR STEPS=N MODEL=... OUT=DIR RESUME=1"
 	@echo "make test             setup, build, ctest, pytest"
-	@echo "make test-asan        the C++ suites under AddressSanitizer and UBSan"
+	@echo "make test-asan        the C++ suites and the op fuzzer under AddressSanitizer and UBSan"
 	@echo "make test-exhaustive  every float through every format (long)"
 	@echo "make test-gpu         the tests that need a CUDA device"
 	@echo "make bench            the benchmark tables; on a GPU machine build/gpu_roofline.png too"
@@ -84,6 +84,9 @@ test-asan: $(READY)
 	$(CMAKE) --preset asan -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
 	$(CMAKE) --build --preset asan -j $(JOBS)
 	$(VENV)/bin/ctest --preset asan -j $(JOBS)
+	$(CMAKE) --preset asan-torch -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
+	$(CMAKE) --build --preset asan-torch -j $(JOBS)
+	$(PY) tools/fuzz_asan.py $(FUZZ_ARGS)
 
 test-exhaustive: build
 	$(CMAKE) --build --preset exhaustive -j $(JOBS)

@@ -4,6 +4,7 @@
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/backend.h"
 #endif
+#include "minifloat/core/philox.h"
 #include "minifloat/core/swizzle.h"
 #include "minifloat/error.h"
 #include "on_device.h"
@@ -11,15 +12,33 @@
 namespace minifloat {
 namespace {
 
+void check_sizes(const char* function, std::int64_t batch, std::int64_t rows, std::int64_t cols) {
+  MINIFLOAT_CHECK(is_addressable({batch, rows, cols}), function,
+                  ": expected sizes of zero or more, 2^48 elements at most, got batch ", batch,
+                  ", rows ", rows, ", cols ", cols);
+}
+
 void check_values(const char* function, const TensorRef& x) {
   check_device(function, x.device);
-  MINIFLOAT_CHECK(x.batch >= 0 && x.rows >= 0 && x.cols >= 0, function,
-                  ": expected sizes of zero or more, got batch ", x.batch, ", rows ", x.rows,
-                  ", cols ", x.cols);
+  check_sizes(function, x.batch, x.rows, x.cols);
   MINIFLOAT_CHECK(x.data || x.batch * x.rows * x.cols == 0, function,
                   ": expected values, got null");
   MINIFLOAT_CHECK(x.rows <= 1 || x.row_stride >= x.cols || x.row_stride <= -x.cols, function,
                   ": expected a row stride of at least ", x.cols, " elements, got ", x.row_stride);
+}
+
+// The random counter (core/philox.h) has 32 bits for the row and 32 for each 16 columns.
+void check_origin(const Spec& spec, const Origin& origin, std::int64_t rows, std::int64_t cols) {
+  constexpr std::int64_t kRows = std::int64_t{1} << 32, kCols = kElementsPerCall * kRows;
+  MINIFLOAT_CHECK(origin.row >= 0 && origin.col >= 0,
+                  "quantize: expected an origin of zero or more, got (", origin.row, ", ",
+                  origin.col, ")");
+  if (!spec.stochastic) return;
+  MINIFLOAT_CHECK(
+      rows <= kRows && origin.row <= kRows - rows && cols <= kCols && origin.col <= kCols - cols,
+      "quantize: expected rows up to 2^32 and columns up to 2^36 under ", spec.str(),
+      ", as its random bits repeat beyond; got rows [", origin.row, ", ", origin.row, " + ", rows,
+      ") and columns [", origin.col, ", ", origin.col, " + ", cols, ") as read");
 }
 
 void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) {
@@ -34,9 +53,7 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
                   ", got null");
   MINIFLOAT_CHECK(!operand.given_amax || spec.has_tensor_amax() || spec.has_row_amax(),
                   "quantize: ", spec.str(), " has no tensor or row amax to be given");
-  MINIFLOAT_CHECK(operand.origin.row >= 0 && operand.origin.col >= 0,
-                  "quantize: expected an origin of zero or more, got (", operand.origin.row, ", ",
-                  operand.origin.col, ")");
+  check_origin(spec, operand.origin, x.batch * rows, cols);
   if (spec.transform > 0)
     MINIFLOAT_CHECK(
         operand.origin.col % spec.transform == 0,
@@ -57,9 +74,7 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
 void check_quantized(const char* function, const Quantized& q) {
   check_device(function, q.device);
   MINIFLOAT_CHECK(!q.spec.is_bf16(), function, ": bf16 is the identity and has no codes");
-  MINIFLOAT_CHECK(q.batch >= 0 && q.rows >= 0 && q.cols >= 0, function,
-                  ": expected sizes of zero or more, got batch ", q.batch, ", rows ", q.rows,
-                  ", cols ", q.cols);
+  check_sizes(function, q.batch, q.rows, q.cols);
   MINIFLOAT_CHECK((q.codes && q.scale) || q.batch * q.rows * q.cols == 0, function,
                   ": expected codes and scale, got null");
 }
@@ -70,8 +85,7 @@ void check_nvfp4_amax(const char* function, const Quantized& q) {
 }
 
 void check_groups(const char* function, const ScaleMatrix& m) {
-  MINIFLOAT_CHECK(m.batch >= 0 && m.rows >= 0 && m.cols >= 0, function,
-                  ": expected sizes of zero or more");
+  check_sizes(function, m.batch, m.rows, m.cols);
   check_device(function, m.device);
   if (m.kind == Groups::kNone) return;
   MINIFLOAT_CHECK(m.batch == 1, function, ": expected one matrix with groups, got a batch of ",
@@ -112,11 +126,13 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
 void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution) {
   check_quantized("dequantize", operand);
   check_nvfp4_amax("dequantize", operand);
+  if (operand.batch * operand.rows * operand.cols == 0) return;
   MINIFLOAT_ON(operand.device, dequantize(operand, dtype, out, execution));
 }
 
 void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution) {
   check_quantized("decode_for_product", operand);
+  if (operand.batch * operand.rows * operand.cols == 0) return;
   MINIFLOAT_ON(operand.device, decode_for_product(operand, out, execution));
 }
 
@@ -153,20 +169,21 @@ std::int64_t ScaleMatrix::swizzled_bytes() const {
 void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
                     const Execution& execution) {
   check_groups("swizzle_scales", shape);
+  if (shape.batch * shape.swizzled_bytes() == 0) return;
   MINIFLOAT_ON(shape.device, swizzle_scales(shape, scale, out, execution));
 }
 
 void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
                       const Execution& execution) {
   check_groups("unswizzle_scales", shape);
+  if (shape.batch * shape.rows * shape.cols == 0) return;
   MINIFLOAT_ON(shape.device, unswizzle_scales(shape, swizzled, out, execution));
 }
 
 void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution) {
   check_device("transpose_nibbles", codes.device);
-  MINIFLOAT_CHECK(codes.batch >= 0 && codes.rows >= 0 && codes.cols >= 0,
-                  "transpose_nibbles: expected sizes of zero or more, got ", codes.batch, " x ",
-                  codes.rows, " x ", codes.cols);
+  check_sizes("transpose_nibbles", codes.batch, codes.rows, codes.cols);
+  if (codes.batch * codes.rows * codes.cols == 0) return;
   MINIFLOAT_ON(codes.device, transpose_nibbles(codes, out, execution));
 }
 

@@ -17,8 +17,9 @@ void check_cast(const char* function, const PartialCast& cast) {
   const Spec& spec = cast.spec;
   MINIFLOAT_CHECK(!spec.is_bf16() && !spec.stochastic && spec.transform == 0, function,
                   ": expected a spec that rounds to nearest without a transform, got ", spec.str());
-  MINIFLOAT_CHECK(cast.rows >= 0 && cast.cols >= 0, function,
-                  ": expected sizes of zero or more, got ", cast.rows, " x ", cast.cols);
+  MINIFLOAT_CHECK(is_addressable({cast.rows, cast.cols}), function,
+                  ": expected sizes of zero or more, 2^48 elements at most, got ", cast.rows, " x ",
+                  cast.cols);
   MINIFLOAT_CHECK(
       cast.shard.empty() || (cast.shard.begin >= 0 && cast.shard.end <= cast.rows * cast.cols),
       function, ": expected a shard within the ", cast.rows * cast.cols,
@@ -35,8 +36,7 @@ void check_outputs(const PartialCast& cast) {
   MINIFLOAT_CHECK(cast.codes || cast.shard.empty(), "partial_cast: expected codes, got null");
   MINIFLOAT_CHECK(cast.amax || !cast.spec.delayed, "partial_cast: ", cast.spec.str(),
                   " needs the amax in force, got null");
-  const Span bytes =
-      FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.elements == Elements::kE2m1 ? 4 : 8);
+  const Span bytes = FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.code_bits());
   MINIFLOAT_CHECK(bytes.empty() || cast.first_byte <= bytes.begin,
                   "partial_cast: expected codes from byte ", bytes.begin, " on, got from ",
                   cast.first_byte);
@@ -78,6 +78,9 @@ void transpose_many(std::span<const Transpose> matrices, Device device,
   for (const Transpose& m : matrices) {
     MINIFLOAT_CHECK(m.bits == 4 || m.bits == 8 || m.bits == 32,
                     "transpose_many: expected elements of 4, 8 or 32 bits, got ", m.bits);
+    MINIFLOAT_CHECK(is_addressable({m.rows, m.cols}),
+                    "transpose_many: expected sizes of zero or more, 2^48 elements at most, got ",
+                    m.rows, " x ", m.cols);
     MINIFLOAT_CHECK((m.from && m.to) || m.rows * m.cols == 0,
                     "transpose_many: expected memory to read and to write, got null");
   }

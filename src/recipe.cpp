@@ -56,19 +56,29 @@ Product take_product(Slice& rest, std::string_view name, std::string_view next) 
   return parse_product({after.whole, after.begin, after.begin + at});
 }
 
-// Does glob, with * and ?, match the whole name?
+// The first byte of the character after the one that begins at `at`.
+std::size_t next_character(std::string_view text, std::size_t at) {
+  do ++at;
+  while (at < text.size() && is_continuation(text[at]));
+  return at;
+}
+
+// Whether the glob, with * for any characters and ? for one, matches the whole name.
 bool glob_matches(std::string_view glob, std::string_view name) {
   std::size_t g = 0, n = 0, star = std::string_view::npos, mark = 0;
   while (n < name.size()) {
     if (g < glob.size() && glob[g] == '*') {
       star = g++;
       mark = n;
-    } else if (g < glob.size() && (glob[g] == '?' || glob[g] == name[n])) {
+    } else if (g < glob.size() && glob[g] == '?') {
+      ++g;
+      n = next_character(name, n);
+    } else if (g < glob.size() && glob[g] == name[n]) {
       ++g;
       ++n;
     } else if (star != std::string_view::npos) {
       g = star + 1;
-      n = ++mark;
+      n = mark = next_character(name, mark);
     } else {
       return false;
     }

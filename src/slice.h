@@ -1,12 +1,21 @@
 // A piece of a longer text that remembers where it stands, so that an error can point at the whole.
 #pragma once
 
+#include <algorithm>
 #include <string_view>
 #include <vector>
 
 #include "minifloat/error.h"
 
 namespace minifloat {
+
+// Whether a byte of UTF-8 goes on with a character that an earlier byte began.
+inline bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xC0u) == 0x80u; }
+
+inline std::size_t characters(std::string_view text) {
+  return text.size() -
+         static_cast<std::size_t>(std::count_if(text.begin(), text.end(), is_continuation));
+}
 
 struct Slice {
   std::string_view whole;
@@ -44,7 +53,7 @@ struct Slice {
   }
   template <class... Parts>
   [[noreturn]] void fail(const Parts&... parts) const {
-    minifloat::fail("'", whole, "', position ", begin, ": ", parts...);
+    minifloat::fail("'", whole, "', position ", characters(whole.substr(0, begin)), ": ", parts...);
   }
 };
 

@@ -6,6 +6,7 @@
 
 #include "bridge.h"
 #include "ops.h"
+#include "outputs.h"
 #include "products.h"
 
 namespace minifloat {
@@ -60,25 +61,32 @@ BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const T
 namespace {
 
 using at::Tensor;
+using torch_ops::is_scale_dtype;
 using Parts =
     std::tuple<Tensor, std::vector<Tensor>, std::vector<std::int64_t>, std::vector<std::int64_t>>;
 
-const Spec& check_operand(const Tensor& codes, const Tensor& scale, const std::string& text,
-                          const c10::SymInt& cols) {
+const Spec& check_operand(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                          const std::string& text, const c10::SymInt& cols) {
   const Spec& spec = bridge::parse_spec(text);
   TORCH_CHECK_VALUE(spec.rule == ScaleRule::kMx || spec.rule == ScaleRule::kNvfp4,
                     "block_scaled_operand: expected an MX or NVFP4 spec, got ", spec.str());
+  constexpr const char* kOp = "block_scaled_operand";
+  bridge::check_size(kOp, "cols", cols);
+  bridge::check_sizes(kOp, "codes", codes);
   TORCH_CHECK_VALUE(codes.dim() == 2 && codes.scalar_type() == at::kByte &&
                         codes.sym_size(1) == spec.code_cols(cols),
                     "block_scaled_operand: expected uint8 codes (rows, ", spec.code_cols(cols),
                     ") for ", cols, " columns under ", spec.str(), ", got ", codes.scalar_type(),
                     " ", codes.sym_sizes());
-  TORCH_CHECK_VALUE(scale.dim() == 2 && scale.element_size() == 1 &&
+  TORCH_CHECK_VALUE(scale.dim() == 2 && is_scale_dtype(scale.scalar_type(), spec) &&
                         scale.sym_size(0) == spec.scale_rows(codes.sym_size(0)) &&
                         scale.sym_size(1) == spec.scale_cols(cols),
                     "block_scaled_operand: expected one-byte scales (",
                     spec.scale_rows(codes.sym_size(0)), ", ", spec.scale_cols(cols), ") under ",
                     spec.str(), ", got ", scale.scalar_type(), " ", scale.sym_sizes());
+  torch_ops::check_tensor_factor(kOp, "the operand", spec, scale, amax);
+  bridge::check_same_device(kOp, "scale", scale, codes);
+  bridge::check_same_device(kOp, "amax", amax, codes);
   return spec;
 }
 
@@ -89,7 +97,9 @@ Parts as_parts(torch_ops::BlockScaledSide side) {
 
 Parts block_scaled_operand_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                   const std::string& text, c10::SymInt cols) {
-  const Spec& spec = check_operand(codes, scale, text, cols);
+  const Spec& spec = check_operand(codes, scale, amax, text, cols);
+  for (const Tensor* t : {&codes, &scale, &amax})
+    bridge::check_memory("block_scaled_operand", "codes, scale and amax", *t);
   const at::AutoDispatchBelowADInplaceOrView below;
   Tensor factor;
   if (spec.has_tensor_amax()) factor = torch_ops::tensor_factor_of(spec, scale, amax);
@@ -98,7 +108,7 @@ Parts block_scaled_operand_kernel(const Tensor& codes, const Tensor& scale, cons
 
 Parts block_scaled_operand_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                 const std::string& text, c10::SymInt cols) {
-  const Spec& spec = check_operand(codes, scale, text, cols);
+  const Spec& spec = check_operand(codes, scale, amax, text, cols);
   const Tensor factor = at::empty({}, amax.options().dtype(at::kFloat));
   return as_parts(torch_ops::block_scaled_side(spec, codes, scale, factor));
 }

@@ -8,23 +8,28 @@
 #include <c10/core/impl/VirtualGuardImpl.h>
 #include <c10/util/Exception.h>
 
+#include <new>
 #include <string>
 #include <unordered_map>
 #include <vector>
 
+#include "checks.h"
 #include "minifloat/error.h"
 #include "minifloat/recipe.h"
 #include "minifloat/tensor_ref.h"
 
 namespace minifloat::bridge {
 
-// Runs f; a minifloat::Error leaves as c10::ValueError, which Python sees as ValueError.
+// Runs f; a minifloat::Error leaves as c10::ValueError, which Python sees as ValueError, and memory that is not to be had
+// as torch's own error for that.
 template <class F>
 decltype(auto) with_value_errors(F&& f) {
   try {
     return f();
   } catch (const Error& error) {
     TORCH_CHECK_VALUE(false, error.what());
+  } catch (const std::bad_alloc&) {
+    TORCH_CHECK_WITH(OutOfMemoryError, false, "minifloat: not enough host memory for the call");
   }
 }
 
@@ -82,31 +87,10 @@ class ExecutionOn {
   Execution execution_;
 };
 
-// The tensors of one call lie on one device; an undefined or empty one lies anywhere.
-inline void check_same_device(const char* op, const char* name, const at::Tensor& t,
-                              const at::Tensor& like) {
-  TORCH_CHECK_VALUE(!t.defined() || t.sym_numel() == 0 || t.device() == like.device(), op,
-                    ": expected ", name, " on ", like.device(), ", got ", t.device());
-}
-
-// Sharding frees what is not gathered, and leaves the tensors that were it.
-inline void check_held(const char* op, const char* name, const at::Tensor& t) {
-  TORCH_CHECK_VALUE(!t.defined() || t.numel() == 0 || t.storage().nbytes() > 0, op, ": expected ",
-                    name, " in memory, got one whose memory is freed: no gather has brought it");
-}
-
-// What every op that reads values asks of its input.
-inline void check_values(const char* op, const at::Tensor& x) {
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16, op,
-                    ": expected x in float32 or bfloat16, got ", x.scalar_type());
-  TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, op,
-                    ": expected x of shape (rows, cols) or (batch, rows, cols), got ", x.dim(),
-                    " dimensions");
-}
-
 // x as a batch of row-major matrices; a layout that would need a copy is refused, not copied.
 inline TensorRef tensor_ref(const char* op, const at::Tensor& x) {
   check_values(op, x);
+  check_memory(op, "x", x);
   TORCH_CHECK_VALUE(x.numel() == 0 || x.size(-1) == 1 || x.stride(-1) == 1, op,
                     ": expected x with adjacent columns (stride 1), got strides ", x.strides(),
                     "; pass x.contiguous(), or quantize the transpose with columnwise=True");

@@ -54,17 +54,6 @@ Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape) {
   return plain_view(side.scale.contiguous(), at::kFloat, shape);
 }
 
-void check_scale(const char* name, const Fp8Side& side) {
-  const std::int64_t rows = side.codes.size(0), k = side.codes.size(1);
-  const Spec& spec = side.spec;
-  const std::int64_t count = spec.has_blocks()     ? spec.scale_rows(rows) * spec.scale_cols(k)
-                             : spec.has_row_amax() ? rows
-                                                   : 1;
-  TORCH_CHECK_VALUE(side.scale.scalar_type() == at::kFloat && side.scale.numel() == count,
-                    "scaled_mm: expected ", count, " float32 scales for ", name, " under ",
-                    spec.str(), ", got ", side.scale.numel(), " of ", side.scale.scalar_type());
-}
-
 // Contiguous (cols, rows) as (rows, cols), with the strides that cuBLAS checks where a size is one, too.
 Tensor as_columns(const Tensor& t, std::int64_t cols, std::int64_t rows) {
   return plain_view(t, t.scalar_type(), {rows, cols}, {1, rows}, t.storage_offset());
@@ -92,8 +81,6 @@ std::int64_t block_scaling(const Spec& spec) {
 
 Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
                    const Result& result) {
-  check_scale("a", a);
-  check_scale("b", b);
   const Tensor left = fp8_view(a), right = fp8_view(b);
   const auto [bias, dtype, is_whole] = request_of(result, engine != Engine::kFp8Block);
   Tensor out;

@@ -18,14 +18,19 @@ using c10::SymInt;
 using torch_ops::empty;
 using torch_ops::is_scale_dtype;
 using torch_ops::scale_dtype;
+using torch_ops::scales_of;
 
-// codes (…, rows, code_cols) of an operand read (rows, cols).
-Tensor empty_values(const char* op, const Tensor& codes, const Spec& spec, const SymInt& cols,
-                    at::ScalarType dtype) {
+// Memory for the values of codes (…, rows, code_cols) of an operand read (rows, cols).
+Tensor empty_values(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                    const Spec& spec, const SymInt& cols, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(!spec.is_bf16(), op, ": bf16 is the identity and has no codes");
   TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3), op,
                     ": expected uint8 codes of 2 or 3 dimensions, got ", codes.scalar_type(),
                     " of ", codes.dim());
+  bridge::check_sizes(op, "codes", codes);
+  bridge::check_size(op, "cols", cols);
+  bridge::check_same_device(op, "scale", scale, codes);
+  bridge::check_same_device(op, "amax", amax, codes);
   TORCH_CHECK_VALUE(codes.sym_size(-1) == spec.code_cols(cols), op, ": expected ",
                     spec.code_cols(cols), " code bytes a row for ", cols, " columns under ",
                     spec.str(), ", got ", codes.sym_size(-1));
@@ -34,16 +39,23 @@ Tensor empty_values(const char* op, const Tensor& codes, const Spec& spec, const
   return empty(codes, shape, dtype);
 }
 
-// The torch-free view of (codes, scale, amax); `holder` keeps contiguous copies alive.
-Quantized quantized_view(const char* op, const Spec& spec, const Tensor& codes, const Tensor& scale,
-                         const Tensor& amax, std::int64_t cols) {
-  TORCH_CHECK_VALUE(codes.is_contiguous() && scale.is_contiguous(), op,
-                    ": expected contiguous codes and scale");
-  bridge::check_same_device(op, "scale", scale, codes);
-  bridge::check_same_device(op, "amax", amax, codes);
-  bridge::check_held(op, "codes", codes);
-  bridge::check_held(op, "scale", scale);
+// A torch-free view of (codes, scale, amax), and the contiguous amax that it points to.
+struct View {
   Quantized q;
+  Tensor amax;
+};
+
+// amax: undefined where the op takes none
+View quantized_view(const char* op, const Spec& spec, const Tensor& codes, const Tensor& scale,
+                    const Tensor& amax, std::int64_t cols) {
+  bridge::check_memory(op, "codes", codes);
+  bridge::check_memory(op, "scale", scale);
+  bridge::check_memory(op, "amax", amax);
+  TORCH_CHECK_VALUE(codes.is_contiguous() && scale.is_contiguous(), op,
+                    ": expected contiguous codes and scale, got strides ", codes.strides(), " and ",
+                    scale.strides());
+  View view;
+  Quantized& q = view.q;
   q.spec = spec;
   q.device = bridge::backend_of(codes);
   q.codes = codes.const_data_ptr<std::uint8_t>();
@@ -51,9 +63,7 @@ Quantized quantized_view(const char* op, const Spec& spec, const Tensor& codes, 
   q.batch = codes.dim() == 3 ? codes.size(0) : 1;
   q.rows = codes.size(-2);
   q.cols = cols;
-  const std::int64_t scales =
-      q.batch * (spec.has_blocks() ? spec.scale_rows(q.rows) * spec.scale_cols(cols)
-                                   : (spec.has_row_amax() ? q.rows : 1));
+  const std::int64_t scales = q.batch * scales_of(spec, q.rows, cols);
   TORCH_CHECK_VALUE(is_scale_dtype(scale.scalar_type(), spec) && scale.numel() == scales, op,
                     ": expected ", scales, " scales of ", scale_dtype(spec), " for ", spec.str(),
                     ", got ", scale.numel(), " of ", scale.scalar_type());
@@ -61,63 +71,63 @@ Quantized quantized_view(const char* op, const Spec& spec, const Tensor& codes, 
     TORCH_CHECK_VALUE(amax.scalar_type() == at::kFloat && amax.numel() == q.batch, op,
                       ": expected ", q.batch, " float32 tensor amaxes, got ", amax.numel(), " of ",
                       amax.scalar_type());
-    q.amax = amax.const_data_ptr<float>();
+    view.amax = amax.contiguous();
+    q.amax = view.amax.const_data_ptr<float>();
   }
-  return q;
+  return view;
 }
 
-Tensor dequantize_meta(const Tensor& codes, const Tensor&, const Tensor&, const std::string& spec,
-                       SymInt cols, at::ScalarType dtype) {
+Tensor dequantize_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                       const std::string& spec, SymInt cols, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16,
                     "dequantize: expected dtype float32 or bfloat16, got ", dtype);
-  return empty_values("dequantize", codes, bridge::parse_spec(spec), cols, dtype);
+  return empty_values("dequantize", codes, scale, amax, bridge::parse_spec(spec), cols, dtype);
 }
 
 Tensor dequantize_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                          const std::string& text, SymInt cols, at::ScalarType dtype) {
   const Tensor out = dequantize_meta(codes, scale, amax, text, cols, dtype);
-  const Tensor contiguous_amax = amax.contiguous();
-  const Quantized q = quantized_view("dequantize", bridge::parse_spec(text), codes, scale,
-                                     contiguous_amax, cols.guard_int(__FILE__, __LINE__));
+  const View view = quantized_view("dequantize", bridge::parse_spec(text), codes, scale, amax,
+                                   cols.guard_int(__FILE__, __LINE__));
   const DType to = dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
   bridge::with_value_errors(
-      [&] { dequantize(q, to, out.mutable_data_ptr(), bridge::ExecutionOn(codes)); });
+      [&] { dequantize(view.q, to, out.mutable_data_ptr(), bridge::ExecutionOn(codes)); });
   return out;
 }
 
-Tensor decode_meta(const Tensor& codes, const Tensor&, const std::string& spec, SymInt cols) {
-  return empty_values("decode", codes, bridge::parse_spec(spec), cols, at::kBFloat16);
+Tensor decode_meta(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols) {
+  return empty_values("decode", codes, scale, Tensor(), bridge::parse_spec(spec), cols,
+                      at::kBFloat16);
 }
 
 Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& text,
                      SymInt cols) {
   const Tensor out = decode_meta(codes, scale, text, cols);
-  const Quantized q = quantized_view("decode", bridge::parse_spec(text), codes, scale, Tensor(),
-                                     cols.guard_int(__FILE__, __LINE__));
+  const View view = quantized_view("decode", bridge::parse_spec(text), codes, scale, Tensor(),
+                                   cols.guard_int(__FILE__, __LINE__));
   bridge::with_value_errors([&] {
-    decode_for_product(q, static_cast<std::uint16_t*>(out.mutable_data_ptr()),
+    decode_for_product(view.q, static_cast<std::uint16_t*>(out.mutable_data_ptr()),
                        bridge::ExecutionOn(codes));
   });
   return out;
 }
 
-std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor&, const Tensor&,
+std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                       const std::string& text, SymInt cols) {
   const Spec spec = bridge::parse_spec(text);
   TORCH_CHECK_VALUE(spec.is_fp4_by_powers_of_two(),
                     "carry: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ", text);
-  const Tensor carried = empty_values("carry", codes, spec, cols, at::kFloat8_e4m3fn);
+  const Tensor carried = empty_values("carry", codes, scale, amax, spec, cols, at::kFloat8_e4m3fn);
   return {carried, empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
 }
 
 std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale,
                                         const Tensor& amax, const std::string& text, SymInt cols) {
   const auto [carried, row_scale] = carry_meta(codes, scale, amax, text, cols);
-  const Tensor contiguous_amax = amax.defined() ? amax.contiguous() : amax;
-  const Quantized q = quantized_view("carry", bridge::parse_spec(text), codes, scale,
-                                     contiguous_amax, cols.guard_int(__FILE__, __LINE__));
+  const View view = quantized_view("carry", bridge::parse_spec(text), codes, scale, amax,
+                                   cols.guard_int(__FILE__, __LINE__));
   bridge::with_value_errors([&] {
-    carry_in_e4m3(q, static_cast<std::uint8_t*>(carried.mutable_data_ptr()),
+    carry_in_e4m3(view.q, static_cast<std::uint8_t*>(carried.mutable_data_ptr()),
                   row_scale.mutable_data_ptr<float>(), bridge::ExecutionOn(codes));
   });
   return {carried, row_scale};

@@ -1,6 +1,7 @@
 #include "layer_operands.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
 
 #include <algorithm>
@@ -46,7 +47,12 @@ Tensor running_pair(const Tensor& history, Place a, Place b) {
 
 // Writes the step's own amax of a tensor to the running ones: one place's, or those of two that are read as they lie
 // and have the same.
-void record_amax(Tensor running, const Tensor& amax) { at::maximum_out(running, running, amax); }
+void record_amax(const ModuleState& state, Tensor running, const Tensor& amax) {
+  if (state.pending)
+    state.pending->emplace_back(std::move(running), amax);
+  else
+    at::maximum_out(running, running, amax);
+}
 
 PreparedRecipe prepared_recipe(const std::string& text) {
   const Recipe r = bridge::with_value_errors([&] { return Recipe::parse(text); });
@@ -84,6 +90,13 @@ const PreparedRecipe& prepare(const std::string& text) {
   return prepared.emplace(text, prepared_recipe(text)).first->second;
 }
 
+void record(const PendingAmaxes& pending) {
+  for (const auto& [running, amax] : pending) {
+    Tensor out = running;
+    at::maximum_out(out, out, amax);
+  }
+}
+
 bool reads_values(const Product& product, const Tensor& x) {
   return engine_of(product, compute_capability(x.device())) == Engine::kExact;
 }
@@ -117,10 +130,12 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wa
   const bool alike =
       recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
   if (is_delayed(row) && is_delayed(col) && alike) {
-    record_amax(running_pair(state.history, row.place, col.place), out.first.amax);
+    record_amax(state, running_pair(state.history, row.place, col.place), out.first.amax);
   } else {
-    if (is_delayed(row)) record_amax(entry(state.history, row.place, kRunning), out.first.amax);
-    if (is_delayed(col)) record_amax(entry(state.history, col.place, kRunning), out.second.amax);
+    if (is_delayed(row))
+      record_amax(state, entry(state.history, row.place, kRunning), out.first.amax);
+    if (is_delayed(col))
+      record_amax(state, entry(state.history, col.place, kRunning), out.second.amax);
   }
   return out;
 }
@@ -129,12 +144,17 @@ Directions given_both(const PreparedRecipe& recipe, const char* name, at::Tensor
                       const Tensor& x, const Wanted& row, const Wanted& col) {
   TORCH_CHECK_VALUE(given.size() == 8, "linear: expected ", name,
                     " as the eight tensors of layer_operands, got ", given.size());
+  bridge::check_same_device("linear", name, given, x);
   const auto direction = [&](const Wanted& wanted, std::size_t first) -> QuantizedOperand {
     if (!wanted.is_wanted) return {};
     if (recipe.specs[wanted.place].is_bf16()) return as_it_is(first == 0 ? x : transposed(x));
     TORCH_CHECK_VALUE(given[first].numel() > 0 || x.numel() == 0, "linear: expected ", name,
                       first == 0 ? " with its rowwise codes" : " with its columnwise codes",
                       ", got none");
+    const SymInt rows = x.sym_size(first == 0 ? 0 : 1);
+    const Tensor& read = given[wanted.decoded ? first + 3 : first];
+    TORCH_CHECK_VALUE(read.dim() == 2 && read.sym_size(0) == rows, "linear: expected ", name,
+                      " of ", rows, " rows as read, got ", read.sym_sizes());
     // As a cast leaves what a spec has not: a recomputed forward must save what the first one saved.
     const Tensor amax = given[first + 2].numel() > 0 ? given[first + 2] : Tensor();
     return {given[first], given[first + 1], amax, given[first + 3]};
@@ -159,7 +179,21 @@ void prepare_for(const Product& product, const Spec& spec, const SymInt& cols,
         carry(operand.codes, operand.scale, operand.amax, spec.str(), cols);
 }
 
-Tensor as_matrix(const Tensor& x) {
+void check_history(const char* op, const Tensor& history, const Tensor& x) {
+  TORCH_CHECK_VALUE(history.dim() == 2 && history.sym_size(0) == kPlaces &&
+                        history.sym_size(1) >= 2 && history.scalar_type() == at::kFloat,
+                    op, ": expected amax_history as float32 (", static_cast<int>(kPlaces),
+                    ", 1 + length), got ", history.scalar_type(), " ", history.sym_sizes());
+  TORCH_CHECK_VALUE(at::has_internal_overlap(history) != at::MemOverlap::Yes, op,
+                    ": expected amax_history with memory for each entry, got strides ",
+                    history.sym_strides());
+  TORCH_CHECK_VALUE(history.device() == x.device(), op, ": expected amax_history on ", x.device(),
+                    ", got ", history.device());
+  bridge::check_memory_if_real(op, "amax_history", history);
+}
+
+Tensor as_matrix(const Tensor& x, const char* name) {
+  bridge::check_memory_if_real("linear", name, x);
   if (x.dim() == 2) return x.contiguous();
   SymInt rows = 1;
   for (std::int64_t i = 0; i + 1 < x.dim(); ++i) rows = rows * x.sym_size(i);
@@ -178,8 +212,13 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& text, con
                                    bool rowwise, bool columnwise,
                                    const std::optional<Tensor>& amax_history) {
   using namespace torch_ops;
-  TORCH_CHECK_VALUE(of == "x" || of == "w", "layer_operands: expected of = 'x' or 'w', got '", of,
-                    "'");
+  TORCH_CHECK_VALUE(of == "x" || of == "w", "layer_operands: expected of = 'x' or 'w', got '",
+                    printable(of), "'");
+  bridge::check_value_dtype("layer_operands", "x", x);
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.layout() == at::kStrided && !x.is_nested(),
+                    "layer_operands: expected x as a dense tensor (…, K), got ", x.layout(), " of ",
+                    x.dim(), " dimensions");
+  if (amax_history) check_history("layer_operands", *amax_history, x);
   const PreparedRecipe& recipe = prepare(text);
   const bool is_x = of == "x";
   const Product& product = recipe.recipe.fprop;

@@ -8,6 +8,7 @@
 #include <cstdint>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "minifloat/recipe.h"
 #include "ops.h"
@@ -39,11 +40,16 @@ struct Wanted {
 // Rowwise and columnwise.
 using Directions = std::pair<QuantizedOperand, QuantizedOperand>;
 
+// Running entries of histories, and the amaxes to raise them to once nothing of a forward pass can fail any more.
+using PendingAmaxes = std::vector<std::pair<Tensor, Tensor>>;
+void record(const PendingAmaxes& pending);
+
 // What the operands of one module depend on besides their values.
 struct ModuleState {
-  Tensor rng;               // undefined: nothing is stochastic
-  std::int64_t stream = 0;  // of the module, beside the one that rng may hold
-  Tensor history;           // undefined: nothing is delayed
+  Tensor rng;                        // undefined: nothing is stochastic
+  std::int64_t stream = 0;           // of the module, beside the one that rng may hold
+  Tensor history;                    // undefined: nothing is delayed
+  PendingAmaxes* pending = nullptr;  // null: amaxes go to the history at once
 };
 
 // Whether the product reads decoded values, not codes; of spec and device alone, so that a trace holds for any size.
@@ -57,6 +63,9 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wa
 Directions given_both(const PreparedRecipe& recipe, const char* name, at::TensorList given,
                       const Tensor& x, const Wanted& row, const Wanted& col);
 
+// Requires an amax history, float32 (kPlaces, 1 + length) in memory of its own, on the device of x.
+void check_history(const char* op, const Tensor& history, const Tensor& x);
+
 // What the product multiplies: the decoded values where they are there, else the codes.
 QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted);
 
@@ -64,6 +73,7 @@ QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted);
 void prepare_for(const Product& product, const Spec& spec, const SymInt& cols,
                  QuantizedOperand& operand);
 
-Tensor as_matrix(const Tensor& x);  // (…, K) as (M, K)
+// x (…, K) as (M, K). name: for errors
+Tensor as_matrix(const Tensor& x, const char* name = "x");
 
 }  // namespace minifloat::torch_ops

@@ -78,9 +78,15 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   const SymInt k = x.sym_size(-1);
   const Given& given = layers.given;
 
+  PendingAmaxes pending;
+  const auto state_of = [&](std::size_t i) {
+    ModuleState state = layers.state_of(i);
+    state.pending = &pending;
+    return state;
+  };
   const Wanted x_row{kFpropX, true, exact}, x_col{kWgradX, needs.any_dw};
   const auto [rowwise, columnwise] =
-      given.x.empty() ? quantize_both(prepared, matrix, x_row, x_col, layers.state_of(0))
+      given.x.empty() ? quantize_both(prepared, matrix, x_row, x_col, state_of(0))
                       : given_both(prepared, "x_operands", given.x, matrix, x_row, x_col);
   const auto save = [&](const QuantizedOperand& operand) {
     if (saved) saved->insert(saved->end(), {operand.codes, operand.scale, operand.amax});
@@ -94,11 +100,12 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
     const Wanted w_row{kFpropW, true, exact && given.weight.empty()}, w_col{kDgradW, needs.dx};
     const bool has_values =
         given.weight.empty() || recipe.fprop.b.is_bf16() || (needs.dx && recipe.dgrad.b.is_bf16());
+    if (has_values) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
     const Tensor weight =
         has_values ? to_dtype(layers.weights[i], x.scalar_type()) : layers.weights[i];
     const auto [w_rowwise, w_columnwise] =
         given.weight.empty()
-            ? quantize_both(prepared, weight, w_row, w_col, layers.state_of(i))
+            ? quantize_both(prepared, weight, w_row, w_col, state_of(i))
             : given_both(prepared, "weight_operands", given.weight, weight, w_row, w_col);
     save(w_columnwise);
     Tensor y = scaled_mm(left, payload(w_rowwise, w_row), prepared.fprop, k, layers.bias_of(i),
@@ -110,6 +117,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
     }
     outputs.push_back(std::move(y));
   }
+  record(pending);
   return outputs;
 }
 
@@ -241,7 +249,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                                        const QuantizedOperand& w, bool shared) {
     const PreparedRecipe& prepared = r.recipe;
     const Recipe& recipe = prepared.recipe;
-    const Tensor g = as_matrix(grad);
+    const Tensor g = as_matrix(grad, "gradient");
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
     const bool exact_dx = reads_values(recipe.dgrad, g), exact_dw = reads_values(recipe.wgrad, g);
     const Wanted row{kDgradG, r.needs.dx, exact_dx};
@@ -263,37 +271,50 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
+void check_dense(const char* name, const Tensor& t) {
+  bridge::check_value_dtype("linear", name, t);
+  TORCH_CHECK_VALUE(t.layout() == at::kStrided && !t.is_nested(), "linear: expected ", name,
+                    " as a dense tensor, got ", t.layout());
+}
+
+void check_layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  check_dense("weight", weight);
+  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(1) == x.sym_size(-1),
+                    "linear: expected weight (N, ", x.sym_size(-1), ") for x ", x.sym_sizes(),
+                    ", got ", weight.sym_sizes());
+  TORCH_CHECK_VALUE(weight.device() == x.device(), "linear: expected weight on ", x.device(),
+                    ", got ", weight.device());
+  if (!bias) return;
+  check_dense("bias", *bias);
+  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0),
+                    "linear: expected bias (", weight.sym_size(0), "), got ", bias->sym_sizes());
+  TORCH_CHECK_VALUE(bias->device() == x.device(), "linear: expected bias on ", x.device(), ", got ",
+                    bias->device());
+  bridge::check_memory_if_real("linear", "bias", *bias);
+}
+
 void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe) {
-  TORCH_CHECK_VALUE(x.scalar_type() == at::kFloat || x.scalar_type() == at::kBFloat16,
-                    "linear: expected x in float32 or bfloat16, got ", x.scalar_type());
+  check_dense("x", x);
   TORCH_CHECK_VALUE(x.dim() >= 1, "linear: expected x of shape (…, K), got a scalar");
-  const std::size_t n = layers.weights.size();
+  const std::size_t n = layers.weights.size(), states = layers.rng.size(),
+                    histories = layers.histories.size();
   TORCH_CHECK_VALUE(n > 0, "linear: expected at least one weight");
   TORCH_CHECK_VALUE(layers.bias_index.size() == n, "linear_group: expected ", n, " biases, got ",
                     layers.bias_index.size());
-  for (std::size_t i = 0; i < n; ++i) {
-    const Tensor& w = layers.weights[i];
-    TORCH_CHECK_VALUE(w.dim() == 2 && w.sym_size(1) == x.sym_size(-1),
-                      "linear: expected weight (N, ", x.sym_size(-1), ") for x ", x.sym_sizes(),
-                      ", got ", w.sym_sizes());
-    TORCH_CHECK_VALUE(w.device() == x.device(), "linear: expected weight on ", x.device(), ", got ",
-                      w.device());
-    const std::optional<Tensor> b = layers.bias_of(i);
-    TORCH_CHECK_VALUE(!b || (b->dim() == 1 && b->sym_size(0) == w.sym_size(0)),
-                      "linear: expected bias (", w.sym_size(0), "), got ", b->sym_sizes());
-    if (b) bridge::check_same_device("linear", "bias", *b, x);
-  }
-  TORCH_CHECK_VALUE(!recipe.is_stochastic || layers.rng.size() == n, "linear: recipe ", recipe.text,
+  TORCH_CHECK_VALUE(!recipe.is_stochastic || states > 0, "linear: recipe ", recipe.text,
                     " rounds stochastically and needs rng, one int64 tensor a layer");
-  TORCH_CHECK_VALUE(!recipe.is_delayed || layers.histories.size() == n, "linear: recipe ",
-                    recipe.text, " scales by history and needs amax_history, one tensor a layer");
-  for (const Tensor& history : layers.histories) {
-    TORCH_CHECK_VALUE(history.dim() == 2 && history.sym_size(0) == kPlaces &&
-                          history.sym_size(1) >= 2 && history.scalar_type() == at::kFloat,
-                      "linear: expected amax_history as float32 (", static_cast<int>(kPlaces),
-                      ", 1 + length), got ", history.scalar_type(), " ", history.sym_sizes());
-    bridge::check_same_device("linear", "amax_history", history, x);
+  TORCH_CHECK_VALUE(!recipe.is_delayed || histories > 0, "linear: recipe ", recipe.text,
+                    " scales by history and needs amax_history, one tensor a layer");
+  TORCH_CHECK_VALUE(states == 0 || states == n, "linear: expected rng of ", n, " layers, got ",
+                    states);
+  TORCH_CHECK_VALUE(histories == 0 || histories == n, "linear: expected amax_history of ", n,
+                    " layers, got ", histories);
+  for (std::size_t i = 0; i < n; ++i) check_layer(x, layers.weights[i], layers.bias_of(i));
+  for (const Tensor& rng : layers.rng) {
+    bridge::check_rng("linear", rng, x);
+    bridge::check_memory_if_real("linear", "rng", rng);
   }
+  for (const Tensor& history : layers.histories) check_history("linear", history, x);
 }
 
 std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::string& recipe) {

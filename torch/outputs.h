@@ -19,4 +19,11 @@ at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef shape, at::ScalarTy
 at::ScalarType scale_dtype(const Spec& spec);
 bool is_scale_dtype(at::ScalarType dtype, const Spec& spec);
 
+// How many scales an operand has that is read (rows, cols).
+template <class Int>
+Int scales_of(const Spec& spec, const Int& rows, const Int& cols) {
+  if (spec.has_blocks()) return spec.scale_rows(rows) * spec.scale_cols(cols);
+  return spec.has_row_amax() ? rows : Int(1);
+}
+
 }  // namespace minifloat::torch_ops

@@ -11,6 +11,7 @@
 #include "kernels.h"
 #include "minifloat/quantize.h"
 #include "ops.h"
+#include "outputs.h"
 #include "plain.h"
 
 namespace minifloat {
@@ -52,6 +53,17 @@ Tensor exact_product_cpu(const ExactSide& a, const ExactSide& b, const Result& r
   return out.to(result.dtype);
 }
 
+void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
+                         const Tensor& amax) {
+  if (!spec.has_tensor_amax()) return;
+  const bool is_scale = spec.rule == ScaleRule::kTensor;
+  const Tensor& factor = is_scale ? scale : amax;
+  TORCH_CHECK_VALUE(
+      factor.defined() && factor.scalar_type() == at::kFloat && factor.sym_numel() == 1, op,
+      ": expected one float32 ", is_scale ? "scale" : "amax", " for ", name, " under ", spec.str(),
+      ", got ", factor.sym_numel(), " of ", factor.scalar_type());
+}
+
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
   if (spec.rule == ScaleRule::kTensor) return plain_view(scale, at::kFloat, {});
   const Tensor out = plain_empty(amax, {}, at::kFloat);
@@ -71,6 +83,8 @@ using at::Tensor;
 using c10::SymInt;
 using torch_ops::Engine;
 using torch_ops::ExactSide;
+using torch_ops::is_scale_dtype;
+using torch_ops::scales_of;
 
 bool owes_row_factors(const Spec& spec) {
   return spec.rule == ScaleRule::kRow && spec.scale_rounding == ScaleRounding::kExact;
@@ -79,29 +93,39 @@ bool owes_row_factors(const Spec& spec) {
 // FP4 codes as the op `carry` gives them; their scale is then one a row.
 bool is_carried(const Tensor& codes) { return codes.scalar_type() == at::kFloat8_e4m3fn; }
 
+// The scale that a side's form is multiplied by: with packed codes all of its spec, with carried codes or an exact row
+// rule one a row. The values of other rules have theirs in them.
+void check_scale(const char* name, const Spec& spec, const Tensor& codes, const Tensor& scale,
+                 const SymInt& k) {
+  const bool packed = codes.scalar_type() == at::kByte, by_row = is_carried(codes);
+  if (!packed && !by_row && !owes_row_factors(spec)) return;
+  const SymInt rows = codes.sym_size(0), count = packed ? scales_of(spec, rows, k) : rows;
+  const bool is_of_spec = packed ? is_scale_dtype(scale.scalar_type(), spec)
+                                 : scale.scalar_type() == at::kFloat && scale.dim() == 1;
+  TORCH_CHECK_VALUE(scale.defined() && is_of_spec && scale.sym_numel() == count,
+                    "scaled_mm: expected ", count, packed ? " scales of " : " row scales of ",
+                    packed ? torch_ops::scale_dtype(spec) : at::kFloat, " for ", name, " under ",
+                    spec.str(), ", got ", scale.sym_numel(), " of ", scale.scalar_type());
+}
+
 void check_side(const char* name, const Spec& spec, const Tensor& codes, const Tensor& scale,
                 const Tensor& amax, const SymInt& k) {
   TORCH_CHECK_VALUE(codes.dim() == 2, "scaled_mm: expected ", name, " of 2 dimensions, got ",
                     codes.dim());
-  const bool packed = codes.scalar_type() == at::kByte, carried = is_carried(codes);
-  TORCH_CHECK_VALUE(!packed || !spec.is_bf16(), "scaled_mm: ", name,
-                    " is bf16 in the product, got packed codes");
-  TORCH_CHECK_VALUE(packed || codes.scalar_type() == at::kBFloat16 || spec.is_bf16() ||
-                        (carried && spec.is_fp4_by_powers_of_two()),
+  const at::ScalarType dtype = codes.scalar_type();
+  const bool packed = dtype == at::kByte;
+  TORCH_CHECK_VALUE(!spec.is_bf16() || bridge::is_value_dtype(dtype), "scaled_mm: expected ", name,
+                    " in float32 or bfloat16, as it is bf16 in the product, got ", dtype);
+  TORCH_CHECK_VALUE(spec.is_bf16() || packed || dtype == at::kBFloat16 ||
+                        (is_carried(codes) && spec.is_fp4_by_powers_of_two()),
                     "scaled_mm: ", name, ": expected uint8 codes or their bfloat16 values for ",
-                    spec.str(), ", got ", codes.scalar_type());
+                    spec.str(), ", got ", dtype);
+  bridge::check_sizes("scaled_mm", name, codes);
   const SymInt length = packed ? spec.code_cols(k) : spec.padded_cols(k);
   TORCH_CHECK_VALUE(codes.sym_size(1) == length, "scaled_mm: expected ", name, " of ", length,
                     " columns for k = ", k, " under ", spec.str(), ", got ", codes.sym_size(1));
-  TORCH_CHECK_VALUE(!carried || (scale.scalar_type() == at::kFloat && scale.dim() == 1 &&
-                                 scale.sym_size(0) == codes.sym_size(0)),
-                    "scaled_mm: expected ", codes.sym_size(0), " float32 row scales for ", name,
-                    ", carried in FP8, got ", scale.scalar_type(), " ", scale.sym_sizes());
-  TORCH_CHECK_VALUE(spec.rule != ScaleRule::kTensor || scale.sym_numel() == 1,
-                    "scaled_mm: expected one scale for ", name, ", got ", scale.sym_numel());
-  TORCH_CHECK_VALUE(spec.rule != ScaleRule::kNvfp4 || amax.sym_numel() == 1,
-                    "scaled_mm: expected one amax for ", name, " under ", spec.str(), ", got ",
-                    amax.sym_numel());
+  check_scale(name, spec, codes, scale, k);
+  torch_ops::check_tensor_factor("scaled_mm", name, spec, scale, amax);
 }
 
 ExactSide exact_side(const Spec& spec, const Tensor& codes, const Tensor& scale, const Tensor& amax,
@@ -153,21 +177,50 @@ Tensor fp4_by_fp8_product(const Side& a, const Side& b, std::int64_t k, bool fas
                                 fast, result);
 }
 
-void check_result(const Tensor& b, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
-  TORCH_CHECK_VALUE(out_dtype == at::kFloat || out_dtype == at::kBFloat16,
+// The arguments of scaled_mm. An undefined tensor stands for one that a spec has not.
+struct Arguments {
+  const Product& product;
+  Side a, b;
+  const SymInt& k;
+  const std::optional<Tensor>& bias;
+  at::ScalarType out_dtype;
+
+  template <class F>
+  void each_tensor(F f) const {
+    f("a", a.codes), f("the scale of a", a.scale), f("the amax of a", a.amax);
+    f("b", b.codes), f("the scale of b", b.scale), f("the amax of b", b.amax);
+    if (bias) f("bias", *bias);
+  }
+};
+
+void check_arguments(const Arguments& args) {
+  constexpr const char* kOp = "scaled_mm";
+  const auto& [product, a, b, k, bias, out_dtype] = args;
+  bridge::check_size(kOp, "k", k);
+  check_side("a", a.spec, a.codes, a.scale, a.amax, k);
+  check_side("b", b.spec, b.codes, b.scale, b.amax, k);
+  TORCH_CHECK_VALUE(bridge::is_value_dtype(out_dtype),
                     "scaled_mm: expected out_dtype float32 or bfloat16, got ", out_dtype);
-  if (bias)
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == b.sym_size(0),
-                      "scaled_mm: expected bias (", b.sym_size(0), "), got ", bias->sym_sizes());
+  if (bias) {
+    bridge::check_value_dtype(kOp, "bias", *bias);
+    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == b.codes.sym_size(0),
+                      "scaled_mm: expected bias (", b.codes.sym_size(0), "), got ",
+                      bias->sym_sizes());
+  }
+  args.each_tensor(
+      [&](const char* name, const Tensor& t) { bridge::check_same_device(kOp, name, t, a.codes); });
 }
 
 Tensor scaled_mm_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
                       const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
                       SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
   const Product& product = bridge::parse_product(text);
-  check_side("a", product.a, a, a_scale, a_amax, k);
-  check_side("b", product.b, b, b_scale, b_amax, k);
-  check_result(b, bias, out_dtype);
+  check_arguments({product,
+                   {product.a, a, a_scale, a_amax},
+                   {product.b, b, b_scale, b_amax},
+                   k,
+                   bias,
+                   out_dtype});
   return at::empty_symint({a.sym_size(0), b.sym_size(0)}, a.options().dtype(out_dtype));
 }
 
@@ -176,17 +229,12 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
                         const std::string& text, SymInt k, const std::optional<Tensor>& bias,
                         at::ScalarType out_dtype) {
   const Product& product = bridge::parse_product(text);
-  check_side("a", product.a, a, a_scale, a_amax, k);
-  check_side("b", product.b, b, b_scale, b_amax, k);
-  check_result(b, bias, out_dtype);
-  const std::pair<const char*, const Tensor&> given[] = {
-      {"a", a}, {"the scale of a", a_scale}, {"the amax of a", a_amax},
-      {"b", b}, {"the scale of b", b_scale}, {"the amax of b", b_amax}};
-  for (const auto& [name, tensor] : given) {
-    bridge::check_same_device("scaled_mm", name, tensor, a);
-    bridge::check_held("scaled_mm", name, tensor);
-  }
-  if (bias) bridge::check_same_device("scaled_mm", "bias", *bias, a);
+  const Arguments args = {
+      product,  {product.a, a, a_scale, a_amax}, {product.b, b, b_scale, b_amax}, k, bias,
+      out_dtype};
+  check_arguments(args);
+  args.each_tensor(
+      [](const char* name, const Tensor& t) { bridge::check_memory("scaled_mm", name, t); });
 
   const at::AutoDispatchBelowADInplaceOrView below;  // layers differentiate, in linear.cpp
   const torch_ops::Result result = {bias, out_dtype};
@@ -200,11 +248,9 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
                                                 .has_bias = bias.has_value(),
                                                 .is_carried = is_carried(a) || is_carried(b)});
     if (engine == Engine::kBlockScaled)
-      return torch_ops::block_scaled_product(block_scaled({product.a, a, a_scale, a_amax}),
-                                             block_scaled({product.b, b, b_scale, b_amax}), result);
+      return torch_ops::block_scaled_product(block_scaled(args.a), block_scaled(args.b), result);
     if (engine == Engine::kFp4ByFp8)
-      return fp4_by_fp8_product({product.a, a, a_scale, a_amax}, {product.b, b, b_scale, b_amax},
-                                length, product.fast, result);
+      return fp4_by_fp8_product(args.a, args.b, length, product.fast, result);
     if (engine != Engine::kExact)
       return torch_ops::fp8_product(engine, {product.a, a, a_scale}, {product.b, b, b_scale},
                                     product.fast, result);

@@ -43,6 +43,9 @@ Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
 Tensor block_scaled_product(const BlockScaledSide& a, const BlockScaledSide& b,
                             const Result& result);
 
+// Requires the one number that tensor_factor_of reads. name: the operand's
+void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
+                         const Tensor& amax);
 // What the product of an operand's code values and block scales is still to be multiplied by: fp32 (), on its device.
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax);
 

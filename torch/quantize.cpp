@@ -5,6 +5,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include <array>
+
 #include "bridge.h"
 #include "kernels.h"
 #include "ops.h"
@@ -130,22 +132,12 @@ Direction direction(bool columnwise, const std::string& text, const std::optiona
   return d;
 }
 
-void check_arguments(const Tensor& x, const Direction& d, const std::optional<Tensor>& rng,
-                     const std::optional<Tensor>& offs) {
-  TORCH_CHECK_VALUE(!offs, "quantize: groups (offs) are not supported on ", x.device().type(),
-                    " yet; expected offs=None");
-  if (!d.spec) return;
-  if (d.spec->stochastic) {
+void check_direction(const Tensor& x, const Direction& d, const std::optional<Tensor>& rng) {
+  if (d.spec && d.spec->stochastic)
     TORCH_CHECK_VALUE(rng.has_value(), "quantize: ", d.spec->str(),
                       " rounds stochastically and needs rng, an int64 tensor (seed, count)");
-    TORCH_CHECK_VALUE(rng->scalar_type() == at::kLong && rng->dim() == 1 &&
-                          (rng->sym_size(0) == 2 || rng->sym_size(0) == 3),
-                      "quantize: expected rng as int64 (2) or (3), got ", rng->scalar_type(), " ",
-                      rng->sym_sizes());
-    TORCH_CHECK_VALUE(rng->device() == x.device(), "quantize: expected rng on ", x.device(),
-                      ", got ", rng->device());
-  }
   if (!d.given_amax) return;
+  TORCH_CHECK_VALUE(d.spec.has_value(), "quantize: expected no amax of a direction without a spec");
   const AsRead read(x, d.columnwise);
   const bool wanted = d.spec->has_tensor_amax() || d.spec->has_row_amax();
   TORCH_CHECK_VALUE(wanted, "quantize: ", d.spec->str(), " has no tensor or row amax to be given");
@@ -156,6 +148,19 @@ void check_arguments(const Tensor& x, const Direction& d, const std::optional<Te
                     d.given_amax->scalar_type(), " ", d.given_amax->sym_sizes());
   TORCH_CHECK_VALUE(d.given_amax->device() == x.device(), "quantize: expected amax on ", x.device(),
                     ", got ", d.given_amax->device());
+}
+
+// What quantize requires of its arguments on every device, tracing included.
+void check_arguments(const Tensor& x, const Direction& row, const Direction& col,
+                     const std::optional<Tensor>& rng, std::size_t origin_size,
+                     const std::optional<Tensor>& offs) {
+  TORCH_CHECK_VALUE(!offs, "quantize: groups (offs) are not supported on ", x.device().type(),
+                    " yet; expected offs=None");
+  TORCH_CHECK_VALUE(origin_size == 2, "quantize: expected origin as (row, column), got ",
+                    origin_size, " numbers");
+  if (rng) bridge::check_rng("quantize", *rng, x);
+  check_direction(x, row, rng);
+  check_direction(x, col, rng);
 }
 
 QuantizedOperand allocate_direction(const Tensor& x, const Direction& d) {
@@ -170,13 +175,12 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
                            const std::optional<Tensor>& amax_row,
                            const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
                            std::int64_t stream_row, std::int64_t stream_col,
-                           c10::SymIntArrayRef /*origin*/, const std::optional<Tensor>& offs,
+                           c10::SymIntArrayRef origin, const std::optional<Tensor>& offs,
                            bool decoded_row, bool decoded_col) {
   bridge::check_values("quantize", x);
   const Direction r = direction(false, row, amax_row, stream_row, decoded_row);
   const Direction c = direction(true, col, amax_col, stream_col, decoded_col);
-  check_arguments(x, r, rng, offs);
-  check_arguments(x, c, rng, offs);
+  check_arguments(x, r, c, rng, origin.size(), offs);
   return eight(allocate_direction(x, r), allocate_direction(x, c));
 }
 
@@ -196,6 +200,7 @@ void fill_operand(OperandHolder& holder, const Direction& d, const QuantizedOper
   Operand& o = holder.operand;
   o.spec = *d.spec;
   if (d.given_amax) {
+    bridge::check_memory("quantize", "amax", *d.given_amax);
     holder.amax = d.given_amax->contiguous();
     o.given_amax = holder.amax.const_data_ptr<float>();
   }
@@ -213,6 +218,7 @@ void fill_operand(OperandHolder& holder, const Direction& d, const QuantizedOper
 void fill(const TensorRef& in, const Direction& r, const QuantizedOperand& out_row,
           const Direction& c, const QuantizedOperand& out_col, const std::optional<Tensor>& rng,
           c10::IntArrayRef origin, const Execution& execution) {
+  if (rng) bridge::check_memory("quantize", "rng", *rng);
   const std::optional<Tensor> random = rng ? std::optional(rng->contiguous()) : std::nullopt;
   OperandHolder row, col;
   if (r.spec) fill_operand(row, r, out_row, random, origin);
@@ -232,8 +238,7 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
   const TensorRef in = bridge::tensor_ref("quantize", x);
   const Direction r = direction(false, row, amax_row, stream_row, decoded_row);
   const Direction c = direction(true, col, amax_col, stream_col, decoded_col);
-  check_arguments(x, r, rng, offs);
-  check_arguments(x, c, rng, offs);
+  check_arguments(x, r, c, rng, sym_origin.size(), offs);
   const QuantizedOperand out_row = allocate_direction(x, r), out_col = allocate_direction(x, c);
   fill(in, r, out_row, c, out_col, rng, C10_AS_INTARRAYREF_SLOW(sym_origin),
        bridge::ExecutionOn(x));
@@ -249,8 +254,8 @@ Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise) {
 }
 
 Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise) {
-  const Tensor out = amax_meta(x, text, columnwise);
   const TensorRef in = bridge::tensor_ref("amax", x);
+  const Tensor out = amax_meta(x, text, columnwise);
   bridge::with_value_errors([&] {
     amax(in, bridge::parse_spec(text), columnwise, out.mutable_data_ptr<float>(),
          bridge::ExecutionOn(x));
@@ -271,13 +276,13 @@ std::pair<QuantizedOperand, QuantizedOperand> plain_quantize(const Tensor& x,
       direction(false, row, options.amax_row, options.stream_row, options.decoded_row);
   const Direction c =
       direction(true, col, options.amax_col, options.stream_col, options.decoded_col);
-  check_arguments(x, r, options.rng, std::nullopt);
-  check_arguments(x, c, options.rng, std::nullopt);
+  constexpr std::array<std::int64_t, 2> kOrigin = {0, 0};
+  check_arguments(x, r, c, options.rng, kOrigin.size(), std::nullopt);
   const bridge::ExecutionOn here(x);
   std::pair<QuantizedOperand, QuantizedOperand> out;
   if (r.spec) out.first = carve(x, *r.spec, false, r.decoded);
   if (c.spec) out.second = carve(x, *c.spec, true, c.decoded);
-  fill(in, r, out.first, c, out.second, options.rng, {0, 0}, here);
+  fill(in, r, out.first, c, out.second, options.rng, kOrigin, here);
   return out;
 }
 

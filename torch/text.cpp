@@ -37,7 +37,9 @@ std::string match_recipe_text(const std::string& text, const std::string& module
 // code_cols, padded_cols, scale rows, scale cols (0 x 0: one scale a matrix; rows x 0: one a row)
 std::vector<std::int64_t> spec_sizes(const std::string& text, std::int64_t rows,
                                      std::int64_t cols) {
-  const Spec spec = bridge::parse_spec(text);
+  const Spec& spec = bridge::parse_spec(text);
+  bridge::check_size("spec_sizes", "rows", rows);
+  bridge::check_size("spec_sizes", "cols", cols);
   std::vector<std::int64_t> sizes = {spec.code_cols(cols), spec.padded_cols(cols), 0, 0};
   if (spec.has_row_amax()) sizes[2] = rows;
   if (spec.has_blocks()) {
@@ -63,6 +65,11 @@ std::string engine_name(const std::string& product, std::int64_t capability, std
                         std::int64_t n, std::int64_t k, at::ScalarType out_dtype, bool bias) {
   using torch_ops::Engine;
   const Product& parsed = bridge::parse_product(product);
+  TORCH_CHECK_VALUE(0 <= capability && capability < 10'000,
+                    "engine_of: expected a capability as 10 major + minor, got ", capability);
+  bridge::check_size("engine_of", "m", m);
+  bridge::check_size("engine_of", "n", n);
+  bridge::check_size("engine_of", "k", k);
   switch (torch_ops::engine_of(
       parsed, static_cast<int>(capability),
       {.m = m, .n = n, .k = parsed.a.padded_cols(k), .out_dtype = out_dtype, .has_bias = bias})) {

@@ -36,23 +36,32 @@ Tensor hadamard_kernel(const Tensor& x, std::int64_t points, bool columnwise, st
   return out;
 }
 
-Groups parse_groups(const std::string& text, const std::optional<Tensor>& offs) {
+Groups parse_groups(const std::string& text, const std::optional<Tensor>& offs,
+                    const Tensor& scale) {
   TORCH_CHECK_VALUE(text.empty() || text == "m" || text == "k",
-                    "swizzle_scales: expected groups 'm', 'k' or '', got '", text, "'");
+                    "swizzle_scales: expected groups 'm', 'k' or '', got '", printable(text), "'");
   TORCH_CHECK_VALUE(text.empty() == !offs,
-                    "swizzle_scales: offs and groups go together, got groups='", text, "' and ",
-                    offs ? "offs" : "no offs");
+                    "swizzle_scales: offs and groups go together, got groups='", printable(text),
+                    "' and ", offs ? "offs" : "no offs");
   if (offs)
     TORCH_CHECK_VALUE(offs->scalar_type() == at::kInt && offs->dim() == 1,
                       "swizzle_scales: expected offs as int32 (groups), got ", offs->scalar_type(),
                       " of ", offs->dim(), " dimensions");
+  if (offs) bridge::check_sizes("swizzle_scales", "offs", *offs);
+  if (offs) bridge::check_same_device("swizzle_scales", "offs", *offs, scale);
   return text.empty() ? Groups::kNone : text == "m" ? Groups::kAlongM : Groups::kAlongK;
 }
 
+void check_scale_dtype(const char* op, const Tensor& scale) {
+  const at::ScalarType dtype = scale.scalar_type();
+  TORCH_CHECK_VALUE(
+      dtype == at::kByte || dtype == at::kFloat8_e8m0fnu || dtype == at::kFloat8_e4m3fn, op,
+      ": expected one-byte scales, E8M0 or E4M3 or their bytes as uint8, got ", dtype);
+}
+
 void check_scale(const Tensor& scale, Groups groups) {
-  TORCH_CHECK_VALUE(scale.element_size() == 1,
-                    "swizzle_scales: expected one-byte scales (E8M0 or E4M3), got ",
-                    scale.scalar_type());
+  check_scale_dtype("swizzle_scales", scale);
+  bridge::check_sizes("swizzle_scales", "scale", scale);
   TORCH_CHECK_VALUE(
       scale.dim() == 2 || (scale.dim() == 3 && groups == Groups::kNone),
       "swizzle_scales: expected (rows, cols), or (batch, rows, cols) without groups, got ",
@@ -73,7 +82,7 @@ c10::SymDimVector swizzled_shape(const std::optional<SymInt>& batch, const SymIn
 
 Tensor swizzle_meta(const Tensor& scale, const std::optional<Tensor>& offs,
                     const std::string& text) {
-  const Groups groups = parse_groups(text, offs);
+  const Groups groups = parse_groups(text, offs, scale);
   check_scale(scale, groups);
   const auto batch = scale.dim() == 3 ? std::optional(scale.sym_size(0)) : std::nullopt;
   return at::empty_symint(swizzled_shape(batch, scale.sym_size(-2), scale.sym_size(-1), groups,
@@ -84,7 +93,6 @@ Tensor swizzle_meta(const Tensor& scale, const std::optional<Tensor>& offs,
 // Scales of `like`'s device, cut by contiguous offs.
 ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, Groups groups,
                    const Tensor& offs, const Tensor& like) {
-  bridge::check_same_device("swizzle_scales", "offs", offs, like);
   ScaleMatrix m;
   m.device = bridge::backend_of(like);
   m.batch = batch;
@@ -103,10 +111,12 @@ Tensor swizzle_kernel(const Tensor& scale, const std::optional<Tensor>& offs,
   const Tensor out = swizzle_meta(scale, offs, text);
   TORCH_CHECK_VALUE(scale.is_contiguous(),
                     "swizzle_scales: expected contiguous scales, got strides ", scale.strides());
+  bridge::check_memory("swizzle_scales", "scale", scale);
+  if (offs) bridge::check_memory("swizzle_scales", "offs", *offs);
   const Tensor offsets = offs ? offs->contiguous() : Tensor();
   bridge::with_value_errors([&] {
     swizzle_scales(matrix(scale.dim() == 3 ? scale.size(0) : 1, scale.size(-2), scale.size(-1),
-                          parse_groups(text, offs), offsets, scale),
+                          parse_groups(text, offs, scale), offsets, scale),
                    static_cast<const std::uint8_t*>(scale.const_data_ptr()),
                    static_cast<std::uint8_t*>(out.mutable_data_ptr()), bridge::ExecutionOn(scale));
   });
@@ -115,10 +125,16 @@ Tensor swizzle_kernel(const Tensor& scale, const std::optional<Tensor>& offs,
 
 Tensor unswizzle_meta(const Tensor& swizzled, SymInt rows, SymInt cols,
                       const std::optional<Tensor>& offs, const std::string& text) {
-  const Groups groups = parse_groups(text, offs);
-  TORCH_CHECK_VALUE(swizzled.element_size() == 1 && swizzled.dim() == 2,
-                    "unswizzle_scales: expected one-byte scales as swizzle_scales gives them, got ",
-                    swizzled.scalar_type(), " of ", swizzled.dim(), " dimensions");
+  const Groups groups = parse_groups(text, offs, swizzled);
+  check_scale_dtype("unswizzle_scales", swizzled);
+  bridge::check_size("unswizzle_scales", "rows", rows);
+  bridge::check_size("unswizzle_scales", "cols", cols);
+  TORCH_CHECK_VALUE(swizzled.dim() == 2,
+                    "unswizzle_scales: expected scales as swizzle_scales gives them, got ",
+                    swizzled.dim(), " dimensions");
+  const auto height = rows.maybe_as_int(), width = cols.maybe_as_int();
+  TORCH_CHECK_VALUE(!height || !width || is_addressable({*height, *width}),
+                    "unswizzle_scales: expected at most 2^48 scales, got ", rows, " x ", cols);
   const SymInt count = offs ? offs->sym_size(0) : SymInt(0);
   const auto dense = swizzled_shape(std::nullopt, rows, cols, groups, count);
   const bool is_dense = swizzled.sym_sizes().equals(c10::SymIntArrayRef(dense));
@@ -136,11 +152,15 @@ Tensor unswizzle_meta(const Tensor& swizzled, SymInt rows, SymInt cols,
 Tensor unswizzle_kernel(const Tensor& swizzled, SymInt rows, SymInt cols,
                         const std::optional<Tensor>& offs, const std::string& text) {
   const Tensor out = unswizzle_meta(swizzled, rows, cols, offs, text);
-  TORCH_CHECK_VALUE(swizzled.is_contiguous(), "unswizzle_scales: expected contiguous scales");
+  TORCH_CHECK_VALUE(swizzled.is_contiguous(),
+                    "unswizzle_scales: expected contiguous scales, got strides ",
+                    swizzled.strides());
+  bridge::check_memory("unswizzle_scales", "scales", swizzled);
+  if (offs) bridge::check_memory("unswizzle_scales", "offs", *offs);
   const Tensor offsets = offs ? offs->contiguous() : Tensor();
   bridge::with_value_errors([&] {
     unswizzle_scales(matrix(out.dim() == 3 ? out.size(0) : 1, out.size(-2), out.size(-1),
-                            parse_groups(text, offs), offsets, swizzled),
+                            parse_groups(text, offs, swizzled), offsets, swizzled),
                      static_cast<const std::uint8_t*>(swizzled.const_data_ptr()),
                      static_cast<std::uint8_t*>(out.mutable_data_ptr()),
                      bridge::ExecutionOn(swizzled));
@@ -152,6 +172,8 @@ Tensor transpose_meta(const Tensor& codes, SymInt cols) {
   TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3),
                     "transpose_codes: expected packed uint8 codes of 2 or 3 dimensions, got ",
                     codes.scalar_type(), " of ", codes.dim());
+  bridge::check_sizes("transpose_codes", "codes", codes);
+  bridge::check_size("transpose_codes", "cols", cols);
   TORCH_CHECK_VALUE(codes.sym_size(-1) == ceil_div<SymInt>(cols, SymInt(2)),
                     "transpose_codes: expected ", ceil_div<SymInt>(cols, SymInt(2)),
                     " bytes a row for ", cols, " columns, got ", codes.sym_size(-1));
@@ -165,6 +187,7 @@ Tensor transpose_kernel(const Tensor& codes, SymInt cols) {
   const Tensor out = transpose_meta(codes, cols);
   TORCH_CHECK_VALUE(codes.is_contiguous(),
                     "transpose_codes: expected contiguous codes, got strides ", codes.strides());
+  bridge::check_memory("transpose_codes", "codes", codes);
   bridge::with_value_errors([&] {
     transpose_nibbles({.codes = codes.const_data_ptr<std::uint8_t>(),
                        .batch = codes.dim() == 3 ? codes.size(0) : 1,

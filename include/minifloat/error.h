@@ -4,6 +4,7 @@
 #include <sstream>
 #include <stdexcept>
 #include <string>
+#include <string_view>
 
 namespace minifloat {
 
@@ -13,11 +14,25 @@ class Error : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
+// The text with control characters spelled out: a NUL would end a message early.
+inline std::string printable(std::string_view text) {
+  constexpr const char* kDigits = "0123456789abcdef";
+  std::string out;
+  for (const char c : text) {
+    const auto byte = static_cast<unsigned char>(c);
+    if (byte >= 0x20 && byte != 0x7F)
+      out += c;
+    else
+      out += {'\\', 'x', kDigits[byte >> 4], kDigits[byte & 0xF]};
+  }
+  return out;
+}
+
 template <class... Parts>
 [[noreturn]] void fail(const Parts&... parts) {
   std::ostringstream message;
   (message << ... << parts);
-  throw Error(message.str());
+  throw Error(printable(message.str()));
 }
 
 }  // namespace minifloat

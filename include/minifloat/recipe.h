@@ -46,7 +46,7 @@ struct RecipeMap {
 
   static RecipeMap parse(std::string_view text);
   std::string str() const;
-  // The recipe of the last glob that matches (* any run of characters, ? one); null where none does.
+  // The recipe of the last glob that matches (* any characters, ? one character of UTF-8); null where none does.
   const Recipe* find(std::string_view module) const;
   bool operator==(const RecipeMap&) const = default;
 };

@@ -35,6 +35,7 @@ from .state import load_training_state, step, training_state
 from .tensor import QuantizedTensor
 from .wire_layout import WireLayout
 
+from . import flops as _flops  # isort: skip  registers formulas for torch.utils.flop_counter
 from . import tensor_ops as _tensor_ops  # isort: skip  registers QuantizedTensor's ops
 
 __all__ = [

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import operator
 from typing import Any
 
 from torch import nn
 
-LARGEST = 2**63 - 1
+LEAST, LARGEST = -(2**63), 2**63 - 1
 
 
-def require_int(name: str, value: Any, least: int, most: int = LARGEST, unit: str = "") -> int:
-    """Returns `value` where it is an integer from `least` to `most`.
+def require_int(
+    name: str, value: Any, least: int = LEAST, most: int = LARGEST, unit: str = ""
+) -> int:
+    """Returns `value` as an int where it is an integer from `least` to `most`.
 
     Raises:
-        TypeError: it is no int; a bool is none.
+        TypeError: it is no integer; a bool is none.
         ValueError: it is out of the range.
     """
-    if isinstance(value, bool) or not isinstance(value, int):
+    if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
-    if not least <= value <= most:
-        bounds = f"at least {least}" if most == LARGEST else f"{least} to {most}"
-        raise ValueError(f"{name}: expected {bounds}{unit and ' ' + unit}, got {value}")
-    return value
+    number = operator.index(value)
+    if not least <= number <= most:
+        if least == LEAST:
+            bounds = "an int from -2^63 to 2^63 - 1"
+        else:
+            bounds = f"at least {least}" if most == LARGEST else f"{least} to {most}"
+        raise ValueError(f"{name}: expected {bounds}{unit and ' ' + unit}, got {number}")
+    return number
 
 
 def require_bool(name: str, value: Any) -> bool:
@@ -30,10 +37,18 @@ def require_bool(name: str, value: Any) -> bool:
     return value
 
 
-def require_text(name: str, value: Any) -> str:
-    if not isinstance(value, str):
-        raise TypeError(f"{name}: expected a str, got {value!r}")
-    return value
+def require_text(name: str, text: Any) -> str:
+    """Returns the text; TypeError where it is none, ValueError where it is not valid Unicode."""
+    if not isinstance(text, str):
+        raise TypeError(f"{name}: expected text as str, got {text!r} ({type(text).__name__})")
+    if not text.isascii():
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"{name}: expected valid Unicode, got a lone surrogate at position {error.start}"
+            ) from None
+    return text
 
 
 def require_module(function: str, model: Any) -> nn.Module:

@@ -53,7 +53,11 @@ def linear(
         from .dtensor import linear as sharded
 
         return sharded(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
-    return ops.linear(x, weight, bias, str(recipe), rng=rng, amax_history=amax_history)
+    return ops.linear(x, weight, bias, recipe_text(recipe), rng=rng, amax_history=amax_history)
+
+
+def recipe_text(recipe: str | Recipe) -> str:
+    return recipe.text if isinstance(recipe, Recipe) else require_text("recipe", recipe)
 
 
 def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
@@ -79,7 +83,7 @@ def linear_group(
         layers = zip(weights, biases, rng or none, amax_history or none)
         return [linear(x, w, b, recipe, rng=r, amax_history=h) for w, b, r, h in layers]
     return ops.linear_group(
-        x, list(weights), biases, str(recipe), rng=rng, amax_history=amax_history
+        x, list(weights), biases, recipe_text(recipe), rng=rng, amax_history=amax_history
     )
 
 

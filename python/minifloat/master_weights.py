@@ -21,8 +21,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._native import ops
-from .parts import code_bits, is_square
-from .quantized import Quantized
+from .parts import code_bits, is_square, require_memory
+from .quantized import Quantized, require_tensor
 from .tensor import QuantizedTensor
 
 Fragments = Tensor | tuple[Tensor, ...] | None
@@ -51,6 +51,8 @@ class WeightPlan:
 
 
 def plan_of(weight: QuantizedTensor) -> WeightPlan:
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"expected a QuantizedTensor weight, got {type(weight).__name__}")
     plan = weight.__dict__.get("wire_plan")
     if (
         plan is None
@@ -132,11 +134,15 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
     if len(memory) != len(plan.wires):
         raise ValueError(f"attach_wires: expected {len(plan.wires)} buffers, got {len(memory)}")
     for new, old in zip(memory, plan.wires):
+        require_tensor("attach_wires: memory", new)
         if new.shape != old.shape or new.dtype != torch.uint8 or not new.is_contiguous():
             raise ValueError(
                 f"attach_wires: expected contiguous uint8 {tuple(old.shape)}, got {new.dtype} "
                 f"{tuple(new.shape)}"
             )
+        if new.device != old.device:
+            raise ValueError(f"attach_wires: expected memory on {old.device}, got {new.device}")
+        require_memory("attach_wires: memory", new)
     for part, new, old in zip(plan.parts, memory, plan.wires):
         new.copy_(old)
         if part.columnwise:
@@ -157,6 +163,10 @@ def _group_name(group: Any) -> str:
         if not dist.is_initialized():
             return ""
         group = dist.group.WORLD
+    if not hasattr(group, "group_name"):
+        raise TypeError(
+            f"group: expected a process group, its name or None, got {type(group).__name__}"
+        )
     return group.group_name
 
 

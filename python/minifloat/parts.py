@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ._native import ops
-from .quantized import Quantized, transpose_codes
+from .quantized import Quantized, require_tensor, scale_dtype, transpose_codes
 
 PROBE = 4096  # a multiple of every block and of every transform
 
@@ -33,6 +33,18 @@ def has_transform(spec: str) -> bool:
 @lru_cache(maxsize=256)
 def is_blocked(spec: str) -> bool:
     return sizes(spec, PROBE, PROBE)[3] > 0
+
+
+@lru_cache(maxsize=256)
+def is_by_row(spec: str) -> bool:
+    """Whether each row has a scale and an amax of its own."""
+    return sizes(spec, PROBE, PROBE)[2:] == (PROBE, 0)
+
+
+@lru_cache(maxsize=256)
+def has_amax(spec: str) -> bool:
+    """Whether amaxes belong to the operand: one of the tensor, or one a row."""
+    return not is_blocked(spec) or spec.startswith("nvfp4")
 
 
 @lru_cache(maxsize=256)
@@ -55,6 +67,54 @@ def is_square(spec: str) -> bool:
     """Are rowwise codes, transposed, the columnwise ones? With tensor scales and square blocks."""
     tall, wide = sizes(spec, 1024, 128)[2:], sizes(spec, 128, 1024)[2:]
     return tall == wide[::-1] and not has_transform(spec)
+
+
+def require_memory(name: str, t: Tensor) -> None:
+    """ValueError where a contiguous tensor's storage is freed or too short: torch itself does not
+    look before it copies."""
+    if t.device.type not in ("cpu", "cuda") or type(t) is not Tensor:
+        return
+    needed = (t.storage_offset() + t.numel()) * t.element_size() if t.numel() > 0 else 0
+    held = 0 if t._is_zerotensor() else t.untyped_storage().nbytes()
+    if held < needed:
+        raise ValueError(
+            f"{name}: expected {needed} bytes of storage, got {held}: its memory is freed or "
+            "resized"
+        )
+
+
+def require_part(name: str, part: Quantized, columnwise: bool) -> None:
+    """ValueError or TypeError where a part is no whole matrix: what reads its memory trusts it."""
+    if not isinstance(part, Quantized):
+        raise TypeError(f"{name}: expected Quantized, got {type(part).__name__}")
+    is_matrix = isinstance(part.shape, (tuple, list)) and len(part.shape) == 2
+    if not is_matrix or part.columnwise != columnwise:
+        raise ValueError(
+            f"{name}: expected a matrix with columnwise={columnwise}, got columnwise="
+            f"{part.columnwise} and shape {part.shape}"
+        )
+    for field in ("codes", "scale", "amax"):
+        require_tensor(f"{name}: {field}", getattr(part, field))
+    rows, cols = part.shape
+    if type(rows) is not int or type(cols) is not int:  # symbolic: a trace, of tensors as they are
+        return
+    code_cols, _, scale_rows, scale_cols = sizes(part.spec, rows, cols)
+    by_row = (rows,) if is_by_row(part.spec) else ()
+    scales = (scale_rows, scale_cols) if is_blocked(part.spec) else by_row
+    amaxes = by_row if has_amax(part.spec) else (0,)
+    for field, t, dtype, shape in (
+        ("codes", part.codes, torch.uint8, (rows, code_cols)),
+        ("scale", part.scale, scale_dtype(part.spec), scales),
+        ("amax", part.amax, torch.float32, amaxes),
+    ):
+        if t.dtype != dtype or t.shape != shape or not t.is_contiguous():
+            raise ValueError(
+                f"{name}: expected {field} of {part.spec}, {rows} x {cols}, as contiguous {dtype} "
+                f"{shape}, got {t.dtype} {tuple(t.shape)} with strides {t.stride()}"
+            )
+        if t.device != part.codes.device:
+            raise ValueError(f"{name}: expected {field} on {part.codes.device}, got {t.device}")
+        require_memory(f"{name}: {field}", t)
 
 
 def transpose_codes_into(out: Tensor, spec: str, codes: Tensor, cols: int) -> Tensor:

@@ -19,8 +19,16 @@ import torch
 from torch import Tensor
 
 from ._native import ops
+from .checks import require_int, require_text
 
 HADAMARD_SIGNS = 0xD7E8  # one bit a point, repeated every 16: set means -1
+
+
+def require_tensor(name: str, value: Any) -> Tensor:
+    """The tensor; TypeError where it is none."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
+    return value
 
 
 @lru_cache(maxsize=1024)
@@ -35,7 +43,7 @@ def has_flag(spec: str, flag: str) -> bool:
 @torch.compiler.assume_constant_result
 def canonical_spec(spec: str) -> str:
     """The spec as the grammar writes it; ValueError with the position where it is not one."""
-    return _parse_spec(spec)
+    return _parse_spec(require_text("spec", spec))
 
 
 @lru_cache(maxsize=1024)
@@ -98,11 +106,16 @@ def quantize(
     """x in low precision: a pure function of the arguments, on every device the same bytes.
 
     amax: float32, () or (batch,) for tensor and NVFP4 scaling, (…, rows) for row scaling; None: x's
-    own. seed, stream: of stochastic rounding (`+sr`). origin: (row, col) of x within the whole that
-    it is a shard of; the shard gets the bytes that the whole would have there.
+    own. seed, stream: 64-bit ints, of stochastic rounding (`+sr`). origin: (row, col) of x within
+    the whole that it is a shard of; the shard gets the bytes that the whole would have there. Under
+    `+sr` the whole has at most 2^32 rows and 2^36 columns, as read: the random bits repeat beyond.
+
+    Raises ValueError or TypeError, before anything is computed, where an argument does not fit.
     """
+    require_tensor("quantize: x", x)
     spec = canonical_spec(spec)
     rng = None
+    seed = require_int("quantize: seed", seed)
     if has_flag(spec, "sr"):
         rng = torch.tensor([seed, 0], dtype=torch.int64, device=x.device)
     row, col = ("", spec) if columnwise else (spec, "")
@@ -128,6 +141,15 @@ def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool
     return Quantized(codes, scale.view(scale_dtype(spec)), used, spec, shape, columnwise)
 
 
+def require_quantized(name: str, q: Any) -> Quantized:
+    """The operand; TypeError where it is none, ValueError where its shape is not of matrices."""
+    if not isinstance(q, Quantized):
+        raise TypeError(f"{name}: expected Quantized, got {type(q).__name__}")
+    if not isinstance(q.shape, tuple) or len(q.shape) < 2:
+        raise ValueError(f"{name}: expected shape (…, rows, cols), got {q.shape!r}")
+    return q
+
+
 def raw_scale(q: Quantized) -> Tensor:
     """The scale as the operators hand it over."""
     return q.scale if q.scale.dtype == torch.float32 else q.scale.view(torch.uint8)
@@ -138,12 +160,13 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
     A transformed operand (`+rht`) stays transformed, its last dimension grown to whole transforms.
     """
+    q = require_quantized("dequantize: q", q)
     return ops.dequantize(q.codes, q.scale, q.amax, q.spec, q.shape[-1], dtype=dtype)
 
 
 def amax(x: Tensor, spec: str, *, columnwise: bool = False) -> Tensor:
     """max |x| as the spec needs it: () or (batch,) for a tensor, (…, rows) for rows, as read."""
-    return ops.amax(x, spec, columnwise)
+    return ops.amax(x, require_text("amax: spec", spec), columnwise)
 
 
 def hadamard(
@@ -179,11 +202,14 @@ def transpose_codes(codes: Tensor, cols: int) -> Tensor:
 
 def _operand(name: str, x: Quantized | Tensor) -> tuple[Tensor, Tensor, Tensor, str, int]:
     if isinstance(x, Quantized):
+        require_quantized(f"scaled_mm: {name}", x)
         return x.codes, x.scale, x.amax, x.spec, x.shape[-1]
     if not isinstance(x, Tensor):
         raise TypeError(
             f"scaled_mm: expected {name} as Quantized or Tensor, got {type(x).__name__}"
         )
+    if x.dim() != 2:
+        raise ValueError(f"scaled_mm: expected {name} of 2 dimensions, got {x.dim()}")
     none = x.new_empty(0, dtype=torch.float32)
     return x, none, none, "bf16", x.shape[-1]
 

@@ -15,6 +15,7 @@ from functools import lru_cache
 from typing import Any
 
 from ._native import ops
+from .checks import require_text
 from .quantized import has_flag
 
 
@@ -46,12 +47,6 @@ def _parse_map(text: str) -> tuple[str, ...]:
     return tuple(ops.parse_recipe_map(text))
 
 
-def _require_text(kind: str, text: Any) -> str:
-    if not isinstance(text, str):
-        raise TypeError(f"{kind}: expected its text as str, got {type(text).__name__}")
-    return text
-
-
 @dataclass(frozen=True, init=False, repr=False)
 class Recipe:
     """The specs of fprop (x · W), dgrad (g · W), wgrad (g · x); equal as the parsed forms are."""
@@ -62,7 +57,7 @@ class Recipe:
     wgrad: Product = field(compare=False)
 
     def __init__(self, text: str | Recipe) -> None:
-        source = text.text if isinstance(text, Recipe) else _require_text("Recipe", text)
+        source = text.text if isinstance(text, Recipe) else require_text("Recipe", text)
         canonical, *products = _parse(source)
         object.__setattr__(self, "text", canonical)
         for name, product in zip(("fprop", "dgrad", "wgrad"), products):
@@ -100,14 +95,14 @@ class RecipeMap:
     def __init__(self, text: str | Recipe | RecipeMap) -> None:
         if isinstance(text, (Recipe, RecipeMap)):
             text = text.text
-        canonical, *pairs = _parse_map(_require_text("RecipeMap", text))
+        canonical, *pairs = _parse_map(require_text("RecipeMap", text))
         object.__setattr__(self, "text", canonical)
         entries = tuple((glob, Recipe(recipe)) for glob, recipe in zip(pairs[::2], pairs[1::2]))
         object.__setattr__(self, "entries", entries)
 
     def find(self, module_name: str) -> Recipe | None:
         """The recipe of the last glob that matches; None where none does."""
-        found = ops.match_recipe(self.text, module_name)
+        found = ops.match_recipe(self.text, require_text("RecipeMap: module_name", module_name))
         return Recipe(found) if found else None
 
     def __str__(self) -> str:

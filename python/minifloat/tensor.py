@@ -26,8 +26,16 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from ._native import ops
-from .parts import copy_bytes, has_transform, is_square, map_tensors, same_layout, transposed
-from .quantized import Quantized, canonical_spec, has_flag, read_direction
+from .parts import (
+    copy_bytes,
+    has_transform,
+    is_square,
+    map_tensors,
+    require_part,
+    same_layout,
+    transposed,
+)
+from .quantized import Quantized, canonical_spec, has_flag, read_direction, require_tensor
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 TENSORS = ("codes", "scale", "amax")
@@ -86,6 +94,11 @@ class QuantizedTensor(Tensor):
             raise ValueError(
                 "QuantizedTensor: expected a rowwise or a columnwise part, got neither"
             )
+        if not isinstance(part, Quantized):
+            raise TypeError(
+                f"QuantizedTensor: expected its parts as Quantized, got {type(part).__name__}"
+            )
+        require_tensor("QuantizedTensor: codes", part.codes)
         if dtype not in NOMINAL_DTYPES:
             raise ValueError(f"QuantizedTensor: expected dtype in {NOMINAL_DTYPES}, got {dtype}")
         shape = part.shape[::-1] if rowwise is None else part.shape
@@ -101,14 +114,9 @@ class QuantizedTensor(Tensor):
         requires_grad: bool = False,
     ) -> None:
         for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
-            if part is None:
-                continue
-            require_nearest(part.spec)
-            if len(part.shape) != 2 or part.columnwise != (name == "columnwise"):
-                raise ValueError(
-                    f"QuantizedTensor: expected the {name} part as a {name} matrix, got "
-                    f"columnwise={part.columnwise} and shape {part.shape}"
-                )
+            if part is not None:
+                require_part(f"QuantizedTensor: {name}", part, name == "columnwise")
+                require_nearest(part.spec)
         shapes = {tuple(rowwise.shape)} if rowwise is not None else set()
         shapes |= {tuple(columnwise.shape[::-1])} if columnwise is not None else set()
         if len(shapes) > 1:
@@ -126,7 +134,7 @@ class QuantizedTensor(Tensor):
             raise ValueError("QuantizedTensor: expected a row_spec or a col_spec, got neither")
         if x.dim() != 2:
             raise ValueError(f"QuantizedTensor: expected (rows, cols), got {tuple(x.shape)}")
-        return cls(*_quantize_both(x.detach().contiguous(), row, col), dtype=x.dtype)
+        return cls._of_parts(*_quantize_both(x.detach().contiguous(), row, col), x.dtype)
 
     # ---- what it holds ---------------------------------------------------------------------------
 
@@ -186,7 +194,16 @@ class QuantizedTensor(Tensor):
         rowwise, columnwise = (
             None if p is None else fn(p) for p in (self.rowwise, self.columnwise)
         )
-        return type(self)(rowwise, columnwise, dtype or self.dtype)
+        return self._of_parts(rowwise, columnwise, dtype or self.dtype)
+
+    @classmethod
+    def _of_parts(
+        cls, rowwise: Quantized | None, columnwise: Quantized | None, dtype: torch.dtype
+    ) -> Any:
+        """Builds one from parts that are whole already: those of another, or of a trace."""
+        out = cls.__new__(cls, rowwise, columnwise, dtype)
+        out.rowwise, out.columnwise = rowwise, columnwise
+        return out
 
     def _write(self, source: Tensor) -> None:
         """source's bytes where it is laid out alike, else its values rounded again; in place."""
@@ -235,7 +252,7 @@ class QuantizedTensor(Tensor):
 
         rowwise = part("rowwise", *row) if row else None
         columnwise = part("columnwise", *col) if col else None
-        return QuantizedTensor(rowwise, columnwise, dtype)
+        return QuantizedTensor._of_parts(rowwise, columnwise, dtype)
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         leaf = (self.requires_grad, _is_parameter(self))

@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ._native import ops
+from .checks import require_int
 from .master_weights import plan_of, wires
 from .tensor import QuantizedTensor
 
@@ -59,6 +60,10 @@ class WireLayout:
         cuts: Sequence[Sequence[int]] | None = None,
     ) -> WireLayout:
         """Even shards of every weight, or the caller's: of each weight (ranks + 1) elements."""
+        if require_int("WireLayout: ranks", ranks) < 1:
+            raise ValueError(f"WireLayout: expected at least one rank, got {ranks}")
+        for weight in model_weights:
+            plan_of(weight)
         if cuts is None:
             cuts = [ops.even_cuts(*weight.shape, ranks) for weight in model_weights]
         _require_cuts(model_weights, cuts, ranks)
@@ -76,8 +81,13 @@ class WireLayout:
             found.append(Wire(i, offset, tuple(zip(ends[::2], ends[1::2]))))
         return cls(ranks, tuple(tuple(cut) for cut in cuts), tuple(found), numbers[-1], numbers)
 
+    def _require_rank(self, rank: int) -> None:
+        if not 0 <= require_int("WireLayout: rank", rank) < self.ranks:
+            raise ValueError(f"WireLayout: expected a rank below {self.ranks}, got {rank}")
+
     def shards(self, rank: int) -> list[tuple[int, int]]:
         """Each weight's flat elements [begin, end) on this rank."""
+        self._require_rank(rank)
         return [(cut[rank], cut[rank + 1]) for cut in self.cuts]
 
     def new_piece(self, like: Tensor) -> Tensor:
@@ -86,6 +96,7 @@ class WireLayout:
 
     def fragments(self, piece: Tensor, rank: int) -> list[tuple[Tensor, ...]]:
         """Views of a rank's piece: what quantize_master_weights takes for each weight."""
+        self._require_rank(rank)
         found: list[list[Tensor]] = [[] for _ in self.cuts]
         for wire in self.wires:
             begin, end = wire.ranges[rank]

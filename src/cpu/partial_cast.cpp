@@ -283,6 +283,7 @@ void partial_cast(std::span<const PartialCast> casts, const Execution& execution
 void transpose_many(std::span<const Transpose> matrices, const Execution& execution) {
   constexpr std::int64_t kCols = 64;
   for (const Transpose& m : matrices) {
+    if (m.rows * m.cols == 0) continue;
     if (m.bits == 4) {
       cpu::transpose_nibbles(
           {.codes = static_cast<const std::uint8_t*>(m.from), .rows = m.rows, .cols = m.cols},

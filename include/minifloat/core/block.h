@@ -5,6 +5,7 @@
 #pragma once
 
 #include <cstdint>
+#include <initializer_list>
 
 #include "minifloat/core/host_device.h"
 
@@ -17,6 +18,24 @@ MINIFLOAT_HD constexpr Int ceil_div(Int a, Int b) {
 template <class Int>
 MINIFLOAT_HD constexpr Int round_up(Int a, Int multiple) {
   return ceil_div(a, multiple) * multiple;
+}
+
+// Whether sizes are of memory that a 64-bit machine can address: 0 to 2^48 each, and so their product, with a 0 counted
+// as 1. Counts of bytes, blocks and padded sizes then fit in 64 bits.
+template <class Sizes>
+constexpr bool is_addressable(const Sizes& sizes) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 48;
+  std::int64_t product = 1;
+  for (const std::int64_t n : sizes) {
+    if (n < 0 || n > kMost) return false;
+    if (n == 0) continue;
+    if (product > kMost / n) return false;
+    product *= n;
+  }
+  return true;
+}
+constexpr bool is_addressable(std::initializer_list<std::int64_t> sizes) {
+  return is_addressable<std::initializer_list<std::int64_t>>(sizes);
 }
 
 MINIFLOAT_HD constexpr std::uint8_t pack_nibbles(std::uint32_t low, std::uint32_t high) {

@@ -1,0 +1,26 @@
+"""Floating-point operations of the products, as torch.utils.flop_counter counts them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.utils.flop_counter import register_flop_formula
+
+from ._native import ops
+
+
+@register_flop_formula(ops.scaled_mm)
+def scaled_mm_flops(
+    a_shape: Any,
+    a_scale: Any,
+    a_amax: Any,
+    b_shape: Any,
+    *others: Any,
+    k: int,
+    **options: Any,
+) -> int:
+    """2 M N K of a (M, K) · b (N, K)ᵀ: that of the same product in high precision.
+
+    K is the operands' own: what packing and transforms add to the codes is not counted.
+    """
+    return 2 * a_shape[0] * b_shape[0] * k

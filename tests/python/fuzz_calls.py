@@ -1,0 +1,321 @@
+"""Valid calls for the op fuzzer: one of every op, of every native class, of every public function.
+
+A new op needs a function here, decorated with @call("name"), that returns a valid Call of it; names
+in mf.__all__ need one of "mf.name". test_fuzz_ops.py compares the names with what is registered.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import minifloat as mf
+import torch
+from fuzz_values import SPECS, Arena, values
+from torch import Tensor
+
+ops = torch.ops.minifloat
+FLOATS = (torch.float32, torch.bfloat16)
+# From those that cast weights: to nearest, without a transform.
+WEIGHT_SPECS = [spec for spec in SPECS if "delayed" not in spec]
+
+
+@dataclass
+class Call:
+    run: Callable[..., Any]
+    args: dict[str, Any]
+    writes: set[str] = field(default_factory=set)  # arguments whose tensors it may write to
+    # Of whole models: every exception will do, and memory is the model's own.
+    is_of_models: bool = False
+
+
+CALLS: dict[str, Callable[[Random, Arena], Call]] = {}
+
+
+def call(name: str) -> Callable[[Any], Any]:
+    def register(make: Any) -> Any:
+        CALLS[name] = make
+        return make
+
+    return register
+
+
+def op_call(name: str, /, **args: Any) -> Call:
+    op = getattr(ops, name).default
+    written = {a.name for a in op._schema.arguments if a.alias_info and a.alias_info.is_write}
+    return Call(op, args, written)
+
+
+# ---- valid arguments -----------------------------------------------------------------------------
+
+
+def matrix(rng: Random, arena: Arena, batched: bool = False) -> Tensor:
+    shape = [rng.choice((1, 4, 17, 32, 48)), rng.choice((16, 32, 64, 100, 128))]
+    if batched and rng.random() < 0.2:
+        shape = [2, *shape]
+    return arena.place(values(rng, shape, rng.choice(FLOATS)))
+
+
+def some_spec(rng: Random) -> str:
+    spec = rng.choice(SPECS)
+    return spec + rng.choice(("", "", "+sr", "+rht", "+rht32", "+sr+rht"))
+
+
+def in_arena(arena: Arena, q: mf.Quantized) -> mf.Quantized:
+    codes, scale, amax = (arena.place(t) for t in (q.codes, q.scale, q.amax))
+    return mf.Quantized(codes, scale, amax, q.spec, q.shape, q.columnwise)
+
+
+def quantized(rng: Random, arena: Arena, spec: str, shape: Any = None) -> mf.Quantized:
+    x = matrix(rng, arena) if shape is None else values(rng, shape, torch.float32)
+    amax = torch.ones(()) if "delayed" in spec else None
+    return in_arena(arena, mf.quantize(x, spec, amax=amax))
+
+
+def weight(rng: Random, arena: Arena, shape: Any = None) -> mf.QuantizedTensor:
+    """A quantized weight in guarded memory, of one or two directions."""
+    shape = shape or (rng.choice((16, 32, 48)), rng.choice((16, 32, 64)))
+    x = values(rng, shape, rng.choice(FLOATS)).nan_to_num(0.5)
+    row = rng.choice(WEIGHT_SPECS)
+    col = rng.choice((None, row, rng.choice(WEIGHT_SPECS)))
+    whole = mf.QuantizedTensor.from_tensor(x, row, col)
+    parts = [None if p is None else in_arena(arena, p) for p in (whole.rowwise, whole.columnwise)]
+    return mf.QuantizedTensor(*parts, dtype=x.dtype)
+
+
+def product_sides(rng: Random, arena: Arena) -> tuple[Any, Any]:
+    spec = rng.choice(SPECS)
+    k, m, n = rng.choice((16, 32, 100, 128)), rng.choice((1, 16, 33)), rng.choice((1, 16, 33))
+    if rng.random() < 0.2:
+        plain = [arena.place(values(rng, (r, k), rng.choice(FLOATS))) for r in (m, n)]
+        return plain[0], plain[1]
+    return quantized(rng, arena, spec, (m, k)), quantized(rng, arena, spec, (n, k))
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+@call("amax")
+def _amax(rng: Random, arena: Arena) -> Call:
+    spec = rng.choice(("e4m3/tensor", "e4m3/row", "nvfp4", "nvfp4+rht"))
+    args = {"x": matrix(rng, arena, True), "spec": spec, "columnwise": rng.random() < 0.5}
+    return op_call("amax", **args)
+
+
+@call("quantize")
+def _quantize(rng: Random, arena: Arena) -> Call:
+    x, row, col = matrix(rng, arena, True), some_spec(rng), rng.choice(("", some_spec(rng)))
+    args: dict[str, Any] = {"x": x, "row": row, "col": col, "origin": [0, 0], "offs": None}
+    for side, spec, length in (("row", row, x.shape[-2]), ("col", col, x.shape[-1])):
+        shape = [*x.shape[:-2], length] if "row" in spec else x.shape[:-2]
+        has_amax = any(name in spec for name in ("tensor", "/row", "nvfp4"))
+        given = has_amax and (rng.random() < 0.3 or "delayed" in spec)
+        args[f"amax_{side}"] = arena.place(torch.ones(shape)) if given else None
+        args[f"stream_{side}"] = rng.randrange(100)
+        args[f"decoded_{side}"] = rng.random() < 0.3
+    args["rng"] = arena.place(torch.tensor([1, 2, 3][: rng.choice((2, 3))]))
+    if rng.random() < 0.3:
+        args["origin"] = [128 * rng.randrange(5), 128 * rng.randrange(5)]
+    return op_call("quantize", **args)
+
+
+@call("mf.quantize")
+def _public_quantize(rng: Random, arena: Arena) -> Call:
+    args = {"x": matrix(rng, arena, True), "spec": rng.choice(SPECS[3:]) + rng.choice(("", "+sr"))}
+    origin = (128 * rng.randrange(5), 128 * rng.randrange(5))
+    rest = {"columnwise": rng.random() < 0.5, "amax": None, "seed": 1, "stream": 2}
+    return Call(mf.quantize, {**args, **rest, "origin": origin})
+
+
+def _codes(rng: Random, arena: Arena, specs: list[str]) -> dict[str, Any]:
+    q = quantized(rng, arena, rng.choice(specs))
+    parts = {"codes": q.codes, "scale": q.scale, "amax": q.amax}
+    return {**parts, "spec": q.spec, "cols": q.shape[-1]}
+
+
+@call("dequantize")
+def _dequantize(rng: Random, arena: Arena) -> Call:
+    return op_call("dequantize", **_codes(rng, arena, SPECS), dtype=rng.choice(FLOATS))
+
+
+@call("decode")
+def _decode(rng: Random, arena: Arena) -> Call:
+    args = _codes(rng, arena, SPECS)
+    del args["amax"]
+    return op_call("decode", **args)
+
+
+@call("carry")
+def _carry(rng: Random, arena: Arena) -> Call:
+    return op_call("carry", **_codes(rng, arena, ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2"]))
+
+
+@call("block_scaled_operand")
+def _block_scaled(rng: Random, arena: Arena) -> Call:
+    specs = ["mxfp8", "mxfp8/32x32", "mxfp4", "nvfp4", "nvfp4/16x16"]
+    return op_call("block_scaled_operand", **_codes(rng, arena, specs))
+
+
+@call("mf.dequantize")
+@call("mf.Quantized")
+def _public_dequantize(rng: Random, arena: Arena) -> Call:
+    q = quantized(rng, arena, rng.choice(SPECS))
+    return Call(mf.dequantize, {"q": q, "dtype": rng.choice(FLOATS)})
+
+
+# ---- transforms ----------------------------------------------------------------------------------
+
+
+@call("hadamard")
+def _hadamard(rng: Random, arena: Arena) -> Call:
+    args = {"x": matrix(rng, arena, True), "points": rng.choice((16, 32, 64, 128))}
+    return op_call("hadamard", **args, columnwise=rng.random() < 0.5, signs=rng.randrange(65536))
+
+
+def _scales(rng: Random, arena: Arena) -> dict[str, Any]:
+    rows, cols = rng.choice((1, 100, 128, 130)), rng.choice((1, 4, 5, 8))
+    groups = rng.choice(("", "m", "k"))
+    length = rows if groups == "m" else cols
+    ends = [*sorted(rng.randrange(length + 1) for _ in range(2)), length]
+    offs = arena.place(torch.tensor(ends, dtype=torch.int32)) if groups else None
+    scale = arena.place(torch.randint(0, 256, (rows, cols), dtype=torch.uint8))
+    return {"scale": scale, "offs": offs, "groups": groups}
+
+
+@call("swizzle_scales")
+def _swizzle(rng: Random, arena: Arena) -> Call:
+    return op_call("swizzle_scales", **_scales(rng, arena))
+
+
+@call("unswizzle_scales")
+def _unswizzle(rng: Random, arena: Arena) -> Call:
+    given = _scales(rng, arena)
+    scale = given.pop("scale")
+    swizzled = arena.place(ops.swizzle_scales(scale, **given))
+    rows, cols = scale.shape
+    return op_call("unswizzle_scales", swizzled=swizzled, rows=rows, cols=cols, **given)
+
+
+@call("transpose_codes")
+def _transpose(rng: Random, arena: Arena) -> Call:
+    cols = rng.choice((1, 15, 16, 64))
+    shape = (rng.choice((1, 7, 16)), (cols + 1) // 2)
+    codes = arena.place(torch.randint(0, 256, shape, dtype=torch.uint8))
+    return op_call("transpose_codes", codes=codes, cols=cols)
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+@call("scaled_mm")
+def _scaled_mm(rng: Random, arena: Arena) -> Call:
+    args, specs = {}, []
+    for name, side in zip("ab", product_sides(rng, arena)):
+        is_plain = isinstance(side, Tensor)
+        none = arena.place(torch.empty(0))
+        args[name] = side if is_plain else side.codes
+        args[f"{name}_scale"] = none if is_plain else side.scale
+        args[f"{name}_amax"] = none if is_plain else side.amax
+        specs.append("bf16" if is_plain else side.spec)
+        args["k"] = side.shape[-1]
+    length = args["b"].shape[0]
+    bias = arena.place(torch.randn(length)) if rng.random() < 0.3 else None
+    product = "*".join(specs)
+    return op_call("scaled_mm", **args, product=product, bias=bias, out_dtype=rng.choice(FLOATS))
+
+
+@call("mf.scaled_mm")
+def _public_scaled_mm(rng: Random, arena: Arena) -> Call:
+    a, b = product_sides(rng, arena)
+    args = {"a": a, "b": b, "fast": False, "bias": None, "out_dtype": rng.choice(FLOATS)}
+    return Call(mf.scaled_mm, args)
+
+
+def _layer_state(rng: Random, arena: Arena) -> dict[str, Any]:
+    state = torch.zeros(6, 1 + rng.choice((1, 4)))
+    return {
+        "recipe": rng.choice([*mf.presets(), "fp8_delayed", "nvfp4"]),
+        "rng": arena.place(torch.tensor([1, 2, 3])),
+        "amax_history": arena.place(state),
+    }
+
+
+def _with_backward(layer: Any) -> Any:
+    """The layer, then its gradients: a backward pass reads what a forward pass has saved."""
+
+    def run(**args: Any) -> Any:
+        outputs = layer(**args)
+        listed = outputs if isinstance(outputs, (list, tuple)) else [outputs]
+        for y in listed:
+            if isinstance(y, Tensor) and y.requires_grad and y.device.type == "cpu":
+                y.backward(torch.ones_like(y), retain_graph=True)
+        return outputs
+
+    return run
+
+
+@call("linear")
+def _linear(rng: Random, arena: Arena) -> Call:
+    x = matrix(rng, arena, True).nan_to_num(0.0)
+    shape = (rng.choice((1, 16, 48)), x.shape[-1])
+    w = values(rng, shape, x.dtype)
+    args: dict[str, Any] = {**_layer_state(rng, arena), "stream": 0}
+    args["x"] = arena.place(x).requires_grad_(rng.random() < 0.5)
+    args["weight"] = arena.place(w).requires_grad_(rng.random() < 0.5)
+    if rng.random() < 0.1:
+        args["weight"] = weight(rng, arena, shape)
+    args["bias"] = arena.place(torch.randn(shape[0])) if rng.random() < 0.5 else None
+    for name, of in (("x_operands", "x"), ("weight_operands", "w")):
+        args[name] = None
+        if args["recipe"] in ("mxfp8", "fp8_rowwise", "fp8_tensorwise") and rng.random() < 0.2:
+            of_what = x if of == "x" else w
+            given = ops.layer_operands(of_what, args["recipe"], of)
+            args[name] = [arena.place(t) for t in given]
+    one = op_call("linear", **args)
+    return Call(_with_backward(one.run), args, one.writes)
+
+
+@call("linear_group")
+def _linear_group(rng: Random, arena: Arena) -> Call:
+    x = matrix(rng, arena, True)
+    count = rng.choice((1, 2, 3))
+    weights = [values(rng, (rng.choice((1, 16, 48)), x.shape[-1]), x.dtype) for _ in range(count)]
+    state = _layer_state(rng, arena).items()
+    args = {k: [v] * count if isinstance(v, Tensor) else v for k, v in state}
+    args["x"] = arena.place(x).requires_grad_(rng.random() < 0.5)
+    args["weights"] = [arena.place(w).requires_grad_(rng.random() < 0.5) for w in weights]
+    args["biases"] = [rng.choice((None, arena.place(torch.ones(w.shape[0])))) for w in weights]
+    one = op_call("linear_group", **args)
+    return Call(_with_backward(one.run), args, one.writes)
+
+
+@call("layer_operands")
+def _layer_operands(rng: Random, arena: Arena) -> Call:
+    state = _layer_state(rng, arena)
+    state["recipe"] = rng.choice(("mxfp8", "fp8_delayed", "fp8_rowwise", "mxfp8_2d"))
+    del state["rng"]
+    both = {"rowwise": rng.random() < 0.8, "columnwise": rng.random() < 0.8}
+    return op_call("layer_operands", x=matrix(rng, arena), of=rng.choice("xw"), **both, **state)
+
+
+def _public(name: str) -> Callable[[Random, Arena], Call]:
+    """The op's call, with the arguments that the public function of its name takes."""
+    function = getattr(mf, name)
+    taken = inspect.signature(function).parameters
+
+    def make(rng: Random, arena: Arena) -> Call:
+        one = CALLS[name](rng, arena)
+        args = {key: value for key, value in one.args.items() if key in taken}
+        run = _with_backward(function) if "linear" in name else function
+        return Call(run, args, one.writes)
+
+    return make
+
+
+for _name in ("amax", "hadamard", "linear", "linear_group"):
+    CALLS[f"mf.{_name}"] = _public(_name)
+for _name in ("swizzle_scales", "unswizzle_scales", "transpose_codes"):
+    CALLS[f"mf.{_name}"] = _public(_name)

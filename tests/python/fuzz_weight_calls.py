@@ -1,0 +1,328 @@
+"""More valid calls for the op fuzzer: sharded weights, native classes, texts, whole models."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import minifloat as mf
+import torch
+from fuzz_calls import SPECS, WEIGHT_SPECS, Call, call, op_call, ops, quantized, weight
+from fuzz_values import Arena, values
+from minifloat.parts import code_bits
+from minifloat.tensor import _rebuild_tensor
+from torch import nn
+
+# ---- sharded masters -----------------------------------------------------------------------------
+
+
+def _entries(rng: Random, arena: Arena) -> dict[str, list[Any]]:
+    """One or two directions of weights, and the shards of their masters."""
+    found: dict[str, list[Any]] = {name: [] for name in ("masters", "specs", "geometry")}
+    for name in ("codes", "scales", "amax", "names"):
+        found[name] = []
+    for i in range(rng.choice((1, 2))):
+        rows, cols = rng.choice((1, 16, 33)), rng.choice((16, 32, 48))
+        spec = rng.choice([*WEIGHT_SPECS, "e4m3/tensor+delayed"])
+        columnwise = rng.random() < 0.5
+        master = values(rng, (rows, cols), torch.float32)
+        amax = torch.ones(()) if "delayed" in spec else None
+        part = mf.quantize(master, spec, columnwise=columnwise, amax=amax)
+        begin = rng.randrange(rows * cols)
+        end = rng.randrange(begin, rows * cols + 1)
+        is_fragment = rng.random() < 0.5 and code_bits(spec) == 8
+        row_bytes = cols * code_bits(spec) // 8
+        bytes_ = end - begin if is_fragment else rows * row_bytes
+        shape = (bytes_,) if is_fragment else (rows, row_bytes)
+        found["masters"].append(arena.place(master.flatten()[begin:end]))
+        found["specs"].append(spec)
+        found["geometry"] += [
+            int(columnwise),
+            rows,
+            cols,
+            rng.randrange(2),
+            begin,
+            int(is_fragment),
+        ]
+        found["codes"].append(arena.place(torch.zeros(shape, dtype=torch.uint8)))
+        found["scales"].append(arena.place(part.scale))
+        found["amax"].append(arena.place(part.amax))
+        found["names"].append(str(i))
+    return found
+
+
+def _take(entries: dict[str, list[Any]], *names: str) -> dict[str, Any]:
+    return {name: entries[name] for name in names}
+
+
+@call("partial_amax")
+def _partial_amax(rng: Random, arena: Arena) -> Call:
+    return op_call("partial_amax", **_take(_entries(rng, arena), "masters", "specs", "geometry"))
+
+
+@call("partial_cast")
+def _partial_cast(rng: Random, arena: Arena) -> Call:
+    inputs = _take(found := _entries(rng, arena), "masters", "specs", "geometry")
+    outputs = _take(found, "codes", "scales", "amax")
+    return op_call(
+        "partial_cast", amaxes=arena.place(ops.partial_amax(**inputs)), **inputs, **outputs
+    )
+
+
+@call("quantize_master_weights")
+def _quantize_masters(rng: Random, arena: Arena) -> Call:
+    return op_call("quantize_master_weights", **_entries(rng, arena), group="")
+
+
+@call("KeptCasts.quantize")
+def _kept_casts(rng: Random, arena: Arena) -> Call:
+    e = _entries(rng, arena)
+    numbers = [n for i in range(len(e["specs"])) for n in e["geometry"][6 * i : 6 * i + 4]]
+    is_fragment = [e["geometry"][6 * i + 5] for i in range(len(e["specs"]))]
+    if any(is_fragment) and not all(is_fragment):
+        return _kept_casts(rng, arena)
+    args = {
+        "specs": e["specs"],
+        "numbers": numbers,
+        "owners": list(range(len(e["specs"]))),
+        "names": e["names"],
+        "wires": e["codes"],
+        "scales": e["scales"],
+        "amaxes": e["amax"],
+        "masters": e["masters"],
+        "starts": e["geometry"][4::6],
+        "fragments": e["codes"] if all(is_fragment) else [],
+        "group": "",
+    }
+
+    def run(**args: Any) -> None:
+        given = list(args.values())
+        torch.classes.minifloat.KeptCasts(*given[:7]).quantize(*given[7:])
+
+    return Call(run, args, {"wires", "scales", "amaxes", "fragments"})
+
+
+def _matrices(rng: Random, arena: Arena) -> dict[str, Any]:
+    sources, targets, sizes = [], [], []
+    for _ in range(rng.choice((1, 2))):
+        rows, cols, bits = rng.choice((1, 16, 33)), rng.choice((1, 17, 32)), rng.choice((4, 8, 32))
+        sizes += [rows, cols, bits]
+        for r, c, found in ((rows, cols, sources), (cols, rows, targets)):
+            bytes_ = r * ((c * bits + 7) // 8)
+            found.append(arena.place(torch.zeros(bytes_, dtype=torch.uint8)))
+    return {"matrices": sources, "out": targets, "sizes": sizes}
+
+
+@call("transpose_many")
+def _transpose_many(rng: Random, arena: Arena) -> Call:
+    return op_call("transpose_many", **_matrices(rng, arena))
+
+
+@call("KeptTransposes.run")
+def _kept_transposes(rng: Random, arena: Arena) -> Call:
+    def run(**args: Any) -> None:
+        torch.classes.minifloat.KeptTransposes(*args.values()).run()
+
+    return Call(run, _matrices(rng, arena), {"out"})
+
+
+def _layout(rng: Random) -> dict[str, Any]:
+    ranks, specs = rng.choice((1, 2, 3)), rng.choices(["mxfp8", "nvfp4", "mxfp4"], k=2)
+    cols = [rng.choice((16, 33)) for _ in specs]
+    cuts = [cut for c in cols for cut in ops.even_cuts(8, c, ranks)]
+    return {"specs": specs, "cols": cols, "cuts": cuts, "ranks": ranks}
+
+
+@call("fragment_layout")
+def _fragment_layout(rng: Random, arena: Arena) -> Call:
+    return op_call("fragment_layout", **_layout(rng))
+
+
+@call("even_cuts")
+def _even_cuts(rng: Random, arena: Arena) -> Call:
+    return op_call("even_cuts", rows=rng.randrange(20), cols=rng.randrange(20), ranks=3)
+
+
+@call("merge_fragments")
+def _merge_fragments(rng: Random, arena: Arena) -> Call:
+    given = _layout(rng)
+    layout, ranks = ops.fragment_layout(**given), given["ranks"]
+    gathered = torch.randint(0, 256, (ranks * layout[-1],), dtype=torch.uint8)
+    sizes = [(8, (c * code_bits(s) + 7) // 8) for s, c in zip(given["specs"], given["cols"])]
+    wires = [arena.place(torch.zeros(size, dtype=torch.uint8)) for size in sizes]
+    args = {"gathered": arena.place(gathered), "wires": wires, "layout": layout, "ranks": ranks}
+    return op_call("merge_fragments", **args)
+
+
+@call("mf.quantize_master_weights")
+@call("mf.cast_master_weights_to_nvfp4")
+def _public_masters(rng: Random, arena: Arena) -> Call:
+    weights = [weight(rng, arena) for _ in range(rng.choice((1, 2)))]
+    masters = [arena.place(torch.randn(w.numel())) for w in weights]
+    starts = [0] * len(weights)
+    if rng.random() < 0.3:
+        starts[0] = rng.randrange(weights[0].numel())
+        masters[0] = arena.place(torch.randn(weights[0].numel() - starts[0]))
+    args = {"model_weights": weights, "master_weights": masters, "start_offsets": starts}
+    nvfp4 = all(s is None or s.startswith("nvfp4") for w in weights for s in w.specs)
+    run = mf.cast_master_weights_to_nvfp4 if nvfp4 else mf.quantize_master_weights
+    return Call(run, {**args, "group": ""}, {"model_weights"})
+
+
+@call("mf.post_all_gather_processing")
+def _post_processing(rng: Random, arena: Arena) -> Call:
+    weights = [weight(rng, arena) for _ in range(2)]
+    return Call(mf.post_all_gather_processing, {"model_weights": weights}, {"model_weights"})
+
+
+@call("mf.wires")
+@call("mf.attach_wires")
+def _attach_wires(rng: Random, arena: Arena) -> Call:
+    one = weight(rng, arena)
+    memory = [arena.place(torch.zeros_like(wire)) for wire in mf.wires(one)]
+    return Call(mf.attach_wires, {"weight": one, "memory": memory}, {"weight", "memory"})
+
+
+@call("mf.WireLayout")
+def _wire_layout(rng: Random, arena: Arena) -> Call:
+    weights = [weight(rng, arena) for _ in range(2)]
+    ranks = rng.choice((1, 2, 3))
+    made = mf.WireLayout.of(weights, ranks)
+    gathered = arena.place(torch.zeros(ranks * made.piece_bytes, dtype=torch.uint8))
+    cuts = rng.choice((None, [list(cut) for cut in made.cuts]))
+
+    def run(weights: Any, ranks: Any, cuts: Any, gathered: Any, rank: Any) -> None:
+        layout = mf.WireLayout.of(weights, ranks, cuts)
+        layout.fragments(layout.new_piece(torch.empty(0)), rank)
+        layout.merge_fragments(gathered, weights)
+
+    args = {"weights": weights, "ranks": ranks, "cuts": cuts, "gathered": gathered, "rank": 0}
+    return Call(run, args, {"weights"})
+
+
+@call("mf.QuantizedTensor")
+def _quantized_tensor(rng: Random, arena: Arena) -> Call:
+    """As torch.load rebuilds it, then read, copied, written and multiplied."""
+    q = quantized(rng, arena, rng.choice(WEIGHT_SPECS))
+
+    def run(rowwise: Any, columnwise: Any, dtype: Any, requires_grad: Any) -> None:
+        w = _rebuild_tensor(rowwise, columnwise, dtype, requires_grad, False).detach()
+        w.dequantize()
+        w.clone().copy_(w)
+        w[: w.shape[0]].t()
+        mf.linear(torch.randn(2, w.shape[1]), w, None, "bf16")
+        mf.quantize_master_weights([w], [torch.ones(w.numel())], [0], "")
+
+    args = {"rowwise": q, "columnwise": None, "dtype": torch.float32, "requires_grad": False}
+    return Call(run, args, {"rowwise", "columnwise"})
+
+
+# ---- texts and numbers ---------------------------------------------------------------------------
+
+RECIPES = ["mxfp8", "nvfp4", "fprop=mxfp8*mxfp8 dgrad=bf16*bf16 wgrad=mxfp4*mxfp4"]
+MAPS = ["*: nvfp4; *.out?: bf16", "mxfp8", "a*b*c: mxfp4"]
+
+
+@call("parse_spec")
+@call("scale_dtype")
+def _parse_spec(rng: Random, arena: Arena) -> Call:
+    return op_call(rng.choice(("parse_spec", "scale_dtype")), spec=rng.choice(SPECS))
+
+
+@call("parse_recipe")
+def _parse_recipe(rng: Random, arena: Arena) -> Call:
+    return op_call("parse_recipe", recipe=rng.choice(RECIPES))
+
+
+@call("parse_recipe_map")
+@call("match_recipe")
+def _match_recipe(rng: Random, arena: Arena) -> Call:
+    if rng.random() < 0.5:
+        return op_call("parse_recipe_map", map=rng.choice(MAPS))
+    return op_call("match_recipe", map=rng.choice(MAPS), module=rng.choice(("a.out1", "ü", "")))
+
+
+@call("mf.Recipe")
+def _recipe(rng: Random, arena: Arena) -> Call:
+    return Call(mf.Recipe, {"text": rng.choice(RECIPES)})
+
+
+@call("mf.RecipeMap")
+def _recipe_map(rng: Random, arena: Arena) -> Call:
+    def run(text: Any, module_name: Any) -> Any:
+        return mf.RecipeMap(text).find(module_name)
+
+    return Call(run, {"text": rng.choice(MAPS), "module_name": "blocks.0.q"})
+
+
+@call("mf.Product")
+@call("mf.presets")
+@call("preset_names")
+@call("built_for_torch")
+@call("has_cuda")
+def _constants(rng: Random, arena: Arena) -> Call:
+    return op_call(rng.choice(("preset_names", "built_for_torch", "has_cuda")))
+
+
+@call("spec_sizes")
+def _spec_sizes(rng: Random, arena: Arena) -> Call:
+    return op_call("spec_sizes", spec=rng.choice(SPECS), rows=rng.randrange(99), cols=99)
+
+
+@call("engine_of")
+def _engine_of(rng: Random, arena: Arena) -> Call:
+    sizes = {name: rng.choice((16, 128)) for name in "mnk"}
+    capability = rng.choice((0, 90, 100))
+    return op_call("engine_of", product="mxfp8*mxfp8", capability=capability, **sizes)
+
+
+@call("stream")
+@call("mix_seed")
+def _numbers(rng: Random, arena: Arena) -> Call:
+    if rng.random() < 0.5:
+        return op_call("stream", name="blocks.0")
+    return op_call("mix_seed", seed=rng.randrange(99), count=rng.randrange(99))
+
+
+# ---- whole models --------------------------------------------------------------------------------
+
+
+def _net() -> nn.Module:
+    return nn.Sequential(nn.Linear(32, 32), nn.ReLU(), nn.Linear(32, 16))
+
+
+@call("mf.quantize_")
+@call("mf.restore_")
+@call("mf.step")
+@call("mf.training_state")
+@call("mf.load_training_state")
+@call("mf.Report")
+@call("mf.precompute_scales")
+@call("mf.precompute_float8_dynamic_scale_for_fsdp")
+def _convert(rng: Random, arena: Arena) -> Call:
+    def run(x: Any, recipe: Any, seed: Any, length: Any, state: Any) -> None:
+        model = _net()
+        mf.quantize_(model, recipe, seed=seed, amax_history_length=length, verbose=False)
+        model(x).sum().backward()
+        mf.step(model)
+        mf.precompute_scales(model)
+        mf.load_training_state(model, mf.training_state(model) if state is None else state)
+        mf.restore_(model)
+
+    args = {"x": torch.randn(4, 32), "recipe": rng.choice(mf.presets()), "seed": 0}
+    return Call(run, {**args, "length": 4, "state": None}, is_of_models=True)
+
+
+@call("mf.Linear")
+@call("mf.quantized_model_init")
+@call("mf.auto_filter_small_kn")
+def _module(rng: Random, arena: Arena) -> Call:
+    def run(in_features: Any, recipe: Any, name: Any, seed: Any, x: Any) -> None:
+        layer = mf.Linear(in_features, 16, recipe=recipe, name=name, seed=seed)
+        mf.auto_filter_small_kn(recipe)(layer, name)
+        with mf.quantized_model_init(recipe):
+            _net()
+        layer(x)
+
+    args = {"in_features": 32, "recipe": rng.choice(mf.presets()), "name": "a", "seed": 0}
+    return Call(run, {**args, "x": torch.randn(4, 32)}, is_of_models=True)

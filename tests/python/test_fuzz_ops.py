@@ -1,0 +1,108 @@
+"""No input ends the process: seeded hostile calls of every op and every public function.
+
+The calls run in processes of their own (fuzz_ops.py), which a crash ends. A failure prints the
+command that repeats it.
+"""
+
+import subprocess
+import sys
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import fuzz_ops
+import minifloat as mf
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+CALLS, PROCESSES, MOST_DEATHS = 10_000, 4, 5
+COMMAND = "PYTHONPATH=python python tests/python/fuzz_ops.py --seed {} --first {} --calls 1"
+
+
+def registered_ops():
+    names = torch._C._dispatch_get_all_op_names()
+    return {name.removeprefix("minifloat::") for name in names if name.startswith("minifloat::")}
+
+
+def native_methods():
+    """KeptCasts.quantize and the like; a constructor is called with each."""
+    found = set()
+    for schema in torch._C._jit_get_custom_class_schemas():
+        owner = str(schema.arguments[0].type)
+        if "minifloat" in owner and schema.name != "__init__":
+            found.add(f"{owner.split('.')[-1]}.{schema.name}")
+    return found
+
+
+def test_every_op_and_public_function_has_a_valid_call():
+    public = {f"mf.{name}" for name in mf.__all__}
+    missing = (registered_ops() | native_methods() | public) - set(fuzz_ops.names())
+    assert not missing, (
+        f"no valid call for {sorted(missing)}: write one in tests/python/fuzz_calls.py or "
+        "fuzz_weight_calls.py, with the decorator @call of that name"
+    )
+
+
+@pytest.mark.parametrize("name", fuzz_ops.names())
+def test_the_valid_calls_are_valid(name):
+    """Unchanged, they return: hostile changes start from what an op accepts."""
+    from random import Random
+
+    for seed in range(20):
+        torch.manual_seed(seed)
+        rng = Random(seed)
+        arena = fuzz_ops.Arena(rng)
+        one = fuzz_ops.CALLS[name](rng, arena)
+        try:
+            one.run(**one.args)
+            return
+        except ValueError as error:  # of one spec, such as a cut that it has not
+            last = error
+    raise AssertionError(f"20 calls of {name} raised, the last {last}")
+
+
+def run_calls(seed, first, calls, state):
+    command = [sys.executable, fuzz_ops.__file__, "--seed", seed, "--first", first]
+    command += ["--calls", calls, "--state", state, "--most-faults", 10]
+    environment = {"PYTHONPATH": str(Path(mf.__file__).parents[1]), "OMP_NUM_THREADS": "2"}
+    return subprocess.run(
+        [str(part) for part in command],
+        capture_output=True,
+        text=True,
+        errors="replace",
+        cwd=HERE,
+        timeout=500,
+        env=environment,
+    )
+
+
+def faults_of(seed, calls, folder):
+    """What went wrong in the calls of one seed; past a death it goes on with the next call."""
+    found, first, state = [], 0, folder / f"state{seed}"
+    for _ in range(MOST_DEATHS):
+        done = run_calls(seed, first, calls - first, state)
+        found += done.stdout.splitlines()
+        if done.returncode in (0, 1) and not done.stderr.strip():
+            return found
+        index = int(state.read_text()) if state.exists() else first
+        found.append(
+            f"the process ended with {done.returncode} in call {index} of seed {seed}: "
+            f"{done.stderr.strip()[-500:]}\n    {COMMAND.format(seed, index)}"
+        )
+        first = index + 1
+    return found
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded as Linux counts it")
+def test_no_hostile_call_ends_the_process_or_writes_where_it_must_not(tmp_path):
+    started = time.perf_counter()
+    with ThreadPoolExecutor(2) as pool:
+        seeds = range(PROCESSES)
+        calls = [CALLS // PROCESSES] * PROCESSES
+        found = [
+            f for part in pool.map(faults_of, seeds, calls, [tmp_path] * PROCESSES) for f in part
+        ]
+    print(f"{CALLS} calls in {time.perf_counter() - started:.0f} s")
+    repeat = f"repeat one with {COMMAND.format('SEED', 'INDEX')}"
+    assert not found, f"{len(found)} faults; {repeat}\n" + "\n".join(found)

@@ -1,0 +1,290 @@
+"""What ops and public functions refuse, one clear error each: the inputs that once ended a process,
+were ignored, or were cut short. test_fuzz_ops.py looks for others."""
+
+import pickle
+
+import minifloat as mf
+import pytest
+import torch
+from minifloat.parts import sizes
+from minifloat.quantized import Quantized
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+ops = torch.ops.minifloat
+
+
+def refused(message, error=ValueError):
+    return pytest.raises(error, match=message)
+
+
+# ---- origins -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("origin", [(), (16,), (16, 32, 5)])
+def test_an_origin_has_two_numbers(origin):
+    with refused("origin as"):
+        mf.quantize(torch.ones(2, 2), "mxfp8", origin=origin)
+
+
+@pytest.mark.parametrize("columnwise", [False, True])
+@pytest.mark.parametrize(
+    "origin", [(2**32, 0), (2**32 - 1, 0), (0, 2**36), (0, 2**36 - 16), (2**63 - 1, 0), (-1, 0)]
+)
+def test_origins_where_random_bits_repeat_are_refused(origin, columnwise):
+    """Row 2^32 had the bits of row 0, column 2^36 those of column 0."""
+    x = torch.randn(2, 32)
+    if columnwise:
+        x, origin = x.t().contiguous(), origin[::-1]
+    with refused("origin|rows up to"):
+        mf.quantize(x, "mxfp8+sr", origin=origin, columnwise=columnwise)
+
+
+def test_the_last_origins_are_taken():
+    x = torch.randn(2, 32)
+    mf.quantize(x, "mxfp8+sr", origin=(2**32 - 2, 2**36 - 32))
+    batched = torch.randn(3, 2, 32)
+    mf.quantize(batched, "mxfp8+sr", origin=(2**32 - 6, 0))
+    with refused("rows up to"):  # the counter's rows go on from matrix to matrix
+        mf.quantize(batched, "mxfp8+sr", origin=(2**32 - 5, 0))
+
+
+# ---- lists of layers -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_delayed", "nvfp4"])
+def test_a_group_has_a_state_for_each_layer_or_none(recipe):
+    x, weights = torch.ones(4, 32), [torch.ones(8, 32)] * 2
+    rng, history = [torch.tensor([1, 2, 3])] * 2, [torch.zeros(6, 4)] * 2
+    mf.linear_group(x, weights, recipe=recipe, rng=rng, amax_history=history)
+    for short in (1, 3):
+        with refused("amax_history of 2 layers"):
+            mf.linear_group(x, weights, recipe=recipe, rng=rng, amax_history=history[:1] * short)
+        with refused("rng of 2 layers"):
+            mf.linear_group(x, weights, recipe=recipe, rng=rng[:1] * short, amax_history=history)
+
+
+def test_operands_have_the_rows_of_what_they_stand_for():
+    x, w = torch.randn(4, 32), torch.randn(8, 32)
+    given = ops.layer_operands(x, "mxfp8", "x")
+    ops.linear(x, w, None, "mxfp8", x_operands=given)
+    with refused("x_operands of 5 rows"):
+        ops.linear(torch.randn(5, 32), w, None, "mxfp8", x_operands=given)
+    with refused("amax_history as float32"):
+        ops.layer_operands(x, "fp8_delayed", "x", amax_history=torch.zeros(1, 2))
+
+
+def test_a_forward_that_fails_leaves_the_history():
+    """The amax of x was written before the weight was refused."""
+    history = torch.zeros(6, 4)
+    weight = mf.QuantizedTensor.from_tensor(torch.randn(8, 32), "mxfp8")
+    with refused("asked for rowwise"):
+        mf.linear(torch.randn(4, 32), weight, None, "fp8_delayed", amax_history=history)
+    assert history.eq(0).all()
+
+
+# ---- dtypes --------------------------------------------------------------------------------------
+
+
+OTHERS = [torch.complex64, torch.bool, torch.int32, torch.float16, torch.float64, torch.int8]
+
+
+@pytest.mark.parametrize("dtype", OTHERS)
+def test_values_are_float32_or_bfloat16(dtype):
+    x, other = torch.ones(8, 32), torch.ones(8, 32).to(dtype)
+    with refused("float32 or bfloat16"):
+        mf.scaled_mm(other, x)
+    with refused("float32 or bfloat16"):
+        mf.scaled_mm(mf.quantize(x, "mxfp8"), other)
+    for recipe in ("mxfp8", "bf16"):
+        with refused("weight in float32 or bfloat16"):
+            mf.linear(x, other, None, recipe)
+        with refused("bias in float32 or bfloat16"):
+            mf.linear(x, x, other[:, 0], recipe)
+
+
+@pytest.mark.parametrize("seed", [1.9, "1", None, 2**63])
+def test_a_seed_is_a_64_bit_integer(seed):
+    with refused("seed: expected an int", (TypeError, ValueError)):
+        mf.quantize(torch.ones(2, 32), "mxfp8+sr", seed=seed)
+
+
+# ---- outputs of casts ----------------------------------------------------------------------------
+
+
+def cast_arguments(rows=16, cols=32, spec="e4m3/row"):
+    master = torch.randn(rows, cols)
+    part = mf.quantize(master, spec)
+    return {
+        "masters": [master.flatten()],
+        "specs": [spec],
+        "geometry": [0, rows, cols, 0, 0, 0],
+        "codes": [part.codes],
+        "scales": [part.scale],
+        "amax": [part.amax],
+    }
+
+
+SHORT = {
+    "short": lambda amax: amax[:1],
+    "expanded": lambda amax: amax[:1].expand(amax.shape),
+    "strided": lambda amax: torch.zeros(2 * len(amax))[::2],
+    "of float64": lambda amax: amax.double(),
+}
+
+
+@pytest.mark.parametrize("change", SHORT)
+def test_casts_refuse_amaxes_of_another_layout(change):
+    """They were written past their end."""
+    args = cast_arguments()
+    args["amax"] = [SHORT[change](args["amax"][0])]
+    before = args["amax"][0].clone()
+    with refused("16 contiguous float32 amaxes"):
+        ops.quantize_master_weights(**args, names=["w"], group="")
+    inputs = {name: args[name] for name in ("masters", "specs", "geometry")}
+    with refused("16 contiguous float32 amaxes"):
+        ops.partial_cast(amaxes=ops.partial_amax(**inputs), **args)
+    assert torch.equal(before, args["amax"][0])
+
+
+@pytest.mark.parametrize("change", SHORT)
+def test_a_weight_is_made_of_whole_parts(change):
+    """Also where torch.load makes it: what reads and writes a weight's memory trusts its parts."""
+    q = mf.quantize(torch.randn(16, 32), "e4m3/row")
+    bad = Quantized(q.codes, q.scale, SHORT[change](q.amax), q.spec, q.shape)
+    with refused("rowwise: expected amax of e4m3/row"):
+        mf.QuantizedTensor(bad, None)
+    weight = mf.QuantizedTensor(q, None)
+    rebuild, parts = weight.__reduce_ex__(2)
+    with refused("rowwise: expected amax of e4m3/row"):
+        rebuild(bad, *parts[1:])
+    assert torch.equal(pickle.loads(pickle.dumps(weight)).rowwise.amax, q.amax)
+
+
+@pytest.mark.parametrize("spec", ["e4m3/tensor", "e4m3/row", "e4m3/1x128", "mxfp4", "nvfp4/16x16"])
+@pytest.mark.parametrize("name", ["codes", "scale", "amax"])
+def test_freed_memory_is_refused(spec, name):
+    q = mf.quantize(torch.randn(16, 32), spec)
+    if getattr(q, name).numel() == 0:
+        return
+    getattr(q, name).untyped_storage().resize_(0)
+    with refused("memory is freed"):
+        mf.dequantize(q)
+    with refused("memory is freed"):
+        mf.scaled_mm(q, mf.quantize(torch.randn(16, 32), spec))
+    with refused("memory is freed"):
+        mf.QuantizedTensor(q, None)
+
+
+def test_tensors_of_two_devices_are_refused():
+    """A meta tensor among others made results of memory that nothing had written."""
+    q = mf.quantize(torch.randn(16, 32), "nvfp4")
+    with refused("scale on cpu, got meta"):
+        ops.dequantize(q.codes, q.scale.to("meta"), q.amax, q.spec, 32)
+    with refused("rng on cpu, got meta"):
+        rng = torch.zeros(2, dtype=torch.int64, device="meta")
+        ops.quantize(torch.ones(2, 32), "mxfp8", "", rng=rng)
+
+
+# ---- fragments -----------------------------------------------------------------------------------
+
+
+def test_layouts_are_checked():
+    with refused("cuts that rise"):
+        ops.fragment_layout(["mxfp4"], [0], [0, 9, 5], 2)
+    with refused("without columns"):
+        ops.fragment_layout(["mxfp4"], [0], [0, 5, 9], 2)
+    for ranks in (0, -1, 2**40):
+        with refused("ranks"):
+            ops.even_cuts(4, 4, ranks)
+    with refused("2\\^48"):
+        ops.even_cuts(2**40, 2**40, 2)
+
+
+def test_fragments_lie_within_their_pieces_and_wires():
+    """They were copied from foreign memory."""
+    layout = ops.fragment_layout(["mxfp8"], [16], ops.even_cuts(2, 16, 2), 2)
+    gathered, wire = torch.ones(2 * layout[-1], dtype=torch.uint8), torch.zeros(2, 16).byte()
+    ops.merge_fragments(gathered, [wire], layout, 2)
+    assert wire.eq(1).all()
+    wire.zero_()
+    for place, number in ((0, 2**40), (0, -16), (0, 16), (2, 2**40), (1, -(2**40)), (4, 64)):
+        bad = [number if i == place else n for i, n in enumerate(layout)]
+        with refused("expected (fragments|bytes) within"):
+            ops.merge_fragments(gathered, [wire], bad, 2)
+    assert wire.eq(0).all()
+
+
+# ---- texts ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("parse", [mf.Recipe, mf.RecipeMap])
+def test_a_lone_surrogate_is_a_value_error(parse):
+    with refused("lone surrogate at position 3"):
+        parse("abc\ud800")
+    with refused("lone surrogate"):
+        mf.quantize(torch.ones(2, 32), "\ud800")
+    with refused("lone surrogate"):
+        mf.linear(torch.ones(2, 32), torch.ones(2, 32), None, "\ud800")
+
+
+def test_control_characters_do_not_cut_a_message():
+    with refused(r"'a\\x00b\\x0ac' is not a recipe; expected bf16, "):
+        mf.Recipe("a\0b\nc")
+    with refused(r"got 'm\\x00'"):
+        mf.swizzle_scales(torch.zeros(1, 1).byte(), groups="m\0")
+
+
+def test_a_question_mark_matches_one_character():
+    recipes = mf.RecipeMap("h?llo: mxfp8; *.ü?: mxfp4; ??: nvfp4")
+    for name, recipe in (
+        ("hüllo", "mxfp8"),
+        ("hello", "mxfp8"),
+        ("a.ü😀", "mxfp4"),
+        ("ü😀", "nvfp4"),
+    ):
+        assert str(recipes.find(name)) == recipe, name
+    for name in ("hllo", "hüüllo", "ü", "a.ü"):
+        assert recipes.find(name) is None, name
+    assert str(mf.RecipeMap("*ü?ü: mxfp8").find("üüüü")) == "mxfp8"
+
+
+def test_positions_count_characters():
+    with refused("position 6: 'x' is not"):
+        mf.RecipeMap("üüüü: x")
+
+
+# ---- operations counted --------------------------------------------------------------------------
+
+
+def flops(run):
+    with FlopCounterMode(display=False) as counter:
+        run()
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("recipe", [name for name in mf.presets() if name != "bf16"])
+@pytest.mark.parametrize("shape", [(48, 64, 80), (5, 7, 33)])
+def test_layers_count_the_operations_of_nn_linear(recipe, shape):
+    """2 M N K a product, forward and backward; blocks and transforms add none."""
+    m, n, k = shape
+    x = torch.randn(m, k, requires_grad=True)
+    plain = nn.Sequential(nn.Linear(k, n))
+    model = nn.Sequential(nn.Linear(k, n))
+    mf.quantize_(model, recipe, verbose=False)
+    assert flops(lambda: model(x.detach())) == flops(lambda: plain(x.detach()))
+    assert flops(lambda: model(x)) == 2 * m * n * k
+    both = flops(lambda: model(x).sum().backward())
+    assert both == flops(lambda: plain(x).sum().backward()) == 3 * 2 * m * n * k
+
+
+def test_products_and_groups_are_counted():
+    a, b = torch.randn(8, 40), torch.randn(16, 40)
+    assert flops(lambda: mf.scaled_mm(mf.quantize(a, "mxfp4"), b)) == 2 * 8 * 16 * 40
+    with torch.inference_mode():
+        assert flops(lambda: mf.linear_group(a, [b, b])) == 2 * 2 * 8 * 16 * 40
+
+
+def test_sizes_are_those_of_memory():
+    with refused("2\\^48"):
+        sizes("mxfp8", 2**62, 1)
