@@ -40,7 +40,7 @@ def require_bool(name: str, value: Any) -> bool:
 def require_text(name: str, text: Any) -> str:
     """Returns the text; TypeError where it is none, ValueError where it is not valid Unicode."""
     if not isinstance(text, str):
-        raise TypeError(f"{name}: expected text as str, got {text!r} ({type(text).__name__})")
+        raise TypeError(f"{name}: expected its text as str, got {type(text).__name__}")
     if not text.isascii():
         try:
             text.encode()

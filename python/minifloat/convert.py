@@ -29,11 +29,12 @@ from .linear import (
     require_releasable,
 )
 from .random_state import (
-    AdvanceRng,
     RngState,
+    add_hooks,
     distributed_rank,
     find_hook,
-    remove_hook,
+    hooks_of,
+    remove_hooks,
     require_int64,
 )
 from .recipe import Recipe, RecipeMap
@@ -112,8 +113,9 @@ def quantize_(
 
     with ExitStack() as undo:
         undo.callback(turn_on_in, model, converted_layers(model))
-        if find_hook(model) is None:
-            undo.callback(remove_hook, model)
+        for module in model.modules():
+            if not hooks_of(module):
+                undo.callback(remove_hooks, module)
         for fqn, module, layer_recipe in selection.chosen:
             undo.callback(revert, module, module.weight)
             adopt(
@@ -157,7 +159,7 @@ def restore_(model: nn.Module) -> nn.Module:
     for layer in layers:
         require_releasable(layer)
     for module in model.modules():
-        remove_hook(module)
+        remove_hooks(module)
     for layer in layers:
         release(layer)
     turn_on_in(model, converted_layers(model))
@@ -179,16 +181,15 @@ def revert(module: nn.Linear, weight: Tensor) -> None:
 def share_random_state(
     root: nn.Module, layers: list[nn.Linear], seed: int, data_parallel_rank: int | None
 ) -> None:
-    """One RngState for the layers that need one, advanced by a hook of the root."""
+    """One RngState for the layers that need one, advanced by hooks of the root and its parts."""
     stochastic = [m for m in layers if isinstance(m, Linear) and m.recipe.is_stochastic]
     if not stochastic:
         return
     hook = find_hook(root)
-    if hook is None:
-        hook = AdvanceRng(RngState(seed, data_parallel_rank), stochastic[0])
-        root.register_forward_pre_hook(hook)
+    state = RngState(seed, data_parallel_rank) if hook is None else hook.state
+    add_hooks(root, state, stochastic)
     for layer in stochastic:
-        draw_from(layer, hook.state)
+        draw_from(layer, state)
 
 
 def parents_of(model: nn.Module) -> str:
@@ -199,7 +200,7 @@ def parents_of(model: nn.Module) -> str:
     holders: dict[int, tuple[str, nn.Module]] = {}
     for candidate in gc.get_objects():
         if issubclass(type(candidate), nn.Module):
-            for name, child in candidate._modules.items():
+            for name, child in candidate.__dict__.get("_modules", {}).items():
                 holders.setdefault(id(child), (name, candidate))
     names: list[str] = []
     while id(model) in holders and len(names) < len(holders):  # modules may hold each other

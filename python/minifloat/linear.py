@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
-STATE = ("stream", "last_count", "amax_history")  # a layer's buffers
+STATE = ("stream", "amax_history")  # a layer's buffers
 ALGORITHMS = ("max", "most_recent")
 MAX_MARGIN = 126  # powers of two
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -105,7 +105,6 @@ class Linear(nn.Linear):
     fqn: str
     rng_state: RngState | None  # None: nothing in the recipe is stochastic
     draws: Draws
-    last_count: Tensor | None  # int64 (1): the count that compiled code drew with last
     stream: Tensor
     amax_history: Tensor | None
     amax_algorithm: str
@@ -187,8 +186,8 @@ class Linear(nn.Linear):
         """The stream of random bits as a tensor: one graph serves layers of different names."""
         rng = None
         if self.rng_state is not None:
-            base = self.rng_state.draw_traced(cast(Tensor, self.last_count), self.training)
-            rng = torch.cat([base, self.stream])
+            base = self.rng_state.tensor
+            rng = torch.cat([base.to(self.stream.device), self.stream])
         history = self.step_history()
         return ops.linear(input, weight, self.bias, self.recipe.text, rng=rng, amax_history=history)
 
@@ -332,7 +331,6 @@ def adopt(
     module.fqn = fqn
     module.rng_state = None
     module.draws = Draws()
-    module.register_buffer("last_count", None, persistent=False)
     module.amax_algorithm = algorithm
     module.margin = margin
     module.stream_id = stream_id
@@ -349,7 +347,6 @@ def draw_from(layer: Linear, state: RngState) -> None:
     """Makes `state` the source of the layer's random bits, from its next forward on."""
     state.to(layer.stream.device)  # here, so that no compiled code does: it would own the copy
     layer.rng_state = state
-    layer.last_count = as_normal(state.tensor[1:].to(layer.stream.device, copy=True))
 
 
 ADOPTED = (
@@ -357,7 +354,6 @@ ADOPTED = (
     "fqn",
     "rng_state",
     "draws",
-    "last_count",
     "amax_algorithm",
     "margin",
     "stream",

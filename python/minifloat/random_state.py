@@ -3,15 +3,15 @@
     RngState           one for all layers that one mf.quantize_ call converts; .tensor: int64 (2)
     RngState.draw      what a layer's forward hands to the op: count is the number of the forward
     AdvanceRng         forward pre-hook of the root: the root's training forward begins a new count
+    AdvanceCompiled    forward hooks of the modules between: the same for compiled code
 
 A new count begins where the root is called, and where a layer would draw a second time with the
 count that it drew with last. So two forwards differ however a model is called: by its root, by
 another method, part by part. A forward that autograd recomputes gets the bits of the forward that
 it repeats, with any number of forwards in flight. In evaluation nothing advances.
 
-Compiled code has no such record. There the root's hook advances the count on the device; where the
-root is not called, each layer compares the count with the one that it drew with last, on the device
-too.
+Compiled code has no such record. There the outermost module of the compiled code advances the
+count, on the device, unless the root or an eager module around it has done so.
 """
 
 from __future__ import annotations
@@ -98,7 +98,10 @@ class RngState:
         self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
         # (0, 1), beside the tensor
         self.step = as_normal(torch.arange(2, dtype=torch.int64, device="cpu"))
-        self.root_advances = False  # whether the root's hook has run since the last mf.step
+        # Whether the root, or a module outside compiled code, began a forward since mf.step: then
+        # compiled code need not.
+        self.is_driven = False
+        self.is_traced = False  # whether a compiled module that began a forward is still in it
         self.forward = 0  # forwards begun so far
         self._close()
 
@@ -110,7 +113,8 @@ class RngState:
         self.copies: dict[torch.device, Tensor] = {}  # (seed, count) of the open forward
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"forward": 0, "is_open": False, "copies": {}, "version": None}
+        fresh = {"forward": 0, "is_open": False, "copies": {}, "version": None, "is_traced": False}
+        return self.__dict__ | fresh
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
@@ -167,14 +171,6 @@ class RngState:
         draws.record(self.forward, rng)
         return rng
 
-    def draw_traced(self, last_count: Tensor, is_training: bool) -> Tensor:
-        """draw, for compiled code. last_count: int64 (1), the layer's own, written in place."""
-        if is_training and not self.root_advances:
-            count = self.tensor[1:]
-            count.add_((count == last_count.to(count.device)).to(torch.int64))
-            last_count.copy_(count)
-        return self.tensor.to(last_count.device)
-
     def get(self) -> Tensor:
         """(user's seed, count): the same on every rank."""
         seed = torch.full_like(self.tensor[:1], self.seed)
@@ -188,7 +184,7 @@ class RngState:
 
 
 class AdvanceRng:
-    """The hook. `home`: a converted layer, whose device the state follows."""
+    """The root's hook. `home`: a converted layer, whose device the state follows."""
 
     def __init__(self, state: RngState, home: Any) -> None:
         self.state = state
@@ -200,22 +196,79 @@ class AdvanceRng:
             return
         if torch.compiler.is_compiling():
             state.advance()
-            state.root_advances = True
+            state.is_driven = True
         elif not (is_in_backward() or torch.is_inference_mode_enabled()):
-            stream = self.home._buffers.get("stream")  # None: the layer was restored alone
-            device = (self.home.weight if stream is None else stream).device
-            is_cuda = device.type == "cuda"
-            state.begin(device, is_cuda and torch.cuda.is_current_stream_capturing())
-            state.root_advances = True
+            self.begin()
+
+    def begin(self) -> None:
+        stream = self.home._buffers.get("stream")  # None: the layer was restored alone
+        device = (self.home.weight if stream is None else stream).device
+        is_cuda = device.type == "cuda"
+        self.state.begin(device, is_cuda and torch.cuda.is_current_stream_capturing())
+        self.state.is_driven = True
+
+
+class AdvanceCompiled(AdvanceRng):
+    """The hook of a module between the root and its layers, before its forward and after it."""
+
+    def __init__(self, state: RngState, home: Any) -> None:
+        super().__init__(state, home)
+        self.forward: int | None = None  # that the module was called in last
+        self.is_outermost = False  # of the modules that the code being traced calls
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"forward": None, "is_outermost": False}
+
+    def __call__(self, module: nn.Module, args: Any) -> None:
+        state = self.state
+        if not module.training:
+            return
+        if torch.compiler.is_compiling():
+            if not (state.is_driven or state.is_traced):
+                state.advance()
+                state.is_traced = self.is_outermost = True
+        elif not (is_in_backward() or torch.is_inference_mode_enabled()):
+            if not state.is_open or self.forward == state.forward:
+                self.begin()
+            self.forward = state.forward
+            state.is_driven = True
+
+    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+        if torch.compiler.is_compiling() and self.is_outermost:
+            self.state.is_traced = self.is_outermost = False
+
+
+def add_hooks(root: nn.Module, state: RngState, layers: list[Any]) -> None:
+    """Hooks of the root and of every module between it and the layers that draw from `state`."""
+    drawing = {id(layer) for layer in layers}
+    holders: set[str] = set()
+    for name, module in root.named_modules():
+        parts = name.split(".") if id(module) in drawing else []
+        holders.update(".".join(parts[:i]) for i in range(1, len(parts)))
+    for name, module in root.named_modules():
+        if name in holders and not any(type(h) is AdvanceCompiled for h in hooks_of(module)):
+            hook = AdvanceCompiled(state, layers[0])
+            module.register_forward_pre_hook(hook)
+            module.register_forward_hook(hook.after)
+    if find_hook(root) is None:
+        root.register_forward_pre_hook(AdvanceRng(state, layers[0]))
+
+
+def hooks_of(module: nn.Module) -> list[AdvanceRng]:
+    return [h for h in module._forward_pre_hooks.values() if isinstance(h, AdvanceRng)]
 
 
 def find_hook(module: nn.Module) -> AdvanceRng | None:
-    hooks = module._forward_pre_hooks.values()
-    return next((hook for hook in hooks if isinstance(hook, AdvanceRng)), None)
+    """The hook of a root."""
+    return next((hook for hook in hooks_of(module) if type(hook) is AdvanceRng), None)
 
 
-def remove_hook(module: nn.Module) -> None:
-    for key, hook in list(module._forward_pre_hooks.items()):
-        if isinstance(hook, AdvanceRng):
-            del module._forward_pre_hooks[key]
-            module._forward_pre_hooks_with_kwargs.pop(key, None)
+def remove_hooks(module: nn.Module) -> None:
+    for hooks, options in (
+        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
+        (module._forward_hooks, module._forward_hooks_with_kwargs),
+    ):
+        for key, hook in list(hooks.items()):
+            if isinstance(getattr(hook, "__self__", hook), AdvanceRng):
+                del hooks[key]
+                options.pop(key, None)

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from .amaxes import reduce_amaxes
 from .checks import require_module
 from .fsdp import precompute_scales
-from .linear import Linear, draw_from
+from .linear import Linear
 from .random_state import RngState, find_hook
 
 # Wrappers that put a name of their own between a module's and its parent's.
@@ -117,7 +117,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
         )
     _forget_weights(model)
     for _, rng in _rng_states(model):
-        rng.root_advances = False
+        rng.is_driven = False
     _roll_histories(model, group)
     precompute_scales(unwrapped(model))
 
@@ -196,9 +196,6 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         _require_entry(name, tensor, state[name])
     for fqn, rng in _rng_states(model):
         rng.set(state[join(fqn, "rng")])
-    for layer in _layers(model):
-        if layer.rng_state is not None:
-            draw_from(layer, layer.rng_state)
     for fqn, _, history in _histories(model):
         history.copy_(state[join(fqn, "amax_history")])
     _forget_weights(model)

@@ -90,7 +90,7 @@ def test_map_errors(text):
 
 @pytest.mark.parametrize("bad", [None, 3, b"nvfp4"])
 def test_other_types_are_refused(bad):
-    with pytest.raises(TypeError, match="expected text as str"):
+    with pytest.raises(TypeError, match="expected its text as str"):
         mf.Recipe(bad)
-    with pytest.raises(TypeError, match="expected text as str"):
+    with pytest.raises(TypeError, match="expected its text as str"):
         mf.RecipeMap(bad)
