@@ -134,7 +134,17 @@ struct Remembered {
   Needs needs;
   // Not saved variables: backward writes the histories, and a recomputed forward must not replace rng.
   variable_list histories, rng;
+  std::vector<std::uint32_t> rng_versions;
 };
+
+std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
+
+void check_rng_is_unchanged(const Remembered& r) {
+  for (std::size_t i = 0; i < r.rng.size(); ++i)
+    TORCH_CHECK(version_of(r.rng[i]) == r.rng_versions[i],
+                "linear: expected rng as forward read it, got one that was modified by an inplace "
+                "operation since; backward draws from it too");
+}
 
 // Gradients of a quantized product are not differentiable: a function of codes has no derivative. Gives them a history
 // that raises wherever a second derivative would pass on to what they were computed from: the inputs of `node`, whose
@@ -189,7 +199,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                  .bias_index = layers.bias_index,
                  .needs = needs,
                  .histories = layers.histories.vec(),
-                 .rng = layers.rng.vec()};
+                 .rng = layers.rng.vec(),
+                 .rng_versions = {}};
+    for (const Tensor& rng : r.rng) r.rng_versions.push_back(version_of(rng));
     for (const Tensor& w : layers.weights) {
       r.weight_dtypes.push_back(w.scalar_type());
       r.product_dtypes.push_back(layers.given.weight.empty() ? w.scalar_type() : x.scalar_type());
@@ -203,6 +215,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const Remembered& r = static_cast<const Capsule*>(capsule.get())->value;
     // Unpacking may run a checkpointed forward pass again, which records its own graph.
     const variable_list saved = ctx->get_saved_variables();
+    check_rng_is_unchanged(r);
     variable_list gradients = first_derivatives(r, saved, grads);
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();

@@ -10,7 +10,8 @@ from . import interrupt as _interrupt  # isort: skip  before torch: see its head
 from ._native import ops as _ops  # loads the operators; keep it before the rest
 from .convert import quantize_, quantized_model_init, restore_
 from .fsdp import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
-from .linear import Linear, linear, linear_group
+from .functional import linear, linear_group
+from .linear import Linear
 from .master_weights import (
     attach_wires,
     cast_master_weights_to_nvfp4,

@@ -17,13 +17,13 @@ from torch import Tensor, nn
 
 from .checks import require_bool, require_int, require_module
 from .fast_paths import turn_off, turn_off_in, turn_on_in
+from .functional import is_distributed
 from .gather import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
 from .linear import (
     DEFAULT_HISTORY,
     Linear,
     adopt,
     draw_from,
-    is_distributed,
     release,
     require_history,
     require_releasable,

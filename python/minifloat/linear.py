@@ -1,12 +1,9 @@
-"""Linear layers under a recipe: the functions, and the module that mf.quantize_ makes of nn.Linear.
-
-y = x Wᵀ + bias     three products, forward and backward, each in the formats of the recipe
-"""
+"""The module that mf.quantize_ makes of nn.Linear: nn.Linear under a recipe."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from collections.abc import Callable
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,6 +12,7 @@ from ._native import ops
 from .checks import require_bool, require_int, require_text
 from .fast_paths import turn_off, turn_on
 from .fsdp import carry
+from .functional import is_distributed
 from .gather import Plan, plan_gather
 from .random_state import AdvanceRng, Draws, RngState, as_normal, require_int64
 from .recipe import Recipe
@@ -22,69 +20,12 @@ from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
 from .tensor import QuantizedTensor
 from .travel import Travel
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
-
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
 STATE = ("stream", "amax_history")  # a layer's buffers
 ALGORITHMS = ("max", "most_recent")
 MAX_MARGIN = 126  # powers of two
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
-
-
-def linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None = None,
-    recipe: str | Recipe = "mxfp8",
-    *,
-    rng: Tensor | None = None,
-    amax_history: Tensor | None = None,
-) -> Tensor:
-    """y = x · Wᵀ + bias under a recipe, differentiable. x: (…, K), weight: (N, K); fp32 or bf16.
-
-    rng: int64 (seed, count, module stream), needed where the recipe rounds stochastically; backward
-    reads it too, so nobody may write to it afterwards. amax_history: float32 (6, 1 + length),
-    needed by delayed scaling, one row an operand: column 0 the amax in force, column 1 this step's
-    own, written in place. A weight that is a DTensor: see dtensor.py.
-    """
-    if is_distributed(weight):
-        from .dtensor import linear as sharded
-
-        return sharded(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
-    return ops.linear(x, weight, bias, recipe_text(recipe), rng=rng, amax_history=amax_history)
-
-
-def recipe_text(recipe: str | Recipe) -> str:
-    return recipe.text if isinstance(recipe, Recipe) else require_text("recipe", recipe)
-
-
-def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
-    """Is it a DTensor? Asked without loading what DTensor needs."""
-    return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")
-
-
-def linear_group(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None] | None = None,
-    recipe: str | Recipe = "mxfp8",
-    *,
-    rng: Sequence[Tensor] | None = None,
-    amax_history: Sequence[Tensor] | None = None,
-) -> list[Tensor]:
-    """linear of one x and several weights (q, k, v; gate, up): x is quantized once."""
-    biases = [None] * len(weights) if biases is None else list(biases)
-    rng = None if rng is None else list(rng)
-    amax_history = None if amax_history is None else list(amax_history)
-    if any(is_distributed(weight) for weight in weights):
-        none = [None] * len(weights)
-        layers = zip(weights, biases, rng or none, amax_history or none)
-        return [linear(x, w, b, recipe, rng=r, amax_history=h) for w, b, r, h in layers]
-    return ops.linear_group(
-        x, list(weights), biases, recipe_text(recipe), rng=rng, amax_history=amax_history
-    )
 
 
 def require_history(length: int, algorithm: str, margin: int) -> None:

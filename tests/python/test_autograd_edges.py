@@ -173,6 +173,15 @@ def test_codes_are_saved_apart_from_what_they_were_made_of(of):
         assert torch.equal(a, b)
 
 
+def test_random_state_must_stay_until_backward():
+    x, w = data()
+    rng = RNG.clone()
+    y = mf.linear(x, w, None, "nvfp4", rng=rng)
+    rng[1] += 1
+    with pytest.raises(RuntimeError, match=r"rng.*modified by an inplace operation"):
+        y.sum().backward()
+
+
 # ---- operands under bf16 -------------------------------------------------------------------------
 
 
