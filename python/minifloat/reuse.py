@@ -79,7 +79,7 @@ register_optimizer_step_post_hook(STEPS)
 
 def conditions_of(x: Tensor) -> Conditions:
     """What operands depend on besides values and recipe: compute dtype, mode, stream, capture."""
-    kind = x.device.type
+    kind = "cpu" if x.is_cpu else x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if kind != "cuda":
         return dtype, torch.is_inference_mode_enabled(), None, False
@@ -109,7 +109,7 @@ def version_of(t: Tensor) -> Any:
 
 
 def has_fingerprint(t: Tensor) -> bool:
-    return t.device.type == "cpu" and not hasattr(t, "_local_tensor") and t.is_contiguous()
+    return t.is_cpu and not hasattr(t, "_local_tensor") and t.is_contiguous()
 
 
 def fingerprint_of(t: Tensor) -> Any:
@@ -117,39 +117,29 @@ def fingerprint_of(t: Tensor) -> Any:
     return torch.classes.minifloat.Fingerprint(t.detach())
 
 
-class Accumulation:
-    """Shows that a weight is met in the next micro-batch of one training step.
+def gradient_of(weight: Tensor) -> tuple[int, int] | None:
+    """What changes with each backward pass that adds to the weight's gradient."""
+    grad = weight.grad
+    return None if grad is None else (id(grad), grad._version)
+
+
+def is_next_micro_batch(before: tuple[int, int] | None, now: tuple[int, int] | None) -> bool:
+    """Whether gradients show the next micro-batch of one step, or a forward that is recomputed.
 
     Between two micro-batches exactly one backward pass adds to the weight's gradient, in place.
     """
-
-    def __init__(self, weight: Tensor) -> None:
-        self.last = self._state(weight)
-
-    @staticmethod
-    def _state(weight: Tensor) -> tuple[int, int] | None:
-        grad = weight.grad
-        return None if grad is None else (id(grad), grad._version)
-
-    def matches(self, weight: Tensor) -> bool:
-        last, now = self.last, self._state(weight)
-        self.last = now
-        if is_in_backward() and last == now:  # the forward that was met last is recomputed
-            return True
-        if last is None:
-            return now is not None
-        return now == (last[0], last[1] + 1)
-
-
-def proof_of(weight: Tensor) -> Any:
-    return fingerprint_of(weight) if has_fingerprint(weight) else Accumulation(weight)
+    if is_in_backward() and before == now:
+        return True
+    if before is None:
+        return now is not None
+    return now == (before[0], before[1] + 1)
 
 
 class Kept(NamedTuple):
     """Codes of a weight. Threads see all of it or none: it is replaced, never changed."""
 
     key: Any
-    proof: Any  # .matches(weight): are the codes current? None: an equal key shows that alone
+    fingerprint: Any | None  # of the weight; None: an equal key, or its gradient, shows enough
     codes: list[Tensor]
     has_columnwise: bool
 
@@ -160,6 +150,7 @@ class WeightCodes:
     def __init__(self) -> None:
         self.is_captured = False  # in a CUDA graph
         self.met: Any = None  # the key under which the weight was met last
+        self.gradient: tuple[int, int] | None = None  # gradient_of the weight then
         self.is_reused = False  # since the key is that
         self.kept: Kept | None = None
 
@@ -196,32 +187,38 @@ class WeightCodes:
             self.is_captured, self.kept = True, None
         if self.is_captured or weight.is_inference():
             return None
-        if not (is_in_step or is_shown or has_fingerprint(weight)):
+        is_hashed = not is_shown and has_fingerprint(weight)
+        if not (is_in_step or is_shown or is_hashed):
             self.start_over()
             return None
         key = (id(weight), version_of(weight), STEPS.taken, recipe, conditions)
-        kept, is_first_meeting = self.kept, key != self.met
-        if is_first_meeting:
-            is_worth_it = self.is_reused
+        kept, is_met_again = self.kept, key == self.met
+        if not (is_shown or is_hashed):
+            gradient = gradient_of(weight)
+            is_met_again = is_met_again and is_next_micro_batch(self.gradient, gradient)
+            self.gradient = gradient
+        if is_met_again:
+            self.is_reused = True
+        else:
+            is_worth_it, kept = self.is_reused, None
             self.met, self.is_reused, self.kept = key, False, None
             if not is_worth_it:
                 return None
-        else:
-            self.is_reused = True
         if cast is None:
             cast = partial(
                 ops.layer_operands.default, weight, recipe, "w", amax_history=amax_history
             )
         if kept is not None and kept.key != key:  # another thread's
             kept = None
-        is_current = kept is not None and (kept.proof is None or kept.proof.matches(weight))
-        if is_first_meeting or kept is None or not is_current:
-            proof = None if is_shown else proof_of(weight)
-            kept = Kept(key, proof, cast(rowwise=True, columnwise=columnwise), columnwise)
+        if kept is not None and kept.fingerprint is not None:
+            kept = kept if kept.fingerprint.matches(weight.detach()) else None
+        if kept is None:
+            fingerprint = fingerprint_of(weight) if is_hashed else None
+            kept = Kept(key, fingerprint, cast(rowwise=True, columnwise=columnwise), columnwise)
         elif columnwise and not kept.has_columnwise:
             half = len(kept.codes) // 2
             other = cast(rowwise=False, columnwise=True)[half:]
-            kept = Kept(key, kept.proof, [*kept.codes[:half], *other], True)
+            kept = Kept(key, kept.fingerprint, [*kept.codes[:half], *other], True)
         self.kept = kept
         return kept.codes
 
