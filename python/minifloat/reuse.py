@@ -154,6 +154,10 @@ class WeightCodes:
         self.is_reused = False  # since the key is that
         self.kept: Kept | None = None
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Of a copied layer nothing is kept. A copied reference to memory would release it twice.
+        return WeightCodes, ()
+
     @property
     def codes(self) -> list[Tensor] | None:
         kept = self.kept

@@ -252,3 +252,17 @@ def test_swapped_tensors():
         model(x)
     torch.utils.swap_tensors(model[0].weight, other)
     require_same(model(x), without_reuse(copy.deepcopy(model))(x))
+
+
+def test_a_copied_layer_has_no_reference_to_its_originals_memory():
+    """torch copies the attributes of a parametrized layer by themselves."""
+    model, x = layer(), batch()
+    for _ in range(3):
+        model(x)
+    codes = model[0].weight_codes
+    assert codes.met is not None
+    twin = copy.deepcopy(codes)
+    assert twin.met is None
+    assert twin.kept is None
+    attributes = copy.deepcopy(model[0].__dict__)
+    assert attributes["weight_codes"].met is None
