@@ -62,7 +62,7 @@ inline void check_memory(const char* op, const char* name, const at::Tensor& t) 
                      held = static_cast<std::int64_t>(t.storage().nbytes());
   TORCH_CHECK_VALUE(needed <= held && t.storage().data() != nullptr, op, ": expected ", name,
                     " in memory, ", needed, " bytes of its storage, got ", held,
-                    ": its memory is freed or resized; no gather has brought it");
+                    ": its storage is too small, or its memory is freed: no gather has brought it");
 }
 
 // The same of a tensor that a trace or a subclass may stand for: their kernels check what they are called with.

@@ -15,6 +15,8 @@
 #include <iterator>
 #include <vector>
 
+#include "checks.h"
+
 namespace minifloat {
 namespace {
 
@@ -65,6 +67,7 @@ class Fingerprint : public torch::CustomClassHolder {
 
  private:
   static std::uint64_t checked_hash(const at::Tensor& t) {
+    bridge::check_memory("Fingerprint", "t", t);
     TORCH_CHECK_VALUE(t.is_cpu() && t.is_contiguous(),
                       "Fingerprint: expected contiguous memory of the CPU, got strides ",
                       t.strides(), " on ", t.device());

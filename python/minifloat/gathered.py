@@ -41,6 +41,10 @@ class GatheredWeight(QuantizedTensor):
             side, tensor = name[1:].split("_")
             self.__dict__[name] = getattr(getattr(self, side), tensor)
 
+    @classmethod
+    def _of_parts(cls, *args: Any) -> Any:
+        return cls(*args)
+
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return self.flattened
 

@@ -83,8 +83,11 @@ def require_memory(name: str, t: Tensor) -> None:
         )
 
 
-def require_part(name: str, part: Quantized, columnwise: bool) -> None:
-    """ValueError or TypeError where a part is no whole matrix: what reads its memory trusts it."""
+def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool) -> None:
+    """ValueError or TypeError where a part is no whole matrix: what reads its memory trusts it.
+
+    owns_codes: False for what a gather brings, whose memory FSDP2 frees and fills again.
+    """
     if not isinstance(part, Quantized):
         raise TypeError(f"{name}: expected Quantized, got {type(part).__name__}")
     is_matrix = isinstance(part.shape, (tuple, list)) and len(part.shape) == 2
@@ -114,7 +117,8 @@ def require_part(name: str, part: Quantized, columnwise: bool) -> None:
             )
         if t.device != part.codes.device:
             raise ValueError(f"{name}: expected {field} on {part.codes.device}, got {t.device}")
-        require_memory(f"{name}: {field}", t)
+        if owns_codes:
+            require_memory(f"{name}: {field}", t)
 
 
 def transpose_codes_into(out: Tensor, spec: str, codes: Tensor, cols: int) -> Tensor:

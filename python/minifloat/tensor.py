@@ -115,7 +115,9 @@ class QuantizedTensor(Tensor):
     ) -> None:
         for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
             if part is not None:
-                require_part(f"QuantizedTensor: {name}", part, name == "columnwise")
+                require_part(
+                    f"QuantizedTensor: {name}", part, name == "columnwise", self.owns_codes
+                )
                 require_nearest(part.spec)
         shapes = {tuple(rowwise.shape)} if rowwise is not None else set()
         shapes |= {tuple(columnwise.shape[::-1])} if columnwise is not None else set()

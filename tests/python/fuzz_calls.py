@@ -319,3 +319,19 @@ for _name in ("amax", "hadamard", "linear", "linear_group"):
     CALLS[f"mf.{_name}"] = _public(_name)
 for _name in ("swizzle_scales", "unswizzle_scales", "transpose_codes"):
     CALLS[f"mf.{_name}"] = _public(_name)
+
+
+@call("Fingerprint.matches")
+def _fingerprint_matches(rng: Random, arena: Arena) -> Call:
+    def run(t: Tensor, other: Tensor) -> None:
+        torch.classes.minifloat.Fingerprint(t).matches(other)
+
+    return Call(run, {"t": matrix(rng, arena), "other": matrix(rng, arena)})
+
+
+@call("Fingerprint.value")
+def _fingerprint_value(rng: Random, arena: Arena) -> Call:
+    def run(t: Tensor) -> None:
+        torch.classes.minifloat.Fingerprint(t).value()
+
+    return Call(run, {"t": matrix(rng, arena)})

@@ -122,7 +122,9 @@ def fault_of_call(one: Call, arena: Arena) -> str | None:
         result = one.run(**one.args)
         fault = fault_of_result(result, [] if one.is_of_models else given)
     except BaseException as error:
-        fault, written = fault_of_error(one, error), []
+        fault = fault_of_error(one, error)
+        if not isinstance(error, torch.OutOfMemoryError):  # which only the work itself meets
+            written = []
     changes = arena.changed(written)
     if fault is None and changes and not one.is_of_models:
         fault = f"wrote where it must not: {'; '.join(changes)}"
