@@ -37,6 +37,7 @@ from .gathered import (
     whole_table,
 )
 from .quantized import Quantized
+from .random_state import is_in_backward
 from .reuse import STEPS
 from .shard import Rows, layout_of, round_up
 from .shard_cast import Job, Piece, cast_shards
@@ -133,7 +134,7 @@ class Travel:
             if self.reason:
                 return (self.padded(shard, compute_dtype),), None
         self.shard = shard if self.plan.mode == "split" else None
-        sent = self.sending(shard, self.plan.parts(is_backward()))
+        sent = self.sending(shard, self.plan.parts(is_in_backward()))
         return sent.inputs, sent
 
     def padded(self, shard: Tensor, dtype: torch.dtype) -> Tensor:
@@ -304,7 +305,7 @@ class Travel:
         """Will FSDP2 gather again before backward? Where it tells nothing, the answer is no."""
         group = self.find_group()
         state = getattr(getattr(group, "_training_state", None), "name", "")
-        return state == "FORWARD" and group._reshard_after_forward and not is_backward()
+        return state == "FORWARD" and group._reshard_after_forward and not is_in_backward()
 
     def find_group(self) -> Any:
         """FSDP2's parameter group; None where it is not to be found."""
@@ -354,10 +355,6 @@ class Travel:
         self.fill_direction(target, outputs, sent)
         self.convoy.arrive()
         self.held = (*self.held, part)
-
-
-def is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1
 
 
 def find_fsdp_group(layer: Any) -> Any:
