@@ -1,7 +1,7 @@
 # Settles MINIFLOAT_CUDA (AUTO, ON, OFF) to ON or OFF: CUDA needs sources in src/cuda and an nvcc.
 # A CPU build never looks at the toolkit, even where torch's wheel is a CUDA build.
 
-file(GLOB minifloat_cuda_probe CONFIGURE_DEPENDS src/cuda/*.cu)
+file(GLOB_RECURSE minifloat_cuda_probe CONFIGURE_DEPENDS src/cuda/*.cu)
 if(MINIFLOAT_CUDA STREQUAL "AUTO")
   set(MINIFLOAT_CUDA OFF)
   if(minifloat_cuda_probe)

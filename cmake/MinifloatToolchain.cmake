@@ -7,6 +7,7 @@ if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
     set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
                                     CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime
                                     ${MINIFLOAT_CCACHE})
+    set(CMAKE_CUDA_COMPILER_LAUNCHER ${MINIFLOAT_CCACHE})
     add_compile_options($<$<COMPILE_LANG_AND_ID:CXX,GNU>:-fpch-preprocess>)
   endif()
 endif()

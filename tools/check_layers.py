@@ -153,9 +153,9 @@ def cuda_headers_stay_in_cuda(source: Source) -> Iterator[Violation]:
 
 
 def asm_stays_in_ptx(source: Source) -> Iterator[Violation]:
-    if source.path.suffix in CXX_SUFFIXES and source.path.as_posix() != "src/cuda/ptx.cuh":
+    if source.path.suffix in CXX_SUFFIXES and source.path.as_posix() != "src/cuda/common/ptx.cuh":
         for line, _ in find_word(source, r"(?:__asm__|__asm|asm)"):
-            yield Violation(source.path, line, "asm belongs in src/cuda/ptx.cuh only")
+            yield Violation(source.path, line, "asm belongs in src/cuda/common/ptx.cuh only")
 
 
 def format_constants_have_one_home(source: Source) -> Iterator[Violation]:
@@ -214,7 +214,7 @@ CASES: tuple[tuple[str, str, int], ...] = (
     ("src/cpu/a.cpp", "#include <immintrin.h>\n", 0),
     ("src/cuda/a.cu", '#include "cpu/loops.h"\n', 1),
     ("src/cuda/a.cu", 'asm volatile("nop;");\n', 1),
-    ("src/cuda/ptx.cuh", 'asm volatile("nop;");\n', 0),
+    ("src/cuda/common/ptx.cuh", 'asm volatile("nop;");\n', 0),
     ("src/spec.cpp", 'auto s = "asm 448"; /* asm\n448 */ int asmx;\n', 0),
     ("src/spec.cpp", "if (c == '\"') return 448; char d = '\"';\n", 1),
     ("src/spec.cpp", "#include <cuda_runtime.h>\n", 1),

@@ -1,0 +1,315 @@
+// max |x| on bit patterns, so that NaN survives and the order of the reduction does not matter.
+//
+//     rows          a warp a row; a tensor's own maximum is raised by integer atomics. Where there are no gaps between
+//                   rows, 16 KiB count as one
+//     panels        for columns, and rows from the same read, or a whole tensor: a block takes 512 bytes of 256 rows
+//     of the transformed x: the units of tile.cuh
+//
+//     bytes an element: 2 or 4
+#include <cstring>
+
+#include "cuda/backend.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/reduce.cuh"
+#include "cuda/common/tile.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+// Magnitudes of a word: one float, or a pair of bf16 that stay apart.
+template <class T>
+__device__ __forceinline__ std::uint32_t max_words(std::uint32_t m, std::uint32_t w) {
+  return sizeof(T) == 2 ? __vmaxu2(m, w & 0x7FFF'7FFFu) : max(m, w & Float32::kMagnitude);
+}
+template <class T>
+__device__ __forceinline__ std::uint32_t larger_half(std::uint32_t m) {
+  return sizeof(T) == 2 ? max(m & 0xFFFF'0000u, m << 16) : m;
+}
+template <class T>
+__device__ __forceinline__ std::uint32_t max_chunk(std::uint32_t m, const uint4& chunk) {
+  return max_words<T>(max_words<T>(max_words<T>(max_words<T>(m, chunk.x), chunk.y), chunk.z),
+                      chunk.w);
+}
+template <class T>
+__device__ __forceinline__ std::uint32_t element_amax(T x) {
+  if constexpr (sizeof(T) == 2)
+    return (static_cast<std::uint32_t>(x) << 16) & Float32::kMagnitude;
+  else
+    return magnitude_bits(x);
+}
+
+// ---- Rows ----------------------------------------------------------------------------------------
+// The maximum of a row, in every lane of the warp.
+template <class T>
+__device__ __forceinline__ std::uint32_t row_amax(const Source& x, const T* row) {
+  constexpr std::int64_t kChunk = 16 / sizeof(T);
+  const int lane = threadIdx.x % 32;
+  std::uint32_t m = 0;
+  std::int64_t done = 0;
+  if (x.aligned) {
+    const std::int64_t chunks = x.cols / kChunk;
+    const uint4* from = reinterpret_cast<const uint4*>(row);
+    constexpr int kTogether = 8;  // chunks on their way
+    std::int64_t i = lane;
+    for (; i + (kTogether - 1) * 32 < chunks; i += kTogether * 32) {
+      uint4 chunk[kTogether];
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) chunk[k] = __ldg(from + i + k * 32);
+#pragma unroll
+      for (int k = 0; k < kTogether; ++k) m = max_chunk<T>(m, chunk[k]);
+    }
+    for (; i < chunks; i += 32) m = max_chunk<T>(m, __ldg(from + i));
+    m = larger_half<T>(m);
+    done = chunks * kChunk;
+  }
+  for (std::int64_t c = done + lane; c < x.cols; c += 32) m = max(m, element_amax<T>(row[c]));
+  return warp_max(m);
+}
+// A block takes 8 rows of a matrix.   out: (batch, rows), or (batch) with zero before
+template <class T, bool kOfRows>
+__global__ void __launch_bounds__(kThreads)
+    amax_of_rows(const __grid_constant__ Source x, const __grid_constant__ Divisor blocks_of_matrix,
+                 std::uint32_t* out) {
+  const std::uint32_t e = blocks_of_matrix.divide(blockIdx.x);
+  const std::uint32_t row =
+      (blockIdx.x - e * blocks_of_matrix.d) * (kThreads / 32) + threadIdx.x / 32;
+  const std::uint32_t m = row < x.rows ? row_amax<T>(x, row_of<T>(x, e, row)) : 0;
+  if (!kOfRows)
+    raise_by_block(out + e, m);
+  else if (row < x.rows && threadIdx.x % 32 == 0)
+    out[e * x.rows + row] = m;
+}
+
+// ---- Panels --------------------------------------------------------------------------------------
+// A block takes kPanel rows of 32 chunks: a warp a row at a time.
+inline constexpr int kPanel = 256;
+// What is wanted of them, zero before; null: not wanted.
+struct PanelOutputs {
+  std::uint32_t* columns;  // (batch, cols)
+  std::uint32_t* rows;     // (batch, rows)
+  std::uint32_t* tensor;   // (batch); alone
+};
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    amax_of_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out) {
+  constexpr int kChunk = 16 / static_cast<int>(sizeof(T)), kColumns = 32 * kChunk;
+  constexpr int kWarps = kThreads / 32;
+  __shared__ uint4 of_warp[kWarps][32];
+  const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
+  const std::uint32_t across = static_cast<std::uint32_t>((x.cols + kColumns - 1) / kColumns);
+  const std::uint32_t down = static_cast<std::uint32_t>((x.rows + kPanel - 1) / kPanel);
+  const std::uint32_t panel = blockIdx.x / across, e = panel / down;
+  const std::int64_t col =
+      static_cast<std::int64_t>(blockIdx.x - panel * across) * kColumns + lane * kChunk;
+  const std::int64_t first = static_cast<std::int64_t>(panel - e * down) * kPanel;
+  const int rows = static_cast<int>(min(x.rows - first, std::int64_t{kPanel}));
+  const T* from = row_of<T>(x, e, static_cast<std::uint32_t>(first)) + col;
+  uint4 m = {};
+  const auto take = [&](const uint4& chunk, int r) {
+    m.x = max_words<T>(m.x, chunk.x), m.y = max_words<T>(m.y, chunk.y);
+    m.z = max_words<T>(m.z, chunk.z), m.w = max_words<T>(m.w, chunk.w);
+    if (!out.rows) return;
+    const std::uint32_t row = warp_max(larger_half<T>(max_chunk<T>(0, chunk)));
+    if (lane == 0) atomicMax(out.rows + e * x.rows + first + r, row);
+  };
+  constexpr int kTogether = 8;  // rows on their way
+  int r = warp;
+  if (x.aligned && col - lane * kChunk + kColumns <= x.cols) {
+    for (; r + (kTogether - 1) * kWarps < rows; r += kTogether * kWarps) {
+      uint4 chunks[kTogether];
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i)
+        chunks[i] = __ldg(reinterpret_cast<const uint4*>(from + (r + i * kWarps) * x.row_stride));
+#pragma unroll
+      for (int i = 0; i < kTogether; ++i) take(chunks[i], r + i * kWarps);
+    }
+  }
+#pragma unroll 1
+  for (; r < rows; r += kWarps) {
+    T elements[kChunk] = {};
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i)
+      if (col + i < x.cols) elements[i] = from[r * x.row_stride + i];
+    uint4 chunk;
+    memcpy(&chunk, elements, sizeof chunk);
+    take(chunk, r);
+  }
+  if (out.tensor) return raise_by_block(out.tensor + e, larger_half<T>(max_chunk<T>(0, m)));
+  of_warp[warp][lane] = m;
+  __syncthreads();
+  if (threadIdx.x >= 128) return;  // a thread a word
+  const std::uint32_t* words = &of_warp[0][0].x + threadIdx.x;
+  std::uint32_t all = 0;
+#pragma unroll
+  for (int w = 0; w < kWarps; ++w) all = max_words<T>(all, words[w * 128]);
+  constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
+  const std::int64_t own =
+      static_cast<std::int64_t>(blockIdx.x - panel * across) * kColumns + threadIdx.x * kOfWord;
+#pragma unroll
+  for (int i = 0; i < kOfWord; ++i)
+    if (own + i < x.cols)
+      atomicMax(out.columns + e * x.cols + own + i,
+                kOfWord == 1 ? all : (i == 0 ? all << 16 : all & 0xFFFF'0000u));
+}
+
+// ---- Of the transform ----------------------------------------------------------------------------
+// out: (batch) or (batch, rows as read), zero before
+struct TurnedArgs {
+  Source x;
+  int points;
+  bool of_rows;
+  std::uint32_t rows;  // as read
+  std::uint32_t* out;
+};
+// The row's amax, where rows have one. lanes: that hold units of the row.
+__device__ __forceinline__ void raise_row(const TurnedArgs& args, std::uint32_t m, int lanes,
+                                          const Place& at) {
+  for (int lane = 1; lane < lanes; lane *= 2) m = max(m, __shfl_xor_sync(kAllLanes, m, lane));
+  if (at.col / kUnit % lanes == 0 && at.row < args.rows)
+    atomicMax(args.out + at.all, canonical_magnitude(m));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, 5)
+    amax_of_transformed_rows(const __grid_constant__ TurnedArgs args,
+                             const __grid_constant__ RowUnits layout) {
+  std::uint32_t all = 0, batch = 0;
+  each_unit_of_rows<T>(args.x, layout, [&](const Unit<T>& unit, const Place& at) {
+    const std::uint32_t m = hadamard_unit(unit, args.points, kHadamardSigns).amax();
+    if (at.all >= layout.end_row) return;
+    if (args.of_rows) {
+      atomicMax(args.out + at.all, canonical_magnitude(m));
+    } else if (at.batch == batch || all == 0) {
+      all = max(all, m), batch = at.batch;
+    } else {
+      atomicMax(args.out + at.batch, canonical_magnitude(m));
+    }
+  });
+  if (args.of_rows) return;
+  // Threads of a block whose matrices differ go their own ways.
+  const std::uint32_t first = layout.rows_of_matrix.divide(layout.first_row);
+  if (layout.rows_of_matrix.divide(layout.end_row - 1) == first)
+    raise_by_block(args.out + first, canonical_magnitude(all));
+  else
+    atomicMax(args.out + batch, canonical_magnitude(all));
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
+    amax_of_transformed_columns(const __grid_constant__ TurnedArgs args,
+                                const __grid_constant__ Tiles tiles) {
+  extern __shared__ __align__(16) std::uint32_t words[];
+  const TilePlace tile = tile_place(tiles);
+  const SharedTile<T> shared = {words};
+  shared.fill(args.x, tile);
+  shared.wait();
+  std::uint32_t all = 0;
+  const std::uint32_t col = tile.row + threadIdx.x % kUnitColumns * kUnit;
+  shared.template each_unit<true>([&](const auto& unit, unsigned row) {
+    const std::uint32_t m = hadamard_unit(unit, args.points, kHadamardSigns).amax();
+    all = max(all, m);
+    const std::uint32_t in_matrix = tile.col + row;
+    if (args.of_rows)
+      raise_row(args, m, kUnitColumns,
+                {tile.batch, in_matrix, tile.batch * args.rows + in_matrix, col});
+  });
+  if (!args.of_rows) raise_by_block(args.out + tile.batch, canonical_magnitude(all));
+}
+
+struct Request {
+  const TensorRef& x;
+  const Spec& spec;
+  bool columnwise;
+  std::uint32_t* out;
+  cudaStream_t stream;
+};
+
+template <class T>
+void launch_transformed(const Request& r) {
+  const Source x = source_of(r.x);
+  const TurnedArgs args = {x, r.spec.transform, r.spec.has_row_amax(),
+                           static_cast<std::uint32_t>(r.columnwise ? x.cols : x.rows), r.out};
+  if (!r.columnwise)
+    return each_launch_of_rows(r.x.batch, x, r.spec.padded_cols(x.cols), r.spec.transform / kUnit,
+                               [&](const RowUnits& layout, unsigned grid) {
+                                 amax_of_transformed_rows<T>
+                                     <<<grid, kThreads, 0, r.stream>>>(args, layout);
+                                 check_launch("amax");
+                               });
+  const Tiles tiles = tiles_of(x);
+  constexpr std::size_t kBytes = SharedTile<T>::kBytes;
+  const auto kernel = amax_of_transformed_columns<T>;
+  allow_shared(kernel, kBytes, "amax");
+  kernel<<<tile_grid(r.x.batch, tiles, "amax"), kThreads, kBytes, r.stream>>>(args, tiles);
+  check_launch("amax");
+}
+
+template <class T>
+inline constexpr std::int64_t kPanelColumns = 32 * 16 / sizeof(T);
+template <class T>
+void launch_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t stream) {
+  const std::int64_t blocks = x.batch * ceil_div<std::int64_t>(x.rows, kPanel) *
+                              ceil_div<std::int64_t>(x.cols, kPanelColumns<T>);
+  amax_of_panels<T><<<grid_of(blocks, "amax"), kThreads, 0, stream>>>(source_of(x), out);
+  check_launch("amax");
+}
+
+// Matrices without gaps between their rows as rows that suit a warp.
+template <class T>
+Source lines_of(const Source& x) {
+  constexpr std::int64_t kLine = 16 * 1024 / sizeof(T);
+  const std::int64_t size = x.rows * x.cols;
+  if ((x.rows > 1 && x.row_stride != x.cols) || size % kLine != 0) return x;
+  Source lines = x;
+  lines.rows = size / kLine, lines.cols = lines.row_stride = kLine;
+  return lines;
+}
+
+template <class T>
+void launch_amax(const Request& r) {
+  const Source x = source_of(r.x);
+  constexpr std::int64_t kWarps = kThreads / 32;
+  if (r.spec.transform > 0) return launch_transformed<T>(r);
+  if (r.spec.has_row_amax() && r.columnwise)
+    return launch_panels<T>(r.x, {r.out, nullptr, nullptr}, r.stream);
+  if (!r.spec.has_row_amax() && x.aligned && x.cols % kPanelColumns<T> == 0)
+    return launch_panels<T>(r.x, {nullptr, nullptr, r.out}, r.stream);
+  const Source lines = r.spec.has_row_amax() ? x : lines_of<T>(x);
+  const Divisor blocks_of_matrix(ceil_div(lines.rows, kWarps));
+  const unsigned grid = grid_of(r.x.batch * blocks_of_matrix.d, "amax");
+  const auto kernel = r.spec.has_row_amax() ? amax_of_rows<T, true> : amax_of_rows<T, false>;
+  kernel<<<grid, kThreads, 0, r.stream>>>(lines, blocks_of_matrix, r.out);
+  check_launch("amax");
+}
+
+void clear(float* out, std::int64_t count, cudaStream_t stream) {
+  check(cudaMemsetAsync(out, 0, static_cast<std::size_t>(count) * sizeof(float), stream), "amax");
+}
+
+}  // namespace
+
+void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
+          const Execution& execution) {
+  const std::int64_t count = x.batch * (spec.has_row_amax() ? (columnwise ? x.cols : x.rows) : 1);
+  if (count == 0) return;
+  const cudaStream_t stream = stream_of(execution);
+  const bool by_rows = spec.has_row_amax() && !columnwise && spec.transform == 0;
+  if (!by_rows || x.cols == 0) clear(out, count, stream);
+  if (x.rows * x.cols == 0) return;
+  const Request request = {x, spec, columnwise, reinterpret_cast<std::uint32_t*>(out), stream};
+  x.dtype == DType::kFloat32 ? launch_amax<float>(request) : launch_amax<Bf16>(request);
+}
+
+void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_columns,
+                              const Execution& execution) {
+  const cudaStream_t stream = stream_of(execution);
+  clear(of_rows, x.batch * x.rows, stream);
+  clear(of_columns, x.batch * x.cols, stream);
+  auto* rows = reinterpret_cast<std::uint32_t*>(of_rows);
+  auto* columns = reinterpret_cast<std::uint32_t*>(of_columns);
+  const PanelOutputs out = {columns, rows, nullptr};
+  x.dtype == DType::kFloat32 ? launch_panels<float>(x, out, stream)
+                             : launch_panels<Bf16>(x, out, stream);
+}
+
+}  // namespace minifloat::cuda

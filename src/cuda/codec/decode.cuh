@@ -1,0 +1,143 @@
+// 16 codes -> values, and the bf16 values that an exact product reads.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/codec/encode.cuh"
+
+namespace minifloat::cuda {
+
+// The values of a unit's codes. A NaN is a NaN, of any bits.
+template <class F>
+__device__ __forceinline__ void decode_unit(const Codes<F>& codes, float (&v)[kUnit]) {
+  if constexpr (F::kBits == 4) {
+    // The code's magnitude at bits 24:22 of a float is 2^-126 of its value.
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) {
+      const std::uint32_t w = codes.w[i / 8];
+      const int at = i % 8 * 4;
+      const std::uint32_t magnitude = at <= 22 ? w << (22 - at) : w >> (at - 22);
+      const std::uint32_t sign = w << (28 - at);
+      v[i] = bit_cast<float>((magnitude & 0x01C0'0000u) | (sign & 0x8000'0000u)) * 0x1p126f;
+    }
+  } else {
+#pragma unroll
+    for (int i = 0; i < kUnit; i += 2) {
+      const std::uint32_t pair = codes.w[i / 4] >> (i % 4 * 8);
+      const float2 two = F::kMantissaBits == 3 ? decode_e4m3x2(pair) : decode_e5m2x2(pair);
+      v[i] = two.x, v[i + 1] = two.y;
+    }
+  }
+}
+
+// E2M1 to bf16 by a table: 16 bits for each of the eight magnitudes, the lower and the upper bytes apart, as the byte
+// permutation looks them up.
+struct Bf16Table {
+  std::uint32_t low[2], high[2];
+};
+// pairs: the values of magnitudes 2i (lower half) and 2i + 1.
+__device__ __forceinline__ Bf16Table bf16_table(const std::uint32_t (&pairs)[4]) {
+  Bf16Table table;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    table.low[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x6420);
+    table.high[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x7531);
+  }
+  return table;
+}
+// Four codes in the low nibbles of w -> two words of bf16.
+__device__ __forceinline__ void look_up_four(const Bf16Table& table, std::uint32_t w,
+                                             std::uint32_t (&out)[2]) {
+  const std::uint32_t magnitude = w & 0x7777u;
+  const std::uint32_t low = __byte_perm(table.low[0], table.low[1], magnitude);
+  // 0x80 for a selector of 0, and that byte's sign spread over it for one of 8.
+  const std::uint32_t sign = (permute_bytes(0x80u, 0u, w & 0x8888u) << 1) & 0x8080'8080u;
+  const std::uint32_t high = __byte_perm(table.high[0], table.high[1], magnitude) ^ sign;
+  out[0] = __byte_perm(low, high, 0x5140), out[1] = __byte_perm(low, high, 0x7362);
+}
+__device__ __forceinline__ void look_up(const Bf16Table& table, const Codes<E2M1>& codes,
+                                        std::uint32_t (&out)[kUnit / 2]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    std::uint32_t two[2];
+    look_up_four(table, codes.w[i / 2] >> (i % 2 * 16), two);
+    out[2 * i] = two[0], out[2 * i + 1] = two[1];
+  }
+}
+
+// docs/numerics.md: zero below 2^-126, saturated above bf16's range.
+__device__ __forceinline__ std::uint32_t product_value(float v) {
+  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(BF16::kMax);
+  const std::uint32_t bits = bit_cast<std::uint32_t>(v), magnitude = bits & Float32::kMagnitude;
+  if (magnitude > Float32::kExponent) return BF16::kNanBits;
+  const std::uint32_t normal = magnitude < Float32::kImplicitBit ? 0u : min(magnitude, kMax);
+  return (normal | (bits & 0x8000'0000u)) >> 16;
+}
+
+// Whether a unit holds a code that is no number.
+template <class F>
+__device__ __forceinline__ bool has_special(const Codes<F>& codes) {
+  if constexpr (F::kBits == 4) {
+    return false;
+  } else {
+    constexpr std::uint32_t kFinite =
+        0x7Fu - F::kMaxBits;  // what takes the codes past kMaxBits to bit 7
+    std::uint32_t special = 0;
+#pragma unroll
+    for (const std::uint32_t w : codes.w) special |= (w & 0x7F7F'7F7Fu) + kFinite * 0x0101'0101u;
+    return special & 0x8080'8080u;
+  }
+}
+
+// Stores 16 elements of a row from `col` on, of which those before `end` are there: as the words of all(), or each by
+// one(code).
+template <class F, class Out, class All, class One>
+__device__ __forceinline__ void store_values(Codes<F> codes, bool at_once, Out* row,
+                                             std::uint32_t col, std::uint32_t end, All all,
+                                             One one) {
+  row += col;
+  if (at_once && col + kUnit <= end) {
+    constexpr int kWords = kUnit * static_cast<int>(sizeof(Out)) / 4;
+    std::uint32_t w[kWords];
+    all(w);
+#pragma unroll
+    for (int i = 0; i < kWords; i += 4)
+      *reinterpret_cast<uint4*>(reinterpret_cast<std::uint32_t*>(row) + i) =
+          make_uint4(w[i], w[i + 1], w[i + 2], w[i + 3]);
+    return;
+  }
+#pragma unroll 1
+  for (std::uint32_t i = 0; i < kUnit && col + i < end; ++i, codes.pop()) row[i] = one(codes[0]);
+}
+
+// code * scale in bf16, as docs/numerics.md has it for exact products.
+template <class F>
+__device__ __forceinline__ void store_product_values(const Codes<F>& codes, float scale, Bf16* row,
+                                                     std::uint32_t col, std::uint32_t end,
+                                                     bool aligned) {
+  // Far from the ends of the range every product is normal. It is a bf16 already, unless the scale is no power of two:
+  // then the rest of its bits is cut off, as product_value does.
+  const bool normal = scale >= 0x1p-100f && scale <= 0x1p100f && !has_special(codes);
+  store_values<F>(
+      codes, aligned && normal, row, col, end,
+      [&](std::uint32_t (&w)[kUnit / 2]) {
+        const auto cut = [&](float low, float high) {
+          return __byte_perm(bit_cast<std::uint32_t>(low * scale),
+                             bit_cast<std::uint32_t>(high * scale), 0x7632);
+        };
+        if constexpr (F::kBits == 4) {
+          look_up(bf16_table({cut(0.0f, 0.5f), cut(1.0f, 1.5f), cut(2.0f, 3.0f), cut(4.0f, 6.0f)}),
+                  codes, w);
+        } else {
+          float v[kUnit];
+          decode_unit<F>(codes, v);
+#pragma unroll
+          for (int i = 0; i < kUnit / 2; ++i) w[i] = cut(v[2 * i], v[2 * i + 1]);
+        }
+      },
+      [&](std::uint32_t code) {
+        return static_cast<Bf16>(product_value(decode<F>(code) * scale));
+      });
+}
+
+}  // namespace minifloat::cuda

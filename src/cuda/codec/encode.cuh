@@ -1,0 +1,246 @@
+// 16 values times a factor -> 16 codes, in the fewest steps of this hardware. Equal to core/rounding.h's encode:
+// tests/gpu compares the bytes, tests/gpu/test_exhaustive.py visits every float.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/tile.cuh"
+#include "minifloat/core/philox.h"
+
+namespace minifloat::cuda {
+
+// The codes of a unit: 16 bytes, or 16 nibbles.
+template <class F>
+struct Codes {
+  std::uint32_t w[F::kBits == 8 ? 4 : 2];
+  __device__ __forceinline__ std::uint32_t operator[](int i) const {
+    return F::kBits == 8 ? (w[i / 4] >> (i % 4 * 8)) & 0xFFu : (w[i / 8] >> (i % 8 * 4)) & 0xFu;
+  }
+  // Drops the first one: a loop over codes that need not be unrolled.
+  __device__ __forceinline__ void pop() {
+    constexpr int kWords = F::kBits == 8 ? 4 : 2;
+#pragma unroll
+    for (int i = 0; i < kWords; ++i)
+      w[i] = __funnelshift_r(w[i], i + 1 < kWords ? w[i + 1] : 0u, F::kBits);
+  }
+};
+
+// ---- Nearest even --------------------------------------------------------------------------------
+template <class F>
+__device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
+  if constexpr (F::kMantissaBits == 3)
+    return cvt_e4m3x2(low, high);
+  else
+    return cvt_e5m2x2(low, high);
+}
+
+// E2M1 without an instruction for it. v is 2^-6 times the magnitude, so that E4M3's subnormals are E2M1's grid, shifted:
+//
+//     b    a little below v, in its binade or at the end of the one before; at least 2^-6
+//     q    (v + 2^22 b) - 2^22 b: between 2^22 and 2^23 times v's power of two m, the adder rounds to multiples of m / 2,
+//          which is E2M1's grid, ties to even; 2^22 b is a whole number of them. Where b is below m, it rounds to m / 4,
+//          and the code's last bits, which are dropped, say so
+//     E4M3's code of q   0 eeee mmm = 0 0 ccc x x of E2M1's code ccc: shifted by two places
+//
+// For 0 <= v < 7 * 2^-6.
+__device__ __forceinline__ float round_to_e2m1_grid(float v) {
+  constexpr float kMagic = 0x1p22f, kLowest = 0x1p-6f, kBelow = 1.0f - 0x1p-12f;
+  const float b = fmaxf(v * kBelow, kLowest);
+  return fmaf(b, -kMagic, fmaf(b, kMagic, v));
+}
+// Signs of 8 elements from `first` on, each at its nibble's upper bit; the other bits mean nothing.
+__device__ __forceinline__ std::uint32_t sign_nibbles(const Unit<float>& unit, int first) {
+  std::uint32_t sign = 0;
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    sign |= (bit_cast<std::uint32_t>(unit.v[first + i]) >> (28 - 4 * i)) & (0x8u << (4 * i));
+  return sign;
+}
+__device__ __forceinline__ std::uint32_t sign_nibbles(const Unit<Bf16>& unit, int first) {
+  const std::uint32_t* w = unit.w + first / 2;
+  const std::uint32_t low = __byte_perm(w[0], w[1], 0x7531), high = __byte_perm(w[2], w[3], 0x7531);
+  const std::uint32_t even = __byte_perm(low, high, 0x6420), odd = __byte_perm(low, high, 0x7531);
+  return select_bits(0x0F0F'0F0Fu, even >> 4, odd);
+}
+__device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint32_t signs) {
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+  (void)signs;
+  return cvt_e2m1x8(v);
+#else
+  float q[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i) q[i] = round_to_e2m1_grid(v[i]);
+  const std::uint32_t even = cvt_e4m3x2(q[0], q[2]) | cvt_e4m3x2(q[4], q[6]) << 16;
+  const std::uint32_t odd = cvt_e4m3x2(q[1], q[3]) | cvt_e4m3x2(q[5], q[7]) << 16;
+  const std::uint32_t magnitude = select_bits(0x0F0F'0F0Fu, even >> 2, odd << 2);
+  return select_bits(0x7777'7777u, magnitude, signs);
+#endif
+}
+
+// is_ordinary: as Encoding has it.
+template <class T>
+__device__ __forceinline__ Codes<E2M1> encode_e2m1(const Unit<T>& unit, float factor,
+                                                   bool is_ordinary) {
+  Codes<E2M1> out;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int first = 8 * half;
+    float v[8];
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+    (void)is_ordinary;  // the instruction saturates
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = unit[first + i] * factor;
+#else
+    constexpr float kShift = 0x1p-6f;
+    if (is_ordinary) {  // the shifted factor is exact, and no product that matters is subnormal
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = fabsf(unit[first + i]) * (factor * kShift);
+    } else {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        v[i] = fminf(fabsf(unit[first + i]) * factor * kShift, E2M1::kMax * kShift);
+    }
+#endif
+    out.w[half] = encode_e2m1x8(v, sign_nibbles(unit, first));
+  }
+  return out;
+}
+
+// ---- Stochastic ----------------------------------------------------------------------------------
+// E2M1: |v| * 2^-126 towards zero puts the code of the value below in bits 24:22 of the (sub)normal float, and the
+// fraction to its right; 16 random bits are added just below, and a carry rounds up: above 6, to bit 25. For |v| < 8.
+// `random`: those bits, in 15:0.
+__device__ __forceinline__ std::uint32_t round_e2m1_stochastic(float v, std::uint32_t random) {
+  return random * 64u + bit_cast<std::uint32_t>(multiply_toward_zero(v, 0x1p-126f));
+}
+// Eight of them, sign in 31, what is too large in 25 and the code in 24:22, -> eight nibbles.
+__device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
+  constexpr std::uint32_t kEven = 0x000F'000Fu, kOdd = 0x0F00'0F00u, kLow = 0x00FF'00FFu;
+  const std::uint32_t p0 = __byte_perm(t[0], t[4], 0x7632), p1 = __byte_perm(t[1], t[5], 0x7632);
+  const std::uint32_t p2 = __byte_perm(t[2], t[6], 0x7632), p3 = __byte_perm(t[3], t[7], 0x7632);
+  const std::uint32_t codes =
+      select_bits(kLow, select_bits(kEven, p0 >> 6, p1 >> 2), select_bits(kOdd, p2 << 2, p3 << 6));
+  const std::uint32_t signs =
+      select_bits(kLow, select_bits(kEven, p0 >> 12, p1 >> 8), select_bits(kOdd, p2 >> 4, p3));
+  const std::uint32_t too_large = codes & 0x8888'8888u;
+  return select_bits(0x7777'7777u, codes | (too_large - (too_large >> 3)), signs);
+}
+template <class T>
+__device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& unit, float factor,
+                                                              bool is_ordinary,
+                                                              const Words& words) {
+  Codes<E2M1> out;
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+  (void)is_ordinary;
+  std::uint32_t quads[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float v[4] = {unit[4 * i] * factor, unit[4 * i + 1] * factor, unit[4 * i + 2] * factor,
+                        unit[4 * i + 3] * factor};
+    quads[i] = cvt_rs_e2m1x4(v, words.w[i]);
+  }
+  out.w[0] = quads[0] | quads[1] << 16;
+  out.w[1] = quads[2] | quads[3] << 16;
+#else
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float v[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i) v[i] = unit[8 * half + i] * factor;
+    if (!is_ordinary) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i) v[i] = clamp_magnitude(v[i], E2M1::kMax);
+    }
+    std::uint32_t t[8];
+#pragma unroll
+    for (int q = 0; q < 2; ++q) {
+      const std::uint32_t w = words.w[2 * half + q], r = __brev(w);
+      const std::uint32_t random[4] = {__byte_perm(w, 0, 0x4420), __byte_perm(r, 0, 0x4431),
+                                       __byte_perm(w, 0, 0x4431), __byte_perm(r, 0, 0x4420)};
+#pragma unroll
+      for (int i = 0; i < 4; ++i) t[4 * q + i] = round_e2m1_stochastic(v[4 * q + i], random[i]);
+    }
+    out.w[half] = pack_e2m1x8(t);
+  }
+#endif
+  return out;
+}
+
+template <class F, class T>
+__device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Unit<T>& unit, float factor,
+                                                          const Words& words) {
+  Codes<F> out = {};
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float v[4] = {unit[4 * i] * factor, unit[4 * i + 1] * factor, unit[4 * i + 2] * factor,
+                        unit[4 * i + 3] * factor};
+    if constexpr (F::kMantissaBits == 3)
+      out.w[i] = with_one_nan<F>(cvt_rs_e4m3x4(v, words.w[i]));
+    else
+      out.w[i] = with_one_nan<F>(cvt_rs_e5m2x4(v, words.w[i]));
+  }
+#else
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) {
+    const std::uint32_t random = random_bits<F::kBits>(words.w[i / 4], i % 4);
+    out.w[i / 4] |= encode<F, Stochastic>(unit[i] * factor, {random}) << (i % 4 * 8);
+  }
+#endif
+  return out;
+}
+
+template <class F, class T>
+__device__ __forceinline__ Codes<F> encode_stochastic(const Unit<T>& unit, float factor,
+                                                      bool is_ordinary, const Words& words) {
+  if constexpr (F::kBits == 4) {
+    return encode_e2m1_stochastic(unit, factor, is_ordinary, words);
+  } else {
+    return encode_fp8_stochastic<F>(unit, factor, words);
+  }
+}
+
+// ---- Any -----------------------------------------------------------------------------------------
+// What the elements of a unit are multiplied by and how they end.
+struct Encoding {
+  float factor;
+  bool zero;             // NVFP4: a block of scale 0 has zero codes, without signs
+  bool infinity_is_nan;  // +delayed
+  // E2M1: no product reaches 7, and the factor is a number of at least 2^-110. Where it is not known to be so, the same
+  // codes come in more steps.
+  bool is_ordinary;
+};
+
+template <class F, bool kStochastic, class T>
+__device__ __forceinline__ Codes<F> encode_unit(const Unit<T>& unit, const Encoding& how,
+                                                const Words& words) {
+  Codes<F> out;
+  if constexpr (kStochastic)
+    out = encode_stochastic<F>(unit, how.factor, how.is_ordinary, words);
+  else if constexpr (F::kBits == 4)
+    out = encode_e2m1(unit, how.factor, how.is_ordinary);
+  else
+#pragma unroll
+    for (int i = 0; i < 4; ++i)
+      out.w[i] = encode_pair<F>(unit[4 * i] * how.factor, unit[4 * i + 1] * how.factor) |
+                 encode_pair<F>(unit[4 * i + 2] * how.factor, unit[4 * i + 3] * how.factor) << 16;
+  if constexpr (F::kBits == 8)
+    if (how.infinity_is_nan && unit.amax() >= Float32::kExponent) {
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i)
+        if (magnitude_bits(unit[i]) == Float32::kExponent)
+          out.w[i / 4] = (out.w[i / 4] & ~(0xFFu << (i % 4 * 8))) | F::kNanBits << (i % 4 * 8);
+    }
+  if constexpr (F::kBits == 4)  // a NaN among 8 bits encodes itself
+    if (!how.is_ordinary) {
+      const bool nan = magnitude_bits(how.factor) > Float32::kExponent;
+#pragma unroll
+      for (std::uint32_t& w : out.w) {
+        if (nan) w = F::kNanBits * 0x1111'1111u;
+        if (how.zero) w = 0;
+      }
+    }
+  return out;
+}
+
+}  // namespace minifloat::cuda

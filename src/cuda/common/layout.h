@@ -1,0 +1,79 @@
+// How the work of a kernel is divided over its grid, as the host plans it and the device reads it.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "cuda/common/launch.h"
+#include "cuda/common/source.h"
+
+namespace minifloat::cuda {
+
+inline constexpr int kUnit = 16;        // elements of a row, the run that one Philox call serves
+inline constexpr int kThreads = 256;    // of a block
+inline constexpr int kUnitsOfRows = 4;  // units of a thread, by rows
+inline constexpr int kTile = 128;  // rows and columns: whole blocks and transforms of every kind
+
+// floor(n / d) for n < 2^31: (floor(n * m / 2^32) + n) >> s, with s = ceil(log2 d) and m = 2^32 (2^s - d) / d + 1
+// (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994).
+struct Divisor {
+  std::uint32_t d = 1, m = 1, s = 0;
+
+  Divisor() = default;
+  explicit Divisor(std::int64_t divisor) : d(static_cast<std::uint32_t>(divisor)) {
+    while ((std::uint64_t{1} << s) < d) ++s;
+    m = static_cast<std::uint32_t>((((std::uint64_t{1} << s) - d) << 32) / d + 1);
+  }
+#if defined(__CUDACC__)
+  __device__ __forceinline__ std::uint32_t divide(std::uint32_t n) const {
+    return (__umulhi(n, m) + n) >> s;
+  }
+#endif
+};
+
+// ---- By rows: units in the order of memory, one a lane -------------------------------------------
+// Rows are padded to whole groups of lanes that share a block or a transform.
+struct RowUnits {
+  Divisor units_of_row, rows_of_matrix;
+  std::uint32_t first_row, end_row;  // of all
+};
+
+// Calls launch(layout, grid) for every launch that the rows of x take: one, but for more than 2^31 units.
+//   cols: of the operand, padding included; group: lanes; kUnitsOfThread: that a thread takes
+template <int kUnitsOfThread = kUnitsOfRows, class Launch>
+void each_launch_of_rows(std::int64_t batch, const Source& x, std::int64_t cols, std::int64_t group,
+                         Launch launch) {
+  constexpr std::int64_t kMostUnits = (std::int64_t{1} << 31) - 4 * kThreads * kUnitsOfThread;
+  const std::int64_t units = ceil_div(ceil_div<std::int64_t>(cols, kUnit), group) * group;
+  const std::int64_t rows = batch * x.rows, at_once = std::max<std::int64_t>(kMostUnits / units, 1);
+  for (std::int64_t first = 0; first < rows; first += at_once) {
+    const std::int64_t end = std::min(first + at_once, rows);
+    const RowUnits layout = {Divisor(units), Divisor(x.rows), static_cast<std::uint32_t>(first),
+                             static_cast<std::uint32_t>(end)};
+    launch(layout, static_cast<unsigned>(
+                       ceil_div<std::int64_t>((end - first) * units, kThreads * kUnitsOfThread)));
+  }
+}
+
+// ---- By tiles: those of a row of tiles one after the other ---------------------------------------
+struct Tiles {
+  Divisor across, down;
+};
+inline Tiles tiles_of(const Source& x) {
+  return {Divisor(ceil_div<std::int64_t>(x.cols, kTile)),
+          Divisor(ceil_div<std::int64_t>(x.rows, kTile))};
+}
+inline unsigned tile_grid(std::int64_t batch, const Tiles& tiles, const char* kernel) {
+  return grid_of(batch * tiles.across.d * tiles.down.d, kernel);
+}
+
+// Lets a kernel have more than 48 KiB of dynamic shared memory.
+template <class Kernel>
+void allow_shared(Kernel kernel, std::size_t bytes, const char* name) {
+  if (bytes > 48 * 1024)
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                               static_cast<int>(bytes)),
+          name);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,305 @@
+// How the elements of an operand are dealt to threads. A unit is 16 neighbours of a row of the operand as read, the run
+// that one Philox call serves; a thread works on one at a time.
+//
+//     by rows      units in the order of memory, one a lane: neighbours in a row are neighbours in a warp
+//
+//     by tiles     128 x 128 of x through shared memory, 4 units a thread, a unit column a lane of 8:
+//
+//         as it lies     a unit is 32 (bf16) or 64 (fp32) bytes of a row of x
+//         transposed     a unit is 16 elements of a column of x
+//
+//     A row's 16-byte chunks are stored at chunk ^ chunk / 8 ^ row / 16, so that the 8 unit columns of a warp read different
+//     banks, either way.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/layout.h"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/source.h"
+#include "minifloat/core/hadamard.h"
+#include "minifloat/core/rounding.h"
+#include "minifloat/core/scaling.h"
+
+namespace minifloat::cuda {
+
+inline constexpr int kUnitColumns = kTile / kUnit;
+inline constexpr std::uint32_t kAllLanes = 0xFFFF'FFFFu;
+
+using Bf16 = std::uint16_t;  // the bits
+
+// ---- Units ---------------------------------------------------------------------------------------
+template <class T>
+struct Unit;
+template <>
+struct Unit<float> {
+  float v[kUnit];
+  __device__ __forceinline__ float operator[](int i) const { return v[i]; }
+  __device__ __forceinline__ void set(int i, float x) { v[i] = x; }
+  // Bits of the largest magnitude; above infinity's where one is NaN.
+  __device__ __forceinline__ std::uint32_t amax() const {
+    std::uint32_t m = 0;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i) m = max(m, magnitude_bits(v[i]));
+    return m;
+  }
+};
+template <>
+struct Unit<Bf16> {
+  std::uint32_t w[kUnit / 2];  // pairs, the first in the lower half
+  __device__ __forceinline__ float operator[](int i) const {
+    return bit_cast<float>(i % 2 ? w[i / 2] & 0xFFFF'0000u : w[i / 2] << 16);
+  }
+  __device__ __forceinline__ void set(int i, Bf16 x) {  // once each, from zero
+    w[i / 2] |= static_cast<std::uint32_t>(x) << (i % 2 * 16);
+  }
+  __device__ __forceinline__ Bf16 bits(int i) const {
+    return static_cast<Bf16>(w[i / 2] >> (i % 2 * 16));
+  }
+  __device__ __forceinline__ std::uint32_t amax() const {
+    std::uint32_t m =
+        max_magnitude_bf16x2(max_magnitude_bf16x2(w[0], w[1]), max_magnitude_bf16x2(w[2], w[3]));
+    m = max_magnitude_bf16x2(m, max_magnitude_bf16x2(max_magnitude_bf16x2(w[4], w[5]),
+                                                     max_magnitude_bf16x2(w[6], w[7])));
+    return max(m & 0x7FFF'0000u, (m << 16) & Float32::kMagnitude);
+  }
+};
+
+// Where a unit lies in the operand as read.
+struct Place {
+  std::uint32_t batch;
+  std::uint32_t row;  // of its matrix
+  std::uint32_t all;  // row of all matrices
+  std::uint32_t col;
+};
+
+// Row `row` of a matrix of x.
+template <class T>
+__device__ __forceinline__ const T* row_of(const Source& x, std::uint32_t batch,
+                                           std::uint32_t row) {
+  return static_cast<const T*>(x.data) + batch * x.batch_stride + row * x.row_stride;
+}
+
+// 16 elements from `col` on; zero past the end of the row.
+template <class T>
+__device__ __forceinline__ Unit<T> load_unit(const Source& x, const T* row, std::uint32_t col) {
+  Unit<T> unit = {};
+  if (x.aligned && col + kUnit <= x.cols) {
+    const uint4* chunks = reinterpret_cast<const uint4*>(row + col);
+    uint4* to = reinterpret_cast<uint4*>(&unit);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(unit) / sizeof(uint4)); ++i)
+      to[i] = __ldg(chunks + i);
+    return unit;
+  }
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i)
+    if (col + i < x.cols) unit.set(i, row[col + i]);
+  return unit;
+}
+
+// ---- By rows -------------------------------------------------------------------------------------
+__device__ __forceinline__ Place unit_place(const RowUnits& layout, std::uint32_t u) {
+  Place at;
+  const std::uint32_t row = layout.units_of_row.divide(u);
+  at.col = (u - row * layout.units_of_row.d) * kUnit;
+  at.all = layout.first_row + row;
+  at.batch = layout.rows_of_matrix.divide(at.all);
+  at.row = at.all - at.batch * layout.rows_of_matrix.d;
+  return at;
+}
+
+// Calls body(unit, place) for the thread's units, one after the other; the next is on its way meanwhile. Lanes past the
+// end take part with zeros, at a row past the end.
+template <class T, class Body>
+__device__ __forceinline__ void each_unit_of_rows(const Source& x, const RowUnits& layout,
+                                                  Body body) {
+  const auto load = [&](const Place& at) {
+    if (at.all >= layout.end_row || at.col >= x.cols) return Unit<T>{};
+    return load_unit<T>(x, row_of<T>(x, at.batch, at.row), at.col);
+  };
+  std::uint32_t u = blockIdx.x * (kThreads * kUnitsOfRows) + threadIdx.x;
+  Place place = unit_place(layout, u);
+  Unit<T> unit = load(place);
+#pragma unroll 1
+  for (int i = 0; i < kUnitsOfRows; ++i) {
+    const Place at = place;
+    const Unit<T> now = unit;
+    if (i + 1 < kUnitsOfRows) {
+      u += kThreads;
+      place = unit_place(layout, u);
+      unit = load(place);
+    }
+    body(now, at);
+  }
+}
+
+// ---- By tiles ------------------------------------------------------------------------------------
+struct TilePlace {
+  std::uint32_t batch, row, col;  // of x
+};
+__device__ __forceinline__ TilePlace tile_place(const Tiles& tiles) {
+  const std::uint32_t of_rows = tiles.across.divide(blockIdx.x);
+  const std::uint32_t batch = tiles.down.divide(of_rows);
+  return {batch, (of_rows - batch * tiles.down.d) * kTile,
+          (blockIdx.x - of_rows * tiles.across.d) * kTile};
+}
+
+// A unit of the transpose in 16 words, each of which holds a pair of columns of x.
+template <bool kUpper>
+struct ColumnOfPairs {
+  const std::uint32_t (&both)[kUnit];
+  __device__ __forceinline__ float operator[](int i) const {
+    return bit_cast<float>(kUpper ? both[i] & 0xFFFF'0000u : both[i] << 16);
+  }
+  __device__ __forceinline__ operator Unit<Bf16>() const {
+    Unit<Bf16> unit;
+#pragma unroll
+    for (int i = 0; i < kUnit; i += 2)
+      unit.w[i / 2] = __byte_perm(both[i], both[i + 1], kUpper ? 0x7632 : 0x5410);
+    return unit;
+  }
+};
+
+// A tile of x in shared memory: (kTile, kTile) of T.
+template <class T>
+struct SharedTile {
+  static constexpr unsigned kWords = kTile * sizeof(T) / 4;  // a row
+  static constexpr unsigned kBytes = kTile * kWords * 4;
+  static constexpr unsigned kChunk = 16 / sizeof(T);  // elements
+  std::uint32_t* words;
+
+  // Where the tile's row keeps its 16-byte chunk.
+  __device__ __forceinline__ std::uint32_t* chunk_at(unsigned row, unsigned chunk) const {
+    return words + row * kWords + 4 * (chunk ^ (chunk / 8) ^ (row / kUnit));
+  }
+
+  // Asks for the tile of x, zero past the edges. Every thread may read it after wait().
+  template <bool kWhole = false>
+  __device__ __forceinline__ void fill(const Source& x, const TilePlace& tile) const {
+    constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
+    const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks % kStep;
+    const std::uint32_t col = tile.col + chunk * kChunk;
+    const T* from = row_of<T>(x, tile.batch, tile.row + first) + col;
+    const std::int64_t step = kStep * x.row_stride;
+    if (kWhole || (x.aligned && tile.row + kTile <= x.rows && tile.col + kTile <= x.cols)) {
+#pragma unroll
+      for (unsigned r = 0; r < kTile; r += kStep, from += step)
+        copy_async_16(chunk_at(r + first, chunk), from, 16);
+    } else {
+      const unsigned in_row = col < x.cols ? min(static_cast<unsigned>(x.cols) - col, kChunk) : 0;
+      const unsigned rows = min(static_cast<unsigned>(x.rows) - tile.row, unsigned{kTile});
+#pragma unroll 1
+      for (unsigned r = first; r < kTile; r += kStep, from += step) {
+        const unsigned inside = r < rows ? in_row : 0;
+        T* to = reinterpret_cast<T*>(chunk_at(r, chunk));
+        if (x.aligned)
+          copy_async_16(to, inside > 0 ? from : x.data, inside * sizeof(T));
+        else
+          for (unsigned i = 0; i < kChunk; ++i) to[i] = i < inside ? from[i] : T{};
+      }
+    }
+  }
+  __device__ __forceinline__ void wait() const {
+    wait_for_copies();
+    __syncthreads();
+  }
+
+  // As it lies.
+  __device__ __forceinline__ Unit<T> unit_at(unsigned row, unsigned unit_col) const {
+    constexpr unsigned kChunks = sizeof(Unit<T>) / 16;
+    Unit<T> unit;
+#pragma unroll
+    for (unsigned c = 0; c < kChunks; ++c)
+      reinterpret_cast<uint4*>(&unit)[c] =
+          *reinterpret_cast<const uint4*>(chunk_at(row, unit_col * kChunks + c));
+    return unit;
+  }
+
+  // Calls body(unit, row of the tile as read) for the thread's units as they lie, or of the transpose: of bf16, a
+  // ColumnOfPairs.
+  template <bool kTransposed, class Body>
+  __device__ __forceinline__ void each_unit(Body body) const {
+    constexpr unsigned kStep = kThreads / kUnitColumns;
+    const unsigned unit_col = threadIdx.x % kUnitColumns,
+                   lane_row = threadIdx.x / kUnitColumns % kStep;
+    if constexpr (!kTransposed) {
+#pragma unroll 1
+      for (unsigned row = lane_row; row < kTile; row += kStep) body(unit_at(row, unit_col), row);
+    } else if constexpr (sizeof(T) == 2) {  // a word holds two columns of x
+#pragma unroll 1
+      for (unsigned pair = lane_row; pair < kTile / 2; pair += kStep) {
+        const std::uint32_t* from = word_of_unit(unit_col, pair);
+        std::uint32_t both[kUnit];
+#pragma unroll
+        for (unsigned j = 0; j < kUnit; ++j) both[j] = from[j * kWords];
+        body(ColumnOfPairs<false>{both}, 2 * pair);
+        body(ColumnOfPairs<true>{both}, 2 * pair + 1);
+      }
+    } else {
+#pragma unroll 1
+      for (unsigned row = lane_row; row < kTile; row += kStep) {
+        const std::uint32_t* from = word_of_unit(unit_col, row);
+        Unit<T> unit;
+#pragma unroll
+        for (unsigned j = 0; j < kUnit; ++j) unit.v[j] = bit_cast<float>(from[j * kWords]);
+        body(unit, row);
+      }
+    }
+  }
+
+ private:
+  // Word `word` of the first of the 16 rows that make a unit of the transpose.
+  __device__ __forceinline__ const std::uint32_t* word_of_unit(unsigned unit_col,
+                                                               unsigned word) const {
+    return words + unit_col * kUnit * kWords + (word ^ (4 * ((word / 32) ^ unit_col)));
+  }
+};
+
+// ---- The transform -------------------------------------------------------------------------------
+// core/hadamard.h without its factor: over a unit, and over 2, 4 or 8 neighbouring lanes for more points, where the
+// strides from 16 on pair the same element of two lanes. unit: anything with 16 elements.
+template <class Elements>
+__device__ __forceinline__ void hadamard_sums(const Elements& unit, int points, std::uint32_t signs,
+                                              float (&v)[kUnit]) {
+#pragma unroll
+  for (int i = 0; i < kUnit; ++i) v[i] = (signs >> i) & 1u ? -unit[i] : unit[i];
+#pragma unroll
+  for (int stride = 1; stride < kUnit; stride *= 2)
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i)
+      if (!(i & stride)) {
+        const float a = v[i], b = v[i + stride];
+        v[i] = a + b;
+        v[i + stride] = a - b;
+      }
+#pragma unroll 1
+  for (int lanes = 1; lanes < points / kUnit; lanes *= 2) {
+    const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
+#pragma unroll
+    for (int i = 0; i < kUnit; ++i)
+      v[i] = fmaf(v[i], sign, __shfl_xor_sync(kAllLanes, v[i], lanes));
+  }
+}
+// v * factor in bf16. A NaN is a NaN, of any bits.
+__device__ __forceinline__ Unit<Bf16> round_unit(const float (&v)[kUnit], float factor) {
+  Unit<Bf16> out;
+#pragma unroll
+  for (int i = 0; i < kUnit / 2; ++i)
+    out.w[i] = cvt_bf16x2(v[2 * i] * factor, v[2 * i + 1] * factor);
+  return out;
+}
+template <class Elements>
+__device__ __forceinline__ Unit<Bf16> hadamard_unit(const Elements& unit, int points,
+                                                    std::uint32_t signs) {
+  float v[kUnit];
+  hadamard_sums(unit, points, signs, v);
+  return round_unit(v, hadamard_norm(points));
+}
+
+// The NaN that every backend writes, for any.
+__device__ __forceinline__ std::uint32_t canonical_magnitude(std::uint32_t bits) {
+  return bits > Float32::kExponent ? Float32::kNanBits : bits;
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,129 @@
+// E2M1 codes under power-of-two scales -> E4M3 codes of whole rows (core/carry.h). A block takes a row: its largest scale,
+// then its codes, 16 a thread.
+//
+//     bytes an element: 1/2 of codes, a block's scale, 1 of codes
+#include "cuda/backend.h"
+#include "cuda/common/launch.h"
+#include "cuda/quantize/cast_unit.cuh"
+#include "minifloat/core/carry.h"
+
+namespace minifloat::cuda {
+namespace {
+
+struct CarryArgs {
+  Quantized q;
+  bool is_mx, aligned_in, aligned_out;
+  int height_log2, width_log2;  // of a block
+  Nvfp4Rounding rounding;
+  std::uint32_t padded, pitch, scale_rows, scale_cols;
+  Divisor rows_of_matrix;
+  std::uint8_t* codes;
+  float* row_scale;
+};
+
+__device__ __forceinline__ int exponent_at(const CarryArgs& args, const std::uint8_t* scale,
+                                           std::uint32_t block) {
+  return args.is_mx ? carry_exponent_e8m0(scale[block]) : carry_exponent_e4m3(scale[block]);
+}
+
+// The E4M3 codes of E2M1's eight magnitudes in a block, four a word.
+struct Table {
+  std::uint32_t low, high;
+  std::uint32_t signs;  // the bits that a code's sign may set: none of a NaN's
+};
+__device__ __forceinline__ Table carry_table(int exponent, int row_exponent) {
+  if (exponent == kCarryNan)
+    return {E4M3::kNanBits * 0x0101'0101u, E4M3::kNanBits * 0x0101'0101u, 0};
+  const float unit = carry_factor(exponent, row_exponent);
+  return {cvt_e4m3x2(0.0f, 0.5f * unit) | cvt_e4m3x2(unit, 1.5f * unit) << 16,
+          cvt_e4m3x2(2.0f * unit, 3.0f * unit) | cvt_e4m3x2(4.0f * unit, 6.0f * unit) << 16,
+          0x8080'8080u};
+}
+// Four codes in the low nibbles of w.
+__device__ __forceinline__ std::uint32_t carry_four(const Table& table, std::uint32_t w) {
+  const std::uint32_t magnitude = __byte_perm(table.low, table.high, w & 0x7777u);
+  // 0x80 for a selector of 0, and that byte's sign spread over it for one of 8.
+  const std::uint32_t sign = permute_bytes(0x80u, 0u, w & 0x8888u);
+  return magnitude | ((sign << 1) & table.signs);
+}
+
+__global__ void __launch_bounds__(kThreads) carry_rows(const __grid_constant__ CarryArgs args) {
+  __shared__ int of_warp[kThreads / 32];
+  const std::uint32_t all = blockIdx.x, batch = args.rows_of_matrix.divide(all);
+  const std::uint32_t row = all - batch * args.rows_of_matrix.d;
+  const std::uint8_t* scale =
+      static_cast<const std::uint8_t*>(args.q.scale) +
+      (std::uint64_t{batch} * args.scale_rows + (row >> args.height_log2)) * args.scale_cols;
+
+  // ---- The row's exponent
+  int largest = kCarryZero;
+  for (std::uint32_t b = threadIdx.x; b < args.scale_cols; b += kThreads)
+    largest = max(largest, exponent_at(args, scale, b));
+  largest = __reduce_max_sync(kAllLanes, largest);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
+  __syncthreads();
+  largest = __reduce_max_sync(kAllLanes, of_warp[threadIdx.x % (kThreads / 32)]);
+  const int row_exponent = carry_row_exponent(largest);
+  if (threadIdx.x == 0) {
+    const float tensor =
+        args.is_mx ? 1.0f : nvfp4_tensor(magnitude_bits(args.q.amax[batch]), args.rounding).scale;
+    args.row_scale[all] = carry_row_scale(row_exponent, tensor);
+  }
+
+  // ---- Its codes
+  const std::uint8_t* from = args.q.codes + std::uint64_t{all} * args.pitch;
+  std::uint8_t* to = args.codes + std::uint64_t{all} * args.padded;
+  for (std::uint32_t col = threadIdx.x * kUnit; col < args.padded; col += kThreads * kUnit) {
+    const Table table = carry_table(exponent_at(args, scale, col >> args.width_log2), row_exponent);
+    const int left = static_cast<int>(min(args.padded - col, std::uint32_t{kUnit}));
+    std::uint32_t w[2] = {};
+    if (args.aligned_in && left == kUnit) {
+      const uint2 both = __ldg(reinterpret_cast<const uint2*>(from + col / 2));
+      w[0] = both.x, w[1] = both.y;
+    } else {
+#pragma unroll
+      for (int i = 0; i < kUnit; i += 2)
+        if (i < left) w[i / 8] |= static_cast<std::uint32_t>(from[(col + i) / 2]) << (i % 8 * 4);
+    }
+    const uint4 codes = make_uint4(carry_four(table, w[0]), carry_four(table, w[0] >> 16),
+                                   carry_four(table, w[1]), carry_four(table, w[1] >> 16));
+    if (args.aligned_out && left == kUnit) {
+      *reinterpret_cast<uint4*>(to + col) = codes;
+    } else {
+      const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
+#pragma unroll
+      for (int i = 0; i < kUnit; ++i)
+        if (i < left) to[col + i] = static_cast<std::uint8_t>(words[i / 4] >> (i % 4 * 8));
+    }
+  }
+}
+
+}  // namespace
+
+void carry_in_e4m3(const Quantized& q, std::uint8_t* codes, float* row_scale,
+                   const Execution& execution) {
+  const Spec& spec = q.spec;
+  const std::int64_t padded = spec.padded_cols(q.cols), rows = q.batch * q.rows;
+  if (rows == 0) return;
+  MINIFLOAT_CHECK(rows < std::int64_t{1} << 31 && padded < std::int64_t{1} << 31,
+                  "carry_in_e4m3: expected less than 2^31 rows in all and 2^31 columns, got ", rows,
+                  " and ", padded);
+  CarryArgs args = {};
+  args.q = q;
+  args.is_mx = spec.rule == ScaleRule::kMx;
+  args.rounding = nvfp4_rounding(spec.scale_rounding);
+  args.height_log2 = __builtin_ctz(static_cast<unsigned>(spec.block_rows));
+  args.width_log2 = __builtin_ctz(static_cast<unsigned>(spec.block_cols));
+  args.padded = static_cast<std::uint32_t>(padded);
+  args.pitch = static_cast<std::uint32_t>(spec.code_cols(q.cols));
+  args.scale_rows = static_cast<std::uint32_t>(spec.scale_rows(q.rows));
+  args.scale_cols = static_cast<std::uint32_t>(spec.scale_cols(q.cols));
+  args.rows_of_matrix = Divisor(q.rows);
+  args.aligned_in = args.pitch % 8 == 0 && reinterpret_cast<std::uintptr_t>(q.codes) % 8 == 0;
+  args.aligned_out = padded % 16 == 0 && reinterpret_cast<std::uintptr_t>(codes) % 16 == 0;
+  args.codes = codes, args.row_scale = row_scale;
+  carry_rows<<<grid_of(rows, "carry_in_e4m3"), kThreads, 0, stream_of(execution)>>>(args);
+  check_launch("carry_in_e4m3");
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,324 @@
+// One unit of one direction, once it is in registers:
+//
+//     1  transform                       16 points in a thread, more across lanes
+//     2  amax of the unit, of the block  shuffles along a row; of a square block: given
+//     3  scale and factor                core/scaling.h
+//     4  encode, store
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/codec/decode.cuh"
+#include "cuda/codec/encode.cuh"
+#include "cuda/common/tile.cuh"
+#include "minifloat/quantize.h"
+
+namespace minifloat::cuda {
+
+// A direction as its kernel is compiled for it. Rules, block shapes and lengths of the transform are looked up at run
+// time, once a unit.
+template <class Format, bool Stochastically, bool Transformed>
+struct Cast {
+  using F = Format;
+  static constexpr bool kStochastic = Stochastically, kTransform = Transformed;
+};
+struct Absent {};  // the direction is not wanted
+
+// A direction as the device sees it. Sizes are those of the operand as read.
+struct OperandPlan {
+  ScaleRule rule;
+  ScaleRounding rounding;
+  bool delayed;
+  bool aligned;     // rows of codes start at multiples of a unit's bytes
+  int points;       // of the transform
+  int height_log2;  // of a block; 0 for tensors and rows
+  int units_log2;   // of a block's row; 3: a whole tile row
+  std::uint32_t rows, padded, code_pitch, scale_rows, scale_cols;
+  const float* amax;      // in force: (batch), or (batch, rows)
+  const float* reported;  // what goes to amax_out, if that is another
+  float* amax_out;        // null: not wanted
+  std::uint32_t* own;     // raised, by the kernels of presets, to the values' amax; null: not
+  const std::int64_t* random;
+  int random_size;
+  std::uint64_t stream;
+  std::int64_t origin_row, origin_col;
+  std::uint8_t* codes;
+  void* scale;
+  std::uint16_t* decoded;  // null: not wanted
+};
+
+__host__ __device__ __forceinline__ Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
+  if (rounding == ScaleRounding::kUp) return Nvfp4Rounding::kUp;
+  return rounding == ScaleRounding::kPowerOfTwo ? Nvfp4Rounding::kPowerOfTwo
+                                                : Nvfp4Rounding::kNearest;
+}
+
+// ---- What holds for a whole matrix ---------------------------------------------------------------
+struct MatrixScale {
+  Factors fp8;         // of tensor scaling
+  Nvfp4Tensor tensor;  // of NVFP4
+  bool is_ordinary;    // of NVFP4: no block's factor is near the ends of fp32
+};
+template <class F>
+__device__ __forceinline__ MatrixScale matrix_scale_of(ScaleRule rule, ScaleRounding rounding,
+                                                       std::uint32_t amax) {
+  MatrixScale matrix = {};
+  if constexpr (F::kBits == 8)
+    if (rule == ScaleRule::kTensor) matrix.fp8 = fp8_factors<F>(amax, false);
+  if constexpr (F::kBits == 4)
+    if (rule == ScaleRule::kNvfp4) {
+      matrix.tensor = nvfp4_tensor(amax, nvfp4_rounding(rounding));
+      matrix.is_ordinary = matrix.tensor.scale >= 0x1p-90f && matrix.tensor.scale <= 0x1p90f;
+    }
+  return matrix;
+}
+template <class F>
+__device__ __forceinline__ MatrixScale matrix_scale(const OperandPlan& plan, ScaleRule rule,
+                                                    ScaleRounding rounding, std::uint32_t batch) {
+  if (rule != ScaleRule::kTensor && rule != ScaleRule::kNvfp4) return {};
+  return matrix_scale_of<F>(rule, rounding, magnitude_bits(plan.amax[batch]));
+}
+
+struct RandomKey {
+  std::uint64_t key, stream;
+};
+__device__ __forceinline__ RandomKey random_key(const OperandPlan& plan) {
+  RandomKey random = {mix_seed(static_cast<std::uint64_t>(plan.random[0]),
+                               static_cast<std::uint64_t>(plan.random[1])),
+                      plan.stream};
+  if (plan.random_size == 3) random.stream ^= static_cast<std::uint64_t>(plan.random[2]);
+  return random;
+}
+
+// ---- Blocks --------------------------------------------------------------------------------------
+// A block's scale in both forms, and what its elements are multiplied by.
+struct BlockScale {
+  std::uint32_t code;  // E8M0 or E4M3
+  float scale;         // what an exact product multiplies codes by
+  float factor;
+  bool is_ordinary = false;  // Encoding's, known from the scale alone
+};
+
+// core/scaling.h's nvfp4_block_scale and nvfp4_encode_factor: the code to nearest, and up to a power of two, by the
+// instruction, which saturates.
+__device__ __forceinline__ BlockScale nvfp4_block(ScaleRounding rounding, const MatrixScale& matrix,
+                                                  std::uint32_t amax) {
+  constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
+  const bool is_power_of_two = rounding == ScaleRounding::kPowerOfTwo;
+  float v = bit_cast<float>(amax) * matrix.tensor.block_encode;
+  bool saturates = false;
+  std::uint32_t code;
+  if (rounding == ScaleRounding::kUp) {
+    code = nvfp4_block_scale(amax, matrix.tensor.block_encode, Nvfp4Rounding::kUp);
+  } else {
+    if (is_power_of_two && v > 0.0f) {
+      constexpr float kLeast = 0x1p-9f;  // code 1
+      saturates = v > E4M3::kMaxPowerOfTwo;
+      const float capped = saturates ? E4M3::kMaxPowerOfTwo : v;
+      const std::uint32_t up =
+          (bit_cast<std::uint32_t>(capped) + Float32::kMantissa) & Float32::kExponent;
+      v = fmaxf(bit_cast<float>(up), kLeast);
+    }
+    code = is_finite(amax) ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits;
+  }
+  // A normal scale below the largest is at most half its last place under its block's amax / 6: |x| * factor < 6.4.
+  const bool is_ordinary =
+      matrix.is_ordinary && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
+  const float value = decode_e4m3(code), denominator = value * matrix.tensor.scale;
+  const float factor =
+      is_ordinary ? reciprocal_of_normal(denominator) : at_most_float_max(1.0f / denominator);
+  return {code, value, factor, is_ordinary};
+}
+
+// core/scaling.h's mx_scale_up: by the instruction, where there is one.
+template <class F>
+__device__ __forceinline__ std::uint32_t mx_block_code(std::uint32_t amax) {
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+  return mx_scale_of_rounded<F>(cvt_up_ue8m0(mx_quotient<F>(amax)), amax);
+#else
+  return mx_scale_up<F>(amax);
+#endif
+}
+
+// core/scaling.h's fp8_factors, as a power of two, without its division: 2^floor(log2(max / amax)), at most 2^127.
+template <class F>
+__device__ __forceinline__ Factors power_of_two_factors(std::uint32_t amax) {
+  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
+  constexpr int kEmax = static_cast<int>(kMax >> Float32::kMantissaBits) - Float32::kBias;
+  // amax's exponent, and one more where its mantissa is past max's
+  const int exponent = static_cast<int>(
+      (amax + (Float32::kMantissa - (kMax & Float32::kMantissa))) >> Float32::kMantissaBits);
+  const int e = min(kEmax + 2 * Float32::kBias - exponent, 254);  // biased; at least 7
+  const std::uint32_t code = amax == 0 ? Float32::kBias : static_cast<std::uint32_t>(e);
+  const Factors factors = {decode_e8m0(code), e8m0_reciprocal(code)};
+  return {is_finite(amax) ? factors.encode : nan_value(),
+          is_finite(amax) ? factors.scale : nan_value()};
+}
+
+template <class F>
+__device__ __forceinline__ BlockScale block_scale(ScaleRule rule, ScaleRounding rounding,
+                                                  const MatrixScale& matrix, std::uint32_t amax) {
+  if constexpr (F::kBits == 4) {
+    if (rule == ScaleRule::kNvfp4) return nvfp4_block(rounding, matrix, amax);
+  } else {
+    if (rule == ScaleRule::kTensor) return {0, 1.0f, matrix.fp8.encode};
+    if (rule == ScaleRule::kRow || rule == ScaleRule::kBlock) {
+      if (rounding == ScaleRounding::kExact) return {0, 1.0f, fp8_factors<F>(amax, false).encode};
+      const Factors factors = power_of_two_factors<F>(amax);
+      return {0, factors.scale, factors.encode};
+    }
+  }
+  const std::uint32_t code =
+      rounding == ScaleRounding::kFloor ? mx_scale_floor<F>(amax) : mx_block_code<F>(amax);
+  // Every element format reaches 2^2 at least, so that no finite block's code is 254.
+  const float reciprocal = bit_cast<float>((E8M0::kMaxBits - code) << Float32::kMantissaBits);
+  // Rounded up, a scale leaves no product above 6, and this one's factor is 2^-105 at least.
+  constexpr std::uint32_t kMostOrdinary = E8M0::kBias + 105;
+  return {code, decode_e8m0(code), is_finite(amax) ? reciprocal : nan_value(),
+          rounding != ScaleRounding::kFloor && code <= kMostOrdinary};
+}
+
+// A unit as codes. owed: what the elements are still to be multiplied by, a power of two.
+template <class C, class T>
+__device__ __forceinline__ Codes<typename C::F> encode_in_block(const OperandPlan& plan,
+                                                                ScaleRule rule, const Unit<T>& unit,
+                                                                const BlockScale& block,
+                                                                const Words& words,
+                                                                float owed = 1.0f) {
+  const bool zero = rule == ScaleRule::kNvfp4 && block.code == 0;
+  const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
+  return encode_unit<typename C::F, C::kStochastic>(
+      unit, {block.factor * owed, zero, delayed, block.is_ordinary}, words);
+}
+
+// Bytes of a unit's codes.
+template <class F>
+inline constexpr int kUnitBytes = kUnit * F::kBits / 8;
+
+// ---- Stores --------------------------------------------------------------------------------------
+// All codes of a unit, as unit i of `to`, which starts at a multiple of a unit's bytes.
+template <class F>
+__device__ __forceinline__ void store_unit(std::uint8_t* to, std::uint64_t i,
+                                           const Codes<F>& codes) {
+  if constexpr (F::kBits == 8)
+    reinterpret_cast<uint4*>(to)[i] = make_uint4(codes.w[0], codes.w[1], codes.w[2], codes.w[3]);
+  else
+    reinterpret_cast<uint2*>(to)[i] = make_uint2(codes.w[0], codes.w[1]);
+}
+template <class F>
+__device__ __forceinline__ void store_codes(const OperandPlan& plan, const Codes<F>& codes,
+                                            const Place& at) {
+  std::uint8_t* to =
+      plan.codes + std::uint64_t{at.all} * plan.code_pitch + (F::kBits == 8 ? at.col : at.col / 2);
+  const int left = static_cast<int>(min(plan.padded - at.col, std::uint32_t{kUnit}));  // elements
+  if (left == kUnit && plan.aligned) return store_unit<F>(to, 0, codes);
+  Codes<F> rest = codes;
+#pragma unroll 1
+  for (int i = 0; i < left; i += 8 / F::kBits, ++to) {
+    std::uint32_t byte = rest[0];
+    rest.pop();
+    if constexpr (F::kBits == 4) {
+      if (i + 1 < left) byte |= rest[0] << 4;
+      rest.pop();
+    }
+    *to = static_cast<std::uint8_t>(byte);
+  }
+}
+
+// The scale of block i of the operand.
+__device__ __forceinline__ void store_scale_at(const OperandPlan& plan, ScaleRule rule,
+                                               const BlockScale& block, std::uint64_t i) {
+  if (rule == ScaleRule::kBlock)
+    static_cast<float*>(plan.scale)[i] = block.scale;
+  else
+    static_cast<std::uint8_t*>(plan.scale)[i] = static_cast<std::uint8_t>(block.code);
+}
+__device__ __forceinline__ void store_scale(const OperandPlan& plan, const BlockScale& block,
+                                            const Place& at) {
+  const std::uint32_t col = at.col / kUnit;
+  const bool is_first =
+      (at.row & ((1u << plan.height_log2) - 1)) == 0 && (col & ((1u << plan.units_log2) - 1)) == 0;
+  if (!is_first) return;
+  const std::uint64_t row =
+      std::uint64_t{at.batch} * plan.scale_rows + (at.row >> plan.height_log2);
+  store_scale_at(plan, plan.rule, block, row * plan.scale_cols + (col >> plan.units_log2));
+}
+
+// The outputs that there is one of a matrix or a row: the scale, where no block has one, and the amax.
+template <class F>
+__device__ __forceinline__ void store_whole(const OperandPlan& plan, std::uint32_t i, float amax) {
+  const std::uint32_t bits = magnitude_bits(amax);
+  if constexpr (F::kBits == 8)
+    if (plan.scale_cols == 0) {
+      const bool power_of_two =
+          plan.rule == ScaleRule::kRow && plan.rounding != ScaleRounding::kExact;
+      static_cast<float*>(plan.scale)[i] = fp8_factors<F>(bits, power_of_two).scale;
+    }
+  if (plan.amax_out && plan.amax_out != plan.reported)
+    plan.amax_out[i] = plan.reported ? plan.reported[i] : amax;
+}
+
+// ---- A unit --------------------------------------------------------------------------------------
+// What is to be cast: the unit, or its transform.
+template <class C>
+__device__ __forceinline__ Unit<float> turn(const OperandPlan& plan, const Unit<float>& unit)
+  requires(!C::kTransform)
+{
+  return unit;
+}
+template <class C>
+__device__ __forceinline__ Unit<Bf16> turn(const OperandPlan& plan, const Unit<Bf16>& unit)
+  requires(!C::kTransform)
+{
+  return unit;
+}
+template <class C, class Elements>
+__device__ __forceinline__ Unit<Bf16> turn(const OperandPlan& plan, const Elements& unit)
+  requires(C::kTransform)
+{
+  return hadamard_unit(unit, plan.points, kHadamardSigns);
+}
+
+// The amax of blocks of one row, from that of a lane's unit.
+__device__ __forceinline__ std::uint32_t amax_of_lanes(std::uint32_t amax, int units_log2) {
+  for (int lanes = 1; lanes < (1 << units_log2); lanes *= 2)
+    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
+  return amax;
+}
+
+// square: the amax of the unit's square block; null: the block is of one row.
+template <class C, class Elements>
+__device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixScale& matrix,
+                                          const RandomKey& random, const Elements& given,
+                                          const Place& at, const std::uint32_t* square = nullptr) {
+  using F = typename C::F;
+  const auto unit = turn<C>(plan, given);
+  std::uint32_t amax = 0;
+  if (square)
+    amax = *square;
+  else if (plan.scale_cols > 0)
+    amax = amax_of_lanes(unit.amax(), plan.units_log2);
+  if (at.row >= plan.rows || at.col >= plan.padded) return;
+
+  if (F::kBits == 8 && plan.rule == ScaleRule::kRow) {
+    const float in_force = plan.amax[at.all];
+    amax = magnitude_bits(in_force);
+    if (at.col == 0) store_whole<F>(plan, at.all, in_force);
+  } else if (at.col == 0 && at.row == 0 && plan.amax) {
+    store_whole<F>(plan, at.batch, plan.amax[at.batch]);
+  }
+  const BlockScale block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
+  if (plan.scale_cols > 0) store_scale(plan, block, at);
+  Words words = {};
+  if constexpr (C::kStochastic)
+    words = random_words(random.key, random.stream,
+                         static_cast<std::uint32_t>(plan.origin_row + at.all),
+                         static_cast<std::uint32_t>((plan.origin_col + at.col) / kUnit));
+  const Codes<F> codes = encode_in_block<C>(plan, plan.rule, unit, block, words);
+  store_codes<F>(plan, codes, at);
+  if (plan.decoded)
+    store_product_values<F>(codes, block.scale, plan.decoded + std::uint64_t{at.all} * plan.padded,
+                            at.col, plan.padded, plan.padded % 8 == 0);
+}
+
+}  // namespace minifloat::cuda

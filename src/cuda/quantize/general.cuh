@@ -1,0 +1,172 @@
+// The kernels of quantization.
+//
+//     by rows       rowwise, blocks of one row
+//     whole rows    rowwise, a scale a row that is not known yet
+//     by tiles      columnwise, square blocks, and both directions from one read
+//
+//     bytes an element: 2 or 4 of x, 1 or 1/2 of codes a direction, and a block's scale
+#pragma once
+
+#include "cuda/common/launch.h"
+#include "cuda/quantize/cast_unit.cuh"
+#include "cuda/quantize/quantize.h"
+
+namespace minifloat::cuda {
+
+struct QuantizeArgs {
+  Source x;
+  bool is_bf16;
+  std::int64_t batch;
+  Spec row_spec, col_spec;
+  OperandPlan row, col;
+};
+
+// ---- By rows -------------------------------------------------------------------------------------
+template <class T, class C>
+__global__ void __launch_bounds__(kThreads, 4)
+    quantize_rows(const __grid_constant__ Source x, const __grid_constant__ OperandPlan plan,
+                  const __grid_constant__ RowUnits layout) {
+  RandomKey random = {};
+  if constexpr (C::kStochastic) random = random_key(plan);
+  MatrixScale matrix = {};
+  std::uint32_t batch = ~0u;
+  each_unit_of_rows<T>(x, layout, [&](const Unit<T>& unit, Place at) {
+    if (at.all >= layout.end_row) at.row = plan.rows;
+    if (at.batch != batch && at.row < plan.rows) {
+      batch = at.batch;
+      matrix = matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, batch);
+    }
+    cast_unit<C>(plan, matrix, random, unit, at);
+  });
+}
+
+template <class T, class C>
+void launch_rows(const QuantizeArgs& args, const Execution& execution) {
+  const OperandPlan& plan = args.row;
+  const std::int64_t group = std::max(1 << plan.units_log2, std::max(plan.points, kUnit) / kUnit);
+  each_launch_of_rows(
+      args.batch, args.x, plan.padded, group, [&](const RowUnits& layout, unsigned grid) {
+        quantize_rows<T, C><<<grid, kThreads, 0, stream_of(execution)>>>(args.x, plan, layout);
+        check_launch("quantize");
+      });
+}
+
+// ---- By tiles ------------------------------------------------------------------------------------
+inline constexpr int kSquares = kUnitColumns * kUnitColumns;  // the most in a tile: 16 x 16 each
+
+// Where a unit's block lies among the squares of a tile. turned: they are those of the other direction.
+__device__ __forceinline__ unsigned square_of(const OperandPlan& plan, unsigned row,
+                                              unsigned unit_col, bool turned = false) {
+  return turned ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + row / kUnit
+                : (row >> plan.height_log2) * kUnitColumns + unit_col;
+}
+
+// squares: the amax of the square blocks of the tile.
+template <class C, bool kTransposed, class T>
+__device__ __forceinline__ void amax_of_squares(const OperandPlan& plan,
+                                                const SharedTile<T>& shared,
+                                                std::uint32_t* squares) {
+  __syncthreads();
+  if (threadIdx.x < kSquares) squares[threadIdx.x] = 0;
+  __syncthreads();
+  shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
+    std::uint32_t amax = amax_of_lanes(turn<C>(plan, unit).amax(), plan.units_log2);
+    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 8));  // the 4 rows of a warp lie in one block
+    amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 16));
+    if (threadIdx.x % 32 < kUnitColumns)
+      atomicMax(&squares[square_of(plan, row, threadIdx.x % kUnitColumns)], amax);
+  });
+  __syncthreads();
+}
+
+// One direction of the tile at `tile` of x. known: `squares` holds the other direction's, of the same height.
+template <class C, bool kTransposed, class T>
+__device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedTile<T>& shared,
+                                          const TilePlace& tile, std::uint32_t* squares,
+                                          bool known) {
+  const bool is_square = plan.height_log2 > 0;
+  if (is_square && !known) amax_of_squares<C, kTransposed>(plan, shared, squares);
+  const MatrixScale matrix =
+      matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, tile.batch);
+  RandomKey random = {};
+  if constexpr (C::kStochastic) random = random_key(plan);
+  const unsigned unit_col = threadIdx.x % kUnitColumns;
+  const std::uint32_t col = (kTransposed ? tile.row : tile.col) + unit_col * kUnit;
+  const std::uint32_t first = kTransposed ? tile.col : tile.row;
+  shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
+    const std::uint32_t in_matrix = first + row;
+    const Place at = {tile.batch, in_matrix, tile.batch * plan.rows + in_matrix, col};
+    const unsigned of_block = square_of(plan, row, unit_col, known);
+    cast_unit<C>(plan, matrix, random, unit, at, is_square ? squares + of_block : nullptr);
+  });
+}
+
+template <class T, class Row, class Col>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
+    quantize_tile(const __grid_constant__ Source x, const __grid_constant__ OperandPlan row,
+                  const __grid_constant__ OperandPlan col, const __grid_constant__ Tiles tiles) {
+  constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ std::uint32_t squares[kSquares];
+  const TilePlace tile = tile_place(tiles);
+  const SharedTile<T> shared = {words};
+  shared.fill(x, tile);
+  shared.wait();
+  if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, squares, false);
+  if constexpr (kRow && kCol) {
+    const bool known = !Row::kTransform && !Col::kTransform && row.height_log2 == col.height_log2;
+    cast_tile<Col, true>(col, shared, tile, squares, known);
+  } else if constexpr (kCol) {
+    cast_tile<Col, true>(col, shared, tile, squares, false);
+  }
+}
+
+template <class T, class Row, class Col>
+void launch_tiles(const QuantizeArgs& args, const Execution& execution) {
+  const Tiles tiles = tiles_of(args.x);
+  const auto kernel = quantize_tile<T, Row, Col>;
+  const unsigned grid = tile_grid(args.batch, tiles, "quantize");
+  constexpr std::size_t kBytes = SharedTile<T>::kBytes;
+  allow_shared(kernel, kBytes, "quantize");
+  kernel<<<grid, kThreads, kBytes, stream_of(execution)>>>(args.x, args.row, args.col, tiles);
+  check_launch("quantize");
+}
+
+// ---- The table -----------------------------------------------------------------------------------
+template <class C>
+bool is_cast(const Spec& spec) {
+  constexpr Elements kElements = C::F::kBits == 4           ? Elements::kE2m1
+                                 : C::F::kMantissaBits == 3 ? Elements::kE4m3
+                                                            : Elements::kE5m2;
+  return spec.elements == kElements && spec.stochastic == C::kStochastic &&
+         (spec.transform > 0) == C::kTransform;
+}
+
+template <class T, class C>
+void launch_direction(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
+  if (columnwise)
+    launch_tiles<T, Absent, C>(args, execution);
+  else if (args.row.height_log2 > 0)
+    launch_tiles<T, C, Absent>(args, execution);
+  else
+    launch_rows<T, C>(args, execution);
+}
+
+template <class C>
+void launch_dtype(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
+  args.is_bf16 ? launch_direction<Bf16, C>(args, columnwise, execution)
+               : launch_direction<float, C>(args, columnwise, execution);
+}
+
+template <class F>
+void launch_cast(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
+  const Spec& spec = columnwise ? args.col_spec : args.row_spec;
+  if (spec.stochastic)
+    spec.transform > 0 ? launch_dtype<Cast<F, true, true>>(args, columnwise, execution)
+                       : launch_dtype<Cast<F, true, false>>(args, columnwise, execution);
+  else
+    spec.transform > 0 ? launch_dtype<Cast<F, false, true>>(args, columnwise, execution)
+                       : launch_dtype<Cast<F, false, false>>(args, columnwise, execution);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,278 @@
+// The kernels of what layers quantize all day: bf16, sizes that are whole units or tiles, scales as presets round them.
+// Everything else is general.cuh's.
+#include <algorithm>
+
+#include "cuda/quantize/preset.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+// ---- By rows -------------------------------------------------------------------------------------
+// A matrix without gaps is one run of units.
+struct RunOfUnits {
+  const uint4* x;
+  std::uint32_t count;
+  Divisor units_of_row;
+};
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, 4)
+    quantize_run(const __grid_constant__ RunOfUnits run, const __grid_constant__ OperandPlan plan) {
+  using F = typename C::F;
+  __shared__ Whole whole;
+  const std::uint32_t first = blockIdx.x * (kThreads * kUnitsOfRows) + threadIdx.x;
+  const uint4* from = run.x + std::uint64_t{first} * 2;
+  Unit<Bf16> units[kUnitsOfRows];
+#pragma unroll
+  for (int i = 0; i < kUnitsOfRows; ++i) {
+    units[i] = {};
+    if (first + i * kThreads >= run.count) continue;
+    *reinterpret_cast<uint4*>(&units[i]) = __ldg(from + i * kThreads * 2);
+    *(reinterpret_cast<uint4*>(&units[i]) + 1) = __ldg(from + i * kThreads * 2 + 1);
+  }
+  if (threadIdx.x == 0) prepare<C>(plan, whole);
+  __syncthreads();
+  const MatrixScale scale = scale_of_whole<C>(plan, whole);
+  std::uint8_t* const to = plan.codes + std::uint64_t{first} * kUnitBytes<F>;
+  std::uint32_t own = 0;
+#pragma unroll
+  for (int i = 0; i < kUnitsOfRows; ++i) {
+    const std::uint32_t u = first + i * kThreads;
+    const Turned turned = turn_plain<C>(units[i]);
+    const std::uint32_t amax = C::kBlocks ? amax_of_lanes(turned.amax, C::kUnitsLog2) : 0;
+    if (u >= run.count) continue;  // and take part in the next unit's exchange
+    const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
+    if constexpr (C::kBlocks)
+      if (u % (1 << C::kUnitsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kUnitsLog2);
+    Words words = {};
+    if constexpr (C::kStochastic) {
+      const std::uint32_t row = run.units_of_row.divide(u);
+      words = words_at(whole, row, u - row * run.units_of_row.d);
+    }
+    encode_and_store<C>(plan, turned, block, words, to + i * kThreads * kUnitBytes<F>, u);
+    if constexpr (kFindsOwn<C>)
+      if (plan.own) own = max(own, units[i].amax());
+  }
+  if constexpr (kFindsOwn<C>) raise_own(plan, own);
+}
+
+template <class C>
+void launch_run(const QuantizeArgs& args, const Execution& execution) {
+  const std::int64_t of_row = args.x.cols / kUnit, count = args.x.rows * of_row;
+  const RunOfUnits run = {static_cast<const uint4*>(args.x.data), static_cast<std::uint32_t>(count),
+                          Divisor(of_row)};
+  const unsigned grid = grid_of(ceil_div<std::int64_t>(count, kThreads * kUnitsOfRows), "quantize");
+  quantize_run<C><<<grid, kThreads, 0, stream_of(execution)>>>(run, args.row);
+  check_launch("quantize");
+}
+
+// ---- By tiles ------------------------------------------------------------------------------------
+// kKnown: `squares` holds the amax of the square blocks already, as the other direction found them.
+template <class C, bool kTransposed, bool kKnown>
+__device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const Whole& whole,
+                                                const SharedTile<Bf16>& shared,
+                                                const TilePlace& tile, std::uint32_t* squares) {
+  std::uint32_t own = 0;
+  using F = typename C::F;
+  if constexpr (C::kSquare && !kKnown) amax_of_squares<C, kTransposed>(plan, shared, squares);
+  const MatrixScale scale = scale_of_whole<C>(plan, whole);
+  const std::uint32_t unit_col = threadIdx.x % kUnitColumns;
+  const std::uint32_t col = (kTransposed ? tile.row : tile.col) / kUnit + unit_col;  // in units
+  const std::uint32_t first = kTransposed ? tile.col : tile.row;
+  std::uint8_t* const codes =
+      plan.codes + std::uint64_t{first} * plan.code_pitch + col * kUnitBytes<F>;
+  const bool is_first_col = col % (1 << C::kUnitsLog2) == 0;  // of a block
+  const std::uint64_t first_scale =
+      std::uint64_t{first >> C::kHeightLog2} * plan.scale_cols + (col >> C::kUnitsLog2);
+  shared.template each_unit<kTransposed>([&](const auto& given, unsigned tile_row) {
+    const Turned turned = turn_plain<C>(given);
+    const std::uint32_t row = first + tile_row;
+    std::uint32_t amax = 0;
+    if constexpr (C::kSquare) {
+      amax = squares[square_of(plan, tile_row, unit_col, kKnown)];
+    } else if constexpr (C::kBlocks) {
+      amax = amax_of_lanes(turned.amax, C::kUnitsLog2);
+    } else if constexpr (C::kRule == ScaleRule::kRow) {
+      const float in_force = plan.amax[row];
+      amax = magnitude_bits(in_force);
+      if (col == 0) store_whole<F>(plan, row, in_force);
+    }
+    const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
+    if constexpr (C::kBlocks)
+      if (is_first_col && tile_row % (1 << C::kHeightLog2) == 0)
+        store_scale_at(plan, C::kRule, block,
+                       first_scale + std::uint64_t{tile_row >> C::kHeightLog2} * plan.scale_cols);
+    Words words = {};
+    if constexpr (C::kStochastic) words = words_at(whole, row, col);
+    encode_and_store<C>(plan, turned, block, words,
+                        codes + std::uint64_t{tile_row} * plan.code_pitch,
+                        std::uint64_t{row} * (plan.padded / kUnit) + col);
+    if constexpr (kFindsOwn<C>)
+      if (plan.own) own = max(own, turned.unit.amax());
+  });
+  if constexpr (kFindsOwn<C>) raise_own(plan, own);
+}
+
+template <class C>
+constexpr bool kIsSquare = false;
+template <class C>
+  requires(C::kSquare)
+constexpr bool kIsSquare<C> = true;
+
+// Blocks on a multiprocessor: casts to 8 bits need fewer registers, and wait for memory more.
+template <class C>
+constexpr int kBlocksOf = 5;  // also of an absent direction
+template <class C>
+  requires(C::F::kBits == 4)
+constexpr int kBlocksOf<C> = 4;
+
+template <class Row, class Col>
+__global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<Col>))
+    quantize_whole_tile(const __grid_constant__ Source x, const __grid_constant__ OperandPlan row,
+                        const __grid_constant__ OperandPlan col,
+                        const __grid_constant__ Tiles tiles) {
+  constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ std::uint32_t squares[kSquares];
+  __shared__ Whole whole[2];
+  const TilePlace tile = tile_place(tiles);
+  const SharedTile<Bf16> shared = {words};
+  shared.fill<true>(x, tile);
+  if constexpr (kRow)
+    if (threadIdx.x == 0) prepare<Row>(row, whole[0]);
+  if constexpr (kCol)
+    if (threadIdx.x == 32) prepare<Col>(col, whole[1]);
+  shared.wait();
+  if constexpr (kRow) cast_whole_tile<Row, false, false>(row, whole[0], shared, tile, squares);
+  if constexpr (kCol) {
+    constexpr bool kKnown = kIsSquare<Row> && kIsSquare<Col>;
+    cast_whole_tile<Col, true, kKnown>(col, whole[1], shared, tile, squares);
+  }
+}
+
+template <class Row, class Col>
+void launch_whole_tiles(const QuantizeArgs& args, const Execution& execution) {
+  const Tiles tiles = tiles_of(args.x);
+  quantize_whole_tile<Row, Col>
+      <<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+         stream_of(execution)>>>(args.x, args.row, args.col, tiles);
+  check_launch("quantize");
+}
+
+// ---- The table -----------------------------------------------------------------------------------
+bool is_plain(const Spec& spec, const OperandPlan& plan) {
+  return plan.aligned &&
+         (spec.transform == 0 || (spec.transform == kUnit && plan.height_log2 == 0)) &&
+         reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;
+}
+template <class C>
+bool try_run(const QuantizeArgs& args, const Execution& execution) {
+  if (!is_of<C>(args.row_spec)) return false;
+  launch_run<C>(args, execution);
+  return true;
+}
+template <class C>
+bool try_column(const QuantizeArgs& args, const Execution& execution) {
+  if (!is_of<C>(args.col_spec)) return false;
+  launch_whole_tiles<Absent, C>(args, execution);
+  return true;
+}
+template <class Row, class Col = Row>
+bool try_both(const QuantizeArgs& args, const Execution& execution) {
+  if (!is_of<Row>(args.row_spec) || !is_of<Col>(args.col_spec)) return false;
+  launch_whole_tiles<Row, Col>(args, execution);
+  return true;
+}
+
+template <ScaleRule Rule, class F>
+using Nearest = PlainCast<Rule, F, false, false>;
+template <ScaleRule Rule, class F>
+using Square = PlainCast<Rule, F, false, false, true>;
+
+constexpr ScaleRule kTensor = ScaleRule::kTensor, kRow = ScaleRule::kRow,
+                    kBlock = ScaleRule::kBlock;
+
+// The casts of a preset whose elements are E2M1.
+template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
+struct Fp4 {
+  using Straight = PlainCast<Rule, E2M1, false, false, false, Rounding>;
+  using Square = PlainCast<Rule, E2M1, false, false, true, Rounding>;
+  using Turned = PlainCast<Rule, E2M1, false, true, false, Rounding>;
+  using Random = PlainCast<Rule, E2M1, true, false, false, Rounding>;
+  using TurnedRandom = PlainCast<Rule, E2M1, true, true, false, Rounding>;
+
+  static bool row(const QuantizeArgs& args, const Execution& execution) {
+    return try_run<Straight>(args, execution) || try_run<Random>(args, execution);
+  }
+  static bool column(const QuantizeArgs& args, const Execution& execution) {
+    return try_column<Straight>(args, execution) || try_column<Turned>(args, execution) ||
+           try_column<TurnedRandom>(args, execution) || try_square_column(args, execution);
+  }
+  static bool both(const QuantizeArgs& args, const Execution& execution) {
+    return try_both<Straight>(args, execution) || try_both<Straight, Turned>(args, execution) ||
+           try_both<Random, TurnedRandom>(args, execution) ||
+           try_both<TurnedRandom>(args, execution) || try_square_both(args, execution);
+  }
+
+ private:
+  static constexpr bool kHasSquares = Rule == ScaleRule::kNvfp4;
+  static bool try_square_column(const QuantizeArgs& args, const Execution& execution) {
+    if constexpr (kHasSquares) return try_column<Square>(args, execution);
+    return false;
+  }
+  static bool try_square_both(const QuantizeArgs& args, const Execution& execution) {
+    if constexpr (kHasSquares) return try_both<Square>(args, execution);
+    return false;
+  }
+};
+using Mxfp4 = Fp4<ScaleRule::kMx>;
+using Nvfp4 = Fp4<ScaleRule::kNvfp4>;
+using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
+using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
+using Mxfp8Square = Square<ScaleRule::kMx, E4M3>;
+
+bool launch_row(const QuantizeArgs& args, const Execution& execution) {
+  const std::int64_t block = std::max(args.row_spec.block_cols, kUnit);
+  const bool is_run = args.x.rows == 1 || args.x.row_stride == args.x.cols;
+  if (!is_run || args.x.cols % block != 0 || args.row.height_log2 > 0 ||
+      args.x.rows * args.x.cols / kUnit >= (std::int64_t{1} << 31) - kThreads * kUnitsOfRows)
+    return false;
+  return try_run<Nearest<kTensor, E4M3>>(args, execution) ||
+         try_run<Nearest<kTensor, E5M2>>(args, execution) ||
+         try_run<Nearest<kBlock, E4M3>>(args, execution) || try_run<Mxfp8>(args, execution) ||
+         Mxfp4::row(args, execution) || Nvfp4::row(args, execution) ||
+         Nvfp4Pow2::row(args, execution);
+}
+bool launch_column(const QuantizeArgs& args, const Execution& execution) {
+  return try_column<Nearest<kTensor, E4M3>>(args, execution) ||
+         try_column<Nearest<kTensor, E5M2>>(args, execution) ||
+         try_column<Nearest<kRow, E4M3>>(args, execution) ||
+         try_column<Nearest<kBlock, E4M3>>(args, execution) ||
+         try_column<Square<kBlock, E4M3>>(args, execution) || try_column<Mxfp8>(args, execution) ||
+         try_column<Mxfp8Square>(args, execution) || Mxfp4::column(args, execution) ||
+         Nvfp4::column(args, execution) || Nvfp4Pow2::column(args, execution);
+}
+bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution) {
+  return try_both<Nearest<kTensor, E4M3>>(args, execution) ||
+         try_both<Nearest<kTensor, E5M2>>(args, execution) ||
+         try_both<Nearest<kRow, E4M3>>(args, execution) ||
+         try_both<Nearest<kBlock, E4M3>>(args, execution) ||
+         try_both<Square<kBlock, E4M3>>(args, execution) || try_both<Mxfp8>(args, execution) ||
+         try_both<Mxfp8Square>(args, execution) || Mxfp4::both(args, execution) ||
+         Nvfp4::both(args, execution) || Nvfp4Pow2::both(args, execution);
+}
+
+}  // namespace
+
+bool launch_plain(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                  const Execution& execution) {
+  if (!args.is_bf16 || args.batch != 1 || !args.x.aligned) return false;
+  if (rowwise && !is_plain(args.row_spec, args.row)) return false;
+  if (columnwise && !is_plain(args.col_spec, args.col)) return false;
+  if (rowwise && !columnwise && launch_row(args, execution)) return true;
+  if (!columnwise || args.x.rows % kTile != 0 || args.x.cols % kTile != 0) return false;
+  if (!rowwise) return launch_column(args, execution);
+  return launch_squares(args, execution) || launch_row_and_column(args, execution);
+}
+
+}  // namespace minifloat::cuda

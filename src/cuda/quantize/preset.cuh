@@ -1,0 +1,135 @@
+// What the kernels of presets' casts share: bf16, sizes that are whole units or tiles, scales as presets round them. Rule,
+// rounding and block are known when they are compiled, and no edge is looked for.
+#pragma once
+
+#include "cuda/common/reduce.cuh"
+#include "cuda/quantize/general.cuh"
+
+namespace minifloat::cuda {
+
+template <ScaleRule Rule, class Format, bool Stochastically, bool Transformed, bool Square = false,
+          ScaleRounding Rounding = ScaleRounding::kDefault>
+struct PlainCast : Cast<Format, Stochastically, Transformed> {
+  static constexpr ScaleRule kRule = Rule;
+  static constexpr ScaleRounding kRounding = Rounding;
+  static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;
+  static constexpr bool kSquare = Square;
+  // Of a block's row, in units, and of its height.
+  static constexpr int kUnitsLog2 = Rule == ScaleRule::kNvfp4 ? 0 : Rule == ScaleRule::kMx ? 1 : 3;
+  static constexpr int kHeightLog2 = Square ? kUnitsLog2 + 4 : 0;
+  static_assert(!Square || kBlocks);
+};
+
+template <class C>
+bool is_of(const Spec& spec) {
+  return is_cast<C>(spec) && spec.rule == C::kRule && spec.scale_rounding == C::kRounding &&
+         (spec.has_blocks() && spec.block_rows > 1) == C::kSquare;
+}
+
+// ---- What holds for the whole operand ------------------------------------------------------------
+// One thread finds it, in shared memory, while the block waits for its values; what takes a division or two, every
+// thread.
+struct Whole {
+  MatrixScale scale;
+  std::uint32_t keys[2 * kPhiloxRounds];
+  std::uint32_t stream[2], row, group;  // of random bits
+};
+template <class C>
+constexpr bool kIsShared = C::kStochastic || C::kRule == ScaleRule::kNvfp4;
+
+template <class C>
+__device__ __forceinline__ void prepare(const OperandPlan& plan, Whole& whole) {
+  if constexpr (kIsShared<C>)
+    whole.scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
+  if constexpr (C::kStochastic) {
+    const RandomKey random = random_key(plan);
+    std::uint32_t k0 = static_cast<std::uint32_t>(random.key),
+                  k1 = static_cast<std::uint32_t>(random.key >> 32);
+    for (int i = 0; i < kPhiloxRounds; ++i) {
+      whole.keys[2 * i] = k0, whole.keys[2 * i + 1] = k1;
+      k0 += kPhiloxKeyStep0, k1 += kPhiloxKeyStep1;
+    }
+    whole.stream[0] = static_cast<std::uint32_t>(random.stream);
+    whole.stream[1] = static_cast<std::uint32_t>(random.stream >> 32);
+    whole.row = static_cast<std::uint32_t>(plan.origin_row);
+    whole.group = static_cast<std::uint32_t>(plan.origin_col / kUnit);
+  }
+  if (blockIdx.x == 0 && C::kRule != ScaleRule::kRow && plan.amax)
+    store_whole<typename C::F>(plan, 0, plan.amax[0]);
+}
+template <class C>
+__device__ __forceinline__ MatrixScale scale_of_whole(const OperandPlan& plan, const Whole& whole) {
+  if constexpr (kIsShared<C>) return whole.scale;
+  return matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
+}
+// core/philox.h's random_words, from the keys of all rounds.
+__device__ __forceinline__ Words words_at(const Whole& whole, std::uint32_t row,
+                                          std::uint32_t group) {
+  Words c = {{whole.group + group, whole.row + row, whole.stream[0], whole.stream[1]}};
+#pragma unroll
+  for (int i = 0; i < kPhiloxRounds; ++i)
+    c = philox_round(c, whole.keys[2 * i], whole.keys[2 * i + 1]);
+  return c;
+}
+
+// A kernel that scales by an amax of earlier steps meets the values' own on its way.
+template <class C>
+constexpr bool kFindsOwn = C::kRule == ScaleRule::kTensor;
+template <>
+constexpr bool kFindsOwn<Absent> = false;
+
+// m: of the values that a thread has cast. Of all threads of the block, at the end.
+__device__ __forceinline__ void raise_own(const OperandPlan& plan, std::uint32_t m) {
+  if (!plan.own) return;
+  __syncthreads();  // the other direction has been raised
+  raise_by_block(plan.own, m);
+}
+
+// ---- A unit --------------------------------------------------------------------------------------
+// What is to be cast, its amax, and what its elements are still to be multiplied by.
+struct Turned {
+  Unit<Bf16> unit;
+  std::uint32_t amax;
+  float owed;
+};
+template <class C, class Elements>
+__device__ __forceinline__ Turned turn_plain(const Elements& given) {
+  if constexpr (C::kTransform) {
+    // The transform's 1/4 commutes with rounding to bf16, but at the ends of the range: elsewhere the factor of the cast
+    // takes it along.
+    constexpr std::uint32_t kLow = bit_cast<std::uint32_t>(0x1p-90f),
+                            kHigh = bit_cast<std::uint32_t>(0x1p120f);
+    static_assert(hadamard_norm(kUnit) == 0.25f);
+    float v[kUnit];
+    hadamard_sums(given, kUnit, kHadamardSigns, v);
+    Turned t = {round_unit(v, 1.0f), 0, 0.25f};
+    t.amax = t.unit.amax();
+    if (t.amax - kLow < kHigh - kLow) {
+      t.amax -= 2u << Float32::kMantissaBits;
+    } else {
+      t.unit = round_unit(v, 0.25f);
+      t.amax = t.unit.amax();
+      t.owed = 1.0f;
+    }
+    return t;
+  } else {
+    Turned t = {given, 0, 1.0f};
+    if constexpr (C::kBlocks) t.amax = t.unit.amax();
+    return t;
+  }
+}
+
+// to: the unit's codes; at: where they lie among all, in units.
+template <class C>
+__device__ __forceinline__ void encode_and_store(const OperandPlan& plan, const Turned& turned,
+                                                 const BlockScale& block, const Words& words,
+                                                 std::uint8_t* to, std::uint64_t at) {
+  const Codes<typename C::F> codes =
+      encode_in_block<C>(plan, C::kRule, turned.unit, block, words, turned.owed);
+  store_unit<typename C::F>(to, 0, codes);
+  if (plan.decoded)
+    store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kUnit, 0, kUnit,
+                                        true);
+}
+
+}  // namespace minifloat::cuda

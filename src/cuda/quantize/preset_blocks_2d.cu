@@ -1,0 +1,110 @@
+// Square blocks of NVFP4 in both directions. They have the same scales and the same codes, transposed: these are computed
+// once, and turned in shared memory, 8 x 8 codes a thread.
+//
+//     a warp      16 rows of the tile, the height of a block, and its 8 unit columns
+//     a thread    4 rows of a unit column: a block is the units of 4 lanes, 8 apart, and has one scale to be found
+//
+//     bytes an element: 2 of x, 1/2 of codes twice, 1/256 of scales twice
+#include "cuda/common/nibbles.cuh"
+#include "cuda/quantize/preset.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+inline constexpr unsigned kCodeWords = kTile / 8;  // of a row of the tile
+inline constexpr unsigned kRowsOfThread = 4;
+static_assert(kThreads / kUnitColumns * kRowsOfThread == kTile);
+
+// The codes of a tile, between the directions: word `word` of row `r`. Rows 4 and 8 apart lie in different banks.
+__device__ __forceinline__ unsigned code_place(unsigned r, unsigned word) {
+  const unsigned slot = r ^ (((r >> 2) ^ (r >> 3)) & 1);
+  return slot * kCodeWords + (word ^ (r / 8));
+}
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, 4)
+    quantize_whole_squares(const __grid_constant__ Source x,
+                           const __grid_constant__ OperandPlan row,
+                           const __grid_constant__ OperandPlan col,
+                           const __grid_constant__ Tiles tiles) {
+  static_assert(C::kSquare && C::kHeightLog2 == 4 && C::kUnitsLog2 == 0);
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ std::uint32_t codes[kTile * kCodeWords];
+  __shared__ Whole whole;
+  const TilePlace tile = tile_place(tiles);
+  const SharedTile<Bf16> shared = {words};
+  shared.fill<true>(x, tile);
+  if (threadIdx.x == 0) {
+    prepare<C>(row, whole);
+    if (blockIdx.x == 0 && col.amax) store_whole<E2M1>(col, 0, col.amax[0]);
+  }
+  shared.wait();
+
+  // ---- The block's amax and scale
+  const unsigned unit_col = threadIdx.x % kUnitColumns;
+  const unsigned tile_row = threadIdx.x / kUnitColumns * kRowsOfThread;
+  Unit<Bf16> units[kRowsOfThread];
+  std::uint32_t amax = 0;
+#pragma unroll
+  for (unsigned i = 0; i < kRowsOfThread; ++i) {
+    units[i] = shared.unit_at(tile_row + i, unit_col);
+    amax = max(amax, units[i].amax());
+  }
+  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, kUnitColumns));
+  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2 * kUnitColumns));
+  const BlockScale block = block_scale<E2M1>(C::kRule, C::kRounding, whole.scale, amax);
+  const std::uint32_t block_row = tile.row / kUnit + threadIdx.x / 32,
+                      block_col = tile.col / kUnit + unit_col;
+  if (threadIdx.x % 32 < kUnitColumns) {
+    store_scale_at(row, C::kRule, block, std::uint64_t{block_row} * row.scale_cols + block_col);
+    store_scale_at(col, C::kRule, block, std::uint64_t{block_col} * col.scale_cols + block_row);
+  }
+
+  // ---- Rowwise
+  std::uint8_t* to = row.codes + std::uint64_t{tile.row + tile_row} * row.code_pitch +
+                     block_col * kUnitBytes<E2M1>;
+#pragma unroll
+  for (unsigned i = 0; i < kRowsOfThread; ++i, to += row.code_pitch) {
+    const Codes<E2M1> both = encode_in_block<C>(row, C::kRule, units[i], block, {});
+    store_unit<E2M1>(to, 0, both);
+    codes[code_place(tile_row + i, 2 * unit_col)] = both.w[0];
+    codes[code_place(tile_row + i, 2 * unit_col + 1)] = both.w[1];
+  }
+  __syncthreads();
+
+  // ---- Columnwise
+  const unsigned rows_of_8 = threadIdx.x % kCodeWords, word = threadIdx.x / kCodeWords;
+  std::uint32_t a[8];
+#pragma unroll
+  for (unsigned i = 0; i < 8; ++i) a[i] = codes[code_place(rows_of_8 * 8 + i, word)];
+  transpose_8x8(a);
+  to = col.codes + std::uint64_t{tile.col + word * 8} * col.code_pitch + tile.row / 2 +
+       rows_of_8 * 4;
+#pragma unroll
+  for (int i = 0; i < 8; ++i, to += col.code_pitch) *reinterpret_cast<std::uint32_t*>(to) = a[i];
+}
+
+template <class C>
+bool try_squares(const QuantizeArgs& args, const Execution& execution) {
+  if (!is_of<C>(args.row_spec)) return false;
+  const Tiles tiles = tiles_of(args.x);
+  quantize_whole_squares<C><<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+                              stream_of(execution)>>>(args.x, args.row, args.col, tiles);
+  check_launch("quantize");
+  return true;
+}
+
+template <ScaleRounding Rounding>
+using Square = PlainCast<ScaleRule::kNvfp4, E2M1, false, false, true, Rounding>;
+
+}  // namespace
+
+bool launch_squares(const QuantizeArgs& args, const Execution& execution) {
+  if (args.row_spec != args.col_spec || args.row.decoded || args.col.decoded ||
+      args.row.amax != args.col.amax)
+    return false;
+  return try_squares<Square<ScaleRounding::kDefault>>(args, execution) ||
+         try_squares<Square<ScaleRounding::kPowerOfTwo>>(args, execution);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,208 @@
+// Quantization on the device: the amax in force first, where a rule has one, then every tile.
+#include <optional>
+
+#include "cuda/backend.h"
+#include "cuda/common/source.h"
+#include "cuda/quantize/general.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+// The outputs of matrices and rows without an element, which no kernel visits: amax 0, scale 1. One thread each.
+struct EmptyArgs {
+  std::int64_t count;
+  const float* in_force;  // null: zero
+  float* amax;            // null: not wanted
+  float* scale;           // null: the rule's scales are those of blocks
+  bool is_e4m3, power_of_two;
+};
+__global__ void settle_empty(const __grid_constant__ EmptyArgs args) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= args.count) return;
+  const std::uint32_t bits = args.in_force ? magnitude_bits(args.in_force[i]) : 0;
+  if (args.scale)
+    args.scale[i] = args.is_e4m3 ? fp8_factors<E4M3>(bits, args.power_of_two).scale
+                                 : fp8_factors<E5M2>(bits, args.power_of_two).scale;
+  if (args.amax) args.amax[i] = args.in_force ? args.in_force[i] : 0.0f;
+}
+
+int log2_of(int power) { return __builtin_ctz(static_cast<unsigned>(power)); }
+
+// One direction: its plan, and the scratch behind the plan's pointers.
+class Direction {
+ public:
+  Direction(const TensorRef& x, const Operand& operand, bool columnwise, const Execution& execution)
+      : operand_(operand),
+        columnwise_(columnwise),
+        count_(amax_count(x, operand.spec, columnwise)),
+        scratch_(
+            wants_own() && !operand.amax ? static_cast<std::size_t>(count_) * sizeof(float) : 0,
+            execution) {
+    const Spec& spec = operand.spec;
+    const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
+    MINIFLOAT_CHECK(x.batch * rows < kMostRows && cols < kMostRows,
+                    "quantize: expected less than 2^31 rows in all and 2^31 columns, got ",
+                    x.batch * rows, " and ", cols);
+    plan_.rule = spec.rule;
+    plan_.rounding = spec.scale_rounding;
+    plan_.delayed = spec.delayed;
+    plan_.points = spec.transform;
+    plan_.height_log2 = spec.has_blocks() ? log2_of(spec.block_rows) : 0;
+    plan_.units_log2 = spec.has_blocks() ? log2_of(spec.block_cols / kUnit) : 0;
+    plan_.rows = size(rows);
+    plan_.padded = size(spec.padded_cols(cols));
+    plan_.code_pitch = size(spec.code_cols(cols));
+    plan_.scale_rows = spec.has_blocks() ? size(spec.scale_rows(rows)) : 0;
+    plan_.scale_cols = spec.has_blocks() ? size(spec.scale_cols(cols)) : 0;
+    const std::uint32_t unit_bytes = spec.elements == Elements::kE2m1 ? kUnit / 2 : kUnit;
+    plan_.aligned = plan_.code_pitch % unit_bytes == 0 &&
+                    reinterpret_cast<std::uintptr_t>(operand.codes) % unit_bytes == 0;
+    plan_.random = operand.random.state;
+    plan_.random_size = operand.random.state_size;
+    plan_.stream = operand.random.stream;
+    plan_.origin_row = operand.origin.row;
+    plan_.origin_col = operand.origin.col;
+    plan_.codes = operand.codes;
+    plan_.scale = operand.scale;
+    plan_.decoded = operand.decoded;
+    plan_.amax_out = operand.amax;
+    if (count_ > 0) take_amax(own());
+  }
+
+  const OperandPlan& plan() const { return plan_; }
+  std::int64_t amaxes() const { return count_; }
+  // The values' own amax is asked for: to scale by, or for a history.
+  bool wants_own() const {
+    return !operand_.given_amax || (operand_.spec.delayed && operand_.amax);
+  }
+  bool is_of_rows() const { return operand_.spec.has_row_amax(); }
+  bool is_transformed() const { return operand_.spec.transform > 0; }
+  float* own() const { return operand_.amax ? operand_.amax : scratch_.as<float>(); }
+
+  void compute_amax(const TensorRef& x, const Execution& execution) const {
+    cuda::amax(x, operand_.spec, columnwise_, own(), execution);
+  }
+  // own: (amaxes), the values' own, computed by the time that the cast runs.
+  void take_amax(const float* own) {
+    plan_.amax = operand_.given_amax ? operand_.given_amax : own;
+    plan_.reported = operand_.spec.delayed && operand_.amax ? own : plan_.amax;
+  }
+  // Is the amax in force given, and the values' own but reported?
+  bool only_reports() const {
+    return operand_.given_amax && wants_own() && !is_of_rows() && !is_transformed();
+  }
+  // The cast raises it while it reads x, if it is a preset's.
+  void find_own_in_cast(const Execution& execution) {
+    take_amax(own());
+    plan_.own = reinterpret_cast<std::uint32_t*>(own());
+    check(cudaMemsetAsync(own(), 0, sizeof(float), stream_of(execution)), "quantize");
+  }
+  void find_own_before() { plan_.own = nullptr; }
+  // The cast finds the amax of its rows itself.
+  void leave_amax() { plan_.amax = plan_.reported = nullptr; }
+
+  void settle_empty(const Execution& execution) const {
+    if (count_ == 0) return;
+    const Spec& spec = operand_.spec;
+    const EmptyArgs args = {
+        count_,
+        operand_.given_amax && !spec.delayed ? operand_.given_amax : nullptr,
+        operand_.amax,
+        spec.has_blocks() ? nullptr : static_cast<float*>(operand_.scale),
+        spec.elements == Elements::kE4m3,
+        spec.rule == ScaleRule::kRow && spec.scale_rounding != ScaleRounding::kExact};
+    constexpr std::int64_t kBlock = 128;
+    cuda::settle_empty<<<grid_of(ceil_div(count_, kBlock), "quantize"), kBlock, 0,
+                         stream_of(execution)>>>(args);
+    check_launch("quantize");
+  }
+
+ private:
+  static constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
+  static std::uint32_t size(std::int64_t n) { return static_cast<std::uint32_t>(n); }
+  static std::int64_t amax_count(const TensorRef& x, const Spec& spec, bool columnwise) {
+    if (spec.has_tensor_amax()) return x.batch;
+    return spec.has_row_amax() ? x.batch * (columnwise ? x.cols : x.rows) : 0;
+  }
+
+  const Operand& operand_;
+  bool columnwise_;
+  std::int64_t count_;
+  Scratch scratch_;
+  OperandPlan plan_ = {};
+};
+
+// The amaxes that casts read, with as few reads of x as there can be.
+void compute_amaxes(const TensorRef& x, Direction* row, Direction* col,
+                    const Execution& execution) {
+  const bool row_wants = row && row->amaxes() > 0 && row->wants_own();
+  const bool col_wants = col && col->amaxes() > 0 && col->wants_own();
+  const bool untransformed =
+      row_wants && col_wants && !row->is_transformed() && !col->is_transformed();
+  if (untransformed && row->is_of_rows() && col->is_of_rows())
+    return amax_of_rows_and_columns(x, row->own(), col->own(), execution);
+  if (row_wants) row->compute_amax(x, execution);
+  if (untransformed && !row->is_of_rows() && !col->is_of_rows())
+    col->take_amax(row->own());
+  else if (col_wants)
+    col->compute_amax(x, execution);
+}
+
+void launch_one(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
+  switch ((columnwise ? args.col_spec : args.row_spec).elements) {
+    case Elements::kE4m3: return launch_cast_e4m3(args, columnwise, execution);
+    case Elements::kE5m2: return launch_cast_e5m2(args, columnwise, execution);
+    case Elements::kE2m1: return launch_cast_e2m1(args, columnwise, execution);
+    case Elements::kBf16: return;
+  }
+}
+
+}  // namespace
+
+void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+              const Execution& execution) {
+  QuantizeArgs args = {};
+  args.x = source_of(x);
+  args.is_bf16 = x.dtype == DType::kBFloat16;
+  args.batch = x.batch;
+  std::optional<Direction> row, col;
+  if (rowwise) row.emplace(x, *rowwise, false, execution);
+  if (columnwise) col.emplace(x, *columnwise, true, execution);
+  if (x.batch * x.rows * x.cols == 0) {
+    if (row) row->settle_empty(execution);
+    if (col) col->settle_empty(execution);
+    return;
+  }
+  if (rowwise) args.row_spec = rowwise->spec;
+  if (columnwise) args.col_spec = columnwise->spec;
+  if (row && !col && row->is_of_rows() && row->wants_own()) {
+    row->leave_amax();
+    args.row = row->plan();
+    if (launch_whole_rows(args, execution)) return;
+    row->take_amax(row->own());
+  }
+  const auto each = [&](auto f) {
+    if (row) f(*row);
+    if (col) f(*col);
+  };
+  bool only_report = x.batch == 1;
+  each([&](const Direction& d) { only_report = only_report && d.only_reports(); });
+  if (only_report) {
+    each([&](Direction& d) { d.find_own_in_cast(execution); });
+    if (row) args.row = row->plan();
+    if (col) args.col = col->plan();
+    if (launch_plain(args, row.has_value(), col.has_value(), execution)) return;
+    each([](Direction& d) { d.find_own_before(); });
+  }
+  compute_amaxes(x, row ? &*row : nullptr, col ? &*col : nullptr, execution);
+  if (row) args.row = row->plan();
+  if (col) args.col = col->plan();
+  if (launch_plain(args, row.has_value(), col.has_value(), execution)) return;
+  if (row && col && launch_both(args, execution)) return;
+  if (row && !(col && launch_plain(args, true, false, execution)))
+    launch_one(args, false, execution);
+  if (col && !(row && launch_plain(args, false, true, execution)))
+    launch_one(args, true, execution);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,77 @@
+// Rowwise with a scale a row, from one read of x: a block holds a row in registers, finds its amax, and casts it.
+//
+//     bytes an element: 2 or 4 of x, 1 of codes
+#include "cuda/quantize/general.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+template <class T, int kUnits>
+__global__ void __launch_bounds__(kThreads, 16 / (kUnits + 1))
+    quantize_whole_rows(const __grid_constant__ Source x, const __grid_constant__ OperandPlan plan,
+                        const __grid_constant__ Divisor rows_of_matrix) {
+  using C = Cast<E4M3, false, false>;
+  __shared__ std::uint32_t of_warp[kThreads / 32];
+  Place at = {};
+  at.all = blockIdx.x;
+  at.batch = rows_of_matrix.divide(at.all);
+  at.row = at.all - at.batch * rows_of_matrix.d;
+  const T* row = row_of<T>(x, at.batch, at.row);
+  const auto col_of = [](int i) { return (threadIdx.x + i * kThreads) * kUnit; };
+
+  // ---- The amax of the row
+  Unit<T> units[kUnits];
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i)
+    units[i] = col_of(i) < plan.padded ? load_unit<T>(x, row, col_of(i)) : Unit<T>{};
+  std::uint32_t m = 0;
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) m = max(m, units[i].amax());
+  m = __reduce_max_sync(kAllLanes, m);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = m;
+  __syncthreads();
+  m = __reduce_max_sync(kAllLanes, of_warp[threadIdx.x % (kThreads / 32)]);
+
+  // ---- Cast
+  if (threadIdx.x == 0) store_whole<E4M3>(plan, at.all, bit_cast<float>(m));
+  const BlockScale block = block_scale<E4M3>(ScaleRule::kRow, plan.rounding, {}, m);
+#pragma unroll
+  for (int i = 0; i < kUnits; ++i) {
+    at.col = col_of(i);
+    if (at.col >= plan.padded) break;
+    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, units[i], block, {});
+    store_codes<E4M3>(plan, codes, at);
+    if (plan.decoded)
+      store_product_values<E4M3>(codes, block.scale,
+                                 plan.decoded + std::uint64_t{at.all} * plan.padded, at.col,
+                                 plan.padded, plan.padded % 8 == 0);
+  }
+}
+
+template <class T, int kUnits>
+bool launch(const QuantizeArgs& args, const Execution& execution) {
+  quantize_whole_rows<T, kUnits>
+      <<<grid_of(args.batch * args.x.rows, "quantize"), kThreads, 0, stream_of(execution)>>>(
+          args.x, args.row, Divisor(args.x.rows));
+  check_launch("quantize");
+  return true;
+}
+
+template <class T>
+bool launch_fitting(const QuantizeArgs& args, const Execution& execution) {
+  const std::int64_t units = ceil_div<std::int64_t>(args.x.cols, kThreads * kUnit);  // of a thread
+  if (units <= 1) return launch<T, 1>(args, execution);
+  if (units <= 2) return launch<T, 2>(args, execution);
+  return units <= 4 && launch<T, 4>(args, execution);
+}
+
+}  // namespace
+
+bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution) {
+  const Spec& spec = args.row_spec;
+  if (spec.elements != Elements::kE4m3 || spec.stochastic || spec.transform > 0) return false;
+  return args.is_bf16 ? launch_fitting<Bf16>(args, execution)
+                      : launch_fitting<float>(args, execution);
+}
+
+}  // namespace minifloat::cuda
