@@ -33,7 +33,7 @@ function(minifloat_cuda_options target)
 endfunction()
 
 # The torch layer asks the CUDA runtime about devices, and cuBLASLt for one product. The runtime is linked statically,
-# like libminifloat's own, and cuBLASLt is looked up when it is first needed (torch/cublaslt.cpp): so the library
+# like libminifloat's own, and cuBLASLt is looked up when it is first needed (torch/products/cublaslt.cpp): so the library
 # loads where there is no GPU and under a torch without CUDA, and uses the cuBLASLt that torch has loaded.
 function(minifloat_torch_cuda_options target)
   target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUDA)

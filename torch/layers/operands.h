@@ -11,7 +11,7 @@
 #include <vector>
 
 #include "minifloat/recipe.h"
-#include "ops.h"
+#include "ops/ops.h"
 
 namespace minifloat::torch_ops {
 

@@ -1,4 +1,4 @@
-#include "engines.h"
+#include "products/engines.h"
 
 #if defined(MINIFLOAT_WITH_CUDA)
 #include <cuda_runtime_api.h>

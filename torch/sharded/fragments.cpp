@@ -5,8 +5,8 @@
 
 #include <algorithm>
 
-#include "bridge.h"
 #include "minifloat/partial_cast.h"
+#include "ops/bridge.h"
 
 namespace minifloat {
 namespace {

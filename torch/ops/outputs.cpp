@@ -1,8 +1,8 @@
-#include "outputs.h"
+#include "ops/outputs.h"
 
 #include <ATen/ATen.h>
 
-#include "plain.h"
+#include "ops/plain.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif

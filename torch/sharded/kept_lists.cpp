@@ -7,8 +7,8 @@
 
 #include <utility>
 
-#include "bridge.h"
-#include "master_weights.h"
+#include "ops/bridge.h"
+#include "sharded/master_weights.h"
 
 namespace minifloat::torch_ops {
 namespace {

@@ -1,18 +1,18 @@
 // The product of two quantized operands, a · bᵀ: the checks, the choice of an engine (engines.h), and the CPU's,
 // which is the exact product: decoded values in bf16, fp32 accumulation, the tensor scales as alpha, one rounding of
 // the result.
-#include "products.h"
+#include "products/products.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include "bridge.h"
-#include "kernels.h"
 #include "minifloat/quantize.h"
-#include "ops.h"
-#include "outputs.h"
-#include "plain.h"
+#include "ops/bridge.h"
+#include "ops/kernels.h"
+#include "ops/ops.h"
+#include "ops/outputs.h"
+#include "ops/plain.h"
 
 namespace minifloat {
 namespace torch_ops {

@@ -1,4 +1,4 @@
-#include "rank_agreement.h"
+#include "sharded/rank_agreement.h"
 
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>

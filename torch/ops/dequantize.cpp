@@ -3,12 +3,12 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "bridge.h"
-#include "kernels.h"
 #include "minifloat/quantize.h"
-#include "ops.h"
-#include "outputs.h"
-#include "plain.h"
+#include "ops/bridge.h"
+#include "ops/kernels.h"
+#include "ops/ops.h"
+#include "ops/outputs.h"
+#include "ops/plain.h"
 
 namespace minifloat {
 namespace {

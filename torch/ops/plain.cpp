@@ -1,4 +1,4 @@
-#include "plain.h"
+#include "ops/plain.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>

@@ -5,8 +5,8 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
-#include "bridge.h"
 #include "minifloat/core/swizzle.h"
+#include "ops/bridge.h"
 
 namespace minifloat {
 namespace {

@@ -4,7 +4,7 @@
 //
 // Factors are read from device memory, sums stay in fp32 whatever the reduction, and the kernel that cuBLASLt's
 // heuristic names is kept for the next product of the same sizes: to ask each time takes longer than a launch.
-#include "cublaslt.h"
+#include "products/cublaslt.h"
 
 #if defined(MINIFLOAT_WITH_CUBLASLT)
 #include <ATen/ATen.h>
@@ -16,8 +16,8 @@
 #include <map>
 #include <mutex>
 
-#include "bridge.h"
-#include "plain.h"
+#include "ops/bridge.h"
+#include "ops/plain.h"
 #endif
 
 namespace minifloat::torch_ops {

@@ -50,7 +50,7 @@ TORCH_LIBRARY(minifloat, m) {
       "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor",
       tags);
 
-  // Sharded masters. An entry of the lists is one direction of one weight; geometry: see master_weights.cpp.
+  // Sharded masters. An entry of the lists is one direction of one weight; geometry: see sharded/master_weights.cpp.
   m.def("partial_amax(Tensor[] masters, str[] specs, int[] geometry) -> Tensor", tags);
   m.def(
       "partial_cast(Tensor amaxes, Tensor[] masters, str[] specs, int[] geometry, "

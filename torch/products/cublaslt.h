@@ -4,7 +4,7 @@
 
 #include <optional>
 
-#include "products.h"
+#include "products/products.h"
 
 namespace minifloat::torch_ops {
 

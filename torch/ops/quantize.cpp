@@ -7,12 +7,12 @@
 
 #include <array>
 
-#include "bridge.h"
-#include "kernels.h"
-#include "ops.h"
-#include "outputs.h"
-#include "plain.h"
-#include "tangents.h"
+#include "ops/bridge.h"
+#include "ops/kernels.h"
+#include "ops/ops.h"
+#include "ops/outputs.h"
+#include "ops/plain.h"
+#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {

@@ -5,7 +5,7 @@
 #include <cmath>
 
 #include "minifloat/core/philox.h"
-#include "ops.h"
+#include "ops/ops.h"
 
 namespace minifloat {
 

@@ -16,11 +16,11 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
-#include "bridge.h"
-#include "layer_operands.h"
-#include "ops.h"
-#include "plain.h"
-#include "tangents.h"
+#include "layers/operands.h"
+#include "ops/bridge.h"
+#include "ops/ops.h"
+#include "ops/plain.h"
+#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {

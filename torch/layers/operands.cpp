@@ -1,4 +1,4 @@
-#include "layer_operands.h"
+#include "layers/operands.h"
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
@@ -8,10 +8,10 @@
 #include <mutex>
 #include <unordered_map>
 
-#include "bridge.h"
-#include "engines.h"
 #include "minifloat/core/philox.h"
-#include "plain.h"
+#include "ops/bridge.h"
+#include "ops/plain.h"
+#include "products/engines.h"
 
 namespace minifloat {
 namespace torch_ops {

@@ -2,7 +2,7 @@
 // not ask for is undefined, and the outputs of a direction share one allocation.
 #pragma once
 
-#include "ops.h"
+#include "ops/ops.h"
 
 namespace minifloat::torch_ops {
 

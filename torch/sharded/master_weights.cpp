@@ -11,10 +11,10 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "bridge.h"
-#include "master_weights.h"
-#include "outputs.h"
-#include "rank_agreement.h"
+#include "ops/bridge.h"
+#include "ops/outputs.h"
+#include "sharded/master_weights.h"
+#include "sharded/rank_agreement.h"
 
 namespace minifloat {
 namespace {

@@ -13,10 +13,10 @@
 #include <unordered_map>
 #include <vector>
 
-#include "checks.h"
 #include "minifloat/error.h"
 #include "minifloat/recipe.h"
 #include "minifloat/tensor_ref.h"
+#include "ops/checks.h"
 
 namespace minifloat::bridge {
 

@@ -1,10 +1,10 @@
-#include "ops.h"
+#include "ops/ops.h"
 
 #include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
-#include "kernels.h"
-#include "plain.h"
+#include "ops/kernels.h"
+#include "ops/plain.h"
 
 namespace minifloat::torch_ops {
 namespace {

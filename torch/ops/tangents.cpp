@@ -1,4 +1,4 @@
-#include "tangents.h"
+#include "ops/tangents.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <c10/core/DispatchKeySet.h>

@@ -9,10 +9,10 @@
 #include <ATen/ATen.h>
 #include <ATen/BlasBackend.h>
 
-#include "cublaslt.h"
 #include "minifloat/core/block.h"
-#include "plain.h"
-#include "products.h"
+#include "ops/plain.h"
+#include "products/cublaslt.h"
+#include "products/products.h"
 
 namespace minifloat::torch_ops {
 namespace {

@@ -15,7 +15,7 @@
 #include <iterator>
 #include <vector>
 
-#include "checks.h"
+#include "ops/checks.h"
 
 namespace minifloat {
 namespace {

@@ -2,7 +2,7 @@
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
-#include "ops.h"
+#include "ops/ops.h"
 
 namespace minifloat {
 namespace {

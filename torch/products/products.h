@@ -5,8 +5,8 @@
 
 #include <optional>
 
-#include "block_scaled.h"
-#include "engines.h"
+#include "products/block_scaled.h"
+#include "products/engines.h"
 
 namespace minifloat::torch_ops {
 

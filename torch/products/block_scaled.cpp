@@ -1,13 +1,13 @@
-#include "block_scaled.h"
+#include "products/block_scaled.h"
 
 #include <ATen/ATen.h>
 #include <ATen/BlasBackend.h>
 #include <torch/library.h>
 
-#include "bridge.h"
-#include "ops.h"
-#include "outputs.h"
-#include "products.h"
+#include "ops/bridge.h"
+#include "ops/ops.h"
+#include "ops/outputs.h"
+#include "products/products.h"
 
 namespace minifloat {
 namespace torch_ops {

@@ -1,9 +1,9 @@
 // The text ops: grammar, sizes and names, so that no other language parses or counts for itself.
 #include <torch/library.h>
 
-#include "bridge.h"
-#include "engines.h"
 #include "minifloat/core/philox.h"
+#include "ops/bridge.h"
+#include "products/engines.h"
 
 namespace minifloat {
 namespace {
