@@ -2,7 +2,7 @@
 
     python benchmarks/gpu_weight_codes.py [--quick] [--device cpu]
 
-Codes are reused in the micro-batches of a training step alone (python/minifloat/reuse.py), so every
+Codes are reused in the micro-batches of a training step alone (operand_cache.py), so every
 forward of an evaluation pays the difference. torch's bf16 layer of the same run is the reference.
 On a CPU also the time of the weight's fingerprint, which is compared where codes are reused there.
 """
@@ -15,8 +15,8 @@ from typing import Any
 import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
-from minifloat import reuse
 from minifloat._native import ops
+from minifloat.nn import operand_cache as reuse
 
 SHAPES = [(4096, 4096), (8192, 8192)]  # K, N
 TOKENS = (256, 4096, 16384)

@@ -8,18 +8,22 @@ loss.backward(); opt.step(); mf.step(model)
 
 from . import interrupt as _interrupt  # isort: skip  before torch: see its head
 from ._native import ops as _ops  # loads the operators; keep it before the rest
-from .convert import quantize_, quantized_model_init, restore_
-from .fsdp import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
-from .functional import linear, linear_group
-from .linear import Linear
-from .master_weights import (
+from .distributed.fsdp.weight import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
+from .distributed.zero.flat_buffer import WireLayout
+from .distributed.zero.master_weights import (
     attach_wires,
     cast_master_weights_to_nvfp4,
     post_all_gather_processing,
     quantize_master_weights,
     wires,
 )
-from .quantized import (
+from .functional import linear, linear_group
+from .nn.checkpoint_state import load_training_state, step, training_state
+from .nn.convert import quantize_, quantized_model_init, restore_
+from .nn.linear import Linear
+from .nn.selection import Report, auto_filter_small_kn
+from .recipe import Product, Recipe, RecipeMap, presets
+from .tensor.quantized import (
     Quantized,
     amax,
     dequantize,
@@ -30,14 +34,9 @@ from .quantized import (
     transpose_codes,
     unswizzle_scales,
 )
-from .recipe import Product, Recipe, RecipeMap, presets
-from .selection import Report, auto_filter_small_kn
-from .state import load_training_state, step, training_state
-from .tensor import QuantizedTensor
-from .wire_layout import WireLayout
+from .tensor.quantized_tensor import QuantizedTensor
 
 from . import flops as _flops  # isort: skip  registers formulas for torch.utils.flop_counter
-from . import tensor_ops as _tensor_ops  # isort: skip  registers QuantizedTensor's ops
 
 __all__ = [
     "Linear",

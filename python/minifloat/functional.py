@@ -32,10 +32,10 @@ def linear(
     rng: int64 (seed, count, module stream), needed where the recipe rounds stochastically; backward
     reads it too, so nobody may write to it afterwards. amax_history: float32 (6, 1 + length),
     needed by delayed scaling, one row an operand: column 0 the amax in force, column 1 this step's
-    own, written in place. A weight that is a DTensor: see dtensor.py.
+    own, written in place. A weight that is a DTensor: see minifloat.distributed.tensor_parallel.
     """
     if is_distributed(weight):
-        from .dtensor import linear as sharded
+        from .distributed.tensor_parallel.dtensor import linear as sharded
 
         return sharded(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
     return ops.linear(x, weight, bias, recipe_text(recipe), rng=rng, amax_history=amax_history)

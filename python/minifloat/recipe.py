@@ -16,7 +16,7 @@ from typing import Any
 
 from ._native import ops
 from .checks import require_text
-from .quantized import has_flag
+from .tensor.quantized import has_flag
 
 
 @dataclass(frozen=True)

@@ -9,8 +9,8 @@ import minifloat as mf
 import torch
 from fuzz_calls import SPECS, WEIGHT_SPECS, Call, call, op_call, ops, quantized, weight
 from fuzz_values import Arena, values
-from minifloat.parts import code_bits
-from minifloat.tensor import _rebuild_tensor
+from minifloat.tensor.quantized_tensor import _rebuild_tensor
+from minifloat.tensor.slicing import code_bits
 from torch import nn
 
 # ---- sharded masters -----------------------------------------------------------------------------

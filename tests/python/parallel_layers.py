@@ -11,10 +11,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from exact_sums import require_same_sums
-from minifloat import tensor_parallel
-from minifloat.parallel_cast import PLACES
-from minifloat.parts import cut
-from minifloat.quantized import has_flag
+from minifloat.distributed.tensor_parallel import linear as tensor_parallel
+from minifloat.distributed.tensor_parallel.operands import PLACES
+from minifloat.tensor.quantized import has_flag
+from minifloat.tensor.slicing import cut
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from whole_layers import Case, same_bytes

@@ -5,7 +5,7 @@ import copy
 import minifloat as mf
 import pytest
 import torch
-from minifloat import convert
+from minifloat.nn import convert
 from torch import nn
 
 

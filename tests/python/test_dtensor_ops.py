@@ -3,8 +3,8 @@
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat import dtensor  # noqa: F401  registers the rules
 from minifloat._native import ops
+from minifloat.distributed.tensor_parallel import dtensor  # noqa: F401  registers the rules
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from whole_layers import same_bytes, values

@@ -6,7 +6,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat.fsdp import WeightWithQuantizedGather
+from minifloat.distributed.fsdp.weight import WeightWithQuantizedGather
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from worlds import run_world

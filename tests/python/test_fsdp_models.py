@@ -4,8 +4,9 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat import fsdp, travel
-from minifloat.tensor import QuantizedTensor
+from minifloat.distributed.fsdp import all_gather as travel
+from minifloat.distributed.fsdp import weight as fsdp
+from minifloat.tensor.quantized_tensor import QuantizedTensor
 from sharded_models import Model, assert_equal, batch, built, sharded, train, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

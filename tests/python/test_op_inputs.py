@@ -6,8 +6,8 @@ import pickle
 import minifloat as mf
 import pytest
 import torch
-from minifloat.parts import sizes
-from minifloat.quantized import Quantized
+from minifloat.tensor.quantized import Quantized
+from minifloat.tensor.slicing import sizes
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 

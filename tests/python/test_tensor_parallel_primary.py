@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from exact_sums import integers
-from minifloat.parallel_cast import PLACES
+from minifloat.distributed.tensor_parallel.operands import PLACES
 from parallel_layers import Recorded, assert_close, check_operands, run_layer
 from parallel_models import PLANS, WIDTH, Block, built, train_step
 from torch import nn

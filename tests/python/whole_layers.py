@@ -3,8 +3,8 @@
 import minifloat as mf
 import torch
 from minifloat._native import ops
-from minifloat.parallel_cast import PLACES
-from minifloat.quantized import has_flag
+from minifloat.distributed.tensor_parallel.operands import PLACES
+from minifloat.tensor.quantized import has_flag
 
 BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
 

@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ._native import ops
+from .._native import ops
 
 FORWARDS_IN_FLIGHT = 256  # forwards of one layer whose recomputation finds their bits
 

@@ -7,7 +7,7 @@
              backward. Where FSDP2 gathers once for both, bf16 is no more, and is what travels
     None     in the compute dtype, as FSDP2 alone has it, with the reason
 
-A plan is a function of the recipe. What it needs of the shards, Travel (travel.py) decides when it
+A plan is a function of the recipe. What it needs of the shards, Travel decides when it
 meets them.
 """
 
@@ -18,10 +18,10 @@ from functools import lru_cache
 
 import torch
 
-from ._native import ops
-from .parts import PROBE, has_transform, is_blocked, is_square, sizes
-from .quantized import has_flag, scale_dtype
-from .recipe import Recipe
+from ..._native import ops
+from ...recipe import Recipe
+from ...tensor.quantized import has_flag, scale_dtype
+from ...tensor.slicing import PROBE, has_transform, is_blocked, is_square, sizes
 
 QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"
 PLAIN_BITS = 16  # of bf16, what travels otherwise

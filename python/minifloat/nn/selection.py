@@ -9,10 +9,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from .checks import require_text
+from ..checks import require_text
+from ..recipe import Recipe, RecipeMap
+from .checkpoint_state import clean_name
 from .linear import WEIGHT_DTYPES, Linear
-from .recipe import Recipe, RecipeMap
-from .state import clean_name
 
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"

@@ -15,10 +15,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .checks import require_bool, require_int, require_module
+from ..checks import require_bool, require_int, require_module
+from ..distributed.fsdp.plan import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
+from ..functional import is_distributed
+from ..recipe import Recipe, RecipeMap
+from ..tensor.quantized_tensor import QuantizedTensor, require_weight_spec
+from .checkpoint_state import clean_name, join, unwrapped
 from .fast_paths import turn_off, turn_off_in, turn_on_in
-from .functional import is_distributed
-from .gather import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
 from .linear import (
     DEFAULT_HISTORY,
     Linear,
@@ -28,6 +31,7 @@ from .linear import (
     require_history,
     require_releasable,
 )
+from .operand_cache import share_inputs
 from .random_state import (
     RngState,
     add_hooks,
@@ -37,11 +41,7 @@ from .random_state import (
     remove_hooks,
     require_int64,
 )
-from .recipe import Recipe, RecipeMap
-from .reuse import share_inputs
 from .selection import FilterFn, Report, Selection, require_filters, require_some, select
-from .state import clean_name, join, unwrapped
-from .tensor import QuantizedTensor, require_weight_spec
 
 
 def quantize_(

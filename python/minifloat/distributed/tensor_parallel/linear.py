@@ -7,7 +7,7 @@
     dx = g · W      a sum over the ranks                columns
     dW = gᵀ · x     rows                                columns
 
-Each cast gives a shard the bytes that the whole has there (parallel_cast.py).
+Each cast gives a shard the bytes that the whole has there (operands.py).
 
 Where x comes cut by tokens (sequence parallel) its codes are gathered, not its values: rowwise ones
 in forward, those that wgrad reads in backward. Until then a rank keeps its own tokens' alone.
@@ -24,8 +24,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._native import ops
-from .parallel_cast import (
+from ..._native import ops
+from ...recipe import Product
+from .operands import (
     COLUMNWISE,
     DGRAD_G,
     DGRAD_W,
@@ -37,7 +38,6 @@ from .parallel_cast import (
     ShardedLayer,
     cast,
 )
-from .recipe import Product
 
 # ---- tokens --------------------------------------------------------------------------------------
 

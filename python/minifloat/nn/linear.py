@@ -8,17 +8,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ._native import ops
-from .checks import require_bool, require_int, require_text
+from .._native import ops
+from ..checks import require_bool, require_int, require_text
+from ..distributed.fsdp.all_gather import Travel
+from ..distributed.fsdp.plan import Plan, plan_gather
+from ..distributed.fsdp.weight import carry
+from ..functional import is_distributed
+from ..recipe import Recipe
+from ..tensor.quantized_tensor import QuantizedTensor
 from .fast_paths import turn_off, turn_on
-from .fsdp import carry
-from .functional import is_distributed
-from .gather import Plan, plan_gather
+from .operand_cache import SharedInput, WeightCodes, conditions_of, weight_codes
 from .random_state import AdvanceRng, Draws, RngState, as_normal, require_int64
-from .recipe import Recipe
-from .reuse import SharedInput, WeightCodes, conditions_of, weight_codes
-from .tensor import QuantizedTensor
-from .travel import Travel
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
@@ -96,7 +96,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight, recipe = self.weight, self.recipe.text
         if is_distributed(weight):
-            from .dtensor import module_linear
+            from ..distributed.tensor_parallel.dtensor import module_linear
 
             return module_linear(self, input)
         if not weight.is_contiguous():

@@ -18,10 +18,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._native import ops
-from .checks import require_int
+from ..._native import ops
+from ...checks import require_int
+from ...tensor.quantized_tensor import QuantizedTensor
 from .master_weights import plan_of, wires
-from .tensor import QuantizedTensor
 
 
 @dataclass(frozen=True)

@@ -15,16 +15,16 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._native import ops
-from .amaxes import reduce_amaxes
-from .gather import amax_of
-from .parts import unit
-from .quantized import has_flag
-from .recipe import Recipe
-from .tensor import QuantizedTensor
+from ..._native import ops
+from ...recipe import Recipe
+from ...tensor.quantized import has_flag
+from ...tensor.quantized_tensor import QuantizedTensor
+from ...tensor.slicing import unit
+from ..amaxes import reduce_amaxes
+from ..fsdp.plan import amax_of
 
 if TYPE_CHECKING:
-    from .tensor_parallel import GivenInput
+    from .linear import GivenInput
 
 # Operands by their row of an amax history; a name is that of the operand's random stream.
 PLACES = ("x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad")

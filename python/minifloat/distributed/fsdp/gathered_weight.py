@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._native import ops
-from .gather import Part
-from .parts import code_bits, is_blocked, sizes
-from .quantized import Quantized, raw_scale, scale_dtype
-from .shard import Layout, ceil_div
-from .shard_cast import Piece
-from .tensor import TENSORS, QuantizedTensor
+from ..._native import ops
+from ...tensor.quantized import Quantized, raw_scale, scale_dtype
+from ...tensor.quantized_tensor import TENSORS, QuantizedTensor
+from ...tensor.slicing import code_bits, is_blocked, sizes
+from .cast import Piece
+from .plan import Part
+from .shard_layout import Layout, ceil_div
 
 
 class GatheredWeight(QuantizedTensor):

@@ -1,4 +1,4 @@
-"""What QuantizedTensor does itself, op by op; everything else runs on its values (tensor.py)."""
+"""The ops that QuantizedTensor has itself; every other op runs on its values."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._native import ops
-from .parts import cut, map_tensors
+from .._native import ops
 from .quantized import Quantized, has_flag, raw_scale
-from .tensor import NOMINAL_DTYPES, QuantizedTensor, handles
+from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor, handles
+from .slicing import cut, map_tensors
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 

@@ -43,10 +43,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from ._native import ops
-from .quantized import has_flag
+from .._native import ops
+from ..recipe import Recipe
+from ..tensor.quantized import has_flag
 from .random_state import is_in_backward
-from .recipe import Recipe
 
 # Projections of one input: their names within one parent, as Llama checkpoints, torchtitan and
 # Hugging Face's models have them.

@@ -20,10 +20,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._native import ops
-from .parts import code_bits, is_square, require_memory
-from .quantized import Quantized, require_tensor
-from .tensor import QuantizedTensor
+from ..._native import ops
+from ...tensor.quantized import Quantized, require_tensor
+from ...tensor.quantized_tensor import QuantizedTensor
+from ...tensor.slicing import code_bits, is_square, require_memory
 
 Fragments = Tensor | tuple[Tensor, ...] | None
 

@@ -25,8 +25,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from ._native import ops
-from .parts import (
+from .._native import ops
+from .quantized import Quantized, canonical_spec, has_flag, read_direction, require_tensor
+from .slicing import (
     copy_bytes,
     has_transform,
     is_square,
@@ -35,7 +36,6 @@ from .parts import (
     same_layout,
     transposed,
 )
-from .quantized import Quantized, canonical_spec, has_flag, read_direction, require_tensor
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 TENSORS = ("codes", "scale", "amax")

@@ -23,9 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .first_gather import agree
-from .gather import Part, Plan
-from .gathered import (
+from ...nn.operand_cache import STEPS
+from ...nn.random_state import is_in_backward
+from ...tensor.quantized import Quantized
+from ...tensor.quantized_tensor import NOMINAL_DTYPES
+from .cast import Job, Piece, cast_shards
+from .gathered_weight import (
     Convoy,
     GatheredWeight,
     empty_direction,
@@ -36,12 +39,9 @@ from .gathered import (
     release,
     whole_table,
 )
-from .quantized import Quantized
-from .random_state import is_in_backward
-from .reuse import STEPS
-from .shard import Rows, layout_of, round_up
-from .shard_cast import Job, Piece, cast_shards
-from .tensor import NOMINAL_DTYPES
+from .handshake import agree
+from .plan import Part, Plan
+from .shard_layout import Rows, layout_of, round_up
 
 HISTORY_ROWS = {False: 1, True: 3}  # of W in an amax history: as fprop and as dgrad reads it
 ALIGNMENT = 4  # bytes

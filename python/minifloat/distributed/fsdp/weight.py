@@ -1,10 +1,10 @@
 """FSDP2 with weights that travel quantized: WeightWithQuantizedGather, and the hooks it has.
 
-    mf.quantize_(model, "nvfp4")          decides how each weight travels (gather.py)
+    mf.quantize_(model, "nvfp4")          decides how each weight travels (plan.py)
     fully_shard(model)                    hands each layer its sharded parameter, a DTensor
     Linear.__setattr__ -> carry           wraps that DTensor's local tensor, nothing else
-    gather                                shard -> codes and scales (shard_cast.py)
-                                          -> QuantizedTensor (gathered.py); travel.py leads
+    gather                                shard -> codes and scales (cast.py)
+                                          -> QuantizedTensor (gathered_weight.py)
     mf.precompute_scales(model)           casts all shards at once, with one all-reduce of amaxes
 
 The parameter is wrapped when FSDP2 has sharded it, not before: FSDP2 assigns through __setattr__
@@ -32,9 +32,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .shard import Rows
-from .shard_cast import cast_shards
-from .travel import Travel
+from .all_gather import Travel
+from .cast import cast_shards
+from .shard_layout import Rows
 
 aten = torch.ops.aten
 

@@ -17,9 +17,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .amaxes import reduce_amaxes
-from .checks import require_module
-from .fsdp import precompute_scales
+from ..checks import require_module
+from ..distributed.amaxes import reduce_amaxes
+from ..distributed.fsdp.weight import precompute_scales
 from .linear import Linear
 from .random_state import RngState, find_hook
 

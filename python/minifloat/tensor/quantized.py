@@ -18,8 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ._native import ops
-from .checks import require_int, require_text
+from .._native import ops
+from ..checks import require_int, require_text
 
 HADAMARD_SIGNS = 0xD7E8  # one bit a point, repeated every 16: set means -1
 

@@ -19,12 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ._native import ops
-from .amaxes import magnitude_bits, raise_to_largest
-from .gather import Part
-from .parts import is_blocked, transpose_codes_into
-from .quantized import Quantized, raw_scale, read_direction
-from .shard import Layout, ceil_div
+from ..._native import ops
+from ...tensor.quantized import Quantized, raw_scale, read_direction
+from ...tensor.slicing import is_blocked, transpose_codes_into
+from ..amaxes import magnitude_bits, raise_to_largest
+from .plan import Part
+from .shard_layout import Layout, ceil_div
 
 
 @dataclass(frozen=True, eq=False)

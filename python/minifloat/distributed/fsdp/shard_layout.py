@@ -19,9 +19,9 @@ from math import prod
 
 import torch
 
-from .gather import Part
-from .parts import code_bits, is_blocked, sizes
-from .quantized import scale_dtype
+from ...tensor.quantized import scale_dtype
+from ...tensor.slicing import code_bits, is_blocked, sizes
+from .plan import Part
 
 CELL_ALIGNMENT = 4  # of the amaxes that partial_amax packs for each part
 

@@ -13,7 +13,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
-from ._native import ops
+from .._native import ops
 from .quantized import Quantized, require_tensor, scale_dtype, transpose_codes
 
 PROBE = 4096  # a multiple of every block and of every transform

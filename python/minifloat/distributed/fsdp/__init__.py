@@ -1,0 +1,1 @@
+"""FSDP2 with weights that are gathered as codes."""

@@ -1,0 +1,1 @@
+"""Quantized weights from sharded masters, as ZeRO keeps them."""

@@ -1,0 +1,1 @@
+"""Layers under a recipe: conversion, the module, and the state beside its parameters."""
