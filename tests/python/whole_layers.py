@@ -78,4 +78,4 @@ class Case:
             x, *specs, amax_row=None if columnwise else amax, amax_col=amax if columnwise else None,
             rng=self.rng, stream_row=stream, stream_col=stream,
         )  # fmt: skip
-        return mf.quantized.read_direction(out, x, spec, columnwise)
+        return mf.tensor.quantized.read_direction(out, x, spec, columnwise)

@@ -81,8 +81,8 @@ def quantize_(
                     "most_recent", powers of two of headroom
 
     A weight that is met again unchanged in micro-batches is quantized once a step, and so is an
-    input that projections with the usual names share (q, k, v; gate, up): mf.reuse says when, and
-    what memory that holds. Call mf.step(model) after opt.step().
+    input that projections with the usual names share (q, k, v; gate, up): nn/operand_cache.py says
+    when, and what memory that holds. Call mf.step(model) after opt.step().
 
     torch's fused inference of nn.TransformerEncoderLayer and the nested tensors of
     nn.TransformerEncoder are off where they would skip converted layers, until mf.restore_; the
