@@ -16,7 +16,7 @@ from typing import Any
 
 from ._native import ops
 from .checks import require_text
-from .tensor.quantized import has_flag
+from .spec import Spec
 
 
 @dataclass(frozen=True)
@@ -72,17 +72,18 @@ class Recipe:
     def __reduce__(self) -> tuple[Any, ...]:
         return Recipe, (self.text,)
 
-    def _has_flag(self, flag: str) -> bool:
+    @property
+    def _specs(self) -> list[Spec]:
         products = (self.fprop, self.dgrad, self.wgrad)
-        return any(has_flag(spec, flag) for p in products for spec in (p.a, p.b))
+        return [Spec.parse(spec) for p in products for spec in (p.a, p.b)]
 
     @property
     def is_stochastic(self) -> bool:
-        return self._has_flag("sr")
+        return any(spec.is_stochastic for spec in self._specs)
 
     @property
     def is_delayed(self) -> bool:
-        return self._has_flag("delayed")
+        return any(spec.is_delayed for spec in self._specs)
 
 
 @dataclass(frozen=True, init=False, repr=False)

@@ -9,8 +9,8 @@ import minifloat as mf
 import torch
 from fuzz_calls import SPECS, WEIGHT_SPECS, Call, call, op_call, ops, quantized, weight
 from fuzz_values import Arena, values
+from minifloat.spec import Spec
 from minifloat.tensor.quantized_tensor import _rebuild_tensor
-from minifloat.tensor.slicing import code_bits
 from torch import nn
 
 # ---- sharded masters -----------------------------------------------------------------------------
@@ -30,8 +30,8 @@ def _entries(rng: Random, arena: Arena) -> dict[str, list[Any]]:
         part = mf.quantize(master, spec, columnwise=columnwise, amax=amax)
         begin = rng.randrange(rows * cols)
         end = rng.randrange(begin, rows * cols + 1)
-        is_fragment = rng.random() < 0.5 and code_bits(spec) == 8
-        row_bytes = cols * code_bits(spec) // 8
+        is_fragment = rng.random() < 0.5 and Spec.parse(spec).code_bits == 8
+        row_bytes = cols * Spec.parse(spec).code_bits // 8
         bytes_ = end - begin if is_fragment else rows * row_bytes
         shape = (bytes_,) if is_fragment else (rows, row_bytes)
         found["masters"].append(arena.place(master.flatten()[begin:end]))
@@ -148,7 +148,8 @@ def _merge_fragments(rng: Random, arena: Arena) -> Call:
     given = _layout(rng)
     layout, ranks = ops.fragment_layout(**given), given["ranks"]
     gathered = torch.randint(0, 256, (ranks * layout[-1],), dtype=torch.uint8)
-    sizes = [(8, (c * code_bits(s) + 7) // 8) for s, c in zip(given["specs"], given["cols"])]
+    bits = [cols * Spec.parse(spec).code_bits for spec, cols in zip(given["specs"], given["cols"])]
+    sizes = [(8, (n + 7) // 8) for n in bits]
     wires = [arena.place(torch.zeros(size, dtype=torch.uint8)) for size in sizes]
     args = {"gathered": arena.place(gathered), "wires": wires, "layout": layout, "ranks": ranks}
     return op_call("merge_fragments", **args)

@@ -6,8 +6,8 @@ import pickle
 import minifloat as mf
 import pytest
 import torch
+from minifloat.spec import Spec
 from minifloat.tensor.quantized import Quantized
-from minifloat.tensor.slicing import sizes
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 
@@ -287,4 +287,4 @@ def test_products_and_groups_are_counted():
 
 def test_sizes_are_those_of_memory():
     with refused("2\\^48"):
-        sizes("mxfp8", 2**62, 1)
+        Spec.parse("mxfp8").sizes(2**62, 1)

@@ -4,7 +4,7 @@ import minifloat as mf
 import torch
 from minifloat._native import ops
 from minifloat.distributed.tensor_parallel.operands import PLACES
-from minifloat.tensor.quantized import has_flag
+from minifloat.spec import Spec
 
 BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
 
@@ -71,7 +71,7 @@ class Case:
         columnwise = place >= 3
         if spec == "bf16":
             return x.t() if columnwise else x
-        amax = self.history[place, 0] if has_flag(spec, "delayed") else None
+        amax = self.history[place, 0] if Spec.parse(spec).is_delayed else None
         stream = ops.stream(name)
         specs = ("", spec) if columnwise else (spec, "")
         out = ops.quantize(

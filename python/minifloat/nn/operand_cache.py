@@ -45,7 +45,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .._native import ops
 from ..recipe import Recipe
-from ..tensor.quantized import has_flag
+from ..spec import Spec
 from .random_state import is_in_backward
 
 # Projections of one input: their names within one parent, as Llama checkpoints, torchtitan and
@@ -92,10 +92,13 @@ def is_capturing(conditions: Conditions) -> bool:
     return conditions[-1]
 
 
-def have_no_flag(specs: tuple[str, str], *flags: str) -> bool:
-    """Whether there are codes at all, and none under such a flag."""
-    is_flagged = any(has_flag(spec, flag) for spec in specs for flag in flags)
-    return not is_flagged and specs != ("bf16", "bf16")
+def can_reuse(*texts: str, allows_delayed: bool) -> bool:
+    """Whether operands in these specs have codes, none of which a forward makes for itself."""
+    specs = [Spec.parse(text) for text in texts]
+    is_of_values = not any(
+        spec.is_stochastic or (spec.is_delayed and not allows_delayed) for spec in specs
+    )
+    return is_of_values and not all(spec.is_bf16 for spec in specs)
 
 
 def version_of(t: Tensor) -> Any:
@@ -283,7 +286,7 @@ def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
                 recipe = layers.get(child) if child is not None else None
                 if child is None or recipe is None:
                     continue
-                if have_no_flag((recipe.fprop.a, recipe.wgrad.b), "sr", "delayed"):
+                if can_reuse(recipe.fprop.a, recipe.wgrad.b, allows_delayed=False):
                     alike.setdefault((recipe, child.in_features), []).append(child)
             for group in alike.values():
                 shared = SharedInput(len(group)) if len(group) > 1 else None
@@ -298,6 +301,6 @@ def weight_codes(weight: Tensor, recipe: Recipe) -> WeightCodes | None:
         return None
     if weight.is_inference():  # torch counts no writes to it
         return None
-    if not have_no_flag((recipe.fprop.b, recipe.dgrad.b), "sr"):
+    if not can_reuse(recipe.fprop.b, recipe.dgrad.b, allows_delayed=True):
         return None
     return WeightCodes()

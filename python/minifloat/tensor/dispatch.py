@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from .._native import ops
-from .quantized import Quantized, has_flag, raw_scale
+from ..spec import Spec
+from .quantized import Quantized, raw_scale
 from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor, handles
 from .slicing import cut, map_tensors
 
@@ -36,7 +37,7 @@ def quantize(
     if not isinstance(x, QuantizedTensor):
         return NotImplemented
     given = [spec for spec, amax in ((row, amax_row), (col, amax_col)) if amax is not None]
-    if not all(has_flag(spec, "delayed") for spec in given):
+    if not all(Spec.parse(spec).is_delayed for spec in given):
         raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
 
     def answer(spec: str, columnwise: bool, decoded: bool) -> tuple[Tensor, ...]:
@@ -44,7 +45,7 @@ def quantize(
         values = x.new_empty(0, dtype=torch.bfloat16)
         if not spec:
             return (*none, values)
-        part = x.direction(ops.parse_spec(spec), columnwise)
+        part = x.direction(Spec.parse(spec).text, columnwise)
         if decoded:
             values = ops.decode(part.codes, part.scale, part.spec, part.shape[1])
         return part.codes, raw_scale(part), part.amax, values

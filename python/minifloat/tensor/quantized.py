@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch import Tensor
 
 from .._native import ops
 from ..checks import require_int, require_text
+from ..spec import Spec
 
 HADAMARD_SIGNS = 0xD7E8  # one bit a point, repeated every 16: set means -1
 
@@ -29,32 +29,6 @@ def require_tensor(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
     return value
-
-
-@lru_cache(maxsize=1024)
-def _parse_spec(spec: str) -> str:
-    return ops.parse_spec(spec)
-
-
-def has_flag(spec: str, flag: str) -> bool:
-    return flag in spec.split("+")[1:]
-
-
-@torch.compiler.assume_constant_result
-def canonical_spec(spec: str) -> str:
-    """The spec as the grammar writes it; ValueError with the position where it is not one."""
-    return _parse_spec(require_text("spec", spec))
-
-
-@lru_cache(maxsize=1024)
-def _scale_dtype(spec: str) -> torch.dtype:
-    return getattr(torch, ops.scale_dtype(spec))
-
-
-@torch.compiler.assume_constant_result
-def scale_dtype(spec: str) -> torch.dtype:
-    """What a reader sees of a spec's scales; the operators hand one-byte scales over as uint8."""
-    return _scale_dtype(spec)
 
 
 @dataclass(frozen=True, eq=False)
@@ -87,7 +61,7 @@ class Quantized:
 def _rebuild(
     codes: Tensor, raw: Tensor, amax: Tensor, spec: str, shape: tuple[int, ...], columnwise: bool
 ) -> Quantized:
-    return Quantized(codes, raw.view(scale_dtype(spec)), amax, spec, shape, columnwise)
+    return Quantized(codes, raw.view(Spec.parse(spec).scale_dtype), amax, spec, shape, columnwise)
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -113,12 +87,12 @@ def quantize(
     Raises ValueError or TypeError, before anything is computed, where an argument does not fit.
     """
     require_tensor("quantize: x", x)
-    spec = canonical_spec(spec)
+    parsed = Spec.parse(spec)
     rng = None
     seed = require_int("quantize: seed", seed)
-    if has_flag(spec, "sr"):
+    if parsed.is_stochastic:
         rng = torch.tensor([seed, 0], dtype=torch.int64, device=x.device)
-    row, col = ("", spec) if columnwise else (spec, "")
+    row, col = ("", parsed.text) if columnwise else (parsed.text, "")
     out = ops.quantize(
         x,
         row,
@@ -130,7 +104,7 @@ def quantize(
         stream_col=stream,
         origin=list(origin),
     )
-    return read_direction(out, x, spec, columnwise)
+    return read_direction(out, x, parsed.text, columnwise)
 
 
 def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool) -> Quantized:
@@ -138,7 +112,7 @@ def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool
     codes, scale, used = out[4:7] if columnwise else out[:3]
     *batch, rows, cols = x.shape
     shape = (*batch, cols, rows) if columnwise else (*batch, rows, cols)
-    return Quantized(codes, scale.view(scale_dtype(spec)), used, spec, shape, columnwise)
+    return Quantized(codes, scale.view(Spec.parse(spec).scale_dtype), used, spec, shape, columnwise)
 
 
 def require_quantized(name: str, q: Any) -> Quantized:

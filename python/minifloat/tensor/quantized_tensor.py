@@ -26,11 +26,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._native import ops
-from .quantized import Quantized, canonical_spec, has_flag, read_direction, require_tensor
+from ..spec import Spec
+from .quantized import Quantized, read_direction, require_tensor
 from .slicing import (
     copy_bytes,
-    has_transform,
-    is_square,
     map_tensors,
     require_part,
     same_layout,
@@ -43,24 +42,26 @@ TENSORS = ("codes", "scale", "amax")
 
 def require_weight_spec(spec: str) -> str:
     """The canonical spec of a weight's direction; ValueError where no weight can be kept in it."""
-    spec = require_nearest(spec)
-    if has_flag(spec, "delayed"):
+    parsed = require_nearest(spec)
+    if parsed.is_delayed:
         raise ValueError(
-            f"QuantizedTensor: weights scale by their own amax, got the delayed {spec}"
+            f"QuantizedTensor: weights scale by their own amax, got the delayed {parsed.text}"
         )
-    return spec
+    return parsed.text
 
 
-def require_nearest(spec: str) -> str:
-    """The canonical spec of codes that a weight can be; a delayed one's are of one step."""
-    spec = canonical_spec(spec)
-    if spec == "bf16":
+def require_nearest(spec: str) -> Spec:
+    """Returns the spec of codes that a weight can be; codes of a delayed one are of one step."""
+    parsed = Spec.parse(spec)
+    if parsed.is_bf16:
         raise ValueError(
             "QuantizedTensor: expected a quantizing spec, got bf16; leave it out (None)"
         )
-    if has_flag(spec, "sr"):
-        raise ValueError(f"QuantizedTensor: weights round to nearest, got the stochastic {spec}")
-    return spec
+    if parsed.is_stochastic:
+        raise ValueError(
+            f"QuantizedTensor: weights round to nearest, got the stochastic {parsed.text}"
+        )
+    return parsed
 
 
 def _quantize_both(
@@ -149,9 +150,8 @@ class QuantizedTensor(Tensor):
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """The values of the codes, (rows, cols), in the nominal dtype; plain, without gradient."""
         dtype = dtype or self.dtype
-        part = next(
-            (p for p in (self.rowwise, self.columnwise) if p and not has_transform(p.spec)), None
-        )
+        parts = (p for p in (self.rowwise, self.columnwise) if p)
+        part = next((p for p in parts if not Spec.parse(p.spec).transform), None)
         if part is None:
             raise ValueError(f"QuantizedTensor: only transformed values are held, {self._holds()}")
         values = part.dequantize(dtype)
@@ -164,7 +164,7 @@ class QuantizedTensor(Tensor):
             held, other = other, held
         if held is not None and held.spec == spec:
             return held
-        if other is not None and other.spec == spec and is_square(spec):
+        if other is not None and other.spec == spec and Spec.parse(spec).transposes_exactly:
             return transposed(other)
         wanted = "columnwise" if columnwise else "rowwise"
         raise ValueError(f"QuantizedTensor: asked for {wanted} {spec}, but {self._holds()}")

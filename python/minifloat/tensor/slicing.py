@@ -1,72 +1,19 @@
 """One quantized direction: moved, cut on block boundaries, transposed exactly.
 
-All geometry is asked of the spec (spec_sizes): code bytes a row, padded columns, scale rows and
-columns.
+All geometry is the spec's (spec.py): code bytes a row, scale rows and columns, blocks.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from .._native import ops
-from .quantized import Quantized, require_tensor, scale_dtype, transpose_codes
-
-PROBE = 4096  # a multiple of every block and of every transform
-
-
-@lru_cache(maxsize=4096)
-def sizes(spec: str, rows: int, cols: int) -> tuple[int, int, int, int]:
-    """Code bytes a row, padded columns, scale rows, scale columns."""
-    return tuple(ops.spec_sizes(spec, rows, cols))
-
-
-@lru_cache(maxsize=256)
-def has_transform(spec: str) -> bool:
-    return sizes(spec, 1, 1)[1] > 1
-
-
-@lru_cache(maxsize=256)
-def is_blocked(spec: str) -> bool:
-    return sizes(spec, PROBE, PROBE)[3] > 0
-
-
-@lru_cache(maxsize=256)
-def is_by_row(spec: str) -> bool:
-    """Whether each row has a scale and an amax of its own."""
-    return sizes(spec, PROBE, PROBE)[2:] == (PROBE, 0)
-
-
-@lru_cache(maxsize=256)
-def has_amax(spec: str) -> bool:
-    """Whether amaxes belong to the operand: one of the tensor, or one a row."""
-    return not is_blocked(spec) or spec.startswith("nvfp4")
-
-
-@lru_cache(maxsize=256)
-def unit(spec: str, dim: int) -> int:
-    """Elements along rows (0) or columns (1) that stay together: a block, a transform, a byte."""
-    code_cols, _, *scales = sizes(spec, PROBE, PROBE)
-    block = PROBE // scales[dim] if is_blocked(spec) else 1
-    if dim == 0:
-        return block
-    return max(block, sizes(spec, 1, 1)[1], PROBE // code_cols)
-
-
-@lru_cache(maxsize=256)
-def code_bits(spec: str) -> int:
-    return 8 * sizes(spec, 1, PROBE)[0] // PROBE
-
-
-@lru_cache(maxsize=256)
-def is_square(spec: str) -> bool:
-    """Are rowwise codes, transposed, the columnwise ones? With tensor scales and square blocks."""
-    tall, wide = sizes(spec, 1024, 128)[2:], sizes(spec, 128, 1024)[2:]
-    return tall == wide[::-1] and not has_transform(spec)
+from ..spec import Sizes, Spec
+from .quantized import Quantized, require_tensor, transpose_codes
 
 
 def require_memory(name: str, t: Tensor) -> None:
@@ -101,14 +48,11 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
     rows, cols = part.shape
     if type(rows) is not int or type(cols) is not int:  # symbolic: a trace, of tensors as they are
         return
-    code_cols, _, scale_rows, scale_cols = sizes(part.spec, rows, cols)
-    by_row = (rows,) if is_by_row(part.spec) else ()
-    scales = (scale_rows, scale_cols) if is_blocked(part.spec) else by_row
-    amaxes = by_row if has_amax(part.spec) else (0,)
+    spec = Spec.parse(part.spec)
     for field, t, dtype, shape in (
-        ("codes", part.codes, torch.uint8, (rows, code_cols)),
-        ("scale", part.scale, scale_dtype(part.spec), scales),
-        ("amax", part.amax, torch.float32, amaxes),
+        ("codes", part.codes, torch.uint8, (rows, spec.sizes(rows, cols).code_cols)),
+        ("scale", part.scale, spec.scale_dtype, spec.scale_shape(rows, cols)),
+        ("amax", part.amax, torch.float32, spec.amax_shape(rows)),
     ):
         if t.dtype != dtype or t.shape != shape or not t.is_contiguous():
             raise ValueError(
@@ -123,14 +67,14 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
 
 def transpose_codes_into(out: Tensor, spec: str, codes: Tensor, cols: int) -> Tensor:
     """Codes of a matrix read (rows, cols), written to `out` as its transpose has them."""
-    ops.transpose_many([codes], [out], [codes.shape[0], cols, code_bits(spec)])
+    ops.transpose_many([codes], [out], [codes.shape[0], cols, Spec.parse(spec).code_bits])
     return out
 
 
 def transposed(q: Quantized) -> Quantized:
     """A square operand as its other direction holds it, without a rounding."""
     rows, cols = q.shape
-    is_packed = code_bits(q.spec) == 4
+    is_packed = Spec.parse(q.spec).code_bits == 4
     codes = transpose_codes(q.codes, cols) if is_packed else q.codes.t().contiguous()
     scale = q.scale.t().contiguous() if q.scale.dim() == 2 else q.scale
     return Quantized(codes, scale, q.amax, q.spec, (cols, rows), not q.columnwise)
@@ -153,16 +97,17 @@ def copy_bytes(target: Quantized, source: Quantized) -> None:
 
 def cut(q: Quantized, dim: int, start: int, end: int) -> Quantized:
     """Elements [start, end) along rows (0) or columns (1) of the operand as read, as a copy."""
-    length, block = q.shape[dim], unit(q.spec, dim)
+    spec = Spec.parse(q.spec)
+    length, block = q.shape[dim], spec.unit(dim)
     if start % block or (end % block and end != length):
         raise ValueError(
             f"QuantizedTensor: expected a cut of {q.spec} at multiples of its block, {block}, got "
             f"[{start}, {end}) of {length}"
         )
 
-    def before(n: int) -> tuple[int, int, int, int]:
+    def before(n: int) -> Sizes:
         """Sizes of the part that ends at n."""
-        return sizes(q.spec, *((n, q.shape[1]) if dim == 0 else (q.shape[0], n)))
+        return spec.sizes(*((n, q.shape[1]) if dim == 0 else (q.shape[0], n)))
 
     first, last = before(start), before(end)
     codes = q.codes[start:end] if dim == 0 else q.codes[:, first[0] : last[0]]

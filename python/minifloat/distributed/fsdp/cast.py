@@ -20,8 +20,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._native import ops
+from ...spec import Spec
 from ...tensor.quantized import Quantized, raw_scale, read_direction
-from ...tensor.slicing import is_blocked, transpose_codes_into
+from ...tensor.slicing import transpose_codes_into
 from ..amaxes import magnitude_bits, raise_to_largest
 from .plan import Part
 from .shard_layout import Layout, ceil_div
@@ -120,7 +121,7 @@ class SharedCells:
 
 @lru_cache(maxsize=256)
 def shared_cells(layouts: tuple[Layout, ...], device: torch.device) -> SharedCells:
-    if not any(is_blocked(layout.part.spec) for layout in layouts):
+    if not any(Spec.parse(layout.part.spec).has_blocks for layout in layouts):
         return SharedCells(tuple(layout.packed for layout in layouts))
     ranges = [(0, 0, 0)]  # first of the shared, first of the packed, how many
     place = cell = 0

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 
 from ..._native import ops
-from ...tensor.quantized import Quantized, raw_scale, scale_dtype
+from ...spec import Spec
+from ...tensor.quantized import Quantized, raw_scale
 from ...tensor.quantized_tensor import TENSORS, QuantizedTensor
-from ...tensor.slicing import code_bits, is_blocked, sizes
 from .cast import Piece
 from .plan import Part
 from .shard_layout import Layout, ceil_div
@@ -86,12 +86,10 @@ def whole_table(sent: Tensor, layout: Layout) -> Tensor:
 def empty_direction(part: Part, n: int, cols: int, device: torch.device) -> Quantized:
     """Room for one direction of W (n, cols), as read."""
     shape = (cols, n) if part.columnwise else (n, cols)
-    code_cols, _, *blocks = sizes(part.spec, *shape)
-    codes = torch.empty(shape[0], code_cols, dtype=torch.uint8, device=device)
-    each = {"row": shape[:1], "tensor": (), "": (0,)}[part.amaxes]
-    scale_shape = blocks if is_blocked(part.spec) else each
-    scale = torch.empty(scale_shape, dtype=scale_dtype(part.spec), device=device)
-    amax = torch.empty(each, dtype=torch.float32, device=device)
+    spec = Spec.parse(part.spec)
+    codes = torch.empty(shape[0], spec.sizes(*shape).code_cols, dtype=torch.uint8, device=device)
+    scale = torch.empty(spec.scale_shape(*shape), dtype=spec.scale_dtype, device=device)
+    amax = torch.empty(spec.amax_shape(shape[0]), dtype=torch.float32, device=device)
     return Quantized(codes, scale, amax, part.spec, shape, part.columnwise)
 
 
@@ -135,7 +133,8 @@ def fill_codes(target: Quantized, layout: Layout, codes: Tensor, convoy: Convoy)
     rows = layout.grown(layout.rows.n)
     gathered = codes[: rows * layout.code_bytes]
     if target.columnwise:
-        convoy.transpose(gathered, target.codes, rows, layout.cols, code_bits(target.spec))
+        code_bits = Spec.parse(target.spec).code_bits
+        convoy.transpose(gathered, target.codes, rows, layout.cols, code_bits)
     else:
         with unversioned(target.codes):
             target.codes.view(-1).copy_(gathered)

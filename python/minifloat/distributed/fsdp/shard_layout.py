@@ -19,8 +19,7 @@ from math import prod
 
 import torch
 
-from ...tensor.quantized import scale_dtype
-from ...tensor.slicing import code_bits, is_blocked, sizes
+from ...spec import Spec
 from .plan import Part
 
 CELL_ALIGNMENT = 4  # of the amaxes that partial_amax packs for each part
@@ -89,9 +88,10 @@ class Layout:
     @cached_property
     def code_bytes(self) -> int:
         """Of a row of W as it travels."""
+        spec = Spec.parse(self.part.spec)
         if self.part.columnwise:
-            return ceil_div(self.cols, 2) if code_bits(self.part.spec) == 4 else self.cols
-        return sizes(self.part.spec, 1, self.cols)[0]
+            return ceil_div(self.cols, 2) if spec.code_bits == 4 else self.cols
+        return spec.sizes(1, self.cols).code_cols
 
     @cached_property
     def sent_bytes(self) -> int:
@@ -108,7 +108,7 @@ class Layout:
     def window(self) -> range:
         """Rows of W that the cast takes for a weight of its own."""
         rows, block = self.rows, self.part.block
-        if not is_blocked(self.part.spec):
+        if not Spec.parse(self.part.spec).has_blocks:
             return range(rows.n)
         if rows.start == rows.end:  # the tensor's amax is still wanted
             return range(min(block, rows.n))
@@ -128,7 +128,7 @@ class Layout:
     @cached_property
     def cells(self) -> tuple[int, int]:
         """Of elements that share an amax: in the window's rows and columns."""
-        if is_blocked(self.part.spec):
+        if Spec.parse(self.part.spec).has_blocks:
             return ceil_div(len(self.window), self.part.block), ceil_div(self.cols, self.part.width)
         if self.part.amaxes == "tensor":
             return 1, 1
@@ -137,7 +137,7 @@ class Layout:
     @cached_property
     def has_outer_amax(self) -> bool:
         """NVFP4: the tensor's amax, behind those of its blocks."""
-        return is_blocked(self.part.spec) and self.part.amaxes == "tensor"
+        return Spec.parse(self.part.spec).has_blocks and self.part.amaxes == "tensor"
 
     @cached_property
     def packed(self) -> int:
@@ -148,13 +148,13 @@ class Layout:
     def scale_shape(self) -> tuple[int, ...]:
         """Of the window's scales, as read."""
         height, width = self.cells
-        if is_blocked(self.part.spec):
+        if Spec.parse(self.part.spec).has_blocks:
             return (width, height) if self.part.columnwise else (height, width)
         return () if self.part.amaxes == "tensor" else (height * width,)
 
     @cached_property
     def scale_dtype(self) -> torch.dtype:
-        return scale_dtype(self.part.spec)
+        return Spec.parse(self.part.spec).scale_dtype
 
     @cached_property
     def amax_shape(self) -> tuple[int, ...]:
@@ -169,7 +169,7 @@ class Layout:
         The latter as (first of the exchanged, first of the window's cells, how many).
         """
         height, width = self.cells
-        if not is_blocked(self.part.spec):
+        if not Spec.parse(self.part.spec).has_blocks:
             return height * width, ((0, 0, height * width),)
         first = self.window.start // self.part.block
         held, at = [], 0
@@ -191,7 +191,9 @@ class Layout:
         if self.part.columnwise:
             return most, ceil_div(self.cols, self.part.width)
         is_of_rows = self.part.amaxes == "row"
-        return most, 2 if is_of_rows else sizes(self.part.spec, self.part.block, self.cols)[3]
+        if is_of_rows:
+            return most, 2
+        return most, Spec.parse(self.part.spec).sizes(self.part.block, self.cols).scale_cols
 
     @cached_property
     def table_dtype(self) -> torch.dtype:

@@ -38,9 +38,7 @@ from ...nn.operand_cache import (
 )
 from ...nn.random_state import RngState
 from ...recipe import Recipe
-from ...tensor.quantized import has_flag
-from ...tensor.slicing import is_blocked
-from ..fsdp.plan import amax_of
+from ...spec import Spec
 from .linear import Reuse, Share, sharded_linear
 from .operands import ShardedLayer, Tokens, require_fit, shard_unit, tokens_fit
 
@@ -303,7 +301,7 @@ def shard_amax(x: Any, spec: str, columnwise: bool = False) -> list[Rule]:
     """Of rows, where the rows lie. That of a tensor is no Partial("max"): a NaN might get lost."""
     rules: list[Rule] = [([REPLICATED], [REPLICATED, None, None])]
     rows = x.ndim - (1 if columnwise else 2)
-    if amax_of(spec) == "row":
+    if Spec.parse(spec).amax_of == "row":
         rules.append(([Shard(x.ndim - 2)], [Shard(rows), None, None]))
     return rules
 
@@ -327,8 +325,8 @@ def shard_dequantize(
     rows = codes.ndim - 2
     rules: list[Rule] = [([REPLICATED], [REPLICATED] * 3 + [None] * 2)]
     if cuts_evenly(codes, rows, shard_unit(spec, False, 0)):
-        each = Shard(rows) if is_blocked(spec) or amax_of(spec) == "row" else REPLICATED
-        of_rows = Shard(rows) if amax_of(spec) == "row" else REPLICATED
+        of_rows = Shard(rows) if Spec.parse(spec).amax_of == "row" else REPLICATED
+        each = Shard(rows) if Spec.parse(spec).has_blocks else of_rows
         rules.append(([Shard(rows)], [Shard(rows), each, of_rows, None, None]))
     return rules
 
@@ -340,14 +338,14 @@ def direction_placements(
     replicated: list[Placement] = [REPLICATED] * 4
     if not spec or dim is None:
         return replicated, REPLICATED
-    kind, to = amax_of(spec), Shard(read_dim(x.ndim, dim, columnwise))
+    kind, to = Spec.parse(spec).amax_of, Shard(read_dim(x.ndim, dim, columnwise))
     along = to.dim == x.ndim - 1
     is_alone = kind == "" or has_amax or (kind == "row" and not along)
-    is_pure = is_alone and not has_flag(spec, "sr") and not has_flag(spec, "delayed")
+    is_pure = is_alone and not Spec.parse(spec).is_stochastic and not Spec.parse(spec).is_delayed
     if not is_pure or not cuts_evenly(x, dim, shard_unit(spec, columnwise, dim - x.ndim + 2)):
         return None
     of_rows: Placement = to if kind == "row" and not along else REPLICATED
-    return [to, to if is_blocked(spec) else of_rows, of_rows, to], of_rows
+    return [to, to if Spec.parse(spec).has_blocks else of_rows, of_rows, to], of_rows
 
 
 @sharding_rule(ops.quantize.default)

@@ -17,11 +17,9 @@ from torch import Tensor
 
 from ..._native import ops
 from ...recipe import Recipe
-from ...tensor.quantized import has_flag
+from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
-from ...tensor.slicing import unit
 from ..amaxes import reduce_amaxes
-from ..fsdp.plan import amax_of
 
 if TYPE_CHECKING:
     from .linear import GivenInput
@@ -87,14 +85,14 @@ def shard_unit(spec: str, columnwise: bool, dim: int) -> int:
     if spec == "bf16":
         return 1
     along = dim != columnwise  # the contraction dimension is the last one as read
-    random = RANDOM_UNIT if along and has_flag(spec, "sr") else 1
-    return max(unit(spec, int(along)), random)
+    random = RANDOM_UNIT if along and Spec.parse(spec).is_stochastic else 1
+    return max(Spec.parse(spec).unit(int(along)), random)
 
 
 def tokens_fit(recipe: Recipe, tokens: Tokens) -> bool:
     """Can x's codes be gathered? Not in bf16, nor where random bits need each row's place."""
     row, col = recipe.fprop.a, recipe.wgrad.b
-    if row == "bf16" or has_flag(row, "sr") or has_flag(col, "sr"):
+    if row == "bf16" or Spec.parse(row).is_stochastic or Spec.parse(col).is_stochastic:
         return False
     units = shard_unit(row, False, 0), shard_unit(col, True, 0)
     return all(tokens.length % unit == 0 for unit in units)
@@ -122,9 +120,9 @@ def require_fit(layer: ShardedLayer, weight: Tensor) -> None:
 def own_amax(layer: ShardedLayer, x: Tensor, cut: int, place: int) -> Tensor | None:
     """The maxima of this shard that the others must know, flat; None: there are none."""
     spec, columnwise = layer.spec(place), place in COLUMNWISE
-    kind = amax_of(spec)
+    kind = Spec.parse(spec).amax_of
     is_shared = kind == "tensor" or (kind == "row" and cut == (0 if columnwise else 1))
-    if not is_shared or has_flag(spec, "delayed"):
+    if not is_shared or Spec.parse(spec).is_delayed:
         return None
     return ops.amax(x, spec, columnwise)
 
@@ -163,9 +161,9 @@ def quantize_coded(
         options[side] = spec
         options[f"stream_{side}"] = ops.stream(PLACES[place]) ^ layer.stream
         options[f"amax_{side}"] = amaxes.get(place)
-        if has_flag(spec, "delayed") and layer.history is not None:
+        if Spec.parse(spec).is_delayed and layer.history is not None:
             options[f"amax_{side}"] = layer.history[place, IN_FORCE]
-        if has_flag(spec, "sr"):
+        if Spec.parse(spec).is_stochastic:
             options["rng"] = layer.rng
     out = ops.quantize(x, **options)
     return {p: Operand(*(out[4:7] if p in COLUMNWISE else out[:3])) for p in places}
@@ -198,7 +196,7 @@ def cast(
         if place not in coded:
             none = x.new_empty(0, dtype=torch.float32)
             found[place] = Operand(x.t() if place in COLUMNWISE else x, none, none)
-        elif has_flag(layer.spec(place), "delayed") and held is None:
+        elif Spec.parse(layer.spec(place)).is_delayed and held is None:
             record_amax(layer, place, found[place].amax, cut)
     return (
         None if row is None else found[row],

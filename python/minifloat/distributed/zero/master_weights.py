@@ -21,9 +21,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ..._native import ops
+from ...spec import Spec
 from ...tensor.quantized import Quantized, require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
-from ...tensor.slicing import code_bits, is_square, require_memory
+from ...tensor.slicing import require_memory
 
 Fragments = Tensor | tuple[Tensor, ...] | None
 
@@ -67,19 +68,21 @@ def plan_of(weight: QuantizedTensor) -> WeightPlan:
 def _new_plan(weight: QuantizedTensor, columnwise_wire: Tensor | None) -> WeightPlan:
     row, col = weight.rowwise, weight.columnwise
     rows, cols = weight.shape
-    is_derived = (
-        row is not None and col is not None and row.spec == col.spec and is_square(row.spec)
-    )
+    is_derived = False
+    if row is not None and col is not None and row.spec == col.spec:
+        is_derived = Spec.parse(row.spec).transposes_exactly
     parts = tuple(p for p in (row, None if is_derived else col) if p is not None)
     wires = []
     for part in parts:
         wire = part.codes
         if part.columnwise:
-            shape = (rows, ops.spec_sizes(part.spec, rows, cols)[0])
+            shape = (rows, Spec.parse(part.spec).sizes(rows, cols).code_cols)
             wire = wire.new_zeros(shape) if columnwise_wire is None else columnwise_wire
             weight.__dict__["columnwise_wire"] = wire
         wires.append(wire)
-    jobs = [] if col is None else [(wires[-1], col.codes, rows, cols, code_bits(col.spec))]
+    jobs = []
+    if col is not None:
+        jobs.append((wires[-1], col.codes, rows, cols, Spec.parse(col.spec).code_bits))
     if row is not None and col is not None and is_derived:
         for mine, other in ((row.scale, col.scale), (row.amax, col.amax)):
             if mine.numel() > 0:
@@ -279,7 +282,7 @@ def cast_master_weights_to_nvfp4(
     """quantize_master_weights, for weights that are NVFP4 in every direction they hold."""
     for i, weight in enumerate(model_weights):
         for spec in weight.specs if isinstance(weight, QuantizedTensor) else ():
-            if spec is not None and not spec.startswith("nvfp4"):
+            if spec is not None and Spec.parse(spec).rule != "nvfp4":
                 raise ValueError(
                     f"cast_master_weights_to_nvfp4: expected nvfp4 in every direction, got {spec} "
                     f"in weight {i if names is None else names[i]}"
