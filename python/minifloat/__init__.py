@@ -8,6 +8,7 @@ loss.backward(); opt.step(); mf.step(model)
 
 from . import interrupt as _interrupt  # isort: skip  before torch: see its head
 from ._native import ops as _ops  # loads the operators; keep it before the rest
+from .distributed import hooks as _hooks  # registers what layers need of `distributed`
 from .distributed.fsdp.weight import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
 from .distributed.zero.flat_buffer import WireLayout
 from .distributed.zero.master_weights import (
@@ -18,8 +19,9 @@ from .distributed.zero.master_weights import (
     wires,
 )
 from .functional import linear, linear_group
-from .nn.checkpoint_state import load_training_state, step, training_state
+from .nn.checkpoint_state import load_training_state, training_state
 from .nn.convert import quantize_, quantized_model_init, restore_
+from .nn.delayed_scaling import step
 from .nn.linear import Linear
 from .nn.selection import Report, auto_filter_small_kn
 from .recipe import Product, Recipe, RecipeMap, presets

@@ -6,16 +6,13 @@ y = x Wᵀ + bias     three products, forward and backward, each in the formats 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, TypeGuard
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from ._native import ops
 from .checks import require_text
+from .nn.distributed_hooks import hooks, is_distributed
 from .recipe import Recipe
-
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
 
 def linear(
@@ -35,19 +32,12 @@ def linear(
     own, written in place. A weight that is a DTensor: see minifloat.distributed.tensor_parallel.
     """
     if is_distributed(weight):
-        from .distributed.tensor_parallel.dtensor import linear as sharded
-
-        return sharded(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
+        return hooks().linear(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
     return ops.linear(x, weight, bias, recipe_text(recipe), rng=rng, amax_history=amax_history)
 
 
 def recipe_text(recipe: str | Recipe) -> str:
     return recipe.text if isinstance(recipe, Recipe) else require_text("recipe", recipe)
-
-
-def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
-    """Is it a DTensor? Asked without loading what DTensor needs."""
-    return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")
 
 
 def linear_group(

@@ -16,7 +16,7 @@ from typing import Any
 
 from ._native import ops
 from .checks import require_text
-from .spec import Spec
+from .spec import Spec, product_parts
 
 
 @dataclass(frozen=True)
@@ -29,12 +29,6 @@ class Product:
 
     def __str__(self) -> str:
         return f"{self.a}*{self.b}" + (",fast" if self.fast else "")
-
-
-def _product(canonical: str) -> Product:
-    operands, _, fast = canonical.partition(",")
-    a, _, b = operands.partition("*")
-    return Product(a, b, bool(fast))
 
 
 @lru_cache(maxsize=1024)
@@ -61,7 +55,7 @@ class Recipe:
         canonical, *products = _parse(source)
         object.__setattr__(self, "text", canonical)
         for name, product in zip(("fprop", "dgrad", "wgrad"), products):
-            object.__setattr__(self, name, _product(product))
+            object.__setattr__(self, name, Product(*product_parts(product)))
 
     def __str__(self) -> str:
         return self.text

@@ -113,6 +113,13 @@ class Spec:
         return (0,) if self.has_blocks and self.amax_of == "" else ()
 
 
+def product_parts(canonical: str) -> tuple[str, str, bool]:
+    """Returns a product's operand specs, and whether it accumulates fast."""
+    operands, _, fast = canonical.partition(",")
+    a, _, b = operands.partition("*")
+    return a, b, bool(fast)
+
+
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Spec:
     canonical = ops.parse_spec(text)

@@ -14,6 +14,7 @@ from exact_sums import require_same_sums
 from minifloat.distributed.tensor_parallel import linear as tensor_parallel
 from minifloat.distributed.tensor_parallel.operands import PLACES
 from minifloat.spec import Spec
+from minifloat.tensor.quantized import raw_scale
 from minifloat.tensor.slicing import cut
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -62,7 +63,7 @@ def check_operands(case, recorded, dim, rank, world, where):
             assert same_bytes(got.codes, want), (where, name)
             continue
         assert same_bytes(got.codes, want.codes), (where, name, "codes")
-        assert same_bytes(got.scale, mf.tensor.quantized.raw_scale(want)), (where, name, "scale")
+        assert same_bytes(got.scale, raw_scale(want)), (where, name, "scale")
         if not Spec.parse(want.spec).is_delayed:  # there it is this step's own, for the history
             assert same_bytes(got.amax, want.amax), (where, name, "amax")
 

@@ -8,7 +8,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.multiprocessing as mp
-from minifloat.nn.checkpoint_state import in_force
+from minifloat.nn.delayed_scaling import in_force
 from torch import nn
 from worlds import THREADS
 

@@ -5,6 +5,7 @@ import torch
 from minifloat._native import ops
 from minifloat.distributed.tensor_parallel.operands import PLACES
 from minifloat.spec import Spec
+from minifloat.tensor.quantized import read_direction
 
 BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
 
@@ -78,4 +79,4 @@ class Case:
             x, *specs, amax_row=None if columnwise else amax, amax_col=amax if columnwise else None,
             rng=self.rng, stream_row=stream, stream_col=stream,
         )  # fmt: skip
-        return mf.tensor.quantized.read_direction(out, x, spec, columnwise)
+        return read_direction(out, x, spec, columnwise)

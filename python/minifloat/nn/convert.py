@@ -16,11 +16,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from ..checks import require_bool, require_int, require_module
-from ..distributed.fsdp.plan import COMPUTE_DTYPE, QUANTIZED, Plan, plan_gather
-from ..functional import is_distributed
 from ..recipe import Recipe, RecipeMap
 from ..tensor.quantized_tensor import QuantizedTensor, require_weight_spec
-from .checkpoint_state import clean_name, join, unwrapped
+from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks, is_distributed
 from .fast_paths import turn_off, turn_off_in, turn_on_in
 from .linear import (
     DEFAULT_HISTORY,
@@ -31,6 +29,7 @@ from .linear import (
     require_history,
     require_releasable,
 )
+from .names import clean_name, join, unwrapped
 from .operand_cache import share_inputs
 from .random_state import (
     RngState,
@@ -267,12 +266,12 @@ def owners_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
 
 def plan_gathers(
     model: nn.Module, selection: Selection, gather: str, primary: bool
-) -> dict[str, tuple[Plan | None, str]]:
+) -> dict[str, tuple[Any, str]]:
     """Of each chosen layer: the plan, None for the compute dtype, and what the report says."""
     owners = owners_of_weights(model)
     recipes = {id(module): recipe for _, module, recipe in selection.chosen}
 
-    def plan(module: nn.Linear, recipe: Recipe) -> tuple[Plan | None, str]:
+    def plan(module: nn.Linear, recipe: Recipe) -> tuple[Any, str]:
         if primary:
             return None, "its weight is codes"
         if gather == COMPUTE_DTYPE:
@@ -282,7 +281,7 @@ def plan_gathers(
             return None, "weight travels in the compute dtype: it is tied to another reader's"
         if recipe.is_delayed and len(owners[id(module.weight)]) > 1:
             return None, "weight travels in the compute dtype: tied, each reader has its own scale"
-        return plan_gather(recipe)
+        return hooks().plan_gather(recipe)
 
     return {fqn: plan(module, recipe) for fqn, module, recipe in selection.chosen}
 

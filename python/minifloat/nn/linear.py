@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -10,22 +10,20 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
-from ..distributed.fsdp.all_gather import Travel
-from ..distributed.fsdp.plan import Plan, plan_gather
-from ..distributed.fsdp.weight import carry
-from ..functional import is_distributed
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
+from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import turn_off, turn_on
+from .names import clean_name, unwrapped
 from .operand_cache import SharedInput, WeightCodes, conditions_of, weight_codes
 from .random_state import AdvanceRng, Draws, RngState, as_normal, require_int64
+from .selection import WEIGHT_DTYPES
 
 OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
 STATE = ("stream", "amax_history")  # a layer's buffers
 ALGORITHMS = ("max", "most_recent")
 MAX_MARGIN = 126  # powers of two
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 
 def require_history(length: int, algorithm: str, margin: int) -> None:
@@ -53,8 +51,8 @@ class Linear(nn.Linear):
     stream_id: int  # what `stream` holds
     weight_codes: WeightCodes | None
     shared_input: SharedInput | None
-    gather_plan: Plan | None  # how the weight travels; None: in the compute dtype
-    travel: Travel | None = None  # of a weight that FSDP2 has sharded
+    gather_plan: Any  # how FSDP2 gathers the weight as codes; None: in the compute dtype
+    travel: WeightGather | None = None  # of a weight that FSDP2 has sharded
 
     def __init__(
         self,
@@ -77,7 +75,7 @@ class Linear(nn.Linear):
         if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         super().__init__(in_features, out_features, bias, device, dtype)
-        adopt(self, recipe, name, gather_plan=plan_gather(recipe)[0])
+        adopt(self, recipe, name, gather_plan=hooks().plan_gather(recipe)[0])
         turn_off(self)
         if recipe.is_stochastic:
             state = RngState(seed)
@@ -96,9 +94,7 @@ class Linear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         weight, recipe = self.weight, self.recipe.text
         if is_distributed(weight):
-            from ..distributed.tensor_parallel.dtensor import module_linear
-
-            return module_linear(self, input)
+            return hooks().forward(self, input)
         if not weight.is_contiguous():
             weight = weight.contiguous()
         if torch.compiler.is_compiling():
@@ -174,7 +170,7 @@ class Linear(nn.Linear):
             if self.travel is not None and self.travel.knows(value):  # twice a gather
                 self._parameters[name] = value
                 return
-            carry(self, value)  # FSDP2 assigns the parameter that it has sharded
+            hooks().adopt_weight(self, value)  # FSDP2 assigns the parameter that it has sharded
             if is_distributed(value):
                 self.weight_codes = None  # its memory is refilled, uncounted
         if name == "recipe":
@@ -224,7 +220,7 @@ class Linear(nn.Linear):
         self._buffers["amax_history"] = history
         self._move_state(self.stream.device)
         if self.travel is not None:
-            carry(self, self.weight)
+            hooks().adopt_weight(self, self.weight)
         self._forget()
         return self
 
@@ -255,7 +251,7 @@ def adopt(
     history_length: int = DEFAULT_HISTORY,
     algorithm: str = "max",
     margin: int = 0,
-    gather_plan: Plan | None = None,
+    gather_plan: Any = None,
 ) -> Linear:
     """Makes `module` a Linear in place: the same object, parameters and hooks."""
     device = module.weight.device
@@ -288,6 +284,22 @@ def draw_from(layer: Linear, state: RngState) -> None:
     """Makes `state` the source of the layer's random bits, from its next forward on."""
     state.to(layer.stream.device)  # here, so that no compiled code does: it would own the copy
     layer.rng_state = state
+
+
+def histories_of(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
+    """Yields (name, layer, amax history) of each layer under delayed scaling."""
+    for fqn, module in unwrapped(model).named_modules():
+        if isinstance(module, Linear) and module.amax_history is not None:
+            module.unwrap_buffers()
+            yield clean_name(fqn), module, module.amax_history
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Makes layers quantize their weights again: these or their scales have changed."""
+    for layer in unwrapped(model).modules():
+        for cached in (layer.weight_codes, layer.travel) if isinstance(layer, Linear) else ():
+            if cached is not None:
+                cached.forget()
 
 
 ADOPTED = (

@@ -17,6 +17,7 @@ count, on the device, unless the root or an eager module around it has done so.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -24,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._native import ops
+from .names import clean_name, unwrapped
 
 FORWARDS_IN_FLIGHT = 256  # forwards of one layer whose recomputation finds their bits
 
@@ -261,6 +263,14 @@ def hooks_of(module: nn.Module) -> list[AdvanceRng]:
 def find_hook(module: nn.Module) -> AdvanceRng | None:
     """The hook of a root."""
     return next((hook for hook in hooks_of(module) if type(hook) is AdvanceRng), None)
+
+
+def states_of(model: nn.Module) -> Iterator[tuple[str, RngState]]:
+    """Yields the name of each root in the model, and the state that its hook advances."""
+    for fqn, module in unwrapped(model).named_modules():
+        hook = find_hook(module)
+        if hook is not None:
+            yield clean_name(fqn), hook.state
 
 
 def remove_hooks(module: nn.Module) -> None:

@@ -5,14 +5,16 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ..checks import require_text
 from ..recipe import Recipe, RecipeMap
-from .checkpoint_state import clean_name
-from .linear import WEIGHT_DTYPES, Linear
+from .names import clean_name
+
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"
@@ -116,8 +118,8 @@ def layers_read_past(model: nn.Module) -> set[nn.Module]:
 
 def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
     """Why a module of this kind cannot be converted; None where it can."""
-    if isinstance(module, Linear):
-        return f"already converted ({module.recipe})"
+    if isinstance(recipe := getattr(module, "recipe", None), Recipe):
+        return f"already converted ({recipe})"
     if is_read_past:
         return (
             f"{type(module).__name__}: nn.MultiheadAttention reads its weight, and in_proj_weight, "

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from .._native import ops
 from ..spec import Spec
-from .quantized import Quantized, raw_scale
+from .quantized import Quantized, map_tensors, raw_scale
 from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor, handles
-from .slicing import cut, map_tensors
+from .slicing import cut
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 

@@ -10,8 +10,8 @@ those of that matrix.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -214,3 +214,79 @@ def scaled_mm(
         bias=bias,
         out_dtype=out_dtype,
     )
+
+
+# ---- one direction -------------------------------------------------------------------------------
+
+
+def require_memory(name: str, t: Tensor) -> None:
+    """ValueError where a contiguous tensor's storage is freed or too short: torch itself does not
+    look before it copies."""
+    if t.device.type not in ("cpu", "cuda") or type(t) is not Tensor:
+        return
+    needed = (t.storage_offset() + t.numel()) * t.element_size() if t.numel() > 0 else 0
+    held = 0 if t._is_zerotensor() else t.untyped_storage().nbytes()
+    if held < needed:
+        raise ValueError(
+            f"{name}: expected {needed} bytes of storage, got {held}: its memory is freed or "
+            "resized"
+        )
+
+
+def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool) -> None:
+    """ValueError or TypeError where a part is no whole matrix: what reads its memory trusts it.
+
+    owns_codes: False for what a gather brings, whose memory FSDP2 frees and fills again.
+    """
+    if not isinstance(part, Quantized):
+        raise TypeError(f"{name}: expected Quantized, got {type(part).__name__}")
+    is_matrix = isinstance(part.shape, (tuple, list)) and len(part.shape) == 2
+    if not is_matrix or part.columnwise != columnwise:
+        raise ValueError(
+            f"{name}: expected a matrix with columnwise={columnwise}, got columnwise="
+            f"{part.columnwise} and shape {part.shape}"
+        )
+    for field in ("codes", "scale", "amax"):
+        require_tensor(f"{name}: {field}", getattr(part, field))
+    rows, cols = part.shape
+    if type(rows) is not int or type(cols) is not int:  # symbolic: a trace, of tensors as they are
+        return
+    spec = Spec.parse(part.spec)
+    for field, t, dtype, shape in (
+        ("codes", part.codes, torch.uint8, (rows, spec.sizes(rows, cols).code_cols)),
+        ("scale", part.scale, spec.scale_dtype, spec.scale_shape(rows, cols)),
+        ("amax", part.amax, torch.float32, spec.amax_shape(rows)),
+    ):
+        if t.dtype != dtype or t.shape != shape or not t.is_contiguous():
+            raise ValueError(
+                f"{name}: expected {field} of {part.spec}, {rows} x {cols}, as contiguous {dtype} "
+                f"{shape}, got {t.dtype} {tuple(t.shape)} with strides {t.stride()}"
+            )
+        if t.device != part.codes.device:
+            raise ValueError(f"{name}: expected {field} on {part.codes.device}, got {t.device}")
+        if owns_codes:
+            require_memory(f"{name}: {field}", t)
+
+
+def transposed(q: Quantized) -> Quantized:
+    """A square operand as its other direction holds it, without a rounding."""
+    rows, cols = q.shape
+    is_packed = Spec.parse(q.spec).code_bits == 4
+    codes = transpose_codes(q.codes, cols) if is_packed else q.codes.t().contiguous()
+    scale = q.scale.t().contiguous() if q.scale.dim() == 2 else q.scale
+    return Quantized(codes, scale, q.amax, q.spec, (cols, rows), not q.columnwise)
+
+
+def map_tensors(q: Quantized, fn: Callable[[Tensor], Tensor]) -> Quantized:
+    return replace(q, codes=fn(q.codes), scale=fn(q.scale), amax=fn(q.amax))
+
+
+def same_layout(a: Quantized | None, b: Quantized | None) -> bool:
+    if a is None or b is None:
+        return a is b
+    return a.spec == b.spec and a.shape == b.shape
+
+
+def copy_bytes(target: Quantized, source: Quantized) -> None:
+    for name in ("codes", "scale", "amax"):
+        getattr(target, name).copy_(getattr(source, name))

@@ -27,11 +27,13 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._native import ops
 from ..spec import Spec
-from .quantized import Quantized, read_direction, require_tensor
-from .slicing import (
+from .quantized import (
+    Quantized,
     copy_bytes,
     map_tensors,
+    read_direction,
     require_part,
+    require_tensor,
     same_layout,
     transposed,
 )

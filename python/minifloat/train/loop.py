@@ -28,7 +28,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from tqdm import tqdm
 
-import minifloat as mf
+from minifloat.nn.checkpoint_state import load_training_state, training_state
+from minifloat.nn.convert import quantize_
+from minifloat.nn.delayed_scaling import step as finish_step
 
 from . import checkpoint
 from .batches import Batches
@@ -78,7 +80,7 @@ def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, 
     if not run.converts:
         return model, [], []
     try:
-        report = mf.quantize_(model, run.recipe, seed=run.seed, verbose=False)
+        report = quantize_(model, run.recipe, seed=run.seed, verbose=False)
     except (ValueError, TypeError) as error:
         raise TrainError(f"recipe {run.name}: {error}") from error
     return model, report.converted, report.skipped
@@ -133,7 +135,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.spec.converts:
-            mf.step(self.model)
+            finish_step(self.model)
         values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
         self.step += 1
         seconds = time.perf_counter() - start
@@ -174,7 +176,7 @@ class Run:
             rng["cuda"] = torch.cuda.get_rng_state()
         state = {"model": model, "optimizer": optimizer, "rng": rng}
         if self.spec.converts:
-            state["minifloat"] = mf.training_state(self.model)
+            state["minifloat"] = training_state(self.model)
         return state
 
     def save(self) -> None:
@@ -217,7 +219,7 @@ class Run:
         if "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         if self.spec.converts:
-            mf.load_training_state(self.model, state["minifloat"])
+            load_training_state(self.model, state["minifloat"])
 
     @property
     def checkpoints(self) -> Path:

@@ -27,7 +27,7 @@ from ...nn.operand_cache import STEPS
 from ...nn.random_state import is_in_backward
 from ...tensor.quantized import Quantized
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
-from .cast import Job, Piece, cast_shards
+from .cast import Job, cast_shards
 from .gathered_weight import (
     Convoy,
     GatheredWeight,
@@ -41,7 +41,7 @@ from .gathered_weight import (
 )
 from .handshake import agree
 from .plan import Part, Plan
-from .shard_layout import Rows, layout_of, round_up
+from .shard_layout import Piece, Rows, layout_of, round_up
 
 HISTORY_ROWS = {False: 1, True: 3}  # of W in an amax history: as fprop and as dgrad reads it
 ALIGNMENT = 4  # bytes

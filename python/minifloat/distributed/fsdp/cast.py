@@ -25,7 +25,7 @@ from ...tensor.quantized import Quantized, raw_scale, read_direction
 from ...tensor.slicing import transpose_codes_into
 from ..amaxes import magnitude_bits, raise_to_largest
 from .plan import Part
-from .shard_layout import Layout, ceil_div
+from .shard_layout import Layout, Piece, ceil_div
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,17 +40,6 @@ class Job:
     @property
     def is_transformed(self) -> bool:
         return self.layout.part.is_transformed
-
-
-@dataclass(frozen=True, eq=False)
-class Piece:
-    """What a rank sends of one part, and what all ranks have without sending."""
-
-    codes: Tensor  # uint8, flat: (chunk, grown, code bytes)
-    table: Tensor | None  # (blocks that may begin in a chunk, …) scales; None: `scale` is of all
-    scale: Tensor  # as read
-    amax: Tensor
-    exchanged: Tensor  # int32: what the ranks told each other, for other values of the same amaxes
 
 
 def cast_shards(

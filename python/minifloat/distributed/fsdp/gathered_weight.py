@@ -20,9 +20,8 @@ from ..._native import ops
 from ...spec import Spec
 from ...tensor.quantized import Quantized, raw_scale
 from ...tensor.quantized_tensor import TENSORS, QuantizedTensor
-from .cast import Piece
 from .plan import Part
-from .shard_layout import Layout, ceil_div
+from .shard_layout import Layout, Piece, ceil_div
 
 
 class GatheredWeight(QuantizedTensor):

@@ -18,7 +18,6 @@ from dataclasses import dataclass
 from ...recipe import Recipe
 from ...spec import Spec
 
-QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"
 PLAIN_BITS = 16  # of bf16, what travels otherwise
 
 

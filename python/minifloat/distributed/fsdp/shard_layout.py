@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 from math import prod
 
 import torch
+from torch import Tensor
 
 from ...spec import Spec
 from .plan import Part
@@ -222,3 +223,14 @@ class Layout:
 
 
 layout_of = lru_cache(maxsize=4096)(Layout)  # weights that are alike have one
+
+
+@dataclass(frozen=True, eq=False)
+class Piece:
+    """What a rank sends of one part, and what all ranks have without sending."""
+
+    codes: Tensor  # uint8, flat: (chunk, grown, code bytes)
+    table: Tensor | None  # (blocks that may begin in a chunk, …) scales; None: `scale` is of all
+    scale: Tensor  # as read
+    amax: Tensor
+    exchanged: Tensor  # int32: what the ranks told each other, for other values of the same amaxes

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -20,9 +20,6 @@ from ...recipe import Recipe
 from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..amaxes import reduce_amaxes
-
-if TYPE_CHECKING:
-    from .linear import GivenInput
 
 # Operands by their row of an amax history; a name is that of the operand's random stream.
 PLACES = ("x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad")
@@ -60,7 +57,7 @@ class ShardedLayer:
     stream: int = 0
     needs_dx: bool = False
     needs_dw: bool = False
-    given: GivenInput | None = None  # x, where another layer has quantized it
+    given: Any = None  # linear.GivenInput: x, where another layer has quantized it
     weight: tuple[Operand, Operand] | None = None  # W's codes, where it is unchanged
 
     def spec(self, place: int) -> str:

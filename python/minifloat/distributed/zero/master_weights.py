@@ -22,9 +22,8 @@ from torch import Tensor
 
 from ..._native import ops
 from ...spec import Spec
-from ...tensor.quantized import Quantized, require_tensor
+from ...tensor.quantized import Quantized, require_memory, require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
-from ...tensor.slicing import require_memory
 
 Fragments = Tensor | tuple[Tensor, ...] | None
 

@@ -1,0 +1,41 @@
+"""Registers with `nn` what FSDP2 and tensor parallelism do for a layer, when it is imported.
+
+DTensor takes seconds to import: tensor parallelism is imported when the first DTensor is met.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..nn import distributed_hooks
+from .amaxes import reduce_amaxes
+from .fsdp.plan import plan_gather
+from .fsdp.weight import carry, precompute_scales
+
+
+def linear(*args: Any, **kwargs: Any) -> Tensor:
+    """Calls mf.linear of a weight that is a DTensor."""
+    from .tensor_parallel import dtensor
+
+    return dtensor.linear(*args, **kwargs)
+
+
+def forward(layer: Any, x: Tensor) -> Tensor:
+    """Calls the forward of a layer whose weight is a DTensor."""
+    from .tensor_parallel import dtensor
+
+    return dtensor.module_linear(layer, x)
+
+
+distributed_hooks.register(
+    distributed_hooks.DistributedHooks(
+        plan_gather=plan_gather,
+        adopt_weight=carry,
+        precompute_scales=precompute_scales,
+        reduce_amaxes=reduce_amaxes,
+        linear=linear,
+        forward=forward,
+    )
+)

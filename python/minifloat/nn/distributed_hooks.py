@@ -1,0 +1,74 @@
+"""What `distributed` does for a layer: functions that it registers here, since `nn` imports none.
+
+`minifloat/__init__.py` knows all rooms and registers them, each once, when the package is
+imported. A function may import its room when it is called first, as the first DTensor is met.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
+
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"  # how FSDP2 gathers a weight
+
+
+class WeightGather(Protocol):
+    """The gathers of one layer's sharded weight, as FSDP2's room attaches them to the layer."""
+
+    def knows(self, parameter: Any) -> bool:
+        """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
+
+    def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
+        """Fetches what a forward reads and no gather has brought."""
+
+    def forget(self) -> None:
+        """Drops codes that were cast ahead of a gather: the weight may have changed."""
+
+
+@dataclass(frozen=True)
+class DistributedHooks:
+    """The functions that layers call for several processes.
+
+    plan_gather         recipe -> (plan of the weight's gather or None, sentence for the report)
+    adopt_weight        (layer, parameter): before the parameter becomes the layer's weight
+    precompute_scales   model: casts all sharded weights, after a step
+    reduce_amaxes       (amaxes, group) -> the largest of all ranks
+    linear              mf.linear of a weight that is a DTensor
+    forward             (layer, x) -> y of a layer whose weight is a DTensor
+    """
+
+    plan_gather: Callable[[Recipe], tuple[Any, str]]
+    adopt_weight: Callable[[nn.Module, Any], None]
+    precompute_scales: Callable[[nn.Module], None]
+    reduce_amaxes: Callable[[Tensor, dist.ProcessGroup | None], Tensor]
+    linear: Callable[..., Tensor]
+    forward: Callable[[Any, Tensor], Tensor]
+
+
+_REGISTERED: list[DistributedHooks] = []
+
+
+def register(hooks: DistributedHooks) -> None:
+    """Registers the functions; RuntimeError where some are registered already."""
+    if _REGISTERED:
+        raise RuntimeError("distributed hooks: expected one registration, got a second")
+    _REGISTERED.append(hooks)
+
+
+def hooks() -> DistributedHooks:
+    """Returns the registered functions."""
+    return _REGISTERED[0]
+
+
+def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
+    """Tells whether it is a DTensor, without importing what DTensor needs."""
+    return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")

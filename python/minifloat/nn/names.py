@@ -1,0 +1,29 @@
+"""Names of modules, free of the names that wrappers add."""
+
+from __future__ import annotations
+
+from torch import nn
+
+# Wrappers that put a name of their own between a module's and its parent's.
+WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
+
+
+def clean_name(fqn: str) -> str:
+    """Returns the module's name without those of torch.compile, checkpointing and FSDP."""
+    return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
+
+
+def unwrapped(model: nn.Module) -> nn.Module:
+    """Takes the model itself out of torch.compile and DistributedDataParallel."""
+    while True:
+        if isinstance(model, nn.parallel.DistributedDataParallel):
+            model = model.module
+        elif "_orig_mod" in model._modules:
+            model = model.get_submodule("_orig_mod")
+        else:
+            return model
+
+
+def join(*names: str) -> str:
+    """Joins the names that are not empty with dots."""
+    return ".".join(name for name in names if name)
