@@ -39,6 +39,7 @@ from .tensor.quantized import (
 from .tensor.quantized_tensor import QuantizedTensor
 
 from . import flops as _flops  # isort: skip  registers formulas for torch.utils.flop_counter
+from . import old_names as _old_names  # isort: skip  module names in older checkpoints
 
 __all__ = [
     "Linear",
