@@ -1,0 +1,259 @@
+"""Rules for the imports of python/minifloat, which tools/check_layers.py applies.
+
+    circles    no module imports itself by way of others, not even inside a function or for types
+    rooms      nn reaches nothing of distributed; tensor reaches nothing of nn or distributed
+    levels     at most MOST_LEVELS modules follow each other in a chain of imports
+    queries    _native.py and spec.py alone ask the operators what a spec is, or cut its text
+
+Modules are parsed, not imported. Every import statement counts, wherever it stands, and so does
+import_module of a constant name. `__main__` is no level: it starts a program, nothing imports it.
+"""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator, Mapping
+from functools import cache
+from pathlib import PurePosixPath
+from typing import NamedTuple
+
+PACKAGE = "minifloat"
+FOLDER = PurePosixPath("python")
+MOST_LEVELS = 10
+# Room -> the rooms that none of its modules may reach by imports.
+CLOSED = {"nn": ("distributed",), "tensor": ("nn", "distributed")}
+ANSWERERS = (f"{PACKAGE}._native", f"{PACKAGE}.spec")
+QUERIES = ("parse_spec", "scale_dtype", "spec_info", "spec_sizes")
+CUTS = ("split", "rsplit", "partition", "rpartition")
+FORMATS = ("bf16", "e4m3", "e5m2", "e2m1", "mxfp", "nvfp4")
+
+
+class Module(NamedTuple):
+    name: str
+    path: PurePosixPath
+    tree: ast.Module
+    package: str  # that relative imports start from
+
+
+class Broken(NamedTuple):
+    path: PurePosixPath
+    line: int
+    message: str
+
+
+Graph = dict[str, dict[str, int]]  # module -> imported module -> line
+
+
+def read_module(path: PurePosixPath, text: str) -> Module:
+    parts = path.relative_to(FOLDER).with_suffix("").parts
+    is_package = parts[-1] == "__init__"
+    name = ".".join(parts[:-1] if is_package else parts)
+    package = name if is_package else ".".join(parts[:-1])
+    return Module(name, path, ast.parse(text), package)
+
+
+# ---- Imports -------------------------------------------------------------------------------------
+def absolute(module: Module, level: int, name: str) -> str:
+    """Returns the absolute name of a module that is imported relative to `module`."""
+    if level == 0:
+        return name
+    parents = module.package.split(".")
+    base = parents[: len(parents) - level + 1]
+    return ".".join([*base, name] if name else base)
+
+
+def imported_names(module: Module) -> Iterator[tuple[int, str]]:
+    """Yields (line, name) of every import; of `from a import b` the name a.b."""
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Import):
+            yield from ((node.lineno, alias.name) for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = absolute(module, node.level, node.module or "")
+            yield from ((node.lineno, f"{base}.{alias.name}") for alias in node.names)
+        elif isinstance(node, ast.Call) and node.args:
+            called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+            name = getattr(node.args[0], "value", None)
+            if called in ("import_module", "__import__") and isinstance(name, str):
+                level = len(name) - len(name.lstrip("."))
+                yield node.lineno, absolute(module, level, name.lstrip("."))
+
+
+def import_graph(modules: Mapping[str, Module]) -> Graph:
+    """Finds which modules of the package each one imports."""
+    graph: Graph = {}
+    for module in modules.values():
+        found: dict[str, int] = {}
+        for line, name in imported_names(module):
+            if name not in modules:  # a name within a module
+                name = name.rpartition(".")[0]
+            if name in modules and name != module.name:
+                found.setdefault(name, line)
+        graph[module.name] = found
+    return graph
+
+
+def reached(graph: Graph, start: str) -> list[str]:
+    """Lists the modules that `start` reaches by imports, itself first."""
+    found = [start]
+    for name in found:
+        found += [n for n in graph[name] if n not in found]
+    return found
+
+
+# ---- Rules ---------------------------------------------------------------------------------------
+def circles(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
+    seen: set[str] = set()
+    for name in graph:
+        ring = [n for n in reached(graph, name) if name in reached(graph, n)]
+        if name in seen or (len(ring) == 1 and name not in graph[name]):
+            continue
+        seen.update(ring)
+        line = next(line for to, line in graph[name].items() if to in ring)
+        yield Broken(modules[name].path, line, f"a circle of imports: {', '.join(sorted(ring))}")
+
+
+def room_of(name: str) -> str:
+    return ".".join(name.split(".")[1:2])
+
+
+def rooms(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
+    for room, closed in CLOSED.items():
+        inside = [name for name in graph if room_of(name) == room]
+        outside = {n for name in inside for n in reached(graph, name) if room_of(n) not in closed}
+        for name in sorted(outside):
+            for target, line in graph[name].items():
+                if room_of(target) in closed:
+                    message = f"{room} reaches {target} here: let that room register a hook instead"
+                    yield Broken(modules[name].path, line, message)
+
+
+def levels(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
+    """Expects no circles."""
+
+    @cache
+    def chain(name: str) -> tuple[str, ...]:
+        return (name, *max((chain(n) for n in graph[name]), key=len, default=()))
+
+    ends = ".__main__"
+    imported = {n for name, targets in graph.items() if not name.endswith(ends) for n in targets}
+    for name in graph:
+        if name in imported or name.endswith(ends) or len(chain(name)) <= MOST_LEVELS:
+            continue
+        message = f"{len(chain(name))} levels of imports: {' -> '.join(chain(name))}"
+        yield Broken(modules[name].path, graph[name][chain(name)[1]], message)
+
+
+def is_operators(node: ast.expr, names: set[str]) -> bool:
+    """Tells whether the expression is torch.ops.minifloat, or a name for it."""
+    if isinstance(node, ast.Name):
+        return node.id in names
+    return isinstance(node, ast.Attribute) and ast.unparse(node).endswith(f"ops.{PACKAGE}")
+
+
+def is_query(node: ast.Attribute, names: set[str]) -> bool:
+    """Tells whether the expression is an operator that says what a spec is."""
+    return node.attr in QUERIES and is_operators(node.value, names)
+
+
+def operator_names(module: Module) -> set[str]:
+    """Finds the names under which a module has imported the operators."""
+    return {
+        alias.asname or alias.name
+        for node in ast.walk(module.tree)
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.name == "ops"
+    }
+
+
+def spec_questions(module: Module) -> Iterator[tuple[int, str]]:
+    """Yields (line, code) of each place that asks for itself what a spec is."""
+    names = operator_names(module)
+    separators = "+*/" if room_of(module.name) == "train" else "+*/,"
+    for node in ast.walk(module.tree):
+        if isinstance(node, ast.Attribute) and is_query(node, names):
+            yield node.lineno, ast.unparse(node)
+        if not isinstance(node, ast.Call) or not node.args:
+            continue
+        called = getattr(node.func, "attr", getattr(node.func, "id", ""))
+        values = [getattr(argument, "value", None) for argument in node.args]
+        if called == "getattr" and values[-1] in QUERIES and is_operators(node.args[0], names):
+            yield node.lineno, ast.unparse(node)
+        text = values[0]
+        if not isinstance(text, str) or not isinstance(node.func, ast.Attribute):
+            continue
+        is_cut = called in CUTS and len(text) == 1 and text in separators
+        if is_cut or (called == "startswith" and text.startswith(FORMATS)):
+            yield node.lineno, ast.unparse(node)
+
+
+def queries(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
+    for module in modules.values():
+        if module.name not in ANSWERERS:
+            for line, code in spec_questions(module):
+                message = f"spec.py alone asks what a spec is, and reads its text: not {code}"
+                yield Broken(module.path, line, message)
+
+
+def check(texts: Mapping[PurePosixPath, str]) -> list[Broken]:
+    """Applies every rule to the package, given as its files' paths and texts."""
+    modules = {m.name: m for m in (read_module(path, text) for path, text in texts.items())}
+    graph = import_graph(modules)
+    found = list(circles(modules, graph))
+    if not found:
+        found += levels(modules, graph)
+    return [*found, *rooms(modules, graph), *queries(modules, graph)]
+
+
+# ---- Self-test -----------------------------------------------------------------------------------
+CHAIN = {f"m{i}.py": f"from . import m{i + 1}\n" for i in range(MOST_LEVELS)}
+# (files of the package, number of violations): each rule broken, and each look-alike let through.
+CASES: tuple[tuple[dict[str, str], int], ...] = (
+    ({"a.py": "from .b import x\n", "b.py": "import torch\n"}, 0),
+    ({"a.py": "from .b import x\n", "b.py": "from .a import y\n"}, 1),
+    ({"a.py": "from . import b\n", "b.py": "def f():\n    from .a import y\n"}, 1),
+    ({"a.py": "import minifloat.b\n", "b.py": "if TYPE_CHECKING:\n    from .a import Y\n"}, 1),
+    ({"a.py": "from .b import x\n", "b.py": "import_module('minifloat.a')\n"}, 1),
+    ({"a.py": "from .b import x\n", "b.py": "from .c import x\n", "c.py": "from . import a\n"}, 1),
+    ({"__init__.py": "from .a import x\n", "a.py": "import minifloat as mf\n"}, 1),
+    ({"nn/a.py": "", "distributed/b.py": "from ..nn.a import x\n"}, 0),
+    ({"nn/a.py": "from ..distributed.b import x\n", "distributed/b.py": ""}, 1),
+    ({"nn/a.py": "def f():\n    from ..distributed import b\n", "distributed/b.py": ""}, 1),
+    ({"nn/a.py": "from ..c import x\n", "c.py": "from .distributed import b\n"}, 0),
+    (
+        {
+            "nn/a.py": "from ..c import x\n",
+            "c.py": "from .distributed import b\n",
+            "distributed/b.py": "",
+        },
+        1,
+    ),
+    ({"tensor/a.py": "from ..nn.b import x\n", "nn/b.py": ""}, 1),
+    ({"tensor/a.py": "from ..distributed.b import x\n", "distributed/b.py": ""}, 1),
+    ({"tensor/a.py": "", "nn/b.py": "from ..tensor import a\n"}, 0),
+    (CHAIN, 0),
+    (CHAIN | {f"m{MOST_LEVELS}.py": ""}, 1),
+    (CHAIN | {f"m{MOST_LEVELS}.py": "", "__main__.py": "from .m0 import x\n"}, 1),
+    (CHAIN | {"__main__.py": "from .m0 import x\n"}, 0),
+    ({"a.py": "from ._native import ops\nops.spec_sizes(s, 1, 1)\n", "_native.py": ""}, 1),
+    ({"a.py": "from ._native import ops as o\no.scale_dtype(s)\n", "_native.py": ""}, 1),
+    ({"a.py": "import torch\ntorch.ops.minifloat.parse_spec(s)\n"}, 1),
+    ({"a.py": "from ._native import ops\ngetattr(ops, 'spec_info')(s)\n", "_native.py": ""}, 1),
+    ({"spec.py": "from ._native import ops\nops.spec_info(s)\n", "_native.py": ""}, 0),
+    ({"a.py": "from .spec import Spec\nSpec.parse(s).scale_dtype\n", "spec.py": ""}, 0),
+    ({"a.py": "s.split('+')\ns.partition('*')\ns.rpartition('/')\ns.split(',')\n"}, 4),
+    ({"a.py": "s.split('.')\n'+'.join(s)\n"}, 0),
+    ({"train/a.py": "s.split(',')\n"}, 0),
+    ({"a.py": "s.startswith('nvfp4')\n"}, 1),
+)
+
+
+def self_test() -> tuple[int, int]:
+    """Runs every case; prints those that went wrong, and returns (right, all)."""
+    wrong = 0
+    for files, expected in CASES:
+        found = check({FOLDER / PACKAGE / path: text for path, text in files.items()})
+        if len(found) != expected:
+            wrong += 1
+            print(f"{files}: expected {expected} violations, found {len(found)}: {found}")
+    return len(CASES) - wrong, len(CASES)
