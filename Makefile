@@ -31,7 +31,8 @@ help:
 	@echo "make test-exhaustive  every float through every format (long)"
 	@echo "make test-gpu         the tests that need a CUDA device"
 	@echo "make bench            the benchmark tables; on a GPU machine build/gpu_roofline.png too"
-	@echo "make lint | format    check | fix style, types and layers;  make tidy: clang-tidy"
+	@echo "make lint | format    check | fix style, types, layers, pages, commits' messages"
+	@echo "make tidy             clang-tidy over the torch-free sources"
 	@echo "make docs             check the documentation's links"
 	@echo "make wheel            dist/minifloat-*.whl"
 	@echo "make setup | build    what the others need first;  make clean removes build/ and dist/"
@@ -111,6 +112,8 @@ lint: $(READY)
 	$(PY) tools/check_layers.py --self-test
 	$(PY) tools/check_layers.py
 	$(PY) tools/check_docs.py
+	$(PY) tools/check_commits.py --self-test
+	$(PY) tools/check_commits.py
 
 format: $(READY)
 	$(VENV)/bin/clang-format -i $(CXX_SOURCES)
