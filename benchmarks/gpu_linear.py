@@ -10,9 +10,9 @@ and temperature meet them alike; medians.
     saved       bytes that x leaves for backward, an element
     peak        memory of one forward and backward beyond parameters, x and g
 
-Each step quantizes the weight anew. Then the host's time for a layer of 128 x 128, also with its
-weight's codes kept, as micro-batches do. torchao's float8 layers, compiled as they are meant to be,
-are shown where it can be imported.
+Each step quantizes the weight. Then the host's time for a layer of 128 x 128, also with its
+weight's codes cached, as micro-batches do. torchao's float8 layers, compiled as they are meant to
+be, are shown where it can be imported.
 """
 
 from __future__ import annotations
@@ -263,7 +263,7 @@ def host_table(recipes: list[str], device: torch.device) -> tuple[list[dict[str,
     x, g = layers[0].x, layers[0].g
     for recipe in recipes:
         model = quantized_layer(recipe, 128, 128, device, keeps_codes=True)
-        layers.append(Layer(f"{recipe}, weight kept", recipe, model, x, g))
+        layers.append(Layer(f"{recipe}, weight cached", recipe, model, x, g))
     print("\nhost time of a 128 x 128 layer with 128 rows, us, and times nn.Linear's")
     print(f"{'layer':38} {'forward':>14} {'forward + backward':>20}")
     rows: list[dict[str, Any]] = []

@@ -20,6 +20,7 @@ import argparse
 import json
 import re
 import sys
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -133,7 +134,7 @@ def casts_table(rows: list[Row]) -> list[str]:
         f"{met} of {len(barred)} bars met. Device copies of the run, one a size of input, in the "
         f"table's order: {ceilings(here)} TB/s."
     )
-    return [*table(head, body), note, ""]
+    return [*table(head, body), *textwrap.wrap(note, 100), ""]
 
 
 def layers_table(rows: list[Row]) -> list[str]:
@@ -161,18 +162,18 @@ def layers_table(rows: list[Row]) -> list[str]:
 
 
 def host_table(rows: list[Row]) -> list[str]:
-    """A recipe a line, with its weight quantized anew and with its codes kept."""
+    """A recipe a line, with its weight quantized in each step and with its codes cached."""
     at = {row["layer"]: row for row in rows}
-    names = [name for name in at if not name.endswith(", weight kept")]
+    names = [name for name in at if not name.endswith(", weight cached")]
     whats = list(rows[0]["us"])
 
     def cell(name: str, what: str) -> str:
         row = at.get(name)
         return f"{row['us'][what]:.1f} ({row['of nn.Linear'][what]:.1f}x)" if row else ""
 
-    head = ["layer", *whats, *(f"{what}, weight kept" for what in whats)]
+    head = ["layer", *whats, *(f"{what}, weight cached" for what in whats)]
     body = [
-        [name, *(cell(full, what) for full in (name, f"{name}, weight kept") for what in whats)]
+        [name, *(cell(full, what) for full in (name, f"{name}, weight cached") for what in whats)]
         for name in names
     ]
     title = "Host time of a 128 x 128 layer with 128 rows, µs (times nn.Linear's):"
