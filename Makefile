@@ -33,7 +33,7 @@ help:
 	@echo "make bench            the benchmark tables; on a GPU machine build/gpu_roofline.png too"
 	@echo "make lint | format    check | fix style, types, layers, pages, commits' messages"
 	@echo "make tidy             clang-tidy over the torch-free sources"
-	@echo "make docs             check the documentation's links"
+	@echo "make docs             check the pages: links, and lines of 100 columns"
 	@echo "make wheel            dist/minifloat-*.whl"
 	@echo "make setup | build    what the others need first;  make clean removes build/ and dist/"
 
@@ -111,6 +111,7 @@ lint: $(READY)
 	$(VENV)/bin/mypy
 	$(PY) tools/check_layers.py --self-test
 	$(PY) tools/check_layers.py
+	$(PY) tools/check_docs.py --self-test
 	$(PY) tools/check_docs.py
 	$(PY) tools/check_commits.py --self-test
 	$(PY) tools/check_commits.py
