@@ -1,0 +1,1 @@
+"""The Python tests, laid out as python/minifloat is."""
