@@ -1,4 +1,4 @@
-"""Runs the op fuzzer (tests/python/fuzz_ops.py) on the libraries of the preset asan-torch.
+"""Runs the op fuzzer (tests/support/fuzz_ops.py) on the libraries of the preset asan-torch.
 
 The package is laid out beside them: links to the Python sources, and the sanitized lib/. Python
 itself is not instrumented, so that the sanitizer's run-time is preloaded. Leaks are not looked for:
@@ -52,10 +52,10 @@ def main() -> int:
         "UBSAN_OPTIONS": "print_stacktrace=1",
         "PYTHONPATH": str(PACKAGE.parent),
     }
-    command = [sys.executable, str(ROOT / "tests" / "python" / "fuzz_ops.py"), "--megabytes", "0"]
+    command = [sys.executable, "-m", "tests.support.fuzz_ops", "--megabytes", "0"]
     for seed in range(options.seeds):
         numbers = ["--seed", str(seed), "--calls", str(options.calls)]
-        done = subprocess.run([*command, *numbers], env=environment)
+        done = subprocess.run([*command, *numbers], env=environment, cwd=ROOT)
         if done.returncode != 0:
             print(f"fuzz_asan: seed {seed} ended with {done.returncode}", file=sys.stderr)
             return 1

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-# What tests of several processes share with those of the CPU.
+# The tests of several processes that run on CPUs too.
 sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
 
 

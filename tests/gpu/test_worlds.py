@@ -18,20 +18,21 @@ import torch.distributed as dist
 from layer_cases import require_close
 from minifloat._native import ops
 from minifloat.train.metrics import read_records
-from parallel_layers import RESULTS, check_layers
-from parallel_models import EXACT, WIDTH, check_models
-from sharded_models import batch, built, sharded
 from sweep import require_same
 from test_faults import LOST, die
 from test_layers import tolerance
 from test_tensor_parallel_primary import check_primary_layers
 from test_tensor_parallel_reuse import check_reuse
 from test_train_world import train
-from tiny_text import write_text
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
-from whole_layers import BATCH, TOKENS, Case
-from worlds import KILLED, device_of, last_words, run_world
+
+from tests.support.parallel_layers import RESULTS, check_layers
+from tests.support.parallel_models import EXACT, WIDTH, check_models
+from tests.support.sharded_models import batch, built, sharded
+from tests.support.tiny_text import write_text
+from tests.support.whole_layers import BATCH, TOKENS, Case
+from tests.support.worlds import KILLED, device_of, last_words, run_world
 
 pytestmark = pytest.mark.gpu
 

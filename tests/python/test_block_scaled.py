@@ -8,11 +8,12 @@ with the library: tables of values, and the layout as a permutation of axes.
 
 import minifloat as mf
 import numpy as np
-import oracle
 import pytest
 import torch
 from minifloat._native import ops
 from torch.nn.functional import ScalingType, SwizzleType
+
+from tests.support import oracle
 
 # (a, b): along the contraction dimension both have blocks of one row, or b has square ones
 PRODUCTS = [

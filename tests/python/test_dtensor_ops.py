@@ -7,8 +7,9 @@ from minifloat._native import ops
 from minifloat.distributed.tensor_parallel import dtensor  # noqa: F401  registers the rules
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-from whole_layers import same_bytes, values
-from worlds import run_world
+
+from tests.support.whole_layers import same_bytes, values
+from tests.support.worlds import run_world
 
 
 def check_rules(rank):

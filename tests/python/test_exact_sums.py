@@ -3,10 +3,11 @@
 import minifloat as mf
 import pytest
 import torch
-from exact_sums import ExactSums, granule, integers
-from parallel_models import EXACT, WIDTH, built, train_step
 from test_tensor_parallel_models import Projections
-from whole_layers import BATCH, TOKENS, values
+
+from tests.support.exact_sums import ExactSums, granule, integers
+from tests.support.parallel_models import EXACT, WIDTH, built, train_step
+from tests.support.whole_layers import BATCH, TOKENS, values
 
 
 def step(model, weights=None):

@@ -9,11 +9,12 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_models import assert_equal, batch, built, sharded, train, whole
 from torch import nn
 from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
-from worlds import KILLED, last_words, run_world
+
+from tests.support.sharded_models import assert_equal, batch, built, sharded, train, whole
+from tests.support.worlds import KILLED, last_words, run_world
 
 TIMEOUT = 5  # of the process group, in seconds
 LOST = (

@@ -5,10 +5,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from sharded_models import assert_equal, batch, built, sharded, train, whole
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from worlds import run_world
+
+from tests.support.sharded_models import assert_equal, batch, built, sharded, train, whole
+from tests.support.worlds import run_world
 
 # ---- training equals one process -----------------------------------------------------------------
 

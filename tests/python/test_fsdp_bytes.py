@@ -9,7 +9,8 @@ import torch.distributed as dist
 from minifloat.distributed.fsdp.weight import WeightWithQuantizedGather
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from worlds import run_world
+
+from tests.support.worlds import run_world
 
 
 def written(row, col):

@@ -7,11 +7,12 @@ import torch.distributed as dist
 from minifloat.distributed.fsdp import all_gather as travel
 from minifloat.distributed.fsdp import weight as fsdp
 from minifloat.tensor.quantized_tensor import QuantizedTensor
-from sharded_models import Model, assert_equal, batch, built, sharded, train, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, fully_shard
-from worlds import run_world
+
+from tests.support.sharded_models import Model, assert_equal, batch, built, sharded, train, whole
+from tests.support.worlds import run_world
 
 RECIPES = ("nvfp4", "mxfp8", "fp8_tensorwise")
 

@@ -10,14 +10,15 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import fuzz_ops
 import minifloat as mf
 import pytest
 import torch
 
-HERE = Path(__file__).parent
+from tests.support import fuzz_ops
+
+ROOT = Path(__file__).parents[2]
 CALLS, PROCESSES, MOST_DEATHS = 10_000, 4, 5
-COMMAND = "PYTHONPATH=python python tests/python/fuzz_ops.py --seed {} --first {} --calls 1"
+COMMAND = "PYTHONPATH=python python -m tests.support.fuzz_ops --seed {} --first {} --calls 1"
 
 
 def registered_ops():
@@ -39,7 +40,7 @@ def test_every_op_and_public_function_has_a_valid_call():
     public = {f"mf.{name}" for name in mf.__all__}
     missing = (registered_ops() | native_methods() | public) - set(fuzz_ops.names())
     assert not missing, (
-        f"no valid call for {sorted(missing)}: write one in tests/python/fuzz_calls.py or "
+        f"no valid call for {sorted(missing)}: write one in tests/support/fuzz_calls.py or "
         "fuzz_weight_calls.py, with the decorator @call of that name"
     )
 
@@ -63,7 +64,7 @@ def test_the_valid_calls_are_valid(name):
 
 
 def run_calls(seed, first, calls, state):
-    command = [sys.executable, fuzz_ops.__file__, "--seed", seed, "--first", first]
+    command = [sys.executable, "-m", fuzz_ops.__name__, "--seed", seed, "--first", first]
     command += ["--calls", calls, "--state", state, "--most-faults", 10]
     environment = {"PYTHONPATH": str(Path(mf.__file__).parents[1]), "OMP_NUM_THREADS": "2"}
     return subprocess.run(
@@ -71,7 +72,7 @@ def run_calls(seed, first, calls, state):
         capture_output=True,
         text=True,
         errors="replace",
-        cwd=HERE,
+        cwd=ROOT,
         timeout=500,
         env=environment,
     )

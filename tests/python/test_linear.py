@@ -3,9 +3,10 @@
 import minifloat as mf
 import pytest
 import torch
-from exact_sums import require_same_sums
 from minifloat._native import ops
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.support.exact_sums import require_same_sums
 
 RECIPES = [
     *mf.presets(),

@@ -11,7 +11,8 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from minifloat._native import ops
-from worlds import run_world
+
+from tests.support.worlds import run_world
 
 FORMATS = [
     ("e4m3/tensor", "e4m3/tensor"),

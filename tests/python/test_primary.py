@@ -10,7 +10,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from worlds import run_world
+
+from tests.support.worlds import run_world
 
 HYBRIDS = [
     "fprop=mxfp8*mxfp8 dgrad=nvfp4+sr*nvfp4/16x16 wgrad=mxfp8*mxfp8",

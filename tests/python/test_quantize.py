@@ -5,12 +5,13 @@ import pickle
 
 import minifloat as mf
 import numpy as np
-import oracle
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from minifloat._native import ops
+
+from tests.support import oracle
 
 SPECS = [
     "e4m3/tensor",

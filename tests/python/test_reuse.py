@@ -8,8 +8,9 @@ import io
 import minifloat as mf
 import pytest
 import torch
-from reuse_counts import RECIPES, K, N, casts, require_same, without_reuse
 from torch import nn
+
+from tests.support.reuse_counts import RECIPES, K, N, casts, require_same, without_reuse
 
 
 def layer(recipe, dtype=torch.float32):

@@ -7,8 +7,9 @@ import minifloat as mf
 import numpy as np
 import pytest
 import torch
-from reuse_counts import K, N, casts, require_same, without_reuse
 from torch import nn
+
+from tests.support.reuse_counts import K, N, casts, require_same, without_reuse
 
 MODES = {"eval": False, "train": True}
 

@@ -3,8 +3,9 @@
 import minifloat as mf
 import pytest
 import torch
-from exact_sums import require_same_sums
 from minifloat._native import ops
+
+from tests.support.exact_sums import require_same_sums
 
 M, K, N = 45, 70, 37
 PRODUCTS = [

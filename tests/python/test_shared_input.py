@@ -10,9 +10,10 @@ import pytest
 import torch
 from minifloat.train.config import ModelConfig
 from minifloat.train.model import Attention, FeedForward, build_model, rotary_table
-from reuse_counts import RECIPES, casts, require_same, without_reuse
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+
+from tests.support.reuse_counts import RECIPES, casts, require_same, without_reuse
 
 CONFIG = ModelConfig(dim=64, layers=1, heads=4, kv_heads=2, ffn=96, vocab=64)
 TABLE = rotary_table(16, 16)

@@ -10,7 +10,8 @@ import torch
 import torch.multiprocessing as mp
 from minifloat.nn.delayed_scaling import in_force
 from torch import nn
-from worlds import THREADS
+
+from tests.support.worlds import THREADS
 
 FLT_MAX = torch.finfo(torch.float32).max
 

@@ -3,11 +3,18 @@
 import pytest
 import torch
 import torch.distributed as dist
-from parallel_layers import Recorded, assert_close, check_layers, check_operands, run_layer
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
-from whole_layers import Case
-from worlds import run_world
+
+from tests.support.parallel_layers import (
+    Recorded,
+    assert_close,
+    check_layers,
+    check_operands,
+    run_layer,
+)
+from tests.support.whole_layers import Case
+from tests.support.worlds import run_world
 
 RECIPES = [
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_blockwise", "mxfp8",

@@ -4,16 +4,26 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from exact_sums import integers
 from minifloat.dtensor import QuantizedColwiseParallel
-from parallel_models import EXACT, INNER, PLANS, WIDTH, Block, built, check_models, train_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from whole_layers import BATCH, TOKENS, values
-from worlds import run_world
+
+from tests.support.exact_sums import integers
+from tests.support.parallel_models import (
+    EXACT,
+    INNER,
+    PLANS,
+    WIDTH,
+    Block,
+    built,
+    check_models,
+    train_step,
+)
+from tests.support.whole_layers import BATCH, TOKENS, values
+from tests.support.worlds import run_world
 
 
 @pytest.mark.parametrize(("world", "ranks"), [(2, 2), (4, 4), (4, 2)])

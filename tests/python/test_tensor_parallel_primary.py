@@ -5,17 +5,18 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from exact_sums import integers
 from minifloat.distributed.tensor_parallel.operands import PLACES
-from parallel_layers import Recorded, assert_close, check_operands, run_layer
-from parallel_models import PLANS, WIDTH, Block, built, train_step
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
-from whole_layers import BATCH, TOKENS, Case, same_bytes
-from worlds import device_of, run_world
+
+from tests.support.exact_sums import integers
+from tests.support.parallel_layers import Recorded, assert_close, check_operands, run_layer
+from tests.support.parallel_models import PLANS, WIDTH, Block, built, train_step
+from tests.support.whole_layers import BATCH, TOKENS, Case, same_bytes
+from tests.support.worlds import device_of, run_world
 
 RECIPES = [
     "fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "mxfp4", "nvfp4",

@@ -6,15 +6,16 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 from minifloat.dtensor import QuantizedColwiseParallel
-from reuse_counts import Casts
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.utils.checkpoint import checkpoint
-from whole_layers import values
-from worlds import device_of, run_world
+
+from tests.support.reuse_counts import Casts
+from tests.support.whole_layers import values
+from tests.support.worlds import device_of, run_world
 
 RECIPES = [
     "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "mxfp8", "mxfp4", "nvfp4", "mxfp8_nvfp4",

@@ -13,8 +13,9 @@ from minifloat.train.fields import TrainError
 from minifloat.train.model import Llama
 from minifloat.train.recipes import parse_recipes
 from minifloat.train.world import joined
-from tiny_job import options, run
-from tiny_text import write_text
+
+from tests.support.tiny_job import options, run
+from tests.support.tiny_text import write_text
 
 LAST_SEED = 2**63 - 1
 

@@ -9,8 +9,9 @@ import pytest
 import torch
 from minifloat.train import checkpoint, manifest, saved
 from minifloat.train.fields import TrainError
-from tiny_job import EVERY, STEPS, digest, options, run, run_and_kill
-from tiny_text import write_text
+
+from tests.support.tiny_job import EVERY, STEPS, digest, options, run, run_and_kill
+from tests.support.tiny_text import write_text
 
 BEFORE, NEWEST = "step_00000008", "step_00000012"
 FILES = [".metadata", "__0_0.distcp", "state.json", manifest.NAME]

@@ -16,8 +16,9 @@ import torch
 from minifloat import cli
 from minifloat.train import checkpoint, loop
 from minifloat.train.metrics import Metrics, read_records, without_timings
-from tiny_text import write_text
-from worlds import KILLED, THREADS, last_words
+
+from tests.support.tiny_text import write_text
+from tests.support.worlds import KILLED, THREADS, last_words
 
 STEPS, EVERY = 10, 4  # a checkpoint at steps 4 and 8
 

@@ -16,8 +16,9 @@ from pathlib import Path
 import pytest
 from minifloat.train import checkpoint, job
 from minifloat.train.metrics import read_records
-from tiny_job import STEPS, Killed, digest, options, run, run_and_kill
-from tiny_text import write_text
+
+from tests.support.tiny_job import STEPS, Killed, digest, options, run, run_and_kill
+from tests.support.tiny_text import write_text
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 

@@ -17,7 +17,8 @@ from minifloat.train.report import (
     markdown_table,
     table_rows,
 )
-from tiny_text import write_text
+
+from tests.support.tiny_text import write_text
 
 BF16, NOISE = RunSpec("bf16", "bf16", 1), RunSpec("bf16 (seed 2)", "bf16", 2)
 NVFP4 = RunSpec("nvfp4", "*: nvfp4", 1)

@@ -13,8 +13,9 @@ from minifloat.train.batches import Batches
 from minifloat.train.config import TrainError
 from minifloat.train.metrics import read_records, without_timings
 from minifloat.train.world import World, joined
-from tiny_text import write_text
-from worlds import THREADS
+
+from tests.support.tiny_text import write_text
+from tests.support.worlds import THREADS
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
-from worlds import run_world
+
+from tests.support.worlds import run_world
 
 RANKS, STEPS, BATCH, SIZES = 4, 100, 8, (48, 70, 33, 16)
 HYBRID = "fprop=mxfp8*mxfp8 dgrad=nvfp4+sr*nvfp4/16x16 wgrad=mxfp8*mxfp8"

@@ -9,7 +9,8 @@ import pytest
 from minifloat import cli
 from minifloat.train import checkpoint
 from minifloat.train.metrics import read_records, without_timings
-from worlds import THREADS
+
+from tests.support.worlds import THREADS
 
 STEPS = 24
 EVERY = 4  # steps between checkpoints

@@ -7,7 +7,6 @@ test_exact_sums.py checks that for each recipe of EXACT.
 import minifloat as mf
 import torch
 import torch.distributed as dist
-from exact_sums import integers
 from minifloat.dtensor import QuantizedColwiseParallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -19,8 +18,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
-from whole_layers import BATCH, TOKENS
-from worlds import device_of
+
+from tests.support.exact_sums import integers
+from tests.support.whole_layers import BATCH, TOKENS
+from tests.support.worlds import device_of
 
 WIDTH, INNER = 128, 256
 EXACT = [

@@ -1,6 +1,6 @@
 """Calls every op and public function with seeded hostile arguments, in a process of its own.
 
-    PYTHONPATH=python python tests/python/fuzz_ops.py --seed 1 --first 137 --calls 1
+    PYTHONPATH=python python -m tests.support.fuzz_ops --seed 1 --first 137 --calls 1
 
 repeats call 137 of seed 1 and prints its arguments. A call must return or raise an error that says
 what was wrong. It may write to its outputs alone, and to nothing where it raises.
@@ -20,13 +20,14 @@ from pathlib import Path
 from random import Random
 from typing import Any
 
-import fuzz_weight_calls  # noqa: F401  registers its calls
 import minifloat as mf
 import torch
-from fuzz_calls import CALLS, Call
-from fuzz_values import Arena, any_value, is_dense, is_inside_memory, mutate
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
+
+from tests.support import fuzz_weight_calls  # noqa: F401  registers its calls
+from tests.support.fuzz_calls import CALLS, Call
+from tests.support.fuzz_values import Arena, any_value, is_dense, is_inside_memory, mutate
 
 SECONDS = 20  # for one call
 MEMORY = 2 << 30  # bytes above what the imports take

@@ -10,7 +10,6 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from exact_sums import require_same_sums
 from minifloat.distributed.tensor_parallel import linear as tensor_parallel
 from minifloat.distributed.tensor_parallel.operands import PLACES
 from minifloat.spec import Spec
@@ -18,8 +17,10 @@ from minifloat.tensor.quantized import raw_scale
 from minifloat.tensor.slicing import cut
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
-from whole_layers import Case, same_bytes
-from worlds import device_of
+
+from tests.support.exact_sums import require_same_sums
+from tests.support.whole_layers import Case, same_bytes
+from tests.support.worlds import device_of
 
 RESULTS = ("y", "dx", "dW", "db")
 

@@ -7,11 +7,21 @@ from typing import Any
 
 import minifloat as mf
 import torch
-from fuzz_calls import SPECS, WEIGHT_SPECS, Call, call, op_call, ops, quantized, weight
-from fuzz_values import Arena, values
 from minifloat.spec import Spec
 from minifloat.tensor.quantized_tensor import _rebuild_tensor
 from torch import nn
+
+from tests.support.fuzz_calls import (
+    SPECS,
+    WEIGHT_SPECS,
+    Call,
+    call,
+    op_call,
+    ops,
+    quantized,
+    weight,
+)
+from tests.support.fuzz_values import Arena, values
 
 # ---- sharded masters -----------------------------------------------------------------------------
 

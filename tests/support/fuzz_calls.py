@@ -14,8 +14,9 @@ from typing import Any
 
 import minifloat as mf
 import torch
-from fuzz_values import SPECS, Arena, values
 from torch import Tensor
+
+from tests.support.fuzz_values import SPECS, Arena, values
 
 ops = torch.ops.minifloat
 FLOATS = (torch.float32, torch.bfloat16)

@@ -1,0 +1,1 @@
+"""Oracles, worlds of several processes, exact sums, the op fuzzer and tiny models."""
