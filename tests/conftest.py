@@ -1,7 +1,16 @@
-"""Fixtures that several files of tests use."""
+"""The option of tests/gpu, and fixtures that several folders of tests use."""
 
 import pytest
 import torch
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption(
+        "--device",
+        default="cuda",
+        choices=("cuda", "cpu"),
+        help="what tests/gpu compares with the CPU (cpu: itself, which tests the tests)",
+    )
 
 
 @pytest.fixture

@@ -8,27 +8,12 @@ Without a CUDA device they are skipped, and the skip says so.
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
 import torch
 
-# The tests of several processes that run on CPUs too.
-sys.path.insert(0, str(Path(__file__).parents[1] / "python"))
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--device",
-        default="cuda",
-        choices=("cuda", "cpu"),
-        help="what tests/gpu compares with the CPU (cpu: itself, which tests the tests)",
-    )
-
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--device", "cuda") != "cuda" or torch.cuda.is_available():
+    if config.getoption("--device") != "cuda" or torch.cuda.is_available():
         return
     no_device = pytest.mark.skip(reason="gpu: torch sees no CUDA device")
     for item in items:
@@ -39,7 +24,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
     """The device under test."""
-    name = request.config.getoption("--device", "cuda")
+    name = request.config.getoption("--device")
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 

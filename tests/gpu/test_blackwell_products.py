@@ -6,9 +6,10 @@ from __future__ import annotations
 import minifloat as mf
 import pytest
 import torch
-from layer_cases import require_close
 from minifloat._native import ops
-from sweep import require_same
+
+from tests.gpu.layer_cases import require_close
+from tests.gpu.sweep import require_same
 
 pytestmark = pytest.mark.gpu
 

@@ -10,7 +10,8 @@ import itertools
 import pytest
 import torch
 from minifloat._native import ops
-from sweep import (
+
+from tests.gpu.sweep import (
     BASES,
     DTYPES,
     EMPTY,

@@ -7,10 +7,11 @@ from typing import Any
 import minifloat as mf
 import pytest
 import torch
-from layer_cases import require_close
 from minifloat._native import ops
-from sweep import require_same, rng_tensor, values
 from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.gpu.layer_cases import require_close
+from tests.gpu.sweep import require_same, rng_tensor, values
 
 pytestmark = pytest.mark.gpu
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 from minifloat._native import ops
-from sweep import require_same
+
+from tests.gpu.sweep import require_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

@@ -12,10 +12,11 @@ from typing import Any
 import minifloat as mf
 import pytest
 import torch
-from layer_cases import build, history, layer_data, require_close
 from minifloat._native import ops
-from sweep import require_same
 from torch import Tensor, nn
+
+from tests.gpu.layer_cases import build, history, layer_data, require_close
+from tests.gpu.sweep import require_same
 
 pytestmark = pytest.mark.gpu
 

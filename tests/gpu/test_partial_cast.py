@@ -9,8 +9,9 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
-from sweep import require_same, values
 from torch import Tensor
+
+from tests.gpu.sweep import require_same, values
 
 pytestmark = pytest.mark.gpu
 

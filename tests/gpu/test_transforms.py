@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 from minifloat._native import ops
-from sweep import (
+
+from tests.gpu.sweep import (
     DTYPES,
     EMPTY,
     LARGE,

@@ -11,8 +11,9 @@ from typing import Any
 import minifloat as mf
 import pytest
 import torch
-from layer_cases import require_close
 from torch import Tensor, nn
+
+from tests.gpu.layer_cases import require_close
 
 pytestmark = pytest.mark.gpu
 

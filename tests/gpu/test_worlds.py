@@ -15,24 +15,24 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from layer_cases import require_close
 from minifloat._native import ops
 from minifloat.train.metrics import read_records
-from sweep import require_same
-from test_faults import LOST, die
-from test_layers import tolerance
-from test_tensor_parallel_primary import check_primary_layers
-from test_tensor_parallel_reuse import check_reuse
-from test_train_world import train
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 
+from tests.distributed.tensor_parallel.test_tensor_parallel_primary import check_primary_layers
+from tests.distributed.tensor_parallel.test_tensor_parallel_reuse import check_reuse
+from tests.distributed.test_faults import LOST, die
+from tests.gpu.layer_cases import require_close
+from tests.gpu.sweep import require_same
+from tests.gpu.test_layers import tolerance
 from tests.support.parallel_layers import RESULTS, check_layers
 from tests.support.parallel_models import EXACT, WIDTH, check_models
 from tests.support.sharded_models import batch, built, sharded
 from tests.support.tiny_text import write_text
 from tests.support.whole_layers import BATCH, TOKENS, Case
 from tests.support.worlds import KILLED, device_of, last_words, run_world
+from tests.train.test_train_world import train
 
 pytestmark = pytest.mark.gpu
 

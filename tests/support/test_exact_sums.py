@@ -3,8 +3,8 @@
 import minifloat as mf
 import pytest
 import torch
-from test_tensor_parallel_models import Projections
 
+from tests.distributed.tensor_parallel.test_tensor_parallel_models import Projections
 from tests.support.exact_sums import ExactSums, granule, integers
 from tests.support.parallel_models import EXACT, WIDTH, built, train_step
 from tests.support.whole_layers import BATCH, TOKENS, values

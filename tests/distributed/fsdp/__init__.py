@@ -1,0 +1,1 @@
+"""Tests of weights that FSDP2 gathers as codes."""

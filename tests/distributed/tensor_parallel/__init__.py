@@ -1,0 +1,1 @@
+"""Tests of layers that torch's parallel styles shard."""

@@ -1,0 +1,1 @@
+"""Tests of codes cast from the shards of master weights."""

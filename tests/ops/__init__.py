@@ -1,0 +1,1 @@
+"""Tests of the operators themselves: what they refuse, and which engine multiplies."""

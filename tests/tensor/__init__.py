@@ -1,0 +1,1 @@
+"""Tests of quantized operands: casts, products, and the tensor subclass that holds codes."""
