@@ -14,20 +14,11 @@ from minifloat.train.model import Llama
 from minifloat.train.recipes import parse_recipes
 from minifloat.train.world import joined
 
-from tests.support.tiny_job import options, run
-from tests.support.tiny_text import write_text
+from tests.support.tiny_job import run
 
 LAST_SEED = 2**63 - 1
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("train")
-    (folder / "text").mkdir()
-    write_text(folder / "text")
-    return options(folder / "text", folder / "cache")
 
 
 # ---- what is refused -----------------------------------------------------------------------------

@@ -10,8 +10,7 @@ import torch
 from minifloat.train import checkpoint, manifest, saved
 from minifloat.train.fields import TrainError
 
-from tests.support.tiny_job import EVERY, STEPS, digest, options, run, run_and_kill
-from tests.support.tiny_text import write_text
+from tests.support.tiny_job import EVERY, STEPS, digest, run, run_and_kill
 
 BEFORE, NEWEST = "step_00000008", "step_00000012"
 FILES = [".metadata", "__0_0.distcp", "state.json", manifest.NAME]
@@ -24,14 +23,6 @@ def _leave_torch_as_it_was():
     yield
     torch.use_deterministic_algorithms(False)
     torch.set_num_threads(threads)
-
-
-@pytest.fixture(scope="module")
-def tiny(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("train")
-    (folder / "text").mkdir()
-    write_text(folder / "text")
-    return options(folder / "text", folder / "cache")
 
 
 @pytest.fixture(scope="module")

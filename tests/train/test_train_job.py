@@ -17,24 +17,9 @@ import pytest
 from minifloat.train import checkpoint, job
 from minifloat.train.metrics import read_records
 
-from tests.support.tiny_job import STEPS, Killed, digest, options, run, run_and_kill
-from tests.support.tiny_text import write_text
+from tests.support.tiny_job import STEPS, Killed, digest, run, run_and_kill
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory):
-    """A folder of text that a tiny model can learn something of, and its token cache."""
-    folder = tmp_path_factory.mktemp("train")
-    write_text(folder)
-    return folder
-
-
-@pytest.fixture
-def tiny(text, tmp_path_factory):
-    """Options of a job that takes a second; recipes and out are added."""
-    return options(text, text.parent / "train_cache")
 
 
 @pytest.fixture
@@ -249,10 +234,10 @@ def test_resuming_another_job_is_refused(tiny, tmp_path, reference, capsys, chan
     assert digest(tmp_path / "reference") == before
 
 
-def test_resuming_with_other_text_is_refused(tiny, text, tmp_path, reference, capsys):
+def test_resuming_with_other_text_is_refused(tiny, text_folder, tmp_path, reference, capsys):
     other = tmp_path / "other"
     other.mkdir()
-    for file in text.glob("*.txt"):
+    for file in text_folder.glob("*.txt"):
         (other / file.name).write_text(file.read_text().replace("alpha", "omega"))
     assert run(tiny, tmp_path / "reference", "--resume", "--data", str(other)) == 1
     assert "the text has changed" in capsys.readouterr().err

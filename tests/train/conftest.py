@@ -1,0 +1,21 @@
+"""Fixtures of tests that run a tiny job of `minifloat train`."""
+
+import pytest
+
+from tests.support.tiny_job import options
+from tests.support.tiny_text import write_text
+
+
+@pytest.fixture(scope="module")
+def text_folder(tmp_path_factory):
+    """A folder of text that a tiny model can learn something of."""
+    folder = tmp_path_factory.mktemp("train") / "text"
+    folder.mkdir()
+    write_text(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def tiny(text_folder):
+    """Options of a job that takes a second; recipes and out are added."""
+    return options(text_folder, text_folder.parent / "cache")
