@@ -16,7 +16,8 @@ import minifloat as mf
 import torch
 from torch import Tensor
 
-from tests.support.fuzz_values import SPECS, Arena, values
+from tests.support.fuzz_values import Arena, values
+from tests.support.specs import SPECS
 
 ops = torch.ops.minifloat
 FLOATS = (torch.float32, torch.bfloat16)

@@ -16,6 +16,8 @@ import minifloat as mf
 import torch
 from torch import Tensor
 
+from tests.support.specs import SPECS
+
 CANARY, GUARD = 0xA5, 64  # the guard in bytes: a multiple of every element
 MOST = 1 << 14  # elements of a tensor that holds memory of its own
 
@@ -36,22 +38,6 @@ DTYPES = [
     torch.float8_e5m2,
     torch.float8_e8m0fnu,
     torch.float4_e2m1fn_x2,
-]
-SPECS = [
-    "e4m3/tensor",
-    "e5m2/tensor",
-    "e4m3/tensor+delayed",
-    "e4m3/row",
-    "e4m3/row+exact",
-    "e4m3/1x128",
-    "e4m3/128x128",
-    "mxfp8",
-    "mxfp8/e5m2",
-    "mxfp8/32x32",
-    "mxfp4",
-    "nvfp4",
-    "nvfp4/16x16",
-    "nvfp4+pow2",
 ]
 TEXTS = [
     "",

@@ -11,17 +11,9 @@ from minifloat.spec import Spec
 from minifloat.tensor.quantized_tensor import _rebuild_tensor
 from torch import nn
 
-from tests.support.fuzz_calls import (
-    SPECS,
-    WEIGHT_SPECS,
-    Call,
-    call,
-    op_call,
-    ops,
-    quantized,
-    weight,
-)
+from tests.support.fuzz_calls import WEIGHT_SPECS, Call, call, op_call, ops, quantized, weight
 from tests.support.fuzz_values import Arena, values
+from tests.support.specs import SPECS
 
 # ---- sharded masters -----------------------------------------------------------------------------
 
