@@ -18,6 +18,7 @@ import _gpu_timing as timing
 import minifloat as mf
 import torch
 from minifloat._native import ops
+from minifloat.spec import Spec
 from torch import Tensor
 
 DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
@@ -25,12 +26,10 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 def family(spec: str) -> str:
     """tensor, row, 1x128, 128x128 of an FP8 spec; else ''."""
-    base = spec.split("+")[0]
-    return base.split("/")[1] if base.startswith(("e4m3/", "e5m2/")) else ""
-
-
-def is_fp4_of_powers_of_two(spec: str) -> bool:
-    return spec.startswith("mxfp4") or (spec.startswith("nvfp4") and "+pow2" in spec)
+    parsed = Spec.parse(spec)
+    if parsed.rule == "block":
+        return "x".join(map(str, parsed.block))
+    return parsed.rule if parsed.rule in ("tensor", "row") else ""
 
 
 def value_bytes(product: mf.Product) -> int:
@@ -38,7 +37,7 @@ def value_bytes(product: mf.Product) -> int:
     specs = (product.a, product.b)
     if all(spec == "bf16" for spec in specs) or all(family(spec) for spec in specs):
         return 0
-    return 1 if all(is_fp4_of_powers_of_two(spec) for spec in specs) else 2
+    return 1 if all(Spec.parse(spec).is_fp4_by_powers_of_two for spec in specs) else 2
 
 
 # ---- Bytes ---------------------------------------------------------------------------------------
@@ -46,17 +45,17 @@ def value_bytes(product: mf.Product) -> int:
 
 def code_bytes(spec: str, rows: int, cols: int) -> int:
     """Codes and scales of an operand read (rows, cols)."""
-    code_cols, _, scale_rows, scale_cols = ops.spec_sizes(spec, rows, cols)
-    each = 4 if ops.scale_dtype(spec) == "float32" else 1
+    code_cols, _, scale_rows, scale_cols = Spec.parse(spec).sizes(rows, cols)
+    each = Spec.parse(spec).scale_dtype.itemsize
     return rows * code_cols + each * scale_rows * max(scale_cols, 1)
 
 
 def amax_first(spec: str, columnwise: bool) -> bool:
     """Whether the values must be read before they are cast: a tensor's amax, or a column's."""
-    if spec == "bf16" or "+delayed" in spec:
+    parsed = Spec.parse(spec)
+    if parsed.is_bf16 or parsed.is_delayed:
         return False
-    of_tensor = family(spec) == "tensor" or spec.startswith("nvfp4")
-    return of_tensor or (columnwise and family(spec) == "row")
+    return parsed.amax_of == "tensor" or (columnwise and parsed.amax_of == "row")
 
 
 def cast_bytes(
@@ -116,7 +115,7 @@ def bare_product(
 ) -> Callable[[], object]:
     """(m, k) · (n, k)ᵀ by the engine itself, operands ready."""
     a_spec, b_spec = product.a, product.b
-    if all(is_fp4_of_powers_of_two(s) for s in (a_spec, b_spec)):
+    if all(Spec.parse(s).is_fp4_by_powers_of_two for s in (a_spec, b_spec)):
         a_spec = b_spec = "e4m3/row"
     if not (family(a_spec) and family(b_spec)) or device.type != "cuda":
         a = torch.randn(m, k, device=device, dtype=torch.bfloat16)

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import minifloat as mf
 import torch
+from minifloat.spec import Spec
 
 ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "build" / "bench" / "benchmarks" / "quantize_bench"
@@ -80,10 +81,10 @@ def print_casts(rows: list[dict[str, float | str]]) -> bool:
             continue
         fraction = float(row["GB/s"]) / ceiling
         row["of memcpy"] = fraction
-        given = "given" in str(row["what"]) or "tensor" not in str(row["spec"])
-        nvfp4_without = str(row["spec"]).startswith("nvfp4") and "given" not in str(row["what"])
+        has_no_amax = Spec.parse(str(row["spec"])).amax_of != "tensor"
+        given = "given" in str(row["what"]) or has_no_amax
         is_cast = str(row["what"]).startswith("quantize") and row["direction"] == "row"
-        bar = BARS.get(str(row["spec"])) if is_cast and given and not nvfp4_without else None
+        bar = BARS.get(str(row["spec"])) if is_cast and given else None
         met = met and (bar is None or fraction >= bar)
         print(
             f"{row['what']:22} {row['spec']:15} {row['direction']:5} {row['ms']:8.1f} "

@@ -18,6 +18,7 @@ from typing import Any
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from minifloat._native import ops
+from minifloat.spec import Spec
 from torch import Tensor
 
 SHAPES = [(16384, 8192), (4096, 14336), (8192, 1024)]
@@ -50,7 +51,7 @@ class Row:
 
 
 def needs_tensor_amax(spec: str) -> bool:
-    return "/tensor" in spec or spec.startswith("nvfp4")
+    return Spec.parse(spec).amax_of == "tensor"
 
 
 def cast(

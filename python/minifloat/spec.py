@@ -42,18 +42,27 @@ class Sizes(NamedTuple):
 
 @dataclass(frozen=True)
 class Spec:
-    """The answers of the native library about one operand spec."""
+    """The answers of the native library about one operand spec.
+
+    Code that torch.compile traces may read the fields, and parse; the methods run outside graphs.
+    """
 
     text: str  # canonical
     elements: str  # "bf16", "e4m3", "e5m2" or "e2m1"
     rule: str  # of scales: "none", "tensor", "row", "block", "mx" or "nvfp4"
-    code_bits: int  # of an element: 4 or 8; 16 under bf16
     scale_dtype: torch.dtype  # as a reader sees scales; the operators hand bytes over as uint8
     amax_of: str  # what an amax is of: the "tensor", a "row" as read; "": nothing but blocks
+    code_bits: int  # of an element: 4 or 8; 16 under bf16
+    bits: float  # of an element, block scales included
     block: tuple[int, int]  # rows and columns as read that share a block scale; (0, 0): no blocks
+    unit: tuple[int, int]  # rows and columns that share a block scale, a transform or a byte
     transform: int  # points of the Hadamard transform; 0: none
+    is_bf16: bool  # the operand stays in high precision
+    has_blocks: bool
     is_stochastic: bool
     is_delayed: bool
+    is_fp4_by_powers_of_two: bool  # E4M3 has the values of its codes times their block scales
+    transposes_exactly: bool  # the codes of one direction, transposed, are those of the other
 
     @staticmethod
     @constant_in_graphs
@@ -65,36 +74,6 @@ class Spec:
             ValueError: it is no spec; the message has the position and what would be legal.
         """
         return _parse(require_text("spec", text))
-
-    @property
-    def is_bf16(self) -> bool:
-        """Whether the operand stays in high precision."""
-        return self.elements == "bf16"
-
-    @property
-    def has_blocks(self) -> bool:
-        return self.block != (0, 0)
-
-    @property
-    def transposes_exactly(self) -> bool:
-        """Whether the codes of one direction, transposed, are those of the other."""
-        height, width = self.block
-        return height == width and self.amax_of != "row" and self.transform == 0
-
-    @property
-    def bits(self) -> float:
-        """Bits an element, block scales included."""
-        height, width = self.block
-        scale_bits = 8 * self.scale_dtype.itemsize
-        return self.code_bits + (scale_bits / (height * width) if self.has_blocks else 0)
-
-    def unit(self, dim: int) -> int:
-        """Returns how many elements along rows (0) or columns (1) as read stay together.
-
-        They share a block scale, a transform or a byte of codes.
-        """
-        block = max(self.block[dim], 1)
-        return block if dim == 0 else max(block, self.transform, 8 // self.code_bits)
 
     def sizes(self, rows: int, cols: int) -> Sizes:
         """Returns the sizes of an operand read as (rows, cols)."""
@@ -113,37 +92,38 @@ class Spec:
         return (0,) if self.has_blocks and self.amax_of == "" else ()
 
 
-def product_parts(canonical: str) -> tuple[str, str, bool]:
-    """Returns a product's operand specs, and whether it accumulates fast."""
-    operands, _, fast = canonical.partition(",")
-    a, _, b = operands.partition("*")
-    return a, b, bool(fast)
+@lru_cache(maxsize=1024)
+def product_parts(text: str) -> tuple[str, str, bool]:
+    """Returns a product's canonical operand specs, and whether it accumulates fast."""
+    return ops.product_info(text)
 
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Spec:
-    canonical = ops.parse_spec(text)
-    flags = canonical.split("+")[1:]
-    code_cols, _, rows, cols = ops.spec_sizes(canonical, 4096, 4096)
-    try:
-        amax_of = ("tensor", "row")[ops.amax(torch.zeros(1, 1), canonical).dim()]
-    except ValueError:
-        amax_of = ""
-    transform = ops.spec_sizes(canonical, 1, 1)[1]
-    head = canonical.split("+")[0]
-    rule = next((r for r in ("mx", "nvfp4") if head.startswith(r)), "block" if cols else amax_of)
-    elements = "e2m1" if "fp4" in head else "e5m2" if "e5m2" in head else "e4m3"
+    canonical, elements, rule, scale, amax_of, code_bits, *sizes, is_sr, is_delayed, is_pow2 = (
+        ops.spec_info(text)
+    )
+    height, width, transform = sizes
+    scale_dtype = getattr(torch, scale)
+    has_blocks = height > 0
+    scale_bits = 8 * scale_dtype.itemsize / (height * width) if has_blocks else 0
     return Spec(
-        canonical,
-        "bf16" if canonical == "bf16" else elements,
-        rule or "none",
-        16 if canonical == "bf16" else 8 * code_cols // 4096,
-        getattr(torch, ops.scale_dtype(canonical)),
-        amax_of,
-        (4096 // rows, 4096 // cols) if cols else (0, 0),
-        transform if transform > 1 else 0,
-        "sr" in flags,
-        "delayed" in flags,
+        text=canonical,
+        elements=elements,
+        rule=rule,
+        scale_dtype=scale_dtype,
+        amax_of=amax_of,
+        code_bits=code_bits,
+        bits=code_bits + scale_bits,
+        block=(height, width),
+        unit=(max(height, 1), max(width, transform, 8 // code_bits, 1)),
+        transform=transform,
+        is_bf16=elements == "bf16",
+        has_blocks=has_blocks,
+        is_stochastic=is_sr,
+        is_delayed=is_delayed,
+        is_fp4_by_powers_of_two=is_pow2,
+        transposes_exactly=height == width and amax_of != "row" and transform == 0,
     )
 
 

@@ -90,6 +90,11 @@ def leaves(value: Any) -> list[Tensor]:
     return found
 
 
+def distinct(tensors: list[Tensor]) -> list[Tensor]:
+    """Each tensor once: a hostile list repeats a few many times."""
+    return list({id(t): t for t in tensors}.values())
+
+
 def fault_of_error(one: Call, error: BaseException) -> str | None:
     if one.is_of_models and isinstance(error, Exception):
         return None
@@ -116,9 +121,9 @@ def fault_of_result(result: Any, given: list[Tensor]) -> str | None:
 
 def fault_of_call(one: Call, arena: Arena) -> str | None:
     """What the call did wrong; None: nothing."""
-    given = leaves(list(one.args.values()))
+    given = distinct(leaves(list(one.args.values())))
     arena.remember()
-    written = leaves([value for key, value in one.args.items() if key in one.writes])
+    written = distinct(leaves([value for key, value in one.args.items() if key in one.writes]))
     try:
         result = one.run(**one.args)
         fault = fault_of_result(result, [] if one.is_of_models else given)

@@ -228,6 +228,8 @@ def _shifted(rng: Random, arena: Arena, t: Tensor) -> Tensor:
 
 
 def _freed(rng: Random, arena: Arena, t: Tensor) -> Tensor:
+    if not is_inside_memory(t):  # an earlier change has freed it
+        return t
     own = t.detach().clone()
     storage = own.untyped_storage()
     storage.resize_(rng.choice((0, storage.nbytes() // 2)))

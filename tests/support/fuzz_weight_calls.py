@@ -228,8 +228,16 @@ MAPS = ["*: nvfp4; *.out?: bf16", "mxfp8", "a*b*c: mxfp4"]
 
 @call("parse_spec")
 @call("scale_dtype")
+@call("spec_info")
 def _parse_spec(rng: Random, arena: Arena) -> Call:
-    return op_call(rng.choice(("parse_spec", "scale_dtype")), spec=rng.choice(SPECS))
+    name = rng.choice(("parse_spec", "scale_dtype", "spec_info"))
+    return op_call(name, spec=rng.choice(SPECS))
+
+
+@call("product_info")
+def _product_info(rng: Random, arena: Arena) -> Call:
+    product = f"{rng.choice(SPECS)}*{rng.choice(SPECS)}"
+    return op_call("product_info", product=rng.choice((product, "e4m3/row*e4m3/row,fast")))
 
 
 @call("parse_recipe")

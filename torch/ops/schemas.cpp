@@ -81,6 +81,12 @@ TORCH_LIBRARY(minifloat, m) {
 
   // Text: the one parser, for every language.
   m.def("parse_spec(str spec) -> str");
+  // block_rows, block_cols and transform are 0 where there is none; amax_of: "tensor", "row" or "".
+  m.def(
+      "spec_info(str spec) -> (str text, str elements, str rule, str scale_dtype, str amax_of, "
+      "int code_bits, int block_rows, int block_cols, int transform, bool stochastic, bool "
+      "delayed, bool fp4_by_powers_of_two)");
+  m.def("product_info(str product) -> (str a, str b, bool fast)");
   m.def("parse_recipe(str recipe) -> str[]");
   m.def("parse_recipe_map(str map) -> str[]");
   m.def("match_recipe(str map, str module) -> str");

@@ -1,6 +1,9 @@
 // The text ops: grammar, sizes and names, so that no other language parses or counts for itself.
 #include <torch/library.h>
 
+#include <string>
+#include <tuple>
+
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
 #include "products/engines.h"
@@ -9,6 +12,66 @@ namespace minifloat {
 namespace {
 
 std::string parse_spec_text(const std::string& text) { return bridge::parse_spec(text).str(); }
+
+const char* name_of(Elements elements) {
+  switch (elements) {
+    case Elements::kBf16: return "bf16";
+    case Elements::kE4m3: return "e4m3";
+    case Elements::kE5m2: return "e5m2";
+    case Elements::kE2m1: break;
+  }
+  return "e2m1";
+}
+
+const char* name_of(ScaleRule rule) {
+  switch (rule) {
+    case ScaleRule::kNone: return "none";
+    case ScaleRule::kTensor: return "tensor";
+    case ScaleRule::kRow: return "row";
+    case ScaleRule::kBlock: return "block";
+    case ScaleRule::kMx: return "mx";
+    case ScaleRule::kNvfp4: break;
+  }
+  return "nvfp4";
+}
+
+// The name of the dtype that a scale has for a reader; the ops hand one-byte scales over as uint8.
+const char* name_of(ScaleType type) {
+  switch (type) {
+    case ScaleType::kE8m0: return "float8_e8m0fnu";
+    case ScaleType::kE4m3: return "float8_e4m3fn";
+    case ScaleType::kNone:
+    case ScaleType::kFloat32: break;
+  }
+  return "float32";
+}
+
+// The answers in the order of the schema.
+using SpecInfo =
+    std::tuple<std::string, std::string, std::string, std::string, std::string, std::int64_t,
+               std::int64_t, std::int64_t, std::int64_t, bool, bool, bool>;
+SpecInfo spec_info(const std::string& text) {
+  const Spec& spec = bridge::parse_spec(text);
+  const char* amax_of = spec.has_tensor_amax() ? "tensor" : spec.has_row_amax() ? "row" : "";
+  return {spec.str(),
+          name_of(spec.elements),
+          name_of(spec.rule),
+          name_of(spec.scale_type()),
+          amax_of,
+          spec.is_bf16() ? 16 : spec.code_bits(),
+          spec.block_rows,
+          spec.block_cols,
+          spec.transform,
+          spec.stochastic,
+          spec.delayed,
+          spec.is_fp4_by_powers_of_two()};
+}
+
+// Both operands' canonical specs, and whether the product accumulates fast.
+std::tuple<std::string, std::string, bool> product_info(const std::string& text) {
+  const Product& product = bridge::parse_product(text);
+  return {product.a.str(), product.b.str(), product.fast};
+}
 
 // canonical text, then the three products: "a*b[,fast]"
 std::vector<std::string> parse_recipe_text(const std::string& text) {
@@ -49,15 +112,8 @@ std::vector<std::int64_t> spec_sizes(const std::string& text, std::int64_t rows,
   return sizes;
 }
 
-// The name of the dtype that a scale has for a reader; the ops hand one-byte scales over as uint8.
 std::string scale_dtype(const std::string& text) {
-  switch (bridge::parse_spec(text).scale_type()) {
-    case ScaleType::kE8m0: return "float8_e8m0fnu";
-    case ScaleType::kE4m3: return "float8_e4m3fn";
-    case ScaleType::kNone:
-    case ScaleType::kFloat32: return "float32";
-  }
-  return "float32";
+  return name_of(bridge::parse_spec(text).scale_type());
 }
 
 // Which engine multiplies (m, k) · (n, k)ᵀ on a GPU of this capability, 10 major + minor; 0: on the CPU.
@@ -105,6 +161,8 @@ bool has_cuda() {
 
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("parse_spec", parse_spec_text);
+  m.impl("spec_info", spec_info);
+  m.impl("product_info", product_info);
   m.impl("parse_recipe", parse_recipe_text);
   m.impl("parse_recipe_map", parse_recipe_map_text);
   m.impl("match_recipe", match_recipe_text);

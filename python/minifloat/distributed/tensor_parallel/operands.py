@@ -83,7 +83,7 @@ def shard_unit(spec: str, columnwise: bool, dim: int) -> int:
         return 1
     along = dim != columnwise  # the contraction dimension is the last one as read
     random = RANDOM_UNIT if along and Spec.parse(spec).is_stochastic else 1
-    return max(Spec.parse(spec).unit(int(along)), random)
+    return max(Spec.parse(spec).unit[int(along)], random)
 
 
 def tokens_fit(recipe: Recipe, tokens: Tokens) -> bool:
