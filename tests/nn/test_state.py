@@ -8,7 +8,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.multiprocessing as mp
-from minifloat.nn.delayed_scaling import in_force
+from minifloat._native import ops
 from torch import nn
 
 from tests.support.worlds import THREADS
@@ -28,14 +28,35 @@ def delayed_amax(history, algorithm, margin):
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])
 @pytest.mark.parametrize("margin", [0, 1, 126])
-def test_in_force_against_a_loop(algorithm, margin):
+def test_histories_roll_as_a_loop_does(algorithm, margin):
     pool = torch.tensor([0.0, 0.0, 1.5, 3.25, 1e-40, 3e38, float("inf"), float("nan")])
     torch.manual_seed(0)
     for length in (1, 2, 7):
-        history = pool[torch.randint(len(pool), (200, 1 + length))]
-        got = in_force(history, algorithm, margin)
-        want = torch.tensor([delayed_amax(row.tolist(), algorithm, margin) for row in history])
-        assert torch.equal(got.nan_to_num(-1.0), want.nan_to_num(-1.0))
+        whole = pool[torch.randint(len(pool), (200, 1 + length))]
+        rolled = whole.clone()
+        histories = list(rolled.view(20, 2, 5, 1 + length))
+        versions = [history._version for history in histories]
+        ops.roll_amax_histories(histories, algorithm=algorithm, margin=margin)
+        assert all(h._version > before for h, before in zip(histories, versions, strict=True))
+        got = rolled
+        want = torch.tensor([delayed_amax(row.tolist(), algorithm, margin) for row in whole])
+        assert torch.equal(got[:, 0].nan_to_num(-1.0), want.nan_to_num(-1.0))
+        assert not got[:, 1].any()
+        assert torch.equal(got[:, 2:].nan_to_num(-1.0), whole[:, 1:-1].nan_to_num(-1.0))
+
+
+def test_wrong_histories_are_refused():
+    history = torch.rand(6, 4)
+    for histories, options, match in (
+        ([history], {"algorithm": "newest"}, "expected algorithm 'max' or 'most_recent'"),
+        ([history], {"margin": -1}, "expected a margin of 0 to 126"),
+        ([history.double()], {}, "expected histories as float32"),
+        ([history[:, :1]], {}, "with one step or more"),
+        ([history, history[:3]], {}, "of one shape"),
+        ([history, torch.rand(4, 6).t()], {}, "contiguous bytes of each history"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            ops.roll_amax_histories(histories, **options)
 
 
 @pytest.mark.parametrize("algorithm", ["max", "most_recent"])

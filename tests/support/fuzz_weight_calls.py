@@ -240,6 +240,15 @@ def _product_info(rng: Random, arena: Arena) -> Call:
     return op_call("product_info", product=rng.choice((product, "e4m3/row*e4m3/row,fast")))
 
 
+@call("roll_amax_histories")
+def _roll_amax_histories(rng: Random, arena: Arena) -> Call:
+    shape = (rng.randrange(1, 7), rng.randrange(2, 9))
+    histories = [arena.place(torch.rand(shape)) for _ in range(rng.randrange(1, 4))]
+    algorithm = rng.choice(("max", "most_recent"))
+    margin = rng.choice((0, 1, 126))
+    return op_call("roll_amax_histories", histories=histories, algorithm=algorithm, margin=margin)
+
+
 @call("parse_recipe")
 def _parse_recipe(rng: Random, arena: Arena) -> Call:
     return op_call("parse_recipe", recipe=rng.choice(RECIPES))

@@ -79,6 +79,11 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor[]? rng=None, Tensor(a!)[]? amax_history=None) -> Tensor[]",
       tags);
 
+  // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape; column 0 is the active amax, column 1
+  // this step's own. algorithm: "max" or "most_recent"; margin: powers of two.
+  m.def("roll_amax_histories(Tensor(a!)[] histories, *, str algorithm=\"max\", int margin=0) -> ()",
+        tags);
+
   // Text: the one parser, for every language.
   m.def("parse_spec(str spec) -> str");
   // block_rows, block_cols and transform are 0 where there is none; amax_of: "tensor", "row" or "".

@@ -5,12 +5,11 @@ mf.step(model)      after opt.step(): the amax that the next step scales by
 
 from __future__ import annotations
 
-import math
-
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from .._native import ops
 from ..checks import require_module
 from .distributed_hooks import hooks
 from .linear import forget_weights, histories_of
@@ -18,30 +17,12 @@ from .names import unwrapped
 from .random_state import states_of
 
 
-def in_force(history: Tensor, algorithm: str, margin: int) -> Tensor:
-    """The amax of the next step, (…) from history (…, 1 + length): the rule of core/scaling.h.
-
-    The largest, or the newest, finite entry that is not zero, times 2^margin; where there is none,
-    the amax in force stays.
-    """
-    previous, seen = history[..., 0], history[..., 1:]
-    usable = seen.isfinite() & (seen != 0)
-    candidates = torch.where(usable, seen, 0)
-    if algorithm == "max":
-        best = candidates.amax(-1)
-    else:
-        newest = usable.int().argmax(-1, keepdim=True)
-        best = candidates.gather(-1, newest).squeeze(-1)
-    scaled = (best * math.ldexp(1.0, margin)).clamp(max=torch.finfo(torch.float32).max)
-    return torch.where(usable.any(-1), scaled, previous)
-
-
-def _reduce_running(stacks: list[Tensor], group: dist.ProcessGroup | None) -> None:
+def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) -> None:
     """The step's own amaxes become the largest of all ranks, in one all-reduce."""
-    own = [stack[..., 1] for stack in stacks]
+    own = [history[..., 1] for history in histories]
     reduced = hooks().reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in own]), group)
-    for amaxes, values in zip(own, reduced.split([amaxes.numel() for amaxes in own])):
-        amaxes.copy_(values.view_as(amaxes))
+    parts = reduced.split([amaxes.numel() for amaxes in own])
+    torch._foreach_copy_(own, [part.view_as(amaxes) for part, amaxes in zip(parts, own)])
 
 
 @torch.no_grad()
@@ -71,11 +52,7 @@ def _roll_histories(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         alike.setdefault(key, []).append(history)
     if not alike:
         return
-    stacks = [torch.stack(histories) for histories in alike.values()]
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        _reduce_running(stacks, group)
-    for (_, _, algorithm, margin), stacked, histories in zip(alike, stacks, alike.values()):
-        fresh = torch.zeros_like(stacked[..., :1])
-        force = in_force(stacked, algorithm, margin).unsqueeze(-1)
-        rolled = torch.cat([force, fresh, stacked[..., 1:-1]], dim=-1)
-        torch._foreach_copy_(histories, list(rolled.unbind()))
+        _reduce_running([history for same in alike.values() for history in same], group)
+    for (_, _, algorithm, margin), histories in alike.items():
+        ops.roll_amax_histories(histories, algorithm=algorithm, margin=margin)

@@ -1,0 +1,71 @@
+// roll_amax_histories: a step of delayed scaling's amax histories, in place.
+#include "minifloat/amax_history.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <limits>
+
+#include "ops/bridge.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using at::TensorList;
+
+constexpr const char* kOp = "roll_amax_histories";
+constexpr std::int64_t kMostMargin = 126;
+
+DelayedAmax parse_algorithm(const std::string& text) {
+  TORCH_CHECK_VALUE(text == "max" || text == "most_recent", kOp,
+                    ": expected algorithm 'max' or 'most_recent', got '", printable(text), "'");
+  return text == "max" ? DelayedAmax::kMax : DelayedAmax::kMostRecent;
+}
+
+// histories: float32 (…, 1 + length) of one shape and one device.
+void check_histories(TensorList histories, const std::string& algorithm, std::int64_t margin) {
+  parse_algorithm(algorithm);
+  TORCH_CHECK_VALUE(0 <= margin && margin <= kMostMargin, kOp, ": expected a margin of 0 to ",
+                    kMostMargin, " powers of two, got ", margin);
+  bridge::check_one_device(kOp, {histories});
+  for (const Tensor& history : histories) {
+    TORCH_CHECK_VALUE(history.scalar_type() == at::kFloat && history.dim() > 0, kOp,
+                      ": expected histories as float32 (…, 1 + length), got ",
+                      history.scalar_type(), " of ", history.dim(), " dimensions");
+    TORCH_CHECK_VALUE(history.sym_sizes() == histories[0].sym_sizes() && history.sym_size(-1) >= 2,
+                      kOp, ": expected histories of one shape, with one step or more, got ",
+                      history.sym_sizes(), " beside ", histories[0].sym_sizes());
+  }
+}
+
+void roll_kernel(TensorList histories, const std::string& algorithm, std::int64_t margin) {
+  check_histories(histories, algorithm, margin);
+  if (histories.empty()) return;
+  for (const Tensor& history : histories)
+    bridge::check_bytes(kOp, "each history", history,
+                        histories[0].numel() * static_cast<std::int64_t>(sizeof(float)));
+  const Tensor stacked = at::stack(histories);
+  const std::int64_t steps = stacked.size(-1);
+  TORCH_CHECK_VALUE(steps <= std::numeric_limits<int>::max(), kOp,
+                    ": expected histories of fewer than 2^31 steps, got ", steps - 1);
+  bridge::with_value_errors([&] {
+    roll_amax_histories({.rows = stacked.mutable_data_ptr<float>(),
+                         .count = stacked.numel() / steps,
+                         .length = static_cast<int>(steps - 1),
+                         .algorithm = parse_algorithm(algorithm),
+                         .margin = static_cast<int>(margin),
+                         .device = bridge::backend_of(stacked)},
+                        bridge::ExecutionOn(stacked));
+  });
+  at::_foreach_copy_(histories, stacked.unbind());
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kOp, roll_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kOp, roll_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kOp, check_histories); }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+
+}  // namespace minifloat
