@@ -128,13 +128,7 @@ MINIFLOAT_INLINE void hadamard_row(const T* in, const LaneBits& signs, std::uint
       butterfly<4>(v[i]);
       butterfly<8>(v[i]);
     }
-    for (int stride = 1; stride < kVectors; stride *= 2)
-      for (int i = 0; i < kVectors; ++i)
-        if (!(i & stride)) {
-          const Lanes a = v[i], b = v[i + stride];
-          v[i] = a + b;
-          v[i + stride] = a - b;
-        }
+    butterflies<kVectors>(v);
     for (int i = 0; i < kVectors; ++i) block[c + i] = v[i];
   }
   for (std::int64_t c = 0; c < kTileCols; ++c)

@@ -26,16 +26,12 @@ void for_each_scale(const ScaleMatrix& m, F f) {
     if (m.kind == Groups::kAlongM) {
       for (std::int64_t r = begin; r < end; ++r)
         for (std::int64_t c = 0; c < m.cols; ++c)
-          f(r, c,
-            padded * round_up(m.cols, minifloat::kTileCols) +
-                swizzled_offset(r - begin, c, m.cols));
+          f(r, c, swizzled_offset_group_m(padded, r - begin, c, m.cols));
       padded += round_up(end - begin, minifloat::kTileRows);
     } else {
       for (std::int64_t r = 0; r < m.rows; ++r)
         for (std::int64_t c = begin; c < end; ++c)
-          f(r, c,
-            padded * round_up(m.rows, minifloat::kTileRows) +
-                swizzled_offset(r, c - begin, end - begin));
+          f(r, c, swizzled_offset_group_k(padded, r, c - begin, m.rows, end - begin));
       padded += round_up(end - begin, minifloat::kTileCols);
     }
     begin = end;

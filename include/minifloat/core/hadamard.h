@@ -25,20 +25,36 @@ MINIFLOAT_HD constexpr float hadamard_norm(int points) {
 }
 
 MINIFLOAT_HD constexpr float apply_sign(float x, std::uint32_t signs, int i) {
-  return bit_cast<float>(bit_cast<std::uint32_t>(x) ^ (((signs >> (i % 16)) & 1u) << 31));
+  return (signs >> (i % 16)) & 1u ? -x : x;
 }
 
-// In place. v: (Points)
-template <int Points>
-MINIFLOAT_HD constexpr void hadamard(float* v, std::uint32_t signs = kHadamardSigns) {
-  for (int i = 0; i < Points; ++i) v[i] = apply_sign(v[i], signs, i);
-  for (int stride = 1; stride < Points; stride *= 2)
+// H_n in place. v: (Points), floats or vectors of them
+template <int Points, class T>
+MINIFLOAT_HD constexpr void butterflies(T* v) {
+  MINIFLOAT_UNROLL
+  for (int stride = 1; stride < Points; stride *= 2) {
+    MINIFLOAT_UNROLL
     for (int i = 0; i < Points; ++i)
       if (!(i & stride)) {
-        const float a = v[i], b = v[i + stride];
+        const T a = v[i], b = v[i + stride];
         v[i] = a + b;
         v[i + stride] = a - b;
       }
+  }
+}
+
+// H_n (s .* x): the transform before its factor and its rounding. v: (Points)
+template <int Points>
+MINIFLOAT_HD constexpr void hadamard_sums(float* v, std::uint32_t signs) {
+  MINIFLOAT_UNROLL
+  for (int i = 0; i < Points; ++i) v[i] = apply_sign(v[i], signs, i);
+  butterflies<Points>(v);
+}
+
+// The whole transform in place. v: (Points)
+template <int Points>
+MINIFLOAT_HD constexpr void hadamard(float* v, std::uint32_t signs = kHadamardSigns) {
+  hadamard_sums<Points>(v, signs);
   for (int i = 0; i < Points; ++i) v[i] = round_to_bf16(v[i] * hadamard_norm(Points));
 }
 

@@ -8,6 +8,13 @@
 #define MINIFLOAT_HD [[gnu::always_inline]] inline
 #endif
 
+// Before a loop over an array that a GPU keeps in registers.
+#if defined(__CUDA_ARCH__)
+#define MINIFLOAT_UNROLL _Pragma("unroll")
+#else
+#define MINIFLOAT_UNROLL
+#endif
+
 namespace minifloat {
 
 template <class To, class From>

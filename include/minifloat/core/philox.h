@@ -52,6 +52,26 @@ MINIFLOAT_HD constexpr BasicWords<Word> philox4x32(BasicWords<Word> counter, std
   return c;
 }
 
+// One 64-bit key from a base seed and a counter (the forward count, or a rank). The finalizer is
+// splitmix64's: a bijection of seed + golden * count, so that nearby pairs give unrelated keys.
+MINIFLOAT_HD constexpr std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t count) {
+  std::uint64_t z = seed + 0x9E37'79B9'7F4A'7C15u * (count + 1);
+  z = (z ^ (z >> 30)) * 0xBF58'476D'1CE4'E5B9u;
+  z = (z ^ (z >> 27)) * 0x94D0'49BB'1331'11EBu;
+  return z ^ (z >> 31);
+}
+
+// The key and the stream of an operand's bits.   state: (seed, count), or (seed, count, module stream)
+struct RandomKey {
+  std::uint64_t key = 0, stream = 0;
+};
+MINIFLOAT_HD constexpr RandomKey random_key(const std::int64_t* state, int size,
+                                            std::uint64_t stream) {
+  const std::uint64_t module = size == 3 ? static_cast<std::uint64_t>(state[2]) : 0;
+  return {mix_seed(static_cast<std::uint64_t>(state[0]), static_cast<std::uint64_t>(state[1])),
+          stream ^ module};
+}
+
 // The words of elements [16 * group, 16 * group + 16) of row `row`.
 template <class Word = std::uint32_t>
 MINIFLOAT_HD constexpr BasicWords<Word> random_words(std::uint64_t seed, std::uint64_t stream,
@@ -95,15 +115,6 @@ constexpr std::uint64_t fnv1a64(const char* text, std::uint64_t size) {
   for (std::uint64_t i = 0; i < size; ++i)
     hash = (hash ^ static_cast<unsigned char>(text[i])) * 0x0000'0100'0000'01B3u;
   return hash;
-}
-
-// One 64-bit key from a base seed and a counter (the forward count, or a rank). The finalizer is
-// splitmix64's: a bijection of seed + golden * count, so that nearby pairs give unrelated keys.
-MINIFLOAT_HD constexpr std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t count) {
-  std::uint64_t z = seed + 0x9E37'79B9'7F4A'7C15u * (count + 1);
-  z = (z ^ (z >> 30)) * 0xBF58'476D'1CE4'E5B9u;
-  z = (z ^ (z >> 27)) * 0x94D0'49BB'1331'11EBu;
-  return z ^ (z >> 31);
 }
 
 }  // namespace minifloat

@@ -24,6 +24,23 @@ MINIFLOAT_HD constexpr float at_most_float_max(float x) {  // NaN passes
   return x > Float32::kMax ? Float32::kMax : x;
 }
 
+// What is encoded for x: x itself, but NaN for every NaN, and under delayed scaling for the infinities, which the amax
+// of earlier steps says nothing about.
+MINIFLOAT_HD constexpr float value_to_encode(float x, bool delayed) {
+  const std::uint32_t first_nan = Float32::kExponent + (delayed ? 0u : 1u);
+  return magnitude_bits(x) >= first_nan ? nan_value() : x;
+}
+
+// The bf16 that an exact product reads of a value: zero below 2^-126, saturated above bf16's largest, cut to bf16's bits.
+MINIFLOAT_HD constexpr std::uint16_t product_value(float v) {
+  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(BF16::kMax);
+  const std::uint32_t bits = bit_cast<std::uint32_t>(v), magnitude = bits & Float32::kMagnitude;
+  if (magnitude > Float32::kExponent) return BF16::kNanBits;
+  const std::uint32_t clamped = magnitude < kMax ? magnitude : kMax;
+  const std::uint32_t normal = magnitude < Float32::kImplicitBit ? 0u : clamped;
+  return static_cast<std::uint16_t>((normal | (bits & ~Float32::kMagnitude)) >> 16);
+}
+
 // The factor that elements are multiplied by before encoding, and the scale that undoes it.
 struct Factors {
   float encode;

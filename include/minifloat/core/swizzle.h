@@ -27,6 +27,17 @@ MINIFLOAT_HD constexpr std::int64_t swizzled_offset(std::int64_t r, std::int64_t
   return tile * (kTileRows * kTileCols) + r % 32 * 16 + r % kTileRows / 32 * 4 + c % kTileCols;
 }
 
+// The same among groups: r or c counts from the group's start, and `before` is P_g or Q_g.
+MINIFLOAT_HD constexpr std::int64_t swizzled_offset_group_m(std::int64_t before, std::int64_t r,
+                                                            std::int64_t c, std::int64_t cols) {
+  return before * round_up(cols, kTileCols) + swizzled_offset(r, c, cols);
+}
+MINIFLOAT_HD constexpr std::int64_t swizzled_offset_group_k(std::int64_t before, std::int64_t r,
+                                                            std::int64_t c, std::int64_t rows,
+                                                            std::int64_t group_cols) {
+  return before * round_up(rows, kTileRows) + swizzled_offset(r, c, group_cols);
+}
+
 // Bytes of a dense (rows, cols) scale matrix.
 MINIFLOAT_HD constexpr std::int64_t swizzled_size(std::int64_t rows, std::int64_t cols) {
   return round_up(rows, kTileRows) * round_up(cols, kTileCols);

@@ -65,15 +65,6 @@ __device__ __forceinline__ void look_up(const Bf16Table& table, const Codes<E2M1
   }
 }
 
-// docs/numerics.md: zero below 2^-126, saturated above bf16's range.
-__device__ __forceinline__ std::uint32_t product_value(float v) {
-  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(BF16::kMax);
-  const std::uint32_t bits = bit_cast<std::uint32_t>(v), magnitude = bits & Float32::kMagnitude;
-  if (magnitude > Float32::kExponent) return BF16::kNanBits;
-  const std::uint32_t normal = magnitude < Float32::kImplicitBit ? 0u : min(magnitude, kMax);
-  return (normal | (bits & 0x8000'0000u)) >> 16;
-}
-
 // Whether a unit holds a code that is no number.
 template <class F>
 __device__ __forceinline__ bool has_special(const Codes<F>& codes) {

@@ -263,16 +263,8 @@ template <class Elements>
 __device__ __forceinline__ void hadamard_sums(const Elements& unit, int points, std::uint32_t signs,
                                               float (&v)[kUnit]) {
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) v[i] = (signs >> i) & 1u ? -unit[i] : unit[i];
-#pragma unroll
-  for (int stride = 1; stride < kUnit; stride *= 2)
-#pragma unroll
-    for (int i = 0; i < kUnit; ++i)
-      if (!(i & stride)) {
-        const float a = v[i], b = v[i + stride];
-        v[i] = a + b;
-        v[i + stride] = a - b;
-      }
+  for (int i = 0; i < kUnit; ++i) v[i] = unit[i];
+  minifloat::hadamard_sums<kUnit>(v, signs);
 #pragma unroll 1
   for (int lanes = 1; lanes < points / kUnit; lanes *= 2) {
     const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;

@@ -157,9 +157,8 @@ __device__ std::int64_t swizzled_place(const ScaleMatrix& m, std::int64_t r, std
   for (std::int64_t g = 0; g < m.groups; ++g) {
     const std::int64_t end = m.offsets[g];
     if (at < end)
-      return along_m ? padded * round_up(m.cols, kTileCols) + swizzled_offset(r - begin, c, m.cols)
-                     : padded * round_up(m.rows, kTileRows) +
-                           swizzled_offset(r, c - begin, end - begin);
+      return along_m ? swizzled_offset_group_m(padded, r - begin, c, m.cols)
+                     : swizzled_offset_group_k(padded, r, c - begin, m.rows, end - begin);
     padded += round_up(end - begin, along_m ? kTileRows : kTileCols);
     begin = end;
   }
