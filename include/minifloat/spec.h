@@ -16,22 +16,11 @@
 #include <string_view>
 
 #include "minifloat/core/block.h"
+#include "minifloat/core/scale_rule.h"
 
 namespace minifloat {
 
 enum class Elements : std::uint8_t { kBf16, kE4m3, kE5m2, kE2m1 };
-
-enum class ScaleRule : std::uint8_t {
-  kNone,    // bf16
-  kTensor,  // fp32, one a matrix
-  kRow,     // fp32, one a row
-  kBlock,   // fp32 power of two, one a block
-  kMx,      // E8M0, one a block
-  kNvfp4,   // E4M3, one a block; fp32, one a matrix
-};
-
-// A departure from the rule's own rounding of its scale.
-enum class ScaleRounding : std::uint8_t { kDefault, kExact, kFloor, kUp, kPowerOfTwo };
 
 enum class ScaleType : std::uint8_t { kNone, kFloat32, kE8m0, kE4m3 };
 
@@ -72,7 +61,7 @@ struct Spec {
   template <class Int>  // bytes of a row of codes
   Int code_cols(Int cols) const {
     const Int padded = padded_cols(cols);
-    return elements == Elements::kE2m1 ? ceil_div<Int>(padded, Int(2)) : padded;
+    return code_bits() == 4 ? ceil_div<Int>(padded, Int(2)) : padded;
   }
   template <class Int>  // of kBlock, kMx and kNvfp4
   Int scale_rows(Int rows) const {

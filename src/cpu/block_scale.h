@@ -1,11 +1,12 @@
-// The scales of a tile's blocks: their amax, what each rule makes of it (core/scaling.h), and the factor that
+// The scales of a tile's blocks: their amax, what each rule makes of it (core/scale_rule.h), and the factor that
 // elements are multiplied by.
 #pragma once
 
 #include <cstdint>
 
 #include "lanes.h"
-#include "minifloat/core/scaling.h"
+#include "minifloat/core/philox.h"
+#include "minifloat/core/scale_rule.h"
 #include "minifloat/quantize.h"
 #include "tile.h"
 
@@ -18,10 +19,9 @@ struct OperandPlan {
   std::int64_t batch, rows, cols, padded;  // as read
   std::int64_t code_pitch;                 // bytes a row
   std::int64_t scale_rows, scale_cols;     // block rules
-  const Factors* tensor = nullptr;         // (batch): tensor scaling
+  const TensorScale* tensor = nullptr;     // (batch): rules with an amax of the tensor
   const Factors* row = nullptr;            // (batch, rows): row scaling
-  const Nvfp4Tensor* nvfp4 = nullptr;      // (batch)
-  std::uint64_t key = 0, stream = 0;
+  RandomKey random;
 };
 
 // The blocks of a tile: a grid of `rows` x `cols`, in row-major order. Row and tensor scaling have one block a tile
@@ -157,68 +157,44 @@ MINIFLOAT_INLINE void block_amax(const TileView<T>& tile, std::int64_t tile_rows
 }
 
 // ---- Scales --------------------------------------------------------------------------------------
-inline Nvfp4Rounding nvfp4_rounding(const Spec& spec) {
-  if (spec.scale_rounding == ScaleRounding::kUp) return Nvfp4Rounding::kUp;
-  if (spec.scale_rounding == ScaleRounding::kPowerOfTwo) return Nvfp4Rounding::kPowerOfTwo;
-  return Nvfp4Rounding::kNearest;
-}
-
 template <class F>
-MINIFLOAT_INLINE void mx_scales(bool floor, std::int64_t count, TileBlocks& blocks) {
-  for (std::int64_t b = 0; b < count; ++b) {
-    const std::uint32_t code =
-        floor ? mx_scale_floor<F>(blocks.amax[b]) : mx_scale_up<F>(blocks.amax[b]);
-    blocks.code[b] = code;
-    blocks.scale[b] = decode_e8m0(code);
-    blocks.factor[b] = e8m0_reciprocal(code);
-  }
-}
+struct ScaleBlocks {
+  const TensorScale& tensor;
+  std::int64_t count;
+  TileBlocks& blocks;
 
-MINIFLOAT_INLINE void nvfp4_scales(const Nvfp4Tensor& tensor, Nvfp4Rounding rounding,
-                                   std::int64_t count, TileBlocks& blocks) {
-  for (std::int64_t b = 0; b < count; ++b) {
-    const std::uint32_t code = nvfp4_block_scale(blocks.amax[b], tensor.block_encode, rounding);
-    blocks.code[b] = code;
-    blocks.scale[b] = decode<E4M3>(code);
-    blocks.factor[b] = nvfp4_encode_factor(code, tensor.scale);
+  template <ScaleRule kRule, ScaleRounding kRounding>
+  MINIFLOAT_INLINE void run() const {
+    for (std::int64_t b = 0; b < count; ++b) {
+      const BlockScale scale = scale_of_block<F>(kRule, kRounding, tensor, blocks.amax[b]);
+      blocks.code[b] = scale.code;
+      blocks.scale[b] = scale.scale;
+      blocks.factor[b] = scale.encode;
+    }
   }
-}
+};
 
 template <class F>
 MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, std::int64_t batch,
                                    TileBlocks& blocks) {
   const Spec& spec = plan.operand.spec;
   const std::int64_t count = round_up<std::int64_t>(blocks.rows * blocks.cols, 16);
-  if (spec.rule == ScaleRule::kMx)
-    return mx_scales<F>(spec.scale_rounding == ScaleRounding::kFloor, count, blocks);
-  if (spec.rule == ScaleRule::kNvfp4) {
-    const Nvfp4Rounding rounding = nvfp4_rounding(spec);
-    if (rounding == Nvfp4Rounding::kNearest)  // three loops, each without a choice inside
-      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kNearest, count, blocks);
-    else if (rounding == Nvfp4Rounding::kUp)
-      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kUp, count, blocks);
-    else
-      nvfp4_scales(plan.nvfp4[batch], Nvfp4Rounding::kPowerOfTwo, count, blocks);
-    return;
-  }
-  for (std::int64_t b = 0; b < count; ++b) {
-    const Factors factors = fp8_factors<F>(blocks.amax[b], true);
-    blocks.scale[b] = factors.scale;
-    blocks.factor[b] = factors.encode;
-  }
+  const TensorScale tensor = plan.tensor ? plan.tensor[batch] : TensorScale{};
+  with_block_rule<F>(spec.rule, spec.scale_rounding, ScaleBlocks<F>{tensor, count, blocks});
 }
 
 // Tensor and row scaling: what was settled before the tiles.
 MINIFLOAT_INLINE void settled_scales(const OperandPlan& plan, const TileRange& range,
                                      TileBlocks& blocks) {
   const Spec& spec = plan.operand.spec;
-  const bool whole = spec.rule == ScaleRule::kTensor;
-  const bool owed = whole || spec.scale_rounding == ScaleRounding::kExact;  // by the exact product
+  const bool is_after_product = is_scaled_after_product(spec.rule, spec.scale_rounding);
   for (std::int64_t r = 0; r < range.rows; ++r) {
     const Factors factors =
-        whole ? plan.tensor[range.batch] : plan.row[range.batch * plan.rows + range.row_of(r)];
+        spec.rule == ScaleRule::kTensor
+            ? Factors{plan.tensor[range.batch].encode, plan.tensor[range.batch].scale}
+            : plan.row[range.batch * plan.rows + range.row_of(r)];
     blocks.factor[r] = factors.encode;
-    blocks.scale[r] = owed ? 1.0f : factors.scale;
+    blocks.scale[r] = is_after_product ? 1.0f : factors.scale;
   }
 }
 
@@ -256,7 +232,7 @@ MINIFLOAT_INLINE void note_exceptions(const Spec& spec, TileBlocks& blocks) {
   if (spec.rule == ScaleRule::kNvfp4)
     for (std::int64_t b = 0; b < blocks.rows * blocks.cols; ++b)
       least = blocks.code[b] < least ? blocks.code[b] : least;
-  blocks.any_zero = least == 0;
+  blocks.any_zero = has_zero_codes(spec.rule, least);
   blocks.any_nan = largest > Float32::kExponent;
 }
 

@@ -27,8 +27,9 @@ struct DecodeRow {
     const Quantized& q = *args.operand;
     const Spec& spec = q.spec;
     if (!spec.has_blocks()) {
-      const bool owed = args.for_product && spec.scale_rounding == ScaleRounding::kExact;
-      const bool row = spec.rule == ScaleRule::kRow && !owed;
+      const bool is_after_product =
+          args.for_product && is_scaled_after_product(spec.rule, spec.scale_rounding);
+      const bool row = spec.rule == ScaleRule::kRow && !is_after_product;
       const float s = row ? static_cast<const float*>(q.scale)[args.row] : 1.0f;
       for (std::int64_t c = 0; c < padded; ++c) args.scale[c] = s;
       return;
@@ -137,7 +138,9 @@ void tensor_factor(const Quantized& operand, float* out, const Execution&) {
     if (operand.spec.rule == ScaleRule::kTensor)
       out[e] = static_cast<const float*>(operand.scale)[e];
     else if (operand.spec.rule == ScaleRule::kNvfp4)
-      out[e] = nvfp4_tensor(magnitude_bits(operand.amax[e]), nvfp4_rounding(operand.spec)).scale;
+      out[e] = scale_of_tensor<E2M1>(operand.spec.rule, operand.spec.scale_rounding,
+                                     magnitude_bits(operand.amax[e]))
+                   .scale;
     else
       out[e] = 1.0f;
   }

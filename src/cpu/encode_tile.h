@@ -10,7 +10,7 @@
 #include "block_scale.h"
 #include "encode_fast.h"
 #include "minifloat/core/philox.h"
-#include "minifloat/core/scaling.h"
+#include "minifloat/core/scale_rule.h"
 #include "minifloat/quantize.h"
 #include "tile.h"
 
@@ -46,7 +46,7 @@ MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row
   constexpr int kGroups = kTileCols / kElementsPerCall;
   std::uint64_t by_word[4][kGroups];  // the calls of a row run side by side, a 64-bit lane each
   for (int g = 0; g < kGroups; ++g) {
-    const auto w = random_words<std::uint64_t>(plan.key, plan.stream, row,
+    const auto w = random_words<std::uint64_t>(plan.random.key, plan.random.stream, row,
                                                group + static_cast<std::uint32_t>(g));
     for (int i = 0; i < 4; ++i) by_word[i][g] = w.w[i];
   }
@@ -62,17 +62,6 @@ MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row
     spread_words<FormatBits>(w, v, out);
     __builtin_memcpy(bits + kElementsPerCall * g, &out, sizeof out);
   }
-}
-
-// What an exact product reads of a value (docs/numerics.md): bf16, zero below 2^-126, saturated above.
-MINIFLOAT_INLINE std::uint16_t product_value(float v) {
-  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(BF16::kMax);
-  const std::uint32_t magnitude = magnitude_bits(v);
-  const std::uint32_t sign = bit_cast<std::uint32_t>(v) & 0x8000'0000u;
-  const std::uint32_t clamped = magnitude < kMax ? magnitude : kMax;
-  const std::uint32_t normal = magnitude < Float32::kImplicitBit ? 0u : clamped;
-  const std::uint32_t bits = magnitude > Float32::kExponent ? Float32::kNanBits : sign | normal;
-  return static_cast<std::uint16_t>(bits >> 16);
 }
 
 // One number a block of Width -> one an element of a tile row, so that the loops over elements are flat.
@@ -100,10 +89,8 @@ template <class F, class T, bool kStochastic>
 MINIFLOAT_INLINE void encode_any(const T* __restrict row, const float* __restrict factor,
                                  const std::uint32_t* __restrict bits, bool delayed,
                                  std::uint8_t* __restrict codes) {
-  const std::uint32_t first_nan = Float32::kExponent + (delayed ? 0 : 1);
   for (std::int64_t c = 0; c < kTileCols; ++c) {
-    const float x = to_float(row[c]);
-    const float v = (magnitude_bits(x) >= first_nan ? nan_value() : x) * factor[c];
+    const float v = value_to_encode(to_float(row[c]), delayed) * factor[c];
     codes[c] = static_cast<std::uint8_t>(kStochastic ? encode_stochastic<F>(v, bits[c])
                                                      : encode_nearest<F>(v));
   }
@@ -203,9 +190,10 @@ struct EncodeTile {
         encode_numbers<F, T, kStochastic>(args.tile.row(r), factor, bits, codes);
       else
         encode_any<F, T, kStochastic>(args.tile.row(r), factor, bits, operand.spec.delayed, codes);
-      if (blocks.any_zero)  // NVFP4: blocks of scale 0 are all zeros, without signs
+      if (blocks.any_zero)
         for (std::int64_t b = 0; b < kTileCols / Width; ++b)
-          if (blocks.code[first + b] == 0) __builtin_memset(codes + b * Width, 0, Width);
+          if (has_zero_codes(operand.spec.rule, blocks.code[first + b]))
+            __builtin_memset(codes + b * Width, 0, Width);
       store_row<F>(plan, range, r, codes);
       if (operand.decoded) store_decoded<F, Width>(plan, range, r, blocks.scale + first, codes);
     }

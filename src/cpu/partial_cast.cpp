@@ -116,54 +116,46 @@ struct BandAmax {
 };
 
 // ---- Scales --------------------------------------------------------------------------------------
-struct CellScale {
-  float encode;
-  float scale;         // of the rules in fp32
-  std::uint32_t code;  // E8M0 or E4M3
-};
-
-// What the rule makes of a cell's amax.
-template <class F>
-MINIFLOAT_INLINE CellScale cell_scale(const Spec& spec, const Nvfp4Tensor& tensor,
-                                      std::uint32_t amax) {
-  if (spec.rule == ScaleRule::kNvfp4) {
-    const std::uint32_t code = nvfp4_block_scale(amax, tensor.block_encode, nvfp4_rounding(spec));
-    return {nvfp4_encode_factor(code, tensor.scale), 0.0f, code};
-  }
-  if (spec.rule == ScaleRule::kMx) {
-    const std::uint32_t code = spec.scale_rounding == ScaleRounding::kFloor
-                                   ? mx_scale_floor<F>(amax)
-                                   : mx_scale_up<F>(amax);
-    return {e8m0_reciprocal(code), 0.0f, code};
-  }
-  const bool power_of_two =
-      spec.rule != ScaleRule::kTensor && spec.scale_rounding != ScaleRounding::kExact;
-  const Factors factors = fp8_factors<F>(amax, power_of_two);
-  return {factors.encode, factors.scale, 0};
-}
-
-Nvfp4Tensor tensor_level(const PartialCast& cast, const AmaxGrid& grid) {
-  if (!grid.has_tensor_amax) return {};
-  return nvfp4_tensor(cast.amaxes[grid.cells()], nvfp4_rounding(cast.spec));
-}
-
 // The amax that scales and codes are made with: under +delayed, of other steps.
-std::uint32_t amax_in_force(const PartialCast& cast, std::int64_t cell) {
+std::uint32_t active_amax(const PartialCast& cast, std::int64_t cell) {
   return cast.spec.delayed ? magnitude_bits(cast.amax[0]) : cast.amaxes[cell];
+}
+
+// The level of the whole weight.
+template <class F>
+TensorScale tensor_scale(const PartialCast& cast, const AmaxGrid& grid) {
+  const Spec& spec = cast.spec;
+  if (!spec.has_tensor_amax()) return {};
+  const std::int64_t cell = grid.has_tensor_amax ? grid.cells() : 0;
+  return scale_of_tensor<F>(spec.rule, spec.scale_rounding, active_amax(cast, cell));
+}
+
+template <class F>
+MINIFLOAT_INLINE BlockScale cell_scale(const Spec& spec, const TensorScale& tensor,
+                                       std::uint32_t amax) {
+  return scale_of_block<F>(spec.rule, spec.scale_rounding, tensor, amax);
+}
+
+// The fp32 scale of a cell: of the tensor, of a row or of a block.
+template <class F>
+float fp32_scale(const Spec& spec, const TensorScale& tensor, std::uint32_t amax) {
+  if (spec.rule == ScaleRule::kTensor) return tensor.scale;
+  return fp32_factors<F>(spec.rule, spec.scale_rounding, amax).scale;
 }
 
 template <class F>
 void store_scales(const PartialCast& cast) {
   const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
-  const Nvfp4Tensor tensor = tensor_level(cast, grid);
+  const TensorScale tensor = tensor_scale<F>(cast, grid);
   for (std::int64_t r = 0; r < grid.rows; ++r)
     for (std::int64_t c = 0; c < grid.cols; ++c) {
       const std::int64_t cell = r * grid.cols + c, at = cast.columnwise ? c * grid.rows + r : cell;
-      const CellScale scale = cell_scale<F>(cast.spec, tensor, amax_in_force(cast, cell));
+      const std::uint32_t amax = active_amax(cast, cell);
       if (cast.spec.scale_type() == ScaleType::kFloat32)
-        static_cast<float*>(cast.scale)[at] = scale.scale;
+        static_cast<float*>(cast.scale)[at] = fp32_scale<F>(cast.spec, tensor, amax);
       else
-        static_cast<std::uint8_t*>(cast.scale)[at] = static_cast<std::uint8_t>(scale.code);
+        static_cast<std::uint8_t*>(cast.scale)[at] =
+            static_cast<std::uint8_t>(cell_scale<F>(cast.spec, tensor, amax).code);
     }
   if (!cast.amax || cast.spec.rule == ScaleRule::kBlock || cast.spec.rule == ScaleRule::kMx) return;
   const std::int64_t first = grid.has_tensor_amax ? grid.cells() : 0;
@@ -197,21 +189,19 @@ struct BandCast {
     const PartialCast& cast = *band.cast;
     const FlatShard shard = {cast.cols, cast.shard};
     const bool round = cast.compute == DType::kBFloat16;
-    const std::uint32_t first_nan = Float32::kExponent + (cast.spec.delayed ? 0 : 1);
-    const Nvfp4Tensor tensor = tensor_level(cast, band.grid);
+    const TensorScale tensor = tensor_scale<F>(cast, band.grid);
     std::vector<std::uint8_t> codes(static_cast<std::size_t>(cast.cols));
     for (std::int64_t r = band.rows.begin; r < band.rows.end; ++r) {
       const Span cols = shard.cols_of_row(r);
       const T* row = static_cast<const T*>(cast.master) + (r * cast.cols - cast.shard.begin);
       std::uint8_t* out = codes.data() - cols.begin;
       each_cell(band.grid, r, cols, [&](std::int64_t cell, const Span& part) {
-        const CellScale scale = cell_scale<F>(cast.spec, tensor, amax_in_force(cast, cell));
+        const BlockScale scale = cell_scale<F>(cast.spec, tensor, active_amax(cast, cell));
         for (std::int64_t c = part.begin; c < part.end; ++c) {
-          const float x = computed(row[c], round);
-          const float v = (magnitude_bits(x) >= first_nan ? nan_value() : x) * scale.encode;
-          out[c] = static_cast<std::uint8_t>(encode_nearest<F>(v));
+          const float x = value_to_encode(computed(row[c], round), cast.spec.delayed);
+          out[c] = static_cast<std::uint8_t>(encode_nearest<F>(x * scale.encode));
         }
-        if (cast.spec.rule == ScaleRule::kNvfp4 && scale.code == 0)
+        if (has_zero_codes(cast.spec.rule, scale.code))
           std::memset(out + part.begin, 0, static_cast<std::size_t>(part.size()));
       });
       if constexpr (F::kBits == 4)

@@ -49,7 +49,9 @@ class Direction {
     plan_.code_pitch = spec.code_cols(plan_.cols);
     plan_.scale_rows = spec.has_blocks() ? spec.scale_rows(plan_.rows) : 0;
     plan_.scale_cols = spec.has_blocks() ? spec.scale_cols(plan_.cols) : 0;
-    if (spec.stochastic) take_key();
+    if (spec.stochastic)
+      plan_.random =
+          random_key(operand.random.state, operand.random.state_size, operand.random.stream);
     if (spec.has_tensor_amax() || spec.has_row_amax()) settle_amax(execution);
   }
 
@@ -81,14 +83,6 @@ class Direction {
       encode_elements<float>({&plan_, &range, load_fp32_tile(load)});
   }
 
-  void take_key() {
-    const Random& random = plan_.operand.random;
-    plan_.key = mix_seed(static_cast<std::uint64_t>(random.state[0]),
-                         static_cast<std::uint64_t>(random.state[1]));
-    plan_.stream = random.stream;
-    if (random.state_size == 3) plan_.stream ^= static_cast<std::uint64_t>(random.state[2]);
-  }
-
   // The amax in force, its factors, and the scales and amaxes that are outputs by themselves.
   void settle_amax(const Execution& execution) {
     const Operand& operand = plan_.operand;
@@ -100,29 +94,40 @@ class Direction {
     const float* in_force = operand.given_amax ? operand.given_amax : own.data();
     const float* reported = spec.delayed ? own.data() : in_force;
 
-    const bool power_of_two =
-        spec.rule == ScaleRule::kRow && spec.scale_rounding != ScaleRounding::kExact;
     for (std::int64_t i = 0; i < count; ++i) {
-      const std::uint32_t bits = magnitude_bits(in_force[i]);
-      if (spec.rule == ScaleRule::kNvfp4) {
-        nvfp4_.push_back(nvfp4_tensor(bits, nvfp4_rounding(spec)));
-      } else {
-        factors_.push_back(spec.elements == Elements::kE4m3
-                               ? fp8_factors<E4M3>(bits, power_of_two)
-                               : fp8_factors<E5M2>(bits, power_of_two));
-        static_cast<float*>(operand.scale)[i] = factors_.back().scale;
-      }
+      scale_by(magnitude_bits(in_force[i]));
       if (operand.amax) operand.amax[i] = reported[i];
     }
-    plan_.nvfp4 = nvfp4_.data();
-    (spec.has_row_amax() ? plan_.row : plan_.tensor) = factors_.data();
+    for (std::int64_t i = 0; spec.scale_type() == ScaleType::kFloat32 && i < count; ++i)
+      static_cast<float*>(operand.scale)[i] =
+          spec.has_row_amax() ? rows_[i].scale : tensors_[i].scale;
+    plan_.tensor = tensors_.data();
+    plan_.row = rows_.data();
+  }
+
+  // One more amax, of a tensor or of a row.
+  void scale_by(std::uint32_t amax) {
+    switch (plan_.operand.spec.elements) {
+      case Elements::kE4m3: return scale_elements_by<E4M3>(amax);
+      case Elements::kE5m2: return scale_elements_by<E5M2>(amax);
+      case Elements::kE2m1: return scale_elements_by<E2M1>(amax);
+      case Elements::kBf16: return;
+    }
+  }
+  template <class F>
+  void scale_elements_by(std::uint32_t amax) {
+    const Spec& spec = plan_.operand.spec;
+    if (spec.has_row_amax())
+      rows_.push_back(fp32_factors<F>(spec.rule, spec.scale_rounding, amax));
+    else
+      tensors_.push_back(scale_of_tensor<F>(spec.rule, spec.scale_rounding, amax));
   }
 
   const TensorRef& x_;
   bool columnwise_;
   OperandPlan plan_;
-  std::vector<Factors> factors_;
-  std::vector<Nvfp4Tensor> nvfp4_;
+  std::vector<TensorScale> tensors_;
+  std::vector<Factors> rows_;
 };
 
 // Rows of x in a tile. Rowwise alone few do, so that the rows are streams that the machine prefetches by itself.

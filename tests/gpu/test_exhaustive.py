@@ -17,7 +17,7 @@ def floats(first: int, last: int) -> torch.Tensor:
     return torch.arange(first, last, dtype=torch.int64).to(torch.int32).view(torch.float32)
 
 
-@pytest.mark.parametrize("spec", ["e4m3/tensor", "e5m2/tensor"])
+@pytest.mark.parametrize("spec", ["e4m3/tensor", "e5m2/tensor", "e4m3/tensor+delayed"])
 def test_every_float_to_fp8(cuda, spec):
     """Under a scale of 1: the amax in force is the format's largest."""
     amax = torch.tensor(448.0 if spec.startswith("e4m3") else 57344.0)
@@ -44,3 +44,32 @@ def test_every_float_up_to_6_to_e2m1(cuda, sign):
         want = ops.quantize(x, "mxfp4", "")[0]
         got = ops.quantize(x.to(cuda), "mxfp4", "")[0]
         require_same(got, want, f"mxfp4, {sign:+} floats from {first:#x}")
+
+
+BLOCKS = [
+    *("mxfp8", "mxfp8+floor", "mxfp8/e5m2", "mxfp4", "e4m3/1x128"),
+    *("nvfp4", "nvfp4+up", "nvfp4+pow2"),
+]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("spec", BLOCKS)
+def test_every_amax_of_a_block(cuda, spec, dtype):
+    """One element a block: every bfloat16 magnitude, and every fp32 mantissa at six exponents."""
+    block = 128 if "128" in spec else 16 if spec.startswith("nvfp4") else 32
+    if dtype == torch.bfloat16:
+        amaxes = torch.arange(0, 0x8000, dtype=torch.int32).to(torch.int16).view(dtype)
+    else:
+        exponents = [0, 1, 64, 127, 128, 254]
+        amaxes = torch.cat([floats(e << 23, (e + 1) << 23) for e in exponents])
+    for given in (None, 1.0, 1e-30, 3e38) if spec.startswith("nvfp4") else (None,):
+        for part in amaxes.split(2**22):
+            x = torch.zeros(part.numel(), block, dtype=dtype)
+            x[:, block // 3] = part
+            x = x.view(-1, 16 * block) if part.numel() % 16 == 0 else x
+            amax = None if given is None else torch.tensor(given)
+            want = ops.quantize(x, spec, "", amax_row=amax)
+            got = ops.quantize(x.to(cuda), spec, "", amax_row=None if amax is None else amax.to(cuda))
+            for name, a, b in zip(("codes", "scale"), got, want):
+                require_same(a, b, f"{spec}, {dtype}, amax {given}: {name}")
+

@@ -10,8 +10,8 @@ namespace {
 
 struct DecodeArgs {
   ScaleRule rule;
-  bool owes_row_scale;  // an exact product takes codes alone: their row scale is no power of two
-  int height_log2, width_log2;  // of a block
+  bool is_scaled_after_product;  // codes alone are decoded: their row scale is no power of two
+  int height_log2, width_log2;   // of a block
   const std::uint8_t* codes;
   const void* scale;
   const float* factor;  // (batch): the tensor scale that the value still needs; null: for a product
@@ -23,7 +23,7 @@ struct DecodeArgs {
 
 __device__ __forceinline__ float scale_at(const DecodeArgs& args, const Place& at) {
   if (args.scale_cols == 0)
-    return args.rule == ScaleRule::kRow && !args.owes_row_scale
+    return args.rule == ScaleRule::kRow && !args.is_scaled_after_product
                ? static_cast<const float*>(args.scale)[at.all]
                : 1.0f;
   const std::uint64_t row =
@@ -144,7 +144,7 @@ DecodeArgs args_of(const Quantized& q, const float* factor, void* out, std::int6
                   q.batch * q.rows, " and ", padded);
   DecodeArgs args = {};
   args.rule = spec.rule;
-  args.owes_row_scale = !factor && spec.scale_rounding == ScaleRounding::kExact;
+  args.is_scaled_after_product = !factor && is_scaled_after_product(spec.rule, spec.scale_rounding);
   args.codes = q.codes, args.scale = q.scale, args.factor = factor, args.out = out;
   args.padded = static_cast<std::uint32_t>(padded);
   args.pitch = static_cast<std::uint32_t>(pitch);
@@ -154,7 +154,7 @@ DecodeArgs args_of(const Quantized& q, const float* factor, void* out, std::int6
     args.scale_rows = static_cast<std::uint32_t>(spec.scale_rows(q.rows));
     args.scale_cols = static_cast<std::uint32_t>(spec.scale_cols(q.cols));
   }
-  const std::uint32_t bytes = spec.elements == Elements::kE2m1 ? kUnit / 2 : kUnit;
+  const auto bytes = static_cast<std::uint32_t>(kUnit * spec.code_bits() / 8);
   args.aligned_in = pitch % bytes == 0 && reinterpret_cast<std::uintptr_t>(q.codes) % bytes == 0;
   args.aligned_out = padded * size % 16 == 0 && reinterpret_cast<std::uintptr_t>(out) % 16 == 0;
   return args;
@@ -172,8 +172,9 @@ __global__ void write_tensor_factor(const __grid_constant__ FactorArgs args, flo
   float factor = 1.0f;
   if (args.spec.rule == ScaleRule::kTensor) factor = args.scale[e];
   if (args.spec.rule == ScaleRule::kNvfp4)
-    factor =
-        nvfp4_tensor(magnitude_bits(args.amax[e]), nvfp4_rounding(args.spec.scale_rounding)).scale;
+    factor = scale_of_tensor<E2M1>(args.spec.rule, args.spec.scale_rounding,
+                                   magnitude_bits(args.amax[e]))
+                 .scale;
   out[e] = factor;
 }
 

@@ -14,7 +14,6 @@ struct CarryArgs {
   Quantized q;
   bool is_mx, aligned_in, aligned_out;
   int height_log2, width_log2;  // of a block
-  Nvfp4Rounding rounding;
   std::uint32_t padded, pitch, scale_rows, scale_cols;
   Divisor rows_of_matrix;
   std::uint8_t* codes;
@@ -65,8 +64,11 @@ __global__ void __launch_bounds__(kThreads) carry_rows(const __grid_constant__ C
   largest = __reduce_max_sync(kAllLanes, of_warp[threadIdx.x % (kThreads / 32)]);
   const int row_exponent = carry_row_exponent(largest);
   if (threadIdx.x == 0) {
-    const float tensor =
-        args.is_mx ? 1.0f : nvfp4_tensor(magnitude_bits(args.q.amax[batch]), args.rounding).scale;
+    const float tensor = args.is_mx
+                             ? 1.0f
+                             : scale_of_tensor<E2M1>(args.q.spec.rule, args.q.spec.scale_rounding,
+                                                     magnitude_bits(args.q.amax[batch]))
+                                   .scale;
     args.row_scale[all] = carry_row_scale(row_exponent, tensor);
   }
 
@@ -111,7 +113,6 @@ void carry_in_e4m3(const Quantized& q, std::uint8_t* codes, float* row_scale,
   CarryArgs args = {};
   args.q = q;
   args.is_mx = spec.rule == ScaleRule::kMx;
-  args.rounding = nvfp4_rounding(spec.scale_rounding);
   args.height_log2 = __builtin_ctz(static_cast<unsigned>(spec.block_rows));
   args.width_log2 = __builtin_ctz(static_cast<unsigned>(spec.block_cols));
   args.padded = static_cast<std::uint32_t>(padded);

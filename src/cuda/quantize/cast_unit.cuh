@@ -2,7 +2,7 @@
 //
 //     1  transform                       16 points in a thread, more across lanes
 //     2  amax of the unit, of the block  shuffles along a row; of a square block: given
-//     3  scale and factor                core/scaling.h
+//     3  scale and factor                core/scale_rule.h
 //     4  encode, store
 #pragma once
 
@@ -10,6 +10,7 @@
 
 #include "cuda/codec/decode.cuh"
 #include "cuda/codec/encode.cuh"
+#include "cuda/codec/scale.cuh"
 #include "cuda/common/tile.cuh"
 #include "minifloat/quantize.h"
 
@@ -47,31 +48,6 @@ struct OperandPlan {
   std::uint16_t* decoded;  // null: not wanted
 };
 
-__host__ __device__ __forceinline__ Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
-  if (rounding == ScaleRounding::kUp) return Nvfp4Rounding::kUp;
-  return rounding == ScaleRounding::kPowerOfTwo ? Nvfp4Rounding::kPowerOfTwo
-                                                : Nvfp4Rounding::kNearest;
-}
-
-// ---- What holds for a whole matrix ---------------------------------------------------------------
-struct MatrixScale {
-  Factors fp8;         // of tensor scaling
-  Nvfp4Tensor tensor;  // of NVFP4
-  bool is_ordinary;    // of NVFP4: no block's factor is near the ends of fp32
-};
-template <class F>
-__device__ __forceinline__ MatrixScale matrix_scale_of(ScaleRule rule, ScaleRounding rounding,
-                                                       std::uint32_t amax) {
-  MatrixScale matrix = {};
-  if constexpr (F::kBits == 8)
-    if (rule == ScaleRule::kTensor) matrix.fp8 = fp8_factors<F>(amax, false);
-  if constexpr (F::kBits == 4)
-    if (rule == ScaleRule::kNvfp4) {
-      matrix.tensor = nvfp4_tensor(amax, nvfp4_rounding(rounding));
-      matrix.is_ordinary = matrix.tensor.scale >= 0x1p-90f && matrix.tensor.scale <= 0x1p90f;
-    }
-  return matrix;
-}
 template <class F>
 __device__ __forceinline__ MatrixScale matrix_scale(const OperandPlan& plan, ScaleRule rule,
                                                     ScaleRounding rounding, std::uint32_t batch) {
@@ -79,103 +55,8 @@ __device__ __forceinline__ MatrixScale matrix_scale(const OperandPlan& plan, Sca
   return matrix_scale_of<F>(rule, rounding, magnitude_bits(plan.amax[batch]));
 }
 
-struct RandomKey {
-  std::uint64_t key, stream;
-};
 __device__ __forceinline__ RandomKey random_key(const OperandPlan& plan) {
-  RandomKey random = {mix_seed(static_cast<std::uint64_t>(plan.random[0]),
-                               static_cast<std::uint64_t>(plan.random[1])),
-                      plan.stream};
-  if (plan.random_size == 3) random.stream ^= static_cast<std::uint64_t>(plan.random[2]);
-  return random;
-}
-
-// ---- Blocks --------------------------------------------------------------------------------------
-// A block's scale in both forms, and what its elements are multiplied by.
-struct BlockScale {
-  std::uint32_t code;  // E8M0 or E4M3
-  float scale;         // what an exact product multiplies codes by
-  float factor;
-  bool is_ordinary = false;  // Encoding's, known from the scale alone
-};
-
-// core/scaling.h's nvfp4_block_scale and nvfp4_encode_factor: the code to nearest, and up to a power of two, by the
-// instruction, which saturates.
-__device__ __forceinline__ BlockScale nvfp4_block(ScaleRounding rounding, const MatrixScale& matrix,
-                                                  std::uint32_t amax) {
-  constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
-  const bool is_power_of_two = rounding == ScaleRounding::kPowerOfTwo;
-  float v = bit_cast<float>(amax) * matrix.tensor.block_encode;
-  bool saturates = false;
-  std::uint32_t code;
-  if (rounding == ScaleRounding::kUp) {
-    code = nvfp4_block_scale(amax, matrix.tensor.block_encode, Nvfp4Rounding::kUp);
-  } else {
-    if (is_power_of_two && v > 0.0f) {
-      constexpr float kLeast = 0x1p-9f;  // code 1
-      saturates = v > E4M3::kMaxPowerOfTwo;
-      const float capped = saturates ? E4M3::kMaxPowerOfTwo : v;
-      const std::uint32_t up =
-          (bit_cast<std::uint32_t>(capped) + Float32::kMantissa) & Float32::kExponent;
-      v = fmaxf(bit_cast<float>(up), kLeast);
-    }
-    code = is_finite(amax) ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits;
-  }
-  // A normal scale below the largest is at most half its last place under its block's amax / 6: |x| * factor < 6.4.
-  const bool is_ordinary =
-      matrix.is_ordinary && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
-  const float value = decode_e4m3(code), denominator = value * matrix.tensor.scale;
-  const float factor =
-      is_ordinary ? reciprocal_of_normal(denominator) : at_most_float_max(1.0f / denominator);
-  return {code, value, factor, is_ordinary};
-}
-
-// core/scaling.h's mx_scale_up: by the instruction, where there is one.
-template <class F>
-__device__ __forceinline__ std::uint32_t mx_block_code(std::uint32_t amax) {
-#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
-  return mx_scale_of_rounded<F>(cvt_up_ue8m0(mx_quotient<F>(amax)), amax);
-#else
-  return mx_scale_up<F>(amax);
-#endif
-}
-
-// core/scaling.h's fp8_factors, as a power of two, without its division: 2^floor(log2(max / amax)), at most 2^127.
-template <class F>
-__device__ __forceinline__ Factors power_of_two_factors(std::uint32_t amax) {
-  constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
-  constexpr int kEmax = static_cast<int>(kMax >> Float32::kMantissaBits) - Float32::kBias;
-  // amax's exponent, and one more where its mantissa is past max's
-  const int exponent = static_cast<int>(
-      (amax + (Float32::kMantissa - (kMax & Float32::kMantissa))) >> Float32::kMantissaBits);
-  const int e = min(kEmax + 2 * Float32::kBias - exponent, 254);  // biased; at least 7
-  const std::uint32_t code = amax == 0 ? Float32::kBias : static_cast<std::uint32_t>(e);
-  const Factors factors = {decode_e8m0(code), e8m0_reciprocal(code)};
-  return {is_finite(amax) ? factors.encode : nan_value(),
-          is_finite(amax) ? factors.scale : nan_value()};
-}
-
-template <class F>
-__device__ __forceinline__ BlockScale block_scale(ScaleRule rule, ScaleRounding rounding,
-                                                  const MatrixScale& matrix, std::uint32_t amax) {
-  if constexpr (F::kBits == 4) {
-    if (rule == ScaleRule::kNvfp4) return nvfp4_block(rounding, matrix, amax);
-  } else {
-    if (rule == ScaleRule::kTensor) return {0, 1.0f, matrix.fp8.encode};
-    if (rule == ScaleRule::kRow || rule == ScaleRule::kBlock) {
-      if (rounding == ScaleRounding::kExact) return {0, 1.0f, fp8_factors<F>(amax, false).encode};
-      const Factors factors = power_of_two_factors<F>(amax);
-      return {0, factors.scale, factors.encode};
-    }
-  }
-  const std::uint32_t code =
-      rounding == ScaleRounding::kFloor ? mx_scale_floor<F>(amax) : mx_block_code<F>(amax);
-  // Every element format reaches 2^2 at least, so that no finite block's code is 254.
-  const float reciprocal = bit_cast<float>((E8M0::kMaxBits - code) << Float32::kMantissaBits);
-  // Rounded up, a scale leaves no product above 6, and this one's factor is 2^-105 at least.
-  constexpr std::uint32_t kMostOrdinary = E8M0::kBias + 105;
-  return {code, decode_e8m0(code), is_finite(amax) ? reciprocal : nan_value(),
-          rounding != ScaleRounding::kFloor && code <= kMostOrdinary};
+  return minifloat::random_key(plan.random, plan.random_size, plan.stream);
 }
 
 // A unit as codes. owed: what the elements are still to be multiplied by, a power of two.
@@ -185,10 +66,10 @@ __device__ __forceinline__ Codes<typename C::F> encode_in_block(const OperandPla
                                                                 const BlockScale& block,
                                                                 const Words& words,
                                                                 float owed = 1.0f) {
-  const bool zero = rule == ScaleRule::kNvfp4 && block.code == 0;
   const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
   return encode_unit<typename C::F, C::kStochastic>(
-      unit, {block.factor * owed, zero, delayed, block.is_ordinary}, words);
+      unit, {block.encode * owed, has_zero_codes(rule, block.code), delayed, block.is_ordinary},
+      words);
 }
 
 // Bytes of a unit's codes.
@@ -249,11 +130,8 @@ template <class F>
 __device__ __forceinline__ void store_whole(const OperandPlan& plan, std::uint32_t i, float amax) {
   const std::uint32_t bits = magnitude_bits(amax);
   if constexpr (F::kBits == 8)
-    if (plan.scale_cols == 0) {
-      const bool power_of_two =
-          plan.rule == ScaleRule::kRow && plan.rounding != ScaleRounding::kExact;
-      static_cast<float*>(plan.scale)[i] = fp8_factors<F>(bits, power_of_two).scale;
-    }
+    if (plan.scale_cols == 0)
+      static_cast<float*>(plan.scale)[i] = fp32_factors<F>(plan.rule, plan.rounding, bits).scale;
   if (plan.amax_out && plan.amax_out != plan.reported)
     plan.amax_out[i] = plan.reported ? plan.reported[i] : amax;
 }

@@ -14,15 +14,17 @@ struct EmptyArgs {
   const float* in_force;  // null: zero
   float* amax;            // null: not wanted
   float* scale;           // null: the rule's scales are those of blocks
-  bool is_e4m3, power_of_two;
+  bool is_e4m3;
+  ScaleRule rule;
+  ScaleRounding rounding;
 };
 __global__ void settle_empty(const __grid_constant__ EmptyArgs args) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= args.count) return;
   const std::uint32_t bits = args.in_force ? magnitude_bits(args.in_force[i]) : 0;
   if (args.scale)
-    args.scale[i] = args.is_e4m3 ? fp8_factors<E4M3>(bits, args.power_of_two).scale
-                                 : fp8_factors<E5M2>(bits, args.power_of_two).scale;
+    args.scale[i] = args.is_e4m3 ? fp32_factors<E4M3>(args.rule, args.rounding, bits).scale
+                                 : fp32_factors<E5M2>(args.rule, args.rounding, bits).scale;
   if (args.amax) args.amax[i] = args.in_force ? args.in_force[i] : 0.0f;
 }
 
@@ -54,7 +56,7 @@ class Direction {
     plan_.code_pitch = size(spec.code_cols(cols));
     plan_.scale_rows = spec.has_blocks() ? size(spec.scale_rows(rows)) : 0;
     plan_.scale_cols = spec.has_blocks() ? size(spec.scale_cols(cols)) : 0;
-    const std::uint32_t unit_bytes = spec.elements == Elements::kE2m1 ? kUnit / 2 : kUnit;
+    const auto unit_bytes = static_cast<std::uint32_t>(kUnit * spec.code_bits() / 8);
     plan_.aligned = plan_.code_pitch % unit_bytes == 0 &&
                     reinterpret_cast<std::uintptr_t>(operand.codes) % unit_bytes == 0;
     plan_.random = operand.random.state;
@@ -104,13 +106,13 @@ class Direction {
   void settle_empty(const Execution& execution) const {
     if (count_ == 0) return;
     const Spec& spec = operand_.spec;
-    const EmptyArgs args = {
-        count_,
-        operand_.given_amax && !spec.delayed ? operand_.given_amax : nullptr,
-        operand_.amax,
-        spec.has_blocks() ? nullptr : static_cast<float*>(operand_.scale),
-        spec.elements == Elements::kE4m3,
-        spec.rule == ScaleRule::kRow && spec.scale_rounding != ScaleRounding::kExact};
+    const EmptyArgs args = {count_,
+                            operand_.given_amax && !spec.delayed ? operand_.given_amax : nullptr,
+                            operand_.amax,
+                            spec.has_blocks() ? nullptr : static_cast<float*>(operand_.scale),
+                            spec.elements == Elements::kE4m3,
+                            spec.rule,
+                            spec.scale_rounding};
     constexpr std::int64_t kBlock = 128;
     cuda::settle_empty<<<grid_of(ceil_div(count_, kBlock), "quantize"), kBlock, 0,
                          stream_of(execution)>>>(args);

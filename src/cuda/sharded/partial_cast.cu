@@ -77,10 +77,9 @@ __device__ __forceinline__ std::uint32_t stored_scale(const ShardEntry& e,
                                                       const MatrixScale& matrix,
                                                       std::uint32_t amax) {
   if constexpr (F::kBits == 8) {
-    if (e.rule == ScaleRule::kTensor) return bit_cast<std::uint32_t>(matrix.fp8.scale);
+    if (e.rule == ScaleRule::kTensor) return bit_cast<std::uint32_t>(matrix.scale);
     if (e.rule == ScaleRule::kRow)
-      return bit_cast<std::uint32_t>(
-          fp8_factors<F>(amax, e.rounding != ScaleRounding::kExact).scale);
+      return bit_cast<std::uint32_t>(fp32_factors<F>(e.rule, e.rounding, amax).scale);
   }
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
   return e.rule == ScaleRule::kBlock ? bit_cast<std::uint32_t>(block.scale) : block.code;
@@ -133,7 +132,7 @@ __global__ void __launch_bounds__(kThreads)
     amaxes[i] = load_cells(e.amaxes + std::uint64_t{r} * e.grid_cols + col + x,
                            r < e.grid_rows ? in_row : 0);
   }
-  const MatrixScale matrix = scale_of_tensor<F>(e);
+  const MatrixScale matrix = scale_of_weight<F>(e);
   const bool has_amax = e.amax && (e.rule == ScaleRule::kRow || e.rule == ScaleRule::kTensor);
 #pragma unroll
   for (unsigned i = 0; i < kCells / kCellStep; ++i) {
@@ -171,8 +170,9 @@ __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const Mat
                                                   std::uint32_t col) {
   const std::uint32_t amax = __ldg(e.amaxes + e.cell(row, col));
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
-  const bool zero = e.rule == ScaleRule::kNvfp4 && block.code == 0;
-  return encode_unit<F, false>(unit, {block.factor, zero, e.delayed, block.is_ordinary}, Words{});
+  return encode_unit<F, false>(
+      unit, {block.encode, has_zero_codes(e.rule, block.code), e.delayed, block.is_ordinary},
+      Words{});
 }
 
 template <class F>
@@ -198,7 +198,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   const std::uint32_t col = tile.unit_col();
   Inside<> in = inside(e, tile.unit_row(0), col);
   Unit<float> unit = load_master(e, tile.unit_row(0), col, in);
-  const MatrixScale matrix = scale_of_tensor<F>(e);
+  const MatrixScale matrix = scale_of_weight<F>(e);
 #pragma unroll 1
   for (int i = 0; i < kPasses; ++i) {
     const Inside<> now = in;
@@ -231,7 +231,7 @@ ShardEntry entry_of(const PartialCast& cast) {
   e.scale = cast.scale, e.amax = cast.amax;
   e.begin = cast.shard.begin, e.end = cast.shard.end, e.first_byte = cast.first_byte;
   e.rows = static_cast<std::uint32_t>(cast.rows), e.cols = static_cast<std::uint32_t>(cast.cols);
-  e.pitch = spec.elements == Elements::kE2m1 ? ceil_div(e.cols, 2u) : e.cols;
+  e.pitch = static_cast<std::uint32_t>(spec.code_cols(cast.cols));
   e.grid_rows = static_cast<std::uint32_t>(grid.rows);
   e.grid_cols = static_cast<std::uint32_t>(grid.cols);
   e.height_log2 = has_blocks || grid.rows > 1 ? log2_of(grid.height, grid.rows) : kAll;

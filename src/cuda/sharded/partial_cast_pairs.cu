@@ -234,12 +234,12 @@ __device__ __forceinline__ FactorsOfPatches factors_of(const ShardEntry& e, cons
     const std::uint32_t col = is_narrow ? at.col + i : at.col;
     amaxes[i] = __ldg(e.amaxes + e.cell(min(row, e.rows - 1), min(col, e.cols - 1)));
   }
-  const MatrixScale matrix = scale_of_tensor<F>(e);
+  const MatrixScale matrix = scale_of_weight<F>(e);
   FactorsOfPatches factors;
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
     const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amaxes[i]);
-    factors.f[i] = e.rule == ScaleRule::kNvfp4 && block.code == 0 ? 0.0f : block.factor;
+    factors.f[i] = has_zero_codes(e.rule, block.code) ? 0.0f : block.encode;
   }
   return factors;
 }

@@ -107,7 +107,7 @@ __device__ __forceinline__ Unit<float> load_master(const ShardEntry& e, std::uin
 
 // ---- What it becomes -----------------------------------------------------------------------------
 template <class F>
-__device__ __forceinline__ MatrixScale scale_of_tensor(const ShardEntry& e) {
+__device__ __forceinline__ MatrixScale scale_of_weight(const ShardEntry& e) {
   if (e.rule == ScaleRule::kTensor)
     return matrix_scale_of<F>(e.rule, e.rounding,
                               e.delayed ? magnitude_bits(e.amax[0]) : e.amaxes[0]);

@@ -1,0 +1,150 @@
+// What each scale rule makes of an amax: the factors of a tensor or a row, and a block's scale. The
+// equations are core/scaling.h's; this is the one place that knows which rule uses which of them.
+//
+//     amax of the tensor   --scale_of_tensor-->  TensorScale      kTensor, kNvfp4
+//     amax of a row        --fp32_factors----->  Factors          kRow
+//     amax of a block      --scale_of_block--->  BlockScale       kBlock, kMx, kNvfp4 (and kTensor, kRow)
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/core/format.h"
+#include "minifloat/core/host_device.h"
+#include "minifloat/core/scaling.h"
+
+namespace minifloat {
+
+enum class ScaleRule : std::uint8_t {
+  kNone,    // bf16
+  kTensor,  // fp32, one a matrix
+  kRow,     // fp32, one a row
+  kBlock,   // fp32 power of two, one a block
+  kMx,      // E8M0, one a block
+  kNvfp4,   // E4M3, one a block; fp32, one a matrix
+};
+
+// A departure from the rule's own rounding of its scale.
+enum class ScaleRounding : std::uint8_t { kDefault, kExact, kFloor, kUp, kPowerOfTwo };
+
+// ---- Questions about a rule ----------------------------------------------------------------------
+// Whether fp32 scales are powers of two.
+MINIFLOAT_HD constexpr bool is_power_of_two(ScaleRule rule, ScaleRounding rounding) {
+  return rule == ScaleRule::kBlock ||
+         (rule == ScaleRule::kRow && rounding != ScaleRounding::kExact);
+}
+// Whether an exact product reads codes alone, because their fp32 scale has too many bits for bf16.
+MINIFLOAT_HD constexpr bool is_scaled_after_product(ScaleRule rule, ScaleRounding rounding) {
+  return rule == ScaleRule::kTensor ||
+         (rule == ScaleRule::kRow && rounding == ScaleRounding::kExact);
+}
+// Whether the codes of a block are zero, without signs, whatever its values.
+MINIFLOAT_HD constexpr bool has_zero_codes(ScaleRule rule, std::uint32_t scale_code) {
+  return rule == ScaleRule::kNvfp4 && scale_code == 0;
+}
+MINIFLOAT_HD constexpr Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
+  if (rounding == ScaleRounding::kUp) return Nvfp4Rounding::kUp;
+  return rounding == ScaleRounding::kPowerOfTwo ? Nvfp4Rounding::kPowerOfTwo
+                                                : Nvfp4Rounding::kNearest;
+}
+
+// ---- Scales --------------------------------------------------------------------------------------
+// kTensor, kRow and kBlock: the factor of elements, and the scale that is stored.
+template <class F>
+MINIFLOAT_HD constexpr Factors fp32_factors(ScaleRule rule, ScaleRounding rounding,
+                                            std::uint32_t amax) {
+  return fp8_factors<F>(amax, is_power_of_two(rule, rounding));
+}
+
+// The level of a whole matrix.
+struct TensorScale {
+  float encode;        // kTensor: the factor of elements; kNvfp4: S
+  float scale;         // what undoes it: the tensor factor of a product
+  float block_encode;  // kNvfp4: amax of a block -> its scale before rounding
+};
+// Of a rule without such a level: zeros.
+template <class F>
+MINIFLOAT_HD constexpr TensorScale scale_of_tensor(ScaleRule rule, ScaleRounding rounding,
+                                                   std::uint32_t amax) {
+  if constexpr (F::kBits == 8) {
+    if (rule == ScaleRule::kTensor) {
+      const Factors factors = fp32_factors<F>(rule, rounding, amax);
+      return {factors.encode, factors.scale, 0.0f};
+    }
+  } else {
+    if (rule == ScaleRule::kNvfp4) {
+      const Nvfp4Tensor tensor = nvfp4_tensor(amax, nvfp4_rounding(rounding));
+      return {tensor.encode, tensor.scale, tensor.block_encode};
+    }
+  }
+  return {};
+}
+
+// The level of a block; under kTensor and kRow, of a part of the tensor or of the row.
+struct BlockScale {
+  std::uint32_t code;  // E8M0 or E4M3
+  float scale;         // what an exact product multiplies codes by
+  float encode;        // what elements are multiplied by
+};
+
+// The equations that scale_of_block calls. A backend with faster forms of some passes a class of its own, whose
+// Tensor and Block have at least the members of TensorScale and BlockScale; a test compares each such form with
+// core/scaling.h for every input.
+struct ScaleEquations {
+  using Tensor = TensorScale;
+  using Block = BlockScale;
+
+  template <class F>
+  MINIFLOAT_HD static constexpr Factors power_of_two_factors(std::uint32_t amax) {
+    return fp8_factors<F>(amax, true);
+  }
+  template <class F>
+  MINIFLOAT_HD static constexpr Block mx(ScaleRounding rounding, std::uint32_t amax) {
+    const std::uint32_t code =
+        rounding == ScaleRounding::kFloor ? mx_scale_floor<F>(amax) : mx_scale_up<F>(amax);
+    return {code, decode_e8m0(code), e8m0_reciprocal(code)};
+  }
+  MINIFLOAT_HD static constexpr Block nvfp4(ScaleRounding rounding, const Tensor& tensor,
+                                            std::uint32_t amax) {
+    const std::uint32_t code =
+        nvfp4_block_scale(amax, tensor.block_encode, nvfp4_rounding(rounding));
+    return {code, decode<E4M3>(code), nvfp4_encode_factor(code, tensor.scale)};
+  }
+};
+
+template <class F, class Equations = ScaleEquations>
+MINIFLOAT_HD constexpr typename Equations::Block scale_of_block(
+    ScaleRule rule, ScaleRounding rounding, const typename Equations::Tensor& tensor,
+    std::uint32_t amax) {
+  if constexpr (F::kBits == 4) {
+    if (rule == ScaleRule::kNvfp4) return Equations::nvfp4(rounding, tensor, amax);
+  } else {
+    if (rule == ScaleRule::kTensor) return {0, 1.0f, tensor.encode};
+    if (rule == ScaleRule::kRow || rule == ScaleRule::kBlock) {
+      if (!is_power_of_two(rule, rounding))
+        return {0, 1.0f, fp32_factors<F>(rule, rounding, amax).encode};
+      const Factors factors = Equations::template power_of_two_factors<F>(amax);
+      return {0, factors.scale, factors.encode};
+    }
+  }
+  return Equations::template mx<F>(rounding, amax);
+}
+
+// Calls body.run<rule, rounding>() for the rule of blocks that is asked for, so that a loop over blocks has no choice
+// inside.
+template <class F, class Body>
+MINIFLOAT_HD constexpr void with_block_rule(ScaleRule rule, ScaleRounding rounding,
+                                            const Body& body) {
+  using enum ScaleRounding;
+  if (rule == ScaleRule::kMx)
+    return rounding == kFloor ? body.template run<ScaleRule::kMx, kFloor>()
+                              : body.template run<ScaleRule::kMx, kDefault>();
+  if constexpr (F::kBits == 8) {
+    body.template run<ScaleRule::kBlock, kDefault>();
+  } else {
+    if (rounding == kUp) return body.template run<ScaleRule::kNvfp4, kUp>();
+    if (rounding == kPowerOfTwo) return body.template run<ScaleRule::kNvfp4, kPowerOfTwo>();
+    body.template run<ScaleRule::kNvfp4, kDefault>();
+  }
+}
+
+}  // namespace minifloat

@@ -1,0 +1,114 @@
+// Scales in the fewest steps of this hardware: the rules are core/scale_rule.h's, and each faster form below is equal to
+// the equation of core/scaling.h that it stands for. tests/gpu/test_exhaustive.py visits every amax of a block, and every
+// E4M3 scale beside every tensor scale's exponent.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/ptx.cuh"
+#include "minifloat/core/scale_rule.h"
+
+namespace minifloat::cuda {
+
+// The level of a whole matrix.
+struct MatrixScale : TensorScale {
+  bool is_ordinary;  // of NVFP4: no block's factor is near the ends of fp32
+};
+template <class F>
+__device__ __forceinline__ MatrixScale matrix_scale_of(ScaleRule rule, ScaleRounding rounding,
+                                                       std::uint32_t amax) {
+  MatrixScale matrix = {scale_of_tensor<F>(rule, rounding, amax), false};
+  matrix.is_ordinary = F::kBits == 4 && matrix.scale >= 0x1p-90f && matrix.scale <= 0x1p90f;
+  return matrix;
+}
+
+// The level of a block. is_ordinary: Encoding's (encode.cuh), known from the scale alone.
+struct BlockScale : minifloat::BlockScale {
+  bool is_ordinary = false;
+};
+
+struct DeviceEquations {
+  using Tensor = MatrixScale;
+  using Block = BlockScale;
+
+  // fp8_factors as a power of two, without its division: 2^floor(log2(max / amax)), at most 2^127.
+  template <class F>
+  __device__ __forceinline__ static Factors power_of_two_factors(std::uint32_t amax) {
+    constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
+    constexpr int kEmax = static_cast<int>(kMax >> Float32::kMantissaBits) - Float32::kBias;
+    // amax's exponent, and one more where its mantissa is past max's
+    const int exponent = static_cast<int>(
+        (amax + (Float32::kMantissa - (kMax & Float32::kMantissa))) >> Float32::kMantissaBits);
+    const int e = min(kEmax + 2 * Float32::kBias - exponent, 254);  // biased; at least 7
+    const std::uint32_t code = amax == 0 ? Float32::kBias : static_cast<std::uint32_t>(e);
+    const Factors factors = {decode_e8m0(code), e8m0_reciprocal(code)};
+    return {is_finite(amax) ? factors.encode : nan_value(),
+            is_finite(amax) ? factors.scale : nan_value()};
+  }
+
+  // mx_scale_up: by the instruction, where there is one.
+  template <class F>
+  __device__ __forceinline__ static std::uint32_t mx_code(std::uint32_t amax) {
+#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+    return mx_scale_of_rounded<F>(cvt_up_ue8m0(mx_quotient<F>(amax)), amax);
+#else
+    return mx_scale_up<F>(amax);
+#endif
+  }
+  template <class F>
+  __device__ __forceinline__ static Block mx(ScaleRounding rounding, std::uint32_t amax) {
+    const bool is_floor = rounding == ScaleRounding::kFloor;
+    const std::uint32_t code = is_floor ? mx_scale_floor<F>(amax) : mx_code<F>(amax);
+    // Every element format reaches 2^2 at least, so that no finite block's code is 254.
+    const float reciprocal = bit_cast<float>((E8M0::kMaxBits - code) << Float32::kMantissaBits);
+    // Rounded up, a scale leaves no product above 6, and this one's factor is 2^-105 at least.
+    constexpr std::uint32_t kMostOrdinary = E8M0::kBias + 105;
+    return {{code, decode_e8m0(code), is_finite(amax) ? reciprocal : nan_value()},
+            !is_floor && code <= kMostOrdinary};
+  }
+
+  // nvfp4_block_scale and nvfp4_encode_factor: the code to nearest, and up to a power of two, by the instruction, which
+  // saturates.
+  __device__ __forceinline__ static Block nvfp4(ScaleRounding rounding, const Tensor& tensor,
+                                                std::uint32_t amax) {
+    const bool is_power_of_two = rounding == ScaleRounding::kPowerOfTwo;
+    float v = bit_cast<float>(amax) * tensor.block_encode;
+    bool saturates = false;
+    std::uint32_t code;
+    if (rounding == ScaleRounding::kUp) {
+      code = nvfp4_block_scale(amax, tensor.block_encode, Nvfp4Rounding::kUp);
+    } else {
+      if (is_power_of_two && v > 0.0f) {
+        constexpr float kLeast = 0x1p-9f;  // code 1
+        saturates = v > E4M3::kMaxPowerOfTwo;
+        const float capped = saturates ? E4M3::kMaxPowerOfTwo : v;
+        const std::uint32_t up =
+            (bit_cast<std::uint32_t>(capped) + Float32::kMantissa) & Float32::kExponent;
+        v = fmaxf(bit_cast<float>(up), kLeast);
+      }
+      code = is_finite(amax) ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits;
+    }
+    return with_factor(code, tensor, saturates);
+  }
+
+  // The rest of a block's level from its code. saturates: the scale is smaller than its amax asks for.
+  __device__ __forceinline__ static Block with_factor(std::uint32_t code, const Tensor& tensor,
+                                                      bool saturates) {
+    constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
+    // A normal scale below the largest is at most half its last place under its block's amax / 6: |x| * factor < 6.4.
+    const bool is_ordinary =
+        tensor.is_ordinary && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
+    const float value = decode_e4m3(code), denominator = value * tensor.scale;
+    const float factor =
+        is_ordinary ? reciprocal_of_normal(denominator) : at_most_float_max(1.0f / denominator);
+    return {{code, value, factor}, is_ordinary};
+  }
+};
+
+template <class F>
+__device__ __forceinline__ BlockScale block_scale(ScaleRule rule, ScaleRounding rounding,
+                                                  const MatrixScale& matrix, std::uint32_t amax) {
+  return scale_of_block<F, DeviceEquations>(rule, rounding, matrix, amax);
+}
+
+}  // namespace minifloat::cuda
