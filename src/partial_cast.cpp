@@ -2,6 +2,7 @@
 #include "minifloat/partial_cast.h"
 
 #include <utility>
+#include <vector>
 
 #include "cpu/backend.h"
 #if defined(MINIFLOAT_WITH_CUDA)
@@ -12,6 +13,18 @@
 
 namespace minifloat {
 namespace {
+
+// A rule that reads values finds them all in one shard.
+void check_blocks(const char* function, const PartialCast& cast) {
+  if (!cast.spec.reads_values()) return;
+  const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
+  MINIFLOAT_CHECK(
+      (FlatShard{cast.cols, cast.shard}.has_whole_blocks(cast.rows, grid.height, grid.width)),
+      function, ": ", cast.spec.str(),
+      " reads the values of whole blocks; expected a shard that begins and ends between blocks of ",
+      grid.height, " x ", grid.width, ", got [", cast.shard.begin, ", ", cast.shard.end, ") of ",
+      cast.rows, " x ", cast.cols);
+}
 
 void check_cast(const char* function, const PartialCast& cast) {
   const Spec& spec = cast.spec;
@@ -28,6 +41,27 @@ void check_cast(const char* function, const PartialCast& cast) {
                   ": expected the values of a shard of ", cast.shard.size(), ", got null");
   MINIFLOAT_CHECK(cast.amaxes || cast.rows * cast.cols == 0, function,
                   ": expected memory for amaxes, got null");
+  check_blocks(function, cast);
+}
+
+void choose_on([[maybe_unused]] Device device, std::span<const PartialCast> casts,
+               const Execution& execution) {
+  if (casts.empty()) return;
+  MINIFLOAT_ON(device, choose_scales(casts, execution));
+}
+
+// Casts whose scales are still to be chosen. Each is of a whole weight: no other rank chooses any.
+std::vector<PartialCast> casts_to_choose(std::span<const PartialCast> casts) {
+  std::vector<PartialCast> chosen;
+  for (const PartialCast& cast : casts) {
+    if (!cast.spec.reads_values() || cast.has_chosen_scales) continue;
+    const std::int64_t elements = cast.rows * cast.cols;
+    MINIFLOAT_CHECK(cast.shard.size() == elements, "partial_cast: ", cast.spec.str(),
+                    " reads the values of every block; expected chosen scales, or a shard of all ",
+                    elements, " elements, got [", cast.shard.begin, ", ", cast.shard.end, ")");
+    chosen.push_back(cast);
+  }
+  return chosen;
 }
 
 void check_outputs(const PartialCast& cast) {
@@ -63,12 +97,23 @@ void partial_amax(std::span<const PartialCast> casts, Device device, const Execu
   MINIFLOAT_ON(device, partial_amax(casts, execution));
 }
 
+void choose_scales(std::span<const PartialCast> casts, Device device, const Execution& execution) {
+  check_device("choose_scales", device);
+  std::vector<PartialCast> read;
+  for (const PartialCast& cast : casts) {
+    check_cast("choose_scales", cast);
+    if (cast.spec.reads_values()) read.push_back(cast);
+  }
+  choose_on(device, read, execution);
+}
+
 void partial_cast(std::span<const PartialCast> casts, Device device, const Execution& execution) {
   check_device("partial_cast", device);
   for (const PartialCast& cast : casts) {
     check_cast("partial_cast", cast);
     check_outputs(cast);
   }
+  choose_on(device, casts_to_choose(casts), execution);
   MINIFLOAT_ON(device, partial_cast(casts, execution));
 }
 

@@ -2,6 +2,7 @@
 //
 //     master shard --partial_amax--> amaxes of the blocks that it touches
 //                                    | max over ranks, as int32: ordered like the values, NaN on top
+//                                    | for a rule that reads values: choose_scales, and the max over ranks again
 //     master shard --partial_cast--> its own codes, and every scale of the weight
 //                                    | gather of the codes' bytes
 //     codes        --transpose_many--> the other direction, where it holds the same codes
@@ -51,6 +52,8 @@ struct PartialCast {
   std::int64_t first_byte = 0;
   bool keeps_neighbours = true;
   void* scale = nullptr;  // whole, as read
+  // Whether `amaxes` have been through choose_scales.
+  bool has_chosen_scales = false;
   // As minifloat/quantize.h has it; null: not wanted. Under +delayed: on entry the amax in force, on return the
   // values' own, for the history.
   float* amax = nullptr;
@@ -61,7 +64,14 @@ struct PartialCast {
 void partial_amax(std::span<const PartialCast> casts, Device device,
                   const Execution& execution = {});
 
-// Scales and amax of whole weights, and the codes of the shards, from amaxes that are those of the whole weights.
+// For specs whose rule reads values (core/scale_rule.h), whose shards then hold whole blocks; other casts are left alone.
+// From amaxes that are those of the whole weights: takes the sign bit of a block's amax for the choice of its scale. It is
+// set where the first scale is taken, and in the blocks of other shards; so a max over ranks as int32 keeps every choice.
+void choose_scales(std::span<const PartialCast> casts, Device device,
+                   const Execution& execution = {});
+
+// Scales and amax of whole weights, and the codes of the shards, from amaxes that are those of the whole weights. Where a
+// rule reads values and has_chosen_scales is not set, the shard is the whole weight, and its `amaxes` are overwritten.
 void partial_cast(std::span<const PartialCast> casts, Device device,
                   const Execution& execution = {});
 

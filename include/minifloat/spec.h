@@ -48,6 +48,8 @@ struct Spec {
            (rule == ScaleRule::kMx || scale_rounding == ScaleRounding::kPowerOfTwo);
   }
   bool has_tensor_amax() const { return rule == ScaleRule::kTensor || rule == ScaleRule::kNvfp4; }
+  // Whether scales depend on a block's values beyond their amax.
+  bool reads_values() const { return minifloat::reads_values(scale_rounding); }
   bool has_row_amax() const { return rule == ScaleRule::kRow; }
   bool has_blocks() const { return block_rows > 0; }
   ScaleType scale_type() const;

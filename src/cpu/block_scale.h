@@ -21,6 +21,7 @@ struct OperandPlan {
   std::int64_t scale_rows, scale_cols;     // block rules
   const TensorScale* tensor = nullptr;     // (batch): rules with an amax of the tensor
   const Factors* row = nullptr;            // (batch, rows): row scaling
+  bool columnwise = false;
   RandomKey random;
 };
 
@@ -220,6 +221,14 @@ MINIFLOAT_INLINE void store_scales(const OperandPlan& plan, const TileRange& ran
     store_grid(plan, range, blocks, blocks.scale, static_cast<float*>(plan.operand.scale));
   else
     store_grid(plan, range, blocks, blocks.code, static_cast<std::uint8_t*>(plan.operand.scale));
+}
+
+// One number a block of Width -> one an element of a tile row, so that the loops over elements are flat.
+template <int Width>
+MINIFLOAT_INLINE void spread_blocks(const float* __restrict of_block,
+                                    float* __restrict of_element) {
+  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
+    for (int i = 0; i < Width; ++i) of_element[b * Width + i] = of_block[b];
 }
 
 // What the elements have to look out for.

@@ -1,6 +1,6 @@
 // A tile of values -> codes, block scales and, where asked for, the values of the codes.
 //
-//     1  amax of each block, its scale, and the factor of its elements    block_scale.h
+//     1  amax of each block, its scale, and the factor of its elements    block_scale.h, choose_scale.h
 //     2  every element: multiply, encode                                  a row at a time
 //     3  store what lies inside the operand
 #pragma once
@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "block_scale.h"
+#include "choose_scale.h"
 #include "encode_fast.h"
 #include "minifloat/core/philox.h"
 #include "minifloat/core/scale_rule.h"
@@ -62,14 +63,6 @@ MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row
     spread_words<FormatBits>(w, v, out);
     __builtin_memcpy(bits + kElementsPerCall * g, &out, sizeof out);
   }
-}
-
-// One number a block of Width -> one an element of a tile row, so that the loops over elements are flat.
-template <int Width>
-MINIFLOAT_INLINE void spread_blocks(const float* __restrict of_block,
-                                    float* __restrict of_element) {
-  for (std::int64_t b = 0; b < kTileCols / Width; ++b)
-    for (int i = 0; i < Width; ++i) of_element[b * Width + i] = of_block[b];
 }
 
 // Elements of one tile row, all kTileCols of them, none of them NaN.
@@ -151,6 +144,8 @@ struct EncodeTile {
     TileBlocks blocks(spec, args.range->rows);
     if (spec.has_blocks()) {
       block_amax(args.tile, args.range->rows, blocks);
+      if constexpr (F::kBits == 4)
+        if (spec.reads_values()) choose_scales<F>(plan, *args.range, args.tile, blocks);
       block_scales<F>(plan, args.range->batch, blocks);
       store_scales(plan, *args.range, blocks);
     } else {

@@ -116,9 +116,11 @@ struct BandAmax {
 };
 
 // ---- Scales --------------------------------------------------------------------------------------
-// The amax that scales and codes are made with: under +delayed, of other steps.
+// The amax that scales and codes are made with: under +delayed, of other steps. choose_scales has left the sign bit of a
+// block whose second scale is taken clear.
 std::uint32_t active_amax(const PartialCast& cast, std::int64_t cell) {
-  return cast.spec.delayed ? magnitude_bits(cast.amax[0]) : cast.amaxes[cell];
+  if (cast.spec.delayed) return magnitude_bits(cast.amax[0]);
+  return cast.spec.reads_values() ? cast.amaxes[cell] ^ kSecondScale : cast.amaxes[cell];
 }
 
 // The level of the whole weight.
@@ -126,8 +128,9 @@ template <class F>
 TensorScale tensor_scale(const PartialCast& cast, const AmaxGrid& grid) {
   const Spec& spec = cast.spec;
   if (!spec.has_tensor_amax()) return {};
-  const std::int64_t cell = grid.has_tensor_amax ? grid.cells() : 0;
-  return scale_of_tensor<F>(spec.rule, spec.scale_rounding, active_amax(cast, cell));
+  const std::uint32_t amax =
+      grid.has_tensor_amax ? cast.amaxes[grid.cells()] : active_amax(cast, 0);
+  return scale_of_tensor<F>(spec.rule, spec.scale_rounding, amax);
 }
 
 template <class F>
@@ -141,6 +144,44 @@ template <class F>
 float fp32_scale(const Spec& spec, const TensorScale& tensor, std::uint32_t amax) {
   if (spec.rule == ScaleRule::kTensor) return tensor.scale;
   return fp32_factors<F>(spec.rule, spec.scale_rounding, amax).scale;
+}
+
+// ---- The choice of a rule that reads values ------------------------------------------------------
+// The errors of a block under one of its scales, from the block's first element in the master on.
+template <class F, class T>
+float block_error(const PartialCast& cast, const AmaxGrid& grid, const TensorScale& tensor,
+                  const BlockScale& scale, std::int64_t row, std::int64_t col) {
+  const bool round = cast.compute == DType::kBFloat16;
+  const T* first = static_cast<const T*>(cast.master) + (row * cast.cols + col - cast.shard.begin);
+  const std::int64_t rows = std::min(grid.height, cast.rows - row),
+                     cols = std::min(grid.width, cast.cols - col);
+  float lines[16] = {};
+  for (std::int64_t r = 0; r < rows; ++r)
+    for (std::int64_t c = 0; c < cols; ++c) {
+      const float x = computed(first[r * cast.cols + c], round);
+      float& line = lines[grid.width == 1 ? 0 : r];
+      line = line + squared_error<F>(tensor, scale.scale, encode_nearest<F>(x * scale.encode), x);
+    }
+  return add_rows(lines);
+}
+
+// Of one row of cells.
+template <class F, class T>
+void choose_row(const PartialCast& cast, const AmaxGrid& grid, std::int64_t cell_row) {
+  const TensorScale tensor = tensor_scale<F>(cast, grid);
+  for (std::int64_t i = 0; i < grid.cols; ++i) {
+    std::uint32_t& amax = cast.amaxes[cell_row * grid.cols + i];
+    const std::int64_t row = cell_row * grid.height, col = i * grid.width;
+    const std::int64_t flat = row * cast.cols + col;
+    const bool is_here = cast.shard.begin <= flat && flat < cast.shard.end;
+    float errors[2] = {};
+    for (const std::uint32_t second : {0u, 1u})
+      if (is_here)
+        errors[second] = block_error<F, T>(
+            cast, grid, tensor, cell_scale<F>(cast.spec, tensor, amax | second * kSecondScale), row,
+            col);
+    if (!takes_second(errors[0], errors[1])) amax |= kSecondScale;
+  }
 }
 
 template <class F>
@@ -242,6 +283,18 @@ void partial_amax(std::span<const PartialCast> casts, const Execution& execution
                  else
                    run_widest<BandAmax<std::uint16_t>>(band);
                });
+}
+
+void choose_scales(std::span<const PartialCast> casts, const Execution& execution) {
+  for (const PartialCast& cast : casts) {
+    const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
+    parallel_for(execution, grid.rows, cast.rows * cast.cols, [&](std::int64_t row) {
+      if (cast.dtype == DType::kFloat32)
+        choose_row<E2M1, float>(cast, grid, row);
+      else
+        choose_row<E2M1, std::uint16_t>(cast, grid, row);
+    });
+  }
 }
 
 void partial_cast(std::span<const PartialCast> casts, const Execution& execution) {

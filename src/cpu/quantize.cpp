@@ -42,6 +42,7 @@ class Direction {
       : x_(x), columnwise_(columnwise) {
     const Spec& spec = operand.spec;
     plan_.operand = operand;
+    plan_.columnwise = columnwise;
     plan_.batch = x.batch;
     plan_.rows = columnwise ? x.cols : x.rows;
     plan_.cols = columnwise ? x.rows : x.cols;

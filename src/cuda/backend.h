@@ -28,6 +28,7 @@ void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, st
                       const Execution& execution);
 void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution);
 void partial_amax(std::span<const PartialCast> casts, const Execution& execution);
+void choose_scales(std::span<const PartialCast> casts, const Execution& execution);
 void partial_cast(std::span<const PartialCast> casts, const Execution& execution);
 void transpose_many(std::span<const Transpose> matrices, const Execution& execution);
 void copy_many(std::span<const Copy> copies, const Execution& execution);

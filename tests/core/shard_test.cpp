@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <map>
 #include <set>
 #include <string>
 #include <vector>
@@ -55,26 +56,30 @@ TEST(FlatShard, RowsAndColumnsHoldExactlyTheRange) {
   });
 }
 
-TEST(FlatShard, BlocksTouchedAreThoseThatHoldAnElement) {
+TEST(FlatShard, BlocksAreWholeWhereNoneIsPartlyInside) {
   struct Block {
     std::int64_t height, width;
   };
   for_cases([](const Case& c) {
     for (const Block b : {Block{1, 16}, Block{16, 16}, Block{2, 4}, Block{3, 5}, Block{128, 128}}) {
-      std::set<std::pair<std::int64_t, std::int64_t>> touched;
+      std::map<std::pair<std::int64_t, std::int64_t>, std::int64_t> held;
       std::set<std::int64_t> block_rows;
       for (std::int64_t i = c.begin; i < c.end; ++i) {
-        touched.insert({i / c.cols / b.height, i % c.cols / b.width});
+        ++held[{i / c.cols / b.height, i % c.cols / b.width}];
         block_rows.insert(i / c.cols / b.height);
       }
       const FlatShard shard = c.shard();
       const Span span = shard.block_rows(b.height);
       ASSERT_EQ(span.size(), static_cast<std::int64_t>(block_rows.size())) << c.str();
       ASSERT_EQ(span.begin, block_rows.empty() ? 0 : *block_rows.begin()) << c.str();
-      for (std::int64_t r = 0; r < ceil_div(c.rows, b.height); ++r)
-        for (std::int64_t k = 0; k < ceil_div(c.cols, b.width); ++k)
-          ASSERT_EQ(shard.touches(r, k, b.height, b.width), touched.contains({r, k}))
-              << c.str() << ", block " << r << ", " << k << " of " << b.height << " x " << b.width;
+      bool is_whole = true;
+      for (const auto& [block, count] : held) {
+        const std::int64_t height = std::min(b.height, c.rows - block.first * b.height);
+        const std::int64_t width = std::min(b.width, c.cols - block.second * b.width);
+        is_whole = is_whole && count == height * width;
+      }
+      ASSERT_EQ(shard.has_whole_blocks(c.rows, b.height, b.width), is_whole)
+          << c.str() << ", blocks of " << b.height << " x " << b.width;
     }
   });
 }
@@ -119,8 +124,10 @@ TEST(FlatShard, OfTheRangeWorkedByHand) {
   static_assert(kShard.cols_of_row(2).begin == 0 && kShard.cols_of_row(2).end == 5);
   static_assert(kShard.block_rows(2).begin == 0 && kShard.block_rows(2).end == 2);
   static_assert(kShard.nibble_mask(5) == 0xF0 && kShard.nibble_mask(10) == 0x0F);
-  static_assert(kShard.touches(1, 1, 1, 2) &&
-                !kShard.touches(1, 0, 1, 2));  // columns 2, 3 and 0, 1
+  static_assert(!kShard.has_whole_blocks(4, 1, 4) && !kShard.has_whole_blocks(4, 2, 4));
+  static_assert(FlatShard{8, {12, 20}}.has_whole_blocks(4, 1, 4));  // of one row, halves of rows
+  static_assert(!FlatShard{8, {8, 24}}.has_whole_blocks(4, 2, 4));  // row 1 begins no block
+  static_assert(FlatShard{8, {16, 32}}.has_whole_blocks(4, 2, 4));
   EXPECT_EQ(kShard.nibble_bytes_of_row(1).begin, 5);
   EXPECT_EQ(kShard.nibble_bytes_of_row(2).end, 11);
 }

@@ -73,6 +73,11 @@ Tensor amaxes_of_shards(std::vector<PartialCast>& casts, const Tensor& like) {
   return packed;
 }
 
+bool any_reads_values(const std::vector<PartialCast>& casts) {
+  return std::any_of(casts.begin(), casts.end(),
+                     [](const PartialCast& cast) { return cast.spec.reads_values(); });
+}
+
 std::int64_t scales_in(const PartialCast& cast) {
   const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
   return std::max<std::int64_t>(grid.cells(), cast.spec.rule == ScaleRule::kTensor);
@@ -178,6 +183,12 @@ void torch_ops::quantize_masters(const char* op, std::vector<PartialCast>& casts
   if (ranks) require_agreement(ranks, casts, names, like);
   const Tensor packed = amaxes_of_shards(casts, like);
   if (ranks) all_reduce_max(ranks, packed);
+  if (ranks && any_reads_values(casts)) {
+    bridge::with_value_errors(
+        [&] { choose_scales(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
+    all_reduce_max(ranks, packed);
+    for (PartialCast& cast : casts) cast.has_chosen_scales = true;
+  }
   bridge::with_value_errors(
       [&] { partial_cast(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
 }
@@ -222,10 +233,11 @@ Tensor partial_amax_kernel(TensorList masters, const Texts& specs, at::IntArrayR
   return amaxes_of_shards(casts, masters[0]);
 }
 
-void partial_cast_kernel(const Tensor& packed, TensorList masters, const Texts& specs,
+void partial_cast_kernel(const Tensor& given, TensorList masters, const Texts& specs,
                          at::IntArrayRef geometry, TensorList codes, TensorList scales,
                          TensorList amaxes) {
   std::vector<PartialCast> casts = parse_shards("partial_cast", masters, specs, geometry);
+  const Tensor packed = any_reads_values(casts) ? given.clone() : given;  // choices overwrite them
   const std::int64_t count = place_amaxes(casts, nullptr);
   TORCH_CHECK_VALUE(
       packed.scalar_type() == at::kInt && packed.is_contiguous() && packed.numel() == count,

@@ -46,6 +46,11 @@ MINIFLOAT_HD constexpr Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
   return rounding == ScaleRounding::kPowerOfTwo ? Nvfp4Rounding::kPowerOfTwo
                                                 : Nvfp4Rounding::kNearest;
 }
+// Whether the rule reads a block's values: it has two scales for a block, and takes the second where the codes under it
+// are nearer to the values. No rule does yet.
+MINIFLOAT_HD constexpr bool reads_values(ScaleRounding) { return false; }
+// Passed on with the amax of a block, in its sign bit: the second of the two scales is meant.
+inline constexpr std::uint32_t kSecondScale = 0x8000'0000u;
 
 // ---- Scales --------------------------------------------------------------------------------------
 // kTensor, kRow and kBlock: the factor of elements, and the scale that is stored.
@@ -60,6 +65,7 @@ struct TensorScale {
   float encode;        // kTensor: the factor of elements; kNvfp4: S
   float scale;         // what undoes it: the tensor factor of a product
   float block_encode;  // kNvfp4: amax of a block -> its scale before rounding
+  float amax;          // kNvfp4
 };
 // Of a rule without such a level: zeros.
 template <class F>
@@ -68,12 +74,12 @@ MINIFLOAT_HD constexpr TensorScale scale_of_tensor(ScaleRule rule, ScaleRounding
   if constexpr (F::kBits == 8) {
     if (rule == ScaleRule::kTensor) {
       const Factors factors = fp32_factors<F>(rule, rounding, amax);
-      return {factors.encode, factors.scale, 0.0f};
+      return {factors.encode, factors.scale, 0.0f, 0.0f};
     }
   } else {
     if (rule == ScaleRule::kNvfp4) {
       const Nvfp4Tensor tensor = nvfp4_tensor(amax, nvfp4_rounding(rounding));
-      return {tensor.encode, tensor.scale, tensor.block_encode};
+      return {tensor.encode, tensor.scale, tensor.block_encode, bit_cast<float>(amax)};
     }
   }
   return {};
@@ -127,6 +133,32 @@ MINIFLOAT_HD constexpr typename Equations::Block scale_of_block(
     }
   }
   return Equations::template mx<F>(rounding, amax);
+}
+
+// ---- Rules that read values ----------------------------------------------------------------------
+// Which scale is taken: of the squared errors of a block's elements, to nearest under each scale, the smaller sum; the
+// first where they are equal, or where one is NaN. A sum is taken in this order, without a fused multiplication:
+//
+//     blocks of one row    element after element of the operand's row
+//     16 x 16              element after element of each row, and then the 16 sums by add_rows. The rows are those of
+//                          the matrix x for its transpose, too, which so has the same scales; the rows of a transformed
+//                          operand are its own
+//
+// Elements past the matrix's edge are zeros, which add nothing.
+template <class F>
+MINIFLOAT_HD constexpr float squared_error(const TensorScale& tensor, float block_scale,
+                                           std::uint32_t code, float x) {
+  const float d = decode<F>(code) * block_scale * tensor.scale - x;
+  return d * d;
+}
+MINIFLOAT_HD constexpr bool takes_second(float first_error, float second_error) {
+  return second_error < first_error;
+}
+// The sum of a block's 16 rows: r and r + 8, then r and r + 4, r and r + 2, r and r + 1. In place.
+MINIFLOAT_HD constexpr float add_rows(float* rows) {
+  for (int half = 8; half > 0; half /= 2)
+    for (int r = 0; r < half; ++r) rows[r] = rows[r] + rows[r + half];
+  return rows[0];
 }
 
 // Calls body.run<rule, rounding>() for the rule of blocks that is asked for, so that a loop over blocks has no choice

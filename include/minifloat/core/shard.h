@@ -44,17 +44,16 @@ struct FlatShard {
     if (r.empty()) return {};
     return {r.begin / block_rows, (r.end - 1) / block_rows + 1};
   }
-  // Does block (block_row, block_col) of shape (height, width) hold an element of the range?
-  MINIFLOAT_HD constexpr bool touches(std::int64_t block_row, std::int64_t block_col,
-                                      std::int64_t height, std::int64_t width) const {
-    const Span touched = rows();
-    for (std::int64_t r = block_row * height; r < (block_row + 1) * height; ++r) {
-      if (r < touched.begin || r >= touched.end) continue;
-      const Span c = cols_of_row(r);
-      const std::int64_t begin = block_col * width, end = begin + width;
-      if (c.begin < end && begin < c.end) return true;
-    }
-    return false;
+  // Whether each block of shape (height, width) is all inside or all outside, in a weight of `rows_of_weight` rows.
+  MINIFLOAT_HD constexpr bool has_whole_blocks(std::int64_t rows_of_weight, std::int64_t height,
+                                               std::int64_t width) const {
+    const auto is_between_blocks = [&](std::int64_t flat) {
+      if (flat == 0 || flat == rows_of_weight * cols) return true;
+      const std::int64_t r = flat / cols, c = flat % cols;
+      if (r % height != 0) return false;
+      return c == 0 || (c % width == 0 && (height == 1 || r + 1 == rows_of_weight));
+    };
+    return range.empty() || (is_between_blocks(range.begin) && is_between_blocks(range.end));
   }
   // The bytes of the whole weight's codes, of `bits` bits each, that hold an element of the range.
   MINIFLOAT_HD constexpr Span code_bytes(int bits) const {

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "cuda/codec/block_error.cuh"
 #include "cuda/codec/decode.cuh"
 #include "cuda/codec/encode.cuh"
 #include "cuda/codec/scale.cuh"
@@ -18,10 +19,11 @@ namespace minifloat::cuda {
 
 // A direction as its kernel is compiled for it. Rules, block shapes and lengths of the transform are looked up at run
 // time, once a unit.
-template <class Format, bool Stochastically, bool Transformed>
+template <class Format, bool Stochastically, bool Transformed, bool ByValues = false>
 struct Cast {
   using F = Format;
   static constexpr bool kStochastic = Stochastically, kTransform = Transformed;
+  static constexpr bool kReadsValues = ByValues;  // the scale rule does
 };
 struct Absent {};  // the direction is not wanted
 
@@ -164,7 +166,18 @@ __device__ __forceinline__ std::uint32_t amax_of_lanes(std::uint32_t amax, int u
   return amax;
 }
 
-// square: the amax of the unit's square block; null: the block is of one row.
+// The scale of the block of one row that a unit is, or is part of.
+template <class C, class Elements>
+__device__ __forceinline__ BlockScale scale_of_unit(ScaleRule rule, ScaleRounding rounding,
+                                                    const MatrixScale& matrix, std::uint32_t amax,
+                                                    const Elements& unit) {
+  if constexpr (C::kReadsValues)
+    return scale_by_values(rule, rounding, matrix, amax, unit);
+  else
+    return block_scale<typename C::F>(rule, rounding, matrix, amax);
+}
+
+// square: the amax of the unit's square block, with the choice of its scale; null: the block is of one row.
 template <class C, class Elements>
 __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixScale& matrix,
                                           const RandomKey& random, const Elements& given,
@@ -185,7 +198,11 @@ __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixS
   } else if (at.col == 0 && at.row == 0 && plan.amax) {
     store_whole<F>(plan, at.batch, plan.amax[at.batch]);
   }
-  const BlockScale block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
+  BlockScale block;
+  if (C::kReadsValues && !square)
+    block = scale_of_unit<C>(plan.rule, plan.rounding, matrix, amax, unit);
+  else
+    block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
   if (plan.scale_cols > 0) store_scale(plan, block, at);
   Words words = {};
   if constexpr (C::kStochastic)

@@ -79,6 +79,29 @@ __device__ __forceinline__ void amax_of_squares(const OperandPlan& plan,
   __syncthreads();
 }
 
+// The choice of each square block's scale, into `squares`. Rows are x's, unless they are transformed columns.
+template <class C, bool kTransposed, class T>
+__device__ __forceinline__ void choose_in_squares(const OperandPlan& plan,
+                                                  const SharedTile<T>& shared,
+                                                  const MatrixScale& matrix,
+                                                  std::uint32_t* squares) {
+  constexpr bool kDown = kTransposed && C::kTransform, kFlipped = kTransposed && !C::kTransform;
+  __shared__ float errors[2][kSquares][kUnit];  // of the rows of a block, under its two scales
+  shared.template each_unit<kDown>([&](const auto& unit, unsigned row) {
+    const auto values = turn<C>(plan, unit);
+    const unsigned square = square_of(plan, row, threadIdx.x % kUnitColumns, kFlipped);
+    const UnitErrors both = errors_of_unit(
+        matrix, both_scales(plan.rule, plan.rounding, matrix, squares[square]), values);
+    errors[0][square][row % kUnit] = both.first;
+    errors[1][square][row % kUnit] = both.second;
+  });
+  __syncthreads();
+  if (threadIdx.x < kSquares &&
+      takes_second(add_rows(errors[0][threadIdx.x]), add_rows(errors[1][threadIdx.x])))
+    squares[threadIdx.x] |= kSecondScale;
+  __syncthreads();
+}
+
 // One direction of the tile at `tile` of x. known: `squares` holds the other direction's, of the same height.
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedTile<T>& shared,
@@ -88,6 +111,8 @@ __device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedT
   if (is_square && !known) amax_of_squares<C, kTransposed>(plan, shared, squares);
   const MatrixScale matrix =
       matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, tile.batch);
+  if constexpr (C::kReadsValues)
+    if (is_square) choose_in_squares<C, kTransposed>(plan, shared, matrix, squares);
   RandomKey random = {};
   if constexpr (C::kStochastic) random = random_key(plan);
   const unsigned unit_col = threadIdx.x % kUnitColumns;
@@ -139,7 +164,7 @@ bool is_cast(const Spec& spec) {
                                  : C::F::kMantissaBits == 3 ? Elements::kE4m3
                                                             : Elements::kE5m2;
   return spec.elements == kElements && spec.stochastic == C::kStochastic &&
-         (spec.transform > 0) == C::kTransform;
+         (spec.transform > 0) == C::kTransform && spec.reads_values() == C::kReadsValues;
 }
 
 template <class T, class C>
@@ -158,15 +183,16 @@ void launch_dtype(const QuantizeArgs& args, bool columnwise, const Execution& ex
                : launch_direction<float, C>(args, columnwise, execution);
 }
 
-template <class F>
+template <class F, bool kByValues = false>
 void launch_cast(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
   const Spec& spec = columnwise ? args.col_spec : args.row_spec;
   if (spec.stochastic)
-    spec.transform > 0 ? launch_dtype<Cast<F, true, true>>(args, columnwise, execution)
-                       : launch_dtype<Cast<F, true, false>>(args, columnwise, execution);
+    spec.transform > 0 ? launch_dtype<Cast<F, true, true, kByValues>>(args, columnwise, execution)
+                       : launch_dtype<Cast<F, true, false, kByValues>>(args, columnwise, execution);
   else
-    spec.transform > 0 ? launch_dtype<Cast<F, false, true>>(args, columnwise, execution)
-                       : launch_dtype<Cast<F, false, false>>(args, columnwise, execution);
+    spec.transform > 0
+        ? launch_dtype<Cast<F, false, true, kByValues>>(args, columnwise, execution)
+        : launch_dtype<Cast<F, false, false, kByValues>>(args, columnwise, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const Turned turned = turn_plain<C>(units[i]);
     const std::uint32_t amax = C::kBlocks ? amax_of_lanes(turned.amax, C::kUnitsLog2) : 0;
     if (u >= run.count) continue;  // and take part in the next unit's exchange
-    const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
+    const BlockScale block = scale_of_unit<C>(C::kRule, C::kRounding, scale, amax, turned.unit);
     if constexpr (C::kBlocks)
       if (u % (1 << C::kUnitsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kUnitsLog2);
     Words words = {};

@@ -11,6 +11,8 @@ struct QuantizeArgs;  // general.cuh
 void launch_cast_e4m3(const QuantizeArgs& args, bool columnwise, const Execution& execution);
 void launch_cast_e5m2(const QuantizeArgs& args, bool columnwise, const Execution& execution);
 void launch_cast_e2m1(const QuantizeArgs& args, bool columnwise, const Execution& execution);
+void launch_cast_e2m1_by_values(const QuantizeArgs& args, bool columnwise,
+                                const Execution& execution);
 
 // Rowwise with a scale a row, whose amax comes from the same read: a block holds a whole row. False where
 // they do not fit; nothing is launched then.

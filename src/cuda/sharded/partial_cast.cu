@@ -81,7 +81,7 @@ __device__ __forceinline__ std::uint32_t stored_scale(const ShardEntry& e,
     if (e.rule == ScaleRule::kRow)
       return bit_cast<std::uint32_t>(fp32_factors<F>(e.rule, e.rounding, amax).scale);
   }
-  const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
+  const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, with_shard_choice(e, amax));
   return e.rule == ScaleRule::kBlock ? bit_cast<std::uint32_t>(block.scale) : block.code;
 }
 
@@ -168,7 +168,7 @@ template <class F>
 __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const MatrixScale& matrix,
                                                   const Unit<float>& unit, std::uint32_t row,
                                                   std::uint32_t col) {
-  const std::uint32_t amax = __ldg(e.amaxes + e.cell(row, col));
+  const std::uint32_t amax = with_shard_choice(e, __ldg(e.amaxes + e.cell(row, col)));
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
   return encode_unit<F, false>(
       unit, {block.encode, has_zero_codes(e.rule, block.code), e.delayed, block.is_ordinary},
@@ -217,32 +217,6 @@ __global__ void __launch_bounds__(kThreads, 3)
 int log2_of(std::int64_t cell, std::int64_t all) {
   if (cell == 1) return 0;
   return cell == 16 ? 4 : cell == 32 ? 5 : cell == 128 && all != 1 ? 7 : kAll;
-}
-
-ShardEntry entry_of(const PartialCast& cast) {
-  MINIFLOAT_CHECK(
-      cast.rows < (std::int64_t{1} << 31) - kTile && cast.cols < (std::int64_t{1} << 31) - kTile,
-      "partial_cast: expected less than 2^31 rows and columns, got ", cast.rows, " x ", cast.cols);
-  const Spec& spec = cast.spec;
-  const AmaxGrid grid = amax_grid(spec, cast.columnwise, cast.rows, cast.cols);
-  const bool has_blocks = spec.has_blocks();
-  ShardEntry e = {};
-  e.master = cast.master, e.amaxes = cast.amaxes, e.codes = cast.codes;
-  e.scale = cast.scale, e.amax = cast.amax;
-  e.begin = cast.shard.begin, e.end = cast.shard.end, e.first_byte = cast.first_byte;
-  e.rows = static_cast<std::uint32_t>(cast.rows), e.cols = static_cast<std::uint32_t>(cast.cols);
-  e.pitch = static_cast<std::uint32_t>(spec.code_cols(cast.cols));
-  e.grid_rows = static_cast<std::uint32_t>(grid.rows);
-  e.grid_cols = static_cast<std::uint32_t>(grid.cols);
-  e.height_log2 = has_blocks || grid.rows > 1 ? log2_of(grid.height, grid.rows) : kAll;
-  e.width_log2 = has_blocks || grid.cols > 1 ? log2_of(grid.width, grid.cols) : kAll;
-  e.rule = spec.rule, e.rounding = spec.scale_rounding;
-  e.has_tensor_amax = grid.has_tensor_amax;
-  e.delayed = spec.delayed, e.columnwise = cast.columnwise;
-  e.is_bf16 = cast.dtype == DType::kBFloat16;
-  e.rounds = !e.is_bf16 && cast.compute == DType::kBFloat16;
-  e.keeps_neighbours = cast.keeps_neighbours;
-  return e;
 }
 
 void set_tiles(ShardEntry& e, std::uint32_t across, std::uint32_t first_row) {
@@ -327,6 +301,32 @@ void cast_elements(const CastTables& tables, Elements elements, const Execution&
 }
 
 }  // namespace
+
+ShardEntry entry_of(const PartialCast& cast) {
+  MINIFLOAT_CHECK(
+      cast.rows < (std::int64_t{1} << 31) - kTile && cast.cols < (std::int64_t{1} << 31) - kTile,
+      "partial_cast: expected less than 2^31 rows and columns, got ", cast.rows, " x ", cast.cols);
+  const Spec& spec = cast.spec;
+  const AmaxGrid grid = amax_grid(spec, cast.columnwise, cast.rows, cast.cols);
+  const bool has_blocks = spec.has_blocks();
+  ShardEntry e = {};
+  e.master = cast.master, e.amaxes = cast.amaxes, e.codes = cast.codes;
+  e.scale = cast.scale, e.amax = cast.amax;
+  e.begin = cast.shard.begin, e.end = cast.shard.end, e.first_byte = cast.first_byte;
+  e.rows = static_cast<std::uint32_t>(cast.rows), e.cols = static_cast<std::uint32_t>(cast.cols);
+  e.pitch = static_cast<std::uint32_t>(spec.code_cols(cast.cols));
+  e.grid_rows = static_cast<std::uint32_t>(grid.rows);
+  e.grid_cols = static_cast<std::uint32_t>(grid.cols);
+  e.height_log2 = has_blocks || grid.rows > 1 ? log2_of(grid.height, grid.rows) : kAll;
+  e.width_log2 = has_blocks || grid.cols > 1 ? log2_of(grid.width, grid.cols) : kAll;
+  e.rule = spec.rule, e.rounding = spec.scale_rounding;
+  e.has_tensor_amax = grid.has_tensor_amax;
+  e.delayed = spec.delayed, e.columnwise = cast.columnwise;
+  e.is_bf16 = cast.dtype == DType::kBFloat16;
+  e.rounds = !e.is_bf16 && cast.compute == DType::kBFloat16;
+  e.keeps_neighbours = cast.keeps_neighbours;
+  return e;
+}
 
 void partial_amax(std::span<const PartialCast> casts, const Execution& execution) {
   Table<ShardEntry> shards;

@@ -238,7 +238,8 @@ __device__ __forceinline__ FactorsOfPatches factors_of(const ShardEntry& e, cons
   FactorsOfPatches factors;
 #pragma unroll
   for (int i = 0; i < kSide; ++i) {
-    const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amaxes[i]);
+    const BlockScale block =
+        block_scale<F>(e.rule, e.rounding, matrix, with_shard_choice(e, amaxes[i]));
     factors.f[i] = has_zero_codes(e.rule, block.code) ? 0.0f : block.encode;
   }
   return factors;

@@ -8,6 +8,7 @@
 
 #include "cuda/common/tile.cuh"
 #include "cuda/quantize/cast_unit.cuh"
+#include "minifloat/partial_cast.h"
 #include "minifloat/spec.h"
 
 namespace minifloat::cuda {
@@ -35,6 +36,9 @@ struct alignas(16) ShardEntry {
     return (row >> height_log2) * grid_cols + (col >> width_log2);
   }
 };
+
+// Without its tiles.
+ShardEntry entry_of(const PartialCast& cast);
 
 // ---- A run of a shard ----------------------------------------------------------------------------
 // The elements of the run at (row, col) that are the shard's: [low, high) of kRun.
@@ -114,6 +118,12 @@ __device__ __forceinline__ MatrixScale scale_of_weight(const ShardEntry& e) {
   if (e.rule == ScaleRule::kNvfp4)
     return matrix_scale_of<F>(e.rule, e.rounding, e.amaxes[e.grid_rows * e.grid_cols]);
   return {};
+}
+
+// A cell's amax, with the choice of its scale: choose_scales has left the sign bit clear where the second is taken.
+__device__ __forceinline__ std::uint32_t with_shard_choice(const ShardEntry& e,
+                                                           std::uint32_t cell) {
+  return reads_values(e.rounding) ? cell ^ kSecondScale : cell;
 }
 
 // Where the wire has the code of (row, col), col even where two share a byte.

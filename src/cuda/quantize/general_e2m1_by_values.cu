@@ -1,0 +1,11 @@
+// Every cast to E2M1 whose scale rule reads a block's values.
+#include "cuda/quantize/general.cuh"
+
+namespace minifloat::cuda {
+
+void launch_cast_e2m1_by_values(const QuantizeArgs& args, bool columnwise,
+                                const Execution& execution) {
+  launch_cast<E2M1, true>(args, columnwise, execution);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,71 @@
+// The choice of a rule that reads values (core/scale_rule.h), for the blocks of shards: a line of 16 elements a thread.
+//
+//     bytes an element: 2 or 4 of the master, and a block's amax twice
+#include "cuda/backend.h"
+#include "cuda/codec/block_error.cuh"
+#include "cuda/common/batch.cuh"
+#include "cuda/sharded/shard.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+// A block of 16 x 16, rather than of 16 neighbours.
+__host__ __device__ __forceinline__ bool is_2d(const ShardEntry& e) {
+  return e.height_log2 > 0 && e.width_log2 > 0;
+}
+
+// 16 neighbours along a row of W, or down a column of it, from (row, col) on; zero past the edges.
+__device__ __forceinline__ Unit<float> load_line(const ShardEntry& e, std::uint32_t row,
+                                                 std::uint32_t col, bool is_down) {
+  Unit<float> line = {};
+#pragma unroll
+  for (unsigned i = 0; i < kUnit; ++i) {
+    const std::uint32_t r = is_down ? row + i : row, c = is_down ? col : col + i;
+    if (r < e.rows && c < e.cols)
+      line.v[i] = load_element(e, std::int64_t{r} * e.cols + c - e.begin);
+  }
+  return line;
+}
+
+// A line is a block, or a row of a square one, whose 16 are neighbours in a warp.
+__global__ void __launch_bounds__(kThreads)
+    choose_scales_of_shards(const __grid_constant__ TableView<ShardEntry> table) {
+  __shared__ ShardEntry e;
+  const std::uint32_t line = find_entry(table, e) * kThreads + threadIdx.x;
+  const std::uint32_t cell = is_2d(e) ? line / kUnit : line;
+  const bool is_there = cell < e.grid_rows * e.grid_cols;
+  const std::uint32_t row = cell / e.grid_cols << e.height_log2,
+                      col = cell % e.grid_cols << e.width_log2;
+  const std::int64_t flat = std::int64_t{row} * e.cols + col;
+  const bool is_here = is_there && e.begin <= flat && flat < e.end;
+  const std::uint32_t amax = is_there ? e.amaxes[cell] : 0;
+  UnitErrors errors = {};
+  if (is_here) {
+    const std::uint32_t in_block = is_2d(e) ? line % kUnit : 0;
+    const Unit<float> values = load_line(e, row + in_block, col, e.width_log2 == 0);
+    const MatrixScale matrix = scale_of_weight<E2M1>(e);
+    errors = errors_of_unit(matrix, both_scales(e.rule, e.rounding, matrix, amax), values);
+  }
+  if (is_2d(e))
+    for (int half = kUnit / 2; half > 0; half /= 2) {
+      errors.first = errors.first + __shfl_xor_sync(kAllLanes, errors.first, half);
+      errors.second = errors.second + __shfl_xor_sync(kAllLanes, errors.second, half);
+    }
+  if (is_there && (!is_2d(e) || line % kUnit == 0) && !takes_second(errors.first, errors.second))
+    e.amaxes[cell] = amax | kSecondScale;
+}
+
+}  // namespace
+
+void choose_scales(std::span<const PartialCast> casts, const Execution& execution) {
+  Table<ShardEntry> table;
+  for (const PartialCast& cast : casts) {
+    const ShardEntry e = entry_of(cast);
+    const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
+    const std::int64_t lines = grid.cells() * (is_2d(e) ? kUnit : 1);
+    table.add(e, ceil_div<std::int64_t>(lines, kThreads));
+  }
+  launch_over(table, choose_scales_of_shards, "choose_scales", execution);
+}
+
+}  // namespace minifloat::cuda
