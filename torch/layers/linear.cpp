@@ -72,7 +72,8 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
                                  const PreparedRecipe& prepared, const Needs& needs,
                                  variable_list* saved) {
   const Recipe& recipe = prepared.recipe;
-  const bool exact = reads_values(recipe.fprop, x);
+  const PlannedProduct fprop = plan_product(recipe.fprop, prepared.fprop, x.device());
+  const bool exact = fprop.reads_values();
   const Tensor matrix = as_matrix(x);
   share_version(matrix, x);
   const SymInt k = x.sym_size(-1);
@@ -93,8 +94,9 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   };
   save(columnwise);
 
-  QuantizedOperand left = payload(rowwise, x_row);
-  if (layers.weights.size() > 1) prepare_for(recipe.fprop, recipe.fprop.a, k, left);
+  ProductInput left = given.x.empty() ? product_input(prepared, rowwise, x_row)
+                                      : given_input(prepared, rowwise, x_row);
+  if (layers.weights.size() > 1) left = prepare_input(fprop, recipe.fprop.a, std::move(left), k);
   std::vector<Tensor> outputs;
   for (std::size_t i = 0; i < layers.weights.size(); ++i) {
     const Wanted w_row{kFpropW, true, exact && given.weight.empty()}, w_col{kDgradW, needs.dx};
@@ -108,8 +110,9 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
             ? quantize_both(prepared, weight, w_row, w_col, state_of(i))
             : given_both(prepared, "weight_operands", given.weight, weight, w_row, w_col);
     save(w_columnwise);
-    Tensor y = scaled_mm(left, payload(w_rowwise, w_row), prepared.fprop, k, layers.bias_of(i),
-                         x.scalar_type());
+    const ProductInput right = given.weight.empty() ? product_input(prepared, w_rowwise, w_row)
+                                                    : given_input(prepared, w_rowwise, w_row);
+    Tensor y = scaled_mm(fprop, left, right, k, layers.bias_of(i), x.scalar_type());
     if (x.dim() != 2) {
       c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
       shape.back() = weight.sym_size(0);
@@ -227,8 +230,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                                          const variable_list& grads) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const std::size_t n = grads.size();
-    const auto operand = [&](std::size_t i) -> QuantizedOperand {
-      return {saved[3 * i], saved[3 * i + 1], saved[3 * i + 2], Tensor()};
+    const auto operand = [&](std::size_t i, const Spec& spec) {
+      return cast_input(spec, saved[3 * i], saved[3 * i + 1], saved[3 * i + 2]);
     };
     const Layers layers{.weights = {},
                         .biases = {},
@@ -240,10 +243,12 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const std::size_t biases = r.bias_dtypes.size();
 
     variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 3);
-    QuantizedOperand x = operand(0);
+    const Recipe& recipe = r.recipe.recipe;
+    ProductInput x = operand(0, recipe.wgrad.b);
     for (std::size_t i = 0; i < n; ++i) {
       if (!grads[i].defined()) continue;
-      const LayerGradients d = layer_backward(r, layers, i, grads[i], x, operand(i + 1), n > 1);
+      const LayerGradients d =
+          layer_backward(r, layers, i, grads[i], x, operand(i + 1, recipe.dgrad.b), n > 1);
       if (d.x.defined()) out[0] = out[0].defined() ? out[0] + d.x : d.x;
       out[1 + i] = d.weight;
       if (d.bias.defined()) out[1 + n + r.bias_index[i]] = d.bias;
@@ -258,23 +263,25 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
 
   // x: as wgrad reads it; made ready in place where the whole group is going to read it.
   static LayerGradients layer_backward(const Remembered& r, const Layers& layers, std::size_t i,
-                                       const Tensor& grad, QuantizedOperand& x,
-                                       const QuantizedOperand& w, bool shared) {
+                                       const Tensor& grad, ProductInput& x, const ProductInput& w,
+                                       bool shared) {
     const PreparedRecipe& prepared = r.recipe;
     const Recipe& recipe = prepared.recipe;
     const Tensor g = as_matrix(grad, "gradient");
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
-    const bool exact_dx = reads_values(recipe.dgrad, g), exact_dw = reads_values(recipe.wgrad, g);
-    const Wanted row{kDgradG, r.needs.dx, exact_dx};
-    const Wanted col{kWgradG, r.needs.dw[i], exact_dw};
+    const PlannedProduct dgrad = plan_product(recipe.dgrad, prepared.dgrad, g.device()),
+                         wgrad = plan_product(recipe.wgrad, prepared.wgrad, g.device());
+    const Wanted row{kDgradG, r.needs.dx, dgrad.reads_values()};
+    const Wanted col{kWgradG, r.needs.dw[i], wgrad.reads_values()};
     LayerGradients out;
     const auto [rowwise, columnwise] = quantize_both(prepared, g, row, col, layers.state_of(i));
     if (row.is_wanted)
-      out.x = scaled_mm(payload(rowwise, row), w, prepared.dgrad, n, std::nullopt, g.scalar_type());
+      out.x = scaled_mm(dgrad, product_input(prepared, rowwise, row), w, n, std::nullopt,
+                        g.scalar_type());
     if (col.is_wanted) {
-      if (shared) prepare_for(recipe.wgrad, recipe.wgrad.b, m, x);
-      out.weight = to_dtype(scaled_mm(payload(columnwise, col), x, prepared.wgrad, m, std::nullopt,
-                                      r.product_dtypes[i]),
+      if (shared) x = prepare_input(wgrad, recipe.wgrad.b, std::move(x), m);
+      out.weight = to_dtype(scaled_mm(wgrad, product_input(prepared, columnwise, col), x, m,
+                                      std::nullopt, r.product_dtypes[i]),
                             r.weight_dtypes[i]);
     }
     const int bias = r.bias_index[i];

@@ -11,7 +11,6 @@
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
 #include "ops/plain.h"
-#include "products/engines.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -97,10 +96,6 @@ void record(const PendingAmaxes& pending) {
   }
 }
 
-bool reads_values(const Product& product, const Tensor& x) {
-  return engine_of(product, compute_capability(x.device())) == Engine::kExact;
-}
-
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
                          const Wanted& col, const ModuleState& state) {
   static const std::string kAbsent;
@@ -162,21 +157,19 @@ Directions given_both(const PreparedRecipe& recipe, const char* name, at::Tensor
   return {direction(row, 0), direction(col, 4)};
 }
 
-QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted) {
-  QuantizedOperand out = operand;
-  if (wanted.decoded) out.codes = operand.decoded;
-  return out;
+ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
+                           const Wanted& wanted) {
+  const Spec& spec = recipe.specs[wanted.place];
+  if (wanted.decoded && !spec.is_bf16())
+    return Decoded{operand.decoded, operand.scale, operand.amax};
+  return cast_input(spec, operand.codes, operand.scale, operand.amax);
 }
 
-void prepare_for(const Product& product, const Spec& spec, const SymInt& cols,
-                 QuantizedOperand& operand) {
-  if (spec.is_bf16() || operand.codes.scalar_type() != at::kByte) return;
-  const Engine engine = engine_of(product, compute_capability(operand.codes.device()));
-  if (engine == Engine::kExact)
-    operand.codes = decode(operand.codes, operand.scale, spec.str(), cols);
-  else if (engine == Engine::kFp4ByFp8)
-    std::tie(operand.codes, operand.scale) =
-        carry(operand.codes, operand.scale, operand.amax, spec.str(), cols);
+ProductInput given_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
+                         const Wanted& wanted) {
+  const Spec& spec = recipe.specs[wanted.place];
+  if (wanted.decoded) return product_input(recipe, operand, wanted);
+  return input_of(spec, operand.codes, operand.scale, operand.amax);
 }
 
 void check_history(const char* op, const Tensor& history, const Tensor& x) {
@@ -221,8 +214,8 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& text, con
   if (amax_history) check_history("layer_operands", *amax_history, x);
   const PreparedRecipe& recipe = prepare(text);
   const bool is_x = of == "x";
-  const Product& product = recipe.recipe.fprop;
-  const Wanted row = {is_x ? kFpropX : kFpropW, rowwise, is_x && reads_values(product, x)};
+  const PlannedProduct fprop = plan_product(recipe.recipe.fprop, recipe.fprop, x.device());
+  const Wanted row = {is_x ? kFpropX : kFpropW, rowwise, is_x && fprop.reads_values()};
   const Wanted col = {is_x ? kWgradX : kDgradW, columnwise};
   for (const Wanted& wanted : {row, col}) {
     const Spec& spec = recipe.specs[wanted.place];
@@ -236,8 +229,13 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& text, con
   ModuleState state;
   if (amax_history) state.history = *amax_history;
   Directions out = quantize_both(recipe, as_matrix(x), row, col, state);
-  if (is_x && rowwise && !row.decoded)
-    prepare_for(product, recipe.specs[row.place], x.sym_size(-1), out.first);
+  if (is_x && rowwise && !row.decoded) {
+    const ProductInput read = prepare_input(fprop, recipe.specs[row.place],
+                                            product_input(recipe, out.first, row), x.sym_size(-1));
+    const InputTensors tensors = tensors_of(read);
+    out.first.codes = *tensors.elements;
+    if (tensors.scale) out.first.scale = *tensors.scale;
+  }
   std::vector<Tensor> list;
   const auto append = [&](const QuantizedOperand& o, const Wanted& wanted) {
     const bool absent = !wanted.is_wanted || recipe.specs[wanted.place].is_bf16();

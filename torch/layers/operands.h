@@ -12,6 +12,7 @@
 
 #include "minifloat/recipe.h"
 #include "ops/ops.h"
+#include "products/products.h"
 
 namespace minifloat::torch_ops {
 
@@ -52,9 +53,6 @@ struct ModuleState {
   PendingAmaxes* pending = nullptr;  // null: amaxes go to the history at once
 };
 
-// Whether the product reads decoded values, not codes; of spec and device alone, so that a trace holds for any size.
-bool reads_values(const Product& product, const Tensor& x);
-
 // Both directions of x (rows, cols) from one read; bf16 directions are x itself and its transposed view.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
                          const Wanted& col, const ModuleState& state);
@@ -66,12 +64,14 @@ Directions given_both(const PreparedRecipe& recipe, const char* name, at::Tensor
 // Requires an amax history, float32 (kPlaces, 1 + length) in memory of its own, on the device of x.
 void check_history(const char* op, const Tensor& history, const Tensor& x);
 
-// What the product multiplies: the decoded values where they are there, else the codes.
-QuantizedOperand payload(const QuantizedOperand& operand, const Wanted& wanted);
+// Returns what a product multiplies of a direction of quantize_both: the decoded values where they were asked for, else
+// the codes.
+ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
+                           const Wanted& wanted);
 
-// An operand that several products read, as their engine reads it: worked out once, not by each of them.
-void prepare_for(const Product& product, const Spec& spec, const SymInt& cols,
-                 QuantizedOperand& operand);
+// Returns the same of a direction of given_both, whose codes are in a form that layer_operands chose.
+ProductInput given_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
+                         const Wanted& wanted);
 
 // x (…, K) as (M, K). name: for errors
 Tensor as_matrix(const Tensor& x, const char* name = "x");

@@ -1,4 +1,4 @@
-// dequantize, decode, carry: codes to values, to the bf16 values of an exact product, and FP4 to the FP8 codes of the same
+// dequantize, decode, carry: codes to values, to the bf16 values of an exact product, and FP4 to FP8 codes of the same
 // values. One shape rule each, which the Meta kernels are, and the kernels that fill those shapes.
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -95,16 +95,52 @@ Tensor dequantize_kernel(const Tensor& codes, const Tensor& scale, const Tensor&
   return out;
 }
 
-Tensor decode_meta(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols) {
-  return empty_values("decode", codes, scale, Tensor(), bridge::parse_spec(spec), cols,
-                      at::kBFloat16);
+Tensor empty_decoded(const Tensor& codes, const Tensor& scale, const Spec& spec,
+                     const SymInt& cols) {
+  return empty_values("decode", codes, scale, Tensor(), spec, cols, at::kBFloat16);
 }
 
-Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& text,
+Tensor decode_meta(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols) {
+  return empty_decoded(codes, scale, bridge::parse_spec(spec), cols);
+}
+
+Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& spec,
                      SymInt cols) {
-  const Tensor out = decode_meta(codes, scale, text, cols);
-  const View view = quantized_view("decode", bridge::parse_spec(text), codes, scale, Tensor(),
-                                   cols.guard_int(__FILE__, __LINE__));
+  return torch_ops::plain_decode(codes, scale, bridge::parse_spec(spec),
+                                 cols.guard_int(__FILE__, __LINE__));
+}
+
+// FP8 codes and a scale a row, without values.
+using Fp8Rows = std::pair<Tensor, Tensor>;
+
+Fp8Rows empty_fp8_rows(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                       const Spec& spec, const SymInt& cols) {
+  TORCH_CHECK_VALUE(spec.is_fp4_by_powers_of_two(),
+                    "carry: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
+                    spec.str());
+  Tensor fp8_codes = empty_values("carry", codes, scale, amax, spec, cols, at::kFloat8_e4m3fn);
+  return {std::move(fp8_codes),
+          empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
+}
+
+std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                                      const std::string& spec, SymInt cols) {
+  return empty_fp8_rows(codes, scale, amax, bridge::parse_spec(spec), cols);
+}
+
+std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale,
+                                        const Tensor& amax, const std::string& spec, SymInt cols) {
+  return torch_ops::plain_fp4_as_fp8(codes, scale, amax, bridge::parse_spec(spec),
+                                     cols.guard_int(__FILE__, __LINE__));
+}
+
+}  // namespace
+
+namespace torch_ops {
+
+Tensor plain_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols) {
+  const Tensor out = empty_decoded(codes, scale, spec, cols);
+  const View view = quantized_view("decode", spec, codes, scale, Tensor(), cols);
   bridge::with_value_errors([&] {
     decode_for_product(view.q, static_cast<std::uint16_t*>(out.mutable_data_ptr()),
                        bridge::ExecutionOn(codes));
@@ -112,40 +148,16 @@ Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string
   return out;
 }
 
-std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                      const std::string& text, SymInt cols) {
-  const Spec spec = bridge::parse_spec(text);
-  TORCH_CHECK_VALUE(spec.is_fp4_by_powers_of_two(),
-                    "carry: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ", text);
-  const Tensor carried = empty_values("carry", codes, scale, amax, spec, cols, at::kFloat8_e4m3fn);
-  return {carried, empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
-}
-
-std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale,
-                                        const Tensor& amax, const std::string& text, SymInt cols) {
-  const auto [carried, row_scale] = carry_meta(codes, scale, amax, text, cols);
-  const View view = quantized_view("carry", bridge::parse_spec(text), codes, scale, amax,
-                                   cols.guard_int(__FILE__, __LINE__));
+std::pair<Tensor, Tensor> plain_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
+                                           const Tensor& amax, const Spec& spec,
+                                           std::int64_t cols) {
+  const Fp8Rows out = empty_fp8_rows(codes, scale, amax, spec, cols);
+  const View view = quantized_view("carry", spec, codes, scale, amax, cols);
   bridge::with_value_errors([&] {
-    carry_in_e4m3(view.q, static_cast<std::uint8_t*>(carried.mutable_data_ptr()),
-                  row_scale.mutable_data_ptr<float>(), bridge::ExecutionOn(codes));
+    carry_in_e4m3(view.q, static_cast<std::uint8_t*>(out.first.mutable_data_ptr()),
+                  out.second.mutable_data_ptr<float>(), bridge::ExecutionOn(codes));
   });
-  return {carried, row_scale};
-}
-
-}  // namespace
-
-namespace torch_ops {
-
-Tensor plain_decode(const Tensor& codes, const Tensor& scale, const std::string& spec,
-                    std::int64_t cols) {
-  return decode_kernel(codes, scale, spec, cols);
-}
-
-std::pair<Tensor, Tensor> plain_carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                      const std::string& spec, std::int64_t cols) {
-  auto [carried, row_scale] = carry_kernel(codes, scale, amax, spec, cols);
-  return {std::move(carried), std::move(row_scale)};
+  return out;
 }
 
 }  // namespace torch_ops

@@ -10,12 +10,8 @@ std::pair<QuantizedOperand, QuantizedOperand> plain_quantize(const Tensor& x,
                                                              const std::string& row,
                                                              const std::string& col,
                                                              const QuantizeOptions& options);
-Tensor plain_decode(const Tensor& codes, const Tensor& scale, const std::string& spec,
-                    std::int64_t cols);
-std::pair<Tensor, Tensor> plain_carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                      const std::string& spec, std::int64_t cols);
-Tensor plain_scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b,
-                       const std::string& product, std::int64_t k,
-                       const std::optional<Tensor>& bias, at::ScalarType out_dtype);
+Tensor plain_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols);
+std::pair<Tensor, Tensor> plain_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
+                                           const Tensor& amax, const Spec& spec, std::int64_t cols);
 
 }  // namespace minifloat::torch_ops

@@ -41,44 +41,31 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
           {codes_col, scale_col, amax_col, decoded_col}};
 }
 
-Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec, c10::SymInt cols) {
+Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols) {
   const auto length = cols.maybe_as_int();
   if (length && is_plain({&codes, &scale})) return plain_decode(codes, scale, spec, *length);
   using Signature = Tensor(const Tensor&, const Tensor&, const std::string&, c10::SymInt);
   static const auto op = find<Signature>("minifloat::decode");
-  return op.call(codes, scale, spec, std::move(cols));
+  return op.call(codes, scale, spec.str(), std::move(cols));
 }
 
-std::pair<Tensor, Tensor> carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                const std::string& spec, c10::SymInt cols) {
+std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                                     const Spec& spec, c10::SymInt cols) {
   const auto length = cols.maybe_as_int();
   if (length && is_plain({&codes, &scale, &amax}))
-    return plain_carry(codes, scale, amax, spec, *length);
+    return plain_fp4_as_fp8(codes, scale, amax, spec, *length);
   using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                const std::string&, c10::SymInt);
   static const auto op = find<Signature>("minifloat::carry");
-  auto [carried, row_scale] = op.call(codes, scale, or_empty(amax, codes), spec, std::move(cols));
-  return {carried, row_scale};
+  auto [fp8_codes, row_scale] =
+      op.call(codes, scale, or_empty(amax, codes), spec.str(), std::move(cols));
+  return {fp8_codes, row_scale};
 }
 
 Tensor swizzle_scales(const Tensor& scale) {
   using Signature = Tensor(const Tensor&, const std::optional<Tensor>&, const std::string&);
   static const auto op = find<Signature>("minifloat::swizzle_scales");
   return op.call(scale, std::nullopt, "");
-}
-
-Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
-                 c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
-  const auto length = k.maybe_as_int();
-  if (length && is_plain({&a.codes, &a.scale, &a.amax, &b.codes, &b.scale, &b.amax, given(bias)}))
-    return plain_scaled_mm(a, b, product, *length, bias, out_dtype);
-  using Signature = Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&,
-                           const Tensor&, const Tensor&, const std::string&, c10::SymInt,
-                           const std::optional<Tensor>&, at::ScalarType);
-  static const auto op = find<Signature>("minifloat::scaled_mm");
-  return op.call(a.codes, or_empty(a.scale, a.codes), or_empty(a.amax, a.codes), b.codes,
-                 or_empty(b.scale, b.codes), or_empty(b.amax, b.codes), product, std::move(k), bias,
-                 out_dtype);
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -14,6 +14,8 @@
 #include <utility>
 #include <vector>
 
+#include "minifloat/spec.h"
+
 namespace minifloat::torch_ops {
 
 using at::Tensor;
@@ -39,19 +41,14 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
                                                        const QuantizeOptions& options);
 
 // The bf16 values that an exact product reads, (rows, padded cols).
-Tensor decode(const Tensor& codes, const Tensor& scale, const std::string& spec, c10::SymInt cols);
+Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols);
 
 // FP4 under powers of two as FP8 codes, float8_e4m3fn (rows, padded cols), and an fp32 scale a row: core/carry.h.
-std::pair<Tensor, Tensor> carry(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                const std::string& spec, c10::SymInt cols);
+std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                                     const Spec& spec, c10::SymInt cols);
 
 // One-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols).
 Tensor swizzle_scales(const Tensor& scale);
-
-// a · bᵀ over k: (m, n). `codes` of each is either packed codes, or their bf16 values (decoded), or carried codes with
-// their row scales for `scale`, or the operand itself where its spec is bf16.
-Tensor scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b, const std::string& product,
-                 c10::SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype);
 
 // The layers, whole: y of each weight. See schemas.cpp and include/minifloat/torch.h.
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

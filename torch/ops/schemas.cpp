@@ -43,7 +43,7 @@ TORCH_LIBRARY(minifloat, m) {
       "(Tensor codes, Tensor[] scales, int[] scaling, int[] swizzle)",
       tags);
 
-  // Products. a, b: packed codes, their bf16 values, FP4 carried by FP8 (carry's two for codes and scale), or the
+  // Products. a, b: packed codes, their bf16 values, FP4 as FP8 codes (the two outputs of carry), or the
   // operand itself under bf16.
   m.def(
       "scaled_mm(Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, Tensor b_scale, Tensor b_amax, "

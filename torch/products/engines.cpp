@@ -33,8 +33,8 @@ bool has_block_scaled_product(const Spec& a, const Spec& b) {
                               a.rule == ScaleRule::kNvfp4);
 }
 
-// FP4 operands that FP8 codes carry (core/carry.h).
-bool can_be_carried(const Spec& a, const Spec& b) {
+// FP4 operands whose values FP8 codes have as well (core/carry.h).
+bool has_fp4_by_fp8_product(const Spec& a, const Spec& b) {
   return a.rule == b.rule && a.is_fp4_by_powers_of_two() && b.is_fp4_by_powers_of_two();
 }
 
@@ -62,7 +62,7 @@ bool takes_block_scaled(const Product& product, const ProductShape& shape) {
   const bool is_mxfp4 = product.a.rule == ScaleRule::kMx && product.a.elements == Elements::kE2m1;
   const bool writes =
       !is_mxfp4 || (shape.out_dtype == c10::ScalarType::BFloat16 && !shape.has_bias);
-  return takes_fp8(shape) && shape.k % 32 == 0 && writes && !shape.is_carried;
+  return takes_fp8(shape) && shape.k % 32 == 0 && writes && !shape.has_fp4_as_fp8;
 }
 
 }  // namespace
@@ -91,7 +91,7 @@ Engine engine_of(const Product& product, int capability) {
   const Spec &a = product.a, &b = product.b;
   if (capability < kHopper) return Engine::kExact;
   if (has_block_scales(capability) && has_block_scaled_product(a, b)) return Engine::kBlockScaled;
-  if (can_be_carried(a, b)) return Engine::kFp4ByFp8;
+  if (has_fp4_by_fp8_product(a, b)) return Engine::kFp4ByFp8;
   if (a.rule != b.rule || !has_fp8_product(a, b)) return Engine::kExact;
   switch (a.rule) {
     case ScaleRule::kTensor: return Engine::kFp8Tensor;
@@ -109,13 +109,19 @@ Engine engine_of(const Product& product, int capability) {
 Engine engine_of(const Product& product, int capability, const ProductShape& shape) {
   Engine engine = engine_of(product, capability);
   if (engine == Engine::kBlockScaled && !takes_block_scaled(product, shape))
-    engine = can_be_carried(product.a, product.b) ? Engine::kFp4ByFp8 : Engine::kExact;
+    engine = has_fp4_by_fp8_product(product.a, product.b) ? Engine::kFp4ByFp8 : Engine::kExact;
   const bool takes = engine == Engine::kFp8Tensor  ? takes_fp8(shape)
                      : engine == Engine::kFp8Block ? takes_blocks(product, shape)
                      : engine == Engine::kFp8Row || engine == Engine::kFp4ByFp8
                          ? takes_rows(shape, capability)
                          : true;
   return takes ? engine : Engine::kExact;
+}
+
+PlannedProduct plan_product(const Product& product, const std::string& text,
+                            const c10::Device& device) {
+  const int capability = compute_capability(device);
+  return {product, text, capability, engine_of(product, capability)};
 }
 
 }  // namespace minifloat::torch_ops

@@ -5,6 +5,7 @@
 #include <c10/core/ScalarType.h>
 
 #include <cstdint>
+#include <string>
 
 #include "minifloat/recipe.h"
 
@@ -26,7 +27,7 @@ struct ProductShape {
   std::int64_t k = 0;
   c10::ScalarType out_dtype = c10::ScalarType::BFloat16;
   bool has_bias = false;
-  bool is_carried = false;  // an operand is carried already, and can be read as nothing else
+  bool has_fp4_as_fp8 = false;  // an operand is FP8 codes of FP4 values already
 };
 
 // 10 major + minor of a CUDA device, asked once a device; 0 where there is none, or no CUDA backend.
@@ -38,5 +39,19 @@ Engine engine_of(const Product& product, int capability);
 
 // The same, or the next best where that engine does not take the sizes; kExact takes all.
 Engine engine_of(const Product& product, int capability, const ProductShape& shape);
+
+// A product and the engine that a device has for it, chosen once: by specs and device alone, so that a trace holds for
+// any size.
+struct PlannedProduct {
+  const Product& product;
+  const std::string& text;  // of the product
+  int capability;
+  Engine engine;
+
+  // Whether the operands are best given as the values that an exact product reads.
+  bool reads_values() const { return engine == Engine::kExact; }
+};
+PlannedProduct plan_product(const Product& product, const std::string& text,
+                            const c10::Device& device);
 
 }  // namespace minifloat::torch_ops

@@ -4,6 +4,7 @@
 #include "products/products.h"
 
 #include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
@@ -53,17 +54,6 @@ Tensor exact_product_cpu(const ExactSide& a, const ExactSide& b, const Result& r
   return out.to(result.dtype);
 }
 
-void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
-                         const Tensor& amax) {
-  if (!spec.has_tensor_amax()) return;
-  const bool is_scale = spec.rule == ScaleRule::kTensor;
-  const Tensor& factor = is_scale ? scale : amax;
-  TORCH_CHECK_VALUE(
-      factor.defined() && factor.scalar_type() == at::kFloat && factor.sym_numel() == 1, op,
-      ": expected one float32 ", is_scale ? "scale" : "amax", " for ", name, " under ", spec.str(),
-      ", got ", factor.sym_numel(), " of ", factor.scalar_type());
-}
-
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
   if (spec.rule == ScaleRule::kTensor) return plain_view(scale, at::kFloat, {});
   const Tensor out = plain_empty(amax, {}, at::kFloat);
@@ -77,150 +67,145 @@ Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& ama
 
 }  // namespace torch_ops
 
+namespace torch_ops {
 namespace {
 
-using at::Tensor;
 using c10::SymInt;
-using torch_ops::Engine;
-using torch_ops::ExactSide;
-using torch_ops::is_scale_dtype;
-using torch_ops::scales_of;
 
-bool owes_row_factors(const Spec& spec) {
-  return spec.rule == ScaleRule::kRow && spec.scale_rounding == ScaleRounding::kExact;
+template <class... F>
+struct Overloaded : F... {
+  using F::operator()...;
+};
+
+Decoded decoded_of(const Spec& spec, const Codes& in, const SymInt& k) {
+  return {decode(in.codes, in.scale, spec, k), in.scale, in.amax};
 }
 
-// FP4 codes as the op `carry` gives them; their scale is then one a row.
-bool is_carried(const Tensor& codes) { return codes.scalar_type() == at::kFloat8_e4m3fn; }
-
-// The scale that a side's form is multiplied by: with packed codes all of its spec, with carried codes or an exact row
-// rule one a row. The values of other rules have theirs in them.
-void check_scale(const char* name, const Spec& spec, const Tensor& codes, const Tensor& scale,
-                 const SymInt& k) {
-  const bool packed = codes.scalar_type() == at::kByte, by_row = is_carried(codes);
-  if (!packed && !by_row && !owes_row_factors(spec)) return;
-  const SymInt rows = codes.sym_size(0), count = packed ? scales_of(spec, rows, k) : rows;
-  const bool is_of_spec = packed ? is_scale_dtype(scale.scalar_type(), spec)
-                                 : scale.scalar_type() == at::kFloat && scale.dim() == 1;
-  TORCH_CHECK_VALUE(scale.defined() && is_of_spec && scale.sym_numel() == count,
-                    "scaled_mm: expected ", count, packed ? " scales of " : " row scales of ",
-                    packed ? torch_ops::scale_dtype(spec) : at::kFloat, " for ", name, " under ",
-                    spec.str(), ", got ", scale.sym_numel(), " of ", scale.scalar_type());
+Fp4AsFp8 fp8_codes_of(const Spec& spec, const Codes& in, const SymInt& k) {
+  auto [codes, row_scale] = fp4_as_fp8(in.codes, in.scale, in.amax, spec, k);
+  return {std::move(codes), std::move(row_scale), in.amax};
 }
 
-void check_side(const char* name, const Spec& spec, const Tensor& codes, const Tensor& scale,
-                const Tensor& amax, const SymInt& k) {
-  TORCH_CHECK_VALUE(codes.dim() == 2, "scaled_mm: expected ", name, " of 2 dimensions, got ",
-                    codes.dim());
-  const at::ScalarType dtype = codes.scalar_type();
-  const bool packed = dtype == at::kByte;
-  TORCH_CHECK_VALUE(!spec.is_bf16() || bridge::is_value_dtype(dtype), "scaled_mm: expected ", name,
-                    " in float32 or bfloat16, as it is bf16 in the product, got ", dtype);
-  TORCH_CHECK_VALUE(spec.is_bf16() || packed || dtype == at::kBFloat16 ||
-                        (is_carried(codes) && spec.is_fp4_by_powers_of_two()),
-                    "scaled_mm: ", name, ": expected uint8 codes or their bfloat16 values for ",
-                    spec.str(), ", got ", dtype);
-  bridge::check_sizes("scaled_mm", name, codes);
-  const SymInt length = packed ? spec.code_cols(k) : spec.padded_cols(k);
-  TORCH_CHECK_VALUE(codes.sym_size(1) == length, "scaled_mm: expected ", name, " of ", length,
-                    " columns for k = ", k, " under ", spec.str(), ", got ", codes.sym_size(1));
-  check_scale(name, spec, codes, scale, k);
-  torch_ops::check_tensor_factor("scaled_mm", name, spec, scale, amax);
-}
-
-ExactSide exact_side(const Spec& spec, const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                     std::int64_t k) {
-  ExactSide side;
-  if (is_carried(codes)) {
-    side.values = codes.to(at::kBFloat16);
-    side.row_factors = scale;
-    return side;
-  }
-  side.values =
-      codes.scalar_type() == at::kByte ? torch_ops::decode(codes, scale, spec.str(), k) : codes;
-  if (spec.has_tensor_amax()) side.factor = torch_ops::tensor_factor_of(spec, scale, amax);
-  if (owes_row_factors(spec)) side.row_factors = scale;
+ExactSide exact_side(const Spec& spec, const Decoded& in) {
+  ExactSide side = {.values = in.values, .factor = {}, .row_factors = {}};
+  if (spec.has_tensor_amax()) side.factor = tensor_factor_of(spec, in.scale, in.amax);
+  if (has_row_factors(spec)) side.row_factors = in.scale;
   return side;
 }
 
-// Whether an engine can read the codes where they lie.
-bool are_readable(const Tensor& codes) {
-  return (codes.scalar_type() == at::kByte || is_carried(codes)) && codes.is_contiguous() &&
-         reinterpret_cast<std::uintptr_t>(codes.const_data_ptr()) % 16 == 0;
+ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k) {
+  return std::visit(
+      Overloaded{[](const Values& in) { return ExactSide{in.values, {}, {}}; },
+                 [&](const Codes& in) { return exact_side(spec, decoded_of(spec, in, k)); },
+                 [&](const Decoded& in) { return exact_side(spec, in); },
+                 [](const Fp4AsFp8& in) {
+                   return ExactSide{in.codes.to(at::kBFloat16), {}, in.row_scale};
+                 }},
+      input);
 }
 
-// One side as the caller gave it.
-struct Side {
-  const Spec& spec;
-  const Tensor &codes, &scale, &amax;
-};
+// The codes that an engine can read where they lie; null: there are none, or an engine cannot.
+const Tensor* readable_codes(const ProductInput& input) {
+  const Codes* const codes = std::get_if<Codes>(&input);
+  const Fp4AsFp8* const fp8 = std::get_if<Fp4AsFp8>(&input);
+  if (!codes && !fp8) return nullptr;
+  const Tensor& t = codes ? codes->codes : fp8->codes;
+  const bool is_aligned = reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
+  return t.is_contiguous() && is_aligned ? &t : nullptr;
+}
 
-torch_ops::BlockScaledSide block_scaled(const Side& side) {
+BlockScaledSide block_scaled(const Spec& spec, const Codes& in) {
   Tensor factor;
-  if (side.spec.has_tensor_amax())
-    factor = torch_ops::tensor_factor_of(side.spec, side.scale, side.amax);
-  return torch_ops::block_scaled_side(side.spec, side.codes, side.scale, factor);
+  if (spec.has_tensor_amax()) factor = tensor_factor_of(spec, in.scale, in.amax);
+  return block_scaled_side(spec, in.codes, in.scale, factor);
 }
 
 // FP4 under powers of two, as an FP8 product of the same values.
-Tensor fp4_by_fp8_product(const Side& a, const Side& b, std::int64_t k, bool fast,
-                          const torch_ops::Result& result) {
+Tensor fp4_by_fp8_product(const Product& product, const ProductInput& a, const ProductInput& b,
+                          std::int64_t k, const Result& result) {
   static const Spec rows = Spec::parse("e4m3/row");
-  const auto carried = [&](const Side& side) {
-    return is_carried(side.codes)
-               ? std::pair(side.codes, side.scale)
-               : torch_ops::carry(side.codes, side.scale, side.amax, side.spec.str(), k);
+  const auto as_fp8 = [&](const Spec& spec, const ProductInput& input) {
+    const Codes* const codes = std::get_if<Codes>(&input);
+    return codes ? fp8_codes_of(spec, *codes, k) : std::get<Fp4AsFp8>(input);
   };
-  const auto [a_codes, a_scale] = carried(a);
-  const auto [b_codes, b_scale] = carried(b);
-  return torch_ops::fp8_product(Engine::kFp8Row, {rows, a_codes, a_scale}, {rows, b_codes, b_scale},
-                                fast, result);
+  const Fp4AsFp8 left = as_fp8(product.a, a), right = as_fp8(product.b, b);
+  return fp8_product(Engine::kFp8Row, {rows, left.codes, left.row_scale},
+                     {rows, right.codes, right.row_scale}, product.fast, result);
 }
 
-// The arguments of scaled_mm. An undefined tensor stands for one that a spec has not.
-struct Arguments {
-  const Product& product;
-  Side a, b;
-  const SymInt& k;
-  const std::optional<Tensor>& bias;
-  at::ScalarType out_dtype;
-
-  template <class F>
-  void each_tensor(F f) const {
-    f("a", a.codes), f("the scale of a", a.scale), f("the amax of a", a.amax);
-    f("b", b.codes), f("the scale of b", b.scale), f("the amax of b", b.amax);
-    if (bias) f("bias", *bias);
+Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
+                std::int64_t k, const Result& result) {
+  const Product& product = planned.product;
+  const Tensor *const left = readable_codes(a), *const right = readable_codes(b);
+  if (left && right) {
+    const Engine engine = engine_of(product, planned.capability,
+                                    {.m = left->size(0),
+                                     .n = right->size(0),
+                                     .k = product.a.padded_cols(k),
+                                     .out_dtype = result.dtype,
+                                     .has_bias = result.bias.has_value(),
+                                     .has_fp4_as_fp8 = std::holds_alternative<Fp4AsFp8>(a) ||
+                                                       std::holds_alternative<Fp4AsFp8>(b)});
+    if (engine == Engine::kBlockScaled)
+      return block_scaled_product(block_scaled(product.a, std::get<Codes>(a)),
+                                  block_scaled(product.b, std::get<Codes>(b)), result);
+    if (engine == Engine::kFp4ByFp8) return fp4_by_fp8_product(product, a, b, k, result);
+    if (engine != Engine::kExact)
+      return fp8_product(engine, {product.a, *left, std::get<Codes>(a).scale},
+                         {product.b, *right, std::get<Codes>(b).scale}, product.fast, result);
   }
-};
+  const ExactSide exact_a = exact_side(product.a, a, k), exact_b = exact_side(product.b, b, k);
+  return exact_a.values.is_cuda() ? exact_product_cuda(exact_a, exact_b, result)
+                                  : exact_product_cpu(exact_a, exact_b, result);
+}
 
-void check_arguments(const Arguments& args) {
+void check_product(const Product& product, const ProductInput& a, const ProductInput& b,
+                   const SymInt& k, const Result& result) {
   constexpr const char* kOp = "scaled_mm";
-  const auto& [product, a, b, k, bias, out_dtype] = args;
   bridge::check_size(kOp, "k", k);
-  check_side("a", a.spec, a.codes, a.scale, a.amax, k);
-  check_side("b", b.spec, b.codes, b.scale, b.amax, k);
-  TORCH_CHECK_VALUE(bridge::is_value_dtype(out_dtype),
-                    "scaled_mm: expected out_dtype float32 or bfloat16, got ", out_dtype);
-  if (bias) {
-    bridge::check_value_dtype(kOp, "bias", *bias);
-    TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == b.codes.sym_size(0),
-                      "scaled_mm: expected bias (", b.codes.sym_size(0), "), got ",
-                      bias->sym_sizes());
-  }
-  args.each_tensor(
-      [&](const char* name, const Tensor& t) { bridge::check_same_device(kOp, name, t, a.codes); });
+  check_input("a", product.a, a, k);
+  check_input("b", product.b, b, k);
+  TORCH_CHECK_VALUE(bridge::is_value_dtype(result.dtype),
+                    "scaled_mm: expected out_dtype float32 or bfloat16, got ", result.dtype);
+  if (!result.bias) return;
+  bridge::check_value_dtype(kOp, "bias", *result.bias);
+  const SymInt n = tensors_of(b).elements->sym_size(0);
+  TORCH_CHECK_VALUE(result.bias->dim() == 1 && result.bias->sym_size(0) == n,
+                    "scaled_mm: expected bias (", n, "), got ", result.bias->sym_sizes());
+}
+
+// Calls f with the name, for errors, and each tensor of a product.
+template <class F>
+void each_tensor(const InputTensors& a, const InputTensors& b, const std::optional<Tensor>& bias,
+                 F f) {
+  const auto call = [&](const char* name, const Tensor* t) {
+    if (t) f(name, *t);
+  };
+  call("a", a.elements), call("the scale of a", a.scale), call("the amax of a", a.amax);
+  call("b", b.elements), call("the scale of b", b.scale), call("the amax of b", b.amax);
+  if (bias) f("bias", *bias);
+}
+
+void check_devices(const InputTensors& a, const InputTensors& b,
+                   const std::optional<Tensor>& bias) {
+  each_tensor(a, b, bias, [&](const char* name, const Tensor& t) {
+    bridge::check_same_device("scaled_mm", name, t, *a.elements);
+  });
+}
+
+void check_memory(const InputTensors& a, const InputTensors& b, const std::optional<Tensor>& bias) {
+  each_tensor(a, b, bias, [](const char* name, const Tensor& t) {
+    bridge::check_memory("scaled_mm", name, t);
+  });
 }
 
 Tensor scaled_mm_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
                       const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
                       SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
   const Product& product = bridge::parse_product(text);
-  check_arguments({product,
-                   {product.a, a, a_scale, a_amax},
-                   {product.b, b, b_scale, b_amax},
-                   k,
-                   bias,
-                   out_dtype});
+  check_product(product, input_of(product.a, a, a_scale, a_amax),
+                input_of(product.b, b, b_scale, b_amax), k, {bias, out_dtype});
+  check_devices({&a, &a_scale, &a_amax}, {&b, &b_scale, &b_amax}, bias);
   return at::empty_symint({a.sym_size(0), b.sym_size(0)}, a.options().dtype(out_dtype));
 }
 
@@ -228,46 +213,55 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
                         const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
                         const std::string& text, SymInt k, const std::optional<Tensor>& bias,
                         at::ScalarType out_dtype) {
-  const Product& product = bridge::parse_product(text);
-  const Arguments args = {
-      product,  {product.a, a, a_scale, a_amax}, {product.b, b, b_scale, b_amax}, k, bias,
-      out_dtype};
-  check_arguments(args);
-  args.each_tensor(
-      [](const char* name, const Tensor& t) { bridge::check_memory("scaled_mm", name, t); });
-
+  const PlannedProduct planned = plan_product(bridge::parse_product(text), text, a.device());
+  const Product& product = planned.product;
+  const ProductInput left = input_of(product.a, a, a_scale, a_amax),
+                     right = input_of(product.b, b, b_scale, b_amax);
+  const InputTensors of_a = {&a, &a_scale, &a_amax}, of_b = {&b, &b_scale, &b_amax};
+  check_product(product, left, right, k, {bias, out_dtype});
+  check_devices(of_a, of_b, bias);
+  check_memory(of_a, of_b, bias);
   const at::AutoDispatchBelowADInplaceOrView below;  // layers differentiate, in linear.cpp
-  const torch_ops::Result result = {bias, out_dtype};
-  const std::int64_t length = k.guard_int(__FILE__, __LINE__);
-  if (are_readable(a) && are_readable(b)) {
-    const Engine engine = torch_ops::engine_of(product, torch_ops::compute_capability(a.device()),
-                                               {.m = a.size(0),
-                                                .n = b.size(0),
-                                                .k = product.a.padded_cols(length),
-                                                .out_dtype = out_dtype,
-                                                .has_bias = bias.has_value(),
-                                                .is_carried = is_carried(a) || is_carried(b)});
-    if (engine == Engine::kBlockScaled)
-      return torch_ops::block_scaled_product(block_scaled(args.a), block_scaled(args.b), result);
-    if (engine == Engine::kFp4ByFp8)
-      return fp4_by_fp8_product(args.a, args.b, length, product.fast, result);
-    if (engine != Engine::kExact)
-      return torch_ops::fp8_product(engine, {product.a, a, a_scale}, {product.b, b, b_scale},
-                                    product.fast, result);
-  }
-  const ExactSide left = exact_side(product.a, a, a_scale, a_amax, length),
-                  right = exact_side(product.b, b, b_scale, b_amax, length);
-  return a.is_cuda() ? torch_ops::exact_product_cuda(left, right, result)
-                     : torch_ops::exact_product_cpu(left, right, result);
+  return multiply(planned, left, right, k.guard_int(__FILE__, __LINE__), {bias, out_dtype});
+}
+
+// An op takes defined tensors; an empty one stands for none.
+Tensor or_empty(const Tensor* t, const Tensor& like) {
+  return t && t->defined() ? *t : at::empty({0}, like.options().dtype(at::kFloat));
 }
 
 }  // namespace
 
-Tensor torch_ops::plain_scaled_mm(const QuantizedOperand& a, const QuantizedOperand& b,
-                                  const std::string& product, std::int64_t k,
-                                  const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
-  return scaled_mm_kernel(a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, product, k, bias,
-                          out_dtype);
+Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
+                 const SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
+  const InputTensors left = tensors_of(a), right = tensors_of(b);
+  const auto length = k.maybe_as_int();
+  if (length && is_plain({left.elements, left.scale, left.amax, right.elements, right.scale,
+                          right.amax, bias ? &*bias : nullptr})) {
+    check_product(planned.product, a, b, k, {bias, out_dtype});
+    check_devices(left, right, bias);
+    check_memory(left, right, bias);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return multiply(planned, a, b, *length, {bias, out_dtype});
+  }
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("minifloat::scaled_mm", "")
+          .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                        const Tensor&, const std::string&, SymInt, const std::optional<Tensor>&,
+                        at::ScalarType)>();
+  const Tensor &a_elements = *left.elements, &b_elements = *right.elements;
+  return op.call(a_elements, or_empty(left.scale, a_elements), or_empty(left.amax, a_elements),
+                 b_elements, or_empty(right.scale, b_elements), or_empty(right.amax, b_elements),
+                 planned.text, k, bias, out_dtype);
+}
+
+ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, ProductInput input,
+                           const SymInt& cols) {
+  const Codes* const codes = std::get_if<Codes>(&input);
+  if (codes && planned.engine == Engine::kExact) return decoded_of(spec, *codes, cols);
+  if (codes && planned.engine == Engine::kFp4ByFp8) return fp8_codes_of(spec, *codes, cols);
+  return input;
 }
 
 TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("scaled_mm", scaled_mm_kernel); }
@@ -278,4 +272,5 @@ TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   m.impl("scaled_mm", torch::autograd::autogradNotImplementedFallback());
 }
 
+}  // namespace torch_ops
 }  // namespace minifloat

@@ -7,6 +7,7 @@
 
 #include "products/block_scaled.h"
 #include "products/engines.h"
+#include "products/inputs.h"
 
 namespace minifloat::torch_ops {
 
@@ -43,9 +44,15 @@ Tensor fp8_product(Engine engine, const Fp8Side& a, const Fp8Side& b, bool fast,
 Tensor block_scaled_product(const BlockScaledSide& a, const BlockScaledSide& b,
                             const Result& result);
 
-// Requires the one number that tensor_factor_of reads. name: the operand's
-void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
-                         const Tensor& amax);
+// Returns a · bᵀ over k, (m, n): by the planned engine, or the next best where that does not take the sizes. Through
+// the dispatcher, or past it where all tensors are plain (ops/plain.h).
+Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
+                 const c10::SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype);
+
+// Returns an operand as the planned engine reads it: work done once for an operand of several products. spec: its own
+ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, ProductInput input,
+                           const c10::SymInt& cols);
+
 // What the product of an operand's code values and block scales is still to be multiplied by: fp32 (), on its device.
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax);
 

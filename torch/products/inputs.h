@@ -1,0 +1,76 @@
+// The operands of a product, each in one of four forms. The form is a type: whoever makes an operand says what its
+// tensors are, and no engine asks a dtype.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
+
+#include <array>
+#include <variant>
+
+#include "minifloat/spec.h"
+
+namespace minifloat::torch_ops {
+
+using at::Tensor;
+
+// The operand itself, where its spec is bf16.
+struct Values {
+  Tensor values;  // fp32 or bf16 (rows, cols)
+};
+
+// What a cast writes.
+struct Codes {
+  Tensor codes;  // uint8 (rows, code_cols)
+  Tensor scale;  // fp32, or the bytes of E8M0 or E4M3
+  Tensor amax;   // fp32; undefined where the spec has none
+};
+
+// Codes times block scales, as the exact product reads them.
+struct Decoded {
+  Tensor values;  // bf16 (rows, padded_cols)
+  Tensor scale,
+      amax;  // as in Codes: the product is still to be multiplied by a tensor's or exact rows' scales
+};
+
+// FP4 under powers of two as FP8 codes of the same values (core/carry.h).
+struct Fp4AsFp8 {
+  Tensor codes;      // float8_e4m3fn (rows, padded_cols)
+  Tensor row_scale;  // fp32 (rows)
+  Tensor amax;       // as in Codes; row_scale has its factor already
+};
+
+using ProductInput = std::variant<Values, Codes, Decoded, Fp4AsFp8>;
+
+// The tensors that stand for an operand in the schema of scaled_mm, in its order; null: the form has no such tensor.
+struct InputTensors {
+  const Tensor *elements, *scale, *amax;
+};
+InputTensors tensors_of(const ProductInput& input);
+
+// Returns what a cast wrote; the operand itself, where its spec is bf16.
+inline ProductInput cast_input(const Spec& spec, const Tensor& codes, const Tensor& scale,
+                               const Tensor& amax) {
+  if (spec.is_bf16()) return Values{codes};
+  return Codes{codes, scale, amax};
+}
+
+// Returns the operand that three tensors of an op's schema stand for. The schemas of scaled_mm and linear name no
+// form, so this is the one place that tells forms apart by dtype; check_input refuses a dtype of no form.
+ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& scale,
+                      const Tensor& amax);
+
+// Requires the shapes and dtypes of an operand over k. name: the operand's, for errors of scaled_mm
+void check_input(const char* name, const Spec& spec, const ProductInput& input,
+                 const c10::SymInt& k);
+
+// Requires the one number that tensor_factor_of reads. name: the operand's
+void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
+                         const Tensor& amax);
+
+// Whether the product of such decoded values is still to be multiplied by a scale for each row.
+inline bool has_row_factors(const Spec& spec) {
+  return spec.rule == ScaleRule::kRow && spec.scale_rounding == ScaleRounding::kExact;
+}
+
+}  // namespace minifloat::torch_ops
