@@ -119,24 +119,15 @@ std::string scale_dtype(const std::string& text) {
 // Which engine multiplies (m, k) · (n, k)ᵀ on a GPU of this capability, 10 major + minor; 0: on the CPU.
 std::string engine_name(const std::string& product, std::int64_t capability, std::int64_t m,
                         std::int64_t n, std::int64_t k, at::ScalarType out_dtype, bool bias) {
-  using torch_ops::Engine;
   const Product& parsed = bridge::parse_product(product);
   TORCH_CHECK_VALUE(0 <= capability && capability < 10'000,
                     "engine_of: expected a capability as 10 major + minor, got ", capability);
   bridge::check_size("engine_of", "m", m);
   bridge::check_size("engine_of", "n", n);
   bridge::check_size("engine_of", "k", k);
-  switch (torch_ops::engine_of(
-      parsed, static_cast<int>(capability),
-      {.m = m, .n = n, .k = parsed.a.padded_cols(k), .out_dtype = out_dtype, .has_bias = bias})) {
-    case Engine::kFp8Tensor: return "fp8_tensor";
-    case Engine::kFp8Row: return "fp8_row";
-    case Engine::kFp8Block: return "fp8_block";
-    case Engine::kFp4ByFp8: return "fp4_by_fp8";
-    case Engine::kBlockScaled: return "block_scaled";
-    case Engine::kExact: break;
-  }
-  return "exact";
+  const torch_ops::ProductShape shape = {
+      .m = m, .n = n, .k = parsed.a.padded_cols(k), .out_dtype = out_dtype, .has_bias = bias};
+  return torch_ops::engine_of(parsed, static_cast<int>(capability), shape).name;
 }
 
 std::int64_t stream(const std::string& name) {

@@ -1,3 +1,5 @@
+// The codes themselves under block scales, by ATen's block-scaled product on Blackwell, after the scales are swizzled; and
+// the op that shows such an operand.   Not yet run on hardware
 #include "products/block_scaled.h"
 
 #include <ATen/ATen.h>
@@ -7,7 +9,10 @@
 #include "ops/bridge.h"
 #include "ops/ops.h"
 #include "ops/outputs.h"
-#include "products/products.h"
+#include "ops/plain.h"
+#include "products/epilogue.h"
+#include "products/fp8.h"
+#include "products/tensor_factor.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -55,6 +60,50 @@ BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const T
   }
   return side;
 }
+
+namespace {
+
+// The GPUs whose tensor cores read block scales, of those that ATen's products and this build are for. MX by MX and NVFP4
+// by NVFP4 of the same width; whatever their rounding, transform and height of a block.
+bool supports(const Product& product, int capability) {
+  if (capability != kBlackwell && capability != kBlackwellUltra) return false;
+  const Spec &a = product.a, &b = product.b;
+  const bool is_fp4 = a.elements == Elements::kE2m1 && b.elements == Elements::kE2m1;
+  return a.rule == b.rule && ((a.rule == ScaleRule::kMx && (is_fp4 || has_fp8_product(a, b))) ||
+                              a.rule == ScaleRule::kNvfp4);
+}
+
+// Whole blocks of 32, which are also 16 bytes of E2M1. ATen's product of MXFP4 writes bf16 alone, and drops a bias.
+bool takes(const Product& product, int, const ProductShape& shape) {
+  const bool is_mxfp4 = product.a.rule == ScaleRule::kMx && product.a.elements == Elements::kE2m1;
+  const bool writes =
+      !is_mxfp4 || (shape.out_dtype == c10::ScalarType::BFloat16 && !shape.has_bias);
+  return takes_codes(shape) && shape.k % 32 == 0 && writes && !shape.has_fp4_as_fp8;
+}
+
+BlockScaledSide side_of(const Spec& spec, const ProductInput& input) {
+  const Codes& in = std::get<Codes>(input);
+  Tensor factor;
+  if (spec.has_tensor_amax()) factor = tensor_factor_of(spec, in.scale, in.amax);
+  return block_scaled_side(spec, in.codes, in.scale, factor);
+}
+
+Tensor multiply(const ProductCall& call) {
+  const BlockScaledSide a = side_of(call.product.a, call.a), b = side_of(call.product.b, call.b);
+  const auto [bias, dtype, is_whole] = request_of(call.result, true);
+  const Tensor out = at::_scaled_mm_v2(a.codes, plain_transpose(b.codes), a.scale, a.scaling,
+                                       a.swizzle, b.scale, b.scaling, b.swizzle, bias, dtype);
+  return is_whole ? out : add_bias(out, call.result);
+}
+
+}  // namespace
+
+constinit const Engine kBlockScaled = {.name = "block_scaled",
+                                       .supports = supports,
+                                       .takes = takes,
+                                       .reads_values = false,
+                                       .prepare = nullptr,
+                                       .multiply = multiply};
 
 }  // namespace torch_ops
 

@@ -1,5 +1,5 @@
 // An operand as a block-scaled tensor-core product reads it: the codes where they lie, a scale for each of their blocks
-// of one row, in the swizzled layout (core/swizzle.h), and NVFP4's tensor scale. Needs no GPU.   Not yet run on hardware.
+// of one row, in the swizzled layout (core/swizzle.h), and NVFP4's tensor scale. Needs no GPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>

@@ -4,11 +4,11 @@
 
 #include <optional>
 
-#include "products/products.h"
+#include "products/exact.h"
 
 namespace minifloat::torch_ops {
 
-// a · bᵀ, where a side owes a factor of the whole operand and neither owes one of its rows: values bf16 on CUDA,
+// Returns a · bᵀ, where a side has a factor of the whole operand and neither has one of its rows: values bf16 on CUDA,
 // rows or columns adjacent; plus bias, of the result's dtype and only where that is bf16; rounded once. Nothing where
 // this build has no cuBLASLt, or cuBLASLt no kernel for the sizes.
 std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSide& b,
@@ -20,7 +20,7 @@ struct Fp8Codes {
   const Tensor &codes, &scale;
 };
 
-// a · bᵀ of codes times scales; plus bias, in bf16; rounded once. Nothing where this build has no cuBLASLt, or cuBLASLt
+// Returns a · bᵀ of codes times scales; plus bias, in bf16; rounded once. Nothing where this build has no cuBLASLt, or cuBLASLt
 // no kernel for the sizes.
 std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool has_row_scales,
                                        bool fast, const Result& result);

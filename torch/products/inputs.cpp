@@ -4,6 +4,7 @@
 
 #include "ops/bridge.h"
 #include "ops/outputs.h"
+#include "products/tensor_factor.h"
 
 namespace minifloat::torch_ops {
 namespace {
@@ -74,17 +75,6 @@ void check_input(const char* name, const Spec& spec, const ProductInput& input, 
   else if (std::holds_alternative<Fp4AsFp8>(input) || has_row_factors(spec))
     check_row_scale(name, spec, *scale, rows);
   check_tensor_factor("scaled_mm", name, spec, *scale, *amax);
-}
-
-void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
-                         const Tensor& amax) {
-  if (!spec.has_tensor_amax()) return;
-  const bool is_scale = spec.rule == ScaleRule::kTensor;
-  const Tensor& factor = is_scale ? scale : amax;
-  TORCH_CHECK_VALUE(
-      factor.defined() && factor.scalar_type() == at::kFloat && factor.sym_numel() == 1, op,
-      ": expected one float32 ", is_scale ? "scale" : "amax", " for ", name, " under ", spec.str(),
-      ", got ", factor.sym_numel(), " of ", factor.scalar_type());
 }
 
 }  // namespace minifloat::torch_ops

@@ -5,7 +5,6 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/SymInt.h>
 
-#include <array>
 #include <variant>
 
 #include "minifloat/spec.h"
@@ -63,10 +62,6 @@ ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& sc
 // Requires the shapes and dtypes of an operand over k. name: the operand's, for errors of scaled_mm
 void check_input(const char* name, const Spec& spec, const ProductInput& input,
                  const c10::SymInt& k);
-
-// Requires the one number that tensor_factor_of reads. name: the operand's
-void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
-                         const Tensor& amax);
 
 // Whether the product of such decoded values is still to be multiplied by a scale for each row.
 inline bool has_row_factors(const Spec& spec) {

@@ -1,0 +1,44 @@
+#include "products/exact.h"
+
+#include <ATen/ATen.h>
+
+#include "ops/ops.h"
+#include "products/tensor_factor.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+Decoded decoded_of(const Spec& spec, const Codes& in, const c10::SymInt& cols) {
+  return {decode(in.codes, in.scale, spec, cols), in.scale, in.amax};
+}
+
+ExactSide side_of(const Spec& spec, const Decoded& in) {
+  ExactSide side = {.values = in.values, .factor = {}, .row_factors = {}};
+  if (spec.has_tensor_amax()) side.factor = tensor_factor_of(spec, in.scale, in.amax);
+  if (has_row_factors(spec)) side.row_factors = in.scale;
+  return side;
+}
+
+}  // namespace
+
+ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k) {
+  struct Visitor {
+    const Spec& spec;
+    std::int64_t k;
+    ExactSide operator()(const Values& in) const { return {in.values, {}, {}}; }
+    ExactSide operator()(const Codes& in) const { return side_of(spec, decoded_of(spec, in, k)); }
+    ExactSide operator()(const Decoded& in) const { return side_of(spec, in); }
+    ExactSide operator()(const Fp4AsFp8& in) const {
+      return {in.codes.to(at::kBFloat16), {}, in.row_scale};
+    }
+  };
+  return std::visit(Visitor{spec, k}, input);
+}
+
+ProductInput prepare_exact(const Spec& spec, const Codes& codes, const c10::SymInt& cols) {
+  return decoded_of(spec, codes, cols);
+}
+
+bool takes_all(const Product&, int, const ProductShape&) { return true; }
+
+}  // namespace minifloat::torch_ops

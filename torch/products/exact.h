@@ -1,0 +1,28 @@
+// The operands of an exact product: decoded values in bf16, fp32 sums, one rounding. Any product, any sizes.
+#pragma once
+
+#include "products/engines.h"
+
+namespace minifloat::torch_ops {
+
+// One side of an exact product.
+struct ExactSide {
+  Tensor values;  // bf16 (rows, k), or the operand itself under bf16
+  Tensor factor;  // fp32 (): multiplies the product; undefined: none
+  Tensor
+      row_factors;  // fp32 (rows), where a row scale is no power of two: the same by rows; undefined: none
+};
+ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k);
+
+// Decodes codes: Engine::prepare of the exact engines.
+ProductInput prepare_exact(const Spec& spec, const Codes& codes, const c10::SymInt& cols);
+
+// Engine::takes of the exact engines: true.
+bool takes_all(const Product& product, int capability, const ProductShape& shape);
+
+// Whether both operands' values are bf16, so that an engine for bf16 multiplies them.
+inline bool are_narrow(const Tensor& a, const Tensor& b) {
+  return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
+}
+
+}  // namespace minifloat::torch_ops

@@ -1,0 +1,57 @@
+// The exact product on the CPU: torch's matrix product, with the tensor scales as alpha.
+#include <ATen/ATen.h>
+
+#include "ops/plain.h"
+#include "products/exact.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+// (m, k) · (n, k)ᵀ, times alpha, plus bias, rounded once to dtype. An fp32 operand is multiplied as it is, in fp32.
+Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
+                      const std::optional<Tensor>& bias, at::ScalarType dtype) {
+  const at::ScalarType compute = are_narrow(a, b) ? dtype : at::kFloat;
+  const Tensor left = to_dtype(a, compute), right = plain_transpose(to_dtype(b, compute));
+  Tensor out;
+  if (bias) {
+    out = at::addmm(to_dtype(to_dtype(*bias, dtype), compute), left, right, 1, alpha);
+  } else if (alpha == 1.0f) {
+    out = at::mm(left, right);
+  } else {
+    out = plain_empty(left, {left.size(0), right.size(1)}, compute);
+    at::addmm_out(out, out, left, right, 0, alpha);  // times 0: what was there is not read
+  }
+  return to_dtype(out, dtype);
+}
+
+float factor_of(const ExactSide& side) {
+  return side.factor.defined() ? *side.factor.const_data_ptr<float>() : 1.0f;
+}
+
+bool supports(const Product&, int) { return true; }
+
+Tensor multiply(const ProductCall& call) {
+  const Result& result = call.result;
+  const ExactSide a = exact_side(call.product.a, call.a, call.k),
+                  b = exact_side(call.product.b, call.b, call.k);
+  const float alpha = factor_of(a) * factor_of(b);
+  if (!a.row_factors.defined() && !b.row_factors.defined())
+    return matrix_product(a.values, b.values, alpha, result.bias, result.dtype);
+  Tensor out = matrix_product(a.values, b.values, alpha, std::nullopt, at::kFloat);
+  if (a.row_factors.defined()) out.mul_(a.row_factors.unsqueeze(1));
+  if (b.row_factors.defined()) out.mul_(b.row_factors.unsqueeze(0));
+  if (result.bias)
+    out.add_(result.bias->to(result.dtype));  // rounded like the other path's, added in fp32
+  return out.to(result.dtype);
+}
+
+}  // namespace
+
+constinit const Engine kExactCpu = {.name = "exact",
+                                    .supports = supports,
+                                    .takes = takes_all,
+                                    .reads_values = true,
+                                    .prepare = prepare_exact,
+                                    .multiply = multiply};
+
+}  // namespace minifloat::torch_ops

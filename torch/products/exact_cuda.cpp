@@ -1,0 +1,88 @@
+// The exact product on CUDA. Every factor stays on the device: nothing waits for it.
+//
+//     no factor                    ATen's bf16 product: one kernel
+//     factors of whole operands    cuBLASLt's with a device factor (cublaslt.h), where this build has it: one kernel
+//     else                         fp32 sums, then one pass: times the last factor, plus bias, rounded once
+#include <ATen/ATen.h>
+
+#include "ops/plain.h"
+#include "products/cublaslt.h"
+#include "products/epilogue.h"
+#include "products/exact.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+bool supports(const Product&, int capability) { return capability != kNoGpu; }
+
+Tensor empty_result(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  return plain_empty(a, {a.size(0), b.size(0)}, dtype);
+}
+
+// (m, k) · (n, k)ᵀ in fp32 sums, as they are or rounded once.
+Tensor sums_of(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
+  if (are_narrow(a, b) && dtype == at::kFloat) return at::mm(a, plain_transpose(b), at::kFloat);
+  return at::mm(to_dtype(a, dtype), plain_transpose(to_dtype(b, dtype)));
+}
+
+// Returns the factors that the sums (m, n) are still to be multiplied by, broadcastable.
+std::vector<Tensor> factors_of(const ExactSide& a, const ExactSide& b) {
+  std::vector<Tensor> factors;
+  if (a.factor.defined() && b.factor.defined())
+    factors.push_back(a.factor * b.factor);
+  else if (a.factor.defined() || b.factor.defined())
+    factors.push_back(a.factor.defined() ? a.factor : b.factor);
+  if (a.row_factors.defined()) factors.push_back(a.row_factors.unsqueeze(1));
+  if (b.row_factors.defined()) factors.push_back(b.row_factors.unsqueeze(0));
+  return factors;
+}
+
+Tensor product_of_sums(const ExactSide& a, const ExactSide& b, const Result& result) {
+  std::vector<Tensor> factors = factors_of(a, b);
+  const Tensor last = factors.back();
+  factors.pop_back();
+  Tensor sums = sums_of(a.values, b.values, at::kFloat);
+  for (const Tensor& factor : factors) sums.mul_(factor);
+  Tensor out = result.dtype == at::kFloat ? sums : empty_result(a.values, b.values, result.dtype);
+  return result.bias ? at::addcmul_out(out, *result.bias, sums, last)
+                     : at::mul_out(out, sums, last);
+}
+
+Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& given) {
+  const auto bias = given.bias ? std::optional(to_dtype(*given.bias, given.dtype)) : std::nullopt;
+  const bool narrow = are_narrow(a.values, b.values), rounds = given.dtype == at::kBFloat16;
+  if (rounds && !narrow)  // an fp32 operand is multiplied as it is, in fp32
+    return to_dtype(exact_product(a, b, {bias, at::kFloat}), given.dtype);
+  const Result result = {bias, given.dtype};
+
+  if (a.values.numel() == 0 || b.values.numel() == 0) {
+    const Tensor zeros = empty_result(a.values, b.values, result.dtype).zero_();
+    return bias ? zeros + *bias : zeros;
+  }
+  const bool has_rows = a.row_factors.defined() || b.row_factors.defined();
+  if (!has_rows && !a.factor.defined() && !b.factor.defined()) {
+    if (!bias) return sums_of(a.values, b.values, result.dtype);
+    if (rounds) return at::addmm(*bias, a.values, plain_transpose(b.values));
+    return add_bias(sums_of(a.values, b.values, at::kFloat), result);
+  }
+  if (!has_rows && narrow)
+    if (auto product = product_by_device_factor(a, b, result)) return *product;
+  return product_of_sums(a, b, result);
+}
+
+Tensor multiply(const ProductCall& call) {
+  const ExactSide a = exact_side(call.product.a, call.a, call.k),
+                  b = exact_side(call.product.b, call.b, call.k);
+  return exact_product(a, b, call.result);
+}
+
+}  // namespace
+
+constinit const Engine kExactCuda = {.name = "exact",
+                                     .supports = supports,
+                                     .takes = takes_all,
+                                     .reads_values = true,
+                                     .prepare = prepare_exact,
+                                     .multiply = multiply};
+
+}  // namespace minifloat::torch_ops

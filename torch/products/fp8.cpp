@@ -1,0 +1,35 @@
+#include "products/fp8.h"
+
+#include <ATen/ATen.h>
+
+#include "ops/plain.h"
+#include "products/cublaslt.h"
+#include "products/epilogue.h"
+
+namespace minifloat::torch_ops {
+
+Tensor fp8_view(const Fp8Side& side) {
+  return plain_view(side.codes,
+                    side.elements == Elements::kE4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2,
+                    side.codes.sizes());
+}
+
+Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape) {
+  return plain_view(side.scale.contiguous(), at::kFloat, shape);
+}
+
+Tensor fp8_product(const Fp8Side& a, const Fp8Side& b, bool has_row_scales, bool fast,
+                   const Result& result) {
+  const Tensor left = fp8_view(a), right = fp8_view(b);
+  const auto [bias, dtype, is_whole] = request_of(result, true);
+  const Tensor a_scale = scale_view(a, {has_row_scales ? left.size(0) : 1, 1}),
+               b_scale = scale_view(b, {1, has_row_scales ? right.size(0) : 1});
+  const auto product =
+      product_of_codes({left, a_scale}, {right, b_scale}, has_row_scales, fast, {bias, dtype});
+  const Tensor out = product ? *product
+                             : at::_scaled_mm(left, plain_transpose(right), a_scale, b_scale, bias,
+                                              std::nullopt, dtype, fast);
+  return is_whole ? out : add_bias(out, result);
+}
+
+}  // namespace minifloat::torch_ops

@@ -1,0 +1,46 @@
+// What the engines that multiply FP8 codes share.
+#pragma once
+
+#include "products/engines.h"
+
+namespace minifloat::torch_ops {
+
+// Whether cuBLAS multiplies such codes: FP8 by FP8, except E5M2 by E5M2.
+inline bool has_fp8_product(const Spec& a, const Spec& b) {
+  return a.is_fp8() && b.is_fp8() &&
+         (a.elements == Elements::kE4m3 || b.elements == Elements::kE4m3);
+}
+
+// Whether rows of codes and of the bf16 result start at multiples of 16 bytes.
+inline bool takes_codes(const ProductShape& shape) {
+  return shape.has_codes && shape.m > 0 && shape.n > 0 && shape.k > 0 && shape.n % 16 == 0 &&
+         shape.k % 16 == 0;
+}
+
+// The same for codes under a scale for each row: from Blackwell on by CUTLASS, which writes bf16 alone.
+inline bool takes_rows(const Product&, int capability, const ProductShape& shape) {
+  const bool writes = capability < kBlackwell || shape.out_dtype == c10::ScalarType::BFloat16;
+  return takes_codes(shape) && writes;
+}
+
+// One side of a product of FP8 codes.
+struct Fp8Side {
+  Elements elements;    // of the codes: kE4m3 or kE5m2
+  const Tensor& codes;  // contiguous uint8 or float8 (rows, k)
+  const Tensor& scale;  // fp32: one, or (rows)
+};
+inline Fp8Side fp8_side(const Spec& spec, const ProductInput& input) {
+  const Codes& codes = std::get<Codes>(input);
+  return {spec.elements, codes.codes, codes.scale};
+}
+
+// The codes under torch's dtype.
+Tensor fp8_view(const Fp8Side& side);
+// The scale in another shape.
+Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape);
+
+// Returns a · bᵀ of codes under one scale for a tensor, or one for each row, (m, n).
+Tensor fp8_product(const Fp8Side& a, const Fp8Side& b, bool has_row_scales, bool fast,
+                   const Result& result);
+
+}  // namespace minifloat::torch_ops

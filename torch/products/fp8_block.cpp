@@ -1,0 +1,74 @@
+// FP8 codes under scales of 1x128 or 128x128 blocks: ATen's scaled product, of Hopper alone; one kernel, after a transpose
+// of the scales of 1x128 blocks.
+#include <ATen/ATen.h>
+#include <ATen/BlasBackend.h>
+
+#include "minifloat/core/block.h"
+#include "ops/plain.h"
+#include "products/epilogue.h"
+#include "products/fp8.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+bool is_2d(const Spec& spec) { return spec.block_rows > 1; }
+
+// cuBLAS pairs all blocks except two of 128x128.
+bool supports(const Product& product, int capability) {
+  const auto &a = product.a, &b = product.b;
+  return capability >= kHopper && capability < kBlackwell && a.rule == ScaleRule::kBlock &&
+         b.rule == ScaleRule::kBlock && has_fp8_product(a, b) && !(is_2d(a) && is_2d(b));
+}
+
+// Whole blocks; scales by columns, each of which starts at 16 bytes.
+bool takes(const Product& product, int, const ProductShape& shape) {
+  const std::int64_t a_rows = is_2d(product.a) ? 128 : 4, b_rows = is_2d(product.b) ? 128 : 4;
+  return takes_codes(shape) && shape.k % 128 == 0 && shape.m % a_rows == 0 && shape.n % b_rows == 0;
+}
+
+// Contiguous (cols, rows) as (rows, cols), with the strides that cuBLAS checks where a size is one, too.
+Tensor as_columns(const Tensor& t, std::int64_t cols, std::int64_t rows) {
+  return plain_view(t, t.scalar_type(), {rows, cols}, {1, rows}, t.storage_offset());
+}
+
+// Scales of blocks (outer, L) as cuBLAS reads them. 1x128: (outer, L), outer adjacent, which takes a transpose.
+// 128x128: (L4, outer), L adjacent and padded to L4, a multiple of 4: what was given, where L is one.
+Tensor block_scale(const Spec& spec, const Fp8Side& side) {
+  const Tensor scale =
+      scale_view(side, {spec.scale_rows(side.codes.size(0)), spec.scale_cols(side.codes.size(1))});
+  const std::int64_t outer = scale.size(0), length = scale.size(1);
+  if (!is_2d(spec)) return as_columns(plain_transpose(scale).contiguous(), length, outer);
+  const std::int64_t padded = round_up<std::int64_t>(length, 4);
+  const Tensor rows = padded == length ? scale : at::constant_pad_nd(scale, {0, padded - length});
+  return as_columns(rows, outer, padded);
+}
+
+std::int64_t scaling_of(const Spec& spec) {
+  return static_cast<std::int64_t>(is_2d(spec) ? at::blas::ScalingType::BlockWise128x128
+                                               : at::blas::ScalingType::BlockWise1x128);
+}
+
+// Fast accumulation is a permission: blocks accumulate exactly.
+Tensor multiply(const ProductCall& call) {
+  const Product& product = call.product;
+  const Fp8Side a = fp8_side(product.a, call.a), b = fp8_side(product.b, call.b);
+  const Tensor left = fp8_view(a), right = fp8_view(b);
+  const Request request = request_of(call.result, false);
+  const std::int64_t no_swizzle = static_cast<std::int64_t>(at::blas::SwizzleType::NO_SWIZZLE);
+  const Tensor out =
+      at::_scaled_mm_v2(left, plain_transpose(right), {block_scale(product.a, a)},
+                        {scaling_of(product.a)}, {no_swizzle}, {block_scale(product.b, b)},
+                        {scaling_of(product.b)}, {no_swizzle}, std::nullopt, request.dtype);
+  return request.is_whole ? out : add_bias(out, call.result);
+}
+
+}  // namespace
+
+constinit const Engine kFp8Block = {.name = "fp8_block",
+                                    .supports = supports,
+                                    .takes = takes,
+                                    .reads_values = false,
+                                    .prepare = nullptr,
+                                    .multiply = multiply};
+
+}  // namespace minifloat::torch_ops

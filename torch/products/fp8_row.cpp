@@ -1,0 +1,27 @@
+// FP8 codes under one scale for each row: cuBLASLt's scaled product, or ATen's; one kernel.
+#include "products/fp8.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+bool supports(const Product& product, int capability) {
+  const auto &a = product.a, &b = product.b;
+  return capability >= kHopper && a.rule == ScaleRule::kRow && b.rule == ScaleRule::kRow &&
+         has_fp8_product(a, b);
+}
+
+Tensor multiply(const ProductCall& call) {
+  const auto& [product, a, b, k, result] = call;
+  return fp8_product(fp8_side(product.a, a), fp8_side(product.b, b), true, product.fast, result);
+}
+
+}  // namespace
+
+constinit const Engine kFp8Row = {.name = "fp8_row",
+                                  .supports = supports,
+                                  .takes = takes_rows,
+                                  .reads_values = false,
+                                  .prepare = nullptr,
+                                  .multiply = multiply};
+
+}  // namespace minifloat::torch_ops

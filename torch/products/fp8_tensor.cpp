@@ -1,0 +1,29 @@
+// FP8 codes under one scale for each tensor: cuBLASLt's scaled product, or ATen's; one kernel.
+#include "products/fp8.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+bool supports(const Product& product, int capability) {
+  const auto &a = product.a, &b = product.b;
+  return capability >= kHopper && a.rule == ScaleRule::kTensor && b.rule == ScaleRule::kTensor &&
+         has_fp8_product(a, b);
+}
+
+bool takes(const Product&, int, const ProductShape& shape) { return takes_codes(shape); }
+
+Tensor multiply(const ProductCall& call) {
+  const auto& [product, a, b, k, result] = call;
+  return fp8_product(fp8_side(product.a, a), fp8_side(product.b, b), false, product.fast, result);
+}
+
+}  // namespace
+
+constinit const Engine kFp8Tensor = {.name = "fp8_tensor",
+                                     .supports = supports,
+                                     .takes = takes,
+                                     .reads_values = false,
+                                     .prepare = nullptr,
+                                     .multiply = multiply};
+
+}  // namespace minifloat::torch_ops

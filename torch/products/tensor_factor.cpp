@@ -1,0 +1,33 @@
+#include "products/tensor_factor.h"
+
+#include <ATen/ATen.h>
+
+#include "minifloat/quantize.h"
+#include "ops/bridge.h"
+#include "ops/plain.h"
+
+namespace minifloat::torch_ops {
+
+void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
+                         const Tensor& amax) {
+  if (!spec.has_tensor_amax()) return;
+  const bool is_scale = spec.rule == ScaleRule::kTensor;
+  const Tensor& factor = is_scale ? scale : amax;
+  TORCH_CHECK_VALUE(
+      factor.defined() && factor.scalar_type() == at::kFloat && factor.sym_numel() == 1, op,
+      ": expected one float32 ", is_scale ? "scale" : "amax", " for ", name, " under ", spec.str(),
+      ", got ", factor.sym_numel(), " of ", factor.scalar_type());
+}
+
+Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
+  if (spec.rule == ScaleRule::kTensor) return plain_view(scale, at::kFloat, {});
+  const Tensor out = plain_empty(amax, {}, at::kFloat);
+  bridge::with_value_errors([&] {
+    const Quantized q = {
+        .spec = spec, .amax = amax.const_data_ptr<float>(), .device = bridge::backend_of(amax)};
+    tensor_factor(q, out.mutable_data_ptr<float>(), bridge::ExecutionOn(amax));
+  });
+  return out;
+}
+
+}  // namespace minifloat::torch_ops
