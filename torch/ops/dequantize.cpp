@@ -20,9 +20,9 @@ using torch_ops::is_scale_dtype;
 using torch_ops::scale_dtype;
 using torch_ops::scales_of;
 
-// Memory for the values of codes (…, rows, code_cols) of an operand read (rows, cols).
-Tensor empty_values(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                    const Spec& spec, const SymInt& cols, at::ScalarType dtype) {
+// Requires codes (…, rows, code_cols) of an operand read (rows, cols).
+void check_codes(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                 const Spec& spec, const SymInt& cols) {
   TORCH_CHECK_VALUE(!spec.is_bf16(), op, ": bf16 is the identity and has no codes");
   TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3), op,
                     ": expected uint8 codes of 2 or 3 dimensions, got ", codes.scalar_type(),
@@ -34,6 +34,12 @@ Tensor empty_values(const char* op, const Tensor& codes, const Tensor& scale, co
   TORCH_CHECK_VALUE(codes.sym_size(-1) == spec.code_cols(cols), op, ": expected ",
                     spec.code_cols(cols), " code bytes a row for ", cols, " columns under ",
                     spec.str(), ", got ", codes.sym_size(-1));
+}
+
+// Memory for the values of such codes.
+Tensor empty_values(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
+                    const Spec& spec, const SymInt& cols, at::ScalarType dtype) {
+  check_codes(op, codes, scale, amax, spec, cols);
   c10::SymDimVector shape(codes.sym_sizes().begin(), codes.sym_sizes().end());
   shape.back() = spec.padded_cols(cols);
   return empty(codes, shape, dtype);
@@ -110,28 +116,35 @@ Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string
                                  cols.guard_int(__FILE__, __LINE__));
 }
 
-// FP8 codes and a scale a row, without values.
-using Fp8Rows = std::pair<Tensor, Tensor>;
-
-Fp8Rows empty_fp8_rows(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                       const Spec& spec, const SymInt& cols) {
+void check_is_fp4_by_powers_of_two(const Spec& spec) {
   TORCH_CHECK_VALUE(spec.is_fp4_by_powers_of_two(),
                     "carry: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
                     spec.str());
-  Tensor fp8_codes = empty_values("carry", codes, scale, amax, spec, cols, at::kFloat8_e4m3fn);
-  return {std::move(fp8_codes),
-          empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
 }
 
 std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                      const std::string& spec, SymInt cols) {
-  return empty_fp8_rows(codes, scale, amax, bridge::parse_spec(spec), cols);
+                                      const std::string& text, SymInt cols) {
+  const Spec& spec = bridge::parse_spec(text);
+  check_is_fp4_by_powers_of_two(spec);
+  const Tensor fp8_codes =
+      empty_values("carry", codes, scale, amax, spec, cols, at::kFloat8_e4m3fn);
+  return {fp8_codes, empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
+}
+
+void write_fp8_rows(const View& view, const Tensor& fp8_codes, const Tensor& row_scale) {
+  bridge::with_value_errors([&] {
+    carry_in_e4m3(view.q, static_cast<std::uint8_t*>(fp8_codes.mutable_data_ptr()),
+                  row_scale.mutable_data_ptr<float>(), bridge::ExecutionOn(fp8_codes));
+  });
 }
 
 std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale,
-                                        const Tensor& amax, const std::string& spec, SymInt cols) {
-  return torch_ops::plain_fp4_as_fp8(codes, scale, amax, bridge::parse_spec(spec),
-                                     cols.guard_int(__FILE__, __LINE__));
+                                        const Tensor& amax, const std::string& text, SymInt cols) {
+  const auto [fp8_codes, row_scale] = carry_meta(codes, scale, amax, text, cols);
+  const View view = quantized_view("carry", bridge::parse_spec(text), codes, scale, amax,
+                                   cols.guard_int(__FILE__, __LINE__));
+  write_fp8_rows(view, fp8_codes, row_scale);
+  return {fp8_codes, row_scale};
 }
 
 }  // namespace
@@ -151,13 +164,23 @@ Tensor plain_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, 
 std::pair<Tensor, Tensor> plain_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
                                            const Tensor& amax, const Spec& spec,
                                            std::int64_t cols) {
-  const Fp8Rows out = empty_fp8_rows(codes, scale, amax, spec, cols);
+  check_is_fp4_by_powers_of_two(spec);
+  check_codes("carry", codes, scale, amax, spec, cols);
   const View view = quantized_view("carry", spec, codes, scale, amax, cols);
-  bridge::with_value_errors([&] {
-    carry_in_e4m3(view.q, static_cast<std::uint8_t*>(out.first.mutable_data_ptr()),
-                  out.second.mutable_data_ptr<float>(), bridge::ExecutionOn(codes));
-  });
-  return out;
+  constexpr std::int64_t kAlignment = 256;  // bytes, as CUDA's own allocations
+  const auto shape = codes.sizes();
+  c10::SmallVector<std::int64_t, 3> values(shape.begin(), shape.end());
+  values.back() = spec.padded_cols(cols);
+  const std::int64_t rows = view.q.batch * view.q.rows,
+                     begin = (rows * values.back() + kAlignment - 1) / kAlignment * kAlignment;
+  const auto bytes = begin + rows * static_cast<std::int64_t>(sizeof(float));
+  const Tensor memory = plain_empty(codes, {bytes}, at::kByte);
+  if (codes.is_cpu()) ask_for_huge_pages(memory);
+  Tensor fp8_codes = plain_view(memory, at::kFloat8_e4m3fn, values);
+  Tensor row_scale = plain_view(memory, at::kFloat, shape.slice(0, shape.size() - 1),
+                                begin / static_cast<std::int64_t>(sizeof(float)));
+  write_fp8_rows(view, fp8_codes, row_scale);
+  return {std::move(fp8_codes), std::move(row_scale)};
 }
 
 }  // namespace torch_ops
