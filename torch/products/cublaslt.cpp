@@ -25,7 +25,7 @@ namespace minifloat::torch_ops {
 #if defined(MINIFLOAT_WITH_CUBLASLT)
 namespace {
 
-constexpr std::int64_t kWorkspace = 32 << 20;  // bytes: what cuBLAS asks for on Hopper
+constexpr std::int64_t kMaxWorkspace = 32 << 20;  // bytes: what cuBLAS asks for on Hopper
 
 // The functions of cuBLASLt, looked up at the first product and not linked: torch's CUDA build has loaded the library
 // by then, from its own wheel, and a torch without CUDA needs none.
@@ -187,14 +187,19 @@ class Descriptions {
   }
 };
 
-std::optional<cublasLtMatmulAlgo_t> choose(cublasLtHandle_t handle, const Problem& s,
-                                           Descriptions& described) {
+// A kernel, and the workspace that it needs.
+struct Kernel {
+  cublasLtMatmulAlgo_t algorithm;
+  std::int64_t workspace;  // bytes
+};
+
+std::optional<Kernel> choose(cublasLtHandle_t handle, const Problem& s, Descriptions& described) {
   cublasLtMatmulPreferenceOpaque_t preference;
   check(library()->init_preference(&preference, sizeof(preference)));
   const auto prefer = [&](cublasLtMatmulPreferenceAttributes_t attribute, const auto& value) {
     check(library()->set_preference(&preference, attribute, &value, sizeof(value)));
   };
-  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kWorkspace));
+  prefer(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<std::uint64_t>(kMaxWorkspace));
   prefer(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK,
          std::uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
   prefer(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, s.alignment[1]);
@@ -208,19 +213,18 @@ std::optional<cublasLtMatmulAlgo_t> choose(cublasLtHandle_t handle, const Proble
                            &described.d, &preference, 1, &found, &count);
   if (status == CUBLAS_STATUS_NOT_SUPPORTED || count == 0) return std::nullopt;
   check(status);
-  return found.algo;
+  return Kernel{found.algo, static_cast<std::int64_t>(found.workspaceSize)};
 }
 
-std::optional<cublasLtMatmulAlgo_t> chosen(cublasLtHandle_t handle, const Problem& s,
-                                           Descriptions& described) {
+std::optional<Kernel> chosen(cublasLtHandle_t handle, const Problem& s, Descriptions& described) {
   static std::mutex mutex;
-  static std::map<Problem, std::optional<cublasLtMatmulAlgo_t>> known;
+  static std::map<Problem, std::optional<Kernel>> known;
   const std::lock_guard lock(mutex);
   if (const auto found = known.find(s); found != known.end()) return found->second;
   return known.emplace(s, choose(handle, s, described)).first->second;
 }
 
-// alpha and beta in device memory: the factors that the two sides owe, and zero.
+// alpha and beta in device memory: the product of the factors of both sides, and zero.
 struct Scalars {
   Tensor memory;  // (2): zero, the product of two factors
   const float *alpha, *beta;
@@ -282,17 +286,19 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
   const cublasLtHandle_t handle = handle_of(job.a.device());
   Descriptions described(problem, {job.bias.defined() ? job.bias.const_data_ptr() : nullptr,
                                    job.a_scale, job.b_scale});
-  const auto algorithm = chosen(handle, problem, described);
-  if (!algorithm) return std::nullopt;
+  const auto kernel = chosen(handle, problem, described);
+  if (!kernel) return std::nullopt;
 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const auto factors = scalars(stream);
-  const Tensor workspace = plain_empty(job.a, {kWorkspace}, at::kByte);
+  Tensor workspace;  // small products need none
+  if (kernel->workspace > 0) workspace = plain_empty(job.a, {kernel->workspace}, at::kByte);
   void* d = out.mutable_data_ptr();
   check(library()->matmul(handle, &described.product, factors.alpha, job.b.const_data_ptr(),
                           &described.b, job.a.const_data_ptr(), &described.a, factors.beta, d,
-                          &described.d, d, &described.d, &*algorithm, workspace.mutable_data_ptr(),
-                          kWorkspace, stream));
+                          &described.d, d, &described.d, &kernel->algorithm,
+                          workspace.defined() ? workspace.mutable_data_ptr() : nullptr,
+                          static_cast<std::size_t>(kernel->workspace), stream));
   return out;
 }
 
