@@ -1,9 +1,11 @@
-// cuBLASLt counts in columns: it is asked for Dᵀ = b · aᵀ, whose columns are the rows of D.
+// Products by cuBLASLt, which counts in columns: the request is Dᵀ = b · aᵀ, whose columns are the
+// rows of D.
 //
 //     D (m, n), rows adjacent  =  Dᵀ (n, m), columns adjacent  =  alpha · op(b) · op(a) + bias
 //
-// Factors are read from device memory, sums stay in fp32 whatever the reduction, and the kernel that cuBLASLt's
-// heuristic names is kept for the next product of the same sizes: to ask each time takes longer than a launch.
+// Factors are read from device memory, and sums stay in fp32 in every reduction. The kernel that
+// cuBLASLt's heuristic names is cached for the next product of the same sizes: the heuristic takes
+// longer than a launch.
 #include "products/cublaslt.h"
 
 #if defined(MINIFLOAT_WITH_CUBLASLT)
@@ -27,8 +29,8 @@ namespace {
 
 constexpr std::int64_t kMaxWorkspace = 32 << 20;  // bytes: what cuBLAS asks for on Hopper
 
-// The functions of cuBLASLt, looked up at the first product and not linked: torch's CUDA build has loaded the library
-// by then, from its own wheel, and a torch without CUDA needs none.
+// The functions of cuBLASLt, looked up at the first product and not linked. torch's CUDA build has
+// loaded the library by then, from its own wheel, and a torch without CUDA needs none.
 struct Library {
   decltype(&cublasLtCreate) create = nullptr;
   decltype(&cublasLtGetStatusString) status_string = nullptr;
@@ -40,7 +42,8 @@ struct Library {
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
   decltype(&cublasLtMatmul) matmul = nullptr;
 
-  // Whether every function was found: of the major version that this file was compiled against, whose ABI is stable.
+  // Looks up every function, of the major version that this file was compiled against, whose ABI is
+  // stable. Returns whether all were found.
   bool load() {
     const std::string name = "libcublasLt.so." + std::to_string(CUBLAS_VER_MAJOR);
     void* const handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL);
@@ -64,7 +67,7 @@ struct Library {
   }
 };
 
-// Null where this process has no cuBLASLt.
+// Returns null where this process has no cuBLASLt.
 const Library* library() {
   static Library functions;
   static const bool is_complete = functions.load();
@@ -76,7 +79,7 @@ void check(cublasStatus_t status) {
               library()->status_string(status));
 }
 
-// One a device, for the life of the process; the current device's.
+// Returns the handle of the current device, which lives as long as the process.
 cublasLtHandle_t handle_of(const c10::Device& device) {
   static std::mutex mutex;
   static std::map<int, cublasLtHandle_t> handles;
@@ -90,19 +93,19 @@ cublasLtHandle_t handle_of(const c10::Device& device) {
   return entry->second;
 }
 
-// How a matrix (rows, k) lies, as cuBLASLt sees it.
-struct Lie {
+// The layout of a matrix (rows, k), as cuBLASLt sees it.
+struct MatrixLayout {
   cublasOperation_t operation;  // that makes it (rows, k), columns adjacent
   std::int64_t leading;         // elements from one column to the next
 
-  bool operator<(const Lie& o) const {
+  bool operator<(const MatrixLayout& o) const {
     return std::tie(operation, leading) < std::tie(o.operation, o.leading);
   }
 };
 
-std::optional<Lie> lie_of(const Tensor& x) {
-  if (x.stride(1) == 1 && x.stride(0) >= x.size(1)) return Lie{CUBLAS_OP_T, x.stride(0)};
-  if (x.stride(0) == 1 && x.stride(1) >= x.size(0)) return Lie{CUBLAS_OP_N, x.stride(1)};
+std::optional<MatrixLayout> layout_of(const Tensor& x) {
+  if (x.stride(1) == 1 && x.stride(0) >= x.size(1)) return MatrixLayout{CUBLAS_OP_T, x.stride(0)};
+  if (x.stride(0) == 1 && x.stride(1) >= x.size(0)) return MatrixLayout{CUBLAS_OP_N, x.stride(1)};
   return std::nullopt;
 }
 
@@ -111,14 +114,15 @@ std::uint32_t alignment_of(const Tensor& x) {  // bytes, a power of two, at most
   return static_cast<std::uint32_t>(address & -address);
 }
 
-// Where the factors of a product are: alpha; or a scale of each FP8 operand, or of each of its rows.
+// The place of a product's factors: alpha, or a scale of each FP8 operand, or a scale of each of
+// its rows.
 enum class Factors { kAlpha, kTensors, kRows };
 
-// What a kernel is chosen by.
+// The key of the cached kernels.
 struct Problem {
   int device;
   std::int64_t m, n, k;
-  Lie a, b;
+  MatrixLayout a, b;
   cudaDataType_t a_type, b_type, d_type;
   Factors factors;
   bool fast;  // sums of FP8 products may be less exact
@@ -132,13 +136,13 @@ struct Problem {
   bool operator<(const Problem& o) const { return key() < o.key(); }
 };
 
-// What a kernel reads besides the matrices; null: nothing.
+// A kernel's inputs besides the matrices; null: none.
 struct Pointers {
   const void* bias = nullptr;
   const void *a_scale = nullptr, *b_scale = nullptr;
 };
 
-// cuBLASLt's descriptions of one product; plain memory, nothing to release.
+// cuBLASLt's descriptions of one product, in memory that needs no release.
 class Descriptions {
  public:
   explicit Descriptions(const Problem& s, const Pointers& pointers) {
@@ -178,12 +182,12 @@ class Descriptions {
     set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOfRows);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOfRows);
   }
-  // A matrix (rows, k) as it lies: with rows adjacent it is (k, rows) in columns.
+  // Describes a matrix (rows, k) in place: with rows adjacent it is (k, rows) in columns.
   static cublasStatus_t layout(cublasLtMatrixLayout_t out, cudaDataType_t type, std::int64_t rows,
-                               std::int64_t k, const Lie& lie) {
-    const auto first = static_cast<std::uint64_t>(lie.operation == CUBLAS_OP_T ? k : rows);
-    const auto second = static_cast<std::uint64_t>(lie.operation == CUBLAS_OP_T ? rows : k);
-    return library()->init_layout(out, sizeof(*out), type, first, second, lie.leading);
+                               std::int64_t k, const MatrixLayout& how) {
+    const auto first = static_cast<std::uint64_t>(how.operation == CUBLAS_OP_T ? k : rows);
+    const auto second = static_cast<std::uint64_t>(how.operation == CUBLAS_OP_T ? rows : k);
+    return library()->init_layout(out, sizeof(*out), type, first, second, how.leading);
   }
 };
 
@@ -262,11 +266,12 @@ struct Job {
   const void *a_scale = nullptr, *b_scale = nullptr;
 };
 
-// Dᵀ = op(b) · op(a), with alpha and beta as `scalars()` gives them once a kernel is found; nothing where none is.
+// Returns Dᵀ = op(b) · op(a), with the alpha and beta of `scalars()`, which runs once a kernel is
+// found. Returns nothing where there is no kernel.
 template <class ScalarsOf>
 std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, ScalarsOf scalars) {
-  const auto lie_a = lie_of(job.a), lie_b = lie_of(job.b);
-  if (!lie_a || !lie_b) return std::nullopt;
+  const auto layout_a = layout_of(job.a), layout_b = layout_of(job.b);
+  if (!layout_a || !layout_b) return std::nullopt;
   const Execution& execution = here;
   const Tensor out = plain_empty(job.a, {job.a.size(0), job.b.size(0)}, job.dtype);
   const Problem problem = {
@@ -274,8 +279,8 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
       .m = job.a.size(0),
       .n = job.b.size(0),
       .k = job.a.size(1),
-      .a = *lie_a,
-      .b = *lie_b,
+      .a = *layout_a,
+      .b = *layout_b,
       .a_type = type_of(job.a.scalar_type()),
       .b_type = type_of(job.b.scalar_type()),
       .d_type = type_of(job.dtype),

@@ -1,5 +1,5 @@
-// The engines: what multiplies two quantized operands. Each has a file of its own, which fills one Engine; engines.cpp
-// lists them in order of preference.
+// The engines: what multiplies two quantized operands. Each has a file of its own, which fills one
+// Engine; engines.cpp lists them in order of preference.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -21,7 +21,7 @@ inline constexpr int kHopper = 90;
 inline constexpr int kBlackwell = 100;
 inline constexpr int kBlackwellUltra = 103;
 
-// (m, k) · (n, k)ᵀ, where k is the length that the codes have, whole transforms included; and what is asked of it.
+// The sizes of (m, k) · (n, k)ᵀ and the form of its operands and result. k counts whole transforms.
 struct ProductShape {
   std::int64_t m = 0;
   std::int64_t n = 0;
@@ -32,7 +32,7 @@ struct ProductShape {
   bool has_fp4_as_fp8 = false;  // an operand is FP8 codes of FP4 values already
 };
 
-// What is added to a product, and what it becomes.
+// The bias of a product, and the dtype of its result.
 struct Result {
   const std::optional<Tensor>& bias;  // (n)
   at::ScalarType dtype;               // float32 or bfloat16
@@ -48,14 +48,16 @@ struct ProductCall {
 
 struct Engine {
   const char* name;
-  // Whether a GPU of this capability has the engine for the product. Sizes have no say, so that a traced graph holds
-  // for any.
+  // Whether a GPU of this capability has the engine for the product. It does not depend on sizes,
+  // so that a traced graph holds for any.
   bool (*supports)(const Product& product, int capability);
   // Whether a supported engine takes these sizes and this result.
   bool (*takes)(const Product& product, int capability, const ProductShape& shape);
-  // Whether it reads decoded values. A cast that the product follows at once then writes them beside the codes.
+  // Whether the engine reads decoded values. A cast that the product follows at once then writes
+  // them beside the codes.
   bool reads_values;
-  // Returns codes as the engine reads them: for an operand of several products. Null: as a cast writes them.
+  // Returns codes as the engine reads them, for an operand of several products. Null: the engine
+  // reads what casts write.
   ProductInput (*prepare)(const Spec& spec, const Codes& codes, const c10::SymInt& cols);
   // Returns a · bᵀ, (m, n). Prepares the operands that are not.
   Tensor (*multiply)(const ProductCall& call);

@@ -5,8 +5,8 @@
 
 namespace minifloat::torch_ops {
 
-// What an engine is asked for. It adds a bf16 bias before it rounds, where it can. Else it returns fp32 sums, for
-// add_bias.
+// The request to an engine: to add a bf16 bias before it rounds, where it can; else to return fp32
+// sums, for add_bias.
 struct Request {
   std::optional<Tensor> bias;
   at::ScalarType dtype;
@@ -14,7 +14,7 @@ struct Request {
 };
 Request request_of(const Result& result, bool can_add);
 
-// sums (m, n) fp32 + bias, rounded once.
+// Returns sums (m, n) fp32 + bias, rounded once.
 Tensor add_bias(const Tensor& sums, const Result& result);
 
 }  // namespace minifloat::torch_ops

@@ -1,4 +1,5 @@
-// The operands of an exact product: decoded values in bf16, fp32 sums, one rounding. Any product, any sizes.
+// The operands of an exact product: decoded values in bf16, fp32 sums, one rounding. Any product,
+// any sizes.
 #pragma once
 
 #include "products/engines.h"
@@ -8,9 +9,9 @@ namespace minifloat::torch_ops {
 // One side of an exact product.
 struct ExactSide {
   Tensor values;  // bf16 (rows, k), or the operand itself under bf16
-  Tensor factor;  // fp32 (): multiplies the product; undefined: none
-  Tensor
-      row_factors;  // fp32 (rows), where a row scale is no power of two: the same by rows; undefined: none
+  // Factors of the product; undefined: none.
+  Tensor factor;       // fp32 (), of the whole operand
+  Tensor row_factors;  // fp32 (rows), where a row scale is no power of two
 };
 ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k);
 

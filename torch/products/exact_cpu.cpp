@@ -7,7 +7,8 @@
 namespace minifloat::torch_ops {
 namespace {
 
-// (m, k) · (n, k)ᵀ, times alpha, plus bias, rounded once to dtype. An fp32 operand is multiplied as it is, in fp32.
+// Returns (m, k) · (n, k)ᵀ, times alpha, plus bias, rounded once to dtype. An fp32 operand is
+// multiplied as it is, in fp32.
 Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
                       const std::optional<Tensor>& bias, at::ScalarType dtype) {
   const at::ScalarType compute = are_narrow(a, b) ? dtype : at::kFloat;

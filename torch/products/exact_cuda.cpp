@@ -1,8 +1,8 @@
 // The exact product on CUDA. Every factor stays on the device: nothing waits for it.
 //
-//     no factor                    ATen's bf16 product: one kernel
-//     factors of whole operands    cuBLASLt's with a device factor (cublaslt.h), where this build has it: one kernel
-//     else                         fp32 sums, then one pass: times the last factor, plus bias, rounded once
+//     no factor                  ATen's bf16 product: one kernel
+//     factors of whole operands  cuBLASLt's with a device factor, where this build has it
+//     else                       fp32 sums, then one pass: times the last factor, plus bias, rounded
 #include <ATen/ATen.h>
 
 #include "ops/plain.h"
@@ -19,7 +19,7 @@ Tensor empty_result(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
   return plain_empty(a, {a.size(0), b.size(0)}, dtype);
 }
 
-// (m, k) · (n, k)ᵀ in fp32 sums, as they are or rounded once.
+// Returns (m, k) · (n, k)ᵀ in fp32 sums, as they are or rounded once.
 Tensor sums_of(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
   if (are_narrow(a, b) && dtype == at::kFloat) return at::mm(a, plain_transpose(b), at::kFloat);
   return at::mm(to_dtype(a, dtype), plain_transpose(to_dtype(b, dtype)));

@@ -1,5 +1,6 @@
-// FP4 under powers of two: the same values as E4M3 codes under one scale for each row (core/carry.h), which an FP8 product
-// multiplies. A kernel for each operand, then one for the product.
+// FP4 under powers of two: the same values as E4M3 codes under one scale for each row
+// (core/carry.h), which an FP8 product multiplies. A kernel for each operand, then one for the
+// product.
 #include "ops/ops.h"
 #include "products/fp8.h"
 

@@ -1,4 +1,4 @@
-// What the engines that multiply FP8 codes share.
+// Shared parts of the engines that multiply FP8 codes.
 #pragma once
 
 #include "products/engines.h"
@@ -17,7 +17,8 @@ inline bool takes_codes(const ProductShape& shape) {
          shape.k % 16 == 0;
 }
 
-// The same for codes under a scale for each row: from Blackwell on by CUTLASS, which writes bf16 alone.
+// Whether codes under a scale for each row can be multiplied. From Blackwell on CUTLASS does, which
+// writes bf16 alone.
 inline bool takes_rows(const Product&, int capability, const ProductShape& shape) {
   const bool writes = capability < kBlackwell || shape.out_dtype == c10::ScalarType::BFloat16;
   return takes_codes(shape) && writes;
@@ -34,9 +35,9 @@ inline Fp8Side fp8_side(const Spec& spec, const ProductInput& input) {
   return {spec.elements, codes.codes, codes.scale};
 }
 
-// The codes under torch's dtype.
+// Returns the codes under torch's dtype.
 Tensor fp8_view(const Fp8Side& side);
-// The scale in another shape.
+// Returns the scale in another shape.
 Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape);
 
 // Returns a · bᵀ of codes under one scale for a tensor, or one for each row, (m, n).

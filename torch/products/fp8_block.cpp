@@ -1,5 +1,5 @@
-// FP8 codes under scales of 1x128 or 128x128 blocks: ATen's scaled product, of Hopper alone; one kernel, after a transpose
-// of the scales of 1x128 blocks.
+// FP8 codes under scales of 1x128 or 128x128 blocks: ATen's scaled product, of Hopper alone; one
+// kernel, after a transpose of the scales of 1x128 blocks.
 #include <ATen/ATen.h>
 #include <ATen/BlasBackend.h>
 
@@ -20,19 +20,21 @@ bool supports(const Product& product, int capability) {
          b.rule == ScaleRule::kBlock && has_fp8_product(a, b) && !(is_2d(a) && is_2d(b));
 }
 
-// Whole blocks; scales by columns, each of which starts at 16 bytes.
+// Whether sizes are whole blocks, and columns of scales start at multiples of 16 bytes.
 bool takes(const Product& product, int, const ProductShape& shape) {
   const std::int64_t a_rows = is_2d(product.a) ? 128 : 4, b_rows = is_2d(product.b) ? 128 : 4;
   return takes_codes(shape) && shape.k % 128 == 0 && shape.m % a_rows == 0 && shape.n % b_rows == 0;
 }
 
-// Contiguous (cols, rows) as (rows, cols), with the strides that cuBLAS checks where a size is one, too.
+// Views contiguous (cols, rows) as (rows, cols), with the strides that cuBLAS checks where a size
+// is one, too.
 Tensor as_columns(const Tensor& t, std::int64_t cols, std::int64_t rows) {
   return plain_view(t, t.scalar_type(), {rows, cols}, {1, rows}, t.storage_offset());
 }
 
-// Scales of blocks (outer, L) as cuBLAS reads them. 1x128: (outer, L), outer adjacent, which takes a transpose.
-// 128x128: (L4, outer), L adjacent and padded to L4, a multiple of 4: what was given, where L is one.
+// Returns scales of blocks (outer, L) as cuBLAS reads them. 1x128: (outer, L), outer adjacent,
+// which takes a transpose. 128x128: (L4, outer), L adjacent and padded to L4, a multiple of 4.
+// Where L is one, nothing is padded.
 Tensor block_scale(const Spec& spec, const Fp8Side& side) {
   const Tensor scale =
       scale_view(side, {spec.scale_rows(side.codes.size(0)), spec.scale_cols(side.codes.size(1))});

@@ -1,5 +1,5 @@
-// The operands of a product, each in one of four forms. The form is a type: whoever makes an operand says what its
-// tensors are, and no engine asks a dtype.
+// The operands of a product, each in one of four forms. The form is a type: the code that makes an
+// operand names it, and no engine infers it from a dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -18,7 +18,7 @@ struct Values {
   Tensor values;  // fp32 or bf16 (rows, cols)
 };
 
-// What a cast writes.
+// The output of a cast.
 struct Codes {
   Tensor codes;  // uint8 (rows, code_cols)
   Tensor scale;  // fp32, or the bytes of E8M0 or E4M3
@@ -28,8 +28,8 @@ struct Codes {
 // Codes times block scales, as the exact product reads them.
 struct Decoded {
   Tensor values;  // bf16 (rows, padded_cols)
-  Tensor scale,
-      amax;  // as in Codes: the product is still to be multiplied by a tensor's or exact rows' scales
+  // As in Codes. Scales of a tensor, and exact ones of rows, are still to multiply the product.
+  Tensor scale, amax;
 };
 
 // FP4 under powers of two as FP8 codes of the same values (core/carry.h).
@@ -41,21 +41,23 @@ struct Fp4AsFp8 {
 
 using ProductInput = std::variant<Values, Codes, Decoded, Fp4AsFp8>;
 
-// The tensors that stand for an operand in the schema of scaled_mm, in its order; null: the form has no such tensor.
+// The tensors that stand for an operand in the schema of scaled_mm, in its order; null: the form
+// has no such tensor.
 struct InputTensors {
   const Tensor *elements, *scale, *amax;
 };
 InputTensors tensors_of(const ProductInput& input);
 
-// Returns what a cast wrote; the operand itself, where its spec is bf16.
+// Returns the output of a cast, or the operand itself where its spec is bf16.
 inline ProductInput cast_input(const Spec& spec, const Tensor& codes, const Tensor& scale,
                                const Tensor& amax) {
   if (spec.is_bf16()) return Values{codes};
   return Codes{codes, scale, amax};
 }
 
-// Returns the operand that three tensors of an op's schema stand for. The schemas of scaled_mm and linear name no
-// form, so this is the one place that tells forms apart by dtype; check_input refuses a dtype of no form.
+// Returns the operand that three tensors of an op's schema stand for. The schemas of scaled_mm and
+// linear name no form, so this is the one place that tells forms apart by dtype; check_input
+// refuses a dtype of no form.
 ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& scale,
                       const Tensor& amax);
 

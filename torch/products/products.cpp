@@ -1,4 +1,5 @@
-// The product of two quantized operands, a · bᵀ: the op, its checks, and the call of the engine (engines.h).
+// The product of two quantized operands, a · bᵀ: the op, its checks, and the call of the engine
+// (engines.h).
 #include "products/products.h"
 
 #include <ATen/ATen.h>
@@ -145,7 +146,8 @@ ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, Prod
 TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("scaled_mm", scaled_mm_kernel); }
 TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("scaled_mm", scaled_mm_kernel); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("scaled_mm", scaled_mm_meta); }
-// Layers differentiate, in linear.cpp. A product by itself does not: a backward pass or a tangent through it is an error.
+// Layers differentiate, in linear.cpp. A product by itself does not: a backward pass or a tangent
+// through it is an error.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   m.impl("scaled_mm", torch::autograd::autogradNotImplementedFallback());
 }

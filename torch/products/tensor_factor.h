@@ -1,4 +1,5 @@
-// The factor of a whole operand that decoded values and block-scaled codes are still to be multiplied by.
+// The factor of a whole operand that decoded values and block-scaled codes are still to be
+// multiplied by.
 #pragma once
 
 #include <ATen/core/Tensor.h>
