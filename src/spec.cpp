@@ -52,6 +52,7 @@ constexpr std::array kRoundingFlags = {
     RoundingFlag{"floor", ScaleRounding::kFloor, ScaleRule::kMx, "mxfp8 and mxfp4 scales"},
     RoundingFlag{"up", ScaleRounding::kUp, ScaleRule::kNvfp4, "nvfp4 block scales"},
     RoundingFlag{"pow2", ScaleRounding::kPowerOfTwo, ScaleRule::kNvfp4, "nvfp4 block scales"},
+    RoundingFlag{"4over6", ScaleRounding::kFourOverSix, ScaleRule::kNvfp4, "nvfp4 block scales"},
 };
 
 constexpr std::array<std::pair<std::string_view, int>, 4> kTransforms = {
@@ -60,7 +61,9 @@ constexpr std::array<std::pair<std::string_view, int>, 4> kTransforms = {
 void set_rounding(Spec& spec, const RoundingFlag& flag, const Slice& at) {
   if (spec.rule != flag.rule) at.fail("'+", flag.name, "' rounds ", flag.reason, " only");
   if (spec.scale_rounding != ScaleRounding::kDefault)
-    at.fail("the scale's rounding is given twice; expected one of +exact, +floor, +up, +pow2");
+    at.fail(
+        "the scale's rounding is given twice; expected one of +exact, +floor, +up, +pow2, "
+        "+4over6");
   spec.scale_rounding = flag.rounding;
 }
 
@@ -89,7 +92,8 @@ void set_flag(Spec& spec, const Slice& at) {
     }
   at.fail(
       "'", name,
-      "' is not a flag; expected sr, rht, rht32, rht64, rht128, delayed, exact, floor, up or pow2");
+      "' is not a flag; expected sr, rht, rht32, rht64, rht128, delayed, exact, floor, up, pow2 or "
+      "4over6");
 }
 
 }  // namespace

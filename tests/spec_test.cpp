@@ -39,6 +39,8 @@ TEST(Spec, CanonicalTextsParseToThemselves) {
                            "nvfp4+up",
                            "nvfp4+pow2+sr+rht",
                            "nvfp4/16x16+pow2",
+                           "nvfp4+4over6",
+                           "nvfp4/16x16+4over6+sr+rht128",
                            "e4m3/tensor+delayed",
                            "e5m2/tensor+delayed+sr",
                            "nvfp4+sr+rht32",
@@ -85,7 +87,7 @@ TEST(Spec, ErrorsNamePositionFindingAndChoice) {
   EXPECT_EQ(error_of("nvfp4+srx"),
             "'nvfp4+srx', position 6: 'srx' is not a flag; expected sr, rht, rht32, rht64, rht128, "
             "delayed, "
-            "exact, floor, up or pow2");
+            "exact, floor, up, pow2 or 4over6");
   EXPECT_NE(
       error_of("fp8").find("'fp8', position 0: 'fp8' is not an operand; expected one of bf16, "),
       std::string::npos);
@@ -101,9 +103,9 @@ TEST(Spec, ErrorsNamePositionFindingAndChoice) {
 }
 
 TEST(Spec, ContradictionsAreRefused) {
-  for (const char* text :
-       {"nvfp4+up+pow2", "nvfp4+sr+sr", "nvfp4+rht+rht32", "e4m3/tensor+delayed+delayed", "nvfp4+",
-        "mxfp4/32x32", "nvfp4/32x32", "e5m2/row", "e4m3", "nvfp4 +sr"})
+  for (const char* text : {"nvfp4+up+4over6", "nvfp4+4over6+pow2", "mxfp4+4over6", "nvfp4+up+pow2",
+                           "nvfp4+sr+sr", "nvfp4+rht+rht32", "e4m3/tensor+delayed+delayed",
+                           "nvfp4+", "mxfp4/32x32", "nvfp4/32x32", "e5m2/row", "e4m3", "nvfp4 +sr"})
     EXPECT_NE(error_of(text), "") << text;
 }
 

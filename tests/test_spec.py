@@ -29,7 +29,7 @@ OWN_FLAGS = {
     "row": ["+exact"],
     "block": [],
     "mx": ["+floor"],
-    "nvfp4": ["+up", "+pow2"],
+    "nvfp4": ["+up", "+pow2", "+4over6"],
 }
 TRANSFORMS = {"": 0, "+rht": 16, "+rht32": 32, "+rht64": 64, "+rht128": 128}
 CUT = {"nvfp4": 4 + 0.5, "nvfp4/16x16": 4 + 1 / 32, "mxfp8": 8.25, "mxfp4": 4.25}

@@ -263,7 +263,8 @@ class Difference {
                                     static_cast<std::uint64_t>(kSeedAndCount[1])),
           .stream = request.stream,
           .first_row = request.origin.row + e * read.rows,
-          .first_col = request.origin.col};
+          .first_col = request.origin.col,
+          .rows_are_columns = columnwise};
       compare(request.spec, e, oracle::Quantizer(request.spec, settings)(x.as_read(e, columnwise)),
               got);
     }

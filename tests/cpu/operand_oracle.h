@@ -117,7 +117,9 @@ struct Nvfp4 {
 };
 inline Nvfp4 nvfp4_tensor(float amax, minifloat::ScaleRounding rounding) {
   if (!std::isfinite(amax)) return {kNan, kNan};
-  const double top = rounding == minifloat::ScaleRounding::kPowerOfTwo ? 6.0 * 256 : 6.0 * 448;
+  const bool is_below = rounding == minifloat::ScaleRounding::kPowerOfTwo ||
+                        rounding == minifloat::ScaleRounding::kFourOverSix;
+  const double top = is_below ? 6.0 * 256 : 6.0 * 448;
   const float s = amax == 0 ? 1 : fl32(std::min(top / amax, kFloatMax));
   return {s, fl32(1 / double{s})};
 }
@@ -136,6 +138,19 @@ inline unsigned nvfp4_code(float amax, const Nvfp4& tensor, minifloat::ScaleRoun
   return e4m3.nearest(static_cast<float>(power));
 }
 
+// Four Over Six: the code of a block's scale of 6, or of 4.
+inline unsigned four_over_six_code(float amax, const Nvfp4& tensor, bool is_four) {
+  if (!std::isfinite(amax) || std::isnan(tensor.encode)) return kE4M3.nan_code;
+  const float sixth = fl32(amax / 6.0);
+  const float base = fl32(std::min(double{sixth} * tensor.encode, kFloatMax));
+  return grid(minifloat::Elements::kE4m3).nearest(is_four ? fl32(std::min(base * 1.5, 1e9)) : base);
+}
+inline float nvfp4_factor(unsigned code, const Nvfp4& tensor) {
+  const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
+  const float undo = fl32(s * tensor.scale);
+  return std::isnan(undo) ? kNan : fl32(std::min(1 / double{undo}, kFloatMax));
+}
+
 // ---- Operands ------------------------------------------------------------------------------------
 // A matrix as read, in row-major order.
 struct Values {
@@ -151,6 +166,7 @@ struct Settings {
   const float* given_amax = nullptr;
   std::uint64_t key = 0, stream = 0;
   std::int64_t first_row = 0, first_col = 0;  // of random positions
+  bool rows_are_columns = false;              // the operand is x's transpose
 };
 
 struct Element {
@@ -255,10 +271,11 @@ class Quantizer {
       out_.scale.push_back(code);
     } else if (spec_.rule == ScaleRule::kNvfp4) {
       const Nvfp4 tensor = nvfp4_tensor(in_force(out_.amax[0], 0), spec_.scale_rounding);
-      const unsigned code = nvfp4_code(amax, tensor, spec_.scale_rounding);
+      const unsigned code = spec_.scale_rounding == minifloat::ScaleRounding::kFourOverSix
+                                ? nearer_of_two(r, c, amax, tensor)
+                                : nvfp4_code(amax, tensor, spec_.scale_rounding);
       const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
-      const float undo = fl32(s * tensor.scale);
-      encode = std::isnan(undo) ? kNan : fl32(std::min(1 / double{undo}, kFloatMax));
+      encode = nvfp4_factor(code, tensor);
       zero = code == 0;
       scale = s;
       tensor_scale = tensor.scale;
@@ -272,6 +289,39 @@ class Quantizer {
     for (std::int64_t i = r; i < std::min(r + height_, x_.rows); ++i)
       for (std::int64_t j = c; j < std::min(c + width_, x_.cols); ++j)
         element(i, j, zero ? 0 : code_of(i, j, encode), scale, tensor_scale);
+  }
+  // Of the scales of 6 and of 4, the one under which the squared errors of the block add up to less.
+  unsigned nearer_of_two(std::int64_t r, std::int64_t c, float amax, const Nvfp4& tensor) const {
+    unsigned codes[2];
+    float errors[2];
+    for (const int four : {0, 1}) {
+      codes[four] = four_over_six_code(amax, tensor, four == 1);
+      errors[four] = block_error(r, c, codes[four], nvfp4_factor(codes[four], tensor));
+    }
+    return errors[1] < errors[0] ? codes[1] : codes[0];
+  }
+  float block_error(std::int64_t r, std::int64_t c, unsigned code, float encode) const {
+    const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
+    const float amax = in_force(out_.amax[0], 0);
+    const bool flips = settings_.rows_are_columns && height_ > 1 && spec_.transform == 0;
+    std::vector<float> lines(static_cast<std::size_t>(height_), 0.0f);
+    for (std::int64_t i = r; i < std::min(r + height_, x_.rows); ++i)
+      for (std::int64_t j = c; j < std::min(c + width_, x_.cols); ++j) {
+        const float x = x_.at(i, j);
+        const float scaled = std::isnan(x) || std::isnan(encode) ? kNan : x * encode;
+        const unsigned element = grid_.nearest(scaled);
+        const double magnitude = value(grid_.format(), element % 8);
+        const float of_code = fl32((element >= 8 ? -magnitude : magnitude) * s);
+        const volatile float product = of_code * amax;
+        const volatile float back = product / 1536.0f;
+        const volatile float d = back - x;
+        const volatile float square = d * d;
+        float& line = lines[at(flips ? j - c : i - r)];
+        line = line + square;
+      }
+    for (std::size_t half = lines.size() / 2; half > 0; half /= 2)
+      for (std::size_t i = 0; i < half; ++i) lines[i] = lines[i] + lines[i + half];
+    return lines[0];
   }
   static std::size_t at(std::int64_t i) { return static_cast<std::size_t>(i); }
 

@@ -5,6 +5,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <limits>
 #include <random>
 #include <string>
 #include <vector>
@@ -85,6 +86,24 @@ class World {
     }
   }
 
+  // Each rank's choices, and the largest of each as int32.
+  void choose() {
+    const auto count = static_cast<std::int64_t>(reduced_.size());
+    std::vector<std::int32_t> largest(reduced_.size(), std::numeric_limits<std::int32_t>::min());
+    for (PartialCast& cast : casts_) {
+      Guarded<std::uint32_t> own(count);
+      std::copy_n(reduced_.data(), count, own.data());
+      cast.amaxes = own.data();
+      choose_scales({&cast, 1}, Device::kCpu);
+      ASSERT_TRUE(own.guards_hold());
+      for (std::size_t i = 0; i < own.size(); ++i)
+        largest[i] = std::max(largest[i], static_cast<std::int32_t>(own[i]));
+      cast.has_chosen_scales = true;
+    }
+    for (std::size_t i = 0; i < largest.size(); ++i)
+      reduced_.data()[i] = static_cast<std::uint32_t>(largest[i]);
+  }
+
   void reduce() {
     for (PartialCast& cast : casts_) {
       Guarded<std::uint32_t> own(static_cast<std::int64_t>(reduced_.size()));
@@ -159,6 +178,7 @@ void expect_whole(const Case& c) {
   for (const bool in_place : {true, false}) {
     World world(c, x);
     world.reduce();
+    if (spec.reads_values() && c.cuts.size() > 2) world.choose();
     world.cast(in_place, amax_in_force);
     ASSERT_TRUE(world.outputs().amax == whole.amax) << "amax: " << c.name();
     ASSERT_TRUE(world.outputs().scale == whole.scale) << "scale: " << c.name();
@@ -190,6 +210,57 @@ TEST(PartialCast, AnyCutGivesTheBytesOfTheWhole) {
                       random_cuts(rows * cols, 1 + static_cast<int>(random() % 6), random)});
         if (HasFatalFailure()) return;
       }
+}
+
+// A rule that reads values: cuts between blocks, in every grid of them.
+TEST(PartialCast, CutsBetweenBlocksGiveTheBytesOfTheWhole) {
+  std::mt19937 random(5);
+  const std::pair<std::int64_t, std::int64_t> shapes[] = {
+      {16, 16}, {64, 96}, {48, 33}, {1, 70}, {70, 1}, {130, 144}, {300, 20}, {17, 31}};
+  for (const char* const spec : {"nvfp4+4over6", "nvfp4/16x16+4over6"})
+    for (const auto& [rows, cols] : shapes)
+      for (const bool columnwise : {false, true})
+        for (const int shards : {1, 2, 5}) {
+          const auto pick = random();
+          const DType master = pick % 4 == 0 ? DType::kBFloat16 : DType::kFloat32;
+          const DType compute = pick % 3 == 0 ? DType::kFloat32 : DType::kBFloat16;
+          const Kind kind = pick % 5 == 0 ? Kind::kSpecial : pick % 2 ? Kind::kWide : Kind::kPlain;
+          const AmaxGrid grid = amax_grid(Spec::parse(spec), columnwise, rows, cols);
+          std::vector<std::int64_t> cuts = {0, rows * cols};
+          for (int i = 1; i < shards; ++i)
+            cuts.push_back(std::min(
+                static_cast<std::int64_t>(random() % 1000) % (grid.rows + 1) * grid.height * cols,
+                rows * cols));
+          if (grid.height == 1 && grid.cols > 1) cuts.push_back(grid.width);  // within a row
+          std::sort(cuts.begin(), cuts.end());
+          expect_whole({spec, columnwise, rows, cols, master, compute, kind, cuts});
+          if (HasFatalFailure()) return;
+        }
+}
+
+TEST(PartialCast, AShardOfPartsOfBlocksIsRefusedWhereValuesAreRead) {
+  std::vector<float> master(32 * 32, 1.0f);
+  std::vector<std::uint32_t> amaxes(5, 7u);
+  const PartialCast cast = {.spec = Spec::parse("nvfp4/16x16+4over6"),
+                            .rows = 32,
+                            .cols = 32,
+                            .compute = DType::kFloat32,
+                            .shard = {0, 32 * 15},
+                            .master = master.data(),
+                            .amaxes = amaxes.data()};
+  try {
+    partial_amax({&cast, 1}, Device::kCpu);
+    FAIL() << "a cut block was taken";
+  } catch (const Error& error) {
+    EXPECT_STREQ(error.what(),
+                 "partial_amax: nvfp4/16x16+4over6 reads the values of whole blocks; expected a "
+                 "shard that begins and ends between blocks of 16 x 16, got [0, 480) of 32 x 32");
+  }
+  EXPECT_EQ(amaxes, std::vector<std::uint32_t>(5, 7u));  // nothing is written
+  PartialCast half = cast;
+  std::vector<std::uint8_t> codes(32 * 16), scale(4);
+  half.shard = {0, 32 * 16}, half.codes = codes.data(), half.scale = scale.data();
+  EXPECT_THROW(partial_cast({&half, 1}, Device::kCpu), Error);  // no other rank's choices
 }
 
 TEST(PartialCast, EveryCutOfASmallWeight) {

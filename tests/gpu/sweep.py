@@ -36,6 +36,8 @@ BASES = [
     "nvfp4/16x16",
     "nvfp4/16x16+up",
     "nvfp4/16x16+pow2",
+    "nvfp4+4over6",
+    "nvfp4/16x16+4over6",
 ]
 ROUNDINGS = ["", "+sr"]
 TRANSFORMS = ["", "+rht", "+rht32", "+rht64", "+rht128"]

@@ -48,7 +48,7 @@ def test_every_float_up_to_6_to_e2m1(cuda, sign):
 
 BLOCKS = [
     *("mxfp8", "mxfp8+floor", "mxfp8/e5m2", "mxfp4", "e4m3/1x128"),
-    *("nvfp4", "nvfp4+up", "nvfp4+pow2"),
+    *("nvfp4", "nvfp4+up", "nvfp4+pow2", "nvfp4+4over6"),
 ]
 
 
@@ -73,3 +73,24 @@ def test_every_amax_of_a_block(cuda, spec, dtype):
             for name, a, b in zip(("codes", "scale"), got, want):
                 require_same(a, b, f"{spec}, {dtype}, amax {given}: {name}")
 
+
+@pytest.mark.parametrize("block", ["nvfp4+4over6", "nvfp4/16x16+4over6"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_every_bf16_beside_every_scale_of_four_over_six(cuda, block, dtype):
+    """Blocks of an amax a, of every E4M3 scale, with each bfloat16 of up to a in turn, where the
+    bounded sums decide, and where both scales are as good, so that they cannot."""
+    every = torch.arange(0, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
+    scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    for tensor_amax in (1536.0, 1.0, 1e-36, 3e38):
+        for steps in (6.0, 5.9, 5.3):
+            amax = scales * steps * (tensor_amax / 1536)
+            x = every[(every > 0) & (every < 4e38)].repeat(len(scales), 1)
+            x = torch.where(x <= amax[:, None], x, amax[:, None])
+            x = torch.stack([x, x / 2, x * 0.75, amax[:, None].expand_as(x)], -1)
+            x = torch.nn.functional.pad(x, (0, 12)).reshape(len(scales), -1)
+            x = x[:, : x.shape[1] // 256 * 256].to(dtype)
+            given = torch.tensor(tensor_amax)
+            want = ops.quantize(x, block, "", amax_row=given)
+            got = ops.quantize(x.to(cuda), block, "", amax_row=given.to(cuda))
+            for name, a, b in zip(("codes", "scale"), got, want):
+                require_same(a, b, f"{block}, {dtype}, tensor {tensor_amax}, {steps}: {name}")

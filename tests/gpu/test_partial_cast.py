@@ -269,3 +269,20 @@ def test_nothing_waits_for_the_device_and_graphs_repeat_it(cuda):
         if "delayed" not in name:
             got, want = (t.reshape(-1).view(torch.uint8) for t in (got, want))
             require_same(got, want, name)
+
+
+@pytest.mark.parametrize("kind", ["normal", "wide", "special", "zeros"])
+def test_rules_that_read_values_have_the_bytes_of_the_cpu(device, kind):
+    """Shards of a whole weight: the choices are made by the cast itself."""
+    shards = Shards()
+    specs = ("nvfp4+4over6", "nvfp4/16x16+4over6")
+    for i, shape in enumerate([(16, 16), (33, 70), (130, 144), (257, 48), (1024, 1536)]):
+        for dtype, compute in DTYPES:
+            master = values(kind, shape, dtype, i)
+            whole = (0, shape[0] * shape[1])
+            for spec in specs:
+                for columnwise in (False, True):
+                    add_shard(shards, spec, columnwise, master, compute, whole, False)
+            add_pair(shards, specs, master, compute, whole, True)
+            add_pair(shards, (specs[1], specs[1]), master, compute, whole, True)
+    require_same_outputs(shards.to(device), shards, kind)

@@ -221,6 +221,44 @@ def nvfp4_scales(x, amax, block, flags):
     return s, np.where(np.isfinite(blocks), codes, 0x7F).astype(np.uint8)
 
 
+def four_over_six_scales(x, amax, block, rows_are_columns: bool):
+    """S, block codes: of each block's two scales, the one with the smaller squared error."""
+    finite = np.isfinite(amax)
+    s = F32(1) if amax == 0 else min(F32(1536) / amax, FLT_MAX) if finite else F32(np.nan)
+    s = F32(s)
+    blocks = block_amax(x, block)
+    base = blocks / F32(6) * s
+    found = []
+    for v in (base, base * F32(1.5)):
+        codes = encode(np.minimum(v, F32(448)).astype(F32), E4M3)
+        codes = np.where(np.isfinite(blocks), codes, 0x7F).astype(np.uint8)
+        scale = decode(codes, E4M3)
+        factor = np.minimum(F32(1) / (scale * (F32(1) / s)), FLT_MAX).astype(F32)
+        of_element = spread(scale, block, x.shape)
+        values = decode(encode(x * spread(factor, block, x.shape), E2M1), E2M1)
+        d = values * of_element * amax / F32(1536) - x
+        found.append((codes, block_sums(d * d, block, rows_are_columns)))
+    (six, error_six), (four, error_four) = found
+    return s, np.where(error_four < error_six, four, six)
+
+
+def block_sums(squares: np.ndarray, block: tuple[int, int], rows_are_columns: bool) -> np.ndarray:
+    """fp32 sums: along a row in order, and over the 16 rows of a square block in a tree."""
+    height, width = block
+    padded = np.pad(squares, ((0, -squares.shape[0] % height), (0, -squares.shape[1] % width)))
+    shape = (padded.shape[0] // height, height, padded.shape[1] // width, width)
+    parts = padded.astype(F32).reshape(shape).transpose(0, 2, 1, 3)
+    if rows_are_columns and height > 1:
+        parts = parts.swapaxes(2, 3)
+    lines = np.zeros(parts.shape[:3], F32)
+    for i in range(parts.shape[3]):
+        lines = lines + parts[..., i]
+    while lines.shape[2] > 1:
+        half = lines.shape[2] // 2
+        lines = lines[..., :half] + lines[..., half:]
+    return lines[..., 0]
+
+
 # ---- the cast ------------------------------------------------------------------------------------
 
 
@@ -229,7 +267,9 @@ def pack(codes: np.ndarray) -> np.ndarray:
     return even[:, 0::2] | (even[:, 1::2] << 4)
 
 
-def quantize(x, spec: str, given_amax=None, key: int = 0, stream: int = 0, origin=(0, 0)):
+def quantize(
+    x, spec: str, given_amax=None, key: int = 0, stream: int = 0, origin=(0, 0), columnwise=False
+):
     """x: fp32 (rows, cols) as read -> codes, scale bytes or fp32, amax (or None)."""
     p = parse(spec)
     with np.errstate(all="ignore"):
@@ -255,7 +295,10 @@ def quantize(x, spec: str, given_amax=None, key: int = 0, stream: int = 0, origi
             factor = spread(np.where(scale == 255, F32(np.nan), inverse), p.block, shape)
         else:
             amax = largest(x) if given_amax is None else np.asarray(given_amax, F32)
-            s, scale = nvfp4_scales(x, amax, p.block, p.flags)
+            if "4over6" in p.flags:
+                s, scale = four_over_six_scales(x, amax, p.block, columnwise and not p.points)
+            else:
+                s, scale = nvfp4_scales(x, amax, p.block, p.flags)
             block = decode(scale, E4M3)
             enc = np.minimum(F32(1) / (block * (F32(1) / s)), FLT_MAX)
             factor, zero = (spread(t, p.block, shape) for t in (enc, block == 0))

@@ -20,4 +20,6 @@ SPECS = [
     "nvfp4+up",
     "nvfp4+pow2",
     "nvfp4/16x16+pow2",
+    "nvfp4+4over6",
+    "nvfp4/16x16+4over6",
 ]

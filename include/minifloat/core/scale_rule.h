@@ -24,7 +24,14 @@ enum class ScaleRule : std::uint8_t {
 };
 
 // A departure from the rule's own rounding of its scale.
-enum class ScaleRounding : std::uint8_t { kDefault, kExact, kFloor, kUp, kPowerOfTwo };
+enum class ScaleRounding : std::uint8_t {
+  kDefault,
+  kExact,
+  kFloor,
+  kUp,
+  kPowerOfTwo,
+  kFourOverSix
+};
 
 // ---- Questions about a rule ----------------------------------------------------------------------
 // Whether fp32 scales are powers of two.
@@ -43,12 +50,15 @@ MINIFLOAT_HD constexpr bool has_zero_codes(ScaleRule rule, std::uint32_t scale_c
 }
 MINIFLOAT_HD constexpr Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
   if (rounding == ScaleRounding::kUp) return Nvfp4Rounding::kUp;
+  if (rounding == ScaleRounding::kFourOverSix) return Nvfp4Rounding::kFourOverSix;
   return rounding == ScaleRounding::kPowerOfTwo ? Nvfp4Rounding::kPowerOfTwo
                                                 : Nvfp4Rounding::kNearest;
 }
 // Whether the rule reads a block's values: it has two scales for a block, and takes the second where the codes under it
-// are nearer to the values. No rule does yet.
-MINIFLOAT_HD constexpr bool reads_values(ScaleRounding) { return false; }
+// are nearer to the values.
+MINIFLOAT_HD constexpr bool reads_values(ScaleRounding rounding) {
+  return rounding == ScaleRounding::kFourOverSix;
+}
 // Passed on with the amax of a block, in its sign bit: the second of the two scales is meant.
 inline constexpr std::uint32_t kSecondScale = 0x8000'0000u;
 
@@ -112,7 +122,9 @@ struct ScaleEquations {
   MINIFLOAT_HD static constexpr Block nvfp4(ScaleRounding rounding, const Tensor& tensor,
                                             std::uint32_t amax) {
     const std::uint32_t code =
-        nvfp4_block_scale(amax, tensor.block_encode, nvfp4_rounding(rounding));
+        rounding == ScaleRounding::kFourOverSix
+            ? four_over_six_scale(amax & ~kSecondScale, tensor.encode, amax & kSecondScale)
+            : nvfp4_block_scale(amax, tensor.block_encode, nvfp4_rounding(rounding));
     return {code, decode<E4M3>(code), nvfp4_encode_factor(code, tensor.scale)};
   }
 };
@@ -148,7 +160,7 @@ MINIFLOAT_HD constexpr typename Equations::Block scale_of_block(
 template <class F>
 MINIFLOAT_HD constexpr float squared_error(const TensorScale& tensor, float block_scale,
                                            std::uint32_t code, float x) {
-  const float d = decode<F>(code) * block_scale * tensor.scale - x;
+  const float d = four_over_six_value(decode<F>(code), block_scale, tensor.amax) - x;
   return d * d;
 }
 MINIFLOAT_HD constexpr bool takes_second(float first_error, float second_error) {
@@ -175,6 +187,7 @@ MINIFLOAT_HD constexpr void with_block_rule(ScaleRule rule, ScaleRounding roundi
   } else {
     if (rounding == kUp) return body.template run<ScaleRule::kNvfp4, kUp>();
     if (rounding == kPowerOfTwo) return body.template run<ScaleRule::kNvfp4, kPowerOfTwo>();
+    if (rounding == kFourOverSix) return body.template run<ScaleRule::kNvfp4, kFourOverSix>();
     body.template run<ScaleRule::kNvfp4, kDefault>();
   }
 }

@@ -128,9 +128,11 @@ enum class Nvfp4Rounding {
   kNearest,  // nearest even: a block's largest element may saturate, by up to 6% where s is normal
   kUp,       // up: no element saturates
   kPowerOfTwo,  // up to a power of two; the tensor scale makes the largest one 256
+  kFourOverSix,  // nearest even of one of two scales (below); the tensor scale makes the largest 256 or 384
 };
 
-// Tensor level: S = min(6 * 448 / amax, FLT_MAX) multiplies block scales, 1 / S undoes it.
+// Tensor level: S = min(6 * 448 / amax, FLT_MAX) multiplies block scales, 1 / S undoes it. Under kPowerOfTwo and
+// kFourOverSix 256 stands for 448.
 //   zero amax: both 1.   Inf or NaN: both NaN.   tiny amax: S = FLT_MAX.
 struct Nvfp4Tensor {
   float encode;        // S
@@ -138,7 +140,8 @@ struct Nvfp4Tensor {
   float block_encode;  // fl32(S * fl32(1/6)): amax of a block -> its scale before rounding
 };
 MINIFLOAT_HD constexpr Nvfp4Tensor nvfp4_tensor(std::uint32_t amax, Nvfp4Rounding rounding) {
-  const float top = rounding == Nvfp4Rounding::kPowerOfTwo ? E4M3::kMaxPowerOfTwo : E4M3::kMax;
+  const bool fills_range = rounding == Nvfp4Rounding::kNearest || rounding == Nvfp4Rounding::kUp;
+  const float top = fills_range ? E4M3::kMax : E4M3::kMaxPowerOfTwo;
   float s = at_most_float_max(E2M1::kMax * top / bit_cast<float>(amax | (amax == 0u ? 1u : 0u)));
   s = amax == 0 ? 1.0f : s;
   s = is_finite(amax) ? s : nan_value();
@@ -170,6 +173,21 @@ MINIFLOAT_HD constexpr std::uint32_t nvfp4_block_scale(std::uint32_t amax, float
 // value = fl32(code * s) * fl32(1 / S). A block whose s is 0 gets zero codes (its factor is unused).
 MINIFLOAT_HD constexpr float nvfp4_encode_factor(std::uint32_t s, float tensor_scale) {
   return at_most_float_max(1.0f / (decode<E4M3>(s) * tensor_scale));
+}
+
+// Four Over Six (arXiv 2512.02010): a block's amax is encoded as 6, or, under a scale 6/4 times as large, as 4. Block
+// level: the E4M3 code of min(amax / 6 * S, 448), or of 6/4 of it.
+//   zero block, or underflow: 0.   Inf or NaN in the block or in the tensor: the NaN code.
+MINIFLOAT_HD constexpr std::uint32_t four_over_six_scale(std::uint32_t amax, float tensor_encode,
+                                                         bool is_four) {
+  const float base = bit_cast<float>(amax) / E2M1::kMax * tensor_encode;
+  const std::uint32_t code =
+      encode<E4M3>(is_four ? base * (E2M1::kMax / E2M1::kMaxPowerOfTwo) : base);
+  return is_finite(amax) ? code : E4M3::kNanBits;
+}
+// What a code stands for where the two are compared: fl32(fl32(code * s) * amax of the tensor) / 1536.
+MINIFLOAT_HD constexpr float four_over_six_value(float code, float s, float tensor_amax) {
+  return code * s * tensor_amax / (E2M1::kMax * E4M3::kMaxPowerOfTwo);
 }
 
 // Delayed scaling: the amax that stands for this step's comes from the steps before it.

@@ -228,6 +228,8 @@ struct Fp4 {
 using Mxfp4 = Fp4<ScaleRule::kMx>;
 using Nvfp4 = Fp4<ScaleRule::kNvfp4>;
 using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
+using Nvfp4FourOverSix =
+    PlainCast<ScaleRule::kNvfp4, E2M1, false, false, false, ScaleRounding::kFourOverSix>;
 using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
 using Mxfp8Square = Square<ScaleRule::kMx, E4M3>;
 
@@ -241,7 +243,7 @@ bool launch_row(const QuantizeArgs& args, const Execution& execution) {
          try_run<Nearest<kTensor, E5M2>>(args, execution) ||
          try_run<Nearest<kBlock, E4M3>>(args, execution) || try_run<Mxfp8>(args, execution) ||
          Mxfp4::row(args, execution) || Nvfp4::row(args, execution) ||
-         Nvfp4Pow2::row(args, execution);
+         Nvfp4Pow2::row(args, execution) || try_run<Nvfp4FourOverSix>(args, execution);
 }
 bool launch_column(const QuantizeArgs& args, const Execution& execution) {
   return try_column<Nearest<kTensor, E4M3>>(args, execution) ||
