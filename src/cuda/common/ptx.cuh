@@ -114,6 +114,13 @@ __device__ __forceinline__ void wait_for_copies() {
   asm volatile("cp.async.wait_all;" ::: "memory");
 }
 
+// Waits for every thread of the cluster; memory that it wrote before is seen by all behind. A launch without clusters
+// is one of one block each.
+__device__ __forceinline__ void sync_cluster() {
+  asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
+                   : "memory");
+}
+
 #if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
 #define MINIFLOAT_HAS_BLACKWELL_CONVERSIONS 1
 

@@ -40,7 +40,7 @@ struct OperandPlan {
   const float* amax;      // in force: (batch), or (batch, rows)
   const float* reported;  // what goes to amax_out, if that is another
   float* amax_out;        // null: not wanted
-  std::uint32_t* own;     // raised, by the kernels of presets, to the values' amax; null: not
+  std::uint32_t* own;     // raised to the values' amax by the cast itself; null: not
   const std::int64_t* random;
   int random_size;
   std::uint64_t stream;

@@ -99,6 +99,11 @@ class Direction {
     plan_.own = reinterpret_cast<std::uint32_t*>(own());
     check(cudaMemsetAsync(own(), 0, sizeof(float), stream_of(execution)), "quantize");
   }
+  // The cast clears it and raises it before it casts.
+  void find_own_in_cluster() {
+    take_amax(own());
+    plan_.own = reinterpret_cast<std::uint32_t*>(own());
+  }
   void find_own_before() { plan_.own = nullptr; }
   // The cast finds the amax of its rows itself.
   void leave_amax() { plan_.amax = plan_.reported = nullptr; }
@@ -133,6 +138,24 @@ class Direction {
   Scratch scratch_;
   OperandPlan plan_ = {};
 };
+
+// Whether both directions want the same amax: that of all values, as they are.
+bool share_amax(const Direction& row, const Direction& col) {
+  const auto is_of_values = [](const Direction& d) {
+    return !d.is_transformed() && !d.is_of_rows();
+  };
+  return is_of_values(row) && is_of_values(col);
+}
+
+void find_amaxes_in_cluster(Direction* row, Direction* col) {
+  const bool row_wants = row && row->amaxes() > 0 && row->wants_own();
+  const bool col_wants = col && col->amaxes() > 0 && col->wants_own();
+  if (row_wants) row->find_own_in_cluster();
+  if (row_wants && col_wants && share_amax(*row, *col))
+    col->take_amax(row->own());
+  else if (col_wants)
+    col->find_own_in_cluster();
+}
 
 // The amaxes that casts read, with as few reads of x as there can be.
 void compute_amaxes(const TensorRef& x, Direction* row, Direction* col,
@@ -187,6 +210,15 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     if (row) f(*row);
     if (col) f(*col);
   };
+  if (fits_one_cluster(args)) {
+    find_amaxes_in_cluster(row ? &*row : nullptr, col ? &*col : nullptr);
+    if (row) args.row = row->plan();
+    if (col) args.col = col->plan();
+    if ((args.row.own || args.col.own) &&
+        launch_one_cluster(args, row.has_value(), col.has_value(), execution))
+      return;
+    each([](Direction& d) { d.find_own_before(); });
+  }
   bool only_report = x.batch == 1;
   each([&](const Direction& d) { only_report = only_report && d.only_reports(); });
   if (only_report) {

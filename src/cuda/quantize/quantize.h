@@ -22,6 +22,12 @@ bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_plain(const QuantizeArgs& args, bool rowwise, bool columnwise,
                   const Execution& execution);
 
+// Small matrices whose own amaxes the casts themselves find (OperandPlan::own), in one launch; false: nothing is
+// launched. fits_one_cluster: whether x is so small.
+bool fits_one_cluster(const QuantizeArgs& args);
+bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                        const Execution& execution);
+
 // Both directions of the same square blocks of FP4, where their codes are computed once; whole tiles of bf16. False:
 // nothing is launched.
 bool launch_squares(const QuantizeArgs& args, const Execution& execution);

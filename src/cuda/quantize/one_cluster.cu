@@ -1,0 +1,134 @@
+// Casts of small matrices whose scales need the values' own amax, in one launch: at most 8 tiles, a block each, in one
+// cluster.
+//
+//     1  each block asks for its tile; the cluster clears the amaxes
+//     2  each block raises them from its tile in shared memory
+//     3  each block casts its tile by what all blocks found
+//
+// A launch for each amax, and the clearing before, would take the host longer than the values take the device.
+#include "cuda/common/reduce.cuh"
+#include "cuda/quantize/general.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+constexpr std::int64_t kMostTiles = 8;  // the largest cluster that every GPU schedules
+
+__device__ __forceinline__ bool has_row_amax(const OperandPlan& plan) {
+  return plan.rule == ScaleRule::kRow;
+}
+
+__device__ __forceinline__ void clear_amax(const OperandPlan& plan) {
+  if (!plan.own) return;
+  const std::uint32_t count = has_row_amax(plan) ? plan.rows : 1;
+  for (std::uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
+    plan.own[i] = 0;
+}
+
+// Raises plan.own by the amax of the tile, or of its rows as read.
+template <class C, bool kTransposed>
+__device__ __forceinline__ void raise_amax(const OperandPlan& plan, const SharedTile<Bf16>& shared,
+                                           const TilePlace& tile) {
+  if (!plan.own) return;
+  const bool of_rows = has_row_amax(plan);
+  const std::uint32_t first = kTransposed ? tile.col : tile.row;
+  std::uint32_t of_tile = 0;
+  shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
+    std::uint32_t m = turn<C>(plan, unit).amax();
+    if constexpr (C::kTransform) m = canonical_magnitude(m);
+    of_tile = max(of_tile, m);
+    if (!of_rows) return;
+    m = amax_of_lanes(m, 3);
+    if (threadIdx.x % kUnitColumns == 0 && first + row < plan.rows)
+      atomicMax(plan.own + first + row, m);
+  });
+  if (of_rows) return;
+  raise_by_block(plan.own, of_tile);
+  __syncthreads();  // its shared memory is read
+}
+
+template <class Row, class Col>
+__global__ void __launch_bounds__(kThreads)
+    quantize_cluster(const __grid_constant__ Source x, const __grid_constant__ OperandPlan row,
+                     const __grid_constant__ OperandPlan col, const __grid_constant__ Tiles tiles) {
+  constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ std::uint32_t squares[kSquares];
+  const TilePlace tile = tile_place(tiles);
+  const SharedTile<Bf16> shared = {words};
+  shared.fill(x, tile);
+  if constexpr (kRow) clear_amax(row);
+  if constexpr (kCol) clear_amax(col);
+  sync_cluster();
+  shared.wait();
+  if constexpr (kRow) raise_amax<Row, false>(row, shared, tile);
+  if constexpr (kCol) raise_amax<Col, true>(col, shared, tile);
+  sync_cluster();
+  if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, squares, false);
+  if constexpr (kCol) cast_tile<Col, true>(col, shared, tile, squares, false);
+}
+
+template <class Row, class Col>
+bool launch(const QuantizeArgs& args, const Execution& execution) {
+  const Tiles tiles = tiles_of(args.x);
+  const auto kernel = quantize_cluster<Row, Col>;
+  constexpr std::size_t kBytes = SharedTile<Bf16>::kBytes;
+  static_assert(kBytes <= 48 * 1024);
+  cudaLaunchAttribute cluster = {};
+  cluster.id = cudaLaunchAttributeClusterDimension;
+  cluster.val.clusterDim = {tile_grid(args.batch, tiles, "quantize"), 1, 1};
+  cudaLaunchConfig_t config = {};
+  config.gridDim = cluster.val.clusterDim.x;
+  config.blockDim = kThreads;
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream_of(execution);
+  config.attrs = &cluster;
+  config.numAttrs = 1;
+  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args.x, args.row, args.col, tiles);
+  (void)status;  // check_launch reads the same
+  check_launch("quantize");
+  return true;
+}
+
+template <class Row, class Col>
+bool try_both(const QuantizeArgs& args, const Execution& execution) {
+  return is_cast<Row>(args.row_spec) && is_cast<Col>(args.col_spec) &&
+         launch<Row, Col>(args, execution);
+}
+template <class Row>
+bool try_row(const QuantizeArgs& args, const Execution& execution) {
+  return is_cast<Row>(args.row_spec) && launch<Row, Absent>(args, execution);
+}
+
+template <class F>
+using Nearest = Cast<F, false, false>;
+using TurnedNearest = Cast<E2M1, false, true>;
+using Random = Cast<E2M1, true, false>;
+using TurnedRandom = Cast<E2M1, true, true>;
+
+}  // namespace
+
+bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                        const Execution& execution) {
+  if (!rowwise) return false;
+  if (!columnwise)
+    return try_row<Nearest<E4M3>>(args, execution) || try_row<Nearest<E5M2>>(args, execution) ||
+           try_row<Nearest<E2M1>>(args, execution);
+  return try_both<Nearest<E4M3>, Nearest<E4M3>>(args, execution) ||
+         try_both<Nearest<E5M2>, Nearest<E5M2>>(args, execution) ||
+         try_both<Nearest<E2M1>, Nearest<E2M1>>(args, execution) ||
+         try_both<Nearest<E2M1>, TurnedNearest>(args, execution) ||
+         try_both<Random, TurnedRandom>(args, execution) ||
+         try_both<TurnedRandom, TurnedRandom>(args, execution) ||
+         try_both<Nearest<E4M3>, Nearest<E2M1>>(args, execution) ||
+         try_both<Nearest<E4M3>, TurnedNearest>(args, execution) ||
+         try_both<Nearest<E2M1>, Nearest<E4M3>>(args, execution);
+}
+
+bool fits_one_cluster(const QuantizeArgs& args) {
+  const Tiles tiles = tiles_of(args.x);
+  return args.is_bf16 && args.batch == 1 &&
+         std::int64_t{tiles.across.d} * tiles.down.d <= kMostTiles;
+}
+
+}  // namespace minifloat::cuda
