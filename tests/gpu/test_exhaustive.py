@@ -69,7 +69,8 @@ def test_every_amax_of_a_block(cuda, spec, dtype):
             x = x.view(-1, 16 * block) if part.numel() % 16 == 0 else x
             amax = None if given is None else torch.tensor(given)
             want = ops.quantize(x, spec, "", amax_row=amax)
-            got = ops.quantize(x.to(cuda), spec, "", amax_row=None if amax is None else amax.to(cuda))
+            there = None if amax is None else amax.to(cuda)
+            got = ops.quantize(x.to(cuda), spec, "", amax_row=there)
             for name, a, b in zip(("codes", "scale"), got, want):
                 require_same(a, b, f"{spec}, {dtype}, amax {given}: {name}")
 
