@@ -32,7 +32,8 @@ def linear(
     own, written in place. A weight that is a DTensor: see minifloat.distributed.tensor_parallel.
     """
     if is_distributed(weight):
-        return hooks().linear(x, weight, bias, Recipe(recipe), rng=rng, amax_history=amax_history)
+        recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+        return hooks().linear(x, weight, bias, recipe, rng=rng, amax_history=amax_history)
     return ops.linear(x, weight, bias, recipe_text(recipe), rng=rng, amax_history=amax_history)
 
 

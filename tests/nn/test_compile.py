@@ -97,6 +97,10 @@ def sample_calls():
     for recipe in ("nvfp4", "mxfp8", "bf16", "fp8_rowwise_gw_hp"):
         yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), recipe), {"rng": RNG}
     yield ops.linear, (grad(3, 4, 72), grad(24, 72), None, "fp8_tensorwise"), {}
+    for dim, token_dim in ((0, 1), (1, None)):  # one rank, which sends nothing
+        where = {"group": "", "rank": 0, "ranks": 1, "weight_dim": dim, "token_dim": token_dim}
+        x = grad(2, 32, 64)
+        yield ops.linear_sharded, (x, grad(32, 64), grad(32), "mxfp8"), where
     weights = [grad(24, 72), grad(8, 72)]
     yield ops.linear_group, (grad(40, 72), weights, [None, grad(8)], "nvfp4"), {"rng": [RNG, RNG]}
 
@@ -117,7 +121,7 @@ def test_opcheck(call):
 def test_every_op_is_checked():
     text = {"parse_spec", "parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
     text |= {"spec_sizes", "scale_dtype", "stream", "mix_seed", "built_for_torch", "has_cuda"}
-    text |= {"spec_info", "product_info"}
+    text |= {"spec_info", "product_info", "token_unit"}
     text |= {"engine_of", "even_cuts", "fragment_layout"}
     names = {
         name.split("::")[1].split(".")[0]

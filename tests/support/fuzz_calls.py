@@ -280,6 +280,30 @@ def _linear(rng: Random, arena: Arena) -> Call:
     return Call(_with_backward(one.run), args, one.writes)
 
 
+@call("linear_sharded")
+def _linear_sharded(rng: Random, arena: Arena) -> Call:
+    """Of one rank: a call of more needs the others."""
+    state, dim = _layer_state(rng, arena), rng.choice((0, 1))
+    x = values(rng, (2, 128, 128), rng.choice(FLOATS)).nan_to_num(0.0)
+    args: dict[str, Any] = {**state, "stream": 0, "group": "", "rank": 0, "ranks": 1}
+    is_cut = dim == 0 and ops.token_unit(state["recipe"]) > 0 and rng.random() < 0.5
+    args |= {"weight_dim": dim, "token_dim": rng.choice((0, 1)) if is_cut else None}
+    args["x"] = arena.place(x).requires_grad_(rng.random() < 0.5)
+    w = values(rng, (128, 128), x.dtype)
+    args["weight"] = arena.place(w).requires_grad_(rng.random() < 0.5)
+    args["bias"] = arena.place(torch.randn(128)) if rng.random() < 0.5 else None
+    args |= {"x_operands": None, "weight_operands": None, "gathered": None}
+    if rng.random() < 0.3:
+        args["gathered"] = torch.classes.minifloat.GatheredInput(rng.choice((1, 2)))
+    one = op_call("linear_sharded", **args)
+    return Call(_with_backward(one.run), args, one.writes)
+
+
+@call("token_unit")
+def _token_unit(rng: Random, arena: Arena) -> Call:
+    return op_call("token_unit", recipe=rng.choice(mf.presets()))
+
+
 @call("linear_group")
 def _linear_group(rng: Random, arena: Arena) -> Call:
     x = matrix(rng, arena, True)
@@ -300,7 +324,9 @@ def _layer_operands(rng: Random, arena: Arena) -> Call:
     state["recipe"] = rng.choice(("mxfp8", "fp8_delayed", "fp8_rowwise", "mxfp8_2d"))
     del state["rng"]
     both = {"rowwise": rng.random() < 0.8, "columnwise": rng.random() < 0.8}
-    return op_call("layer_operands", x=matrix(rng, arena), of=rng.choice("xw"), **both, **state)
+    where = {"group": "", "rank": 0, "ranks": 1, "weight_dim": rng.choice((0, 1))}
+    of, x = rng.choice("xw"), matrix(rng, arena)
+    return op_call("layer_operands", x=x, of=of, token_dim=None, **where, **both, **state)
 
 
 def _public(name: str) -> Callable[[Random, Arena], Call]:

@@ -6,38 +6,44 @@ factors, the bias, the result's dtype and the sum over the ranks are at most 4 +
 roundings of both results together.
 """
 
+from typing import NamedTuple
+
 import minifloat as mf
-import pytest
 import torch
 import torch.distributed as dist
-from minifloat.distributed.tensor_parallel import linear as tensor_parallel
-from minifloat.distributed.tensor_parallel.operands import PLACES
 from minifloat.spec import Spec
 from minifloat.tensor.quantized import raw_scale
 from minifloat.tensor.slicing import cut
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.exact_sums import require_same_sums
-from tests.support.whole_layers import Case, same_bytes
+from tests.support.whole_layers import PLACES, Case, same_bytes
 from tests.support.worlds import device_of
 
 RESULTS = ("y", "dx", "dW", "db")
 
 
-class Recorded:
+class Operand(NamedTuple):
+    codes: torch.Tensor
+    scale: torch.Tensor
+    amax: torch.Tensor
+
+
+class Recorded(TorchDispatchMode):
     """The operands that products read, by place."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
+        super().__init__()
         self.operands = {}
-        multiply = tensor_parallel.multiply
 
-        def recording(a, b, product, k, bias, dtype):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.minifloat.scaled_mm.default:
             first = len(self.operands)
-            self.operands[first], self.operands[first + 1] = a, b
-            return multiply(a, b, product, k, bias, dtype)
-
-        monkeypatch.setattr(tensor_parallel, "multiply", recording)
+            self.operands[first] = Operand(*args[:3])
+            self.operands[first + 1] = Operand(*args[3:6])
+        return func(*args, **(kwargs or {}))
 
 
 def piece_of(whole, dim, rank, world):
@@ -117,8 +123,7 @@ def check_layers(rank, recipes, kind="cpu", compare=assert_close):
         want, history = case.alone()
         for dim, x_placement in ((0, Replicate()), (0, Shard(1)), (0, Shard(0)), (1, Shard(2))):
             where = (recipe, dim, x_placement, world)
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                recorded = Recorded(monkeypatch)
+            with Recorded() as recorded:
                 got, own_history = run_layer(case, mesh, dim, x_placement)
             check_operands(case, recorded, dim, rank, world, where)
             compare(got, want, case, world, where)

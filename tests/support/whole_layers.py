@@ -3,10 +3,11 @@
 import minifloat as mf
 import torch
 from minifloat._native import ops
-from minifloat.distributed.tensor_parallel.operands import PLACES
 from minifloat.spec import Spec
 from minifloat.tensor.quantized import read_direction
 
+# Operands by their row of an amax history; a name is that of the operand's random stream.
+PLACES = ("x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad")
 BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
 
 

@@ -1,7 +1,8 @@
-// linear, linear_group and layer_operands under autocast: values go to its dtype, and gradients come back through the cast.
+// The layers' ops under autocast: values go to its dtype, and gradients come back through the cast.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
+#include "layers/sharding.h"
 #include "ops/ops.h"
 
 namespace minifloat {
@@ -24,6 +25,14 @@ c10::DispatchKey autocast_key() {
   return at::autocast::get_autocast_dispatch_key_from_device_type(device);
 }
 
+// A weight whose codes the caller has is not read, so it is not cast. That of a QuantizedTensor costs nothing, and is what
+// tells the layer its gradient's dtype.
+template <c10::DeviceType device>
+Tensor weight_below(const Tensor& weight, const std::optional<at::TensorList>& weight_operands) {
+  const bool is_plain = !weight.key_set().has(c10::DispatchKey::Python);
+  return weight_operands && is_plain ? weight : cast<device>(weight);
+}
+
 template <c10::DeviceType device>
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::string& recipe, const std::optional<Tensor>& rng,
@@ -31,8 +40,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::optional<at::TensorList>& x_operands,
               const std::optional<at::TensorList>& weight_operands) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
-  // A weight that is given quantized is not read.
-  return torch_ops::linear(cast<device>(x), weight_operands ? weight : cast<device>(weight),
+  return torch_ops::linear(cast<device>(x), weight_below<device>(weight, weight_operands),
                            cast<device>(bias), recipe, rng, amax_history, stream, x_operands,
                            weight_operands);
 }
@@ -40,9 +48,28 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 template <c10::DeviceType device>
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
-                                   const std::optional<Tensor>& amax_history) {
+                                   const std::optional<Tensor>& amax_history,
+                                   const std::string& group, std::int64_t rank, std::int64_t ranks,
+                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
-  return torch_ops::layer_operands(cast<device>(x), recipe, of, rowwise, columnwise, amax_history);
+  return torch_ops::layer_operands(cast<device>(x), recipe, of, rowwise, columnwise, amax_history,
+                                   group, rank, ranks, weight_dim, token_dim);
+}
+
+template <c10::DeviceType device>
+Tensor linear_sharded(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const std::string& recipe, const std::string& group, std::int64_t rank,
+                      std::int64_t ranks, std::int64_t weight_dim,
+                      std::optional<std::int64_t> token_dim, const std::optional<Tensor>& rng,
+                      const std::optional<Tensor>& amax_history, std::int64_t stream,
+                      const std::optional<at::TensorList>& x_operands,
+                      const std::optional<at::TensorList>& weight_operands,
+                      const std::optional<c10::intrusive_ptr<torch_ops::GatheredInput>>& gathered) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
+  return torch_ops::linear_sharded(cast<device>(x), weight_below<device>(weight, weight_operands),
+                                   cast<device>(bias), recipe, group, rank, ranks, weight_dim,
+                                   token_dim, rng, amax_history, stream, x_operands,
+                                   weight_operands, gathered);
 }
 
 template <c10::DeviceType device>
@@ -63,14 +90,18 @@ std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, AutocastCPU, m) {
+  torch_ops::register_gathered_input();
   m.impl("linear", linear<c10::DeviceType::CPU>);
   m.impl("layer_operands", layer_operands<c10::DeviceType::CPU>);
   m.impl("linear_group", linear_group<c10::DeviceType::CPU>);
+  m.impl("linear_sharded", linear_sharded<c10::DeviceType::CPU>);
 }
 TORCH_LIBRARY_IMPL(minifloat, AutocastCUDA, m) {
+  torch_ops::register_gathered_input();
   m.impl("linear", linear<c10::DeviceType::CUDA>);
   m.impl("layer_operands", layer_operands<c10::DeviceType::CUDA>);
   m.impl("linear_group", linear_group<c10::DeviceType::CUDA>);
+  m.impl("linear_sharded", linear_sharded<c10::DeviceType::CUDA>);
 }
 
 }  // namespace minifloat

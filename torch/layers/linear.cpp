@@ -16,7 +16,9 @@
 #include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
+#include "layers/arguments.h"
 #include "layers/operands.h"
+#include "layers/sharding.h"
 #include "ops/bridge.h"
 #include "ops/ops.h"
 #include "ops/plain.h"
@@ -29,55 +31,54 @@ using namespace torch_ops;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// What a caller has quantized before (layer_operands); empty: nothing. Of a layer alone, not of a group.
-struct Given {
-  at::TensorList x, weight;
+// x of a forward pass: rowwise as fprop reads it, columnwise as backward does.
+Directions input_operands(const PreparedRecipe& prepared, const Layers& layers, const Tensor& x,
+                          const Tensor& matrix, const Wanted& row, const Wanted& col,
+                          const ModuleState& state) {
+  const Sharding* sharding = layers.shards.sharding;
+  const bool is_cut = sharding && sharding->token_dim;
+  if (const at::TensorList tensors = layers.prequantized.x; !tensors.empty()) {
+    const SymInt rows = matrix.sym_size(0) * (is_cut ? sharding->ranks : 1);
+    return prequantized_both(prepared, "x_operands", tensors, matrix, rows, row, col);
+  }
+  Directions out = quantize_both(prepared, matrix, row, col, state);
+  if (is_cut)
+    out.first = gather_tokens(*sharding, token_runs(*sharding, x.sym_sizes()), out.first, false);
+  return out;
+}
+
+// y (M, N) with the leading dimensions of x, whose tokens may be one rank's.
+Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding) {
+  if (x.dim() == 2) return y;
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  shape.back() = y.sym_size(1);
+  if (sharding && sharding->token_dim) {
+    SymInt& tokens = shape[static_cast<std::size_t>(*sharding->token_dim)];
+    tokens = tokens * sharding->ranks;
+  }
+  return y.view_symint(shape);
+}
+
+// What a forward pass leaves for the backward pass.
+struct ForBackward {
+  variable_list
+      saved;  // x as wgrad reads it, then each weight as dgrad reads it (three tensors each)
+  bool records_amaxes = false;  // whether the backward pass writes those of the forward pass
+  PendingAmaxes amaxes = {};
 };
 
-// The arguments of the layers, as the autograd function takes them, which is with defined tensors only. rng and
-// histories are empty, or one a weight.
-struct Layers {
-  at::TensorList weights;
-  at::TensorList biases;        // those that there are
-  std::vector<int> bias_index;  // of each weight's among them; -1: none
-  at::TensorList rng, histories;
-  std::int64_t stream = 0;
-  Given given;
-
-  std::optional<Tensor> bias_of(std::size_t i) const {
-    return bias_index[i] < 0 ? std::nullopt : std::optional(biases[bias_index[i]]);
-  }
-  ModuleState state_of(std::size_t i) const {
-    return {rng.empty() ? Tensor() : rng[i], stream, histories.empty() ? Tensor() : histories[i]};
-  }
-};
-
-// Which gradients are asked for.
-struct Needs {
-  bool dx = false;
-  bool any_dw = false;
-  std::vector<bool> dw, db;
-
-  Needs(const Tensor& x, const Layers& layers) {
-    const bool on = at::GradMode::is_enabled();
-    dx = on && x.requires_grad();
-    for (const Tensor& w : layers.weights) dw.push_back(on && w.requires_grad());
-    for (const Tensor& b : layers.biases) db.push_back(on && b.requires_grad());
-    for (const bool needed : dw) any_dw = any_dw || needed;
-  }
-};
-
-// The forward pass. saved: x as wgrad reads it, then each weight as dgrad reads it (three tensors each).
+// The forward pass. backward: null where no gradient is asked for
 std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
                                  const PreparedRecipe& prepared, const Needs& needs,
-                                 variable_list* saved) {
+                                 ForBackward* backward) {
   const Recipe& recipe = prepared.recipe;
+  const Sharding* sharding = layers.shards.sharding;
   const PlannedProduct fprop = plan_product(recipe.fprop, prepared.fprop, x.device());
-  const bool exact = fprop.reads_values();
+  const bool exact = !sharding && fprop.reads_values();
   const Tensor matrix = as_matrix(x);
   share_version(matrix, x);
   const SymInt k = x.sym_size(-1);
-  const Given& given = layers.given;
+  const at::TensorList weight_operands = layers.prequantized.weight;
 
   PendingAmaxes pending;
   const auto state_of = [&](std::size_t i) {
@@ -87,40 +88,46 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   };
   const Wanted x_row{kFpropX, true, exact}, x_col{kWgradX, needs.any_dw};
   const auto [rowwise, columnwise] =
-      given.x.empty() ? quantize_both(prepared, matrix, x_row, x_col, state_of(0))
-                      : given_both(prepared, "x_operands", given.x, matrix, x_row, x_col);
-  const auto save = [&](const QuantizedOperand& operand) {
-    if (saved) saved->insert(saved->end(), {operand.codes, operand.scale, operand.amax});
+      input_operands(prepared, layers, x, matrix, x_row, x_col, state_of(0));
+  // An amax that the spec has not is left out: recomputed forwards save as many tensors, quantized now or before.
+  const auto save = [&](const QuantizedOperand& operand, Place place) {
+    const Spec& spec = prepared.specs[place];
+    const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
+    if (backward)
+      backward->saved.insert(backward->saved.end(),
+                             {operand.codes, operand.scale, has_amax ? operand.amax : Tensor()});
   };
-  save(columnwise);
+  save(columnwise, kWgradX);
 
-  ProductInput left = given.x.empty() ? product_input(prepared, rowwise, x_row)
-                                      : given_input(prepared, rowwise, x_row);
+  ProductInput left = layers.prequantized.x.empty() ? product_input(prepared, rowwise, x_row)
+                                                    : prequantized_input(prepared, rowwise, x_row);
   if (layers.weights.size() > 1) left = prepare_input(fprop, recipe.fprop.a, std::move(left), k);
   std::vector<Tensor> outputs;
   for (std::size_t i = 0; i < layers.weights.size(); ++i) {
-    const Wanted w_row{kFpropW, true, exact && given.weight.empty()}, w_col{kDgradW, needs.dx};
-    const bool has_values =
-        given.weight.empty() || recipe.fprop.b.is_bf16() || (needs.dx && recipe.dgrad.b.is_bf16());
-    if (has_values) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
+    const bool has_codes = !weight_operands.empty();
+    const Wanted w_row{kFpropW, true, exact && !has_codes}, w_col{kDgradW, needs.dx};
+    const bool reads_weight =
+        !has_codes || recipe.fprop.b.is_bf16() || (needs.dx && recipe.dgrad.b.is_bf16());
+    if (reads_weight) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
     const Tensor weight =
-        has_values ? to_dtype(layers.weights[i], x.scalar_type()) : layers.weights[i];
+        reads_weight ? to_dtype(layers.weights[i], x.scalar_type()) : layers.weights[i];
     const auto [w_rowwise, w_columnwise] =
-        given.weight.empty()
-            ? quantize_both(prepared, weight, w_row, w_col, state_of(i))
-            : given_both(prepared, "weight_operands", given.weight, weight, w_row, w_col);
-    save(w_columnwise);
-    const ProductInput right = given.weight.empty() ? product_input(prepared, w_rowwise, w_row)
-                                                    : given_input(prepared, w_rowwise, w_row);
-    Tensor y = scaled_mm(fprop, left, right, k, layers.bias_of(i), x.scalar_type());
-    if (x.dim() != 2) {
-      c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
-      shape.back() = weight.sym_size(0);
-      y = y.view_symint(shape);
-    }
-    outputs.push_back(std::move(y));
+        has_codes ? prequantized_both(prepared, "weight_operands", weight_operands, weight,
+                                      weight.sym_size(0), w_row, w_col)
+                  : quantize_both(prepared, weight, w_row, w_col, state_of(i));
+    save(w_columnwise, kDgradW);
+    // Once, where y is a sum over the ranks.
+    const bool adds_bias = !sharding || sharding->weight_dim == 0 || sharding->rank == 0;
+    const ProductInput right = has_codes ? prequantized_input(prepared, w_rowwise, w_row)
+                                         : product_input(prepared, w_rowwise, w_row);
+    Tensor y = scaled_mm(fprop, left, right, k, adds_bias ? layers.bias_of(i) : std::nullopt,
+                         x.scalar_type());
+    outputs.push_back(as_output(std::move(y), x, sharding));
   }
-  record(pending);
+  if (backward && backward->records_amaxes)
+    backward->amaxes = std::move(pending);
+  else
+    record(pending);
   return outputs;
 }
 
@@ -129,8 +136,8 @@ struct Remembered {
   const PreparedRecipe& recipe;
   std::int64_t stream;
   std::vector<SymInt> x_shape;
-  // Of dW as the product gives it. A given weight was quantized in x's dtype, and so is its gradient, rounded there
-  // before it takes the weight's dtype: as autocast has it.
+  // Dtypes of dW as the product computes it, before it takes the weight's dtype: that of the weight as autocast casts it.
+  // A plain weight whose codes the caller has is not cast: its codes are of x's dtype.
   std::vector<at::ScalarType> product_dtypes;
   std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
   std::vector<int> bias_index;
@@ -138,6 +145,9 @@ struct Remembered {
   // Not saved variables: backward writes the histories, and a recomputed forward must not replace rng.
   variable_list histories, rng;
   std::vector<std::uint32_t> rng_versions;
+  std::optional<Sharding> sharding;
+  c10::intrusive_ptr<GatheredInput> gathered;
+  PendingAmaxes amaxes;
 };
 
 std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
@@ -175,14 +185,17 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights,
                                at::TensorList biases, const std::vector<int>& bias_index,
                                const PreparedRecipe& recipe, at::TensorList rng,
-                               at::TensorList histories, std::int64_t stream, const Given& given,
+                               at::TensorList histories, std::int64_t stream,
+                               const Prequantized& prequantized, const Shards& shards,
                                const Needs& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Layers layers{weights, biases, bias_index, rng, histories, stream, given};
-    variable_list saved;
-    variable_list outputs = forward_pass(x, layers, recipe, needs, &saved);
-    ctx->save_for_backward(std::move(saved));
-    ctx->saved_data["remembered"] = remember(x, layers, recipe, needs);
+    const Layers layers{weights, biases, bias_index, rng, histories, stream, prequantized, shards};
+    // A trace whose inputs are DTensors takes writes to one tensor from one of the passes, not from both (torch 2.11).
+    const bool is_traced = shards.sharding && !histories.empty() && !is_plain({&histories[0]});
+    ForBackward found{.saved = {}, .records_amaxes = is_traced};
+    variable_list outputs = forward_pass(x, layers, recipe, needs, &found);
+    ctx->save_for_backward(std::move(found.saved));
+    ctx->saved_data["remembered"] = remember(x, layers, recipe, needs, std::move(found.amaxes));
     return outputs;
   }
 
@@ -192,7 +205,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     Remembered value;
   };
   static c10::IValue remember(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe,
-                              const Needs& needs) {
+                              const Needs& needs, PendingAmaxes amaxes) {
     Remembered r{.recipe = recipe,
                  .stream = layers.stream,
                  .x_shape = x.sym_sizes().vec(),
@@ -203,11 +216,17 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                  .needs = needs,
                  .histories = layers.histories.vec(),
                  .rng = layers.rng.vec(),
-                 .rng_versions = {}};
+                 .rng_versions = {},
+                 .sharding = {},
+                 .gathered = layers.shards.gathered,
+                 .amaxes = std::move(amaxes)};
+    if (layers.shards.sharding) r.sharding = *layers.shards.sharding;
     for (const Tensor& rng : r.rng) r.rng_versions.push_back(version_of(rng));
     for (const Tensor& w : layers.weights) {
       r.weight_dtypes.push_back(w.scalar_type());
-      r.product_dtypes.push_back(layers.given.weight.empty() ? w.scalar_type() : x.scalar_type());
+      const bool is_cast =
+          layers.prequantized.weight.empty() || w.key_set().has(c10::DispatchKey::Python);
+      r.product_dtypes.push_back(is_cast ? w.scalar_type() : x.scalar_type());
     }
     for (const Tensor& b : layers.biases) r.bias_dtypes.push_back(b.scalar_type());
     return c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(r)));
@@ -225,11 +244,12 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     return refuse_double_backward(r.recipe.text, *node, grads, std::move(gradients));
   }
 
-  // Of x, weights, biases, bias_index, recipe, rng, histories, stream, given, needs: undefined where there is none.
+  // Of x, weights, biases, bias_index, recipe, rng, histories, stream, prequantized, shards, needs: undefined where there is none.
   static variable_list first_derivatives(const Remembered& r, const variable_list& saved,
                                          const variable_list& grads) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const std::size_t n = grads.size();
+    record(r.amaxes);
     const auto operand = [&](std::size_t i, const Spec& spec) {
       return cast_input(spec, saved[3 * i], saved[3 * i + 1], saved[3 * i + 2]);
     };
@@ -239,10 +259,11 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                         .rng = r.rng,
                         .histories = r.histories,
                         .stream = r.stream,
-                        .given = {}};
+                        .prequantized = {},
+                        .shards = {r.sharding ? &*r.sharding : nullptr, {}}};
     const std::size_t biases = r.bias_dtypes.size();
 
-    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 3);
+    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 4);
     const Recipe& recipe = r.recipe.recipe;
     ProductInput x = operand(0, recipe.wgrad.b);
     for (std::size_t i = 0; i < n; ++i) {
@@ -255,6 +276,18 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     }
     if (out[0].defined() && r.x_shape.size() != 2) out[0] = out[0].view_symint(r.x_shape);
     return out;
+  }
+
+  // x as wgrad reads it, of all ranks' tokens.
+  static ProductInput gathered_input(const Remembered& r, const TokenRuns& runs,
+                                     const ProductInput& x) {
+    const InputTensors t = tensors_of(x);
+    const auto or_none = [](const Tensor* tensor) { return tensor ? *tensor : Tensor(); };
+    const QuantizedOperand shard{*t.elements, or_none(t.scale), or_none(t.amax), Tensor()};
+    const QuantizedOperand whole =
+        r.gathered ? r.gathered->get(*r.sharding, runs, shard)
+                   : gather_tokens(*r.sharding, runs, shard, /*columnwise=*/true);
+    return cast_input(r.recipe.recipe.wgrad.b, whole.codes, whole.scale, whole.amax);
   }
 
   struct LayerGradients {
@@ -271,14 +304,20 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
     const PlannedProduct dgrad = plan_product(recipe.dgrad, prepared.dgrad, g.device()),
                          wgrad = plan_product(recipe.wgrad, prepared.wgrad, g.device());
-    const Wanted row{kDgradG, r.needs.dx, dgrad.reads_values()};
-    const Wanted col{kWgradG, r.needs.dw[i], wgrad.reads_values()};
+    const bool is_whole = !layers.shards.sharding;
+    const Wanted row{kDgradG, r.needs.dx, is_whole && dgrad.reads_values()};
+    const Wanted col{kWgradG, r.needs.dw[i], is_whole && wgrad.reads_values()};
     LayerGradients out;
     const auto [rowwise, columnwise] = quantize_both(prepared, g, row, col, layers.state_of(i));
+    const Sharding* sharding = layers.shards.sharding;
+    const bool is_cut = sharding && sharding->token_dim;
+    const TokenRuns runs = is_cut ? token_runs(*sharding, r.x_shape) : TokenRuns{};
     if (row.is_wanted)
       out.x = scaled_mm(dgrad, product_input(prepared, rowwise, row), w, n, std::nullopt,
                         g.scalar_type());
+    if (row.is_wanted && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
     if (col.is_wanted) {
+      if (is_cut) x = gathered_input(r, runs, x);
       if (shared) x = prepare_input(wgrad, recipe.wgrad.b, std::move(x), m);
       out.weight = to_dtype(scaled_mm(wgrad, product_input(prepared, columnwise, col), x, m,
                                       std::nullopt, r.product_dtypes[i]),
@@ -291,52 +330,6 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-void check_dense(const char* name, const Tensor& t) {
-  bridge::check_value_dtype("linear", name, t);
-  TORCH_CHECK_VALUE(t.layout() == at::kStrided && !t.is_nested(), "linear: expected ", name,
-                    " as a dense tensor, got ", t.layout());
-}
-
-void check_layer(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  check_dense("weight", weight);
-  TORCH_CHECK_VALUE(weight.dim() == 2 && weight.sym_size(1) == x.sym_size(-1),
-                    "linear: expected weight (N, ", x.sym_size(-1), ") for x ", x.sym_sizes(),
-                    ", got ", weight.sym_sizes());
-  TORCH_CHECK_VALUE(weight.device() == x.device(), "linear: expected weight on ", x.device(),
-                    ", got ", weight.device());
-  if (!bias) return;
-  check_dense("bias", *bias);
-  TORCH_CHECK_VALUE(bias->dim() == 1 && bias->sym_size(0) == weight.sym_size(0),
-                    "linear: expected bias (", weight.sym_size(0), "), got ", bias->sym_sizes());
-  TORCH_CHECK_VALUE(bias->device() == x.device(), "linear: expected bias on ", x.device(), ", got ",
-                    bias->device());
-  bridge::check_memory_if_real("linear", "bias", *bias);
-}
-
-void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe) {
-  check_dense("x", x);
-  TORCH_CHECK_VALUE(x.dim() >= 1, "linear: expected x of shape (…, K), got a scalar");
-  const std::size_t n = layers.weights.size(), states = layers.rng.size(),
-                    histories = layers.histories.size();
-  TORCH_CHECK_VALUE(n > 0, "linear: expected at least one weight");
-  TORCH_CHECK_VALUE(layers.bias_index.size() == n, "linear_group: expected ", n, " biases, got ",
-                    layers.bias_index.size());
-  TORCH_CHECK_VALUE(!recipe.is_stochastic || states > 0, "linear: recipe ", recipe.text,
-                    " rounds stochastically and needs rng, one int64 tensor a layer");
-  TORCH_CHECK_VALUE(!recipe.is_delayed || histories > 0, "linear: recipe ", recipe.text,
-                    " scales by history and needs amax_history, one tensor a layer");
-  TORCH_CHECK_VALUE(states == 0 || states == n, "linear: expected rng of ", n, " layers, got ",
-                    states);
-  TORCH_CHECK_VALUE(histories == 0 || histories == n, "linear: expected amax_history of ", n,
-                    " layers, got ", histories);
-  for (std::size_t i = 0; i < n; ++i) check_layer(x, layers.weights[i], layers.bias_of(i));
-  for (const Tensor& rng : layers.rng) {
-    bridge::check_rng("linear", rng, x);
-    bridge::check_memory_if_real("linear", "rng", rng);
-  }
-  for (const Tensor& history : layers.histories) check_history("linear", history, x);
-}
-
 std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::string& recipe) {
   const PreparedRecipe& prepared = prepare(recipe);
   check_layers(x, layers, prepared);
@@ -344,11 +337,14 @@ std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::stri
   for (const Tensor& w : layers.weights) check_no_tangent("linear", "weight", w);
   for (const Tensor& b : layers.biases) check_no_tangent("linear", "bias", b);
   const Needs needs(x, layers);
-  bool any = needs.dx || needs.any_dw;
-  for (const bool db : needs.db) any = any || db;
-  if (!any) return forward_pass(x, layers, prepared, needs, nullptr);
+  if (!needs.any()) return forward_pass(x, layers, prepared, needs, nullptr);
   return LinearFunction::apply(x, layers.weights, layers.biases, layers.bias_index, prepared,
-                               layers.rng, layers.histories, layers.stream, layers.given, needs);
+                               layers.rng, layers.histories, layers.stream, layers.prequantized,
+                               layers.shards, needs);
+}
+
+at::TensorList list_of(const std::optional<Tensor>& t) {
+  return t ? at::TensorList(*t) : at::TensorList();
 }
 
 Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -356,17 +352,38 @@ Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<
                      const std::optional<Tensor>& amax_history, std::int64_t stream,
                      const std::optional<at::TensorList>& x_operands,
                      const std::optional<at::TensorList>& weight_operands) {
-  const auto list = [](const std::optional<Tensor>& t) {
-    return t ? at::TensorList(*t) : at::TensorList();
-  };
+  const Layers layers{.weights = weight,
+                      .biases = list_of(bias),
+                      .bias_index = {bias ? 0 : -1},
+                      .rng = list_of(rng),
+                      .histories = list_of(amax_history),
+                      .stream = stream,
+                      .prequantized = {x_operands.value_or(at::TensorList()),
+                                       weight_operands.value_or(at::TensorList())},
+                      .shards = {}};
+  return apply(x, layers, recipe).front();
+}
+
+Tensor linear_sharded_kernel(const Tensor& x, const Tensor& weight,
+                             const std::optional<Tensor>& bias, const std::string& recipe,
+                             const std::string& group, std::int64_t rank, std::int64_t ranks,
+                             std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
+                             const std::optional<Tensor>& rng,
+                             const std::optional<Tensor>& amax_history, std::int64_t stream,
+                             const std::optional<at::TensorList>& x_operands,
+                             const std::optional<at::TensorList>& weight_operands,
+                             const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered) {
+  const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
   const Layers layers{
       .weights = weight,
-      .biases = list(bias),
+      .biases = list_of(bias),
       .bias_index = {bias ? 0 : -1},
-      .rng = list(rng),
-      .histories = list(amax_history),
+      .rng = list_of(rng),
+      .histories = list_of(amax_history),
       .stream = stream,
-      .given = {x_operands.value_or(at::TensorList()), weight_operands.value_or(at::TensorList())}};
+      .prequantized = {x_operands.value_or(at::TensorList()),
+                       weight_operands.value_or(at::TensorList())},
+      .shards = {&sharding, gathered.value_or(c10::intrusive_ptr<GatheredInput>())}};
   return apply(x, layers, recipe).front();
 }
 
@@ -387,15 +404,18 @@ std::vector<Tensor> linear_group_kernel(const Tensor& x, at::TensorList weights,
                       .rng = rng.value_or(at::TensorList()),
                       .histories = amax_history.value_or(at::TensorList()),
                       .stream = 0,
-                      .given = {}};
+                      .prequantized = {},
+                      .shards = {}};
   return apply(x, layers, recipe);
 }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
+  register_gathered_input();
   m.impl("linear", linear_kernel);
   m.impl("linear_group", linear_group_kernel);
+  m.impl("linear_sharded", linear_sharded_kernel);
 }
 
 }  // namespace minifloat

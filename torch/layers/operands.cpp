@@ -16,15 +16,15 @@ namespace minifloat {
 namespace torch_ops {
 namespace {
 
-constexpr std::int64_t stream_of(std::string_view operand_and_product) {
-  return static_cast<std::int64_t>(fnv1a64(operand_and_product.data(), operand_and_product.size()));
+// The random stream of an operand within its module.
+constexpr std::int64_t operand_stream(Place place) {
+  const std::string_view name = kOperands[place].name;
+  return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
 }
-constexpr std::int64_t kStreams[kPlaces] = {stream_of("x/fprop"), stream_of("w/fprop"),
-                                            stream_of("g/dgrad"), stream_of("w/dgrad"),
-                                            stream_of("g/wgrad"), stream_of("x/wgrad")};
 
-// Columns of an amax history (kPlaces, 1 + length): the amax in force, then the newest first.
-enum HistoryColumn { kInForce, kRunning };
+// Columns of an amax history (kPlaces, 1 + length): the amax that scales this step, then the amaxes of this step and of
+// earlier ones.
+enum HistoryColumn { kActive, kCurrent };
 
 // One entry of a history.
 Tensor entry(const Tensor& history, Place place, HistoryColumn column) {
@@ -34,23 +34,24 @@ Tensor entry(const Tensor& history, Place place, HistoryColumn column) {
       history.storage_offset() + place * history.stride(0) + column * history.stride(1));
 }
 
-// The running amaxes of two places: (2).
-Tensor running_pair(const Tensor& history, Place a, Place b) {
-  const auto [first, last] = std::minmax(a, b);
+// This step's amaxes of two places: (2).
+Tensor current_pair(const Tensor& history, Place first, Place last) {
   if (!is_plain({&history}))
-    return history.select(1, kRunning).slice(0, first, last + 1, last - first);
+    return history.select(1, kCurrent).slice(0, first, last + 1, last - first);
   return plain_view(
       history, at::kFloat, {2}, {(last - first) * history.stride(0)},
-      history.storage_offset() + first * history.stride(0) + kRunning * history.stride(1));
+      history.storage_offset() + first * history.stride(0) + kCurrent * history.stride(1));
 }
 
-// Writes the step's own amax of a tensor to the running ones: one place's, or those of two that are read as they lie
-// and have the same.
-void record_amax(const ModuleState& state, Tensor running, const Tensor& amax) {
+// Writes this step's amax of one place, or of two that have the same, now or later. is_cut: whether it is a shard's
+void record_amax(const ModuleState& state, Place a, Place b, const Tensor& amax, bool is_cut) {
+  const auto [first, last] = std::minmax(a, b);
+  const PendingAmax found{state.history, first, last,
+                          is_cut ? largest_of_ranks(*state.sharding, amax) : amax};
   if (state.pending)
-    state.pending->emplace_back(std::move(running), amax);
+    state.pending->push_back(found);
   else
-    at::maximum_out(running, running, amax);
+    record({found});
 }
 
 PreparedRecipe prepared_recipe(const std::string& text) {
@@ -79,7 +80,104 @@ Tensor transposed(const Tensor& x) {
 
 QuantizedOperand as_it_is(const Tensor& values) { return {values, Tensor(), Tensor(), values}; }
 
+// Whether a shard's amax is not the whole's: of the tensor, or of rows that the ranks cut.
+bool needs_amax_of_ranks(const PreparedRecipe& recipe, const Wanted& wanted, int cut) {
+  const Spec& spec = recipe.specs[wanted.place];
+  if (!wanted.is_wanted || spec.is_bf16() || spec.delayed) return false;
+  const int contraction = kOperands[wanted.place].columnwise ? 0 : 1;
+  return spec.has_tensor_amax() || (spec.has_row_amax() && cut == contraction);
+}
+
+// Gives the cast of a shard its place in the whole: its origin, for random bits, and the amaxes of all ranks, in one
+// all-reduce. Random bits of x that is cut by tokens are refused (check_shards).
+void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
+                 const Wanted& col, const Sharding& sharding, int cut, QuantizeOptions& options) {
+  const bool is_tokens = kOperands[row.place].matrix == Matrix::kX && cut == 0;
+  if (!is_tokens) options.origin[static_cast<std::size_t>(cut)] = x.sym_size(cut) * sharding.rank;
+  const bool of_row = needs_amax_of_ranks(recipe, row, cut),
+             of_col = needs_amax_of_ranks(recipe, col, cut);
+  const Spec &row_spec = recipe.specs[row.place], &col_spec = recipe.specs[col.place];
+  if (of_row && of_col && row_spec.has_tensor_amax() && col_spec.has_tensor_amax() &&
+      row_spec.transform == 0 && col_spec.transform == 0) {
+    options.amax_row = largest_of_ranks(sharding, amax(x, recipe.spec_texts[row.place], false));
+    options.amax_col = options.amax_row;
+    return;
+  }
+  if (of_row) options.amax_row = amax(x, recipe.spec_texts[row.place], false);
+  if (of_col) options.amax_col = amax(x, recipe.spec_texts[col.place], true);
+  if (of_row && of_col) {
+    const SymInt lengths[] = {options.amax_row->sym_numel(), options.amax_col->sym_numel()};
+    const Tensor both = largest_of_ranks(
+        sharding, at::cat({options.amax_row->reshape(-1), options.amax_col->reshape(-1)}));
+    const std::vector<Tensor> apart = both.split_with_sizes_symint(lengths);
+    options.amax_row = apart[0].view_symint(options.amax_row->sym_sizes());
+    options.amax_col = apart[1].view_symint(options.amax_col->sym_sizes());
+  } else if (of_row) {
+    options.amax_row = largest_of_ranks(sharding, *options.amax_row);
+  } else if (of_col) {
+    options.amax_col = largest_of_ranks(sharding, *options.amax_col);
+  }
+}
+
+// Writes this step's amaxes of delayed operands to the history.
+void record_amaxes(const PreparedRecipe& recipe, const Wanted& row, const Wanted& col,
+                   const ModuleState& state, const Directions& found, bool is_cut) {
+  const auto is_delayed = [&](const Wanted& w) {
+    return w.is_wanted && recipe.specs[w.place].delayed;
+  };
+  const bool alike =
+      recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
+  if (is_delayed(row) && is_delayed(col) && alike) {
+    record_amax(state, row.place, col.place, found.first.amax, is_cut);
+    return;
+  }
+  if (is_delayed(row)) record_amax(state, row.place, row.place, found.first.amax, is_cut);
+  if (is_delayed(col)) record_amax(state, col.place, col.place, found.second.amax, is_cut);
+}
+
+constexpr std::int64_t kRandomUnit = 16;  // elements that share their random words
+
+// What a shard's length along dimension `dim` of a matrix must be a multiple of.
+std::int64_t shard_unit(const Spec& spec, bool columnwise, int dim) {
+  if (spec.is_bf16()) return 1;
+  const bool is_contraction = dim == (columnwise ? 0 : 1);
+  if (!is_contraction) return std::max(spec.block_rows, 1);
+  return std::max<std::int64_t>(
+      {spec.block_cols, spec.transform, 8 / spec.code_bits(), spec.stochastic ? kRandomUnit : 1});
+}
+
 }  // namespace
+
+void check_shards(const PreparedRecipe& recipe, const Sharding& sharding, const SymInt& length) {
+  for (int place = 0; place < kPlaces; ++place) {
+    const OperandInfo& info = kOperands[place];
+    const std::optional<int> dim = sharding.cut_dim(info.matrix);
+    if (!dim || (info.matrix == Matrix::kX && *dim == 0)) continue;
+    const std::int64_t unit = shard_unit(recipe.specs[place], info.columnwise, *dim);
+    const char name = "NK"[sharding.weight_dim];
+    TORCH_CHECK_VALUE(length % unit == 0, "linear: expected ", name, " / ranks as a multiple of ",
+                      unit, " for ", info.name, " in ", recipe.specs[place].str(), ", got ", name,
+                      " = ", length * sharding.ranks, " over ", sharding.ranks, " ranks, ", length,
+                      " each");
+  }
+}
+
+std::int64_t token_unit(const PreparedRecipe& recipe) {
+  const Spec &row = recipe.specs[kFpropX], &col = recipe.specs[kWgradX];
+  // Random bits need each row's place.
+  if (row.is_bf16() || row.stochastic || col.stochastic) return 0;
+  return std::max(shard_unit(row, false, 0), shard_unit(col, true, 0));
+}
+
+void check_tokens(const PreparedRecipe& recipe, const Sharding& sharding, const Tensor& x) {
+  if (!sharding.token_dim) return;
+  const std::int64_t unit = token_unit(recipe);
+  const SymInt length = token_runs(sharding, x.sym_sizes()).length;
+  TORCH_CHECK_VALUE(unit > 0 && length % unit == 0, "linear: expected ",
+                    unit > 0 ? "runs of tokens as a multiple of " : "x whole, under ",
+                    unit > 0 ? std::to_string(unit) : recipe.text, ", got x ", x.sym_sizes(),
+                    " cut by its tokens");
+}
 
 const PreparedRecipe& prepare(const std::string& text) {
   static std::mutex mutex;
@@ -90,9 +188,10 @@ const PreparedRecipe& prepare(const std::string& text) {
 }
 
 void record(const PendingAmaxes& pending) {
-  for (const auto& [running, amax] : pending) {
-    Tensor out = running;
-    at::maximum_out(out, out, amax);
+  for (const PendingAmax& p : pending) {
+    Tensor current = p.first == p.last ? entry(p.history, p.first, kCurrent)
+                                       : current_pair(p.history, p.first, p.last);
+    at::maximum_out(current, current, p.amax);
   }
 }
 
@@ -100,13 +199,15 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wa
                          const Wanted& col, const ModuleState& state) {
   static const std::string kAbsent;
   QuantizeOptions options;
+  const std::optional<int> cut =
+      state.sharding ? state.sharding->cut_dim(kOperands[row.place].matrix) : std::nullopt;
   const auto ask = [&](const Wanted& wanted, std::optional<Tensor>& amax, std::int64_t& stream,
                        bool& decoded) -> const std::string& {
     const Spec& spec = recipe.specs[wanted.place];
     if (!wanted.is_wanted || spec.is_bf16()) return kAbsent;
-    if (spec.delayed) amax = entry(state.history, wanted.place, kInForce);
+    if (spec.delayed) amax = entry(state.history, wanted.place, kActive);
     if (spec.stochastic) options.rng = state.rng;
-    stream = kStreams[wanted.place] ^ state.stream;
+    stream = operand_stream(wanted.place) ^ state.stream;
     decoded = wanted.decoded;
     return recipe.spec_texts[wanted.place];
   };
@@ -114,45 +215,37 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wa
   const std::string& col_text = ask(col, options.amax_col, options.stream_col, options.decoded_col);
 
   Directions out;
-  if (!row_text.empty() || !col_text.empty()) out = quantize(x, row_text, col_text, options);
+  if (!row_text.empty() || !col_text.empty()) {
+    if (cut) place_shard(recipe, x, row, col, *state.sharding, *cut, options);
+    out = quantize(x, row_text, col_text, options);
+  }
   const auto is_bf16 = [&](const Wanted& w) { return recipe.specs[w.place].is_bf16(); };
   if (row.is_wanted && is_bf16(row)) out.first = as_it_is(x);
   if (col.is_wanted && is_bf16(col)) out.second = as_it_is(transposed(x));
-
-  const auto is_delayed = [&](const Wanted& w) {
-    return w.is_wanted && recipe.specs[w.place].delayed;
-  };
-  const bool alike =
-      recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
-  if (is_delayed(row) && is_delayed(col) && alike) {
-    record_amax(state, running_pair(state.history, row.place, col.place), out.first.amax);
-  } else {
-    if (is_delayed(row))
-      record_amax(state, entry(state.history, row.place, kRunning), out.first.amax);
-    if (is_delayed(col))
-      record_amax(state, entry(state.history, col.place, kRunning), out.second.amax);
-  }
+  record_amaxes(recipe, row, col, state, out, cut.has_value());
   return out;
 }
 
-Directions given_both(const PreparedRecipe& recipe, const char* name, at::TensorList given,
-                      const Tensor& x, const Wanted& row, const Wanted& col) {
-  TORCH_CHECK_VALUE(given.size() == 8, "linear: expected ", name,
-                    " as the eight tensors of layer_operands, got ", given.size());
-  bridge::check_same_device("linear", name, given, x);
+Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at::TensorList tensors,
+                             const Tensor& x, const SymInt& rows, const Wanted& row,
+                             const Wanted& col) {
+  TORCH_CHECK_VALUE(tensors.size() == 8, "linear: expected ", name,
+                    " as the eight tensors of layer_operands, got ", tensors.size());
+  bridge::check_same_device("linear", name, tensors, x);
   const auto direction = [&](const Wanted& wanted, std::size_t first) -> QuantizedOperand {
     if (!wanted.is_wanted) return {};
-    if (recipe.specs[wanted.place].is_bf16()) return as_it_is(first == 0 ? x : transposed(x));
-    TORCH_CHECK_VALUE(given[first].numel() > 0 || x.numel() == 0, "linear: expected ", name,
-                      first == 0 ? " with its rowwise codes" : " with its columnwise codes",
+    const bool is_row = first == 0;
+    if (recipe.specs[wanted.place].is_bf16()) return as_it_is(is_row ? x : transposed(x));
+    TORCH_CHECK_VALUE(tensors[first].numel() > 0 || x.numel() == 0, "linear: expected ", name,
+                      is_row ? " with its rowwise codes" : " with its columnwise codes",
                       ", got none");
-    const SymInt rows = x.sym_size(first == 0 ? 0 : 1);
-    const Tensor& read = given[wanted.decoded ? first + 3 : first];
-    TORCH_CHECK_VALUE(read.dim() == 2 && read.sym_size(0) == rows, "linear: expected ", name,
-                      " of ", rows, " rows as read, got ", read.sym_sizes());
+    const SymInt read_rows = is_row ? rows : x.sym_size(1);
+    const Tensor& read = tensors[wanted.decoded ? first + 3 : first];
+    TORCH_CHECK_VALUE(read.dim() == 2 && read.sym_size(0) == read_rows, "linear: expected ", name,
+                      " of ", read_rows, " rows as read, got ", read.sym_sizes());
     // As a cast leaves what a spec has not: a recomputed forward must save what the first one saved.
-    const Tensor amax = given[first + 2].numel() > 0 ? given[first + 2] : Tensor();
-    return {given[first], given[first + 1], amax, given[first + 3]};
+    const Tensor amax = tensors[first + 2].numel() > 0 ? tensors[first + 2] : Tensor();
+    return {tensors[first], tensors[first + 1], amax, tensors[first + 3]};
   };
   return {direction(row, 0), direction(col, 4)};
 }
@@ -165,8 +258,8 @@ ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand&
   return cast_input(spec, operand.codes, operand.scale, operand.amax);
 }
 
-ProductInput given_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
-                         const Wanted& wanted) {
+ProductInput prequantized_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
+                                const Wanted& wanted) {
   const Spec& spec = recipe.specs[wanted.place];
   if (wanted.decoded) return product_input(recipe, operand, wanted);
   return input_of(spec, operand.codes, operand.scale, operand.amax);
@@ -198,37 +291,67 @@ Tensor as_matrix(const Tensor& x, const char* name) {
 namespace {
 
 using at::Tensor;
+using namespace torch_ops;
 
-// x (…, K) or a weight (N, K), as a layer quantizes it, for `linear` to be given again while it stays as it is: the
-// eight tensors of `quantize`. x comes as its product's engine reads it, a weight in codes alone.
-std::vector<Tensor> layer_operands(const Tensor& x, const std::string& text, const std::string& of,
-                                   bool rowwise, bool columnwise,
-                                   const std::optional<Tensor>& amax_history) {
-  using namespace torch_ops;
-  TORCH_CHECK_VALUE(of == "x" || of == "w", "layer_operands: expected of = 'x' or 'w', got '",
-                    printable(of), "'");
-  bridge::check_value_dtype("layer_operands", "x", x);
+void check_operands(const Tensor& x, const std::string& of, const std::optional<Tensor>& history,
+                    const PreparedRecipe& recipe, const Sharding& sharding,
+                    std::initializer_list<Wanted> operands) {
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.layout() == at::kStrided && !x.is_nested(),
                     "layer_operands: expected x as a dense tensor (…, K), got ", x.layout(), " of ",
                     x.dim(), " dimensions");
-  if (amax_history) check_history("layer_operands", *amax_history, x);
-  const PreparedRecipe& recipe = prepare(text);
-  const bool is_x = of == "x";
-  const PlannedProduct fprop = plan_product(recipe.recipe.fprop, recipe.fprop, x.device());
-  const Wanted row = {is_x ? kFpropX : kFpropW, rowwise, is_x && fprop.reads_values()};
-  const Wanted col = {is_x ? kWgradX : kDgradW, columnwise};
-  for (const Wanted& wanted : {row, col}) {
+  check_sharding("layer_operands", sharding, x);
+  if (of == "x") check_tokens(recipe, sharding, x);
+  if (history) check_history("layer_operands", *history, x);
+  for (const Wanted& wanted : operands) {
     const Spec& spec = recipe.specs[wanted.place];
     if (!wanted.is_wanted) continue;
     TORCH_CHECK_VALUE(!spec.stochastic, "layer_operands: ", spec.str(),
                       " is of one forward alone; expected one without +sr");
-    TORCH_CHECK_VALUE(!spec.delayed || amax_history, "layer_operands: ", spec.str(),
+    TORCH_CHECK_VALUE(!spec.delayed || history, "layer_operands: ", spec.str(),
                       " needs amax_history");
   }
+}
+
+// The four tensors of one direction; empty ones of an operand that is not wanted, or is bf16.
+void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const QuantizedOperand& o,
+            const Wanted& wanted, const Tensor& x) {
+  const bool is_absent = !wanted.is_wanted || recipe.specs[wanted.place].is_bf16();
+  const auto push = [&](const Tensor& t, at::ScalarType dtype) {
+    list.push_back(!is_absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
+  };
+  push(o.codes, at::kByte);
+  push(o.scale, at::kFloat);
+  push(o.amax, at::kFloat);
+  push(o.decoded, at::kBFloat16);
+}
+
+// x (…, K) or a weight (N, K), or a shard of it, as a layer quantizes it, for `linear` to read again while it stays as it
+// is: the eight tensors of `quantize`. x is returned as its product's engine reads it, the rowwise codes of its tokens
+// gathered; a weight in codes alone.
+std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& text,
+                                          const std::string& of, bool rowwise, bool columnwise,
+                                          const std::optional<Tensor>& amax_history,
+                                          const std::string& group, std::int64_t rank,
+                                          std::int64_t ranks, std::int64_t weight_dim,
+                                          std::optional<std::int64_t> token_dim) {
+  TORCH_CHECK_VALUE(of == "x" || of == "w", "layer_operands: expected of = 'x' or 'w', got '",
+                    printable(of), "'");
+  bridge::check_value_dtype("layer_operands", "x", x);
+  const PreparedRecipe& recipe = prepare(text);
+  const bool is_x = of == "x", is_sharded = ranks != 1;
+  const PlannedProduct fprop = plan_product(recipe.recipe.fprop, recipe.fprop, x.device());
+  const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
+  const Wanted row = {is_x ? kFpropX : kFpropW, rowwise,
+                      is_x && !is_sharded && fprop.reads_values()};
+  const Wanted col = {is_x ? kWgradX : kDgradW, columnwise};
+  check_operands(x, of, amax_history, recipe, sharding, {row, col});
   const at::AutoDispatchBelowADInplaceOrView below;
   ModuleState state;
   if (amax_history) state.history = *amax_history;
+  if (is_sharded) state.sharding = &sharding;
   Directions out = quantize_both(recipe, as_matrix(x), row, col, state);
+  if (is_x && rowwise && token_dim)
+    out.first = gather_tokens(sharding, token_runs(sharding, x.sym_sizes()), out.first, false);
   if (is_x && rowwise && !row.decoded) {
     const ProductInput read = prepare_input(fprop, recipe.specs[row.place],
                                             product_input(recipe, out.first, row), x.sym_size(-1));
@@ -237,25 +360,18 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& text, con
     if (tensors.scale) out.first.scale = *tensors.scale;
   }
   std::vector<Tensor> list;
-  const auto append = [&](const QuantizedOperand& o, const Wanted& wanted) {
-    const bool absent = !wanted.is_wanted || recipe.specs[wanted.place].is_bf16();
-    const auto push = [&](const Tensor& t, at::ScalarType dtype) {
-      list.push_back(!absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
-    };
-    push(o.codes, at::kByte);
-    push(o.scale, at::kFloat);
-    push(o.amax, at::kFloat);
-    push(o.decoded, at::kBFloat16);
-  };
-  append(out.first, row);
-  append(out.second, col);
+  append(list, recipe, out.first, row, x);
+  append(list, recipe, out.second, col, x);
   return list;
 }
+
+std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
-  m.impl("layer_operands", layer_operands);
+  m.impl("layer_operands", layer_operands_kernel);
 }
+TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("token_unit", token_unit_of); }
 
 }  // namespace minifloat

@@ -33,12 +33,17 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
       const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t, std::int64_t,
       c10::SymIntArrayRef, const std::optional<Tensor>&, bool, bool);
   static const auto op = find<Signature>("minifloat::quantize");
-  const c10::SymInt origin[] = {0, 0};
   auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
       op.call(x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
-              options.stream_col, origin, std::nullopt, options.decoded_row, options.decoded_col);
+              options.stream_col, options.origin, std::nullopt, options.decoded_row,
+              options.decoded_col);
   return {{codes_row, scale_row, amax_row, decoded_row},
           {codes_col, scale_col, amax_col, decoded_col}};
+}
+
+Tensor amax(const Tensor& x, const std::string& spec, bool columnwise) {
+  static const auto op = find<Tensor(const Tensor&, const std::string&, bool)>("minifloat::amax");
+  return op.call(x, spec, columnwise);
 }
 
 Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols) {
@@ -83,11 +88,16 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
-                                   const std::optional<Tensor>& amax_history) {
-  using Signature = std::vector<Tensor>(const Tensor&, const std::string&, const std::string&, bool,
-                                        bool, const std::optional<Tensor>&);
+                                   const std::optional<Tensor>& amax_history,
+                                   const std::string& group, std::int64_t rank, std::int64_t ranks,
+                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim) {
+  using Signature =
+      std::vector<Tensor>(const Tensor&, const std::string&, const std::string&, bool, bool,
+                          const std::optional<Tensor>&, const std::string&, std::int64_t,
+                          std::int64_t, std::int64_t, std::optional<std::int64_t>);
   static const auto op = find<Signature>("minifloat::layer_operands");
-  return op.call(x, recipe, of, rowwise, columnwise, amax_history);
+  return op.call(x, recipe, of, rowwise, columnwise, amax_history, group, rank, ranks, weight_dim,
+                 token_dim);
 }
 
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,

@@ -7,6 +7,7 @@
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -33,7 +34,11 @@ struct QuantizeOptions {
   std::optional<Tensor> rng;  // int64 (2) or (3): seed, count, module stream
   std::int64_t stream_row = 0, stream_col = 0;
   bool decoded_row = false, decoded_col = false;
+  std::array<c10::SymInt, 2> origin = {0, 0};  // of x within the whole
 };
+
+// The amax of x, or of its rows, as `spec` scales: fp32.
+Tensor amax(const Tensor& x, const std::string& spec, bool columnwise);
 
 // x: (rows, cols) or (batch, rows, cols), fp32 or bf16. row, col: spec texts, "" = direction absent.
 std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
@@ -58,7 +63,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::optional<at::TensorList>& weight_operands = std::nullopt);
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
-                                   const std::optional<Tensor>& amax_history);
+                                   const std::optional<Tensor>& amax_history,
+                                   const std::string& group, std::int64_t rank, std::int64_t ranks,
+                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim);
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
                                  const c10::List<std::optional<Tensor>>& biases,
                                  const std::string& recipe,

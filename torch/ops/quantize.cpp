@@ -5,8 +5,6 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include <array>
-
 #include "ops/bridge.h"
 #include "ops/kernels.h"
 #include "ops/ops.h"
@@ -276,13 +274,13 @@ std::pair<QuantizedOperand, QuantizedOperand> plain_quantize(const Tensor& x,
       direction(false, row, options.amax_row, options.stream_row, options.decoded_row);
   const Direction c =
       direction(true, col, options.amax_col, options.stream_col, options.decoded_col);
-  constexpr std::array<std::int64_t, 2> kOrigin = {0, 0};
-  check_arguments(x, r, c, options.rng, kOrigin.size(), std::nullopt);
+  const c10::IntArrayRef origin = C10_AS_INTARRAYREF_SLOW(options.origin);
+  check_arguments(x, r, c, options.rng, origin.size(), std::nullopt);
   const bridge::ExecutionOn here(x);
   std::pair<QuantizedOperand, QuantizedOperand> out;
   if (r.spec) out.first = carve(x, *r.spec, false, r.decoded);
   if (c.spec) out.second = carve(x, *c.spec, true, c.decoded);
-  fill(in, r, out.first, c, out.second, options.rng, kOrigin, here);
+  fill(in, r, out.first, c, out.second, options.rng, origin, here);
   return out;
 }
 

@@ -4,6 +4,10 @@
 // Specs, products and recipes travel as text. A Quantized is codes, scale, amax (docs/lexicon.md).
 #include <torch/library.h>
 
+#include "layers/sharding.h"
+
+namespace minifloat {
+
 TORCH_LIBRARY(minifloat, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
@@ -64,11 +68,23 @@ TORCH_LIBRARY(minifloat, m) {
         tags);
   m.def("transpose_many(Tensor[] matrices, Tensor(a!)[] out, int[] sizes) -> ()", tags);
 
-  // Layers. layer_operands: x ("x") or a weight ("w") as `linear` quantizes it, to be given to it again.
+  // Layers. layer_operands: x ("x") or a weight ("w") as `linear` quantizes it, for later calls of it.
+  // linear_sharded: one rank's `linear` of a weight that the ranks of `group` have cut along weight_dim, and of x that
+  // they have cut along token_dim; layers/sharding.h.
+  torch_ops::register_gathered_input();
   m.def(
       "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "
-      "Tensor(a!)? amax_history=None) -> Tensor[]",
+      "Tensor(a!)? amax_history=None, str group=\"\", int rank=0, int ranks=1, int weight_dim=0, "
+      "int? token_dim=None) -> Tensor[]",
       tags);
+  m.def(
+      "linear_sharded(Tensor x, Tensor weight, Tensor? bias, str recipe, *, str group, int rank, "
+      "int ranks, int weight_dim, int? token_dim=None, Tensor? rng=None, "
+      "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
+      "Tensor[]? weight_operands=None, "
+      "__torch__.torch.classes.minifloat.GatheredInput? gathered=None) -> Tensor",
+      tags);
+  m.def("token_unit(str recipe) -> int");
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, str recipe, *, Tensor? rng=None, "
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
@@ -108,3 +124,5 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("built_for_torch() -> str");
   m.def("has_cuda() -> bool");
 }
+
+}  // namespace minifloat

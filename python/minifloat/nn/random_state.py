@@ -105,6 +105,7 @@ class RngState:
         self.is_driven = False
         self.is_traced = False  # whether a compiled module that began a forward is still in it
         self.forward = 0  # forwards begun so far
+        self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
         self._close()
 
     def _close(self) -> None:
@@ -116,7 +117,7 @@ class RngState:
 
     def __getstate__(self) -> dict[str, Any]:
         fresh = {"forward": 0, "is_open": False, "copies": {}, "version": None, "is_traced": False}
-        return self.__dict__ | fresh
+        return self.__dict__ | fresh | {"agreed": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)

@@ -31,6 +31,7 @@ from .quantized import (
     Quantized,
     copy_bytes,
     map_tensors,
+    raw_scale,
     read_direction,
     require_part,
     require_tensor,
@@ -289,6 +290,28 @@ def _inner(side: str, name: str) -> property:
 for _side in ("rowwise", "columnwise"):
     for _name in TENSORS:
         setattr(QuantizedTensor, f"_{_side}_{_name}", _inner(_side, _name))
+
+
+def weight_operands(weight: QuantizedTensor, row: str, col: str | None) -> list[Tensor]:
+    """The codes of a weight as the op `linear` takes them: the eight tensors of layer_operands.
+
+    Args:
+        weight: (N, K).
+        row: the spec in which fprop reads W.
+        col: the spec in which dgrad reads W; None: no gradient of x is computed.
+
+    Raises:
+        ValueError: the weight does not hold these codes. Nothing is rounded a second time.
+    """
+    empty = torch.empty(0, device=weight.device)
+    operands = []
+    for spec, is_columnwise in ((row, False), (col, True)):
+        if spec is None or spec == "bf16":
+            operands += [empty] * 4
+        else:
+            part = weight.direction(spec, is_columnwise)
+            operands += [part.codes, raw_scale(part), part.amax, empty]
+    return operands
 
 
 # ---- pickling ------------------------------------------------------------------------------------

@@ -39,8 +39,7 @@ def check_precisions(rank):
 
             case = Case(recipe, poisoned=True)
             want, _ = case.alone()
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                recorded = Recorded(monkeypatch)
+            with Recorded() as recorded:
                 got, _ = run_layer(case, mesh, dim, x_placement)
             check_operands(case, recorded, dim, rank, world, where)
             for a, b in zip(got, want):

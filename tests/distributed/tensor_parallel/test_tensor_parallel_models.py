@@ -9,6 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.parallel import ColwiseParallel, SequenceParallel, parallelize_module
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.exact_sums import integers
@@ -35,18 +36,17 @@ def test_model_is_one_process(world, ranks):
 # ---- what travels, what is refused ---------------------------------------------------------------
 
 
-class Sent:
-    """Bytes that a rank gives to all-gathers of torch.distributed, eager and functional."""
+class Sent(TorchDispatchMode):
+    """Bytes that a rank gives to each all-gather."""
 
-    def __init__(self, monkeypatch):
+    def __init__(self):
+        super().__init__()
         self.sizes = []
-        whole = dist.all_gather_into_tensor
 
-        def counting(output, given, *args, **kwargs):
-            self.sizes.append(given.nbytes)
-            return whole(output, given, *args, **kwargs)
-
-        monkeypatch.setattr(dist, "all_gather_into_tensor", counting)
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops._c10d_functional.all_gather_into_tensor.default:
+            self.sizes.append(args[0].nbytes)
+        return func(*args, **(kwargs or {}))
 
 
 def check_payload(mesh):
@@ -65,8 +65,7 @@ def check_payload(mesh):
         style = QuantizedColwiseParallel(input_layouts=Shard(1), use_local_output=False)
         parallelize_module(layer, mesh, {"0": style})
         x = values(mesh.get_local_rank(), BATCH, TOKENS, WIDTH).requires_grad_()
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            sent = Sent(monkeypatch)
+        with Sent() as sent:
             layer(x).to_local().sum().backward()
         assert [8 * size / x.numel() for size in sent.sizes] == bits, recipe
 
@@ -106,8 +105,7 @@ def check_shared_input(mesh):
         style = QuantizedColwiseParallel(input_layouts=Shard(1))
         plan = {"norm": SequenceParallel(), **dict.fromkeys(("wq", "wk", "wv"), style)}
         parallelize_module(model, mesh, plan)
-        with pytest.MonkeyPatch.context() as monkeypatch:
-            sent = Sent(monkeypatch)
+        with Sent() as sent:
             got, got_dx = train_step(model, x.chunk(2, 1)[mine], torch.ones(()))
         assert is_frozen or len(sent.sizes) == 2, sent.sizes
         assert torch.equal(got, y.chunk(2, -1)[mine])

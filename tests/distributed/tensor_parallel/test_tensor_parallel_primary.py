@@ -5,7 +5,6 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from minifloat.distributed.tensor_parallel.operands import PLACES
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.device_mesh import init_device_mesh
@@ -15,7 +14,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.exact_sums import integers
 from tests.support.parallel_layers import Recorded, assert_close, check_operands, run_layer
 from tests.support.parallel_models import PLANS, WIDTH, Block, built, train_step
-from tests.support.whole_layers import BATCH, TOKENS, Case, same_bytes
+from tests.support.whole_layers import BATCH, PLACES, TOKENS, Case, same_bytes
 from tests.support.worlds import device_of, run_world
 
 RECIPES = [
@@ -76,8 +75,7 @@ def check_primary_layers(rank, recipes, kind="cpu", compare=assert_close):
         for dim, x_placement in ((0, Replicate()), (0, Shard(1)), (1, Shard(2))):
             where = (recipe, dim, x_placement, world)
             check_shards(case, rank, world, mesh, dim)
-            with pytest.MonkeyPatch.context() as monkeypatch:
-                recorded = Recorded(monkeypatch)
+            with Recorded() as recorded:
                 got, _ = run_layer(case, mesh, dim, x_placement)
             assert len(recorded.operands) == len(PLACES)
             check_operands(case, recorded, dim, rank, world, where)

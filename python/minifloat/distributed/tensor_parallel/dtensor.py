@@ -3,9 +3,8 @@
     mf.quantize_(model, "nvfp4", data_parallel_rank=0)
     parallelize_module(model, mesh, {"up": ColwiseParallel(), "down": RowwiseParallel()})
 
-A layer whose weight is a DTensor comes here, and computes on local tensors (linear.py):
-DTensor itself would hand every shard the same origin, and reduce no amax. torch's styles work as
-they are; QuantizedColwiseParallel gathers its input's codes instead of its values.
+A layer whose weight is a DTensor computes on local tensors (linear.py). torch's styles work as they
+are; QuantizedColwiseParallel gathers its input's codes instead of its values.
 
 The pure ops (amax, hadamard, dequantize; quantize to nearest) have sharding rules from the import
 of this module on: a shard is worked on where it lies if it gives the whole's bytes, else DTensor
@@ -14,36 +13,21 @@ gathers first.
 
 from __future__ import annotations
 
-import math
-import weakref
 from collections.abc import Callable
-from dataclasses import replace
-from typing import TYPE_CHECKING, Any, cast
+from functools import lru_cache
+from typing import Any
 
 import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
+from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ..._native import ops
-from ...nn.operand_cache import (
-    SharedInput,
-    WeightCodes,
-    conditions_of,
-    fingerprint_of,
-    has_fingerprint,
-)
-from ...nn.random_state import RngState
-from ...recipe import Recipe
 from ...spec import Spec
-from .linear import Reuse, Share, sharded_linear
-from .operands import ShardedLayer, Tokens, require_fit, shard_unit, tokens_fit
+from .linear import linear, module_linear
 
-if TYPE_CHECKING:
-    from ...nn.linear import Linear
+__all__ = ["QuantizedColwiseParallel", "linear", "module_linear"]
 
 
 class QuantizedColwiseParallel(ColwiseParallel):
@@ -58,213 +42,24 @@ class QuantizedColwiseParallel(ColwiseParallel):
         self.desired_input_layouts = self.input_layouts  # type: ignore[assignment]
 
 
-# ---- linear --------------------------------------------------------------------------------------
-
-
-def linear(
-    x: Tensor,
-    weight: DTensor,
-    bias: Tensor | None,
-    recipe: Recipe,
-    *,
-    rng: Tensor | None = None,
-    amax_history: Tensor | None = None,
-    stream: int = 0,
-    shared_input: SharedInput | None = None,
-    weight_codes: WeightCodes | None = None,
-    is_in_step: bool = False,
-) -> Tensor:
-    """mf.linear of a weight cut along N or K over one mesh dimension; y cut along N, or Partial."""
-    mesh, dim = weight.device_mesh, cut_of(weight)
-    x = require_inputs(x, weight, recipe, rng, amax_history)
-    if dim is None:
-        return whole_linear(x, weight, bias, recipe, rng, amax_history, stream)
-    grad = torch.is_grad_enabled()
-    layer = ShardedLayer(
-        recipe,
-        mesh.get_group(),
-        dim,
-        rng=rng,
-        history=amax_history,
-        stream=stream,
-        needs_dx=grad and x.requires_grad,
-        needs_dw=grad and weight.requires_grad,
-    )
-    require_even(weight, dim)
-    require_fit(layer, local(weight))
-    share = None if shared_input is None else sharing(shared_input, x, recipe, weight)
-    reuse = None if weight_codes is None else reusing(weight_codes, weight, x, layer, is_in_step)
-    x, tokens = placed(x, recipe, dim)
-    layer = replace(layer, tokens=tokens)
-    is_whole = dim == 0 and tokens is None
-    values = local(x, Partial()) if is_whole else local(x)
-    y = sharded_linear(
-        values, local(weight), None if bias is None else local(bias), layer, share, reuse
-    )
-    y = y.view(*x.shape[:-1], y.shape[-1])
-    placement = Shard(y.dim() - 1) if dim == 0 else Partial()
-    return DTensor.from_local(y, mesh, [placement], run_check=False)
-
-
-def require_inputs(
-    x: Tensor, weight: DTensor, recipe: Recipe, rng: Tensor | None, amax_history: Tensor | None
-) -> DTensor:
-    mesh = weight.device_mesh
-    if not isinstance(x, DTensor) or x.device_mesh != mesh:
-        got = f"one over {x.device_mesh}" if isinstance(x, DTensor) else type(x).__name__
-        raise ValueError(f"linear: expected x as a DTensor over the weight's {mesh}, got {got}")
-    if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:
-        raise ValueError(
-            f"linear: expected weight (N, K) for x (…, K), got {tuple(weight.shape)} for "
-            f"{tuple(x.shape)}"
-        )
-    for name, given, is_needed in (
-        ("rng", rng, recipe.is_stochastic),
-        ("amax_history", amax_history, recipe.is_delayed),
-    ):
-        if is_needed and given is None:
-            raise ValueError(f"linear: recipe {recipe} needs {name}, got None")
-    return x
-
-
-def sharing(shared: SharedInput, x: DTensor, recipe: Recipe, weight: DTensor) -> Share:
-    """x, quantized by the first of its readers whose weights lie and learn alike."""
-    learns = torch.is_grad_enabled() and weight.requires_grad
-    conditions = (*conditions_of(x), weight.placements)
-    return lambda make: shared.operands(
-        x, recipe.text, learns, conditions, lambda: make(shared.readers)
-    )
-
-
-def reusing(
-    codes: WeightCodes, weight: DTensor, x: DTensor, layer: ShardedLayer, is_in_step: bool
-) -> Reuse:
-    """The shard's codes, while no rank's shard has changed."""
-    conditions, recipe, history = conditions_of(x), layer.recipe.text, layer.history
-    is_shown = has_fingerprint(weight._local_tensor)
-    if is_shown:  # of all shards: ranks whose casts wait for each other must decide alike
-        own = torch.tensor(fingerprint_of(weight._local_tensor).value())
-        dist.all_reduce(own, group=layer.group)
-        conditions = (*conditions[:-1], own.item(), conditions[-1])
-    return lambda make: codes.operands(
-        weight, recipe, layer.needs_dx, conditions, history, is_in_step, make, is_shown
-    )
-
-
-def cut_of(weight: DTensor) -> int | None:
-    """The dimension of W that its mesh cuts; None: each rank has the whole."""
-    (placement, *others) = weight.placements
-    if not others and placement.is_replicate():
-        return None
-    if others or type(placement) is not Shard:
-        raise ValueError(
-            "linear: expected a weight that is Shard(0), Shard(1) or Replicate() over one mesh "
-            f"dimension, got {weight.placements} over {weight.device_mesh}"
-        )
-    return placement.dim
-
-
-def require_even(weight: DTensor, dim: int) -> None:
-    length, world = weight.shape[dim], weight.device_mesh.size()
-    if length % world:
-        raise ValueError(
-            f"linear: expected {'NK'[dim]} as a multiple of the ranks, got {'NK'[dim]} = {length} "
-            f"over {world} ranks"
-        )
-
-
-def placed(x: DTensor, recipe: Recipe, dim: int) -> tuple[DTensor, Tokens | None]:
-    """x as a weight cut along `dim` needs it; with its tokens where it stays cut by them."""
-    (placement,) = x.placements
-    last = x.dim() - 1
-    if dim == 1:
-        return x.redistribute(placements=[Shard(last)]), None
-    if type(placement) is Shard and placement.dim < last:
-        at, world = placement.dim, x.device_mesh.size()
-        if x.shape[at] % world == 0:
-            tokens = Tokens(math.prod(x.shape[:at]), math.prod(x.shape[at:last]) // world)
-            if tokens_fit(recipe, tokens):
-                return x, tokens
-    return x.redistribute(placements=[Replicate()]), None
-
-
-def local(t: Tensor, grad_placement: Placement | None = None) -> Tensor:
-    if not isinstance(t, DTensor):
-        return t
-    return t.to_local(grad_placements=None if grad_placement is None else [grad_placement])
-
-
-def whole_linear(
-    x: DTensor,
-    weight: DTensor,
-    bias: Tensor | None,
-    recipe: Recipe,
-    rng: Tensor | None,
-    amax_history: Tensor | None,
-    stream: int,
-) -> Tensor:
-    """Where no rank's weight is cut: x of all tokens, the same on every rank."""
-    y = ops.linear.default(
-        local(x.redistribute(placements=[Replicate()])),
-        local(weight),
-        None if bias is None else local(bias),
-        recipe.text,
-        rng=rng,
-        amax_history=amax_history,
-        stream=stream,
-    )
-    return DTensor.from_local(y, x.device_mesh, [Replicate()], run_check=False)
-
-
-# ---- the module ----------------------------------------------------------------------------------
-
-AGREED: weakref.WeakKeyDictionary[RngState, set[str]] = weakref.WeakKeyDictionary()
-
-
-def require_shared_seed(state: RngState, group: dist.ProcessGroup) -> None:
-    """At the first forward: ranks that share a weight draw the bits of one process."""
-    groups = AGREED.setdefault(state, set())
-    if group.group_name in groups:
-        return
-    both = torch.cat([state.tensor, -state.tensor])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    if not torch.equal(both[:2], -both[2:]):
-        raise ValueError(
-            "linear: expected tensor-parallel ranks to share the seed and count of stochastic "
-            f"rounding, got {state.get().tolist()} mixed with rank {state.rank} here; give "
-            "mf.quantize_ the data_parallel_rank that they share"
-        )
-    groups.add(group.group_name)
-
-
-@torch.compiler.disable(reason="minifloat: tensor parallel layers run eagerly")
-def module_linear(layer: Linear, x: Tensor) -> Tensor:
-    """The forward of an mf.Linear whose weight is a DTensor."""
-    weight = cast(DTensor, layer.weight)
-    layer.unwrap_buffers()
-    rng = layer.draw_rng(weight.device)
-    if layer.rng_state is not None and cut_of(weight) is not None:
-        require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
-    return linear(
-        x,
-        weight,
-        layer.bias,
-        layer.recipe,
-        rng=rng,
-        amax_history=layer.step_history(),
-        stream=layer.stream_id,
-        shared_input=layer.shared_input,
-        weight_codes=layer.weight_codes,
-        is_in_step=layer.is_in_step(),
-    )
-
-
 # ---- sharding rules of the pure ops --------------------------------------------------------------
 # A rule lists (outputs, inputs) placements. x (…, rows, cols); the operand as read swaps them where
 # columnwise. DTensor takes the rule that costs it least.
 
 Rule = tuple[list[Any], list[Any]]
 REPLICATED = Replicate()
+RANDOM_UNIT = 16  # elements that share their random words
+
+
+@lru_cache(maxsize=1024)
+def shard_unit(spec: str, columnwise: bool, dim: int) -> int:
+    """What a shard's length along a matrix's own dimension must be a multiple of."""
+    if spec == "bf16":
+        return 1
+    along = dim != columnwise  # the contraction dimension is the last one as read
+    parsed = Spec.parse(spec)
+    random = RANDOM_UNIT if along and parsed.is_stochastic else 1
+    return max(parsed.unit[int(along)], random)
 
 
 def sharding_rule(op: Any) -> Callable[[Callable[..., list[Rule]]], Any]:

@@ -1,235 +1,349 @@
-"""A linear layer whose weight is cut over the ranks of a group: tensor parallel, on local tensors.
+"""Linear layers whose weight is a DTensor, cut along N or K over one mesh dimension.
 
-    W (N, K)        cut along N, "column-wise"          cut along K, "row-wise"
-    x (M, K)        whole, or its rows (tokens)         columns
-    y = x · Wᵀ      columns                             a sum over the ranks
-    g (M, N)        columns                             whole
-    dx = g · W      a sum over the ranks                columns
-    dW = gᵀ · x     rows                                columns
+DTensor itself would give every shard the same origin, and reduce no amax. So a layer computes on
+local tensors: one call of the op linear_sharded, which casts each shard to the bytes that the whole
+has there, and sends what other ranks need (torch/layers/sharding.h). Here is what DTensor knows:
+where tensors are cut, and over which group.
 
-Each cast gives a shard the bytes that the whole has there (operands.py).
-
-Where x comes cut by tokens (sequence parallel) its codes are gathered, not its values: rowwise ones
-in forward, those that wgrad reads in backward. Until then a rank keeps its own tokens' alone.
+Compiled code traces through all of it. What is kept between forwards, and the comparison of seeds,
+is eager code's alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-from functools import partial
-from typing import Any, NamedTuple
+import math
+from functools import lru_cache, partial
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..._native import ops
-from ...recipe import Product
-from .operands import (
-    COLUMNWISE,
-    DGRAD_G,
-    DGRAD_W,
-    FPROP_W,
-    FPROP_X,
-    WGRAD_G,
-    WGRAD_X,
-    Operand,
-    ShardedLayer,
-    cast,
+from ...nn.operand_cache import (
+    SharedInput,
+    WeightCodes,
+    conditions_of,
+    fingerprint_of,
+    has_fingerprint,
 )
+from ...nn.random_state import RngState
+from ...recipe import Recipe
+from ...tensor.quantized_tensor import QuantizedTensor, weight_operands
 
-# ---- tokens --------------------------------------------------------------------------------------
-
-
-def gather(tensors: list[Tensor], group: dist.ProcessGroup) -> list[Tensor]:
-    """Each as (ranks, …), all in one collective of bytes."""
-    raw = [t.contiguous().view(-1).view(torch.uint8) for t in tensors]
-    sent, world = torch.cat(raw), dist.get_world_size(group)
-    received = sent.new_empty(world * len(sent))
-    dist.all_gather_into_tensor(received, sent, group=group)
-    pieces = received.view(world, -1).split([len(r) for r in raw], dim=1)
-    return [
-        piece.contiguous().view(-1).view(t.dtype).view(world, *t.shape)
-        for piece, t in zip(pieces, tensors)
-    ]
+if TYPE_CHECKING:
+    from ...nn.linear import Linear
 
 
-def joined(pieces: Tensor, dim: int, stretches: int) -> Tensor:
-    """(ranks, …), tokens along `dim` of the rest, as the whole: stretches in turn, ranks within."""
-    apart = pieces.unflatten(1 + dim, (stretches, pieces.shape[1 + dim] // stretches))
-    return apart.movedim(0, 1 + dim).flatten(dim, dim + 2).contiguous()
+class Shards(NamedTuple):
+    """The ranks that have cut a weight, as the ops take them."""
+
+    group: str
+    rank: int
+    ranks: int
+    weight_dim: int
 
 
-def gather_tokens(layer: ShardedLayer, operand: Operand, place: int) -> Operand:
-    """x as read by a product, from the codes of all ranks' tokens."""
-    assert layer.tokens is not None
-    dim = 1 if place in COLUMNWISE else 0
-    is_cut = [t.dim() > dim and t.numel() > 0 for t in operand]
-    found = iter(gather([t for t, cut in zip(operand, is_cut) if cut], layer.group))
-    return Operand(
-        *(
-            joined(next(found), dim, layer.tokens.stretches) if cut else t
-            for t, cut in zip(operand, is_cut)
+class Kept(NamedTuple):
+    """What eager layers read again; see nn/operand_cache.py."""
+
+    shared_input: SharedInput | None = None
+    weight_codes: WeightCodes | None = None
+    is_in_step: bool = False
+
+
+def linear(
+    x: Tensor,
+    weight: DTensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    *,
+    rng: Tensor | None = None,
+    amax_history: Tensor | None = None,
+    stream: int = 0,
+    kept: Kept | None = None,
+) -> Tensor:
+    """mf.linear of a DTensor weight.
+
+    Args:
+        x: DTensor (…, K) over the weight's mesh.
+        weight: (N, K), Shard(0), Shard(1) or Replicate() over one mesh dimension.
+        bias: (N), or None; its local tensor is what the local weight needs.
+        recipe: the formats of the three products.
+        rng: int64 (seed, count[, module stream]), where the recipe rounds stochastically.
+        amax_history: float32 (6, 1 + length), under delayed scaling; written in place.
+        stream: of the module's random bits, beside the one that rng may hold.
+        kept: what this forward may reuse; None: nothing.
+
+    Returns:
+        DTensor (…, N): cut along N where the weight is, Partial() where it is cut along K.
+
+    Raises:
+        ValueError: x and weight do not fit, or a block is more than one rank's.
+    """
+    mesh, dim = weight.device_mesh, cut_of(weight)
+    x = require_inputs(x, weight, recipe, rng, amax_history)
+    if dim is None:
+        return whole_linear(x, weight, bias, recipe, rng, amax_history, stream)
+    require_even(weight, dim)
+    shards = Shards(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), dim)
+    placed_x, token_dim = placed(x, recipe, dim)
+    is_whole = dim == 0 and token_dim is None
+    values, shard = local(placed_x, Partial() if is_whole else None), local(weight)
+    x_operands, gathered = None, None
+    if kept is not None and kept.shared_input is not None:
+        x_operands, gathered = shared_operands(
+            kept.shared_input, x, values, weight, recipe, shards, token_dim
         )
+    y = ops.linear_sharded.default(
+        values,
+        shard,
+        None if bias is None else local(bias),
+        recipe.text,
+        **shards._asdict(),
+        token_dim=token_dim,
+        rng=rng,
+        amax_history=amax_history,
+        stream=stream,
+        x_operands=x_operands,
+        weight_operands=shard_operands(kept, weight, shard, x, recipe, amax_history, shards),
+        gathered=gathered,
+    )
+    placement = Shard(y.dim() - 1) if dim == 0 else Partial()
+    return DTensor.from_local(y, mesh, [placement], run_check=False)
+
+
+def require_inputs(
+    x: Tensor, weight: DTensor, recipe: Recipe, rng: Tensor | None, amax_history: Tensor | None
+) -> DTensor:
+    mesh = weight.device_mesh
+    if not isinstance(x, DTensor) or x.device_mesh != mesh:
+        got = f"one over {x.device_mesh}" if isinstance(x, DTensor) else type(x).__name__
+        raise ValueError(f"linear: expected x as a DTensor over the weight's {mesh}, got {got}")
+    if weight.dim() != 2 or x.dim() == 0 or weight.shape[1] != x.shape[-1]:
+        raise ValueError(
+            f"linear: expected weight (N, K) for x (…, K), got {tuple(weight.shape)} for "
+            f"{tuple(x.shape)}"
+        )
+    for name, given, is_needed in (
+        ("rng", rng, recipe.is_stochastic),
+        ("amax_history", amax_history, recipe.is_delayed),
+    ):
+        if is_needed and given is None:
+            raise ValueError(f"linear: recipe {recipe} needs {name}, got None")
+    return x
+
+
+# ---- where tensors are cut -----------------------------------------------------------------------
+
+
+def cut_of(weight: DTensor) -> int | None:
+    """The dimension of W that its mesh cuts; None: each rank has the whole."""
+    (placement, *others) = weight.placements
+    if not others and placement.is_replicate():
+        return None
+    if others or type(placement) is not Shard:
+        raise ValueError(
+            "linear: expected a weight that is Shard(0), Shard(1) or Replicate() over one mesh "
+            f"dimension, got {weight.placements} over {weight.device_mesh}"
+        )
+    return placement.dim
+
+
+def require_even(weight: DTensor, dim: int) -> None:
+    length, world = weight.shape[dim], weight.device_mesh.size()
+    if length % world:
+        raise ValueError(
+            f"linear: expected {'NK'[dim]} as a multiple of the ranks, got {'NK'[dim]} = {length} "
+            f"over {world} ranks"
+        )
+
+
+@lru_cache(maxsize=256)
+def _token_unit(recipe: str) -> int:
+    return ops.token_unit(recipe)
+
+
+@torch.compiler.assume_constant_result
+def token_unit(recipe: str) -> int:
+    """What a rank's run of tokens must be a multiple of for its codes to be gathered; 0: never."""
+    return _token_unit(recipe)
+
+
+def placed(x: DTensor, recipe: Recipe, dim: int) -> tuple[DTensor, int | None]:
+    """x as a weight cut along `dim` needs it; with its token dimension where it stays cut there."""
+    (placement,) = x.placements
+    last = x.dim() - 1
+    if dim == 1:
+        return x.redistribute(placements=[Shard(last)]), None
+    if type(placement) is Shard and placement.dim < last:
+        at, world, unit = placement.dim, x.device_mesh.size(), token_unit(recipe.text)
+        run = math.prod(x.shape[at:last]) // world
+        if unit > 0 and x.shape[at] % world == 0 and run % unit == 0:
+            return x, at
+    return x.redistribute(placements=[Replicate()]), None
+
+
+def local(t: Tensor, grad_placement: Placement | None = None) -> Tensor:
+    if not isinstance(t, DTensor):
+        return t
+    return t.to_local(grad_placements=None if grad_placement is None else [grad_placement])
+
+
+def whole_linear(
+    x: DTensor,
+    weight: DTensor,
+    bias: Tensor | None,
+    recipe: Recipe,
+    rng: Tensor | None,
+    amax_history: Tensor | None,
+    stream: int,
+) -> Tensor:
+    """Where no rank's weight is cut: x of all tokens, the same on every rank."""
+    whole = local(weight)
+    y = ops.linear.default(
+        local(x.redistribute(placements=[Replicate()])),
+        whole,
+        None if bias is None else local(bias),
+        recipe.text,
+        rng=rng,
+        amax_history=amax_history,
+        stream=stream,
+    )
+    return DTensor.from_local(y, x.device_mesh, [Replicate()], run_check=False)
+
+
+# ---- operands that are quantized before the call -------------------------------------------------
+
+
+def shared_operands(
+    shared: SharedInput,
+    x: DTensor,
+    values: Tensor,
+    weight: DTensor,
+    recipe: Recipe,
+    shards: Shards,
+    token_dim: int | None,
+) -> tuple[list[Tensor], Any]:
+    """x, quantized once for its readers whose weights are cut and trained alike."""
+    is_trained = torch.is_grad_enabled() and weight.requires_grad
+
+    def quantized() -> tuple[list[Tensor], Any]:
+        with torch.no_grad():
+            operands = ops.layer_operands.default(
+                values,
+                recipe.text,
+                "x",
+                columnwise=is_trained,
+                **shards._asdict(),
+                token_dim=token_dim,
+            )
+        if token_dim is None:
+            return operands, None
+        return operands, torch.classes.minifloat.GatheredInput(shared.readers)
+
+    conditions = (*conditions_of(x), weight.placements)
+    return shared.operands(x, recipe.text, is_trained, conditions, quantized)
+
+
+def shard_operands(
+    kept: Kept | None,
+    weight: DTensor,
+    shard: Tensor,
+    x: DTensor,
+    recipe: Recipe,
+    amax_history: Tensor | None,
+    shards: Shards,
+) -> list[Tensor] | None:
+    """The shard's codes where it is codes already, or was quantized and is unchanged on all ranks;
+    None: linear_sharded quantizes it."""
+    needs_dx = torch.is_grad_enabled() and x.requires_grad
+    if isinstance(shard, QuantizedTensor):
+        return weight_operands(shard, recipe.fprop.b, recipe.dgrad.b if needs_dx else None)
+    if kept is None or kept.weight_codes is None:
+        return None
+    # Outside autocast a weight of another dtype has a gradient of its own dtype.
+    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
+        return None
+    conditions = conditions_of(x)
+    is_shown = has_fingerprint(weight._local_tensor)
+    if is_shown:  # the sum over the ranks: their casts wait for each other, so all decide alike
+        total = torch.tensor(fingerprint_of(weight._local_tensor).value())
+        dist.all_reduce(total, group=weight.device_mesh.get_group())
+        conditions = (*conditions[:-1], total.item(), conditions[-1])
+    quantize = partial(
+        ops.layer_operands.default,
+        shard,
+        recipe.text,
+        "w",
+        amax_history=amax_history,
+        **shards._asdict(),
+    )
+    with torch.no_grad():
+        return kept.weight_codes.operands(
+            weight,
+            recipe.text,
+            needs_dx,
+            conditions,
+            amax_history,
+            kept.is_in_step,
+            quantize,
+            is_shown,
+        )
+
+
+# ---- the module ----------------------------------------------------------------------------------
+
+
+def require_shared_seed(state: RngState, group: dist.ProcessGroup) -> None:
+    """At the first eager forward: ranks that share a weight draw the bits of one process."""
+    if group.group_name in state.agreed:
+        return
+    both = torch.cat([state.tensor, -state.tensor])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    if not torch.equal(both[:2], -both[2:]):
+        raise ValueError(
+            "linear: expected tensor-parallel ranks to share the seed and count of stochastic "
+            f"rounding, got {state.get().tolist()} mixed with rank {state.rank} here; give "
+            "mf.quantize_ the data_parallel_rank that they share"
+        )
+    state.agreed.add(group.group_name)
+
+
+def module_linear(layer: Linear, x: Tensor) -> Tensor:
+    """The forward of an mf.Linear whose weight is a DTensor."""
+    weight = cast(DTensor, layer.weight)
+    if torch.compiler.is_compiling():
+        return traced_linear(layer, x, weight)
+    layer.unwrap_buffers()
+    rng = layer.draw_rng(weight.device)
+    if layer.rng_state is not None and cut_of(weight) is not None:
+        require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
+    return linear(
+        x,
+        weight,
+        layer.bias,
+        layer.recipe,
+        rng=rng,
+        amax_history=layer.step_history(),
+        stream=layer.stream_id,
+        kept=Kept(layer.shared_input, layer.weight_codes, layer.is_in_step()),
     )
 
 
-class GivenInput(NamedTuple):
-    """x as fprop reads it, gathered, and as wgrad will: this rank's part, and how to gather it."""
-
-    rowwise: Operand
-    columnwise: Operand | None
-    wgrad: GatheredOnce
-
-
-class GatheredOnce:
-    """x as wgrad reads it: the first layer to ask gathers, and it is kept until the last has."""
-
-    def __init__(self, readers: int) -> None:
-        self.readers, self.left = readers, 0
-        self.operand: Operand | None = None
-
-    def get(self, layer: ShardedLayer, own: Operand) -> Operand:
-        if self.operand is None:
-            self.operand, self.left = gather_tokens(layer, own, WGRAD_X), self.readers
-        operand, self.left = self.operand, self.left - 1
-        if self.left == 0:
-            self.operand = None
-        return operand
-
-
-def scatter_sum(layer: ShardedLayer, dx: Tensor) -> Tensor:
-    """The sum over the ranks of dx (tokens of all, K), this rank's tokens of it."""
-    assert layer.tokens is not None
-    world = dist.get_world_size(layer.group)
-    stretches, length = layer.tokens
-    by_rank = dx.view(stretches, world, length, -1).transpose(0, 1).contiguous()
-    out = by_rank.new_empty(by_rank.shape[1:])
-    dist.reduce_scatter_tensor(out.view(-1), by_rank.view(-1), group=layer.group)
-    return out
-
-
-# ---- the layer -----------------------------------------------------------------------------------
-
-
-def multiply(
-    a: Operand, b: Operand, product: Product, k: int, bias: Tensor | None, dtype: torch.dtype
-) -> Tensor:
-    return ops.scaled_mm(*a, *b, str(product), k=k, bias=bias, out_dtype=dtype)
-
-
-def as_matrix(x: Tensor) -> Tensor:
-    return x.reshape(-1, x.shape[-1]).contiguous()
-
-
-def quantize_input(layer: ShardedLayer, x: Tensor, readers: int = 1) -> GivenInput:
-    """Both directions of x (…, K) for so many layers."""
-    wgrad_x = WGRAD_X if layer.needs_dw else None
-    rowwise, columnwise = cast(layer, as_matrix(x), FPROP_X, wgrad_x)
-    assert rowwise is not None
-    if layer.tokens is not None:
-        rowwise = gather_tokens(layer, rowwise, FPROP_X)
-    return GivenInput(rowwise, columnwise, GatheredOnce(readers))
-
-
-def weight_operands(
-    layer: ShardedLayer, weight: Tensor, dtype: torch.dtype, *, rowwise: bool, columnwise: bool
-) -> list[Tensor]:
-    """W's codes, scale and amax of each direction, empty where not wanted or not codes."""
-    row = FPROP_W if rowwise and layer.spec(FPROP_W) != "bf16" else None
-    col = DGRAD_W if columnwise and layer.spec(DGRAD_W) != "bf16" else None
-    found = cast(layer, weight.to(dtype).contiguous(), row, col)
-    none = weight.new_empty(0, dtype=torch.float32)
-    return [t for operand in found for t in operand or (none,) * 3]
-
-
-class ShardedLinear(torch.autograd.Function):
-    """y of local x (…, K) and W, both of this rank; its outputs and gradients: the table above."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: ShardedLayer
-    ) -> Tensor:
-        given = quantize_input(layer, x) if layer.given is None else layer.given
-        values = weight.to(x.dtype).contiguous()
-        dgrad_w = DGRAD_W if layer.needs_dx else None
-        w_rowwise, w_columnwise = cast(layer, values, FPROP_W, dgrad_w, layer.weight)
-        assert w_rowwise is not None
-        adds_bias = layer.dim == 0 or dist.get_rank(layer.group) == 0  # once, in a sum over ranks
-        y = multiply(
-            given.rowwise,
-            w_rowwise,
-            layer.recipe.fprop,
-            x.shape[-1],
-            bias if adds_bias else None,
-            x.dtype,
-        )
-        ctx.wgrad_x = given.wgrad
-        ctx.layer, ctx.x_shape = layer, x.shape
-        ctx.dtypes = weight.dtype, None if bias is None else bias.dtype
-        ctx.save_for_backward(*(given.columnwise or (None,) * 3), *(w_columnwise or (None,) * 3))
-        return y
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        layer, recipe = ctx.layer, ctx.layer.recipe
-        saved = ctx.saved_tensors  # once: checkpointing runs forward again here
-        x_columnwise, w_columnwise = Operand(*saved[:3]), Operand(*saved[3:])
-        g, dx, dw, db = grad.contiguous(), None, None, None
-        with torch.autocast(g.device.type, enabled=False):
-            g_rowwise, g_columnwise = cast(
-                layer,
-                g,
-                DGRAD_G if layer.needs_dx else None,
-                WGRAD_G if layer.needs_dw else None,
-            )
-            if g_rowwise is not None:
-                dx = multiply(g_rowwise, w_columnwise, recipe.dgrad, g.shape[1], None, g.dtype)
-                if layer.tokens is not None:
-                    dx = scatter_sum(layer, dx)
-                dx = dx.view(ctx.x_shape)
-            if g_columnwise is not None:
-                if layer.tokens is not None:
-                    x_columnwise = ctx.wgrad_x.get(layer, x_columnwise)
-                dw = multiply(
-                    g_columnwise, x_columnwise, recipe.wgrad, g.shape[0], None, ctx.dtypes[0]
-                )
-            if ctx.dtypes[1] is not None and ctx.needs_input_grad[2]:
-                db = g.sum(0, dtype=torch.float32).to(ctx.dtypes[1])
-        return dx, dw, db, None
-
-
-Share = Callable[[Callable[[int], GivenInput]], GivenInput]
-Reuse = Callable[[Callable[..., list[Tensor]]], list[Tensor] | None]
-
-
-def sharded_linear(
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    layer: ShardedLayer,
-    share: Share | None = None,
-    reuse: Reuse | None = None,
-) -> Tensor:
-    """(M, N) of one rank: its columns, or its part of the sum. Autocast as `linear` has it.
-
-    share: hands over what layers of the same input have quantized, or lets it be made for so many.
-    reuse: hands over W's codes where W is unchanged, made when first needed; None: not so.
-    """
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        dtype = torch.get_autocast_dtype(kind)
-        x, weight = x.to(dtype), weight.to(dtype)
-        bias = None if bias is None else bias.to(dtype)
-    with torch.autocast(kind, enabled=False):
-        if share is not None:
-            with torch.no_grad():
-                given = share(lambda readers: quantize_input(layer, x, readers))
-            layer = replace(layer, given=given)
-        if reuse is not None:
-            with torch.no_grad():
-                codes = reuse(partial(weight_operands, layer, weight, x.dtype))
-            if codes is not None:
-                layer = replace(layer, weight=(Operand(*codes[:3]), Operand(*codes[3:])))
-        return ShardedLinear.apply(x, weight, bias, layer)
+def traced_linear(layer: Linear, x: Tensor, weight: DTensor) -> Tensor:
+    """The same for a compiler: the stream of random bits is a tensor, and nothing is reused."""
+    rng = None
+    if layer.rng_state is not None:
+        stream = local(layer.stream)
+        rng = torch.cat([layer.rng_state.tensor.to(stream.device), stream])
+    history = layer.step_history()
+    return linear(
+        x,
+        weight,
+        layer.bias,
+        layer.recipe,
+        rng=rng,
+        amax_history=None if history is None else local(history),
+    )

@@ -1,0 +1,64 @@
+// The arguments of linear, linear_group and linear_sharded in one form, and what is required of them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "layers/operands.h"
+#include "layers/sharding.h"
+
+namespace minifloat::torch_ops {
+
+// Operands that were quantized before the call, as layer_operands returns them; empty: none. Of a layer alone, not of a
+// group.
+struct Prequantized {
+  at::TensorList x, weight;
+};
+
+// The ranks that have cut a layer's weight; null: this process has the whole.
+struct Shards {
+  const Sharding* sharding = nullptr;
+  c10::intrusive_ptr<GatheredInput> gathered =
+      {};  // x for wgrad, where several layers read x; or null
+};
+
+// Tensors are defined, as the autograd function takes them. rng and histories are empty, or one a weight.
+struct Layers {
+  at::TensorList weights;
+  at::TensorList biases;        // those that there are
+  std::vector<int> bias_index;  // of each weight's among them; -1: none
+  at::TensorList rng, histories;
+  std::int64_t stream = 0;
+  Prequantized prequantized;
+  Shards shards;
+
+  std::optional<Tensor> bias_of(std::size_t i) const {
+    return bias_index[i] < 0 ? std::nullopt : std::optional(biases[bias_index[i]]);
+  }
+  ModuleState state_of(std::size_t i) const {
+    return {.rng = rng.empty() ? Tensor() : rng[i],
+            .stream = stream,
+            .history = histories.empty() ? Tensor() : histories[i],
+            .pending = nullptr,
+            .sharding = shards.sharding};
+  }
+};
+
+// Which gradients are asked for.
+struct Needs {
+  bool dx = false;
+  bool any_dw = false;
+  std::vector<bool> dw, db;
+
+  Needs(const Tensor& x, const Layers& layers);
+  bool any() const;
+};
+
+// Raises ValueError where arguments do not fit, before anything is computed or sent.
+void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe);
+
+}  // namespace minifloat::torch_ops

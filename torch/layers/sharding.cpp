@@ -1,0 +1,172 @@
+#include "layers/sharding.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+namespace minifloat::torch_ops {
+namespace {
+
+constexpr std::int64_t kMostRanks = 1 << 14;
+
+template <class Signature>
+auto collective(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+}
+
+Tensor wait(const Tensor& t) {
+  static const auto op = collective<Tensor(const Tensor&)>("_c10d_functional::wait_tensor");
+  return op.call(t);
+}
+
+Tensor all_reduce_max(const Sharding& s, const Tensor& t) {
+  static const auto op =
+      collective<Tensor(const Tensor&, std::string, std::string)>("_c10d_functional::all_reduce");
+  if (s.ranks == 1) return t;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return wait(op.call(t, "max", s.group));
+}
+
+// All ranks' t, one after the other along dimension 0.
+Tensor all_gather(const Sharding& s, const Tensor& t) {
+  static const auto op = collective<Tensor(const Tensor&, std::int64_t, std::string)>(
+      "_c10d_functional::all_gather_into_tensor");
+  if (s.ranks == 1) return t;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return wait(op.call(t, s.ranks, s.group));
+}
+
+// The sum over the ranks of t's part of this rank, along dimension 0.
+Tensor reduce_scatter(const Sharding& s, const Tensor& t) {
+  static const auto op = collective<Tensor(const Tensor&, std::string, std::int64_t, std::string)>(
+      "_c10d_functional::reduce_scatter_tensor");
+  if (s.ranks == 1) return t;
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return wait(op.call(t, "sum", s.ranks, s.group));
+}
+
+Tensor as_bytes(const Tensor& t) {
+  return t.contiguous().view_symint({t.sym_numel()}).view(at::kByte);
+}
+
+// (ranks, …), with tokens along dimension `dim` of the rest, as the whole: runs in turn, ranks within a run.
+Tensor join(const Tensor& shards, std::int64_t dim, const TokenRuns& runs) {
+  c10::SymDimVector apart(shards.sym_sizes().begin(), shards.sym_sizes().end());
+  const SymInt tokens = apart[1 + dim];
+  apart[1 + dim] = runs.count;
+  apart.insert(apart.begin() + 2 + dim, tokens / runs.count);
+  return shards.reshape_symint(apart).movedim(0, 1 + dim).flatten(dim, dim + 2).contiguous();
+}
+
+}  // namespace
+
+void check_sharding(const char* op, const Sharding& s, const Tensor& x) {
+  TORCH_CHECK_VALUE(1 <= s.ranks && s.ranks <= kMostRanks && 0 <= s.rank && s.rank < s.ranks, op,
+                    ": expected a rank from 0 to ranks - 1, of at most ", kMostRanks,
+                    " ranks, got rank ", s.rank, " of ", s.ranks);
+  TORCH_CHECK_VALUE(s.weight_dim == 0 || s.weight_dim == 1, op,
+                    ": expected weight_dim = 0 (N) or 1 (K), got ", s.weight_dim);
+  TORCH_CHECK_VALUE(
+      !s.token_dim || (s.weight_dim == 0 && 0 <= *s.token_dim && *s.token_dim < x.dim() - 1), op,
+      ": expected token_dim as a dimension of tokens of x ", x.sym_sizes(),
+      ", of a weight that is cut along N, got ", *s.token_dim);
+}
+
+TokenRuns token_runs(const Sharding& sharding, c10::SymIntArrayRef x_shape) {
+  TokenRuns runs{1, 1};
+  const std::size_t cut = sharding.token_dim ? static_cast<std::size_t>(*sharding.token_dim) : 0;
+  for (std::size_t i = 0; i + 1 < x_shape.size(); ++i) {
+    SymInt& part = i < cut ? runs.count : runs.length;
+    part = part * x_shape[i];
+  }
+  return runs;
+}
+
+Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax) {
+  // Bits of magnitudes order like the values. The mask makes a tensor of its own: Inductor (torch 2.11) sends no view.
+  constexpr std::int64_t kMagnitude = 0x7fffffff;
+  return all_reduce_max(sharding, amax.view(at::kInt).bitwise_and(kMagnitude)).view(at::kFloat);
+}
+
+QuantizedOperand gather_tokens(const Sharding& s, const TokenRuns& runs,
+                               const QuantizedOperand& operand, bool columnwise) {
+  if (s.ranks == 1) return operand;
+  const std::int64_t dim = columnwise ? 1 : 0;
+  QuantizedOperand out = operand;
+  out.decoded = Tensor();
+  std::vector<Tensor*> cut;
+  for (Tensor* t : {&out.codes, &out.scale, &out.amax})
+    if (t->defined() && t->dim() > dim && t->sym_numel() != 0) cut.push_back(t);
+  if (cut.empty()) return out;
+  std::vector<Tensor> bytes;
+  std::vector<SymInt> lengths;
+  for (const Tensor* t : cut) {
+    bytes.push_back(as_bytes(*t));
+    lengths.push_back(bytes.back().sym_numel());
+  }
+  // One collective for all of them.
+  const Tensor sent = bytes.size() == 1 ? bytes[0] : at::cat(bytes);
+  const Tensor received = all_gather(s, sent).view_symint({s.ranks, sent.sym_numel()});
+  const std::vector<Tensor> parts = received.split_with_sizes_symint(lengths, 1);
+  for (std::size_t i = 0; i < cut.size(); ++i) {
+    c10::SymDimVector shape(cut[i]->sym_sizes().begin(), cut[i]->sym_sizes().end());
+    shape.insert(shape.begin(), s.ranks);
+    const Tensor flat = parts[i].contiguous().view_symint({s.ranks * lengths[i]});
+    *cut[i] = join(flat.view(cut[i]->scalar_type()).view_symint(shape), dim, runs);
+  }
+  return out;
+}
+
+Tensor scatter_sum(const Sharding& s, const TokenRuns& runs, const Tensor& dx) {
+  if (s.ranks == 1) return dx;
+  const SymInt k = dx.sym_size(1);
+  const Tensor by_rank =
+      dx.view_symint({runs.count, s.ranks, runs.length, k}).transpose(0, 1).contiguous();
+  return reduce_scatter(s, by_rank.view_symint({dx.sym_size(0), k}));
+}
+
+GatheredInput::GatheredInput(std::int64_t readers) : readers_(readers) {
+  TORCH_CHECK_VALUE(readers > 0, "GatheredInput: expected at least one reader, got ", readers);
+}
+
+QuantizedOperand GatheredInput::get(const Sharding& sharding, const TokenRuns& runs,
+                                    const QuantizedOperand& shard) {
+  const std::lock_guard lock(mutex_);
+  if (left_ == 0) {
+    operand_ = gather_tokens(sharding, runs, shard, /*columnwise=*/true);
+    left_ = readers_;
+  }
+  const QuantizedOperand out = operand_;
+  if (--left_ == 0) operand_ = {};
+  return out;
+}
+
+void register_gathered_input() {
+  static const auto registered =
+      torch::class_<GatheredInput>("minifloat", "GatheredInput").def(torch::init<std::int64_t>());
+  static_cast<void>(registered);
+}
+
+Tensor linear_sharded(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
+                      const std::string& recipe, const std::string& group, std::int64_t rank,
+                      std::int64_t ranks, std::int64_t weight_dim,
+                      std::optional<std::int64_t> token_dim, const std::optional<Tensor>& rng,
+                      const std::optional<Tensor>& amax_history, std::int64_t stream,
+                      const std::optional<at::TensorList>& x_operands,
+                      const std::optional<at::TensorList>& weight_operands,
+                      const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered) {
+  using Signature = Tensor(
+      const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::string&,
+      const std::string&, std::int64_t, std::int64_t, std::int64_t, std::optional<std::int64_t>,
+      const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t,
+      const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
+      const std::optional<c10::intrusive_ptr<GatheredInput>>&);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("minifloat::linear_sharded", "")
+                             .typed<Signature>();
+  return op.call(x, weight, bias, recipe, group, rank, ranks, weight_dim, token_dim, rng,
+                 amax_history, stream, x_operands, weight_operands, gathered);
+}
+
+}  // namespace minifloat::torch_ops
