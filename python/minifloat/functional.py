@@ -13,6 +13,7 @@ from ._native import ops
 from .checks import require_text
 from .nn.distributed_hooks import hooks, is_distributed
 from .recipe import Recipe
+from .tensor.quantized_tensor import weight_operands
 
 
 def linear(
@@ -34,7 +35,15 @@ def linear(
     if is_distributed(weight):
         recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
         return hooks().linear(x, weight, bias, recipe, rng=rng, amax_history=amax_history)
-    return ops.linear(x, weight, bias, recipe_text(recipe), rng=rng, amax_history=amax_history)
+    return ops.linear(
+        x,
+        weight,
+        bias,
+        recipe_text(recipe),
+        rng=rng,
+        amax_history=amax_history,
+        weight_operands=weight_operands(weight, recipe, x),
+    )
 
 
 def recipe_text(recipe: str | Recipe) -> str:

@@ -110,6 +110,12 @@ class RecipeMap:
         return RecipeMap, (self.text,)
 
 
+@lru_cache(maxsize=1)
+def operand_names() -> tuple[str, ...]:
+    """The six operands of a layer, such as "w/dgrad", by their row of an amax history."""
+    return tuple(ops.operand_names())
+
+
 def presets() -> list[str]:
     """The names of the preset recipes, in the order of the documentation."""
     return list(ops.preset_names())

@@ -304,6 +304,11 @@ def _token_unit(rng: Random, arena: Arena) -> Call:
     return op_call("token_unit", recipe=rng.choice(mf.presets()))
 
 
+@call("operand_names")
+def _operand_names(rng: Random, arena: Arena) -> Call:
+    return op_call("operand_names")
+
+
 @call("linear_group")
 def _linear_group(rng: Random, arena: Arena) -> Call:
     x = matrix(rng, arena, True)

@@ -367,11 +367,21 @@ std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& te
 
 std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
 
+// The six operands by their row of an amax history.
+std::vector<std::string> operand_names() {
+  std::vector<std::string> names;
+  for (const OperandInfo& info : kOperands) names.emplace_back(info.name);
+  return names;
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   m.impl("layer_operands", layer_operands_kernel);
 }
-TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("token_unit", token_unit_of); }
+TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
+  m.impl("token_unit", token_unit_of);
+  m.impl("operand_names", operand_names);
+}
 
 }  // namespace minifloat

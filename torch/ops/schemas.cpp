@@ -85,6 +85,7 @@ TORCH_LIBRARY(minifloat, m) {
       "__torch__.torch.classes.minifloat.GatheredInput? gathered=None) -> Tensor",
       tags);
   m.def("token_unit(str recipe) -> int");
+  m.def("operand_names() -> str[]");
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, str recipe, *, Tensor? rng=None, "
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "

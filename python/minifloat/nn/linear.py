@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
-from ..recipe import Recipe
-from ..tensor.quantized_tensor import QuantizedTensor
+from ..recipe import Recipe, operand_names
+from ..tensor.quantized_tensor import QuantizedTensor, weight_operands
 from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import turn_off, turn_on
 from .names import clean_name, unwrapped
@@ -19,7 +19,6 @@ from .operand_cache import SharedInput, WeightCodes, conditions_of, weight_codes
 from .random_state import AdvanceRng, Draws, RngState, as_normal, require_int64
 from .selection import WEIGHT_DTYPES
 
-OPERANDS = 6  # fprop x, W; dgrad g, W; wgrad g, x
 DEFAULT_HISTORY = 16  # steps of amax history
 STATE = ("stream", "amax_history")  # a layer's buffers
 ALGORITHMS = ("max", "most_recent")
@@ -103,10 +102,11 @@ class Linear(nn.Linear):
             self.travel.complete(weight, torch.is_grad_enabled() and input.requires_grad)
         rng = self.draw_rng(weight.device)
         history = self.step_history()
-        x_operands = weight_operands = None
+        x_operands, w_operands = None, weight_operands(weight, self.recipe, input)
         is_plain = type(input) is Tensor and not input.is_meta
         if is_plain and not (self.weight_codes is None and self.shared_input is None):
-            x_operands, weight_operands = self._reused(input, weight, history)
+            x_operands, reused = self._reused(input, weight, history)
+            w_operands = w_operands or reused
         return ops.linear.default(
             input,
             weight,
@@ -116,7 +116,7 @@ class Linear(nn.Linear):
             amax_history=history,
             stream=self.stream_id,
             x_operands=x_operands,
-            weight_operands=weight_operands,
+            weight_operands=w_operands,
         )
 
     def _traced_forward(self, input: Tensor, weight: Tensor) -> Tensor:
@@ -126,7 +126,15 @@ class Linear(nn.Linear):
             base = self.rng_state.tensor
             rng = torch.cat([base.to(self.stream.device), self.stream])
         history = self.step_history()
-        return ops.linear(input, weight, self.bias, self.recipe.text, rng=rng, amax_history=history)
+        return ops.linear(
+            input,
+            weight,
+            self.bias,
+            self.recipe.text,
+            rng=rng,
+            amax_history=history,
+            weight_operands=weight_operands(weight, self.recipe, input),
+        )
 
     def draw_rng(self, device: torch.device) -> Tensor | None:
         """(seed, count) of this forward; None where nothing in the recipe is stochastic."""
@@ -142,22 +150,29 @@ class Linear(nn.Linear):
         # Outside autocast a weight of another dtype has a gradient of its own dtype.
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
         grad = torch.is_grad_enabled()
-        x_operands = weight_operands = None
+        x_operands = w_operands = None
         if self.weight_codes is not None and not is_cast:
             columnwise = grad and x.requires_grad
-            weight_operands = self.weight_codes.operands(
+            w_operands = self.weight_codes.operands(
                 weight, recipe, columnwise, conditions, amax_history, self.is_in_step()
             )
         if self.shared_input is not None:
             columnwise = grad and weight.requires_grad
             x_operands = self.shared_input.operands(x, recipe, columnwise, conditions)
-        return x_operands, weight_operands
+        return x_operands, w_operands
 
     def unwrap_buffers(self) -> None:
         """torch's parallel styles make replicated DTensors of buffers; these are the rank's own."""
         for name in STATE:
-            buffer = self._buffers[name]
-            self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
+            buffer = self._buffers.get(name)
+            if buffer is not None:
+                self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """The last thing that a style of torch does to a layer: compiled code, too, then meets its
+        buffers as plain tensors."""
+        self.unwrap_buffers()
+        return super().register_forward_pre_hook(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Linear:
         if mode != self.training and self.weight_codes is not None:
@@ -259,7 +274,7 @@ def adopt(
     stream = as_normal(torch.full((1,), stream_id, dtype=torch.int64, device=device))
     history = None
     if recipe.is_delayed:
-        shape = (OPERANDS, 1 + history_length)
+        shape = (len(operand_names()), 1 + history_length)
         history = as_normal(torch.zeros(shape, dtype=torch.float32, device=device))
     if not isinstance(module, Linear):
         module.__class__ = Linear

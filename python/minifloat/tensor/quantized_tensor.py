@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
 from .._native import ops
+from ..recipe import Recipe
 from ..spec import Spec
 from .quantized import (
     Quantized,
@@ -292,24 +293,33 @@ for _side in ("rowwise", "columnwise"):
         setattr(QuantizedTensor, f"_{_side}_{_name}", _inner(_side, _name))
 
 
-def weight_operands(weight: QuantizedTensor, row: str, col: str | None) -> list[Tensor]:
-    """The codes of a weight as the op `linear` takes them: the eight tensors of layer_operands.
+def weight_operands(weight: Tensor, recipe: str | Recipe, x: Tensor) -> list[Tensor] | None:
+    """The codes of a quantized weight as the op `linear` takes them; None: it is not quantized.
 
     Args:
         weight: (N, K).
-        row: the spec in which fprop reads W.
-        col: the spec in which dgrad reads W; None: no gradient of x is computed.
+        recipe: of the layer: fprop reads W rowwise, dgrad columnwise.
+        x: the layer's input, which tells whether dgrad is computed.
+
+    Returns:
+        The eight tensors of the op layer_operands.
 
     Raises:
         ValueError: the weight does not hold these codes. Nothing is rounded a second time.
     """
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    has_dgrad = torch.is_grad_enabled() and x.requires_grad
+    if torch.compiler.is_compiling():  # which sees an op, not the parts of the weight
+        return ops.layer_operands.default(weight, recipe.text, "w", columnwise=has_dgrad)
     empty = torch.empty(0, device=weight.device)
     operands = []
-    for spec, is_columnwise in ((row, False), (col, True)):
-        if spec is None or spec == "bf16":
+    for spec, columnwise in ((recipe.fprop.b, False), (recipe.dgrad.b, True)):
+        if spec == "bf16" or (columnwise and not has_dgrad):
             operands += [empty] * 4
         else:
-            part = weight.direction(spec, is_columnwise)
+            part = weight.direction(spec, columnwise)
             operands += [part.codes, raw_scale(part), part.amax, empty]
     return operands
 

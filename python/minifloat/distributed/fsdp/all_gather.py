@@ -25,6 +25,7 @@ from torch import Tensor, nn
 
 from ...nn.operand_cache import STEPS
 from ...nn.random_state import is_in_backward
+from ...recipe import operand_names
 from ...tensor.quantized import Quantized
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from .cast import Job, cast_shards
@@ -43,7 +44,6 @@ from .handshake import agree
 from .plan import Part, Plan
 from .shard_layout import Piece, Rows, layout_of, round_up
 
-HISTORY_ROWS = {False: 1, True: 3}  # of W in an amax history: as fprop and as dgrad reads it
 ALIGNMENT = 4  # bytes
 # By FSDP2's parameter group, or by a weight's travel.
 CONVOYS: weakref.WeakKeyDictionary[Any, Convoy] = weakref.WeakKeyDictionary()
@@ -207,7 +207,8 @@ class Travel:
         if not part.is_delayed:
             return None
         layer: Any = self.layer()
-        return layer.amax_history[HISTORY_ROWS[part.columnwise], 0]
+        row = operand_names().index("w/dgrad" if part.columnwise else "w/fprop")
+        return layer.amax_history[row, 0]
 
     # ---- what is received ------------------------------------------------------------------------
 

@@ -30,7 +30,7 @@ from ...nn.operand_cache import (
 )
 from ...nn.random_state import RngState
 from ...recipe import Recipe
-from ...tensor.quantized_tensor import QuantizedTensor, weight_operands
+from ...tensor.quantized_tensor import weight_operands
 
 if TYPE_CHECKING:
     from ...nn.linear import Linear
@@ -201,15 +201,16 @@ def whole_linear(
     stream: int,
 ) -> Tensor:
     """Where no rank's weight is cut: x of all tokens, the same on every rank."""
-    whole = local(weight)
+    values, whole = local(x.redistribute(placements=[Replicate()])), local(weight)
     y = ops.linear.default(
-        local(x.redistribute(placements=[Replicate()])),
+        values,
         whole,
         None if bias is None else local(bias),
         recipe.text,
         rng=rng,
         amax_history=amax_history,
         stream=stream,
+        weight_operands=weight_operands(whole, recipe, values),
     )
     return DTensor.from_local(y, x.device_mesh, [Replicate()], run_check=False)
 
@@ -258,11 +259,10 @@ def shard_operands(
 ) -> list[Tensor] | None:
     """The shard's codes where it is codes already, or was quantized and is unchanged on all ranks;
     None: linear_sharded quantizes it."""
+    held = weight_operands(shard, recipe, x)
     needs_dx = torch.is_grad_enabled() and x.requires_grad
-    if isinstance(shard, QuantizedTensor):
-        return weight_operands(shard, recipe.fprop.b, recipe.dgrad.b if needs_dx else None)
-    if kept is None or kept.weight_codes is None:
-        return None
+    if held is not None or kept is None or kept.weight_codes is None:
+        return held
     # Outside autocast a weight of another dtype has a gradient of its own dtype.
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return None
