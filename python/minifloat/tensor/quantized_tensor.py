@@ -310,7 +310,7 @@ def weight_operands(weight: Tensor, recipe: str | Recipe, x: Tensor) -> list[Ten
     if not isinstance(weight, QuantizedTensor):
         return None
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
-    has_dgrad = torch.is_grad_enabled() and x.requires_grad
+    has_dgrad = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     if torch.compiler.is_compiling():  # which sees an op, not the parts of the weight
         return ops.layer_operands.default(weight, recipe.text, "w", columnwise=has_dgrad)
     empty = torch.empty(0, device=weight.device)
