@@ -12,11 +12,10 @@
 // it are quantize and scaled_mm.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
-#include <torch/csrc/autograd/functions/basic_ops.h>
-#include <torch/csrc/autograd/functions/utils.h>
 #include <torch/library.h>
 
 #include "layers/arguments.h"
+#include "layers/double_backward.h"
 #include "layers/operands.h"
 #include "layers/sharding.h"
 #include "ops/bridge.h"
@@ -157,28 +156,6 @@ void check_rng_is_unchanged(const Remembered& r) {
     TORCH_CHECK(version_of(r.rng[i]) == r.rng_versions[i],
                 "linear: expected rng as forward read it, got one that was modified by an inplace "
                 "operation since; backward draws from it too");
-}
-
-// Gradients of a quantized product are not differentiable: a function of codes has no derivative. Gives them a history
-// that raises wherever a second derivative would pass on to what they were computed from: the inputs of `node`, whose
-// backward this is, and the gradients of its outputs.
-variable_list refuse_double_backward(const std::string& recipe, const torch::autograd::Node& node,
-                                     const variable_list& grads, variable_list gradients) {
-  torch::autograd::edge_list inputs = node.next_edges();
-  for (const Tensor& g : grads)
-    if (g.defined() && g.requires_grad()) inputs.push_back(torch::autograd::impl::gradient_edge(g));
-  const auto error = std::make_shared<torch::autograd::Error>(
-      "linear: expected no second derivative through a quantized product (recipe " + recipe +
-          "), got one: the backward pass of minifloat's layers is not differentiable. Leave the "
-          "layers that a double backward passes through in high precision, by filter_fqns or a "
-          "recipe map",
-      std::move(inputs));
-  for (Tensor& gradient : gradients) {
-    if (!gradient.defined()) continue;
-    gradient = gradient.detach();
-    torch::autograd::set_history(gradient, error);
-  }
-  return gradients;
 }
 
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
