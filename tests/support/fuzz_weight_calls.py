@@ -76,19 +76,19 @@ def _quantize_masters(rng: Random, arena: Arena) -> Call:
     return op_call("quantize_master_weights", **_entries(rng, arena), group="")
 
 
-@call("KeptCasts.quantize")
-def _kept_casts(rng: Random, arena: Arena) -> Call:
+@call("MasterCasts.quantize")
+def _master_casts(rng: Random, arena: Arena) -> Call:
     e = _entries(rng, arena)
-    numbers = [n for i in range(len(e["specs"])) for n in e["geometry"][6 * i : 6 * i + 4]]
-    is_fragment = [e["geometry"][6 * i + 5] for i in range(len(e["specs"]))]
+    numbers = [e["geometry"][6 * i : 6 * i + 4] for i in range(len(e["specs"]))]
+    is_fragment = e["geometry"][5::6]
     if any(is_fragment) and not all(is_fragment):
-        return _kept_casts(rng, arena)
+        return _master_casts(rng, arena)
     args = {
         "specs": e["specs"],
         "numbers": numbers,
         "owners": list(range(len(e["specs"]))),
         "names": e["names"],
-        "wires": e["codes"],
+        "flat_codes": e["codes"],
         "scales": e["scales"],
         "amaxes": e["amax"],
         "masters": e["masters"],
@@ -97,11 +97,18 @@ def _kept_casts(rng: Random, arena: Arena) -> Call:
         "group": "",
     }
 
-    def run(**args: Any) -> None:
+    def run(specs: Any, numbers: Any, **args: Any) -> None:
+        casts = [_shard_cast(spec, *n) for spec, n in zip(specs, numbers)]
         given = list(args.values())
-        torch.classes.minifloat.KeptCasts(*given[:7]).quantize(*given[7:])
+        agreement = torch.classes.minifloat.Agreement()
+        native = torch.classes.minifloat.MasterCasts(casts, *given[:5], agreement)
+        native.quantize(*given[5:])
 
-    return Call(run, args, {"wires", "scales", "amaxes", "fragments"})
+    return Call(run, args, {"flat_codes", "scales", "amaxes", "fragments"})
+
+
+def _shard_cast(spec: Any, columnwise: Any, rows: Any, cols: Any, rounds: Any) -> Any:
+    return torch.classes.minifloat.ShardCast(spec, columnwise, rows, cols, rounds)
 
 
 def _matrices(rng: Random, arena: Arena) -> dict[str, Any]:
@@ -120,10 +127,10 @@ def _transpose_many(rng: Random, arena: Arena) -> Call:
     return op_call("transpose_many", **_matrices(rng, arena))
 
 
-@call("KeptTransposes.run")
-def _kept_transposes(rng: Random, arena: Arena) -> Call:
+@call("MatrixTransposes.run")
+def _matrix_transposes(rng: Random, arena: Arena) -> Call:
     def run(**args: Any) -> None:
-        torch.classes.minifloat.KeptTransposes(*args.values()).run()
+        torch.classes.minifloat.MatrixTransposes(*args.values()).run()
 
     return Call(run, _matrices(rng, arena), {"out"})
 

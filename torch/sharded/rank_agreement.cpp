@@ -4,11 +4,10 @@
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
 #include <exception>
-#include <mutex>
-#include <unordered_set>
-#include <utility>
 
 #include "minifloat/core/philox.h"
+#include "ops/bridge.h"
+#include "sharded/shard_cast.h"
 
 namespace minifloat::torch_ops {
 namespace {
@@ -19,11 +18,11 @@ std::int64_t hash_of(const std::string& text) {
   return static_cast<std::int64_t>(fnv1a64(text.data(), text.size()) >> 1);  // not negative
 }
 
-// What ranks have to agree on, of one entry.
+// The numbers of one entry that all ranks must have alike.
 constexpr std::size_t kFields = 4;
 const char* const kFieldNames[kFields] = {"name", "rows", "columns", "operand spec and dtype"};
 
-// A spec as a number: cheap, for it is asked of every weight at every step.
+// Maps a spec to a number, cheaply: every step does it for every weight.
 std::int64_t number_of(const PartialCast& cast) {
   const Spec& spec = cast.spec;
   std::int64_t number = 0;
@@ -46,7 +45,7 @@ std::vector<std::int64_t> fields_of(const std::vector<PartialCast>& casts,
   return fields;
 }
 
-// what: t's numbers, for the error where another rank is gone or hangs.
+// Reduces t in place, in the order of the current stream. what: t's numbers, for the error where a rank is gone or hangs
 void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType op,
                 const char* what) {
   std::vector<Tensor> tensors = {t};
@@ -65,8 +64,8 @@ void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType o
 // The largest and the smallest of each number over the ranks, from one all-reduce; waits for the device.
 std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> range_over(
     const Ranks& ranks, const std::vector<std::int64_t>& numbers, const Tensor& like) {
-  const Tensor own = at::tensor(numbers, at::kLong);
-  const Tensor both = at::cat({own, -own}).to(like.device());
+  const Tensor here = at::tensor(numbers, at::kLong);
+  const Tensor both = at::cat({here, -here}).to(like.device());
   all_reduce(ranks, both, c10d::ReduceOp::MAX, "what weights are");
   const Tensor host = both.cpu();
   const std::int64_t* values = host.const_data_ptr<std::int64_t>();
@@ -110,55 +109,45 @@ void require_whole(const Ranks& ranks, const std::vector<PartialCast>& casts,
   }
 }
 
-// The lists that a group has agreed on. A group that is gone is not mistaken for another.
-class Agreed {
- public:
-  // Whether this is the first time; from now on it is not.
-  bool insert(const Ranks& ranks, std::uint64_t list) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    std::erase_if(known_, [](const auto& entry) { return entry.first.expired(); });
-    for (auto& [group, lists] : known_)
-      if (group.lock() == ranks) return lists.insert(list).second;
-    known_.push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(ranks), {list}});
-    return true;
-  }
-  void erase(const Ranks& ranks, std::uint64_t list) {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    for (auto& [group, lists] : known_)
-      if (group.lock() == ranks) lists.erase(list);
-  }
-
- private:
-  std::mutex mutex_;
-  std::vector<
-      std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, std::unordered_set<std::uint64_t>>>
-      known_;
-};
-
 }  // namespace
 
-Ranks resolve_ranks(const std::string& group) {
-  return group.empty() ? Ranks() : c10d::resolve_process_group(group);
+// ---- The agreement -------------------------------------------------------------------------------
+std::unordered_set<std::uint64_t>& Agreement::lists_of(const Ranks& ranks) {
+  std::erase_if(agreed_, [](const auto& entry) { return entry.first.expired(); });
+  for (auto& [group, lists] : agreed_)
+    if (group.lock() == ranks) return lists;
+  agreed_.push_back({c10::weak_intrusive_ptr<c10d::ProcessGroup>(ranks), {}});
+  return agreed_.back().second;
 }
 
-void all_reduce_max(const Ranks& ranks, const Tensor& t) {
-  all_reduce(ranks, t, c10d::ReduceOp::MAX, "amaxes");
-}
-
-void require_agreement(const Ranks& ranks, const std::vector<PartialCast>& casts,
-                       const std::vector<std::string>& names, const Tensor& like) {
-  static Agreed agreed;
+void Agreement::require(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                        const std::vector<std::string>& names, const Tensor& like) {
   const std::vector<std::int64_t> fields = fields_of(casts, names);
   const std::uint64_t list =
       fnv1a64(reinterpret_cast<const char*>(fields.data()), fields.size() * sizeof(std::int64_t));
-  if (!agreed.insert(ranks, list)) return;
-  try {
-    require_same_fields(ranks, casts, names, fields, like);
-    require_whole(ranks, casts, names, like);
-  } catch (...) {
-    agreed.erase(ranks, list);
-    throw;
+  if (lists_of(ranks).contains(list)) return;
+  require_same_fields(ranks, casts, names, fields, like);
+  require_whole(ranks, casts, names, like);
+  lists_of(ranks).insert(list);
+}
+
+void quantize_masters(const char* op, std::vector<PartialCast>& casts,
+                      const std::vector<std::string>& names, const std::string& group,
+                      Agreement& agreement, const Tensor& like) {
+  if (casts.empty() && group.empty()) return;
+  TORCH_CHECK_VALUE(!casts.empty(), op, ": expected at least one weight, got none");
+  const Ranks ranks = group.empty() ? Ranks() : c10d::resolve_process_group(group);
+  if (ranks) agreement.require(ranks, casts, names, like);
+  const Tensor packed = measure_amaxes(casts, like);
+  if (ranks) all_reduce(ranks, packed, c10d::ReduceOp::MAX, "amaxes");
+  if (ranks && any_reads_values(casts)) {
+    bridge::with_value_errors(
+        [&] { choose_scales(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
+    all_reduce(ranks, packed, c10d::ReduceOp::MAX, "choices of scales");
+    for (PartialCast& cast : casts) cast.has_chosen_scales = true;
   }
+  bridge::with_value_errors(
+      [&] { partial_cast(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
 }
 
 }  // namespace minifloat::torch_ops

@@ -1,10 +1,14 @@
-// The ranks that hold shards of the same weights: the all-reduce between them, and the proof that they mean the same.
+// The ranks that hold shards of the same weights: the all-reduce between them, and the proof that all ranks have the
+// same list of weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <torch/custom_class.h>
 #include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <string>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "minifloat/partial_cast.h"
@@ -13,15 +17,26 @@ namespace minifloat::torch_ops {
 
 using Ranks = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// The group that torch.distributed knows by this name; null for "": one process alone.
-Ranks resolve_ranks(const std::string& group);
+// The lists of weights that groups of ranks have agreed on. A group that is gone is not mistaken for another.
+class Agreement : public torch::CustomClassHolder {
+ public:
+  // Raises ValueError on every rank, naming the weight, where ranks differ in a weight's name, shape, specs or dtype, or
+  // where all their shards are not the whole of it. Communicates once for each list of weights: at the first step.
+  void require(const Ranks& ranks, const std::vector<PartialCast>& casts,
+               const std::vector<std::string>& names, const at::Tensor& like);
 
-// In place, MAX, in the order of the current stream.
-void all_reduce_max(const Ranks& ranks, const at::Tensor& t);
+ private:
+  std::unordered_set<std::uint64_t>& lists_of(const Ranks& ranks);
 
-// ValueError on every rank, naming the weight, where ranks differ in a weight's name, shape, specs or dtype, or where
-// all their shards are not the whole of it. Asks the others once for every list of weights: the first step.
-void require_agreement(const Ranks& ranks, const std::vector<PartialCast>& casts,
-                       const std::vector<std::string>& names, const at::Tensor& like);
+  std::vector<
+      std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, std::unordered_set<std::uint64_t>>>
+      agreed_;
+};
+
+// amaxes -> all-reduce -> codes, scales, amax. names: of the casts' weights; group: its name in torch.distributed, "" for
+// one process alone
+void quantize_masters(const char* op, std::vector<PartialCast>& casts,
+                      const std::vector<std::string>& names, const std::string& group,
+                      Agreement& agreement, const at::Tensor& like);
 
 }  // namespace minifloat::torch_ops
