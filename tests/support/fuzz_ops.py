@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.support import fuzz_weight_calls  # noqa: F401  registers its calls
+from tests.support import fuzz_shard_calls, fuzz_weight_calls  # noqa: F401  register calls
 from tests.support.fuzz_calls import CALLS, Call
 from tests.support.fuzz_values import Arena, any_value, is_dense, is_inside_memory, mutate
 

@@ -3,6 +3,7 @@
 #include <torch/custom_class.h>
 #include <torch/library.h>
 
+#include "sharded/gather_batch.h"
 #include "sharded/master_lists.h"
 #include "sharded/rank_agreement.h"
 #include "sharded/shard_cast.h"
@@ -11,7 +12,16 @@ namespace minifloat::torch_ops {
 
 TORCH_LIBRARY_FRAGMENT(minifloat, m) {
   m.class_<ShardCast>("ShardCast")
-      .def(torch::init<const std::string&, bool, std::int64_t, std::int64_t, bool>());
+      .def(torch::init<const std::string&, bool, std::int64_t, std::int64_t, bool>())
+      .def("fits", [](const c10::intrusive_ptr<ShardCast>& self,
+                      std::int64_t world) { return RowShard(*self, world, 0).fits(); })
+      .def("has_common_scale",
+           [](const c10::intrusive_ptr<ShardCast>& self) {
+             return RowShard(*self, 1, 0).has_common_scale();
+           })
+      .def("new_operand", [](const c10::intrusive_ptr<ShardCast>& self, const at::Tensor& like) {
+        return self->new_operand(like);
+      });
   m.class_<Agreement>("Agreement").def(torch::init<>());
   m.class_<MasterCasts>("MasterCasts")
       .def(torch::init<ShardCasts, Numbers, Texts, Tensors, Tensors, Tensors,
@@ -20,6 +30,16 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
   m.class_<MatrixTransposes>("MatrixTransposes")
       .def(torch::init<Tensors, Tensors, Numbers>())
       .def("run", &MatrixTransposes::run);
+  m.class_<GatherBatch>("GatherBatch")
+      .def(torch::init<const ShardCasts&, const ShardCasts&, const Texts&, std::int64_t,
+                       std::int64_t>())
+      .def("exchanged", &GatherBatch::exchanged)
+      .def("cast", &GatherBatch::cast)
+      .def("fill", &GatherBatch::fill);
+  m.class_<AmaxExchange>("AmaxExchange")
+      .def(torch::init<std::vector<c10::intrusive_ptr<GatherBatch>>>())
+      .def("measure", &AmaxExchange::measure)
+      .def("accept", &AmaxExchange::accept);
 }
 
 }  // namespace minifloat::torch_ops

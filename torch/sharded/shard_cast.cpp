@@ -76,6 +76,18 @@ PartialCast ShardCast::describe() const {
   return cast;
 }
 
+std::vector<Tensor> ShardCast::new_operand(const Tensor& like) const {
+  const std::int64_t rows = columnwise_ ? cols_ : rows_, cols = columnwise_ ? rows_ : cols_;
+  std::vector<std::int64_t> scales, amaxes = {0};
+  if (spec_.has_row_amax()) scales = amaxes = {rows};
+  if (spec_.has_tensor_amax()) amaxes = {};
+  if (spec_.has_blocks()) scales = {spec_.scale_rows(rows), spec_.scale_cols(cols)};
+  const auto options = like.options();
+  return {at::empty({rows, spec_.code_cols(cols)}, options.dtype(at::kByte)),
+          at::empty(scales, options.dtype(scale_dtype(spec_))),
+          at::empty(amaxes, options.dtype(at::kFloat))};
+}
+
 // ---- Its memory ----------------------------------------------------------------------------------
 void place_shard(const char* op, PartialCast& cast, const Tensor& master, std::int64_t start,
                  const Tensor& like) {

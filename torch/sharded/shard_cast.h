@@ -39,6 +39,8 @@ class ShardCast : public torch::CustomClassHolder {
   std::int64_t code_bytes() const;
 
   PartialCast describe() const;  // without memory
+  // Memory for W in this direction on the device of `like`: codes, scale, amax, as read. One-byte scales are bytes.
+  std::vector<at::Tensor> new_operand(const at::Tensor& like) const;
 
  private:
   Spec spec_;

@@ -1,0 +1,137 @@
+"""More valid calls for the op fuzzer: the native casts of shards, and the batches of FSDP2."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+
+from tests.support.fuzz_calls import Call, call
+from tests.support.fuzz_values import Arena, values
+
+PLANS = [
+    ("one", "e4m3/tensor", "e4m3/tensor"),
+    ("one", "nvfp4/16x16", "nvfp4/16x16"),
+    ("one", "e4m3/tensor+delayed", "e4m3/tensor+delayed"),
+    ("both", "mxfp4", "mxfp4+rht"),
+    ("both", "nvfp4", "nvfp4+rht"),
+    ("split", "mxfp8", "mxfp8"),
+    ("split", "e4m3/row", "e4m3/row"),
+    ("split", "e4m3/row+rht", "e4m3/row+rht"),
+]
+WORLDS = ((1, 0), (2, 0), (2, 1))
+
+
+def shard_cast(spec: Any, columnwise: Any, rows: Any, cols: Any, rounds: Any) -> Any:
+    return torch.classes.minifloat.ShardCast(spec, columnwise, rows, cols, rounds)
+
+
+@call("ShardCast.fits")
+@call("ShardCast.has_common_scale")
+@call("ShardCast.new_operand")
+def _shard_cast(rng: Random, arena: Arena) -> Call:
+    def run(spec: Any, columnwise: Any, rows: Any, cols: Any, world: Any, like: Any) -> None:
+        cast = shard_cast(spec, columnwise, rows, cols, True)
+        cast.fits(world)
+        cast.has_common_scale()
+        if isinstance(rows, int) and isinstance(cols, int) and rows * cols < 1 << 20:
+            cast.new_operand(like)
+
+    _, _, spec = rng.choice(PLANS)
+    args = {"spec": spec, "columnwise": rng.random() < 0.5, "rows": 32, "cols": 48, "world": 2}
+    return Call(run, {**args, "like": arena.place(torch.zeros(2))})
+
+
+class Weights:
+    """Valid arguments of a batch of one or two weights (rows, cols) on one rank."""
+
+    def __init__(self, rng: Random, arena: Arena) -> None:
+        self.plans = rng.choices(PLANS, k=rng.choice((1, 2)))
+        self.rows, self.cols = 64, rng.choice((16, 48))
+        self.world, self.rank = rng.choice(WORLDS)
+        self.selection = rng.choice((0, 1))
+        held = self.rows // self.world
+        kinds = (torch.float32, torch.bfloat16)
+        self.shards = [
+            arena.place(values(rng, (held, self.cols), rng.choice(kinds))) for _ in self.plans
+        ]
+        self.histories = [arena.place(torch.ones(6, 5)) for _ in self.plans]
+        self.inputs: list[Any] = []
+
+    def batch(self, plans: Any, rows: Any, cols: Any, world: Any, rank: Any) -> Any:
+        return torch.classes.minifloat.GatherBatch(
+            [shard_cast(row, False, rows, cols, True) for _, row, _ in plans],
+            [shard_cast(col, True, rows, cols, True) for _, _, col in plans],
+            [mode for mode, _, _ in plans],
+            world,
+            rank,
+        )
+
+    def args(self) -> dict[str, Any]:
+        return {
+            "plans": self.plans,
+            "rows": self.rows,
+            "cols": self.cols,
+            "world": self.world,
+            "rank": self.rank,
+            "shards": self.shards,
+            "histories": self.histories,
+            "selection": self.selection,
+            "weight": -1,
+            "writes": 0,
+        }
+
+    def cast(self, **args: Any) -> tuple[Any, list[Any]]:
+        """Measures and casts: what every valid call does."""
+        batch = self.batch(*(args[name] for name in ("plans", "rows", "cols", "world", "rank")))
+        batch.exchanged(args["selection"])
+        exchange = torch.classes.minifloat.AmaxExchange([batch])
+        amaxes = exchange.measure(args["shards"], args["selection"], [args["writes"]])
+        exchange.accept(amaxes if args.get("exchanged") is None else args["exchanged"])
+        names = ("shards", "histories", "selection", "weight", "writes")
+        return batch, batch.cast(*(args[name] for name in names), True)
+
+
+@call("GatherBatch.exchanged")
+@call("GatherBatch.cast")
+@call("AmaxExchange.measure")
+@call("AmaxExchange.accept")
+def _cast(rng: Random, arena: Arena) -> Call:
+    weights = Weights(rng, arena)
+    return Call(weights.cast, {**weights.args(), "exchanged": None})
+
+
+def _target(rng: Random, arena: Arena, weights: Weights, plan: Any) -> list[torch.Tensor]:
+    """The six tensors of one whole weight."""
+    _, row, col = plan
+    found: list[torch.Tensor] = []
+    for spec, columnwise in ((row, False), (col, True)):
+        cast = shard_cast(spec, columnwise, weights.rows, weights.cols, True)
+        found += [arena.place(torch.zeros_like(t)) for t in cast.new_operand(torch.empty(0))]
+    return found
+
+
+@call("GatherBatch.fill")
+def _fill(rng: Random, arena: Arena) -> Call:
+    weights = Weights(rng, arena)
+    _, inputs = weights.cast(**weights.args())
+    outputs = [arena.place(t.repeat(weights.world)) for t in inputs]
+    targets = [t for plan in weights.plans for t in _target(rng, arena, weights, plan)]
+
+    def run(outputs: Any, targets: Any, forward_alone: Any, **args: Any) -> None:
+        batch, _ = weights.cast(**args)
+        # One weight is filled alone: the others lose no memory, which is the arena's.
+        for weight in range(len(weights.plans)):
+            count = len(batch_inputs(batch, args, weight))
+            batch.fill(outputs[:count], targets, args["selection"], weight, forward_alone)
+            outputs = outputs[count:]
+
+    args = {"outputs": outputs, "targets": targets, "forward_alone": rng.random() < 0.5}
+    # Directions that a gather does not bring lose their memory.
+    return Call(run, {**args, **weights.args()}, {"targets"}, is_of_models=True)
+
+
+def batch_inputs(batch: Any, args: dict[str, Any], weight: int) -> list[torch.Tensor]:
+    names = ("shards", "histories", "selection")
+    return batch.cast(*(args[name] for name in names), weight, args["writes"], True)

@@ -1,0 +1,192 @@
+// The amaxes of shards: measured from their current values, and exchanged between ranks.
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <algorithm>
+
+#include "ops/bridge.h"
+#include "sharded/gather_batch.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "GatherBatch";
+
+std::uint32_t* bits_of(const Tensor& t) {
+  return reinterpret_cast<std::uint32_t*>(t.mutable_data_ptr<std::int32_t>());
+}
+
+Copy copy_words(const void* from, void* to, std::int64_t words) {
+  return {static_cast<const std::uint8_t*>(from), static_cast<std::uint8_t*>(to), 4 * words, false};
+}
+
+// The amax of values under a transform: int32 bits, flat.
+Tensor transformed_amax(const Tensor& values, const RowShard& shard) {
+  using Signature = Tensor(const Tensor&, const std::string&, bool);
+  static const auto op =
+      c10::Dispatcher::singleton().findSchemaOrThrow("minifloat::amax", "").typed<Signature>();
+  return op.call(values, shard.spec().str(), shard.columnwise()).view(-1).view(at::kInt);
+}
+
+// Copies between the packed amaxes of directions and the exchanged ones.
+std::vector<Copy> exchange_copies(const std::vector<GatheredDirection*>& directions,
+                                  bool is_to_packed) {
+  std::vector<Copy> copies;
+  for (const GatheredDirection* direction : directions) {
+    if (direction->shard.exchanged() == 0 || direction->shard.is_transformed()) continue;
+    std::uint32_t* exchanged = bits_of(direction->exchanged) + direction->exchanged_at;
+    for (const AmaxRange& range : direction->shard.exchanged_ranges()) {
+      std::uint32_t* packed = direction->amaxes() + range.packed;
+      std::uint32_t* common = exchanged + range.exchanged;
+      if (packed == common) continue;
+      copies.push_back(is_to_packed ? copy_words(common, packed, range.count)
+                                    : copy_words(packed, common, range.count));
+    }
+  }
+  return copies;
+}
+
+// Points directions without a transform at their amaxes in a packed tensor.
+void set_packed(const std::vector<GatheredDirection*>& directions, const Tensor& packed) {
+  std::int64_t at = 0;
+  for (GatheredDirection* direction : directions) {
+    direction->packed = packed, direction->packed_at = at;
+    at += direction->shard.window().packed_amaxes();
+  }
+}
+
+}  // namespace
+
+std::uint32_t* GatheredDirection::amaxes() const { return bits_of(packed) + packed_at; }
+
+// ---- One batch -----------------------------------------------------------------------------------
+// The partial casts of the selected directions without a transform, with their shards.
+std::vector<PartialCast> GatherBatch::plain_casts(const Tensors& shards, const Choice& choice,
+                                                  std::vector<GatheredDirection*>& directions) {
+  std::vector<PartialCast> casts;
+  for (std::size_t i = 0; i < weights_.size(); ++i)
+    for (GatheredDirection* direction : selected(i, choice)) {
+      if (direction->shard.is_transformed()) continue;
+      casts.push_back(direction->shard.window().describe());
+      place_shard(kOp, casts.back(), shards[i], direction->shard.first_element(), shards[0]);
+      directions.push_back(direction);
+    }
+  return casts;
+}
+
+// The amaxes of the shards' current values, those that ranks exchanged excepted.
+void GatherBatch::measure_alone(const Tensors& shards, const Choice& choice) {
+  std::vector<GatheredDirection*> directions;
+  std::vector<PartialCast> casts = plain_casts(shards, choice, directions);
+  if (casts.empty()) return;
+  set_packed(directions, measure_amaxes(casts, shards[0]));
+  run_copies(exchange_copies(directions, true), shards[0]);
+}
+
+bool GatherBatch::needs_measure(const Tensors& shards, const Choice& choice, std::int64_t writes) {
+  const bool are_same = measured_writes_ == writes && measured_ == values_of(shards);
+  for (std::size_t i = 0; i < weights_.size(); ++i)
+    for (const GatheredDirection* direction : selected(i, choice)) {
+      const RowShard& shard = direction->shard;
+      TORCH_CHECK_VALUE(shard.exchanged() == 0 || direction->exchanged.defined(), kOp,
+                        ": expected amaxes that ranks have exchanged, got none");
+      if (shard.is_transformed()) continue;
+      if (!direction->packed.defined() || (!are_same && shard.spec().has_blocks())) return true;
+    }
+  return false;
+}
+
+// ---- Several batches -----------------------------------------------------------------------------
+// The shards of each batch, as casts read them. Marks them as measured.
+std::vector<Tensors> AmaxExchange::shards_of_batches(const Tensors& shards, const Numbers& writes) {
+  TORCH_CHECK_VALUE(!batches_.empty() && writes.size() == batches_.size(), kOp,
+                    ": expected a number of writes of each of ", batches_.size(), " batches, got ",
+                    writes.size());
+  std::vector<Tensors> found;
+  auto next = shards.begin();
+  for (std::size_t b = 0; b < batches_.size(); ++b) {
+    GatherBatch& batch = *batches_[b];
+    const auto count = static_cast<std::ptrdiff_t>(batch.weights_.size());
+    TORCH_CHECK_VALUE(count <= shards.end() - next, kOp, ": expected a shard of each weight, got ",
+                      shards.size());
+    found.emplace_back(next, next + count);
+    next += count;
+    batch.readable_shards(found.back());
+    bridge::check_same_device(kOp, "shards", found.back()[0], found[0][0]);
+  }
+  next = shards.begin();
+  for (std::size_t b = 0; b < batches_.size(); ++b) {
+    GatherBatch& batch = *batches_[b];
+    const auto count = static_cast<std::ptrdiff_t>(batch.weights_.size());
+    batch.measured_ = GatherBatch::values_of({next, next + count});
+    batch.measured_writes_ = writes[b];
+    next += count;
+  }
+  return found;
+}
+
+Tensor AmaxExchange::measure(const Tensors& shards, std::int64_t selection, const Numbers& writes) {
+  const at::NoGradGuard no_grad;
+  pending_.clear();
+  const std::vector<Tensors> of_batches = shards_of_batches(shards, writes);
+  const Tensor& like = of_batches[0][0];
+  std::vector<GatheredDirection*> plain, transformed;
+  std::vector<PartialCast> casts;
+  Tensors amaxes;  // of directions under a transform
+  for (std::size_t b = 0; b < batches_.size(); ++b) {
+    GatherBatch& batch = *batches_[b];
+    const std::vector<PartialCast> more =
+        batch.plain_casts(of_batches[b], {selection, kAllWeights}, plain);
+    casts.insert(casts.end(), more.begin(), more.end());
+    for (std::size_t i = 0; i < batch.weights_.size(); ++i)
+      for (GatheredDirection* direction : batch.weights_[i].selected(selection)) {
+        if (!direction->shard.is_transformed() || direction->shard.exchanged() == 0) continue;
+        transformed.push_back(direction);
+        amaxes.push_back(
+            transformed_amax(batch.values_as_computed(of_batches[b][i], i), direction->shard));
+      }
+  }
+  if (!casts.empty()) set_packed(plain, measure_amaxes(casts, like));
+  pending_ = plain;
+  pending_.insert(pending_.end(), transformed.begin(), transformed.end());
+  const bool is_all_exchanged = transformed.empty() && !plain.empty() &&
+                                std::none_of(plain.begin(), plain.end(), [](const auto* direction) {
+                                  return direction->shard.spec().has_blocks();
+                                });
+  if (is_all_exchanged) {
+    for (GatheredDirection* direction : plain) direction->exchanged_at = direction->packed_at;
+    exchanged_ = plain[0]->packed;
+  } else {
+    std::int64_t count = 0;
+    for (GatheredDirection* direction : pending_) {
+      direction->exchanged_at = count;
+      count += direction->shard.exchanged();
+    }
+    exchanged_ = at::zeros({count}, like.options().dtype(at::kInt));
+  }
+  for (GatheredDirection* direction : pending_) direction->exchanged = exchanged_;
+  std::vector<Copy> copies = exchange_copies(plain, false);
+  for (std::size_t i = 0; i < transformed.size(); ++i)
+    copies.push_back(copy_words(amaxes[i].const_data_ptr(),
+                                bits_of(exchanged_) + transformed[i]->exchanged_at,
+                                amaxes[i].numel()));
+  run_copies(copies, like);
+  return exchanged_;
+}
+
+void AmaxExchange::accept(const Tensor& exchanged) {
+  TORCH_CHECK_VALUE(exchanged_.defined() && exchanged.scalar_type() == at::kInt &&
+                        exchanged.is_contiguous() && exchanged.numel() == exchanged_.numel() &&
+                        exchanged.device() == exchanged_.device(),
+                    kOp, ": expected the amaxes that measure has returned, got ",
+                    exchanged.scalar_type(), " ", exchanged.sizes());
+  bridge::check_memory(kOp, "exchanged amaxes", exchanged);
+  for (GatheredDirection* direction : pending_) direction->exchanged = exchanged;
+  run_copies(exchange_copies(pending_, true), exchanged);
+  pending_.clear();
+  exchanged_ = Tensor();
+}
+
+}  // namespace minifloat::torch_ops

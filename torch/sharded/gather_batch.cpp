@@ -1,0 +1,126 @@
+#include "sharded/gather_batch.h"
+
+#include <ATen/ATen.h>
+
+#include <algorithm>
+
+#include "ops/bridge.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "GatherBatch";
+constexpr std::int64_t kTableAlignment = 4;    // bytes
+constexpr std::int64_t kCommonAlignment = 4;   // numbers
+constexpr std::int64_t kInputAlignment = 256;  // bytes
+constexpr std::int64_t kHistoryRows[] = {1,
+                                         3};  // of W in an amax history: as fprop and dgrad read it
+
+GatherMode mode_of(const std::string& text) {
+  if (text == "one") return GatherMode::kOne;
+  if (text == "both") return GatherMode::kBoth;
+  TORCH_CHECK_VALUE(text == "split", kOp, ": expected the mode one, both or split, got ", text);
+  return GatherMode::kSplit;
+}
+
+}  // namespace
+
+std::vector<GatheredDirection*> BatchedWeight::selected(std::int64_t selection) {
+  TORCH_CHECK_VALUE(kForward <= selection && selection <= kBothGathers, kOp,
+                    ": expected a selection from 0 to 2, got ", selection);
+  if (mode == GatherMode::kSplit && selection != kBothGathers) return {&directions[selection]};
+  std::vector<GatheredDirection*> found;
+  for (GatheredDirection& direction : directions) found.push_back(&direction);
+  return found;
+}
+
+Numbers table_starts(const std::vector<GatheredDirection*>& directions) {
+  Numbers starts = {0};
+  for (const GatheredDirection* direction : directions)
+    starts.push_back(starts.back() + round_up(direction->shard.table_bytes(), kTableAlignment));
+  return starts;
+}
+
+// ---- The batch -----------------------------------------------------------------------------------
+GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const Texts& modes,
+                         std::int64_t world, std::int64_t rank) {
+  TORCH_CHECK_VALUE(rows.size() == modes.size() && cols.size() == modes.size(), kOp,
+                    ": expected two directions of each of ", modes.size(), " weights, got ",
+                    rows.size(), " and ", cols.size());
+  for (std::size_t i = 0; i < modes.size(); ++i) {
+    BatchedWeight weight{.mode = mode_of(modes[i]), .directions = {}};
+    weight.directions.push_back({.shard = RowShard(*rows[i], world, rank)});
+    if (weight.mode != GatherMode::kOne)
+      weight.directions.push_back({.shard = RowShard(*cols[i], world, rank)});
+    for (GatheredDirection& direction : weight.directions) {
+      TORCH_CHECK_VALUE(direction.shard.columnwise() == (&direction != weight.directions.data()) &&
+                            direction.shard.rows() == rows[i]->rows() &&
+                            direction.shard.cols() == rows[i]->cols(),
+                        kOp, ": expected the rowwise and the columnwise direction of weight ", i);
+      TORCH_CHECK_VALUE(direction.shard.fits(), kOp,
+                        ": expected shards that no transform reaches over, got ",
+                        direction.shard.spec().str(), " of ", direction.shard.rows(), " rows over ",
+                        world, " ranks");
+      direction.scale_at = commons_;
+      direction.amax_at = commons_ + round_up(direction.shard.common_scales(), kCommonAlignment);
+      commons_ = direction.amax_at + round_up(direction.shard.common_amaxes(), kCommonAlignment);
+    }
+    weights_.push_back(std::move(weight));
+    BatchedWeight& last = weights_.back();
+    for (const std::int64_t selection : {kForward, kBackward})
+      last.table_bytes = std::max(last.table_bytes, table_starts(last.selected(selection)).back());
+  }
+}
+
+// The directions of a weight in a call; none of the others where the call is of one weight.
+std::vector<GatheredDirection*> GatherBatch::selected(std::size_t weight, const Choice& choice) {
+  TORCH_CHECK_VALUE(
+      kAllWeights <= choice.weight && choice.weight < static_cast<std::int64_t>(weights_.size()),
+      kOp, ": expected a weight from -1 to ", weights_.size(), ", got ", choice.weight);
+  if (choice.weight != kAllWeights && choice.weight != static_cast<std::int64_t>(weight)) return {};
+  return weights_[weight].selected(choice.selection);
+}
+
+std::int64_t GatherBatch::exchanged(std::int64_t selection) {
+  std::int64_t count = 0;
+  for (BatchedWeight& weight : weights_)
+    for (const GatheredDirection* direction : weight.selected(selection))
+      count += direction->shard.exchanged();
+  return count;
+}
+
+// Checks the shards, and converts those that casts do not read: neither float32 nor bfloat16.
+void GatherBatch::readable_shards(Tensors& shards) const {
+  TORCH_CHECK_VALUE(shards.size() == weights_.size() && !shards.empty(), kOp,
+                    ": expected a shard of each of ", weights_.size(), " weights, got ",
+                    shards.size());
+  for (std::size_t i = 0; i < shards.size(); ++i) {
+    const RowShard& shard = weights_[i].directions[0].shard;
+    TORCH_CHECK_VALUE(shards[i].dim() == 2 && shards[i].size(0) == shard.held_rows() &&
+                          shards[i].size(1) == shard.cols() && shards[i].is_floating_point(),
+                      kOp, ": expected floats (", shard.held_rows(), ", ", shard.cols(),
+                      ") as the shard of weight ", i, ", got ", shards[i].scalar_type(), " ",
+                      shards[i].sizes());
+    bridge::check_memory(kOp, "shards", shards[i]);
+    bridge::check_same_device(kOp, "shards", shards[i], shards[0]);
+    if (!bridge::is_value_dtype(shards[i].scalar_type()))
+      shards[i] = values_as_computed(shards[i], i);
+  }
+}
+
+// The values of a shard in the compute dtype of its weight.
+Tensor GatherBatch::values_as_computed(const Tensor& shard, std::size_t weight) const {
+  const DType compute = weights_[weight].directions[0].shard.window().compute();
+  return shard.to(compute == DType::kBFloat16 ? at::kBFloat16 : at::kFloat);
+}
+
+std::vector<std::pair<const void*, std::int64_t>> GatherBatch::values_of(const Tensors& shards) {
+  std::vector<std::pair<const void*, std::int64_t>> values;
+  for (const Tensor& shard : shards)
+    values.emplace_back(shard.const_data_ptr(), shard.is_inference() ? 0 : shard._version());
+  return values;
+}
+
+}  // namespace minifloat::torch_ops
