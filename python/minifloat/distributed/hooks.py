@@ -12,7 +12,7 @@ from torch import Tensor
 from ..nn import distributed_hooks
 from .amaxes import reduce_amaxes
 from .fsdp.plan import plan_gather
-from .fsdp.weight import carry, precompute_scales
+from .fsdp.weight import precompute_scales, wrap_sharded_weight
 
 
 def linear(*args: Any, **kwargs: Any) -> Tensor:
@@ -32,7 +32,7 @@ def forward(layer: Any, x: Tensor) -> Tensor:
 distributed_hooks.register(
     distributed_hooks.DistributedHooks(
         plan_gather=plan_gather,
-        adopt_weight=carry,
+        adopt_weight=wrap_sharded_weight,
         precompute_scales=precompute_scales,
         reduce_amaxes=reduce_amaxes,
         linear=linear,

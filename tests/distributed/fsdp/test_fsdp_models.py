@@ -4,8 +4,8 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat.distributed.fsdp import all_gather as travel
 from minifloat.distributed.fsdp import weight as fsdp
+from minifloat.distributed.fsdp.batch import Batch
 from minifloat.tensor.quantized_tensor import QuantizedTensor
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -265,23 +265,43 @@ def check_other_times(rank):
             getattr(model, f"set_reshard_after_{after}")(does_reshard)
 
 
-def check_quantized_once(rank):
-    """With mf.step, shards are quantized once a step, all at once, whatever the micro-batches."""
-    calls, cast_shards = [], fsdp.cast_shards
+def check_cast_once_a_gather(rank):
+    """One native call before each gather and one after it, for all weights of the gather.
 
-    def counting(jobs, *args):
-        calls.append(len(jobs))
-        return cast_shards(jobs, *args)
+    With mf.step, amaxes are measured and exchanged once a step, whatever the micro-batches.
+    """
+    exchanges, casts, fills = [], [], []
+    exchange_amaxes, cast_all, receive = fsdp.exchange_amaxes, Batch.cast_all, Batch.receive
+
+    def exchanging(batches, *args):
+        exchanges.append(sum(len(batch.gathers) for batch in batches))
+        return exchange_amaxes(batches, *args)
+
+    def casting(self, *args):
+        casts.append(len(self.gathers))
+        return cast_all(self, *args)
+
+    def receiving(self, *args):
+        fill = self.fill
+        self.fill = lambda *of_fill: (fills.append(len(self.gathers)), fill(*of_fill))
+        receive(self, *args)
+        self.fill = fill
 
     with pytest.MonkeyPatch.context() as monkeypatch:
-        for module in (fsdp, travel):
-            monkeypatch.setattr(module, "cast_shards", counting)
-        for recipe, times in (("nvfp4", 5), ("mxfp8", 8)):  # 5 weights; the head's in one gather
+        monkeypatch.setattr(fsdp, "exchange_amaxes", exchanging)
+        monkeypatch.setattr(Batch, "cast_all", casting)
+        monkeypatch.setattr(Batch, "receive", receiving)
+        # Two blocks of two weights, gathered forward and backward; the head, gathered once, travels
+        # in the compute dtype under mxfp8.
+        for recipe, weights, gathers in (("nvfp4", 5, [1, 2, 2, 2, 2]), ("mxfp8", 4, [2, 2, 2, 2])):
             model = sharded(built(recipe))
             train(model, 1, use_step=True)
-            calls.clear()
+            for calls in (exchanges, casts, fills):
+                calls.clear()
             train(model, 2, micro_batches=3, use_step=True)
-            assert calls == [times] * 2, recipe
+            assert exchanges == [weights] * 2, recipe
+            assert sorted(casts) == sorted(gathers * 6), recipe
+            assert sorted(fills) == sorted(gathers * 6), recipe
             with torch.no_grad():
                 y = model(batch(1))
                 model.blocks[0].up.weight.neg_()  # the same amaxes, other codes
@@ -364,7 +384,7 @@ GROUPS = {
         2,
         [check_policies, check_autocast, check_offload, check_columns, check_optimizers],
     ),
-    "gathers": (2, [check_memory, check_unbrought, check_other_times, check_quantized_once]),
+    "gathers": (2, [check_memory, check_unbrought, check_other_times, check_cast_once_a_gather]),
     "hybrid mesh": (4, [check_hybrid_mesh]),
     "compiled": (2, [check_compiled]),
     "hybrids": (2, [check_hybrid_equals_plain]),

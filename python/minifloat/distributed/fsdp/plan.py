@@ -1,14 +1,14 @@
-"""How the weights of a recipe travel between the ranks of FSDP2, and in how many bits.
+"""How FSDP2 gathers the weights of a recipe, and in how many bits.
 
-    one      fprop and dgrad read one square format: its rowwise codes travel, once, and what dgrad
-             reads is transposed after the gather
+    one      fprop and dgrad read one format whose codes transpose exactly: its rowwise codes are
+             gathered, and what dgrad reads is transposed from them
     both     two formats, or one along each direction, of less than 16 bits a weight together
     split    less than 16 bits each: what fprop reads before forward, what dgrad reads before
-             backward. Where FSDP2 gathers once for both, bf16 is no more, and is what travels
-    None     in the compute dtype, as FSDP2 alone has it, with the reason
+             backward. Where one gather serves both, bf16 has fewer bits, and is gathered
+    None     in the compute dtype, as FSDP2 alone does, with the reason
 
-A plan is a function of the recipe. What it needs of the shards, Travel decides when it
-meets them.
+A plan is a function of the recipe. Whether the shards allow it, the first gather decides
+(all_gather.py).
 """
 
 from __future__ import annotations
@@ -18,82 +18,43 @@ from dataclasses import dataclass
 from ...recipe import Recipe
 from ...spec import Spec
 
-PLAIN_BITS = 16  # of bf16, what travels otherwise
-
-
-@dataclass(frozen=True)
-class Part:
-    """One direction of a weight (N, K) that travels. Rows are W's own, whichever the direction."""
-
-    spec: str
-    columnwise: bool
-
-    @property
-    def is_delayed(self) -> bool:
-        return Spec.parse(self.spec).is_delayed
-
-    @property
-    def block(self) -> int:
-        """Rows of W that share a scale; 1 where scales are a row's, or the tensor's."""
-        return max(Spec.parse(self.spec).block[1 if self.columnwise else 0], 1)
-
-    @property
-    def width(self) -> int:
-        """Columns of W that share a scale."""
-        return max(Spec.parse(self.spec).block[0 if self.columnwise else 1], 1)
-
-    @property
-    def transform(self) -> int:
-        """Rows of W that a transform mixes; 1: none."""
-        return max(Spec.parse(self.spec).transform, 1) if self.columnwise else 1
-
-    @property
-    def is_transformed(self) -> bool:
-        return Spec.parse(self.spec).transform > 0
-
-    @property
-    def amaxes(self) -> str:
-        """What one amax is of: the "tensor", a "row" as read, or nothing but blocks, ""."""
-        return Spec.parse(self.spec).amax_of
-
-    @property
-    def is_shared(self) -> bool:
-        """Do all ranks know the scale from amaxes that they exchange, so that it need not travel?
-
-        Not those of blocks, nor of rows that are transformed, which are cast shard by shard.
-        """
-        is_of_own_rows = self.is_transformed and self.amaxes == "row" and not self.columnwise
-        return not Spec.parse(self.spec).has_blocks and not is_of_own_rows
+PLAIN_BITS = 16  # of bf16
 
 
 @dataclass(frozen=True)
 class Plan:
-    """The parts that travel, and when: "one", "both", "split"."""
+    """The mode of a weight's gathers, and the specs that fprop and dgrad read the weight in."""
 
-    mode: str
-    row: Part
-    col: Part
+    mode: str  # "one", "both" or "split"
+    row: str
+    col: str
 
-    def parts(self, backward: bool) -> tuple[Part, ...]:
-        if self.mode == "both":
-            return self.row, self.col
-        return (self.col,) if self.mode == "split" and backward else (self.row,)
+    @property
+    def is_delayed(self) -> bool:
+        return Spec.parse(self.row).is_delayed or Spec.parse(self.col).is_delayed
 
     def __str__(self) -> str:
-        row, col = self.row.spec, self.col.spec
-        row_bits, col_bits = Spec.parse(row).bits, Spec.parse(col).bits
+        row, col = Spec.parse(self.row), Spec.parse(self.col)
         if self.mode == "one":
-            return f"weight travels as {row}, {row_bits:.4g} bits"
+            return f"weight travels as {self.row}, {row.bits:.4g} bits"
         if self.mode == "both":
-            how = f"weight travels as {row} and columnwise {col}, {row_bits + col_bits:.4g} bits"
-            rows = self.col.transform
-            return how if rows == 1 else f"{how}; as it is where shards are not of {rows} rows"
-        how = f"weight travels as {row}, for backward as columnwise {col}, {row_bits:.4g} bits"
-        return f"{how}; as it is where one gather serves both"
+            bits = row.bits + col.bits
+            how = f"weight travels as {self.row} and columnwise {self.col}, {bits:.4g} bits"
+            rows = col.transform
+            return how if rows == 0 else f"{how}; as it is where shards are not of {rows} rows"
+        how = f"weight travels as {self.row}, for backward as columnwise {self.col}"
+        return f"{how}, {row.bits:.4g} bits; as it is where one gather serves both"
 
 
 def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
-    """The plan of a layer's weight, None for the compute dtype; and what a report says of it."""
+    """Plans the gathers of a layer's weight.
+
+    Args:
+        recipe: of the layer.
+
+    Returns:
+        The plan, or None for the compute dtype; and the sentence of mf.quantize_'s report.
+    """
     row, col = Spec.parse(recipe.fprop.b), Spec.parse(recipe.dgrad.b)
     for spec, product in ((row, "fprop"), (col, "dgrad")):
         if spec.is_bf16:
@@ -101,11 +62,11 @@ def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
         if spec.is_stochastic:
             why = f"{spec.text} draws bits in each forward"
             return None, f"weight travels in the compute dtype: {why}"
-    parts = Part(row.text, False), Part(col.text, True)
+    specs = row.text, col.text
     if row == col and row.transposes_exactly:
-        plan = Plan("one", *parts)
+        plan = Plan("one", *specs)
     elif row.bits + col.bits < PLAIN_BITS:
-        plan = Plan("both", *parts)
+        plan = Plan("both", *specs)
     else:
-        plan = Plan("split", *parts)
+        plan = Plan("split", *specs)
     return plan, str(plan)

@@ -1,11 +1,11 @@
-"""FSDP2 with weights that travel quantized: WeightWithQuantizedGather, and the hooks it has.
+"""FSDP2 with weights that are gathered as codes: WeightWithQuantizedGather, and its hooks.
 
-    mf.quantize_(model, "nvfp4")          decides how each weight travels (plan.py)
+    mf.quantize_(model, "nvfp4")          plans the gathers of each weight (plan.py)
     fully_shard(model)                    hands each layer its sharded parameter, a DTensor
-    Linear.__setattr__ -> carry           wraps that DTensor's local tensor, nothing else
-    gather                                shard -> codes and scales (cast.py)
-                                          -> QuantizedTensor (gathered_weight.py)
-    mf.precompute_scales(model)           casts all shards at once, with one all-reduce of amaxes
+    Linear.__setattr__                    wraps that DTensor's local tensor: wrap_sharded_weight
+    gather                                shards -> codes and scales (batch.py)
+                                          -> QuantizedTensors (gathered_weight.py)
+    mf.precompute_scales(model)           exchanges the amaxes of all weights in one all-reduce
 
 The parameter is wrapped when FSDP2 has sharded it, not before: FSDP2 assigns through __setattr__
 where a module defines one. So without FSDP2 a layer, its parameter, its state dict and its
@@ -14,7 +14,7 @@ unwraps, and what it gives is plain.
 
 FSDP2 frees what it gathered by its storage, so that codes saved for backward come back by
 themselves: rowwise codes are views of the gathered bytes; columnwise ones and scales of blocks are
-inner tensors, written in place under no_grad with their versions kept.
+inner tensors, which the native batch writes in place and torch counts no write to.
 
 FSDP2 asks a full shard by the hook's five arguments, which say the compute dtype, and a short one
 by the one-argument form, which alone may send packed codes; at the first gather the ranks of the
@@ -23,7 +23,6 @@ mesh agree on that dtype, and on recipe and shape.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from inspect import signature
 from typing import Any
 
@@ -32,9 +31,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from .all_gather import Travel
-from .cast import cast_shards
-from .shard_layout import Rows
+from ...nn.operand_cache import STEPS
+from .all_gather import WeightGather
+from .batch import BOTH_GATHERS, Batch, exchange_amaxes
 
 aten = torch.ops.aten
 
@@ -46,10 +45,10 @@ class WeightWithQuantizedGather(Tensor):
     """The local shard of a layer's weight. FSDP2 gathers it by its hooks; all else sees `plain`."""
 
     plain: Tensor
-    travel: Travel
+    weight_gather: WeightGather
 
     @staticmethod
-    def __new__(cls, plain: Tensor, travel: Travel) -> WeightWithQuantizedGather:
+    def __new__(cls, plain: Tensor, gather: WeightGather) -> WeightWithQuantizedGather:
         return Tensor._make_wrapper_subclass(
             cls,
             plain.shape,
@@ -59,13 +58,13 @@ class WeightWithQuantizedGather(Tensor):
             device=plain.device,
         )
 
-    def __init__(self, plain: Tensor, travel: Travel) -> None:
-        self.plain, self.travel = plain, travel
-        is_full = plain.shape[0] == travel.rows.chunk
-        self.fsdp_pre_all_gather = (FullShard if is_full else ShortShard)(plain, travel)
+    def __init__(self, plain: Tensor, gather: WeightGather) -> None:
+        self.plain, self.weight_gather = plain, gather
+        is_full = plain.shape[0] == gather.chunk
+        self.fsdp_pre_all_gather = (FullShard if is_full else ShortShard)(plain, gather)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"{type(self).__name__}({self.plain!r}, {self.travel.plan})"
+        return f"{type(self).__name__}({self.plain!r}, {self.weight_gather.plan})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
         """The shard's, by which FSDP2 knows its memory; a compiler asks for the wrapper's own."""
@@ -73,13 +72,13 @@ class WeightWithQuantizedGather(Tensor):
         return super().untyped_storage() if is_traced else self.plain.untyped_storage()
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["plain"], self.travel
+        return ["plain"], self.weight_gather
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], travel: Any, outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], gather: Any, outer_size: Any, outer_stride: Any
     ) -> WeightWithQuantizedGather:
-        return WeightWithQuantizedGather(inner["plain"], travel)
+        return WeightWithQuantizedGather(inner["plain"], gather)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.plain.__reduce_ex__(protocol)
@@ -91,14 +90,14 @@ class WeightWithQuantizedGather(Tensor):
 
         if func._schema.is_mutable:
             for wrapper in wrapped.values():
-                wrapper.travel.writes += 1
+                wrapper.weight_gather.writes += 1
 
         def plain(leaf: Any) -> Any:
             return leaf.plain if isinstance(leaf, cls) else leaf
 
         out = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
         if func in RELAID:
-            return cls(out, args[0].travel)
+            return cls(out, args[0].weight_gather)
         return tree_map(lambda leaf: wrapped.get(id(leaf), leaf), out)
 
     # ---- FSDP2's hooks ---------------------------------------------------------------------------
@@ -106,37 +105,37 @@ class WeightWithQuantizedGather(Tensor):
     def fsdp_post_all_gather(
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
-        return self.travel.receive(outputs, metadata, out)
+        return self.weight_gather.receive(outputs, metadata, out)
 
 
 class BeforeGather:
-    """FSDP2's hook before a gather of one shard. It asks for the signature each time."""
+    """FSDP2's hook before a gather of one shard. FSDP2 reads the signature at each gather."""
 
-    def __init__(self, plain: Tensor, travel: Travel) -> None:
-        self.plain, self.travel = plain, travel
+    def __init__(self, plain: Tensor, gather: WeightGather) -> None:
+        self.plain, self.gather = plain, gather
 
 
 class FullShard(BeforeGather):
-    """Of five arguments."""
+    """The hook of five arguments, for a full shard."""
 
     def __call__(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        return self.travel.send(self.plain, mp_policy.param_dtype or self.plain.dtype)
+        return self.gather.send(self.plain, mp_policy.param_dtype or self.plain.dtype)
 
     __signature__ = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
 
 class ShortShard(BeforeGather):
-    """Of one, for a shard that is short or empty."""
+    """The hook of one argument, for a shard that is short or empty."""
 
     def __call__(self, mesh: Any) -> Any:
-        return self.travel.send(self.plain, None)
+        return self.gather.send(self.plain, None)
 
     __signature__ = signature(lambda mesh: None)
 
 
-# What FSDP2 makes of a shard to pad it again, and to bring it to its device.
+# The ops by which FSDP2 pads a shard again, and moves it to its device.
 RELAID = (
     aten.slice.Tensor,
     aten.new_zeros.default,
@@ -145,7 +144,7 @@ RELAID = (
 )
 
 
-def carry(layer: nn.Module, parameter: Any) -> None:
+def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
     """Wraps the local tensor of a parameter that FSDP2 has sharded by rows; leaves any other."""
     plan = layer.__dict__.get("gather_plan")
     if plan is None or not (dist.is_available() and dist.is_initialized()):
@@ -160,52 +159,54 @@ def carry(layer: nn.Module, parameter: Any) -> None:
     cuts = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
     is_by_rows = len(cuts) == 1 and cuts[0][1] == Shard(0) and type(cuts[0][1]) is Shard
     if type(local) is Tensor and is_by_rows:
-        dim = cuts[0][0]
-        rows = Rows(parameter.shape[0], mesh.size(dim), mesh.get_local_rank(dim))
-        travel = Travel(layer, plan, rows, parameter.shape[1], mesh.get_group(dim))
-        local = parameter._local_tensor = WeightWithQuantizedGather(local, travel)
+        shape = parameter.shape[0], parameter.shape[1]
+        gather = WeightGather(layer, plan, shape, mesh.get_group(cuts[0][0]))
+        local = parameter._local_tensor = WeightWithQuantizedGather(local, gather)
     if isinstance(local, WeightWithQuantizedGather):  # of a tied weight, another layer's
-        layer.__dict__["travel"] = local.travel
+        layer.__dict__["travel"] = local.weight_gather
 
 
 # ---- all weights at once -------------------------------------------------------------------------
 
 
-def sharded_weights(model: nn.Module) -> Iterator[WeightWithQuantizedGather]:
-    """Those that wait in shards where they are gathered, and have been before; each once."""
-    for parameter in dict.fromkeys(model.parameters()):
-        local = getattr(parameter, "_local_tensor", None)
-        if not isinstance(local, WeightWithQuantizedGather) or not local.travel.is_quantized:
+def sharded_batches(model: nn.Module) -> dict[Any, dict[Batch, list[Tensor]]]:
+    """Finds the batches whose shards are in place, and the shards, by the ranks that hold them.
+
+    Weights that have not been gathered yet, or that FSDP2 offloads, are left out.
+    """
+    found: dict[Any, dict[Batch, list[Tensor]]] = {}
+    for module in model.modules():
+        gather = module.__dict__.get("travel")
+        if gather is None or not gather.is_quantized:
             continue
-        mesh: Any = parameter.device_mesh  # type: ignore[attr-defined]
-        if local.plain.device.type == mesh.device_type:  # else FSDP2 offloads it
-            yield local
+        parameter: Any = module._parameters["weight"]
+        local = getattr(parameter, "_local_tensor", None)
+        if not isinstance(local, WeightWithQuantizedGather):
+            continue
+        if local.plain.device.type != parameter.device_mesh.device_type:
+            continue
+        batch = gather.batch or gather.joined_batch()
+        batches = found.setdefault(gather.group, {})
+        if batch not in batches:
+            batches[batch] = batch.shards() or [local.plain]
+    return found
 
 
 @torch.no_grad()
 def precompute_scales(model: nn.Module) -> None:
-    """After opt.step(): casts the shards of every weight that travels quantized, all at once.
+    """Exchanges the amaxes of every weight that FSDP2 gathers as codes, in one all-reduce.
 
-    What ranks must know of each other, amaxes of tensors, columns and blocks that shards split, is
-    one all-reduce. Without it each gather casts and reduces its own, to the same bytes. Amaxes hold
-    until the next step of an optimizer, mf.step or load_state_dict; call it again where weights
-    change otherwise. mf.step calls it.
+    Call it after opt.step(); mf.step calls it. Without it each gather that needs amaxes of other
+    ranks exchanges its own, to the same bytes. The amaxes hold until the next step of an optimizer,
+    mf.step or load_state_dict; call it again where weights change otherwise.
+
+    Args:
+        model: a module that fully_shard has sharded; other modules are left as they are.
     """
-    by_group: dict[Any, list[WeightWithQuantizedGather]] = {}
-    for weight in sharded_weights(model):
-        by_group.setdefault(weight.travel.group, []).append(weight)
-    for group, weights in by_group.items():
-        jobs = [w.travel.jobs(w.plain, w.travel.all_parts) for w in weights]
-        pieces = iter(cast_shards([job for of_weight in jobs for job in of_weight], group))
-        to: list[Tensor] = []
-        given: list[Tensor] = []
-        for weight, of_weight in zip(weights, jobs):
-            travel = weight.travel
-            travel.keep([next(pieces) for _ in of_weight], travel.values_of(weight.plain))
-            for every, more in zip((to, given), travel.take_kept()):
-                every += more
-        if to:
-            torch._foreach_copy_(to, given)
+    for batches in sharded_batches(model).values():
+        exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)
+        for batch in batches:
+            batch.measured_at = STEPS.taken
 
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_scales  # torchao's name

@@ -1,0 +1,147 @@
+"""The host's time of a step in minifloat's FSDP2 hooks: 8 blocks of 7 weights of 64 x 64.
+
+python benchmarks/fsdp_host.py [--recipes fp8_tensorwise,…]
+
+hooks   before and after the gathers, forward and backward, mf.step's casts, and setting the
+        gathered parameter; one rank of two on the CPU, whose collectives do nothing
+step    all of a step: FSDP2's own work and the layers' included
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+import minifloat as mf
+import torch
+import torch.distributed as dist
+from minifloat.distributed.fsdp import handshake, weight
+from minifloat.nn.linear import Linear
+from torch import Tensor, nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+BLOCKS, WEIGHTS, WIDTH = 8, 7, 64
+WARM_STEPS, STEPS = 6, 40
+
+
+class Timed:
+    """Seconds spent in wrapped functions, nested ones counted once."""
+
+    def __init__(self) -> None:
+        self.seconds, self.depth = 0.0, 0
+
+    def wrap(self, owner: Any, name: str) -> None:
+        inner = getattr(owner, name)
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            if self.depth:
+                return inner(*args, **kwargs)
+            self.depth, start = 1, time.perf_counter()
+            try:
+                return inner(*args, **kwargs)
+            finally:
+                self.depth = 0
+                self.seconds += time.perf_counter() - start
+
+        setattr(owner, name, timed)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(WEIGHTS)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layers(x)
+
+
+def build(recipe: str) -> nn.Module:
+    torch.manual_seed(0)
+    model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+    if recipe != "bf16":
+        mf.quantize_(model, recipe, verbose=False)
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model:
+        fully_shard(block, mp_policy=policy)
+    fully_shard(model, mp_policy=policy)
+    return model
+
+
+def measure(recipe: str, timed: Timed, use_step: bool) -> tuple[float, float]:
+    """Milliseconds of a step: in hooks, and in all."""
+    model = build(recipe)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
+    x = torch.randn(16, WIDTH, dtype=torch.bfloat16)
+
+    def step() -> None:
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        if use_step and recipe != "bf16":
+            mf.step(model)
+
+    return timed_steps(step, timed)
+
+
+def timed_steps(step: Callable[[], None], timed: Timed) -> tuple[float, float]:
+    for _ in range(WARM_STEPS):
+        step()
+    hooks, whole = [], []
+    for _ in range(STEPS):
+        timed.seconds, start = 0.0, time.perf_counter()
+        step()
+        whole.append(time.perf_counter() - start)
+        hooks.append(timed.seconds)
+    return 1e3 * min(hooks), 1e3 * min(whole)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--recipes", default=",".join(mf.presets()))
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
+    # The ranks' agreement before the first gather: there is no other rank.
+    handshake.meet = lambda *args: None  # type: ignore[assignment]
+    dist.all_gather_into_tensor = copying(dist.all_gather_into_tensor)
+    timed = Timed()
+    timed.wrap(weight.FullShard, "__call__")
+    timed.wrap(weight.WeightWithQuantizedGather, "fsdp_post_all_gather")
+    timed.wrap(Linear, "__setattr__")
+    timed.wrap(weight, "sharded_batches")
+    timed.wrap(weight, "exchange_amaxes")
+    print(f"{'recipe':16} {'hooks, mf.step':>16} {'hooks without':>16} {'step':>8}   ms")
+    for recipe in options.recipes.split(","):
+        if recipe == "fp8_delayed":
+            with_step, whole = measure(recipe, timed, True)
+            print(f"{recipe:16} {with_step:16.2f} {'-':>16} {whole:8.1f}", flush=True)
+            continue
+        with_step, whole = measure(recipe, timed, True)
+        without, _ = measure(recipe, timed, False)
+        print(f"{recipe:16} {with_step:16.2f} {without:16.2f} {whole:8.1f}", flush=True)
+    dist.destroy_process_group()
+    return 0
+
+
+def copying(gather: Callable[..., Any]) -> Callable[..., Any]:
+    """A gather that gives this rank's own input as every rank's."""
+
+    def call(output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
+        work = gather(output_tensor, input_tensor, *args, **kwargs)
+        for part in output_tensor.view(dist.get_world_size(), -1):
+            if part.data_ptr() != input_tensor.data_ptr():
+                part.copy_(input_tensor.view(-1))
+        return work
+
+    return call
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,238 @@
+"""Batch: the weights of one all-gather of FSDP2, cast before it and filled after it.
+
+    first weight's pre-gather hook     one native call casts the shards of all weights
+    each weight's pre-gather hook      takes its codes
+    last weight's post-gather hook     one native call fills all whole weights
+
+Ranks exchange amaxes (of a tensor, of a column, of a block that two ranks hold part of) in one
+all-reduce: of all weights of a model in mf.precompute_scales, else of one batch before its cast.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ...nn.operand_cache import STEPS
+from ...nn.random_state import is_in_backward
+from ..amaxes import raise_to_largest
+from .gathered_weight import GatheredWeight, targets_of
+from .plan import Plan
+
+FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # which directions: of a gather, or of either
+ALL_WEIGHTS = -1
+
+
+class WeightGather(Protocol):
+    """What a batch reads of one weight's gathers (all_gather.py)."""
+
+    plan: Plan
+    group: dist.ProcessGroup
+    world: int
+    rank: int
+    casts: tuple[Any, Any]
+    writes: int
+    whole: GatheredWeight
+    brought: set[int]
+
+    def module(self) -> Any:
+        """Returns the layer."""
+
+    def fsdp_group(self) -> Any:
+        """Returns FSDP2's parameter group."""
+
+    def count_inputs(self) -> int:
+        """Returns the number of all-gather inputs."""
+
+
+class Sent:
+    """One gather of a batch, from the pre-gather hooks to the post-gather hooks."""
+
+    __slots__ = ("batch", "codes", "inputs", "outputs", "selection", "shards")
+
+    def __init__(
+        self,
+        batch: Batch,
+        selection: int,
+        shards: list[Tensor],
+        inputs: list[tuple[Tensor, ...] | None],
+    ) -> None:
+        self.batch, self.selection, self.shards = batch, selection, shards
+        self.inputs = inputs  # of each weight, until its pre-gather hook takes them
+        self.codes: list[tuple[Tensor, ...]] = []  # taken inputs; of a world of one
+        self.outputs: list[Tensor] = []  # what all ranks sent, weight by weight
+
+
+class Batch:
+    """The weights that FSDP2 gathers at once, in its order, and their native casts.
+
+    group: a reference to FSDP2's parameter group; places: of the weights among its parameters.
+    Without a group it is one weight, whose shard its hook passes.
+    """
+
+    def __init__(
+        self,
+        gathers: Sequence[WeightGather],
+        group: weakref.ref[Any] | None = None,
+        places: Sequence[int] = (),
+    ) -> None:
+        classes = torch.classes.minifloat
+        first = gathers[0]
+        self.gathers, self.group, self.places = tuple(gathers), group, tuple(places)
+        self.ranks, self.world = first.group, first.world
+        casts = [gather.casts for gather in gathers]
+        self.modes = [gather.plan.mode for gather in gathers]
+        native = classes.GatherBatch(
+            [row for row, _ in casts],
+            [col for _, col in casts],
+            self.modes,
+            first.world,
+            first.rank,
+        )
+        self.native, self.cast, self.fill = native, native.cast, native.fill
+        self.exchanged = [native.exchanged(selection) for selection in (FORWARD, BACKWARD)]
+        self.is_delayed = any(gather.plan.is_delayed for gather in gathers)
+        self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
+        self.counts = [gather.count_inputs() for gather in gathers]  # of each weight
+        self.indices = {gather: index for index, gather in enumerate(gathers)}
+        self.measured_at: int | None = None  # after so many optimizer steps; until the next
+        self.exchange: tuple[tuple[Batch, ...], Any] | None = None  # of batches that begin here
+        self.sent: Sent | None = None  # the gather under way
+        self.targets: list[Tensor] = []
+
+    # ---- before the gather -----------------------------------------------------------------------
+
+    def send(self, gather: WeightGather, shard: Tensor) -> tuple[tuple[Tensor, ...], Sent] | None:
+        """Returns the all-gather inputs of one weight; casts all weights for the first one.
+
+        Returns:
+            The inputs, and the gather. None where the shard is not the one that the batch has cast:
+            FSDP2 offloads it, or calls hooks in another order.
+        """
+        index = self.indices[gather]
+        if index == 0:
+            self.sent = self.cast_all(shard)
+        sent = self.sent
+        if sent is None or sent.shards[index] is not shard:
+            return None
+        inputs = sent.inputs[index]
+        if inputs is None:
+            return None
+        sent.inputs[index] = None
+        if self.world == 1:
+            sent.codes.append(inputs)
+        return inputs, sent
+
+    def cast_all(self, shard: Tensor) -> Sent | None:
+        """Casts the shards of all weights for the gather that begins."""
+        shards = self.shards()
+        if shards is None:
+            shards = [shard]
+        if shards[0] is not shard or any([s is None for s in shards]):
+            return None
+        selection = BACKWARD if is_in_backward() else FORWARD
+        inputs = self.inputs(shards, selection, ALL_WEIGHTS)
+        return Sent(self, selection, shards, self.dealt(inputs))
+
+    def inputs(self, shards: list[Tensor], selection: int, weight: int) -> list[Tensor]:
+        """Casts one weight, or all; exchanges amaxes first where nothing current is known."""
+        is_measured = self.measured_at == STEPS.taken and self.is_training()
+        if not is_measured and self.exchanged[selection]:
+            exchange_amaxes([self], [shards], selection)
+            is_measured = True
+        histories = self.histories(shards) if self.is_delayed else []
+        return self.cast(shards, histories, selection, weight, self.writes(), is_measured)
+
+    def dealt(self, inputs: list[Tensor]) -> list[tuple[Tensor, ...] | None]:
+        """Returns the inputs of each weight."""
+        found: list[tuple[Tensor, ...] | None] = []
+        start = 0
+        for count in self.counts:
+            found.append(tuple(inputs[start : start + count]))
+            start += count
+        return found
+
+    def shards(self) -> list[Any] | None:
+        """Returns this rank's rows of every weight; None where FSDP2's group is not known."""
+        group = None if self.group is None else self.group()
+        if group is None:
+            return None
+        parameters = group.fsdp_params
+        return [
+            getattr(parameters[place].sharded_param._local_tensor, "plain", None)
+            for place in self.places
+        ]
+
+    def histories(self, shards: list[Tensor]) -> list[Tensor]:
+        """Returns the amax histories of the layers; a shard in place of a history that is none."""
+        found = []
+        for gather, shard in zip(self.gathers, shards):
+            history = gather.module()._buffers["amax_history"]
+            found.append(shard if history is None else history)
+        return found
+
+    def is_training(self) -> bool:
+        """Whether all layers train. In evaluation weights may be exchanged without a count."""
+        return all([gather.module().training for gather in self.gathers])
+
+    def writes(self) -> int:
+        return sum([gather.writes for gather in self.gathers])
+
+    # ---- after the gather ------------------------------------------------------------------------
+
+    def receive(self, gather: WeightGather, sent: Sent, outputs: Sequence[Tensor]) -> None:
+        """Collects what all ranks sent of one weight; fills all weights after the last one."""
+        index = self.indices[gather]
+        sent.outputs += outputs
+        if self.world == 1:  # FSDP2 gathers the first input alone
+            sent.outputs += sent.codes[index][len(outputs) :]
+        if index == len(self.gathers) - 1:
+            if not self.targets:
+                self.targets = [t for g in self.gathers for t in targets_of(g.whole)]
+            forward_alone = self.serves_forward_alone()
+            self.fill(sent.outputs, self.targets, sent.selection, ALL_WEIGHTS, forward_alone)
+            for split in self.splits:
+                split.brought = {sent.selection}
+            self.sent = None
+
+    def serves_forward_alone(self) -> bool:
+        """Whether FSDP2 will gather again before backward. Where it does not tell: no."""
+        group = self.gathers[0].fsdp_group()
+        state = getattr(getattr(group, "_training_state", None), "name", "")
+        return state == "FORWARD" and group._reshard_after_forward and not is_in_backward()
+
+    def fetch(self, gather: WeightGather, shard: Tensor, selection: int) -> None:
+        """Gathers one weight in the directions of a selection, apart from FSDP2's gathers."""
+        shards = self.shards()
+        if shards is None:
+            shards = [shard]
+        index = self.indices[gather]
+        inputs = self.inputs(shards, selection, index)
+        outputs = [t.new_empty(self.world * len(t)) for t in inputs]
+        for output, of_rank in zip(outputs, inputs):
+            dist.all_gather_into_tensor(output, of_rank, group=self.ranks)
+        self.fill(outputs, self.targets, selection, index, False)
+
+
+# ---- amaxes --------------------------------------------------------------------------------------
+
+
+def exchange_amaxes(
+    batches: Sequence[Batch], shards: Sequence[list[Tensor]], selection: int
+) -> None:
+    """Measures the amaxes of batches of the same ranks, in one all-reduce."""
+    first, key = batches[0], tuple(batches)
+    if first.exchange is None or first.exchange[0] != key:
+        native = torch.classes.minifloat.AmaxExchange([batch.native for batch in batches])
+        first.exchange = key, native
+    exchange = first.exchange[1]
+    flat = [shard for of_batch in shards for shard in of_batch]
+    amaxes = exchange.measure(flat, selection, [batch.writes() for batch in batches])
+    if amaxes.numel() > 0 and first.world > 1:
+        raise_to_largest(amaxes, first.ranks)
+    exchange.accept(amaxes)
