@@ -29,7 +29,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from ...nn.operand_cache import STEPS
 from .all_gather import WeightGather
@@ -85,20 +84,31 @@ class WeightWithQuantizedGather(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """func of the plain tensors. Their twins come back where func writes or FSDP2 re-lays."""
-        wrapped = {id(t.plain): t for t in tree_leaves((args, kwargs)) if isinstance(t, cls)}
+        """Calls func with the plain tensors. Returns wrappers where func writes or FSDP2 pads."""
+        wrapped: dict[int, WeightWithQuantizedGather] = {}
 
+        def plain(value: Any) -> Any:
+            kind = type(value)
+            if kind is cls:
+                wrapped[id(value.plain)] = value
+                return value.plain
+            return kind([plain(v) for v in value]) if kind in (list, tuple) else value
+
+        def twin(value: Any) -> Any:
+            kind = type(value)
+            if kind in (list, tuple):
+                return kind([twin(v) for v in value])
+            return wrapped.get(id(value), value)
+
+        positional = plain(args)
+        named = {name: plain(value) for name, value in kwargs.items()} if kwargs else {}
         if func._schema.is_mutable:
             for wrapper in wrapped.values():
                 wrapper.weight_gather.writes += 1
-
-        def plain(leaf: Any) -> Any:
-            return leaf.plain if isinstance(leaf, cls) else leaf
-
-        out = func(*tree_map(plain, args), **tree_map(plain, kwargs or {}))
+        out = func(*positional, **named)
         if func in RELAID:
             return cls(out, args[0].weight_gather)
-        return tree_map(lambda leaf: wrapped.get(id(leaf), leaf), out)
+        return twin(out)
 
     # ---- FSDP2's hooks ---------------------------------------------------------------------------
 
