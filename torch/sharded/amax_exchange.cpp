@@ -52,7 +52,7 @@ std::vector<Copy> exchange_copies(const std::vector<GatheredDirection*>& directi
 void set_packed(const std::vector<GatheredDirection*>& directions, const Tensor& packed) {
   std::int64_t at = 0;
   for (GatheredDirection* direction : directions) {
-    direction->packed = packed, direction->packed_at = at;
+    direction->packed = packed, direction->packed_at = at, direction->has_chosen_scales = false;
     at += direction->shard.window().packed_amaxes();
   }
 }

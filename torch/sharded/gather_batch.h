@@ -41,7 +41,8 @@ struct GatheredDirection {
   RowShard shard;
   at::Tensor packed = {};  // of the window, from packed_at on; undefined under a transform
   std::int64_t packed_at = 0;
-  at::Tensor exchanged = {};  // common to all ranks, from exchanged_at on
+  bool has_chosen_scales = false;  // packed amaxes have been through choose_scales
+  at::Tensor exchanged = {};       // common to all ranks, from exchanged_at on
   std::int64_t exchanged_at = 0;
   std::int64_t scale_at = 0,
                amax_at = 0;  // of the common scale and amax within GatherBatch's memory

@@ -81,6 +81,9 @@ void place(Work& work, const CastEntry& entry, PartialCast& cast, const Tensors&
   cast.codes = entry.codes;
   cast.first_byte = FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.code_bits()).begin;
   cast.keeps_neighbours = false;
+  // The first cast chooses scales, and marks its choices in the packed amaxes. An empty shard has no blocks.
+  cast.has_chosen_scales = entry.direction->has_chosen_scales || cast.shard.empty();
+  entry.direction->has_chosen_scales = cast.spec.reads_values();
   cast.amax = entry.amax;
   if (cast.spec.delayed) {
     TORCH_CHECK_VALUE(entry.weight < histories.size(), kOp,
@@ -228,6 +231,7 @@ Tensors GatherBatch::cast(Tensors shards, const Tensors& histories, std::int64_t
   TORCH_CHECK_VALUE(is_measured || exchanged(selection) == 0, kOp,
                     ": expected amaxes that ranks have exchanged, got none");
   readable_shards(shards);
+  for (const Tensor& history : histories) bridge::check_memory(kOp, "histories", history);
   if (!is_measured || needs_measure(shards, choice, writes)) measure_alone(shards, choice);
   if (!common_.defined() || common_.device() != shards[0].device())
     common_ = at::zeros({commons_}, shards[0].options().dtype(at::kFloat));

@@ -175,6 +175,7 @@ void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int6
       TORCH_CHECK_VALUE(
           (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && t.has_storage(), kOp,
           ": expected dense tensors on the CPU or CUDA, got ", t.layout(), " on ", t.device());
+      if (t.storage().nbytes() > 0) bridge::check_memory(kOp, "tensors", t);
     }
   Work work;
   work.like = outputs[0];

@@ -21,7 +21,8 @@ RowShard::RowShard(const ShardCast& whole, std::int64_t world, std::int64_t rank
                     spec().str());
   window_ = ShardCast(spec(), columnwise(), window_rows().size(), whole.cols(), whole.compute());
   const bool is_cut = !split_blocks(transform_rows()).empty();
-  fits_ = !is_cut && !(is_transformed() && !split_blocks(block_rows()).empty());
+  const bool needs_whole_blocks = is_transformed() || spec().reads_values();
+  fits_ = !is_cut && !(needs_whole_blocks && !split_blocks(block_rows()).empty());
   find_exchanged();
 }
 

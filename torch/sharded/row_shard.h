@@ -43,7 +43,8 @@ class RowShard {
   bool is_transformed() const { return spec().transform > 0; }
   // Whether every rank computes the scales from exchanged amaxes, so that no table of them is gathered.
   bool has_common_scale() const;
-  // Whether shards can be cast one by one: no transform reaches over the end of a shard.
+  // Whether shards can be cast one by one: no transform reaches over the end of a shard, nor does a block whose scale is
+  // chosen by its values.
   bool fits() const { return fits_; }
 
   // Codes in W's row order, transforms' padding included: bytes of a row, of W, of a chunk, of this rank's rows.

@@ -77,6 +77,7 @@ PartialCast ShardCast::describe() const {
 }
 
 std::vector<Tensor> ShardCast::new_operand(const Tensor& like) const {
+  bridge::check_memory("ShardCast.new_operand", "like", like);
   const std::int64_t rows = columnwise_ ? cols_ : rows_, cols = columnwise_ ? rows_ : cols_;
   std::vector<std::int64_t> scales, amaxes = {0};
   if (spec_.has_row_amax()) scales = amaxes = {rows};

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ...spec import Spec
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from .batch import BACKWARD, FORWARD, Batch, Sent
 from .gathered_weight import GatheredWeight, empty_direction
@@ -102,7 +103,9 @@ class WeightGather:
         )
         self.casts = row, col
         if not (row.fits(self.world) and (self.plan.mode == "one" or col.fits(self.world))):
-            self.reason = "a transform reaches over the end of a shard"
+            has_transform = any(Spec.parse(s).transform for s in (self.plan.row, self.plan.col))
+            what = "a transform" if has_transform else "a block whose values choose its scale"
+            self.reason = f"{what} reaches over the end of a shard"
         elif self.plan.mode == "split" and not self.is_gathered_for_backward():
             self.reason = "one gather is to serve forward and backward"
 
