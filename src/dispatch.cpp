@@ -142,14 +142,14 @@ void tensor_factor(const Quantized& operand, float* out, const Execution& execut
   MINIFLOAT_ON(operand.device, tensor_factor(operand, out, execution));
 }
 
-void carry_in_e4m3(const Quantized& operand, std::uint8_t* codes, float* row_scale,
-                   const Execution& execution) {
-  check_quantized("carry_in_e4m3", operand);
-  check_nvfp4_amax("carry_in_e4m3", operand);
+void fp4_as_fp8(const Quantized& operand, std::uint8_t* codes, float* row_scale,
+                const Execution& execution) {
+  check_quantized("fp4_as_fp8", operand);
+  check_nvfp4_amax("fp4_as_fp8", operand);
   MINIFLOAT_CHECK(operand.spec.is_fp4_by_powers_of_two(),
-                  "carry_in_e4m3: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
+                  "fp4_as_fp8: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
                   operand.spec.str());
-  MINIFLOAT_ON(operand.device, carry_in_e4m3(operand, codes, row_scale, execution));
+  MINIFLOAT_ON(operand.device, fp4_as_fp8(operand, codes, row_scale, execution));
 }
 
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,

@@ -121,7 +121,7 @@ TEST_F(Dispatch, Dequantize) {
   EXPECT_TRUE(out.untouched());
 }
 
-TEST_F(Dispatch, CarryInE4m3) {
+TEST_F(Dispatch, Fp4AsFp8) {
   Guarded<float> row_scale(1);
   Guarded<std::uint8_t> out(16);
   const std::uint8_t codes[16] = {}, scale[1] = {};
@@ -133,12 +133,11 @@ TEST_F(Dispatch, CarryInE4m3) {
                          .amax = amax,
                          .rows = 1,
                          .cols = 16};
-    EXPECT_ERROR(carry_in_e4m3(q, out.data(), row_scale.data()),
-                 "expected E2M1 under powers of two");
+    EXPECT_ERROR(fp4_as_fp8(q, out.data(), row_scale.data()), "expected E2M1 under powers of two");
   }
   const Quantized q = {
       .spec = Spec::parse("nvfp4+pow2"), .codes = codes, .scale = scale, .rows = 1, .cols = 16};
-  EXPECT_ERROR(carry_in_e4m3(q, out.data(), row_scale.data()), "needs the tensor amax");
+  EXPECT_ERROR(fp4_as_fp8(q, out.data(), row_scale.data()), "needs the tensor amax");
   EXPECT_TRUE(out.untouched() && row_scale.untouched());
 }
 

@@ -82,10 +82,10 @@ void decode_for_product(const Quantized& operand, std::uint16_t* out,
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution = {});
 
 // An E2M1 operand whose block scales are powers of two (mxfp4; nvfp4+pow2), as E4M3 codes under one fp32 scale a
-// row, which an FP8 product multiplies (core/carry.h). Exact where a block's scale is at least 2^-14 of the largest
+// row, which an FP8 product multiplies (core/fp4_as_fp8.h). Exact where a block's scale is at least 2^-14 of the largest
 // of its row; below, within 2^-16 of that largest scale.
 //   codes: (batch, rows, padded_cols) bytes;  row_scale: (batch, rows), the tensor's scale included
-void carry_in_e4m3(const Quantized& operand, std::uint8_t* codes, float* row_scale,
-                   const Execution& execution = {});
+void fp4_as_fp8(const Quantized& operand, std::uint8_t* codes, float* row_scale,
+                const Execution& execution = {});
 
 }  // namespace minifloat

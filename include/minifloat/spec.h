@@ -43,7 +43,7 @@ struct Spec {
   bool is_bf16() const { return elements == Elements::kBf16; }
   bool is_fp8() const { return elements == Elements::kE4m3 || elements == Elements::kE5m2; }
   int code_bits() const { return elements == Elements::kE2m1 ? 4 : 8; }
-  // E2M1 under block scales 2^k, whose values E4M3 codes can carry (core/carry.h).
+  // E2M1 under block scales 2^k, whose values E4M3 codes can hold (core/fp4_as_fp8.h).
   bool is_fp4_by_powers_of_two() const {
     return elements == Elements::kE2m1 &&
            (rule == ScaleRule::kMx || scale_rounding == ScaleRounding::kPowerOfTwo);

@@ -68,7 +68,7 @@ TEST(Dequantize, ValuesAsTheOracle) {
 }
 
 TEST(Dequantize, TheFactorThatAProductIsStillOwed) {
-  const Matrix x({2, 20, 50}, DType::kBFloat16, Kind::kPlain);
+  const Matrix x({2, 20, 50}, DType::kBFloat16, Kind::kModerate);
   for (const char* text : kSpecs) {
     const Request request{.spec = Spec::parse(text)};
     const Outputs out = quantized(x.ref(), request, false);
@@ -126,8 +126,8 @@ TEST(Dequantize, ErrorsStayWithinHalfAStepOfTheLargestBinade) {
   EXPECT_LE(worst_error("mxfp4", Kind::kWide),
             1.0 / 3 + 1e-6);  // amax just over 3, scaled to 6: 5 -> 4 or 6
   EXPECT_LE(worst_error("mxfp8+floor", Kind::kWide), 1 - 448.0 / 512);  // saturation
-  EXPECT_LE(worst_error("nvfp4+up", Kind::kPlain), 1.0 / 4);
-  EXPECT_LE(worst_error("nvfp4", Kind::kPlain), 1.0 / 5);
+  EXPECT_LE(worst_error("nvfp4+up", Kind::kModerate), 1.0 / 4);
+  EXPECT_LE(worst_error("nvfp4", Kind::kModerate), 1.0 / 5);
 }
 
 TEST(Dequantize, StochasticRoundingIsUnbiased) {
@@ -154,7 +154,7 @@ TEST(Dequantize, EmptyOperands) {
   for (const Shape& shape : {Shape{1, 0, 16}, Shape{1, 16, 0}, Shape{0, 4, 16}})
     for (const char* text : kSpecs) {
       const Spec spec = Spec::parse(text);
-      const Matrix x(shape, DType::kFloat32, Kind::kPlain);
+      const Matrix x(shape, DType::kFloat32, Kind::kModerate);
       const Outputs out = quantized(x.ref(), {.spec = spec}, false);
       Guarded<float> values(0);
       dequantize(operand(spec, out, shape), DType::kFloat32, values.data());

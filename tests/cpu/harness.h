@@ -30,9 +30,9 @@ inline std::string name_of(DType dtype) { return dtype == DType::kFloat32 ? "fp3
 
 // ---- Values --------------------------------------------------------------------------------------
 enum class Kind {
-  kPlain,    // normal-looking, within a few binades
-  kWide,     // over 60 binades, with zeros, negative zeros, tiny blocks and outliers
-  kSpecial,  // kWide with Inf, NaN, denormals and the largest floats strewn in
+  kModerate,  // normal-looking, within a few binades
+  kWide,      // over 60 binades, with zeros, negative zeros, tiny blocks and outliers
+  kSpecial,   // kWide with Inf, NaN, denormals and the largest floats strewn in
 };
 
 // A batch of matrices, each row followed by `gap` elements that nobody may read as values.
@@ -100,7 +100,7 @@ class Matrix {
 
   float draw(Kind kind, std::int64_t row, std::int64_t col) {
     const float x = uniform() + uniform() + uniform();
-    if (kind == Kind::kPlain) return x;
+    if (kind == Kind::kModerate) return x;
     if ((row / 16 + col / 32) % 5 == 3) return 0;                   // whole zero blocks
     if ((row / 16 + col / 32) % 7 == 2) return std::ldexp(x, -40);  // blocks of tiny values
     const std::uint32_t pick = next() % 64;

@@ -205,7 +205,7 @@ TEST(PartialCast, AnyCutGivesTheBytesOfTheWhole) {
         const auto pick = random();
         const DType master = pick % 4 == 0 ? DType::kBFloat16 : DType::kFloat32;
         const DType compute = pick % 3 == 0 ? DType::kFloat32 : DType::kBFloat16;
-        const Kind kind = pick % 5 == 0 ? Kind::kSpecial : pick % 2 ? Kind::kWide : Kind::kPlain;
+        const Kind kind = pick % 5 == 0 ? Kind::kSpecial : pick % 2 ? Kind::kWide : Kind::kModerate;
         expect_whole({spec, columnwise, rows, cols, master, compute, kind,
                       random_cuts(rows * cols, 1 + static_cast<int>(random() % 6), random)});
         if (HasFatalFailure()) return;
@@ -224,7 +224,9 @@ TEST(PartialCast, CutsBetweenBlocksGiveTheBytesOfTheWhole) {
           const auto pick = random();
           const DType master = pick % 4 == 0 ? DType::kBFloat16 : DType::kFloat32;
           const DType compute = pick % 3 == 0 ? DType::kFloat32 : DType::kBFloat16;
-          const Kind kind = pick % 5 == 0 ? Kind::kSpecial : pick % 2 ? Kind::kWide : Kind::kPlain;
+          const Kind kind = pick % 5 == 0 ? Kind::kSpecial
+                            : pick % 2    ? Kind::kWide
+                                          : Kind::kModerate;
           const AmaxGrid grid = amax_grid(Spec::parse(spec), columnwise, rows, cols);
           std::vector<std::int64_t> cuts = {0, rows * cols};
           for (int i = 1; i < shards; ++i)

@@ -52,8 +52,8 @@ TEST(Hadamard, ValuesAsTheOracle) {
 
 TEST(Hadamard, KeepsProductsAndUndoesItself) {
   const int points = 64;
-  const Matrix x({1, 1, points}, DType::kFloat32, Kind::kPlain, 1),
-      y({1, 1, points}, DType::kFloat32, Kind::kPlain, 2);
+  const Matrix x({1, 1, points}, DType::kFloat32, Kind::kModerate, 1),
+      y({1, 1, points}, DType::kFloat32, Kind::kModerate, 2);
   const auto hx = hadamard_of(x, points, false), hy = hadamard_of(y, points, false);
   double plain = 0, rotated = 0, norms = 0;
   for (std::int64_t i = 0; i < points; ++i) {

@@ -133,8 +133,8 @@ std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor& scale, 
 
 void write_fp8_rows(const View& view, const Tensor& fp8_codes, const Tensor& row_scale) {
   bridge::with_value_errors([&] {
-    carry_in_e4m3(view.q, static_cast<std::uint8_t*>(fp8_codes.mutable_data_ptr()),
-                  row_scale.mutable_data_ptr<float>(), bridge::ExecutionOn(fp8_codes));
+    fp4_as_fp8(view.q, static_cast<std::uint8_t*>(fp8_codes.mutable_data_ptr()),
+               row_scale.mutable_data_ptr<float>(), bridge::ExecutionOn(fp8_codes));
   });
 }
 

@@ -48,7 +48,7 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
 // The bf16 values that an exact product reads, (rows, padded cols).
 Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols);
 
-// FP4 under powers of two as FP8 codes, float8_e4m3fn (rows, padded cols), and an fp32 scale a row: core/carry.h.
+// FP4 under powers of two as FP8 codes, float8_e4m3fn (rows, padded cols), and an fp32 scale a row: core/fp4_as_fp8.h.
 std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                      const Spec& spec, c10::SymInt cols);
 

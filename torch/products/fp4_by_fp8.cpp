@@ -1,5 +1,5 @@
 // FP4 under powers of two: the same values as E4M3 codes under one scale for each row
-// (core/carry.h), which an FP8 product multiplies. A kernel for each operand, then one for the
+// (core/fp4_as_fp8.h), which an FP8 product multiplies. A kernel for each operand, then one for the
 // product.
 #include "ops/ops.h"
 #include "products/fp8.h"

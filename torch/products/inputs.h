@@ -32,7 +32,7 @@ struct Decoded {
   Tensor scale, amax;
 };
 
-// FP4 under powers of two as FP8 codes of the same values (core/carry.h).
+// FP4 under powers of two as FP8 codes of the same values (core/fp4_as_fp8.h).
 struct Fp4AsFp8 {
   Tensor codes;      // float8_e4m3fn (rows, padded_cols)
   Tensor row_scale;  // fp32 (rows)

@@ -1,16 +1,16 @@
-// E2M1 codes under power-of-two scales -> E4M3 codes of whole rows (core/carry.h). A block takes a row: its largest scale,
+// E2M1 codes under power-of-two scales -> E4M3 codes of whole rows (core/fp4_as_fp8.h). A block takes a row: its largest scale,
 // then its codes, 16 a thread.
 //
 //     bytes an element: 1/2 of codes, a block's scale, 1 of codes
 #include "cuda/backend.h"
 #include "cuda/common/launch.h"
 #include "cuda/quantize/cast_unit.cuh"
-#include "minifloat/core/carry.h"
+#include "minifloat/core/fp4_as_fp8.h"
 
 namespace minifloat::cuda {
 namespace {
 
-struct CarryArgs {
+struct Fp4AsFp8Args {
   Quantized q;
   bool is_mx, aligned_in, aligned_out;
   int height_log2, width_log2;  // of a block
@@ -20,9 +20,9 @@ struct CarryArgs {
   float* row_scale;
 };
 
-__device__ __forceinline__ int exponent_at(const CarryArgs& args, const std::uint8_t* scale,
+__device__ __forceinline__ int exponent_at(const Fp4AsFp8Args& args, const std::uint8_t* scale,
                                            std::uint32_t block) {
-  return args.is_mx ? carry_exponent_e8m0(scale[block]) : carry_exponent_e4m3(scale[block]);
+  return args.is_mx ? fp4_exponent_e8m0(scale[block]) : fp4_exponent_e4m3(scale[block]);
 }
 
 // The E4M3 codes of E2M1's eight magnitudes in a block, four a word.
@@ -30,23 +30,24 @@ struct Table {
   std::uint32_t low, high;
   std::uint32_t signs;  // the bits that a code's sign may set: none of a NaN's
 };
-__device__ __forceinline__ Table carry_table(int exponent, int row_exponent) {
-  if (exponent == kCarryNan)
+__device__ __forceinline__ Table fp8_code_table(int exponent, int row_exponent) {
+  if (exponent == kFp4AsFp8Nan)
     return {E4M3::kNanBits * 0x0101'0101u, E4M3::kNanBits * 0x0101'0101u, 0};
-  const float unit = carry_factor(exponent, row_exponent);
-  return {cvt_e4m3x2(0.0f, 0.5f * unit) | cvt_e4m3x2(unit, 1.5f * unit) << 16,
-          cvt_e4m3x2(2.0f * unit, 3.0f * unit) | cvt_e4m3x2(4.0f * unit, 6.0f * unit) << 16,
+  const float one = fp4_as_fp8_factor(exponent, row_exponent);
+  return {cvt_e4m3x2(0.0f, 0.5f * one) | cvt_e4m3x2(one, 1.5f * one) << 16,
+          cvt_e4m3x2(2.0f * one, 3.0f * one) | cvt_e4m3x2(4.0f * one, 6.0f * one) << 16,
           0x8080'8080u};
 }
 // Four codes in the low nibbles of w.
-__device__ __forceinline__ std::uint32_t carry_four(const Table& table, std::uint32_t w) {
+__device__ __forceinline__ std::uint32_t four_fp8_codes(const Table& table, std::uint32_t w) {
   const std::uint32_t magnitude = __byte_perm(table.low, table.high, w & 0x7777u);
   // 0x80 for a selector of 0, and that byte's sign spread over it for one of 8.
   const std::uint32_t sign = permute_bytes(0x80u, 0u, w & 0x8888u);
   return magnitude | ((sign << 1) & table.signs);
 }
 
-__global__ void __launch_bounds__(kThreads) carry_rows(const __grid_constant__ CarryArgs args) {
+__global__ void __launch_bounds__(kThreads)
+    write_rows_as_fp8(const __grid_constant__ Fp4AsFp8Args args) {
   __shared__ int of_warp[kThreads / 32];
   const std::uint32_t all = blockIdx.x, batch = args.rows_of_matrix.divide(all);
   const std::uint32_t row = all - batch * args.rows_of_matrix.d;
@@ -55,28 +56,29 @@ __global__ void __launch_bounds__(kThreads) carry_rows(const __grid_constant__ C
       (std::uint64_t{batch} * args.scale_rows + (row >> args.height_log2)) * args.scale_cols;
 
   // ---- The row's exponent
-  int largest = kCarryZero;
+  int largest = kFp4AsFp8Zero;
   for (std::uint32_t b = threadIdx.x; b < args.scale_cols; b += kThreads)
     largest = max(largest, exponent_at(args, scale, b));
   largest = __reduce_max_sync(kAllLanes, largest);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = largest;
   __syncthreads();
   largest = __reduce_max_sync(kAllLanes, of_warp[threadIdx.x % (kThreads / 32)]);
-  const int row_exponent = carry_row_exponent(largest);
+  const int row_exponent = fp4_row_exponent(largest);
   if (threadIdx.x == 0) {
     const float tensor = args.is_mx
                              ? 1.0f
                              : scale_of_tensor<E2M1>(args.q.spec.rule, args.q.spec.scale_rounding,
                                                      magnitude_bits(args.q.amax[batch]))
                                    .scale;
-    args.row_scale[all] = carry_row_scale(row_exponent, tensor);
+    args.row_scale[all] = fp4_as_fp8_row_scale(row_exponent, tensor);
   }
 
   // ---- Its codes
   const std::uint8_t* from = args.q.codes + std::uint64_t{all} * args.pitch;
   std::uint8_t* to = args.codes + std::uint64_t{all} * args.padded;
   for (std::uint32_t col = threadIdx.x * kUnit; col < args.padded; col += kThreads * kUnit) {
-    const Table table = carry_table(exponent_at(args, scale, col >> args.width_log2), row_exponent);
+    const Table table =
+        fp8_code_table(exponent_at(args, scale, col >> args.width_log2), row_exponent);
     const int left = static_cast<int>(min(args.padded - col, std::uint32_t{kUnit}));
     std::uint32_t w[2] = {};
     if (args.aligned_in && left == kUnit) {
@@ -87,8 +89,8 @@ __global__ void __launch_bounds__(kThreads) carry_rows(const __grid_constant__ C
       for (int i = 0; i < kUnit; i += 2)
         if (i < left) w[i / 8] |= static_cast<std::uint32_t>(from[(col + i) / 2]) << (i % 8 * 4);
     }
-    const uint4 codes = make_uint4(carry_four(table, w[0]), carry_four(table, w[0] >> 16),
-                                   carry_four(table, w[1]), carry_four(table, w[1] >> 16));
+    const uint4 codes = make_uint4(four_fp8_codes(table, w[0]), four_fp8_codes(table, w[0] >> 16),
+                                   four_fp8_codes(table, w[1]), four_fp8_codes(table, w[1] >> 16));
     if (args.aligned_out && left == kUnit) {
       *reinterpret_cast<uint4*>(to + col) = codes;
     } else {
@@ -102,15 +104,15 @@ __global__ void __launch_bounds__(kThreads) carry_rows(const __grid_constant__ C
 
 }  // namespace
 
-void carry_in_e4m3(const Quantized& q, std::uint8_t* codes, float* row_scale,
-                   const Execution& execution) {
+void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
+                const Execution& execution) {
   const Spec& spec = q.spec;
   const std::int64_t padded = spec.padded_cols(q.cols), rows = q.batch * q.rows;
   if (rows == 0) return;
   MINIFLOAT_CHECK(rows < std::int64_t{1} << 31 && padded < std::int64_t{1} << 31,
-                  "carry_in_e4m3: expected less than 2^31 rows in all and 2^31 columns, got ", rows,
+                  "fp4_as_fp8: expected less than 2^31 rows in all and 2^31 columns, got ", rows,
                   " and ", padded);
-  CarryArgs args = {};
+  Fp4AsFp8Args args = {};
   args.q = q;
   args.is_mx = spec.rule == ScaleRule::kMx;
   args.height_log2 = __builtin_ctz(static_cast<unsigned>(spec.block_rows));
@@ -123,8 +125,8 @@ void carry_in_e4m3(const Quantized& q, std::uint8_t* codes, float* row_scale,
   args.aligned_in = args.pitch % 8 == 0 && reinterpret_cast<std::uintptr_t>(q.codes) % 8 == 0;
   args.aligned_out = padded % 16 == 0 && reinterpret_cast<std::uintptr_t>(codes) % 16 == 0;
   args.codes = codes, args.row_scale = row_scale;
-  carry_rows<<<grid_of(rows, "carry_in_e4m3"), kThreads, 0, stream_of(execution)>>>(args);
-  check_launch("carry_in_e4m3");
+  write_rows_as_fp8<<<grid_of(rows, "fp4_as_fp8"), kThreads, 0, stream_of(execution)>>>(args);
+  check_launch("fp4_as_fp8");
 }
 
 }  // namespace minifloat::cuda

@@ -1,5 +1,5 @@
 // E2M1 codes under powers of two -> E4M3 codes under one scale a row.
-#include "minifloat/core/carry.h"
+#include "minifloat/core/fp4_as_fp8.h"
 
 #include <algorithm>
 #include <vector>
@@ -9,8 +9,8 @@
 
 namespace minifloat::cpu {
 
-void carry_in_e4m3(const Quantized& q, std::uint8_t* codes, float* row_scale,
-                   const Execution& execution) {
+void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
+                const Execution& execution) {
   const Spec& spec = q.spec;
   const std::int64_t padded = spec.padded_cols(q.cols), bytes = spec.code_cols(q.cols);
   const std::int64_t scale_cols = spec.scale_cols(q.cols), scale_rows = spec.scale_rows(q.rows);
@@ -23,22 +23,22 @@ void carry_in_e4m3(const Quantized& q, std::uint8_t* codes, float* row_scale,
     const std::int64_t batch = row / q.rows;
     const std::int64_t block_row = batch * scale_rows + row % q.rows / spec.block_rows;
     std::vector<int> exponent(static_cast<std::size_t>(scale_cols));
-    int largest = kCarryZero;
+    int largest = kFp4AsFp8Zero;
     for (std::int64_t b = 0; b < scale_cols; ++b) {
       const std::uint32_t scale = scales[block_row * scale_cols + b];
       exponent[b] =
-          spec.rule == ScaleRule::kMx ? carry_exponent_e8m0(scale) : carry_exponent_e4m3(scale);
+          spec.rule == ScaleRule::kMx ? fp4_exponent_e8m0(scale) : fp4_exponent_e4m3(scale);
       largest = std::max(largest, exponent[b]);
     }
 
     // 2. The row's factor, and its elements in units of it.
-    const int row_exponent = carry_row_exponent(largest);
-    row_scale[row] = carry_row_scale(row_exponent, tensor_scale[batch]);
+    const int row_exponent = fp4_row_exponent(largest);
+    row_scale[row] = fp4_as_fp8_row_scale(row_exponent, tensor_scale[batch]);
     for (std::int64_t c = 0; c < padded; ++c) {
       const std::uint32_t pair = q.codes[row * bytes + c / 2];
       const std::uint32_t code = c % 2 == 0 ? pair & 0xF : pair >> 4;
-      codes[row * padded + c] =
-          static_cast<std::uint8_t>(carry(code, exponent[c / spec.block_cols], row_exponent));
+      codes[row * padded + c] = static_cast<std::uint8_t>(
+          fp4_as_fp8_code(code, exponent[c / spec.block_cols], row_exponent));
     }
   });
 }

@@ -1,4 +1,4 @@
-// carry_in_e4m3 against the operand's own parts: each row's exponent, factor and codes worked out in double.
+// fp4_as_fp8 against the operand's own parts: each row's exponent, factor and codes worked out in double.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -25,7 +25,7 @@ bool is_nan_scale(const Spec& spec, unsigned scale) {
   return scale == (spec.rule == ScaleRule::kMx ? 0xFFu : 0x7Fu);
 }
 
-struct Carried {
+struct Fp8Rows {
   Guarded<std::uint8_t> codes;
   Guarded<float> row_scale;
 };
@@ -43,8 +43,8 @@ void expect_as_worked_out(const std::string& text, const Matrix& x) {
                        .rows = shape.rows,
                        .cols = shape.cols};
   const std::int64_t padded = spec.padded_cols(shape.cols), rows = shape.batch * shape.rows;
-  Carried got = {Guarded<std::uint8_t>(rows * padded), Guarded<float>(rows)};
-  carry_in_e4m3(q, got.codes.data(), got.row_scale.data());
+  Fp8Rows got = {Guarded<std::uint8_t>(rows * padded), Guarded<float>(rows)};
+  fp4_as_fp8(q, got.codes.data(), got.row_scale.data());
   ASSERT_TRUE(got.codes.guards_hold() && got.row_scale.guards_hold()) << text;
 
   std::vector<float> tensor_scale(static_cast<std::size_t>(shape.batch));
@@ -80,16 +80,16 @@ void expect_as_worked_out(const std::string& text, const Matrix& x) {
   }
 }
 
-TEST(CarryInE4m3, RowsFactorsAndCodes) {
+TEST(Fp4AsFp8, RowsFactorsAndCodes) {
   for (const char* text : {"mxfp4", "mxfp4+floor", "mxfp4+sr+rht", "mxfp4+rht32", "nvfp4+pow2",
                            "nvfp4/16x16+pow2", "nvfp4+pow2+sr+rht"})
     for (const Shape& shape :
          {Shape{1, 1, 1}, Shape{1, 33, 161}, Shape{2, 17, 48}, Shape{1, 64, 256}})
-      for (const Kind kind : {Kind::kPlain, Kind::kWide, Kind::kSpecial})
+      for (const Kind kind : {Kind::kModerate, Kind::kWide, Kind::kSpecial})
         expect_as_worked_out(text, Matrix(shape, DType::kFloat32, kind));
 }
 
-TEST(CarryInE4m3, ZeroAndTinyRows) {
+TEST(Fp4AsFp8, ZeroAndTinyRows) {
   const Shape shape{1, 2, 64};
   for (const float value : {0.0f, 0x1p-149f, 0x1p-126f, 0x1p-120f, kInfinity, kNan})
     for (const char* text : {"mxfp4", "nvfp4+pow2"})
@@ -97,9 +97,9 @@ TEST(CarryInE4m3, ZeroAndTinyRows) {
 }
 
 // Of normal data nothing lies as far below its row's largest scale as 2^-14.
-TEST(CarryInE4m3, KeepsTheValuesOfPlainData) {
+TEST(Fp4AsFp8, KeepsTheValuesOfModerateData) {
   const Shape shape{1, 48, 192};
-  const Matrix x(shape, DType::kFloat32, Kind::kPlain);
+  const Matrix x(shape, DType::kFloat32, Kind::kModerate);
   for (const char* text : {"mxfp4", "nvfp4/16x16+pow2"}) {
     const Request request{.spec = Spec::parse(text)};
     const Outputs out = quantized(x.ref(), request, false);
@@ -112,7 +112,7 @@ TEST(CarryInE4m3, KeepsTheValuesOfPlainData) {
     Guarded<float> values(shape.elements()), row_scale(shape.rows);
     Guarded<std::uint8_t> codes(shape.elements());
     dequantize(q, DType::kFloat32, values.data());
-    carry_in_e4m3(q, codes.data(), row_scale.data());
+    fp4_as_fp8(q, codes.data(), row_scale.data());
     for (std::size_t i = 0; i < codes.size(); ++i) {
       const float magnitude = oracle::fl32(e4m3()[codes[i] & 0x7F] *
                                            row_scale[i / static_cast<std::size_t>(shape.cols)]);

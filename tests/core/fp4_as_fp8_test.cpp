@@ -1,0 +1,84 @@
+// E2M1 codes as E4M3 codes: every code at every distance from its row's largest scale, against the values
+// in double. Exact where core/fp4_as_fp8.h says so and nowhere else; below, nearest even.
+#include "minifloat/core/fp4_as_fp8.h"
+
+#include <cmath>
+
+#include "harness.h"
+
+namespace minifloat {
+namespace {
+
+constexpr int kLowestScale = -127, kHighestScale = 127;  // exponents of E8M0
+
+// Returns the value of an FP8 code in its row.
+double fp8_value(unsigned code, int k, int row_exponent) {
+  const unsigned fp8 = fp4_as_fp8_code(code, k, row_exponent);
+  const double magnitude = std::ldexp(grid<E4M3>()[fp8 & 0x7F], row_exponent - 6);
+  return fp8 & 0x80 ? -magnitude : magnitude;
+}
+double value_of(unsigned code, int k) {
+  const double magnitude = std::ldexp(grid<E2M1>()[code & 0x7], k);
+  return code & 0x8 ? -magnitude : magnitude;
+}
+
+TEST(Fp4AsFp8, IsExactFromTwoToTheMinus14OfTheRowsLargestScaleOn) {
+  for (int largest = kLowestScale; largest <= kHighestScale; ++largest) {
+    const int row = fp4_row_exponent(largest);
+    for (int k = kLowestScale; k <= largest; ++k) {
+      bool all_exact = true;
+      for (unsigned code = 0; code < 16; ++code) {
+        const double want = value_of(code, k), got = fp8_value(code, k, row);
+        all_exact = all_exact && got == want;
+        ASSERT_EQ(std::signbit(got), std::signbit(want)) << code << " at " << k << " of " << row;
+        ASSERT_LE(std::fabs(got - want), std::ldexp(1.0, row - 16)) << code << " at " << k;
+      }
+      ASSERT_EQ(all_exact, k >= row - 14) << k << " of " << row;
+    }
+  }
+}
+
+TEST(Fp4AsFp8, RoundsToNearestEvenBelow) {
+  for (int distance = 15; distance <= 254; ++distance)
+    for (unsigned code = 0; code < 16; ++code) {
+      const unsigned want = grid<E4M3>().nearest(static_cast<float>(value_of(code, 6 - distance)));
+      ASSERT_EQ(fp4_as_fp8_code(code, 127 - distance, 127), want) << code << " at " << distance;
+    }
+}
+
+TEST(Fp4AsFp8, NeverReachesNanOrTheTopBinade) {
+  for (unsigned code = 0; code < 16; ++code) EXPECT_LE(fp4_as_fp8_code(code, 0, 0) & 0x7F, 0x7Cu);
+}
+
+TEST(Fp4AsFp8, ExponentsOfScales) {
+  for (unsigned scale = 0; scale < 255; ++scale)
+    EXPECT_EQ(fp4_exponent_e8m0(scale), static_cast<int>(scale) - 127);
+  EXPECT_EQ(fp4_exponent_e8m0(255), kFp4AsFp8Nan);
+  for (unsigned scale = 1; scale < 0x7F; ++scale)
+    EXPECT_EQ(fp4_exponent_e4m3(scale), std::ilogb(grid<E4M3>()[scale])) << scale;
+  EXPECT_EQ(fp4_exponent_e4m3(0), kFp4AsFp8Zero);
+  EXPECT_EQ(fp4_exponent_e4m3(0x7F), kFp4AsFp8Nan);
+}
+
+TEST(Fp4AsFp8, RowsWithoutAScale) {
+  EXPECT_EQ(fp4_row_exponent(kFp4AsFp8Zero), 0);
+  EXPECT_EQ(fp4_row_exponent(kFp4AsFp8Nan), 0);
+  for (unsigned code = 0; code < 16; ++code) {
+    EXPECT_EQ(fp4_as_fp8_code(code, kFp4AsFp8Nan, 5), 0x7Fu);
+    EXPECT_EQ(fp4_as_fp8_code(code, kFp4AsFp8Zero, 5), code & 0x8 ? 0x80u : 0x00u);
+  }
+}
+
+TEST(Fp4AsFp8, RowScalesAreNormalPowersOfTwo) {
+  for (int largest = kLowestScale; largest <= kHighestScale; ++largest) {
+    const int row = fp4_row_exponent(largest);
+    EXPECT_EQ(row, std::max(largest, -120));
+    const float scale = fp4_as_fp8_row_scale(row, 1.0f);
+    EXPECT_TRUE(std::isnormal(scale));
+    EXPECT_EQ(scale, std::ldexp(1.0f, row - 6));
+    EXPECT_EQ(fp4_as_fp8_row_scale(row, 0.3f), oracle::fl32(std::ldexp(double{0.3f}, row - 6)));
+  }
+}
+
+}  // namespace
+}  // namespace minifloat
