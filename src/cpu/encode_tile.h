@@ -27,8 +27,7 @@ struct EncodeArgs {
 // core/philox.h's random_bits for 16 elements from their 4 words and these reversed: even elements take the
 // word, odd ones the reversal; then, with two of four shifted, all take the same bytes.
 template <int FormatBits>
-MINIFLOAT_INLINE void spread_words(const LaneBits& words, const LaneBits& reversed,
-                                   LaneBits& bits) {
+MINIFLOAT_INLINE void spread_bits(const LaneBits& words, const LaneBits& reversed, LaneBits& bits) {
   constexpr std::uint32_t s = FormatBits == 4 ? 8 : 16;
   constexpr LaneBits kShift = {s, 0, 0, s, s, 0, 0, s, s, 0, 0, s, s, 0, 0, s};
   const LaneBits from = __builtin_shufflevector(words, reversed, 0, 16, 0, 16, 1, 17, 1, 17, 2, 18,
@@ -47,8 +46,8 @@ MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row
   constexpr int kGroups = kTileCols / kElementsPerCall;
   std::uint64_t by_word[4][kGroups];  // the calls of a row run side by side, a 64-bit lane each
   for (int g = 0; g < kGroups; ++g) {
-    const auto w = random_words<std::uint64_t>(plan.random.key, plan.random.stream, row,
-                                               group + static_cast<std::uint32_t>(g));
+    const auto w = random_bits_at<std::uint64_t>(plan.random.key, plan.random.stream, row,
+                                                 group + static_cast<std::uint32_t>(g));
     for (int i = 0; i < 4; ++i) by_word[i][g] = w.w[i];
   }
   std::uint32_t words[kGroups * 4 + 16],
@@ -60,7 +59,7 @@ MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row
     LaneBits w, v, out;
     __builtin_memcpy(&w, words + 4 * g, sizeof w);
     __builtin_memcpy(&v, reversed + 4 * g, sizeof v);
-    spread_words<FormatBits>(w, v, out);
+    spread_bits<FormatBits>(w, v, out);
     __builtin_memcpy(bits + kElementsPerCall * g, &out, sizeof out);
   }
 }

@@ -13,9 +13,9 @@ namespace {
 
 struct KnownAnswer {
   int rounds;
-  Words counter;
+  RandomBits counter;
   std::uint64_t key;  // second key word << 32 | first
-  Words output;
+  RandomBits output;
 };
 
 // Random123, tests/kat_vectors at 9545ff6413f258be2f04c1d319d99aaef7521150: all six lines of philox4x32.
@@ -42,8 +42,8 @@ constexpr KnownAnswer kKnownAnswers[] = {
 
 TEST(Philox, GivesThePublishedAnswers) {
   for (const KnownAnswer& known : kKnownAnswers) {
-    const Words got = known.rounds == 7 ? philox4x32<7>(known.counter, known.key)
-                                        : philox4x32<10>(known.counter, known.key);
+    const RandomBits got = known.rounds == 7 ? philox4x32<7>(known.counter, known.key)
+                                             : philox4x32<10>(known.counter, known.key);
     for (int i = 0; i < 4; ++i)
       EXPECT_EQ(got.w[i], known.output.w[i]) << known.rounds << " rounds, word " << i;
   }
@@ -53,8 +53,9 @@ TEST(Philox, GivesThePublishedAnswers) {
 
 // The published answer for the digits of pi, with each word of counter and key given by its role.
 TEST(Philox, CountsByGroupRowAndStream) {
-  const Words got = random_words(/*seed=*/0x299f31d0'a4093822, /*stream=*/0x03707344'13198a2e,
-                                 /*row=*/0x85a308d3, /*group=*/0x243f6a88);
+  const RandomBits got =
+      random_bits_at(/*seed=*/0x299f31d0'a4093822, /*stream=*/0x03707344'13198a2e,
+                     /*row=*/0x85a308d3, /*group=*/0x243f6a88);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(got.w[i], kKnownAnswers[2].output.w[i]);
 }
 
@@ -62,7 +63,7 @@ TEST(Philox, EveryArgumentMatters) {
   std::set<std::uint64_t> seen;
   const auto add = [&](std::uint64_t seed, std::uint64_t stream, std::uint32_t row,
                        std::uint32_t group) {
-    const Words w = random_words(seed, stream, row, group);
+    const RandomBits w = random_bits_at(seed, stream, row, group);
     seen.insert(std::uint64_t{w.w[0]} << 32 | w.w[1]);
     seen.insert(std::uint64_t{w.w[2]} << 32 | w.w[3]);
   };

@@ -164,7 +164,7 @@ TYPED_TEST(Rounding, StochasticIsUnbiasedInEveryLaneOfAWord) {
 
 // And with Philox's words. The mean of n draws lies within five standard errors of x: the draws are
 // fixed by the seed, so this holds or does not, for good.
-TYPED_TEST(Rounding, StochasticMeanOverPhiloxWords) {
+TYPED_TEST(Rounding, StochasticMeanOverPhilox) {
   using F = TypeParam;
   constexpr int kGroups = 1 << 16;
   const double below = grid<F>()[5], gap = grid<F>()[6] - below;
@@ -172,11 +172,11 @@ TYPED_TEST(Rounding, StochasticMeanOverPhiloxWords) {
     const float x = oracle::fl32(below + fraction * gap);
     double sums[kElementsPerCall] = {};
     for (std::uint32_t group = 0; group < kGroups; ++group) {
-      const Words words = random_words(42, 7, 3, group);
+      const RandomBits bits = random_bits_at(42, 7, 3, group);
       for (int e = 0; e < kElementsPerCall; ++e)
-        sums[e] +=
-            decode<F>(encode<F>(x, Stochastic{random_bits<F::kBits>(words.w[e / kElementsPerWord],
-                                                                    e % kElementsPerWord)}));
+        sums[e] += decode<F>(encode<F>(
+            x,
+            Stochastic{random_bits<F::kBits>(bits.w[e / kElementsPerWord], e % kElementsPerWord)}));
     }
     const double error = gap * std::sqrt(fraction * (1 - fraction) / kGroups);
     for (int e = 0; e < kElementsPerCall; ++e)

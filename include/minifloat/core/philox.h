@@ -22,17 +22,17 @@ inline constexpr int kElementsPerCall = 16;  // four words
 
 // Four 32-bit words. Word is std::uint32_t, or std::uint64_t where a vector lane of that width saves the narrowing.
 template <class Word>
-struct BasicWords {
+struct BasicRandomBits {
   Word w[4];
 };
-using Words = BasicWords<std::uint32_t>;
+using RandomBits = BasicRandomBits<std::uint32_t>;
 
 // What the key's halves grow by from round to round.
 inline constexpr std::uint32_t kPhiloxKeyStep0 = 0x9E37'79B9u, kPhiloxKeyStep1 = 0xBB67'AE85u;
 
 template <class Word>
-MINIFLOAT_HD constexpr BasicWords<Word> philox_round(const BasicWords<Word>& c, std::uint32_t k0,
-                                                     std::uint32_t k1) {
+MINIFLOAT_HD constexpr BasicRandomBits<Word> philox_round(const BasicRandomBits<Word>& c,
+                                                          std::uint32_t k0, std::uint32_t k1) {
   const std::uint64_t a = std::uint64_t{0xD251'1F53u} * c.w[0];
   const std::uint64_t b = std::uint64_t{0xCD9E'8D57u} * c.w[2];
   return {{static_cast<Word>(b >> 32) ^ c.w[1] ^ k0, static_cast<Word>(b & 0xFFFF'FFFFu),
@@ -40,10 +40,11 @@ MINIFLOAT_HD constexpr BasicWords<Word> philox_round(const BasicWords<Word>& c, 
 }
 
 template <int Rounds = kPhiloxRounds, class Word = std::uint32_t>
-MINIFLOAT_HD constexpr BasicWords<Word> philox4x32(BasicWords<Word> counter, std::uint64_t key) {
+MINIFLOAT_HD constexpr BasicRandomBits<Word> philox4x32(BasicRandomBits<Word> counter,
+                                                        std::uint64_t key) {
   std::uint32_t k0 = static_cast<std::uint32_t>(key);
   std::uint32_t k1 = static_cast<std::uint32_t>(key >> 32);
-  BasicWords<Word> c = counter;
+  BasicRandomBits<Word> c = counter;
   for (int round = 0; round < Rounds; ++round) {
     c = philox_round(c, k0, k1);
     k0 += kPhiloxKeyStep0;
@@ -74,9 +75,10 @@ MINIFLOAT_HD constexpr RandomKey random_key(const std::int64_t* state, int size,
 
 // The words of elements [16 * group, 16 * group + 16) of row `row`.
 template <class Word = std::uint32_t>
-MINIFLOAT_HD constexpr BasicWords<Word> random_words(std::uint64_t seed, std::uint64_t stream,
-                                                     std::uint32_t row, std::uint32_t group) {
-  const BasicWords<Word> counter = {
+MINIFLOAT_HD constexpr BasicRandomBits<Word> random_bits_at(std::uint64_t seed,
+                                                            std::uint64_t stream, std::uint32_t row,
+                                                            std::uint32_t group) {
+  const BasicRandomBits<Word> counter = {
       {group, row, static_cast<std::uint32_t>(stream), static_cast<std::uint32_t>(stream >> 32)}};
   return philox4x32(counter, seed);
 }

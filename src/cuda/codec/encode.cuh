@@ -128,7 +128,7 @@ __device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& unit, float factor,
                                                               bool is_ordinary,
-                                                              const Words& words) {
+                                                              const RandomBits& bits) {
   Codes<E2M1> out;
 #if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
   (void)is_ordinary;
@@ -137,7 +137,7 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
   for (int i = 0; i < 4; ++i) {
     const float v[4] = {unit[4 * i] * factor, unit[4 * i + 1] * factor, unit[4 * i + 2] * factor,
                         unit[4 * i + 3] * factor};
-    quads[i] = cvt_rs_e2m1x4(v, words.w[i]);
+    quads[i] = cvt_rs_e2m1x4(v, bits.w[i]);
   }
   out.w[0] = quads[0] | quads[1] << 16;
   out.w[1] = quads[2] | quads[3] << 16;
@@ -154,7 +154,7 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
     std::uint32_t t[8];
 #pragma unroll
     for (int q = 0; q < 2; ++q) {
-      const std::uint32_t w = words.w[2 * half + q], r = __brev(w);
+      const std::uint32_t w = bits.w[2 * half + q], r = __brev(w);
       const std::uint32_t random[4] = {__byte_perm(w, 0, 0x4420), __byte_perm(r, 0, 0x4431),
                                        __byte_perm(w, 0, 0x4431), __byte_perm(r, 0, 0x4420)};
 #pragma unroll
@@ -168,7 +168,7 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
 
 template <class F, class T>
 __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Unit<T>& unit, float factor,
-                                                          const Words& words) {
+                                                          const RandomBits& bits) {
   Codes<F> out = {};
 #if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
 #pragma unroll
@@ -176,14 +176,14 @@ __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Unit<T>& unit, f
     const float v[4] = {unit[4 * i] * factor, unit[4 * i + 1] * factor, unit[4 * i + 2] * factor,
                         unit[4 * i + 3] * factor};
     if constexpr (F::kMantissaBits == 3)
-      out.w[i] = with_one_nan<F>(cvt_rs_e4m3x4(v, words.w[i]));
+      out.w[i] = with_one_nan<F>(cvt_rs_e4m3x4(v, bits.w[i]));
     else
-      out.w[i] = with_one_nan<F>(cvt_rs_e5m2x4(v, words.w[i]));
+      out.w[i] = with_one_nan<F>(cvt_rs_e5m2x4(v, bits.w[i]));
   }
 #else
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
-    const std::uint32_t random = random_bits<F::kBits>(words.w[i / 4], i % 4);
+    const std::uint32_t random = random_bits<F::kBits>(bits.w[i / 4], i % 4);
     out.w[i / 4] |= encode<F, Stochastic>(unit[i] * factor, {random}) << (i % 4 * 8);
   }
 #endif
@@ -192,11 +192,11 @@ __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Unit<T>& unit, f
 
 template <class F, class T>
 __device__ __forceinline__ Codes<F> encode_stochastic(const Unit<T>& unit, float factor,
-                                                      bool is_ordinary, const Words& words) {
+                                                      bool is_ordinary, const RandomBits& bits) {
   if constexpr (F::kBits == 4) {
-    return encode_e2m1_stochastic(unit, factor, is_ordinary, words);
+    return encode_e2m1_stochastic(unit, factor, is_ordinary, bits);
   } else {
-    return encode_fp8_stochastic<F>(unit, factor, words);
+    return encode_fp8_stochastic<F>(unit, factor, bits);
   }
 }
 
@@ -213,10 +213,10 @@ struct Encoding {
 
 template <class F, bool kStochastic, class T>
 __device__ __forceinline__ Codes<F> encode_unit(const Unit<T>& unit, const Encoding& how,
-                                                const Words& words) {
+                                                const RandomBits& bits) {
   Codes<F> out;
   if constexpr (kStochastic)
-    out = encode_stochastic<F>(unit, how.factor, how.is_ordinary, words);
+    out = encode_stochastic<F>(unit, how.factor, how.is_ordinary, bits);
   else if constexpr (F::kBits == 4)
     out = encode_e2m1(unit, how.factor, how.is_ordinary);
   else

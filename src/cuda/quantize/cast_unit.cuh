@@ -66,12 +66,12 @@ template <class C, class T>
 __device__ __forceinline__ Codes<typename C::F> encode_in_block(const OperandPlan& plan,
                                                                 ScaleRule rule, const Unit<T>& unit,
                                                                 const BlockScale& block,
-                                                                const Words& words,
+                                                                const RandomBits& bits,
                                                                 float owed = 1.0f) {
   const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
   return encode_unit<typename C::F, C::kStochastic>(
       unit, {block.encode * owed, has_zero_codes(rule, block.code), delayed, block.is_ordinary},
-      words);
+      bits);
 }
 
 // Bytes of a unit's codes.
@@ -204,12 +204,12 @@ __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixS
   else
     block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
   if (plan.scale_cols > 0) store_scale(plan, block, at);
-  Words words = {};
+  RandomBits bits = {};
   if constexpr (C::kStochastic)
-    words = random_words(random.key, random.stream,
-                         static_cast<std::uint32_t>(plan.origin_row + at.all),
-                         static_cast<std::uint32_t>((plan.origin_col + at.col) / kUnit));
-  const Codes<F> codes = encode_in_block<C>(plan, plan.rule, unit, block, words);
+    bits = random_bits_at(random.key, random.stream,
+                          static_cast<std::uint32_t>(plan.origin_row + at.all),
+                          static_cast<std::uint32_t>((plan.origin_col + at.col) / kUnit));
+  const Codes<F> codes = encode_in_block<C>(plan, plan.rule, unit, block, bits);
   store_codes<F>(plan, codes, at);
   if (plan.decoded)
     store_product_values<F>(codes, block.scale, plan.decoded + std::uint64_t{at.all} * plan.padded,

@@ -44,12 +44,12 @@ __global__ void __launch_bounds__(kThreads, 4)
     const BlockScale block = scale_of_unit<C>(C::kRule, C::kRounding, scale, amax, turned.unit);
     if constexpr (C::kBlocks)
       if (u % (1 << C::kUnitsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kUnitsLog2);
-    Words words = {};
+    RandomBits bits = {};
     if constexpr (C::kStochastic) {
       const std::uint32_t row = run.units_of_row.divide(u);
-      words = words_at(whole, row, u - row * run.units_of_row.d);
+      bits = random_bits_at(whole, row, u - row * run.units_of_row.d);
     }
-    encode_and_store<C>(plan, turned, block, words, to + i * kThreads * kUnitBytes<F>, u);
+    encode_and_store<C>(plan, turned, block, bits, to + i * kThreads * kUnitBytes<F>, u);
     if constexpr (kFindsOwn<C>)
       if (plan.own) own = max(own, units[i].amax());
   }
@@ -102,9 +102,9 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
       if (is_first_col && tile_row % (1 << C::kHeightLog2) == 0)
         store_scale_at(plan, C::kRule, block,
                        first_scale + std::uint64_t{tile_row >> C::kHeightLog2} * plan.scale_cols);
-    Words words = {};
-    if constexpr (C::kStochastic) words = words_at(whole, row, col);
-    encode_and_store<C>(plan, turned, block, words,
+    RandomBits bits = {};
+    if constexpr (C::kStochastic) bits = random_bits_at(whole, row, col);
+    encode_and_store<C>(plan, turned, block, bits,
                         codes + std::uint64_t{tile_row} * plan.code_pitch,
                         std::uint64_t{row} * (plan.padded / kUnit) + col);
     if constexpr (kFindsOwn<C>)

@@ -62,10 +62,10 @@ __device__ __forceinline__ MatrixScale scale_of_whole(const OperandPlan& plan, c
   if constexpr (kIsShared<C>) return whole.scale;
   return matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
 }
-// core/philox.h's random_words, from the keys of all rounds.
-__device__ __forceinline__ Words words_at(const Whole& whole, std::uint32_t row,
-                                          std::uint32_t group) {
-  Words c = {{whole.group + group, whole.row + row, whole.stream[0], whole.stream[1]}};
+// core/philox.h's random_bits_at, from the keys of all rounds.
+__device__ __forceinline__ RandomBits random_bits_at(const Whole& whole, std::uint32_t row,
+                                                     std::uint32_t group) {
+  RandomBits c = {{whole.group + group, whole.row + row, whole.stream[0], whole.stream[1]}};
 #pragma unroll
   for (int i = 0; i < kPhiloxRounds; ++i)
     c = philox_round(c, whole.keys[2 * i], whole.keys[2 * i + 1]);
@@ -122,10 +122,10 @@ __device__ __forceinline__ Turned turn_plain(const Elements& given) {
 // to: the unit's codes; at: where they lie among all, in units.
 template <class C>
 __device__ __forceinline__ void encode_and_store(const OperandPlan& plan, const Turned& turned,
-                                                 const BlockScale& block, const Words& words,
+                                                 const BlockScale& block, const RandomBits& bits,
                                                  std::uint8_t* to, std::uint64_t at) {
   const Codes<typename C::F> codes =
-      encode_in_block<C>(plan, C::kRule, turned.unit, block, words, turned.owed);
+      encode_in_block<C>(plan, C::kRule, turned.unit, block, bits, turned.owed);
   store_unit<typename C::F>(to, 0, codes);
   if (plan.decoded)
     store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kUnit, 0, kUnit,

@@ -172,7 +172,7 @@ __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const Mat
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
   return encode_unit<F, false>(
       unit, {block.encode, has_zero_codes(e.rule, block.code), e.delayed, block.is_ordinary},
-      Words{});
+      RandomBits{});
 }
 
 template <class F>

@@ -271,7 +271,7 @@ __device__ __forceinline__ Codes<F> encode_patch(const ShardEntry& e, FactorsOfP
     }
     f[0] = f[1], f[1] = f[2], f[2] = f[3];
   }
-  return encode_unit<F, false>(v, {1.0f, false, false, false}, Words{});
+  return encode_unit<F, false>(v, {1.0f, false, false, false}, RandomBits{});
 }
 
 // Row r of a patch has word r of its codes, or half of one.
