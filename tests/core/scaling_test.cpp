@@ -8,7 +8,7 @@ namespace minifloat {
 namespace {
 
 // Every magnitude of bf16 and 4 million of fp32, zero and denormals included, and in each binade those
-// around the mantissas where a rule turns: 1, 1.5 (of 6) and 1.75 (of 448 and 57344).
+// around the mantissas where a rule steps: 1, 1.5 (of 6) and 1.75 (of 448 and 57344).
 template <class Visit>
 void for_amaxes(Visit visit) {
   for (std::uint32_t high = 0; high < 0x7F80; ++high) visit(high << 16);

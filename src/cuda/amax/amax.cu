@@ -154,7 +154,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // ---- Of the transform ----------------------------------------------------------------------------
 // out: (batch) or (batch, rows as read), zero before
-struct TurnedArgs {
+struct TransformedArgs {
   Source x;
   int points;
   bool of_rows;
@@ -162,7 +162,7 @@ struct TurnedArgs {
   std::uint32_t* out;
 };
 // The row's amax, where rows have one. lanes: that hold units of the row.
-__device__ __forceinline__ void raise_row(const TurnedArgs& args, std::uint32_t m, int lanes,
+__device__ __forceinline__ void raise_row(const TransformedArgs& args, std::uint32_t m, int lanes,
                                           const Place& at) {
   for (int lane = 1; lane < lanes; lane *= 2) m = max(m, __shfl_xor_sync(kAllLanes, m, lane));
   if (at.col / kUnit % lanes == 0 && at.row < args.rows)
@@ -171,7 +171,7 @@ __device__ __forceinline__ void raise_row(const TurnedArgs& args, std::uint32_t 
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 5)
-    amax_of_transformed_rows(const __grid_constant__ TurnedArgs args,
+    amax_of_transformed_rows(const __grid_constant__ TransformedArgs args,
                              const __grid_constant__ RowUnits layout) {
   std::uint32_t all = 0, batch = 0;
   each_unit_of_rows<T>(args.x, layout, [&](const Unit<T>& unit, const Place& at) {
@@ -196,7 +196,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
-    amax_of_transformed_columns(const __grid_constant__ TurnedArgs args,
+    amax_of_transformed_columns(const __grid_constant__ TransformedArgs args,
                                 const __grid_constant__ Tiles tiles) {
   extern __shared__ __align__(16) std::uint32_t words[];
   const TilePlace tile = tile_place(tiles);
@@ -227,8 +227,8 @@ struct Request {
 template <class T>
 void launch_transformed(const Request& r) {
   const Source x = source_of(r.x);
-  const TurnedArgs args = {x, r.spec.transform, r.spec.has_row_amax(),
-                           static_cast<std::uint32_t>(r.columnwise ? x.cols : x.rows), r.out};
+  const TransformedArgs args = {x, r.spec.transform, r.spec.has_row_amax(),
+                                static_cast<std::uint32_t>(r.columnwise ? x.cols : x.rows), r.out};
   if (!r.columnwise)
     return each_launch_of_rows(r.x.batch, x, r.spec.padded_cols(x.cols), r.spec.transform / kUnit,
                                [&](const RowUnits& layout, unsigned grid) {

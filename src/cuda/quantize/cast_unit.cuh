@@ -141,19 +141,19 @@ __device__ __forceinline__ void store_whole(const OperandPlan& plan, std::uint32
 // ---- A unit --------------------------------------------------------------------------------------
 // What is to be cast: the unit, or its transform.
 template <class C>
-__device__ __forceinline__ Unit<float> turn(const OperandPlan& plan, const Unit<float>& unit)
+__device__ __forceinline__ Unit<float> transform(const OperandPlan& plan, const Unit<float>& unit)
   requires(!C::kTransform)
 {
   return unit;
 }
 template <class C>
-__device__ __forceinline__ Unit<Bf16> turn(const OperandPlan& plan, const Unit<Bf16>& unit)
+__device__ __forceinline__ Unit<Bf16> transform(const OperandPlan& plan, const Unit<Bf16>& unit)
   requires(!C::kTransform)
 {
   return unit;
 }
 template <class C, class Elements>
-__device__ __forceinline__ Unit<Bf16> turn(const OperandPlan& plan, const Elements& unit)
+__device__ __forceinline__ Unit<Bf16> transform(const OperandPlan& plan, const Elements& unit)
   requires(C::kTransform)
 {
   return hadamard_unit(unit, plan.points, kHadamardSigns);
@@ -183,7 +183,7 @@ __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixS
                                           const RandomKey& random, const Elements& given,
                                           const Place& at, const std::uint32_t* square = nullptr) {
   using F = typename C::F;
-  const auto unit = turn<C>(plan, given);
+  const auto unit = transform<C>(plan, given);
   std::uint32_t amax = 0;
   if (square)
     amax = *square;

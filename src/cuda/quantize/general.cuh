@@ -54,11 +54,11 @@ void launch_rows(const QuantizeArgs& args, const Execution& execution) {
 // ---- By tiles ------------------------------------------------------------------------------------
 inline constexpr int kSquares = kUnitColumns * kUnitColumns;  // the most in a tile: 16 x 16 each
 
-// Where a unit's block lies among the squares of a tile. turned: they are those of the other direction.
+// Where a unit's block lies among the squares of a tile. is_flipped: they are those of the other direction.
 __device__ __forceinline__ unsigned square_of(const OperandPlan& plan, unsigned row,
-                                              unsigned unit_col, bool turned = false) {
-  return turned ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + row / kUnit
-                : (row >> plan.height_log2) * kUnitColumns + unit_col;
+                                              unsigned unit_col, bool is_flipped = false) {
+  return is_flipped ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + row / kUnit
+                    : (row >> plan.height_log2) * kUnitColumns + unit_col;
 }
 
 // squares: the amax of the square blocks of the tile.
@@ -70,7 +70,7 @@ __device__ __forceinline__ void amax_of_squares(const OperandPlan& plan,
   if (threadIdx.x < kSquares) squares[threadIdx.x] = 0;
   __syncthreads();
   shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
-    std::uint32_t amax = amax_of_lanes(turn<C>(plan, unit).amax(), plan.units_log2);
+    std::uint32_t amax = amax_of_lanes(transform<C>(plan, unit).amax(), plan.units_log2);
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 8));  // the 4 rows of a warp lie in one block
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 16));
     if (threadIdx.x % 32 < kUnitColumns)
@@ -88,7 +88,7 @@ __device__ __forceinline__ void choose_in_squares(const OperandPlan& plan,
   constexpr bool kDown = kTransposed && C::kTransform, kFlipped = kTransposed && !C::kTransform;
   __shared__ float errors[2][kSquares][kUnit];  // of the rows of a block, under its two scales
   shared.template each_unit<kDown>([&](const auto& unit, unsigned row) {
-    const auto values = turn<C>(plan, unit);
+    const auto values = transform<C>(plan, unit);
     const unsigned square = square_of(plan, row, threadIdx.x % kUnitColumns, kFlipped);
     const UnitErrors both = errors_of_unit(
         matrix, both_scales(plan.rule, plan.rounding, matrix, squares[square]), values);

@@ -8,9 +8,9 @@ namespace {
 
 template <class F>
 using Nearest = Cast<F, false, false>;
-using TurnedNearest = Cast<E2M1, false, true>;
+using TransformedNearest = Cast<E2M1, false, true>;
 using Random = Cast<E2M1, true, false>;
-using TurnedRandom = Cast<E2M1, true, true>;
+using TransformedRandom = Cast<E2M1, true, true>;
 
 template <class Row, class Col>
 bool launch_pair(const QuantizeArgs& args, const Execution& execution) {
@@ -26,9 +26,9 @@ bool launch_both(const QuantizeArgs& args, const Execution& execution) {
   return launch_pair<Nearest<E4M3>, Nearest<E4M3>>(args, execution) ||
          launch_pair<Nearest<E5M2>, Nearest<E5M2>>(args, execution) ||
          launch_pair<Nearest<E2M1>, Nearest<E2M1>>(args, execution) ||
-         launch_pair<Nearest<E2M1>, TurnedNearest>(args, execution) ||
-         launch_pair<Random, TurnedRandom>(args, execution) ||
-         launch_pair<TurnedRandom, TurnedRandom>(args, execution);
+         launch_pair<Nearest<E2M1>, TransformedNearest>(args, execution) ||
+         launch_pair<Random, TransformedRandom>(args, execution) ||
+         launch_pair<TransformedRandom, TransformedRandom>(args, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -34,7 +34,7 @@ __device__ __forceinline__ void raise_amax(const OperandPlan& plan, const Shared
   const std::uint32_t first = kTransposed ? tile.col : tile.row;
   std::uint32_t of_tile = 0;
   shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
-    std::uint32_t m = turn<C>(plan, unit).amax();
+    std::uint32_t m = transform<C>(plan, unit).amax();
     if constexpr (C::kTransform) m = canonical_magnitude(m);
     of_tile = max(of_tile, m);
     if (!of_rows) return;
@@ -102,9 +102,9 @@ bool try_row(const QuantizeArgs& args, const Execution& execution) {
 
 template <class F>
 using Nearest = Cast<F, false, false>;
-using TurnedNearest = Cast<E2M1, false, true>;
+using TransformedNearest = Cast<E2M1, false, true>;
 using Random = Cast<E2M1, true, false>;
-using TurnedRandom = Cast<E2M1, true, true>;
+using TransformedRandom = Cast<E2M1, true, true>;
 
 }  // namespace
 
@@ -117,11 +117,11 @@ bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
   return try_both<Nearest<E4M3>, Nearest<E4M3>>(args, execution) ||
          try_both<Nearest<E5M2>, Nearest<E5M2>>(args, execution) ||
          try_both<Nearest<E2M1>, Nearest<E2M1>>(args, execution) ||
-         try_both<Nearest<E2M1>, TurnedNearest>(args, execution) ||
-         try_both<Random, TurnedRandom>(args, execution) ||
-         try_both<TurnedRandom, TurnedRandom>(args, execution) ||
+         try_both<Nearest<E2M1>, TransformedNearest>(args, execution) ||
+         try_both<Random, TransformedRandom>(args, execution) ||
+         try_both<TransformedRandom, TransformedRandom>(args, execution) ||
          try_both<Nearest<E4M3>, Nearest<E2M1>>(args, execution) ||
-         try_both<Nearest<E4M3>, TurnedNearest>(args, execution) ||
+         try_both<Nearest<E4M3>, TransformedNearest>(args, execution) ||
          try_both<Nearest<E2M1>, Nearest<E4M3>>(args, execution);
 }
 

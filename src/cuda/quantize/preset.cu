@@ -38,10 +38,11 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
   for (int i = 0; i < kUnitsOfRows; ++i) {
     const std::uint32_t u = first + i * kThreads;
-    const Turned turned = turn_plain<C>(units[i]);
-    const std::uint32_t amax = C::kBlocks ? amax_of_lanes(turned.amax, C::kUnitsLog2) : 0;
+    const Transformed16 transformed = transform_preset<C>(units[i]);
+    const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kUnitsLog2) : 0;
     if (u >= run.count) continue;  // and take part in the next unit's exchange
-    const BlockScale block = scale_of_unit<C>(C::kRule, C::kRounding, scale, amax, turned.unit);
+    const BlockScale block =
+        scale_of_unit<C>(C::kRule, C::kRounding, scale, amax, transformed.unit);
     if constexpr (C::kBlocks)
       if (u % (1 << C::kUnitsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kUnitsLog2);
     RandomBits bits = {};
@@ -49,7 +50,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       const std::uint32_t row = run.units_of_row.divide(u);
       bits = random_bits_at(whole, row, u - row * run.units_of_row.d);
     }
-    encode_and_store<C>(plan, turned, block, bits, to + i * kThreads * kUnitBytes<F>, u);
+    encode_and_store<C>(plan, transformed, block, bits, to + i * kThreads * kUnitBytes<F>, u);
     if constexpr (kFindsOwn<C>)
       if (plan.own) own = max(own, units[i].amax());
   }
@@ -85,13 +86,13 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
   const std::uint64_t first_scale =
       std::uint64_t{first >> C::kHeightLog2} * plan.scale_cols + (col >> C::kUnitsLog2);
   shared.template each_unit<kTransposed>([&](const auto& given, unsigned tile_row) {
-    const Turned turned = turn_plain<C>(given);
+    const Transformed16 transformed = transform_preset<C>(given);
     const std::uint32_t row = first + tile_row;
     std::uint32_t amax = 0;
     if constexpr (C::kSquare) {
       amax = squares[square_of(plan, tile_row, unit_col, kKnown)];
     } else if constexpr (C::kBlocks) {
-      amax = amax_of_lanes(turned.amax, C::kUnitsLog2);
+      amax = amax_of_lanes(transformed.amax, C::kUnitsLog2);
     } else if constexpr (C::kRule == ScaleRule::kRow) {
       const float in_force = plan.amax[row];
       amax = magnitude_bits(in_force);
@@ -104,11 +105,11 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
                        first_scale + std::uint64_t{tile_row >> C::kHeightLog2} * plan.scale_cols);
     RandomBits bits = {};
     if constexpr (C::kStochastic) bits = random_bits_at(whole, row, col);
-    encode_and_store<C>(plan, turned, block, bits,
+    encode_and_store<C>(plan, transformed, block, bits,
                         codes + std::uint64_t{tile_row} * plan.code_pitch,
                         std::uint64_t{row} * (plan.padded / kUnit) + col);
     if constexpr (kFindsOwn<C>)
-      if (plan.own) own = max(own, turned.unit.amax());
+      if (plan.own) own = max(own, transformed.unit.amax());
   });
   if constexpr (kFindsOwn<C>) raise_own(plan, own);
 }
@@ -197,21 +198,22 @@ template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
 struct Fp4 {
   using Straight = PlainCast<Rule, E2M1, false, false, false, Rounding>;
   using Square = PlainCast<Rule, E2M1, false, false, true, Rounding>;
-  using Turned = PlainCast<Rule, E2M1, false, true, false, Rounding>;
+  using Transformed = PlainCast<Rule, E2M1, false, true, false, Rounding>;
   using Random = PlainCast<Rule, E2M1, true, false, false, Rounding>;
-  using TurnedRandom = PlainCast<Rule, E2M1, true, true, false, Rounding>;
+  using TransformedRandom = PlainCast<Rule, E2M1, true, true, false, Rounding>;
 
   static bool row(const QuantizeArgs& args, const Execution& execution) {
     return try_run<Straight>(args, execution) || try_run<Random>(args, execution);
   }
   static bool column(const QuantizeArgs& args, const Execution& execution) {
-    return try_column<Straight>(args, execution) || try_column<Turned>(args, execution) ||
-           try_column<TurnedRandom>(args, execution) || try_square_column(args, execution);
+    return try_column<Straight>(args, execution) || try_column<Transformed>(args, execution) ||
+           try_column<TransformedRandom>(args, execution) || try_square_column(args, execution);
   }
   static bool both(const QuantizeArgs& args, const Execution& execution) {
-    return try_both<Straight>(args, execution) || try_both<Straight, Turned>(args, execution) ||
-           try_both<Random, TurnedRandom>(args, execution) ||
-           try_both<TurnedRandom>(args, execution) || try_square_both(args, execution);
+    return try_both<Straight>(args, execution) ||
+           try_both<Straight, Transformed>(args, execution) ||
+           try_both<Random, TransformedRandom>(args, execution) ||
+           try_both<TransformedRandom>(args, execution) || try_square_both(args, execution);
   }
 
  private:

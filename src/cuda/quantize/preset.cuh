@@ -87,13 +87,13 @@ __device__ __forceinline__ void raise_own(const OperandPlan& plan, std::uint32_t
 
 // ---- A unit --------------------------------------------------------------------------------------
 // What is to be cast, its amax, and what its elements are still to be multiplied by.
-struct Turned {
+struct Transformed16 {
   Unit<Bf16> unit;
   std::uint32_t amax;
   float owed;
 };
 template <class C, class Elements>
-__device__ __forceinline__ Turned turn_plain(const Elements& given) {
+__device__ __forceinline__ Transformed16 transform_preset(const Elements& given) {
   if constexpr (C::kTransform) {
     // The transform's 1/4 commutes with rounding to bf16, but at the ends of the range: elsewhere the factor of the cast
     // takes it along.
@@ -102,7 +102,7 @@ __device__ __forceinline__ Turned turn_plain(const Elements& given) {
     static_assert(hadamard_norm(kUnit) == 0.25f);
     float v[kUnit];
     hadamard_sums(given, kUnit, kHadamardSigns, v);
-    Turned t = {round_unit(v, 1.0f), 0, 0.25f};
+    Transformed16 t = {round_unit(v, 1.0f), 0, 0.25f};
     t.amax = t.unit.amax();
     if (t.amax - kLow < kHigh - kLow) {
       t.amax -= 2u << Float32::kMantissaBits;
@@ -113,7 +113,7 @@ __device__ __forceinline__ Turned turn_plain(const Elements& given) {
     }
     return t;
   } else {
-    Turned t = {given, 0, 1.0f};
+    Transformed16 t = {given, 0, 1.0f};
     if constexpr (C::kBlocks) t.amax = t.unit.amax();
     return t;
   }
@@ -121,11 +121,12 @@ __device__ __forceinline__ Turned turn_plain(const Elements& given) {
 
 // to: the unit's codes; at: where they lie among all, in units.
 template <class C>
-__device__ __forceinline__ void encode_and_store(const OperandPlan& plan, const Turned& turned,
+__device__ __forceinline__ void encode_and_store(const OperandPlan& plan,
+                                                 const Transformed16& transformed,
                                                  const BlockScale& block, const RandomBits& bits,
                                                  std::uint8_t* to, std::uint64_t at) {
   const Codes<typename C::F> codes =
-      encode_in_block<C>(plan, C::kRule, turned.unit, block, bits, turned.owed);
+      encode_in_block<C>(plan, C::kRule, transformed.unit, block, bits, transformed.owed);
   store_unit<typename C::F>(to, 0, codes);
   if (plan.decoded)
     store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kUnit, 0, kUnit,

@@ -1,5 +1,5 @@
 // Square blocks of NVFP4 in both directions. They have the same scales and the same codes, transposed: these are computed
-// once, and turned in shared memory, 8 x 8 codes a thread.
+// once, and transposed in shared memory, 8 x 8 codes a thread.
 //
 //     a warp      16 rows of the tile, the height of a block, and its 8 unit columns
 //     a thread    4 rows of a unit column: a block is the units of 4 lanes, 8 apart, and has one scale to be found

@@ -120,7 +120,7 @@ template <class F>
 __global__ void __launch_bounds__(kThreads)
     scales_of_weights(const __grid_constant__ TableView<ShardEntry> table) {
   __shared__ ShardEntry e;
-  __shared__ std::uint32_t turned[kCells][kCells + 1];
+  __shared__ std::uint32_t transposed[kCells][kCells + 1];
   const std::uint32_t tile = find_entry(table, e);
   const std::uint32_t row = tile / e.across * kCells, col = tile % e.across * kCells;
   const unsigned x = threadIdx.x % (kCells / 4) * 4, y = threadIdx.x / (kCells / 4);
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads)
     for (unsigned k = 0; k < 4; ++k) {
       bits[k] = stored_scale<F>(e, matrix, amax[k]);
       if (has_amax && k < left) e.amax[cell + k] = bit_cast<float>(amax[k]);
-      if (e.columnwise) turned[r][x + k] = bits[k];
+      if (e.columnwise) transposed[r][x + k] = bits[k];
     }
     if (!e.columnwise) store_scales(e, cell, bits, left);
   }
@@ -157,8 +157,8 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (unsigned c = y; c < kCells; c += kCellStep) {
     if (col + c >= e.grid_cols) return;
-    const std::uint32_t bits[4] = {turned[x][c], turned[x + 1][c], turned[x + 2][c],
-                                   turned[x + 3][c]};
+    const std::uint32_t bits[4] = {transposed[x][c], transposed[x + 1][c], transposed[x + 2][c],
+                                   transposed[x + 3][c]};
     store_scales(e, std::uint64_t{col + c} * e.grid_rows + row + x, bits, in_column);
   }
 }

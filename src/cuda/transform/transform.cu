@@ -18,21 +18,21 @@ struct HadamardArgs {
   Bf16* out;  // (batch, rows, padded)
 };
 template <class Elements>
-__device__ __forceinline__ void turn_and_store(const HadamardArgs& args, const Elements& unit,
-                                               const Place& at) {
-  Unit<Bf16> turned = hadamard_unit(unit, args.points, args.signs);
+__device__ __forceinline__ void transform_and_store(const HadamardArgs& args, const Elements& unit,
+                                                    const Place& at) {
+  Unit<Bf16> transformed = hadamard_unit(unit, args.points, args.signs);
   if (at.row >= args.rows || at.col >= args.padded) return;  // padded is a whole number of units
   Bf16* to = args.out + std::uint64_t{at.all} * args.padded + at.col;
-  if (args.aligned && turned.amax() <= Float32::kExponent) {
+  if (args.aligned && transformed.amax() <= Float32::kExponent) {
     reinterpret_cast<uint4*>(to)[0] =
-        make_uint4(turned.w[0], turned.w[1], turned.w[2], turned.w[3]);
+        make_uint4(transformed.w[0], transformed.w[1], transformed.w[2], transformed.w[3]);
     reinterpret_cast<uint4*>(to)[1] =
-        make_uint4(turned.w[4], turned.w[5], turned.w[6], turned.w[7]);
+        make_uint4(transformed.w[4], transformed.w[5], transformed.w[6], transformed.w[7]);
     return;
   }
 #pragma unroll
   for (int i = 0; i < kUnit; ++i) {
-    const std::uint32_t bits = turned.bits(i);
+    const std::uint32_t bits = transformed.bits(i);
     to[i] = static_cast<Bf16>((bits & 0x7FFFu) > BF16::kInfBits ? BF16::kNanBits : bits);
   }
 }
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                   const __grid_constant__ RowUnits layout) {
   each_unit_of_rows<T>(args.x, layout, [&](const Unit<T>& unit, Place at) {
     if (at.all >= layout.end_row) at.row = args.rows;
-    turn_and_store(args, unit, at);
+    transform_and_store(args, unit, at);
   });
 }
 template <class T>
@@ -57,7 +57,8 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
   const std::uint32_t col = tile.row + threadIdx.x % kUnitColumns * kUnit;
   shared.template each_unit<true>([&](const auto& unit, unsigned row) {
     const std::uint32_t in_matrix = tile.col + row;
-    turn_and_store(args, unit, {tile.batch, in_matrix, tile.batch * args.rows + in_matrix, col});
+    transform_and_store(args, unit,
+                        {tile.batch, in_matrix, tile.batch * args.rows + in_matrix, col});
   });
 }
 template <class T>
@@ -192,13 +193,13 @@ struct NibbleArgs {
 };
 __global__ void __launch_bounds__(kThreads, 5)
     transpose_tile(const __grid_constant__ NibbleArgs args) {
-  __shared__ std::uint32_t words[kTurnWords];
+  __shared__ std::uint32_t words[kTransposeWords];
   const std::uint32_t of_rows = args.across.divide(blockIdx.x), e = args.down.divide(of_rows);
   NibbleMatrix m = args.first;
   m.codes += e * m.rows * m.in_pitch, m.out += e * m.cols * m.out_pitch;
-  turn_nibbles(m, static_cast<std::int64_t>(of_rows - e * args.down.d) * kNibbleRows,
-               static_cast<std::int64_t>(blockIdx.x - of_rows * args.across.d) * kNibbleCols,
-               words);
+  transpose_nibble_tile(
+      m, static_cast<std::int64_t>(of_rows - e * args.down.d) * kNibbleRows,
+      static_cast<std::int64_t>(blockIdx.x - of_rows * args.across.d) * kNibbleCols, words);
 }
 
 }  // namespace

@@ -16,7 +16,7 @@ constexpr std::uint32_t kBandRows = 1024;
 constexpr std::size_t kByteTile = kByteRows * kByteCols;
 constexpr int kByteBlocks = kByteTile > 32 * 1024 ? 3 : 5;  // that share a multiprocessor's memory
 
-struct alignas(16) TurnEntry {
+struct alignas(16) TransposeEntry {
   const std::uint8_t* from;
   std::uint8_t* to;
   std::uint32_t rows, cols;
@@ -27,7 +27,7 @@ struct TileCorner {
   std::int64_t row, col;
 };
 // band: tiles of a band's height
-__device__ __forceinline__ TileCorner corner_of(const TurnEntry& e, std::uint32_t tile,
+__device__ __forceinline__ TileCorner corner_of(const TransposeEntry& e, std::uint32_t tile,
                                                 std::uint32_t height, std::uint32_t width,
                                                 std::uint32_t band) {
   const std::uint32_t down = ceil_div(e.rows, height), across = ceil_div(e.cols, width);
@@ -37,7 +37,7 @@ __device__ __forceinline__ TileCorner corner_of(const TurnEntry& e, std::uint32_
 }
 
 // fp32 scales of blocks: few, so that a thread takes what it finds.
-__device__ __forceinline__ void turn_words(const TurnEntry& e, const TileCorner& at) {
+__device__ __forceinline__ void transpose_words(const TransposeEntry& e, const TileCorner& at) {
   const auto* from = reinterpret_cast<const std::uint32_t*>(e.from);
   auto* to = reinterpret_cast<std::uint32_t*>(e.to);
   const auto rows = static_cast<unsigned>(min(e.rows - at.row, std::int64_t{kByteRows}));
@@ -48,26 +48,26 @@ __device__ __forceinline__ void turn_words(const TurnEntry& e, const TileCorner&
 }
 
 __global__ void __launch_bounds__(kThreads, 5)
-    transpose_nibble_tiles(const __grid_constant__ TableView<TurnEntry> table) {
-  __shared__ TurnEntry e;
-  __shared__ __align__(16) std::uint32_t words[kTurnWords];
+    transpose_nibble_tiles(const __grid_constant__ TableView<TransposeEntry> table) {
+  __shared__ TransposeEntry e;
+  __shared__ __align__(16) std::uint32_t words[kTransposeWords];
   const TileCorner at = corner_of(e, find_entry(table, e), kNibbleRows, kNibbleCols, 1);
-  turn_nibbles(nibble_matrix(e.from, e.to, e.rows, e.cols), at.row, at.col, words);
+  transpose_nibble_tile(nibble_matrix(e.from, e.to, e.rows, e.cols), at.row, at.col, words);
 }
 
 __global__ void __launch_bounds__(kThreads, kByteBlocks)
-    transpose_byte_tiles(const __grid_constant__ TableView<TurnEntry> table) {
+    transpose_byte_tiles(const __grid_constant__ TableView<TransposeEntry> table) {
   extern __shared__ __align__(16) std::uint32_t words[];
-  __shared__ TurnEntry e;
+  __shared__ TransposeEntry e;
   const std::uint32_t tile = find_entry(table, e);
   const TileCorner at = corner_of(e, tile, kByteRows, kByteCols, kBandRows / kByteRows);
   if (e.bits == 8)
-    turn_bytes(byte_matrix(e.from, e.to, e.rows, e.cols), at.row, at.col, words);
+    transpose_byte_tile(byte_matrix(e.from, e.to, e.rows, e.cols), at.row, at.col, words);
   else
-    turn_words(e, at);
+    transpose_words(e, at);
 }
 
-void add(Table<TurnEntry>& table, const Transpose& m, unsigned height, unsigned width) {
+void add(Table<TransposeEntry>& table, const Transpose& m, unsigned height, unsigned width) {
   MINIFLOAT_CHECK(m.rows < (std::int64_t{1} << 31) && m.cols < (std::int64_t{1} << 31),
                   "transpose_many: expected less than 2^31 rows and columns, got ", m.rows, " x ",
                   m.cols);
@@ -79,7 +79,7 @@ void add(Table<TurnEntry>& table, const Transpose& m, unsigned height, unsigned 
 }  // namespace
 
 void transpose_many(std::span<const Transpose> matrices, const Execution& execution) {
-  Table<TurnEntry> nibbles, bytes;
+  Table<TransposeEntry> nibbles, bytes;
   for (const Transpose& m : matrices)
     m.bits == 4 ? add(nibbles, m, kNibbleRows, kNibbleCols) : add(bytes, m, kByteRows, kByteCols);
   launch_over(nibbles, transpose_nibble_tiles, "transpose_many", execution);

@@ -1,8 +1,8 @@
 // A block of threads transposes a tile through shared memory. Lanes take neighbouring groups of the tile's rows, so that
 // a warp writes whole lines of the result:
 //
-//     4 bits    256 x 256 codes: a thread turns 8 x 8 of them in registers
-//     8 bits    256 x 256: a thread turns 16 rows of 4 neighbours, and 8 lanes 128 rows, a line
+//     4 bits    256 x 256 codes: a thread transposes 8 x 8 of them in registers
+//     8 bits    256 x 256: a thread transposes 16 rows of 4 neighbours, and 8 lanes 128 rows, a line
 #pragma once
 
 #include <cstdint>
@@ -14,7 +14,8 @@ namespace minifloat::cuda {
 
 inline constexpr unsigned kNibbleRows = 256, kNibbleCols = 256, kNibbleWords = kNibbleCols / 8;
 inline constexpr unsigned kByteRows = 256, kByteCols = 256, kByteChunks = kByteCols / 16;
-inline constexpr unsigned kTurnWords = kNibbleRows * kNibbleWords;  // of shared memory, for nibbles
+inline constexpr unsigned kTransposeWords =
+    kNibbleRows * kNibbleWords;  // of shared memory, for nibbles
 
 // ---- 4 bits --------------------------------------------------------------------------------------
 struct NibbleMatrix {
@@ -58,9 +59,9 @@ __device__ __forceinline__ void store_bytes(std::uint8_t* to, uint4 w, int left)
 __device__ __forceinline__ unsigned nibble_place(unsigned row, unsigned word) {
   return row * kNibbleWords + (word ^ (row / 8));
 }
-// The tile whose corner is (row, col).   words: (kTurnWords)
-__device__ __forceinline__ void turn_nibbles(const NibbleMatrix& m, std::int64_t row,
-                                             std::int64_t col, std::uint32_t* words) {
+// The tile whose corner is (row, col).   words: (kTransposeWords)
+__device__ __forceinline__ void transpose_nibble_tile(const NibbleMatrix& m, std::int64_t row,
+                                                      std::int64_t col, std::uint32_t* words) {
   const std::uint8_t* in = m.codes + row * m.in_pitch + col / 2;
   const bool is_whole =
       m.aligned_in && m.aligned_out && row + kNibbleRows <= m.rows && col + kNibbleCols <= m.cols;
@@ -88,7 +89,7 @@ __device__ __forceinline__ void turn_nibbles(const NibbleMatrix& m, std::int64_t
   }
   __syncthreads();
 
-  // ---- Turn, store
+  // ---- Transpose, store
   const unsigned lane = threadIdx.x % 32;
   const std::int64_t byte = row / 2 + lane * 4;  // of a row of the result
   for (unsigned word = threadIdx.x / 32; word < kNibbleWords; word += kThreads / 32) {
@@ -157,9 +158,9 @@ __device__ __forceinline__ void load_byte_tile(const ByteMatrix& m, std::int64_t
 }
 
 // 16 rows from `row` on of the 4 columns of `word` -> 16 bytes of each of the 4.
-__device__ __forceinline__ void turn_16x4(const std::uint32_t* words, unsigned row, unsigned word,
-                                          uint4 (&out)[4]) {
-  std::uint32_t turned[4][4];  // (column, 4 rows each)
+__device__ __forceinline__ void transpose_16x4(const std::uint32_t* words, unsigned row,
+                                               unsigned word, uint4 (&out)[4]) {
+  std::uint32_t transposed[4][4];  // (column, 4 rows each)
 #pragma unroll
   for (unsigned q = 0; q < 4; ++q) {
     std::uint32_t w[4];
@@ -170,19 +171,19 @@ __device__ __forceinline__ void turn_16x4(const std::uint32_t* words, unsigned r
     const std::uint32_t low23 = __byte_perm(w[2], w[3], 0x5140);
     const std::uint32_t high01 = __byte_perm(w[0], w[1], 0x7362);
     const std::uint32_t high23 = __byte_perm(w[2], w[3], 0x7362);
-    turned[0][q] = __byte_perm(low01, low23, 0x5410);
-    turned[1][q] = __byte_perm(low01, low23, 0x7632);
-    turned[2][q] = __byte_perm(high01, high23, 0x5410);
-    turned[3][q] = __byte_perm(high01, high23, 0x7632);
+    transposed[0][q] = __byte_perm(low01, low23, 0x5410);
+    transposed[1][q] = __byte_perm(low01, low23, 0x7632);
+    transposed[2][q] = __byte_perm(high01, high23, 0x5410);
+    transposed[3][q] = __byte_perm(high01, high23, 0x7632);
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i)
-    out[i] = make_uint4(turned[i][0], turned[i][1], turned[i][2], turned[i][3]);
+    out[i] = make_uint4(transposed[i][0], transposed[i][1], transposed[i][2], transposed[i][3]);
 }
 
 // words: (kByteRows * kByteCols / 4)
-__device__ __forceinline__ void turn_bytes(const ByteMatrix& m, std::int64_t row, std::int64_t col,
-                                           std::uint32_t* words) {
+__device__ __forceinline__ void transpose_byte_tile(const ByteMatrix& m, std::int64_t row,
+                                                    std::int64_t col, std::uint32_t* words) {
   load_byte_tile(m, row, col, reinterpret_cast<uint4*>(words));
   __syncthreads();
   const unsigned group = threadIdx.x % kLineGroups;
@@ -193,7 +194,7 @@ __device__ __forceinline__ void turn_bytes(const ByteMatrix& m, std::int64_t row
     for (unsigned line = 0; line < kByteRows / kLineRows; ++line) {
       const unsigned top = line * kLineRows + group * 16;
       uint4 out[4];
-      turn_16x4(words, top, word, out);
+      transpose_16x4(words, top, word, out);
       const std::int64_t c = col + word * 4, r = row + top;
       std::uint8_t* to = m.to + c * m.rows + r;
 #pragma unroll
