@@ -176,7 +176,7 @@ TEST(TransposeNibbles, EveryNibbleMovesOnce) {
   }
 }
 
-TEST(TransposeNibbles, OfCodesIsTheColumnwiseOperandWhereBlocksAreSquare) {
+TEST(TransposeNibbles, OfCodesIsTheColumnwiseOperandOf2dBlocks) {
   const Matrix x({2, 96, 80}, DType::kBFloat16, Kind::kWide);
   const Spec spec = Spec::parse("nvfp4/16x16");
   const Outputs row = quantized(x.ref(), {.spec = spec}, false),

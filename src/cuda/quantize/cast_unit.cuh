@@ -1,7 +1,7 @@
 // One unit of one direction, once it is in registers:
 //
 //     1  transform                       16 points in a thread, more across lanes
-//     2  amax of the unit, of the block  shuffles along a row; of a square block: given
+//     2  amax of the unit, of the block  shuffles along a row; of a 2D block: given
 //     3  scale and factor                core/scale_rule.h
 //     4  encode, store
 #pragma once
@@ -177,16 +177,16 @@ __device__ __forceinline__ BlockScale scale_of_unit(ScaleRule rule, ScaleRoundin
     return block_scale<typename C::F>(rule, rounding, matrix, amax);
 }
 
-// square: the amax of the unit's square block, with the choice of its scale; null: the block is of one row.
+// amax_2d: the amax of the unit's 2D block, with the choice of its scale; null: the block is of one row.
 template <class C, class Elements>
 __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixScale& matrix,
                                           const RandomKey& random, const Elements& given,
-                                          const Place& at, const std::uint32_t* square = nullptr) {
+                                          const Place& at, const std::uint32_t* amax_2d = nullptr) {
   using F = typename C::F;
   const auto unit = transform<C>(plan, given);
   std::uint32_t amax = 0;
-  if (square)
-    amax = *square;
+  if (amax_2d)
+    amax = *amax_2d;
   else if (plan.scale_cols > 0)
     amax = amax_of_lanes(unit.amax(), plan.units_log2);
   if (at.row >= plan.rows || at.col >= plan.padded) return;
@@ -199,7 +199,7 @@ __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixS
     store_whole<F>(plan, at.batch, plan.amax[at.batch]);
   }
   BlockScale block;
-  if (C::kReadsValues && !square)
+  if (C::kReadsValues && !amax_2d)
     block = scale_of_unit<C>(plan.rule, plan.rounding, matrix, amax, unit);
   else
     block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);

@@ -2,7 +2,7 @@
 //
 //     by rows       rowwise, blocks of one row
 //     whole rows    rowwise, a scale a row that is not known yet
-//     by tiles      columnwise, square blocks, and both directions from one read
+//     by tiles      columnwise, 2D blocks, and both directions from one read
 //
 //     bytes an element: 2 or 4 of x, 1 or 1/2 of codes a direction, and a block's scale
 #pragma once
@@ -52,67 +52,67 @@ void launch_rows(const QuantizeArgs& args, const Execution& execution) {
 }
 
 // ---- By tiles ------------------------------------------------------------------------------------
-inline constexpr int kSquares = kUnitColumns * kUnitColumns;  // the most in a tile: 16 x 16 each
+inline constexpr int kBlocks2d = kUnitColumns * kUnitColumns;  // the most in a tile: 16 x 16 each
 
-// Where a unit's block lies among the squares of a tile. is_flipped: they are those of the other direction.
-__device__ __forceinline__ unsigned square_of(const OperandPlan& plan, unsigned row,
-                                              unsigned unit_col, bool is_flipped = false) {
+// Where a unit's block lies among the the 2D blocks of a tile. is_flipped: they are those of the other direction.
+__device__ __forceinline__ unsigned block_2d_of(const OperandPlan& plan, unsigned row,
+                                                unsigned unit_col, bool is_flipped = false) {
   return is_flipped ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + row / kUnit
                     : (row >> plan.height_log2) * kUnitColumns + unit_col;
 }
 
-// squares: the amax of the square blocks of the tile.
+// the 2D blocks: the amax of the 2D blocks of the tile.
 template <class C, bool kTransposed, class T>
-__device__ __forceinline__ void amax_of_squares(const OperandPlan& plan,
-                                                const SharedTile<T>& shared,
-                                                std::uint32_t* squares) {
+__device__ __forceinline__ void amax_of_blocks_2d(const OperandPlan& plan,
+                                                  const SharedTile<T>& shared,
+                                                  std::uint32_t* amaxes_2d) {
   __syncthreads();
-  if (threadIdx.x < kSquares) squares[threadIdx.x] = 0;
+  if (threadIdx.x < kBlocks2d) amaxes_2d[threadIdx.x] = 0;
   __syncthreads();
   shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
     std::uint32_t amax = amax_of_lanes(transform<C>(plan, unit).amax(), plan.units_log2);
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 8));  // the 4 rows of a warp lie in one block
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 16));
     if (threadIdx.x % 32 < kUnitColumns)
-      atomicMax(&squares[square_of(plan, row, threadIdx.x % kUnitColumns)], amax);
+      atomicMax(&amaxes_2d[block_2d_of(plan, row, threadIdx.x % kUnitColumns)], amax);
   });
   __syncthreads();
 }
 
-// The choice of each square block's scale, into `squares`. Rows are x's, unless they are transformed columns.
+// The choice of each 2D block's scale, into `the 2D blocks`. Rows are x's, unless they are transformed columns.
 template <class C, bool kTransposed, class T>
-__device__ __forceinline__ void choose_in_squares(const OperandPlan& plan,
-                                                  const SharedTile<T>& shared,
-                                                  const MatrixScale& matrix,
-                                                  std::uint32_t* squares) {
+__device__ __forceinline__ void choose_in_blocks_2d(const OperandPlan& plan,
+                                                    const SharedTile<T>& shared,
+                                                    const MatrixScale& matrix,
+                                                    std::uint32_t* amaxes_2d) {
   constexpr bool kDown = kTransposed && C::kTransform, kFlipped = kTransposed && !C::kTransform;
-  __shared__ float errors[2][kSquares][kUnit];  // of the rows of a block, under its two scales
+  __shared__ float errors[2][kBlocks2d][kUnit];  // of the rows of a block, under its two scales
   shared.template each_unit<kDown>([&](const auto& unit, unsigned row) {
     const auto values = transform<C>(plan, unit);
-    const unsigned square = square_of(plan, row, threadIdx.x % kUnitColumns, kFlipped);
+    const unsigned block_2d = block_2d_of(plan, row, threadIdx.x % kUnitColumns, kFlipped);
     const UnitErrors both = errors_of_unit(
-        matrix, both_scales(plan.rule, plan.rounding, matrix, squares[square]), values);
-    errors[0][square][row % kUnit] = both.first;
-    errors[1][square][row % kUnit] = both.second;
+        matrix, both_scales(plan.rule, plan.rounding, matrix, amaxes_2d[block_2d]), values);
+    errors[0][block_2d][row % kUnit] = both.first;
+    errors[1][block_2d][row % kUnit] = both.second;
   });
   __syncthreads();
-  if (threadIdx.x < kSquares &&
+  if (threadIdx.x < kBlocks2d &&
       takes_second(add_rows(errors[0][threadIdx.x]), add_rows(errors[1][threadIdx.x])))
-    squares[threadIdx.x] |= kSecondScale;
+    amaxes_2d[threadIdx.x] |= kSecondScale;
   __syncthreads();
 }
 
-// One direction of the tile at `tile` of x. known: `squares` holds the other direction's, of the same height.
+// One direction of the tile at `tile` of x. known: `the 2D blocks` holds the other direction's, of the same height.
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedTile<T>& shared,
-                                          const TilePlace& tile, std::uint32_t* squares,
+                                          const TilePlace& tile, std::uint32_t* amaxes_2d,
                                           bool known) {
-  const bool is_square = plan.height_log2 > 0;
-  if (is_square && !known) amax_of_squares<C, kTransposed>(plan, shared, squares);
+  const bool is_2d = plan.height_log2 > 0;
+  if (is_2d && !known) amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
   const MatrixScale matrix =
       matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, tile.batch);
   if constexpr (C::kReadsValues)
-    if (is_square) choose_in_squares<C, kTransposed>(plan, shared, matrix, squares);
+    if (is_2d) choose_in_blocks_2d<C, kTransposed>(plan, shared, matrix, amaxes_2d);
   RandomKey random = {};
   if constexpr (C::kStochastic) random = random_key(plan);
   const unsigned unit_col = threadIdx.x % kUnitColumns;
@@ -121,8 +121,8 @@ __device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedT
   shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
     const std::uint32_t in_matrix = first + row;
     const Place at = {tile.batch, in_matrix, tile.batch * plan.rows + in_matrix, col};
-    const unsigned of_block = square_of(plan, row, unit_col, known);
-    cast_unit<C>(plan, matrix, random, unit, at, is_square ? squares + of_block : nullptr);
+    const unsigned of_block = block_2d_of(plan, row, unit_col, known);
+    cast_unit<C>(plan, matrix, random, unit, at, is_2d ? amaxes_2d + of_block : nullptr);
   });
 }
 
@@ -132,17 +132,17 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
                   const __grid_constant__ OperandPlan col, const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
   extern __shared__ __align__(16) std::uint32_t words[];
-  __shared__ std::uint32_t squares[kSquares];
+  __shared__ std::uint32_t amaxes_2d[kBlocks2d];
   const TilePlace tile = tile_place(tiles);
   const SharedTile<T> shared = {words};
   shared.fill(x, tile);
   shared.wait();
-  if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, squares, false);
+  if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, amaxes_2d, false);
   if constexpr (kRow && kCol) {
     const bool known = !Row::kTransform && !Col::kTransform && row.height_log2 == col.height_log2;
-    cast_tile<Col, true>(col, shared, tile, squares, known);
+    cast_tile<Col, true>(col, shared, tile, amaxes_2d, known);
   } else if constexpr (kCol) {
-    cast_tile<Col, true>(col, shared, tile, squares, false);
+    cast_tile<Col, true>(col, shared, tile, amaxes_2d, false);
   }
 }
 

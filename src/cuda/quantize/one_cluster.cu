@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads)
                      const __grid_constant__ OperandPlan col, const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
   extern __shared__ __align__(16) std::uint32_t words[];
-  __shared__ std::uint32_t squares[kSquares];
+  __shared__ std::uint32_t amaxes_2d[kBlocks2d];
   const TilePlace tile = tile_place(tiles);
   const SharedTile<Bf16> shared = {words};
   shared.fill(x, tile);
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kRow) raise_amax<Row, false>(row, shared, tile);
   if constexpr (kCol) raise_amax<Col, true>(col, shared, tile);
   sync_cluster();
-  if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, squares, false);
-  if constexpr (kCol) cast_tile<Col, true>(col, shared, tile, squares, false);
+  if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, amaxes_2d, false);
+  if constexpr (kCol) cast_tile<Col, true>(col, shared, tile, amaxes_2d, false);
 }
 
 template <class Row, class Col>

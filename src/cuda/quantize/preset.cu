@@ -68,14 +68,15 @@ void launch_run(const QuantizeArgs& args, const Execution& execution) {
 }
 
 // ---- By tiles ------------------------------------------------------------------------------------
-// kKnown: `squares` holds the amax of the square blocks already, as the other direction found them.
+// kKnown: `the 2D blocks` holds the amax of the 2D blocks already, as the other direction found them.
 template <class C, bool kTransposed, bool kKnown>
 __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const Whole& whole,
                                                 const SharedTile<Bf16>& shared,
-                                                const TilePlace& tile, std::uint32_t* squares) {
+                                                const TilePlace& tile, std::uint32_t* amaxes_2d) {
   std::uint32_t own = 0;
   using F = typename C::F;
-  if constexpr (C::kSquare && !kKnown) amax_of_squares<C, kTransposed>(plan, shared, squares);
+  if constexpr (C::kIsBlock2d && !kKnown)
+    amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
   const MatrixScale scale = scale_of_whole<C>(plan, whole);
   const std::uint32_t unit_col = threadIdx.x % kUnitColumns;
   const std::uint32_t col = (kTransposed ? tile.row : tile.col) / kUnit + unit_col;  // in units
@@ -89,8 +90,8 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
     const Transformed16 transformed = transform_preset<C>(given);
     const std::uint32_t row = first + tile_row;
     std::uint32_t amax = 0;
-    if constexpr (C::kSquare) {
-      amax = squares[square_of(plan, tile_row, unit_col, kKnown)];
+    if constexpr (C::kIsBlock2d) {
+      amax = amaxes_2d[block_2d_of(plan, tile_row, unit_col, kKnown)];
     } else if constexpr (C::kBlocks) {
       amax = amax_of_lanes(transformed.amax, C::kUnitsLog2);
     } else if constexpr (C::kRule == ScaleRule::kRow) {
@@ -115,10 +116,10 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
 }
 
 template <class C>
-constexpr bool kIsSquare = false;
+constexpr bool kHasBlocks2d = false;
 template <class C>
-  requires(C::kSquare)
-constexpr bool kIsSquare<C> = true;
+  requires(C::kIsBlock2d)
+constexpr bool kHasBlocks2d<C> = true;
 
 // Blocks on a multiprocessor: casts to 8 bits need fewer registers, and wait for memory more.
 template <class C>
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
                         const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
   extern __shared__ __align__(16) std::uint32_t words[];
-  __shared__ std::uint32_t squares[kSquares];
+  __shared__ std::uint32_t amaxes_2d[kBlocks2d];
   __shared__ Whole whole[2];
   const TilePlace tile = tile_place(tiles);
   const SharedTile<Bf16> shared = {words};
@@ -144,10 +145,10 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   if constexpr (kCol)
     if (threadIdx.x == 32) prepare<Col>(col, whole[1]);
   shared.wait();
-  if constexpr (kRow) cast_whole_tile<Row, false, false>(row, whole[0], shared, tile, squares);
+  if constexpr (kRow) cast_whole_tile<Row, false, false>(row, whole[0], shared, tile, amaxes_2d);
   if constexpr (kCol) {
-    constexpr bool kKnown = kIsSquare<Row> && kIsSquare<Col>;
-    cast_whole_tile<Col, true, kKnown>(col, whole[1], shared, tile, squares);
+    constexpr bool kKnown = kHasBlocks2d<Row> && kHasBlocks2d<Col>;
+    cast_whole_tile<Col, true, kKnown>(col, whole[1], shared, tile, amaxes_2d);
   }
 }
 
@@ -188,7 +189,7 @@ bool try_both(const QuantizeArgs& args, const Execution& execution) {
 template <ScaleRule Rule, class F>
 using Nearest = PlainCast<Rule, F, false, false>;
 template <ScaleRule Rule, class F>
-using Square = PlainCast<Rule, F, false, false, true>;
+using Block2d = PlainCast<Rule, F, false, false, true>;
 
 constexpr ScaleRule kTensor = ScaleRule::kTensor, kRow = ScaleRule::kRow,
                     kBlock = ScaleRule::kBlock;
@@ -197,7 +198,7 @@ constexpr ScaleRule kTensor = ScaleRule::kTensor, kRow = ScaleRule::kRow,
 template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
 struct Fp4 {
   using Straight = PlainCast<Rule, E2M1, false, false, false, Rounding>;
-  using Square = PlainCast<Rule, E2M1, false, false, true, Rounding>;
+  using Block2d = PlainCast<Rule, E2M1, false, false, true, Rounding>;
   using Transformed = PlainCast<Rule, E2M1, false, true, false, Rounding>;
   using Random = PlainCast<Rule, E2M1, true, false, false, Rounding>;
   using TransformedRandom = PlainCast<Rule, E2M1, true, true, false, Rounding>;
@@ -207,23 +208,23 @@ struct Fp4 {
   }
   static bool column(const QuantizeArgs& args, const Execution& execution) {
     return try_column<Straight>(args, execution) || try_column<Transformed>(args, execution) ||
-           try_column<TransformedRandom>(args, execution) || try_square_column(args, execution);
+           try_column<TransformedRandom>(args, execution) || try_block_2d_column(args, execution);
   }
   static bool both(const QuantizeArgs& args, const Execution& execution) {
     return try_both<Straight>(args, execution) ||
            try_both<Straight, Transformed>(args, execution) ||
            try_both<Random, TransformedRandom>(args, execution) ||
-           try_both<TransformedRandom>(args, execution) || try_square_both(args, execution);
+           try_both<TransformedRandom>(args, execution) || try_block_2d_both(args, execution);
   }
 
  private:
-  static constexpr bool kHasSquares = Rule == ScaleRule::kNvfp4;
-  static bool try_square_column(const QuantizeArgs& args, const Execution& execution) {
-    if constexpr (kHasSquares) return try_column<Square>(args, execution);
+  static constexpr bool kOffersBlocks2d = Rule == ScaleRule::kNvfp4;
+  static bool try_block_2d_column(const QuantizeArgs& args, const Execution& execution) {
+    if constexpr (kOffersBlocks2d) return try_column<Block2d>(args, execution);
     return false;
   }
-  static bool try_square_both(const QuantizeArgs& args, const Execution& execution) {
-    if constexpr (kHasSquares) return try_both<Square>(args, execution);
+  static bool try_block_2d_both(const QuantizeArgs& args, const Execution& execution) {
+    if constexpr (kOffersBlocks2d) return try_both<Block2d>(args, execution);
     return false;
   }
 };
@@ -233,7 +234,7 @@ using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
 using Nvfp4FourOverSix =
     PlainCast<ScaleRule::kNvfp4, E2M1, false, false, false, ScaleRounding::kFourOverSix>;
 using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
-using Mxfp8Square = Square<ScaleRule::kMx, E4M3>;
+using Mxfp8Block2d = Block2d<ScaleRule::kMx, E4M3>;
 
 bool launch_row(const QuantizeArgs& args, const Execution& execution) {
   const std::int64_t block = std::max(args.row_spec.block_cols, kUnit);
@@ -252,8 +253,8 @@ bool launch_column(const QuantizeArgs& args, const Execution& execution) {
          try_column<Nearest<kTensor, E5M2>>(args, execution) ||
          try_column<Nearest<kRow, E4M3>>(args, execution) ||
          try_column<Nearest<kBlock, E4M3>>(args, execution) ||
-         try_column<Square<kBlock, E4M3>>(args, execution) || try_column<Mxfp8>(args, execution) ||
-         try_column<Mxfp8Square>(args, execution) || Mxfp4::column(args, execution) ||
+         try_column<Block2d<kBlock, E4M3>>(args, execution) || try_column<Mxfp8>(args, execution) ||
+         try_column<Mxfp8Block2d>(args, execution) || Mxfp4::column(args, execution) ||
          Nvfp4::column(args, execution) || Nvfp4Pow2::column(args, execution);
 }
 bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution) {
@@ -261,8 +262,8 @@ bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution)
          try_both<Nearest<kTensor, E5M2>>(args, execution) ||
          try_both<Nearest<kRow, E4M3>>(args, execution) ||
          try_both<Nearest<kBlock, E4M3>>(args, execution) ||
-         try_both<Square<kBlock, E4M3>>(args, execution) || try_both<Mxfp8>(args, execution) ||
-         try_both<Mxfp8Square>(args, execution) || Mxfp4::both(args, execution) ||
+         try_both<Block2d<kBlock, E4M3>>(args, execution) || try_both<Mxfp8>(args, execution) ||
+         try_both<Mxfp8Block2d>(args, execution) || Mxfp4::both(args, execution) ||
          Nvfp4::both(args, execution) || Nvfp4Pow2::both(args, execution);
 }
 
@@ -276,7 +277,7 @@ bool launch_plain(const QuantizeArgs& args, bool rowwise, bool columnwise,
   if (rowwise && !columnwise && launch_row(args, execution)) return true;
   if (!columnwise || args.x.rows % kTile != 0 || args.x.cols % kTile != 0) return false;
   if (!rowwise) return launch_column(args, execution);
-  return launch_squares(args, execution) || launch_row_and_column(args, execution);
+  return launch_blocks_2d(args, execution) || launch_row_and_column(args, execution);
 }
 
 }  // namespace minifloat::cuda

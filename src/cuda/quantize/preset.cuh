@@ -7,23 +7,23 @@
 
 namespace minifloat::cuda {
 
-template <ScaleRule Rule, class Format, bool Stochastically, bool Transformed, bool Square = false,
+template <ScaleRule Rule, class Format, bool Stochastically, bool Transformed, bool Block2d = false,
           ScaleRounding Rounding = ScaleRounding::kDefault>
 struct PlainCast : Cast<Format, Stochastically, Transformed, reads_values(Rounding)> {
   static constexpr ScaleRule kRule = Rule;
   static constexpr ScaleRounding kRounding = Rounding;
   static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;
-  static constexpr bool kSquare = Square;
+  static constexpr bool kIsBlock2d = Block2d;
   // Of a block's row, in units, and of its height.
   static constexpr int kUnitsLog2 = Rule == ScaleRule::kNvfp4 ? 0 : Rule == ScaleRule::kMx ? 1 : 3;
-  static constexpr int kHeightLog2 = Square ? kUnitsLog2 + 4 : 0;
-  static_assert(!Square || kBlocks);
+  static constexpr int kHeightLog2 = Block2d ? kUnitsLog2 + 4 : 0;
+  static_assert(!Block2d || kBlocks);
 };
 
 template <class C>
 bool is_of(const Spec& spec) {
   return is_cast<C>(spec) && spec.rule == C::kRule && spec.scale_rounding == C::kRounding &&
-         (spec.has_blocks() && spec.block_rows > 1) == C::kSquare;
+         (spec.has_blocks() && spec.block_rows > 1) == C::kIsBlock2d;
 }
 
 // ---- What holds for the whole operand ------------------------------------------------------------

@@ -1,4 +1,4 @@
-// Square blocks of NVFP4 in both directions. They have the same scales and the same codes, transposed: these are computed
+// 2D blocks of NVFP4 in both directions. They have the same scales and the same codes, transposed: these are computed
 // once, and transposed in shared memory, 8 x 8 codes a thread.
 //
 //     a warp      16 rows of the tile, the height of a block, and its 8 unit columns
@@ -23,11 +23,11 @@ __device__ __forceinline__ unsigned code_place(unsigned r, unsigned word) {
 
 template <class C>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_whole_squares(const __grid_constant__ Source x,
-                           const __grid_constant__ OperandPlan row,
-                           const __grid_constant__ OperandPlan col,
-                           const __grid_constant__ Tiles tiles) {
-  static_assert(C::kSquare && C::kHeightLog2 == 4 && C::kUnitsLog2 == 0);
+    quantize_whole_blocks_2d(const __grid_constant__ Source x,
+                             const __grid_constant__ OperandPlan row,
+                             const __grid_constant__ OperandPlan col,
+                             const __grid_constant__ Tiles tiles) {
+  static_assert(C::kIsBlock2d && C::kHeightLog2 == 4 && C::kUnitsLog2 == 0);
   extern __shared__ __align__(16) std::uint32_t words[];
   __shared__ std::uint32_t codes[kTile * kCodeWords];
   __shared__ Whole whole;
@@ -85,26 +85,26 @@ __global__ void __launch_bounds__(kThreads, 4)
 }
 
 template <class C>
-bool try_squares(const QuantizeArgs& args, const Execution& execution) {
+bool try_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
   if (!is_of<C>(args.row_spec)) return false;
   const Tiles tiles = tiles_of(args.x);
-  quantize_whole_squares<C><<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-                              stream_of(execution)>>>(args.x, args.row, args.col, tiles);
+  quantize_whole_blocks_2d<C><<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+                                stream_of(execution)>>>(args.x, args.row, args.col, tiles);
   check_launch("quantize");
   return true;
 }
 
 template <ScaleRounding Rounding>
-using Square = PlainCast<ScaleRule::kNvfp4, E2M1, false, false, true, Rounding>;
+using Block2d = PlainCast<ScaleRule::kNvfp4, E2M1, false, false, true, Rounding>;
 
 }  // namespace
 
-bool launch_squares(const QuantizeArgs& args, const Execution& execution) {
+bool launch_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
   if (args.row_spec != args.col_spec || args.row.decoded || args.col.decoded ||
       args.row.amax != args.col.amax)
     return false;
-  return try_squares<Square<ScaleRounding::kDefault>>(args, execution) ||
-         try_squares<Square<ScaleRounding::kPowerOfTwo>>(args, execution);
+  return try_blocks_2d<Block2d<ScaleRounding::kDefault>>(args, execution) ||
+         try_blocks_2d<Block2d<ScaleRounding::kPowerOfTwo>>(args, execution);
 }
 
 }  // namespace minifloat::cuda

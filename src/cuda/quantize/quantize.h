@@ -28,9 +28,9 @@ bool fits_one_cluster(const QuantizeArgs& args);
 bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
                         const Execution& execution);
 
-// Both directions of the same square blocks of FP4, where their codes are computed once; whole tiles of bf16. False:
+// Both directions of the same 2D blocks of FP4, where their codes are computed once; whole tiles of bf16. False:
 // nothing is launched.
-bool launch_squares(const QuantizeArgs& args, const Execution& execution);
+bool launch_blocks_2d(const QuantizeArgs& args, const Execution& execution);
 
 // Both from one read, where a kernel for the pair is compiled; false: nothing is launched.
 bool launch_both(const QuantizeArgs& args, const Execution& execution);

@@ -27,7 +27,7 @@ __device__ __forceinline__ Unit<float> load_line(const ShardEntry& e, std::uint3
   return line;
 }
 
-// A line is a block, or a row of a square one, whose 16 are neighbours in a warp.
+// A line is a block, or a row of a 2D one, whose 16 are neighbours in a warp.
 __global__ void __launch_bounds__(kThreads)
     choose_scales_of_shards(const __grid_constant__ TableView<ShardEntry> table) {
   __shared__ ShardEntry e;
