@@ -70,10 +70,10 @@ TEST(Spec, FieldsSayWhatTheTextSays) {
 }
 
 TEST(Spec, SizesCountShortBlocksAndWholeTransforms) {
-  const Spec plain = Spec::parse("nvfp4");
-  EXPECT_EQ(plain.padded_cols<std::int64_t>(33), 33);
-  EXPECT_EQ(plain.code_cols<std::int64_t>(33), 17);  // two a byte, the last half empty
-  EXPECT_EQ(plain.scale_cols<std::int64_t>(33), 3);
+  const Spec nvfp4 = Spec::parse("nvfp4");
+  EXPECT_EQ(nvfp4.padded_cols<std::int64_t>(33), 33);
+  EXPECT_EQ(nvfp4.code_cols<std::int64_t>(33), 17);  // two a byte, the last half empty
+  EXPECT_EQ(nvfp4.scale_cols<std::int64_t>(33), 3);
   EXPECT_EQ(Spec::parse("nvfp4/16x16").scale_rows<std::int64_t>(17), 2);
 
   const Spec transformed = Spec::parse("nvfp4+rht64");

@@ -55,14 +55,14 @@ TEST(Hadamard, KeepsProductsAndUndoesItself) {
   const Matrix x({1, 1, points}, DType::kFloat32, Kind::kModerate, 1),
       y({1, 1, points}, DType::kFloat32, Kind::kModerate, 2);
   const auto hx = hadamard_of(x, points, false), hy = hadamard_of(y, points, false);
-  double plain = 0, rotated = 0, norms = 0;
+  double direct = 0, rotated = 0, norms = 0;
   for (std::int64_t i = 0; i < points; ++i) {
     const auto k = static_cast<std::size_t>(i);
-    plain += double{x.at(0, 0, i)} * y.at(0, 0, i);
+    direct += double{x.at(0, 0, i)} * y.at(0, 0, i);
     rotated += double{oracle::from_bf16(hx[k])} * oracle::from_bf16(hy[k]);
     norms += std::fabs(double{oracle::from_bf16(hx[k])} * oracle::from_bf16(hy[k]));
   }
-  EXPECT_NEAR(rotated, plain, norms * 0x1p-7);  // each factor rounded to bf16: 2^-9 of it, twice
+  EXPECT_NEAR(rotated, direct, norms * 0x1p-7);  // each factor rounded to bf16: 2^-9 of it, twice
 
   // H s (s H x) with the signs off the second time is H H (s x) = s x, up to bf16's rounding of n points.
   std::vector<float> values;

@@ -1,7 +1,7 @@
 // The choice of a rule that reads values (core/scale_rule.h): which of a block's two scales has the smaller error.
 //
 //     any         core/scale_rule.h's squared_error, element by element
-//     ordinary    the same sums in fewer steps, where the tensor's scale is far from the ends of fp32
+//     fast path   the same sums in fewer steps, where the tensor's scale is far from the ends of fp32
 //     bounded     sums that are near the errors: they decide where they lie further apart than their bound
 //
 // tests/gpu/test_exhaustive.py visits every bf16 beside every E4M3 scale.
@@ -36,7 +36,7 @@ __device__ __forceinline__ float error_of_any(const MatrixScale& matrix, const B
   return sum;
 }
 
-// ---- Ordinary ------------------------------------------------------------------------------------
+// ---- The fast path -----------------------------------------------------------------------------
 // What codes 1 and 1.5 stand for in a block, times kCodeUnit: any other code is one of them times a power of two.
 inline constexpr float kCodeUnit = 0x1p6f;  // round_to_e2m1_grid gives codes' magnitudes over this
 struct CodeValues {
@@ -50,8 +50,8 @@ __device__ __forceinline__ CodeValues code_values(const MatrixScale& matrix,
           divide_by_six(1.5f * block.scale * matrix.amax) * kUnits};
 }
 template <class T>
-__device__ __forceinline__ float error_of_ordinary(const MatrixScale& matrix,
-                                                   const BlockScale& block, const Unit<T>& unit) {
+__device__ __forceinline__ float error_by_fast_path(const MatrixScale& matrix,
+                                                    const BlockScale& block, const Unit<T>& unit) {
   const CodeValues values = code_values(matrix, block);
   const float factor = block.encode / kCodeUnit;
   float sum = 0.0f;
@@ -69,7 +69,7 @@ __device__ __forceinline__ float error_of_ordinary(const MatrixScale& matrix,
 }
 
 // ---- Bounded -------------------------------------------------------------------------------------
-// The error of an ordinary block, nearly: of the elements' distances to the grid, |x| * factor and its code, of which no
+// The error of a block under the fast-path condition, nearly: of the elements' distances to the grid, |x| * factor and its code, of which no
 // product reaches 7. A tie may go either way here.
 template <class T>
 __device__ __forceinline__ float distance_of_unit(const BlockScale& block, const Unit<T>& unit) {
@@ -114,9 +114,9 @@ template <class T>
 __device__ __forceinline__ UnitErrors errors_of_unit(const MatrixScale& matrix,
                                                      const BlockScales& scales,
                                                      const Unit<T>& unit) {
-  if (matrix.is_ordinary)
-    return {error_of_ordinary(matrix, scales.first, unit),
-            error_of_ordinary(matrix, scales.second, unit)};
+  if (matrix.takes_fast_path)
+    return {error_by_fast_path(matrix, scales.first, unit),
+            error_by_fast_path(matrix, scales.second, unit)};
   return {error_of_any(matrix, scales.first, unit), error_of_any(matrix, scales.second, unit)};
 }
 
@@ -128,7 +128,7 @@ __device__ __forceinline__ BlockScale scale_by_values(ScaleRule rule, ScaleRound
   const BlockScales scales = both_scales(rule, rounding, matrix, amax);
   if (amax == 0 || !is_finite(amax)) return scales.first;  // the errors are 0, or NaN
   Decision decision = {};
-  if (scales.first.is_ordinary && scales.second.is_ordinary)
+  if (scales.first.takes_fast_path && scales.second.takes_fast_path)
     decision = decide_by_bound(matrix, scales, bit_cast<float>(amax), unit);
   if (!decision.is_sure) {
     const UnitErrors errors = errors_of_unit(matrix, scales, unit);

@@ -77,22 +77,22 @@ __device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint
 #endif
 }
 
-// is_ordinary: as Encoding has it.
+// takes_fast_path: as Encoding has it.
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Unit<T>& unit, float factor,
-                                                   bool is_ordinary) {
+                                                   bool takes_fast_path) {
   Codes<E2M1> out;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int first = 8 * half;
     float v[8];
 #if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
-    (void)is_ordinary;  // the instruction saturates
+    (void)takes_fast_path;  // the instruction saturates
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = unit[first + i] * factor;
 #else
     constexpr float kShift = 0x1p-6f;
-    if (is_ordinary) {  // the shifted factor is exact, and no product that matters is subnormal
+    if (takes_fast_path) {  // the shifted factor is exact, and no product that matters is subnormal
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = fabsf(unit[first + i]) * (factor * kShift);
     } else {
@@ -127,11 +127,11 @@ __device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
 }
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& unit, float factor,
-                                                              bool is_ordinary,
+                                                              bool takes_fast_path,
                                                               const RandomBits& bits) {
   Codes<E2M1> out;
 #if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
-  (void)is_ordinary;
+  (void)takes_fast_path;
   std::uint32_t quads[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -147,7 +147,7 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
     float v[8];
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = unit[8 * half + i] * factor;
-    if (!is_ordinary) {
+    if (!takes_fast_path) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = clamp_magnitude(v[i], E2M1::kMax);
     }
@@ -192,9 +192,10 @@ __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Unit<T>& unit, f
 
 template <class F, class T>
 __device__ __forceinline__ Codes<F> encode_stochastic(const Unit<T>& unit, float factor,
-                                                      bool is_ordinary, const RandomBits& bits) {
+                                                      bool takes_fast_path,
+                                                      const RandomBits& bits) {
   if constexpr (F::kBits == 4) {
-    return encode_e2m1_stochastic(unit, factor, is_ordinary, bits);
+    return encode_e2m1_stochastic(unit, factor, takes_fast_path, bits);
   } else {
     return encode_fp8_stochastic<F>(unit, factor, bits);
   }
@@ -208,7 +209,7 @@ struct Encoding {
   bool infinity_is_nan;  // +delayed
   // E2M1: no product reaches 7, and the factor is a number of at least 2^-110. Where it is not known to be so, the same
   // codes come in more steps.
-  bool is_ordinary;
+  bool takes_fast_path;
 };
 
 template <class F, bool kStochastic, class T>
@@ -216,9 +217,9 @@ __device__ __forceinline__ Codes<F> encode_unit(const Unit<T>& unit, const Encod
                                                 const RandomBits& bits) {
   Codes<F> out;
   if constexpr (kStochastic)
-    out = encode_stochastic<F>(unit, how.factor, how.is_ordinary, bits);
+    out = encode_stochastic<F>(unit, how.factor, how.takes_fast_path, bits);
   else if constexpr (F::kBits == 4)
-    out = encode_e2m1(unit, how.factor, how.is_ordinary);
+    out = encode_e2m1(unit, how.factor, how.takes_fast_path);
   else
 #pragma unroll
     for (int i = 0; i < 4; ++i)
@@ -232,7 +233,7 @@ __device__ __forceinline__ Codes<F> encode_unit(const Unit<T>& unit, const Encod
           out.w[i / 4] = (out.w[i / 4] & ~(0xFFu << (i % 4 * 8))) | F::kNanBits << (i % 4 * 8);
     }
   if constexpr (F::kBits == 4)  // a NaN among 8 bits encodes itself
-    if (!how.is_ordinary) {
+    if (!how.takes_fast_path) {
       const bool nan = magnitude_bits(how.factor) > Float32::kExponent;
 #pragma unroll
       for (std::uint32_t& w : out.w) {

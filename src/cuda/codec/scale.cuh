@@ -12,19 +12,19 @@ namespace minifloat::cuda {
 
 // The level of a whole matrix.
 struct MatrixScale : TensorScale {
-  bool is_ordinary;  // of NVFP4: no block's factor is near the ends of fp32
+  bool takes_fast_path;  // of NVFP4: no block's factor is near the ends of fp32
 };
 template <class F>
 __device__ __forceinline__ MatrixScale matrix_scale_of(ScaleRule rule, ScaleRounding rounding,
                                                        std::uint32_t amax) {
   MatrixScale matrix = {scale_of_tensor<F>(rule, rounding, amax), false};
-  matrix.is_ordinary = F::kBits == 4 && matrix.scale >= 0x1p-90f && matrix.scale <= 0x1p90f;
+  matrix.takes_fast_path = F::kBits == 4 && matrix.scale >= 0x1p-90f && matrix.scale <= 0x1p90f;
   return matrix;
 }
 
-// The level of a block. is_ordinary: Encoding's (encode.cuh), known from the scale alone.
+// The level of a block. takes_fast_path: Encoding's (encode.cuh), known from the scale alone.
 struct BlockScale : minifloat::BlockScale {
-  bool is_ordinary = false;
+  bool takes_fast_path = false;
 };
 
 // x / 6 to nearest, for an x of at least 2^-90: x times the float below 1/6, and what that float lacks of 1/6. Before its
@@ -71,9 +71,9 @@ struct DeviceEquations {
     // Every element format reaches 2^2 at least, so that no finite block's code is 254.
     const float reciprocal = bit_cast<float>((E8M0::kMaxBits - code) << Float32::kMantissaBits);
     // Rounded up, a scale leaves no product above 6, and this one's factor is 2^-105 at least.
-    constexpr std::uint32_t kMostOrdinary = E8M0::kBias + 105;
+    constexpr std::uint32_t kMostForFastPath = E8M0::kBias + 105;
     return {{code, decode_e8m0(code), is_finite(amax) ? reciprocal : nan_value()},
-            !is_floor && code <= kMostOrdinary};
+            !is_floor && code <= kMostForFastPath};
   }
 
   // nvfp4_block_scale and nvfp4_encode_factor: the code to nearest, and up to a power of two, by the instruction, which
@@ -101,11 +101,11 @@ struct DeviceEquations {
     return with_factor(code, tensor, saturates);
   }
 
-  // four_over_six_scale: the code by the instruction, which saturates; of an ordinary tensor without its division.
+  // four_over_six_scale: the code by the instruction, which saturates; under the fast-path condition without its division.
   __device__ __forceinline__ static Block four_over_six(const Tensor& tensor, std::uint32_t bits) {
     const float amax = bit_cast<float>(bits & ~kSecondScale);
     const float sixth =
-        tensor.is_ordinary && amax >= 0x1p-90f ? divide_by_six(amax) : amax / E2M1::kMax;
+        tensor.takes_fast_path && amax >= 0x1p-90f ? divide_by_six(amax) : amax / E2M1::kMax;
     const float base = sixth * tensor.encode;
     const float v = bits & kSecondScale ? base * (E2M1::kMax / E2M1::kMaxPowerOfTwo) : base;
     const bool finite = is_finite(bits & ~kSecondScale);
@@ -116,12 +116,12 @@ struct DeviceEquations {
                                                       bool saturates) {
     constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
     // A normal scale below the largest is at most half its last place under its block's amax / 6: |x| * factor < 6.4.
-    const bool is_ordinary =
-        tensor.is_ordinary && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
+    const bool takes_fast_path =
+        tensor.takes_fast_path && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
     const float value = decode_e4m3(code), denominator = value * tensor.scale;
     const float factor =
-        is_ordinary ? reciprocal_of_normal(denominator) : at_most_float_max(1.0f / denominator);
-    return {{code, value, factor}, is_ordinary};
+        takes_fast_path ? reciprocal_of_normal(denominator) : at_most_float_max(1.0f / denominator);
+    return {{code, value, factor}, takes_fast_path};
   }
 };
 

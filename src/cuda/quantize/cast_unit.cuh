@@ -70,7 +70,7 @@ __device__ __forceinline__ Codes<typename C::F> encode_in_block(const OperandPla
                                                                 float owed = 1.0f) {
   const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
   return encode_unit<typename C::F, C::kStochastic>(
-      unit, {block.encode * owed, has_zero_codes(rule, block.code), delayed, block.is_ordinary},
+      unit, {block.encode * owed, has_zero_codes(rule, block.code), delayed, block.takes_fast_path},
       bits);
 }
 

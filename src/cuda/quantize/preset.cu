@@ -162,7 +162,7 @@ void launch_whole_tiles(const QuantizeArgs& args, const Execution& execution) {
 }
 
 // ---- The table -----------------------------------------------------------------------------------
-bool is_plain(const Spec& spec, const OperandPlan& plan) {
+bool fits_preset(const Spec& spec, const OperandPlan& plan) {
   return plan.aligned &&
          (spec.transform == 0 || (spec.transform == kUnit && plan.height_log2 == 0)) &&
          reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;
@@ -187,9 +187,9 @@ bool try_both(const QuantizeArgs& args, const Execution& execution) {
 }
 
 template <ScaleRule Rule, class F>
-using Nearest = PlainCast<Rule, F, false, false>;
+using Nearest = PresetCast<Rule, F, false, false>;
 template <ScaleRule Rule, class F>
-using Block2d = PlainCast<Rule, F, false, false, true>;
+using Block2d = PresetCast<Rule, F, false, false, true>;
 
 constexpr ScaleRule kTensor = ScaleRule::kTensor, kRow = ScaleRule::kRow,
                     kBlock = ScaleRule::kBlock;
@@ -197,11 +197,11 @@ constexpr ScaleRule kTensor = ScaleRule::kTensor, kRow = ScaleRule::kRow,
 // The casts of a preset whose elements are E2M1.
 template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
 struct Fp4 {
-  using Straight = PlainCast<Rule, E2M1, false, false, false, Rounding>;
-  using Block2d = PlainCast<Rule, E2M1, false, false, true, Rounding>;
-  using Transformed = PlainCast<Rule, E2M1, false, true, false, Rounding>;
-  using Random = PlainCast<Rule, E2M1, true, false, false, Rounding>;
-  using TransformedRandom = PlainCast<Rule, E2M1, true, true, false, Rounding>;
+  using Straight = PresetCast<Rule, E2M1, false, false, false, Rounding>;
+  using Block2d = PresetCast<Rule, E2M1, false, false, true, Rounding>;
+  using Transformed = PresetCast<Rule, E2M1, false, true, false, Rounding>;
+  using Random = PresetCast<Rule, E2M1, true, false, false, Rounding>;
+  using TransformedRandom = PresetCast<Rule, E2M1, true, true, false, Rounding>;
 
   static bool row(const QuantizeArgs& args, const Execution& execution) {
     return try_run<Straight>(args, execution) || try_run<Random>(args, execution);
@@ -232,7 +232,7 @@ using Mxfp4 = Fp4<ScaleRule::kMx>;
 using Nvfp4 = Fp4<ScaleRule::kNvfp4>;
 using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
 using Nvfp4FourOverSix =
-    PlainCast<ScaleRule::kNvfp4, E2M1, false, false, false, ScaleRounding::kFourOverSix>;
+    PresetCast<ScaleRule::kNvfp4, E2M1, false, false, false, ScaleRounding::kFourOverSix>;
 using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
 using Mxfp8Block2d = Block2d<ScaleRule::kMx, E4M3>;
 
@@ -269,11 +269,11 @@ bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution)
 
 }  // namespace
 
-bool launch_plain(const QuantizeArgs& args, bool rowwise, bool columnwise,
-                  const Execution& execution) {
+bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                   const Execution& execution) {
   if (!args.is_bf16 || args.batch != 1 || !args.x.aligned) return false;
-  if (rowwise && !is_plain(args.row_spec, args.row)) return false;
-  if (columnwise && !is_plain(args.col_spec, args.col)) return false;
+  if (rowwise && !fits_preset(args.row_spec, args.row)) return false;
+  if (columnwise && !fits_preset(args.col_spec, args.col)) return false;
   if (rowwise && !columnwise && launch_row(args, execution)) return true;
   if (!columnwise || args.x.rows % kTile != 0 || args.x.cols % kTile != 0) return false;
   if (!rowwise) return launch_column(args, execution);

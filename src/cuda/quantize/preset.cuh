@@ -9,7 +9,7 @@ namespace minifloat::cuda {
 
 template <ScaleRule Rule, class Format, bool Stochastically, bool Transformed, bool Block2d = false,
           ScaleRounding Rounding = ScaleRounding::kDefault>
-struct PlainCast : Cast<Format, Stochastically, Transformed, reads_values(Rounding)> {
+struct PresetCast : Cast<Format, Stochastically, Transformed, reads_values(Rounding)> {
   static constexpr ScaleRule kRule = Rule;
   static constexpr ScaleRounding kRounding = Rounding;
   static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;

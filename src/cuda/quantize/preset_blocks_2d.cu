@@ -95,7 +95,7 @@ bool try_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
 }
 
 template <ScaleRounding Rounding>
-using Block2d = PlainCast<ScaleRule::kNvfp4, E2M1, false, false, true, Rounding>;
+using Block2d = PresetCast<ScaleRule::kNvfp4, E2M1, false, false, true, Rounding>;
 
 }  // namespace
 

@@ -225,17 +225,17 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     each([&](Direction& d) { d.find_own_in_cast(execution); });
     if (row) args.row = row->plan();
     if (col) args.col = col->plan();
-    if (launch_plain(args, row.has_value(), col.has_value(), execution)) return;
+    if (launch_preset(args, row.has_value(), col.has_value(), execution)) return;
     each([](Direction& d) { d.find_own_before(); });
   }
   compute_amaxes(x, row ? &*row : nullptr, col ? &*col : nullptr, execution);
   if (row) args.row = row->plan();
   if (col) args.col = col->plan();
-  if (launch_plain(args, row.has_value(), col.has_value(), execution)) return;
+  if (launch_preset(args, row.has_value(), col.has_value(), execution)) return;
   if (row && col && launch_both(args, execution)) return;
-  if (row && !(col && launch_plain(args, true, false, execution)))
+  if (row && !(col && launch_preset(args, true, false, execution)))
     launch_one(args, false, execution);
-  if (col && !(row && launch_plain(args, false, true, execution)))
+  if (col && !(row && launch_preset(args, false, true, execution)))
     launch_one(args, true, execution);
 }
 

@@ -19,8 +19,8 @@ void launch_cast_e2m1_by_values(const QuantizeArgs& args, bool columnwise,
 bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 
 // What presets ask for on whole units or tiles of bf16; false: nothing is launched.
-bool launch_plain(const QuantizeArgs& args, bool rowwise, bool columnwise,
-                  const Execution& execution);
+bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                   const Execution& execution);
 
 // Small matrices whose own amaxes the casts themselves find (OperandPlan::own), in one launch; false: nothing is
 // launched. fits_one_cluster: whether x is so small.

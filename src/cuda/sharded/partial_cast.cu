@@ -171,7 +171,7 @@ __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const Mat
   const std::uint32_t amax = with_shard_choice(e, __ldg(e.amaxes + e.cell(row, col)));
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
   return encode_unit<F, false>(
-      unit, {block.encode, has_zero_codes(e.rule, block.code), e.delayed, block.is_ordinary},
+      unit, {block.encode, has_zero_codes(e.rule, block.code), e.delayed, block.takes_fast_path},
       RandomBits{});
 }
 
