@@ -102,17 +102,17 @@ Spec parse_spec(const Slice& slice) {
   const std::vector<Slice> pieces = slice.trimmed().split("+");
   const Slice& name = pieces.front();
   Spec spec;
-  bool known = false;
+  bool is_found = false;
   for (const Base& base : kBases)
     if (name.text() == base.name) {
       spec.elements = base.elements;
       spec.rule = base.rule;
       spec.block_rows = base.block_rows;
       spec.block_cols = base.block_cols;
-      known = true;
+      is_found = true;
       break;
     }
-  if (!known) name.fail("'", name.text(), "' is not an operand; expected one of ", base_names());
+  if (!is_found) name.fail("'", name.text(), "' is not an operand; expected one of ", base_names());
   for (std::size_t i = 1; i < pieces.size(); ++i) set_flag(spec, pieces[i]);
   return spec;
 }

@@ -11,8 +11,8 @@
 namespace minifloat::cpu {
 
 // Own threads, where the caller brings none: started and joined here, one a core.
-inline void own_parallel_for(std::int64_t count, void (*body)(void*, std::int64_t, std::int64_t),
-                             void* context) {
+inline void default_parallel_for(std::int64_t count,
+                                 void (*body)(void*, std::int64_t, std::int64_t), void* context) {
   const std::int64_t cores = std::max(1u, std::thread::hardware_concurrency());
   const std::int64_t pieces = std::min(cores, count);
   std::vector<std::thread> threads;
@@ -31,7 +31,7 @@ void parallel_for(const Execution& execution, std::int64_t count, std::int64_t e
   };
   if (count <= 0) return;
   if (count == 1 || elements < kSmall) return body(&f, 0, count);
-  (execution.parallel_for ? execution.parallel_for : own_parallel_for)(count, body, &f);
+  (execution.parallel_for ? execution.parallel_for : default_parallel_for)(count, body, &f);
 }
 
 }  // namespace minifloat::cpu

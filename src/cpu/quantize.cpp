@@ -89,14 +89,14 @@ class Direction {
     const Operand& operand = plan_.operand;
     const Spec& spec = operand.spec;
     const std::int64_t count = x_.batch * (spec.has_row_amax() ? plan_.rows : 1);
-    std::vector<float> own(static_cast<std::size_t>(count));
-    const bool wants_own = !operand.given_amax || (spec.delayed && operand.amax);
-    if (wants_own) cpu::amax(x_, spec, columnwise_, own.data(), execution);
-    const float* in_force = operand.given_amax ? operand.given_amax : own.data();
-    const float* reported = spec.delayed ? own.data() : in_force;
+    std::vector<float> current_amax(static_cast<std::size_t>(count));
+    const bool wants_current = !operand.given_amax || (spec.delayed && operand.amax);
+    if (wants_current) cpu::amax(x_, spec, columnwise_, current_amax.data(), execution);
+    const float* active_amax = operand.given_amax ? operand.given_amax : current_amax.data();
+    const float* reported = spec.delayed ? current_amax.data() : active_amax;
 
     for (std::int64_t i = 0; i < count; ++i) {
-      scale_by(magnitude_bits(in_force[i]));
+      scale_by(magnitude_bits(active_amax[i]));
       if (operand.amax) operand.amax[i] = reported[i];
     }
     for (std::int64_t i = 0; spec.scale_type() == ScaleType::kFloat32 && i < count; ++i)

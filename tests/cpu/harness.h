@@ -122,8 +122,8 @@ class Matrix {
   }
 
   float rounded(float x) const {  // to the dtype, by cutting: any bf16 value will do
-    const std::uint32_t kept = dtype_ == DType::kFloat32 ? 0xFFFF'FFFFu : 0xFFFF'0000u;
-    return oracle::from_bits(oracle::to_bits(x) & kept);
+    const std::uint32_t mask = dtype_ == DType::kFloat32 ? 0xFFFF'FFFFu : 0xFFFF'0000u;
+    return oracle::from_bits(oracle::to_bits(x) & mask);
   }
   void store() {
     if (dtype_ == DType::kBFloat16)

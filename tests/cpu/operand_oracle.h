@@ -242,14 +242,14 @@ class Quantizer {
     if (spec_.has_row_amax())
       for (std::int64_t r = 0; r < x_.rows; ++r) out_.amax.push_back(block_amax(r, 0, 1, x_.cols));
   }
-  float in_force(float own, std::int64_t i) const {
-    return settings_.given_amax ? settings_.given_amax[i] : own;
+  float active_amax(float current, std::int64_t i) const {
+    return settings_.given_amax ? settings_.given_amax[i] : current;
   }
   // What decides the scale of a block at row r: its row's amax, its tensor's, or its own.
   float settled(std::int64_t r, float block) const {
     if (out_.amax.empty()) return block;
     const std::int64_t i = spec_.has_row_amax() ? r : 0;
-    return in_force(out_.amax[at(i)], i);
+    return active_amax(out_.amax[at(i)], i);
   }
   Factors factors(float amax) const {
     const bool exact = spec_.rule == minifloat::ScaleRule::kTensor ||
@@ -270,7 +270,7 @@ class Quantizer {
       encode = static_cast<float>(1 / scale);
       out_.scale.push_back(code);
     } else if (spec_.rule == ScaleRule::kNvfp4) {
-      const Nvfp4 tensor = nvfp4_tensor(in_force(out_.amax[0], 0), spec_.scale_rounding);
+      const Nvfp4 tensor = nvfp4_tensor(active_amax(out_.amax[0], 0), spec_.scale_rounding);
       const unsigned code = spec_.scale_rounding == minifloat::ScaleRounding::kFourOverSix
                                 ? nearer_of_two(r, c, amax, tensor)
                                 : nvfp4_code(amax, tensor, spec_.scale_rounding);
@@ -302,7 +302,7 @@ class Quantizer {
   }
   float block_error(std::int64_t r, std::int64_t c, unsigned code, float encode) const {
     const double s = code == kE4M3.nan_code ? double{kNan} : value(kE4M3, code);
-    const float amax = in_force(out_.amax[0], 0);
+    const float amax = active_amax(out_.amax[0], 0);
     const bool flips = settings_.rows_are_columns && height_ > 1 && spec_.transform == 0;
     std::vector<float> lines(static_cast<std::size_t>(height_), 0.0f);
     for (std::int64_t i = r; i < std::min(r + height_, x_.rows); ++i)
@@ -345,12 +345,12 @@ class Quantizer {
     const unsigned magnitude = code % sign_bit;
     double v = magnitude > f.max_code ? double{kNan} : value(f, magnitude);
     if (code >= sign_bit) v = -v;
-    const bool owed = spec_.rule == minifloat::ScaleRule::kTensor ||
-                      spec_.scale_rounding == minifloat::ScaleRounding::kExact;
+    const bool has_pending_factor = spec_.rule == minifloat::ScaleRule::kTensor ||
+                                    spec_.scale_rounding == minifloat::ScaleRounding::kExact;
     const std::size_t i = at(r * x_.cols + c);
     out_.codes[i] = code;
     out_.values[i] = fl32(double{fl32(v * scale)} * tensor_scale);
-    out_.decoded[i] = product_value(owed ? v : v * scale);
+    out_.decoded[i] = product_value(has_pending_factor ? v : v * scale);
   }
 
   const minifloat::Spec& spec_;

@@ -91,13 +91,13 @@ class World {
     const auto count = static_cast<std::int64_t>(reduced_.size());
     std::vector<std::int32_t> largest(reduced_.size(), std::numeric_limits<std::int32_t>::min());
     for (PartialCast& cast : casts_) {
-      Guarded<std::uint32_t> own(count);
-      std::copy_n(reduced_.data(), count, own.data());
-      cast.amaxes = own.data();
+      Guarded<std::uint32_t> of_rank(count);
+      std::copy_n(reduced_.data(), count, of_rank.data());
+      cast.amaxes = of_rank.data();
       choose_scales({&cast, 1}, Device::kCpu);
-      ASSERT_TRUE(own.guards_hold());
-      for (std::size_t i = 0; i < own.size(); ++i)
-        largest[i] = std::max(largest[i], static_cast<std::int32_t>(own[i]));
+      ASSERT_TRUE(of_rank.guards_hold());
+      for (std::size_t i = 0; i < of_rank.size(); ++i)
+        largest[i] = std::max(largest[i], static_cast<std::int32_t>(of_rank[i]));
       cast.has_chosen_scales = true;
     }
     for (std::size_t i = 0; i < largest.size(); ++i)
@@ -106,18 +106,18 @@ class World {
 
   void reduce() {
     for (PartialCast& cast : casts_) {
-      Guarded<std::uint32_t> own(static_cast<std::int64_t>(reduced_.size()));
-      std::fill_n(own.data(), own.size(), 0u);
-      cast.amaxes = own.data();
+      Guarded<std::uint32_t> of_rank(static_cast<std::int64_t>(reduced_.size()));
+      std::fill_n(of_rank.data(), of_rank.size(), 0u);
+      cast.amaxes = of_rank.data();
       partial_amax({&cast, 1}, Device::kCpu);
-      ASSERT_TRUE(own.guards_hold());
-      for (std::size_t i = 0; i < own.size(); ++i)
-        reduced_.data()[i] = std::max(reduced_[i], own[i]);
+      ASSERT_TRUE(of_rank.guards_hold());
+      for (std::size_t i = 0; i < of_rank.size(); ++i)
+        reduced_.data()[i] = std::max(reduced_[i], of_rank[i]);
     }
   }
 
   // In place: one buffer goes from rank to rank, full of other bits before. As fragments: ORed together.
-  void cast(bool in_place, float amax_in_force) {
+  void cast(bool in_place, float active_amax) {
     std::fill_n(wire_.data(), wire_.size(), std::uint8_t{0xFF});
     if (!in_place) std::fill_n(wire_.data(), wire_.size(), std::uint8_t{0});
     for (PartialCast& cast : casts_) {
@@ -126,7 +126,7 @@ class World {
       cast.amaxes = reduced_.data();
       cast.scale = out_.scale.data();
       cast.amax = out_.amax.size() > 0 ? out_.amax.data() : nullptr;
-      if (spec_.delayed) out_.amax.data()[0] = amax_in_force;
+      if (spec_.delayed) out_.amax.data()[0] = active_amax;
       cast.codes = in_place ? wire_.data() : fragment.data();
       cast.first_byte = in_place ? 0 : bytes.begin;
       cast.keeps_neighbours = in_place;
@@ -171,15 +171,15 @@ void expect_whole(const Case& c) {
   const Matrix x({1, c.rows, c.cols}, c.master, c.kind, 11);
   const Matrix seen = computed(x, c.compute);
   const Spec spec = Spec::parse(c.spec);
-  const float amax_in_force = 1.5f;
+  const float active_amax = 1.5f;
   Request request{.spec = spec};
-  if (spec.delayed) request.given_amax = &amax_in_force;
+  if (spec.delayed) request.given_amax = &active_amax;
   const Outputs whole = quantized(seen.ref(), request, c.columnwise);
   for (const bool in_place : {true, false}) {
     World world(c, x);
     world.reduce();
     if (spec.reads_values() && c.cuts.size() > 2) world.choose();
-    world.cast(in_place, amax_in_force);
+    world.cast(in_place, active_amax);
     ASSERT_TRUE(world.outputs().amax == whole.amax) << "amax: " << c.name();
     ASSERT_TRUE(world.outputs().scale == whole.scale) << "scale: " << c.name();
     ASSERT_TRUE(world.outputs().codes == whole.codes)

@@ -191,9 +191,9 @@ TEST(QuantizeProperties, TheSplitOverThreadsDoesNotMatter) {
   for (const char* spec : kSpecs)
     for (const bool columnwise : {false, true}) {
       const Request request{.spec = Spec::parse(spec)};
-      const Outputs own = quantized(x.ref(), request, columnwise);
+      const Outputs whole = quantized(x.ref(), request, columnwise);
       for (const ParallelFor split : {serial, one_by_one_from_the_end, seven_threads})
-        EXPECT_TRUE(quantized(x.ref(), request, columnwise, {.parallel_for = split}) == own)
+        EXPECT_TRUE(quantized(x.ref(), request, columnwise, {.parallel_for = split}) == whole)
             << spec;
     }
 }

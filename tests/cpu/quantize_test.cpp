@@ -114,7 +114,7 @@ TEST(Quantize, AGivenAmaxReplacesTheComputedOne) {
   }
 }
 
-TEST(Quantize, DelayedScalingKeepsTheGivenScaleAndReportsItsOwnAmax) {
+TEST(Quantize, DelayedScalingKeepsTheGivenScaleAndReportsTheCurrentAmax) {
   for (const Kind kind : {Kind::kWide, Kind::kSpecial})
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       const Matrix x({2, 33, 130}, dtype, kind);

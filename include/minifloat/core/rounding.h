@@ -44,18 +44,18 @@ MINIFLOAT_HD constexpr std::uint32_t encode(float x, Rounding rounding = {}) {
 
   // 2. The binade to round in: the value's own, or the format's lowest if it is subnormal there.
   const int biased = static_cast<int>(clamped >> Float32::kMantissaBits);
-  const int own = (biased > 0 ? biased : 1) - Float32::kBias;
-  const int exponent = own > F::kMinExponent ? own : F::kMinExponent;
+  const int unclamped = (biased > 0 ? biased : 1) - Float32::kBias;
+  const int exponent = unclamped > F::kMinExponent ? unclamped : F::kMinExponent;
 
   // 3. Cut the significand at one quantum, 2^(exponent - kMantissaBits). Past 31 discarded places
   //    only dust is left: it is dropped first, and one sticky bit says whether there was any.
   const std::uint32_t full =
       (clamped & Float32::kMantissa) | (biased > 0 ? Float32::kImplicitBit : 0u);
-  const int places = Float32::kMantissaBits - F::kMantissaBits + (exponent - own);
+  const int places = Float32::kMantissaBits - F::kMantissaBits + (exponent - unclamped);
   const int shift = places < 31 ? places : 31;
   const int excess = places - shift < 31 ? places - shift : 31;
-  const std::uint32_t kept = full >> excess;
-  const std::uint32_t m = kept | ((kept << excess) != full ? 1u : 0u);
+  const std::uint32_t leading = full >> excess;
+  const std::uint32_t m = leading | ((leading << excess) != full ? 1u : 0u);
   const std::uint32_t quanta = (m + rounding.below_cut(m, shift)) >> shift;
 
   // 4. Pack by addition: the implicit bit supplies exponent code 1, and a carry moves up a binade.

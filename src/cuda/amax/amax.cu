@@ -143,12 +143,12 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) all = max_words<T>(all, words[w * 128]);
   constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
-  const std::int64_t own =
+  const std::int64_t panel_first =
       static_cast<std::int64_t>(blockIdx.x - panel * across) * kColumns + threadIdx.x * kOfWord;
 #pragma unroll
   for (int i = 0; i < kOfWord; ++i)
-    if (own + i < x.cols)
-      atomicMax(out.columns + e * x.cols + own + i,
+    if (panel_first + i < x.cols)
+      atomicMax(out.columns + e * x.cols + panel_first + i,
                 kOfWord == 1 ? all : (i == 0 ? all << 16 : all & 0xFFFF'0000u));
 }
 

@@ -37,10 +37,10 @@ class Scratch {
       return;
     }
     check(cudaMallocAsync(&memory_, bytes, stream_), "scratch");
-    is_own_ = true;
+    is_allocated_ = true;
   }
   ~Scratch() {
-    if (is_own_) cudaFreeAsync(memory_, stream_);
+    if (is_allocated_) cudaFreeAsync(memory_, stream_);
   }
   Scratch(const Scratch&) = delete;
   Scratch& operator=(const Scratch&) = delete;
@@ -52,7 +52,7 @@ class Scratch {
  private:
   cudaStream_t stream_;
   void* memory_ = nullptr;
-  bool is_own_ = false;
+  bool is_allocated_ = false;
 };
 
 // Blocks of a one-dimensional grid; 0 means that there is nothing to launch.

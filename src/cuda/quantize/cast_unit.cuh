@@ -37,10 +37,10 @@ struct OperandPlan {
   int height_log2;  // of a block; 0 for tensors and rows
   int units_log2;   // of a block's row; 3: a whole tile row
   std::uint32_t rows, padded, code_pitch, scale_rows, scale_cols;
-  const float* amax;      // in force: (batch), or (batch, rows)
-  const float* reported;  // what goes to amax_out, if that is another
-  float* amax_out;        // null: not wanted
-  std::uint32_t* own;     // raised to the values' amax by the cast itself; null: not
+  const float* amax;            // in force: (batch), or (batch, rows)
+  const float* reported;        // what goes to amax_out, if that is another
+  float* amax_out;              // null: not wanted
+  std::uint32_t* current_amax;  // raised to the values' amax by the cast itself; null: not
   const std::int64_t* random;
   int random_size;
   std::uint64_t stream;
@@ -61,16 +61,18 @@ __device__ __forceinline__ RandomKey random_key(const OperandPlan& plan) {
   return minifloat::random_key(plan.random, plan.random_size, plan.stream);
 }
 
-// A unit as codes. owed: what the elements are still to be multiplied by, a power of two.
+// A unit as codes. pending_factor: what the elements are still to be multiplied by, a power of two.
 template <class C, class T>
 __device__ __forceinline__ Codes<typename C::F> encode_in_block(const OperandPlan& plan,
                                                                 ScaleRule rule, const Unit<T>& unit,
                                                                 const BlockScale& block,
                                                                 const RandomBits& bits,
-                                                                float owed = 1.0f) {
+                                                                float pending_factor = 1.0f) {
   const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
   return encode_unit<typename C::F, C::kStochastic>(
-      unit, {block.encode * owed, has_zero_codes(rule, block.code), delayed, block.takes_fast_path},
+      unit,
+      {block.encode * pending_factor, has_zero_codes(rule, block.code), delayed,
+       block.takes_fast_path},
       bits);
 }
 
@@ -180,10 +182,10 @@ __device__ __forceinline__ BlockScale scale_of_unit(ScaleRule rule, ScaleRoundin
 // amax_2d: the amax of the unit's 2D block, with the choice of its scale; null: the block is of one row.
 template <class C, class Elements>
 __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixScale& matrix,
-                                          const RandomKey& random, const Elements& given,
+                                          const RandomKey& random, const Elements& x,
                                           const Place& at, const std::uint32_t* amax_2d = nullptr) {
   using F = typename C::F;
-  const auto unit = transform<C>(plan, given);
+  const auto unit = transform<C>(plan, x);
   std::uint32_t amax = 0;
   if (amax_2d)
     amax = *amax_2d;
@@ -192,9 +194,9 @@ __device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixS
   if (at.row >= plan.rows || at.col >= plan.padded) return;
 
   if (F::kBits == 8 && plan.rule == ScaleRule::kRow) {
-    const float in_force = plan.amax[at.all];
-    amax = magnitude_bits(in_force);
-    if (at.col == 0) store_whole<F>(plan, at.all, in_force);
+    const float active_amax = plan.amax[at.all];
+    amax = magnitude_bits(active_amax);
+    if (at.col == 0) store_whole<F>(plan, at.all, active_amax);
   } else if (at.col == 0 && at.row == 0 && plan.amax) {
     store_whole<F>(plan, at.batch, plan.amax[at.batch]);
   }

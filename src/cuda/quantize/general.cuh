@@ -106,9 +106,9 @@ __device__ __forceinline__ void choose_in_blocks_2d(const OperandPlan& plan,
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedTile<T>& shared,
                                           const TilePlace& tile, std::uint32_t* amaxes_2d,
-                                          bool known) {
+                                          bool has_amaxes) {
   const bool is_2d = plan.height_log2 > 0;
-  if (is_2d && !known) amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
+  if (is_2d && !has_amaxes) amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
   const MatrixScale matrix =
       matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, tile.batch);
   if constexpr (C::kReadsValues)
@@ -121,7 +121,7 @@ __device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedT
   shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
     const std::uint32_t in_matrix = first + row;
     const Place at = {tile.batch, in_matrix, tile.batch * plan.rows + in_matrix, col};
-    const unsigned of_block = block_2d_of(plan, row, unit_col, known);
+    const unsigned of_block = block_2d_of(plan, row, unit_col, has_amaxes);
     cast_unit<C>(plan, matrix, random, unit, at, is_2d ? amaxes_2d + of_block : nullptr);
   });
 }
@@ -139,8 +139,9 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
   shared.wait();
   if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, amaxes_2d, false);
   if constexpr (kRow && kCol) {
-    const bool known = !Row::kTransform && !Col::kTransform && row.height_log2 == col.height_log2;
-    cast_tile<Col, true>(col, shared, tile, amaxes_2d, known);
+    const bool has_amaxes =
+        !Row::kTransform && !Col::kTransform && row.height_log2 == col.height_log2;
+    cast_tile<Col, true>(col, shared, tile, amaxes_2d, has_amaxes);
   } else if constexpr (kCol) {
     cast_tile<Col, true>(col, shared, tile, amaxes_2d, false);
   }

@@ -19,17 +19,17 @@ __device__ __forceinline__ bool has_row_amax(const OperandPlan& plan) {
 }
 
 __device__ __forceinline__ void clear_amax(const OperandPlan& plan) {
-  if (!plan.own) return;
+  if (!plan.current_amax) return;
   const std::uint32_t count = has_row_amax(plan) ? plan.rows : 1;
   for (std::uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
-    plan.own[i] = 0;
+    plan.current_amax[i] = 0;
 }
 
-// Raises plan.own by the amax of the tile, or of its rows as read.
+// Raises plan.current_amax by the amax of the tile, or of its rows as read.
 template <class C, bool kTransposed>
 __device__ __forceinline__ void raise_amax(const OperandPlan& plan, const SharedTile<Bf16>& shared,
                                            const TilePlace& tile) {
-  if (!plan.own) return;
+  if (!plan.current_amax) return;
   const bool of_rows = has_row_amax(plan);
   const std::uint32_t first = kTransposed ? tile.col : tile.row;
   std::uint32_t of_tile = 0;
@@ -40,10 +40,10 @@ __device__ __forceinline__ void raise_amax(const OperandPlan& plan, const Shared
     if (!of_rows) return;
     m = amax_of_lanes(m, 3);
     if (threadIdx.x % kUnitColumns == 0 && first + row < plan.rows)
-      atomicMax(plan.own + first + row, m);
+      atomicMax(plan.current_amax + first + row, m);
   });
   if (of_rows) return;
-  raise_by_block(plan.own, of_tile);
+  raise_by_block(plan.current_amax, of_tile);
   __syncthreads();  // its shared memory is read
 }
 

@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   __syncthreads();
   const MatrixScale scale = scale_of_whole<C>(plan, whole);
   std::uint8_t* const to = plan.codes + std::uint64_t{first} * kUnitBytes<F>;
-  std::uint32_t own = 0;
+  std::uint32_t largest = 0;
 #pragma unroll
   for (int i = 0; i < kUnitsOfRows; ++i) {
     const std::uint32_t u = first + i * kThreads;
@@ -51,10 +51,10 @@ __global__ void __launch_bounds__(kThreads, 4)
       bits = random_bits_at(whole, row, u - row * run.units_of_row.d);
     }
     encode_and_store<C>(plan, transformed, block, bits, to + i * kThreads * kUnitBytes<F>, u);
-    if constexpr (kFindsOwn<C>)
-      if (plan.own) own = max(own, units[i].amax());
+    if constexpr (kFindsCurrentAmax<C>)
+      if (plan.current_amax) largest = max(largest, units[i].amax());
   }
-  if constexpr (kFindsOwn<C>) raise_own(plan, own);
+  if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, largest);
 }
 
 template <class C>
@@ -68,14 +68,14 @@ void launch_run(const QuantizeArgs& args, const Execution& execution) {
 }
 
 // ---- By tiles ------------------------------------------------------------------------------------
-// kKnown: `the 2D blocks` holds the amax of the 2D blocks already, as the other direction found them.
-template <class C, bool kTransposed, bool kKnown>
+// kHasAmaxes: `the 2D blocks` holds the amax of the 2D blocks already, as the other direction found them.
+template <class C, bool kTransposed, bool kHasAmaxes>
 __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const Whole& whole,
                                                 const SharedTile<Bf16>& shared,
                                                 const TilePlace& tile, std::uint32_t* amaxes_2d) {
-  std::uint32_t own = 0;
+  std::uint32_t largest = 0;
   using F = typename C::F;
-  if constexpr (C::kIsBlock2d && !kKnown)
+  if constexpr (C::kIsBlock2d && !kHasAmaxes)
     amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
   const MatrixScale scale = scale_of_whole<C>(plan, whole);
   const std::uint32_t unit_col = threadIdx.x % kUnitColumns;
@@ -86,18 +86,18 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
   const bool is_first_col = col % (1 << C::kUnitsLog2) == 0;  // of a block
   const std::uint64_t first_scale =
       std::uint64_t{first >> C::kHeightLog2} * plan.scale_cols + (col >> C::kUnitsLog2);
-  shared.template each_unit<kTransposed>([&](const auto& given, unsigned tile_row) {
-    const Transformed16 transformed = transform_preset<C>(given);
+  shared.template each_unit<kTransposed>([&](const auto& unit, unsigned tile_row) {
+    const Transformed16 transformed = transform_preset<C>(unit);
     const std::uint32_t row = first + tile_row;
     std::uint32_t amax = 0;
     if constexpr (C::kIsBlock2d) {
-      amax = amaxes_2d[block_2d_of(plan, tile_row, unit_col, kKnown)];
+      amax = amaxes_2d[block_2d_of(plan, tile_row, unit_col, kHasAmaxes)];
     } else if constexpr (C::kBlocks) {
       amax = amax_of_lanes(transformed.amax, C::kUnitsLog2);
     } else if constexpr (C::kRule == ScaleRule::kRow) {
-      const float in_force = plan.amax[row];
-      amax = magnitude_bits(in_force);
-      if (col == 0) store_whole<F>(plan, row, in_force);
+      const float active_amax = plan.amax[row];
+      amax = magnitude_bits(active_amax);
+      if (col == 0) store_whole<F>(plan, row, active_amax);
     }
     const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
     if constexpr (C::kBlocks)
@@ -109,10 +109,10 @@ __device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const W
     encode_and_store<C>(plan, transformed, block, bits,
                         codes + std::uint64_t{tile_row} * plan.code_pitch,
                         std::uint64_t{row} * (plan.padded / kUnit) + col);
-    if constexpr (kFindsOwn<C>)
-      if (plan.own) own = max(own, transformed.unit.amax());
+    if constexpr (kFindsCurrentAmax<C>)
+      if (plan.current_amax) largest = max(largest, transformed.unit.amax());
   });
-  if constexpr (kFindsOwn<C>) raise_own(plan, own);
+  if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, largest);
 }
 
 template <class C>
@@ -147,8 +147,8 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   shared.wait();
   if constexpr (kRow) cast_whole_tile<Row, false, false>(row, whole[0], shared, tile, amaxes_2d);
   if constexpr (kCol) {
-    constexpr bool kKnown = kHasBlocks2d<Row> && kHasBlocks2d<Col>;
-    cast_whole_tile<Col, true, kKnown>(col, whole[1], shared, tile, amaxes_2d);
+    constexpr bool kHasAmaxes = kHasBlocks2d<Row> && kHasBlocks2d<Col>;
+    cast_whole_tile<Col, true, kHasAmaxes>(col, whole[1], shared, tile, amaxes_2d);
   }
 }
 

@@ -74,15 +74,15 @@ __device__ __forceinline__ RandomBits random_bits_at(const Whole& whole, std::ui
 
 // A kernel that scales by an amax of earlier steps meets the values' own on its way.
 template <class C>
-constexpr bool kFindsOwn = C::kRule == ScaleRule::kTensor;
+constexpr bool kFindsCurrentAmax = C::kRule == ScaleRule::kTensor;
 template <>
-constexpr bool kFindsOwn<Absent> = false;
+constexpr bool kFindsCurrentAmax<Absent> = false;
 
 // m: of the values that a thread has cast. Of all threads of the block, at the end.
-__device__ __forceinline__ void raise_own(const OperandPlan& plan, std::uint32_t m) {
-  if (!plan.own) return;
+__device__ __forceinline__ void raise_current_amax(const OperandPlan& plan, std::uint32_t m) {
+  if (!plan.current_amax) return;
   __syncthreads();  // the other direction has been raised
-  raise_by_block(plan.own, m);
+  raise_by_block(plan.current_amax, m);
 }
 
 // ---- A unit --------------------------------------------------------------------------------------
@@ -90,10 +90,10 @@ __device__ __forceinline__ void raise_own(const OperandPlan& plan, std::uint32_t
 struct Transformed16 {
   Unit<Bf16> unit;
   std::uint32_t amax;
-  float owed;
+  float pending_factor;
 };
 template <class C, class Elements>
-__device__ __forceinline__ Transformed16 transform_preset(const Elements& given) {
+__device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
   if constexpr (C::kTransform) {
     // The transform's 1/4 commutes with rounding to bf16, but at the ends of the range: elsewhere the factor of the cast
     // takes it along.
@@ -101,7 +101,7 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& given)
                             kHigh = bit_cast<std::uint32_t>(0x1p120f);
     static_assert(hadamard_norm(kUnit) == 0.25f);
     float v[kUnit];
-    hadamard_sums(given, kUnit, kHadamardSigns, v);
+    hadamard_sums(x, kUnit, kHadamardSigns, v);
     Transformed16 t = {round_unit(v, 1.0f), 0, 0.25f};
     t.amax = t.unit.amax();
     if (t.amax - kLow < kHigh - kLow) {
@@ -109,11 +109,11 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& given)
     } else {
       t.unit = round_unit(v, 0.25f);
       t.amax = t.unit.amax();
-      t.owed = 1.0f;
+      t.pending_factor = 1.0f;
     }
     return t;
   } else {
-    Transformed16 t = {given, 0, 1.0f};
+    Transformed16 t = {x, 0, 1.0f};
     if constexpr (C::kBlocks) t.amax = t.unit.amax();
     return t;
   }
@@ -126,7 +126,7 @@ __device__ __forceinline__ void encode_and_store(const OperandPlan& plan,
                                                  const BlockScale& block, const RandomBits& bits,
                                                  std::uint8_t* to, std::uint64_t at) {
   const Codes<typename C::F> codes =
-      encode_in_block<C>(plan, C::kRule, transformed.unit, block, bits, transformed.owed);
+      encode_in_block<C>(plan, C::kRule, transformed.unit, block, bits, transformed.pending_factor);
   store_unit<typename C::F>(to, 0, codes);
   if (plan.decoded)
     store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kUnit, 0, kUnit,

@@ -11,9 +11,9 @@ namespace {
 // The outputs of matrices and rows without an element, which no kernel visits: amax 0, scale 1. One thread each.
 struct EmptyArgs {
   std::int64_t count;
-  const float* in_force;  // null: zero
-  float* amax;            // null: not wanted
-  float* scale;           // null: the rule's scales are those of blocks
+  const float* active_amax;  // null: zero
+  float* amax;               // null: not wanted
+  float* scale;              // null: the rule's scales are those of blocks
   bool is_e4m3;
   ScaleRule rule;
   ScaleRounding rounding;
@@ -21,11 +21,11 @@ struct EmptyArgs {
 __global__ void settle_empty(const __grid_constant__ EmptyArgs args) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= args.count) return;
-  const std::uint32_t bits = args.in_force ? magnitude_bits(args.in_force[i]) : 0;
+  const std::uint32_t bits = args.active_amax ? magnitude_bits(args.active_amax[i]) : 0;
   if (args.scale)
     args.scale[i] = args.is_e4m3 ? fp32_factors<E4M3>(args.rule, args.rounding, bits).scale
                                  : fp32_factors<E5M2>(args.rule, args.rounding, bits).scale;
-  if (args.amax) args.amax[i] = args.in_force ? args.in_force[i] : 0.0f;
+  if (args.amax) args.amax[i] = args.active_amax ? args.active_amax[i] : 0.0f;
 }
 
 int log2_of(int power) { return __builtin_ctz(static_cast<unsigned>(power)); }
@@ -37,9 +37,10 @@ class Direction {
       : operand_(operand),
         columnwise_(columnwise),
         count_(amax_count(x, operand.spec, columnwise)),
-        scratch_(
-            wants_own() && !operand.amax ? static_cast<std::size_t>(count_) * sizeof(float) : 0,
-            execution) {
+        scratch_(wants_current_amax() && !operand.amax
+                     ? static_cast<std::size_t>(count_) * sizeof(float)
+                     : 0,
+                 execution) {
     const Spec& spec = operand.spec;
     const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
     MINIFLOAT_CHECK(x.batch * rows < kMostRows && cols < kMostRows,
@@ -68,43 +69,43 @@ class Direction {
     plan_.scale = operand.scale;
     plan_.decoded = operand.decoded;
     plan_.amax_out = operand.amax;
-    if (count_ > 0) take_amax(own());
+    if (count_ > 0) take_amax(current_amax());
   }
 
   const OperandPlan& plan() const { return plan_; }
   std::int64_t amaxes() const { return count_; }
   // The values' own amax is asked for: to scale by, or for a history.
-  bool wants_own() const {
+  bool wants_current_amax() const {
     return !operand_.given_amax || (operand_.spec.delayed && operand_.amax);
   }
   bool is_of_rows() const { return operand_.spec.has_row_amax(); }
   bool is_transformed() const { return operand_.spec.transform > 0; }
-  float* own() const { return operand_.amax ? operand_.amax : scratch_.as<float>(); }
+  float* current_amax() const { return operand_.amax ? operand_.amax : scratch_.as<float>(); }
 
   void compute_amax(const TensorRef& x, const Execution& execution) const {
-    cuda::amax(x, operand_.spec, columnwise_, own(), execution);
+    cuda::amax(x, operand_.spec, columnwise_, current_amax(), execution);
   }
   // own: (amaxes), the values' own, computed by the time that the cast runs.
-  void take_amax(const float* own) {
-    plan_.amax = operand_.given_amax ? operand_.given_amax : own;
-    plan_.reported = operand_.spec.delayed && operand_.amax ? own : plan_.amax;
+  void take_amax(const float* current) {
+    plan_.amax = operand_.given_amax ? operand_.given_amax : current;
+    plan_.reported = operand_.spec.delayed && operand_.amax ? current : plan_.amax;
   }
   // Is the amax in force given, and the values' own but reported?
   bool only_reports() const {
-    return operand_.given_amax && wants_own() && !is_of_rows() && !is_transformed();
+    return operand_.given_amax && wants_current_amax() && !is_of_rows() && !is_transformed();
   }
   // The cast raises it while it reads x, if it is a preset's.
-  void find_own_in_cast(const Execution& execution) {
-    take_amax(own());
-    plan_.own = reinterpret_cast<std::uint32_t*>(own());
-    check(cudaMemsetAsync(own(), 0, sizeof(float), stream_of(execution)), "quantize");
+  void find_amax_in_cast(const Execution& execution) {
+    take_amax(current_amax());
+    plan_.current_amax = reinterpret_cast<std::uint32_t*>(current_amax());
+    check(cudaMemsetAsync(current_amax(), 0, sizeof(float), stream_of(execution)), "quantize");
   }
   // The cast clears it and raises it before it casts.
-  void find_own_in_cluster() {
-    take_amax(own());
-    plan_.own = reinterpret_cast<std::uint32_t*>(own());
+  void find_amax_in_cluster() {
+    take_amax(current_amax());
+    plan_.current_amax = reinterpret_cast<std::uint32_t*>(current_amax());
   }
-  void find_own_before() { plan_.own = nullptr; }
+  void find_amax_before_cast() { plan_.current_amax = nullptr; }
   // The cast finds the amax of its rows itself.
   void leave_amax() { plan_.amax = plan_.reported = nullptr; }
 
@@ -148,27 +149,27 @@ bool share_amax(const Direction& row, const Direction& col) {
 }
 
 void find_amaxes_in_cluster(Direction* row, Direction* col) {
-  const bool row_wants = row && row->amaxes() > 0 && row->wants_own();
-  const bool col_wants = col && col->amaxes() > 0 && col->wants_own();
-  if (row_wants) row->find_own_in_cluster();
+  const bool row_wants = row && row->amaxes() > 0 && row->wants_current_amax();
+  const bool col_wants = col && col->amaxes() > 0 && col->wants_current_amax();
+  if (row_wants) row->find_amax_in_cluster();
   if (row_wants && col_wants && share_amax(*row, *col))
-    col->take_amax(row->own());
+    col->take_amax(row->current_amax());
   else if (col_wants)
-    col->find_own_in_cluster();
+    col->find_amax_in_cluster();
 }
 
 // The amaxes that casts read, with as few reads of x as there can be.
 void compute_amaxes(const TensorRef& x, Direction* row, Direction* col,
                     const Execution& execution) {
-  const bool row_wants = row && row->amaxes() > 0 && row->wants_own();
-  const bool col_wants = col && col->amaxes() > 0 && col->wants_own();
+  const bool row_wants = row && row->amaxes() > 0 && row->wants_current_amax();
+  const bool col_wants = col && col->amaxes() > 0 && col->wants_current_amax();
   const bool untransformed =
       row_wants && col_wants && !row->is_transformed() && !col->is_transformed();
   if (untransformed && row->is_of_rows() && col->is_of_rows())
-    return amax_of_rows_and_columns(x, row->own(), col->own(), execution);
+    return amax_of_rows_and_columns(x, row->current_amax(), col->current_amax(), execution);
   if (row_wants) row->compute_amax(x, execution);
   if (untransformed && !row->is_of_rows() && !col->is_of_rows())
-    col->take_amax(row->own());
+    col->take_amax(row->current_amax());
   else if (col_wants)
     col->compute_amax(x, execution);
 }
@@ -200,11 +201,11 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   }
   if (rowwise) args.row_spec = rowwise->spec;
   if (columnwise) args.col_spec = columnwise->spec;
-  if (row && !col && row->is_of_rows() && row->wants_own()) {
+  if (row && !col && row->is_of_rows() && row->wants_current_amax()) {
     row->leave_amax();
     args.row = row->plan();
     if (launch_whole_rows(args, execution)) return;
-    row->take_amax(row->own());
+    row->take_amax(row->current_amax());
   }
   const auto each = [&](auto f) {
     if (row) f(*row);
@@ -214,19 +215,19 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     find_amaxes_in_cluster(row ? &*row : nullptr, col ? &*col : nullptr);
     if (row) args.row = row->plan();
     if (col) args.col = col->plan();
-    if ((args.row.own || args.col.own) &&
+    if ((args.row.current_amax || args.col.current_amax) &&
         launch_one_cluster(args, row.has_value(), col.has_value(), execution))
       return;
-    each([](Direction& d) { d.find_own_before(); });
+    each([](Direction& d) { d.find_amax_before_cast(); });
   }
   bool only_report = x.batch == 1;
   each([&](const Direction& d) { only_report = only_report && d.only_reports(); });
   if (only_report) {
-    each([&](Direction& d) { d.find_own_in_cast(execution); });
+    each([&](Direction& d) { d.find_amax_in_cast(execution); });
     if (row) args.row = row->plan();
     if (col) args.col = col->plan();
     if (launch_preset(args, row.has_value(), col.has_value(), execution)) return;
-    each([](Direction& d) { d.find_own_before(); });
+    each([](Direction& d) { d.find_amax_before_cast(); });
   }
   compute_amaxes(x, row ? &*row : nullptr, col ? &*col : nullptr, execution);
   if (row) args.row = row->plan();

@@ -191,7 +191,7 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
   // ---- Rows, patch by patch; columns, all the way down
   const bool is_pair = pair.count == 2;
   const bool has_rows = pair.of[0].height_log2 == 0 || (is_pair && pair.of[1].height_log2 == 0);
-  uint4 own = {};
+  uint4 largest = {};
   each_patch(master, at, load_patch(master, at, 0), [&](const Unit<float>& patch, int p) {
     std::uint32_t of_rows[kSide];
 #pragma unroll
@@ -199,7 +199,8 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
       const uint4 v = {magnitude_bits(patch[r * kSide]), magnitude_bits(patch[r * kSide + 1]),
                        magnitude_bits(patch[r * kSide + 2]), magnitude_bits(patch[r * kSide + 3])};
       of_rows[r] = max(max(v.x, v.y), max(v.z, v.w));
-      own = {max(own.x, v.x), max(own.y, v.y), max(own.z, v.z), max(own.w, v.w)};
+      largest = {max(largest.x, v.x), max(largest.y, v.y), max(largest.z, v.z),
+                 max(largest.w, v.w)};
     }
     if (!has_rows) return;
     const std::uint32_t of_row = magnitude_in(master, exchange_rows(of_rows));
@@ -207,8 +208,8 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
       if (pair.of[i].height_log2 == 0)
         put_row(pair.of[i], at.row + p * kSide + lane() % kSide, at.col / kUnit * kUnit, of_row);
   });
-  columns[threadIdx.x] = {magnitude_in(master, own.x), magnitude_in(master, own.y),
-                          magnitude_in(master, own.z), magnitude_in(master, own.w)};
+  columns[threadIdx.x] = {magnitude_in(master, largest.x), magnitude_in(master, largest.y),
+                          magnitude_in(master, largest.z), magnitude_in(master, largest.w)};
   __syncthreads();
 
   // ---- Cells of more rows
