@@ -20,7 +20,7 @@ struct OperandPlan {
   std::int64_t code_pitch;                 // bytes a row
   std::int64_t scale_rows, scale_cols;     // block rules
   const TensorScale* tensor = nullptr;     // (batch): rules with an amax of the tensor
-  const Factors* row = nullptr;            // (batch, rows): row scaling
+  const ScaleFactors* row = nullptr;       // (batch, rows): row scaling
   bool columnwise = false;
   RandomKey random;
 };
@@ -190,9 +190,9 @@ MINIFLOAT_INLINE void settled_scales(const OperandPlan& plan, const TileRange& r
   const Spec& spec = plan.operand.spec;
   const bool is_after_product = is_scaled_after_product(spec.rule, spec.scale_rounding);
   for (std::int64_t r = 0; r < range.rows; ++r) {
-    const Factors factors =
+    const ScaleFactors factors =
         spec.rule == ScaleRule::kTensor
-            ? Factors{plan.tensor[range.batch].encode, plan.tensor[range.batch].scale}
+            ? ScaleFactors{plan.tensor[range.batch].encode, plan.tensor[range.batch].scale}
             : plan.row[range.batch * plan.rows + range.row_of(r)];
     blocks.factor[r] = factors.encode;
     blocks.scale[r] = is_after_product ? 1.0f : factors.scale;

@@ -36,9 +36,10 @@ void encode_elements(const EncodeArgs<T>& args) {
 }
 
 // One direction: its plan, and the memory behind the plan's pointers.
-class Direction {
+class DirectionCast {
  public:
-  Direction(const TensorRef& x, const Operand& operand, bool columnwise, const Execution& execution)
+  DirectionCast(const TensorRef& x, const Operand& operand, bool columnwise,
+                const Execution& execution)
       : x_(x), columnwise_(columnwise) {
     const Spec& spec = operand.spec;
     plan_.operand = operand;
@@ -128,7 +129,7 @@ class Direction {
   bool columnwise_;
   OperandPlan plan_;
   std::vector<TensorScale> tensors_;
-  std::vector<Factors> rows_;
+  std::vector<ScaleFactors> rows_;
 };
 
 // Rows of x in a tile. Rowwise alone few do, so that the rows are streams that the machine prefetches by itself.
@@ -155,7 +156,7 @@ void prefetch_tile(const TensorRef& x, std::int64_t batch, std::int64_t row, std
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution) {
-  std::vector<Direction> directions;
+  std::vector<DirectionCast> directions;
   directions.reserve(2);
   if (rowwise) directions.emplace_back(x, *rowwise, false, execution);
   if (columnwise) directions.emplace_back(x, *columnwise, true, execution);
@@ -179,7 +180,8 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     const std::int64_t batch = i / across / down, row = i / across % down * height,
                        col = i % across * kTileCols;
     if (!rowwise) prefetch_tile(x, batch, row, col + kTileCols, height);
-    for (const Direction& direction : directions) direction.encode(batch, row, col, height, memory);
+    for (const DirectionCast& direction : directions)
+      direction.encode(batch, row, col, height, memory);
   });
 }
 

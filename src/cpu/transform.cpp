@@ -27,12 +27,12 @@ void for_each_scale(const ScaleMatrix& m, F f) {
       for (std::int64_t r = begin; r < end; ++r)
         for (std::int64_t c = 0; c < m.cols; ++c)
           f(r, c, swizzled_offset_group_m(padded, r - begin, c, m.cols));
-      padded += round_up(end - begin, minifloat::kTileRows);
+      padded += round_up(end - begin, minifloat::kSwizzleTileRows);
     } else {
       for (std::int64_t r = 0; r < m.rows; ++r)
         for (std::int64_t c = begin; c < end; ++c)
           f(r, c, swizzled_offset_group_k(padded, r, c - begin, m.rows, end - begin));
-      padded += round_up(end - begin, minifloat::kTileCols);
+      padded += round_up(end - begin, minifloat::kSwizzleTileCols);
     }
     begin = end;
   }
@@ -44,16 +44,16 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
               std::uint16_t* out, const Execution& execution) {
   const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
   const std::int64_t padded = round_up<std::int64_t>(cols, points);
-  const std::int64_t down = ceil_div(rows, cpu::kTileRows), across = ceil_div(cols, cpu::kTileCols);
+  const std::int64_t down = ceil_div(rows, kTileRows), across = ceil_div(cols, kTileCols);
   parallel_for(execution, x.batch * down * across, x.batch * rows * cols, [&](std::int64_t i) {
     TileMemory memory;
     const std::int64_t batch = i / across / down;
-    const std::int64_t row = i / across % down * cpu::kTileRows, col = i % across * cpu::kTileCols;
-    const TileRange range = {batch, row, col, std::min(cpu::kTileRows, rows - row),
-                             std::min(cpu::kTileCols, cols - col)};
+    const std::int64_t row = i / across % down * kTileRows, col = i % across * kTileCols;
+    const TileRange range = {batch, row, col, std::min(kTileRows, rows - row),
+                             std::min(kTileCols, cols - col)};
     const TileView<std::uint16_t> tile =
         load_bf16_tile({&x, columnwise, points, signs, &range, &memory});
-    const std::int64_t inside = std::min(cpu::kTileCols, padded - col);
+    const std::int64_t inside = std::min(kTileCols, padded - col);
     for (std::int64_t r = 0; r < range.rows; ++r)
       std::memcpy(out + (batch * rows + row + r) * padded + col, tile.row(r),
                   static_cast<std::size_t>(inside) * sizeof(std::uint16_t));

@@ -21,7 +21,7 @@ std::vector<std::uint32_t> amaxes() {
 void expect_same(float got, float want) {
   EXPECT_TRUE((std::isnan(got) && std::isnan(want)) || got == want) << got << " for " << want;
 }
-void expect_same(const Factors& got, const Factors& want) {
+void expect_same(const ScaleFactors& got, const ScaleFactors& want) {
   expect_same(got.encode, want.encode);
   expect_same(got.scale, want.scale);
 }

@@ -49,12 +49,12 @@ TYPED_TEST(Fp8Factors, FollowTheRule) {
     const double amax = oracle::from_bits(bits);
     const float quotient = oracle::fl32(oracle::max_value(f) / amax);
     const float encode = amax == 0 ? 1.0f : std::fmin(quotient, kFloatMax);
-    const Factors e = fp8_factors<TypeParam>(bits, false);
+    const ScaleFactors e = fp8_factors<TypeParam>(bits, false);
     exact.check_bits(oracle::from_bits(bits), e.encode, encode);
     exact.check_bits(oracle::from_bits(bits), e.scale, oracle::fl32(1 / double{encode}));
 
     const float down = oracle::fl32(std::exp2(std::ilogb(encode)));  // the power of two at or below
-    const Factors p = fp8_factors<TypeParam>(bits, true);
+    const ScaleFactors p = fp8_factors<TypeParam>(bits, true);
     power.check_bits(oracle::from_bits(bits), p.encode, down);
     power.check_bits(oracle::from_bits(bits), p.scale, oracle::fl32(1 / double{down}));
   });
@@ -72,7 +72,7 @@ TYPED_TEST(Fp8Factors, UseTheRangeAndDoNotSaturate) {
   for_amaxes([&](std::uint32_t bits) {
     const float amax = oracle::from_bits(bits);
     if (amax == 0 || max / amax > kFloatMax) return;
-    const Factors e = fp8_factors<TypeParam>(bits, false);
+    const ScaleFactors e = fp8_factors<TypeParam>(bits, false);
     exact.check_code(amax, encode<TypeParam>(amax * e.encode), f.max_code);
     const double scaled = double{amax} * fp8_factors<TypeParam>(bits, true).encode;
     power.check(scaled <= max && 2 * scaled > max, [&] {
@@ -86,18 +86,18 @@ TYPED_TEST(Fp8Factors, UseTheRangeAndDoNotSaturate) {
 TYPED_TEST(Fp8Factors, OfSpecialValues) {
   using F = TypeParam;
   for (const bool power_of_two : {false, true}) {
-    const Factors zero = fp8_factors<F>(0, power_of_two);
+    const ScaleFactors zero = fp8_factors<F>(0, power_of_two);
     EXPECT_EQ(zero.encode, 1.0f);
     EXPECT_EQ(zero.scale, 1.0f);
     for (const std::uint32_t bits : {0x7F800000u, 0x7F800001u, 0x7FC00000u, 0x7FFFFFFFu}) {
       EXPECT_TRUE(std::isnan(fp8_factors<F>(bits, power_of_two).encode));
       EXPECT_TRUE(std::isnan(fp8_factors<F>(bits, power_of_two).scale));
     }
-    const Factors tiny = fp8_factors<F>(1, power_of_two);  // 2^-149: max / amax overflows
+    const ScaleFactors tiny = fp8_factors<F>(1, power_of_two);  // 2^-149: max / amax overflows
     EXPECT_EQ(tiny.encode, power_of_two ? 0x1p127f : kFloatMax);
     EXPECT_EQ(tiny.scale, power_of_two ? 0x1p-127f : oracle::fl32(1 / double{kFloatMax}));
     EXPECT_GT(tiny.scale, 0.0f);
-    const Factors huge = fp8_factors<F>(magnitude_bits(kFloatMax), power_of_two);
+    const ScaleFactors huge = fp8_factors<F>(magnitude_bits(kFloatMax), power_of_two);
     EXPECT_GT(huge.encode, 0.0f);
     EXPECT_TRUE(std::isfinite(huge.scale));
   }
@@ -105,7 +105,7 @@ TYPED_TEST(Fp8Factors, OfSpecialValues) {
 
 // 3 * 2^k in a row: 448 / 3 = 149.33, so 128 as a power of two, and 3 encodes to 384 = 1.5 * 2^8.
 TEST(Fp8Factors, OfARowWorkedByHand) {
-  const Factors row = fp8_factors<E4M3>(magnitude_bits(3.0f), true);
+  const ScaleFactors row = fp8_factors<E4M3>(magnitude_bits(3.0f), true);
   EXPECT_EQ(row.encode, 128.0f);
   EXPECT_EQ(row.scale, 0.0078125f);
   EXPECT_EQ(encode<E4M3>(3.0f * row.encode), 0x7Cu);

@@ -90,9 +90,9 @@ TEST(SwizzleGroups, AlongMStandBelowEachOther) {
       std::int64_t rows = 0, padded_rows = 0;
       for (const std::int64_t m : sizes) {
         groups.push_back({m, cols});
-        bases.push_back(padded_rows * round_up(cols, kTileCols));
+        bases.push_back(padded_rows * round_up(cols, kSwizzleTileCols));
         rows += m;
-        padded_rows += round_up(m, kTileRows);
+        padded_rows += round_up(m, kSwizzleTileRows);
       }
       expect_packed(groups, bases, swizzled_size_groups_m(rows, cols, std::ssize(sizes)));
     }
@@ -106,9 +106,9 @@ TEST(SwizzleGroups, AlongKStandBesideEachOtherAndRestartTheirTiles) {
       std::int64_t cols = 0, padded_cols = 0;
       for (const std::int64_t k : sizes) {
         groups.push_back({rows, k});
-        bases.push_back(padded_cols * round_up(rows, kTileRows));
+        bases.push_back(padded_cols * round_up(rows, kSwizzleTileRows));
         cols += k;
-        padded_cols += round_up(k, kTileCols);
+        padded_cols += round_up(k, kSwizzleTileCols);
       }
       expect_packed(groups, bases, swizzled_size_groups_k(rows, cols, std::ssize(sizes)));
     }

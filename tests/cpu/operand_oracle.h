@@ -86,11 +86,11 @@ inline void transform(float* v, int points) {
 }
 
 // ---- Scales --------------------------------------------------------------------------------------
-struct Factors {
+struct ScaleFactors {
   float encode, scale;
 };
 
-inline Factors fp8_factors(const Format& f, float amax, bool power_of_two) {
+inline ScaleFactors fp8_factors(const Format& f, float amax, bool power_of_two) {
   if (!std::isfinite(amax)) return {kNan, kNan};
   if (amax == 0) return {1, 1};
   float e = fl32(std::min(max_value(f) / amax, kFloatMax));
@@ -251,7 +251,7 @@ class Quantizer {
     const std::int64_t i = spec_.has_row_amax() ? r : 0;
     return active_amax(out_.amax[at(i)], i);
   }
-  Factors factors(float amax) const {
+  ScaleFactors factors(float amax) const {
     const bool exact = spec_.rule == minifloat::ScaleRule::kTensor ||
                        spec_.scale_rounding == minifloat::ScaleRounding::kExact;
     return fp8_factors(grid_.format(), amax, !exact);
@@ -281,7 +281,7 @@ class Quantizer {
       tensor_scale = tensor.scale;
       out_.scale.push_back(code);
     } else {
-      const Factors f = factors(settled(r, amax));
+      const ScaleFactors f = factors(settled(r, amax));
       encode = f.encode;
       scale = double{f.scale};
       out_.scale.push_back(scale);

@@ -71,7 +71,7 @@ void check_scale(const Tensor& scale, Groups groups) {
 // (padded rows, padded cols); 3D: (batch, bytes)
 c10::SymDimVector swizzled_shape(const std::optional<SymInt>& batch, const SymInt& rows,
                                  const SymInt& cols, Groups groups, const SymInt& count) {
-  const SymInt tile_rows(kTileRows), tile_cols(kTileCols);
+  const SymInt tile_rows(kSwizzleTileRows), tile_cols(kSwizzleTileCols);
   const SymInt padded_rows =
       groups == Groups::kAlongM ? rows + tile_rows * count : round_up<SymInt>(rows, tile_rows);
   const SymInt padded_cols =

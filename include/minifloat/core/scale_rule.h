@@ -2,7 +2,7 @@
 // equations are core/scaling.h's; this is the one place that knows which rule uses which of them.
 //
 //     amax of the tensor   --scale_of_tensor-->  TensorScale      kTensor, kNvfp4
-//     amax of a row        --fp32_factors----->  Factors          kRow
+//     amax of a row        --fp32_factors----->  ScaleFactors          kRow
 //     amax of a block      --scale_of_block--->  BlockScale       kBlock, kMx, kNvfp4 (and kTensor, kRow)
 #pragma once
 
@@ -65,8 +65,8 @@ inline constexpr std::uint32_t kSecondScale = 0x8000'0000u;
 // ---- Scales --------------------------------------------------------------------------------------
 // kTensor, kRow and kBlock: the factor of elements, and the scale that is stored.
 template <class F>
-MINIFLOAT_HD constexpr Factors fp32_factors(ScaleRule rule, ScaleRounding rounding,
-                                            std::uint32_t amax) {
+MINIFLOAT_HD constexpr ScaleFactors fp32_factors(ScaleRule rule, ScaleRounding rounding,
+                                                 std::uint32_t amax) {
   return fp8_factors<F>(amax, is_power_of_two(rule, rounding));
 }
 
@@ -83,7 +83,7 @@ MINIFLOAT_HD constexpr TensorScale scale_of_tensor(ScaleRule rule, ScaleRounding
                                                    std::uint32_t amax) {
   if constexpr (F::kBits == 8) {
     if (rule == ScaleRule::kTensor) {
-      const Factors factors = fp32_factors<F>(rule, rounding, amax);
+      const ScaleFactors factors = fp32_factors<F>(rule, rounding, amax);
       return {factors.encode, factors.scale, 0.0f, 0.0f};
     }
   } else {
@@ -110,7 +110,7 @@ struct ScaleEquations {
   using Block = BlockScale;
 
   template <class F>
-  MINIFLOAT_HD static constexpr Factors power_of_two_factors(std::uint32_t amax) {
+  MINIFLOAT_HD static constexpr ScaleFactors power_of_two_factors(std::uint32_t amax) {
     return fp8_factors<F>(amax, true);
   }
   template <class F>
@@ -140,7 +140,7 @@ MINIFLOAT_HD constexpr typename Equations::Block scale_of_block(
     if (rule == ScaleRule::kRow || rule == ScaleRule::kBlock) {
       if (!is_power_of_two(rule, rounding))
         return {0, 1.0f, fp32_factors<F>(rule, rounding, amax).encode};
-      const Factors factors = Equations::template power_of_two_factors<F>(amax);
+      const ScaleFactors factors = Equations::template power_of_two_factors<F>(amax);
       return {0, factors.scale, factors.encode};
     }
   }

@@ -42,7 +42,7 @@ MINIFLOAT_HD constexpr std::uint16_t product_value(float v) {
 }
 
 // The factor that elements are multiplied by before encoding, and the scale that undoes it.
-struct Factors {
+struct ScaleFactors {
   float encode;
   float scale;
 };
@@ -52,7 +52,7 @@ struct Factors {
 //   zero amax: both 1.   Inf or NaN amax: both NaN.   amax so small that max / amax overflows: FLT_MAX
 //   (2^127 as a power of two), and the scale is subnormal.   No amax is so large that encode is 0.
 template <class F>
-MINIFLOAT_HD constexpr Factors fp8_factors(std::uint32_t amax, bool power_of_two) {
+MINIFLOAT_HD constexpr ScaleFactors fp8_factors(std::uint32_t amax, bool power_of_two) {
   const float quotient = F::kMax / bit_cast<float>(amax | (amax == 0u ? 1u : 0u));
   const float full = at_most_float_max(quotient);
   const float down = bit_cast<float>(bit_cast<std::uint32_t>(full) & Float32::kExponent);

@@ -292,7 +292,7 @@ void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution) {
   const std::int64_t count = x.batch * (spec.has_row_amax() ? (columnwise ? x.cols : x.rows) : 1);
   if (count == 0) return;
-  const cudaStream_t stream = stream_of(execution);
+  const cudaStream_t stream = cuda_stream(execution);
   const bool by_rows = spec.has_row_amax() && !columnwise && spec.transform == 0;
   if (!by_rows || x.cols == 0) clear(out, count, stream);
   if (x.rows * x.cols == 0) return;
@@ -302,7 +302,7 @@ void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
 
 void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_columns,
                               const Execution& execution) {
-  const cudaStream_t stream = stream_of(execution);
+  const cudaStream_t stream = cuda_stream(execution);
   clear(of_rows, x.batch * x.rows, stream);
   clear(of_columns, x.batch * x.cols, stream);
   auto* rows = reinterpret_cast<std::uint32_t*>(of_rows);

@@ -20,7 +20,7 @@ __global__ void __launch_bounds__(kRowsOfBlock) roll_rows(AmaxHistories h) {
 void roll_amax_histories(const AmaxHistories& histories, const Execution& execution) {
   const unsigned blocks =
       grid_of(ceil_div<std::int64_t>(histories.count, kRowsOfBlock), "roll_amax_histories");
-  roll_rows<<<blocks, kRowsOfBlock, 0, stream_of(execution)>>>(histories);
+  roll_rows<<<blocks, kRowsOfBlock, 0, cuda_stream(execution)>>>(histories);
   check_launch("roll_amax_histories");
 }
 

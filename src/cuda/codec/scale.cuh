@@ -42,7 +42,7 @@ struct DeviceEquations {
 
   // fp8_factors as a power of two, without its division: 2^floor(log2(max / amax)), at most 2^127.
   template <class F>
-  __device__ __forceinline__ static Factors power_of_two_factors(std::uint32_t amax) {
+  __device__ __forceinline__ static ScaleFactors power_of_two_factors(std::uint32_t amax) {
     constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
     constexpr int kEmax = static_cast<int>(kMax >> Float32::kMantissaBits) - Float32::kBias;
     // amax's exponent, and one more where its mantissa is past max's
@@ -50,7 +50,7 @@ struct DeviceEquations {
         (amax + (Float32::kMantissa - (kMax & Float32::kMantissa))) >> Float32::kMantissaBits);
     const int e = min(kEmax + 2 * Float32::kBias - exponent, 254);  // biased; at least 7
     const std::uint32_t code = amax == 0 ? Float32::kBias : static_cast<std::uint32_t>(e);
-    const Factors factors = {decode_e8m0(code), e8m0_reciprocal(code)};
+    const ScaleFactors factors = {decode_e8m0(code), e8m0_reciprocal(code)};
     return {is_finite(amax) ? factors.encode : nan_value(),
             is_finite(amax) ? factors.scale : nan_value()};
   }

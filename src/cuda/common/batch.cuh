@@ -90,9 +90,9 @@ void launch_over(const Table<Entry>& table, Kernel kernel, const char* name,
                  const Execution& execution, std::size_t shared = 0) {
   if (table.empty()) return;
   const Scratch scratch(round_up<std::size_t>(table.bytes(), 16), execution);
-  const auto view = table.send_to(scratch.as<std::uint8_t>(), stream_of(execution));
+  const auto view = table.send_to(scratch.as<std::uint8_t>(), cuda_stream(execution));
   allow_shared(kernel, shared, name);
-  kernel<<<table.grid(name), kThreads, shared, stream_of(execution)>>>(view);
+  kernel<<<table.grid(name), kThreads, shared, cuda_stream(execution)>>>(view);
   check_launch(name);
 }
 

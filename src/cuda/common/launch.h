@@ -23,14 +23,14 @@ inline void check_launch(const char* kernel) {
   check(status, kernel);
 }
 
-inline cudaStream_t stream_of(const Execution& execution) {
+inline cudaStream_t cuda_stream(const Execution& execution) {
   return static_cast<cudaStream_t>(execution.stream);
 }
 
 // Device memory that the kernels of one call share; it belongs to the stream's work until that is done.
 class Scratch {
  public:
-  Scratch(std::size_t bytes, const Execution& execution) : stream_(stream_of(execution)) {
+  Scratch(std::size_t bytes, const Execution& execution) : stream_(cuda_stream(execution)) {
     if (bytes == 0) return;
     if (execution.allocate) {
       memory_ = execution.allocate(bytes, execution.allocate_context);

@@ -185,7 +185,7 @@ void tensor_factor(const Quantized& q, float* out, const Execution& execution) {
   constexpr std::int64_t kBlock = 128;
   const FactorArgs args = {q.spec, static_cast<const float*>(q.scale), q.amax, q.batch};
   write_tensor_factor<<<grid_of(ceil_div(q.batch, kBlock), "tensor_factor"), kBlock, 0,
-                        stream_of(execution)>>>(args, out);
+                        cuda_stream(execution)>>>(args, out);
   check_launch("tensor_factor");
 }
 
@@ -193,13 +193,13 @@ void dequantize(const Quantized& q, DType dtype, void* out, const Execution& exe
   const Scratch factor(static_cast<std::size_t>(q.batch) * sizeof(float), execution);
   cuda::tensor_factor(q, factor.as<float>(), execution);
   if (dtype == DType::kFloat32)
-    launch_decode<float>(args_of(q, factor.as<float>(), out, 4), q, stream_of(execution));
+    launch_decode<float>(args_of(q, factor.as<float>(), out, 4), q, cuda_stream(execution));
   else
-    launch_decode<Bf16>(args_of(q, factor.as<float>(), out, 2), q, stream_of(execution));
+    launch_decode<Bf16>(args_of(q, factor.as<float>(), out, 2), q, cuda_stream(execution));
 }
 
 void decode_for_product(const Quantized& q, std::uint16_t* out, const Execution& execution) {
-  launch_decode<Bf16>(args_of(q, nullptr, out, 2), q, stream_of(execution));
+  launch_decode<Bf16>(args_of(q, nullptr, out, 2), q, cuda_stream(execution));
 }
 
 }  // namespace minifloat::cuda

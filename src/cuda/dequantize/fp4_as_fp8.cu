@@ -125,7 +125,7 @@ void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
   args.aligned_in = args.pitch % 8 == 0 && reinterpret_cast<std::uintptr_t>(q.codes) % 8 == 0;
   args.aligned_out = padded % 16 == 0 && reinterpret_cast<std::uintptr_t>(codes) % 16 == 0;
   args.codes = codes, args.row_scale = row_scale;
-  write_rows_as_fp8<<<grid_of(rows, "fp4_as_fp8"), kThreads, 0, stream_of(execution)>>>(args);
+  write_rows_as_fp8<<<grid_of(rows, "fp4_as_fp8"), kThreads, 0, cuda_stream(execution)>>>(args);
   check_launch("fp4_as_fp8");
 }
 

@@ -28,7 +28,7 @@ struct Cast {
 struct Absent {};  // the direction is not wanted
 
 // A direction as the device sees it. Sizes are those of the operand as read.
-struct OperandPlan {
+struct KernelOperand {
   ScaleRule rule;
   ScaleRounding rounding;
   bool delayed;
@@ -51,19 +51,19 @@ struct OperandPlan {
 };
 
 template <class F>
-__device__ __forceinline__ MatrixScale matrix_scale(const OperandPlan& plan, ScaleRule rule,
+__device__ __forceinline__ MatrixScale matrix_scale(const KernelOperand& plan, ScaleRule rule,
                                                     ScaleRounding rounding, std::uint32_t batch) {
   if (rule != ScaleRule::kTensor && rule != ScaleRule::kNvfp4) return {};
   return matrix_scale_of<F>(rule, rounding, magnitude_bits(plan.amax[batch]));
 }
 
-__device__ __forceinline__ RandomKey random_key(const OperandPlan& plan) {
+__device__ __forceinline__ RandomKey random_key(const KernelOperand& plan) {
   return minifloat::random_key(plan.random, plan.random_size, plan.stream);
 }
 
 // A unit as codes. pending_factor: what the elements are still to be multiplied by, a power of two.
 template <class C, class T>
-__device__ __forceinline__ Codes<typename C::F> encode_in_block(const OperandPlan& plan,
+__device__ __forceinline__ Codes<typename C::F> encode_in_block(const KernelOperand& plan,
                                                                 ScaleRule rule, const Unit<T>& unit,
                                                                 const BlockScale& block,
                                                                 const RandomBits& bits,
@@ -91,7 +91,7 @@ __device__ __forceinline__ void store_unit(std::uint8_t* to, std::uint64_t i,
     reinterpret_cast<uint2*>(to)[i] = make_uint2(codes.w[0], codes.w[1]);
 }
 template <class F>
-__device__ __forceinline__ void store_codes(const OperandPlan& plan, const Codes<F>& codes,
+__device__ __forceinline__ void store_codes(const KernelOperand& plan, const Codes<F>& codes,
                                             const Place& at) {
   std::uint8_t* to =
       plan.codes + std::uint64_t{at.all} * plan.code_pitch + (F::kBits == 8 ? at.col : at.col / 2);
@@ -111,14 +111,14 @@ __device__ __forceinline__ void store_codes(const OperandPlan& plan, const Codes
 }
 
 // The scale of block i of the operand.
-__device__ __forceinline__ void store_scale_at(const OperandPlan& plan, ScaleRule rule,
+__device__ __forceinline__ void store_scale_at(const KernelOperand& plan, ScaleRule rule,
                                                const BlockScale& block, std::uint64_t i) {
   if (rule == ScaleRule::kBlock)
     static_cast<float*>(plan.scale)[i] = block.scale;
   else
     static_cast<std::uint8_t*>(plan.scale)[i] = static_cast<std::uint8_t>(block.code);
 }
-__device__ __forceinline__ void store_scale(const OperandPlan& plan, const BlockScale& block,
+__device__ __forceinline__ void store_scale(const KernelOperand& plan, const BlockScale& block,
                                             const Place& at) {
   const std::uint32_t col = at.col / kUnit;
   const bool is_first =
@@ -131,7 +131,8 @@ __device__ __forceinline__ void store_scale(const OperandPlan& plan, const Block
 
 // The outputs that there is one of a matrix or a row: the scale, where no block has one, and the amax.
 template <class F>
-__device__ __forceinline__ void store_whole(const OperandPlan& plan, std::uint32_t i, float amax) {
+__device__ __forceinline__ void store_whole(const KernelOperand& plan, std::uint32_t i,
+                                            float amax) {
   const std::uint32_t bits = magnitude_bits(amax);
   if constexpr (F::kBits == 8)
     if (plan.scale_cols == 0)
@@ -143,19 +144,19 @@ __device__ __forceinline__ void store_whole(const OperandPlan& plan, std::uint32
 // ---- A unit --------------------------------------------------------------------------------------
 // What is to be cast: the unit, or its transform.
 template <class C>
-__device__ __forceinline__ Unit<float> transform(const OperandPlan& plan, const Unit<float>& unit)
+__device__ __forceinline__ Unit<float> transform(const KernelOperand& plan, const Unit<float>& unit)
   requires(!C::kTransform)
 {
   return unit;
 }
 template <class C>
-__device__ __forceinline__ Unit<Bf16> transform(const OperandPlan& plan, const Unit<Bf16>& unit)
+__device__ __forceinline__ Unit<Bf16> transform(const KernelOperand& plan, const Unit<Bf16>& unit)
   requires(!C::kTransform)
 {
   return unit;
 }
 template <class C, class Elements>
-__device__ __forceinline__ Unit<Bf16> transform(const OperandPlan& plan, const Elements& unit)
+__device__ __forceinline__ Unit<Bf16> transform(const KernelOperand& plan, const Elements& unit)
   requires(C::kTransform)
 {
   return hadamard_unit(unit, plan.points, kHadamardSigns);
@@ -181,7 +182,7 @@ __device__ __forceinline__ BlockScale scale_of_unit(ScaleRule rule, ScaleRoundin
 
 // amax_2d: the amax of the unit's 2D block, with the choice of its scale; null: the block is of one row.
 template <class C, class Elements>
-__device__ __forceinline__ void cast_unit(const OperandPlan& plan, const MatrixScale& matrix,
+__device__ __forceinline__ void cast_unit(const KernelOperand& plan, const MatrixScale& matrix,
                                           const RandomKey& random, const Elements& x,
                                           const Place& at, const std::uint32_t* amax_2d = nullptr) {
   using F = typename C::F;

@@ -18,13 +18,13 @@ struct QuantizeArgs {
   bool is_bf16;
   std::int64_t batch;
   Spec row_spec, col_spec;
-  OperandPlan row, col;
+  KernelOperand row, col;
 };
 
 // ---- By rows -------------------------------------------------------------------------------------
 template <class T, class C>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_rows(const __grid_constant__ Source x, const __grid_constant__ OperandPlan plan,
+    quantize_rows(const __grid_constant__ Source x, const __grid_constant__ KernelOperand plan,
                   const __grid_constant__ RowUnits layout) {
   RandomKey random = {};
   if constexpr (C::kStochastic) random = random_key(plan);
@@ -42,11 +42,11 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 template <class T, class C>
 void launch_rows(const QuantizeArgs& args, const Execution& execution) {
-  const OperandPlan& plan = args.row;
+  const KernelOperand& plan = args.row;
   const std::int64_t group = std::max(1 << plan.units_log2, std::max(plan.points, kUnit) / kUnit);
   each_launch_of_rows(
       args.batch, args.x, plan.padded, group, [&](const RowUnits& layout, unsigned grid) {
-        quantize_rows<T, C><<<grid, kThreads, 0, stream_of(execution)>>>(args.x, plan, layout);
+        quantize_rows<T, C><<<grid, kThreads, 0, cuda_stream(execution)>>>(args.x, plan, layout);
         check_launch("quantize");
       });
 }
@@ -55,7 +55,7 @@ void launch_rows(const QuantizeArgs& args, const Execution& execution) {
 inline constexpr int kBlocks2d = kUnitColumns * kUnitColumns;  // the most in a tile: 16 x 16 each
 
 // Where a unit's block lies among the the 2D blocks of a tile. is_flipped: they are those of the other direction.
-__device__ __forceinline__ unsigned block_2d_of(const OperandPlan& plan, unsigned row,
+__device__ __forceinline__ unsigned block_2d_of(const KernelOperand& plan, unsigned row,
                                                 unsigned unit_col, bool is_flipped = false) {
   return is_flipped ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + row / kUnit
                     : (row >> plan.height_log2) * kUnitColumns + unit_col;
@@ -63,7 +63,7 @@ __device__ __forceinline__ unsigned block_2d_of(const OperandPlan& plan, unsigne
 
 // the 2D blocks: the amax of the 2D blocks of the tile.
 template <class C, bool kTransposed, class T>
-__device__ __forceinline__ void amax_of_blocks_2d(const OperandPlan& plan,
+__device__ __forceinline__ void amax_of_blocks_2d(const KernelOperand& plan,
                                                   const SharedTile<T>& shared,
                                                   std::uint32_t* amaxes_2d) {
   __syncthreads();
@@ -81,7 +81,7 @@ __device__ __forceinline__ void amax_of_blocks_2d(const OperandPlan& plan,
 
 // The choice of each 2D block's scale, into `the 2D blocks`. Rows are x's, unless they are transformed columns.
 template <class C, bool kTransposed, class T>
-__device__ __forceinline__ void choose_in_blocks_2d(const OperandPlan& plan,
+__device__ __forceinline__ void choose_in_blocks_2d(const KernelOperand& plan,
                                                     const SharedTile<T>& shared,
                                                     const MatrixScale& matrix,
                                                     std::uint32_t* amaxes_2d) {
@@ -104,7 +104,7 @@ __device__ __forceinline__ void choose_in_blocks_2d(const OperandPlan& plan,
 
 // One direction of the tile at `tile` of x. known: `the 2D blocks` holds the other direction's, of the same height.
 template <class C, bool kTransposed, class T>
-__device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedTile<T>& shared,
+__device__ __forceinline__ void cast_tile(const KernelOperand& plan, const SharedTile<T>& shared,
                                           const TilePlace& tile, std::uint32_t* amaxes_2d,
                                           bool has_amaxes) {
   const bool is_2d = plan.height_log2 > 0;
@@ -128,8 +128,8 @@ __device__ __forceinline__ void cast_tile(const OperandPlan& plan, const SharedT
 
 template <class T, class Row, class Col>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
-    quantize_tile(const __grid_constant__ Source x, const __grid_constant__ OperandPlan row,
-                  const __grid_constant__ OperandPlan col, const __grid_constant__ Tiles tiles) {
+    quantize_tile(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
+                  const __grid_constant__ KernelOperand col, const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
   extern __shared__ __align__(16) std::uint32_t words[];
   __shared__ std::uint32_t amaxes_2d[kBlocks2d];
@@ -154,7 +154,7 @@ void launch_tiles(const QuantizeArgs& args, const Execution& execution) {
   const unsigned grid = tile_grid(args.batch, tiles, "quantize");
   constexpr std::size_t kBytes = SharedTile<T>::kBytes;
   allow_shared(kernel, kBytes, "quantize");
-  kernel<<<grid, kThreads, kBytes, stream_of(execution)>>>(args.x, args.row, args.col, tiles);
+  kernel<<<grid, kThreads, kBytes, cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
   check_launch("quantize");
 }
 

@@ -14,11 +14,11 @@ namespace {
 
 constexpr std::int64_t kMostTiles = 8;  // the largest cluster that every GPU schedules
 
-__device__ __forceinline__ bool has_row_amax(const OperandPlan& plan) {
+__device__ __forceinline__ bool has_row_amax(const KernelOperand& plan) {
   return plan.rule == ScaleRule::kRow;
 }
 
-__device__ __forceinline__ void clear_amax(const OperandPlan& plan) {
+__device__ __forceinline__ void clear_amax(const KernelOperand& plan) {
   if (!plan.current_amax) return;
   const std::uint32_t count = has_row_amax(plan) ? plan.rows : 1;
   for (std::uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
@@ -27,8 +27,8 @@ __device__ __forceinline__ void clear_amax(const OperandPlan& plan) {
 
 // Raises plan.current_amax by the amax of the tile, or of its rows as read.
 template <class C, bool kTransposed>
-__device__ __forceinline__ void raise_amax(const OperandPlan& plan, const SharedTile<Bf16>& shared,
-                                           const TilePlace& tile) {
+__device__ __forceinline__ void raise_amax(const KernelOperand& plan,
+                                           const SharedTile<Bf16>& shared, const TilePlace& tile) {
   if (!plan.current_amax) return;
   const bool of_rows = has_row_amax(plan);
   const std::uint32_t first = kTransposed ? tile.col : tile.row;
@@ -49,8 +49,9 @@ __device__ __forceinline__ void raise_amax(const OperandPlan& plan, const Shared
 
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads)
-    quantize_cluster(const __grid_constant__ Source x, const __grid_constant__ OperandPlan row,
-                     const __grid_constant__ OperandPlan col, const __grid_constant__ Tiles tiles) {
+    quantize_cluster(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
+                     const __grid_constant__ KernelOperand col,
+                     const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
   extern __shared__ __align__(16) std::uint32_t words[];
   __shared__ std::uint32_t amaxes_2d[kBlocks2d];
@@ -81,7 +82,7 @@ bool launch(const QuantizeArgs& args, const Execution& execution) {
   config.gridDim = cluster.val.clusterDim.x;
   config.blockDim = kThreads;
   config.dynamicSmemBytes = kBytes;
-  config.stream = stream_of(execution);
+  config.stream = cuda_stream(execution);
   config.attrs = &cluster;
   config.numAttrs = 1;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args.x, args.row, args.col, tiles);

@@ -17,7 +17,8 @@ struct RunOfUnits {
 
 template <class C>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_run(const __grid_constant__ RunOfUnits run, const __grid_constant__ OperandPlan plan) {
+    quantize_run(const __grid_constant__ RunOfUnits run,
+                 const __grid_constant__ KernelOperand plan) {
   using F = typename C::F;
   __shared__ Whole whole;
   const std::uint32_t first = blockIdx.x * (kThreads * kUnitsOfRows) + threadIdx.x;
@@ -63,14 +64,14 @@ void launch_run(const QuantizeArgs& args, const Execution& execution) {
   const RunOfUnits run = {static_cast<const uint4*>(args.x.data), static_cast<std::uint32_t>(count),
                           Divisor(of_row)};
   const unsigned grid = grid_of(ceil_div<std::int64_t>(count, kThreads * kUnitsOfRows), "quantize");
-  quantize_run<C><<<grid, kThreads, 0, stream_of(execution)>>>(run, args.row);
+  quantize_run<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row);
   check_launch("quantize");
 }
 
 // ---- By tiles ------------------------------------------------------------------------------------
 // kHasAmaxes: `the 2D blocks` holds the amax of the 2D blocks already, as the other direction found them.
 template <class C, bool kTransposed, bool kHasAmaxes>
-__device__ __forceinline__ void cast_whole_tile(const OperandPlan& plan, const Whole& whole,
+__device__ __forceinline__ void cast_whole_tile(const KernelOperand& plan, const Whole& whole,
                                                 const SharedTile<Bf16>& shared,
                                                 const TilePlace& tile, std::uint32_t* amaxes_2d) {
   std::uint32_t largest = 0;
@@ -130,8 +131,8 @@ constexpr int kBlocksOf<C> = 4;
 
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<Col>))
-    quantize_whole_tile(const __grid_constant__ Source x, const __grid_constant__ OperandPlan row,
-                        const __grid_constant__ OperandPlan col,
+    quantize_whole_tile(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
+                        const __grid_constant__ KernelOperand col,
                         const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
   extern __shared__ __align__(16) std::uint32_t words[];
@@ -157,12 +158,12 @@ void launch_whole_tiles(const QuantizeArgs& args, const Execution& execution) {
   const Tiles tiles = tiles_of(args.x);
   quantize_whole_tile<Row, Col>
       <<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-         stream_of(execution)>>>(args.x, args.row, args.col, tiles);
+         cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
   check_launch("quantize");
 }
 
 // ---- The table -----------------------------------------------------------------------------------
-bool fits_preset(const Spec& spec, const OperandPlan& plan) {
+bool fits_preset(const Spec& spec, const KernelOperand& plan) {
   return plan.aligned &&
          (spec.transform == 0 || (spec.transform == kUnit && plan.height_log2 == 0)) &&
          reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;

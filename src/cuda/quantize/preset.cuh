@@ -38,7 +38,7 @@ template <class C>
 constexpr bool kIsShared = C::kStochastic || C::kRule == ScaleRule::kNvfp4;
 
 template <class C>
-__device__ __forceinline__ void prepare(const OperandPlan& plan, Whole& whole) {
+__device__ __forceinline__ void prepare(const KernelOperand& plan, Whole& whole) {
   if constexpr (kIsShared<C>)
     whole.scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
   if constexpr (C::kStochastic) {
@@ -58,7 +58,8 @@ __device__ __forceinline__ void prepare(const OperandPlan& plan, Whole& whole) {
     store_whole<typename C::F>(plan, 0, plan.amax[0]);
 }
 template <class C>
-__device__ __forceinline__ MatrixScale scale_of_whole(const OperandPlan& plan, const Whole& whole) {
+__device__ __forceinline__ MatrixScale scale_of_whole(const KernelOperand& plan,
+                                                      const Whole& whole) {
   if constexpr (kIsShared<C>) return whole.scale;
   return matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
 }
@@ -79,7 +80,7 @@ template <>
 constexpr bool kFindsCurrentAmax<Absent> = false;
 
 // m: of the values that a thread has cast. Of all threads of the block, at the end.
-__device__ __forceinline__ void raise_current_amax(const OperandPlan& plan, std::uint32_t m) {
+__device__ __forceinline__ void raise_current_amax(const KernelOperand& plan, std::uint32_t m) {
   if (!plan.current_amax) return;
   __syncthreads();  // the other direction has been raised
   raise_by_block(plan.current_amax, m);
@@ -121,7 +122,7 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
 
 // to: the unit's codes; at: where they lie among all, in units.
 template <class C>
-__device__ __forceinline__ void encode_and_store(const OperandPlan& plan,
+__device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
                                                  const Transformed16& transformed,
                                                  const BlockScale& block, const RandomBits& bits,
                                                  std::uint8_t* to, std::uint64_t at) {

@@ -24,8 +24,8 @@ __device__ __forceinline__ unsigned code_place(unsigned r, unsigned word) {
 template <class C>
 __global__ void __launch_bounds__(kThreads, 4)
     quantize_whole_blocks_2d(const __grid_constant__ Source x,
-                             const __grid_constant__ OperandPlan row,
-                             const __grid_constant__ OperandPlan col,
+                             const __grid_constant__ KernelOperand row,
+                             const __grid_constant__ KernelOperand col,
                              const __grid_constant__ Tiles tiles) {
   static_assert(C::kIsBlock2d && C::kHeightLog2 == 4 && C::kUnitsLog2 == 0);
   extern __shared__ __align__(16) std::uint32_t words[];
@@ -89,7 +89,7 @@ bool try_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
   if (!is_of<C>(args.row_spec)) return false;
   const Tiles tiles = tiles_of(args.x);
   quantize_whole_blocks_2d<C><<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-                                stream_of(execution)>>>(args.x, args.row, args.col, tiles);
+                                cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
   check_launch("quantize");
   return true;
 }

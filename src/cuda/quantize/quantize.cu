@@ -31,9 +31,10 @@ __global__ void settle_empty(const __grid_constant__ EmptyArgs args) {
 int log2_of(int power) { return __builtin_ctz(static_cast<unsigned>(power)); }
 
 // One direction: its plan, and the scratch behind the plan's pointers.
-class Direction {
+class PlannedOperand {
  public:
-  Direction(const TensorRef& x, const Operand& operand, bool columnwise, const Execution& execution)
+  PlannedOperand(const TensorRef& x, const Operand& operand, bool columnwise,
+                 const Execution& execution)
       : operand_(operand),
         columnwise_(columnwise),
         count_(amax_count(x, operand.spec, columnwise)),
@@ -72,7 +73,7 @@ class Direction {
     if (count_ > 0) take_amax(current_amax());
   }
 
-  const OperandPlan& plan() const { return plan_; }
+  const KernelOperand& plan() const { return plan_; }
   std::int64_t amaxes() const { return count_; }
   // The values' own amax is asked for: to scale by, or for a history.
   bool wants_current_amax() const {
@@ -98,7 +99,7 @@ class Direction {
   void find_amax_in_cast(const Execution& execution) {
     take_amax(current_amax());
     plan_.current_amax = reinterpret_cast<std::uint32_t*>(current_amax());
-    check(cudaMemsetAsync(current_amax(), 0, sizeof(float), stream_of(execution)), "quantize");
+    check(cudaMemsetAsync(current_amax(), 0, sizeof(float), cuda_stream(execution)), "quantize");
   }
   // The cast clears it and raises it before it casts.
   void find_amax_in_cluster() {
@@ -121,7 +122,7 @@ class Direction {
                             spec.scale_rounding};
     constexpr std::int64_t kBlock = 128;
     cuda::settle_empty<<<grid_of(ceil_div(count_, kBlock), "quantize"), kBlock, 0,
-                         stream_of(execution)>>>(args);
+                         cuda_stream(execution)>>>(args);
     check_launch("quantize");
   }
 
@@ -137,18 +138,18 @@ class Direction {
   bool columnwise_;
   std::int64_t count_;
   Scratch scratch_;
-  OperandPlan plan_ = {};
+  KernelOperand plan_ = {};
 };
 
 // Whether both directions want the same amax: that of all values, as they are.
-bool share_amax(const Direction& row, const Direction& col) {
-  const auto is_of_values = [](const Direction& d) {
+bool share_amax(const PlannedOperand& row, const PlannedOperand& col) {
+  const auto is_of_values = [](const PlannedOperand& d) {
     return !d.is_transformed() && !d.is_of_rows();
   };
   return is_of_values(row) && is_of_values(col);
 }
 
-void find_amaxes_in_cluster(Direction* row, Direction* col) {
+void find_amaxes_in_cluster(PlannedOperand* row, PlannedOperand* col) {
   const bool row_wants = row && row->amaxes() > 0 && row->wants_current_amax();
   const bool col_wants = col && col->amaxes() > 0 && col->wants_current_amax();
   if (row_wants) row->find_amax_in_cluster();
@@ -159,7 +160,7 @@ void find_amaxes_in_cluster(Direction* row, Direction* col) {
 }
 
 // The amaxes that casts read, with as few reads of x as there can be.
-void compute_amaxes(const TensorRef& x, Direction* row, Direction* col,
+void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col,
                     const Execution& execution) {
   const bool row_wants = row && row->amaxes() > 0 && row->wants_current_amax();
   const bool col_wants = col && col->amaxes() > 0 && col->wants_current_amax();
@@ -191,7 +192,7 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   args.x = source_of(x);
   args.is_bf16 = x.dtype == DType::kBFloat16;
   args.batch = x.batch;
-  std::optional<Direction> row, col;
+  std::optional<PlannedOperand> row, col;
   if (rowwise) row.emplace(x, *rowwise, false, execution);
   if (columnwise) col.emplace(x, *columnwise, true, execution);
   if (x.batch * x.rows * x.cols == 0) {
@@ -218,16 +219,16 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     if ((args.row.current_amax || args.col.current_amax) &&
         launch_one_cluster(args, row.has_value(), col.has_value(), execution))
       return;
-    each([](Direction& d) { d.find_amax_before_cast(); });
+    each([](PlannedOperand& d) { d.find_amax_before_cast(); });
   }
   bool only_report = x.batch == 1;
-  each([&](const Direction& d) { only_report = only_report && d.only_reports(); });
+  each([&](const PlannedOperand& d) { only_report = only_report && d.only_reports(); });
   if (only_report) {
-    each([&](Direction& d) { d.find_amax_in_cast(execution); });
+    each([&](PlannedOperand& d) { d.find_amax_in_cast(execution); });
     if (row) args.row = row->plan();
     if (col) args.col = col->plan();
     if (launch_preset(args, row.has_value(), col.has_value(), execution)) return;
-    each([](Direction& d) { d.find_amax_before_cast(); });
+    each([](PlannedOperand& d) { d.find_amax_before_cast(); });
   }
   compute_amaxes(x, row ? &*row : nullptr, col ? &*col : nullptr, execution);
   if (row) args.row = row->plan();

@@ -22,7 +22,7 @@ bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
                    const Execution& execution);
 
-// Small matrices whose own amaxes the casts themselves find (OperandPlan::current_amax), in one launch; false: nothing is
+// Small matrices whose own amaxes the casts themselves find (KernelOperand::current_amax), in one launch; false: nothing is
 // launched. fits_one_cluster: whether x is so small.
 bool fits_one_cluster(const QuantizeArgs& args);
 bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,

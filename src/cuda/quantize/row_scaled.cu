@@ -8,7 +8,8 @@ namespace {
 
 template <class T, int kUnits>
 __global__ void __launch_bounds__(kThreads, 16 / (kUnits + 1))
-    quantize_whole_rows(const __grid_constant__ Source x, const __grid_constant__ OperandPlan plan,
+    quantize_whole_rows(const __grid_constant__ Source x,
+                        const __grid_constant__ KernelOperand plan,
                         const __grid_constant__ Divisor rows_of_matrix) {
   using C = Cast<E4M3, false, false>;
   __shared__ std::uint32_t of_warp[kThreads / 32];
@@ -51,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 16 / (kUnits + 1))
 template <class T, int kUnits>
 bool launch(const QuantizeArgs& args, const Execution& execution) {
   quantize_whole_rows<T, kUnits>
-      <<<grid_of(args.batch * args.x.rows, "quantize"), kThreads, 0, stream_of(execution)>>>(
+      <<<grid_of(args.batch * args.x.rows, "quantize"), kThreads, 0, cuda_stream(execution)>>>(
           args.x, args.row, Divisor(args.x.rows));
   check_launch("quantize");
   return true;

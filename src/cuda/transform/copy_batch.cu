@@ -50,8 +50,8 @@ void launch(std::span<const Copy> copies, bool is_or, const Execution& execution
   }
   if (table.empty()) return;
   const Scratch scratch(round_up<std::size_t>(table.bytes(), 16), execution);
-  const auto view = table.send_to(scratch.as<std::uint8_t>(), stream_of(execution));
-  copy_tiles<<<table.grid("copy_many"), kThreads, 0, stream_of(execution)>>>(view, is_or);
+  const auto view = table.send_to(scratch.as<std::uint8_t>(), cuda_stream(execution));
+  copy_tiles<<<table.grid("copy_many"), kThreads, 0, cuda_stream(execution)>>>(view, is_or);
   check_launch("copy_many");
 }
 

@@ -93,7 +93,7 @@ inline constexpr int kTilesOfBlock = 16;
 __global__ void __launch_bounds__(kThreads)
     swizzle_dense(const __grid_constant__ SwizzleArgs args, std::uint32_t tiles_of_row,
                   std::uint32_t rows_of_tiles) {
-  constexpr int kWordsOfTile = static_cast<int>(kTileRows * kTileCols) / 4;
+  constexpr int kWordsOfTile = static_cast<int>(kSwizzleTileRows * kSwizzleTileCols) / 4;
   constexpr int kChunks = kTilesOfBlock / 4;  // of 16 bytes
   __shared__ __align__(16) std::uint32_t words[kTilesOfBlock * kWordsOfTile];
   const std::uint32_t across = (tiles_of_row + kTilesOfBlock - 1) / kTilesOfBlock;
@@ -104,11 +104,11 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint8_t* in = args.in + static_cast<std::int64_t>(e) * rows * cols;
   const bool aligned = cols % 16 == 0 && reinterpret_cast<std::uintptr_t>(args.in) % 16 == 0;
 #pragma unroll
-  for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(kTileRows) * kChunks;
+  for (int i = static_cast<int>(threadIdx.x); i < static_cast<int>(kSwizzleTileRows) * kChunks;
        i += kThreads) {
     const int r = i / kChunks, chunk = i % kChunks;
-    const std::int64_t row = static_cast<std::int64_t>(tile_row) * kTileRows + r;
-    const std::int64_t col = static_cast<std::int64_t>(tile_col) * kTileCols + chunk * 16;
+    const std::int64_t row = static_cast<std::int64_t>(tile_row) * kSwizzleTileRows + r;
+    const std::int64_t col = static_cast<std::int64_t>(tile_col) * kSwizzleTileCols + chunk * 16;
     uint4 w = {};
     if (row < rows && aligned && col < cols) {
       w = __ldg(reinterpret_cast<const uint4*>(in + row * cols + col));
@@ -127,7 +127,7 @@ __global__ void __launch_bounds__(kThreads)
   __syncthreads();
   const std::int64_t first = static_cast<std::int64_t>(tile_row) * tiles_of_row + tile_col;
   const int tiles = static_cast<int>(min(tiles_of_row - tile_col, std::uint32_t{kTilesOfBlock}));
-  std::uint8_t* out = args.out + e * args.bytes + first * (kTileRows * kTileCols);
+  std::uint8_t* out = args.out + e * args.bytes + first * (kSwizzleTileRows * kSwizzleTileCols);
   const bool whole = reinterpret_cast<std::uintptr_t>(args.out) % 16 == 0;
   for (int i = static_cast<int>(threadIdx.x); i < tiles * kWordsOfTile / 4; i += kThreads) {
     const uint4 chunk = reinterpret_cast<const uint4*>(words)[i];
@@ -139,8 +139,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 void launch_swizzle_dense(const SwizzleArgs& args, cudaStream_t stream) {
-  const std::int64_t tiles_of_row = ceil_div(args.shape.cols, kTileCols),
-                     rows_of_tiles = ceil_div(args.shape.rows, kTileRows);
+  const std::int64_t tiles_of_row = ceil_div(args.shape.cols, kSwizzleTileCols),
+                     rows_of_tiles = ceil_div(args.shape.rows, kSwizzleTileRows);
   const std::int64_t blocks =
       args.shape.batch * rows_of_tiles * ceil_div<std::int64_t>(tiles_of_row, kTilesOfBlock);
   if (blocks == 0) return;
@@ -160,7 +160,7 @@ __device__ std::int64_t swizzled_place(const ScaleMatrix& m, std::int64_t r, std
     if (at < end)
       return along_m ? swizzled_offset_group_m(padded, r - begin, c, m.cols)
                      : swizzled_offset_group_k(padded, r, c - begin, m.rows, end - begin);
-    padded += round_up(end - begin, along_m ? kTileRows : kTileCols);
+    padded += round_up(end - begin, along_m ? kSwizzleTileRows : kSwizzleTileCols);
     begin = end;
   }
   return -1;  // past the last group
@@ -219,8 +219,8 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
                              reinterpret_cast<std::uintptr_t>(out) % 16 == 0,
                              out};
   x.dtype == DType::kFloat32
-      ? launch_hadamard<float>(args, x.batch, columnwise, stream_of(execution))
-      : launch_hadamard<Bf16>(args, x.batch, columnwise, stream_of(execution));
+      ? launch_hadamard<float>(args, x.batch, columnwise, cuda_stream(execution))
+      : launch_hadamard<Bf16>(args, x.batch, columnwise, cuda_stream(execution));
 }
 
 void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
@@ -228,16 +228,16 @@ void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::ui
   const std::int64_t bytes = shape.swizzled_bytes();
   if (shape.batch * bytes == 0) return;
   if (shape.kind == Groups::kNone)
-    return launch_swizzle_dense({shape, bytes, false, scale, out}, stream_of(execution));
-  check(
-      cudaMemsetAsync(out, 0, static_cast<std::size_t>(shape.batch * bytes), stream_of(execution)),
-      "swizzle_scales");
-  launch_swizzle({shape, bytes, false, scale, out}, stream_of(execution));
+    return launch_swizzle_dense({shape, bytes, false, scale, out}, cuda_stream(execution));
+  check(cudaMemsetAsync(out, 0, static_cast<std::size_t>(shape.batch * bytes),
+                        cuda_stream(execution)),
+        "swizzle_scales");
+  launch_swizzle({shape, bytes, false, scale, out}, cuda_stream(execution));
 }
 
 void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
                       const Execution& execution) {
-  launch_swizzle({shape, shape.swizzled_bytes(), true, swizzled, out}, stream_of(execution));
+  launch_swizzle({shape, shape.swizzled_bytes(), true, swizzled, out}, cuda_stream(execution));
 }
 
 void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution) {
@@ -246,7 +246,8 @@ void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Executi
   const NibbleArgs args = {m, Divisor(ceil_div<std::int64_t>(codes.cols, kNibbleCols)),
                            Divisor(ceil_div<std::int64_t>(codes.rows, kNibbleRows))};
   const std::int64_t tiles = codes.batch * args.across.d * args.down.d;
-  transpose_tile<<<grid_of(tiles, "transpose_nibbles"), kThreads, 0, stream_of(execution)>>>(args);
+  transpose_tile<<<grid_of(tiles, "transpose_nibbles"), kThreads, 0, cuda_stream(execution)>>>(
+      args);
   check_launch("transpose_nibbles");
 }
 
