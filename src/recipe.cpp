@@ -169,11 +169,11 @@ RecipeMap RecipeMap::parse(std::string_view text) {
     return map;
   }
   for (const Slice& entry : whole.split(";")) {
-    const Slice piece = entry.trimmed();
-    if (piece.text().find(':') == std::string_view::npos)
-      piece.fail("expected 'glob: recipe', found '", piece.text(), "'");
-    const auto [glob, recipe] = piece.cut(":");
-    if (glob.trimmed().empty()) piece.fail("expected a glob of module names before ':'");
+    const Slice part = entry.trimmed();
+    if (part.text().find(':') == std::string_view::npos)
+      part.fail("expected 'glob: recipe', found '", part.text(), "'");
+    const auto [glob, recipe] = part.cut(":");
+    if (glob.trimmed().empty()) part.fail("expected a glob of module names before ':'");
     map.entries.emplace_back(glob.trimmed().text(), parse_recipe(recipe));
   }
   return map;

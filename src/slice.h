@@ -1,4 +1,4 @@
-// A piece of a longer text that remembers where it stands, so that an error can point at the whole.
+// A part of a longer text that remembers where it stands, so that an error can point at the whole.
 #pragma once
 
 #include <algorithm>
@@ -34,22 +34,22 @@ struct Slice {
     while (s.end > s.begin && whole[s.end - 1] == ' ') --s.end;
     return s;
   }
-  // Cut at the first `separator`; the second piece is empty, at the end, where there is none.
+  // Cut at the first `separator`; the second part is empty, at the end, where there is none.
   std::pair<Slice, Slice> cut(std::string_view separator) const {
     const std::size_t at = text().find(separator);
     if (at == std::string_view::npos) return {*this, {whole, end, end}};
     return {{whole, begin, begin + at}, {whole, begin + at + separator.size(), end}};
   }
   std::vector<Slice> split(std::string_view separator) const {
-    std::vector<Slice> pieces;
+    std::vector<Slice> parts;
     Slice rest = *this;
     while (rest.text().find(separator) != std::string_view::npos) {
-      auto [piece, tail] = rest.cut(separator);
-      pieces.push_back(piece);
+      auto [part, tail] = rest.cut(separator);
+      parts.push_back(part);
       rest = tail;
     }
-    pieces.push_back(rest);
-    return pieces;
+    parts.push_back(rest);
+    return parts;
   }
   template <class... Parts>
   [[noreturn]] void fail(const Parts&... parts) const {

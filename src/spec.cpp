@@ -99,8 +99,8 @@ void set_flag(Spec& spec, const Slice& at) {
 }  // namespace
 
 Spec parse_spec(const Slice& slice) {
-  const std::vector<Slice> pieces = slice.trimmed().split("+");
-  const Slice& name = pieces.front();
+  const std::vector<Slice> parts = slice.trimmed().split("+");
+  const Slice& name = parts.front();
   Spec spec;
   bool is_found = false;
   for (const Base& base : kBases)
@@ -113,7 +113,7 @@ Spec parse_spec(const Slice& slice) {
       break;
     }
   if (!is_found) name.fail("'", name.text(), "' is not an operand; expected one of ", base_names());
-  for (std::size_t i = 1; i < pieces.size(); ++i) set_flag(spec, pieces[i]);
+  for (std::size_t i = 1; i < parts.size(); ++i) set_flag(spec, parts[i]);
   return spec;
 }
 

@@ -98,11 +98,11 @@ void decode_rows(const Quantized& q, bool for_product, std::uint16_t* bf16, floa
   const std::int64_t padded = q.spec.padded_cols(q.cols), rows = q.batch * q.rows;
   std::vector<float> factors(static_cast<std::size_t>(q.batch));
   if (!for_product) cpu::tensor_factor(q, factors.data(), execution);
-  constexpr std::int64_t kRows = 16;  // a piece of work
-  parallel_for(execution, ceil_div(rows, kRows), rows * padded, [&](std::int64_t piece) {
+  constexpr std::int64_t kRows = 16;  // a part of work
+  parallel_for(execution, ceil_div(rows, kRows), rows * padded, [&](std::int64_t part) {
     std::vector<float> scale(static_cast<std::size_t>(padded));
     std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(padded + 1));
-    for (std::int64_t r = piece * kRows; r < std::min(rows, (piece + 1) * kRows); ++r) {
+    for (std::int64_t r = part * kRows; r < std::min(rows, (part + 1) * kRows); ++r) {
       const RowArgs args = {.operand = &q,
                             .row = r,
                             .for_product = for_product,

@@ -1,4 +1,4 @@
-// Work over [0, count) in pieces, on the caller's threads or on one a core. Results never depend on the cut.
+// Work over [0, count) in parts, on the caller's threads or on one a core. Results never depend on the cut.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +14,11 @@ namespace minifloat::cpu {
 inline void default_parallel_for(std::int64_t count,
                                  void (*body)(void*, std::int64_t, std::int64_t), void* context) {
   const std::int64_t cores = std::max(1u, std::thread::hardware_concurrency());
-  const std::int64_t pieces = std::min(cores, count);
+  const std::int64_t parts = std::min(cores, count);
   std::vector<std::thread> threads;
-  for (std::int64_t i = 1; i < pieces; ++i)
-    threads.emplace_back(body, context, count * i / pieces, count * (i + 1) / pieces);
-  body(context, 0, count / std::max<std::int64_t>(pieces, 1));
+  for (std::int64_t i = 1; i < parts; ++i)
+    threads.emplace_back(body, context, count * i / parts, count * (i + 1) / parts);
+  body(context, 0, count / std::max<std::int64_t>(parts, 1));
   for (std::thread& thread : threads) thread.join();
 }
 

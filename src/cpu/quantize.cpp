@@ -164,10 +164,10 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   const std::int64_t elements = x.batch * x.rows * x.cols;
   if (!columnwise && rowwise->spec.block_rows <= 1) {
     constexpr std::int64_t kStrip = 16 * kTileCols;
-    const std::int64_t pieces = ceil_div(x.cols, kStrip);
-    parallel_for(execution, x.batch * x.rows * pieces, elements, [&](std::int64_t i) {
+    const std::int64_t strips = ceil_div(x.cols, kStrip);
+    parallel_for(execution, x.batch * x.rows * strips, elements, [&](std::int64_t i) {
       TileMemory memory;
-      const std::int64_t row = i / pieces, col = i % pieces * kStrip;
+      const std::int64_t row = i / strips, col = i % strips * kStrip;
       directions[0].encode_strip(row / x.rows, row % x.rows, col, std::min(kStrip, x.cols - col),
                                  memory);
     });

@@ -86,12 +86,12 @@ void transpose_nibbles(const CodeMatrix& matrix, std::uint8_t* out, const Execut
   const std::int64_t in_pitch = ceil_div<std::int64_t>(cols, 2),
                      out_pitch = ceil_div<std::int64_t>(rows, 2);
   constexpr std::int64_t kCols =
-      64;  // output rows of a piece of work: a cache line of input bytes, half used twice
-  const std::int64_t pieces = ceil_div(cols, kCols);
-  parallel_for(execution, batch * pieces, batch * rows * cols, [&](std::int64_t i) {
-    const std::uint8_t* in = matrix.codes + i / pieces * rows * in_pitch;
-    std::uint8_t* to = out + i / pieces * cols * out_pitch;
-    const std::int64_t first = i % pieces * kCols, last = std::min(cols, first + kCols);
+      64;  // output rows of a strip: a cache line of input bytes, half used twice
+  const std::int64_t strips = ceil_div(cols, kCols);
+  parallel_for(execution, batch * strips, batch * rows * cols, [&](std::int64_t i) {
+    const std::uint8_t* in = matrix.codes + i / strips * rows * in_pitch;
+    std::uint8_t* to = out + i / strips * cols * out_pitch;
+    const std::int64_t first = i % strips * kCols, last = std::min(cols, first + kCols);
     for (std::int64_t r = 0; r < rows; r += 2)
       for (std::int64_t c = first; c < last; ++c) {
         const std::uint32_t low = nibble(in + r * in_pitch, c);

@@ -17,7 +17,7 @@ namespace oracle {
 inline constexpr double kFloatMax = std::numeric_limits<float>::max();
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// ---- Pieces --------------------------------------------------------------------------------------
+// ---- Parts ---------------------------------------------------------------------------------------
 inline const Grid& grid(minifloat::Elements elements) {
   static const Grid e4m3(kE4M3), e5m2(kE5M2), e2m1(kE2M1), bf16(kBf16);
   switch (elements) {

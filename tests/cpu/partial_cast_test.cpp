@@ -63,7 +63,7 @@ class World {
   World(const Case& c, const Matrix& x)
       : case_(c),
         spec_(Spec::parse(c.spec)),
-        wire_(c.rows * pitch_of(spec_, c.cols)),
+        flat_codes_(c.rows * pitch_of(spec_, c.cols)),
         out_(spec_, read_shape({1, c.rows, c.cols}, c.columnwise)) {
     const std::int64_t count = amax_grid(spec_, c.columnwise, c.rows, c.cols).count();
     reduced_ = Guarded<std::uint32_t>(count);
@@ -118,8 +118,8 @@ class World {
 
   // In place: one buffer goes from rank to rank, full of other bits before. As fragments: ORed together.
   void cast(bool in_place, float active_amax) {
-    std::fill_n(wire_.data(), wire_.size(), std::uint8_t{0xFF});
-    if (!in_place) std::fill_n(wire_.data(), wire_.size(), std::uint8_t{0});
+    std::fill_n(flat_codes_.data(), flat_codes_.size(), std::uint8_t{0xFF});
+    if (!in_place) std::fill_n(flat_codes_.data(), flat_codes_.size(), std::uint8_t{0});
     for (PartialCast& cast : casts_) {
       const Span bytes = FlatShard{cast.cols, cast.shard}.code_bytes(bits_of(spec_));
       Guarded<std::uint8_t> fragment(bytes.size());
@@ -127,23 +127,23 @@ class World {
       cast.scale = out_.scale.data();
       cast.amax = out_.amax.size() > 0 ? out_.amax.data() : nullptr;
       if (spec_.delayed) out_.amax.data()[0] = active_amax;
-      cast.codes = in_place ? wire_.data() : fragment.data();
+      cast.codes = in_place ? flat_codes_.data() : fragment.data();
       cast.first_byte = in_place ? 0 : bytes.begin;
       cast.keeps_neighbours = in_place;
       partial_cast({&cast, 1}, Device::kCpu);
       ASSERT_TRUE(fragment.guards_hold());
       if (!in_place)
         for (std::int64_t b = 0; b < bytes.size(); ++b)
-          wire_.data()[bytes.begin + b] |= fragment.data()[b];
+          flat_codes_.data()[bytes.begin + b] |= fragment.data()[b];
     }
     const int bits = bits_of(spec_);
     if (case_.columnwise) {
-      const Transpose job = {wire_.data(), out_.codes.data(), case_.rows, case_.cols, bits};
+      const Transpose job = {flat_codes_.data(), out_.codes.data(), case_.rows, case_.cols, bits};
       transpose_many({&job, 1}, Device::kCpu);
     } else {
-      std::copy_n(wire_.data(), wire_.size(), out_.codes.data());
+      std::copy_n(flat_codes_.data(), flat_codes_.size(), out_.codes.data());
     }
-    ASSERT_TRUE(wire_.guards_hold() && out_.guards_hold());
+    ASSERT_TRUE(flat_codes_.guards_hold() && out_.guards_hold());
   }
 
   const Outputs& outputs() const { return out_; }
@@ -151,7 +151,7 @@ class World {
  private:
   const Case& case_;
   Spec spec_;
-  Guarded<std::uint8_t> wire_;
+  Guarded<std::uint8_t> flat_codes_;
   Guarded<std::uint32_t> reduced_;
   std::vector<Guarded<std::uint8_t>> masters_;
   std::vector<PartialCast> casts_;
@@ -284,7 +284,7 @@ TEST(PartialCast, ManyWeightsAtOnceAreEachAlone) {
   std::vector<PartialCast> casts;
   std::vector<Matrix> masters;
   std::vector<Guarded<std::uint32_t>> amaxes;
-  std::vector<Guarded<std::uint8_t>> wires;
+  std::vector<Guarded<std::uint8_t>> buffers;
   std::vector<Outputs> outs;
   const std::size_t count = std::size(kSpecs) - 1;  // all but the delayed one
   for (std::size_t i = 0; i < count; ++i)

@@ -1,5 +1,5 @@
 // The scale layout that block-scaled tensor-core products read: tiles of 128 x 4 scales, 512 bytes each,
-// row-major over tiles (cuBLAS documentation, "1D Block Scaling ScaleFactors Layout").
+// row-major over tiles (cuBLAS documentation, "1D Block Scaling Factors Layout").
 //
 //     scale (r, c), C scale columns, T = ceil(C / 4) tiles a row:
 //     offset = ((r / 128) * T + c / 4) * 512 + (r % 32) * 16 + ((r % 128) / 32) * 4 + c % 4

@@ -176,9 +176,10 @@ __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const Mat
 }
 
 template <class F>
-__device__ __forceinline__ void store_wire(const ShardEntry& e, Codes<F> codes, std::uint32_t row,
-                                           std::uint32_t col, const Inside<>& in) {
-  std::uint8_t* to = wire_at<F>(e, row, col);
+__device__ __forceinline__ void store_flat_codes(const ShardEntry& e, Codes<F> codes,
+                                                 std::uint32_t row, std::uint32_t col,
+                                                 const Inside<>& in) {
+  std::uint8_t* to = flat_codes_at<F>(e, row, col);
   constexpr int kBytes = kUnit * F::kBits / 8;
   const auto address = reinterpret_cast<std::uintptr_t>(to);
   if (in.all() && address % kBytes == 0) return store_unit<F>(to, 0, codes);
@@ -209,7 +210,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     }
     if (!now.any()) continue;
     const std::uint32_t row = tile.unit_row(i);
-    store_wire<F>(e, encode_master<F>(e, matrix, values, row, col), row, col, now);
+    store_flat_codes<F>(e, encode_master<F>(e, matrix, values, row, col), row, col, now);
   }
 }
 

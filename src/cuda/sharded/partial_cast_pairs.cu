@@ -289,7 +289,7 @@ __device__ __forceinline__ void store_patch(const ShardEntry& e, const Patches& 
                                             const Codes<F>& codes) {
   using Word = std::conditional_t<F::kBits == 8, std::uint32_t, std::uint16_t>;
   const std::uint32_t row = at.row + p * kSide;
-  std::uint8_t* to = wire_at<F>(e, row, at.col);
+  std::uint8_t* to = flat_codes_at<F>(e, row, at.col);
   const bool is_aligned = (reinterpret_cast<std::uintptr_t>(to) | e.pitch) % sizeof(Word) == 0;
   if (at.is_whole && is_aligned) {
 #pragma unroll

@@ -128,8 +128,8 @@ __device__ __forceinline__ std::uint32_t with_shard_choice(const ShardEntry& e,
 
 // Where the wire has the code of (row, col), col even where two share a byte.
 template <class F>
-__device__ __forceinline__ std::uint8_t* wire_at(const ShardEntry& e, std::uint32_t row,
-                                                 std::uint32_t col) {
+__device__ __forceinline__ std::uint8_t* flat_codes_at(const ShardEntry& e, std::uint32_t row,
+                                                       std::uint32_t col) {
   const std::uint32_t byte = F::kBits == 8 ? col : col / 2;
   return e.codes + (std::int64_t{row} * e.pitch + byte - e.first_byte);
 }
