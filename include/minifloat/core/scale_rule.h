@@ -2,7 +2,7 @@
 // equations are core/scaling.h's; this is the one place that knows which rule uses which of them.
 //
 //     amax of the tensor   --scale_of_tensor-->  TensorScale      kTensor, kNvfp4
-//     amax of a row        --fp32_factors----->  ScaleFactors          kRow
+//     amax of a row        --fp32_factors----->  ScaleFactors     kRow
 //     amax of a block      --scale_of_block--->  BlockScale       kBlock, kMx, kNvfp4 (and kTensor, kRow)
 #pragma once
 

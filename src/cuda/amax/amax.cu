@@ -3,7 +3,7 @@
 //     rows          a warp a row; a tensor's own maximum is raised by integer atomics. Where there are no gaps between
 //                   rows, 16 KiB count as one
 //     panels        for columns, and rows from the same read, or a whole tensor: a block takes 512 bytes of 256 rows
-//     of the transformed x: the units of tile.cuh
+//     of the transformed x: the vec16s of tile.cuh
 //
 //     bytes an element: 2 or 4
 #include <cstring>
@@ -161,21 +161,21 @@ struct TransformedArgs {
   std::uint32_t rows;  // as read
   std::uint32_t* out;
 };
-// The row's amax, where rows have one. lanes: that hold units of the row.
+// The row's amax, where rows have one. lanes: that hold vec16s of the row.
 __device__ __forceinline__ void raise_row(const TransformedArgs& args, std::uint32_t m, int lanes,
                                           const Place& at) {
   for (int lane = 1; lane < lanes; lane *= 2) m = max(m, __shfl_xor_sync(kAllLanes, m, lane));
-  if (at.col / kUnit % lanes == 0 && at.row < args.rows)
+  if (at.col / kVec % lanes == 0 && at.row < args.rows)
     atomicMax(args.out + at.all, canonical_magnitude(m));
 }
 
 template <class T>
 __global__ void __launch_bounds__(kThreads, 5)
     amax_of_transformed_rows(const __grid_constant__ TransformedArgs args,
-                             const __grid_constant__ RowUnits layout) {
+                             const __grid_constant__ RowVecs layout) {
   std::uint32_t all = 0, batch = 0;
-  each_unit_of_rows<T>(args.x, layout, [&](const Unit<T>& unit, const Place& at) {
-    const std::uint32_t m = hadamard_unit(unit, args.points, kHadamardSigns).amax();
+  each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, const Place& at) {
+    const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
     if (at.all >= layout.end_row) return;
     if (args.of_rows) {
       atomicMax(args.out + at.all, canonical_magnitude(m));
@@ -204,13 +204,13 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
   shared.fill(args.x, tile);
   shared.wait();
   std::uint32_t all = 0;
-  const std::uint32_t col = tile.row + threadIdx.x % kUnitColumns * kUnit;
-  shared.template each_unit<true>([&](const auto& unit, unsigned row) {
-    const std::uint32_t m = hadamard_unit(unit, args.points, kHadamardSigns).amax();
+  const std::uint32_t col = tile.row + threadIdx.x % kVecColumns * kVec;
+  shared.template each_vec<true>([&](const auto& vec, unsigned row) {
+    const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
     all = max(all, m);
     const std::uint32_t in_matrix = tile.col + row;
     if (args.of_rows)
-      raise_row(args, m, kUnitColumns,
+      raise_row(args, m, kVecColumns,
                 {tile.batch, in_matrix, tile.batch * args.rows + in_matrix, col});
   });
   if (!args.of_rows) raise_by_block(args.out + tile.batch, canonical_magnitude(all));
@@ -230,8 +230,8 @@ void launch_transformed(const Request& r) {
   const TransformedArgs args = {x, r.spec.transform, r.spec.has_row_amax(),
                                 static_cast<std::uint32_t>(r.columnwise ? x.cols : x.rows), r.out};
   if (!r.columnwise)
-    return each_launch_of_rows(r.x.batch, x, r.spec.padded_cols(x.cols), r.spec.transform / kUnit,
-                               [&](const RowUnits& layout, unsigned grid) {
+    return each_launch_of_rows(r.x.batch, x, r.spec.padded_cols(x.cols), r.spec.transform / kVec,
+                               [&](const RowVecs& layout, unsigned grid) {
                                  amax_of_transformed_rows<T>
                                      <<<grid, kThreads, 0, r.stream>>>(args, layout);
                                  check_launch("amax");

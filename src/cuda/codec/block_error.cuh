@@ -26,39 +26,39 @@ __device__ __forceinline__ BlockScales both_scales(ScaleRule rule, ScaleRounding
 // ---- Any -----------------------------------------------------------------------------------------
 template <class T>
 __device__ __forceinline__ float error_of_any(const MatrixScale& matrix, const BlockScale& block,
-                                              const Unit<T>& unit) {
-  float v[kUnit], sum = 0.0f;  // indexed by a loop that need not be unrolled
+                                              const Vec16<T>& vec) {
+  float v[kVec], sum = 0.0f;  // indexed by a loop that need not be unrolled
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) v[i] = unit[i];
+  for (int i = 0; i < kVec; ++i) v[i] = vec[i];
 #pragma unroll 1
-  for (int i = 0; i < kUnit; ++i)
+  for (int i = 0; i < kVec; ++i)
     sum = sum + squared_error<E2M1>(matrix, block.scale, encode<E2M1>(v[i] * block.encode), v[i]);
   return sum;
 }
 
 // ---- The fast path -----------------------------------------------------------------------------
-// What codes 1 and 1.5 stand for in a block, times kCodeUnit: any other code is one of them times a power of two.
-inline constexpr float kCodeUnit = 0x1p6f;  // round_to_e2m1_grid gives codes' magnitudes over this
+// What codes 1 and 1.5 stand for in a block, times kCodeScale: any other code is one of them times a power of two.
+inline constexpr float kCodeScale = 0x1p6f;  // round_to_e2m1_grid gives codes' magnitudes over this
 struct CodeValues {
   float one, one_and_half;
 };
 // four_over_six_value without its division: fl32(x / 1536) is fl32(x / 6) / 256.
 __device__ __forceinline__ CodeValues code_values(const MatrixScale& matrix,
                                                   const BlockScale& block) {
-  constexpr float kUnits = kCodeUnit / E4M3::kMaxPowerOfTwo;
-  return {divide_by_six(block.scale * matrix.amax) * kUnits,
-          divide_by_six(1.5f * block.scale * matrix.amax) * kUnits};
+  constexpr float kOverCodes = kCodeScale / E4M3::kMaxPowerOfTwo;
+  return {divide_by_six(block.scale * matrix.amax) * kOverCodes,
+          divide_by_six(1.5f * block.scale * matrix.amax) * kOverCodes};
 }
 template <class T>
 __device__ __forceinline__ float error_by_fast_path(const MatrixScale& matrix,
-                                                    const BlockScale& block, const Unit<T>& unit) {
+                                                    const BlockScale& block, const Vec16<T>& vec) {
   const CodeValues values = code_values(matrix, block);
-  const float factor = block.encode / kCodeUnit;
+  const float factor = block.encode / kCodeScale;
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    const float x = fabsf(unit[i]);
-    const float scaled = fminf(x * factor, E2M1::kMax / kCodeUnit);
+  for (int i = 0; i < kVec; ++i) {
+    const float x = fabsf(vec[i]);
+    const float scaled = fminf(x * factor, E2M1::kMax / kCodeScale);
     const std::uint32_t grid = bit_cast<std::uint32_t>(round_to_e2m1_grid(scaled));
     const float power = bit_cast<float>(grid & Float32::kExponent);
     const float of_code = grid & Float32::kMantissa ? values.one_and_half : values.one;
@@ -72,13 +72,13 @@ __device__ __forceinline__ float error_by_fast_path(const MatrixScale& matrix,
 // The error of a block under the fast-path condition, nearly: of the elements' distances to the grid, |x| * factor and its code, of which no
 // product reaches 7. A tie may go either way here.
 template <class T>
-__device__ __forceinline__ float distance_of_unit(const BlockScale& block, const Unit<T>& unit) {
-  constexpr float kMagic = 0x1p22f, kLowest = 1.0f / kCodeUnit;  // as round_to_e2m1_grid has them
-  const float factor = block.encode / kCodeUnit;
+__device__ __forceinline__ float distance_of_vec(const BlockScale& block, const Vec16<T>& vec) {
+  constexpr float kMagic = 0x1p22f, kLowest = 1.0f / kCodeScale;  // as round_to_e2m1_grid has them
+  const float factor = block.encode / kCodeScale;
   float sum = 0.0f;
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
-    const float v = fabsf(unit[i]) * factor;
+  for (int i = 0; i < kVec; ++i) {
+    const float v = fabsf(vec[i]) * factor;
     const float b = fmaxf(v, kLowest);
     const float d = fmaf(b, -kMagic, fmaf(b, kMagic, v)) - v;
     sum = fmaf(d, d, sum);
@@ -95,43 +95,42 @@ struct Decision {
 template <class T>
 __device__ __forceinline__ Decision decide_by_bound(const MatrixScale& matrix,
                                                     const BlockScales& scales, float amax,
-                                                    const Unit<T>& unit) {
+                                                    const Vec16<T>& vec) {
   constexpr float kOfAmax = 0x1p-18f, kOfErrors = 0x1p-14f;
   const float one_first = code_values(matrix, scales.first).one,
               one_second = code_values(matrix, scales.second).one;
-  const float first = distance_of_unit(scales.first, unit) * one_first * one_first;
-  const float second = distance_of_unit(scales.second, unit) * one_second * one_second;
+  const float first = distance_of_vec(scales.first, vec) * one_first * one_first;
+  const float second = distance_of_vec(scales.second, vec) * one_second * one_second;
   const float bound = fmaf(amax * amax, kOfAmax, (first + second) * kOfErrors);
   return {fabsf(first - second) > bound, second < first};
 }
 
 // ---- Choices -------------------------------------------------------------------------------------
-// The errors of a unit of a block under the block's two scales.
-struct UnitErrors {
+// The errors of a vec16 of a block under the block's two scales.
+struct VecErrors {
   float first, second;
 };
 template <class T>
-__device__ __forceinline__ UnitErrors errors_of_unit(const MatrixScale& matrix,
-                                                     const BlockScales& scales,
-                                                     const Unit<T>& unit) {
+__device__ __forceinline__ VecErrors errors_of_vec(const MatrixScale& matrix,
+                                                   const BlockScales& scales, const Vec16<T>& vec) {
   if (matrix.takes_fast_path)
-    return {error_by_fast_path(matrix, scales.first, unit),
-            error_by_fast_path(matrix, scales.second, unit)};
-  return {error_of_any(matrix, scales.first, unit), error_of_any(matrix, scales.second, unit)};
+    return {error_by_fast_path(matrix, scales.first, vec),
+            error_by_fast_path(matrix, scales.second, vec)};
+  return {error_of_any(matrix, scales.first, vec), error_of_any(matrix, scales.second, vec)};
 }
 
-// The scale of a block that is one unit.
+// The scale of a block that is one vec16.
 template <class T>
 __device__ __forceinline__ BlockScale scale_by_values(ScaleRule rule, ScaleRounding rounding,
                                                       const MatrixScale& matrix, std::uint32_t amax,
-                                                      const Unit<T>& unit) {
+                                                      const Vec16<T>& vec) {
   const BlockScales scales = both_scales(rule, rounding, matrix, amax);
   if (amax == 0 || !is_finite(amax)) return scales.first;  // the errors are 0, or NaN
   Decision decision = {};
   if (scales.first.takes_fast_path && scales.second.takes_fast_path)
-    decision = decide_by_bound(matrix, scales, bit_cast<float>(amax), unit);
+    decision = decide_by_bound(matrix, scales, bit_cast<float>(amax), vec);
   if (!decision.is_sure) {
-    const UnitErrors errors = errors_of_unit(matrix, scales, unit);
+    const VecErrors errors = errors_of_vec(matrix, scales, vec);
     decision.takes_second = takes_second(errors.first, errors.second);
   }
   return decision.takes_second ? scales.second : scales.first;

@@ -7,13 +7,13 @@
 
 namespace minifloat::cuda {
 
-// The values of a unit's codes. A NaN is a NaN, of any bits.
+// The values of a vec16's codes. A NaN is a NaN, of any bits.
 template <class F>
-__device__ __forceinline__ void decode_unit(const Codes<F>& codes, float (&v)[kUnit]) {
+__device__ __forceinline__ void decode_vec(const Codes<F>& codes, float (&v)[kVec]) {
   if constexpr (F::kBits == 4) {
     // The code's magnitude at bits 24:22 of a float is 2^-126 of its value.
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) {
+    for (int i = 0; i < kVec; ++i) {
       const std::uint32_t w = codes.w[i / 8];
       const int at = i % 8 * 4;
       const std::uint32_t magnitude = at <= 22 ? w << (22 - at) : w >> (at - 22);
@@ -22,7 +22,7 @@ __device__ __forceinline__ void decode_unit(const Codes<F>& codes, float (&v)[kU
     }
   } else {
 #pragma unroll
-    for (int i = 0; i < kUnit; i += 2) {
+    for (int i = 0; i < kVec; i += 2) {
       const std::uint32_t pair = codes.w[i / 4] >> (i % 4 * 8);
       const float2 two = F::kMantissaBits == 3 ? decode_e4m3x2(pair) : decode_e5m2x2(pair);
       v[i] = two.x, v[i + 1] = two.y;
@@ -56,7 +56,7 @@ __device__ __forceinline__ void look_up_four(const Bf16Table& table, std::uint32
   out[0] = __byte_perm(low, high, 0x5140), out[1] = __byte_perm(low, high, 0x7362);
 }
 __device__ __forceinline__ void look_up(const Bf16Table& table, const Codes<E2M1>& codes,
-                                        std::uint32_t (&out)[kUnit / 2]) {
+                                        std::uint32_t (&out)[kVec / 2]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     std::uint32_t two[2];
@@ -65,7 +65,7 @@ __device__ __forceinline__ void look_up(const Bf16Table& table, const Codes<E2M1
   }
 }
 
-// Whether a unit holds a code that is no number.
+// Whether a vec16 holds a code that is no number.
 template <class F>
 __device__ __forceinline__ bool has_special(const Codes<F>& codes) {
   if constexpr (F::kBits == 4) {
@@ -87,8 +87,8 @@ __device__ __forceinline__ void store_values(Codes<F> codes, bool at_once, Out* 
                                              std::uint32_t col, std::uint32_t end, All all,
                                              One one) {
   row += col;
-  if (at_once && col + kUnit <= end) {
-    constexpr int kWords = kUnit * static_cast<int>(sizeof(Out)) / 4;
+  if (at_once && col + kVec <= end) {
+    constexpr int kWords = kVec * static_cast<int>(sizeof(Out)) / 4;
     std::uint32_t w[kWords];
     all(w);
 #pragma unroll
@@ -98,7 +98,7 @@ __device__ __forceinline__ void store_values(Codes<F> codes, bool at_once, Out* 
     return;
   }
 #pragma unroll 1
-  for (std::uint32_t i = 0; i < kUnit && col + i < end; ++i, codes.pop()) row[i] = one(codes[0]);
+  for (std::uint32_t i = 0; i < kVec && col + i < end; ++i, codes.pop()) row[i] = one(codes[0]);
 }
 
 // code * scale in bf16, as docs/numerics.md has it for exact products.
@@ -111,7 +111,7 @@ __device__ __forceinline__ void store_product_values(const Codes<F>& codes, floa
   const bool normal = scale >= 0x1p-100f && scale <= 0x1p100f && !has_special(codes);
   store_values<F>(
       codes, aligned && normal, row, col, end,
-      [&](std::uint32_t (&w)[kUnit / 2]) {
+      [&](std::uint32_t (&w)[kVec / 2]) {
         const auto cut = [&](float low, float high) {
           return __byte_perm(bit_cast<std::uint32_t>(low * scale),
                              bit_cast<std::uint32_t>(high * scale), 0x7632);
@@ -120,10 +120,10 @@ __device__ __forceinline__ void store_product_values(const Codes<F>& codes, floa
           look_up(bf16_table({cut(0.0f, 0.5f), cut(1.0f, 1.5f), cut(2.0f, 3.0f), cut(4.0f, 6.0f)}),
                   codes, w);
         } else {
-          float v[kUnit];
-          decode_unit<F>(codes, v);
+          float v[kVec];
+          decode_vec<F>(codes, v);
 #pragma unroll
-          for (int i = 0; i < kUnit / 2; ++i) w[i] = cut(v[2 * i], v[2 * i + 1]);
+          for (int i = 0; i < kVec / 2; ++i) w[i] = cut(v[2 * i], v[2 * i + 1]);
         }
       },
       [&](std::uint32_t code) {

@@ -9,7 +9,7 @@
 
 namespace minifloat::cuda {
 
-// The codes of a unit: 16 bytes, or 16 nibbles.
+// The codes of a vec16: 16 bytes, or 16 nibbles.
 template <class F>
 struct Codes {
   std::uint32_t w[F::kBits == 8 ? 4 : 2];
@@ -49,15 +49,15 @@ __device__ __forceinline__ float round_to_e2m1_grid(float v) {
   return fmaf(b, -kMagic, fmaf(b, kMagic, v));
 }
 // Signs of 8 elements from `first` on, each at its nibble's upper bit; the other bits mean nothing.
-__device__ __forceinline__ std::uint32_t sign_nibbles(const Unit<float>& unit, int first) {
+__device__ __forceinline__ std::uint32_t sign_nibbles(const Vec16<float>& vec, int first) {
   std::uint32_t sign = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i)
-    sign |= (bit_cast<std::uint32_t>(unit.v[first + i]) >> (28 - 4 * i)) & (0x8u << (4 * i));
+    sign |= (bit_cast<std::uint32_t>(vec.v[first + i]) >> (28 - 4 * i)) & (0x8u << (4 * i));
   return sign;
 }
-__device__ __forceinline__ std::uint32_t sign_nibbles(const Unit<Bf16>& unit, int first) {
-  const std::uint32_t* w = unit.w + first / 2;
+__device__ __forceinline__ std::uint32_t sign_nibbles(const Vec16<Bf16>& vec, int first) {
+  const std::uint32_t* w = vec.w + first / 2;
   const std::uint32_t low = __byte_perm(w[0], w[1], 0x7531), high = __byte_perm(w[2], w[3], 0x7531);
   const std::uint32_t even = __byte_perm(low, high, 0x6420), odd = __byte_perm(low, high, 0x7531);
   return select_bits(0x0F0F'0F0Fu, even >> 4, odd);
@@ -79,7 +79,7 @@ __device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint
 
 // takes_fast_path: as Encoding has it.
 template <class T>
-__device__ __forceinline__ Codes<E2M1> encode_e2m1(const Unit<T>& unit, float factor,
+__device__ __forceinline__ Codes<E2M1> encode_e2m1(const Vec16<T>& vec, float factor,
                                                    bool takes_fast_path) {
   Codes<E2M1> out;
 #pragma unroll
@@ -89,19 +89,19 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Unit<T>& unit, float fa
 #if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
     (void)takes_fast_path;  // the instruction saturates
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = unit[first + i] * factor;
+    for (int i = 0; i < 8; ++i) v[i] = vec[first + i] * factor;
 #else
     constexpr float kShift = 0x1p-6f;
     if (takes_fast_path) {  // the shifted factor is exact, and no product that matters is subnormal
 #pragma unroll
-      for (int i = 0; i < 8; ++i) v[i] = fabsf(unit[first + i]) * (factor * kShift);
+      for (int i = 0; i < 8; ++i) v[i] = fabsf(vec[first + i]) * (factor * kShift);
     } else {
 #pragma unroll
       for (int i = 0; i < 8; ++i)
-        v[i] = fminf(fabsf(unit[first + i]) * factor * kShift, E2M1::kMax * kShift);
+        v[i] = fminf(fabsf(vec[first + i]) * factor * kShift, E2M1::kMax * kShift);
     }
 #endif
-    out.w[half] = encode_e2m1x8(v, sign_nibbles(unit, first));
+    out.w[half] = encode_e2m1x8(v, sign_nibbles(vec, first));
   }
   return out;
 }
@@ -126,7 +126,7 @@ __device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
   return select_bits(0x7777'7777u, codes | (too_large - (too_large >> 3)), signs);
 }
 template <class T>
-__device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& unit, float factor,
+__device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Vec16<T>& vec, float factor,
                                                               bool takes_fast_path,
                                                               const RandomBits& bits) {
   Codes<E2M1> out;
@@ -135,8 +135,8 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
   std::uint32_t quads[4];
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float v[4] = {unit[4 * i] * factor, unit[4 * i + 1] * factor, unit[4 * i + 2] * factor,
-                        unit[4 * i + 3] * factor};
+    const float v[4] = {vec[4 * i] * factor, vec[4 * i + 1] * factor, vec[4 * i + 2] * factor,
+                        vec[4 * i + 3] * factor};
     quads[i] = cvt_rs_e2m1x4(v, bits.w[i]);
   }
   out.w[0] = quads[0] | quads[1] << 16;
@@ -146,7 +146,7 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
   for (int half = 0; half < 2; ++half) {
     float v[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) v[i] = unit[8 * half + i] * factor;
+    for (int i = 0; i < 8; ++i) v[i] = vec[8 * half + i] * factor;
     if (!takes_fast_path) {
 #pragma unroll
       for (int i = 0; i < 8; ++i) v[i] = clamp_magnitude(v[i], E2M1::kMax);
@@ -167,14 +167,14 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Unit<T>& uni
 }
 
 template <class F, class T>
-__device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Unit<T>& unit, float factor,
+__device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Vec16<T>& vec, float factor,
                                                           const RandomBits& bits) {
   Codes<F> out = {};
 #if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float v[4] = {unit[4 * i] * factor, unit[4 * i + 1] * factor, unit[4 * i + 2] * factor,
-                        unit[4 * i + 3] * factor};
+    const float v[4] = {vec[4 * i] * factor, vec[4 * i + 1] * factor, vec[4 * i + 2] * factor,
+                        vec[4 * i + 3] * factor};
     if constexpr (F::kMantissaBits == 3)
       out.w[i] = with_one_nan<F>(cvt_rs_e4m3x4(v, bits.w[i]));
     else
@@ -182,27 +182,27 @@ __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Unit<T>& unit, f
   }
 #else
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
+  for (int i = 0; i < kVec; ++i) {
     const std::uint32_t random = random_bits<F::kBits>(bits.w[i / 4], i % 4);
-    out.w[i / 4] |= encode<F, Stochastic>(unit[i] * factor, {random}) << (i % 4 * 8);
+    out.w[i / 4] |= encode<F, Stochastic>(vec[i] * factor, {random}) << (i % 4 * 8);
   }
 #endif
   return out;
 }
 
 template <class F, class T>
-__device__ __forceinline__ Codes<F> encode_stochastic(const Unit<T>& unit, float factor,
+__device__ __forceinline__ Codes<F> encode_stochastic(const Vec16<T>& vec, float factor,
                                                       bool takes_fast_path,
                                                       const RandomBits& bits) {
   if constexpr (F::kBits == 4) {
-    return encode_e2m1_stochastic(unit, factor, takes_fast_path, bits);
+    return encode_e2m1_stochastic(vec, factor, takes_fast_path, bits);
   } else {
-    return encode_fp8_stochastic<F>(unit, factor, bits);
+    return encode_fp8_stochastic<F>(vec, factor, bits);
   }
 }
 
 // ---- Any -----------------------------------------------------------------------------------------
-// What the elements of a unit are multiplied by and how they end.
+// What the elements of a vec16 are multiplied by and how they end.
 struct Encoding {
   float factor;
   bool zero;             // NVFP4: a block of scale 0 has zero codes, without signs
@@ -213,23 +213,23 @@ struct Encoding {
 };
 
 template <class F, bool kStochastic, class T>
-__device__ __forceinline__ Codes<F> encode_unit(const Unit<T>& unit, const Encoding& how,
-                                                const RandomBits& bits) {
+__device__ __forceinline__ Codes<F> encode_vec(const Vec16<T>& vec, const Encoding& how,
+                                               const RandomBits& bits) {
   Codes<F> out;
   if constexpr (kStochastic)
-    out = encode_stochastic<F>(unit, how.factor, how.takes_fast_path, bits);
+    out = encode_stochastic<F>(vec, how.factor, how.takes_fast_path, bits);
   else if constexpr (F::kBits == 4)
-    out = encode_e2m1(unit, how.factor, how.takes_fast_path);
+    out = encode_e2m1(vec, how.factor, how.takes_fast_path);
   else
 #pragma unroll
     for (int i = 0; i < 4; ++i)
-      out.w[i] = encode_pair<F>(unit[4 * i] * how.factor, unit[4 * i + 1] * how.factor) |
-                 encode_pair<F>(unit[4 * i + 2] * how.factor, unit[4 * i + 3] * how.factor) << 16;
+      out.w[i] = encode_pair<F>(vec[4 * i] * how.factor, vec[4 * i + 1] * how.factor) |
+                 encode_pair<F>(vec[4 * i + 2] * how.factor, vec[4 * i + 3] * how.factor) << 16;
   if constexpr (F::kBits == 8)
-    if (how.infinity_is_nan && unit.amax() >= Float32::kExponent) {
+    if (how.infinity_is_nan && vec.amax() >= Float32::kExponent) {
 #pragma unroll
-      for (int i = 0; i < kUnit; ++i)
-        if (magnitude_bits(unit[i]) == Float32::kExponent)
+      for (int i = 0; i < kVec; ++i)
+        if (magnitude_bits(vec[i]) == Float32::kExponent)
           out.w[i / 4] = (out.w[i / 4] & ~(0xFFu << (i % 4 * 8))) | F::kNanBits << (i % 4 * 8);
     }
   if constexpr (F::kBits == 4)  // a NaN among 8 bits encodes itself

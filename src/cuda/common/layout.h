@@ -9,9 +9,9 @@
 
 namespace minifloat::cuda {
 
-inline constexpr int kUnit = 16;        // elements of a row, the run that one Philox call serves
-inline constexpr int kThreads = 256;    // of a block
-inline constexpr int kUnitsOfRows = 4;  // units of a thread, by rows
+inline constexpr int kVec = 16;        // elements of a row, the run that one Philox call serves
+inline constexpr int kThreads = 256;   // of a block
+inline constexpr int kVecsOfRows = 4;  // vec16s of a thread, by rows
 inline constexpr int kTile = 128;  // rows and columns: whole blocks and transforms of every kind
 
 // floor(n / d) for n < 2^31: (floor(n * m / 2^32) + n) >> s, with s = ceil(log2 d) and m = 2^32 (2^s - d) / d + 1
@@ -31,27 +31,27 @@ struct Divisor {
 #endif
 };
 
-// ---- By rows: units in the order of memory, one a lane -------------------------------------------
+// ---- By rows: vec16s in the order of memory, one a lane -------------------------------------------
 // Rows are padded to whole groups of lanes that share a block or a transform.
-struct RowUnits {
-  Divisor units_of_row, rows_of_matrix;
+struct RowVecs {
+  Divisor vecs_of_row, rows_of_matrix;
   std::uint32_t first_row, end_row;  // of all
 };
 
-// Calls launch(layout, grid) for every launch that the rows of x take: one, but for more than 2^31 units.
-//   cols: of the operand, padding included; group: lanes; kUnitsOfThread: that a thread takes
-template <int kUnitsOfThread = kUnitsOfRows, class Launch>
+// Calls launch(layout, grid) for every launch that the rows of x take: one, but for more than 2^31 vec16s.
+//   cols: of the operand, padding included; group: lanes; kVecsOfThread: that a thread takes
+template <int kVecsOfThread = kVecsOfRows, class Launch>
 void each_launch_of_rows(std::int64_t batch, const Source& x, std::int64_t cols, std::int64_t group,
                          Launch launch) {
-  constexpr std::int64_t kMostUnits = (std::int64_t{1} << 31) - 4 * kThreads * kUnitsOfThread;
-  const std::int64_t units = ceil_div(ceil_div<std::int64_t>(cols, kUnit), group) * group;
-  const std::int64_t rows = batch * x.rows, at_once = std::max<std::int64_t>(kMostUnits / units, 1);
+  constexpr std::int64_t kMostVecs = (std::int64_t{1} << 31) - 4 * kThreads * kVecsOfThread;
+  const std::int64_t vecs = ceil_div(ceil_div<std::int64_t>(cols, kVec), group) * group;
+  const std::int64_t rows = batch * x.rows, at_once = std::max<std::int64_t>(kMostVecs / vecs, 1);
   for (std::int64_t first = 0; first < rows; first += at_once) {
     const std::int64_t end = std::min(first + at_once, rows);
-    const RowUnits layout = {Divisor(units), Divisor(x.rows), static_cast<std::uint32_t>(first),
-                             static_cast<std::uint32_t>(end)};
+    const RowVecs layout = {Divisor(vecs), Divisor(x.rows), static_cast<std::uint32_t>(first),
+                            static_cast<std::uint32_t>(end)};
     launch(layout, static_cast<unsigned>(
-                       ceil_div<std::int64_t>((end - first) * units, kThreads * kUnitsOfThread)));
+                       ceil_div<std::int64_t>((end - first) * vecs, kThreads * kVecsOfThread)));
   }
 }
 

@@ -1,14 +1,14 @@
-// How the elements of an operand are dealt to threads. A unit is 16 neighbours of a row of the operand as read, the run
+// How the elements of an operand are dealt to threads. A vec16 is 16 neighbours of a row of the operand as read, the run
 // that one Philox call serves; a thread works on one at a time.
 //
-//     by rows      units in the order of memory, one a lane: neighbours in a row are neighbours in a warp
+//     by rows      vec16s in the order of memory, one a lane: neighbours in a row are neighbours in a warp
 //
-//     by tiles     128 x 128 of x through shared memory, 4 units a thread, a unit column a lane of 8:
+//     by tiles     128 x 128 of x through shared memory, 4 vec16s a thread, a vec16 column a lane of 8:
 //
-//         as it lies     a unit is 32 (bf16) or 64 (fp32) bytes of a row of x
-//         transposed     a unit is 16 elements of a column of x
+//         as it lies     a vec16 is 32 (bf16) or 64 (fp32) bytes of a row of x
+//         transposed     a vec16 is 16 elements of a column of x
 //
-//     A row's 16-byte chunks are stored at chunk ^ chunk / 8 ^ row / 16, so that the 8 unit columns of a warp read different
+//     A row's 16-byte chunks are stored at chunk ^ chunk / 8 ^ row / 16, so that the 8 vec16 columns of a warp read different
 //     banks, either way.
 #pragma once
 
@@ -23,30 +23,30 @@
 
 namespace minifloat::cuda {
 
-inline constexpr int kUnitColumns = kTile / kUnit;
+inline constexpr int kVecColumns = kTile / kVec;
 inline constexpr std::uint32_t kAllLanes = 0xFFFF'FFFFu;
 
 using Bf16 = std::uint16_t;  // the bits
 
-// ---- Units ---------------------------------------------------------------------------------------
+// ---- Vec16s ---------------------------------------------------------------------------------------
 template <class T>
-struct Unit;
+struct Vec16;
 template <>
-struct Unit<float> {
-  float v[kUnit];
+struct Vec16<float> {
+  float v[kVec];
   __device__ __forceinline__ float operator[](int i) const { return v[i]; }
   __device__ __forceinline__ void set(int i, float x) { v[i] = x; }
   // Bits of the largest magnitude; above infinity's where one is NaN.
   __device__ __forceinline__ std::uint32_t amax() const {
     std::uint32_t m = 0;
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) m = max(m, magnitude_bits(v[i]));
+    for (int i = 0; i < kVec; ++i) m = max(m, magnitude_bits(v[i]));
     return m;
   }
 };
 template <>
-struct Unit<Bf16> {
-  std::uint32_t w[kUnit / 2];  // pairs, the first in the lower half
+struct Vec16<Bf16> {
+  std::uint32_t w[kVec / 2];  // pairs, the first in the lower half
   __device__ __forceinline__ float operator[](int i) const {
     return bit_cast<float>(i % 2 ? w[i / 2] & 0xFFFF'0000u : w[i / 2] << 16);
   }
@@ -65,7 +65,7 @@ struct Unit<Bf16> {
   }
 };
 
-// Where a unit lies in the operand as read.
+// Where a vec16 lies in the operand as read.
 struct Place {
   std::uint32_t batch;
   std::uint32_t row;  // of its matrix
@@ -82,53 +82,53 @@ __device__ __forceinline__ const T* row_of(const Source& x, std::uint32_t batch,
 
 // 16 elements from `col` on; zero past the end of the row.
 template <class T>
-__device__ __forceinline__ Unit<T> load_unit(const Source& x, const T* row, std::uint32_t col) {
-  Unit<T> unit = {};
-  if (x.aligned && col + kUnit <= x.cols) {
+__device__ __forceinline__ Vec16<T> load_vec(const Source& x, const T* row, std::uint32_t col) {
+  Vec16<T> vec = {};
+  if (x.aligned && col + kVec <= x.cols) {
     const uint4* chunks = reinterpret_cast<const uint4*>(row + col);
-    uint4* to = reinterpret_cast<uint4*>(&unit);
+    uint4* to = reinterpret_cast<uint4*>(&vec);
 #pragma unroll
-    for (int i = 0; i < static_cast<int>(sizeof(unit) / sizeof(uint4)); ++i)
+    for (int i = 0; i < static_cast<int>(sizeof(vec) / sizeof(uint4)); ++i)
       to[i] = __ldg(chunks + i);
-    return unit;
+    return vec;
   }
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i)
-    if (col + i < x.cols) unit.set(i, row[col + i]);
-  return unit;
+  for (int i = 0; i < kVec; ++i)
+    if (col + i < x.cols) vec.set(i, row[col + i]);
+  return vec;
 }
 
 // ---- By rows -------------------------------------------------------------------------------------
-__device__ __forceinline__ Place unit_place(const RowUnits& layout, std::uint32_t u) {
+__device__ __forceinline__ Place vec_place(const RowVecs& layout, std::uint32_t u) {
   Place at;
-  const std::uint32_t row = layout.units_of_row.divide(u);
-  at.col = (u - row * layout.units_of_row.d) * kUnit;
+  const std::uint32_t row = layout.vecs_of_row.divide(u);
+  at.col = (u - row * layout.vecs_of_row.d) * kVec;
   at.all = layout.first_row + row;
   at.batch = layout.rows_of_matrix.divide(at.all);
   at.row = at.all - at.batch * layout.rows_of_matrix.d;
   return at;
 }
 
-// Calls body(unit, place) for the thread's units, one after the other; the next is on its way meanwhile. Lanes past the
+// Calls body(vec16, place) for the thread's vec16s, one after the other; the next is on its way meanwhile. Lanes past the
 // end take part with zeros, at a row past the end.
 template <class T, class Body>
-__device__ __forceinline__ void each_unit_of_rows(const Source& x, const RowUnits& layout,
-                                                  Body body) {
+__device__ __forceinline__ void each_vec_of_rows(const Source& x, const RowVecs& layout,
+                                                 Body body) {
   const auto load = [&](const Place& at) {
-    if (at.all >= layout.end_row || at.col >= x.cols) return Unit<T>{};
-    return load_unit<T>(x, row_of<T>(x, at.batch, at.row), at.col);
+    if (at.all >= layout.end_row || at.col >= x.cols) return Vec16<T>{};
+    return load_vec<T>(x, row_of<T>(x, at.batch, at.row), at.col);
   };
-  std::uint32_t u = blockIdx.x * (kThreads * kUnitsOfRows) + threadIdx.x;
-  Place place = unit_place(layout, u);
-  Unit<T> unit = load(place);
+  std::uint32_t u = blockIdx.x * (kThreads * kVecsOfRows) + threadIdx.x;
+  Place place = vec_place(layout, u);
+  Vec16<T> vec = load(place);
 #pragma unroll 1
-  for (int i = 0; i < kUnitsOfRows; ++i) {
+  for (int i = 0; i < kVecsOfRows; ++i) {
     const Place at = place;
-    const Unit<T> now = unit;
-    if (i + 1 < kUnitsOfRows) {
+    const Vec16<T> now = vec;
+    if (i + 1 < kVecsOfRows) {
       u += kThreads;
-      place = unit_place(layout, u);
-      unit = load(place);
+      place = vec_place(layout, u);
+      vec = load(place);
     }
     body(now, at);
   }
@@ -145,19 +145,19 @@ __device__ __forceinline__ TilePlace tile_place(const Tiles& tiles) {
           (blockIdx.x - of_rows * tiles.across.d) * kTile};
 }
 
-// A unit of the transpose in 16 words, each of which holds a pair of columns of x.
+// A vec16 of the transpose in 16 words, each of which holds a pair of columns of x.
 template <bool kUpper>
 struct ColumnOfPairs {
-  const std::uint32_t (&both)[kUnit];
+  const std::uint32_t (&both)[kVec];
   __device__ __forceinline__ float operator[](int i) const {
     return bit_cast<float>(kUpper ? both[i] & 0xFFFF'0000u : both[i] << 16);
   }
-  __device__ __forceinline__ operator Unit<Bf16>() const {
-    Unit<Bf16> unit;
+  __device__ __forceinline__ operator Vec16<Bf16>() const {
+    Vec16<Bf16> vec;
 #pragma unroll
-    for (int i = 0; i < kUnit; i += 2)
-      unit.w[i / 2] = __byte_perm(both[i], both[i + 1], kUpper ? 0x7632 : 0x5410);
-    return unit;
+    for (int i = 0; i < kVec; i += 2)
+      vec.w[i / 2] = __byte_perm(both[i], both[i + 1], kUpper ? 0x7632 : 0x5410);
+    return vec;
   }
 };
 
@@ -171,7 +171,7 @@ struct SharedTile {
 
   // Where the tile's row keeps its 16-byte chunk.
   __device__ __forceinline__ std::uint32_t* chunk_at(unsigned row, unsigned chunk) const {
-    return words + row * kWords + 4 * (chunk ^ (chunk / 8) ^ (row / kUnit));
+    return words + row * kWords + 4 * (chunk ^ (chunk / 8) ^ (row / kVec));
   }
 
   // Asks for the tile of x, zero past the edges. Every thread may read it after wait().
@@ -206,87 +206,86 @@ struct SharedTile {
   }
 
   // As it lies.
-  __device__ __forceinline__ Unit<T> unit_at(unsigned row, unsigned unit_col) const {
-    constexpr unsigned kChunks = sizeof(Unit<T>) / 16;
-    Unit<T> unit;
+  __device__ __forceinline__ Vec16<T> vec_at(unsigned row, unsigned vec_col) const {
+    constexpr unsigned kChunks = sizeof(Vec16<T>) / 16;
+    Vec16<T> vec;
 #pragma unroll
     for (unsigned c = 0; c < kChunks; ++c)
-      reinterpret_cast<uint4*>(&unit)[c] =
-          *reinterpret_cast<const uint4*>(chunk_at(row, unit_col * kChunks + c));
-    return unit;
+      reinterpret_cast<uint4*>(&vec)[c] =
+          *reinterpret_cast<const uint4*>(chunk_at(row, vec_col * kChunks + c));
+    return vec;
   }
 
-  // Calls body(unit, row of the tile as read) for the thread's units as they lie, or of the transpose: of bf16, a
+  // Calls body(vec16, row of the tile as read) for the thread's vec16s as they lie, or of the transpose: of bf16, a
   // ColumnOfPairs.
   template <bool kTransposed, class Body>
-  __device__ __forceinline__ void each_unit(Body body) const {
-    constexpr unsigned kStep = kThreads / kUnitColumns;
-    const unsigned unit_col = threadIdx.x % kUnitColumns,
-                   lane_row = threadIdx.x / kUnitColumns % kStep;
+  __device__ __forceinline__ void each_vec(Body body) const {
+    constexpr unsigned kStep = kThreads / kVecColumns;
+    const unsigned vec_col = threadIdx.x % kVecColumns,
+                   lane_row = threadIdx.x / kVecColumns % kStep;
     if constexpr (!kTransposed) {
 #pragma unroll 1
-      for (unsigned row = lane_row; row < kTile; row += kStep) body(unit_at(row, unit_col), row);
+      for (unsigned row = lane_row; row < kTile; row += kStep) body(vec_at(row, vec_col), row);
     } else if constexpr (sizeof(T) == 2) {  // a word holds two columns of x
 #pragma unroll 1
       for (unsigned pair = lane_row; pair < kTile / 2; pair += kStep) {
-        const std::uint32_t* from = word_of_unit(unit_col, pair);
-        std::uint32_t both[kUnit];
+        const std::uint32_t* from = word_of_vec(vec_col, pair);
+        std::uint32_t both[kVec];
 #pragma unroll
-        for (unsigned j = 0; j < kUnit; ++j) both[j] = from[j * kWords];
+        for (unsigned j = 0; j < kVec; ++j) both[j] = from[j * kWords];
         body(ColumnOfPairs<false>{both}, 2 * pair);
         body(ColumnOfPairs<true>{both}, 2 * pair + 1);
       }
     } else {
 #pragma unroll 1
       for (unsigned row = lane_row; row < kTile; row += kStep) {
-        const std::uint32_t* from = word_of_unit(unit_col, row);
-        Unit<T> unit;
+        const std::uint32_t* from = word_of_vec(vec_col, row);
+        Vec16<T> vec;
 #pragma unroll
-        for (unsigned j = 0; j < kUnit; ++j) unit.v[j] = bit_cast<float>(from[j * kWords]);
-        body(unit, row);
+        for (unsigned j = 0; j < kVec; ++j) vec.v[j] = bit_cast<float>(from[j * kWords]);
+        body(vec, row);
       }
     }
   }
 
  private:
-  // Word `word` of the first of the 16 rows that make a unit of the transpose.
-  __device__ __forceinline__ const std::uint32_t* word_of_unit(unsigned unit_col,
-                                                               unsigned word) const {
-    return words + unit_col * kUnit * kWords + (word ^ (4 * ((word / 32) ^ unit_col)));
+  // Word `word` of the first of the 16 rows that make a vec16 of the transpose.
+  __device__ __forceinline__ const std::uint32_t* word_of_vec(unsigned vec_col,
+                                                              unsigned word) const {
+    return words + vec_col * kVec * kWords + (word ^ (4 * ((word / 32) ^ vec_col)));
   }
 };
 
 // ---- The transform -------------------------------------------------------------------------------
-// core/hadamard.h without its factor: over a unit, and over 2, 4 or 8 neighbouring lanes for more points, where the
-// strides from 16 on pair the same element of two lanes. unit: anything with 16 elements.
+// core/hadamard.h without its factor: over a vec16, and over 2, 4 or 8 neighbouring lanes for more points, where the
+// strides from 16 on pair the same element of two lanes. vec16: anything with 16 elements.
 template <class Elements>
-__device__ __forceinline__ void hadamard_sums(const Elements& unit, int points, std::uint32_t signs,
-                                              float (&v)[kUnit]) {
+__device__ __forceinline__ void hadamard_sums(const Elements& vec, int points, std::uint32_t signs,
+                                              float (&v)[kVec]) {
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) v[i] = unit[i];
-  minifloat::hadamard_sums<kUnit>(v, signs);
+  for (int i = 0; i < kVec; ++i) v[i] = vec[i];
+  minifloat::hadamard_sums<kVec>(v, signs);
 #pragma unroll 1
-  for (int lanes = 1; lanes < points / kUnit; lanes *= 2) {
+  for (int lanes = 1; lanes < points / kVec; lanes *= 2) {
     const float sign = threadIdx.x & lanes ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i)
-      v[i] = fmaf(v[i], sign, __shfl_xor_sync(kAllLanes, v[i], lanes));
+    for (int i = 0; i < kVec; ++i) v[i] = fmaf(v[i], sign, __shfl_xor_sync(kAllLanes, v[i], lanes));
   }
 }
 // v * factor in bf16. A NaN is a NaN, of any bits.
-__device__ __forceinline__ Unit<Bf16> round_unit(const float (&v)[kUnit], float factor) {
-  Unit<Bf16> out;
+__device__ __forceinline__ Vec16<Bf16> round_vec(const float (&v)[kVec], float factor) {
+  Vec16<Bf16> out;
 #pragma unroll
-  for (int i = 0; i < kUnit / 2; ++i)
+  for (int i = 0; i < kVec / 2; ++i)
     out.w[i] = cvt_bf16x2(v[2 * i] * factor, v[2 * i + 1] * factor);
   return out;
 }
 template <class Elements>
-__device__ __forceinline__ Unit<Bf16> hadamard_unit(const Elements& unit, int points,
+__device__ __forceinline__ Vec16<Bf16> hadamard_vec(const Elements& vec, int points,
                                                     std::uint32_t signs) {
-  float v[kUnit];
-  hadamard_sums(unit, points, signs, v);
-  return round_unit(v, hadamard_norm(points));
+  float v[kVec];
+  hadamard_sums(vec, points, signs, v);
+  return round_vec(v, hadamard_norm(points));
 }
 
 // The NaN that every backend writes, for any.

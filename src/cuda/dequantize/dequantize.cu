@@ -1,9 +1,9 @@
-// Codes -> values, by rows of units.
+// Codes -> values, by rows of vec16s.
 //
 //     bytes an element: 1 or 1/2 of codes, a block's scale, 2 or 4 of values
 #include "cuda/backend.h"
 #include "cuda/common/launch.h"
-#include "cuda/quantize/cast_unit.cuh"
+#include "cuda/quantize/cast_vec16.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -18,7 +18,7 @@ struct DecodeArgs {
   void* out;            // bf16 or fp32 (batch, rows, padded)
   std::uint32_t padded, pitch, scale_rows, scale_cols;
   bool aligned_in, aligned_out;
-  RowUnits layout;
+  RowVecs layout;
 };
 
 __device__ __forceinline__ float scale_at(const DecodeArgs& args, const Place& at) {
@@ -39,8 +39,8 @@ __device__ __forceinline__ Codes<F> load_codes(const DecodeArgs& args, const Pla
   Codes<F> codes = {};
   const std::uint8_t* from =
       args.codes + std::uint64_t{at.all} * args.pitch + (F::kBits == 8 ? at.col : at.col / 2);
-  const int left = static_cast<int>(min(args.padded - at.col, std::uint32_t{kUnit}));
-  if (args.aligned_in && left == kUnit) {
+  const int left = static_cast<int>(min(args.padded - at.col, std::uint32_t{kVec}));
+  if (args.aligned_in && left == kVec) {
     if constexpr (F::kBits == 8) {
       const uint4 w = __ldg(reinterpret_cast<const uint4*>(from));
       codes.w[0] = w.x, codes.w[1] = w.y, codes.w[2] = w.z, codes.w[3] = w.w;
@@ -51,7 +51,7 @@ __device__ __forceinline__ Codes<F> load_codes(const DecodeArgs& args, const Pla
     return codes;
   }
 #pragma unroll
-  for (int i = 0; i < kUnit; i += 8 / F::kBits)
+  for (int i = 0; i < kVec; i += 8 / F::kBits)
     if (i < left)
       codes.w[i * F::kBits / 32] |= static_cast<std::uint32_t>(from[i * F::kBits / 8])
                                     << (i * F::kBits % 32);
@@ -79,10 +79,10 @@ __device__ __forceinline__ void store_scaled(const Codes<F>& codes, float scale,
               bf16_table({both(0.0f, 0.5f), both(1.0f, 1.5f), both(2.0f, 3.0f), both(4.0f, 6.0f)}),
               codes, w);
         } else {
-          float v[kUnit];
-          decode_unit<F>(codes, v);
+          float v[kVec];
+          decode_vec<F>(codes, v);
 #pragma unroll
-          for (int i = 0; i < kUnit * static_cast<int>(sizeof(Out)) / 4; ++i) {
+          for (int i = 0; i < kVec * static_cast<int>(sizeof(Out)) / 4; ++i) {
             if constexpr (sizeof(Out) == 2)
               w[i] = both(v[2 * i], v[2 * i + 1]);
             else
@@ -102,7 +102,7 @@ __device__ __forceinline__ void store_scaled(const Codes<F>& codes, float scale,
 template <class F, class Out>
 __global__ void __launch_bounds__(kThreads, 6)
     decode_codes(const __grid_constant__ DecodeArgs args) {
-  const Place at = unit_place(args.layout, blockIdx.x * kThreads + threadIdx.x);
+  const Place at = vec_place(args.layout, blockIdx.x * kThreads + threadIdx.x);
   if (at.all >= args.layout.end_row) return;
   const Codes<F> codes = load_codes<F>(args, at);
   const float scale = scale_at(args, at);
@@ -117,23 +117,16 @@ template <class Out>
 void launch_decode(DecodeArgs args, const Quantized& q, cudaStream_t stream) {
   if (q.batch * q.rows * args.padded == 0) return;
   const Source shape = {nullptr, 0, 0, q.rows, q.cols, false};
-  each_launch_of_rows<1>(q.batch, shape, args.padded, 1,
-                         [&](const RowUnits& layout, unsigned grid) {
-                           args.layout = layout;
-                           switch (q.spec.elements) {
-                             case Elements::kE4m3:
-                               decode_codes<E4M3, Out><<<grid, kThreads, 0, stream>>>(args);
-                               break;
-                             case Elements::kE5m2:
-                               decode_codes<E5M2, Out><<<grid, kThreads, 0, stream>>>(args);
-                               break;
-                             case Elements::kE2m1:
-                               decode_codes<E2M1, Out><<<grid, kThreads, 0, stream>>>(args);
-                               break;
-                             case Elements::kBf16: return;
-                           }
-                           check_launch("dequantize");
-                         });
+  each_launch_of_rows<1>(q.batch, shape, args.padded, 1, [&](const RowVecs& layout, unsigned grid) {
+    args.layout = layout;
+    switch (q.spec.elements) {
+      case Elements::kE4m3: decode_codes<E4M3, Out><<<grid, kThreads, 0, stream>>>(args); break;
+      case Elements::kE5m2: decode_codes<E5M2, Out><<<grid, kThreads, 0, stream>>>(args); break;
+      case Elements::kE2m1: decode_codes<E2M1, Out><<<grid, kThreads, 0, stream>>>(args); break;
+      case Elements::kBf16: return;
+    }
+    check_launch("dequantize");
+  });
 }
 
 DecodeArgs args_of(const Quantized& q, const float* factor, void* out, std::int64_t size) {
@@ -154,7 +147,7 @@ DecodeArgs args_of(const Quantized& q, const float* factor, void* out, std::int6
     args.scale_rows = static_cast<std::uint32_t>(spec.scale_rows(q.rows));
     args.scale_cols = static_cast<std::uint32_t>(spec.scale_cols(q.cols));
   }
-  const auto bytes = static_cast<std::uint32_t>(kUnit * spec.code_bits() / 8);
+  const auto bytes = static_cast<std::uint32_t>(kVec * spec.code_bits() / 8);
   args.aligned_in = pitch % bytes == 0 && reinterpret_cast<std::uintptr_t>(q.codes) % bytes == 0;
   args.aligned_out = padded * size % 16 == 0 && reinterpret_cast<std::uintptr_t>(out) % 16 == 0;
   return args;

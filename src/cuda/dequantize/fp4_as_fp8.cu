@@ -4,7 +4,7 @@
 //     bytes an element: 1/2 of codes, a block's scale, 1 of codes
 #include "cuda/backend.h"
 #include "cuda/common/launch.h"
-#include "cuda/quantize/cast_unit.cuh"
+#include "cuda/quantize/cast_vec16.cuh"
 #include "minifloat/core/fp4_as_fp8.h"
 
 namespace minifloat::cuda {
@@ -76,27 +76,27 @@ __global__ void __launch_bounds__(kThreads)
   // ---- Its codes
   const std::uint8_t* from = args.q.codes + std::uint64_t{all} * args.pitch;
   std::uint8_t* to = args.codes + std::uint64_t{all} * args.padded;
-  for (std::uint32_t col = threadIdx.x * kUnit; col < args.padded; col += kThreads * kUnit) {
+  for (std::uint32_t col = threadIdx.x * kVec; col < args.padded; col += kThreads * kVec) {
     const Table table =
         fp8_code_table(exponent_at(args, scale, col >> args.width_log2), row_exponent);
-    const int left = static_cast<int>(min(args.padded - col, std::uint32_t{kUnit}));
+    const int left = static_cast<int>(min(args.padded - col, std::uint32_t{kVec}));
     std::uint32_t w[2] = {};
-    if (args.aligned_in && left == kUnit) {
+    if (args.aligned_in && left == kVec) {
       const uint2 both = __ldg(reinterpret_cast<const uint2*>(from + col / 2));
       w[0] = both.x, w[1] = both.y;
     } else {
 #pragma unroll
-      for (int i = 0; i < kUnit; i += 2)
+      for (int i = 0; i < kVec; i += 2)
         if (i < left) w[i / 8] |= static_cast<std::uint32_t>(from[(col + i) / 2]) << (i % 8 * 4);
     }
     const uint4 codes = make_uint4(four_fp8_codes(table, w[0]), four_fp8_codes(table, w[0] >> 16),
                                    four_fp8_codes(table, w[1]), four_fp8_codes(table, w[1] >> 16));
-    if (args.aligned_out && left == kUnit) {
+    if (args.aligned_out && left == kVec) {
       *reinterpret_cast<uint4*>(to + col) = codes;
     } else {
       const std::uint32_t words[4] = {codes.x, codes.y, codes.z, codes.w};
 #pragma unroll
-      for (int i = 0; i < kUnit; ++i)
+      for (int i = 0; i < kVec; ++i)
         if (i < left) to[col + i] = static_cast<std::uint8_t>(words[i / 4] >> (i % 4 * 8));
     }
   }

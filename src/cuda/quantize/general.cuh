@@ -8,7 +8,7 @@
 #pragma once
 
 #include "cuda/common/launch.h"
-#include "cuda/quantize/cast_unit.cuh"
+#include "cuda/quantize/cast_vec16.cuh"
 #include "cuda/quantize/quantize.h"
 
 namespace minifloat::cuda {
@@ -25,40 +25,40 @@ struct QuantizeArgs {
 template <class T, class C>
 __global__ void __launch_bounds__(kThreads, 4)
     quantize_rows(const __grid_constant__ Source x, const __grid_constant__ KernelOperand plan,
-                  const __grid_constant__ RowUnits layout) {
+                  const __grid_constant__ RowVecs layout) {
   RandomKey random = {};
   if constexpr (C::kStochastic) random = random_key(plan);
   MatrixScale matrix = {};
   std::uint32_t batch = ~0u;
-  each_unit_of_rows<T>(x, layout, [&](const Unit<T>& unit, Place at) {
+  each_vec_of_rows<T>(x, layout, [&](const Vec16<T>& vec, Place at) {
     if (at.all >= layout.end_row) at.row = plan.rows;
     if (at.batch != batch && at.row < plan.rows) {
       batch = at.batch;
       matrix = matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, batch);
     }
-    cast_unit<C>(plan, matrix, random, unit, at);
+    cast_vec<C>(plan, matrix, random, vec, at);
   });
 }
 
 template <class T, class C>
 void launch_rows(const QuantizeArgs& args, const Execution& execution) {
   const KernelOperand& plan = args.row;
-  const std::int64_t group = std::max(1 << plan.units_log2, std::max(plan.points, kUnit) / kUnit);
+  const std::int64_t group = std::max(1 << plan.vecs_log2, std::max(plan.points, kVec) / kVec);
   each_launch_of_rows(
-      args.batch, args.x, plan.padded, group, [&](const RowUnits& layout, unsigned grid) {
+      args.batch, args.x, plan.padded, group, [&](const RowVecs& layout, unsigned grid) {
         quantize_rows<T, C><<<grid, kThreads, 0, cuda_stream(execution)>>>(args.x, plan, layout);
         check_launch("quantize");
       });
 }
 
 // ---- By tiles ------------------------------------------------------------------------------------
-inline constexpr int kBlocks2d = kUnitColumns * kUnitColumns;  // the most in a tile: 16 x 16 each
+inline constexpr int kBlocks2d = kVecColumns * kVecColumns;  // the most in a tile: 16 x 16 each
 
-// Where a unit's block lies among the the 2D blocks of a tile. is_flipped: they are those of the other direction.
+// Where a vec16's block lies among the the 2D blocks of a tile. is_flipped: they are those of the other direction.
 __device__ __forceinline__ unsigned block_2d_of(const KernelOperand& plan, unsigned row,
-                                                unsigned unit_col, bool is_flipped = false) {
-  return is_flipped ? (unit_col * kUnit >> plan.height_log2) * kUnitColumns + row / kUnit
-                    : (row >> plan.height_log2) * kUnitColumns + unit_col;
+                                                unsigned vec_col, bool is_flipped = false) {
+  return is_flipped ? (vec_col * kVec >> plan.height_log2) * kVecColumns + row / kVec
+                    : (row >> plan.height_log2) * kVecColumns + vec_col;
 }
 
 // the 2D blocks: the amax of the 2D blocks of the tile.
@@ -69,12 +69,12 @@ __device__ __forceinline__ void amax_of_blocks_2d(const KernelOperand& plan,
   __syncthreads();
   if (threadIdx.x < kBlocks2d) amaxes_2d[threadIdx.x] = 0;
   __syncthreads();
-  shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
-    std::uint32_t amax = amax_of_lanes(transform<C>(plan, unit).amax(), plan.units_log2);
+  shared.template each_vec<kTransposed>([&](const auto& vec, unsigned row) {
+    std::uint32_t amax = amax_of_lanes(transform<C>(plan, vec).amax(), plan.vecs_log2);
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 8));  // the 4 rows of a warp lie in one block
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 16));
-    if (threadIdx.x % 32 < kUnitColumns)
-      atomicMax(&amaxes_2d[block_2d_of(plan, row, threadIdx.x % kUnitColumns)], amax);
+    if (threadIdx.x % 32 < kVecColumns)
+      atomicMax(&amaxes_2d[block_2d_of(plan, row, threadIdx.x % kVecColumns)], amax);
   });
   __syncthreads();
 }
@@ -86,14 +86,14 @@ __device__ __forceinline__ void choose_in_blocks_2d(const KernelOperand& plan,
                                                     const MatrixScale& matrix,
                                                     std::uint32_t* amaxes_2d) {
   constexpr bool kDown = kTransposed && C::kTransform, kFlipped = kTransposed && !C::kTransform;
-  __shared__ float errors[2][kBlocks2d][kUnit];  // of the rows of a block, under its two scales
-  shared.template each_unit<kDown>([&](const auto& unit, unsigned row) {
-    const auto values = transform<C>(plan, unit);
-    const unsigned block_2d = block_2d_of(plan, row, threadIdx.x % kUnitColumns, kFlipped);
-    const UnitErrors both = errors_of_unit(
+  __shared__ float errors[2][kBlocks2d][kVec];  // of the rows of a block, under its two scales
+  shared.template each_vec<kDown>([&](const auto& vec, unsigned row) {
+    const auto values = transform<C>(plan, vec);
+    const unsigned block_2d = block_2d_of(plan, row, threadIdx.x % kVecColumns, kFlipped);
+    const VecErrors both = errors_of_vec(
         matrix, both_scales(plan.rule, plan.rounding, matrix, amaxes_2d[block_2d]), values);
-    errors[0][block_2d][row % kUnit] = both.first;
-    errors[1][block_2d][row % kUnit] = both.second;
+    errors[0][block_2d][row % kVec] = both.first;
+    errors[1][block_2d][row % kVec] = both.second;
   });
   __syncthreads();
   if (threadIdx.x < kBlocks2d &&
@@ -115,14 +115,14 @@ __device__ __forceinline__ void cast_tile(const KernelOperand& plan, const Share
     if (is_2d) choose_in_blocks_2d<C, kTransposed>(plan, shared, matrix, amaxes_2d);
   RandomKey random = {};
   if constexpr (C::kStochastic) random = random_key(plan);
-  const unsigned unit_col = threadIdx.x % kUnitColumns;
-  const std::uint32_t col = (kTransposed ? tile.row : tile.col) + unit_col * kUnit;
+  const unsigned vec_col = threadIdx.x % kVecColumns;
+  const std::uint32_t col = (kTransposed ? tile.row : tile.col) + vec_col * kVec;
   const std::uint32_t first = kTransposed ? tile.col : tile.row;
-  shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
+  shared.template each_vec<kTransposed>([&](const auto& vec, unsigned row) {
     const std::uint32_t in_matrix = first + row;
     const Place at = {tile.batch, in_matrix, tile.batch * plan.rows + in_matrix, col};
-    const unsigned of_block = block_2d_of(plan, row, unit_col, has_amaxes);
-    cast_unit<C>(plan, matrix, random, unit, at, is_2d ? amaxes_2d + of_block : nullptr);
+    const unsigned of_block = block_2d_of(plan, row, vec_col, has_amaxes);
+    cast_vec<C>(plan, matrix, random, vec, at, is_2d ? amaxes_2d + of_block : nullptr);
   });
 }
 

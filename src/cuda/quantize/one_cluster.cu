@@ -33,13 +33,13 @@ __device__ __forceinline__ void raise_amax(const KernelOperand& plan,
   const bool of_rows = has_row_amax(plan);
   const std::uint32_t first = kTransposed ? tile.col : tile.row;
   std::uint32_t of_tile = 0;
-  shared.template each_unit<kTransposed>([&](const auto& unit, unsigned row) {
-    std::uint32_t m = transform<C>(plan, unit).amax();
+  shared.template each_vec<kTransposed>([&](const auto& vec, unsigned row) {
+    std::uint32_t m = transform<C>(plan, vec).amax();
     if constexpr (C::kTransform) m = canonical_magnitude(m);
     of_tile = max(of_tile, m);
     if (!of_rows) return;
     m = amax_of_lanes(m, 3);
-    if (threadIdx.x % kUnitColumns == 0 && first + row < plan.rows)
+    if (threadIdx.x % kVecColumns == 0 && first + row < plan.rows)
       atomicMax(plan.current_amax + first + row, m);
   });
   if (of_rows) return;

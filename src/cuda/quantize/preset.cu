@@ -1,4 +1,4 @@
-// The kernels of what layers quantize all day: bf16, sizes that are whole units or tiles, scales as presets round them.
+// The kernels of what layers quantize all day: bf16, sizes that are whole vec16s or tiles, scales as presets round them.
 // Everything else is general.cuh's.
 #include <algorithm>
 
@@ -8,62 +8,60 @@ namespace minifloat::cuda {
 namespace {
 
 // ---- By rows -------------------------------------------------------------------------------------
-// A matrix without gaps is one run of units.
-struct RunOfUnits {
+// A matrix without gaps is one run of vec16s.
+struct VecRun {
   const uint4* x;
   std::uint32_t count;
-  Divisor units_of_row;
+  Divisor vecs_of_row;
 };
 
 template <class C>
 __global__ void __launch_bounds__(kThreads, 4)
-    quantize_run(const __grid_constant__ RunOfUnits run,
-                 const __grid_constant__ KernelOperand plan) {
+    quantize_run(const __grid_constant__ VecRun run, const __grid_constant__ KernelOperand plan) {
   using F = typename C::F;
   __shared__ Whole whole;
-  const std::uint32_t first = blockIdx.x * (kThreads * kUnitsOfRows) + threadIdx.x;
+  const std::uint32_t first = blockIdx.x * (kThreads * kVecsOfRows) + threadIdx.x;
   const uint4* from = run.x + std::uint64_t{first} * 2;
-  Unit<Bf16> units[kUnitsOfRows];
+  Vec16<Bf16> vecs[kVecsOfRows];
 #pragma unroll
-  for (int i = 0; i < kUnitsOfRows; ++i) {
-    units[i] = {};
+  for (int i = 0; i < kVecsOfRows; ++i) {
+    vecs[i] = {};
     if (first + i * kThreads >= run.count) continue;
-    *reinterpret_cast<uint4*>(&units[i]) = __ldg(from + i * kThreads * 2);
-    *(reinterpret_cast<uint4*>(&units[i]) + 1) = __ldg(from + i * kThreads * 2 + 1);
+    *reinterpret_cast<uint4*>(&vecs[i]) = __ldg(from + i * kThreads * 2);
+    *(reinterpret_cast<uint4*>(&vecs[i]) + 1) = __ldg(from + i * kThreads * 2 + 1);
   }
   if (threadIdx.x == 0) prepare<C>(plan, whole);
   __syncthreads();
   const MatrixScale scale = scale_of_whole<C>(plan, whole);
-  std::uint8_t* const to = plan.codes + std::uint64_t{first} * kUnitBytes<F>;
+  std::uint8_t* const to = plan.codes + std::uint64_t{first} * kVecBytes<F>;
   std::uint32_t largest = 0;
 #pragma unroll
-  for (int i = 0; i < kUnitsOfRows; ++i) {
+  for (int i = 0; i < kVecsOfRows; ++i) {
     const std::uint32_t u = first + i * kThreads;
-    const Transformed16 transformed = transform_preset<C>(units[i]);
-    const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kUnitsLog2) : 0;
-    if (u >= run.count) continue;  // and take part in the next unit's exchange
-    const BlockScale block =
-        scale_of_unit<C>(C::kRule, C::kRounding, scale, amax, transformed.unit);
+    const Transformed16 transformed = transform_preset<C>(vecs[i]);
+    const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kVecsLog2) : 0;
+    if (u >= run.count) continue;  // and take part in the next vec16's exchange
+    const BlockScale block = scale_of_vec<C>(C::kRule, C::kRounding, scale, amax, transformed.vec);
     if constexpr (C::kBlocks)
-      if (u % (1 << C::kUnitsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kUnitsLog2);
+      if (u % (1 << C::kVecsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kVecsLog2);
     RandomBits bits = {};
     if constexpr (C::kStochastic) {
-      const std::uint32_t row = run.units_of_row.divide(u);
-      bits = random_bits_at(whole, row, u - row * run.units_of_row.d);
+      const std::uint32_t row = run.vecs_of_row.divide(u);
+      bits = random_bits_at(whole, row, u - row * run.vecs_of_row.d);
     }
-    encode_and_store<C>(plan, transformed, block, bits, to + i * kThreads * kUnitBytes<F>, u);
+    encode_and_store<C>(plan, transformed, block, bits, to + i * kThreads * kVecBytes<F>, u);
     if constexpr (kFindsCurrentAmax<C>)
-      if (plan.current_amax) largest = max(largest, units[i].amax());
+      if (plan.current_amax) largest = max(largest, vecs[i].amax());
   }
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, largest);
 }
 
 template <class C>
 void launch_run(const QuantizeArgs& args, const Execution& execution) {
-  const std::int64_t of_row = args.x.cols / kUnit, count = args.x.rows * of_row;
-  const RunOfUnits run = {static_cast<const uint4*>(args.x.data), static_cast<std::uint32_t>(count),
-                          Divisor(of_row)};
-  const unsigned grid = grid_of(ceil_div<std::int64_t>(count, kThreads * kUnitsOfRows), "quantize");
+  const std::int64_t of_row = args.x.cols / kVec, count = args.x.rows * of_row;
+  const VecRun run = {static_cast<const uint4*>(args.x.data), static_cast<std::uint32_t>(count),
+                      Divisor(of_row)};
+  const unsigned grid = grid_of(ceil_div<std::int64_t>(count, kThreads * kVecsOfRows), "quantize");
   quantize_run<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row);
   check_launch("quantize");
 }
@@ -79,22 +77,22 @@ __device__ __forceinline__ void cast_whole_tile(const KernelOperand& plan, const
   if constexpr (C::kIsBlock2d && !kHasAmaxes)
     amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
   const MatrixScale scale = scale_of_whole<C>(plan, whole);
-  const std::uint32_t unit_col = threadIdx.x % kUnitColumns;
-  const std::uint32_t col = (kTransposed ? tile.row : tile.col) / kUnit + unit_col;  // in units
+  const std::uint32_t vec_col = threadIdx.x % kVecColumns;
+  const std::uint32_t col = (kTransposed ? tile.row : tile.col) / kVec + vec_col;  // in vec16s
   const std::uint32_t first = kTransposed ? tile.col : tile.row;
   std::uint8_t* const codes =
-      plan.codes + std::uint64_t{first} * plan.code_pitch + col * kUnitBytes<F>;
-  const bool is_first_col = col % (1 << C::kUnitsLog2) == 0;  // of a block
+      plan.codes + std::uint64_t{first} * plan.code_pitch + col * kVecBytes<F>;
+  const bool is_first_col = col % (1 << C::kVecsLog2) == 0;  // of a block
   const std::uint64_t first_scale =
-      std::uint64_t{first >> C::kHeightLog2} * plan.scale_cols + (col >> C::kUnitsLog2);
-  shared.template each_unit<kTransposed>([&](const auto& unit, unsigned tile_row) {
-    const Transformed16 transformed = transform_preset<C>(unit);
+      std::uint64_t{first >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
+  shared.template each_vec<kTransposed>([&](const auto& vec, unsigned tile_row) {
+    const Transformed16 transformed = transform_preset<C>(vec);
     const std::uint32_t row = first + tile_row;
     std::uint32_t amax = 0;
     if constexpr (C::kIsBlock2d) {
-      amax = amaxes_2d[block_2d_of(plan, tile_row, unit_col, kHasAmaxes)];
+      amax = amaxes_2d[block_2d_of(plan, tile_row, vec_col, kHasAmaxes)];
     } else if constexpr (C::kBlocks) {
-      amax = amax_of_lanes(transformed.amax, C::kUnitsLog2);
+      amax = amax_of_lanes(transformed.amax, C::kVecsLog2);
     } else if constexpr (C::kRule == ScaleRule::kRow) {
       const float active_amax = plan.amax[row];
       amax = magnitude_bits(active_amax);
@@ -109,9 +107,9 @@ __device__ __forceinline__ void cast_whole_tile(const KernelOperand& plan, const
     if constexpr (C::kStochastic) bits = random_bits_at(whole, row, col);
     encode_and_store<C>(plan, transformed, block, bits,
                         codes + std::uint64_t{tile_row} * plan.code_pitch,
-                        std::uint64_t{row} * (plan.padded / kUnit) + col);
+                        std::uint64_t{row} * (plan.padded / kVec) + col);
     if constexpr (kFindsCurrentAmax<C>)
-      if (plan.current_amax) largest = max(largest, transformed.unit.amax());
+      if (plan.current_amax) largest = max(largest, transformed.vec.amax());
   });
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, largest);
 }
@@ -165,7 +163,7 @@ void launch_whole_tiles(const QuantizeArgs& args, const Execution& execution) {
 // ---- The table -----------------------------------------------------------------------------------
 bool fits_preset(const Spec& spec, const KernelOperand& plan) {
   return plan.aligned &&
-         (spec.transform == 0 || (spec.transform == kUnit && plan.height_log2 == 0)) &&
+         (spec.transform == 0 || (spec.transform == kVec && plan.height_log2 == 0)) &&
          reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;
 }
 template <class C>
@@ -238,10 +236,10 @@ using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
 using Mxfp8Block2d = Block2d<ScaleRule::kMx, E4M3>;
 
 bool launch_row(const QuantizeArgs& args, const Execution& execution) {
-  const std::int64_t block = std::max(args.row_spec.block_cols, kUnit);
+  const std::int64_t block = std::max(args.row_spec.block_cols, kVec);
   const bool is_run = args.x.rows == 1 || args.x.row_stride == args.x.cols;
   if (!is_run || args.x.cols % block != 0 || args.row.height_log2 > 0 ||
-      args.x.rows * args.x.cols / kUnit >= (std::int64_t{1} << 31) - kThreads * kUnitsOfRows)
+      args.x.rows * args.x.cols / kVec >= (std::int64_t{1} << 31) - kThreads * kVecsOfRows)
     return false;
   return try_run<Nearest<kTensor, E4M3>>(args, execution) ||
          try_run<Nearest<kTensor, E5M2>>(args, execution) ||

@@ -1,4 +1,4 @@
-// What the kernels of presets' casts share: bf16, sizes that are whole units or tiles, scales as presets round them. Rule,
+// What the kernels of presets' casts share: bf16, sizes that are whole vec16s or tiles, scales as presets round them. Rule,
 // rounding and block are known when they are compiled, and no edge is looked for.
 #pragma once
 
@@ -14,9 +14,9 @@ struct PresetCast : Cast<Format, Stochastically, Transformed, reads_values(Round
   static constexpr ScaleRounding kRounding = Rounding;
   static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;
   static constexpr bool kIsBlock2d = Block2d;
-  // Of a block's row, in units, and of its height.
-  static constexpr int kUnitsLog2 = Rule == ScaleRule::kNvfp4 ? 0 : Rule == ScaleRule::kMx ? 1 : 3;
-  static constexpr int kHeightLog2 = Block2d ? kUnitsLog2 + 4 : 0;
+  // Of a block's row, in vec16s, and of its height.
+  static constexpr int kVecsLog2 = Rule == ScaleRule::kNvfp4 ? 0 : Rule == ScaleRule::kMx ? 1 : 3;
+  static constexpr int kHeightLog2 = Block2d ? kVecsLog2 + 4 : 0;
   static_assert(!Block2d || kBlocks);
 };
 
@@ -52,7 +52,7 @@ __device__ __forceinline__ void prepare(const KernelOperand& plan, Whole& whole)
     whole.stream[0] = static_cast<std::uint32_t>(random.stream);
     whole.stream[1] = static_cast<std::uint32_t>(random.stream >> 32);
     whole.row = static_cast<std::uint32_t>(plan.origin_row);
-    whole.group = static_cast<std::uint32_t>(plan.origin_col / kUnit);
+    whole.group = static_cast<std::uint32_t>(plan.origin_col / kVec);
   }
   if (blockIdx.x == 0 && C::kRule != ScaleRule::kRow && plan.amax)
     store_whole<typename C::F>(plan, 0, plan.amax[0]);
@@ -86,10 +86,10 @@ __device__ __forceinline__ void raise_current_amax(const KernelOperand& plan, st
   raise_by_block(plan.current_amax, m);
 }
 
-// ---- A unit --------------------------------------------------------------------------------------
+// ---- A vec16 --------------------------------------------------------------------------------------
 // What is to be cast, its amax, and what its elements are still to be multiplied by.
 struct Transformed16 {
-  Unit<Bf16> unit;
+  Vec16<Bf16> vec;
   std::uint32_t amax;
   float pending_factor;
 };
@@ -100,37 +100,37 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
     // takes it along.
     constexpr std::uint32_t kLow = bit_cast<std::uint32_t>(0x1p-90f),
                             kHigh = bit_cast<std::uint32_t>(0x1p120f);
-    static_assert(hadamard_norm(kUnit) == 0.25f);
-    float v[kUnit];
-    hadamard_sums(x, kUnit, kHadamardSigns, v);
-    Transformed16 t = {round_unit(v, 1.0f), 0, 0.25f};
-    t.amax = t.unit.amax();
+    static_assert(hadamard_norm(kVec) == 0.25f);
+    float v[kVec];
+    hadamard_sums(x, kVec, kHadamardSigns, v);
+    Transformed16 t = {round_vec(v, 1.0f), 0, 0.25f};
+    t.amax = t.vec.amax();
     if (t.amax - kLow < kHigh - kLow) {
       t.amax -= 2u << Float32::kMantissaBits;
     } else {
-      t.unit = round_unit(v, 0.25f);
-      t.amax = t.unit.amax();
+      t.vec = round_vec(v, 0.25f);
+      t.amax = t.vec.amax();
       t.pending_factor = 1.0f;
     }
     return t;
   } else {
     Transformed16 t = {x, 0, 1.0f};
-    if constexpr (C::kBlocks) t.amax = t.unit.amax();
+    if constexpr (C::kBlocks) t.amax = t.vec.amax();
     return t;
   }
 }
 
-// to: the unit's codes; at: where they lie among all, in units.
+// to: the vec16's codes; at: where they lie among all, in vec16s.
 template <class C>
 __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
                                                  const Transformed16& transformed,
                                                  const BlockScale& block, const RandomBits& bits,
                                                  std::uint8_t* to, std::uint64_t at) {
   const Codes<typename C::F> codes =
-      encode_in_block<C>(plan, C::kRule, transformed.unit, block, bits, transformed.pending_factor);
-  store_unit<typename C::F>(to, 0, codes);
+      encode_in_block<C>(plan, C::kRule, transformed.vec, block, bits, transformed.pending_factor);
+  store_vec<typename C::F>(to, 0, codes);
   if (plan.decoded)
-    store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kUnit, 0, kUnit,
+    store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kVec, 0, kVec,
                                         true);
 }
 

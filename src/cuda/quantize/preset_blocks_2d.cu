@@ -1,8 +1,8 @@
 // 2D blocks of NVFP4 in both directions. They have the same scales and the same codes, transposed: these are computed
 // once, and transposed in shared memory, 8 x 8 codes a thread.
 //
-//     a warp      16 rows of the tile, the height of a block, and its 8 unit columns
-//     a thread    4 rows of a unit column: a block is the units of 4 lanes, 8 apart, and has one scale to be found
+//     a warp      16 rows of the tile, the height of a block, and its 8 vec16 columns
+//     a thread    4 rows of a vec16 column: a block is the vec16s of 4 lanes, 8 apart, and has one scale to be found
 //
 //     bytes an element: 2 of x, 1/2 of codes twice, 1/256 of scales twice
 #include "cuda/common/nibbles.cuh"
@@ -13,7 +13,7 @@ namespace {
 
 inline constexpr unsigned kCodeWords = kTile / 8;  // of a row of the tile
 inline constexpr unsigned kRowsOfThread = 4;
-static_assert(kThreads / kUnitColumns * kRowsOfThread == kTile);
+static_assert(kThreads / kVecColumns * kRowsOfThread == kTile);
 
 // The codes of a tile, between the directions: word `word` of row `r`. Rows 4 and 8 apart lie in different banks.
 __device__ __forceinline__ unsigned code_place(unsigned r, unsigned word) {
@@ -27,7 +27,7 @@ __global__ void __launch_bounds__(kThreads, 4)
                              const __grid_constant__ KernelOperand row,
                              const __grid_constant__ KernelOperand col,
                              const __grid_constant__ Tiles tiles) {
-  static_assert(C::kIsBlock2d && C::kHeightLog2 == 4 && C::kUnitsLog2 == 0);
+  static_assert(C::kIsBlock2d && C::kHeightLog2 == 4 && C::kVecsLog2 == 0);
   extern __shared__ __align__(16) std::uint32_t words[];
   __shared__ std::uint32_t codes[kTile * kCodeWords];
   __shared__ Whole whole;
@@ -41,34 +41,34 @@ __global__ void __launch_bounds__(kThreads, 4)
   shared.wait();
 
   // ---- The block's amax and scale
-  const unsigned unit_col = threadIdx.x % kUnitColumns;
-  const unsigned tile_row = threadIdx.x / kUnitColumns * kRowsOfThread;
-  Unit<Bf16> units[kRowsOfThread];
+  const unsigned vec_col = threadIdx.x % kVecColumns;
+  const unsigned tile_row = threadIdx.x / kVecColumns * kRowsOfThread;
+  Vec16<Bf16> vecs[kRowsOfThread];
   std::uint32_t amax = 0;
 #pragma unroll
   for (unsigned i = 0; i < kRowsOfThread; ++i) {
-    units[i] = shared.unit_at(tile_row + i, unit_col);
-    amax = max(amax, units[i].amax());
+    vecs[i] = shared.vec_at(tile_row + i, vec_col);
+    amax = max(amax, vecs[i].amax());
   }
-  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, kUnitColumns));
-  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2 * kUnitColumns));
+  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, kVecColumns));
+  amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2 * kVecColumns));
   const BlockScale block = block_scale<E2M1>(C::kRule, C::kRounding, whole.scale, amax);
-  const std::uint32_t block_row = tile.row / kUnit + threadIdx.x / 32,
-                      block_col = tile.col / kUnit + unit_col;
-  if (threadIdx.x % 32 < kUnitColumns) {
+  const std::uint32_t block_row = tile.row / kVec + threadIdx.x / 32,
+                      block_col = tile.col / kVec + vec_col;
+  if (threadIdx.x % 32 < kVecColumns) {
     store_scale_at(row, C::kRule, block, std::uint64_t{block_row} * row.scale_cols + block_col);
     store_scale_at(col, C::kRule, block, std::uint64_t{block_col} * col.scale_cols + block_row);
   }
 
   // ---- Rowwise
-  std::uint8_t* to = row.codes + std::uint64_t{tile.row + tile_row} * row.code_pitch +
-                     block_col * kUnitBytes<E2M1>;
+  std::uint8_t* to =
+      row.codes + std::uint64_t{tile.row + tile_row} * row.code_pitch + block_col * kVecBytes<E2M1>;
 #pragma unroll
   for (unsigned i = 0; i < kRowsOfThread; ++i, to += row.code_pitch) {
-    const Codes<E2M1> both = encode_in_block<C>(row, C::kRule, units[i], block, {});
-    store_unit<E2M1>(to, 0, both);
-    codes[code_place(tile_row + i, 2 * unit_col)] = both.w[0];
-    codes[code_place(tile_row + i, 2 * unit_col + 1)] = both.w[1];
+    const Codes<E2M1> both = encode_in_block<C>(row, C::kRule, vecs[i], block, {});
+    store_vec<E2M1>(to, 0, both);
+    codes[code_place(tile_row + i, 2 * vec_col)] = both.w[0];
+    codes[code_place(tile_row + i, 2 * vec_col + 1)] = both.w[1];
   }
   __syncthreads();
 

@@ -52,15 +52,15 @@ class PlannedOperand {
     plan_.delayed = spec.delayed;
     plan_.points = spec.transform;
     plan_.height_log2 = spec.has_blocks() ? log2_of(spec.block_rows) : 0;
-    plan_.units_log2 = spec.has_blocks() ? log2_of(spec.block_cols / kUnit) : 0;
+    plan_.vecs_log2 = spec.has_blocks() ? log2_of(spec.block_cols / kVec) : 0;
     plan_.rows = size(rows);
     plan_.padded = size(spec.padded_cols(cols));
     plan_.code_pitch = size(spec.code_cols(cols));
     plan_.scale_rows = spec.has_blocks() ? size(spec.scale_rows(rows)) : 0;
     plan_.scale_cols = spec.has_blocks() ? size(spec.scale_cols(cols)) : 0;
-    const auto unit_bytes = static_cast<std::uint32_t>(kUnit * spec.code_bits() / 8);
-    plan_.aligned = plan_.code_pitch % unit_bytes == 0 &&
-                    reinterpret_cast<std::uintptr_t>(operand.codes) % unit_bytes == 0;
+    const auto vec_bytes = static_cast<std::uint32_t>(kVec * spec.code_bits() / 8);
+    plan_.aligned = plan_.code_pitch % vec_bytes == 0 &&
+                    reinterpret_cast<std::uintptr_t>(operand.codes) % vec_bytes == 0;
     plan_.random = operand.random.state;
     plan_.random_size = operand.random.state_size;
     plan_.stream = operand.random.stream;

@@ -18,7 +18,7 @@ void launch_cast_e2m1_by_values(const QuantizeArgs& args, bool columnwise,
 // they do not fit; nothing is launched then.
 bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 
-// What presets ask for on whole units or tiles of bf16; false: nothing is launched.
+// What presets ask for on whole vec16s or tiles of bf16; false: nothing is launched.
 bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
                    const Execution& execution);
 

@@ -6,8 +6,8 @@
 namespace minifloat::cuda {
 namespace {
 
-template <class T, int kUnits>
-__global__ void __launch_bounds__(kThreads, 16 / (kUnits + 1))
+template <class T, int kVecs>
+__global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
     quantize_whole_rows(const __grid_constant__ Source x,
                         const __grid_constant__ KernelOperand plan,
                         const __grid_constant__ Divisor rows_of_matrix) {
@@ -18,16 +18,16 @@ __global__ void __launch_bounds__(kThreads, 16 / (kUnits + 1))
   at.batch = rows_of_matrix.divide(at.all);
   at.row = at.all - at.batch * rows_of_matrix.d;
   const T* row = row_of<T>(x, at.batch, at.row);
-  const auto col_of = [](int i) { return (threadIdx.x + i * kThreads) * kUnit; };
+  const auto col_of = [](int i) { return (threadIdx.x + i * kThreads) * kVec; };
 
   // ---- The amax of the row
-  Unit<T> units[kUnits];
+  Vec16<T> vecs[kVecs];
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i)
-    units[i] = col_of(i) < plan.padded ? load_unit<T>(x, row, col_of(i)) : Unit<T>{};
+  for (int i = 0; i < kVecs; ++i)
+    vecs[i] = col_of(i) < plan.padded ? load_vec<T>(x, row, col_of(i)) : Vec16<T>{};
   std::uint32_t m = 0;
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i) m = max(m, units[i].amax());
+  for (int i = 0; i < kVecs; ++i) m = max(m, vecs[i].amax());
   m = __reduce_max_sync(kAllLanes, m);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = m;
   __syncthreads();
@@ -37,10 +37,10 @@ __global__ void __launch_bounds__(kThreads, 16 / (kUnits + 1))
   if (threadIdx.x == 0) store_whole<E4M3>(plan, at.all, bit_cast<float>(m));
   const BlockScale block = block_scale<E4M3>(ScaleRule::kRow, plan.rounding, {}, m);
 #pragma unroll
-  for (int i = 0; i < kUnits; ++i) {
+  for (int i = 0; i < kVecs; ++i) {
     at.col = col_of(i);
     if (at.col >= plan.padded) break;
-    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, units[i], block, {});
+    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, vecs[i], block, {});
     store_codes<E4M3>(plan, codes, at);
     if (plan.decoded)
       store_product_values<E4M3>(codes, block.scale,
@@ -49,9 +49,9 @@ __global__ void __launch_bounds__(kThreads, 16 / (kUnits + 1))
   }
 }
 
-template <class T, int kUnits>
+template <class T, int kVecs>
 bool launch(const QuantizeArgs& args, const Execution& execution) {
-  quantize_whole_rows<T, kUnits>
+  quantize_whole_rows<T, kVecs>
       <<<grid_of(args.batch * args.x.rows, "quantize"), kThreads, 0, cuda_stream(execution)>>>(
           args.x, args.row, Divisor(args.x.rows));
   check_launch("quantize");
@@ -60,10 +60,10 @@ bool launch(const QuantizeArgs& args, const Execution& execution) {
 
 template <class T>
 bool launch_fitting(const QuantizeArgs& args, const Execution& execution) {
-  const std::int64_t units = ceil_div<std::int64_t>(args.x.cols, kThreads * kUnit);  // of a thread
-  if (units <= 1) return launch<T, 1>(args, execution);
-  if (units <= 2) return launch<T, 2>(args, execution);
-  return units <= 4 && launch<T, 4>(args, execution);
+  const std::int64_t vecs = ceil_div<std::int64_t>(args.x.cols, kThreads * kVec);  // of a thread
+  if (vecs <= 1) return launch<T, 1>(args, execution);
+  if (vecs <= 2) return launch<T, 2>(args, execution);
+  return vecs <= 4 && launch<T, 4>(args, execution);
 }
 
 }  // namespace

@@ -15,11 +15,11 @@ __host__ __device__ __forceinline__ bool is_2d(const ShardEntry& e) {
 }
 
 // 16 neighbours along a row of W, or down a column of it, from (row, col) on; zero past the edges.
-__device__ __forceinline__ Unit<float> load_line(const ShardEntry& e, std::uint32_t row,
-                                                 std::uint32_t col, bool is_down) {
-  Unit<float> line = {};
+__device__ __forceinline__ Vec16<float> load_line(const ShardEntry& e, std::uint32_t row,
+                                                  std::uint32_t col, bool is_down) {
+  Vec16<float> line = {};
 #pragma unroll
-  for (unsigned i = 0; i < kUnit; ++i) {
+  for (unsigned i = 0; i < kVec; ++i) {
     const std::uint32_t r = is_down ? row + i : row, c = is_down ? col : col + i;
     if (r < e.rows && c < e.cols)
       line.v[i] = load_element(e, std::int64_t{r} * e.cols + c - e.begin);
@@ -32,26 +32,26 @@ __global__ void __launch_bounds__(kThreads)
     choose_scales_of_shards(const __grid_constant__ TableView<ShardEntry> table) {
   __shared__ ShardEntry e;
   const std::uint32_t line = find_entry(table, e) * kThreads + threadIdx.x;
-  const std::uint32_t cell = is_2d(e) ? line / kUnit : line;
+  const std::uint32_t cell = is_2d(e) ? line / kVec : line;
   const bool is_there = cell < e.grid_rows * e.grid_cols;
   const std::uint32_t row = cell / e.grid_cols << e.height_log2,
                       col = cell % e.grid_cols << e.width_log2;
   const std::int64_t flat = std::int64_t{row} * e.cols + col;
   const bool is_here = is_there && e.begin <= flat && flat < e.end;
   const std::uint32_t amax = is_there ? e.amaxes[cell] : 0;
-  UnitErrors errors = {};
+  VecErrors errors = {};
   if (is_here) {
-    const std::uint32_t in_block = is_2d(e) ? line % kUnit : 0;
-    const Unit<float> values = load_line(e, row + in_block, col, e.width_log2 == 0);
+    const std::uint32_t in_block = is_2d(e) ? line % kVec : 0;
+    const Vec16<float> values = load_line(e, row + in_block, col, e.width_log2 == 0);
     const MatrixScale matrix = scale_of_weight<E2M1>(e);
-    errors = errors_of_unit(matrix, both_scales(e.rule, e.rounding, matrix, amax), values);
+    errors = errors_of_vec(matrix, both_scales(e.rule, e.rounding, matrix, amax), values);
   }
   if (is_2d(e))
-    for (int half = kUnit / 2; half > 0; half /= 2) {
+    for (int half = kVec / 2; half > 0; half /= 2) {
       errors.first = errors.first + __shfl_xor_sync(kAllLanes, errors.first, half);
       errors.second = errors.second + __shfl_xor_sync(kAllLanes, errors.second, half);
     }
-  if (is_there && (!is_2d(e) || line % kUnit == 0) && !takes_second(errors.first, errors.second))
+  if (is_there && (!is_2d(e) || line % kVec == 0) && !takes_second(errors.first, errors.second))
     e.amaxes[cell] = amax | kSecondScale;
 }
 
@@ -62,7 +62,7 @@ void choose_scales(std::span<const PartialCast> casts, const Execution& executio
   for (const PartialCast& cast : casts) {
     const ShardEntry e = entry_of(cast);
     const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
-    const std::int64_t lines = grid.cells() * (is_2d(e) ? kUnit : 1);
+    const std::int64_t lines = grid.cells() * (is_2d(e) ? kVec : 1);
     table.add(e, ceil_div<std::int64_t>(lines, kThreads));
   }
   launch_over(table, choose_scales_of_shards, "choose_scales", execution);

@@ -1,4 +1,4 @@
-// Partial casts: 128 x 128 of a weight a block of threads, over the tiles that any shard touches, a unit of 16 neighbours
+// Partial casts: 128 x 128 of a weight a block of threads, over the tiles that any shard touches, a vec16 of 16 neighbours
 // a thread at a time.
 //
 //     amax      4 bytes an element read; cells are raised by integer atomics, once a tile
@@ -15,46 +15,45 @@ namespace {
 
 // ---- amax ----------------------------------------------------------------------------------------
 // Along the lanes of a row, then down the rows through shared memory.
-__device__ __forceinline__ std::uint32_t amax_of_units(const ShardEntry& e, const TileOfShard& tile,
-                                                       std::uint32_t (&cells)[kUnitColumns * 8]) {
+__device__ __forceinline__ std::uint32_t amax_of_vecs(const ShardEntry& e, const TileOfShard& tile,
+                                                      std::uint32_t (&cells)[kVecColumns * 8]) {
   const bool is_tensor = e.height_log2 == kAll && e.width_log2 == kAll;
   const bool is_row = e.height_log2 == 0;
-  if (threadIdx.x < kUnitColumns * 8) cells[threadIdx.x] = 0;
-  Unit<float> units[kPasses];
+  if (threadIdx.x < kVecColumns * 8) cells[threadIdx.x] = 0;
+  Vec16<float> vecs[kPasses];
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
-    const std::uint32_t row = tile.unit_row(i);
-    units[i] = load_master(e, row, tile.unit_col(), inside(e, row, tile.unit_col()));
+    const std::uint32_t row = tile.vec_row(i);
+    vecs[i] = load_master(e, row, tile.vec_col(), inside(e, row, tile.vec_col()));
   }
   __syncthreads();
 
   const int lanes_log2 = min(e.width_log2 - 4, 3);  // of a cell, in this tile
-  const unsigned unit_col = threadIdx.x % kUnitColumns, lane = threadIdx.x % 32;
+  const unsigned vec_col = threadIdx.x % kVecColumns, lane = threadIdx.x % 32;
   std::uint32_t all = 0;
 #pragma unroll
   for (int i = 0; i < kPasses; ++i) {
-    std::uint32_t m = magnitude_in(e, units[i].amax());
+    std::uint32_t m = magnitude_in(e, vecs[i].amax());
     all = max(all, m);
     if (is_tensor) continue;
     m = amax_of_lanes(m, lanes_log2);
-    const bool is_first = (unit_col & ((1u << lanes_log2) - 1)) == 0;
-    const std::uint32_t row = tile.unit_row(i);
+    const bool is_first = (vec_col & ((1u << lanes_log2) - 1)) == 0;
+    const std::uint32_t row = tile.vec_row(i);
     if (is_row) {
-      if (is_first && m > 0) atomicMax(e.amaxes + e.cell(row, tile.unit_col()), m);
+      if (is_first && m > 0) atomicMax(e.amaxes + e.cell(row, tile.vec_col()), m);
       continue;
     }
     m = max(m, __shfl_xor_sync(kAllLanes, m, 8));  // a warp has 4 rows of a cell
     m = max(m, __shfl_xor_sync(kAllLanes, m, 16));
     const unsigned down = (row - tile.row) >> e.height_log2;
-    if (is_first && lane < kUnitColumns && m > 0)
-      atomicMax(&cells[down * kUnitColumns + unit_col], m);
+    if (is_first && lane < kVecColumns && m > 0) atomicMax(&cells[down * kVecColumns + vec_col], m);
   }
   if (is_tensor || is_row) return all;
   __syncthreads();
-  if (threadIdx.x < kUnitColumns * 8) {
+  if (threadIdx.x < kVecColumns * 8) {
     const std::uint32_t m = cells[threadIdx.x];
-    const std::uint32_t row = tile.row + ((threadIdx.x / kUnitColumns) << e.height_log2);
-    if (m > 0) atomicMax(e.amaxes + e.cell(row, tile.unit_col()), m);
+    const std::uint32_t row = tile.row + ((threadIdx.x / kVecColumns) << e.height_log2);
+    if (m > 0) atomicMax(e.amaxes + e.cell(row, tile.vec_col()), m);
   }
   return all;
 }
@@ -62,9 +61,9 @@ __device__ __forceinline__ std::uint32_t amax_of_units(const ShardEntry& e, cons
 __global__ void __launch_bounds__(kThreads, 3)
     amax_of_shards(const __grid_constant__ TableView<ShardEntry> table) {
   __shared__ ShardEntry e;
-  __shared__ std::uint32_t cells[kUnitColumns * 8];
+  __shared__ std::uint32_t cells[kVecColumns * 8];
   const TileOfShard tile = tile_of(e, find_entry(table, e));
-  const std::uint32_t all = amax_of_units(e, tile, cells);
+  const std::uint32_t all = amax_of_vecs(e, tile, cells);
   const bool is_tensor = e.height_log2 == kAll && e.width_log2 == kAll;
   if (is_tensor || e.has_tensor_amax)
     raise_by_block(e.amaxes + (is_tensor ? 0 : e.grid_rows * e.grid_cols), all);
@@ -166,12 +165,12 @@ __global__ void __launch_bounds__(kThreads)
 // ---- Codes ---------------------------------------------------------------------------------------
 template <class F>
 __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const MatrixScale& matrix,
-                                                  const Unit<float>& unit, std::uint32_t row,
+                                                  const Vec16<float>& vec, std::uint32_t row,
                                                   std::uint32_t col) {
   const std::uint32_t amax = with_shard_choice(e, __ldg(e.amaxes + e.cell(row, col)));
   const BlockScale block = block_scale<F>(e.rule, e.rounding, matrix, amax);
-  return encode_unit<F, false>(
-      unit, {block.encode, has_zero_codes(e.rule, block.code), e.delayed, block.takes_fast_path},
+  return encode_vec<F, false>(
+      vec, {block.encode, has_zero_codes(e.rule, block.code), e.delayed, block.takes_fast_path},
       RandomBits{});
 }
 
@@ -180,9 +179,9 @@ __device__ __forceinline__ void store_flat_codes(const ShardEntry& e, Codes<F> c
                                                  std::uint32_t row, std::uint32_t col,
                                                  const Inside<>& in) {
   std::uint8_t* to = flat_codes_at<F>(e, row, col);
-  constexpr int kBytes = kUnit * F::kBits / 8;
+  constexpr int kBytes = kVec * F::kBits / 8;
   const auto address = reinterpret_cast<std::uintptr_t>(to);
-  if (in.all() && address % kBytes == 0) return store_unit<F>(to, 0, codes);
+  if (in.all() && address % kBytes == 0) return store_vec<F>(to, 0, codes);
   if (in.all() && address % 4 == 0) {
 #pragma unroll
     for (int i = 0; i < kBytes / 4; ++i) reinterpret_cast<std::uint32_t*>(to)[i] = codes.w[i];
@@ -196,20 +195,20 @@ __global__ void __launch_bounds__(kThreads, 3)
     cast_of_shards(const __grid_constant__ TableView<ShardEntry> table) {
   __shared__ ShardEntry e;
   const TileOfShard tile = tile_of(e, find_entry(table, e));
-  const std::uint32_t col = tile.unit_col();
-  Inside<> in = inside(e, tile.unit_row(0), col);
-  Unit<float> unit = load_master(e, tile.unit_row(0), col, in);
+  const std::uint32_t col = tile.vec_col();
+  Inside<> in = inside(e, tile.vec_row(0), col);
+  Vec16<float> vec = load_master(e, tile.vec_row(0), col, in);
   const MatrixScale matrix = scale_of_weight<F>(e);
 #pragma unroll 1
   for (int i = 0; i < kPasses; ++i) {
     const Inside<> now = in;
-    const Unit<float> values = unit;
+    const Vec16<float> values = vec;
     if (i + 1 < kPasses) {  // on its way meanwhile
-      in = inside(e, tile.unit_row(i + 1), col);
-      unit = load_master(e, tile.unit_row(i + 1), col, in);
+      in = inside(e, tile.vec_row(i + 1), col);
+      vec = load_master(e, tile.vec_row(i + 1), col, in);
     }
     if (!now.any()) continue;
-    const std::uint32_t row = tile.unit_row(i);
+    const std::uint32_t row = tile.vec_row(i);
     store_flat_codes<F>(e, encode_master<F>(e, matrix, values, row, col), row, col, now);
   }
 }

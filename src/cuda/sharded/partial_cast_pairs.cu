@@ -24,13 +24,13 @@ constexpr int kSide = 4, kPatches = 4;            // of a patch; a thread's patc
 constexpr unsigned kWarpRows = kSide * kPatches;  // 16
 constexpr int kWarpRowsLog2 = 4, kTileLog2 = 7;
 constexpr int kAmaxBlocks = 4, kCastBlocks = 4;  // on a multiprocessor, by registers
-static_assert(kUnit == kSide * kSide && kTile == 32 * kSide && kTile == 8 * kWarpRows);
+static_assert(kVec == kSide * kSide && kTile == 32 * kSide && kTile == 8 * kWarpRows);
 
 __device__ __forceinline__ unsigned lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ unsigned warp() { return threadIdx.x / 32; }
 
 // ---- Patches -------------------------------------------------------------------------------------
-// A thread's column of patches. Row r of a patch is elements 4 r to 4 r + 3 of its unit.
+// A thread's column of patches. Row r of a patch is elements 4 r to 4 r + 3 of its vec16.
 struct Patches {
   std::uint32_t row, col;  // of the first one
   bool is_whole;           // the shard has all of the warp's
@@ -68,8 +68,8 @@ __device__ __forceinline__ void load_rows(const ShardEntry& e, std::int64_t firs
 }
 
 // Patch p as it lies in memory, zero where it is another shard's.
-__device__ __forceinline__ Unit<float> load_patch(const ShardEntry& e, const Patches& at, int p) {
-  Unit<float> patch = {};
+__device__ __forceinline__ Vec16<float> load_patch(const ShardEntry& e, const Patches& at, int p) {
+  Vec16<float> patch = {};
   const std::uint32_t row = at.row + p * kSide;
   const std::int64_t first = std::int64_t{row} * e.cols + at.col - e.begin;
   if (at.is_whole && at.is_aligned) {
@@ -91,7 +91,7 @@ __device__ __forceinline__ Unit<float> load_patch(const ShardEntry& e, const Pat
                            : static_cast<const float*>(e.master)[i + k];
     }
 #pragma unroll
-    for (int k = 0; k < kUnit; ++k)
+    for (int k = 0; k < kVec; ++k)
       if (k / kSide == r) patch.v[k] = v[k % kSide];  // in registers
   }
   return patch;
@@ -101,10 +101,10 @@ __device__ __forceinline__ Unit<float> load_patch(const ShardEntry& e, const Pat
 // the kernels outgrow the instruction cache.
 template <class Body>
 __device__ __forceinline__ void each_patch(const ShardEntry& e, const Patches& at,
-                                           Unit<float> patch, Body body) {
+                                           Vec16<float> patch, Body body) {
 #pragma unroll 1
   for (int p = 0; p < kPatches; ++p) {
-    Unit<float> now = patch;
+    Vec16<float> now = patch;
     if (p + 1 < kPatches) patch = load_patch(e, at, p + 1);
     round_as_asked(e, now);
     body(now, p);
@@ -192,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
   const bool is_pair = pair.count == 2;
   const bool has_rows = pair.of[0].height_log2 == 0 || (is_pair && pair.of[1].height_log2 == 0);
   uint4 largest = {};
-  each_patch(master, at, load_patch(master, at, 0), [&](const Unit<float>& patch, int p) {
+  each_patch(master, at, load_patch(master, at, 0), [&](const Vec16<float>& patch, int p) {
     std::uint32_t of_rows[kSide];
 #pragma unroll
     for (int r = 0; r < kSide; ++r) {
@@ -206,7 +206,7 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
     const std::uint32_t of_row = magnitude_in(master, exchange_rows(of_rows));
     for (int i = 0; i < pair.count; ++i)
       if (pair.of[i].height_log2 == 0)
-        put_row(pair.of[i], at.row + p * kSide + lane() % kSide, at.col / kUnit * kUnit, of_row);
+        put_row(pair.of[i], at.row + p * kSide + lane() % kSide, at.col / kVec * kVec, of_row);
   });
   columns[threadIdx.x] = {magnitude_in(master, largest.x), magnitude_in(master, largest.y),
                           magnitude_in(master, largest.z), magnitude_in(master, largest.w)};
@@ -257,12 +257,12 @@ __device__ __forceinline__ float scaled(float x, float factor) {
 // Of the next patch: every call takes the first patch's factor from the front.
 template <class F>
 __device__ __forceinline__ Codes<F> encode_patch(const ShardEntry& e, FactorsOfPatches& factors,
-                                                 const Unit<float>& patch) {
-  Unit<float> v;
+                                                 const Vec16<float>& patch) {
+  Vec16<float> v;
   float (&f)[kSide] = factors.f;
   if (e.width_log2 == 0) {
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) v.v[i] = scaled<F>(patch[i], f[i % kSide]);
+    for (int i = 0; i < kVec; ++i) v.v[i] = scaled<F>(patch[i], f[i % kSide]);
   } else {
 #pragma unroll
     for (int r = 0; r < kSide; ++r) {
@@ -272,7 +272,7 @@ __device__ __forceinline__ Codes<F> encode_patch(const ShardEntry& e, FactorsOfP
     }
     f[0] = f[1], f[1] = f[2], f[2] = f[3];
   }
-  return encode_unit<F, false>(v, {1.0f, false, false, false}, RandomBits{});
+  return encode_vec<F, false>(v, {1.0f, false, false, false}, RandomBits{});
 }
 
 // Row r of a patch has word r of its codes, or half of one.
@@ -315,10 +315,10 @@ __global__ void __launch_bounds__(kThreads, kCastBlocks)
   const std::uint32_t tile = find_entry(table, pair);
   const ShardEntry &first = pair.of[0], &second = pair.of[1];
   const Patches at = patches_of(first, tile_of(first, tile));
-  const Unit<float> patch = load_patch(first, at, 0);  // on its way while factors are found
+  const Vec16<float> patch = load_patch(first, at, 0);  // on its way while factors are found
   FactorsOfPatches of_first = factors_of<First>(first, at), of_second = {};
   if constexpr (kIsPair) of_second = factors_of<Second>(second, at);
-  each_patch(first, at, patch, [&](const Unit<float>& now, int p) {
+  each_patch(first, at, patch, [&](const Vec16<float>& now, int p) {
     store_patch<First>(first, at, p, encode_patch<First>(first, of_first, now));
     if constexpr (kIsPair)
       store_patch<Second>(second, at, p, encode_patch<Second>(second, of_second, now));

@@ -1,4 +1,4 @@
-// A shard of a weight as the device sees it, and how its elements come into registers: units of 16 neighbours of a row,
+// A shard of a weight as the device sees it, and how its elements come into registers: vec16s of 16 neighbours of a row,
 // in tiles of 128 x 128 of the weight.
 //
 // A cell is what shares an amax (AmaxGrid): 2^h rows by 2^w columns of W, all of them where h or w is kAll.
@@ -7,14 +7,14 @@
 #include <cstdint>
 
 #include "cuda/common/tile.cuh"
-#include "cuda/quantize/cast_unit.cuh"
+#include "cuda/quantize/cast_vec16.cuh"
 #include "minifloat/partial_cast.h"
 #include "minifloat/spec.h"
 
 namespace minifloat::cuda {
 
 inline constexpr int kAll = 31;  // log2 of more than any size
-inline constexpr int kRowStep = kThreads / kUnitColumns, kPasses = kTile / kRowStep;
+inline constexpr int kRowStep = kThreads / kVecColumns, kPasses = kTile / kRowStep;
 
 struct alignas(16) ShardEntry {
   const void* master;
@@ -42,14 +42,14 @@ ShardEntry entry_of(const PartialCast& cast);
 
 // ---- A run of a shard ----------------------------------------------------------------------------
 // The elements of the run at (row, col) that are the shard's: [low, high) of kRun.
-template <int kRun = kUnit>
+template <int kRun = kVec>
 struct Inside {
   int low, high;
   __device__ __forceinline__ bool any() const { return low < high; }
   __device__ __forceinline__ bool all() const { return low == 0 && high == kRun; }
   __device__ __forceinline__ bool has(int i) const { return i >= low && i < high; }
 };
-template <int kRun = kUnit>
+template <int kRun = kVec>
 __device__ __forceinline__ Inside<kRun> inside(const ShardEntry& e, std::uint32_t row,
                                                std::uint32_t col) {
   if (row >= e.rows || col >= e.cols) return {0, 0};
@@ -60,11 +60,11 @@ __device__ __forceinline__ Inside<kRun> inside(const ShardEntry& e, std::uint32_
 }
 
 // What a value of the master is in the compute dtype.
-__device__ __forceinline__ void round_as_asked(const ShardEntry& e, Unit<float>& unit) {
+__device__ __forceinline__ void round_as_asked(const ShardEntry& e, Vec16<float>& vec) {
   if (!e.rounds) return;
-  const Unit<Bf16> half = round_unit(unit.v, 1.0f);
+  const Vec16<Bf16> half = round_vec(vec.v, 1.0f);
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) unit.v[i] = half[i];
+  for (int i = 0; i < kVec; ++i) vec.v[i] = half[i];
 }
 // A NaN that was rounded has the bits that the CPU gives it; one that was not keeps its own.
 __device__ __forceinline__ std::uint32_t magnitude_in(const ShardEntry& e, std::uint32_t bits) {
@@ -77,11 +77,11 @@ __device__ __forceinline__ float load_element(const ShardEntry& e, std::int64_t 
   return e.rounds ? round_to_bf16(x) : x;
 }
 
-// The shard's elements of a unit in the compute dtype; zero where they are another's.
-__device__ __forceinline__ Unit<float> load_master(const ShardEntry& e, std::uint32_t row,
-                                                   std::uint32_t col, const Inside<>& in) {
-  Unit<float> unit = {};
-  if (!in.any()) return unit;
+// The shard's elements of a vec16 in the compute dtype; zero where they are another's.
+__device__ __forceinline__ Vec16<float> load_master(const ShardEntry& e, std::uint32_t row,
+                                                    std::uint32_t col, const Inside<>& in) {
+  Vec16<float> vec = {};
+  if (!in.any()) return vec;
   const std::int64_t first = std::int64_t{row} * e.cols + col - e.begin;
   const auto* from = static_cast<const std::uint8_t*>(e.master) + first * (e.is_bf16 ? 2 : 4);
   if (!in.all() || reinterpret_cast<std::uintptr_t>(from) % 16 != 0) {
@@ -89,24 +89,24 @@ __device__ __forceinline__ Unit<float> load_master(const ShardEntry& e, std::uin
     for (int i = in.low; i < in.high; ++i) {
       const float x = load_element(e, first + i);
 #pragma unroll
-      for (int k = 0; k < kUnit; ++k)
-        if (k == i) unit.v[k] = x;  // in registers
+      for (int k = 0; k < kVec; ++k)
+        if (k == i) vec.v[k] = x;  // in registers
     }
-    return unit;
+    return vec;
   }
   const auto* chunks = reinterpret_cast<const uint4*>(from);
   if (e.is_bf16) {
-    Unit<Bf16> half;
+    Vec16<Bf16> half;
     reinterpret_cast<uint4*>(&half)[0] = __ldg(chunks);
     reinterpret_cast<uint4*>(&half)[1] = __ldg(chunks + 1);
 #pragma unroll
-    for (int i = 0; i < kUnit; ++i) unit.v[i] = half[i];
-    return unit;
+    for (int i = 0; i < kVec; ++i) vec.v[i] = half[i];
+    return vec;
   }
 #pragma unroll
-  for (int i = 0; i < 4; ++i) reinterpret_cast<uint4*>(&unit)[i] = __ldg(chunks + i);
-  round_as_asked(e, unit);
-  return unit;
+  for (int i = 0; i < 4; ++i) reinterpret_cast<uint4*>(&vec)[i] = __ldg(chunks + i);
+  round_as_asked(e, vec);
+  return vec;
 }
 
 // ---- What it becomes -----------------------------------------------------------------------------
@@ -163,14 +163,14 @@ __device__ __forceinline__ void store_run(const ShardEntry& e, std::uint8_t* to,
 }
 
 // ---- Tiles ---------------------------------------------------------------------------------------
-// Where this thread's units of a tile are: `pass` of kPasses.
+// Where this thread's vec16s of a tile are: `pass` of kPasses.
 struct TileOfShard {
   std::uint32_t row, col;  // of the tile's corner
-  __device__ __forceinline__ std::uint32_t unit_row(int pass) const {
-    return row + threadIdx.x / kUnitColumns + pass * kRowStep;
+  __device__ __forceinline__ std::uint32_t vec_row(int pass) const {
+    return row + threadIdx.x / kVecColumns + pass * kRowStep;
   }
-  __device__ __forceinline__ std::uint32_t unit_col() const {
-    return col + threadIdx.x % kUnitColumns * kUnit;
+  __device__ __forceinline__ std::uint32_t vec_col() const {
+    return col + threadIdx.x % kVecColumns * kVec;
   }
 };
 __device__ __forceinline__ TileOfShard tile_of(const ShardEntry& e, std::uint32_t tile) {

@@ -18,10 +18,10 @@ struct HadamardArgs {
   Bf16* out;  // (batch, rows, padded)
 };
 template <class Elements>
-__device__ __forceinline__ void transform_and_store(const HadamardArgs& args, const Elements& unit,
+__device__ __forceinline__ void transform_and_store(const HadamardArgs& args, const Elements& vec,
                                                     const Place& at) {
-  Unit<Bf16> transformed = hadamard_unit(unit, args.points, args.signs);
-  if (at.row >= args.rows || at.col >= args.padded) return;  // padded is a whole number of units
+  Vec16<Bf16> transformed = hadamard_vec(vec, args.points, args.signs);
+  if (at.row >= args.rows || at.col >= args.padded) return;  // padded is a whole number of vec16s
   Bf16* to = args.out + std::uint64_t{at.all} * args.padded + at.col;
   if (args.aligned && transformed.amax() <= Float32::kExponent) {
     reinterpret_cast<uint4*>(to)[0] =
@@ -31,7 +31,7 @@ __device__ __forceinline__ void transform_and_store(const HadamardArgs& args, co
     return;
   }
 #pragma unroll
-  for (int i = 0; i < kUnit; ++i) {
+  for (int i = 0; i < kVec; ++i) {
     const std::uint32_t bits = transformed.bits(i);
     to[i] = static_cast<Bf16>((bits & 0x7FFFu) > BF16::kInfBits ? BF16::kNanBits : bits);
   }
@@ -39,10 +39,10 @@ __device__ __forceinline__ void transform_and_store(const HadamardArgs& args, co
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4)
     hadamard_rows(const __grid_constant__ HadamardArgs args,
-                  const __grid_constant__ RowUnits layout) {
-  each_unit_of_rows<T>(args.x, layout, [&](const Unit<T>& unit, Place at) {
+                  const __grid_constant__ RowVecs layout) {
+  each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, Place at) {
     if (at.all >= layout.end_row) at.row = args.rows;
-    transform_and_store(args, unit, at);
+    transform_and_store(args, vec, at);
   });
 }
 template <class T>
@@ -54,10 +54,10 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
   const SharedTile<T> shared = {words};
   shared.fill(args.x, tile);
   shared.wait();
-  const std::uint32_t col = tile.row + threadIdx.x % kUnitColumns * kUnit;
-  shared.template each_unit<true>([&](const auto& unit, unsigned row) {
+  const std::uint32_t col = tile.row + threadIdx.x % kVecColumns * kVec;
+  shared.template each_vec<true>([&](const auto& vec, unsigned row) {
     const std::uint32_t in_matrix = tile.col + row;
-    transform_and_store(args, unit,
+    transform_and_store(args, vec,
                         {tile.batch, in_matrix, tile.batch * args.rows + in_matrix, col});
   });
 }
@@ -66,8 +66,8 @@ void launch_hadamard(const HadamardArgs& args, std::int64_t batch, bool columnwi
                      cudaStream_t stream) {
   if (batch * args.x.rows * args.x.cols == 0) return;
   if (!columnwise)
-    return each_launch_of_rows(batch, args.x, args.padded, args.points / kUnit,
-                               [&](const RowUnits& layout, unsigned grid) {
+    return each_launch_of_rows(batch, args.x, args.padded, args.points / kVec,
+                               [&](const RowVecs& layout, unsigned grid) {
                                  hadamard_rows<T><<<grid, kThreads, 0, stream>>>(args, layout);
                                  check_launch("hadamard");
                                });

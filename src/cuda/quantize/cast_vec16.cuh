@@ -1,7 +1,7 @@
-// One unit of one direction, once it is in registers:
+// One vec16 of one direction, once it is in registers:
 //
 //     1  transform                       16 points in a thread, more across lanes
-//     2  amax of the unit, of the block  shuffles along a row; of a 2D block: given
+//     2  amax of the vec16, of the block  shuffles along a row; of a 2D block: given
 //     3  scale and factor                core/scale_rule.h
 //     4  encode, store
 #pragma once
@@ -18,7 +18,7 @@
 namespace minifloat::cuda {
 
 // A direction as its kernel is compiled for it. Rules, block shapes and lengths of the transform are looked up at run
-// time, once a unit.
+// time, once a vec16.
 template <class Format, bool Stochastically, bool Transformed, bool ByValues = false>
 struct Cast {
   using F = Format;
@@ -32,10 +32,10 @@ struct KernelOperand {
   ScaleRule rule;
   ScaleRounding rounding;
   bool delayed;
-  bool aligned;     // rows of codes start at multiples of a unit's bytes
+  bool aligned;     // rows of codes start at multiples of a vec16's bytes
   int points;       // of the transform
   int height_log2;  // of a block; 0 for tensors and rows
-  int units_log2;   // of a block's row; 3: a whole tile row
+  int vecs_log2;    // of a block's row; 3: a whole tile row
   std::uint32_t rows, padded, code_pitch, scale_rows, scale_cols;
   const float* amax;            // in force: (batch), or (batch, rows)
   const float* reported;        // what goes to amax_out, if that is another
@@ -61,30 +61,30 @@ __device__ __forceinline__ RandomKey random_key(const KernelOperand& plan) {
   return minifloat::random_key(plan.random, plan.random_size, plan.stream);
 }
 
-// A unit as codes. pending_factor: what the elements are still to be multiplied by, a power of two.
+// A vec16 as codes. pending_factor: what the elements are still to be multiplied by, a power of two.
 template <class C, class T>
 __device__ __forceinline__ Codes<typename C::F> encode_in_block(const KernelOperand& plan,
-                                                                ScaleRule rule, const Unit<T>& unit,
+                                                                ScaleRule rule, const Vec16<T>& vec,
                                                                 const BlockScale& block,
                                                                 const RandomBits& bits,
                                                                 float pending_factor = 1.0f) {
   const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
-  return encode_unit<typename C::F, C::kStochastic>(
-      unit,
+  return encode_vec<typename C::F, C::kStochastic>(
+      vec,
       {block.encode * pending_factor, has_zero_codes(rule, block.code), delayed,
        block.takes_fast_path},
       bits);
 }
 
-// Bytes of a unit's codes.
+// Bytes of a vec16's codes.
 template <class F>
-inline constexpr int kUnitBytes = kUnit * F::kBits / 8;
+inline constexpr int kVecBytes = kVec * F::kBits / 8;
 
 // ---- Stores --------------------------------------------------------------------------------------
-// All codes of a unit, as unit i of `to`, which starts at a multiple of a unit's bytes.
+// All codes of a vec16, as vec16 i of `to`, which starts at a multiple of a vec16's bytes.
 template <class F>
-__device__ __forceinline__ void store_unit(std::uint8_t* to, std::uint64_t i,
-                                           const Codes<F>& codes) {
+__device__ __forceinline__ void store_vec(std::uint8_t* to, std::uint64_t i,
+                                          const Codes<F>& codes) {
   if constexpr (F::kBits == 8)
     reinterpret_cast<uint4*>(to)[i] = make_uint4(codes.w[0], codes.w[1], codes.w[2], codes.w[3]);
   else
@@ -95,8 +95,8 @@ __device__ __forceinline__ void store_codes(const KernelOperand& plan, const Cod
                                             const Place& at) {
   std::uint8_t* to =
       plan.codes + std::uint64_t{at.all} * plan.code_pitch + (F::kBits == 8 ? at.col : at.col / 2);
-  const int left = static_cast<int>(min(plan.padded - at.col, std::uint32_t{kUnit}));  // elements
-  if (left == kUnit && plan.aligned) return store_unit<F>(to, 0, codes);
+  const int left = static_cast<int>(min(plan.padded - at.col, std::uint32_t{kVec}));  // elements
+  if (left == kVec && plan.aligned) return store_vec<F>(to, 0, codes);
   Codes<F> rest = codes;
 #pragma unroll 1
   for (int i = 0; i < left; i += 8 / F::kBits, ++to) {
@@ -120,13 +120,13 @@ __device__ __forceinline__ void store_scale_at(const KernelOperand& plan, ScaleR
 }
 __device__ __forceinline__ void store_scale(const KernelOperand& plan, const BlockScale& block,
                                             const Place& at) {
-  const std::uint32_t col = at.col / kUnit;
+  const std::uint32_t col = at.col / kVec;
   const bool is_first =
-      (at.row & ((1u << plan.height_log2) - 1)) == 0 && (col & ((1u << plan.units_log2) - 1)) == 0;
+      (at.row & ((1u << plan.height_log2) - 1)) == 0 && (col & ((1u << plan.vecs_log2) - 1)) == 0;
   if (!is_first) return;
   const std::uint64_t row =
       std::uint64_t{at.batch} * plan.scale_rows + (at.row >> plan.height_log2);
-  store_scale_at(plan, plan.rule, block, row * plan.scale_cols + (col >> plan.units_log2));
+  store_scale_at(plan, plan.rule, block, row * plan.scale_cols + (col >> plan.vecs_log2));
 }
 
 // The outputs that there is one of a matrix or a row: the scale, where no block has one, and the amax.
@@ -141,57 +141,58 @@ __device__ __forceinline__ void store_whole(const KernelOperand& plan, std::uint
     plan.amax_out[i] = plan.reported ? plan.reported[i] : amax;
 }
 
-// ---- A unit --------------------------------------------------------------------------------------
-// What is to be cast: the unit, or its transform.
+// ---- A vec16 --------------------------------------------------------------------------------------
+// What is to be cast: the vec16, or its transform.
 template <class C>
-__device__ __forceinline__ Unit<float> transform(const KernelOperand& plan, const Unit<float>& unit)
+__device__ __forceinline__ Vec16<float> transform(const KernelOperand& plan,
+                                                  const Vec16<float>& vec)
   requires(!C::kTransform)
 {
-  return unit;
+  return vec;
 }
 template <class C>
-__device__ __forceinline__ Unit<Bf16> transform(const KernelOperand& plan, const Unit<Bf16>& unit)
+__device__ __forceinline__ Vec16<Bf16> transform(const KernelOperand& plan, const Vec16<Bf16>& vec)
   requires(!C::kTransform)
 {
-  return unit;
+  return vec;
 }
 template <class C, class Elements>
-__device__ __forceinline__ Unit<Bf16> transform(const KernelOperand& plan, const Elements& unit)
+__device__ __forceinline__ Vec16<Bf16> transform(const KernelOperand& plan, const Elements& vec)
   requires(C::kTransform)
 {
-  return hadamard_unit(unit, plan.points, kHadamardSigns);
+  return hadamard_vec(vec, plan.points, kHadamardSigns);
 }
 
-// The amax of blocks of one row, from that of a lane's unit.
-__device__ __forceinline__ std::uint32_t amax_of_lanes(std::uint32_t amax, int units_log2) {
-  for (int lanes = 1; lanes < (1 << units_log2); lanes *= 2)
+// The amax of blocks of one row, from that of a lane's vec16.
+__device__ __forceinline__ std::uint32_t amax_of_lanes(std::uint32_t amax, int vecs_log2) {
+  for (int lanes = 1; lanes < (1 << vecs_log2); lanes *= 2)
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
   return amax;
 }
 
-// The scale of the block of one row that a unit is, or is part of.
+// The scale of the block of one row that a vec16 is, or is part of.
 template <class C, class Elements>
-__device__ __forceinline__ BlockScale scale_of_unit(ScaleRule rule, ScaleRounding rounding,
-                                                    const MatrixScale& matrix, std::uint32_t amax,
-                                                    const Elements& unit) {
+__device__ __forceinline__ BlockScale scale_of_vec(ScaleRule rule, ScaleRounding rounding,
+                                                   const MatrixScale& matrix, std::uint32_t amax,
+                                                   const Elements& vec) {
   if constexpr (C::kReadsValues)
-    return scale_by_values(rule, rounding, matrix, amax, unit);
+    return scale_by_values(rule, rounding, matrix, amax, vec);
   else
     return block_scale<typename C::F>(rule, rounding, matrix, amax);
 }
 
-// amax_2d: the amax of the unit's 2D block, with the choice of its scale; null: the block is of one row.
+// amax_2d: the amax of the vec16's 2D block, with the choice of its scale; null: the block is of one row.
 template <class C, class Elements>
-__device__ __forceinline__ void cast_unit(const KernelOperand& plan, const MatrixScale& matrix,
-                                          const RandomKey& random, const Elements& x,
-                                          const Place& at, const std::uint32_t* amax_2d = nullptr) {
+__device__ __forceinline__ void cast_vec(const KernelOperand& plan, const MatrixScale& matrix,
+                                         const RandomKey& random, const Elements& x,
+                                         const Place& at, const std::uint32_t* amax_2d = nullptr) {
   using F = typename C::F;
-  const auto unit = transform<C>(plan, x);
+  const auto vec = transform<C>(plan, x);
   std::uint32_t amax = 0;
   if (amax_2d)
     amax = *amax_2d;
   else if (plan.scale_cols > 0)
-    amax = amax_of_lanes(unit.amax(), plan.units_log2);
+    amax = amax_of_lanes(vec.amax(), plan.vecs_log2);
   if (at.row >= plan.rows || at.col >= plan.padded) return;
 
   if (F::kBits == 8 && plan.rule == ScaleRule::kRow) {
@@ -203,7 +204,7 @@ __device__ __forceinline__ void cast_unit(const KernelOperand& plan, const Matri
   }
   BlockScale block;
   if (C::kReadsValues && !amax_2d)
-    block = scale_of_unit<C>(plan.rule, plan.rounding, matrix, amax, unit);
+    block = scale_of_vec<C>(plan.rule, plan.rounding, matrix, amax, vec);
   else
     block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
   if (plan.scale_cols > 0) store_scale(plan, block, at);
@@ -211,8 +212,8 @@ __device__ __forceinline__ void cast_unit(const KernelOperand& plan, const Matri
   if constexpr (C::kStochastic)
     bits = random_bits_at(random.key, random.stream,
                           static_cast<std::uint32_t>(plan.origin_row + at.all),
-                          static_cast<std::uint32_t>((plan.origin_col + at.col) / kUnit));
-  const Codes<F> codes = encode_in_block<C>(plan, plan.rule, unit, block, bits);
+                          static_cast<std::uint32_t>((plan.origin_col + at.col) / kVec));
+  const Codes<F> codes = encode_in_block<C>(plan, plan.rule, vec, block, bits);
   store_codes<F>(plan, codes, at);
   if (plan.decoded)
     store_product_values<F>(codes, block.scale, plan.decoded + std::uint64_t{at.all} * plan.padded,
