@@ -8,7 +8,7 @@
 
 namespace minifloat {
 
-// (count, 1 + length) float32, rows in a row; a row is the history of one operand.
+// The amax histories of several operands: (count, 1 + length) float32, one row an operand.
 struct AmaxHistories {
   float* rows = nullptr;
   std::int64_t count = 0;
@@ -18,7 +18,7 @@ struct AmaxHistories {
   Device device = Device::kCpu;
 };
 
-// Rolls every row in place.
+// Rolls each row in place.
 void roll_amax_histories(const AmaxHistories& histories, const Execution& execution = {});
 
 }  // namespace minifloat

@@ -1,4 +1,5 @@
-// The one exception, and the one check that throws it: what was expected, and what came.
+// The one exception, and the check that throws it: its message is what was expected and what was
+// found.
 #pragma once
 
 #include <sstream>
@@ -14,7 +15,7 @@ class Error : public std::invalid_argument {
   using std::invalid_argument::invalid_argument;
 };
 
-// The text with control characters spelled out: a NUL would end a message early.
+// Returns the text with control characters spelled out: a NUL would end a message early.
 inline std::string printable(std::string_view text) {
   constexpr const char* kDigits = "0123456789abcdef";
   std::string out;

@@ -1,14 +1,16 @@
-// Quantizing weights of which each rank holds a flat shard of the high-precision master, over many weights at once.
+// Quantizing weights of which each rank holds a flat shard of the high-precision master, many
+// weights at once.
 //
 //     master shard --partial_amax--> amaxes of the blocks that it touches
 //                                    | max over ranks, as int32: ordered like the values, NaN on top
-//                                    | for a rule that reads values: choose_scales, and the max over ranks again
-//     master shard --partial_cast--> its own codes, and every scale of the weight
+//                                    | for a rule that reads values: choose_scales, and the max again
+//     master shard --partial_cast--> the shard's codes, and every scale of the weight
 //                                    | gather of the codes' bytes
-//     codes        --transpose_many--> the other direction, where it holds the same codes
+//     codes        --transpose_many--> the other direction, where both have the same codes
 //
-// The bytes are those of `quantize` on the whole weight. Codes leave a cast in W's own order, columnwise ones too, so
-// that a flat shard is one range of bytes: the wire. A columnwise wire is transposed once it is whole.
+// The bytes are those of `quantize` on the whole weight. A cast writes flat codes: in W's own
+// order, columnwise ones too, so that a flat shard is one range of bytes. Gathered columnwise codes
+// are then transposed.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +22,8 @@
 
 namespace minifloat {
 
-// The elements of W (N, K) that share an amax, in W's own orientation whatever the direction, and how many there are.
+// The cells of W (N, K), the elements that share an amax, in W's own orientation for both
+// directions.
 struct AmaxGrid {
   std::int64_t height = 1, width = 1;  // of a cell
   std::int64_t rows = 0, cols = 0;     // of the grid
@@ -37,8 +40,7 @@ struct PartialCast {
   bool columnwise = false;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
-  DType compute =
-      DType::kBFloat16;  // what masters are rounded to first: the weight's nominal dtype
+  DType compute = DType::kBFloat16;  // the dtype that masters are rounded to first
 
   Span shard;                    // of W's flat elements; empty: this rank holds nothing of it
   const void* master = nullptr;  // (shard.size())
@@ -46,36 +48,40 @@ struct PartialCast {
 
   std::uint32_t* amaxes =
       nullptr;  // (amax_grid().count()): the grid's, then the tensor's; bit patterns
-  // The wire from byte `first_byte` on. Where a nibble of its first or last byte is another shard's, it stays as it is,
-  // or becomes zero.
+  // The flat codes from byte `first_byte` on. Where a nibble of the first or last byte is another
+  // shard's, that nibble stays as it is, or becomes zero.
   std::uint8_t* codes = nullptr;
   std::int64_t first_byte = 0;
   bool keeps_neighbours = true;
   void* scale = nullptr;  // whole, as read
   // Whether `amaxes` have been through choose_scales.
   bool has_chosen_scales = false;
-  // As minifloat/quantize.h has it; null: not wanted. Under +delayed: on entry the amax in force, on return the
-  // values' own, for the history.
+  // As in minifloat/quantize.h; null: not wanted. Under +delayed: on entry the active amax, on
+  // return the current amax, for the history.
   float* amax = nullptr;
 };
 
-// Sets `amaxes`, zero before and each cast's own, to those of the shard's values. Here and in partial_cast, two directions
-// of one weight that follow one another, of the same master and shard, are served by one read of it.
+// Raises `amaxes`, zero before and separate for each cast, to those of the shard's values. Here and
+// in partial_cast, two consecutive casts of one weight's two directions, with the same master and
+// shard, take one read of the master.
 void partial_amax(std::span<const PartialCast> casts, Device device,
                   const Execution& execution = {});
 
-// For specs whose rule reads values (core/scale_rule.h), whose shards then hold whole blocks; other casts are left alone.
-// From amaxes that are those of the whole weights: takes the sign bit of a block's amax for the choice of its scale. It is
-// set where the first scale is taken, and in the blocks of other shards; so a max over ranks as int32 keeps every choice.
+// Writes the choice of each block's scale into the sign bit of the block's amax, from `amaxes` of
+// the whole weights. Only for specs whose rule reads values (core/scale_rule.h), whose shards hold
+// whole blocks; other casts are skipped. The bit is set where the first scale is taken, and in the
+// blocks of other shards, so that a max over ranks as int32 keeps every choice.
 void choose_scales(std::span<const PartialCast> casts, Device device,
                    const Execution& execution = {});
 
-// Scales and amax of whole weights, and the codes of the shards, from amaxes that are those of the whole weights. Where a
-// rule reads values and has_chosen_scales is not set, the shard is the whole weight, and its `amaxes` are overwritten.
+// Writes the scales and amaxes of whole weights, and the codes of the shards, from `amaxes` of the
+// whole weights. Where a rule reads values and has_chosen_scales is not set, the shard must be the
+// whole weight, and its `amaxes` are overwritten.
 void partial_cast(std::span<const PartialCast> casts, Device device,
                   const Execution& execution = {});
 
-// A matrix (rows, cols) of elements of 4 (packed two a byte, row by row), 8 or 32 bits, transposed into `to`.
+// A matrix (rows, cols) of elements of 4 (packed two a byte, row by row), 8 or 32 bits, and the
+// memory of its transpose.
 struct Transpose {
   const void* from = nullptr;
   void* to = nullptr;
@@ -86,7 +92,8 @@ struct Transpose {
 void transpose_many(std::span<const Transpose> matrices, Device device,
                     const Execution& execution = {});
 
-// Bytes copied, or ORed into what is there: the nibbles of a byte that two shards share. ORs come after all copies.
+// A copy of bytes, or an OR into the bytes that are there: the nibbles of a byte that two shards
+// share. ORs are done after all copies.
 struct Copy {
   const std::uint8_t* from = nullptr;
   std::uint8_t* to = nullptr;

@@ -1,4 +1,4 @@
-// A recipe is the specs of three matrix products. For y = x Wᵀ (x: [M, K], W: [N, K], g = dL/dy: [M, N]):
+// The specs of three matrix products. For y = x Wᵀ (x: [M, K], W: [N, K], g = dL/dy: [M, N]):
 //
 //     fprop:  y  [M, N] = x  [M, K] · W  [N, K]        contraction over K
 //     dgrad:  dx [M, K] = g  [M, N] · Wᵀ [K, N]        over N: W is read columnwise
@@ -32,7 +32,7 @@ struct Product {
 struct Recipe {
   Product fprop, dgrad, wgrad;
 
-  // A preset's name or the explicit form. Throws Error with position and reason.
+  // Parses a preset's name or the explicit form. Throws Error with position and reason.
   static Recipe parse(std::string_view text);
   std::string str() const;  // the preset's name where it is one
   bool operator==(const Recipe&) const = default;
@@ -40,18 +40,19 @@ struct Recipe {
   bool is_delayed() const;
 };
 
-// A recipe a module name. A text without a glob is the map that gives it to every module.
+// Recipes by module name. A text without a glob gives its recipe to every module.
 struct RecipeMap {
   std::vector<std::pair<std::string, Recipe>> entries;
 
   static RecipeMap parse(std::string_view text);
   std::string str() const;
-  // The recipe of the last glob that matches (* any characters, ? one character of UTF-8); null where none does.
+  // Returns the recipe of the last glob that matches (* any characters, ? one character of UTF-8),
+  // or null.
   const Recipe* find(std::string_view module) const;
   bool operator==(const RecipeMap&) const = default;
 };
 
-// Names of the presets, in the order of the documentation.
+// Returns the names of the presets, in the order of the documentation.
 const std::vector<std::string>& preset_names();
 
 }  // namespace minifloat

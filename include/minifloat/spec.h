@@ -1,6 +1,8 @@
-// An operand spec: element format + scale rule + block shape + rounding + transform, and its text form.
+// An operand spec: element format + scale rule + block shape + rounding + transform, and its text
+// form.
 //
-//     operand = elements [ "/e5m2" ] [ "/" block ] { "+" flag }      nvfp4/16x16   mxfp8/e5m2+floor   nvfp4+sr+rht
+//     operand = elements [ "/e5m2" ] [ "/" block ] { "+" flag }
+//     examples: nvfp4/16x16   mxfp8/e5m2+floor   nvfp4+sr+rht
 //
 //     bf16                                     identity
 //     e4m3/tensor  e5m2/tensor                 one fp32 scale; +delayed: from an amax history
@@ -35,7 +37,7 @@ struct Spec {
   bool delayed = false;
   int transform = 0;  // points of the Hadamard transform; 0: none
 
-  // Throws Error with the position, what was found there and what would have been legal.
+  // Parses a spec. Throws Error with the position, what was found there and what is legal.
   static Spec parse(std::string_view text);
   std::string str() const;  // canonical: parse(str()) == *this
   bool operator==(const Spec&) const = default;
@@ -43,20 +45,21 @@ struct Spec {
   bool is_bf16() const { return elements == Elements::kBf16; }
   bool is_fp8() const { return elements == Elements::kE4m3 || elements == Elements::kE5m2; }
   int code_bits() const { return elements == Elements::kE2m1 ? 4 : 8; }
-  // E2M1 under block scales 2^k, whose values E4M3 codes can hold (core/fp4_as_fp8.h).
+  // Returns whether the spec is E2M1 under block scales 2^k, whose values E4M3 codes can hold
+  // (core/fp4_as_fp8.h).
   bool is_fp4_by_powers_of_two() const {
     return elements == Elements::kE2m1 &&
            (rule == ScaleRule::kMx || scale_rounding == ScaleRounding::kPowerOfTwo);
   }
   bool has_tensor_amax() const { return rule == ScaleRule::kTensor || rule == ScaleRule::kNvfp4; }
-  // Whether scales depend on a block's values beyond their amax.
+  // Returns whether scales depend on a block's values beyond their amax.
   bool reads_values() const { return minifloat::reads_values(scale_rounding); }
   bool has_row_amax() const { return rule == ScaleRule::kRow; }
   bool has_blocks() const { return block_rows > 0; }
   ScaleType scale_type() const;
 
-  // Sizes for an operand read as (rows, cols); Int may be symbolic.
-  // The contraction length of a transformed operand grows to whole transforms, and stays so.
+  // Return sizes of an operand read as (rows, cols); Int may be symbolic. The contraction length of
+  // a transformed operand grows to whole transforms.
   template <class Int>
   Int padded_cols(Int cols) const {
     return transform == 0 ? cols : round_up<Int>(cols, Int(transform));

@@ -1,4 +1,4 @@
-// What the library is handed: memory that somebody else owns, and where to work.
+// The arguments that every function takes: memory that the caller owns, and where to run.
 #pragma once
 
 #include <cstddef>
@@ -9,8 +9,8 @@ namespace minifloat {
 enum class Device : std::uint8_t { kCpu, kCuda };
 enum class DType : std::uint8_t { kFloat32, kBFloat16 };
 
-// A batch of row-major matrices: element (e, r, c) lies at data + e * batch_stride + r * row_stride + c,
-// strides in elements, columns adjacent.
+// A batch of row-major matrices. Element (e, r, c) lies at data + e * batch_stride + r * row_stride
+// + c, strides in elements, columns adjacent.
 struct TensorRef {
   const void* data = nullptr;  // (batch, rows, cols)
   DType dtype = DType::kFloat32;
@@ -22,15 +22,17 @@ struct TensorRef {
   Device device = Device::kCpu;
 };
 
-// Calls body(context, begin, end) over disjoint ranges that cover [0, count), perhaps at once.
+// A function that calls body(context, begin, end) over disjoint ranges that cover [0, count),
+// perhaps at once.
 using ParallelFor = void (*)(std::int64_t count, void (*body)(void*, std::int64_t, std::int64_t),
                              void* context);
 
-// Where and with what to run; always the last argument.
+// The device's means of one call; always the last argument.
 struct Execution {
   ParallelFor parallel_for = nullptr;  // CPU: null takes the library's own threads, one a core
   void* stream = nullptr;              // CUDA: the cudaStream_t
-  // CUDA: scratch for the kernels of this call, device memory that stays theirs on the stream. Null: cudaMallocAsync.
+  // CUDA: allocates scratch for the kernels of this call, device memory in stream order. Null:
+  // cudaMallocAsync.
   void* (*allocate)(std::size_t bytes, void* context) = nullptr;
   void* allocate_context = nullptr;
 };

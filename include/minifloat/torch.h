@@ -5,7 +5,9 @@
 //
 //     struct Net : torch::nn::Module {
 //       minifloat::nn::Linear up{nullptr};
-//       Net() { up = register_module("up", minifloat::nn::Linear(256, 1024, Recipe::parse("nvfp4"))); }
+//       Net() {
+//         up = register_module("up", minifloat::nn::Linear(256, 1024, Recipe::parse("nvfp4")));
+//       }
 //     };
 #pragma once
 
@@ -20,18 +22,20 @@
 
 namespace minifloat {
 
-// What a recipe may need besides the operands, on x's device.
+// The state that a recipe may require besides the operands, on x's device.
 struct LinearState {
-  // +sr: int64 (3): seed, forward count, FNV-1a-64 of the module's name. Its value at the forward pass is
-  // kept for the backward pass, so hand over a tensor that nobody writes to afterwards.
+  // +sr: int64 (3): seed, forward count, FNV-1a-64 of the module's name. The backward pass reads
+  // the tensor of the forward pass again, so it must not be written to in between.
   std::optional<at::Tensor> rng;
-  // +delayed: fp32 (6, 1 + length), one row an operand: fprop x, w; dgrad g, w; wgrad g, x. Column 0 is the
-  // amax in force, column 1 this step's own, written in place; older ones follow.
+  // +delayed: fp32 (6, 1 + length), one row an operand: fprop x, w; dgrad g, w; wgrad g, x. Column
+  // 0 is the active amax; column 1 is this step's current amax, written in place; older ones
+  // follow.
   std::optional<at::Tensor> amax_history;
 };
 
-// y = x · Wᵀ + bias under a recipe, differentiable. x: (…, K) and weight: (N, K), fp32 or bf16; bias: (N);
-// y: (…, N) in x's dtype. Throws c10::ValueError on shapes, dtypes or state that do not fit.
+// Computes y = x · Wᵀ + bias under a recipe, differentiable.
+//   x: (…, K) and weight: (N, K), fp32 or bf16; bias: (N); y: (…, N) in x's dtype.
+// Throws c10::ValueError on shapes, dtypes or state that do not fit.
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, const Recipe& recipe,
                   const LinearState& state = {});
@@ -47,8 +51,9 @@ struct LinearOptions {
   std::int64_t seed = 0;
 };
 
-// torch::nn::Linear under a recipe; parameters `weight` (N, K) and `bias` (N), initialised as it does. Under a
-// stochastic recipe each forward pass in training mode draws fresh bits, and in evaluation mode repeats the last.
+// torch::nn::Linear under a recipe; parameters `weight` (N, K) and `bias` (N), initialised as in
+// torch. Under a stochastic recipe each forward pass in training mode draws fresh bits, and one in
+// evaluation mode repeats the last.
 class LinearImpl : public torch::nn::Module {
  public:
   explicit LinearImpl(LinearOptions options);

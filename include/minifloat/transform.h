@@ -8,16 +8,18 @@
 
 namespace minifloat {
 
-// The randomised Hadamard transform (core/hadamard.h) of x along its columns, or of xᵀ along x's rows.
-// points: 16, 32, 64 or 128. out: bf16 (batch, rows as read, round_up(cols as read, points)).
+// Writes the randomised Hadamard transform (core/hadamard.h) of x along its columns, or of xᵀ along
+// x's rows.
+//   points: 16, 32, 64 or 128.   out: bf16 (batch, rows as read, round_up(cols as read, points))
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
               std::uint16_t* out, const Execution& execution = {});
 
-// How a scale matrix is cut before it is laid out (core/swizzle.h).
+// The cut of a scale matrix into groups before it is laid out (core/swizzle.h).
 enum class Groups { kNone, kAlongM, kAlongK };
 
-// (batch, rows, cols) one-byte scales. offsets: (groups) int32, each group's end among rows (kAlongM) or
-// columns (kAlongK), in the tensors' device memory; empty groups are legal. Offsets on the CPU are checked.
+// One-byte scales (batch, rows, cols). offsets: (groups) int32, each group's end among rows
+// (kAlongM) or columns (kAlongK), in the tensors' device memory. Empty groups are legal. Offsets on
+// the CPU are checked.
 struct ScaleMatrix {
   std::int64_t batch = 1;
   std::int64_t rows = 0;
@@ -30,7 +32,7 @@ struct ScaleMatrix {
   std::int64_t swizzled_bytes() const;  // of one matrix
 };
 
-// scale (batch, rows, cols) -> out (batch, swizzled_bytes), zero padded; and back.
+// Convert scale (batch, rows, cols) to out (batch, swizzled_bytes), zero padded, and back.
 void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,
                     const Execution& execution = {});
 void unswizzle_scales(const ScaleMatrix& shape, const std::uint8_t* swizzled, std::uint8_t* out,
@@ -45,7 +47,8 @@ struct CodeMatrix {
   Device device = Device::kCpu;
 };
 
-// out (batch, cols, ceil(rows / 2)): packed codes of the transpose; the last nibble of an odd row is zero.
+// Writes the packed codes of the transpose, (batch, cols, ceil(rows / 2)); the last nibble of an
+// odd row is zero.
 void transpose_nibbles(const CodeMatrix& codes, std::uint8_t* out, const Execution& execution = {});
 
 }  // namespace minifloat

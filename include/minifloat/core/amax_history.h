@@ -5,8 +5,9 @@
 
 namespace minifloat {
 
-// row: (1 + length), the active amax, then the amaxes of steps, the newest first; length is at least 1. The next step's
-// active amax replaces the first, and a new step begins: the others move on by one, and the newest is 0.
+// Begins a new step: sets the active amax from the history, moves each amax on by one, and writes 0
+// as the newest.
+//   row: (1 + length), the active amax, then the amaxes of steps, newest first; length >= 1
 MINIFLOAT_HD constexpr void roll_amax_history(float* row, int length, DelayedAmax algorithm,
                                               int margin) {
   row[0] = delayed_amax(row + 1, length, algorithm, margin, row[0]);

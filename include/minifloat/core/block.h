@@ -1,6 +1,6 @@
 // Block geometry: which elements share a scale, and where a 4-bit code lives in its byte.
 //
-//     operand as read (R, C), blocks of (r, c):   scales (ceil(R / r), ceil(C / c)), the last ones short
+//     operand as read (R, C), blocks of (r, c):   scales (ceil(R / r), ceil(C / c)), the last short
 //     4-bit codes: element i of a row in byte i / 2, low nibble first; row pitch ceil(C / 2) bytes
 #pragma once
 
@@ -20,8 +20,9 @@ MINIFLOAT_HD constexpr Int round_up(Int a, Int multiple) {
   return ceil_div(a, multiple) * multiple;
 }
 
-// Whether sizes are of memory that a 64-bit machine can address: 0 to 2^48 each, and so their product, with a 0 counted
-// as 1. Counts of bytes, blocks and padded sizes then fit in 64 bits.
+// Returns whether a 64-bit machine can address memory of these sizes: each is 0 to 2^48, and so is
+// their product, with a 0 counted as 1. Counts of bytes, blocks and padded sizes then fit in 64
+// bits.
 template <class Sizes>
 constexpr bool is_addressable(const Sizes& sizes) {
   constexpr std::int64_t kMost = std::int64_t{1} << 48;

@@ -44,7 +44,7 @@ struct E8M0 {  // a power of two and nothing else: value = 2^(bits - kBias), no 
   static constexpr std::uint32_t kMaxBits = 0xFE, kNanBits = 0xFF;
 };
 
-// The same for float, which everything is computed in.
+// The table of float, in which every computation is done.
 struct Float32 {
   static constexpr int kMantissaBits = 23;
   static constexpr int kBias = 127;

@@ -15,9 +15,9 @@
 namespace minifloat {
 
 inline constexpr std::uint32_t kHadamardSigns =
-    0xD7E8;  // Transformer Engine's mask, read as it reads it
+    0xD7E8;  // Transformer Engine's mask, bits in its order
 
-// fl32(1 / sqrt(n)) for n = 16, 32, 64, 128
+// Returns fl32(1 / sqrt(n)) for n = 16, 32, 64, 128.
 MINIFLOAT_HD constexpr float hadamard_norm(int points) {
   const float even = points == 16 || points == 32 ? 0.25f : 0.125f;  // 1/sqrt(16), 1/sqrt(64)
   constexpr float kHalfRoot = 0x1.6A09E6p-1f;                        // fl32(1/sqrt(2))
@@ -28,7 +28,7 @@ MINIFLOAT_HD constexpr float apply_sign(float x, std::uint32_t signs, int i) {
   return (signs >> (i % 16)) & 1u ? -x : x;
 }
 
-// H_n in place. v: (Points), floats or vectors of them
+// Computes H_n in place. v: (Points), floats or vectors of them
 template <int Points, class T>
 MINIFLOAT_HD constexpr void butterflies(T* v) {
   MINIFLOAT_UNROLL
@@ -43,7 +43,7 @@ MINIFLOAT_HD constexpr void butterflies(T* v) {
   }
 }
 
-// H_n (s .* x): the transform before its factor and its rounding. v: (Points)
+// Computes H_n (s .* x) in place: the transform before its factor and its rounding. v: (Points)
 template <int Points>
 MINIFLOAT_HD constexpr void hadamard_sums(float* v, std::uint32_t signs) {
   MINIFLOAT_UNROLL
@@ -51,7 +51,7 @@ MINIFLOAT_HD constexpr void hadamard_sums(float* v, std::uint32_t signs) {
   butterflies<Points>(v);
 }
 
-// The whole transform in place. v: (Points)
+// Computes the whole transform in place. v: (Points)
 template <int Points>
 MINIFLOAT_HD constexpr void hadamard(float* v, std::uint32_t signs = kHadamardSigns) {
   hadamard_sums<Points>(v, signs);

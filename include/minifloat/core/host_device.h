@@ -1,5 +1,6 @@
-// The one place that knows which compiler reads core/: plain C++ sees inline functions, nvcc sees
-// both sides. Always inlined, so that a loop compiled for a wider vector unit takes the body along.
+// The macros that depend on the compiler of core/: plain C++ compiles inline functions, nvcc
+// compiles both sides. Functions are always inlined, so that a loop compiled for a wider vector
+// unit contains their bodies.
 #pragma once
 
 #if defined(__CUDACC__)
@@ -8,7 +9,7 @@
 #define MINIFLOAT_HD [[gnu::always_inline]] inline
 #endif
 
-// Before a loop over an array that a GPU keeps in registers.
+// The mark of a loop over an array that a GPU keeps in registers.
 #if defined(__CUDA_ARCH__)
 #define MINIFLOAT_UNROLL _Pragma("unroll")
 #else

@@ -20,14 +20,15 @@ inline constexpr int kPhiloxRounds = 7;      // the fewest that pass BigCrush (S
 inline constexpr int kElementsPerWord = 4;   // of stochastic rounding
 inline constexpr int kElementsPerCall = 16;  // four words
 
-// Four 32-bit words. Word is std::uint32_t, or std::uint64_t where a vector lane of that width saves the narrowing.
+// The four 32-bit words of one call. Word is std::uint32_t, or std::uint64_t where a vector lane of
+// that width saves the narrowing.
 template <class Word>
 struct BasicRandomBits {
   Word w[4];
 };
 using RandomBits = BasicRandomBits<std::uint32_t>;
 
-// What the key's halves grow by from round to round.
+// The steps by which the key's halves grow from round to round.
 inline constexpr std::uint32_t kPhiloxKeyStep0 = 0x9E37'79B9u, kPhiloxKeyStep1 = 0xBB67'AE85u;
 
 template <class Word>
@@ -53,8 +54,9 @@ MINIFLOAT_HD constexpr BasicRandomBits<Word> philox4x32(BasicRandomBits<Word> co
   return c;
 }
 
-// One 64-bit key from a base seed and a counter (the forward count, or a rank). The finalizer is
-// splitmix64's: a bijection of seed + golden * count, so that nearby pairs give unrelated keys.
+// Returns one 64-bit key from a base seed and a counter (the forward count, or a rank). The
+// finalizer is splitmix64's: a bijection of seed + golden * count, so that nearby pairs give
+// unrelated keys.
 MINIFLOAT_HD constexpr std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t count) {
   std::uint64_t z = seed + 0x9E37'79B9'7F4A'7C15u * (count + 1);
   z = (z ^ (z >> 30)) * 0xBF58'476D'1CE4'E5B9u;
@@ -62,7 +64,8 @@ MINIFLOAT_HD constexpr std::uint64_t mix_seed(std::uint64_t seed, std::uint64_t 
   return z ^ (z >> 31);
 }
 
-// The key and the stream of an operand's bits.   state: (seed, count), or (seed, count, module stream)
+// The key and the stream of an operand's bits.
+//   state: (seed, count), or (seed, count, module stream)
 struct RandomKey {
   std::uint64_t key = 0, stream = 0;
 };
@@ -73,7 +76,7 @@ MINIFLOAT_HD constexpr RandomKey random_key(const std::int64_t* state, int size,
           stream ^ module};
 }
 
-// The words of elements [16 * group, 16 * group + 16) of row `row`.
+// Returns the random bits of elements [16 * group, 16 * group + 16) of row `row`.
 template <class Word = std::uint32_t>
 MINIFLOAT_HD constexpr BasicRandomBits<Word> random_bits_at(std::uint64_t seed,
                                                             std::uint64_t stream, std::uint32_t row,
@@ -91,8 +94,8 @@ MINIFLOAT_HD constexpr std::uint32_t reverse_bits(std::uint32_t x) {
   return (x >> 16) | (x << 16);
 }
 
-// The 16 random bits of element `lane` (0 .. 3) of a word, in the upper half of the result, as
-// Stochastic wants them. With bytes b3 b2 b1 b0 of the word and bytes v of its bit reversal:
+// Returns the 16 random bits of element `lane` (0 .. 3) of a word, in the upper half of the result,
+// as Stochastic takes them. With bytes b3 b2 b1 b0 of the word and bytes v of its bit reversal:
 //
 //     lane              0        1        2        3
 //     4-bit formats   b2:b0    v3:v1    b3:b1    v2:v0
@@ -111,7 +114,7 @@ MINIFLOAT_HD constexpr std::uint32_t random_bits(std::uint32_t word, int lane) {
   }
 }
 
-// FNV-1a over a string, 64 bits: the stream of "module/operand/product".
+// Returns the FNV-1a hash of a string, 64 bits: the stream of "module/operand/product".
 constexpr std::uint64_t fnv1a64(const char* text, std::uint64_t size) {
   std::uint64_t hash = 0xCBF2'9CE4'8422'2325u;
   for (std::uint64_t i = 0; i < size; ++i)

@@ -8,7 +8,7 @@
 
 namespace minifloat {
 
-// A rounding rule is what is added below the cut before the low bits are dropped:
+// A rounding rule: the number that is added below the cut before the low bits are dropped.
 //
 //     m = F F ... F L | R T T ... T        the cut keeps L and discards `shift` bits
 //
@@ -23,7 +23,8 @@ struct AwayFromZero {  // carries iff anything at all is discarded
   }
 };
 // Carries with probability floor(R T..T / 2^shift * 2^16) / 2^16. `bits` holds the element's 16
-// random bits in its upper half (core/philox.h); the lower half is zero, so dust never carries.
+// random bits in its upper half (core/philox.h). Its lower half is zero, so that a sticky bit alone
+// never carries.
 struct Stochastic {
   std::uint32_t bits;
   MINIFLOAT_HD constexpr std::uint32_t below_cut(std::uint32_t, int shift) const {
@@ -31,24 +32,24 @@ struct Stochastic {
   }
 };
 
-// The code of x in format F (E4M3, E5M2, E2M1): rounded by the rule, saturating at +-F::kMax,
-// infinities too. NaN gives F::kNanBits, whatever its sign.
+// Returns the code of x in format F (E4M3, E5M2, E2M1), rounded by the rule. Values past +-F::kMax
+// saturate, infinities too. NaN gives F::kNanBits, whatever its sign.
 template <class F, class Rounding = NearestEven>
 MINIFLOAT_HD constexpr std::uint32_t encode(float x, Rounding rounding = {}) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(x);
   const std::uint32_t magnitude = bits & Float32::kMagnitude;
 
-  // 1. Everything at or past the largest finite value becomes that value, which rounds to itself.
+  // 1. A value at or past the largest finite one becomes that one, which rounds to itself.
   constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
   const std::uint32_t clamped = magnitude < kMax ? magnitude : kMax;
 
-  // 2. The binade to round in: the value's own, or the format's lowest if it is subnormal there.
+  // 2. The binade to round in: that of the value, or the format's lowest if the code is subnormal.
   const int biased = static_cast<int>(clamped >> Float32::kMantissaBits);
   const int unclamped = (biased > 0 ? biased : 1) - Float32::kBias;
   const int exponent = unclamped > F::kMinExponent ? unclamped : F::kMinExponent;
 
-  // 3. Cut the significand at one quantum, 2^(exponent - kMantissaBits). Past 31 discarded places
-  //    only dust is left: it is dropped first, and one sticky bit says whether there was any.
+  // 3. Cut the significand at one quantum, 2^(exponent - kMantissaBits). More than 31 discarded
+  //    places hold no bit that decides: they are dropped first, into one sticky bit.
   const std::uint32_t full =
       (clamped & Float32::kMantissa) | (biased > 0 ? Float32::kImplicitBit : 0u);
   const int places = Float32::kMantissaBits - F::kMantissaBits + (exponent - unclamped);
@@ -63,23 +64,23 @@ MINIFLOAT_HD constexpr std::uint32_t encode(float x, Rounding rounding = {}) {
   const std::uint32_t sign = (bits >> 31) * F::kSignBit;
   const std::uint32_t code = sign | ((binade << F::kMantissaBits) + quanta);
 
-  // 5. NaN has a code of its own.
+  // 5. NaN has its own code.
   return magnitude > Float32::kExponent ? F::kNanBits : code;
 }
 
-// Four 8-bit codes a word, each NaN among them as F::kNanBits; none is an infinity.
+// Replaces each NaN of a word's four 8-bit codes by F::kNanBits. No code may be an infinity.
 template <class F>
 MINIFLOAT_HD constexpr std::uint32_t with_one_nan(std::uint32_t codes) {
   constexpr std::uint32_t kEach = 0x0101'0101u, kMagnitude = F::kSignBit - 1;
   const std::uint32_t magnitudes = codes & kMagnitude * kEach;
-  // Past kMaxBits the sum reaches a byte's upper bit, and never the next byte.
+  // A code past kMaxBits sets its byte's upper bit; the sum never reaches the next byte.
   const std::uint32_t past_max = magnitudes + (kMagnitude - F::kMaxBits) * kEach;
   const std::uint32_t nan = (past_max >> 7 & kEach) * 0xFFu;
   return (codes & ~nan) | (F::kNanBits * kEach & nan);
 }
 
-// bf16 shares float's exponent, so one cut at a fixed place does. Overflow goes to infinity, as
-// IEEE 754 has it; NaN becomes the quiet NaN.
+// Returns x as bf16 bits. bf16 has float's exponent, so one cut at a fixed place is enough.
+// Overflow gives infinity, as in IEEE 754; NaN gives the quiet NaN.
 MINIFLOAT_HD constexpr std::uint32_t encode_bf16(float x) {
   const std::uint32_t bits = bit_cast<std::uint32_t>(x);
   const std::uint32_t rounded = (bits + 0x7FFFu + ((bits >> 16) & 1u)) >> 16;
@@ -88,7 +89,7 @@ MINIFLOAT_HD constexpr std::uint32_t encode_bf16(float x) {
 MINIFLOAT_HD constexpr float decode_bf16(std::uint32_t code) { return bit_cast<float>(code << 16); }
 MINIFLOAT_HD constexpr float round_to_bf16(float x) { return decode_bf16(encode_bf16(x)); }
 
-// The value of a code of E4M3, E5M2 or E2M1. Upper bits of `code` are ignored.
+// Returns the value of a code of E4M3, E5M2 or E2M1. Upper bits of `code` are ignored.
 template <class F>
 MINIFLOAT_HD constexpr float decode(std::uint32_t code) {
   const std::uint32_t magnitude = code & (F::kSignBit - 1);

@@ -1,9 +1,9 @@
-// What each scale rule makes of an amax: the factors of a tensor or a row, and a block's scale. The
-// equations are core/scaling.h's; this is the one place that knows which rule uses which of them.
+// The map from an amax to scales under each scale rule: the factors of a tensor or a row, and a
+// block's scale. The equations are core/scaling.h's. Only this file chooses between them by rule.
 //
 //     amax of the tensor   --scale_of_tensor-->  TensorScale      kTensor, kNvfp4
 //     amax of a row        --fp32_factors----->  ScaleFactors     kRow
-//     amax of a block      --scale_of_block--->  BlockScale       kBlock, kMx, kNvfp4 (and kTensor, kRow)
+//     amax of a block      --scale_of_block--->  BlockScale       kBlock, kMx, kNvfp4 (kTensor, kRow)
 #pragma once
 
 #include <cstdint>
@@ -34,17 +34,18 @@ enum class ScaleRounding : std::uint8_t {
 };
 
 // ---- Questions about a rule ----------------------------------------------------------------------
-// Whether fp32 scales are powers of two.
+// Returns whether fp32 scales are powers of two.
 MINIFLOAT_HD constexpr bool is_power_of_two(ScaleRule rule, ScaleRounding rounding) {
   return rule == ScaleRule::kBlock ||
          (rule == ScaleRule::kRow && rounding != ScaleRounding::kExact);
 }
-// Whether an exact product reads codes alone, because their fp32 scale has too many bits for bf16.
+// Returns whether an exact product reads codes alone, because their fp32 scale has too many bits
+// for bf16.
 MINIFLOAT_HD constexpr bool is_scaled_after_product(ScaleRule rule, ScaleRounding rounding) {
   return rule == ScaleRule::kTensor ||
          (rule == ScaleRule::kRow && rounding == ScaleRounding::kExact);
 }
-// Whether the codes of a block are zero, without signs, whatever its values.
+// Returns whether the codes of a block are zero, without signs, whatever its values.
 MINIFLOAT_HD constexpr bool has_zero_codes(ScaleRule rule, std::uint32_t scale_code) {
   return rule == ScaleRule::kNvfp4 && scale_code == 0;
 }
@@ -54,30 +55,30 @@ MINIFLOAT_HD constexpr Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
   return rounding == ScaleRounding::kPowerOfTwo ? Nvfp4Rounding::kPowerOfTwo
                                                 : Nvfp4Rounding::kNearest;
 }
-// Whether the rule reads a block's values: it has two scales for a block, and takes the second where the codes under it
-// are nearer to the values.
+// Returns whether the rule reads a block's values: a block has two scales, and the second is taken
+// where the codes under it are nearer to the values.
 MINIFLOAT_HD constexpr bool reads_values(ScaleRounding rounding) {
   return rounding == ScaleRounding::kFourOverSix;
 }
-// Passed on with the amax of a block, in its sign bit: the second of the two scales is meant.
+// The sign bit of a block's amax, set where the second of its two scales is taken.
 inline constexpr std::uint32_t kSecondScale = 0x8000'0000u;
 
 // ---- Scales --------------------------------------------------------------------------------------
-// kTensor, kRow and kBlock: the factor of elements, and the scale that is stored.
+// Returns the factor of elements and the stored scale under kTensor, kRow and kBlock.
 template <class F>
 MINIFLOAT_HD constexpr ScaleFactors fp32_factors(ScaleRule rule, ScaleRounding rounding,
                                                  std::uint32_t amax) {
   return fp8_factors<F>(amax, is_power_of_two(rule, rounding));
 }
 
-// The level of a whole matrix.
+// The scale of a whole matrix.
 struct TensorScale {
   float encode;        // kTensor: the factor of elements; kNvfp4: S
-  float scale;         // what undoes it: the tensor factor of a product
+  float scale;         // the reciprocal: the tensor factor of a product
   float block_encode;  // kNvfp4: amax of a block -> its scale before rounding
   float amax;          // kNvfp4
 };
-// Of a rule without such a level: zeros.
+// Returns the scale of a matrix; zeros under a rule that has none.
 template <class F>
 MINIFLOAT_HD constexpr TensorScale scale_of_tensor(ScaleRule rule, ScaleRounding rounding,
                                                    std::uint32_t amax) {
@@ -95,16 +96,16 @@ MINIFLOAT_HD constexpr TensorScale scale_of_tensor(ScaleRule rule, ScaleRounding
   return {};
 }
 
-// The level of a block; under kTensor and kRow, of a part of the tensor or of the row.
+// The scale of a block; under kTensor and kRow, of a part of the tensor or of the row.
 struct BlockScale {
   std::uint32_t code;  // E8M0 or E4M3
-  float scale;         // what an exact product multiplies codes by
-  float encode;        // what elements are multiplied by
+  float scale;         // the factor of codes in an exact product
+  float encode;        // the factor of elements before encoding
 };
 
-// The equations that scale_of_block calls. A backend with faster forms of some passes a class of its own, whose
-// Tensor and Block have at least the members of TensorScale and BlockScale; a test compares each such form with
-// core/scaling.h for every input.
+// The equations that scale_of_block calls. A backend with faster forms of some passes its own
+// class, whose Tensor and Block have at least the members of TensorScale and BlockScale. A test
+// compares each such form with core/scaling.h for every input.
 struct ScaleEquations {
   using Tensor = TensorScale;
   using Block = BlockScale;
@@ -148,13 +149,14 @@ MINIFLOAT_HD constexpr typename Equations::Block scale_of_block(
 }
 
 // ---- Rules that read values ----------------------------------------------------------------------
-// Which scale is taken: of the squared errors of a block's elements, to nearest under each scale, the smaller sum; the
-// first where they are equal, or where one is NaN. A sum is taken in this order, without a fused multiplication:
+// The choice between two scales: the one under which the squared errors of the block's elements, to
+// nearest, have the smaller sum; the first where the sums are equal or one is NaN. A sum is taken
+// in this order, without a fused multiplication:
 //
 //     blocks of one row    element after element of the operand's row
-//     16 x 16              element after element of each row, and then the 16 sums by add_rows. The rows are those of
-//                          the matrix x for its transpose, too, which so has the same scales; the rows of a transformed
-//                          operand are its own
+//     16 x 16              element after element of each row, then the 16 sums by add_rows. The rows
+//                          are those of the matrix x for its transpose, too, which so has the same
+//                          scales. A transformed operand has its own rows
 //
 // Elements past the matrix's edge are zeros, which add nothing.
 template <class F>
@@ -166,15 +168,16 @@ MINIFLOAT_HD constexpr float squared_error(const TensorScale& tensor, float bloc
 MINIFLOAT_HD constexpr bool takes_second(float first_error, float second_error) {
   return second_error < first_error;
 }
-// The sum of a block's 16 rows: r and r + 8, then r and r + 4, r and r + 2, r and r + 1. In place.
+// Adds the sums of a block's 16 rows in place: r and r + 8, then r and r + 4, r and r + 2, r and r
+// + 1.
 MINIFLOAT_HD constexpr float add_rows(float* rows) {
   for (int half = 8; half > 0; half /= 2)
     for (int r = 0; r < half; ++r) rows[r] = rows[r] + rows[r + half];
   return rows[0];
 }
 
-// Calls body.run<rule, rounding>() for the rule of blocks that is asked for, so that a loop over blocks has no choice
-// inside.
+// Calls body.run<rule, rounding>() for a rule of blocks, so that a loop over blocks contains no
+// choice.
 template <class F, class Body>
 MINIFLOAT_HD constexpr void with_block_rule(ScaleRule rule, ScaleRounding rounding,
                                             const Body& body) {

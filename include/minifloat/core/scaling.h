@@ -1,6 +1,6 @@
-// Block amax -> scale. One function a rule; each states what zero, infinity, NaN, overflow and
-// underflow do. `amax` is always the bit pattern of max |x| (magnitude_bits): ordered like the values,
-// NaN above infinity, so that an integer max reduces a block and never loses a NaN (fmaxf does).
+// Block amax -> scale, one function a rule. Each states the result of zero, infinity, NaN, overflow
+// and underflow. `amax` is always the bit pattern of max |x| (magnitude_bits): ordered like the
+// values, NaN above infinity, so that an integer max over a block keeps a NaN (fmaxf drops it).
 //
 // Everywhere: element code = encode(fl32(x * encode factor)), value of a code = code * scale.
 #pragma once
@@ -24,14 +24,15 @@ MINIFLOAT_HD constexpr float at_most_float_max(float x) {  // NaN passes
   return x > Float32::kMax ? Float32::kMax : x;
 }
 
-// What is encoded for x: x itself, but NaN for every NaN, and under delayed scaling for the infinities, which the amax
-// of earlier steps says nothing about.
+// Returns the value that is encoded for x: x, except NaN for each NaN, and NaN for the infinities
+// under delayed scaling, whose amax is of earlier steps.
 MINIFLOAT_HD constexpr float value_to_encode(float x, bool delayed) {
   const std::uint32_t first_nan = Float32::kExponent + (delayed ? 0u : 1u);
   return magnitude_bits(x) >= first_nan ? nan_value() : x;
 }
 
-// The bf16 that an exact product reads of a value: zero below 2^-126, saturated above bf16's largest, cut to bf16's bits.
+// Returns the bf16 that an exact product reads of a value: zero below 2^-126, saturated above
+// bf16's largest, cut to bf16's bits.
 MINIFLOAT_HD constexpr std::uint16_t product_value(float v) {
   constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(BF16::kMax);
   const std::uint32_t bits = bit_cast<std::uint32_t>(v), magnitude = bits & Float32::kMagnitude;
@@ -58,7 +59,7 @@ MINIFLOAT_HD constexpr ScaleFactors fp8_factors(std::uint32_t amax, bool power_o
   const float down = bit_cast<float>(bit_cast<std::uint32_t>(full) & Float32::kExponent);
   float encode = power_of_two ? down : full;
   encode = amax == 0 ? 1.0f : encode;
-  const float scale = 1.0f / encode;  // of NaN, each device's own NaN
+  const float scale = 1.0f / encode;  // of NaN: the device's default NaN
   return {is_finite(amax) ? encode : nan_value(), is_finite(amax) ? scale : nan_value()};
 }
 
@@ -76,13 +77,15 @@ MINIFLOAT_HD constexpr std::uint32_t mx_scale_up(std::uint32_t amax) {
   return is_finite(amax) ? code : E8M0::kNanBits;
 }
 
-// The same code by an instruction that rounds a float up to a power of two and gives its E8M0 code, at most 254
-// (cvt.rp.satfinite.ue8m0x2): mx_scale_of_rounded of what it makes of mx_quotient.
+// The E8M0 code of mx_scale_up by an instruction that rounds a float up to a power of two and gives
+// its code, at most 254 (cvt.rp.satfinite.ue8m0x2): mx_scale_of_rounded of the instruction's result
+// for mx_quotient.
 //
-//     mx_quotient     fl32(amax * fl32(2^(emax - 1) / max)), on the same side of each power of two as the exact quotient,
-//                     wherever it is normal; 2^(emax - 1) times too large, for the sake of both ends:
-//     at the top      the largest amax rounds up to 2^127, code 254, just before the instruction saturates
-//     at the bottom   subnormal quotients round to code 0 or 1, and emax - 1 codes below that all is 0
+//     mx_quotient     fl32(amax * fl32(2^(emax - 1) / max)), on the same side of each power of two
+//                     as the exact quotient, wherever it is normal; 2^(emax - 1) times too large,
+//                     for both ends:
+//     at the top      the largest amax rounds up to 2^127, code 254, just before saturation
+//     at the bottom   subnormal quotients round to code 0 or 1; emax - 1 codes below, all is 0
 //
 // tests/core visits every bf16 amax, and the target `exhaustive` every float.
 template <class F>
@@ -97,11 +100,11 @@ MINIFLOAT_HD constexpr std::uint32_t mx_scale_of_rounded(std::uint32_t rounded,
       Float32::kBias;
   const int e = static_cast<int>(rounded) - (kEmax - 1);
   const std::uint32_t code = static_cast<std::uint32_t>(e > 0 ? e : 0);
-  return is_finite(amax) ? code : E8M0::kNanBits;  // where the instruction has 254 for infinity
+  return is_finite(amax) ? code : E8M0::kNanBits;  // the instruction gives 254 for infinity
 }
 
-// MX, the OCP specification's own rule: 2^(floor(log2 amax) - emax). Elements between max and the next
-// power of two saturate. Zero, Inf, NaN and underflow as above.
+// MX, the rule of the OCP specification: 2^(floor(log2 amax) - emax). Elements between max and the
+// next power of two saturate. Zero, Inf, NaN and underflow as in mx_scale_up.
 template <class F>
 MINIFLOAT_HD constexpr std::uint32_t mx_scale_floor(std::uint32_t amax) {
   constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
@@ -111,7 +114,7 @@ MINIFLOAT_HD constexpr std::uint32_t mx_scale_floor(std::uint32_t amax) {
   return is_finite(amax) ? code : E8M0::kNanBits;
 }
 
-// 2^(code - 127), and its reciprocal: exact for every code that has a value; NaN for 0xFF.
+// Return 2^(code - 127) and its reciprocal: exact for every code that has a value; NaN for 0xFF.
 MINIFLOAT_HD constexpr float decode_e8m0(std::uint32_t code) {
   const std::uint32_t bits = code == 0 ? 0x0040'0000u : code << Float32::kMantissaBits;
   return bit_cast<float>(code == E8M0::kNanBits ? Float32::kNanBits : bits);
@@ -127,12 +130,12 @@ MINIFLOAT_HD constexpr float e8m0_reciprocal(std::uint32_t code) {
 enum class Nvfp4Rounding {
   kNearest,  // nearest even: a block's largest element may saturate, by up to 6% where s is normal
   kUp,       // up: no element saturates
-  kPowerOfTwo,  // up to a power of two; the tensor scale makes the largest one 256
-  kFourOverSix,  // nearest even of one of two scales (below); the tensor scale makes the largest 256 or 384
+  kPowerOfTwo,   // up to a power of two; the tensor scale makes the largest one 256
+  kFourOverSix,  // nearest even of one of two scales (below); the largest becomes 256 or 384
 };
 
-// Tensor level: S = min(6 * 448 / amax, FLT_MAX) multiplies block scales, 1 / S undoes it. Under kPowerOfTwo and
-// kFourOverSix 256 stands for 448.
+// Tensor level: S = min(6 * 448 / amax, FLT_MAX) multiplies block scales, and 1 / S is the tensor's
+// scale. Under kPowerOfTwo and kFourOverSix 256 replaces 448.
 //   zero amax: both 1.   Inf or NaN: both NaN.   tiny amax: S = FLT_MAX.
 struct Nvfp4Tensor {
   float encode;        // S
@@ -175,8 +178,8 @@ MINIFLOAT_HD constexpr float nvfp4_encode_factor(std::uint32_t s, float tensor_s
   return at_most_float_max(1.0f / (decode<E4M3>(s) * tensor_scale));
 }
 
-// Four Over Six (arXiv 2512.02010): a block's amax is encoded as 6, or, under a scale 6/4 times as large, as 4. Block
-// level: the E4M3 code of min(amax / 6 * S, 448), or of 6/4 of it.
+// Four Over Six (arXiv 2512.02010): a block's amax is encoded as 6, or, under a scale 6/4 times as
+// large, as 4. Block level: the E4M3 code of min(amax / 6 * S, 448), or of 6/4 of it.
 //   zero block, or underflow: 0.   Inf or NaN in the block or in the tensor: the NaN code.
 MINIFLOAT_HD constexpr std::uint32_t four_over_six_scale(std::uint32_t amax, float tensor_encode,
                                                          bool is_four) {
@@ -185,16 +188,18 @@ MINIFLOAT_HD constexpr std::uint32_t four_over_six_scale(std::uint32_t amax, flo
       encode<E4M3>(is_four ? base * (E2M1::kMax / E2M1::kMaxPowerOfTwo) : base);
   return is_finite(amax) ? code : E4M3::kNanBits;
 }
-// What a code stands for where the two are compared: fl32(fl32(code * s) * amax of the tensor) / 1536.
+// Returns a code's value for the comparison of the two scales: fl32(fl32(code * s) * amax of the
+// tensor) / 1536.
 MINIFLOAT_HD constexpr float four_over_six_value(float code, float s, float tensor_amax) {
   return code * s * tensor_amax / (E2M1::kMax * E4M3::kMaxPowerOfTwo);
 }
 
-// Delayed scaling: the amax that stands for this step's comes from the steps before it.
+// Delayed scaling: this step's active amax is computed from earlier steps.
 enum class DelayedAmax { kMax, kMostRecent };
 
-// history: (length), the newest first. The largest, or the newest, finite entry that is not zero, times
-// 2^margin. Where there is none (all zero, Inf or NaN), `previous` stays in force.
+// Returns the largest, or the newest, finite nonzero entry times 2^margin. Where there is none (all
+// zero, Inf or NaN), returns `previous`.
+//   history: (length), newest first
 MINIFLOAT_HD constexpr float delayed_amax(const float* history, int length, DelayedAmax algorithm,
                                           int margin, float previous) {
   std::uint32_t best = 0;

@@ -1,11 +1,12 @@
-// Shard geometry: the flat range [start, end) of a row-major weight (N, K), as ZeRO and FSDP cut it.
+// Shard geometry: the flat range [start, end) of a row-major weight (N, K), cut as by ZeRO and
+// FSDP.
 //
 //     K = 8, blocks 2 x 4, range [11, 21):          . . . .|. . . .      rows 1 and 2, so block rows 0..1
 //                                                   . . . x|x x x x      row 1 from column 3
 //                                                   -------+-------
 //                                                   x x x x|x . . .      row 2 up to column 5
 //
-// 4-bit codes lie two a byte, row by row with pitch ceil(K / 2): at an even K that is byte flat / 2.
+// 4-bit codes lie two a byte, row by row with pitch ceil(K / 2): at an even K, in byte flat / 2.
 #pragma once
 
 #include <cstdint>
@@ -26,25 +27,26 @@ struct FlatShard {
   std::int64_t cols;  // K
   Span range;         // flat elements
 
-  // Rows that the range touches.
+  // Returns the rows that the range touches.
   MINIFLOAT_HD constexpr Span rows() const {
     if (range.empty()) return {};
     return {range.begin / cols, (range.end - 1) / cols + 1};
   }
-  // The part of row r that is inside.
+  // Returns the part of row r that is inside.
   MINIFLOAT_HD constexpr Span cols_of_row(std::int64_t r) const {
     const std::int64_t first = r * cols;
     const std::int64_t begin = range.begin > first ? range.begin - first : 0;
     const std::int64_t end = range.end - first < cols ? range.end - first : cols;
     return begin < end ? Span{begin, end} : Span{};
   }
-  // Block rows touched, for blocks of `block_rows` rows.
+  // Returns the touched block rows, for blocks of `block_rows` rows.
   MINIFLOAT_HD constexpr Span block_rows(std::int64_t block_rows) const {
     const Span r = rows();
     if (r.empty()) return {};
     return {r.begin / block_rows, (r.end - 1) / block_rows + 1};
   }
-  // Whether each block of shape (height, width) is all inside or all outside, in a weight of `rows_of_weight` rows.
+  // Returns whether each block of shape (height, width) is all inside or all outside, in a weight
+  // of `rows_of_weight` rows.
   MINIFLOAT_HD constexpr bool has_whole_blocks(std::int64_t rows_of_weight, std::int64_t height,
                                                std::int64_t width) const {
     const auto is_between_blocks = [&](std::int64_t flat) {
@@ -55,7 +57,8 @@ struct FlatShard {
     };
     return range.empty() || (is_between_blocks(range.begin) && is_between_blocks(range.end));
   }
-  // The bytes of the whole weight's codes, of `bits` bits each, that hold an element of the range.
+  // Returns the bytes of the whole weight's codes, of `bits` bits each, that hold an element of the
+  // range.
   MINIFLOAT_HD constexpr Span code_bytes(int bits) const {
     if (range.empty()) return {};
     if (bits == 8) return range;
@@ -64,14 +67,15 @@ struct FlatShard {
   MINIFLOAT_HD constexpr std::int64_t nibble_byte(std::int64_t flat) const {
     return flat / cols * ceil_div<std::int64_t>(cols, 2) + flat % cols / 2;
   }
-  // The bytes of row r's packed 4-bit codes that hold an element of the range.
+  // Returns the bytes of row r's packed 4-bit codes that hold an element of the range.
   MINIFLOAT_HD constexpr Span nibble_bytes_of_row(std::int64_t r) const {
     const Span c = cols_of_row(r);
     if (c.empty()) return {};
     const std::int64_t first = r * ceil_div<std::int64_t>(cols, 2);
     return {first + c.begin / 2, first + (c.end - 1) / 2 + 1};
   }
-  // Which nibbles of byte b (of the whole code buffer) are the range's: 0x0F low, 0xF0 high, 0xFF both.
+  // Returns which nibbles of byte b (of the whole code buffer) are the range's: 0x0F low, 0xF0
+  // high, 0xFF both.
   MINIFLOAT_HD constexpr std::uint8_t nibble_mask(std::int64_t b) const {
     const std::int64_t pitch = ceil_div<std::int64_t>(cols, 2);
     const Span c = cols_of_row(b / pitch);
