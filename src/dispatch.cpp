@@ -1,5 +1,5 @@
-// The public functions: check what can be checked of the arguments, then hand over to the device's backend.
-// Nothing is written before every check has passed.
+// The public functions: each checks its arguments, then calls the device's backend. Nothing is
+// written before every check has passed.
 #include "cpu/backend.h"
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/backend.h"
@@ -27,7 +27,8 @@ void check_values(const char* function, const TensorRef& x) {
                   ": expected a row stride of at least ", x.cols, " elements, got ", x.row_stride);
 }
 
-// The random counter (core/philox.h) has 32 bits for the row and 32 for each 16 columns.
+// Checks the origin: the random counter (core/philox.h) has 32 bits for the row and 32 for each 16
+// columns.
 void check_origin(const Spec& spec, const Origin& origin, std::int64_t rows, std::int64_t cols) {
   constexpr std::int64_t kRows = std::int64_t{1} << 32, kCols = kElementsPerCall * kRows;
   MINIFLOAT_CHECK(origin.row >= 0 && origin.col >= 0,
@@ -91,7 +92,7 @@ void check_groups(const char* function, const ScaleMatrix& m) {
   MINIFLOAT_CHECK(m.batch == 1, function, ": expected one matrix with groups, got a batch of ",
                   m.batch);
   const std::int64_t length = m.kind == Groups::kAlongM ? m.rows : m.cols;
-  if (m.device != Device::kCpu) return;  // offsets are not read back
+  if (m.device != Device::kCpu) return;  // offsets are not copied to the host
   std::int64_t begin = 0;
   for (std::int64_t g = 0; g < m.groups; ++g) {
     MINIFLOAT_CHECK(m.offsets[g] >= begin && m.offsets[g] <= length, function,

@@ -1,4 +1,5 @@
-// Which backend a device's memory belongs to. Both have the same functions; a build without nvcc has the CPU's only.
+// The choice of the backend by a device's memory. Both backends have the same functions. A build
+// without nvcc has only the CPU's.
 #pragma once
 
 #include "minifloat/error.h"

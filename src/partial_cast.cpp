@@ -14,7 +14,7 @@
 namespace minifloat {
 namespace {
 
-// A rule that reads values finds them all in one shard.
+// Checks that a shard holds whole blocks where the rule reads values.
 void check_blocks(const char* function, const PartialCast& cast) {
   if (!cast.spec.reads_values()) return;
   const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
@@ -50,7 +50,8 @@ void choose_on([[maybe_unused]] Device device, std::span<const PartialCast> cast
   MINIFLOAT_ON(device, choose_scales(casts, execution));
 }
 
-// Casts whose scales are still to be chosen. Each is of a whole weight: no other rank chooses any.
+// Returns the casts whose scales are still to be chosen. Each is of a whole weight, so that no
+// other rank chooses any.
 std::vector<PartialCast> casts_to_choose(std::span<const PartialCast> casts) {
   std::vector<PartialCast> chosen;
   for (const PartialCast& cast : casts) {

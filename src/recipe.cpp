@@ -7,7 +7,7 @@
 namespace minifloat {
 namespace {
 
-// Presets, in the explicit form that they stand for.
+// A preset and the explicit form of its recipe.
 struct Preset {
   const char* name;
   const char* fprop;
@@ -38,7 +38,7 @@ Recipe from_preset(const Preset& preset) {
   return {Product::parse(preset.fprop), Product::parse(preset.dgrad), Product::parse(preset.wgrad)};
 }
 
-// "fprop=" at the front of `rest`; what is before `next` is the product, and `rest` goes on there.
+// Takes "fprop=" from the front of `rest` and the product before `next`; moves `rest` behind it.
 Product take_product(Slice& rest, std::string_view name, std::string_view next) {
   rest = rest.trimmed();
   if (!rest.text().starts_with(name))
@@ -56,14 +56,14 @@ Product take_product(Slice& rest, std::string_view name, std::string_view next) 
   return parse_product({after.whole, after.begin, after.begin + at});
 }
 
-// The first byte of the character after the one that begins at `at`.
+// Returns the first byte of the character after the one that begins at `at`.
 std::size_t next_character(std::string_view text, std::size_t at) {
   do ++at;
   while (at < text.size() && is_continuation(text[at]));
   return at;
 }
 
-// Whether the glob, with * for any characters and ? for one, matches the whole name.
+// Returns whether the glob, with * for any characters and ? for one, matches the whole name.
 bool glob_matches(std::string_view glob, std::string_view name) {
   std::size_t g = 0, n = 0, star = std::string_view::npos, mark = 0;
   while (n < name.size()) {
@@ -111,7 +111,7 @@ Product parse_product(const Slice& slice) {
   if (accumulation.begin != operands.end) {
     const Slice flag = accumulation.trimmed();
     if (flag.text() != "fast") flag.fail("expected 'fast' after ',', found '", flag.text(), "'");
-    for (const Spec& spec : {product.a, product.b})  // no engine has it for block scales
+    for (const Spec& spec : {product.a, product.b})  // no engine supports it for block scales
       if (spec.rule != ScaleRule::kTensor && spec.rule != ScaleRule::kRow)
         flag.fail("',fast' is for products of FP8 operands with tensor or row scales, found ",
                   spec.str());

@@ -1,4 +1,4 @@
-// A part of a longer text that remembers where it stands, so that an error can point at the whole.
+// A part of a longer text with its position, so that an error can show the position in the whole.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace minifloat {
 
-// Whether a byte of UTF-8 goes on with a character that an earlier byte began.
+// Returns whether a byte of UTF-8 continues a character that an earlier byte began.
 inline bool is_continuation(char c) { return (static_cast<unsigned char>(c) & 0xC0u) == 0x80u; }
 
 inline std::size_t characters(std::string_view text) {
@@ -34,7 +34,7 @@ struct Slice {
     while (s.end > s.begin && whole[s.end - 1] == ' ') --s.end;
     return s;
   }
-  // Cut at the first `separator`; the second part is empty, at the end, where there is none.
+  // Cuts at the first `separator`. Without one, the second part is empty and at the end.
   std::pair<Slice, Slice> cut(std::string_view separator) const {
     const std::size_t at = text().find(separator);
     if (at == std::string_view::npos) return {*this, {whole, end, end}};

@@ -9,7 +9,7 @@
 namespace minifloat {
 namespace {
 
-// What may stand before the flags. The first name of a spec is its canonical one.
+// The text before the flags. The first name of a spec is its canonical one.
 struct Base {
   std::string_view name;
   Elements elements;
@@ -40,7 +40,7 @@ std::string base_names() {
   return names;
 }
 
-// Rounding of the scale, by flag, and the rule that it belongs to.
+// A flag that rounds the scale, and the rule that it belongs to.
 struct RoundingFlag {
   std::string_view name;
   ScaleRounding rounding;

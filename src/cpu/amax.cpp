@@ -1,5 +1,6 @@
-// max |x|, a row as read: over panels of kTileRows of them, each panel by one thread, so that no maximum is
-// shared. A tensor's amax is the largest of its rows'. All on bit patterns: NaN survives.
+// max |x| of each row as read, over panels of kTileRows rows. One thread takes a panel, so that no
+// maximum is shared. A tensor's amax is the largest of its rows'. All on bit patterns: NaN
+// survives.
 #include <algorithm>
 #include <vector>
 
@@ -78,7 +79,7 @@ struct Panel {
   }
 };
 
-// out: (batch, rows as read)
+// Returns the amax of each row as read, (batch, rows).
 std::vector<std::uint32_t> row_amax(const TensorRef& x, int points, bool columnwise,
                                     const Execution& execution) {
   const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
@@ -102,7 +103,7 @@ std::vector<std::uint32_t> row_amax(const TensorRef& x, int points, bool columnw
 
 void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution) {
-  // Without a transform a tensor's amax is the same in both directions, and rows are read faster.
+  // Without a transform a tensor's amax is the same in both directions, and reading rows is faster.
   if (!spec.has_row_amax() && x.rows * x.cols == 0) {
     std::fill_n(out, x.batch, 0.0f);
     return;

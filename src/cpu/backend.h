@@ -1,4 +1,5 @@
-// The CPU backend: the signatures of minifloat/quantize.h, transform.h and partial_cast.h, on memory of the host.
+// The CPU backend: the signatures of minifloat/quantize.h, transform.h and partial_cast.h, on host
+// memory.
 #pragma once
 
 #include "minifloat/partial_cast.h"

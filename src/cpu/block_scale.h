@@ -1,5 +1,5 @@
-// The scales of a tile's blocks: their amax, what each rule makes of it (core/scale_rule.h), and the factor that
-// elements are multiplied by.
+// The scales of a tile's blocks: their amax, the scale by each rule (core/scale_rule.h), and the
+// factor of their elements.
 #pragma once
 
 #include <cstdint>
@@ -12,8 +12,8 @@
 
 namespace minifloat::cpu {
 
-// What of an operand is settled before its tiles: its sizes as read, the factors that no block decides, and
-// the key of its random bits.
+// The values of an operand that are fixed before its tiles: its sizes as read, the factors that no
+// block decides, and the key of its random bits.
 struct OperandPlan {
   Operand operand;
   std::int64_t batch, rows, cols, padded;  // as read
@@ -25,8 +25,9 @@ struct OperandPlan {
   RandomKey random;
 };
 
-// The blocks of a tile: a grid of `rows` x `cols`, in row-major order. Row and tensor scaling have one block a tile
-// row. Loops run over all kMaxBlocks places that the grid may take, in whole vectors; what lies past it is unused.
+// The blocks of a tile: a grid of `rows` x `cols`, in row-major order. Row and tensor scaling have
+// one block a tile row. Loops run over all kMaxBlocks places of the largest grid, in whole vectors;
+// places past the actual grid are unused.
 struct TileBlocks {
   static constexpr std::int64_t kMaxBlocks = kTileRows * kTileCols / 16;
   int height_log2, width_log2;  // of a block; divisions cost more than the elements
@@ -35,8 +36,8 @@ struct TileBlocks {
   bool any_nan = false;         // is a factor NaN?
   alignas(64) std::uint32_t amax[kMaxBlocks];
   alignas(64) std::uint32_t code[kMaxBlocks];  // E8M0 or E4M3
-  alignas(64) float scale[kMaxBlocks];         // what an exact product multiplies codes by
-  alignas(64) float factor[kMaxBlocks];        // what elements are multiplied by
+  alignas(64) float scale[kMaxBlocks];         // the factor of codes in an exact product
+  alignas(64) float factor[kMaxBlocks];        // the factor of elements before encoding
 
   MINIFLOAT_INLINE TileBlocks(const Spec& spec, std::int64_t tile_rows) {
     height_log2 = __builtin_ctz(static_cast<unsigned>(spec.has_blocks() ? spec.block_rows : 1));
@@ -47,14 +48,15 @@ struct TileBlocks {
   }
   MINIFLOAT_INLINE std::int64_t block_row_of(std::int64_t row) const { return row >> height_log2; }
   MINIFLOAT_INLINE std::int64_t block_col_of(std::int64_t col) const { return col >> width_log2; }
-  // The first block of tile row r, in the grid's order.
+  // Returns the first block of tile row r, in the grid's order.
   MINIFLOAT_INLINE std::int64_t first_of_row(std::int64_t r) const {
     return block_row_of(r) * cols;
   }
 };
 
 // ---- amax ----------------------------------------------------------------------------------------
-// Of every 16 neighbours, over 32 vectors of a tile at a time. Four rounds keep the larger of two neighbours:
+// The amax of each 16 neighbours, over 32 vectors of a tile at a time. Four rounds keep the larger
+// of two neighbours:
 //
 //     32 vectors -> 16 -> 8 -> 4 -> 2, whose lanes are the blocks of 16 in order
 template <class T>
@@ -81,7 +83,8 @@ MINIFLOAT_INLINE void halve_all(Vector* v) {  // in place: Count vectors to Coun
   for (int i = 0; i < Count / 2; ++i) halve(v[i], v[2 * i], v[2 * i + 1]);
 }
 
-// Rows [first, first + kRows) of the tile; past its end the last row counts again, and is not looked at.
+// Computes the amaxes of rows [first, first + kRows) of the tile. Past its end the last row is read
+// again, and its results are unused.
 template <class T>
 MINIFLOAT_INLINE void amax_of_16s(const TileView<T>& tile, std::int64_t first, std::int64_t rows,
                                   std::uint32_t* amax) {  // (kRows, kTileCols / 16)
@@ -105,7 +108,7 @@ MINIFLOAT_INLINE void amax_of_16s(const TileView<T>& tile, std::int64_t first, s
     amax[i] = static_cast<std::uint32_t>(bits[i]) << Run<T>::kShift;
 }
 
-// Blocks one row high: all of a run's at once.
+// Joins the 16s of blocks one row high, over all rows of a run.
 template <class T, int Width>
 MINIFLOAT_INLINE void join_16s(const std::uint32_t* __restrict of_16s,
                                std::uint32_t* __restrict amax) {
@@ -119,7 +122,7 @@ MINIFLOAT_INLINE void join_16s(const std::uint32_t* __restrict of_16s,
   }
 }
 
-// Blocks of many rows: one row more.
+// Raises the amaxes of blocks of many rows by one more row.
 template <int Width>
 MINIFLOAT_INLINE void raise_amax(const std::uint32_t* __restrict of_16s,
                                  std::uint32_t* __restrict amax) {
@@ -184,7 +187,7 @@ MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, std::int64_t batch,
   with_block_rule<F>(spec.rule, spec.scale_rounding, ScaleBlocks<F>{tensor, count, blocks});
 }
 
-// Tensor and row scaling: what was settled before the tiles.
+// Copies the factors of tensor and row scaling, which are fixed before the tiles.
 MINIFLOAT_INLINE void settled_scales(const OperandPlan& plan, const TileRange& range,
                                      TileBlocks& blocks) {
   const Spec& spec = plan.operand.spec;
@@ -199,7 +202,7 @@ MINIFLOAT_INLINE void settled_scales(const OperandPlan& plan, const TileRange& r
   }
 }
 
-// The grid, to the operand's scales. A strip's blocks lie there one after the other.
+// Stores the grid as the operand's scales. In a strip, consecutive blocks are stored consecutively.
 template <class From, class To>
 MINIFLOAT_INLINE void store_grid(const OperandPlan& plan, const TileRange& range,
                                  const TileBlocks& blocks, const From* from, To* scale) {
@@ -223,7 +226,8 @@ MINIFLOAT_INLINE void store_scales(const OperandPlan& plan, const TileRange& ran
     store_grid(plan, range, blocks, blocks.code, static_cast<std::uint8_t*>(plan.operand.scale));
 }
 
-// One number a block of Width -> one an element of a tile row, so that the loops over elements are flat.
+// Spreads one number a block of Width to one an element of a tile row, so that the loops over
+// elements are flat.
 template <int Width>
 MINIFLOAT_INLINE void spread_blocks(const float* __restrict of_block,
                                     float* __restrict of_element) {
@@ -231,7 +235,7 @@ MINIFLOAT_INLINE void spread_blocks(const float* __restrict of_block,
     for (int i = 0; i < Width; ++i) of_element[b * Width + i] = of_block[b];
 }
 
-// What the elements have to look out for.
+// Notes which exceptions the elements of the tile can meet: zero scales and NaN factors.
 MINIFLOAT_INLINE void note_exceptions(const Spec& spec, TileBlocks& blocks) {
   std::uint32_t least = 1, largest = 0;
   for (std::int64_t b = 0; b < blocks.rows * blocks.cols; ++b) {

@@ -1,5 +1,5 @@
-// The scales of a tile's blocks under a rule that reads values (core/scale_rule.h): the errors of both scales of every
-// block, and the choice, as the sign bit of the block's amax.
+// The scales of a tile's blocks under a rule that reads values (core/scale_rule.h): the errors of
+// both scales of each block, and the choice, as the sign bit of the block's amax.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ namespace minifloat::cpu {
 
 inline constexpr std::int64_t kSide = 16;  // of a block
 
-// The squared errors of one tile row: (kTileCols).   factor, scale: an element's own
+// Computes the squared errors of one tile row, (kTileCols).   factor, scale: one an element
 template <class F, class T>
 MINIFLOAT_INLINE void square_errors(const TensorScale& tensor, const T* __restrict row,
                                     const float* __restrict factor, const float* __restrict scale,
@@ -24,8 +24,8 @@ MINIFLOAT_INLINE void square_errors(const TensorScale& tensor, const T* __restri
   }
 }
 
-// errors: of each block under the scale that `blocks` has, (blocks.rows * blocks.cols). is_down: the rows of a 16 x 16
-// block are columns of the tile.
+// Computes the error of each block under the scale in `blocks`, (blocks.rows * blocks.cols).
+// is_down: the rows of a 16 x 16 block are columns of the tile.
 template <class F, class T>
 MINIFLOAT_INLINE void block_errors(const TensorScale& tensor, const TileView<T>& tile,
                                    std::int64_t tile_rows, const TileBlocks& blocks, bool is_down,

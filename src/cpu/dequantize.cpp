@@ -12,8 +12,8 @@ namespace {
 struct RowArgs {
   const Quantized* operand;
   std::int64_t row;        // of all the batch's rows
-  bool for_product;        // what an exact product reads, or the value itself
-  const float* factors;    // (batch): the tensor scale that the value still needs
+  bool for_product;        // the values of an exact product, or the values themselves
+  const float* factors;    // (batch): the tensor scale, a factor of each value
   float* scale;            // (padded) scratch
   std::uint8_t* unpacked;  // (padded, and one where that is odd) scratch
   std::uint16_t* bf16;     // (padded), or
@@ -22,7 +22,7 @@ struct RowArgs {
 
 template <class F>
 struct DecodeRow {
-  // The scale of each element of the row, without the tensor's.
+  // Spreads the scale of each block over its elements in the row, without the tensor's.
   MINIFLOAT_INLINE static void spread_scales(const RowArgs& args, std::int64_t padded) {
     const Quantized& q = *args.operand;
     const Spec& spec = q.spec;
@@ -50,7 +50,7 @@ struct DecodeRow {
     }
   }
 
-  // One code a byte, whatever the format.
+  // Unpacks one code a byte, in any format.
   MINIFLOAT_INLINE static const std::uint8_t* unpack(const std::uint8_t* __restrict packed,
                                                      std::uint8_t* __restrict codes,
                                                      std::int64_t bytes) {
@@ -98,7 +98,7 @@ void decode_rows(const Quantized& q, bool for_product, std::uint16_t* bf16, floa
   const std::int64_t padded = q.spec.padded_cols(q.cols), rows = q.batch * q.rows;
   std::vector<float> factors(static_cast<std::size_t>(q.batch));
   if (!for_product) cpu::tensor_factor(q, factors.data(), execution);
-  constexpr std::int64_t kRows = 16;  // a part of work
+  constexpr std::int64_t kRows = 16;  // of a part of the work
   parallel_for(execution, ceil_div(rows, kRows), rows * padded, [&](std::int64_t part) {
     std::vector<float> scale(static_cast<std::size_t>(padded));
     std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(padded + 1));

@@ -1,5 +1,6 @@
-// core/rounding.h's encode in fewer steps, for the loops that it dominates. Equal to it for every float and every
-// 16 random bits: tests/cpu/encode_fast_test.cpp samples that, tests/cpu/exhaustive_encode_fast.cpp visits all.
+// core/rounding.h's encode in fewer steps, for the loops that spend most of their time in it. Both
+// are equal for each float and each 16 random bits: tests/cpu/encode_fast_test.cpp samples them,
+// and tests/cpu/exhaustive_encode_fast.cpp visits all.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +10,7 @@
 
 namespace minifloat::cpu {
 
-// 2^Emin's bits, and the code that its exponent field stands for.
+// The bits of 2^Emin, and the code of its exponent field.
 template <class F>
 struct Lowest {
   static constexpr int kDiscarded = Float32::kMantissaBits - F::kMantissaBits;
@@ -18,7 +19,7 @@ struct Lowest {
   static constexpr std::uint32_t kCode = kBits >> kDiscarded;
 };
 
-// Sign and NaN are the same for both.
+// Adds sign and NaN to a code, for both roundings.
 template <class F>
 MINIFLOAT_INLINE std::uint32_t finish_code(std::uint32_t bits, std::uint32_t code) {
   const std::uint32_t sign = (bits >> (32 - F::kBits)) & F::kSignBit;
@@ -32,9 +33,9 @@ MINIFLOAT_INLINE std::uint32_t clamp_magnitude(std::uint32_t bits) {
   return magnitude < kMax ? magnitude : kMax;
 }
 
-// Nearest even, by the adder. P: the power of two below the value, or the format's lowest. In the binade of
-// P * 2^(23 - M) a float's last place is P * 2^-M, the format's quantum, so the sum rounds there, and the sum's bits
-// count quanta from that power on.
+// Encodes to nearest even, by the adder. P: the power of two below the value, or the format's
+// lowest. In the binade of P * 2^(23 - M) a float's last place is P * 2^-M, the format's quantum.
+// The sum therefore rounds there, and its bits count quanta from that power on.
 template <class F>
 MINIFLOAT_INLINE std::uint32_t encode_nearest(float x) {
   using L = Lowest<F>;
@@ -47,8 +48,9 @@ MINIFLOAT_INLINE std::uint32_t encode_nearest(float x) {
   return finish_code<F>(bits, (p >> L::kDiscarded) - L::kCode + (sum - anchor));
 }
 
-// The same where x is not NaN, in the fewest steps. Only the low bits of the code are looked at, so the anchor need
-// not be subtracted: its low bits are chosen to make up for Lowest's code (an even number, so that ties stay).
+// Encodes an x that is not NaN to nearest, in the fewest steps. Only the low bits of the code are
+// used, so the anchor is not subtracted: its low bits are chosen to make up for Lowest's code (an
+// even number, so that ties stay).
 template <class F>
 MINIFLOAT_INLINE std::uint32_t encode_nearest_number(float x) {
   using L = Lowest<F>;
@@ -66,8 +68,9 @@ MINIFLOAT_INLINE std::uint32_t encode_nearest_number(float x) {
   return ((sum + (p >> L::kDiscarded)) | sign) % kCodes;
 }
 
-// Stochastic. Normal in the format: the random bits are added at the top of the discarded ones, and a carry runs
-// into the exponent. Below: the value in fixed point, 16 bits after the quantum.
+// Encodes stochastically. Normal in the format: the random bits are added at the top of the
+// discarded ones, and a carry goes into the exponent. Below: the value in fixed point, 16 bits
+// after the quantum.
 template <class F>
 MINIFLOAT_INLINE std::uint32_t encode_stochastic(float x, std::uint32_t random) {
   using L = Lowest<F>;

@@ -1,4 +1,4 @@
-// A tile of values -> codes, block scales and, where asked for, the values of the codes.
+// A tile of values -> codes, block scales and, where wanted, the values of the codes.
 //
 //     1  amax of each block, its scale, and the factor of its elements    block_scale.h, choose_scale.h
 //     2  every element: multiply, encode                                  a row at a time
@@ -24,8 +24,9 @@ struct EncodeArgs {
   TileView<T> tile;
 };
 
-// core/philox.h's random_bits for 16 elements from their 4 words and these reversed: even elements take the
-// word, odd ones the reversal; then, with two of four shifted, all take the same bytes.
+// Computes core/philox.h's random_bits for 16 elements from their 4 words and the reversed words.
+// Even elements take the word, odd ones the reversal. After a shift of two of four, all take the
+// same bytes.
 template <int FormatBits>
 MINIFLOAT_INLINE void spread_bits(const LaneBits& words, const LaneBits& reversed, LaneBits& bits) {
   constexpr std::uint32_t s = FormatBits == 4 ? 8 : 16;
@@ -39,12 +40,12 @@ MINIFLOAT_INLINE void spread_bits(const LaneBits& words, const LaneBits& reverse
     bits = shifted & 0xFFFF'0000u;
 }
 
-// Each element's 16 random bits, a row of the tile: (kTileCols)
+// Computes the 16 random bits of each element of a tile row, (kTileCols).
 template <int FormatBits>
 MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row,
                                       std::uint32_t group, std::uint32_t* bits) {
   constexpr int kGroups = kTileCols / kElementsPerCall;
-  std::uint64_t by_word[4][kGroups];  // the calls of a row run side by side, a 64-bit lane each
+  std::uint64_t by_word[4][kGroups];  // the calls of a row side by side, a 64-bit lane each
   for (int g = 0; g < kGroups; ++g) {
     const auto w = random_bits_at<std::uint64_t>(plan.random.key, plan.random.stream, row,
                                                  group + static_cast<std::uint32_t>(g));
@@ -64,7 +65,7 @@ MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row
   }
 }
 
-// Elements of one tile row, all kTileCols of them, none of them NaN.
+// Encodes the elements of one tile row, all kTileCols of them, none of them NaN.
 template <class F, class T, bool kStochastic>
 MINIFLOAT_INLINE void encode_numbers(const T* __restrict row, const float* __restrict factor,
                                      const std::uint32_t* __restrict bits,
@@ -76,7 +77,7 @@ MINIFLOAT_INLINE void encode_numbers(const T* __restrict row, const float* __res
   }
 }
 
-// The same for any elements. Under +delayed an infinite one becomes NaN.
+// Encodes any elements of one tile row. Under +delayed an infinite one becomes NaN.
 template <class F, class T, bool kStochastic>
 MINIFLOAT_INLINE void encode_any(const T* __restrict row, const float* __restrict factor,
                                  const std::uint32_t* __restrict bits, bool delayed,
@@ -88,7 +89,7 @@ MINIFLOAT_INLINE void encode_any(const T* __restrict row, const float* __restric
   }
 }
 
-// `inside` of Whole elements; nearly always all of them, which is a copy of a known size.
+// Stores `inside` of Whole elements: in nearly all cases all of them, a copy of a constant size.
 template <std::int64_t Whole, class T>
 MINIFLOAT_INLINE void store_inside(const T* from, T* to, std::int64_t inside) {
   if (inside == Whole)
@@ -164,7 +165,7 @@ struct EncodeTile {
     const OperandPlan& plan = *args.plan;
     const TileRange& range = *args.range;
     const Operand& operand = plan.operand;
-    // An element is NaN only where the amax of its block is, unless it had no say in the amax.
+    // Only a block with a NaN amax holds a NaN, except where the scale comes from another amax.
     const bool numbers = !blocks.any_nan && (operand.spec.has_blocks() || !operand.given_amax);
     alignas(64) std::uint8_t codes[kTileCols];
     alignas(64) std::uint32_t bits[kTileCols];

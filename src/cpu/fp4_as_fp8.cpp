@@ -19,7 +19,7 @@ void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
   cpu::tensor_factor(q, tensor_scale.data(), execution);
 
   parallel_for(execution, q.batch * q.rows, q.batch * q.rows * padded, [&](std::int64_t row) {
-    // 1. The blocks' exponents, and the largest.
+    // 1. The blocks' exponents, and the largest of them.
     const std::int64_t batch = row / q.rows;
     const std::int64_t block_row = batch * scale_rows + row % q.rows / spec.block_rows;
     std::vector<int> exponent(static_cast<std::size_t>(scale_cols));
@@ -31,7 +31,7 @@ void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
       largest = std::max(largest, exponent[b]);
     }
 
-    // 2. The row's factor, and its elements in units of it.
+    // 2. The row's factor, and the codes of its elements under that factor.
     const int row_exponent = fp4_row_exponent(largest);
     row_scale[row] = fp4_as_fp8_row_scale(row_exponent, tensor_scale[batch]);
     for (std::int64_t c = 0; c < padded; ++c) {

@@ -1,5 +1,5 @@
-// Vectors of 64 bytes, for the few steps that move values across lanes. The compiler splits them where the
-// machine's are shorter.
+// Vectors of 64 bytes, for the few steps that move values across lanes. The compiler splits them on
+// a machine with shorter vectors.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ using LaneHalves = std::uint16_t __attribute__((vector_size(64), may_alias));  /
   {F(0), F(1), F(2),  F(3),  F(4),  F(5),  F(6),  F(7), \
    F(8), F(9), F(10), F(11), F(12), F(13), F(14), F(15)}
 
-// Lanes 0, 2, 4, … and 1, 3, 5, … of a and b, one after the other.
+// The indices of lanes 0, 2, 4, … and of lanes 1, 3, 5, … of a and b, a's before b's.
 #define MINIFLOAT_EVEN_16 0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30
 #define MINIFLOAT_ODD_16 1, 3, 5, 7, 9, 11, 13, 15, 17, 19, 21, 23, 25, 27, 29, 31
 #define MINIFLOAT_EVEN_32 \
@@ -25,7 +25,7 @@ using LaneHalves = std::uint16_t __attribute__((vector_size(64), may_alias));  /
 #define MINIFLOAT_ODD_32 \
   MINIFLOAT_ODD_16, 33, 35, 37, 39, 41, 43, 45, 47, 49, 51, 53, 55, 57, 59, 61, 63
 
-// The larger of each two neighbours.
+// Keeps the larger of each two neighbours.
 MINIFLOAT_INLINE void halve(LaneBits& out, const LaneBits& a, const LaneBits& b) {
   const LaneBits even = __builtin_shufflevector(a, b, MINIFLOAT_EVEN_16);
   const LaneBits odd = __builtin_shufflevector(a, b, MINIFLOAT_ODD_16);
@@ -41,8 +41,8 @@ MINIFLOAT_INLINE void halve(LaneHalves& out, const LaneHalves& a, const LaneHalv
 #undef MINIFLOAT_EVEN_32
 #undef MINIFLOAT_ODD_32
 
-// 16 rows of 16 values, transposed: four rounds that interleave halves, each of which rotates an element's index
-// bits by one: (row, col) -> (col, row).
+// The transpose of 16 rows of 16 values, in four rounds that interleave halves. Each round rotates
+// an element's index bits by one: (row, col) -> (col, row).
 template <class T>
 struct RowOf;
 template <>

@@ -1,4 +1,5 @@
-// Work over [0, count) in parts, on the caller's threads or on one a core. Results never depend on the cut.
+// Work over [0, count) in parts, on the caller's threads or on one a core. Results never depend on
+// the split.
 #pragma once
 
 #include <algorithm>
@@ -10,7 +11,7 @@
 
 namespace minifloat::cpu {
 
-// Own threads, where the caller brings none: started and joined here, one a core.
+// Runs the body on new threads, one a core, where the caller passes no parallel_for.
 inline void default_parallel_for(std::int64_t count,
                                  void (*body)(void*, std::int64_t, std::int64_t), void* context) {
   const std::int64_t cores = std::max(1u, std::thread::hardware_concurrency());
@@ -22,7 +23,7 @@ inline void default_parallel_for(std::int64_t count,
   for (std::thread& thread : threads) thread.join();
 }
 
-// f(i) for every i of [0, count); on the calling thread alone where the work is under `small` elements.
+// Calls f(i) for each i of [0, count); on the calling thread alone where the work is small.
 template <class F>
 void parallel_for(const Execution& execution, std::int64_t count, std::int64_t elements, F f) {
   constexpr std::int64_t kSmall = 1 << 14;

@@ -1,9 +1,10 @@
 // Partial casts, a band of rows of a shard at a time:
 //
-//     amax      a band's maxima go to the cells of its rows; a cell that spans bands is raised atomically
-//     cast      every cell's scale, from the reduced amaxes; and every element of a band, by the factor of its cell
+//     amax      a band's maxima raise the cells of its rows; a cell of several bands by atomics
+//     cast      each cell's scale, from the reduced amaxes; then each element, by its cell's factor
 //
-// The cells of core/shard.h's ranges, so that any cut does: a row's part is walked cell by cell.
+// The cells are those of core/shard.h's ranges, for any range: a row's part is processed cell by
+// cell.
 #include "minifloat/partial_cast.h"
 
 #include <algorithm>
@@ -27,7 +28,7 @@ struct Band {
   Span rows;
 };
 
-// The bands of all shards. Bands of rows are those of blocks, too.
+// Returns the bands of all shards. Bands of rows are whole rows of blocks, too.
 std::vector<Band> bands_of(std::span<const PartialCast> casts) {
   std::vector<Band> bands;
   for (const PartialCast& cast : casts) {
@@ -48,7 +49,7 @@ std::int64_t elements_of(std::span<const PartialCast> casts) {
   return elements;
 }
 
-// Calls f(cell, columns) for the parts of a row that lie in one cell each.
+// Calls f(cell, columns) for each part of a row that lies in one cell.
 template <class F>
 MINIFLOAT_INLINE void each_cell(const AmaxGrid& grid, std::int64_t row, const Span& cols, F f) {
   const std::int64_t first = row / grid.height * grid.cols;
@@ -60,7 +61,7 @@ MINIFLOAT_INLINE void each_cell(const AmaxGrid& grid, std::int64_t row, const Sp
   }
 }
 
-// The value of a master as the cast sees it.
+// Returns a master's value in the compute dtype.
 MINIFLOAT_INLINE float computed(float x, bool round) { return round ? round_to_bf16(x) : x; }
 MINIFLOAT_INLINE float computed(std::uint16_t x, bool) { return to_float(x); }
 
@@ -105,7 +106,7 @@ struct BandAmax {
       });
     }
     if (!band.grid.has_tensor_amax) return;
-    if (narrow) {  // cells that the loop above has not passed through
+    if (narrow) {  // cells that the loop above has not visited
       const std::int64_t first = band.rows.begin / band.grid.height,
                          end = (band.rows.end - 1) / band.grid.height + 1;
       for (std::int64_t i = first * band.grid.cols; i < end * band.grid.cols; ++i)
@@ -116,14 +117,14 @@ struct BandAmax {
 };
 
 // ---- Scales --------------------------------------------------------------------------------------
-// The amax that scales and codes are made with: under +delayed, of other steps. choose_scales has left the sign bit of a
-// block whose second scale is taken clear.
+// Returns the amax that scales and codes are made with: under +delayed, that of earlier steps.
+// choose_scales leaves the sign bit clear of a block whose second scale is taken.
 std::uint32_t active_amax(const PartialCast& cast, std::int64_t cell) {
   if (cast.spec.delayed) return magnitude_bits(cast.amax[0]);
   return cast.spec.reads_values() ? cast.amaxes[cell] ^ kSecondScale : cast.amaxes[cell];
 }
 
-// The level of the whole weight.
+// Returns the scale of the whole weight.
 template <class F>
 TensorScale tensor_scale(const PartialCast& cast, const AmaxGrid& grid) {
   const Spec& spec = cast.spec;
@@ -139,7 +140,7 @@ MINIFLOAT_INLINE BlockScale cell_scale(const Spec& spec, const TensorScale& tens
   return scale_of_block<F>(spec.rule, spec.scale_rounding, tensor, amax);
 }
 
-// The fp32 scale of a cell: of the tensor, of a row or of a block.
+// Returns the fp32 scale of a cell: of the tensor, of a row or of a block.
 template <class F>
 float fp32_scale(const Spec& spec, const TensorScale& tensor, std::uint32_t amax) {
   if (spec.rule == ScaleRule::kTensor) return tensor.scale;
@@ -147,7 +148,8 @@ float fp32_scale(const Spec& spec, const TensorScale& tensor, std::uint32_t amax
 }
 
 // ---- The choice of a rule that reads values ------------------------------------------------------
-// The errors of a block under one of its scales, from the block's first element in the master on.
+// Returns the error of a block under one of its scales, from the block's first element in the
+// master.
 template <class F, class T>
 float block_error(const PartialCast& cast, const AmaxGrid& grid, const TensorScale& tensor,
                   const BlockScale& scale, std::int64_t row, std::int64_t col) {
@@ -165,7 +167,7 @@ float block_error(const PartialCast& cast, const AmaxGrid& grid, const TensorSca
   return add_rows(lines);
 }
 
-// Of one row of cells.
+// Chooses the scales of one row of cells.
 template <class F, class T>
 void choose_row(const PartialCast& cast, const AmaxGrid& grid, std::int64_t cell_row) {
   const TensorScale tensor = tensor_scale<F>(cast, grid);
@@ -205,7 +207,7 @@ void store_scales(const PartialCast& cast) {
 }
 
 // ---- Codes ---------------------------------------------------------------------------------------
-// Two codes a byte; at the ends of the row's part a nibble may be another shard's.
+// Stores two codes a byte. At the ends of the row's part a nibble may be another shard's.
 MINIFLOAT_INLINE void store_nibbles(const PartialCast& cast, std::int64_t row, const Span& cols,
                                     const std::uint8_t* codes) {  // (cols.size())
   const FlatShard shard = {cast.cols, cast.shard};
@@ -216,8 +218,7 @@ MINIFLOAT_INLINE void store_nibbles(const PartialCast& cast, std::int64_t row, c
     const std::int64_t low = (cols.begin & ~std::int64_t{1}) + 2 * (b - bytes.begin) - cols.begin;
     const std::uint8_t pair = pack_nibbles(mask & 0x0F ? codes[low] : 0u,  //
                                            mask & 0xF0 ? codes[low + 1] : 0u);
-    const bool is_end_of_odd_row =
-        low + 1 + cols.begin >= cast.cols;  // its last nibble is nobody's
+    const bool is_end_of_odd_row = low + 1 + cols.begin >= cast.cols;  // its last nibble is padding
     const bool keeps =
         cast.keeps_neighbours && mask != 0xFF && !(is_end_of_odd_row && mask == 0x0F);
     to[b] = static_cast<std::uint8_t>((keeps ? to[b] & ~mask : 0) | pair);
@@ -309,7 +310,7 @@ void partial_cast(std::span<const PartialCast> casts, const Execution& execution
                    case Elements::kBf16: return;
                  }
                });
-  // Last: under +delayed the codes are made with the amax that this replaces.
+  // Last, because under +delayed the codes are made with the amax that this replaces.
   std::int64_t cells = 0;
   for (const PartialCast& cast : casts) cells += cast.rows * cast.cols / 16;
   parallel_for(execution, static_cast<std::int64_t>(casts.size()), cells, [&](std::int64_t i) {

@@ -5,7 +5,7 @@
 //                      | x128|     |
 //                      +-----+-----+
 //
-// What no tile can decide, the amax of the tensor or of a row, is settled before.
+// The amax of the tensor or of a row, which no tile can decide, is computed first.
 #include <algorithm>
 #include <vector>
 
@@ -35,7 +35,7 @@ void encode_elements(const EncodeArgs<T>& args) {
   }
 }
 
-// One direction: its plan, and the memory behind the plan's pointers.
+// One direction of a quantization: its plan, and the memory behind the plan's pointers.
 class DirectionCast {
  public:
   DirectionCast(const TensorRef& x, const Operand& operand, bool columnwise,
@@ -57,7 +57,7 @@ class DirectionCast {
     if (spec.has_tensor_amax() || spec.has_row_amax()) settle_amax(execution);
   }
 
-  // The tile of x whose corner is (row, col) of x, `height` rows of x.
+  // Encodes the tile of x whose corner is (row, col) of x, `height` rows of x.
   void encode(std::int64_t batch, std::int64_t row, std::int64_t col, std::int64_t height,
               TileMemory& memory) const {
     TileRange range = {batch, row, col, std::min(height, x_.rows - row),
@@ -66,7 +66,8 @@ class DirectionCast {
     encode_range(range, memory);
   }
 
-  // Part of one row of x, from a whole tile row on: as a strip, and what is left of the last tile row.
+  // Encodes part of one row of x, from a whole tile row on: as a strip, then the rest of the last
+  // tile row.
   void encode_strip(std::int64_t batch, std::int64_t row, std::int64_t col, std::int64_t cols,
                     TileMemory& memory) const {
     const std::int64_t whole = cols / kTileCols;
@@ -85,7 +86,8 @@ class DirectionCast {
       encode_elements<float>({&plan_, &range, load_fp32_tile(load)});
   }
 
-  // The amax in force, its factors, and the scales and amaxes that are outputs by themselves.
+  // Computes the active amaxes, their factors, and the outputs of a tensor or a row: scales and
+  // amaxes.
   void settle_amax(const Execution& execution) {
     const Operand& operand = plan_.operand;
     const Spec& spec = operand.spec;
@@ -107,7 +109,7 @@ class DirectionCast {
     plan_.row = rows_.data();
   }
 
-  // One more amax, of a tensor or of a row.
+  // Appends the factors of one more amax, of a tensor or of a row.
   void scale_by(std::uint32_t amax) {
     switch (plan_.operand.spec.elements) {
       case Elements::kE4m3: return scale_elements_by<E4M3>(amax);
@@ -132,13 +134,14 @@ class DirectionCast {
   std::vector<ScaleFactors> rows_;
 };
 
-// Rows of x in a tile. Rowwise alone few do, so that the rows are streams that the machine prefetches by itself.
+// Returns the rows of x in a tile. Rowwise alone a few rows are fastest: the machine then
+// prefetches them as streams.
 std::int64_t tile_height(const Operand* rowwise, const Operand* columnwise) {
   constexpr std::int64_t kFew = 16;
   return columnwise ? kTileRows : std::max<std::int64_t>(kFew, rowwise->spec.block_rows);
 }
 
-// Asks for the tile that the walk comes to next: its rows are too short for the machine to see a stream.
+// Prefetches the next tile of the walk, whose rows are too short for the machine's own streams.
 void prefetch_tile(const TensorRef& x, std::int64_t batch, std::int64_t row, std::int64_t col,
                    std::int64_t height) {
   constexpr std::int64_t kLine = 64;

@@ -1,8 +1,9 @@
-// One loop, compiled for several vector units, the widest that the machine has chosen at run time.
+// One loop, compiled for several vector units. The widest one of the machine is chosen at run time.
 //
-// A kernel is a struct with `static void run(const Args&)`, marked MINIFLOAT_INLINE like all that it calls,
-// so that the whole body is compiled again inside each of the three functions below. Arithmetic is IEEE
-// everywhere and nothing is contracted, so the results are the same bytes.
+// A kernel is a struct with `static void run(const Args&)`, marked MINIFLOAT_INLINE like all
+// functions that it calls, so that the whole body is compiled again inside each of the three
+// functions below. Arithmetic is IEEE everywhere and nothing is contracted, so the results are the
+// same bytes.
 #pragma once
 
 #define MINIFLOAT_INLINE [[gnu::always_inline]] inline
@@ -12,7 +13,7 @@ namespace minifloat::cpu {
 #if defined(__x86_64__)
 #if defined(__clang__)
 #define MINIFLOAT_TARGET_AVX512 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")]]
-#else  // g++ prefers 256 bits unless it is told
+#else  // g++ prefers 256 bits by default
 #define MINIFLOAT_TARGET_AVX512 \
   [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,prefer-vector-width=512")]]
 #endif

@@ -1,12 +1,12 @@
-// A tile of an operand as read, transformed: what amax and encoding look at. Its values are in fp32 where x is and
-// nothing transforms them, else in bf16, which holds them exactly.
+// A tile of an operand as read, transformed: the input of amax and encoding. Its values are in fp32
+// where x is and nothing transforms them, else in bf16, which holds them exactly.
 //
 //     x (R, C)            rowwise: tile row = row of x           columnwise: tile row = column of x
 //     +----------+        values (kTileRows, pitch), zero past the operand's edge, so that the last block is
 //     |  +---+   |        a whole one whose missing elements are zero: they change no amax, and are not stored
 //     +--+---+---+
 //
-// A whole rowwise tile without a transform is looked at where it lies.
+// A whole rowwise tile without a transform is read in place, without a copy.
 #pragma once
 
 #include <cstdint>
@@ -22,12 +22,12 @@ namespace minifloat::cpu {
 inline constexpr std::int64_t kTileRows = 128;
 inline constexpr std::int64_t kTileCols = 128;  // a whole number of every block and every transform
 
-// Where a tile lies in its operand as read, and how much of it is inside.
+// The place of a tile in its operand as read, and its size inside the operand.
 struct TileRange {
   std::int64_t batch, row, col;
   std::int64_t rows, cols;  // inside the operand, before the transform's padding
-  // The rows of a tile lie below one another, or, where blocks are one row high, one after the other in one row of
-  // the operand, which then is read as one stream.
+  // The rows of a tile lie below one another, or, where blocks are one row high, one after the
+  // other in one row of the operand, which then is read as one stream.
   bool is_strip = false;
 
   MINIFLOAT_INLINE std::int64_t row_of(std::int64_t r) const { return is_strip ? row : row + r; }
@@ -42,9 +42,10 @@ struct TileView {
   const T* values;
   std::int64_t pitch;
   std::int64_t to_next =
-      0;  // from a row to where the walk comes next, if the tile is looked at where it lies
+      0;  // from a row to the next row of the walk, if the tile is read in place; else 0
   MINIFLOAT_INLINE const T* row(std::int64_t r) const { return values + r * pitch; }
-  // Asks for what comes next while row r is at work. Past the end of x it asks in vain.
+  // Prefetches the next row of the walk while row r is encoded. Past the end of x a prefetch has no
+  // effect.
   MINIFLOAT_INLINE void prefetch(std::int64_t r) const {
     constexpr std::int64_t kLine = 64 / sizeof(T);
     if (to_next == 0) return;
@@ -64,7 +65,7 @@ struct TileMemory {
 MINIFLOAT_INLINE float to_float(float x) { return x; }
 MINIFLOAT_INLINE float to_float(std::uint16_t bf16) { return decode_bf16(bf16); }
 
-// Rowwise: a row of x is a row of the tile.
+// Loads a rowwise tile: a row of x is a row of the tile.
 template <class T>
 MINIFLOAT_INLINE TileView<T> load_rows(const T* x, std::int64_t stride, const TileRange& range,
                                        T* tile) {
@@ -80,7 +81,7 @@ MINIFLOAT_INLINE TileView<T> load_rows(const T* x, std::int64_t stride, const Ti
   return {tile, kTileCols};
 }
 
-// Columnwise: a column of x is a row of the tile.
+// Loads a columnwise tile: a column of x is a row of the tile.
 template <class T>
 MINIFLOAT_INLINE TileView<T> load_columns(const T* x, std::int64_t stride, const TileRange& range,
                                           T* tile) {
@@ -98,8 +99,9 @@ MINIFLOAT_INLINE TileView<T> load_columns(const T* x, std::int64_t stride, const
   return {tile, kTileCols};
 }
 
-// core/hadamard.h's butterflies, 16 points in a vector: where i has the stride's bit the result is v[i - stride]
-// - v[i], else v[i] + v[i + stride]; either is (partner) + (own value with the sign flipped or not).
+// Computes one stride of core/hadamard.h's butterflies, 16 points in a vector. Where i has the
+// stride's bit the result is v[i - stride] - v[i], else v[i] + v[i + stride]. Both are the partner
+// plus the element, with the element's sign flipped or not.
 template <int Stride>
 MINIFLOAT_INLINE void butterfly(Lanes& v) {
 #define MINIFLOAT_FLIP(i) ((i) & Stride ? 0x8000'0000u : 0u)
@@ -112,7 +114,7 @@ MINIFLOAT_INLINE void butterfly(Lanes& v) {
   v = partner + reinterpret_cast<Lanes>(reinterpret_cast<LaneBits>(v) ^ kFlip);
 }
 
-// One row of a tile. in may be out.
+// Transforms one row of a tile. in may be out.
 template <int Points, class T>
 MINIFLOAT_INLINE void hadamard_row(const T* in, const LaneBits& signs, std::uint16_t* out) {
   constexpr int kVectors = Points / 16;
@@ -151,7 +153,7 @@ MINIFLOAT_INLINE TileView<std::uint16_t> transform_tile(const TileView<T>& in, s
   return {out, kTileCols};
 }
 
-// What to load: the tile of x at `range`, as read, transformed where points > 0.
+// The tile of x at `range`, as read, transformed where points > 0.
 struct LoadArgs {
   const TensorRef* x;
   bool columnwise;
