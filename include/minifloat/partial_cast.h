@@ -2,8 +2,8 @@
 // weights at once.
 //
 //     master shard --partial_amax--> amaxes of the blocks that it touches
-//                                    | max over ranks, as int32: ordered like the values, NaN on top
-//                                    | for a rule that reads values: choose_scales, and the max again
+//                                    | max over ranks, as int32: in the values' order, NaN on top
+//                                    | rules that read values: choose_scales, and the max again
 //     master shard --partial_cast--> the shard's codes, and every scale of the weight
 //                                    | gather of the codes' bytes
 //     codes        --transpose_many--> the other direction, where both have the same codes
@@ -46,8 +46,8 @@ struct PartialCast {
   const void* master = nullptr;  // (shard.size())
   DType dtype = DType::kFloat32;
 
-  std::uint32_t* amaxes =
-      nullptr;  // (amax_grid().count()): the grid's, then the tensor's; bit patterns
+  // (amax_grid().count()): the grid's, then the tensor's; bit patterns.
+  std::uint32_t* amaxes = nullptr;
   // The flat codes from byte `first_byte` on. Where a nibble of the first or last byte is another
   // shard's, that nibble stays as it is, or becomes zero.
   std::uint8_t* codes = nullptr;

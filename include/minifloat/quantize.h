@@ -1,8 +1,8 @@
 // amax, quantize and dequantize: pure functions of (values, spec, seed, position).
 //
-// "As read" means the matrix itself rowwise, its transpose columnwise: a columnwise operand of x (R, C)
-// is read (C, R), and codes, scales and positions are those of that matrix. The buffers' shapes, for an
-// operand read (rows, cols), with a leading batch:
+// "As read" is the matrix itself rowwise, and its transpose columnwise: a columnwise operand of x
+// (R, C) is read (C, R), and codes, scales and positions are those of that matrix. The buffers'
+// shapes, for an operand read (rows, cols), with a leading batch:
 //
 //     codes     (rows, spec.code_cols(cols)) bytes
 //     scale     fp32: () or (rows) or (block rows, block cols)

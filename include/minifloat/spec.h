@@ -9,9 +9,11 @@
 //     e4m3/row                                 fp32 power of two a row; +exact: any fp32
 //     e4m3/1x128   e4m3/128x128                fp32 power of two a block
 //     mxfp8  mxfp8/e5m2  mxfp8/32x32  mxfp4    E8M0 a block, rounded up; +floor: the OCP rule
-//     nvfp4  nvfp4/16x16                       E4M3 a block and fp32 a tensor; +up, +pow2: block scale rounded up;
-//                                              +4over6: of two block scales, the one with the smaller error
-//     all but bf16                             +sr: stochastic rounding;  +rht, +rht32, +rht64, +rht128
+//     nvfp4  nvfp4/16x16                       E4M3 a block and fp32 a tensor; +up, +pow2: block
+//                                              scale rounded up; +4over6: of two block scales,
+//                                              the one with the smaller error
+//     all except bf16                          +sr: stochastic rounding
+//                                              +rht, +rht32, +rht64, +rht128
 #pragma once
 
 #include <cstdint>

@@ -54,7 +54,7 @@ struct TileBlocks {
   }
 };
 
-// ---- amax ----------------------------------------------------------------------------------------
+// ---- amax ---------------------------------------------------------------------------------------
 // The amax of each 16 neighbours, over 32 vectors of a tile at a time. Four rounds keep the larger
 // of two neighbours:
 //
@@ -160,7 +160,7 @@ MINIFLOAT_INLINE void block_amax(const TileView<T>& tile, std::int64_t tile_rows
   block_amax_of<T, kTileCols>(tile, tile_rows, blocks);
 }
 
-// ---- Scales --------------------------------------------------------------------------------------
+// ---- Scales -------------------------------------------------------------------------------------
 template <class F>
 struct ScaleBlocks {
   const TensorScale& tensor;

@@ -1,7 +1,7 @@
 // A tile of values -> codes, block scales and, where wanted, the values of the codes.
 //
-//     1  amax of each block, its scale, and the factor of its elements    block_scale.h, choose_scale.h
-//     2  every element: multiply, encode                                  a row at a time
+//     1  amax of each block, its scale, the factor of its elements  block_scale.h, choose_scale.h
+//     2  every element: multiply, encode                            a row at a time
 //     3  store what lies inside the operand
 #pragma once
 

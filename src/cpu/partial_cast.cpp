@@ -72,7 +72,7 @@ void raise(std::uint32_t& cell, std::uint32_t amax) {
   }
 }
 
-// ---- amax ----------------------------------------------------------------------------------------
+// ---- amax ---------------------------------------------------------------------------------------
 template <class T>
 struct BandAmax {
   MINIFLOAT_INLINE static void run(const Band& band) {
@@ -116,7 +116,7 @@ struct BandAmax {
   }
 };
 
-// ---- Scales --------------------------------------------------------------------------------------
+// ---- Scales -------------------------------------------------------------------------------------
 // Returns the amax that scales and codes are made with: under +delayed, that of earlier steps.
 // choose_scales leaves the sign bit clear of a block whose second scale is taken.
 std::uint32_t active_amax(const PartialCast& cast, std::int64_t cell) {
@@ -147,7 +147,7 @@ float fp32_scale(const Spec& spec, const TensorScale& tensor, std::uint32_t amax
   return fp32_factors<F>(spec.rule, spec.scale_rounding, amax).scale;
 }
 
-// ---- The choice of a rule that reads values ------------------------------------------------------
+// ---- The choice of a rule that reads values -----------------------------------------------------
 // Returns the error of a block under one of its scales, from the block's first element in the
 // master.
 template <class F, class T>
@@ -206,7 +206,7 @@ void store_scales(const PartialCast& cast) {
     cast.amax[i - first] = bit_cast<float>(cast.amaxes[i]);
 }
 
-// ---- Codes ---------------------------------------------------------------------------------------
+// ---- Codes --------------------------------------------------------------------------------------
 // Stores two codes a byte. At the ends of the row's part a nibble may be another shard's.
 MINIFLOAT_INLINE void store_nibbles(const PartialCast& cast, std::int64_t row, const Span& cols,
                                     const std::uint8_t* codes) {  // (cols.size())
@@ -263,7 +263,7 @@ void cast_band(const Band& band) {
     run_widest<BandCast<F, std::uint16_t>>(band);
 }
 
-// ---- Transposes ----------------------------------------------------------------------------------
+// ---- Transposes ---------------------------------------------------------------------------------
 template <class T>
 void transpose_rows(const Transpose& m, const Span& cols) {
   const T* from = static_cast<const T*>(m.from);

@@ -1,7 +1,7 @@
 // Quantization, one or both directions of x from one walk over tiles:
 //
-//     x (rows, cols)   +-----+-----+      a tile of x is loaded, transformed and encoded as the rowwise operand
-//                      | 128 |     |      reads it, then, still in cache, as the columnwise operand does
+//     x (rows, cols)   +-----+-----+      a tile of x is loaded, transformed and encoded as read
+//                      | 128 |     |      rowwise, then, still in cache, as read columnwise
 //                      | x128|     |
 //                      +-----+-----+
 //

@@ -2,9 +2,9 @@
 // where x is and nothing transforms them, else in bf16, which holds them exactly.
 //
 //     x (R, C)            rowwise: tile row = row of x           columnwise: tile row = column of x
-//     +----------+        values (kTileRows, pitch), zero past the operand's edge, so that the last block is
-//     |  +---+   |        a whole one whose missing elements are zero: they change no amax, and are not stored
-//     +--+---+---+
+//     +----------+        values (kTileRows, pitch), zero past the operand's edge, so that the last
+//     |  +---+   |        block is whole: its missing elements are zero, change no amax, and are
+//     +--+---+---+        not stored
 //
 // A whole rowwise tile without a transform is read in place, without a copy.
 #pragma once
@@ -41,8 +41,8 @@ template <class T>
 struct TileView {
   const T* values;
   std::int64_t pitch;
-  std::int64_t to_next =
-      0;  // from a row to the next row of the walk, if the tile is read in place; else 0
+  // From a row to the next row of the walk, if the tile is read in place; else 0.
+  std::int64_t to_next = 0;
   MINIFLOAT_INLINE const T* row(std::int64_t r) const { return values + r * pitch; }
   // Prefetches the next row of the walk while row r is encoded. Past the end of x a prefetch has no
   // effect.

@@ -85,8 +85,8 @@ void transpose_nibbles(const CodeMatrix& matrix, std::uint8_t* out, const Execut
   const std::int64_t batch = matrix.batch, rows = matrix.rows, cols = matrix.cols;
   const std::int64_t in_pitch = ceil_div<std::int64_t>(cols, 2),
                      out_pitch = ceil_div<std::int64_t>(rows, 2);
-  constexpr std::int64_t kCols =
-      64;  // output rows of a strip: a cache line of input bytes, half used twice
+  // Output rows of a strip: a cache line of input bytes, half used twice.
+  constexpr std::int64_t kCols = 64;
   const std::int64_t strips = ceil_div(cols, kCols);
   parallel_for(execution, batch * strips, batch * rows * cols, [&](std::int64_t i) {
     const std::uint8_t* in = matrix.codes + i / strips * rows * in_pitch;

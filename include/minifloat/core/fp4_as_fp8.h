@@ -1,7 +1,7 @@
 // E2M1 codes under scales 2^k as E4M3 codes of the same values, which an FP8 product multiplies.
 //
 //     row of an operand as read:   | 2^k0: codes | 2^k1: codes | ...      K = max k
-//     as FP8                       e4m3(code * 2^(k - K + 6)) ...         one factor 2^(K - 6) a row
+//     as FP8                       e4m3(code * 2^(k - K + 6)) ...        one factor 2^(K - 6) a row
 //
 // E2M1's largest value becomes 6 * 2^6 = 384 of 448. Its smallest step becomes 0.5 * 2^(k - K + 6),
 // a multiple of E4M3's smallest value 2^-9 while k >= K - 14: codes are exact there, without a

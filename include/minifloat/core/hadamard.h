@@ -2,9 +2,9 @@
 //
 //     y = round_to_bf16( fl32(1/sqrt(n)) * H_n (s .* x) )
 //
-// s: signs, one 16-bit mask repeated every 16 points, bit i set = -1. H_n: Sylvester's, as butterflies
-// in fp32 with strides 1, 2, 4, ..., n/2 in that order, so that every backend rounds alike.
-// The inverse is s .* (H y / sqrt(n)); two operands transformed alike keep their product.
+// s: signs, one 16-bit mask repeated every 16 points, bit i set = -1. H_n: Sylvester's matrix, as
+// butterflies in fp32 with strides 1, 2, 4, ..., n/2 in that order, so that every backend rounds
+// alike. The inverse is s .* (H y / sqrt(n)). Two operands transformed alike keep their product.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace minifloat {
 
-inline constexpr std::uint32_t kHadamardSigns =
-    0xD7E8;  // Transformer Engine's mask, bits in its order
+// Transformer Engine's mask, bits in its order.
+inline constexpr std::uint32_t kHadamardSigns = 0xD7E8;
 
 // Returns fl32(1 / sqrt(n)) for n = 16, 32, 64, 128.
 MINIFLOAT_HD constexpr float hadamard_norm(int points) {

@@ -1,13 +1,13 @@
-// Random bits as a pure function of (seed, stream, row, column): Philox4x32 (Salmon et al., "Parallel
-// random numbers: as easy as 1, 2, 3", SC11; Random123 publishes its known answers).
+// Random bits as a pure function of (seed, stream, row, column): Philox4x32 (Salmon et al.,
+// "Parallel random numbers: as easy as 1, 2, 3", SC11; Random123 publishes its known answers).
 //
 //     key     = 64-bit seed
 //     counter = ( floor(c / 16),  r,  stream lo,  stream hi )      r, c: the operand as read
 //     output  = 4 words = 16 elements; word i serves elements 4i .. 4i+3
 //
-// Four elements share a word's 32 bits, 16 bits each, every bit used twice: once in forward and once
-// in bit-reversed weight. That is the layout of the PTX instruction cvt.rs, so that hardware with the
-// instruction gives the same codes from the same word.
+// Four elements share a word's 32 bits, 16 bits each. Every bit is used twice: once in forward and
+// once in bit-reversed weight. This is the layout of the PTX instruction cvt.rs, so that hardware
+// with the instruction gives the same codes from the same word.
 #pragma once
 
 #include <cstdint>

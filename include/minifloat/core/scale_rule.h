@@ -3,7 +3,7 @@
 //
 //     amax of the tensor   --scale_of_tensor-->  TensorScale      kTensor, kNvfp4
 //     amax of a row        --fp32_factors----->  ScaleFactors     kRow
-//     amax of a block      --scale_of_block--->  BlockScale       kBlock, kMx, kNvfp4 (kTensor, kRow)
+//     amax of a block      --scale_of_block--->  BlockScale       any rule
 #pragma once
 
 #include <cstdint>
@@ -33,7 +33,7 @@ enum class ScaleRounding : std::uint8_t {
   kFourOverSix
 };
 
-// ---- Questions about a rule ----------------------------------------------------------------------
+// ---- Questions about a rule ---------------------------------------------------------------------
 // Returns whether fp32 scales are powers of two.
 MINIFLOAT_HD constexpr bool is_power_of_two(ScaleRule rule, ScaleRounding rounding) {
   return rule == ScaleRule::kBlock ||
@@ -63,7 +63,7 @@ MINIFLOAT_HD constexpr bool reads_values(ScaleRounding rounding) {
 // The sign bit of a block's amax, set where the second of its two scales is taken.
 inline constexpr std::uint32_t kSecondScale = 0x8000'0000u;
 
-// ---- Scales --------------------------------------------------------------------------------------
+// ---- Scales -------------------------------------------------------------------------------------
 // Returns the factor of elements and the stored scale under kTensor, kRow and kBlock.
 template <class F>
 MINIFLOAT_HD constexpr ScaleFactors fp32_factors(ScaleRule rule, ScaleRounding rounding,
@@ -148,15 +148,15 @@ MINIFLOAT_HD constexpr typename Equations::Block scale_of_block(
   return Equations::template mx<F>(rounding, amax);
 }
 
-// ---- Rules that read values ----------------------------------------------------------------------
+// ---- Rules that read values ---------------------------------------------------------------------
 // The choice between two scales: the one under which the squared errors of the block's elements, to
 // nearest, have the smaller sum; the first where the sums are equal or one is NaN. A sum is taken
 // in this order, without a fused multiplication:
 //
 //     blocks of one row    element after element of the operand's row
-//     16 x 16              element after element of each row, then the 16 sums by add_rows. The rows
-//                          are those of the matrix x for its transpose, too, which so has the same
-//                          scales. A transformed operand has its own rows
+//     16 x 16              element after element of each row, then the 16 sums by add_rows. The
+//                          rows are those of the matrix x for its transpose, too, which so has the
+//                          same scales. A transformed operand has its own rows
 //
 // Elements past the matrix's edge are zeros, which add nothing.
 template <class F>

@@ -48,10 +48,12 @@ struct ScaleFactors {
   float scale;
 };
 
-// Whole tensor, row, 1x128 and 128x128: encode = min(max / amax, FLT_MAX), by IEEE division; rounded
-// down to a power of two where asked, so that nothing saturates; scale = 1 / encode.
-//   zero amax: both 1.   Inf or NaN amax: both NaN.   amax so small that max / amax overflows: FLT_MAX
-//   (2^127 as a power of two), and the scale is subnormal.   No amax is so large that encode is 0.
+// Returns the factors of a tensor, a row, a 1x128 or a 128x128 block: encode = min(max / amax,
+// FLT_MAX), by IEEE division, rounded down to a power of two where `power_of_two`, so that nothing
+// saturates; scale = 1 / encode.
+//   zero amax: both 1.   Inf or NaN amax: both NaN.
+//   amax so small that max / amax overflows: encode is FLT_MAX (2^127 as a power of two), and the
+//   scale is subnormal.   No amax is so large that encode is 0.
 template <class F>
 MINIFLOAT_HD constexpr ScaleFactors fp8_factors(std::uint32_t amax, bool power_of_two) {
   const float quotient = F::kMax / bit_cast<float>(amax | (amax == 0u ? 1u : 0u));
@@ -64,8 +66,9 @@ MINIFLOAT_HD constexpr ScaleFactors fp8_factors(std::uint32_t amax, bool power_o
 }
 
 // MX (OCP Microscaling v1.0), E8M0 scale 2^(code - 127), as cuBLAS rounds it: up, to the smallest
-// power of two s with amax / s <= max.   Zero block: code 0, 2^-127.   Inf or NaN: the NaN code 0xFF.
-// Underflow: code 0.   No finite amax overflows.
+// power of two s with amax / s <= max.
+//   zero block: code 0, 2^-127.   Inf or NaN: the NaN code 0xFF.   underflow: code 0.
+//   No finite amax overflows.
 template <class F>
 MINIFLOAT_HD constexpr std::uint32_t mx_scale_up(std::uint32_t amax) {
   constexpr std::uint32_t kMax = bit_cast<std::uint32_t>(F::kMax);
@@ -125,8 +128,8 @@ MINIFLOAT_HD constexpr float e8m0_reciprocal(std::uint32_t code) {
   return bit_cast<float>(code == E8M0::kNanBits ? Float32::kNanBits : bits);
 }
 
-// NVFP4: E2M1 elements, an E4M3 scale a block, one fp32 scale a tensor; Transformer Engine's order of
-// operations. How the block scale is rounded to E4M3:
+// The rounding of NVFP4's block scale to E4M3. NVFP4: E2M1 elements, an E4M3 scale a block, one
+// fp32 scale a tensor, in Transformer Engine's order of operations.
 enum class Nvfp4Rounding {
   kNearest,  // nearest even: a block's largest element may saturate, by up to 6% where s is normal
   kUp,       // up: no element saturates
@@ -153,7 +156,7 @@ MINIFLOAT_HD constexpr Nvfp4Tensor nvfp4_tensor(std::uint32_t amax, Nvfp4Roundin
 }
 
 // Block level: the E4M3 code of min(amax * block_encode, FLT_MAX).
-//   zero block, or underflow to nearest: 0.   Inf or NaN in the block or in the tensor: the NaN code.
+//   zero block, or underflow to nearest: 0.   Inf or NaN in the block or the tensor: the NaN code.
 //   past 448 (a given tensor amax that was too small): 448, or 256 as a power of two.
 MINIFLOAT_HD constexpr std::uint32_t nvfp4_block_scale(std::uint32_t amax, float block_encode,
                                                        Nvfp4Rounding rounding) {
@@ -172,8 +175,9 @@ MINIFLOAT_HD constexpr std::uint32_t nvfp4_block_scale(std::uint32_t amax, float
   return is_finite(amax) ? code : E4M3::kNanBits;
 }
 
-// Elements of a block whose scale code is s: encode = min(1 / (float(s) * fl32(1 / S)), FLT_MAX);
-// value = fl32(code * s) * fl32(1 / S). A block whose s is 0 gets zero codes (its factor is unused).
+// Returns the factor of elements of a block whose scale code is s:
+// min(1 / (float(s) * fl32(1 / S)), FLT_MAX). A code's value is fl32(code * s) * fl32(1 / S). A
+// block whose s is 0 gets zero codes (its factor is unused).
 MINIFLOAT_HD constexpr float nvfp4_encode_factor(std::uint32_t s, float tensor_scale) {
   return at_most_float_max(1.0f / (decode<E4M3>(s) * tensor_scale));
 }

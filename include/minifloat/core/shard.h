@@ -1,10 +1,10 @@
 // Shard geometry: the flat range [start, end) of a row-major weight (N, K), cut as by ZeRO and
 // FSDP.
 //
-//     K = 8, blocks 2 x 4, range [11, 21):          . . . .|. . . .      rows 1 and 2, so block rows 0..1
-//                                                   . . . x|x x x x      row 1 from column 3
+//     K = 8, blocks 2 x 4, range [11, 21):          . . . .|. . . .   rows 1 and 2, block rows 0..1
+//                                                   . . . x|x x x x   row 1 from column 3
 //                                                   -------+-------
-//                                                   x x x x|x . . .      row 2 up to column 5
+//                                                   x x x x|x . . .   row 2 up to column 5
 //
 // 4-bit codes lie two a byte, row by row with pitch ceil(K / 2): at an even K, in byte flat / 2.
 #pragma once
