@@ -1,5 +1,5 @@
-// The CUDA backend: the signatures of minifloat/quantize.h and minifloat/transform.h, on memory of the device and on
-// execution.stream. Nothing waits for the device, and no number is read back.
+// The CUDA backend: the signatures of minifloat/quantize.h and minifloat/transform.h, on device
+// memory and on execution.stream. No call waits for the device or copies a number to the host.
 #pragma once
 
 #include "minifloat/partial_cast.h"
@@ -10,7 +10,8 @@ namespace minifloat::cuda {
 
 void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution);
-// Of every row and of every column of a batch, from one read.   of_rows: (batch, rows), of_columns: (batch, cols)
+// Writes the amax of each row and of each column of a batch, from one read.
+//   of_rows: (batch, rows), of_columns: (batch, cols)
 void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_columns,
                               const Execution& execution);
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,

@@ -92,7 +92,7 @@ TEST(ScaleRule, WhichScalesAreLeftToTheProduct) {
   EXPECT_FALSE(has_zero_codes(ScaleRule::kMx, 0));
 }
 
-// ---- Four Over Six -------------------------------------------------------------------------------
+// ---- Four Over Six ------------------------------------------------------------------------------
 TensorScale tensor_of(float amax) {
   return scale_of_tensor<E2M1>(ScaleRule::kNvfp4, kSix, magnitude_bits(amax));
 }

@@ -35,7 +35,7 @@ TEST(MagnitudeBits, AreOrderedLikeValuesWithNanOnTop) {
   EXPECT_TRUE(is_finite(magnitude_bits(-kFloatMax)));
 }
 
-// ---- fp32 scales: tensor, row, 128-blocks ------------------------------------------------------
+// ---- fp32 scales: tensor, row, 128-blocks -------------------------------------------------------
 
 template <class F>
 class Fp8Factors : public ::testing::Test {};
@@ -112,7 +112,7 @@ TEST(Fp8Factors, OfARowWorkedByHand) {
   EXPECT_EQ(fp8_factors<E4M3>(magnitude_bits(3.0f), false).encode, 448.0f / 3.0f);
 }
 
-// ---- E8M0 scales: MX ---------------------------------------------------------------------------
+// ---- E8M0 scales: MX ----------------------------------------------------------------------------
 
 template <class F>
 class MxScale : public ::testing::Test {};
@@ -200,7 +200,7 @@ TYPED_TEST(MxScale, OfSpecialValues) {
   EXPECT_EQ(mx_scale_floor<F>(magnitude_bits(kFloatMax)), 254u - static_cast<unsigned>(emax));
 }
 
-// ---- Delayed scaling ---------------------------------------------------------------------------
+// ---- Delayed scaling ----------------------------------------------------------------------------
 
 TEST(DelayedAmax, TakesTheLargestOrTheNewest) {
   const float history[] = {2, 7, 0.5f, 7.5f};

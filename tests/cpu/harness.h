@@ -28,7 +28,7 @@ struct Shape {
 
 inline std::string name_of(DType dtype) { return dtype == DType::kFloat32 ? "fp32" : "bf16"; }
 
-// ---- Values --------------------------------------------------------------------------------------
+// ---- Values -------------------------------------------------------------------------------------
 enum class Kind {
   kModerate,  // normal-looking, within a few binades
   kWide,      // over 60 binades, with zeros, negative zeros, tiny blocks and outliers
@@ -139,7 +139,7 @@ class Matrix {
   std::vector<std::uint16_t> bf16_;
 };
 
-// ---- Outputs -------------------------------------------------------------------------------------
+// ---- Outputs ------------------------------------------------------------------------------------
 // Memory between guards, filled with what nobody writes by chance.
 template <class T>
 class Guarded {
@@ -239,7 +239,7 @@ inline Outputs quantized(const TensorRef& x, const Request& request, bool column
   return out;
 }
 
-// ---- Comparison ----------------------------------------------------------------------------------
+// ---- Comparison ---------------------------------------------------------------------------------
 inline bool same_float(float a, float b) {  // any NaN equals any NaN
   return oracle::to_bits(a) == oracle::to_bits(b) || (std::isnan(a) && std::isnan(b));
 }

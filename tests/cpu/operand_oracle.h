@@ -17,7 +17,7 @@ namespace oracle {
 inline constexpr double kFloatMax = std::numeric_limits<float>::max();
 inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-// ---- Parts ---------------------------------------------------------------------------------------
+// ---- Parts --------------------------------------------------------------------------------------
 inline const Grid& grid(minifloat::Elements elements) {
   static const Grid e4m3(kE4M3), e5m2(kE5M2), e2m1(kE2M1), bf16(kBf16);
   switch (elements) {
@@ -85,7 +85,7 @@ inline void transform(float* v, int points) {
   for (int i = 0; i < points; ++i) v[i] = from_bf16(to_bf16(fl32(at(in, i) * double{norm})));
 }
 
-// ---- Scales --------------------------------------------------------------------------------------
+// ---- Scales -------------------------------------------------------------------------------------
 struct ScaleFactors {
   float encode, scale;
 };
@@ -151,7 +151,7 @@ inline float nvfp4_factor(unsigned code, const Nvfp4& tensor) {
   return std::isnan(undo) ? kNan : fl32(std::min(1 / double{undo}, kFloatMax));
 }
 
-// ---- Operands ------------------------------------------------------------------------------------
+// ---- Operands -----------------------------------------------------------------------------------
 // A matrix as read, in row-major order.
 struct Values {
   std::int64_t rows = 0, cols = 0;

@@ -18,7 +18,7 @@ const char* const kSpecs[] = {
     "mxfp4+floor",  "nvfp4",          "nvfp4/16x16",   "nvfp4+up+rht128",   "nvfp4+sr",
     "nvfp4+sr+rht", "nvfp4/16x16+sr", "nvfp4+pow2",    "mxfp8+sr+rht64"};
 
-// ---- Directions ----------------------------------------------------------------------------------
+// ---- Directions ---------------------------------------------------------------------------------
 TEST(QuantizeProperties, BothDirectionsEqualEachAlone) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     const Matrix x({2, 150, 133}, dtype, Kind::kSpecial);
@@ -64,7 +64,7 @@ TEST(QuantizeProperties, OutputsThatAreNotWantedChangeNothingElse) {
     }
 }
 
-// ---- Memory --------------------------------------------------------------------------------------
+// ---- Memory -------------------------------------------------------------------------------------
 TEST(QuantizeProperties, StridesOfTheInputDoNotMatter) {
   for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
     const Matrix tight({3, 40, 50}, dtype, Kind::kWide),
@@ -97,7 +97,7 @@ TEST(QuantizeProperties, AnOddAddressDoesNotMatter) {  // no more alignment than
     }
 }
 
-// ---- Random positions ----------------------------------------------------------------------------
+// ---- Random positions ---------------------------------------------------------------------------
 // The rows [row, row + rows) and columns [col, col + cols) of x, as a view of it.
 TensorRef view(const Matrix& x, std::int64_t row, std::int64_t col, std::int64_t rows,
                std::int64_t cols) {
@@ -170,7 +170,7 @@ TEST(QuantizeProperties, SeedCountAndStreamAllMatter) {
   EXPECT_TRUE(codes({1, 2, 5}, 3) == codes({1, 2}, 3 ^ 5)) << "a module's stream is xor-ed";
 }
 
-// ---- Threads -------------------------------------------------------------------------------------
+// ---- Threads ------------------------------------------------------------------------------------
 void serial(std::int64_t count, void (*body)(void*, std::int64_t, std::int64_t), void* context) {
   body(context, 0, count);
 }
@@ -198,7 +198,7 @@ TEST(QuantizeProperties, TheSplitOverThreadsDoesNotMatter) {
     }
 }
 
-// ---- By hand -------------------------------------------------------------------------------------
+// ---- By hand ------------------------------------------------------------------------------------
 std::vector<std::uint8_t> codes_of(const Matrix& x, const char* spec, Outputs* all = nullptr) {
   const Outputs out = quantized(x.ref(), {.spec = Spec::parse(spec)}, false);
   if (all) *all = out;

@@ -13,7 +13,7 @@
 namespace minifloat {
 namespace {
 
-// ---- Hadamard ------------------------------------------------------------------------------------
+// ---- Hadamard -----------------------------------------------------------------------------------
 Guarded<std::uint16_t> hadamard_of(const Matrix& x, int points, bool columnwise,
                                    std::uint32_t signs = kHadamardSigns) {
   const Shape read = read_shape(x.shape(), columnwise);
@@ -75,7 +75,7 @@ TEST(Hadamard, KeepsProductsAndUndoesItself) {
   }
 }
 
-// ---- Swizzle -------------------------------------------------------------------------------------
+// ---- Swizzle ------------------------------------------------------------------------------------
 std::vector<std::uint8_t> numbered(std::int64_t count) {
   std::vector<std::uint8_t> v(static_cast<std::size_t>(count));
   for (std::size_t i = 0; i < v.size(); ++i) v[i] = static_cast<std::uint8_t>(1 + i * 7 % 255);
@@ -152,7 +152,7 @@ TEST(Swizzle, GroupsAlongRowsAndColumns) {
   }
 }
 
-// ---- Nibbles -------------------------------------------------------------------------------------
+// ---- Nibbles ------------------------------------------------------------------------------------
 TEST(TransposeNibbles, EveryNibbleMovesOnce) {
   for (const auto& [batch, rows, cols] :
        {Shape{1, 1, 1}, Shape{1, 2, 2}, Shape{1, 15, 17}, Shape{2, 33, 64}, Shape{1, 129, 127},

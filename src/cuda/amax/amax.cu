@@ -1,9 +1,10 @@
 // max |x| on bit patterns, so that NaN survives and the order of the reduction does not matter.
 //
-//     rows          a warp a row; a tensor's own maximum is raised by integer atomics. Where there are no gaps between
-//                   rows, 16 KiB count as one
-//     panels        for columns, and rows from the same read, or a whole tensor: a block takes 512 bytes of 256 rows
-//     of the transformed x: the vec16s of tile.cuh
+//     rows          a warp a row; integer atomics raise a tensor's maximum. Without gaps between
+//                   rows, 16 KiB count as one row
+//     panels        columns, rows from the same read, or a whole tensor: a block takes 512 bytes of
+//                   256 rows
+//     transformed   the vec16s of tile.cuh
 //
 //     bytes an element: 2 or 4
 #include <cstring>
@@ -16,7 +17,7 @@
 namespace minifloat::cuda {
 namespace {
 
-// Magnitudes of a word: one float, or a pair of bf16 that stay apart.
+// Returns the larger magnitudes of two words: of one float, or of a pair of bf16 that stay apart.
 template <class T>
 __device__ __forceinline__ std::uint32_t max_words(std::uint32_t m, std::uint32_t w) {
   return sizeof(T) == 2 ? __vmaxu2(m, w & 0x7FFF'7FFFu) : max(m, w & Float32::kMagnitude);
@@ -38,8 +39,8 @@ __device__ __forceinline__ std::uint32_t element_amax(T x) {
     return magnitude_bits(x);
 }
 
-// ---- Rows ----------------------------------------------------------------------------------------
-// The maximum of a row, in every lane of the warp.
+// ---- Rows ---------------------------------------------------------------------------------------
+// Returns the maximum of a row, in every lane of the warp.
 template <class T>
 __device__ __forceinline__ std::uint32_t row_amax(const Source& x, const T* row) {
   constexpr std::int64_t kChunk = 16 / sizeof(T);
@@ -49,7 +50,7 @@ __device__ __forceinline__ std::uint32_t row_amax(const Source& x, const T* row)
   if (x.aligned) {
     const std::int64_t chunks = x.cols / kChunk;
     const uint4* from = reinterpret_cast<const uint4*>(row);
-    constexpr int kTogether = 8;  // chunks on their way
+    constexpr int kTogether = 8;  // chunks in flight
     std::int64_t i = lane;
     for (; i + (kTogether - 1) * 32 < chunks; i += kTogether * 32) {
       uint4 chunk[kTogether];
@@ -65,7 +66,8 @@ __device__ __forceinline__ std::uint32_t row_amax(const Source& x, const T* row)
   for (std::int64_t c = done + lane; c < x.cols; c += 32) m = max(m, element_amax<T>(row[c]));
   return warp_max(m);
 }
-// A block takes 8 rows of a matrix.   out: (batch, rows), or (batch) with zero before
+// Writes the amaxes of rows. A block takes 8 rows of a matrix.   out: (batch, rows), or (batch),
+// zero before
 template <class T, bool kOfRows>
 __global__ void __launch_bounds__(kThreads)
     amax_of_rows(const __grid_constant__ Source x, const __grid_constant__ Divisor blocks_of_matrix,
@@ -80,14 +82,14 @@ __global__ void __launch_bounds__(kThreads)
     out[e * x.rows + row] = m;
 }
 
-// ---- Panels --------------------------------------------------------------------------------------
-// A block takes kPanel rows of 32 chunks: a warp a row at a time.
+// ---- Panels -------------------------------------------------------------------------------------
+// The rows of 32 chunks that a block takes: a warp a row at a time.
 inline constexpr int kPanel = 256;
-// What is wanted of them, zero before; null: not wanted.
+// The wanted outputs of a panel, zero before; null: not wanted.
 struct PanelOutputs {
   std::uint32_t* columns;  // (batch, cols)
   std::uint32_t* rows;     // (batch, rows)
-  std::uint32_t* tensor;   // (batch); alone
+  std::uint32_t* tensor;   // (batch); then no other output
 };
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -112,7 +114,7 @@ __global__ void __launch_bounds__(kThreads)
     const std::uint32_t row = warp_max(larger_half<T>(max_chunk<T>(0, chunk)));
     if (lane == 0) atomicMax(out.rows + e * x.rows + first + r, row);
   };
-  constexpr int kTogether = 8;  // rows on their way
+  constexpr int kTogether = 8;  // rows in flight
   int r = warp;
   if (x.aligned && col - lane * kChunk + kColumns <= x.cols) {
     for (; r + (kTogether - 1) * kWarps < rows; r += kTogether * kWarps) {
@@ -152,8 +154,8 @@ __global__ void __launch_bounds__(kThreads)
                 kOfWord == 1 ? all : (i == 0 ? all << 16 : all & 0xFFFF'0000u));
 }
 
-// ---- Of the transform ----------------------------------------------------------------------------
-// out: (batch) or (batch, rows as read), zero before
+// ---- Of the transform ---------------------------------------------------------------------------
+// The arguments of the transformed amaxes.   out: (batch) or (batch, rows as read), zero before
 struct TransformedArgs {
   Source x;
   int points;
@@ -161,7 +163,7 @@ struct TransformedArgs {
   std::uint32_t rows;  // as read
   std::uint32_t* out;
 };
-// The row's amax, where rows have one. lanes: that hold vec16s of the row.
+// Raises the row's amax, where rows have one.   lanes: those that hold vec16s of the row
 __device__ __forceinline__ void raise_row(const TransformedArgs& args, std::uint32_t m, int lanes,
                                           const Place& at) {
   for (int lane = 1; lane < lanes; lane *= 2) m = max(m, __shfl_xor_sync(kAllLanes, m, lane));
@@ -186,7 +188,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     }
   });
   if (args.of_rows) return;
-  // Threads of a block whose matrices differ go their own ways.
+  // Threads of a block with different matrices take different branches.
   const std::uint32_t first = layout.rows_of_matrix.divide(layout.first_row);
   if (layout.rows_of_matrix.divide(layout.end_row - 1) == first)
     raise_by_block(args.out + first, canonical_magnitude(all));
@@ -254,7 +256,7 @@ void launch_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t str
   check_launch("amax");
 }
 
-// Matrices without gaps between their rows as rows that suit a warp.
+// Returns matrices without gaps between their rows as longer rows, of a length that suits a warp.
 template <class T>
 Source lines_of(const Source& x) {
   constexpr std::int64_t kLine = 16 * 1024 / sizeof(T);

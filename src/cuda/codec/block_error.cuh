@@ -1,8 +1,9 @@
-// The choice of a rule that reads values (core/scale_rule.h): which of a block's two scales has the smaller error.
+// The choice under a rule that reads values (core/scale_rule.h): which of a block's two scales has
+// the smaller error.
 //
 //     any         core/scale_rule.h's squared_error, element by element
-//     fast path   the same sums in fewer steps, where the tensor's scale is far from the ends of fp32
-//     bounded     sums that are near the errors: they decide where they lie further apart than their bound
+//     fast path   the same sums in fewer steps, if the tensor's scale is far from the ends of fp32
+//     bounded     sums near the errors: they decide where their distance exceeds the bound
 //
 // tests/gpu/test_exhaustive.py visits every bf16 beside every E4M3 scale.
 #pragma once
@@ -23,11 +24,11 @@ __device__ __forceinline__ BlockScales both_scales(ScaleRule rule, ScaleRounding
           block_scale<E2M1>(rule, rounding, matrix, amax | kSecondScale)};
 }
 
-// ---- Any -----------------------------------------------------------------------------------------
+// ---- Any ----------------------------------------------------------------------------------------
 template <class T>
 __device__ __forceinline__ float error_of_any(const MatrixScale& matrix, const BlockScale& block,
                                               const Vec16<T>& vec) {
-  float v[kVec], sum = 0.0f;  // indexed by a loop that need not be unrolled
+  float v[kVec], sum = 0.0f;  // indexed by a loop that is not unrolled
 #pragma unroll
   for (int i = 0; i < kVec; ++i) v[i] = vec[i];
 #pragma unroll 1
@@ -36,13 +37,14 @@ __device__ __forceinline__ float error_of_any(const MatrixScale& matrix, const B
   return sum;
 }
 
-// ---- The fast path -----------------------------------------------------------------------------
-// What codes 1 and 1.5 stand for in a block, times kCodeScale: any other code is one of them times a power of two.
-inline constexpr float kCodeScale = 0x1p6f;  // round_to_e2m1_grid gives codes' magnitudes over this
+// ---- The fast path ------------------------------------------------------------------------------
+// The values of codes 1 and 1.5 in a block, times kCodeScale. Any other code is one of them times a
+// power of two.
+inline constexpr float kCodeScale = 0x1p6f;  // the divisor of round_to_e2m1_grid's codes
 struct CodeValues {
   float one, one_and_half;
 };
-// four_over_six_value without its division: fl32(x / 1536) is fl32(x / 6) / 256.
+// Returns four_over_six_value without its division: fl32(x / 1536) is fl32(x / 6) / 256.
 __device__ __forceinline__ CodeValues code_values(const MatrixScale& matrix,
                                                   const BlockScale& block) {
   constexpr float kOverCodes = kCodeScale / E4M3::kMaxPowerOfTwo;
@@ -68,12 +70,12 @@ __device__ __forceinline__ float error_by_fast_path(const MatrixScale& matrix,
   return sum;
 }
 
-// ---- Bounded -------------------------------------------------------------------------------------
-// The error of a block under the fast-path condition, nearly: of the elements' distances to the grid, |x| * factor and its code, of which no
-// product reaches 7. A tie may go either way here.
+// ---- Bounded ------------------------------------------------------------------------------------
+// Returns a block's error under the fast-path condition, nearly: from the distances of |x| * factor
+// to the grid, where no product reaches 7. A tie may be rounded either way.
 template <class T>
 __device__ __forceinline__ float distance_of_vec(const BlockScale& block, const Vec16<T>& vec) {
-  constexpr float kMagic = 0x1p22f, kLowest = 1.0f / kCodeScale;  // as round_to_e2m1_grid has them
+  constexpr float kMagic = 0x1p22f, kLowest = 1.0f / kCodeScale;  // as in round_to_e2m1_grid
   const float factor = block.encode / kCodeScale;
   float sum = 0.0f;
 #pragma unroll
@@ -86,9 +88,10 @@ __device__ __forceinline__ float distance_of_vec(const BlockScale& block, const 
   return sum;
 }
 
-// Of a block of amax a, each element's d here and in squared_error differ by at most 12 roundings of a, 2^-20 a. By
-// Cauchy-Schwarz a sum E then differs by at most 2 * 2^-20 a * 4 sqrt(E) + 2^-36 a^2, at most 2^-20 a^2 + 2^-16 E, and by
-// 2^-18 E for the roundings of both sums. kOfAmax and kOfErrors are more than that for two sums.
+// A decision by the bound. For a block of amax a, each element's d here and in squared_error differ
+// by at most 12 roundings of a, 2^-20 a. By Cauchy-Schwarz a sum E then differs by at most 2 *
+// 2^-20 a * 4 sqrt(E) + 2^-36 a^2, at most 2^-20 a^2 + 2^-16 E, and by 2^-18 E for the roundings of
+// both sums. kOfAmax and kOfErrors are more than that for two sums.
 struct Decision {
   bool is_sure, takes_second;
 };
@@ -105,7 +108,7 @@ __device__ __forceinline__ Decision decide_by_bound(const MatrixScale& matrix,
   return {fabsf(first - second) > bound, second < first};
 }
 
-// ---- Choices -------------------------------------------------------------------------------------
+// ---- Choices ------------------------------------------------------------------------------------
 // The errors of a vec16 of a block under the block's two scales.
 struct VecErrors {
   float first, second;
@@ -119,7 +122,7 @@ __device__ __forceinline__ VecErrors errors_of_vec(const MatrixScale& matrix,
   return {error_of_any(matrix, scales.first, vec), error_of_any(matrix, scales.second, vec)};
 }
 
-// The scale of a block that is one vec16.
+// Returns the scale of a block that is one vec16.
 template <class T>
 __device__ __forceinline__ BlockScale scale_by_values(ScaleRule rule, ScaleRounding rounding,
                                                       const MatrixScale& matrix, std::uint32_t amax,

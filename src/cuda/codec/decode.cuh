@@ -7,7 +7,7 @@
 
 namespace minifloat::cuda {
 
-// The values of a vec16's codes. A NaN is a NaN, of any bits.
+// Decodes a vec16's codes. A NaN gives a NaN, of any bits.
 template <class F>
 __device__ __forceinline__ void decode_vec(const Codes<F>& codes, float (&v)[kVec]) {
   if constexpr (F::kBits == 4) {
@@ -30,12 +30,12 @@ __device__ __forceinline__ void decode_vec(const Codes<F>& codes, float (&v)[kVe
   }
 }
 
-// E2M1 to bf16 by a table: 16 bits for each of the eight magnitudes, the lower and the upper bytes apart, as the byte
-// permutation looks them up.
+// The table from E2M1 to bf16: 16 bits for each of the eight magnitudes, the lower and the upper
+// bytes apart, as the byte permutation reads them.
 struct Bf16Table {
   std::uint32_t low[2], high[2];
 };
-// pairs: the values of magnitudes 2i (lower half) and 2i + 1.
+// Builds the table.   pairs: the values of magnitudes 2i (lower half) and 2i + 1
 __device__ __forceinline__ Bf16Table bf16_table(const std::uint32_t (&pairs)[4]) {
   Bf16Table table;
 #pragma unroll
@@ -45,12 +45,12 @@ __device__ __forceinline__ Bf16Table bf16_table(const std::uint32_t (&pairs)[4])
   }
   return table;
 }
-// Four codes in the low nibbles of w -> two words of bf16.
+// Looks up four codes in the low nibbles of w: two words of bf16.
 __device__ __forceinline__ void look_up_four(const Bf16Table& table, std::uint32_t w,
                                              std::uint32_t (&out)[2]) {
   const std::uint32_t magnitude = w & 0x7777u;
   const std::uint32_t low = __byte_perm(table.low[0], table.low[1], magnitude);
-  // 0x80 for a selector of 0, and that byte's sign spread over it for one of 8.
+  // The byte is 0x80 for a selector of 0; a selector of 8 fills it with that byte's sign.
   const std::uint32_t sign = (permute_bytes(0x80u, 0u, w & 0x8888u) << 1) & 0x8080'8080u;
   const std::uint32_t high = __byte_perm(table.high[0], table.high[1], magnitude) ^ sign;
   out[0] = __byte_perm(low, high, 0x5140), out[1] = __byte_perm(low, high, 0x7362);
@@ -65,14 +65,14 @@ __device__ __forceinline__ void look_up(const Bf16Table& table, const Codes<E2M1
   }
 }
 
-// Whether a vec16 holds a code that is no number.
+// Returns whether a vec16 holds a code that is not a finite number.
 template <class F>
 __device__ __forceinline__ bool has_special(const Codes<F>& codes) {
   if constexpr (F::kBits == 4) {
     return false;
   } else {
     constexpr std::uint32_t kFinite =
-        0x7Fu - F::kMaxBits;  // what takes the codes past kMaxBits to bit 7
+        0x7Fu - F::kMaxBits;  // the term that moves codes past kMaxBits to bit 7
     std::uint32_t special = 0;
 #pragma unroll
     for (const std::uint32_t w : codes.w) special |= (w & 0x7F7F'7F7Fu) + kFinite * 0x0101'0101u;
@@ -80,8 +80,8 @@ __device__ __forceinline__ bool has_special(const Codes<F>& codes) {
   }
 }
 
-// Stores 16 elements of a row from `col` on, of which those before `end` are there: as the words of all(), or each by
-// one(code).
+// Stores those of 16 elements of a row, from `col` on, that lie before `end`: as the words of
+// all(), or each by one(code).
 template <class F, class Out, class All, class One>
 __device__ __forceinline__ void store_values(Codes<F> codes, bool at_once, Out* row,
                                              std::uint32_t col, std::uint32_t end, All all,
@@ -101,13 +101,13 @@ __device__ __forceinline__ void store_values(Codes<F> codes, bool at_once, Out* 
   for (std::uint32_t i = 0; i < kVec && col + i < end; ++i, codes.pop()) row[i] = one(codes[0]);
 }
 
-// code * scale in bf16, as docs/numerics.md has it for exact products.
+// Stores code * scale in bf16, as docs/numerics.md defines it for exact products.
 template <class F>
 __device__ __forceinline__ void store_product_values(const Codes<F>& codes, float scale, Bf16* row,
                                                      std::uint32_t col, std::uint32_t end,
                                                      bool aligned) {
-  // Far from the ends of the range every product is normal. It is a bf16 already, unless the scale is no power of two:
-  // then the rest of its bits is cut off, as product_value does.
+  // Far from the ends of the range every product is normal. The product is a bf16, except where the
+  // scale is no power of two: then the rest of its bits is cut off, as in product_value.
   const bool normal = scale >= 0x1p-100f && scale <= 0x1p100f && !has_special(codes);
   store_values<F>(
       codes, aligned && normal, row, col, end,

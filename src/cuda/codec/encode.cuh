@@ -1,5 +1,6 @@
-// 16 values times a factor -> 16 codes, in the fewest steps of this hardware. Equal to core/rounding.h's encode:
-// tests/gpu compares the bytes, tests/gpu/test_exhaustive.py visits every float.
+// 16 values times a factor -> 16 codes, in the fewest steps of this hardware. The codes are those
+// of core/rounding.h's encode: tests/gpu compares the bytes, and tests/gpu/test_exhaustive.py
+// visits every float.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@ struct Codes {
   __device__ __forceinline__ std::uint32_t operator[](int i) const {
     return F::kBits == 8 ? (w[i / 4] >> (i % 4 * 8)) & 0xFFu : (w[i / 8] >> (i % 8 * 4)) & 0xFu;
   }
-  // Drops the first one: a loop over codes that need not be unrolled.
+  // Drops the first code, for a loop over codes that is not unrolled.
   __device__ __forceinline__ void pop() {
     constexpr int kWords = F::kBits == 8 ? 4 : 2;
 #pragma unroll
@@ -25,7 +26,7 @@ struct Codes {
   }
 };
 
-// ---- Nearest even --------------------------------------------------------------------------------
+// ---- Nearest even -------------------------------------------------------------------------------
 template <class F>
 __device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
   if constexpr (F::kMantissaBits == 3)
@@ -34,12 +35,14 @@ __device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
     return cvt_e5m2x2(low, high);
 }
 
-// E2M1 without an instruction for it. v is 2^-6 times the magnitude, so that E4M3's subnormals are E2M1's grid, shifted:
+// Rounds to E2M1's grid without an instruction for it. v is 2^-6 times the magnitude, so that
+// E4M3's subnormals are E2M1's grid, shifted:
 //
 //     b    a little below v, in its binade or at the end of the one before; at least 2^-6
-//     q    (v + 2^22 b) - 2^22 b: between 2^22 and 2^23 times v's power of two m, the adder rounds to multiples of m / 2,
-//          which is E2M1's grid, ties to even; 2^22 b is a whole number of them. Where b is below m, it rounds to m / 4,
-//          and the code's last bits, which are dropped, say so
+//     q    (v + 2^22 b) - 2^22 b: between 2^22 and 2^23 times v's power of two m, the adder rounds
+//          to multiples of m / 2, which is E2M1's grid, ties to even; 2^22 b is a whole number of
+//          them. Where b is below m, the adder rounds to m / 4, and the code's last bits, which are
+//          dropped, hold the difference
 //     E4M3's code of q   0 eeee mmm = 0 0 ccc x x of E2M1's code ccc: shifted by two places
 //
 // For 0 <= v < 7 * 2^-6.
@@ -48,7 +51,8 @@ __device__ __forceinline__ float round_to_e2m1_grid(float v) {
   const float b = fmaxf(v * kBelow, kLowest);
   return fmaf(b, -kMagic, fmaf(b, kMagic, v));
 }
-// Signs of 8 elements from `first` on, each at its nibble's upper bit; the other bits mean nothing.
+// Return the signs of 8 elements from `first` on, each at its nibble's upper bit; other bits are
+// undefined.
 __device__ __forceinline__ std::uint32_t sign_nibbles(const Vec16<float>& vec, int first) {
   std::uint32_t sign = 0;
 #pragma unroll
@@ -77,7 +81,7 @@ __device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint
 #endif
 }
 
-// takes_fast_path: as Encoding has it.
+// Encodes to nearest even. takes_fast_path: as in Encoding.
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Vec16<T>& vec, float factor,
                                                    bool takes_fast_path) {
@@ -106,14 +110,15 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Vec16<T>& vec, float fa
   return out;
 }
 
-// ---- Stochastic ----------------------------------------------------------------------------------
-// E2M1: |v| * 2^-126 towards zero puts the code of the value below in bits 24:22 of the (sub)normal float, and the
-// fraction to its right; 16 random bits are added just below, and a carry rounds up: above 6, to bit 25. For |v| < 8.
-// `random`: those bits, in 15:0.
+// ---- Stochastic ---------------------------------------------------------------------------------
+// Rounds to E2M1 stochastically, for |v| < 8. |v| * 2^-126 towards zero puts the code of the value
+// below in bits 24:22 of the (sub)normal float, and the fraction to its right. 16 random bits are
+// added just below. A carry rounds up: above 6, to bit 25.
+//   random: the 16 bits, in 15:0
 __device__ __forceinline__ std::uint32_t round_e2m1_stochastic(float v, std::uint32_t random) {
   return random * 64u + bit_cast<std::uint32_t>(multiply_toward_zero(v, 0x1p-126f));
 }
-// Eight of them, sign in 31, what is too large in 25 and the code in 24:22, -> eight nibbles.
+// Packs eight such results, sign in 31, overflow in 25 and the code in 24:22, into eight nibbles.
 __device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
   constexpr std::uint32_t kEven = 0x000F'000Fu, kOdd = 0x0F00'0F00u, kLow = 0x00FF'00FFu;
   const std::uint32_t p0 = __byte_perm(t[0], t[4], 0x7632), p1 = __byte_perm(t[1], t[5], 0x7632);
@@ -201,14 +206,14 @@ __device__ __forceinline__ Codes<F> encode_stochastic(const Vec16<T>& vec, float
   }
 }
 
-// ---- Any -----------------------------------------------------------------------------------------
-// What the elements of a vec16 are multiplied by and how they end.
+// ---- Any ----------------------------------------------------------------------------------------
+// The factor of a vec16's elements, and their special cases.
 struct Encoding {
   float factor;
   bool zero;             // NVFP4: a block of scale 0 has zero codes, without signs
   bool infinity_is_nan;  // +delayed
-  // E2M1: no product reaches 7, and the factor is a number of at least 2^-110. Where it is not known to be so, the same
-  // codes come in more steps.
+  // The fast-path condition. E2M1: no product reaches 7, and the factor is a number of at least
+  // 2^-110. Where the condition is not shown, the same codes are computed in more steps.
   bool takes_fast_path;
 };
 

@@ -1,6 +1,6 @@
-// Scales in the fewest steps of this hardware: the rules are core/scale_rule.h's, and each faster form below is equal to
-// the equation of core/scaling.h that it stands for. tests/gpu/test_exhaustive.py visits every amax of a block, and every
-// E4M3 scale beside every tensor scale's exponent.
+// Scales in the fewest steps of this hardware. The rules are core/scale_rule.h's, and each faster
+// form below is equal to its equation of core/scaling.h. tests/gpu/test_exhaustive.py visits every
+// amax of a block, and every E4M3 scale beside every tensor scale's exponent.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace minifloat::cuda {
 
-// The level of a whole matrix.
+// The scale of a whole matrix.
 struct MatrixScale : TensorScale {
   bool takes_fast_path;  // of NVFP4: no block's factor is near the ends of fp32
 };
@@ -22,13 +22,14 @@ __device__ __forceinline__ MatrixScale matrix_scale_of(ScaleRule rule, ScaleRoun
   return matrix;
 }
 
-// The level of a block. takes_fast_path: Encoding's (encode.cuh), known from the scale alone.
+// The scale of a block. takes_fast_path: Encoding's (encode.cuh), decided by the scale alone.
 struct BlockScale : minifloat::BlockScale {
   bool takes_fast_path = false;
 };
 
-// x / 6 to nearest, for an x of at least 2^-90: x times the float below 1/6, and what that float lacks of 1/6. Before its
-// last rounding the sum is within 2^-47 of x / 6, which is no nearer than 1/6 of a last place to where floats round.
+// Returns x / 6 to nearest, for an x of at least 2^-90: x times the float below 1/6, plus x times
+// the rest of 1/6. Before its last rounding the sum is within 2^-47 of x / 6, which is no nearer
+// than 1/6 of a last place to where floats round.
 __device__ __forceinline__ float divide_by_six(float x) {
   constexpr double kSixth = 1.0 / 6.0;
   constexpr float kHigh = static_cast<float>(kSixth);
@@ -55,7 +56,7 @@ struct DeviceEquations {
             is_finite(amax) ? factors.scale : nan_value()};
   }
 
-  // mx_scale_up: by the instruction, where there is one.
+  // mx_scale_up, by the instruction where there is one.
   template <class F>
   __device__ __forceinline__ static std::uint32_t mx_code(std::uint32_t amax) {
 #if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
@@ -68,16 +69,16 @@ struct DeviceEquations {
   __device__ __forceinline__ static Block mx(ScaleRounding rounding, std::uint32_t amax) {
     const bool is_floor = rounding == ScaleRounding::kFloor;
     const std::uint32_t code = is_floor ? mx_scale_floor<F>(amax) : mx_code<F>(amax);
-    // Every element format reaches 2^2 at least, so that no finite block's code is 254.
+    // Every element format reaches at least 2^2, so that no finite block's code is 254.
     const float reciprocal = bit_cast<float>((E8M0::kMaxBits - code) << Float32::kMantissaBits);
-    // Rounded up, a scale leaves no product above 6, and this one's factor is 2^-105 at least.
+    // A scale rounded up leaves no product above 6. Up to this scale the factor is at least 2^-105.
     constexpr std::uint32_t kMostForFastPath = E8M0::kBias + 105;
     return {{code, decode_e8m0(code), is_finite(amax) ? reciprocal : nan_value()},
             !is_floor && code <= kMostForFastPath};
   }
 
-  // nvfp4_block_scale and nvfp4_encode_factor: the code to nearest, and up to a power of two, by the instruction, which
-  // saturates.
+  // nvfp4_block_scale and nvfp4_encode_factor. The code to nearest, and up to a power of two, is
+  // the instruction's, which saturates.
   __device__ __forceinline__ static Block nvfp4(ScaleRounding rounding, const Tensor& tensor,
                                                 std::uint32_t amax) {
     if (rounding == ScaleRounding::kFourOverSix) return four_over_six(tensor, amax);
@@ -101,7 +102,8 @@ struct DeviceEquations {
     return with_factor(code, tensor, saturates);
   }
 
-  // four_over_six_scale: the code by the instruction, which saturates; under the fast-path condition without its division.
+  // four_over_six_scale: the code by the instruction, which saturates. The fast path needs no
+  // division.
   __device__ __forceinline__ static Block four_over_six(const Tensor& tensor, std::uint32_t bits) {
     const float amax = bit_cast<float>(bits & ~kSecondScale);
     const float sixth =
@@ -111,11 +113,14 @@ struct DeviceEquations {
     const bool finite = is_finite(bits & ~kSecondScale);
     return with_factor(finite ? cvt_e4m3x2(v, 0.0f) & 0xFFu : E4M3::kNanBits, tensor, false);
   }
-  // The rest of a block's level from its code. saturates: the scale is smaller than its amax asks for.
+  // Completes a block's scale from its code. saturates: the scale is smaller than its amax
+  // requires.
   __device__ __forceinline__ static Block with_factor(std::uint32_t code, const Tensor& tensor,
                                                       bool saturates) {
     constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
-    // A normal scale below the largest is at most half its last place under its block's amax / 6: |x| * factor < 6.4.
+    // A normal scale below the largest is at most half its last place under its block's amax / 6,
+    // so that
+    //x| * factor < 6.4.
     const bool takes_fast_path =
         tensor.takes_fast_path && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
     const float value = decode_e4m3(code), denominator = value * tensor.scale;

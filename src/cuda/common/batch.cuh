@@ -1,11 +1,11 @@
-// Many tensors in one launch: what describes them lies in a table on the device, and a block of threads finds the one
-// that its tile belongs to.
+// Many tensors in one launch. A table on the device describes them, and each block of threads finds
+// the entry of its tile.
 //
-//     firsts    each entry's first tile; tiles are counted through, entry after entry
-//     entries   as the kernel reads them
+//     firsts    each entry's first tile; tiles are numbered through, entry after entry
+//     entries   the kernel's descriptions
 //
-// The table travels as kernel parameters, which a launch (and a graph) takes by value: no memory of the host has to
-// outlive the call, and nothing waits. One launch carries 30 KB.
+// A launch (and a graph) takes the table by value, as kernel parameters: no host memory has to
+// outlive the call, and nothing waits. One launch takes up to 30 KB of the table.
 #pragma once
 
 #include <cstring>
@@ -42,11 +42,11 @@ struct TableView {
   std::uint32_t count;
 };
 
-// Built on the host, entry by entry, and sent once.
+// A table that the host builds entry by entry and sends once.
 template <class Entry>
 class Table {
  public:
-  // `tiles` of the entry's own; an entry without any is left out.
+  // Adds an entry of `tiles` tiles; an entry without any is left out.
   void add(const Entry& entry, std::int64_t tiles) {
     if (tiles == 0) return;
     firsts_.push_back(static_cast<std::uint32_t>(tiles_));
@@ -57,7 +57,7 @@ class Table {
   unsigned grid(const char* kernel) const { return grid_of(tiles_, kernel); }
 
   std::size_t bytes() const { return entries_at() + entries_.size() * sizeof(Entry); }
-  // memory: (bytes()), aligned to 16 and rounded up to it
+  // Sends the table.   memory: (bytes()), aligned to 16 and rounded up to it
   TableView<Entry> send_to(std::uint8_t* memory, cudaStream_t stream) const {
     constexpr std::size_t kSmall = 1024, kLarge = 30 * 1024;
     std::vector<std::uint8_t> image(bytes());
@@ -84,7 +84,8 @@ class Table {
   std::int64_t tiles_ = 0;
 };
 
-// Launches kernel(view of the table), a block of kThreads a tile.   shared: bytes of dynamic shared memory
+// Launches kernel(view of the table), a block of kThreads a tile.   shared: bytes of dynamic shared
+// memory
 template <class Entry, class Kernel>
 void launch_over(const Table<Entry>& table, Kernel kernel, const char* name,
                  const Execution& execution, std::size_t shared = 0) {
@@ -96,8 +97,9 @@ void launch_over(const Table<Entry>& table, Kernel kernel, const char* name,
   check_launch(name);
 }
 
-// The entry of this block's tile, into shared memory; returns the tile's number within it. Every warp looks for itself,
-// 32 ways at a time: the last entry that begins at or before the tile.
+// Copies the entry of this block's tile into shared memory, and returns the tile's number within
+// the entry. Every warp searches by itself, 32 ways at a time, for the last entry that begins at or
+// before the tile.
 template <class Entry>
 __device__ __forceinline__ std::uint32_t find_entry(const TableView<Entry>& table, Entry& shared) {
   static_assert(sizeof(Entry) % 16 == 0 && alignof(Entry) == 16);

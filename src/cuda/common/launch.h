@@ -1,4 +1,5 @@
-// The host's side of every kernel: errors as exceptions, scratch on the stream, and the machines that there is code for.
+// The host's part of every launch: errors as exceptions, scratch on the stream, and the supported
+// GPUs.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -14,7 +15,7 @@ namespace minifloat::cuda {
 inline void check(cudaError_t status, const char* what) {
   MINIFLOAT_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
 }
-// Behind every launch. A machine that this build has no code for is one of its errors.
+// Checks the last launch. A GPU that this build has no code for is one of its errors.
 inline void check_launch(const char* kernel) {
   const cudaError_t status = cudaGetLastError();
   MINIFLOAT_CHECK(
@@ -27,7 +28,7 @@ inline cudaStream_t cuda_stream(const Execution& execution) {
   return static_cast<cudaStream_t>(execution.stream);
 }
 
-// Device memory that the kernels of one call share; it belongs to the stream's work until that is done.
+// Device memory that the kernels of one call share, allocated and freed in stream order.
 class Scratch {
  public:
   Scratch(std::size_t bytes, const Execution& execution) : stream_(cuda_stream(execution)) {
@@ -55,7 +56,7 @@ class Scratch {
   bool is_allocated_ = false;
 };
 
-// Blocks of a one-dimensional grid; 0 means that there is nothing to launch.
+// Returns the blocks of a one-dimensional grid; 0: there is nothing to launch.
 inline unsigned grid_of(std::int64_t blocks, const char* kernel) {
   MINIFLOAT_CHECK(blocks <= 0x7FFF'FFFF, kernel, ": expected at most 2^31 - 1 tiles, got ", blocks);
   return static_cast<unsigned>(blocks);

@@ -1,4 +1,4 @@
-// How the work of a kernel is divided over its grid, as the host plans it and the device reads it.
+// The division of a kernel's work over its grid, for the host and the device.
 #pragma once
 
 #include <algorithm>
@@ -14,8 +14,9 @@ inline constexpr int kThreads = 256;   // of a block
 inline constexpr int kVecsOfRows = 4;  // vec16s of a thread, by rows
 inline constexpr int kTile = 128;  // rows and columns: whole blocks and transforms of every kind
 
-// floor(n / d) for n < 2^31: (floor(n * m / 2^32) + n) >> s, with s = ceil(log2 d) and m = 2^32 (2^s - d) / d + 1
-// (Granlund and Montgomery, "Division by invariant integers using multiplication", PLDI 1994).
+// The divisor of floor(n / d) for n < 2^31: (floor(n * m / 2^32) + n) >> s, with s = ceil(log2 d)
+// and m = 2^32 (2^s - d) / d + 1 (Granlund and Montgomery, "Division by invariant integers using
+// multiplication", PLDI 1994).
 struct Divisor {
   std::uint32_t d = 1, m = 1, s = 0;
 
@@ -31,15 +32,17 @@ struct Divisor {
 #endif
 };
 
-// ---- By rows: vec16s in the order of memory, one a lane -------------------------------------------
-// Rows are padded to whole groups of lanes that share a block or a transform.
+// ---- By rows: vec16s in the order of memory, one a lane -----------------------------------------
+// The rows of an operand in a launch, padded to whole groups of lanes that share a block or a
+// transform.
 struct RowVecs {
   Divisor vecs_of_row, rows_of_matrix;
   std::uint32_t first_row, end_row;  // of all
 };
 
-// Calls launch(layout, grid) for every launch that the rows of x take: one, but for more than 2^31 vec16s.
-//   cols: of the operand, padding included; group: lanes; kVecsOfThread: that a thread takes
+// Calls launch(layout, grid) for each launch that the rows of x take: one, except for more than
+// 2^31 vec16s.
+//   cols: of the operand, padding included; group: lanes; kVecsOfThread: vec16s of a thread
 template <int kVecsOfThread = kVecsOfRows, class Launch>
 void each_launch_of_rows(std::int64_t batch, const Source& x, std::int64_t cols, std::int64_t group,
                          Launch launch) {
@@ -55,7 +58,7 @@ void each_launch_of_rows(std::int64_t batch, const Source& x, std::int64_t cols,
   }
 }
 
-// ---- By tiles: those of a row of tiles one after the other ---------------------------------------
+// ---- By tiles: those of a row of tiles one after the other --------------------------------------
 struct Tiles {
   Divisor across, down;
 };
@@ -67,7 +70,7 @@ inline unsigned tile_grid(std::int64_t batch, const Tiles& tiles, const char* ke
   return grid_of(batch * tiles.across.d * tiles.down.d, kernel);
 }
 
-// Lets a kernel have more than 48 KiB of dynamic shared memory.
+// Allows a kernel more than 48 KiB of dynamic shared memory.
 template <class Kernel>
 void allow_shared(Kernel kernel, std::size_t bytes, const char* name) {
   if (bytes > 48 * 1024)

@@ -7,7 +7,7 @@
 
 namespace minifloat::cuda {
 
-// a: words of 8 nibbles, word i the row i -> word i the column i.
+// Transposes 8 x 8 nibbles in registers: a's word i is row i before, and column i after.
 __device__ __forceinline__ void transpose_8x8(std::uint32_t (&a)[8]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) {  // halves

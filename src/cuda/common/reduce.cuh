@@ -1,4 +1,4 @@
-// The largest of a warp's and of a block's bit patterns.
+// The largest bit pattern of a warp and of a block.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@ namespace minifloat::cuda {
 __device__ __forceinline__ std::uint32_t warp_max(std::uint32_t m) {
   return __reduce_max_sync(kAllLanes, m);
 }
-// What a block found, to `out`.
+// Raises `out` by the block's largest bit pattern.
 __device__ __forceinline__ void raise_by_block(std::uint32_t* out, std::uint32_t m) {
   __shared__ std::uint32_t of_warp[kThreads / 32];
   m = warp_max(m);

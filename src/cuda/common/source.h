@@ -1,4 +1,4 @@
-// x as the kernels see it.
+// The kernels' view of x.
 #pragma once
 
 #include <cstdint>
@@ -12,7 +12,7 @@ struct Source {
   const void* data;
   std::int64_t batch_stride, row_stride;  // elements
   std::int64_t rows, cols;
-  // 16 elements that start at a multiple of 16 columns start at a multiple of 16 bytes.
+  // Whether 16 elements that start at a multiple of 16 columns start at a multiple of 16 bytes.
   bool aligned;
 };
 

@@ -1,15 +1,17 @@
-// How the elements of an operand are dealt to threads. A vec16 is 16 neighbours of a row of the operand as read, the run
-// that one Philox call serves; a thread works on one at a time.
+// The distribution of an operand's elements over threads. A vec16 is 16 neighbours of a row of the
+// operand as read, the run of one Philox call. A thread processes one vec16 at a time.
 //
-//     by rows      vec16s in the order of memory, one a lane: neighbours in a row are neighbours in a warp
+//     by rows      vec16s in the order of memory, one a lane: neighbours in a row are neighbours in
+//                  a warp
 //
-//     by tiles     128 x 128 of x through shared memory, 4 vec16s a thread, a vec16 column a lane of 8:
+//     by tiles     128 x 128 of x through shared memory, 4 vec16s a thread, a vec16 column a lane
+//                  of 8:
 //
-//         as it lies     a vec16 is 32 (bf16) or 64 (fp32) bytes of a row of x
+//         untransposed   a vec16 is 32 (bf16) or 64 (fp32) bytes of a row of x
 //         transposed     a vec16 is 16 elements of a column of x
 //
-//     A row's 16-byte chunks are stored at chunk ^ chunk / 8 ^ row / 16, so that the 8 vec16 columns of a warp read different
-//     banks, either way.
+//     A row's 16-byte chunks are stored at chunk ^ chunk / 8 ^ row / 16, so that the 8 vec16
+//     columns of a warp read different banks, either way.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +30,7 @@ inline constexpr std::uint32_t kAllLanes = 0xFFFF'FFFFu;
 
 using Bf16 = std::uint16_t;  // the bits
 
-// ---- Vec16s ---------------------------------------------------------------------------------------
+// ---- Vec16s -------------------------------------------------------------------------------------
 template <class T>
 struct Vec16;
 template <>
@@ -36,7 +38,7 @@ struct Vec16<float> {
   float v[kVec];
   __device__ __forceinline__ float operator[](int i) const { return v[i]; }
   __device__ __forceinline__ void set(int i, float x) { v[i] = x; }
-  // Bits of the largest magnitude; above infinity's where one is NaN.
+  // Returns the bits of the largest magnitude; above infinity's where one element is NaN.
   __device__ __forceinline__ std::uint32_t amax() const {
     std::uint32_t m = 0;
 #pragma unroll
@@ -65,7 +67,7 @@ struct Vec16<Bf16> {
   }
 };
 
-// Where a vec16 lies in the operand as read.
+// The position of a vec16 in the operand as read.
 struct Place {
   std::uint32_t batch;
   std::uint32_t row;  // of its matrix
@@ -73,14 +75,14 @@ struct Place {
   std::uint32_t col;
 };
 
-// Row `row` of a matrix of x.
+// Returns row `row` of a matrix of x.
 template <class T>
 __device__ __forceinline__ const T* row_of(const Source& x, std::uint32_t batch,
                                            std::uint32_t row) {
   return static_cast<const T*>(x.data) + batch * x.batch_stride + row * x.row_stride;
 }
 
-// 16 elements from `col` on; zero past the end of the row.
+// Loads 16 elements from `col` on; zero past the end of the row.
 template <class T>
 __device__ __forceinline__ Vec16<T> load_vec(const Source& x, const T* row, std::uint32_t col) {
   Vec16<T> vec = {};
@@ -98,7 +100,7 @@ __device__ __forceinline__ Vec16<T> load_vec(const Source& x, const T* row, std:
   return vec;
 }
 
-// ---- By rows -------------------------------------------------------------------------------------
+// ---- By rows ------------------------------------------------------------------------------------
 __device__ __forceinline__ Place vec_place(const RowVecs& layout, std::uint32_t u) {
   Place at;
   const std::uint32_t row = layout.vecs_of_row.divide(u);
@@ -109,8 +111,8 @@ __device__ __forceinline__ Place vec_place(const RowVecs& layout, std::uint32_t 
   return at;
 }
 
-// Calls body(vec16, place) for the thread's vec16s, one after the other; the next is on its way meanwhile. Lanes past the
-// end take part with zeros, at a row past the end.
+// Calls body(vec16, place) for the thread's vec16s, one after the other, with the next load in
+// flight. Lanes past the end pass zeros, at a row past the end.
 template <class T, class Body>
 __device__ __forceinline__ void each_vec_of_rows(const Source& x, const RowVecs& layout,
                                                  Body body) {
@@ -134,7 +136,7 @@ __device__ __forceinline__ void each_vec_of_rows(const Source& x, const RowVecs&
   }
 }
 
-// ---- By tiles ------------------------------------------------------------------------------------
+// ---- By tiles -----------------------------------------------------------------------------------
 struct TilePlace {
   std::uint32_t batch, row, col;  // of x
 };
@@ -169,12 +171,12 @@ struct SharedTile {
   static constexpr unsigned kChunk = 16 / sizeof(T);  // elements
   std::uint32_t* words;
 
-  // Where the tile's row keeps its 16-byte chunk.
+  // Returns the address of the row's 16-byte chunk.
   __device__ __forceinline__ std::uint32_t* chunk_at(unsigned row, unsigned chunk) const {
     return words + row * kWords + 4 * (chunk ^ (chunk / 8) ^ (row / kVec));
   }
 
-  // Asks for the tile of x, zero past the edges. Every thread may read it after wait().
+  // Starts to copy the tile of x, zero past the edges. Every thread may read it after wait().
   template <bool kWhole = false>
   __device__ __forceinline__ void fill(const Source& x, const TilePlace& tile) const {
     constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
@@ -205,7 +207,7 @@ struct SharedTile {
     __syncthreads();
   }
 
-  // As it lies.
+  // Returns a vec16 of a row of x.
   __device__ __forceinline__ Vec16<T> vec_at(unsigned row, unsigned vec_col) const {
     constexpr unsigned kChunks = sizeof(Vec16<T>) / 16;
     Vec16<T> vec;
@@ -216,8 +218,8 @@ struct SharedTile {
     return vec;
   }
 
-  // Calls body(vec16, row of the tile as read) for the thread's vec16s as they lie, or of the transpose: of bf16, a
-  // ColumnOfPairs.
+  // Calls body(vec16, row of the tile as read) for the thread's vec16s of x or of its transpose.
+  // For bf16 the transpose's are ColumnOfPairs.
   template <bool kTransposed, class Body>
   __device__ __forceinline__ void each_vec(Body body) const {
     constexpr unsigned kStep = kThreads / kVecColumns;
@@ -249,16 +251,17 @@ struct SharedTile {
   }
 
  private:
-  // Word `word` of the first of the 16 rows that make a vec16 of the transpose.
+  // Returns word `word` of the first of the 16 rows that form a vec16 of the transpose.
   __device__ __forceinline__ const std::uint32_t* word_of_vec(unsigned vec_col,
                                                               unsigned word) const {
     return words + vec_col * kVec * kWords + (word ^ (4 * ((word / 32) ^ vec_col)));
   }
 };
 
-// ---- The transform -------------------------------------------------------------------------------
-// core/hadamard.h without its factor: over a vec16, and over 2, 4 or 8 neighbouring lanes for more points, where the
-// strides from 16 on pair the same element of two lanes. vec16: anything with 16 elements.
+// ---- The transform ------------------------------------------------------------------------------
+// Computes core/hadamard.h without its factor: over a vec16, and over 2, 4 or 8 neighbouring lanes
+// for more points, where the strides from 16 on pair the same element of two lanes.
+//   vec: any type with 16 elements
 template <class Elements>
 __device__ __forceinline__ void hadamard_sums(const Elements& vec, int points, std::uint32_t signs,
                                               float (&v)[kVec]) {
@@ -272,7 +275,7 @@ __device__ __forceinline__ void hadamard_sums(const Elements& vec, int points, s
     for (int i = 0; i < kVec; ++i) v[i] = fmaf(v[i], sign, __shfl_xor_sync(kAllLanes, v[i], lanes));
   }
 }
-// v * factor in bf16. A NaN is a NaN, of any bits.
+// Returns v * factor in bf16. A NaN gives a NaN, of any bits.
 __device__ __forceinline__ Vec16<Bf16> round_vec(const float (&v)[kVec], float factor) {
   Vec16<Bf16> out;
 #pragma unroll
@@ -288,7 +291,7 @@ __device__ __forceinline__ Vec16<Bf16> hadamard_vec(const Elements& vec, int poi
   return round_vec(v, hadamard_norm(points));
 }
 
-// The NaN that every backend writes, for any.
+// Replaces each NaN by the one that every backend writes.
 __device__ __forceinline__ std::uint32_t canonical_magnitude(std::uint32_t bits) {
   return bits > Float32::kExponent ? Float32::kNanBits : bits;
 }

@@ -14,7 +14,7 @@ struct DecodeArgs {
   int height_log2, width_log2;   // of a block
   const std::uint8_t* codes;
   const void* scale;
-  const float* factor;  // (batch): the tensor scale that the value still needs; null: for a product
+  const float* factor;  // (batch): the pending tensor scale; null: for a product
   void* out;            // bf16 or fp32 (batch, rows, padded)
   std::uint32_t padded, pitch, scale_rows, scale_cols;
   bool aligned_in, aligned_out;
@@ -58,10 +58,10 @@ __device__ __forceinline__ Codes<F> load_codes(const DecodeArgs& args, const Pla
   return codes;
 }
 
-// A value as the output takes it. The NaN is the same on every device.
+// Returns the output's value: the NaN is the same on every device.
 __device__ __forceinline__ float canonical(float v) { return v == v ? v : nan_value(); }
 
-// code * scale * factor.
+// Stores code * scale * factor.
 template <class F, class Out>
 __device__ __forceinline__ void store_scaled(const Codes<F>& codes, float scale, float factor,
                                              Out* row, std::uint32_t col, std::uint32_t end,

@@ -1,5 +1,5 @@
-// E2M1 codes under power-of-two scales -> E4M3 codes of whole rows (core/fp4_as_fp8.h). A block takes a row: its largest scale,
-// then its codes, 16 a thread.
+// E2M1 codes under power-of-two scales -> E4M3 codes of whole rows (core/fp4_as_fp8.h). A block
+// takes a row: its largest scale, then its codes, 16 a thread.
 //
 //     bytes an element: 1/2 of codes, a block's scale, 1 of codes
 #include "cuda/backend.h"
@@ -28,7 +28,7 @@ __device__ __forceinline__ int exponent_at(const Fp4AsFp8Args& args, const std::
 // The E4M3 codes of E2M1's eight magnitudes in a block, four a word.
 struct Table {
   std::uint32_t low, high;
-  std::uint32_t signs;  // the bits that a code's sign may set: none of a NaN's
+  std::uint32_t signs;  // the bits that a code's sign may set: none for NaN
 };
 __device__ __forceinline__ Table fp8_code_table(int exponent, int row_exponent) {
   if (exponent == kFp4AsFp8Nan)
@@ -38,10 +38,10 @@ __device__ __forceinline__ Table fp8_code_table(int exponent, int row_exponent) 
           cvt_e4m3x2(2.0f * one, 3.0f * one) | cvt_e4m3x2(4.0f * one, 6.0f * one) << 16,
           0x8080'8080u};
 }
-// Four codes in the low nibbles of w.
+// Returns the FP8 codes of four codes in the low nibbles of w.
 __device__ __forceinline__ std::uint32_t four_fp8_codes(const Table& table, std::uint32_t w) {
   const std::uint32_t magnitude = __byte_perm(table.low, table.high, w & 0x7777u);
-  // 0x80 for a selector of 0, and that byte's sign spread over it for one of 8.
+  // The byte is 0x80 for a selector of 0; a selector of 8 fills it with that byte's sign.
   const std::uint32_t sign = permute_bytes(0x80u, 0u, w & 0x8888u);
   return magnitude | ((sign << 1) & table.signs);
 }

@@ -1,8 +1,8 @@
-// One vec16 of one direction, once it is in registers:
+// The cast of one vec16 in one direction, in registers:
 //
-//     1  transform                       16 points in a thread, more across lanes
-//     2  amax of the vec16, of the block  shuffles along a row; of a 2D block: given
-//     3  scale and factor                core/scale_rule.h
+//     1  transform           16 points in a thread, more across lanes
+//     2  amax of the block    the vec16's, and shuffles along a row; of a 2D block: an argument
+//     3  scale and factor    core/scale_rule.h
 //     4  encode, store
 #pragma once
 
@@ -17,8 +17,8 @@
 
 namespace minifloat::cuda {
 
-// A direction as its kernel is compiled for it. Rules, block shapes and lengths of the transform are looked up at run
-// time, once a vec16.
+// A direction as its kernel is compiled. Rules, block shapes and lengths of the transform are
+// chosen at run time, once a vec16.
 template <class Format, bool Stochastically, bool Transformed, bool ByValues = false>
 struct Cast {
   using F = Format;
@@ -27,7 +27,7 @@ struct Cast {
 };
 struct Absent {};  // the direction is not wanted
 
-// A direction as the device sees it. Sizes are those of the operand as read.
+// A direction as the device reads it. Sizes are those of the operand as read.
 struct KernelOperand {
   ScaleRule rule;
   ScaleRounding rounding;
@@ -37,10 +37,10 @@ struct KernelOperand {
   int height_log2;  // of a block; 0 for tensors and rows
   int vecs_log2;    // of a block's row; 3: a whole tile row
   std::uint32_t rows, padded, code_pitch, scale_rows, scale_cols;
-  const float* amax;            // in force: (batch), or (batch, rows)
-  const float* reported;        // what goes to amax_out, if that is another
+  const float* amax;            // active: (batch), or (batch, rows)
+  const float* reported;        // the values for amax_out, if not the active ones
   float* amax_out;              // null: not wanted
-  std::uint32_t* current_amax;  // raised to the values' amax by the cast itself; null: not
+  std::uint32_t* current_amax;  // raised by the cast itself; null: not
   const std::int64_t* random;
   int random_size;
   std::uint64_t stream;
@@ -61,7 +61,7 @@ __device__ __forceinline__ RandomKey random_key(const KernelOperand& plan) {
   return minifloat::random_key(plan.random, plan.random_size, plan.stream);
 }
 
-// A vec16 as codes. pending_factor: what the elements are still to be multiplied by, a power of two.
+// Encodes a vec16.   pending_factor: a further factor of the elements, a power of two
 template <class C, class T>
 __device__ __forceinline__ Codes<typename C::F> encode_in_block(const KernelOperand& plan,
                                                                 ScaleRule rule, const Vec16<T>& vec,
@@ -76,12 +76,12 @@ __device__ __forceinline__ Codes<typename C::F> encode_in_block(const KernelOper
       bits);
 }
 
-// Bytes of a vec16's codes.
+// The bytes of a vec16's codes.
 template <class F>
 inline constexpr int kVecBytes = kVec * F::kBits / 8;
 
-// ---- Stores --------------------------------------------------------------------------------------
-// All codes of a vec16, as vec16 i of `to`, which starts at a multiple of a vec16's bytes.
+// ---- Stores -------------------------------------------------------------------------------------
+// Stores all codes of a vec16, as vec16 i of `to`, which starts at a multiple of a vec16's bytes.
 template <class F>
 __device__ __forceinline__ void store_vec(std::uint8_t* to, std::uint64_t i,
                                           const Codes<F>& codes) {
@@ -110,7 +110,7 @@ __device__ __forceinline__ void store_codes(const KernelOperand& plan, const Cod
   }
 }
 
-// The scale of block i of the operand.
+// Stores the scale of block i of the operand.
 __device__ __forceinline__ void store_scale_at(const KernelOperand& plan, ScaleRule rule,
                                                const BlockScale& block, std::uint64_t i) {
   if (rule == ScaleRule::kBlock)
@@ -129,7 +129,7 @@ __device__ __forceinline__ void store_scale(const KernelOperand& plan, const Blo
   store_scale_at(plan, plan.rule, block, row * plan.scale_cols + (col >> plan.vecs_log2));
 }
 
-// The outputs that there is one of a matrix or a row: the scale, where no block has one, and the amax.
+// Stores the outputs of a matrix or a row: the scale, where no block has one, and the amax.
 template <class F>
 __device__ __forceinline__ void store_whole(const KernelOperand& plan, std::uint32_t i,
                                             float amax) {
@@ -141,8 +141,8 @@ __device__ __forceinline__ void store_whole(const KernelOperand& plan, std::uint
     plan.amax_out[i] = plan.reported ? plan.reported[i] : amax;
 }
 
-// ---- A vec16 --------------------------------------------------------------------------------------
-// What is to be cast: the vec16, or its transform.
+// ---- A vec16 ------------------------------------------------------------------------------------
+// Return the values to cast: the vec16, or its transform.
 template <class C>
 __device__ __forceinline__ Vec16<float> transform(const KernelOperand& plan,
                                                   const Vec16<float>& vec)
@@ -163,14 +163,14 @@ __device__ __forceinline__ Vec16<Bf16> transform(const KernelOperand& plan, cons
   return hadamard_vec(vec, plan.points, kHadamardSigns);
 }
 
-// The amax of blocks of one row, from that of a lane's vec16.
+// Returns the amax of a block of one row, from that of each lane's vec16.
 __device__ __forceinline__ std::uint32_t amax_of_lanes(std::uint32_t amax, int vecs_log2) {
   for (int lanes = 1; lanes < (1 << vecs_log2); lanes *= 2)
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, lanes));
   return amax;
 }
 
-// The scale of the block of one row that a vec16 is, or is part of.
+// Returns the scale of the block of one row that contains the vec16.
 template <class C, class Elements>
 __device__ __forceinline__ BlockScale scale_of_vec(ScaleRule rule, ScaleRounding rounding,
                                                    const MatrixScale& matrix, std::uint32_t amax,
@@ -181,7 +181,8 @@ __device__ __forceinline__ BlockScale scale_of_vec(ScaleRule rule, ScaleRounding
     return block_scale<typename C::F>(rule, rounding, matrix, amax);
 }
 
-// amax_2d: the amax of the vec16's 2D block, with the choice of its scale; null: the block is of one row.
+// Casts a vec16.   amax_2d: the amax of its 2D block, with the choice of the scale; null: the block
+// is of one row
 template <class C, class Elements>
 __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const MatrixScale& matrix,
                                          const RandomKey& random, const Elements& x,

@@ -1,7 +1,7 @@
-// The kernels of quantization.
+// The general kernels of quantization.
 //
 //     by rows       rowwise, blocks of one row
-//     whole rows    rowwise, a scale a row that is not known yet
+//     whole rows    rowwise, a scale a row that the kernel itself finds
 //     by tiles      columnwise, 2D blocks, and both directions from one read
 //
 //     bytes an element: 2 or 4 of x, 1 or 1/2 of codes a direction, and a block's scale
@@ -21,7 +21,7 @@ struct QuantizeArgs {
   KernelOperand row, col;
 };
 
-// ---- By rows -------------------------------------------------------------------------------------
+// ---- By rows ------------------------------------------------------------------------------------
 template <class T, class C>
 __global__ void __launch_bounds__(kThreads, 4)
     quantize_rows(const __grid_constant__ Source x, const __grid_constant__ KernelOperand plan,
@@ -51,17 +51,18 @@ void launch_rows(const QuantizeArgs& args, const Execution& execution) {
       });
 }
 
-// ---- By tiles ------------------------------------------------------------------------------------
+// ---- By tiles -----------------------------------------------------------------------------------
 inline constexpr int kBlocks2d = kVecColumns * kVecColumns;  // the most in a tile: 16 x 16 each
 
-// Where a vec16's block lies among the the 2D blocks of a tile. is_flipped: they are those of the other direction.
+// Returns the index of a vec16's block among the 2D blocks of a tile. is_flipped: `amaxes_2d` is
+// the other direction's.
 __device__ __forceinline__ unsigned block_2d_of(const KernelOperand& plan, unsigned row,
                                                 unsigned vec_col, bool is_flipped = false) {
   return is_flipped ? (vec_col * kVec >> plan.height_log2) * kVecColumns + row / kVec
                     : (row >> plan.height_log2) * kVecColumns + vec_col;
 }
 
-// the 2D blocks: the amax of the 2D blocks of the tile.
+// Computes the amaxes of the tile's 2D blocks.
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void amax_of_blocks_2d(const KernelOperand& plan,
                                                   const SharedTile<T>& shared,
@@ -79,7 +80,8 @@ __device__ __forceinline__ void amax_of_blocks_2d(const KernelOperand& plan,
   __syncthreads();
 }
 
-// The choice of each 2D block's scale, into `the 2D blocks`. Rows are x's, unless they are transformed columns.
+// Adds the choice of each 2D block's scale to `amaxes_2d`. Rows are x's, except of transformed
+// columns.
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void choose_in_blocks_2d(const KernelOperand& plan,
                                                     const SharedTile<T>& shared,
@@ -102,7 +104,8 @@ __device__ __forceinline__ void choose_in_blocks_2d(const KernelOperand& plan,
   __syncthreads();
 }
 
-// One direction of the tile at `tile` of x. known: `the 2D blocks` holds the other direction's, of the same height.
+// Casts one direction of the tile at `tile` of x.   has_amaxes: `amaxes_2d` holds the other
+// direction's, of blocks of the same height
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void cast_tile(const KernelOperand& plan, const SharedTile<T>& shared,
                                           const TilePlace& tile, std::uint32_t* amaxes_2d,
@@ -158,7 +161,7 @@ void launch_tiles(const QuantizeArgs& args, const Execution& execution) {
   check_launch("quantize");
 }
 
-// ---- The table -----------------------------------------------------------------------------------
+// ---- The table ----------------------------------------------------------------------------------
 template <class C>
 bool is_cast(const Spec& spec) {
   constexpr Elements kElements = C::F::kBits == 4           ? Elements::kE2m1

@@ -1,6 +1,6 @@
-// The pairs of directions that layers ask for, each from one read of x: weights and FP8 activations (the same format
-// both ways), NVFP4's and MXFP4's activations (columnwise transformed) and gradients (stochastic, columnwise
-// transformed).
+// The pairs of directions that layers use, each from one read of x: weights and FP8 activations
+// (the same format both ways), NVFP4's and MXFP4's activations (columnwise transformed) and
+// gradients (stochastic, columnwise transformed).
 #include "cuda/quantize/general.cuh"
 
 namespace minifloat::cuda {

@@ -1,4 +1,4 @@
-// Every cast to E2M1 whose scale rule needs amaxes only.
+// The casts to E2M1 whose scale rule needs amaxes only.
 #include "cuda/quantize/general.cuh"
 
 namespace minifloat::cuda {

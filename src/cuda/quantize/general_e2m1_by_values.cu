@@ -1,4 +1,4 @@
-// Every cast to E2M1 whose scale rule reads a block's values.
+// The casts to E2M1 whose scale rule reads a block's values.
 #include "cuda/quantize/general.cuh"
 
 namespace minifloat::cuda {

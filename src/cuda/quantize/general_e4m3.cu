@@ -1,4 +1,4 @@
-// Every cast to E4M3.
+// The casts to E4M3.
 #include "cuda/quantize/general.cuh"
 
 namespace minifloat::cuda {

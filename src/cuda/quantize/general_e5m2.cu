@@ -1,4 +1,4 @@
-// Every cast to E5M2.
+// The casts to E5M2.
 #include "cuda/quantize/general.cuh"
 
 namespace minifloat::cuda {

@@ -1,11 +1,12 @@
-// Casts of small matrices whose scales need the values' own amax, in one launch: at most 8 tiles, a block each, in one
-// cluster.
+// Casts of small matrices that scale by the current amax, in one launch: at most 8 tiles, a block
+// each, in one cluster.
 //
-//     1  each block asks for its tile; the cluster clears the amaxes
-//     2  each block raises them from its tile in shared memory
-//     3  each block casts its tile by what all blocks found
+//     1  each block starts to load its tile; the cluster clears the amaxes
+//     2  each block raises the amaxes from its tile in shared memory
+//     3  each block casts its tile with the amaxes of all blocks
 //
-// A launch for each amax, and the clearing before, would take the host longer than the values take the device.
+// Separate launches for each amax, and for clearing it, would take the host longer than the cast
+// takes the device.
 #include "cuda/common/reduce.cuh"
 #include "cuda/quantize/general.cuh"
 
@@ -44,7 +45,7 @@ __device__ __forceinline__ void raise_amax(const KernelOperand& plan,
   });
   if (of_rows) return;
   raise_by_block(plan.current_amax, of_tile);
-  __syncthreads();  // its shared memory is read
+  __syncthreads();  // the next use of its shared memory waits
 }
 
 template <class Row, class Col>
@@ -86,7 +87,7 @@ bool launch(const QuantizeArgs& args, const Execution& execution) {
   config.attrs = &cluster;
   config.numAttrs = 1;
   const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args.x, args.row, args.col, tiles);
-  (void)status;  // check_launch reads the same
+  (void)status;  // check_launch reads the same status
   check_launch("quantize");
   return true;
 }

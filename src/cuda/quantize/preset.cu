@@ -1,5 +1,5 @@
-// The kernels of what layers quantize all day: bf16, sizes that are whole vec16s or tiles, scales as presets round them.
-// Everything else is general.cuh's.
+// The preset kernels: bf16, sizes of whole vec16s or tiles, scales rounded as by presets. All other
+// casts are general.cuh's.
 #include <algorithm>
 
 #include "cuda/quantize/preset.cuh"
@@ -7,8 +7,8 @@
 namespace minifloat::cuda {
 namespace {
 
-// ---- By rows -------------------------------------------------------------------------------------
-// A matrix without gaps is one run of vec16s.
+// ---- By rows ------------------------------------------------------------------------------------
+// A matrix without gaps, as one run of vec16s.
 struct VecRun {
   const uint4* x;
   std::uint32_t count;
@@ -40,7 +40,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     const std::uint32_t u = first + i * kThreads;
     const Transformed16 transformed = transform_preset<C>(vecs[i]);
     const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kVecsLog2) : 0;
-    if (u >= run.count) continue;  // and take part in the next vec16's exchange
+    if (u >= run.count) continue;  // its lane takes part in the next vec16's exchange
     const BlockScale block = scale_of_vec<C>(C::kRule, C::kRounding, scale, amax, transformed.vec);
     if constexpr (C::kBlocks)
       if (u % (1 << C::kVecsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kVecsLog2);
@@ -66,8 +66,9 @@ void launch_run(const QuantizeArgs& args, const Execution& execution) {
   check_launch("quantize");
 }
 
-// ---- By tiles ------------------------------------------------------------------------------------
-// kHasAmaxes: `the 2D blocks` holds the amax of the 2D blocks already, as the other direction found them.
+// ---- By tiles -----------------------------------------------------------------------------------
+// Casts one direction of a tile.   kHasAmaxes: `amaxes_2d` holds the amaxes of the 2D blocks,
+// computed by the other direction
 template <class C, bool kTransposed, bool kHasAmaxes>
 __device__ __forceinline__ void cast_whole_tile(const KernelOperand& plan, const Whole& whole,
                                                 const SharedTile<Bf16>& shared,
@@ -120,7 +121,7 @@ template <class C>
   requires(C::kIsBlock2d)
 constexpr bool kHasBlocks2d<C> = true;
 
-// Blocks on a multiprocessor: casts to 8 bits need fewer registers, and wait for memory more.
+// The minimum blocks per SM. Casts to 8 bits need fewer registers, and wait longer for memory.
 template <class C>
 constexpr int kBlocksOf = 5;  // also of an absent direction
 template <class C>
@@ -160,7 +161,7 @@ void launch_whole_tiles(const QuantizeArgs& args, const Execution& execution) {
   check_launch("quantize");
 }
 
-// ---- The table -----------------------------------------------------------------------------------
+// ---- The table ----------------------------------------------------------------------------------
 bool fits_preset(const Spec& spec, const KernelOperand& plan) {
   return plan.aligned &&
          (spec.transform == 0 || (spec.transform == kVec && plan.height_log2 == 0)) &&
@@ -193,7 +194,7 @@ using Block2d = PresetCast<Rule, F, false, false, true>;
 constexpr ScaleRule kTensor = ScaleRule::kTensor, kRow = ScaleRule::kRow,
                     kBlock = ScaleRule::kBlock;
 
-// The casts of a preset whose elements are E2M1.
+// The preset casts to E2M1.
 template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
 struct Fp4 {
   using Straight = PresetCast<Rule, E2M1, false, false, false, Rounding>;

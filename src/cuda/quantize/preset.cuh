@@ -1,5 +1,5 @@
-// What the kernels of presets' casts share: bf16, sizes that are whole vec16s or tiles, scales as presets round them. Rule,
-// rounding and block are known when they are compiled, and no edge is looked for.
+// The common parts of preset kernels: bf16, sizes of whole vec16s or tiles, scales rounded as by
+// presets. Rule, rounding and block are compiled in, and no kernel checks for edges.
 #pragma once
 
 #include "cuda/common/reduce.cuh"
@@ -14,7 +14,7 @@ struct PresetCast : Cast<Format, Stochastically, Transformed, reads_values(Round
   static constexpr ScaleRounding kRounding = Rounding;
   static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;
   static constexpr bool kIsBlock2d = Block2d;
-  // Of a block's row, in vec16s, and of its height.
+  // The log2 of a block's row, in vec16s, and of its height.
   static constexpr int kVecsLog2 = Rule == ScaleRule::kNvfp4 ? 0 : Rule == ScaleRule::kMx ? 1 : 3;
   static constexpr int kHeightLog2 = Block2d ? kVecsLog2 + 4 : 0;
   static_assert(!Block2d || kBlocks);
@@ -26,8 +26,9 @@ bool is_of(const Spec& spec) {
          (spec.has_blocks() && spec.block_rows > 1) == C::kIsBlock2d;
 }
 
-// ---- What holds for the whole operand ------------------------------------------------------------
-// One thread finds it, in shared memory, while the block waits for its values; what takes a division or two, every
+// ---- Values of the whole operand ----------------------------------------------------------------
+// The values that hold for the whole operand. One thread computes them, in shared memory, while the
+// block waits for its elements. Values that take only a division or two are computed by every
 // thread.
 struct Whole {
   MatrixScale scale;
@@ -63,7 +64,7 @@ __device__ __forceinline__ MatrixScale scale_of_whole(const KernelOperand& plan,
   if constexpr (kIsShared<C>) return whole.scale;
   return matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
 }
-// core/philox.h's random_bits_at, from the keys of all rounds.
+// Returns core/philox.h's random_bits_at, from the keys of all rounds.
 __device__ __forceinline__ RandomBits random_bits_at(const Whole& whole, std::uint32_t row,
                                                      std::uint32_t group) {
   RandomBits c = {{whole.group + group, whole.row + row, whole.stream[0], whole.stream[1]}};
@@ -73,21 +74,22 @@ __device__ __forceinline__ RandomBits random_bits_at(const Whole& whole, std::ui
   return c;
 }
 
-// A kernel that scales by an amax of earlier steps meets the values' own on its way.
+// Whether a cast that scales by an amax of earlier steps can compute the current amax as it reads
+// x.
 template <class C>
 constexpr bool kFindsCurrentAmax = C::kRule == ScaleRule::kTensor;
 template <>
 constexpr bool kFindsCurrentAmax<Absent> = false;
 
-// m: of the values that a thread has cast. Of all threads of the block, at the end.
+// Raises the current amax at the end, by all threads of the block.   m: of the thread's values
 __device__ __forceinline__ void raise_current_amax(const KernelOperand& plan, std::uint32_t m) {
   if (!plan.current_amax) return;
   __syncthreads();  // the other direction has been raised
   raise_by_block(plan.current_amax, m);
 }
 
-// ---- A vec16 --------------------------------------------------------------------------------------
-// What is to be cast, its amax, and what its elements are still to be multiplied by.
+// ---- A vec16 ------------------------------------------------------------------------------------
+// The values to cast, their amax, and a further factor of each element.
 struct Transformed16 {
   Vec16<Bf16> vec;
   std::uint32_t amax;
@@ -96,8 +98,8 @@ struct Transformed16 {
 template <class C, class Elements>
 __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
   if constexpr (C::kTransform) {
-    // The transform's 1/4 commutes with rounding to bf16, but at the ends of the range: elsewhere the factor of the cast
-    // takes it along.
+    // The transform's 1/4 commutes with rounding to bf16, except at the ends of the range.
+    // Elsewhere the factor of the cast contains it.
     constexpr std::uint32_t kLow = bit_cast<std::uint32_t>(0x1p-90f),
                             kHigh = bit_cast<std::uint32_t>(0x1p120f);
     static_assert(hadamard_norm(kVec) == 0.25f);
@@ -120,7 +122,7 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
   }
 }
 
-// to: the vec16's codes; at: where they lie among all, in vec16s.
+// Encodes and stores a vec16.   to: its codes; at: its index among all vec16s
 template <class C>
 __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
                                                  const Transformed16& transformed,

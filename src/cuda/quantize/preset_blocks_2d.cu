@@ -1,8 +1,8 @@
-// 2D blocks of NVFP4 in both directions. They have the same scales and the same codes, transposed: these are computed
-// once, and transposed in shared memory, 8 x 8 codes a thread.
+// NVFP4 with 2D blocks in both directions, which have the same scales and the same codes,
+// transposed. The codes are computed once, and transposed in shared memory, 8 x 8 codes a thread.
 //
 //     a warp      16 rows of the tile, the height of a block, and its 8 vec16 columns
-//     a thread    4 rows of a vec16 column: a block is the vec16s of 4 lanes, 8 apart, and has one scale to be found
+//     a thread    4 rows of a vec16 column: a block is the vec16s of 4 lanes, 8 apart
 //
 //     bytes an element: 2 of x, 1/2 of codes twice, 1/256 of scales twice
 #include "cuda/common/nibbles.cuh"
@@ -15,7 +15,8 @@ inline constexpr unsigned kCodeWords = kTile / 8;  // of a row of the tile
 inline constexpr unsigned kRowsOfThread = 4;
 static_assert(kThreads / kVecColumns * kRowsOfThread == kTile);
 
-// The codes of a tile, between the directions: word `word` of row `r`. Rows 4 and 8 apart lie in different banks.
+// Returns the place of word `word` of row `r` of a tile's codes. Rows 4 and 8 apart lie in
+// different banks.
 __device__ __forceinline__ unsigned code_place(unsigned r, unsigned word) {
   const unsigned slot = r ^ (((r >> 2) ^ (r >> 3)) & 1);
   return slot * kCodeWords + (word ^ (r / 8));

@@ -1,4 +1,4 @@
-// Quantization on the device: the amax in force first, where a rule has one, then every tile.
+// Quantization on the device: first the active amax, where a rule has one, then every tile.
 #include <optional>
 
 #include "cuda/backend.h"
@@ -8,7 +8,8 @@
 namespace minifloat::cuda {
 namespace {
 
-// The outputs of matrices and rows without an element, which no kernel visits: amax 0, scale 1. One thread each.
+// The outputs of matrices and rows without elements, which no other kernel writes: amax 0, scale 1.
+// One thread each.
 struct EmptyArgs {
   std::int64_t count;
   const float* active_amax;  // null: zero
@@ -30,7 +31,7 @@ __global__ void settle_empty(const __grid_constant__ EmptyArgs args) {
 
 int log2_of(int power) { return __builtin_ctz(static_cast<unsigned>(power)); }
 
-// One direction: its plan, and the scratch behind the plan's pointers.
+// The plan of one direction, and the scratch behind the plan's pointers.
 class PlannedOperand {
  public:
   PlannedOperand(const TensorRef& x, const Operand& operand, bool columnwise,
@@ -75,7 +76,7 @@ class PlannedOperand {
 
   const KernelOperand& plan() const { return plan_; }
   std::int64_t amaxes() const { return count_; }
-  // The values' own amax is asked for: to scale by, or for a history.
+  // Returns whether the current amax is needed: for the scale, or for a history.
   bool wants_current_amax() const {
     return !operand_.given_amax || (operand_.spec.delayed && operand_.amax);
   }
@@ -86,28 +87,28 @@ class PlannedOperand {
   void compute_amax(const TensorRef& x, const Execution& execution) const {
     cuda::amax(x, operand_.spec, columnwise_, current_amax(), execution);
   }
-  // own: (amaxes), the values' own, computed by the time that the cast runs.
+  // Takes the current amax, (amaxes), complete by the time that the cast runs.
   void take_amax(const float* current) {
     plan_.amax = operand_.given_amax ? operand_.given_amax : current;
     plan_.reported = operand_.spec.delayed && operand_.amax ? current : plan_.amax;
   }
-  // Is the amax in force given, and the values' own but reported?
+  // Returns whether the caller passed the active amax, and the current one is only reported.
   bool only_reports() const {
     return operand_.given_amax && wants_current_amax() && !is_of_rows() && !is_transformed();
   }
-  // The cast raises it while it reads x, if it is a preset's.
+  // Leaves the current amax to the cast, if that is a preset's: it is raised as the cast reads x.
   void find_amax_in_cast(const Execution& execution) {
     take_amax(current_amax());
     plan_.current_amax = reinterpret_cast<std::uint32_t*>(current_amax());
     check(cudaMemsetAsync(current_amax(), 0, sizeof(float), cuda_stream(execution)), "quantize");
   }
-  // The cast clears it and raises it before it casts.
+  // Leaves the current amax to the cast, which clears and raises it before it encodes.
   void find_amax_in_cluster() {
     take_amax(current_amax());
     plan_.current_amax = reinterpret_cast<std::uint32_t*>(current_amax());
   }
   void find_amax_before_cast() { plan_.current_amax = nullptr; }
-  // The cast finds the amax of its rows itself.
+  // Leaves the amax of its rows to the cast.
   void leave_amax() { plan_.amax = plan_.reported = nullptr; }
 
   void settle_empty(const Execution& execution) const {
@@ -141,7 +142,7 @@ class PlannedOperand {
   KernelOperand plan_ = {};
 };
 
-// Whether both directions want the same amax: that of all values, as they are.
+// Returns whether both directions take the same amax: that of all values, untransformed.
 bool share_amax(const PlannedOperand& row, const PlannedOperand& col) {
   const auto is_of_values = [](const PlannedOperand& d) {
     return !d.is_transformed() && !d.is_of_rows();
@@ -159,7 +160,7 @@ void find_amaxes_in_cluster(PlannedOperand* row, PlannedOperand* col) {
     col->find_amax_in_cluster();
 }
 
-// The amaxes that casts read, with as few reads of x as there can be.
+// Computes the amaxes that casts read, with the fewest reads of x.
 void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col,
                     const Execution& execution) {
   const bool row_wants = row && row->amaxes() > 0 && row->wants_current_amax();

@@ -1,4 +1,5 @@
-// Rowwise with a scale a row, from one read of x: a block holds a row in registers, finds its amax, and casts it.
+// Rowwise casts with a scale a row, from one read of x: a block holds a row in registers, computes
+// its amax, and casts the row.
 //
 //     bytes an element: 2 or 4 of x, 1 of codes
 #include "cuda/quantize/general.cuh"

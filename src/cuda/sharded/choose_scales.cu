@@ -1,4 +1,5 @@
-// The choice of a rule that reads values (core/scale_rule.h), for the blocks of shards: a line of 16 elements a thread.
+// The choice of scales under a rule that reads values (core/scale_rule.h), for the blocks of
+// shards: a line of 16 elements a thread.
 //
 //     bytes an element: 2 or 4 of the master, and a block's amax twice
 #include "cuda/backend.h"
@@ -9,12 +10,12 @@
 namespace minifloat::cuda {
 namespace {
 
-// A block of 16 x 16, rather than of 16 neighbours.
+// Returns whether blocks are 16 x 16, rather than 16 neighbours.
 __host__ __device__ __forceinline__ bool is_2d(const ShardEntry& e) {
   return e.height_log2 > 0 && e.width_log2 > 0;
 }
 
-// 16 neighbours along a row of W, or down a column of it, from (row, col) on; zero past the edges.
+// Loads 16 neighbours along a row of W, or down a column, from (row, col) on; zero past the edges.
 __device__ __forceinline__ Vec16<float> load_line(const ShardEntry& e, std::uint32_t row,
                                                   std::uint32_t col, bool is_down) {
   Vec16<float> line = {};
@@ -27,7 +28,8 @@ __device__ __forceinline__ Vec16<float> load_line(const ShardEntry& e, std::uint
   return line;
 }
 
-// A line is a block, or a row of a 2D one, whose 16 are neighbours in a warp.
+// Chooses the scales. A line is a block, or a row of a 2D block, whose 16 lines are neighbours in a
+// warp.
 __global__ void __launch_bounds__(kThreads)
     choose_scales_of_shards(const __grid_constant__ TableView<ShardEntry> table) {
   __shared__ ShardEntry e;

@@ -1,5 +1,5 @@
-// Partial casts: 128 x 128 of a weight a block of threads, over the tiles that any shard touches, a vec16 of 16 neighbours
-// a thread at a time.
+// Partial casts: a block of threads takes 128 x 128 of a weight, over the tiles that any shard
+// touches. A thread takes one vec16 at a time.
 //
 //     amax      4 bytes an element read; cells are raised by integer atomics, once a tile
 //     cast      4 bytes read, a code written; then a scale a cell, of whole weights
@@ -13,8 +13,8 @@
 namespace minifloat::cuda {
 namespace {
 
-// ---- amax ----------------------------------------------------------------------------------------
-// Along the lanes of a row, then down the rows through shared memory.
+// ---- amax ---------------------------------------------------------------------------------------
+// Reduces amaxes along the lanes of a row, then down the rows through shared memory.
 __device__ __forceinline__ std::uint32_t amax_of_vecs(const ShardEntry& e, const TileOfShard& tile,
                                                       std::uint32_t (&cells)[kVecColumns * 8]) {
   const bool is_tensor = e.height_log2 == kAll && e.width_log2 == kAll;
@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 3)
     raise_by_block(e.amaxes + (is_tensor ? 0 : e.grid_rows * e.grid_cols), all);
 }
 
-// ---- Scales --------------------------------------------------------------------------------------
+// ---- Scales -------------------------------------------------------------------------------------
 // What is stored for a cell: bits of an fp32 scale, or a code.
 template <class F>
 __device__ __forceinline__ std::uint32_t stored_scale(const ShardEntry& e,
@@ -84,7 +84,7 @@ __device__ __forceinline__ std::uint32_t stored_scale(const ShardEntry& e,
   return e.rule == ScaleRule::kBlock ? bit_cast<std::uint32_t>(block.scale) : block.code;
 }
 
-// Four scales next to each other, or the `left` that there are.
+// Stores four neighbouring scales, or the first `left` of them.
 __device__ __forceinline__ void store_scales(const ShardEntry& e, std::uint64_t at,
                                              const std::uint32_t (&bits)[4], std::uint32_t left) {
   auto* codes = static_cast<std::uint8_t*>(e.scale) + at;
@@ -105,7 +105,7 @@ __device__ __forceinline__ void store_scales(const ShardEntry& e, std::uint64_t 
   }
 }
 
-// The amaxes of four cells next to each other, zero past the `left` that there are.
+// Loads the amaxes of four neighbouring cells, zero past `left`.
 __device__ __forceinline__ uint4 load_cells(const std::uint32_t* from, std::uint32_t left) {
   if (left >= 4 && reinterpret_cast<std::uintptr_t>(from) % 16 == 0)
     return __ldg(reinterpret_cast<const uint4*>(from));
@@ -113,7 +113,8 @@ __device__ __forceinline__ uint4 load_cells(const std::uint32_t* from, std::uint
           left > 2 ? __ldg(from + 2) : 0, left > 3 ? __ldg(from + 3) : 0};
 }
 
-// 64 x 64 cells of a whole weight, four of a row a thread at a time. Columnwise scales are stored transposed.
+// The cells of a whole weight that a block takes: 64 x 64, four of a row a thread at a time.
+// Columnwise scales are stored transposed.
 inline constexpr unsigned kCells = 64, kCellStep = kThreads / (kCells / 4);
 template <class F>
 __global__ void __launch_bounds__(kThreads)
@@ -162,7 +163,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// ---- Codes ---------------------------------------------------------------------------------------
+// ---- Codes --------------------------------------------------------------------------------------
 template <class F>
 __device__ __forceinline__ Codes<F> encode_master(const ShardEntry& e, const MatrixScale& matrix,
                                                   const Vec16<float>& vec, std::uint32_t row,
@@ -203,7 +204,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   for (int i = 0; i < kPasses; ++i) {
     const Inside<> now = in;
     const Vec16<float> values = vec;
-    if (i + 1 < kPasses) {  // on its way meanwhile
+    if (i + 1 < kPasses) {  // in flight
       in = inside(e, tile.vec_row(i + 1), col);
       vec = load_master(e, tile.vec_row(i + 1), col, in);
     }
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kThreads, 3)
   }
 }
 
-// ---- Launches ------------------------------------------------------------------------------------
+// ---- Launches -----------------------------------------------------------------------------------
 int log2_of(std::int64_t cell, std::int64_t all) {
   if (cell == 1) return 0;
   return cell == 16 ? 4 : cell == 32 ? 5 : cell == 128 && all != 1 ? 7 : kAll;
@@ -237,15 +238,15 @@ void add_grid(Table<ShardEntry>& table, ShardEntry e) {
   table.add(e, std::int64_t{e.across} * ceil_div(e.grid_rows, kCells));
 }
 
-// One column wide, its cells.
+// Returns whether cells are one column wide.
 bool is_narrow(const ShardEntry& e) { return e.width_log2 == 0; }
-// Two directions that one read of their master serves.
+// Returns whether one read of their master serves both directions.
 bool is_pair(const PartialCast& a, const PartialCast& b) {
   return !a.shard.empty() && a.master == b.master && a.dtype == b.dtype && a.compute == b.compute &&
          a.rows == b.rows && a.cols == b.cols && a.shard.begin == b.shard.begin &&
          a.shard.end == b.shard.end && !a.spec.delayed && !b.spec.delayed;
 }
-// Calls alone(cast) for each, but both(cast, next) for the two that follow one another in the list and are a pair.
+// Calls both(cast, next) for two consecutive casts that are a pair, and alone(cast) for each other.
 template <class Alone, class Both>
 void each_shard(std::span<const PartialCast> casts, Alone alone, Both both) {
   for (std::size_t i = 0; i < casts.size(); ++i) {
@@ -258,7 +259,7 @@ void each_shard(std::span<const PartialCast> casts, Alone alone, Both both) {
   }
 }
 
-// What is to be cast into each element format, and, of pairs, into each two.
+// The casts into each element format, and the pairs into each two.
 constexpr std::size_t kFormats = 4, kNoFormat = static_cast<std::size_t>(Elements::kBf16);
 struct CastTables {
   Table<ShardEntry> shards[kFormats], grids[kFormats];
@@ -290,7 +291,8 @@ CastTables tables_of(std::span<const PartialCast> casts) {
   return tables;
 }
 
-// Casts into one element format. Scales last: under +delayed codes are made with the amax that they replace.
+// Casts into one element format. Scales are last: under +delayed codes are made with the amax that
+// the scales' kernel replaces.
 template <class F>
 void cast_elements(const CastTables& tables, Elements elements, const Execution& execution) {
   const auto format = static_cast<std::size_t>(elements);

@@ -1,17 +1,20 @@
-// Partial casts of two directions from one read, or of one whose cells are one column wide: 128 x 128 of the weight a
-// block of threads, 16 rows a warp, and a thread takes four patches of 4 x 4 below one another:
+// Partial casts of two directions from one read, or of one direction whose cells are one column
+// wide. A block of threads takes 128 x 128 of the weight, a warp 16 rows, and a thread four patches
+// of 4 x 4 below one another:
 //
 //                lane 0     lane 1     lane 2     lane 3     lane 4   ...   lane 31
 //     rows 0-3   p p p p    p p p p    p p p p    p p p p
-//     rows 4-7   p p p p    ...                                             a warp reads 512 bytes of each of 4 rows
+//     rows 4-7   p p p p    ...                            a warp reads 512 bytes of each of 4 rows
 //
-//     amax    cells of one row: lanes side by side, of which lane l of each four ends with row l of their patches. All
-//             others are 16 rows or more: a thread's own columns, then warps below one another through shared memory. A
-//             cell within a tile is stored once; atomics raise those of more than a tile
-//     cast    a direction has four factors a thread, whichever way its cells run: of its four columns, or, of patch p, of
-//             row l. The wires are both in W's order: a patch is four bytes (two, of nibbles) of four rows of each
+//     amax    cells of one row: lanes side by side, of which lane l of each four ends with row l of
+//             their patches. Others, of 16 rows or more: a thread's columns, then warps below one
+//             another through shared memory. A cell within a tile is stored once; atomics raise
+//             cells of several tiles
+//     cast    a direction has four factors a thread, of cells of either shape: of its four
+//             columns, or, of patch p, of row l. Both directions' flat codes are in W's order: a
+//             patch is four bytes (two, of nibbles) of four rows of each
 //
-// 4 bytes an element read, by the cast two codes written.
+// 4 bytes an element read; the cast writes two codes.
 #include <algorithm>
 #include <type_traits>
 
@@ -23,18 +26,18 @@ namespace {
 constexpr int kSide = 4, kPatches = 4;            // of a patch; a thread's patches
 constexpr unsigned kWarpRows = kSide * kPatches;  // 16
 constexpr int kWarpRowsLog2 = 4, kTileLog2 = 7;
-constexpr int kAmaxBlocks = 4, kCastBlocks = 4;  // on a multiprocessor, by registers
+constexpr int kAmaxBlocks = 4, kCastBlocks = 4;  // minimum blocks per SM, by registers
 static_assert(kVec == kSide * kSide && kTile == 32 * kSide && kTile == 8 * kWarpRows);
 
 __device__ __forceinline__ unsigned lane() { return threadIdx.x % 32; }
 __device__ __forceinline__ unsigned warp() { return threadIdx.x / 32; }
 
-// ---- Patches -------------------------------------------------------------------------------------
+// ---- Patches ------------------------------------------------------------------------------------
 // A thread's column of patches. Row r of a patch is elements 4 r to 4 r + 3 of its vec16.
 struct Patches {
   std::uint32_t row, col;  // of the first one
   bool is_whole;           // the shard has all of the warp's
-  bool is_aligned;         // rows of a patch may be read at once
+  bool is_aligned;         // rows of a patch can be read at once
 };
 __device__ __forceinline__ Patches patches_of(const ShardEntry& e, const TileOfShard& tile) {
   const std::uint32_t row = tile.row + warp() * kWarpRows;
@@ -48,7 +51,7 @@ __device__ __forceinline__ Patches patches_of(const ShardEntry& e, const TileOfS
   return {row, tile.col + lane() * kSide, is_whole, is_aligned};
 }
 
-// One row of a patch, from a multiple of its bytes.
+// Loads one row of a patch, from a multiple of its bytes.
 template <class T>
 __device__ __forceinline__ void load_row(const ShardEntry& e, std::int64_t i, float* to) {
   const T* from = static_cast<const T*>(e.master) + i;
@@ -67,7 +70,7 @@ __device__ __forceinline__ void load_rows(const ShardEntry& e, std::int64_t firs
   for (int r = 0; r < kSide; ++r) load_row<T>(e, first + std::int64_t{r} * e.cols, to + r * kSide);
 }
 
-// Patch p as it lies in memory, zero where it is another shard's.
+// Loads patch p, zero where it is another shard's.
 __device__ __forceinline__ Vec16<float> load_patch(const ShardEntry& e, const Patches& at, int p) {
   Vec16<float> patch = {};
   const std::uint32_t row = at.row + p * kSide;
@@ -97,8 +100,8 @@ __device__ __forceinline__ Vec16<float> load_patch(const ShardEntry& e, const Pa
   return patch;
 }
 
-// Calls body(patch, p) for each, in the compute dtype; the next is on its way meanwhile. The loop stays a loop: unrolled,
-// the kernels outgrow the instruction cache.
+// Calls body(patch, p) for each patch, in the compute dtype, with the next load in flight. The loop
+// is not unrolled: unrolled, the kernels outgrow the instruction cache.
 template <class Body>
 __device__ __forceinline__ void each_patch(const ShardEntry& e, const Patches& at,
                                            Vec16<float> patch, Body body) {
@@ -111,8 +114,8 @@ __device__ __forceinline__ void each_patch(const ShardEntry& e, const Patches& a
   }
 }
 
-// ---- amax ----------------------------------------------------------------------------------------
-// The tile's cell, or one that others raise, too.
+// ---- amax ---------------------------------------------------------------------------------------
+// Stores the amax of a cell of one tile, or raises that of a cell of several tiles.
 __device__ __forceinline__ void put(const ShardEntry& e, std::uint32_t row, std::uint32_t col,
                                     std::uint32_t m, bool is_shared) {
   if (row >= e.rows || col >= e.cols) return;
@@ -123,7 +126,8 @@ __device__ __forceinline__ void put(const ShardEntry& e, std::uint32_t row, std:
     atomicMax(cell, m);
 }
 
-// m: of the rows of a patch -> lane l of each four: of row l, over their 16 columns.
+// Exchanges the maxima of a patch's rows: lane l of each four gets that of row l, over their 16
+// columns.
 __device__ __forceinline__ std::uint32_t exchange_rows(const std::uint32_t (&m)[kSide]) {
   const bool upper = lane() & 2, odd = lane() & 1;
   const std::uint32_t a = upper ? m[2] : m[0], b = upper ? m[3] : m[1];
@@ -131,14 +135,15 @@ __device__ __forceinline__ std::uint32_t exchange_rows(const std::uint32_t (&m)[
   const std::uint32_t b2 = max(b, __shfl_xor_sync(kAllLanes, upper ? m[1] : m[3], 2));
   return max(odd ? b2 : a2, __shfl_xor_sync(kAllLanes, odd ? a2 : b2, 1));
 }
-// Cells of one row. m: of row `row` and the 16 columns from `col` on; four lanes on, of the next 16.
+// Stores cells of one row.   m: of row `row` and the 16 columns from `col` on; four lanes further,
+// of the next 16
 __device__ __forceinline__ void put_row(const ShardEntry& e, std::uint32_t row, std::uint32_t col,
                                         std::uint32_t m) {
   const int lanes_log2 = min(e.width_log2, kTileLog2) - 4;  // groups of four lanes
   for (int i = 0; i < lanes_log2; ++i) m = max(m, __shfl_xor_sync(kAllLanes, m, 4 << i));
   if ((lane() / 4 & ((1u << lanes_log2) - 1)) == 0) put(e, row, col, m, e.width_log2 > kTileLog2);
 }
-// Cells of 16 rows and more. columns: every thread's own
+// Stores cells of 16 rows and more.   columns: of every thread's columns
 __device__ __forceinline__ void put_columns(const ShardEntry& e, const Patches& at,
                                             const uint4 (&columns)[kThreads]) {
   const unsigned warps = 1u << (min(e.height_log2, kTileLog2) - kWarpRowsLog2);
@@ -165,7 +170,7 @@ __device__ __forceinline__ void put_columns(const ShardEntry& e, const Patches& 
   put(e, at.row, at.col, m.x, is_shared), put(e, at.row, at.col + 1, m.y, is_shared);
   put(e, at.row, at.col + 2, m.z, is_shared), put(e, at.row, at.col + 3, m.w, is_shared);
 }
-// The largest of a tile, to the whole weight's amax.
+// Raises the whole weight's amax by the largest of a tile.
 __device__ __forceinline__ void put_tensors(const ShardPair& pair,
                                             const uint4 (&columns)[kThreads]) {
   if (warp() != 0) return;
@@ -219,9 +224,9 @@ __global__ void __launch_bounds__(kThreads, kAmaxBlocks)
     put_tensors(pair, columns);
 }
 
-// ---- Codes ---------------------------------------------------------------------------------------
-// Of cells one column wide, those of a patch's columns; of others, of the row that the lane stands for, the first patch's
-// first. Zero: of an NVFP4 block that has zero codes.
+// ---- Codes --------------------------------------------------------------------------------------
+// The factors of patches. Of cells one column wide: those of a patch's columns. Of others: that of
+// the lane's row, the first patch's first. Zero: an NVFP4 block that has zero codes.
 struct FactorsOfPatches {
   float f[kSide];
 };
@@ -246,7 +251,7 @@ __device__ __forceinline__ FactorsOfPatches factors_of(const ShardEntry& e, cons
   return factors;
 }
 
-// Multiplied here, and by 1 where it is encoded, which is exact.
+// Returns x times the factor. The encoder then multiplies by 1, which is exact.
 template <class F>
 __device__ __forceinline__ float scaled(float x, float factor) {
   const float v = x * factor;
@@ -254,7 +259,7 @@ __device__ __forceinline__ float scaled(float x, float factor) {
   if (factor == 0.0f) return 0.0f;  // without a sign
   return v != v ? F::kMax : v;      // E2M1 has no NaN: +6
 }
-// Of the next patch: every call takes the first patch's factor from the front.
+// Encodes the next patch: each call takes the first patch's factor from the front.
 template <class F>
 __device__ __forceinline__ Codes<F> encode_patch(const ShardEntry& e, FactorsOfPatches& factors,
                                                  const Vec16<float>& patch) {
@@ -275,7 +280,7 @@ __device__ __forceinline__ Codes<F> encode_patch(const ShardEntry& e, FactorsOfP
   return encode_vec<F, false>(v, {1.0f, false, false, false}, RandomBits{});
 }
 
-// Row r of a patch has word r of its codes, or half of one.
+// Returns the codes of row r of a patch: word r, or half a word.
 template <class F>
 __device__ __forceinline__ std::uint32_t codes_of_row(const Codes<F>& codes, int r) {
   std::uint32_t row = 0;
@@ -315,7 +320,7 @@ __global__ void __launch_bounds__(kThreads, kCastBlocks)
   const std::uint32_t tile = find_entry(table, pair);
   const ShardEntry &first = pair.of[0], &second = pair.of[1];
   const Patches at = patches_of(first, tile_of(first, tile));
-  const Vec16<float> patch = load_patch(first, at, 0);  // on its way while factors are found
+  const Vec16<float> patch = load_patch(first, at, 0);  // in flight while factors are found
   FactorsOfPatches of_first = factors_of<First>(first, at), of_second = {};
   if constexpr (kIsPair) of_second = factors_of<Second>(second, at);
   each_patch(first, at, patch, [&](const Vec16<float>& now, int p) {

@@ -1,7 +1,8 @@
-// A shard of a weight as the device sees it, and how its elements come into registers: vec16s of 16 neighbours of a row,
-// in tiles of 128 x 128 of the weight.
+// A shard of a weight on the device, and the loads of its elements: vec16s of a row, in tiles of
+// 128 x 128 of the weight.
 //
-// A cell is what shares an amax (AmaxGrid): 2^h rows by 2^w columns of W, all of them where h or w is kAll.
+// A cell is the elements that share an amax (AmaxGrid): 2^h rows by 2^w columns of W, all of them
+// where h or w is kAll.
 #pragma once
 
 #include <cstdint>
@@ -19,11 +20,11 @@ inline constexpr int kRowStep = kThreads / kVecColumns, kPasses = kTile / kRowSt
 struct alignas(16) ShardEntry {
   const void* master;
   std::uint32_t* amaxes;  // (grid_rows, grid_cols), then the tensor's
-  std::uint8_t* codes;    // where the wire's byte `first_byte` is
+  std::uint8_t* codes;    // the flat codes' byte `first_byte`
   void* scale;
   float* amax;
   std::int64_t begin, end, first_byte;
-  std::uint32_t rows, cols, pitch;  // pitch: bytes of a row of the wire
+  std::uint32_t rows, cols, pitch;  // pitch: bytes of a row of flat codes
   std::uint32_t grid_rows, grid_cols;
   std::uint32_t across, first_tile_row;  // tiles of the shard; of the grid: across, 0
   int height_log2, width_log2;
@@ -37,10 +38,10 @@ struct alignas(16) ShardEntry {
   }
 };
 
-// Without its tiles.
+// Returns the entry without its tiles.
 ShardEntry entry_of(const PartialCast& cast);
 
-// ---- A run of a shard ----------------------------------------------------------------------------
+// ---- A run of a shard ---------------------------------------------------------------------------
 // The elements of the run at (row, col) that are the shard's: [low, high) of kRun.
 template <int kRun = kVec>
 struct Inside {
@@ -59,14 +60,15 @@ __device__ __forceinline__ Inside<kRun> inside(const ShardEntry& e, std::uint32_
           static_cast<int>(max(high, std::int64_t{0}))};
 }
 
-// What a value of the master is in the compute dtype.
+// Rounds the master's values to the compute dtype.
 __device__ __forceinline__ void round_as_asked(const ShardEntry& e, Vec16<float>& vec) {
   if (!e.rounds) return;
   const Vec16<Bf16> half = round_vec(vec.v, 1.0f);
 #pragma unroll
   for (int i = 0; i < kVec; ++i) vec.v[i] = half[i];
 }
-// A NaN that was rounded has the bits that the CPU gives it; one that was not keeps its own.
+// Returns the amax of master values. A NaN that was rounded has the CPU's bits; one that was not
+// keeps its bits.
 __device__ __forceinline__ std::uint32_t magnitude_in(const ShardEntry& e, std::uint32_t bits) {
   return e.rounds ? canonical_magnitude(bits) : bits;
 }
@@ -77,7 +79,7 @@ __device__ __forceinline__ float load_element(const ShardEntry& e, std::int64_t 
   return e.rounds ? round_to_bf16(x) : x;
 }
 
-// The shard's elements of a vec16 in the compute dtype; zero where they are another's.
+// Loads the shard's elements of a vec16 in the compute dtype; zero where they are another shard's.
 __device__ __forceinline__ Vec16<float> load_master(const ShardEntry& e, std::uint32_t row,
                                                     std::uint32_t col, const Inside<>& in) {
   Vec16<float> vec = {};
@@ -109,7 +111,7 @@ __device__ __forceinline__ Vec16<float> load_master(const ShardEntry& e, std::ui
   return vec;
 }
 
-// ---- What it becomes -----------------------------------------------------------------------------
+// ---- Scales and stores -----------------------------------------------------------------------------
 template <class F>
 __device__ __forceinline__ MatrixScale scale_of_weight(const ShardEntry& e) {
   if (e.rule == ScaleRule::kTensor)
@@ -120,13 +122,14 @@ __device__ __forceinline__ MatrixScale scale_of_weight(const ShardEntry& e) {
   return {};
 }
 
-// A cell's amax, with the choice of its scale: choose_scales has left the sign bit clear where the second is taken.
+// Returns a cell's amax, with the choice of its scale: choose_scales leaves the sign bit clear
+// where the second scale is taken.
 __device__ __forceinline__ std::uint32_t with_shard_choice(const ShardEntry& e,
                                                            std::uint32_t cell) {
   return reads_values(e.rounding) ? cell ^ kSecondScale : cell;
 }
 
-// Where the wire has the code of (row, col), col even where two share a byte.
+// Returns the address of the flat code of (row, col); col is even where two codes share a byte.
 template <class F>
 __device__ __forceinline__ std::uint8_t* flat_codes_at(const ShardEntry& e, std::uint32_t row,
                                                        std::uint32_t col) {
@@ -134,18 +137,18 @@ __device__ __forceinline__ std::uint8_t* flat_codes_at(const ShardEntry& e, std:
   return e.codes + (std::int64_t{row} * e.pitch + byte - e.first_byte);
 }
 
-// A byte of two codes, of which one may be another shard's.
+// Stores a byte of two codes, of which one may be another shard's.
 template <int kRun>
 __device__ __forceinline__ void store_pair(const ShardEntry& e, std::uint8_t* to, unsigned pair,
                                            std::uint32_t col, const Inside<kRun>& in, int i) {
   const unsigned mask = (in.has(i) ? 0x0Fu : 0u) | (in.has(i + 1) ? 0xF0u : 0u);
   if (mask == 0) return;
-  const bool ends_row = col + i + 1 >= e.cols;  // an odd row's last nibble is nobody's
+  const bool ends_row = col + i + 1 >= e.cols;  // an odd row's last nibble is padding
   const bool keeps = e.keeps_neighbours && mask != 0xFF && !ends_row;
   *to = static_cast<std::uint8_t>((pair & mask) | (keeps ? *to & ~mask : 0u));
 }
 
-// The first kRun of `codes`, a byte at a time, where they are the shard's.
+// Stores the first kRun of `codes`, a byte at a time, where they are the shard's.
 template <class F, int kRun>
 __device__ __forceinline__ void store_run(const ShardEntry& e, std::uint8_t* to, Codes<F> codes,
                                           std::uint32_t col, const Inside<kRun>& in) {
@@ -162,8 +165,8 @@ __device__ __forceinline__ void store_run(const ShardEntry& e, std::uint8_t* to,
   }
 }
 
-// ---- Tiles ---------------------------------------------------------------------------------------
-// Where this thread's vec16s of a tile are: `pass` of kPasses.
+// ---- Tiles --------------------------------------------------------------------------------------
+// The place of this thread's vec16s of a tile: `pass` of kPasses.
 struct TileOfShard {
   std::uint32_t row, col;  // of the tile's corner
   __device__ __forceinline__ std::uint32_t vec_row(int pass) const {

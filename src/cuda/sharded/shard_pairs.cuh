@@ -1,5 +1,5 @@
-// Two directions of one weight that are cast from the same shard of its master: it is read once for both. Or one alone,
-// whose cells are one column wide.
+// Two directions of one weight, cast from the same shard of its master by one read, or one
+// direction whose cells are one column wide.
 #pragma once
 
 #include "cuda/common/batch.cuh"
@@ -12,10 +12,10 @@ struct alignas(16) ShardPair {
   int count;
 };
 
-// The amaxes of each, tiles as add_shard (partial_cast.cu) counts them.
+// Raises the amaxes of each pair, over tiles as add_shard (partial_cast.cu) numbers them.
 void amax_of_pairs(const Table<ShardPair>& pairs, const Execution& execution);
 
-// The codes of each, whose elements are `first` and `second`; bf16: there is no second.
+// Casts each pair into the elements `first` and `second`; bf16: there is no second.
 void cast_pairs(Elements first, Elements second, const Table<ShardPair>& pairs,
                 const Execution& execution);
 

@@ -1,4 +1,4 @@
-// Many copies of bytes in one launch, and one more for bytes that are ORed.
+// Many copies of bytes in one launch, and one more launch for bytes that are ORed.
 //
 //     16 KiB a block of threads, 16 bytes at a time where both ends are aligned alike
 #include "cuda/backend.h"

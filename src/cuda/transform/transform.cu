@@ -8,7 +8,7 @@
 namespace minifloat::cuda {
 namespace {
 
-// ---- Hadamard ------------------------------------------------------------------------------------
+// ---- Hadamard -----------------------------------------------------------------------------------
 struct HadamardArgs {
   Source x;
   int points;
@@ -79,7 +79,7 @@ void launch_hadamard(const HadamardArgs& args, std::int64_t batch, bool columnwi
   check_launch("hadamard");
 }
 
-// ---- Swizzled scales -----------------------------------------------------------------------------
+// ---- Swizzled scales ----------------------------------------------------------------------------
 struct SwizzleArgs {
   ScaleMatrix shape;
   std::int64_t bytes;  // of a swizzled matrix
@@ -88,7 +88,8 @@ struct SwizzleArgs {
   std::uint8_t* out;
 };
 
-// A dense matrix: a block gathers 16 tiles of the layout, which lie side by side there, and writes them with their padding.
+// The tiles of a dense matrix's layout that a block gathers and writes with their padding. They are
+// neighbours in the layout.
 inline constexpr int kTilesOfBlock = 16;
 __global__ void __launch_bounds__(kThreads)
     swizzle_dense(const __grid_constant__ SwizzleArgs args, std::uint32_t tiles_of_row,
@@ -149,7 +150,7 @@ void launch_swizzle_dense(const SwizzleArgs& args, cudaStream_t stream) {
   check_launch("swizzle_scales");
 }
 
-// Where scale (r, c) of a matrix lies.
+// Returns the place of scale (r, c) of a matrix.
 __device__ std::int64_t swizzled_place(const ScaleMatrix& m, std::int64_t r, std::int64_t c) {
   if (m.kind == Groups::kNone) return swizzled_offset(r, c, m.cols);
   const bool along_m = m.kind == Groups::kAlongM;
@@ -186,7 +187,7 @@ void launch_swizzle(const SwizzleArgs& args, cudaStream_t stream) {
   check_launch("swizzle_scales");
 }
 
-// ---- Nibbles -------------------------------------------------------------------------------------
+// ---- Nibbles ------------------------------------------------------------------------------------
 struct NibbleArgs {
   NibbleMatrix first;
   Divisor across, down;

@@ -1,9 +1,11 @@
-// Matrices of codes and scales transposed, any number of them: one launch for those of nibbles, one for the others.
+// The transposes of many matrices of codes and scales: one launch for nibbles, one for other
+// elements.
 //
-//     bytes an element: its own, read and written
+//     bytes an element: its size, read and written
 //
-// Tiles go down a band of tile rows, then to the next column: blocks that run at once write neighbouring pieces of the
-// same rows of the result, and read neighbouring ones of the matrix.
+// Tiles go down a band of tile rows, then to the next column. Blocks that run at once therefore
+// write neighbouring parts of the same rows of the result, and read neighbouring parts of the
+// matrix.
 #include "cuda/backend.h"
 #include "cuda/common/batch.cuh"
 #include "cuda/transform/transpose_tile.cuh"
@@ -11,10 +13,10 @@
 namespace minifloat::cuda {
 namespace {
 
-// Bands of bytes are kBandRows high; 4 bits are transposed a row of tiles after the other.
+// The height of a band of bytes. 4-bit codes are transposed one row of tiles after the other.
 constexpr std::uint32_t kBandRows = 1024;
 constexpr std::size_t kByteTile = kByteRows * kByteCols;
-constexpr int kByteBlocks = kByteTile > 32 * 1024 ? 3 : 5;  // that share a multiprocessor's memory
+constexpr int kByteBlocks = kByteTile > 32 * 1024 ? 3 : 5;  // minimum blocks per SM
 
 struct alignas(16) TransposeEntry {
   const std::uint8_t* from;
@@ -26,7 +28,7 @@ struct alignas(16) TransposeEntry {
 struct TileCorner {
   std::int64_t row, col;
 };
-// band: tiles of a band's height
+// Returns the corner of a tile.   band: the tiles of a band's height
 __device__ __forceinline__ TileCorner corner_of(const TransposeEntry& e, std::uint32_t tile,
                                                 std::uint32_t height, std::uint32_t width,
                                                 std::uint32_t band) {
@@ -36,7 +38,7 @@ __device__ __forceinline__ TileCorner corner_of(const TransposeEntry& e, std::ui
   return {std::int64_t{first + in_band % here} * height, std::int64_t{in_band / here} * width};
 }
 
-// fp32 scales of blocks: few, so that a thread takes what it finds.
+// Transposes fp32 scales of blocks. They are few, so that loads are not staged.
 __device__ __forceinline__ void transpose_words(const TransposeEntry& e, const TileCorner& at) {
   const auto* from = reinterpret_cast<const std::uint32_t*>(e.from);
   auto* to = reinterpret_cast<std::uint32_t*>(e.to);

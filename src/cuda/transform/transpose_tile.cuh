@@ -1,8 +1,8 @@
-// A block of threads transposes a tile through shared memory. Lanes take neighbouring groups of the tile's rows, so that
-// a warp writes whole lines of the result:
+// The transpose of a tile through shared memory by a block of threads. Lanes take neighbouring
+// groups of the tile's rows, so that a warp writes whole lines of the result:
 //
 //     4 bits    256 x 256 codes: a thread transposes 8 x 8 of them in registers
-//     8 bits    256 x 256: a thread transposes 16 rows of 4 neighbours, and 8 lanes 128 rows, a line
+//     8 bits    256 x 256: a thread transposes 16 rows of 4 neighbours, 8 lanes 128 rows, a line
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ inline constexpr unsigned kByteRows = 256, kByteCols = 256, kByteChunks = kByteC
 inline constexpr unsigned kTransposeWords =
     kNibbleRows * kNibbleWords;  // of shared memory, for nibbles
 
-// ---- 4 bits --------------------------------------------------------------------------------------
+// ---- 4 bits -------------------------------------------------------------------------------------
 struct NibbleMatrix {
   const std::uint8_t* codes;  // (rows, in_pitch)
   std::uint8_t* out;          // (cols, out_pitch)
@@ -35,7 +35,7 @@ __host__ __device__ inline NibbleMatrix nibble_matrix(const std::uint8_t* codes,
   return m;
 }
 
-// Up to 16 bytes, zero from `left` on.
+// Loads up to 16 bytes, zero from `left` on.
 __device__ __forceinline__ uint4 load_bytes(const std::uint8_t* from, int left) {
   uint4 w = {};
   std::uint32_t* to = &w.x;
@@ -45,7 +45,7 @@ __device__ __forceinline__ uint4 load_bytes(const std::uint8_t* from, int left) 
   return w;
 }
 
-// The first `left` of 16 bytes.
+// Stores the first `left` of 16 bytes.
 __device__ __forceinline__ void store_bytes(std::uint8_t* to, uint4 w, int left) {
 #pragma unroll 1
   for (int k = 0; k < left; ++k) {
@@ -55,11 +55,11 @@ __device__ __forceinline__ void store_bytes(std::uint8_t* to, uint4 w, int left)
   }
 }
 
-// Lanes 8 rows apart read different banks.
+// Returns the place of a word of nibbles. Lanes 8 rows apart read different banks.
 __device__ __forceinline__ unsigned nibble_place(unsigned row, unsigned word) {
   return row * kNibbleWords + (word ^ (row / 8));
 }
-// The tile whose corner is (row, col).   words: (kTransposeWords)
+// Transposes the tile whose corner is (row, col).   words: (kTransposeWords)
 __device__ __forceinline__ void transpose_nibble_tile(const NibbleMatrix& m, std::int64_t row,
                                                       std::int64_t col, std::uint32_t* words) {
   const std::uint8_t* in = m.codes + row * m.in_pitch + col / 2;
@@ -112,7 +112,7 @@ __device__ __forceinline__ void transpose_nibble_tile(const NibbleMatrix& m, std
   }
 }
 
-// ---- 8 bits --------------------------------------------------------------------------------------
+// ---- 8 bits -------------------------------------------------------------------------------------
 struct ByteMatrix {
   const std::uint8_t* from;  // (rows, cols)
   std::uint8_t* to;          // (cols, rows)
@@ -128,12 +128,13 @@ __host__ __device__ inline ByteMatrix byte_matrix(const std::uint8_t* from, std:
 inline constexpr unsigned kLineRows = 128, kLineGroups = kLineRows / 16;  // of a line of the result
 static_assert(kByteRows % kLineRows == 0 && kByteChunks % 8 == 0);
 
-// Strip after strip, each 8 chunks wide. The 8 groups of a line read different banks.
+// Returns the place of a chunk: strip after strip, each 8 chunks wide. The 8 groups of a line read
+// different banks.
 __device__ __forceinline__ unsigned byte_chunk(unsigned row, unsigned chunk) {
   return (chunk / 8 * kByteRows + row) * 8 + ((chunk ^ (row / 16)) % 8);
 }
 
-// The tile, zero past the edges.
+// Loads the tile, zero past the edges.
 __device__ __forceinline__ void load_byte_tile(const ByteMatrix& m, std::int64_t row,
                                                std::int64_t col, uint4* chunks) {
   constexpr unsigned kStep = kThreads / kByteChunks;  // rows at once
@@ -157,7 +158,7 @@ __device__ __forceinline__ void load_byte_tile(const ByteMatrix& m, std::int64_t
   }
 }
 
-// 16 rows from `row` on of the 4 columns of `word` -> 16 bytes of each of the 4.
+// Transposes 16 rows from `row` on of the 4 columns of `word`: 16 bytes of each column.
 __device__ __forceinline__ void transpose_16x4(const std::uint32_t* words, unsigned row,
                                                unsigned word, uint4 (&out)[4]) {
   std::uint32_t transposed[4][4];  // (column, 4 rows each)
@@ -181,7 +182,7 @@ __device__ __forceinline__ void transpose_16x4(const std::uint32_t* words, unsig
     out[i] = make_uint4(transposed[i][0], transposed[i][1], transposed[i][2], transposed[i][3]);
 }
 
-// words: (kByteRows * kByteCols / 4)
+// Transposes a tile of bytes.   words: (kByteRows * kByteCols / 4)
 __device__ __forceinline__ void transpose_byte_tile(const ByteMatrix& m, std::int64_t row,
                                                     std::int64_t col, std::uint32_t* words) {
   load_byte_tile(m, row, col, reinterpret_cast<uint4*>(words));
