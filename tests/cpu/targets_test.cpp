@@ -1,5 +1,5 @@
-// The same bytes from every vector unit that this machine has: a tile loaded, transformed and encoded by the code
-// compiled for each.
+// Equal bytes from every vector unit that this machine has: a tile loaded, transformed and encoded
+// by the code compiled for each.
 #include "cpu/targets.h"
 
 #include <gtest/gtest.h>
@@ -20,7 +20,7 @@ struct Job {
   const OperandPlan* plan;
 };
 
-// What src/cpu/quantize.cpp does with a tile, in one function.
+// The steps of src/cpu/quantize.cpp for a tile, in one function.
 template <class F, bool kStochastic>
 struct QuantizeTile {
   MINIFLOAT_INLINE static void run(const Job& job) {
@@ -41,7 +41,8 @@ void expect_alike(const char* text) {
     const Matrix x({1, 100, 77}, DType::kBFloat16, Kind::kSpecial);
     const Spec spec = Spec::parse(text);
     const Shape read = read_shape(x.shape(), columnwise);
-    const Nvfp4Tensor nvfp4 = nvfp4_tensor(magnitude_bits(900.0f), Nvfp4Rounding::kNearest);
+    const TensorScale tensor =
+        scale_of_tensor<F>(spec.rule, spec.scale_rounding, magnitude_bits(900.0f));
     const auto quantized_by = [&](void (*run)(const Job&)) {
       Outputs out(spec, read);
       OperandPlan plan = {.operand = operand_of({.spec = spec}, out),
@@ -51,9 +52,9 @@ void expect_alike(const char* text) {
                           .padded = spec.padded_cols(read.cols),
                           .code_pitch = spec.code_cols(read.cols),
                           .scale_rows = spec.scale_rows(read.rows),
-                          .scale_cols = spec.scale_cols(read.cols)};
-      plan.nvfp4 = &nvfp4;
-      plan.key = 5;
+                          .scale_cols = spec.scale_cols(read.cols),
+                          .tensor = &tensor,
+                          .random = {.key = 5}};
       const TensorRef ref = x.ref();
       run({&ref, columnwise, &plan});
       EXPECT_TRUE(out.guards_hold());
