@@ -1,7 +1,7 @@
 // Quantization on the CPU against memcpy, 8192 x 8192 bf16, outputs allocated before.
 //
-// bytes_per_second counts the fewest bytes: the input once, every output once. memcpy counts what it reads and what
-// it writes, so that the two compare.
+// bytes_per_second counts the fewest bytes: the input once, every output once. That of memcpy
+// counts both the bytes read and the bytes written, so that the two compare.
 #include <benchmark/benchmark.h>
 
 #include <cstdint>
@@ -22,7 +22,7 @@ using minifloat::Spec;
 
 constexpr std::int64_t kRows = 8192, kCols = 8192;
 
-// std::vector's memory, a cache line at least aligned, as the framework's is.
+// std::vector's memory, aligned to at least a cache line, as the framework's is.
 template <class T>
 struct LineAligned {
   using value_type = T;
@@ -34,7 +34,7 @@ struct LineAligned {
 template <class T>
 using Vector = std::vector<T, LineAligned<T>>;
 
-// Normal-ish data: the sum of four uniform numbers.
+// Returns data near a normal distribution: the sum of four uniform numbers.
 const Vector<std::uint16_t>& input() {
   static const Vector<std::uint16_t> x = [] {
     Vector<std::uint16_t> values(kRows * kCols);
@@ -61,7 +61,7 @@ minifloat::TensorRef input_ref() {
   return x;
 }
 
-// One direction's buffers.
+// The buffers of one direction.
 struct Buffers {
   Vector<std::uint8_t> codes;
   Vector<float> scale;
@@ -139,7 +139,7 @@ void hadamard(benchmark::State& state, int points, bool columnwise) {
   state.SetBytesProcessed(state.iterations() * 4 * kRows * kCols);
 }
 
-// Names are "what/spec/direction", which benchmarks/cpu_table.py reads.
+// Adds a benchmark with the name "what/spec/direction", which benchmarks/cpu_table.py reads.
 void add(const std::string& name, auto function) {
   benchmark::RegisterBenchmark(name.c_str(), function)
       ->UseRealTime()
@@ -157,7 +157,7 @@ void add_quantize(const std::string& spec, bool given_amax) {
 }  // namespace
 
 int main(int argc, char** argv) {
-  input();  // made before anything is timed
+  input();  // made before any timing
   add("memcpy||", copy);
   for (const char* spec :
        {"e4m3/tensor", "nvfp4", "nvfp4/16x16", "nvfp4+up", "nvfp4+sr", "nvfp4+rht", "nvfp4+sr+rht"})

@@ -1,5 +1,5 @@
-# Settles MINIFLOAT_CUDA (AUTO, ON, OFF) to ON or OFF: CUDA needs sources in src/cuda and an nvcc.
-# A CPU build never looks at the toolkit, even where torch's wheel is a CUDA build.
+# Sets MINIFLOAT_CUDA (AUTO, ON, OFF) to ON or OFF: CUDA needs sources in src/cuda and an nvcc.
+# A CPU build never looks for the toolkit, even where torch's wheel is a CUDA build.
 
 file(GLOB_RECURSE minifloat_cuda_probe CONFIGURE_DEPENDS src/cuda/*.cu)
 if(MINIFLOAT_CUDA STREQUAL "AUTO")
@@ -32,9 +32,10 @@ function(minifloat_cuda_options target)
                       -Xcompiler=-Wall,-Wextra,-ffp-contract=off>)
 endfunction()
 
-# The torch layer asks the CUDA runtime about devices, and cuBLASLt for one product. The runtime is linked statically,
-# like libminifloat's own, and cuBLASLt is looked up when it is first needed (torch/products/cublaslt.cpp): so the library
-# loads where there is no GPU and under a torch without CUDA, and uses the cuBLASLt that torch has loaded.
+# Links the CUDA runtime, which the torch layer calls for device properties, statically, as
+# libminifloat does. cuBLASLt, for products, is loaded at its first call (torch/products/cublaslt.cpp).
+# So the library loads where there is no GPU and under a torch without CUDA, and uses the cuBLASLt
+# that torch has loaded.
 function(minifloat_torch_cuda_options target)
   target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUDA)
   target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})

@@ -1,5 +1,5 @@
 # GoogleTest as the target minifloat_gtest_main: the system's, or else built from the sources that
-# the PyPI wheel `ros-gtest-vendor` carries (a machine with Python and pip needs nothing more).
+# the PyPI wheel `ros-gtest-vendor` contains (a machine with Python and pip needs nothing more).
 
 add_library(minifloat_gtest_main INTERFACE)
 find_package(GTest QUIET)

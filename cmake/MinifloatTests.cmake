@@ -1,5 +1,5 @@
 # Tests mirror the sources: tests/core/format_test.cpp tests core/format.h and becomes the
-# executable core_format_test; its cases are known to ctest as core.<Suite>.<Case>.
+# executable core_format_test, whose cases ctest names core.<Suite>.<Case>.
 #
 # tests/**/exhaustive_*.cpp walk a whole 2^32 space: built and run by the target `exhaustive` only.
 
@@ -20,7 +20,7 @@ function(minifloat_add_test folder source)
                                              "${PROJECT_SOURCE_DIR}/src")
   target_link_libraries(${name} PRIVATE ${ARGN} minifloat_gtest_main)
   minifloat_compile_options(${name})
-  if(MINIFLOAT_CUDA)  # what a build without CUDA refuses
+  if(MINIFLOAT_CUDA)  # a build without CUDA refuses these
     target_compile_definitions(${name} PRIVATE MINIFLOAT_WITH_CUDA)
   endif()
   set_target_properties(${name} PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests")
@@ -56,7 +56,7 @@ if(TARGET minifloat_torch)
   minifloat_add_folder(torch minifloat_torch)
 endif()
 
-# The installed package, seen as a user sees it: install, build examples/ against it, run one.
+# The test of the installed package as a user builds with it: install, build examples/, run one.
 file(GLOB examples CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/examples/*.cpp")
 if(TARGET minifloat_torch AND examples)
   set(stage "${PROJECT_BINARY_DIR}/stage")

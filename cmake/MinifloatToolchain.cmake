@@ -1,9 +1,9 @@
-# Compiler flags in one place: what every target of this build gets, and why.
+# The compiler flags of every target of this build, and the reason for each.
 
 if(NOT CMAKE_CXX_COMPILER_LAUNCHER)
   find_program(MINIFLOAT_CCACHE ccache HINTS "${PROJECT_SOURCE_DIR}/.venv/bin")
   if(MINIFLOAT_CCACHE)
-    # The two settings that let ccache see through a precompiled header.
+    # The two settings with which ccache caches units that use a precompiled header.
     set(CMAKE_CXX_COMPILER_LAUNCHER ${CMAKE_COMMAND} -E env
                                     CCACHE_SLOPPINESS=pch_defines,time_macros,include_file_mtime
                                     ${MINIFLOAT_CCACHE})
@@ -22,8 +22,8 @@ function(minifloat_compile_options target)
   target_compile_options(
     ${target} PRIVATE
     $<$<COMPILE_LANGUAGE:CXX>:-Wall -Wextra -ffp-contract=off>
-    # Neither changes a value: they give up errno and the IEEE exception flags, which nothing
-    # here reads, and let the compiler vectorise conversions and selects.
+    # Neither changes a value: they drop errno and the IEEE exception flags, which no code here
+    # reads, and allow the compiler to vectorise conversions and selects.
     $<$<COMPILE_LANGUAGE:CXX>:-fno-math-errno -fno-trapping-math>)
   if(CMAKE_CXX_COMPILER_ID STREQUAL "GNU" AND CMAKE_CXX_COMPILER_VERSION VERSION_LESS 13)
     # GCC 12 reports an overlap inside its own std::string operator+ (GCC bug 105651).
@@ -39,11 +39,11 @@ function(minifloat_compile_options target)
   endif()
 endfunction()
 
-# The two shared libraries: found beside each other wherever they lie, in the tree or installed.
+# Lets the two shared libraries find each other by folder, in the tree or installed.
 function(minifloat_library_options target)
   minifloat_compile_options(${target})
   set_target_properties(${target} PROPERTIES INSTALL_RPATH "$ORIGIN" BUILD_WITH_INSTALL_RPATH ON)
-  if(NOT MINIFLOAT_SANITIZE)  # a sanitizer's run-time library is the executable's to bring
+  if(NOT MINIFLOAT_SANITIZE)  # the executable links a sanitizer's run-time library
     target_link_options(${target} PRIVATE LINKER:--no-undefined)
   endif()
   if(MINIFLOAT_IN_TREE)

@@ -1,10 +1,12 @@
 // A small network trained under a recipe, in C++ alone.
 //
-//     cmake -S examples -B build/examples -DCMAKE_PREFIX_PATH=<install prefix> && cmake --build build/examples
+//     cmake -S examples -B build/examples -DCMAKE_PREFIX_PATH=<install prefix>
+//     cmake --build build/examples
 //     build/examples/train nvfp4 300
 //
-// Task: the noisy XOR-like parity of the signs of two hidden directions of a 64-dimensional input. Prints the
-// loss every 50 steps and exits with 1 unless the last loss is under a third of the first.
+// The task is the noisy XOR-like parity of the signs of two hidden directions of a 64-dimensional
+// input. Prints the loss every 50 steps and exits with 1 unless the last loss is under a third of
+// the first.
 #include <minifloat/torch.h>
 #include <torch/torch.h>
 

@@ -13,7 +13,7 @@
 namespace minifloat {
 namespace {
 
-// The message of the Error that f throws; "" where it throws none.
+// Returns the message of the Error that f throws; "" where it throws none.
 std::string error_of(const std::function<void()>& f) {
   try {
     f();
@@ -33,9 +33,9 @@ bool says(const std::string& message, const std::string& part) {
 
 class Dispatch : public ::testing::Test {
  protected:
-  const Matrix x_{{1, 32, 48}, DType::kBFloat16, Kind::kPlain};
+  const Matrix x_{{1, 32, 48}, DType::kBFloat16, Kind::kModerate};
 
-  // quantize with one thing wrong; nothing may be written.
+  // Expects that quantize with one fault is refused, and that nothing is written.
   void expect_refused(const char* text, const std::function<void(TensorRef&, Operand&)>& spoil,
                       const char* part) {
     const Spec spec = Spec::parse(text);
@@ -45,7 +45,7 @@ class Dispatch : public ::testing::Test {
     TensorRef x = x_.ref();
     spoil(x, bad);
     EXPECT_ERROR(quantize(x, &bad, nullptr), part);
-    EXPECT_ERROR(quantize(x, &good, &bad), part);  // the other direction is not begun either
+    EXPECT_ERROR(quantize(x, &good, &bad), part);  // the other direction is not written either
     EXPECT_TRUE(out.untouched() && good_out.untouched());
   }
 };

@@ -1,4 +1,5 @@
-// The recipe grammar: presets are what the documentation's table says, texts round-trip, errors point.
+// The recipe grammar: presets equal the documentation's table, texts round-trip, errors have
+// positions.
 #include "minifloat/recipe.h"
 
 #include <gtest/gtest.h>

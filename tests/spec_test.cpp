@@ -1,4 +1,4 @@
-// The operand grammar: every spec of the table survives the round trip, and every error says where and why.
+// The operand grammar: every spec of the table round-trips, and every error says where and why.
 #include "minifloat/spec.h"
 
 #include <gtest/gtest.h>
@@ -10,7 +10,7 @@
 namespace minifloat {
 namespace {
 
-// The message of the error that parsing gives; "" where it parses.
+// Returns the message of the error of parsing; "" where the text parses.
 std::string error_of(const std::string& text) {
   try {
     Spec::parse(text);

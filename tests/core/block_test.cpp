@@ -19,7 +19,8 @@ TEST(CeilDiv, CountsTheBlocksThatCoverALength) {
   }
 }
 
-// A row of n codes takes ceil(n / 2) bytes; each code comes back, and an odd row's last nibble is zero.
+// A row of n codes takes ceil(n / 2) bytes; each code is read back, and an odd row's last nibble is
+// zero.
 TEST(Nibbles, ComeBackFromPackedRowsOfAnyLength) {
   for (const int length : {1, 2, 15, 16, 17, 33}) {
     std::vector<std::uint32_t> codes(length + 1, 0u);
@@ -35,7 +36,7 @@ TEST(Nibbles, ComeBackFromPackedRowsOfAnyLength) {
 TEST(Nibbles, LowFirstAndNoStrayBits) {
   EXPECT_EQ(pack_nibbles(0x1, 0x2), 0x21);
   EXPECT_EQ(pack_nibbles(0xF3, 0xA4),
-            0x43);  // what lies above a nibble does not reach its neighbour
+            0x43);  // bits above a nibble do not change its neighbour
 }
 
 }  // namespace

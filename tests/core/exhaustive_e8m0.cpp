@@ -1,5 +1,6 @@
-// All floats as amax: the E8M0 scale by integers against the same by the conversion that rounds up to a power of two, for
-// the three element formats, on all cores. A minute; built and run by the target `exhaustive` only.
+// All floats as amax: the E8M0 scale by integers against the scale by the conversion that rounds up
+// to a power of two, for the three element formats, on all cores. A minute; built and run by the
+// target `exhaustive` only.
 #include <thread>
 #include <vector>
 

@@ -1,5 +1,6 @@
-// All 2^32 floats: nearest rounding to E4M3, E5M2 and E2M1, and stochastic rounding with one random word a
-// float, against the oracle, on all cores. Minutes; built and run by the target `exhaustive` only.
+// All 2^32 floats: nearest rounding to E4M3, E5M2 and E2M1, and stochastic rounding with one random
+// word a float, against the oracle, on all cores. Minutes; built and run by the target `exhaustive`
+// only.
 #include <thread>
 #include <vector>
 
@@ -16,7 +17,7 @@ Tally for_all_floats(Check check) {
   std::vector<std::thread> team;
   for (unsigned t = 0; t < threads; ++t)
     team.emplace_back([=, &tallies] {
-      Tally mine;  // a thread's own, so that no cache line is shared
+      Tally mine;  // one a thread, so that no cache line is shared
       const std::uint64_t begin = (std::uint64_t{1} << 32) * t / threads;
       const std::uint64_t end = (std::uint64_t{1} << 32) * (t + 1) / threads;
       for (std::uint64_t bits = begin; bits < end; ++bits)

@@ -34,7 +34,7 @@ TYPED_TEST(ElementFormat, DecodesEveryCode) {
     if constexpr (requires { F::kInfBits; })
       if (magnitude == F::kInfBits) want = kInfinity;
     if (code != magnitude) want = -want;
-    for (const std::uint32_t above : {0u, 1u, 0xABCDEFu})  // upper bits are no part of the code
+    for (const std::uint32_t above : {0u, 1u, 0xABCDEFu})  // upper bits are ignored
       tally.check_bits(want, decode<F>(code | above << F::kBits), want);
   }
   EXPECT_TRUE(tally.none_wrong());

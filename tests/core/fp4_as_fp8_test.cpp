@@ -1,5 +1,6 @@
-// E2M1 codes as E4M3 codes: every code at every distance from its row's largest scale, against the values
-// in double. Exact where core/fp4_as_fp8.h says so and nowhere else; below, nearest even.
+// E2M1 codes as E4M3 codes: every code at every distance from its row's largest scale, against the
+// values in double. Exact within the range that core/fp4_as_fp8.h states, and only there; below,
+// nearest even.
 #include "minifloat/core/fp4_as_fp8.h"
 
 #include <cmath>

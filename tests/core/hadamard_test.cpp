@@ -1,4 +1,5 @@
-// The transform against a matrix product in double: H[i][j] = (-1)^(number of common one bits of i and j).
+// The transform against a matrix product in double: H[i][j] = (-1)^(number of common one bits of i,
+// j).
 #include "minifloat/core/hadamard.h"
 
 #include <bit>
@@ -17,7 +18,7 @@ int entry(int i, int j) {
 }
 float norm(int points) { return oracle::fl32(1 / std::sqrt(static_cast<double>(points))); }
 
-// n points of bf16, exponents spread over `binades`.
+// Returns n points of bf16, exponents spread over `binades`.
 template <int Points>
 std::vector<float> random_bf16(std::mt19937& random, int binades) {
   std::vector<float> x(Points);
@@ -28,7 +29,7 @@ std::vector<float> random_bf16(std::mt19937& random, int binades) {
   return x;
 }
 
-// H (s .* x) in double: exact for 128 terms of 8 bits within 38 binades (8 + 38 + 7 = 53).
+// Returns H (s .* x) in double: exact for 128 terms of 8 bits within 38 binades (8 + 38 + 7 = 53).
 template <int Points>
 std::vector<double> matrix_product(const std::vector<float>& x) {
   std::vector<double> y(Points, 0.0);
@@ -74,8 +75,8 @@ TYPED_TEST(Hadamard, ColumnsAreThoseOfTheSignedMatrix) {
   }
 }
 
-// bf16 input within 9 binades: 8 + 8 + 7 bits at most, so the butterflies are exact in fp32, and the result
-// is the exact product, times the norm rounded to fp32, rounded to bf16: bit for bit.
+// bf16 input within 9 binades: 8 + 8 + 7 bits at most, so the butterflies are exact in fp32, and
+// the result is the exact product, times the norm rounded to fp32, rounded to bf16: bit for bit.
 TYPED_TEST(Hadamard, EqualsTheMatrixProductWhereSumsAreExact) {
   constexpr int n = TestFixture::kPoints;
   const oracle::Grid bf16(oracle::kBf16);
@@ -93,8 +94,9 @@ TYPED_TEST(Hadamard, EqualsTheMatrixProductWhereSumsAreExact) {
   EXPECT_TRUE(tally.none_wrong());
 }
 
-// Any input: each of the log2(n) butterflies adds at most half an fp32 ulp of a partial sum, which the sum of
-// |x| bounds; then the norm (its own rounding and the product's) and bf16's half ulp, 2^-8 of the value.
+// Any input: each of the log2(n) butterflies adds at most half an fp32 ulp of a partial sum,
+// bounded by the sum of |x|. The norm adds its rounding and the product's, and bf16 half an ulp,
+// 2^-8 of the value.
 TYPED_TEST(Hadamard, IsWithinItsRoundingsOfTheMatrixProduct) {
   constexpr int n = TestFixture::kPoints;
   std::mt19937 random(n + 1);
@@ -112,8 +114,8 @@ TYPED_TEST(Hadamard, IsWithinItsRoundingsOfTheMatrixProduct) {
   }
 }
 
-// H H^T = I: with s .* (H y / sqrt(n)) as the inverse. y carries a relative error of u = 2^-8 a point at
-// most (bf16), which the orthogonal matrix carries over in norm; the second rounding adds another u.
+// H H^T = I: with s .* (H y / sqrt(n)) as the inverse. y has a relative error of u = 2^-8 a point
+// at most (bf16), whose norm the orthogonal matrix keeps; the second rounding adds another u.
 TYPED_TEST(Hadamard, TwiceIsTheIdentity) {
   constexpr int n = TestFixture::kPoints;
   std::mt19937 random(n + 2);
@@ -126,8 +128,8 @@ TYPED_TEST(Hadamard, TwiceIsTheIdentity) {
   }
 }
 
-// Orthogonal: lengths are kept to within the two-sided error u = 2^-8 of bf16, and so are products of two
-// transformed operands, which is what the weight gradient needs.
+// Orthogonal: lengths are kept to within the two-sided error u = 2^-8 of bf16, and so are products
+// of two transformed operands, as the weight gradient requires.
 TYPED_TEST(Hadamard, KeepsEnergyAndProducts) {
   constexpr int n = TestFixture::kPoints;
   std::mt19937 random(n + 3);
@@ -155,7 +157,8 @@ TYPED_TEST(Hadamard, NeverHidesWhatIsNotFinite) {
         EXPECT_FALSE(std::isfinite(y)) << bad << " at " << at;
     }
   for (const float y : this->transformed(std::vector<float>(n, 0.0f))) EXPECT_EQ(y, 0.0f);
-  // Finite sums may leave fp32's range: the first point of |x| = max with aligned signs is infinite.
+  // Finite sums may exceed fp32's range: the first point of |x| = max with aligned signs is
+  // infinite.
   std::vector<float> large(n);
   for (int i = 0; i < n; ++i) large[i] = static_cast<float>(kSignVector[i % 16]) * BF16::kMax;
   EXPECT_EQ(this->transformed(large)[0], kInfinity);
@@ -169,8 +172,9 @@ TEST(HadamardSigns, AreTransformerEnginesVectorRepeated) {
   EXPECT_TRUE(std::signbit(apply_sign(0.0f, 1, 0)));
 }
 
-// By hand, 16 points, no signs. The ramp 1..16: the sum 136 over 4; the differences of neighbours, -8 in all,
-// of pairs -16, of fours -32, of eights -64, over 4; and nothing else, since a ramp has no mixed differences.
+// By hand, 16 points, no signs. The ramp 1..16: the sum 136 over 4; the differences of neighbours,
+// -8 in all, of pairs -16, of fours -32, of eights -64, over 4. The other points are 0, since a
+// ramp has no mixed differences.
 TEST(HadamardBlock, OfARampWorkedByHand) {
   float x[16];
   for (int i = 0; i < 16; ++i) x[i] = static_cast<float>(i + 1);
@@ -179,8 +183,9 @@ TEST(HadamardBlock, OfARampWorkedByHand) {
   for (int i = 0; i < 16; ++i) EXPECT_EQ(x[i], want[i]) << "point " << i;
 }
 
-// With the default signs, ones give a quarter of the sign vector's own spectrum. It has 4 pluses and 4 minuses
-// in its first half, 2 and 6 in its second: sum 0 - 4, difference of the halves 0 + 4.
+// With the default signs, ones give a quarter of the sign vector's spectrum. The vector has 4
+// pluses and 4 minuses in its first half, 2 and 6 in its second: sum 0 - 4, difference of the
+// halves 0 + 4.
 TEST(HadamardBlock, OfOnesUnderTheDefaultSigns) {
   float x[16];
   for (float& v : x) v = 1;

@@ -1,5 +1,5 @@
-// What the suites of core/ share: the pairing of a format with its oracle, well-spread sample floats, and
-// a tally for spaces too large for one EXPECT an element.
+// The shared parts of core/'s suites: the pairing of a format with its oracle, well-spread sample
+// floats, and a tally for spaces too large for one EXPECT an element.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -48,18 +48,18 @@ inline constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 inline constexpr float kSmallestDenormal = std::numeric_limits<float>::denorm_min();
 inline constexpr float kFloatMax = std::numeric_limits<float>::max();
 
-// The i-th 32-bit word of a sequence that visits each word once and spreads evenly from the start
-// (multiples of 2^32 / golden ratio).
+// Returns the i-th 32-bit word of a sequence that visits each word once and spreads evenly from the
+// start (multiples of 2^32 / golden ratio).
 inline std::uint32_t spread(std::uint32_t i) { return i * 0x9E37'79B1u; }
 
-// The i-th sample among floats of magnitude [low, high), either sign, even over bit patterns.
+// Returns the i-th sample of floats of magnitude [low, high), either sign, even over bit patterns.
 inline float spread_between(float low, float high, std::uint32_t i) {
   const std::uint32_t first = oracle::to_bits(low), count = oracle::to_bits(high) - first;
   const auto offset = static_cast<std::uint32_t>(std::uint64_t{spread(i)} * count >> 32);
   return oracle::from_bits((first + offset) | i << 31);
 }
 
-// Counts disagreements, and keeps a description of the first.
+// A count of disagreements, with a description of the first.
 class Tally {
  public:
   template <class Describe>
@@ -68,7 +68,7 @@ class Tally {
     if (agrees) return;
     if (wrong_++ == 0) first_ = describe();
   }
-  // x -> code, against the oracle's.
+  // Compares a code of x with the oracle's.
   void check_code(float x, std::uint32_t got, std::uint32_t want) {
     check(got == want, [&] { return describe_code(x, got, want); });
   }

@@ -1,8 +1,8 @@
-// An oracle of the number formats in double, straight from their definitions. It includes nothing of
-// core/ and shares no code, no table and no bit trick with it: a code's value is a sum of powers of two,
+// An oracle of the number formats in double, from their definitions. It includes nothing of core/
+// and shares no code, no table and no bit trick with it: a code's value is a sum of powers of two,
 // and rounding is a search among those values.
 //
-//     values of a format, ascending:   v[0] = 0 < v[1] < ... < v[max]          v[c] is the value of code c
+//     values of a format, ascending:   v[0] = 0 < v[1] < ... < v[max]    v[c]: the value of code c
 //     |x| between v[c] and v[c + 1]:   nearest, ties to even c;  up;  or up with probability frac
 #pragma once
 
@@ -18,7 +18,7 @@ struct Format {
   const char* name;
   int exponent_bits, mantissa_bits;
   unsigned max_code;  // of the largest finite magnitude
-  unsigned nan_code;  // what NaN encodes to
+  unsigned nan_code;  // the code of NaN
   bool saturates;     // past the largest: that, and not max_code + 1, which is infinity
 };
 inline constexpr Format kE4M3{"e4m3", 4, 3, 0x7E, 0x7F, true};
@@ -26,7 +26,7 @@ inline constexpr Format kE5M2{"e5m2", 5, 2, 0x7B, 0x7F, true};
 inline constexpr Format kE2M1{"e2m1", 2, 1, 0x7, 0x7, true};
 inline constexpr Format kBf16{"bf16", 8, 7, 0x7F7F, 0x7FC0, false};
 
-// The value of a magnitude code, had the exponent field no special codes.
+// Returns the value of a magnitude code as if no exponent were special.
 inline double value(const Format& f, unsigned code) {
   const int bias = static_cast<int>(std::exp2(f.exponent_bits - 1)) - 1;
   const int exponent = static_cast<int>(code / std::exp2(f.mantissa_bits));
@@ -38,8 +38,9 @@ inline double value(const Format& f, unsigned code) {
 inline double max_value(const Format& f) { return value(f, f.max_code); }
 inline int max_exponent(const Format& f) { return std::ilogb(max_value(f)); }
 
-// A real number rounded once to fp32. A sum, product or quotient of two floats is exact in double, or
-// far enough from a tie of fp32 (53 >= 2 * 24 + 2 bits) that rounding it twice equals rounding it once.
+// Rounds a real number once to fp32. A sum, product or quotient of two floats is exact in double,
+// or far enough from a tie of fp32 (53 >= 2 * 24 + 2 bits) that rounding it twice equals rounding
+// it once.
 inline float fl32(double x) { return static_cast<float>(x); }
 
 inline float from_bits(std::uint32_t bits) {
@@ -53,7 +54,7 @@ inline std::uint32_t to_bits(float x) {
   return bits;
 }
 
-// Where a magnitude lies: at or above v[code] by the fraction `above` of the gap to v[code + 1].
+// The place of a magnitude: at or above v[code] by the fraction `above` of the gap to v[code + 1].
 struct Place {
   unsigned code;
   double above;  // exact in double: a float minus a value, over a power of two
@@ -84,7 +85,7 @@ class Grid {
   unsigned up(float x) const {
     return rounded(x, [](const Place& p) { return p.above > 0; });
   }
-  // random: 16 bits. Up iff the first 16 binary digits of the fraction, plus random, reach 2^16.
+  // Rounds up iff the first 16 binary digits of the fraction, plus `random` of 16 bits, reach 2^16.
   unsigned stochastic(float x, unsigned random) const {
     return rounded(x,
                    [=](const Place& p) { return std::floor(p.above * 65536) + random >= 65536; });
@@ -104,8 +105,8 @@ class Grid {
   std::vector<double> values_;
 };
 
-// cvt.rp.satfinite.ue8m0x2 of one float that is not negative, by the PTX ISA: the code k + 127 of the smallest 2^k at or
-// above x, of those that E8M0 has; saturated where there is none; NaN 255.
+// Returns cvt.rp.satfinite.ue8m0x2 of one nonnegative float, by the PTX ISA: the code k + 127 of
+// the smallest 2^k at or above x that E8M0 has; saturated where there is none; NaN 255.
 inline std::uint32_t ue8m0_rounded_up(float x) {
   if (std::isnan(x)) return 255;
   if (x <= 0x1p-127f) return 0;
@@ -116,8 +117,8 @@ inline std::uint32_t ue8m0_rounded_up(float x) {
   return static_cast<std::uint32_t>(k - (is_power ? 1 : 0) + 127);
 }
 
-// The 16 random bits of the four elements that share a word of cvt.rs, byte by byte: every byte of the
-// word serves two elements, one of them with its bits reversed.
+// Returns the 16 random bits of the four elements that share a word of cvt.rs, byte by byte: every
+// byte of the word serves two elements, one of them with its bits reversed.
 inline unsigned reversed_byte(unsigned byte) {
   unsigned out = 0;
   for (int i = 0; i < 8; ++i)

@@ -1,5 +1,5 @@
 // Random bits: the generator against its published answers, the counter's layout, and the layout of
-// cvt.rs against a port that goes byte by byte.
+// cvt.rs against a port that works byte by byte.
 #include "minifloat/core/philox.h"
 
 #include <bit>
@@ -18,7 +18,8 @@ struct KnownAnswer {
   RandomBits output;
 };
 
-// Random123, tests/kat_vectors at 9545ff6413f258be2f04c1d319d99aaef7521150: all six lines of philox4x32.
+// Random123, tests/kat_vectors at 9545ff6413f258be2f04c1d319d99aaef7521150: all six lines of
+// philox4x32.
 constexpr KnownAnswer kKnownAnswers[] = {
     {7, {{0, 0, 0, 0}}, 0, {{0x5f6fb709, 0x0d893f64, 0x4f121f81, 0x4f730a48}}},
     {7,
@@ -120,7 +121,7 @@ TEST(RandomBits, OfAWordWorkedByHand) {
   static_assert(random_bits<4>(kWord, 3) == 0x6A48'0000u);
 }
 
-// Every bit of a word serves two lanes, and at mirrored weights: 2^i in one, 2^(15 - i) in the other.
+// Every bit of a word serves two lanes, at mirrored weights: 2^i in one, 2^(15 - i) in the other.
 template <int Bits>
 void expect_bits_used_twice() {
   for (int bit = 0; bit < 32; ++bit) {
@@ -139,9 +140,9 @@ TEST(RandomBits, EachServesTwoLanesAtMirroredWeights) {
   expect_bits_used_twice<8>();
 }
 
-// Lanes 0 and 1 read the same 16 bits, and so do 2 and 3. The covariance of "this one rounds up" and "that one
-// does", counted over all settings of those bits, for fractions that are multiples of 2^-10: at most 8.4e-5,
-// which is what enumerating all pairs of 16-digit fractions gives; 0 for multiples of 2^-8.
+// Lanes 0 and 1 read the same 16 bits, and so do 2 and 3. The covariance of the events that each
+// rounds up, counted over all settings of those bits, for fractions that are multiples of 2^-10, is
+// at most 8.4e-5, as by enumerating all pairs of 16-digit fractions; 0 for multiples of 2^-8.
 template <int Bits>
 void expect_hardly_correlated(int lane) {
   constexpr int kSteps = 1024, kStep = 64;

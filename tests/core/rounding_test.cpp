@@ -1,6 +1,6 @@
-// Rounding, against the oracle: every bf16, every value and midpoint and their neighbours, and 20 million
-// floats a format by default (all 2^32 in exhaustive_rounding.cpp). Stochastic rounding is exact too:
-// the whole space of 16 random bits is counted, not sampled.
+// Rounding, against the oracle: every bf16, every value and midpoint and their neighbours, and 20
+// million floats a format by default (all 2^32 in exhaustive_rounding.cpp). The test of stochastic
+// rounding is exact too: the whole space of 16 random bits is counted, not sampled.
 #include "minifloat/core/rounding.h"
 
 #include "harness.h"
@@ -17,7 +17,7 @@ void check_deterministic(float x, Tally& tally) {
   tally.check_code(x, encode<F>(x, AwayFromZero{}), grid<F>().up(x));
 }
 
-// x and the three floats on each side of it, both signs.
+// Visits x and the three floats on each side, both signs.
 template <class Visit>
 void around(double value, Visit visit) {
   for (std::int64_t k = -3; k <= 3; ++k) {
@@ -55,7 +55,7 @@ TYPED_TEST(Rounding, EveryValueAndMidpointAndItsNeighbours) {
 TYPED_TEST(Rounding, Samples) {
   using F = TypeParam;
   Tally tally;
-  const float low = decode<F>(1) / 8, high = F::kMax * 2;  // where the format's own values lie
+  const float low = decode<F>(1) / 8, high = F::kMax * 2;  // around the format's values
   for (std::uint32_t i = 0; i < kSamples; ++i) {
     const float x = i % 2 ? oracle::from_bits(spread(i)) : spread_between(low, high, i / 2);
     tally.check_code(x, encode<F>(x), grid<F>().nearest(x));
@@ -82,8 +82,9 @@ TYPED_TEST(Rounding, NonFiniteAndTiny) {
   }
 }
 
-// In every gap between neighbouring values, for fractions on and off multiples of 2^-16: each of the 2^16
-// random words rounds as the oracle says, and exactly floor(fraction * 2^16) of them round up.
+// In every gap between neighbouring values, for fractions on and off multiples of 2^-16: each of
+// the 2^16 random words rounds as the oracle does, and exactly floor(fraction * 2^16) of them round
+// up.
 TYPED_TEST(Rounding, StochasticOverTheWholeRandomSpace) {
   using F = TypeParam;
   Tally tally;
@@ -107,8 +108,8 @@ TYPED_TEST(Rounding, StochasticOverTheWholeRandomSpace) {
   EXPECT_TRUE(tally.none_wrong());
 }
 
-// Below the smallest value: what is discarded is longer than a word, and only the first 16 places of the
-// fraction may count.
+// Below the smallest value: the discarded digits are longer than a word, and only the first 16
+// places of the fraction may count.
 TYPED_TEST(Rounding, StochasticBelowTheSmallestValue) {
   using F = TypeParam;
   for (int halvings = 1; halvings <= 40; ++halvings) {
@@ -133,9 +134,9 @@ TYPED_TEST(Rounding, StochasticSamples) {
   EXPECT_TRUE(tally.none_wrong());
 }
 
-// Through the real word layout. Each lane reads 16 of a word's 32 bits; over all settings of them the mean
-// of the decoded value is x, but for the digits past the 16th, which are cut: (mean - x) / gap is in
-// (-2^-16, 0]. Fractions here have at most 16 digits, so the mean is exact.
+// Through the real word layout. Each lane reads 16 of a word's 32 bits; over all settings of them
+// the mean of the decoded value is x, except for the digits past the 16th, which are cut: (mean -
+// x) / gap is in (-2^-16, 0]. Fractions here have at most 16 digits, so the mean is exact.
 TYPED_TEST(Rounding, StochasticIsUnbiasedInEveryLaneOfAWord) {
   using F = TypeParam;
   for (int lane = 0; lane < kElementsPerWord; ++lane) {
@@ -149,7 +150,7 @@ TYPED_TEST(Rounding, StochasticIsUnbiasedInEveryLaneOfAWord) {
       const float x = oracle::fl32(below + 0.3125 * gap);
       double sum = 0;
       for (std::uint32_t setting = 0; setting < 0x10000; ++setting) {
-        std::uint32_t word = spread(setting);  // the bits that it does not read: anything
+        std::uint32_t word = spread(setting);  // the bits that the lane does not read: any
         for (int i = 0; i < 16; ++i) {
           word &= ~(1u << read[i]);
           word |= (setting >> i & 1u) << read[i];
@@ -162,8 +163,8 @@ TYPED_TEST(Rounding, StochasticIsUnbiasedInEveryLaneOfAWord) {
   }
 }
 
-// And with Philox's words. The mean of n draws lies within five standard errors of x: the draws are
-// fixed by the seed, so this holds or does not, for good.
+// With the bits of Philox. The mean of n draws lies within five standard errors of x. The seed
+// fixes the draws, so that the test has one result.
 TYPED_TEST(Rounding, StochasticMeanOverPhilox) {
   using F = TypeParam;
   constexpr int kGroups = 1 << 16;
@@ -184,7 +185,8 @@ TYPED_TEST(Rounding, StochasticMeanOverPhilox) {
   }
 }
 
-// Every code in every place of a word, beside every other code: NaN becomes the one NaN, the rest stays.
+// Every code in every place of a word, beside every other code: each NaN becomes the one NaN, and
+// other codes stay.
 template <class F>
 void expect_one_nan(bool (*is_infinity)(std::uint32_t)) {
   const auto want = [](std::uint32_t code) {
@@ -208,7 +210,7 @@ TEST(Nan, IsOneCodeOfItsFormat) {
 }
 
 TEST(Bf16Rounding, EveryValueEveryMidpointAndTheirNeighbours) {
-  const oracle::Grid bf16(oracle::kBf16);  // its last entry, 2^128, stands for infinity
+  const oracle::Grid bf16(oracle::kBf16);  // its last entry is 2^128, for infinity
   Tally tally;
   for (std::uint32_t high = 0; high < 0x10000; ++high)
     for (const std::uint32_t low : {0x0000u, 0x0001u, 0x0003u, 0x7FFDu, 0x7FFFu, 0x8000u, 0x8001u,

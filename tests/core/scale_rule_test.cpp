@@ -1,5 +1,6 @@
-// Each rule uses the equations of scaling.h that its documentation names, and Four Over Six by hand: the two scales of a
-// block, the order of its sums, and what zero, denormals, infinity and NaN do.
+// Each rule uses the equations of scaling.h that its documentation names. Four Over Six by hand:
+// the two scales of a block, the order of its sums, and the results of zero, denormals, infinity
+// and NaN.
 #include "minifloat/core/scale_rule.h"
 
 #include <array>
@@ -158,7 +159,7 @@ TEST(FourOverSix, EndsOfTheRange) {
   EXPECT_FALSE(takes_four(1.0f, {0.0f, -0.0f}));
 }
 
-// 2^24 takes in a 1 that it meets alone, and not two that it meets one by one.
+// 2^24 plus 1 is 2^24, but plus 2 is not: the order of the additions decides the sum.
 TEST(FourOverSix, RowsAreAddedInATree) {
   std::array<float, 16> rows = {};
   rows[0] = 0x1p24f, rows[4] = 1.0f, rows[12] = 1.0f;  // 4 and 12 meet first

@@ -1,5 +1,5 @@
-// NVFP4's two-level scales: bit for bit against the rule's steps restated in double with one rounding to
-// fp32 each, and the promise of +up and +pow2 that no element saturates.
+// NVFP4's two-level scales: bit for bit against the rule's steps restated in double with one
+// rounding to fp32 each, and the guarantee of +up and +pow2 that no element saturates.
 #include "harness.h"
 #include "minifloat/core/scaling.h"
 
@@ -45,8 +45,8 @@ Steps steps(float amax, float block, Nvfp4Rounding rounding) {
   return r;
 }
 
-// Pairs of a tensor's amax and a block's: the block's from 2^-24 of it (below what E4M3 scales reach) to
-// equal. All magnitudes, fp32 denormals included.
+// Visits pairs of a tensor's amax and a block's: the block's from 2^-24 of the tensor's (below the
+// range of E4M3 scales) to equal. All magnitudes, fp32 denormals included.
 template <class Visit>
 void for_amax_pairs(std::uint32_t count, Visit visit) {
   for (std::uint32_t i = 0; i < count; ++i) {
@@ -74,7 +74,8 @@ TEST(Nvfp4, FollowsTheRuleStepByStep) {
   EXPECT_TRUE(codes.none_wrong());
 }
 
-// With tensor amax 2688 the block scale before rounding is amax / 6 to within fp32: every bf16 block amax.
+// With tensor amax 2688 the block scale before rounding is amax / 6 to within fp32: every bf16
+// block amax.
 TEST(Nvfp4, BlockScaleOfEveryBf16) {
   Tally codes;
   for (const Nvfp4Rounding rounding : kRoundings)
@@ -89,9 +90,10 @@ TEST(Nvfp4, BlockScaleOfEveryBf16) {
   EXPECT_TRUE(codes.none_wrong());
 }
 
-// +up and +pow2: the largest element, scaled, is at most 6, but for fp32 roundings. Six of at most 2^-24
-// each lie between S and x * enc (fl(1/6), S * that, amax * that; 1/S, times s, 1 / that), and x * enc is
-// the seventh; S's own cancels. While S < 2^126: past that 1/S is a denormal, and coarser.
+// +up and +pow2: the largest element, scaled, is at most 6, except for fp32 roundings. Six of at
+// most 2^-24 each lie between S and x * enc (fl(1/6), S * fl(1/6), amax * block_encode; 1/S, times
+// s, 1 / that), and x * enc is the seventh; S's rounding cancels. While S < 2^126: past that 1/S is
+// a denormal, and coarser.
 TEST(Nvfp4, RoundedUpNoElementSaturates) {
   const double bound = 6 * (1 + 7.01 * 0x1p-24);
   for (const Nvfp4Rounding rounding : {Nvfp4Rounding::kUp, Nvfp4Rounding::kPowerOfTwo}) {
@@ -116,8 +118,8 @@ TEST(Nvfp4, RoundedUpNoElementSaturates) {
   }
 }
 
-// To nearest, a block's largest element may pass 6: by at most half an E4M3 step, which is 1/16 where the
-// scale is normal, and up to a half of it in E4M3's subnormals.
+// To nearest, a block's largest element may exceed 6 by at most half an E4M3 step. That is 1/16
+// where the scale is normal, and up to a half of the element in E4M3's subnormals.
 TEST(Nvfp4, RoundedToNearestTheLargestElementSaturatesByAtMostASixteenth) {
   double worst_normal = 0, worst_subnormal = 0;
   for_amax_pairs(1'000'000, [&](float amax, float block) {
@@ -160,7 +162,7 @@ TEST(Nvfp4, OfZero) {
   }
 }
 
-// A block too small for its tensor: flushed to zero by nearest, kept by rounding up.
+// A block too small for its tensor: nearest rounds its scale to zero, rounding up does not.
 TEST(Nvfp4, OfUnderflow) {
   const float amax = 1.0f, block = 0x1p-24f;  // v = 448 * 2^-24, below half of E4M3's 2^-9
   const auto scale = [&](Nvfp4Rounding rounding) {
@@ -190,7 +192,7 @@ TEST(Nvfp4, OfInfinityAndNan) {
 
 TEST(Nvfp4, OfOverflow) {
   for (const Nvfp4Rounding rounding : kRoundings) {
-    // A given amax that was too small: the block scale stops at the largest.
+    // A passed amax that was too small: the block scale stops at the largest.
     const float small = nvfp4_tensor(magnitude_bits(1.0f), rounding).block_encode;
     for (const float block : {1.5f, 1e20f, kFloatMax})
       EXPECT_EQ(decode<E4M3>(nvfp4_block_scale(magnitude_bits(block), small, rounding)),
@@ -202,13 +204,15 @@ TEST(Nvfp4, OfOverflow) {
         nvfp4_block_scale(magnitude_bits(kFloatMax), huge.block_encode, rounding);
     EXPECT_EQ(decode<E4M3>(code), top_scale(rounding));
     EXPECT_TRUE(std::isnormal(nvfp4_encode_factor(code, huge.scale)));
-    // The smallest normal scale under the smallest tensor scale: the factor stops at the largest float.
+    // The smallest normal scale under the smallest tensor scale: the factor stops at the largest
+    // float.
     EXPECT_EQ(nvfp4_encode_factor(1, nvfp4_tensor(1, rounding).scale), kFloatMax);
   }
 }
 
-// By hand: amax 84 makes S = 32 = 2^5; a block whose amax is 9 has 9 * 32 / 6 = 48 = 1.5 * 2^5, an E4M3
-// value (code 0x64), so its elements are multiplied by 1 / (48 / 32) = 2/3: 9 -> 6, 4.5 -> 3, 0.75 -> 0.5.
+// By hand: amax 84 gives S = 32 = 2^5. A block of amax 9 has 9 * 32 / 6 = 48 = 1.5 * 2^5, an E4M3
+// value (code 0x64), so its elements are multiplied by 1 / (48 / 32) = 2/3: 9 -> 6, 4.5 -> 3, 0.75
+// -> 0.5.
 TEST(Nvfp4, OfABlockWorkedByHand) {
   for (const Nvfp4Rounding rounding : {Nvfp4Rounding::kNearest, Nvfp4Rounding::kUp}) {
     const Nvfp4Tensor tensor = nvfp4_tensor(magnitude_bits(84.0f), rounding);
@@ -223,7 +227,8 @@ TEST(Nvfp4, OfABlockWorkedByHand) {
     EXPECT_EQ(encode<E2M1>(0.75f * enc), 1u);
     EXPECT_EQ(decode<E2M1>(7) * decode<E4M3>(s) * tensor.scale, 9.0f);
   }
-  // As a power of two: S = 1536 / 96 = 16, 9 * 16 / 6 = 24, up to 32; 9 * 16 / 32 = 4.5, to nearest even 4.
+  // As a power of two: S = 1536 / 96 = 16, 9 * 16 / 6 = 24, up to 32; 9 * 16 / 32 = 4.5, to nearest
+  // even 4.
   const Nvfp4Tensor tensor = nvfp4_tensor(magnitude_bits(96.0f), Nvfp4Rounding::kPowerOfTwo);
   EXPECT_EQ(tensor.encode, 16.0f);
   const std::uint32_t s =

@@ -1,5 +1,6 @@
-// Scale rules of FP8 and MX, and delayed scaling, against the rules restated in double. (NVFP4's are in
-// scaling_nvfp4_test.cpp.) The bf16 amaxes are visited all, fp32's by samples and at every binade's edge.
+// Scale rules of FP8 and MX, and delayed scaling, against the rules restated in double. (NVFP4's
+// are in scaling_nvfp4_test.cpp.) All bf16 amaxes are visited, and fp32's by samples and at every
+// binade's edge.
 #include "minifloat/core/scaling.h"
 
 #include "harness.h"
@@ -7,8 +8,8 @@
 namespace minifloat {
 namespace {
 
-// Every magnitude of bf16 and 4 million of fp32, zero and denormals included, and in each binade those
-// around the mantissas where a rule steps: 1, 1.5 (of 6) and 1.75 (of 448 and 57344).
+// Visits every magnitude of bf16 and 4 million of fp32, zero and denormals included, and in each
+// binade those around the mantissas where a rule steps: 1, 1.5 (of 6) and 1.75 (of 448 and 57344).
 template <class Visit>
 void for_amaxes(Visit visit) {
   for (std::uint32_t high = 0; high < 0x7F80; ++high) visit(high << 16);
@@ -62,9 +63,10 @@ TYPED_TEST(Fp8Factors, FollowTheRule) {
   EXPECT_TRUE(power.none_wrong());
 }
 
-// What users rely on. Exact: the largest element encodes to the largest code (the two roundings of
-// amax * encode move it by under 2^-22, the code's own half step is 2^-4 or more of it). Power of two:
-// nothing saturates, and half the range or more is used. Both while max / amax does not overflow.
+// The properties that users rely on. Exact: the largest element encodes to the largest code (the
+// two roundings of amax * encode move it by under 2^-22, and the code's half step is at least 2^-4
+// of it). Power of two: nothing saturates, and half the range or more is used. Both while max /
+// amax does not overflow.
 TYPED_TEST(Fp8Factors, UseTheRangeAndDoNotSaturate) {
   constexpr oracle::Format f = OracleOf<TypeParam>::kFormat;
   const double max = oracle::max_value(f);
@@ -139,7 +141,8 @@ TYPED_TEST(MxScale, UpIsTheSmallestThatDoesNotSaturate) {
   EXPECT_TRUE(tally.none_wrong());
 }
 
-// What Blackwell's conversion makes of the quotient is the same scale. (exhaustive_e8m0.cpp: of every float.)
+// Blackwell's conversion of the quotient gives the same scale. (exhaustive_e8m0.cpp: of every
+// float.)
 TYPED_TEST(MxScale, UpIsTheConversionsOwn) {
   using F = TypeParam;
   const auto by_conversion = [](std::uint32_t amax) {
@@ -167,8 +170,8 @@ TYPED_TEST(MxScale, FloorIsTheOcpRule) {
   EXPECT_TRUE(tally.none_wrong());
 }
 
-// The elements' factor is the reciprocal, exact in fp32; so x * factor is exact too unless it leaves fp32's
-// normal range, and under the rule "up" the largest element lands in (max / 2, max].
+// The elements' factor is the reciprocal, exact in fp32. So x * factor is exact too, except outside
+// fp32's normal range, and under the rule "up" the largest element lies in (max / 2, max].
 TYPED_TEST(MxScale, UpUsesTheRange) {
   const double max = oracle::max_value(OracleOf<TypeParam>::kFormat);
   Tally tally;
@@ -219,7 +222,7 @@ TEST(DelayedAmax, SkipsWhatIsZeroOrNotFinite) {
 TEST(DelayedAmax, KeepsThePreviousWhereNothingIsUsable) {
   const float history[] = {0, -0.0f, kNan, kInfinity};
   for (const DelayedAmax algorithm : {DelayedAmax::kMax, DelayedAmax::kMostRecent}) {
-    EXPECT_EQ(delayed_amax(history, 4, algorithm, 3, 11), 11);  // its margin is already in it
+    EXPECT_EQ(delayed_amax(history, 4, algorithm, 3, 11), 11);  // the margin is already in 11
     EXPECT_EQ(delayed_amax(history, 0, algorithm, 3, 11), 11);
   }
 }

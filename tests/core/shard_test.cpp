@@ -1,5 +1,5 @@
-// Shard geometry against brute force: every element of the flat range is visited, and what it touches is
-// marked.
+// Shard geometry against brute force: every element of the flat range is visited, and the bytes and
+// blocks that it touches are marked.
 #include "minifloat/core/shard.h"
 
 #include <gtest/gtest.h>
@@ -22,7 +22,7 @@ struct Case {
   FlatShard shard() const { return {cols, {begin, end}}; }
 };
 
-// All ranges of small weights, odd widths among them, and some of a large one.
+// Visits all ranges of small weights, odd widths among them, and some of a large one.
 template <class Visit>
 void for_cases(Visit visit) {
   for (const std::int64_t rows : {1, 2, 3, 5})
@@ -102,7 +102,7 @@ TEST(FlatShard, NibblesAreThoseOfTheRange) {
   });
 }
 
-// Shards that cut a weight anywhere share no nibble and leave none out.
+// Shards cut anywhere share no nibble and leave none out.
 TEST(FlatShard, NeighboursCompleteEachOthersBytes) {
   for (const std::int64_t cols : {7, 8, 33})
     for (const std::int64_t cut : {1, 7, 8, 50, 51}) {
@@ -116,7 +116,7 @@ TEST(FlatShard, NeighboursCompleteEachOthersBytes) {
     }
 }
 
-// The picture of the header.
+// The drawing of the header.
 TEST(FlatShard, OfTheRangeWorkedByHand) {
   constexpr FlatShard kShard{8, {11, 21}};
   static_assert(kShard.rows().begin == 1 && kShard.rows().end == 3);

@@ -1,4 +1,5 @@
-// The swizzled scale layout: the formula against a walk that lays tiles down in order and never divides.
+// The swizzled scale layout: the formula against a walk that writes tiles in order and never
+// divides.
 #include "minifloat/core/swizzle.h"
 
 #include <gtest/gtest.h>
@@ -15,8 +16,8 @@ constexpr Shape kShapes[] = {{1, 1},    {1, 4},   {1, 5},    {31, 3},   {32, 4},
                              {127, 9},  {128, 4}, {128, 8},  {129, 1},  {129, 5}, {256, 12},
                              {300, 17}, {512, 3}, {1000, 7}, {128, 64}, {640, 33}};
 
-// Visits the bytes in the order of memory: tile by tile; in a tile 32 rows of 16 bytes; in such a row the
-// 4 scale columns of 4 matrix rows that lie 32 apart.
+// Visits the bytes in the order of memory: tile by tile; in a tile 32 rows of 16 bytes; in such a
+// row the 4 scale columns of 4 matrix rows that lie 32 apart.
 template <class Visit>
 void walk_tiles(Shape shape, Visit visit) {
   std::int64_t offset = 0;
@@ -42,7 +43,7 @@ TEST(Swizzle, FormulaFollowsTheWalk) {
   }
 }
 
-// Points of the cuBLAS documentation's figure: 16-byte lines, four rows 32 apart in a line.
+// Points of the figure in cuBLAS's documentation: 16-byte lines, four rows 32 apart in a line.
 TEST(Swizzle, OfPointsWorkedByHand) {
   EXPECT_EQ(swizzled_offset(0, 0, 8), 0);
   EXPECT_EQ(swizzled_offset(0, 3, 8), 3);
@@ -60,8 +61,8 @@ TEST(Swizzle, SizesOfEmptyMatrices) {
   EXPECT_EQ(swizzled_size(7, 0), 0);
 }
 
-// Groups of a matrix, each laid out alone at its base: tiles follow each other without gap or overlap, start
-// on whole tiles, and fit in the bytes that are known before the groups' own sizes are.
+// Groups of a matrix, each laid out alone at its base: tiles follow each other without gap or
+// overlap, start on whole tiles, and fit in the bytes that are computed without the groups' sizes.
 void expect_packed(const std::vector<Shape>& groups, const std::vector<std::int64_t>& bases,
                    std::int64_t bound) {
   std::int64_t next = 0;

@@ -1,4 +1,5 @@
-// amax against a walk over the elements: of tensors and rows, transformed or not, in both directions.
+// amax against a walk over the elements: of tensors and rows, transformed or not, in both
+// directions.
 #include <gtest/gtest.h>
 
 #include <vector>

@@ -1,5 +1,5 @@
-// dequantize, decode_for_product and tensor_factor: against the oracle for every spec, and as the inverse that
-// they are, within the bound that each format's rounding leaves.
+// dequantize, decode_for_product and tensor_factor: against the oracle for every spec, and as the
+// inverse of quantize, within the bound of each format's rounding.
 #include <gtest/gtest.h>
 
 #include <cmath>
@@ -84,7 +84,7 @@ TEST(Dequantize, TheFactorThatAProductIsStillOwed) {
   }
 }
 
-// The largest |x - dequantized| of a block, over the block's amax.
+// Returns the largest |x - dequantized| of a block, over the block's amax.
 double worst_error(const char* text, Kind kind) {
   const Shape shape{1, 128, 256};
   const Matrix x(shape, DType::kFloat32, kind, 11);
@@ -112,8 +112,9 @@ double worst_error(const char* text, Kind kind) {
 }
 
 TEST(Dequantize, ErrorsStayWithinHalfAStepOfTheLargestBinade) {
-  // With p mantissa bits, half a step next to the largest value is 2^-(p + 1) of its binade: at most that much of
-  // the amax, which lies in this binade or, scaled by a power of two, up to a factor 2 / (max's mantissa) below.
+  // With p mantissa bits, half a step next to the largest value is 2^-(p + 1) of its binade: at
+  // most that much of the amax, which lies in this binade or, scaled by a power of two, up to a
+  // factor 2 / (max's mantissa) below.
   EXPECT_LE(worst_error("e4m3/tensor", Kind::kWide), 0x1p-4);
   EXPECT_LE(worst_error("e5m2/tensor", Kind::kWide), 0x1p-3);
   EXPECT_LE(worst_error("e4m3/row+exact", Kind::kWide), 0x1p-4);
@@ -131,8 +132,8 @@ TEST(Dequantize, ErrorsStayWithinHalfAStepOfTheLargestBinade) {
 }
 
 TEST(Dequantize, StochasticRoundingIsUnbiased) {
-  // 0.3 of the way from 4 to 6 (amax 6 in each block), about 2^16 times: the fraction that goes up is within 5
-  // standard deviations, each sqrt(0.3 * 0.7 / 2^16), of 0.3.
+  // 0.3 of the way from 4 to 6 (amax 6 in each block), about 2^16 times: the fraction that is
+  // rounded up is within 5 standard deviations, each sqrt(0.3 * 0.7 / 2^16), of 0.3.
   std::vector<float> values(1 << 16, 4.6f);
   for (std::size_t i = 0; i < values.size(); i += 16) values[i] = 6;
   const Shape shape{1, 256, 256};

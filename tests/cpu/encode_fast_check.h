@@ -1,4 +1,4 @@
-// Does the fast encoding give the code of the definition? Shared by the sample and the exhaustive walk.
+// The comparison of the fast encoding with the definition, for the sample and the exhaustive test.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 
 namespace minifloat {
 
-// `bits` as a float, and 16 random bits that differ from float to float.
+// Compares `bits` as a float, with 16 random bits that differ from float to float.
 template <class F>
 bool encodes_alike(std::uint32_t bits) {
   const float x = bit_cast<float>(bits);

@@ -1,5 +1,6 @@
-// The fast encodings equal the definition: on a stride through all floats, on every bf16, around every code and
-// midpoint, and for all 2^16 random words on values of every binade. exhaustive_encode_fast.cpp visits every float.
+// The fast encodings equal the definition: on a stride through all floats, on every bf16, around
+// every code and midpoint, and for all 2^16 random bits on values of every binade.
+// exhaustive_encode_fast.cpp visits every float.
 #include "encode_fast_check.h"
 
 #include <gtest/gtest.h>

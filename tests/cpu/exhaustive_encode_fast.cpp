@@ -1,4 +1,5 @@
-// The fast encodings equal the definition on all 2^32 floats, each with random bits of its own.
+// The fast encodings equal the definition on all 2^32 floats, with random bits that differ by
+// float.
 #include <gtest/gtest.h>
 
 #include <atomic>

@@ -1,4 +1,4 @@
-// fp4_as_fp8 against the operand's own parts: each row's exponent, factor and codes worked out in double.
+// fp4_as_fp8 against the operand's parts: each row's exponent, factor and codes computed in double.
 #include <gtest/gtest.h>
 
 #include <algorithm>
@@ -16,7 +16,7 @@ constexpr int kNone = -100000;  // no exponent: NaN and zero scales
 
 const oracle::Grid& e4m3() { return oracle::grid(Elements::kE4m3); }
 
-// log2 of a block's scale.
+// Returns log2 of a block's scale.
 int exponent_of(const Spec& spec, unsigned scale) {
   if (spec.rule == ScaleRule::kMx) return scale == 0xFF ? kNone : static_cast<int>(scale) - 127;
   return scale == 0x7F || scale == 0 ? kNone : std::ilogb(e4m3()[scale]);
@@ -96,7 +96,7 @@ TEST(Fp4AsFp8, ZeroAndTinyRows) {
       expect_as_worked_out(text, Matrix(shape, DType::kFloat32, std::vector<float>(128, value)));
 }
 
-// Of normal data nothing lies as far below its row's largest scale as 2^-14.
+// In normal data no block lies as far below its row's largest scale as 2^-14.
 TEST(Fp4AsFp8, KeepsTheValuesOfModerateData) {
   const Shape shape{1, 48, 192};
   const Matrix x(shape, DType::kFloat32, Kind::kModerate);

@@ -1,5 +1,5 @@
-// What the suites of src/cpu share: matrices with awkward values and strides, outputs between guards, and the
-// comparison of a direction's outputs with the oracle's.
+// The shared parts of src/cpu's suites: matrices with unusual values and strides, outputs between
+// guards, and the comparison of a direction's outputs with the oracle's.
 #pragma once
 
 #include <gtest/gtest.h>
@@ -30,12 +30,12 @@ inline std::string name_of(DType dtype) { return dtype == DType::kFloat32 ? "fp3
 
 // ---- Values -------------------------------------------------------------------------------------
 enum class Kind {
-  kModerate,  // normal-looking, within a few binades
+  kModerate,  // near normal, within a few binades
   kWide,      // over 60 binades, with zeros, negative zeros, tiny blocks and outliers
-  kSpecial,   // kWide with Inf, NaN, denormals and the largest floats strewn in
+  kSpecial,   // kWide with some Inf, NaN, denormals and largest floats
 };
 
-// A batch of matrices, each row followed by `gap` elements that nobody may read as values.
+// A batch of matrices, each row followed by `gap` elements that must not be read as values.
 class Matrix {
  public:
   Matrix(Shape shape, DType dtype, Kind kind, std::uint64_t seed = 1, std::int64_t gap = 0)
@@ -72,7 +72,7 @@ class Matrix {
             .row_stride = pitch_};
   }
 
-  // Matrix e as read in a direction.
+  // Returns matrix e as read in a direction.
   oracle::Values as_read(std::int64_t e, bool columnwise) const {
     oracle::Values out;
     out.rows = columnwise ? shape_.cols : shape_.rows;
@@ -121,7 +121,7 @@ class Matrix {
     return pick < 24 ? std::ldexp(x, static_cast<int>(next() % 60) - 50) : x;
   }
 
-  float rounded(float x) const {  // to the dtype, by cutting: any bf16 value will do
+  float rounded(float x) const {  // to the dtype, by cutting bits
     const std::uint32_t mask = dtype_ == DType::kFloat32 ? 0xFFFF'FFFFu : 0xFFFF'0000u;
     return oracle::from_bits(oracle::to_bits(x) & mask);
   }
@@ -140,7 +140,7 @@ class Matrix {
 };
 
 // ---- Outputs ------------------------------------------------------------------------------------
-// Memory between guards, filled with what nobody writes by chance.
+// Memory between guards, filled with an unlikely pattern.
 template <class T>
 class Guarded {
  public:
@@ -169,7 +169,7 @@ class Guarded {
   std::vector<std::uint8_t> bytes_;
 };
 
-// One direction's outputs for an operand read (batch, rows, cols).
+// The outputs of one direction for an operand read (batch, rows, cols).
 struct Outputs {
   Guarded<std::uint8_t> codes, scale;
   Guarded<float> amax;
@@ -248,7 +248,7 @@ inline bool same_bf16(std::uint16_t a, std::uint16_t b) {  // and zeros have no 
   return same_float(x, y) || (x == 0 && y == 0);
 }
 
-// Outputs against the oracle, matrix by matrix: the first difference, if any.
+// The comparison of outputs with the oracle, matrix by matrix: the first difference, if any.
 class Difference {
  public:
   Difference(const Matrix& x, const Request& request, bool columnwise, const Outputs& got) {

@@ -1,6 +1,6 @@
-// An oracle of whole operands, written from docs/numerics.md one element at a time: transform, amax, scale,
-// code, value. It shares nothing with core/ or src/cpu but the names in Spec: formats, rounding and random bits
-// are tests/core/oracle.h's, which searches tables of values in double.
+// An oracle of whole operands, written from docs/numerics.md one element at a time: transform,
+// amax, scale, code, value. It shares only the names in Spec with core/ and src/cpu. Formats,
+// rounding and random bits are tests/core/oracle.h's, which searches tables of values in double.
 #pragma once
 
 #include <algorithm>
@@ -34,13 +34,13 @@ inline std::uint16_t to_bf16(float x) {
 }
 inline float from_bf16(std::uint16_t code) { return from_bits(static_cast<unsigned>(code) << 16); }
 
-// The larger magnitude; NaN wins.
+// Returns the larger magnitude; a NaN is larger than any number.
 inline float larger(float a, float b) {
   if (std::isnan(a) || std::isnan(b)) return kNan;
   return std::max(std::fabs(a), std::fabs(b));
 }
 
-// Philox4x32-7 from the paper's text.
+// Philox4x32-7, written from the paper's text.
 struct PhiloxBlock {
   std::uint32_t word[4];
 };
@@ -68,7 +68,7 @@ inline std::uint64_t mixed_seed(std::uint64_t seed, std::uint64_t count) {
   return z ^ z >> 31;
 }
 
-// The randomised Hadamard transform of `points` values, to bf16.
+// Computes the randomised Hadamard transform of `points` values, to bf16.
 inline void transform(float* v, int points) {
   static const int kSigns[16] = {1, 1, 1, -1, 1, -1, -1, -1, -1, -1, -1, 1, -1, 1, -1, -1};
   std::vector<float> in(v, v + points), out(static_cast<std::size_t>(points));
@@ -98,7 +98,7 @@ inline ScaleFactors fp8_factors(const Format& f, float amax, bool power_of_two) 
   return {e, fl32(1 / double{e})};
 }
 
-// E8M0: the smallest power of two that amax fits under, or the OCP rule.
+// Returns the E8M0 code: the smallest power of two under which amax fits, or the OCP rule's.
 inline unsigned mx_code(const Format& f, float amax, bool floor) {
   if (!std::isfinite(amax)) return 255;
   if (amax == 0) return 0;
@@ -138,7 +138,7 @@ inline unsigned nvfp4_code(float amax, const Nvfp4& tensor, minifloat::ScaleRoun
   return e4m3.nearest(static_cast<float>(power));
 }
 
-// Four Over Six: the code of a block's scale of 6, or of 4.
+// Returns the code of a block's scale of 6, or of 4, under Four Over Six.
 inline unsigned four_over_six_code(float amax, const Nvfp4& tensor, bool is_four) {
   if (!std::isfinite(amax) || std::isnan(tensor.encode)) return kE4M3.nan_code;
   const float sixth = fl32(amax / 6.0);
@@ -171,7 +171,7 @@ struct Settings {
 
 struct Element {
   unsigned code;
-  double scale;  // what the code is multiplied by
+  double scale;  // the factor of the code
 };
 
 struct Operand {
@@ -183,7 +183,7 @@ struct Operand {
   std::vector<std::uint16_t> decoded;  // for an exact product
 };
 
-// What an exact product reads: bf16, zero below 2^-126, saturated above, NaN kept.
+// Returns the bf16 that an exact product reads: zero below 2^-126, saturated above, NaN kept.
 inline std::uint16_t product_value(double v) {
   if (std::isnan(v)) return 0x7FC0;
   const double top = from_bf16(0x7F7F);
@@ -207,7 +207,7 @@ class Quantizer {
     out_.codes.resize(x_.v.size());
     out_.values.resize(x_.v.size());
     out_.decoded.resize(x_.v.size());
-    if (!blocks && x_.v.empty())  // amax and scale are still there
+    if (!blocks && x_.v.empty())  // amax and scale are outputs all the same
       for (std::int64_t r = 0; r < static_cast<std::int64_t>(out_.amax.size()); ++r)
         out_.scale.push_back(factors(settled(r, 0)).scale);
     for (std::int64_t r = 0; r < x_.rows && x_.cols > 0; r += height_)
@@ -245,7 +245,8 @@ class Quantizer {
   float active_amax(float current, std::int64_t i) const {
     return settings_.given_amax ? settings_.given_amax[i] : current;
   }
-  // What decides the scale of a block at row r: its row's amax, its tensor's, or its own.
+  // Returns the amax that decides the scale of a block at row r: of its row, its tensor, or the
+  // block.
   float settled(std::int64_t r, float block) const {
     if (out_.amax.empty()) return block;
     const std::int64_t i = spec_.has_row_amax() ? r : 0;
@@ -290,7 +291,8 @@ class Quantizer {
       for (std::int64_t j = c; j < std::min(c + width_, x_.cols); ++j)
         element(i, j, zero ? 0 : code_of(i, j, encode), scale, tensor_scale);
   }
-  // Of the scales of 6 and of 4, the one under which the squared errors of the block add up to less.
+  // Returns, of the scales of 6 and of 4, the one with the smaller sum of squared errors in the
+  // block.
   unsigned nearer_of_two(std::int64_t r, std::int64_t c, float amax, const Nvfp4& tensor) const {
     unsigned codes[2];
     float errors[2];

@@ -1,5 +1,5 @@
-// Partial casts against `quantize` of the whole weight, byte for byte: any cut into any number of shards, masters in
-// either dtype, values of every kind, codes written in place or as fragments.
+// Partial casts against `quantize` of the whole weight, byte for byte: any cut into any number of
+// shards, masters in either dtype, values of every kind, codes written in place or as fragments.
 #include "minifloat/partial_cast.h"
 
 #include <gtest/gtest.h>
@@ -57,7 +57,7 @@ std::int64_t pitch_of(const Spec& spec, std::int64_t cols) {
   return bits_of(spec) == 4 ? ceil_div<std::int64_t>(cols, 2) : cols;
 }
 
-// What each rank holds of the weight.
+// The shards of all ranks of a weight.
 class World {
  public:
   World(const Case& c, const Matrix& x)
@@ -86,7 +86,7 @@ class World {
     }
   }
 
-  // Each rank's choices, and the largest of each as int32.
+  // Takes each rank's choices, and the largest of each as int32.
   void choose() {
     const auto count = static_cast<std::int64_t>(reduced_.size());
     std::vector<std::int32_t> largest(reduced_.size(), std::numeric_limits<std::int32_t>::min());
@@ -116,7 +116,8 @@ class World {
     }
   }
 
-  // In place: one buffer goes from rank to rank, full of other bits before. As fragments: ORed together.
+  // Casts in place, into one buffer full of other bits that is passed from rank to rank, or as
+  // fragments that are ORed together.
   void cast(bool in_place, float active_amax) {
     std::fill_n(flat_codes_.data(), flat_codes_.size(), std::uint8_t{0xFF});
     if (!in_place) std::fill_n(flat_codes_.data(), flat_codes_.size(), std::uint8_t{0});
@@ -158,7 +159,7 @@ class World {
   Outputs out_;
 };
 
-// x as the cast sees it: rounded to the compute dtype.
+// Returns x rounded to the compute dtype.
 Matrix computed(const Matrix& x, DType compute) {
   if (compute == DType::kFloat32 || x.dtype() == DType::kBFloat16) return x;
   std::vector<float> values;
@@ -286,7 +287,7 @@ TEST(PartialCast, ManyWeightsAtOnceAreEachAlone) {
   std::vector<Guarded<std::uint32_t>> amaxes;
   std::vector<Guarded<std::uint8_t>> buffers;
   std::vector<Outputs> outs;
-  const std::size_t count = std::size(kSpecs) - 1;  // all but the delayed one
+  const std::size_t count = std::size(kSpecs) - 1;  // all except the delayed one
   for (std::size_t i = 0; i < count; ++i)
     masters.emplace_back(Shape{1, 40 + static_cast<std::int64_t>(i), 64}, DType::kFloat32,
                          Kind::kWide, i + 1);

@@ -1,5 +1,5 @@
-// What holds of quantize whatever the numbers: directions, batches, shards, threads and strides never change a
-// byte; and a few blocks worked by hand.
+// Properties of quantize for all numbers: directions, batches, shards, threads and strides never
+// change a byte. Then a few blocks worked by hand.
 #include <gtest/gtest.h>
 
 #include <string>
@@ -98,7 +98,7 @@ TEST(QuantizeProperties, AnOddAddressDoesNotMatter) {  // no more alignment than
 }
 
 // ---- Random positions ---------------------------------------------------------------------------
-// The rows [row, row + rows) and columns [col, col + cols) of x, as a view of it.
+// Returns the rows [row, row + rows) and columns [col, col + cols) of x, as a view.
 TensorRef view(const Matrix& x, std::int64_t row, std::int64_t col, std::int64_t rows,
                std::int64_t cols) {
   TensorRef v = x.ref();
@@ -111,7 +111,7 @@ TensorRef view(const Matrix& x, std::int64_t row, std::int64_t col, std::int64_t
   return v;
 }
 
-// The block of rows and columns of a byte matrix.
+// Returns the block of rows and columns of a byte matrix.
 std::vector<std::uint8_t> cut(const Guarded<std::uint8_t>& from, std::int64_t pitch,
                               std::int64_t row, std::int64_t col, std::int64_t rows,
                               std::int64_t cols) {

@@ -1,5 +1,5 @@
-// quantize against the oracle: every spec and flag, both dtypes, both directions, shapes around the block and
-// tile sizes, values of every kind.
+// quantize against the oracle: every spec and flag, both dtypes, both directions, shapes around the
+// block and tile sizes, values of every kind.
 #include "minifloat/quantize.h"
 
 #include <gtest/gtest.h>
@@ -12,7 +12,7 @@
 namespace minifloat {
 namespace {
 
-// Every base with every rounding of its scale.
+// Returns every base with every rounding of its scale.
 const std::vector<std::string>& bases() {
   static const std::vector<std::string> all = {
       "e4m3/tensor",  "e5m2/tensor",       "e4m3/row",       "e4m3/row+exact",

@@ -1,5 +1,5 @@
-// hadamard against the oracle and its own inverse; the scale layout against a tile-by-tile walk; the transpose
-// of packed codes against a move of single nibbles.
+// hadamard against the oracle and against its inverse; the scale layout against a tile-by-tile
+// walk; the transpose of packed codes against a move of single nibbles.
 #include "minifloat/transform.h"
 
 #include <gtest/gtest.h>
@@ -64,7 +64,8 @@ TEST(Hadamard, KeepsProductsAndUndoesItself) {
   }
   EXPECT_NEAR(rotated, direct, norms * 0x1p-7);  // each factor rounded to bf16: 2^-9 of it, twice
 
-  // H s (s H x) with the signs off the second time is H H (s x) = s x, up to bf16's rounding of n points.
+  // H s (s H x) with the signs off the second time is H H (s x) = s x, up to bf16's rounding of n
+  // points.
   std::vector<float> values;
   for (std::size_t i = 0; i < hx.size(); ++i) values.push_back(oracle::from_bf16(hx[i]));
   const auto back = hadamard_of(Matrix({1, 1, points}, DType::kFloat32, values), points, false, 0);
@@ -82,8 +83,8 @@ std::vector<std::uint8_t> numbered(std::int64_t count) {
   return v;
 }
 
-// The tiles of a dense matrix one after another: 32 rows of 16 bytes, byte 4 q + c of row i being the scale of
-// tile row 32 q + i and column c.
+// Walks over the tiles of a dense matrix: 32 rows of 16 bytes, where byte 4 q + c of row i is the
+// scale of tile row 32 q + i and column c.
 void walk(const std::vector<std::uint8_t>& scale, std::int64_t pitch, std::int64_t row,
           std::int64_t col, std::int64_t rows, std::int64_t cols, std::vector<std::uint8_t>& out) {
   for (std::int64_t tile_row = 0; tile_row < rows; tile_row += 128)

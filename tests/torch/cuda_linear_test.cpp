@@ -1,5 +1,6 @@
-// Layers on CUDA against the same layers on the CPU: the same bytes are multiplied, so y and the gradients differ by
-// the order of the sums, by the FP8 engines' shorter accumulators and by one rounding to bf16 alone.
+// Layers on CUDA against the same layers on the CPU. Both multiply the same bytes, so y and the
+// gradients differ only by the order of the sums, by the FP8 engines' shorter accumulators and by
+// one rounding to bf16.
 #include <gtest/gtest.h>
 #include <minifloat/torch.h>
 #include <torch/torch.h>
@@ -7,8 +8,9 @@
 namespace minifloat {
 namespace {
 
-// bf16 rounds to 2^-9 of a value, on either side; Hopper's FP8 sums keep 13 bits of the largest term. Both together
-// stay below 2^-7 of the result's norm, while a wrong operand, scale or transpose errs by 100%.
+// bf16 rounds to 2^-9 of a value, on either side. Hopper's FP8 sums keep 13 bits of the largest
+// term. Both together stay below 2^-7 of the result's norm, while a wrong operand, scale or
+// transpose errs by 100%.
 constexpr double kBound = 0x1p-7;
 
 struct Case {
@@ -46,7 +48,7 @@ std::vector<Case> cases() {
   for (const std::string& recipe : preset_names()) {
     out.push_back({recipe, 256, 384, 512});  // sizes that every engine takes
     out.push_back({recipe, 132, 272, 208});  // no whole 128-blocks
-    out.push_back({recipe, 33, 71, 45});     // none but the exact product
+    out.push_back({recipe, 33, 71, 45});     // sizes of the exact product only
     out.push_back({recipe, 1, 128, 16});
   }
   return out;

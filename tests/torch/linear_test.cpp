@@ -25,8 +25,9 @@ TEST(TorchLinear, Bf16RecipeIsTorchsOwnLinear) {
 
 TEST(TorchLinear, GradientsFollowTheProducts) {
   torch::manual_seed(0);
-  // Normal data under MXFP8 errs by about 2.6% an operand (3 mantissa bits, nearest), so a product of two
-  // by about 3.7%; twice that catches any wrong operand, scale or transpose, which errs by 100%.
+  // Normal data under MXFP8 errs by about 2.6% an operand (3 mantissa bits, nearest), so a product
+  // of two errs by about 3.7%. Twice that bounds it, and a wrong operand, scale or transpose errs
+  // by 100%.
   constexpr double kBound = 0.075;
   const auto options = torch::requires_grad();
   const auto x = torch::randn({40, 96}, options), w = torch::randn({72, 96}, options);

@@ -111,7 +111,7 @@ __device__ __forceinline__ Vec16<float> load_master(const ShardEntry& e, std::ui
   return vec;
 }
 
-// ---- Scales and stores -----------------------------------------------------------------------------
+// ---- Scales and stores --------------------------------------------------------------------------
 template <class F>
 __device__ __forceinline__ MatrixScale scale_of_weight(const ShardEntry& e) {
   if (e.rule == ScaleRule::kTensor)
