@@ -33,7 +33,7 @@ function(minifloat_cuda_options target)
 endfunction()
 
 # Links the CUDA runtime, which the torch layer calls for device properties, statically, as
-# libminifloat does. cuBLASLt, for products, is loaded at its first call (torch/products/cublaslt.cpp).
+# libminifloat does. cuBLASLt, for products, is loaded at its first call (products/cublaslt.cpp).
 # So the library loads where there is no GPU and under a torch without CUDA, and uses the cuBLASLt
 # that torch has loaded.
 function(minifloat_torch_cuda_options target)
