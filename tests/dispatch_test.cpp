@@ -1,4 +1,4 @@
-// Bad input to the public functions: an Error that says what was expected, and nothing written.
+// Bad input to the public functions: an Error states what was expected, and nothing is written.
 #include <gtest/gtest.h>
 
 #include <functional>

@@ -27,7 +27,7 @@ struct TensorRef {
 using ParallelFor = void (*)(std::int64_t count, void (*body)(void*, std::int64_t, std::int64_t),
                              void* context);
 
-// The device's means of one call; always the last argument.
+// The threads, stream and memory of one call; always the last argument.
 struct Execution {
   ParallelFor parallel_for = nullptr;  // CPU: null takes the library's own threads, one a core
   void* stream = nullptr;              // CUDA: the cudaStream_t

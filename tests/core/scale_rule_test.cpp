@@ -143,7 +143,7 @@ TEST(FourOverSix, EndsOfTheRange) {
     EXPECT_NE(scale_of(tensor_of(0x1p-130f), 0x1p-130f, is_four).code, 0u);
     // Underflow: 2^-12 before rounding, below half of 2^-9, and 1.5 of it too.
     EXPECT_EQ(scale_of(tensor_of(1536.0f), 6 * 0x1p-12f, is_four).code, 0u);
-    // A given amax that was too small: 448.
+    // A passed amax that was too small: 448.
     EXPECT_EQ(scale_of(tensor_of(1.0f), 100.0f, is_four).scale, 448.0f);
     // Infinity and NaN, of a block or of the tensor, where a zero block's scale is NaN as well.
     for (const float bad : {kInfinity, kNan}) {

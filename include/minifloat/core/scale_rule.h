@@ -23,7 +23,7 @@ enum class ScaleRule : std::uint8_t {
   kNvfp4,   // E4M3, one a block; fp32, one a matrix
 };
 
-// A departure from the rule's own rounding of its scale.
+// A rounding of the scale that differs from the rule's default.
 enum class ScaleRounding : std::uint8_t {
   kDefault,
   kExact,

@@ -157,7 +157,7 @@ MINIFLOAT_HD constexpr Nvfp4Tensor nvfp4_tensor(std::uint32_t amax, Nvfp4Roundin
 
 // Block level: the E4M3 code of min(amax * block_encode, FLT_MAX).
 //   zero block, or underflow to nearest: 0.   Inf or NaN in the block or the tensor: the NaN code.
-//   past 448 (a given tensor amax that was too small): 448, or 256 as a power of two.
+//   past 448 (a passed tensor amax that was too small): 448, or 256 as a power of two.
 MINIFLOAT_HD constexpr std::uint32_t nvfp4_block_scale(std::uint32_t amax, float block_encode,
                                                        Nvfp4Rounding rounding) {
   const float v = at_most_float_max(bit_cast<float>(amax) * block_encode);

@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kThreads, 3)
 }
 
 // ---- Scales -------------------------------------------------------------------------------------
-// What is stored for a cell: bits of an fp32 scale, or a code.
+// Returns the stored scale of a cell: bits of an fp32 scale, or a code.
 template <class F>
 __device__ __forceinline__ std::uint32_t stored_scale(const ShardEntry& e,
                                                       const MatrixScale& matrix,
