@@ -151,7 +151,8 @@ __device__ __forceinline__ std::uint32_t cvt_rs_e2m1x4(const float* v, std::uint
 }
 // Convert four floats by a random word to four FP8 codes, element 0 in the lowest byte. Bits 15:0
 // of the word serve element 0, and reversed element 1; bits 31:16 serve elements 2 and 3 in this
-// way (core/philox.h). NaN gives a NaN, and PTX does not define which one.   Not yet run on hardware.
+// way (core/philox.h). NaN gives a NaN, and PTX does not define which one.   Not yet run on
+// hardware.
 __device__ __forceinline__ std::uint32_t cvt_rs_e4m3x4(const float* v, std::uint32_t word) {
   std::uint32_t r;
   asm("cvt.rs.satfinite.e4m3x4.f32 %0, {%4, %3, %2, %1}, %5;"
