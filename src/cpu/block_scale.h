@@ -188,8 +188,8 @@ MINIFLOAT_INLINE void block_scales(const OperandPlan& plan, std::int64_t batch,
 }
 
 // Copies the factors of tensor and row scaling, which are fixed before the tiles.
-MINIFLOAT_INLINE void settled_scales(const OperandPlan& plan, const TileRange& range,
-                                     TileBlocks& blocks) {
+MINIFLOAT_INLINE void fixed_scales(const OperandPlan& plan, const TileRange& range,
+                                   TileBlocks& blocks) {
   const Spec& spec = plan.operand.spec;
   const bool is_after_product = is_scaled_after_product(spec.rule, spec.scale_rounding);
   for (std::int64_t r = 0; r < range.rows; ++r) {

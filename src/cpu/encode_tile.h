@@ -149,7 +149,7 @@ struct EncodeTile {
       block_scales<F>(plan, args.range->batch, blocks);
       store_scales(plan, *args.range, blocks);
     } else {
-      settled_scales(plan, *args.range, blocks);
+      fixed_scales(plan, *args.range, blocks);
     }
     note_exceptions(spec, blocks);
     // E2M1 has blocks of 16 or 32, FP8 of 32 or a whole tile row.

@@ -54,7 +54,7 @@ class DirectionCast {
     if (spec.stochastic)
       plan_.random =
           random_key(operand.random.state, operand.random.state_size, operand.random.stream);
-    if (spec.has_tensor_amax() || spec.has_row_amax()) settle_amax(execution);
+    if (spec.has_tensor_amax() || spec.has_row_amax()) compute_active_amax(execution);
   }
 
   // Encodes the tile of x whose corner is (row, col) of x, `height` rows of x.
@@ -88,13 +88,13 @@ class DirectionCast {
 
   // Computes the active amaxes, their factors, and the outputs of a tensor or a row: scales and
   // amaxes.
-  void settle_amax(const Execution& execution) {
+  void compute_active_amax(const Execution& execution) {
     const Operand& operand = plan_.operand;
     const Spec& spec = operand.spec;
     const std::int64_t count = x_.batch * (spec.has_row_amax() ? plan_.rows : 1);
     std::vector<float> current_amax(static_cast<std::size_t>(count));
-    const bool wants_current = !operand.given_amax || (spec.delayed && operand.amax);
-    if (wants_current) cpu::amax(x_, spec, columnwise_, current_amax.data(), execution);
+    const bool needs_current = !operand.given_amax || (spec.delayed && operand.amax);
+    if (needs_current) cpu::amax(x_, spec, columnwise_, current_amax.data(), execution);
     const float* active_amax = operand.given_amax ? operand.given_amax : current_amax.data();
     const float* reported = spec.delayed ? current_amax.data() : active_amax;
 

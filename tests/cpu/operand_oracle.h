@@ -200,7 +200,7 @@ class Quantizer {
     x_ = transformed(x);
     out_.rows = x_.rows;
     out_.cols = x_.cols;
-    settle_amax();
+    compute_amax();
     const bool blocks = spec_.block_rows > 0;
     height_ = blocks ? spec_.block_rows : spec_.has_row_amax() ? 1 : x_.rows;
     width_ = blocks ? spec_.block_cols : x_.cols;
@@ -209,7 +209,7 @@ class Quantizer {
     out_.decoded.resize(x_.v.size());
     if (!blocks && x_.v.empty())  // amax and scale are outputs all the same
       for (std::int64_t r = 0; r < static_cast<std::int64_t>(out_.amax.size()); ++r)
-        out_.scale.push_back(factors(settled(r, 0)).scale);
+        out_.scale.push_back(factors(deciding_amax(r, 0)).scale);
     for (std::int64_t r = 0; r < x_.rows && x_.cols > 0; r += height_)
       for (std::int64_t c = 0; c < x_.cols; c += width_) block(r, c);
     if (settings_.given_amax && !spec_.delayed)
@@ -237,7 +237,7 @@ class Quantizer {
     return m;
   }
 
-  void settle_amax() {
+  void compute_amax() {
     if (spec_.has_tensor_amax()) out_.amax = {block_amax(0, 0, x_.rows, x_.cols)};
     if (spec_.has_row_amax())
       for (std::int64_t r = 0; r < x_.rows; ++r) out_.amax.push_back(block_amax(r, 0, 1, x_.cols));
@@ -247,7 +247,7 @@ class Quantizer {
   }
   // Returns the amax that decides the scale of a block at row r: of its row, its tensor, or the
   // block.
-  float settled(std::int64_t r, float block) const {
+  float deciding_amax(std::int64_t r, float block) const {
     if (out_.amax.empty()) return block;
     const std::int64_t i = spec_.has_row_amax() ? r : 0;
     return active_amax(out_.amax[at(i)], i);
@@ -282,7 +282,7 @@ class Quantizer {
       tensor_scale = tensor.scale;
       out_.scale.push_back(code);
     } else {
-      const ScaleFactors f = factors(settled(r, amax));
+      const ScaleFactors f = factors(deciding_amax(r, amax));
       encode = f.encode;
       scale = double{f.scale};
       out_.scale.push_back(scale);

@@ -19,7 +19,7 @@ struct EmptyArgs {
   ScaleRule rule;
   ScaleRounding rounding;
 };
-__global__ void settle_empty(const __grid_constant__ EmptyArgs args) {
+__global__ void write_empty(const __grid_constant__ EmptyArgs args) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= args.count) return;
   const std::uint32_t bits = args.active_amax ? magnitude_bits(args.active_amax[i]) : 0;
@@ -39,7 +39,7 @@ class PlannedOperand {
       : operand_(operand),
         columnwise_(columnwise),
         count_(amax_count(x, operand.spec, columnwise)),
-        scratch_(wants_current_amax() && !operand.amax
+        scratch_(needs_current_amax() && !operand.amax
                      ? static_cast<std::size_t>(count_) * sizeof(float)
                      : 0,
                  execution) {
@@ -77,7 +77,7 @@ class PlannedOperand {
   const KernelOperand& plan() const { return plan_; }
   std::int64_t amaxes() const { return count_; }
   // Returns whether the current amax is needed: for the scale, or for a history.
-  bool wants_current_amax() const {
+  bool needs_current_amax() const {
     return !operand_.given_amax || (operand_.spec.delayed && operand_.amax);
   }
   bool is_of_rows() const { return operand_.spec.has_row_amax(); }
@@ -94,7 +94,7 @@ class PlannedOperand {
   }
   // Returns whether the caller passed the active amax, and the current one is only reported.
   bool only_reports() const {
-    return operand_.given_amax && wants_current_amax() && !is_of_rows() && !is_transformed();
+    return operand_.given_amax && needs_current_amax() && !is_of_rows() && !is_transformed();
   }
   // Leaves the current amax to the cast, if that is a preset's: it is raised as the cast reads x.
   void find_amax_in_cast(const Execution& execution) {
@@ -111,7 +111,7 @@ class PlannedOperand {
   // Leaves the amax of its rows to the cast.
   void leave_amax() { plan_.amax = plan_.reported = nullptr; }
 
-  void settle_empty(const Execution& execution) const {
+  void write_empty(const Execution& execution) const {
     if (count_ == 0) return;
     const Spec& spec = operand_.spec;
     const EmptyArgs args = {count_,
@@ -122,8 +122,8 @@ class PlannedOperand {
                             spec.rule,
                             spec.scale_rounding};
     constexpr std::int64_t kBlock = 128;
-    cuda::settle_empty<<<grid_of(ceil_div(count_, kBlock), "quantize"), kBlock, 0,
-                         cuda_stream(execution)>>>(args);
+    cuda::write_empty<<<grid_of(ceil_div(count_, kBlock), "quantize"), kBlock, 0,
+                        cuda_stream(execution)>>>(args);
     check_launch("quantize");
   }
 
@@ -151,28 +151,28 @@ bool share_amax(const PlannedOperand& row, const PlannedOperand& col) {
 }
 
 void find_amaxes_in_cluster(PlannedOperand* row, PlannedOperand* col) {
-  const bool row_wants = row && row->amaxes() > 0 && row->wants_current_amax();
-  const bool col_wants = col && col->amaxes() > 0 && col->wants_current_amax();
-  if (row_wants) row->find_amax_in_cluster();
-  if (row_wants && col_wants && share_amax(*row, *col))
+  const bool row_needs = row && row->amaxes() > 0 && row->needs_current_amax();
+  const bool col_needs = col && col->amaxes() > 0 && col->needs_current_amax();
+  if (row_needs) row->find_amax_in_cluster();
+  if (row_needs && col_needs && share_amax(*row, *col))
     col->take_amax(row->current_amax());
-  else if (col_wants)
+  else if (col_needs)
     col->find_amax_in_cluster();
 }
 
 // Computes the amaxes that casts read, with the fewest reads of x.
 void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col,
                     const Execution& execution) {
-  const bool row_wants = row && row->amaxes() > 0 && row->wants_current_amax();
-  const bool col_wants = col && col->amaxes() > 0 && col->wants_current_amax();
+  const bool row_needs = row && row->amaxes() > 0 && row->needs_current_amax();
+  const bool col_needs = col && col->amaxes() > 0 && col->needs_current_amax();
   const bool untransformed =
-      row_wants && col_wants && !row->is_transformed() && !col->is_transformed();
+      row_needs && col_needs && !row->is_transformed() && !col->is_transformed();
   if (untransformed && row->is_of_rows() && col->is_of_rows())
     return amax_of_rows_and_columns(x, row->current_amax(), col->current_amax(), execution);
-  if (row_wants) row->compute_amax(x, execution);
+  if (row_needs) row->compute_amax(x, execution);
   if (untransformed && !row->is_of_rows() && !col->is_of_rows())
     col->take_amax(row->current_amax());
-  else if (col_wants)
+  else if (col_needs)
     col->compute_amax(x, execution);
 }
 
@@ -197,13 +197,13 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   if (rowwise) row.emplace(x, *rowwise, false, execution);
   if (columnwise) col.emplace(x, *columnwise, true, execution);
   if (x.batch * x.rows * x.cols == 0) {
-    if (row) row->settle_empty(execution);
-    if (col) col->settle_empty(execution);
+    if (row) row->write_empty(execution);
+    if (col) col->write_empty(execution);
     return;
   }
   if (rowwise) args.row_spec = rowwise->spec;
   if (columnwise) args.col_spec = columnwise->spec;
-  if (row && !col && row->is_of_rows() && row->wants_current_amax()) {
+  if (row && !col && row->is_of_rows() && row->needs_current_amax()) {
     row->leave_amax();
     args.row = row->plan();
     if (launch_whole_rows(args, execution)) return;
