@@ -36,9 +36,9 @@ decltype(auto) with_value_errors(F&& f) {
 // Parses a text once a thread: an op's texts are few, and its calls many.
 template <class Parsed>
 const Parsed& parse_once(const std::string& text) {
-  static thread_local std::unordered_map<std::string, Parsed> known;
-  if (const auto found = known.find(text); found != known.end()) return found->second;
-  return known.emplace(text, with_value_errors([&] { return Parsed::parse(text); })).first->second;
+  static thread_local std::unordered_map<std::string, Parsed> cache;
+  if (const auto found = cache.find(text); found != cache.end()) return found->second;
+  return cache.emplace(text, with_value_errors([&] { return Parsed::parse(text); })).first->second;
 }
 inline const Spec& parse_spec(const std::string& text) { return parse_once<Spec>(text); }
 inline const Product& parse_product(const std::string& text) { return parse_once<Product>(text); }

@@ -5,10 +5,10 @@
 
 #include "minifloat/quantize.h"
 #include "ops/bridge.h"
+#include "ops/direct.h"
 #include "ops/kernels.h"
 #include "ops/ops.h"
 #include "ops/outputs.h"
-#include "ops/plain.h"
 
 namespace minifloat {
 namespace {
@@ -112,8 +112,8 @@ Tensor decode_meta(const Tensor& codes, const Tensor& scale, const std::string& 
 
 Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& spec,
                      SymInt cols) {
-  return torch_ops::plain_decode(codes, scale, bridge::parse_spec(spec),
-                                 cols.guard_int(__FILE__, __LINE__));
+  return torch_ops::direct_decode(codes, scale, bridge::parse_spec(spec),
+                                  cols.guard_int(__FILE__, __LINE__));
 }
 
 void check_is_fp4_by_powers_of_two(const Spec& spec) {
@@ -122,8 +122,9 @@ void check_is_fp4_by_powers_of_two(const Spec& spec) {
                     spec.str());
 }
 
-std::tuple<Tensor, Tensor> carry_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                      const std::string& text, SymInt cols) {
+std::tuple<Tensor, Tensor> fp4_as_fp8_meta(const Tensor& codes, const Tensor& scale,
+                                           const Tensor& amax, const std::string& text,
+                                           SymInt cols) {
   const Spec& spec = bridge::parse_spec(text);
   check_is_fp4_by_powers_of_two(spec);
   const Tensor fp8_codes =
@@ -138,9 +139,10 @@ void write_fp8_rows(const View& view, const Tensor& fp8_codes, const Tensor& row
   });
 }
 
-std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale,
-                                        const Tensor& amax, const std::string& text, SymInt cols) {
-  const auto [fp8_codes, row_scale] = carry_meta(codes, scale, amax, text, cols);
+std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& scale,
+                                             const Tensor& amax, const std::string& text,
+                                             SymInt cols) {
+  const auto [fp8_codes, row_scale] = fp4_as_fp8_meta(codes, scale, amax, text, cols);
   const View view = quantized_view("carry", bridge::parse_spec(text), codes, scale, amax,
                                    cols.guard_int(__FILE__, __LINE__));
   write_fp8_rows(view, fp8_codes, row_scale);
@@ -151,7 +153,8 @@ std::tuple<Tensor, Tensor> carry_kernel(const Tensor& codes, const Tensor& scale
 
 namespace torch_ops {
 
-Tensor plain_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols) {
+Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec,
+                     std::int64_t cols) {
   const Tensor out = empty_decoded(codes, scale, spec, cols);
   const View view = quantized_view("decode", spec, codes, scale, Tensor(), cols);
   bridge::with_value_errors([&] {
@@ -161,9 +164,9 @@ Tensor plain_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, 
   return out;
 }
 
-std::pair<Tensor, Tensor> plain_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
-                                           const Tensor& amax, const Spec& spec,
-                                           std::int64_t cols) {
+std::pair<Tensor, Tensor> direct_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
+                                            const Tensor& amax, const Spec& spec,
+                                            std::int64_t cols) {
   check_is_fp4_by_powers_of_two(spec);
   check_codes("carry", codes, scale, amax, spec, cols);
   const View view = quantized_view("carry", spec, codes, scale, amax, cols);
@@ -174,11 +177,11 @@ std::pair<Tensor, Tensor> plain_fp4_as_fp8(const Tensor& codes, const Tensor& sc
   const std::int64_t rows = view.q.batch * view.q.rows,
                      begin = (rows * values.back() + kAlignment - 1) / kAlignment * kAlignment;
   const auto bytes = begin + rows * static_cast<std::int64_t>(sizeof(float));
-  const Tensor memory = plain_empty(codes, {bytes}, at::kByte);
-  if (codes.is_cpu()) ask_for_huge_pages(memory);
-  Tensor fp8_codes = plain_view(memory, at::kFloat8_e4m3fn, values);
-  Tensor row_scale = plain_view(memory, at::kFloat, shape.slice(0, shape.size() - 1),
-                                begin / static_cast<std::int64_t>(sizeof(float)));
+  const Tensor memory = direct_empty(codes, {bytes}, at::kByte);
+  if (codes.is_cpu()) advise_huge_pages(memory);
+  Tensor fp8_codes = direct_view(memory, at::kFloat8_e4m3fn, values);
+  Tensor row_scale = direct_view(memory, at::kFloat, shape.slice(0, shape.size() - 1),
+                                 begin / static_cast<std::int64_t>(sizeof(float)));
   write_fp8_rows(view, fp8_codes, row_scale);
   return {std::move(fp8_codes), std::move(row_scale)};
 }
@@ -190,7 +193,7 @@ namespace {
 void register_kernels(torch::Library& m) {
   m.impl("dequantize", dequantize_kernel);
   m.impl("decode", decode_kernel);
-  m.impl("carry", carry_kernel);
+  m.impl("carry", fp4_as_fp8_kernel);
 }
 
 }  // namespace
@@ -201,7 +204,7 @@ TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("dequantize", dequantize_meta);
   m.impl("decode", decode_meta);
-  m.impl("carry", carry_meta);
+  m.impl("carry", fp4_as_fp8_meta);
 }
 
 // Codes have no gradient: autograd passes by.

@@ -1,4 +1,4 @@
-// The kernels of the ops that layers are made of, past the dispatcher: for plain tensors (plain.h). What the caller did
+// The kernels of the ops that layers are made of, past the dispatcher: for plain tensors (direct.h). What the caller did
 // not ask for is undefined, and the outputs of a direction share one allocation.
 #pragma once
 
@@ -6,12 +6,13 @@
 
 namespace minifloat::torch_ops {
 
-std::pair<QuantizedOperand, QuantizedOperand> plain_quantize(const Tensor& x,
-                                                             const std::string& row,
-                                                             const std::string& col,
-                                                             const QuantizeOptions& options);
-Tensor plain_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols);
-std::pair<Tensor, Tensor> plain_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
-                                           const Tensor& amax, const Spec& spec, std::int64_t cols);
+std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(const Tensor& x,
+                                                              const std::string& row,
+                                                              const std::string& col,
+                                                              const QuantizeOptions& options);
+Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols);
+std::pair<Tensor, Tensor> direct_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
+                                            const Tensor& amax, const Spec& spec,
+                                            std::int64_t cols);
 
 }  // namespace minifloat::torch_ops

@@ -3,8 +3,8 @@
 #include <ATen/Functions.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include "ops/direct.h"
 #include "ops/kernels.h"
-#include "ops/plain.h"
 
 namespace minifloat::torch_ops {
 namespace {
@@ -14,7 +14,7 @@ auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-const Tensor* given(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
+const Tensor* or_null(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
 
 // An op takes defined tensors; an empty one stands for none.
 Tensor or_empty(const Tensor& t, const Tensor& like) {
@@ -26,8 +26,9 @@ Tensor or_empty(const Tensor& t, const Tensor& like) {
 std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
                                                        const std::string& col,
                                                        const QuantizeOptions& options) {
-  if (is_plain({&x, given(options.amax_row), given(options.amax_col), given(options.rng)}))
-    return plain_quantize(x, row, col, options);
+  if (can_skip_dispatcher(
+          {&x, or_null(options.amax_row), or_null(options.amax_col), or_null(options.rng)}))
+    return direct_quantize(x, row, col, options);
   using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, const std::string&, const std::string&, const std::optional<Tensor>&,
       const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t, std::int64_t,
@@ -48,7 +49,8 @@ Tensor amax(const Tensor& x, const std::string& spec, bool columnwise) {
 
 Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols) {
   const auto length = cols.maybe_as_int();
-  if (length && is_plain({&codes, &scale})) return plain_decode(codes, scale, spec, *length);
+  if (length && can_skip_dispatcher({&codes, &scale}))
+    return direct_decode(codes, scale, spec, *length);
   using Signature = Tensor(const Tensor&, const Tensor&, const std::string&, c10::SymInt);
   static const auto op = find<Signature>("minifloat::decode");
   return op.call(codes, scale, spec.str(), std::move(cols));
@@ -57,8 +59,8 @@ Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::S
 std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                      const Spec& spec, c10::SymInt cols) {
   const auto length = cols.maybe_as_int();
-  if (length && is_plain({&codes, &scale, &amax}))
-    return plain_fp4_as_fp8(codes, scale, amax, spec, *length);
+  if (length && can_skip_dispatcher({&codes, &scale, &amax}))
+    return direct_fp4_as_fp8(codes, scale, amax, spec, *length);
   using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                const std::string&, c10::SymInt);
   static const auto op = find<Signature>("minifloat::carry");

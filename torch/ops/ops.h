@@ -1,6 +1,6 @@
 // The operators that the torch layer is made of, as typed calls through the dispatcher: a tensor
 // subclass, a fake tensor or a functional one sees each of them. Where nobody is to see them
-// (plain.h) those that are called within a layer are their kernels alone (kernels.h).
+// (direct.h) those that are called within a layer are their kernels alone (kernels.h).
 #pragma once
 
 #include <ATen/core/List.h>

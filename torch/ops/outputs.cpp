@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "ops/plain.h"
+#include "ops/direct.h"
 #if defined(__linux__)
 #include <sys/mman.h>
 #endif
@@ -11,7 +11,7 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
-void ask_for_huge_pages(const Tensor& output) {
+void advise_huge_pages(const Tensor& output) {
 #if defined(__linux__)
   constexpr std::uintptr_t kHugePage = 2 << 20;
   const auto begin = reinterpret_cast<std::uintptr_t>(output.data_ptr());
@@ -23,8 +23,8 @@ void ask_for_huge_pages(const Tensor& output) {
 
 Tensor empty(const Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype) {
   if (like.is_meta()) return at::empty_symint(shape, like.options().dtype(dtype));
-  Tensor output = plain_empty(like, C10_AS_INTARRAYREF_SLOW(shape), dtype);
-  if (like.is_cpu()) ask_for_huge_pages(output);
+  Tensor output = direct_empty(like, C10_AS_INTARRAYREF_SLOW(shape), dtype);
+  if (like.is_cpu()) advise_huge_pages(output);
   return output;
 }
 

@@ -9,7 +9,7 @@ namespace minifloat::torch_ops {
 
 // Asks for huge pages: the first write to fresh memory faults once a page, and at 4 KiB a page the faults of a large
 // output take longer than its values do. The kernel may refuse, which changes nothing.
-void ask_for_huge_pages(const at::Tensor& output);
+void advise_huge_pages(const at::Tensor& output);
 
 // On the device of `like`.
 at::Tensor empty(const at::Tensor& like, c10::SymIntArrayRef shape, at::ScalarType dtype);

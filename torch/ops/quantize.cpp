@@ -6,10 +6,10 @@
 #include <torch/library.h>
 
 #include "ops/bridge.h"
+#include "ops/direct.h"
 #include "ops/kernels.h"
 #include "ops/ops.h"
 #include "ops/outputs.h"
-#include "ops/plain.h"
 #include "ops/tangents.h"
 
 namespace minifloat {
@@ -17,7 +17,7 @@ namespace {
 
 using at::Tensor;
 using c10::SymInt;
-using torch_ops::ask_for_huge_pages;
+using torch_ops::advise_huge_pages;
 using torch_ops::empty;
 using torch_ops::QuantizedOperand;
 using torch_ops::scale_dtype;
@@ -64,8 +64,9 @@ QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead& read,
 
 // The same in one allocation, and nothing in place of what is not asked for. Only where nobody sees the outputs apart:
 // an op's do not share memory.
-QuantizedOperand carve(const Tensor& x, const Spec& spec, bool columnwise, bool decoded) {
-  using torch_ops::plain_view;
+QuantizedOperand allocate_together(const Tensor& x, const Spec& spec, bool columnwise,
+                                   bool decoded) {
+  using torch_ops::direct_view;
   constexpr std::int64_t kAlignment = 256;  // bytes, as CUDA's own allocations
   const bool batched = x.dim() == 3;
   const std::int64_t batch = batched ? x.size(0) : 1, rows = x.size(columnwise ? -1 : -2),
@@ -92,17 +93,17 @@ QuantizedOperand carve(const Tensor& x, const Spec& spec, bool columnwise, bool 
   const Part scale = spec.has_blocks()
                          ? part(scale_dtype(spec), {spec.scale_rows(rows), spec.scale_cols(cols)})
                          : amax();
-  const std::optional<Part> own_amax = has_amax ? std::optional(amax()) : std::nullopt;
+  const std::optional<Part> amax_part = has_amax ? std::optional(amax()) : std::nullopt;
   const std::optional<Part> values =
       decoded ? std::optional(part(at::kBFloat16, {rows, spec.padded_cols(cols)})) : std::nullopt;
 
-  const Tensor memory = torch_ops::plain_empty(x, {end}, at::kByte);
-  if (x.is_cpu()) ask_for_huge_pages(memory);
+  const Tensor memory = torch_ops::direct_empty(x, {end}, at::kByte);
+  if (x.is_cpu()) advise_huge_pages(memory);
   const auto tensor = [&](const Part& p) {
-    return plain_view(memory, p.dtype, p.shape,
-                      p.begin / static_cast<std::int64_t>(c10::elementSize(p.dtype)));
+    return direct_view(memory, p.dtype, p.shape,
+                       p.begin / static_cast<std::int64_t>(c10::elementSize(p.dtype)));
   };
-  return {tensor(codes), tensor(scale), own_amax ? tensor(*own_amax) : Tensor(),
+  return {tensor(codes), tensor(scale), amax_part ? tensor(*amax_part) : Tensor(),
           values ? tensor(*values) : Tensor()};
 }
 
@@ -112,17 +113,18 @@ QuantizedOperand absent(const Tensor& x) {
 }
 
 // What the op's arguments say of one direction.
-struct Direction {
+struct DirectionArguments {
   bool columnwise;
   std::optional<Spec> spec;  // none: absent
-  const std::optional<Tensor>& given_amax;
+  const std::optional<Tensor>& active_amax;
   std::int64_t stream;
   bool decoded;
 };
 
-Direction direction(bool columnwise, const std::string& text, const std::optional<Tensor>& amax,
-                    std::int64_t stream, bool decoded) {
-  Direction d{columnwise, std::nullopt, amax, stream, decoded};
+DirectionArguments direction_arguments(bool columnwise, const std::string& text,
+                                       const std::optional<Tensor>& amax, std::int64_t stream,
+                                       bool decoded) {
+  DirectionArguments d{columnwise, std::nullopt, amax, stream, decoded};
   if (text.empty()) return d;
   d.spec = bridge::parse_spec(text);
   TORCH_CHECK_VALUE(!d.spec->is_bf16(),
@@ -130,26 +132,27 @@ Direction direction(bool columnwise, const std::string& text, const std::optiona
   return d;
 }
 
-void check_direction(const Tensor& x, const Direction& d, const std::optional<Tensor>& rng) {
+void check_direction(const Tensor& x, const DirectionArguments& d,
+                     const std::optional<Tensor>& rng) {
   if (d.spec && d.spec->stochastic)
     TORCH_CHECK_VALUE(rng.has_value(), "quantize: ", d.spec->str(),
                       " rounds stochastically and needs rng, an int64 tensor (seed, count)");
-  if (!d.given_amax) return;
+  if (!d.active_amax) return;
   TORCH_CHECK_VALUE(d.spec.has_value(), "quantize: expected no amax of a direction without a spec");
   const AsRead read(x, d.columnwise);
   const bool wanted = d.spec->has_tensor_amax() || d.spec->has_row_amax();
   TORCH_CHECK_VALUE(wanted, "quantize: ", d.spec->str(), " has no tensor or row amax to be given");
   const auto shape = d.spec->has_row_amax() ? read.shape({read.rows}) : read.shape({});
-  TORCH_CHECK_VALUE(d.given_amax->scalar_type() == at::kFloat &&
-                        d.given_amax->sym_sizes().equals(c10::SymIntArrayRef(shape)),
+  TORCH_CHECK_VALUE(d.active_amax->scalar_type() == at::kFloat &&
+                        d.active_amax->sym_sizes().equals(c10::SymIntArrayRef(shape)),
                     "quantize: expected amax as float32 ", c10::SymIntArrayRef(shape), ", got ",
-                    d.given_amax->scalar_type(), " ", d.given_amax->sym_sizes());
-  TORCH_CHECK_VALUE(d.given_amax->device() == x.device(), "quantize: expected amax on ", x.device(),
-                    ", got ", d.given_amax->device());
+                    d.active_amax->scalar_type(), " ", d.active_amax->sym_sizes());
+  TORCH_CHECK_VALUE(d.active_amax->device() == x.device(), "quantize: expected amax on ",
+                    x.device(), ", got ", d.active_amax->device());
 }
 
 // What quantize requires of its arguments on every device, tracing included.
-void check_arguments(const Tensor& x, const Direction& row, const Direction& col,
+void check_arguments(const Tensor& x, const DirectionArguments& row, const DirectionArguments& col,
                      const std::optional<Tensor>& rng, std::size_t origin_size,
                      const std::optional<Tensor>& offs) {
   TORCH_CHECK_VALUE(!offs, "quantize: groups (offs) are not supported on ", x.device().type(),
@@ -161,7 +164,7 @@ void check_arguments(const Tensor& x, const Direction& row, const Direction& col
   check_direction(x, col, rng);
 }
 
-QuantizedOperand allocate_direction(const Tensor& x, const Direction& d) {
+QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d) {
   return d.spec ? allocate(x, *d.spec, AsRead(x, d.columnwise), d.decoded) : absent(x);
 }
 
@@ -176,8 +179,8 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
                            c10::SymIntArrayRef origin, const std::optional<Tensor>& offs,
                            bool decoded_row, bool decoded_col) {
   bridge::check_values("quantize", x);
-  const Direction r = direction(false, row, amax_row, stream_row, decoded_row);
-  const Direction c = direction(true, col, amax_col, stream_col, decoded_col);
+  const DirectionArguments r = direction_arguments(false, row, amax_row, stream_row, decoded_row);
+  const DirectionArguments c = direction_arguments(true, col, amax_col, stream_col, decoded_col);
   check_arguments(x, r, c, rng, origin.size(), offs);
   return eight(allocate_direction(x, r), allocate_direction(x, c));
 }
@@ -193,13 +196,13 @@ struct OperandHolder {
   Operand operand;
 };
 
-void fill_operand(OperandHolder& holder, const Direction& d, const QuantizedOperand& out,
+void fill_operand(OperandHolder& holder, const DirectionArguments& d, const QuantizedOperand& out,
                   const std::optional<Tensor>& rng, c10::IntArrayRef origin) {
   Operand& o = holder.operand;
   o.spec = *d.spec;
-  if (d.given_amax) {
-    bridge::check_memory("quantize", "amax", *d.given_amax);
-    holder.amax = d.given_amax->contiguous();
+  if (d.active_amax) {
+    bridge::check_memory("quantize", "amax", *d.active_amax);
+    holder.amax = d.active_amax->contiguous();
     o.given_amax = holder.amax.const_data_ptr<float>();
   }
   if (d.spec->stochastic)
@@ -213,9 +216,9 @@ void fill_operand(OperandHolder& holder, const Direction& d, const QuantizedOper
 }
 
 // Fills the outputs of the directions that there are.
-void fill(const TensorRef& in, const Direction& r, const QuantizedOperand& out_row,
-          const Direction& c, const QuantizedOperand& out_col, const std::optional<Tensor>& rng,
-          c10::IntArrayRef origin, const Execution& execution) {
+void fill(const TensorRef& in, const DirectionArguments& r, const QuantizedOperand& out_row,
+          const DirectionArguments& c, const QuantizedOperand& out_col,
+          const std::optional<Tensor>& rng, c10::IntArrayRef origin, const Execution& execution) {
   if (rng) bridge::check_memory("quantize", "rng", *rng);
   const std::optional<Tensor> random = rng ? std::optional(rng->contiguous()) : std::nullopt;
   OperandHolder row, col;
@@ -234,8 +237,8 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
                              const std::optional<Tensor>& offs, bool decoded_row,
                              bool decoded_col) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
-  const Direction r = direction(false, row, amax_row, stream_row, decoded_row);
-  const Direction c = direction(true, col, amax_col, stream_col, decoded_col);
+  const DirectionArguments r = direction_arguments(false, row, amax_row, stream_row, decoded_row);
+  const DirectionArguments c = direction_arguments(true, col, amax_col, stream_col, decoded_col);
   check_arguments(x, r, c, rng, sym_origin.size(), offs);
   const QuantizedOperand out_row = allocate_direction(x, r), out_col = allocate_direction(x, c);
   fill(in, r, out_row, c, out_col, rng, C10_AS_INTARRAYREF_SLOW(sym_origin),
@@ -265,21 +268,21 @@ Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise) {
 
 namespace torch_ops {
 
-std::pair<QuantizedOperand, QuantizedOperand> plain_quantize(const Tensor& x,
-                                                             const std::string& row,
-                                                             const std::string& col,
-                                                             const QuantizeOptions& options) {
+std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(const Tensor& x,
+                                                              const std::string& row,
+                                                              const std::string& col,
+                                                              const QuantizeOptions& options) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
-  const Direction r =
-      direction(false, row, options.amax_row, options.stream_row, options.decoded_row);
-  const Direction c =
-      direction(true, col, options.amax_col, options.stream_col, options.decoded_col);
+  const DirectionArguments r =
+      direction_arguments(false, row, options.amax_row, options.stream_row, options.decoded_row);
+  const DirectionArguments c =
+      direction_arguments(true, col, options.amax_col, options.stream_col, options.decoded_col);
   const c10::IntArrayRef origin = C10_AS_INTARRAYREF_SLOW(options.origin);
   check_arguments(x, r, c, options.rng, origin.size(), std::nullopt);
   const bridge::ExecutionOn here(x);
   std::pair<QuantizedOperand, QuantizedOperand> out;
-  if (r.spec) out.first = carve(x, *r.spec, false, r.decoded);
-  if (c.spec) out.second = carve(x, *c.spec, true, c.decoded);
+  if (r.spec) out.first = allocate_together(x, *r.spec, false, r.decoded);
+  if (c.spec) out.second = allocate_together(x, *c.spec, true, c.decoded);
   fill(in, r, out.first, c, out.second, options.rng, origin, here);
   return out;
 }

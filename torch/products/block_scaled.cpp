@@ -7,9 +7,9 @@
 #include <torch/library.h>
 
 #include "ops/bridge.h"
+#include "ops/direct.h"
 #include "ops/ops.h"
 #include "ops/outputs.h"
-#include "ops/plain.h"
 #include "products/epilogue.h"
 #include "products/fp8.h"
 #include "products/tensor_factor.h"
@@ -93,7 +93,7 @@ BlockScaledSide side_of(const Spec& spec, const ProductInput& input) {
 Tensor multiply(const ProductCall& call) {
   const BlockScaledSide a = side_of(call.product.a, call.a), b = side_of(call.product.b, call.b);
   const auto [bias, dtype, is_whole] = request_of(call.result, true);
-  const Tensor out = at::_scaled_mm_v2(a.codes, plain_transpose(b.codes), a.scale, a.scaling,
+  const Tensor out = at::_scaled_mm_v2(a.codes, direct_transpose(b.codes), a.scale, a.scaling,
                                        a.swizzle, b.scale, b.scaling, b.swizzle, bias, dtype);
   return is_whole ? out : add_bias(out, call.result);
 }

@@ -19,7 +19,7 @@
 #include <mutex>
 
 #include "ops/bridge.h"
-#include "ops/plain.h"
+#include "ops/direct.h"
 #endif
 
 namespace minifloat::torch_ops {
@@ -116,7 +116,7 @@ std::uint32_t alignment_of(const Tensor& x) {  // bytes, a power of two, at most
 
 // The place of a product's factors: alpha, or a scale of each FP8 operand, or a scale of each of
 // its rows.
-enum class Factors { kAlpha, kTensors, kRows };
+enum class FactorMode { kAlpha, kTensorScales, kRowScales };
 
 // The key of the cached kernels.
 struct Problem {
@@ -124,13 +124,13 @@ struct Problem {
   std::int64_t m, n, k;
   MatrixLayout a, b;
   cudaDataType_t a_type, b_type, d_type;
-  Factors factors;
+  FactorMode factor_mode;
   bool fast;  // sums of FP8 products may be less exact
   bool has_bias;
   std::array<std::uint32_t, 3> alignment;  // of a, b, D
 
   auto key() const {
-    return std::tie(device, m, n, k, a, b, a_type, b_type, d_type, factors, fast, has_bias,
+    return std::tie(device, m, n, k, a, b, a_type, b_type, d_type, factor_mode, fast, has_bias,
                     alignment);
   }
   bool operator<(const Problem& o) const { return key() < o.key(); }
@@ -147,7 +147,7 @@ class Descriptions {
  public:
   explicit Descriptions(const Problem& s, const Pointers& pointers) {
     check(library()->init_product(&product, sizeof(product), CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    if (s.factors == Factors::kAlpha)
+    if (s.factor_mode == FactorMode::kAlpha)
       set(CUBLASLT_MATMUL_DESC_POINTER_MODE, std::int32_t{CUBLASLT_POINTER_MODE_DEVICE});
     else
       set_scales(s, pointers);
@@ -177,7 +177,7 @@ class Descriptions {
     set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{s.fast});
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.b_scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.a_scale);
-    if (s.factors != Factors::kRows) return;
+    if (s.factor_mode != FactorMode::kRowScales) return;
     constexpr std::int32_t kOfRows = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
     set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOfRows);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOfRows);
@@ -222,10 +222,10 @@ std::optional<Kernel> choose(cublasLtHandle_t handle, const Problem& s, Descript
 
 std::optional<Kernel> chosen(cublasLtHandle_t handle, const Problem& s, Descriptions& described) {
   static std::mutex mutex;
-  static std::map<Problem, std::optional<Kernel>> known;
+  static std::map<Problem, std::optional<Kernel>> cache;
   const std::lock_guard lock(mutex);
-  if (const auto found = known.find(s); found != known.end()) return found->second;
-  return known.emplace(s, choose(handle, s, described)).first->second;
+  if (const auto found = cache.find(s); found != cache.end()) return found->second;
+  return cache.emplace(s, choose(handle, s, described)).first->second;
 }
 
 // alpha and beta in device memory: the product of the factors of both sides, and zero.
@@ -235,13 +235,13 @@ struct Scalars {
 
   Scalars(const Tensor& a, const Tensor& b, cudaStream_t stream) {
     const Tensor& one = a.defined() ? a : b;
-    memory = plain_empty(one, {2}, at::kFloat);
+    memory = direct_empty(one, {2}, at::kFloat);
     beta = memory.const_data_ptr<float>();
     const cudaError_t status = cudaMemsetAsync(memory.mutable_data_ptr(), 0, sizeof *beta, stream);
     TORCH_CHECK(status == cudaSuccess, "scaled_mm: ", cudaGetErrorString(status));
     alpha = one.const_data_ptr<float>();
     if (!a.defined() || !b.defined()) return;
-    Tensor product = plain_view(memory, at::kFloat, {}, 1);
+    Tensor product = direct_view(memory, at::kFloat, {}, 1);
     at::mul_out(product, a, b);
     alpha = beta + 1;
   }
@@ -261,7 +261,7 @@ struct Job {
   const Tensor &a, &b;  // (m, k), (n, k)
   Tensor bias;          // contiguous, bf16; undefined: none
   at::ScalarType dtype;
-  Factors factors;
+  FactorMode factor_mode;
   bool fast;
   const void *a_scale = nullptr, *b_scale = nullptr;
 };
@@ -273,7 +273,7 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
   const auto layout_a = layout_of(job.a), layout_b = layout_of(job.b);
   if (!layout_a || !layout_b) return std::nullopt;
   const Execution& execution = here;
-  const Tensor out = plain_empty(job.a, {job.a.size(0), job.b.size(0)}, job.dtype);
+  const Tensor out = direct_empty(job.a, {job.a.size(0), job.b.size(0)}, job.dtype);
   const Problem problem = {
       .device = job.a.device().index(),
       .m = job.a.size(0),
@@ -284,7 +284,7 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
       .a_type = type_of(job.a.scalar_type()),
       .b_type = type_of(job.b.scalar_type()),
       .d_type = type_of(job.dtype),
-      .factors = job.factors,
+      .factor_mode = job.factor_mode,
       .fast = job.fast,
       .has_bias = job.bias.defined(),
       .alignment = {alignment_of(job.a), alignment_of(job.b), alignment_of(out)}};
@@ -297,7 +297,7 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const auto factors = scalars(stream);
   Tensor workspace;  // small products need none
-  if (kernel->workspace > 0) workspace = plain_empty(job.a, {kernel->workspace}, at::kByte);
+  if (kernel->workspace > 0) workspace = direct_empty(job.a, {kernel->workspace}, at::kByte);
   void* d = out.mutable_data_ptr();
   check(library()->matmul(handle, &described.product, factors.alpha, job.b.const_data_ptr(),
                           &described.b, job.a.const_data_ptr(), &described.a, factors.beta, d,
@@ -323,7 +323,7 @@ std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSi
                    .b = b.values,
                    .bias = result.bias ? result.bias->contiguous() : Tensor(),
                    .dtype = result.dtype,
-                   .factors = Factors::kAlpha,
+                   .factor_mode = FactorMode::kAlpha,
                    .fast = false};
   return multiply(job, here,
                   [&](cudaStream_t stream) { return Scalars(a.factor, b.factor, stream); });
@@ -333,14 +333,15 @@ std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, boo
                                        bool fast, const Result& result) {
   if (!library()) return std::nullopt;
   const bridge::ExecutionOn here(a.codes);
-  const Job job = {.a = a.codes,
-                   .b = b.codes,
-                   .bias = result.bias ? result.bias->contiguous() : Tensor(),
-                   .dtype = result.dtype,
-                   .factors = has_row_scales ? Factors::kRows : Factors::kTensors,
-                   .fast = fast,
-                   .a_scale = a.scale.const_data_ptr(),
-                   .b_scale = b.scale.const_data_ptr()};
+  const Job job = {
+      .a = a.codes,
+      .b = b.codes,
+      .bias = result.bias ? result.bias->contiguous() : Tensor(),
+      .dtype = result.dtype,
+      .factor_mode = has_row_scales ? FactorMode::kRowScales : FactorMode::kTensorScales,
+      .fast = fast,
+      .a_scale = a.scale.const_data_ptr(),
+      .b_scale = b.scale.const_data_ptr()};
   return multiply(job, here, [](cudaStream_t) { return OneAndZero(); });
 }
 #else

@@ -19,9 +19,9 @@ constexpr const Engine* kEngines[] = {&kBlockScaled, &kFp4ByFp8,  &kFp8Tensor, &
 int compute_capability(const c10::Device& device) {
   if (!device.is_cuda()) return kNoGpu;
 #if defined(MINIFLOAT_WITH_CUDA)
-  static std::array<std::atomic<int>, 64> known = {};  // 0: not asked yet
+  static std::array<std::atomic<int>, 64> cache = {};  // 0: not asked yet
   const int index = device.has_index() ? device.index() : 0;
-  std::atomic<int>& capability = known[static_cast<std::size_t>(index) % known.size()];
+  std::atomic<int>& capability = cache[static_cast<std::size_t>(index) % cache.size()];
   if (capability == 0) {
     int major = 0, minor = 0;
     if (cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, index) != cudaSuccess ||

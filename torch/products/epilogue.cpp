@@ -2,7 +2,7 @@
 
 #include <ATen/ATen.h>
 
-#include "ops/plain.h"
+#include "ops/direct.h"
 
 namespace minifloat::torch_ops {
 
@@ -15,7 +15,7 @@ Request request_of(const Result& result, bool can_add) {
 
 Tensor add_bias(const Tensor& sums, const Result& result) {
   if (result.dtype == at::kFloat) return sums.add(*result.bias);
-  Tensor out = plain_empty(sums, sums.sizes(), result.dtype);
+  Tensor out = direct_empty(sums, sums.sizes(), result.dtype);
   return at::add_out(out, sums, to_dtype(*result.bias, result.dtype));
 }
 

@@ -1,7 +1,7 @@
 // The exact product on the CPU: torch's matrix product, with the tensor scales as alpha.
 #include <ATen/ATen.h>
 
-#include "ops/plain.h"
+#include "ops/direct.h"
 #include "products/exact.h"
 
 namespace minifloat::torch_ops {
@@ -12,14 +12,14 @@ namespace {
 Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
                       const std::optional<Tensor>& bias, at::ScalarType dtype) {
   const at::ScalarType compute = are_narrow(a, b) ? dtype : at::kFloat;
-  const Tensor left = to_dtype(a, compute), right = plain_transpose(to_dtype(b, compute));
+  const Tensor left = to_dtype(a, compute), right = direct_transpose(to_dtype(b, compute));
   Tensor out;
   if (bias) {
     out = at::addmm(to_dtype(to_dtype(*bias, dtype), compute), left, right, 1, alpha);
   } else if (alpha == 1.0f) {
     out = at::mm(left, right);
   } else {
-    out = plain_empty(left, {left.size(0), right.size(1)}, compute);
+    out = direct_empty(left, {left.size(0), right.size(1)}, compute);
     at::addmm_out(out, out, left, right, 0, alpha);  // times 0: what was there is not read
   }
   return to_dtype(out, dtype);

@@ -5,7 +5,7 @@
 //     else                       fp32 sums, then one pass: times the last factor, plus bias, rounded
 #include <ATen/ATen.h>
 
-#include "ops/plain.h"
+#include "ops/direct.h"
 #include "products/cublaslt.h"
 #include "products/epilogue.h"
 #include "products/exact.h"
@@ -16,13 +16,13 @@ namespace {
 bool supports(const Product&, int capability) { return capability != kNoGpu; }
 
 Tensor empty_result(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
-  return plain_empty(a, {a.size(0), b.size(0)}, dtype);
+  return direct_empty(a, {a.size(0), b.size(0)}, dtype);
 }
 
 // Returns (m, k) · (n, k)ᵀ in fp32 sums, as they are or rounded once.
 Tensor sums_of(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
-  if (are_narrow(a, b) && dtype == at::kFloat) return at::mm(a, plain_transpose(b), at::kFloat);
-  return at::mm(to_dtype(a, dtype), plain_transpose(to_dtype(b, dtype)));
+  if (are_narrow(a, b) && dtype == at::kFloat) return at::mm(a, direct_transpose(b), at::kFloat);
+  return at::mm(to_dtype(a, dtype), direct_transpose(to_dtype(b, dtype)));
 }
 
 // Returns the factors that the sums (m, n) are still to be multiplied by, broadcastable.
@@ -48,12 +48,13 @@ Tensor product_of_sums(const ExactSide& a, const ExactSide& b, const Result& res
                      : at::mul_out(out, sums, last);
 }
 
-Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& given) {
-  const auto bias = given.bias ? std::optional(to_dtype(*given.bias, given.dtype)) : std::nullopt;
-  const bool narrow = are_narrow(a.values, b.values), rounds = given.dtype == at::kBFloat16;
+Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& request) {
+  const auto bias =
+      request.bias ? std::optional(to_dtype(*request.bias, request.dtype)) : std::nullopt;
+  const bool narrow = are_narrow(a.values, b.values), rounds = request.dtype == at::kBFloat16;
   if (rounds && !narrow)  // an fp32 operand is multiplied as it is, in fp32
-    return to_dtype(exact_product(a, b, {bias, at::kFloat}), given.dtype);
-  const Result result = {bias, given.dtype};
+    return to_dtype(exact_product(a, b, {bias, at::kFloat}), request.dtype);
+  const Result result = {bias, request.dtype};
 
   if (a.values.numel() == 0 || b.values.numel() == 0) {
     const Tensor zeros = empty_result(a.values, b.values, result.dtype).zero_();
@@ -62,7 +63,7 @@ Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& given
   const bool has_rows = a.row_factors.defined() || b.row_factors.defined();
   if (!has_rows && !a.factor.defined() && !b.factor.defined()) {
     if (!bias) return sums_of(a.values, b.values, result.dtype);
-    if (rounds) return at::addmm(*bias, a.values, plain_transpose(b.values));
+    if (rounds) return at::addmm(*bias, a.values, direct_transpose(b.values));
     return add_bias(sums_of(a.values, b.values, at::kFloat), result);
   }
   if (!has_rows && narrow)

@@ -2,20 +2,20 @@
 
 #include <ATen/ATen.h>
 
-#include "ops/plain.h"
+#include "ops/direct.h"
 #include "products/cublaslt.h"
 #include "products/epilogue.h"
 
 namespace minifloat::torch_ops {
 
 Tensor fp8_view(const Fp8Side& side) {
-  return plain_view(side.codes,
-                    side.elements == Elements::kE4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2,
-                    side.codes.sizes());
+  return direct_view(side.codes,
+                     side.elements == Elements::kE4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2,
+                     side.codes.sizes());
 }
 
 Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape) {
-  return plain_view(side.scale.contiguous(), at::kFloat, shape);
+  return direct_view(side.scale.contiguous(), at::kFloat, shape);
 }
 
 Tensor fp8_product(const Fp8Side& a, const Fp8Side& b, bool has_row_scales, bool fast,
@@ -27,7 +27,7 @@ Tensor fp8_product(const Fp8Side& a, const Fp8Side& b, bool has_row_scales, bool
   const auto product =
       product_of_codes({left, a_scale}, {right, b_scale}, has_row_scales, fast, {bias, dtype});
   const Tensor out = product ? *product
-                             : at::_scaled_mm(left, plain_transpose(right), a_scale, b_scale, bias,
+                             : at::_scaled_mm(left, direct_transpose(right), a_scale, b_scale, bias,
                                               std::nullopt, dtype, fast);
   return is_whole ? out : add_bias(out, result);
 }

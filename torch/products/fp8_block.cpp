@@ -4,7 +4,7 @@
 #include <ATen/BlasBackend.h>
 
 #include "minifloat/core/block.h"
-#include "ops/plain.h"
+#include "ops/direct.h"
 #include "products/epilogue.h"
 #include "products/fp8.h"
 
@@ -29,7 +29,7 @@ bool takes(const Product& product, int, const ProductShape& shape) {
 // Views contiguous (cols, rows) as (rows, cols), with the strides that cuBLAS checks where a size
 // is one, too.
 Tensor as_columns(const Tensor& t, std::int64_t cols, std::int64_t rows) {
-  return plain_view(t, t.scalar_type(), {rows, cols}, {1, rows}, t.storage_offset());
+  return direct_view(t, t.scalar_type(), {rows, cols}, {1, rows}, t.storage_offset());
 }
 
 // Returns scales of blocks (outer, L) as cuBLAS reads them. 1x128: (outer, L), outer adjacent,
@@ -39,7 +39,7 @@ Tensor block_scale(const Spec& spec, const Fp8Side& side) {
   const Tensor scale =
       scale_view(side, {spec.scale_rows(side.codes.size(0)), spec.scale_cols(side.codes.size(1))});
   const std::int64_t outer = scale.size(0), length = scale.size(1);
-  if (!is_2d(spec)) return as_columns(plain_transpose(scale).contiguous(), length, outer);
+  if (!is_2d(spec)) return as_columns(direct_transpose(scale).contiguous(), length, outer);
   const std::int64_t padded = round_up<std::int64_t>(length, 4);
   const Tensor rows = padded == length ? scale : at::constant_pad_nd(scale, {0, padded - length});
   return as_columns(rows, outer, padded);
@@ -58,7 +58,7 @@ Tensor multiply(const ProductCall& call) {
   const Request request = request_of(call.result, false);
   const std::int64_t no_swizzle = static_cast<std::int64_t>(at::blas::SwizzleType::NO_SWIZZLE);
   const Tensor out =
-      at::_scaled_mm_v2(left, plain_transpose(right), {block_scale(product.a, a)},
+      at::_scaled_mm_v2(left, direct_transpose(right), {block_scale(product.a, a)},
                         {scaling_of(product.a)}, {no_swizzle}, {block_scale(product.b, b)},
                         {scaling_of(product.b)}, {no_swizzle}, std::nullopt, request.dtype);
   return request.is_whole ? out : add_bias(out, call.result);

@@ -8,7 +8,7 @@
 #include <torch/library.h>
 
 #include "ops/bridge.h"
-#include "ops/plain.h"
+#include "ops/direct.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -115,8 +115,8 @@ Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const Pro
                  const SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
   const InputTensors left = tensors_of(a), right = tensors_of(b);
   const auto length = k.maybe_as_int();
-  if (length && is_plain({left.elements, left.scale, left.amax, right.elements, right.scale,
-                          right.amax, bias ? &*bias : nullptr})) {
+  if (length && can_skip_dispatcher({left.elements, left.scale, left.amax, right.elements,
+                                     right.scale, right.amax, bias ? &*bias : nullptr})) {
     check_product(planned.product, a, b, k, {bias, out_dtype});
     check_devices(left, right, bias);
     check_memory(left, right, bias);

@@ -11,7 +11,7 @@
 namespace minifloat::torch_ops {
 
 // Returns a · bᵀ over k, (m, n): by the planned engine, or the next one that takes the sizes.
-// Through the dispatcher, or past it where all tensors are plain (ops/plain.h).
+// Through the dispatcher, or past it where all tensors are plain (ops/direct.h).
 Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
                  const c10::SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype);
 

@@ -4,7 +4,7 @@
 
 #include "minifloat/quantize.h"
 #include "ops/bridge.h"
-#include "ops/plain.h"
+#include "ops/direct.h"
 
 namespace minifloat::torch_ops {
 
@@ -20,8 +20,8 @@ void check_tensor_factor(const char* op, const char* name, const Spec& spec, con
 }
 
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
-  if (spec.rule == ScaleRule::kTensor) return plain_view(scale, at::kFloat, {});
-  const Tensor out = plain_empty(amax, {}, at::kFloat);
+  if (spec.rule == ScaleRule::kTensor) return direct_view(scale, at::kFloat, {});
+  const Tensor out = direct_empty(amax, {}, at::kFloat);
   bridge::with_value_errors([&] {
     const Quantized q = {
         .spec = spec, .amax = amax.const_data_ptr<float>(), .device = bridge::backend_of(amax)};

@@ -1,4 +1,4 @@
-#include "ops/plain.h"
+#include "ops/direct.h"
 
 #include <ATen/EmptyTensor.h>
 #include <ATen/detail/CUDAHooksInterface.h>
@@ -15,13 +15,13 @@ using c10::DispatchKey;
 using c10::DispatchKeySet;
 
 // The keys of an ordinary tensor. Its autocast keys are at work only where autocast is, which the layers' ops settle.
-constexpr DispatchKeySet kOrdinary = DispatchKeySet(
+constexpr DispatchKeySet kDeviceKeys = DispatchKeySet(
     {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
      DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
 
-bool is_ordinary(const Tensor& t) {
+bool has_device_keys_alone(const Tensor& t) {
   const DispatchKeySet others =
-      DispatchKeySet(DispatchKeySet::RAW, t.key_set().raw_repr() & ~kOrdinary.raw_repr());
+      DispatchKeySet(DispatchKeySet::RAW, t.key_set().raw_repr() & ~kDeviceKeys.raw_repr());
   return others.empty();
 }
 
@@ -41,15 +41,15 @@ std::int64_t offset_in(const Tensor& t, at::ScalarType dtype) {
 
 }  // namespace
 
-bool is_plain(std::initializer_list<const Tensor*> tensors) {
+bool can_skip_dispatcher(std::initializer_list<const Tensor*> tensors) {
   const DispatchKeySet included = c10::impl::tls_local_dispatch_key_set().included_;
   if ((included.raw_repr() & ~c10::default_included_set.raw_repr()) != 0) return false;
   for (const Tensor* t : tensors)
-    if (t && t->defined() && !is_ordinary(*t)) return false;
+    if (t && t->defined() && !has_device_keys_alone(*t)) return false;
   return !at::getStepCallbacksUnlessEmpty(at::RecordScope::FUNCTION).has_value();
 }
 
-Tensor plain_empty(const Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype) {
+Tensor direct_empty(const Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype) {
   if (like.is_cpu())
     return at::detail::empty_generic(sizes, c10::GetCPUAllocator(),
                                      DispatchKeySet(DispatchKey::CPU), dtype, std::nullopt);
@@ -58,32 +58,32 @@ Tensor plain_empty(const Tensor& like, at::IntArrayRef sizes, at::ScalarType dty
                                    DispatchKeySet(DispatchKey::CUDA), dtype, std::nullopt);
 }
 
-Tensor plain_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes,
-                  at::IntArrayRef strides, std::int64_t offset) {
+Tensor direct_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes,
+                   at::IntArrayRef strides, std::int64_t offset) {
   Tensor out = view_of(t, dtype, offset);
   out.unsafeGetTensorImpl()->set_sizes_and_strides(sizes, strides);
   return out;
 }
 
-Tensor plain_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes,
-                  std::int64_t offset) {
+Tensor direct_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes,
+                   std::int64_t offset) {
   Tensor out = view_of(t, dtype, offset);
   out.unsafeGetTensorImpl()->set_sizes_contiguous(sizes);
   return out;
 }
 
-Tensor plain_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
-  return plain_view(t, dtype, sizes, offset_in(t, dtype));
+Tensor direct_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes) {
+  return direct_view(t, dtype, sizes, offset_in(t, dtype));
 }
 
-Tensor plain_transpose(const Tensor& matrix) {
+Tensor direct_transpose(const Tensor& matrix) {
   const std::int64_t sizes[] = {matrix.size(1), matrix.size(0)};
   const std::int64_t strides[] = {matrix.stride(1), matrix.stride(0)};
-  return plain_view(matrix, matrix.scalar_type(), sizes, strides, matrix.storage_offset());
+  return direct_view(matrix, matrix.scalar_type(), sizes, strides, matrix.storage_offset());
 }
 
 void share_version(const Tensor& view, const Tensor& base) {
-  if (view.is_same(base) || !is_plain({&view, &base}) || !view.is_alias_of(base)) return;
+  if (view.is_same(base) || !can_skip_dispatcher({&view, &base}) || !view.is_alias_of(base)) return;
   if (!base.is_inference())
     view.unsafeGetTensorImpl()->set_version_counter(base.unsafeGetTensorImpl()->version_counter());
 }
