@@ -1,4 +1,4 @@
-// roll_amax_histories: a step of delayed scaling's amax histories, in place.
+// roll_amax_histories: one step of delayed scaling's amax histories, in place.
 #include "minifloat/amax_history.h"
 
 #include <ATen/ATen.h>
@@ -23,7 +23,7 @@ DelayedAmax parse_algorithm(const std::string& text) {
   return text == "max" ? DelayedAmax::kMax : DelayedAmax::kMostRecent;
 }
 
-// histories: float32 (…, 1 + length) of one shape and one device.
+// Requires histories of one shape and one device: float32 (…, 1 + length).
 void check_histories(TensorList histories, const std::string& algorithm, std::int64_t margin) {
   parse_algorithm(algorithm);
   TORCH_CHECK_VALUE(0 <= margin && margin <= kMostMargin, kOp, ": expected a margin of 0 to ",

@@ -1,4 +1,4 @@
-// From torch's tensors, strings, errors, threads and streams to the torch-free API's.
+// Conversions from torch to the torch-free API: tensors, strings, errors, threads and streams.
 #pragma once
 
 #include <ATen/Functions.h>
@@ -20,8 +20,8 @@
 
 namespace minifloat::bridge {
 
-// Runs f; a minifloat::Error leaves as c10::ValueError, which Python sees as ValueError, and memory that is not to be had
-// as torch's own error for that.
+// Runs f. Converts a minifloat::Error to c10::ValueError, which Python sees as ValueError, and
+// std::bad_alloc to torch's OutOfMemoryError.
 template <class F>
 decltype(auto) with_value_errors(F&& f) {
   try {
@@ -33,7 +33,7 @@ decltype(auto) with_value_errors(F&& f) {
   }
 }
 
-// Parses a text once a thread: an op's texts are few, and its calls many.
+// Parses a text once for each thread: a model has few texts and makes many calls.
 template <class Parsed>
 const Parsed& parse_once(const std::string& text) {
   static thread_local std::unordered_map<std::string, Parsed> cache;
@@ -43,7 +43,7 @@ const Parsed& parse_once(const std::string& text) {
 inline const Spec& parse_spec(const std::string& text) { return parse_once<Spec>(text); }
 inline const Product& parse_product(const std::string& text) { return parse_once<Product>(text); }
 
-// Torch's own thread pool, so that torch.set_num_threads holds here too.
+// Runs body on torch's thread pool, so that torch.set_num_threads applies.
 inline void torch_parallel_for(std::int64_t count, void (*body)(void*, std::int64_t, std::int64_t),
                                void* context) {
   at::parallel_for(0, count, 1,
@@ -52,9 +52,10 @@ inline void torch_parallel_for(std::int64_t count, void (*body)(void*, std::int6
 
 inline Device backend_of(const at::Tensor& x) { return x.is_cuda() ? Device::kCuda : Device::kCpu; }
 
-// Where an op on x runs. CPU: torch's threads. CUDA: x's device, made current for the object's life, the stream that
-// torch has current there, and scratch from torch's allocator, which goes back at the object's end: the allocator hands
-// it only to later work of the same stream. Through c10's interface of devices, so that no CUDA library is linked.
+// The execution of an op on x. On the CPU: torch's threads. On CUDA: x's device, which stays
+// current for the object's lifetime; torch's current stream there; and scratch from torch's
+// allocator. The destructor frees the scratch: the allocator reuses memory in stream order. Only
+// c10's device interface is called, so that no CUDA library is linked.
 class ExecutionOn {
  public:
   explicit ExecutionOn(const at::Tensor& x) : options_(x.options().dtype(at::kByte)) {
@@ -87,7 +88,7 @@ class ExecutionOn {
   Execution execution_;
 };
 
-// x as a batch of row-major matrices; a layout that would need a copy is refused, not copied.
+// Returns x as a batch of row-major matrices. Raises for a layout that would need a copy.
 inline TensorRef tensor_ref(const char* op, const at::Tensor& x) {
   check_values(op, x);
   check_memory(op, "x", x);

@@ -1,5 +1,5 @@
-// What ops require of tensors and numbers before they read or write anything: each check once, for every op. Sizes,
-// dtypes and devices alone, so that a check costs nanoseconds. A failed one raises ValueError.
+// Checks of the arguments of ops, which run before anything is read or written. They look at sizes,
+// dtypes and devices alone, and so cost nanoseconds. A failed check raises ValueError.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -12,7 +12,7 @@
 
 namespace minifloat::bridge {
 
-// The tensors of one call lie on one device; an undefined or empty one lies anywhere.
+// Requires t on the device of `like`, unless t is undefined or empty.
 inline void check_same_device(const char* op, const char* name, const at::Tensor& t,
                               const at::Tensor& like) {
   TORCH_CHECK_VALUE(!t.defined() || t.device() == like.device() || t.sym_numel() == 0, op,
@@ -23,7 +23,8 @@ inline void check_same_device(const char* op, const char* name, at::TensorList l
   for (const at::Tensor& t : list) check_same_device(op, name, t, like);
 }
 
-// Requires one device of an op that writes to its arguments; the check that their kernels on meta tensors make.
+// Requires all tensors on one device. Ops that write to their arguments check this on meta tensors
+// too.
 inline void check_one_device(const char* op, std::initializer_list<at::TensorList> lists) {
   const at::Tensor* first = nullptr;
   for (const at::TensorList& list : lists)
@@ -33,22 +34,22 @@ inline void check_one_device(const char* op, std::initializer_list<at::TensorLis
     }
 }
 
-// A number of elements; a symbolic one is checked where it is a number.
+// Requires a number of elements from 0 to 2^48. A symbolic number passes: the kernel checks it.
 inline void check_size(const char* op, const char* name, const c10::SymInt& n) {
   const auto size = n.maybe_as_int();
   TORCH_CHECK_VALUE(!size || is_addressable({*size}), op, ": expected ", name, " from 0 to 2^48, ",
                     "got ", n);
 }
 
-// Sizes whose products do not overflow, also where one of them is 0.
+// Requires sizes whose products do not overflow, also where a size is 0.
 inline void check_sizes(const char* op, const char* name, const at::Tensor& t) {
   if (t.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) return;
   TORCH_CHECK_VALUE(is_addressable(t.sizes()), op, ": expected ", name,
                     " of at most 2^48 elements, got sizes ", t.sizes());
 }
 
-// Real memory, on the CPU or CUDA, that holds every element. Sharding frees what is not gathered and leaves the tensors,
-// and a storage can be resized below its tensors.
+// Requires real memory, on the CPU or CUDA, that holds every element. FSDP frees the storage of a
+// weight between its gathers, while the tensor object stays.
 inline void check_memory(const char* op, const char* name, const at::Tensor& t) {
   if (!t.defined()) return;
   TORCH_CHECK_VALUE((t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && t.has_storage(),
@@ -65,16 +66,17 @@ inline void check_memory(const char* op, const char* name, const at::Tensor& t) 
                     ": its storage is too small, or its memory is freed: no gather has brought it");
 }
 
-// The same of a tensor that a trace or a subclass may stand for: their kernels check what they are called with.
+// Calls check_memory, except for a tensor of a trace or a subclass: the kernel that is called with
+// real tensors checks those.
 inline void check_memory_if_real(const char* op, const char* name, const at::Tensor& t) {
-  constexpr c10::DispatchKeySet kStandIns(
+  constexpr c10::DispatchKeySet kTracedKeys(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
        c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
        c10::DispatchKey::ZeroTensor});
-  if ((t.is_cpu() || t.is_cuda()) && !t.key_set().has_any(kStandIns)) check_memory(op, name, t);
+  if ((t.is_cpu() || t.is_cuda()) && !t.key_set().has_any(kTracedKeys)) check_memory(op, name, t);
 }
 
-// Memory of `bytes` bytes that is read or written as it lies.
+// Requires contiguous memory of `bytes` bytes.
 inline void check_bytes(const char* op, const char* name, const at::Tensor& t, std::int64_t bytes) {
   check_memory(op, name, t);
   TORCH_CHECK_VALUE(t.is_contiguous() && static_cast<std::int64_t>(t.nbytes()) == bytes, op,
@@ -86,13 +88,13 @@ inline bool is_value_dtype(at::ScalarType dtype) {
   return dtype == at::kFloat || dtype == at::kBFloat16;
 }
 
-// Values in high precision: what is read as numbers.
+// Requires a tensor of values: fp32 or bf16.
 inline void check_value_dtype(const char* op, const char* name, const at::Tensor& t) {
   TORCH_CHECK_VALUE(is_value_dtype(t.scalar_type()), op, ": expected ", name,
                     " in float32 or bfloat16, got ", t.scalar_type());
 }
 
-// What every op that reads values requires of its input.
+// Requires x as values, (rows, cols) or (batch, rows, cols).
 inline void check_values(const char* op, const at::Tensor& x) {
   check_value_dtype(op, "x", x);
   TORCH_CHECK_VALUE(x.dim() == 2 || x.dim() == 3, op,
@@ -101,7 +103,7 @@ inline void check_values(const char* op, const at::Tensor& x) {
   check_sizes(op, "x", x);
 }
 
-// The state of stochastic rounding.
+// Requires the state of stochastic rounding, on x's device.
 inline void check_rng(const char* op, const at::Tensor& rng, const at::Tensor& x) {
   TORCH_CHECK_VALUE(rng.scalar_type() == at::kLong && rng.dim() == 1 &&
                         (rng.sym_size(0) == 2 || rng.sym_size(0) == 3),

@@ -1,5 +1,6 @@
-// dequantize, decode, carry: codes to values, to the bf16 values of an exact product, and FP4 to FP8 codes of the same
-// values. One shape rule each, which the Meta kernels are, and the kernels that fill those shapes.
+// The ops that read codes. dequantize: codes to values. decode: codes to the bf16 values of an
+// exact product. carry: FP4 codes to FP8 codes of the same values (fp4_as_fp8). Each has a Meta
+// kernel, which gives the shapes, and one kernel for CPU and CUDA, which fills them.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -20,7 +21,7 @@ using torch_ops::is_scale_dtype;
 using torch_ops::scale_dtype;
 using torch_ops::scales_of;
 
-// Requires codes (…, rows, code_cols) of an operand read (rows, cols).
+// Requires codes (…, rows, code_cols) of an operand that is (rows, cols) as read.
 void check_codes(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
                  const Spec& spec, const SymInt& cols) {
   TORCH_CHECK_VALUE(!spec.is_bf16(), op, ": bf16 is the identity and has no codes");
@@ -36,7 +37,7 @@ void check_codes(const char* op, const Tensor& codes, const Tensor& scale, const
                     spec.str(), ", got ", codes.sym_size(-1));
 }
 
-// Memory for the values of such codes.
+// Returns memory for the values of codes, after check_codes.
 Tensor empty_values(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
                     const Spec& spec, const SymInt& cols, at::ScalarType dtype) {
   check_codes(op, codes, scale, amax, spec, cols);
@@ -45,13 +46,13 @@ Tensor empty_values(const char* op, const Tensor& codes, const Tensor& scale, co
   return empty(codes, shape, dtype);
 }
 
-// A torch-free view of (codes, scale, amax), and the contiguous amax that it points to.
+// A torch-free view of (codes, scale, amax). It points to a contiguous copy of amax, which it owns.
 struct View {
   Quantized q;
   Tensor amax;
 };
 
-// amax: undefined where the op takes none
+// Returns the view, after its checks. amax: undefined where the op takes none.
 View quantized_view(const char* op, const Spec& spec, const Tensor& codes, const Tensor& scale,
                     const Tensor& amax, std::int64_t cols) {
   bridge::check_memory(op, "codes", codes);
@@ -207,7 +208,7 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("carry", fp4_as_fp8_meta);
 }
 
-// Codes have no gradient: autograd passes by.
+// Codes have no gradient: autograd is skipped.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   for (const char* op : {"dequantize", "decode", "carry"})
     m.impl(op, torch::CppFunction::makeFallthrough());

@@ -14,7 +14,8 @@ namespace {
 using c10::DispatchKey;
 using c10::DispatchKeySet;
 
-// The keys of an ordinary tensor. Its autocast keys are at work only where autocast is, which the layers' ops settle.
+// The dispatch keys of a tensor without subclass or transform. Autocast keys are in every key set,
+// and are active only under autocast, which the ops of layers handle before they call other ops.
 constexpr DispatchKeySet kDeviceKeys = DispatchKeySet(
     {DispatchKey::CPU, DispatchKey::CUDA, DispatchKey::ADInplaceOrView, DispatchKey::AutogradCPU,
      DispatchKey::AutogradCUDA, DispatchKey::AutocastCPU, DispatchKey::AutocastCUDA});
@@ -33,7 +34,7 @@ Tensor view_of(const Tensor& t, at::ScalarType dtype, std::int64_t offset) {
   return out;
 }
 
-// Where t's elements begin, counted in elements of another dtype.
+// Returns the storage offset of t, counted in elements of another dtype.
 std::int64_t offset_in(const Tensor& t, at::ScalarType dtype) {
   return t.storage_offset() * static_cast<std::int64_t>(t.element_size()) /
          static_cast<std::int64_t>(c10::elementSize(dtype));
@@ -53,7 +54,7 @@ Tensor direct_empty(const Tensor& like, at::IntArrayRef sizes, at::ScalarType dt
   if (like.is_cpu())
     return at::detail::empty_generic(sizes, c10::GetCPUAllocator(),
                                      DispatchKeySet(DispatchKey::CPU), dtype, std::nullopt);
-  const c10::DeviceGuard here(like.device());  // where the allocator allocates
+  const c10::DeviceGuard here(like.device());  // the allocator uses the current device
   return at::detail::empty_generic(sizes, at::detail::getCUDAHooks().getCUDADeviceAllocator(),
                                    DispatchKeySet(DispatchKey::CUDA), dtype, std::nullopt);
 }

@@ -1,6 +1,6 @@
-// Eager calls on ordinary tensors, past the dispatcher. A hop through it costs about as much as a small kernel's
-// launch, and a layer takes dozens: so the ops that a layer is made of call each other's kernels directly where nobody
-// else is to see them, and outputs that nobody sees apart share one allocation.
+// Direct calls of kernels, without torch's dispatcher. A dispatch costs about as much as the launch
+// of a small kernel, and a layer needs dozens. So ops that a layer calls skip the dispatcher where
+// nothing can intercept them, and their outputs share one allocation.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,30 +13,33 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
-// Whether a device's kernel alone sees an op on these tensors: of the CPU or of CUDA, no subclass that is dispatched on,
-// and no mode, transform, trace or profiler at work. An undefined tensor, or null, stands for one that is not given.
+// Whether the dispatcher would call nothing except the CPU's or CUDA's kernel for these tensors: no
+// tensor is a subclass with a dispatch of its own, and no mode, transform, trace or profiler is
+// active. Undefined tensors and null pointers are absent arguments.
 bool can_skip_dispatcher(std::initializer_list<const Tensor*> tensors);
 
-// The functions below are for real memory: for kernels, and for tensors that are plain.
+// The functions below are for tensors with real memory: in kernels, or after can_skip_dispatcher.
 
-// Memory without values, on the device of `like`.
+// Returns uninitialized memory on the device of `like`.
 Tensor direct_empty(const Tensor& like, at::IntArrayRef sizes, at::ScalarType dtype);
 
-// Memory of t under another dtype or shape, which has no history and no part in t's. offset: elements of `dtype` from
-// the beginning of t's storage.
+// Returns a view of t's storage under another dtype or shape. The view has no autograd history and
+// does not share t's version counter. offset: in elements of `dtype`, from the storage's beginning.
 Tensor direct_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes,
                    at::IntArrayRef strides, std::int64_t offset);
 Tensor direct_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes,
-                   std::int64_t offset);  // adjacent elements
-// Where t, of adjacent elements, lies.
+                   std::int64_t offset);  // contiguous
+// Views all of a contiguous t.
 Tensor direct_view(const Tensor& t, at::ScalarType dtype, at::IntArrayRef sizes);
+// Returns a view of the transpose.
 Tensor direct_transpose(const Tensor& matrix);
 
-// Counts writes to `view` and to `base`, of whose memory it is a view, together, as torch's own views do: autograd
-// then refuses a backward pass that would read what was overwritten. Leaves other tensors as they are.
+// Makes `view` share the version counter of `base`, whose memory it views, as torch's own views do.
+// Autograd then raises in a backward pass that would read overwritten values. Does nothing where
+// the tensors are the same, share no memory, are inference tensors or cannot skip the dispatcher.
 void share_version(const Tensor& view, const Tensor& base);
 
-// t.to(dtype), without asking where it has it.
+// Returns t.to(dtype), without a call where t has that dtype.
 inline Tensor to_dtype(const Tensor& t, at::ScalarType dtype) {
   return t.scalar_type() == dtype ? t : t.to(dtype);
 }

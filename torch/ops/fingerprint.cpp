@@ -1,10 +1,12 @@
-// A fingerprint of a tensor's bytes: 64 bits by which a cache of codes sees that what they were made of has changed, also
-// where torch counts no write (through .data, by NumPy). Of the CPU's memory, where one read costs less than a cast.
+// Fingerprint: a 64-bit hash of a tensor's bytes. A cache of a weight's codes compares fingerprints
+// to detect writes to the weight, also writes that torch does not count (through .data, by NumPy).
+// CPU memory only: one read of it costs less than a cast.
 //
-//     bytes -> chunks of 1 MiB -> four 64-bit lanes of (lane ^ word) * odd, rotated -> one hash a chunk -> one hash
+//     bytes -> chunks of 1 MiB -> four 64-bit lanes of (lane ^ input) * odd, rotated
+//           -> one hash a chunk -> one hash
 //
-// A changed word changes its chunk's hash for certain, since each step is a bijection of its lane; two changes cancel with
-// a probability of about 2^-64.
+// One changed input of 64 bits always changes the chunk's hash, since each step is a bijection of
+// its lane. Two changes cancel with a probability of about 2^-64.
 #include <ATen/ATen.h>
 #include <ATen/Parallel.h>
 #include <torch/custom_class.h>
@@ -24,8 +26,8 @@ constexpr std::int64_t kChunk = 1 << 20;
 constexpr int kLanes = 4;
 constexpr std::uint64_t kOdd = 0x9E3779B97F4A7C15;  // 2^64 over the golden ratio
 
-std::uint64_t mix(std::uint64_t lane, std::uint64_t word) {
-  return std::rotl((lane ^ word) * kOdd, 29);
+std::uint64_t mix(std::uint64_t lane, std::uint64_t input) {
+  return std::rotl((lane ^ input) * kOdd, 29);
 }
 
 std::uint64_t hash_of(const unsigned char* bytes, std::int64_t count) {
@@ -33,9 +35,9 @@ std::uint64_t hash_of(const unsigned char* bytes, std::int64_t count) {
   constexpr std::int64_t kStep = kLanes * sizeof(std::uint64_t);
   std::int64_t i = 0;
   for (; i + kStep <= count; i += kStep) {
-    std::uint64_t words[kLanes];
-    std::memcpy(words, bytes + i, kStep);
-    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = mix(lanes[lane], words[lane]);
+    std::uint64_t inputs[kLanes];
+    std::memcpy(inputs, bytes + i, kStep);
+    for (int lane = 0; lane < kLanes; ++lane) lanes[lane] = mix(lanes[lane], inputs[lane]);
   }
   std::uint64_t rest[kLanes] = {};
   std::memcpy(rest, bytes + i, static_cast<std::size_t>(count - i));
@@ -58,7 +60,7 @@ std::uint64_t hash_of(const at::Tensor& t) {
   return hash;
 }
 
-// What a tensor's bytes were.
+// The hash of a tensor's bytes at one time.
 class Fingerprint : public torch::CustomClassHolder {
  public:
   explicit Fingerprint(const at::Tensor& t) : hash_(checked_hash(t)) {}

@@ -1,5 +1,5 @@
-// The kernels of the ops that layers are made of, past the dispatcher: for plain tensors (direct.h). What the caller did
-// not ask for is undefined, and the outputs of a direction share one allocation.
+// Kernels of the ops that layers call, for tensors that can skip the dispatcher (direct.h). Outputs
+// that the caller does not request are undefined. The outputs of a direction share one allocation.
 #pragma once
 
 #include "ops/ops.h"

@@ -1,6 +1,6 @@
-// The operators that the torch layer is made of, as typed calls through the dispatcher: a tensor
-// subclass, a fake tensor or a functional one sees each of them. Where nobody is to see them
-// (direct.h) those that are called within a layer are their kernels alone (kernels.h).
+// Typed calls of the library's ops through the dispatcher, so that tensor subclasses, fake tensors
+// and functional tensors intercept each op. Ops that a layer calls skip the dispatcher where
+// nothing can intercept them (direct.h) and call their kernels (kernels.h).
 #pragma once
 
 #include <ATen/core/List.h>
@@ -21,12 +21,12 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
-// One direction of a quantization. What is absent is empty or undefined.
+// The result of a quantization in one direction. Absent tensors are empty or undefined.
 struct QuantizedOperand {
   Tensor codes;    // uint8 (…, rows, code_cols), as read
   Tensor scale;    // fp32, or the bytes of E8M0 or E4M3
   Tensor amax;     // fp32
-  Tensor decoded;  // bf16 (…, rows, padded_cols), where asked for
+  Tensor decoded;  // bf16 (…, rows, padded_cols), if requested
 };
 
 struct QuantizeOptions {
@@ -37,25 +37,27 @@ struct QuantizeOptions {
   std::array<c10::SymInt, 2> origin = {0, 0};  // of x within the whole
 };
 
-// The amax of x, or of its rows, as `spec` scales: fp32.
+// Returns the amax of x, or of each of its rows, as `spec` scales by: fp32.
 Tensor amax(const Tensor& x, const std::string& spec, bool columnwise);
 
-// x: (rows, cols) or (batch, rows, cols), fp32 or bf16. row, col: spec texts, "" = direction absent.
+// Quantizes x, fp32 or bf16 (rows, cols) or (batch, rows, cols), rowwise and columnwise.
+// row, col: spec texts; "": without this direction.
 std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
                                                        const std::string& col,
                                                        const QuantizeOptions& options);
 
-// The bf16 values that an exact product reads, (rows, padded cols).
+// Returns the bf16 values that an exact product reads, (rows, padded cols).
 Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols);
 
-// FP4 under powers of two as FP8 codes, float8_e4m3fn (rows, padded cols), and an fp32 scale a row: core/fp4_as_fp8.h.
+// Returns FP4 codes under power-of-two scales as FP8 codes of the same values, float8_e4m3fn (rows,
+// padded cols), and an fp32 scale for each row. Calls the op `carry`; see core/fp4_as_fp8.h.
 std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                      const Spec& spec, c10::SymInt cols);
 
-// One-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols).
+// Returns one-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols).
 Tensor swizzle_scales(const Tensor& scale);
 
-// The layers, whole: y of each weight. See schemas.cpp and include/minifloat/torch.h.
+// Calls the ops of whole layers. See schemas.cpp and include/minifloat/torch.h.
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::string& recipe, const std::optional<Tensor>& rng,
               const std::optional<Tensor>& amax_history, std::int64_t stream = 0,

@@ -1,5 +1,5 @@
-// amax, quantize: one shape rule each, which the Meta kernels are, and the kernels that fill those shapes, which are the
-// same function on every device: the torch-free API looks where its tensors lie. The way back is in dequantize.cpp.
+// The ops amax and quantize: values to codes. Each has a Meta kernel, which gives the shapes, and
+// one kernel for CPU and CUDA, which fills them: the torch-free API dispatches on the device.
 #include "minifloat/quantize.h"
 
 #include <ATen/ATen.h>
@@ -23,7 +23,7 @@ using torch_ops::QuantizedOperand;
 using torch_ops::scale_dtype;
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// An operand's sizes as read. batch: none for a matrix.
+// The sizes of an operand as read. batch: none for a matrix.
 struct AsRead {
   std::optional<SymInt> batch;
   SymInt rows, cols;
@@ -62,8 +62,8 @@ QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead& read,
   return out;
 }
 
-// The same in one allocation, and nothing in place of what is not asked for. Only where nobody sees the outputs apart:
-// an op's do not share memory.
+// Allocates the outputs of a direction as one allocation. Absent outputs are undefined. For direct
+// calls alone: the outputs of an op do not share memory.
 QuantizedOperand allocate_together(const Tensor& x, const Spec& spec, bool columnwise,
                                    bool decoded) {
   using torch_ops::direct_view;
@@ -112,11 +112,11 @@ QuantizedOperand absent(const Tensor& x) {
   return {none(at::kByte), none(at::kFloat), none(at::kFloat), none(at::kBFloat16)};
 }
 
-// What the op's arguments say of one direction.
+// The arguments of the op for one direction.
 struct DirectionArguments {
   bool columnwise;
-  std::optional<Spec> spec;  // none: absent
-  const std::optional<Tensor>& active_amax;
+  std::optional<Spec> spec;                  // none: absent
+  const std::optional<Tensor>& active_amax;  // none: computed from x
   std::int64_t stream;
   bool decoded;
 };
@@ -141,7 +141,8 @@ void check_direction(const Tensor& x, const DirectionArguments& d,
   TORCH_CHECK_VALUE(d.spec.has_value(), "quantize: expected no amax of a direction without a spec");
   const AsRead read(x, d.columnwise);
   const bool wanted = d.spec->has_tensor_amax() || d.spec->has_row_amax();
-  TORCH_CHECK_VALUE(wanted, "quantize: ", d.spec->str(), " has no tensor or row amax to be given");
+  TORCH_CHECK_VALUE(wanted, "quantize: ", d.spec->str(),
+                    " has no tensor or row amax; expected no amax");
   const auto shape = d.spec->has_row_amax() ? read.shape({read.rows}) : read.shape({});
   TORCH_CHECK_VALUE(d.active_amax->scalar_type() == at::kFloat &&
                         d.active_amax->sym_sizes().equals(c10::SymIntArrayRef(shape)),
@@ -151,7 +152,7 @@ void check_direction(const Tensor& x, const DirectionArguments& d,
                     x.device(), ", got ", d.active_amax->device());
 }
 
-// What quantize requires of its arguments on every device, tracing included.
+// Checks the arguments of quantize: in the Meta kernel, the kernel and direct calls.
 void check_arguments(const Tensor& x, const DirectionArguments& row, const DirectionArguments& col,
                      const std::optional<Tensor>& rng, std::size_t origin_size,
                      const std::optional<Tensor>& offs) {
@@ -190,7 +191,7 @@ T* data_or_null(const Tensor& t) {
   return !t.defined() || t.numel() == 0 ? nullptr : static_cast<T*>(t.data_ptr());
 }
 
-// Keeps a contiguous given amax alive beside the plain struct that points to it.
+// An Operand, and the contiguous active amax that it points to.
 struct OperandHolder {
   Tensor amax;
   Operand operand;
@@ -215,7 +216,7 @@ void fill_operand(OperandHolder& holder, const DirectionArguments& d, const Quan
   o.decoded = data_or_null<std::uint16_t>(out.decoded);
 }
 
-// Fills the outputs of the directions that there are.
+// Quantizes into the outputs of the directions that have a spec.
 void fill(const TensorRef& in, const DirectionArguments& r, const QuantizedOperand& out_row,
           const DirectionArguments& c, const QuantizedOperand& out_col,
           const std::optional<Tensor>& rng, c10::IntArrayRef origin, const Execution& execution) {
@@ -306,7 +307,7 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("quantize", quantize_meta);
 }
 
-// Codes have no derivative. Layers differentiate in linear.cpp.
+// Codes have no derivative. layers/linear.cpp has the derivatives of layers.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   for (const char* op : {"amax", "quantize"}) m.impl(op, torch_ops::without_derivative());
 }

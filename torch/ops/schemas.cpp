@@ -1,7 +1,8 @@
-// Every op of the library, in one table. Kernels register beside their code: CPU and Meta in
-// quantize.cpp, dequantize.cpp, transforms.cpp and products.cpp; autograd in linear.cpp; text in text.cpp.
+// The schemas of all ops of the library. Kernels are registered beside their code: ops/, products/,
+// layers/ and sharded/.
 //
-// Specs, products and recipes travel as text. A Quantized is codes, scale, amax (docs/lexicon.md).
+// Specs, products and recipes are passed as text. A quantized operand is three tensors: codes,
+// scale and amax (docs/lexicon.md).
 #include <torch/library.h>
 
 #include "layers/sharding.h"
@@ -11,7 +12,7 @@ namespace minifloat {
 TORCH_LIBRARY(minifloat, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
-  // Values. x: (rows, cols) or (batch, rows, cols), fp32 or bf16, adjacent columns.
+  // Values. x: (rows, cols) or (batch, rows, cols), fp32 or bf16, of column stride 1.
   m.def("amax(Tensor x, str spec, bool columnwise=False) -> Tensor", tags);
   m.def(
       "quantize(Tensor x, str row, str col, *, Tensor? amax_row=None, Tensor? amax_col=None, "
@@ -40,21 +41,22 @@ TORCH_LIBRARY(minifloat, m) {
       "str groups=\"\") -> Tensor",
       tags);
   m.def("transpose_codes(Tensor codes, SymInt cols) -> Tensor", tags);
-  // An MX or NVFP4 operand as torch's block-scaled products read it: a copy of the codes under torch's dtype, swizzled
-  // scales, and the ScalingType and SwizzleType of each.
+  // An MX or NVFP4 operand as torch's block-scaled products read it: a copy of the codes under
+  // torch's dtype, swizzled scales, and the ScalingType and SwizzleType of each.
   m.def(
       "block_scaled_operand(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols) -> "
       "(Tensor codes, Tensor[] scales, int[] scaling, int[] swizzle)",
       tags);
 
-  // Products. a, b: packed codes, their bf16 values, FP4 as FP8 codes (the two outputs of carry), or the
-  // operand itself under bf16.
+  // Products. a, b: packed codes, their bf16 values, FP4 as FP8 codes (the two outputs of the op
+  // carry), or under bf16 the operand itself.
   m.def(
       "scaled_mm(Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, Tensor b_scale, Tensor b_amax, "
       "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor",
       tags);
 
-  // Sharded masters. An entry of the lists is one direction of one weight; geometry: see sharded/master_weights.cpp.
+  // Sharded master weights. An entry of the lists is one direction of one weight. geometry: see
+  // sharded/master_weights.cpp.
   m.def("partial_amax(Tensor[] masters, str[] specs, int[] geometry) -> Tensor", tags);
   m.def(
       "partial_cast(Tensor amaxes, Tensor[] masters, str[] specs, int[] geometry, "
@@ -96,14 +98,15 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor[]? rng=None, Tensor(a!)[]? amax_history=None) -> Tensor[]",
       tags);
 
-  // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape; column 0 is the active amax, column 1
-  // this step's own. algorithm: "max" or "most_recent"; margin: powers of two.
+  // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the
+  // active amax, column 1 the current amax of this step. algorithm: "max" or "most_recent".
+  // margin: powers of two.
   m.def("roll_amax_histories(Tensor(a!)[] histories, *, str algorithm=\"max\", int margin=0) -> ()",
         tags);
 
-  // Text: the one parser, for every language.
+  // Text. Python calls these ops, so that C++ has the only parser.
   m.def("parse_spec(str spec) -> str");
-  // block_rows, block_cols and transform are 0 where there is none; amax_of: "tensor", "row" or "".
+  // block_rows, block_cols, transform: 0 where there is none. amax_of: "tensor", "row" or "".
   m.def(
       "spec_info(str spec) -> (str text, str elements, str rule, str scale_dtype, str amax_of, "
       "int code_bits, int block_rows, int block_cols, int transform, bool stochastic, bool "

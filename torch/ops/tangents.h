@@ -1,4 +1,5 @@
-// Forward-mode differentiation stops at codes, which have no derivative: with an error, not with a lost tangent.
+// Errors of forward-mode differentiation at codes, which have no derivative: without them the
+// tangent would be dropped silently.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -6,10 +7,11 @@
 
 namespace minifloat::torch_ops {
 
-// NotImplementedError where t has a tangent. op, name: what the error speaks of.
+// Raises NotImplementedError where t has a tangent. op, name: of the argument, for the message.
 void check_no_tangent(const char* op, const char* name, const at::Tensor& t);
 
-// The autograd kernel of an op whose results have no derivative: backward passes end there, and tangents are errors.
+// Returns the autograd kernel of an op whose results have no derivative: its outputs require no
+// grad, and a tangent raises.
 torch::CppFunction without_derivative();
 
 }  // namespace minifloat::torch_ops

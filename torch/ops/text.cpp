@@ -1,4 +1,5 @@
-// The text ops: grammar, sizes and names, so that no other language parses or counts for itself.
+// The ops on text: the grammar of specs and recipes, sizes and names. Python calls them, so that
+// these rules have one definition.
 #include <torch/library.h>
 
 #include <string>
@@ -35,7 +36,7 @@ const char* name_of(ScaleRule rule) {
   return "nvfp4";
 }
 
-// The name of the dtype that a scale has for a reader; the ops hand one-byte scales over as uint8.
+// Returns the name of a scale's dtype. The ops themselves return one-byte scales as uint8.
 const char* name_of(ScaleType type) {
   switch (type) {
     case ScaleType::kE8m0: return "float8_e8m0fnu";
@@ -46,7 +47,7 @@ const char* name_of(ScaleType type) {
   return "float32";
 }
 
-// The answers in the order of the schema.
+// The outputs of spec_info, in the order of its schema.
 using SpecInfo =
     std::tuple<std::string, std::string, std::string, std::string, std::string, std::int64_t,
                std::int64_t, std::int64_t, std::int64_t, bool, bool, bool>;
@@ -67,19 +68,19 @@ SpecInfo spec_info(const std::string& text) {
           spec.is_fp4_by_powers_of_two()};
 }
 
-// Both operands' canonical specs, and whether the product accumulates fast.
+// Returns the canonical specs of both operands, and whether the product accumulates fast.
 std::tuple<std::string, std::string, bool> product_info(const std::string& text) {
   const Product& product = bridge::parse_product(text);
   return {product.a.str(), product.b.str(), product.fast};
 }
 
-// canonical text, then the three products: "a*b[,fast]"
+// Returns the canonical text, then the three products: "a*b[,fast]".
 std::vector<std::string> parse_recipe_text(const std::string& text) {
   const Recipe recipe = bridge::with_value_errors([&] { return Recipe::parse(text); });
   return {recipe.str(), recipe.fprop.str(), recipe.dgrad.str(), recipe.wgrad.str()};
 }
 
-// canonical text, then glob, recipe, glob, recipe, …
+// Returns the canonical text, then glob, recipe, glob, recipe, …
 std::vector<std::string> parse_recipe_map_text(const std::string& text) {
   const RecipeMap map = bridge::with_value_errors([&] { return RecipeMap::parse(text); });
   std::vector<std::string> out = {map.str()};
@@ -90,14 +91,15 @@ std::vector<std::string> parse_recipe_map_text(const std::string& text) {
   return out;
 }
 
-// The recipe that the map gives a module; "" where no glob matches.
+// Returns the recipe of a module under a recipe map; "" where no glob matches.
 std::string match_recipe_text(const std::string& text, const std::string& module) {
   const RecipeMap map = bridge::with_value_errors([&] { return RecipeMap::parse(text); });
   const Recipe* recipe = map.find(module);
   return recipe ? recipe->str() : std::string();
 }
 
-// code_cols, padded_cols, scale rows, scale cols (0 x 0: one scale a matrix; rows x 0: one a row)
+// Returns code_cols, padded_cols, scale rows and scale cols. The last two are 0 x 0 for one scale a
+// matrix, rows x 0 for one a row.
 std::vector<std::int64_t> spec_sizes(const std::string& text, std::int64_t rows,
                                      std::int64_t cols) {
   const Spec& spec = bridge::parse_spec(text);
@@ -116,7 +118,8 @@ std::string scale_dtype(const std::string& text) {
   return name_of(bridge::parse_spec(text).scale_type());
 }
 
-// Which engine multiplies (m, k) · (n, k)ᵀ on a GPU of this capability, 10 major + minor; 0: on the CPU.
+// Returns the name of the engine that multiplies (m, k) · (n, k)ᵀ on a GPU of this capability.
+// capability: 10 major + minor; 0: the CPU.
 std::string engine_name(const std::string& product, std::int64_t capability, std::int64_t m,
                         std::int64_t n, std::int64_t k, at::ScalarType out_dtype, bool bias) {
   const Product& parsed = bridge::parse_product(product);
@@ -139,7 +142,7 @@ std::int64_t mix(std::int64_t seed, std::int64_t count) {
       mix_seed(static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(count)));
 }
 
-// Whether this build has the CUDA backend; says nothing about devices.
+// Whether this build has the CUDA backend, on any machine.
 bool has_cuda() {
 #if defined(MINIFLOAT_WITH_CUDA)
   return true;

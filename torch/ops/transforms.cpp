@@ -1,4 +1,4 @@
-// hadamard, the swizzled scale layout and the transpose of packed codes.
+// The ops hadamard, swizzle_scales, unswizzle_scales and transpose_codes.
 #include "minifloat/transform.h"
 
 #include <ATen/ATen.h>
@@ -68,7 +68,7 @@ void check_scale(const Tensor& scale, Groups groups) {
       scale.dim(), " dimensions");
 }
 
-// (padded rows, padded cols); 3D: (batch, bytes)
+// Returns (padded rows, padded cols), or with a batch (batch, bytes).
 c10::SymDimVector swizzled_shape(const std::optional<SymInt>& batch, const SymInt& rows,
                                  const SymInt& cols, Groups groups, const SymInt& count) {
   const SymInt tile_rows(kSwizzleTileRows), tile_cols(kSwizzleTileCols);
@@ -90,7 +90,8 @@ Tensor swizzle_meta(const Tensor& scale, const std::optional<Tensor>& offs,
                           scale.options());
 }
 
-// Scales of `like`'s device, cut by contiguous offs.
+// Describes scales on the device of `like`. offs: contiguous group boundaries; undefined: no
+// groups.
 ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, Groups groups,
                    const Tensor& offs, const Tensor& like) {
   ScaleMatrix m;
@@ -218,7 +219,8 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("transpose_codes", transpose_meta);
 }
 
-// A transform of values by itself has no backward: a pass through it is an error. Codes and scales have no gradient.
+// hadamard has no derivative of its own: a backward pass through it raises. Codes and scales have
+// no gradient.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   m.impl("hadamard", torch::autograd::autogradNotImplementedFallback());
   for (const char* op : {"swizzle_scales", "unswizzle_scales", "transpose_codes"})
