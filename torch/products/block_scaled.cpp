@@ -1,5 +1,6 @@
-// Codes under block scales, by ATen's block-scaled product on Blackwell, after their scales are
-// swizzled. The op block_scaled_operand shows such an operand. Not yet run on hardware.
+// The engine for codes under block scales, on Blackwell: swizzles the scales and calls ATen's
+// block-scaled product. The op block_scaled_operand returns one operand of it. Not yet run on
+// hardware.
 #include "products/block_scaled.h"
 
 #include <ATen/ATen.h>
@@ -31,7 +32,8 @@ at::ScalarType code_type(const Spec& spec) {
   return at::kFloat4_e2m1fn_x2;
 }
 
-// Returns one scale for each block of one row. A 2D block's scale holds for each of its rows.
+// Returns one scale for each block of one row: repeats the scale of a 2D block for each of its
+// rows.
 Tensor scale_of_rows(const Spec& spec, const Tensor& scale, const c10::SymInt& rows) {
   if (spec.block_rows == 1) return scale;
   return scale.unsqueeze(1)
@@ -63,9 +65,9 @@ BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const T
 
 namespace {
 
-// Whether the GPU's tensor cores read block scales, among those that ATen's products and this build
-// are for. They multiply MX by MX and NVFP4 by NVFP4 of the same width, under any rounding,
-// transform and height of a block.
+// Whether the GPU is one whose tensor cores read block scales and which ATen's products and this
+// build support. They multiply MX by MX and NVFP4 by NVFP4 of the same width, for any rounding,
+// transform and block height.
 bool supports(const Product& product, int capability) {
   if (capability != kBlackwell && capability != kBlackwellUltra) return false;
   const Spec &a = product.a, &b = product.b;
@@ -74,8 +76,8 @@ bool supports(const Product& product, int capability) {
                               a.rule == ScaleRule::kNvfp4);
 }
 
-// Whether k is whole blocks of 32, which are also 16 bytes of E2M1. ATen's product of MXFP4 writes
-// bf16 alone and drops a bias.
+// Whether k is a multiple of 32: whole blocks, and whole 16 bytes of E2M1. ATen's product of MXFP4
+// writes only bf16, and drops a bias.
 bool takes(const Product& product, int, const ProductShape& shape) {
   const bool is_mxfp4 = product.a.rule == ScaleRule::kMx && product.a.elements == Elements::kE2m1;
   const bool writes =

@@ -1,6 +1,6 @@
-// An operand as a block-scaled tensor-core product reads it: the codes in place, a scale for each
-// of their blocks of one row, in the swizzled layout (core/swizzle.h), and NVFP4's tensor scale.
-// Needs no GPU.
+// Operands in the form that block-scaled tensor-core products read: the codes in place, a scale for
+// each block of one row, in the swizzled layout (core/swizzle.h), and NVFP4's tensor scale. Made
+// without a GPU.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,16 +14,18 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
+// One operand of a block-scaled product.
 struct BlockScaledSide {
   Tensor codes;  // float8_e4m3fn or float8_e5m2 (rows, k); float4_e2m1fn_x2 (rows, k / 2)
   // float8_e8m0fnu or float8_e4m3fn, swizzled: (round_up(rows, 128), round_up(blocks of a row, 4)).
-  // NVFP4: then fp32 (), the tensor's.
+  // NVFP4: then the tensor scale, fp32 ().
   std::vector<Tensor> scale;
   std::vector<std::int64_t> scaling;  // of each scale: at::blas::ScalingType
   std::vector<std::int64_t> swizzle;  //   and at::blas::SwizzleType
 };
 
-// codes uint8 (rows, code_cols), scale as `quantize` gives it; factor: of the tensor, for NVFP4.
+// Returns an operand in this form. codes: uint8 (rows, code_cols); scale: as `quantize` returns it;
+// factor: the tensor scale of NVFP4.
 BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const Tensor& scale,
                                   const Tensor& factor);
 

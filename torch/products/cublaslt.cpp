@@ -1,11 +1,11 @@
-// Products by cuBLASLt, which counts in columns: the request is Dᵀ = b · aᵀ, whose columns are the
-// rows of D.
+// Products by cuBLASLt, whose matrices are column-major: it computes Dᵀ = b · aᵀ, whose columns are
+// the rows of D.
 //
 //     D (m, n), rows adjacent  =  Dᵀ (n, m), columns adjacent  =  alpha · op(b) · op(a) + bias
 //
-// Factors are read from device memory, and sums stay in fp32 in every reduction. The kernel that
-// cuBLASLt's heuristic names is cached for the next product of the same sizes: the heuristic takes
-// longer than a launch.
+// Factors are read from device memory. Sums are fp32 in every reduction. The kernel that cuBLASLt's
+// heuristic chooses is cached for later products of the same sizes: the heuristic takes longer than
+// a launch.
 #include "products/cublaslt.h"
 
 #if defined(MINIFLOAT_WITH_CUBLASLT)
@@ -27,10 +27,11 @@ namespace minifloat::torch_ops {
 #if defined(MINIFLOAT_WITH_CUBLASLT)
 namespace {
 
-constexpr std::int64_t kMaxWorkspace = 32 << 20;  // bytes: what cuBLAS asks for on Hopper
+constexpr std::int64_t kMaxWorkspace = 32 << 20;  // bytes: as cuBLAS recommends on Hopper
 
-// The functions of cuBLASLt, looked up at the first product and not linked. torch's CUDA build has
-// loaded the library by then, from its own wheel, and a torch without CUDA needs none.
+// The functions of cuBLASLt, which is not linked: they are looked up at the first product. By then
+// torch's CUDA build has loaded the library from its own wheel. A torch without CUDA needs no
+// cuBLASLt.
 struct Library {
   decltype(&cublasLtCreate) create = nullptr;
   decltype(&cublasLtGetStatusString) status_string = nullptr;
@@ -42,8 +43,8 @@ struct Library {
   decltype(&cublasLtMatmulAlgoGetHeuristic) heuristic = nullptr;
   decltype(&cublasLtMatmul) matmul = nullptr;
 
-  // Looks up every function, of the major version that this file was compiled against, whose ABI is
-  // stable. Returns whether all were found.
+  // Looks up every function in the library of the major version that this file was compiled
+  // against: the ABI of a major version is stable. Returns whether all functions were found.
   bool load() {
     const std::string name = "libcublasLt.so." + std::to_string(CUBLAS_VER_MAJOR);
     void* const handle = dlopen(name.c_str(), RTLD_LAZY | RTLD_LOCAL);
@@ -79,7 +80,7 @@ void check(cublasStatus_t status) {
               library()->status_string(status));
 }
 
-// Returns the handle of the current device, which lives as long as the process.
+// Returns the handle of a device, which is never destroyed. The device is current.
 cublasLtHandle_t handle_of(const c10::Device& device) {
   static std::mutex mutex;
   static std::map<int, cublasLtHandle_t> handles;
@@ -93,9 +94,9 @@ cublasLtHandle_t handle_of(const c10::Device& device) {
   return entry->second;
 }
 
-// The layout of a matrix (rows, k), as cuBLASLt sees it.
+// The layout of a matrix (rows, k) in cuBLASLt's terms.
 struct MatrixLayout {
-  cublasOperation_t operation;  // that makes it (rows, k), columns adjacent
+  cublasOperation_t operation;  // from the stored columns to (rows, k)
   std::int64_t leading;         // elements from one column to the next
 
   bool operator<(const MatrixLayout& o) const {
@@ -103,6 +104,7 @@ struct MatrixLayout {
   }
 };
 
+// Returns nullopt for strides that cuBLASLt cannot read.
 std::optional<MatrixLayout> layout_of(const Tensor& x) {
   if (x.stride(1) == 1 && x.stride(0) >= x.size(1)) return MatrixLayout{CUBLAS_OP_T, x.stride(0)};
   if (x.stride(0) == 1 && x.stride(1) >= x.size(0)) return MatrixLayout{CUBLAS_OP_N, x.stride(1)};
@@ -114,8 +116,8 @@ std::uint32_t alignment_of(const Tensor& x) {  // bytes, a power of two, at most
   return static_cast<std::uint32_t>(address & -address);
 }
 
-// The place of a product's factors: alpha, or a scale of each FP8 operand, or a scale of each of
-// its rows.
+// The arguments by which cuBLASLt takes the factors of a product: alpha, or one scale for each FP8
+// operand, or one scale for each row of FP8 operands.
 enum class FactorMode { kAlpha, kTensorScales, kRowScales };
 
 // The key of the cached kernels.
@@ -125,7 +127,7 @@ struct Problem {
   MatrixLayout a, b;
   cudaDataType_t a_type, b_type, d_type;
   FactorMode factor_mode;
-  bool fast;  // sums of FP8 products may be less exact
+  bool fast;  // fast accumulation, of FP8 products
   bool has_bias;
   std::array<std::uint32_t, 3> alignment;  // of a, b, D
 
@@ -136,13 +138,13 @@ struct Problem {
   bool operator<(const Problem& o) const { return key() < o.key(); }
 };
 
-// A kernel's inputs besides the matrices; null: none.
+// The inputs of a kernel besides the matrices; null: none.
 struct Pointers {
   const void* bias = nullptr;
   const void *a_scale = nullptr, *b_scale = nullptr;
 };
 
-// cuBLASLt's descriptions of one product, in memory that needs no release.
+// cuBLASLt's descriptors of one product. They are members, so that nothing is allocated.
 class Descriptions {
  public:
   explicit Descriptions(const Problem& s, const Pointers& pointers) {
@@ -182,7 +184,7 @@ class Descriptions {
     set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOfRows);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOfRows);
   }
-  // Describes a matrix (rows, k) in place: with rows adjacent it is (k, rows) in columns.
+  // Describes a matrix (rows, k). Stored by rows, it is a column-major (k, rows).
   static cublasStatus_t layout(cublasLtMatrixLayout_t out, cudaDataType_t type, std::int64_t rows,
                                std::int64_t k, const MatrixLayout& how) {
     const auto first = static_cast<std::uint64_t>(how.operation == CUBLAS_OP_T ? k : rows);
@@ -197,6 +199,7 @@ struct Kernel {
   std::int64_t workspace;  // bytes
 };
 
+// Returns the first kernel of cuBLASLt's heuristic, nullopt where it has none.
 std::optional<Kernel> choose(cublasLtHandle_t handle, const Problem& s, Descriptions& described) {
   cublasLtMatmulPreferenceOpaque_t preference;
   check(library()->init_preference(&preference, sizeof(preference)));
@@ -220,6 +223,7 @@ std::optional<Kernel> choose(cublasLtHandle_t handle, const Problem& s, Descript
   return Kernel{found.algo, static_cast<std::int64_t>(found.workspaceSize)};
 }
 
+// Returns choose(), cached.
 std::optional<Kernel> chosen(cublasLtHandle_t handle, const Problem& s, Descriptions& described) {
   static std::mutex mutex;
   static std::map<Problem, std::optional<Kernel>> cache;
@@ -256,7 +260,7 @@ cudaDataType_t type_of(at::ScalarType dtype) {
   }
 }
 
-// The operands of one product, and the tensor that it will fill.
+// The operands of one product, and the form of its result.
 struct Job {
   const Tensor &a, &b;  // (m, k), (n, k)
   Tensor bias;          // contiguous, bf16; undefined: none
@@ -266,8 +270,8 @@ struct Job {
   const void *a_scale = nullptr, *b_scale = nullptr;
 };
 
-// Returns Dᵀ = op(b) · op(a), with the alpha and beta of `scalars()`, which runs once a kernel is
-// found. Returns nothing where there is no kernel.
+// Computes Dᵀ = op(b) · op(a) and returns D. `scalars(stream)` returns alpha and beta; it is called
+// after a kernel is found. Returns nullopt where cuBLASLt has no kernel.
 template <class ScalarsOf>
 std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, ScalarsOf scalars) {
   const auto layout_a = layout_of(job.a), layout_b = layout_of(job.b);
@@ -296,7 +300,7 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
   const auto factors = scalars(stream);
-  Tensor workspace;  // small products need none
+  Tensor workspace;  // undefined: the kernel needs none
   if (kernel->workspace > 0) workspace = direct_empty(job.a, {kernel->workspace}, at::kByte);
   void* d = out.mutable_data_ptr();
   check(library()->matmul(handle, &described.product, factors.alpha, job.b.const_data_ptr(),
@@ -307,7 +311,7 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
   return out;
 }
 
-// alpha and beta of a product whose factors are scales, read by the host.
+// alpha and beta, in host memory, of a product whose factors are scales.
 struct OneAndZero {
   static constexpr float kOne = 1, kZero = 0;
   const float *alpha = &kOne, *beta = &kZero;

@@ -1,6 +1,6 @@
-// Products by cuBLASLt itself. An exact one reads its factor on the device, which ATen's products
-// cannot. For products of FP8 codes ATen calls cuBLASLt's heuristic each time; here its answer is
-// cached.
+// Products by direct calls of cuBLASLt. They read the factor of an exact product from device
+// memory, which ATen's products cannot. For products of FP8 codes they cache the kernel that
+// cuBLASLt's heuristic chooses, where ATen calls the heuristic each time.
 #pragma once
 
 #include <optional>
@@ -9,21 +9,21 @@
 
 namespace minifloat::torch_ops {
 
-// Returns a · bᵀ, where a side has a factor of the whole operand and neither has one of its rows:
-// values bf16 on CUDA, rows or columns adjacent; plus bias, of the result's dtype and only where
-// that is bf16; rounded once. Nothing where this build has no cuBLASLt, or cuBLASLt no kernel for
-// the sizes.
+// Returns a · bᵀ times the factors of both operands, plus bias, rounded once. At least one operand
+// has a factor and none has row factors. values: bf16 on CUDA, rows or columns adjacent. bias: of
+// the result's dtype, which is then bf16. Returns nullopt where this build has no cuBLASLt, or
+// cuBLASLt no kernel for the sizes.
 std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSide& b,
                                                const Result& result);
 
-// One side of a product of FP8 codes: float8 (rows, k), rows adjacent, and the contiguous fp32
-// scale, of the tensor or of each row.
+// One operand of a product of FP8 codes. codes: float8 (rows, k), row-major; scale: contiguous
+// fp32, (1) or (rows).
 struct Fp8Codes {
   const Tensor &codes, &scale;
 };
 
-// Returns a · bᵀ of codes times scales; plus bias, in bf16; rounded once. Nothing where this build
-// has no cuBLASLt, or cuBLASLt no kernel for the sizes.
+// Returns a · bᵀ of codes times scales, plus a bf16 bias, rounded once. Returns nullopt where this
+// build has no cuBLASLt, or cuBLASLt no kernel for the sizes.
 std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool has_row_scales,
                                        bool fast, const Result& result);
 

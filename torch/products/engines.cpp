@@ -10,7 +10,7 @@
 namespace minifloat::torch_ops {
 namespace {
 
-// In order of preference.
+// All engines, in order of preference.
 constexpr const Engine* kEngines[] = {&kBlockScaled, &kFp4ByFp8,  &kFp8Tensor, &kFp8Row,
                                       &kFp8Block,    &kExactCuda, &kExactCpu};
 
@@ -19,7 +19,7 @@ constexpr const Engine* kEngines[] = {&kBlockScaled, &kFp4ByFp8,  &kFp8Tensor, &
 int compute_capability(const c10::Device& device) {
   if (!device.is_cuda()) return kNoGpu;
 #if defined(MINIFLOAT_WITH_CUDA)
-  static std::array<std::atomic<int>, 64> cache = {};  // 0: not asked yet
+  static std::array<std::atomic<int>, 64> cache = {};  // 0: not queried
   const int index = device.has_index() ? device.index() : 0;
   std::atomic<int>& capability = cache[static_cast<std::size_t>(index) % cache.size()];
   if (capability == 0) {

@@ -1,5 +1,5 @@
-// The engines: what multiplies two quantized operands. Each has a file of its own, which fills one
-// Engine; engines.cpp lists them in order of preference.
+// Engines: the implementations of the product of two quantized operands. Each is one Engine, in a
+// file of its own. engines.cpp lists them in order of preference.
 #pragma once
 
 #include <c10/core/Device.h>
@@ -21,7 +21,8 @@ inline constexpr int kHopper = 90;
 inline constexpr int kBlackwell = 100;
 inline constexpr int kBlackwellUltra = 103;
 
-// The sizes of (m, k) · (n, k)ᵀ and the form of its operands and result. k counts whole transforms.
+// The sizes of (m, k) · (n, k)ᵀ and the form of its operands and result. k is padded to whole
+// transforms.
 struct ProductShape {
   std::int64_t m = 0;
   std::int64_t n = 0;
@@ -38,7 +39,7 @@ struct Result {
   at::ScalarType dtype;               // float32 or bfloat16
 };
 
-// A product whose arguments are checked.
+// The arguments of a product, after their checks.
 struct ProductCall {
   const Product& product;
   const ProductInput &a, &b;
@@ -46,35 +47,36 @@ struct ProductCall {
   const Result& result;
 };
 
+// A way to multiply two quantized operands.
 struct Engine {
   const char* name;
-  // Whether a GPU of this capability has the engine for the product. It does not depend on sizes,
-  // so that a traced graph holds for any.
+  // Whether the engine multiplies the product's operands on a GPU of this capability. Independent
+  // of sizes, so that a traced graph is valid for all sizes.
   bool (*supports)(const Product& product, int capability);
-  // Whether a supported engine takes these sizes and this result.
+  // Whether the engine, where it is supported, accepts these sizes and this result.
   bool (*takes)(const Product& product, int capability, const ProductShape& shape);
-  // Whether the engine reads decoded values. A cast that the product follows at once then writes
-  // them beside the codes.
+  // Whether the engine reads decoded values. A cast directly before the product then writes them
+  // beside the codes.
   bool reads_values;
-  // Returns codes as the engine reads them, for an operand of several products. Null: the engine
-  // reads what casts write.
+  // Returns codes in the form that the engine reads, for an operand of several products. Null: the
+  // engine reads the output of a cast.
   ProductInput (*prepare)(const Spec& spec, const Codes& codes, const c10::SymInt& cols);
-  // Returns a · bᵀ, (m, n). Prepares the operands that are not.
+  // Returns a · bᵀ, (m, n). Prepares operands that are not prepared.
   Tensor (*multiply)(const ProductCall& call);
 };
 
 extern const Engine kBlockScaled, kFp4ByFp8, kFp8Tensor, kFp8Row, kFp8Block, kExactCuda, kExactCpu;
 
-// The capability of a CUDA device, asked once a device; kNoGpu of the CPU.
+// Returns the capability of a CUDA device, queried once for each device; kNoGpu for the CPU.
 int compute_capability(const c10::Device& device);
 
-// Returns the first engine that a GPU of this capability has for a product.
+// Returns the first engine that supports a product on a GPU of this capability.
 const Engine& engine_of(const Product& product, int capability);
 
-// Returns the first that takes the sizes too; an exact one takes all.
+// Returns the first engine that also accepts the sizes. The exact engines accept all.
 const Engine& engine_of(const Product& product, int capability, const ProductShape& shape);
 
-// A product and the engine that a device has for it, chosen once.
+// A product and the first engine that supports it on a device.
 struct PlannedProduct {
   const Product& product;
   const std::string& text;  // of the product
@@ -82,7 +84,7 @@ struct PlannedProduct {
   const Engine& engine;
 
   bool reads_values() const { return engine.reads_values; }
-  // Returns the engine, or the next one that takes the sizes.
+  // Returns the engine, or the next one that accepts the sizes.
   const Engine& engine_for(const ProductShape& shape) const {
     return engine.takes(product, capability, shape) ? engine
                                                     : engine_of(product, capability, shape);

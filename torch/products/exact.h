@@ -1,18 +1,20 @@
-// The operands of an exact product: decoded values in bf16, fp32 sums, one rounding. Any product,
-// any sizes.
+// The operands of exact products: decoded values in bf16, fp32 sums, one rounding. They support
+// every product and all sizes.
 #pragma once
 
 #include "products/engines.h"
 
 namespace minifloat::torch_ops {
 
-// One side of an exact product.
+// One operand of an exact product.
 struct ExactSide {
   Tensor values;  // bf16 (rows, k), or the operand itself under bf16
-  // Factors of the product; undefined: none.
+  // The pending factors; undefined: none.
   Tensor factor;       // fp32 (), of the whole operand
   Tensor row_factors;  // fp32 (rows), where a row scale is no power of two
 };
+
+// Decodes an operand that is not decoded.
 ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k);
 
 // Decodes codes: Engine::prepare of the exact engines.
@@ -21,7 +23,7 @@ ProductInput prepare_exact(const Spec& spec, const Codes& codes, const c10::SymI
 // Engine::takes of the exact engines: true.
 bool takes_all(const Product& product, int capability, const ProductShape& shape);
 
-// Whether both operands' values are bf16, so that an engine for bf16 multiplies them.
+// Whether the values of both operands are bf16, so that a bf16 product multiplies them.
 inline bool are_narrow(const Tensor& a, const Tensor& b) {
   return a.scalar_type() == at::kBFloat16 && b.scalar_type() == at::kBFloat16;
 }

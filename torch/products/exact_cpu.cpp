@@ -7,8 +7,8 @@
 namespace minifloat::torch_ops {
 namespace {
 
-// Returns (m, k) · (n, k)ᵀ, times alpha, plus bias, rounded once to dtype. An fp32 operand is
-// multiplied as it is, in fp32.
+// Returns (m, k) · (n, k)ᵀ, times alpha, plus bias, rounded once to dtype. If an operand is fp32,
+// the product is in fp32.
 Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
                       const std::optional<Tensor>& bias, at::ScalarType dtype) {
   const at::ScalarType compute = are_narrow(a, b) ? dtype : at::kFloat;
@@ -20,7 +20,7 @@ Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
     out = at::mm(left, right);
   } else {
     out = direct_empty(left, {left.size(0), right.size(1)}, compute);
-    at::addmm_out(out, out, left, right, 0, alpha);  // times 0: what was there is not read
+    at::addmm_out(out, out, left, right, 0, alpha);  // beta = 0: out is not read
   }
   return to_dtype(out, dtype);
 }
@@ -42,7 +42,7 @@ Tensor multiply(const ProductCall& call) {
   if (a.row_factors.defined()) out.mul_(a.row_factors.unsqueeze(1));
   if (b.row_factors.defined()) out.mul_(b.row_factors.unsqueeze(0));
   if (result.bias)
-    out.add_(result.bias->to(result.dtype));  // rounded like the other path's, added in fp32
+    out.add_(result.bias->to(result.dtype));  // rounded as in matrix_product, added in fp32
   return out.to(result.dtype);
 }
 

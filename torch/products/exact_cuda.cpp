@@ -1,8 +1,8 @@
-// The exact product on CUDA. Every factor stays on the device: nothing waits for it.
+// The exact product on CUDA. Factors stay on the device: the host does not wait for them.
 //
 //     no factor                  ATen's bf16 product: one kernel
-//     factors of whole operands  cuBLASLt's with a device factor, where this build has it
-//     else                       fp32 sums, then one pass: times the last factor, plus bias, rounded
+//     factors of whole operands  cuBLASLt's product with a device factor, where this build has it
+//     else                       fp32 sums, then one pass: times the last factor, plus bias, round
 #include <ATen/ATen.h>
 
 #include "ops/direct.h"
@@ -19,13 +19,13 @@ Tensor empty_result(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
   return direct_empty(a, {a.size(0), b.size(0)}, dtype);
 }
 
-// Returns (m, k) · (n, k)ᵀ in fp32 sums, as they are or rounded once.
+// Returns (m, k) · (n, k)ᵀ, summed in fp32, in dtype: fp32, or bf16 by one rounding.
 Tensor sums_of(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
   if (are_narrow(a, b) && dtype == at::kFloat) return at::mm(a, direct_transpose(b), at::kFloat);
   return at::mm(to_dtype(a, dtype), direct_transpose(to_dtype(b, dtype)));
 }
 
-// Returns the factors that the sums (m, n) are still to be multiplied by, broadcastable.
+// Returns the pending factors of the sums (m, n), broadcastable.
 std::vector<Tensor> factors_of(const ExactSide& a, const ExactSide& b) {
   std::vector<Tensor> factors;
   if (a.factor.defined() && b.factor.defined())
@@ -48,13 +48,13 @@ Tensor product_of_sums(const ExactSide& a, const ExactSide& b, const Result& res
                      : at::mul_out(out, sums, last);
 }
 
-Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& request) {
+Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& requested) {
   const auto bias =
-      request.bias ? std::optional(to_dtype(*request.bias, request.dtype)) : std::nullopt;
-  const bool narrow = are_narrow(a.values, b.values), rounds = request.dtype == at::kBFloat16;
-  if (rounds && !narrow)  // an fp32 operand is multiplied as it is, in fp32
-    return to_dtype(exact_product(a, b, {bias, at::kFloat}), request.dtype);
-  const Result result = {bias, request.dtype};
+      requested.bias ? std::optional(to_dtype(*requested.bias, requested.dtype)) : std::nullopt;
+  const bool narrow = are_narrow(a.values, b.values), rounds = requested.dtype == at::kBFloat16;
+  if (rounds && !narrow)  // an operand is fp32: the product is in fp32
+    return to_dtype(exact_product(a, b, {bias, at::kFloat}), requested.dtype);
+  const Result result = {bias, requested.dtype};
 
   if (a.values.numel() == 0 || b.values.numel() == 0) {
     const Tensor zeros = empty_result(a.values, b.values, result.dtype).zero_();

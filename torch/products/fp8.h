@@ -5,7 +5,7 @@
 
 namespace minifloat::torch_ops {
 
-// Whether cuBLAS multiplies such codes: FP8 by FP8, except E5M2 by E5M2.
+// Whether cuBLAS multiplies codes of these specs: FP8 by FP8, except E5M2 by E5M2.
 inline bool has_fp8_product(const Spec& a, const Spec& b) {
   return a.is_fp8() && b.is_fp8() &&
          (a.elements == Elements::kE4m3 || b.elements == Elements::kE4m3);
@@ -17,14 +17,14 @@ inline bool takes_codes(const ProductShape& shape) {
          shape.k % 16 == 0;
 }
 
-// Whether codes under a scale for each row can be multiplied. From Blackwell on CUTLASS does, which
-// writes bf16 alone.
+// Whether a product of codes under row scales accepts the sizes and the result. On Blackwell and
+// later it is CUTLASS's, which writes only bf16.
 inline bool takes_rows(const Product&, int capability, const ProductShape& shape) {
   const bool writes = capability < kBlackwell || shape.out_dtype == c10::ScalarType::BFloat16;
   return takes_codes(shape) && writes;
 }
 
-// One side of a product of FP8 codes.
+// One operand of a product of FP8 codes.
 struct Fp8Side {
   Elements elements;    // of the codes: kE4m3 or kE5m2
   const Tensor& codes;  // contiguous uint8 or float8 (rows, k)
@@ -35,8 +35,9 @@ inline Fp8Side fp8_side(const Spec& spec, const ProductInput& input) {
   return {spec.elements, codes.codes, codes.scale};
 }
 
-// Returns the codes under torch's dtype.
+// Returns the codes as float8_e4m3fn or float8_e5m2.
 Tensor fp8_view(const Fp8Side& side);
+
 // Returns the scale in another shape.
 Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape);
 

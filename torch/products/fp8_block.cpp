@@ -1,5 +1,5 @@
-// FP8 codes under scales of 1x128 or 128x128 blocks: ATen's scaled product, of Hopper alone; one
-// kernel, after a transpose of the scales of 1x128 blocks.
+// The engine for FP8 codes under scales of 1x128 or 128x128 blocks, on Hopper: ATen's scaled
+// product. One kernel, after a transpose of the scales of 1x128 blocks.
 #include <ATen/ATen.h>
 #include <ATen/BlasBackend.h>
 
@@ -13,21 +13,21 @@ namespace {
 
 bool is_2d(const Spec& spec) { return spec.block_rows > 1; }
 
-// cuBLAS pairs all blocks except two of 128x128.
+// cuBLAS multiplies all pairs of blocks except 128x128 by 128x128.
 bool supports(const Product& product, int capability) {
   const auto &a = product.a, &b = product.b;
   return capability >= kHopper && capability < kBlackwell && a.rule == ScaleRule::kBlock &&
          b.rule == ScaleRule::kBlock && has_fp8_product(a, b) && !(is_2d(a) && is_2d(b));
 }
 
-// Whether sizes are whole blocks, and columns of scales start at multiples of 16 bytes.
+// Whether sizes are multiples of the blocks, and columns of scales start at multiples of 16 bytes.
 bool takes(const Product& product, int, const ProductShape& shape) {
   const std::int64_t a_rows = is_2d(product.a) ? 128 : 4, b_rows = is_2d(product.b) ? 128 : 4;
   return takes_codes(shape) && shape.k % 128 == 0 && shape.m % a_rows == 0 && shape.n % b_rows == 0;
 }
 
-// Views contiguous (cols, rows) as (rows, cols), with the strides that cuBLAS checks where a size
-// is one, too.
+// Views contiguous (cols, rows) as (rows, cols). Sets the strides that cuBLAS checks, also where a
+// size is one.
 Tensor as_columns(const Tensor& t, std::int64_t cols, std::int64_t rows) {
   return direct_view(t, t.scalar_type(), {rows, cols}, {1, rows}, t.storage_offset());
 }
@@ -50,7 +50,8 @@ std::int64_t scaling_of(const Spec& spec) {
                                                : at::blas::ScalingType::BlockWise1x128);
 }
 
-// Fast accumulation is a permission: blocks accumulate exactly.
+// Ignores product.fast, which permits fast accumulation: products under block scales accumulate
+// exactly.
 Tensor multiply(const ProductCall& call) {
   const Product& product = call.product;
   const Fp8Side a = fp8_side(product.a, call.a), b = fp8_side(product.b, call.b);

@@ -1,4 +1,5 @@
-// FP8 codes under one scale for each tensor: cuBLASLt's scaled product, or ATen's; one kernel.
+// The engine for FP8 codes under one scale for each tensor: cuBLASLt's scaled product, or ATen's.
+// One kernel.
 #include "products/fp8.h"
 
 namespace minifloat::torch_ops {

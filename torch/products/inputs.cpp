@@ -11,7 +11,7 @@ namespace {
 
 using c10::SymInt;
 
-// Requires `count` scales that are of a right dtype and shape. what: the scales, for errors
+// Requires `count` scales of the expected dtype and shape: is_right. what: the scales, for errors.
 void check_scale(const char* name, const Spec& spec, const Tensor& scale, bool is_right,
                  const SymInt& count, const char* what, at::ScalarType dtype) {
   TORCH_CHECK_VALUE(scale.defined() && is_right && scale.sym_numel() == count,

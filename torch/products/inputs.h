@@ -1,5 +1,5 @@
-// The operands of a product, each in one of four forms. The form is a type: the code that makes an
-// operand names it, and no engine infers it from a dtype.
+// The operands of a product, each in one of four forms. Each form is a type, so that no engine
+// infers the form from a dtype.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -28,44 +28,44 @@ struct Codes {
 // Codes times block scales, as the exact product reads them.
 struct Decoded {
   Tensor values;  // bf16 (rows, padded_cols)
-  // As in Codes. Scales of a tensor, and exact ones of rows, are still to multiply the product.
+  // As in Codes. Tensor scales and exact row scales are pending factors of the product.
   Tensor scale, amax;
 };
 
-// FP4 under powers of two as FP8 codes of the same values (core/fp4_as_fp8.h).
+// FP4 codes under power-of-two scales as FP8 codes of the same values (core/fp4_as_fp8.h).
 struct Fp4AsFp8 {
   Tensor codes;      // float8_e4m3fn (rows, padded_cols)
   Tensor row_scale;  // fp32 (rows)
-  Tensor amax;       // as in Codes; row_scale has its factor already
+  Tensor amax;       // as in Codes; row_scale includes its factor
 };
 
 using ProductInput = std::variant<Values, Codes, Decoded, Fp4AsFp8>;
 
-// The tensors that stand for an operand in the schema of scaled_mm, in its order; null: the form
-// has no such tensor.
+// The tensors of an operand in the schema of scaled_mm, in the schema's order. Null: the form has
+// no such tensor.
 struct InputTensors {
   const Tensor *elements, *scale, *amax;
 };
 InputTensors tensors_of(const ProductInput& input);
 
-// Returns the output of a cast, or the operand itself where its spec is bf16.
+// Returns the output of a cast as an input: Codes, or Values where the spec is bf16.
 inline ProductInput cast_input(const Spec& spec, const Tensor& codes, const Tensor& scale,
                                const Tensor& amax) {
   if (spec.is_bf16()) return Values{codes};
   return Codes{codes, scale, amax};
 }
 
-// Returns the operand that three tensors of an op's schema stand for. The schemas of scaled_mm and
-// linear name no form, so this is the one place that tells forms apart by dtype; check_input
-// refuses a dtype of no form.
+// Returns the operand of three tensors of an op. The schemas of scaled_mm and linear name no form,
+// so this function alone tells the forms apart by dtype. check_input raises for a dtype of no form.
 ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& scale,
                       const Tensor& amax);
 
-// Requires the shapes and dtypes of an operand over k. name: the operand's, for errors of scaled_mm
+// Requires the shapes and dtypes of an operand with contraction size k. name: of the operand, for
+// errors of scaled_mm.
 void check_input(const char* name, const Spec& spec, const ProductInput& input,
                  const c10::SymInt& k);
 
-// Whether the product of such decoded values is still to be multiplied by a scale for each row.
+// Whether the row scales are a pending factor of decoded values.
 inline bool has_row_factors(const Spec& spec) {
   return spec.rule == ScaleRule::kRow && spec.scale_rounding == ScaleRounding::kExact;
 }

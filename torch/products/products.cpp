@@ -1,5 +1,5 @@
-// The product of two quantized operands, a · bᵀ: the op, its checks, and the call of the engine
-// (engines.h).
+// The op scaled_mm, the product of two quantized operands, a · bᵀ: its checks, and the call of the
+// engine (engines.h).
 #include "products/products.h"
 
 #include <ATen/ATen.h>
@@ -16,7 +16,7 @@ namespace {
 
 using c10::SymInt;
 
-// Whether an operand is codes that an engine can read where they lie.
+// Whether an operand is contiguous codes that begin at a multiple of 16 bytes.
 bool has_codes(const ProductInput& input) {
   const Codes* const codes = std::get_if<Codes>(&input);
   const Fp4AsFp8* const fp8 = std::get_if<Fp4AsFp8>(&input);
@@ -53,7 +53,7 @@ void check_product(const Product& product, const ProductInput& a, const ProductI
                     "scaled_mm: expected bias (", n, "), got ", result.bias->sym_sizes());
 }
 
-// Calls f with the name, for errors, and each tensor of a product.
+// Calls f(name, tensor) for each tensor of a product. name: for errors.
 template <class F>
 void each_tensor(const InputTensors& a, const InputTensors& b, const std::optional<Tensor>& bias,
                  F f) {
@@ -100,11 +100,11 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
   check_product(product, left, right, k, {bias, out_dtype});
   check_devices(of_a, of_b, bias);
   check_memory(of_a, of_b, bias);
-  const at::AutoDispatchBelowADInplaceOrView below;  // layers differentiate, in linear.cpp
+  const at::AutoDispatchBelowADInplaceOrView below;  // layers/linear.cpp differentiates
   return multiply(planned, left, right, k.guard_int(__FILE__, __LINE__), {bias, out_dtype});
 }
 
-// An op takes defined tensors; an empty one stands for none.
+// Returns *t, or an empty tensor where there is none: arguments of an op are defined.
 Tensor or_empty(const Tensor* t, const Tensor& like) {
   return t && t->defined() ? *t : at::empty({0}, like.options().dtype(at::kFloat));
 }
@@ -146,8 +146,8 @@ ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, Prod
 TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("scaled_mm", scaled_mm_kernel); }
 TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("scaled_mm", scaled_mm_kernel); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("scaled_mm", scaled_mm_meta); }
-// Layers differentiate, in linear.cpp. A product by itself does not: a backward pass or a tangent
-// through it is an error.
+// scaled_mm has no derivative of its own: a backward pass or a tangent through it raises.
+// layers/linear.cpp has the derivatives of layers.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   m.impl("scaled_mm", torch::autograd::autogradNotImplementedFallback());
 }

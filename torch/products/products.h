@@ -1,4 +1,4 @@
-// The product of two quantized operands, as layers ask for it.
+// The product of two quantized operands, as layers call it.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,13 +10,13 @@
 
 namespace minifloat::torch_ops {
 
-// Returns a · bᵀ over k, (m, n): by the planned engine, or the next one that takes the sizes.
-// Through the dispatcher, or past it where all tensors are plain (ops/direct.h).
+// Returns a · bᵀ over k, (m, n): by the planned engine, or the next one that accepts the sizes.
+// Calls the op, or skips the dispatcher where all tensors can (ops/direct.h).
 Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
                  const c10::SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype);
 
-// Returns an operand as the planned engine reads it: work done once for an operand of several
-// products. spec: its own
+// Returns an operand in the form that the planned engine reads, for use in several products.
+// spec: of the operand.
 ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, ProductInput input,
                            const c10::SymInt& cols);
 
