@@ -143,6 +143,17 @@ void tensor_factor(const Quantized& operand, float* out, const Execution& execut
   MINIFLOAT_ON(operand.device, tensor_factor(operand, out, execution));
 }
 
+void product_factor(const Quantized& a, const Quantized& b, float* out,
+                    const Execution& execution) {
+  check_device("product_factor", a.device);
+  MINIFLOAT_CHECK(a.device == b.device, "product_factor: expected operands of one device, got two");
+  MINIFLOAT_CHECK(a.batch == 1 && b.batch == 1,
+                  "product_factor: expected matrices, got batches of ", a.batch, " and ", b.batch);
+  check_nvfp4_amax("product_factor", a);
+  check_nvfp4_amax("product_factor", b);
+  MINIFLOAT_ON(a.device, product_factor(a, b, out, execution));
+}
+
 void fp4_as_fp8(const Quantized& operand, std::uint8_t* codes, float* row_scale,
                 const Execution& execution) {
   check_quantized("fp4_as_fp8", operand);

@@ -110,6 +110,9 @@ TEST_F(Dispatch, Dequantize) {
       .spec = Spec::parse("nvfp4"), .codes = codes, .scale = scale, .rows = 1, .cols = 16};
   EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "needs the tensor amax");
   EXPECT_ERROR(tensor_factor(q, out.data()), "needs the tensor amax");
+  EXPECT_ERROR(product_factor(Quantized{}, q, out.data()), "needs the tensor amax");
+  EXPECT_ERROR(product_factor(Quantized{}, {.spec = {}, .batch = 2}, out.data()),
+               "expected matrices");
   q.codes = nullptr;
   EXPECT_ERROR(dequantize(q, DType::kFloat32, out.data()), "got null");
   q.codes = codes;

@@ -83,6 +83,11 @@ void decode_for_product(const Quantized& operand, std::uint16_t* out,
 // Writes the pending factor of this operand in an exact product: the tensor scale. out: (batch)
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution = {});
 
+// Writes {0, factor of a * factor of b}, the factors as in tensor_factor: beta and alpha of an exact
+// product. a, b: of one device, batch 1; a default Quantized of the device has the factor 1. out: (2)
+void product_factor(const Quantized& a, const Quantized& b, float* out,
+                    const Execution& execution = {});
+
 // Converts an E2M1 operand whose block scales are powers of two (mxfp4; nvfp4+pow2) to E4M3 codes
 // under one fp32 scale a row, which an FP8 product multiplies (core/fp4_as_fp8.h). Exact where a
 // block's scale is at least 2^-14 of the largest of its row; below, within 2^-16 of that largest

@@ -146,4 +146,13 @@ void tensor_factor(const Quantized& operand, float* out, const Execution&) {
   }
 }
 
+void product_factor(const Quantized& a, const Quantized& b, float* out,
+                    const Execution& execution) {
+  float of_a = 0, of_b = 0;
+  cpu::tensor_factor(a, &of_a, execution);
+  cpu::tensor_factor(b, &of_b, execution);
+  out[0] = 0.0f;
+  out[1] = of_a * of_b;
+}
+
 }  // namespace minifloat::cpu

@@ -84,6 +84,26 @@ TEST(Dequantize, TheFactorThatAProductIsStillOwed) {
   }
 }
 
+TEST(Dequantize, ProductFactorIsZeroAndTheProductOfTwoTensorFactors) {
+  const Matrix x({1, 20, 50}, DType::kBFloat16, Kind::kPlain),
+      y({1, 7, 50}, DType::kFloat32, Kind::kPlain, 5);
+  for (const char* text_a : kSpecs)
+    for (const char* text_b : kSpecs) {
+      const Request a{.spec = Spec::parse(text_a)}, b{.spec = Spec::parse(text_b)};
+      const Outputs out_a = quantized(x.ref(), a, false), out_b = quantized(y.ref(), b, false);
+      const Quantized q_a = operand(a.spec, out_a, x.shape()),
+                      q_b = operand(b.spec, out_b, y.shape());
+      float of_a = 0, of_b = 0, both[2] = {-1, -1};
+      tensor_factor(q_a, &of_a);
+      tensor_factor(q_b, &of_b);
+      product_factor(q_a, q_b, both);
+      EXPECT_EQ(both[0], 0.0f);
+      EXPECT_EQ(both[1], of_a * of_b) << text_a << " by " << text_b;
+      product_factor(q_a, Quantized{}, both);
+      EXPECT_EQ(both[1], of_a) << text_a << " alone";
+    }
+}
+
 // Returns the largest |x - dequantized| of a block, over the block's amax.
 double worst_error(const char* text, Kind kind) {
   const Shape shape{1, 128, 256};

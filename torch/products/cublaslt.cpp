@@ -234,21 +234,8 @@ std::optional<Kernel> chosen(cublasLtHandle_t handle, const Problem& s, Descript
 
 // alpha and beta in device memory: the product of the factors of both sides, and zero.
 struct Scalars {
-  Tensor memory;  // (2): zero, the product of two factors
-  const float *alpha, *beta;
-
-  Scalars(const Tensor& a, const Tensor& b, cudaStream_t stream) {
-    const Tensor& one = a.defined() ? a : b;
-    memory = direct_empty(one, {2}, at::kFloat);
-    beta = memory.const_data_ptr<float>();
-    const cudaError_t status = cudaMemsetAsync(memory.mutable_data_ptr(), 0, sizeof *beta, stream);
-    TORCH_CHECK(status == cudaSuccess, "scaled_mm: ", cudaGetErrorString(status));
-    alpha = one.const_data_ptr<float>();
-    if (!a.defined() || !b.defined()) return;
-    Tensor product = direct_view(memory, at::kFloat, {}, 1);
-    at::mul_out(product, a, b);
-    alpha = beta + 1;
-  }
+  Tensor memory;  // (2): beta, alpha
+  const float *beta = memory.const_data_ptr<float>(), *alpha = beta + 1;
 };
 
 cudaDataType_t type_of(at::ScalarType dtype) {
@@ -270,7 +257,7 @@ struct Job {
   const void *a_scale = nullptr, *b_scale = nullptr;
 };
 
-// Computes Dᵀ = op(b) · op(a) and returns D. `scalars(stream)` returns alpha and beta; it is called
+// Computes Dᵀ = op(b) · op(a) and returns D. `scalars()` returns alpha and beta; it is called
 // after a kernel is found. Returns nullopt where cuBLASLt has no kernel.
 template <class ScalarsOf>
 std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, ScalarsOf scalars) {
@@ -299,7 +286,7 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
   if (!kernel) return std::nullopt;
 
   const auto stream = static_cast<cudaStream_t>(execution.stream);
-  const auto factors = scalars(stream);
+  const auto factors = scalars();
   Tensor workspace;  // undefined: the kernel needs none
   if (kernel->workspace > 0) workspace = direct_empty(job.a, {kernel->workspace}, at::kByte);
   void* d = out.mutable_data_ptr();
@@ -330,7 +317,7 @@ std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSi
                    .factor_mode = FactorMode::kAlpha,
                    .fast = false};
   return multiply(job, here,
-                  [&](cudaStream_t stream) { return Scalars(a.factor, b.factor, stream); });
+                  [&] { return Scalars{product_factor_of(a.factor, b.factor, a.values, here)}; });
 }
 
 std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool has_row_scales,
@@ -346,7 +333,7 @@ std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, boo
       .fast = fast,
       .a_scale = a.scale.const_data_ptr(),
       .b_scale = b.scale.const_data_ptr()};
-  return multiply(job, here, [](cudaStream_t) { return OneAndZero(); });
+  return multiply(job, here, [] { return OneAndZero(); });
 }
 #else
 std::optional<Tensor> product_by_device_factor(const ExactSide&, const ExactSide&, const Result&) {

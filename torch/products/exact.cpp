@@ -3,7 +3,6 @@
 #include <ATen/ATen.h>
 
 #include "ops/ops.h"
-#include "products/tensor_factor.h"
 
 namespace minifloat::torch_ops {
 namespace {
@@ -14,7 +13,7 @@ Decoded decoded_of(const Spec& spec, const Codes& in, const c10::SymInt& cols) {
 
 ExactSide side_of(const Spec& spec, const Decoded& in) {
   ExactSide side = {.values = in.values, .factor = {}, .row_factors = {}};
-  if (spec.has_tensor_amax()) side.factor = tensor_factor_of(spec, in.scale, in.amax);
+  if (spec.has_tensor_amax()) side.factor = {&spec, in.scale, in.amax};
   if (has_row_factors(spec)) side.row_factors = in.scale;
   return side;
 }

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "products/engines.h"
+#include "products/tensor_factor.h"
 
 namespace minifloat::torch_ops {
 
@@ -10,8 +11,8 @@ namespace minifloat::torch_ops {
 struct ExactSide {
   Tensor values;  // bf16 (rows, k), or the operand itself under bf16
   // The pending factors; undefined: none.
-  Tensor factor;       // fp32 (), of the whole operand
-  Tensor row_factors;  // fp32 (rows), where a row scale is no power of two
+  std::optional<TensorFactor> factor;  // of the whole operand
+  Tensor row_factors;                  // fp32 (rows), where a row scale is no power of two
 };
 
 // Decodes an operand that is not decoded.

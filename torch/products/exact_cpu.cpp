@@ -26,7 +26,7 @@ Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
 }
 
 float factor_of(const ExactSide& side) {
-  return side.factor.defined() ? *side.factor.const_data_ptr<float>() : 1.0f;
+  return side.factor ? *tensor_factor_of(*side.factor).const_data_ptr<float>() : 1.0f;
 }
 
 bool supports(const Product&, int) { return true; }

@@ -28,10 +28,10 @@ Tensor sums_of(const Tensor& a, const Tensor& b, at::ScalarType dtype) {
 // Returns the pending factors of the sums (m, n), broadcastable.
 std::vector<Tensor> factors_of(const ExactSide& a, const ExactSide& b) {
   std::vector<Tensor> factors;
-  if (a.factor.defined() && b.factor.defined())
-    factors.push_back(a.factor * b.factor);
-  else if (a.factor.defined() || b.factor.defined())
-    factors.push_back(a.factor.defined() ? a.factor : b.factor);
+  if (a.factor && b.factor)
+    factors.push_back(tensor_factor_of(*a.factor) * tensor_factor_of(*b.factor));
+  else if (a.factor || b.factor)
+    factors.push_back(tensor_factor_of(a.factor ? *a.factor : *b.factor));
   if (a.row_factors.defined()) factors.push_back(a.row_factors.unsqueeze(1));
   if (b.row_factors.defined()) factors.push_back(b.row_factors.unsqueeze(0));
   return factors;
@@ -61,7 +61,7 @@ Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& reque
     return bias ? zeros + *bias : zeros;
   }
   const bool has_rows = a.row_factors.defined() || b.row_factors.defined();
-  if (!has_rows && !a.factor.defined() && !b.factor.defined()) {
+  if (!has_rows && !a.factor && !b.factor) {
     if (!bias) return sums_of(a.values, b.values, result.dtype);
     if (rounds) return at::addmm(*bias, a.values, direct_transpose(b.values));
     return add_bias(sums_of(a.values, b.values, at::kFloat), result);

@@ -30,4 +30,24 @@ Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& ama
   return out;
 }
 
+Tensor product_factor_of(const std::optional<TensorFactor>& a, const std::optional<TensorFactor>& b,
+                         const Tensor& like, const Execution& execution) {
+  const Tensor out = direct_empty(like, {2}, at::kFloat);
+  const auto quantized = [&](const std::optional<TensorFactor>& factor) {
+    Quantized q;
+    q.device = bridge::backend_of(like);
+    if (!factor) return q;
+    q.spec = *factor->spec;
+    if (q.spec.rule == ScaleRule::kTensor)
+      q.scale = factor->scale.const_data_ptr();
+    else
+      q.amax = factor->amax.const_data_ptr<float>();
+    return q;
+  };
+  bridge::with_value_errors([&] {
+    product_factor(quantized(a), quantized(b), out.mutable_data_ptr<float>(), execution);
+  });
+  return out;
+}
+
 }  // namespace minifloat::torch_ops

@@ -4,7 +4,10 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <optional>
+
 #include "minifloat/spec.h"
+#include "minifloat/tensor_ref.h"
 
 namespace minifloat::torch_ops {
 
@@ -16,5 +19,19 @@ void check_tensor_factor(const char* op, const char* name, const Spec& spec, con
 
 // Returns the tensor scale under a spec with a tensor amax: fp32 (), on the device of amax.
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax);
+
+// A tensor scale that is still to be computed, from the scale or the amax of an operand.
+struct TensorFactor {
+  const Spec* spec;  // has a tensor amax
+  Tensor scale, amax;
+};
+inline Tensor tensor_factor_of(const TensorFactor& factor) {
+  return tensor_factor_of(*factor.spec, factor.scale, factor.amax);
+}
+
+// Returns {0, the product of two tensor scales}: fp32 (2) on the device of `like`, written by one
+// kernel. An absent one is 1.
+Tensor product_factor_of(const std::optional<TensorFactor>& a, const std::optional<TensorFactor>& b,
+                         const Tensor& like, const Execution& execution);
 
 }  // namespace minifloat::torch_ops

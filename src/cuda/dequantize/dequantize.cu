@@ -159,16 +159,31 @@ struct FactorArgs {
   const float* amax;
   std::int64_t batch;
 };
+
+FactorArgs factor_args(const Quantized& q) {
+  return {q.spec, static_cast<const float*>(q.scale), q.amax, q.batch};
+}
+
+// Returns the tensor scale of matrix e; 1 under a rule without one.
+__device__ __forceinline__ float tensor_factor_at(const FactorArgs& args, std::int64_t e) {
+  if (args.spec.rule == ScaleRule::kTensor) return args.scale[e];
+  if (args.spec.rule == ScaleRule::kNvfp4)
+    return scale_of_tensor<E2M1>(args.spec.rule, args.spec.scale_rounding,
+                                 magnitude_bits(args.amax[e]))
+        .scale;
+  return 1.0f;
+}
+
 __global__ void write_tensor_factor(const __grid_constant__ FactorArgs args, float* out) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (e >= args.batch) return;
-  float factor = 1.0f;
-  if (args.spec.rule == ScaleRule::kTensor) factor = args.scale[e];
-  if (args.spec.rule == ScaleRule::kNvfp4)
-    factor = scale_of_tensor<E2M1>(args.spec.rule, args.spec.scale_rounding,
-                                   magnitude_bits(args.amax[e]))
-                 .scale;
-  out[e] = factor;
+  if (e < args.batch) out[e] = tensor_factor_at(args, e);
+}
+
+// Writes beta and alpha of a product, by one thread.
+__global__ void write_product_factor(const __grid_constant__ FactorArgs a,
+                                     const __grid_constant__ FactorArgs b, float* out) {
+  out[0] = 0.0f;
+  out[1] = tensor_factor_at(a, 0) * tensor_factor_at(b, 0);
 }
 
 }  // namespace
@@ -176,10 +191,15 @@ __global__ void write_tensor_factor(const __grid_constant__ FactorArgs args, flo
 void tensor_factor(const Quantized& q, float* out, const Execution& execution) {
   if (q.batch == 0) return;
   constexpr std::int64_t kBlock = 128;
-  const FactorArgs args = {q.spec, static_cast<const float*>(q.scale), q.amax, q.batch};
   write_tensor_factor<<<grid_of(ceil_div(q.batch, kBlock), "tensor_factor"), kBlock, 0,
-                        cuda_stream(execution)>>>(args, out);
+                        cuda_stream(execution)>>>(factor_args(q), out);
   check_launch("tensor_factor");
+}
+
+void product_factor(const Quantized& a, const Quantized& b, float* out,
+                    const Execution& execution) {
+  write_product_factor<<<1, 1, 0, cuda_stream(execution)>>>(factor_args(a), factor_args(b), out);
+  check_launch("product_factor");
 }
 
 void dequantize(const Quantized& q, DType dtype, void* out, const Execution& execution) {
