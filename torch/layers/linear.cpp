@@ -19,8 +19,8 @@
 #include "layers/operands.h"
 #include "layers/sharding.h"
 #include "ops/bridge.h"
+#include "ops/direct.h"
 #include "ops/ops.h"
-#include "ops/plain.h"
 #include "ops/tangents.h"
 
 namespace minifloat {
@@ -168,7 +168,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Layers layers{weights, biases, bias_index, rng, histories, stream, prequantized, shards};
     // A trace whose inputs are DTensors takes writes to one tensor from one of the passes, not from both (torch 2.11).
-    const bool is_traced = shards.sharding && !histories.empty() && !is_plain({&histories[0]});
+    const bool is_traced =
+        shards.sharding && !histories.empty() && !can_skip_dispatcher({&histories[0]});
     ForBackward found{.saved = {}, .records_amaxes = is_traced};
     variable_list outputs = forward_pass(x, layers, recipe, needs, &found);
     ctx->save_for_backward(std::move(found.saved));

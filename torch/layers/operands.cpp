@@ -10,7 +10,7 @@
 
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
-#include "ops/plain.h"
+#include "ops/direct.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -28,17 +28,17 @@ enum HistoryColumn { kActive, kCurrent };
 
 // One entry of a history.
 Tensor entry(const Tensor& history, Place place, HistoryColumn column) {
-  if (!is_plain({&history})) return history.select(1, column).select(0, place);
-  return plain_view(
+  if (!can_skip_dispatcher({&history})) return history.select(1, column).select(0, place);
+  return direct_view(
       history, at::kFloat, {}, {},
       history.storage_offset() + place * history.stride(0) + column * history.stride(1));
 }
 
 // This step's amaxes of two places: (2).
 Tensor current_pair(const Tensor& history, Place first, Place last) {
-  if (!is_plain({&history}))
+  if (!can_skip_dispatcher({&history}))
     return history.select(1, kCurrent).slice(0, first, last + 1, last - first);
-  return plain_view(
+  return direct_view(
       history, at::kFloat, {2}, {(last - first) * history.stride(0)},
       history.storage_offset() + first * history.stride(0) + kCurrent * history.stride(1));
 }
@@ -72,8 +72,8 @@ PreparedRecipe prepared_recipe(const std::string& text) {
 
 // The transposed view. Layers differentiate as a whole, so it needs no history, only the count of writes to x.
 Tensor transposed(const Tensor& x) {
-  if (!is_plain({&x})) return x.t();
-  const Tensor view = plain_transpose(x);
+  if (!can_skip_dispatcher({&x})) return x.t();
+  const Tensor view = direct_transpose(x);
   share_version(view, x);
   return view;
 }
