@@ -261,9 +261,9 @@ def test_a_copied_layer_has_no_reference_to_its_originals_memory():
     for _ in range(3):
         model(x)
     codes = model[0].weight_codes
-    assert codes.met is not None
+    assert codes.last is not None
     twin = copy.deepcopy(codes)
-    assert twin.met is None
-    assert twin.kept is None
+    assert twin.last is None
+    assert twin.cached is None
     attributes = copy.deepcopy(model[0].__dict__)
-    assert attributes["weight_codes"].met is None
+    assert attributes["weight_codes"].last is None

@@ -50,7 +50,7 @@ def test_q_k_and_v_quantize_their_input_once(recipe):
             )
         for a, b in zip(got, want):
             require_same(a, b)
-    assert model.attention.wq.shared_input.slot is None  # all three have read it
+    assert model.attention.wq.shared_input.cached is None  # all three have read it
     assert model.attention.wo.shared_input is None
 
 
@@ -97,10 +97,10 @@ def test_an_input_that_not_all_read_is_let_go():
     x = hidden().detach()
     with torch.no_grad():
         a.wq(x)
-        assert a.wq.shared_input.slot is not None
+        assert a.wq.shared_input.cached is not None
         del x
         gc.collect()
-        assert a.wq.shared_input.slot is None
+        assert a.wq.shared_input.cached is None
 
 
 def test_stochastic_and_delayed_inputs_are_each_layers_own():

@@ -1,34 +1,37 @@
-"""What a layer has quantized and may read again: its weight's codes, an input that siblings share.
+"""Operands that a layer reads again: its weight's codes, and an input that siblings share.
 
-    WeightCodes    a weight is quantized once while it stays as it is: micro-batches, evaluation,
-                   recomputation, frozen weights
+    WeightCodes    a weight is quantized once while it does not change: in micro-batches,
+                   evaluation, recomputation, and for as long as it is frozen
     SharedInput    q, k and v, or gate and up, read one input: it is quantized once
 
-Only eager mode reuses codes (a compiler sees for itself what is computed twice), and only codes
-that are a function of the values: not under `+sr`, whose bits are each forward's and layer's own,
-nor an input under `+delayed`, whose scales are. So results are the same bytes with and without.
+Only eager mode reuses codes: a compiler removes repeated casts itself. Only codes that are a
+function of the values are reused. Codes under `+sr` are not, because each forward of each layer has
+random bits of its own. An input under `+delayed` is not, because each layer has its own scale. So
+the results have the same bytes with reuse and without.
 
-Codes are reused where they are shown to be current. Any write that torch counts (the tensor's
-`_version`), other memory, another recipe, a step of any torch optimizer and mf.step make them
-stale. Writes through `.data`, by NumPy or by other libraries are not counted. Against those:
+Codes are reused while they are shown to be current. They are stale after any write that torch
+counts (in the tensor's `_version`), in other memory, under another recipe, after a step of any
+torch optimizer and after mf.step. Writes through `.data`, by NumPy or by other libraries are not
+counted. Further conditions detect most of those:
 
     CPU     a fingerprint of the weight's or input's bytes is compared at each use, which costs a
-            sixth to a third of the cast; tensor-parallel ranks add theirs up, so that all decide
-            alike
-    CUDA    within the micro-batches of a training step alone: in training mode, with gradients
-            enabled, where exactly one backward pass has added to the weight's `.grad` since the
-            weight was met last, or where that forward is recomputed. An input: while it is the same
-            tensor. A write through `.data` between two micro-batches of one step, or between the
-            readers of an input, needs mf.step(model), or an operation that torch counts
+            sixth to a third of the cast. Tensor-parallel ranks add their fingerprints, so that all
+            take the same decision
+    CUDA    a weight is reused within the micro-batches of one training step only: in training mode,
+            with gradients enabled, where exactly one backward pass has added to the weight's
+            `.grad` since the weight was last read, or where that forward is recomputed. An input is
+            reused while it is the same tensor. After a write through `.data` between two
+            micro-batches of one step, or between the readers of an input, call mf.step(model)
 
-A layer that was captured in a CUDA graph reuses nothing any more: replays write uncounted. Neither
-does a layer whose parameter FSDP gathers. On CUDA tensor-parallel ranks, whose casts wait for each
-other, must change their shards together.
+A layer that was captured in a CUDA graph reuses nothing afterwards: writes of a replay are not
+counted. A layer whose parameter FSDP gathers reuses nothing either. The casts of tensor-parallel
+ranks wait for each other, so on CUDA all ranks must change their shards together.
 
-Memory: a layer holds its weight's codes from the second forward of one weight on, as long as every
-weight is met twice: up to 1.13 bytes a parameter under FP4 recipes, 2.07 under FP8 and MXFP8, both
-directions together. Training without accumulation meets each weight once and holds nothing, nor
-does anything stay of an evaluation once the model is back in training mode.
+Memory: a layer holds the codes of a weight from its second forward on: up to 1.13 bytes a parameter
+under FP4 recipes, 2.07 under FP8 and MXFP8, for both directions together. Codes of the next weight
+are held at its first forward if those of the weight before it were reused. Training without
+accumulation reads each weight once and holds nothing. Codes of an evaluation are freed when the
+model returns to training mode.
 """
 
 from __future__ import annotations
@@ -48,8 +51,8 @@ from ..recipe import Recipe
 from ..spec import Spec
 from .random_state import is_in_backward
 
-# Projections of one input: their names within one parent, as Llama checkpoints, torchtitan and
-# Hugging Face's models have them.
+# Names, within one parent, of projections that read one input: those of Llama checkpoints,
+# torchtitan and Hugging Face's models.
 SIBLINGS = (
     ("wq", "wk", "wv"),
     ("q_proj", "k_proj", "v_proj"),
@@ -59,11 +62,11 @@ SIBLINGS = (
 )
 
 Conditions = tuple[Any, ...]
-Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=): as many tensors of each
+Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=) -> as many tensors of each direction
 
 
 class OptimizerSteps:
-    """How many steps optimizers of this process took, compiled ones apart."""
+    """A count of the steps that this process's optimizers took, except compiled steps."""
 
     def __init__(self) -> None:
         self.taken = 0
@@ -78,7 +81,7 @@ register_optimizer_step_post_hook(STEPS)
 
 
 def conditions_of(x: Tensor) -> Conditions:
-    """What operands depend on besides values and recipe: compute dtype, mode, stream, capture."""
+    """Returns compute dtype, inference mode, CUDA stream and capture, which operands depend on."""
     kind = "cpu" if x.is_cpu else x.device.type
     dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
     if kind != "cuda":
@@ -89,11 +92,12 @@ def conditions_of(x: Tensor) -> Conditions:
 
 
 def is_capturing(conditions: Conditions) -> bool:
+    """Tells whether `conditions` are of a forward that a CUDA graph captures."""
     return conditions[-1]
 
 
 def can_reuse(*texts: str, allows_delayed: bool) -> bool:
-    """Whether operands in these specs have codes, none of which a forward makes for itself."""
+    """Tells whether operands in these specs have codes that several forwards can read."""
     specs = [Spec.parse(text) for text in texts]
     is_of_values = not any(
         spec.is_stochastic or (spec.is_delayed and not allows_delayed) for spec in specs
@@ -102,32 +106,39 @@ def can_reuse(*texts: str, allows_delayed: bool) -> bool:
 
 
 def version_of(t: Tensor) -> Any:
-    """What changes with a counted write and with other memory. Holds no memory.
+    """Returns a value that differs after a counted write and in other memory.
 
-    A storage that is gone cannot be taken for a later one at its address while this lives.
+    It has the address of the storage. Equal values show the same storage only while a weak
+    reference to that storage (weak_storage) keeps its address from being reused.
     """
     local = getattr(t, "_local_tensor", t)  # of a DTensor
-    memory = StorageWeakRef(local.untyped_storage())
-    return t._version, local._version, memory, local.storage_offset(), local.shape, local.stride()
+    address = local.untyped_storage()._cdata
+    return t._version, local._version, address, local.storage_offset(), local.shape, local.stride()
+
+
+def weak_storage(t: Tensor) -> StorageWeakRef:
+    """Returns a reference that holds the address of the tensor's storage, but not its memory."""
+    return StorageWeakRef(getattr(t, "_local_tensor", t).untyped_storage())
 
 
 def has_fingerprint(t: Tensor) -> bool:
+    """Tells whether fingerprint_of can read the tensor."""
     return t.is_cpu and not hasattr(t, "_local_tensor") and t.is_contiguous()
 
 
 def fingerprint_of(t: Tensor) -> Any:
-    """The fingerprint of a contiguous CPU tensor's bytes: an object with matches(tensor)."""
+    """Returns a fingerprint of a contiguous CPU tensor's bytes: an object with matches(tensor)."""
     return torch.classes.minifloat.Fingerprint(t.detach())
 
 
 def gradient_of(weight: Tensor) -> tuple[int, int] | None:
-    """What changes with each backward pass that adds to the weight's gradient."""
+    """Returns a value that differs after each backward pass that adds to the weight's gradient."""
     grad = weight.grad
     return None if grad is None else (id(grad), grad._version)
 
 
 def is_next_micro_batch(before: tuple[int, int] | None, now: tuple[int, int] | None) -> bool:
-    """Whether gradients show the next micro-batch of one step, or a forward that is recomputed.
+    """Tells whether gradients show the next micro-batch of one step, or a recomputed forward.
 
     Between two micro-batches exactly one backward pass adds to the weight's gradient, in place.
     """
@@ -138,40 +149,59 @@ def is_next_micro_batch(before: tuple[int, int] | None, now: tuple[int, int] | N
     return now == (before[0], before[1] + 1)
 
 
-class Kept(NamedTuple):
-    """Codes of a weight. Threads see all of it or none: it is replaced, never changed."""
+class LastUse(NamedTuple):
+    """The state in which a layer read its weight last."""
 
     key: Any
-    fingerprint: Any | None  # of the weight; None: an equal key, or its gradient, shows enough
+    storage: StorageWeakRef  # keeps the storage's address, which the key has, from being reused
+
+
+class CachedCodes(NamedTuple):
+    """Codes of a weight. Threads share them, so they are replaced as a whole and never changed."""
+
+    use: LastUse  # in which the codes were cast
+    fingerprint: Any | None  # of the weight; None: an equal key, or the gradient, suffices
     codes: list[Tensor]
     has_columnwise: bool
 
+    def is_of(self, weight: Tensor, key: Any) -> bool:
+        """Tells whether the codes are those of `weight`, as it is now."""
+        if self.use.key != key:  # another thread's
+            return False
+        return self.fingerprint is None or self.fingerprint.matches(weight.detach())
+
+    def with_columnwise(self, cast: Cast) -> CachedCodes:
+        """Casts the columnwise direction, and returns the codes of both."""
+        half = len(self.codes) // 2
+        codes = [*self.codes[:half], *cast(rowwise=False, columnwise=True)[half:]]
+        return CachedCodes(self.use, self.fingerprint, codes, True)
+
 
 class WeightCodes:
-    """The codes of one layer's weight, both directions or the rowwise one."""
+    """The cached codes of one layer's weight: of both directions, or of the rowwise one."""
 
     def __init__(self) -> None:
         self.is_captured = False  # in a CUDA graph
-        self.met: Any = None  # the key under which the weight was met last
-        self.gradient: tuple[int, int] | None = None  # gradient_of the weight then
-        self.is_reused = False  # since the key is that
-        self.kept: Kept | None = None
+        self.last: LastUse | None = None
+        self.gradient: tuple[int, int] | None = None  # gradient_of the weight at its last use
+        self.is_reused = False  # whether the weight was read twice in the state of `last`
+        self.cached: CachedCodes | None = None
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Of a copied layer nothing is kept. A copied reference to memory would release it twice.
+        # A copied layer has no cached codes. A copied StorageWeakRef would be released twice.
         return WeightCodes, ()
 
     @property
     def codes(self) -> list[Tensor] | None:
-        kept = self.kept
-        return None if kept is None else kept.codes
+        cached = self.cached
+        return None if cached is None else cached.codes
 
     def forget(self) -> None:
-        """The weight may have changed."""
-        self.met, self.kept = None, None
+        """Drops the codes: the weight may have changed."""
+        self.last, self.cached = None, None
 
     def start_over(self) -> None:
-        """What the weight was used for has changed."""
+        """Drops the codes and expects no reuse: training, evaluation or tracing has begun."""
         self.forget()
         self.is_reused = False
 
@@ -184,67 +214,90 @@ class WeightCodes:
         amax_history: Tensor | None,
         is_in_step: bool,
         cast: Cast | None = None,
-        is_shown: bool = False,
+        conditions_suffice: bool = False,
     ) -> list[Tensor] | None:
-        """The weight for `linear`, or what `cast` makes of it; None: its reader quantizes it.
+        """Returns a weight's operands, cached or cast now; None: the layer is to quantize it.
 
-        is_shown: equal `conditions` show that the codes are current.
+        Args:
+            weight: (N, K), float32 or bfloat16.
+            recipe: its text.
+            columnwise: whether the reader needs Wᵀ too.
+            conditions: those of conditions_of, and more that the caller adds.
+            amax_history: of the layer, for delayed scaling.
+            is_in_step: whether the forward is part of a training step.
+            cast: makes the tensors of either direction; None: those of the op `linear`.
+            conditions_suffice: whether equal `conditions` show that the codes are current.
         """
         if is_capturing(conditions):
-            self.is_captured, self.kept = True, None
+            self.is_captured, self.cached = True, None
         if self.is_captured or weight.is_inference():
             return None
-        is_hashed = not is_shown and has_fingerprint(weight)
-        if not (is_in_step or is_shown or is_hashed):
+        is_hashed = not conditions_suffice and has_fingerprint(weight)
+        if not (is_in_step or conditions_suffice or is_hashed):
             self.start_over()
             return None
         key = (id(weight), version_of(weight), STEPS.taken, recipe, conditions)
-        kept, is_met_again = self.kept, key == self.met
-        if not (is_shown or is_hashed):
+        last, cached = self.last, self.cached
+        is_same_use = last is not None and key == last.key
+        if not (conditions_suffice or is_hashed):
             gradient = gradient_of(weight)
-            is_met_again = is_met_again and is_next_micro_batch(self.gradient, gradient)
+            is_same_use = is_same_use and is_next_micro_batch(self.gradient, gradient)
             self.gradient = gradient
-        if is_met_again:
+        if last is not None and is_same_use:
             self.is_reused = True
         else:
-            is_worth_it, kept = self.is_reused, None
-            self.met, self.is_reused, self.kept = key, False, None
-            if not is_worth_it:
+            was_reused, cached = self.is_reused, None
+            last = LastUse(key, weak_storage(weight))
+            self.last, self.is_reused, self.cached = last, False, None
+            if not was_reused:
                 return None
         if cast is None:
             cast = partial(
                 ops.layer_operands.default, weight, recipe, "w", amax_history=amax_history
             )
-        if kept is not None and kept.key != key:  # another thread's
-            kept = None
-        if kept is not None and kept.fingerprint is not None:
-            kept = kept if kept.fingerprint.matches(weight.detach()) else None
-        if kept is None:
+        if cached is not None and not cached.is_of(weight, key):
+            cached = None
+        if cached is None:
             fingerprint = fingerprint_of(weight) if is_hashed else None
-            kept = Kept(key, fingerprint, cast(rowwise=True, columnwise=columnwise), columnwise)
-        elif columnwise and not kept.has_columnwise:
-            half = len(kept.codes) // 2
-            other = cast(rowwise=False, columnwise=True)[half:]
-            kept = Kept(key, kept.fingerprint, [*kept.codes[:half], *other], True)
-        self.kept = kept
-        return kept.codes
+            codes = cast(rowwise=True, columnwise=columnwise)
+            cached = CachedCodes(last, fingerprint, codes, columnwise)
+        elif columnwise and not cached.has_columnwise:
+            cached = cached.with_columnwise(cast)
+        self.cached = cached
+        return cached.codes
+
+
+class CachedInput(NamedTuple):
+    """Operands of an input, and the state of the input that they were cast from."""
+
+    reference: weakref.ref[Tensor]
+    key: Any
+    storage: StorageWeakRef  # keeps the storage's address, which the key has, from being reused
+    fingerprint: Any | None
+    operands: Any
+
+    def is_of(self, x: Tensor, key: Any) -> bool:
+        """Tells whether the operands are those of `x`, as it is now."""
+        is_same = self.reference() is x and self.key == key
+        return is_same and (self.fingerprint is None or self.fingerprint.matches(x.detach()))
 
 
 class SharedInput:
-    """The operands of the input that `readers` layers read, until all have or the input is gone."""
+    """The operands of an input that several layers read, until all have or the input is freed."""
 
     def __init__(self, readers: int) -> None:
         self.readers = readers
-        self.slot: tuple[Any, ...] | None = None  # reference to x, key, fingerprint, operands
-        self.left = 0
+        self.cached: CachedInput | None = None
+        self.readers_left = 0
 
     def __reduce__(self) -> tuple[Any, ...]:
         return SharedInput, (self.readers,)
 
     def forget(self, reference: Any = None) -> None:
-        slot = self.slot
-        if reference is None or (slot is not None and slot[0] is reference):
-            self.slot = None
+        """Drops the operands; those of one input where its reference is given."""
+        cached = self.cached
+        if reference is None or (cached is not None and cached.reference is reference):
+            self.cached = None
 
     def operands(
         self,
@@ -254,16 +307,26 @@ class SharedInput:
         conditions: Conditions,
         cast: Callable[[], Any] | None = None,
     ) -> Any:
-        """x for `linear`, None: it quantizes x itself; or what `cast` made of x for all readers."""
+        """Returns the operands of x, cached or cast now; None: the layer is to quantize x itself.
+
+        Args:
+            x: (…, K), float32 or bfloat16.
+            recipe: its text.
+            columnwise: whether the readers need xᵀ too.
+            conditions: those of conditions_of.
+            cast: makes the operands; None: those of the op `linear`.
+
+        Returns:
+            The result of `cast`, which all readers share.
+        """
         if x.is_inference():  # has no version
             return None if cast is None else cast()
-        key, slot = (version_of(x), recipe, columnwise, conditions), self.slot
-        is_same = slot is not None and slot[0]() is x and slot[1] == key
-        if slot is not None and is_same and (slot[2] is None or slot[2].matches(x.detach())):
-            self.left -= 1
-            if self.left == 0:
-                self.slot = None
-            return slot[3]
+        key, cached = (version_of(x), recipe, columnwise, conditions), self.cached
+        if cached is not None and cached.is_of(x, key):
+            self.readers_left -= 1
+            if self.readers_left == 0:
+                self.cached = None
+            return cached.operands
         fingerprint = fingerprint_of(x) if has_fingerprint(x) else None
         if cast is None and fingerprint is None and x.device.type == "cpu":
             return None
@@ -271,31 +334,32 @@ class SharedInput:
             operands = ops.layer_operands.default(x, recipe, "x", columnwise=columnwise)
         else:
             operands = cast()
-        self.left = self.readers - 1
-        self.slot = (weakref.ref(x, self.forget), key, fingerprint, operands)
+        self.readers_left = self.readers - 1
+        reference = weakref.ref(x, self.forget)
+        self.cached = CachedInput(reference, key, weak_storage(x), fingerprint, operands)
         return operands
 
 
 def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
-    """One SharedInput for the projections of one input that are converted alike."""
+    """Gives one SharedInput to the projections of one input that have the same recipe."""
     for parent in model.modules():
         for names in SIBLINGS:
             children = [parent._modules.get(name) for name in names]
-            alike: dict[Any, list[nn.Module]] = {}
+            groups: dict[Any, list[nn.Module]] = {}
             for child in children:
                 recipe = layers.get(child) if child is not None else None
                 if child is None or recipe is None:
                     continue
                 if can_reuse(recipe.fprop.a, recipe.wgrad.b, allows_delayed=False):
-                    alike.setdefault((recipe, child.in_features), []).append(child)
-            for group in alike.values():
+                    groups.setdefault((recipe, child.in_features), []).append(child)
+            for group in groups.values():
                 shared = SharedInput(len(group)) if len(group) > 1 else None
                 for child in group:
                     child.shared_input = shared  # type: ignore[assignment]
 
 
 def weight_codes(weight: Tensor, recipe: Recipe) -> WeightCodes | None:
-    """None where the weight must be quantized each time, or is codes already."""
+    """Returns an empty cache; None where the weight is codes, or is to be quantized each time."""
     shard = getattr(weight, "_local_tensor", None)  # of a DTensor
     if type(weight) is not nn.Parameter and type(shard) is not Tensor:
         return None
