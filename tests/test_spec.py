@@ -74,8 +74,8 @@ def test_sizes_against_the_table(base):
     _, _, bits, (height, width), _, amax_of = BASES[base]
     for text, _, _, rht in specs_of(base):
         spec, points = Spec.parse(text), max(TRANSFORMS[rht], 1)
-        assert spec.unit[0] == max(height, 1)
-        assert spec.unit[1] == max(width, points, 2 if bits == 4 else 1)
+        assert spec.alignment[0] == max(height, 1)
+        assert spec.alignment[1] == max(width, points, 2 if bits == 4 else 1)
         for rows, cols in ((1, 1), (37, 77), (128, 256), (300, 1000)):
             padded = points * ceil_div(cols, points)
             scales = (rows, 0) if amax_of == "row" else (0, 0)
@@ -120,7 +120,7 @@ def test_a_graph_reads_a_spec():
         spec = Spec.parse(text)
         if spec.has_blocks and not spec.is_stochastic:
             x = x + spec.block[1]
-        return x.to(spec.scale_dtype), spec.code_bits, spec.unit, spec.text
+        return x.to(spec.scale_dtype), spec.code_bits, spec.alignment, spec.text
 
     compiled = torch.compile(read, fullgraph=True, backend="eager")
     for text in ("mxfp8", "nvfp4/16x16", "e4m3/row", "nvfp4+sr"):

@@ -1,14 +1,14 @@
 """minifloat: training in 8- and 4-bit floating point, with one numerics on every device.
 
 import minifloat as mf
-mf.quantize_(model, "nvfp4")          linear layers under a recipe; prints what it converted
+mf.quantize_(model, "nvfp4")          converts linear layers, and prints which ones
 ...
 loss.backward(); opt.step(); mf.step(model)
 """
 
 from . import interrupt as _interrupt  # isort: skip  before torch: see its head
 from ._native import ops as _ops  # loads the operators; keep it before the rest
-from .distributed import hooks as _hooks  # registers what layers need of `distributed`
+from .distributed import hooks as _hooks  # registers functions that layers call
 from .distributed.fsdp.weight import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
 from .distributed.zero.flat_buffer import WireLayout
 from .distributed.zero.master_weights import (

@@ -1,7 +1,7 @@
-"""The native library: found, loaded, and checked against the torch that runs.
+"""The native library, loaded and checked against the running torch.
 
 lib/libminifloat_torch.so   the operators torch.ops.minifloat.*, built against one torch X.Y
-lib/libminifloat.so         what they call; the loader finds it beside the first
+lib/libminifloat.so         the kernels that the operators call; loaded from the same folder
 """
 
 from __future__ import annotations
@@ -13,13 +13,17 @@ import torch
 LIBRARY = Path(__file__).parent / "lib" / "libminifloat_torch.so"
 
 
-def release(version: str) -> str:
-    """X.Y of a torch version: 2.11 of 2.11.0+cu130."""
+def minor_version(version: str) -> str:
+    """Returns X.Y of a torch version: 2.11 of 2.11.0+cu130."""
     return ".".join(version.split("+")[0].split(".")[:2])
 
 
 def load(path: Path = LIBRARY) -> None:
-    """Registers the operators; ImportError where the library is missing or of another torch."""
+    """Registers the operators.
+
+    Raises:
+        ImportError: the library is missing, or was built against another torch.
+    """
     if not path.exists():
         raise ImportError(
             f"minifloat: expected the native library at {path}; build it with `make build` in the "
@@ -37,7 +41,8 @@ def load(path: Path = LIBRARY) -> None:
 
 
 def require_torch(built_for: str, running: str) -> None:
-    if release(built_for) != release(running):
+    """Checks that two torch versions have the same X.Y."""
+    if minor_version(built_for) != minor_version(running):
         raise ImportError(
             f"minifloat: the native library was built for torch {built_for}, this is torch "
             f"{running}; rebuild it with this torch"

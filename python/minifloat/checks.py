@@ -1,4 +1,4 @@
-"""Checks of arguments: each says what was expected and what came."""
+"""Checks of arguments, with errors that have the expected and the actual value."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ def require_int(
     """Returns `value` as an int where it is an integer from `least` to `most`.
 
     Raises:
-        TypeError: it is no integer; a bool is none.
-        ValueError: it is out of the range.
+        TypeError: `value` is no integer, or a bool.
+        ValueError: `value` is out of the range.
     """
     if isinstance(value, bool) or not hasattr(value, "__index__"):
         raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
@@ -32,13 +32,14 @@ def require_int(
 
 
 def require_bool(name: str, value: Any) -> bool:
+    """Returns `value`; TypeError where it is no bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
     return value
 
 
 def require_text(name: str, text: Any) -> str:
-    """Returns the text; TypeError where it is none, ValueError where it is not valid Unicode."""
+    """Returns `text`; TypeError where it is no str, ValueError where it is not valid Unicode."""
     if not isinstance(text, str):
         raise TypeError(f"{name}: expected its text as str, got {type(text).__name__}")
     if not text.isascii():
@@ -52,6 +53,7 @@ def require_text(name: str, text: Any) -> str:
 
 
 def require_module(function: str, model: Any) -> nn.Module:
+    """Returns `model`; TypeError where it is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: expected a torch.nn.Module, got {type(model).__name__}")
     return model

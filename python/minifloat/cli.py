@@ -1,4 +1,4 @@
-"""`minifloat`: one subcommand a module, each of which adds its own parser."""
+"""The command `minifloat`. One module a subcommand adds the parser of that subcommand."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def run_command(argv: Sequence[str] | None) -> int:
     """Parses ARGV and runs its command; an expected failure is one message and exit code 1."""
-    for stream in (sys.stdout, sys.stderr):  # no name of a file, and no ×, ends a job
+    for stream in (sys.stdout, sys.stderr):  # a file name, or ×, must not end a job
         if hasattr(stream, "reconfigure"):
             stream.reconfigure(errors="backslashreplace")
     parser = argparse.ArgumentParser(

@@ -1,4 +1,4 @@
-"""Floating-point operations of the products, as torch.utils.flop_counter counts them."""
+"""Formulas for torch.utils.flop_counter: the floating-point operations of the products."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ def scaled_mm_flops(
     k: int,
     **options: Any,
 ) -> int:
-    """2 M N K of a (M, K) · b (N, K)ᵀ: that of the same product in high precision.
+    """Returns 2 M N K of a (M, K) · b (N, K)ᵀ, as for the product in high precision.
 
-    K is the operands' own: what packing and transforms add to the codes is not counted.
+    K is the operands' length, without the padding that packing and transforms add to codes.
     """
     return 2 * a_shape[0] * b_shape[0] * k

@@ -1,6 +1,6 @@
 """Linear layers under a recipe, as functions of tensors.
 
-y = x Wᵀ + bias     three products, forward and backward, each in the formats of the recipe
+y = x Wᵀ + bias     three products, one forward and two backward, in the formats of the recipe
 """
 
 from __future__ import annotations
@@ -25,12 +25,26 @@ def linear(
     rng: Tensor | None = None,
     amax_history: Tensor | None = None,
 ) -> Tensor:
-    """y = x · Wᵀ + bias under a recipe, differentiable. x: (…, K), weight: (N, K); fp32 or bf16.
+    """Computes y = x · Wᵀ + bias under a recipe, differentiably.
 
-    rng: int64 (seed, count, module stream), needed where the recipe rounds stochastically; backward
-    reads it too, so nobody may write to it afterwards. amax_history: float32 (6, 1 + length),
-    needed by delayed scaling, one row an operand: column 0 the amax in force, column 1 this step's
-    own, written in place. A weight that is a DTensor: see minifloat.distributed.tensor_parallel.
+    Args:
+        x: (…, K), float32 or bfloat16.
+        weight: (N, K), float32 or bfloat16, also a mf.QuantizedTensor. A DTensor is computed as
+            minifloat.distributed.tensor_parallel describes.
+        bias: (N), float32 or bfloat16.
+        recipe: the formats of the three products.
+        rng: int64 (seed, forward count, module stream), required by stochastic rounding. Backward
+            reads the tensor too, so it must not be written to before.
+        amax_history: float32 (6, 1 + length), required by delayed scaling, a row an operand.
+            Column 0 is the active amax. The current amax is written to column 1, in place.
+
+    Returns:
+        y (…, N), in x's dtype or autocast's.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected.
+
+    Source: docs/numerics.md, which cites the specification of each format.
     """
     if is_distributed(weight):
         recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
@@ -47,6 +61,7 @@ def linear(
 
 
 def recipe_text(recipe: str | Recipe) -> str:
+    """Returns the text of a recipe."""
     return recipe.text if isinstance(recipe, Recipe) else require_text("recipe", recipe)
 
 
@@ -59,7 +74,22 @@ def linear_group(
     rng: Sequence[Tensor] | None = None,
     amax_history: Sequence[Tensor] | None = None,
 ) -> list[Tensor]:
-    """linear of one x and several weights (q, k, v; gate, up): x is quantized once."""
+    """Computes mf.linear of one x and several weights, and quantizes x once.
+
+    Args:
+        x: (…, K), float32 or bfloat16.
+        weights: each (N_i, K), as those of q, k, v or of gate, up.
+        biases: each (N_i) or None; None: no bias at all.
+        recipe: the formats of the products.
+        rng: one tensor a weight, as mf.linear's.
+        amax_history: one tensor a weight, as mf.linear's.
+
+    Returns:
+        y_i (…, N_i) of each weight.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected.
+    """
     biases = [None] * len(weights) if biases is None else list(biases)
     rng = None if rng is None else list(rng)
     amax_history = None if amax_history is None else list(amax_history)

@@ -1,12 +1,11 @@
 """Ctrl-C while a command of this package imports what it needs: one line, exit code 130.
 
-Importing torch takes seconds, and an interrupt in them would print torch's own frames. Nothing is
-to be tidied up then, so the process ends at once.
+Importing torch takes seconds, and an interrupt during the import would print torch's frames. No
+work is lost then, so the process ends at once.
 
 `minifloat/__init__.py` imports this module before all others: `minifloat` and `python -m minifloat`
-both import the package before any line of theirs runs. What comes before that import is out of
-reach: the start of Python itself, 20 to 50 ms, in which Ctrl-C still prints a traceback. This
-module imports little, so that its handler is set early.
+both import the package first. Python itself starts in 20 to 50 ms, and Ctrl-C in that time still
+prints a traceback. This module imports little, so that its handler is set early.
 """
 
 from __future__ import annotations
@@ -27,15 +26,15 @@ def end(signum: int, frame: object) -> None:
 def is_the_command() -> bool:
     """Tells whether this process is `minifloat` or `python -m minifloat`."""
     if sys.argv[:1] == ["-m"]:  # Python imports the package before it sets the module's path
-        words = sys.orig_argv[1:]
-        at = next((i for i, word in enumerate(words) if word.startswith("-m")), len(words))
-        module = "".join(words[at : at + 2] if words[at : at + 1] == ["-m"] else words[at : at + 1])
+        args = sys.orig_argv[1:]
+        at = next((i for i, arg in enumerate(args) if arg.startswith("-m")), len(args))
+        module = "".join(args[at : at + 2] if args[at : at + 1] == ["-m"] else args[at : at + 1])
         return module in ("-mminifloat", "-mminifloat.cli", "-mminifloat.__main__")
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "minifloat"
 
 
 class Handled:
-    """A context in which `wanted` handles Ctrl-C, unless the caller ignores it or has a way."""
+    """A context in which `wanted` handles Ctrl-C, unless the caller ignores or handles it."""
 
     def __init__(self, wanted: object) -> None:
         self.wanted, self.before = wanted, signal.getsignal(signal.SIGINT)

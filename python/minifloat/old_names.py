@@ -1,8 +1,8 @@
-"""Modules under the names that checkpoints written earlier refer to.
+"""Aliases of modules under the names that older checkpoints have.
 
-A pickle names a class by its module. Pickled modules (torch.save(model)) and quantized weights
-name the ones on the left; sys.modules has them as aliases. What torch.load(weights_only=True) may
-build is registered under its former name too.
+A pickle names a class by its module. Older pickled modules (torch.save(model)) and quantized
+weights have the names on the left, which sys.modules maps to the present modules. Functions that
+torch.load(weights_only=True) may call are registered under their former names too.
 """
 
 from __future__ import annotations

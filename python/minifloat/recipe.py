@@ -1,11 +1,11 @@
-"""Recipes: which format each operand of a layer's three products has, as text.
+"""Recipes: the formats of the operands of a layer's three products, as text.
 
     Recipe("nvfp4")                                  a preset
     Recipe("fprop=… dgrad=… wgrad=…")                written out; a product is "a*b" or "a*b,fast"
     RecipeMap("*: nvfp4; *.output: bf16")            a recipe a module name, the last match wins
 
 The grammar has one parser, in C++ (include/minifloat/recipe.h); its errors are ValueErrors that
-name the position and what would have been legal.
+name the position and the legal texts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ from .spec import Spec, product_parts
 
 @dataclass(frozen=True)
 class Product:
-    """One matrix product: the specs of its operands, and whether it accumulates fast."""
+    """The operand specs of one matrix product.
+
+    Args:
+        a: spec of the first operand (m, k).
+        b: spec of the second operand (n, k).
+        fast: whether an FP8 product accumulates fast, in less than fp32.
+    """
 
     a: str
     b: str
@@ -43,7 +49,17 @@ def _parse_map(text: str) -> tuple[str, ...]:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Recipe:
-    """The specs of fprop (x · W), dgrad (g · W), wgrad (g · x); equal as the parsed forms are."""
+    """The products fprop (x · W), dgrad (g · W) and wgrad (g · x) of a linear layer.
+
+    Recipes are equal where their canonical texts are.
+
+    Args:
+        text: a preset's name (mf.presets), or the three products.
+
+    Raises:
+        TypeError: `text` is no str.
+        ValueError: `text` is no recipe; the message has the position and the legal texts.
+    """
 
     text: str
     fprop: Product = field(compare=False)
@@ -82,7 +98,15 @@ class Recipe:
 
 @dataclass(frozen=True, init=False, repr=False)
 class RecipeMap:
-    """Recipes by module name. A text without a glob gives its recipe to every module."""
+    """Recipes by module name. The last glob that matches a name decides.
+
+    Args:
+        text: "glob: recipe; …", or one recipe for all modules.
+
+    Raises:
+        TypeError: `text` is no str.
+        ValueError: `text` is no recipe map; the message has the position and the legal texts.
+    """
 
     text: str
     entries: tuple[tuple[str, Recipe], ...] = field(compare=False)
@@ -96,7 +120,7 @@ class RecipeMap:
         object.__setattr__(self, "entries", entries)
 
     def find(self, module_name: str) -> Recipe | None:
-        """The recipe of the last glob that matches; None where none does."""
+        """Returns the recipe of the last glob that matches; None where no glob matches."""
         found = ops.match_recipe(self.text, require_text("RecipeMap: module_name", module_name))
         return Recipe(found) if found else None
 
@@ -117,5 +141,9 @@ def operand_names() -> tuple[str, ...]:
 
 
 def presets() -> list[str]:
-    """The names of the preset recipes, in the order of the documentation."""
+    """Lists the names of the preset recipes.
+
+    Returns:
+        The names, in the order of the documentation.
+    """
     return list(ops.preset_names())

@@ -1,10 +1,10 @@
-"""What an operand spec is: its elements, scales, blocks, rounding and transform.
+"""Operand specs: their elements, scales, blocks, rounding and transform.
 
     spec = Spec.parse("nvfp4/16x16+rht")     a text is parsed once
     spec.code_bits, spec.block, spec.amax_of, spec.sizes(rows, cols)
 
-The grammar and every answer are the native library's (include/minifloat/spec.h). No other module
-asks the operators about a spec.
+The native library parses specs and computes every field (include/minifloat/spec.h). No other
+module calls the operators that describe a spec.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 def constant_in_graphs(function: Function) -> Function:
-    """Makes torch.compile call `function` once a graph and take its result as a constant.
+    """Makes torch.compile call `function` once a graph and use its result as a constant.
 
-    torch.compiler.assume_constant_result does the same, but imports the compiler.
+    torch.compiler.assume_constant_result has the same effect, but imports the compiler.
     """
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
@@ -35,43 +35,44 @@ class Sizes(NamedTuple):
     """Sizes of an operand read as (rows, cols)."""
 
     code_cols: int  # bytes of a row of codes
-    padded_cols: int  # columns after the transform has grown them
-    scale_rows: int  # of block scales; the rows where each has a scale; else 0
-    scale_cols: int  # of block scales; else 0
+    padded_cols: int  # columns, padded to whole transforms
+    scale_rows: int  # rows of block scales; under row scaling, `rows`; else 0
+    scale_cols: int  # columns of block scales; else 0
 
 
 @dataclass(frozen=True)
 class Spec:
-    """The answers of the native library about one operand spec.
+    """The properties of one operand spec.
 
-    Code that torch.compile traces may read the fields, and parse; the methods run outside graphs.
+    Code that torch.compile traces may read the fields and call parse. The methods run outside
+    graphs.
     """
 
     text: str  # canonical
     elements: str  # "bf16", "e4m3", "e5m2" or "e2m1"
-    rule: str  # of scales: "none", "tensor", "row", "block", "mx" or "nvfp4"
-    scale_dtype: torch.dtype  # as a reader sees scales; the operators hand bytes over as uint8
-    amax_of: str  # what an amax is of: the "tensor", a "row" as read; "": nothing but blocks
-    code_bits: int  # of an element: 4 or 8; 16 under bf16
-    bits: float  # of an element, block scales included
+    rule: str  # the scale rule: "none", "tensor", "row", "block", "mx" or "nvfp4"
+    scale_dtype: torch.dtype  # of Quantized.scale; the operators return one-byte scales as uint8
+    amax_of: str  # "tensor" or "row" (as read): what has an amax; "": only blocks
+    code_bits: int  # bits of an element: 4 or 8; 16 under bf16
+    bits: float  # bits of an element, block scales included
     block: tuple[int, int]  # rows and columns as read that share a block scale; (0, 0): no blocks
-    unit: tuple[int, int]  # rows and columns that share a block scale, a transform or a byte
+    alignment: tuple[int, int]  # a cut at multiples splits no block, transform or byte of codes
     transform: int  # points of the Hadamard transform; 0: none
     is_bf16: bool  # the operand stays in high precision
     has_blocks: bool
     is_stochastic: bool
     is_delayed: bool
-    is_fp4_by_powers_of_two: bool  # E4M3 has the values of its codes times their block scales
-    transposes_exactly: bool  # the codes of one direction, transposed, are those of the other
+    is_fp4_by_powers_of_two: bool  # E4M3 represents codes times block scales exactly
+    transposes_exactly: bool  # the transposed codes of one direction are those of the other
 
     @staticmethod
     @constant_in_graphs
     def parse(text: str) -> Spec:
-        """Reads a spec's text.
+        """Parses a spec's text.
 
         Raises:
             TypeError: `text` is no str.
-            ValueError: it is no spec; the message has the position and what would be legal.
+            ValueError: `text` is no spec; the message has the position and the legal texts.
         """
         return _parse(require_text("spec", text))
 
@@ -86,7 +87,7 @@ class Spec:
         return (rows,) if self.amax_of == "row" else ()
 
     def amax_shape(self, rows: int) -> tuple[int, ...]:
-        """Returns the shape of the amax that an operand of so many rows, as read, keeps."""
+        """Returns the shape of Quantized.amax of an operand with `rows` rows as read."""
         if self.amax_of == "row":
             return (rows,)
         return (0,) if self.has_blocks and self.amax_of == "" else ()
@@ -116,7 +117,7 @@ def _parse(text: str) -> Spec:
         code_bits=code_bits,
         bits=code_bits + scale_bits,
         block=(height, width),
-        unit=(max(height, 1), max(width, transform, 8 // code_bits, 1)),
+        alignment=(max(height, 1), max(width, transform, 8 // code_bits, 1)),
         transform=transform,
         is_bf16=elements == "bf16",
         has_blocks=has_blocks,

@@ -92,7 +92,7 @@ def fail_at(monkeypatch, name, n):
         ("make_primary", 3),
         ("share_random_state", 1),
         ("share_inputs", 1),
-        ("turn_off_in", 1),
+        ("disable_fast_paths_in", 1),
     ],
 )
 def test_a_failure_in_the_middle_is_undone(monkeypatch, name, n, second):

@@ -114,4 +114,4 @@ def check_models(rank, recipes, ranks, kind="cpu", compare=require_equal):
                 assert torch.equal(p.full_tensor(), q), (here, key)
                 compare(p.grad.full_tensor(), q.grad, recipe, (*here, key))
             assert set(model.state_dict()) == set(alone.state_dict()), here
-            assert model[0].up.travel is None, here
+            assert model[0].up.weight_gather is None, here

@@ -1,10 +1,10 @@
-"""State beside the parameters, as checkpoints keep it: amax histories and random counters.
+"""State of a converted model beside its parameters: amax histories and random counters.
 
-    mf.training_state(model)             what a checkpoint needs besides the model's state dict
+    mf.training_state(model)             the tensors that a checkpoint needs beside the state dict
     mf.load_training_state(model, state)
 
-The state dict of a converted model keeps nn.Linear's keys; this state is apart, keyed by module
-name.
+The state dict of a converted model has the keys of nn.Linear. This state is separate, and its keys
+are module names.
 """
 
 from __future__ import annotations
@@ -21,9 +21,18 @@ from .random_state import states_of
 
 
 def training_state(model: nn.Module) -> dict[str, Tensor]:
-    """Copies of random counters and amax histories, by name; the same on every data-parallel rank.
+    """Copies the random counters and amax histories of a model.
 
-    "rng" is that of mf.quantize_(model, …); a part that was converted alone has "<name>.rng".
+    Args:
+        model: one that mf.quantize_ converted, or that has mf.Linear layers.
+
+    Returns:
+        Copies by name, the same on every data-parallel rank. "rng": int64 (seed, count), of the
+        call mf.quantize_(model, …); "<name>.rng" of a module that was converted alone.
+        "<name>.amax_history": float32 (6, 1 + length), a row an operand.
+
+    Raises:
+        TypeError: `model` is no module.
     """
     require_module("training_state", model)
     state = {join(fqn, "rng"): rng.get() for fqn, rng in states_of(model)}
@@ -33,7 +42,7 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
 
 
 def _require_entry(name: str, wanted: Tensor, entry: Tensor) -> None:
-    """Requires of `entry` all that writing it needs."""
+    """Checks that `entry` can be written to the tensor `wanted`."""
     if not isinstance(entry, Tensor):
         raise TypeError(f"load_training_state: {name}: expected a tensor, got {entry!r}")
     if entry.shape != wanted.shape or entry.dtype != wanted.dtype:
@@ -54,10 +63,14 @@ def _require_entry(name: str, wanted: Tensor, entry: Tensor) -> None:
 
 @torch.no_grad()
 def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Sets what training_state returned.
+    """Loads the state that training_state returned.
+
+    Args:
+        model: one that is converted with the recipe and history length of the saved one.
+        state: tensors by name, of any device.
 
     Raises:
-        TypeError, ValueError: the state is not one of this model. Nothing is written then.
+        TypeError, ValueError: the state is not one of this model. The model is unchanged then.
     """
     wanted = training_state(require_module("load_training_state", model))
     if not isinstance(state, Mapping):

@@ -1,8 +1,8 @@
-"""mf.quantize_: puts a model's linear layers under a recipe, in place; mf.restore_ takes them out.
+"""Conversion of a model's linear layers: mf.quantize_, mf.restore_ and mf.quantized_model_init.
 
-A layer stays the object that it was: its class changes (nn.Linear <-> mf.Linear), so its
-parameters, hooks, ties, dtype, device and state-dict keys are untouched, wherever it is referred to
-from.
+A conversion changes the class of a layer in place (nn.Linear <-> mf.Linear). The object, its
+parameters, hooks, ties, dtype, device and state-dict keys stay, so references to the layer remain
+valid.
 """
 
 from __future__ import annotations
@@ -17,20 +17,26 @@ from torch import Tensor, nn
 
 from ..checks import require_bool, require_int, require_module
 from ..recipe import Recipe, RecipeMap
-from ..tensor.quantized_tensor import QuantizedTensor, require_weight_spec
-from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks, is_distributed
-from .fast_paths import turn_off, turn_off_in, turn_on_in
+from ..tensor.quantized_tensor import require_weight_spec
+from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks
+from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .linear import (
     DEFAULT_HISTORY,
     Linear,
     adopt,
     draw_from,
-    release,
     require_history,
-    require_releasable,
+    require_restorable,
+    restore_linear,
 )
 from .names import clean_name, join, unwrapped
 from .operand_cache import share_inputs
+from .primary_weights import (
+    make_primary,
+    owners_of_weights,
+    weight_specs,
+    without_unfit_weights,
+)
 from .random_state import (
     RngState,
     add_hooks,
@@ -59,37 +65,44 @@ def quantize_(
     margin: int = 0,
     verbose: bool = True,
 ) -> Report:
-    """Converts nn.Linear layers in place; returns, and prints, which ones, and why the others not.
+    """Converts nn.Linear layers in place to mf.Linear, and reports which ones.
 
-    recipe          a recipe for all, or a map: "*: nvfp4; *.output: bf16"
-    filter_fqns     names to leave out: a layer whose name contains one; "auto_filter_small_kn"
-                    leaves out those too small to pay (see mf.auto_filter_small_kn)
-    filter_fn       (module, name) -> convert it?
-    primary         the codes become the parameters: no high-precision weight is kept, and updates
-                    smaller than half a step of the format are lost, so give the optimizer masters
-                    of its own. Build the optimizer after this call. Until it returns, the
-                    high-precision weights stay too, to undo a failure; mf.quantized_model_init
-                    holds one layer's at a time
-    keep_high_precision_init    with primary: the initial values stay as
-                    module.weight_high_precision_init, on the CPU
-    gather          under FSDP2: "quantized", weights travel as codes where those are fewer bits
-                    than bf16; "compute_dtype", as FSDP2 alone has it
-    seed            of stochastic rounding, mixed with data_parallel_rank; None: torch.distributed's
-                    rank. Ranks that share data (tensor, sequence parallel) are given the same one
-    amax_history_length, amax_algorithm, margin    of delayed scaling: steps kept, "max" or
-                    "most_recent", powers of two of headroom
-
-    A weight that is met again unchanged in micro-batches is quantized once a step, and so is an
-    input that projections with the usual names share (q, k, v; gate, up): nn/operand_cache.py says
-    when, and what memory that holds. Call mf.step(model) after opt.step().
+    Call mf.step(model) after opt.step(). nn/operand_cache.py describes which codes are cached
+    between forwards, and how much memory they take.
 
     torch's fused inference of nn.TransformerEncoderLayer and the nested tensors of
-    nn.TransformerEncoder are off where they would skip converted layers, until mf.restore_; the
-    report's notes say where.
+    nn.TransformerEncoder would skip converted layers. Both are off until mf.restore_, and the
+    report's notes name the modules.
+
+    Args:
+        model: its nn.Linear layers have float32 or bfloat16 weights.
+        recipe: one for all layers, or a map from module names: "*: nvfp4; *.output: bf16".
+        filter_fqns: texts. A layer whose name contains one is left out. The text
+            "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
+        filter_fn: (module, name) -> whether to convert the layer.
+        primary: whether the codes replace the high-precision weight as the parameter. Updates
+            smaller than half a step of the format are lost then, so the optimizer needs master
+            weights. Build the optimizer after this call. Until this call returns, all
+            high-precision weights stay in memory, to undo a failure; mf.quantized_model_init holds
+            only one layer's at a time.
+        keep_high_precision_init: with primary, whether to copy the initial weight to
+            module.weight_high_precision_init, on the CPU.
+        gather: how FSDP2 gathers weights: "quantized", as codes where codes have fewer bits than
+            bf16, or "compute_dtype", as FSDP2 does by itself.
+        seed: of stochastic rounding, 64 bits with sign. It is mixed with data_parallel_rank.
+        data_parallel_rank: at least 0; None: torch.distributed's rank. Ranks that share data
+            (tensor or sequence parallel) need the same number.
+        amax_history_length: of delayed scaling, in steps.
+        amax_algorithm: of delayed scaling, "max" or "most_recent".
+        margin: of delayed scaling, in powers of two by which scales are enlarged.
+        verbose: whether to print the report.
+
+    Returns:
+        The names of converted layers with their recipes, and of others with reasons.
 
     Raises:
-        TypeError, ValueError: an argument is not as expected, or nothing is left to convert. On
-            any error the model is as it was.
+        TypeError, ValueError: an argument is not as expected, or no layer is left to convert. The
+            model is unchanged after any error.
     """
     model = unwrapped(require_module("quantize_", model))
     names = require_filters(filter_fqns, filter_fn)
@@ -105,13 +118,13 @@ def quantize_(
     layers = [module for _, module, _ in selection.chosen]
     require_same_random_state(model, selection, seed, data_parallel_rank)
     plans = plan_gathers(model, selection, gather, primary)
-    # Parts of a model that are converted one by one have layers of the same names, but not of the
-    # same names in the whole, which give each its own random bits.
+    # Submodules that are converted one by one have layers of equal names. Their names in the whole
+    # model differ, so the random bits are drawn by those.
     is_stochastic = any(layer_recipe.is_stochastic for _, _, layer_recipe in selection.chosen)
     parents = parents_of(model) if is_stochastic else ""
 
     with ExitStack() as undo:
-        undo.callback(turn_on_in, model, converted_layers(model))
+        undo.callback(enable_fast_paths_in, model, converted_layers(model))
         for module in model.modules():
             if not hooks_of(module):
                 undo.callback(remove_hooks, module)
@@ -130,7 +143,7 @@ def quantize_(
                 make_primary(module, layer_recipe, keep_high_precision_init)
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
-        notes = turn_off_in(model, converted_layers(model))
+        notes = disable_fast_paths_in(model, converted_layers(model))
         undo.pop_all()
 
     report = Report(
@@ -145,42 +158,49 @@ def quantize_(
 
 
 def restore_(model: nn.Module) -> nn.Module:
-    """Gives back the nn.Linear layers that mf.quantize_ converted: the same objects and parameters.
+    """Converts mf.Linear layers back to nn.Linear in place, with the same parameters.
 
-    A quantized primary weight comes back in high precision, with the values of its codes.
+    A quantized primary weight becomes a high-precision one, with the values of its codes.
+
+    Args:
+        model: one that mf.quantize_ converted.
+
+    Returns:
+        The model.
 
     Raises:
-        ValueError: FSDP2 gathers a weight as codes, or a layer is a subclass of mf.Linear, which
-            was never an nn.Linear. The model is as it was then.
+        TypeError: `model` is no module.
+        ValueError: FSDP2 gathers a weight as codes, or a layer is of a subclass of mf.Linear, which
+            was never an nn.Linear. The model is unchanged then.
     """
     require_module("restore_", model)
     layers = converted_layers(model)
     for layer in layers:
-        require_releasable(layer)
+        require_restorable(layer)
     for module in model.modules():
         remove_hooks(module)
     for layer in layers:
-        release(layer)
-    turn_on_in(model, converted_layers(model))
+        restore_linear(layer)
+    enable_fast_paths_in(model, converted_layers(model))
     return model
 
 
 def converted_layers(model: nn.Module) -> dict[Linear, None]:
-    """Finds the layers of the model, itself included, that are under a recipe now, in order."""
+    """Finds the mf.Linear layers of the model, itself included, in order."""
     return {module: None for module in model.modules() if isinstance(module, Linear)}
 
 
 def revert(module: nn.Linear, weight: Tensor) -> None:
-    """Takes back the conversion of one layer, however much of it was done."""
+    """Reverts the conversion of one layer, complete or not."""
     if isinstance(module, Linear):
         module.weight = weight
-        release(module)
+        restore_linear(module)
 
 
 def share_random_state(
     root: nn.Module, layers: list[nn.Linear], seed: int, data_parallel_rank: int | None
 ) -> None:
-    """One RngState for the layers that need one, advanced by hooks of the root and its parts."""
+    """Gives one RngState, and the hooks that advance it, to the layers with stochastic rounding."""
     stochastic = [m for m in layers if isinstance(m, Linear) and m.recipe.is_stochastic]
     if not stochastic:
         return
@@ -192,9 +212,9 @@ def share_random_state(
 
 
 def parents_of(model: nn.Module) -> str:
-    """The model's name within the modules that hold it, as far up as there are any; "" for a root.
+    """Finds the model's name within the outermost module that holds it; "" for a root.
 
-    A module does not refer to its parents, so all live modules are looked through.
+    A module has no reference to its parents, so this looks through all live modules.
     """
     holders: dict[int, tuple[str, nn.Module]] = {}
     for candidate in gc.get_objects():
@@ -236,7 +256,7 @@ def require_primary(primary: bool, keep_high_precision_init: bool) -> None:
 def require_same_random_state(
     root: nn.Module, selection: Selection, seed: int, data_parallel_rank: int | None
 ) -> None:
-    """Requires the seed and rank of an earlier mf.quantize_ of the same root: it has one state."""
+    """Checks that seed and rank equal those of an earlier mf.quantize_ of the same root."""
     hook = find_hook(root)
     if hook is None or not any(recipe.is_stochastic for _, _, recipe in selection.chosen):
         return
@@ -252,22 +272,17 @@ def require_same_random_state(
             )
 
 
-# ---- how weights travel --------------------------------------------------------------------------
-
-
-def owners_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
-    owners: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append(module)
-    return owners
+# ---- gathers of weights --------------------------------------------------------------------------
 
 
 def plan_gathers(
     model: nn.Module, selection: Selection, gather: str, primary: bool
 ) -> dict[str, tuple[Any, str]]:
-    """Of each chosen layer: the plan, None for the compute dtype, and what the report says."""
+    """Plans how FSDP2 gathers the weight of each chosen layer.
+
+    Returns:
+        Name -> (plan, or None for the compute dtype; sentence for the report).
+    """
     owners = owners_of_weights(model)
     recipes = {id(module): recipe for _, module, recipe in selection.chosen}
 
@@ -275,80 +290,42 @@ def plan_gathers(
         if primary:
             return None, "its weight is codes"
         if gather == COMPUTE_DTYPE:
-            return None, "weight travels in the compute dtype: gather says so"
+            return None, "weight gathered in the compute dtype: gather says so"
         readers = {recipes.get(id(owner)) for owner in owners[id(module.weight)]}
         if len(readers) > 1:
-            return None, "weight travels in the compute dtype: it is tied to another reader's"
+            return None, "weight gathered in the compute dtype: it is tied to another reader's"
         if recipe.is_delayed and len(owners[id(module.weight)]) > 1:
-            return None, "weight travels in the compute dtype: tied, each reader has its own scale"
+            how = "weight gathered in the compute dtype"
+            return None, f"{how}: it is tied, and each reader has its own scale"
         return hooks().plan_gather(recipe)
 
     return {fqn: plan(module, recipe) for fqn, module, recipe in selection.chosen}
 
 
-# ---- primary weights -----------------------------------------------------------------------------
-
-
-def weight_specs(recipe: Recipe) -> tuple[str | None, str | None]:
-    """The specs of W as fprop reads it and as dgrad does; None: in high precision."""
-    row, col = recipe.fprop.b, recipe.dgrad.b
-    return None if row == "bf16" else row, None if col == "bf16" else col
-
-
-def reason_against_primary(
-    module: nn.Linear, recipe: Recipe, owners: dict[int, list[nn.Module]]
-) -> str | None:
-    if len(owners[id(module.weight)]) > 1:
-        return "primary: its weight is tied to another module's"
-    if is_distributed(module.weight):
-        return "primary: its weight is a DTensor"
-    row, col = weight_specs(recipe)
-    if row is None or col is None:
-        return f"primary: {recipe} reads the weight in high precision too"
-    try:
-        require_weight_spec(row)
-        require_weight_spec(col)
-    except ValueError as error:
-        return f"primary: {error}"
-    return None
-
-
-def without_unfit_weights(model: nn.Module, selection: Selection) -> Selection:
-    """Layers whose weight cannot be kept as codes go to the skipped ones."""
-    owners = owners_of_weights(model)
-    chosen, skipped = [], list(selection.skipped)
-    for fqn, module, recipe in selection.chosen:
-        why_not = reason_against_primary(module, recipe, owners)
-        if why_not is None:
-            chosen.append((fqn, module, recipe))
-        else:
-            skipped.append((fqn, why_not))
-    return Selection(chosen, skipped)
-
-
-def make_primary(module: nn.Linear, recipe: Recipe, keep_high_precision_init: bool) -> None:
-    weight = module.weight
-    if keep_high_precision_init:
-        module.weight_high_precision_init = weight.detach().cpu().clone()
-    quantized = QuantizedTensor.from_tensor(weight.detach(), *weight_specs(recipe))
-    module.weight = nn.Parameter(quantized, requires_grad=weight.requires_grad)
-    if isinstance(module, Linear):
-        module.weight_codes = None  # the parameter is the codes
+# ---- construction --------------------------------------------------------------------------------
 
 
 @contextmanager
 def quantized_model_init(
     recipe: str | Recipe, *, keep_high_precision_init: bool = False, seed: int = 0
 ) -> Iterator[None]:
-    """nn.Linear built inside is an mf.Linear whose weight is codes from the start.
-
-    Subclasses of nn.Linear, such as the out_proj of nn.MultiheadAttention, stay as they are.
+    """Builds each nn.Linear in a `with` statement as an mf.Linear with a quantized weight.
 
         with mf.quantized_model_init("mxfp8_2d"):
             model = Model()
 
-    Memory never holds more than one layer's high-precision weight. Random streams follow the order
-    of construction, and each layer advances its own counter.
+    Memory never holds the high-precision weights of more than one layer. Streams of random bits
+    follow the order of construction, and each layer has a random state of its own. Subclasses of
+    nn.Linear, such as the out_proj of nn.MultiheadAttention, are not converted.
+
+    Args:
+        recipe: of all layers.
+        keep_high_precision_init: whether to copy each initial weight to
+            module.weight_high_precision_init, on the CPU.
+        seed: of stochastic rounding, 64 bits with sign.
+
+    Returns:
+        A context manager without a value.
 
     Raises:
         TypeError, ValueError: an argument is not as expected, the recipe reads the weight in high
@@ -365,20 +342,20 @@ def quantized_model_init(
     if getattr(nn.Linear.__init__, "is_quantized_model_init", False):
         raise ValueError("quantized_model_init: expected no other quantized_model_init around it")
     ordinal = count()
-    plain_init = nn.Linear.__init__
+    original_init = nn.Linear.__init__
 
     def init(self: nn.Linear, *args: Any, **kwargs: Any) -> None:
-        plain_init(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         if type(self) is not nn.Linear:
             return
         adopt(self, recipe, f"linear.{next(ordinal)}")
         make_primary(self, recipe, keep_high_precision_init)
         share_random_state(self, [self], seed, None)
-        turn_off(self)
+        disable_fast_path(self)
 
     init.is_quantized_model_init = True  # type: ignore[attr-defined]
     nn.Linear.__init__ = init  # type: ignore[method-assign]
     try:
         yield
     finally:
-        nn.Linear.__init__ = plain_init  # type: ignore[method-assign]
+        nn.Linear.__init__ = original_init  # type: ignore[method-assign]

@@ -1,7 +1,4 @@
-"""mf.step, and the amax histories of delayed scaling, which it rolls once a step.
-
-mf.step(model)      after opt.step(): the amax that the next step scales by
-"""
+"""mf.step, which rolls the amax histories of delayed scaling once a training step."""
 
 from __future__ import annotations
 
@@ -18,19 +15,30 @@ from .random_state import states_of
 
 
 def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """The step's own amaxes become the largest of all ranks, in one all-reduce."""
-    own = [history[..., 1] for history in histories]
-    reduced = hooks().reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in own]), group)
-    parts = reduced.split([amaxes.numel() for amaxes in own])
-    torch._foreach_copy_(own, [part.view_as(amaxes) for part, amaxes in zip(parts, own)])
+    """Replaces this step's amaxes by the largest of all ranks, in one all-reduce."""
+    current = [history[..., 1] for history in histories]
+    reduced = hooks().reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in current]), group)
+    split = reduced.split([amaxes.numel() for amaxes in current])
+    torch._foreach_copy_(current, [new.view_as(amaxes) for new, amaxes in zip(split, current)])
 
 
 @torch.no_grad()
 def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Call it after opt.step(): weights have changed, and histories of delayed scaling roll.
+    """Ends a training step: drops cached codes and rolls the histories of delayed scaling.
 
-    Under FSDP2 all weights are quantized here, as mf.precompute_scales does.
-    group: the data-parallel ranks, whose amaxes are reduced together; None: all ranks.
+    Call mf.step after opt.step(), on all ranks. The active amax of the next step is computed from
+    the amaxes of this step and the steps before (numerics.md). Under FSDP2 this call quantizes all
+    sharded weights, as mf.precompute_scales does.
+
+    Args:
+        model: one that mf.quantize_ converted, or that has mf.Linear layers.
+        group: the data-parallel ranks, whose amaxes are reduced to their maximum; None: all ranks.
+
+    Raises:
+        TypeError: `model` is no module, or `group` is no process group that has this rank.
+
+    Source: delayed scaling of Transformer Engine (DelayedScaling, amax_history_len,
+    amax_compute_algo, margin).
     """
     require_module("step", model)
     if group is not None and not isinstance(group, dist.ProcessGroup):
@@ -46,13 +54,14 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 
 def _roll_histories(model: nn.Module, group: dist.ProcessGroup | None) -> None:
-    alike: dict[tuple, list[Tensor]] = {}
+    """Rolls the histories of all layers, with one call for those of one shape and rule."""
+    groups: dict[tuple, list[Tensor]] = {}
     for _, layer, history in histories_of(model):
         key = (history.device, history.shape, layer.amax_algorithm, layer.margin)
-        alike.setdefault(key, []).append(history)
-    if not alike:
+        groups.setdefault(key, []).append(history)
+    if not groups:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        _reduce_running([history for same in alike.values() for history in same], group)
-    for (_, _, algorithm, margin), histories in alike.items():
+        _reduce_running([history for same in groups.values() for history in same], group)
+    for (_, _, algorithm, margin), histories in groups.items():
         ops.roll_amax_histories(histories, algorithm=algorithm, margin=margin)

@@ -1,7 +1,7 @@
-"""What `distributed` does for a layer: functions that it registers here, since `nn` imports none.
+"""Functions of `distributed` that layers call. `nn` does not import `distributed`.
 
-`minifloat/__init__.py` knows all rooms and registers them, each once, when the package is
-imported. A function may import its room when it is called first, as the first DTensor is met.
+`minifloat/__init__.py` registers them once, when the package is imported. A function may import
+its package at its first call, when the first DTensor is passed to a layer.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"  # how FSDP2 gathers a w
 
 
 class WeightGather(Protocol):
-    """The gathers of one layer's sharded weight, as FSDP2's room attaches them to the layer."""
+    """The gathers of one layer's sharded weight, which distributed/fsdp attaches to the layer."""
 
-    def knows(self, parameter: Any) -> bool:
+    def has_assigned(self, parameter: Any) -> bool:
         """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
 
     def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
-        """Fetches what a forward reads and no gather has brought."""
+        """Fetches the parts that a forward reads and no gather has brought."""
 
     def forget(self) -> None:
-        """Drops codes that were cast ahead of a gather: the weight may have changed."""
+        """Drops codes that were cast before a gather: the weight may have changed."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,11 @@ _REGISTERED: list[DistributedHooks] = []
 
 
 def register(hooks: DistributedHooks) -> None:
-    """Registers the functions; RuntimeError where some are registered already."""
+    """Registers the functions.
+
+    Raises:
+        RuntimeError: functions are registered already.
+    """
     if _REGISTERED:
         raise RuntimeError("distributed hooks: expected one registration, got a second")
     _REGISTERED.append(hooks)
@@ -70,5 +74,5 @@ def hooks() -> DistributedHooks:
 
 
 def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
-    """Tells whether it is a DTensor, without importing what DTensor needs."""
+    """Tells whether a weight is a DTensor, without importing torch.distributed.tensor."""
     return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")

@@ -1,13 +1,14 @@
-"""Fast paths of torch that read a layer's weight without calling the layer. They are off where the
-layer is converted.
+"""Fast paths of torch that read a layer's weight without calling the layer.
+
+Their use is prevented where the layer is converted.
 
     nn.TransformerEncoderLayer    in evaluation without gradients, one fused op reads the weights of
                                   linear1 and linear2. torch does not take this path where a module
-                                  inside has a forward hook: a converted layer gets one, and loses
-                                  it when it is restored.
-    nn.TransformerEncoder         makes a nested tensor of a padded batch, which only the fused op
-                                  can read: `use_nested_tensor` is False until its layers are
-                                  restored.
+                                  inside has a forward hook. A converted layer has such a hook until
+                                  it is restored.
+    nn.TransformerEncoder         makes a nested tensor of a padded batch. Only the fused op reads
+                                  nested tensors, so `use_nested_tensor` is False until the layers
+                                  are restored.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ NESTED_TENSOR_BEFORE = "_use_nested_tensor_before_quantize"
 
 
 def prevent_fast_path(module: nn.Module, args: Any) -> None:
-    """Turns off the fused op of the parent by its presence; refuses what only that op can read."""
+    """Refuses a nested tensor. The presence of this hook prevents the fused op of the parent."""
     if args and args[0].is_nested:
         raise ValueError(
             "a converted layer: expected a dense input, got a nested tensor; convert the "
@@ -29,21 +30,23 @@ def prevent_fast_path(module: nn.Module, args: Any) -> None:
         )
 
 
-def turn_off(layer: nn.Module) -> None:
-    """Makes a parent of torch call the layer instead of reading its weight."""
+def disable_fast_path(layer: nn.Module) -> None:
+    """Makes torch's parent module call the layer instead of reading its weight."""
     if prevent_fast_path not in layer._forward_pre_hooks.values():
         layer.register_forward_pre_hook(prevent_fast_path)
 
 
-def turn_on(layer: nn.Module) -> None:
-    """Takes back turn_off."""
+def enable_fast_path(layer: nn.Module) -> None:
+    """Reverts disable_fast_path."""
     for key, hook in list(layer._forward_pre_hooks.items()):
         if hook is prevent_fast_path:
             del layer._forward_pre_hooks[key]
 
 
-def turn_off_in(model: nn.Module, converted: Container[nn.Module]) -> list[tuple[str, str]]:
-    """Turns off all fast paths that would read a converted layer's weight.
+def disable_fast_paths_in(
+    model: nn.Module, converted: Container[nn.Module]
+) -> list[tuple[str, str]]:
+    """Disables all fast paths that would read a converted layer's weight.
 
     Args:
         model: the module that mf.quantize_ converted.
@@ -53,8 +56,8 @@ def turn_off_in(model: nn.Module, converted: Container[nn.Module]) -> list[tuple
         (name, sentence for the report) of each module whose fast path was on.
     """
     notes = []
-    if model in converted:  # its parents are out of sight
-        turn_off(model)
+    if model in converted:  # a module has no reference to its parents
+        disable_fast_path(model)
     for fqn, module in model.named_modules():
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
             continue
@@ -63,7 +66,7 @@ def turn_off_in(model: nn.Module, converted: Container[nn.Module]) -> list[tuple
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
             for layer in inside:
-                turn_off(layer)
+                disable_fast_path(layer)
             notes.append((fqn, "torch's fused inference is off: it would skip converted layers"))
         elif getattr(module, "use_nested_tensor", False):
             setattr(module, NESTED_TENSOR_BEFORE, module.use_nested_tensor)
@@ -72,8 +75,8 @@ def turn_off_in(model: nn.Module, converted: Container[nn.Module]) -> list[tuple
     return notes
 
 
-def turn_on_in(model: nn.Module, converted: Container[nn.Module]) -> None:
-    """Gives nn.TransformerEncoder its nested tensors back where no converted layer is left."""
+def enable_fast_paths_in(model: nn.Module, converted: Container[nn.Module]) -> None:
+    """Enables nested tensors of nn.TransformerEncoder again where no converted layer is left."""
     for module in model.modules():
         if NESTED_TENSOR_BEFORE not in module.__dict__:
             continue

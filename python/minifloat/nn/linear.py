@@ -1,4 +1,4 @@
-"""The module that mf.quantize_ makes of nn.Linear: nn.Linear under a recipe."""
+"""The linear layer that computes its products under a recipe, and its conversions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor, weight_operands
 from .distributed_hooks import WeightGather, hooks, is_distributed
-from .fast_paths import turn_off, turn_on
+from .fast_paths import disable_fast_path, enable_fast_path
 from .names import clean_name, unwrapped
 from .operand_cache import SharedInput, WeightCodes, conditions_of, weight_codes
 from .random_state import AdvanceRng, Draws, RngState, as_normal, require_int64
@@ -26,6 +26,7 @@ MAX_MARGIN = 126  # powers of two
 
 
 def require_history(length: int, algorithm: str, margin: int) -> None:
+    """Checks the arguments of delayed scaling."""
     require_int("amax_history_length", length, 1, unit="step")
     if algorithm not in ALGORITHMS:
         raise ValueError(f"amax_algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
@@ -33,15 +34,28 @@ def require_history(length: int, algorithm: str, margin: int) -> None:
 
 
 class Linear(nn.Linear):
-    """nn.Linear under a recipe: the same parameters and state-dict keys.
+    """nn.Linear under a recipe, with the same parameters and state-dict keys.
 
-    mf.quantize_ makes one of an nn.Linear in place. Built alone it draws its own random bits and
-    advances them at its own forward; `name` tells its stream from other layers'.
+    mf.quantize_ converts an nn.Linear to this class in place. A layer that is built alone has a
+    random state of its own, which each of its forwards advances.
+
+    Args:
+        in_features: K, of x (…, K).
+        out_features: N, of y (…, N).
+        bias: whether to add a bias (N).
+        device: of the parameters.
+        dtype: of the parameters, float32 or bfloat16; None: torch's default dtype.
+        recipe: the formats of the three products.
+        name: of the layer. Layers of different names have different random bits.
+        seed: of stochastic rounding, 64 bits with sign.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected.
     """
 
     recipe: Recipe
     fqn: str
-    rng_state: RngState | None  # None: nothing in the recipe is stochastic
+    rng_state: RngState | None  # None: no spec of the recipe is stochastic
     draws: Draws
     stream: Tensor
     amax_history: Tensor | None
@@ -51,7 +65,7 @@ class Linear(nn.Linear):
     weight_codes: WeightCodes | None
     shared_input: SharedInput | None
     gather_plan: Any  # how FSDP2 gathers the weight as codes; None: in the compute dtype
-    travel: WeightGather | None = None  # of a weight that FSDP2 has sharded
+    weight_gather: WeightGather | None = None  # None: FSDP2 has not sharded the weight
 
     def __init__(
         self,
@@ -75,19 +89,19 @@ class Linear(nn.Linear):
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe, name, gather_plan=hooks().plan_gather(recipe)[0])
-        turn_off(self)
+        disable_fast_path(self)
         if recipe.is_stochastic:
             state = RngState(seed)
             draw_from(self, state)
             self.register_forward_pre_hook(AdvanceRng(state, self))
 
     def step_history(self) -> Tensor | None:
-        """The amax history for an op, which writes to it: a copy where no step is trained."""
+        """Returns the amax history that an op writes to: a copy outside training steps."""
         history = self.amax_history
         return history if history is None or self.is_in_step() else history.clone()
 
     def is_in_step(self) -> bool:
-        """Is this forward part of a training step: in training mode, with gradients enabled?"""
+        """Tells whether a forward now is part of a training step."""
         return self.training and torch.is_grad_enabled()
 
     def forward(self, input: Tensor) -> Tensor:
@@ -98,8 +112,8 @@ class Linear(nn.Linear):
             weight = weight.contiguous()
         if torch.compiler.is_compiling():
             return self._traced_forward(input, weight)
-        if self.travel is not None:
-            self.travel.complete(weight, torch.is_grad_enabled() and input.requires_grad)
+        if self.weight_gather is not None:
+            self.weight_gather.complete(weight, torch.is_grad_enabled() and input.requires_grad)
         rng = self.draw_rng(weight.device)
         history = self.step_history()
         x_operands, w_operands = None, weight_operands(weight, self.recipe, input)
@@ -120,7 +134,7 @@ class Linear(nn.Linear):
         )
 
     def _traced_forward(self, input: Tensor, weight: Tensor) -> Tensor:
-        """The stream of random bits as a tensor: one graph serves layers of different names."""
+        """Runs the op with the stream in a tensor, so that layers of all names share one graph."""
         rng = None
         if self.rng_state is not None:
             base = self.rng_state.tensor
@@ -137,7 +151,7 @@ class Linear(nn.Linear):
         )
 
     def draw_rng(self, device: torch.device) -> Tensor | None:
-        """(seed, count) of this forward; None where nothing in the recipe is stochastic."""
+        """Returns (seed, count) of this forward; None where no spec of the recipe is stochastic."""
         if self.rng_state is None:
             return None
         return self.rng_state.draw(self.draws, device, self.training)
@@ -145,7 +159,7 @@ class Linear(nn.Linear):
     def _reused(
         self, x: Tensor, weight: Tensor, amax_history: Tensor | None
     ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        """x and the weight where they need not be quantized again; None where they must be."""
+        """Returns the cached operands of x and of the weight; None where the op is to quantize."""
         conditions, recipe = conditions_of(x), self.recipe.text
         # Outside autocast a weight of another dtype has a gradient of its own dtype.
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
@@ -162,7 +176,7 @@ class Linear(nn.Linear):
         return x_operands, w_operands
 
     def unwrap_buffers(self) -> None:
-        """torch's parallel styles make replicated DTensors of buffers; these are the rank's own."""
+        """Replaces buffers that torch's parallel styles made DTensors by the rank's tensors."""
         for name in STATE:
             buffer = self._buffers.get(name)
             if buffer is not None:
@@ -182,12 +196,13 @@ class Linear(nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
-            if self.travel is not None and self.travel.knows(value):  # twice a gather
+            gather = self.weight_gather
+            if gather is not None and gather.has_assigned(value):  # twice a gather
                 self._parameters[name] = value
                 return
             hooks().adopt_weight(self, value)  # FSDP2 assigns the parameter that it has sharded
             if is_distributed(value):
-                self.weight_codes = None  # its memory is refilled, uncounted
+                self.weight_codes = None  # torch does not count writes to its memory
         if name == "recipe":
             value = Recipe(value)
         super().__setattr__(name, value)
@@ -195,19 +210,20 @@ class Linear(nn.Linear):
             self._forget()
 
     def _forget(self) -> None:
-        """Drops what was kept for reuse; the parameter that is there now may be reused."""
+        """Drops cached operands, and prepares a cache for the present parameter."""
         self.weight_codes = weight_codes(self.weight, self.recipe)
-        if self.travel is not None:
-            self.travel.forget()
+        if self.weight_gather is not None:
+            self.weight_gather.forget()
         if self.shared_input is not None:
             self.shared_input.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: v for k, v in self.__dict__.items() if k not in ("weight_codes", "travel")}
+        dropped = ("weight_codes", "weight_gather")
+        return {k: v for k, v in self.__dict__.items() if k not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        self.travel = None
+        self.weight_gather = None
         for name in STATE:
             buffer = self._buffers[name]
             self._buffers[name] = None if buffer is None else as_normal(buffer)
@@ -221,11 +237,13 @@ class Linear(nn.Linear):
         self._forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        """Moves. The history keeps dtype and values, the stream is a function of the name, and a
-        quantized weight that came back plain (to_empty) is quantized again."""
+        """Moves the layer, as nn.Module does, except that the amax history keeps its dtype.
+
+        to_empty returns a quantized weight in high precision: such a weight is quantized again.
+        """
         history = self._buffers.pop("amax_history")
         before = self.weight
-        self.weight_codes = None  # refers to the parameter; torch swaps a DTensor with none alone
+        self.weight_codes = None  # refers to the parameter; torch swaps no DTensor with references
         super()._apply(fn, recurse)
         if isinstance(before, QuantizedTensor) and not isinstance(self.weight, QuantizedTensor):
             self.weight = nn.Parameter(
@@ -234,13 +252,13 @@ class Linear(nn.Linear):
             )
         self._buffers["amax_history"] = history
         self._move_state(self.stream.device)
-        if self.travel is not None:
+        if self.weight_gather is not None:
             hooks().adopt_weight(self, self.weight)
         self._forget()
         return self
 
     def _move_state(self, device: torch.device) -> None:
-        """Puts the stream and the history on a device; on meta they had no values."""
+        """Moves the stream and the history to a device, with values where they had none on meta."""
         stream, history = self.stream, self._buffers["amax_history"]
         if stream.device != device:
             stream = torch.empty_like(stream, device=device)
@@ -254,8 +272,8 @@ class Linear(nn.Linear):
             self._buffers["amax_history"] = as_normal(history.to(device))
 
     def extra_repr(self) -> str:
-        travel = "" if self.travel is None else f"; {self.travel}"
-        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{travel}"
+        gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
+        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{gather}"
 
 
 def adopt(
@@ -268,7 +286,10 @@ def adopt(
     margin: int = 0,
     gather_plan: Any = None,
 ) -> Linear:
-    """Makes `module` a Linear in place: the same object, parameters and hooks."""
+    """Converts `module` to a Linear in place; object, parameters and hooks stay.
+
+    Args: as those of mf.quantize_; `fqn` is the name that the stream of random bits comes from.
+    """
     device = module.weight.device
     stream_id = ops.stream(fqn)
     stream = as_normal(torch.full((1,), stream_id, dtype=torch.int64, device=device))
@@ -290,14 +311,14 @@ def adopt(
     module.register_buffer("amax_history", history, persistent=False)
     module.shared_input = None
     module.gather_plan = gather_plan
-    module.travel = None
+    module.weight_gather = None
     module._forget()
     return module
 
 
 def draw_from(layer: Linear, state: RngState) -> None:
     """Makes `state` the source of the layer's random bits, from its next forward on."""
-    state.to(layer.stream.device)  # here, so that no compiled code does: it would own the copy
+    state.to(layer.stream.device)  # here: memory that compiled code allocates is reused
     layer.rng_state = state
 
 
@@ -310,11 +331,12 @@ def histories_of(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
 
 
 def forget_weights(model: nn.Module) -> None:
-    """Makes layers quantize their weights again: these or their scales have changed."""
+    """Makes layers quantize their weights again, after the weights or their scales changed."""
     for layer in unwrapped(model).modules():
-        for cached in (layer.weight_codes, layer.travel) if isinstance(layer, Linear) else ():
-            if cached is not None:
-                cached.forget()
+        if isinstance(layer, Linear) and layer.weight_codes is not None:
+            layer.weight_codes.forget()
+        if isinstance(layer, Linear) and layer.weight_gather is not None:
+            layer.weight_gather.forget()
 
 
 ADOPTED = (
@@ -330,16 +352,18 @@ ADOPTED = (
     "weight_codes",
     "shared_input",
     "gather_plan",
-    "travel",
+    "weight_gather",
 )
 
 
 def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
     """Finds the class that a converted layer of class `cls` had, or would have, as an nn.Linear.
 
-    torch makes classes around that of a layer: parametrize for its properties, fully_shard for its
-    methods. Such a class is made again around nn.Linear. None: a subclass of Linear written by
-    hand, which was never an nn.Linear.
+    torch derives classes from that of a layer: parametrize for its properties, fully_shard for its
+    methods. Such a class is derived again, from nn.Linear.
+
+    Returns:
+        The class. None: `cls` is a subclass of Linear in user code, which was never an nn.Linear.
     """
     if cls is Linear:
         return nn.Linear
@@ -348,16 +372,16 @@ def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
     bases = [class_without_recipe(b) if issubclass(b, Linear) else b for b in cls.__bases__]
     if None in bases:
         return None
-    own = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, tuple(bases), own)  # type: ignore[arg-type]
+    members = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, tuple(bases), members)  # type: ignore[arg-type]
 
 
-def require_releasable(module: Linear) -> None:
-    """Requires what release needs, before a model is changed."""
-    if module.travel is not None:
+def require_restorable(module: Linear) -> None:
+    """Checks that restore_linear can convert the layer, before a model is changed."""
+    if module.weight_gather is not None:
         raise ValueError(
             f"restore_: expected a model that FSDP2 has not sharded, but {module.fqn}'s weight "
-            "travels quantized; restore it before fully_shard"
+            "is gathered quantized; restore it before fully_shard"
         )
     if class_without_recipe(type(module)) is None:
         raise ValueError(
@@ -366,8 +390,8 @@ def require_releasable(module: Linear) -> None:
         )
 
 
-def in_high_precision(module: nn.Module) -> None:
-    """Gives quantized parameters the values of their codes, also those below a parametrization."""
+def dequantize_parameters(module: nn.Module) -> None:
+    """Replaces quantized parameters, also of a parametrization, by the values of their codes."""
     for owner in module.modules():
         for name, parameter in list(owner._parameters.items()):
             local = getattr(parameter, "_local_tensor", parameter)
@@ -376,13 +400,13 @@ def in_high_precision(module: nn.Module) -> None:
                 setattr(owner, name, values)
 
 
-def release(module: Linear) -> nn.Linear:
-    """The inverse of adopt; a quantized weight becomes the values of its codes."""
-    in_high_precision(module)
+def restore_linear(module: Linear) -> nn.Linear:
+    """Converts a Linear back to an nn.Linear in place, its weight to high precision."""
+    dequantize_parameters(module)
     module.__dict__.pop("weight_high_precision_init", None)
     for name in ADOPTED:
         delattr(module, name)
-    turn_on(module)
-    plain = cast(nn.Linear, module)
-    plain.__class__ = cast(type[nn.Linear], class_without_recipe(type(module)))
-    return plain
+    enable_fast_path(module)
+    linear = cast(nn.Linear, module)
+    linear.__class__ = cast(type[nn.Linear], class_without_recipe(type(module)))
+    return linear

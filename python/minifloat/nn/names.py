@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-# Wrappers that put a name of their own between a module's and its parent's.
+# Names that wrappers put between a module's name and its parent's.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
 
 def clean_name(fqn: str) -> str:
-    """Returns the module's name without those of torch.compile, checkpointing and FSDP."""
+    """Returns the module's name without the names of torch.compile, checkpointing and FSDP."""
     return ".".join(part for part in fqn.split(".") if part not in WRAPPERS)
 
 

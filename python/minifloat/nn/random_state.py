@@ -1,16 +1,16 @@
-"""Where stochastic rounding's bits come from: (seed, count) in a tensor of the model's device.
+"""The random state of stochastic rounding: (seed, count) in a tensor of the model's device.
 
     RngState           one for all layers that one mf.quantize_ call converts; .tensor: int64 (2)
-    RngState.draw      what a layer's forward hands to the op: count is the number of the forward
-    AdvanceRng         forward pre-hook of the root: the root's training forward begins a new count
-    AdvanceCompiled    forward hooks of the modules between: the same for compiled code
+    RngState.draw      returns the tensor that a layer's forward passes to the op
+    AdvanceRng         forward pre-hook of the root: its training forward begins a new count
+    AdvanceCompiled    forward hooks of modules between root and layers, for compiled code
 
-A new count begins where the root is called, and where a layer would draw a second time with the
-count that it drew with last. So two forwards differ however a model is called: by its root, by
-another method, part by part. A forward that autograd recomputes gets the bits of the forward that
-it repeats, with any number of forwards in flight. In evaluation nothing advances.
+A new count begins when the root is called, and when a layer would draw a second time with its last
+count. So two forwards differ however a model is called: by its root, by another method, or module
+by module. A forward that autograd recomputes gets the bits of the original forward, with any number
+of forwards in flight. Evaluation does not advance the count.
 
-Compiled code has no such record. There the outermost module of the compiled code advances the
+Compiled code cannot record draws. There the outermost module of the compiled code advances the
 count, on the device, unless the root or an eager module around it has done so.
 """
 
@@ -27,10 +27,11 @@ from torch import Tensor, nn
 from .._native import ops
 from .names import clean_name, unwrapped
 
-FORWARDS_IN_FLIGHT = 256  # forwards of one layer whose recomputation finds their bits
+FORWARDS_IN_FLIGHT = 256  # recorded forwards of one layer, which autograd may recompute
 
 
 def distributed_rank() -> int:
+    """Returns torch.distributed's rank; 0 without it."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
@@ -49,29 +50,34 @@ def as_normal(tensor: Tensor) -> Tensor:
 
 
 def is_in_backward() -> bool:
+    """Tells whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
 
 
 class Draws:
-    """The forwards of one layer: their random bits, by the place of each in autograd's order."""
+    """A record of one layer's forwards: their random bits and places in autograd's order."""
 
     def __init__(self) -> None:
-        self.forward: int | None = None  # that drew last, as RngState numbers them
+        self.forward: int | None = None  # the last one, in RngState's numbers
         self.past: deque[tuple[int, Tensor]] = deque(maxlen=FORWARDS_IN_FLIGHT)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Draws, ()  # of a copied layer there are none
+        return Draws, ()  # a copied layer has no recorded forwards
 
     def record(self, forward: int, rng: Tensor) -> None:
+        """Records the random bits of a forward."""
         self.forward = forward
         self.past.append((torch._C._autograd._get_sequence_nr(), rng))
 
     def repeated(self) -> Tensor | None:
-        """The bits of the forward that autograd recomputes now; None: it recomputes none of these.
+        """Finds the random bits of the forward that autograd recomputes now.
 
         Autograd numbers its nodes in the order of their creation. Recomputation begins in the node
-        that first reads a saved tensor of the checkpointed block, which comes after the layer; with
-        `use_reentrant=True` it begins in the checkpoint's own node, which comes before the layer.
+        that first reads a saved tensor of the checkpointed block: a node with a number after the
+        layer's. With `use_reentrant=True` it begins in the checkpoint's node, with a number before.
+
+        Returns:
+            (seed, count). None: autograd recomputes no recorded forward.
         """
         node = torch._C._current_autograd_node()
         if node is None or not self.past:
@@ -89,9 +95,9 @@ class Draws:
 
 
 class RngState:
-    """Seed and forward count. Ranks draw different bits and have the same checkpoint.
+    """Seed and forward count. Ranks draw different bits, but their checkpoints are equal.
 
-    tensor: (the user's seed mixed with the data-parallel rank, count).
+    tensor: int64 (2), the user's seed mixed with the data-parallel rank, and the count.
     """
 
     def __init__(self, seed: int, rank: int | None = None) -> None:
@@ -100,10 +106,10 @@ class RngState:
         self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
         # (0, 1), beside the tensor
         self.step = as_normal(torch.arange(2, dtype=torch.int64, device="cpu"))
-        # Whether the root, or a module outside compiled code, began a forward since mf.step: then
-        # compiled code need not.
+        # Whether the root, or a module outside compiled code, began a forward since mf.step. If so,
+        # compiled code does not advance the count.
         self.is_driven = False
-        self.is_traced = False  # whether a compiled module that began a forward is still in it
+        self.is_traced = False  # whether a compiled module began a forward that has not ended
         self.forward = 0  # forwards begun so far
         self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
         self._close()
@@ -130,19 +136,20 @@ class RngState:
     def to(self, device: torch.device) -> None:
         if device.type == "meta" or self.tensor.device == device:
             return
-        is_own = self.tensor._version == self.version
+        is_current = self.tensor._version == self.version
         self.tensor = as_normal(self.tensor.to(device))
         self.step = as_normal(self.step.to(device))
-        self.version = self.tensor._version if is_own else -1
+        self.version = self.tensor._version if is_current else -1
 
     def advance(self) -> None:
+        """Adds one to the count."""
         if torch.compiler.is_compiling() or self.step.device != self.tensor.device:
             self.tensor[1].add_(1)
         else:
-            self.tensor.add_(self.step)  # the same in one op
+            self.tensor.add_(self.step)  # one op
 
     def begin(self, device: torch.device, is_capturing: bool) -> None:
-        """Begins a new forward, with the next count; or with this one, if somebody else set it."""
+        """Begins a forward with the next count, or with the present one if a caller has set it."""
         self.to(device)
         if self.tensor._version == self.version:
             self.advance()
@@ -152,9 +159,17 @@ class RngState:
         self.copies = {} if is_capturing else {self.tensor.device: self.tensor.clone()}
 
     def draw(self, draws: Draws, device: torch.device, is_training: bool) -> Tensor:
-        """(seed, count) of one forward of the layer of `draws`: int64 (2), never written to again.
+        """Returns (seed, count) of one forward of a layer, in memory that is not written to again.
 
         A replayed CUDA graph advances the count on the device, so a capture copies at each draw.
+
+        Args:
+            draws: the record of the layer's forwards.
+            device: of the tensor that is returned.
+            is_training: whether the forward is to be recorded, and may begin a new count.
+
+        Returns:
+            int64 (2).
         """
         if not is_training or torch.is_inference_mode_enabled():
             return self.tensor.to(device, copy=True)
@@ -175,11 +190,12 @@ class RngState:
         return rng
 
     def get(self) -> Tensor:
-        """(user's seed, count): the same on every rank."""
+        """Returns (the user's seed, count): int64 (2), equal on every rank."""
         seed = torch.full_like(self.tensor[:1], self.seed)
         return torch.cat([seed, self.tensor[1:]])
 
     def set(self, state: Tensor) -> None:
+        """Loads a state that get returned."""
         self.seed = int(state[0])
         self.tensor[0].fill_(self._mixed())
         self.tensor[1].copy_(state[1])
@@ -187,7 +203,7 @@ class RngState:
 
 
 class AdvanceRng:
-    """The root's hook. `home`: a converted layer, whose device the state follows."""
+    """A forward pre-hook of the root. The state moves to the device of the layer `home`."""
 
     def __init__(self, state: RngState, home: Any) -> None:
         self.state = state
@@ -204,6 +220,7 @@ class AdvanceRng:
             self.begin()
 
     def begin(self) -> None:
+        """Begins a forward on the layer's device."""
         stream = self.home._buffers.get("stream")  # None: the layer was restored alone
         device = (self.home.weight if stream is None else stream).device
         is_cuda = device.type == "cuda"
@@ -212,12 +229,12 @@ class AdvanceRng:
 
 
 class AdvanceCompiled(AdvanceRng):
-    """The hook of a module between the root and its layers, before its forward and after it."""
+    """Hooks, before and after the forward, of a module between the root and its layers."""
 
     def __init__(self, state: RngState, home: Any) -> None:
         super().__init__(state, home)
-        self.forward: int | None = None  # that the module was called in last
-        self.is_outermost = False  # of the modules that the code being traced calls
+        self.forward: int | None = None  # the last one that called the module
+        self.is_outermost = False  # whether tracing entered compiled code through this module
 
     def __getstate__(self) -> dict[str, Any]:
         return self.__dict__ | {"forward": None, "is_outermost": False}
@@ -242,12 +259,12 @@ class AdvanceCompiled(AdvanceRng):
 
 
 def add_hooks(root: nn.Module, state: RngState, layers: list[Any]) -> None:
-    """Hooks of the root and of every module between it and the layers that draw from `state`."""
+    """Adds hooks to the root and to all modules between the root and the given layers."""
     drawing = {id(layer) for layer in layers}
     holders: set[str] = set()
     for name, module in root.named_modules():
-        parts = name.split(".") if id(module) in drawing else []
-        holders.update(".".join(parts[:i]) for i in range(1, len(parts)))
+        names = name.split(".") if id(module) in drawing else []
+        holders.update(".".join(names[:i]) for i in range(1, len(names)))
     for name, module in root.named_modules():
         if name in holders and not any(type(h) is AdvanceCompiled for h in hooks_of(module)):
             hook = AdvanceCompiled(state, layers[0])
@@ -262,7 +279,7 @@ def hooks_of(module: nn.Module) -> list[AdvanceRng]:
 
 
 def find_hook(module: nn.Module) -> AdvanceRng | None:
-    """The hook of a root."""
+    """Finds the hook of a root; None where the module is no root."""
     return next((hook for hook in hooks_of(module) if type(hook) is AdvanceRng), None)
 
 

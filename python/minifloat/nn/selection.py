@@ -1,4 +1,4 @@
-"""Which linear layers are converted, and why the others are not."""
+"""The choice of the linear layers to convert, with a reason for each layer that is left out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"
 
-# Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left as it is. On an
-# H200, 16384 tokens, eager, these are slower than bf16, and the next sizes measured are faster
-# (docs/measured.md, "Small layers").
+# Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left out. On an H200,
+# with 16384 tokens in eager mode, such layers are slower than bf16, and the next larger sizes are
+# faster (docs/measured.md, "Small layers").
 ANY = 1 << 62
 SMALL_KN = {
     "fp8_tensorwise": ((1024, 1024),),
@@ -32,11 +32,19 @@ SMALL_KN = {
 
 
 def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
-    """A filter_fn that leaves out layers too small for the recipe to pay its casts.
+    """Returns a filter that leaves out layers that a recipe makes slower than bf16.
 
-    The thresholds were measured on an H200 with 16384 tokens, for fp8_tensorwise, fp8_rowwise,
-    mxfp4 and nvfp4_pow2; they say nothing about other devices, or fewer tokens. Other recipes have
-    none: ValueError.
+    The thresholds were measured on one H200 with 16384 tokens (docs/measured.md, "Small layers").
+    They do not hold for other devices or for fewer tokens.
+
+    Args:
+        recipe: "fp8_tensorwise", "fp8_rowwise", "mxfp4" or "nvfp4_pow2".
+
+    Returns:
+        A function of (module, name) for mf.quantize_'s filter_fn: True for a large enough layer.
+
+    Raises:
+        ValueError: the recipe has no measured thresholds.
     """
     name = Recipe(recipe).text
     if name not in SMALL_KN:
@@ -55,11 +63,14 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
 
 @dataclass(frozen=True)
 class Report:
-    """What mf.quantize_ did: (name, recipe) of the converted, (name, reason) of the others.
+    """The layers that mf.quantize_ converted, and the linear layers that it left out.
 
-    gather: of each converted one, how FSDP2 brings its weight; printed where processes are several.
-    notes: (name, sentence) of each other module whose behaviour changes, such as a fast path that
-    is off.
+    Args:
+        converted: (name, recipe) of each converted layer.
+        skipped: (name, reason) of each other linear layer.
+        gather: name -> how FSDP2 gathers the weight; printed where torch.distributed is in use.
+        notes: (name, sentence) of each other module whose behaviour changes, such as a fast path
+            that is off.
     """
 
     converted: list[tuple[str, str]] = field(default_factory=list)
@@ -69,9 +80,9 @@ class Report:
 
     def __str__(self) -> str:
         lines = [f"minifloat: {len(self.converted)} converted, {len(self.skipped)} not"]
-        says = self.gather if dist.is_available() and dist.is_initialized() else {}
+        gather = self.gather if dist.is_available() and dist.is_initialized() else {}
         rows = [
-            ("+", fqn, f"{recipe}; {says[fqn]}" if fqn in says else recipe)
+            ("+", fqn, f"{recipe}; {gather[fqn]}" if fqn in gather else recipe)
             for fqn, recipe in self.converted
         ]
         rows += [("-", *row) for row in self.skipped]
@@ -82,6 +93,7 @@ class Report:
 
 
 def display(fqn: str) -> str:
+    """Returns the name that a report prints."""
     return fqn or "(the model itself)"
 
 
@@ -94,6 +106,7 @@ class Selection:
 
 
 def require_filters(filter_fqns: Iterable[str], filter_fn: FilterFn | None) -> tuple[str, ...]:
+    """Checks mf.quantize_'s filters, and returns the names."""
     if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
         raise TypeError(f"filter_fqns: expected a list of names, got {filter_fqns!r}")
     if filter_fn is not None and not callable(filter_fn):
@@ -117,7 +130,7 @@ def layers_read_past(model: nn.Module) -> set[nn.Module]:
 
 
 def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
-    """Why a module of this kind cannot be converted; None where it can."""
+    """Returns why a module of this kind cannot be converted; None where it can."""
     if isinstance(recipe := getattr(module, "recipe", None), Recipe):
         return f"already converted ({recipe})"
     if is_read_past:
@@ -146,7 +159,7 @@ def select(
     filter_fqns: Sequence[str],
     filter_fn: FilterFn | None,
 ) -> Selection:
-    """Goes through every linear layer once. A name filter matches where the name contains it."""
+    """Chooses the layers to convert. A name filter matches a layer whose name contains it."""
     names = [name for name in filter_fqns if name != AUTO_FILTER]
     use_auto_filter = AUTO_FILTER in filter_fqns
     chosen, skipped = [], []
@@ -183,7 +196,7 @@ def select(
 
 
 def require_some(selection: Selection) -> None:
-    """ValueError, with every reason and how often, where nothing is left to convert."""
+    """Raises ValueError, with every reason and its count, where no layer is left to convert."""
     if selection.chosen:
         return
     examples: dict[str, list[str]] = {}

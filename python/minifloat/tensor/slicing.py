@@ -24,7 +24,7 @@ def transpose_codes_into(out: Tensor, spec: str, codes: Tensor, cols: int) -> Te
 def cut(q: Quantized, dim: int, start: int, end: int) -> Quantized:
     """Elements [start, end) along rows (0) or columns (1) of the operand as read, as a copy."""
     spec = Spec.parse(q.spec)
-    length, block = q.shape[dim], spec.unit[dim]
+    length, block = q.shape[dim], spec.alignment[dim]
     if start % block or (end % block and end != length):
         raise ValueError(
             f"QuantizedTensor: expected a cut of {q.spec} at multiples of its block, {block}, got "

@@ -88,7 +88,7 @@ def check_gathered(recipe, shape, dtype, precompute):
 
     def check(*directions):
         whole = layer.weight
-        if not layer.travel.is_quantized:
+        if not layer.weight_gather.is_quantized:
             assert same_bytes(whole.detach(), values), where
             return False
         assert whole.shape == shape, where

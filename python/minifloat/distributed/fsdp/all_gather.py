@@ -57,7 +57,7 @@ class WeightGather:
         self._fsdp_group: Any = lambda: None  # reference to FSDP2's parameter group
         self._assigned: tuple[Any, Any] = (None, None)  # the last two parameters that are known
 
-    def knows(self, parameter: Any) -> bool:
+    def has_assigned(self, parameter: Any) -> bool:
         """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
         if parameter is self._assigned[0] or parameter is self._assigned[1]:
             return True

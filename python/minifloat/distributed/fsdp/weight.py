@@ -163,7 +163,7 @@ def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
 
     present = layer._parameters.get("weight")
     is_gathered = isinstance(present, DTensor) and present is not parameter
-    if not isinstance(parameter, DTensor) or (is_gathered and layer.travel is None):
+    if not isinstance(parameter, DTensor) or (is_gathered and layer.weight_gather is None):
         return  # the latter of a weight that tensor parallelism cuts as well
     local, mesh = parameter._local_tensor, parameter.device_mesh
     cuts = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
@@ -173,7 +173,7 @@ def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
         gather = WeightGather(layer, plan, shape, mesh.get_group(cuts[0][0]))
         local = parameter._local_tensor = WeightWithQuantizedGather(local, gather)
     if isinstance(local, WeightWithQuantizedGather):  # of a tied weight, another layer's
-        layer.__dict__["travel"] = local.weight_gather
+        layer.__dict__["weight_gather"] = local.weight_gather
 
 
 # ---- all weights at once -------------------------------------------------------------------------

@@ -1,0 +1,68 @@
+"""Primary weights: layers whose parameter is a QuantizedTensor, and the reasons against one."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..recipe import Recipe
+from ..tensor.quantized_tensor import QuantizedTensor, require_weight_spec
+from .distributed_hooks import is_distributed
+from .selection import Selection
+
+
+def owners_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Finds the modules that have each parameter, by the parameter's id."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(module)
+    return owners
+
+
+def weight_specs(recipe: Recipe) -> tuple[str | None, str | None]:
+    """Returns the specs of W in fprop and in dgrad; None: in high precision."""
+    row, col = recipe.fprop.b, recipe.dgrad.b
+    return None if row == "bf16" else row, None if col == "bf16" else col
+
+
+def reason_against_primary(
+    module: nn.Linear, recipe: Recipe, owners: dict[int, list[nn.Module]]
+) -> str | None:
+    """Returns why the layer's weight cannot be a QuantizedTensor; None where it can."""
+    if len(owners[id(module.weight)]) > 1:
+        return "primary: its weight is tied to another module's"
+    if is_distributed(module.weight):
+        return "primary: its weight is a DTensor"
+    row, col = weight_specs(recipe)
+    if row is None or col is None:
+        return f"primary: {recipe} reads the weight in high precision too"
+    try:
+        require_weight_spec(row)
+        require_weight_spec(col)
+    except ValueError as error:
+        return f"primary: {error}"
+    return None
+
+
+def without_unfit_weights(model: nn.Module, selection: Selection) -> Selection:
+    """Moves layers whose weight cannot be a QuantizedTensor to the skipped ones."""
+    owners = owners_of_weights(model)
+    chosen, skipped = [], list(selection.skipped)
+    for fqn, module, recipe in selection.chosen:
+        why_not = reason_against_primary(module, recipe, owners)
+        if why_not is None:
+            chosen.append((fqn, module, recipe))
+        else:
+            skipped.append((fqn, why_not))
+    return Selection(chosen, skipped)
+
+
+def make_primary(module: nn.Linear, recipe: Recipe, keep_high_precision_init: bool) -> None:
+    """Replaces the weight of an mf.Linear by a QuantizedTensor."""
+    weight = module.weight
+    if keep_high_precision_init:
+        module.weight_high_precision_init = weight.detach().cpu().clone()
+    quantized = QuantizedTensor.from_tensor(weight.detach(), *weight_specs(recipe))
+    module.weight = nn.Parameter(quantized, requires_grad=weight.requires_grad)
+    module.weight_codes = None  # type: ignore[assignment]  # the parameter is the codes
