@@ -25,18 +25,9 @@ from .nn.delayed_scaling import step
 from .nn.linear import Linear
 from .nn.selection import Report, auto_filter_small_kn
 from .recipe import Product, Recipe, RecipeMap, presets
-from .tensor.quantized import (
-    Quantized,
-    amax,
-    dequantize,
-    hadamard,
-    quantize,
-    scaled_mm,
-    swizzle_scales,
-    transpose_codes,
-    unswizzle_scales,
-)
+from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm
 from .tensor.quantized_tensor import QuantizedTensor
+from .tensor.transforms import hadamard, swizzle_scales, transpose_codes, unswizzle_scales
 
 from . import flops as _flops  # isort: skip  registers formulas for torch.utils.flop_counter
 from . import old_names as _old_names  # isort: skip  module names in older checkpoints

@@ -44,7 +44,7 @@ def linear(
     Raises:
         TypeError, ValueError: an argument is not as expected.
 
-    Source: docs/numerics.md, which cites the specification of each format.
+    Source: docs/numerics.md, sections 1 (casts) and 9 (products).
     """
     if is_distributed(weight):
         recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)

@@ -26,7 +26,7 @@ class Product:
     Args:
         a: spec of the first operand (m, k).
         b: spec of the second operand (n, k).
-        fast: whether an FP8 product accumulates fast, in less than fp32.
+        fast: whether an FP8 engine may accumulate fast; exact products ignore this.
     """
 
     a: str

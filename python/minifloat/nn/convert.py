@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from ..checks import require_bool, require_int, require_module
 from ..recipe import Recipe, RecipeMap
-from ..tensor.quantized_tensor import require_weight_spec
+from ..tensor.weight_specs import require_weight_spec
 from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .linear import (

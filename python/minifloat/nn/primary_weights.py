@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from ..recipe import Recipe
-from ..tensor.quantized_tensor import QuantizedTensor, require_weight_spec
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_specs import require_weight_spec
 from .distributed_hooks import is_distributed
 from .selection import Selection
 

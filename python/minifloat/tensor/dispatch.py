@@ -1,4 +1,4 @@
-"""The ops that QuantizedTensor has itself; every other op runs on its values."""
+"""Handlers of the ops that read a QuantizedTensor's codes. Every other op runs on its values."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ def quantize(
     decoded_col: bool = False,
     **random: Any,
 ) -> Any:
-    """The codes it holds. What it does not hold is refused, not rounded a second time.
+    """Returns the codes of a QuantizedTensor; other specs are refused, not rounded a second time.
 
-    Codes of a delayed scale were made under the amax that is given again here.
+    An amax is accepted only for delayed scaling, where the codes were cast under that amax.
     """
     if not isinstance(x, QuantizedTensor):
         return NotImplemented
-    given = [spec for spec, amax in ((row, amax_row), (col, amax_col)) if amax is not None]
-    if not all(Spec.parse(spec).is_delayed for spec in given):
+    with_amax = [spec for spec, amax in ((row, amax_row), (col, amax_col)) if amax is not None]
+    if not all(Spec.parse(spec).is_delayed for spec in with_amax):
         raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
 
-    def answer(spec: str, columnwise: bool, decoded: bool) -> tuple[Tensor, ...]:
+    def operand(spec: str, columnwise: bool, decoded: bool) -> tuple[Tensor, ...]:
         none = [x.new_empty(0, dtype=d) for d in (torch.uint8, torch.float32, torch.float32)]
         values = x.new_empty(0, dtype=torch.bfloat16)
         if not spec:
@@ -50,24 +50,26 @@ def quantize(
             values = ops.decode(part.codes, part.scale, part.spec, part.shape[1])
         return part.codes, raw_scale(part), part.amax, values
 
-    return (*answer(row, False, decoded_row), *answer(col, True, decoded_col))
+    return (*operand(row, False, decoded_row), *operand(col, True, decoded_col))
 
 
 @handles(ops.linear.default, ops.linear_group.default)
 def layer(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Inference mode hands composite ops over whole; what they are made of reads the codes."""
+    """Decomposes a composite op, which inference mode dispatches as a whole."""
     return func.decompose(*args, **kwargs)
 
 
 @handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
 def alias(func: Any, x: QuantizedTensor) -> Any:
-    same = x._map(lambda part: part)
-    same.is_slice = x.is_slice
-    return same
+    """Returns a QuantizedTensor of the same memory."""
+    out = x._map(lambda part: part)
+    out.is_slice = x.is_slice
+    return out
 
 
 @handles(aten.clone.default)
 def clone(func: Any, x: QuantizedTensor, *, memory_format: Any = None) -> Any:
+    """Copies the codes."""
     return x._map(lambda part: map_tensors(part, torch.clone))
 
 
@@ -81,7 +83,7 @@ def to_copy(
     non_blocking: bool = False,
     **layout: Any,
 ) -> Any:
-    """Another nominal dtype or device: the same codes. Any other dtype: the values."""
+    """Copies the codes to a device or nominal dtype; another dtype has the values."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
     if not x.owns_codes and device in (None, x.device):
@@ -103,7 +105,7 @@ def empty_like(
     pin_memory: bool | None = None,
     **layout: Any,
 ) -> Any:
-    """Memory for the same codes, which copies and collectives fill. Of any other dtype: plain."""
+    """Allocates memory for codes; for another dtype, for values. Copies and collectives fill it."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
     empty = partial(torch.empty_like, device=device, pin_memory=bool(pin_memory))
@@ -112,6 +114,7 @@ def empty_like(
 
 @handles(aten.copy_.default)
 def copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+    """Writes to a QuantizedTensor."""
     if not isinstance(target, QuantizedTensor):
         return NotImplemented
     target._write(source)
@@ -120,9 +123,9 @@ def copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
 
 @handles(aten.view.default, aten._unsafe_view.default)
 def view(func: Any, x: QuantizedTensor, size: Any) -> Any:
-    """To its own shape: itself. To another: of the values."""
-    given = [length for length in size if length != -1]
-    wanted = [x.numel() // max(torch.Size(given).numel(), 1) if n == -1 else n for n in size]
+    """Returns an alias for the present shape; a view of another shape has the values."""
+    known = torch.Size([length for length in size if length != -1])
+    wanted = [x.numel() // max(known.numel(), 1) if n == -1 else n for n in size]
     return alias(func, x) if list(x.shape) == wanted else NotImplemented
 
 
@@ -130,16 +133,16 @@ def view(func: Any, x: QuantizedTensor, size: Any) -> Any:
 def as_strided(
     func: Any, x: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
 ) -> Any:
-    """In its own layout: itself."""
+    """Returns an alias for the present layout; other layouts have the values."""
     is_whole = list(size) == list(x.shape) and list(stride) == list(x.stride())
     return alias(func, x) if is_whole and not storage_offset else NotImplemented
 
 
-# ---- pieces --------------------------------------------------------------------------------------
+# ---- slices --------------------------------------------------------------------------------------
 
 
-def piece(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
-    """Rows or columns [start, end) of both directions."""
+def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
+    """Copies rows (0) or columns (1) [start, end) of both directions."""
 
     def cut_part(part: Quantized) -> Quantized:
         return cut(part, 1 - dim if part.columnwise else dim, start, end)
@@ -149,21 +152,23 @@ def piece(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor
 
 @handles(aten.split_with_sizes.default)
 def split_with_sizes(func: Any, x: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
+    """Splits on block boundaries."""
     dim = dim % 2
     if sum(sizes) != x.shape[dim]:
         return NotImplemented
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
-    return [piece(x, dim, end - size, end) for size, end in zip(sizes, ends)]
+    return [copy_slice(x, dim, end - size, end) for size, end in zip(sizes, ends)]
 
 
 @handles(aten.split.Tensor)
 def split(func: Any, x: QuantizedTensor, size: int, dim: int = 0) -> Any:
+    """Splits on block boundaries."""
     dim = dim % 2
     length = x.shape[dim]
     if size <= 0:
         return NotImplemented
     starts = range(0, length, size)
-    return [piece(x, dim, start, min(start + size, length)) for start in starts]
+    return [copy_slice(x, dim, start, min(start + size, length)) for start in starts]
 
 
 @handles(aten.slice.Tensor)
@@ -175,33 +180,34 @@ def slice_(
     end: int | None = None,
     step: int = 1,
 ) -> Any:
+    """Slices on block boundaries; steps other than 1 have the values."""
     if step != 1:
         return NotImplemented
     dim = dim % 2
     begin, stop, _ = slice(start, end).indices(x.shape[dim])
     if (begin, stop) == (0, x.shape[dim]):
         return alias(func, x)
-    part = piece(x, dim, begin, max(begin, stop))
-    part.is_slice = True
-    return part
+    out = copy_slice(x, dim, begin, max(begin, stop))
+    out.is_slice = True
+    return out
 
 
 # ---- collectives ---------------------------------------------------------------------------------
-# What torch's distribute_tensor makes a DTensor with: it splits, pads, scatters or broadcasts.
+# torch's distribute_tensor makes a DTensor with these: it splits, pads, scatters or broadcasts.
 
 
 @handles(aten.constant_pad_nd.default)
 def pad(func: Any, x: QuantizedTensor, lengths: Any, value: Any = 0) -> Any:
-    """Refused on every rank, before any of them waits for another."""
+    """Refuses, on every rank, before a rank waits for another."""
     raise ValueError(
         "QuantizedTensor: codes cannot be padded; expected a dimension that the ranks cut as a "
-        f"multiple of their number, got a last piece {tuple(x.shape)} to be padded by "
+        f"multiple of their number, got a last shard {tuple(x.shape)} to be padded by "
         f"{max(lengths)}"
     )
 
 
 def raw_tensors(x: QuantizedTensor) -> list[Tensor]:
-    """Codes, scale and amax of both directions, as bytes where they are any."""
+    """Lists codes, scale (as bytes, or float32) and amax of both directions, except empty ones."""
     parts = [part for part in (x.rowwise, x.columnwise) if part is not None]
     tensors = [t for part in parts for t in (part.codes, raw_scale(part), part.amax)]
     return [t for t in tensors if t.numel() > 0]
@@ -209,39 +215,39 @@ def raw_tensors(x: QuantizedTensor) -> list[Tensor]:
 
 @handles(c10d.scatter_.default)
 def scatter(func: Any, outputs: Any, inputs: Any, *how: Any, **options: Any) -> Any:
-    """The pieces of one rank, to each its own: codes and scales, byte for byte."""
+    """Scatters the shards of one rank to all ranks: the bytes of codes and scales."""
     (output,) = outputs
-    pieces = [[raw_tensors(piece) for piece in rank_inputs] for rank_inputs in inputs]
+    shards = [[raw_tensors(shard) for shard in rank_inputs] for rank_inputs in inputs]
     calls = [
-        ([own], [[piece[i] for piece in rank_pieces] for rank_pieces in pieces])
-        for i, own in enumerate(raw_tensors(output))
+        ([received], [[shard[i] for shard in rank_shards] for rank_shards in shards])
+        for i, received in enumerate(raw_tensors(output))
     ]
-    return outputs, in_turn(func, calls, how, options)
+    return outputs, run_in_order(func, calls, how, options)
 
 
 @handles(c10d.broadcast_.default)
 def broadcast(func: Any, tensors: Any, *how: Any, **options: Any) -> Any:
-    """One rank's codes and scales, byte for byte, to all."""
+    """Broadcasts one rank's codes and scales: their bytes."""
     (tensor,) = tensors
-    return tensors, in_turn(func, [([t],) for t in raw_tensors(tensor)], how, options)
+    return tensors, run_in_order(func, [([t],) for t in raw_tensors(tensor)], how, options)
 
 
-def in_turn(func: Any, calls: Any, how: Any, options: Any) -> Any:
-    """Collectives of one group, which end in turn; what the caller waits for is the last one.
+def run_in_order(func: Any, calls: Any, how: Any, options: Any) -> Any:
+    """Runs collectives of one group, which end in their order, and returns the last one's work.
 
-    All as async_op: a backend gives nothing to wait for otherwise.
+    All run with async_op: a backend returns no work otherwise.
     """
     names = [argument.name for argument in func._schema.arguments]
     place = names.index("async_op") - len(calls[0])
-    how = [True if i == place else given for i, given in enumerate(how)]
-    options = {name: name == "async_op" or given for name, given in options.items()}
+    how = [True if i == place else value for i, value in enumerate(how)]
+    options = {name: name == "async_op" or value for name, value in options.items()}
     works = [func(*call, *how, **options)[1] for call in calls]
     for work in works[:-1]:
         work.wait()
     return works[-1]
 
 
-# ---- plain tensors of its shape ------------------------------------------------------------------
+# ---- tensors of the same shape -------------------------------------------------------------------
 
 
 @handles(
@@ -255,6 +261,6 @@ def in_turn(func: Any, calls: Any, how: Any, options: Any) -> Any:
     aten.new_empty.default,
     aten.new_full.default,
 )
-def plain_like(func: Any, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Optimizer state and the like: ordinary tensors, made without reading the codes."""
+def tensor_like(func: Any, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Makes a torch.Tensor, such as optimizer state, without reading the codes."""
     return func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)

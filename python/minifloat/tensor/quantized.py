@@ -1,11 +1,11 @@
-"""Casts, transforms and products of plain tensors: the operators with Python's manners.
+"""Casts and products of tensors: the Python interface of the operators.
 
     q = mf.quantize(x, "nvfp4")              x: (rows, cols) or (batch, rows, cols), fp32 or bf16
-    q = mf.quantize(x, "nvfp4", columnwise=True)      of the transpose, from x's own memory order
+    q = mf.quantize(x, "nvfp4", columnwise=True)      the transpose, which is not copied first
     y = mf.scaled_mm(a, b)                   a (m, k) · b (n, k)ᵀ, both read K-major
 
-"As read" means x itself, or its transpose where columnwise: codes, scales, amax and positions are
-those of that matrix.
+"As read" means x itself, or its transpose where columnwise is True. Codes, scales, amax and
+positions are those of the matrix as read.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from torch import Tensor
 from .._native import ops
 from ..checks import require_int, require_text
 from ..spec import Spec
-
-HADAMARD_SIGNS = 0xD7E8  # one bit a point, repeated every 16: set means -1
+from .transforms import transpose_codes
 
 
 def require_tensor(name: str, value: Any) -> Tensor:
-    """The tensor; TypeError where it is none."""
+    """Returns `value`; TypeError where it is no Tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
     return value
@@ -33,13 +32,17 @@ def require_tensor(name: str, value: Any) -> Tensor:
 
 @dataclass(frozen=True, eq=False)
 class Quantized:
-    """An operand in low precision.
+    """An operand in low precision: codes, scales and active amax.
 
-    codes       uint8 (…, rows, bytes a row); E2M1 packs two a byte, the low nibble first
-    scale       what codes are multiplied by: float32, float8_e4m3fn or float8_e8m0fnu; one a
-                tensor, row or block, never swizzled
-    amax        float32, the amax in force of a tensor or row rule; empty for the others
-    shape       of the operand as read, (…, rows, cols)
+    Args:
+        codes: uint8 (…, rows, bytes of a row). E2M1 has two codes a byte, the low nibble first.
+        scale: float32, float8_e4m3fn or float8_e8m0fnu: the factors of codes, not swizzled. Its
+            shape is (), (…, rows) or (…, rows of blocks, columns of blocks).
+        amax: float32, the active amax: () or (batch) of a tensor, (…, rows) of rows; empty where
+            only blocks have one.
+        spec: the canonical operand spec.
+        shape: (…, rows, cols) as read.
+        columnwise: whether the operand as read is the transpose.
     """
 
     codes: Tensor
@@ -50,12 +53,13 @@ class Quantized:
     columnwise: bool = False
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
+        """Returns mf.dequantize of this operand."""
         return dequantize(self, dtype)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # The scale as bytes: plain pickle cannot read back torch's one-byte float dtypes.
-        what = (self.spec, tuple(self.shape), self.columnwise)
-        return _rebuild, (self.codes, raw_scale(self), self.amax, *what)
+        # The scale is pickled as bytes: pickle cannot read torch's one-byte float dtypes.
+        description = (self.spec, tuple(self.shape), self.columnwise)
+        return _rebuild, (self.codes, raw_scale(self), self.amax, *description)
 
 
 def _rebuild(
@@ -77,14 +81,28 @@ def quantize(
     stream: int = 0,
     origin: tuple[int, int] = (0, 0),
 ) -> Quantized:
-    """x in low precision: a pure function of the arguments, on every device the same bytes.
+    """Casts x to low precision, with equal bytes on every device.
 
-    amax: float32, () or (batch,) for tensor and NVFP4 scaling, (…, rows) for row scaling; None: x's
-    own. seed, stream: 64-bit ints, of stochastic rounding (`+sr`). origin: (row, col) of x within
-    the whole that it is a shard of; the shard gets the bytes that the whole would have there. Under
-    `+sr` the whole has at most 2^32 rows and 2^36 columns, as read: the random bits repeat beyond.
+    Args:
+        x: (rows, cols) or (batch, rows, cols), float32 or bfloat16.
+        spec: the operand spec.
+        columnwise: whether to quantize the transpose, with blocks along x's rows.
+        amax: float32, the active amax: () or (batch) of tensor and NVFP4 scaling, (…, rows), as
+            read, of row scaling; None: the current amax of x.
+        seed: key of the random bits of `+sr`, 64 bits with sign.
+        stream: name of the use of the random bits, 64 bits with sign.
+        origin: (row, col), as read, of x within the matrix that x is a shard of. The codes are
+            those that the whole matrix has there. Under `+sr` random bits repeat in matrices of
+            more than 2^32 rows or 2^36 columns as read.
 
-    Raises ValueError or TypeError, before anything is computed, where an argument does not fit.
+    Returns:
+        Codes, scales and active amax.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected. Nothing has been computed then.
+
+    Source: docs/numerics.md, sections 1 to 7. MX: OCP Microscaling Formats (MX) Specification v1.0.
+    NVFP4: Transformer Engine's order of operations. `+4over6`: arXiv 2512.02010.
     """
     require_tensor("quantize: x", x)
     parsed = Spec.parse(spec)
@@ -108,15 +126,16 @@ def quantize(
 
 
 def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool) -> Quantized:
-    """One direction of what the operator quantize gave for x."""
-    codes, scale, used = out[4:7] if columnwise else out[:3]
+    """Returns one direction of the operator quantize's result for x."""
+    codes, scale, active_amax = out[4:7] if columnwise else out[:3]
     *batch, rows, cols = x.shape
     shape = (*batch, cols, rows) if columnwise else (*batch, rows, cols)
-    return Quantized(codes, scale.view(Spec.parse(spec).scale_dtype), used, spec, shape, columnwise)
+    scale = scale.view(Spec.parse(spec).scale_dtype)
+    return Quantized(codes, scale, active_amax, spec, shape, columnwise)
 
 
 def require_quantized(name: str, q: Any) -> Quantized:
-    """The operand; TypeError where it is none, ValueError where its shape is not of matrices."""
+    """Returns `q`; TypeError where it is no Quantized, ValueError where it has no matrix shape."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{name}: expected Quantized, got {type(q).__name__}")
     if not isinstance(q.shape, tuple) or len(q.shape) < 2:
@@ -125,56 +144,51 @@ def require_quantized(name: str, q: Any) -> Quantized:
 
 
 def raw_scale(q: Quantized) -> Tensor:
-    """The scale as the operators hand it over."""
+    """Returns the scale in the operators' dtype: float32, or bytes."""
     return q.scale if q.scale.dtype == torch.float32 else q.scale.view(torch.uint8)
 
 
 def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
-    """The values of the codes, as read: (…, rows, cols), float32 or bfloat16.
+    """Computes the values of an operand, as read: code times scale, rounded to the dtype.
 
-    A transformed operand (`+rht`) stays transformed, its last dimension grown to whole transforms.
+    Args:
+        q: the operand.
+        dtype: of the values, float32 or bfloat16.
+
+    Returns:
+        (…, rows, cols). An operand with `+rht` stays transformed: its last dimension is padded to
+        whole transforms.
+
+    Raises:
+        TypeError: `q` is no Quantized.
+        ValueError: its tensors do not fit its spec and shape, or `dtype` is another one.
+
+    Source: docs/numerics.md, section 1.
     """
     q = require_quantized("dequantize: q", q)
     return ops.dequantize(q.codes, q.scale, q.amax, q.spec, q.shape[-1], dtype=dtype)
 
 
 def amax(x: Tensor, spec: str, *, columnwise: bool = False) -> Tensor:
-    """max |x| as the spec needs it: () or (batch,) for a tensor, (…, rows) for rows, as read."""
+    """Computes the current amax of x, max |x| after the transform, as a spec needs it.
+
+    Args:
+        x: (rows, cols) or (batch, rows, cols), float32 or bfloat16.
+        spec: an operand spec with tensor, row or NVFP4 scaling.
+        columnwise: whether the operand as read is the transpose.
+
+    Returns:
+        float32: () or (batch) of a tensor, (…, rows), as read, of rows.
+
+    Raises:
+        TypeError: `spec` is no str.
+        ValueError: `spec` is no spec, or only its blocks have an amax.
+    """
     return ops.amax(x, require_text("amax: spec", spec), columnwise)
 
 
-def hadamard(
-    x: Tensor, points: int = 16, *, columnwise: bool = False, signs: int = HADAMARD_SIGNS
-) -> Tensor:
-    """The randomised Hadamard transform along the columns (columnwise: of the transpose), in bf16.
-
-    points: 16, 32, 64 or 128; the transformed dimension grows to a multiple of it.
-    """
-    return ops.hadamard(x, points, columnwise, signs)
-
-
-def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None, groups: str = "") -> Tensor:
-    """One-byte scales in the 128x4 tiled layout that block-scaled products of the hardware read.
-
-    scale: (rows, cols) or (batch, rows, cols). groups: "m" or "k" cuts rows or columns at offs, the
-    groups' ends (int32), and lays out each alone.
-    """
-    return ops.swizzle_scales(scale, offs=offs, groups=groups)
-
-
-def unswizzle_scales(
-    swizzled: Tensor, rows: int, cols: int, *, offs: Tensor | None = None, groups: str = ""
-) -> Tensor:
-    """The inverse of swizzle_scales: (rows, cols), or (batch, rows, cols)."""
-    return ops.unswizzle_scales(swizzled, rows, cols, offs=offs, groups=groups)
-
-
-def transpose_codes(codes: Tensor, cols: int) -> Tensor:
-    """Packed 4-bit codes (…, rows, ⌈cols / 2⌉) as those of the transpose, (…, cols, ⌈rows / 2⌉)."""
-    return ops.transpose_codes(codes, cols)
-
-
 def _operand(name: str, x: Quantized | Tensor) -> tuple[Tensor, Tensor, Tensor, str, int]:
+    """Returns codes, scale, amax, spec and contraction length of an operand of scaled_mm."""
     if isinstance(x, Quantized):
         require_quantized(f"scaled_mm: {name}", x)
         return x.codes, x.scale, x.amax, x.spec, x.shape[-1]
@@ -196,7 +210,25 @@ def scaled_mm(
     bias: Tensor | None = None,
     out_dtype: torch.dtype = torch.bfloat16,
 ) -> Tensor:
-    """a (m, k) · b (n, k)ᵀ + bias, rounded once. A plain tensor is an operand in high precision."""
+    """Computes a (m, k) · b (n, k)ᵀ + bias, rounded once.
+
+    Args:
+        a: (m, k) as read. A Tensor, float32 or bfloat16, is an operand in high precision.
+        b: (n, k) as read, likewise.
+        fast: whether an FP8 engine may accumulate fast; exact products ignore this.
+        bias: (n), rounded to `out_dtype` before it is added.
+        out_dtype: bfloat16 or float32.
+
+    Returns:
+        (m, n) in `out_dtype`.
+
+    Raises:
+        TypeError: an operand is neither Quantized nor Tensor.
+        ValueError: the operands' shapes or transforms do not fit each other, or another argument is
+            not as expected.
+
+    Source: docs/numerics.md, section 9.
+    """
     a_codes, a_scale, a_amax, a_spec, k = _operand("a", a)
     b_codes, b_scale, b_amax, b_spec, b_k = _operand("b", b)
     if k != b_k:
@@ -220,23 +252,25 @@ def scaled_mm(
 
 
 def require_memory(name: str, t: Tensor) -> None:
-    """ValueError where a contiguous tensor's storage is freed or too short: torch itself does not
-    look before it copies."""
+    """Raises ValueError where a contiguous tensor's storage is freed or too short.
+
+    torch's copies do not check this.
+    """
     if t.device.type not in ("cpu", "cuda") or type(t) is not Tensor:
         return
     needed = (t.storage_offset() + t.numel()) * t.element_size() if t.numel() > 0 else 0
-    held = 0 if t._is_zerotensor() else t.untyped_storage().nbytes()
-    if held < needed:
+    present = 0 if t._is_zerotensor() else t.untyped_storage().nbytes()
+    if present < needed:
         raise ValueError(
-            f"{name}: expected {needed} bytes of storage, got {held}: its memory is freed or "
+            f"{name}: expected {needed} bytes of storage, got {present}: its memory is freed or "
             "resized"
         )
 
 
 def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool) -> None:
-    """ValueError or TypeError where a part is no whole matrix: what reads its memory trusts it.
+    """Raises ValueError or TypeError where a part is no whole matrix. Kernels do not check again.
 
-    owns_codes: False for what a gather brings, whose memory FSDP2 frees and fills again.
+    owns_codes: False for gathered codes, whose memory FSDP2 frees and allocates again.
     """
     if not isinstance(part, Quantized):
         raise TypeError(f"{name}: expected Quantized, got {type(part).__name__}")
@@ -249,7 +283,7 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
     for field in ("codes", "scale", "amax"):
         require_tensor(f"{name}: {field}", getattr(part, field))
     rows, cols = part.shape
-    if type(rows) is not int or type(cols) is not int:  # symbolic: a trace, of tensors as they are
+    if type(rows) is not int or type(cols) is not int:  # symbolic sizes of a trace
         return
     spec = Spec.parse(part.spec)
     for field, t, dtype, shape in (
@@ -269,7 +303,7 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
 
 
 def transposed(q: Quantized) -> Quantized:
-    """A square operand as its other direction holds it, without a rounding."""
+    """Transposes an operand with 2D blocks to its other direction, without rounding."""
     rows, cols = q.shape
     is_packed = Spec.parse(q.spec).code_bits == 4
     codes = transpose_codes(q.codes, cols) if is_packed else q.codes.t().contiguous()
@@ -278,15 +312,18 @@ def transposed(q: Quantized) -> Quantized:
 
 
 def map_tensors(q: Quantized, fn: Callable[[Tensor], Tensor]) -> Quantized:
+    """Returns the operand with `fn` of its tensors."""
     return replace(q, codes=fn(q.codes), scale=fn(q.scale), amax=fn(q.amax))
 
 
 def same_layout(a: Quantized | None, b: Quantized | None) -> bool:
+    """Tells whether two operands have the same spec and shape, or are both None."""
     if a is None or b is None:
         return a is b
     return a.spec == b.spec and a.shape == b.shape
 
 
 def copy_bytes(target: Quantized, source: Quantized) -> None:
+    """Copies codes, scale and amax."""
     for name in ("codes", "scale", "amax"):
         getattr(target, name).copy_(getattr(source, name))

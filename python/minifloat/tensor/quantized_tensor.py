@@ -1,18 +1,18 @@
-"""QuantizedTensor: a weight that is its codes, rowwise and columnwise parts independent.
+"""QuantizedTensor: a weight as codes, with independent rowwise and columnwise parts.
 
-    rowwise     codes of W (N, K), what fprop reads        either may be missing,
-    columnwise  codes of Wᵀ (K, N), what dgrad reads       not both
+    rowwise     codes of W (N, K), which fprop reads       at least one
+    columnwise  codes of Wᵀ (K, N), which dgrad reads      is present
 
-It has W's shape and a nominal dtype. An op meets it in one of four ways:
+Its shape is W's, and its dtype is nominal. Ops are of four kinds:
 
-    minifloat.quantize      is answered with the codes it holds, in the specs it holds
-    copy, move, cut         on the codes, byte for byte; cuts on block boundaries only
-    in-place ops            values -> op -> rounded again to nearest, in the same memory
-    any other op            on its values
+    minifloat.quantize      returns the codes, in the present specs only
+    copy, move, slice       copy the codes; slices on block boundaries only
+    in-place ops            run on the values, which are rounded again to nearest, in place
+    other ops               run on the values
 
-Views other than whole ones are values of their own: writing to w.t() or w[0] does not write to w,
-and writing to w[:32], codes of its own, is refused (as a checkpoint does that is loaded into other
-shards than it was saved from).
+Only views of the whole tensor share its memory. A write to w.t() or w[0] does not change w. A write
+to w[:32], a copy of codes, is refused: a checkpoint that is loaded into other shards than it was
+saved from would write so.
 """
 
 from __future__ import annotations
@@ -39,39 +39,16 @@ from .quantized import (
     same_layout,
     transposed,
 )
+from .weight_specs import require_nearest, require_weight_spec
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 TENSORS = ("codes", "scale", "amax")
 
 
-def require_weight_spec(spec: str) -> str:
-    """The canonical spec of a weight's direction; ValueError where no weight can be kept in it."""
-    parsed = require_nearest(spec)
-    if parsed.is_delayed:
-        raise ValueError(
-            f"QuantizedTensor: weights scale by their own amax, got the delayed {parsed.text}"
-        )
-    return parsed.text
-
-
-def require_nearest(spec: str) -> Spec:
-    """Returns the spec of codes that a weight can be; codes of a delayed one are of one step."""
-    parsed = Spec.parse(spec)
-    if parsed.is_bf16:
-        raise ValueError(
-            "QuantizedTensor: expected a quantizing spec, got bf16; leave it out (None)"
-        )
-    if parsed.is_stochastic:
-        raise ValueError(
-            f"QuantizedTensor: weights round to nearest, got the stochastic {parsed.text}"
-        )
-    return parsed
-
-
 def _quantize_both(
     x: Tensor, row_spec: str | None, col_spec: str | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Both directions of a (rows, cols) matrix from one read."""
+    """Quantizes both directions of a (rows, cols) matrix, which is read once."""
     out = ops.quantize(x, row_spec or "", col_spec or "")
     rowwise = read_direction(out, x, row_spec, False) if row_spec else None
     columnwise = read_direction(out, x, col_spec, True) if col_spec else None
@@ -79,12 +56,26 @@ def _quantize_both(
 
 
 class QuantizedTensor(Tensor):
-    """See the module. Build it with from_tensor, or from parts that mf.quantize gave."""
+    """A weight as codes and scales, for the parameter of a layer.
+
+    Build one with from_tensor, or from results of mf.quantize.
+
+    Args:
+        rowwise: codes of W (N, K), or None.
+        columnwise: codes of Wᵀ (K, N), from mf.quantize(W, columnwise=True), or None.
+        dtype: the nominal dtype, float32 or bfloat16: that of dequantized values.
+        requires_grad: as of any tensor.
+
+    Raises:
+        TypeError: a part is no Quantized.
+        ValueError: both parts are None, or a part's tensors do not fit its spec and shape, or its
+            spec rounds stochastically.
+    """
 
     rowwise: Quantized | None
     columnwise: Quantized | None
-    owns_codes = True  # else a cast, which is of the nominal dtype alone, shares them
-    is_slice = False  # a copy, where a plain tensor's would be a view to write through
+    owns_codes = True  # False: a cast, which changes only the nominal dtype, shares the codes
+    is_slice = False  # whether this is a copy of codes, where torch's slice would be a view
 
     @staticmethod
     def __new__(
@@ -134,7 +125,19 @@ class QuantizedTensor(Tensor):
     def from_tensor(
         cls, x: Tensor, row_spec: str | None, col_spec: str | None = None
     ) -> QuantizedTensor:
-        """x (rows, cols), float32 or bfloat16, rounded to nearest; its dtype is the nominal one."""
+        """Quantizes a matrix to nearest.
+
+        Args:
+            x: (rows, cols), float32 or bfloat16, which becomes the nominal dtype.
+            row_spec: of the rowwise part; None: no such part.
+            col_spec: of the columnwise part; None: no such part.
+
+        Returns:
+            The quantized weight.
+
+        Raises:
+            ValueError: x is no matrix, both specs are None, or a spec is stochastic or delayed.
+        """
         row = require_weight_spec(row_spec) if row_spec else None
         col = require_weight_spec(col_spec) if col_spec else None
         if row is None and col is None:
@@ -143,16 +146,26 @@ class QuantizedTensor(Tensor):
             raise ValueError(f"QuantizedTensor: expected (rows, cols), got {tuple(x.shape)}")
         return cls._of_parts(*_quantize_both(x.detach().contiguous(), row, col), x.dtype)
 
-    # ---- what it holds ---------------------------------------------------------------------------
+    # ---- parts -----------------------------------------------------------------------------------
 
     @property
     def specs(self) -> tuple[str | None, str | None]:
-        """Of the rowwise and the columnwise part; None: not held."""
+        """The specs of the rowwise and of the columnwise part; None: no such part."""
         rowwise, columnwise = self.rowwise, self.columnwise
         return rowwise.spec if rowwise else None, columnwise.spec if columnwise else None
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
-        """The values of the codes, (rows, cols), in the nominal dtype; plain, without gradient."""
+        """Computes the values of the codes, without a gradient.
+
+        Args:
+            dtype: float32 or bfloat16; None: the nominal dtype.
+
+        Returns:
+            A torch.Tensor (rows, cols).
+
+        Raises:
+            ValueError: all parts are transformed (`+rht`).
+        """
         dtype = dtype or self.dtype
         parts = (p for p in (self.rowwise, self.columnwise) if p)
         part = next((p for p in parts if not Spec.parse(p.spec).transform), None)
@@ -162,19 +175,27 @@ class QuantizedTensor(Tensor):
         return values.t().contiguous() if part.columnwise else values
 
     def direction(self, spec: str, columnwise: bool) -> Quantized:
-        """The codes of one direction in `spec`, held or exactly transposed; else ValueError."""
-        held, other = self.rowwise, self.columnwise
+        """Returns the codes of one direction, if need be transposed from the other direction.
+
+        Raises:
+            ValueError: no part has codes in `spec` that transpose exactly.
+        """
+        part, other = self.rowwise, self.columnwise
         if columnwise:
-            held, other = other, held
-        if held is not None and held.spec == spec:
-            return held
+            part, other = other, part
+        if part is not None and part.spec == spec:
+            return part
         if other is not None and other.spec == spec and Spec.parse(spec).transposes_exactly:
             return transposed(other)
         wanted = "columnwise" if columnwise else "rowwise"
         raise ValueError(f"QuantizedTensor: asked for {wanted} {spec}, but {self._holds()}")
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
-        """Drops a direction (False), or restores it from the other where that is exact (True)."""
+        """Drops a direction (False), or transposes it from the other direction (True).
+
+        Raises:
+            ValueError: neither direction would be left, or the transpose is not exact.
+        """
         parts: dict[bool, Quantized | None] = {False: self.rowwise, True: self.columnwise}
         for is_columnwise, wanted in ((False, rowwise), (True, columnwise)):
             if wanted and parts[is_columnwise] is None:
@@ -188,7 +209,7 @@ class QuantizedTensor(Tensor):
 
     def _only_part(self) -> Quantized:
         part = self.rowwise if self.rowwise is not None else self.columnwise
-        assert part is not None  # the constructor's rule
+        assert part is not None  # the constructor checks this
         return part
 
     def _holds(self) -> str:
@@ -196,7 +217,7 @@ class QuantizedTensor(Tensor):
         return f"it holds rowwise {row or 'nothing'} and columnwise {col or 'nothing'}"
 
     def _map(self, fn: Callable[[Quantized], Quantized], dtype: torch.dtype | None = None) -> Any:
-        """A QuantizedTensor of fn(part) for each part."""
+        """Returns a QuantizedTensor of fn(part) for each part."""
         rowwise, columnwise = (
             None if p is None else fn(p) for p in (self.rowwise, self.columnwise)
         )
@@ -206,13 +227,13 @@ class QuantizedTensor(Tensor):
     def _of_parts(
         cls, rowwise: Quantized | None, columnwise: Quantized | None, dtype: torch.dtype
     ) -> Any:
-        """Builds one from parts that are whole already: those of another, or of a trace."""
+        """Builds a QuantizedTensor of valid parts, of another one or of a trace, without checks."""
         out = cls.__new__(cls, rowwise, columnwise, dtype)
         out.rowwise, out.columnwise = rowwise, columnwise
         return out
 
     def _write(self, source: Tensor) -> None:
-        """source's bytes where it is laid out alike, else its values rounded again; in place."""
+        """Writes a source in place: its bytes where the layouts are equal, else rounded values."""
         if self.is_slice:
             raise ValueError(
                 "QuantizedTensor: a slice has codes of its own, a write to it would not reach the "
@@ -284,7 +305,7 @@ class QuantizedTensor(Tensor):
 
 
 def _inner(side: str, name: str) -> property:
-    """The tensors that __tensor_flatten__ names."""
+    """Returns a property for a tensor that __tensor_flatten__ names."""
     return property(lambda self: getattr(getattr(self, side), name))
 
 
@@ -355,7 +376,7 @@ HANDLERS: dict[Any, Handler] = {}
 
 
 def handles(*funcs: Any) -> Callable[[Handler], Handler]:
-    """Registers what __torch_dispatch__ calls for these ops; NotImplemented: run on the values."""
+    """Registers a handler of these ops. It may return NotImplemented, to run on the values."""
 
     def register(handler: Handler) -> Handler:
         HANDLERS.update(dict.fromkeys(funcs, handler))
@@ -365,17 +386,17 @@ def handles(*funcs: Any) -> Callable[[Handler], Handler]:
 
 
 def run_on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """func of the values; arguments that it writes to are rounded again, in place."""
+    """Runs an op on the values. Arguments that the op writes to are rounded again, in place."""
     values: dict[int, Tensor] = {}
 
-    def plain(leaf: Any) -> Any:
+    def values_of(leaf: Any) -> Any:
         if not isinstance(leaf, QuantizedTensor):
             return leaf
         if id(leaf) not in values:
             values[id(leaf)] = leaf.dequantize()
         return values[id(leaf)]
 
-    result = func(*tree_map(plain, args), **tree_map(plain, kwargs))
+    result = func(*tree_map(values_of, args), **tree_map(values_of, kwargs))
     written: dict[int, QuantizedTensor] = {}
     for argument, value in [
         *zip(func._schema.arguments, args),

@@ -1,6 +1,6 @@
-"""One quantized direction, cut on block boundaries; its codes, transposed into given memory.
+"""Slices of one quantized direction on block boundaries, and transposes of its codes.
 
-All geometry is the spec's (spec.py): code bytes a row, scale rows and columns, blocks.
+All sizes are from the spec (spec.py): code bytes a row, scale rows and columns, blocks.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from .quantized import Quantized, map_tensors
 
 
 def transpose_codes_into(out: Tensor, spec: str, codes: Tensor, cols: int) -> Tensor:
-    """Codes of a matrix read (rows, cols), written to `out` as its transpose has them."""
+    """Writes the transpose of the codes of a matrix (rows, cols) to `out`, and returns it."""
     ops.transpose_many([codes], [out], [codes.shape[0], cols, Spec.parse(spec).code_bits])
     return out
 
 
 def cut(q: Quantized, dim: int, start: int, end: int) -> Quantized:
-    """Elements [start, end) along rows (0) or columns (1) of the operand as read, as a copy."""
+    """Copies elements [start, end) along rows (0) or columns (1) of the operand as read."""
     spec = Spec.parse(q.spec)
     length, block = q.shape[dim], spec.alignment[dim]
     if start % block or (end % block and end != length):
@@ -31,11 +31,11 @@ def cut(q: Quantized, dim: int, start: int, end: int) -> Quantized:
             f"[{start}, {end}) of {length}"
         )
 
-    def before(n: int) -> Sizes:
-        """Sizes of the part that ends at n."""
+    def sizes_to(n: int) -> Sizes:
+        """Returns the sizes of the elements [0, n)."""
         return spec.sizes(*((n, q.shape[1]) if dim == 0 else (q.shape[0], n)))
 
-    first, last = before(start), before(end)
+    first, last = sizes_to(start), sizes_to(end)
     codes = q.codes[start:end] if dim == 0 else q.codes[:, first[0] : last[0]]
     scale, amax = q.scale, q.amax
     if scale.dim() == 2:
@@ -44,5 +44,5 @@ def cut(q: Quantized, dim: int, start: int, end: int) -> Quantized:
     elif scale.dim() == 1 and dim == 0:
         scale, amax = scale[start:end], amax[start:end]
     shape = (end - start, q.shape[1]) if dim == 0 else (q.shape[0], end - start)
-    piece = replace(q, codes=codes, scale=scale, amax=amax, shape=shape)
-    return map_tensors(piece, lambda t: t.clone(memory_format=torch.contiguous_format))
+    sliced = replace(q, codes=codes, scale=scale, amax=amax, shape=shape)
+    return map_tensors(sliced, lambda t: t.clone(memory_format=torch.contiguous_format))

@@ -169,7 +169,7 @@ def check_refusals(rank):
     for recipe, n, words in (
         ("mxfp8", 96, r"cut of mxfp8 at multiples of its block, 32, got \[0, 48\) of 96"),
         ("nvfp4", 48, r"cut of nvfp4/16x16 at multiples of its block, 16, got \[0, 24\) of 48"),
-        ("fp8_tensorwise", 65, r"as a multiple of their number, got a last piece \(32, 64\)"),
+        ("fp8_tensorwise", 65, r"as a multiple of their number, got a last shard \(32, 64\)"),
     ):
         model = nn.Sequential(nn.Linear(64, n))
         mf.quantize_(model, recipe, primary=True, data_parallel_rank=0, verbose=False)

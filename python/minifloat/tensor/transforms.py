@@ -1,0 +1,88 @@
+"""Hadamard transforms, swizzled scales and transposed codes: functions of the operators."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from .._native import ops
+
+HADAMARD_SIGNS = 0xD7E8  # a bit a point, repeated every 16; a set bit is -1
+
+
+def hadamard(
+    x: Tensor, points: int = 16, *, columnwise: bool = False, signs: int = HADAMARD_SIGNS
+) -> Tensor:
+    """Computes the randomised Hadamard transform along the columns as read.
+
+    Args:
+        x: (rows, cols) or (batch, rows, cols), float32 or bfloat16.
+        points: 16, 32, 64 or 128.
+        columnwise: whether to transform the transpose, along x's rows.
+        signs: 16 bits, one a point and repeated every 16; a set bit is -1.
+
+    Returns:
+        bfloat16 (…, rows, cols) as read, with cols padded to a multiple of `points`.
+
+    Raises:
+        ValueError: an argument is not as expected.
+
+    Source: docs/numerics.md, section 6; the default signs are Transformer Engine's.
+    """
+    return ops.hadamard(x, points, columnwise, signs)
+
+
+def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None, groups: str = "") -> Tensor:
+    """Copies one-byte scales to the 128x4 tiles that block-scaled tensor-core products read.
+
+    Args:
+        scale: (rows, cols) or (batch, rows, cols), float8_e4m3fn, float8_e8m0fnu or uint8.
+        offs: int32 (groups), the end of each group of rows or columns of the operand.
+        groups: "m" or "k": the dimension that `offs` cuts; each group has tiles of its own. "": no
+            groups.
+
+    Returns:
+        The scales in tiles, padded to whole tiles.
+
+    Raises:
+        ValueError: an argument is not as expected.
+
+    Source: the scale layout of cuBLAS's block-scaled products (core/swizzle.h).
+    """
+    return ops.swizzle_scales(scale, offs=offs, groups=groups)
+
+
+def unswizzle_scales(
+    swizzled: Tensor, rows: int, cols: int, *, offs: Tensor | None = None, groups: str = ""
+) -> Tensor:
+    """Copies swizzled scales back to rows and columns, the inverse of mf.swizzle_scales.
+
+    Args:
+        swizzled: a result of mf.swizzle_scales.
+        rows: of the scales.
+        cols: of the scales.
+        offs: as mf.swizzle_scales had it.
+        groups: as mf.swizzle_scales had it.
+
+    Returns:
+        (rows, cols) or (batch, rows, cols), in the dtype of `swizzled`.
+
+    Raises:
+        ValueError: an argument is not as expected.
+    """
+    return ops.unswizzle_scales(swizzled, rows, cols, offs=offs, groups=groups)
+
+
+def transpose_codes(codes: Tensor, cols: int) -> Tensor:
+    """Transposes packed 4-bit codes.
+
+    Args:
+        codes: uint8 (…, rows, ⌈cols / 2⌉), the low nibble first.
+        cols: of the matrix.
+
+    Returns:
+        uint8 (…, cols, ⌈rows / 2⌉).
+
+    Raises:
+        ValueError: `codes` does not have ⌈cols / 2⌉ bytes a row.
+    """
+    return ops.transpose_codes(codes, cols)
