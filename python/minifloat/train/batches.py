@@ -26,17 +26,17 @@ class Batches:
         return np.random.default_rng([seed, epoch]).permutation(self.chunks)
 
     def training(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
-        """The batch of one step (from 0)."""
+        """Returns the batch of a step (from 0)."""
         places = range(step * self.batch, (step + 1) * self.batch)
         chunks = [self.order(seed, p // self.chunks)[p % self.chunks] for p in places]
         return self._gather(self.train, chunks)
 
     def validation_set(self, count: int) -> list[tuple[Tensor, Tensor]]:
-        """At most `count` batches, spread evenly over the validation text; the same every time."""
+        """Returns at most `count` batches, spread evenly over the validation text."""
         chunks = (len(self.validation) - 1) // self.seq
         count = min(count, chunks // self.batch)
         spread = np.linspace(0, chunks - 1, count * self.batch).round().astype(np.int64)
-        return [self._gather(self.validation, part) for part in spread.reshape(count, self.batch)]
+        return [self._gather(self.validation, rows) for rows in spread.reshape(count, self.batch)]
 
     def _gather(self, ids: np.ndarray, chunks) -> tuple[Tensor, Tensor]:
         rows = [ids[c * self.seq : c * self.seq + self.seq + 1].astype(np.int64) for c in chunks]

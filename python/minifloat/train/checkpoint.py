@@ -1,6 +1,6 @@
-"""Checkpoints that a kill at any moment, or a full disk, leaves whole.
+"""Checkpoints, which stay complete after a kill at any moment or on a full disk.
 
-FOLDER/.writing/        what is being written: never read
+FOLDER/.writing/        a checkpoint that is being written: never read
 FOLDER/step_00000100/   torch.distributed.checkpoint's files, state.json, SHA256SUMS (manifest.py)
 FOLDER/latest           the name of the newest complete one
 
@@ -9,8 +9,8 @@ FOLDER/latest           the name of the newest complete one
 3. replace `latest`
 4. only now remove older checkpoints
 
-`choose` finds the checkpoint that a job goes on from. It verifies all bytes before any of them is
-read: torch.distributed.checkpoint unpickles `.metadata`, and a payload has no checksum of its own.
+`choose` finds the checkpoint that a job resumes from. It verifies all bytes before they are loaded:
+torch.distributed.checkpoint unpickles `.metadata`, and its payload has no checksum.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def latest(folder: Path) -> Path | None:
 
 
 def read_meta(checkpoint: Path) -> dict[str, Any]:
-    """Returns state.json: step, identity, and what the run had measured."""
+    """Returns state.json: step, identity and measurements of the run."""
     meta = load_json(checkpoint / "state.json", STATE)
     if meta["step"] != step_of(checkpoint):
         raise CheckpointError(
@@ -208,13 +208,13 @@ def prune(folder: Path, keep: int) -> None:
 
 
 def save_weights(path: Path, model: torch.nn.Module, meta: dict[str, Any]) -> None:
-    """The trained weights: {"model": state dict, ...}, the same bytes for the same values."""
+    """Writes the trained weights {"model": state dict, ...}; equal values have equal bytes."""
     content = {"model": {k: whole(v).cpu() for k, v in model.state_dict().items()}, **meta}
     write_atomically(path, lambda file: torch.save(content, file))
 
 
 def reason(error: BaseException) -> str:
-    """The system's own words (No space left on device), however deep they are wrapped."""
+    """Returns the system's message (No space left on device), also of a wrapped error."""
     cause: BaseException | None = error
     seen: list[BaseException] = []
     while cause is not None and cause not in seen:
@@ -228,7 +228,7 @@ def reason(error: BaseException) -> str:
 
 
 class quiet_dcp:  # noqa: N801, a context manager
-    """Keeps torch's planner from warning that it works without a process group, as it is meant."""
+    """A context without the warning of torch's planner that there is no process group."""
 
     def __enter__(self) -> None:
         self.warnings = warnings.catch_warnings()

@@ -1,7 +1,7 @@
 """The command line of `minifloat train`.
 
-Options that are not given are absent, not defaulted: a resumed job takes them from the folder that
-it resumes, and refuses those that are given and differ.
+Options without a value are absent instead of defaulted: a resumed job takes them from its folder,
+and refuses other values.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ and writes curves, checkpoints and a table of the gaps to bf16.
 
 recipes:
   [NAME=]TEXT[@SEED]      TEXT is a preset, a recipe written out, or a map of module names
-  nvfp4                   every linear but the head and the last block, as published
-  mxfp8                   every linear but the head
+  nvfp4                   every linear except the head and the last block, as published
+  mxfp8                   every linear except the head
   nvfp4_all=*: nvfp4; output: bf16
-  bf16@2                  the same from another seed: shows the noise of the comparison
+  bf16@2                  another seed: shows the noise of the comparison
 
-on several processes, the model sharded by FSDP2, weights travelling in the recipe's codes:
+on several processes, the model sharded by FSDP2, weights gathered in the recipe's codes:
   torchrun --nproc-per-node 4 -m minifloat train ...
 """
 
@@ -35,7 +35,7 @@ PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # of `pip instal
 
 
 def number_type(number: Any, name: str) -> Callable[[str], int | float]:
-    """Returns what argparse calls with the text of an option that is a number."""
+    """Returns a function that parses an option that is a number, for argparse."""
 
     def parse(text: str) -> int | float:
         value = number.parse(text)
@@ -111,29 +111,29 @@ def run(arguments: argparse.Namespace) -> int:
         from . import job, saved
     from .config import TrainConfig, TrainError
     from .tokens import cache_folder
-    from .world import joined, voice
+    from .world import joined, output_folder
 
-    given = vars(arguments)
+    options = vars(arguments)
     out: Path = arguments.out
     if out.exists() and not out.is_dir():
         raise TrainError(f"--out: expected a folder, got the file {out}")
     before = saved.read_job(out) if arguments.resume else None
     if arguments.resume and not before:
         saved.say(f"nothing to resume in {out}: starting from the first step")
-    base = before.config if before else machine_defaults(TrainConfig(), given)
-    config = asked_config(given, base)
-    runs = asked_runs(given, config, before.runs if before else ())
+    base = before.config if before else machine_defaults(TrainConfig(), options)
+    config = asked_config(options, base)
+    runs = asked_runs(options, config, before.runs if before else ())
     if before:
         runs = saved.require_same_job(out, before, config, runs)
     cache = cache_folder(arguments.cache)
-    with joined(config.device, config.batch) as world, voice(world, out) as own:
-        world.wait()  # until all have read what the folder holds
+    with joined(config.device, config.batch) as world, output_folder(world, out) as folder:
+        world.wait()  # until all ranks have read the folder
         if before and before.config.processes != config.processes:
             saved.say(
                 f"saved on {before.config.processes} processes, goes on with {config.processes}: "
                 "on the same batches, with sums over ranks in another order"
             )
-        return job.train(config, runs, own, cache, saved=before, world=world)
+        return job.train(config, runs, folder, cache, saved=before, world=world)
 
 
 def require_packages() -> None:
@@ -148,33 +148,33 @@ def require_packages() -> None:
         )
 
 
-def machine_defaults(config: Any, given: dict[str, Any]) -> Any:
-    """The fields that depend on where the job starts: the device, and the threads of a CPU."""
+def machine_defaults(config: Any, options: dict[str, Any]) -> Any:
+    """Sets the fields that depend on the machine: the device, and the threads of a CPU."""
     import torch
 
     from minifloat._native import ops
 
     has_cuda = torch.cuda.is_available() and ops.has_cuda()
-    device = given.get("device", "cuda" if has_cuda else "cpu")
+    device = options.get("device", "cuda" if has_cuda else "cpu")
     threads = torch.get_num_threads() if device == "cpu" else 0
     return dataclasses.replace(config, device=device, threads=threads)
 
 
-def asked_config(given: dict[str, Any], base: Any) -> Any:
-    """`base` with the options that were given."""
+def asked_config(options: dict[str, Any], base: Any) -> Any:
+    """Returns `base` with the options of the command line."""
     from .config import MOST_THREADS, ModelConfig, TrainError
     from .fields import integers, require
     from .world import processes
 
     fields = {f.name for f in dataclasses.fields(base)} - {"model", "data"}
-    changes = {name: value for name, value in given.items() if name in fields}
+    changes = {name: value for name, value in options.items() if name in fields}
     changes["processes"] = processes()
-    if "data" in given:
-        paths = map(os.path.expanduser, given["data"])  # a user that is not there raises nothing
+    if "data" in options:
+        paths = map(os.path.expanduser, options["data"])  # an unknown user raises no error
         changes["data"] = tuple(map(os.path.realpath, paths))
-    vocab = given.get("vocab", base.model.vocab)
-    if "model" in given:
-        changes["model"] = ModelConfig.parse(given["model"], vocab)
+    vocab = options.get("vocab", base.model.vocab)
+    if "model" in options:
+        changes["model"] = ModelConfig.parse(options["model"], vocab)
     else:
         changes["model"] = dataclasses.replace(base.model, vocab=vocab)
     config = dataclasses.replace(base, **changes)
@@ -195,11 +195,11 @@ def asked_config(given: dict[str, Any], base: Any) -> Any:
     return config
 
 
-def asked_runs(given: dict[str, Any], config: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
-    """The runs of --recipes and --recipe, else the resumed job's, else the default ones."""
+def asked_runs(options: dict[str, Any], config: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns the runs of --recipes and --recipe, else the resumed job's, else the defaults."""
     from .recipes import parse_recipes
 
-    lists, entries = given["recipes"], given["recipe"]
+    lists, entries = options["recipes"], options["recipe"]
     if not lists and not entries:
         if saved:
             return saved

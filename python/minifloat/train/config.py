@@ -1,8 +1,8 @@
-"""What a training job is asked to do, as frozen dataclasses that are saved as JSON and read again.
+"""Settings of a training job, as frozen dataclasses that are saved as JSON and loaded again.
 
 `ModelConfig` and `TrainConfig` hold everything that decides the bytes of the result, and nothing
-else: where to write and whether to resume are the caller's. A resumed job compares them field by
-field (`differences`) and refuses to go on when one differs, save those that it is `FREE` to change.
+else: the caller chooses the folder and whether to resume. A resumed job compares the fields
+(`differences`) and stops where one differs, except those in `FREE`, which may change.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ from .fields import (
     shown,
 )
 
-MOST = 10**9  # of anything that is counted
-MOST_THREADS = 4096  # far more of them end the process in torch
+MOST = 10**9  # the limit of counts
+MOST_THREADS = 4096  # many more end the process in torch
 SIZE = integers(1, 10**6)  # of one dimension of the model
 
-# The tokens themselves are compared; and a step's batch is the same on any number of processes.
+# Fields that may change: the token ids are compared themselves, and a step's batch does not depend
+# on the number of processes.
 FREE = ("data", "data_mb", "processes")
 
-# Every number of TrainConfig: its range, on the command line and in job.json, and its help text.
+# The numbers of TrainConfig: the range, on the command line and in job.json, and the help text.
 NUMBERS: Mapping[str, tuple[Number, str]] = {
     "steps": (integers(1, MOST), "optimizer steps a recipe"),
     "seq": (integers(1, MOST), "tokens a sequence"),
@@ -85,10 +86,10 @@ class ModelConfig:
 
     @classmethod
     def parse(cls, text: str, vocab: int) -> ModelConfig:
-        """From `dim,layers,heads,kv_heads,ffn`, for example 256,4,4,2,768."""
-        parts = [SIZE.parse(part.strip(" ")) for part in text.split(",")]
-        sizes = [int(part) for part in parts if part is not None]
-        if len(parts) != 5 or len(sizes) != 5:
+        """Parses `dim,layers,heads,kv_heads,ffn`, for example 256,4,4,2,768."""
+        numbers = [SIZE.parse(number.strip(" ")) for number in text.split(",")]
+        sizes = [int(number) for number in numbers if number is not None]
+        if len(numbers) != 5 or len(sizes) != 5:
             raise TrainError(
                 "--model: expected five integers dim,layers,heads,kv_heads,ffn "
                 f"(256,4,4,2,768), got {shown(text)}"
@@ -109,11 +110,11 @@ class ModelConfig:
 
 @dataclass(frozen=True)
 class TrainConfig:
-    """One job: the same model, data and schedule for every recipe.
+    """The settings of a job: one model, data and schedule for every recipe.
 
     seq: tokens a sequence; batch: sequences a step; lr: the peak; clip: the gradient's norm;
-    data_mb: at most so many megabytes (1e6 bytes) of text; threads: of the CPU (0 on a GPU);
-    processes: that share a step's batch.
+    data_mb: the most megabytes (1e6 bytes) of text; threads: of the CPU (0 on a GPU);
+    processes: the number that shares a step's batch.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -147,13 +148,16 @@ class TrainConfig:
         return dataclasses.asdict(self)
 
     def identity(self) -> dict[str, Any]:
-        """What a job must have in common with the one that it goes on from."""
+        """Returns the fields that a resumed job must have in common with the saved one."""
         return bound(self.to_json())
 
     @classmethod
     def from_json(cls, where: str, values: Any) -> TrainConfig:
-        """Returns the config of `to_json`'s values; TrainError, which starts with `where`, if one
-        is missing or cannot be."""
+        """Returns the config of `to_json`'s values.
+
+        Raises:
+            TrainError: a value is missing or not as expected; the message starts with `where`.
+        """
         require_fields(where, SAVED_CONFIG, values)
         require_fields(f"{where}: model", SAVED_MODEL, values["model"])
         fields = {f.name for f in dataclasses.fields(cls)}
@@ -175,12 +179,12 @@ SAVED_CONFIG: Fields = {  # `processes` is a later field than these
 
 
 def bound(values: dict[str, Any]) -> dict[str, Any]:
-    """A job's fields without those that it is free to change."""
+    """Returns a job's fields, except those that may change."""
     return {key: value for key, value in values.items() if key not in FREE}
 
 
 def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Nested dicts as one: {"model": {"dim": 256}} becomes {"model.dim": 256}."""
+    """Flattens nested dicts: {"model": {"dim": 256}} becomes {"model.dim": 256}."""
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):
@@ -191,7 +195,7 @@ def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 def differences(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
-    """One line a field that differs: `model.dim: 256 there, 128 asked for`."""
+    """Lists the fields that differ, a line each: `model.dim: 256 there, 128 asked for`."""
     there, here = flatten(saved), flatten(asked)
     return [
         f"{key}: {there.get(key, 'nothing')!r} there, {here.get(key, 'nothing')!r} asked for"

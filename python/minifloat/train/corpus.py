@@ -1,12 +1,12 @@
 """Finds the text to train on and splits it into training and validation documents.
 
-Without --data the text is the source of Python's own standard library, found where this
-interpreter keeps it. Everything is a function of the files' relative paths and bytes: the order is
-that of the paths' hashes, so a limit on the size keeps a uniform sample, and a file's side of the
-split never depends on which other files are there.
+Without --data the text is the source of this interpreter's standard library. The result is a
+function of the files' relative paths and bytes. Files are ordered by the hashes of their paths, so
+a limit on the size selects a uniform sample. A file's side of the split does not depend on the
+presence of other files.
 
-The limit bounds what is read of the disk: as many bytes of text, and as many of files that are
-none. The file that reaches it is cut there, unless it ends within a twentieth of the limit.
+The limit bounds the bytes that are read: of text, and as many of files that are no text. The file
+that reaches the limit is cut there, unless it ends within a twentieth of the limit.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from pathlib import Path
 from .config import TrainError
 
 VALIDATION_SHARE = 0.05
-SLACK = 0.05  # of the limit on the size: what the last file may read beyond it to its end
+SLACK = 0.05  # of the limit on the size: the last file may exceed the limit by this share
 FEW_FILES = 60  # with fewer, the end of every file is validation text instead of whole files
-CHUNK = 8192  # bytes that are read of a file at a time: a binary file ends the reading soon
+CHUNK = 8192  # bytes of one read: few of a binary file are read
 NOT_TEXT = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """Documents as text, and what was left out: (file, reason)."""
+    """Documents as text, and the files left out: (file, reason)."""
 
     source: str  # for the report: "Python 3.11 standard library"
     train: list[str]
@@ -49,12 +49,12 @@ class Corpus:
 
 
 def path_hash(name: str) -> int:
-    """64 bits of the relative path (always with /): the file's place and side."""
+    """Hashes a relative path (with /) to 64 bits, which decide the file's place and side."""
     return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8])
 
 
 def standard_library() -> tuple[str, list[tuple[str, Path]]]:
-    """Every .py file of this interpreter's standard library, site-packages left out."""
+    """Finds the .py files of this interpreter's standard library, except site-packages."""
     root = Path(sysconfig.get_path("stdlib"))
     files = [(name, path) for name, path in walk(root) if name.endswith(".py")]
     if not files:
@@ -66,7 +66,7 @@ def standard_library() -> tuple[str, list[tuple[str, Path]]]:
 
 
 def walk(root: Path) -> Iterator[tuple[str, Path]]:
-    """(relative path, path) of every regular file or link under root, hidden ones left out."""
+    """Yields (relative path, path) of regular files and links under root, except hidden ones."""
 
     def fail(error: OSError) -> None:
         raise TrainError(f"--data: cannot read folder {error.filename}: {error.strerror}")
@@ -80,7 +80,7 @@ def walk(root: Path) -> Iterator[tuple[str, Path]]:
 
 
 def named_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
-    """The files that --data names, folders walked."""
+    """Finds the files that --data names, and those of its folders."""
     found: list[tuple[str, Path]] = []
     for text in paths:
         path = Path(os.path.expanduser(text))
@@ -97,12 +97,12 @@ def named_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
 
 @dataclass(frozen=True)
 class Document:
-    """What was read of one file: its text, or None and the reason why the file is no text."""
+    """The text of a file, or None and the reason why the file is no text."""
 
     text: str | None
     reason: str
     read: int  # bytes
-    cut: bool = False  # the file holds more
+    cut: bool = False  # the file is longer
 
 
 def read_document(path: Path, most: int, slack: int) -> Document:
@@ -132,7 +132,11 @@ def read_document(path: Path, most: int, slack: int) -> Document:
 
 
 def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list[str], str]:
-    """(training, validation, how): by file, or within each file where files are few."""
+    """Splits documents by file, or within each file where files are few.
+
+    Returns:
+        (training, validation, description of the split).
+    """
     if len(names) >= FEW_FILES:
         limit = int(VALIDATION_SHARE * 2**64)
         chosen = [path_hash("split:" + name) < limit for name in names]
@@ -145,7 +149,7 @@ def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list
 
 
 def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
-    """Reads about `megabytes` (1e6 bytes) of text; see the file's head for order and limit."""
+    """Reads about `megabytes` (1e6 bytes) of text; see the head of this file."""
     source, files = named_files(paths) if paths else standard_library()
     files.sort(key=lambda item: (path_hash(item[0]), item[0]))
     names: list[str] = []
@@ -182,7 +186,7 @@ def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
 
 
 def fingerprint(train: Sequence[str], validation: Sequence[str]) -> str:
-    """sha256 over both sides; each document goes in with its length, so borders count."""
+    """Computes the sha256 of both sides: of each document's length and bytes."""
     digest = hashlib.sha256()
     for side, documents in (("train", train), ("validation", validation)):
         digest.update(f"{side} {len(documents)}\n".encode())

@@ -1,4 +1,4 @@
-"""Values from outside, an option or a field of a saved file, checked once against what is expected.
+"""Checks of values from outside: options, and fields of saved files.
 
 Examples:
     require("--steps", integers(1, 10**9), 0)

@@ -1,4 +1,4 @@
-"""Files that are either the old ones or the new ones, whatever happens in between."""
+"""Atomic writes of files, and the lock of a folder."""
 
 from __future__ import annotations
 
@@ -41,18 +41,19 @@ def write_atomically(path: Path, write: Callable[[BinaryIO], object]) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
+    """Writes a value as JSON, atomically."""
     text = json.dumps(value, indent=1) + "\n"
     write_atomically(path, lambda file: file.write(text.encode()))
 
 
 def write_text(path: Path, text: str) -> None:
-    """Writes UTF-8; bytes of a file's name that are none are written as escapes."""
+    """Writes UTF-8. Bytes of a file name that are not UTF-8 are written as escapes."""
     write_atomically(path, lambda file: file.write(text.encode(errors="backslashreplace")))
 
 
 @contextmanager
 def lock(folder: Path) -> Iterator[None]:
-    """Holds a folder for this process; the system lets go of it however the process ends."""
+    """Locks a folder for this process. The system releases the lock when the process ends."""
     folder.mkdir(parents=True, exist_ok=True)
     with (folder / ".lock").open("w") as file:
         try:

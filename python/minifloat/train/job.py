@@ -1,8 +1,8 @@
-"""The job: reads the data, measures the device, trains every run in turn, writes the report.
+"""The job: reads the data, measures the device, trains the runs one by one, writes the report.
 
-OUT/job.json            what was asked, for --resume
+OUT/job.json            the settings, for --resume
 OUT/metrics.jsonl       every step and evaluation of every run
-OUT/tensorboard/RUN/    the same as event files
+OUT/tensorboard/RUN/    event files of these records
 OUT/runs/RUN/           checkpoints/, weights.pt and result.json when the run is done
 OUT/loss.png, report.md, report.json
 """
@@ -53,7 +53,7 @@ FP32_STATE = 16  # bytes a parameter: weight, gradient, AdamW's two moments
 
 @dataclass
 class StopFlag:
-    """Set by the first Ctrl-C or SIGTERM; a second one ends the process at once."""
+    """A flag that the first Ctrl-C or SIGTERM sets; a second one ends the process at once."""
 
     stopped: bool = False
 
@@ -87,12 +87,12 @@ def train(
 ) -> int:
     """Trains the runs that are not finished; returns the process's exit code.
 
-    What can be wrong with the request is found before `out` is touched.
+    All settings are checked before `out` is changed.
 
     Args:
-        saved: the job in `out` that goes on; None: what `out` holds is moved aside.
+        saved: the job in `out` that is resumed; None: the content of `out` is moved aside.
         cache: folder of tokenized text.
-        world: the processes of the job. Those of another rank than 0 throw their `out` away.
+        world: the processes of the job. Ranks other than 0 have a temporary `out`.
     """
     make_deterministic(config)
     require_memory(config)
@@ -134,12 +134,12 @@ def train(
 
 
 def agreed(flag: StopFlag, world: World) -> bool:
-    """Has any rank been told to stop? Asked by all at once."""
+    """Tells whether any rank is to stop. All ranks call this together."""
     return world.any(flag())
 
 
 def make_deterministic(config: TrainConfig) -> None:
-    """The same bytes from the same job: fixed threads, no algorithm that depends on timing."""
+    """Makes equal jobs give equal bytes: fixed threads, no algorithm that depends on timing."""
     if config.device == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     torch.set_num_threads(max(config.threads, 1))
@@ -149,7 +149,7 @@ def make_deterministic(config: TrainConfig) -> None:
 
 
 def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
-    """Text and token ids, with one line each on what was found."""
+    """Reads text and token ids, and prints a line about each."""
     corpus = load_corpus(config.data, config.data_mb)
     if corpus.skipped:
         say(
@@ -170,13 +170,13 @@ def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
 
 
 def beyond_limit(corpus: Corpus) -> str:
-    """Returns what --data-mb has left out of the text."""
-    parts = [f"{corpus.left_out} files left out"] if corpus.left_out else []
-    return ", ".join([*parts, f"{corpus.cut} cut"] if corpus.cut else parts)
+    """Describes the text that --data-mb has left out."""
+    texts = [f"{corpus.left_out} files left out"] if corpus.left_out else []
+    return ", ".join([*texts, f"{corpus.cut} cut"] if corpus.cut else texts)
 
 
 def require_memory(config: TrainConfig) -> None:
-    """Refuses a model that this machine cannot hold, whatever else its memory is used for."""
+    """Refuses a model that needs more memory than this machine has."""
     need = FP32_STATE * config.model.parameters
     if config.device == "cuda":
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
@@ -191,7 +191,7 @@ def require_memory(config: TrainConfig) -> None:
 
 
 def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
-    """What a run is before it starts: this also finds a recipe that cannot be, at once."""
+    """Describes a run before its start, which finds a recipe that does not fit the model."""
     try:
         model, converted, skipped = prepare_model(run, config)
         saved = saved_bytes_per_token(model, config, loss_under_autocast(model, config.device))
@@ -256,7 +256,7 @@ def move_aside(out: Path) -> Path:
 
 
 def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
-    """The job's part of report.json: what was trained on what, where."""
+    """Returns the job's part of report.json: model, data, schedule and device."""
     config, model = job.config, job.config.model
     count = sum(x.numel() for x in job.batches.validation_set(config.eval_batches)[0]) // 2
     validation_tokens = count * len(job.batches.validation_set(config.eval_batches))
@@ -294,7 +294,7 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
 def write_report(
     job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]], context: dict[str, Any]
 ) -> None:
-    """loss.png, report.md, report.json, and the table on the terminal."""
+    """Writes loss.png, report.md and report.json, and prints the table."""
     records = read_records(job.metrics.path)
     curves = {run.name: curves_of(records, run.name) for run in runs}
     baseline = baseline_of(runs, job.config.seed)

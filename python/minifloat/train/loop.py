@@ -1,4 +1,4 @@
-"""One run: the model trained under one recipe, from its initial weights or from a checkpoint.
+"""A run: trains the model under one recipe, from its initial weights or from a checkpoint.
 
     for step in 1 .. steps:
         every MEASURE_EVERY steps: the speed of light, outside the steps' time
@@ -6,8 +6,8 @@
         every eval_every steps: the fixed validation set
         every checkpoint_every steps, and at a stop: a checkpoint
 
-Parameters and optimizer are fp32. All that the bytes of the result depend on is in the checkpoint
-or a function of the step.
+Parameters and optimizer are fp32. The bytes of the result depend only on the checkpoint and the
+step.
 """
 
 from __future__ import annotations
@@ -49,13 +49,13 @@ FINAL_LR = 0.1  # of the peak, at the last step
 
 @dataclass(frozen=True)
 class Job:
-    """What all runs of a job share."""
+    """The settings and state that all runs of a job share."""
 
     config: TrainConfig
     batches: Batches
     tokens_fingerprint: str
     out: Path
-    starts: dict[str, Path]  # the checkpoint that a run goes on from, by its name
+    starts: dict[str, Path]  # the checkpoint that a run resumes from, by the run's name
     metrics: Metrics
     light: SpeedOfLight
     should_stop: Callable[[], bool]
@@ -66,15 +66,16 @@ class Job:
 
 
 def identity_of(run: RunSpec, config: TrainConfig, tokens_fingerprint: str) -> dict[str, Any]:
-    """Returns what a checkpoint must have in common with the job that goes on from it."""
+    """Returns the fields that a checkpoint and the job that resumes from it must share."""
     asked = {"recipe": run.recipe, "seed": run.seed, "tokens": tokens_fingerprint}
     return {**config.identity(), **asked}
 
 
 def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, Pairs]:
-    """(model under the run's recipe, converted (name, recipe), skipped (name, reason)).
+    """Builds the model under the run's recipe; bf16 converts nothing.
 
-    A run whose recipe is bf16 leaves the model as it is.
+    Returns:
+        (model, converted (name, recipe), skipped (name, reason)).
     """
     model = build_model(config.model, config.seq, run.seed, config.device)
     if not run.converts:
@@ -87,7 +88,7 @@ def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, 
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:
-    """Linear warmup to config.lr, then a cosine down to a tenth of it at the last step."""
+    """Returns the rate of a step: linear warmup to config.lr, then a cosine to a tenth of it."""
     warmup = min(config.warmup, config.steps // 2)
     if step <= warmup:
         return config.lr * step / warmup
@@ -96,7 +97,7 @@ def learning_rate(step: int, config: TrainConfig) -> float:
 
 
 def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
-    """AdamW; matrices decay, norm weights do not."""
+    """Builds AdamW. Matrices decay, norm weights do not."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
     groups = [
@@ -107,12 +108,12 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
 
 
 class Run:
-    """The state of one run and the three things done to it: a step, an evaluation, a checkpoint."""
+    """The state of one run, with its training step, evaluation and checkpoint."""
 
     def __init__(self, spec: RunSpec, job: Job) -> None:
         self.spec, self.job, self.config = spec, job, job.config
         self.step = 0
-        self.peak_before = 0  # bytes, of the processes that a resumed run was killed in
+        self.peak_before = 0  # bytes, of the earlier processes of a resumed run
         self.memory = PeakMemory(self.config.device)
         self.memory.start()
         self.world = job.world
@@ -124,7 +125,7 @@ class Run:
 
     # ---- Training ----------------------------------------------------------------------------
     def train_step(self) -> dict[str, float]:
-        """One optimizer step; returns loss (nats a token), lr, grad_norm and the timings."""
+        """Runs an optimizer step; returns loss (nats a token), lr, grad_norm and the timings."""
         start = time.perf_counter()
         lr = learning_rate(self.step + 1, self.config)
         for group in self.optimizer.param_groups:
@@ -152,9 +153,9 @@ class Run:
         self.world.wait()  # a rank that ends first does not wait for the others in its next step
 
     def evaluate(self) -> dict[str, float]:
-        """Mean loss of the validation set (nats a token), forward under the run's own recipe."""
+        """Computes the mean loss of the validation set (nats a token) under the run's recipe."""
         start = time.perf_counter()
-        self.model.eval()  # the random bits of training stay as they are
+        self.model.eval()  # evaluation does not advance the random state
         with torch.no_grad():
             losses = [
                 self.world.mean(self.loss(*self.to_device(batch))) for batch in self.validation
@@ -163,13 +164,13 @@ class Run:
         return {"val_loss": sum(losses) / len(losses), "seconds": time.perf_counter() - start}
 
     def to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """This rank's share of it."""
+        """Moves this rank's share of a batch to the device."""
         inputs, targets = self.world.share(batch)
         return inputs.to(self.config.device), targets.to(self.config.device)
 
     # ---- Checkpoints -------------------------------------------------------------------------
     def state(self) -> dict[str, Any]:
-        """Everything to save: model, optimizer, the quantized layers' own state, generators."""
+        """Collects the state to save: model, optimizer, quantized layers, generators."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
         rng = {"cpu": torch.get_rng_state()}
         if self.config.device == "cuda":
@@ -180,6 +181,7 @@ class Run:
         return state
 
     def save(self) -> None:
+        """Writes a checkpoint."""
         self.job.metrics.sync()
         meta = {
             "run": self.spec.name,
@@ -190,7 +192,7 @@ class Run:
         checkpoint.save(self.checkpoints, self.step, self.state(), meta)
 
     def restore(self) -> None:
-        """Goes on from the run's checkpoint, if the job has found one; its bytes are verified."""
+        """Loads the run's checkpoint, if the job has found and verified one."""
         found = self.job.starts.get(self.spec.name)
         if found is None:
             return
@@ -207,7 +209,7 @@ class Run:
             )
 
     def set_state(self, state: dict[str, Any]) -> None:
-        """Sets everything that `state` saves."""
+        """Sets the state that `state` collected."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -230,7 +232,7 @@ class Run:
 
 
 def train_run(spec: RunSpec, job: Job, title: str) -> dict[str, Any]:
-    """Trains one run to its end, or to a stop; returns its status, step and peak memory."""
+    """Trains a run to its end, or to a stop; returns its status, step and peak memory."""
     config = job.config
     run = Run(spec, job)
     run.restore()
@@ -266,7 +268,7 @@ def progress_bar(title: str, step: int, steps: int) -> tqdm:
 
 
 def show(bar: tqdm, values: dict[str, float]) -> None:
-    """Loss, tokens/s and the share of the speed of light, behind the bar."""
+    """Shows loss, tokens/s and the share of the speed of light beside the progress bar."""
     bar.set_postfix_str(
         f"loss {values['loss']:.3f}, {values['tokens_per_s'] / 1e3:.1f}k tokens/s, "
         f"{100 * values['speed_of_light']:.0f}% of speed of light",

@@ -5,8 +5,9 @@
     <sha256>  state.json
     # <sha256 of the lines above>
 
-The file is written last, and its own last line covers it. `sha256sum -c SHA256SUMS` checks a
-checkpoint too. A checksum finds damage; it is no signature: who can write the files can write it.
+The file is written last, and its last line covers the lines before. `sha256sum -c SHA256SUMS`
+checks a checkpoint too. A checksum finds damage. It is no signature: a writer of the files can
+change it.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def write(folder: Path) -> None:
 
 
 def verify(folder: Path) -> None:
-    """Raises TrainError, which names the file, unless every byte is as it was written."""
+    """Raises TrainError, which names the file, where a byte has changed since the write."""
     text = read_text(folder / NAME)
     lines = "".join(text.splitlines(keepends=True)[:-1])
     if not lines or text != lines + last_line(lines):

@@ -1,7 +1,7 @@
-"""What the report measures besides the loss: the speed of light, saved bytes, peak memory.
+"""Measurements of the report besides the loss: the speed of light, saved bytes, peak memory.
 
-Speed of light: the seconds that the matrix products of one training step would take on their own,
-at the bf16 rate that this device reaches on this model's shapes. It is measured when the job
+Speed of light: the seconds that the matrix products of one training step take alone, at the bf16
+rate that this device reaches on this model's shapes. It is measured when the job
 starts and again between steps.
 
     linear y = x Wt    three products of 2 M N K operations: fprop, dgrad, wgrad
@@ -45,10 +45,10 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def cuda_seconds(work: Callable[[], object], calls: int = 16) -> float:
-    """Returns the GPU's time of one call among a few: an event takes 5 microseconds itself.
+    """Returns the GPU's time of one call, as the mean of a few: an event takes 5 microseconds.
 
-    The GPU waits for about a millisecond first, in which the host launches all calls, so that the
-    host's time for a launch is not counted.
+    The GPU first waits for about a millisecond, in which the host launches all calls. So the time
+    of the launches is not counted.
     """
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.cuda._sleep(2_000_000)  # in clock cycles
@@ -64,7 +64,7 @@ class SpeedOfLight:
     """The time of all products of one step; flops: their operations a step.
 
     seconds: of the latest measurement. The training loop measures again every MEASURE_EVERY steps,
-    between two steps, so that what else runs on the machine slows both alike.
+    between two steps, so that other work on the machine slows both equally.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -109,7 +109,7 @@ def measure_speed_of_light(config: TrainConfig) -> SpeedOfLight:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes a token that a forward keeps for its backward: by everything, and by the linears."""
+    """Bytes a token that a forward saves for its backward: by all layers, and by linear ones."""
 
     total: float
     linears: float
@@ -118,10 +118,10 @@ class SavedBytes:
 def saved_bytes_per_token(
     model: nn.Module, config: TrainConfig, forward: Callable[[Tensor, Tensor], Tensor]
 ) -> SavedBytes:
-    """Counts the distinct storages that autograd saves, parameters and buffers left out.
+    """Counts the distinct storages that autograd saves, except parameters and buffers.
 
-    Two batch sizes are measured and their difference taken, so what does not grow with the tokens
-    (copies of weights, their codes) is not counted.
+    The result is the difference of two batch sizes, so storages that do not grow with the tokens
+    (copies of weights, their codes) are not counted.
     """
     small = max(1, config.batch // 2)
     total_1, linears_1 = saved_bytes(model, config, forward, small)
@@ -136,9 +136,9 @@ def saved_bytes(
     forward: Callable[[Tensor, Tensor], Tensor],
     batch: int,
 ) -> tuple[int, int]:
-    """(bytes saved by one forward of `batch` sequences, those saved inside linear layers)."""
+    """Returns the bytes saved by one forward of `batch` sequences: all, and in linear layers."""
     owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    kept: dict[int, int] = {}  # storage address -> bytes; autograd keeps the storages alive
+    saved: dict[int, int] = {}  # storage address -> bytes; autograd keeps the storages alive
     in_linear: dict[int, int] = {}
     depth = 0
 
@@ -153,7 +153,7 @@ def saved_bytes(
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
-            kept[storage.data_ptr()] = storage.nbytes()
+            saved[storage.data_ptr()] = storage.nbytes()
             if depth:
                 in_linear[storage.data_ptr()] = storage.nbytes()
         return tensor
@@ -169,11 +169,11 @@ def saved_bytes(
     for hook in hooks:
         hook.remove()
     del loss
-    return sum(kept.values()), sum(in_linear.values())
+    return sum(saved.values()), sum(in_linear.values())
 
 
 def loss_under_autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """(inputs, targets) -> loss, the products under bf16 autocast, the loss in fp32."""
+    """Returns (inputs, targets) -> loss, with products under bf16 autocast and the loss in fp32."""
 
     def forward(inputs: Tensor, targets: Tensor) -> Tensor:
         with torch.autocast(device, torch.bfloat16):
@@ -184,8 +184,11 @@ def loss_under_autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tens
 
 
 class PeakMemory:
-    """Peak bytes since `start`. GPU: of all tensors together; CPU: resident memory added to the
-    process, so interpreter and libraries are not counted."""
+    """Peak bytes since `start`.
+
+    GPU: of all tensors together. CPU: of the resident memory that the process has added, so
+    interpreter and libraries are not counted.
+    """
 
     def __init__(self, device: str) -> None:
         self.device = device
@@ -204,7 +207,7 @@ class PeakMemory:
         self.highest = 0
 
     def reset(self) -> None:
-        """Lets the peak that is counted by the system or by torch begin again."""
+        """Resets the peak that the system or torch counts."""
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             return
@@ -213,7 +216,7 @@ class PeakMemory:
 
     @contextmanager
     def left_out(self) -> Iterator[None]:
-        """Leaves what is allocated and freed inside out of the peak."""
+        """Excludes memory that is allocated and freed inside from the peak."""
         self.highest = self.bytes()
         try:
             yield
@@ -228,7 +231,7 @@ class PeakMemory:
 
 
 def status_bytes(key: str) -> int:
-    """A field of /proc/self/status in bytes; 0 where there is none."""
+    """Returns a field of /proc/self/status in bytes; 0 where there is none."""
     try:
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):

@@ -1,10 +1,10 @@
-"""metrics.jsonl and TensorBoard's event files: one record a step and an evaluation.
+"""metrics.jsonl and TensorBoard's event files: a record for each step and evaluation.
 
     {"run": "nvfp4", "kind": "train", "step": 7, "loss": .., "lr": .., "grad_norm": .., timings}
     {"run": "nvfp4", "kind": "eval", "step": 50, "val_loss": .., timings}
 
-Everything but the timings is the same, byte for byte, however often the job was killed and
-resumed: going on from step s drops the run's records past s, and a last line that was torn.
+All bytes except the timings are the same, however often the job was killed and resumed. A run that
+resumes from step s drops its records after s, and an incomplete last line.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .files import write_text
 
 TIMINGS = ("tokens_per_s", "speed_of_light", "step_ms", "seconds")
 RECORD: Fields = {"run": TEXT, "kind": TEXT, "step": STEP}
-RECORDS: dict[str, Fields] = {  # what the report reads of each kind
+RECORDS: dict[str, Fields] = {  # fields of each kind that the report reads
     "train": {"loss": MEASURED, **{name: FINITE for name in TIMINGS if name != "seconds"}},
     "eval": {"val_loss": MEASURED},
 }
@@ -42,8 +42,8 @@ RECORDS: dict[str, Fields] = {  # what the report reads of each kind
 def read_records(path: Path) -> list[dict[str, Any]]:
     """Returns the records of a metrics file; TrainError names the file and the line that is none.
 
-    A last line without its end was torn by a kill or a full disk: it is left out, and a resumed
-    run writes its step again.
+    A kill or a full disk may leave an incomplete last line. It is left out, and a resumed run
+    writes its step again.
     """
     if not path.exists():
         return []
@@ -51,7 +51,7 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     lines = read_text(path).split("\n")
     for number, line in enumerate(lines, 1):
         if number == len(lines) and not is_json(line):
-            break  # torn, or empty: the text behind the last line's end
+            break  # incomplete, or the empty text after the last newline
         record = parse_json(f"{path}, line {number}", line, RECORD)
         require_fields(f"{path}, line {number}", RECORDS.get(record["kind"], {}), record)
         records.append(record)
@@ -69,10 +69,10 @@ class Metrics:
         self.board: Any = None
 
     def begin(self, run: str, folder: str, step: int) -> None:
-        """Goes on with a run after `step`: what it wrote past that is dropped."""
+        """Continues a run after `step`: drops its later records."""
         self.close()
-        kept = [r for r in read_records(self.path) if r["run"] != run or r["step"] <= step]
-        write_text(self.path, "".join(json.dumps(record) + "\n" for record in kept))
+        records = [r for r in read_records(self.path) if r["run"] != run or r["step"] <= step]
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
         self.run = run
         self.file = self.path.open("a")
         from torch.utils.tensorboard import SummaryWriter
@@ -80,7 +80,7 @@ class Metrics:
         self.board = SummaryWriter(str(self.events / folder), purge_step=step + 1)
 
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
-        """One record; what is not finite becomes null, since JSON has no NaN."""
+        """Writes a record. Values that are not finite become null, since JSON has no NaN."""
         shown = {k: v if math.isfinite(v) else None for k, v in values.items()}
         record = {"run": self.run, "kind": kind, "step": step, **shown}
         try:
@@ -92,7 +92,7 @@ class Metrics:
             raise TrainError(f"cannot write {self.path}: {error.strerror or error}") from error
 
     def sync(self) -> None:
-        """What was written survives a power cut: called before a checkpoint counts on it."""
+        """Makes the written records survive a power cut. A checkpoint relies on them."""
         self.file.flush()
         os.fsync(self.file.fileno())
 
@@ -105,5 +105,5 @@ class Metrics:
 
 
 def without_timings(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The reproducible part of the records."""
+    """Returns the reproducible fields of the records."""
     return [{k: v for k, v in record.items() if k not in TIMINGS} for record in records]

@@ -1,4 +1,4 @@
-"""A small Llama: what `minifloat train` trains.
+"""A small Llama, the model that `minifloat train` trains.
 
     tokens -> tok_embeddings -> layers.0 .. layers.L-1 -> norm -> output -> logits
 
@@ -6,9 +6,9 @@
             x = x + w2(silu(w1(n)) * w3(n))                  n = RMSNorm(x)     (SwiGLU)
 
 Module names are those of the Llama checkpoints (layers.3.attention.wq, layers.3.feed_forward.w2,
-output), so a recipe map written for this model reads the same at scale. Parameters are fp32; the
-caller's autocast chooses the dtype of the products. The residual stream stays in the parameters'
-dtype, and a norm hands over the compute dtype, so that layers which share an input share one copy.
+output), so a recipe map for this model fits large models too. Parameters are fp32. The caller's
+autocast chooses the dtype of the products. The residual stream has the parameters' dtype. A norm
+returns the compute dtype, so layers that share an input share one copy of it.
 
 Shape suffixes: B sequences, S positions, D model width, H query heads, G key/value heads,
 E width of a head, F hidden width of the feed-forward, V vocabulary.
@@ -26,7 +26,7 @@ from .config import ModelConfig
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in fp32, returned in the compute dtype. x: (..., D)."""
+    """The norm x / rms(x) * weight, computed in fp32, in the compute dtype. x: (..., D)."""
 
     def __init__(self, dim: int, eps: float = 1e-5) -> None:
         super().__init__()
@@ -40,14 +40,14 @@ class RMSNorm(nn.Module):
 
 
 def rotary_table(seq: int, width: int, theta: float = 10000.0) -> Tensor:
-    """cos and sin of position * theta^(-2i / width): (2, seq, width / 2), fp32."""
+    """Computes cos and sin of position * theta^(-2i / width): (2, seq, width / 2), fp32."""
     frequency = theta ** (-torch.arange(0, width, 2, dtype=torch.float64) / width)
     angle = torch.arange(seq, dtype=torch.float64)[:, None] * frequency
     return torch.stack([angle.cos(), angle.sin()]).float()
 
 
 def rotate(x_BSHE: Tensor, table: Tensor) -> Tensor:
-    """Rotates each pair (x[i], x[i + E/2]) by its position's angle; fp32 inside, dtype kept."""
+    """Rotates each pair (x[i], x[i + E/2]) by its position's angle, in fp32; keeps the dtype."""
     cos, sin = table[:, : x_BSHE.shape[1], None, :]  # (S, 1, E / 2) each
     a, b = x_BSHE.float().chunk(2, dim=-1)
     return torch.cat([a * cos - b * sin, a * sin + b * cos], dim=-1).to(x_BSHE.dtype)
@@ -75,7 +75,7 @@ class Attention(nn.Module):
 
 
 class FeedForward(nn.Module):
-    """w2(silu(w1(x)) * w3(x)), hidden width F. x: (B, S, D)."""
+    """The feed-forward w2(silu(w1(x)) * w3(x)), hidden width F. x: (B, S, D)."""
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
@@ -103,7 +103,7 @@ class Block(nn.Module):
 
 
 class Llama(nn.Module):
-    """Token ids (B, S) to logits (B, S, V). The head (`output`) is not tied to the embedding."""
+    """A Llama, from token ids (B, S) to logits (B, S, V). Head and embedding are not tied."""
 
     def __init__(self, config: ModelConfig, seq: int) -> None:
         super().__init__()
@@ -124,10 +124,10 @@ class Llama(nn.Module):
 
 
 def init_weights(model: Llama, seed: int) -> None:
-    """Normal weights from a CPU generator: the same on every device and under every recipe.
+    """Draws normal weights from a CPU generator: equal on every device and under every recipe.
 
-    Standard deviation 0.02, for what writes into the residual stream divided by sqrt(2 layers),
-    for the head 1 / sqrt(dim).
+    The standard deviation is 0.02. That of matrices that write to the residual stream is divided by
+    sqrt(2 layers), and that of the head is 1 / sqrt(dim).
     """
     generator = torch.Generator().manual_seed(seed)
     into_residual = 0.02 / math.sqrt(2 * model.config.layers)
@@ -146,12 +146,12 @@ def init_weights(model: Llama, seed: int) -> None:
 
 
 def build_model(config: ModelConfig, seq: int, seed: int, device: str) -> Llama:
-    """The model with its initial weights: a function of (config, seed) only."""
+    """Builds the model with its initial weights, a function of (config, seed) only."""
     model = Llama(config, seq)
     init_weights(model, seed)
     return model.to(device)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor) -> Tensor:
-    """Mean loss in nats a token, in fp32. logits: (B, S, V), targets: (B, S)."""
+    """Computes the mean loss in nats a token, in fp32. logits: (B, S, V), targets: (B, S)."""
     return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten())

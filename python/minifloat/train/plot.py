@@ -1,4 +1,4 @@
-"""loss.png: the curves of every run, and under them the distance of each from bf16."""
+"""loss.png: the curves of every run, and below them the gap of each to bf16."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WINDOW = 15  # steps that a smoothed training curve averages over
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
-    """Centred mean over `window` values, shorter at the ends."""
+    """Computes the centred mean over `window` values, fewer at the ends."""
     array = np.asarray(values, dtype=float)
     kernel = np.ones(min(window, len(array)))
     return np.convolve(array, kernel, "same") / np.convolve(np.ones_like(array), kernel, "same")
@@ -40,10 +40,10 @@ def draw_losses(
     )
     color_of = colors_of(runs, baseline, plt.get_cmap("tab10" if len(runs) <= 11 else "tab20"))
     for run in runs:
-        own, color = curves[run.name], color_of[run.name]
-        draw_run(top, own, label_of(run, curves, baseline), color)
+        run_curves, color = curves[run.name], color_of[run.name]
+        draw_run(top, run_curves, label_of(run, curves, baseline), color)
         if baseline and run != baseline:
-            draw_gap(bottom, curves[baseline.name], own, color, run.seed == baseline.seed)
+            draw_gap(bottom, curves[baseline.name], run_curves, color, run.seed == baseline.seed)
     limit_to_late(top, curves)
     top.set_title(title)
     top.set_ylabel("loss, nats a token")
@@ -74,27 +74,29 @@ def label_of(run: RunSpec, curves: dict[str, Curves], baseline: RunSpec | None) 
     return text if run == baseline or not loss or not base else f"{text} ({loss / base - 1:+.2%})"
 
 
-def draw_run(axes: Any, own: Curves, label: str, color: Any) -> None:
-    """Training curve, smoothed and thin; validation as dots on a line."""
-    train = [(step, loss) for step, loss in sorted(own.train.items()) if loss is not None]
+def draw_run(axes: Any, run_curves: Curves, label: str, color: Any) -> None:
+    """Draws the training curve, smoothed and thin, and the validation as dots on a line."""
+    train = [(step, loss) for step, loss in sorted(run_curves.train.items()) if loss is not None]
     if train:
         steps, losses = zip(*train)
         axes.plot(steps, smooth(losses), color=color, linewidth=0.8, alpha=0.6)
-    points = [(step, loss) for step, loss in sorted(own.validation.items()) if loss is not None]
+    points = [
+        (step, loss) for step, loss in sorted(run_curves.validation.items()) if loss is not None
+    ]
     steps, losses = zip(*points) if points else ((), ())
     axes.plot(steps, losses, "o-", color=color, markersize=4, linewidth=1.6, label=label)
 
 
-def draw_gap(axes: Any, base: Curves, own: Curves, color: Any, same_batches: bool) -> None:
-    """Gap of the validation losses; of the training losses too where the batches are the same."""
-    shared = [s for s in sorted(own.train) if own.train[s] and base.train.get(s)]
+def draw_gap(axes: Any, base: Curves, run_curves: Curves, color: Any, same_batches: bool) -> None:
+    """Draws the gap of the validation losses, and of the training losses of equal batches."""
+    shared = [s for s in sorted(run_curves.train) if run_curves.train[s] and base.train.get(s)]
     if same_batches and shared:
-        ours = smooth([own.train[s] for s in shared])  # type: ignore[misc]
+        ours = smooth([run_curves.train[s] for s in shared])  # type: ignore[misc]
         theirs = smooth([base.train[s] for s in shared])  # type: ignore[misc]
         axes.plot(shared, 100 * (ours / theirs - 1), color=color, linewidth=0.8, alpha=0.6)
     points = [
         (step, 100 * (loss / base.validation[step] - 1))  # type: ignore[operator]
-        for step, loss in sorted(own.validation.items())
+        for step, loss in sorted(run_curves.validation.items())
         if loss and base.validation.get(step)
     ]
     if points:
@@ -104,20 +106,22 @@ def draw_gap(axes: Any, base: Curves, own: Curves, color: Any, same_batches: boo
 
 
 def limit_to_late(axes: Any, curves: dict[str, Curves]) -> None:
-    """Leaves the first tenth's steep fall out of the scale, where there is enough after it."""
+    """Excludes the steep first tenth from the scale, where enough losses follow."""
     losses: list[float] = []
-    for own in curves.values():
+    for run_curves in curves.values():
         late = [
-            v for s, v in sorted(own.train.items()) if v is not None and s > len(own.train) / 10
+            v
+            for s, v in sorted(run_curves.train.items())
+            if v is not None and s > len(run_curves.train) / 10
         ]
         losses += [*smooth(late)] if late else []
-        losses += [v for v in own.validation.values() if v is not None]
+        losses += [v for v in run_curves.validation.values() if v is not None]
     if len(losses) > 20:
         margin = 0.04 * (max(losses) - min(losses))
         axes.set_ylim(min(losses) - margin, max(losses) + margin)
 
 
 def limit_gap(axes: Any) -> None:
-    """A scale that a diverging run cannot flatten."""
+    """Limits the scale, so that a diverging run does not flatten the others."""
     low, high = axes.get_ylim()
     axes.set_ylim(max(low, -10), min(max(high, 0.5), 15))

@@ -1,4 +1,4 @@
-"""Which runs a job makes: names, recipe maps and seeds, read from the command line.
+"""The runs of a job: names, recipe maps and seeds, from the command line.
 
     --recipes bf16,nvfp4,"fprop=e4m3/tensor*e4m3/tensor,fast dgrad=... wgrad=..."
     --recipe  nvfp4_all="*: nvfp4; output: bf16"
@@ -6,14 +6,14 @@
 
 TEXT is a preset (`nvfp4`), a recipe written out (`fprop=... dgrad=... wgrad=...`) or a map of
 module names (`*: nvfp4; output: bf16`). `@SEED` starts the same recipe from other initial weights
-and draws other batches: its distance from the first shows the noise of the comparison.
+and draws other batches: the difference of the two runs is the noise of the comparison.
 
-What a text becomes, the policy:
-    bf16            the model as it is, nothing converted
-    FP4 preset      every linear but the head (`output`) and the last block, as published runs do
-    other preset    every linear but the head
-    written out     every linear but the head
-    map             what it says
+The policy that converts a text to a recipe map:
+    bf16            no layer
+    FP4 preset      every linear except the head (`output`) and the last block, as in published runs
+    other preset    every linear except the head
+    written out     every linear except the head
+    map             the layers that the map names
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class RunSpec:
 
 
 def default_map(text: str, layers: int) -> str:
-    """The recipe map of a text, by the policy above."""
+    """Returns the recipe map of a text, by the policy above."""
     if text == "bf16" or ":" in text:
         return text
     is_preset = "=" not in text
@@ -84,8 +84,8 @@ def default_map(text: str, layers: int) -> str:
 
 
 def parse_entry(entry: str, layers: int, seed: int) -> RunSpec:
-    """One `[NAME=]TEXT[@SEED]`; without @SEED the job's seed."""
-    text, name, own_seed = re.sub(r"\s+", " ", entry).strip(), "", seed
+    """Parses `[NAME=]TEXT[@SEED]`; without @SEED the run has the job's seed."""
+    text, name, run_seed = re.sub(r"\s+", " ", entry).strip(), "", seed
     if not text.isprintable():
         raise TrainError(f"--recipes: expected printable text, got {shown(text)}")
     if (match := NAME.fullmatch(text)) and match[1] not in PRODUCTS:
@@ -94,20 +94,20 @@ def parse_entry(entry: str, layers: int, seed: int) -> RunSpec:
         text, _, after = text.rpartition("@")
         number = SEED.parse(after.strip())
         require(f"--recipes: {shown(entry)}: after @", SEED, after if number is None else number)
-        own_seed = int(number or 0)
+        run_seed = int(number or 0)
         text = text.strip()
     if not text:
         raise TrainError(f"--recipes: expected [NAME=]TEXT[@SEED], got {entry!r}")
     name = name or text
-    if own_seed != seed:
-        name += f" (seed {own_seed})"
-    return RunSpec(name, default_map(text, layers), own_seed)
+    if run_seed != seed:
+        name += f" (seed {run_seed})"
+    return RunSpec(name, default_map(text, layers), run_seed)
 
 
 def parse_recipes(
     lists: Iterable[str], entries: Iterable[str], layers: int, seed: int
 ) -> tuple[RunSpec, ...]:
-    """The runs of `--recipes` (comma-separated, each) and `--recipe` (one entry each), in order."""
+    """Parses the runs of `--recipes` (comma-separated) and of `--recipe` (an entry each)."""
     texts = [text for joined in lists for text in SEPARATOR.split(joined)]
     runs = tuple(parse_entry(text, layers, seed) for text in [*texts, *entries])
     if not runs:

@@ -1,6 +1,6 @@
-"""The final table: built from metrics.jsonl and each run's result, so a resumed job has it all.
+"""The final table, from metrics.jsonl and each run's result, complete for a resumed job too.
 
-The gap is against the first run without a recipe (bf16, the job's own seed), at the same step.
+The gap is to the first run without a recipe (bf16, with the job's seed), at the same step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ WARM_UP = 3  # first steps, left out of the speeds: they fill caches and choose 
 
 @dataclass(frozen=True)
 class Curves:
-    """One run's records: losses by step (nats a token), and by timed step its speeds.
+    """One run's records: losses by step (nats a token), and speeds of the timed steps.
 
-    light: the speed of light measured nearest before the step, over the step's own time.
+    light: the latest measured time of the products alone, over the time of the step.
     """
 
     train: dict[int, float | None]
@@ -31,12 +31,12 @@ class Curves:
 
     @property
     def light_ms(self) -> float | None:
-        """The median time that the products of a step took alone."""
-        return median([part * step_ms for part, step_ms in zip(self.light, self.step_ms)])
+        """The median time of the products of a step alone."""
+        return median([share * step_ms for share, step_ms in zip(self.light, self.step_ms)])
 
 
 def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
-    """The records of one run, sorted out."""
+    """Sorts the records of one run."""
     train = {r["step"]: r for r in records if r["run"] == run and r["kind"] == "train"}
     evals = {r["step"]: r["val_loss"] for r in records if r["run"] == run and r["kind"] == "eval"}
     timed = [r for step, r in train.items() if step > WARM_UP] or list(train.values())
@@ -50,9 +50,9 @@ def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
 
 
 def baseline_of(runs: Sequence[RunSpec], seed: int) -> RunSpec | None:
-    """The run that gaps are taken against: bf16 with the job's seed, else any bf16."""
-    plain = [run for run in runs if not run.converts]
-    return next((run for run in plain if run.seed == seed), plain[0] if plain else None)
+    """Chooses the run that others are compared to: bf16 with the job's seed, else any bf16."""
+    bf16 = [run for run in runs if not run.converts]
+    return next((run for run in bf16 if run.seed == seed), bf16[0] if bf16 else None)
 
 
 def table_rows(
@@ -61,32 +61,32 @@ def table_rows(
     facts: dict[str, dict[str, Any]],
     baseline: RunSpec | None,
 ) -> list[dict[str, Any]]:
-    """One row a run; None where nothing was measured.
+    """Returns a row a run, with None for values that were not measured.
 
-    facts: what result.json holds.
+    facts: the content of result.json by run.
     """
     reference = curves[baseline.name] if baseline else None
     rows = []
     for run in runs:
-        own = curves[run.name]
-        step, loss = max(own.validation.items(), default=(None, None))
+        run_curves = curves[run.name]
+        step, loss = max(run_curves.validation.items(), default=(None, None))
         base = reference.validation.get(step) if reference and step is not None else None
-        fact, light = facts.get(run.name, {}), median(own.light)
+        fact, light = facts.get(run.name, {}), median(run_curves.light)
         rows.append(
             {
                 "run": run.name,
                 "recipe": run.recipe,
                 "seed": run.seed,
                 "status": fact.get("status", "not started"),
-                "step": max(own.train, default=0),
+                "step": max(run_curves.train, default=0),
                 "validation_step": step,
                 "validation_loss": loss,
                 "gap_percent": 100 * (loss / base - 1) if loss and base else None,
-                "step_ms": median(own.step_ms),
-                "step_cost": ratio(median(own.step_ms), reference),
-                "tokens_per_s": median(own.tokens_per_s),
+                "step_ms": median(run_curves.step_ms),
+                "step_cost": ratio(median(run_curves.step_ms), reference),
+                "tokens_per_s": median(run_curves.tokens_per_s),
                 "speed_of_light_percent": None if light is None else 100 * light,
-                "light_ms": own.light_ms,
+                "light_ms": run_curves.light_ms,
                 "saved_bytes_per_token": fact.get("saved_total"),
                 "saved_bytes_per_token_linears": fact.get("saved_linears"),
                 "peak_memory_bytes": fact.get("peak"),
@@ -132,7 +132,7 @@ def cell(row: dict[str, Any], key: str, form: str, last_step: int) -> str:
 
 
 def markdown_table(rows: Sequence[dict[str, Any]], last_step: int) -> str:
-    """The table, padded so that it reads as well in a terminal."""
+    """Formats the table, padded for reading in a terminal too."""
     lines = [[title for title, _, _ in COLUMNS]]
     lines += [[cell(row, key, form, last_step) for _, key, form in COLUMNS] for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
@@ -168,7 +168,7 @@ NOTES = """\
 
 
 def describe_light(rows: Sequence[dict[str, Any]], flops: float) -> str:
-    """The median speed of light of the runs; nothing before a first step."""
+    """Describes the median speed of light of the runs; an empty text before a first step."""
     light_ms = median([row["light_ms"] for row in rows if row["light_ms"]])
     if light_ms is None:
         return ""
@@ -176,18 +176,18 @@ def describe_light(rows: Sequence[dict[str, Any]], flops: float) -> str:
 
 
 def markdown_report(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
-    """report.md. `facts` is the job's part of report.json."""
-    parts = [f"# {facts['title']}", "", *(f"- {line}" for line in facts["setting"]), ""]
+    """Formats report.md. `facts` is the job's part of report.json."""
+    lines = [f"# {facts['title']}", "", *(f"- {line}" for line in facts["setting"]), ""]
     light = describe_light(rows, facts["step_flops"])
     notes = NOTES.format(**facts, light=light, measure_every=MEASURE_EVERY)
-    parts += [markdown_table(rows, facts["steps"]), "", notes]
-    parts += ["![losses and gaps](loss.png)", "", "## Recipes", ""]
+    lines += [markdown_table(rows, facts["steps"]), "", notes]
+    lines += ["![losses and gaps](loss.png)", "", "## Recipes", ""]
     for row in rows:
         count = f"{row['converted']} linear layers converted" if row["converted"] else "as it is"
-        parts.append(f"- **{row['run']}** (seed {row['seed']}): `{row['recipe']}`; {count}")
+        lines.append(f"- **{row['run']}** (seed {row['seed']}): `{row['recipe']}`; {count}")
     if facts["skipped_files"]:
-        parts += ["", "## Files left out", ""]
-        parts += [f"- {name}: {why}" for name, why in facts["skipped_files"][:20]]
+        lines += ["", "## Files left out", ""]
+        lines += [f"- {name}: {why}" for name, why in facts["skipped_files"][:20]]
         if len(facts["skipped_files"]) > 20:
-            parts.append(f"- and {len(facts['skipped_files']) - 20} more")
-    return "\n".join(parts) + "\n"
+            lines.append(f"- and {len(facts['skipped_files']) - 20} more")
+    return "\n".join(lines) + "\n"

@@ -1,9 +1,9 @@
-"""What an earlier job left in its folder, read in one place, every file checked before it is used.
+"""Files of an earlier job in its folder. Each file is checked before its first use.
 
     job = read_job(out)          job.json, metrics.jsonl, runs/*/result.json
-    starts = find_starts(...)    runs/*/checkpoints: the one that each run goes on from
+    starts = find_starts(...)    runs/*/checkpoints: the one that each run resumes from
 
-A damaged file is one TrainError that names the file, what was expected and what came.
+A damaged file raises one TrainError with the file, the expected and the actual content.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def say(text: str) -> None:
 
 @dataclass(frozen=True)
 class SavedJob:
-    """An earlier job: what was asked, and what its runs have recorded."""
+    """An earlier job: its settings, and the records of its runs."""
 
     config: TrainConfig
     runs: tuple[RunSpec, ...]

@@ -1,7 +1,7 @@
-"""Text to token ids: byte-level byte-pair encoding trained on the training text, both cached.
+"""Token ids of text: byte-level byte-pair encoding trained on the training text, both cached.
 
 A cache entry is the folder CACHE/tokens-<key>, key = hash of (the documents, the vocabulary, the
-version of this file's algorithm). It appears in one rename, so a killed job leaves no half of it.
+version of this file's algorithm). It is renamed into place, so a kill leaves no partial entry.
 
     tokenizer.json               the vocabulary and merges
     train.npy, validation.npy    ids, uint16 or uint32
@@ -28,7 +28,7 @@ from .saved import say
 ALGORITHM = "byte-level BPE 1"  # part of the key: change it when the ids of a text change
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 4_000_000  # of training text, for the merges
-SMALLEST_VOCABULARY = 257  # every byte and the end of a document
+SMALLEST_VOCABULARY = 257  # all bytes and the end of a document
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Tokens:
 
 
 def cache_folder(asked: str | None) -> Path:
-    """--cache, else $XDG_CACHE_HOME/minifloat, else ~/.cache/minifloat."""
+    """Returns --cache, else $XDG_CACHE_HOME/minifloat, else ~/.cache/minifloat."""
     if asked:
         return Path(os.path.expanduser(asked))
     base = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
@@ -51,7 +51,7 @@ def cache_folder(asked: str | None) -> Path:
 
 
 def train_tokenizer(documents: Sequence[str], vocabulary: int):
-    """A `tokenizers.Tokenizer` of at most `vocabulary` entries, from the first few megabytes."""
+    """Trains a `tokenizers.Tokenizer` of at most `vocabulary` entries, on the first megabytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -74,14 +74,14 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int):
 
 
 def encode(tokenizer, documents: Sequence[str]) -> np.ndarray:
-    """Ids of all documents, each followed by the end-of-text token: (tokens,)."""
+    """Returns the ids of all documents, each with an end-of-text token after it: (tokens,)."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
-    pieces = []
+    arrays = []
     for start in range(0, len(documents), 64):
         for item in tokenizer.encode_batch(documents[start : start + 64]):
-            pieces.append(np.array([*item.ids, end], dtype=dtype))
-    return np.concatenate(pieces) if pieces else np.zeros(0, dtype)
+            arrays.append(np.array([*item.ids, end], dtype=dtype))
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
 def build_entry(corpus: Corpus, vocabulary: int, folder: Path) -> None:
@@ -94,7 +94,7 @@ def build_entry(corpus: Corpus, vocabulary: int, folder: Path) -> None:
 
 
 def is_intact(entry: Path) -> bool:
-    """Tells whether an entry is there and whole; one that is not whole is removed."""
+    """Tells whether an entry is present and complete; removes a damaged entry."""
     if not entry.exists():
         return False
     try:
@@ -107,7 +107,7 @@ def is_intact(entry: Path) -> bool:
 
 
 def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
-    """The ids of a corpus, from the cache or made and cached."""
+    """Returns the ids of a corpus, from the cache, or computes and caches them."""
     if vocabulary < SMALLEST_VOCABULARY:
         raise TrainError(f"--vocab: expected at least {SMALLEST_VOCABULARY}, got {vocabulary}")
     text = f"{ALGORITHM}\n{SAMPLE_BYTES}\n{vocabulary}\n{corpus.fingerprint}"
@@ -133,7 +133,7 @@ def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
 
 
 def publish(fresh: Path, entry: Path) -> None:
-    """Renames a finished entry into place; another job may have been faster, which is as good."""
+    """Renames a finished entry into place, unless another job has done so."""
     try:
         fresh.rename(entry)
     except OSError:
@@ -142,7 +142,7 @@ def publish(fresh: Path, entry: Path) -> None:
 
 
 def require_enough(tokens: Tokens, corpus: Corpus, seq: int, batch: int) -> None:
-    """Refuses text too short for one batch of each side, saying how much would do."""
+    """Refuses text too short for one batch of each side; the message has the size needed."""
     need = batch * seq + 1
     for side, ids in (("training", tokens.train), ("validation", tokens.validation)):
         if len(ids) < need:

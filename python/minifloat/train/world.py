@@ -1,10 +1,10 @@
-"""One model on several processes: torchrun starts them, FSDP2 shards the model, rank 0 speaks.
+"""One model on several processes: torchrun starts them, FSDP2 shards the model, rank 0 prints.
 
     torchrun --nproc-per-node 4 -m minifloat train …
 
-Every rank runs the whole job on its share of each batch's sequences. What a rank other than 0 would
-write goes to a folder of its own that is thrown away, so that no line of the job asks who it is.
-What the ranks must agree on, losses and stops, is reduced over them.
+Every rank runs the whole job on its share of each batch's sequences. Ranks other than 0 write to a
+temporary folder, so the code of the job does not depend on the rank. Losses and stops are reduced
+over the ranks.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def processes() -> int:
 
 @dataclass(frozen=True)
 class World:
-    """Where this process stands among those of the job."""
+    """The rank and device of this process, and the number of the job's processes."""
 
     rank: int = 0
     size: int = 1
     device: str = "cpu"
 
     def shard(self, model: Any) -> nn.Module:
-        """The model under FSDP2, block by block; alone: as it is."""
+        """Shards the model with FSDP2, block by block; one process leaves it unchanged."""
         if self.size > 1:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
@@ -57,17 +57,19 @@ class World:
         return model
 
     def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """This rank's sequences."""
+        """Returns this rank's sequences of a batch."""
         inputs, targets = (tokens.chunk(self.size)[self.rank] for tokens in batch)
         return inputs, targets
 
     def mean(self, value: Tensor) -> float:
+        """Returns the mean over the ranks."""
         if self.size > 1:
             value = value.detach() / self.size
             dist.all_reduce(value)
         return value.item()
 
     def any(self, flag: bool) -> bool:
+        """Tells whether the flag is set on any rank."""
         return flag if self.size == 1 else self.mean(torch.tensor(float(flag)).to(self.device)) > 0
 
     def agree(self, decide: Callable[[], T]) -> T:
@@ -86,18 +88,19 @@ class World:
         return answer[0]
 
     def wait(self) -> None:
+        """Waits for all ranks."""
         if self.size > 1:
             dist.barrier()
 
 
 def whole(tensor: Any) -> Tensor:
-    """A sharded tensor on every rank; any other as it is."""
+    """Gathers a sharded tensor on every rank; returns any other unchanged."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @contextmanager
 def joined(device: str, batch: int) -> Iterator[World]:
-    """The world that torchrun describes, its process group up; alone without torchrun."""
+    """Joins the process group that torchrun describes; without torchrun, one process."""
     size = processes()
     if size == 1:
         yield World(device=device)
@@ -127,12 +130,12 @@ def joined(device: str, batch: int) -> Iterator[World]:
 
 
 def is_of_a_collective(error: RuntimeError) -> bool:
-    """Did the backend raise it? Gloo does so without a type of its own."""
+    """Tells whether a collective's backend raised the error. Gloo raises a bare RuntimeError."""
     return isinstance(error, dist.DistError) or "gloo" in str(error)
 
 
 def collective_of(error: RuntimeError) -> str:
-    """The function of torch.distributed that was on its way, and our line that asked for it."""
+    """Finds the function of torch.distributed that failed, and the line here that called it."""
     torchs, ours = Path(dist.__file__).parent, Path(__file__).parents[1]
     frames = traceback.extract_tb(error.__traceback__)
 
@@ -145,8 +148,8 @@ def collective_of(error: RuntimeError) -> str:
 
 
 @contextmanager
-def voice(world: World, out: Path) -> Iterator[Path]:
-    """The folder that this rank writes to: `out`, or one to throw away, and nothing printed."""
+def output_folder(world: World, out: Path) -> Iterator[Path]:
+    """Yields `out` on rank 0, and a temporary folder on other ranks, which print nothing."""
     if world.rank == 0:
         yield out
         return
