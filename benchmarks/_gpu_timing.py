@@ -1,9 +1,8 @@
-"""Times on a device, and the copies that they are compared with; shared by benchmarks/gpu_*.py.
+"""Timing on a device, and device copies to compare with; shared by benchmarks/gpu_*.py.
 
 Kernels are timed without the host: the calls of one measurement go over inputs that together exceed
 the L2 cache four times, are captured in one CUDA graph, and the time of a call is the median replay
-over the number of calls. `--device cpu` measures with the host's clock instead; it is there to try
-the scripts.
+over the number of calls. `--device cpu` measures with the host's clock instead, to try the scripts.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ L2_TIMES = 4
 
 
 def arguments(doc: str | None, out: str) -> argparse.ArgumentParser:
-    """The options that the tables share."""
+    """Parses the options that the tables share."""
     parser = argparse.ArgumentParser(description=(doc or "").splitlines()[0])
     parser.add_argument("--out", type=Path, default=ROOT / "build" / out, help="the JSON file")
     parser.add_argument("--quick", action="store_true", help="the first shape only, fewer repeats")
@@ -51,7 +50,7 @@ def require_device(name: str) -> torch.device:
 
 
 def compile_each_shape() -> None:
-    """torch.compile makes a kernel of its own for every shape and model, as its users have it."""
+    """Makes torch.compile build a kernel for every shape and model."""
     torch._dynamo.reset()
     torch._dynamo.config.cache_size_limit = 1000
     torch._dynamo.config.automatic_dynamic_shapes = False
@@ -62,7 +61,7 @@ def device_name(device: torch.device) -> str:
 
 
 def copies_of(nbytes: int, device: torch.device) -> int:
-    """How many inputs of this size exceed the L2 cache L2_TIMES."""
+    """Returns the number of inputs of this size that exceed the L2 cache L2_TIMES."""
     if device.type != "cuda":
         return MIN_COPIES
     cache = torch.cuda.get_device_properties(device).L2_cache_size
@@ -79,7 +78,7 @@ def host_ms(f: Callable[[], object], repeats: int) -> float:
 
 
 def event_ms(f: Callable[[], object], repeats: int) -> list[float]:
-    """Time on the device from the first kernel's start to the last one's end, of each run of f."""
+    """Times each run of f on the device, from the first kernel's start to the last one's end."""
     marks = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(repeats)]
     for start, end in marks:
         start.record()
@@ -90,7 +89,7 @@ def event_ms(f: Callable[[], object], repeats: int) -> list[float]:
 
 
 def kernel_ms(calls: Sequence[Callable[[], object]], device: torch.device, repeats: int) -> float:
-    """The time of one call, without the host."""
+    """Times one call, without the host."""
     if device.type != "cuda":
         return host_ms(lambda: [call() for call in calls], repeats) / len(calls)
     stream = torch.cuda.Stream()
@@ -100,15 +99,15 @@ def kernel_ms(calls: Sequence[Callable[[], object]], device: torch.device, repea
     torch.cuda.current_stream().wait_stream(stream)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        kept = [call() for call in calls]  # so that no two calls write the same memory
+        results = [call() for call in calls]  # so that no two calls write the same memory
     event_ms(graph.replay, 3)
     ms = statistics.median(event_ms(graph.replay, repeats)) / len(calls)
-    del graph, kept
+    del graph, results
     return ms
 
 
 def copy_ms(nbytes: int, device: torch.device, repeats: int) -> float:
-    """A device copy of nbytes, which reads and writes them."""
+    """Times a device copy of nbytes, which reads and writes them."""
     count = copies_of(nbytes, device)
     sources = [
         torch.empty(nbytes, dtype=torch.uint8, device=device).random_() for _ in range(count)

@@ -1,12 +1,11 @@
-"""The least time of a linear layer's forward and backward: what no implementation of it goes below
-on this device with these engines.
+"""The least time of a linear layer's forward and backward on this device with these engines.
 
-    floor = the three bare products + the fewest bytes of the casts at the speed of a copy
+floor = the three bare products + the fewest bytes of the casts at the speed of a copy
 
-    x, W, g     read once for their casts, and once more where a scale must be known first
-    codes       written by the casts; the products' own reads are in the products' times
-    values      where no engine takes the codes: written instead, bf16 for an exact product, FP8 for
-                FP4 of power-of-two scales; what was saved for backward, as codes, is read again
+x, W, g     read once for their casts, and once more where an amax is needed first
+codes       written by the casts; the reads of the products are in the products' times
+values      written instead where no engine takes the codes: bf16 for an exact product, FP8 for
+            FP4 of power-of-two scales; codes that are saved for backward are read again
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ DTYPES = {"e4m3": torch.float8_e4m3fn, "e5m2": torch.float8_e5m2}
 
 
 def family(spec: str) -> str:
-    """tensor, row, 1x128, 128x128 of an FP8 spec; else ''."""
+    """Returns tensor, row, 1x128 or 128x128 of an FP8 spec; else ''."""
     parsed = Spec.parse(spec)
     if parsed.rule == "block":
         return "x".join(map(str, parsed.block))
@@ -33,7 +32,7 @@ def family(spec: str) -> str:
 
 
 def value_bytes(product: mf.Product) -> int:
-    """Bytes an element of what the product reads instead of codes; 0: it reads the codes."""
+    """Returns the bytes an element of values that the product reads; 0: it reads the codes."""
     specs = (product.a, product.b)
     if all(spec == "bf16" for spec in specs) or all(family(spec) for spec in specs):
         return 0
@@ -44,14 +43,14 @@ def value_bytes(product: mf.Product) -> int:
 
 
 def code_bytes(spec: str, rows: int, cols: int) -> int:
-    """Codes and scales of an operand read (rows, cols)."""
+    """Returns the bytes of codes and scales of an operand read (rows, cols)."""
     code_cols, _, scale_rows, scale_cols = Spec.parse(spec).sizes(rows, cols)
     each = Spec.parse(spec).scale_dtype.itemsize
     return rows * code_cols + each * scale_rows * max(scale_cols, 1)
 
 
 def amax_first(spec: str, columnwise: bool) -> bool:
-    """Whether the values must be read before they are cast: a tensor's amax, or a column's."""
+    """Tells whether the values are read before the cast, for a tensor's amax or a column's."""
     parsed = Spec.parse(spec)
     if parsed.is_bf16 or parsed.is_delayed:
         return False
@@ -66,13 +65,16 @@ def cast_bytes(
     col_spec: str,
     saved: bool,
 ) -> int:
-    """Both directions of a bf16 matrix. saved: the columnwise one is read again in backward."""
+    """Counts the bytes of both directions' casts of a bf16 matrix.
+
+    saved: whether the columnwise direction is read again in backward.
+    """
     rows, cols = shape
     if row_spec == col_spec == "bf16":
         return 0
     total = 2 * rows * cols
     total += total * (amax_first(row_spec, False) or amax_first(col_spec, True))
-    for spec, product, (r, c), kept in (
+    for spec, product, (r, c), is_saved in (
         (row_spec, row, (rows, cols), False),
         (col_spec, col, (cols, rows), saved),
     ):
@@ -80,7 +82,7 @@ def cast_bytes(
             continue
         values = value_bytes(product) * r * c
         codes = code_bytes(spec, r, c)
-        total += values + (2 * codes if kept else 0) if values else codes
+        total += values + (2 * codes if is_saved else 0) if values else codes
     return total
 
 
@@ -96,7 +98,7 @@ def fewest_bytes(r: mf.Recipe, shape: tuple[int, int, int]) -> int:
 
 
 def fp8_codes(spec: str, rows: int, k: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Codes of normal data and their scales, as ATen's products take them."""
+    """Makes codes of normal data and their scales, for ATen's products."""
     rng = torch.tensor([1, 2], device=device) if "+sr" in spec else None
     spec = spec.replace("+delayed", "")
     codes, scale, *_ = ops.quantize(
@@ -106,14 +108,17 @@ def fp8_codes(spec: str, rows: int, k: int, device: torch.device) -> tuple[Tenso
 
 
 def block_scale(spec: str, scale: Tensor) -> Tensor:
-    """1x128: (rows, L), rows adjacent. 128x128: (L, rows), L adjacent; L a multiple of 4 here."""
+    """Lays out scales: 1x128 as (rows, L), rows adjacent; 128x128 as (L, rows), L adjacent.
+
+    L is a multiple of 4 here.
+    """
     return scale.t().contiguous().t() if family(spec) == "1x128" else scale.t()
 
 
 def bare_product(
     product: mf.Product, m: int, n: int, k: int, device: torch.device
 ) -> Callable[[], object]:
-    """(m, k) · (n, k)ᵀ by the engine itself, operands ready."""
+    """Returns a call of the engine's product (m, k) · (n, k)ᵀ on prepared operands."""
     a_spec, b_spec = product.a, product.b
     if all(Spec.parse(s).is_fp4_by_powers_of_two for s in (a_spec, b_spec)):
         a_spec = b_spec = "e4m3/row"
@@ -152,7 +157,7 @@ def product_ms(
 def floor_ms(
     recipe: mf.Recipe, shape: tuple[int, int, int], device: torch.device, bytes_per_ms: float
 ) -> float | None:
-    """None where an engine refused; it says why."""
+    """Returns the floor in ms; None, with the reason printed, where an engine refuses."""
     m, k, n = shape
     sizes = ((recipe.fprop, (m, n, k)), (recipe.dgrad, (m, k, n)), (recipe.wgrad, (n, k, m)))
     try:

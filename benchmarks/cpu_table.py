@@ -26,7 +26,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PROGRAM = ROOT / "build" / "bench" / "benchmarks" / "quantize_bench"
 SHAPE = (8192, 8192)
 
-# Least fraction of memcpy, rowwise with the tensor's amax given where the rule has one.
+# Least fraction of memcpy, rowwise, with the tensor's amax passed where the rule has one.
 BARS = {
     "e4m3/tensor": 0.40,
     "e4m3/row": 0.40,
@@ -43,7 +43,7 @@ PEER_BAR = 20.0  # times faster than torchao's eager CPU reference
 
 
 def run_program() -> list[dict[str, float | str]]:
-    """One row a benchmark: what, spec, direction, ms, GB/s."""
+    """Runs the C++ benchmarks; returns a row each: name, spec, direction, ms, GB/s."""
     done = subprocess.run(
         [PROGRAM, "--benchmark_format=json", "--benchmark_repetitions=9",
          "--benchmark_enable_random_interleaving=true", "--benchmark_report_aggregates_only=true"],
@@ -63,14 +63,14 @@ def run_program() -> list[dict[str, float | str]]:
                 "GB/s": entry["bytes_per_second"] / 1e9,
             }
         )
-    # The repetitions run in random order, so that a busy moment of the machine meets all alike.
+    # The repetitions run in random order, so that other work on the machine slows all equally.
     directions = ["", "row", "col", "both"]
     rows.sort(key=lambda r: (r["what"], r["spec"], directions.index(str(r["direction"]))))
     return rows
 
 
 def print_casts(rows: list[dict[str, float | str]]) -> bool:
-    """The table of the C++ figures; False where a bar is missed."""
+    """Prints the C++ figures; returns False where a bar is missed."""
     copies = [float(row["GB/s"]) for row in rows if str(row["what"]).startswith("memcpy")]
     ceiling = max(copies)
     print(f"memcpy: {', '.join(f'{c:.1f}' for c in copies)} GB/s; ceiling {ceiling:.1f}")
@@ -104,7 +104,7 @@ def median_ms(f: Callable[[], object], repeats: int) -> float:
 
 
 def print_peers() -> list[dict[str, float | str]]:
-    """minifloat's Python casts beside torchao's eager CPU references, amax included in both."""
+    """Prints minifloat's Python casts beside torchao's eager CPU references, with the amax."""
     try:
         from torchao.prototype.mx_formats.mx_tensor import to_mx
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize

@@ -52,7 +52,7 @@ def rows_of(shape: tuple[int, int, int], device: torch.device) -> list[Row]:
     rows = []
     for recipe in mf.presets():
         if mf.Recipe(recipe).is_delayed:
-            continue  # its first step has no history
+            continue  # the first step has no history
         leaf_x, leaf_w = x.clone().requires_grad_(), w.clone().requires_grad_()
         y = mf.linear(leaf_x, leaf_w, recipe=recipe, rng=torch.tensor([SEED, 0, 1], device=device))
         results = (y, *torch.autograd.grad(y, (leaf_x, leaf_w), g))

@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_casts.py [--quick] [--out build/gpu_casts.json]
 
-TB/s counts the minimum bytes: the input once (twice where a scale must be known before the cast and
-is not given), each output once. The ceiling is a copy of the input's size, which reads and writes
-it, measured before and after the rows of a shape; the faster one counts. Bars hold at the first
+TB/s counts the minimum bytes: the input once (twice where the cast needs an amax that is not
+passed), each output once. The ceiling is a copy of the input's size, which reads and writes it,
+measured before and after the rows of a shape; the faster one counts. Bars hold at the first
 shape. torchao's casts under torch.compile are shown where it can be imported.
 """
 
@@ -29,7 +29,7 @@ Inputs = tuple[Tensor, ...]
 
 @dataclass(frozen=True)
 class Case:
-    """A row: `run` over the inputs that `prepare` makes of x (rows, cols) bf16."""
+    """A row of the table: `run` on the inputs that `prepare` makes of x (rows, cols) bf16."""
 
     name: str
     run: Callable[..., Any]
@@ -64,7 +64,7 @@ def cast(
     dtype: torch.dtype = torch.bfloat16,
     decoded: bool = False,
 ) -> Case:
-    """quantize with the tensor's amax given where the spec has one."""
+    """Returns a case of quantize, with the tensor's amax passed where the spec has one."""
     sides = {"row": row, "col": col}
     given = [side for side, spec in sides.items() if spec and needs_tensor_amax(spec)]
     stochastic = "+sr" in row or "+sr" in col
@@ -157,7 +157,7 @@ def all_cases() -> list[Case]:
 
 
 def peer_cases() -> list[Case]:
-    """torchao's casts of the same formats, compiled; none where it cannot be imported."""
+    """Returns torchao's compiled casts of the same formats; none where it cannot be imported."""
     try:
         from torchao.prototype.mx_formats.mx_tensor import to_mx
         from torchao.prototype.mx_formats.nvfp4_tensor import nvfp4_quantize
@@ -189,13 +189,13 @@ class Bench:
         self.copies.setdefault(nbytes, []).append(ms)
 
     def measure(self, case: Case) -> tuple[Case, float, int, int]:
-        """ms, the minimum bytes, the bytes of the ceiling's copy."""
+        """Measures a case: ms, the minimum bytes, the bytes of the ceiling's copy."""
         x = torch.randn(self.shape, device=self.device, dtype=torch.bfloat16)
         first = case.prepare(x)
         size = first[0].nbytes
         inputs = [first]
         for _ in range(timing.copies_of(size, self.device) - 1):
-            clones = {id(t): t.clone() for t in first}  # what was one tensor stays one
+            clones = {id(t): t.clone() for t in first}  # one tensor stays one tensor
             inputs.append(tuple(clones[id(t)] for t in first))
         if size not in self.copies:
             self.measure_copy(size)
@@ -222,7 +222,7 @@ class Bench:
 
 
 def print_rows(bench: Bench, rows: list[Row], with_bars: bool) -> bool:
-    """False where a bar is missed."""
+    """Prints the rows; returns False where a bar is missed."""
     copies = ", ".join(
         f"{size / 2**20:.0f} MiB {2 * size / bench.copy(size) / 1e9:.2f}"
         for size in sorted(bench.copies, reverse=True)
@@ -243,7 +243,7 @@ def print_rows(bench: Bench, rows: list[Row], with_bars: bool) -> bool:
 
 
 def fused_is_faster(rows: list[Row]) -> bool:
-    """The gradient's two directions at once against the two kernels."""
+    """Compares one kernel for the gradient's two directions with two kernels."""
     us = {r.name: r.us for r in rows}
     row, col = "nvfp4+sr", "nvfp4+sr+rht"
     names = [cast_name(row, col), cast_name(row, ""), cast_name("", col)]

@@ -1,15 +1,16 @@
-"""FSDP2 with weights that travel quantized, against bf16 in the same run: Llama blocks on several
-GPUs of one host.
+"""FSDP2 with weights gathered as codes, against bf16 in the same run.
+
+The model is Llama blocks on several GPUs of one host.
 
     torchrun --nproc-per-node 4 benchmarks/gpu_fsdp.py [--seq 2048,8192] [--recipes …] [--eager]
 
     work    8 blocks of Llama 3 8B's sizes, without rotary embedding and head; fp32 parameters, bf16
             compute, fp32 reduction; blocks compiled and sharded; forward, backward, fused AdamW,
             mf.step; one sequence a GPU. wk and wv stay in bf16: they are small.
-    time    median of a step by the host's clock, of the slowest rank. The step waits for the host
-            at few tokens: so the compiler works in this process alone (its idle workers wake now
-            and then), and steps are many
-    device  the same step behind a delay on the GPU, so that the host is ahead: what the GPU needs
+    time    median of a step by the host's clock, of the slowest rank. With few tokens the step
+            waits for the host. So the compiler runs in this process only (idle workers would wake
+            now and then), and steps are many
+    device  a step after a delay on the GPU, so that the host is ahead: the GPU's time
     peak    memory of rank 0, allocated
 """
 
@@ -43,7 +44,7 @@ BARS = {  # least speed against bf16
 }
 WARM_STEPS, STEPS = 10, 24
 DELAY_S, DELAYED_STEPS = 0.12, 4
-CLOCK_HZ = 1.7e9  # about a GPU's; the delay may be longer
+CLOCK_HZ = 1.7e9  # about a GPU's clock; the delay may be longer
 GATHER_MIB = 256  # of each rank, for the ceiling
 
 
@@ -60,7 +61,7 @@ class Row:
 
 
 class Block(nn.Module):
-    """x (1, S, DIM) bf16 -> the same."""
+    """A Llama block: x (1, S, DIM) bf16 -> (1, S, DIM)."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -101,7 +102,7 @@ def build(recipe: str, device: torch.device, *, compiled: bool) -> nn.Sequential
 
 
 def all_gather_gb_s(device: torch.device) -> float:
-    """Bytes that a GPU receives, a second."""
+    """Measures an all-gather: GB that a GPU receives a second."""
     ranks, size = dist.get_world_size(), GATHER_MIB << 20
     sent = torch.empty(size, dtype=torch.uint8, device=device)
     received = torch.empty(size * ranks, dtype=torch.uint8, device=device)
@@ -116,7 +117,7 @@ def slowest(seconds: float, device: torch.device) -> float:
 
 
 def step_ms(model: nn.Module, recipe: str, seq: int, device: torch.device) -> tuple[float, float]:
-    """By the host's clock, of the slowest rank; and on the device alone, of this one."""
+    """Times a step: by the host's clock, of the slowest rank, and on this rank's device alone."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     x = torch.randn(1, seq, DIM, device=device, dtype=torch.bfloat16)
 

@@ -2,17 +2,17 @@
 
     python benchmarks/gpu_linear.py [--quick] [--compile] [--recipes nvfp4,…] [--tokens 16384]
 
-Forward and backward of one layer without bias, in eager mode; all layers take turns, so that clocks
-and temperature meet them alike; medians.
+Forward and backward of one layer without bias, in eager mode; medians. The layers run alternately,
+so that clocks and temperature affect all equally.
 
     floor       the bare products' time, and the fewest bytes that the casts can move, at the speed
                 of a copy; both measured in the run
-    saved       bytes that x leaves for backward, an element
+    saved       bytes an element of x that are saved for backward
     peak        memory of one forward and backward beyond parameters, x and g
 
-Each step quantizes the weight. Then the host's time for a layer of 128 x 128, also with its
-weight's codes cached, as micro-batches do. torchao's float8 layers, compiled as they are meant to
-be, are shown where it can be imported.
+Each step quantizes the weight. A second table has the host's time for a layer of 128 x 128, also
+with cached weight codes, as in micro-batches. torchao's float8 layers, compiled as torchao
+recommends, are shown where it can be imported.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ class Row:
 
 
 def quantized_layer(
-    recipe: str, k: int, n: int, device: torch.device, *, keeps_codes: bool = False
+    recipe: str, k: int, n: int, device: torch.device, *, caches_codes: bool = False
 ) -> nn.Module:
-    """keeps_codes: as in the later micro-batches of a step; else each call meets a new weight."""
+    """Builds a layer. caches_codes: as in later micro-batches of a step; else each call casts W."""
     layer = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
     mf.quantize_(layer, recipe, verbose=False)
-    if not keeps_codes:
+    if not caches_codes:
         layer.weight_codes = None
     return layer
 
@@ -103,9 +103,9 @@ def torchao_layers(k: int, n: int, device: torch.device) -> dict[str, nn.Module]
         return {}
     layers = {}
     for recipe in ("tensorwise", "rowwise", "rowwise_with_gw_hp"):
-        plain = nn.Sequential(nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16))
+        model_bf16 = nn.Sequential(nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16))
         config = Float8LinearConfig.from_recipe_name(recipe)
-        model = convert_to_float8_training(plain, config=config)
+        model = convert_to_float8_training(model_bf16, config=config)
         layers[f"torchao {recipe}, compiled"] = torch.compile(model)
     return layers
 
@@ -121,8 +121,8 @@ def build(
     m, k, n = shape
     x = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=True)
     g = torch.randn(m, n, device=device, dtype=torch.bfloat16)
-    plain = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
-    layers = [Layer(BASE, "", plain, x, g)]
+    layer_bf16 = nn.Linear(k, n, bias=False, device=device, dtype=torch.bfloat16)
+    layers = [Layer(BASE, "", layer_bf16, x, g)]
     if compiled or peers:
         timing.compile_each_shape()
     for recipe in recipes:
@@ -139,7 +139,7 @@ def build(
 def step_times(
     layers: list[Layer], device: torch.device, rounds: int, steps: int = 4
 ) -> dict[str, float]:
-    """The median step of each, in turns."""
+    """Returns the median step of each layer. The layers run alternately."""
     times: dict[str, list[float]] = {layer.name: [] for layer in layers}
     for _ in range(rounds):
         for layer in layers:
@@ -151,7 +151,7 @@ def step_times(
 
 
 def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Of the memory that a forward keeps for its backward."""
+    """Counts the bytes that a forward saves for its backward."""
     storages: dict[int, int] = {}
 
     def pack(t: Tensor) -> Tensor:
@@ -160,13 +160,13 @@ def saved_bytes(model: nn.Module, x: Tensor) -> int:
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        kept = model(x)
-    del kept
+        y = model(x)
+    del y
     return sum(storages.values())
 
 
 def saved_of_x(layer: Layer) -> float:
-    """Bytes an element: what half of the rows add, for the weight's part is the same."""
+    """Returns saved bytes an element of x, as the difference that half of the rows make."""
     half = layer.x.detach()[: len(layer.x) // 2].clone().requires_grad_()
     more = saved_bytes(layer.model, layer.x) - saved_bytes(layer.model, half)
     return more / (layer.x.numel() - half.numel())
@@ -221,7 +221,7 @@ def measure(shape: tuple[int, int, int], args: Any, device: torch.device) -> lis
 
 
 def print_rows(rows: list[Row]) -> bool:
-    """False where a bar is missed."""
+    """Prints the rows; returns False where a bar is missed."""
     print(f"\nM x K x N = {rows[0].shape}")
     print(
         f"{'layer':38} {'ms':>8} {'of bf16':>8} {'bar':>5} {'floor ms':>9} {'above':>7} "
@@ -248,7 +248,7 @@ def print_rows(rows: list[Row]) -> bool:
 
 
 def host_us(f: Callable[[], object], device: torch.device) -> float:
-    """The host's time for one call: fewer kernels than the queue holds, the wait not counted."""
+    """Returns the host's time for one call, without waiting: the queue takes all kernels."""
     repeats, calls = 30, 25
     times = []
     for _ in range(repeats):
@@ -262,7 +262,7 @@ def host_table(recipes: list[str], device: torch.device) -> tuple[list[dict[str,
     layers = build((128, 128, 128), recipes, device)
     x, g = layers[0].x, layers[0].g
     for recipe in recipes:
-        model = quantized_layer(recipe, 128, 128, device, keeps_codes=True)
+        model = quantized_layer(recipe, 128, 128, device, caches_codes=True)
         layers.append(Layer(f"{recipe}, weight cached", recipe, model, x, g))
     print("\nhost time of a 128 x 128 layer with 128 rows, us, and times nn.Linear's")
     print(f"{'layer':38} {'forward':>14} {'forward + backward':>20}")

@@ -2,12 +2,12 @@
 
     python benchmarks/gpu_partial_cast.py [--quick] [--out build/gpu_partial_cast.json]
 
-100 weights of 4096 x 4096, a quarter shard of fp32 master each. TB/s counts the minimum bytes: the
-amax reads the shard, once for both directions; the cast reads it again with the amaxes of whole
-weights, and writes codes of
-the shard and scales of whole weights; a transpose reads and writes whole codes. The ceiling is a
-device copy of 256 MiB: torch's copies of more run slower. The host's time is that of a step without
-its collectives, for weights too small to keep the device busy.
+100 weights of 4096 x 4096, each with a quarter shard of its fp32 master. TB/s counts the minimum
+bytes. The amax reads the shard, once for both directions. The cast reads the shard again with the
+amaxes of whole weights, and writes codes of the shard and scales of whole weights. A transpose
+reads and writes whole codes. The ceiling is a device copy of 256 MiB: larger copies of torch run
+slower. The host's time is that of a step without its collectives, for weights too small to keep the
+device busy.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Row:
 
 
 class Step:
-    """What one rank does for one format."""
+    """The casts of one rank for one format."""
 
     def __init__(
         self, specs: tuple[str, str], shape: tuple[int, ...], count: int, device: torch.device
@@ -116,7 +116,7 @@ def measure(
 
 
 def host_ms(count: int, device: torch.device, repeats: int) -> float:
-    """Of a step of small NVFP4 weights, from the call to its return."""
+    """Times a step of small NVFP4 weights on the host, from the call to its return."""
     step = Step(FORMATS[0], (32, 32), count, device)
 
     def once() -> None:

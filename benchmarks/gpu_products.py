@@ -2,9 +2,9 @@
 
     python benchmarks/gpu_products.py [--quick] [--shapes 8192x8192x8192,…]     M x N x K
 
-Each product of the presets, operands quantized beforehand, by the library's op. Where an engine
-takes the codes, it must cost what the bare call costs; an exact product decodes first, so it is
-compared with the bf16 product. They take turns; medians of device time.
+Each product of the presets runs by the library's op, on operands quantized before. Where an engine
+takes the codes, the bar is the bare call. An exact product decodes first, so its bar is the bf16
+product. The calls run alternately; medians of device time.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ class Row:
     shape: str
     us: float
     tflops: float
-    of: str  # what it is compared with
+    of: str  # the call to compare with
     fraction: float
     bar: float
 
 
 def products_of_presets() -> list[mf.Product]:
-    """Each once, in the presets' order."""
+    """Lists each product once, in the presets' order."""
     found: dict[str, mf.Product] = {}
     for name in mf.presets():
         recipe = mf.Recipe(name)
@@ -68,7 +68,7 @@ def rows_of(shape: tuple[int, int, int], device: torch.device, repeats: int) -> 
         bare = bare_product(product if reads_codes else BF16, m, n, k, device)
         ours = library_product(product, m, n, k, device)
         times: dict[str, list[float]] = {"bare": [], "ours": []}
-        for _ in range(3):  # in turns
+        for _ in range(3):  # alternately
             for name, call in (("bare", bare), ("ours", ours)):
                 times[name] += measure(call, device, repeats)
         ms = {name: statistics.median(t) for name, t in times.items()}

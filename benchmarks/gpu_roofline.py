@@ -1,15 +1,15 @@
-"""How near the GPU's casts and layers come to what bounds them: one figure, and Markdown tables.
+"""A figure and Markdown tables of the GPU's casts and layers beside their bounds.
 
     python benchmarks/gpu_roofline.py [--png build/gpu_roofline.png] [--markdown [docs/measured.md]]
 
-Reads what gpu_casts.py and gpu_linear.py wrote; measures nothing.
+Reads the results of gpu_casts.py and gpu_linear.py; measures nothing.
 
     casts     minimum bytes / time, as a fraction of a device copy of the same run: 100% is a copy
     layers    time / the time of torch's bf16 layer, beside the floor: the bare products and the
               fewest bytes of the casts at the speed of a copy
 
---markdown prints the tables, or, with a page, replaces what is there between the two comments that
-name this script. A page's figure and tables again, after a run:
+--markdown prints the tables, or, with a page, replaces the text between the two comments that name
+this script. To update a page's figure and tables after a run:
 
     python benchmarks/gpu_roofline.py --png docs/images/gpu_roofline.png --markdown docs/measured.md
 """
@@ -72,7 +72,7 @@ def family_of(name: str) -> str:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """`mxfp8: both, fp32 in` -> (`mxfp8, fp32 in`, `both`); two specs are one kernel, both ways."""
+    """Splits `mxfp8: both, fp32 in` into (`mxfp8, fp32 in`, `both`)."""
     specs = re.fullmatch(r"(.*): rowwise \+ (.*): columnwise", name)
     if specs:
         return f"{specs[1]} | {specs[2]}", "both"
@@ -97,7 +97,7 @@ def table(head: list[str], body: list[list[str]]) -> list[str]:
 
 
 def ceilings(rows: list[Row]) -> str:
-    """The copies that the rows were compared with: one for each size of an input."""
+    """Returns the copies that the rows were compared with: one for each size of an input."""
     speeds = {round(row["tb_s"] / row["of_ceiling"], 2): None for row in rows}
     return ", ".join(f"{speed:.2f}" for speed in speeds)
 
@@ -111,7 +111,7 @@ def bar_text(row: Row) -> str:
 
 
 def casts_table(rows: list[Row]) -> list[str]:
-    """A line a kernel; the first shape in full, the others as time and fraction."""
+    """Formats a line a kernel: the first shape in full, the others as time and fraction."""
     first, *others = shapes_of(rows)
     at = {(row["name"], row["shape"]): row for row in rows}
     head = ["kernel", f"µs at {first}", "TB/s", "of copy", "bar (goal)"]
@@ -162,7 +162,7 @@ def layers_table(rows: list[Row]) -> list[str]:
 
 
 def host_table(rows: list[Row]) -> list[str]:
-    """A recipe a line, with its weight quantized in each step and with its codes cached."""
+    """Formats a line a recipe, with the weight quantized in each step and with cached codes."""
     at = {row["layer"]: row for row in rows}
     names = [name for name in at if not name.endswith(", weight cached")]
     whats = list(rows[0]["us"])
@@ -205,7 +205,7 @@ def kernels_by_family(rows: list[Row]) -> list[tuple[str, list[str]]]:
 
 
 def draw_casts(axes: Any, rows: list[Row]) -> None:
-    """A line a kernel: a dot for each direction, hollow under its bar; the bar is the tick."""
+    """Draws a line a kernel: a dot for each direction, hollow under its bar, which is the tick."""
     y_of: dict[str, int] = {}
     for i, (family, labels) in enumerate(kernels_by_family(rows)):
         first = len(y_of)
@@ -238,7 +238,7 @@ def draw_casts(axes: Any, rows: list[Row]) -> None:
 
 
 def draw_layers(axes: Any, rows: list[Row]) -> None:
-    """Bars of time over bf16's, one a shape; the floor is the black tick, the bar the red one."""
+    """Draws time over bf16's, a bar a shape; black ticks are floors, red ones are limits."""
     shapes = shapes_of(rows)
     names = [n for n in dict.fromkeys(row["layer"] for row in rows) if n != BASE]
     base = {row["shape"]: row["ms"] for row in rows if row["layer"] == BASE}

@@ -1,10 +1,10 @@
-"""What a forward pass costs that quantizes its weight, beside one that is given the weight's codes.
+"""The time of a forward pass that quantizes its weight, beside one with cached weight codes.
 
     python benchmarks/gpu_weight_codes.py [--quick] [--device cpu]
 
-Codes are reused in the micro-batches of a training step alone (operand_cache.py), so every
-forward of an evaluation pays the difference. torch's bf16 layer of the same run is the reference.
-On a CPU also the time of the weight's fingerprint, which is compared where codes are reused there.
+On a GPU codes are reused only in the micro-batches of a training step (operand_cache.py), so every
+forward of an evaluation takes the longer time. torch's bf16 layer of the same run is the reference.
+On a CPU the table also has the time of the weight's fingerprint, which each reuse there compares.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""Check that the pages hold together: links lead somewhere, and lines end at 100 columns.
+"""Check the pages: links have targets, and lines end at 100 columns.
 
 usage: check_docs.py [--self-test]
 
 Reads the Markdown files at the root and under docs/. A link [text](path#heading) is right when the
 path exists and, where it names a heading of a Markdown file, that heading exists too. A line may be
-longer than 100 columns in a table, and where a link or an address in it is what is long.
+longer than 100 columns in a table, and where a link or an address makes it long.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def find_long_lines(text: str) -> Iterator[tuple[int, int]]:
 
 # ---- Links ---------------------------------------------------------------------------------------
 def anchors_of(page: Path) -> set[str]:
-    """Anchors as repository hosts make them: lower case, punctuation gone, spaces to hyphens."""
+    """Return the anchors of a page as hosts make them: lower case, no punctuation, hyphens."""
     text = page.read_text(encoding="utf-8")
     anchors = set()
     for title in re.findall(r"^#+\s+(.*?)\s*#*$", FENCE.sub("", text), re.MULTILINE):
@@ -47,7 +47,7 @@ def anchors_of(page: Path) -> set[str]:
 
 
 def find_broken_links(page: Path) -> Iterator[str]:
-    """Yield what is wrong with each link of a page that leads nowhere."""
+    """Yield the fault of each link of a page that has no target."""
     text = page.read_text(encoding="utf-8")
     for target in LINK.findall(CODE_SPAN.sub("", FENCE.sub("", text))):
         if re.match(r"[a-z]+:", target):  # http:, https:, mailto:

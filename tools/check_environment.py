@@ -1,4 +1,4 @@
-"""Say in plain words what this machine lacks for `make setup`, before anything is installed."""
+"""Print the requirements of `make setup` that this machine lacks, before an installation."""
 
 from __future__ import annotations
 

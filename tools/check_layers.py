@@ -1,12 +1,12 @@
-"""Check that the layers of the tree stand on each other one way only.
+"""Check that the layers of the tree depend on each other one way only.
 
     python/minifloat -> torch/ -> minifloat -> src/cpu, src/cuda -> include/minifloat/core
 
 usage: check_layers.py [--self-test]
 
-Each rule below is a function from one file to its violations; it sees code without comments, and
-names the line and what would have been right. Imports within python/minifloat have rules of their
-own, in python_layers.py. Exit status 1 when any rule is broken.
+Each rule below is a function from one file, without comments, to its violations. A violation has
+the line and the right form. The rules of imports within python/minifloat are in python_layers.py.
+The exit status is 1 when any rule is broken.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ COMMENT_OR_STRING = re.compile(
 
 class Source(NamedTuple):
     path: PurePosixPath  # relative to the root of the tree
-    code: str  # without comments, and without strings save the names of includes
+    code: str  # without comments, and without strings except the names of includes
     lines: list[str]
 
     def is_under(self, *folders: str) -> bool:

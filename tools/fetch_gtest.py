@@ -1,10 +1,10 @@
-"""Unpack GoogleTest's sources into a folder, from the PyPI wheel that carries them.
+"""Unpack GoogleTest's sources into a folder, from the PyPI wheel that contains them.
 
 usage: fetch_gtest.py FOLDER
 
-The wheel `ros-gtest-vendor` is GoogleTest 1.15.0 packed for another project; its data folder holds
-include/ and src/, which is all that is taken. Its tags name Python 3.11 on Linux, but sources fit
-any machine, so the tags are given to pip explicitly.
+The wheel `ros-gtest-vendor` is GoogleTest 1.15.0, packed for another project. Only include/ and
+src/ of its data folder are unpacked. Its tags name Python 3.11 on Linux, but sources fit any
+machine, so pip gets the tags explicitly.
 """
 
 from __future__ import annotations

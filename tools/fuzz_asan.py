@@ -1,8 +1,8 @@
 """Runs the op fuzzer (tests/support/fuzz_ops.py) on the libraries of the preset asan-torch.
 
-The package is laid out beside them: links to the Python sources, and the sanitized lib/. Python
-itself is not instrumented, so that the sanitizer's run-time is preloaded. Leaks are not looked for:
-an interpreter leaves memory behind on purpose.
+The package is beside them: links to the Python sources, and the sanitized lib/. Python itself is
+not instrumented, so the sanitizer's run-time is preloaded. Leak detection is off: an interpreter
+leaves memory allocated on purpose.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ OPTIONS = "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=409
 
 
 def link_package() -> None:
-    """Links to every source of the package, beside the sanitized libraries."""
+    """Links every source of the package beside the sanitized libraries."""
     if not (PACKAGE / "lib" / "libminifloat_torch.so").exists():
         sys.exit(f"fuzz_asan: expected the libraries of the preset asan-torch in {PACKAGE / 'lib'}")
     for source in (ROOT / "python" / "minifloat").iterdir():
@@ -33,7 +33,7 @@ def link_package() -> None:
 
 
 def runtime(name: str) -> str:
-    """The compiler's run-time library."""
+    """Returns the path of the compiler's run-time library."""
     compiler = os.environ.get("CXX", "c++")
     command = [compiler, f"-print-file-name={name}"]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip()

@@ -6,7 +6,7 @@ import os
 import platform
 from pathlib import Path
 
-# What chooses the kernels of matrix libraries, and with them the order of sums.
+# The extensions by which matrix libraries choose kernels, and with them the order of sums.
 EXTENSIONS = ("avx2", "avx512f", "avx512_bf16", "amx_bf16", "asimd", "sve", "bf16")
 NAMES = ("model name", "Model", "cpu model", "cpu", "Hardware", "uarch")  # x86, then others
 NUMBERS = ("cpu family", "model", "stepping")

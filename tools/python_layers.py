@@ -1,9 +1,9 @@
 """Rules for the imports of python/minifloat, which tools/check_layers.py applies.
 
-    circles    no module imports itself by way of others, not even inside a function or for types
-    rooms      nn reaches nothing of distributed; tensor reaches nothing of nn or distributed
+    circles    no module imports itself through others, not even inside a function or for types
+    rooms      nn imports nothing of distributed; tensor imports nothing of nn or distributed
     levels     at most MOST_LEVELS modules follow each other in a chain of imports
-    queries    _native.py and spec.py alone ask the operators what a spec is, or cut its text
+    queries    only _native.py and spec.py call the operators about specs, or split a spec's text
 
 Modules are parsed, not imported. Every import statement counts, wherever it stands, and so does
 import_module of a constant name. `__main__` is no level: it starts a program, nothing imports it.
@@ -20,7 +20,7 @@ from typing import NamedTuple
 PACKAGE = "minifloat"
 FOLDER = PurePosixPath("python")
 MOST_LEVELS = 10
-# Room -> the rooms that none of its modules may reach by imports.
+# Room -> the rooms that none of its modules may import, directly or not.
 CLOSED = {"nn": ("distributed",), "tensor": ("nn", "distributed")}
 ANSWERERS = (f"{PACKAGE}._native", f"{PACKAGE}.spec")
 QUERIES = ("parse_spec", "scale_dtype", "spec_info", "spec_sizes")
@@ -93,7 +93,7 @@ def import_graph(modules: Mapping[str, Module]) -> Graph:
 
 
 def reached(graph: Graph, start: str) -> list[str]:
-    """Lists the modules that `start` reaches by imports, itself first."""
+    """Lists the modules that `start` imports, directly or not, itself first."""
     found = [start]
     for name in found:
         found += [n for n in graph[name] if n not in found]
@@ -151,7 +151,7 @@ def is_operators(node: ast.expr, names: set[str]) -> bool:
 
 
 def is_query(node: ast.Attribute, names: set[str]) -> bool:
-    """Tells whether the expression is an operator that says what a spec is."""
+    """Tells whether the expression is an operator that describes a spec."""
     return node.attr in QUERIES and is_operators(node.value, names)
 
 
@@ -167,7 +167,7 @@ def operator_names(module: Module) -> set[str]:
 
 
 def spec_questions(module: Module) -> Iterator[tuple[int, str]]:
-    """Yields (line, code) of each place that asks for itself what a spec is."""
+    """Yields (line, code) of each call that describes a spec, or splits its text."""
     names = operator_names(module)
     separators = "+*/" if room_of(module.name) == "train" else "+*/,"
     for node in ast.walk(module.tree):
@@ -249,7 +249,7 @@ CASES: tuple[tuple[dict[str, str], int], ...] = (
 
 
 def self_test() -> tuple[int, int]:
-    """Runs every case; prints those that went wrong, and returns (right, all)."""
+    """Runs every case; prints those that fail, and returns (passed, all)."""
     wrong = 0
     for files, expected in CASES:
         found = check({FOLDER / PACKAGE / path: text for path, text in files.items()})
