@@ -36,7 +36,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 BLOCKS, DIM, HEADS, KV_HEADS, FFN = 8, 4096, 32, 8, 14336
 WIDTH = DIM // HEADS
-KEPT = ["wk", "wv"]  # in bf16
+IN_BF16 = ["wk", "wv"]
 RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"]
 BARS = {  # least speed against bf16
     2048: {"fp8_tensorwise": 1.24, "fp8_delayed": 1.26, "fp8_rowwise": 1.08},
@@ -91,7 +91,7 @@ def build(recipe: str, device: torch.device, *, compiled: bool) -> nn.Sequential
     with device:
         model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
     if recipe != "bf16":
-        mf.quantize_(model, recipe, filter_fqns=KEPT, verbose=False)
+        mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model:
         if compiled:
