@@ -1,4 +1,4 @@
-"""The option of tests/gpu, and fixtures that several folders of tests use."""
+"""The option of tests/gpu, and fixtures of several folders of tests."""
 
 import pytest
 import torch

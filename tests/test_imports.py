@@ -1,4 +1,4 @@
-"""What `import minifloat` loads, and the module names that older checkpoints refer to."""
+"""The modules that `import minifloat` loads, and the module names in older checkpoints."""
 
 import importlib
 import io

@@ -1,4 +1,4 @@
-"""Loading the native library: every way it can fail is an ImportError that says what to do."""
+"""Loading the native library: each failure is an ImportError with advice."""
 
 import re
 
@@ -38,7 +38,7 @@ def test_every_public_name_exists():
 
 @pytest.mark.parametrize(("cpu", "cuda"), [("CPU", "CUDA"), ("AutocastCPU", "AutocastCUDA")])
 def test_every_op_of_the_cpu_is_registered_for_cuda(cpu, cuda):
-    """With and without a CUDA backend, whose absence the op itself reports."""
+    """Checks builds with and without a CUDA backend, whose absence the op itself reports."""
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     names = [n for n in torch._C._dispatch_get_all_op_names() if n.startswith("minifloat::")]
     assert any(has(name, cpu) for name in names)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from minifloat.spec import Sizes, Spec, product_parts
 
-# text: elements, rule, bits, block, scale dtype, what an amax is of
+# text: elements, rule, bits, block, scale dtype, amax of
 BASES = {
     "bf16": ("bf16", "none", 16, (0, 0), torch.float32, ""),
     "e4m3/tensor": ("e4m3", "tensor", 8, (0, 0), torch.float32, "tensor"),
@@ -22,7 +22,7 @@ BASES = {
     "nvfp4": ("e2m1", "nvfp4", 4, (1, 16), torch.float8_e4m3fn, "tensor"),
     "nvfp4/16x16": ("e2m1", "nvfp4", 4, (16, 16), torch.float8_e4m3fn, "tensor"),
 }
-# rule: the flags of its own, of which a spec has one at most
+# rule: its flags, of which a spec has at most one
 OWN_FLAGS = {
     "none": [],
     "tensor": ["+delayed"],

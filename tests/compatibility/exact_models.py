@@ -29,21 +29,21 @@ RECIPES = [*(name for name in mf.presets() if name != "bf16"), MIXED]  # bf16 co
 
 
 def integers(seed, *shape):
-    """Integers from -12 to 12, and one 21."""
+    """Draws integers from -12 to 12, and one 21."""
     x = torch.randint(-12, 13, shape, generator=torch.Generator().manual_seed(seed)).float()
     x.view(-1)[0] = UNIT
     return x
 
 
 def sequential(seed):
-    """Two linear layers, one of them in a module between the root and the layer."""
+    """Builds two linear layers, one of them in a module between the root and the layer."""
     body = nn.Sequential(OrderedDict(first=nn.Linear(WIDTH, HIDDEN), act=nn.Tanh()))
     last = nn.Linear(HIDDEN, WIDTH, bias=False)
     return with_integers(nn.Sequential(OrderedDict(body=body, last=last)), seed)
 
 
 def projections(seed):
-    """Three layers of one parent whose names say that they read one input."""
+    """Builds three layers of one parent with the names of projections of one input."""
     names = ("q_proj", "k_proj", "v_proj")
     return with_integers(nn.ModuleDict({name: nn.Linear(WIDTH, WIDTH) for name in names}), seed)
 
@@ -56,7 +56,7 @@ def with_integers(model, seed):
 
 
 def convert(model, recipe, seed=5, **options):
-    """Puts the model under a recipe. seed: of the random bits."""
+    """Converts the model to a recipe. seed: of the random bits."""
     mf.quantize_(
         model,
         recipe,
@@ -70,7 +70,7 @@ def convert(model, recipe, seed=5, **options):
 
 
 def layers_of(model):
-    """(name, layer) of every linear layer."""
+    """Yields (name, layer) of every linear layer."""
     return [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
 
 
@@ -82,7 +82,7 @@ def begin_forward(model, x):
 
 
 def train_step(model, number):
-    """One training step: each layer alone, and an exact update in an optimizer's place."""
+    """Runs one training step: each layer alone, and an exact update instead of an optimizer."""
     begin_forward(model, integers(number, TOKENS, WIDTH))
     for i, (_, layer) in enumerate(layers_of(model)):
         x = integers(10 * number + i, TOKENS, layer.in_features).requires_grad_()
@@ -100,7 +100,7 @@ def train_step(model, number):
 
 
 def gradient(outputs):
-    """(TOKENS, outputs): random values; every row, column and transformed block has amax 2688."""
+    """Draws (TOKENS, outputs); every row, column and transformed block has amax 2688."""
     generator = torch.Generator().manual_seed(outputs)
     g = 100 * torch.randn(TOKENS, outputs, generator=generator)
     tokens = torch.arange(TOKENS)
@@ -115,8 +115,8 @@ def gradient(outputs):
 def probe(model):
     """Runs one more training step with one-hot inputs and weights; returns what it made, by name.
 
-    Then y is the weight's codes, dx and dW are those of the gradient as dgrad and wgrad read it,
-    times constants.
+    The values of y are the weight's codes, those of dx and dW the codes of the gradient in dgrad
+    and wgrad, times constants.
     """
     found = {}
     begin_forward(model, integers(0, TOKENS, WIDTH))
@@ -161,5 +161,5 @@ PARTS = ("codes", "scale", "amax")
 
 
 def hex_of(tensor):
-    """The bytes of a tensor, as hexadecimal digits."""
+    """Returns the bytes of a tensor as hexadecimal digits."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes().hex()

@@ -1,4 +1,4 @@
-"""Today's code reads what earlier commits wrote, and trains on with the same random bits.
+"""Files of earlier commits load in today's code, and training continues with equal random bits.
 
 Each folder beside this file is named by the commit whose code wrote it, with write_checkpoints.py.
 """
@@ -27,12 +27,12 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def expected():
-    """{folder: {name: bytes in hexadecimal digits}} of all that the writer's code had."""
+    """Reads {folder: {name: bytes in hexadecimal digits}}, the values of the writer's code."""
     return {path: json.loads(lzma.open(path / "expected.json.xz").read()) for path in FOLDERS}
 
 
 def assert_same(model, expected, prefix):
-    """Compares what the model holds, then what one more training step makes of it, byte by byte."""
+    """Compares a model's tensors, then those after one more training step, byte by byte."""
     found = exact.contents(model) | {f"probe.{k}": t for k, t in exact.probe(model).items()}
     want = {k.removeprefix(prefix): v for k, v in expected.items() if k.startswith(prefix)}
     assert found.keys() == want.keys()
@@ -47,7 +47,7 @@ def assert_same(model, expected, prefix):
 
 
 def fresh(recipe, **options):
-    """A converted model whose weights, seed and count are not those of the file."""
+    """Builds a converted model whose weights, seed and count are not those of the file."""
     model = exact.convert(exact.sequential(OTHER), recipe, seed=OTHER, **options)
     exact.train_step(model, OTHER)
     return model
@@ -94,7 +94,7 @@ def test_a_distributed_checkpoint_loads(folder, expected, name, recipe, primary)
 
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_a_job_goes_on(folder, tmp_path):
-    """The optimizer, the histories and the random counter go on from the saved ones, bit by bit.
+    """Resumes a job: optimizer, histories and random counter equal the saved ones, bit by bit.
 
     The losses are the writer's within 1%: another machine adds in another order. The saved model's
     loss is 3.5 and falls to 3.26, a fresh model's is 5.6.
@@ -117,7 +117,7 @@ def test_a_job_goes_on(folder, tmp_path):
         old, new = saved["minifloat"][name], state["minifloat"][name]
         assert old[:, 2].all()
         assert torch.equal(new[:, 2 + steps :], old[:, 2:-steps])
-    decay = 0.95**steps  # of AdamW's second moment, to which each step adds a square
+    decay = 0.95**steps  # AdamW's second moment: each step adds a squared gradient
     moments = [name for name in saved["optimizer"]["state"] if "weight" in name]
     assert moments
     for name in moments:

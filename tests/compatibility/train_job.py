@@ -1,4 +1,4 @@
-"""The tiny job of `minifloat train` that an earlier commit began and today's code goes on with."""
+"""The tiny job of `minifloat train` that an earlier commit began and today's code resumes."""
 
 import json
 import shutil
@@ -19,7 +19,7 @@ OPTIONS = f"""--model 16,1,1,1,16 --vocab 260 --seq 32 --batch 2 --steps {STEPS}
 
 
 class Stopped(BaseException):
-    """Ends the job as kill -9 would: nothing in the program catches it."""
+    """An exception that ends the job as kill -9 would: the program does not catch it."""
 
 
 def train(folder, *more):
@@ -44,19 +44,19 @@ def train_and_stop(folder):
 
 
 def checkpoint_at(folder, step):
-    """The folder of one checkpoint."""
+    """Returns the folder of a checkpoint."""
     return Path(folder) / "out" / "runs" / RUN / "checkpoints" / f"step_{step:08d}"
 
 
 def read_checkpoint(path, scratch):
-    """All that a checkpoint holds, read by torch alone: {"model": …, "optimizer": …, …}."""
+    """Reads a checkpoint with torch alone: {"model": …, "optimizer": …, …}."""
     file = Path(scratch) / f"{path.name}.pt"
     dcp_to_torch_save(path, file)
     return torch.load(file, weights_only=False)
 
 
 def losses_after_the_stop(folder):
-    """The training losses of the steps after STOPPED."""
+    """Returns the training losses of the steps after STOPPED."""
     records = read_records(Path(folder) / "out" / "metrics.jsonl")
     return [r["loss"] for r in records if r["kind"] == "train" and r["step"] > STOPPED]
 

@@ -11,7 +11,7 @@
     train/           text, token ids and a job of `minifloat train` that ended after a checkpoint;
                      expected.json: the losses of the steps after it, and the last random counter
 
-A file is never written again by a later commit: it stands for what users have on their disks.
+A later commit never writes a file again: the files stand for those on users' disks.
 """
 
 import json
@@ -34,7 +34,7 @@ DCP = {"dcp": (exact.MIXED, {}), "dcp_primary": ("nvfp4", {"primary": True})}
 
 
 def trained(model, recipe, **options):
-    """A converted model after two training steps."""
+    """Builds a converted model and trains it for two steps."""
     exact.convert(model, recipe, **options)
     for number in range(1, STEPS + 1):
         exact.train_step(model, number)
@@ -93,7 +93,7 @@ def write(folder):
 
 
 def write_job(folder):
-    """Writes a job that was stopped, and what the rest of it measures."""
+    """Writes a stopped job, and the measurements of its remaining steps."""
     write_text(folder / "text")
     train_job.train_and_stop(folder)
     train_job.keep_what_resuming_reads(folder)

@@ -1,4 +1,4 @@
-"""The tests of the CUDA backend: the CPU's bytes are what every device must give.
+"""Tests of the CUDA backend against the CPU's bytes.
 
     make test-gpu                         on a machine with a CUDA device
     pytest tests/gpu --device cpu         the CPU against itself: tests the tests
@@ -23,14 +23,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 @pytest.fixture(scope="session")
 def device(request: pytest.FixtureRequest) -> torch.device:
-    """The device under test."""
+    """Returns the device under test."""
     name = request.config.getoption("--device")
     return torch.device(name, torch.cuda.current_device()) if name == "cuda" else torch.device(name)
 
 
 @pytest.fixture
 def cuda(device: torch.device) -> torch.device:
-    """The device under test, for what only CUDA has: streams, graphs, synchronisation."""
+    """Returns the device under test, for streams, graphs and synchronisation of CUDA."""
     if device.type != "cuda":
         pytest.skip("streams, graphs and synchronisation are CUDA's")
     return device

@@ -1,4 +1,4 @@
-"""What the layer tests share: data, a small model, and how close two results must be."""
+"""Data, a small model and tolerances of the layer tests."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ HISTORY_LENGTH = 4
 
 
 def history(amax: float = 3.0) -> Tensor:
-    """An amax history with an amax in force."""
+    """Makes an amax history with an active amax."""
     h = torch.zeros(6, 1 + HISTORY_LENGTH)
     h[:, 0] = amax
     return h
 
 
 def layer_data(size: tuple[int, int, int], dtype: torch.dtype, seed: int = 0) -> list[Tensor]:
-    """x (M, K), W (N, K), bias (N), g (M, N)."""
+    """Draws x (M, K), W (N, K), bias (N), g (M, N)."""
     m, k, n = size
     gen = torch.Generator().manual_seed(seed)
     return [torch.randn(*s, generator=gen).to(dtype) for s in ((m, k), (n, k), (n,), (m, n))]

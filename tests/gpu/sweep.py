@@ -1,4 +1,4 @@
-"""What the byte tests share: specs, values, memory layouts, and the comparison of two devices.
+"""Specs, values, memory layouts and comparisons of the byte tests.
 
 want = quantize(x)            on the CPU
 got  = quantize(x on device)  the same bytes, output by output
@@ -80,7 +80,7 @@ SPECIALS = [
 
 @lru_cache(maxsize=512)
 def values(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0) -> Tensor:
-    """Test data on the CPU.
+    """Makes test data on the CPU.
 
     normal    standard normal          tiny      most of it denormal
     wide      times 2^-60 to 2^60      huge      up to the largest floats
@@ -111,7 +111,7 @@ def values(kind: str, shape: tuple[int, ...], dtype: torch.dtype, seed: int = 0)
 
 
 def magnitudes(dtype: torch.dtype) -> Tensor:
-    """(exponents, 1, 33): matrices of one magnitude each, smallest float to largest."""
+    """Makes (exponents, 1, 33): matrices of one magnitude each, smallest float to largest."""
     steps = torch.arange(33)
     signs = torch.where(steps % 2 == 1, 1.0, -1.0).double()
     exponents = torch.arange(-149, 128, 3).double().view(-1, 1, 1)
@@ -124,7 +124,7 @@ LAYOUTS = ["odd base", "odd pitch", "padded rows", "gaps in the batch", "repeate
 
 
 def laid_out(x: Tensor, layout: str) -> Tensor:
-    """The values of x (batch, rows, cols) as a view that an op must take as it is."""
+    """Copies x (batch, rows, cols) to a view that an op must accept without a copy."""
     batch, rows, cols = x.shape
     if layout == "odd base":  # starts at an odd element
         flat = x.new_full((x.numel() + 1,), float("nan"))
@@ -148,7 +148,7 @@ def laid_out(x: Tensor, layout: str) -> Tensor:
 
 
 def on(device: torch.device, x: Tensor) -> Tensor:
-    """x on the device, at the same offset and with the same strides within its storage."""
+    """Copies x to the device, with the same offset and strides within its storage."""
     if device.type == "cpu":
         return x
     base = x if x._base is None else x._base
@@ -164,7 +164,7 @@ def bits(t: Tensor) -> Tensor:
 
 
 def require_same(got: Tensor, want: Tensor, what: str) -> None:
-    """Bit for bit; only an fp32 NaN may be any NaN, for each processor's arithmetic has its own."""
+    """Compares bit for bit. fp32 NaNs are equal, since processors have different NaN bits."""
     assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} for {tuple(want.shape)}"
     assert got.dtype == want.dtype, f"{what}: {got.dtype} for {want.dtype}"
     got, want = got.detach().cpu(), want.detach().cpu()
@@ -192,7 +192,7 @@ def is_stochastic(spec: str) -> bool:
 
 
 def random_operand(spec: str, shape: tuple[int, ...], seed: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Codes, scales and amaxes of an operand read as `shape`: any bit pattern, any fp32."""
+    """Draws codes, scales and amaxes of an operand read as `shape`: any bits, any fp32."""
     g = torch.Generator().manual_seed(seed)
     rng = rng_tensor() if is_stochastic(spec) else None
     codes, scale, amax, *_ = ops.quantize(torch.zeros(shape), spec, "", rng=rng)
@@ -218,7 +218,7 @@ def require_same_quantize(
     note: str = "",
     **arguments: Any,
 ) -> None:
-    """quantize on the device against the CPU, all eight outputs."""
+    """Compares quantize on the device with the CPU, all eight outputs."""
     arguments = {**STREAMS, **arguments}
     if is_stochastic(row) or is_stochastic(col):
         arguments["rng"] = rng_tensor(rng_size)
@@ -232,7 +232,7 @@ def require_same_quantize(
 def require_same_op(
     device: torch.device, op: Any, args: Sequence[Any], note: str = "", **kw: Any
 ) -> None:
-    """Any op of one output, on the device against the CPU."""
+    """Compares an op of one output on the device with the CPU."""
     move = lambda v: on(device, v) if isinstance(v, Tensor) else v  # noqa: E731
     want = op(*args, **kw)
     got = op(*(move(v) for v in args), **{k: move(v) for k, v in kw.items()})
@@ -246,7 +246,7 @@ def each_direction(spec: str) -> Iterator[tuple[str, str]]:
 
 
 def recipe_pairs() -> list[tuple[str, str]]:
-    """What layers ask for: the two directions of x, W and g in every preset recipe."""
+    """Lists the specs of the two directions of x, W and g in every preset recipe."""
     import minifloat as mf
 
     pairs: dict[tuple[str, str], None] = {}

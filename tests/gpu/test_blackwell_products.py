@@ -26,7 +26,7 @@ SIZES = [(1, 16, 32), (33, 48, 96), (130, 272, 544), (256, 384, 512)]
 
 
 def operands(a_spec: str, b_spec: str, m: int, n: int, k: int) -> list[mf.Quantized]:
-    """Normal data in blocks of sizes from 2^-4 to 2^4."""
+    """Draws normal data in blocks of magnitudes from 2^-4 to 2^4."""
     g = torch.Generator().manual_seed(m)
     sides = []
     for spec, rows in ((a_spec, m), (b_spec, n)):
@@ -65,8 +65,10 @@ def test_operands(device, a_spec, b_spec):
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(("a_spec", "b_spec"), PRODUCTS)
 def test_products_are_the_exact_ones(device, a_spec, b_spec, out_dtype, with_bias):
-    """The values are the same; tensor cores may cut products at 2^-13 of the largest of a sum, and
-    bf16 rounds at 2^-9. A wrong scale, row or factor errs by 100%."""
+    """Compares products of equal values.
+
+    Tensor cores may cut products at 2^-13 of the largest of a sum, and bf16 rounds at 2^-9. A wrong
+    scale, row or factor errs by 100%."""
     for m, n, k in SIZES:
         sides = operands(a_spec, b_spec, m, n, k)
         g = torch.Generator().manual_seed(n)

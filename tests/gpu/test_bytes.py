@@ -70,7 +70,7 @@ def test_kinds_of_values(device, spec):
 
 @pytest.mark.parametrize(("row", "col"), recipe_pairs())
 def test_kinds_of_values_on_whole_tiles(device, row, col):
-    """The kernels that presets have for themselves, at the ends of the range."""
+    """Runs the preset kernels at the ends of the range."""
     for shape, kind in itertools.product([(128, 128), (256, 384)], KINDS):
         x = values(kind, shape, torch.bfloat16, seed=5)
         for a, b in {(row, col), (row, ""), ("", col), (row, row), (col, col)} - {("", "")}:
@@ -81,7 +81,7 @@ def test_kinds_of_values_on_whole_tiles(device, row, col):
 
 @pytest.mark.parametrize("base", BASES)
 def test_magnitudes_on_whole_tiles(device, base):
-    """A tile of each magnitude, in batches of one."""
+    """Casts a tile of each magnitude, in batches of one."""
     for magnitude in range(-148, 128, 7):
         x = (values("normal", (128, 128), torch.float32) * 2.0**magnitude).to(torch.bfloat16)
         for row, col in each_direction(base):
@@ -141,7 +141,7 @@ def test_given_amax(device, base, flags):
 @pytest.mark.parametrize("base", ["e4m3/tensor", "e5m2/tensor"])
 def test_delayed(device, base, flags):
     spec, kinds = f"{base}+delayed{flags}", ["wide", "special", "rare"]
-    for shape in ((2, 33, 130), (256, 384), (48, 160)):  # the last two: presets' own kernels
+    for shape in ((2, 33, 130), (256, 384), (48, 160)):  # the last two: preset kernels
         for dtype, kind, amax in itertools.product(DTYPES, kinds, AMAXES[:7]):
             x = values(kind, shape, dtype)
             given = torch.tensor([amax, 0.0] if len(shape) == 3 else amax)
@@ -187,7 +187,7 @@ def test_decoded(device, spec):
 
 @pytest.mark.parametrize(("row", "col"), recipe_pairs())
 def test_pairs_of_recipes(device, row, col):
-    """The directions of a layer's operands differ in spec; fused, each is what it is alone."""
+    """Casts two directions of different specs in one kernel; each equals its single cast."""
     shapes = [(33, 70), (128, 256), (130, 1000), (2, 64, 96)]
     for shape, dtype, kind in itertools.product(shapes, DTYPES, ["normal", "wide", "rare"]):
         x = values(kind, shape, dtype)
@@ -198,7 +198,7 @@ def test_pairs_of_recipes(device, row, col):
 
 
 def test_mixed_pairs(device):
-    """Any two specs may share a read, also those that no recipe pairs."""
+    """Casts any two specs in one read, also pairs that no recipe has."""
     x = values("normal", (70, 200), torch.bfloat16)
     for i, row in enumerate(BASES):
         for step, (a, b) in enumerate([("", "+sr"), ("+rht", ""), ("+sr+rht64", "+sr+rht")]):
@@ -211,7 +211,7 @@ def test_mixed_pairs(device):
 @pytest.mark.parametrize("base", BASES)
 @pytest.mark.parametrize("shape", [(1_100_003, 3), (3, 1_100_003), (70_001, 2, 17)])
 def test_long_and_many(device, base, shape):
-    """More rows, columns and matrices than a grid's second and third dimensions hold."""
+    """Casts more rows, columns and matrices than a grid's second and third dimensions have."""
     x = values("normal", shape, torch.bfloat16)
     for row, col in each_direction(base):
         require_same_quantize(device, x, row, col)
@@ -222,7 +222,7 @@ def test_long_and_many(device, base, shape):
     "spec", ["e4m3/tensor+sr", "e4m3/1x128", "mxfp8", "nvfp4", "nvfp4+sr+rht", "nvfp4/16x16"]
 )
 def test_more_than_int32_elements(cuda, spec):
-    """2^31 elements and more: the last rows are those of a shard that starts there."""
+    """Casts 2^31 elements and more: the last rows equal those of a shard that starts there."""
     rows, cols, tail = 65536 + 128, 32768 + 128, 256
     x = torch.zeros(rows, cols, dtype=torch.bfloat16, device=cuda)
     last = values("normal", (tail, cols), torch.bfloat16)
@@ -335,7 +335,7 @@ def test_quick_transforms(device):
 
 
 def test_quick_on_another_stream(cuda):
-    """The kernels run where torch's current stream is: after what filled x there."""
+    """Runs kernels on torch's current stream, after the kernel that filled x there."""
     x = values("normal", (256, 512), torch.bfloat16)
     want = ops.quantize(x, "nvfp4", "mxfp8")
     source, there = on(cuda, x), torch.zeros(x.shape, dtype=x.dtype, device=cuda)

@@ -1,4 +1,4 @@
-"""Every float through the device's encoders, against the CPU's, which have tests of their own."""
+"""Every float through the device's encoders, against the CPU's, which other tests check."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def floats(first: int, last: int) -> torch.Tensor:
 
 @pytest.mark.parametrize("spec", ["e4m3/tensor", "e5m2/tensor", "e4m3/tensor+delayed"])
 def test_every_float_to_fp8(cuda, spec):
-    """Under a scale of 1: the amax in force is the format's largest."""
+    """Encodes under a scale of 1: the active amax is the format's largest value."""
     amax = torch.tensor(448.0 if spec.startswith("e4m3") else 57344.0)
     for first in range(0, 2**32, CHUNK):
         x = floats(first, first + CHUNK).view(-1, 4096)
@@ -30,7 +30,7 @@ def test_every_float_to_fp8(cuda, spec):
 
 @pytest.mark.parametrize("sign", [1.0, -1.0])
 def test_every_float_up_to_6_to_e2m1(cuda, sign):
-    """Blocks of 31 floats and one 6, whose scale is 1."""
+    """Encodes blocks of 31 floats and one 6, whose scale is 1."""
     end = int(torch.tensor(6.0).view(torch.int32)) + 1
     step = 31 * 2**21
     for first in range(0, end, step):
@@ -55,7 +55,7 @@ BLOCKS = [
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("spec", BLOCKS)
 def test_every_amax_of_a_block(cuda, spec, dtype):
-    """One element a block: every bfloat16 magnitude, and every fp32 mantissa at six exponents."""
+    """Encodes an element a block: bfloat16 magnitudes, and fp32 mantissas at six exponents."""
     block = 128 if "128" in spec else 16 if spec.startswith("nvfp4") else 32
     if dtype == torch.bfloat16:
         amaxes = torch.arange(0, 0x8000, dtype=torch.int32).to(torch.int16).view(dtype)
@@ -78,8 +78,9 @@ def test_every_amax_of_a_block(cuda, spec, dtype):
 @pytest.mark.parametrize("block", ["nvfp4+4over6", "nvfp4/16x16+4over6"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_every_bf16_beside_every_scale_of_four_over_six(cuda, block, dtype):
-    """Blocks of an amax a, of every E4M3 scale, with each bfloat16 of up to a in turn, where the
-    bounded sums decide, and where both scales are as good, so that they cannot."""
+    """Encodes blocks of an amax a, of every E4M3 scale, with each bfloat16 up to a.
+
+    The bounded sums decide in some blocks. In others both scales have equal errors."""
     every = torch.arange(0, 0x8000, dtype=torch.int32).to(torch.int16).view(torch.bfloat16).float()
     scales = torch.arange(1, 127, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     for tensor_amax in (1536.0, 1.0, 1e-36, 3e38):

@@ -1,4 +1,4 @@
-"""FP4 carried by FP8: the CPU's bytes, the exact product's values, and no bf16 value asked for."""
+"""FP4 as FP8: the CPU's bytes, the exact product's values, and no cast to bf16 values."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ KINDS = ["normal", "wide", "tiny", "huge", "sparse", "zeros", "special", "rare"]
 
 
 def quantized(spec: str, shape: tuple[int, ...], kind: str) -> list[Any]:
-    """codes, scale, amax on the CPU; spec, columns."""
+    """Returns codes, scale, amax on the CPU; spec, columns."""
     rng = rng_tensor() if "+sr" in spec else None
     x = values(kind, shape, torch.float32)
     return [*ops.quantize(x, spec, "", rng=rng)[:3], spec, shape[-1]]
@@ -42,7 +42,7 @@ def test_carried_codes(device, spec, kind):
 
 @pytest.mark.parametrize("base", BASES)
 def test_every_code_under_every_scale(device, base):
-    """256 rows of all code bytes, block scales of every byte; powers of two among them or not."""
+    """Converts 256 rows of all code bytes, with block scales of every byte."""
     g = torch.Generator().manual_seed(0)
     codes, scale, amax, spec, cols = quantized(base, (256, 512), "normal")
     codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
@@ -57,8 +57,10 @@ def test_every_code_under_every_scale(device, base):
 @pytest.mark.parametrize("spread", [0, 4, 12])
 @pytest.mark.parametrize("spec", ["mxfp4", "nvfp4+pow2", "mxfp4+rht"])
 def test_products_are_the_exact_ones(device, spec, spread, out_dtype):
-    """FP8 tensor cores cut 32 products at 2^-13 of the largest, and promote the sums; blocks spread
-    by 2^(spread sigma) leave the exact range, by less than that."""
+    """Compares with exact products.
+
+    FP8 tensor cores cut 32 products at 2^-13 of the largest, and promote the sums. Blocks spread by
+    2^(spread sigma) leave the exact range, by less than that."""
     g = torch.Generator().manual_seed(spread)
     sides = []
     for rows in (256, 384):
@@ -76,7 +78,7 @@ def test_products_are_the_exact_ones(device, spec, spread, out_dtype):
 
 
 class Asked(TorchDispatchMode):
-    """Whether any cast was asked for bf16 values, and whether anything was decoded."""
+    """A record of casts with bf16 values, and of decoded operands."""
 
     def __init__(self) -> None:
         super().__init__()

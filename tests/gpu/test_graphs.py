@@ -1,4 +1,4 @@
-"""What only CUDA has: nothing waits for the device, graphs draw fresh random bits, memory ends."""
+"""Behaviour of CUDA only: no wait for the device, fresh random bits in graphs, bounded memory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def sync_debug_mode(mode: str) -> Iterator[None]:
 def test_nothing_waits_for_the_device(cuda, recipe):
     model = build(recipe, cuda) if recipe != "bf16" else nn.Linear(128, 64).to(cuda, torch.bfloat16)
     x = torch.randn(96, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
-    for mode in ("default", "error"):  # the first run may set up what lasts
+    for mode in ("default", "error"):  # the first run may allocate lasting state
         with sync_debug_mode(mode):
             model(x).sum().backward()
             mf.step(model)
@@ -55,7 +55,7 @@ def test_no_cast_waits_for_the_device(cuda):
 
 
 def captured(run: Any) -> torch.cuda.CUDAGraph:
-    """run() in a graph, after a run on a stream of its own that sets up what lasts."""
+    """Captures run() in a graph, after a run on another stream that allocates lasting state."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):
@@ -90,7 +90,7 @@ def test_a_graph_replays_with_fresh_bits_and_eagers_bytes(cuda):
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"])
 def test_a_layers_forward_and_backward_in_a_graph(cuda, recipe):
-    """The hook that advances rng is in the graph too: each replay is the next eager step."""
+    """Captures the hook that advances rng too: each replay is the next eager step."""
     eager, model = build(recipe, cuda), build(recipe, cuda)
     x, _, _, g = (t.to(cuda) for t in layer_data((96, 128, 64), torch.bfloat16))
     inputs = [x.clone().requires_grad_() for _ in range(2)]
@@ -121,8 +121,9 @@ def test_a_layers_forward_and_backward_in_a_graph(cuda, recipe):
 
 
 def test_replays_read_the_weight_as_it_then_is(cuda):
-    """A weight that eager forwards had kept in codes is quantized again in the graph, and by eager
-    forwards after a replay, whose writes nobody counts."""
+    """Quantizes a cached weight again in the graph, and in eager forwards after a replay.
+
+    torch does not count the writes of a replay."""
     model = build("nvfp4", cuda)
     weight = model[0].weight
     x = torch.randn(96, 128, device=cuda, dtype=torch.bfloat16)
@@ -146,7 +147,7 @@ def test_replays_read_the_weight_as_it_then_is(cuda):
 
 
 def test_each_stream_quantizes_for_itself(cuda):
-    """q, k and v on streams of their own, and a weight met on another stream than before."""
+    """Runs q, k and v on three streams, and reads a weight on another stream than before."""
     projections = nn.ModuleDict({n: nn.Linear(128, 128) for n in ("wq", "wk", "wv")})
     mf.quantize_(projections, "mxfp8", verbose=False)
     projections.to(cuda, torch.bfloat16)
@@ -183,7 +184,7 @@ def test_out_of_memory_leaves_a_layer_usable(cuda):
 
 
 def test_compiled(cuda):
-    """Inductor's GELU differs in the last bits, so what follows it does too."""
+    """Allows for Inductor's GELU, which differs in the last bits."""
     eager, model = build("nvfp4", cuda), build("nvfp4", cuda)
     compiled = torch.compile(model, fullgraph=True)
     x, _, _, g = (t.to(cuda) for t in layer_data((96, 128, 64), torch.bfloat16))

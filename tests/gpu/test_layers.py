@@ -26,7 +26,7 @@ SIZES = [(256, 384, 128), (45, 70, 37)]  # M, K, N: whole blocks, and multiples 
 
 @contextlib.contextmanager
 def saved_tensors() -> Iterator[list[Tensor]]:
-    """What forward keeps for backward, in order."""
+    """Lists the tensors that forward saves for backward, in order."""
     kept: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
@@ -49,21 +49,21 @@ def run_layer(device: torch.device, recipe: str, data: list[Tensor]) -> dict[str
 
 
 def is_fp8(product: mf.Product) -> bool:
-    """May run on FP8 tensor cores, whose sums are shorter than fp32."""
+    """Tells whether FP8 tensor cores may run it, whose sums are shorter than fp32."""
     families = {"tensor", "row", "1x128", "128x128"}
     specs = [spec.split("+")[0] for spec in (product.a, product.b)]
     return all(s.startswith("e") and s.split("/")[1] in families for s in specs)
 
 
 def is_powers_of_two_fp4(product: mf.Product) -> bool:
-    """May run as an FP8 product of the same values."""
+    """Tells whether it may run as an FP8 product of the same values."""
     return all(
         s.startswith("mxfp4") or ("nvfp4" in s and "+pow2" in s) for s in (product.a, product.b)
     )
 
 
 def tolerance(product: mf.Product, dtype: torch.dtype) -> float:
-    """Largest relative error of a whole result, in the Frobenius norm, between two engines.
+    """Returns the largest relative error, in the Frobenius norm, between two engines.
 
     Exact products: fp32 sums of up to 400 terms in two orders, 400 * 2^-24 in the worst case; where
     the result is bf16, both round it once, and differ by at most one place, 2^-8. FP8 tensor cores
@@ -164,8 +164,10 @@ def test_non_finite_input_is_never_silent(device, recipe, bad):
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed", "fp8_rowwise", "mxfp8", "mxfp4"])
 def test_ten_steps_of_training(device, recipe):
-    """The same start on both devices: losses fall alike. bf16 sums in another order and codes that
-    flip with them move single losses by a percent or two, not more."""
+    """Trains from one start on both devices, and compares the losses.
+
+    bf16 sums in another order, and codes that flip with them, change single losses by a percent or
+    two."""
     losses = []
     for place in (torch.device("cpu"), device):
         model = build(recipe, place)
@@ -188,7 +190,7 @@ def test_ten_steps_of_training(device, recipe):
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("recipe", [r for r in PRESETS if r != "bf16"])
 def test_what_is_reused_is_what_would_be_computed(device, recipe, autocast):
-    """Micro-batches on a weight and siblings on an input, against layers that reuse nothing."""
+    """Compares micro-batches and sibling layers with layers that reuse nothing."""
     torch.manual_seed(0)
     model = nn.ModuleDict({n: nn.Linear(128, 96) for n in ("q_proj", "k_proj", "v_proj")})
     mf.quantize_(model, recipe, verbose=False)
@@ -217,7 +219,7 @@ def test_what_is_reused_is_what_would_be_computed(device, recipe, autocast):
 
 
 def bad_calls(device: torch.device) -> dict[str, Any]:
-    """Calls that every device must refuse in the same words."""
+    """Lists calls that every device must refuse with the same message."""
     x = torch.ones(4, 64, device=device)
     w = torch.ones(6, 64, device=device)
     byte = torch.ones(4, 4, dtype=torch.uint8, device=device)

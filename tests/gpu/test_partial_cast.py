@@ -40,7 +40,7 @@ DTYPES = [
 
 @dataclass
 class Shards:
-    """The operators' lists: one entry a direction of a weight."""
+    """The operators' lists, with one entry for each direction of a weight."""
 
     masters: list[Tensor] = field(default_factory=list)
     specs: list[str] = field(default_factory=list)
@@ -100,7 +100,7 @@ def add_shard(
 
 
 def pair_cuts(rows: int, cols: int) -> list[tuple[int, int]]:
-    """The whole, shards that begin and end with rows of any number, ragged ones, and none."""
+    """Lists cuts: the whole, shards of any rows, ragged ones, and an empty one."""
     size = rows * cols
     third = rows // 3
     return [
@@ -127,7 +127,7 @@ def given_amax(spec: str) -> Tensor | None:
 
 
 def mixed(seed: int, kind: str, count: int) -> Shards:
-    """Weights of all formats, each cut somewhere."""
+    """Makes weights of all formats, each with a cut."""
     pick, shards = random.Random(seed), Shards()
     for i in range(count):
         shape = pick.choice(SHAPES)
@@ -143,7 +143,7 @@ def mixed(seed: int, kind: str, count: int) -> Shards:
 
 
 def require_same_outputs(there, host, what):
-    """Runs both; amaxes, codes and scales agree to the byte."""
+    """Runs both devices, and compares amaxes, codes and scales byte by byte."""
     require_same(there.run(), host.run(), f"amaxes, {what}")
     for (name, got), want in zip(there.outputs().items(), host.outputs().values()):
         if got.element_size() == 1:
@@ -273,7 +273,7 @@ def test_nothing_waits_for_the_device_and_graphs_repeat_it(cuda):
 
 @pytest.mark.parametrize("kind", ["normal", "wide", "special", "zeros"])
 def test_rules_that_read_values_have_the_bytes_of_the_cpu(device, kind):
-    """Shards of a whole weight: the choices are made by the cast itself."""
+    """Casts shards of a whole weight, in which the cast itself makes the choices."""
     shards = Shards()
     specs = ("nvfp4+4over6", "nvfp4/16x16+4over6")
     for i, shape in enumerate([(16, 16), (33, 70), (130, 144), (257, 48), (1024, 1536)]):

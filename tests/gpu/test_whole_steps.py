@@ -23,7 +23,7 @@ LIMIT = 2.0**-8
 
 
 class Block(nn.Module):
-    """Layers and a ReLU. No value has two readers, whose gradients fused kernels sum in fp32."""
+    """Layers and a ReLU. Each value has one reader: fused kernels add gradients of two in fp32."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +43,7 @@ def build(recipe: str, device: torch.device) -> nn.Module:
 
 
 def loss_of(y: Tensor) -> Tensor:
-    """Large enough that its gradients are no zeros in E5M2 before a history gives their scale."""
+    """Computes a loss with gradients that are not zero in E5M2 before a history scales them."""
     return 1e3 * y.float().square().mean()
 
 
@@ -54,7 +54,7 @@ def batches(device: torch.device) -> list[Tensor]:
 
 
 def train(model: nn.Module, run: Any, inputs: list[Tensor]) -> list[Tensor]:
-    """The first weight's gradient in each step; weights move by plain SGD."""
+    """Trains with SGD; returns the first weight's gradient in each step."""
     optimizer = torch.optim.SGD(model.parameters(), lr=RATE)
     gradients = []
     for x in inputs:
@@ -81,7 +81,7 @@ def test_reduce_overhead(cuda, recipe):
 
 @pytest.mark.parametrize("recipe", [r for r in mf.presets() if mf.Recipe(r).is_stochastic])
 def test_reduce_overhead_draws_fresh_bits(cuda, recipe):
-    """With a learning rate of zero and one batch, gradients differ by their random bits alone."""
+    """Trains with a rate of zero on one batch: only random bits change the gradients."""
     model = build(recipe, cuda)
     torch.compiler.reset()
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
@@ -98,7 +98,7 @@ def test_reduce_overhead_draws_fresh_bits(cuda, recipe):
 
 @pytest.mark.parametrize("recipe", mf.presets())
 def test_a_captured_step_is_eagers(cuda, recipe):
-    """Forward, backward, SGD and mf.step in one graph: each replay is the next eager step."""
+    """Captures forward, backward, SGD and mf.step: each replay is the next eager step."""
     eager, model = build(recipe, cuda), build(recipe, cuda)
     inputs, static = batches(cuda), torch.empty(TOKENS, WIDTH, device=cuda, dtype=torch.bfloat16)
 

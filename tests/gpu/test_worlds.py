@@ -44,7 +44,7 @@ PARALLEL = [*GATHERED, "fp8_delayed", "nvfp4_pow2", "mxfp8_nvfp4"]
 PRIMARY = ["fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4"]
 REUSED = ["fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"]
 TIMEOUT = 20  # of the process group that loses a rank, in seconds
-# How an engine's words begin that name a lost peer. NCCL knows none: torch's watchdog ends it.
+# Texts of errors about a lost peer. NCCL raises none: torch's watchdog ends the process.
 LOST_OVER = {"cpu": LOST, "cuda": ("collective operation timeout", "NCCL error")}
 
 
@@ -73,7 +73,7 @@ def require_same_parts(got: mf.Quantized, want: mf.Quantized, what: str) -> None
 
 
 class Block(nn.Module):
-    """What is sharded: its layer's weight is whole inside the forward."""
+    """The sharded module: its layer's weight is whole inside the forward."""
 
     def __init__(self, n: int, k: int) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Block(nn.Module):
 
 
 def check_weight(recipe: str, n: int, k: int, device: torch.device) -> None:
-    """The rowwise codes before forward, the columnwise ones before backward, twice."""
+    """Checks the rowwise codes before forward and the columnwise ones before backward, twice."""
     weight = normal(n, n, k)
     model = nn.Sequential(Block(n, k), nn.Identity())
     with torch.no_grad():
@@ -164,7 +164,7 @@ def test_sharded_masters(device):
 def require_close_layers(
     got: list[Tensor], want: list[Tensor], case: Case, ranks: int, where: Any
 ) -> None:
-    """The tolerance of sums of 400 terms, for these of 1024 at most."""
+    """Compares within the tolerance of 400-term sums, for sums of at most 1024 terms."""
     recipe, dtype = case.recipe, case.x.dtype
     limits = [tolerance(p, dtype) for p in (recipe.fprop, recipe.dgrad, recipe.wgrad)]
     for name, a, b, limit in zip(RESULTS, got, want, [*limits, 400 * 2.0**-24]):
@@ -172,7 +172,7 @@ def require_close_layers(
 
 
 def sums_are_exact(recipe: mf.Recipe, device: torch.device) -> bool:
-    """Of small integers, but where FP8 or block-scaled tensor cores sum."""
+    """Tells whether sums are exact: of small integers, except on FP8 or block-scaled engines."""
     if device.type == "cpu":
         return True
     major, minor = torch.cuda.get_device_capability(device)
@@ -185,7 +185,7 @@ def sums_are_exact(recipe: mf.Recipe, device: torch.device) -> bool:
 
 
 def require_like_models(got: Tensor, want: Tensor, recipe: str, where: Any) -> None:
-    """Equal, or within the tolerance of two layers whose sums are cut."""
+    """Compares for equality, or within the tolerance of two layers whose sums are cut."""
     if sums_are_exact(mf.Recipe(recipe), got.device):
         assert torch.equal(got, want), where
     else:
@@ -193,13 +193,13 @@ def require_like_models(got: Tensor, want: Tensor, recipe: str, where: Any) -> N
 
 
 def test_tensor_parallel_layers(device):
-    """Each rank's operands are one GPU's bytes, x whole, along K, or its tokens."""
+    """Checks each rank's operands against one GPU's bytes: x whole, along K, or its tokens."""
     run_ranks(device, check_layers, PARALLEL, device.type, require_close_layers)
 
 
 @pytest.mark.parametrize(("ranks", "tensor_parallel"), [(2, 2), (4, 4), (4, 2)])
 def test_parallel_models(device, ranks, tensor_parallel):
-    """Tensor parallel, sequence parallel, and with codes gathered; on four over FSDP2 as well."""
+    """Checks tensor and sequence parallelism, also with gathered codes, and FSDP2 on four."""
     how = tensor_parallel, device.type, require_like_models
     run_ranks(device, check_models, EXACT, *how, ranks=ranks)
 
@@ -244,7 +244,7 @@ def test_training_is_one_process(device, tmp_path):
 
 
 def lose_a_rank(rank: int, kind: str) -> None:
-    """In its second backward, when the other goes on to gather and to reduce gradients."""
+    """Ends a rank in its second backward, while the other gathers and reduces gradients."""
     device = device_of(rank, kind)
     model = sharded(built("nvfp4").to(device))
     for is_last in (False, True):
@@ -257,7 +257,7 @@ def lose_a_rank(rank: int, kind: str) -> None:
 
 
 def test_the_other_ends_when_a_rank_is_lost(device):
-    """Within the group's timeout, that of torch's dump after it, and the start of the ranks."""
+    """Waits for the group's timeout, torch's dump after it, and the start of the ranks."""
     require_gpus(device, RANKS)
     begin = time.monotonic()
     first, second = last_words(RANKS, lose_a_rank, device.type, seconds=TIMEOUT, kind=device.type)

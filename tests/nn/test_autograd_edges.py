@@ -1,5 +1,5 @@
-"""Autograd's edges: derivatives that a quantized product does not have are errors, and tensors that
-backward reads as they are may not change in between.
+"""Autograd's edges: second derivatives of quantized products are errors, and tensors that backward
+reads must not change before it.
 """
 
 import minifloat as mf
@@ -187,7 +187,7 @@ def test_random_state_must_stay_until_backward():
 
 @pytest.mark.parametrize("out_dtype", [torch.float32, torch.bfloat16])
 def test_an_fp32_operand_under_bf16_is_the_identity_everywhere(out_dtype):
-    """All values are integers up to 2^10, so that fp32 sums of 32 products are exact."""
+    """Uses integers up to 2^10, so that fp32 sums of 32 products are exact."""
     torch.manual_seed(0)
     x = torch.randint(-512, 513, (8, K)).float() + 0.0
     w = torch.randint(-4, 5, (N, K)).float()

@@ -143,7 +143,7 @@ def build(recipe, **arguments):
 
 
 def results(model, run, n):
-    """The output, every gradient, and the state after one step."""
+    """Returns the output, every gradient, and the state after one step."""
     torch.manual_seed(n)
     x, g = torch.randn(n, 64, requires_grad=True), torch.randn(n, 32)
     model.zero_grad()
@@ -215,7 +215,7 @@ def test_autocast_and_checkpoint_under_compile():
 
     def run(m):
         def forward(x):
-            m[0].rng_state.tensor[1].add_(1)  # what the root's hook does
+            m[0].rng_state.tensor[1].add_(1)  # as the root's hook does
             with torch.autocast("cpu", dtype=torch.bfloat16):
                 y = checkpoint(m[0], x, use_reentrant=False)
                 return m[2](m[1](y)).float()
@@ -246,7 +246,7 @@ def test_inductor():
     compiled = torch.compile(model, fullgraph=True, dynamic=True)
     for n in BATCHES[:2]:
         a, b = results(eager, eager, n), results(model, compiled, n)
-        # Inductor's GELU differs in the last bits, so what follows it does too.
+        # Inductor's GELU differs in the last bits, and so do the layers after it.
         for got, want in zip(b, a):
             assert torch.allclose(got, want, rtol=0.1, atol=0.1 * want.abs().max())
         assert torch.equal(a[-1], b[-1])

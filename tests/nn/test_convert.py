@@ -1,4 +1,4 @@
-"""mf.quantize_ and mf.restore_: what changes, what does not, and what the report says."""
+"""mf.quantize_ and mf.restore_: their changes to a model, and the report."""
 
 import copy
 import io
@@ -231,7 +231,7 @@ def test_deepcopy_pickle_and_torch_save():
         assert torch.equal(twin(TOKENS), want)
         assert (
             layers[0].up.rng_state.tensor[1] == 2
-        )  # the twin's own hook advanced the twin's own state
+        )  # the hook of the twin advanced the twin's state
 
 
 def test_state_dicts_go_both_ways():

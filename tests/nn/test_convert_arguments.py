@@ -16,7 +16,7 @@ def build():
 
 
 def snapshot(model):
-    """Everything that conversion may change, with the identity of each part."""
+    """Records all that conversion may change, with the identity of each object."""
     state = {}
     for name, module in model.named_modules():
         state[name] = (
@@ -71,7 +71,7 @@ def test_quantize_checks_first(arguments, error, message, recipe):
 
 
 def fail_at(monkeypatch, name, n):
-    """Makes the nth call of a function that conversion uses run out of memory."""
+    """Makes the nth call of a function of the conversion run out of memory."""
     original, calls = getattr(convert, name), []
 
     def failing(*args, **kwargs):

@@ -1,5 +1,5 @@
-"""Layers whose weight or class is not the usual one: parametrized, pruned, normalised, subclasses,
-meta, inference mode, memory that is not contiguous. They work, or a sentence says why not.
+"""Layers with an unusual weight or class: parametrized, pruned, normalised, subclasses, meta,
+inference mode, memory that is not contiguous. They work, or the report has the reason.
 """
 
 import copy
@@ -108,7 +108,7 @@ def test_a_pruned_bias():
 
 
 def product(layer, x):
-    """The layer's result by its parts: the weight that it has now, under its recipe."""
+    """Computes the layer's result from its present weight, under its recipe."""
     return mf.linear(x, layer.weight.detach(), layer.bias, "mxfp8")
 
 

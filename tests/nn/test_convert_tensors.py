@@ -1,5 +1,5 @@
 """Weights in unusual states: on meta, made under inference_mode, swapped, in other strides; and
-parts of a model that are restored alone.
+modules of a model that are restored alone.
 """
 
 import copy
@@ -29,7 +29,7 @@ def batch():
 
 
 def require_same_training(model, twin, steps=2):
-    """Results, gradients and training state of both, bit for bit."""
+    """Compares results, gradients and training state of two models, bit for bit."""
     for _ in range(steps):
         results = []
         for m in (model, twin):
@@ -132,7 +132,7 @@ def test_conversion_and_moves_under_inference_mode_leave_a_model_to_train(recipe
 
 
 def strided(model, name):
-    """The same values in other memory."""
+    """Copies values to memory with other strides."""
     for layer in model:
         weight = layer.weight.detach()
         if name == "transposed":

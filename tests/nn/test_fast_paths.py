@@ -1,5 +1,5 @@
 """torch's fast paths, which read weights without calling layers, are off where layers are
-converted. Both are found by the ops that run: torch's fused op, and one product a converted layer.
+converted. The ops that run show both: torch's fused op, and one product a converted layer.
 """
 
 import copy
@@ -28,7 +28,7 @@ class Ops(TorchDispatchMode):
 
 
 def ops_of(model, *args, **kwargs):
-    """How many fused layers and converted layers one evaluation runs."""
+    """Counts the fused layers and the converted layers that one evaluation runs."""
     with torch.no_grad(), Ops() as ops:
         model(*args, **kwargs)
     fused = ops.names.count("aten::_transformer_encoder_layer_fwd")

@@ -17,7 +17,7 @@ M, K, N = 45, 70, 37  # no multiple of any block
 
 
 def history(length: int = 4, amax: float = 3.0) -> torch.Tensor:
-    """An amax history with an amax in force."""
+    """Makes an amax history with an active amax."""
     h = torch.zeros(6, 1 + length)
     h[:, 0] = amax
     return h
@@ -32,7 +32,7 @@ def data(dtype=torch.float32, seed=0, shape=(M, K)):
 
 
 def operand(x: torch.Tensor, spec: str, columnwise: bool, stream: str) -> torch.Tensor:
-    """The values that a product reads, in float64, quantized by the operator on its own."""
+    """Quantizes an operand by the operator, and returns its values in float64."""
     x = x.detach()
     if spec == "bf16":
         return (x.t() if columnwise else x).double()
@@ -47,7 +47,7 @@ def operand(x: torch.Tensor, spec: str, columnwise: bool, stream: str) -> torch.
 
 
 def reference(recipe: mf.Recipe, x, w, g):
-    """y, dx, dW in float64 from the dequantized operands, and the same of their magnitudes."""
+    """Computes y, dx, dW in float64 from the dequantized operands, and from their magnitudes."""
     p = recipe
     pairs = [
         (operand(x, p.fprop.a, False, "x/fprop"), operand(w, p.fprop.b, False, "w/fprop")),
@@ -58,8 +58,10 @@ def reference(recipe: mf.Recipe, x, w, g):
 
 
 def require_close(got, want, magnitude, dtype, what):
-    """fp32 sums of k products err by at most k * 2^-24 of the sum of magnitudes, and NVFP4's values
-    by three roundings more; bf16 rounds the result once, by at most 2^-9 of it."""
+    """Compares a result with its reference, within a bound.
+
+    fp32 sums of k products err by at most k * 2^-24 of the sum of magnitudes, and NVFP4's values by
+    three roundings more. bf16 rounds the result once, by at most 2^-9 of it."""
     bound = 80 * 2.0**-23 * magnitude + (2.0**-8 * want.abs() if dtype == torch.bfloat16 else 0)
     excess = ((got.double() - want).abs() - bound).max()
     assert excess <= 0, f"{what}: past its bound by {excess}"
@@ -80,7 +82,7 @@ def test_products_are_those_of_the_operands(text, dtype):
 
 
 def test_bf16_is_torchs_own_linear():
-    """In fp32: a product of two fp32 values may be rounded or fused, one rounding more a term."""
+    """Compares in fp32: products may be rounded or fused, so a term has one rounding more."""
     x, w, b, g = data()
     ours = torch.autograd.grad(mf.linear(x, w, b, "bf16"), (x, w, b), g)
     theirs = torch.autograd.grad(torch.nn.functional.linear(x, w, b), (x, w, b), g)
@@ -160,14 +162,14 @@ def test_non_contiguous_inputs():
 
 
 class CountOps(TorchDispatchMode):
-    """The minifloat ops that run, and which directions quantize was asked for."""
+    """A record of the minifloat ops that run, and of the directions that they quantize."""
 
     def __init__(self):
         super().__init__()
         self.directions, self.products = [], 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is ops.linear.default:  # inference mode hands it over whole
+        if func is ops.linear.default:  # inference mode dispatches the composite op
             with self:
                 return func.decompose(*args, **(kwargs or {}))
         if func is ops.quantize.default:
@@ -219,7 +221,7 @@ def test_no_grad_keeps_nothing():
     ],
 )
 def test_saved_bytes(recipe, x_bytes, w_bytes):
-    """Codes and scales of the operands that dgrad and wgrad read; 64 bytes for amaxes and rng."""
+    """Counts codes and scales of the operands of dgrad and wgrad; 64 bytes for amaxes and rng."""
     m, k, n = 256, 512, 128
     x = torch.randn(m, k, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(n, k, dtype=torch.bfloat16, requires_grad=True)

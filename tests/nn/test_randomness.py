@@ -1,4 +1,4 @@
-"""Stochastic rounding in layers: the same bits where they must be, others where they must not."""
+"""Stochastic rounding in layers: where random bits must repeat, and where they must differ."""
 
 import minifloat as mf
 import pytest

@@ -51,7 +51,7 @@ def require_all_differ(results):
 
 
 class Trained(nn.Module):
-    """As trainers write it: the root's forward is never called."""
+    """A model whose root's forward is never called, as in some trainers."""
 
     def __init__(self):
         super().__init__()
@@ -124,7 +124,7 @@ def test_parts_that_are_converted_one_by_one_draw_their_own_bits():
 
 
 def test_parts_deep_in_two_models():
-    """Names that are equal up to a grandparent still give different bits."""
+    """Checks that names which are equal up to a grandparent still have different bits."""
     model = nn.ModuleDict({n: nn.ModuleDict({"mlp": block()}) for n in ("a", "b")})
     for part in model.values():
         converted(model=part["mlp"])
@@ -152,7 +152,7 @@ def test_a_copy_goes_on_and_repeats_nothing(make, forwards):
     twin = make(model)
     own = gradients(twin, twin.parameters(), x, g)
     require_all_differ([*past, own])
-    # The copied state is the original's: each goes on from there.
+    # The copied state equals the original's, and both advance from it.
     assert are_equal(own, gradients(model, model.parameters(), x, g))
 
 
@@ -175,8 +175,8 @@ def test_a_restored_state_repeats():
 @pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
 @pytest.mark.parametrize("is_reentrant", [False, True])
 @pytest.mark.parametrize("recipe", [RECIPE, STOCHASTIC_FORWARD])
-def test_recomputed_forwards_in_flight_get_the_bits_of_their_own(recipe, is_reentrant, order):
-    """Three forwards, then their backward passes in any order, as pipelines run them."""
+def test_recomputed_forwards_in_flight_get_the_original_bits(recipe, is_reentrant, order):
+    """Runs three forwards, then their backward passes in any order, as pipelines do."""
     model, twin = converted(recipe), converted(recipe)
     x, g = data()
 
@@ -199,7 +199,7 @@ def test_recomputed_forwards_in_flight_get_the_bits_of_their_own(recipe, is_reen
 
 
 def test_the_first_checkpointed_block_of_a_training_step():
-    """No root's hook runs before it: the block itself begins the forward."""
+    """Begins a forward in the block itself: no root's hook runs before."""
     results = []
     for is_checkpointed in (False, True):
         model = converted(STOCHASTIC_FORWARD, Trained())

@@ -59,7 +59,7 @@ def test_micro_batches_quantize_a_weight_once_a_step(recipe, autocast):
         counts.append(casts(lambda i=i, r=results: r.extend(step(model, optimizers[0], i)), (N, K)))
         for got, want in zip(results, step(twin, optimizers[1], i)):
             require_same(got, want)
-    assert counts == [2, 1, 1, 1]  # the first step cannot know that it has another micro-batch
+    assert counts == [2, 1, 1, 1]  # the first step does not expect another micro-batch
     for p, q in zip(model.parameters(), twin.parameters()):
         require_same(p, q)
 
@@ -143,7 +143,7 @@ def test_evaluation_first_then_gradients():
     with torch.no_grad():
         for _ in range(3):
             require_same(model(x), twin(x))
-    assert held(model)[4].numel() == 0  # only what a forward reads
+    assert held(model)[4].numel() == 0  # only the codes that a forward reads
     for m in (model, twin):
         mf.load_training_state(m, {"rng": torch.tensor([0, 7])})
     got, want = (torch.autograd.grad(m(x).sum(), [x, *m.parameters()]) for m in (model, twin))
@@ -184,7 +184,7 @@ def test_other_parameters_are_never_reused():
 
 
 def test_delayed_scales_are_followed():
-    """A weight's codes are of the amax in force: after mf.step, and after another state."""
+    """Checks codes after mf.step and after another state is loaded: the active amax differs."""
     model = layer("fp8_delayed")
     twin = without_reuse(model)
     x = batch(1)

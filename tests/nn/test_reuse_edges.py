@@ -1,4 +1,4 @@
-"""Codes that are reused are current: after writes that torch does not count, and under threads."""
+"""Reused codes are current: after writes that torch does not count, and under threads."""
 
 import copy
 import threading
@@ -27,7 +27,7 @@ def batch(seed=1):
 
 
 def uncounted_writes(weight):
-    """Writes that leave weight._version as it is."""
+    """Writes to a weight without a change of weight._version."""
     shift = torch.randn(N, K)
     address = weight.data_ptr()
 
@@ -125,7 +125,7 @@ def test_a_shared_input_that_is_another_one_or_refilled():
 
 @pytest.mark.parametrize("is_training", [False, True])
 def test_threads_do_not_get_each_others_codes(is_training):
-    """One thread in fp32 and one under autocast, of one model."""
+    """Runs one model in a thread in fp32 and in another under autocast."""
     model, x = layer().train(is_training), batch()
     want = {}
     for autocast in (False, True):
@@ -200,7 +200,7 @@ def test_nothing_is_reused_outside_of_training():
 @pytest.mark.usefixtures("no_fingerprints")
 @pytest.mark.parametrize("resets", ["None", "zero_"])
 def test_updates_by_hand_through_data(resets):
-    """No optimizer of torch's and no mf.step: the weight changes uncounted in every iteration."""
+    """Changes the weight in every iteration without torch's optimizers and mf.step."""
     model, twin = layer(), layer()
     twin[0].weight_codes = None
     for i in range(8):
@@ -234,7 +234,7 @@ def test_a_merge_between_two_steps():
 
 
 def test_swapped_tensors():
-    """load_state_dict may exchange parameters by swap_tensors, which allows no weak reference."""
+    """Loads a state dict by swap_tensors, which allows no weak reference."""
     model, x = layer(), batch()
     with torch.no_grad():
         for _ in range(3):
@@ -256,7 +256,7 @@ def test_swapped_tensors():
 
 
 def test_a_copied_layer_has_no_reference_to_its_originals_memory():
-    """torch copies the attributes of a parametrized layer by themselves."""
+    """Copies the attributes of a layer separately, as torch does for a parametrized layer."""
     model, x = layer(), batch()
     for _ in range(3):
         model(x)

@@ -1,4 +1,4 @@
-"""Delayed scaling against a plain loop, and the training state through checkpoints."""
+"""Delayed scaling against a loop in Python, and the training state through checkpoints."""
 
 import copy
 import math
@@ -17,7 +17,7 @@ FLT_MAX = torch.finfo(torch.float32).max
 
 
 def delayed_amax(history, algorithm, margin):
-    """The rule for one operand, entry by entry. history: the amax in force, then newest first."""
+    """Computes the rule for one operand. history: the active amax, then newest first."""
     previous, *seen = history
     usable = [h for h in seen if math.isfinite(h) and h != 0]
     if not usable:
@@ -101,7 +101,7 @@ def test_products_use_the_amax_in_force():
     layer(x)
     mf.step(layer)
     force = layer.amax_history[:, 0]
-    y = layer(10 * x)  # ten times past the amax in force: saturates
+    y = layer(10 * x)  # ten times the active amax: saturates
     a = mf.quantize(10 * x, "e4m3/tensor", amax=force[0])
     b = mf.quantize(layer.weight.detach(), "e4m3/tensor", amax=force[1])
     assert torch.equal(y, mf.scaled_mm(a, b, fast=True, out_dtype=torch.float32))

@@ -1,4 +1,4 @@
-"""Eager layers call kernels past the dispatcher: the same bytes, and whoever is to see ops does."""
+"""Eager layers call kernels without the dispatcher: equal bytes, and modes still see the ops."""
 
 import minifloat as mf
 import pytest
@@ -9,7 +9,7 @@ RECIPES = ["fp8_delayed", "fp8_tensorwise", "fp8_blockwise", "mxfp8", "nvfp4", "
 
 
 class Seen(TorchDispatchMode):
-    """The names of minifloat's ops below it."""
+    """A mode that records the names of minifloat's ops."""
 
     def __init__(self):
         super().__init__()
@@ -82,7 +82,7 @@ def test_inference_mode_has_the_same_bytes(recipe):
 
 
 def test_what_is_saved_does_not_hold_what_is_not():
-    """x's columnwise codes alone: the rowwise ones are of another allocation, gone by then."""
+    """Saves only x's columnwise codes: the rowwise ones are another allocation, freed by then."""
     layer, x = layer_and_input("mxfp8")
     layer.weight.requires_grad_(True)
     storages = {}

@@ -1,4 +1,4 @@
-"""Which engine multiplies what, on GPUs of any capability: no GPU is needed to decide it."""
+"""The engine of each product on GPUs of any capability. The choice needs no GPU."""
 
 import pytest
 import torch

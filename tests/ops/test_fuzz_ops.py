@@ -1,7 +1,7 @@
 """No input ends the process: seeded hostile calls of every op and every public function.
 
-The calls run in processes of their own (fuzz_ops.py), which a crash ends. A failure prints the
-command that repeats it.
+The calls run in other processes (fuzz_ops.py), which a crash ends. A failure prints the command
+that repeats the call.
 """
 
 import subprocess
@@ -47,7 +47,7 @@ def test_every_op_and_public_function_has_a_valid_call():
 
 @pytest.mark.parametrize("name", fuzz_ops.names())
 def test_the_valid_calls_are_valid(name):
-    """Unchanged, they return: hostile changes start from what an op accepts."""
+    """Runs the unchanged calls: hostile changes start from arguments that an op accepts."""
     from random import Random
 
     for seed in range(20):
@@ -79,7 +79,7 @@ def run_calls(seed, first, calls, state):
 
 
 def faults_of(seed, calls, folder):
-    """What went wrong in the calls of one seed; past a death it goes on with the next call."""
+    """Lists the faults of the calls of one seed. After a crash the next call follows."""
     found, first, state = [], 0, folder / f"state{seed}"
     for _ in range(MOST_DEATHS):
         done = run_calls(seed, first, calls - first, state)

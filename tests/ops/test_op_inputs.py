@@ -1,5 +1,5 @@
-"""What ops and public functions refuse, one clear error each: the inputs that once ended a process,
-were ignored, or were cut short. test_fuzz_ops.py looks for others."""
+"""Inputs that ops and public functions refuse, each with a clear error. They once ended a process,
+were ignored, or were truncated. test_fuzz_ops.py searches for others."""
 
 import pickle
 
@@ -32,7 +32,7 @@ def test_an_origin_has_two_numbers(origin):
     "origin", [(2**32, 0), (2**32 - 1, 0), (0, 2**36), (0, 2**36 - 16), (2**63 - 1, 0), (-1, 0)]
 )
 def test_origins_where_random_bits_repeat_are_refused(origin, columnwise):
-    """Row 2^32 had the bits of row 0, column 2^36 those of column 0."""
+    """Refuses row 2^32, which had row 0's bits, and column 2^36, which had column 0's."""
     x = torch.randn(2, 32)
     if columnwise:
         x, origin = x.t().contiguous(), origin[::-1]
@@ -75,7 +75,7 @@ def test_operands_have_the_rows_of_what_they_stand_for():
 
 
 def test_a_forward_that_fails_leaves_the_history():
-    """The amax of x was written before the weight was refused."""
+    """Checks that a refused weight leaves the amax of x unwritten."""
     history = torch.zeros(6, 4)
     weight = mf.QuantizedTensor.from_tensor(torch.randn(8, 32), "mxfp8")
     with refused("asked for rowwise"):
@@ -135,7 +135,7 @@ SHORT = {
 
 @pytest.mark.parametrize("change", SHORT)
 def test_casts_refuse_amaxes_of_another_layout(change):
-    """They were written past their end."""
+    """Refuses amaxes that the cast wrote past their end."""
     args = cast_arguments()
     args["amax"] = [SHORT[change](args["amax"][0])]
     before = args["amax"][0].clone()
@@ -149,7 +149,7 @@ def test_casts_refuse_amaxes_of_another_layout(change):
 
 @pytest.mark.parametrize("change", SHORT)
 def test_a_weight_is_made_of_whole_parts(change):
-    """Also where torch.load makes it: what reads and writes a weight's memory trusts its parts."""
+    """Checks a weight's parts, also under torch.load: kernels do not check their memory again."""
     q = mf.quantize(torch.randn(16, 32), "e4m3/row")
     bad = Quantized(q.codes, q.scale, SHORT[change](q.amax), q.spec, q.shape)
     with refused("rowwise: expected amax of e4m3/row"):
@@ -177,7 +177,7 @@ def test_freed_memory_is_refused(spec, name):
 
 
 def test_tensors_of_two_devices_are_refused():
-    """A meta tensor among others made results of memory that nothing had written."""
+    """Refuses a meta tensor among others, which gave results of unwritten memory."""
     q = mf.quantize(torch.randn(16, 32), "nvfp4")
     with refused("scale on cpu, got meta"):
         ops.dequantize(q.codes, q.scale.to("meta"), q.amax, q.spec, 32)
@@ -201,8 +201,8 @@ def test_layouts_are_checked():
         ops.even_cuts(2**40, 2**40, 2)
 
 
-def test_fragments_lie_within_their_pieces_and_wires():
-    """They were copied from foreign memory."""
+def test_fragments_lie_within_shard_codes_and_flat_codes():
+    """Refuses fragments that were copied from foreign memory."""
     layout = ops.fragment_layout(["mxfp8"], [16], ops.even_cuts(2, 16, 2), 2)
     gathered, wire = torch.ones(2 * layout[-1], dtype=torch.uint8), torch.zeros(2, 16).byte()
     ops.merge_fragments(gathered, [wire], layout, 2)
@@ -266,7 +266,7 @@ def flops(run):
 @pytest.mark.parametrize("recipe", [name for name in mf.presets() if name != "bf16"])
 @pytest.mark.parametrize("shape", [(48, 64, 80), (5, 7, 33)])
 def test_layers_count_the_operations_of_nn_linear(recipe, shape):
-    """2 M N K a product, forward and backward; blocks and transforms add none."""
+    """Counts 2 M N K a product, forward and backward; blocks and transforms add none."""
     m, n, k = shape
     x = torch.randn(m, k, requires_grad=True)
     plain = nn.Sequential(nn.Linear(k, n))

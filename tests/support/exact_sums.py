@@ -26,7 +26,7 @@ LARGEST = 7.0  # 448 = 7 * 2^6 and 57344 = 7 * 2^13, the largest E4M3 and E5M2 v
 
 
 def integers(seed, *shape):
-    """Integers from -4 to 4 and one 7, whose products have exact sums.
+    """Draws integers from -4 to 4 and one 7, whose products have exact sums.
 
     E4M3, E5M2 and E2M1 hold each of them under a scale that is a power of two. The 7 makes a
     scale by the tensor's amax one too: amax / 448 = 2^-6, amax / 57344 = 2^-13. So codes are exact,
@@ -40,7 +40,7 @@ def integers(seed, *shape):
 
 
 def order_bound(magnitude, terms, roundings=0, unit=U):
-    """The largest difference of two fp32 sums of the same terms, added in any two orders.
+    """Returns the largest difference of two fp32 sums of the same terms in any two orders.
 
     Args:
         magnitude: sum of the terms' absolute values, any shape.
@@ -62,7 +62,7 @@ def require_same_sums(got, want, magnitude, terms, what="", **more):
 
 
 def granule(x, dim):
-    """The largest power of two that divides all of x along dim; infinity where all are zero."""
+    """Finds the largest power of two that divides all of x along dim; infinity for zeros."""
     mantissa, exponent = torch.frexp(x.double())
     whole = (mantissa * 2.0**53).long()
     low = (whole & -whole).double()  # the lowest bit that is set
@@ -71,14 +71,14 @@ def granule(x, dim):
 
 
 def require_exact_sum(magnitude, step, what):
-    """Every partial sum is a multiple of `step` and at most `magnitude`: fp32 has 24 bits."""
+    """Fails unless partial sums, multiples of `step` up to `magnitude`, fit fp32's 24 bits."""
     assert magnitude.isfinite().all(), what
     worst = (magnitude / step).max().item()
     assert worst <= 2.0**24, f"{what}: a sum needs {worst:.4g} steps, fp32 has 2^24"
 
 
 class ExactSums(TorchDispatchMode):
-    """Fails at the first product or sum of rows below it whose result depends on the order."""
+    """A mode that fails at the first product or sum of rows whose result depends on the order."""
 
     def __init__(self):
         super().__init__()
@@ -107,7 +107,7 @@ class ExactSums(TorchDispatchMode):
 
     @staticmethod
     def values(codes, scale, spec, k):
-        """What the sum reads of one side, in float64, and the factor of the whole sum."""
+        """Returns the values of one operand, in float64, and the factor of the whole sum."""
         assert not spec.startswith("nvfp4"), f"{spec}: its tensor scale is no power of two"
         factor = scale.item() if "/tensor" in spec else 1.0
         assert math.frexp(factor)[0] == 0.5, f"{spec}: its scale is no power of two: {factor}"

@@ -78,7 +78,7 @@ def quantized(rng: Random, arena: Arena, spec: str, shape: Any = None) -> mf.Qua
 
 
 def weight(rng: Random, arena: Arena, shape: Any = None) -> mf.QuantizedTensor:
-    """A quantized weight in guarded memory, of one or two directions."""
+    """Makes a quantized weight in guarded memory, of one or two directions."""
     shape = shape or (rng.choice((16, 32, 48)), rng.choice((16, 32, 64)))
     x = values(rng, shape, rng.choice(FLOATS)).nan_to_num(0.5)
     row = rng.choice(WEIGHT_SPECS)
@@ -246,7 +246,7 @@ def _layer_state(rng: Random, arena: Arena) -> dict[str, Any]:
 
 
 def _with_backward(layer: Any) -> Any:
-    """The layer, then its gradients: a backward pass reads what a forward pass has saved."""
+    """Runs the layer, then its gradients: backward reads the saved tensors of forward."""
 
     def run(**args: Any) -> Any:
         outputs = layer(**args)
@@ -335,7 +335,7 @@ def _layer_operands(rng: Random, arena: Arena) -> Call:
 
 
 def _public(name: str) -> Callable[[Random, Arena], Call]:
-    """The op's call, with the arguments that the public function of its name takes."""
+    """Returns the op's call with the arguments of the public function of its name."""
     function = getattr(mf, name)
     taken = inspect.signature(function).parameters
 

@@ -2,8 +2,8 @@
 
     PYTHONPATH=python python -m tests.support.fuzz_ops --seed 1 --first 137 --calls 1
 
-repeats call 137 of seed 1 and prints its arguments. A call must return or raise an error that says
-what was wrong. It may write to its outputs alone, and to nothing where it raises.
+repeats call 137 of seed 1 and prints its arguments. A call must return or raise an error that
+describes the fault. It may write to its outputs only, and to nothing where it raises.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.support.fuzz_values import Arena, any_value, is_dense, is_inside_memo
 SECONDS = 20  # for one call
 MEMORY = 2 << 30  # bytes above what the imports take
 ERRORS = (ValueError, TypeError, RuntimeError)
-# What an error's text has where no check had said what was wrong.
+# Texts of errors that no check raised.
 UNCLEAR = (
     "INTERNAL ASSERT",
     "bad_alloc",
@@ -50,7 +50,7 @@ def names() -> list[str]:
 
 
 def drawn(seed: int, index: int) -> tuple[str, Call, Arena]:
-    """Call `index`: a valid one in 10; the others have one to three hostile arguments."""
+    """Draws call `index`: one in 10 is valid; others have one to three hostile arguments."""
     rng = Random(f"{seed}/{index}")
     torch.manual_seed(hash((seed, index)) % 2**31)
     name = names()[index % len(names())]
@@ -77,7 +77,7 @@ def _on_meta(value: Any) -> Any:
 
 
 def leaves(value: Any) -> list[Tensor]:
-    """The plain tensors of an argument."""
+    """Lists the torch.Tensors of an argument."""
     found = []
     for leaf in tree_leaves(value):
         if isinstance(leaf, mf.QuantizedTensor):
@@ -91,7 +91,7 @@ def leaves(value: Any) -> list[Tensor]:
 
 
 def distinct(tensors: list[Tensor]) -> list[Tensor]:
-    """Each tensor once: a hostile list repeats a few many times."""
+    """Lists each tensor once: a hostile list may repeat tensors."""
     return list({id(t): t for t in tensors}.values())
 
 
@@ -107,7 +107,7 @@ def fault_of_error(one: Call, error: BaseException) -> str | None:
 
 
 def fault_of_result(result: Any, given: list[Tensor]) -> str | None:
-    """Results outside their memory, or made from tensors of several devices."""
+    """Returns the fault of results outside their memory, or made of several devices' tensors."""
     results = leaves(result)
     if not all(is_inside_memory(t) for t in results):
         return f"returned a tensor outside its memory: {describe(results)}"
@@ -120,7 +120,7 @@ def fault_of_result(result: Any, given: list[Tensor]) -> str | None:
 
 
 def fault_of_call(one: Call, arena: Arena) -> str | None:
-    """What the call did wrong; None: nothing."""
+    """Returns the fault of the call; None: no fault."""
     given = distinct(leaves(list(one.args.values())))
     arena.remember()
     written = distinct(leaves([value for key, value in one.args.items() if key in one.writes]))
@@ -138,7 +138,7 @@ def fault_of_call(one: Call, arena: Arena) -> str | None:
 
 
 def describe(value: Any) -> str:
-    """A value as an error report prints it: tensors by their layout, not their contents."""
+    """Formats a value for an error report: tensors by their layout, not their contents."""
     if isinstance(value, mf.QuantizedTensor):
         return f"QuantizedTensor({describe(value.rowwise)}, {describe(value.columnwise)})"
     if isinstance(value, Tensor):
@@ -172,7 +172,7 @@ def describe(value: Any) -> str:
 
 
 def bound_memory(megabytes: int) -> None:
-    """What imports and threads take, and so much more; 0: no bound, as AddressSanitizer needs."""
+    """Limits memory to that of imports and threads and more; 0: no limit, for AddressSanitizer."""
     if megabytes == 0:
         return
     torch.mm(torch.ones(256, 256), torch.ones(256, 256))  # starts the threads

@@ -19,7 +19,7 @@ from torch import Tensor
 from tests.support.specs import SPECS
 
 CANARY, GUARD = 0xA5, 64  # the guard in bytes: a multiple of every element
-MOST = 1 << 14  # elements of a tensor that holds memory of its own
+MOST = 1 << 14  # elements of a tensor that has its memory
 
 DTYPES = [
     torch.bool,
@@ -75,7 +75,7 @@ HUGE = [2**20, 2**31, 2**32 + 1, 2**40, 2**62]
 
 
 class Arena:
-    """The memory of one call's tensors, and what stood in it before the call."""
+    """The memory of one call's tensors, and its content before the call."""
 
     def __init__(self, rng: Random) -> None:
         self.rng = rng
@@ -84,7 +84,7 @@ class Arena:
         self.loose: list[Tensor] = []  # tensors that may stand where no tensor belongs
 
     def place(self, t: Tensor) -> Tensor:
-        """A contiguous copy in memory of its own, mostly with canaries around."""
+        """Copies a tensor to new contiguous memory, mostly with canaries around."""
         t = t.detach().contiguous()
         guard = self.rng.choice((0, GUARD))
         bytes_ = t.numel() * t.element_size()
@@ -104,7 +104,7 @@ class Arena:
         return block.untyped_storage().nbytes() >= block.numel()
 
     def changed(self, writable: list[Tensor]) -> list[str]:
-        """Changed memory outside `writable`, block by block."""
+        """Lists changed memory outside `writable`, block by block."""
         found = []
         for block, before in zip(self.blocks, self.before):
             if not self.is_held(block):
@@ -120,12 +120,12 @@ class Arena:
 
 
 def is_dense(t: Tensor) -> bool:
-    """Whether a tensor has strides and a storage of its elements."""
+    """Tells whether a tensor has strides and a storage of its elements."""
     return t.layout == torch.strided and not (t.is_nested or t.is_quantized or t._is_zerotensor())
 
 
 def is_inside_memory(t: Tensor) -> bool:
-    """Whether every element lies in the tensor's storage."""
+    """Tells whether every element lies in the tensor's storage."""
     if t.device.type == "meta" or not is_dense(t) or t.numel() == 0:
         return True
     last = t.storage_offset() + sum((n - 1) * step for n, step in zip(t.shape, t.stride()))
@@ -148,7 +148,7 @@ def _mark(allowed: Tensor, block: Tensor, t: Tensor) -> None:
 
 
 def values(rng: Random, shape: Any, dtype: torch.dtype) -> Tensor:
-    """Random values of any dtype; for floats also NaN, Inf and the smallest and largest ones."""
+    """Draws values of any dtype; for floats also NaN, Inf, the smallest and the largest."""
     shape = tuple(shape)
     if dtype == torch.bool:
         return torch.randint(0, 2, shape).bool()
@@ -181,7 +181,7 @@ def _reranked(rng: Random, arena: Arena, t: Tensor) -> Tensor:
 
 
 def _expanded(rng: Random, arena: Arena, t: Tensor) -> Tensor:
-    """The same shape, with stride 0 in some dimensions."""
+    """Returns a tensor of the same shape, with stride 0 in some dimensions."""
     cut = t
     for dim in range(t.dim()):
         if t.shape[dim] > 1 and rng.random() < 0.7:
@@ -198,7 +198,7 @@ def _huge(rng: Random, arena: Arena, t: Tensor) -> Tensor:
 
 
 def _stepped(rng: Random, arena: Arena, t: Tensor) -> Tensor:
-    """The same shape, every second element of its memory."""
+    """Returns a tensor of the same shape, every second element of its memory."""
     if t.dim() == 0:
         return t
     dim = rng.randrange(t.dim())
@@ -222,7 +222,7 @@ def _overlapping(rng: Random, arena: Arena, t: Tensor) -> Tensor:
 
 
 def _shifted(rng: Random, arena: Arena, t: Tensor) -> Tensor:
-    """The same shape at an odd offset of a longer memory."""
+    """Returns a tensor of the same shape at an odd offset of longer memory."""
     count, offset = t.numel(), rng.choice((1, 3, 7, 16))
     return arena.place(values(rng, (count + offset,), t.dtype))[offset:].view(t.shape)
 
@@ -253,7 +253,7 @@ def _revalued(rng: Random, arena: Arena, t: Tensor) -> Tensor:
 
 
 def _exotic(rng: Random, arena: Arena, t: Tensor) -> Any:
-    """Layouts and subclasses that have no memory of their own."""
+    """Makes a tensor of a layout or subclass without memory of its elements."""
     kind = rng.randrange(7)
     if kind == 0:
         return t.to("meta")
@@ -287,7 +287,7 @@ CHANGES: list[Callable[[Random, Arena, Tensor], Any]] = [
 
 
 def any_value(rng: Random, arena: Arena) -> Any:
-    """A value of whatever type."""
+    """Draws a value of any type."""
     kind = rng.randrange(8)
     if kind == 0:
         return None
@@ -309,7 +309,7 @@ def any_value(rng: Random, arena: Arena) -> Any:
 
 
 def hostile(rng: Random, arena: Arena, value: Any) -> Any:
-    """Another value in the place of this one, mostly of its type."""
+    """Draws a value to replace this one, mostly of its type."""
     # torch prints the value of an argument of the wrong type, freed memory included.
     if rng.random() < 0.1 or any(value is t for t in arena.loose):
         return any_value(rng, arena)
@@ -348,7 +348,7 @@ def _hostile_list(rng: Random, items: list[Any]) -> list[Any]:
 
 
 def mutate(rng: Random, arena: Arena, value: Any) -> Any:
-    """The value with one place in it made hostile."""
+    """Returns the value with one element made hostile."""
     is_list = isinstance(value, (list, tuple)) and len(value) > 0
     if isinstance(value, dict) and value:
         name = rng.choice(sorted(value))
@@ -366,7 +366,7 @@ def mutate(rng: Random, arena: Arena, value: Any) -> Any:
 
 
 def _spoil(rng: Random, arena: Arena, weight: mf.QuantizedTensor) -> mf.QuantizedTensor:
-    """One tensor of the weight made hostile, past the constructor's checks."""
+    """Makes one tensor of the weight hostile, after the constructor's checks."""
     side = rng.choice([s for s in ("rowwise", "columnwise") if getattr(weight, s) is not None])
     part, name = getattr(weight, side), rng.choice(("codes", "scale", "amax"))
     changed = hostile(rng, arena, getattr(part, name))

@@ -19,7 +19,7 @@ from tests.support.specs import SPECS
 
 
 def _entries(rng: Random, arena: Arena) -> dict[str, list[Any]]:
-    """One or two directions of weights, and the shards of their masters."""
+    """Makes one or two directions of weights, and the shards of their masters."""
     found: dict[str, list[Any]] = {name: [] for name in ("masters", "specs", "geometry")}
     for name in ("codes", "scales", "amax", "names"):
         found[name] = []
@@ -212,7 +212,7 @@ def _wire_layout(rng: Random, arena: Arena) -> Call:
 
 @call("mf.QuantizedTensor")
 def _quantized_tensor(rng: Random, arena: Arena) -> Call:
-    """As torch.load rebuilds it, then read, copied, written and multiplied."""
+    """Rebuilds a weight as torch.load does, then reads, copies, writes and multiplies it."""
     q = quantized(rng, arena, rng.choice(WEIGHT_SPECS))
 
     def run(rowwise: Any, columnwise: Any, dtype: Any, requires_grad: Any) -> None:

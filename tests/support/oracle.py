@@ -1,4 +1,4 @@
-"""The casts of docs/numerics.md in numpy, written for reading: no code shared with the library.
+"""The casts of docs/numerics.md in numpy, without code of the library.
 
 Elements are rounded in float64 on a table of the format's values; scales are fp32 operations in the
 order of the rules. quantize() gives codes, scale and amax as the operator lays them out.
@@ -31,7 +31,7 @@ class Format:
         return 1 + self.exponent_bits + self.mantissa_bits
 
     def values(self) -> np.ndarray:
-        """Of the codes 0, 1, …: the non-negative finite values, ascending."""
+        """Returns the values of codes 0, 1, …: non-negative, finite, ascending."""
         codes = np.arange(2 ** (self.bits - 1))
         e, m = codes >> self.mantissa_bits, codes & (2**self.mantissa_bits - 1)
         fraction = np.where(e > 0, 2**self.mantissa_bits + m, m).astype(np.float64)
@@ -45,7 +45,7 @@ E2M1 = Format(2, 1, 6.0, 0x7)
 
 
 def encode(v: np.ndarray, fmt: Format, random: np.ndarray | None = None, up=False) -> np.ndarray:
-    """Codes of fp32 values: nearest even, by 16 random bits each, or away from zero; saturating."""
+    """Encodes fp32 values: nearest even, by 16 random bits each, or away from zero; saturates."""
     a = np.minimum(np.abs(v.astype(np.float64)), fmt.max)
     a = np.where(np.isnan(v), 0, a)
     exponent = np.maximum(np.frexp(a)[1] - 1, fmt.min_exponent)
@@ -88,7 +88,7 @@ def mix_seed(seed: int, count: int) -> int:
 
 
 def philox(counter: list[np.ndarray], key: int, rounds: int = 7) -> list[np.ndarray]:
-    """counter: four arrays of 32-bit words, as uint64."""
+    """Computes Philox. counter: four arrays of 32 bits, as uint64."""
     c, low = [np.asarray(word, np.uint64) for word in counter], np.uint64(0xFFFFFFFF)
     k = [key & 0xFFFFFFFF, key >> 32]
     for _ in range(rounds):
@@ -100,7 +100,7 @@ def philox(counter: list[np.ndarray], key: int, rounds: int = 7) -> list[np.ndar
 
 
 def random_bits(rows: int, cols: int, bits: int, key: int, stream: int, origin: tuple[int, int]):
-    """16 random bits an element of (rows, cols), in the layout of cvt.rs."""
+    """Returns 16 random bits an element of (rows, cols), in the layout of cvt.rs."""
     r = np.arange(rows)[:, None] + origin[0]
     group = np.arange(-(-cols // 16))[None] + origin[1] // 16
     r, group = np.broadcast_arrays(r, group)
@@ -120,7 +120,7 @@ def random_bits(rows: int, cols: int, bits: int, key: int, stream: int, origin: 
 
 
 def hadamard(x: np.ndarray, points: int, signs: int = SIGNS) -> np.ndarray:
-    """x: fp32 (rows, cols); zeros up to a multiple of points; fp32 butterflies, rounded to bf16."""
+    """Transforms x, fp32 (rows, cols), padded with zeros: fp32 butterflies, rounded to bf16."""
     v = np.pad(x, ((0, 0), (0, -x.shape[1] % points)))
     flip = np.array([-1.0 if signs >> (i % 16) & 1 else 1.0 for i in range(points)], F32)
     v = v.reshape(len(x), v.shape[1] // points, points) * flip
@@ -167,12 +167,12 @@ def parse(spec: str) -> Parsed:
 
 
 def spread(scale: np.ndarray, block: tuple[int, int], shape: tuple[int, int]) -> np.ndarray:
-    """One entry a block -> one an element."""
+    """Repeats a block's entry for each of its elements."""
     return np.repeat(np.repeat(scale, block[0], 0), block[1], 1)[: shape[0], : shape[1]]
 
 
 def block_amax(x: np.ndarray, block: tuple[int, int]) -> np.ndarray:
-    """Bits of magnitudes order like the values, NaN above infinity."""
+    """Finds amaxes by the bits of magnitudes, which order NaN above infinity."""
     rows, cols = block
     padded = np.pad(np.abs(x), ((0, -x.shape[0] % rows), (0, -x.shape[1] % cols)))
     shape = (padded.shape[0] // rows, rows, padded.shape[1] // cols, cols)
@@ -185,7 +185,7 @@ def largest(x: np.ndarray, axis=None) -> np.ndarray:
 
 
 def fp8_factors(amax: np.ndarray, top: float, power_of_two: bool) -> tuple[np.ndarray, np.ndarray]:
-    """encode, scale"""
+    """Returns encode factors and scales."""
     encode = np.minimum(F32(top) / amax, FLT_MAX).astype(F32)
     if power_of_two:
         encode = (encode.view(np.uint32) & 0x7F800000).view(F32)
@@ -204,7 +204,7 @@ def mx_codes(amax: np.ndarray, fmt: Format, floor: bool) -> np.ndarray:
 
 
 def nvfp4_scales(x, amax, block, flags):
-    """S, block codes"""
+    """Returns S and the codes of block scales."""
     pow2 = "pow2" in flags
     top = F32(1536 if pow2 else 2688)
     s = F32(1) if amax == 0 else min(top / amax, FLT_MAX) if np.isfinite(amax) else F32(np.nan)
@@ -222,7 +222,7 @@ def nvfp4_scales(x, amax, block, flags):
 
 
 def four_over_six_scales(x, amax, block, rows_are_columns: bool):
-    """S, block codes: of each block's two scales, the one with the smaller squared error."""
+    """Returns S and the codes of block scales with the smaller squared error of two."""
     finite = np.isfinite(amax)
     s = F32(1) if amax == 0 else min(F32(1536) / amax, FLT_MAX) if finite else F32(np.nan)
     s = F32(s)
@@ -243,7 +243,7 @@ def four_over_six_scales(x, amax, block, rows_are_columns: bool):
 
 
 def block_sums(squares: np.ndarray, block: tuple[int, int], rows_are_columns: bool) -> np.ndarray:
-    """fp32 sums: along a row in order, and over the 16 rows of a square block in a tree."""
+    """Sums in fp32: along a row in order, and over the 16 rows of a 2D block in a tree."""
     height, width = block
     padded = np.pad(squares, ((0, -squares.shape[0] % height), (0, -squares.shape[1] % width)))
     shape = (padded.shape[0] // height, height, padded.shape[1] // width, width)
@@ -270,7 +270,7 @@ def pack(codes: np.ndarray) -> np.ndarray:
 def quantize(
     x, spec: str, given_amax=None, key: int = 0, stream: int = 0, origin=(0, 0), columnwise=False
 ):
-    """x: fp32 (rows, cols) as read -> codes, scale bytes or fp32, amax (or None)."""
+    """Casts x, fp32 (rows, cols) as read, to codes, scale bytes or fp32, and amax or None."""
     p = parse(spec)
     with np.errstate(all="ignore"):
         if p.points:

@@ -1,4 +1,4 @@
-"""A layer over the ranks of a mesh: operands that are one process's bytes, results but for sums.
+"""A layer over the ranks of a mesh: operands with one process's bytes, results within sums' order.
 
 Products of shards read the same operands as one process does, so a result differs by the order of
 sums alone (exact_sums.order_bound), which includes one rounding of each term by the factor. Row
@@ -32,7 +32,7 @@ class Operand(NamedTuple):
 
 
 class Recorded(TorchDispatchMode):
-    """The operands that products read, by place."""
+    """The operands that products read, by their position in the product."""
 
     def __init__(self):
         super().__init__()
@@ -47,7 +47,7 @@ class Recorded(TorchDispatchMode):
 
 
 def piece_of(whole, dim, rank, world):
-    """Of an operand as read: this rank's part along its dimension `dim`."""
+    """Returns this rank's shard of an operand as read, along its dimension `dim`."""
     length = whole.shape[dim] // world
     if isinstance(whole, torch.Tensor):
         return whole.narrow(dim, rank * length, length)
@@ -55,7 +55,7 @@ def piece_of(whole, dim, rank, world):
 
 
 def check_operands(case, recorded, dim, rank, world, where):
-    """The rank's operands are the whole's bytes. x, w, g as read lie cut along these dimensions."""
+    """Compares the rank's operands with the whole's bytes. x, w, g are cut along the dimensions."""
     along = (
         {"x/fprop": None, "w/fprop": 0, "g/dgrad": 1, "w/dgrad": 1, "g/wgrad": 0, "x/wgrad": None},
         {"x/fprop": 1, "w/fprop": 1, "g/dgrad": None, "w/dgrad": 0, "g/wgrad": None, "x/wgrad": 0},
@@ -76,7 +76,7 @@ def check_operands(case, recorded, dim, rank, world, where):
 
 
 def magnitudes(case):
-    """S of y, dx, dW, db: products of the operands' absolute values."""
+    """Computes S of y, dx, dW, db: products of the operands' absolute values."""
 
     def absolute(place):
         operand = case.operand(place)
@@ -100,7 +100,7 @@ def assert_close(got, want, case, world, where):
 
 
 def run_layer(case, mesh, dim, x_placement):
-    """y, dx, dW, db whole, and the history, of the layer over the mesh."""
+    """Runs the layer over the mesh; returns whole y, dx, dW, db, and the history."""
     state = case.state()
     x = distribute_tensor(case.x.detach(), mesh, [x_placement]).requires_grad_()
     w = distribute_tensor(case.w.detach(), mesh, [Shard(dim)]).requires_grad_()
@@ -115,7 +115,7 @@ def run_layer(case, mesh, dim, x_placement):
 
 
 def check_layers(rank, recipes, kind="cpu", compare=assert_close):
-    """compare(got, want, case, ranks, where) of y, dx, dW, db."""
+    """Calls compare(got, want, case, ranks, where) for y, dx, dW, db."""
     world = dist.get_world_size()
     mesh = init_device_mesh(kind, (world,))
     for recipe in recipes:

@@ -72,7 +72,7 @@ PLANS = {
 
 
 def train_step(model, x, weights):
-    """Output and gradients of a loss whose own gradient is small integers."""
+    """Computes output and gradients of a loss whose gradient is small integers."""
     x = x.clone().requires_grad_()
     y = model(x)
     (y * weights).sum().backward()
@@ -84,9 +84,9 @@ def require_equal(got, want, recipe, where):
 
 
 def check_models(rank, recipes, ranks, kind="cpu", compare=require_equal):
-    """Over so many ranks tensor parallel, over the others FSDP2.
+    """Checks a model with tensor parallelism over some ranks, and FSDP2 over the others.
 
-    compare(got, want, recipe, where) of outputs and gradients.
+    Calls compare(got, want, recipe, where) of outputs and gradients.
     """
     world, device = dist.get_world_size(), device_of(rank, kind)
     mesh = init_device_mesh(kind, (world // ranks, ranks), mesh_dim_names=("dp", "tp"))

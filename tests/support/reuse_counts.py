@@ -1,4 +1,4 @@
-"""How often layers quantize, and their twins that reuse nothing: what the tests of reuse share.
+"""Counts of quantizations of layers, and twins of layers that reuse nothing, for tests of reuse.
 
 A layer and its twin multiply the same codes in the same shapes: repetitions (exact_sums.py).
 """
@@ -24,7 +24,7 @@ K, N = 48, 80
 
 
 class Casts(TorchDispatchMode):
-    """Counts quantizations by the shape of what is quantized."""
+    """A count of quantizations by the shape of the operand."""
 
     def __init__(self):
         super().__init__()

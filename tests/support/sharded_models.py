@@ -1,4 +1,4 @@
-"""A small model, sharded by FSDP2 or whole, and its training: what the tests of FSDP2 compare.
+"""A small model, sharded by FSDP2 or whole, and its training, for tests of FSDP2.
 
 Each rank multiplies the whole weight with the whole batch, as one process does, so products of both
 are repetitions (exact_sums.py) and equal to the bit. A mean of equal gradients over 2 or 4 ranks is
@@ -60,7 +60,7 @@ def batch(step, rank=0, dtype=torch.float32):
 
 
 def train(model, steps=STEPS, *, dtype=torch.float32, micro_batches=1, use_step=False, lr=1e-2):
-    """All ranks see the same batches: the averaged gradient is each one's, to the bit."""
+    """Trains all ranks on equal batches: the averaged gradient is each rank's, to the bit."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
     losses = []
     for step in range(steps):

@@ -1,6 +1,6 @@
 """A tiny job of `minifloat train` (tens of thousands of parameters), for its tests.
 
-"The same bytes" means the hash of the final weights and every metrics record but its timings.
+"The same bytes" means the hash of the final weights and every metrics record except its timings.
 """
 
 import hashlib
@@ -17,11 +17,11 @@ EVERY = 4  # steps between checkpoints
 
 
 class Killed(BaseException):
-    """Stands for kill -9: nothing in the program catches it."""
+    """An exception that stands for kill -9: the program does not catch it."""
 
 
 def options(text, cache):
-    """The command's arguments, without recipes and --out."""
+    """Returns the command's arguments, without recipes and --out."""
     return f"""train --data {text} --cache {cache} --model 32,2,2,1,64 --vocab 300 --seq 32
         --batch 2 --steps {STEPS} --eval-every 6 --eval-batches 2 --checkpoint-every {EVERY}
         --threads {THREADS} --lr 0.002 --device cpu""".split()
@@ -48,7 +48,7 @@ def run_and_kill(tiny, out, after, *more):
 
 
 def digest(out, name="bf16"):
-    """(sha256 of the final weights, the run's metrics without timings)."""
+    """Returns (sha256 of the final weights, the run's metrics without timings)."""
     weights = hashlib.sha256((out / "runs" / name / "weights.pt").read_bytes()).hexdigest()
     records = [r for r in read_records(out / "metrics.jsonl") if r["run"] == name]
     return weights, without_timings(records)

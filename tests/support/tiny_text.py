@@ -1,4 +1,4 @@
-"""Text that a tiny model can learn something of, for the trainer's tests."""
+"""Text that lowers a tiny model's loss, for the trainer's tests."""
 
 import random
 

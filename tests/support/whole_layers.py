@@ -1,4 +1,4 @@
-"""A layer's inputs and one process's results: what tests of tensor parallelism compare with."""
+"""A layer's inputs and one process's results, for tests of tensor parallelism."""
 
 import minifloat as mf
 import torch
@@ -12,13 +12,13 @@ BATCH, TOKENS = 2, 128  # 32 tokens a rank in each of a batch, over 4 ranks
 
 
 def sizes(recipe):
-    """(N, K): 128-blocks want 128 a rank, all else 32."""
+    """Returns (N, K): 128 a rank for 128-blocks, else 32."""
     unit = 128 if "blockwise" in recipe else 32
     return 4 * unit, 8 * unit
 
 
 def values(seed, *shape):
-    """Rows of very different size, so that an amax of one shard is not another's."""
+    """Draws rows of very different magnitude, so that the amaxes of shards differ."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(*shape, generator=generator)
     return x * torch.randn(*shape[:-1], 1, generator=generator).exp2()
@@ -32,7 +32,7 @@ def same_bytes(a, b):
 
 
 class Case:
-    """A layer's inputs, whole, the same on every rank, and what one process makes of them."""
+    """Whole inputs of a layer, equal on every rank, and the results of one process."""
 
     def __init__(self, recipe, dtype=torch.float32, poisoned=False, device="cpu"):
         self.recipe = mf.Recipe(recipe)
@@ -58,14 +58,14 @@ class Case:
         }
 
     def alone(self):
-        """y, dx, dW, db of one process, and its history."""
+        """Computes y, dx, dW, db of one process, and its history."""
         state = self.state()
         y = mf.linear(self.x, self.w, self.b, self.recipe, **state)
         found = torch.autograd.grad(y, (self.x, self.w, self.b), self.g)
         return (y.detach(), *found), state["amax_history"]
 
     def operand(self, place):
-        """One operand of one process: Quantized, or values under bf16."""
+        """Returns one operand of one process: Quantized, or values under bf16."""
         product = (self.recipe.fprop, self.recipe.dgrad, self.recipe.wgrad)[place // 2]
         spec, name = (product.a, product.b)[place % 2], PLACES[place]
         x = {"x": self.x, "w": self.w.to(self.x.dtype), "g": self.g}[name[0]].detach()

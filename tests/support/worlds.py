@@ -30,12 +30,12 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def device_of(rank, kind):
-    """A rank's own."""
+    """Returns a rank's device."""
     return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
 
 
 def run_world(world_size, fn, *args, kind="cpu"):
-    """fn(rank, *args) on every rank; raises with the traceback of the first rank that fails."""
+    """Runs fn(rank, *args) on every rank; raises the traceback of the first rank that fails."""
     with _started(world_size, fn, args, kind, SECONDS) as ends:
         for rank, failure in ends:
             if failure is not None:
@@ -43,7 +43,7 @@ def run_world(world_size, fn, *args, kind="cpu"):
 
 
 def last_words(world_size, fn, *args, seconds, kind="cpu"):
-    """Each rank's traceback, None where it ended well, KILLED, or how else and what it wrote.
+    """Returns each rank's traceback, None after a normal end, KILLED, or its status and output.
 
     seconds: the group's timeout; None: fn starts its own group.
     """
@@ -53,7 +53,7 @@ def last_words(world_size, fn, *args, seconds, kind="cpu"):
 
 
 class Group(NamedTuple):
-    """What a rank is told of the world."""
+    """The description of the world that a rank receives."""
 
     rank: int
     size: int
@@ -69,7 +69,7 @@ class Group(NamedTuple):
 
 @contextmanager
 def _started(world_size, fn, args, kind, seconds, keeps_errors=False):
-    """(rank, failure) of each rank as it ends."""
+    """Yields (rank, failure) of each rank as it ends."""
     context = multiprocessing.get_context("forkserver")
     # Read when the server starts: threads of several processes that spin take each other's time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
@@ -110,7 +110,7 @@ def _ends(reports):
 
 
 def _silent_end(group, process):
-    """Of a process that Python did not end: NCCL's watchdog aborts it, and writes why."""
+    """Describes a process that Python did not end: NCCL's watchdog aborts it with a message."""
     process.join()
     if process.exitcode == -signal.SIGKILL:
         return KILLED

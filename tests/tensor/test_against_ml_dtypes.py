@@ -1,6 +1,6 @@
-"""Element rounding against ml_dtypes, which others wrote: the same codes from the same floats.
+"""Element rounding against ml_dtypes, an independent library: equal codes from equal floats.
 
-A scale of 1 leaves nothing but the rounding of elements: under tensor scaling an amax equal to the
+A scale of 1 leaves only the rounding of elements: under tensor scaling an amax equal to the
 format's largest value, under MX blocks whose largest element is that value. Two things differ, by
 design:
 
@@ -24,7 +24,7 @@ E2M1_MAX = 6.0
 
 
 def from_bits(bits: np.ndarray) -> Tensor:
-    """float32 values of uint32 bit patterns."""
+    """Returns float32 values of uint32 bit patterns."""
     return torch.from_numpy(bits.astype(np.uint32).view(np.float32))
 
 
@@ -33,7 +33,7 @@ def every_bf16() -> Tensor:
 
 
 def random_floats(largest: float) -> Tensor:
-    """Half of them any float, half between 2^-20 and twice the largest value, either sign."""
+    """Draws half from all floats, half between 2^-20 and twice the largest value, either sign."""
     rng = np.random.default_rng(2)
     anything = rng.integers(0, 1 << 32, SAMPLES, dtype=np.uint64)
     low, high = np.array([2.0**-20, 2 * largest], dtype=np.float32).view(np.uint32)
@@ -43,7 +43,7 @@ def random_floats(largest: float) -> Tensor:
 
 
 def ties_and_neighbours(dtype: type, bits: int) -> Tensor:
-    """Every value, every midpoint of two, and the three floats on each side of those."""
+    """Lists values, midpoints of two values, and the three floats on each side of those."""
     codes = np.arange(1 << bits, dtype=np.uint8)
     values = np.abs(codes.view(dtype).astype(np.float32))
     values = np.unique(values[np.isfinite(values)])
@@ -103,7 +103,7 @@ def test_fp8_of_ties(name: str):
 
 
 def check_e2m1(x: Tensor) -> None:
-    """Rows of 32 that begin with 6, the block's amax: so the scale is 1 and 31 values are x's."""
+    """Checks rows of 32 that begin with 6, the block's amax: the scale is 1, 31 values are x's."""
     x = x[~x.isnan()].clamp(-E2M1_MAX, E2M1_MAX)
     x = torch.cat([x, x.new_zeros(-len(x) % 31)])
     rows = torch.cat([x.new_full((len(x) // 31, 1), E2M1_MAX), x.view(-1, 31)], dim=1)

@@ -1,5 +1,5 @@
-"""Operands as a block-scaled product reads them: read back by the published layout, and shown to
-torch's own checks.
+"""Operands in the layout of block-scaled products: read by the published layout, and by torch's
+checks.
 
 The layout (cuBLAS documentation, "1D Block Scaling Factors Layout"): tiles of 128 rows by 4 scales,
 row-major; in a tile, row r and column c lie at 16 (r mod 32) + 4 (r div 32) + c. No code is shared
@@ -15,7 +15,7 @@ from torch.nn.functional import ScalingType, SwizzleType
 
 from tests.support import oracle
 
-# (a, b): along the contraction dimension both have blocks of one row, or b has square ones
+# (a, b): along the contraction dimension both have blocks of one row, or b has 2D blocks
 PRODUCTS = [
     ("mxfp8", "mxfp8"),
     ("mxfp8+floor", "mxfp8/32x32"),
@@ -39,7 +39,7 @@ CASES = [
 
 
 def operand(rows, k, spec, columnwise, seed):
-    """Normal data in blocks of different sizes, so that no scale is another's."""
+    """Draws normal data in blocks of different magnitudes, so that all scales differ."""
     torch.manual_seed(seed)
     x = (
         torch.randn(rows, k)
@@ -55,7 +55,7 @@ def engine_operand(q, k):
 
 
 def unswizzle(scale, rows, cols):
-    """(rows, cols) bytes of a swizzled scale, and those of its padding."""
+    """Returns the (rows, cols) bytes of a swizzled scale, and those of its padding."""
     tiles = scale.view(torch.uint8).numpy().reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4)
     # [row tile, column tile, r mod 32, r div 32, c], of which the rows are 0, 3, 2
     matrix = tiles.transpose(0, 3, 2, 1, 4).reshape(-(-rows // 128) * 128, -(-cols // 4) * 4)
@@ -79,7 +79,7 @@ def code_values(spec, codes):
 
 
 def values_of(spec, parts):
-    """What the engine multiplies, in float64, from nothing but what it is given."""
+    """Computes the values that the engine multiplies, in float64, from its arguments only."""
     codes, scales, scaling, _ = parts
     values = code_values(spec, codes.view(torch.uint8).numpy())
     block = 32 if ScalingType(scaling[0]) == ScalingType.BlockWise1x32 else 16
@@ -161,10 +161,10 @@ HAS_CPU_PRODUCT = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_
 
 
 def refusal(parts, out_dtype):
-    """What aten::_scaled_mm_v2's own checks have against the operands; None: nothing.
+    """Returns the error of aten::_scaled_mm_v2's checks of the operands; None: no error.
 
-    A torch that has a CPU kernel makes them before it; it multiplies no swizzled operands, and says
-    so after them. In an older torch they are the Meta kernel's.
+    A torch with a CPU kernel runs the checks first, and refuses swizzled operands after them. In an
+    older torch the Meta kernel has the checks.
     """
     try:
         (product if HAS_CPU_PRODUCT else product_on_meta)(parts, out_dtype)
@@ -178,7 +178,7 @@ def refusal(parts, out_dtype):
     ("a_spec", "b_spec", "m", "n", "k"), [c for c in CASES if "mxfp4" not in c.id]
 )
 def test_torch_accepts_the_operands(a_spec, b_spec, m, n, k, out_dtype):
-    """aten::_scaled_mm_v2's own checks of shapes, strides, dtypes, recipes and swizzles."""
+    """Runs aten::_scaled_mm_v2's checks of shapes, strides, dtypes, recipes and swizzles."""
     assert ops.engine_of(f"{a_spec}*{b_spec}", 100, m=m, n=n, k=k, out_dtype=out_dtype) == (
         "block_scaled"
     )
@@ -196,8 +196,10 @@ def test_torch_accepts_the_operands(a_spec, b_spec, m, n, k, out_dtype):
 
 @pytest.mark.parametrize("k", [32, 160, 512])
 def test_mxfp4_has_a_scale_for_32_elements_not_for_32_bytes(k):
-    """torch 2.11's Meta kernel counts MXFP4's scales by bytes, its CUDA one and the checks of newer
-    torches by elements, as here: the first takes them where both need as many tiles."""
+    """Checks MXFP4's scales, which torch 2.11's Meta kernel counts by bytes.
+
+    Its CUDA kernel and the checks of newer torches count by elements, as here. The Meta kernel
+    accepts them where both counts need equally many tiles."""
     parts = [engine_operand(operand(rows, k, "mxfp4", False, 5), k) for rows in (130, 48)]
     assert [p[1][0].numel() for p in parts] == [
         -(-rows // 128) * 128 * -(-k // 32 // 4) * 4 for rows in (130, 48)

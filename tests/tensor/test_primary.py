@@ -1,4 +1,4 @@
-"""Quantized weights that are the parameters: copies, checkpoints, recomputation, AdamW."""
+"""Primary weights: copies, checkpoints, recomputation, AdamW."""
 
 import copy
 import io
@@ -23,7 +23,7 @@ WITH_MASTERS = [recipe for recipe in RECIPES if recipe != "mxfp4"]  # whose weig
 
 
 def build(recipe, seed=0, inner=80, **options):
-    """Two weights that end within blocks, one bias."""
+    """Builds a model with two weights that end within blocks, and one bias."""
     torch.manual_seed(seed)
     model = nn.Sequential(nn.Linear(48, inner), nn.Tanh(), nn.Linear(inner, 33, bias=False))
     report = mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False, **options)
@@ -37,7 +37,7 @@ def batch(step):
 
 
 def bytes_of(model):
-    """Codes, scales and amaxes of quantized parameters, and the others as they are."""
+    """Lists codes, scales and amaxes of quantized parameters, and other parameters."""
     found = {}
     for name, p in model.named_parameters():
         if not isinstance(p, mf.QuantizedTensor):
@@ -127,7 +127,7 @@ def test_recomputed_and_offloaded_activations_change_nothing(recipe):
 
     def recomputed(is_reentrant):
         def forward(x):
-            model[0].rng_state and model[0].rng_state.tensor[1].add_(1)  # what the root's hook does
+            model[0].rng_state and model[0].rng_state.tensor[1].add_(1)  # as the root's hook does
             return model[2](checkpoint(model[:2], x, use_reentrant=is_reentrant))
 
         return forward
@@ -151,7 +151,7 @@ def test_recomputed_and_offloaded_activations_change_nothing(recipe):
 
 
 def train_plain(recipe, make_optimizer, steps, inner):
-    """fp32 weights that every forward casts."""
+    """Trains fp32 weights that every forward casts."""
     model = build(recipe, inner=inner)
     optimizer, losses = make_optimizer(list(model.parameters())), []
     for step in range(steps):
@@ -164,7 +164,7 @@ def train_plain(recipe, make_optimizer, steps, inner):
 
 
 def train_masters(recipe, make_optimizer, steps, inner):
-    """fp32 masters; the model has codes alone, cast after each step."""
+    """Trains fp32 masters. The model has only codes, cast after each step."""
     masters = [p.detach().clone() for p in build(recipe, inner=inner).parameters()]
     model = build(recipe, inner=inner, primary=True)
     optimizer, losses = make_optimizer(masters), []
@@ -211,7 +211,7 @@ def test_fused_adamw_on_masters_equals_adamw_then_a_cast(recipe):
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_rowwise"])
 def test_torchaos_8_bit_adamw_on_masters(recipe):
-    """Both weights are of 4096 elements and more, a multiple of 256: its states are of 8 bits."""
+    """Trains weights of at least 4096 elements, a multiple of 256: torchao's states have 8 bits."""
     torchao = pytest.importorskip("torchao.optim")
     made = []
 

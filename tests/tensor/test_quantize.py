@@ -19,7 +19,7 @@ SQUARE = ["e4m3/tensor", "e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16", "nvfp4/16
 
 
 def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
-    """fp32 test data; `special` has every kind of number that a rule has a row for."""
+    """Makes fp32 test data; `special` has every kind of number in the tables of numerics.md."""
     rng = np.random.default_rng(seed)
     x = rng.standard_normal(shape).astype(np.float32)
     with np.errstate(over="ignore", under="ignore"):
@@ -38,7 +38,7 @@ def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
 
 
 def with_strides(x: torch.Tensor, layout: str) -> torch.Tensor:
-    """The same values in another memory layout, columns adjacent."""
+    """Copies values to another memory layout, columns adjacent."""
     if layout == "contiguous":
         return x
     wide = torch.full((*x.shape[:-1], x.shape[-1] + 5), float("nan"), dtype=x.dtype)
@@ -52,7 +52,7 @@ def as_bytes(t) -> np.ndarray:
 
 
 def same_floats(got: torch.Tensor, want: np.ndarray, what: str) -> None:
-    """Bit for bit, any NaN equal to any other."""
+    """Compares bit for bit; all NaNs are equal."""
     got, want = got.numpy(), np.asarray(want, np.float32)
     assert got.shape == want.shape, what
     same = (got.view(np.int32) == want.view(np.int32)) | (np.isnan(got) & np.isnan(want))
@@ -60,7 +60,7 @@ def same_floats(got: torch.Tensor, want: np.ndarray, what: str) -> None:
 
 
 def require_equal_bytes(q: mf.Quantized, x: torch.Tensor, **oracle_arguments) -> None:
-    """q against the oracle's cast of x, a matrix as read."""
+    """Compares q with the oracle's cast of x, a matrix as read."""
     codes, scale, amax = oracle.quantize(x.float().numpy(), q.spec, **oracle_arguments)
     if scale.dtype == np.uint8:
         got = q.scale.view(torch.uint8).numpy()
@@ -135,7 +135,7 @@ def test_a_shard_gets_the_bytes_of_the_whole(spec):
     amax = mf.quantize(x, spec).amax if "nvfp4" in spec else None
     whole = mf.quantize(x, spec, amax=amax, seed=9)
     shard = mf.quantize(x[32:96, 64:192], spec, amax=amax, seed=9, origin=(32, 64))
-    if "row" in spec:  # its scale would be the whole row's
+    if "row" in spec:  # the scale would be the whole row's
         return
     first, last = 64 * whole.codes.shape[1] // 192, whole.codes.shape[1]
     assert torch.equal(shard.codes, whole.codes[32:96, first:last])
@@ -254,7 +254,7 @@ def test_hadamard(points, columnwise):
     as_read = (x.t() if columnwise else x).contiguous()
     y = mf.hadamard(x, points, columnwise=columnwise)
     same_floats(y.float(), oracle.hadamard(as_read.numpy(), points), f"{points} points")
-    # Orthonormal: lengths are kept, within bf16's rounding, 2^-9 an element.
+    # An orthonormal transform preserves lengths, within bf16's rounding, 2^-9 an element.
     assert torch.allclose(y.float().norm(dim=1), as_read.norm(dim=1), rtol=2**-9)
 
 

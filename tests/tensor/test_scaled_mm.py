@@ -54,16 +54,16 @@ def test_product(a_spec, b_spec, columnwise, out_dtype):
 
 # ---- FP4 carried by FP8 --------------------------------------------------------------------------
 
-CARRIED = ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2", "mxfp4+sr+rht", "nvfp4+pow2+rht32"]
+FP4_SPECS = ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2", "mxfp4+sr+rht", "nvfp4+pow2+rht32"]
 
 
 def carried(q):
     return ops.carry(q.codes, q.scale, q.amax, q.spec, q.shape[-1])
 
 
-@pytest.mark.parametrize("spec", CARRIED)
-def test_carried_codes_are_the_values(spec):
-    """Normal data: no block lies 2^14 below the largest of its row."""
+@pytest.mark.parametrize("spec", FP4_SPECS)
+def test_fp4_as_fp8_has_the_same_values(spec):
+    """Casts normal data, in which no block is 2^14 below the largest of its row."""
     for columnwise in (False, True):
         q = mf.quantize(torch.randn(M, K), spec, columnwise=columnwise, seed=3)
         codes, row_scale = carried(q)
@@ -71,9 +71,9 @@ def test_carried_codes_are_the_values(spec):
         assert torch.equal(codes.float() * row_scale[:, None], q.dequantize())
 
 
-@pytest.mark.parametrize("spec", CARRIED)
-def test_carried_codes_of_blocks_far_apart(spec):
-    """Exact from 2^-14 of a row's largest block scale on; below, within 2^-16 of it."""
+@pytest.mark.parametrize("spec", FP4_SPECS)
+def test_fp4_as_fp8_of_blocks_far_apart(spec):
+    """Checks exact values from 2^-14 of a row's largest block scale on; below, within 2^-16."""
     torch.manual_seed(0)
     x = torch.randn(M, 256) * 2.0 ** torch.randint(-30, 30, (M, 16)).repeat_interleave(16, 1)
     q = mf.quantize(x, spec, seed=3)
@@ -86,12 +86,12 @@ def test_carried_codes_of_blocks_far_apart(spec):
     assert torch.equal(got[exact], values[exact])
 
 
-@pytest.mark.parametrize("spec", CARRIED)
-def test_product_of_carried_operands(spec):
-    """Where no FP8 engine takes them it is exact too: the same values under row factors.
+@pytest.mark.parametrize("spec", FP4_SPECS)
+def test_product_of_fp4_as_fp8_operands(spec):
+    """Checks the exact product, which runs without an FP8 engine: equal values under row factors.
 
-    Four roundings more than the sums': two row factors here, and there the product of the tensor
-    factors and its own multiplication, of the sum or of each term.
+    The bound has four roundings more than the sums: two row factors, the product of the tensor
+    factors, and its multiplication with the sum or with each term.
     """
     a, b = (mf.quantize(torch.randn(rows, K), spec, seed=rows) for rows in (M, N))
     want = mf.scaled_mm(a, b, out_dtype=torch.float32)
@@ -127,7 +127,7 @@ def test_fast_changes_nothing_in_an_exact_product():
 
 
 def test_the_result_is_rounded_once():
-    """Integers that bf16 holds, a sum that it does not: 257 is a tie of bf16 and rounds to 256."""
+    """Adds integers of bf16 to a sum that is none: 257 is a tie of bf16 and rounds to 256."""
     a = mf.quantize(torch.ones(1, 257), "e4m3/row")
     b = mf.quantize(torch.ones(1, 257), "mxfp8")
     assert mf.scaled_mm(a, b, out_dtype=torch.float32).item() == 257

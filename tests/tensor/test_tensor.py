@@ -1,4 +1,4 @@
-"""QuantizedTensor: what it answers with its codes, copies, cuts, writes, and refuses."""
+"""QuantizedTensor: ops on its codes, copies, slices, writes, and errors."""
 
 import copy
 import io
@@ -38,7 +38,7 @@ def as_bytes(t):
 
 
 def same(a, b):
-    """The same specs and the same bytes."""
+    """Tells whether two have the same specs and bytes."""
     if a.specs != b.specs or a.shape != b.shape or a.dtype != b.dtype:
         return False
     pairs = [(p, q) for p, q in zip(parts(a), parts(b))]

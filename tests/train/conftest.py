@@ -8,7 +8,7 @@ from tests.support.tiny_text import write_text
 
 @pytest.fixture(scope="module")
 def text_folder(tmp_path_factory):
-    """A folder of text that a tiny model can learn something of."""
+    """Makes a folder of text that lowers a tiny model's loss."""
     folder = tmp_path_factory.mktemp("train") / "text"
     folder.mkdir()
     write_text(folder)
@@ -17,5 +17,5 @@ def text_folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def tiny(text_folder):
-    """Options of a job that takes a second; recipes and out are added."""
+    """Returns the options of a job that takes a second, except recipes and out."""
     return options(text_folder, text_folder.parent / "cache")

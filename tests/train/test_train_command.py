@@ -1,4 +1,4 @@
-"""The command line of `minifloat train`: what it refuses before it writes anything."""
+"""The command line of `minifloat train`: errors before the first write."""
 
 import os
 from pathlib import Path
@@ -175,7 +175,7 @@ def test_a_build_without_cuda_says_so(tiny, tmp_path, capsys, monkeypatch):
 
 
 def bytes_read():
-    """Bytes that this process has asked the system to read."""
+    """Returns the bytes that this process has read."""
     lines = Path("/proc/self/io").read_text().splitlines()
     return int(dict(line.split(": ") for line in lines)["rchar"])
 

@@ -27,7 +27,7 @@ def _leave_torch_as_it_was():
 
 @pytest.fixture(scope="module")
 def reference(tiny, tmp_path_factory):
-    """The digest of an undisturbed job."""
+    """Computes the digest of an undisturbed job."""
     out = tmp_path_factory.mktemp("reference") / "out"
     assert run(tiny, out, "--recipes", "bf16") == 0
     return digest(out)
@@ -35,7 +35,7 @@ def reference(tiny, tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def killed(tiny, tmp_path_factory):
-    """A job that was killed at step 12: checkpoints of steps 8 and 12."""
+    """Runs a job that is killed at step 12: checkpoints of steps 8 and 12."""
     out = tmp_path_factory.mktemp("killed") / "out"
     run_and_kill(tiny, out, 12, "--recipes", "bf16")
     return out
@@ -43,7 +43,7 @@ def killed(tiny, tmp_path_factory):
 
 @pytest.fixture
 def out(killed, tmp_path):
-    """A copy of it to damage."""
+    """Copies the killed job, to be damaged."""
     shutil.copytree(killed, tmp_path / "out")
     return tmp_path / "out"
 
@@ -53,14 +53,14 @@ def checkpoints(out):
 
 
 def choose(out):
-    """(name of the checkpoint that a resume goes on from, what it says)."""
+    """Returns (name of the checkpoint that a resume loads, its messages)."""
     said = []
     found = checkpoint.choose(checkpoints(out), 12, EVERY, said.append)
     return found.name, "\n".join(said)
 
 
 def contents(out):
-    """Every file of a job and its bytes."""
+    """Reads every file of a job."""
     return {path: path.read_bytes() for path in sorted(out.rglob("*")) if path.is_file()}
 
 
@@ -71,7 +71,7 @@ def edit_json(path, change):
 
 
 def write_as_before_checksums(out):
-    """Makes the checkpoints those of a release that wrote no checksums."""
+    """Changes the checkpoints to those of a version without checksums."""
     for folder in checkpoints(out).glob("step_*"):
         (folder / manifest.NAME).unlink()
         edit_json(folder / "state.json", lambda state: state.pop("checksums"))
@@ -300,7 +300,7 @@ def test_a_lost_job_is_an_error(tiny, out, capsys):
 
 
 def test_results_without_a_job_are_moved_aside(tiny, out, reference, capsys):
-    """Without --resume nothing of an earlier job is read, and nothing is written over."""
+    """Runs without --resume: files of an earlier job are neither read nor overwritten."""
     (out / "job.json").unlink()
     before = {path.name: data for path, data in contents(out / "runs").items()}
     assert run(tiny, out, "--recipes", "bf16") == 0

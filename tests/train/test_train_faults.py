@@ -1,4 +1,4 @@
-"""`minifloat train` loses a rank: the others say so, and any number of them goes on from there.
+"""`minifloat train` loses a rank: the others report it, and any number of ranks resumes.
 
 Ranks are forked, and join the world as torchrun would have them; rank 0 or 1 dies by SIGKILL.
 """
@@ -53,7 +53,7 @@ FAULTS = {
 
 
 def train_as_torchrun(rank, world, port, arguments, fault):
-    """Fails with what the command has printed, unless it ended well."""
+    """Runs the command; fails with its output unless it ends normally."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(world)}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     said, (where, call) = io.StringIO(), FAULTS[fault]
@@ -66,7 +66,7 @@ def train_as_torchrun(rank, world, port, arguments, fault):
 
 
 def train(folder, out, world, fault="none", *more):
-    """How each rank ended."""
+    """Returns how each rank ended."""
     with socket.socket() as s:
         s.bind(("127.0.0.1", 0))
         port = s.getsockname()[1]
@@ -90,7 +90,7 @@ def folder(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def stopped(folder):
-    """A job of two processes that nothing has disturbed, stopped at its first checkpoint."""
+    """Runs an undisturbed job of two processes, stopped at its first checkpoint."""
     words = train(folder, folder / "stopped", 2, "stopped at step 4")
     assert "exit code 130" in words[0], words
     assert checkpoint.latest(checkpoints(folder / "stopped")).name == "step_00000004"
@@ -102,7 +102,7 @@ def checkpoints(out):
 
 
 def resumed(folder, out, world):
-    """The records of the job when so many processes have ended it."""
+    """Resumes the job on a number of processes, and returns its records."""
     assert train(folder, out, world, "none", "--resume") == [None] * world
     records = without_timings(read_records(out / "metrics.jsonl"))
     assert [r["step"] for r in records if r["kind"] == "train"] == list(range(1, STEPS + 1))
@@ -111,7 +111,7 @@ def resumed(folder, out, world):
 
 @pytest.fixture(scope="module")
 def undisturbed(folder, stopped):
-    """The records of that job when one process, or three, have gone on from there."""
+    """Returns the records of that job after one process, or three, resumed it."""
     found = {}
     for world in (1, 3):
         out = folder / f"stopped, {world}"
@@ -141,7 +141,7 @@ def test_a_lost_rank_is_named_and_the_job_goes_on(folder, undisturbed, fault, sa
 
 
 def test_all_ranks_pass_over_a_damaged_checkpoint(folder, stopped, undisturbed):
-    """`latest` names a checkpoint whose bytes are not those that were written."""
+    """Damages the bytes of the checkpoint that `latest` names."""
     out = folder / "damaged"
     shutil.copytree(stopped, out)
     shutil.copytree(checkpoints(out) / "step_00000004", checkpoints(out) / "step_00000008")

@@ -29,7 +29,7 @@ sys.exit(main())
 
 
 def interrupted_in(module, tmp_path, *how):
-    """(exit code, output, errors) of the command whose import of `module` meets a Ctrl-C."""
+    """Sends Ctrl-C while `module` is imported; returns (exit code, output, errors)."""
     (tmp_path / f"{module}.py").write_text(textwrap.dedent(STAND_IN))
     (tmp_path / "minifloat").write_text(SCRIPT)
     path = [str(tmp_path), str(Path(minifloat.__file__).parents[1])]

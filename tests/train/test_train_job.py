@@ -24,7 +24,7 @@ pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
 @pytest.fixture
 def reference(tiny, tmp_path):
-    """The digest of an uninterrupted bf16 job."""
+    """Computes the digest of an uninterrupted bf16 job."""
     assert run(tiny, tmp_path / "reference", "--recipes", "bf16") == 0
     return digest(tmp_path / "reference")
 
@@ -193,7 +193,7 @@ def test_ctrl_c_ends_with_a_report_and_a_checkpoint(tiny, tmp_path, reference, m
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
 def test_a_quantized_run_resumes_with_the_same_bytes(tiny, tmp_path, recipe):
-    """Stochastic rounding's counter and the amax histories are in the checkpoint."""
+    """Resumes a quantized run: its random counter and amax histories are in the checkpoint."""
     assert run(tiny, tmp_path / "whole", "--recipes", recipe) == 0
     run_and_kill(tiny, tmp_path / "out", 8, "--recipes", recipe)
     assert run(tiny, tmp_path / "out", "--resume") == 0

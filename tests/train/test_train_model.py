@@ -1,4 +1,4 @@
-"""The Llama of `minifloat train`, its schedule, and what is measured of it."""
+"""The Llama of `minifloat train`, its schedule and its measurements."""
 
 import math
 
@@ -72,7 +72,7 @@ def test_autocast_rounds_the_norms_output_once(model):
 
 
 def test_saved_bytes_of_the_linears_in_bf16(model):
-    """bf16 linears keep their inputs, 2 bytes an element; wq, wk, wv share one, w1 and w3 too."""
+    """Counts the inputs of bf16 linears, 2 bytes an element; wq, wk, wv share one, w1, w3 too."""
     config = TrainConfig(model=SIZES, seq=16, batch=2)
     saved = saved_bytes_per_token(model, config, loss_under_autocast(model, "cpu"))
     block = 32 + 32 + 32 + 64  # the inputs of wq wk wv; wo; w1 w3; w2

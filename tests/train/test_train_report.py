@@ -25,7 +25,7 @@ NVFP4 = RunSpec("nvfp4", "*: nvfp4", 1)
 
 
 def records_of(run, losses, step_ms):
-    """Two of three steps are measured beside 40 ms of products alone, the third beside 90 ms."""
+    """Makes records of three steps: two beside 40 ms of products alone, one beside 90 ms."""
     for step, loss in enumerate(losses, 1):
         light = (90 if step % 3 == 0 else 40) / step_ms
         timings = {"tokens_per_s": 1e6 / step_ms, "speed_of_light": light, "step_ms": step_ms}
@@ -70,7 +70,7 @@ STEP, PRODUCTS = 0.5, (0.25, 0.125, 0.05)  # seconds of a step, and of its produ
 
 
 class Clock:
-    """Each look at it is half a step later than the one before."""
+    """A clock that advances by half a step at each reading."""
 
     now = 0.0
 
@@ -81,12 +81,12 @@ class Clock:
 
 @pytest.mark.usefixtures("torch_as_it_was")
 def test_the_speed_of_light_is_measured_beside_the_steps(tmp_path, monkeypatch):
-    """A measurement takes 100 s, which are in no step's time. The load changes over the run."""
+    """Measures for 100 s, outside the steps' time, while the load changes over the run."""
     clock, calls = Clock(), []
 
     def measured(self):
         clock.now += 100
-        self.seconds = PRODUCTS[min(len(calls), 3) - 1]  # the first one is the job's own
+        self.seconds = PRODUCTS[min(len(calls), 3) - 1]  # the first is the job's measurement
         calls.append(self.seconds)
 
     monkeypatch.setattr(SpeedOfLight, "measure", measured)

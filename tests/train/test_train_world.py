@@ -45,13 +45,15 @@ def start(folder, out, processes, *more):
 
 
 def train(*args):
-    """(exit code, output, errors)"""
+    """Runs the command; returns (exit code, output, errors)."""
     process = start(*args)
     return process.wait(120), *process.communicate()
 
 
 def test_losses_are_those_of_one_process(folder, tmp_path):
-    """Each rank rounds its part of a weight's gradient to bf16, one process the whole: a relative
+    """Compares losses.
+
+    Each rank rounds its share of a weight's gradient to bf16, one process the whole: a relative
     2^-8 an element, so that losses agree to that. The first one comes before any gradient, but a
     product of half the rows may sum in another order, and then its bf16 results differ by one
     rounding, 2^-9 of themselves. At first the loss is log(300), to which logits of that error
@@ -72,7 +74,7 @@ def test_losses_are_those_of_one_process(folder, tmp_path):
 
 
 def test_stops_together_and_goes_on(folder, tmp_path):
-    """A job that is told to stop stops at one step on all ranks; what resumes it is that job."""
+    """Stops a job at one step on all ranks, and resumes it."""
     recipe = ("--recipes", "nvfp4", "--steps", "32")
     code, _, errors = train(folder, tmp_path / "whole", 2, *recipe)
     assert code == 0, errors
@@ -92,7 +94,7 @@ def test_stops_together_and_goes_on(folder, tmp_path):
 
 
 def test_ranks_share_the_batch_of_one_process():
-    """In its order, whatever their number: what a step trains on is a function of (seed, step)."""
+    """Compares batches of any number of ranks: a step's batch is a function of (seed, step)."""
     ids = np.arange(1000)
     batch = Batches(ids, ids, seq=8, batch=12).training(seed=3, step=5)
     for size in (1, 2, 3, 4, 6, 12):

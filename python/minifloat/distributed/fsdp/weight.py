@@ -186,7 +186,7 @@ def sharded_batches(model: nn.Module) -> dict[Any, dict[Batch, list[Tensor]]]:
     """
     found: dict[Any, dict[Batch, list[Tensor]]] = {}
     for module in model.modules():
-        gather = module.__dict__.get("travel")
+        gather = module.__dict__.get("weight_gather")
         if gather is None or not gather.is_quantized:
             continue
         parameter: Any = module._parameters["weight"]
