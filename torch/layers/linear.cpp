@@ -110,15 +110,15 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
     if (reads_weight) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
     const Tensor weight =
         reads_weight ? to_dtype(layers.weights[i], x.scalar_type()) : layers.weights[i];
-    const auto [w_rowwise, w_columnwise] =
-        has_codes ? prequantized_both(prepared, "weight_operands", weight_operands, weight,
-                                      weight.sym_size(0), w_row, w_col)
-                  : quantize_both(prepared, weight, w_row, w_col, state_of(i));
-    save(w_columnwise, kDgradW);
+    const Directions w = has_codes ? prequantized_both(prepared, "weight_operands", weight_operands,
+                                                       weight, weight.sym_size(0), w_row, w_col)
+                                   : quantize_both(prepared, weight, w_row, w_col, state_of(i));
+    if (has_codes) record_amaxes(prepared, w_row, w_col, state_of(i), w, false);
+    save(w.second, kDgradW);
     // Once, where y is a sum over the ranks.
     const bool adds_bias = !sharding || sharding->weight_dim == 0 || sharding->rank == 0;
-    const ProductInput right = has_codes ? prequantized_input(prepared, w_rowwise, w_row)
-                                         : product_input(prepared, w_rowwise, w_row);
+    const ProductInput right = has_codes ? prequantized_input(prepared, w.first, w_row)
+                                         : product_input(prepared, w.first, w_row);
     Tensor y = scaled_mm(fprop, left, right, k, adds_bias ? layers.bias_of(i) : std::nullopt,
                          x.scalar_type());
     outputs.push_back(as_output(std::move(y), x, sharding));

@@ -119,22 +119,6 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Wanted& ro
   }
 }
 
-// Writes this step's amaxes of delayed operands to the history.
-void record_amaxes(const PreparedRecipe& recipe, const Wanted& row, const Wanted& col,
-                   const ModuleState& state, const Directions& found, bool is_cut) {
-  const auto is_delayed = [&](const Wanted& w) {
-    return w.is_wanted && recipe.specs[w.place].delayed;
-  };
-  const bool alike =
-      recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
-  if (is_delayed(row) && is_delayed(col) && alike) {
-    record_amax(state, row.place, col.place, found.first.amax, is_cut);
-    return;
-  }
-  if (is_delayed(row)) record_amax(state, row.place, row.place, found.first.amax, is_cut);
-  if (is_delayed(col)) record_amax(state, col.place, col.place, found.second.amax, is_cut);
-}
-
 constexpr std::int64_t kRandomUnit = 16;  // elements that share their random words
 
 // What a shard's length along dimension `dim` of a matrix must be a multiple of.
@@ -195,6 +179,21 @@ void record(const PendingAmaxes& pending) {
   }
 }
 
+void record_amaxes(const PreparedRecipe& recipe, const Wanted& row, const Wanted& col,
+                   const ModuleState& state, const Directions& found, bool is_cut) {
+  const auto is_delayed = [&](const Wanted& w) {
+    return w.is_wanted && recipe.specs[w.place].delayed && state.history.defined();
+  };
+  const bool alike =
+      recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
+  if (is_delayed(row) && is_delayed(col) && alike) {
+    record_amax(state, row.place, col.place, found.first.amax, is_cut);
+    return;
+  }
+  if (is_delayed(row)) record_amax(state, row.place, row.place, found.first.amax, is_cut);
+  if (is_delayed(col)) record_amax(state, col.place, col.place, found.second.amax, is_cut);
+}
+
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
                          const Wanted& col, const ModuleState& state) {
   static const std::string kAbsent;
@@ -243,6 +242,10 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at:
     const Tensor& read = tensors[wanted.decoded ? first + 3 : first];
     TORCH_CHECK_VALUE(read.dim() == 2 && read.sym_size(0) == read_rows, "linear: expected ", name,
                       " of ", read_rows, " rows as read, got ", read.sym_sizes());
+    const Spec& spec = recipe.specs[wanted.place];
+    TORCH_CHECK_VALUE(!spec.delayed || tensors[first + 2].numel() == 1, "linear: expected ", name,
+                      " with the amax of ", spec.str(), ", which the history takes, got ",
+                      tensors[first + 2].numel(), " elements");
     // As a cast leaves what a spec has not: a recomputed forward must save what the first one saved.
     const Tensor amax = tensors[first + 2].numel() > 0 ? tensors[first + 2] : Tensor();
     return {tensors[first], tensors[first + 1], amax, tensors[first + 3]};

@@ -72,6 +72,10 @@ struct ModuleState {
   const Sharding* sharding = nullptr;  // null: this process has the whole weight
 };
 
+// Writes this step's amaxes of delayed operands to the history. is_cut: whether they are a shard's
+void record_amaxes(const PreparedRecipe& recipe, const Wanted& row, const Wanted& col,
+                   const ModuleState& state, const Directions& found, bool is_cut);
+
 // Both directions of x (rows, cols) from one read; bf16 directions are x itself and its transposed view. A shard gets
 // the bytes that the whole has there, by its origin and by amaxes of all ranks.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,

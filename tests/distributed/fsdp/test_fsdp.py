@@ -1,4 +1,4 @@
-"""FSDP2 with weights that travel quantized: training, what is sent, checkpoints."""
+"""FSDP2 with weights gathered as codes: training, what is sent, checkpoints."""
 
 import minifloat as mf
 import pytest
@@ -45,7 +45,7 @@ def test_training_equals_one_process(world):
     run_world(world, check_training, PRESETS if world == 2 else PRESETS[::3])
 
 
-# ---- what travels --------------------------------------------------------------------------------
+# ---- what is gathered ----------------------------------------------------------------------------
 
 
 class Counted:
@@ -133,13 +133,13 @@ def check_one_reduction(rank):
             assert len(counted.take("all_reduce")) > 1, recipe
 
 
-def check_all_travel(rank):
+def check_all_gathered(rank):
     check_payload(rank)
     check_one_reduction(rank)
 
 
-def test_what_travels():
-    run_world(2, check_all_travel)
+def test_what_is_gathered():
+    run_world(2, check_all_gathered)
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""FSDP2 with weights that travel quantized: the models, policies and faults that it meets."""
+"""FSDP2 with weights gathered as codes: the models, policies and faults that it meets."""
 
 import minifloat as mf
 import pytest
@@ -153,7 +153,7 @@ def check_offload(rank):
 
 
 def check_columns(rank):
-    """Sharded by columns, a weight travels in the compute dtype, and nothing else changes."""
+    """Sharded by columns, a weight is gathered in the compute dtype, and nothing else changes."""
     from torch.distributed.tensor import Shard
 
     def placement(parameter):
@@ -291,7 +291,7 @@ def check_cast_once_a_gather(rank):
         monkeypatch.setattr(fsdp, "exchange_amaxes", exchanging)
         monkeypatch.setattr(Batch, "cast_all", casting)
         monkeypatch.setattr(Batch, "receive", receiving)
-        # Two blocks of two weights, gathered forward and backward; the head, gathered once, travels
+        # Two blocks of two weights, gathered forward and backward; the head, gathered once, is sent
         # in the compute dtype under mxfp8.
         for recipe, weights, gathers in (("nvfp4", 5, [1, 2, 2, 2, 2]), ("mxfp8", 4, [2, 2, 2, 2])):
             model = sharded(built(recipe))

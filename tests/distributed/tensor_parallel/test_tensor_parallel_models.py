@@ -1,4 +1,4 @@
-"""Models under torch's parallel styles, alone and with FSDP2; what travels, what is refused."""
+"""Models under torch's parallel styles, alone and with FSDP2; what is gathered, what is refused."""
 
 import minifloat as mf
 import pytest
@@ -33,7 +33,7 @@ def test_model_is_one_process(world, ranks):
     run_world(world, check_models, EXACT, ranks)
 
 
-# ---- what travels, what is refused ---------------------------------------------------------------
+# ---- what is gathered, what is refused -----------------------------------------------------------
 
 
 class Sent(TorchDispatchMode):
@@ -254,5 +254,5 @@ def check_others(rank):
     check_converted_late(mesh)
 
 
-def test_what_travels_and_what_is_refused():
+def test_what_is_gathered_and_refused():
     run_world(2, check_others)

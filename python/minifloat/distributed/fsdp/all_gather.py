@@ -75,7 +75,9 @@ class WeightGather:
         return self.dtype is not None and not self.reason
 
     def __str__(self) -> str:
-        how = f"weight travels in {self.dtype}: {self.reason}" if self.reason else str(self.plan)
+        how = (
+            f"weight is gathered in {self.dtype}: {self.reason}" if self.reason else str(self.plan)
+        )
         return f"{how}, in {self.world} shards"
 
     def module(self) -> Any:

@@ -14,11 +14,20 @@ A plan is a function of the recipe. Whether the shards allow it, the first gathe
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ...recipe import Recipe
 from ...spec import Spec
 
 PLAIN_BITS = 16  # of bf16
+
+
+@dataclass(frozen=True)
+class Part:
+    """One direction of a plan, in pickles of modules that were written when plans held parts."""
+
+    spec: str
+    columnwise: bool
 
 
 @dataclass(frozen=True)
@@ -29,6 +38,10 @@ class Plan:
     row: str
     col: str
 
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        for name, value in state.items():
+            object.__setattr__(self, name, value.spec if isinstance(value, Part) else value)
+
     @property
     def is_delayed(self) -> bool:
         return Spec.parse(self.row).is_delayed or Spec.parse(self.col).is_delayed
@@ -36,13 +49,13 @@ class Plan:
     def __str__(self) -> str:
         row, col = Spec.parse(self.row), Spec.parse(self.col)
         if self.mode == "one":
-            return f"weight travels as {self.row}, {row.bits:.4g} bits"
+            return f"weight is gathered as {self.row}, {row.bits:.4g} bits"
         if self.mode == "both":
             bits = row.bits + col.bits
-            how = f"weight travels as {self.row} and columnwise {self.col}, {bits:.4g} bits"
+            how = f"weight is gathered as {self.row} and columnwise {self.col}, {bits:.4g} bits"
             rows = col.transform
             return how if rows == 0 else f"{how}; as it is where shards are not of {rows} rows"
-        how = f"weight travels as {self.row}, for backward as columnwise {self.col}"
+        how = f"weight is gathered as {self.row}, for backward as columnwise {self.col}"
         return f"{how}, {row.bits:.4g} bits; as it is where one gather serves both"
 
 
@@ -58,10 +71,10 @@ def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
     row, col = Spec.parse(recipe.fprop.b), Spec.parse(recipe.dgrad.b)
     for spec, product in ((row, "fprop"), (col, "dgrad")):
         if spec.is_bf16:
-            return None, f"weight travels in the compute dtype: {product} reads it so"
+            return None, f"weight is gathered in the compute dtype: {product} reads it so"
         if spec.is_stochastic:
             why = f"{spec.text} draws bits in each forward"
-            return None, f"weight travels in the compute dtype: {why}"
+            return None, f"weight is gathered in the compute dtype: {why}"
     specs = row.text, col.text
     if row == col and row.transposes_exactly:
         plan = Plan("one", *specs)

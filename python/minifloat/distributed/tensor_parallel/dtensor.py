@@ -33,7 +33,7 @@ __all__ = ["QuantizedColwiseParallel", "linear", "module_linear"]
 class QuantizedColwiseParallel(ColwiseParallel):
     """ColwiseParallel for mf.Linear: where the input is cut by tokens, its codes are gathered.
 
-    Formats that cannot travel so (an input in bf16; tokens that end inside a block) do as
+    Formats whose codes cannot be gathered (an input in bf16; tokens that end inside a block) do as
     ColwiseParallel does.
     """
 
