@@ -153,7 +153,7 @@ def test_delayed(device, base, flags):
                     col,
                     amax_row=given if row else None,
                     amax_col=given if col else None,
-                    note=f" (amax in force {amax})",
+                    note=f" (active amax {amax})",
                 )
                 require_same_quantize(device, x, row, col)
 

@@ -30,7 +30,7 @@ def quantized(spec: str, shape: tuple[int, ...], kind: str) -> list[Any]:
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("spec", SPECS)
-def test_carried_codes(device, spec, kind):
+def test_codes_and_row_scales(device, spec, kind):
     for shape in SHAPES:
         args = quantized(spec, shape, kind)
         want = ops.carry(*args)
@@ -100,14 +100,14 @@ def test_layers_ask_for_no_values(cuda, recipe):
     x = torch.randn(256, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
     w = torch.randn(384, 128, device=cuda, dtype=torch.bfloat16, requires_grad=True)
     rng = torch.tensor([1, 2, 3], device=cuda)
-    kept: list[int] = []
+    saved: list[int] = []
 
     def pack(t: torch.Tensor) -> torch.Tensor:
-        kept.append(t.nbytes)
+        saved.append(t.nbytes)
         return t
 
     with Asked() as asked, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = mf.linear(x, w, None, recipe, rng=rng)
     assert not asked.values
-    assert sum(kept[:3]) <= 0.57 * x.numel()  # x stays in 4 bits
+    assert sum(saved[:3]) <= 0.57 * x.numel()  # x stays in 4 bits
     assert y.isfinite().all()

@@ -27,14 +27,14 @@ SIZES = [(256, 384, 128), (45, 70, 37)]  # M, K, N: whole blocks, and multiples 
 @contextlib.contextmanager
 def saved_tensors() -> Iterator[list[Tensor]]:
     """Lists the tensors that forward saves for backward, in order."""
-    kept: list[Tensor] = []
+    saved: list[Tensor] = []
 
     def pack(t: Tensor) -> Tensor:
-        kept.append(t.detach().clone())
+        saved.append(t.detach().clone())
         return t
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        yield kept
+        yield saved
 
 
 def run_layer(device: torch.device, recipe: str, data: list[Tensor]) -> dict[str, Any]:

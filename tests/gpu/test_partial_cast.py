@@ -196,7 +196,7 @@ def test_two_directions_at_sizes_of_training(device):
 
 
 def test_transposes_of_every_width(device):
-    pick, matrices, turned, sizes = random.Random(0), [], [], []
+    pick, matrices, transposed, sizes = random.Random(0), [], [], []
     bands = [(1024, 768), (1040, 784), (2064, 272), (4096, 256)]  # one, and a low one below
     for shape in [*SHAPES, (256, 512), (512, 256), (272, 1040), (129, 16), *bands]:
         for bits in (4, 8, 32):
@@ -206,12 +206,12 @@ def test_transposes_of_every_width(device):
             if bits == 4 and cols % 2:
                 matrix[:, -1] &= 0x0F
             matrices.append(matrix)
-            turned.append(torch.full((cols, back), pick.randrange(256), dtype=torch.uint8))
+            transposed.append(torch.full((cols, back), pick.randrange(256), dtype=torch.uint8))
             sizes += [rows, cols, bits]
-    there = [t.to(device, copy=True) for t in turned]
-    ops.transpose_many(matrices, turned, sizes)
+    there = [t.to(device, copy=True) for t in transposed]
+    ops.transpose_many(matrices, transposed, sizes)
     ops.transpose_many([m.to(device) for m in matrices], there, sizes)
-    for i, (got, want) in enumerate(zip(there, turned)):
+    for i, (got, want) in enumerate(zip(there, transposed)):
         require_same(got, want, f"{sizes[3 * i : 3 * i + 3]}")
 
 

@@ -216,10 +216,12 @@ def test_unchanged_weights(device):
 
 
 def test_training_is_one_process(device, tmp_path):
-    """The first loss comes before any gradient. The product of half the rows may sum in another
-    order, so bf16 logits differ by a rounding, 2^-9 of themselves, and the loss, log(300) at first,
-    by less of itself.
-    Later ones: each rank rounds its part of a gradient to bf16, 2^-8 of an element.
+    """Compares losses with those of one process.
+
+    The first loss depends on no gradient. The product of half the rows may sum in another order, so
+    bf16 logits differ by a rounding, 2^-9 of themselves, and the loss, log(300) at first, by less
+    of itself. Before later losses each rank rounds its share of a gradient to bf16, 2^-8 of an
+    element.
     """
     require_gpus(device, RANKS)
     folder = tmp_path / "text"

@@ -77,7 +77,7 @@ def test_everything_is_kept():
 
 def test_restore_gives_back_the_original():
     model = build()
-    plain = build()
+    unconverted = build()
     modules = dict(model.named_modules())
     before = {name: dict(module.__dict__) for name, module in modules.items()}
     mf.quantize_(model, "fp8_delayed", verbose=False)
@@ -90,7 +90,7 @@ def test_restore_gives_back_the_original():
         assert not isinstance(module, mf.Linear)
         assert not module._buffers
         assert not module._forward_pre_hooks
-    assert torch.equal(model(TOKENS), plain(TOKENS))
+    assert torch.equal(model(TOKENS), unconverted(TOKENS))
 
 
 def test_report_and_reasons(capsys):
@@ -235,14 +235,14 @@ def test_deepcopy_pickle_and_torch_save():
 
 
 def test_state_dicts_go_both_ways():
-    plain, model = build(), build()
+    unconverted, model = build(), build()
     mf.quantize_(model, "nvfp4", verbose=False)
     with torch.no_grad():
         model.layers[0].up.weight.mul_(2)
-    plain.load_state_dict(model.state_dict())
-    assert torch.equal(plain.layers[0].up.weight, model.layers[0].up.weight)
+    unconverted.load_state_dict(model.state_dict())
+    assert torch.equal(unconverted.layers[0].up.weight, model.layers[0].up.weight)
     model.load_state_dict(build().state_dict())
-    assert torch.equal(2 * model.layers[0].up.weight, plain.layers[0].up.weight)
+    assert torch.equal(2 * model.layers[0].up.weight, unconverted.layers[0].up.weight)
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "fp8_delayed"])
@@ -384,10 +384,10 @@ def test_quantized_model_init():
         model = mlp()
     reference = mlp()
     assert type(nn.Linear(2, 2)) is nn.Linear
-    for built, plain in zip(model, reference):
-        if isinstance(plain, nn.Linear):
+    for built, unconverted in zip(model, reference):
+        if isinstance(unconverted, nn.Linear):
             assert type(built) is mf.Linear
-            assert torch.equal(built.weight_high_precision_init, plain.weight)
+            assert torch.equal(built.weight_high_precision_init, unconverted.weight)
     assert model[0].stream != model[2].stream
     losses = train(model, torch.optim.AdamW(model.parameters(), lr=0.02))
     assert losses[-1] < 0.8 * losses[0]

@@ -59,8 +59,8 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*weight_norm.*is deprecated")
 @pytest.mark.parametrize("name", WEIGHTS)
 @pytest.mark.parametrize("arguments", [{}, {"primary": True}])
 def test_a_computed_weight_is_left_out_with_a_reason(name, arguments):
-    model, plain = sequential(), sequential()
-    twin = plain[0]
+    model, unconverted = sequential(), sequential()
+    twin = unconverted[0]
     for layer in (model[0], twin):
         torch.manual_seed(2)  # of spectral_norm's start
         WEIGHTS[name](layer)

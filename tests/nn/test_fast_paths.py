@@ -57,7 +57,7 @@ def test_converted_layers_run_in_evaluation(norm_first):
 
 
 def test_a_padded_batch():
-    """nn.TransformerEncoder makes a nested tensor of the batch before it calls its layers."""
+    """Runs nn.TransformerEncoder, which makes a nested tensor before it calls its layers."""
     model = encoder()
     before = {name: set(module.__dict__) for name, module in model.named_modules()}
     assert ops_of(model, TOKENS, src_key_padding_mask=PADDING) == (2, 0)
@@ -91,7 +91,7 @@ def test_parts_are_restored_one_by_one():
     assert ops_of(model, TOKENS, src_key_padding_mask=PADDING) == (2, 0)
 
 
-def test_what_torch_has_off_is_not_turned_on():
+def test_a_disabled_path_stays_disabled():
     model = encoder()
     model.use_nested_tensor = False
     report = mf.quantize_(model, "mxfp8", verbose=False)

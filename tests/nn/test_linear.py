@@ -94,20 +94,20 @@ def test_bf16_is_torchs_own_linear():
 
 def test_bias():
     x, w, b, g = data()
-    plain = mf.linear(x, w, None, "mxfp8")
+    without_bias = mf.linear(x, w, None, "mxfp8")
     y = mf.linear(x, w, b, "mxfp8")
     magnitude = reference(mf.Recipe("mxfp8"), x, w, g)[0][1] + b.abs()
-    require_same_sums(y, plain + b, magnitude, K + 1, "y")  # the bias is one more term
+    require_same_sums(y, without_bias + b, magnitude, K + 1, "y")  # the bias is one more term
     db = torch.autograd.grad(y, b, g)[0]
     require_same_sums(db, g.sum(0), g.abs().sum(0), M, "db")
 
 
 def test_hybrid_of_one_format_equals_the_plain_recipe():
     x, w, b, g = data()
-    plain = mf.Recipe("nvfp4")
-    hybrid = f"fprop={plain.fprop} dgrad={plain.dgrad} wgrad={plain.wgrad}"
+    preset = mf.Recipe("nvfp4")
+    hybrid = f"fprop={preset.fprop} dgrad={preset.dgrad} wgrad={preset.wgrad}"
     results = []
-    for recipe in (plain, hybrid):
+    for recipe in (preset, hybrid):
         y = mf.linear(x, w, b, recipe, rng=RNG)
         results.append([y, *torch.autograd.grad(y, (x, w, b), g)])
     assert all(torch.equal(a, c) for a, c in zip(*results))
@@ -158,7 +158,7 @@ def test_non_contiguous_inputs():
     assert torch.autograd.grad(expanded, w)[0].isfinite().all()
 
 
-# ---- what is computed, and what is kept ----------------------------------------------------------
+# ---- what is computed, and what is saved ---------------------------------------------------------
 
 
 class CountOps(TorchDispatchMode):

@@ -71,7 +71,7 @@ def test_evaluation_does_not_advance_the_counter():
 def test_recomputation_repeats_the_bits(use_reentrant):
     recipe = "fprop=nvfp4+sr*nvfp4 dgrad=nvfp4+sr*nvfp4/16x16 wgrad=nvfp4+sr+rht*nvfp4+sr+rht"
     x, g = data()
-    plain, recomputed = model(recipe), model(recipe)
+    original, recomputed = model(recipe), model(recipe)
 
     class Block(torch.nn.Module):
         def __init__(self, inner):
@@ -82,7 +82,7 @@ def test_recomputation_repeats_the_bits(use_reentrant):
             return checkpoint(self.inner, x, use_reentrant=use_reentrant)
 
     block = Block(recomputed)  # the hook is the inner model's, which backward runs again
-    assert all_equal(gradients(plain, x, g), gradients(recomputed, x, g, run=block))
+    assert all_equal(gradients(original, x, g), gradients(recomputed, x, g, run=block))
     assert recomputed[0].rng_state.tensor[1] == 1
 
 

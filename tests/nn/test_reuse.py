@@ -152,7 +152,7 @@ def test_evaluation_first_then_gradients():
     assert held(model)[4].numel() > 0
 
 
-def test_frozen_weights_and_gradients_turned_on():
+def test_frozen_weights_and_enabled_gradients():
     model = layer("mxfp8").requires_grad_(False)
     twin = without_reuse(model)
     x = batch(1)

@@ -94,7 +94,7 @@ def test_training_against_a_loop(algorithm):
             weight.mul_(1.5)
 
 
-def test_products_use_the_amax_in_force():
+def test_products_use_the_active_amax():
     torch.manual_seed(0)
     layer = mf.Linear(24, 16, bias=False, recipe="fp8_delayed")
     x = torch.randn(5, 24)

@@ -27,7 +27,7 @@ def registered_ops():
 
 
 def native_methods():
-    """MasterCasts.quantize and the like; a constructor is called with each."""
+    """Lists methods of native classes; their constructors are called with each."""
     found = set()
     for schema in torch._C._jit_get_custom_class_schemas():
         owner = str(schema.arguments[0].type)

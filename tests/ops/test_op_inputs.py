@@ -269,13 +269,13 @@ def test_layers_count_the_operations_of_nn_linear(recipe, shape):
     """Counts 2 M N K a product, forward and backward; blocks and transforms add none."""
     m, n, k = shape
     x = torch.randn(m, k, requires_grad=True)
-    plain = nn.Sequential(nn.Linear(k, n))
+    reference = nn.Sequential(nn.Linear(k, n))
     model = nn.Sequential(nn.Linear(k, n))
     mf.quantize_(model, recipe, verbose=False)
-    assert flops(lambda: model(x.detach())) == flops(lambda: plain(x.detach()))
+    assert flops(lambda: model(x.detach())) == flops(lambda: reference(x.detach()))
     assert flops(lambda: model(x)) == 2 * m * n * k
     both = flops(lambda: model(x).sum().backward())
-    assert both == flops(lambda: plain(x).sum().backward()) == 3 * 2 * m * n * k
+    assert both == flops(lambda: reference(x).sum().backward()) == 3 * 2 * m * n * k
 
 
 def test_products_and_groups_are_counted():

@@ -92,8 +92,8 @@ def product_sides(rng: Random, arena: Arena) -> tuple[Any, Any]:
     spec = rng.choice(SPECS)
     k, m, n = rng.choice((16, 32, 100, 128)), rng.choice((1, 16, 33)), rng.choice((1, 16, 33))
     if rng.random() < 0.2:
-        plain = [arena.place(values(rng, (r, k), rng.choice(FLOATS))) for r in (m, n)]
-        return plain[0], plain[1]
+        tensors = [arena.place(values(rng, (r, k), rng.choice(FLOATS))) for r in (m, n)]
+        return tensors[0], tensors[1]
     return quantized(rng, arena, spec, (m, k)), quantized(rng, arena, spec, (n, k))
 
 

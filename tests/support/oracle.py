@@ -53,8 +53,8 @@ def encode(v: np.ndarray, fmt: Format, random: np.ndarray | None = None, up=Fals
     quanta = a / quantum  # exact: quantum is a power of two
     if random is not None:
         below = np.floor(quanta)
-        carry = np.floor((quanta - below) * 65536) + random >= 65536
-        quanta = below + carry
+        is_up = np.floor((quanta - below) * 65536) + random >= 65536
+        quanta = below + is_up
     else:
         quanta = np.ceil(quanta) if up else np.rint(quanta)
     code = np.searchsorted(fmt.values(), quanta * quantum).astype(np.uint8)
@@ -104,9 +104,9 @@ def random_bits(rows: int, cols: int, bits: int, key: int, stream: int, origin: 
     r = np.arange(rows)[:, None] + origin[0]
     group = np.arange(-(-cols // 16))[None] + origin[1] // 16
     r, group = np.broadcast_arrays(r, group)
-    stream_words = [np.full(r.shape, (stream >> shift) & 0xFFFFFFFF) for shift in (0, 32)]
-    words = np.stack(philox([group, r, *stream_words], key), -1)  # (rows, groups, 4)
-    w = [(words >> np.uint64(8 * i)) & np.uint64(255) for i in range(4)]
+    stream_bits = [np.full(r.shape, (stream >> shift) & 0xFFFFFFFF) for shift in (0, 32)]
+    drawn = np.stack(philox([group, r, *stream_bits], key), -1)  # (rows, groups, 4)
+    w = [(drawn >> np.uint64(8 * i)) & np.uint64(255) for i in range(4)]
     reverse = [int(f"{i:08b}"[::-1], 2) for i in range(256)]
     v = [np.array(reverse, np.uint64)[w[3 - i].astype(np.int64)] for i in range(4)]
     lanes = [(w[2], w[0]), (v[3], v[1]), (w[3], w[1]), (v[2], v[0])]

@@ -34,7 +34,7 @@ def test_projections_of_integers(is_frozen):
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed", "mxfp8", "fp8_rowwise"])
 def test_layers_of_integers(recipe):
-    """A scale by the tensor's amax too: 7 divides the formats' largest values."""
+    """Checks scales by the tensor's amax too: 7 divides the formats' largest values."""
     x, w, b = (integers(i, *shape) for i, shape in enumerate([(3, 20, 64), (48, 64), (48,)]))
     state = {}
     if recipe == "fp8_delayed":
@@ -48,13 +48,13 @@ def test_layers_of_integers(recipe):
 
 def test_other_sums_are_found():
     x, w = integers(1, 60, 64), integers(2, 48, 64)
-    for recipe, a, b, words in (
+    for recipe, a, b, message in (
         ("fp8_tensorwise", x.clamp(max=4), w, "no power of two"),  # 448 / 4 = 112
         ("nvfp4_pow2", x, w, "no power of two"),
         ("mxfp8", values(1, 60, 64), values(2, 48, 64), "steps"),
         ("bf16", values(1, 60, 64), values(2, 48, 64), "steps"),
     ):
-        with pytest.raises(AssertionError, match=words), ExactSums():
+        with pytest.raises(AssertionError, match=message), ExactSums():
             mf.linear(a, b, None, recipe, rng=torch.tensor([1, 2, 3]))
     with pytest.raises(AssertionError, match="bias"), ExactSums():
         mf.linear(x, w, torch.full((48,), 2.0**-20), "mxfp8")

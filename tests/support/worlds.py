@@ -48,8 +48,8 @@ def last_words(world_size, fn, *args, seconds, kind="cpu"):
     seconds: the group's timeout; None: fn starts its own group.
     """
     with _started(world_size, fn, args, kind, seconds, keeps_errors=True) as ends:
-        words = dict(ends)
-    return [words[rank] for rank in range(world_size)]
+        ends_by_rank = dict(ends)
+    return [ends_by_rank[rank] for rank in range(world_size)]
 
 
 class Group(NamedTuple):

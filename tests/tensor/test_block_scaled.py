@@ -211,7 +211,7 @@ def test_mxfp4_has_a_scale_for_32_elements_not_for_32_bytes(k):
         assert "MX scaling" in refusal(parts, torch.bfloat16)
 
 
-def test_nan_scales_stay():
+def test_nan_scales_reach_the_result():
     x = torch.randn(40, 64)
     x[3, 40] = float("nan")
     for spec, nan in (("mxfp8", 0xFF), ("nvfp4", 0x7F)):

@@ -150,7 +150,7 @@ def test_recomputed_and_offloaded_activations_change_nothing(recipe):
 # ---- AdamW on masters ----------------------------------------------------------------------------
 
 
-def train_plain(recipe, make_optimizer, steps, inner):
+def train_fp32(recipe, make_optimizer, steps, inner):
     """Trains fp32 weights that every forward casts."""
     model = build(recipe, inner=inner)
     optimizer, losses = make_optimizer(list(model.parameters())), []
@@ -189,11 +189,11 @@ def train_masters(recipe, make_optimizer, steps, inner):
 
 
 def require_equal_training(recipe, make_optimizer, steps, inner=80):
-    plain, want = train_plain(recipe, make_optimizer, steps, inner)
+    reference, want = train_fp32(recipe, make_optimizer, steps, inner)
     model, losses = train_masters(recipe, make_optimizer, steps, inner)
     assert want[-1] < 0.5 * want[0]
     assert losses == want
-    for p, q in zip(model.parameters(), plain.parameters()):
+    for p, q in zip(model.parameters(), reference.parameters()):
         if isinstance(p, mf.QuantizedTensor):
             q = mf.QuantizedTensor.from_tensor(q.detach(), *p.specs)
             assert torch.equal(p.dequantize(), q.dequantize())

@@ -15,7 +15,13 @@ from tests.support import oracle
 from tests.support.specs import SPECS
 
 FLAGS = ["", "+sr", "+rht", "+sr+rht", "+rht32", "+rht64", "+sr+rht128"]
-SQUARE = ["e4m3/tensor", "e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16", "nvfp4/16x16+4over6"]
+BLOCKS_2D = [
+    "e4m3/tensor",
+    "e4m3/128x128",
+    "mxfp8/32x32",
+    "nvfp4/16x16",
+    "nvfp4/16x16+4over6",
+]
 
 
 def values(kind: str, shape: tuple[int, ...], seed: int) -> torch.Tensor:
@@ -228,8 +234,8 @@ def test_dequantize_is_code_times_scale(spec):
     same_floats(q.dequantize(torch.bfloat16).float(), oracle.to_bf16(want), spec)
 
 
-@pytest.mark.parametrize("spec", SQUARE)
-def test_square_blocks_agree_in_both_directions(spec):
+@pytest.mark.parametrize("spec", BLOCKS_2D)
+def test_2d_blocks_agree_in_both_directions(spec):
     x = values("normal", (70, 90), 7)
     row, col = mf.quantize(x, spec), mf.quantize(x, spec, columnwise=True)
     assert torch.equal(mf.dequantize(row), mf.dequantize(col).t())

@@ -52,12 +52,12 @@ def test_product(a_spec, b_spec, columnwise, out_dtype):
     assert ((y.double() - want).abs() <= bound).all()
 
 
-# ---- FP4 carried by FP8 --------------------------------------------------------------------------
+# ---- FP4 as FP8 ---------------------------------------------------------------------------------
 
 FP4_SPECS = ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2", "mxfp4+sr+rht", "nvfp4+pow2+rht32"]
 
 
-def carried(q):
+def fp4_as_fp8(q):
     return ops.carry(q.codes, q.scale, q.amax, q.spec, q.shape[-1])
 
 
@@ -66,7 +66,7 @@ def test_fp4_as_fp8_has_the_same_values(spec):
     """Casts normal data, in which no block is 2^14 below the largest of its row."""
     for columnwise in (False, True):
         q = mf.quantize(torch.randn(M, K), spec, columnwise=columnwise, seed=3)
-        codes, row_scale = carried(q)
+        codes, row_scale = fp4_as_fp8(q)
         assert codes.dtype == torch.float8_e4m3fn
         assert torch.equal(codes.float() * row_scale[:, None], q.dequantize())
 
@@ -77,7 +77,7 @@ def test_fp4_as_fp8_of_blocks_far_apart(spec):
     torch.manual_seed(0)
     x = torch.randn(M, 256) * 2.0 ** torch.randint(-30, 30, (M, 16)).repeat_interleave(16, 1)
     q = mf.quantize(x, spec, seed=3)
-    codes, row_scale = carried(q)
+    codes, row_scale = fp4_as_fp8(q)
     values, got = q.dequantize().double(), (codes.float() * row_scale[:, None]).double()
     largest = 64 * row_scale.double()[:, None]  # 2^K times the tensor's scale
     assert ((got - values).abs() <= 2.0**-16 * largest * (1 + 2.0**-20)).all()
@@ -95,7 +95,7 @@ def test_product_of_fp4_as_fp8_operands(spec):
     """
     a, b = (mf.quantize(torch.randn(rows, K), spec, seed=rows) for rows in (M, N))
     want = mf.scaled_mm(a, b, out_dtype=torch.float32)
-    args = [(*carried(q), q.amax) for q in (a, b)]
+    args = [(*fp4_as_fp8(q), q.amax) for q in (a, b)]
     got = ops.scaled_mm(*args[0], *args[1], f"{spec}*{spec}", k=K, out_dtype=torch.float32)
     left, right = ((codes.float() * scale[:, None]).abs() for codes, scale, _ in args)
     require_same_sums(got, want, left @ right.t(), left.shape[1], roundings=4)
@@ -104,16 +104,16 @@ def test_product_of_fp4_as_fp8_operands(spec):
 
 
 @pytest.mark.parametrize("spec", ["nvfp4", "nvfp4+up", "mxfp8", "e4m3/row"])
-def test_only_powers_of_two_are_carried(spec):
+def test_only_powers_of_two_convert_to_fp8(spec):
     q = mf.quantize(torch.ones(4, 32), spec)
     with pytest.raises(ValueError, match="powers of two"):
-        carried(q)
+        fp4_as_fp8(q)
 
 
-def test_carried_rows_that_are_not_finite():
+def test_fp4_as_fp8_of_rows_that_are_not_finite():
     x = torch.randn(4, 64)
     x[1, 40], x[2, 3] = float("nan"), float("inf")
-    codes, row_scale = carried(mf.quantize(x, "mxfp4"))
+    codes, row_scale = fp4_as_fp8(mf.quantize(x, "mxfp4"))
     values = codes.float() * row_scale[:, None]
     assert values[1, 32:].isnan().all()
     assert values[2, :32].isnan().all()

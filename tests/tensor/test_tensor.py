@@ -102,7 +102,7 @@ def test_refuses_what_it_does_not_hold():
 
 
 @pytest.mark.parametrize("spec", ["e4m3/tensor", "e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16"])
-def test_square_specs_serve_both_directions(spec):
+def test_specs_of_2d_blocks_serve_both_directions(spec):
     x = values()
     both = mf.QuantizedTensor.from_tensor(x, spec, spec)
     one = mf.QuantizedTensor.from_tensor(x, spec)
@@ -171,9 +171,9 @@ def test_copy_from_values_rounds():
     assert same(w, mf.QuantizedTensor.from_tensor(values(), "nvfp4", "nvfp4/16x16"))
     w.copy_(torch.ones(1, COLS))
     assert torch.allclose(w.dequantize(), torch.ones(ROWS, COLS))
-    plain = torch.empty(ROWS, COLS)
-    plain.copy_(w)
-    assert torch.equal(plain, w.dequantize())
+    copied = torch.empty(ROWS, COLS)
+    copied.copy_(w)
+    assert torch.equal(copied, w.dequantize())
     with pytest.raises(RuntimeError, match="size"):
         w.copy_(torch.ones(3, 5))
 
@@ -246,11 +246,11 @@ def test_a_slice_is_not_written_to(write):
 
 def test_other_ops_run_on_values():
     w = mf.QuantizedTensor.from_tensor(values(), "mxfp8")
-    plain = w.dequantize()
-    assert torch.equal(w + 1, plain + 1)
-    assert torch.equal(w.t(), plain.t())
-    assert torch.equal(w.half(), plain.half())
-    assert torch.equal(torch.stack([w, w]), torch.stack([plain, plain]))
+    dequantized = w.dequantize()
+    assert torch.equal(w + 1, dequantized + 1)
+    assert torch.equal(w.t(), dequantized.t())
+    assert torch.equal(w.half(), dequantized.half())
+    assert torch.equal(torch.stack([w, w]), torch.stack([dequantized, dequantized]))
     for like in (torch.zeros_like(w), w.new_empty(2, 2), w.new_zeros(2, 2)):
         assert type(like) is torch.Tensor
         assert like.dtype == w.dtype

@@ -91,8 +91,8 @@ def folder(tmp_path_factory):
 @pytest.fixture(scope="module")
 def stopped(folder):
     """Runs an undisturbed job of two processes, stopped at its first checkpoint."""
-    words = train(folder, folder / "stopped", 2, "stopped at step 4")
-    assert "exit code 130" in words[0], words
+    texts = train(folder, folder / "stopped", 2, "stopped at step 4")
+    assert "exit code 130" in texts[0], texts
     assert checkpoint.latest(checkpoints(folder / "stopped")).name == "step_00000004"
     return folder / "stopped"
 
@@ -131,11 +131,11 @@ def undisturbed(folder, stopped):
 )
 def test_a_lost_rank_is_named_and_the_job_goes_on(folder, undisturbed, fault, said, world):
     out = folder / fault
-    words = train(folder, out, 2, fault)
+    texts = train(folder, out, 2, fault)
     lost = FAULTS[fault][0]
-    assert words[lost] == KILLED
+    assert texts[lost] == KILLED
     expected = rf"error: rank {1 - lost} of 2: \w+ in {said}.*has failed, another rank has ended"
-    assert re.search(expected, words[1 - lost]), words[1 - lost]
+    assert re.search(expected, texts[1 - lost]), texts[1 - lost]
     assert checkpoint.latest(checkpoints(out)).name == "step_00000004"
     assert resumed(folder, out, world) == undisturbed[world]
 
@@ -156,6 +156,6 @@ def test_all_ranks_say_that_no_checkpoint_is_intact(folder, stopped):
     shutil.copytree(stopped, out)
     (checkpoints(out) / "step_00000004" / ".metadata").write_bytes(b"")
     before = (out / "job.json").read_bytes(), (out / "metrics.jsonl").read_bytes()
-    for words in train(folder, out, 2, "none", "--resume"):
-        assert re.search(r"exit code 1: .*step_00000004/.metadata: expected", words, re.DOTALL)
+    for texts in train(folder, out, 2, "none", "--resume"):
+        assert re.search(r"exit code 1: .*step_00000004/.metadata: expected", texts, re.DOTALL)
     assert ((out / "job.json").read_bytes(), (out / "metrics.jsonl").read_bytes()) == before

@@ -46,8 +46,8 @@ def interrupted_in(module, tmp_path, *how):
 
 @pytest.mark.parametrize("how", ["-m minifloat", "-mminifloat.cli", "script"])
 def test_ctrl_c_while_torch_is_imported_is_one_line(tmp_path, how):
-    words = [str(tmp_path / "minifloat")] if how == "script" else how.split()
-    ended = interrupted_in("torch", tmp_path, *words)
+    command = [str(tmp_path / "minifloat")] if how == "script" else how.split()
+    ended = interrupted_in("torch", tmp_path, *command)
     assert ended == (INTERRUPTED, "", "minifloat: interrupted\n")
 
 

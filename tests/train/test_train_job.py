@@ -248,7 +248,7 @@ def test_a_checkpoint_put_there_from_another_job_is_refused(tiny, tmp_path, caps
         assert run(tiny, tmp_path / name, "--recipes", "bf16", "--lr", lr) == 0
     run_a, run_b = (tmp_path / name / "runs" / "bf16" for name in "ab")
     (run_a / "result.json").unlink()
-    (run_a / "checkpoints").rename(tmp_path / "kept")
+    (run_a / "checkpoints").rename(tmp_path / "moved")
     (run_b / "checkpoints").rename(run_a / "checkpoints")
     assert run(tiny, tmp_path / "a", "--lr", "0.001", "--resume") == 1
     errors = capsys.readouterr().err

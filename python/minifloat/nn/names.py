@@ -14,7 +14,7 @@ def clean_name(fqn: str) -> str:
 
 
 def unwrapped(model: nn.Module) -> nn.Module:
-    """Takes the model itself out of torch.compile and DistributedDataParallel."""
+    """Returns the model inside torch.compile and DistributedDataParallel."""
     while True:
         if isinstance(model, nn.parallel.DistributedDataParallel):
             model = model.module

@@ -164,9 +164,9 @@ def save(folder: Path, step: int, state: dict[str, Any], meta: dict[str, Any]) -
     except (OSError, RuntimeError, CheckpointException, TrainError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
         before = latest(folder)
-        kept = f"{before} is intact" if before else "there is no earlier one"
+        previous = f"{before} is intact" if before else "there is no earlier one"
         raise CheckpointError(
-            f"cannot write the checkpoint of step {step} in {folder}: {reason(error)}; {kept}. "
+            f"cannot write the checkpoint of step {step} in {folder}: {reason(error)}; {previous}. "
             "With that mended, --resume goes on"
         ) from error
     prune(folder, KEEP)

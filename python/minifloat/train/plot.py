@@ -59,7 +59,7 @@ def draw_losses(
 
 
 def colors_of(runs: Sequence[RunSpec], baseline: RunSpec | None, palette: Any) -> dict[str, Any]:
-    """Black for the baseline, grey for bf16 from other seeds, the palette for recipes."""
+    """Chooses black for the baseline, grey for bf16 of other seeds, the palette for recipes."""
     colors: dict[str, Any] = {run.name: "grey" for run in runs if not run.converts}
     recipes = [run for run in runs if run.converts]
     colors |= {run.name: palette(i % palette.N) for i, run in enumerate(recipes)}
@@ -67,7 +67,7 @@ def colors_of(runs: Sequence[RunSpec], baseline: RunSpec | None, palette: Any) -
 
 
 def label_of(run: RunSpec, curves: dict[str, Curves], baseline: RunSpec | None) -> str:
-    """`nvfp4: 3.260 (+0.25%)`: the last validation loss, and its gap to the baseline's there."""
+    """Formats the last validation loss and its gap: `nvfp4: 3.260 (+0.25%)`."""
     step, loss = max(curves[run.name].validation.items(), default=(0, None))
     base = curves[baseline.name].validation.get(step) if baseline else None
     text = run.name if loss is None else f"{run.name}: {loss:.3f}"

@@ -160,7 +160,7 @@ NOTES = """\
 - of speed of light: the time that the matrix products of a step take alone, in bf16 on this model's
   shapes, over the time of the step. It is measured every {measure_every} steps, between two of
   them, so other work on the machine slows both alike{light}.
-- saved for backward: bytes a token that the forward keeps, and those kept inside linear layers;
+- saved for backward: bytes a token that the forward saves, and those saved inside linear layers;
   what does not grow with the tokens is left out.
 - peak memory: {memory_note}.
 - {policy}
