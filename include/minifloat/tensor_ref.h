@@ -29,7 +29,7 @@ using ParallelFor = void (*)(std::int64_t count, void (*body)(void*, std::int64_
 
 // The threads, stream and memory of one call; always the last argument.
 struct Execution {
-  ParallelFor parallel_for = nullptr;  // CPU: null takes the library's own threads, one a core
+  ParallelFor parallel_for = nullptr;  // CPU: null starts the library's threads, one a core
   void* stream = nullptr;              // CUDA: the cudaStream_t
   // CUDA: allocates scratch for the kernels of this call, device memory in stream order. Null:
   // cudaMallocAsync.

@@ -141,7 +141,7 @@ std::int64_t tile_height(const Operand* rowwise, const Operand* columnwise) {
   return columnwise ? kTileRows : std::max<std::int64_t>(kFew, rowwise->spec.block_rows);
 }
 
-// Prefetches the next tile of the walk, whose rows are too short for the machine's own streams.
+// Prefetches the next tile of the walk, whose rows are too short for the machine to prefetch.
 void prefetch_tile(const TensorRef& x, std::int64_t batch, std::int64_t row, std::int64_t col,
                    std::int64_t height) {
   constexpr std::int64_t kLine = 64;

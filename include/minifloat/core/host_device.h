@@ -1,4 +1,4 @@
-// The macros that depend on the compiler of core/: plain C++ compiles inline functions, nvcc
+// The macros that depend on the compiler of core/: a C++ compiler compiles inline functions, nvcc
 // compiles both sides. Functions are always inlined, so that a loop compiled for a wider vector
 // unit contains their bodies.
 #pragma once

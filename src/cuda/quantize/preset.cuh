@@ -84,7 +84,7 @@ constexpr bool kFindsCurrentAmax<Absent> = false;
 // Raises the current amax at the end, by all threads of the block.   m: of the thread's values
 __device__ __forceinline__ void raise_current_amax(const KernelOperand& plan, std::uint32_t m) {
   if (!plan.current_amax) return;
-  __syncthreads();  // the other direction has been raised
+  __syncthreads();  // the other direction's amax is complete
   raise_by_block(plan.current_amax, m);
 }
 
