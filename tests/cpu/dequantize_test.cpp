@@ -85,8 +85,8 @@ TEST(Dequantize, TheFactorThatAProductIsStillOwed) {
 }
 
 TEST(Dequantize, ProductFactorIsZeroAndTheProductOfTwoTensorFactors) {
-  const Matrix x({1, 20, 50}, DType::kBFloat16, Kind::kPlain),
-      y({1, 7, 50}, DType::kFloat32, Kind::kPlain, 5);
+  const Matrix x({1, 20, 50}, DType::kBFloat16, Kind::kModerate),
+      y({1, 7, 50}, DType::kFloat32, Kind::kModerate, 5);
   for (const char* text_a : kSpecs)
     for (const char* text_b : kSpecs) {
       const Request a{.spec = Spec::parse(text_a)}, b{.spec = Spec::parse(text_b)};

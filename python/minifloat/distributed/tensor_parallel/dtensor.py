@@ -59,7 +59,7 @@ def shard_unit(spec: str, columnwise: bool, dim: int) -> int:
     along = dim != columnwise  # the contraction dimension is the last one as read
     parsed = Spec.parse(spec)
     random = RANDOM_UNIT if along and parsed.is_stochastic else 1
-    return max(parsed.unit[int(along)], random)
+    return max(parsed.alignment[int(along)], random)
 
 
 def sharding_rule(op: Any) -> Callable[[Callable[..., list[Rule]]], Any]:
