@@ -55,6 +55,9 @@ template <class T>
 __device__ __forceinline__ float error_by_fast_path(const MatrixScale& matrix,
                                                     const BlockScale& block, const Vec16<T>& vec) {
   const CodeValues values = code_values(matrix, block);
+  // The one bit of E2M1's mantissa. Near a power of two the grid has a lower bit besides, which the
+  // conversion to codes drops.
+  constexpr std::uint32_t kUpperHalf = 1u << (Float32::kMantissaBits - 1);
   const float factor = block.encode / kCodeScale;
   float sum = 0.0f;
 #pragma unroll
@@ -63,7 +66,7 @@ __device__ __forceinline__ float error_by_fast_path(const MatrixScale& matrix,
     const float scaled = fminf(x * factor, E2M1::kMax / kCodeScale);
     const std::uint32_t grid = bit_cast<std::uint32_t>(round_to_e2m1_grid(scaled));
     const float power = bit_cast<float>(grid & Float32::kExponent);
-    const float of_code = grid & Float32::kMantissa ? values.one_and_half : values.one;
+    const float of_code = grid & kUpperHalf ? values.one_and_half : values.one;
     const float d = fmaf(power, of_code, -x);  // the product is exact
     sum = sum + d * d;
   }
@@ -71,18 +74,60 @@ __device__ __forceinline__ float error_by_fast_path(const MatrixScale& matrix,
 }
 
 // ---- Bounded ------------------------------------------------------------------------------------
+// The adder rounds y = |x| * factor to the grid, as in round_to_e2m1_grid: y + b * 2^22 has its last
+// place where the grid has its own, for a b of y's binade, or just below y. b is a power of two or
+// has few bits, so that the sum stays in the binade of b * 2^22.
+inline constexpr float kMagic = 0x1p22f;
+inline constexpr float kLowestMagic = kMagic / kCodeScale;  // for codes up to 1
+
+// b * 2^22 of the 16 elements: the power of two below y.
+struct MagicOfFloats {
+  float factor;  // of elements, times 2^22
+  const Vec16<float>& vec;
+
+  __device__ __forceinline__ MagicOfFloats(float factor_of_elements, const Vec16<float>& vec)
+      : factor(factor_of_elements * kMagic), vec(vec) {}
+  __device__ __forceinline__ float operator[](int i) const {
+    const std::uint32_t power = bit_cast<std::uint32_t>(vec[i] * factor) & Float32::kExponent;
+    return fmaxf(bit_cast<float>(power), kLowestMagic);
+  }
+};
+// b * 2^22 of the 16 elements in pairs of bf16: between 0.97 y and y. Where that is in the binade
+// below, y is near a power of two, to which both binades round it.
+struct MagicOfPairs {
+  std::uint32_t w[kVec / 2];
+
+  __device__ __forceinline__ MagicOfPairs(float factor_of_elements, const Vec16<Bf16>& vec) {
+    constexpr float kBelow = 1.0f - 0x1p-6f;
+    constexpr std::uint32_t kLowestPair = (bit_cast<std::uint32_t>(kLowestMagic) >> 16) * 0x1'0001u;
+    const std::uint32_t factor =
+        bit_cast<std::uint32_t>(factor_of_elements * kMagic * kBelow) >> 16;
+#pragma unroll
+    for (int i = 0; i < kVec / 2; ++i)
+      w[i] = max_bf16x2(mul_bf16x2(vec.w[i] & 0x7FFF'7FFFu, factor * 0x1'0001u), kLowestPair);
+  }
+  __device__ __forceinline__ float operator[](int i) const {
+    return bit_cast<float>(i % 2 ? w[i / 2] & 0xFFFF'0000u : w[i / 2] << 16);
+  }
+};
+__device__ __forceinline__ MagicOfFloats magic_of(float factor, const Vec16<float>& vec) {
+  return {factor, vec};
+}
+__device__ __forceinline__ MagicOfPairs magic_of(float factor, const Vec16<Bf16>& vec) {
+  return {factor, vec};
+}
+
 // Returns a block's error under the fast-path condition, nearly: from the distances of |x| * factor
 // to the grid, where no product reaches 7. A tie may be rounded either way.
 template <class T>
 __device__ __forceinline__ float distance_of_vec(const BlockScale& block, const Vec16<T>& vec) {
-  constexpr float kMagic = 0x1p22f, kLowest = 1.0f / kCodeScale;  // as in round_to_e2m1_grid
   const float factor = block.encode / kCodeScale;
+  const auto magic = magic_of(factor, vec);
   float sum = 0.0f;
 #pragma unroll
   for (int i = 0; i < kVec; ++i) {
-    const float v = fabsf(vec[i]) * factor;
-    const float b = fmaxf(v, kLowest);
-    const float d = fmaf(b, -kMagic, fmaf(b, kMagic, v)) - v;
+    const float x = fabsf(vec[i]), b = magic[i];
+    const float d = fmaf(x, factor, b - fmaf(x, factor, b));
     sum = fmaf(d, d, sum);
   }
   return sum;

@@ -98,6 +98,20 @@ __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t low, std::u
   return r;
 }
 
+// Multiplies two pairs of bf16, nearest even.
+__device__ __forceinline__ std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t r;
+  asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
+// Returns the larger number of each half, as bf16 pairs.
+__device__ __forceinline__ std::uint32_t max_bf16x2(std::uint32_t a, std::uint32_t b) {
+  std::uint32_t r;
+  asm("max.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+  return r;
+}
+
 // Returns the larger magnitude of each half, as bf16 pairs whose signs are undefined; NaN stays.
 __device__ __forceinline__ std::uint32_t max_magnitude_bf16x2(std::uint32_t a, std::uint32_t b) {
   std::uint32_t r;
