@@ -83,8 +83,9 @@ void decode_for_product(const Quantized& operand, std::uint16_t* out,
 // Writes the pending factor of this operand in an exact product: the tensor scale. out: (batch)
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution = {});
 
-// Writes {0, factor of a * factor of b}, the factors as in tensor_factor: beta and alpha of an exact
-// product. a, b: of one device, batch 1; a default Quantized of the device has the factor 1. out: (2)
+// Writes {0, factor of a * factor of b}, the factors as in tensor_factor: beta and alpha of an
+// exact product. a, b: of one device, batch 1; a default Quantized of the device has the factor 1.
+// out: (2)
 void product_factor(const Quantized& a, const Quantized& b, float* out,
                     const Execution& execution = {});
 

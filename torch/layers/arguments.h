@@ -1,4 +1,5 @@
-// The arguments of linear, linear_group and linear_sharded in one form, and what is required of them.
+// The arguments of linear, linear_group and linear_sharded in one form, and what is required of
+// them.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,8 +14,8 @@
 
 namespace minifloat::torch_ops {
 
-// Operands that were quantized before the call, as layer_operands returns them; empty: none. Of a layer alone, not of a
-// group.
+// Operands that were quantized before the call, as layer_operands returns them; empty: none. Of a
+// layer alone, not of a group.
 struct Prequantized {
   at::TensorList x, weight;
 };
@@ -26,7 +27,8 @@ struct Shards {
       {};  // x for wgrad, where several layers read x; or null
 };
 
-// Tensors are defined, as the autograd function takes them. rng and histories are empty, or one a weight.
+// Tensors are defined, as the autograd function takes them. rng and histories are empty, or one a
+// weight.
 struct Layers {
   at::TensorList weights;
   at::TensorList biases;        // those that there are

@@ -25,8 +25,8 @@ c10::DispatchKey autocast_key() {
   return at::autocast::get_autocast_dispatch_key_from_device_type(device);
 }
 
-// A weight whose codes the caller has is not read, so it is not cast. That of a QuantizedTensor costs nothing, and is what
-// tells the layer its gradient's dtype.
+// A weight whose codes the caller has is not read, so it is not cast. That of a QuantizedTensor
+// costs nothing, and is what tells the layer its gradient's dtype.
 template <c10::DeviceType device>
 Tensor weight_below(const Tensor& weight, const std::optional<at::TensorList>& weight_operands) {
   const bool is_plain = !weight.key_set().has(c10::DispatchKey::Python);

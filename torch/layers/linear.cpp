@@ -1,15 +1,15 @@
-// Linear layers under a recipe, differentiable. One function serves a layer and a group of layers that share
-// their input:
+// Linear layers under a recipe, differentiable. One function serves a layer and a group of layers
+// that share their input:
 //
 //     forward    x  -> rowwise for fprop, columnwise for wgrad        one read
 //                W  -> rowwise for fprop, columnwise for dgrad        one read
 //                y  = x · Wᵀ                                          for each W
-//     saved      x columnwise and W columnwise, in their specs; nothing in high precision unless a spec is bf16
+//     saved      x columnwise and W columnwise, in their specs: high precision where a spec is bf16
 //     backward   g  -> rowwise for dgrad, columnwise for wgrad        one read
 //                dx = g · W     (the sum over the group),     dW = gᵀ · x
 //
-// What no gradient asks for is neither computed nor kept. The op is composite: what the dispatcher sees below
-// it are quantize and scaled_mm.
+// Operands that no gradient needs are neither computed nor saved. The op is composite: the
+// dispatcher sees quantize and scaled_mm below the op.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -58,10 +58,10 @@ Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding) {
   return y.view_symint(shape);
 }
 
-// What a forward pass leaves for the backward pass.
+// Results of a forward pass that the backward pass reads. saved: x as wgrad reads it, then each
+// weight as dgrad reads it, three tensors each
 struct ForBackward {
-  variable_list
-      saved;  // x as wgrad reads it, then each weight as dgrad reads it (three tensors each)
+  variable_list saved;
   bool records_amaxes = false;  // whether the backward pass writes those of the forward pass
   PendingAmaxes amaxes = {};
 };
@@ -88,7 +88,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   const Wanted x_row{kFpropX, true, exact}, x_col{kWgradX, needs.any_dw};
   const auto [rowwise, columnwise] =
       input_operands(prepared, layers, x, matrix, x_row, x_col, state_of(0));
-  // An amax that the spec has not is left out: recomputed forwards save as many tensors, quantized now or before.
+  // Without an amax that the spec lacks, so that every recomputed forward saves as many tensors.
   const auto save = [&](const QuantizedOperand& operand, Place place) {
     const Spec& spec = prepared.specs[place];
     const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
@@ -130,18 +130,18 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   return outputs;
 }
 
-// What backward must know besides tensors; lives in the context.
+// Values that backward reads besides the saved tensors; the context holds them.
 struct Remembered {
   const PreparedRecipe& recipe;
   std::int64_t stream;
   std::vector<SymInt> x_shape;
-  // Dtypes of dW as the product computes it, before it takes the weight's dtype: that of the weight as autocast casts it.
-  // A plain weight whose codes the caller has is not cast: its codes are of x's dtype.
+  // Dtypes of dW as the product writes it: the weight's after autocast. A weight that is no tensor
+  // subclass and whose codes the caller passes is not cast: its dW has x's dtype.
   std::vector<at::ScalarType> product_dtypes;
   std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
   std::vector<int> bias_index;
   Needs needs;
-  // Not saved variables: backward writes the histories, and a recomputed forward must not replace rng.
+  // No saved variables: backward writes histories, and a recomputed forward may not replace rng.
   variable_list histories, rng;
   std::vector<std::uint32_t> rng_versions;
   std::optional<Sharding> sharding;
@@ -167,7 +167,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                                const Needs& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Layers layers{weights, biases, bias_index, rng, histories, stream, prequantized, shards};
-    // A trace whose inputs are DTensors takes writes to one tensor from one of the passes, not from both (torch 2.11).
+    // A trace with DTensor inputs accepts writes to a tensor from one pass alone (torch 2.11).
     const bool is_traced =
         shards.sharding && !histories.empty() && !can_skip_dispatcher({&histories[0]});
     ForBackward found{.saved = {}, .records_amaxes = is_traced};
@@ -222,7 +222,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     return refuse_double_backward(r.recipe.text, *node, grads, std::move(gradients));
   }
 
-  // Of x, weights, biases, bias_index, recipe, rng, histories, stream, prequantized, shards, needs: undefined where there is none.
+  // Of x, weights, biases, bias_index, recipe, rng, histories, stream, prequantized, shards, needs:
+  // undefined where there is none.
   static variable_list first_derivatives(const Remembered& r, const variable_list& saved,
                                          const variable_list& grads) {
     const at::AutoDispatchBelowADInplaceOrView below;

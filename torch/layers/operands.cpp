@@ -22,8 +22,8 @@ constexpr std::int64_t operand_stream(Place place) {
   return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
 }
 
-// Columns of an amax history (kPlaces, 1 + length): the amax that scales this step, then the amaxes of this step and of
-// earlier ones.
+// Columns of an amax history (kPlaces, 1 + length): the amax that scales this step, then the amaxes
+// of this step and of earlier ones.
 enum HistoryColumn { kActive, kCurrent };
 
 // One entry of a history.
@@ -43,7 +43,8 @@ Tensor current_pair(const Tensor& history, Place first, Place last) {
       history.storage_offset() + first * history.stride(0) + kCurrent * history.stride(1));
 }
 
-// Writes this step's amax of one place, or of two that have the same, now or later. is_cut: whether it is a shard's
+// Writes this step's amax of one place, or of two that have the same, now or later. is_cut: whether
+// it is a shard's
 void record_amax(const ModuleState& state, Place a, Place b, const Tensor& amax, bool is_cut) {
   const auto [first, last] = std::minmax(a, b);
   const PendingAmax found{state.history, first, last,
@@ -70,7 +71,8 @@ PreparedRecipe prepared_recipe(const std::string& text) {
   return out;
 }
 
-// The transposed view. Layers differentiate as a whole, so it needs no history, only the count of writes to x.
+// The transposed view. Layers differentiate as a whole, so it needs no history, only the count of
+// writes to x.
 Tensor transposed(const Tensor& x) {
   if (!can_skip_dispatcher({&x})) return x.t();
   const Tensor view = direct_transpose(x);
@@ -88,8 +90,8 @@ bool needs_amax_of_ranks(const PreparedRecipe& recipe, const Wanted& wanted, int
   return spec.has_tensor_amax() || (spec.has_row_amax() && cut == contraction);
 }
 
-// Gives the cast of a shard its place in the whole: its origin, for random bits, and the amaxes of all ranks, in one
-// all-reduce. Random bits of x that is cut by tokens are refused (check_shards).
+// Gives the cast of a shard its place in the whole: its origin, for random bits, and the amaxes of
+// all ranks, in one all-reduce. Random bits of x that is cut by tokens are refused (check_shards).
 void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
                  const Wanted& col, const Sharding& sharding, int cut, QuantizeOptions& options) {
   const bool is_tokens = kOperands[row.place].matrix == Matrix::kX && cut == 0;
@@ -246,7 +248,8 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at:
     TORCH_CHECK_VALUE(!spec.delayed || tensors[first + 2].numel() == 1, "linear: expected ", name,
                       " with the amax of ", spec.str(), ", which the history takes, got ",
                       tensors[first + 2].numel(), " elements");
-    // As a cast leaves what a spec has not: a recomputed forward must save what the first one saved.
+    // As a cast leaves what a spec has not: a recomputed forward must save what the first one
+    // saved.
     const Tensor amax = tensors[first + 2].numel() > 0 ? tensors[first + 2] : Tensor();
     return {tensors[first], tensors[first + 1], amax, tensors[first + 3]};
   };
@@ -328,9 +331,9 @@ void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const Quant
   push(o.decoded, at::kBFloat16);
 }
 
-// x (…, K) or a weight (N, K), or a shard of it, as a layer quantizes it, for `linear` to read again while it stays as it
-// is: the eight tensors of `quantize`. x is returned as its product's engine reads it, the rowwise codes of its tokens
-// gathered; a weight in codes alone.
+// x (…, K) or a weight (N, K), or a shard of it, as a layer quantizes it, for `linear` to read
+// again while it stays as it is: the eight tensors of `quantize`. x is returned as its product's
+// engine reads it, the rowwise codes of its tokens gathered; a weight in codes alone.
 std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& text,
                                           const std::string& of, bool rowwise, bool columnwise,
                                           const std::optional<Tensor>& amax_history,

@@ -1,5 +1,5 @@
-// The six operands of a layer's three products: one table of them, and how they are quantized, both directions of a
-// matrix from one read.
+// The six operands of a layer's three products: one table of them, and how they are quantized, both
+// directions of a matrix from one read.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -76,12 +76,13 @@ struct ModuleState {
 void record_amaxes(const PreparedRecipe& recipe, const Wanted& row, const Wanted& col,
                    const ModuleState& state, const Directions& found, bool is_cut);
 
-// Both directions of x (rows, cols) from one read; bf16 directions are x itself and its transposed view. A shard gets
-// the bytes that the whole has there, by its origin and by amaxes of all ranks.
+// Both directions of x (rows, cols) from one read; bf16 directions are x itself and its transposed
+// view. A shard gets the bytes that the whole has there, by its origin and by amaxes of all ranks.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
                          const Wanted& col, const ModuleState& state);
 
-// Both directions of x where a caller has them, as the op layer_operands returns them. rows: of x as products read it
+// Both directions of x where a caller has them, as the op layer_operands returns them. rows: of x
+// as products read it
 Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at::TensorList tensors,
                              const Tensor& x, const SymInt& rows, const Wanted& row,
                              const Wanted& col);
@@ -89,21 +90,24 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at:
 // Requires an amax history, float32 (kPlaces, 1 + length) in memory of its own, on the device of x.
 void check_history(const char* op, const Tensor& history, const Tensor& x);
 
-// Requires shards that hold whole blocks, transforms and random words. length: of the dimension of W that is cut
+// Requires shards that hold whole blocks, transforms and random words. length: of the dimension of
+// W that is cut
 void check_shards(const PreparedRecipe& recipe, const Sharding& sharding, const SymInt& length);
 
-// What a rank's run of tokens must be a multiple of, so that codes of x can be gathered; 0: they cannot.
+// What a rank's run of tokens must be a multiple of, so that codes of x can be gathered; 0: they
+// cannot.
 std::int64_t token_unit(const PreparedRecipe& recipe);
 
 // Requires tokens of x whose codes can be gathered.
 void check_tokens(const PreparedRecipe& recipe, const Sharding& sharding, const Tensor& x);
 
-// Returns what a product multiplies of a direction of quantize_both: the decoded values where they were asked for, else
-// the codes.
+// Returns what a product multiplies of a direction of quantize_both: the decoded values where they
+// were asked for, else the codes.
 ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
                            const Wanted& wanted);
 
-// Returns the same of a direction of prequantized_both, whose codes are in a form that layer_operands chose.
+// Returns the same of a direction of prequantized_both, whose codes are in a form that
+// layer_operands chose.
 ProductInput prequantized_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
                                 const Wanted& wanted);
 

@@ -50,7 +50,8 @@ Tensor as_bytes(const Tensor& t) {
   return t.contiguous().view_symint({t.sym_numel()}).view(at::kByte);
 }
 
-// (ranks, …), with tokens along dimension `dim` of the rest, as the whole: runs in turn, ranks within a run.
+// (ranks, …), with tokens along dimension `dim` of the rest, as the whole: runs in turn, ranks
+// within a run.
 Tensor join(const Tensor& shards, std::int64_t dim, const TokenRuns& runs) {
   c10::SymDimVector apart(shards.sym_sizes().begin(), shards.sym_sizes().end());
   const SymInt tokens = apart[1 + dim];
@@ -84,7 +85,8 @@ TokenRuns token_runs(const Sharding& sharding, c10::SymIntArrayRef x_shape) {
 }
 
 Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax) {
-  // Bits of magnitudes order like the values. The mask makes a tensor of its own: Inductor (torch 2.11) sends no view.
+  // Bits of magnitudes order like the values. The mask makes a tensor of its own: Inductor (torch
+  // 2.11) sends no view.
   constexpr std::int64_t kMagnitude = 0x7fffffff;
   return all_reduce_max(sharding, amax.view(at::kInt).bitwise_and(kMagnitude)).view(at::kFloat);
 }

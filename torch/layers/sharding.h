@@ -1,4 +1,5 @@
-// A layer whose weight the ranks of a group have cut: where each matrix is cut, and the collectives between ranks.
+// A layer whose weight the ranks of a group have cut: where each matrix is cut, and the collectives
+// between ranks.
 //
 //     W (N, K)        cut along N (dimension 0)       cut along K (dimension 1)
 //     x (M, K)        whole, or cut by tokens         columns
@@ -7,8 +8,9 @@
 //     dx = g · W      a sum over the ranks            columns
 //     dW = gᵀ · x     rows                            columns
 //
-// Where x is cut by tokens its codes are gathered, not its values: rowwise ones in forward, those that wgrad reads in
-// backward. Until then a rank keeps the codes of its own tokens alone; dx is the sum of this rank's tokens.
+// Where x is cut by tokens its codes are gathered, not its values: rowwise ones in forward, those
+// that wgrad reads in backward. Until then a rank keeps the codes of its own tokens alone; dx is
+// the sum of this rank's tokens.
 //
 // The collectives are torch's functional ones, which a trace records like any other op.
 #pragma once
@@ -57,14 +59,16 @@ TokenRuns token_runs(const Sharding& sharding, c10::SymIntArrayRef x_shape);
 // The largest amax of all ranks; NaN is larger than infinity.
 Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax);
 
-// The operand of all ranks' tokens. Tokens lie along the operand's rows, or its columns where columnwise.
+// The operand of all ranks' tokens. Tokens lie along the operand's rows, or its columns where
+// columnwise.
 QuantizedOperand gather_tokens(const Sharding& sharding, const TokenRuns& runs,
                                const QuantizedOperand& operand, bool columnwise);
 
 // The sum over the ranks of dx (tokens of all, K): this rank's tokens of it.
 Tensor scatter_sum(const Sharding& sharding, const TokenRuns& runs, const Tensor& dx);
 
-// x as wgrad reads it, of all ranks' tokens: the first of `readers` layers gathers, the last one drops it.
+// x as wgrad reads it, of all ranks' tokens: the first of `readers` layers gathers, the last one
+// drops it.
 class GatheredInput : public torch::CustomClassHolder {
  public:
   explicit GatheredInput(std::int64_t readers);
@@ -77,7 +81,8 @@ class GatheredInput : public torch::CustomClassHolder {
   std::mutex mutex_;
 };
 
-// Makes the class known to schemas, once; called before each of them, in whatever order the library's parts are loaded.
+// Makes the class known to schemas, once; called before each of them, in whatever order the
+// library's parts are loaded.
 void register_gathered_input();
 
 // The op, through the dispatcher: one rank's `linear` of its shard. See schemas.cpp.

@@ -70,9 +70,9 @@ TORCH_LIBRARY(minifloat, m) {
         tags);
   m.def("transpose_many(Tensor[] matrices, Tensor(a!)[] out, int[] sizes) -> ()", tags);
 
-  // Layers. layer_operands: the operands of x ("x") or of a weight ("w") as `linear` quantizes it, for
-  // later calls of `linear`. linear_sharded: `linear` on one rank of `group`, whose ranks shard the
-  // weight along weight_dim and x along token_dim; see layers/sharding.h.
+  // Layers. layer_operands: the operands of x ("x") or of a weight ("w") as `linear` quantizes it,
+  // for later calls of `linear`. linear_sharded: `linear` on one rank of `group`, whose ranks shard
+  // the weight along weight_dim and x along token_dim; see layers/sharding.h.
   torch_ops::register_gathered_input();
   m.def(
       "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "

@@ -1,6 +1,6 @@
 // The engine for FP4 codes under power-of-two scales. It converts them to E4M3 codes of the same
-// values under one scale for each row (core/fp4_as_fp8.h), which an FP8 product multiplies. One kernel
-// for each operand, then one for the product.
+// values under one scale for each row (core/fp4_as_fp8.h), which an FP8 product multiplies. One
+// kernel for each operand, then one for the product.
 #include "ops/ops.h"
 #include "products/fp8.h"
 

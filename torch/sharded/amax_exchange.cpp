@@ -61,7 +61,7 @@ void set_packed(const std::vector<GatheredDirection*>& directions, const Tensor&
 
 std::uint32_t* GatheredDirection::amaxes() const { return bits_of(packed) + packed_at; }
 
-// ---- One batch -----------------------------------------------------------------------------------
+// ---- One batch ----------------------------------------------------------------------------------
 // The partial casts of the selected directions without a transform, with their shards.
 std::vector<PartialCast> GatherBatch::plain_casts(const Tensors& shards, const Choice& choice,
                                                   std::vector<GatheredDirection*>& directions) {
@@ -98,7 +98,7 @@ bool GatherBatch::needs_measure(const Tensors& shards, const Choice& choice, std
   return false;
 }
 
-// ---- Several batches -----------------------------------------------------------------------------
+// ---- Several batches ----------------------------------------------------------------------------
 // The shards of each batch, as casts read them. Marks them as measured.
 std::vector<Tensors> AmaxExchange::shards_of_batches(const Tensors& shards, const Numbers& writes) {
   TORCH_CHECK_VALUE(!batches_.empty() && writes.size() == batches_.size(), kOp,

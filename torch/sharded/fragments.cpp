@@ -1,5 +1,5 @@
-// Fragments of wires: where even shards of a weight are cut, where their bytes lie in a rank's piece, and the copies that
-// merge gathered pieces into whole wires.
+// Fragments of wires: where even shards of a weight are cut, where their bytes lie in a rank's
+// piece, and the copies that merge gathered pieces into whole wires.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -22,7 +22,8 @@ void check_ranks(const char* op, std::int64_t ranks) {
                     ranks);
 }
 
-// The copies of one wire's fragments. numbers: where they begin in a rank's piece, then each rank's bytes of the wire.
+// The copies of one wire's fragments. numbers: where they begin in a rank's piece, then each rank's
+// bytes of the wire.
 void append_copies(std::vector<Copy>& copies, std::size_t index, const Tensor& wire,
                    const std::uint8_t* pieces, at::IntArrayRef numbers, std::int64_t of_piece) {
   constexpr const char* kOp = "merge_fragments";
@@ -46,8 +47,8 @@ void append_copies(std::vector<Copy>& copies, std::size_t index, const Tensor& w
   }
 }
 
-// Copies the gathered pieces into whole wires, as fragment_layout has them. A byte that a rank shares with one before is
-// ORed.
+// Copies the gathered pieces into whole wires, as fragment_layout has them. A byte that a rank
+// shares with one before is ORed.
 void merge_fragments_kernel(const Tensor& gathered, TensorList wires, at::IntArrayRef layout,
                             std::int64_t ranks) {
   constexpr const char* kOp = "merge_fragments";
@@ -74,8 +75,9 @@ void merge_fragments_kernel(const Tensor& gathered, TensorList wires, at::IntArr
       [&] { copy_many(copies, bridge::backend_of(gathered), bridge::ExecutionOn(gathered)); });
 }
 
-// ---- Layout --------------------------------------------------------------------------------------
-// Where `ranks` even shards of a weight begin, and its end: (ranks + 1). No byte of packed codes is cut in two.
+// ---- Layout -------------------------------------------------------------------------------------
+// Where `ranks` even shards of a weight begin, and its end: (ranks + 1). No byte of packed codes is
+// cut in two.
 std::vector<std::int64_t> even_cuts(std::int64_t rows, std::int64_t cols, std::int64_t ranks) {
   check_ranks("even_cuts", ranks);
   TORCH_CHECK_VALUE(is_addressable({rows, cols}),
@@ -103,8 +105,9 @@ void check_cuts(const std::string& text, const Spec& spec, std::int64_t cols,
                     ": expected no elements of a wire without columns, got cuts ", cuts);
 }
 
-// Fragments of wires side by side: specs, cols: of each wire; cuts: its (ranks + 1). For each wire: where its fragments
-// begin in a rank's piece, then each rank's first and last byte of the wire. In the end: bytes of a piece.
+// Fragments of wires side by side: specs, cols: of each wire; cuts: its (ranks + 1). For each wire:
+// where its fragments begin in a rank's piece, then each rank's first and last byte of the wire. In
+// the end: bytes of a piece.
 std::vector<std::int64_t> fragment_layout(const Texts& specs, at::IntArrayRef cols,
                                           at::IntArrayRef cuts, std::int64_t ranks) {
   constexpr std::int64_t kAlignment = 16;

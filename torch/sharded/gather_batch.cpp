@@ -43,7 +43,7 @@ Numbers table_starts(const std::vector<GatheredDirection*>& directions) {
   return starts;
 }
 
-// ---- The batch -----------------------------------------------------------------------------------
+// ---- The batch ----------------------------------------------------------------------------------
 GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const Texts& modes,
                          std::int64_t world, std::int64_t rank) {
   TORCH_CHECK_VALUE(rows.size() == modes.size() && cols.size() == modes.size(), kOp,

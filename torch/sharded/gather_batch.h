@@ -1,7 +1,8 @@
-// GatherBatch: the weights that one all-gather of FSDP2 brings. One call before the gather casts the shards of all
-// weights; one call after it fills all whole weights.
+// GatherBatch: the weights that one all-gather of FSDP2 brings. One call before the gather casts
+// the shards of all weights; one call after it fills all whole weights.
 //
-//     AmaxExchange.measure     shards -> amaxes that ranks exchange (the caller reduces them: MAX) -> accept
+//     AmaxExchange.measure     shards -> amaxes that ranks exchange; the caller reduces them by MAX
+//     AmaxExchange.accept      reduced amaxes -> the batches
 //     GatherBatch.cast         shards, amaxes -> codes and tables of scales, as one rank sends them
 //     GatherBatch.fill         what all ranks sent -> codes, scales and amaxes of both directions
 //
@@ -79,16 +80,18 @@ class GatherBatch : public torch::CustomClassHolder {
   // How many int32 amaxes the ranks exchange for a gather; 0: every rank casts alone.
   std::int64_t exchanged(std::int64_t selection);
 
-  // shards: of each weight (rows, cols); histories: float32 amax history of each weight, or none where nothing is
-  // delayed; weight: the one that is cast, -1: all; writes: a number that changes where torch has not counted a write;
-  // is_measured: whether AmaxExchange has the amaxes of the current step. Returns for each weight the codes of each
-  // direction, and its table where it has one.
+  // shards: of each weight (rows, cols); histories: float32 amax history of each weight, or none
+  // where nothing is delayed; weight: the one that is cast, -1: all; writes: a number that changes
+  // where torch has not counted a write; is_measured: whether AmaxExchange has the amaxes of the
+  // current step. Returns for each weight the codes of each direction, and its table where it has
+  // one.
   Tensors cast(Tensors shards, const Tensors& histories, std::int64_t selection,
                std::int64_t weight, std::int64_t writes, bool is_measured);
 
-  // outputs: what all ranks sent, in the order of `cast`; targets: codes, scale, amax of the rowwise and the columnwise
-  // direction of each weight; weight: the one that is filled, -1: all; forward_alone: backward has a gather of its own.
-  // Directions that are not brought lose their memory, unless one weight alone is filled.
+  // outputs: what all ranks sent, in the order of `cast`; targets: codes, scale, amax of the
+  // rowwise and the columnwise direction of each weight; weight: the one that is filled, -1: all;
+  // forward_alone: backward has a gather of its own. Directions that are not brought lose their
+  // memory, unless one weight alone is filled.
   void fill(const Tensors& outputs, const Tensors& targets, std::int64_t selection,
             std::int64_t weight, bool forward_alone);
 
@@ -119,8 +122,8 @@ class AmaxExchange : public torch::CustomClassHolder {
   explicit AmaxExchange(std::vector<c10::intrusive_ptr<GatherBatch>> batches)
       : batches_(std::move(batches)) {}
 
-  // shards: of all batches in their order; writes: of each batch. Returns int32, empty where nothing is exchanged;
-  // zero where other ranks alone have an amax.
+  // shards: of all batches in their order; writes: of each batch. Returns int32, empty where
+  // nothing is exchanged; zero where other ranks alone have an amax.
   at::Tensor measure(const Tensors& shards, std::int64_t selection, const Numbers& writes);
   // exchanged: what measure returned, the largest of all ranks
   void accept(const at::Tensor& exchanged);

@@ -29,7 +29,8 @@ Copy copy_bytes(const void* from, void* to, std::int64_t bytes) {
   return {static_cast<const std::uint8_t*>(from), static_cast<std::uint8_t*>(to), bytes, false};
 }
 
-// The active amax of a direction under delayed scaling, from the history (operands, 1 + steps) of its layer.
+// The active amax of a direction under delayed scaling, from the history (operands, 1 + steps) of
+// its layer.
 const float* active_amax(const Tensor& history, bool columnwise, const Tensor& like) {
   bridge::check_memory(kOp, "histories", history);
   bridge::check_same_device(kOp, "histories", history, like);
@@ -54,7 +55,8 @@ struct Work {
   }
 };
 
-// The rows of a direction's table from the scales of its window, (blocks of rows, blocks of columns) by W's rows.
+// The rows of a direction's table from the scales of its window, (blocks of rows, blocks of
+// columns) by W's rows.
 void add_table(Work& work, const CastEntry& entry, std::uint8_t* scales, std::int64_t window_rows) {
   const RowShard& shard = entry.direction->shard;
   const std::int64_t count = shard.table_rows_of_this_rank(), row = shard.table_row_bytes();
@@ -81,7 +83,8 @@ void place(Work& work, const CastEntry& entry, PartialCast& cast, const Tensors&
   cast.codes = entry.codes;
   cast.first_byte = FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.code_bits()).begin;
   cast.keeps_neighbours = false;
-  // The first cast chooses scales, and marks its choices in the packed amaxes. An empty shard has no blocks.
+  // The first cast chooses scales, and marks its choices in the packed amaxes. An empty shard has
+  // no blocks.
   cast.has_chosen_scales = entry.direction->has_chosen_scales || cast.shard.empty();
   entry.direction->has_chosen_scales = cast.spec.reads_values();
   cast.amax = entry.amax;
@@ -105,7 +108,8 @@ void place(Work& work, const CastEntry& entry, PartialCast& cast, const Tensors&
   add_table(work, entry, scales, grid.rows);
 }
 
-// Casts a shard under a transform as a weight of its own, with the amax of the whole weight where it has one.
+// Casts a shard under a transform as a weight of its own, with the amax of the whole weight where
+// it has one.
 void cast_transformed(Work& work, const CastEntry& entry, const Tensor& shard_values,
                       const Tensors& histories) {
   const GatheredDirection& direction = *entry.direction;

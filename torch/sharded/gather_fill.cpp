@@ -16,7 +16,8 @@ using at::Tensor;
 constexpr const char* kOp = "GatherBatch.fill";
 constexpr std::size_t kTargets = 6;  // of a weight
 
-// Frees the memory of a tensor and leaves the tensor: an op that reads it says that no gather has brought it.
+// Frees the memory of a tensor and leaves the tensor: an op that reads it says that no gather has
+// brought it.
 void free_memory(const Tensor& t) {
   c10::StorageImpl* storage = t.storage().unsafeGetStorageImpl();
   if (storage->nbytes() == 0) return;
@@ -57,7 +58,8 @@ struct Work {
   }
 };
 
-// What all ranks sent of one direction: codes, and the tables of scales, `stride` bytes from one rank's to the next.
+// What all ranks sent of one direction: codes, and the tables of scales, `stride` bytes from one
+// rank's to the next.
 struct Sent {
   const GatheredDirection& direction;
   const std::uint8_t* codes;

@@ -18,7 +18,7 @@ void check_sizes(const char* what, std::size_t got, std::size_t wanted) {
 
 }  // namespace
 
-// ---- MasterCasts ---------------------------------------------------------------------------------
+// ---- MasterCasts --------------------------------------------------------------------------------
 MasterCasts::MasterCasts(ShardCasts casts, Numbers owners, Texts names, Tensors codes,
                          Tensors scales, Tensors amaxes, c10::intrusive_ptr<Agreement> agreement)
     : casts_(std::move(casts)),
@@ -58,7 +58,7 @@ void MasterCasts::quantize(const Tensors& masters, const Numbers& starts, const 
   quantize_masters(kOp, casts, names_, group, *agreement_, casts.empty() ? Tensor() : scales_[0]);
 }
 
-// ---- MatrixTransposes ----------------------------------------------------------------------------
+// ---- MatrixTransposes ---------------------------------------------------------------------------
 MatrixTransposes::MatrixTransposes(Tensors from, Tensors to, Numbers sizes)
     : from_(std::move(from)), to_(std::move(to)), sizes_(std::move(sizes)) {
   TORCH_CHECK_VALUE(to_.size() == from_.size() && sizes_.size() == 3 * from_.size(),

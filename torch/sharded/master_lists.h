@@ -1,5 +1,6 @@
-// Lists of weights that one step after another casts or transposes, made once: a step then passes the masters alone. Every
-// step checks the tensors and reads their addresses again, so that memory may move between steps.
+// Lists of weights that one step after another casts or transposes, made once: a step then passes
+// the masters alone. Every step checks the tensors and reads their addresses again, so that memory
+// may move between steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -19,11 +20,13 @@ using Numbers = std::vector<std::int64_t>;
 // The directions of weights that are cast from masters.
 class MasterCasts : public torch::CustomClassHolder {
  public:
-  // owners: the weight of each direction, in their order; agreement: of the ranks that hold the masters
+  // owners: the weight of each direction, in their order; agreement: of the ranks that hold the
+  // masters
   MasterCasts(ShardCasts casts, Numbers owners, Texts names, Tensors codes, Tensors scales,
               Tensors amaxes, c10::intrusive_ptr<Agreement> agreement);
 
-  // masters, starts: of each weight; fragments: of each direction, or none, where codes go into the flat codes
+  // masters, starts: of each weight; fragments: of each direction, or none, where codes go into the
+  // flat codes
   void quantize(const Tensors& masters, const Numbers& starts, const Tensors& fragments,
                 const std::string& group) const;
 

@@ -1,10 +1,13 @@
-// Quantized weights from sharded masters: the kernels of minifloat/partial_cast.h over lists of tensors, with the one
-// all-reduce between them.
+// Quantized weights from sharded masters: the kernels of minifloat/partial_cast.h over lists of
+// tensors, with the one all-reduce between them.
 //
-//     masters -> partial_amax -> packed int32 amaxes -> all-reduce MAX -> partial_cast -> codes, scales, amax
+//     masters -> partial_amax -> packed int32 amaxes
+//             -> all-reduce MAX
+//             -> partial_cast -> codes, scales, amax
 //
-// An entry of the lists is one direction of one weight. Its numbers (`geometry`): columnwise, rows, cols, whether the
-// compute dtype is bf16, the shard's first element, and whether codes are the shard's own fragment of the flat codes.
+// An entry of the lists is one direction of one weight. Its numbers (`geometry`): columnwise, rows,
+// cols, whether the compute dtype is bf16, the shard's first element, and whether codes are the
+// shard's own fragment of the flat codes.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -61,7 +64,7 @@ void place_all_outputs(const char* op, std::vector<PartialCast>& casts, const Te
   }
 }
 
-// ---- Ops -----------------------------------------------------------------------------------------
+// ---- Ops ----------------------------------------------------------------------------------------
 Tensor partial_amax_kernel(TensorList masters, const Texts& specs, at::IntArrayRef geometry) {
   TORCH_CHECK_VALUE(!masters.empty(), "partial_amax: expected at least one weight, got none");
   std::vector<PartialCast> casts = parse_shards("partial_amax", masters, specs, geometry);

@@ -45,7 +45,8 @@ std::vector<std::int64_t> fields_of(const std::vector<PartialCast>& casts,
   return fields;
 }
 
-// Reduces t in place, in the order of the current stream. what: t's numbers, for the error where a rank is gone or hangs
+// Reduces t in place, in the order of the current stream. what: t's numbers, for the error where a
+// rank is gone or hangs
 void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType op,
                 const char* what) {
   std::vector<Tensor> tensors = {t};
@@ -61,7 +62,8 @@ void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType o
   }
 }
 
-// The largest and the smallest of each number over the ranks, from one all-reduce; waits for the device.
+// The largest and the smallest of each number over the ranks, from one all-reduce; waits for the
+// device.
 std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> range_over(
     const Ranks& ranks, const std::vector<std::int64_t>& numbers, const Tensor& like) {
   const Tensor here = at::tensor(numbers, at::kLong);
@@ -111,7 +113,7 @@ void require_whole(const Ranks& ranks, const std::vector<PartialCast>& casts,
 
 }  // namespace
 
-// ---- The agreement -------------------------------------------------------------------------------
+// ---- The agreement ------------------------------------------------------------------------------
 std::unordered_set<std::uint64_t>& Agreement::lists_of(const Ranks& ranks) {
   std::erase_if(agreed_, [](const auto& entry) { return entry.first.expired(); });
   for (auto& [group, lists] : agreed_)

@@ -1,5 +1,5 @@
-// The ranks that hold shards of the same weights: the all-reduce between them, and the proof that all ranks have the
-// same list of weights.
+// The ranks that hold shards of the same weights: the all-reduce between them, and the proof that
+// all ranks have the same list of weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,11 +17,13 @@ namespace minifloat::torch_ops {
 
 using Ranks = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// The lists of weights that groups of ranks have agreed on. A group that is gone is not mistaken for another.
+// The lists of weights that groups of ranks have agreed on. A group that is gone is not mistaken
+// for another.
 class Agreement : public torch::CustomClassHolder {
  public:
-  // Raises ValueError on every rank, naming the weight, where ranks differ in a weight's name, shape, specs or dtype, or
-  // where all their shards are not the whole of it. Communicates once for each list of weights: at the first step.
+  // Raises ValueError on every rank, naming the weight, where ranks differ in a weight's name,
+  // shape, specs or dtype, or where all their shards are not the whole of it. Communicates once for
+  // each list of weights: at the first step.
   void require(const Ranks& ranks, const std::vector<PartialCast>& casts,
                const std::vector<std::string>& names, const at::Tensor& like);
 
@@ -33,8 +35,8 @@ class Agreement : public torch::CustomClassHolder {
       agreed_;
 };
 
-// amaxes -> all-reduce -> codes, scales, amax. names: of the casts' weights; group: its name in torch.distributed, "" for
-// one process alone
+// amaxes -> all-reduce -> codes, scales, amax. names: of the casts' weights; group: its name in
+// torch.distributed, "" for one process alone
 void quantize_masters(const char* op, std::vector<PartialCast>& casts,
                       const std::vector<std::string>& names, const std::string& group,
                       Agreement& agreement, const at::Tensor& like);

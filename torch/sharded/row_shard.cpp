@@ -26,7 +26,7 @@ RowShard::RowShard(const ShardCast& whole, std::int64_t world, std::int64_t rank
   find_exchanged();
 }
 
-// ---- Rows ----------------------------------------------------------------------------------------
+// ---- Rows ---------------------------------------------------------------------------------------
 std::int64_t RowShard::block_rows() const {
   if (!spec().has_blocks()) return 1;
   return columnwise() ? spec().block_cols : spec().block_rows;
@@ -68,7 +68,7 @@ std::int64_t RowShard::row_bytes() const {
   return ceil_div<std::int64_t>(cols() * spec().code_bits(), 8);
 }
 
-// ---- Amaxes --------------------------------------------------------------------------------------
+// ---- Amaxes -------------------------------------------------------------------------------------
 void RowShard::find_exchanged() {
   if (is_transformed()) {
     const bool is_shared = spec().has_tensor_amax() || (spec().has_row_amax() && columnwise());
@@ -90,7 +90,7 @@ void RowShard::find_exchanged() {
   if (grid.has_tensor_amax) ranges_.push_back({exchanged_++, grid.cells(), 1});
 }
 
-// ---- Scales --------------------------------------------------------------------------------------
+// ---- Scales -------------------------------------------------------------------------------------
 std::int64_t RowShard::table_cols() const {
   if (has_common_scale()) return 0;
   if (has_row_table()) return 1;

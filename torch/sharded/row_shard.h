@@ -1,13 +1,14 @@
 // RowShard: one direction of a weight W (n, cols) that FSDP2 cuts by rows, on one rank.
 //
-//     W (n, cols)   rank 0  ███████████      chunks of ⌈n / world⌉ rows; the last may be short or empty
+//     W (n, cols)   rank 0  ███████████     chunks of ⌈n / world⌉ rows, the last one short or empty
 //                   rank 1  ███████████
 //                   rank 2  ████
-//     blocks        ├───┤├───┤├───┤├─┤      a block that two ranks hold part of needs the amax of both
+//     blocks        ├───┤├───┤├───┤├─┤     a block of rows of two ranks needs the amaxes of both
 //
-// A rank casts a window of W as if it were a weight: its own rows, grown to whole blocks; all of W where rows share a
-// scale. Codes are gathered in W's row order, and so are the scales of blocks: a table of the blocks that begin in a
-// shard. Any other scale is computed on every rank from amaxes that the ranks exchange.
+// A rank casts a window of W as if it were a weight: its own rows, grown to whole blocks; all of W
+// where rows share a scale. Codes are gathered in W's row order, and so are the scales of blocks: a
+// table of the blocks that begin in a shard. Any other scale is computed on every rank from amaxes
+// that the ranks exchange.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +19,8 @@
 
 namespace minifloat::torch_ops {
 
-// `count` numbers from `exchanged` on among those that ranks exchange, and from `packed` on among the window's.
+// `count` numbers from `exchanged` on among those that ranks exchange, and from `packed` on among
+// the window's.
 struct AmaxRange {
   std::int64_t exchanged, packed, count;
 };
@@ -41,13 +43,15 @@ class RowShard {
   std::int64_t held_rows() const { return begin_of(rank_ + 1) - start(); }
 
   bool is_transformed() const { return spec().transform > 0; }
-  // Whether every rank computes the scales from exchanged amaxes, so that no table of them is gathered.
+  // Whether every rank computes the scales from exchanged amaxes, so that no table of them is
+  // gathered.
   bool has_common_scale() const;
-  // Whether shards can be cast one by one: no transform reaches over the end of a shard, nor does a block whose scale is
-  // chosen by its values.
+  // Whether shards can be cast one by one: no transform reaches over the end of a shard, nor does a
+  // block whose scale is chosen by its values.
   bool fits() const { return fits_; }
 
-  // Codes in W's row order, transforms' padding included: bytes of a row, of W, of a chunk, of this rank's rows.
+  // Codes in W's row order, transforms' padding included: bytes of a row, of W, of a chunk, of this
+  // rank's rows.
   std::int64_t grown(std::int64_t rows) const { return round_up(rows, transform_rows()); }
   std::int64_t row_bytes() const;
   std::int64_t whole_bytes() const { return grown(rows()) * row_bytes(); }
@@ -62,7 +66,8 @@ class RowShard {
   std::int64_t exchanged() const { return exchanged_; }
   const std::vector<AmaxRange>& exchanged_ranges() const { return ranges_; }
 
-  // The table of scales: rows of a rank, of W and of this rank (from `table_first` of the window on); bytes of a row.
+  // The table of scales: rows of a rank, of W and of this rank (from `table_first` of the window
+  // on); bytes of a row.
   std::int64_t table_rows() const { return ceil_div(grown(chunk_), block_rows()); }
   std::int64_t whole_table_rows() const { return ceil_div(grown(rows()), block_rows()); }
   std::int64_t table_rows_of(std::int64_t rank) const;

@@ -12,7 +12,8 @@ namespace {
 
 using at::Tensor;
 
-// Every cast's amaxes start at a multiple of this many, so that they may be read 16 bytes at a time.
+// Every cast's amaxes start at a multiple of this many, so that they may be read 16 bytes at a
+// time.
 constexpr std::int64_t kAligned = 4;
 
 AmaxGrid grid_of(const PartialCast& cast) {
@@ -37,7 +38,7 @@ void check_amax(const char* op, const ShardCast& description, const Tensor& amax
 
 }  // namespace
 
-// ---- The description -----------------------------------------------------------------------------
+// ---- The description ----------------------------------------------------------------------------
 ShardCast::ShardCast(const Spec& spec, bool columnwise, std::int64_t rows, std::int64_t cols,
                      DType compute)
     : spec_(spec), columnwise_(columnwise), rows_(rows), cols_(cols), compute_(compute) {
@@ -89,7 +90,7 @@ std::vector<Tensor> ShardCast::new_operand(const Tensor& like) const {
           at::empty(amaxes, options.dtype(at::kFloat))};
 }
 
-// ---- Its memory ----------------------------------------------------------------------------------
+// ---- Its memory ---------------------------------------------------------------------------------
 void place_shard(const char* op, PartialCast& cast, const Tensor& master, std::int64_t start,
                  const Tensor& like) {
   const bool is_fp32 = master.scalar_type() == at::kFloat;
@@ -159,7 +160,7 @@ Tensor measure_amaxes(std::vector<PartialCast>& casts, const Tensor& like) {
   return packed;
 }
 
-// ---- Transposes and copies -----------------------------------------------------------------------
+// ---- Transposes and copies ----------------------------------------------------------------------
 Transpose transpose_of(const Tensor& from, const Tensor& to, const std::int64_t* sizes,
                        const Tensor& like) {
   constexpr const char* kOp = "transpose_many";

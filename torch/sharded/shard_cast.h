@@ -1,7 +1,8 @@
-// ShardCast: the cast of one direction of a weight whose master is held in shards. The ops (master_weights.cpp), ZeRO's
-// lists (master_lists.cpp) and FSDP2's gathers (gather_batch.h) describe every cast by it.
+// ShardCast: the cast of one direction of a weight whose master is held in shards. The ops
+// (master_weights.cpp), ZeRO's lists (master_lists.cpp) and FSDP2's gathers (gather_batch.h)
+// describe every cast by it.
 //
-//     ShardCast                     spec, direction, sizes, compute dtype: what stays from step to step
+//     ShardCast                     spec, direction, sizes, compute dtype: constant between steps
 //     describe, place_shard, …      a PartialCast of it, with the memory of one step
 #pragma once
 
@@ -17,7 +18,8 @@ namespace minifloat::torch_ops {
 
 using Texts = std::vector<std::string>;
 
-// One direction of a matrix W (rows, cols): a weight, or the rows of a weight that a rank casts as if they were one.
+// One direction of a matrix W (rows, cols): a weight, or the rows of a weight that a rank casts as
+// if they were one.
 class ShardCast : public torch::CustomClassHolder {
  public:
   // rounds_to_bf16: whether masters are rounded to bfloat16 before they are cast
@@ -39,7 +41,8 @@ class ShardCast : public torch::CustomClassHolder {
   std::int64_t code_bytes() const;
 
   PartialCast describe() const;  // without memory
-  // Memory for W in this direction on the device of `like`: codes, scale, amax, as read. One-byte scales are bytes.
+  // Memory for W in this direction on the device of `like`: codes, scale, amax, as read. One-byte
+  // scales are bytes.
   std::vector<at::Tensor> new_operand(const at::Tensor& like) const;
 
  private:
@@ -64,7 +67,8 @@ struct CastOutputs {
 void place_outputs(const char* op, const ShardCast& description, PartialCast& cast,
                    const CastOutputs& outputs, const at::Tensor& like);
 
-// Points every cast at its numbers of a packed tensor, null for none; returns how many numbers that has.
+// Points every cast at its numbers of a packed tensor, null for none; returns how many numbers that
+// has.
 std::int64_t place_amaxes(std::vector<PartialCast>& casts, std::uint32_t* packed);
 
 // Whether a cast's rule reads values: its scales are chosen before it is cast (choose_scales).
