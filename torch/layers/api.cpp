@@ -43,7 +43,7 @@ at::Tensor LinearImpl::forward(const at::Tensor& x) {
     if (is_training()) ++forwards_;
     const auto stream =
         static_cast<std::int64_t>(fnv1a64(options_.name.data(), options_.name.size()));
-    // Filled where it lies: a copy to a device would wait for it.
+    // Filled on the device: a copy to a device would wait for the device.
     const at::Tensor rng = at::empty({3}, x.options().dtype(at::kLong));
     const std::int64_t numbers[] = {options_.seed, forwards_, stream};
     for (int i = 0; i < 3; ++i) rng.select(0, i).fill_(numbers[i]);

@@ -1,5 +1,4 @@
-// The arguments of linear, linear_group and linear_sharded in one form, and what is required of
-// them.
+// The arguments of linear, linear_group and linear_sharded in one form, and their checks.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -14,25 +13,25 @@
 
 namespace minifloat::torch_ops {
 
-// Operands that were quantized before the call, as layer_operands returns them; empty: none. Of a
-// layer alone, not of a group.
+// Operands that were quantized before the call, as layer_operands returns them; empty: none. A
+// group of layers takes none.
 struct Prequantized {
   at::TensorList x, weight;
 };
 
-// The ranks that have cut a layer's weight; null: this process has the whole.
+// The ranks that hold shards of a layer's weight; null: this process has the whole weight.
+// gathered: x for wgrad, where several layers read x; or null
 struct Shards {
   const Sharding* sharding = nullptr;
-  c10::intrusive_ptr<GatheredInput> gathered =
-      {};  // x for wgrad, where several layers read x; or null
+  c10::intrusive_ptr<GatheredInput> gathered = {};
 };
 
-// Tensors are defined, as the autograd function takes them. rng and histories are empty, or one a
-// weight.
+// The layers of a call. All tensors are defined, as the autograd function requires. rng and
+// histories are empty, or have one tensor for each weight.
 struct Layers {
   at::TensorList weights;
-  at::TensorList biases;        // those that there are
-  std::vector<int> bias_index;  // of each weight's among them; -1: none
+  at::TensorList biases;        // of the layers that have one
+  std::vector<int> bias_index;  // of each weight's bias in biases; -1: none
   at::TensorList rng, histories;
   std::int64_t stream = 0;
   Prequantized prequantized;
@@ -50,7 +49,7 @@ struct Layers {
   }
 };
 
-// Which gradients are asked for.
+// The gradients that autograd needs.
 struct Needs {
   bool dx = false;
   bool any_dw = false;
@@ -60,7 +59,7 @@ struct Needs {
   bool any() const;
 };
 
-// Raises ValueError where arguments do not fit, before anything is computed or sent.
+// Raises ValueError for arguments that do not fit, before anything is computed or sent.
 void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe);
 
 }  // namespace minifloat::torch_ops

@@ -1,4 +1,4 @@
-// The layers' ops under autocast: values go to its dtype, and gradients come back through the cast.
+// The layers' ops under autocast: values are cast to its dtype, and gradients pass the cast back.
 #include <ATen/autocast_mode.h>
 #include <torch/library.h>
 
@@ -25,12 +25,13 @@ c10::DispatchKey autocast_key() {
   return at::autocast::get_autocast_dispatch_key_from_device_type(device);
 }
 
-// A weight whose codes the caller has is not read, so it is not cast. That of a QuantizedTensor
-// costs nothing, and is what tells the layer its gradient's dtype.
+// Casts a weight that the layer reads. A weight whose codes the caller passes is not read, so it is
+// not cast, except a tensor subclass: the cast of a QuantizedTensor costs nothing, and its dtype is
+// that of the gradient.
 template <c10::DeviceType device>
 Tensor weight_below(const Tensor& weight, const std::optional<at::TensorList>& weight_operands) {
-  const bool is_plain = !weight.key_set().has(c10::DispatchKey::Python);
-  return weight_operands && is_plain ? weight : cast<device>(weight);
+  const bool is_subclass = weight.key_set().has(c10::DispatchKey::Python);
+  return weight_operands && !is_subclass ? weight : cast<device>(weight);
 }
 
 template <c10::DeviceType device>

@@ -8,9 +8,10 @@
 
 namespace minifloat::torch_ops {
 
-// Gradients of a quantized product are not differentiable: a function of codes has no derivative.
-// Gives them a history that raises wherever a second derivative would pass on to what they were
-// computed from: the inputs of `node`, whose backward this is, and the gradients of its outputs.
+// Makes the gradients of a quantized product raise where they are differentiated: a function of
+// codes has no derivative. Their history names the tensors that they were computed from, the inputs
+// of `node` and the gradients of its outputs, so that any second derivative on the way to one of
+// those raises. node: the one whose backward calls this
 torch::autograd::variable_list refuse_double_backward(const std::string& recipe,
                                                       const torch::autograd::Node& node,
                                                       const torch::autograd::variable_list& grads,

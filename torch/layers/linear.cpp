@@ -30,9 +30,9 @@ using namespace torch_ops;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-// x of a forward pass: rowwise as fprop reads it, columnwise as backward does.
+// Quantizes x of a forward pass: rowwise as fprop reads x, columnwise as backward reads x.
 Directions input_operands(const PreparedRecipe& prepared, const Layers& layers, const Tensor& x,
-                          const Tensor& matrix, const Wanted& row, const Wanted& col,
+                          const Tensor& matrix, const Needed& row, const Needed& col,
                           const ModuleState& state) {
   const Sharding* sharding = layers.shards.sharding;
   const bool is_cut = sharding && sharding->token_dim;
@@ -46,7 +46,7 @@ Directions input_operands(const PreparedRecipe& prepared, const Layers& layers, 
   return out;
 }
 
-// y (M, N) with the leading dimensions of x, whose tokens may be one rank's.
+// Returns y (M, N) with the leading dimensions of x; x may have the tokens of one rank.
 Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding) {
   if (x.dim() == 2) return y;
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
@@ -62,11 +62,11 @@ Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding) {
 // weight as dgrad reads it, three tensors each
 struct ForBackward {
   variable_list saved;
-  bool records_amaxes = false;  // whether the backward pass writes those of the forward pass
+  bool records_amaxes = false;  // whether backward writes those of forward
   PendingAmaxes amaxes = {};
 };
 
-// The forward pass. backward: null where no gradient is asked for
+// Runs the forward pass. backward: null where no gradient is needed
 std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
                                  const PreparedRecipe& prepared, const Needs& needs,
                                  ForBackward* backward) {
@@ -85,7 +85,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
     state.pending = &pending;
     return state;
   };
-  const Wanted x_row{kFpropX, true, exact}, x_col{kWgradX, needs.any_dw};
+  const Needed x_row{kFpropX, true, exact}, x_col{kWgradX, needs.any_dw};
   const auto [rowwise, columnwise] =
       input_operands(prepared, layers, x, matrix, x_row, x_col, state_of(0));
   // Without an amax that the spec lacks, so that every recomputed forward saves as many tensors.
@@ -104,7 +104,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   std::vector<Tensor> outputs;
   for (std::size_t i = 0; i < layers.weights.size(); ++i) {
     const bool has_codes = !weight_operands.empty();
-    const Wanted w_row{kFpropW, true, exact && !has_codes}, w_col{kDgradW, needs.dx};
+    const Needed w_row{kFpropW, true, exact && !has_codes}, w_col{kDgradW, needs.dx};
     const bool reads_weight =
         !has_codes || recipe.fprop.b.is_bf16() || (needs.dx && recipe.dgrad.b.is_bf16());
     if (reads_weight) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
@@ -115,7 +115,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
                                    : quantize_both(prepared, weight, w_row, w_col, state_of(i));
     if (has_codes) record_amaxes(prepared, w_row, w_col, state_of(i), w, false);
     save(w.second, kDgradW);
-    // Once, where y is a sum over the ranks.
+    // On one rank, where y is a sum over the ranks.
     const bool adds_bias = !sharding || sharding->weight_dim == 0 || sharding->rank == 0;
     const ProductInput right = has_codes ? prequantized_input(prepared, w.first, w_row)
                                          : product_input(prepared, w.first, w_row);
@@ -131,7 +131,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
 }
 
 // Values that backward reads besides the saved tensors; the context holds them.
-struct Remembered {
+struct BackwardState {
   const PreparedRecipe& recipe;
   std::int64_t stream;
   std::vector<SymInt> x_shape;
@@ -151,7 +151,7 @@ struct Remembered {
 
 std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
 
-void check_rng_is_unchanged(const Remembered& r) {
+void check_rng_is_unchanged(const BackwardState& r) {
   for (std::size_t i = 0; i < r.rng.size(); ++i)
     TORCH_CHECK(version_of(r.rng[i]) == r.rng_versions[i],
                 "linear: expected rng as forward read it, got one that was modified by an inplace "
@@ -173,31 +173,31 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     ForBackward found{.saved = {}, .records_amaxes = is_traced};
     variable_list outputs = forward_pass(x, layers, recipe, needs, &found);
     ctx->save_for_backward(std::move(found.saved));
-    ctx->saved_data["remembered"] = remember(x, layers, recipe, needs, std::move(found.amaxes));
+    ctx->saved_data["state"] = save_state(x, layers, recipe, needs, std::move(found.amaxes));
     return outputs;
   }
 
-  // What `backward` reads back; a capsule, because the context stores plain values.
+  // The state that `backward` reads, in a capsule: the context stores no structs.
   struct Capsule : torch::CustomClassHolder {
-    explicit Capsule(Remembered r) : value(std::move(r)) {}
-    Remembered value;
+    explicit Capsule(BackwardState r) : value(std::move(r)) {}
+    BackwardState value;
   };
-  static c10::IValue remember(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe,
-                              const Needs& needs, PendingAmaxes amaxes) {
-    Remembered r{.recipe = recipe,
-                 .stream = layers.stream,
-                 .x_shape = x.sym_sizes().vec(),
-                 .product_dtypes = {},
-                 .weight_dtypes = {},
-                 .bias_dtypes = {},
-                 .bias_index = layers.bias_index,
-                 .needs = needs,
-                 .histories = layers.histories.vec(),
-                 .rng = layers.rng.vec(),
-                 .rng_versions = {},
-                 .sharding = {},
-                 .gathered = layers.shards.gathered,
-                 .amaxes = std::move(amaxes)};
+  static c10::IValue save_state(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe,
+                                const Needs& needs, PendingAmaxes amaxes) {
+    BackwardState r{.recipe = recipe,
+                    .stream = layers.stream,
+                    .x_shape = x.sym_sizes().vec(),
+                    .product_dtypes = {},
+                    .weight_dtypes = {},
+                    .bias_dtypes = {},
+                    .bias_index = layers.bias_index,
+                    .needs = needs,
+                    .histories = layers.histories.vec(),
+                    .rng = layers.rng.vec(),
+                    .rng_versions = {},
+                    .sharding = {},
+                    .gathered = layers.shards.gathered,
+                    .amaxes = std::move(amaxes)};
     if (layers.shards.sharding) r.sharding = *layers.shards.sharding;
     for (const Tensor& rng : r.rng) r.rng_versions.push_back(version_of(rng));
     for (const Tensor& w : layers.weights) {
@@ -211,8 +211,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    const auto capsule = ctx->saved_data["remembered"].toCapsule();
-    const Remembered& r = static_cast<const Capsule*>(capsule.get())->value;
+    const auto capsule = ctx->saved_data["state"].toCapsule();
+    const BackwardState& r = static_cast<const Capsule*>(capsule.get())->value;
     // Unpacking may run a checkpointed forward pass again, which records its own graph.
     const variable_list saved = ctx->get_saved_variables();
     check_rng_is_unchanged(r);
@@ -222,9 +222,9 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     return refuse_double_backward(r.recipe.text, *node, grads, std::move(gradients));
   }
 
-  // Of x, weights, biases, bias_index, recipe, rng, histories, stream, prequantized, shards, needs:
-  // undefined where there is none.
-  static variable_list first_derivatives(const Remembered& r, const variable_list& saved,
+  // Returns the gradients of x, weights, biases, bias_index, recipe, rng, histories, stream,
+  // prequantized, shards, needs; undefined where there is none.
+  static variable_list first_derivatives(const BackwardState& r, const variable_list& saved,
                                          const variable_list& grads) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const std::size_t n = grads.size();
@@ -257,8 +257,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     return out;
   }
 
-  // x as wgrad reads it, of all ranks' tokens.
-  static ProductInput gathered_input(const Remembered& r, const TokenRuns& runs,
+  // Returns x as wgrad reads x, with the tokens of all ranks.
+  static ProductInput gathered_input(const BackwardState& r, const TokenRuns& runs,
                                      const ProductInput& x) {
     const InputTensors t = tensors_of(x);
     const auto or_none = [](const Tensor* tensor) { return tensor ? *tensor : Tensor(); };
@@ -273,8 +273,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     Tensor x, weight, bias;
   };
 
-  // x: as wgrad reads it; made ready in place where the whole group is going to read it.
-  static LayerGradients layer_backward(const Remembered& r, const Layers& layers, std::size_t i,
+  // Computes one layer's gradients. x: for wgrad; prepared in place where a group shares x.
+  static LayerGradients layer_backward(const BackwardState& r, const Layers& layers, std::size_t i,
                                        const Tensor& grad, ProductInput& x, const ProductInput& w,
                                        bool shared) {
     const PreparedRecipe& prepared = r.recipe;
@@ -284,18 +284,18 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const PlannedProduct dgrad = plan_product(recipe.dgrad, prepared.dgrad, g.device()),
                          wgrad = plan_product(recipe.wgrad, prepared.wgrad, g.device());
     const bool is_whole = !layers.shards.sharding;
-    const Wanted row{kDgradG, r.needs.dx, is_whole && dgrad.reads_values()};
-    const Wanted col{kWgradG, r.needs.dw[i], is_whole && wgrad.reads_values()};
+    const Needed row{kDgradG, r.needs.dx, is_whole && dgrad.reads_values()};
+    const Needed col{kWgradG, r.needs.dw[i], is_whole && wgrad.reads_values()};
     LayerGradients out;
     const auto [rowwise, columnwise] = quantize_both(prepared, g, row, col, layers.state_of(i));
     const Sharding* sharding = layers.shards.sharding;
     const bool is_cut = sharding && sharding->token_dim;
     const TokenRuns runs = is_cut ? token_runs(*sharding, r.x_shape) : TokenRuns{};
-    if (row.is_wanted)
+    if (row.is_needed)
       out.x = scaled_mm(dgrad, product_input(prepared, rowwise, row), w, n, std::nullopt,
                         g.scalar_type());
-    if (row.is_wanted && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
-    if (col.is_wanted) {
+    if (row.is_needed && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
+    if (col.is_needed) {
       if (is_cut) x = gathered_input(r, runs, x);
       if (shared) x = prepare_input(wgrad, recipe.wgrad.b, std::move(x), m);
       out.weight = to_dtype(scaled_mm(wgrad, product_input(prepared, columnwise, col), x, m,

@@ -16,17 +16,17 @@ namespace minifloat {
 namespace torch_ops {
 namespace {
 
-// The random stream of an operand within its module.
+// Returns the random stream of an operand within its module.
 constexpr std::int64_t operand_stream(Place place) {
   const std::string_view name = kOperands[place].name;
   return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
 }
 
-// Columns of an amax history (kPlaces, 1 + length): the amax that scales this step, then the amaxes
-// of this step and of earlier ones.
+// Columns of an amax history (kPlaces, 1 + length): the active amax, the current amax of this step,
+// then the amaxes of earlier steps.
 enum HistoryColumn { kActive, kCurrent };
 
-// One entry of a history.
+// Returns one entry of a history.
 Tensor entry(const Tensor& history, Place place, HistoryColumn column) {
   if (!can_skip_dispatcher({&history})) return history.select(1, column).select(0, place);
   return direct_view(
@@ -34,7 +34,7 @@ Tensor entry(const Tensor& history, Place place, HistoryColumn column) {
       history.storage_offset() + place * history.stride(0) + column * history.stride(1));
 }
 
-// This step's amaxes of two places: (2).
+// Returns the current amaxes of two places: (2).
 Tensor current_pair(const Tensor& history, Place first, Place last) {
   if (!can_skip_dispatcher({&history}))
     return history.select(1, kCurrent).slice(0, first, last + 1, last - first);
@@ -43,8 +43,8 @@ Tensor current_pair(const Tensor& history, Place first, Place last) {
       history.storage_offset() + first * history.stride(0) + kCurrent * history.stride(1));
 }
 
-// Writes this step's amax of one place, or of two that have the same, now or later. is_cut: whether
-// it is a shard's
+// Writes the current amax of one place, or of two that share the amax, to the history or to the
+// pending ones. is_cut: whether the amax is a shard's
 void record_amax(const ModuleState& state, Place a, Place b, const Tensor& amax, bool is_cut) {
   const auto [first, last] = std::minmax(a, b);
   const PendingAmax found{state.history, first, last,
@@ -71,8 +71,8 @@ PreparedRecipe prepared_recipe(const std::string& text) {
   return out;
 }
 
-// The transposed view. Layers differentiate as a whole, so it needs no history, only the count of
-// writes to x.
+// Returns the transposed view. Layers differentiate as a whole, so the view needs no history, only
+// the version counter of x.
 Tensor transposed(const Tensor& x) {
   if (!can_skip_dispatcher({&x})) return x.t();
   const Tensor view = direct_transpose(x);
@@ -80,20 +80,21 @@ Tensor transposed(const Tensor& x) {
   return view;
 }
 
-QuantizedOperand as_it_is(const Tensor& values) { return {values, Tensor(), Tensor(), values}; }
+QuantizedOperand unquantized(const Tensor& values) { return {values, Tensor(), Tensor(), values}; }
 
-// Whether a shard's amax is not the whole's: of the tensor, or of rows that the ranks cut.
-bool needs_amax_of_ranks(const PreparedRecipe& recipe, const Wanted& wanted, int cut) {
-  const Spec& spec = recipe.specs[wanted.place];
-  if (!wanted.is_wanted || spec.is_bf16() || spec.delayed) return false;
-  const int contraction = kOperands[wanted.place].columnwise ? 0 : 1;
+// Returns whether a cast needs the amax of all ranks: of the tensor, or of rows that the ranks cut.
+bool needs_amax_of_ranks(const PreparedRecipe& recipe, const Needed& needed, int cut) {
+  const Spec& spec = recipe.specs[needed.place];
+  if (!needed.is_needed || spec.is_bf16() || spec.delayed) return false;
+  const int contraction = kOperands[needed.place].columnwise ? 0 : 1;
   return spec.has_tensor_amax() || (spec.has_row_amax() && cut == contraction);
 }
 
-// Gives the cast of a shard its place in the whole: its origin, for random bits, and the amaxes of
-// all ranks, in one all-reduce. Random bits of x that is cut by tokens are refused (check_shards).
-void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
-                 const Wanted& col, const Sharding& sharding, int cut, QuantizeOptions& options) {
+// Sets the options by which a shard's cast writes the whole's bytes: the origin, for random bits,
+// and the amaxes of all ranks, from one all-reduce. check_tokens refuses random bits of x that is
+// cut by tokens.
+void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
+                 const Needed& col, const Sharding& sharding, int cut, QuantizeOptions& options) {
   const bool is_tokens = kOperands[row.place].matrix == Matrix::kX && cut == 0;
   if (!is_tokens) options.origin[static_cast<std::size_t>(cut)] = x.sym_size(cut) * sharding.rank;
   const bool of_row = needs_amax_of_ranks(recipe, row, cut),
@@ -121,15 +122,15 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Wanted& ro
   }
 }
 
-constexpr std::int64_t kRandomUnit = 16;  // elements that share their random words
+constexpr std::int64_t kRandomGroup = 16;  // elements of one call of Philox
 
-// What a shard's length along dimension `dim` of a matrix must be a multiple of.
-std::int64_t shard_unit(const Spec& spec, bool columnwise, int dim) {
+// Returns the number that a shard's length along dimension `dim` must be a multiple of.
+std::int64_t shard_multiple(const Spec& spec, bool columnwise, int dim) {
   if (spec.is_bf16()) return 1;
   const bool is_contraction = dim == (columnwise ? 0 : 1);
   if (!is_contraction) return std::max(spec.block_rows, 1);
   return std::max<std::int64_t>(
-      {spec.block_cols, spec.transform, 8 / spec.code_bits(), spec.stochastic ? kRandomUnit : 1});
+      {spec.block_cols, spec.transform, 8 / spec.code_bits(), spec.stochastic ? kRandomGroup : 1});
 }
 
 }  // namespace
@@ -139,30 +140,30 @@ void check_shards(const PreparedRecipe& recipe, const Sharding& sharding, const 
     const OperandInfo& info = kOperands[place];
     const std::optional<int> dim = sharding.cut_dim(info.matrix);
     if (!dim || (info.matrix == Matrix::kX && *dim == 0)) continue;
-    const std::int64_t unit = shard_unit(recipe.specs[place], info.columnwise, *dim);
+    const std::int64_t multiple = shard_multiple(recipe.specs[place], info.columnwise, *dim);
     const char name = "NK"[sharding.weight_dim];
-    TORCH_CHECK_VALUE(length % unit == 0, "linear: expected ", name, " / ranks as a multiple of ",
-                      unit, " for ", info.name, " in ", recipe.specs[place].str(), ", got ", name,
-                      " = ", length * sharding.ranks, " over ", sharding.ranks, " ranks, ", length,
-                      " each");
+    TORCH_CHECK_VALUE(length % multiple == 0, "linear: expected ", name,
+                      " / ranks as a multiple of ", multiple, " for ", info.name, " in ",
+                      recipe.specs[place].str(), ", got ", name, " = ", length * sharding.ranks,
+                      " over ", sharding.ranks, " ranks, ", length, " each");
   }
 }
 
 std::int64_t token_unit(const PreparedRecipe& recipe) {
   const Spec &row = recipe.specs[kFpropX], &col = recipe.specs[kWgradX];
-  // Random bits need each row's place.
+  // Random bits depend on each row's position in the whole x.
   if (row.is_bf16() || row.stochastic || col.stochastic) return 0;
-  return std::max(shard_unit(row, false, 0), shard_unit(col, true, 0));
+  return std::max(shard_multiple(row, false, 0), shard_multiple(col, true, 0));
 }
 
 void check_tokens(const PreparedRecipe& recipe, const Sharding& sharding, const Tensor& x) {
   if (!sharding.token_dim) return;
-  const std::int64_t unit = token_unit(recipe);
+  const std::int64_t multiple = token_unit(recipe);
   const SymInt length = token_runs(sharding, x.sym_sizes()).length;
-  TORCH_CHECK_VALUE(unit > 0 && length % unit == 0, "linear: expected ",
-                    unit > 0 ? "runs of tokens as a multiple of " : "x whole, under ",
-                    unit > 0 ? std::to_string(unit) : recipe.text, ", got x ", x.sym_sizes(),
-                    " cut by its tokens");
+  TORCH_CHECK_VALUE(multiple > 0 && length % multiple == 0, "linear: expected ",
+                    multiple > 0 ? "runs of tokens as a multiple of " : "x whole, under ",
+                    multiple > 0 ? std::to_string(multiple) : recipe.text, ", got x ",
+                    x.sym_sizes(), " cut by its tokens");
 }
 
 const PreparedRecipe& prepare(const std::string& text) {
@@ -181,14 +182,14 @@ void record(const PendingAmaxes& pending) {
   }
 }
 
-void record_amaxes(const PreparedRecipe& recipe, const Wanted& row, const Wanted& col,
+void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
                    const ModuleState& state, const Directions& found, bool is_cut) {
-  const auto is_delayed = [&](const Wanted& w) {
-    return w.is_wanted && recipe.specs[w.place].delayed && state.history.defined();
+  const auto is_delayed = [&](const Needed& w) {
+    return w.is_needed && recipe.specs[w.place].delayed && state.history.defined();
   };
-  const bool alike =
+  const bool is_same_amax =
       recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
-  if (is_delayed(row) && is_delayed(col) && alike) {
+  if (is_delayed(row) && is_delayed(col) && is_same_amax) {
     record_amax(state, row.place, col.place, found.first.amax, is_cut);
     return;
   }
@@ -196,60 +197,61 @@ void record_amaxes(const PreparedRecipe& recipe, const Wanted& row, const Wanted
   if (is_delayed(col)) record_amax(state, col.place, col.place, found.second.amax, is_cut);
 }
 
-Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Wanted& row,
-                         const Wanted& col, const ModuleState& state) {
+Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
+                         const Needed& col, const ModuleState& state) {
   static const std::string kAbsent;
   QuantizeOptions options;
   const std::optional<int> cut =
       state.sharding ? state.sharding->cut_dim(kOperands[row.place].matrix) : std::nullopt;
-  const auto ask = [&](const Wanted& wanted, std::optional<Tensor>& amax, std::int64_t& stream,
-                       bool& decoded) -> const std::string& {
-    const Spec& spec = recipe.specs[wanted.place];
-    if (!wanted.is_wanted || spec.is_bf16()) return kAbsent;
-    if (spec.delayed) amax = entry(state.history, wanted.place, kActive);
+  const auto set_options = [&](const Needed& needed, std::optional<Tensor>& amax,
+                               std::int64_t& stream, bool& decoded) -> const std::string& {
+    const Spec& spec = recipe.specs[needed.place];
+    if (!needed.is_needed || spec.is_bf16()) return kAbsent;
+    if (spec.delayed) amax = entry(state.history, needed.place, kActive);
     if (spec.stochastic) options.rng = state.rng;
-    stream = operand_stream(wanted.place) ^ state.stream;
-    decoded = wanted.decoded;
-    return recipe.spec_texts[wanted.place];
+    stream = operand_stream(needed.place) ^ state.stream;
+    decoded = needed.decoded;
+    return recipe.spec_texts[needed.place];
   };
-  const std::string& row_text = ask(row, options.amax_row, options.stream_row, options.decoded_row);
-  const std::string& col_text = ask(col, options.amax_col, options.stream_col, options.decoded_col);
+  const std::string& row_text =
+      set_options(row, options.amax_row, options.stream_row, options.decoded_row);
+  const std::string& col_text =
+      set_options(col, options.amax_col, options.stream_col, options.decoded_col);
 
   Directions out;
   if (!row_text.empty() || !col_text.empty()) {
     if (cut) place_shard(recipe, x, row, col, *state.sharding, *cut, options);
     out = quantize(x, row_text, col_text, options);
   }
-  const auto is_bf16 = [&](const Wanted& w) { return recipe.specs[w.place].is_bf16(); };
-  if (row.is_wanted && is_bf16(row)) out.first = as_it_is(x);
-  if (col.is_wanted && is_bf16(col)) out.second = as_it_is(transposed(x));
+  const auto is_bf16 = [&](const Needed& w) { return recipe.specs[w.place].is_bf16(); };
+  if (row.is_needed && is_bf16(row)) out.first = unquantized(x);
+  if (col.is_needed && is_bf16(col)) out.second = unquantized(transposed(x));
   record_amaxes(recipe, row, col, state, out, cut.has_value());
   return out;
 }
 
 Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at::TensorList tensors,
-                             const Tensor& x, const SymInt& rows, const Wanted& row,
-                             const Wanted& col) {
+                             const Tensor& x, const SymInt& rows, const Needed& row,
+                             const Needed& col) {
   TORCH_CHECK_VALUE(tensors.size() == 8, "linear: expected ", name,
                     " as the eight tensors of layer_operands, got ", tensors.size());
   bridge::check_same_device("linear", name, tensors, x);
-  const auto direction = [&](const Wanted& wanted, std::size_t first) -> QuantizedOperand {
-    if (!wanted.is_wanted) return {};
+  const auto direction = [&](const Needed& needed, std::size_t first) -> QuantizedOperand {
+    if (!needed.is_needed) return {};
     const bool is_row = first == 0;
-    if (recipe.specs[wanted.place].is_bf16()) return as_it_is(is_row ? x : transposed(x));
+    if (recipe.specs[needed.place].is_bf16()) return unquantized(is_row ? x : transposed(x));
     TORCH_CHECK_VALUE(tensors[first].numel() > 0 || x.numel() == 0, "linear: expected ", name,
                       is_row ? " with its rowwise codes" : " with its columnwise codes",
                       ", got none");
     const SymInt read_rows = is_row ? rows : x.sym_size(1);
-    const Tensor& read = tensors[wanted.decoded ? first + 3 : first];
+    const Tensor& read = tensors[needed.decoded ? first + 3 : first];
     TORCH_CHECK_VALUE(read.dim() == 2 && read.sym_size(0) == read_rows, "linear: expected ", name,
                       " of ", read_rows, " rows as read, got ", read.sym_sizes());
-    const Spec& spec = recipe.specs[wanted.place];
+    const Spec& spec = recipe.specs[needed.place];
     TORCH_CHECK_VALUE(!spec.delayed || tensors[first + 2].numel() == 1, "linear: expected ", name,
                       " with the amax of ", spec.str(), ", which the history takes, got ",
                       tensors[first + 2].numel(), " elements");
-    // As a cast leaves what a spec has not: a recomputed forward must save what the first one
-    // saved.
+    // Undefined, as a cast's, where the spec has none: a recomputed forward saves the same tensors.
     const Tensor amax = tensors[first + 2].numel() > 0 ? tensors[first + 2] : Tensor();
     return {tensors[first], tensors[first + 1], amax, tensors[first + 3]};
   };
@@ -257,17 +259,17 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at:
 }
 
 ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
-                           const Wanted& wanted) {
-  const Spec& spec = recipe.specs[wanted.place];
-  if (wanted.decoded && !spec.is_bf16())
+                           const Needed& needed) {
+  const Spec& spec = recipe.specs[needed.place];
+  if (needed.decoded && !spec.is_bf16())
     return Decoded{operand.decoded, operand.scale, operand.amax};
   return cast_input(spec, operand.codes, operand.scale, operand.amax);
 }
 
 ProductInput prequantized_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
-                                const Wanted& wanted) {
-  const Spec& spec = recipe.specs[wanted.place];
-  if (wanted.decoded) return product_input(recipe, operand, wanted);
+                                const Needed& needed) {
+  const Spec& spec = recipe.specs[needed.place];
+  if (needed.decoded) return product_input(recipe, operand, needed);
   return input_of(spec, operand.codes, operand.scale, operand.amax);
 }
 
@@ -301,27 +303,27 @@ using namespace torch_ops;
 
 void check_operands(const Tensor& x, const std::string& of, const std::optional<Tensor>& history,
                     const PreparedRecipe& recipe, const Sharding& sharding,
-                    std::initializer_list<Wanted> operands) {
+                    std::initializer_list<Needed> operands) {
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.layout() == at::kStrided && !x.is_nested(),
                     "layer_operands: expected x as a dense tensor (…, K), got ", x.layout(), " of ",
                     x.dim(), " dimensions");
   check_sharding("layer_operands", sharding, x);
   if (of == "x") check_tokens(recipe, sharding, x);
   if (history) check_history("layer_operands", *history, x);
-  for (const Wanted& wanted : operands) {
-    const Spec& spec = recipe.specs[wanted.place];
-    if (!wanted.is_wanted) continue;
+  for (const Needed& needed : operands) {
+    const Spec& spec = recipe.specs[needed.place];
+    if (!needed.is_needed) continue;
     TORCH_CHECK_VALUE(!spec.stochastic, "layer_operands: ", spec.str(),
-                      " is of one forward alone; expected one without +sr");
+                      " draws new random bits in every forward; expected a spec without +sr");
     TORCH_CHECK_VALUE(!spec.delayed || history, "layer_operands: ", spec.str(),
                       " needs amax_history");
   }
 }
 
-// The four tensors of one direction; empty ones of an operand that is not wanted, or is bf16.
+// Appends the four tensors of one direction; empty ones where it is not needed, or is bf16.
 void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const QuantizedOperand& o,
-            const Wanted& wanted, const Tensor& x) {
-  const bool is_absent = !wanted.is_wanted || recipe.specs[wanted.place].is_bf16();
+            const Needed& needed, const Tensor& x) {
+  const bool is_absent = !needed.is_needed || recipe.specs[needed.place].is_bf16();
   const auto push = [&](const Tensor& t, at::ScalarType dtype) {
     list.push_back(!is_absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
   };
@@ -331,9 +333,9 @@ void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const Quant
   push(o.decoded, at::kBFloat16);
 }
 
-// x (…, K) or a weight (N, K), or a shard of it, as a layer quantizes it, for `linear` to read
-// again while it stays as it is: the eight tensors of `quantize`. x is returned as its product's
-// engine reads it, the rowwise codes of its tokens gathered; a weight in codes alone.
+// Quantizes x (…, K) or a weight (N, K), or a shard of either, as a layer does: the eight tensors
+// of `quantize`, which `linear` may read until the values change. x is returned in the form that
+// the product's engine reads, with the rowwise codes of all ranks' tokens; a weight as codes.
 std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& text,
                                           const std::string& of, bool rowwise, bool columnwise,
                                           const std::optional<Tensor>& amax_history,
@@ -347,9 +349,9 @@ std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& te
   const bool is_x = of == "x", is_sharded = ranks != 1;
   const PlannedProduct fprop = plan_product(recipe.recipe.fprop, recipe.fprop, x.device());
   const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
-  const Wanted row = {is_x ? kFpropX : kFpropW, rowwise,
+  const Needed row = {is_x ? kFpropX : kFpropW, rowwise,
                       is_x && !is_sharded && fprop.reads_values()};
-  const Wanted col = {is_x ? kWgradX : kDgradW, columnwise};
+  const Needed col = {is_x ? kWgradX : kDgradW, columnwise};
   check_operands(x, of, amax_history, recipe, sharding, {row, col});
   const at::AutoDispatchBelowADInplaceOrView below;
   ModuleState state;
@@ -373,7 +375,7 @@ std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& te
 
 std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
 
-// The six operands by their row of an amax history.
+// Returns the names of the six operands, by their row of an amax history.
 std::vector<std::string> operand_names() {
   std::vector<std::string> names;
   for (const OperandInfo& info : kOperands) names.emplace_back(info.name);

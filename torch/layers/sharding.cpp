@@ -28,7 +28,7 @@ Tensor all_reduce_max(const Sharding& s, const Tensor& t) {
   return wait(op.call(t, "max", s.group));
 }
 
-// All ranks' t, one after the other along dimension 0.
+// Gathers t of all ranks, in the order of ranks along dimension 0.
 Tensor all_gather(const Sharding& s, const Tensor& t) {
   static const auto op = collective<Tensor(const Tensor&, std::int64_t, std::string)>(
       "_c10d_functional::all_gather_into_tensor");
@@ -37,7 +37,7 @@ Tensor all_gather(const Sharding& s, const Tensor& t) {
   return wait(op.call(t, s.ranks, s.group));
 }
 
-// The sum over the ranks of t's part of this rank, along dimension 0.
+// Returns this rank's part, along dimension 0, of the sum of t over the ranks.
 Tensor reduce_scatter(const Sharding& s, const Tensor& t) {
   static const auto op = collective<Tensor(const Tensor&, std::string, std::int64_t, std::string)>(
       "_c10d_functional::reduce_scatter_tensor");
@@ -50,14 +50,14 @@ Tensor as_bytes(const Tensor& t) {
   return t.contiguous().view_symint({t.sym_numel()}).view(at::kByte);
 }
 
-// (ranks, …), with tokens along dimension `dim` of the rest, as the whole: runs in turn, ranks
-// within a run.
+// Returns (ranks, …), with tokens along dimension `dim` of the rest, as the whole operand: run
+// after run, and within a run rank after rank.
 Tensor join(const Tensor& shards, std::int64_t dim, const TokenRuns& runs) {
-  c10::SymDimVector apart(shards.sym_sizes().begin(), shards.sym_sizes().end());
-  const SymInt tokens = apart[1 + dim];
-  apart[1 + dim] = runs.count;
-  apart.insert(apart.begin() + 2 + dim, tokens / runs.count);
-  return shards.reshape_symint(apart).movedim(0, 1 + dim).flatten(dim, dim + 2).contiguous();
+  c10::SymDimVector shape(shards.sym_sizes().begin(), shards.sym_sizes().end());
+  const SymInt tokens = shape[1 + dim];
+  shape[1 + dim] = runs.count;
+  shape.insert(shape.begin() + 2 + dim, tokens / runs.count);
+  return shards.reshape_symint(shape).movedim(0, 1 + dim).flatten(dim, dim + 2).contiguous();
 }
 
 }  // namespace
@@ -85,8 +85,8 @@ TokenRuns token_runs(const Sharding& sharding, c10::SymIntArrayRef x_shape) {
 }
 
 Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax) {
-  // Bits of magnitudes order like the values. The mask makes a tensor of its own: Inductor (torch
-  // 2.11) sends no view.
+  // Bits of magnitudes have the order of the values. The mask makes a new tensor: Inductor (torch
+  // 2.11) reduces no view.
   constexpr std::int64_t kMagnitude = 0x7fffffff;
   return all_reduce_max(sharding, amax.view(at::kInt).bitwise_and(kMagnitude)).view(at::kFloat);
 }
@@ -107,7 +107,7 @@ QuantizedOperand gather_tokens(const Sharding& s, const TokenRuns& runs,
     bytes.push_back(as_bytes(*t));
     lengths.push_back(bytes.back().sym_numel());
   }
-  // One collective for all of them.
+  // One collective for all tensors.
   const Tensor sent = bytes.size() == 1 ? bytes[0] : at::cat(bytes);
   const Tensor received = all_gather(s, sent).view_symint({s.ranks, sent.sym_numel()});
   const std::vector<Tensor> parts = received.split_with_sizes_symint(lengths, 1);

@@ -1,5 +1,5 @@
-// A layer whose weight the ranks of a group have cut: where each matrix is cut, and the collectives
-// between ranks.
+// A layer whose weight is cut over the ranks of a group: where each matrix is cut, and the
+// collectives between ranks.
 //
 //     W (N, K)        cut along N (dimension 0)       cut along K (dimension 1)
 //     x (M, K)        whole, or cut by tokens         columns
@@ -8,9 +8,9 @@
 //     dx = g · W      a sum over the ranks            columns
 //     dW = gᵀ · x     rows                            columns
 //
-// Where x is cut by tokens its codes are gathered, not its values: rowwise ones in forward, those
-// that wgrad reads in backward. Until then a rank keeps the codes of its own tokens alone; dx is
-// the sum of this rank's tokens.
+// Where x is cut by tokens, codes of x are gathered, not values: the rowwise ones in forward, the
+// ones for wgrad in backward. Between the two a rank saves the codes of this rank's tokens. dx is
+// the sum for this rank's tokens.
 //
 // The collectives are torch's functional ones, which a trace records like any other op.
 #pragma once
@@ -32,12 +32,12 @@ using c10::SymInt;
 enum class Matrix { kX, kW, kG };
 
 struct Sharding {
-  std::string group;  // as torch names it
+  std::string group;  // its name in torch.distributed
   std::int64_t rank = 0, ranks = 1;
   std::int64_t weight_dim = 0;            // of W, which the ranks cut
   std::optional<std::int64_t> token_dim;  // of x (…, K), where the ranks cut it by tokens
 
-  // The dimension along which the ranks cut a matrix of two dimensions; none: each has the whole.
+  // Returns the dimension along which a matrix is cut; none: each rank has the whole matrix.
   std::optional<int> cut_dim(Matrix matrix) const {
     if (matrix == Matrix::kW) return static_cast<int>(weight_dim);
     if (weight_dim == 0 && matrix == Matrix::kG) return 1;
@@ -47,28 +47,28 @@ struct Sharding {
   }
 };
 
-// Requires ranks and dimensions that there are, of x (…, K).
+// Requires ranks of the group and dimensions of x (…, K).
 void check_sharding(const char* op, const Sharding& sharding, const Tensor& x);
 
-// A rank's rows of x: so many runs, of so many rows next to each other.
+// The rows of x of one rank: `count` runs of `length` rows next to each other.
 struct TokenRuns {
   SymInt count, length;
 };
 TokenRuns token_runs(const Sharding& sharding, c10::SymIntArrayRef x_shape);
 
-// The largest amax of all ranks; NaN is larger than infinity.
+// Returns the largest amax of all ranks; NaN is larger than infinity.
 Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax);
 
-// The operand of all ranks' tokens. Tokens lie along the operand's rows, or its columns where
+// Gathers the operand of all ranks' tokens. Tokens are the operand's rows; its columns where
 // columnwise.
 QuantizedOperand gather_tokens(const Sharding& sharding, const TokenRuns& runs,
                                const QuantizedOperand& operand, bool columnwise);
 
-// The sum over the ranks of dx (tokens of all, K): this rank's tokens of it.
+// Returns this rank's tokens of the sum over the ranks of dx (all tokens, K).
 Tensor scatter_sum(const Sharding& sharding, const TokenRuns& runs, const Tensor& dx);
 
-// x as wgrad reads it, of all ranks' tokens: the first of `readers` layers gathers, the last one
-// drops it.
+// x as wgrad reads x, with the tokens of all ranks: the first of `readers` layers gathers x, the
+// last one drops it.
 class GatheredInput : public torch::CustomClassHolder {
  public:
   explicit GatheredInput(std::int64_t readers);
@@ -81,11 +81,11 @@ class GatheredInput : public torch::CustomClassHolder {
   std::mutex mutex_;
 };
 
-// Makes the class known to schemas, once; called before each of them, in whatever order the
-// library's parts are loaded.
+// Registers the class, once. Called before each schema that names the class: the order in which the
+// library's files register is not defined.
 void register_gathered_input();
 
-// The op, through the dispatcher: one rank's `linear` of its shard. See schemas.cpp.
+// Calls the op through the dispatcher: `linear` of one rank's shard. See schemas.cpp.
 Tensor linear_sharded(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                       const std::string& recipe, const std::string& group, std::int64_t rank,
                       std::int64_t ranks, std::int64_t weight_dim,
