@@ -1,4 +1,4 @@
-// The amaxes of shards: measured from their current values, and exchanged between ranks.
+// The amaxes of shards: measured from the current values, and exchanged between ranks.
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
@@ -18,11 +18,11 @@ std::uint32_t* bits_of(const Tensor& t) {
   return reinterpret_cast<std::uint32_t*>(t.mutable_data_ptr<std::int32_t>());
 }
 
-Copy copy_words(const void* from, void* to, std::int64_t words) {
-  return {static_cast<const std::uint8_t*>(from), static_cast<std::uint8_t*>(to), 4 * words, false};
+Copy copy_amaxes(const void* from, void* to, std::int64_t count) {
+  return {static_cast<const std::uint8_t*>(from), static_cast<std::uint8_t*>(to), 4 * count, false};
 }
 
-// The amax of values under a transform: int32 bits, flat.
+// Returns the amax of values under a transform: int32 bits, flat.
 Tensor transformed_amax(const Tensor& values, const RowShard& shard) {
   using Signature = Tensor(const Tensor&, const std::string&, bool);
   static const auto op =
@@ -30,7 +30,7 @@ Tensor transformed_amax(const Tensor& values, const RowShard& shard) {
   return op.call(values, shard.spec().str(), shard.columnwise()).view(-1).view(at::kInt);
 }
 
-// Copies between the packed amaxes of directions and the exchanged ones.
+// Returns the copies between the packed amaxes of directions and the exchanged ones.
 std::vector<Copy> exchange_copies(const std::vector<GatheredDirection*>& directions,
                                   bool is_to_packed) {
   std::vector<Copy> copies;
@@ -41,8 +41,8 @@ std::vector<Copy> exchange_copies(const std::vector<GatheredDirection*>& directi
       std::uint32_t* packed = direction->amaxes() + range.packed;
       std::uint32_t* common = exchanged + range.exchanged;
       if (packed == common) continue;
-      copies.push_back(is_to_packed ? copy_words(common, packed, range.count)
-                                    : copy_words(packed, common, range.count));
+      copies.push_back(is_to_packed ? copy_amaxes(common, packed, range.count)
+                                    : copy_amaxes(packed, common, range.count));
     }
   }
   return copies;
@@ -62,9 +62,9 @@ void set_packed(const std::vector<GatheredDirection*>& directions, const Tensor&
 std::uint32_t* GatheredDirection::amaxes() const { return bits_of(packed) + packed_at; }
 
 // ---- One batch ----------------------------------------------------------------------------------
-// The partial casts of the selected directions without a transform, with their shards.
-std::vector<PartialCast> GatherBatch::plain_casts(const Tensors& shards, const Choice& choice,
-                                                  std::vector<GatheredDirection*>& directions) {
+// Returns the partial casts, with their shards, of the selected directions without a transform.
+std::vector<PartialCast> GatherBatch::untransformed_casts(
+    const Tensors& shards, const Choice& choice, std::vector<GatheredDirection*>& directions) {
   std::vector<PartialCast> casts;
   for (std::size_t i = 0; i < weights_.size(); ++i)
     for (GatheredDirection* direction : selected(i, choice)) {
@@ -76,10 +76,10 @@ std::vector<PartialCast> GatherBatch::plain_casts(const Tensors& shards, const C
   return casts;
 }
 
-// The amaxes of the shards' current values, those that ranks exchanged excepted.
+// Measures the amaxes of the shards' current values, except those that ranks have exchanged.
 void GatherBatch::measure_alone(const Tensors& shards, const Choice& choice) {
   std::vector<GatheredDirection*> directions;
-  std::vector<PartialCast> casts = plain_casts(shards, choice, directions);
+  std::vector<PartialCast> casts = untransformed_casts(shards, choice, directions);
   if (casts.empty()) return;
   set_packed(directions, measure_amaxes(casts, shards[0]));
   run_copies(exchange_copies(directions, true), shards[0]);
@@ -99,7 +99,7 @@ bool GatherBatch::needs_measure(const Tensors& shards, const Choice& choice, std
 }
 
 // ---- Several batches ----------------------------------------------------------------------------
-// The shards of each batch, as casts read them. Marks them as measured.
+// Returns the shards of each batch, as casts read them, and marks them as measured.
 std::vector<Tensors> AmaxExchange::shards_of_batches(const Tensors& shards, const Numbers& writes) {
   TORCH_CHECK_VALUE(!batches_.empty() && writes.size() == batches_.size(), kOp,
                     ": expected a number of writes of each of ", batches_.size(), " batches, got ",
@@ -132,13 +132,13 @@ Tensor AmaxExchange::measure(const Tensors& shards, std::int64_t selection, cons
   pending_.clear();
   const std::vector<Tensors> of_batches = shards_of_batches(shards, writes);
   const Tensor& like = of_batches[0][0];
-  std::vector<GatheredDirection*> plain, transformed;
+  std::vector<GatheredDirection*> untransformed, transformed;
   std::vector<PartialCast> casts;
   Tensors amaxes;  // of directions under a transform
   for (std::size_t b = 0; b < batches_.size(); ++b) {
     GatherBatch& batch = *batches_[b];
     const std::vector<PartialCast> more =
-        batch.plain_casts(of_batches[b], {selection, kAllWeights}, plain);
+        batch.untransformed_casts(of_batches[b], {selection, kAllWeights}, untransformed);
     casts.insert(casts.end(), more.begin(), more.end());
     for (std::size_t i = 0; i < batch.weights_.size(); ++i)
       for (GatheredDirection* direction : batch.weights_[i].selected(selection)) {
@@ -148,16 +148,17 @@ Tensor AmaxExchange::measure(const Tensors& shards, std::int64_t selection, cons
             transformed_amax(batch.values_as_computed(of_batches[b][i], i), direction->shard));
       }
   }
-  if (!casts.empty()) set_packed(plain, measure_amaxes(casts, like));
-  pending_ = plain;
+  if (!casts.empty()) set_packed(untransformed, measure_amaxes(casts, like));
+  pending_ = untransformed;
   pending_.insert(pending_.end(), transformed.begin(), transformed.end());
-  const bool is_all_exchanged = transformed.empty() && !plain.empty() &&
-                                std::none_of(plain.begin(), plain.end(), [](const auto* direction) {
-                                  return direction->shard.spec().has_blocks();
-                                });
+  const bool is_all_exchanged =
+      transformed.empty() && !untransformed.empty() &&
+      std::none_of(untransformed.begin(), untransformed.end(),
+                   [](const auto* direction) { return direction->shard.spec().has_blocks(); });
   if (is_all_exchanged) {
-    for (GatheredDirection* direction : plain) direction->exchanged_at = direction->packed_at;
-    exchanged_ = plain[0]->packed;
+    for (GatheredDirection* direction : untransformed)
+      direction->exchanged_at = direction->packed_at;
+    exchanged_ = untransformed[0]->packed;
   } else {
     std::int64_t count = 0;
     for (GatheredDirection* direction : pending_) {
@@ -167,11 +168,11 @@ Tensor AmaxExchange::measure(const Tensors& shards, std::int64_t selection, cons
     exchanged_ = at::zeros({count}, like.options().dtype(at::kInt));
   }
   for (GatheredDirection* direction : pending_) direction->exchanged = exchanged_;
-  std::vector<Copy> copies = exchange_copies(plain, false);
+  std::vector<Copy> copies = exchange_copies(untransformed, false);
   for (std::size_t i = 0; i < transformed.size(); ++i)
-    copies.push_back(copy_words(amaxes[i].const_data_ptr(),
-                                bits_of(exchanged_) + transformed[i]->exchanged_at,
-                                amaxes[i].numel()));
+    copies.push_back(copy_amaxes(amaxes[i].const_data_ptr(),
+                                 bits_of(exchanged_) + transformed[i]->exchanged_at,
+                                 amaxes[i].numel()));
   run_copies(copies, like);
   return exchanged_;
 }

@@ -1,5 +1,5 @@
-// The classes of this folder as torch and Python see them. In one file: a class is registered
-// before those whose methods take it.
+// Registers the classes of this folder, for torch and Python. One file, because a class must be
+// registered before another class whose methods take it.
 #include <torch/custom_class.h>
 #include <torch/library.h>
 

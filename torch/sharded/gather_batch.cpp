@@ -12,11 +12,8 @@ namespace {
 using at::Tensor;
 
 constexpr const char* kOp = "GatherBatch";
-constexpr std::int64_t kTableAlignment = 4;    // bytes
-constexpr std::int64_t kCommonAlignment = 4;   // numbers
-constexpr std::int64_t kInputAlignment = 256;  // bytes
-constexpr std::int64_t kHistoryRows[] = {1,
-                                         3};  // of W in an amax history: as fprop and dgrad read it
+constexpr std::int64_t kTableAlignment = 4;   // bytes
+constexpr std::int64_t kCommonAlignment = 4;  // numbers
 
 GatherMode mode_of(const std::string& text) {
   if (text == "one") return GatherMode::kOne;
@@ -74,7 +71,7 @@ GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const T
   }
 }
 
-// The directions of a weight in a call; none of the others where the call is of one weight.
+// Returns the directions of a weight in a call; none where the call is of another weight.
 std::vector<GatheredDirection*> GatherBatch::selected(std::size_t weight, const Choice& choice) {
   TORCH_CHECK_VALUE(
       kAllWeights <= choice.weight && choice.weight < static_cast<std::int64_t>(weights_.size()),
@@ -91,7 +88,7 @@ std::int64_t GatherBatch::exchanged(std::int64_t selection) {
   return count;
 }
 
-// Checks the shards, and converts those that casts do not read: neither float32 nor bfloat16.
+// Checks the shards, and converts those that are neither float32 nor bfloat16.
 void GatherBatch::readable_shards(Tensors& shards) const {
   TORCH_CHECK_VALUE(shards.size() == weights_.size() && !shards.empty(), kOp,
                     ": expected a shard of each of ", weights_.size(), " weights, got ",
@@ -110,7 +107,7 @@ void GatherBatch::readable_shards(Tensors& shards) const {
   }
 }
 
-// The values of a shard in the compute dtype of its weight.
+// Returns the values of a shard in the compute dtype of its weight.
 Tensor GatherBatch::values_as_computed(const Tensor& shard, std::size_t weight) const {
   const DType compute = weights_[weight].directions[0].shard.window().compute();
   return shard.to(compute == DType::kBFloat16 ? at::kBFloat16 : at::kFloat);

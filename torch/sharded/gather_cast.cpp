@@ -5,7 +5,7 @@
 //     codes and scales without a transform          those of partial_cast
 //     directions under a transform                  a cast each
 //     scales and codes into W's row order           one for each width of element
-//     what is copied as it is                       one
+//     copies                                        one
 #include <ATen/ATen.h>
 
 #include <utility>
@@ -22,15 +22,15 @@ using at::Tensor;
 constexpr const char* kOp = "GatherBatch.cast";
 constexpr std::int64_t kInputAlignment = 256;   // bytes
 constexpr std::int64_t kScratchAlignment = 16;  // bytes
-constexpr std::int64_t kHistoryRows[] = {1,
-                                         3};  // of W in an amax history: as fprop and dgrad read it
+// The rows of W, as fprop and dgrad read W, in an amax history.
+constexpr std::int64_t kHistoryRows[] = {1, 3};
 
 Copy copy_bytes(const void* from, void* to, std::int64_t bytes) {
   return {static_cast<const std::uint8_t*>(from), static_cast<std::uint8_t*>(to), bytes, false};
 }
 
-// The active amax of a direction under delayed scaling, from the history (operands, 1 + steps) of
-// its layer.
+// Returns the active amax of a direction under delayed scaling, from the layer's history (operands,
+// 1 + steps).
 const float* active_amax(const Tensor& history, bool columnwise, const Tensor& like) {
   bridge::check_memory(kOp, "histories", history);
   bridge::check_same_device(kOp, "histories", history, like);
@@ -55,8 +55,8 @@ struct Work {
   }
 };
 
-// The rows of a direction's table from the scales of its window, (blocks of rows, blocks of
-// columns) by W's rows.
+// Adds the copies that write a direction's table, in the order of W's rows, from the scales of the
+// window.
 void add_table(Work& work, const CastEntry& entry, std::uint8_t* scales, std::int64_t window_rows) {
   const RowShard& shard = entry.direction->shard;
   const std::int64_t count = shard.table_rows_of_this_rank(), row = shard.table_row_bytes();
@@ -108,8 +108,8 @@ void place(Work& work, const CastEntry& entry, PartialCast& cast, const Tensors&
   add_table(work, entry, scales, grid.rows);
 }
 
-// Casts a shard under a transform as a weight of its own, with the amax of the whole weight where
-// it has one.
+// Casts a shard under a transform as if the shard were a weight, with the amax of the whole weight
+// where the spec has one.
 void cast_transformed(Work& work, const CastEntry& entry, const Tensor& shard_values,
                       const Tensors& histories) {
   const GatheredDirection& direction = *entry.direction;
@@ -162,7 +162,7 @@ void cast_transformed(Work& work, const CastEntry& entry, const Tensor& shard_va
 
 }  // namespace
 
-// Allocates the inputs of a gather in one piece of memory: all codes, then all tables.
+// Allocates the inputs of a gather in one tensor: all codes, then all tables.
 Tensors GatherBatch::new_inputs(const Tensor& like, const Choice& choice) {
   struct Input {
     std::int64_t at, bytes, written;
@@ -201,7 +201,7 @@ Tensors GatherBatch::new_inputs(const Tensor& like, const Choice& choice) {
   return found;
 }
 
-// The selected directions in the order of the inputs, with their memory.
+// Returns the selected directions in the order of the inputs, with their memory.
 std::vector<CastEntry> GatherBatch::entries_of(const Tensors& inputs, const Choice& choice) {
   std::vector<CastEntry> entries;
   float* common = common_.mutable_data_ptr<float>();
@@ -242,7 +242,7 @@ Tensors GatherBatch::cast(Tensors shards, const Tensors& histories, std::int64_t
   const Tensors inputs = new_inputs(shards[0], choice);
 
   std::vector<GatheredDirection*> directions;
-  std::vector<PartialCast> casts = plain_casts(shards, choice, directions);
+  std::vector<PartialCast> casts = untransformed_casts(shards, choice, directions);
   Work work;
   work.like = shards[0];
   std::vector<CastEntry> transformed;

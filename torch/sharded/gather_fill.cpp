@@ -1,4 +1,4 @@
-// The call after a gather: what all ranks sent, to both directions of all weights of a batch.
+// The call after a gather: gathered codes and tables to both directions of all weights of a batch.
 //
 //     phase                                               launches
 //     codes, scales and amaxes that are copied            one
@@ -16,8 +16,8 @@ using at::Tensor;
 constexpr const char* kOp = "GatherBatch.fill";
 constexpr std::size_t kTargets = 6;  // of a weight
 
-// Frees the memory of a tensor and leaves the tensor: an op that reads it says that no gather has
-// brought it.
+// Frees the memory of a tensor, not the tensor: an op that reads the tensor raises an error that
+// names the missing gather.
 void free_memory(const Tensor& t) {
   c10::StorageImpl* storage = t.storage().unsafeGetStorageImpl();
   if (storage->nbytes() == 0) return;
@@ -25,7 +25,7 @@ void free_memory(const Tensor& t) {
   storage->set_nbytes(0);
 }
 
-// Memory again for a tensor whose memory was freed; it was all of its storage.
+// Allocates memory for a tensor whose memory was freed and which is all of its storage.
 void allocate_memory(const Tensor& t) {
   c10::StorageImpl* storage = t.storage().unsafeGetStorageImpl();
   if (storage->nbytes() > 0 || t.nbytes() == 0) return;
@@ -34,12 +34,12 @@ void allocate_memory(const Tensor& t) {
   storage->set_nbytes(t.nbytes());
 }
 
-// The targets of one weight's direction.
+// The targets of one direction of a weight.
 struct Target {
   const Tensor &codes, &scale, &amax;
 };
 
-// What a call copies and transposes, with its scratch memory.
+// The copies and transposes of a call, with its scratch memory.
 struct Work {
   Tensor like;
   const float* common;
@@ -58,8 +58,8 @@ struct Work {
   }
 };
 
-// What all ranks sent of one direction: codes, and the tables of scales, `stride` bytes from one
-// rank's to the next.
+// The gathered codes and tables of one direction; `stride`: bytes from one rank's table to the next
+// rank's.
 struct Sent {
   const GatheredDirection& direction;
   const std::uint8_t* codes;
@@ -72,7 +72,7 @@ void* data_of(const Tensor& t, std::int64_t bytes, const char* name) {
   return const_cast<void*>(t.const_data_ptr());
 }
 
-// The tables of all ranks as one, by W's rows.
+// Adds the copies of all ranks' tables into one table, in the order of W's rows.
 void join_tables(Work& work, const Sent& sent, std::int64_t skip, std::uint8_t* to) {
   const RowShard& shard = sent.direction.shard;
   for (std::int64_t rank = 0; rank < shard.world(); ++rank) {
@@ -82,7 +82,7 @@ void join_tables(Work& work, const Sent& sent, std::int64_t skip, std::uint8_t* 
   }
 }
 
-// The columnwise scales of a direction from the same by W's rows.
+// Adds the transpose of a table in the order of W's rows to columnwise scales.
 void transpose_table(Work& work, const RowShard& shard, const void* from, void* to) {
   work.transposes.push_back({.from = from,
                              .to = to,
@@ -133,29 +133,29 @@ void fill_direction(Work& work, const Sent& sent, const Target& target, bool is_
   fill_scales(work, sent, target, is_columnwise);
 }
 
-// Which directions of a weight a gather brings.
-struct Brought {
+// The directions of a weight that a gather fills.
+struct Filled {
   bool row, col;
 };
 
-Brought brought_by(const BatchedWeight& weight, std::int64_t selection, bool forward_alone) {
+Filled filled_by(const BatchedWeight& weight, std::int64_t selection, bool forward_alone) {
   if (weight.mode == GatherMode::kSplit) return {selection != kBackward, selection == kBackward};
   return {true, weight.directions[0].shard.is_transformed() || !forward_alone};
 }
 
 // targets: the six of the weight; sent: its selected directions
 void fill_weight(Work& work, const std::vector<Sent>& sent, const Tensor* targets,
-                 const Brought& brought, bool is_fetch) {
+                 const Filled& filled, bool is_fetch) {
   const Target row = {targets[0], targets[1], targets[2]};
   const Target col = {targets[3], targets[4], targets[5]};
-  if (!brought.row && !is_fetch) free_memory(row.scale);
-  if (!brought.col && !is_fetch) free_memory(col.codes);
-  if (brought.row) {
+  if (!filled.row && !is_fetch) free_memory(row.scale);
+  if (!filled.col && !is_fetch) free_memory(col.codes);
+  if (filled.row) {
     allocate_memory(row.scale);
     if (is_fetch) allocate_memory(row.codes);
     fill_direction(work, sent[0], row, false);
   }
-  if (brought.col) {
+  if (filled.col) {
     allocate_memory(col.scale);
     if (is_fetch) allocate_memory(col.codes);
     fill_direction(work, sent.back(), col, true);
@@ -188,7 +188,7 @@ void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int6
     const std::vector<GatheredDirection*> directions = selected(i, {selection, weight});
     if (directions.empty()) continue;
     const std::size_t count = directions.size() + (table_bytes > 0 ? 1 : 0);
-    TORCH_CHECK_VALUE(output + count <= outputs.size(), kOp, ": expected what ranks sent of ",
+    TORCH_CHECK_VALUE(output + count <= outputs.size(), kOp, ": expected the codes and tables of ",
                       weights_.size(), " weights, got ", outputs.size(), " tensors");
     const Tensor* of_weight = outputs.data() + output;
     output += count;
@@ -205,7 +205,7 @@ void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int6
                       tables ? tables + starts[k] : nullptr, table_bytes});
     }
     fill_weight(work, sent, targets.data() + kTargets * i,
-                brought_by(weights_[i], selection, forward_alone), is_fetch);
+                filled_by(weights_[i], selection, forward_alone), is_fetch);
   }
   run_copies(work.copies, work.like);
   run_transposes(work.transposes, work.like);

@@ -11,8 +11,8 @@ namespace {
 
 using at::Tensor;
 
-void check_sizes(const char* what, std::size_t got, std::size_t wanted) {
-  TORCH_CHECK_VALUE(got == wanted, "quantize_master_weights: expected ", wanted, " ", what,
+void check_sizes(const char* what, std::size_t got, std::size_t expected) {
+  TORCH_CHECK_VALUE(got == expected, "quantize_master_weights: expected ", expected, " ", what,
                     ", got ", got);
 }
 

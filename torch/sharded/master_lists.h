@@ -1,6 +1,6 @@
-// Lists of weights that one step after another casts or transposes, made once: a step then passes
-// the masters alone. Every step checks the tensors and reads their addresses again, so that memory
-// may move between steps.
+// Lists of weights that every step casts or transposes, made once: a step passes only the masters.
+// Every step checks the tensors and reads their addresses again, because memory may move between
+// steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -17,7 +17,7 @@ namespace minifloat::torch_ops {
 using Tensors = std::vector<at::Tensor>;
 using Numbers = std::vector<std::int64_t>;
 
-// The directions of weights that are cast from masters.
+// The directions of weights that a step casts from masters.
 class MasterCasts : public torch::CustomClassHolder {
  public:
   // owners: the weight of each direction, in their order; agreement: of the ranks that hold the
@@ -25,8 +25,8 @@ class MasterCasts : public torch::CustomClassHolder {
   MasterCasts(ShardCasts casts, Numbers owners, Texts names, Tensors codes, Tensors scales,
               Tensors amaxes, c10::intrusive_ptr<Agreement> agreement);
 
-  // masters, starts: of each weight; fragments: of each direction, or none, where codes go into the
-  // flat codes
+  // Casts the shards of masters to codes. masters, starts: of each weight; fragments: of each
+  // direction; none where codes are written to the flat codes
   void quantize(const Tensors& masters, const Numbers& starts, const Tensors& fragments,
                 const std::string& group) const;
 

@@ -1,13 +1,13 @@
 // Quantized weights from sharded masters: the kernels of minifloat/partial_cast.h over lists of
-// tensors, with the one all-reduce between them.
+// tensors, with the all-reduce between the kernels.
 //
 //     masters -> partial_amax -> packed int32 amaxes
 //             -> all-reduce MAX
 //             -> partial_cast -> codes, scales, amax
 //
-// An entry of the lists is one direction of one weight. Its numbers (`geometry`): columnwise, rows,
-// cols, whether the compute dtype is bf16, the shard's first element, and whether codes are the
-// shard's own fragment of the flat codes.
+// An entry of the lists is one direction of one weight. `geometry` has six numbers for each entry:
+// columnwise, rows, cols, whether the compute dtype is bf16, the shard's first element, and whether
+// the codes are the shard's fragment of the flat codes.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
@@ -23,13 +23,13 @@ using at::TensorList;
 using torch_ops::ShardCast;
 using torch_ops::Texts;
 
-constexpr std::int64_t kNumbers = 6;  // an entry's
+constexpr std::int64_t kNumbers = 6;  // of an entry in `geometry`
 
 ShardCast description_of(const std::string& spec, const std::int64_t* numbers) {
   return ShardCast(spec, numbers[0] != 0, numbers[1], numbers[2], numbers[3] != 0);
 }
 
-// The spec and the geometry of each entry, without memory.
+// Returns the casts that specs and geometry describe, without memory.
 std::vector<PartialCast> parse_entries(const char* op, const Texts& specs,
                                        at::IntArrayRef geometry) {
   TORCH_CHECK_VALUE(geometry.size() == specs.size() * kNumbers, op, ": expected ", kNumbers,
@@ -71,12 +71,12 @@ Tensor partial_amax_kernel(TensorList masters, const Texts& specs, at::IntArrayR
   return torch_ops::measure_amaxes(casts, masters[0]);
 }
 
-void partial_cast_kernel(const Tensor& given, TensorList masters, const Texts& specs,
+void partial_cast_kernel(const Tensor& reduced, TensorList masters, const Texts& specs,
                          at::IntArrayRef geometry, TensorList codes, TensorList scales,
                          TensorList amaxes) {
   std::vector<PartialCast> casts = parse_shards("partial_cast", masters, specs, geometry);
   const bool is_overwritten = torch_ops::any_reads_values(casts);  // by the choices of scales
-  const Tensor packed = is_overwritten ? given.clone() : given;
+  const Tensor packed = is_overwritten ? reduced.clone() : reduced;
   const std::int64_t count = torch_ops::place_amaxes(casts, nullptr);
   TORCH_CHECK_VALUE(
       packed.scalar_type() == at::kInt && packed.is_contiguous() && packed.numel() == count,

@@ -18,11 +18,11 @@ std::int64_t hash_of(const std::string& text) {
   return static_cast<std::int64_t>(fnv1a64(text.data(), text.size()) >> 1);  // not negative
 }
 
-// The numbers of one entry that all ranks must have alike.
+// The numbers of one entry that must be the same on all ranks.
 constexpr std::size_t kFields = 4;
 const char* const kFieldNames[kFields] = {"name", "rows", "columns", "operand spec and dtype"};
 
-// Maps a spec to a number, cheaply: every step does it for every weight.
+// Maps a spec to a number without text: every step maps the spec of every weight.
 std::int64_t number_of(const PartialCast& cast) {
   const Spec& spec = cast.spec;
   std::int64_t number = 0;
@@ -45,8 +45,8 @@ std::vector<std::int64_t> fields_of(const std::vector<PartialCast>& casts,
   return fields;
 }
 
-// Reduces t in place, in the order of the current stream. what: t's numbers, for the error where a
-// rank is gone or hangs
+// Reduces t in place, in the order of the current stream. what: a name of t's numbers for the error
+// that a lost or blocked rank causes
 void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType op,
                 const char* what) {
   std::vector<Tensor> tensors = {t};
@@ -62,13 +62,13 @@ void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType o
   }
 }
 
-// The largest and the smallest of each number over the ranks, from one all-reduce; waits for the
-// device.
+// Returns the largest and the smallest of each number over the ranks, from one all-reduce. Waits
+// for the device.
 std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> range_over(
     const Ranks& ranks, const std::vector<std::int64_t>& numbers, const Tensor& like) {
   const Tensor here = at::tensor(numbers, at::kLong);
   const Tensor both = at::cat({here, -here}).to(like.device());
-  all_reduce(ranks, both, c10d::ReduceOp::MAX, "what weights are");
+  all_reduce(ranks, both, c10d::ReduceOp::MAX, "the list of weights");
   const Tensor host = both.cpu();
   const std::int64_t* values = host.const_data_ptr<std::int64_t>();
   std::vector<std::int64_t> largest(values, values + numbers.size()), smallest;
@@ -100,7 +100,7 @@ void require_whole(const Ranks& ranks, const std::vector<PartialCast>& casts,
   std::vector<std::int64_t> held;
   for (const PartialCast& cast : casts) held.push_back(cast.shard.size());
   const Tensor sum = at::tensor(held, at::kLong).to(like.device());
-  all_reduce(ranks, sum, c10d::ReduceOp::SUM, "what shards hold");
+  all_reduce(ranks, sum, c10d::ReduceOp::SUM, "the sizes of shards");
   const Tensor host = sum.cpu();
   for (std::size_t i = 0; i < casts.size(); ++i) {
     const std::int64_t elements = casts[i].rows * casts[i].cols;

@@ -1,4 +1,4 @@
-// The ranks that hold shards of the same weights: the all-reduce between them, and the proof that
+// The ranks that hold shards of the same weights: the all-reduce between ranks, and the check that
 // all ranks have the same list of weights.
 #pragma once
 
@@ -17,13 +17,13 @@ namespace minifloat::torch_ops {
 
 using Ranks = c10::intrusive_ptr<c10d::ProcessGroup>;
 
-// The lists of weights that groups of ranks have agreed on. A group that is gone is not mistaken
-// for another.
+// The lists of weights that groups of ranks have agreed on. A group that is gone is never
+// taken for a later group.
 class Agreement : public torch::CustomClassHolder {
  public:
-  // Raises ValueError on every rank, naming the weight, where ranks differ in a weight's name,
-  // shape, specs or dtype, or where all their shards are not the whole of it. Communicates once for
-  // each list of weights: at the first step.
+  // Raises ValueError on every rank, with the weight's name, where ranks differ in a weight's name,
+  // shape, specs or dtype, or where the shards of all ranks are not the whole weight. Communicates
+  // once for each list of weights: at the first step.
   void require(const Ranks& ranks, const std::vector<PartialCast>& casts,
                const std::vector<std::string>& names, const at::Tensor& like);
 
@@ -35,8 +35,8 @@ class Agreement : public torch::CustomClassHolder {
       agreed_;
 };
 
-// amaxes -> all-reduce -> codes, scales, amax. names: of the casts' weights; group: its name in
-// torch.distributed, "" for one process alone
+// Quantizes masters: amaxes -> all-reduce -> codes, scales, amax. names: of the casts' weights;
+// group: its name in torch.distributed, "" for a process without ranks
 void quantize_masters(const char* op, std::vector<PartialCast>& casts,
                       const std::vector<std::string>& names, const std::string& group,
                       Agreement& agreement, const at::Tensor& like);

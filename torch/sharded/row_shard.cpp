@@ -36,7 +36,7 @@ std::int64_t RowShard::transform_rows() const {
   return columnwise() && is_transformed() ? spec().transform : 1;
 }
 
-// The blocks of so many rows that more than one rank holds part of.
+// Returns the blocks of `rows` rows that more than one rank holds part of.
 std::vector<std::int64_t> RowShard::split_blocks(std::int64_t rows) const {
   std::set<std::int64_t> found;
   for (std::int64_t rank = 1; rank < world_; ++rank) {
@@ -47,15 +47,15 @@ std::vector<std::int64_t> RowShard::split_blocks(std::int64_t rows) const {
 }
 
 bool RowShard::has_common_scale() const {
-  const bool is_of_own_rows = is_transformed() && spec().has_row_amax() && !columnwise();
-  return !spec().has_blocks() && !is_of_own_rows;
+  const bool is_of_shard_rows = is_transformed() && spec().has_row_amax() && !columnwise();
+  return !spec().has_blocks() && !is_of_shard_rows;
 }
 
 Span RowShard::window_rows() const {
   const std::int64_t block = block_rows(), n = rows();
   if (!spec().has_blocks()) return {0, n};
   const std::int64_t begin = start(), end = begin_of(rank_ + 1);
-  if (begin == end) return {0, std::min(block, n)};  // the tensor's amax is still computed
+  if (begin == end) return {0, std::min(block, n)};  // for the tensor's amax
   return {begin / block * block, std::min(round_up(end, block), n)};
 }
 

@@ -5,10 +5,10 @@
 //                   rank 2  ████
 //     blocks        ├───┤├───┤├───┤├─┤     a block of rows of two ranks needs the amaxes of both
 //
-// A rank casts a window of W as if it were a weight: its own rows, grown to whole blocks; all of W
-// where rows share a scale. Codes are gathered in W's row order, and so are the scales of blocks: a
-// table of the blocks that begin in a shard. Any other scale is computed on every rank from amaxes
-// that the ranks exchange.
+// A rank casts a window of W as if the window were a weight: the rank's rows, grown to whole
+// blocks; all of W where rows share a scale. Codes are gathered in W's row order, and so are the
+// scales of blocks: a table of the blocks that begin in a shard. All other scales are computed on
+// every rank from amaxes that the ranks exchange.
 #pragma once
 
 #include <algorithm>
@@ -19,15 +19,15 @@
 
 namespace minifloat::torch_ops {
 
-// `count` numbers from `exchanged` on among those that ranks exchange, and from `packed` on among
-// the window's.
+// A range of `count` amaxes, which starts at `exchanged` among the exchanged numbers and at
+// `packed` among the window's.
 struct AmaxRange {
   std::int64_t exchanged, packed, count;
 };
 
 class RowShard {
  public:
-  // world, rank: of the ranks that W's rows are cut over
+  // world, rank: of the ranks over which W's rows are cut
   RowShard(const ShardCast& whole, std::int64_t world, std::int64_t rank);
 
   const Spec& spec() const { return whole_.spec(); }
@@ -36,33 +36,33 @@ class RowShard {
   std::int64_t cols() const { return whole_.cols(); }
   std::int64_t world() const { return world_; }
 
-  // Rows of W that one rank has, of all ranks and of this one.
+  // Rows of W: of a chunk, the first one of a rank and of this rank, the number on this rank.
   std::int64_t chunk() const { return chunk_; }
   std::int64_t begin_of(std::int64_t rank) const { return std::min(rank * chunk_, rows()); }
   std::int64_t start() const { return begin_of(rank_); }
   std::int64_t held_rows() const { return begin_of(rank_ + 1) - start(); }
 
   bool is_transformed() const { return spec().transform > 0; }
-  // Whether every rank computes the scales from exchanged amaxes, so that no table of them is
-  // gathered.
+  // Returns whether every rank computes the scales from exchanged amaxes, so that no table of
+  // scales is gathered.
   bool has_common_scale() const;
-  // Whether shards can be cast one by one: no transform reaches over the end of a shard, nor does a
-  // block whose scale is chosen by its values.
+  // Returns whether each shard can be cast without the others: no transform reaches over the end of
+  // a shard, nor does a block whose scale is chosen by its values.
   bool fits() const { return fits_; }
 
-  // Codes in W's row order, transforms' padding included: bytes of a row, of W, of a chunk, of this
-  // rank's rows.
+  // Codes in W's row order, with the padding of transforms: bytes of a row, of W, of a chunk, of
+  // this rank's rows.
   std::int64_t grown(std::int64_t rows) const { return round_up(rows, transform_rows()); }
   std::int64_t row_bytes() const;
   std::int64_t whole_bytes() const { return grown(rows()) * row_bytes(); }
   std::int64_t chunk_bytes() const { return grown(chunk_) * row_bytes(); }
   std::int64_t held_bytes() const { return grown(held_rows()) * row_bytes(); }
 
-  // The window, as a matrix of its own, and the shard's first element in it.
+  // The window as a matrix, and the shard's first element in the window.
   const ShardCast& window() const { return window_; }
   std::int64_t first_element() const;
 
-  // The amaxes that ranks exchange: how many, and which of them this rank's window holds.
+  // The amaxes that ranks exchange: their number, and the ranges that this rank's window holds.
   std::int64_t exchanged() const { return exchanged_; }
   const std::vector<AmaxRange>& exchanged_ranges() const { return ranges_; }
 
@@ -82,7 +82,7 @@ class RowShard {
   // A table of rows has a scale and an amax for each row of W, first all scales of the rank.
   bool has_row_table() const { return !spec().has_blocks() && !has_common_scale(); }
 
-  // Numbers of the scale and the amax that each rank computes for the whole W, as read.
+  // Sizes of the scale and the amax that each rank computes for the whole W, as read.
   std::int64_t common_scales() const;
   std::int64_t common_amaxes() const;
 

@@ -12,8 +12,7 @@ namespace {
 
 using at::Tensor;
 
-// Every cast's amaxes start at a multiple of this many, so that they may be read 16 bytes at a
-// time.
+// The alignment of each cast's amaxes, in numbers, for reads of 16 bytes.
 constexpr std::int64_t kAligned = 4;
 
 AmaxGrid grid_of(const PartialCast& cast) {
@@ -38,7 +37,7 @@ void check_amax(const char* op, const ShardCast& description, const Tensor& amax
 
 }  // namespace
 
-// ---- The description ----------------------------------------------------------------------------
+// ---- Descriptions -------------------------------------------------------------------------------
 ShardCast::ShardCast(const Spec& spec, bool columnwise, std::int64_t rows, std::int64_t cols,
                      DType compute)
     : spec_(spec), columnwise_(columnwise), rows_(rows), cols_(cols), compute_(compute) {
@@ -90,7 +89,7 @@ std::vector<Tensor> ShardCast::new_operand(const Tensor& like) const {
           at::empty(amaxes, options.dtype(at::kFloat))};
 }
 
-// ---- Its memory ---------------------------------------------------------------------------------
+// ---- Memory -------------------------------------------------------------------------------------
 void place_shard(const char* op, PartialCast& cast, const Tensor& master, std::int64_t start,
                  const Tensor& like) {
   const bool is_fp32 = master.scalar_type() == at::kFloat;
@@ -114,9 +113,9 @@ void place_outputs(const char* op, const ShardCast& description, PartialCast& ca
                    const CastOutputs& outputs, const Tensor& like) {
   const auto& [codes, is_fragment, scale, amax] = outputs;
   const Span bytes = FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.code_bits());
-  const std::int64_t wanted = is_fragment ? bytes.size() : description.code_bytes();
-  TORCH_CHECK_VALUE(codes.element_size() == 1 && codes.is_contiguous() && codes.numel() == wanted,
-                    op, ": expected ", wanted, " contiguous bytes for ",
+  const std::int64_t expected = is_fragment ? bytes.size() : description.code_bytes();
+  TORCH_CHECK_VALUE(codes.element_size() == 1 && codes.is_contiguous() && codes.numel() == expected,
+                    op, ": expected ", expected, " contiguous bytes for ",
                     is_fragment ? "the fragment of " : "the codes of ", cast.spec.str(),
                     " elements [", cast.shard.begin, ", ", cast.shard.end, ") of ", cast.rows,
                     " x ", cast.cols, ", got ", codes.numel(), " of ", codes.scalar_type());

@@ -18,8 +18,8 @@ namespace minifloat::torch_ops {
 
 using Texts = std::vector<std::string>;
 
-// One direction of a matrix W (rows, cols): a weight, or the rows of a weight that a rank casts as
-// if they were one.
+// One direction of a matrix W (rows, cols): a weight, or rows of a weight that a rank casts as if
+// they were a weight.
 class ShardCast : public torch::CustomClassHolder {
  public:
   // rounds_to_bf16: whether masters are rounded to bfloat16 before they are cast
@@ -33,16 +33,16 @@ class ShardCast : public torch::CustomClassHolder {
   std::int64_t cols() const { return cols_; }
   DType compute() const { return compute_; }
 
-  // Numbers of W: amaxes as the casts pack them, scales, and amaxes of the operand.
+  // Counts of W's numbers: amaxes as the casts pack them, scales, and amaxes of the operand.
   std::int64_t packed_amaxes() const;
   std::int64_t scales() const;
   std::int64_t amaxes() const;
-  // Bytes of W's codes, in W's own order.
+  // Bytes of W's codes, in W's order.
   std::int64_t code_bytes() const;
 
   PartialCast describe() const;  // without memory
-  // Memory for W in this direction on the device of `like`: codes, scale, amax, as read. One-byte
-  // scales are bytes.
+  // Allocates W in this direction on the device of `like`: codes, scale, amax, as read. One-byte
+  // scales have dtype uint8.
   std::vector<at::Tensor> new_operand(const at::Tensor& like) const;
 
  private:
@@ -53,28 +53,30 @@ class ShardCast : public torch::CustomClassHolder {
 };
 using ShardCasts = std::vector<c10::intrusive_ptr<ShardCast>>;
 
-// The shard of the master from flat element `start` on. like: a tensor on the device of the call
+// Points a cast at the shard of its master, from flat element `start` on. like: a tensor on the
+// device of the call
 void place_shard(const char* op, PartialCast& cast, const at::Tensor& master, std::int64_t start,
                  const at::Tensor& like);
 
-// Points a cast that has its shard at its outputs, which have just the bytes that it writes.
+// The outputs of a cast, of as many bytes as the cast writes.
 struct CastOutputs {
   const at::Tensor& codes;  // the shard's fragment of the flat codes, or all of them
   bool is_fragment;
   const at::Tensor& scale;
   const at::Tensor& amax;
 };
+// Points a cast that has its shard at its outputs.
 void place_outputs(const char* op, const ShardCast& description, PartialCast& cast,
                    const CastOutputs& outputs, const at::Tensor& like);
 
-// Points every cast at its numbers of a packed tensor, null for none; returns how many numbers that
-// has.
+// Points every cast at its numbers of a packed tensor, null for none. Returns the size of the
+// packed tensor.
 std::int64_t place_amaxes(std::vector<PartialCast>& casts, std::uint32_t* packed);
 
-// Whether a cast's rule reads values: its scales are chosen before it is cast (choose_scales).
+// Returns whether a cast's rule reads values, so that choose_scales runs before the cast.
 bool any_reads_values(const std::vector<PartialCast>& casts);
 
-// int32, as place_amaxes packs them: the amaxes of the shards.
+// Returns the amaxes of the shards, int32, as place_amaxes packs them.
 at::Tensor measure_amaxes(std::vector<PartialCast>& casts, const at::Tensor& like);
 
 // sizes: rows, cols, bits
