@@ -5,6 +5,9 @@ usage: check_docs.py [--self-test]
 Reads the Markdown files at the root and under docs/. A link [text](path#heading) is right when the
 path exists and, where it names a heading of a Markdown file, that heading exists too. A line may be
 longer than 100 columns in a table, and where a link or an address makes it long.
+
+CONTRIBUTING.md is the map of the tree: each folder that holds sources is named there, as `tools/`,
+and each path that stands there exists.
 """
 
 from __future__ import annotations
@@ -16,6 +19,11 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
 COLUMNS = 100
+MAP = "CONTRIBUTING.md"
+SOURCE_FOLDERS = {"include", "src", "torch", "python/minifloat", "tests"}
+SOURCE_FOLDERS |= {"benchmarks", "examples", "tools", "cmake"}
+SOURCE_SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".py", ".cmake"}
+SKIPPED = {"__pycache__", "lib"}
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
 FENCE = re.compile(r"^(```|~~~).*?^\1\s*$", re.DOTALL | re.MULTILINE)
@@ -60,6 +68,34 @@ def find_broken_links(page: Path) -> Iterator[str]:
             yield f"expected the heading #{anchor} in {file.name}"
 
 
+# ---- The map -------------------------------------------------------------------------------------
+def read_source_folders() -> set[str]:
+    """Return the folders that hold sources, with a slash at the end, relative to the root."""
+    found = set()
+    for top in SOURCE_FOLDERS:
+        for file in (ROOT / top).rglob("*"):
+            folder = file.parent.relative_to(ROOT)
+            if file.suffix in SOURCE_SUFFIXES and not SKIPPED & set(folder.parts):
+                found.add(folder.as_posix() + "/")
+    return found
+
+
+def is_path(name: str) -> bool:
+    """Return whether a path exists, written from the root or short, as core/format.h."""
+    return any((base / name).exists() for base in (ROOT, ROOT / "include" / "minifloat"))
+
+
+def find_map_errors(text: str, folders: set[str]) -> Iterator[str]:
+    """Yield the folders that the text does not name, and the paths in it that do not exist."""
+    named = {span.strip("`") for span in CODE_SPAN.findall(FENCE.sub("", text))}
+    for folder in sorted(folders - named):
+        yield f"expected a row that names `{folder}`"
+    for name in sorted(named):
+        is_ours = re.fullmatch(r"\.?[\w.-]+/[\w./-]*", name) and not name.startswith("build/")
+        if is_ours and not is_path(name):
+            yield f"`{name}` does not exist"
+
+
 # ---- Self-test -----------------------------------------------------------------------------------
 WORDS = "word " * 30
 TARGET = "docs/" + "a" * 100 + ".md"
@@ -80,6 +116,16 @@ CASES: tuple[tuple[str, int], ...] = (
     (WORDS + "https://example.org/" + "a" * 100, 1),
     (f"{WORDS}\nshort\n{WORDS}", 2),
 )
+# (text of a map, its errors, where tools/ and cmake/ hold sources).
+MAP_CASES: tuple[tuple[str, int], ...] = (
+    ("`tools/` and `cmake/`", 0),
+    ("`tools/`", 1),
+    ("```\n`tools/` `cmake/`\n```", 2),
+    ("`tools/`, `cmake/`, `tools/check_docs.py`, `core/format.h`, `tests/*/a.cpp`", 0),
+    ("`tools/`, `cmake/`, `tools/no_such_file.py`", 1),
+    ("`tools/`, `cmake/`, `no_such_folder/`", 1),
+    ("`tools/`, `cmake/`, `make test`, `-DA=b/c`, `build/a.png`", 0),
+)
 
 
 def self_test() -> int:
@@ -89,7 +135,13 @@ def self_test() -> int:
         if len(found) != expected:
             failures += 1
             print(f"{text!r}: expected {expected} long lines, found {found}")
-    print(f"check_docs: self-test: {len(CASES) - failures} of {len(CASES)} cases right")
+    for text, expected in MAP_CASES:
+        errors = list(find_map_errors(text, {"tools/", "cmake/"}))
+        if len(errors) != expected:
+            failures += 1
+            print(f"{text!r}: expected {expected} errors, found {errors}")
+    cases = len(CASES) + len(MAP_CASES)
+    print(f"check_docs: self-test: {cases - failures} of {cases} cases right")
     return 1 if failures else 0
 
 
@@ -102,13 +154,19 @@ def check_page(page: Path) -> Iterator[str]:
         yield f"{name}:{number}: expected at most {COLUMNS} columns, it has {columns}"
 
 
+def check_map() -> Iterator[str]:
+    text = (ROOT / MAP).read_text(encoding="utf-8")
+    for problem in find_map_errors(text, read_source_folders()):
+        yield f"{MAP}: {problem}"
+
+
 def main() -> int:
     if sys.argv[1:] == ["--self-test"]:
         return self_test()
     if sys.argv[1:]:
         sys.exit(__doc__)
     pages = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
-    problems = [problem for page in pages for problem in check_page(page)]
+    problems = [*(problem for page in pages for problem in check_page(page)), *check_map()]
     for problem in problems:
         print(problem)
     print(f"check_docs: {len(pages)} pages, {len(problems)} problems")
