@@ -8,6 +8,9 @@ longer than 100 columns in a table, and where a link or an address makes it long
 
 CONTRIBUTING.md is the map of the tree: each folder that holds sources is named there, as `tools/`,
 and each path that stands there exists.
+
+Comments of C++ and CUDA sources end at 100 columns too: clang-format does not break them. Those of
+Python are ruff's.
 """
 
 from __future__ import annotations
@@ -23,6 +26,8 @@ MAP = "CONTRIBUTING.md"
 SOURCE_FOLDERS = {"include", "src", "torch", "python/minifloat", "tests"}
 SOURCE_FOLDERS |= {"benchmarks", "examples", "tools", "cmake"}
 SOURCE_SUFFIXES = {".h", ".cuh", ".cpp", ".cu", ".py", ".cmake"}
+CXX_FOLDERS = ("include", "src", "torch", "tests", "benchmarks", "examples")
+CXX_SUFFIXES = {".h", ".cuh", ".cpp", ".cu"}
 SKIPPED = {"__pycache__", "lib"}
 
 LINK = re.compile(r"!?\[[^\]]*\]\(([^)\s]+)(?:\s+\"[^\"]*\")?\)")
@@ -41,6 +46,14 @@ def find_long_lines(text: str) -> Iterator[tuple[int, int]]:
             in_fence = not in_fence
         is_table = line.lstrip().startswith("|") and not in_fence
         if len(line) > COLUMNS and not is_table and len(UNBREAKABLE.sub("", line)) > COLUMNS:
+            yield number, len(line)
+
+
+def find_long_comments(text: str) -> Iterator[tuple[int, int]]:
+    """Yield the number and the columns of each line of C++ whose comment makes it too long."""
+    for number, line in enumerate(text.split("\n"), start=1):
+        is_comment = "//" in line or line.lstrip().startswith(("/*", "*"))
+        if is_comment and len(UNBREAKABLE.sub("", line)) > COLUMNS:
             yield number, len(line)
 
 
@@ -116,6 +129,15 @@ CASES: tuple[tuple[str, int], ...] = (
     (WORDS + "https://example.org/" + "a" * 100, 1),
     (f"{WORDS}\nshort\n{WORDS}", 2),
 )
+# (C++, its long comments)
+COMMENT_CASES: tuple[tuple[str, int], ...] = (
+    ("// " + "x" * 97, 0),
+    ("// " + "x" * 98, 1),
+    ("int x;  // " + WORDS, 1),
+    ("/*\n * " + WORDS + "\n */", 1),
+    ("// https://example.org/" + "a" * 100, 0),
+    ('f("' + "x" * 120 + '");', 0),
+)
 # (text of a map, its errors, where tools/ and cmake/ hold sources).
 MAP_CASES: tuple[tuple[str, int], ...] = (
     ("`tools/` and `cmake/`", 0),
@@ -135,12 +157,17 @@ def self_test() -> int:
         if len(found) != expected:
             failures += 1
             print(f"{text!r}: expected {expected} long lines, found {found}")
+    for text, expected in COMMENT_CASES:
+        found = list(find_long_comments(text))
+        if len(found) != expected:
+            failures += 1
+            print(f"{text!r}: expected {expected} long comments, found {found}")
     for text, expected in MAP_CASES:
         errors = list(find_map_errors(text, {"tools/", "cmake/"}))
         if len(errors) != expected:
             failures += 1
             print(f"{text!r}: expected {expected} errors, found {errors}")
-    cases = len(CASES) + len(MAP_CASES)
+    cases = len(CASES) + len(COMMENT_CASES) + len(MAP_CASES)
     print(f"check_docs: self-test: {cases - failures} of {cases} cases right")
     return 1 if failures else 0
 
@@ -152,6 +179,15 @@ def check_page(page: Path) -> Iterator[str]:
         yield f"{name}: {problem}"
     for number, columns in find_long_lines(page.read_text(encoding="utf-8")):
         yield f"{name}:{number}: expected at most {COLUMNS} columns, it has {columns}"
+
+
+def check_comments() -> Iterator[str]:
+    for top in CXX_FOLDERS:
+        for file in sorted((ROOT / top).rglob("*")):
+            if file.suffix in CXX_SUFFIXES:
+                for number, columns in find_long_comments(file.read_text(encoding="utf-8")):
+                    name = file.relative_to(ROOT)
+                    yield f"{name}:{number}: expected at most {COLUMNS} columns, it has {columns}"
 
 
 def check_map() -> Iterator[str]:
@@ -166,7 +202,8 @@ def main() -> int:
     if sys.argv[1:]:
         sys.exit(__doc__)
     pages = sorted(ROOT.glob("*.md")) + sorted((ROOT / "docs").rglob("*.md"))
-    problems = [*(problem for page in pages for problem in check_page(page)), *check_map()]
+    problems = [problem for page in pages for problem in check_page(page)]
+    problems += [*check_map(), *check_comments()]
     for problem in problems:
         print(problem)
     print(f"check_docs: {len(pages)} pages, {len(problems)} problems")
