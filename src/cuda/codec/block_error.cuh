@@ -74,8 +74,8 @@ __device__ __forceinline__ float error_by_fast_path(const MatrixScale& matrix,
 }
 
 // ---- Bounded ------------------------------------------------------------------------------------
-// The adder rounds y = |x| * factor to the grid, as in round_to_e2m1_grid: y + b * 2^22 has its last
-// place where the grid has its own, for a b of y's binade, or just below y. b is a power of two or
+// The adder rounds y = |x| * factor to the grid, as in round_to_e2m1_grid: y + b * 2^22 ends in the
+// place where the grid ends, for a b of y's binade, or just below y. b is a power of two or
 // has few bits, so that the sum stays in the binade of b * 2^22.
 inline constexpr float kMagic = 0x1p22f;
 inline constexpr float kLowestMagic = kMagic / kCodeScale;  // for codes up to 1
