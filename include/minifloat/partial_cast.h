@@ -56,7 +56,7 @@ struct PartialCast {
   void* scale = nullptr;  // whole, as read
   // Whether `amaxes` have been through choose_scales.
   bool has_chosen_scales = false;
-  // As in minifloat/quantize.h; null: not wanted. Under +delayed: on entry the active amax, on
+  // As in minifloat/quantize.h; null: not written. Under +delayed: on entry the active amax, on
   // return the current amax, for the history.
   float* amax = nullptr;
 };

@@ -18,7 +18,7 @@
 
 namespace minifloat {
 
-// The source of stochastic rounding's bits. `state` lies in the tensors' device memory: (seed,
+// The source of stochastic rounding's bits. `state` is in the tensors' device memory: (seed,
 // count), and with state_size 3 (seed, count, module stream), which is xor-ed to `stream`. The key
 // is mix_seed(seed, count).
 struct Random {
@@ -42,16 +42,16 @@ struct Operand {
   Origin origin;
   std::uint8_t* codes = nullptr;
   void* scale = nullptr;
-  // The active amax; under +delayed the current amax, for the history. null: not wanted.
+  // The active amax; under +delayed the current amax, for the history. null: not written.
   float* amax = nullptr;
-  std::uint16_t* decoded = nullptr;  // null: not wanted
+  std::uint16_t* decoded = nullptr;  // null: not written
 };
 
 // Writes max |x| as the spec takes it, rowwise or columnwise. out: shaped as amax above.
 void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution = {});
 
-// Quantizes x in both directions from one read; null: that direction is not wanted. Throws Error
+// Quantizes x in both directions from one read; null: that direction is not cast. Throws Error
 // where a spec cannot take the input, before anything is written.
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution = {});

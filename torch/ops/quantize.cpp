@@ -140,8 +140,8 @@ void check_direction(const Tensor& x, const DirectionArguments& d,
   if (!d.active_amax) return;
   TORCH_CHECK_VALUE(d.spec.has_value(), "quantize: expected no amax of a direction without a spec");
   const AsRead read(x, d.columnwise);
-  const bool wanted = d.spec->has_tensor_amax() || d.spec->has_row_amax();
-  TORCH_CHECK_VALUE(wanted, "quantize: ", d.spec->str(),
+  const bool takes_amax = d.spec->has_tensor_amax() || d.spec->has_row_amax();
+  TORCH_CHECK_VALUE(takes_amax, "quantize: ", d.spec->str(),
                     " has no tensor or row amax; expected no amax");
   const auto shape = d.spec->has_row_amax() ? read.shape({read.rows}) : read.shape({});
   TORCH_CHECK_VALUE(d.active_amax->scalar_type() == at::kFloat &&
