@@ -22,7 +22,7 @@ LOST = (
     "Connection reset",
     "Broken pipe",
     "Timed out",
-    "have not come",
+    "have not arrived",
 )
 
 
@@ -73,7 +73,7 @@ def lose_a_rank_in_a_partial_cast(rank):
 
 
 def hang_in_a_step(rank):
-    """A rank that lives, and does not come."""
+    """Leaves a live rank out of a collective."""
     model = sharded(built("nvfp4"))
     train(model, 1)
     if rank == 1:
@@ -85,7 +85,11 @@ def hang_in_a_step(rank):
 LOSSES = {
     "in a step": (3, lose_a_rank_in_a_step, "_fsdp_collectives.py"),
     "in an all-gather": (2, lose_a_rank_in_an_all_gather, "all_gather"),
-    "before its first gather": (2, lose_a_rank_before_its_first_gather, "ranks [1] have not come"),
+    "before its first gather": (
+        2,
+        lose_a_rank_before_its_first_gather,
+        "ranks [1] have not arrived",
+    ),
     "in a partial cast": (3, lose_a_rank_in_a_partial_cast, "the all-reduce of amaxes has failed"),
     "by hanging": (2, hang_in_a_step, "all_gather"),
 }
@@ -167,7 +171,7 @@ def test_a_layer_converted_on_some_ranks_is_named(is_all):
     first, second = last_words(2, convert_on_some, is_all, seconds=TIMEOUT)
     name = "0" if is_all else "1"
     assert f"expected all 2 ranks to gather {name}: nvfp4, weight" in first, first
-    assert "ranks [1] have not come" in first
+    assert "ranks [1] have not arrived" in first
     assert any(lost in second for lost in LOST), second
 
 

@@ -8,17 +8,17 @@ from torch import Tensor
 
 
 def magnitude_bits(values: Tensor) -> Tensor:
-    """Those of float32 values, as int32."""
+    """Returns the bits of float32 magnitudes, as int32."""
     return values.abs().view(torch.int32)
 
 
 def raise_to_largest(bits: Tensor, group: dist.ProcessGroup | None) -> None:
-    """Of all ranks, in place, in one all-reduce."""
+    """Raises each element to the largest of all ranks, in place, in one all-reduce."""
     dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
 
 
-def reduce_amaxes(own: Tensor, group: dist.ProcessGroup | None) -> Tensor:
-    """The largest of all ranks."""
-    bits = magnitude_bits(own)
+def reduce_amaxes(amaxes: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the largest amaxes of all ranks, elementwise."""
+    bits = magnitude_bits(amaxes)
     raise_to_largest(bits, group)
     return bits.view(torch.float32)

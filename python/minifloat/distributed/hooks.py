@@ -1,6 +1,6 @@
 """Registers with `nn` what FSDP2 and tensor parallelism do for a layer, when it is imported.
 
-DTensor takes seconds to import: tensor parallelism is imported when the first DTensor is met.
+DTensor takes seconds to import, so tensor parallelism is imported at the first DTensor weight.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from .fsdp.weight import precompute_scales, wrap_sharded_weight
 
 
 def linear(*args: Any, **kwargs: Any) -> Tensor:
-    """Calls mf.linear of a weight that is a DTensor."""
+    """Computes mf.linear with a weight that is a DTensor."""
     from .tensor_parallel import dtensor
 
     return dtensor.linear(*args, **kwargs)
 
 
 def forward(layer: Any, x: Tensor) -> Tensor:
-    """Calls the forward of a layer whose weight is a DTensor."""
+    """Computes the forward of a layer whose weight is a DTensor."""
     from .tensor_parallel import dtensor
 
     return dtensor.module_linear(layer, x)

@@ -17,7 +17,7 @@ def check_rules(rank):
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     x = values(1, 256, 512)
-    kept = 0
+    sharded = 0
     for spec in (
         "e4m3/tensor",
         "e4m3/row",
@@ -37,23 +37,23 @@ def check_rules(rank):
                 if has_amax:
                     got = ops.amax(d, spec, columnwise).full_tensor()
                     assert same_bytes(got, amax), where
-                for given in (None, amax):
+                for passed in (None, amax):
                     name = "amax_col" if columnwise else "amax_row"
-                    whole = ops.quantize(x, *specs, **{name: given})
+                    whole = ops.quantize(x, *specs, **{name: passed})
                     is_of_rows = spec == "e4m3/row" and placement == Shard(int(columnwise))
                     at = Shard(0) if is_of_rows else Replicate()
-                    d_amax = None if given is None else distribute_tensor(given, mesh, [at])
+                    d_amax = None if passed is None else distribute_tensor(passed, mesh, [at])
                     out = ops.quantize(d, *specs, **{name: d_amax})
                     for a, b in zip(out, whole):
                         assert same_bytes(a.full_tensor(), b), where
                     first = 4 if columnwise else 0
-                    kept += out[first].placements != (Replicate(),)
+                    sharded += out[first].placements != (Replicate(),)
                     values_ = ops.dequantize(*out[first : first + 3], spec, x.shape[not columnwise])
                     want = ops.dequantize(*whole[first : first + 3], spec, x.shape[not columnwise])
                     assert same_bytes(values_.full_tensor(), want), where
                 got = ops.hadamard(d, 16, columnwise)
                 assert same_bytes(got.full_tensor(), ops.hadamard(x, 16, columnwise)), where
-    assert kept > 30, kept
+    assert sharded > 30, sharded
     check_whole_rules(mesh, x)
 
 
@@ -72,7 +72,7 @@ def check_whole_rules(mesh, x):
         for a, b in zip(ops.quantize(d, spec, "", **sharded), ops.quantize(x, spec, "", **whole)):
             assert same_bytes(a.full_tensor(), b), (spec, sharded)
     misplaced = distribute_tensor(ops.amax(x, "e4m3/row", True), mesh, [Shard(0)])
-    with pytest.raises(RuntimeError, match="expected given tensors as Replicate"):
+    with pytest.raises(RuntimeError, match="expected amaxes and rng as Replicate"):
         ops.quantize(d, "e4m3/row", "e4m3/row", amax_col=misplaced)
 
 

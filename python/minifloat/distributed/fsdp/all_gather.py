@@ -1,15 +1,15 @@
 """WeightGather: how FSDP2 gathers the weight of one layer, from the first gather on.
 
 The first gather decides whether codes are gathered: all ranks agree on the compute dtype, and the
-shards must fit the plan. It casts each weight alone. From the second gather on the weights of one
+shards must fit the plan. It casts each weight alone. From the second gather on, the weights of one
 parameter group of FSDP2 form a Batch (batch.py).
 
-A gather that serves forward alone leaves out what only backward reads: its memory stays free until
-backward's gather.
+A gather that serves forward alone fills no tensor that only backward reads. The memory of such a
+tensor stays free until backward's gather.
 
-split     backward's gather brings the other direction, in the same bytes. What a gather did not
-          bring is not there until `complete` fetches it: where a checkpointed block reads a weight
-          in backward as forward does, or FSDP2 has not resharded it in between.
+In mode "split" each gather moves one direction: forward's the rowwise, backward's the columnwise.
+`complete` fetches a direction that no gather has moved. That happens where a checkpointed block
+reads the rowwise direction in backward, or where FSDP2 has not resharded the weight after forward.
 """
 
 from __future__ import annotations
@@ -45,27 +45,27 @@ class WeightGather:
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.chunk = -(-self.n // self.world)  # rows of a full shard
         self.title = f"{layer.fqn}: {layer.recipe}, weight ({self.n}, {self.cols})"
-        self.dtype: torch.dtype | None = None  # of the whole weight; None: not agreed yet
-        self.reason = ""  # why the weight is gathered in that dtype instead of as codes
+        self.dtype: torch.dtype | None = None  # that all ranks agreed on; None before
+        self.reason = ""  # for a gather in that dtype instead of codes
         self.casts: tuple[Any, Any] = (None, None)  # native, rowwise and columnwise
-        self.writes = 0  # to the shard, that torch counts on its wrapper alone
+        self.writes = 0  # to the shard; torch counts them on the wrapper alone
         self.whole: Any = None  # GatheredWeight, since the first gather
-        self.brought: set[int] = set()  # split: the selections that gathers have brought
-        self.shard: Tensor | None = None  # that was sent last
-        self.alone: Batch | None = None  # of this weight
-        self.batch: Batch | None = None  # of all weights of FSDP2's parameter group
+        self.gathered: set[int] = set()  # in mode split: the selections gathered so far
+        self.shard: Tensor | None = None  # sent last
+        self.alone: Batch | None = None  # the batch of this weight alone
+        self.batch: Batch | None = None  # the batch of FSDP2's parameter group
         self._fsdp_group: Any = lambda: None  # reference to FSDP2's parameter group
-        self._assigned: tuple[Any, Any] = (None, None)  # the last two parameters that are known
+        self._assigned: tuple[Any, Any] = (None, None)  # the last two parameters FSDP2 assigned
 
     def has_assigned(self, parameter: Any) -> bool:
         """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
         if parameter is self._assigned[0] or parameter is self._assigned[1]:
             return True
         local = getattr(parameter, "_local_tensor", None)
-        is_known = (
+        is_fsdp_parameter = (
             type(parameter) is GatheredWeight or getattr(local, "weight_gather", None) is self
         )
-        if not (is_known and isinstance(parameter, nn.Parameter)):
+        if not (is_fsdp_parameter and isinstance(parameter, nn.Parameter)):
             return False
         self._assigned = parameter, self._assigned[0]
         return True
@@ -90,7 +90,7 @@ class WeightGather:
 
     # ---- the first gather ------------------------------------------------------------------------
 
-    def settle(self, dtype: torch.dtype | None, device: torch.device) -> None:
+    def agree_and_decide(self, dtype: torch.dtype | None, device: torch.device) -> None:
         """Agrees on the dtype that FSDP2 computes in, and decides whether codes are gathered."""
         self.dtype = rounded_to = agree(self.title, dtype, self.group, device)
         if torch.is_autocast_enabled(device.type):
@@ -106,30 +106,32 @@ class WeightGather:
         self.casts = row, col
         if not (row.fits(self.world) and (self.plan.mode == "one" or col.fits(self.world))):
             has_transform = any(Spec.parse(s).transform for s in (self.plan.row, self.plan.col))
-            what = "a transform" if has_transform else "a block whose values choose its scale"
-            self.reason = f"{what} reaches over the end of a shard"
+            reason = "a transform" if has_transform else "a block whose values choose its scale"
+            self.reason = f"{reason} reaches over the end of a shard"
         elif self.plan.mode == "split" and not self.is_gathered_for_backward():
             self.reason = "one gather is to serve forward and backward"
 
     def is_gathered_for_backward(self) -> bool:
-        """Whether FSDP2 reshards the weight after forward.
+        """Tells whether FSDP2 reshards the weight after forward.
 
-        FSDP2 has no public name for it. Where its private one has changed, the answer is no: more
-        bits are gathered, of the same values.
+        FSDP2 has no public name for this flag. False where the private name has changed: the
+        gathers then move more bits of the same values.
         """
         return bool(getattr(self.fsdp_group(), "_reshard_after_forward", False))
 
     # ---- before a gather -------------------------------------------------------------------------
 
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> GatherInputs:
-        """Returns the all-gather inputs of this rank's rows, and what the post-gather hook needs.
+        """Returns the all-gather inputs of this rank's rows, and the gather for the later hook.
 
-        dtype: FSDP2's compute dtype; None: its hook does not tell.
+        Args:
+            shard: (rows, cols), this rank's rows.
+            dtype: FSDP2's compute dtype; None: its hook does not pass it.
         """
         batch = self.batch
         if batch is None:
             if self.dtype is None:
-                self.settle(dtype, shard.device)
+                self.agree_and_decide(dtype, shard.device)
             if self.reason:
                 return (self.padded(shard),), None
             batch = self.joined_batch()
@@ -137,7 +139,7 @@ class WeightGather:
         return batch.send(self, shard) or self.send_alone(shard)
 
     def send_alone(self, shard: Tensor) -> GatherInputs:
-        """Casts this weight apart from its batch: of the first gather, or of an offloaded shard."""
+        """Casts this weight apart from its batch, in a first gather or from an offloaded shard."""
         found = self.batch_alone().send(self, shard)
         assert found is not None
         return found
@@ -161,6 +163,7 @@ class WeightGather:
     # ---- batches ---------------------------------------------------------------------------------
 
     def batch_alone(self) -> Batch:
+        """Returns the batch of this weight alone."""
         if self.alone is None:
             self.alone = Batch([self])
         return self.alone
@@ -185,7 +188,7 @@ class WeightGather:
         return batch
 
     def fsdp_group(self) -> Any:
-        """Returns FSDP2's parameter group; None where it is not to be found."""
+        """Returns FSDP2's parameter group; None where it is not found."""
         group = self._fsdp_group()
         if group is None:
             try:
@@ -198,7 +201,7 @@ class WeightGather:
     # ---- after a gather --------------------------------------------------------------------------
 
     def receive(self, outputs: Sequence[Tensor], sent: Sent | None, out: Any) -> Any:
-        """Returns the whole weight and its memory at the first gather; then fills the same."""
+        """Returns the whole weight and its memory at the first gather; fills them at later ones."""
         if sent is None:
             whole = outputs[0].view(-1, self.cols)[: self.n]
             return None if out is not None else (whole, ())
@@ -210,7 +213,7 @@ class WeightGather:
         return created
 
     def new_whole(self, codes: Tensor) -> tuple[GatheredWeight, tuple[Tensor, ...]]:
-        """Allocates the whole weight. Returns also what FSDP2 frees and allocates with it."""
+        """Returns a new whole weight, and the tensors that FSDP2 frees and allocates with it."""
         assert self.dtype is not None
         shape = self.n, self.cols
         row = empty_direction(self.casts[0], self.plan.row, False, shape, codes)
@@ -224,27 +227,28 @@ class WeightGather:
         self.whole = GatheredWeight(row, col, self.dtype)
         return self.whole, tuple(inner)
 
-    # ---- what a split gather did not bring -------------------------------------------------------
+    # ---- directions that a split gather did not move ---------------------------------------------
 
     def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
-        """Fetches what a forward reads and no gather has brought, on all ranks alike."""
+        """Fetches the directions that a forward reads and no gather has moved; on all ranks."""
         if self.plan.mode != "split" or not isinstance(whole, GatheredWeight):
             return
-        if FORWARD not in self.brought:
+        if FORWARD not in self.gathered:
             self.fetch(FORWARD)
-        is_missing = reads_columnwise and BACKWARD not in self.brought
+        is_missing = reads_columnwise and BACKWARD not in self.gathered
         if is_missing and not self.is_gathered_for_backward():
             self.fetch(BACKWARD)
 
     def fetch(self, selection: int) -> None:
+        """Gathers the directions of one selection."""
         assert self.shard is not None
         batch = self.batch or self.batch_alone()
         batch.fetch(self, self.shard, selection)
-        self.brought.add(selection)
+        self.gathered.add(selection)
 
 
 def find_fsdp_group(layer: Any) -> Any:
-    """Finds FSDP2's parameter group that has this layer's weight; LookupError: there is none."""
+    """Finds FSDP2's parameter group of this layer's weight; raises LookupError without one."""
     from torch.distributed._composable_state import _module_state_mapping
 
     for reference in list(_module_state_mapping.values()):

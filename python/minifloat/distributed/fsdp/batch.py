@@ -24,12 +24,12 @@ from ..amaxes import raise_to_largest
 from .gathered_weight import GatheredWeight, targets_of
 from .plan import Plan
 
-FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # which directions: of a gather, or of either
+FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # the directions that a cast selects
 ALL_WEIGHTS = -1
 
 
 class WeightGather(Protocol):
-    """What a batch reads of one weight's gathers (all_gather.py)."""
+    """The part of one weight's gathers that a batch reads (all_gather.py)."""
 
     plan: Plan
     group: dist.ProcessGroup
@@ -38,7 +38,7 @@ class WeightGather(Protocol):
     casts: tuple[Any, Any]
     writes: int
     whole: GatheredWeight
-    brought: set[int]
+    gathered: set[int]
 
     def module(self) -> Any:
         """Returns the layer."""
@@ -65,14 +65,17 @@ class Sent:
         self.batch, self.selection, self.shards = batch, selection, shards
         self.inputs = inputs  # of each weight, until its pre-gather hook takes them
         self.codes: list[tuple[Tensor, ...]] = []  # taken inputs; of a world of one
-        self.outputs: list[Tensor] = []  # what all ranks sent, weight by weight
+        self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
 
 
 class Batch:
     """The weights that FSDP2 gathers at once, in its order, and their native casts.
 
-    group: a reference to FSDP2's parameter group; places: of the weights among its parameters.
-    Without a group it is one weight, whose shard its hook passes.
+    Args:
+        gathers: of the weights.
+        group: a reference to FSDP2's parameter group. None: a batch of one weight, whose shard its
+            hook passes.
+        places: the weights' indices among the group's parameters.
     """
 
     def __init__(
@@ -100,9 +103,11 @@ class Batch:
         self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
         self.counts = [gather.count_inputs() for gather in gathers]  # of each weight
         self.indices = {gather: index for index, gather in enumerate(gathers)}
-        self.measured_at: int | None = None  # after so many optimizer steps; until the next
-        self.exchange: tuple[tuple[Batch, ...], Any] | None = None  # of batches that begin here
-        self.sent: Sent | None = None  # the gather under way
+        self.measured_at: int | None = None  # optimizer steps at the last exchange
+        self.exchange: tuple[tuple[Batch, ...], Any] | None = (
+            None  # of batches whose first is this one
+        )
+        self.sent: Sent | None = None  # the gather in flight
         self.targets: list[Tensor] = []
 
     # ---- before the gather -----------------------------------------------------------------------
@@ -129,7 +134,7 @@ class Batch:
         return inputs, sent
 
     def cast_all(self, shard: Tensor) -> Sent | None:
-        """Casts the shards of all weights for the gather that begins."""
+        """Casts the shards of all weights for one gather."""
         shards = self.shards()
         if shards is None:
             shards = [shard]
@@ -137,10 +142,10 @@ class Batch:
             return None
         selection = BACKWARD if is_in_backward() else FORWARD
         inputs = self.inputs(shards, selection, ALL_WEIGHTS)
-        return Sent(self, selection, shards, self.dealt(inputs))
+        return Sent(self, selection, shards, self.split_inputs(inputs))
 
     def inputs(self, shards: list[Tensor], selection: int, weight: int) -> list[Tensor]:
-        """Casts one weight, or all; exchanges amaxes first where nothing current is known."""
+        """Casts one weight, or all; exchanges amaxes first unless this step's are there."""
         is_measured = self.measured_at == STEPS.taken and self.is_training()
         if not is_measured and self.exchanged[selection]:
             exchange_amaxes([self], [shards], selection)
@@ -148,8 +153,8 @@ class Batch:
         histories = self.histories(shards) if self.is_delayed else []
         return self.cast(shards, histories, selection, weight, self.writes(), is_measured)
 
-    def dealt(self, inputs: list[Tensor]) -> list[tuple[Tensor, ...] | None]:
-        """Returns the inputs of each weight."""
+    def split_inputs(self, inputs: list[Tensor]) -> list[tuple[Tensor, ...] | None]:
+        """Splits the inputs of a batch into those of each weight."""
         found: list[tuple[Tensor, ...] | None] = []
         start = 0
         for count in self.counts:
@@ -158,18 +163,18 @@ class Batch:
         return found
 
     def shards(self) -> list[Any] | None:
-        """Returns this rank's rows of every weight; None where FSDP2's group is not known."""
+        """Returns this rank's rows of every weight; None where FSDP2's group is not found."""
         group = None if self.group is None else self.group()
         if group is None:
             return None
         parameters = group.fsdp_params
         return [
-            getattr(parameters[place].sharded_param._local_tensor, "plain", None)
+            getattr(parameters[place].sharded_param._local_tensor, "shard", None)
             for place in self.places
         ]
 
     def histories(self, shards: list[Tensor]) -> list[Tensor]:
-        """Returns the amax histories of the layers; a shard in place of a history that is none."""
+        """Returns the amax histories of the layers; a shard where a layer has no history."""
         found = []
         for gather, shard in zip(self.gathers, shards):
             history = gather.module()._buffers["amax_history"]
@@ -177,16 +182,17 @@ class Batch:
         return found
 
     def is_training(self) -> bool:
-        """Whether all layers train. In evaluation weights may be exchanged without a count."""
+        """Tells whether all layers train. Evaluation may replace weights with no write counted."""
         return all([gather.module().training for gather in self.gathers])
 
     def writes(self) -> int:
+        """Counts the writes to all shards."""
         return sum([gather.writes for gather in self.gathers])
 
     # ---- after the gather ------------------------------------------------------------------------
 
     def receive(self, gather: WeightGather, sent: Sent, outputs: Sequence[Tensor]) -> None:
-        """Collects what all ranks sent of one weight; fills all weights after the last one."""
+        """Collects all ranks' codes of one weight; fills all weights after the last one."""
         index = self.indices[gather]
         sent.outputs += outputs
         if self.world == 1:  # FSDP2 gathers the first input alone
@@ -197,11 +203,11 @@ class Batch:
             forward_alone = self.serves_forward_alone()
             self.fill(sent.outputs, self.targets, sent.selection, ALL_WEIGHTS, forward_alone)
             for split in self.splits:
-                split.brought = {sent.selection}
+                split.gathered = {sent.selection}
             self.sent = None
 
     def serves_forward_alone(self) -> bool:
-        """Whether FSDP2 will gather again before backward. Where it does not tell: no."""
+        """Tells whether FSDP2 will gather again before backward; False without its state."""
         group = self.gathers[0].fsdp_group()
         state = getattr(getattr(group, "_training_state", None), "name", "")
         return state == "FORWARD" and group._reshard_after_forward and not is_in_backward()

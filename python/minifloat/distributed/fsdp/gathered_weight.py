@@ -1,7 +1,7 @@
 """GatheredWeight: the whole weight on each rank, in memory that FSDP2 frees and fills again.
 
-Rowwise codes are a view of FSDP2's own memory, where those of all ranks follow each other.
-Columnwise codes and scales of blocks are inner tensors that FSDP2 frees with it. Other scales are
+Rowwise codes are a view of FSDP2's memory, which holds the codes of all ranks in order. Columnwise
+codes and scales of blocks are inner tensors that FSDP2 frees with that memory. Other scales are
 small and stay.
 """
 
@@ -18,10 +18,10 @@ from ...tensor.quantized_tensor import TENSORS, QuantizedTensor
 
 
 class GatheredWeight(QuantizedTensor):
-    """A quantized weight whose codes are FSDP2's memory, which a copy would keep from it.
+    """A quantized weight whose codes are FSDP2's memory; a copy would hold on to that memory.
 
-    Its directions stay the same objects: a compiled block asks for their tensors at each call, and
-    gets them from attributes.
+    The directions are never replaced: a compiled block reads their tensors from attributes at each
+    call.
     """
 
     owns_codes = False
@@ -50,28 +50,31 @@ class GatheredWeight(QuantizedTensor):
 
 for _side in ("rowwise", "columnwise"):
     for _name in TENSORS:
-        setattr(GatheredWeight, f"_{_side}_{_name}", None)  # instances have their own
+        setattr(GatheredWeight, f"_{_side}_{_name}", None)  # instances set them
 
 
 def empty_direction(
     cast: Any, spec: str, columnwise: bool, shape: tuple[int, int], codes: Tensor
 ) -> Quantized:
-    """Allocates one direction of a weight, as read.
+    """Allocates one direction of a weight.
 
     Args:
         cast: the native ShardCast of the direction.
-        spec: its operand spec.
-        columnwise: the direction.
+        spec: the direction's operand spec.
+        columnwise: whether the direction is columnwise.
         shape: (rows, cols) of the weight.
-        codes: uint8, what all ranks send. Rowwise codes are a view of it.
+        codes: uint8, the gathered bytes of all ranks.
+
+    Returns:
+        The direction as read. Rowwise codes are a view of `codes`.
     """
     rows, cols = shape
-    own, scale, amax = cast.new_operand(codes)
+    new_codes, scale, amax = cast.new_operand(codes)
     if not columnwise:
-        own = codes[: own.numel()].view(own.shape)
+        new_codes = codes[: new_codes.numel()].view(new_codes.shape)
     scale = scale if scale.dtype == torch.float32 else scale.view(Spec.parse(spec).scale_dtype)
     read = (cols, rows) if columnwise else (rows, cols)
-    return Quantized(own, scale, amax, spec, read, columnwise)
+    return Quantized(new_codes, scale, amax, spec, read, columnwise)
 
 
 def targets_of(whole: GatheredWeight) -> list[Tensor]:

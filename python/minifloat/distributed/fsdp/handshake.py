@@ -1,4 +1,4 @@
-"""Before a weight's first gather: all ranks come, and mean the same weight."""
+"""Checks before a weight's first gather: all ranks take part, with one name, recipe and shape."""
 
 from __future__ import annotations
 
@@ -16,19 +16,29 @@ UNKNOWN = -1
 def agree(
     title: str, dtype: torch.dtype | None, group: dist.ProcessGroup, device: torch.device
 ) -> torch.dtype:
-    """The compute dtype, which those know that hold a full shard; ValueError where titles differ.
+    """Agrees on the compute dtype of a weight's gathers.
 
-    title: the weight's name, recipe and shape.
+    Args:
+        title: the weight's name, recipe and shape.
+        dtype: the compute dtype, on ranks with a full shard; None: FSDP2's hook does not pass it.
+        group: the ranks that hold the shards.
+        device: of the shard.
+
+    Returns:
+        The dtype of rank 0, whose shard is full.
+
+    Raises:
+        ValueError: on every rank, where titles differ or a rank is missing.
     """
-    known = UNKNOWN if dtype is None else COMPUTE_DTYPES.index(dtype)
+    index = UNKNOWN if dtype is None else COMPUTE_DTYPES.index(dtype)
     world = dist.get_world_size(group)
     if world == 1:
-        return COMPUTE_DTYPES[known]
-    meet(title, group, device)
-    own = torch.tensor([ops.stream(title), known], device=device)
-    every = own.new_empty(world * 2)
-    dist.all_gather_into_tensor(every, own, group=group)
-    titles, dtypes = every.view(-1, 2).t().tolist()
+        return COMPUTE_DTYPES[index]
+    wait_for_all(title, group, device)
+    sent = torch.tensor([ops.stream(title), index], device=device)
+    received = sent.new_empty(world * 2)
+    dist.all_gather_into_tensor(received, sent, group=group)
+    titles, dtypes = received.view(-1, 2).t().tolist()
     if len(set(titles)) > 1:
         texts: list[Any] = [None] * world
         dist.all_gather_object(texts, title, group=group)
@@ -37,31 +47,31 @@ def agree(
     return COMPUTE_DTYPES[dtypes[0]]
 
 
-def meet(title: str, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Waits for all ranks; ValueError, which names those that do not come.
+def wait_for_all(title: str, group: dist.ProcessGroup, device: torch.device) -> None:
+    """Waits until all ranks gather this weight; raises ValueError with the ranks that are missing.
 
-    By the group's store: a rank whose layer is not converted never comes to a collective of ours,
-    and would be waited for without a word. Half of the group's timeout, so that this speaks before
-    its collectives do.
+    Ranks count themselves in the group's store. A collective would not do: a rank whose layer is
+    not converted never calls it, and the others would hang. The wait is half of the group's
+    timeout, so that this error is raised before one of its collectives.
     """
     world = dist.get_world_size(group)
     try:
         store = dist.distributed_c10d._get_process_group_store(group)
         seconds = group._get_backend(device).options._timeout / 2
-    except (AttributeError, RuntimeError):  # torch has no public word for either
+    except (AttributeError, RuntimeError):  # torch has no public name for either
         return
-    came = store.add("minifloat/came", 1)
-    turn = f"minifloat/came/{(came - 1) // world}"
-    store.set(f"{turn}/{dist.get_rank(group)}", "")
-    if came % world == 0:
-        store.set(turn, "")
+    arrived = store.add("minifloat/arrived", 1)
+    round_key = f"minifloat/arrived/{(arrived - 1) // world}"
+    store.set(f"{round_key}/{dist.get_rank(group)}", "")
+    if arrived % world == 0:
+        store.set(round_key, "")
     try:
-        store.wait([turn], seconds)
+        store.wait([round_key], seconds)
     except RuntimeError as error:
-        store.add("minifloat/came", -1)
-        missing = [rank for rank in range(world) if not store.check([f"{turn}/{rank}"])]
+        store.add("minifloat/arrived", -1)
+        missing = [rank for rank in range(world) if not store.check([f"{round_key}/{rank}"])]
         raise ValueError(
             f"fully_shard: expected all {world} ranks to gather {title} as codes, but ranks "
-            f"{missing} have not come in {seconds}: their layer is not converted, or they have "
+            f"{missing} have not arrived in {seconds}: their layer is not converted, or they have "
             "ended or hang"
         ) from error

@@ -1,13 +1,13 @@
 """How FSDP2 gathers the weights of a recipe, and in how many bits.
 
     one      fprop and dgrad read one format whose codes transpose exactly: its rowwise codes are
-             gathered, and what dgrad reads is transposed from them
-    both     two formats, or one along each direction, of less than 16 bits a weight together
-    split    less than 16 bits each: what fprop reads before forward, what dgrad reads before
-             backward. Where one gather serves both, bf16 has fewer bits, and is gathered
-    None     in the compute dtype, as FSDP2 alone does, with the reason
+             gathered, and dgrad's are transposed from them
+    both     two formats, or two directions of one, of less than 16 bits a weight together
+    split    less than 16 bits each: fprop's codes are gathered before forward, dgrad's before
+             backward. Where one gather serves both, the compute dtype has fewer bits
+    None     gathered in the compute dtype, as FSDP2 alone does, with the reason
 
-A plan is a function of the recipe. Whether the shards allow it, the first gather decides
+A plan is a function of the recipe. The first gather decides whether the shards allow it
 (all_gather.py).
 """
 
@@ -19,12 +19,12 @@ from typing import Any
 from ...recipe import Recipe
 from ...spec import Spec
 
-PLAIN_BITS = 16  # of bf16
+BF16_BITS = 16
 
 
 @dataclass(frozen=True)
 class Part:
-    """One direction of a plan, in pickles of modules that were written when plans held parts."""
+    """One direction of a plan, as pickles of older modules hold it."""
 
     spec: str
     columnwise: bool
@@ -63,10 +63,10 @@ def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
     """Plans the gathers of a layer's weight.
 
     Args:
-        recipe: of the layer.
+        recipe: the formats of the layer's three products.
 
     Returns:
-        The plan, or None for the compute dtype; and the sentence of mf.quantize_'s report.
+        The plan, or None for the compute dtype; and the sentence that mf.quantize_ reports.
     """
     row, col = Spec.parse(recipe.fprop.b), Spec.parse(recipe.dgrad.b)
     for spec, product in ((row, "fprop"), (col, "dgrad")):
@@ -78,7 +78,7 @@ def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
     specs = row.text, col.text
     if row == col and row.transposes_exactly:
         plan = Plan("one", *specs)
-    elif row.bits + col.bits < PLAIN_BITS:
+    elif row.bits + col.bits < BF16_BITS:
         plan = Plan("both", *specs)
     else:
         plan = Plan("split", *specs)

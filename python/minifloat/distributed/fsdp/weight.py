@@ -1,24 +1,24 @@
 """FSDP2 with weights that are gathered as codes: WeightWithQuantizedGather, and its hooks.
 
     mf.quantize_(model, "nvfp4")          plans the gathers of each weight (plan.py)
-    fully_shard(model)                    hands each layer its sharded parameter, a DTensor
+    fully_shard(model)                    assigns each layer its sharded parameter, a DTensor
     Linear.__setattr__                    wraps that DTensor's local tensor: wrap_sharded_weight
     gather                                shards -> codes and scales (batch.py)
                                           -> QuantizedTensors (gathered_weight.py)
     mf.precompute_scales(model)           exchanges the amaxes of all weights in one all-reduce
 
 The parameter is wrapped when FSDP2 has sharded it, not before: FSDP2 assigns through __setattr__
-where a module defines one. So without FSDP2 a layer, its parameter, its state dict and its
-optimizer are what they were, and with it everything but the gather sees a plain tensor: each op
-unwraps, and what it gives is plain.
+where a module defines one. So without FSDP2 the layer, its parameter, its state dict and its
+optimizer do not change. With FSDP2 only the gather sees the wrapper: every other op unwraps it and
+returns a torch.Tensor.
 
-FSDP2 frees what it gathered by its storage, so that codes saved for backward come back by
-themselves: rowwise codes are views of the gathered bytes; columnwise ones and scales of blocks are
-inner tensors, which the native batch writes in place and torch counts no write to.
+FSDP2 frees and fills gathered memory by its storage, so codes that autograd saved are refilled for
+backward. Rowwise codes are views of the gathered bytes. Columnwise codes and scales of blocks are
+inner tensors. The native batch writes them in place, and torch counts no write.
 
-FSDP2 asks a full shard by the hook's five arguments, which say the compute dtype, and a short one
-by the one-argument form, which alone may send packed codes; at the first gather the ranks of the
-mesh agree on that dtype, and on recipe and shape.
+FSDP2 calls the hook of a full shard with five arguments, among them the compute dtype. It calls the
+hook of a short shard with one: only that form may send packed codes. At the first gather the ranks
+of the mesh agree on the dtype, the recipe and the shape.
 """
 
 from __future__ import annotations
@@ -41,74 +41,74 @@ aten = torch.ops.aten
 
 
 class WeightWithQuantizedGather(Tensor):
-    """The local shard of a layer's weight. FSDP2 gathers it by its hooks; all else sees `plain`."""
+    """The local shard of a layer's weight, with FSDP2's hooks. Other ops read `shard`."""
 
-    plain: Tensor
+    shard: Tensor
     weight_gather: WeightGather
 
     @staticmethod
-    def __new__(cls, plain: Tensor, gather: WeightGather) -> WeightWithQuantizedGather:
+    def __new__(cls, shard: Tensor, gather: WeightGather) -> WeightWithQuantizedGather:
         return Tensor._make_wrapper_subclass(
             cls,
-            plain.shape,
-            strides=plain.stride(),
-            storage_offset=plain.storage_offset(),
-            dtype=plain.dtype,
-            device=plain.device,
+            shard.shape,
+            strides=shard.stride(),
+            storage_offset=shard.storage_offset(),
+            dtype=shard.dtype,
+            device=shard.device,
         )
 
-    def __init__(self, plain: Tensor, gather: WeightGather) -> None:
-        self.plain, self.weight_gather = plain, gather
-        is_full = plain.shape[0] == gather.chunk
-        self.fsdp_pre_all_gather = (FullShard if is_full else ShortShard)(plain, gather)
+    def __init__(self, shard: Tensor, gather: WeightGather) -> None:
+        self.shard, self.weight_gather = shard, gather
+        is_full = shard.shape[0] == gather.chunk
+        self.fsdp_pre_all_gather = (FullShard if is_full else ShortShard)(shard, gather)
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:
-        return f"{type(self).__name__}({self.plain!r}, {self.weight_gather.plan})"
+        return f"{type(self).__name__}({self.shard!r}, {self.weight_gather.plan})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
-        """The shard's, by which FSDP2 knows its memory; a compiler asks for the wrapper's own."""
+        """Returns the shard's storage, which FSDP2 frees; while tracing, the wrapper's."""
         is_traced = torch._guards.TracingContext.try_get() is not None
-        return super().untyped_storage() if is_traced else self.plain.untyped_storage()
+        return super().untyped_storage() if is_traced else self.shard.untyped_storage()
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["plain"], self.weight_gather
+        return ["shard"], self.weight_gather
 
     @staticmethod
     def __tensor_unflatten__(
         inner: dict[str, Tensor], gather: Any, outer_size: Any, outer_stride: Any
     ) -> WeightWithQuantizedGather:
-        return WeightWithQuantizedGather(inner["plain"], gather)
+        return WeightWithQuantizedGather(inner["shard"], gather)
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.plain.__reduce_ex__(protocol)
+        return self.shard.__reduce_ex__(protocol)
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls func with the plain tensors. Returns wrappers where func writes or FSDP2 pads."""
+        """Calls func with the shards. Returns wrappers where func writes or FSDP2 pads."""
         wrapped: dict[int, WeightWithQuantizedGather] = {}
 
-        def plain(value: Any) -> Any:
+        def unwrap(value: Any) -> Any:
             kind = type(value)
             if kind is cls:
-                wrapped[id(value.plain)] = value
-                return value.plain
-            return kind([plain(v) for v in value]) if kind in (list, tuple) else value
+                wrapped[id(value.shard)] = value
+                return value.shard
+            return kind([unwrap(v) for v in value]) if kind in (list, tuple) else value
 
-        def twin(value: Any) -> Any:
+        def rewrap(value: Any) -> Any:
             kind = type(value)
             if kind in (list, tuple):
-                return kind([twin(v) for v in value])
+                return kind([rewrap(v) for v in value])
             return wrapped.get(id(value), value)
 
-        positional = plain(args)
-        named = {name: plain(value) for name, value in kwargs.items()} if kwargs else {}
+        positional = unwrap(args)
+        named = {name: unwrap(value) for name, value in kwargs.items()} if kwargs else {}
         if func._schema.is_mutable:
             for wrapper in wrapped.values():
                 wrapper.weight_gather.writes += 1
         out = func(*positional, **named)
         if func in RELAID:
             return cls(out, args[0].weight_gather)
-        return twin(out)
+        return rewrap(out)
 
     # ---- FSDP2's hooks ---------------------------------------------------------------------------
 
@@ -121,8 +121,8 @@ class WeightWithQuantizedGather(Tensor):
 class BeforeGather:
     """FSDP2's hook before a gather of one shard. FSDP2 reads the signature at each gather."""
 
-    def __init__(self, plain: Tensor, gather: WeightGather) -> None:
-        self.plain, self.gather = plain, gather
+    def __init__(self, shard: Tensor, gather: WeightGather) -> None:
+        self.shard, self.gather = shard, gather
 
 
 class FullShard(BeforeGather):
@@ -131,7 +131,7 @@ class FullShard(BeforeGather):
     def __call__(
         self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
     ) -> Any:
-        return self.gather.send(self.plain, mp_policy.param_dtype or self.plain.dtype)
+        return self.gather.send(self.shard, mp_policy.param_dtype or self.shard.dtype)
 
     __signature__ = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
 
@@ -140,7 +140,7 @@ class ShortShard(BeforeGather):
     """The hook of one argument, for a shard that is short or empty."""
 
     def __call__(self, mesh: Any) -> Any:
-        return self.gather.send(self.plain, None)
+        return self.gather.send(self.shard, None)
 
     __signature__ = signature(lambda mesh: None)
 
@@ -164,7 +164,7 @@ def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
     present = layer._parameters.get("weight")
     is_gathered = isinstance(present, DTensor) and present is not parameter
     if not isinstance(parameter, DTensor) or (is_gathered and layer.weight_gather is None):
-        return  # the latter of a weight that tensor parallelism cuts as well
+        return  # is_gathered without a WeightGather: tensor parallelism cuts the weight as well
     local, mesh = parameter._local_tensor, parameter.device_mesh
     cuts = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
     is_by_rows = len(cuts) == 1 and cuts[0][1] == Shard(0) and type(cuts[0][1]) is Shard
@@ -172,7 +172,7 @@ def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
         shape = parameter.shape[0], parameter.shape[1]
         gather = WeightGather(layer, plan, shape, mesh.get_group(cuts[0][0]))
         local = parameter._local_tensor = WeightWithQuantizedGather(local, gather)
-    if isinstance(local, WeightWithQuantizedGather):  # of a tied weight, another layer's
+    if isinstance(local, WeightWithQuantizedGather):  # a tied weight may have another layer's
         layer.__dict__["weight_gather"] = local.weight_gather
 
 
@@ -180,9 +180,9 @@ def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
 
 
 def sharded_batches(model: nn.Module) -> dict[Any, dict[Batch, list[Tensor]]]:
-    """Finds the batches whose shards are in place, and the shards, by the ranks that hold them.
+    """Finds the batches and their shards, by process group.
 
-    Weights that have not been gathered yet, or that FSDP2 offloads, are left out.
+    Leaves out weights that have not been gathered yet, and those that FSDP2 offloads.
     """
     found: dict[Any, dict[Batch, list[Tensor]]] = {}
     for module in model.modules():
@@ -193,12 +193,12 @@ def sharded_batches(model: nn.Module) -> dict[Any, dict[Batch, list[Tensor]]]:
         local = getattr(parameter, "_local_tensor", None)
         if not isinstance(local, WeightWithQuantizedGather):
             continue
-        if local.plain.device.type != parameter.device_mesh.device_type:
+        if local.shard.device.type != parameter.device_mesh.device_type:
             continue
         batch = gather.batch or gather.joined_batch()
         batches = found.setdefault(gather.group, {})
         if batch not in batches:
-            batches[batch] = batch.shards() or [local.plain]
+            batches[batch] = batch.shards() or [local.shard]
     return found
 
 
@@ -206,12 +206,17 @@ def sharded_batches(model: nn.Module) -> dict[Any, dict[Batch, list[Tensor]]]:
 def precompute_scales(model: nn.Module) -> None:
     """Exchanges the amaxes of every weight that FSDP2 gathers as codes, in one all-reduce.
 
-    Call it after opt.step(); mf.step calls it. Without it each gather that needs amaxes of other
-    ranks exchanges its own, to the same bytes. The amaxes hold until the next step of an optimizer,
-    mf.step or load_state_dict; call it again where weights change otherwise.
+    Call it after opt.step(); mf.step calls it. Without this call each gather that needs amaxes of
+    other ranks exchanges them itself. Each gather casts its shards, so the codes are the same. The
+    amaxes are valid until the next step of an optimizer, mf.step or load_state_dict. Call it again
+    where weights change by other means.
 
     Args:
-        model: a module that fully_shard has sharded; other modules are left as they are.
+        model: a module that fully_shard has sharded, of any floating dtype. Weights that are not
+            gathered as codes, and those not gathered yet, are left out.
+
+    Returns:
+        None: the native batches hold the amaxes, float32.
     """
     for batches in sharded_batches(model).values():
         exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)
@@ -219,4 +224,4 @@ def precompute_scales(model: nn.Module) -> None:
             batch.measured_at = STEPS.taken
 
 
-precompute_float8_dynamic_scale_for_fsdp = precompute_scales  # torchao's name
+precompute_float8_dynamic_scale_for_fsdp = precompute_scales  # name in torchao

@@ -6,9 +6,9 @@
 A layer whose weight is a DTensor computes on local tensors (linear.py). torch's styles work as they
 are; QuantizedColwiseParallel gathers its input's codes instead of its values.
 
-The pure ops (amax, hadamard, dequantize; quantize to nearest) have sharding rules from the import
-of this module on: a shard is worked on where it lies if it gives the whole's bytes, else DTensor
-gathers first.
+Importing this module registers sharding rules of the pure ops: amax, hadamard, dequantize, and
+quantize to nearest. An op runs on a shard where the result has the bytes of the whole. Elsewhere
+DTensor gathers first.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ __all__ = ["QuantizedColwiseParallel", "linear", "module_linear"]
 
 
 class QuantizedColwiseParallel(ColwiseParallel):
-    """ColwiseParallel for mf.Linear: where the input is cut by tokens, its codes are gathered.
+    """A ColwiseParallel for mf.Linear that gathers the codes of an input that is cut by tokens.
 
-    Formats whose codes cannot be gathered (an input in bf16; tokens that end inside a block) do as
-    ColwiseParallel does.
+    Where codes cannot be gathered (an input in bf16; a run of tokens that ends inside a block), the
+    layer gathers the input's values in its dtype, as ColwiseParallel does.
+
+    Args:
+        layouts: the keyword arguments of ColwiseParallel: input_layouts, the placement of the input
+            (…, K), float32 or bfloat16; output_layouts, of the output (…, N); use_local_output.
+
+    Raises:
+        TypeError: a keyword is none of these.
     """
 
     def __init__(self, **layouts: Any) -> None:
@@ -43,31 +50,30 @@ class QuantizedColwiseParallel(ColwiseParallel):
 
 
 # ---- sharding rules of the pure ops --------------------------------------------------------------
-# A rule lists (outputs, inputs) placements. x (…, rows, cols); the operand as read swaps them where
-# columnwise. DTensor takes the rule that costs it least.
+# A rule lists the placements of outputs and of inputs. x is (…, rows, cols); a columnwise operand,
+# as read, is (…, cols, rows). DTensor chooses the rule of least cost.
 
 Rule = tuple[list[Any], list[Any]]
 REPLICATED = Replicate()
-RANDOM_UNIT = 16  # elements that share their random words
+VEC16 = 16  # elements whose random bits one Philox call draws
 
 
 @lru_cache(maxsize=1024)
-def shard_unit(spec: str, columnwise: bool, dim: int) -> int:
-    """What a shard's length along a matrix's own dimension must be a multiple of."""
+def shard_multiple(spec: str, columnwise: bool, dim: int) -> int:
+    """Returns the least multiple that a shard's length along a dimension of W, x or g must be."""
     if spec == "bf16":
         return 1
     along = dim != columnwise  # the contraction dimension is the last one as read
     parsed = Spec.parse(spec)
-    random = RANDOM_UNIT if along and parsed.is_stochastic else 1
+    random = VEC16 if along and parsed.is_stochastic else 1
     return max(parsed.alignment[int(along)], random)
 
 
 def sharding_rule(op: Any) -> Callable[[Callable[..., list[Rule]]], Any]:
-    """register_sharding, of whose rules DTensor caches what they gave.
+    """Registers a rule whose result DTensor caches by all arguments that change it.
 
-    It would key that by integers alone, and give one spec's placements and shapes to another. An
-    origin, a list, cannot be in a key, nor need it be: it says where random bits are, and those
-    are of the whole.
+    By default DTensor's key holds integers alone, so two specs would share placements and shapes.
+    An origin is left out: a list cannot be in a key, and a stochastic cast is never sharded.
     """
 
     def register(rule: Callable[..., list[Rule]]) -> Any:
@@ -75,25 +81,29 @@ def sharding_rule(op: Any) -> Callable[[Callable[..., list[Rule]]], Any]:
         arguments = op._schema.arguments
         first = next(i for i, a in enumerate(arguments) if not isinstance(a.type, torch.TensorType))
         named = [a.name for a in arguments if a.kwarg_only and a.name != "origin"]
-        known = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
-        known[op] = RuntimeSchemaInfo(first, named or None, needs_pytree=True)
+        schemas = DTensor._op_dispatcher.sharding_propagator.op_to_schema_info
+        schemas[op] = RuntimeSchemaInfo(first, named or None, needs_pytree=True)
         return rule
 
     return register
 
 
 def read_dim(ndim: int, dim: int, columnwise: bool) -> int:
-    """Where x's dimension `dim`, one of its last two, is in the operand as read."""
+    """Returns the index, in the operand as read, of x's dimension `dim`, one of its last two."""
     return 2 * ndim - 3 - dim if columnwise else dim
 
 
-def cuts_evenly(x: Any, dim: int, unit: int) -> bool:
-    return x.shape[dim] % (x.mesh.size() * unit) == 0
+def cuts_evenly(x: Any, dim: int, multiple: int) -> bool:
+    """Tells whether the ranks' equal shards along `dim` have a length that `multiple` divides."""
+    return x.shape[dim] % (x.mesh.size() * multiple) == 0
 
 
 @sharding_rule(ops.amax.default)
 def shard_amax(x: Any, spec: str, columnwise: bool = False) -> list[Rule]:
-    """Of rows, where the rows lie. That of a tensor is no Partial("max"): a NaN might get lost."""
+    """Lists rules of amax: shards of rows for amaxes of rows, else replicated.
+
+    The amax of a tensor is no Partial("max"), whose reduction may lose a NaN.
+    """
     rules: list[Rule] = [([REPLICATED], [REPLICATED, None, None])]
     rows = x.ndim - (1 if columnwise else 2)
     if Spec.parse(spec).amax_of == "row":
@@ -105,6 +115,7 @@ def shard_amax(x: Any, spec: str, columnwise: bool = False) -> list[Rule]:
 def shard_hadamard(
     x: Any, points: int = 16, columnwise: bool = False, signs: int = 0
 ) -> list[Rule]:
+    """Lists rules of hadamard: replicated, or shards of rows."""
     rows = x.ndim - (1 if columnwise else 2)
     none = [None] * 3
     return [
@@ -117,9 +128,10 @@ def shard_hadamard(
 def shard_dequantize(
     codes: Any, scale: Any, amax: Any, spec: str, cols: int, **options: Any
 ) -> list[Rule]:
+    """Lists rules of dequantize: replicated, or shards of rows in whole blocks."""
     rows = codes.ndim - 2
     rules: list[Rule] = [([REPLICATED], [REPLICATED] * 3 + [None] * 2)]
-    if cuts_evenly(codes, rows, shard_unit(spec, False, 0)):
+    if cuts_evenly(codes, rows, shard_multiple(spec, False, 0)):
         of_rows = Shard(rows) if Spec.parse(spec).amax_of == "row" else REPLICATED
         each = Shard(rows) if Spec.parse(spec).has_blocks else of_rows
         rules.append(([Shard(rows)], [Shard(rows), each, of_rows, None, None]))
@@ -129,7 +141,10 @@ def shard_dequantize(
 def direction_placements(
     x: Any, spec: str, columnwise: bool, has_amax: bool, dim: int | None
 ) -> tuple[list[Placement], Placement] | None:
-    """Of codes, scale, amax, decoded and of the given amax, for x cut along `dim`; None: not so."""
+    """Returns placements of (codes, scale, amax, decoded) and of the amax that is passed.
+
+    x is cut along `dim`, or replicated for None. Returns None where a shard lacks the bytes.
+    """
     replicated: list[Placement] = [REPLICATED] * 4
     if not spec or dim is None:
         return replicated, REPLICATED
@@ -137,7 +152,7 @@ def direction_placements(
     along = to.dim == x.ndim - 1
     is_alone = kind == "" or has_amax or (kind == "row" and not along)
     is_pure = is_alone and not Spec.parse(spec).is_stochastic and not Spec.parse(spec).is_delayed
-    if not is_pure or not cuts_evenly(x, dim, shard_unit(spec, columnwise, dim - x.ndim + 2)):
+    if not is_pure or not cuts_evenly(x, dim, shard_multiple(spec, columnwise, dim - x.ndim + 2)):
         return None
     of_rows: Placement = to if kind == "row" and not along else REPLICATED
     return [to, to if Spec.parse(spec).has_blocks else of_rows, of_rows, to], of_rows
@@ -145,20 +160,22 @@ def direction_placements(
 
 @sharding_rule(ops.quantize.default)
 def shard_quantize(x: Any, row: str, col: str, **options: Any) -> list[Rule]:
-    """To nearest, with the amax given where a shard cannot know it. Whatever else: whole.
+    """Lists rules of quantize: shards under nearest rounding with every amax they need, or whole.
 
-    DTensor moves no keyword arguments, so an amax decides by where it lies.
+    DTensor redistributes no keyword arguments, so the placement of a passed amax selects the rule.
     """
-    given = {name: spec.placements for name, spec in options.items() if hasattr(spec, "placements")}
+    passed = {
+        name: spec.placements for name, spec in options.items() if hasattr(spec, "placements")
+    }
     rules: list[Rule] = []
-    for dim in (None,) if "rng" in given else (None, x.ndim - 2, x.ndim - 1):
-        by_row = direction_placements(x, row, False, "amax_row" in given, dim)
-        by_col = direction_placements(x, col, True, "amax_col" in given, dim)
+    for dim in (None,) if "rng" in passed else (None, x.ndim - 2, x.ndim - 1):
+        by_row = direction_placements(x, row, False, "amax_row" in passed, dim)
+        by_col = direction_placements(x, col, True, "amax_col" in passed, dim)
         if by_row is None or by_col is None:
             continue
         wanted = {"amax_row": by_row[1], "amax_col": by_col[1]}
-        inputs = {name: wanted.get(name, REPLICATED) for name in given}
-        if any(at != inputs[name] for name, placements in given.items() for at in placements):
+        inputs = {name: wanted.get(name, REPLICATED) for name in passed}
+        if any(at != inputs[name] for name, placements in passed.items() for at in placements):
             continue
         outputs: list[Any] = []
         for name, (placements, _) in (("row", by_row), ("col", by_col)):
@@ -168,7 +185,7 @@ def shard_quantize(x: Any, row: str, col: str, **options: Any) -> list[Rule]:
         rules.append((outputs, [x_placement, None, None, *inputs.values()]))
     if not rules:
         raise ValueError(
-            "quantize: expected given tensors as Replicate(), or the amax of rows as x's rows lie, "
-            f"got {given}"
+            "quantize: expected amaxes and rng as Replicate(), or the amax of rows placed as x's "
+            f"rows, got {passed}"
         )
     return rules

@@ -1,12 +1,11 @@
 """Linear layers whose weight is a DTensor, cut along N or K over one mesh dimension.
 
-DTensor itself would give every shard the same origin, and reduce no amax. So a layer computes on
-local tensors: one call of the op linear_sharded, which casts each shard to the bytes that the whole
-has there, and sends what other ranks need (torch/layers/sharding.h). Here is what DTensor knows:
-where tensors are cut, and over which group.
+DTensor alone would pass every shard the same origin, and reduce no amax. So a layer computes on
+local tensors, in one call of the op linear_sharded. The op casts each shard to its bytes of the
+whole operand, and exchanges amaxes, codes and sums between ranks (torch/layers/sharding.h). This
+module derives its arguments from DTensors: where tensors are cut, and over which group.
 
-Compiled code traces through all of it. What is kept between forwards, and the comparison of seeds,
-is eager code's alone.
+torch.compile traces all of it. Only eager code reuses codes between forwards and compares seeds.
 """
 
 from __future__ import annotations
@@ -45,8 +44,8 @@ class Shards(NamedTuple):
     weight_dim: int
 
 
-class Kept(NamedTuple):
-    """What eager layers read again; see nn/operand_cache.py."""
+class Reuse(NamedTuple):
+    """Cached operands that an eager layer may reuse; see nn/operand_cache.py."""
 
     shared_input: SharedInput | None = None
     weight_codes: WeightCodes | None = None
@@ -62,25 +61,25 @@ def linear(
     rng: Tensor | None = None,
     amax_history: Tensor | None = None,
     stream: int = 0,
-    kept: Kept | None = None,
+    reuse: Reuse | None = None,
 ) -> Tensor:
-    """mf.linear of a DTensor weight.
+    """Computes mf.linear with a DTensor weight.
 
     Args:
-        x: DTensor (…, K) over the weight's mesh.
-        weight: (N, K), Shard(0), Shard(1) or Replicate() over one mesh dimension.
-        bias: (N), or None; its local tensor is what the local weight needs.
+        x: DTensor (…, K) over the weight's mesh, float32 or bfloat16.
+        weight: DTensor (N, K), Shard(0), Shard(1) or Replicate() over one mesh dimension.
+        bias: (N), or None; its local tensor fits the rows of the local weight.
         recipe: the formats of the three products.
         rng: int64 (seed, count[, module stream]), where the recipe rounds stochastically.
         amax_history: float32 (6, 1 + length), under delayed scaling; written in place.
-        stream: of the module's random bits, beside the one that rng may hold.
-        kept: what this forward may reuse; None: nothing.
+        stream: the module's stream of random bits, added to the one in rng.
+        reuse: cached operands; None: nothing is reused.
 
     Returns:
         DTensor (…, N): cut along N where the weight is, Partial() where it is cut along K.
 
     Raises:
-        ValueError: x and weight do not fit, or a block is more than one rank's.
+        ValueError: x and weight do not fit, or ranks cut a block of a prequantized weight.
     """
     mesh, dim = weight.device_mesh, cut_of(weight)
     x = require_inputs(x, weight, recipe, rng, amax_history)
@@ -92,9 +91,9 @@ def linear(
     is_whole = dim == 0 and token_dim is None
     values, shard = local(placed_x, Partial() if is_whole else None), local(weight)
     x_operands, gathered = None, None
-    if kept is not None and kept.shared_input is not None:
+    if reuse is not None and reuse.shared_input is not None:
         x_operands, gathered = shared_operands(
-            kept.shared_input, x, values, weight, recipe, shards, token_dim
+            reuse.shared_input, x, values, weight, recipe, shards, token_dim
         )
     y = ops.linear_sharded.default(
         values,
@@ -107,7 +106,7 @@ def linear(
         amax_history=amax_history,
         stream=stream,
         x_operands=x_operands,
-        weight_operands=shard_operands(kept, weight, shard, x, recipe, amax_history, shards),
+        weight_operands=shard_operands(reuse, weight, shard, x, recipe, amax_history, shards),
         gathered=gathered,
     )
     placement = Shard(y.dim() - 1) if dim == 0 else Partial()
@@ -117,6 +116,7 @@ def linear(
 def require_inputs(
     x: Tensor, weight: DTensor, recipe: Recipe, rng: Tensor | None, amax_history: Tensor | None
 ) -> DTensor:
+    """Returns x; raises ValueError where the arguments do not fit."""
     mesh = weight.device_mesh
     if not isinstance(x, DTensor) or x.device_mesh != mesh:
         got = f"one over {x.device_mesh}" if isinstance(x, DTensor) else type(x).__name__
@@ -126,11 +126,11 @@ def require_inputs(
             f"linear: expected weight (N, K) for x (…, K), got {tuple(weight.shape)} for "
             f"{tuple(x.shape)}"
         )
-    for name, given, is_needed in (
+    for name, value, is_needed in (
         ("rng", rng, recipe.is_stochastic),
         ("amax_history", amax_history, recipe.is_delayed),
     ):
-        if is_needed and given is None:
+        if is_needed and value is None:
             raise ValueError(f"linear: recipe {recipe} needs {name}, got None")
     return x
 
@@ -139,7 +139,7 @@ def require_inputs(
 
 
 def cut_of(weight: DTensor) -> int | None:
-    """The dimension of W that its mesh cuts; None: each rank has the whole."""
+    """Returns the dimension of W that the mesh cuts; None where each rank holds the whole."""
     (placement, *others) = weight.placements
     if not others and placement.is_replicate():
         return None
@@ -152,6 +152,7 @@ def cut_of(weight: DTensor) -> int | None:
 
 
 def require_even(weight: DTensor, dim: int) -> None:
+    """Raises ValueError where the ranks do not divide W's dimension."""
     length, world = weight.shape[dim], weight.device_mesh.size()
     if length % world:
         raise ValueError(
@@ -161,31 +162,32 @@ def require_even(weight: DTensor, dim: int) -> None:
 
 
 @lru_cache(maxsize=256)
-def _token_unit(recipe: str) -> int:
+def _token_multiple(recipe: str) -> int:
     return ops.token_unit(recipe)
 
 
 @torch.compiler.assume_constant_result
-def token_unit(recipe: str) -> int:
-    """What a rank's run of tokens must be a multiple of for its codes to be gathered; 0: never."""
-    return _token_unit(recipe)
+def token_multiple(recipe: str) -> int:
+    """Returns the number that must divide a run of tokens for a gather of codes; 0: no gather."""
+    return _token_multiple(recipe)
 
 
 def placed(x: DTensor, recipe: Recipe, dim: int) -> tuple[DTensor, int | None]:
-    """x as a weight cut along `dim` needs it; with its token dimension where it stays cut there."""
+    """Redistributes x for a weight cut along `dim`; also returns the token dimension still cut."""
     (placement,) = x.placements
     last = x.dim() - 1
     if dim == 1:
         return x.redistribute(placements=[Shard(last)]), None
     if type(placement) is Shard and placement.dim < last:
-        at, world, unit = placement.dim, x.device_mesh.size(), token_unit(recipe.text)
+        at, world, multiple = placement.dim, x.device_mesh.size(), token_multiple(recipe.text)
         run = math.prod(x.shape[at:last]) // world
-        if unit > 0 and x.shape[at] % world == 0 and run % unit == 0:
+        if multiple > 0 and x.shape[at] % world == 0 and run % multiple == 0:
             return x, at
     return x.redistribute(placements=[Replicate()]), None
 
 
 def local(t: Tensor, grad_placement: Placement | None = None) -> Tensor:
+    """Returns the local tensor of a DTensor; any other tensor unchanged."""
     if not isinstance(t, DTensor):
         return t
     return t.to_local(grad_placements=None if grad_placement is None else [grad_placement])
@@ -200,7 +202,7 @@ def whole_linear(
     amax_history: Tensor | None,
     stream: int,
 ) -> Tensor:
-    """Where no rank's weight is cut: x of all tokens, the same on every rank."""
+    """Computes mf.linear with a replicated weight: every rank multiplies all tokens."""
     values, whole = local(x.redistribute(placements=[Replicate()])), local(weight)
     y = ops.linear.default(
         values,
@@ -227,7 +229,7 @@ def shared_operands(
     shards: Shards,
     token_dim: int | None,
 ) -> tuple[list[Tensor], Any]:
-    """x, quantized once for its readers whose weights are cut and trained alike."""
+    """Quantizes x once for all readers whose weights have one placement and need one gradient."""
     is_trained = torch.is_grad_enabled() and weight.requires_grad
 
     def quantized() -> tuple[list[Tensor], Any]:
@@ -249,7 +251,7 @@ def shared_operands(
 
 
 def shard_operands(
-    kept: Kept | None,
+    reuse: Reuse | None,
     weight: DTensor,
     shard: Tensor,
     x: DTensor,
@@ -257,18 +259,20 @@ def shard_operands(
     amax_history: Tensor | None,
     shards: Shards,
 ) -> list[Tensor] | None:
-    """The shard's codes where it is codes already, or was quantized and is unchanged on all ranks;
-    None: linear_sharded quantizes it."""
-    held = weight_operands(shard, recipe, x)
+    """Returns the shard's prequantized or cached codes; None: linear_sharded quantizes the shard.
+
+    Codes are cached until a rank's shard changes.
+    """
+    prequantized = weight_operands(shard, recipe, x)
     needs_dx = torch.is_grad_enabled() and x.requires_grad
-    if held is not None or kept is None or kept.weight_codes is None:
-        return held
-    # Outside autocast a weight of another dtype has a gradient of its own dtype.
+    if prequantized is not None or reuse is None or reuse.weight_codes is None:
+        return prequantized
+    # Outside autocast a weight of another dtype has a gradient of the weight's dtype.
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return None
     conditions = conditions_of(x)
     is_shown = has_fingerprint(weight._local_tensor)
-    if is_shown:  # the sum over the ranks: their casts wait for each other, so all decide alike
+    if is_shown:  # the sum over the ranks: casts exchange amaxes, so all ranks decide the same
         total = torch.tensor(fingerprint_of(weight._local_tensor).value())
         dist.all_reduce(total, group=weight.device_mesh.get_group())
         conditions = (*conditions[:-1], total.item(), conditions[-1])
@@ -281,13 +285,13 @@ def shard_operands(
         **shards._asdict(),
     )
     with torch.no_grad():
-        return kept.weight_codes.operands(
+        return reuse.weight_codes.operands(
             weight,
             recipe.text,
             needs_dx,
             conditions,
             amax_history,
-            kept.is_in_step,
+            reuse.is_in_step,
             quantize,
             is_shown,
         )
@@ -297,7 +301,7 @@ def shard_operands(
 
 
 def require_shared_seed(state: RngState, group: dist.ProcessGroup) -> None:
-    """At the first eager forward: ranks that share a weight draw the bits of one process."""
+    """Raises ValueError where ranks of a weight differ in seed or count; checks each group once."""
     if group.group_name in state.agreed:
         return
     both = torch.cat([state.tensor, -state.tensor])
@@ -305,14 +309,14 @@ def require_shared_seed(state: RngState, group: dist.ProcessGroup) -> None:
     if not torch.equal(both[:2], -both[2:]):
         raise ValueError(
             "linear: expected tensor-parallel ranks to share the seed and count of stochastic "
-            f"rounding, got {state.get().tolist()} mixed with rank {state.rank} here; give "
+            f"rounding, got {state.get().tolist()} mixed with rank {state.rank} here; pass "
             "mf.quantize_ the data_parallel_rank that they share"
         )
     state.agreed.add(group.group_name)
 
 
 def module_linear(layer: Linear, x: Tensor) -> Tensor:
-    """The forward of an mf.Linear whose weight is a DTensor."""
+    """Computes the forward of an mf.Linear whose weight is a DTensor."""
     weight = cast(DTensor, layer.weight)
     if torch.compiler.is_compiling():
         return traced_linear(layer, x, weight)
@@ -328,12 +332,12 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         rng=rng,
         amax_history=layer.step_history(),
         stream=layer.stream_id,
-        kept=Kept(layer.shared_input, layer.weight_codes, layer.is_in_step()),
+        reuse=Reuse(layer.shared_input, layer.weight_codes, layer.is_in_step()),
     )
 
 
 def traced_linear(layer: Linear, x: Tensor, weight: DTensor) -> Tensor:
-    """The same for a compiler: the stream of random bits is a tensor, and nothing is reused."""
+    """Computes the forward under torch.compile: the stream is a tensor, and nothing is reused."""
     rng = None
     if layer.rng_state is not None:
         stream = local(layer.stream)

@@ -1,1 +1,1 @@
-"""Quantized weights from sharded masters, as ZeRO keeps them."""
+"""Quantized weights from masters that ZeRO shards over ranks."""

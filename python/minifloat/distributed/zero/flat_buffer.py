@@ -1,11 +1,11 @@
-"""WireLayout: many weights' shards in one flat buffer a rank, and their way back after a gather.
+"""WireLayout: one flat buffer a rank for the shard codes of many weights, and its all-gather.
 
-    piece of a rank    | fragment of wire 0 | fragment of wire 1 | …    each at the same offset on
-                                                                        every rank, 16 bytes apart
-    gathered           (ranks, bytes of a piece)
+    shard codes of a rank    | fragment of flat codes 0 | fragment of flat codes 1 | …
+                             each at the same offset on every rank, a multiple of 16 bytes
+    gathered                 (ranks, bytes of a rank's shard codes)
 
-Cuts are on even elements, so that no byte of 4-bit codes is divided. Where the caller's own cuts
-divide one, each of its two fragments holds it with the other's nibble zero, and merging ORs them.
+Default cuts are on even elements, so no byte of 4-bit codes is divided. Where the caller's cuts
+divide a byte, both fragments hold it, each with the other's nibble zero. Merging ORs them.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ from .master_weights import plan_of, wires
 
 @dataclass(frozen=True)
 class Wire:
-    """Of one direction of weight `weight`: where its fragments lie, and each rank's bytes of it."""
+    """Flat codes of one direction: the weight's index, the fragments' offset, each rank's bytes."""
 
     weight: int
     offset: int
     ranges: tuple[tuple[int, int], ...]
 
     def divided_bytes(self) -> list[tuple[int, int]]:
-        """(rank, byte) for each rank that begins within a byte of an earlier one."""
+        """Lists (rank, byte) for each rank that begins inside a byte of an earlier rank."""
         divided, last = [], -1
         for rank, (begin, end) in enumerate(self.ranges):
             if begin == end:
@@ -46,11 +46,21 @@ class Wire:
 
 @dataclass(frozen=True)
 class WireLayout:
+    """The layout of a rank's shard codes: which bytes of which weight lie where.
+
+    Attributes:
+        ranks: the number of ranks.
+        cuts: for each weight (ranks + 1) flat elements: each shard's begin, and the weight's end.
+        wires: for each direction with flat codes its weight, offset and byte ranges.
+        piece_bytes: bytes of one rank's shard codes.
+        numbers: the layout as integers, an argument of the native operators.
+    """
+
     ranks: int
-    cuts: tuple[tuple[int, ...], ...]  # of each weight: where its ranks' shards begin, and its end
+    cuts: tuple[tuple[int, ...], ...]
     wires: tuple[Wire, ...]
     piece_bytes: int
-    numbers: list[int]  # the same as the operators take it
+    numbers: list[int]
 
     @classmethod
     def of(
@@ -59,7 +69,21 @@ class WireLayout:
         ranks: int,
         cuts: Sequence[Sequence[int]] | None = None,
     ) -> WireLayout:
-        """Even shards of every weight, or the caller's: of each weight (ranks + 1) elements."""
+        """Lays out the shard codes of some weights.
+
+        Args:
+            model_weights: QuantizedTensors, in the order of every later call.
+            ranks: the number of ranks, at least 1.
+            cuts: for each weight (ranks + 1) flat elements that rise from 0 to its size. None: even
+                shards, cut on even elements.
+
+        Returns:
+            The layout, equal on every rank.
+
+        Raises:
+            TypeError: a weight is no QuantizedTensor.
+            ValueError: ranks or cuts are out of range.
+        """
         if require_int("WireLayout: ranks", ranks) < 1:
             raise ValueError(f"WireLayout: expected at least one rank, got {ranks}")
         for weight in model_weights:
@@ -86,16 +110,44 @@ class WireLayout:
             raise ValueError(f"WireLayout: expected a rank below {self.ranks}, got {rank}")
 
     def shards(self, rank: int) -> list[tuple[int, int]]:
-        """Each weight's flat elements [begin, end) on this rank."""
+        """Lists each weight's shard on one rank.
+
+        Args:
+            rank: 0 to ranks - 1.
+
+        Returns:
+            For each weight the flat elements [begin, end).
+
+        Raises:
+            ValueError: the rank is out of range.
+        """
         self._require_rank(rank)
         return [(cut[rank], cut[rank + 1]) for cut in self.cuts]
 
     def new_piece(self, like: Tensor) -> Tensor:
-        """A rank's buffer, on the device of `like`."""
+        """Allocates a rank's shard codes.
+
+        Args:
+            like: a tensor on the device of the weights.
+
+        Returns:
+            uint8 (piece_bytes), zero.
+        """
         return like.new_zeros(self.piece_bytes, dtype=torch.uint8)
 
     def fragments(self, piece: Tensor, rank: int) -> list[tuple[Tensor, ...]]:
-        """Views of a rank's piece: what quantize_master_weights takes for each weight."""
+        """Returns views of a rank's shard codes, the fragments of quantize_master_weights.
+
+        Args:
+            piece: uint8 (piece_bytes), of new_piece.
+            rank: 0 to ranks - 1.
+
+        Returns:
+            For each weight uint8 fragments, one for each direction with flat codes.
+
+        Raises:
+            ValueError: the rank is out of range.
+        """
         self._require_rank(rank)
         found: list[list[Tensor]] = [[] for _ in self.cuts]
         for wire in self.wires:
@@ -104,25 +156,52 @@ class WireLayout:
         return [tuple(of_weight) for of_weight in found]
 
     def byte_ranges(self, weight: int) -> list[tuple[tuple[int, int], ...]]:
-        """Each wire's bytes on each rank, for a gather in place; ValueError where one is shared."""
-        own = [wire for wire in self.wires if wire.weight == weight]
-        for wire in own:
+        """Lists the bytes of each rank in one weight's flat codes, for a gather in place.
+
+        Args:
+            weight: the weight's index in the layout.
+
+        Returns:
+            For each direction with flat codes, for each rank, the bytes [begin, end).
+
+        Raises:
+            ValueError: a cut on an odd element divides a byte.
+        """
+        found = [wire for wire in self.wires if wire.weight == weight]
+        for wire in found:
             for rank, byte in wire.divided_bytes():
                 raise ValueError(
                     f"WireLayout: expected cuts on even elements for a gather in place, but weight "
                     f"{weight} is cut inside byte {byte} before rank {rank}: gather fragments, and "
                     "merge_fragments"
                 )
-        return [wire.ranges for wire in own]
+        return [wire.ranges for wire in found]
 
     def gather(self, piece: Tensor, model_weights: Sequence[QuantizedTensor], group: Any) -> None:
-        """All ranks' pieces into the weights' wires: one all-gather."""
+        """Gathers all ranks' shard codes into the weights' flat codes, in one all-gather.
+
+        Args:
+            piece: uint8 (piece_bytes), this rank's shard codes.
+            model_weights: the weights of the layout, in its order.
+            group: the process group, of as many ranks as the layout.
+
+        Raises:
+            RuntimeError, ValueError: sizes do not fit the layout.
+        """
         gathered = piece.new_empty(self.ranks * self.piece_bytes)
         dist.all_gather_into_tensor(gathered, piece, group=group)
         self.merge_fragments(gathered, model_weights)
 
     def merge_fragments(self, gathered: Tensor, model_weights: Sequence[QuantizedTensor]) -> None:
-        """(ranks, piece_bytes) into the weights' wires; shared bytes are ORed."""
+        """Copies gathered shard codes into the weights' flat codes; ORs bytes that cuts divide.
+
+        Args:
+            gathered: uint8, ranks * piece_bytes in the order of the ranks.
+            model_weights: the weights of the layout, in its order.
+
+        Raises:
+            RuntimeError, ValueError: sizes do not fit the layout.
+        """
         memory = [wire for weight in model_weights for wire in wires(weight)]
         ops.merge_fragments(gathered, memory, self.numbers, self.ranks)
 

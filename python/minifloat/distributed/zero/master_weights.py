@@ -1,7 +1,7 @@
 """Quantized weights whose high-precision masters are sharded over ranks, as ZeRO and FSDP do.
 
-    mf.quantize_master_weights(weights, masters, start_offsets, group)    every rank, its shards
-    ... gather the codes: mf.WireLayout does, or the caller's own gather of bytes
+    mf.quantize_master_weights(weights, masters, start_offsets, group)    on every rank
+    layout.gather(shard_codes, weights, group)                            or the caller's gather
     mf.post_all_gather_processing(weights)
 
 The bytes are those of QuantizedTensor.from_tensor on the whole master. A direction's codes are
@@ -38,7 +38,7 @@ class WeightPlan:
 
     rowwise: Quantized | None
     columnwise: Quantized | None
-    parts: tuple[Quantized, ...]  # those that are cast from the master, each with flat codes
+    parts: tuple[Quantized, ...]  # directions cast from the master, each with flat codes
     flat_codes: tuple[Tensor, ...]
     specs: tuple[str, ...]
     casts: tuple[Any, ...]  # torch.classes.minifloat.ShardCast of each part
@@ -48,10 +48,11 @@ class WeightPlan:
     sizes: tuple[int, ...]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied weight has other memory, and makes its own."""
+        """Returns None: a copied weight has other memory, and gets a new plan."""
 
 
 def plan_of(weight: QuantizedTensor) -> WeightPlan:
+    """Returns the weight's cached plan; a new one where its directions were replaced."""
     if not isinstance(weight, QuantizedTensor):
         raise TypeError(f"expected a QuantizedTensor weight, got {type(weight).__name__}")
     plan = weight.__dict__.get("master_plan")
@@ -84,10 +85,10 @@ def _new_plan(weight: QuantizedTensor, columnwise_codes: Tensor | None) -> Weigh
     if col is not None:
         jobs.append((flat_codes[-1], col.codes, rows, cols, Spec.parse(col.spec).code_bits))
     if row is not None and col is not None and is_derived:
-        for mine, other in ((row.scale, col.scale), (row.amax, col.amax)):
-            if mine.numel() > 0:
-                height, width = mine.shape if mine.dim() == 2 else (1, 1)
-                jobs.append((mine, other, height, width, 8 * mine.element_size()))
+        for source, target in ((row.scale, col.scale), (row.amax, col.amax)):
+            if source.numel() > 0:
+                height, width = source.shape if source.dim() == 2 else (1, 1)
+                jobs.append((source, target, height, width, 8 * source.element_size()))
     rounds = weight.dtype == torch.bfloat16
     return WeightPlan(
         row,
@@ -107,13 +108,13 @@ def _new_plan(weight: QuantizedTensor, columnwise_codes: Tensor | None) -> Weigh
 
 @dataclass(frozen=True, eq=False)
 class CachedList:
-    """The native list of some weights, and the plans and names that it was made of."""
+    """A native list of some weights, with the plans and names that it was made of."""
 
     made_of: tuple[Any, ...]
     native: Any
 
     def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """A copied weight has other memory, and makes its own."""
+        """Returns None: a copied weight has other memory, and gets a new list."""
 
 
 def _cached(
@@ -127,17 +128,18 @@ def _cached(
 
 
 def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
-    """Returns the flat codes that a gather fills, one tensor for each direction that has them.
+    """Returns the flat codes that a gather fills, one tensor for each direction with flat codes.
 
     Args:
         weight: a QuantizedTensor (rows, cols).
 
     Returns:
-        Contiguous uint8 (rows, bytes a row) of each such direction. Columnwise flat codes are
-        separate memory, allocated at the first call and stored with the weight.
+        Contiguous uint8 (rows, bytes a row) for each such direction. Rowwise flat codes are the
+        weight's codes. Columnwise ones are separate memory, allocated at the first call and stored
+        with the weight.
 
     Raises:
-        TypeError: where the weight is no QuantizedTensor.
+        TypeError: the weight is no QuantizedTensor.
     """
     return plan_of(weight).flat_codes
 
@@ -151,7 +153,7 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
             as views of one flat buffer.
 
     Raises:
-        TypeError, ValueError: where the weight or the memory does not fit.
+        TypeError, ValueError: the weight is no QuantizedTensor, or the memory does not fit.
     """
     plan = plan_of(weight)
     if len(memory) != len(plan.flat_codes):
@@ -236,27 +238,29 @@ def quantize_master_weights(
     *,
     names: Sequence[str] | None = None,
 ) -> None:
-    """Casts shards of masters to codes, and writes the scales of the whole weights.
+    """Casts shards of masters to codes in place, and writes the scales of the whole weights.
 
-    Masters are rounded to a weight's dtype first. Under +delayed a direction's amax is the active
-    one before the call, and the current values' amax, for the history, after it.
+    Masters are rounded to the weight's dtype first. Under +delayed a direction's amax is the active
+    amax before the call and the current amax after it. The scales are those of
+    QuantizedTensor.from_tensor on the whole master (docs/numerics.md, section 1).
 
     Args:
-        model_weights: the same list of QuantizedTensors on every rank.
-        master_weights: flat float32 or bfloat16 shards; None or empty: this rank has no shard.
-        start_offsets: a shard's first element in the flattened weight; any cut is allowed.
-        group: the ranks that hold the shards: one all-reduce of amaxes, for all weights.
-        fsdp_shard_model_weights: for each weight uint8 memory of its shard's bytes in each
+        model_weights: QuantizedTensors (rows, cols), in one order on every rank.
+        master_weights: (elements) float32 or bfloat16, flat shards; None or empty: no shard here.
+        start_offsets: each shard's first flat element in its weight; any cut is allowed.
+        group: the ranks that hold the shards: a process group, its name, or None for the default
+            group. One all-reduce exchanges the amaxes of all weights.
+        fsdp_shard_model_weights: for each weight uint8 fragments, its shard's bytes of each
             direction's flat codes (WireLayout.fragments). A byte that a cut on an odd element
             divides has zero in the nibble of the neighbouring shard. None: codes are written into
             the weights.
-        manual_post_all_gather_processing: False is refused where a direction is made after the
-            gather.
-        names: of the weights, for errors.
+        manual_post_all_gather_processing: False is refused where a direction is transposed after
+            the gather.
+        names: the weights' names, for error messages; None: their indices.
 
     Raises:
-        ValueError, TypeError: before anything is written, where arguments do not fit or ranks
-            differ.
+        TypeError: a weight is no QuantizedTensor, or the group no process group.
+        ValueError: arguments do not fit, or ranks differ. Nothing is written then.
     """
     fragments = fsdp_shard_model_weights
     _require_lists(model_weights, master_weights, start_offsets, fragments)
@@ -290,7 +294,7 @@ def quantize_master_weights(
 
 @dataclass(frozen=True, eq=False)
 class AgreedLists:
-    """The lists that begin with one weight and that ranks have agreed on."""
+    """A native record of the lists, first weight first, that ranks have agreed on."""
 
     native: Any
 
@@ -299,7 +303,7 @@ class AgreedLists:
 
 
 def _agreement(weight: QuantizedTensor) -> Any:
-    """Returns the native record of what ranks agreed on; it outlives the weight's plans."""
+    """Returns the native record of agreed lists, which outlives the weight's plans."""
     agreed = weight.__dict__.get("agreed_lists")
     if agreed is None:
         agreed = AgreedLists(torch.classes.minifloat.Agreement())
@@ -331,7 +335,16 @@ def cast_master_weights_to_nvfp4(
     *,
     names: Sequence[str] | None = None,
 ) -> None:
-    """quantize_master_weights, for weights that are NVFP4 in every direction they hold."""
+    """Casts shards of masters as quantize_master_weights does, for weights in NVFP4 alone.
+
+    Args:
+        model_weights: QuantizedTensors (rows, cols) whose every direction is NVFP4.
+        master_weights, start_offsets, group, fsdp_shard_model_weights: see quantize_master_weights.
+        manual_post_all_gather_processing, names: see quantize_master_weights.
+
+    Raises:
+        TypeError, ValueError: a direction is not NVFP4, or as quantize_master_weights.
+    """
     for i, weight in enumerate(model_weights):
         for spec in weight.specs if isinstance(weight, QuantizedTensor) else ():
             if spec is not None and Spec.parse(spec).rule != "nvfp4":
@@ -354,6 +367,7 @@ def cast_master_weights_to_nvfp4(
 
 
 def _refuse_processing(weights: Sequence[QuantizedTensor]) -> None:
+    """Raises ValueError where a weight needs post_all_gather_processing."""
     for weight in weights:
         if plan_of(weight).sources:
             raise ValueError(
@@ -364,13 +378,13 @@ def _refuse_processing(weights: Sequence[QuantizedTensor]) -> None:
 
 
 def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None:
-    """Makes columnwise codes and scales from gathered flat codes; a second call changes nothing.
+    """Transposes gathered flat codes, and scales, into columnwise ones; may be called again.
 
     Args:
-        model_weights: QuantizedTensors whose flat codes (mf.wires) are whole.
+        model_weights: QuantizedTensors (rows, cols) whose uint8 flat codes (mf.wires) are whole.
 
     Raises:
-        TypeError: where one is no QuantizedTensor.
+        TypeError: one is no QuantizedTensor.
     """
     if not model_weights:
         return
