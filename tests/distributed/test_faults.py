@@ -1,4 +1,4 @@
-"""What ranks see of each other's faults: a rank that dies, hangs, differs, or brings a NaN."""
+"""Faults of one rank as others see them: it dies, hangs, differs, or has a NaN."""
 
 import os
 import signal
@@ -34,7 +34,7 @@ def die(*_):
 
 
 def lose_a_rank_in_a_step(rank):
-    """In its backward pass, when others go on to gather and to reduce gradients."""
+    """Ends rank 1 in its backward pass, while others gather and reduce gradients."""
     model = sharded(built("nvfp4"))
     train(model, 1)
     if rank == 1:
@@ -43,7 +43,7 @@ def lose_a_rank_in_a_step(rank):
 
 
 def lose_a_rank_in_an_all_gather(rank):
-    """That others wait in already."""
+    """Ends rank 1 before a collective that others are waiting in."""
     model = sharded(built("mxfp8"))
     train(model, 1)
     if rank == 1:
@@ -97,7 +97,7 @@ LOSSES = {
 
 @pytest.mark.parametrize("moment", LOSSES)
 def test_others_end_when_a_rank_is_lost(moment):
-    """Within the group's timeout, and their tracebacks name the collective."""
+    """Checks that ranks end within the timeout, with the collective in their tracebacks."""
     world, lose_a_rank, word = LOSSES[moment]
     begin = time.monotonic()
     words = last_words(world, lose_a_rank, seconds=TIMEOUT)
@@ -108,7 +108,7 @@ def test_others_end_when_a_rank_is_lost(moment):
         assert any(lost in traceback for lost in LOST), traceback
 
 
-# ---- and the checkpoint before -------------------------------------------------------------------
+# ---- the checkpoint before it --------------------------------------------------------------------
 
 
 def state_of(model):
@@ -116,7 +116,7 @@ def state_of(model):
 
 
 def lose_a_rank_in_a_checkpoint(rank, folder):
-    """In the second one, when it writes its own file."""
+    """Ends rank 1 in the second checkpoint, when it writes its file."""
     model = sharded(built("nvfp4"))
     train(model, 2)
     dcp.save(state_of(model), checkpoint_id=f"{folder}/first")
@@ -143,13 +143,15 @@ def check_goes_on(rank, folder):
 
 
 def test_a_rank_that_dies_in_a_checkpoint_leaves_the_one_before(tmp_path):
-    """Three ranks save it, two go on as one process does."""
+    """Checks a resume: three ranks save, two go on as one process does."""
     words = last_words(3, lose_a_rank_in_a_checkpoint, str(tmp_path), seconds=TIMEOUT)
     assert words.pop(1) == KILLED
     for traceback in words:
         assert "dcp.save" in traceback
         assert any(lost in traceback for lost in LOST), traceback
-    assert not (tmp_path / "second" / ".metadata").exists()  # what DCP knows a whole one by
+    assert not (
+        tmp_path / "second" / ".metadata"
+    ).exists()  # the file that a complete checkpoint has
     run_world(2, check_goes_on, str(tmp_path))
 
 
@@ -157,7 +159,7 @@ def test_a_rank_that_dies_in_a_checkpoint_leaves_the_one_before(tmp_path):
 
 
 def convert_on_some(rank, is_all):
-    """Rank 1 converts nothing, or not the second of two layers that are gathered together."""
+    """Converts nothing on rank 1, or not the second of two layers that are gathered together."""
     model = nn.Sequential(nn.Linear(32, 64), nn.Linear(64, 32))
     names = [name for name in "01" if rank == 0 or (name == "0" and not is_all)]
     if names:
@@ -179,7 +181,7 @@ def test_a_layer_converted_on_some_ranks_is_named(is_all):
 
 
 def check_a_bad_gradient_reaches_all(rank):
-    """One rank's loss overflows: the norm, the weights and the next loss of every rank say so."""
+    """Overflows one rank's loss; every rank then has NaN in norm, weights and next loss."""
     for recipe in ("nvfp4", "mxfp8", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise"):
         for use_step in (False, True):
             model = sharded(built(recipe))

@@ -28,7 +28,7 @@ VARIANTS = {
 
 
 def check_training(rank, recipes):
-    """World sizes are powers of two: the mean of equal gradients is then exact."""
+    """Compares with one process. World sizes are powers of two, so gradient means are exact."""
     for recipe in recipes:
         for name, (model_options, shard_options, train_options) in VARIANTS.items():
             if recipe == "fp8_delayed":
@@ -45,7 +45,7 @@ def test_training_equals_one_process(world):
     run_world(world, check_training, PRESETS if world == 2 else PRESETS[::3])
 
 
-# ---- what is gathered ----------------------------------------------------------------------------
+# ---- bytes of a gather ---------------------------------------------------------------------------
 
 
 class Counted:
@@ -53,7 +53,7 @@ class Counted:
 
     KINDS = (
         ("all_gather_into_tensor", "all_gather"),
-        ("all_gather_single", "all_gather"),  # the same by a newer name, where torch has it
+        ("all_gather_single", "all_gather"),  # a newer name of torch for the function above
         ("all_reduce", "all_reduce"),
     )
 
@@ -110,7 +110,7 @@ def check_payload(rank):
 
 
 def check_one_reduction(rank):
-    """mf.precompute_scales: one all-reduce for all weights, and none in the gathers that follow."""
+    """Checks mf.precompute_scales: one all-reduce for all weights, none in later gathers."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         counted = Counted(monkeypatch)
         for recipe in ("fp8_tensorwise", "nvfp4", "fp8_blockwise", "fp8_rowwise"):
@@ -162,7 +162,7 @@ def check_save(rank, recipe, folder):
 
 
 def check_load(rank, recipe, folder):
-    """Weights, and what the next steps make of them, are those that were saved."""
+    """Checks that a loaded model has the saved weights and continues with the same steps."""
     model = sharded(built(recipe, seed=2))
     model(batch(0))
     state = {"model": model.state_dict()}

@@ -1,4 +1,4 @@
-"""FSDP2: the weight that ranks gather is, byte for byte, what one process quantizes whole."""
+"""FSDP2's gathered weights: byte for byte those that one process quantizes whole."""
 
 import re
 
@@ -14,7 +14,7 @@ from tests.support.worlds import run_world
 
 
 def written(row, col):
-    """A recipe whose weight is read in these formats."""
+    """Returns a recipe whose weight is read in these formats."""
     x, g = ("+".join(["nvfp4", *re.findall(r"rht\d*", spec)]) for spec in (row, col))
     return f"fprop={x}*{row} dgrad={g}*{col} wgrad=nvfp4*nvfp4"
 
@@ -71,7 +71,7 @@ def assert_same(got, want, what):
 
 
 def check_gathered(recipe, shape, dtype, precompute):
-    """Before forward and before backward: what the plan says is there has the whole's bytes."""
+    """Checks the bytes of each direction that a plan gathers, before forward and backward."""
     world, where = dist.get_world_size(), (recipe, shape, dtype, precompute)
     weight = whole_weight(shape)
     model = nn.Sequential(Block(shape), nn.Identity())
@@ -114,7 +114,7 @@ def check_gathered(recipe, shape, dtype, precompute):
 
 
 def check_all(rank, recipes, shapes):
-    """Each recipe in both dtypes, with and without mf.precompute_scales; shapes take turns."""
+    """Checks each recipe in both dtypes, with mf.precompute_scales for every second case."""
     for i, recipe in enumerate(recipes):
         for j, shape in enumerate(shapes):
             is_even = (i + j + dist.get_world_size()) % 2 == 0

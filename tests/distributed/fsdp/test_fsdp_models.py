@@ -1,4 +1,4 @@
-"""FSDP2 with weights gathered as codes: the models, policies and faults that it meets."""
+"""FSDP2 with weights gathered as codes: the models, policies and faults."""
 
 import minifloat as mf
 import pytest
@@ -18,7 +18,7 @@ RECIPES = ("nvfp4", "mxfp8", "fp8_tensorwise")
 
 
 def watch(linear):
-    """Of each forward to come: was the weight gathered as codes?"""
+    """Records for each later forward whether the weight was gathered as codes."""
     seen = []
     linear.register_forward_hook(
         lambda *_: seen.append(isinstance(linear.weight.detach(), QuantizedTensor))
@@ -107,7 +107,7 @@ def check_hybrid_mesh(rank):
 
 
 def check_policies(rank):
-    """bf16 compute of fp32 weights; the layer's x and W are both rounded to it first."""
+    """Checks bf16 compute of fp32 weights: a layer's x and W are rounded to bf16 first."""
     for recipe in RECIPES:
         for cast_inputs in (True, False):
             policy = MixedPrecisionPolicy(
@@ -128,7 +128,7 @@ def check_policies(rank):
 
 
 def check_autocast(rank):
-    """fp32 weights under autocast: rounded to its dtype first, as one process does."""
+    """Checks fp32 weights under autocast: both are rounded to its dtype, as in one process."""
     for recipe in RECIPES:
         models = [built(recipe), sharded(built(recipe))]
         codes = watch(models[1].blocks[0].up)
@@ -153,7 +153,7 @@ def check_offload(rank):
 
 
 def check_columns(rank):
-    """Sharded by columns, a weight is gathered in the compute dtype, and nothing else changes."""
+    """Checks a weight sharded by columns, which is gathered in the compute dtype."""
     from torch.distributed.tensor import Shard
 
     def placement(parameter):
@@ -165,7 +165,7 @@ def check_columns(rank):
 
 
 def check_optimizers(rank):
-    """Fused, foreach and compiled AdamW on the sharded fp32 weights, as without minifloat."""
+    """Checks fused, foreach and compiled AdamW on the sharded fp32 weights."""
     kinds = (({"fused": True}, False), ({"foreach": True}, False), ({"foreach": False}, True))
     for options, is_compiled in kinds:
         weights = []
@@ -190,7 +190,7 @@ def check_optimizers(rank):
 
 
 def check_compiled(rank):
-    """Blocks under torch.compile, by aot_eager: the ops of inductor, without its compiler."""
+    """Checks blocks compiled by aot_eager: the ops of inductor, without its compiler."""
     for recipe in (*RECIPES, "mxfp8_nvfp4"):
         models = [built(recipe), built(recipe)]
         for block in (block for model in models for block in model.blocks):
@@ -204,7 +204,7 @@ def check_compiled(rank):
 
 
 def check_memory(rank):
-    """What backward alone reads has no memory in forward, and no codes have any between the two."""
+    """Checks that forward allocates no tensors of backward alone, and no codes stay in between."""
 
     def allocated(weight):
         parts = weight.detach().rowwise, weight.detach().columnwise
@@ -225,7 +225,7 @@ def check_memory(rank):
 
 
 def check_unbrought(rank):
-    """A direction that a gather has not brought is refused by name."""
+    """Checks that a read of a direction not gathered raises an error that names it."""
     for recipe in ("nvfp4", "mxfp8", "fp8_rowwise", "fp8_tensorwise"):
         model, refused = sharded(built(recipe)), []
 
@@ -240,7 +240,7 @@ def check_unbrought(rank):
 
 
 def check_other_times(rank):
-    """FSDP2 told to gather less often, between steps; a weight written to by hand; inference."""
+    """Checks changes of FSDP2's gathers between steps, a write to a weight, and inference."""
     changes = (("forward", False), ("backward", False), ("forward", True), ("backward", True))
     for recipe in (*RECIPES, "fp8_rowwise"):
         alone, model = built(recipe), sharded(built(recipe))
@@ -266,7 +266,7 @@ def check_other_times(rank):
 
 
 def check_cast_once_a_gather(rank):
-    """One native call before each gather and one after it, for all weights of the gather.
+    """Counts native calls: one before each gather and one after it, for all its weights.
 
     With mf.step, amaxes are measured and exchanged once a step, whatever the micro-batches.
     """
@@ -311,8 +311,8 @@ def check_cast_once_a_gather(rank):
 # ---- hybrids -------------------------------------------------------------------------------------
 
 
-def check_hybrid_equals_plain(rank):
-    """A recipe written out, direction by direction, is the preset: through 20 steps."""
+def check_hybrid_equals_preset(rank):
+    """Checks that a preset written as three products trains alike through 20 steps."""
     for preset in ("nvfp4", "mxfp4"):
         recipe = mf.Recipe(preset)
         text = " ".join(f"{p}={getattr(recipe, p)}" for p in ("fprop", "dgrad", "wgrad"))
@@ -340,7 +340,7 @@ def check_differing_ranks(rank):
 
 
 def check_not_finite(rank):
-    """A NaN or Inf in one rank's rows makes the whole NaN on all, as far as its scale reaches."""
+    """Checks a NaN or Inf of one rank: on all ranks it is NaN wherever its scale is used."""
     for recipe in ("fp8_tensorwise", "nvfp4", "mxfp8", "fp8_rowwise", "fp8_blockwise"):
         for value in (float("nan"), float("-inf")):
             outputs = []
@@ -387,7 +387,7 @@ GROUPS = {
     "gathers": (2, [check_memory, check_unbrought, check_other_times, check_cast_once_a_gather]),
     "hybrid mesh": (4, [check_hybrid_mesh]),
     "compiled": (2, [check_compiled]),
-    "hybrids": (2, [check_hybrid_equals_plain]),
+    "hybrids": (2, [check_hybrid_equals_preset]),
     "faults": (2, [check_differing_ranks, check_not_finite, check_errors]),
 }
 

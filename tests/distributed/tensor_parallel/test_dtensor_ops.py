@@ -13,7 +13,7 @@ from tests.support.worlds import run_world
 
 
 def check_rules(rank):
-    """Whatever the placement, an op gives what it gives for the whole; where it can, in shards."""
+    """Compares each op on every placement with the op on the whole; counts sharded results."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     x = values(1, 256, 512)

@@ -24,7 +24,7 @@ RECIPES = [
 
 
 def check_precisions(rank):
-    """bf16 inputs, autocast, and what is not finite in one rank's shard alone."""
+    """Checks bf16 inputs, autocast, and NaN or Inf in one rank's shard."""
     world, mesh = dist.get_world_size(), init_device_mesh("cpu", (dist.get_world_size(),))
     for recipe in ("fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4"):
         for dim, x_placement in ((0, Shard(1)), (1, Shard(2))):

@@ -46,7 +46,7 @@ MORE_CUTS = ((0, Replicate()), (0, Shard(0)))
 
 
 def run_layer(case, mesh, dim, x_placement, compiler):
-    """Local y, dx, dW, db and the history of mf.linear over the mesh, as `compiler` runs it."""
+    """Returns local y, dx, dW, db and the history of mf.linear over the mesh, run by `compiler`."""
     state = case.state()
     x = distribute_tensor(case.x.detach(), mesh, [x_placement]).requires_grad_()
     w = distribute_tensor(case.w.detach(), mesh, [Shard(dim)]).requires_grad_()
@@ -68,7 +68,7 @@ def eager(layer):
 
 
 def recording_backend(recorded):
-    """aot_eager, whose graphs run below `recorded`: it sees what products read at run time."""
+    """Returns aot_eager with graphs that run below `recorded`, which sees operands at run time."""
 
     def compiler(module, inputs):
         def run(*args):
@@ -82,7 +82,7 @@ def recording_backend(recorded):
 
 
 def check_layers(rank, recipes, cuts=CUTS):
-    """The compiled layer's operands are the whole's bytes, and its results eager's."""
+    """Checks that compiled operands have the whole's bytes, and results those of eager layers."""
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     for recipe in recipes:
@@ -119,7 +119,7 @@ def test_compiled_layer_of_whole_and_of_batched_inputs():
 
 
 class Attention(nn.Module):
-    """What a transformer's attention asks of tensor parallelism: q, k and v read one input."""
+    """A transformer's attention under tensor parallelism: q, k and v read one input."""
 
     def __init__(self):
         super().__init__()
@@ -148,7 +148,7 @@ class TransformerBlock(nn.Module):
 
 
 def transformer(recipe, mesh, quantized, blocks=2):
-    """As torchtitan has it: tokens are cut between the layers, and gathered for q, k, v, w1, w3."""
+    """Shards as torchtitan does: cuts tokens between layers, gathers them for q, k, v, w1, w3."""
     torch.manual_seed(0)
     model = nn.Sequential(*(TransformerBlock() for _ in range(blocks)))
     mf.quantize_(model, recipe, data_parallel_rank=0, verbose=False)
@@ -166,7 +166,7 @@ def transformer(recipe, mesh, quantized, blocks=2):
 
 
 def train(model, optimizer, mesh, steps=2):
-    """Outputs, gradients and state of so many steps; x is this rank's tokens."""
+    """Trains some steps on this rank's tokens; returns outputs, gradients and state."""
     found = []
     for step in range(steps):
         x = values(step, BATCH, TOKENS, DIM).chunk(mesh.size(), 1)[mesh.get_local_rank()]
@@ -182,7 +182,7 @@ def train(model, optimizer, mesh, steps=2):
 
 
 def check_blocks(rank, recipes):
-    """Two steps of two blocks; both blocks share one graph."""
+    """Checks two steps of two blocks that share one graph."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for recipe in recipes:
         torch._dynamo.reset()
@@ -209,7 +209,7 @@ def test_blocks_compile_alone(recipes):
 
 
 def check_inductor(rank, recipe, name):
-    """Sums are exact, so inductor's own kernels, which do not quantize, change no byte."""
+    """Checks inductor's kernels outside the casts: sums are exact, so no byte changes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     x, weights = (integers(seed, BATCH, TOKENS, WIDTH) for seed in (10, 11))
     if name != "tensor":

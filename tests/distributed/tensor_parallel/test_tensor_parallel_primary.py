@@ -28,7 +28,7 @@ def parts(t):
 
 
 def require_same(got, want, where):
-    """The same directions, in the same bytes."""
+    """Checks that two weights have equal directions, byte for byte."""
     assert type(got) is mf.QuantizedTensor, where
     assert got.specs == want.specs, where
     assert got.shape == want.shape, where

@@ -1,5 +1,5 @@
-"""A shard's codes, kept while the weight stays as it is: casts counted, and the bytes of a model
-that keeps nothing. Both multiply the same shards: repetitions (exact_sums.py).
+"""Cached codes of a shard whose weight does not change: casts are counted, and bytes compared with
+a model that caches nothing. Both multiply the same shards: repetitions (exact_sums.py).
 """
 
 import minifloat as mf
@@ -33,7 +33,7 @@ SEQUENCE = {
 
 
 def built(recipe, mesh=None, plan=TENSOR, reuses=True, device="cpu"):
-    """The same weights each time; parallel where there is a mesh."""
+    """Builds a model of fixed weights; parallel where there is a mesh."""
     model = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH))
     with torch.no_grad():
         for i, parameter in enumerate(model.parameters()):
@@ -56,7 +56,7 @@ def layers(model):
 
 
 def casts(run):
-    """How often the two weights' shards are quantized."""
+    """Counts the casts of the two weights' shards."""
     with Casts() as seen:
         run()
     return [seen.count[UP], seen.count[DOWN]]
@@ -70,19 +70,19 @@ def batch(seed):
     return values(seed, BATCH, TOKENS, WIDTH).requires_grad_()
 
 
-def own(t):
+def local(t):
     return t.full_tensor() if hasattr(t, "full_tensor") else t
 
 
 def same(a, b):
-    return torch.equal(own(a), own(b))
+    return torch.equal(local(a), local(b))
 
 
 # ---- training ------------------------------------------------------------------------------------
 
 
 def step(model, optimizer, i, autocast):
-    """Four micro-batches: outputs, gradients, histories."""
+    """Trains four micro-batches; returns outputs, gradients and histories."""
     found, device = [], model[0].weight.device
     for j in range(4):
         x = batch(10 * i + j).detach().to(device).requires_grad_()
@@ -98,7 +98,7 @@ def step(model, optimizer, i, autocast):
 
 
 def check_micro_batches(mesh, recipe, plan, autocast, device):
-    """The first step cannot know that a second micro-batch comes; after it one cast a step."""
+    """Checks the casts: every micro-batch of the first step, then one a step."""
     where = (recipe, plan is SEQUENCE, autocast)
     models = [built(recipe, mesh, plan, reuses, device) for reuses in (True, False)]
     optimizers = [torch.optim.AdamW(m.parameters(), lr=0.01) for m in models]
@@ -186,7 +186,7 @@ def check_changes(mesh):
 
 
 def check_modes(mesh):
-    """Nothing is held without accumulation, nor of an evaluation once the model trains again."""
+    """Checks that no codes are cached without accumulation, nor from an earlier evaluation."""
     model = built("mxfp8", mesh)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     for i in range(3):
@@ -204,7 +204,7 @@ def check_modes(mesh):
 
 
 def check_orders(mesh):
-    """mf.quantize_ after parallelize_module; forward without gradients before one with them."""
+    """Checks mf.quantize_ after parallelize_module, and a first forward without gradients."""
     late = nn.Sequential(nn.Linear(WIDTH, INNER), nn.ReLU(), nn.Linear(INNER, WIDTH))
     parallelize_module(late, mesh, TENSOR)
     late.load_state_dict(built("nvfp4", mesh).state_dict())
@@ -220,7 +220,7 @@ def check_orders(mesh):
 
 
 def check_recomputed(mesh):
-    """Activation checkpointing meets a weight twice in one step."""
+    """Checks activation checkpointing, whose step reads a weight twice."""
     model, twin = (built("mxfp4", mesh, reuses=reuses) for reuses in (True, False))
     for i, expected in enumerate((2, 1)):
         found = {}
@@ -239,7 +239,7 @@ def check_recomputed(mesh):
 
 
 def check_what_fsdp_gathers():
-    """Its memory is filled again uncounted: what was kept of a shard is not of it."""
+    """Checks that codes of freed memory are not reused: FSDP2 refills it with no write counted."""
     ranks = dist.get_world_size()
     mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("data", "tensor"))
     alone, model = built("mxfp8"), built("mxfp8", mesh["tensor"])
@@ -257,7 +257,7 @@ def check_what_fsdp_gathers():
 
 
 def check_converted(mesh):
-    """Another dtype: torch swaps the DTensors, and the layer meets other weights."""
+    """Checks a change of dtype, for which torch swaps the DTensors."""
     model, twin = (built("mxfp8", mesh, reuses=reuses) for reuses in (True, False))
     with torch.no_grad():
         for dtype in (torch.float32, torch.bfloat16, torch.float32):

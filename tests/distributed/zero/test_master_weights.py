@@ -36,13 +36,13 @@ SHAPES = [(16, 16), (48, 96), (33, 70), (17, 31), (1, 129), (129, 1), (130, 40)]
 
 
 def as_bytes(t):
-    if t.dtype == torch.float32:  # torch's rounding to bfloat16 gives NaNs of its own bits
+    if t.dtype == torch.float32:  # torch's rounding to bfloat16 makes NaNs of different bits
         t = torch.where(t.isnan(), torch.nan, t)
     return t.reshape(-1).view(torch.uint8)
 
 
 def assert_same_weight(got, want):
-    """Amax, scales and codes of both directions, each by name."""
+    """Compares amax, scales and codes of both directions, each by name."""
     for side in ("rowwise", "columnwise"):
         mine, theirs = getattr(got, side), getattr(want, side)
         assert (mine is None) == (theirs is None)
@@ -54,7 +54,7 @@ def assert_same_weight(got, want):
 
 
 def master_of(shape, seed, special=False):
-    """Values over many binades, with zero blocks and odd ones, as fp32."""
+    """Returns fp32 values over many binades, with zero blocks and odd ones."""
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(shape, generator=generator)
     x *= torch.exp2(torch.randint(-30, 3, shape, generator=generator).float())
@@ -65,7 +65,7 @@ def master_of(shape, seed, special=False):
 
 
 def empty_weight(shape, specs, dtype=torch.bfloat16):
-    """A weight of other values, so that every byte has to be written."""
+    """Returns a weight of other values, so that a cast has to write every byte."""
     return mf.QuantizedTensor.from_tensor(torch.full(shape, -3.0, dtype=dtype), *specs)
 
 
@@ -77,14 +77,14 @@ def whole_cast(master, specs, dtype=torch.bfloat16):
 
 
 def entries(weight, start):
-    """(part, numbers) of each direction, as the operators take them."""
+    """Returns (part, numbers) of each direction, the operators' arguments."""
     rounds = weight.dtype == torch.bfloat16
     parts = [p for p in (weight.rowwise, weight.columnwise) if p is not None]
     return [(p, [p.columnwise, *weight.shape, rounds, start, False]) for p in parts]
 
 
 def cast_by_shards(weight, master, cuts):
-    """What ranks would do with the shards between the cuts, in place, one after the other."""
+    """Casts the shards between the cuts in place, one after the other, as ranks would."""
     flat, packed = master.flatten(), None
     for begin, end in pairwise(cuts):
         found = entries(weight, begin)
@@ -112,10 +112,10 @@ def cast_by_shards(weight, master, cuts):
             [p.scale for p, _ in found],
             [p.amax for p, _ in found],
         )
-    for (part, _), wire in zip(entries(weight, 0), staged):
+    for (part, _), flat_codes in zip(entries(weight, 0), staged):
         if part.columnwise:
-            bits = 4 if wire.shape[1] < cols else 8
-            ops.transpose_many([wire], [part.codes], [rows, cols, bits])
+            bits = 4 if flat_codes.shape[1] < cols else 8
+            ops.transpose_many([flat_codes], [part.codes], [rows, cols, bits])
 
 
 @settings(max_examples=150, deadline=None)
@@ -154,7 +154,7 @@ def test_delayed_scaling_casts_with_the_amax_in_force_and_reports_its_own():
 
 
 def step_and_compare(weights, formats, seed):
-    """A whole step from masters of `seed`; every weight then has the bytes of its whole cast."""
+    """Casts masters of `seed`; compares every weight with the cast of its whole master."""
     masters = [master_of(tuple(w.shape), seed + i) for i, w in enumerate(weights)]
     flat = [master.flatten() for master in masters]
     mf.quantize_master_weights(weights, flat, [0] * len(weights), None)
@@ -169,13 +169,15 @@ def test_what_steps_keep_of_a_list_follows_its_weights():
     weights = [empty_weight((32, 48), specs) for specs in formats]
     step_and_compare(weights, formats, 1)
     step_and_compare(weights, formats, 2)  # the same list
-    step_and_compare(weights[:2], formats[:2], 3)  # another that begins alike
+    step_and_compare(weights[:2], formats[:2], 3)  # another list with the same first weights
     masters = step_and_compare(weights, formats, 4)
     twins = copy.deepcopy(weights)
     step_and_compare(twins, formats, 5)
-    for weight, master, specs in zip(weights, masters, formats):  # the twins' memory is their own
+    for weight, master, specs in zip(weights, masters, formats):  # copies have their memory
         assert_same_weight(weight, whole_cast(master, specs))
-    mf.attach_wires(weights[1], [torch.zeros_like(wire) for wire in mf.wires(weights[1])])
+    mf.attach_wires(
+        weights[1], [torch.zeros_like(flat_codes) for flat_codes in mf.wires(weights[1])]
+    )
     step_and_compare(weights, formats, 6)
     for weight in weights:
         weight.rowwise.codes.data = torch.zeros_like(weight.rowwise.codes)  # other memory
@@ -259,14 +261,14 @@ def test_even_cuts_divide_no_byte_and_hold_everything(ranks, rows, cols):
 
 def gather_in_place(layout, weights, group_size):
     for i, weight in enumerate(weights):
-        for wire, ranges in zip(mf.wires(weight), layout.byte_ranges(i)):
+        for flat_codes, ranges in zip(mf.wires(weight), layout.byte_ranges(i)):
             for rank, (begin, end) in zip(range(group_size), ranges):
                 if begin < end:
-                    dist.broadcast(wire.view(-1)[begin:end], src=rank)
+                    dist.broadcast(flat_codes.view(-1)[begin:end], src=rank)
 
 
 def check_shards(rank, world_size, seed):
-    """All formats and shapes in one list: in place, as fragments, and as fragments of odd cuts."""
+    """Casts all formats in one list: in place, as fragments, and as fragments of odd cuts."""
     pick = random.Random(seed)
     cases = [(specs, pick.choice(SHAPES)) for specs in FORMATS for _ in range(2)]
     masters = [master_of(shape, pick.randrange(9)) for _, shape in cases]
@@ -281,16 +283,16 @@ def check_shards(rank, world_size, seed):
             cuts = [[0, *inside, w.numel()] for inside, w in zip(inner, weights)]
         layout = mf.WireLayout.of(weights, world_size, cuts)
         shards = layout.shards(rank)
-        own = [m.flatten()[b:e] if b < e else None for m, (b, e) in zip(masters, shards)]
+        shard_masters = [m.flatten()[b:e] if b < e else None for m, (b, e) in zip(masters, shards)]
         starts = [b for b, _ in shards]
         if mode == "in place":
-            mf.quantize_master_weights(weights, own, starts, dist.group.WORLD)
+            mf.quantize_master_weights(weights, shard_masters, starts, dist.group.WORLD)
             gather_in_place(layout, weights, world_size)
         else:
-            piece = layout.new_piece(masters[0])
-            fragments = layout.fragments(piece, rank)
-            mf.quantize_master_weights(weights, own, starts, dist.group.WORLD, fragments)
-            layout.gather(piece, weights, dist.group.WORLD)
+            shard_codes = layout.new_piece(masters[0])
+            fragments = layout.fragments(shard_codes, rank)
+            mf.quantize_master_weights(weights, shard_masters, starts, dist.group.WORLD, fragments)
+            layout.gather(shard_codes, weights, dist.group.WORLD)
         mf.post_all_gather_processing(weights)
         for got, expected in zip(weights, want):
             assert_same_weight(got, expected)
@@ -325,7 +327,7 @@ def check_faults(rank):
     refused("1 directions|2 directions", [good] * (1 + rank % 2), [whole] * (1 + rank % 2))
     refused("weight w to hold its 1536 elements, got 20", [good], [torch.ones(10)], ["w"])
 
-    # What was refused once is asked again, and then agreed on.
+    # A list that was refused once is compared again, and then agreed on.
     start = 768 * rank
     for step in range(2):
         master = torch.arange(1536.0)
@@ -346,7 +348,7 @@ def test_ranks_that_differ_are_refused_by_name_and_nan_reaches_all():
 def test_a_copy_of_a_weight_has_wires_of_its_own():
     master = master_of((32, 48), 4)
     weight = empty_weight((32, 48), ("mxfp8", "nvfp4"))
-    memory = [torch.zeros_like(wire) for wire in mf.wires(weight)]
+    memory = [torch.zeros_like(flat_codes) for flat_codes in mf.wires(weight)]
     mf.attach_wires(weight, memory)
     twin = copy.deepcopy(weight)
     mf.quantize_master_weights([weight], [master.flatten()], [0], None)

@@ -4,7 +4,7 @@
     ZeRO-1   a rank keeps a shard of the masters; weights are whole on every rank
     ZeRO-3   and of the codes, too: whole weights exist from gather to the end of the backward pass
 
-Four processes, each with a batch of its own; gradients are averaged by one all-reduce in all three.
+Four processes, each with its batch; gradients are averaged by one all-reduce in all three.
 Products and all-reduces of the three are repetitions (exact_sums.py).
 """
 
@@ -33,7 +33,7 @@ def build(recipe):
 
 
 def batch(step, rank):
-    """Of a fixed map that the model can learn."""
+    """Returns one batch of a fixed map that the model is trained on."""
     x = torch.randn(BATCH, SIZES[0], generator=torch.Generator().manual_seed(1000 * step + rank))
     teacher = torch.randn(SIZES[0], SIZES[-1], generator=torch.Generator().manual_seed(7))
     return x.bfloat16(), torch.tanh(x @ teacher / 7)
@@ -53,16 +53,16 @@ class Momentum:
 
 
 def forward_backward(model, step, rank):
-    """The mean loss over ranks, and averaged gradients."""
+    """Returns the mean loss over ranks, and averaged gradients."""
     x, target = batch(step, rank)
     loss = (model(x).float() - target).square().mean()
     loss.backward()
-    own = [p.grad.float().flatten() for p in model.parameters()]
+    gradients = [p.grad.float().flatten() for p in model.parameters()]
     model.zero_grad()
-    mean = torch.cat([loss.detach().view(1), *own])
+    mean = torch.cat([loss.detach().view(1), *gradients])
     dist.all_reduce(mean)
     mean /= RANKS
-    loss, *gradients = mean.split([1] + [g.numel() for g in own])
+    loss, *gradients = mean.split([1] + [g.numel() for g in gradients])
     return loss.item(), [g.view(p.shape) for g, p in zip(gradients, model.parameters())]
 
 
@@ -88,54 +88,56 @@ class Sharded:
         self.layout = mf.WireLayout.of(self.weights, RANKS, cuts)
         self.shards = self.layout.shards(rank)
         self.starts = [begin for begin, _ in self.shards]
-        self.own = [m.flatten()[b:e].clone() for m, (b, e) in zip(masters, self.shards)]
-        self.optimizer = Momentum(self.own)
+        self.shard_masters = [m.flatten()[b:e].clone() for m, (b, e) in zip(masters, self.shards)]
+        self.optimizer = Momentum(self.shard_masters)
 
     def step(self, gradients, fragments=None):
         self.optimizer.step([g.flatten()[b:e] for g, (b, e) in zip(gradients, self.shards)])
-        mf.quantize_master_weights(self.weights, self.own, self.starts, dist.group.WORLD, fragments)
+        mf.quantize_master_weights(
+            self.weights, self.shard_masters, self.starts, dist.group.WORLD, fragments
+        )
 
 
 def train_zero1(recipe, rank):
     model, masters = build(recipe)
     sharded, losses = Sharded(model, masters, rank), []
     weights, layout = sharded.weights, sharded.layout
-    piece = layout.new_piece(masters[0])
-    fragments = layout.fragments(piece, rank)
+    shard_codes = layout.new_piece(masters[0])
+    fragments = layout.fragments(shard_codes, rank)
     for step in range(STEPS):
         loss, gradients = forward_backward(model, step, rank)
         losses.append(loss)
         sharded.step(gradients)
-        for i, weight in enumerate(weights):  # what this rank has written, and nothing else
-            for wire, ranges, fragment in zip(
+        for i, weight in enumerate(weights):  # exactly the bytes that this rank has written
+            for flat_codes, ranges, fragment in zip(
                 mf.wires(weight), layout.byte_ranges(i), fragments[i]
             ):
-                fragment.copy_(wire.view(-1)[slice(*ranges[rank])])
-                wire.fill_(0xEE)
-        layout.gather(piece, weights, dist.group.WORLD)
+                fragment.copy_(flat_codes.view(-1)[slice(*ranges[rank])])
+                flat_codes.fill_(0xEE)
+        layout.gather(shard_codes, weights, dist.group.WORLD)
         mf.post_all_gather_processing(weights)
     return losses
 
 
 def drop_codes(weight):
-    """What a ZeRO-3 engine frees: whole codes, of both directions and of the wires."""
+    """Overwrites what a ZeRO-3 engine frees: codes of both directions and flat codes."""
     for part in (weight.rowwise, weight.columnwise):
         part.codes.fill_(0xEE)
-    for wire in mf.wires(weight):
-        wire.fill_(0xEE)
+    for flat_codes in mf.wires(weight):
+        flat_codes.fill_(0xEE)
 
 
 def train_zero3(recipe, rank):
     model, masters = build(recipe)
     odd = [[0, 5, 5, p.numel() // 2 | 1, p.numel()] for p in model.parameters()]  # one shard empty
     sharded, losses = Sharded(model, masters, rank, odd), []
-    piece = sharded.layout.new_piece(masters[0])
-    fragments = sharded.layout.fragments(piece, rank)
+    shard_codes = sharded.layout.new_piece(masters[0])
+    fragments = sharded.layout.fragments(shard_codes, rank)
     mf.quantize_master_weights(
-        sharded.weights, sharded.own, sharded.starts, dist.group.WORLD, fragments
+        sharded.weights, sharded.shard_masters, sharded.starts, dist.group.WORLD, fragments
     )
     for step in range(STEPS):
-        sharded.layout.gather(piece, sharded.weights, dist.group.WORLD)
+        sharded.layout.gather(shard_codes, sharded.weights, dist.group.WORLD)
         mf.post_all_gather_processing(sharded.weights)
         loss, gradients = forward_backward(model, step, rank)
         for weight in sharded.weights:
