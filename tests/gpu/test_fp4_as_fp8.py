@@ -109,5 +109,5 @@ def test_layers_ask_for_no_values(cuda, recipe):
     with Asked() as asked, torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
         y = mf.linear(x, w, None, recipe, rng=rng)
     assert not asked.values
-    assert sum(saved[:3]) <= 0.57 * x.numel()  # x stays in 4 bits
+    assert sum(saved) <= 0.57 * (x.numel() + w.numel())  # both stay in 4 bits
     assert y.isfinite().all()

@@ -106,8 +106,10 @@ struct MagicOfPairs {
     for (int i = 0; i < kVec / 2; ++i)
       w[i] = max_bf16x2(mul_bf16x2(vec.w[i] & 0x7FFF'7FFFu, factor * 0x1'0001u), kLowestPair);
   }
+  // The upper of a pair keeps the lower's bits, which leave it a multiple of the grid's last place,
+  // and further below the next power of two than y: they are at most 0x48E0 of 0xFFFF.
   __device__ __forceinline__ float operator[](int i) const {
-    return bit_cast<float>(i % 2 ? w[i / 2] & 0xFFFF'0000u : w[i / 2] << 16);
+    return bit_cast<float>(i % 2 ? w[i / 2] : w[i / 2] << 16);
   }
 };
 __device__ __forceinline__ MagicOfFloats magic_of(float factor, const Vec16<float>& vec) {
@@ -136,7 +138,9 @@ __device__ __forceinline__ float distance_of_vec(const BlockScale& block, const 
 // A decision by the bound. For a block of amax a, each element's d here and in squared_error differ
 // by at most 12 roundings of a, 2^-20 a. By Cauchy-Schwarz a sum E then differs by at most 2 *
 // 2^-20 a * 4 sqrt(E) + 2^-36 a^2, at most 2^-20 a^2 + 2^-16 E, and by 2^-18 E for the roundings of
-// both sums. kOfAmax and kOfErrors are more than that for two sums.
+// both sums. kOfAmax and kOfErrors are more than that for two sums, by 2^-19 a^2: from kLeastAmax
+// on, more than the 2^-145 that squares lose where they are subnormal.
+inline constexpr float kLeastAmax = 0x1p-60f;
 struct Decision {
   bool is_sure, takes_second;
 };
@@ -175,7 +179,8 @@ __device__ __forceinline__ BlockScale scale_by_values(ScaleRule rule, ScaleRound
   const BlockScales scales = both_scales(rule, rounding, matrix, amax);
   if (amax == 0 || !is_finite(amax)) return scales.first;  // the errors are 0, or NaN
   Decision decision = {};
-  if (scales.first.takes_fast_path && scales.second.takes_fast_path)
+  if (scales.first.takes_fast_path && scales.second.takes_fast_path &&
+      bit_cast<float>(amax) >= kLeastAmax)
     decision = decide_by_bound(matrix, scales, bit_cast<float>(amax), vec);
   if (!decision.is_sure) {
     const VecErrors errors = errors_of_vec(matrix, scales, vec);

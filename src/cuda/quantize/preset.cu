@@ -15,45 +15,72 @@ struct VecRun {
   Divisor vecs_of_row;
 };
 
+// Returns vec16 u; zeros past the end.
+__device__ __forceinline__ Vec16<Bf16> load_vec(const VecRun& run, std::uint32_t u) {
+  Vec16<Bf16> vec = {};
+  if (u >= run.count) return vec;
+  const uint4* from = run.x + std::uint64_t{u} * 2;
+  *reinterpret_cast<uint4*>(&vec) = __ldg(from);
+  *(reinterpret_cast<uint4*>(&vec) + 1) = __ldg(from + 1);
+  return vec;
+}
+
+// Casts vec16 u.   to: its codes
+template <class C>
+__device__ __forceinline__ void cast_vec(const VecRun& run, const KernelOperand& plan,
+                                         const Whole& whole, const MatrixScale& scale,
+                                         const Vec16<Bf16>& vec, std::uint32_t u,
+                                         std::uint8_t* to) {
+  const Transformed16 transformed = transform_preset<C>(vec);
+  const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kVecsLog2) : 0;
+  if (u >= run.count) return;  // its lane took part in the exchange
+  const BlockScale block = scale_of_vec<C>(C::kRule, C::kRounding, scale, amax, transformed.vec);
+  if constexpr (C::kBlocks)
+    if (u % (1 << C::kVecsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kVecsLog2);
+  RandomBits bits = {};
+  if constexpr (C::kStochastic) {
+    const std::uint32_t row = run.vecs_of_row.divide(u);
+    bits = random_bits_at(whole, row, u - row * run.vecs_of_row.d);
+  }
+  encode_and_store<C>(plan, transformed, block, bits, to, u);
+}
+
 template <class C>
 __global__ void __launch_bounds__(kThreads, 4)
     quantize_run(const __grid_constant__ VecRun run, const __grid_constant__ KernelOperand plan) {
-  using F = typename C::F;
   __shared__ Whole whole;
   const std::uint32_t first = blockIdx.x * (kThreads * kVecsOfRows) + threadIdx.x;
-  const uint4* from = run.x + std::uint64_t{first} * 2;
-  Vec16<Bf16> vecs[kVecsOfRows];
-#pragma unroll
-  for (int i = 0; i < kVecsOfRows; ++i) {
-    vecs[i] = {};
-    if (first + i * kThreads >= run.count) continue;
-    *reinterpret_cast<uint4*>(&vecs[i]) = __ldg(from + i * kThreads * 2);
-    *(reinterpret_cast<uint4*>(&vecs[i]) + 1) = __ldg(from + i * kThreads * 2 + 1);
-  }
-  if (threadIdx.x == 0) prepare<C>(plan, whole);
-  __syncthreads();
-  const MatrixScale scale = scale_of_whole<C>(plan, whole);
-  std::uint8_t* const to = plan.codes + std::uint64_t{first} * kVecBytes<F>;
-  std::uint32_t largest = 0;
-#pragma unroll
-  for (int i = 0; i < kVecsOfRows; ++i) {
-    const std::uint32_t u = first + i * kThreads;
-    const Transformed16 transformed = transform_preset<C>(vecs[i]);
-    const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kVecsLog2) : 0;
-    if (u >= run.count) continue;  // its lane takes part in the next vec16's exchange
-    const BlockScale block = scale_of_vec<C>(C::kRule, C::kRounding, scale, amax, transformed.vec);
-    if constexpr (C::kBlocks)
-      if (u % (1 << C::kVecsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kVecsLog2);
-    RandomBits bits = {};
-    if constexpr (C::kStochastic) {
-      const std::uint32_t row = run.vecs_of_row.divide(u);
-      bits = random_bits_at(whole, row, u - row * run.vecs_of_row.d);
+  constexpr int kStep = kThreads * kVecBytes<typename C::F>;
+  std::uint8_t* const to = plan.codes + std::uint64_t{first} * kVecBytes<typename C::F>;
+  if constexpr (C::kReadsValues) {
+    // One copy of the body, with the next load in flight: four do not fit the instruction cache.
+    Vec16<Bf16> next = load_vec(run, first);
+    if (threadIdx.x == 0) prepare<C>(plan, whole);
+    __syncthreads();
+    const MatrixScale scale = scale_of_whole<C>(plan, whole);
+#pragma unroll 1
+    for (int i = 0; i < kVecsOfRows; ++i) {
+      const Vec16<Bf16> vec = next;
+      const std::uint32_t u = first + i * kThreads;
+      if (i + 1 < kVecsOfRows) next = load_vec(run, u + kThreads);
+      cast_vec<C>(run, plan, whole, scale, vec, u, to + i * kStep);
     }
-    encode_and_store<C>(plan, transformed, block, bits, to + i * kThreads * kVecBytes<F>, u);
-    if constexpr (kFindsCurrentAmax<C>)
-      if (plan.current_amax) largest = max(largest, vecs[i].amax());
+  } else {
+    Vec16<Bf16> vecs[kVecsOfRows];
+#pragma unroll
+    for (int i = 0; i < kVecsOfRows; ++i) vecs[i] = load_vec(run, first + i * kThreads);
+    if (threadIdx.x == 0) prepare<C>(plan, whole);
+    __syncthreads();
+    const MatrixScale scale = scale_of_whole<C>(plan, whole);
+    std::uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kVecsOfRows; ++i) {
+      cast_vec<C>(run, plan, whole, scale, vecs[i], first + i * kThreads, to + i * kStep);
+      if constexpr (kFindsCurrentAmax<C>)
+        if (plan.current_amax) largest = max(largest, vecs[i].amax());
+    }
+    if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, largest);
   }
-  if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, largest);
 }
 
 template <class C>
