@@ -56,7 +56,7 @@ def linear(
         recipe_text(recipe),
         rng=rng,
         amax_history=amax_history,
-        weight_operands=weight_operands(weight, recipe, x),
+        weight_operands=weight_operands(weight, recipe, x, amax_history),
     )
 
 

@@ -116,7 +116,7 @@ class Linear(nn.Linear):
             self.weight_gather.complete(weight, torch.is_grad_enabled() and input.requires_grad)
         rng = self.draw_rng(weight.device)
         history = self.step_history()
-        x_operands, w_operands = None, weight_operands(weight, self.recipe, input)
+        x_operands, w_operands = None, weight_operands(weight, self.recipe, input, history)
         is_plain = type(input) is Tensor and not input.is_meta
         if is_plain and not (self.weight_codes is None and self.shared_input is None):
             x_operands, reused = self._reused(input, weight, history)
@@ -147,7 +147,7 @@ class Linear(nn.Linear):
             self.recipe.text,
             rng=rng,
             amax_history=history,
-            weight_operands=weight_operands(weight, self.recipe, input),
+            weight_operands=weight_operands(weight, self.recipe, input, history),
         )
 
     def draw_rng(self, device: torch.device) -> Tensor | None:

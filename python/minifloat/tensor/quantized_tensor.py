@@ -314,13 +314,16 @@ for _side in ("rowwise", "columnwise"):
         setattr(QuantizedTensor, f"_{_side}_{_name}", _inner(_side, _name))
 
 
-def weight_operands(weight: Tensor, recipe: str | Recipe, x: Tensor) -> list[Tensor] | None:
+def weight_operands(
+    weight: Tensor, recipe: str | Recipe, x: Tensor, amax_history: Tensor | None
+) -> list[Tensor] | None:
     """The codes of a quantized weight as the op `linear` takes them; None: it is not quantized.
 
     Args:
         weight: (N, K).
         recipe: of the layer: fprop reads W rowwise, dgrad columnwise.
         x: the layer's input, which tells whether dgrad is computed.
+        amax_history: of the layer, for delayed scaling.
 
     Returns:
         The eight tensors of the op layer_operands.
@@ -333,7 +336,9 @@ def weight_operands(weight: Tensor, recipe: str | Recipe, x: Tensor) -> list[Ten
     recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
     has_dgrad = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
     if torch.compiler.is_compiling():  # which sees an op, not the parts of the weight
-        return ops.layer_operands.default(weight, recipe.text, "w", columnwise=has_dgrad)
+        return ops.layer_operands.default(
+            weight, recipe.text, "w", columnwise=has_dgrad, amax_history=amax_history
+        )
     empty = torch.empty(0, device=weight.device)
     operands = []
     for spec, columnwise in ((recipe.fprop.b, False), (recipe.dgrad.b, True)):

@@ -212,7 +212,7 @@ def whole_linear(
         rng=rng,
         amax_history=amax_history,
         stream=stream,
-        weight_operands=weight_operands(whole, recipe, values),
+        weight_operands=weight_operands(whole, recipe, values, amax_history),
     )
     return DTensor.from_local(y, x.device_mesh, [Replicate()], run_check=False)
 
@@ -263,7 +263,7 @@ def shard_operands(
 
     Codes are cached until a rank's shard changes.
     """
-    prequantized = weight_operands(shard, recipe, x)
+    prequantized = weight_operands(shard, recipe, x, amax_history)
     needs_dx = torch.is_grad_enabled() and x.requires_grad
     if prequantized is not None or reuse is None or reuse.weight_codes is None:
         return prequantized
