@@ -1,4 +1,4 @@
-"""FSDP2 with weights gathered as codes, against bf16 in the same run.
+"""FSDP2 with weights gathered as codes, against bf16 and torchao (where installed) in one run.
 
 The model is Llama blocks on several GPUs of one host.
 
@@ -10,6 +10,8 @@ The model is Llama blocks on several GPUs of one host.
     time    median of a step by the host's clock, of the slowest rank. With few tokens the step
             waits for the host. So the compiler runs in this process only (idle workers would wake
             now and then), and steps are many
+    host    until the step's calls have returned, of the slowest rank: what the host needs, where
+            the GPU does not keep it waiting
     device  a step after a delay on the GPU, so that the host is ahead: the GPU's time
     peak    memory of rank 0, allocated
 """
@@ -17,6 +19,7 @@ The model is Llama blocks on several GPUs of one host.
 from __future__ import annotations
 
 import gc
+import importlib.util
 import os
 import statistics
 import sys
@@ -38,6 +41,7 @@ BLOCKS, DIM, HEADS, KV_HEADS, FFN = 8, 4096, 32, 8, 14336
 WIDTH = DIM // HEADS
 IN_BF16 = ["wk", "wv"]
 RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"]
+TORCHAO = "torchao_tensorwise"  # with its own all-gather in FP8
 BARS = {  # least speed against bf16
     2048: {"fp8_tensorwise": 1.24, "fp8_delayed": 1.26, "fp8_rowwise": 1.08},
     8192: {"fp8_tensorwise": 1.38, "fp8_delayed": 1.40, "fp8_rowwise": 1.26},
@@ -53,6 +57,7 @@ class Row:
     recipe: str
     seq: int
     ms: float
+    host_ms: float
     device_ms: float
     speed: float
     bar: float | None
@@ -90,7 +95,9 @@ def build(recipe: str, device: torch.device, *, compiled: bool) -> nn.Sequential
     torch.manual_seed(0)
     with device:
         model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
-    if recipe != "bf16":
+    if recipe == TORCHAO:
+        convert_by_torchao(model)
+    elif recipe != "bf16":
         mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False)
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model:
@@ -99,6 +106,25 @@ def build(recipe: str, device: torch.device, *, compiled: bool) -> nn.Sequential
         fully_shard(layer, mp_policy=policy)
     fully_shard(model, mp_policy=policy)
     return model
+
+
+def convert_by_torchao(model: nn.Module) -> None:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def is_quantized(module: nn.Module, name: str) -> bool:
+        return isinstance(module, nn.Linear) and name.split(".")[-1] not in IN_BF16
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=True)
+    convert_to_float8_training(model, config=config, module_filter_fn=is_quantized)
+
+
+def after_step(recipe: str) -> Callable[[nn.Module], None] | None:
+    """Returns what the recipe's library does once a step."""
+    if recipe == TORCHAO:
+        from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
+
+        return precompute_float8_dynamic_scale_for_fsdp
+    return None if recipe == "bf16" else mf.step
 
 
 def all_gather_gb_s(device: torch.device) -> float:
@@ -116,30 +142,36 @@ def slowest(seconds: float, device: torch.device) -> float:
     return float(worst)
 
 
-def step_ms(model: nn.Module, recipe: str, seq: int, device: torch.device) -> tuple[float, float]:
-    """Times a step: by the host's clock, of the slowest rank, and on this rank's device alone."""
+def step_ms(
+    model: nn.Module, recipe: str, seq: int, device: torch.device
+) -> tuple[float, float, float]:
+    """Times a step: whole and the host's calls, of the slowest rank; this rank's device alone."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     x = torch.randn(1, seq, DIM, device=device, dtype=torch.bfloat16)
+    finish = after_step(recipe)
 
     def step() -> None:
         model(x).float().pow(2).mean().backward()
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        if recipe != "bf16":
-            mf.step(model)
+        if finish is not None:
+            finish(model)
 
     for _ in range(WARM_STEPS):
         step()
     torch.cuda.reset_peak_memory_stats()
-    times = []
+    whole, host = [], []
     for _ in range(STEPS):
         torch.cuda.synchronize()
         dist.barrier()
+        torch.cuda.synchronize()
         start = time.perf_counter()
         step()
+        called = time.perf_counter() - start
         torch.cuda.synchronize()
-        times.append(slowest(time.perf_counter() - start, device))
-    return 1e3 * statistics.median(times), device_ms(step)
+        whole.append(slowest(time.perf_counter() - start, device))
+        host.append(slowest(called, device))
+    return 1e3 * statistics.median(whole), 1e3 * statistics.median(host), device_ms(step)
 
 
 def device_ms(step: Callable[[], None]) -> float:
@@ -160,11 +192,11 @@ def measure(seq: int, recipes: list[str], device: torch.device, *, compiled: boo
             timing.compile_each_shape()
         torch.cuda.empty_cache()
         model = build(recipe, device, compiled=compiled)
-        ms, alone = step_ms(model, recipe, seq, device)
+        ms, host, alone = step_ms(model, recipe, seq, device)
         base = rows[0].ms if rows else ms
         peak = torch.cuda.max_memory_allocated() / 2**30
         bar = BARS.get(seq, {}).get(recipe)
-        rows.append(Row(recipe, seq, ms, alone, base / ms, bar, 1e3 * seq / ms, peak))
+        rows.append(Row(recipe, seq, ms, host, alone, base / ms, bar, 1e3 * seq / ms, peak))
         del model
         gc.collect()
         if dist.get_rank() == 0:
@@ -178,7 +210,7 @@ def print_row(row: Row) -> None:
         verdict += ", missed"
     print(
         f"seq {row.seq:5} {row.recipe:16} {row.ms:8.1f} ms  {row.speed:5.2f} of bf16  "
-        f"device {row.device_ms:6.1f} ms  "
+        f"host {row.host_ms:6.1f} ms  device {row.device_ms:6.1f} ms  "
         f"{row.tokens_per_s:7.0f} tokens/s a GPU  peak {row.peak_gib:5.1f} GiB  {verdict}",
         flush=True,
     )
@@ -187,7 +219,8 @@ def print_row(row: Row) -> None:
 def main() -> int:
     parser = timing.arguments(__doc__, "gpu_fsdp.json")
     parser.add_argument("--seq", default="2048,8192", help="sequence lengths")
-    parser.add_argument("--recipes", default=",".join(RECIPES), help="bf16 first")
+    peers = [TORCHAO] if importlib.util.find_spec("torchao") else []
+    parser.add_argument("--recipes", default=",".join(RECIPES + peers), help="bf16 first")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     options = parser.parse_args()
     dist.init_process_group("nccl")
