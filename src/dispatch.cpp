@@ -154,14 +154,20 @@ void product_factor(const Quantized& a, const Quantized& b, float* out,
   MINIFLOAT_ON(a.device, product_factor(a, b, out, execution));
 }
 
-void fp4_as_fp8(const Quantized& operand, std::uint8_t* codes, float* row_scale,
-                const Execution& execution) {
-  check_quantized("fp4_as_fp8", operand);
-  check_nvfp4_amax("fp4_as_fp8", operand);
-  MINIFLOAT_CHECK(operand.spec.is_fp4_by_powers_of_two(),
-                  "fp4_as_fp8: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
-                  operand.spec.str());
-  MINIFLOAT_ON(operand.device, fp4_as_fp8(operand, codes, row_scale, execution));
+void fp4_as_fp8(std::span<const Fp4AsFp8Cast> operands, const Execution& execution) {
+  if (operands.empty()) return;
+  const Device device = operands.front().operand.device;
+  for (const Fp4AsFp8Cast& o : operands) {
+    const Quantized& operand = o.operand;
+    check_quantized("fp4_as_fp8", operand);
+    check_nvfp4_amax("fp4_as_fp8", operand);
+    MINIFLOAT_CHECK(operand.spec.is_fp4_by_powers_of_two(),
+                    "fp4_as_fp8: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
+                    operand.spec.str());
+    MINIFLOAT_CHECK(operand.device == device,
+                    "fp4_as_fp8: expected operands of one device, got two");
+  }
+  MINIFLOAT_ON(device, fp4_as_fp8(operands, execution));
 }
 
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,

@@ -12,6 +12,7 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
 
 #include "minifloat/spec.h"
 #include "minifloat/tensor_ref.h"
@@ -89,12 +90,19 @@ void tensor_factor(const Quantized& operand, float* out, const Execution& execut
 void product_factor(const Quantized& a, const Quantized& b, float* out,
                     const Execution& execution = {});
 
-// Converts an E2M1 operand whose block scales are powers of two (mxfp4; nvfp4+pow2) to E4M3 codes
-// under one fp32 scale a row, which an FP8 product multiplies (core/fp4_as_fp8.h). Exact where a
+// An E2M1 operand whose block scales are powers of two (mxfp4; nvfp4+pow2), and the memory of its
+// E4M3 codes under one fp32 scale a row.
+struct Fp4AsFp8Cast {
+  Quantized operand;
+  std::uint8_t* codes = nullptr;  // (batch, rows, padded_cols) bytes
+  float* row_scale = nullptr;     // (batch, rows), the tensor's scale included
+};
+// Converts operands to the form that an FP8 product multiplies (core/fp4_as_fp8.h). Exact where a
 // block's scale is at least 2^-14 of the largest of its row; below, within 2^-16 of that largest
-// scale.
-//   codes: (batch, rows, padded_cols) bytes;  row_scale: (batch, rows), the tensor's scale included
-void fp4_as_fp8(const Quantized& operand, std::uint8_t* codes, float* row_scale,
-                const Execution& execution = {});
+// scale. On CUDA the two operands of a product take one launch.
+void fp4_as_fp8(std::span<const Fp4AsFp8Cast> operands, const Execution& execution = {});
+inline void fp4_as_fp8(const Fp4AsFp8Cast& operand, const Execution& execution = {}) {
+  fp4_as_fp8(std::span(&operand, 1), execution);
+}
 
 }  // namespace minifloat

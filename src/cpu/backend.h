@@ -16,8 +16,7 @@ void dequantize(const Quantized& operand, DType dtype, void* out, const Executio
 void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution);
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution);
 void product_factor(const Quantized& a, const Quantized& b, float* out, const Execution& execution);
-void fp4_as_fp8(const Quantized& operand, std::uint8_t* codes, float* row_scale,
-                const Execution& execution);
+void fp4_as_fp8(std::span<const Fp4AsFp8Cast> operands, const Execution& execution);
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
               std::uint16_t* out, const Execution& execution);
 void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::uint8_t* out,

@@ -8,9 +8,10 @@
 #include "parallel.h"
 
 namespace minifloat::cpu {
+namespace {
 
-void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
-                const Execution& execution) {
+void write_rows_as_fp8(const Fp4AsFp8Cast& to, const Execution& execution) {
+  const auto& [q, codes, row_scale] = to;
   const Spec& spec = q.spec;
   const std::int64_t padded = spec.padded_cols(q.cols), bytes = spec.code_cols(q.cols);
   const std::int64_t scale_cols = spec.scale_cols(q.cols), scale_rows = spec.scale_rows(q.rows);
@@ -41,6 +42,12 @@ void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
           fp4_as_fp8_code(code, exponent[c / spec.block_cols], row_exponent));
     }
   });
+}
+
+}  // namespace
+
+void fp4_as_fp8(std::span<const Fp4AsFp8Cast> operands, const Execution& execution) {
+  for (const Fp4AsFp8Cast& operand : operands) write_rows_as_fp8(operand, execution);
 }
 
 }  // namespace minifloat::cpu

@@ -18,8 +18,7 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
               const Execution& execution);
 void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution);
 void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution);
-void fp4_as_fp8(const Quantized& operand, std::uint8_t* codes, float* row_scale,
-                const Execution& execution);
+void fp4_as_fp8(std::span<const Fp4AsFp8Cast> operands, const Execution& execution);
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution);
 void product_factor(const Quantized& a, const Quantized& b, float* out, const Execution& execution);
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,

@@ -44,7 +44,7 @@ void expect_as_worked_out(const std::string& text, const Matrix& x) {
                        .cols = shape.cols};
   const std::int64_t padded = spec.padded_cols(shape.cols), rows = shape.batch * shape.rows;
   Fp8Rows got = {Guarded<std::uint8_t>(rows * padded), Guarded<float>(rows)};
-  fp4_as_fp8(q, got.codes.data(), got.row_scale.data());
+  fp4_as_fp8({q, got.codes.data(), got.row_scale.data()});
   ASSERT_TRUE(got.codes.guards_hold() && got.row_scale.guards_hold()) << text;
 
   std::vector<float> tensor_scale(static_cast<std::size_t>(shape.batch));
@@ -112,7 +112,7 @@ TEST(Fp4AsFp8, KeepsTheValuesOfModerateData) {
     Guarded<float> values(shape.elements()), row_scale(shape.rows);
     Guarded<std::uint8_t> codes(shape.elements());
     dequantize(q, DType::kFloat32, values.data());
-    fp4_as_fp8(q, codes.data(), row_scale.data());
+    fp4_as_fp8({q, codes.data(), row_scale.data()});
     for (std::size_t i = 0; i < codes.size(); ++i) {
       const float magnitude = oracle::fl32(e4m3()[codes[i] & 0x7F] *
                                            row_scale[i / static_cast<std::size_t>(shape.cols)]);

@@ -133,11 +133,14 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_meta(const Tensor& codes, const Tensor& sc
   return {fp8_codes, empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
 }
 
-void write_fp8_rows(const View& view, const Tensor& fp8_codes, const Tensor& row_scale) {
-  bridge::with_value_errors([&] {
-    fp4_as_fp8(view.q, static_cast<std::uint8_t*>(fp8_codes.mutable_data_ptr()),
-               row_scale.mutable_data_ptr<float>(), bridge::ExecutionOn(fp8_codes));
-  });
+Fp4AsFp8Cast fp8_rows_of(const Quantized& q, const Tensor& fp8_codes, const Tensor& row_scale) {
+  return {q, static_cast<std::uint8_t*>(fp8_codes.mutable_data_ptr()),
+          row_scale.mutable_data_ptr<float>()};
+}
+
+void write_fp8_rows(std::span<const Fp4AsFp8Cast> operands, const Tensor& like) {
+  const bridge::ExecutionOn here(like);
+  bridge::with_value_errors([&] { fp4_as_fp8(operands, here); });
 }
 
 std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& scale,
@@ -146,7 +149,8 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& 
   const auto [fp8_codes, row_scale] = fp4_as_fp8_meta(codes, scale, amax, text, cols);
   const View view = quantized_view("carry", bridge::parse_spec(text), codes, scale, amax,
                                    cols.guard_int(__FILE__, __LINE__));
-  write_fp8_rows(view, fp8_codes, row_scale);
+  const Fp4AsFp8Cast cast = fp8_rows_of(view.q, fp8_codes, row_scale);
+  write_fp8_rows({&cast, 1}, codes);
   return {fp8_codes, row_scale};
 }
 
@@ -165,26 +169,52 @@ Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec,
   return out;
 }
 
-std::pair<Tensor, Tensor> direct_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
-                                            const Tensor& amax, const Spec& spec,
-                                            std::int64_t cols) {
+namespace {
+
+// An operand as the native library reads it, and its uninitialized rows in one allocation.
+struct PlannedRows {
+  View view;
+  Fp8Rows rows;
+};
+PlannedRows plan_rows(const Fp4Operand& operand, std::int64_t cols) {
+  const auto& [spec, codes, scale, amax] = operand;
   check_is_fp4_by_powers_of_two(spec);
   check_codes("carry", codes, scale, amax, spec, cols);
-  const View view = quantized_view("carry", spec, codes, scale, amax, cols);
+  PlannedRows out = {quantized_view("carry", spec, codes, scale, amax, cols), {}};
   constexpr std::int64_t kAlignment = 256;  // bytes, as CUDA's own allocations
   const auto shape = codes.sizes();
   c10::SmallVector<std::int64_t, 3> values(shape.begin(), shape.end());
   values.back() = spec.padded_cols(cols);
-  const std::int64_t rows = view.q.batch * view.q.rows,
+  const std::int64_t rows = out.view.q.batch * out.view.q.rows,
                      begin = (rows * values.back() + kAlignment - 1) / kAlignment * kAlignment;
   const auto bytes = begin + rows * static_cast<std::int64_t>(sizeof(float));
   const Tensor memory = direct_empty(codes, {bytes}, at::kByte);
   if (codes.is_cpu()) advise_huge_pages(memory);
-  Tensor fp8_codes = direct_view(memory, at::kFloat8_e4m3fn, values);
-  Tensor row_scale = direct_view(memory, at::kFloat, shape.slice(0, shape.size() - 1),
-                                 begin / static_cast<std::int64_t>(sizeof(float)));
-  write_fp8_rows(view, fp8_codes, row_scale);
-  return {std::move(fp8_codes), std::move(row_scale)};
+  out.rows = {direct_view(memory, at::kFloat8_e4m3fn, values),
+              direct_view(memory, at::kFloat, shape.slice(0, shape.size() - 1),
+                          begin / static_cast<std::int64_t>(sizeof(float)))};
+  return out;
+}
+
+Fp4AsFp8Cast planned(const PlannedRows& p) {
+  return fp8_rows_of(p.view.q, p.rows.first, p.rows.second);
+}
+
+}  // namespace
+
+Fp8Rows direct_fp4_as_fp8(const Fp4Operand& operand, std::int64_t cols) {
+  const PlannedRows p = plan_rows(operand, cols);
+  const Fp4AsFp8Cast cast = planned(p);
+  write_fp8_rows({&cast, 1}, operand.codes);
+  return p.rows;
+}
+
+std::pair<Fp8Rows, Fp8Rows> direct_fp4_as_fp8(const Fp4Operand& a, const Fp4Operand& b,
+                                              std::int64_t cols) {
+  const PlannedRows left = plan_rows(a, cols), right = plan_rows(b, cols);
+  const Fp4AsFp8Cast casts[] = {planned(left), planned(right)};
+  write_fp8_rows(casts, a.codes);
+  return {left.rows, right.rows};
 }
 
 }  // namespace torch_ops

@@ -11,8 +11,16 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(const Tensor& x,
                                                               const std::string& col,
                                                               const QuantizeOptions& options);
 Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols);
-std::pair<Tensor, Tensor> direct_fp4_as_fp8(const Tensor& codes, const Tensor& scale,
-                                            const Tensor& amax, const Spec& spec,
-                                            std::int64_t cols);
+
+// Codes of FP4 values under power-of-two scales, and what fp4_as_fp8 makes of them.
+struct Fp4Operand {
+  const Spec& spec;
+  const Tensor &codes, &scale, &amax;
+};
+using Fp8Rows = std::pair<Tensor, Tensor>;  // codes and row scales
+Fp8Rows direct_fp4_as_fp8(const Fp4Operand& operand, std::int64_t cols);
+// Both operands of a product, in one launch.
+std::pair<Fp8Rows, Fp8Rows> direct_fp4_as_fp8(const Fp4Operand& a, const Fp4Operand& b,
+                                              std::int64_t cols);
 
 }  // namespace minifloat::torch_ops

@@ -61,7 +61,7 @@ std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, c
                                      const Spec& spec, c10::SymInt cols) {
   const auto length = cols.maybe_as_int();
   if (length && can_skip_dispatcher({&codes, &scale, &amax}))
-    return direct_fp4_as_fp8(codes, scale, amax, spec, *length);
+    return direct_fp4_as_fp8({spec, codes, scale, amax}, *length);
   using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
                                                const std::string&, c10::SymInt);
   static const auto op = find<Signature>("minifloat::carry");

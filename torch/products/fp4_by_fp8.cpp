@@ -1,6 +1,7 @@
 // The engine for FP4 codes under power-of-two scales. It converts them to E4M3 codes of the same
 // values under one scale for each row (core/fp4_as_fp8.h), which an FP8 product multiplies. One
-// kernel for each operand, then one for the product.
+// kernel for both operands, then one for the product.
+#include "ops/kernels.h"
 #include "ops/ops.h"
 #include "products/fp8.h"
 
@@ -22,12 +23,20 @@ ProductInput prepare(const Spec& spec, const Codes& codes, const c10::SymInt& co
   return as_fp8(spec, codes, cols);
 }
 
+// Returns both operands in the form that the product reads.
+std::pair<Fp4AsFp8, Fp4AsFp8> prepare_both(const ProductCall& call) {
+  const Codes *const a = std::get_if<Codes>(&call.a), *const b = std::get_if<Codes>(&call.b);
+  const auto &a_spec = call.product.a, &b_spec = call.product.b;
+  if (!a || !b)
+    return {a ? as_fp8(a_spec, *a, call.k) : std::get<Fp4AsFp8>(call.a),
+            b ? as_fp8(b_spec, *b, call.k) : std::get<Fp4AsFp8>(call.b)};
+  const auto [left, right] = direct_fp4_as_fp8({a_spec, a->codes, a->scale, a->amax},
+                                               {b_spec, b->codes, b->scale, b->amax}, call.k);
+  return {{left.first, left.second, a->amax}, {right.first, right.second, b->amax}};
+}
+
 Tensor multiply(const ProductCall& call) {
-  const auto prepared = [&](const Spec& spec, const ProductInput& input) {
-    const Codes* const codes = std::get_if<Codes>(&input);
-    return codes ? as_fp8(spec, *codes, call.k) : std::get<Fp4AsFp8>(input);
-  };
-  const Fp4AsFp8 a = prepared(call.product.a, call.a), b = prepared(call.product.b, call.b);
+  const auto [a, b] = prepare_both(call);
   return fp8_product({Elements::kE4m3, a.codes, a.row_scale},
                      {Elements::kE4m3, b.codes, b.row_scale}, true, call.product.fast, call.result);
 }

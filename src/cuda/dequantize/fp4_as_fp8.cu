@@ -2,6 +2,8 @@
 // takes a row: its largest scale, then its codes, 16 a thread.
 //
 //     bytes an element: 1/2 of codes, a block's scale, 1 of codes
+#include <algorithm>
+
 #include "cuda/backend.h"
 #include "cuda/common/launch.h"
 #include "cuda/quantize/cast_vec16.cuh"
@@ -46,10 +48,19 @@ __device__ __forceinline__ std::uint32_t four_fp8_codes(const Table& table, std:
   return magnitude | ((sign << 1) & table.signs);
 }
 
+// The operands of one launch: those of a product. Blocks from `first_blocks` on are the second's.
+struct Fp4AsFp8Pair {
+  Fp4AsFp8Args operands[2];
+  std::uint32_t first_blocks;
+};
+
 __global__ void __launch_bounds__(kThreads)
-    write_rows_as_fp8(const __grid_constant__ Fp4AsFp8Args args) {
+    write_rows_as_fp8(const __grid_constant__ Fp4AsFp8Pair pair) {
   __shared__ int of_warp[kThreads / 32];
-  const std::uint32_t all = blockIdx.x, batch = args.rows_of_matrix.divide(all);
+  const bool is_second = blockIdx.x >= pair.first_blocks;
+  const Fp4AsFp8Args& args = pair.operands[is_second];
+  const std::uint32_t all = is_second ? blockIdx.x - pair.first_blocks : blockIdx.x;
+  const std::uint32_t batch = args.rows_of_matrix.divide(all);
   const std::uint32_t row = all - batch * args.rows_of_matrix.d;
   const std::uint8_t* scale =
       static_cast<const std::uint8_t*>(args.q.scale) +
@@ -102,15 +113,12 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-}  // namespace
-
-void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
-                const Execution& execution) {
+Fp4AsFp8Args args_of(const Fp4AsFp8Cast& to) {
+  const auto& [q, codes, row_scale] = to;
   const Spec& spec = q.spec;
   const std::int64_t padded = spec.padded_cols(q.cols), rows = q.batch * q.rows;
-  if (rows == 0) return;
-  MINIFLOAT_CHECK(rows < std::int64_t{1} << 31 && padded < std::int64_t{1} << 31,
-                  "fp4_as_fp8: expected less than 2^31 rows in all and 2^31 columns, got ", rows,
+  MINIFLOAT_CHECK(rows < std::int64_t{1} << 30 && padded < std::int64_t{1} << 31,
+                  "fp4_as_fp8: expected less than 2^30 rows in all and 2^31 columns, got ", rows,
                   " and ", padded);
   Fp4AsFp8Args args = {};
   args.q = q;
@@ -121,12 +129,30 @@ void fp4_as_fp8(const Quantized& q, std::uint8_t* codes, float* row_scale,
   args.pitch = static_cast<std::uint32_t>(spec.code_cols(q.cols));
   args.scale_rows = static_cast<std::uint32_t>(spec.scale_rows(q.rows));
   args.scale_cols = static_cast<std::uint32_t>(spec.scale_cols(q.cols));
-  args.rows_of_matrix = Divisor(q.rows);
+  args.rows_of_matrix = Divisor(std::max<std::int64_t>(q.rows, 1));
   args.aligned_in = args.pitch % 8 == 0 && reinterpret_cast<std::uintptr_t>(q.codes) % 8 == 0;
   args.aligned_out = padded % 16 == 0 && reinterpret_cast<std::uintptr_t>(codes) % 16 == 0;
   args.codes = codes, args.row_scale = row_scale;
-  write_rows_as_fp8<<<grid_of(rows, "fp4_as_fp8"), kThreads, 0, cuda_stream(execution)>>>(args);
-  check_launch("fp4_as_fp8");
+  return args;
+}
+
+}  // namespace
+
+void fp4_as_fp8(std::span<const Fp4AsFp8Cast> operands, const Execution& execution) {
+  for (; !operands.empty();
+       operands = operands.subspan(std::min<std::size_t>(operands.size(), 2))) {
+    Fp4AsFp8Pair pair = {};
+    std::int64_t rows[2] = {};
+    for (std::size_t i = 0; i < std::min<std::size_t>(operands.size(), 2); ++i) {
+      pair.operands[i] = args_of(operands[i]);
+      rows[i] = operands[i].operand.batch * operands[i].operand.rows;
+    }
+    if (rows[0] + rows[1] == 0) continue;
+    pair.first_blocks = static_cast<std::uint32_t>(rows[0]);
+    write_rows_as_fp8<<<grid_of(rows[0] + rows[1], "fp4_as_fp8"), kThreads, 0,
+                        cuda_stream(execution)>>>(pair);
+    check_launch("fp4_as_fp8");
+  }
 }
 
 }  // namespace minifloat::cuda
