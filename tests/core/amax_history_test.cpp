@@ -29,5 +29,14 @@ TEST(AmaxHistory, InfStaysInTheHistoryAndOutOfTheActiveAmax) {
   EXPECT_EQ(rolled({5, kInf, 0}, DelayedAmax::kMax, 0), (std::vector<float>{5, 0, kInf}));
 }
 
+TEST(AmaxHistory, TheLargerAmaxIsNanIfOneIs) {
+  const float nan = std::numeric_limits<float>::quiet_NaN();
+  EXPECT_EQ(larger_amax(0.0f, 1e-40f), 1e-40f);
+  EXPECT_EQ(larger_amax(2.0f, 1.0f), 2.0f);
+  EXPECT_EQ(larger_amax(2.0f, kInf), kInf);
+  EXPECT_TRUE(larger_amax(kInf, nan) != larger_amax(kInf, nan));
+  EXPECT_TRUE(larger_amax(nan, kInf) != larger_amax(nan, kInf));
+}
+
 }  // namespace
 }  // namespace minifloat

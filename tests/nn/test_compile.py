@@ -94,6 +94,7 @@ def sample_calls():
     )
     yield ops.transpose_many, ([q.codes], [q.codes.t().contiguous()], [40, 72, 8]), {}
     yield ops.roll_amax_histories, ([torch.rand(6, 5), torch.rand(6, 5)],), {"margin": 1}
+    yield ops.advance_random_state, (torch.tensor([5, 7]),), {}
     for recipe in ("nvfp4", "mxfp8", "bf16", "fp8_rowwise_gw_hp"):
         yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), recipe), {"rng": RNG}
     yield ops.linear, (grad(3, 4, 72), grad(24, 72), None, "fp8_tensorwise"), {}

@@ -45,6 +45,20 @@ def test_histories_roll_as_a_loop_does(algorithm, margin):
         assert torch.equal(got[:, 2:].nan_to_num(-1.0), whole[:, 1:-1].nan_to_num(-1.0))
 
 
+def test_a_random_state_advances_and_is_copied():
+    state = torch.tensor([-3, 41])
+    version = state._version
+    copy = ops.advance_random_state(state)
+    assert state.tolist() == copy.tolist() == [-3, 42]
+    assert state._version > version
+    assert copy.data_ptr() != state.data_ptr()
+    for wrong in (torch.tensor([1]), torch.zeros(2), torch.zeros(2, 2, dtype=torch.int64)):
+        with pytest.raises(ValueError, match="expected state as int64"):
+            ops.advance_random_state(wrong)
+    with pytest.raises(ValueError, match="16 contiguous bytes of state"):
+        ops.advance_random_state(torch.arange(4)[::2])
+
+
 def test_wrong_histories_are_refused():
     history = torch.rand(6, 4)
     for histories, options, match in (

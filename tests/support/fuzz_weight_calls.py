@@ -258,6 +258,11 @@ def _roll_amax_histories(rng: Random, arena: Arena) -> Call:
     return op_call("roll_amax_histories", histories=histories, algorithm=algorithm, margin=margin)
 
 
+@call("advance_random_state")
+def _advance_random_state(rng: Random, arena: Arena) -> Call:
+    return op_call("advance_random_state", state=arena.place(torch.tensor([rng.randrange(99), 7])))
+
+
 @call("parse_recipe")
 def _parse_recipe(rng: Random, arena: Arena) -> Call:
     return op_call("parse_recipe", recipe=rng.choice(RECIPES))

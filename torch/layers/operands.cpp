@@ -22,27 +22,6 @@ constexpr std::int64_t operand_stream(Place place) {
   return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
 }
 
-// Columns of an amax history (kPlaces, 1 + length): the active amax, the current amax of this step,
-// then the amaxes of earlier steps.
-enum HistoryColumn { kActive, kCurrent };
-
-// Returns one entry of a history.
-Tensor entry(const Tensor& history, Place place, HistoryColumn column) {
-  if (!can_skip_dispatcher({&history})) return history.select(1, column).select(0, place);
-  return direct_view(
-      history, at::kFloat, {}, {},
-      history.storage_offset() + place * history.stride(0) + column * history.stride(1));
-}
-
-// Returns the current amaxes of two places: (2).
-Tensor current_pair(const Tensor& history, Place first, Place last) {
-  if (!can_skip_dispatcher({&history}))
-    return history.select(1, kCurrent).slice(0, first, last + 1, last - first);
-  return direct_view(
-      history, at::kFloat, {2}, {(last - first) * history.stride(0)},
-      history.storage_offset() + first * history.stride(0) + kCurrent * history.stride(1));
-}
-
 // Writes the current amax of one place, or of two that share the amax, to the history or to the
 // pending ones. is_cut: whether the amax is a shard's
 void record_amax(const ModuleState& state, Place a, Place b, const Tensor& amax, bool is_cut) {
@@ -174,14 +153,6 @@ const PreparedRecipe& prepare(const std::string& text) {
   return prepared.emplace(text, prepared_recipe(text)).first->second;
 }
 
-void record(const PendingAmaxes& pending) {
-  for (const PendingAmax& p : pending) {
-    Tensor current = p.first == p.last ? entry(p.history, p.first, kCurrent)
-                                       : current_pair(p.history, p.first, p.last);
-    at::maximum_out(current, current, p.amax);
-  }
-}
-
 void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
                    const ModuleState& state, const Directions& found, bool is_cut) {
   const auto is_delayed = [&](const Needed& w) {
@@ -207,7 +178,7 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
                                std::int64_t& stream, bool& decoded) -> const std::string& {
     const Spec& spec = recipe.specs[needed.place];
     if (!needed.is_needed || spec.is_bf16()) return kAbsent;
-    if (spec.delayed) amax = entry(state.history, needed.place, kActive);
+    if (spec.delayed) amax = active_amax(state.history, needed.place);
     if (spec.stochastic) options.rng = state.rng;
     stream = operand_stream(needed.place) ^ state.stream;
     decoded = needed.decoded;

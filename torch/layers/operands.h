@@ -10,6 +10,7 @@
 #include <utility>
 #include <vector>
 
+#include "layers/amax_histories.h"
 #include "layers/sharding.h"
 #include "minifloat/recipe.h"
 #include "ops/ops.h"
@@ -51,17 +52,6 @@ struct Needed {
 
 // The rowwise and the columnwise operand.
 using Directions = std::pair<QuantizedOperand, QuantizedOperand>;
-
-// A current amax, for one row of a history or for two rows that share the amax.
-struct PendingAmax {
-  Tensor history;
-  Place first, last;
-  Tensor amax;
-};
-// The amaxes of a forward pass, written at its end, where nothing can fail any more.
-using PendingAmaxes = std::vector<PendingAmax>;
-// Raises the current amaxes of the histories to the pending ones.
-void record(const PendingAmaxes& pending);
 
 // The state of one module that its operands depend on besides their values.
 struct ModuleState {

@@ -104,6 +104,9 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("roll_amax_histories(Tensor(a!)[] histories, *, str algorithm=\"max\", int margin=0) -> ()",
         tags);
 
+  // Adds one to the count of a random state, int64 (seed, count), and returns a copy.
+  m.def("advance_random_state(Tensor(a!) state) -> Tensor", tags);
+
   // Text. Python calls these ops, so that C++ has the only parser.
   m.def("parse_spec(str spec) -> str");
   // block_rows, block_cols, transform: 0 where there is none. amax_of: "tensor", "row" or "".

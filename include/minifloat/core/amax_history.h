@@ -15,4 +15,9 @@ MINIFLOAT_HD constexpr void roll_amax_history(float* row, int length, DelayedAma
   row[1] = 0.0f;
 }
 
+// Returns the larger of a current amax and one that was found; NaN if one is NaN.
+MINIFLOAT_HD constexpr float larger_amax(float current, float found) {
+  return found > current || found != found ? found : current;
+}
+
 }  // namespace minifloat

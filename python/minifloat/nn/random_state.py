@@ -104,8 +104,6 @@ class RngState:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int64("seed", seed)
         self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
-        # (0, 1), beside the tensor
-        self.step = as_normal(torch.arange(2, dtype=torch.int64, device="cpu"))
         # Whether the root, or a module outside compiled code, began a forward since mf.step. If so,
         # compiled code does not advance the count.
         self.is_driven = False
@@ -127,7 +125,7 @@ class RngState:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.tensor, self.step = as_normal(self.tensor), as_normal(self.step)
+        self.tensor = as_normal(self.tensor)
         self._close()
 
     def _mixed(self) -> int:
@@ -138,25 +136,23 @@ class RngState:
             return
         is_current = self.tensor._version == self.version
         self.tensor = as_normal(self.tensor.to(device))
-        self.step = as_normal(self.step.to(device))
         self.version = self.tensor._version if is_current else -1
 
     def advance(self) -> None:
-        """Adds one to the count."""
-        if torch.compiler.is_compiling() or self.step.device != self.tensor.device:
-            self.tensor[1].add_(1)
-        else:
-            self.tensor.add_(self.step)  # one op
+        """Adds one to the count, in compiled code."""
+        self.tensor[1].add_(1)
 
     def begin(self, device: torch.device, is_capturing: bool) -> None:
         """Begins a forward with the next count, or with the present one if a caller has set it."""
         self.to(device)
         if self.tensor._version == self.version:
-            self.advance()
+            copy = ops.advance_random_state.default(self.tensor)
+        else:
+            copy = self.tensor.clone()
         self.version = self.tensor._version
         self.forward += 1
         self.is_open, self.is_captured = True, is_capturing
-        self.copies = {} if is_capturing else {self.tensor.device: self.tensor.clone()}
+        self.copies = {} if is_capturing else {self.tensor.device: copy}
 
     def draw(self, draws: Draws, device: torch.device, is_training: bool) -> Tensor:
         """Returns (seed, count) of one forward of a layer, in memory that is not written to again.

@@ -1,0 +1,52 @@
+// Rolls and raises amax histories: a thread a row. Rows are few and short, so nothing is staged.
+#include <algorithm>
+
+#include "cuda/common/launch.h"
+#include "cuda/state/state.h"
+#include "minifloat/core/amax_history.h"
+#include "minifloat/core/block.h"
+
+namespace minifloat::cuda {
+namespace {
+
+constexpr int kRowsOfBlock = 128;
+
+__global__ void __launch_bounds__(kRowsOfBlock) roll_rows(AmaxHistories h) {
+  const std::int64_t i = std::int64_t{blockIdx.x} * kRowsOfBlock + threadIdx.x;
+  if (i < h.count) roll_amax_history(h.rows + i * (1 + h.length), h.length, h.algorithm, h.margin);
+}
+
+// The amaxes of one launch: those of a layer's operands in a forward or backward pass.
+struct FoundAmaxes {
+  static constexpr int kMost = 8;
+  FoundAmax amaxes[kMost];
+  int count;
+};
+__global__ void __launch_bounds__(32) raise_each(const __grid_constant__ FoundAmaxes found) {
+  if (threadIdx.x != 0) return;  // two may raise one entry
+  for (int i = 0; i < found.count; ++i)
+    *found.amaxes[i].entry = larger_amax(*found.amaxes[i].entry, *found.amaxes[i].amax);
+}
+
+}  // namespace
+
+void roll_amax_histories(const AmaxHistories& histories, const Execution& execution) {
+  const unsigned blocks =
+      grid_of(ceil_div<std::int64_t>(histories.count, kRowsOfBlock), "roll_amax_histories");
+  roll_rows<<<blocks, kRowsOfBlock, 0, cuda_stream(execution)>>>(histories);
+  check_launch("roll_amax_histories");
+}
+
+void raise_amaxes(std::span<const FoundAmax> found, const Execution& execution) {
+  for (; !found.empty();
+       found = found.subspan(std::min<std::size_t>(found.size(), FoundAmaxes::kMost))) {
+    FoundAmaxes launch = {};
+    for (const FoundAmax& amax :
+         found.first(std::min<std::size_t>(found.size(), FoundAmaxes::kMost)))
+      launch.amaxes[launch.count++] = amax;
+    raise_each<<<1, 32, 0, cuda_stream(execution)>>>(launch);
+    check_launch("raise_amaxes");
+  }
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,55 @@
+#include "layers/amax_histories.h"
+
+#include <ATen/ATen.h>
+#include <c10/util/SmallVector.h>
+
+#include <algorithm>
+
+#include "minifloat/amax_history.h"
+#include "ops/bridge.h"
+#include "ops/direct.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+enum Column { kActive, kCurrent };
+
+// Raises the entries of histories in real memory, in one launch.
+void raise_directly(const PendingAmaxes& pending) {
+  c10::SmallVector<FoundAmax, 4> found;
+  for (const auto& [history, first, last, amax] : pending) {
+    float* const current = history.mutable_data_ptr<float>() + kCurrent * history.stride(1);
+    const float* const of_cast = amax.const_data_ptr<float>();
+    found.push_back({current + first * history.stride(0), of_cast});
+    if (last != first) found.push_back({current + last * history.stride(0), of_cast});
+  }
+  const Tensor& history = pending.front().history;
+  const bridge::ExecutionOn here(history);
+  bridge::with_value_errors(
+      [&] { raise_amaxes({found.data(), found.size()}, bridge::backend_of(history), here); });
+}
+
+}  // namespace
+
+Tensor active_amax(const Tensor& history, int row) {
+  if (!can_skip_dispatcher({&history})) return history.select(1, kActive).select(0, row);
+  return direct_view(
+      history, at::kFloat, {}, {},
+      history.storage_offset() + row * history.stride(0) + kActive * history.stride(1));
+}
+
+void record(const PendingAmaxes& pending) {
+  const auto is_direct = [](const PendingAmax& p) {
+    return can_skip_dispatcher({&p.history, &p.amax}) && p.amax.scalar_type() == at::kFloat;
+  };
+  if (!pending.empty() && std::all_of(pending.begin(), pending.end(), is_direct))
+    return raise_directly(pending);
+  for (const auto& [history, first, last, amax] : pending) {
+    const Tensor current = history.select(1, kCurrent);
+    Tensor raised =
+        first == last ? current.select(0, first) : current.slice(0, first, last + 1, last - first);
+    at::maximum_out(raised, raised, amax);
+  }
+}
+
+}  // namespace minifloat::torch_ops

@@ -1,0 +1,48 @@
+// advance_random_state: a new count of a random state, in place, and a copy for one forward pass.
+#include "minifloat/random_state.h"
+
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "ops/bridge.h"
+#include "ops/direct.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+
+constexpr const char* kOp = "advance_random_state";
+
+void check_state(const Tensor& state) {
+  TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 1 && state.sym_size(0) == 2,
+                    kOp, ": expected state as int64 (seed, count), got ", state.scalar_type(), " ",
+                    state.sym_sizes());
+}
+
+Tensor advance_meta(const Tensor& state) {
+  check_state(state);
+  return at::empty_like(state);
+}
+
+Tensor advance_kernel(const Tensor& state) {
+  check_state(state);
+  bridge::check_bytes(kOp, "state", state, 2 * static_cast<std::int64_t>(sizeof(std::int64_t)));
+  const bridge::ExecutionOn here(state);
+  Tensor copy = torch_ops::direct_empty(state, {2}, at::kLong);
+  bridge::with_value_errors([&] {
+    advance_random_state(state.mutable_data_ptr<std::int64_t>(),
+                         copy.mutable_data_ptr<std::int64_t>(), bridge::backend_of(state), here);
+  });
+  if (!state.is_inference()) state.unsafeGetTensorImpl()->bump_version();
+  return copy;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kOp, advance_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kOp, advance_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kOp, advance_meta); }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+
+}  // namespace minifloat
