@@ -75,10 +75,9 @@ class PlannedOperand {
   }
 
   const KernelOperand& plan() const { return plan_; }
-  std::int64_t amaxes() const { return count_; }
   // Returns whether the current amax is needed: for the scale, or for a history.
   bool needs_current_amax() const {
-    return !operand_.given_amax || (operand_.spec.delayed && operand_.amax);
+    return count_ > 0 && (!operand_.given_amax || (operand_.spec.delayed && operand_.amax));
   }
   bool is_of_rows() const { return operand_.spec.has_row_amax(); }
   bool is_transformed() const { return operand_.spec.transform > 0; }
@@ -142,37 +141,42 @@ class PlannedOperand {
   KernelOperand plan_ = {};
 };
 
-// Returns whether both directions take the same amax: that of all values, untransformed.
-bool share_amax(const PlannedOperand& row, const PlannedOperand& col) {
-  const auto is_of_values = [](const PlannedOperand& d) {
-    return !d.is_transformed() && !d.is_of_rows();
+bool needs_amax(const PlannedOperand* operand) { return operand && operand->needs_current_amax(); }
+
+// Returns whether both directions need the same amax: that of all values, untransformed.
+bool share_amax(const PlannedOperand* row, const PlannedOperand* col) {
+  const auto is_of_values = [](const PlannedOperand* d) {
+    return needs_amax(d) && !d->is_transformed() && !d->is_of_rows();
   };
   return is_of_values(row) && is_of_values(col);
 }
 
+// Returns whether both directions need the amaxes of rows as read, untransformed.
+bool need_row_amaxes(const PlannedOperand* row, const PlannedOperand* col) {
+  const auto is_of_rows = [](const PlannedOperand* d) {
+    return needs_amax(d) && !d->is_transformed() && d->is_of_rows();
+  };
+  return is_of_rows(row) && is_of_rows(col);
+}
+
+// Leaves the current amaxes to one cluster's cast, which computes a shared amax once.
 void find_amaxes_in_cluster(PlannedOperand* row, PlannedOperand* col) {
-  const bool row_needs = row && row->amaxes() > 0 && row->needs_current_amax();
-  const bool col_needs = col && col->amaxes() > 0 && col->needs_current_amax();
-  if (row_needs) row->find_amax_in_cluster();
-  if (row_needs && col_needs && share_amax(*row, *col))
+  if (needs_amax(row)) row->find_amax_in_cluster();
+  if (share_amax(row, col))
     col->take_amax(row->current_amax());
-  else if (col_needs)
+  else if (needs_amax(col))
     col->find_amax_in_cluster();
 }
 
-// Computes the amaxes that casts read, with the fewest reads of x.
+// Computes the current amaxes that casts need, with the fewest reads of x.
 void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col,
                     const Execution& execution) {
-  const bool row_needs = row && row->amaxes() > 0 && row->needs_current_amax();
-  const bool col_needs = col && col->amaxes() > 0 && col->needs_current_amax();
-  const bool untransformed =
-      row_needs && col_needs && !row->is_transformed() && !col->is_transformed();
-  if (untransformed && row->is_of_rows() && col->is_of_rows())
+  if (need_row_amaxes(row, col))
     return amax_of_rows_and_columns(x, row->current_amax(), col->current_amax(), execution);
-  if (row_needs) row->compute_amax(x, execution);
-  if (untransformed && !row->is_of_rows() && !col->is_of_rows())
+  if (needs_amax(row)) row->compute_amax(x, execution);
+  if (share_amax(row, col))
     col->take_amax(row->current_amax());
-  else if (col_needs)
+  else if (needs_amax(col))
     col->compute_amax(x, execution);
 }
 
