@@ -162,6 +162,13 @@ void launch_tiles(const QuantizeArgs& args, const Execution& execution) {
 }
 
 // ---- The table ----------------------------------------------------------------------------------
+// The casts that kernels of both directions pair: those of FP4 alone may draw or transform.
+template <class F>
+using NearestCast = Cast<F, false, false>;
+using TransformedNearestCast = Cast<E2M1, false, true>;
+using RandomCast = Cast<E2M1, true, false>;
+using TransformedRandomCast = Cast<E2M1, true, true>;
+
 template <class C>
 bool is_cast(const Spec& spec) {
   constexpr Elements kElements = C::F::kBits == 4           ? Elements::kE2m1

@@ -6,12 +6,6 @@
 namespace minifloat::cuda {
 namespace {
 
-template <class F>
-using Nearest = Cast<F, false, false>;
-using TransformedNearest = Cast<E2M1, false, true>;
-using Random = Cast<E2M1, true, false>;
-using TransformedRandom = Cast<E2M1, true, true>;
-
 template <class Row, class Col>
 bool launch_pair(const QuantizeArgs& args, const Execution& execution) {
   if (!is_cast<Row>(args.row_spec) || !is_cast<Col>(args.col_spec)) return false;
@@ -23,12 +17,12 @@ bool launch_pair(const QuantizeArgs& args, const Execution& execution) {
 
 bool launch_both(const QuantizeArgs& args, const Execution& execution) {
   if (!args.is_bf16) return false;
-  return launch_pair<Nearest<E4M3>, Nearest<E4M3>>(args, execution) ||
-         launch_pair<Nearest<E5M2>, Nearest<E5M2>>(args, execution) ||
-         launch_pair<Nearest<E2M1>, Nearest<E2M1>>(args, execution) ||
-         launch_pair<Nearest<E2M1>, TransformedNearest>(args, execution) ||
-         launch_pair<Random, TransformedRandom>(args, execution) ||
-         launch_pair<TransformedRandom, TransformedRandom>(args, execution);
+  return launch_pair<NearestCast<E4M3>, NearestCast<E4M3>>(args, execution) ||
+         launch_pair<NearestCast<E5M2>, NearestCast<E5M2>>(args, execution) ||
+         launch_pair<NearestCast<E2M1>, NearestCast<E2M1>>(args, execution) ||
+         launch_pair<NearestCast<E2M1>, TransformedNearestCast>(args, execution) ||
+         launch_pair<RandomCast, TransformedRandomCast>(args, execution) ||
+         launch_pair<TransformedRandomCast, TransformedRandomCast>(args, execution);
 }
 
 }  // namespace minifloat::cuda

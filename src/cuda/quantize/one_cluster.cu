@@ -86,8 +86,7 @@ bool launch(const QuantizeArgs& args, const Execution& execution) {
   config.stream = cuda_stream(execution);
   config.attrs = &cluster;
   config.numAttrs = 1;
-  const cudaError_t status = cudaLaunchKernelEx(&config, kernel, args.x, args.row, args.col, tiles);
-  (void)status;  // check_launch reads the same status
+  cudaLaunchKernelEx(&config, kernel, args.x, args.row, args.col, tiles);
   check_launch("quantize");
   return true;
 }
@@ -102,29 +101,24 @@ bool try_row(const QuantizeArgs& args, const Execution& execution) {
   return is_cast<Row>(args.row_spec) && launch<Row, Absent>(args, execution);
 }
 
-template <class F>
-using Nearest = Cast<F, false, false>;
-using TransformedNearest = Cast<E2M1, false, true>;
-using Random = Cast<E2M1, true, false>;
-using TransformedRandom = Cast<E2M1, true, true>;
-
 }  // namespace
 
 bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
                         const Execution& execution) {
   if (!rowwise) return false;
   if (!columnwise)
-    return try_row<Nearest<E4M3>>(args, execution) || try_row<Nearest<E5M2>>(args, execution) ||
-           try_row<Nearest<E2M1>>(args, execution);
-  return try_both<Nearest<E4M3>, Nearest<E4M3>>(args, execution) ||
-         try_both<Nearest<E5M2>, Nearest<E5M2>>(args, execution) ||
-         try_both<Nearest<E2M1>, Nearest<E2M1>>(args, execution) ||
-         try_both<Nearest<E2M1>, TransformedNearest>(args, execution) ||
-         try_both<Random, TransformedRandom>(args, execution) ||
-         try_both<TransformedRandom, TransformedRandom>(args, execution) ||
-         try_both<Nearest<E4M3>, Nearest<E2M1>>(args, execution) ||
-         try_both<Nearest<E4M3>, TransformedNearest>(args, execution) ||
-         try_both<Nearest<E2M1>, Nearest<E4M3>>(args, execution);
+    return try_row<NearestCast<E4M3>>(args, execution) ||
+           try_row<NearestCast<E5M2>>(args, execution) ||
+           try_row<NearestCast<E2M1>>(args, execution);
+  return try_both<NearestCast<E4M3>, NearestCast<E4M3>>(args, execution) ||
+         try_both<NearestCast<E5M2>, NearestCast<E5M2>>(args, execution) ||
+         try_both<NearestCast<E2M1>, NearestCast<E2M1>>(args, execution) ||
+         try_both<NearestCast<E2M1>, TransformedNearestCast>(args, execution) ||
+         try_both<RandomCast, TransformedRandomCast>(args, execution) ||
+         try_both<TransformedRandomCast, TransformedRandomCast>(args, execution) ||
+         try_both<NearestCast<E4M3>, NearestCast<E2M1>>(args, execution) ||
+         try_both<NearestCast<E4M3>, TransformedNearestCast>(args, execution) ||
+         try_both<NearestCast<E2M1>, NearestCast<E4M3>>(args, execution);
 }
 
 bool fits_one_cluster(const QuantizeArgs& args) {
