@@ -14,31 +14,8 @@ import torch
 from minifloat._native import ops
 from torch import Tensor
 
-# Every element format and block with every rounding of its scale.
-BASES = [
-    "e4m3/tensor",
-    "e5m2/tensor",
-    "e4m3/row",
-    "e4m3/row+exact",
-    "e4m3/1x128",
-    "e4m3/128x128",
-    "mxfp8",
-    "mxfp8+floor",
-    "mxfp8/e5m2",
-    "mxfp8/e5m2+floor",
-    "mxfp8/32x32",
-    "mxfp8/32x32+floor",
-    "mxfp4",
-    "mxfp4+floor",
-    "nvfp4",
-    "nvfp4+up",
-    "nvfp4+pow2",
-    "nvfp4/16x16",
-    "nvfp4/16x16+up",
-    "nvfp4/16x16+pow2",
-    "nvfp4+4over6",
-    "nvfp4/16x16+4over6",
-]
+from tests.support.specs import BASES
+
 ROUNDINGS = ["", "+sr"]
 TRANSFORMS = ["", "+rht", "+rht32", "+rht64", "+rht128"]
 SPECS = [base + r + t for base in BASES for r in ROUNDINGS for t in TRANSFORMS]

@@ -12,7 +12,6 @@ import torch
 from minifloat._native import ops
 
 from tests.gpu.sweep import (
-    BASES,
     DTYPES,
     EMPTY,
     LARGE,
@@ -34,6 +33,7 @@ from tests.gpu.sweep import (
     rng_tensor,
     values,
 )
+from tests.support.specs import BASES
 
 pytestmark = pytest.mark.gpu
 

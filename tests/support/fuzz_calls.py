@@ -17,12 +17,10 @@ import torch
 from torch import Tensor
 
 from tests.support.fuzz_values import Arena, values
-from tests.support.specs import SPECS
+from tests.support.specs import BASES, SPECS
 
 ops = torch.ops.minifloat
 FLOATS = (torch.float32, torch.bfloat16)
-# From those that cast weights: to nearest, without a transform.
-WEIGHT_SPECS = [spec for spec in SPECS if "delayed" not in spec]
 
 
 @dataclass
@@ -81,8 +79,8 @@ def weight(rng: Random, arena: Arena, shape: Any = None) -> mf.QuantizedTensor:
     """Makes a quantized weight in guarded memory, of one or two directions."""
     shape = shape or (rng.choice((16, 32, 48)), rng.choice((16, 32, 64)))
     x = values(rng, shape, rng.choice(FLOATS)).nan_to_num(0.5)
-    row = rng.choice(WEIGHT_SPECS)
-    col = rng.choice((None, row, rng.choice(WEIGHT_SPECS)))
+    row = rng.choice(BASES)
+    col = rng.choice((None, row, rng.choice(BASES)))
     whole = mf.QuantizedTensor.from_tensor(x, row, col)
     parts = [None if p is None else in_arena(arena, p) for p in (whole.rowwise, whole.columnwise)]
     return mf.QuantizedTensor(*parts, dtype=x.dtype)
@@ -126,7 +124,7 @@ def _quantize(rng: Random, arena: Arena) -> Call:
 
 @call("mf.quantize")
 def _public_quantize(rng: Random, arena: Arena) -> Call:
-    args = {"x": matrix(rng, arena, True), "spec": rng.choice(SPECS[3:]) + rng.choice(("", "+sr"))}
+    args = {"x": matrix(rng, arena, True), "spec": rng.choice(BASES) + rng.choice(("", "+sr"))}
     origin = (128 * rng.randrange(5), 128 * rng.randrange(5))
     rest = {"columnwise": rng.random() < 0.5, "amax": None, "seed": 1, "stream": 2}
     return Call(mf.quantize, {**args, **rest, "origin": origin})
