@@ -4,22 +4,18 @@ import json
 import shutil
 from pathlib import Path
 
-import pytest
 import torch
 from minifloat import cli
-from minifloat.train import checkpoint
 from minifloat.train.metrics import read_records
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from tests.support.killed_job import killed_after
 
 RUN = "mixed"
 RECIPE = "*: nvfp4; *.w2: fp8_delayed"
 STOPPED, STEPS = 6, 8
 OPTIONS = f"""--model 16,1,1,1,16 --vocab 260 --seq 32 --batch 2 --steps {STEPS} --eval-every 4
     --eval-batches 1 --checkpoint-every 3 --threads 1 --lr 0.01 --device cpu""".split()
-
-
-class Stopped(BaseException):
-    """An exception that ends the job as kill -9 would: the program does not catch it."""
 
 
 def train(folder, *more):
@@ -30,17 +26,8 @@ def train(folder, *more):
 
 def train_and_stop(folder):
     """Runs the job until the checkpoint of step STOPPED is complete."""
-    save = checkpoint.save
-
-    def save_and_stop(path, step, state, meta):
-        save(path, step, state, meta)
-        if step == STOPPED:
-            raise Stopped
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save", save_and_stop)
-        with pytest.raises(Stopped):
-            train(folder, "--recipe", f"{RUN}={RECIPE}")
+    with killed_after(STOPPED):
+        train(folder, "--recipe", f"{RUN}={RECIPE}")
 
 
 def checkpoint_at(folder, step):

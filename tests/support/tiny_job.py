@@ -5,19 +5,14 @@
 
 import hashlib
 
-import pytest
 from minifloat import cli
-from minifloat.train import checkpoint
 from minifloat.train.metrics import read_records, without_timings
 
+from tests.support.killed_job import killed_after
 from tests.support.worlds import THREADS
 
 STEPS = 24
 EVERY = 4  # steps between checkpoints
-
-
-class Killed(BaseException):
-    """An exception that stands for kill -9: the program does not catch it."""
 
 
 def options(text, cache):
@@ -34,17 +29,8 @@ def run(tiny, out, *more):
 
 def run_and_kill(tiny, out, after, *more):
     """Runs the command and ends it once the checkpoint of step `after` is complete."""
-    save = checkpoint.save
-
-    def save_and_die(folder, step, state, meta):
-        save(folder, step, state, meta)
-        if step == after:
-            raise Killed
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "save", save_and_die)
-        with pytest.raises(Killed):
-            run(tiny, out, *more)
+    with killed_after(after):
+        run(tiny, out, *more)
 
 
 def digest(out, name="bf16"):

@@ -17,7 +17,8 @@ import pytest
 from minifloat.train import checkpoint, job
 from minifloat.train.metrics import read_records
 
-from tests.support.tiny_job import STEPS, Killed, digest, run, run_and_kill
+from tests.support.killed_job import Killed
+from tests.support.tiny_job import STEPS, digest, run, run_and_kill
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
