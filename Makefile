@@ -96,7 +96,8 @@ test-gpu: build  # where the device or the backend is missing, it says so and fa
 	@$(PY) -c 'import sys, torch; torch.cuda.is_available() or \
 	  sys.exit("test-gpu: expected a CUDA device, torch sees none")'
 	@$(PY) -c 'import minifloat, torch; minifloat.amax(torch.ones(1, 1, device="cuda"), "nvfp4")'
-	$(PY) -m pytest -m gpu tests/gpu $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(PY) -m pytest -n $(or $(GPU_TEST_PROCESSES),8) --dist worksteal \
+	  -m gpu tests/gpu $(PYTEST_ARGS)
 
 # ---- Benchmarks ------------------------------------------------------------------------------
 bench: build  # build/*.json; with a CUDA device also build/gpu_roofline.png
