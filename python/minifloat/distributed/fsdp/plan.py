@@ -53,10 +53,12 @@ class Plan:
         if self.mode == "both":
             bits = row.bits + col.bits
             how = f"weight is gathered as {self.row} and columnwise {self.col}, {bits:.4g} bits"
-            rows = col.transform
-            return how if rows == 0 else f"{how}; as it is where shards are not of {rows} rows"
+            points = col.transform
+            if points == 0:
+                return how
+            return f"{how}; unquantized where a chunk's rows are no multiple of {points}"
         how = f"weight is gathered as {self.row}, for backward as columnwise {self.col}"
-        return f"{how}, {row.bits:.4g} bits; as it is where one gather serves both"
+        return f"{how}, {row.bits:.4g} bits; unquantized where one gather serves both"
 
 
 def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
