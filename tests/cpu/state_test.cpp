@@ -13,10 +13,8 @@ namespace {
 TEST(State, AmaxesRaiseEntriesOneAfterTheOther) {
   std::vector<float> entries = {1.0f, 5.0f};
   const float two = 2.0f, seven = 7.0f, three = 3.0f;
-  const FoundAmax found[] = {{&entries[0], &two},
-                             {&entries[1], &two},
-                             {&entries[0], &seven},
-                             {&entries[0], &three}};
+  const FoundAmax found[] = {
+      {&entries[0], &two}, {&entries[1], &two}, {&entries[0], &seven}, {&entries[0], &three}};
   raise_amaxes(found, Device::kCpu);
   EXPECT_EQ(entries, (std::vector<float>{7.0f, 5.0f}));
   raise_amaxes({}, Device::kCpu);
