@@ -189,6 +189,24 @@ void launch_one(const QuantizeArgs& args, bool columnwise, const Execution& exec
   }
 }
 
+bool fits_preset(const Spec& spec, const KernelOperand& plan) {
+  return plan.aligned &&
+         (spec.transform == 0 || (spec.transform == kVec && plan.height_log2 == 0)) &&
+         reinterpret_cast<std::uintptr_t>(plan.decoded) % 16 == 0;
+}
+
+// Casts by a preset kernel. Returns false, and launches nothing, where none fits.
+bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                   const Execution& execution) {
+  if (!args.is_bf16 || args.batch != 1 || !args.x.aligned) return false;
+  if (rowwise && !fits_preset(args.row_spec, args.row)) return false;
+  if (columnwise && !fits_preset(args.col_spec, args.col)) return false;
+  if (rowwise && !columnwise && launch_preset_rows(args, execution)) return true;
+  if (!columnwise || args.x.rows % kTile != 0 || args.x.cols % kTile != 0) return false;
+  return (rowwise && launch_blocks_2d(args, execution)) ||
+         launch_preset_tiles(args, rowwise, execution);
+}
+
 }  // namespace
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
