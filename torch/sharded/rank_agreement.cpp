@@ -3,8 +3,6 @@
 #include <ATen/ATen.h>
 #include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
 
-#include <exception>
-
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
 #include "sharded/shard_cast.h"
@@ -43,23 +41,6 @@ std::vector<std::int64_t> fields_of(const std::vector<PartialCast>& casts,
     fields.insert(fields.end(),
                   {hash_of(names[i]), casts[i].rows, casts[i].cols, number_of(casts[i])});
   return fields;
-}
-
-// Reduces t in place, in the order of the current stream. what: a name of t's numbers for the error
-// that a lost or blocked rank causes
-void all_reduce(const Ranks& ranks, const Tensor& t, c10d::ReduceOp::RedOpType op,
-                const char* what) {
-  std::vector<Tensor> tensors = {t};
-  c10d::AllreduceOptions options;
-  options.reduceOp = op;
-  try {
-    ranks->allreduce(tensors, options)->wait();
-  } catch (const std::exception& error) {
-    const auto* torchs = dynamic_cast<const c10::Error*>(&error);
-    TORCH_CHECK_WITH(DistBackendError, false, "quantize_master_weights: the all-reduce of ", what,
-                     " has failed on rank ", ranks->getRank(), " of ", ranks->getSize(), ": ",
-                     torchs ? torchs->what_without_backtrace() : error.what());
-  }
 }
 
 // Returns the largest and the smallest of each number over the ranks, from one all-reduce. Waits

@@ -1,10 +1,8 @@
-// The ranks that hold shards of the same weights: the all-reduce between ranks, and the check that
-// all ranks have the same list of weights.
+// The check that all ranks which hold shards have the same list of weights, and the cast of a list.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 #include <torch/custom_class.h>
-#include <torch/csrc/distributed/c10d/ProcessGroup.hpp>
 
 #include <string>
 #include <unordered_set>
@@ -12,10 +10,9 @@
 #include <vector>
 
 #include "minifloat/partial_cast.h"
+#include "sharded/ranks.h"
 
 namespace minifloat::torch_ops {
-
-using Ranks = c10::intrusive_ptr<c10d::ProcessGroup>;
 
 // The lists of weights that groups of ranks have agreed on. A group that is gone is never
 // taken for a later group.
