@@ -14,16 +14,16 @@
 namespace minifloat {
 namespace {
 
-// Checks that a shard holds whole blocks where the rule reads values.
+// Checks that the values of every block that begins in a shard are there.
 void check_blocks(const char* function, const PartialCast& cast) {
-  if (!cast.spec.reads_values()) return;
+  if (cast.shard.empty() || cast.following) return;
   const AmaxGrid grid = amax_grid(cast.spec, cast.columnwise, cast.rows, cast.cols);
+  const WeightBlocks blocks = {cast.rows, cast.cols, grid.height, grid.width};
   MINIFLOAT_CHECK(
-      (FlatShard{cast.cols, cast.shard}.has_whole_blocks(cast.rows, grid.height, grid.width)),
-      function, ": ", cast.spec.str(),
-      " reads the values of whole blocks; expected a shard that begins and ends between blocks of ",
-      grid.height, " x ", grid.width, ", got [", cast.shard.begin, ", ", cast.shard.end, ") of ",
-      cast.rows, " x ", cast.cols);
+      !blocks.are_split(cast.shard.end), function, ": ", cast.spec.str(),
+      " reads the values of whole blocks; expected a shard that ends between blocks of ",
+      grid.height, " x ", grid.width, ", or the values that follow it, got [", cast.shard.begin,
+      ", ", cast.shard.end, ") of ", cast.rows, " x ", cast.cols);
 }
 
 void check_cast(const char* function, const PartialCast& cast) {
@@ -41,7 +41,6 @@ void check_cast(const char* function, const PartialCast& cast) {
                   ": expected the values of a shard of ", cast.shard.size(), ", got null");
   MINIFLOAT_CHECK(cast.amaxes || cast.rows * cast.cols == 0, function,
                   ": expected memory for amaxes, got null");
-  check_blocks(function, cast);
 }
 
 void choose_on([[maybe_unused]] Device device, std::span<const PartialCast> casts,
@@ -103,7 +102,9 @@ void choose_scales(std::span<const PartialCast> casts, Device device, const Exec
   std::vector<PartialCast> read;
   for (const PartialCast& cast : casts) {
     check_cast("choose_scales", cast);
-    if (cast.spec.reads_values()) read.push_back(cast);
+    if (!cast.spec.reads_values()) continue;
+    check_blocks("choose_scales", cast);
+    read.push_back(cast);
   }
   choose_on(device, read, execution);
 }

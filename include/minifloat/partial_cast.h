@@ -3,7 +3,8 @@
 //
 //     master shard --partial_amax--> amaxes of the blocks that it touches
 //                                    | max over ranks, as int32: in the values' order, NaN on top
-//                                    | rules that read values: choose_scales, and the max again
+//                                    | rules that read values: choose_scales, from the shard and
+//                                    | the masters that follow it, and the max again
 //     master shard --partial_cast--> the shard's codes, and every scale of the weight
 //                                    | gather of the codes' bytes
 //     codes        --transpose_many--> the other direction, where both have the same codes
@@ -45,6 +46,9 @@ struct PartialCast {
   Span shard;                    // of W's flat elements; empty: this rank holds nothing of it
   const void* master = nullptr;  // (shard.size())
   DType dtype = DType::kFloat32;
+  // Masters that follow the shard, where its end splits blocks (core/shard.h) and the rule reads
+  // values: to the end of the range around the cut. Only choose_scales reads them.
+  const float* following = nullptr;
 
   // (amax_grid().count()): the grid's, then the tensor's; bit patterns.
   std::uint32_t* amaxes = nullptr;
@@ -68,9 +72,10 @@ void partial_amax(std::span<const PartialCast> casts, Device device,
                   const Execution& execution = {});
 
 // Writes the choice of each block's scale into the sign bit of the block's amax, from `amaxes` of
-// the whole weights. Only for specs whose rule reads values (core/scale_rule.h), whose shards hold
-// whole blocks; other casts are skipped. The bit is set where the first scale is taken, and in the
-// blocks of other shards, so that a max over ranks as int32 keeps every choice.
+// the whole weights. Only for specs whose rule reads values (core/scale_rule.h); other casts are
+// skipped. A shard chooses for the blocks whose first element it holds, and needs `following` where
+// its end splits some. The bit is set where the first scale is taken, and in the blocks of other
+// shards, so that a max over ranks as int32 keeps every choice.
 void choose_scales(std::span<const PartialCast> casts, Device device,
                    const Execution& execution = {});
 

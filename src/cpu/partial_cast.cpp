@@ -148,19 +148,33 @@ float fp32_scale(const Spec& spec, const TensorScale& tensor, std::uint32_t amax
 }
 
 // ---- The choice of a rule that reads values -----------------------------------------------------
-// Returns the error of a block under one of its scales, from the block's first element in the
-// master.
-template <class F, class T>
-float block_error(const PartialCast& cast, const AmaxGrid& grid, const TensorScale& tensor,
-                  const BlockScale& scale, std::int64_t row, std::int64_t col) {
+// A block that begins in the shard, in the compute dtype.
+struct BlockValues {
+  std::int64_t rows, cols;
+  float x[16][16];
+};
+template <class T>
+void load_block(const PartialCast& cast, std::int64_t row, std::int64_t col, BlockValues& block) {
   const bool round = cast.compute == DType::kBFloat16;
-  const T* first = static_cast<const T*>(cast.master) + (row * cast.cols + col - cast.shard.begin);
-  const std::int64_t rows = std::min(grid.height, cast.rows - row),
-                     cols = std::min(grid.width, cast.cols - col);
+  const T* master = static_cast<const T*>(cast.master);
+  for (std::int64_t r = 0; r < block.rows; ++r) {
+    const std::int64_t flat = (row + r) * cast.cols + col, left = cast.shard.end - flat;
+    const std::int64_t here = std::clamp<std::int64_t>(left, 0, block.cols);
+    for (std::int64_t c = 0; c < here; ++c)
+      block.x[r][c] = computed(master[flat - cast.shard.begin + c], round);
+    for (std::int64_t c = here; c < block.cols; ++c)
+      block.x[r][c] = computed(cast.following[c - left], round);
+  }
+}
+
+// Returns the error of a block under one of its scales.
+template <class F>
+float block_error(const BlockValues& block, const AmaxGrid& grid, const TensorScale& tensor,
+                  const BlockScale& scale) {
   float lines[16] = {};
-  for (std::int64_t r = 0; r < rows; ++r)
-    for (std::int64_t c = 0; c < cols; ++c) {
-      const float x = computed(first[r * cast.cols + c], round);
+  for (std::int64_t r = 0; r < block.rows; ++r)
+    for (std::int64_t c = 0; c < block.cols; ++c) {
+      const float x = block.x[r][c];
       float& line = lines[grid.width == 1 ? 0 : r];
       line = line + squared_error<F>(tensor, scale.scale, encode_nearest<F>(x * scale.encode), x);
     }
@@ -171,17 +185,20 @@ float block_error(const PartialCast& cast, const AmaxGrid& grid, const TensorSca
 template <class F, class T>
 void choose_row(const PartialCast& cast, const AmaxGrid& grid, std::int64_t cell_row) {
   const TensorScale tensor = tensor_scale<F>(cast, grid);
+  const std::int64_t row = cell_row * grid.height;
+  BlockValues block;
+  block.rows = std::min(grid.height, cast.rows - row);
   for (std::int64_t i = 0; i < grid.cols; ++i) {
     std::uint32_t& amax = cast.amaxes[cell_row * grid.cols + i];
-    const std::int64_t row = cell_row * grid.height, col = i * grid.width;
-    const std::int64_t flat = row * cast.cols + col;
-    const bool is_here = cast.shard.begin <= flat && flat < cast.shard.end;
+    const std::int64_t col = i * grid.width, flat = row * cast.cols + col;
     float errors[2] = {};
-    for (const std::uint32_t second : {0u, 1u})
-      if (is_here)
-        errors[second] = block_error<F, T>(
-            cast, grid, tensor, cell_scale<F>(cast.spec, tensor, amax | second * kSecondScale), row,
-            col);
+    if (cast.shard.begin <= flat && flat < cast.shard.end) {
+      block.cols = std::min(grid.width, cast.cols - col);
+      load_block<T>(cast, row, col, block);
+      for (const std::uint32_t second : {0u, 1u})
+        errors[second] = block_error<F>(
+            block, grid, tensor, cell_scale<F>(cast.spec, tensor, amax | second * kSecondScale));
+    }
     if (!takes_second(errors[0], errors[1])) amax |= kSecondScale;
   }
 }

@@ -78,10 +78,38 @@ TEST(FlatShard, BlocksAreWholeWhereNoneIsPartlyInside) {
         const std::int64_t width = std::min(b.width, c.cols - block.second * b.width);
         is_whole = is_whole && count == height * width;
       }
-      ASSERT_EQ(shard.has_whole_blocks(c.rows, b.height, b.width), is_whole)
-          << c.str() << ", blocks of " << b.height << " x " << b.width;
+      const WeightBlocks blocks{c.rows, c.cols, b.height, b.width};
+      const bool is_split = !shard.range.empty() && (blocks.are_split(shard.range.begin) ||
+                                                     blocks.are_split(shard.range.end));
+      ASSERT_EQ(!is_split, is_whole) << c.str() << ", blocks of " << b.height << " x " << b.width;
     }
   });
+}
+
+// The range around a cut holds each split block whole, and begins and ends at no split block.
+TEST(WeightBlocks, TheRangeAroundACutHoldsItsSplitBlocks) {
+  const WeightBlocks shapes[] = {
+      {5, 7, 1, 4}, {5, 8, 2, 4}, {7, 6, 4, 1}, {1, 9, 16, 4}, {9, 1, 4, 4}};
+  for (const WeightBlocks& b : shapes)
+    for (std::int64_t cut = 1; cut < b.rows * b.cols; ++cut) {
+      const std::int64_t grid_cols = ceil_div(b.cols, b.width);
+      const auto block_of = [&](std::int64_t flat) {
+        return flat / b.cols / b.height * grid_cols + flat % b.cols / b.width;
+      };
+      std::set<std::int64_t> before, split;
+      for (std::int64_t flat = 0; flat < cut; ++flat) before.insert(block_of(flat));
+      for (std::int64_t flat = cut; flat < b.rows * b.cols; ++flat)
+        if (before.contains(block_of(flat))) split.insert(block_of(flat));
+      ASSERT_EQ(b.are_split(cut), !split.empty()) << cut;
+      if (split.empty()) continue;
+      const Span around = b.around(cut);
+      ASSERT_TRUE(around.begin < cut && cut < around.end) << cut;
+      ASSERT_TRUE(!b.are_split(around.begin) && !b.are_split(around.end)) << cut;
+      for (std::int64_t flat = 0; flat < b.rows * b.cols; ++flat) {
+        const bool is_inside = around.begin <= flat && flat < around.end;
+        ASSERT_TRUE(is_inside || !split.contains(block_of(flat))) << cut << ", " << flat;
+      }
+    }
 }
 
 TEST(FlatShard, NibblesAreThoseOfTheRange) {
@@ -124,10 +152,12 @@ TEST(FlatShard, OfTheRangeWorkedByHand) {
   static_assert(kShard.cols_of_row(2).begin == 0 && kShard.cols_of_row(2).end == 5);
   static_assert(kShard.block_rows(2).begin == 0 && kShard.block_rows(2).end == 2);
   static_assert(kShard.nibble_mask(5) == 0xF0 && kShard.nibble_mask(10) == 0x0F);
-  static_assert(!kShard.has_whole_blocks(4, 1, 4) && !kShard.has_whole_blocks(4, 2, 4));
-  static_assert(FlatShard{8, {12, 20}}.has_whole_blocks(4, 1, 4));  // of one row, halves of rows
-  static_assert(!FlatShard{8, {8, 24}}.has_whole_blocks(4, 2, 4));  // row 1 begins no block
-  static_assert(FlatShard{8, {16, 32}}.has_whole_blocks(4, 2, 4));
+  constexpr WeightBlocks kOneRow{4, 8, 1, 4}, kTwoRows{4, 8, 2, 4};
+  static_assert(kOneRow.are_split(11) && kOneRow.are_split(21));
+  static_assert(kTwoRows.are_split(11) && kTwoRows.are_split(21));
+  static_assert(!kOneRow.are_split(12) && !kOneRow.are_split(20));  // halves of rows
+  static_assert(kTwoRows.are_split(8) && kTwoRows.are_split(12));   // row 1 begins no block
+  static_assert(!kTwoRows.are_split(16) && !kTwoRows.are_split(0) && !kTwoRows.are_split(32));
   EXPECT_EQ(kShard.nibble_bytes_of_row(1).begin, 5);
   EXPECT_EQ(kShard.nibble_bytes_of_row(2).end, 11);
 }

@@ -34,6 +34,8 @@ const char* const kSpecs[] = {"e4m3/tensor",
                               "nvfp4+up",
                               "nvfp4/16x16+pow2",
                               "nvfp4/16x16+up",
+                              "nvfp4+4over6",
+                              "nvfp4/16x16+4over6",
                               "e4m3/tensor+delayed"};
 
 struct Case {
@@ -65,7 +67,9 @@ class World {
         spec_(Spec::parse(c.spec)),
         flat_codes_(c.rows * pitch_of(spec_, c.cols)),
         out_(spec_, read_shape({1, c.rows, c.cols}, c.columnwise)) {
-    const std::int64_t count = amax_grid(spec_, c.columnwise, c.rows, c.cols).count();
+    const AmaxGrid grid = amax_grid(spec_, c.columnwise, c.rows, c.cols);
+    const WeightBlocks blocks = {c.rows, c.cols, grid.height, grid.width};
+    const std::int64_t count = grid.count();
     reduced_ = Guarded<std::uint32_t>(count);
     std::fill_n(reduced_.data(), count, 0u);
     for (std::size_t i = 0; i + 1 < c.cuts.size(); ++i) {
@@ -83,6 +87,12 @@ class World {
                         .shard = shard,
                         .master = masters_.back().data(),
                         .dtype = c.master});
+      if (!spec_.reads_values() || !blocks.are_split(shard.end)) continue;
+      const std::int64_t end = blocks.around(shard.end).end;
+      following_.emplace_back(end - shard.end);
+      for (std::int64_t flat = shard.end; flat < end; ++flat)
+        following_.back().data()[flat - shard.end] = x.at(0, flat / c.cols, flat % c.cols);
+      casts_.back().following = following_.back().data();
     }
   }
 
@@ -155,6 +165,7 @@ class World {
   Guarded<std::uint8_t> flat_codes_;
   Guarded<std::uint32_t> reduced_;
   std::vector<Guarded<std::uint8_t>> masters_;
+  std::vector<Guarded<float>> following_;
   std::vector<PartialCast> casts_;
   Outputs out_;
 };
@@ -213,7 +224,7 @@ TEST(PartialCast, AnyCutGivesTheBytesOfTheWhole) {
       }
 }
 
-// A rule that reads values: cuts between blocks, in every grid of them.
+// A rule that reads values: cuts between blocks, where no values follow a shard.
 TEST(PartialCast, CutsBetweenBlocksGiveTheBytesOfTheWhole) {
   std::mt19937 random(5);
   const std::pair<std::int64_t, std::int64_t> shapes[] = {
@@ -241,25 +252,28 @@ TEST(PartialCast, CutsBetweenBlocksGiveTheBytesOfTheWhole) {
         }
 }
 
-TEST(PartialCast, AShardOfPartsOfBlocksIsRefusedWhereValuesAreRead) {
+TEST(PartialCast, ChoicesOfSplitBlocksNeedTheValuesThatFollow) {
   std::vector<float> master(32 * 32, 1.0f);
   std::vector<std::uint32_t> amaxes(5, 7u);
-  const PartialCast cast = {.spec = Spec::parse("nvfp4/16x16+4over6"),
-                            .rows = 32,
-                            .cols = 32,
-                            .compute = DType::kFloat32,
-                            .shard = {0, 32 * 15},
-                            .master = master.data(),
-                            .amaxes = amaxes.data()};
+  PartialCast cast = {.spec = Spec::parse("nvfp4/16x16+4over6"),
+                      .rows = 32,
+                      .cols = 32,
+                      .compute = DType::kFloat32,
+                      .shard = {0, 32 * 15},
+                      .master = master.data(),
+                      .amaxes = amaxes.data()};
   try {
-    partial_amax({&cast, 1}, Device::kCpu);
-    FAIL() << "a cut block was taken";
+    choose_scales({&cast, 1}, Device::kCpu);
+    FAIL() << "part of a block was read as a block";
   } catch (const Error& error) {
     EXPECT_STREQ(error.what(),
-                 "partial_amax: nvfp4/16x16+4over6 reads the values of whole blocks; expected a "
-                 "shard that begins and ends between blocks of 16 x 16, got [0, 480) of 32 x 32");
+                 "choose_scales: nvfp4/16x16+4over6 reads the values of whole blocks; expected a "
+                 "shard that ends between blocks of 16 x 16, or the values that follow it, got "
+                 "[0, 480) of 32 x 32");
   }
   EXPECT_EQ(amaxes, std::vector<std::uint32_t>(5, 7u));  // nothing is written
+  cast.following = master.data();
+  EXPECT_NO_THROW(choose_scales({&cast, 1}, Device::kCpu));
   PartialCast half = cast;
   std::vector<std::uint8_t> codes(32 * 16), scale(4);
   half.shard = {0, 32 * 16}, half.codes = codes.data(), half.scale = scale.data();
@@ -267,7 +281,8 @@ TEST(PartialCast, AShardOfPartsOfBlocksIsRefusedWhereValuesAreRead) {
 }
 
 TEST(PartialCast, EveryCutOfASmallWeight) {
-  for (const char* const spec : {"nvfp4/16x16", "nvfp4", "mxfp8/32x32", "e4m3/tensor"})
+  for (const char* const spec :
+       {"nvfp4/16x16", "nvfp4", "mxfp8/32x32", "e4m3/tensor", "nvfp4+4over6", "nvfp4/16x16+4over6"})
     for (std::int64_t cut = 0; cut <= 17 * 19; ++cut) {
       expect_whole({spec,
                     cut % 2 == 0,

@@ -40,6 +40,7 @@ RANKS = 2
 GATHERED = ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
 SHAPES = [(256, 192), (72, 80)]  # N, K: whole blocks, and shards that end inside one
 MASTERS = ["e4m3/tensor", "e4m3/128x128", "mxfp8", "nvfp4/16x16"]
+MASTERS += ["nvfp4+4over6", "nvfp4/16x16+4over6"]
 PARALLEL = [*GATHERED, "fp8_delayed", "nvfp4_pow2", "mxfp8_nvfp4"]
 PRIMARY = ["fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4"]
 REUSED = ["fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4"]
@@ -131,8 +132,8 @@ def test_gathered_weights(device):
 # ---- Sharded masters -----------------------------------------------------------------------------
 
 
-def check_masters(rank: int, kind: str) -> None:
-    device, n, k = device_of(rank, kind), 130, 48
+def check_masters(rank: int, kind: str, index: int | None = None) -> None:
+    device, n, k = device_of(rank if index is None else index, kind), 130, 48
     cut = 1001  # odd, inside a block
     weights, masters, starts = [], [], []
     for i, spec in enumerate(MASTERS):
@@ -156,6 +157,11 @@ def check_masters(rank: int, kind: str) -> None:
 
 def test_sharded_masters(device):
     run_ranks(device, check_masters, device.type)
+
+
+def test_sharded_masters_of_two_processes_on_one_gpu(device):
+    """Reduces over gloo, which NCCL does not do for two processes on one GPU."""
+    run_world(RANKS, check_masters, device.type, 0)
 
 
 # ---- Tensor parallel -----------------------------------------------------------------------------

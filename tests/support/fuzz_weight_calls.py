@@ -32,7 +32,7 @@ def _entries(rng: Random, arena: Arena) -> dict[str, list[Any]]:
         part = mf.quantize(master, spec, columnwise=columnwise, amax=amax)
         begin = rng.randrange(rows * cols)
         end = rng.randrange(begin, rows * cols + 1)
-        if "4over6" in spec:  # reads whole blocks; test_master_weights has shards that cut them
+        if "4over6" in spec:  # chooses alone for a whole weight; test_split_blocks has shards
             begin, end = 0, rows * cols
         is_fragment = rng.random() < 0.5 and Spec.parse(spec).code_bits == 8
         row_bytes = cols * Spec.parse(spec).code_bits // 8

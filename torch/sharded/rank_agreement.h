@@ -5,12 +5,13 @@
 #include <torch/custom_class.h>
 
 #include <string>
-#include <unordered_set>
+#include <unordered_map>
 #include <utility>
 #include <vector>
 
 #include "minifloat/partial_cast.h"
 #include "sharded/ranks.h"
+#include "sharded/split_blocks.h"
 
 namespace minifloat::torch_ops {
 
@@ -20,20 +21,22 @@ class Agreement : public torch::CustomClassHolder {
  public:
   // Raises ValueError on every rank, with the weight's name, where ranks differ in a weight's name,
   // shape, specs or dtype, or where the shards of all ranks are not the whole weight. Communicates
-  // once for each list of weights: at the first step.
-  void require(const Ranks& ranks, const std::vector<PartialCast>& casts,
-               const std::vector<std::string>& names, const at::Tensor& like);
+  // once for each list of weights: at the first step. Returns the split blocks of that step, which
+  // the caller replaces where the shards of any rank change.
+  SplitBlocks& require(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                       const std::vector<std::string>& names, const at::Tensor& like);
 
  private:
-  std::unordered_set<std::uint64_t>& lists_of(const Ranks& ranks);
+  using Lists = std::unordered_map<std::uint64_t, SplitBlocks>;  // by a hash of each list
+  Lists& lists_of(const Ranks& ranks);
 
-  std::vector<
-      std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, std::unordered_set<std::uint64_t>>>
-      agreed_;
+  std::vector<std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, Lists>> agreed_;
 };
 
-// Quantizes masters: amaxes -> all-reduce -> codes, scales, amax. names: of the casts' weights;
-// group: its name in torch.distributed, "" for a process without ranks
+// Quantizes masters: amaxes -> all-reduce -> codes, scales, amax. Under rules that read values, the
+// choices of scales come between: values of split blocks -> all-reduce -> choices -> all-reduce.
+// names: of the casts' weights; group: its name in torch.distributed, "" for a process without
+// ranks
 void quantize_masters(const char* op, std::vector<PartialCast>& casts,
                       const std::vector<std::string>& names, const std::string& group,
                       Agreement& agreement, const at::Tensor& like);

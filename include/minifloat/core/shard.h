@@ -6,6 +6,9 @@
 //                                                   -------+-------
 //                                                   x x x x|x . . .   row 2 up to column 5
 //
+// A cut splits the blocks that have elements on both sides of it. The cut at 11 splits both upper
+// blocks: row 0 lies before the cut, and the rest of row 1 behind it.
+//
 // 4-bit codes lie two a byte, row by row with pitch ceil(K / 2): at an even K, in byte flat / 2.
 #pragma once
 
@@ -45,18 +48,6 @@ struct FlatShard {
     if (r.empty()) return {};
     return {r.begin / block_rows, (r.end - 1) / block_rows + 1};
   }
-  // Returns whether each block of shape (height, width) is all inside or all outside, in a weight
-  // of `rows_of_weight` rows.
-  MINIFLOAT_HD constexpr bool has_whole_blocks(std::int64_t rows_of_weight, std::int64_t height,
-                                               std::int64_t width) const {
-    const auto is_between_blocks = [&](std::int64_t flat) {
-      if (flat == 0 || flat == rows_of_weight * cols) return true;
-      const std::int64_t r = flat / cols, c = flat % cols;
-      if (r % height != 0) return false;
-      return c == 0 || (c % width == 0 && (height == 1 || r + 1 == rows_of_weight));
-    };
-    return range.empty() || (is_between_blocks(range.begin) && is_between_blocks(range.end));
-  }
   // Returns the bytes of the whole weight's codes, of `bits` bits each, that hold an element of the
   // range.
   MINIFLOAT_HD constexpr Span code_bytes(int bits) const {
@@ -83,6 +74,28 @@ struct FlatShard {
     const bool has_low = c.begin <= low && low < c.end;
     const bool has_high = c.begin <= high && high < c.end;
     return static_cast<std::uint8_t>((has_low ? 0x0F : 0) | (has_high ? 0xF0 : 0));
+  }
+};
+
+// The blocks of shape (height, width) of a weight (rows, cols), which cuts may split.
+struct WeightBlocks {
+  std::int64_t rows, cols;
+  std::int64_t height, width;
+
+  // Returns whether a cut before element `flat` splits a block.
+  MINIFLOAT_HD constexpr bool are_split(std::int64_t flat) const {
+    if (flat <= 0 || flat >= rows * cols) return false;
+    const std::int64_t r = flat / cols, c = flat % cols;
+    if (r % height != 0) return true;
+    return c != 0 && (c % width != 0 || (height > 1 && r + 1 < rows));
+  }
+  // Returns the flat range of a block of one row, or of a row of higher blocks, that holds every
+  // block which a cut before element `flat` splits.
+  MINIFLOAT_HD constexpr Span around(std::int64_t flat) const {
+    const std::int64_t row = flat / cols / height * height;
+    if (height > 1) return {row * cols, (row + height < rows ? row + height : rows) * cols};
+    const std::int64_t col = flat % cols / width * width;
+    return {row * cols + col, row * cols + (col + width < cols ? col + width : cols)};
   }
 };
 

@@ -249,7 +249,8 @@ def quantize_master_weights(
         master_weights: (elements) float32 or bfloat16, flat shards; None or empty: no shard here.
         start_offsets: each shard's first flat element in its weight; any cut is allowed.
         group: the ranks that hold the shards: a process group, its name, or None for the default
-            group. One all-reduce exchanges the amaxes of all weights.
+            group. One all-reduce exchanges the amaxes of all weights. Where specs are +4over6, one
+            more exchanges the choices of scales, and one the masters of blocks that cuts split.
         fsdp_shard_model_weights: for each weight uint8 fragments, its shard's bytes of each
             direction's flat codes (WireLayout.fragments). A byte that a cut on an odd element
             divides has zero in the nibble of the neighbouring shard. None: codes are written into
