@@ -116,9 +116,18 @@ std::uint32_t alignment_of(const Tensor& x) {  // bytes, a power of two, at most
   return static_cast<std::uint32_t>(address & -address);
 }
 
-// The arguments by which cuBLASLt takes the factors of a product: alpha, or one scale for each FP8
-// operand, or one scale for each row of FP8 operands.
-enum class FactorMode { kAlpha, kTensorScales, kRowScales };
+// The scales of both FP8 operands; none: alpha in device memory is the factor of the product.
+using ScaleModes = std::optional<std::pair<ScaleMode, ScaleMode>>;
+
+std::int32_t attribute_of(ScaleMode mode) {
+  switch (mode) {
+    case ScaleMode::kRows: return CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
+    case ScaleMode::kBlocks1x128: return CUBLASLT_MATMUL_MATRIX_SCALE_VEC128_32F;
+    case ScaleMode::kBlocks128x128: return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
+    case ScaleMode::kTensor: break;
+  }
+  return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+}
 
 // The key of the cached kernels.
 struct Problem {
@@ -126,13 +135,13 @@ struct Problem {
   std::int64_t m, n, k;
   MatrixLayout a, b;
   cudaDataType_t a_type, b_type, d_type;
-  FactorMode factor_mode;
+  ScaleModes scale_modes;
   bool fast;  // fast accumulation, of FP8 products
   bool has_bias;
   std::array<std::uint32_t, 3> alignment;  // of a, b, D
 
   auto key() const {
-    return std::tie(device, m, n, k, a, b, a_type, b_type, d_type, factor_mode, fast, has_bias,
+    return std::tie(device, m, n, k, a, b, a_type, b_type, d_type, scale_modes, fast, has_bias,
                     alignment);
   }
   bool operator<(const Problem& o) const { return key() < o.key(); }
@@ -149,10 +158,10 @@ class Descriptions {
  public:
   explicit Descriptions(const Problem& s, const Pointers& pointers) {
     check(library()->init_product(&product, sizeof(product), CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    if (s.factor_mode == FactorMode::kAlpha)
-      set(CUBLASLT_MATMUL_DESC_POINTER_MODE, std::int32_t{CUBLASLT_POINTER_MODE_DEVICE});
-    else
+    if (s.scale_modes)
       set_scales(s, pointers);
+    else
+      set(CUBLASLT_MATMUL_DESC_POINTER_MODE, std::int32_t{CUBLASLT_POINTER_MODE_DEVICE});
     set(CUBLASLT_MATMUL_DESC_TRANSA, std::int32_t{s.b.operation});
     set(CUBLASLT_MATMUL_DESC_TRANSB,
         std::int32_t{s.a.operation == CUBLAS_OP_T ? CUBLAS_OP_N : CUBLAS_OP_T});
@@ -179,10 +188,9 @@ class Descriptions {
     set(CUBLASLT_MATMUL_DESC_FAST_ACCUM, std::int8_t{s.fast});
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.b_scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.a_scale);
-    if (s.factor_mode != FactorMode::kRowScales) return;
-    constexpr std::int32_t kOfRows = CUBLASLT_MATMUL_MATRIX_SCALE_OUTER_VEC_32F;
-    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, kOfRows);
-    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, kOfRows);
+    const auto [a_mode, b_mode] = *s.scale_modes;
+    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, attribute_of(b_mode));
+    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, attribute_of(a_mode));
   }
   // Describes a matrix (rows, k). Stored by rows, it is a column-major (k, rows).
   static cublasStatus_t layout(cublasLtMatrixLayout_t out, cudaDataType_t type, std::int64_t rows,
@@ -252,7 +260,7 @@ struct Job {
   const Tensor &a, &b;  // (m, k), (n, k)
   Tensor bias;          // contiguous, bf16; undefined: none
   at::ScalarType dtype;
-  FactorMode factor_mode;
+  ScaleModes scale_modes;
   bool fast;
   const void *a_scale = nullptr, *b_scale = nullptr;
 };
@@ -275,7 +283,7 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
       .a_type = type_of(job.a.scalar_type()),
       .b_type = type_of(job.b.scalar_type()),
       .d_type = type_of(job.dtype),
-      .factor_mode = job.factor_mode,
+      .scale_modes = job.scale_modes,
       .fast = job.fast,
       .has_bias = job.bias.defined(),
       .alignment = {alignment_of(job.a), alignment_of(job.b), alignment_of(out)}};
@@ -314,33 +322,31 @@ std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSi
                    .b = b.values,
                    .bias = result.bias ? result.bias->contiguous() : Tensor(),
                    .dtype = result.dtype,
-                   .factor_mode = FactorMode::kAlpha,
+                   .scale_modes = std::nullopt,
                    .fast = false};
   return multiply(job, here,
                   [&] { return Scalars{product_factor_of(a.factor, b.factor, a.values, here)}; });
 }
 
-std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool has_row_scales,
-                                       bool fast, const Result& result) {
+std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool fast,
+                                       const Result& result) {
   if (!library()) return std::nullopt;
   const bridge::ExecutionOn here(a.codes);
-  const Job job = {
-      .a = a.codes,
-      .b = b.codes,
-      .bias = result.bias ? result.bias->contiguous() : Tensor(),
-      .dtype = result.dtype,
-      .factor_mode = has_row_scales ? FactorMode::kRowScales : FactorMode::kTensorScales,
-      .fast = fast,
-      .a_scale = a.scale.const_data_ptr(),
-      .b_scale = b.scale.const_data_ptr()};
+  const Job job = {.a = a.codes,
+                   .b = b.codes,
+                   .bias = result.bias ? result.bias->contiguous() : Tensor(),
+                   .dtype = result.dtype,
+                   .scale_modes = std::pair(a.mode, b.mode),
+                   .fast = fast,
+                   .a_scale = a.scale.const_data_ptr(),
+                   .b_scale = b.scale.const_data_ptr()};
   return multiply(job, here, [] { return OneAndZero(); });
 }
 #else
 std::optional<Tensor> product_by_device_factor(const ExactSide&, const ExactSide&, const Result&) {
   return std::nullopt;
 }
-std::optional<Tensor> product_of_codes(const Fp8Codes&, const Fp8Codes&, bool, bool,
-                                       const Result&) {
+std::optional<Tensor> product_of_codes(const Fp8Codes&, const Fp8Codes&, bool, const Result&) {
   return std::nullopt;
 }
 #endif

@@ -16,15 +16,23 @@ namespace minifloat::torch_ops {
 std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSide& b,
                                                const Result& result);
 
-// One operand of a product of FP8 codes. codes: float8 (rows, k), row-major; scale: contiguous
-// fp32, (1) or (rows).
+// The fp32 scales of FP8 codes (rows, k), in cuBLASLt's order in memory.
+enum class ScaleMode {
+  kTensor,         // one
+  kRows,           // (rows)
+  kBlocks1x128,    // (k / 128, rows)
+  kBlocks128x128,  // (rows / 128, k / 128 rounded up to a multiple of 4)
+};
+
+// One operand of a product of FP8 codes. codes: float8 (rows, k), row-major
 struct Fp8Codes {
   const Tensor &codes, &scale;
+  ScaleMode mode;
 };
 
 // Returns a · bᵀ of codes times scales, plus a bf16 bias, rounded once. Returns nullopt where this
 // build has no cuBLASLt, or cuBLASLt no kernel for the sizes.
-std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool has_row_scales,
-                                       bool fast, const Result& result);
+std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool fast,
+                                       const Result& result);
 
 }  // namespace minifloat::torch_ops

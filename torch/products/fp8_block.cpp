@@ -1,10 +1,11 @@
-// The engine for FP8 codes under scales of 1x128 or 128x128 blocks, on Hopper: ATen's scaled
-// product. One kernel, after a transpose of the scales of 1x128 blocks.
+// The engine for FP8 codes under scales of 1x128 or 128x128 blocks, on Hopper: cuBLASLt's scaled
+// product, or ATen's. One kernel, after a transpose of the scales of 1x128 blocks.
 #include <ATen/ATen.h>
 #include <ATen/BlasBackend.h>
 
 #include "minifloat/core/block.h"
 #include "ops/direct.h"
+#include "products/cublaslt.h"
 #include "products/epilogue.h"
 #include "products/fp8.h"
 
@@ -45,9 +46,20 @@ Tensor block_scale(const Spec& spec, const Fp8Side& side) {
   return as_columns(rows, outer, padded);
 }
 
+ScaleMode mode_of(const Spec& spec) {
+  return is_2d(spec) ? ScaleMode::kBlocks128x128 : ScaleMode::kBlocks1x128;
+}
+
 std::int64_t scaling_of(const Spec& spec) {
   return static_cast<std::int64_t>(is_2d(spec) ? at::blas::ScalingType::BlockWise128x128
                                                : at::blas::ScalingType::BlockWise1x128);
+}
+
+Tensor aten_product(const Product& product, const Tensor& a, const Tensor& a_scale, const Tensor& b,
+                    const Tensor& b_scale, at::ScalarType dtype) {
+  const std::int64_t no_swizzle = static_cast<std::int64_t>(at::blas::SwizzleType::NO_SWIZZLE);
+  return at::_scaled_mm_v2(a, direct_transpose(b), {a_scale}, {scaling_of(product.a)}, {no_swizzle},
+                           {b_scale}, {scaling_of(product.b)}, {no_swizzle}, std::nullopt, dtype);
 }
 
 // Ignores product.fast, which permits fast accumulation: products under block scales accumulate
@@ -56,12 +68,13 @@ Tensor multiply(const ProductCall& call) {
   const Product& product = call.product;
   const Fp8Side a = fp8_side(product.a, call.a), b = fp8_side(product.b, call.b);
   const Tensor left = fp8_view(a), right = fp8_view(b);
+  const Tensor a_scale = block_scale(product.a, a), b_scale = block_scale(product.b, b);
   const Request request = request_of(call.result, false);
-  const std::int64_t no_swizzle = static_cast<std::int64_t>(at::blas::SwizzleType::NO_SWIZZLE);
+  const auto found =
+      product_of_codes({left, a_scale, mode_of(product.a)}, {right, b_scale, mode_of(product.b)},
+                       false, {request.bias, request.dtype});
   const Tensor out =
-      at::_scaled_mm_v2(left, direct_transpose(right), {block_scale(product.a, a)},
-                        {scaling_of(product.a)}, {no_swizzle}, {block_scale(product.b, b)},
-                        {scaling_of(product.b)}, {no_swizzle}, std::nullopt, request.dtype);
+      found ? *found : aten_product(product, left, a_scale, right, b_scale, request.dtype);
   return request.is_whole ? out : add_bias(out, call.result);
 }
 
