@@ -56,7 +56,7 @@ struct PartialCast {
   // shard's, that nibble stays as it is, or becomes zero.
   std::uint8_t* codes = nullptr;
   std::int64_t first_byte = 0;
-  bool keeps_neighbours = true;
+  bool keeps_other_nibbles = true;
   void* scale = nullptr;  // whole, as read
   // Whether `amaxes` have been through choose_scales.
   bool has_chosen_scales = false;

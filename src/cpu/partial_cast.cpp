@@ -237,7 +237,7 @@ MINIFLOAT_INLINE void store_nibbles(const PartialCast& cast, std::int64_t row, c
                                            mask & 0xF0 ? codes[low + 1] : 0u);
     const bool is_end_of_odd_row = low + 1 + cols.begin >= cast.cols;  // its last nibble is padding
     const bool keeps =
-        cast.keeps_neighbours && mask != 0xFF && !(is_end_of_odd_row && mask == 0x0F);
+        cast.keeps_other_nibbles && mask != 0xFF && !(is_end_of_odd_row && mask == 0x0F);
     to[b] = static_cast<std::uint8_t>((keeps ? to[b] & ~mask : 0) | pair);
   }
 }

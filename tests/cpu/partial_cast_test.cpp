@@ -140,7 +140,7 @@ class World {
       if (spec_.delayed) out_.amax.data()[0] = active_amax;
       cast.codes = in_place ? flat_codes_.data() : fragment.data();
       cast.first_byte = in_place ? 0 : bytes.begin;
-      cast.keeps_neighbours = in_place;
+      cast.keeps_other_nibbles = in_place;
       partial_cast({&cast, 1}, Device::kCpu);
       ASSERT_TRUE(fragment.guards_hold());
       if (!in_place)

@@ -82,7 +82,7 @@ void place(Work& work, const CastEntry& entry, PartialCast& cast, const Tensors&
   cast.amaxes = entry.direction->amaxes();
   cast.codes = entry.codes;
   cast.first_byte = FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.code_bits()).begin;
-  cast.keeps_neighbours = false;
+  cast.keeps_other_nibbles = false;
   // The first cast chooses scales, and marks its choices in the packed amaxes. An empty shard has
   // no blocks.
   cast.has_chosen_scales = entry.direction->has_chosen_scales || cast.shard.empty();

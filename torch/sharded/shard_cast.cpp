@@ -132,7 +132,7 @@ void place_outputs(const char* op, const ShardCast& description, PartialCast& ca
     bridge::check_same_device(op, "codes, scales and amax", *t, like);
   cast.codes = static_cast<std::uint8_t*>(codes.mutable_data_ptr());
   cast.first_byte = is_fragment ? bytes.begin : 0;
-  cast.keeps_neighbours = !is_fragment;
+  cast.keeps_other_nibbles = !is_fragment;
   cast.scale = scale.mutable_data_ptr();
   cast.amax = amax.numel() > 0 ? amax.mutable_data_ptr<float>() : nullptr;
 }

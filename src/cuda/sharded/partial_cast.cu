@@ -326,7 +326,7 @@ ShardEntry entry_of(const PartialCast& cast) {
   e.delayed = spec.delayed, e.columnwise = cast.columnwise;
   e.is_bf16 = cast.dtype == DType::kBFloat16;
   e.rounds = !e.is_bf16 && cast.compute == DType::kBFloat16;
-  e.keeps_neighbours = cast.keeps_neighbours;
+  e.keeps_other_nibbles = cast.keeps_other_nibbles;
   return e;
 }
 

@@ -31,7 +31,7 @@ struct alignas(16) ShardEntry {
   ScaleRule rule;
   ScaleRounding rounding;
   bool has_tensor_amax, delayed, columnwise;
-  bool is_bf16, rounds, keeps_neighbours;
+  bool is_bf16, rounds, keeps_other_nibbles;
 
   __device__ __forceinline__ std::uint32_t cell(std::uint32_t row, std::uint32_t col) const {
     return (row >> height_log2) * grid_cols + (col >> width_log2);
@@ -144,7 +144,7 @@ __device__ __forceinline__ void store_pair(const ShardEntry& e, std::uint8_t* to
   const unsigned mask = (in.has(i) ? 0x0Fu : 0u) | (in.has(i + 1) ? 0xF0u : 0u);
   if (mask == 0) return;
   const bool ends_row = col + i + 1 >= e.cols;  // an odd row's last nibble is padding
-  const bool keeps = e.keeps_neighbours && mask != 0xFF && !ends_row;
+  const bool keeps = e.keeps_other_nibbles && mask != 0xFF && !ends_row;
   *to = static_cast<std::uint8_t>((pair & mask) | (keeps ? *to & ~mask : 0u));
 }
 
