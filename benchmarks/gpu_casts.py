@@ -136,6 +136,7 @@ def all_cases() -> list[Case]:
     for spec in ("mxfp8", "mxfp8/32x32", "mxfp4"):
         table += each_way(spec, 0.95, 0.88)
     table += [cast("nvfp4", "", 0.95), cast("nvfp4+sr", "", 0.90)]
+    table += [cast("nvfp4+4over6", "", 0.60)]
     table += [cast("nvfp4/16x16", "nvfp4/16x16", 0.88)]
     table += [hadamard(n, s, 0.92 if n == 16 else 0.85) for n in (16, 32, 64, 128) for s in (0, 1)]
     table += [cast("", "nvfp4+rht", 0.78, 0.85), cast("", "nvfp4+sr+rht", 0.72, 0.80)]
