@@ -1,3 +1,4 @@
+// minifloat/amax_history.h: the checks before a backend is called, and the CPU's backend itself.
 #include "minifloat/amax_history.h"
 
 #include "minifloat/core/amax_history.h"

@@ -1,5 +1,5 @@
-// The public functions: each checks its arguments, then calls the device's backend. Nothing is
-// written before every check has passed.
+// The functions of minifloat/quantize.h and transform.h: each checks its arguments, then calls the
+// device's backend. Nothing is written before every check has passed.
 #include "cpu/backend.h"
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/backend.h"

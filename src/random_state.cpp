@@ -1,3 +1,4 @@
+// minifloat/random_state.h: the call of a backend, and the CPU's backend itself.
 #include "minifloat/random_state.h"
 
 #include "minifloat/core/philox.h"

@@ -103,11 +103,11 @@ std::vector<std::uint32_t> row_amax(const TensorRef& x, int points, bool columnw
 
 void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution) {
-  // Without a transform a tensor's amax is the same in both directions, and reading rows is faster.
   if (!spec.has_row_amax() && x.rows * x.cols == 0) {
     std::fill_n(out, x.batch, 0.0f);
     return;
   }
+  // Without a transform a tensor's amax is the same in both directions, and reading rows is faster.
   const bool by_column = columnwise && (spec.has_row_amax() || spec.transform > 0);
   const std::vector<std::uint32_t> rows = row_amax(x, spec.transform, by_column, execution);
   if (spec.has_row_amax()) {

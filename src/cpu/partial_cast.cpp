@@ -3,8 +3,8 @@
 //     amax      a band's maxima raise the cells of its rows; a cell of several bands by atomics
 //     cast      each cell's scale, from the reduced amaxes; then each element, by its cell's factor
 //
-// The cells are those of core/shard.h's ranges, for any range: a row's part is processed cell by
-// cell.
+// A shard is any flat range (core/shard.h). The part of a row that it holds is processed cell by
+// cell, the cells of its AmaxGrid. Choices by values are made a row of cells at a time.
 #include "minifloat/partial_cast.h"
 
 #include <algorithm>
@@ -28,7 +28,7 @@ struct Band {
   Span rows;
 };
 
-// Returns the bands of all shards. Bands of rows are whole rows of blocks, too.
+// Returns the bands of all shards. A band begins and ends between blocks, or where its shard does.
 std::vector<Band> bands_of(std::span<const PartialCast> casts) {
   std::vector<Band> bands;
   for (const PartialCast& cast : casts) {

@@ -1,5 +1,6 @@
-// The CUDA backend: the signatures of minifloat/quantize.h and minifloat/transform.h, on device
-// memory and on execution.stream. No call waits for the device or copies a number to the host.
+// The CUDA backend: the signatures of minifloat/quantize.h, transform.h and partial_cast.h, on
+// device memory and on execution.stream. No call waits for the device or copies a number to the
+// host. state/state.h has the signatures of amax_history.h and random_state.h.
 #pragma once
 
 #include "minifloat/partial_cast.h"

@@ -1,6 +1,6 @@
-// The macros that depend on the compiler of core/: a C++ compiler compiles inline functions, nvcc
-// compiles both sides. Functions are always inlined, so that a loop compiled for a wider vector
-// unit contains their bodies.
+// The macros of core/ that depend on the compiler, and a constexpr cast of bits. nvcc compiles each
+// function for host and device, a C++ compiler for the host alone. Functions are always inlined, so
+// that a loop compiled for a wider vector unit contains their bodies.
 #pragma once
 
 #if defined(__CUDACC__)

@@ -1,7 +1,7 @@
 // Random bits as a pure function of (seed, stream, row, column): Philox4x32 (Salmon et al.,
 // "Parallel random numbers: as easy as 1, 2, 3", SC11; Random123 publishes its known answers).
 //
-//     key     = 64-bit seed
+//     key     = 64 bits, mix_seed(seed, count)
 //     counter = ( floor(c / 16),  r,  stream lo,  stream hi )      r, c: the operand as read
 //     output  = 4 words = 16 elements; word i serves elements 4i .. 4i+3
 //

@@ -60,7 +60,9 @@ MINIFLOAT_HD constexpr Nvfp4Rounding nvfp4_rounding(ScaleRounding rounding) {
 MINIFLOAT_HD constexpr bool reads_values(ScaleRounding rounding) {
   return rounding == ScaleRounding::kFourOverSix;
 }
-// The sign bit of a block's amax, set where the second of its two scales is taken.
+// The sign bit of a block's amax, set where the second of its two scales is taken. In the
+// amaxes of partial casts choose_scales sets the bit where the first one is taken instead
+// (minifloat/partial_cast.h).
 inline constexpr std::uint32_t kSecondScale = 0x8000'0000u;
 
 // ---- Scales -------------------------------------------------------------------------------------

@@ -119,8 +119,7 @@ struct DeviceEquations {
                                                       bool saturates) {
     constexpr std::uint32_t kLeastNormal = 1u << E4M3::kMantissaBits;
     // A normal scale below the largest is at most half its last place under its block's amax / 6,
-    // so that
-    //x| * factor < 6.4.
+    // so that |x| * factor < 6.4.
     const bool takes_fast_path =
         tensor.takes_fast_path && code - kLeastNormal < E4M3::kMaxBits - kLeastNormal && !saturates;
     const float value = decode_e4m3(code), denominator = value * tensor.scale;

@@ -1,5 +1,5 @@
-// The compiled kernels of a quantization: tables by format and rounding, filled by
-// general_<format>.cu.
+// The launches that quantize.cu chooses from: of the general kernels (general_<format>.cu and
+// general_both.cu), and of the faster ones (row_scaled.cu, preset_*.cu and one_cluster.cu).
 #pragma once
 
 #include "minifloat/quantize.h"

@@ -1,8 +1,8 @@
 // Partial casts: a block of threads takes 128 x 128 of a weight, over the tiles that any shard
 // touches. A thread takes one vec16 at a time.
 //
-//     amax      4 bytes an element read; cells are raised by integer atomics, once a tile
-//     cast      4 bytes read, a code written; then a scale a cell, of whole weights
+//     amax      2 or 4 bytes an element read; cells are raised by integer atomics, once a tile
+//     cast      2 or 4 bytes read, a code written; then a scale a cell, of whole weights
 //
 // Cells one column wide, and two directions from one read: partial_cast_pairs.cu.
 #include "cuda/backend.h"

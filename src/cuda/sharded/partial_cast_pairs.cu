@@ -14,7 +14,7 @@
 //             columns, or, of patch p, of row l. Both directions' flat codes are in W's order: a
 //             patch is four bytes (two, of nibbles) of four rows of each
 //
-// 4 bytes an element read; the cast writes two codes.
+// 2 or 4 bytes an element read; the cast writes a code for each direction.
 #include <algorithm>
 #include <type_traits>
 

@@ -1,4 +1,5 @@
-// Rolls and raises amax histories: a thread a row. Rows are few and short, so nothing is staged.
+// Rolls amax histories, a thread a row, and raises their entries, one thread for all. Rows are few
+// and short, so nothing is staged.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
