@@ -62,7 +62,7 @@ Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding) {
 // weight as dgrad reads it, three tensors each
 struct ForBackward {
   variable_list saved;
-  bool records_amaxes = false;  // whether backward writes those of forward
+  bool records_amaxes = false;  // whether backward writes forward's amaxes
   PendingAmaxes amaxes = {};
 };
 
@@ -88,7 +88,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   const Needed x_row{kFpropX, true, exact}, x_col{kWgradX, needs.any_dw};
   const auto [rowwise, columnwise] =
       input_operands(prepared, layers, x, matrix, x_row, x_col, state_of(0));
-  // Without an amax that the spec lacks, so that every recomputed forward saves as many tensors.
+  // Saves an operand, except an amax that the spec lacks: recomputed forwards save as many tensors.
   const auto save = [&](const QuantizedOperand& operand, Place place) {
     const Spec& spec = prepared.specs[place];
     const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();

@@ -133,7 +133,7 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_meta(const Tensor& codes, const Tensor& sc
   return {fp8_codes, empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
 }
 
-Fp4AsFp8Cast fp8_rows_of(const Quantized& q, const Tensor& fp8_codes, const Tensor& row_scale) {
+Fp4AsFp8Cast fp4_as_fp8_cast(const Quantized& q, const Tensor& fp8_codes, const Tensor& row_scale) {
   return {q, static_cast<std::uint8_t*>(fp8_codes.mutable_data_ptr()),
           row_scale.mutable_data_ptr<float>()};
 }
@@ -149,7 +149,7 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& 
   const auto [fp8_codes, row_scale] = fp4_as_fp8_meta(codes, scale, amax, text, cols);
   const View view = quantized_view("carry", bridge::parse_spec(text), codes, scale, amax,
                                    cols.guard_int(__FILE__, __LINE__));
-  const Fp4AsFp8Cast cast = fp8_rows_of(view.q, fp8_codes, row_scale);
+  const Fp4AsFp8Cast cast = fp4_as_fp8_cast(view.q, fp8_codes, row_scale);
   write_fp8_rows({&cast, 1}, codes);
   return {fp8_codes, row_scale};
 }
@@ -196,15 +196,15 @@ PlannedRows plan_rows(const Fp4Operand& operand, std::int64_t cols) {
   return out;
 }
 
-Fp4AsFp8Cast planned(const PlannedRows& p) {
-  return fp8_rows_of(p.view.q, p.rows.first, p.rows.second);
+Fp4AsFp8Cast cast_of(const PlannedRows& p) {
+  return fp4_as_fp8_cast(p.view.q, p.rows.first, p.rows.second);
 }
 
 }  // namespace
 
 Fp8Rows direct_fp4_as_fp8(const Fp4Operand& operand, std::int64_t cols) {
   const PlannedRows p = plan_rows(operand, cols);
-  const Fp4AsFp8Cast cast = planned(p);
+  const Fp4AsFp8Cast cast = cast_of(p);
   write_fp8_rows({&cast, 1}, operand.codes);
   return p.rows;
 }
@@ -212,7 +212,7 @@ Fp8Rows direct_fp4_as_fp8(const Fp4Operand& operand, std::int64_t cols) {
 std::pair<Fp8Rows, Fp8Rows> direct_fp4_as_fp8(const Fp4Operand& a, const Fp4Operand& b,
                                               std::int64_t cols) {
   const PlannedRows left = plan_rows(a, cols), right = plan_rows(b, cols);
-  const Fp4AsFp8Cast casts[] = {planned(left), planned(right)};
+  const Fp4AsFp8Cast casts[] = {cast_of(left), cast_of(right)};
   write_fp8_rows(casts, a.codes);
   return {left.rows, right.rows};
 }

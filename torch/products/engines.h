@@ -16,7 +16,7 @@ namespace minifloat::torch_ops {
 
 // Compute capabilities, 10 major + minor.
 inline constexpr int kNoGpu = 0;
-inline constexpr int kUnknownGpu = 1;  // a GPU, in a build without the CUDA backend
+inline constexpr int kUnknownGpu = 1;  // a GPU whose capability this build cannot query
 inline constexpr int kHopper = 90;
 inline constexpr int kBlackwell = 100;
 inline constexpr int kBlackwellUltra = 103;

@@ -1,5 +1,5 @@
-// The operands of exact products: decoded values in bf16, fp32 sums, one rounding. They support
-// every product and all sizes.
+// The operands of exact products, which multiply decoded values in bf16 with fp32 sums and one
+// rounding. The exact engines support every product and all sizes.
 #pragma once
 
 #include "products/engines.h"

@@ -62,8 +62,7 @@ Tensor aten_product(const Product& product, const Tensor& a, const Tensor& a_sca
                            {b_scale}, {scaling_of(product.b)}, {no_swizzle}, std::nullopt, dtype);
 }
 
-// Ignores product.fast, which permits fast accumulation: products under block scales accumulate
-// exactly.
+// Multiplies without fast accumulation, which product.fast permits and does not require.
 Tensor multiply(const ProductCall& call) {
   const Product& product = call.product;
   const Fp8Side a = fp8_side(product.a, call.a), b = fp8_side(product.b, call.b);

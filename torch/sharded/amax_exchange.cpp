@@ -86,7 +86,7 @@ void GatherBatch::measure_alone(const Tensors& shards, const Choice& choice) {
 }
 
 bool GatherBatch::needs_measure(const Tensors& shards, const Choice& choice, std::int64_t writes) {
-  const bool are_same = measured_writes_ == writes && measured_ == values_of(shards);
+  const bool are_same = measured_writes_ == writes && measured_ == versions_of(shards);
   for (std::size_t i = 0; i < weights_.size(); ++i)
     for (const GatheredDirection* direction : selected(i, choice)) {
       const RowShard& shard = direction->shard;
@@ -113,14 +113,14 @@ std::vector<Tensors> AmaxExchange::shards_of_batches(const Tensors& shards, cons
                       shards.size());
     found.emplace_back(next, next + count);
     next += count;
-    batch.readable_shards(found.back());
+    batch.make_readable(found.back());
     bridge::check_same_device(kOp, "shards", found.back()[0], found[0][0]);
   }
   next = shards.begin();
   for (std::size_t b = 0; b < batches_.size(); ++b) {
     GatherBatch& batch = *batches_[b];
     const auto count = static_cast<std::ptrdiff_t>(batch.weights_.size());
-    batch.measured_ = GatherBatch::values_of({next, next + count});
+    batch.measured_ = GatherBatch::versions_of({next, next + count});
     batch.measured_writes_ = writes[b];
     next += count;
   }

@@ -60,9 +60,11 @@ GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const T
                         ": expected shards that no transform reaches over, got ",
                         direction.shard.spec().str(), " of ", direction.shard.rows(), " rows over ",
                         world, " ranks");
-      direction.scale_at = commons_;
-      direction.amax_at = commons_ + round_up(direction.shard.common_scales(), kCommonAlignment);
-      commons_ = direction.amax_at + round_up(direction.shard.common_amaxes(), kCommonAlignment);
+      direction.scale_at = common_size_;
+      direction.amax_at =
+          common_size_ + round_up(direction.shard.common_scales(), kCommonAlignment);
+      common_size_ =
+          direction.amax_at + round_up(direction.shard.common_amaxes(), kCommonAlignment);
     }
     weights_.push_back(std::move(weight));
     BatchedWeight& last = weights_.back();
@@ -89,7 +91,7 @@ std::int64_t GatherBatch::exchanged(std::int64_t selection) {
 }
 
 // Checks the shards, and converts those that are neither float32 nor bfloat16.
-void GatherBatch::readable_shards(Tensors& shards) const {
+void GatherBatch::make_readable(Tensors& shards) const {
   TORCH_CHECK_VALUE(shards.size() == weights_.size() && !shards.empty(), kOp,
                     ": expected a shard of each of ", weights_.size(), " weights, got ",
                     shards.size());
@@ -113,11 +115,11 @@ Tensor GatherBatch::values_as_computed(const Tensor& shard, std::size_t weight) 
   return shard.to(compute == DType::kBFloat16 ? at::kBFloat16 : at::kFloat);
 }
 
-std::vector<std::pair<const void*, std::int64_t>> GatherBatch::values_of(const Tensors& shards) {
-  std::vector<std::pair<const void*, std::int64_t>> values;
+std::vector<std::pair<const void*, std::int64_t>> GatherBatch::versions_of(const Tensors& shards) {
+  std::vector<std::pair<const void*, std::int64_t>> versions;
   for (const Tensor& shard : shards)
-    values.emplace_back(shard.const_data_ptr(), shard.is_inference() ? 0 : shard._version());
-  return values;
+    versions.emplace_back(shard.const_data_ptr(), shard.is_inference() ? 0 : shard._version());
+  return versions;
 }
 
 }  // namespace minifloat::torch_ops

@@ -1,5 +1,5 @@
-// GatherBatch: the weights of one all-gather of FSDP2. One call before the gather casts
-// the shards of all weights; one call after it fills all whole weights.
+// GatherBatch: the weights of one all-gather of FSDP2. One call before the gather casts the shards
+// of all weights. One call after the gather fills all whole weights.
 //
 //     AmaxExchange.measure     shards -> amaxes that ranks exchange; the caller reduces them by MAX
 //     AmaxExchange.accept      reduced amaxes -> the batches
@@ -99,8 +99,8 @@ class GatherBatch : public torch::CustomClassHolder {
  private:
   friend class AmaxExchange;
 
-  void readable_shards(Tensors& shards) const;
-  static std::vector<std::pair<const void*, std::int64_t>> values_of(const Tensors& shards);
+  void make_readable(Tensors& shards) const;
+  static std::vector<std::pair<const void*, std::int64_t>> versions_of(const Tensors& shards);
   std::vector<GatheredDirection*> selected(std::size_t weight, const Choice& choice);
   std::vector<PartialCast> untransformed_casts(const Tensors& shards, const Choice& choice,
                                                std::vector<GatheredDirection*>& directions);
@@ -111,8 +111,8 @@ class GatherBatch : public torch::CustomClassHolder {
   bool needs_measure(const Tensors& shards, const Choice& choice, std::int64_t writes);
 
   std::vector<BatchedWeight> weights_;
-  at::Tensor common_;         // float32: scales and amaxes that every rank computes
-  std::int64_t commons_ = 0;  // the number of elements of common_
+  at::Tensor common_;             // float32: scales and amaxes that every rank computes
+  std::int64_t common_size_ = 0;  // elements of common_
   std::vector<std::pair<const void*, std::int64_t>> measured_;  // memory and version of the shards
   std::int64_t measured_writes_ = 0;
 };
@@ -127,7 +127,7 @@ class AmaxExchange : public torch::CustomClassHolder {
   // where only other ranks have an amax. shards: of all batches in their order; writes: of each
   // batch
   at::Tensor measure(const Tensors& shards, std::int64_t selection, const Numbers& writes);
-  // exchanged: the tensor of measure, reduced by MAX over the ranks
+  // Gives the batches the amaxes of all ranks. exchanged: the tensor of measure, reduced by MAX
   void accept(const at::Tensor& exchanged);
 
  private:

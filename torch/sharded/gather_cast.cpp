@@ -120,7 +120,7 @@ void cast_transformed(Work& work, const CastEntry& entry, const Tensor& shard_va
   if (spec.delayed) {
     TORCH_CHECK_VALUE(entry.weight < histories.size(), kOp,
                       ": expected an amax history of each weight, got ", histories.size());
-    active_amax(histories[entry.weight], columnwise, work.like);
+    active_amax(histories[entry.weight], columnwise, work.like);  // checks the history
     amax = histories[entry.weight].select(0, kHistoryRows[columnwise]).select(0, 0);
   } else if (shard.exchanged() > 0) {
     amax =
@@ -234,11 +234,11 @@ Tensors GatherBatch::cast(Tensors shards, const Tensors& histories, std::int64_t
   const at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(is_measured || exchanged(selection) == 0, kOp,
                     ": expected amaxes that ranks have exchanged, got none");
-  readable_shards(shards);
+  make_readable(shards);
   for (const Tensor& history : histories) bridge::check_memory(kOp, "histories", history);
   if (!is_measured || needs_measure(shards, choice, writes)) measure_alone(shards, choice);
   if (!common_.defined() || common_.device() != shards[0].device())
-    common_ = at::zeros({commons_}, shards[0].options().dtype(at::kFloat));
+    common_ = at::zeros({common_size_}, shards[0].options().dtype(at::kFloat));
   const Tensors inputs = new_inputs(shards[0], choice);
 
   std::vector<GatheredDirection*> directions;

@@ -143,7 +143,9 @@ Filled filled_by(const BatchedWeight& weight, std::int64_t selection, bool forwa
   return {true, weight.directions[0].shard.is_transformed() || !forward_alone};
 }
 
-// targets: the six of the weight; sent: its selected directions
+// Fills the directions of a weight. Frees the rowwise scale or the columnwise codes of a direction
+// that the gather does not fill. targets: the six of the weight; sent: the weight's selected
+// directions; is_fetch: whether one weight is gathered alone, so that nothing is freed
 void fill_weight(Work& work, const std::vector<Sent>& sent, const Tensor* targets,
                  const Filled& filled, bool is_fetch) {
   const Target row = {targets[0], targets[1], targets[2]};
@@ -169,7 +171,8 @@ void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int6
   const bool is_fetch = weight != kAllWeights;
   TORCH_CHECK_VALUE(targets.size() == kTargets * weights_.size() && !outputs.empty(), kOp,
                     ": expected ", kTargets * weights_.size(), " targets, got ", targets.size());
-  TORCH_CHECK_VALUE(common_.defined() || commons_ == 0, kOp, ": expected shards that were cast");
+  TORCH_CHECK_VALUE(common_.defined() || common_size_ == 0, kOp,
+                    ": expected shards that were cast");
   bridge::check_same_device(kOp, "tensors", common_, outputs[0]);
   for (const Tensors* list : {&outputs, &targets})
     for (const Tensor& t : *list) {
@@ -181,7 +184,7 @@ void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int6
     }
   Work work;
   work.like = outputs[0];
-  work.common = commons_ > 0 ? common_.const_data_ptr<float>() : nullptr;
+  work.common = common_size_ > 0 ? common_.const_data_ptr<float>() : nullptr;
   std::size_t output = 0;
   for (std::size_t i = 0; i < weights_.size(); ++i) {
     const std::int64_t table_bytes = weights_[i].table_bytes;

@@ -1,4 +1,6 @@
-"""Registers with `nn` what FSDP2 and tensor parallelism do for a layer, when it is imported.
+"""Functions of FSDP2 and tensor parallelism that layers call.
+
+Importing this module registers them with `nn` (nn/distributed_hooks.py).
 
 DTensor takes seconds to import, so tensor parallelism is imported at the first DTensor weight.
 """

@@ -31,7 +31,7 @@ class WeightGather(Protocol):
         """Fetches the parts that a forward reads and no gather has brought."""
 
     def forget(self) -> None:
-        """Drops codes that were cast before a gather: the weight may have changed."""
+        """Drops amaxes that ranks exchanged before a gather: the weight may have changed."""
 
 
 @dataclass(frozen=True)

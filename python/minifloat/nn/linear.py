@@ -183,8 +183,11 @@ class Linear(nn.Linear):
                 self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
 
     def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """The last thing that a style of torch does to a layer: compiled code, too, then meets its
-        buffers as plain tensors."""
+        """Registers a hook, after it unwraps the layer's buffers.
+
+        torch's parallel styles register a hook last, after they have made buffers DTensors. So
+        compiled code reads plain tensors too.
+        """
         self.unwrap_buffers()
         return super().register_forward_pre_hook(*args, **kwargs)
 
@@ -197,7 +200,7 @@ class Linear(nn.Linear):
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
             gather = self.weight_gather
-            if gather is not None and gather.has_assigned(value):  # twice a gather
+            if gather is not None and gather.has_assigned(value):  # FSDP2 assigns twice a gather
                 self._parameters[name] = value
                 return
             hooks().adopt_weight(self, value)  # FSDP2 assigns the parameter that it has sharded

@@ -1,6 +1,6 @@
 """The final table, from metrics.jsonl and each run's result, complete for a resumed job too.
 
-The gap is to the first run without a recipe (bf16, with the job's seed), at the same step.
+The gap is to the bf16 run with the job's seed, else to the first bf16 run, at the same step.
 """
 
 from __future__ import annotations

@@ -72,7 +72,7 @@ def linear(
         recipe: the formats of the three products.
         rng: int64 (seed, count[, module stream]), where the recipe rounds stochastically.
         amax_history: float32 (6, 1 + length), under delayed scaling; written in place.
-        stream: the module's stream of random bits, added to the one in rng.
+        stream: the module's stream of random bits, XORed with the one in rng.
         reuse: cached operands; None: nothing is reused.
 
     Returns:

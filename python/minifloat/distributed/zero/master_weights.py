@@ -183,7 +183,7 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
 
 
 def _group_name(group: Any) -> str:
-    """The name that the native library knows a group by; "": one process alone."""
+    """Returns the group's name in torch.distributed; "" for one process alone."""
     if isinstance(group, str):
         return group
     if group is None:
@@ -295,7 +295,7 @@ def quantize_master_weights(
 
 @dataclass(frozen=True, eq=False)
 class AgreedLists:
-    """A native record of the lists, first weight first, that ranks have agreed on."""
+    """A native record of the lists of weights that ranks agreed on, kept on the first weight."""
 
     native: Any
 
