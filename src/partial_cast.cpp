@@ -69,7 +69,7 @@ void check_outputs(const PartialCast& cast) {
   MINIFLOAT_CHECK(cast.scale || !any, "partial_cast: expected a scale buffer, got null");
   MINIFLOAT_CHECK(cast.codes || cast.shard.empty(), "partial_cast: expected codes, got null");
   MINIFLOAT_CHECK(cast.amax || !cast.spec.delayed, "partial_cast: ", cast.spec.str(),
-                  " needs the amax in force, got null");
+                  " needs the active amax, got null");
   const Span bytes = FlatShard{cast.cols, cast.shard}.code_bytes(cast.spec.code_bits());
   MINIFLOAT_CHECK(bytes.empty() || cast.first_byte <= bytes.begin,
                   "partial_cast: expected codes from byte ", bytes.begin, " on, got from ",

@@ -54,9 +54,8 @@ TEST(Philox, GivesThePublishedAnswers) {
 
 // The published answer for the digits of pi, with each word of counter and key given by its role.
 TEST(Philox, CountsByGroupRowAndStream) {
-  const RandomBits got =
-      random_bits_at(/*seed=*/0x299f31d0'a4093822, /*stream=*/0x03707344'13198a2e,
-                     /*row=*/0x85a308d3, /*group=*/0x243f6a88);
+  const RandomBits got = random_bits_at(/*key=*/0x299f31d0'a4093822, /*stream=*/0x03707344'13198a2e,
+                                        /*row=*/0x85a308d3, /*group=*/0x243f6a88);
   for (int i = 0; i < 4; ++i) EXPECT_EQ(got.w[i], kKnownAnswers[2].output.w[i]);
 }
 

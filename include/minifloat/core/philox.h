@@ -85,12 +85,12 @@ MINIFLOAT_HD constexpr void advance_random_state(std::int64_t* state, std::int64
 
 // Returns the random bits of elements [16 * group, 16 * group + 16) of row `row`.
 template <class Word = std::uint32_t>
-MINIFLOAT_HD constexpr BasicRandomBits<Word> random_bits_at(std::uint64_t seed,
-                                                            std::uint64_t stream, std::uint32_t row,
+MINIFLOAT_HD constexpr BasicRandomBits<Word> random_bits_at(std::uint64_t key, std::uint64_t stream,
+                                                            std::uint32_t row,
                                                             std::uint32_t group) {
   const BasicRandomBits<Word> counter = {
       {group, row, static_cast<std::uint32_t>(stream), static_cast<std::uint32_t>(stream >> 32)}};
-  return philox4x32(counter, seed);
+  return philox4x32(counter, key);
 }
 
 MINIFLOAT_HD constexpr std::uint32_t reverse_bits(std::uint32_t x) {

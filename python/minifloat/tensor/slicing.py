@@ -1,4 +1,4 @@
-"""Slices of one quantized direction on block boundaries, and transposes of its codes.
+"""Slices of one quantized direction on block boundaries.
 
 All sizes are from the spec (spec.py): code bytes a row, scale rows and columns, blocks.
 """
@@ -8,17 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from torch import Tensor
 
-from .._native import ops
 from ..spec import Sizes, Spec
 from .quantized import Quantized, map_tensors
-
-
-def transpose_codes_into(out: Tensor, spec: str, codes: Tensor, cols: int) -> Tensor:
-    """Writes the transpose of the codes of a matrix (rows, cols) to `out`, and returns it."""
-    ops.transpose_many([codes], [out], [codes.shape[0], cols, Spec.parse(spec).code_bits])
-    return out
 
 
 def cut(q: Quantized, dim: int, start: int, end: int) -> Quantized:
