@@ -1,5 +1,7 @@
 """The option of tests/gpu, and fixtures of several folders of tests."""
 
+import sys
+
 import pytest
 import torch
 
@@ -11,6 +13,17 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         choices=("cuda", "cpu"),
         help="what tests/gpu compares with the CPU (cpu: itself, which tests the tests)",
     )
+
+
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Clears what earlier tests compiled.
+
+    After 8 recompilations of one function torch runs it uncompiled, with no error unless
+    fullgraph=True. Compiled models share functions of torch, so all tests of a process share the 8.
+    """
+    if "torch._dynamo" in sys.modules:  # its import takes seconds, and few tests need it
+        torch.compiler.reset()
 
 
 @pytest.fixture

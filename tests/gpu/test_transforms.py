@@ -35,6 +35,16 @@ def test_hadamard(device, points, columnwise):
         require_same_op(device, ops.hadamard, (x, points, columnwise), f" ({layout})")
 
 
+def test_swizzle(device):
+    shapes = [(1, 1), (31, 3), (127, 4), (128, 4), (129, 5), (300, 22), (1000, 63), (1024, 512)]
+    shapes += [(0, 4), (4, 0)]
+    for rows, cols in shapes:
+        for scale in (random_bytes(rows, cols), random_bytes(3, rows, cols)):
+            require_same_op(device, ops.swizzle_scales, (scale,))
+            tiled = ops.swizzle_scales(scale)
+            require_same_op(device, ops.unswizzle_scales, (tiled, rows, cols))
+
+
 @pytest.mark.parametrize(
     ("groups", "ends"),
     [

@@ -17,13 +17,6 @@ BACKEND = "aot_eager"
 BATCHES = (200, 130, 136, 1000, 513)
 
 
-@pytest.fixture(autouse=True)
-def fresh_dynamo():
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 # ---- opcheck -------------------------------------------------------------------------------------
 
 RNG = torch.tensor([1, 2, 3])

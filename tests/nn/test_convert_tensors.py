@@ -84,7 +84,7 @@ def test_values_assigned_to_a_model_on_meta(recipe, compiled):
     model.load_state_dict(sequential().state_dict(), assign=True)
     assert model[0].stream.equal(twin[0].stream)
     if compiled:
-        model, twin = (torch.compile(m, backend="aot_eager") for m in (model, twin))
+        model, twin = (torch.compile(m, backend="aot_eager", fullgraph=True) for m in (model, twin))
     require_same_training(model, twin)
 
 
@@ -156,7 +156,7 @@ def test_a_weight_that_is_not_contiguous(name, recipe, compiled):
     for m in (model, twin):
         mf.quantize_(m, recipe, verbose=False)
     if compiled:
-        model, twin = (torch.compile(m, backend="aot_eager") for m in (model, twin))
+        model, twin = (torch.compile(m, backend="aot_eager", fullgraph=True) for m in (model, twin))
     require_same_training(model, twin)
 
 
@@ -201,8 +201,11 @@ def test_moves_and_loads_that_swap_parameters(recipe):
 
 
 def test_tensors_that_are_swapped():
-    model, other = converted("mxfp8"), sequential()
+    model, twin, other = converted("mxfp8"), converted("mxfp8"), sequential()
+    with torch.no_grad():
+        for m in (twin, other):
+            m[0].weight.mul_(-3)
     for _ in range(3):
         model(batch())
     torch.utils.swap_tensors(model[0].weight, other[0].weight)
-    model(batch())
+    assert torch.equal(model(batch()), twin(batch()))

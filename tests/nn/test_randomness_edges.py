@@ -252,7 +252,9 @@ def test_training_with_evaluation_in_between_is_the_same(recipe, is_compiled):
     results = []
     for evaluates in (False, True):
         model = converted(recipe)
-        run = torch.compile(model, backend="aot_eager") if is_compiled else model
+        run = model
+        if is_compiled:
+            run = torch.compile(model, backend="aot_eager", fullgraph=True)
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()

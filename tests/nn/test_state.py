@@ -86,7 +86,7 @@ def test_training_against_a_loop(algorithm):
         verbose=False,
     )
     weight = model[0].weight
-    force, seen = [0.0] * 6, [[] for _ in range(6)]
+    active, seen = [0.0] * 6, [[] for _ in range(6)]
     for scale in (1.0, 8.0, 0.25, 0.0, 3.0, 100.0, 1.0):
         running = [0.0] * 6
         for _ in range(2):
@@ -98,9 +98,9 @@ def test_training_against_a_loop(algorithm):
         mf.step(model)
         for i in range(6):
             seen[i] = [running[i], *seen[i]][:3]
-            force[i] = delayed_amax([force[i], *seen[i]], algorithm, 1)
+            active[i] = delayed_amax([active[i], *seen[i]], algorithm, 1)
         history = model[0].amax_history
-        assert history[:, 0].tolist() == force
+        assert history[:, 0].tolist() == active
         assert not history[:, 1].any()
         for i in range(6):
             assert history[i, 2:].tolist() == (seen[i] + [0.0, 0.0])[:2]
@@ -114,10 +114,10 @@ def test_products_use_the_active_amax():
     x = torch.randn(5, 24)
     layer(x)
     mf.step(layer)
-    force = layer.amax_history[:, 0]
+    active = layer.amax_history[:, 0]
     y = layer(10 * x)  # ten times the active amax: saturates
-    a = mf.quantize(10 * x, "e4m3/tensor", amax=force[0])
-    b = mf.quantize(layer.weight.detach(), "e4m3/tensor", amax=force[1])
+    a = mf.quantize(10 * x, "e4m3/tensor", amax=active[0])
+    b = mf.quantize(layer.weight.detach(), "e4m3/tensor", amax=active[1])
     assert torch.equal(y, mf.scaled_mm(a, b, fast=True, out_dtype=torch.float32))
 
 
@@ -125,7 +125,13 @@ def test_step_without_histories_does_nothing():
     model = nn.Sequential(nn.Linear(4, 4))
     mf.step(model)
     mf.quantize_(model, "nvfp4", verbose=False)
+    model(torch.ones(2, 4)).sum().backward()
+    before = {**model.state_dict(), **mf.training_state(model)}
+    before = {name: t.clone() for name, t in before.items()}
     mf.step(model)
+    after = {**model.state_dict(), **mf.training_state(model)}
+    assert after.keys() == before.keys()
+    assert all(torch.equal(after[name], t) for name, t in before.items())
 
 
 def build(recipe="0: nvfp4; 2: fp8_delayed", length=3):
