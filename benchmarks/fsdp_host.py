@@ -75,7 +75,7 @@ def build(recipe: str) -> nn.Module:
 
 
 def measure(recipe: str, timed: Timed, use_step: bool) -> tuple[float, float]:
-    """Milliseconds of a step: in hooks, and in all."""
+    """Returns the milliseconds of a step: in hooks, and in all."""
     model = build(recipe)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     x = torch.randn(16, WIDTH, dtype=torch.bfloat16)
@@ -131,7 +131,7 @@ def main() -> int:
 
 
 def copying(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """A gather that gives this rank's own input as every rank's."""
+    """Returns a gather that copies this rank's input to every rank's place of its output."""
 
     def call(output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
         work = gather(output_tensor, input_tensor, *args, **kwargs)

@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # The benchmark tables: the C++ micro-benchmarks where Google Benchmark is installed, then every
 # benchmarks/*.py; gpu_*.py where torch sees a CUDA device. Expects an activated build (make bench).
-# All are run; the exit status says whether every one met its bars. Each table leaves
-# build/<name>.json, and on a GPU machine the last one draws build/gpu_roofline.png from them.
+# All are run; the exit status says whether every one met its bars. cpu_table.py and the tables of
+# gpu_*.py write build/<name>.json; gpu_roofline.py draws build/gpu_roofline.png from two of them.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 jobs="${1:-2}"

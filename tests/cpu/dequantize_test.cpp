@@ -67,7 +67,7 @@ TEST(Dequantize, ValuesAsTheOracle) {
     }
 }
 
-TEST(Dequantize, TheFactorThatAProductIsStillOwed) {
+TEST(Dequantize, TensorFactorIsThePendingFactor) {
   const Matrix x({2, 20, 50}, DType::kBFloat16, Kind::kModerate);
   for (const char* text : kSpecs) {
     const Request request{.spec = Spec::parse(text)};

@@ -23,7 +23,7 @@ def test_histories_roll_as_on_the_cpu(device, algorithm, margin):
 
 
 def test_a_layer_raises_its_history_as_on_the_cpu(device):
-    """Two forwards and a backward, from an empty history and from one with NaN and Inf."""
+    """Runs two forwards and a backward, from an empty history and from one with NaN and Inf."""
     torch.manual_seed(1)
     x, w, g = (torch.randn(128, 128, dtype=torch.bfloat16) for _ in range(3))
     for history in (torch.zeros(6, 5), POOL[torch.randint(len(POOL), (6, 5))].nan_to_num(1.0)):

@@ -103,7 +103,7 @@ def _cast(rng: Random, arena: Arena) -> Call:
 
 
 def _target(rng: Random, arena: Arena, weights: Weights, plan: Any) -> list[torch.Tensor]:
-    """The six tensors of one whole weight."""
+    """Makes the six tensors of one whole weight."""
     _, row, col = plan
     found: list[torch.Tensor] = []
     for spec, columnwise in ((row, False), (col, True)):

@@ -71,7 +71,7 @@ def check_operands(case, recorded, dim, rank, world, where):
             continue
         assert same_bytes(got.codes, want.codes), (where, name, "codes")
         assert same_bytes(got.scale, raw_scale(want)), (where, name, "scale")
-        if not Spec.parse(want.spec).is_delayed:  # there it is this step's own, for the history
+        if not Spec.parse(want.spec).is_delayed:  # there it is the current amax
             assert same_bytes(got.amax, want.amax), (where, name, "amax")
 
 

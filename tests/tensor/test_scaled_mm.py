@@ -127,7 +127,10 @@ def test_fast_changes_nothing_in_an_exact_product():
 
 
 def test_the_result_is_rounded_once():
-    """Adds integers of bf16 to a sum that is none: 257 is a tie of bf16 and rounds to 256."""
+    """Computes 257 and 257 + 1: bf16 has no 257, and rounds this tie to 256.
+
+    A bias of 1, added before the only rounding, gives 258. Two roundings would give 256.
+    """
     a = mf.quantize(torch.ones(1, 257), "e4m3/row")
     b = mf.quantize(torch.ones(1, 257), "mxfp8")
     assert mf.scaled_mm(a, b, out_dtype=torch.float32).item() == 257

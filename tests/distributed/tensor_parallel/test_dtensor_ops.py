@@ -1,4 +1,4 @@
-"""The pure ops on DTensors: whatever the placement, what they give for the whole."""
+"""The pure ops on DTensors of any placement: the results of the same ops on whole tensors."""
 
 import pytest
 import torch
@@ -58,7 +58,10 @@ def check_rules(rank):
 
 
 def check_whole_rules(mesh, x):
-    """Stochastic, delayed, or of a shard already: of the whole alone, whatever DTensor has."""
+    """Checks casts that need the whole tensor: stochastic, delayed, with an origin, decoded too.
+
+    Their results equal those of the whole tensor, and amaxes with a wrong placement are refused.
+    """
     d, rng = distribute_tensor(x, mesh, [Shard(0)]), torch.tensor([1, 2])
     amax = torch.tensor(3.0)
     d_rng, d_amax = (distribute_tensor(t, mesh, [Replicate()]) for t in (rng, amax))

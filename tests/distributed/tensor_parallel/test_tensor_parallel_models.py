@@ -29,7 +29,7 @@ from tests.support.worlds import run_world
 
 @pytest.mark.parametrize(("world", "ranks"), [(2, 2), (4, 4), (4, 2)])
 def test_model_is_one_process(world, ranks):
-    """Tensor and sequence parallel, alone and with FSDP2."""
+    """Checks tensor and sequence parallelism, alone and with FSDP2."""
     run_world(world, check_models, EXACT, ranks)
 
 
@@ -37,7 +37,7 @@ def test_model_is_one_process(world, ranks):
 
 
 class Sent(TorchDispatchMode):
-    """Bytes that a rank gives to each all-gather."""
+    """A record of the bytes that a rank gives to each all-gather."""
 
     def __init__(self):
         super().__init__()
@@ -50,7 +50,7 @@ class Sent(TorchDispatchMode):
 
 
 def check_payload(mesh):
-    """Bits of a token's element: x's in forward, x's for wgrad in backward."""
+    """Counts the bits an element that gathers send: x in forward, x for wgrad in backward."""
     for recipe, bits in (
         ("fp8_tensorwise", [8, 8]),
         ("fp8_delayed", [8, 8]),
@@ -91,7 +91,7 @@ class Recomputed(nn.Module):
 
 
 def check_shared_input(mesh):
-    """q, k and v: one gather in forward, one in backward, and the results of one process."""
+    """Checks q, k and v: a gather in forward, one in backward, and the results of one process."""
     x, mine = integers(10, BATCH, TOKENS, WIDTH), mesh.get_local_rank()
     for is_frozen in (False, True):
         models = [Projections(), Projections()]
@@ -116,7 +116,7 @@ def check_shared_input(mesh):
 
 
 def check_group(mesh):
-    """linear_group of weights that are DTensors: each as linear has it."""
+    """Checks that linear_group of DTensors has the results of linear_group of whole tensors."""
     x, ws = integers(1, 32, 64), [integers(i, 64, 64) for i in (2, 3)]
     dx, dws = (
         distribute_tensor(x, mesh, [Replicate()]),
@@ -127,10 +127,10 @@ def check_group(mesh):
 
 
 def check_tokens_that_do_not_fit(mesh):
-    """Tokens that end inside a block are gathered in high precision; the outputs are the same.
+    """Checks tokens that end inside a block: they are gathered in high precision.
 
-    A rank's product has fewer columns than the whole's, so it may sum in another order: the sums
-    are exact (integers).
+    The outputs equal those of one process. A rank's product has fewer columns, so it may sum in
+    another order: the sums are exact (integers).
     """
     x, w = integers(1, 3, 20, 64), integers(2, 64, 64)
     for recipe in ("fp8_tensorwise", "mxfp8"):
@@ -191,7 +191,7 @@ def check_refusals(rank, mesh):
 
 
 def check_delayed(mesh):
-    """Histories that the styles made DTensors roll as one process's do.
+    """Checks that amax histories roll as those of one process.
 
     The amaxes are of x, the weights and the loss's gradient, which are integers, and of the results
     of two products of those: up's forward and down's dgrad. Their sums are exact.
@@ -213,7 +213,7 @@ def check_delayed(mesh):
 
 
 def check_recomputed(mesh):
-    """Activation checkpointing, and a state dict that is loaded again, change nothing."""
+    """Checks activation checkpointing and a state dict that is loaded again: nothing changes."""
     x, weights = integers(10, BATCH, TOKENS, WIDTH), integers(11, BATCH, TOKENS, WIDTH)
     own = x.chunk(2, 1)[mesh.get_local_rank()]
     alone = built("mxfp4")
@@ -230,7 +230,7 @@ def check_recomputed(mesh):
 
 
 def check_converted_late(mesh):
-    """mf.quantize_ after parallelize_module."""
+    """Checks mf.quantize_ after parallelize_module."""
     torch.manual_seed(0)
     x = integers(10, BATCH, TOKENS, WIDTH)
     late = nn.Sequential(Block())

@@ -43,7 +43,7 @@ def piece_of(whole, dim, rank, world):
 
 
 class PrimaryCase(Case):
-    """Whose weight is codes."""
+    """A layer's inputs and one process's results, as in Case, with a weight that is codes."""
 
     def __init__(self, recipe, device="cpu"):
         super().__init__(recipe, device=device)
@@ -55,7 +55,7 @@ class PrimaryCase(Case):
 
 
 def check_shards(case, rank, world, mesh, dim):
-    """Rank 0's codes, cut; as a copy where each rank has the whole."""
+    """Checks distribute_tensor: it sends rank 0's codes, or with no source cuts each rank's own."""
     w = case.w.detach()
     other = w if rank == 0 else mf.QuantizedTensor.from_tensor(-w.dequantize(), *w.specs)
     where = (case.recipe, dim, world)
@@ -91,12 +91,15 @@ def test_layer_is_one_process(world):
 
 
 def whole(parameter):
-    """The whole's codes, or values, of a rank's."""
+    """Returns the whole of a parameter or gradient that may be sharded."""
     return parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
 
 
 def check_training(rank):
-    """Exact sums, and scales that no other rank's values enter: one process's bytes, steps too."""
+    """Checks that results and optimizer steps have one process's bytes.
+
+    The sums of the first step are exact, and no scale depends on another rank's values.
+    """
     world = dist.get_world_size()
     mesh = init_device_mesh("cpu", (world,))
     weights = integers(11, BATCH, TOKENS, WIDTH)
@@ -136,7 +139,7 @@ def primary(recipe):
 
 
 def check_state(rank, folder):
-    """State dicts and checkpoints hold the codes and load them; mf.restore_ gives their values."""
+    """Checks the codes in state dicts and checkpoints, and the values that mf.restore_ makes."""
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     alone, model, other = (primary("nvfp4") for _ in range(3))
     for m in (model, other):
@@ -164,7 +167,7 @@ def check_state(rank, folder):
 
 
 def check_refusals(rank):
-    """By every rank, and the layer is what it was."""
+    """Checks that every rank refuses a wrong cut, and that the layer keeps its weight."""
     mesh = init_device_mesh("cpu", (2,))
     for recipe, n, words in (
         ("mxfp8", 96, r"cut of mxfp8 at multiples of its block, 32, got \[0, 48\) of 96"),

@@ -148,12 +148,12 @@ def test_any_cut_gives_the_bytes_of_the_whole(specs, rows, cols, fractions, seed
     assert_same_weight(weight, whole_cast(master, specs, dtypes[1]))
 
 
-def test_delayed_scaling_casts_with_the_amax_in_force_and_reports_its_own():
-    master, spec, in_force = master_of((20, 30), 1), "e4m3/tensor+delayed", torch.tensor(0.75)
-    weight = mf.QuantizedTensor(mf.quantize(torch.zeros(20, 30), spec, amax=in_force), None)
-    weight.rowwise.amax.copy_(in_force)
+def test_delayed_scaling_casts_with_the_active_amax_and_reports_the_current_one():
+    master, spec, active = master_of((20, 30), 1), "e4m3/tensor+delayed", torch.tensor(0.75)
+    weight = mf.QuantizedTensor(mf.quantize(torch.zeros(20, 30), spec, amax=active), None)
+    weight.rowwise.amax.copy_(active)
     mf.quantize_master_weights([weight], [master.flatten()], [0], None)
-    want = mf.quantize(master.bfloat16(), spec, amax=in_force)
+    want = mf.quantize(master.bfloat16(), spec, amax=active)
     assert_same_weight(weight, mf.QuantizedTensor(want, None))
     assert weight.rowwise.amax == master.bfloat16().abs().max()
 
