@@ -115,7 +115,7 @@ def test_opcheck(call):
 def test_every_op_is_checked():
     text = {"parse_spec", "parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
     text |= {"spec_sizes", "scale_dtype", "stream", "mix_seed", "built_for_torch", "has_cuda"}
-    text |= {"spec_info", "product_info", "token_unit", "operand_names"}
+    text |= {"spec_info", "product_info", "token_unit", "shard_multiple", "operand_names"}
     text |= {"engine_of", "even_cuts", "fragment_layout"}
     names = {
         name.split("::")[1].split(".")[0]

@@ -297,6 +297,12 @@ def _linear_sharded(rng: Random, arena: Arena) -> Call:
     return Call(_with_backward(one.run), args, one.writes)
 
 
+@call("shard_multiple")
+def _shard_multiple(rng: Random, arena: Arena) -> Call:
+    spec, columnwise = rng.choice(SPECS), rng.random() < 0.5
+    return op_call("shard_multiple", spec=spec, columnwise=columnwise, dim=rng.randrange(2))
+
+
 @call("token_unit")
 def _token_unit(rng: Random, arena: Arena) -> Call:
     return op_call("token_unit", recipe=rng.choice(mf.presets()))

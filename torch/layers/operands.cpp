@@ -103,7 +103,8 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& ro
 
 constexpr std::int64_t kRandomGroup = 16;  // elements of one call of Philox
 
-// Returns the number that a shard's length along dimension `dim` must be a multiple of.
+}  // namespace
+
 std::int64_t shard_multiple(const Spec& spec, bool columnwise, int dim) {
   if (spec.is_bf16()) return 1;
   const bool is_contraction = dim == (columnwise ? 0 : 1);
@@ -111,8 +112,6 @@ std::int64_t shard_multiple(const Spec& spec, bool columnwise, int dim) {
   return std::max<std::int64_t>(
       {spec.block_cols, spec.transform, 8 / spec.code_bits(), spec.stochastic ? kRandomGroup : 1});
 }
-
-}  // namespace
 
 void check_shards(const PreparedRecipe& recipe, const Sharding& sharding, const SymInt& length) {
   for (int place = 0; place < kPlaces; ++place) {
@@ -346,6 +345,11 @@ std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& te
 
 std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
 
+std::int64_t shard_multiple_of(const std::string& spec, bool columnwise, std::int64_t dim) {
+  TORCH_CHECK_VALUE(dim == 0 || dim == 1, "shard_multiple: expected dim 0 or 1, got ", dim);
+  return shard_multiple(bridge::parse_spec(spec), columnwise, static_cast<int>(dim));
+}
+
 // Returns the names of the six operands, by their row of an amax history.
 std::vector<std::string> operand_names() {
   std::vector<std::string> names;
@@ -360,6 +364,7 @@ TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
 }
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("token_unit", token_unit_of);
+  m.impl("shard_multiple", shard_multiple_of);
   m.impl("operand_names", operand_names);
 }
 

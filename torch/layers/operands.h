@@ -88,6 +88,8 @@ void check_shards(const PreparedRecipe& recipe, const Sharding& sharding, const 
 // Returns the number that a rank's run of tokens must be a multiple of, so that codes of x can be
 // gathered; 0: no codes can be.
 std::int64_t token_unit(const PreparedRecipe& recipe);
+// Returns the number that a shard's length along a dimension of W, x or g must be a multiple of.
+std::int64_t shard_multiple(const Spec& spec, bool columnwise, int dim);
 
 // Requires tokens of x whose codes can be gathered.
 void check_tokens(const PreparedRecipe& recipe, const Sharding& sharding, const Tensor& x);

@@ -87,6 +87,7 @@ TORCH_LIBRARY(minifloat, m) {
       "__torch__.torch.classes.minifloat.GatheredInput? gathered=None) -> Tensor",
       tags);
   m.def("token_unit(str recipe) -> int");
+  m.def("shard_multiple(str spec, bool columnwise, int dim) -> int");
   m.def("operand_names() -> str[]");
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, str recipe, *, Tensor? rng=None, "

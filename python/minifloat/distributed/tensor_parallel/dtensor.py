@@ -14,7 +14,6 @@ DTensor gathers first.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -55,18 +54,6 @@ class QuantizedColwiseParallel(ColwiseParallel):
 
 Rule = tuple[list[Any], list[Any]]
 REPLICATED = Replicate()
-VEC16 = 16  # elements whose random bits one Philox call draws
-
-
-@lru_cache(maxsize=1024)
-def shard_multiple(spec: str, columnwise: bool, dim: int) -> int:
-    """Returns the least multiple that a shard's length along a dimension of W, x or g must be."""
-    if spec == "bf16":
-        return 1
-    along = dim != columnwise  # the contraction dimension is the last one as read
-    parsed = Spec.parse(spec)
-    random = VEC16 if along and parsed.is_stochastic else 1
-    return max(parsed.alignment[int(along)], random)
 
 
 def sharding_rule(op: Any) -> Callable[[Callable[..., list[Rule]]], Any]:
@@ -131,7 +118,7 @@ def shard_dequantize(
     """Lists rules of dequantize: replicated, or shards of rows in whole blocks."""
     rows = codes.ndim - 2
     rules: list[Rule] = [([REPLICATED], [REPLICATED] * 3 + [None] * 2)]
-    if cuts_evenly(codes, rows, shard_multiple(spec, False, 0)):
+    if cuts_evenly(codes, rows, ops.shard_multiple(spec, False, 0)):
         of_rows = Shard(rows) if Spec.parse(spec).amax_of == "row" else REPLICATED
         each = Shard(rows) if Spec.parse(spec).has_blocks else of_rows
         rules.append(([Shard(rows)], [Shard(rows), each, of_rows, None, None]))
@@ -152,7 +139,8 @@ def direction_placements(
     along = to.dim == x.ndim - 1
     is_alone = kind == "" or has_amax or (kind == "row" and not along)
     is_pure = is_alone and not Spec.parse(spec).is_stochastic and not Spec.parse(spec).is_delayed
-    if not is_pure or not cuts_evenly(x, dim, shard_multiple(spec, columnwise, dim - x.ndim + 2)):
+    multiple = ops.shard_multiple(spec, columnwise, dim - x.ndim + 2)
+    if not is_pure or not cuts_evenly(x, dim, multiple):
         return None
     of_rows: Placement = to if kind == "row" and not along else REPLICATED
     return [to, to if Spec.parse(spec).has_blocks else of_rows, of_rows, to], of_rows
