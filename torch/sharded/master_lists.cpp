@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "ops/bridge.h"
+#include "sharded/quantize_masters.h"
 
 namespace minifloat::torch_ops {
 namespace {

@@ -12,7 +12,7 @@
 #include <torch/library.h>
 
 #include "ops/bridge.h"
-#include "sharded/rank_agreement.h"
+#include "sharded/quantize_masters.h"
 #include "sharded/shard_cast.h"
 
 namespace minifloat {

@@ -1,4 +1,4 @@
-// The check that all ranks which hold shards have the same list of weights, and the cast of a list.
+// The check that all ranks which hold shards have the same list of weights.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -32,13 +32,5 @@ class Agreement : public torch::CustomClassHolder {
 
   std::vector<std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, Lists>> agreed_;
 };
-
-// Quantizes masters: amaxes -> all-reduce -> codes, scales, amax. Under rules that read values, the
-// choices of scales come between: values of split blocks -> all-reduce -> choices -> all-reduce.
-// names: of the casts' weights; group: its name in torch.distributed, "" for a process without
-// ranks
-void quantize_masters(const char* op, std::vector<PartialCast>& casts,
-                      const std::vector<std::string>& names, const std::string& group,
-                      Agreement& agreement, const at::Tensor& like);
 
 }  // namespace minifloat::torch_ops

@@ -1,0 +1,48 @@
+#include "sharded/quantize_masters.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/distributed/c10d/GroupRegistry.hpp>
+
+#include "ops/bridge.h"
+#include "sharded/shard_cast.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+using at::Tensor;
+
+// Chooses the scales of all ranks' blocks in the reduced amaxes.
+void choose_scales_of_ranks(const Ranks& ranks, std::vector<PartialCast>& casts,
+                            const SplitBlocks& split_blocks, const Tensor& packed) {
+  const Tensor values = split_blocks.exchange_values(ranks, casts, packed);
+  bridge::with_value_errors(
+      [&] { choose_scales(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
+  all_reduce(ranks, packed, c10d::ReduceOp::MAX, "choices of scales");
+  for (PartialCast& cast : casts) cast.has_chosen_scales = true;
+}
+
+}  // namespace
+
+void quantize_masters(const char* op, std::vector<PartialCast>& casts,
+                      const std::vector<std::string>& names, const std::string& group,
+                      Agreement& agreement, const Tensor& like) {
+  if (casts.empty() && group.empty()) return;
+  TORCH_CHECK_VALUE(!casts.empty(), op, ": expected at least one weight, got none");
+  const Ranks ranks = group.empty() ? Ranks() : c10d::resolve_process_group(group);
+  const bool chooses = ranks && any_reads_values(casts);
+  SplitBlocks* split_blocks = ranks ? &agreement.require(ranks, casts, names, like) : nullptr;
+  const Tensor packed = measure_amaxes(casts, like, chooses ? 1 : 0);
+  bool is_changed = chooses && !split_blocks->has_shards_of(casts);
+  if (is_changed) packed[-1].fill_(1);
+  if (ranks) all_reduce(ranks, packed, c10d::ReduceOp::MAX, "amaxes");
+  if (chooses) {
+    // Every rank reads the same number, so that all exchange their shards, or none.
+    if (ranks->getSize() > 1) is_changed = packed[-1].item<std::int32_t>() != 0;
+    if (is_changed) *split_blocks = SplitBlocks(ranks, casts, like);
+    choose_scales_of_ranks(ranks, casts, *split_blocks, packed);
+  }
+  bridge::with_value_errors(
+      [&] { partial_cast(casts, bridge::backend_of(packed), bridge::ExecutionOn(packed)); });
+}
+
+}  // namespace minifloat::torch_ops
