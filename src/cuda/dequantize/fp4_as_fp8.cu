@@ -139,13 +139,13 @@ Fp4AsFp8Args args_of(const Fp4AsFp8Cast& to) {
 }  // namespace
 
 void fp4_as_fp8(std::span<const Fp4AsFp8Cast> operands, const Execution& execution) {
-  for (; !operands.empty();
-       operands = operands.subspan(std::min<std::size_t>(operands.size(), 2))) {
+  for (std::size_t first = 0; first < operands.size(); first += 2) {
     Fp4AsFp8Pair pair = {};
     std::int64_t rows[2] = {};
-    for (std::size_t i = 0; i < std::min<std::size_t>(operands.size(), 2); ++i) {
-      pair.operands[i] = args_of(operands[i]);
-      rows[i] = operands[i].operand.batch * operands[i].operand.rows;
+    for (std::size_t i = 0; i < 2 && first + i < operands.size(); ++i) {
+      const Fp4AsFp8Cast& cast = operands[first + i];
+      pair.operands[i] = args_of(cast);
+      rows[i] = cast.operand.batch * cast.operand.rows;
     }
     if (rows[0] + rows[1] == 0) continue;
     pair.first_blocks = static_cast<std::uint32_t>(rows[0]);

@@ -39,12 +39,10 @@ void roll_amax_histories(const AmaxHistories& histories, const Execution& execut
 }
 
 void raise_amaxes(std::span<const FoundAmax> found, const Execution& execution) {
-  for (; !found.empty();
-       found = found.subspan(std::min<std::size_t>(found.size(), FoundAmaxes::kMost))) {
+  for (std::size_t i = 0; i < found.size(); i += FoundAmaxes::kMost) {
     FoundAmaxes launch = {};
-    for (const FoundAmax& amax :
-         found.first(std::min<std::size_t>(found.size(), FoundAmaxes::kMost)))
-      launch.amaxes[launch.count++] = amax;
+    launch.count = static_cast<int>(std::min<std::size_t>(found.size() - i, FoundAmaxes::kMost));
+    std::copy_n(found.data() + i, launch.count, launch.amaxes);
     raise_each<<<1, 32, 0, cuda_stream(execution)>>>(launch);
     check_launch("raise_amaxes");
   }
