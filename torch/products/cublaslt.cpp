@@ -126,7 +126,7 @@ std::int32_t attribute_of(ScaleMode mode) {
     case ScaleMode::kBlocks128x128: return CUBLASLT_MATMUL_MATRIX_SCALE_BLK128x128_32F;
     case ScaleMode::kTensor: break;
   }
-  return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;
+  return CUBLASLT_MATMUL_MATRIX_SCALE_SCALAR_32F;  // the default
 }
 
 // The key of the cached kernels.
@@ -189,8 +189,8 @@ class Descriptions {
     set(CUBLASLT_MATMUL_DESC_A_SCALE_POINTER, pointers.b_scale);
     set(CUBLASLT_MATMUL_DESC_B_SCALE_POINTER, pointers.a_scale);
     const auto [a_mode, b_mode] = *s.scale_modes;
-    set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, attribute_of(b_mode));
-    set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, attribute_of(a_mode));
+    if (b_mode != ScaleMode::kTensor) set(CUBLASLT_MATMUL_DESC_A_SCALE_MODE, attribute_of(b_mode));
+    if (a_mode != ScaleMode::kTensor) set(CUBLASLT_MATMUL_DESC_B_SCALE_MODE, attribute_of(a_mode));
   }
   // Describes a matrix (rows, k). Stored by rows, it is a column-major (k, rows).
   static cublasStatus_t layout(cublasLtMatrixLayout_t out, cudaDataType_t type, std::int64_t rows,
