@@ -85,7 +85,7 @@ __global__ void __launch_bounds__(kThreads)
 // ---- Panels -------------------------------------------------------------------------------------
 // The rows of 32 chunks that a block takes: a warp a row at a time.
 inline constexpr int kPanel = 256;
-// The wanted outputs of a panel, zero before; null: not wanted.
+// The outputs of a panel, zero before; null: not written.
 struct PanelOutputs {
   std::uint32_t* columns;  // (batch, cols)
   std::uint32_t* rows;     // (batch, rows)

@@ -25,7 +25,7 @@ struct Cast {
   static constexpr bool kStochastic = Stochastically, kTransform = Transformed;
   static constexpr bool kReadsValues = ByValues;  // the scale rule does
 };
-struct Absent {};  // the direction is not wanted
+struct Absent {};  // the direction is not cast
 
 // A direction as the device reads it. Sizes are those of the operand as read.
 struct KernelOperand {
@@ -39,7 +39,7 @@ struct KernelOperand {
   std::uint32_t rows, padded, code_pitch, scale_rows, scale_cols;
   const float* amax;            // active: (batch), or (batch, rows)
   const float* reported;        // the values for amax_out, if not the active ones
-  float* amax_out;              // null: not wanted
+  float* amax_out;              // null: not written
   std::uint32_t* current_amax;  // raised by the cast itself; null: not
   const std::int64_t* random;
   int random_size;
@@ -47,7 +47,7 @@ struct KernelOperand {
   std::int64_t origin_row, origin_col;
   std::uint8_t* codes;
   void* scale;
-  std::uint16_t* decoded;  // null: not wanted
+  std::uint16_t* decoded;  // null: not written
 };
 
 template <class F>

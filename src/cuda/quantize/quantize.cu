@@ -13,7 +13,7 @@ namespace {
 struct EmptyArgs {
   std::int64_t count;
   const float* active_amax;  // null: zero
-  float* amax;               // null: not wanted
+  float* amax;               // null: not written
   float* scale;              // null: the rule's scales are those of blocks
   bool is_e4m3;
   ScaleRule rule;
