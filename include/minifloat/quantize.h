@@ -9,6 +9,10 @@
 //               E8M0, E4M3: (block rows, block cols) bytes
 //     amax      fp32: () for tensor scaling and NVFP4, (rows) for row scaling; after the transform
 //     decoded   bf16: (rows, spec.padded_cols(cols)), the values of the codes for an exact product
+//
+// Where the rows of x lie in E groups (core/groups.h), columnwise cols are L, and each group has a
+// tensor's scale and amax: (E). Of a row it has one as well where groups lie along the contraction
+// dimension: (E, rows). Nothing of a row past the last group is read or written.
 #pragma once
 
 #include <cstdint>
@@ -26,6 +30,8 @@ struct Random {
   const std::int64_t* state = nullptr;
   int state_size = 0;
   std::uint64_t stream = 0;
+  // Of each row as read, its row in the random counter; null: its position. Rowwise groups alone.
+  const std::int32_t* row_ids = nullptr;
 };
 
 // The position of the operand's first element within the whole that it is a shard of, as read.
@@ -67,11 +73,15 @@ struct Quantized {
   std::int64_t rows = 0;
   std::int64_t cols = 0;
   Device device = Device::kCpu;
+  GroupTable groups = {};  // with a batch of 1
+
+  // Returns the number of parts that have a tensor scale each: matrices or groups.
+  std::int64_t parts() const { return groups ? groups.count : batch; }
 };
 
 // Writes the operand's values: fl32(code * scale), and for NVFP4 fl32(fl32(code * scale) * fl32(1 /
 // S)). Transformed operands stay transformed.
-//   out: (batch, rows, padded_cols), in fp32 or rounded to bf16
+//   out: (batch, rows, padded_cols), in fp32 or rounded to bf16; not written outside of groups
 void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution = {});
 
 // Writes the bf16 values that an exact product multiplies: code * scale where the scale is a power
@@ -81,7 +91,8 @@ void dequantize(const Quantized& operand, DType dtype, void* out, const Executio
 void decode_for_product(const Quantized& operand, std::uint16_t* out,
                         const Execution& execution = {});
 
-// Writes the pending factor of this operand in an exact product: the tensor scale. out: (batch)
+// Writes the pending factor of this operand in an exact product: the tensor scale. out: (batch), or
+// (groups)
 void tensor_factor(const Quantized& operand, float* out, const Execution& execution = {});
 
 // Writes {0, factor of a * factor of b}, the factors as in tensor_factor: beta and alpha of an
@@ -95,7 +106,9 @@ void product_factor(const Quantized& a, const Quantized& b, float* out,
 struct Fp4AsFp8Cast {
   Quantized operand;
   std::uint8_t* codes = nullptr;  // (batch, rows, padded_cols) bytes
-  float* row_scale = nullptr;     // (batch, rows), the tensor's scale included
+  // (batch, rows), the tensor's scale included; (groups, rows) of groups along the contraction
+  // dimension
+  float* row_scale = nullptr;
 };
 // Converts operands to the form that an FP8 product multiplies (core/fp4_as_fp8.h). Exact where a
 // block's scale is at least 2^-14 of the largest of its row; below, within 2^-16 of that largest

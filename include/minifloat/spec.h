@@ -16,11 +16,13 @@
 //                                              +rht, +rht32, +rht64, +rht128
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <string_view>
 
 #include "minifloat/core/block.h"
+#include "minifloat/core/groups.h"
 #include "minifloat/core/scale_rule.h"
 
 namespace minifloat {
@@ -59,6 +61,12 @@ struct Spec {
   bool has_row_amax() const { return rule == ScaleRule::kRow; }
   bool has_blocks() const { return block_rows > 0; }
   ScaleType scale_type() const;
+  // Returns whether blocks span rows, so that the end of a group of rows would cut one.
+  bool has_blocks_2d() const { return block_rows > 1; }
+  // Returns the least unit of groups along the contraction dimension (core/groups.h).
+  int group_unit() const {
+    return std::max({code_bits() == 4 ? 2 * kSmallestUnit : kSmallestUnit, block_cols, transform});
+  }
 
   // Return sizes of an operand read as (rows, cols); Int may be symbolic. The contraction length of
   // a transformed operand grows to whole transforms.

@@ -4,6 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "minifloat/groups.h"
+
 namespace minifloat {
 
 enum class Device : std::uint8_t { kCpu, kCuda };
@@ -20,6 +22,7 @@ struct TensorRef {
   std::int64_t batch_stride = 0;
   std::int64_t row_stride = 0;
   Device device = Device::kCpu;
+  GroupTable groups = {};  // of the rows, with a batch of 1
 };
 
 // A function that calls body(context, begin, end) over disjoint ranges that cover [0, count),
