@@ -152,10 +152,8 @@ TEST_F(Dispatch, Transforms) {
   Guarded<std::uint8_t> bytes(4096);
   const std::uint8_t scale[64] = {};
   EXPECT_ERROR(swizzle_scales({.rows = -1, .cols = 4}, scale, bytes.data()), "zero or more");
-  for (const std::vector<std::int32_t>& ends : {std::vector<std::int32_t>{5, 3, 8},
-                                                {4, 9},
-                                                {4, 7},
-                                                {-1, 8}}) {  // falls, past the end, short, negative
+  for (const std::vector<std::int32_t>& ends :
+       {std::vector<std::int32_t>{5, 3, 8}, {4, 9}, {-1, 8}}) {  // falls, past the end, negative
     const ScaleMatrix shape = {.rows = 8,
                                .cols = 4,
                                .kind = Groups::kAlongM,

@@ -5,6 +5,7 @@
 #include <vector>
 
 #include "backend.h"
+#include "grouped.h"
 #include "minifloat/core/scaling.h"
 #include "parallel.h"
 #include "tile.h"
@@ -103,6 +104,11 @@ std::vector<std::uint32_t> row_amax(const TensorRef& x, int points, bool columnw
 
 void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution) {
+  if (x.groups)
+    return each_group(x.groups, [&](const Group& group) {
+      const std::int64_t first = first_amax(spec, group, columnwise ? x.cols : x.rows, columnwise);
+      cpu::amax(rows_of(x, group), spec, columnwise, out + first, execution);
+    });
   if (!spec.has_row_amax() && x.rows * x.cols == 0) {
     std::fill_n(out, x.batch, 0.0f);
     return;

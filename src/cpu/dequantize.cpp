@@ -1,19 +1,27 @@
 // Codes -> values, a row of an operand at a time.
 #include <algorithm>
+#include <span>
 #include <vector>
 
 #include "backend.h"
 #include "encode_tile.h"
+#include "grouped.h"
 #include "parallel.h"
 
 namespace minifloat::cpu {
 namespace {
 
+// Columns of a row that share a factor: those of a group along the contraction dimension, or all.
+struct Segment {
+  std::int64_t part, begin, end;  // part: the index of the tensor scale; columns
+};
+
 struct RowArgs {
   const Quantized* operand;
-  std::int64_t row;        // of all the batch's rows
-  bool for_product;        // the values of an exact product, or the values themselves
-  const float* factors;    // (batch): the tensor scale, a factor of each value
+  std::int64_t row;      // of all the batch's rows
+  bool for_product;      // the values of an exact product, or the values themselves
+  const float* factors;  // (parts): the tensor scale, a factor of each value
+  std::span<const Segment> segments;
   float* scale;            // (padded) scratch
   std::uint8_t* unpacked;  // (padded, and one where that is odd) scratch
   std::uint16_t* bf16;     // (padded), or
@@ -29,9 +37,13 @@ struct DecodeRow {
     if (!spec.has_blocks()) {
       const bool is_after_product =
           args.for_product && is_scaled_after_product(spec.rule, spec.scale_rounding);
-      const bool row = spec.rule == ScaleRule::kRow && !is_after_product;
-      const float s = row ? static_cast<const float*>(q.scale)[args.row] : 1.0f;
-      for (std::int64_t c = 0; c < padded; ++c) args.scale[c] = s;
+      const bool has_row = spec.rule == ScaleRule::kRow && !is_after_product;
+      const auto* scales = static_cast<const float*>(q.scale);
+      for (const Segment& segment : args.segments) {
+        const std::int64_t first = q.groups.unit > 0 ? segment.part * q.rows : 0;
+        const float s = has_row ? scales[first + args.row] : 1.0f;
+        for (std::int64_t c = segment.begin; c < segment.end; ++c) args.scale[c] = s;
+      }
       return;
     }
     const std::int64_t cols = spec.scale_cols(q.cols);
@@ -86,27 +98,70 @@ struct DecodeRow {
     const std::int64_t padded = q.spec.padded_cols(q.cols), bytes = q.spec.code_cols(q.cols);
     spread_scales(args, padded);
     const std::uint8_t* codes = unpack(q.codes + args.row * bytes, args.unpacked, bytes);
-    if (args.for_product) return for_product(codes, args.scale, args.bf16, padded);
-    const float factor = args.factors[args.row / q.rows];
-    if (args.bf16) return to_bf16(codes, args.scale, factor, args.bf16, padded);
-    to_fp32(codes, args.scale, factor, args.fp32, padded);
+    for (const Segment& segment : args.segments) decode_segment(args, segment, codes);
   }
+
+  MINIFLOAT_INLINE static void decode_segment(const RowArgs& args, const Segment& segment,
+                                              const std::uint8_t* codes) {
+    const std::int64_t first = segment.begin, count = segment.end - first;
+    if (args.for_product)
+      return for_product(codes + first, args.scale + first, args.bf16 + first, count);
+    const float factor = args.factors[segment.part];
+    if (args.bf16)
+      return to_bf16(codes + first, args.scale + first, factor, args.bf16 + first, count);
+    to_fp32(codes + first, args.scale + first, factor, args.fp32 + first, count);
+  }
+};
+
+// The segments of rows: one list for all, or of each row that is read one.
+class RowSegments {
+ public:
+  explicit RowSegments(const Quantized& q) : q_(q), padded_(q.spec.padded_cols(q.cols)) {
+    if (q.groups && q.groups.unit > 0)
+      each_group(q.groups, [&](const Group& group) {
+        of_groups_.push_back({group.index, group.first_col, group.first_col + group.cols});
+      });
+  }
+  // Returns the number of rows that are read: groups along rows may end before the last row.
+  std::int64_t rows() const {
+    if (!q_.groups || q_.groups.unit > 0) return q_.batch * q_.rows;
+    return q_.groups.of_rows()[q_.groups.count];
+  }
+  // Returns the segments of a row. memory: for one that is the whole row
+  std::span<const Segment> of(std::int64_t row, Segment& memory) const {
+    if (q_.groups && q_.groups.unit > 0) return of_groups_;
+    memory = {part_of(row), 0, padded_};
+    return {&memory, 1};
+  }
+
+ private:
+  std::int64_t part_of(std::int64_t row) const {
+    if (!q_.groups) return row / q_.rows;
+    return group_at(q_.groups.of_rows(), q_.groups.count, static_cast<std::int32_t>(row));
+  }
+
+  const Quantized& q_;
+  std::int64_t padded_;
+  std::vector<Segment> of_groups_;
 };
 
 void decode_rows(const Quantized& q, bool for_product, std::uint16_t* bf16, float* fp32,
                  const Execution& execution) {
-  const std::int64_t padded = q.spec.padded_cols(q.cols), rows = q.batch * q.rows;
-  std::vector<float> factors(static_cast<std::size_t>(q.batch));
+  const RowSegments segments(q);
+  const std::int64_t padded = q.spec.padded_cols(q.cols), rows = segments.rows();
+  std::vector<float> factors(static_cast<std::size_t>(q.parts()));
   if (!for_product) cpu::tensor_factor(q, factors.data(), execution);
   constexpr std::int64_t kRows = 16;  // of a part of the work
   parallel_for(execution, ceil_div(rows, kRows), rows * padded, [&](std::int64_t part) {
     std::vector<float> scale(static_cast<std::size_t>(padded));
     std::vector<std::uint8_t> unpacked(static_cast<std::size_t>(padded + 1));
     for (std::int64_t r = part * kRows; r < std::min(rows, (part + 1) * kRows); ++r) {
+      Segment whole;
       const RowArgs args = {.operand = &q,
                             .row = r,
                             .for_product = for_product,
                             .factors = factors.data(),
+                            .segments = segments.of(r, whole),
                             .scale = scale.data(),
                             .unpacked = unpacked.data(),
                             .bf16 = bf16 ? bf16 + r * padded : nullptr,
@@ -134,7 +189,7 @@ void decode_for_product(const Quantized& operand, std::uint16_t* out, const Exec
 }
 
 void tensor_factor(const Quantized& operand, float* out, const Execution&) {
-  for (std::int64_t e = 0; e < operand.batch; ++e) {
+  for (std::int64_t e = 0; e < operand.parts(); ++e) {
     if (operand.spec.rule == ScaleRule::kTensor)
       out[e] = static_cast<const float*>(operand.scale)[e];
     else if (operand.spec.rule == ScaleRule::kNvfp4)

@@ -40,6 +40,14 @@ MINIFLOAT_INLINE void spread_bits(const LaneBits& words, const LaneBits& reverse
     bits = shifted & 0xFFFF'0000u;
 }
 
+// Returns the row of the random counter, of a row as read.
+MINIFLOAT_INLINE std::uint32_t counter_row(const OperandPlan& plan, std::int64_t batch,
+                                           std::int64_t row) {
+  const Operand& operand = plan.operand;
+  if (operand.random.row_ids) return static_cast<std::uint32_t>(operand.random.row_ids[row]);
+  return static_cast<std::uint32_t>(operand.origin.row + batch * plan.rows + row);
+}
+
 // Computes the 16 random bits of each element of a tile row, (kTileCols).
 template <int FormatBits>
 MINIFLOAT_INLINE void row_random_bits(const OperandPlan& plan, std::uint32_t row,
@@ -133,7 +141,7 @@ MINIFLOAT_INLINE void store_decoded(const OperandPlan& plan, const TileRange& ra
   spread_blocks<Width>(scale, spread);
   decode_row<F>(codes, spread, values);
   const std::int64_t row = range.batch * plan.rows + range.row_of(r);
-  store_inside<kTileCols>(values, plan.operand.decoded + row * plan.padded + col, inside);
+  store_inside<kTileCols>(values, plan.operand.decoded + row * plan.pitch + col, inside);
 }
 
 template <class F, class T, bool kStochastic>
@@ -175,9 +183,7 @@ struct EncodeTile {
       args.tile.prefetch(r);
       if constexpr (kStochastic)
         row_random_bits<F::kBits>(
-            plan,
-            static_cast<std::uint32_t>(operand.origin.row + range.batch * plan.rows +
-                                       range.row_of(r)),
+            plan, counter_row(plan, range.batch, range.row_of(r)),
             static_cast<std::uint32_t>((operand.origin.col + range.col_of(r)) / kElementsPerCall),
             bits);
       spread_blocks<Width>(blocks.factor + first, factor);

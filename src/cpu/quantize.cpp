@@ -5,12 +5,14 @@
 //                      | x128|     |
 //                      +-----+-----+
 //
-// The amax of the tensor or of a row, which no tile can decide, is computed first.
+// The amax of the tensor or of a row, which no tile can decide, is computed first. A group of rows is
+// cast as a matrix of its own.
 #include <algorithm>
 #include <vector>
 
 #include "backend.h"
 #include "encode_tile.h"
+#include "grouped.h"
 #include "minifloat/error.h"
 #include "parallel.h"
 
@@ -35,10 +37,15 @@ void encode_elements(const EncodeArgs<T>& args) {
   }
 }
 
+// The columns of a direction as read: those that the cast writes, and those of a row in memory.
+struct Columns {
+  std::int64_t written, pitch;
+};
+
 // One direction of a quantization: its plan, and the memory behind the plan's pointers.
 class DirectionCast {
  public:
-  DirectionCast(const TensorRef& x, const Operand& operand, bool columnwise,
+  DirectionCast(const TensorRef& x, const Operand& operand, bool columnwise, const Columns& columns,
                 const Execution& execution)
       : x_(x), columnwise_(columnwise) {
     const Spec& spec = operand.spec;
@@ -47,10 +54,14 @@ class DirectionCast {
     plan_.batch = x.batch;
     plan_.rows = columnwise ? x.cols : x.rows;
     plan_.cols = columnwise ? x.rows : x.cols;
-    plan_.padded = spec.padded_cols(plan_.cols);
-    plan_.code_pitch = spec.code_cols(plan_.cols);
-    plan_.scale_rows = spec.has_blocks() ? spec.scale_rows(plan_.rows) : 0;
-    plan_.scale_cols = spec.has_blocks() ? spec.scale_cols(plan_.cols) : 0;
+    plan_.padded = spec.padded_cols(columns.written);
+    plan_.pitch = spec.padded_cols(columns.pitch);
+    plan_.code_pitch = spec.code_cols(columns.pitch);
+    if (spec.has_blocks()) {
+      plan_.scale_rows = spec.scale_rows(plan_.rows);
+      plan_.scale_cols = spec.scale_cols(columns.written);
+      plan_.scale_pitch = spec.scale_cols(columns.pitch);
+    }
     if (spec.stochastic)
       plan_.random =
           random_key(operand.random.state, operand.random.state_size, operand.random.stream);
@@ -60,10 +71,10 @@ class DirectionCast {
   // Encodes the tile of x whose corner is (row, col) of x, `height` rows of x.
   void encode(std::int64_t batch, std::int64_t row, std::int64_t col, std::int64_t height,
               TileMemory& memory) const {
-    TileRange range = {batch, row, col, std::min(height, x_.rows - row),
+    TileRange range = {batch, row, col, std::clamp<std::int64_t>(x_.rows - row, 0, height),
                        std::min(kTileCols, x_.cols - col)};
     if (columnwise_) range = {batch, col, row, range.cols, range.rows};
-    encode_range(range, memory);
+    if (range.rows > 0) encode_range(range, memory);
   }
 
   // Encodes part of one row of x, from a whole tile row on: as a strip, then the rest of the last
@@ -155,14 +166,13 @@ void prefetch_tile(const TensorRef& x, std::int64_t batch, std::int64_t row, std
   }
 }
 
-}  // namespace
-
-void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
-              const Execution& execution) {
+// Quantizes matrices without groups.   columns: of the columnwise operand
+void quantize_matrices(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+                       const Columns& columns, const Execution& execution) {
   std::vector<DirectionCast> directions;
   directions.reserve(2);
-  if (rowwise) directions.emplace_back(x, *rowwise, false, execution);
-  if (columnwise) directions.emplace_back(x, *columnwise, true, execution);
+  if (rowwise) directions.emplace_back(x, *rowwise, false, Columns{x.cols, x.cols}, execution);
+  if (columnwise) directions.emplace_back(x, *columnwise, true, columns, execution);
 
   const std::int64_t elements = x.batch * x.rows * x.cols;
   if (!columnwise && rowwise->spec.block_rows <= 1) {
@@ -177,7 +187,8 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     return;
   }
   const std::int64_t height = tile_height(rowwise, columnwise);
-  const std::int64_t down = ceil_div(x.rows, height), across = ceil_div(x.cols, kTileCols);
+  const std::int64_t rows = columnwise ? columns.written : x.rows;  // with those of zeros
+  const std::int64_t down = ceil_div(rows, height), across = ceil_div(x.cols, kTileCols);
   parallel_for(execution, x.batch * down * across, elements, [&](std::int64_t i) {
     TileMemory memory;
     const std::int64_t batch = i / across / down, row = i / across % down * height,
@@ -185,6 +196,23 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     if (!rowwise) prefetch_tile(x, batch, row, col + kTileCols, height);
     for (const DirectionCast& direction : directions)
       direction.encode(batch, row, col, height, memory);
+  });
+}
+
+}  // namespace
+
+void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+              const Execution& execution) {
+  if (!x.groups) return quantize_matrices(x, rowwise, columnwise, {x.rows, x.rows}, execution);
+  const std::int64_t unit = x.groups.unit,
+                     pitch =
+                         columnwise ? grouped_cols<std::int64_t>(x.rows, unit, x.groups.count) : 0;
+  each_group(x.groups, [&](const Group& group) {
+    Operand row, col;
+    if (rowwise) row = operand_of(x, *rowwise, group, false);
+    if (columnwise) col = operand_of(x, *columnwise, group, true);
+    quantize_matrices(rows_of(x, group), rowwise ? &row : nullptr, columnwise ? &col : nullptr,
+                      {group.cols, pitch}, execution);
   });
 }
 

@@ -85,7 +85,8 @@ MINIFLOAT_INLINE TileView<T> load_rows(const T* x, std::int64_t stride, const Ti
 template <class T>
 MINIFLOAT_INLINE TileView<T> load_columns(const T* x, std::int64_t stride, const TileRange& range,
                                           T* tile) {
-  const T* corner = x + range.col * stride + range.row;  // x's row is the tile's column
+  // x's row is the tile's column. A tile past the last row has none.
+  const T* corner = range.cols > 0 ? x + range.col * stride + range.row : nullptr;
   const std::int64_t whole_rows = range.rows / 16 * 16, whole_cols = range.cols / 16 * 16;
   for (std::int64_t c = 0; c < whole_cols; c += 16)
     for (std::int64_t r = 0; r < whole_rows; r += 16)

@@ -5,6 +5,7 @@
 #include <cstring>
 
 #include "backend.h"
+#include "grouped.h"
 #include "minifloat/core/swizzle.h"
 #include "parallel.h"
 #include "tile.h"
@@ -38,25 +39,53 @@ void for_each_scale(const ScaleMatrix& m, F f) {
   }
 }
 
-}  // namespace
+struct HadamardCall {
+  const TensorRef& x;  // without groups
+  int points;
+  bool columnwise;
+  std::uint32_t signs;
+  std::uint16_t* out;  // (batch, rows as read, pitch)
+};
 
-void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
-              std::uint16_t* out, const Execution& execution) {
-  const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
-  const std::int64_t padded = round_up<std::int64_t>(cols, points);
-  const std::int64_t down = ceil_div(rows, kTileRows), across = ceil_div(cols, kTileCols);
-  parallel_for(execution, x.batch * down * across, x.batch * rows * cols, [&](std::int64_t i) {
+// Transforms matrices, and writes `padded` columns of each row of `pitch`.
+void transform_matrices(const HadamardCall& call, std::int64_t padded, std::int64_t pitch,
+                        const Execution& execution) {
+  const TensorRef& x = call.x;
+  const std::int64_t rows = call.columnwise ? x.cols : x.rows,
+                     cols = call.columnwise ? x.rows : x.cols;
+  const std::int64_t down = ceil_div(rows, kTileRows), across = ceil_div(padded, kTileCols);
+  parallel_for(execution, x.batch * down * across, x.batch * rows * padded, [&](std::int64_t i) {
     TileMemory memory;
     const std::int64_t batch = i / across / down;
     const std::int64_t row = i / across % down * kTileRows, col = i % across * kTileCols;
     const TileRange range = {batch, row, col, std::min(kTileRows, rows - row),
-                             std::min(kTileCols, cols - col)};
+                             std::clamp<std::int64_t>(cols - col, 0, kTileCols)};
     const TileView<std::uint16_t> tile =
-        load_bf16_tile({&x, columnwise, points, signs, &range, &memory});
+        load_bf16_tile({&x, call.columnwise, call.points, call.signs, &range, &memory});
     const std::int64_t inside = std::min(kTileCols, padded - col);
     for (std::int64_t r = 0; r < range.rows; ++r)
-      std::memcpy(out + (batch * rows + row + r) * padded + col, tile.row(r),
+      std::memcpy(call.out + (batch * rows + row + r) * pitch + col, tile.row(r),
                   static_cast<std::size_t>(inside) * sizeof(std::uint16_t));
+  });
+}
+
+}  // namespace
+
+void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
+              std::uint16_t* out, const Execution& execution) {
+  const HadamardCall call = {x, points, columnwise, signs, out};
+  if (!x.groups) {
+    const std::int64_t cols = round_up<std::int64_t>(columnwise ? x.rows : x.cols, points);
+    return transform_matrices(call, cols, cols, execution);
+  }
+  const std::int64_t unit = x.groups.unit,
+                     pitch = columnwise ? grouped_cols<std::int64_t>(x.rows, unit, x.groups.count)
+                                        : round_up<std::int64_t>(x.cols, points);
+  each_group(x.groups, [&](const Group& group) {
+    const TensorRef rows = rows_of(x, group);
+    std::uint16_t* const to = out + (columnwise ? group.first_col : group.begin * pitch);
+    transform_matrices({rows, points, columnwise, signs, to}, columnwise ? group.cols : pitch,
+                       pitch, execution);
   });
 }
 

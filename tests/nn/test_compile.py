@@ -58,7 +58,9 @@ def sample_calls():
         yield ops.layer_operands, (grad(40, 72), "mxfp4", of), {"columnwise": of == "w"}
     for spec in ("mxfp4+rht", "nvfp4+pow2"):
         q = operand(spec)
+        yield ops.fp4_as_fp8, (q.codes, q.scale, q.amax, spec, 72), {}
         yield ops.carry, (q.codes, q.scale, q.amax, spec, 72), {}
+    yield ops.group_table, (torch.tensor([8, 8, 30], dtype=torch.int32), 40), {}
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}
@@ -116,7 +118,7 @@ def test_every_op_is_checked():
     text = {"parse_spec", "parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
     text |= {"spec_sizes", "scale_dtype", "stream", "mix_seed", "built_for_torch", "has_cuda"}
     text |= {"spec_info", "product_info", "token_unit", "shard_multiple", "operand_names"}
-    text |= {"engine_of", "even_cuts", "fragment_layout"}
+    text |= {"engine_of", "even_cuts", "fragment_layout", "check_groups"}
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

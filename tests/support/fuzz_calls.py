@@ -108,7 +108,7 @@ def _amax(rng: Random, arena: Arena) -> Call:
 @call("quantize")
 def _quantize(rng: Random, arena: Arena) -> Call:
     x, row, col = matrix(rng, arena, True), some_spec(rng), rng.choice(("", some_spec(rng)))
-    args: dict[str, Any] = {"x": x, "row": row, "col": col, "origin": [0, 0], "offs": None}
+    args: dict[str, Any] = {"x": x, "row": row, "col": col, "origin": [0, 0]}
     for side, spec, length in (("row", row, x.shape[-2]), ("col", col, x.shape[-1])):
         shape = [*x.shape[:-2], length] if "row" in spec else x.shape[:-2]
         has_amax = any(name in spec for name in ("tensor", "/row", "nvfp4"))
@@ -148,9 +148,10 @@ def _decode(rng: Random, arena: Arena) -> Call:
     return op_call("decode", **args)
 
 
+@call("fp4_as_fp8")
 @call("carry")
-def _carry(rng: Random, arena: Arena) -> Call:
-    return op_call("carry", **_codes(rng, arena, ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2"]))
+def _fp4_as_fp8(rng: Random, arena: Arena) -> Call:
+    return op_call(rng.choice(("fp4_as_fp8", "carry")), **_codes(rng, arena, ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2"]))
 
 
 @call("block_scaled_operand")

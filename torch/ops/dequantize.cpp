@@ -1,5 +1,5 @@
 // The ops that read codes. dequantize: codes to values. decode: codes to the bf16 values of an
-// exact product. carry: FP4 codes to FP8 codes of the same values (fp4_as_fp8). Each has a Meta
+// exact product. fp4_as_fp8: FP4 codes to FP8 codes of the same values. Each has a Meta
 // kernel, which gives the shapes, and one kernel for CPU and CUDA, which fills them.
 #include <ATen/ATen.h>
 #include <torch/library.h>
@@ -17,13 +17,14 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 using torch_ops::empty;
+using torch_ops::Groups;
 using torch_ops::is_scale_dtype;
 using torch_ops::scale_dtype;
 using torch_ops::scales_of;
 
 // Requires codes (…, rows, code_cols) of an operand that is (rows, cols) as read.
 void check_codes(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                 const Spec& spec, const SymInt& cols) {
+                 const Spec& spec, const SymInt& cols, const Groups& groups) {
   TORCH_CHECK_VALUE(!spec.is_bf16(), op, ": bf16 is the identity and has no codes");
   TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3), op,
                     ": expected uint8 codes of 2 or 3 dimensions, got ", codes.scalar_type(),
@@ -35,12 +36,14 @@ void check_codes(const char* op, const Tensor& codes, const Tensor& scale, const
   TORCH_CHECK_VALUE(codes.sym_size(-1) == spec.code_cols(cols), op, ": expected ",
                     spec.code_cols(cols), " code bytes a row for ", cols, " columns under ",
                     spec.str(), ", got ", codes.sym_size(-1));
+  torch_ops::check_groups(op, groups, codes);
 }
 
 // Returns memory for the values of codes, after check_codes.
 Tensor empty_values(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                    const Spec& spec, const SymInt& cols, at::ScalarType dtype) {
-  check_codes(op, codes, scale, amax, spec, cols);
+                    const Spec& spec, const SymInt& cols, const Groups& groups,
+                    at::ScalarType dtype) {
+  check_codes(op, codes, scale, amax, spec, cols, groups);
   c10::SymDimVector shape(codes.sym_sizes().begin(), codes.sym_sizes().end());
   shape.back() = spec.padded_cols(cols);
   return empty(codes, shape, dtype);
@@ -52,9 +55,16 @@ struct View {
   Tensor amax;
 };
 
+// Returns the number of scales of an operand.
+std::int64_t scale_count(const Quantized& q) {
+  if (q.groups && !q.spec.has_blocks() && (q.groups.unit > 0 || !q.spec.has_row_amax()))
+    return q.groups.count * (q.spec.has_row_amax() ? q.rows : 1);
+  return q.batch * scales_of(q.spec, q.rows, q.cols);
+}
+
 // Returns the view, after its checks. amax: undefined where the op takes none.
 View quantized_view(const char* op, const Spec& spec, const Tensor& codes, const Tensor& scale,
-                    const Tensor& amax, std::int64_t cols) {
+                    const Tensor& amax, std::int64_t cols, const Groups& groups) {
   bridge::check_memory(op, "codes", codes);
   bridge::check_memory(op, "scale", scale);
   bridge::check_memory(op, "amax", amax);
@@ -70,14 +80,15 @@ View quantized_view(const char* op, const Spec& spec, const Tensor& codes, const
   q.batch = codes.dim() == 3 ? codes.size(0) : 1;
   q.rows = codes.size(-2);
   q.cols = cols;
-  const std::int64_t scales = q.batch * scales_of(spec, q.rows, cols);
+  q.groups = torch_ops::group_table_of(op, groups, groups.unit);
+  const std::int64_t scales = scale_count(q);
   TORCH_CHECK_VALUE(is_scale_dtype(scale.scalar_type(), spec) && scale.numel() == scales, op,
                     ": expected ", scales, " scales of ", scale_dtype(spec), " for ", spec.str(),
                     ", got ", scale.numel(), " of ", scale.scalar_type());
   if (spec.rule == ScaleRule::kNvfp4 && amax.defined()) {
-    TORCH_CHECK_VALUE(amax.scalar_type() == at::kFloat && amax.numel() == q.batch, op,
-                      ": expected ", q.batch, " float32 tensor amaxes, got ", amax.numel(), " of ",
-                      amax.scalar_type());
+    TORCH_CHECK_VALUE(amax.scalar_type() == at::kFloat && amax.numel() == q.parts(), op,
+                      ": expected ", q.parts(), " float32 tensor amaxes, got ", amax.numel(),
+                      " of ", amax.scalar_type());
     view.amax = amax.contiguous();
     q.amax = view.amax.const_data_ptr<float>();
   }
@@ -85,52 +96,65 @@ View quantized_view(const char* op, const Spec& spec, const Tensor& codes, const
 }
 
 Tensor dequantize_meta(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                       const std::string& spec, SymInt cols, at::ScalarType dtype) {
+                       const std::string& spec, SymInt cols, at::ScalarType dtype,
+                       const std::optional<Tensor>& groups, std::int64_t unit) {
   TORCH_CHECK_VALUE(dtype == at::kFloat || dtype == at::kBFloat16,
                     "dequantize: expected dtype float32 or bfloat16, got ", dtype);
-  return empty_values("dequantize", codes, scale, amax, bridge::parse_spec(spec), cols, dtype);
+  return empty_values("dequantize", codes, scale, amax, bridge::parse_spec(spec), cols,
+                      {groups, unit}, dtype);
 }
 
 Tensor dequantize_kernel(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                         const std::string& text, SymInt cols, at::ScalarType dtype) {
-  const Tensor out = dequantize_meta(codes, scale, amax, text, cols, dtype);
+                         const std::string& text, SymInt cols, at::ScalarType dtype,
+                         const std::optional<Tensor>& groups, std::int64_t unit) {
+  const Tensor out = dequantize_meta(codes, scale, amax, text, cols, dtype, groups, unit);
   const View view = quantized_view("dequantize", bridge::parse_spec(text), codes, scale, amax,
-                                   cols.guard_int(__FILE__, __LINE__));
+                                   cols.guard_int(__FILE__, __LINE__), {groups, unit});
   const DType to = dtype == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
   bridge::with_value_errors(
       [&] { dequantize(view.q, to, out.mutable_data_ptr(), bridge::ExecutionOn(codes)); });
   return out;
 }
 
-Tensor empty_decoded(const Tensor& codes, const Tensor& scale, const Spec& spec,
-                     const SymInt& cols) {
-  return empty_values("decode", codes, scale, Tensor(), spec, cols, at::kBFloat16);
+Tensor empty_decoded(const Tensor& codes, const Tensor& scale, const Spec& spec, const SymInt& cols,
+                     const Groups& groups) {
+  return empty_values("decode", codes, scale, Tensor(), spec, cols, groups, at::kBFloat16);
 }
 
-Tensor decode_meta(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols) {
-  return empty_decoded(codes, scale, bridge::parse_spec(spec), cols);
+Tensor decode_meta(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols,
+                   const std::optional<Tensor>& groups, std::int64_t unit) {
+  return empty_decoded(codes, scale, bridge::parse_spec(spec), cols, {groups, unit});
 }
 
-Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& spec,
-                     SymInt cols) {
+Tensor decode_kernel(const Tensor& codes, const Tensor& scale, const std::string& spec, SymInt cols,
+                     const std::optional<Tensor>& groups, std::int64_t unit) {
   return torch_ops::direct_decode(codes, scale, bridge::parse_spec(spec),
-                                  cols.guard_int(__FILE__, __LINE__));
+                                  cols.guard_int(__FILE__, __LINE__), {groups, unit});
 }
 
 void check_is_fp4_by_powers_of_two(const Spec& spec) {
   TORCH_CHECK_VALUE(spec.is_fp4_by_powers_of_two(),
-                    "carry: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
+                    "fp4_as_fp8: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2), got ",
                     spec.str());
 }
 
+// Returns the shape of the row scales: one a row, or a row of a group.
+c10::SymDimVector row_scale_shape(const Tensor& codes, const Groups& groups) {
+  const auto rows = codes.sym_sizes().slice(0, codes.dim() - 1);
+  c10::SymDimVector shape(rows.begin(), rows.end());
+  if (groups.unit > 0) shape.insert(shape.begin(), groups.count());
+  return shape;
+}
+
 std::tuple<Tensor, Tensor> fp4_as_fp8_meta(const Tensor& codes, const Tensor& scale,
-                                           const Tensor& amax, const std::string& text,
-                                           SymInt cols) {
+                                           const Tensor& amax, const std::string& text, SymInt cols,
+                                           const std::optional<Tensor>& groups, std::int64_t unit) {
   const Spec& spec = bridge::parse_spec(text);
+  const Groups all = {groups, unit};
   check_is_fp4_by_powers_of_two(spec);
   const Tensor fp8_codes =
-      empty_values("carry", codes, scale, amax, spec, cols, at::kFloat8_e4m3fn);
-  return {fp8_codes, empty(codes, codes.sym_sizes().slice(0, codes.dim() - 1), at::kFloat)};
+      empty_values("fp4_as_fp8", codes, scale, amax, spec, cols, all, at::kFloat8_e4m3fn);
+  return {fp8_codes, empty(codes, row_scale_shape(codes, all), at::kFloat)};
 }
 
 Fp4AsFp8Cast fp4_as_fp8_cast(const Quantized& q, const Tensor& fp8_codes, const Tensor& row_scale) {
@@ -145,10 +169,11 @@ void write_fp8_rows(std::span<const Fp4AsFp8Cast> operands, const Tensor& like) 
 
 std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& scale,
                                              const Tensor& amax, const std::string& text,
-                                             SymInt cols) {
-  const auto [fp8_codes, row_scale] = fp4_as_fp8_meta(codes, scale, amax, text, cols);
-  const View view = quantized_view("carry", bridge::parse_spec(text), codes, scale, amax,
-                                   cols.guard_int(__FILE__, __LINE__));
+                                             SymInt cols, const std::optional<Tensor>& groups,
+                                             std::int64_t unit) {
+  const auto [fp8_codes, row_scale] = fp4_as_fp8_meta(codes, scale, amax, text, cols, groups, unit);
+  const View view = quantized_view("fp4_as_fp8", bridge::parse_spec(text), codes, scale, amax,
+                                   cols.guard_int(__FILE__, __LINE__), {groups, unit});
   const Fp4AsFp8Cast cast = fp4_as_fp8_cast(view.q, fp8_codes, row_scale);
   write_fp8_rows({&cast, 1}, codes);
   return {fp8_codes, row_scale};
@@ -158,10 +183,10 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& 
 
 namespace torch_ops {
 
-Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec,
-                     std::int64_t cols) {
-  const Tensor out = empty_decoded(codes, scale, spec, cols);
-  const View view = quantized_view("decode", spec, codes, scale, Tensor(), cols);
+Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols,
+                     const Groups& groups) {
+  const Tensor out = empty_decoded(codes, scale, spec, cols, groups);
+  const View view = quantized_view("decode", spec, codes, scale, Tensor(), cols, groups);
   bridge::with_value_errors([&] {
     decode_for_product(view.q, static_cast<std::uint16_t*>(out.mutable_data_ptr()),
                        bridge::ExecutionOn(codes));
@@ -177,22 +202,25 @@ struct PlannedRows {
   Fp8Rows rows;
 };
 PlannedRows plan_rows(const Fp4Operand& operand, std::int64_t cols) {
-  const auto& [spec, codes, scale, amax] = operand;
+  const auto& [spec, codes, scale, amax, groups] = operand;
   check_is_fp4_by_powers_of_two(spec);
-  check_codes("carry", codes, scale, amax, spec, cols);
-  PlannedRows out = {quantized_view("carry", spec, codes, scale, amax, cols), {}};
+  check_codes("fp4_as_fp8", codes, scale, amax, spec, cols, groups);
+  PlannedRows out = {quantized_view("fp4_as_fp8", spec, codes, scale, amax, cols, groups), {}};
   constexpr std::int64_t kAlignment = 256;  // bytes, as CUDA's own allocations
   const auto shape = codes.sizes();
   c10::SmallVector<std::int64_t, 3> values(shape.begin(), shape.end());
   values.back() = spec.padded_cols(cols);
+  const c10::SymDimVector scale_shape = row_scale_shape(codes, groups);
+  const c10::IntArrayRef scales = C10_AS_INTARRAYREF_SLOW(scale_shape);
   const std::int64_t rows = out.view.q.batch * out.view.q.rows,
                      begin = (rows * values.back() + kAlignment - 1) / kAlignment * kAlignment;
-  const auto bytes = begin + rows * static_cast<std::int64_t>(sizeof(float));
+  const auto bytes =
+      begin + c10::multiply_integers(scales) * static_cast<std::int64_t>(sizeof(float));
   const Tensor memory = direct_empty(codes, {bytes}, at::kByte);
   if (codes.is_cpu()) advise_huge_pages(memory);
-  out.rows = {direct_view(memory, at::kFloat8_e4m3fn, values),
-              direct_view(memory, at::kFloat, shape.slice(0, shape.size() - 1),
-                          begin / static_cast<std::int64_t>(sizeof(float)))};
+  out.rows = {
+      direct_view(memory, at::kFloat8_e4m3fn, values),
+      direct_view(memory, at::kFloat, scales, begin / static_cast<std::int64_t>(sizeof(float)))};
   return out;
 }
 
@@ -224,7 +252,7 @@ namespace {
 void register_kernels(torch::Library& m) {
   m.impl("dequantize", dequantize_kernel);
   m.impl("decode", decode_kernel);
-  m.impl("carry", fp4_as_fp8_kernel);
+  for (const char* name : {"fp4_as_fp8", "carry"}) m.impl(name, fp4_as_fp8_kernel);
 }
 
 }  // namespace
@@ -235,12 +263,12 @@ TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("dequantize", dequantize_meta);
   m.impl("decode", decode_meta);
-  m.impl("carry", fp4_as_fp8_meta);
+  for (const char* name : {"fp4_as_fp8", "carry"}) m.impl(name, fp4_as_fp8_meta);
 }
 
 // Codes have no gradient: autograd is skipped.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"dequantize", "decode", "carry"})
+  for (const char* op : {"dequantize", "decode", "fp4_as_fp8", "carry"})
     m.impl(op, torch::CppFunction::makeFallthrough());
 }
 

@@ -10,12 +10,14 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(const Tensor& x,
                                                               const std::string& row,
                                                               const std::string& col,
                                                               const QuantizeOptions& options);
-Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols);
+Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols,
+                     const Groups& groups);
 
 // Codes of FP4 values under power-of-two scales, and what fp4_as_fp8 makes of them.
 struct Fp4Operand {
   const Spec& spec;
   const Tensor &codes, &scale, &amax;
+  Groups groups = {};
 };
 using Fp8Rows = std::pair<Tensor, Tensor>;  // codes and row scales
 Fp8Rows direct_fp4_as_fp8(const Fp4Operand& operand, std::int64_t cols);

@@ -27,46 +27,52 @@ Tensor or_empty(const Tensor& t, const Tensor& like) {
 std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
                                                        const std::string& col,
                                                        const QuantizeOptions& options) {
-  if (can_skip_dispatcher(
-          {&x, or_null(options.amax_row), or_null(options.amax_col), or_null(options.rng)}))
+  if (can_skip_dispatcher({&x, or_null(options.amax_row), or_null(options.amax_col),
+                           or_null(options.rng), or_null(options.groups.table),
+                           or_null(options.row_ids)}))
     return direct_quantize(x, row, col, options);
   using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, const std::string&, const std::string&, const std::optional<Tensor>&,
       const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t, std::int64_t,
-      c10::SymIntArrayRef, const std::optional<Tensor>&, bool, bool);
+      c10::SymIntArrayRef, const std::optional<Tensor>&, std::int64_t, const std::optional<Tensor>&,
+      std::int64_t, bool, bool);
   static const auto op = find<Signature>("minifloat::quantize");
   auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
       op.call(x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
-              options.stream_col, options.origin, std::nullopt, options.decoded_row,
-              options.decoded_col);
+              options.stream_col, options.origin, options.groups.table, options.groups.unit,
+              options.row_ids, options.first_expert, options.decoded_row, options.decoded_col);
   return {{codes_row, scale_row, amax_row, decoded_row},
           {codes_col, scale_col, amax_col, decoded_col}};
 }
 
-Tensor amax(const Tensor& x, const std::string& spec, bool columnwise) {
-  static const auto op = find<Tensor(const Tensor&, const std::string&, bool)>("minifloat::amax");
-  return op.call(x, spec, columnwise);
+Tensor amax(const Tensor& x, const std::string& spec, bool columnwise, const Groups& groups) {
+  using Signature = Tensor(const Tensor&, const std::string&, bool, const std::optional<Tensor>&);
+  static const auto op = find<Signature>("minifloat::amax");
+  return op.call(x, spec, columnwise, groups.table);
 }
 
-Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols) {
+Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols,
+              const Groups& groups) {
   const auto length = cols.maybe_as_int();
-  if (length && can_skip_dispatcher({&codes, &scale}))
-    return direct_decode(codes, scale, spec, *length);
-  using Signature = Tensor(const Tensor&, const Tensor&, const std::string&, c10::SymInt);
+  if (length && can_skip_dispatcher({&codes, &scale, or_null(groups.table)}))
+    return direct_decode(codes, scale, spec, *length, groups);
+  using Signature = Tensor(const Tensor&, const Tensor&, const std::string&, c10::SymInt,
+                           const std::optional<Tensor>&, std::int64_t);
   static const auto op = find<Signature>("minifloat::decode");
-  return op.call(codes, scale, spec.str(), std::move(cols));
+  return op.call(codes, scale, spec.str(), std::move(cols), groups.table, groups.unit);
 }
 
 std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                     const Spec& spec, c10::SymInt cols) {
+                                     const Spec& spec, c10::SymInt cols, const Groups& groups) {
   const auto length = cols.maybe_as_int();
-  if (length && can_skip_dispatcher({&codes, &scale, &amax}))
-    return direct_fp4_as_fp8({spec, codes, scale, amax}, *length);
-  using Signature = std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&,
-                                               const std::string&, c10::SymInt);
-  static const auto op = find<Signature>("minifloat::carry");
-  auto [fp8_codes, row_scale] =
-      op.call(codes, scale, or_empty(amax, codes), spec.str(), std::move(cols));
+  if (length && can_skip_dispatcher({&codes, &scale, &amax, or_null(groups.table)}))
+    return direct_fp4_as_fp8({spec, codes, scale, amax, groups}, *length);
+  using Signature =
+      std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const Tensor&, const std::string&,
+                                 c10::SymInt, const std::optional<Tensor>&, std::int64_t);
+  static const auto op = find<Signature>("minifloat::fp4_as_fp8");
+  auto [fp8_codes, row_scale] = op.call(codes, scale, or_empty(amax, codes), spec.str(),
+                                        std::move(cols), groups.table, groups.unit);
   return {fp8_codes, row_scale};
 }
 

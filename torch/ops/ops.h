@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "minifloat/spec.h"
+#include "ops/groups.h"
 
 namespace minifloat::torch_ops {
 
@@ -35,10 +36,13 @@ struct QuantizeOptions {
   std::int64_t stream_row = 0, stream_col = 0;
   bool decoded_row = false, decoded_col = false;
   std::array<c10::SymInt, 2> origin = {0, 0};  // of x within the whole
+  Groups groups = {};                          // of the rows of x
+  std::optional<Tensor> row_ids = {};          // int32 (rows): rowwise rows of the random counter
+  std::int64_t first_expert = 0;               // the number of the first group or matrix
 };
 
 // Returns the amax of x, or of each of its rows, as `spec` scales by: fp32.
-Tensor amax(const Tensor& x, const std::string& spec, bool columnwise);
+Tensor amax(const Tensor& x, const std::string& spec, bool columnwise, const Groups& groups = {});
 
 // Quantizes x, fp32 or bf16 (rows, cols) or (batch, rows, cols), rowwise and columnwise.
 // row, col: spec texts; "": without this direction.
@@ -47,12 +51,13 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
                                                        const QuantizeOptions& options);
 
 // Returns the bf16 values that an exact product reads, (rows, padded cols).
-Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols);
+Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols,
+              const Groups& groups = {});
 
 // Returns FP4 codes under power-of-two scales as FP8 codes of the same values, float8_e4m3fn (rows,
-// padded cols), and an fp32 scale for each row. Calls the op `carry`; see core/fp4_as_fp8.h.
+// padded cols), and an fp32 scale for each row, or each row of a group; see core/fp4_as_fp8.h.
 std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                                     const Spec& spec, c10::SymInt cols);
+                                     const Spec& spec, c10::SymInt cols, const Groups& groups = {});
 
 // Returns one-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols).
 Tensor swizzle_scales(const Tensor& scale);

@@ -19,83 +19,99 @@ using at::Tensor;
 using c10::SymInt;
 using torch_ops::advise_huge_pages;
 using torch_ops::empty;
+using torch_ops::Groups;
 using torch_ops::QuantizedOperand;
 using torch_ops::scale_dtype;
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-// The sizes of an operand as read. batch: none for a matrix.
-struct AsRead {
-  std::optional<SymInt> batch;
-  SymInt rows, cols;
+template <class Int>
+using Sizes = c10::SmallVector<Int, 3>;
 
-  AsRead(const Tensor& x, bool columnwise)
-      : rows(x.sym_size(columnwise ? -1 : -2)), cols(x.sym_size(columnwise ? -2 : -1)) {
-    if (x.dim() == 3) batch = x.sym_size(0);
-  }
-  c10::SymDimVector shape(std::initializer_list<SymInt> inner) const {
-    c10::SymDimVector sizes;
+// The sizes of an operand as read, and the shapes of its tensors. Int may be symbolic.
+template <class Int>
+struct AsRead {
+  std::optional<Int> batch, groups;  // none: one matrix, without groups
+  Int rows, cols;
+  bool columnwise;
+
+  Sizes<Int> shape(std::initializer_list<Int> inner) const {
+    Sizes<Int> sizes;
     if (batch) sizes.push_back(*batch);
-    for (const SymInt& n : inner) sizes.push_back(n);
+    sizes.append(inner.begin(), inner.end());
     return sizes;
+  }
+  Sizes<Int> codes(const Spec& spec) const { return shape({rows, spec.code_cols(cols)}); }
+  Sizes<Int> decoded(const Spec& spec) const { return shape({rows, spec.padded_cols(cols)}); }
+  Sizes<Int> amax(const Spec& spec) const {
+    if (spec.has_row_amax())
+      return groups && columnwise ? Sizes<Int>{*groups, rows} : shape({rows});
+    if (spec.has_tensor_amax()) return groups ? Sizes<Int>{*groups} : shape({});
+    return {Int(0)};
+  }
+  Sizes<Int> scale(const Spec& spec) const {
+    if (!spec.has_blocks()) return amax(spec);
+    return shape({spec.scale_rows(rows), spec.scale_cols(cols)});
   }
 };
 
-Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead& read) {
-  if (spec.has_tensor_amax()) return empty(x, read.shape({}), at::kFloat);
-  if (spec.has_row_amax()) return empty(x, read.shape({read.rows}), at::kFloat);
-  return empty(x, {SymInt(0)}, at::kFloat);
+AsRead<SymInt> as_read(const Tensor& x, const Spec& spec, bool columnwise, const Groups& groups) {
+  AsRead<SymInt> read = {.batch = {},
+                         .groups = {},
+                         .rows = x.sym_size(columnwise ? -1 : -2),
+                         .cols = x.sym_size(columnwise ? -2 : -1),
+                         .columnwise = columnwise};
+  if (x.dim() == 3) read.batch = x.sym_size(0);
+  if (!groups.table) return read;
+  read.groups = groups.count();
+  if (columnwise)
+    read.cols = grouped_cols<SymInt>(read.cols, SymInt(unit_of(spec, groups)), *read.groups);
+  return read;
 }
 
-QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead& read, bool decoded) {
-  QuantizedOperand out;
-  out.codes = empty(x, read.shape({read.rows, spec.code_cols(read.cols)}), at::kByte);
-  const at::ScalarType dtype = scale_dtype(spec);
-  if (spec.has_blocks())
-    out.scale =
-        empty(x, read.shape({spec.scale_rows(read.rows), spec.scale_cols(read.cols)}), dtype);
-  else
-    out.scale = empty_amax(x, spec, read);
-  out.amax = empty_amax(x, spec, read);
-  out.decoded = decoded
-                    ? empty(x, read.shape({read.rows, spec.padded_cols(read.cols)}), at::kBFloat16)
-                    : empty(x, {SymInt(0)}, at::kBFloat16);
-  return out;
+Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead<SymInt>& read) {
+  return empty(x, read.amax(spec), at::kFloat);
+}
+
+QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead<SymInt>& read,
+                          bool decoded) {
+  const auto values = decoded ? read.decoded(spec) : Sizes<SymInt>{SymInt(0)};
+  return {empty(x, read.codes(spec), at::kByte), empty(x, read.scale(spec), scale_dtype(spec)),
+          empty_amax(x, spec, read), empty(x, values, at::kBFloat16)};
 }
 
 // Allocates the outputs of a direction as one allocation. Absent outputs are undefined. For direct
 // calls alone: the outputs of an op do not share memory.
-QuantizedOperand allocate_together(const Tensor& x, const Spec& spec, bool columnwise,
-                                   bool decoded) {
+QuantizedOperand allocate_together(const Tensor& x, const Spec& spec,
+                                   const AsRead<SymInt>& symbolic, bool decoded) {
   using torch_ops::direct_view;
   constexpr std::int64_t kAlignment = 256;  // bytes, as CUDA's own allocations
-  const bool batched = x.dim() == 3;
-  const std::int64_t batch = batched ? x.size(0) : 1, rows = x.size(columnwise ? -1 : -2),
-                     cols = x.size(columnwise ? -2 : -1);
+  const auto real = [](const SymInt& n) { return n.guard_int(__FILE__, __LINE__); };
+  AsRead<std::int64_t> read = {.batch = {},
+                               .groups = {},
+                               .rows = real(symbolic.rows),
+                               .cols = real(symbolic.cols),
+                               .columnwise = symbolic.columnwise};
+  if (symbolic.batch) read.batch = real(*symbolic.batch);
+  if (symbolic.groups) read.groups = real(*symbolic.groups);
   struct Part {
     at::ScalarType dtype;
-    c10::SmallVector<std::int64_t, 3> shape;
+    Sizes<std::int64_t> shape;
     std::int64_t begin;  // bytes
   };
   std::int64_t end = 0;
-  const auto part = [&](at::ScalarType dtype, std::initializer_list<std::int64_t> inner) {
-    Part p{dtype, {}, (end + kAlignment - 1) / kAlignment * kAlignment};
-    std::int64_t bytes = batch * static_cast<std::int64_t>(c10::elementSize(dtype));
-    if (batched) p.shape.push_back(batch);
-    for (const std::int64_t n : inner) p.shape.push_back(n), bytes *= n;
+  const auto part = [&](at::ScalarType dtype, Sizes<std::int64_t> shape) {
+    Part p{dtype, std::move(shape), (end + kAlignment - 1) / kAlignment * kAlignment};
+    std::int64_t bytes = static_cast<std::int64_t>(c10::elementSize(dtype));
+    for (const std::int64_t n : p.shape) bytes *= n;
     end = p.begin + bytes;
     return p;
   };
-  const auto amax = [&] {
-    return spec.has_row_amax() ? part(at::kFloat, {rows}) : part(at::kFloat, {});
-  };
   const bool has_amax = spec.has_row_amax() || spec.has_tensor_amax();
-  const Part codes = part(at::kByte, {rows, spec.code_cols(cols)});
-  const Part scale = spec.has_blocks()
-                         ? part(scale_dtype(spec), {spec.scale_rows(rows), spec.scale_cols(cols)})
-                         : amax();
-  const std::optional<Part> amax_part = has_amax ? std::optional(amax()) : std::nullopt;
-  const std::optional<Part> values =
-      decoded ? std::optional(part(at::kBFloat16, {rows, spec.padded_cols(cols)})) : std::nullopt;
+  const Part codes = part(at::kByte, read.codes(spec));
+  const Part scale = part(scale_dtype(spec), read.scale(spec));
+  const auto amax = has_amax ? std::optional(part(at::kFloat, read.amax(spec))) : std::nullopt;
+  const auto values =
+      decoded ? std::optional(part(at::kBFloat16, read.decoded(spec))) : std::nullopt;
 
   const Tensor memory = torch_ops::direct_empty(x, {end}, at::kByte);
   if (x.is_cpu()) advise_huge_pages(memory);
@@ -103,7 +119,7 @@ QuantizedOperand allocate_together(const Tensor& x, const Spec& spec, bool colum
     return direct_view(memory, p.dtype, p.shape,
                        p.begin / static_cast<std::int64_t>(c10::elementSize(p.dtype)));
   };
-  return {tensor(codes), tensor(scale), amax_part ? tensor(*amax_part) : Tensor(),
+  return {tensor(codes), tensor(scale), amax ? tensor(*amax) : Tensor(),
           values ? tensor(*values) : Tensor()};
 }
 
@@ -119,6 +135,10 @@ struct DirectionArguments {
   const std::optional<Tensor>& active_amax;  // none: computed from x
   std::int64_t stream;
   bool decoded;
+
+  AsRead<SymInt> read_of(const Tensor& x, const Groups& groups) const {
+    return as_read(x, *spec, columnwise, groups);
+  }
 };
 
 DirectionArguments direction_arguments(bool columnwise, const std::string& text,
@@ -132,18 +152,24 @@ DirectionArguments direction_arguments(bool columnwise, const std::string& text,
   return d;
 }
 
-void check_direction(const Tensor& x, const DirectionArguments& d,
-                     const std::optional<Tensor>& rng) {
+// The arguments of the op that both directions share.
+struct SharedArguments {
+  const std::optional<Tensor>& rng;
+  Groups groups;
+  const std::optional<Tensor>& row_ids;
+  std::int64_t first_expert;
+};
+
+void check_direction(const Tensor& x, const DirectionArguments& d, const SharedArguments& shared) {
   if (d.spec && d.spec->stochastic)
-    TORCH_CHECK_VALUE(rng.has_value(), "quantize: ", d.spec->str(),
+    TORCH_CHECK_VALUE(shared.rng.has_value(), "quantize: ", d.spec->str(),
                       " rounds stochastically and needs rng, an int64 tensor (seed, count)");
   if (!d.active_amax) return;
   TORCH_CHECK_VALUE(d.spec.has_value(), "quantize: expected no amax of a direction without a spec");
-  const AsRead read(x, d.columnwise);
   const bool takes_amax = d.spec->has_tensor_amax() || d.spec->has_row_amax();
   TORCH_CHECK_VALUE(takes_amax, "quantize: ", d.spec->str(),
                     " has no tensor or row amax; expected no amax");
-  const auto shape = d.spec->has_row_amax() ? read.shape({read.rows}) : read.shape({});
+  const auto shape = d.read_of(x, shared.groups).amax(*d.spec);
   TORCH_CHECK_VALUE(d.active_amax->scalar_type() == at::kFloat &&
                         d.active_amax->sym_sizes().equals(c10::SymIntArrayRef(shape)),
                     "quantize: expected amax as float32 ", c10::SymIntArrayRef(shape), ", got ",
@@ -152,21 +178,37 @@ void check_direction(const Tensor& x, const DirectionArguments& d,
                     x.device(), ", got ", d.active_amax->device());
 }
 
-// Checks the arguments of quantize: in the Meta kernel, the kernel and direct calls.
-void check_arguments(const Tensor& x, const DirectionArguments& row, const DirectionArguments& col,
-                     const std::optional<Tensor>& rng, std::size_t origin_size,
-                     const std::optional<Tensor>& offs) {
-  TORCH_CHECK_VALUE(!offs, "quantize: groups (offs) are not supported on ", x.device().type(),
-                    " yet; expected offs=None");
+void check_shared(const Tensor& x, const SharedArguments& shared, std::size_t origin_size) {
+  const auto& [rng, groups, row_ids, first_expert] = shared;
   TORCH_CHECK_VALUE(origin_size == 2, "quantize: expected origin as (row, column), got ",
                     origin_size, " numbers");
   if (rng) bridge::check_rng("quantize", *rng, x);
-  check_direction(x, row, rng);
-  check_direction(x, col, rng);
+  torch_ops::check_groups("quantize", groups, x);
+  TORCH_CHECK_VALUE(!groups.table || x.dim() == 2,
+                    "quantize: expected x (rows, cols) with groups, got ", x.dim(), " dimensions");
+  TORCH_CHECK_VALUE(first_expert == 0 || (first_expert > 0 && (groups.table || x.dim() == 3)),
+                    "quantize: expected first_expert of groups or a batch, 0 or more, got ",
+                    first_expert);
+  if (!row_ids) return;
+  TORCH_CHECK_VALUE(groups.table && row_ids->scalar_type() == at::kInt && row_ids->dim() == 1 &&
+                        row_ids->sym_size(0) == x.sym_size(0),
+                    "quantize: expected row_ids with groups, as int32 (", x.sym_size(-2), "), got ",
+                    row_ids->scalar_type(), " ", row_ids->sym_sizes(),
+                    groups.table ? "" : " without groups");
+  bridge::check_same_device("quantize", "row_ids", *row_ids, x);
 }
 
-QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d) {
-  return d.spec ? allocate(x, *d.spec, AsRead(x, d.columnwise), d.decoded) : absent(x);
+// Checks the arguments of quantize: in the Meta kernel, the kernel and direct calls.
+void check_arguments(const Tensor& x, const DirectionArguments& row, const DirectionArguments& col,
+                     const SharedArguments& shared, std::size_t origin_size) {
+  check_shared(x, shared, origin_size);
+  check_direction(x, row, shared);
+  check_direction(x, col, shared);
+}
+
+QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d,
+                                    const Groups& groups) {
+  return d.spec ? allocate(x, *d.spec, d.read_of(x, groups), d.decoded) : absent(x);
 }
 
 EightTensors eight(const QuantizedOperand& row, const QuantizedOperand& col) {
@@ -177,13 +219,15 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
                            const std::optional<Tensor>& amax_row,
                            const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
                            std::int64_t stream_row, std::int64_t stream_col,
-                           c10::SymIntArrayRef origin, const std::optional<Tensor>& offs,
-                           bool decoded_row, bool decoded_col) {
+                           c10::SymIntArrayRef origin, const std::optional<Tensor>& groups,
+                           std::int64_t unit, const std::optional<Tensor>& row_ids,
+                           std::int64_t first_expert, bool decoded_row, bool decoded_col) {
   bridge::check_values("quantize", x);
   const DirectionArguments r = direction_arguments(false, row, amax_row, stream_row, decoded_row);
   const DirectionArguments c = direction_arguments(true, col, amax_col, stream_col, decoded_col);
-  check_arguments(x, r, c, rng, origin.size(), offs);
-  return eight(allocate_direction(x, r), allocate_direction(x, c));
+  const SharedArguments shared = {rng, {groups, unit}, row_ids, first_expert};
+  check_arguments(x, r, c, shared, origin.size());
+  return eight(allocate_direction(x, r, shared.groups), allocate_direction(x, c, shared.groups));
 }
 
 template <class T>
@@ -197,8 +241,17 @@ struct OperandHolder {
   Operand operand;
 };
 
+// The inputs of a cast that both directions read, in contiguous memory.
+struct CastInputs {
+  TensorRef x;
+  Tensor rng, row_ids;
+  Groups groups;
+  std::int64_t first_expert;
+  c10::IntArrayRef origin;
+};
+
 void fill_operand(OperandHolder& holder, const DirectionArguments& d, const QuantizedOperand& out,
-                  const std::optional<Tensor>& rng, c10::IntArrayRef origin) {
+                  const CastInputs& in) {
   Operand& o = holder.operand;
   o.spec = *d.spec;
   if (d.active_amax) {
@@ -207,9 +260,14 @@ void fill_operand(OperandHolder& holder, const DirectionArguments& d, const Quan
     o.given_amax = holder.amax.const_data_ptr<float>();
   }
   if (d.spec->stochastic)
-    o.random = {rng->const_data_ptr<std::int64_t>(), static_cast<int>(rng->size(0)),
+    o.random = {in.rng.const_data_ptr<std::int64_t>(), static_cast<int>(in.rng.size(0)),
                 static_cast<std::uint64_t>(d.stream)};
-  o.origin = d.columnwise ? Origin{origin[1], origin[0]} : Origin{origin[0], origin[1]};
+  o.origin = d.columnwise ? Origin{in.origin[1], in.origin[0]} : Origin{in.origin[0], in.origin[1]};
+  // Rows of the counter that are numbered by experts: those of a batch, and of columnwise groups.
+  if (!in.groups.table || d.columnwise)
+    o.origin.row += in.first_expert * (d.columnwise ? in.x.cols : in.x.rows);
+  else if (in.row_ids.defined())
+    o.random.row_ids = in.row_ids.const_data_ptr<std::int32_t>();
   o.codes = data_or_null<std::uint8_t>(out.codes);
   o.scale = data_or_null<void>(out.scale);
   o.amax = data_or_null<float>(out.amax);
@@ -217,14 +275,24 @@ void fill_operand(OperandHolder& holder, const DirectionArguments& d, const Quan
 }
 
 // Quantizes into the outputs of the directions that have a spec.
-void fill(const TensorRef& in, const DirectionArguments& r, const QuantizedOperand& out_row,
+void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out_row,
           const DirectionArguments& c, const QuantizedOperand& out_col,
-          const std::optional<Tensor>& rng, c10::IntArrayRef origin, const Execution& execution) {
-  if (rng) bridge::check_memory("quantize", "rng", *rng);
-  const std::optional<Tensor> random = rng ? std::optional(rng->contiguous()) : std::nullopt;
+          const SharedArguments& shared, c10::IntArrayRef origin, const Execution& execution) {
+  const auto contiguous = [](const char* name, const std::optional<Tensor>& t) {
+    if (t) bridge::check_memory("quantize", name, *t);
+    return t ? t->contiguous() : Tensor();
+  };
+  const std::int64_t unit = c.spec ? torch_ops::unit_of(*c.spec, shared.groups) : 0;
+  in.groups = torch_ops::group_table_of("quantize", shared.groups, unit);
+  const CastInputs inputs = {in,
+                             contiguous("rng", shared.rng),
+                             contiguous("row_ids", shared.row_ids),
+                             shared.groups,
+                             shared.first_expert,
+                             origin};
   OperandHolder row, col;
-  if (r.spec) fill_operand(row, r, out_row, random, origin);
-  if (c.spec) fill_operand(col, c, out_col, random, origin);
+  if (r.spec) fill_operand(row, r, out_row, inputs);
+  if (c.spec) fill_operand(col, c, out_col, inputs);
   bridge::with_value_errors([&] {
     quantize(in, r.spec ? &row.operand : nullptr, c.spec ? &col.operand : nullptr, execution);
   });
@@ -235,33 +303,42 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
                              const std::optional<Tensor>& amax_col,
                              const std::optional<Tensor>& rng, std::int64_t stream_row,
                              std::int64_t stream_col, c10::SymIntArrayRef sym_origin,
-                             const std::optional<Tensor>& offs, bool decoded_row,
-                             bool decoded_col) {
+                             const std::optional<Tensor>& groups, std::int64_t unit,
+                             const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                             bool decoded_row, bool decoded_col) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
   const DirectionArguments r = direction_arguments(false, row, amax_row, stream_row, decoded_row);
   const DirectionArguments c = direction_arguments(true, col, amax_col, stream_col, decoded_col);
-  check_arguments(x, r, c, rng, sym_origin.size(), offs);
-  const QuantizedOperand out_row = allocate_direction(x, r), out_col = allocate_direction(x, c);
-  fill(in, r, out_row, c, out_col, rng, C10_AS_INTARRAYREF_SLOW(sym_origin),
+  const SharedArguments shared = {rng, {groups, unit}, row_ids, first_expert};
+  check_arguments(x, r, c, shared, sym_origin.size());
+  const QuantizedOperand out_row = allocate_direction(x, r, shared.groups),
+                         out_col = allocate_direction(x, c, shared.groups);
+  fill(in, r, out_row, c, out_col, shared, C10_AS_INTARRAYREF_SLOW(sym_origin),
        bridge::ExecutionOn(x));
   return eight(out_row, out_col);
 }
 
-Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise) {
+Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise,
+                 const std::optional<Tensor>& table) {
+  const Groups groups = {table, 0};
   bridge::check_values("amax", x);
+  torch_ops::check_groups("amax", groups, x);
+  TORCH_CHECK_VALUE(!table || x.dim() == 2, "amax: expected x (rows, cols) with groups, got ",
+                    x.dim(), " dimensions");
   const Spec spec = bridge::parse_spec(text);
   TORCH_CHECK_VALUE(spec.has_tensor_amax() || spec.has_row_amax(), "amax: ", spec.str(),
                     " has no tensor or row amax; expected tensor, row or nvfp4 scaling");
-  return empty_amax(x, spec, AsRead(x, columnwise));
+  return empty_amax(x, spec, as_read(x, spec, columnwise, groups));
 }
 
-Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise) {
-  const TensorRef in = bridge::tensor_ref("amax", x);
-  const Tensor out = amax_meta(x, text, columnwise);
-  bridge::with_value_errors([&] {
-    amax(in, bridge::parse_spec(text), columnwise, out.mutable_data_ptr<float>(),
-         bridge::ExecutionOn(x));
-  });
+Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise,
+                   const std::optional<Tensor>& groups) {
+  TensorRef in = bridge::tensor_ref("amax", x);
+  const Tensor out = amax_meta(x, text, columnwise, groups);
+  const Spec& spec = bridge::parse_spec(text);
+  in.groups = torch_ops::group_table_of("amax", {groups, 0}, spec.group_unit());
+  bridge::with_value_errors(
+      [&] { amax(in, spec, columnwise, out.mutable_data_ptr<float>(), bridge::ExecutionOn(x)); });
   return out;
 }
 
@@ -279,12 +356,14 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(const Tensor& x,
   const DirectionArguments c =
       direction_arguments(true, col, options.amax_col, options.stream_col, options.decoded_col);
   const c10::IntArrayRef origin = C10_AS_INTARRAYREF_SLOW(options.origin);
-  check_arguments(x, r, c, options.rng, origin.size(), std::nullopt);
+  const SharedArguments shared = {options.rng, options.groups, options.row_ids,
+                                  options.first_expert};
+  check_arguments(x, r, c, shared, origin.size());
   const bridge::ExecutionOn here(x);
   std::pair<QuantizedOperand, QuantizedOperand> out;
-  if (r.spec) out.first = allocate_together(x, *r.spec, false, r.decoded);
-  if (c.spec) out.second = allocate_together(x, *c.spec, true, c.decoded);
-  fill(in, r, out.first, c, out.second, options.rng, origin, here);
+  if (r.spec) out.first = allocate_together(x, *r.spec, r.read_of(x, options.groups), r.decoded);
+  if (c.spec) out.second = allocate_together(x, *c.spec, c.read_of(x, options.groups), c.decoded);
+  fill(in, r, out.first, c, out.second, shared, origin, here);
   return out;
 }
 

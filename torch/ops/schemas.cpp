@@ -12,29 +12,44 @@ namespace minifloat {
 TORCH_LIBRARY(minifloat, m) {
   const std::vector<at::Tag> tags = {at::Tag::pt2_compliant_tag};
 
+  // Groups of rows (core/groups.h). offs: int32 (groups), the end of each. Ops take the table that
+  // group_table returns, and the unit of groups along the contraction dimension. check_groups:
+  // whether group_table raises for ends that it would move; returns the former choice.
+  m.def("group_table(Tensor offs, SymInt rows) -> Tensor", tags);
+  m.def("check_groups(bool enabled) -> bool");
+
   // Values. x: (rows, cols) or (batch, rows, cols), fp32 or bf16, of column stride 1.
-  m.def("amax(Tensor x, str spec, bool columnwise=False) -> Tensor", tags);
+  m.def("amax(Tensor x, str spec, bool columnwise=False, *, Tensor? groups=None) -> Tensor", tags);
   m.def(
       "quantize(Tensor x, str row, str col, *, Tensor? amax_row=None, Tensor? amax_col=None, "
-      "Tensor? rng=None, int stream_row=0, int stream_col=0, SymInt[2] origin=0, Tensor? "
-      "offs=None, "
+      "Tensor? rng=None, int stream_row=0, int stream_col=0, SymInt[2] origin=0, "
+      "Tensor? groups=None, int group_unit=0, Tensor? row_ids=None, int first_expert=0, "
       "bool decoded_row=False, bool decoded_col=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
   m.def(
       "dequantize(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols, *, "
-      "ScalarType dtype=float) -> Tensor",
+      "ScalarType dtype=float, Tensor? groups=None, int group_unit=0) -> Tensor",
       tags);
-  m.def("decode(Tensor codes, Tensor scale, str spec, SymInt cols) -> Tensor", tags);
   m.def(
-      "carry(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols) -> "
-      "(Tensor carried, Tensor row_scale)",
+      "decode(Tensor codes, Tensor scale, str spec, SymInt cols, *, Tensor? groups=None, "
+      "int group_unit=0) -> Tensor",
       tags);
+  // carry: its former name.
+  for (const std::string name : {"fp4_as_fp8", "carry"}) {
+    const std::string schema =
+        name +
+        "(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols, *, Tensor? groups=None, "
+        "int group_unit=0) -> (Tensor fp8_codes, Tensor row_scale)";
+    m.def(schema.c_str(), tags);
+  }
 
   // Transforms.
-  m.def("hadamard(Tensor x, int points=16, bool columnwise=False, int signs=55272) -> Tensor",
-        tags);
+  m.def(
+      "hadamard(Tensor x, int points=16, bool columnwise=False, int signs=55272, *, "
+      "Tensor? groups=None, int group_unit=0) -> Tensor",
+      tags);
   m.def("swizzle_scales(Tensor scale, *, Tensor? offs=None, str groups=\"\") -> Tensor", tags);
   m.def(
       "unswizzle_scales(Tensor swizzled, SymInt rows, SymInt cols, *, Tensor? offs=None, "
@@ -49,7 +64,7 @@ TORCH_LIBRARY(minifloat, m) {
       tags);
 
   // Products. a, b: packed codes, their bf16 values, FP4 as FP8 codes (the two outputs of the op
-  // carry), or under bf16 the operand itself.
+  // fp4_as_fp8), or under bf16 the operand itself.
   m.def(
       "scaled_mm(Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, Tensor b_scale, Tensor b_amax, "
       "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor",

@@ -7,6 +7,7 @@
 
 #include "minifloat/core/swizzle.h"
 #include "ops/bridge.h"
+#include "ops/groups.h"
 
 namespace minifloat {
 namespace {
@@ -14,21 +15,37 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 
-Tensor hadamard_meta(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs) {
+// The unit of the groups' columns where the transform is columnwise.
+std::int64_t hadamard_unit(std::int64_t points, const torch_ops::Groups& groups) {
+  return std::max(points, groups.unit);
+}
+
+Tensor hadamard_meta(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs,
+                     const std::optional<Tensor>& table, std::int64_t unit) {
+  const torch_ops::Groups groups = {table, unit};
   bridge::check_values("hadamard", x);
   TORCH_CHECK_VALUE(points == 16 || points == 32 || points == 64 || points == 128,
                     "hadamard: expected 16, 32, 64 or 128 points, got ", points);
   TORCH_CHECK_VALUE(0 <= signs && signs <= 0xFFFF, "hadamard: expected a 16-bit sign mask, got ",
                     signs);
+  torch_ops::check_groups("hadamard", groups, x);
+  TORCH_CHECK_VALUE(!table || x.dim() == 2, "hadamard: expected x (rows, cols) with groups, got ",
+                    x.dim(), " dimensions");
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
   if (columnwise) std::swap(shape[shape.size() - 1], shape[shape.size() - 2]);
-  shape.back() = round_up<SymInt>(shape.back(), SymInt(points));
+  shape.back() = table && columnwise
+                     ? grouped_cols<SymInt>(shape.back(), SymInt(hadamard_unit(points, groups)),
+                                            groups.count())
+                     : round_up<SymInt>(shape.back(), SymInt(points));
   return at::empty_symint(shape, x.options().dtype(at::kBFloat16));
 }
 
-Tensor hadamard_kernel(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs) {
-  const TensorRef in = bridge::tensor_ref("hadamard", x);
-  const Tensor out = hadamard_meta(x, points, columnwise, signs);
+Tensor hadamard_kernel(const Tensor& x, std::int64_t points, bool columnwise, std::int64_t signs,
+                       const std::optional<Tensor>& table, std::int64_t unit) {
+  TensorRef in = bridge::tensor_ref("hadamard", x);
+  const Tensor out = hadamard_meta(x, points, columnwise, signs, table, unit);
+  const torch_ops::Groups groups = {table, unit};
+  in.groups = torch_ops::group_table_of("hadamard", groups, hadamard_unit(points, groups));
   bridge::with_value_errors([&] {
     hadamard(in, static_cast<int>(points), columnwise, static_cast<std::uint32_t>(signs),
              static_cast<std::uint16_t*>(out.mutable_data_ptr()), bridge::ExecutionOn(x));

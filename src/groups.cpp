@@ -1,0 +1,49 @@
+// minifloat/groups.h: the checks before a backend is called, and the CPU's backend itself.
+#include "minifloat/groups.h"
+
+#include <limits>
+
+#include "minifloat/error.h"
+#include "minifloat/tensor_ref.h"
+#include "on_device.h"
+#if defined(MINIFLOAT_WITH_CUDA)
+#include "cuda/backend.h"
+#endif
+
+namespace minifloat {
+namespace cpu {
+namespace {
+
+void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64_t rows,
+                       std::int32_t* table, const Execution&) {
+  const std::int64_t pitch = groups + 1;
+  for (int row = 0; row < kGroupTableRows; ++row) table[row * pitch] = 0;
+  for (std::int64_t e = 0; e < groups; ++e) {
+    const std::int32_t begin = table[e];
+    const std::int32_t end = group_end(offs[e], begin, static_cast<std::int32_t>(rows));
+    table[e + 1] = end;
+    for (int i = 0; i < kGroupUnits; ++i) {
+      std::int32_t* const columns = table + (1 + i) * pitch + e;
+      columns[1] = columns[0] + group_cols(end - begin, kSmallestUnit << i);
+    }
+  }
+}
+
+}  // namespace
+}  // namespace cpu
+
+void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64_t rows,
+                       std::int32_t* table, Device device, const Execution& execution) {
+  constexpr std::int64_t kLargestUnit = kSmallestUnit << (kGroupUnits - 1);
+  check_device("build_group_table", device);
+  MINIFLOAT_CHECK(0 <= groups && groups <= kMostGroups, "build_group_table: expected at most ",
+                  kMostGroups, " groups, got ", groups);
+  MINIFLOAT_CHECK(rows >= 0 && grouped_cols(rows, kLargestUnit, groups) <=
+                                   std::numeric_limits<std::int32_t>::max(),
+                  "build_group_table: expected 0 to 2^31 - 128 * (groups + 1) rows, got ", rows);
+  MINIFLOAT_CHECK(table && (offs || groups == 0),
+                  "build_group_table: expected ends and a table, got null");
+  MINIFLOAT_ON(device, build_group_table(offs, groups, rows, table, execution));
+}
+
+}  // namespace minifloat

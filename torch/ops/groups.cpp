@@ -1,0 +1,108 @@
+// The ops group_table and check_groups, and the checks of the groups that other ops take.
+#include "ops/groups.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/library.h>
+
+#include <atomic>
+
+#include "ops/bridge.h"
+#include "ops/direct.h"
+
+namespace minifloat {
+namespace torch_ops {
+namespace {
+
+using c10::SymInt;
+
+std::atomic<bool> checks_ends = false;
+
+Tensor group_table_meta(const Tensor& offs, SymInt rows) {
+  TORCH_CHECK_VALUE(offs.scalar_type() == at::kInt && offs.dim() == 1,
+                    "group_table: expected offs as int32 (groups), got ", offs.scalar_type(), " ",
+                    offs.sym_sizes());
+  bridge::check_size("group_table", "rows", rows);
+  const auto groups = offs.sym_size(0).maybe_as_int();
+  TORCH_CHECK_VALUE(!groups || *groups <= kMostGroups, "group_table: expected at most ",
+                    kMostGroups, " groups, got ", offs.sym_size(0));
+  return at::empty_symint({SymInt(kGroupTableRows), offs.sym_size(0) + 1}, offs.options());
+}
+
+// Raises for ends that the table would move. Copies them to the host.
+void check_ends(const Tensor& offs, std::int64_t rows) {
+  const Tensor on_host = offs.cpu();
+  const std::int32_t* const ends = on_host.const_data_ptr<std::int32_t>();
+  std::int32_t begin = 0;
+  for (std::int64_t e = 0; e < on_host.numel(); ++e) {
+    TORCH_CHECK_VALUE(begin <= ends[e] && ends[e] <= rows,
+                      "group_table: expected ends of groups that rise from 0 to ", rows,
+                      " at most, got ", ends[e], " for group ", e, " after ", begin);
+    begin = ends[e];
+  }
+}
+
+Tensor group_table_kernel(const Tensor& offs, SymInt sym_rows) {
+  const Tensor table = group_table_meta(offs, sym_rows);
+  const std::int64_t rows = sym_rows.guard_int(__FILE__, __LINE__);
+  bridge::check_memory("group_table", "offs", offs);
+  const Tensor ends = offs.contiguous();
+  if (checks_ends) check_ends(ends, rows);
+  bridge::with_value_errors([&] {
+    build_group_table(ends.const_data_ptr<std::int32_t>(), ends.size(0), rows,
+                      table.mutable_data_ptr<std::int32_t>(), bridge::backend_of(offs),
+                      bridge::ExecutionOn(offs));
+  });
+  return table;
+}
+
+bool set_checks_ends(bool enabled) { return checks_ends.exchange(enabled); }
+
+}  // namespace
+
+void check_groups(const char* op, const Groups& groups, const Tensor& like) {
+  TORCH_CHECK_VALUE(groups.unit == 0 || is_group_unit(groups.unit), op,
+                    ": expected group_unit 0, 16, 32, 64 or 128, got ", groups.unit);
+  if (!groups.table) {
+    TORCH_CHECK_VALUE(groups.unit == 0, op, ": expected group_unit 0 without groups, got ",
+                      groups.unit);
+    return;
+  }
+  const Tensor& table = *groups.table;
+  TORCH_CHECK_VALUE(table.scalar_type() == at::kInt && table.dim() == 2 &&
+                        table.sym_size(0) == kGroupTableRows && table.sym_size(1) >= 1,
+                    op, ": expected groups as group_table returns them, int32 (", kGroupTableRows,
+                    ", groups + 1), got ", table.scalar_type(), " ", table.sym_sizes());
+  TORCH_CHECK_VALUE(table.device() == like.device(), op, ": expected groups on ", like.device(),
+                    ", got ", table.device());
+}
+
+GroupTable group_table_of(const char* op, const Groups& groups, std::int64_t unit) {
+  if (!groups.table) return {};
+  const Tensor& table = *groups.table;
+  bridge::check_memory(op, "groups", table);
+  TORCH_CHECK_VALUE(table.is_contiguous() && table.size(1) - 1 <= kMostGroups, op,
+                    ": expected contiguous groups, ", kMostGroups, " at most, got ",
+                    table.size(1) - 1, " with strides ", table.strides());
+  return {table.const_data_ptr<std::int32_t>(), static_cast<int>(table.size(1) - 1),
+          static_cast<int>(unit)};
+}
+
+Tensor group_table(const Tensor& offs, const SymInt& rows) {
+  if (rows.maybe_as_int() && can_skip_dispatcher({&offs})) return group_table_kernel(offs, rows);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("minifloat::group_table", "")
+                             .typed<Tensor(const Tensor&, SymInt)>();
+  return op.call(offs, rows);
+}
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("group_table", group_table_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("group_table", group_table_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("group_table", group_table_meta); }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  m.impl("group_table", torch::CppFunction::makeFallthrough());
+}
+TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) { m.impl("check_groups", set_checks_ends); }
+
+}  // namespace torch_ops
+}  // namespace minifloat
