@@ -32,7 +32,8 @@ void raise_directly(const PendingAmaxes& pending) {
 }  // namespace
 
 Tensor active_amax(const Tensor& history, int row) {
-  if (!can_skip_dispatcher({&history})) return history.select(1, kActive).select(0, row);
+  if (history.dim() != 2 || !can_skip_dispatcher({&history}))
+    return history.select(-1, kActive).select(0, row);
   return direct_view(
       history, at::kFloat, {}, {},
       history.storage_offset() + row * history.stride(0) + kActive * history.stride(1));
@@ -40,12 +41,13 @@ Tensor active_amax(const Tensor& history, int row) {
 
 void record(const PendingAmaxes& pending) {
   const auto is_direct = [](const PendingAmax& p) {
-    return can_skip_dispatcher({&p.history, &p.amax}) && p.amax.scalar_type() == at::kFloat;
+    return p.history.dim() == 2 && can_skip_dispatcher({&p.history, &p.amax}) &&
+           p.amax.scalar_type() == at::kFloat;
   };
   if (!pending.empty() && std::all_of(pending.begin(), pending.end(), is_direct))
     return raise_directly(pending);
   for (const auto& [history, first, last, amax] : pending) {
-    const Tensor current = history.select(1, kCurrent);
+    const Tensor current = history.select(-1, kCurrent);
     Tensor raised =
         first == last ? current.select(0, first) : current.slice(0, first, last + 1, last - first);
     at::maximum_out(raised, raised, amax);

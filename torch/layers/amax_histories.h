@@ -1,5 +1,6 @@
 // The amax history of a layer under delayed scaling: (operands, 1 + length) float32, a row an
-// operand. Columns: the active amax, the current amax of this step, then those of earlier steps.
+// operand. Columns: the active amax, the current amax of this step, then those of earlier steps. Of
+// experts: (operands, experts, 1 + length).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,7 +11,7 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
-// Returns the active amax of a row: a view of one entry.
+// Returns the active amax of an operand: a view of one entry, or of one for each expert.
 Tensor active_amax(const Tensor& history, int row);
 
 // A current amax, for one row of a history or for two rows that share the amax.

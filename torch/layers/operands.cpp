@@ -53,7 +53,7 @@ PreparedRecipe prepared_recipe(const std::string& text) {
 // Returns the transposed view. Layers differentiate as a whole, so the view needs no history, only
 // the version counter of x.
 Tensor transposed(const Tensor& x) {
-  if (!can_skip_dispatcher({&x})) return x.t();
+  if (x.dim() != 2 || !can_skip_dispatcher({&x})) return x.transpose(-2, -1);
   const Tensor view = direct_transpose(x);
   share_version(view, x);
   return view;
@@ -183,12 +183,15 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
     decoded = needed.decoded;
     return recipe.spec_texts[needed.place];
   };
+  options.groups = state.groups;
+  options.first_expert = state.first_expert;
   const std::string& row_text =
       set_options(row, options.amax_row, options.stream_row, options.decoded_row);
   const std::string& col_text =
       set_options(col, options.amax_col, options.stream_col, options.decoded_col);
 
   Directions out;
+  if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
   if (!row_text.empty() || !col_text.empty()) {
     if (cut) place_shard(recipe, x, row, col, *state.sharding, *cut, options);
     out = quantize(x, row_text, col_text, options);
@@ -243,11 +246,14 @@ ProductInput prequantized_input(const PreparedRecipe& recipe, const QuantizedOpe
   return input_of(spec, operand.codes, operand.scale, operand.amax);
 }
 
-void check_history(const char* op, const Tensor& history, const Tensor& x) {
-  TORCH_CHECK_VALUE(history.dim() == 2 && history.sym_size(0) == kPlaces &&
-                        history.sym_size(1) >= 2 && history.scalar_type() == at::kFloat,
-                    op, ": expected amax_history as float32 (", static_cast<int>(kPlaces),
-                    ", 1 + length), got ", history.scalar_type(), " ", history.sym_sizes());
+void check_history(const char* op, const Tensor& history, const Tensor& x,
+                   const std::optional<SymInt>& experts) {
+  const bool is_right = history.dim() == (experts ? 3 : 2) && history.sym_size(0) == kPlaces &&
+                        (!experts || history.sym_size(1) == *experts) &&
+                        history.sym_size(-1) >= 2 && history.scalar_type() == at::kFloat;
+  TORCH_CHECK_VALUE(is_right, op, ": expected amax_history as float32 (", static_cast<int>(kPlaces),
+                    experts ? ", experts" : "", ", 1 + length), got ", history.scalar_type(), " ",
+                    history.sym_sizes());
   TORCH_CHECK_VALUE(at::has_internal_overlap(history) != at::MemOverlap::Yes, op,
                     ": expected amax_history with memory for each entry, got strides ",
                     history.sym_strides());

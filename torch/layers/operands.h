@@ -60,6 +60,11 @@ struct ModuleState {
   Tensor history;                      // undefined: nothing is delayed
   PendingAmaxes* pending = nullptr;    // null: amaxes go to the history at once
   const Sharding* sharding = nullptr;  // null: this process has the whole weight
+  // Of experts: the groups of x and g, whose unit is that of wgrad's columns, and the numbers of
+  // their rows and of the first group or matrix.
+  Groups groups = {};
+  std::optional<Tensor> row_ids = {};
+  std::int64_t first_expert = 0;
 };
 
 // Writes the current amaxes of delayed operands to the history. is_cut: whether of a shard
@@ -79,7 +84,9 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at:
                              const Needed& col);
 
 // Requires an amax history, float32 (kPlaces, 1 + length) without overlap, on the device of x.
-void check_history(const char* op, const Tensor& history, const Tensor& x);
+// experts: none, or (kPlaces, experts, 1 + length)
+void check_history(const char* op, const Tensor& history, const Tensor& x,
+                   const std::optional<SymInt>& experts = std::nullopt);
 
 // Requires shards that hold whole blocks, transforms and groups of random bits. length: of the
 // dimension of W that is cut

@@ -67,7 +67,8 @@ TORCH_LIBRARY(minifloat, m) {
   // fp4_as_fp8), or under bf16 the operand itself.
   m.def(
       "scaled_mm(Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, Tensor b_scale, Tensor b_amax, "
-      "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16) -> Tensor",
+      "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16, "
+      "Tensor? groups=None, int group_unit=0) -> Tensor",
       tags);
 
   // Sharded master weights. An entry of the lists is one direction of one weight. geometry: see
@@ -112,6 +113,15 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "linear_group(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, *, "
       "Tensor[]? rng=None, Tensor(a!)[]? amax_history=None) -> Tensor[]",
+      tags);
+
+  // Products of experts: rows of A (M, K), in groups that end at offs, times B (E, K, N). tail:
+  // "zero" or "undefined", the rows of the results past the last end.
+  m.def(
+      "scaled_grouped_mm(Tensor A, Tensor B, Tensor offs, str recipe, *, "
+      "ScalarType out_dtype=bfloat16, Tensor? bias=None, Tensor? rng=None, Tensor? row_ids=None, "
+      "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0) -> "
+      "Tensor",
       tags);
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the

@@ -11,8 +11,9 @@ namespace minifloat::torch_ops {
 namespace {
 
 // All engines, in order of preference.
-constexpr const Engine* kEngines[] = {&kBlockScaled, &kFp4ByFp8,  &kFp8Tensor, &kFp8Row,
-                                      &kFp8Block,    &kExactCuda, &kExactCpu};
+constexpr const Engine* kEngines[] = {
+    &kBlockScaled, &kFp4ByFp8, &kFp8Tensor,  &kFp8Row,           &kFp8Block,
+    &kExactCuda,   &kExactCpu, &kFp8Grouped, &kExactGroupedCuda, &kExactGroupedCpu};
 
 }  // namespace
 
@@ -35,23 +36,25 @@ int compute_capability(const c10::Device& device) {
 #endif
 }
 
-const Engine& engine_of(const Product& product, int capability) {
+const Engine& engine_of(const Product& product, int capability, bool is_grouped) {
   for (const Engine* engine : kEngines)
-    if (engine->supports(product, capability)) return *engine;
-  return kExactCpu;
+    if (engine->is_grouped == is_grouped && engine->supports(product, capability)) return *engine;
+  return is_grouped ? kExactGroupedCpu : kExactCpu;
 }
 
 const Engine& engine_of(const Product& product, int capability, const ProductShape& shape) {
+  const bool is_grouped = shape.along != GroupsAlong::kNone;
   for (const Engine* engine : kEngines)
-    if (engine->supports(product, capability) && engine->takes(product, capability, shape))
+    if (engine->is_grouped == is_grouped && engine->supports(product, capability) &&
+        engine->takes(product, capability, shape))
       return *engine;
-  return kExactCpu;
+  return is_grouped ? kExactGroupedCpu : kExactCpu;
 }
 
 PlannedProduct plan_product(const Product& product, const std::string& text,
-                            const c10::Device& device) {
+                            const c10::Device& device, bool is_grouped) {
   const int capability = compute_capability(device);
-  return {product, text, capability, engine_of(product, capability)};
+  return {product, text, capability, engine_of(product, capability, is_grouped)};
 }
 
 }  // namespace minifloat::torch_ops

@@ -10,6 +10,7 @@
 #include <string>
 
 #include "minifloat/recipe.h"
+#include "ops/groups.h"
 #include "products/inputs.h"
 
 namespace minifloat::torch_ops {
@@ -21,8 +22,14 @@ inline constexpr int kHopper = 90;
 inline constexpr int kBlackwell = 100;
 inline constexpr int kBlackwellUltra = 103;
 
+// The dimension of a product along which groups of rows lie (core/groups.h).
+//
+//     kRows          (M, k) · (E, n, k)ᵀ -> (M, n)         rows of group e times matrix e
+//     kContraction   (m, K) · (n, K)ᵀ    -> (E, m, n)      a product for the columns of each group
+enum class GroupsAlong : std::uint8_t { kNone, kRows, kContraction };
+
 // The sizes of (m, k) · (n, k)ᵀ and the form of its operands and result. k is padded to whole
-// transforms.
+// transforms, and to the groups' units.
 struct ProductShape {
   std::int64_t m = 0;
   std::int64_t n = 0;
@@ -31,6 +38,7 @@ struct ProductShape {
   bool has_bias = false;
   bool has_codes = true;  // both operands are contiguous codes that begin at a multiple of 16 bytes
   bool has_fp4_as_fp8 = false;  // an operand is FP8 codes of FP4 values already
+  GroupsAlong along = GroupsAlong::kNone;
 };
 
 // The bias of a product, and the dtype of its result.
@@ -45,11 +53,14 @@ struct ProductCall {
   const ProductInput &a, &b;
   std::int64_t k;  // of the operands, without a transform's padding
   const Result& result;
+  const Groups& groups;  // of grouped engines; unit: of the columns, or 0 along rows
 };
 
 // A way to multiply two quantized operands.
 struct Engine {
   const char* name;
+  // Whether the engine multiplies operands with groups, along either dimension.
+  bool is_grouped = false;
   // Whether the engine multiplies the product's operands on a GPU of this capability. Independent
   // of sizes, so that a traced graph is valid for all sizes.
   bool (*supports)(const Product& product, int capability);
@@ -66,12 +77,13 @@ struct Engine {
 };
 
 extern const Engine kBlockScaled, kFp4ByFp8, kFp8Tensor, kFp8Row, kFp8Block, kExactCuda, kExactCpu;
+extern const Engine kFp8Grouped, kExactGroupedCuda, kExactGroupedCpu;
 
 // Returns the capability of a CUDA device, queried once for each device; kNoGpu for the CPU.
 int compute_capability(const c10::Device& device);
 
 // Returns the first engine that supports a product on a GPU of this capability.
-const Engine& engine_of(const Product& product, int capability);
+const Engine& engine_of(const Product& product, int capability, bool is_grouped = false);
 
 // Returns the first engine that also accepts the sizes. The exact engines accept all.
 const Engine& engine_of(const Product& product, int capability, const ProductShape& shape);
@@ -91,6 +103,6 @@ struct PlannedProduct {
   }
 };
 PlannedProduct plan_product(const Product& product, const std::string& text,
-                            const c10::Device& device);
+                            const c10::Device& device, bool is_grouped = false);
 
 }  // namespace minifloat::torch_ops

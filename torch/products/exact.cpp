@@ -7,8 +7,9 @@
 namespace minifloat::torch_ops {
 namespace {
 
-Decoded decoded_of(const Spec& spec, const Codes& in, const c10::SymInt& cols) {
-  return {decode(in.codes, in.scale, spec, cols), in.scale, in.amax};
+Decoded decoded_of(const Spec& spec, const Codes& in, const c10::SymInt& cols,
+                   const Groups& groups = {}) {
+  return {decode(in.codes, in.scale, spec, cols, groups), in.scale, in.amax};
 }
 
 ExactSide side_of(const Spec& spec, const Decoded& in) {
@@ -20,18 +21,22 @@ ExactSide side_of(const Spec& spec, const Decoded& in) {
 
 }  // namespace
 
-ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k) {
+ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k,
+                     const Groups& groups) {
   struct Visitor {
     const Spec& spec;
     std::int64_t k;
+    const Groups& groups;
     ExactSide operator()(const Values& in) const { return {in.values, {}, {}}; }
-    ExactSide operator()(const Codes& in) const { return side_of(spec, decoded_of(spec, in, k)); }
+    ExactSide operator()(const Codes& in) const {
+      return side_of(spec, decoded_of(spec, in, k, groups));
+    }
     ExactSide operator()(const Decoded& in) const { return side_of(spec, in); }
     ExactSide operator()(const Fp4AsFp8& in) const {
       return {in.codes.to(at::kBFloat16), {}, in.row_scale};
     }
   };
-  return std::visit(Visitor{spec, k}, input);
+  return std::visit(Visitor{spec, k, groups}, input);
 }
 
 ProductInput prepare_exact(const Spec& spec, const Codes& codes, const c10::SymInt& cols) {

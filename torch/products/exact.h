@@ -11,12 +11,17 @@ namespace minifloat::torch_ops {
 struct ExactSide {
   Tensor values;  // bf16 (rows, k), or the operand itself under bf16
   // The pending factors; undefined: none.
-  std::optional<TensorFactor> factor;  // of the whole operand
+  std::optional<TensorFactor> factor;  // of the whole operand, or of each group
   Tensor row_factors;                  // fp32 (rows), where a row scale is no power of two
 };
 
-// Decodes an operand that is not decoded.
-ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k);
+// Decodes an operand that is not decoded. groups: of its rows or columns; none where it is one
+// matrix a group
+ExactSide exact_side(const Spec& spec, const ProductInput& input, std::int64_t k,
+                     const Groups& groups = {});
+
+// Returns the exact product of two matrices on the CPU.
+Tensor exact_product_on_cpu(const ExactSide& a, const ExactSide& b, const Result& result);
 
 // Decodes codes: Engine::prepare of the exact engines.
 ProductInput prepare_exact(const Spec& spec, const Codes& codes, const c10::SymInt& cols);

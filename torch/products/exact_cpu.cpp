@@ -12,7 +12,7 @@ namespace {
 Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
                       const std::optional<Tensor>& bias, at::ScalarType dtype) {
   const at::ScalarType compute = are_narrow(a, b) ? dtype : at::kFloat;
-  const Tensor left = to_dtype(a, compute), right = direct_transpose(to_dtype(b, compute));
+  const Tensor left = to_dtype(a, compute), right = to_dtype(b, compute).t();
   Tensor out;
   if (bias) {
     out = at::addmm(to_dtype(to_dtype(*bias, dtype), compute), left, right, 1, alpha);
@@ -31,10 +31,9 @@ float factor_of(const ExactSide& side) {
 
 bool supports(const Product&, int) { return true; }
 
-Tensor multiply(const ProductCall& call) {
-  const Result& result = call.result;
-  const ExactSide a = exact_side(call.product.a, call.a, call.k),
-                  b = exact_side(call.product.b, call.b, call.k);
+}  // namespace
+
+Tensor exact_product_on_cpu(const ExactSide& a, const ExactSide& b, const Result& result) {
   const float alpha = factor_of(a) * factor_of(b);
   if (!a.row_factors.defined() && !b.row_factors.defined())
     return matrix_product(a.values, b.values, alpha, result.bias, result.dtype);
@@ -44,6 +43,13 @@ Tensor multiply(const ProductCall& call) {
   if (result.bias)
     out.add_(result.bias->to(result.dtype));  // rounded as in matrix_product, added in fp32
   return out.to(result.dtype);
+}
+
+namespace {
+
+Tensor multiply(const ProductCall& call) {
+  return exact_product_on_cpu(exact_side(call.product.a, call.a, call.k),
+                              exact_side(call.product.b, call.b, call.k), call.result);
 }
 
 }  // namespace

@@ -12,8 +12,9 @@ bool supports(const Product& product, int capability) {
 }
 
 Tensor multiply(const ProductCall& call) {
-  const auto& [product, a, b, k, result] = call;
-  return fp8_product(fp8_side(product.a, a), fp8_side(product.b, b), true, product.fast, result);
+  const Product& product = call.product;
+  return fp8_product(fp8_side(product.a, call.a), fp8_side(product.b, call.b), true, product.fast,
+                     call.result);
 }
 
 }  // namespace

@@ -14,8 +14,9 @@ bool supports(const Product& product, int capability) {
 bool takes(const Product&, int, const ProductShape& shape) { return takes_codes(shape); }
 
 Tensor multiply(const ProductCall& call) {
-  const auto& [product, a, b, k, result] = call;
-  return fp8_product(fp8_side(product.a, a), fp8_side(product.b, b), false, product.fast, result);
+  const Product& product = call.product;
+  return fp8_product(fp8_side(product.a, call.a), fp8_side(product.b, call.b), false, product.fast,
+                     call.result);
 }
 
 }  // namespace

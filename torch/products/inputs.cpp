@@ -19,9 +19,20 @@ void check_scale(const char* name, const Spec& spec, const Tensor& scale, bool i
                     spec.str(), ", got ", scale.sym_numel(), " of ", scale.scalar_type());
 }
 
-void check_row_scale(const char* name, const Spec& spec, const Tensor& scale, const SymInt& rows) {
-  const bool is_right = scale.scalar_type() == at::kFloat && scale.dim() == 1;
+void check_row_scale(const char* name, const Spec& spec, const Tensor& scale, const SymInt& rows,
+                     const InputSizes& sizes) {
+  const bool is_matrix = sizes.matrices || sizes.is_along_contraction;
+  const bool is_right = scale.scalar_type() == at::kFloat && scale.dim() == (is_matrix ? 2 : 1);
   check_scale(name, spec, scale, is_right, rows, " row scales of ", at::kFloat);
+}
+
+// Returns the number of scales of a cast. rows: with those of every matrix
+SymInt scale_count(const Spec& spec, const Tensor& codes, const SymInt& rows,
+                   const InputSizes& sizes) {
+  const SymInt parts = sizes.matrices.value_or(sizes.groups.value_or(SymInt(1)));
+  if (spec.has_blocks())
+    return sizes.matrices.value_or(SymInt(1)) * scales_of(spec, codes.sym_size(-2), sizes.k);
+  return spec.has_row_amax() ? rows : parts;
 }
 
 bool is_form_of(const Spec& spec, const ProductInput& input, at::ScalarType dtype) {
@@ -52,10 +63,15 @@ ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& sc
   }
 }
 
-void check_input(const char* name, const Spec& spec, const ProductInput& input, const SymInt& k) {
+void check_input(const char* name, const Spec& spec, const ProductInput& input,
+                 const InputSizes& sizes) {
   const auto [elements, scale, amax] = tensors_of(input);
-  TORCH_CHECK_VALUE(elements->dim() == 2, "scaled_mm: expected ", name, " of 2 dimensions, got ",
-                    elements->dim());
+  const std::int64_t dims = sizes.matrices ? 3 : 2;
+  TORCH_CHECK_VALUE(elements->dim() == dims, "scaled_mm: expected ", name, " of ", dims,
+                    " dimensions, got ", elements->dim());
+  TORCH_CHECK_VALUE(!sizes.matrices || elements->sym_size(0) == *sizes.matrices,
+                    "scaled_mm: expected ", name, " of ", *sizes.matrices,
+                    " matrices, one a group, got ", elements->sym_size(0));
   const at::ScalarType dtype = elements->scalar_type();
   TORCH_CHECK_VALUE(!spec.is_bf16() || bridge::is_value_dtype(dtype), "scaled_mm: expected ", name,
                     " in float32 or bfloat16, as it is bf16 in the product, got ", dtype);
@@ -64,17 +80,22 @@ void check_input(const char* name, const Spec& spec, const ProductInput& input, 
                     dtype);
   bridge::check_sizes("scaled_mm", name, *elements);
   const bool is_packed = std::holds_alternative<Codes>(input);
+  const SymInt& k = spec.is_bf16() ? sizes.values_k : sizes.k;
   const SymInt length = is_packed ? spec.code_cols(k) : spec.padded_cols(k);
-  TORCH_CHECK_VALUE(elements->sym_size(1) == length, "scaled_mm: expected ", name, " of ", length,
-                    " columns for k = ", k, " under ", spec.str(), ", got ", elements->sym_size(1));
+  TORCH_CHECK_VALUE(elements->sym_size(-1) == length, "scaled_mm: expected ", name, " of ", length,
+                    " columns for k = ", k, " under ", spec.str(), ", got ",
+                    elements->sym_size(-1));
   if (spec.is_bf16()) return;
-  const SymInt rows = elements->sym_size(0);
+  const SymInt of_matrices = elements->sym_size(-2) * sizes.matrices.value_or(SymInt(1));
+  const SymInt rows =
+      sizes.is_along_contraction ? of_matrices * sizes.groups.value_or(SymInt(1)) : of_matrices;
   if (is_packed)
     check_scale(name, spec, *scale, is_scale_dtype(scale->scalar_type(), spec),
-                scales_of(spec, rows, k), " scales of ", scale_dtype(spec));
+                scale_count(spec, *elements, rows, sizes), " scales of ", scale_dtype(spec));
   else if (std::holds_alternative<Fp4AsFp8>(input) || has_row_factors(spec))
-    check_row_scale(name, spec, *scale, rows);
-  check_tensor_factor("scaled_mm", name, spec, *scale, *amax);
+    check_row_scale(name, spec, *scale, rows, sizes);
+  check_tensor_factor("scaled_mm", name, spec, *scale, *amax,
+                      sizes.matrices.value_or(sizes.groups.value_or(SymInt(1))));
 }
 
 }  // namespace minifloat::torch_ops

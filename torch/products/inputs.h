@@ -60,10 +60,17 @@ inline ProductInput cast_input(const Spec& spec, const Tensor& codes, const Tens
 ProductInput input_of(const Spec& spec, const Tensor& elements, const Tensor& scale,
                       const Tensor& amax);
 
-// Requires the shapes and dtypes of an operand with contraction size k. name: of the operand, for
-// errors of scaled_mm.
+// What an operand of a product is measured by.
+struct InputSizes {
+  c10::SymInt k, values_k;              // the columns of codes, and of an operand under bf16
+  std::optional<c10::SymInt> matrices;  // a matrix a group; none: one matrix
+  std::optional<c10::SymInt> groups;    // of the rows, or of the columns
+  bool is_along_contraction = false;    // the groups are of the columns
+};
+
+// Requires the shapes and dtypes of an operand. name: of the operand, for errors of scaled_mm.
 void check_input(const char* name, const Spec& spec, const ProductInput& input,
-                 const c10::SymInt& k);
+                 const InputSizes& sizes);
 
 // Whether the row scales are a pending factor of decoded values.
 inline bool has_row_factors(const Spec& spec) {

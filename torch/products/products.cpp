@@ -25,32 +25,68 @@ bool has_codes(const ProductInput& input) {
   return t.is_contiguous() && reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
 }
 
+GroupsAlong along_of(const Groups& groups) {
+  if (!groups.table) return GroupsAlong::kNone;
+  return groups.unit > 0 ? GroupsAlong::kContraction : GroupsAlong::kRows;
+}
+
+// Returns the length of quantized operands along the contraction dimension.
+SymInt length_of(const SymInt& k, const Groups& groups) {
+  return along_of(groups) == GroupsAlong::kContraction
+             ? grouped_cols<SymInt>(k, SymInt(groups.unit), groups.count())
+             : k;
+}
+
 Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
-                std::int64_t k, const Result& result) {
+                std::int64_t k, const Result& result, const Groups& groups) {
   const auto is_fp8 = [](const ProductInput& x) { return std::holds_alternative<Fp4AsFp8>(x); };
+  const std::int64_t length = length_of(k, groups).guard_int(__FILE__, __LINE__);
   const ProductShape shape = {.m = tensors_of(a).elements->size(0),
-                              .n = tensors_of(b).elements->size(0),
-                              .k = planned.product.a.padded_cols(k),
+                              .n = tensors_of(b).elements->size(-2),
+                              .k = planned.product.a.padded_cols(length),
                               .out_dtype = result.dtype,
                               .has_bias = result.bias.has_value(),
                               .has_codes = has_codes(a) && has_codes(b),
-                              .has_fp4_as_fp8 = is_fp8(a) || is_fp8(b)};
-  return planned.engine_for(shape).multiply({planned.product, a, b, k, result});
+                              .has_fp4_as_fp8 = is_fp8(a) || is_fp8(b),
+                              .along = along_of(groups)};
+  return planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
+}
+
+// Returns what an operand is measured by.   is_matrices: it is b, one matrix a group
+InputSizes sizes_of(const SymInt& k, const Groups& groups, bool is_matrices) {
+  const GroupsAlong along = along_of(groups);
+  InputSizes sizes{.k = length_of(k, groups), .values_k = k, .matrices = {}, .groups = {}};
+  if (along == GroupsAlong::kRows && is_matrices) sizes.matrices = groups.count();
+  if (along == GroupsAlong::kContraction || (along == GroupsAlong::kRows && !is_matrices))
+    sizes.groups = groups.count();
+  sizes.is_along_contraction = along == GroupsAlong::kContraction;
+  return sizes;
 }
 
 void check_product(const Product& product, const ProductInput& a, const ProductInput& b,
-                   const SymInt& k, const Result& result) {
+                   const SymInt& k, const Result& result, const Groups& groups) {
   constexpr const char* kOp = "scaled_mm";
   bridge::check_size(kOp, "k", k);
-  check_input("a", product.a, a, k);
-  check_input("b", product.b, b, k);
+  check_groups(kOp, groups, *tensors_of(a).elements);
+  check_input("a", product.a, a, sizes_of(k, groups, false));
+  check_input("b", product.b, b, sizes_of(k, groups, true));
   TORCH_CHECK_VALUE(bridge::is_value_dtype(result.dtype),
                     "scaled_mm: expected out_dtype float32 or bfloat16, got ", result.dtype);
   if (!result.bias) return;
   bridge::check_value_dtype(kOp, "bias", *result.bias);
-  const SymInt n = tensors_of(b).elements->sym_size(0);
-  TORCH_CHECK_VALUE(result.bias->dim() == 1 && result.bias->sym_size(0) == n,
-                    "scaled_mm: expected bias (", n, "), got ", result.bias->sym_sizes());
+  TORCH_CHECK_VALUE(along_of(groups) != GroupsAlong::kContraction,
+                    "scaled_mm: expected no bias with groups along the contraction dimension");
+  const auto sizes = tensors_of(b).elements->sym_sizes();
+  const auto expected = sizes.slice(0, sizes.size() - 1);
+  TORCH_CHECK_VALUE(result.bias->sym_sizes().equals(expected), "scaled_mm: expected bias ",
+                    expected, ", got ", result.bias->sym_sizes());
+}
+
+// Returns the shape of the product.
+c10::SymDimVector result_shape(const Tensor& a, const Tensor& b, const Groups& groups) {
+  const SymInt m = a.sym_size(0), n = b.sym_size(-2);
+  if (along_of(groups) == GroupsAlong::kContraction) return {groups.count(), m, n};
+  return {m, n};
 }
 
 // Calls f(name, tensor) for each tensor of a product. name: for errors.
@@ -80,28 +116,33 @@ void check_memory(const InputTensors& a, const InputTensors& b, const std::optio
 
 Tensor scaled_mm_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
                       const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
-                      SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
+                      SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
+                      const std::optional<Tensor>& table, std::int64_t unit) {
   const Product& product = bridge::parse_product(text);
+  const Groups groups = {table, unit};
   check_product(product, input_of(product.a, a, a_scale, a_amax),
-                input_of(product.b, b, b_scale, b_amax), k, {bias, out_dtype});
+                input_of(product.b, b, b_scale, b_amax), k, {bias, out_dtype}, groups);
   check_devices({&a, &a_scale, &a_amax}, {&b, &b_scale, &b_amax}, bias);
-  return at::empty_symint({a.sym_size(0), b.sym_size(0)}, a.options().dtype(out_dtype));
+  return at::empty_symint(result_shape(a, b, groups), a.options().dtype(out_dtype));
 }
 
 Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax,
                         const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
                         const std::string& text, SymInt k, const std::optional<Tensor>& bias,
-                        at::ScalarType out_dtype) {
-  const PlannedProduct planned = plan_product(bridge::parse_product(text), text, a.device());
+                        at::ScalarType out_dtype, const std::optional<Tensor>& table,
+                        std::int64_t unit) {
+  const Groups groups = {table, unit};
+  const PlannedProduct planned =
+      plan_product(bridge::parse_product(text), text, a.device(), table.has_value());
   const Product& product = planned.product;
   const ProductInput left = input_of(product.a, a, a_scale, a_amax),
                      right = input_of(product.b, b, b_scale, b_amax);
   const InputTensors of_a = {&a, &a_scale, &a_amax}, of_b = {&b, &b_scale, &b_amax};
-  check_product(product, left, right, k, {bias, out_dtype});
+  check_product(product, left, right, k, {bias, out_dtype}, groups);
   check_devices(of_a, of_b, bias);
   check_memory(of_a, of_b, bias);
   const at::AutoDispatchBelowADInplaceOrView below;  // layers/linear.cpp differentiates
-  return multiply(planned, left, right, k.guard_int(__FILE__, __LINE__), {bias, out_dtype});
+  return multiply(planned, left, right, k.guard_int(__FILE__, __LINE__), {bias, out_dtype}, groups);
 }
 
 // Returns *t, or an empty tensor where there is none: arguments of an op are defined.
@@ -112,27 +153,29 @@ Tensor or_empty(const Tensor* t, const Tensor& like) {
 }  // namespace
 
 Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
-                 const SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype) {
+                 const SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
+                 const Groups& groups) {
   const InputTensors left = tensors_of(a), right = tensors_of(b);
   const auto length = k.maybe_as_int();
   if (length && can_skip_dispatcher({left.elements, left.scale, left.amax, right.elements,
-                                     right.scale, right.amax, bias ? &*bias : nullptr})) {
-    check_product(planned.product, a, b, k, {bias, out_dtype});
+                                     right.scale, right.amax, bias ? &*bias : nullptr,
+                                     groups.table ? &*groups.table : nullptr})) {
+    check_product(planned.product, a, b, k, {bias, out_dtype}, groups);
     check_devices(left, right, bias);
     check_memory(left, right, bias);
     const at::AutoDispatchBelowADInplaceOrView below;
-    return multiply(planned, a, b, *length, {bias, out_dtype});
+    return multiply(planned, a, b, *length, {bias, out_dtype}, groups);
   }
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("minifloat::scaled_mm", "")
           .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const std::string&, SymInt, const std::optional<Tensor>&,
-                        at::ScalarType)>();
+                        at::ScalarType, const std::optional<Tensor>&, std::int64_t)>();
   const Tensor &a_elements = *left.elements, &b_elements = *right.elements;
   return op.call(a_elements, or_empty(left.scale, a_elements), or_empty(left.amax, a_elements),
                  b_elements, or_empty(right.scale, b_elements), or_empty(right.amax, b_elements),
-                 planned.text, k, bias, out_dtype);
+                 planned.text, k, bias, out_dtype, groups.table, groups.unit);
 }
 
 ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, ProductInput input,

@@ -9,22 +9,26 @@
 namespace minifloat::torch_ops {
 
 void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
-                         const Tensor& amax) {
+                         const Tensor& amax, const c10::SymInt& count) {
   if (!spec.has_tensor_amax()) return;
   const bool is_scale = spec.rule == ScaleRule::kTensor;
   const Tensor& factor = is_scale ? scale : amax;
   TORCH_CHECK_VALUE(
-      factor.defined() && factor.scalar_type() == at::kFloat && factor.sym_numel() == 1, op,
-      ": expected one float32 ", is_scale ? "scale" : "amax", " for ", name, " under ", spec.str(),
-      ", got ", factor.sym_numel(), " of ", factor.scalar_type());
+      factor.defined() && factor.scalar_type() == at::kFloat && factor.sym_numel() == count, op,
+      ": expected ", count, " float32 ", is_scale ? "scale" : "amax", " for ", name, " under ",
+      spec.str(), ", got ", factor.sym_numel(), " of ", factor.scalar_type());
 }
 
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax) {
-  if (spec.rule == ScaleRule::kTensor) return direct_view(scale, at::kFloat, {});
-  const Tensor out = direct_empty(amax, {}, at::kFloat);
+  const Tensor& number = spec.rule == ScaleRule::kTensor ? scale : amax;
+  const auto shape = number.numel() == 1 ? at::IntArrayRef() : number.sizes();
+  if (spec.rule == ScaleRule::kTensor) return direct_view(scale.contiguous(), at::kFloat, shape);
+  const Tensor contiguous = amax.contiguous(), out = direct_empty(amax, shape, at::kFloat);
   bridge::with_value_errors([&] {
-    const Quantized q = {
-        .spec = spec, .amax = amax.const_data_ptr<float>(), .device = bridge::backend_of(amax)};
+    const Quantized q = {.spec = spec,
+                         .amax = contiguous.const_data_ptr<float>(),
+                         .batch = amax.numel(),
+                         .device = bridge::backend_of(amax)};
     tensor_factor(q, out.mutable_data_ptr<float>(), bridge::ExecutionOn(amax));
   });
   return out;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <ATen/core/Tensor.h>
+#include <c10/core/SymInt.h>
 
 #include <optional>
 
@@ -13,11 +14,13 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
-// Requires the one number that tensor_factor_of reads. name: of the operand, for the message.
+// Requires the numbers that tensor_factor_of reads, one or one a group. name: of the operand, for
+// the message.
 void check_tensor_factor(const char* op, const char* name, const Spec& spec, const Tensor& scale,
-                         const Tensor& amax);
+                         const Tensor& amax, const c10::SymInt& count = 1);
 
-// Returns the tensor scale under a spec with a tensor amax: fp32 (), on the device of amax.
+// Returns the tensor scales under a spec with a tensor amax: fp32 (), or (groups), on the device of
+// amax.
 Tensor tensor_factor_of(const Spec& spec, const Tensor& scale, const Tensor& amax);
 
 // A tensor scale that is still to be computed, from the scale or the amax of an operand.

@@ -1,0 +1,344 @@
+// The products of experts under a recipe, differentiable: rows of group e times matrix e.
+//
+//     forward    A  -> rowwise for fprop, columnwise for wgrad     one read
+//                W  -> rowwise for fprop, columnwise for dgrad     one read
+//                y  = A · Wᵀ                                       for each group
+//     saved      A columnwise and W columnwise, in their specs, and the table of groups
+//     backward   g  -> rowwise for dgrad, columnwise for wgrad     one read
+//                dA = g · W,     dW = gᵀ · A                       for each group
+//
+// The table is built once, on the device. The op is composite: the dispatcher sees group_table,
+// quantize and scaled_mm below the op.
+#include <ATen/ATen.h>
+#include <ATen/core/grad_mode.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "layers/double_backward.h"
+#include "layers/operands.h"
+#include "ops/bridge.h"
+#include "ops/direct.h"
+#include "ops/ops.h"
+#include "ops/tangents.h"
+
+namespace minifloat {
+namespace {
+
+using namespace torch_ops;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+constexpr const char* kOp = "scaled_grouped_mm";
+
+// The arguments of a call. All tensors of lists are defined, as the autograd function requires.
+struct GroupedCall {
+  const PreparedRecipe& recipe;
+  at::ScalarType out_dtype;
+  std::int64_t stream, first_expert;
+  bool zeroes_tail;  // rows of y and dA past the last group are zero; else they are not written
+  at::TensorList bias, rng, row_ids, history;  // one tensor, or none
+  at::TensorList weight_operands;              // as layer_operands returns them, or none
+};
+
+std::optional<Tensor> only(at::TensorList list) {
+  return list.empty() ? std::nullopt : std::optional(list[0]);
+}
+
+// Returns the unit of the columns of wgrad's operands. Under bf16 alone it is not read.
+std::int64_t wgrad_unit(const PreparedRecipe& recipe) {
+  return std::max(recipe.specs[kWgradG].group_unit(), recipe.specs[kWgradX].group_unit());
+}
+
+// B (E, K, N) as the cast reads it: row-major as it is, or column-major as W (E, N, K).
+struct Weight {
+  Tensor matrices;       // columns adjacent
+  bool is_column_major;  // matrices are W: fprop reads them rowwise
+};
+
+// Returns whether the columns of each matrix are adjacent, without overlap.
+bool has_adjacent_columns(const Tensor& t) {
+  return (t.sym_stride(-1) == 1 || t.sym_size(-1) == 1) && t.sym_stride(-2) >= t.sym_size(-1);
+}
+
+Weight weight_of(const PreparedRecipe& recipe, const Tensor& b) {
+  const Tensor w = b.transpose(-2, -1);
+  if (has_adjacent_columns(w)) return {w, true};
+  TORCH_CHECK_VALUE(has_adjacent_columns(b), kOp,
+                    ": expected B (E, K, N) with adjacent rows or columns, got strides ",
+                    b.sym_strides());
+  // The sums of Four Over Six run along the rows of W, which only a copy has.
+  const auto reads_rows = [](const Spec& s) { return s.reads_values() && s.has_blocks_2d(); };
+  if (reads_rows(recipe.specs[kFpropW]) || reads_rows(recipe.specs[kDgradW]))
+    return {w.contiguous(), true};
+  return {b, false};
+}
+
+void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call) {
+  bridge::check_value_dtype(kOp, "A", a);
+  bridge::check_value_dtype(kOp, "B", b);
+  TORCH_CHECK_VALUE(a.dim() == 2 && b.dim() == 3 && a.sym_size(1) == b.sym_size(1), kOp,
+                    ": expected A (M, K) and B (E, K, N), got ", a.sym_sizes(), " and ",
+                    b.sym_sizes());
+  TORCH_CHECK_VALUE(
+      offs.scalar_type() == at::kInt && offs.dim() == 1 && offs.sym_size(0) == b.sym_size(0), kOp,
+      ": expected offs as int32 (", b.sym_size(0), "), one end for each of B's ", "matrices, got ",
+      offs.scalar_type(), " ", offs.sym_sizes());
+  TORCH_CHECK_VALUE(bridge::is_value_dtype(call.out_dtype), kOp,
+                    ": expected out_dtype float32 or bfloat16, got ", call.out_dtype);
+  TORCH_CHECK_VALUE(call.first_expert >= 0, kOp, ": expected first_expert of 0 or more, got ",
+                    call.first_expert);
+  for (const auto& [name, t] : {std::pair{"B", &b}, std::pair{"offs", &offs}})
+    TORCH_CHECK_VALUE(t->device() == a.device(), kOp, ": expected ", name, " on ", a.device(),
+                      ", got ", t->device());
+  const PreparedRecipe& recipe = call.recipe;
+  for (const Place place : {kFpropX, kDgradG, kWgradG, kWgradX})
+    TORCH_CHECK_VALUE(!recipe.specs[place].has_blocks_2d(), kOp, ": expected ",
+                      kOperands[place].name,
+                      " with blocks of one row, which the end of a group "
+                      "cannot cut, got ",
+                      recipe.specs[place].str());
+  TORCH_CHECK_VALUE(!recipe.is_stochastic || !call.rng.empty(), kOp, ": recipe ", recipe.text,
+                    " rounds stochastically and needs rng, an int64 tensor (seed, count)");
+  TORCH_CHECK_VALUE(!recipe.is_delayed || !call.history.empty(), kOp, ": recipe ", recipe.text,
+                    " scales by history and needs amax_history");
+  for (const Tensor& rng : call.rng) {
+    bridge::check_rng(kOp, rng, a);
+    bridge::check_memory_if_real(kOp, "rng", rng);
+  }
+  for (const Tensor& history : call.history) check_history(kOp, history, a, b.sym_size(0));
+  for (const Tensor& ids : call.row_ids) {
+    TORCH_CHECK_VALUE(
+        ids.scalar_type() == at::kInt && ids.dim() == 1 && ids.sym_size(0) == a.sym_size(0), kOp,
+        ": expected row_ids as int32 (", a.sym_size(0), "), got ", ids.scalar_type(), " ",
+        ids.sym_sizes());
+    bridge::check_same_device(kOp, "row_ids", ids, a);
+  }
+  for (const Tensor& bias : call.bias) {
+    bridge::check_value_dtype(kOp, "bias", bias);
+    TORCH_CHECK_VALUE(
+        bias.dim() == 2 && bias.sym_size(0) == b.sym_size(0) && bias.sym_size(1) == b.sym_size(2),
+        kOp, ": expected bias (", b.sym_size(0), ", ", b.sym_size(2), "), got ", bias.sym_sizes());
+    bridge::check_same_device(kOp, "bias", bias, a);
+  }
+}
+
+// The gradients that autograd needs.
+struct GroupedNeeds {
+  bool da, db, dbias;
+};
+
+// Values that backward reads besides the saved tensors; the context holds them.
+struct GroupedState {
+  const PreparedRecipe& recipe;
+  at::ScalarType a_dtype, b_dtype, bias_dtype;
+  std::int64_t stream, first_expert;
+  bool zeroes_tail, has_bias;
+  SymInt rows, n;
+  GroupedNeeds needs;
+  // No saved variables: backward writes the history, and a recomputed forward may not replace rng.
+  variable_list history, rng;
+};
+
+// Returns the state of an operand whose rows lie in groups, or of the matrices: table undefined.
+ModuleState state_of(const GroupedCall& call, const Tensor& table, PendingAmaxes* pending) {
+  ModuleState state;
+  if (!call.rng.empty()) state.rng = call.rng[0];
+  if (!call.history.empty()) state.history = call.history[0];
+  state.stream = call.stream;
+  state.pending = pending;
+  state.first_expert = call.first_expert;
+  if (table.defined()) {
+    state.groups = {table, wgrad_unit(call.recipe)};
+    state.row_ids = only(call.row_ids);
+  }
+  return state;
+}
+
+// Sets rows past the last group to zero.
+Tensor with_zero_tail(Tensor out, const Tensor& table) {
+  const SymInt rows = out.sym_size(0);
+  const Tensor end = table.select(0, 0).slice(0, -1);
+  const Tensor is_past = at::arange(rows, table.options()).ge(end);
+  return out.masked_fill(is_past.unsqueeze(1), 0);
+}
+
+// What backward reads of a forward pass: A as wgrad reads it and W as dgrad reads it, three tensors
+// each, the table, and the numbers of the rows.
+Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call,
+                    const GroupedNeeds& needs, variable_list* saved) {
+  const PreparedRecipe& recipe = call.recipe;
+  const PlannedProduct fprop =
+      plan_product(recipe.recipe.fprop, recipe.fprop, a.device(), /*is_grouped=*/true);
+  const bool exact = fprop.reads_values();
+  const Tensor matrix = as_matrix(a, "A");
+  const Tensor table = group_table(offs, a.sym_size(0));
+  const SymInt k = a.sym_size(1);
+
+  PendingAmaxes pending;
+  const Needed a_row{kFpropX, true, exact}, a_col{kWgradX, needs.db};
+  const Directions of_a =
+      quantize_both(recipe, matrix, a_row, a_col, state_of(call, table, &pending));
+
+  const Needed w_row{kFpropW, true, exact}, w_col{kDgradW, needs.da};
+  const Weight weight = weight_of(recipe, to_dtype(b, a.scalar_type()));
+  const ModuleState of_matrices = state_of(call, Tensor(), &pending);
+  Directions w = weight.is_column_major
+                     ? quantize_both(recipe, weight.matrices, w_row, w_col, of_matrices)
+                     : quantize_both(recipe, weight.matrices, w_col, w_row, of_matrices);
+  if (!weight.is_column_major) std::swap(w.first, w.second);
+
+  const auto save = [&](const QuantizedOperand& operand, Place place) {
+    const Spec& spec = recipe.specs[place];
+    const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
+    if (saved)
+      saved->insert(saved->end(),
+                    {operand.codes, operand.scale, has_amax ? operand.amax : Tensor()});
+  };
+  save(of_a.second, kWgradX);
+  save(w.second, kDgradW);
+  if (saved) saved->insert(saved->end(), {table, only(call.row_ids).value_or(Tensor())});
+
+  Tensor y = scaled_mm(fprop, product_input(recipe, of_a.first, a_row),
+                       product_input(recipe, w.first, w_row), k, only(call.bias), call.out_dtype,
+                       {table, 0});
+  record(pending);
+  return call.zeroes_tail ? with_zero_tail(std::move(y), table) : y;
+}
+
+struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
+  static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, at::TensorList bias,
+                        const Tensor& offs, const GroupedCall& call, const GroupedNeeds& needs) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    variable_list saved;
+    Tensor y = forward_pass(a, b, offs, call, needs, &saved);
+    ctx->save_for_backward(std::move(saved));
+    GroupedState state{.recipe = call.recipe,
+                       .a_dtype = a.scalar_type(),
+                       .b_dtype = b.scalar_type(),
+                       .bias_dtype = bias.empty() ? at::kFloat : bias[0].scalar_type(),
+                       .stream = call.stream,
+                       .first_expert = call.first_expert,
+                       .zeroes_tail = call.zeroes_tail,
+                       .has_bias = !bias.empty(),
+                       .rows = a.sym_size(0),
+                       .n = b.sym_size(2),
+                       .needs = needs,
+                       .history = call.history.vec(),
+                       .rng = call.rng.vec()};
+    ctx->saved_data["state"] =
+        c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(state)));
+    return y;
+  }
+
+  // The context stores no structs.
+  struct Capsule : torch::CustomClassHolder {
+    explicit Capsule(GroupedState s) : value(std::move(s)) {}
+    GroupedState value;
+  };
+
+  // Returns the gradients of a, b, bias (a list), offs, call, needs.
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto capsule = ctx->saved_data["state"].toCapsule();
+    const GroupedState& s = static_cast<const Capsule*>(capsule.get())->value;
+    const variable_list saved = ctx->get_saved_variables();
+    variable_list gradients = first_derivatives(s, saved, grads[0]);
+    if (!at::GradMode::is_enabled()) return gradients;
+    const auto node = torch::autograd::get_current_node();
+    return refuse_double_backward(s.recipe.text, *node, grads, std::move(gradients));
+  }
+
+  static variable_list first_derivatives(const GroupedState& s, const variable_list& saved,
+                                         const Tensor& grad) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    variable_list out(s.has_bias ? 6 : 5);
+    if (!grad.defined()) return out;
+    const PreparedRecipe& recipe = s.recipe;
+    const Tensor &table = saved[6], &row_ids = saved[7];
+    const variable_list ids = row_ids.defined() ? variable_list{row_ids} : variable_list{};
+    const GroupedCall call{.recipe = recipe,
+                           .out_dtype = s.a_dtype,
+                           .stream = s.stream,
+                           .first_expert = s.first_expert,
+                           .zeroes_tail = s.zeroes_tail,
+                           .bias = {},
+                           .rng = s.rng,
+                           .row_ids = ids,
+                           .history = s.history,
+                           .weight_operands = {}};
+    const Tensor g = as_matrix(to_dtype(grad, s.a_dtype), "gradient");
+    const PlannedProduct dgrad = plan_product(recipe.recipe.dgrad, recipe.dgrad, g.device(), true),
+                         wgrad = plan_product(recipe.recipe.wgrad, recipe.wgrad, g.device(), true);
+    const Needed row{kDgradG, s.needs.da, dgrad.reads_values()},
+        col{kWgradG, s.needs.db, wgrad.reads_values()};
+    const auto operand = [&](std::size_t first, Place place) {
+      return cast_input(recipe.specs[place], saved[first], saved[first + 1], saved[first + 2]);
+    };
+    const Directions of_g = quantize_both(recipe, g, row, col, state_of(call, table, nullptr));
+    if (s.needs.da) {
+      const Tensor da = scaled_mm(dgrad, product_input(recipe, of_g.first, row),
+                                  operand(3, kDgradW), s.n, std::nullopt, s.a_dtype, {table, 0});
+      out[0] = s.zeroes_tail ? with_zero_tail(da, table) : da;
+    }
+    if (s.needs.db)
+      out[1] = scaled_mm(wgrad, product_input(recipe, of_g.second, col), operand(0, kWgradX),
+                         s.rows, std::nullopt, s.b_dtype, {table, wgrad_unit(recipe)})
+                   .transpose(-2, -1);
+    if (s.needs.dbias) out[2] = to_dtype(sum_of_groups(g, table), s.bias_dtype);
+    return out;
+  }
+
+  // Returns the sum of each group's rows, (E, N) fp32: a product with ones.
+  static Tensor sum_of_groups(const Tensor& g, const Tensor& table) {
+    const Product sums = bridge::parse_product("bf16*bf16");
+    static const std::string text = "bf16*bf16";
+    const Tensor ones = at::ones_symint({SymInt(8), g.sym_size(0)}, g.options());
+    const PlannedProduct planned = plan_product(sums, text, g.device(), true);
+    return scaled_mm(planned, Values{ones}, Values{g.transpose(0, 1)}, g.sym_size(0), std::nullopt,
+                     at::kFloat, {table, kSmallestUnit})
+        .select(1, 0);
+  }
+};
+
+at::TensorList list_of(const std::optional<Tensor>& t) {
+  return t ? at::TensorList(*t) : at::TensorList();
+}
+
+Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& offs,
+                                const std::string& recipe, at::ScalarType out_dtype,
+                                const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
+                                const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                                const std::optional<Tensor>& amax_history, const std::string& tail,
+                                std::int64_t stream) {
+  TORCH_CHECK_VALUE(tail == "zero" || tail == "undefined", kOp,
+                    ": expected tail 'zero' or 'undefined', got '", printable(tail), "'");
+  const GroupedCall call{.recipe = prepare(recipe),
+                         .out_dtype = out_dtype,
+                         .stream = stream,
+                         .first_expert = first_expert,
+                         .zeroes_tail = tail == "zero",
+                         .bias = list_of(bias),
+                         .rng = list_of(rng),
+                         .row_ids = list_of(row_ids),
+                         .history = list_of(amax_history),
+                         .weight_operands = {}};
+  check_call(a, b, offs, call);
+  check_no_tangent(kOp, "A", a);
+  check_no_tangent(kOp, "B", b);
+  if (bias) check_no_tangent(kOp, "bias", *bias);
+  const bool on = at::GradMode::is_enabled();
+  const GroupedNeeds needs{on && a.requires_grad(), on && b.requires_grad(),
+                           on && bias && bias->requires_grad()};
+  if (!needs.da && !needs.db && !needs.dbias) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return forward_pass(a, b, offs, call, needs, nullptr);
+  }
+  return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
+  m.impl("scaled_grouped_mm", scaled_grouped_mm_kernel);
+}
+
+}  // namespace minifloat

@@ -1,0 +1,105 @@
+// The exact product of operands with groups on CUDA: ATen's grouped bf16 product. It writes bf16
+// alone, so pending factors and a bias round a second time (docs/numerics.md, section 9).
+#include <ATen/ATen.h>
+
+#include "minifloat/core/block.h"
+#include "ops/direct.h"
+#include "products/exact.h"
+#include "products/grouped.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+bool supports(const Product&, int capability) { return capability != kNoGpu; }
+
+// Returns values with rows that start at multiples of 16 bytes, zeros past the last column.
+Tensor aligned(const Tensor& values) {
+  const std::int64_t unit = 16 / static_cast<std::int64_t>(values.element_size());
+  const std::int64_t cols = values.size(-1), padded = round_up(cols, unit);
+  const bool is_column_major = values.stride(-1) != 1;
+  if (!is_column_major && padded == cols && values.stride(-2) % unit == 0) return values;
+  if (is_column_major && values.size(-2) % unit == 0 && values.stride(-1) % unit == 0)
+    return values;
+  return is_column_major ? values : at::constant_pad_nd(values, {0, padded - cols}).contiguous();
+}
+
+// Returns an unquantized operand (C, M) in the padded columns of groups, (C, L), zeros past the
+// rows of each.
+Tensor padded_columns(const Tensor& values, const ProductCall& call) {
+  const Groups& groups = call.groups;
+  const Tensor table = groups.table->to(at::kLong);
+  const Tensor starts = table.select(0, group_table_row(static_cast<int>(groups.unit)));
+  const Tensor rows = table.select(0, 0);
+  const std::int64_t count = starts.size(0) - 1;
+  const Tensor column = at::arange(call.k, starts.options());
+  const Tensor group = at::searchsorted(starts.slice(0, 1).contiguous(), column, false, true)
+                           .clamp_max(std::max<std::int64_t>(count - 1, 0));
+  const Tensor row = rows.index_select(0, group) + column - starts.index_select(0, group);
+  const Tensor is_inside = row.lt(rows.slice(0, 1).index_select(0, group));
+  const std::int64_t last = std::max<std::int64_t>(values.size(1) - 1, 0);
+  const Tensor picked = values.t().index_select(0, row.clamp(0, last));  // (L, C)
+  return at::where(is_inside.unsqueeze(1), picked, at::zeros({}, picked.options())).t();
+}
+
+// Returns the sums, in bf16, or in fp32 where an operand is.
+Tensor sums_of(const Tensor& a, const Tensor& b, const Tensor& ends) {
+  const at::ScalarType dtype = are_narrow(a, b) ? at::kBFloat16 : at::kFloat;
+  return at::_grouped_mm(to_dtype(a, dtype), to_dtype(b, dtype).transpose(-2, -1), ends);
+}
+
+// Returns the product of both tensor factors, (groups); undefined: none.
+Tensor group_factor(const ExactSide& a, const ExactSide& b) {
+  if (a.factor && b.factor) return tensor_factor_of(*a.factor) * tensor_factor_of(*b.factor);
+  if (!a.factor && !b.factor) return Tensor();
+  return tensor_factor_of(a.factor ? *a.factor : *b.factor);
+}
+
+Tensor multiply_rows(const ProductCall& call) {
+  const ExactSide a = exact_side(call.product.a, call.a, call.k, call.groups),
+                  b = exact_side(call.product.b, call.b, call.k);
+  Tensor out = sums_of(aligned(a.values), aligned(b.values), ends_of(call.groups, 0));
+  const Tensor factor = group_factor(a, b);
+  if (factor.defined() || b.row_factors.defined()) {
+    const Tensor group = group_of_rows(call.groups, out.size(0));
+    if (factor.defined())
+      out = out * factor.reshape(-1)
+                      .expand(call.groups.table->size(1) - 1)
+                      .index_select(0, group)
+                      .unsqueeze(1);
+    if (b.row_factors.defined()) out = out * b.row_factors.index_select(0, group);
+  }
+  if (a.row_factors.defined()) out = out * a.row_factors.unsqueeze(1);
+  return add_group_bias(out, call.groups, call.result);
+}
+
+Tensor multiply_columns(const ProductCall& call) {
+  const ExactSide a = exact_side(call.product.a, call.a, call.k, call.groups),
+                  b = exact_side(call.product.b, call.b, call.k, call.groups);
+  const bool is_padded = !call.product.is_bf16();
+  const auto columns = [&](const ExactSide& side, const Spec& spec) {
+    return is_padded && spec.is_bf16() ? padded_columns(side.values, call) : side.values;
+  };
+  const Tensor left = columns(a, call.product.a), right = columns(b, call.product.b);
+  Tensor out = sums_of(left, right, ends_of(call.groups, is_padded ? call.groups.unit : 0));
+  const Tensor factor = group_factor(a, b);
+  if (factor.defined()) out = out * factor.reshape({-1, 1, 1});
+  if (a.row_factors.defined()) out = out * a.row_factors.unsqueeze(2);
+  if (b.row_factors.defined()) out = out * b.row_factors.unsqueeze(1);
+  return to_dtype(out, call.result.dtype);
+}
+
+Tensor multiply(const ProductCall& call) {
+  return call.groups.unit > 0 ? multiply_columns(call) : multiply_rows(call);
+}
+
+}  // namespace
+
+constinit const Engine kExactGroupedCuda = {.name = "exact_grouped",
+                                            .is_grouped = true,
+                                            .supports = supports,
+                                            .takes = takes_all,
+                                            .reads_values = true,
+                                            .prepare = nullptr,
+                                            .multiply = multiply};
+
+}  // namespace minifloat::torch_ops
