@@ -1,6 +1,6 @@
-// The CUDA backend: the signatures of minifloat/quantize.h, transform.h and partial_cast.h, on
-// device memory and on execution.stream. No call waits for the device or copies a number to the
-// host. state/state.h has the signatures of amax_history.h and random_state.h.
+// The CUDA backend: the signatures of minifloat/quantize.h, groups.h, transform.h and
+// partial_cast.h, on device memory and on execution.stream. No call waits for the device or copies
+// a number to the host. state/state.h has the signatures of amax_history.h and random_state.h.
 #pragma once
 
 #include "minifloat/partial_cast.h"
@@ -13,8 +13,9 @@ void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64
                        std::int32_t* table, const Execution& execution);
 void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution);
-// Writes the amax of each row and of each column of a batch, from one read.
-//   of_rows: (batch, rows), of_columns: (batch, cols)
+// Writes the amax of each row and of each column of a batch, from one read; of groups, of each
+// column of each group.
+//   of_rows: (batch, rows), of_columns: (batch, cols), or (groups, cols)
 void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_columns,
                               const Execution& execution);
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,

@@ -1,0 +1,96 @@
+// The table of groups (core/groups.h), in one launch of one block: a thread a group. The ends are a
+// prefix maximum, because each end is at least the one before, and the columns of all units are
+// prefix sums of one exchange.
+#include <algorithm>
+
+#include "cuda/backend.h"
+#include "cuda/common/launch.h"
+#include "cuda/common/tile.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+struct Sums {
+  std::int32_t of_unit[kGroupUnits];
+};
+
+// Returns the largest value of the lanes up to this one.
+__device__ __forceinline__ std::int32_t warp_prefix_max(std::int32_t value) {
+  const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const std::int32_t before = __shfl_up_sync(kAllLanes, value, step);
+    if (lane >= step) value = max(value, before);
+  }
+  return value;
+}
+// Returns the sums over the lanes up to this one.
+__device__ __forceinline__ Sums warp_prefix_sums(Sums sums) {
+  const unsigned lane = threadIdx.x % 32;
+#pragma unroll
+  for (unsigned step = 1; step < 32; step *= 2) {
+#pragma unroll
+    for (std::int32_t& sum : sums.of_unit) {
+      const std::int32_t before = __shfl_up_sync(kAllLanes, sum, step);
+      if (lane >= step) sum += before;
+    }
+  }
+  return sums;
+}
+
+//   offs: (groups)   table: (kGroupTableRows, groups + 1)
+__global__ void write_group_table(const std::int32_t* offs, unsigned groups, std::int32_t rows,
+                                  std::int32_t* table) {
+  __shared__ std::int32_t end_of_warp[32];
+  __shared__ Sums sums_of_warp[32];
+  const unsigned e = threadIdx.x, lane = e % 32, warp = e / 32, warps = blockDim.x / 32;
+
+  // ---- The ends
+  std::int32_t end = warp_prefix_max(e < groups ? max(offs[e], 0) : 0);
+  if (lane == 31) end_of_warp[warp] = end;
+  __syncthreads();
+  const std::int32_t largest = warp_prefix_max(lane < warps ? end_of_warp[lane] : 0);
+  const std::int32_t before_warp = __shfl_sync(kAllLanes, largest, warp > 0 ? warp - 1 : 0);
+  if (warp > 0) end = max(end, before_warp);
+  end = min(end, rows);
+  std::int32_t begin = __shfl_up_sync(kAllLanes, end, 1);
+  if (lane == 0) begin = warp > 0 ? min(before_warp, rows) : 0;
+
+  // ---- The columns under each unit
+  Sums sums = {};
+  if (e < groups) {
+#pragma unroll
+    for (int i = 0; i < kGroupUnits; ++i)
+      sums.of_unit[i] = group_cols<std::int32_t>(end - begin, kSmallestUnit << i);
+  }
+  sums = warp_prefix_sums(sums);
+  if (lane == 31) sums_of_warp[warp] = sums;
+  __syncthreads();
+  const Sums of_warps = warp_prefix_sums(lane < warps ? sums_of_warp[lane] : Sums{});
+#pragma unroll
+  for (int i = 0; i < kGroupUnits; ++i) {
+    const std::int32_t before =
+        __shfl_sync(kAllLanes, of_warps.of_unit[i], warp > 0 ? warp - 1 : 0);
+    if (warp > 0) sums.of_unit[i] += before;
+  }
+
+  // ---- Store
+  if (e < kGroupTableRows) table[e * (groups + 1)] = 0;
+  if (e >= groups) return;
+  table[e + 1] = end;
+#pragma unroll
+  for (int i = 0; i < kGroupUnits; ++i) table[(1 + i) * (groups + 1) + e + 1] = sums.of_unit[i];
+}
+
+}  // namespace
+
+void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64_t rows,
+                       std::int32_t* table, const Execution& execution) {
+  const auto threads =
+      static_cast<unsigned>(std::max<std::int64_t>(round_up<std::int64_t>(groups, 32), 32));
+  write_group_table<<<1, threads, 0, cuda_stream(execution)>>>(
+      offs, static_cast<unsigned>(groups), static_cast<std::int32_t>(rows), table);
+  check_launch("group_table");
+}
+
+}  // namespace minifloat::cuda
