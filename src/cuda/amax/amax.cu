@@ -4,12 +4,15 @@
 //                   rows, 16 KiB count as one row
 //     panels        columns, rows from the same read, or a whole tensor: a block takes 512 bytes of
 //                   256 rows
-//     transformed   the vec16s of tile.cuh
+//
+// amax_transformed.cu has the maxima of transformed values.
 //
 //     bytes an element: 2 or 4
 #include <cstring>
 
+#include "cuda/amax/amax.h"
 #include "cuda/backend.h"
+#include "cuda/common/groups.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/reduce.cuh"
 #include "cuda/common/tile.cuh"
@@ -67,18 +70,19 @@ __device__ __forceinline__ std::uint32_t row_amax(const Source& x, const T* row)
   return warp_max(m);
 }
 // Writes the amaxes of rows. A block takes 8 rows of a matrix.   out: (batch, rows), or (batch),
-// zero before
+// zero before; last_end: of groups, null: there are none
 template <class T, bool kOfRows>
 __global__ void __launch_bounds__(kThreads)
     amax_of_rows(const __grid_constant__ Source x, const __grid_constant__ Divisor blocks_of_matrix,
-                 std::uint32_t* out) {
+                 const std::int32_t* last_end, std::uint32_t* out) {
   const std::uint32_t e = blocks_of_matrix.divide(blockIdx.x);
   const std::uint32_t row =
       (blockIdx.x - e * blocks_of_matrix.d) * (kThreads / 32) + threadIdx.x / 32;
-  const std::uint32_t m = row < x.rows ? row_amax<T>(x, row_of<T>(x, e, row)) : 0;
+  const std::int64_t rows = last_end ? __ldg(last_end) : x.rows;
+  const std::uint32_t m = row < rows ? row_amax<T>(x, row_of<T>(x, e, row)) : 0;
   if (!kOfRows)
     raise_by_block(out + e, m);
-  else if (row < x.rows && threadIdx.x % 32 == 0)
+  else if (row < rows && threadIdx.x % 32 == 0)
     out[e * x.rows + row] = m;
 }
 
@@ -87,32 +91,36 @@ __global__ void __launch_bounds__(kThreads)
 inline constexpr int kPanel = 256;
 // The outputs of a panel, zero before; null: not written.
 struct PanelOutputs {
-  std::uint32_t* columns;  // (batch, cols)
+  std::uint32_t* columns;  // (batch, cols), or (groups, cols)
   std::uint32_t* rows;     // (batch, rows)
-  std::uint32_t* tensor;   // (batch); then no other output
+  std::uint32_t* tensor;   // (batch), or (groups); then no other output
+};
+// A panel, and the matrix or group that contains it.
+struct Panel {
+  std::uint32_t e;      // the matrix or group
+  std::int64_t first;   // its first row, of x
+  std::int64_t output;  // that row, of all rows
+  int rows;
+  std::uint32_t col;  // its first column
 };
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    amax_of_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out) {
+__device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelOutputs& out,
+                                                   const Panel& panel) {
   constexpr int kChunk = 16 / static_cast<int>(sizeof(T)), kColumns = 32 * kChunk;
   constexpr int kWarps = kThreads / 32;
   __shared__ uint4 of_warp[kWarps][32];
   const int lane = static_cast<int>(threadIdx.x) % 32, warp = static_cast<int>(threadIdx.x) / 32;
-  const std::uint32_t across = static_cast<std::uint32_t>((x.cols + kColumns - 1) / kColumns);
-  const std::uint32_t down = static_cast<std::uint32_t>((x.rows + kPanel - 1) / kPanel);
-  const std::uint32_t panel = blockIdx.x / across, e = panel / down;
-  const std::int64_t col =
-      static_cast<std::int64_t>(blockIdx.x - panel * across) * kColumns + lane * kChunk;
-  const std::int64_t first = static_cast<std::int64_t>(panel - e * down) * kPanel;
-  const int rows = static_cast<int>(min(x.rows - first, std::int64_t{kPanel}));
-  const T* from = row_of<T>(x, e, static_cast<std::uint32_t>(first)) + col;
+  const std::uint32_t e = panel.e;
+  const std::int64_t col = std::int64_t{panel.col} + lane * kChunk;
+  const int rows = panel.rows;
+  const T* from = row_of<T>(x, e, static_cast<std::uint32_t>(panel.first)) + col;
   uint4 m = {};
   const auto take = [&](const uint4& chunk, int r) {
     m.x = max_words<T>(m.x, chunk.x), m.y = max_words<T>(m.y, chunk.y);
     m.z = max_words<T>(m.z, chunk.z), m.w = max_words<T>(m.w, chunk.w);
     if (!out.rows) return;
     const std::uint32_t row = warp_max(larger_half<T>(max_chunk<T>(0, chunk)));
-    if (lane == 0) atomicMax(out.rows + e * x.rows + first + r, row);
+    if (lane == 0) atomicMax(out.rows + panel.output + r, row);
   };
   constexpr int kTogether = 8;  // rows in flight
   int r = warp;
@@ -145,8 +153,7 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int w = 0; w < kWarps; ++w) all = max_words<T>(all, words[w * 128]);
   constexpr int kOfWord = 4 / static_cast<int>(sizeof(T));
-  const std::int64_t panel_first =
-      static_cast<std::int64_t>(blockIdx.x - panel * across) * kColumns + threadIdx.x * kOfWord;
+  const std::int64_t panel_first = std::int64_t{panel.col} + threadIdx.x * kOfWord;
 #pragma unroll
   for (int i = 0; i < kOfWord; ++i)
     if (panel_first + i < x.cols)
@@ -154,102 +161,56 @@ __global__ void __launch_bounds__(kThreads)
                 kOfWord == 1 ? all : (i == 0 ? all << 16 : all & 0xFFFF'0000u));
 }
 
-// ---- Of the transform ---------------------------------------------------------------------------
-// The arguments of the transformed amaxes.   out: (batch) or (batch, rows as read), zero before
-struct TransformedArgs {
-  Source x;
-  int points;
-  bool of_rows;
-  std::uint32_t rows;  // as read
-  std::uint32_t* out;
-};
-// Raises the row's amax, where rows have one.   lanes: those that hold vec16s of the row
-__device__ __forceinline__ void raise_row(const TransformedArgs& args, std::uint32_t m, int lanes,
-                                          const Place& at) {
-  for (int lane = 1; lane < lanes; lane *= 2) m = max(m, __shfl_xor_sync(kAllLanes, m, lane));
-  if (at.col / kVec % lanes == 0 && at.row < args.rows)
-    atomicMax(args.out + at.all, canonical_magnitude(m));
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, 5)
-    amax_of_transformed_rows(const __grid_constant__ TransformedArgs args,
-                             const __grid_constant__ RowVecs layout) {
-  std::uint32_t all = 0, batch = 0;
-  each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, const Place& at) {
-    const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
-    if (at.all >= layout.end_row) return;
-    if (args.of_rows) {
-      atomicMax(args.out + at.all, canonical_magnitude(m));
-    } else if (at.batch == batch || all == 0) {
-      all = max(all, m), batch = at.batch;
-    } else {
-      atomicMax(args.out + at.batch, canonical_magnitude(m));
-    }
-  });
-  if (args.of_rows) return;
-  // Threads of a block with different matrices take different branches.
-  const std::uint32_t first = layout.rows_of_matrix.divide(layout.first_row);
-  if (layout.rows_of_matrix.divide(layout.end_row - 1) == first)
-    raise_by_block(args.out + first, canonical_magnitude(all));
-  else
-    atomicMax(args.out + batch, canonical_magnitude(all));
-}
-
-template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
-    amax_of_transformed_columns(const __grid_constant__ TransformedArgs args,
-                                const __grid_constant__ Tiles tiles) {
-  extern __shared__ __align__(16) std::uint32_t words[];
-  const TilePlace tile = tile_place(tiles);
-  const SharedTile<T> shared = {words};
-  shared.fill(args.x, tile);
-  shared.wait();
-  std::uint32_t all = 0;
-  const std::uint32_t col = tile.row + threadIdx.x % kVecColumns * kVec;
-  shared.template each_vec<true>([&](const auto& vec, unsigned row) {
-    const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
-    all = max(all, m);
-    const std::uint32_t in_matrix = tile.col + row;
-    if (args.of_rows)
-      raise_row(args, m, kVecColumns,
-                {tile.batch, in_matrix, tile.batch * args.rows + in_matrix, col});
-  });
-  if (!args.of_rows) raise_by_block(args.out + tile.batch, canonical_magnitude(all));
-}
-
-struct Request {
-  const TensorRef& x;
-  const Spec& spec;
-  bool columnwise;
-  std::uint32_t* out;
-  cudaStream_t stream;
-};
-
-template <class T>
-void launch_transformed(const Request& r) {
-  const Source x = source_of(r.x);
-  const TransformedArgs args = {x, r.spec.transform, r.spec.has_row_amax(),
-                                static_cast<std::uint32_t>(r.columnwise ? x.cols : x.rows), r.out};
-  if (!r.columnwise)
-    return each_launch_of_rows(r.x.batch, x, r.spec.padded_cols(x.cols), r.spec.transform / kVec,
-                               [&](const RowVecs& layout, unsigned grid) {
-                                 amax_of_transformed_rows<T>
-                                     <<<grid, kThreads, 0, r.stream>>>(args, layout);
-                                 check_launch("amax");
-                               });
-  const Tiles tiles = tiles_of(x);
-  constexpr std::size_t kBytes = SharedTile<T>::kBytes;
-  const auto kernel = amax_of_transformed_columns<T>;
-  allow_shared(kernel, kBytes, "amax");
-  kernel<<<tile_grid(r.x.batch, tiles, "amax"), kThreads, kBytes, r.stream>>>(args, tiles);
-  check_launch("amax");
-}
-
 template <class T>
 inline constexpr std::int64_t kPanelColumns = 32 * 16 / sizeof(T);
 template <class T>
+__global__ void __launch_bounds__(kThreads)
+    amax_of_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out) {
+  constexpr auto kColumns = static_cast<std::uint32_t>(kPanelColumns<T>);
+  const std::uint32_t across = static_cast<std::uint32_t>((x.cols + kColumns - 1) / kColumns);
+  const std::uint32_t down = static_cast<std::uint32_t>((x.rows + kPanel - 1) / kPanel);
+  const std::uint32_t panel = blockIdx.x / across, e = panel / down;
+  const std::int64_t first = static_cast<std::int64_t>(panel - e * down) * kPanel;
+  take_amax_of_panel<T>(
+      x, out,
+      {e, first, e * x.rows + first, static_cast<int>(min(x.rows - first, std::int64_t{kPanel})),
+       (blockIdx.x - panel * across) * kColumns});
+}
+// Takes panels of groups: a tile's rows. Blocks take panels in turn, as many as the groups have.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    amax_of_group_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out,
+                         const __grid_constant__ DeviceGroups groups,
+                         const __grid_constant__ Divisor across) {
+  const std::uint32_t panels =
+      static_cast<std::uint32_t>(__ldg(groups.tiles + groups.count)) / kTile * across.d;
+#pragma unroll 1
+  for (std::uint32_t i = blockIdx.x; i < panels; i += gridDim.x) {
+    const std::uint32_t of_rows = across.divide(i);
+    const GroupPlace group = find_group(groups, of_rows * kTile);
+    const std::uint32_t in_group = of_rows * kTile - group.first_tile;
+    if (in_group >= group.rows) continue;  // of a group without rows
+    take_amax_of_panel<T>(
+        x, out,
+        {group.group, group.begin + in_group, group.begin + in_group,
+         static_cast<int>(min(group.rows - in_group, std::uint32_t{kTile})),
+         (i - of_rows * across.d) * static_cast<std::uint32_t>(kPanelColumns<T>)});
+    __syncthreads();  // the next panel uses the same shared memory
+  }
+}
+
+template <class T>
+void launch_group_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t stream) {
+  const auto kernel = amax_of_group_panels<T>;
+  const Divisor across(ceil_div<std::int64_t>(x.cols, kPanelColumns<T>));
+  const std::int64_t panels = (ceil_div<std::int64_t>(x.rows, kTile) + x.groups.count) * across.d;
+  kernel<<<resident_grid(kernel, panels, 0, "amax"), kThreads, 0, stream>>>(
+      source_of(x), out, device_groups(x.groups), across);
+  check_launch("amax");
+}
+template <class T>
 void launch_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t stream) {
+  if (x.groups) return launch_group_panels<T>(x, out, stream);
   const std::int64_t blocks = x.batch * ceil_div<std::int64_t>(x.rows, kPanel) *
                               ceil_div<std::int64_t>(x.cols, kPanelColumns<T>);
   amax_of_panels<T><<<grid_of(blocks, "amax"), kThreads, 0, stream>>>(source_of(x), out);
@@ -268,23 +229,34 @@ Source lines_of(const Source& x) {
 }
 
 template <class T>
-void launch_amax(const Request& r) {
+void launch_amax(const AmaxRequest& r) {
   const Source x = source_of(r.x);
   constexpr std::int64_t kWarps = kThreads / 32;
-  if (r.spec.transform > 0) return launch_transformed<T>(r);
+  if (r.spec.transform > 0) return launch_transformed(r);
   if (r.spec.has_row_amax() && r.columnwise)
     return launch_panels<T>(r.x, {r.out, nullptr, nullptr}, r.stream);
-  if (!r.spec.has_row_amax() && x.aligned && x.cols % kPanelColumns<T> == 0)
+  if (!r.spec.has_row_amax() && (r.x.groups || (x.aligned && x.cols % kPanelColumns<T> == 0)))
     return launch_panels<T>(r.x, {nullptr, nullptr, r.out}, r.stream);
   const Source lines = r.spec.has_row_amax() ? x : lines_of<T>(x);
   const Divisor blocks_of_matrix(ceil_div(lines.rows, kWarps));
   const unsigned grid = grid_of(r.x.batch * blocks_of_matrix.d, "amax");
   const auto kernel = r.spec.has_row_amax() ? amax_of_rows<T, true> : amax_of_rows<T, false>;
-  kernel<<<grid, kThreads, 0, r.stream>>>(lines, blocks_of_matrix, r.out);
+  kernel<<<grid, kThreads, 0, r.stream>>>(lines, blocks_of_matrix, last_end_of(r.x.groups), r.out);
   check_launch("amax");
 }
 
-void clear(float* out, std::int64_t count, cudaStream_t stream) {
+// Clears `count` amaxes; those of rows, up to the last group's end.
+__global__ void clear_rows(float* out, std::int64_t count, const std::int32_t* last_end) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i < count && i < *last_end) out[i] = 0.0f;
+}
+void clear(float* out, std::int64_t count, const std::int32_t* last_end, cudaStream_t stream) {
+  if (count == 0) return;
+  if (last_end) {
+    clear_rows<<<grid_of(ceil_div<std::int64_t>(count, kThreads), "amax"), kThreads, 0, stream>>>(
+        out, count, last_end);
+    return check_launch("amax");
+  }
   check(cudaMemsetAsync(out, 0, static_cast<std::size_t>(count) * sizeof(float), stream), "amax");
 }
 
@@ -292,21 +264,25 @@ void clear(float* out, std::int64_t count, cudaStream_t stream) {
 
 void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution) {
-  const std::int64_t count = x.batch * (spec.has_row_amax() ? (columnwise ? x.cols : x.rows) : 1);
+  const bool is_of_rows = spec.has_row_amax() && !columnwise;
+  const std::int64_t parts = x.groups && !is_of_rows ? x.groups.count : x.batch;
+  const std::int64_t count = parts * (spec.has_row_amax() ? (columnwise ? x.cols : x.rows) : 1);
   if (count == 0) return;
   const cudaStream_t stream = cuda_stream(execution);
-  const bool by_rows = spec.has_row_amax() && !columnwise && spec.transform == 0;
-  if (!by_rows || x.cols == 0) clear(out, count, stream);
+  const bool by_rows = is_of_rows && spec.transform == 0;
+  if (!by_rows || x.cols == 0)
+    clear(out, count, is_of_rows ? last_end_of(x.groups) : nullptr, stream);
   if (x.rows * x.cols == 0) return;
-  const Request request = {x, spec, columnwise, reinterpret_cast<std::uint32_t*>(out), stream};
+  const AmaxRequest request = {x, spec, columnwise, reinterpret_cast<std::uint32_t*>(out), stream};
   x.dtype == DType::kFloat32 ? launch_amax<float>(request) : launch_amax<Bf16>(request);
 }
 
 void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_columns,
                               const Execution& execution) {
   const cudaStream_t stream = cuda_stream(execution);
-  clear(of_rows, x.batch * x.rows, stream);
-  clear(of_columns, x.batch * x.cols, stream);
+  clear(of_rows, x.batch * x.rows, last_end_of(x.groups), stream);
+  clear(of_columns, (x.groups ? x.groups.count : x.batch) * x.cols, nullptr, stream);
+  if (x.rows * x.cols == 0) return;
   auto* rows = reinterpret_cast<std::uint32_t*>(of_rows);
   auto* columns = reinterpret_cast<std::uint32_t*>(of_columns);
   const PanelOutputs out = {columns, rows, nullptr};

@@ -18,10 +18,12 @@ struct Source {
 
 inline Source source_of(const TensorRef& x) {
   const std::int64_t size = x.dtype == DType::kFloat32 ? 4 : 2;
-  const bool aligned = reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
+  const bool aligned = x.data && reinterpret_cast<std::uintptr_t>(x.data) % 16 == 0 &&
                        (x.rows <= 1 || x.row_stride * size % 16 == 0) &&
                        (x.batch <= 1 || x.batch_stride * size % 16 == 0);
-  return {x.data, x.batch_stride, x.row_stride, x.rows, x.cols, aligned};
+  // Groups are numbered as the matrices of a batch, and lie in one matrix.
+  const std::int64_t batch_stride = x.groups ? 0 : x.batch_stride;
+  return {x.data, batch_stride, x.row_stride, x.rows, x.cols, aligned};
 }
 
 }  // namespace minifloat::cuda

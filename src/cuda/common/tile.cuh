@@ -69,10 +69,11 @@ struct Vec16<Bf16> {
 
 // The position of a vec16 in the operand as read.
 struct Place {
-  std::uint32_t batch;
-  std::uint32_t row;  // of its matrix
-  std::uint32_t all;  // row of all matrices
+  std::uint32_t batch;  // the matrix, or the group
+  std::uint32_t row;    // of its matrix
+  std::uint32_t all;    // row of all matrices
   std::uint32_t col;
+  std::uint32_t line;  // row of the operand's buffers: `all`, except along groups' contraction
 };
 
 // Returns row `row` of a matrix of x.
@@ -108,6 +109,7 @@ __device__ __forceinline__ Place vec_place(const RowVecs& layout, std::uint32_t 
   at.all = layout.first_row + row;
   at.batch = layout.rows_of_matrix.divide(at.all);
   at.row = at.all - at.batch * layout.rows_of_matrix.d;
+  at.line = at.all;
   return at;
 }
 

@@ -14,20 +14,36 @@ struct DecodeArgs {
   int height_log2, width_log2;   // of a block
   const std::uint8_t* codes;
   const void* scale;
-  const float* factor;  // (batch): the pending tensor scale; null: for a product
+  const float* factor;  // (batch) or (groups): the pending tensor scale; null: for a product
   void* out;            // bf16 or fp32 (batch, rows, padded)
   std::uint32_t padded, pitch, scale_rows, scale_cols;
   bool aligned_in, aligned_out;
+  const std::int32_t* boundaries;  // of groups among rows or columns; null: there are no groups
+  int groups;
+  bool along_cols;
+  std::uint32_t rows;
   RowVecs layout;
 };
+
+// Finds the group of a vec16, where its scales depend on that. Returns false past the last group.
+__device__ __forceinline__ bool find_group(const DecodeArgs& args, Place& at) {
+  const std::uint32_t i = args.along_cols ? at.col : at.all;
+  if (i >= static_cast<std::uint32_t>(__ldg(args.boundaries + args.groups))) return false;
+  if (args.factor || (args.rule == ScaleRule::kRow && args.along_cols))
+    at.batch = static_cast<std::uint32_t>(
+        group_at(args.boundaries, args.groups, static_cast<std::int32_t>(i)));
+  if (args.along_cols) at.all = at.batch * args.rows + at.row;
+  return true;
+}
 
 __device__ __forceinline__ float scale_at(const DecodeArgs& args, const Place& at) {
   if (args.scale_cols == 0)
     return args.rule == ScaleRule::kRow && !args.is_scaled_after_product
                ? static_cast<const float*>(args.scale)[at.all]
                : 1.0f;
-  const std::uint64_t row =
-      std::uint64_t{at.batch} * args.scale_rows + (at.row >> args.height_log2);
+  const std::uint64_t row = args.height_log2 == 0 ? at.line
+                                                  : std::uint64_t{at.batch} * args.scale_rows +
+                                                        (at.row >> args.height_log2);
   const std::uint64_t i = row * args.scale_cols + (at.col >> args.width_log2);
   if (args.rule == ScaleRule::kBlock) return static_cast<const float*>(args.scale)[i];
   const std::uint32_t code = static_cast<const std::uint8_t*>(args.scale)[i];
@@ -38,7 +54,7 @@ template <class F>
 __device__ __forceinline__ Codes<F> load_codes(const DecodeArgs& args, const Place& at) {
   Codes<F> codes = {};
   const std::uint8_t* from =
-      args.codes + std::uint64_t{at.all} * args.pitch + (F::kBits == 8 ? at.col : at.col / 2);
+      args.codes + std::uint64_t{at.line} * args.pitch + (F::kBits == 8 ? at.col : at.col / 2);
   const int left = static_cast<int>(min(args.padded - at.col, std::uint32_t{kVec}));
   if (args.aligned_in && left == kVec) {
     if constexpr (F::kBits == 8) {
@@ -102,11 +118,12 @@ __device__ __forceinline__ void store_scaled(const Codes<F>& codes, float scale,
 template <class F, class Out>
 __global__ void __launch_bounds__(kThreads, 6)
     decode_codes(const __grid_constant__ DecodeArgs args) {
-  const Place at = vec_place(args.layout, blockIdx.x * kThreads + threadIdx.x);
+  Place at = vec_place(args.layout, blockIdx.x * kThreads + threadIdx.x);
   if (at.all >= args.layout.end_row) return;
+  if (args.boundaries && !find_group(args, at)) return;
   const Codes<F> codes = load_codes<F>(args, at);
   const float scale = scale_at(args, at);
-  Out* row = static_cast<Out*>(args.out) + std::uint64_t{at.all} * args.padded;
+  Out* row = static_cast<Out*>(args.out) + std::uint64_t{at.line} * args.padded;
   if constexpr (sizeof(Out) == 2)
     if (!args.factor)
       return store_product_values<F>(codes, scale, row, at.col, args.padded, args.aligned_out);
@@ -141,6 +158,10 @@ DecodeArgs args_of(const Quantized& q, const float* factor, void* out, std::int6
   args.codes = q.codes, args.scale = q.scale, args.factor = factor, args.out = out;
   args.padded = static_cast<std::uint32_t>(padded);
   args.pitch = static_cast<std::uint32_t>(pitch);
+  args.rows = static_cast<std::uint32_t>(q.rows);
+  args.boundaries = q.groups ? q.groups.under(q.groups.unit) : nullptr;
+  args.groups = q.groups.count;
+  args.along_cols = q.groups.unit > 0;
   if (spec.has_blocks()) {
     args.height_log2 = __builtin_ctz(static_cast<unsigned>(spec.block_rows));
     args.width_log2 = __builtin_ctz(static_cast<unsigned>(spec.block_cols));
@@ -157,14 +178,14 @@ struct FactorArgs {
   Spec spec;
   const float* scale;
   const float* amax;
-  std::int64_t batch;
+  std::int64_t parts;
 };
 
 FactorArgs factor_args(const Quantized& q) {
-  return {q.spec, static_cast<const float*>(q.scale), q.amax, q.batch};
+  return {q.spec, static_cast<const float*>(q.scale), q.amax, q.parts()};
 }
 
-// Returns the tensor scale of matrix e; 1 under a rule without one.
+// Returns the tensor scale of matrix or group e; 1 under a rule without one.
 __device__ __forceinline__ float tensor_factor_at(const FactorArgs& args, std::int64_t e) {
   if (args.spec.rule == ScaleRule::kTensor) return args.scale[e];
   if (args.spec.rule == ScaleRule::kNvfp4)
@@ -176,7 +197,7 @@ __device__ __forceinline__ float tensor_factor_at(const FactorArgs& args, std::i
 
 __global__ void write_tensor_factor(const __grid_constant__ FactorArgs args, float* out) {
   const std::int64_t e = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (e < args.batch) out[e] = tensor_factor_at(args, e);
+  if (e < args.parts) out[e] = tensor_factor_at(args, e);
 }
 
 // Writes beta and alpha of a product, by one thread.
@@ -189,9 +210,9 @@ __global__ void write_product_factor(const __grid_constant__ FactorArgs a,
 }  // namespace
 
 void tensor_factor(const Quantized& q, float* out, const Execution& execution) {
-  if (q.batch == 0) return;
+  if (q.parts() == 0) return;
   constexpr std::int64_t kBlock = 128;
-  write_tensor_factor<<<grid_of(ceil_div(q.batch, kBlock), "tensor_factor"), kBlock, 0,
+  write_tensor_factor<<<grid_of(ceil_div(q.parts(), kBlock), "tensor_factor"), kBlock, 0,
                         cuda_stream(execution)>>>(factor_args(q), out);
   check_launch("tensor_factor");
 }
@@ -203,7 +224,7 @@ void product_factor(const Quantized& a, const Quantized& b, float* out,
 }
 
 void dequantize(const Quantized& q, DType dtype, void* out, const Execution& execution) {
-  const Scratch factor(static_cast<std::size_t>(q.batch) * sizeof(float), execution);
+  const Scratch factor(static_cast<std::size_t>(q.parts()) * sizeof(float), execution);
   cuda::tensor_factor(q, factor.as<float>(), execution);
   if (dtype == DType::kFloat32)
     launch_decode<float>(args_of(q, factor.as<float>(), out, 4), q, cuda_stream(execution));

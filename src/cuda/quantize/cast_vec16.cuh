@@ -12,6 +12,7 @@
 #include "cuda/codec/decode.cuh"
 #include "cuda/codec/encode.cuh"
 #include "cuda/codec/scale.cuh"
+#include "cuda/common/groups.cuh"
 #include "cuda/common/tile.cuh"
 #include "minifloat/quantize.h"
 
@@ -37,13 +38,15 @@ struct KernelOperand {
   int height_log2;  // of a block; 0 for tensors and rows
   int vecs_log2;    // of a block's row; 3: a whole tile row
   std::uint32_t rows, padded, code_pitch, scale_rows, scale_cols;
-  const float* amax;            // active: (batch), or (batch, rows)
+  const float* amax;            // active: (batch), or (batch, rows); of groups: (groups), or
+                                // columnwise (groups, rows)
   const float* reported;        // the values for amax_out, if not the active ones
   float* amax_out;              // null: not written
   std::uint32_t* current_amax;  // raised by the cast itself; null: not
   const std::int64_t* random;
   int random_size;
   std::uint64_t stream;
+  const std::int32_t* row_ids;  // the rows of the random counter; null: their positions
   std::int64_t origin_row, origin_col;
   std::uint8_t* codes;
   void* scale;
@@ -59,6 +62,12 @@ __device__ __forceinline__ MatrixScale matrix_scale(const KernelOperand& plan, S
 
 __device__ __forceinline__ RandomKey random_key(const KernelOperand& plan) {
   return minifloat::random_key(plan.random, plan.random_size, plan.stream);
+}
+
+// Returns the row of the random counter.
+__device__ __forceinline__ std::uint32_t random_row(const KernelOperand& plan, std::uint32_t row) {
+  return plan.row_ids ? static_cast<std::uint32_t>(__ldg(plan.row_ids + row))
+                      : static_cast<std::uint32_t>(plan.origin_row + row);
 }
 
 // Encodes a vec16.   pending_factor: a further factor of the elements, a power of two
@@ -91,11 +100,12 @@ __device__ __forceinline__ void store_vec(std::uint8_t* to, std::uint64_t i,
     reinterpret_cast<uint2*>(to)[i] = make_uint2(codes.w[0], codes.w[1]);
 }
 template <class F>
-__device__ __forceinline__ void store_codes(const KernelOperand& plan, const Codes<F>& codes,
-                                            const Place& at) {
+__device__ __forceinline__ void store_codes(const KernelOperand& plan, const Window& window,
+                                            const Codes<F>& codes, const Place& at) {
+  const std::uint32_t col = window.first_col + at.col;
   std::uint8_t* to =
-      plan.codes + std::uint64_t{at.all} * plan.code_pitch + (F::kBits == 8 ? at.col : at.col / 2);
-  const int left = static_cast<int>(min(plan.padded - at.col, std::uint32_t{kVec}));  // elements
+      plan.codes + std::uint64_t{at.line} * plan.code_pitch + (F::kBits == 8 ? col : col / 2);
+  const int left = static_cast<int>(min(window.cols - at.col, std::uint32_t{kVec}));  // elements
   if (left == kVec && plan.aligned) return store_vec<F>(to, 0, codes);
   Codes<F> rest = codes;
 #pragma unroll 1
@@ -118,14 +128,15 @@ __device__ __forceinline__ void store_scale_at(const KernelOperand& plan, ScaleR
   else
     static_cast<std::uint8_t*>(plan.scale)[i] = static_cast<std::uint8_t>(block.code);
 }
-__device__ __forceinline__ void store_scale(const KernelOperand& plan, const BlockScale& block,
-                                            const Place& at) {
-  const std::uint32_t col = at.col / kVec;
+__device__ __forceinline__ void store_scale(const KernelOperand& plan, const Window& window,
+                                            const BlockScale& block, const Place& at) {
+  const std::uint32_t col = (window.first_col + at.col) / kVec;
   const bool is_first =
       (at.row & ((1u << plan.height_log2) - 1)) == 0 && (col & ((1u << plan.vecs_log2) - 1)) == 0;
   if (!is_first) return;
-  const std::uint64_t row =
-      std::uint64_t{at.batch} * plan.scale_rows + (at.row >> plan.height_log2);
+  const std::uint64_t row = plan.height_log2 == 0 ? at.line
+                                                  : std::uint64_t{at.batch} * plan.scale_rows +
+                                                        (at.row >> plan.height_log2);
   store_scale_at(plan, plan.rule, block, row * plan.scale_cols + (col >> plan.vecs_log2));
 }
 
@@ -181,12 +192,22 @@ __device__ __forceinline__ BlockScale scale_of_vec(ScaleRule rule, ScaleRounding
     return block_scale<typename C::F>(rule, rounding, matrix, amax);
 }
 
+// Stores the values of codes for an exact product.
+template <class F>
+__device__ __forceinline__ void store_decoded(const KernelOperand& plan, const Window& window,
+                                              const Codes<F>& codes, float scale, const Place& at) {
+  store_product_values<F>(codes, scale,
+                          plan.decoded + std::uint64_t{at.line} * plan.padded + window.first_col,
+                          at.col, window.cols, plan.padded % 8 == 0);
+}
+
 // Casts a vec16.   amax_2d: the amax of its 2D block, with the choice of the scale; null: the block
 // is of one row
 template <class C, class Elements>
-__device__ __forceinline__ void cast_vec(const KernelOperand& plan, const MatrixScale& matrix,
-                                         const RandomKey& random, const Elements& x,
-                                         const Place& at, const std::uint32_t* amax_2d = nullptr) {
+__device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Window& window,
+                                         const MatrixScale& matrix, const RandomKey& random,
+                                         const Elements& x, const Place& at,
+                                         const std::uint32_t* amax_2d = nullptr) {
   using F = typename C::F;
   const auto vec = transform<C>(plan, x);
   std::uint32_t amax = 0;
@@ -194,7 +215,7 @@ __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Matrix
     amax = *amax_2d;
   else if (plan.scale_cols > 0)
     amax = amax_of_lanes(vec.amax(), plan.vecs_log2);
-  if (at.row >= plan.rows || at.col >= plan.padded) return;
+  if (at.row >= window.rows || at.col >= window.cols) return;
 
   if (F::kBits == 8 && plan.rule == ScaleRule::kRow) {
     const float active_amax = plan.amax[at.all];
@@ -208,17 +229,14 @@ __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Matrix
     block = scale_of_vec<C>(plan.rule, plan.rounding, matrix, amax, vec);
   else
     block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
-  if (plan.scale_cols > 0) store_scale(plan, block, at);
+  if (plan.scale_cols > 0) store_scale(plan, window, block, at);
   RandomBits bits = {};
   if constexpr (C::kStochastic)
-    bits = random_bits_at(random.key, random.stream,
-                          static_cast<std::uint32_t>(plan.origin_row + at.all),
+    bits = random_bits_at(random.key, random.stream, random_row(plan, at.all),
                           static_cast<std::uint32_t>((plan.origin_col + at.col) / kVec));
   const Codes<F> codes = encode_in_block<C>(plan, plan.rule, vec, block, bits);
-  store_codes<F>(plan, codes, at);
-  if (plan.decoded)
-    store_product_values<F>(codes, block.scale, plan.decoded + std::uint64_t{at.all} * plan.padded,
-                            at.col, plan.padded, plan.padded % 8 == 0);
+  store_codes<F>(plan, window, codes, at);
+  if (plan.decoded) store_decoded<F>(plan, window, codes, block.scale, at);
 }
 
 }  // namespace minifloat::cuda

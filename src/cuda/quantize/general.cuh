@@ -15,6 +15,7 @@ namespace minifloat::cuda {
 
 struct QuantizeArgs {
   Source x;
+  DeviceGroups groups;
   bool is_bf16;
   std::int64_t batch;
   Spec row_spec, col_spec;
@@ -22,21 +23,32 @@ struct QuantizeArgs {
 };
 
 // ---- By rows ------------------------------------------------------------------------------------
+__device__ __forceinline__ bool has_tensor_amax(const KernelOperand& plan) {
+  return plan.rule == ScaleRule::kTensor || plan.rule == ScaleRule::kNvfp4;
+}
+
 template <class T, class C>
 __global__ void __launch_bounds__(kThreads, 4)
     quantize_rows(const __grid_constant__ Source x, const __grid_constant__ KernelOperand plan,
-                  const __grid_constant__ RowVecs layout) {
+                  const __grid_constant__ DeviceGroups groups,
+                  const __grid_constant__ RowVecs all_rows) {
+  RowVecs layout = all_rows;
+  if (!end_at_last_group(groups, layout)) return;
+  const Window window = {plan.rows, plan.padded, 0, 0, 0};
   RandomKey random = {};
   if constexpr (C::kStochastic) random = random_key(plan);
   MatrixScale matrix = {};
   std::uint32_t batch = ~0u;
   each_vec_of_rows<T>(x, layout, [&](const Vec16<T>& vec, Place at) {
-    if (at.all >= layout.end_row) at.row = plan.rows;
+    if (at.all >= layout.end_row)
+      at.row = plan.rows;
+    else if (groups && has_tensor_amax(plan))
+      at.batch = group_of_row(groups, at.all);
     if (at.batch != batch && at.row < plan.rows) {
       batch = at.batch;
       matrix = matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, batch);
     }
-    cast_vec<C>(plan, matrix, random, vec, at);
+    cast_vec<C>(plan, window, matrix, random, vec, at);
   });
 }
 
@@ -46,7 +58,8 @@ void launch_rows(const QuantizeArgs& args, const Execution& execution) {
   const std::int64_t group = std::max(1 << plan.vecs_log2, std::max(plan.points, kVec) / kVec);
   each_launch_of_rows(
       args.batch, args.x, plan.padded, group, [&](const RowVecs& layout, unsigned grid) {
-        quantize_rows<T, C><<<grid, kThreads, 0, cuda_stream(execution)>>>(args.x, plan, layout);
+        quantize_rows<T, C>
+            <<<grid, kThreads, 0, cuda_stream(execution)>>>(args.x, plan, args.groups, layout);
         check_launch("quantize");
       });
 }
@@ -104,12 +117,13 @@ __device__ __forceinline__ void choose_in_blocks_2d(const KernelOperand& plan,
   __syncthreads();
 }
 
-// Casts one direction of the tile at `tile` of x.   has_amaxes: `amaxes_2d` holds the other
-// direction's, of blocks of the same height
+// Casts one direction of a tile.   has_amaxes: `amaxes_2d` holds the other direction's, of blocks of
+// the same height
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void cast_tile(const KernelOperand& plan, const SharedTile<T>& shared,
-                                          const TilePlace& tile, std::uint32_t* amaxes_2d,
+                                          const TilePart& part, std::uint32_t* amaxes_2d,
                                           bool has_amaxes) {
+  const TilePlace& tile = part.tile;
   const bool is_2d = plan.height_log2 > 0;
   if (is_2d && !has_amaxes) amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
   const MatrixScale matrix =
@@ -118,46 +132,50 @@ __device__ __forceinline__ void cast_tile(const KernelOperand& plan, const Share
     if (is_2d) choose_in_blocks_2d<C, kTransposed>(plan, shared, matrix, amaxes_2d);
   RandomKey random = {};
   if constexpr (C::kStochastic) random = random_key(plan);
+  const Window window = window_of<kTransposed>(part, plan.rows, plan.padded);
   const unsigned vec_col = threadIdx.x % kVecColumns;
   const std::uint32_t col = (kTransposed ? tile.row : tile.col) + vec_col * kVec;
   const std::uint32_t first = kTransposed ? tile.col : tile.row;
   shared.template each_vec<kTransposed>([&](const auto& vec, unsigned row) {
-    const std::uint32_t in_matrix = first + row;
-    const Place at = {tile.batch, in_matrix, tile.batch * plan.rows + in_matrix, col};
+    const Place at = place_in(window, tile.batch, first + row, col);
     const unsigned of_block = block_2d_of(plan, row, vec_col, has_amaxes);
-    cast_vec<C>(plan, matrix, random, vec, at, is_2d ? amaxes_2d + of_block : nullptr);
+    cast_vec<C>(plan, window, matrix, random, vec, at, is_2d ? amaxes_2d + of_block : nullptr);
   });
 }
 
 template <class T, class Row, class Col>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
     quantize_tile(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
-                  const __grid_constant__ KernelOperand col, const __grid_constant__ Tiles tiles) {
+                  const __grid_constant__ KernelOperand col,
+                  const __grid_constant__ DeviceGroups groups,
+                  const __grid_constant__ Tiles tiles) {
   constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
   extern __shared__ __align__(16) std::uint32_t words[];
   __shared__ std::uint32_t amaxes_2d[kBlocks2d];
-  const TilePlace tile = tile_place(tiles);
+  TilePart part;
+  if (!find_part<T>(x, groups, tile_place(tiles), part)) return;
   const SharedTile<T> shared = {words};
-  shared.fill(x, tile);
+  shared.fill(part.x, part.tile);
   shared.wait();
-  if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, amaxes_2d, false);
+  if constexpr (kRow) cast_tile<Row, false>(row, shared, part, amaxes_2d, false);
   if constexpr (kRow && kCol) {
     const bool has_amaxes =
         !Row::kTransform && !Col::kTransform && row.height_log2 == col.height_log2;
-    cast_tile<Col, true>(col, shared, tile, amaxes_2d, has_amaxes);
+    cast_tile<Col, true>(col, shared, part, amaxes_2d, has_amaxes);
   } else if constexpr (kCol) {
-    cast_tile<Col, true>(col, shared, tile, amaxes_2d, false);
+    cast_tile<Col, true>(col, shared, part, amaxes_2d, false);
   }
 }
 
 template <class T, class Row, class Col>
 void launch_tiles(const QuantizeArgs& args, const Execution& execution) {
-  const Tiles tiles = tiles_of(args.x);
+  const Tiles tiles = tiles_of(args.x, args.groups);
   const auto kernel = quantize_tile<T, Row, Col>;
   const unsigned grid = tile_grid(args.batch, tiles, "quantize");
   constexpr std::size_t kBytes = SharedTile<T>::kBytes;
   allow_shared(kernel, kBytes, "quantize");
-  kernel<<<grid, kThreads, kBytes, cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
+  kernel<<<grid, kThreads, kBytes, cuda_stream(execution)>>>(args.x, args.row, args.col,
+                                                             args.groups, tiles);
   check_launch("quantize");
 }
 

@@ -57,6 +57,7 @@ __global__ void __launch_bounds__(kThreads)
   extern __shared__ __align__(16) std::uint32_t words[];
   __shared__ std::uint32_t amaxes_2d[kBlocks2d];
   const TilePlace tile = tile_place(tiles);
+  const TilePart part = {x, tile, false, 0, 0, 0};
   const SharedTile<Bf16> shared = {words};
   shared.fill(x, tile);
   if constexpr (kRow) clear_amax(row);
@@ -66,8 +67,8 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kRow) raise_amax<Row, false>(row, shared, tile);
   if constexpr (kCol) raise_amax<Col, true>(col, shared, tile);
   sync_cluster();
-  if constexpr (kRow) cast_tile<Row, false>(row, shared, tile, amaxes_2d, false);
-  if constexpr (kCol) cast_tile<Col, true>(col, shared, tile, amaxes_2d, false);
+  if constexpr (kRow) cast_tile<Row, false>(row, shared, part, amaxes_2d, false);
+  if constexpr (kCol) cast_tile<Col, true>(col, shared, part, amaxes_2d, false);
 }
 
 template <class Row, class Col>
@@ -123,7 +124,7 @@ bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
 
 bool fits_one_cluster(const QuantizeArgs& args) {
   const Tiles tiles = tiles_of(args.x);
-  return args.is_bf16 && args.batch == 1 &&
+  return args.is_bf16 && args.batch == 1 && !args.groups &&
          std::int64_t{tiles.across.d} * tiles.down.d <= kMostTiles;
 }
 

@@ -8,25 +8,27 @@
 namespace minifloat::cuda {
 namespace {
 
-// The outputs of matrices and rows without elements, which no other kernel writes: amax 0, scale 1.
-// One thread each.
-struct EmptyArgs {
+// The outputs of whole matrices, groups and rows: of those without elements, which no other kernel
+// writes, and of all groups. One thread each.
+struct WholeArgs {
   std::int64_t count;
   const float* active_amax;  // null: zero
+  const float* reported;     // the values for `amax`; null: zero
   float* amax;               // null: not written
   float* scale;              // null: the rule's scales are those of blocks
   bool is_e4m3;
   ScaleRule rule;
   ScaleRounding rounding;
+  const std::int32_t* last_end;  // of groups, after which no row is written; null: all are
 };
-__global__ void write_empty(const __grid_constant__ EmptyArgs args) {
+__global__ void write_whole(const __grid_constant__ WholeArgs args) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= args.count) return;
+  if (i >= args.count || (args.last_end && i >= *args.last_end)) return;
   const std::uint32_t bits = args.active_amax ? magnitude_bits(args.active_amax[i]) : 0;
   if (args.scale)
     args.scale[i] = args.is_e4m3 ? fp32_factors<E4M3>(args.rule, args.rounding, bits).scale
                                  : fp32_factors<E5M2>(args.rule, args.rounding, bits).scale;
-  if (args.amax) args.amax[i] = args.active_amax ? args.active_amax[i] : 0.0f;
+  if (args.amax) args.amax[i] = args.reported ? args.reported[i] : 0.0f;
 }
 
 int log2_of(int power) { return __builtin_ctz(static_cast<unsigned>(power)); }
@@ -38,16 +40,19 @@ class PlannedOperand {
                  const Execution& execution)
       : operand_(operand),
         columnwise_(columnwise),
+        last_end_(last_end_of(x.groups)),
         count_(amax_count(x, operand.spec, columnwise)),
         scratch_(needs_current_amax() && !operand.amax
                      ? static_cast<std::size_t>(count_) * sizeof(float)
                      : 0,
                  execution) {
     const Spec& spec = operand.spec;
-    const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
-    MINIFLOAT_CHECK(x.batch * rows < kMostRows && cols < kMostRows,
+    const std::int64_t rows = columnwise ? x.cols : x.rows;
+    const std::int64_t cols = columnwise ? length_of_rows(x) : x.cols;
+    const std::int64_t all_rows = (last_end_ && columnwise ? x.groups.count : x.batch) * rows;
+    MINIFLOAT_CHECK(all_rows < kMostRows && cols < kMostRows,
                     "quantize: expected less than 2^31 rows in all and 2^31 columns, got ",
-                    x.batch * rows, " and ", cols);
+                    all_rows, " and ", cols);
     plan_.rule = spec.rule;
     plan_.rounding = spec.scale_rounding;
     plan_.delayed = spec.delayed;
@@ -65,6 +70,7 @@ class PlannedOperand {
     plan_.random = operand.random.state;
     plan_.random_size = operand.random.state_size;
     plan_.stream = operand.random.stream;
+    plan_.row_ids = columnwise ? nullptr : operand.random.row_ids;
     plan_.origin_row = operand.origin.row;
     plan_.origin_col = operand.origin.col;
     plan_.codes = operand.codes;
@@ -99,7 +105,9 @@ class PlannedOperand {
   void find_amax_in_cast(const Execution& execution) {
     take_amax(current_amax());
     plan_.current_amax = reinterpret_cast<std::uint32_t*>(current_amax());
-    check(cudaMemsetAsync(current_amax(), 0, sizeof(float), cuda_stream(execution)), "quantize");
+    check(cudaMemsetAsync(current_amax(), 0, static_cast<std::size_t>(count_) * sizeof(float),
+                          cuda_stream(execution)),
+          "quantize");
   }
   // Leaves the current amax to the cast, which clears and raises it before it encodes.
   void find_amax_in_cluster() {
@@ -110,32 +118,53 @@ class PlannedOperand {
   // Leaves the amax of its rows to the cast.
   void leave_amax() { plan_.amax = plan_.reported = nullptr; }
 
+  // Writes the outputs of matrices and rows without elements: by the amax that was passed, or 0.
   void write_empty(const Execution& execution) const {
-    if (count_ == 0) return;
-    const Spec& spec = operand_.spec;
-    const EmptyArgs args = {count_,
-                            operand_.given_amax && !spec.delayed ? operand_.given_amax : nullptr,
-                            operand_.amax,
-                            spec.has_blocks() ? nullptr : static_cast<float*>(operand_.scale),
-                            spec.elements == Elements::kE4m3,
-                            spec.rule,
-                            spec.scale_rounding};
-    constexpr std::int64_t kBlock = 128;
-    cuda::write_empty<<<grid_of(ceil_div(count_, kBlock), "quantize"), kBlock, 0,
-                        cuda_stream(execution)>>>(args);
-    check_launch("quantize");
+    const float* amax = operand_.spec.delayed ? nullptr : operand_.given_amax;
+    write_whole(last_end_ ? operand_.given_amax : amax, amax, operand_.amax, execution);
+  }
+  // Writes the outputs of all groups under a rule with a tensor amax, when the amaxes are complete.
+  // A group without rows has an amax of 0, if none was passed.
+  void write_groups(const Execution& execution) const {
+    if (!last_end_ || is_of_rows()) return;
+    const bool is_written = !operand_.amax || operand_.amax == plan_.reported;
+    write_whole(plan_.amax, plan_.reported, is_written ? nullptr : operand_.amax, execution);
   }
 
  private:
   static constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
   static std::uint32_t size(std::int64_t n) { return static_cast<std::uint32_t>(n); }
   static std::int64_t amax_count(const TensorRef& x, const Spec& spec, bool columnwise) {
-    if (spec.has_tensor_amax()) return x.batch;
-    return spec.has_row_amax() ? x.batch * (columnwise ? x.cols : x.rows) : 0;
+    if (spec.has_tensor_amax()) return x.groups ? x.groups.count : x.batch;
+    if (!spec.has_row_amax()) return 0;
+    return columnwise ? (x.groups ? x.groups.count : x.batch) * x.cols : x.batch * x.rows;
+  }
+  // Returns the columns of the columnwise operand.
+  static std::int64_t length_of_rows(const TensorRef& x) {
+    return x.groups ? grouped_cols<std::int64_t>(x.rows, x.groups.unit, x.groups.count) : x.rows;
+  }
+  void write_whole(const float* active_amax, const float* reported, float* amax,
+                   const Execution& execution) const {
+    const Spec& spec = operand_.spec;
+    if (count_ == 0 || (spec.has_blocks() && !amax)) return;
+    const WholeArgs args = {count_,
+                            active_amax,
+                            reported,
+                            amax,
+                            spec.has_blocks() ? nullptr : static_cast<float*>(operand_.scale),
+                            spec.elements == Elements::kE4m3,
+                            spec.rule,
+                            spec.scale_rounding,
+                            is_of_rows() && !columnwise_ ? last_end_ : nullptr};
+    constexpr std::int64_t kBlock = 128;
+    cuda::write_whole<<<grid_of(ceil_div(count_, kBlock), "quantize"), kBlock, 0,
+                        cuda_stream(execution)>>>(args);
+    check_launch("quantize");
   }
 
   const Operand& operand_;
   bool columnwise_;
+  const std::int32_t* last_end_;  // of groups of rows; null: there are none
   std::int64_t count_;
   Scratch scratch_;
   KernelOperand plan_ = {};
@@ -198,7 +227,7 @@ bool fits_preset(const Spec& spec, const KernelOperand& plan) {
 // Casts by a preset kernel. Returns false, and launches nothing, where none fits.
 bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
                    const Execution& execution) {
-  if (!args.is_bf16 || args.batch != 1 || !args.x.aligned) return false;
+  if (!args.is_bf16 || args.batch != 1 || args.groups || !args.x.aligned) return false;
   if (rowwise && !fits_preset(args.row_spec, args.row)) return false;
   if (columnwise && !fits_preset(args.col_spec, args.col)) return false;
   if (rowwise && !columnwise && launch_preset_rows(args, execution)) return true;
@@ -213,12 +242,14 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
               const Execution& execution) {
   QuantizeArgs args = {};
   args.x = source_of(x);
+  args.groups = device_groups(x.groups);
   args.is_bf16 = x.dtype == DType::kBFloat16;
   args.batch = x.batch;
   std::optional<PlannedOperand> row, col;
   if (rowwise) row.emplace(x, *rowwise, false, execution);
   if (columnwise) col.emplace(x, *columnwise, true, execution);
-  if (x.batch * x.rows * x.cols == 0) {
+  const bool has_columns_of_groups = columnwise && x.groups.count > 0 && x.cols > 0;
+  if (x.batch * x.rows * x.cols == 0 && !has_columns_of_groups) {
     if (row) row->write_empty(execution);
     if (col) col->write_empty(execution);
     return;
@@ -244,7 +275,7 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
       return;
     each([](PlannedOperand& d) { d.find_amax_before_cast(); });
   }
-  bool only_report = x.batch == 1;
+  bool only_report = x.batch == 1 && !args.groups;
   each([&](const PlannedOperand& d) { only_report = only_report && d.only_reports(); });
   if (only_report) {
     each([&](PlannedOperand& d) { d.find_amax_in_cast(execution); });
@@ -254,6 +285,7 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     each([](PlannedOperand& d) { d.find_amax_before_cast(); });
   }
   compute_amaxes(x, row ? &*row : nullptr, col ? &*col : nullptr, execution);
+  each([&](const PlannedOperand& d) { d.write_groups(execution); });
   if (row) args.row = row->plan();
   if (col) args.col = col->plan();
   if (launch_preset(args, row.has_value(), col.has_value(), execution)) return;

@@ -11,11 +11,13 @@ template <class T, int kVecs>
 __global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
     quantize_whole_rows(const __grid_constant__ Source x,
                         const __grid_constant__ KernelOperand plan,
+                        const __grid_constant__ DeviceGroups groups,
                         const __grid_constant__ Divisor rows_of_matrix) {
   using C = Cast<E4M3, false, false>;
   __shared__ std::uint32_t of_warp[kThreads / 32];
   Place at = {};
-  at.all = blockIdx.x;
+  at.all = at.line = blockIdx.x;
+  if (groups && at.all >= static_cast<std::uint32_t>(__ldg(groups.rows + groups.count))) return;
   at.batch = rows_of_matrix.divide(at.all);
   at.row = at.all - at.batch * rows_of_matrix.d;
   const T* row = row_of<T>(x, at.batch, at.row);
@@ -35,6 +37,7 @@ __global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
   m = __reduce_max_sync(kAllLanes, of_warp[threadIdx.x % (kThreads / 32)]);
 
   // ---- Cast
+  const Window window = {plan.rows, plan.padded, 0, 0, 0};
   if (threadIdx.x == 0) store_whole<E4M3>(plan, at.all, bit_cast<float>(m));
   const BlockScale block = block_scale<E4M3>(ScaleRule::kRow, plan.rounding, {}, m);
 #pragma unroll
@@ -42,11 +45,8 @@ __global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
     at.col = col_of(i);
     if (at.col >= plan.padded) break;
     const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, vecs[i], block, {});
-    store_codes<E4M3>(plan, codes, at);
-    if (plan.decoded)
-      store_product_values<E4M3>(codes, block.scale,
-                                 plan.decoded + std::uint64_t{at.all} * plan.padded, at.col,
-                                 plan.padded, plan.padded % 8 == 0);
+    store_codes<E4M3>(plan, window, codes, at);
+    if (plan.decoded) store_decoded<E4M3>(plan, window, codes, block.scale, at);
   }
 }
 
@@ -54,7 +54,7 @@ template <class T, int kVecs>
 bool launch(const QuantizeArgs& args, const Execution& execution) {
   quantize_whole_rows<T, kVecs>
       <<<grid_of(args.batch * args.x.rows, "quantize"), kThreads, 0, cuda_stream(execution)>>>(
-          args.x, args.row, Divisor(args.x.rows));
+          args.x, args.row, args.groups, Divisor(args.x.rows));
   check_launch("quantize");
   return true;
 }

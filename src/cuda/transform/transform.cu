@@ -1,5 +1,6 @@
 // The Hadamard transform alone, the swizzled scale layout, and the transpose of packed codes.
 #include "cuda/backend.h"
+#include "cuda/common/groups.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/common/tile.cuh"
 #include "cuda/transform/transpose_tile.cuh"
@@ -11,6 +12,7 @@ namespace {
 // ---- Hadamard -----------------------------------------------------------------------------------
 struct HadamardArgs {
   Source x;
+  DeviceGroups groups;
   int points;
   std::uint32_t signs;
   std::uint32_t rows, padded;  // as read
@@ -18,11 +20,11 @@ struct HadamardArgs {
   Bf16* out;  // (batch, rows, padded)
 };
 template <class Elements>
-__device__ __forceinline__ void transform_and_store(const HadamardArgs& args, const Elements& vec,
-                                                    const Place& at) {
+__device__ __forceinline__ void transform_and_store(const HadamardArgs& args, const Window& window,
+                                                    const Elements& vec, const Place& at) {
   Vec16<Bf16> transformed = hadamard_vec(vec, args.points, args.signs);
-  if (at.row >= args.rows || at.col >= args.padded) return;  // padded is a whole number of vec16s
-  Bf16* to = args.out + std::uint64_t{at.all} * args.padded + at.col;
+  if (at.row >= window.rows || at.col >= window.cols) return;  // a whole number of vec16s
+  Bf16* to = args.out + std::uint64_t{at.line} * args.padded + window.first_col + at.col;
   if (args.aligned && transformed.amax() <= Float32::kExponent) {
     reinterpret_cast<uint4*>(to)[0] =
         make_uint4(transformed.w[0], transformed.w[1], transformed.w[2], transformed.w[3]);
@@ -39,10 +41,13 @@ __device__ __forceinline__ void transform_and_store(const HadamardArgs& args, co
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4)
     hadamard_rows(const __grid_constant__ HadamardArgs args,
-                  const __grid_constant__ RowVecs layout) {
+                  const __grid_constant__ RowVecs all_rows) {
+  RowVecs layout = all_rows;
+  if (!end_at_last_group(args.groups, layout)) return;
+  const Window window = {args.rows, args.padded, 0, 0, 0};
   each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, Place at) {
     if (at.all >= layout.end_row) at.row = args.rows;
-    transform_and_store(args, vec, at);
+    transform_and_store(args, window, vec, at);
   });
 }
 template <class T>
@@ -50,28 +55,30 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
     hadamard_columns(const __grid_constant__ HadamardArgs args,
                      const __grid_constant__ Tiles tiles) {
   extern __shared__ __align__(16) std::uint32_t words[];
-  const TilePlace tile = tile_place(tiles);
+  TilePart part;
+  if (!find_part<T>(args.x, args.groups, tile_place(tiles), part)) return;
+  const TilePlace& tile = part.tile;
   const SharedTile<T> shared = {words};
-  shared.fill(args.x, tile);
+  shared.fill(part.x, tile);
   shared.wait();
+  const Window window = window_of<true>(part, args.rows, args.padded);
   const std::uint32_t col = tile.row + threadIdx.x % kVecColumns * kVec;
   shared.template each_vec<true>([&](const auto& vec, unsigned row) {
-    const std::uint32_t in_matrix = tile.col + row;
-    transform_and_store(args, vec,
-                        {tile.batch, in_matrix, tile.batch * args.rows + in_matrix, col});
+    transform_and_store(args, window, vec, place_in(window, tile.batch, tile.col + row, col));
   });
 }
 template <class T>
 void launch_hadamard(const HadamardArgs& args, std::int64_t batch, bool columnwise,
                      cudaStream_t stream) {
-  if (batch * args.x.rows * args.x.cols == 0) return;
+  const bool has_columns_of_groups = columnwise && args.groups.count > 0;
+  if (args.x.cols == 0 || (batch * args.x.rows == 0 && !has_columns_of_groups)) return;
   if (!columnwise)
     return each_launch_of_rows(batch, args.x, args.padded, args.points / kVec,
                                [&](const RowVecs& layout, unsigned grid) {
                                  hadamard_rows<T><<<grid, kThreads, 0, stream>>>(args, layout);
                                  check_launch("hadamard");
                                });
-  const Tiles tiles = tiles_of(args.x);
+  const Tiles tiles = tiles_of(args.x, args.groups);
   constexpr std::size_t kBytes = SharedTile<T>::kBytes;
   allow_shared(hadamard_columns<T>, kBytes, "hadamard");
   hadamard_columns<T>
@@ -208,11 +215,14 @@ __global__ void __launch_bounds__(kThreads, 5)
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
               std::uint16_t* out, const Execution& execution) {
   const std::int64_t rows = columnwise ? x.cols : x.rows;
-  const std::int64_t padded = round_up<std::int64_t>(columnwise ? x.rows : x.cols, points);
+  const std::int64_t length =
+      x.groups ? grouped_cols<std::int64_t>(x.rows, x.groups.unit, x.groups.count) : x.rows;
+  const std::int64_t padded = round_up<std::int64_t>(columnwise ? length : x.cols, points);
   MINIFLOAT_CHECK(x.batch * rows < std::int64_t{1} << 31 && padded < std::int64_t{1} << 31,
                   "hadamard: expected less than 2^31 rows in all and 2^31 columns, got ",
                   x.batch * rows, " and ", padded);
   const HadamardArgs args = {source_of(x),
+                             device_groups(x.groups),
                              points,
                              signs,
                              static_cast<std::uint32_t>(rows),

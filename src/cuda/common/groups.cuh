@@ -1,0 +1,144 @@
+// Groups of rows in kernels (core/groups.h). A tile never crosses the end of a group: each group
+// has tiles of its own, at least one, and is cast as a matrix of its own.
+//
+//     rows of tiles     | group 0 | 1 |  group 2  | past the last group
+//                       0         |   |           |
+//                       boundaries under the unit kTile, in tiles
+//
+// A launch has tiles for groups of any sizes. Blocks past the last group leave at once.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/tile.cuh"
+#include "minifloat/groups.h"
+
+namespace minifloat::cuda {
+
+static_assert(is_group_unit(kTile));
+
+// A table of groups as a kernel's argument: boundaries, (count + 1) each.
+struct DeviceGroups {
+  const std::int32_t* rows = nullptr;   // among the rows of x; null: there are no groups
+  const std::int32_t* tiles = nullptr;  // under the unit kTile
+  const std::int32_t* cols = nullptr;   // of the columnwise operand
+  std::uint32_t count = 0;
+
+  MINIFLOAT_HD explicit operator bool() const { return rows != nullptr; }
+};
+inline DeviceGroups device_groups(const GroupTable& groups) {
+  if (!groups) return {};
+  return {groups.of_rows(), groups.under(kTile), groups.under(groups.unit),
+          static_cast<std::uint32_t>(groups.count)};
+}
+
+// Returns the end of the last group, on the device; null: there are no groups.
+inline const std::int32_t* last_end_of(const GroupTable& groups) {
+  return groups ? groups.of_rows() + groups.count : nullptr;
+}
+
+// Returns the tiles of x; of groups, enough for any ends.
+inline Tiles tiles_of(const Source& x, const DeviceGroups& groups) {
+  Tiles tiles = tiles_of(x);
+  tiles.down = Divisor(ceil_div<std::int64_t>(x.rows, kTile) + groups.count);
+  return tiles;
+}
+
+// ---- By rows ------------------------------------------------------------------------------------
+// Ends a launch at the last group. Returns whether the block has rows there.
+template <int kVecsOfThread = kVecsOfRows>
+__device__ __forceinline__ bool end_at_last_group(const DeviceGroups& groups, RowVecs& layout) {
+  if (!groups) return true;
+  layout.end_row =
+      min(layout.end_row, static_cast<std::uint32_t>(__ldg(groups.rows + groups.count)));
+  return vec_place(layout, blockIdx.x * (kThreads * kVecsOfThread)).all < layout.end_row;
+}
+__device__ __forceinline__ std::uint32_t group_of_row(const DeviceGroups& groups,
+                                                      std::uint32_t row) {
+  return static_cast<std::uint32_t>(
+      group_at(groups.rows, static_cast<int>(groups.count), static_cast<std::int32_t>(row)));
+}
+
+// ---- By tiles -----------------------------------------------------------------------------------
+// A group, and the places of its rows and of its columns in the columnwise operand.
+struct GroupPlace {
+  std::uint32_t group, first_tile;  // its first row of tiles, in rows
+  std::uint32_t begin, rows, first_col, cols;
+};
+// Returns the group of the tiles that begin at row `at` of all tiles, before the last group's end.
+// Every warp searches by itself, 32 ways at a time.
+__device__ __forceinline__ GroupPlace find_group(const DeviceGroups& groups, std::uint32_t at) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto last_before = [&](bool is_before) {
+    return 31 -
+           static_cast<std::uint32_t>(__clz(static_cast<int>(__ballot_sync(kAllLanes, is_before))));
+  };
+  const auto load = [](const std::int32_t* from, std::uint32_t i) {
+    return static_cast<std::uint32_t>(__ldg(from + i));
+  };
+  std::uint32_t low = 0, count = groups.count;
+  while (count > 32) {
+    const std::uint32_t step = (count + 31) / 32, i = lane * step;
+    const std::uint32_t last =
+        last_before(i < count && load(groups.tiles, low + min(i, count - 1)) <= at);
+    low += last * step;
+    count = min(step, count - last * step);
+  }
+  const std::uint32_t i = low + min(lane, count - 1);
+  const std::uint32_t first_tile = load(groups.tiles, i), begin = load(groups.rows, i),
+                      end = load(groups.rows, i + 1), col = load(groups.cols, i),
+                      end_col = load(groups.cols, i + 1);
+  const std::uint32_t last = last_before(lane < count && first_tile <= at);
+  const auto of_last = [&](std::uint32_t value) { return __shfl_sync(kAllLanes, value, last); };
+  return {low + last,           of_last(first_tile), of_last(begin),
+          of_last(end - begin), of_last(col),        of_last(end_col - col)};
+}
+
+// A tile, and the matrix or group that contains it.
+struct TilePart {
+  Source x;        // the batch, or the group
+  TilePlace tile;  // of x; batch: the matrix, or the group's number
+  bool is_group;
+  std::uint32_t begin, first_col, cols;  // of a group: GroupPlace's
+};
+// Finds the part of x for tile `tile` of a launch. Returns false past the last group.
+template <class T>
+__device__ __forceinline__ bool find_part(const Source& x, const DeviceGroups& groups,
+                                          const TilePlace& tile, TilePart& part) {
+  part = {x, tile, false, 0, 0, 0};
+  if (!groups) return true;
+  if (tile.row >= static_cast<std::uint32_t>(__ldg(groups.tiles + groups.count))) return false;
+  const GroupPlace group = find_group(groups, tile.row);
+  part.x.rows = group.rows;
+  if (group.rows > 0) part.x.data = row_of<T>(x, 0, group.begin);
+  part.tile.batch = group.group;
+  part.tile.row = tile.row - group.first_tile;
+  part.is_group = true;
+  part.begin = group.begin, part.first_col = group.first_col, part.cols = group.cols;
+  return true;
+}
+
+// The rows and columns of an operand's buffers that a matrix or a group takes.
+struct Window {
+  std::uint32_t rows, cols;  // as read, padding included
+  std::uint32_t first;       // the number of its first row among the rows that have an amax each
+  std::uint32_t line;        // the first row of the buffers
+  std::uint32_t first_col;   // the first column of the buffers
+};
+// Returns the window of a direction.   rows, padded: of one matrix as read, or of the whole operand
+// with groups
+template <bool kTransposed>
+__device__ __forceinline__ Window window_of(const TilePart& part, std::uint32_t rows,
+                                            std::uint32_t padded) {
+  const std::uint32_t before = part.tile.batch * rows;
+  if (!part.is_group) return {rows, padded, before, before, 0};
+  if (kTransposed) return {rows, part.cols, before, 0, part.first_col};
+  return {static_cast<std::uint32_t>(part.x.rows), padded, part.begin, part.begin, 0};
+}
+// Returns the place of a vec16 in a window.
+__device__ __forceinline__ Place place_in(const Window& window, std::uint32_t batch,
+                                          std::uint32_t row, std::uint32_t col) {
+  return {batch, row, window.first + row, col, window.line + row};
+}
+
+}  // namespace minifloat::cuda
