@@ -40,6 +40,25 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, const Recipe& recipe,
                   const LinearState& state = {});
 
+// The options of scaled_grouped_mm, with the tensors on A's device.
+struct GroupedOptions {
+  at::ScalarType out_dtype = at::kBFloat16;  // or fp32
+  std::optional<at::Tensor> bias;            // (E, N)
+  std::optional<at::Tensor> rng;             // as LinearState's
+  std::optional<at::Tensor> row_ids;       // int32 (M): rows of the random counter; absent: 0, 1, …
+  std::int64_t first_expert = 0;           // the number of matrix 0 among all ranks' experts
+  std::optional<at::Tensor> amax_history;  // +delayed: fp32 (6, E, 1 + length)
+  bool zeroes_tail = true;  // rows past the last group are zero in y and dA; else undefined
+};
+
+// Computes y = A_e · B_e for the rows A_e of each group e, under a recipe, differentiable in A, B
+// and bias.
+//   A: (M, K) and B: (E, K, N), fp32 or bf16, B's rows or columns adjacent; offs: int32 (E), the
+//   end of each group among A's rows, read on the device alone; y: (M, N).
+// Throws c10::ValueError on shapes, dtypes or state that do not fit.
+at::Tensor scaled_grouped_mm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& offs,
+                             const Recipe& recipe, const GroupedOptions& options = {});
+
 namespace nn {
 
 struct LinearOptions {

@@ -18,7 +18,7 @@ from .distributed.zero.master_weights import (
     quantize_master_weights,
     wires,
 )
-from .functional import linear, linear_group
+from .functional import linear, linear_group, scaled_grouped_mm
 from .nn.checkpoint_state import load_training_state, training_state
 from .nn.convert import quantize_, quantized_model_init, restore_
 from .nn.delayed_scaling import step
@@ -59,6 +59,7 @@ __all__ = [
     "quantize_master_weights",
     "quantized_model_init",
     "restore_",
+    "scaled_grouped_mm",
     "scaled_mm",
     "step",
     "swizzle_scales",

@@ -21,6 +21,7 @@ def scaled_mm_flops(
 ) -> int:
     """Returns 2 M N K of a (M, K) · b (N, K)ᵀ, as for the product in high precision.
 
-    K is the operands' length, without the padding that packing and transforms add to codes.
+    K is the operands' length, without the padding that packing, transforms and groups add to codes.
+    Of groups it counts all rows: each is multiplied once.
     """
-    return 2 * a_shape[0] * b_shape[0] * k
+    return 2 * a_shape[0] * b_shape[-2] * k

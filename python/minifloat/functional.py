@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from ._native import ops
@@ -99,4 +100,63 @@ def linear_group(
         return [linear(x, w, b, recipe, rng=r, amax_history=h) for w, b, r, h in layers]
     return ops.linear_group(
         x, list(weights), biases, recipe_text(recipe), rng=rng, amax_history=amax_history
+    )
+
+
+def scaled_grouped_mm(
+    A: Tensor,
+    B: Tensor,
+    offs: Tensor,
+    recipe: str | Recipe = "mxfp8",
+    out_dtype: torch.dtype = torch.bfloat16,
+    *,
+    bias: Tensor | None = None,
+    rng: Tensor | None = None,
+    row_ids: Tensor | None = None,
+    first_expert: int = 0,
+    amax_history: Tensor | None = None,
+    tail: str = "zero",
+) -> Tensor:
+    """Computes A_e · B_e for the rows A_e of each expert e, differentiable in A, B and bias.
+
+    Groups of rows need no alignment and may be empty. No pass waits for the device.
+
+    Args:
+        A: (M, K), float32 or bfloat16: rows in the order of their experts.
+        B: (E, K, N): w.transpose(-2, -1) of w (E, N, K), or row-major. Neither is copied, except
+            where 16x16 blocks have `+4over6`, and both give the same bytes.
+        offs: int32 (E), on A's device: the end of each expert's rows. Ends that fall, are negative
+            or exceed M are moved to the nearest legal end.
+        recipe: the formats of the three products. x and g take no spec with 2D blocks.
+        out_dtype: of y, bfloat16 or float32.
+        bias: (E, N).
+        rng: int64 (2) or (3), on A's device: seed, count[, stream] of stochastic rounding. Backward
+            reads this tensor again.
+        row_ids: int32 (M), rows of the random counter of x and g rowwise; None: 0, 1, ….
+        first_expert: the number of B's first matrix among the experts of all ranks.
+        amax_history: float32 (6, E, 1 + length), of delayed scaling: column 0 is the active amax,
+            column 1 the current amax of this step, which is written.
+        tail: "zero": rows of y and of A's gradient past the last end are zero; "undefined": they
+            are not written.
+
+    Returns:
+        y (M, N) in `out_dtype`.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected.
+
+    Source: docs/numerics.md, sections 1 (casts), 9 (products) and 10 (groups).
+    """
+    return ops.scaled_grouped_mm(
+        A,
+        B,
+        offs,
+        recipe_text(recipe),
+        out_dtype=out_dtype,
+        bias=bias,
+        rng=rng,
+        row_ids=row_ids,
+        first_expert=first_expert,
+        amax_history=amax_history,
+        tail=tail,
     )

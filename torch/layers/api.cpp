@@ -15,6 +15,13 @@ at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
   return torch_ops::linear(x, weight, bias, recipe.str(), state.rng, state.amax_history);
 }
 
+at::Tensor scaled_grouped_mm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& offs,
+                             const Recipe& recipe, const GroupedOptions& options) {
+  return torch_ops::scaled_grouped_mm(
+      a, b, offs, recipe.str(), options.out_dtype, options.bias, options.rng, options.row_ids,
+      options.first_expert, options.amax_history, options.zeroes_tail ? "zero" : "undefined");
+}
+
 namespace nn {
 
 LinearImpl::LinearImpl(LinearOptions options) : options_(std::move(options)) {

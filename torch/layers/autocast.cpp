@@ -51,10 +51,26 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
                                    const std::optional<Tensor>& amax_history,
                                    const std::string& group, std::int64_t rank, std::int64_t ranks,
-                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim) {
+                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
+                                   const std::optional<Tensor>& groups) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
   return torch_ops::layer_operands(cast<device>(x), recipe, of, rowwise, columnwise, amax_history,
-                                   group, rank, ranks, weight_dim, token_dim);
+                                   group, rank, ranks, weight_dim, token_dim, groups);
+}
+
+template <c10::DeviceType device>
+Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
+                         const std::string& recipe, at::ScalarType out_dtype,
+                         const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
+                         const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                         const std::optional<Tensor>& amax_history, const std::string& tail,
+                         std::int64_t stream, const std::optional<at::TensorList>& a_operands,
+                         const std::optional<at::TensorList>& weight_operands) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
+  return torch_ops::scaled_grouped_mm(cast<device>(a), weight_below<device>(b, weight_operands),
+                                      offs, recipe, out_dtype, cast<device>(bias), rng, row_ids,
+                                      first_expert, amax_history, tail, stream, a_operands,
+                                      weight_operands);
 }
 
 template <c10::DeviceType device>
@@ -95,6 +111,7 @@ TORCH_LIBRARY_IMPL(minifloat, AutocastCPU, m) {
   m.impl("linear", linear<c10::DeviceType::CPU>);
   m.impl("layer_operands", layer_operands<c10::DeviceType::CPU>);
   m.impl("linear_group", linear_group<c10::DeviceType::CPU>);
+  m.impl("scaled_grouped_mm", scaled_grouped_mm<c10::DeviceType::CPU>);
   m.impl("linear_sharded", linear_sharded<c10::DeviceType::CPU>);
 }
 TORCH_LIBRARY_IMPL(minifloat, AutocastCUDA, m) {
@@ -102,6 +119,7 @@ TORCH_LIBRARY_IMPL(minifloat, AutocastCUDA, m) {
   m.impl("linear", linear<c10::DeviceType::CUDA>);
   m.impl("layer_operands", layer_operands<c10::DeviceType::CUDA>);
   m.impl("linear_group", linear_group<c10::DeviceType::CUDA>);
+  m.impl("scaled_grouped_mm", scaled_grouped_mm<c10::DeviceType::CUDA>);
   m.impl("linear_sharded", linear_sharded<c10::DeviceType::CUDA>);
 }
 

@@ -15,6 +15,7 @@
 #include <torch/library.h>
 
 #include "layers/double_backward.h"
+#include "layers/expert_weights.h"
 #include "layers/operands.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
@@ -37,40 +38,11 @@ struct GroupedCall {
   std::int64_t stream, first_expert;
   bool zeroes_tail;  // rows of y and dA past the last group are zero; else they are not written
   at::TensorList bias, rng, row_ids, history;  // one tensor, or none
-  at::TensorList weight_operands;              // as layer_operands returns them, or none
+  at::TensorList a_operands, weight_operands;  // as layer_operands returns them, or none
 };
 
 std::optional<Tensor> only(at::TensorList list) {
   return list.empty() ? std::nullopt : std::optional(list[0]);
-}
-
-// Returns the unit of the columns of wgrad's operands. Under bf16 alone it is not read.
-std::int64_t wgrad_unit(const PreparedRecipe& recipe) {
-  return std::max(recipe.specs[kWgradG].group_unit(), recipe.specs[kWgradX].group_unit());
-}
-
-// B (E, K, N) as the cast reads it: row-major as it is, or column-major as W (E, N, K).
-struct Weight {
-  Tensor matrices;       // columns adjacent
-  bool is_column_major;  // matrices are W: fprop reads them rowwise
-};
-
-// Returns whether the columns of each matrix are adjacent, without overlap.
-bool has_adjacent_columns(const Tensor& t) {
-  return (t.sym_stride(-1) == 1 || t.sym_size(-1) == 1) && t.sym_stride(-2) >= t.sym_size(-1);
-}
-
-Weight weight_of(const PreparedRecipe& recipe, const Tensor& b) {
-  const Tensor w = b.transpose(-2, -1);
-  if (has_adjacent_columns(w)) return {w, true};
-  TORCH_CHECK_VALUE(has_adjacent_columns(b), kOp,
-                    ": expected B (E, K, N) with adjacent rows or columns, got strides ",
-                    b.sym_strides());
-  // The sums of Four Over Six run along the rows of W, which only a copy has.
-  const auto reads_rows = [](const Spec& s) { return s.reads_values() && s.has_blocks_2d(); };
-  if (reads_rows(recipe.specs[kFpropW]) || reads_rows(recipe.specs[kDgradW]))
-    return {w.contiguous(), true};
-  return {b, false};
 }
 
 void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call) {
@@ -162,6 +134,33 @@ Tensor with_zero_tail(Tensor out, const Tensor& table) {
   return out.masked_fill(is_past.unsqueeze(1), 0);
 }
 
+// Returns A in both directions: quantized here, or by the caller.
+Directions input_operands_of(const GroupedCall& call, const Tensor& matrix, const Tensor& table,
+                             const Needed& row, const Needed& col, PendingAmaxes& pending) {
+  const ModuleState state = state_of(call, table, &pending);
+  if (call.a_operands.empty()) return quantize_both(call.recipe, matrix, row, col, state);
+  const Directions out = prequantized_both(call.recipe, kOp, "a_operands", call.a_operands, matrix,
+                                           matrix.sym_size(0), row, col, table.sym_size(1) - 1);
+  return out;
+}
+
+// Returns W, the transpose of B, in both directions: quantized here, or by the caller.
+Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::ScalarType dtype,
+                              const Needed& row, const Needed& col, PendingAmaxes& pending) {
+  const PreparedRecipe& recipe = call.recipe;
+  const ModuleState state = state_of(call, Tensor(), &pending);
+  const bool has_codes = !call.weight_operands.empty();
+  const bool reads_weight = !has_codes || recipe.specs[kFpropW].is_bf16() ||
+                            (col.is_needed && recipe.specs[kDgradW].is_bf16());
+  if (reads_weight) bridge::check_memory_if_real(kOp, "B", b);
+  const Tensor w = (reads_weight ? to_dtype(b, dtype) : b).transpose(-2, -1);
+  if (!has_codes) return quantize_expert_weights(kOp, recipe, w, row, col, state);
+  const Directions out = prequantized_both(recipe, kOp, "weight_operands", call.weight_operands, w,
+                                           w.sym_size(1), row, col, w.sym_size(0));
+  record_amaxes(recipe, row, col, state, out, false);
+  return out;
+}
+
 // What backward reads of a forward pass: A as wgrad reads it and W as dgrad reads it, three tensors
 // each, the table, and the numbers of the rows.
 Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call,
@@ -176,16 +175,11 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
 
   PendingAmaxes pending;
   const Needed a_row{kFpropX, true, exact}, a_col{kWgradX, needs.db};
-  const Directions of_a =
-      quantize_both(recipe, matrix, a_row, a_col, state_of(call, table, &pending));
+  const Directions of_a = input_operands_of(call, matrix, table, a_row, a_col, pending);
 
-  const Needed w_row{kFpropW, true, exact}, w_col{kDgradW, needs.da};
-  const Weight weight = weight_of(recipe, to_dtype(b, a.scalar_type()));
-  const ModuleState of_matrices = state_of(call, Tensor(), &pending);
-  Directions w = weight.is_column_major
-                     ? quantize_both(recipe, weight.matrices, w_row, w_col, of_matrices)
-                     : quantize_both(recipe, weight.matrices, w_col, w_row, of_matrices);
-  if (!weight.is_column_major) std::swap(w.first, w.second);
+  const Needed w_row{kFpropW, true, exact && call.weight_operands.empty()},
+      w_col{kDgradW, needs.da};
+  const Directions w = weight_operands_of(call, b, a.scalar_type(), w_row, w_col, pending);
 
   const auto save = [&](const QuantizedOperand& operand, Place place) {
     const Spec& spec = recipe.specs[place];
@@ -198,9 +192,13 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   save(w.second, kDgradW);
   if (saved) saved->insert(saved->end(), {table, only(call.row_ids).value_or(Tensor())});
 
-  Tensor y = scaled_mm(fprop, product_input(recipe, of_a.first, a_row),
-                       product_input(recipe, w.first, w_row), k, only(call.bias), call.out_dtype,
-                       {table, 0});
+  const auto input = [&](const QuantizedOperand& operand, const Needed& needed, bool is_cast) {
+    return is_cast ? product_input(recipe, operand, needed)
+                   : prequantized_input(recipe, operand, needed);
+  };
+  Tensor y = scaled_mm(fprop, input(of_a.first, a_row, call.a_operands.empty()),
+                       input(w.first, w_row, call.weight_operands.empty()), k, only(call.bias),
+                       call.out_dtype, {table, 0});
   record(pending);
   return call.zeroes_tail ? with_zero_tail(std::move(y), table) : y;
 }
@@ -264,6 +262,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
                            .rng = s.rng,
                            .row_ids = ids,
                            .history = s.history,
+                           .a_operands = {},
                            .weight_operands = {}};
     const Tensor g = as_matrix(to_dtype(grad, s.a_dtype), "gradient");
     const PlannedProduct dgrad = plan_product(recipe.recipe.dgrad, recipe.dgrad, g.device(), true),
@@ -308,7 +307,9 @@ Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& 
                                 const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
                                 const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                                 const std::optional<Tensor>& amax_history, const std::string& tail,
-                                std::int64_t stream) {
+                                std::int64_t stream,
+                                const std::optional<at::TensorList>& a_operands,
+                                const std::optional<at::TensorList>& weight_operands) {
   TORCH_CHECK_VALUE(tail == "zero" || tail == "undefined", kOp,
                     ": expected tail 'zero' or 'undefined', got '", printable(tail), "'");
   const GroupedCall call{.recipe = prepare(recipe),
@@ -320,7 +321,8 @@ Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& 
                          .rng = list_of(rng),
                          .row_ids = list_of(row_ids),
                          .history = list_of(amax_history),
-                         .weight_operands = {}};
+                         .a_operands = a_operands.value_or(at::TensorList()),
+                         .weight_operands = weight_operands.value_or(at::TensorList())};
   check_call(a, b, offs, call);
   check_no_tangent(kOp, "A", a);
   check_no_tangent(kOp, "B", b);

@@ -20,7 +20,6 @@
 #include "layers/sharding.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
-#include "ops/ops.h"
 #include "ops/tangents.h"
 
 namespace minifloat {
@@ -37,8 +36,8 @@ Directions input_operands(const PreparedRecipe& prepared, const Layers& layers, 
   const Sharding* sharding = layers.shards.sharding;
   const bool is_cut = sharding && sharding->token_dim;
   if (const at::TensorList tensors = layers.prequantized.x; !tensors.empty()) {
-    const SymInt rows = matrix.sym_size(0) * (is_cut ? sharding->ranks : 1);
-    return prequantized_both(prepared, "x_operands", tensors, matrix, rows, row, col);
+    const SymInt m = matrix.sym_size(0) * (is_cut ? sharding->ranks : 1);
+    return prequantized_both(prepared, "linear", "x_operands", tensors, matrix, m, row, col);
   }
   Directions out = quantize_both(prepared, matrix, row, col, state);
   if (is_cut)
@@ -110,9 +109,10 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
     if (reads_weight) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
     const Tensor weight =
         reads_weight ? to_dtype(layers.weights[i], x.scalar_type()) : layers.weights[i];
-    const Directions w = has_codes ? prequantized_both(prepared, "weight_operands", weight_operands,
-                                                       weight, weight.sym_size(0), w_row, w_col)
-                                   : quantize_both(prepared, weight, w_row, w_col, state_of(i));
+    const Directions w =
+        has_codes ? prequantized_both(prepared, "linear", "weight_operands", weight_operands,
+                                      weight, weight.sym_size(0), w_row, w_col)
+                  : quantize_both(prepared, weight, w_row, w_col, state_of(i));
     if (has_codes) record_amaxes(prepared, w_row, w_col, state_of(i), w, false);
     save(w.second, kDgradW);
     // On one rank, where y is a sum over the ranks.

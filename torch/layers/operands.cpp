@@ -2,7 +2,6 @@
 
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
-#include <torch/library.h>
 
 #include <algorithm>
 #include <mutex>
@@ -203,25 +202,25 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
   return out;
 }
 
-Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at::TensorList tensors,
-                             const Tensor& x, const SymInt& rows, const Needed& row,
-                             const Needed& col) {
-  TORCH_CHECK_VALUE(tensors.size() == 8, "linear: expected ", name,
+Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const char* name,
+                             at::TensorList tensors, const Tensor& x, const SymInt& rows,
+                             const Needed& row, const Needed& col, const SymInt& parts) {
+  TORCH_CHECK_VALUE(tensors.size() == 8, op, ": expected ", name,
                     " as the eight tensors of layer_operands, got ", tensors.size());
-  bridge::check_same_device("linear", name, tensors, x);
+  bridge::check_same_device(op, name, tensors, x);
   const auto direction = [&](const Needed& needed, std::size_t first) -> QuantizedOperand {
     if (!needed.is_needed) return {};
     const bool is_row = first == 0;
     if (recipe.specs[needed.place].is_bf16()) return unquantized(is_row ? x : transposed(x));
-    TORCH_CHECK_VALUE(tensors[first].numel() > 0 || x.numel() == 0, "linear: expected ", name,
+    TORCH_CHECK_VALUE(tensors[first].numel() > 0 || x.numel() == 0, op, ": expected ", name,
                       is_row ? " with its rowwise codes" : " with its columnwise codes",
                       ", got none");
-    const SymInt read_rows = is_row ? rows : x.sym_size(1);
+    const SymInt read_rows = is_row ? rows : x.sym_size(-1);
     const Tensor& read = tensors[needed.decoded ? first + 3 : first];
-    TORCH_CHECK_VALUE(read.dim() == 2 && read.sym_size(0) == read_rows, "linear: expected ", name,
-                      " of ", read_rows, " rows as read, got ", read.sym_sizes());
+    TORCH_CHECK_VALUE(read.dim() == x.dim() && read.sym_size(-2) == read_rows, op, ": expected ",
+                      name, " of ", read_rows, " rows as read, got ", read.sym_sizes());
     const Spec& spec = recipe.specs[needed.place];
-    TORCH_CHECK_VALUE(!spec.delayed || tensors[first + 2].numel() == 1, "linear: expected ", name,
+    TORCH_CHECK_VALUE(!spec.delayed || tensors[first + 2].numel() == parts, op, ": expected ", name,
                       " with the amax of ", spec.str(), ", which the history takes, got ",
                       tensors[first + 2].numel(), " elements");
     // Undefined, as a cast's, where the spec has none: a recomputed forward saves the same tensors.
@@ -271,107 +270,4 @@ Tensor as_matrix(const Tensor& x, const char* name) {
 }
 
 }  // namespace torch_ops
-
-namespace {
-
-using at::Tensor;
-using namespace torch_ops;
-
-void check_operands(const Tensor& x, const std::string& of, const std::optional<Tensor>& history,
-                    const PreparedRecipe& recipe, const Sharding& sharding,
-                    std::initializer_list<Needed> operands) {
-  TORCH_CHECK_VALUE(x.dim() >= 1 && x.layout() == at::kStrided && !x.is_nested(),
-                    "layer_operands: expected x as a dense tensor (…, K), got ", x.layout(), " of ",
-                    x.dim(), " dimensions");
-  check_sharding("layer_operands", sharding, x);
-  if (of == "x") check_tokens(recipe, sharding, x);
-  if (history) check_history("layer_operands", *history, x);
-  for (const Needed& needed : operands) {
-    const Spec& spec = recipe.specs[needed.place];
-    if (!needed.is_needed) continue;
-    TORCH_CHECK_VALUE(!spec.stochastic, "layer_operands: ", spec.str(),
-                      " draws new random bits in every forward; expected a spec without +sr");
-    TORCH_CHECK_VALUE(!spec.delayed || history, "layer_operands: ", spec.str(),
-                      " needs amax_history");
-  }
-}
-
-// Appends the four tensors of one direction; empty ones where it is not needed, or is bf16.
-void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const QuantizedOperand& o,
-            const Needed& needed, const Tensor& x) {
-  const bool is_absent = !needed.is_needed || recipe.specs[needed.place].is_bf16();
-  const auto push = [&](const Tensor& t, at::ScalarType dtype) {
-    list.push_back(!is_absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
-  };
-  push(o.codes, at::kByte);
-  push(o.scale, at::kFloat);
-  push(o.amax, at::kFloat);
-  push(o.decoded, at::kBFloat16);
-}
-
-// Quantizes x (…, K) or a weight (N, K), or a shard of either, as a layer does: the eight tensors
-// of `quantize`, which `linear` may read until the values change. x is returned in the form that
-// the product's engine reads, with the rowwise codes of all ranks' tokens; a weight as codes.
-std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& text,
-                                          const std::string& of, bool rowwise, bool columnwise,
-                                          const std::optional<Tensor>& amax_history,
-                                          const std::string& group, std::int64_t rank,
-                                          std::int64_t ranks, std::int64_t weight_dim,
-                                          std::optional<std::int64_t> token_dim) {
-  TORCH_CHECK_VALUE(of == "x" || of == "w", "layer_operands: expected of = 'x' or 'w', got '",
-                    printable(of), "'");
-  bridge::check_value_dtype("layer_operands", "x", x);
-  const PreparedRecipe& recipe = prepare(text);
-  const bool is_x = of == "x", is_sharded = ranks != 1;
-  const PlannedProduct fprop = plan_product(recipe.recipe.fprop, recipe.fprop, x.device());
-  const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
-  const Needed row = {is_x ? kFpropX : kFpropW, rowwise,
-                      is_x && !is_sharded && fprop.reads_values()};
-  const Needed col = {is_x ? kWgradX : kDgradW, columnwise};
-  check_operands(x, of, amax_history, recipe, sharding, {row, col});
-  const at::AutoDispatchBelowADInplaceOrView below;
-  ModuleState state;
-  if (amax_history) state.history = *amax_history;
-  if (is_sharded) state.sharding = &sharding;
-  Directions out = quantize_both(recipe, as_matrix(x), row, col, state);
-  if (is_x && rowwise && token_dim)
-    out.first = gather_tokens(sharding, token_runs(sharding, x.sym_sizes()), out.first, false);
-  if (is_x && rowwise && !row.decoded) {
-    const ProductInput read = prepare_input(fprop, recipe.specs[row.place],
-                                            product_input(recipe, out.first, row), x.sym_size(-1));
-    const InputTensors tensors = tensors_of(read);
-    out.first.codes = *tensors.elements;
-    if (tensors.scale) out.first.scale = *tensors.scale;
-  }
-  std::vector<Tensor> list;
-  append(list, recipe, out.first, row, x);
-  append(list, recipe, out.second, col, x);
-  return list;
-}
-
-std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
-
-std::int64_t shard_multiple_of(const std::string& spec, bool columnwise, std::int64_t dim) {
-  TORCH_CHECK_VALUE(dim == 0 || dim == 1, "shard_multiple: expected dim 0 or 1, got ", dim);
-  return shard_multiple(bridge::parse_spec(spec), columnwise, static_cast<int>(dim));
-}
-
-// Returns the names of the six operands, by their row of an amax history.
-std::vector<std::string> operand_names() {
-  std::vector<std::string> names;
-  for (const OperandInfo& info : kOperands) names.emplace_back(info.name);
-  return names;
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
-  m.impl("layer_operands", layer_operands_kernel);
-}
-TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
-  m.impl("token_unit", token_unit_of);
-  m.impl("shard_multiple", shard_multiple_of);
-  m.impl("operand_names", operand_names);
-}
-
 }  // namespace minifloat

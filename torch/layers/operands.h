@@ -4,6 +4,7 @@
 
 #include <ATen/core/Tensor.h>
 
+#include <algorithm>
 #include <array>
 #include <cstdint>
 #include <string>
@@ -78,10 +79,11 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
                          const Needed& col, const ModuleState& state);
 
 // Returns both directions of x from a caller's tensors, as the op layer_operands returns them.
-// rows: of x as products read x
-Directions prequantized_both(const PreparedRecipe& recipe, const char* name, at::TensorList tensors,
-                             const Tensor& x, const SymInt& rows, const Needed& row,
-                             const Needed& col);
+// x: a matrix, or one for each expert.   rows: of x as products read x.   parts: the number of its
+// tensor amaxes.   op, name: for errors
+Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const char* name,
+                             at::TensorList tensors, const Tensor& x, const SymInt& rows,
+                             const Needed& row, const Needed& col, const SymInt& parts = 1);
 
 // Requires an amax history, float32 (kPlaces, 1 + length) without overlap, on the device of x.
 // experts: none, or (kPlaces, experts, 1 + length)
@@ -110,6 +112,11 @@ ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand&
 // that layer_operands chose.
 ProductInput prequantized_input(const PreparedRecipe& recipe, const QuantizedOperand& operand,
                                 const Needed& needed);
+
+// Returns the unit of the columns of wgrad's operands in groups. Under bf16 alone it is not read.
+inline std::int64_t wgrad_unit(const PreparedRecipe& recipe) {
+  return std::max(recipe.specs[kWgradG].group_unit(), recipe.specs[kWgradX].group_unit());
+}
 
 // Returns x (…, K) as (M, K). name: for errors
 Tensor as_matrix(const Tensor& x, const char* name = "x");

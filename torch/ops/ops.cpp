@@ -99,14 +99,32 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
                                    const std::optional<Tensor>& amax_history,
                                    const std::string& group, std::int64_t rank, std::int64_t ranks,
-                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim) {
-  using Signature =
-      std::vector<Tensor>(const Tensor&, const std::string&, const std::string&, bool, bool,
-                          const std::optional<Tensor>&, const std::string&, std::int64_t,
-                          std::int64_t, std::int64_t, std::optional<std::int64_t>);
+                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
+                                   const std::optional<Tensor>& groups) {
+  using Signature = std::vector<Tensor>(const Tensor&, const std::string&, const std::string&, bool,
+                                        bool, const std::optional<Tensor>&, const std::string&,
+                                        std::int64_t, std::int64_t, std::int64_t,
+                                        std::optional<std::int64_t>, const std::optional<Tensor>&);
   static const auto op = find<Signature>("minifloat::layer_operands");
   return op.call(x, recipe, of, rowwise, columnwise, amax_history, group, rank, ranks, weight_dim,
-                 token_dim);
+                 token_dim, groups);
+}
+
+Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
+                         const std::string& recipe, at::ScalarType out_dtype,
+                         const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
+                         const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                         const std::optional<Tensor>& amax_history, const std::string& tail,
+                         std::int64_t stream, const std::optional<at::TensorList>& a_operands,
+                         const std::optional<at::TensorList>& weight_operands) {
+  using Signature = Tensor(
+      const Tensor&, const Tensor&, const Tensor&, const std::string&, at::ScalarType,
+      const std::optional<Tensor>&, const std::optional<Tensor>&, const std::optional<Tensor>&,
+      std::int64_t, const std::optional<Tensor>&, const std::string&, std::int64_t,
+      const std::optional<at::TensorList>&, const std::optional<at::TensorList>&);
+  static const auto op = find<Signature>("minifloat::scaled_grouped_mm");
+  return op.call(a, b, offs, recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history,
+                 tail, stream, a_operands, weight_operands);
 }
 
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,

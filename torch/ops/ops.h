@@ -72,7 +72,16 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
                                    const std::optional<Tensor>& amax_history,
                                    const std::string& group, std::int64_t rank, std::int64_t ranks,
-                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim);
+                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
+                                   const std::optional<Tensor>& groups = std::nullopt);
+Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
+                         const std::string& recipe, at::ScalarType out_dtype,
+                         const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
+                         const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                         const std::optional<Tensor>& amax_history, const std::string& tail,
+                         std::int64_t stream = 0,
+                         const std::optional<at::TensorList>& a_operands = std::nullopt,
+                         const std::optional<at::TensorList>& weight_operands = std::nullopt);
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
                                  const c10::List<std::optional<Tensor>>& biases,
                                  const std::string& recipe,

@@ -93,7 +93,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "
       "Tensor(a!)? amax_history=None, str group=\"\", int rank=0, int ranks=1, int weight_dim=0, "
-      "int? token_dim=None) -> Tensor[]",
+      "int? token_dim=None, Tensor? groups=None) -> Tensor[]",
       tags);
   m.def(
       "linear_sharded(Tensor x, Tensor weight, Tensor? bias, str recipe, *, str group, int rank, "
@@ -120,8 +120,8 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "scaled_grouped_mm(Tensor A, Tensor B, Tensor offs, str recipe, *, "
       "ScalarType out_dtype=bfloat16, Tensor? bias=None, Tensor? rng=None, Tensor? row_ids=None, "
-      "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0) -> "
-      "Tensor",
+      "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0, "
+      "Tensor[]? a_operands=None, Tensor[]? weight_operands=None) -> Tensor",
       tags);
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the
@@ -151,7 +151,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("scale_dtype(str spec) -> str");
   m.def(
       "engine_of(str product, int capability, *, int m, int n, int k, "
-      "ScalarType out_dtype=bfloat16, bool bias=False) -> str");
+      "ScalarType out_dtype=bfloat16, bool bias=False, bool grouped=False) -> str");
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
   m.def("built_for_torch() -> str");

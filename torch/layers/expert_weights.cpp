@@ -1,0 +1,38 @@
+#include "layers/expert_weights.h"
+
+#include <ATen/ATen.h>
+
+#include <utility>
+
+namespace minifloat::torch_ops {
+namespace {
+
+// Returns whether the columns of each matrix are adjacent, without overlap.
+bool has_adjacent_columns(const Tensor& t) {
+  return (t.sym_stride(-1) == 1 || t.sym_size(-1) == 1) && t.sym_stride(-2) >= t.sym_size(-1);
+}
+
+// Returns whether the sums of Four Over Six run along the rows of W, where blocks are 2D.
+bool reads_rows(const PreparedRecipe& recipe) {
+  const auto reads = [&](Place place) {
+    return recipe.specs[place].reads_values() && recipe.specs[place].has_blocks_2d();
+  };
+  return reads(kFpropW) || reads(kDgradW);
+}
+
+}  // namespace
+
+Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe, const Tensor& w,
+                                   const Needed& row, const Needed& col, const ModuleState& state) {
+  if (has_adjacent_columns(w)) return quantize_both(recipe, w, row, col, state);
+  const Tensor transpose = w.transpose(-2, -1);
+  TORCH_CHECK_VALUE(has_adjacent_columns(transpose), op,
+                    ": expected matrices of experts with adjacent rows or columns, got strides ",
+                    w.sym_strides());
+  if (reads_rows(recipe)) return quantize_both(recipe, w.contiguous(), row, col, state);
+  Directions out = quantize_both(recipe, transpose, col, row, state);
+  std::swap(out.first, out.second);
+  return out;
+}
+
+}  // namespace minifloat::torch_ops

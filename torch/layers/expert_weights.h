@@ -1,0 +1,16 @@
+// The weights of experts, W (E, N, K), in either layout of memory. Neither is copied, and both give
+// the same bytes.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include "layers/operands.h"
+
+namespace minifloat::torch_ops {
+
+// Quantizes W rowwise for fprop and columnwise for dgrad. Raises ValueError where neither its rows
+// nor its columns are adjacent. op: for errors
+Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe, const Tensor& w,
+                                   const Needed& row, const Needed& col, const ModuleState& state);
+
+}  // namespace minifloat::torch_ops

@@ -1,0 +1,129 @@
+// The op layer_operands, the operands of a layer before its products, and the ops on what a shard of
+// one must be a multiple of.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "layers/expert_weights.h"
+#include "layers/operands.h"
+#include "ops/bridge.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using namespace torch_ops;
+
+void check_operands(const Tensor& x, const std::string& of, const std::optional<Tensor>& history,
+                    const PreparedRecipe& recipe, const Sharding& sharding,
+                    std::initializer_list<Needed> operands, const std::optional<Tensor>& groups) {
+  TORCH_CHECK_VALUE(x.dim() >= 1 && x.layout() == at::kStrided && !x.is_nested(),
+                    "layer_operands: expected x as a dense tensor (…, K), got ", x.layout(), " of ",
+                    x.dim(), " dimensions");
+  check_sharding("layer_operands", sharding, x);
+  if (of == "x") check_tokens(recipe, sharding, x);
+  const bool is_experts = of == "w" && x.dim() == 3;
+  TORCH_CHECK_VALUE(!groups || (of == "x" && x.dim() == 2 && sharding.ranks == 1),
+                    "layer_operands: expected groups of x (M, K) that no rank shares");
+  TORCH_CHECK_VALUE(!is_experts || sharding.ranks == 1,
+                    "layer_operands: expected the weights of experts whole, got ", sharding.ranks,
+                    " ranks");
+  if (groups) check_groups("layer_operands", {groups, 0}, x);
+  std::optional<SymInt> experts;
+  if (is_experts) experts = x.sym_size(0);
+  if (groups) experts = groups->sym_size(1) - 1;
+  if (history) check_history("layer_operands", *history, x, experts);
+  for (const Needed& needed : operands) {
+    const Spec& spec = recipe.specs[needed.place];
+    if (!needed.is_needed) continue;
+    TORCH_CHECK_VALUE(!spec.stochastic, "layer_operands: ", spec.str(),
+                      " draws new random bits in every forward; expected a spec without +sr");
+    TORCH_CHECK_VALUE(!spec.delayed || history, "layer_operands: ", spec.str(),
+                      " needs amax_history");
+  }
+}
+
+// Appends the four tensors of one direction; empty ones where it is not needed, or is bf16.
+void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const QuantizedOperand& o,
+            const Needed& needed, const Tensor& x) {
+  const bool is_absent = !needed.is_needed || recipe.specs[needed.place].is_bf16();
+  const auto push = [&](const Tensor& t, at::ScalarType dtype) {
+    list.push_back(!is_absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
+  };
+  push(o.codes, at::kByte);
+  push(o.scale, at::kFloat);
+  push(o.amax, at::kFloat);
+  push(o.decoded, at::kBFloat16);
+}
+
+// Quantizes x (…, K) or a weight (N, K), or a shard of either, as a layer does: the eight tensors
+// of `quantize`, which `linear` may read until the values change. x is returned in the form that
+// the product's engine reads, with the rowwise codes of all ranks' tokens; a weight as codes. Of
+// experts: rows of x in groups, or weights (E, N, K), for scaled_grouped_mm.
+std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& text,
+                                          const std::string& of, bool rowwise, bool columnwise,
+                                          const std::optional<Tensor>& amax_history,
+                                          const std::string& group, std::int64_t rank,
+                                          std::int64_t ranks, std::int64_t weight_dim,
+                                          std::optional<std::int64_t> token_dim,
+                                          const std::optional<Tensor>& groups) {
+  TORCH_CHECK_VALUE(of == "x" || of == "w", "layer_operands: expected of = 'x' or 'w', got '",
+                    printable(of), "'");
+  bridge::check_value_dtype("layer_operands", "x", x);
+  const PreparedRecipe& recipe = prepare(text);
+  const bool is_x = of == "x", is_sharded = ranks != 1, is_experts = !is_x && x.dim() == 3;
+  const PlannedProduct fprop =
+      plan_product(recipe.recipe.fprop, recipe.fprop, x.device(), groups.has_value());
+  const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
+  const Needed row = {is_x ? kFpropX : kFpropW, rowwise,
+                      is_x && !is_sharded && fprop.reads_values()};
+  const Needed col = {is_x ? kWgradX : kDgradW, columnwise};
+  check_operands(x, of, amax_history, recipe, sharding, {row, col}, groups);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  ModuleState state;
+  if (amax_history) state.history = *amax_history;
+  if (is_sharded) state.sharding = &sharding;
+  if (groups) state.groups = {groups, wgrad_unit(recipe)};
+  Directions out = is_experts
+                       ? quantize_expert_weights("layer_operands", recipe, x, row, col, state)
+                       : quantize_both(recipe, as_matrix(x), row, col, state);
+  if (is_x && rowwise && token_dim)
+    out.first = gather_tokens(sharding, token_runs(sharding, x.sym_sizes()), out.first, false);
+  if (is_x && rowwise && !row.decoded) {
+    const ProductInput read = prepare_input(fprop, recipe.specs[row.place],
+                                            product_input(recipe, out.first, row), x.sym_size(-1));
+    const InputTensors tensors = tensors_of(read);
+    out.first.codes = *tensors.elements;
+    if (tensors.scale) out.first.scale = *tensors.scale;
+  }
+  std::vector<Tensor> list;
+  append(list, recipe, out.first, row, x);
+  append(list, recipe, out.second, col, x);
+  return list;
+}
+
+std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
+
+std::int64_t shard_multiple_of(const std::string& spec, bool columnwise, std::int64_t dim) {
+  TORCH_CHECK_VALUE(dim == 0 || dim == 1, "shard_multiple: expected dim 0 or 1, got ", dim);
+  return shard_multiple(bridge::parse_spec(spec), columnwise, static_cast<int>(dim));
+}
+
+// Returns the names of the six operands, by their row of an amax history.
+std::vector<std::string> operand_names() {
+  std::vector<std::string> names;
+  for (const OperandInfo& info : kOperands) names.emplace_back(info.name);
+  return names;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
+  m.impl("layer_operands", layer_operands_kernel);
+}
+TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
+  m.impl("token_unit", token_unit_of);
+  m.impl("shard_multiple", shard_multiple_of);
+  m.impl("operand_names", operand_names);
+}
+
+}  // namespace minifloat
