@@ -1,6 +1,7 @@
 // minifloat/groups.h: the checks before a backend is called, and the CPU's backend itself.
 #include "minifloat/groups.h"
 
+#include <cstring>
 #include <limits>
 
 #include "minifloat/error.h"
@@ -29,6 +30,13 @@ void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64
   }
 }
 
+void clear_past_groups(const GroupTable& groups, void* rows, std::int64_t row_bytes,
+                       std::int64_t count, const Execution&) {
+  const std::int64_t end = groups.of_rows()[groups.count];
+  std::memset(static_cast<char*>(rows) + end * row_bytes, 0,
+              static_cast<std::size_t>((count - end) * row_bytes));
+}
+
 }  // namespace
 }  // namespace cpu
 
@@ -44,6 +52,13 @@ void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64
   MINIFLOAT_CHECK(table && (offs || groups == 0),
                   "build_group_table: expected ends and a table, got null");
   MINIFLOAT_ON(device, build_group_table(offs, groups, rows, table, execution));
+}
+
+void clear_past_groups(const GroupTable& groups, void* rows, std::int64_t row_bytes,
+                       std::int64_t count, Device device, const Execution& execution) {
+  check_device("clear_past_groups", device);
+  if (!groups || row_bytes == 0 || count == 0) return;
+  MINIFLOAT_ON(device, clear_past_groups(groups, rows, row_bytes, count, execution));
 }
 
 }  // namespace minifloat

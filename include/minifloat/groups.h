@@ -32,4 +32,9 @@ struct GroupTable {
 void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64_t rows,
                        std::int32_t* table, Device device, const Execution& execution);
 
+// Sets the rows past the last group to zero.
+//   rows: (count, row_bytes), contiguous
+void clear_past_groups(const GroupTable& groups, void* rows, std::int64_t row_bytes,
+                       std::int64_t count, Device device, const Execution& execution);
+
 }  // namespace minifloat

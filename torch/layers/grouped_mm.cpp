@@ -126,14 +126,6 @@ ModuleState state_of(const GroupedCall& call, const Tensor& table, PendingAmaxes
   return state;
 }
 
-// Sets rows past the last group to zero.
-Tensor with_zero_tail(Tensor out, const Tensor& table) {
-  const SymInt rows = out.sym_size(0);
-  const Tensor end = table.select(0, 0).slice(0, -1);
-  const Tensor is_past = at::arange(rows, table.options()).ge(end);
-  return out.masked_fill(is_past.unsqueeze(1), 0);
-}
-
 // Returns A in both directions: quantized here, or by the caller.
 Directions input_operands_of(const GroupedCall& call, const Tensor& matrix, const Tensor& table,
                              const Needed& row, const Needed& col, PendingAmaxes& pending) {
@@ -198,9 +190,9 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   };
   Tensor y = scaled_mm(fprop, input(of_a.first, a_row, call.a_operands.empty()),
                        input(w.first, w_row, call.weight_operands.empty()), k, only(call.bias),
-                       call.out_dtype, {table, 0});
+                       call.out_dtype, {table, 0}, call.zeroes_tail);
   record(pending);
-  return call.zeroes_tail ? with_zero_tail(std::move(y), table) : y;
+  return y;
 }
 
 struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
@@ -273,11 +265,9 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
       return cast_input(recipe.specs[place], saved[first], saved[first + 1], saved[first + 2]);
     };
     const Directions of_g = quantize_both(recipe, g, row, col, state_of(call, table, nullptr));
-    if (s.needs.da) {
-      const Tensor da = scaled_mm(dgrad, product_input(recipe, of_g.first, row),
-                                  operand(3, kDgradW), s.n, std::nullopt, s.a_dtype, {table, 0});
-      out[0] = s.zeroes_tail ? with_zero_tail(da, table) : da;
-    }
+    if (s.needs.da)
+      out[0] = scaled_mm(dgrad, product_input(recipe, of_g.first, row), operand(3, kDgradW), s.n,
+                         std::nullopt, s.a_dtype, {table, 0}, s.zeroes_tail);
     if (s.needs.db)
       out[1] = scaled_mm(wgrad, product_input(recipe, of_g.second, col), operand(0, kWgradX),
                          s.rows, std::nullopt, s.b_dtype, {table, wgrad_unit(recipe)})
@@ -290,7 +280,8 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
   static Tensor sum_of_groups(const Tensor& g, const Tensor& table) {
     const Product sums = bridge::parse_product("bf16*bf16");
     static const std::string text = "bf16*bf16";
-    const Tensor ones = at::ones_symint({SymInt(8), g.sym_size(0)}, g.options());
+    // Rows of ones that are adjacent along M, whose groups need no alignment.
+    const Tensor ones = at::ones_symint({g.sym_size(0), SymInt(8)}, g.options()).transpose(0, 1);
     const PlannedProduct planned = plan_product(sums, text, g.device(), true);
     return scaled_mm(planned, Values{ones}, Values{g.transpose(0, 1)}, g.sym_size(0), std::nullopt,
                      at::kFloat, {table, kSmallestUnit})

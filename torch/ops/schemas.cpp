@@ -68,7 +68,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "scaled_mm(Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, Tensor b_scale, Tensor b_amax, "
       "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16, "
-      "Tensor? groups=None, int group_unit=0) -> Tensor",
+      "Tensor? groups=None, int group_unit=0, bool zero_tail=False) -> Tensor",
       tags);
 
   // Sharded master weights. An entry of the lists is one direction of one weight. geometry: see

@@ -37,8 +37,18 @@ SymInt length_of(const SymInt& k, const Groups& groups) {
              : k;
 }
 
+// Sets the rows past the last group to zero.
+void clear_tail(const Tensor& out, const Groups& groups) {
+  const GroupTable table = group_table_of("scaled_mm", groups, 0);
+  const std::int64_t row_bytes = out.stride(0) * static_cast<std::int64_t>(out.element_size());
+  bridge::with_value_errors([&] {
+    clear_past_groups(table, out.mutable_data_ptr(), row_bytes, out.size(0),
+                      bridge::backend_of(out), bridge::ExecutionOn(out));
+  });
+}
+
 Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
-                std::int64_t k, const Result& result, const Groups& groups) {
+                std::int64_t k, const Result& result, const Groups& groups, bool zeroes_tail) {
   const auto is_fp8 = [](const ProductInput& x) { return std::holds_alternative<Fp4AsFp8>(x); };
   const std::int64_t length = length_of(k, groups).guard_int(__FILE__, __LINE__);
   const ProductShape shape = {.m = tensors_of(a).elements->size(0),
@@ -49,7 +59,10 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
                               .has_codes = has_codes(a) && has_codes(b),
                               .has_fp4_as_fp8 = is_fp8(a) || is_fp8(b),
                               .along = along_of(groups)};
-  return planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
+  const Tensor out =
+      planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
+  if (zeroes_tail && shape.along == GroupsAlong::kRows) clear_tail(out, groups);
+  return out;
 }
 
 // Returns what an operand is measured by.   is_matrices: it is b, one matrix a group
@@ -117,7 +130,7 @@ void check_memory(const InputTensors& a, const InputTensors& b, const std::optio
 Tensor scaled_mm_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
                       const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
                       SymInt k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
-                      const std::optional<Tensor>& table, std::int64_t unit) {
+                      const std::optional<Tensor>& table, std::int64_t unit, bool) {
   const Product& product = bridge::parse_product(text);
   const Groups groups = {table, unit};
   check_product(product, input_of(product.a, a, a_scale, a_amax),
@@ -130,7 +143,7 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
                         const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
                         const std::string& text, SymInt k, const std::optional<Tensor>& bias,
                         at::ScalarType out_dtype, const std::optional<Tensor>& table,
-                        std::int64_t unit) {
+                        std::int64_t unit, bool zeroes_tail) {
   const Groups groups = {table, unit};
   const PlannedProduct planned =
       plan_product(bridge::parse_product(text), text, a.device(), table.has_value());
@@ -142,7 +155,8 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
   check_devices(of_a, of_b, bias);
   check_memory(of_a, of_b, bias);
   const at::AutoDispatchBelowADInplaceOrView below;  // layers/linear.cpp differentiates
-  return multiply(planned, left, right, k.guard_int(__FILE__, __LINE__), {bias, out_dtype}, groups);
+  return multiply(planned, left, right, k.guard_int(__FILE__, __LINE__), {bias, out_dtype}, groups,
+                  zeroes_tail);
 }
 
 // Returns *t, or an empty tensor where there is none: arguments of an op are defined.
@@ -154,7 +168,7 @@ Tensor or_empty(const Tensor* t, const Tensor& like) {
 
 Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
                  const SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
-                 const Groups& groups) {
+                 const Groups& groups, bool zeroes_tail) {
   const InputTensors left = tensors_of(a), right = tensors_of(b);
   const auto length = k.maybe_as_int();
   if (length && can_skip_dispatcher({left.elements, left.scale, left.amax, right.elements,
@@ -164,18 +178,18 @@ Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const Pro
     check_devices(left, right, bias);
     check_memory(left, right, bias);
     const at::AutoDispatchBelowADInplaceOrView below;
-    return multiply(planned, a, b, *length, {bias, out_dtype}, groups);
+    return multiply(planned, a, b, *length, {bias, out_dtype}, groups, zeroes_tail);
   }
   static const auto op =
       c10::Dispatcher::singleton()
           .findSchemaOrThrow("minifloat::scaled_mm", "")
           .typed<Tensor(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
                         const Tensor&, const std::string&, SymInt, const std::optional<Tensor>&,
-                        at::ScalarType, const std::optional<Tensor>&, std::int64_t)>();
+                        at::ScalarType, const std::optional<Tensor>&, std::int64_t, bool)>();
   const Tensor &a_elements = *left.elements, &b_elements = *right.elements;
   return op.call(a_elements, or_empty(left.scale, a_elements), or_empty(left.amax, a_elements),
                  b_elements, or_empty(right.scale, b_elements), or_empty(right.amax, b_elements),
-                 planned.text, k, bias, out_dtype, groups.table, groups.unit);
+                 planned.text, k, bias, out_dtype, groups.table, groups.unit, zeroes_tail);
 }
 
 ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, ProductInput input,
