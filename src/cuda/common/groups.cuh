@@ -44,13 +44,48 @@ inline Tiles tiles_of(const Source& x, const DeviceGroups& groups) {
   return tiles;
 }
 
+// ---- Search -------------------------------------------------------------------------------------
+// Every warp searches by itself, 32 ways at a time.
+__device__ __forceinline__ std::uint32_t load_boundary(const std::int32_t* boundaries,
+                                                       std::uint32_t i) {
+  return static_cast<std::uint32_t>(__ldg(boundaries + i));
+}
+// Returns the last lane for which `is_before` holds; it holds for the first.
+__device__ __forceinline__ std::uint32_t last_lane(bool is_before) {
+  return 31 -
+         static_cast<std::uint32_t>(__clz(static_cast<int>(__ballot_sync(kAllLanes, is_before))));
+}
+// At most 32 groups, among which is the last that begins at `at` or before.
+struct Narrowed {
+  std::uint32_t first, count;
+};
+__device__ __forceinline__ Narrowed narrow_to_warp(const std::int32_t* boundaries,
+                                                   std::uint32_t count, std::uint32_t at) {
+  const std::uint32_t lane = threadIdx.x % 32;
+  std::uint32_t first = 0;
+  while (count > 32) {
+    const std::uint32_t step = (count + 31) / 32, i = lane * step;
+    const std::uint32_t last =
+        last_lane(i < count && load_boundary(boundaries, first + min(i, count - 1)) <= at);
+    first += last * step;
+    count = min(step, count - last * step);
+  }
+  return {first, count};
+}
+// Returns group_at of a row, by the whole warp.
+__device__ __forceinline__ std::uint32_t find_group_of_row(const DeviceGroups& groups,
+                                                           std::uint32_t row) {
+  const Narrowed some = narrow_to_warp(groups.rows, groups.count, row);
+  const std::uint32_t lane = threadIdx.x % 32, i = some.first + min(lane, some.count - 1);
+  return some.first + last_lane(lane < some.count && load_boundary(groups.rows, i) <= row);
+}
+
 // ---- By rows ------------------------------------------------------------------------------------
 // Ends a launch at the last group. Returns whether the block has rows there.
 template <int kVecsOfThread = kVecsOfRows>
 __device__ __forceinline__ bool end_at_last_group(const DeviceGroups& groups, RowVecs& layout) {
   if (!groups) return true;
-  layout.end_row =
-      min(layout.end_row, static_cast<std::uint32_t>(__ldg(groups.rows + groups.count)));
+  layout.end_row = min(layout.end_row, load_boundary(groups.rows, groups.count));
   return vec_place(layout, blockIdx.x * (kThreads * kVecsOfThread)).all < layout.end_row;
 }
 __device__ __forceinline__ std::uint32_t group_of_row(const DeviceGroups& groups,
@@ -62,35 +97,20 @@ __device__ __forceinline__ std::uint32_t group_of_row(const DeviceGroups& groups
 // ---- By tiles -----------------------------------------------------------------------------------
 // A group, and the places of its rows and of its columns in the columnwise operand.
 struct GroupPlace {
-  std::uint32_t group, first_tile;  // its first row of tiles, in rows
+  std::uint32_t group, first_tile;  // first_tile: the first row of its tiles, in rows
   std::uint32_t begin, rows, first_col, cols;
 };
 // Returns the group of the tiles that begin at row `at` of all tiles, before the last group's end.
-// Every warp searches by itself, 32 ways at a time.
 __device__ __forceinline__ GroupPlace find_group(const DeviceGroups& groups, std::uint32_t at) {
-  const std::uint32_t lane = threadIdx.x % 32;
-  const auto last_before = [&](bool is_before) {
-    return 31 -
-           static_cast<std::uint32_t>(__clz(static_cast<int>(__ballot_sync(kAllLanes, is_before))));
-  };
-  const auto load = [](const std::int32_t* from, std::uint32_t i) {
-    return static_cast<std::uint32_t>(__ldg(from + i));
-  };
-  std::uint32_t low = 0, count = groups.count;
-  while (count > 32) {
-    const std::uint32_t step = (count + 31) / 32, i = lane * step;
-    const std::uint32_t last =
-        last_before(i < count && load(groups.tiles, low + min(i, count - 1)) <= at);
-    low += last * step;
-    count = min(step, count - last * step);
-  }
-  const std::uint32_t i = low + min(lane, count - 1);
-  const std::uint32_t first_tile = load(groups.tiles, i), begin = load(groups.rows, i),
-                      end = load(groups.rows, i + 1), col = load(groups.cols, i),
-                      end_col = load(groups.cols, i + 1);
-  const std::uint32_t last = last_before(lane < count && first_tile <= at);
+  const Narrowed some = narrow_to_warp(groups.tiles, groups.count, at);
+  const std::uint32_t lane = threadIdx.x % 32, i = some.first + min(lane, some.count - 1);
+  const std::uint32_t first_tile = load_boundary(groups.tiles, i),
+                      begin = load_boundary(groups.rows, i),
+                      end = load_boundary(groups.rows, i + 1), col = load_boundary(groups.cols, i),
+                      end_col = load_boundary(groups.cols, i + 1);
+  const std::uint32_t last = last_lane(lane < some.count && first_tile <= at);
   const auto of_last = [&](std::uint32_t value) { return __shfl_sync(kAllLanes, value, last); };
-  return {low + last,           of_last(first_tile), of_last(begin),
+  return {some.first + last,    of_last(first_tile), of_last(begin),
           of_last(end - begin), of_last(col),        of_last(end_col - col)};
 }
 
@@ -101,20 +121,27 @@ struct TilePart {
   bool is_group;
   std::uint32_t begin, first_col, cols;  // of a group: GroupPlace's
 };
+// Returns the group of tile `tile` of all groups' tiles.
+template <class T>
+__device__ __forceinline__ TilePart part_of_group(const Source& x, const DeviceGroups& groups,
+                                                  const TilePlace& tile) {
+  TilePart part = {x, tile, true, 0, 0, 0};
+  const GroupPlace group = find_group(groups, tile.row);
+  part.x.rows = group.rows;
+  if (group.rows > 0) part.x.data = row_of<T>(x, 0, group.begin);
+  part.tile.batch = group.group;
+  part.tile.row = tile.row - group.first_tile;
+  part.begin = group.begin, part.first_col = group.first_col, part.cols = group.cols;
+  return part;
+}
 // Finds the part of x for tile `tile` of a launch. Returns false past the last group.
 template <class T>
 __device__ __forceinline__ bool find_part(const Source& x, const DeviceGroups& groups,
                                           const TilePlace& tile, TilePart& part) {
   part = {x, tile, false, 0, 0, 0};
   if (!groups) return true;
-  if (tile.row >= static_cast<std::uint32_t>(__ldg(groups.tiles + groups.count))) return false;
-  const GroupPlace group = find_group(groups, tile.row);
-  part.x.rows = group.rows;
-  if (group.rows > 0) part.x.data = row_of<T>(x, 0, group.begin);
-  part.tile.batch = group.group;
-  part.tile.row = tile.row - group.first_tile;
-  part.is_group = true;
-  part.begin = group.begin, part.first_col = group.first_col, part.cols = group.cols;
+  if (tile.row >= load_boundary(groups.tiles, groups.count)) return false;
+  part = part_of_group<T>(x, groups, tile);
   return true;
 }
 

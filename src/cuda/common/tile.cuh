@@ -204,6 +204,17 @@ struct SharedTile {
       }
     }
   }
+  // Starts to copy a tile of whole, aligned columns, zero past the last row.
+  __device__ __forceinline__ void fill_rows(const Source& x, const TilePlace& tile) const {
+    if (tile.row + kTile <= x.rows) return fill<true>(x, tile);
+    constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
+    const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks % kStep;
+    const unsigned rows = static_cast<unsigned>(x.rows) - tile.row;
+    const T* from = row_of<T>(x, tile.batch, tile.row + first) + tile.col + chunk * kChunk;
+#pragma unroll 1
+    for (unsigned r = first; r < kTile; r += kStep, from += kStep * x.row_stride)
+      copy_async_16(chunk_at(r, chunk), r < rows ? from : x.data, r < rows ? 16 : 0);
+  }
   __device__ __forceinline__ void wait() const {
     wait_for_copies();
     __syncthreads();

@@ -26,8 +26,8 @@ bool is_of(const Spec& spec) {
          (spec.has_blocks() && spec.block_rows > 1) == C::kIsBlock2d;
 }
 
-// ---- Values of the whole operand ----------------------------------------------------------------
-// The values that hold for the whole operand. One thread computes them, in shared memory, while the
+// ---- Values of a matrix -------------------------------------------------------------------------
+// The values that hold for a whole matrix or group. One thread computes them, in shared memory, while the
 // block waits for its elements. Values that take only a division or two are computed by every
 // thread.
 struct Whole {
@@ -38,10 +38,12 @@ struct Whole {
 template <class C>
 constexpr bool kIsShared = C::kStochastic || C::kRule == ScaleRule::kNvfp4;
 
+// Computes the values.   part: the matrix or group; is_first: its scale and amax are stored
 template <class C>
-__device__ __forceinline__ void prepare(const KernelOperand& plan, Whole& whole) {
+__device__ __forceinline__ void prepare(const KernelOperand& plan, Whole& whole, std::uint32_t part,
+                                        bool is_first) {
   if constexpr (kIsShared<C>)
-    whole.scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
+    whole.scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, part);
   if constexpr (C::kStochastic) {
     const RandomKey random = random_key(plan);
     std::uint32_t k0 = static_cast<std::uint32_t>(random.key),
@@ -55,15 +57,24 @@ __device__ __forceinline__ void prepare(const KernelOperand& plan, Whole& whole)
     whole.row = static_cast<std::uint32_t>(plan.origin_row);
     whole.group = static_cast<std::uint32_t>(plan.origin_col / kVec);
   }
-  if (blockIdx.x == 0 && C::kRule != ScaleRule::kRow && plan.amax)
-    store_whole<typename C::F>(plan, 0, plan.amax[0]);
+  if (is_first && C::kRule != ScaleRule::kRow && plan.amax)
+    store_whole<typename C::F>(plan, part, plan.amax[part]);
 }
 template <class C>
-__device__ __forceinline__ MatrixScale scale_of_whole(const KernelOperand& plan,
-                                                      const Whole& whole) {
+__device__ __forceinline__ MatrixScale scale_of_whole(const KernelOperand& plan, const Whole& whole,
+                                                      std::uint32_t part) {
   if constexpr (kIsShared<C>) return whole.scale;
-  return matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, 0);
+  return matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, part);
 }
+// Returns the row of the random counter, less the origin that random_bits_at adds.
+template <bool kHasIds>
+__device__ __forceinline__ std::uint32_t counter_row(const KernelOperand& plan, const Whole& whole,
+                                                     std::uint32_t row) {
+  if constexpr (kHasIds)
+    if (plan.row_ids) return static_cast<std::uint32_t>(__ldg(plan.row_ids + row)) - whole.row;
+  return row;
+}
+
 // Returns core/philox.h's random_bits_at, from the keys of all rounds.
 __device__ __forceinline__ RandomBits random_bits_at(const Whole& whole, std::uint32_t row,
                                                      std::uint32_t group) {
@@ -74,6 +85,15 @@ __device__ __forceinline__ RandomBits random_bits_at(const Whole& whole, std::ui
   return c;
 }
 
+// Stores the outputs of all matrices or groups: their scales, where no block has one, and amaxes.
+template <class C>
+__device__ __forceinline__ void store_parts(const KernelOperand& plan, std::uint32_t parts) {
+  if constexpr (C::kRule != ScaleRule::kRow)
+    for (std::uint32_t e = blockIdx.x * kThreads + threadIdx.x; plan.amax && e < parts;
+         e += gridDim.x * kThreads)
+      store_whole<typename C::F>(plan, e, plan.amax[e]);
+}
+
 // Whether a cast that scales by an amax of earlier steps can compute the current amax as it reads
 // x.
 template <class C>
@@ -81,11 +101,13 @@ constexpr bool kFindsCurrentAmax = C::kRule == ScaleRule::kTensor;
 template <>
 constexpr bool kFindsCurrentAmax<Absent> = false;
 
-// Raises the current amax at the end, by all threads of the block.   m: of the thread's values
-__device__ __forceinline__ void raise_current_amax(const KernelOperand& plan, std::uint32_t m) {
+// Raises the current amax of a matrix or group at the end, by all threads of the block.   m: of the
+// thread's values
+__device__ __forceinline__ void raise_current_amax(const KernelOperand& plan, std::uint32_t part,
+                                                   std::uint32_t m) {
   if (!plan.current_amax) return;
   __syncthreads();  // the other direction's amax is complete
-  raise_by_block(plan.current_amax, m);
+  raise_by_block(plan.current_amax + part, m);
 }
 
 // ---- A vec16 ------------------------------------------------------------------------------------

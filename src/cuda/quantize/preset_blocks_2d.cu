@@ -36,8 +36,9 @@ __global__ void __launch_bounds__(kThreads, 4)
   const SharedTile<Bf16> shared = {words};
   shared.fill<true>(x, tile);
   if (threadIdx.x == 0) {
-    prepare<C>(row, whole);
-    if (blockIdx.x == 0 && col.amax) store_whole<E2M1>(col, 0, col.amax[0]);
+    const bool is_first = tile.row == 0 && tile.col == 0;
+    prepare<C>(row, whole, tile.batch, is_first);
+    if (is_first && col.amax) store_whole<E2M1>(col, tile.batch, col.amax[tile.batch]);
   }
   shared.wait();
 
@@ -57,13 +58,15 @@ __global__ void __launch_bounds__(kThreads, 4)
   const std::uint32_t block_row = tile.row / kVec + threadIdx.x / 32,
                       block_col = tile.col / kVec + vec_col;
   if (threadIdx.x % 32 < kVecColumns) {
-    store_scale_at(row, C::kRule, block, std::uint64_t{block_row} * row.scale_cols + block_col);
-    store_scale_at(col, C::kRule, block, std::uint64_t{block_col} * col.scale_cols + block_row);
+    const std::uint64_t first_row = std::uint64_t{tile.batch} * row.scale_rows + block_row,
+                        first_col = std::uint64_t{tile.batch} * col.scale_rows + block_col;
+    store_scale_at(row, C::kRule, block, first_row * row.scale_cols + block_col);
+    store_scale_at(col, C::kRule, block, first_col * col.scale_cols + block_row);
   }
 
   // ---- Rowwise
-  std::uint8_t* to =
-      row.codes + std::uint64_t{tile.row + tile_row} * row.code_pitch + block_col * kVecBytes<E2M1>;
+  const std::uint64_t first = std::uint64_t{tile.batch} * row.rows + tile.row + tile_row;
+  std::uint8_t* to = row.codes + first * row.code_pitch + block_col * kVecBytes<E2M1>;
 #pragma unroll
   for (unsigned i = 0; i < kRowsOfThread; ++i, to += row.code_pitch) {
     const Codes<E2M1> both = encode_in_block<C>(row, C::kRule, vecs[i], block, {});
@@ -79,8 +82,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll
   for (unsigned i = 0; i < 8; ++i) a[i] = codes[code_place(rows_of_8 * 8 + i, word)];
   transpose_8x8(a);
-  to = col.codes + std::uint64_t{tile.col + word * 8} * col.code_pitch + tile.row / 2 +
-       rows_of_8 * 4;
+  const std::uint64_t line = std::uint64_t{tile.batch} * col.rows + tile.col + word * 8;
+  to = col.codes + line * col.code_pitch + tile.row / 2 + rows_of_8 * 4;
 #pragma unroll
   for (int i = 0; i < 8; ++i, to += col.code_pitch) *reinterpret_cast<std::uint32_t*>(to) = a[i];
 }
@@ -89,8 +92,9 @@ template <class C>
 bool try_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
   if (!is_of<C>(args.row_spec)) return false;
   const Tiles tiles = tiles_of(args.x);
-  quantize_whole_blocks_2d<C><<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-                                cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
+  quantize_whole_blocks_2d<C>
+      <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+         cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
   check_launch("quantize");
   return true;
 }

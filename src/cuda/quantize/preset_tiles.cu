@@ -1,71 +1,8 @@
-// The preset casts by tiles: columnwise, and both directions from one read.
-#include <algorithm>
-
-#include "cuda/quantize/preset.cuh"
+// The preset casts of matrices by tiles: columnwise, and both directions from one read.
+#include "cuda/quantize/preset_tile.cuh"
 
 namespace minifloat::cuda {
 namespace {
-
-// Casts one direction of a tile.   kHasAmaxes: `amaxes_2d` holds the amaxes of the 2D blocks,
-// computed by the other direction
-template <class C, bool kTransposed, bool kHasAmaxes>
-__device__ __forceinline__ void cast_whole_tile(const KernelOperand& plan, const Whole& whole,
-                                                const SharedTile<Bf16>& shared,
-                                                const TilePlace& tile, std::uint32_t* amaxes_2d) {
-  std::uint32_t largest = 0;
-  using F = typename C::F;
-  if constexpr (C::kIsBlock2d && !kHasAmaxes)
-    amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
-  const MatrixScale scale = scale_of_whole<C>(plan, whole);
-  const std::uint32_t vec_col = threadIdx.x % kVecColumns;
-  const std::uint32_t col = (kTransposed ? tile.row : tile.col) / kVec + vec_col;  // in vec16s
-  const std::uint32_t first = kTransposed ? tile.col : tile.row;
-  std::uint8_t* const codes =
-      plan.codes + std::uint64_t{first} * plan.code_pitch + col * kVecBytes<F>;
-  const bool is_first_col = col % (1 << C::kVecsLog2) == 0;  // of a block
-  const std::uint64_t first_scale =
-      std::uint64_t{first >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
-  shared.template each_vec<kTransposed>([&](const auto& vec, unsigned tile_row) {
-    const Transformed16 transformed = transform_preset<C>(vec);
-    const std::uint32_t row = first + tile_row;
-    std::uint32_t amax = 0;
-    if constexpr (C::kIsBlock2d) {
-      amax = amaxes_2d[block_2d_of(plan, tile_row, vec_col, kHasAmaxes)];
-    } else if constexpr (C::kBlocks) {
-      amax = amax_of_lanes(transformed.amax, C::kVecsLog2);
-    } else if constexpr (C::kRule == ScaleRule::kRow) {
-      const float active_amax = plan.amax[row];
-      amax = magnitude_bits(active_amax);
-      if (col == 0) store_whole<F>(plan, row, active_amax);
-    }
-    const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
-    if constexpr (C::kBlocks)
-      if (is_first_col && tile_row % (1 << C::kHeightLog2) == 0)
-        store_scale_at(plan, C::kRule, block,
-                       first_scale + std::uint64_t{tile_row >> C::kHeightLog2} * plan.scale_cols);
-    RandomBits bits = {};
-    if constexpr (C::kStochastic) bits = random_bits_at(whole, row, col);
-    encode_and_store<C>(plan, transformed, block, bits,
-                        codes + std::uint64_t{tile_row} * plan.code_pitch,
-                        std::uint64_t{row} * (plan.padded / kVec) + col);
-    if constexpr (kFindsCurrentAmax<C>)
-      if (plan.current_amax) largest = max(largest, transformed.vec.amax());
-  });
-  if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, largest);
-}
-
-template <class C>
-constexpr bool kHasBlocks2d = false;
-template <class C>
-  requires(C::kIsBlock2d)
-constexpr bool kHasBlocks2d<C> = true;
-
-// The minimum blocks per SM. Casts to 8 bits need fewer registers, and wait longer for memory.
-template <class C>
-constexpr int kBlocksOf = 5;  // also of an absent direction
-template <class C>
-  requires(C::F::kBits == 4)
-constexpr int kBlocksOf<C> = 4;
 
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<Col>))
@@ -77,17 +14,21 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   __shared__ std::uint32_t amaxes_2d[kBlocks2d];
   __shared__ Whole whole[2];
   const TilePlace tile = tile_place(tiles);
+  const bool is_first = tile.row == 0 && tile.col == 0;
   const SharedTile<Bf16> shared = {words};
   shared.fill<true>(x, tile);
   if constexpr (kRow)
-    if (threadIdx.x == 0) prepare<Row>(row, whole[0]);
+    if (threadIdx.x == 0) prepare<Row>(row, whole[0], tile.batch, is_first);
   if constexpr (kCol)
-    if (threadIdx.x == 32) prepare<Col>(col, whole[1]);
+    if (threadIdx.x == 32) prepare<Col>(col, whole[1], tile.batch, is_first);
   shared.wait();
-  if constexpr (kRow) cast_whole_tile<Row, false, false>(row, whole[0], shared, tile, amaxes_2d);
+  if constexpr (kRow)
+    cast_preset_tile<Row, false, false, false>(row, whole[0], shared,
+                                               tile_of_matrix<false>(row, tile), amaxes_2d);
   if constexpr (kCol) {
     constexpr bool kHasAmaxes = kHasBlocks2d<Row> && kHasBlocks2d<Col>;
-    cast_whole_tile<Col, true, kHasAmaxes>(col, whole[1], shared, tile, amaxes_2d);
+    cast_preset_tile<Col, true, kHasAmaxes, false>(col, whole[1], shared,
+                                                   tile_of_matrix<true>(col, tile), amaxes_2d);
   }
 }
 
@@ -95,7 +36,7 @@ template <class Row, class Col>
 void launch_whole_tiles(const QuantizeArgs& args, const Execution& execution) {
   const Tiles tiles = tiles_of(args.x);
   quantize_whole_tile<Row, Col>
-      <<<tile_grid(1, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+      <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
          cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
   check_launch("quantize");
 }

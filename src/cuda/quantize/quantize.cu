@@ -227,11 +227,15 @@ bool fits_preset(const Spec& spec, const KernelOperand& plan) {
 // Casts by a preset kernel. Returns false, and launches nothing, where none fits.
 bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
                    const Execution& execution) {
-  if (!args.is_bf16 || args.batch != 1 || args.groups || !args.x.aligned) return false;
+  if (!args.is_bf16 || !args.x.aligned) return false;
   if (rowwise && !fits_preset(args.row_spec, args.row)) return false;
   if (columnwise && !fits_preset(args.col_spec, args.col)) return false;
-  if (rowwise && !columnwise && launch_preset_rows(args, execution)) return true;
-  if (!columnwise || args.x.rows % kTile != 0 || args.x.cols % kTile != 0) return false;
+  if (rowwise && !columnwise)
+    return (!args.groups && launch_preset_rows(args, execution)) ||
+           launch_preset_group_rows(args, execution);
+  if (args.x.cols % kTile != 0) return false;
+  if (args.groups) return launch_preset_group_tiles(args, rowwise, execution);
+  if (args.x.rows % kTile != 0) return false;
   return (rowwise && launch_blocks_2d(args, execution)) ||
          launch_preset_tiles(args, rowwise, execution);
 }
@@ -275,7 +279,7 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
       return;
     each([](PlannedOperand& d) { d.find_amax_before_cast(); });
   }
-  bool only_report = x.batch == 1 && !args.groups;
+  bool only_report = true;
   each([&](const PlannedOperand& d) { only_report = only_report && d.only_reports(); });
   if (only_report) {
     each([&](PlannedOperand& d) { d.find_amax_in_cast(execution); });
@@ -285,10 +289,10 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
     each([](PlannedOperand& d) { d.find_amax_before_cast(); });
   }
   compute_amaxes(x, row ? &*row : nullptr, col ? &*col : nullptr, execution);
-  each([&](const PlannedOperand& d) { d.write_groups(execution); });
   if (row) args.row = row->plan();
   if (col) args.col = col->plan();
   if (launch_preset(args, row.has_value(), col.has_value(), execution)) return;
+  each([&](const PlannedOperand& d) { d.write_groups(execution); });
   if (row && col && launch_both(args, execution)) return;
   if (row && !(col && launch_preset(args, true, false, execution)))
     launch_one(args, false, execution);

@@ -19,11 +19,17 @@ void launch_cast_e2m1_by_values(const QuantizeArgs& args, bool columnwise,
 // Returns false, and launches nothing, where the rows do not fit.
 bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 
-// Cast by a preset kernel: rowwise, a matrix of whole vec16s; or columnwise, and rowwise as well
-// where that is set, a matrix of whole tiles. Return false, and launch nothing, where no preset
+// Cast by a preset kernel: rowwise, matrices of whole vec16s; or columnwise, and rowwise as well
+// where that is set, matrices of whole tiles. Return false, and launch nothing, where no preset
 // kernel fits.
 bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution);
+
+// Cast groups by a preset kernel: rowwise, as launch_preset_rows does, and the matrices of a batch as
+// well; or columnwise, and rowwise as well where that is set, groups of whole columns. Return false,
+// and launch nothing, where no preset kernel fits.
+bool launch_preset_group_rows(const QuantizeArgs& args, const Execution& execution);
+bool launch_preset_group_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution);
 
 // Casts small matrices whose current amaxes the casts themselves compute
 // (KernelOperand::current_amax), in one launch. Returns false, and launches nothing, where no

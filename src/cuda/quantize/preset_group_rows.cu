@@ -1,0 +1,124 @@
+// The preset casts by rows of parts with a tensor scale each: groups, and the matrices of a batch. Each
+// block takes runs of vec16s in turn, as many as the parts have.
+//
+//     a run of a block     | part 3                    |      one scale, computed once
+//                          | part 3        | 4 | 5     |      a scale for each vec16
+#include "cuda/quantize/preset_run.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+inline constexpr std::uint32_t kRun = kThreads * kVecsOfRows;
+
+// The parts of a run.
+struct Parts {
+  DeviceGroups groups;
+  Divisor rows_of_matrix;  // without groups
+  std::uint32_t count;
+
+  // Return the part of a row: by the whole warp, or by one thread.
+  __device__ __forceinline__ std::uint32_t find(std::uint32_t row) const {
+    return groups ? find_group_of_row(groups, row) : rows_of_matrix.divide(row);
+  }
+  __device__ __forceinline__ std::uint32_t at(std::uint32_t row) const {
+    return groups ? group_of_row(groups, row) : rows_of_matrix.divide(row);
+  }
+};
+
+template <class C>
+constexpr bool kHasTensorScale = C::kRule == ScaleRule::kTensor || C::kRule == ScaleRule::kNvfp4;
+
+// Casts a block's run of vec16s that lie in several parts.   u: the thread's first
+template <class C>
+__device__ __forceinline__ void cast_mixed_run(const VecRun& run, const KernelOperand& plan,
+                                               const Parts& parts, const Whole& whole,
+                                               std::uint32_t u, std::uint8_t* to) {
+#pragma unroll 1
+  for (int i = 0; i < kVecsOfRows; ++i, u += kThreads, to += kThreads * kVecBytes<typename C::F>) {
+    const Vec16<Bf16> vec = load_vec(run, u);
+    const std::uint32_t part = parts.at(run.vecs_of_row.divide(min(u, run.count - 1)));
+    const MatrixScale scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, part);
+    cast_preset_vec<C, true>(run, plan, whole, scale, vec, u, to);
+    if constexpr (kFindsCurrentAmax<C>)
+      if (plan.current_amax && u < run.count) atomicMax(plan.current_amax + part, vec.amax());
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, 4)
+    quantize_runs(const __grid_constant__ VecRun all, const __grid_constant__ KernelOperand plan,
+                  const __grid_constant__ Parts parts) {
+  __shared__ Whole whole;
+  VecRun run = all;
+  if (parts.groups)
+    run.count = load_boundary(parts.groups.rows, parts.groups.count) * run.vecs_of_row.d;
+  store_parts<C>(plan, parts.count);
+  if constexpr (C::kStochastic && !kHasTensorScale<C>) {
+    if (threadIdx.x == 0) prepare<C>(plan, whole, 0, false);
+    __syncthreads();
+  }
+#pragma unroll 1
+  for (std::uint32_t first = blockIdx.x * kRun; first < run.count; first += gridDim.x * kRun) {
+    const std::uint32_t u = first + threadIdx.x;
+    std::uint8_t* const to = plan.codes + std::uint64_t{u} * kVecBytes<typename C::F>;
+    Vec16<Bf16> vecs[kVecsOfRows];
+#pragma unroll
+    for (int i = 0; i < kVecsOfRows; ++i) vecs[i] = load_vec(run, u + i * kThreads);
+    std::uint32_t part = 0;
+    if constexpr (kHasTensorScale<C>) {
+      const std::uint32_t last = min(first + kRun, run.count) - 1;
+      part = parts.find(run.vecs_of_row.divide(first));
+      const bool is_mixed = parts.find(run.vecs_of_row.divide(last)) != part;
+      __syncthreads();  // all threads have read the last run's values
+      if (threadIdx.x == 0) prepare<C>(plan, whole, part, false);
+      __syncthreads();
+      if (is_mixed) {
+        cast_mixed_run<C>(run, plan, parts, whole, u, to);
+        continue;
+      }
+    }
+    const MatrixScale scale = scale_of_whole<C>(plan, whole, part);
+    std::uint32_t largest = 0;
+#pragma unroll
+    for (int i = 0; i < kVecsOfRows; ++i) {
+      cast_preset_vec<C, true>(run, plan, whole, scale, vecs[i], u + i * kThreads,
+                               to + i * kThreads * kVecBytes<typename C::F>);
+      if constexpr (kFindsCurrentAmax<C>)
+        if (plan.current_amax) largest = max(largest, vecs[i].amax());
+    }
+    if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, part, largest);
+  }
+}
+
+template <class C>
+bool try_runs(const QuantizeArgs& args, const Execution& execution) {
+  if (!is_of<C>(args.row_spec)) return false;
+  const auto kernel = quantize_runs<C>;
+  const VecRun run = run_of(args);
+  const auto count = args.groups ? args.groups.count : static_cast<std::uint32_t>(args.batch);
+  const Parts parts = {args.groups, Divisor(args.x.rows), count};
+  const std::int64_t most = ceil_div<std::int64_t>(run.count, kRun);
+  kernel<<<resident_grid(kernel, most, 0, "quantize"), kThreads, 0, cuda_stream(execution)>>>(
+      run, args.row, parts);
+  check_launch("quantize");
+  return true;
+}
+template <class Casts>
+bool try_fp4(const QuantizeArgs& args, const Execution& execution) {
+  return try_runs<typename Casts::Straight>(args, execution) ||
+         try_runs<typename Casts::Random>(args, execution);
+}
+
+}  // namespace
+
+bool launch_preset_group_rows(const QuantizeArgs& args, const Execution& execution) {
+  using namespace preset;
+  if (!is_run(args) || args.x.rows == 0) return false;
+  return try_runs<Nearest<kTensor, E4M3>>(args, execution) ||
+         try_runs<Nearest<kTensor, E5M2>>(args, execution) ||
+         try_runs<Nearest<kBlock, E4M3>>(args, execution) || try_runs<Mxfp8>(args, execution) ||
+         try_fp4<Mxfp4>(args, execution) || try_fp4<Nvfp4>(args, execution) ||
+         try_fp4<Nvfp4Pow2>(args, execution);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,104 @@
+// The preset casts of groups by tiles: columnwise, and both directions from one read. Each block takes
+// tiles in turn, as many as the groups have, so that a buffer longer than its groups costs nothing.
+#include "cuda/quantize/preset_tile.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+template <class Row, class Col>
+__global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<Col>))
+    quantize_group_tiles(const __grid_constant__ Source x,
+                         const __grid_constant__ KernelOperand row,
+                         const __grid_constant__ KernelOperand col,
+                         const __grid_constant__ DeviceGroups groups,
+                         const __grid_constant__ Divisor across) {
+  constexpr bool kRow = !std::is_same_v<Row, Absent>, kCol = !std::is_same_v<Col, Absent>;
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ Whole whole[2];
+  const SharedTile<Bf16> shared = {words};
+  if constexpr (kRow) store_parts<Row>(row, groups.count);
+  if constexpr (kCol) store_parts<Col>(col, groups.count);
+  const std::uint32_t tiles = load_boundary(groups.tiles, groups.count) / kTile * across.d;
+#pragma unroll 1
+  for (std::uint32_t i = blockIdx.x; i < tiles; i += gridDim.x) {
+    const std::uint32_t of_rows = across.divide(i);
+    const TilePart part =
+        part_of_group<Bf16>(x, groups, {0, of_rows * kTile, (i - of_rows * across.d) * kTile});
+    shared.fill_rows(part.x, part.tile);
+    if constexpr (kRow)
+      if (threadIdx.x == 0) prepare<Row>(row, whole[0], part.tile.batch, false);
+    if constexpr (kCol)
+      if (threadIdx.x == 32) prepare<Col>(col, whole[1], part.tile.batch, false);
+    shared.wait();
+    if constexpr (kRow)
+      cast_preset_tile<Row, false, false, true>(row, whole[0], shared,
+                                                tile_of_group<false>(row, part), nullptr);
+    if constexpr (kCol)
+      cast_preset_tile<Col, true, false, true>(col, whole[1], shared,
+                                               tile_of_group<true>(col, part), nullptr);
+    __syncthreads();  // the next tile uses the same shared memory
+  }
+}
+
+template <class Row, class Col>
+bool launch(const QuantizeArgs& args, const Execution& execution) {
+  const auto kernel = quantize_group_tiles<Row, Col>;
+  constexpr std::size_t kBytes = SharedTile<Bf16>::kBytes;
+  const Tiles tiles = tiles_of(args.x, args.groups);
+  const std::int64_t most = std::int64_t{tiles.across.d} * tiles.down.d;
+  kernel<<<resident_grid(kernel, most, kBytes, "quantize"), kThreads, kBytes,
+           cuda_stream(execution)>>>(args.x, args.row, args.col, args.groups, tiles.across);
+  check_launch("quantize");
+  return true;
+}
+
+template <class C>
+bool try_column(const QuantizeArgs& args, const Execution& execution) {
+  return is_of<C>(args.col_spec) && launch<Absent, C>(args, execution);
+}
+template <class Row, class Col = Row>
+bool try_both(const QuantizeArgs& args, const Execution& execution) {
+  return is_of<Row>(args.row_spec) && is_of<Col>(args.col_spec) &&
+         launch<Row, Col>(args, execution);
+}
+
+template <class Casts>
+bool try_fp4_column(const QuantizeArgs& args, const Execution& execution) {
+  return try_column<typename Casts::Straight>(args, execution) ||
+         try_column<typename Casts::Transformed>(args, execution) ||
+         try_column<typename Casts::TransformedRandom>(args, execution);
+}
+template <class Casts>
+bool try_fp4_both(const QuantizeArgs& args, const Execution& execution) {
+  return try_both<typename Casts::Straight>(args, execution) ||
+         try_both<typename Casts::Straight, typename Casts::Transformed>(args, execution) ||
+         try_both<typename Casts::Random, typename Casts::TransformedRandom>(args, execution) ||
+         try_both<typename Casts::TransformedRandom>(args, execution);
+}
+
+bool launch_column(const QuantizeArgs& args, const Execution& execution) {
+  using namespace preset;
+  return try_column<Nearest<kTensor, E4M3>>(args, execution) ||
+         try_column<Nearest<kTensor, E5M2>>(args, execution) ||
+         try_column<Nearest<kRow, E4M3>>(args, execution) ||
+         try_column<Nearest<kBlock, E4M3>>(args, execution) || try_column<Mxfp8>(args, execution) ||
+         try_fp4_column<Mxfp4>(args, execution) || try_fp4_column<Nvfp4>(args, execution) ||
+         try_fp4_column<Nvfp4Pow2>(args, execution);
+}
+bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution) {
+  using namespace preset;
+  return try_both<Nearest<kTensor, E4M3>>(args, execution) ||
+         try_both<Nearest<kTensor, E5M2>>(args, execution) ||
+         try_both<Nearest<kRow, E4M3>>(args, execution) ||
+         try_both<Nearest<kBlock, E4M3>>(args, execution) || try_both<Mxfp8>(args, execution) ||
+         try_fp4_both<Mxfp4>(args, execution) || try_fp4_both<Nvfp4>(args, execution) ||
+         try_fp4_both<Nvfp4Pow2>(args, execution);
+}
+
+}  // namespace
+
+bool launch_preset_group_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution) {
+  return rowwise ? launch_row_and_column(args, execution) : launch_column(args, execution);
+}
+
+}  // namespace minifloat::cuda

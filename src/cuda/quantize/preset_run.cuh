@@ -1,0 +1,64 @@
+// A preset cast of a run of vec16s: rows without gaps, of matrices or of groups.
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/quantize/preset.cuh"
+
+namespace minifloat::cuda {
+
+// Matrices without gaps, as one run of vec16s.
+struct VecRun {
+  const uint4* x;
+  std::uint32_t count;
+  Divisor vecs_of_row;
+};
+
+// Returns vec16 u; zeros past the end.
+__device__ __forceinline__ Vec16<Bf16> load_vec(const VecRun& run, std::uint32_t u) {
+  Vec16<Bf16> vec = {};
+  if (u >= run.count) return vec;
+  const uint4* from = run.x + std::uint64_t{u} * 2;
+  *reinterpret_cast<uint4*>(&vec) = __ldg(from);
+  *(reinterpret_cast<uint4*>(&vec) + 1) = __ldg(from + 1);
+  return vec;
+}
+
+// Casts vec16 u.   to: its codes; kHasIds: rows may have numbers of their own in the random counter
+template <class C, bool kHasIds>
+__device__ __forceinline__ void cast_preset_vec(const VecRun& run, const KernelOperand& plan,
+                                                const Whole& whole, const MatrixScale& scale,
+                                                const Vec16<Bf16>& vec, std::uint32_t u,
+                                                std::uint8_t* to) {
+  const Transformed16 transformed = transform_preset<C>(vec);
+  const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kVecsLog2) : 0;
+  if (u >= run.count) return;  // its lane took part in the exchange
+  const BlockScale block = scale_of_vec<C>(C::kRule, C::kRounding, scale, amax, transformed.vec);
+  if constexpr (C::kBlocks)
+    if (u % (1 << C::kVecsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kVecsLog2);
+  RandomBits bits = {};
+  if constexpr (C::kStochastic) {
+    const std::uint32_t row = run.vecs_of_row.divide(u);
+    bits =
+        random_bits_at(whole, counter_row<kHasIds>(plan, whole, row), u - row * run.vecs_of_row.d);
+  }
+  encode_and_store<C>(plan, transformed, block, bits, to, u);
+}
+
+// Returns the vec16s of all rows of x as one run.
+inline VecRun run_of(const QuantizeArgs& args) {
+  const std::int64_t of_row = args.x.cols / kVec, count = args.batch * args.x.rows * of_row;
+  return {static_cast<const uint4*>(args.x.data), static_cast<std::uint32_t>(count),
+          Divisor(of_row)};
+}
+// Returns whether the rows of x are a run of whole blocks.
+inline bool is_run(const QuantizeArgs& args) {
+  const Source& x = args.x;
+  const std::int64_t block = std::max(args.row_spec.block_cols, kVec);
+  const bool has_gaps = (x.rows > 1 && x.row_stride != x.cols) ||
+                        (args.batch > 1 && x.batch_stride != x.rows * x.cols);
+  return !has_gaps && x.cols % block == 0 && args.row.height_log2 == 0 &&
+         args.batch * x.rows * x.cols / kVec < (std::int64_t{1} << 31) - kThreads * kVecsOfRows;
+}
+
+}  // namespace minifloat::cuda

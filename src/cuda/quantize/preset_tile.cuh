@@ -1,0 +1,114 @@
+// A preset cast of one direction of a tile, of a matrix or of a group (groups.cuh).
+#pragma once
+
+#include <algorithm>
+
+#include "cuda/quantize/preset.cuh"
+
+namespace minifloat::cuda {
+
+// The place of a tile in one direction's operand. Columns are in vec16s.
+struct PresetTile {
+  std::uint32_t part;        // the matrix or group
+  std::uint32_t all;         // its first row among the rows that have an amax each
+  std::uint32_t line;        // its first row in the buffers
+  std::uint32_t col;         // its first column in the buffers
+  std::uint32_t first_col;   // the first column of its group
+  std::uint32_t rows, vecs;  // the rows and columns that are stored; of groups alone
+};
+template <bool kTransposed>
+__device__ __forceinline__ PresetTile tile_of_matrix(const KernelOperand& plan,
+                                                     const TilePlace& tile) {
+  const std::uint32_t row = tile.batch * plan.rows + (kTransposed ? tile.col : tile.row);
+  return {tile.batch, row, row, (kTransposed ? tile.row : tile.col) / kVec, 0, 0, 0};
+}
+template <bool kTransposed>
+__device__ __forceinline__ PresetTile tile_of_group(const KernelOperand& plan,
+                                                    const TilePart& part) {
+  const TilePlace& tile = part.tile;
+  if constexpr (kTransposed) {
+    const std::uint32_t first_col = part.first_col / kVec;
+    return {tile.batch,
+            tile.batch * plan.rows + tile.col,
+            tile.col,
+            first_col + tile.row / kVec,
+            first_col,
+            kTile,
+            (part.cols - tile.row) / kVec};
+  } else {
+    const std::uint32_t row = part.begin + tile.row;
+    return {tile.batch,      row, row,
+            tile.col / kVec, 0,   static_cast<std::uint32_t>(part.x.rows) - tile.row,
+            kVecColumns};
+  }
+}
+
+// Casts one direction of a tile.   kHasAmaxes: `amaxes_2d` holds the amaxes of the 2D blocks,
+// computed by the other direction; kInGroup: a part of the tile may lie past the group's end
+template <class C, bool kTransposed, bool kHasAmaxes, bool kInGroup>
+__device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, const Whole& whole,
+                                                 const SharedTile<Bf16>& shared,
+                                                 const PresetTile& tile, std::uint32_t* amaxes_2d) {
+  std::uint32_t largest = 0;
+  using F = typename C::F;
+  if constexpr (C::kIsBlock2d && !kHasAmaxes)
+    amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
+  const MatrixScale scale = scale_of_whole<C>(plan, whole, tile.part);
+  const std::uint32_t vec_col = threadIdx.x % kVecColumns;
+  const std::uint32_t col = tile.col + vec_col;
+  std::uint8_t* const codes =
+      plan.codes + std::uint64_t{tile.line} * plan.code_pitch + col * kVecBytes<F>;
+  const bool is_first_col = col % (1 << C::kVecsLog2) == 0;  // of a block
+  const std::uint64_t first_scale =
+      std::uint64_t{tile.line >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
+  shared.template each_vec<kTransposed>([&](const auto& vec, unsigned tile_row) {
+    if constexpr (kInGroup && !kTransposed) {
+      constexpr unsigned kRowsAtOnce = kThreads / kVecColumns;
+      if (tile_row / kRowsAtOnce * kRowsAtOnce >= tile.rows) return;  // the whole block
+    }
+    const Transformed16 transformed = transform_preset<C>(vec);
+    [[maybe_unused]] const std::uint32_t row = tile.all + tile_row;
+    const bool is_stored = !kInGroup || (kTransposed ? vec_col < tile.vecs : tile_row < tile.rows);
+    std::uint32_t amax = 0;
+    if constexpr (C::kIsBlock2d) {
+      amax = amaxes_2d[block_2d_of(plan, tile_row, vec_col, kHasAmaxes)];
+    } else if constexpr (C::kBlocks) {
+      amax = amax_of_lanes(transformed.amax, C::kVecsLog2);
+    } else if constexpr (C::kRule == ScaleRule::kRow) {
+      const float active_amax = is_stored ? plan.amax[row] : 0.0f;
+      amax = magnitude_bits(active_amax);
+      if (col == tile.first_col && is_stored) store_whole<F>(plan, row, active_amax);
+    }
+    const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
+    if constexpr (C::kBlocks)
+      if (is_first_col && is_stored && tile_row % (1 << C::kHeightLog2) == 0)
+        store_scale_at(plan, C::kRule, block,
+                       first_scale + std::uint64_t{tile_row >> C::kHeightLog2} * plan.scale_cols);
+    RandomBits bits = {};
+    if constexpr (C::kStochastic)
+      bits = random_bits_at(whole, counter_row < kInGroup && !kTransposed > (plan, whole, row),
+                            col - tile.first_col);
+    if (is_stored)
+      encode_and_store<C>(plan, transformed, block, bits,
+                          codes + std::uint64_t{tile_row} * plan.code_pitch,
+                          std::uint64_t{tile.line + tile_row} * (plan.padded / kVec) + col);
+    if constexpr (kFindsCurrentAmax<C>)
+      if (plan.current_amax) largest = max(largest, transformed.vec.amax());
+  });
+  if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, tile.part, largest);
+}
+
+template <class C>
+constexpr bool kHasBlocks2d = false;
+template <class C>
+  requires(C::kIsBlock2d)
+constexpr bool kHasBlocks2d<C> = true;
+
+// The minimum blocks per SM. Casts to 8 bits need fewer registers, and wait longer for memory.
+template <class C>
+constexpr int kBlocksOf = 5;  // also of an absent direction
+template <class C>
+  requires(C::F::kBits == 4)
+constexpr int kBlocksOf<C> = 4;
+
+}  // namespace minifloat::cuda
