@@ -27,55 +27,74 @@ __device__ __forceinline__ void raise_row(const TransformedArgs& args, std::uint
     atomicMax(args.out + at.all, canonical_magnitude(m));
 }
 
+// ---- By rows ------------------------------------------------------------------------------------
 template <class T>
 __global__ void __launch_bounds__(kThreads, 5)
     amax_of_transformed_rows(const __grid_constant__ TransformedArgs args,
-                             const __grid_constant__ RowVecs all_rows) {
-  RowVecs layout = all_rows;
-  if (!end_at_last_group(args.groups, layout)) return;
+                             const __grid_constant__ RowVecs layout) {
   std::uint32_t all = 0, batch = 0;
-  each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, Place at) {
+  each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, const Place& at) {
     const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
     if (at.all >= layout.end_row) return;
     if (args.of_rows) {
       atomicMax(args.out + at.all, canonical_magnitude(m));
-      return;
-    }
-    if (args.groups) at.batch = group_of_row(args.groups, at.all);
-    if (at.batch == batch || all == 0) {
+    } else if (at.batch == batch || all == 0) {
       all = max(all, m), batch = at.batch;
     } else {
       atomicMax(args.out + at.batch, canonical_magnitude(m));
     }
   });
   if (args.of_rows) return;
-  // Threads of a block with different matrices or groups take different branches.
-  std::uint32_t first, last;
-  if (args.groups) {
-    constexpr std::uint32_t kVecs = kThreads * kVecsOfRows;
-    const std::uint32_t u = blockIdx.x * kVecs, end = layout.end_row - 1;
-    first = group_of_row(args.groups, vec_place(layout, u).all);
-    last = group_of_row(args.groups, min(vec_place(layout, u + kVecs - 1).all, end));
-  } else {
-    first = layout.rows_of_matrix.divide(layout.first_row);
-    last = layout.rows_of_matrix.divide(layout.end_row - 1);
-  }
-  if (first == last)
+  // Threads of a block with different matrices take different branches.
+  const std::uint32_t first = layout.rows_of_matrix.divide(layout.first_row);
+  if (layout.rows_of_matrix.divide(layout.end_row - 1) == first)
     raise_by_block(args.out + first, canonical_magnitude(all));
   else
     atomicMax(args.out + batch, canonical_magnitude(all));
 }
 
+// Takes groups: blocks take runs of vec16s in turn, up to the last group's end.
 template <class T>
-__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
-    amax_of_transformed_columns(const __grid_constant__ TransformedArgs args,
-                                const __grid_constant__ Tiles tiles) {
+__global__ void __launch_bounds__(kThreads, 5)
+    amax_of_transformed_group_rows(const __grid_constant__ TransformedArgs args,
+                                   const __grid_constant__ RowVecs all_rows) {
+  constexpr std::uint32_t kRun = kThreads * kVecsOfRows;
+  RowVecs layout = all_rows;
+  layout.end_row = min(layout.end_row, load_boundary(args.groups.rows, args.groups.count));
+  if (layout.end_row <= layout.first_row) return;
+  const std::uint32_t vecs = (layout.end_row - layout.first_row) * layout.vecs_of_row.d;
+#pragma unroll 1
+  for (std::uint32_t u = blockIdx.x * kRun; u < vecs; u += gridDim.x * kRun) {
+    const std::uint32_t last = min(u + kRun, vecs) - 1;
+    const std::uint32_t group = find_group_of_row(args.groups, vec_place(layout, u).all);
+    const bool is_mixed = find_group_of_row(args.groups, vec_place(layout, last).all) != group;
+    std::uint32_t all = 0;
+    each_vec_of_rows<T>(
+        args.x, layout,
+        [&](const Vec16<T>& vec, const Place& at) {
+          const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
+          if (at.all >= layout.end_row) return;
+          if (args.of_rows)
+            atomicMax(args.out + at.all, canonical_magnitude(m));
+          else if (is_mixed)
+            atomicMax(args.out + group_of_row(args.groups, at.all), canonical_magnitude(m));
+          else
+            all = max(all, m);
+        },
+        u / kRun);
+    if (args.of_rows || is_mixed) continue;
+    raise_by_block(args.out + group, canonical_magnitude(all));
+    __syncthreads();  // the next run uses the same shared memory
+  }
+}
+
+// ---- By tiles -----------------------------------------------------------------------------------
+template <class T>
+__device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, const Source& x,
+                                                  const TilePlace& tile) {
   extern __shared__ __align__(16) std::uint32_t words[];
-  TilePart part;
-  if (!find_part<T>(args.x, args.groups, tile_place(tiles), part)) return;
-  const TilePlace& tile = part.tile;
   const SharedTile<T> shared = {words};
-  shared.fill(part.x, tile);
+  shared.fill(x, tile);
   shared.wait();
   std::uint32_t all = 0;
   const std::uint32_t col = tile.row + threadIdx.x % kVecColumns * kVec;
@@ -88,7 +107,61 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
   });
   if (!args.of_rows) raise_by_block(args.out + tile.batch, canonical_magnitude(all));
 }
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
+    amax_of_transformed_columns(const __grid_constant__ TransformedArgs args,
+                                const __grid_constant__ Tiles tiles) {
+  take_amax_of_tile<T>(args, args.x, tile_place(tiles));
+}
+// Takes groups: blocks take tiles in turn, as many as the groups have.
+template <class T>
+__global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
+    amax_of_transformed_group_columns(const __grid_constant__ TransformedArgs args,
+                                      const __grid_constant__ Divisor across) {
+  const std::uint32_t tiles =
+      load_boundary(args.groups.tiles, args.groups.count) / kTile * across.d;
+#pragma unroll 1
+  for (std::uint32_t i = blockIdx.x; i < tiles; i += gridDim.x) {
+    const std::uint32_t of_rows = across.divide(i);
+    const TilePart part = part_of_group<T>(args.x, args.groups,
+                                           {0, of_rows * kTile, (i - of_rows * across.d) * kTile});
+    take_amax_of_tile<T>(args, part.x, part.tile);
+    __syncthreads();  // the next tile uses the same shared memory
+  }
+}
 
+// ---- Launches -----------------------------------------------------------------------------------
+template <class T>
+void launch_rows(const TransformedArgs& args, const AmaxRequest& r) {
+  each_launch_of_rows(
+      r.x.batch, args.x, r.spec.padded_cols(args.x.cols), r.spec.transform / kVec,
+      [&](const RowVecs& layout, unsigned grid) {
+        if (args.groups) {
+          const auto kernel = amax_of_transformed_group_rows<T>;
+          kernel<<<resident_grid(kernel, grid, 0, "amax"), kThreads, 0, r.stream>>>(args, layout);
+        } else {
+          amax_of_transformed_rows<T><<<grid, kThreads, 0, r.stream>>>(args, layout);
+        }
+        check_launch("amax");
+      });
+}
+template <class T>
+void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
+  const Tiles tiles = tiles_of(args.x, args.groups);
+  constexpr std::size_t kBytes = SharedTile<T>::kBytes;
+  const unsigned grid = tile_grid(r.x.batch, tiles, "amax");
+  if (args.groups) {
+    const auto kernel = amax_of_transformed_group_columns<T>;
+    allow_shared(kernel, kBytes, "amax");
+    kernel<<<resident_grid(kernel, grid, kBytes, "amax"), kThreads, kBytes, r.stream>>>(
+        args, tiles.across);
+  } else {
+    const auto kernel = amax_of_transformed_columns<T>;
+    allow_shared(kernel, kBytes, "amax");
+    kernel<<<grid, kThreads, kBytes, r.stream>>>(args, tiles);
+  }
+  check_launch("amax");
+}
 template <class T>
 void launch(const AmaxRequest& r) {
   const Source x = source_of(r.x);
@@ -98,19 +171,7 @@ void launch(const AmaxRequest& r) {
                                 r.spec.has_row_amax(),
                                 static_cast<std::uint32_t>(r.columnwise ? x.cols : x.rows),
                                 r.out};
-  if (!r.columnwise)
-    return each_launch_of_rows(r.x.batch, x, r.spec.padded_cols(x.cols), r.spec.transform / kVec,
-                               [&](const RowVecs& layout, unsigned grid) {
-                                 amax_of_transformed_rows<T>
-                                     <<<grid, kThreads, 0, r.stream>>>(args, layout);
-                                 check_launch("amax");
-                               });
-  const Tiles tiles = tiles_of(x, args.groups);
-  constexpr std::size_t kBytes = SharedTile<T>::kBytes;
-  const auto kernel = amax_of_transformed_columns<T>;
-  allow_shared(kernel, kBytes, "amax");
-  kernel<<<tile_grid(r.x.batch, tiles, "amax"), kThreads, kBytes, r.stream>>>(args, tiles);
-  check_launch("amax");
+  r.columnwise ? launch_columns<T>(args, r) : launch_rows<T>(args, r);
 }
 
 }  // namespace

@@ -116,13 +116,13 @@ __device__ __forceinline__ Place vec_place(const RowVecs& layout, std::uint32_t 
 // Calls body(vec16, place) for the thread's vec16s, one after the other, with the next load in
 // flight. Lanes past the end pass zeros, at a row past the end.
 template <class T, class Body>
-__device__ __forceinline__ void each_vec_of_rows(const Source& x, const RowVecs& layout,
-                                                 Body body) {
+__device__ __forceinline__ void each_vec_of_rows(const Source& x, const RowVecs& layout, Body body,
+                                                 std::uint32_t block = blockIdx.x) {
   const auto load = [&](const Place& at) {
     if (at.all >= layout.end_row || at.col >= x.cols) return Vec16<T>{};
     return load_vec<T>(x, row_of<T>(x, at.batch, at.row), at.col);
   };
-  std::uint32_t u = blockIdx.x * (kThreads * kVecsOfRows) + threadIdx.x;
+  std::uint32_t u = block * (kThreads * kVecsOfRows) + threadIdx.x;
   Place place = vec_place(layout, u);
   Vec16<T> vec = load(place);
 #pragma unroll 1

@@ -7,19 +7,12 @@
 namespace minifloat::cuda {
 namespace {
 
+// Casts row `at.row` of x, by all threads of the block.
 template <class T, int kVecs>
-__global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
-    quantize_whole_rows(const __grid_constant__ Source x,
-                        const __grid_constant__ KernelOperand plan,
-                        const __grid_constant__ DeviceGroups groups,
-                        const __grid_constant__ Divisor rows_of_matrix) {
+__device__ __forceinline__ void cast_whole_row(const Source& x, const KernelOperand& plan,
+                                               Place at) {
   using C = Cast<E4M3, false, false>;
   __shared__ std::uint32_t of_warp[kThreads / 32];
-  Place at = {};
-  at.all = at.line = blockIdx.x;
-  if (groups && at.all >= static_cast<std::uint32_t>(__ldg(groups.rows + groups.count))) return;
-  at.batch = rows_of_matrix.divide(at.all);
-  at.row = at.all - at.batch * rows_of_matrix.d;
   const T* row = row_of<T>(x, at.batch, at.row);
   const auto col_of = [](int i) { return (threadIdx.x + i * kThreads) * kVec; };
 
@@ -51,10 +44,42 @@ __global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
 }
 
 template <class T, int kVecs>
+__global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
+    quantize_whole_rows(const __grid_constant__ Source x,
+                        const __grid_constant__ KernelOperand plan,
+                        const __grid_constant__ Divisor rows_of_matrix) {
+  Place at = {};
+  at.all = at.line = blockIdx.x;
+  at.batch = rows_of_matrix.divide(at.all);
+  at.row = at.all - at.batch * rows_of_matrix.d;
+  cast_whole_row<T, kVecs>(x, plan, at);
+}
+// Casts rows of groups: blocks take rows in turn, up to the last group's end.
+template <class T, int kVecs>
+__global__ void __launch_bounds__(kThreads, 16 / (kVecs + 1))
+    quantize_whole_rows_of_groups(const __grid_constant__ Source x,
+                                  const __grid_constant__ KernelOperand plan,
+                                  const std::int32_t* last_end) {
+  const std::uint32_t end = load_boundary(last_end, 0);
+#pragma unroll 1
+  for (std::uint32_t row = blockIdx.x; row < end; row += gridDim.x) {
+    cast_whole_row<T, kVecs>(x, plan, {0, row, row, 0, row});
+    __syncthreads();  // the next row uses the same shared memory
+  }
+}
+
+template <class T, int kVecs>
 bool launch(const QuantizeArgs& args, const Execution& execution) {
-  quantize_whole_rows<T, kVecs>
-      <<<grid_of(args.batch * args.x.rows, "quantize"), kThreads, 0, cuda_stream(execution)>>>(
-          args.x, args.row, args.groups, Divisor(args.x.rows));
+  const cudaStream_t stream = cuda_stream(execution);
+  if (args.groups) {
+    const auto kernel = quantize_whole_rows_of_groups<T, kVecs>;
+    kernel<<<resident_grid(kernel, args.x.rows, 0, "quantize"), kThreads, 0, stream>>>(
+        args.x, args.row, args.groups.rows + args.groups.count);
+  } else {
+    quantize_whole_rows<T, kVecs>
+        <<<grid_of(args.batch * args.x.rows, "quantize"), kThreads, 0, stream>>>(
+            args.x, args.row, Divisor(args.x.rows));
+  }
   check_launch("quantize");
   return true;
 }
