@@ -1,4 +1,4 @@
-// The largest bit pattern of a warp and of a block.
+// The largest bit pattern of a warp and of a block, and prefixes over the lanes of a warp.
 #pragma once
 
 #include <cstdint>
@@ -9,6 +9,24 @@ namespace minifloat::cuda {
 
 __device__ __forceinline__ std::uint32_t warp_max(std::uint32_t m) {
   return __reduce_max_sync(kAllLanes, m);
+}
+// Returns the largest value of the lanes up to this one.
+__device__ __forceinline__ std::int32_t warp_prefix_max(std::int32_t value) {
+#pragma unroll
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const std::int32_t before = __shfl_up_sync(kAllLanes, value, step);
+    if (threadIdx.x % 32 >= step) value = max(value, before);
+  }
+  return value;
+}
+// Returns the sum of the lanes up to this one.
+__device__ __forceinline__ std::int32_t warp_prefix_sum(std::int32_t value) {
+#pragma unroll
+  for (unsigned step = 1; step < 32; step *= 2) {
+    const std::int32_t before = __shfl_up_sync(kAllLanes, value, step);
+    if (threadIdx.x % 32 >= step) value += before;
+  }
+  return value;
 }
 // Raises `out` by the block's largest bit pattern.
 __device__ __forceinline__ void raise_by_block(std::uint32_t* out, std::uint32_t m) {

@@ -5,7 +5,7 @@
 
 #include "cuda/backend.h"
 #include "cuda/common/launch.h"
-#include "cuda/common/tile.cuh"
+#include "cuda/common/reduce.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -14,27 +14,10 @@ struct Sums {
   std::int32_t of_unit[kGroupUnits];
 };
 
-// Returns the largest value of the lanes up to this one.
-__device__ __forceinline__ std::int32_t warp_prefix_max(std::int32_t value) {
-  const unsigned lane = threadIdx.x % 32;
-#pragma unroll
-  for (unsigned step = 1; step < 32; step *= 2) {
-    const std::int32_t before = __shfl_up_sync(kAllLanes, value, step);
-    if (lane >= step) value = max(value, before);
-  }
-  return value;
-}
 // Returns the sums over the lanes up to this one.
 __device__ __forceinline__ Sums warp_prefix_sums(Sums sums) {
-  const unsigned lane = threadIdx.x % 32;
 #pragma unroll
-  for (unsigned step = 1; step < 32; step *= 2) {
-#pragma unroll
-    for (std::int32_t& sum : sums.of_unit) {
-      const std::int32_t before = __shfl_up_sync(kAllLanes, sum, step);
-      if (lane >= step) sum += before;
-    }
-  }
+  for (std::int32_t& sum : sums.of_unit) sum = warp_prefix_sum(sum);
   return sums;
 }
 
