@@ -1,0 +1,339 @@
+"""Products of experts on the GPU against bf16's grouped product of the same run: tables, and JSON.
+
+python benchmarks/gpu_grouped.py [--quick] [--recipes nvfp4,…]
+
+casts       x of every preset, rowwise, columnwise and both: groups against the dense cast of
+            the same size, in TB/s of the fewest bytes, padding counted
+engines     torch's grouped products alone, against cuBLAS's dense product of the same size
+layers      forward and backward of mf.scaled_grouped_mm, weights cast anew, against compiled
+            torch._grouped_mm, on even groups and on a router's counts; medians, alternately
+"""
+
+from __future__ import annotations
+
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import _gpu_timing as timing  # first: it makes minifloat importable
+import minifloat as mf
+import torch
+from minifloat._native import ops
+from torch import Tensor
+
+Shape = tuple[int, int, int, int]  # M, N, K, E
+SHAPES: list[Shape] = [
+    (32768, 8192, 5120, 2),
+    (32768, 2048, 7168, 8),
+    (16384, 4096, 4096, 8),
+    (131072, 1536, 2048, 128),
+]
+# Least speed against torch's bf16 grouped product, at each of SHAPES.
+_EXACT_FP4 = (0.78, 0.68, 0.66)
+BARS: dict[str, tuple[float, ...]] = {
+    "fp8_delayed": (1.52, 1.36, 1.33),
+    "fp8_tensorwise": (1.45, 1.27, 1.24),
+    "fp8_rowwise": (1.44, 1.26, 1.23, 1.05),
+    "fp8_blockwise": (1.25, 1.15, 1.12),
+    "mxfp4": (1.35, 1.15, 1.12),
+    "nvfp4_pow2": (1.25, 1.02, 1.00),
+    "mxfp8": (0.86, 0.77, 0.76),
+    "nvfp4": _EXACT_FP4,
+    "mxfp8_nvfp4": _EXACT_FP4,
+}
+BASE = "torch bf16"
+CAST_SHAPE = (32768, 7168)
+CASTS = ["e4m3/tensor", "e4m3/row", "e4m3/1x128", "mxfp8", "mxfp4", "nvfp4"]
+GRADIENTS = [
+    ("e5m2/tensor", "e5m2/tensor"),
+    ("mxfp4+sr+rht", "mxfp4+sr+rht"),
+    ("nvfp4+sr", "nvfp4+sr+rht"),
+    ("nvfp4+pow2+sr", "nvfp4+pow2+sr+rht"),
+]
+CAST_BARS = {"8 even": 0.95, "64 uneven": 0.85, "a quarter": 1 / 1.1}
+
+
+# ---- Groups --------------------------------------------------------------------------------------
+
+
+def even_ends(rows: int, groups: int, device: torch.device) -> Tensor:
+    sizes = torch.full((groups,), rows // groups)
+    sizes[-1] += rows - int(sizes.sum())
+    return sizes.cumsum(0).to(device, torch.int32)
+
+
+def routed_ends(rows: int, groups: int, device: torch.device) -> Tensor:
+    """Ends of a router's counts: skewed, unaligned, and with two groups empty where there are 4."""
+    random = torch.Generator().manual_seed(7)
+    load = torch.rand(groups, generator=random).pow(2) + 0.05
+    if groups >= 4:
+        load[[1, groups - 1]] = 0
+    sizes = (load / load.sum() * rows).floor().long()
+    sizes[load.argmax()] += rows - int(sizes.sum())
+    return sizes.cumsum(0).to(device, torch.int32)
+
+
+# ---- Casts ---------------------------------------------------------------------------------------
+
+
+@dataclass
+class CastRow:
+    cast: str
+    groups: str
+    dense_tb_s: float
+    tb_s: float
+    bar: float
+
+
+def cast_call(x: Tensor, row: str, col: str, table: Tensor | None) -> Callable[[], Any]:
+    rng = torch.tensor([1, 2], device=x.device)
+    return lambda: ops.quantize(x, row, col, rng=rng, groups=table)
+
+
+def cast_tb_s(row: str, col: str, rows: int, used: int, ends: Tensor | None) -> float:
+    """Times a cast. used: the rows that lie in groups."""
+    device = torch.device("cuda") if ends is None else ends.device
+    copies = timing.copies_of(2 * used * CAST_SHAPE[1], device)
+    xs = [
+        torch.randn(rows, CAST_SHAPE[1], device=device, dtype=torch.bfloat16) for _ in range(copies)
+    ]
+    table = None if ends is None else ops.group_table(ends, rows)
+    out = ops.quantize(xs[0], row, col, rng=torch.tensor([1, 2], device=device), groups=table)
+    written = sum(out[i].nbytes for i in (0, 1, 4, 5)) * used / rows
+    ms = timing.kernel_ms([cast_call(x, row, col, table) for x in xs], device, 7)
+    return (used * CAST_SHAPE[1] * 2 + written) / ms / 1e9
+
+
+def measure_casts(device: torch.device, quick: bool) -> list[CastRow]:
+    m = CAST_SHAPE[0]
+    pairs = [*((spec, spec) for spec in CASTS), *GRADIENTS]
+    rows = []
+    for row, col in pairs[:2] if quick else pairs:
+        for name, a, b in (("rowwise", row, ""), ("columnwise", "", col), ("both", row, col)):
+            dense = cast_tb_s(a, b, m, m, None)
+            for what, ends, length, used in (
+                ("8 even", even_ends(m, 8, device), m, m),
+                ("64 uneven", routed_ends(m, 64, device), m, m),
+                ("a quarter", even_ends(m // 4, 8, device), m, m // 4),
+            ):
+                base = dense
+                if what == "a quarter":  # against a buffer without a tail
+                    base = cast_tb_s(a, b, used, used, ends)
+                got = cast_tb_s(a, b, length, used, ends)
+                label = f"{name} {a or b}" if not (a and b) else f"{name} {a}, {b}"
+                rows.append(CastRow(label, what, base, got, CAST_BARS[what]))
+    return rows
+
+
+def print_casts(rows: list[CastRow]) -> bool:
+    print(
+        f"\ncasts of x {CAST_SHAPE[0]} x {CAST_SHAPE[1]}, bf16: TB/s, and a share of the dense cast"
+        " (a quarter: of a buffer without a tail)"
+    )
+    met = True
+    for r in rows:
+        share = r.tb_s / r.dense_tb_s
+        met = met and share >= r.bar
+        print(
+            f"{r.cast:44} {r.groups:10} {r.dense_tb_s:6.2f} {r.tb_s:6.2f} {share:6.1%} "
+            f"{r.bar:5.0%}{'' if share >= r.bar else '  MISSED'}"
+        )
+    return met
+
+
+# ---- Engines -------------------------------------------------------------------------------------
+
+
+@dataclass
+class EngineRow:
+    shape: Shape
+    product: str
+    tflop_s: float
+    dense_tflop_s: float
+
+
+def fp8(rows: int, cols: int, device: torch.device) -> Tensor:
+    return torch.randn(rows, cols, device=device).to(torch.float8_e4m3fn)
+
+
+def measure_engines(shape: Shape, device: torch.device) -> list[EngineRow]:
+    m, n, k, e = shape
+    ends = even_ends(m, e, device)
+    ones = lambda *size: torch.ones(*size, device=device)  # noqa: E731
+    x, g = (torch.randn(m, c, device=device, dtype=torch.bfloat16) for c in (k, n))
+    w = torch.randn(e, n, k, device=device, dtype=torch.bfloat16)
+    x8, w8 = fp8(m, k, device), torch.randn(e, n, k, device=device).to(torch.float8_e4m3fn)
+    xt, gt = fp8(k, m, device), fp8(n, m, device)
+    flops = 2 * m * n * k / 1e9
+
+    def rate(call: Callable[[], Any]) -> float:
+        return flops / timing.kernel_ms([call] * 3, device, 5)
+
+    dense = {
+        fast: rate(
+            lambda f=fast: torch._scaled_mm(
+                x8, w8[0].t(), ones(m, 1), ones(1, n), out_dtype=torch.bfloat16, use_fast_accum=f
+            )
+        )
+        for fast in (True, False)
+    }
+    dense_bf16 = rate(lambda: x @ w[0].t())
+    rows = [
+        EngineRow(
+            shape,
+            "bf16 along rows",
+            rate(lambda: torch._grouped_mm(x, w.transpose(1, 2), offs=ends)),
+            dense_bf16,
+        ),
+        EngineRow(
+            shape,
+            "bf16 along the contraction",
+            rate(lambda: torch._grouped_mm(g.t(), x, offs=ends)),
+            dense_bf16,
+        ),
+    ]
+    for fast in (True, False):
+        name = "fast" if fast else "exact"
+        along_rows = rate(
+            lambda f=fast: torch._scaled_grouped_mm(
+                x8,
+                w8.transpose(1, 2),
+                ones(m),
+                ones(e, n),
+                offs=ends,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=f,
+            )
+        )
+        along_k = rate(
+            lambda f=fast: torch._scaled_grouped_mm(
+                gt,
+                xt.t(),
+                ones(e * n),
+                ones(e * k),
+                offs=ends,
+                out_dtype=torch.bfloat16,
+                use_fast_accum=f,
+            )
+        )
+        rows.append(EngineRow(shape, f"FP8 {name} along rows", along_rows, dense[fast]))
+        rows.append(EngineRow(shape, f"FP8 {name} along the contraction", along_k, dense[fast]))
+    return rows
+
+
+def print_engines(rows: list[EngineRow]) -> None:
+    print("\ntorch's grouped products, even groups: TFLOP/s, and a share of cuBLAS's dense product")
+    for r in rows:
+        print(f"{r.shape!s:28} {r.product:34} {r.tflop_s:7.0f} {r.tflop_s / r.dense_tflop_s:6.1%}")
+
+
+# ---- Layers --------------------------------------------------------------------------------------
+
+
+@dataclass
+class LayerRow:
+    recipe: str
+    shape: Shape
+    groups: str
+    ms: float
+    speed: float
+    bar: float | None
+
+
+def step_of(recipe: str, shape: Shape, ends: Tensor) -> Callable[[], None]:
+    m, n, k, e = shape
+    device = ends.device
+    a = torch.randn(m, k, device=device, dtype=torch.bfloat16, requires_grad=True)
+    w = (torch.randn(e, n, k, device=device, dtype=torch.bfloat16) / k**0.5).requires_grad_()
+    g = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+    rng = torch.tensor([1, 2], device=device)
+    history = None
+    if mf.Recipe(recipe or "bf16").is_delayed:
+        history = torch.ones(6, e, 17, device=device)
+    bf16 = torch.compile(lambda x, b: torch._grouped_mm(x, b, offs=ends))
+
+    def step() -> None:
+        a.grad = w.grad = None
+        b = w.transpose(-2, -1)
+        if recipe:
+            y = mf.scaled_grouped_mm(a, b, ends, recipe, rng=rng, amax_history=history)
+        else:
+            y = bf16(a, b)
+        y.backward(g)
+
+    return step
+
+
+def measure_layers(
+    shape: Shape, recipes: list[str], groups: str, device: torch.device, rounds: int
+) -> list[LayerRow]:
+    m, _, _, e = shape
+    ends = (even_ends if groups == "even" else routed_ends)(m, e, device)
+    timing.compile_each_shape()
+    base = step_of("", shape, ends)
+    rows = [LayerRow(BASE, shape, groups, 0.0, 1.0, None)]
+    for recipe in recipes:
+        step = step_of(recipe, shape, ends)
+        times: dict[str, list[float]] = {"": [], recipe: []}
+        for _ in range(rounds):
+            for name, f in (("", base), (recipe, step)):
+                times[name] += timing.event_ms(f, 4)[1:]
+        ms, bf16_ms = statistics.median(times[recipe]), statistics.median(times[""])
+        bars = BARS.get(recipe, ())
+        at = SHAPES.index(shape) if shape in SHAPES else len(bars)
+        bar = bars[at] if at < len(bars) and groups == "even" else None
+        rows.append(LayerRow(recipe, shape, groups, ms, bf16_ms / ms, bar))
+        rows[0].ms = bf16_ms
+        del step
+        torch.cuda.empty_cache()
+    return rows
+
+
+def print_layers(rows: list[LayerRow]) -> bool:
+    met = True
+    print(f"\nforward + backward, (M, N, K, E) = {rows[0].shape}, {rows[0].groups} groups")
+    for r in rows:
+        missed = r.bar is not None and r.speed < r.bar
+        met = met and not missed
+        bar = "" if r.bar is None else f"{r.bar:.2f}"
+        print(f"{r.recipe:20} {r.ms:8.3f} ms {r.speed:6.2f} {bar:>5}{'  MISSED' if missed else ''}")
+    return met
+
+
+def main() -> int:
+    parser = timing.arguments(__doc__, "gpu_grouped.json")
+    parser.add_argument("--recipes", type=lambda s: s.split(","), default=list(BARS))
+    parser.add_argument(
+        "--parts", type=lambda s: s.split(","), default=["casts", "engines", "layers"]
+    )
+    args = parser.parse_args()
+    device = timing.require_device(args.device)
+    torch.manual_seed(0)
+    print(f"{timing.device_name(device)}, torch {torch.__version__}")
+    shapes = args.shapes or (SHAPES[:1] if args.quick else SHAPES)
+    met, casts, engines, layers = True, [], [], []
+    if "casts" in args.parts:
+        casts = measure_casts(device, args.quick)
+        met = print_casts(casts)
+    for shape in shapes:
+        if "engines" in args.parts:
+            engines += measure_engines(shape, device)
+        torch.cuda.empty_cache()
+        for groups in ("even",) if args.quick else ("even", "routed"):
+            if "layers" not in args.parts:
+                continue
+            here = measure_layers(shape, args.recipes, groups, device, 2 if args.quick else 5)
+            met = print_layers(here) and met
+            layers += here
+    if engines:
+        print_engines(engines)
+    rows = {"casts": casts, "engines": engines, "layers": layers}
+    timing.write_json(args.out, device, **{k: [asdict(r) for r in v] for k, v in rows.items()})
+    print(f"{args.out}; every bar {'met' if met else 'NOT met'}")
+    return 0 if met else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
