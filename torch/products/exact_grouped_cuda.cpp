@@ -54,21 +54,25 @@ Tensor group_factor(const ExactSide& a, const ExactSide& b) {
   return tensor_factor_of(a.factor ? *a.factor : *b.factor);
 }
 
+// Multiplies sums by a factor, in place: computed in fp32 and rounded once more.
+void scale(Tensor& sums, const Tensor& factor) { at::mul_out(sums, sums, factor); }
+
 Tensor multiply_rows(const ProductCall& call) {
   const ExactSide a = exact_side(call.product.a, call.a, call.k, call.groups),
                   b = exact_side(call.product.b, call.b, call.k);
   Tensor out = sums_of(aligned(a.values), aligned(b.values), ends_of(call.groups, 0));
   const Tensor factor = group_factor(a, b);
+  Tensor of_rows = a.row_factors;  // (M), with the factor of each row's group
   if (factor.defined() || b.row_factors.defined()) {
     const Tensor group = group_of_rows(call.groups, out.size(0));
-    if (factor.defined())
-      out = out * factor.reshape(-1)
-                      .expand(call.groups.table->size(1) - 1)
-                      .index_select(0, group)
-                      .unsqueeze(1);
-    if (b.row_factors.defined()) out = out * b.row_factors.index_select(0, group);
+    if (factor.defined()) {
+      const Tensor of_groups = factor.reshape(-1).expand(call.groups.table->size(1) - 1);
+      const Tensor of_group = of_groups.index_select(0, group);
+      of_rows = of_rows.defined() ? of_rows * of_group : of_group;
+    }
+    if (b.row_factors.defined()) scale(out, b.row_factors.index_select(0, group));
   }
-  if (a.row_factors.defined()) out = out * a.row_factors.unsqueeze(1);
+  if (of_rows.defined()) scale(out, of_rows.unsqueeze(1));
   return add_group_bias(out, call.groups, call.result);
 }
 
@@ -82,9 +86,9 @@ Tensor multiply_columns(const ProductCall& call) {
   const Tensor left = columns(a, call.product.a), right = columns(b, call.product.b);
   Tensor out = sums_of(left, right, ends_of(call.groups, is_padded ? call.groups.unit : 0));
   const Tensor factor = group_factor(a, b);
-  if (factor.defined()) out = out * factor.reshape({-1, 1, 1});
-  if (a.row_factors.defined()) out = out * a.row_factors.unsqueeze(2);
-  if (b.row_factors.defined()) out = out * b.row_factors.unsqueeze(1);
+  if (factor.defined()) scale(out, factor.reshape({-1, 1, 1}));
+  if (a.row_factors.defined()) scale(out, a.row_factors.unsqueeze(2));
+  if (b.row_factors.defined()) scale(out, b.row_factors.unsqueeze(1));
   return to_dtype(out, call.result.dtype);
 }
 
