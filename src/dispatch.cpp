@@ -109,7 +109,8 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
   const Spec& spec = operand.spec;
   const std::int64_t rows = columnwise ? x.cols : x.rows, cols = columnwise ? x.rows : x.cols;
   const bool is_padded = columnwise && x.groups;  // an empty group has codes
-  const bool any = x.batch * rows * (is_padded ? cols + x.groups.count : cols) > 0;
+  const std::int64_t parts = x.groups ? x.groups.count : x.batch;
+  const bool any = parts * rows * (is_padded ? cols + parts : cols) > 0;
   MINIFLOAT_CHECK(!spec.is_bf16(),
                   "quantize: bf16 is the identity and has no codes; expected a quantizing spec");
   MINIFLOAT_CHECK(operand.codes || !any, "quantize: expected a codes buffer for ", spec.str(),
@@ -140,17 +141,20 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
                   spec.str(), ", got ", operand.origin.col);
 }
 
+// Returns whether any code of the operand is read.
+bool has_elements(const Quantized& q) { return q.parts() * q.rows * q.cols > 0; }
+
 void check_quantized(const char* function, const Quantized& q) {
   check_device(function, q.device);
   MINIFLOAT_CHECK(!q.spec.is_bf16(), function, ": bf16 is the identity and has no codes");
   check_sizes(function, q.batch, q.rows, q.cols);
   check_groups(function, q);
-  MINIFLOAT_CHECK((q.codes && q.scale) || q.batch * q.rows * q.cols == 0, function,
+  MINIFLOAT_CHECK((q.codes && q.scale) || !has_elements(q), function,
                   ": expected codes and scale, got null");
 }
 
 void check_nvfp4_amax(const char* function, const Quantized& q) {
-  MINIFLOAT_CHECK(q.spec.rule != ScaleRule::kNvfp4 || q.amax || q.batch == 0, function, ": ",
+  MINIFLOAT_CHECK(q.spec.rule != ScaleRule::kNvfp4 || q.amax || q.parts() == 0, function, ": ",
                   q.spec.str(), " needs the tensor amax that its scales were made with, got null");
 }
 
@@ -195,13 +199,13 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
 void dequantize(const Quantized& operand, DType dtype, void* out, const Execution& execution) {
   check_quantized("dequantize", operand);
   check_nvfp4_amax("dequantize", operand);
-  if (operand.batch * operand.rows * operand.cols == 0) return;
+  if (!has_elements(operand)) return;
   MINIFLOAT_ON(operand.device, dequantize(operand, dtype, out, execution));
 }
 
 void decode_for_product(const Quantized& operand, std::uint16_t* out, const Execution& execution) {
   check_quantized("decode_for_product", operand);
-  if (operand.batch * operand.rows * operand.cols == 0) return;
+  if (!has_elements(operand)) return;
   MINIFLOAT_ON(operand.device, decode_for_product(operand, out, execution));
 }
 
