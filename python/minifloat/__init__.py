@@ -25,6 +25,7 @@ from .nn.delayed_scaling import step
 from .nn.linear import Linear
 from .nn.selection import Report, auto_filter_small_kn
 from .recipe import Product, Recipe, RecipeMap, presets
+from .tensor.groups import check_groups, group_table
 from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm
 from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.transforms import hadamard, swizzle_scales, transpose_codes, unswizzle_scales
@@ -45,7 +46,9 @@ __all__ = [
     "attach_wires",
     "auto_filter_small_kn",
     "cast_master_weights_to_nvfp4",
+    "check_groups",
     "dequantize",
+    "group_table",
     "hadamard",
     "linear",
     "linear_group",

@@ -57,6 +57,7 @@ class Spec:
     bits: float  # bits of an element, block scales included
     block: tuple[int, int]  # rows and columns as read that share a block scale; (0, 0): no blocks
     alignment: tuple[int, int]  # a cut at multiples splits no block, transform or byte of codes
+    group_unit: int  # least unit of groups along the contraction dimension, in columns as read
     transform: int  # points of the Hadamard transform; 0: none
     is_bf16: bool  # the operand stays in high precision
     has_blocks: bool
@@ -118,6 +119,7 @@ def _parse(text: str) -> Spec:
         bits=code_bits + scale_bits,
         block=(height, width),
         alignment=(max(height, 1), max(width, transform, 8 // code_bits, 1)),
+        group_unit=max(16 if code_bits == 8 else 32, width, transform),
         transform=transform,
         is_bf16=elements == "bf16",
         has_blocks=has_blocks,

@@ -5,7 +5,8 @@
     y = mf.scaled_mm(a, b)                   a (m, k) · b (n, k)ᵀ, both read K-major
 
 "As read" means x itself, or its transpose where columnwise is True. Codes, scales, amax and
-positions are those of the matrix as read.
+positions are those of the matrix as read. The rows of x may lie in groups (groups.py): columnwise,
+each group begins at a multiple of a unit, and the operand has L columns as read.
 """
 
 from __future__ import annotations
@@ -39,10 +40,14 @@ class Quantized:
         scale: float32, float8_e4m3fn or float8_e8m0fnu: the factors of codes, not swizzled. Its
             shape is (), (…, rows) or (…, rows of blocks, columns of blocks).
         amax: float32, the active amax: () or (batch) of a tensor, (…, rows) of rows; empty where
-            only blocks have one.
+            only blocks have one. Of E groups: (E) of a tensor; (rows) of rows, or (E, rows) with
+            groups along the contraction dimension.
         spec: the canonical operand spec.
-        shape: (…, rows, cols) as read.
+        shape: (…, rows, cols) as read; (rows, L) with groups along the contraction dimension.
         columnwise: whether the operand as read is the transpose.
+        groups: the table that mf.group_table returned; None: no groups. Codes, scales and amaxes of
+            no group are unspecified.
+        group_unit: the unit of groups along the contraction dimension; 0: groups lie along rows.
     """
 
     codes: Tensor
@@ -51,6 +56,8 @@ class Quantized:
     spec: str
     shape: tuple[int, ...]
     columnwise: bool = False
+    groups: Tensor | None = None
+    group_unit: int = 0
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> Tensor:
         """Returns mf.dequantize of this operand."""
@@ -59,13 +66,22 @@ class Quantized:
     def __reduce__(self) -> tuple[Any, ...]:
         # The scale is pickled as bytes: pickle cannot read torch's one-byte float dtypes.
         description = (self.spec, tuple(self.shape), self.columnwise)
-        return _rebuild, (self.codes, raw_scale(self), self.amax, *description)
+        groups = () if self.groups is None else (self.groups, self.group_unit)
+        return _rebuild, (self.codes, raw_scale(self), self.amax, *description, *groups)
 
 
 def _rebuild(
-    codes: Tensor, raw: Tensor, amax: Tensor, spec: str, shape: tuple[int, ...], columnwise: bool
+    codes: Tensor,
+    raw: Tensor,
+    amax: Tensor,
+    spec: str,
+    shape: tuple[int, ...],
+    columnwise: bool,
+    groups: Tensor | None = None,
+    group_unit: int = 0,
 ) -> Quantized:
-    return Quantized(codes, raw.view(Spec.parse(spec).scale_dtype), amax, spec, shape, columnwise)
+    scale = raw.view(Spec.parse(spec).scale_dtype)
+    return Quantized(codes, scale, amax, spec, shape, columnwise, groups, group_unit)
 
 
 torch.serialization.add_safe_globals([_rebuild])
@@ -80,6 +96,10 @@ def quantize(
     seed: int = 0,
     stream: int = 0,
     origin: tuple[int, int] = (0, 0),
+    groups: Tensor | None = None,
+    group_unit: int = 0,
+    row_ids: Tensor | None = None,
+    first_expert: int = 0,
 ) -> Quantized:
     """Casts x to low precision, with equal bytes on every device.
 
@@ -88,12 +108,21 @@ def quantize(
         spec: the operand spec.
         columnwise: whether to quantize the transpose, with blocks along x's rows.
         amax: float32, the active amax: () or (batch) of tensor and NVFP4 scaling, (…, rows), as
-            read, of row scaling; None: the current amax of x.
+            read, of row scaling; None: the current amax of x. With groups, shaped as
+            Quantized.amax.
         seed: key of the random bits of `+sr`, 64 bits with sign.
         stream: name of the use of the random bits, 64 bits with sign.
-        origin: (row, col), as read, of x within the matrix that x is a shard of. The codes are
-            those that the whole matrix has there. Under `+sr` random bits repeat in matrices of
+        origin: (row, col) of x within the matrix that x is a shard of. The codes are those that the
+            whole matrix has there. Under `+sr` random bits repeat in matrices of
             more than 2^32 rows or 2^36 columns as read.
+        groups: the table that mf.group_table(offs, rows) returned, for x (rows, cols). Each group
+            is cast as a matrix of its own. Rows past the last group are not read.
+        group_unit: least unit of the columns of a columnwise operand: 16, 32, 64 or 128; 0: the
+            spec's own.
+        row_ids: int32 (rows), the row of the random counter for each row of a rowwise operand with
+            groups; None: its index in x.
+        first_expert: number e of the first group or matrix of a batch. The row of the random
+            counter is e · rows + row, as read, in batches and columnwise groups.
 
     Returns:
         Codes, scales and active amax.
@@ -101,8 +130,9 @@ def quantize(
     Raises:
         TypeError, ValueError: an argument is not as expected. Nothing has been computed then.
 
-    Source: docs/numerics.md, sections 1 to 7. MX: OCP Microscaling Formats (MX) Specification v1.0.
-    NVFP4: Transformer Engine's order of operations. `+4over6`: arXiv 2512.02010.
+    Source: docs/numerics.md, sections 1 to 7 and 10. MX: OCP Microscaling Formats (MX)
+    Specification v1.0. NVFP4: Transformer Engine's order of operations. `+4over6`: arXiv
+    2512.02010.
     """
     require_tensor("quantize: x", x)
     parsed = Spec.parse(spec)
@@ -121,12 +151,23 @@ def quantize(
         stream_row=stream,
         stream_col=stream,
         origin=list(origin),
+        groups=groups,
+        group_unit=group_unit,
+        row_ids=row_ids,
+        first_expert=first_expert,
     )
-    return read_direction(out, x, parsed.text, columnwise)
+    q = read_direction(out, x, parsed.text, columnwise)
+    if groups is None:
+        return q
+    if not columnwise:
+        return replace(q, groups=groups)
+    unit = max(group_unit, parsed.group_unit)
+    length = q.codes.shape[-1] * (8 // parsed.code_bits)  # L, whole units
+    return replace(q, shape=(x.shape[-1], length), groups=groups, group_unit=unit)
 
 
 def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool) -> Quantized:
-    """Returns one direction of the operator quantize's result for x."""
+    """Returns one direction of the operator quantize's result for x without groups."""
     codes, scale, active_amax = out[4:7] if columnwise else out[:3]
     *batch, rows, cols = x.shape
     shape = (*batch, cols, rows) if columnwise else (*batch, rows, cols)
@@ -157,7 +198,7 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
 
     Returns:
         (…, rows, cols). An operand with `+rht` stays transformed: its last dimension is padded to
-        whole transforms.
+        whole transforms. Values of no group are unspecified.
 
     Raises:
         TypeError: `q` is no Quantized.
@@ -166,31 +207,46 @@ def dequantize(q: Quantized, dtype: torch.dtype = torch.float32) -> Tensor:
     Source: docs/numerics.md, section 1.
     """
     q = require_quantized("dequantize: q", q)
-    return ops.dequantize(q.codes, q.scale, q.amax, q.spec, q.shape[-1], dtype=dtype)
+    return ops.dequantize(
+        q.codes,
+        q.scale,
+        q.amax,
+        q.spec,
+        q.shape[-1],
+        dtype=dtype,
+        groups=q.groups,
+        group_unit=q.group_unit,
+    )
 
 
-def amax(x: Tensor, spec: str, *, columnwise: bool = False) -> Tensor:
+def amax(x: Tensor, spec: str, *, columnwise: bool = False, groups: Tensor | None = None) -> Tensor:
     """Computes the current amax of x, max |x| after the transform, as a spec needs it.
 
     Args:
         x: (rows, cols) or (batch, rows, cols), float32 or bfloat16.
         spec: an operand spec with tensor, row or NVFP4 scaling.
         columnwise: whether the operand as read is the transpose.
+        groups: the table that mf.group_table(offs, rows) returned, for x (rows, cols).
 
     Returns:
-        float32: () or (batch) of a tensor, (…, rows), as read, of rows.
+        float32: () or (batch) of a tensor, (…, rows), as read, of rows. Of E groups: (E) of a
+        tensor; of rows, (rows) rowwise and (E, rows as read) columnwise. Rows of no group are
+        unspecified.
 
     Raises:
         TypeError: `spec` is no str.
-        ValueError: `spec` is no spec, or only its blocks have an amax.
+        ValueError: `spec` is no spec, or only its blocks have an amax; `groups` is no table for x,
+            or the spec has 2D blocks, which the end of a group would cut.
     """
-    return ops.amax(x, require_text("amax: spec", spec), columnwise)
+    return ops.amax(x, require_text("amax: spec", spec), columnwise, groups=groups)
 
 
 def _operand(name: str, x: Quantized | Tensor) -> tuple[Tensor, Tensor, Tensor, str, int]:
     """Returns codes, scale, amax, spec and contraction length of an operand of scaled_mm."""
     if isinstance(x, Quantized):
         require_quantized(f"scaled_mm: {name}", x)
+        if x.groups is not None:
+            raise ValueError(f"scaled_mm: expected {name} without groups, got a grouped operand")
         return x.codes, x.scale, x.amax, x.spec, x.shape[-1]
     if not isinstance(x, Tensor):
         raise TypeError(
@@ -274,6 +330,8 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
     """
     if not isinstance(part, Quantized):
         raise TypeError(f"{name}: expected Quantized, got {type(part).__name__}")
+    if part.groups is not None:
+        raise ValueError(f"{name}: expected a matrix without groups, got a grouped operand")
     is_matrix = isinstance(part.shape, (tuple, list)) and len(part.shape) == 2
     if not is_matrix or part.columnwise != columnwise:
         raise ValueError(
@@ -312,18 +370,19 @@ def transposed(q: Quantized) -> Quantized:
 
 
 def map_tensors(q: Quantized, fn: Callable[[Tensor], Tensor]) -> Quantized:
-    """Returns the operand with `fn` of its tensors."""
-    return replace(q, codes=fn(q.codes), scale=fn(q.scale), amax=fn(q.amax))
+    """Returns the operand with `fn` of its tensors, the table of groups included."""
+    groups = None if q.groups is None else fn(q.groups)
+    return replace(q, codes=fn(q.codes), scale=fn(q.scale), amax=fn(q.amax), groups=groups)
 
 
 def same_layout(a: Quantized | None, b: Quantized | None) -> bool:
-    """Tells whether two operands have the same spec and shape, or are both None."""
+    """Tells whether two operands without groups have the same spec and shape, or are both None."""
     if a is None or b is None:
         return a is b
     return a.spec == b.spec and a.shape == b.shape
 
 
 def copy_bytes(target: Quantized, source: Quantized) -> None:
-    """Copies codes, scale and amax."""
+    """Copies codes, scale and amax of an operand without groups."""
     for name in ("codes", "scale", "amax"):
         getattr(target, name).copy_(getattr(source, name))

@@ -10,7 +10,13 @@ HADAMARD_SIGNS = 0xD7E8  # a bit a point, repeated every 16; a set bit is -1
 
 
 def hadamard(
-    x: Tensor, points: int = 16, *, columnwise: bool = False, signs: int = HADAMARD_SIGNS
+    x: Tensor,
+    points: int = 16,
+    *,
+    columnwise: bool = False,
+    signs: int = HADAMARD_SIGNS,
+    groups: Tensor | None = None,
+    group_unit: int = 0,
 ) -> Tensor:
     """Computes the randomised Hadamard transform along the columns as read.
 
@@ -19,16 +25,20 @@ def hadamard(
         points: 16, 32, 64 or 128.
         columnwise: whether to transform the transpose, along x's rows.
         signs: 16 bits, one a point and repeated every 16; a set bit is -1.
+        groups: the table that mf.group_table(offs, rows) returned, for x (rows, cols). Each group
+            is transformed as a matrix of its own.
+        group_unit: least unit of the columns of columnwise groups: 16, 32, 64 or 128; 0: `points`.
 
     Returns:
-        bfloat16 (…, rows, cols) as read, with cols padded to a multiple of `points`.
+        bfloat16 (…, rows, cols) as read, with cols padded to a multiple of `points`; (cols, L) of
+        columnwise groups. Values of no group are unspecified.
 
     Raises:
         ValueError: an argument is not as expected.
 
-    Source: docs/numerics.md, section 6; the default signs are Transformer Engine's.
+    Source: docs/numerics.md, sections 6 and 10; the default signs are Transformer Engine's.
     """
-    return ops.hadamard(x, points, columnwise, signs)
+    return ops.hadamard(x, points, columnwise, signs, groups=groups, group_unit=group_unit)
 
 
 def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None, groups: str = "") -> Tensor:
@@ -36,7 +46,8 @@ def swizzle_scales(scale: Tensor, *, offs: Tensor | None = None, groups: str = "
 
     Args:
         scale: (rows, cols) or (batch, rows, cols), float8_e4m3fn, float8_e8m0fnu or uint8.
-        offs: int32 (groups), the end of each group of rows or columns of the operand.
+        offs: int32 (groups), the end of each group of rows or columns of the scales. The last may
+            lie below their number: scales past it have no tile.
         groups: "m" or "k": the dimension that `offs` cuts; each group has tiles of its own. "": no
             groups.
 

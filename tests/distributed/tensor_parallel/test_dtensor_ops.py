@@ -55,6 +55,7 @@ def check_rules(rank):
                 assert same_bytes(got.full_tensor(), ops.hadamard(x, 16, columnwise)), where
     assert sharded > 30, sharded
     check_whole_rules(mesh, x)
+    check_grouped_rules(mesh, x)
 
 
 def check_whole_rules(mesh, x):
@@ -77,6 +78,33 @@ def check_whole_rules(mesh, x):
     misplaced = distribute_tensor(ops.amax(x, "e4m3/row", True), mesh, [Shard(0)])
     with pytest.raises(RuntimeError, match="expected amaxes and rng as Replicate"):
         ops.quantize(d, "e4m3/row", "e4m3/row", amax_col=misplaced)
+
+
+def check_grouped_rules(mesh, x):
+    """Checks that ops with groups, whose table counts rows of the whole, are computed whole."""
+    d, offs = distribute_tensor(x, mesh, [Shard(0)]), torch.tensor([64, 64, 256]).int()
+    table = ops.group_table(offs, 256)
+    groups = distribute_tensor(table, mesh, [Replicate()])
+    for spec in ("nvfp4", "e4m3/row"):
+        whole = ops.quantize(x, spec, "", groups=table)
+        sharded = ops.quantize(d, spec, "", groups=groups)
+        for a, b in zip(sharded, whole):
+            assert same_bytes(a.full_tensor(), b), spec
+        values_ = ops.dequantize(*sharded[:3], spec, 512, groups=groups)
+        want = ops.dequantize(*whole[:3], spec, 512, groups=table)
+        assert same_bytes(values_.full_tensor(), want), spec
+        amax = ops.amax(d, spec, groups=groups)
+        assert same_bytes(amax.full_tensor(), ops.amax(x, spec, groups=table)), spec
+    transformed = ops.hadamard(d, 16, groups=groups)
+    assert same_bytes(transformed.full_tensor(), ops.hadamard(x, 16, groups=table))
+    misplaced = distribute_tensor(table, mesh, [Shard(0)])
+    for call in (
+        lambda: ops.quantize(d, "mxfp8", "", groups=misplaced),
+        lambda: ops.amax(d, "nvfp4", groups=misplaced),
+        lambda: ops.hadamard(d, groups=misplaced),
+    ):
+        with pytest.raises(RuntimeError, match=r"expected .* as Replicate\(\)"):
+            call()
 
 
 def test_pure_ops():

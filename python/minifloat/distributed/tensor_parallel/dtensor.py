@@ -85,40 +85,53 @@ def cuts_evenly(x: Any, dim: int, multiple: int) -> bool:
     return x.shape[dim] % (x.mesh.size() * multiple) == 0
 
 
+def passed_groups(op: str, options: dict[str, Any]) -> list[Any]:
+    """Returns the placement of a table of groups that is passed; [] without groups.
+
+    The table counts the rows of the whole matrix, so groups are never sharded.
+    """
+    placements = getattr(options.get("groups"), "placements", ())
+    if any(at != REPLICATED for at in placements):
+        raise ValueError(f"{op}: expected groups as Replicate(), got {placements}")
+    return [REPLICATED] if placements else []
+
+
 @sharding_rule(ops.amax.default)
-def shard_amax(x: Any, spec: str, columnwise: bool = False) -> list[Rule]:
-    """Lists rules of amax: shards of rows for amaxes of rows, else replicated.
+def shard_amax(x: Any, spec: str, columnwise: bool = False, **options: Any) -> list[Rule]:
+    """Lists rules of amax: shards of rows for amaxes of rows without groups, else replicated.
 
     The amax of a tensor is no Partial("max"), whose reduction may lose a NaN.
     """
-    rules: list[Rule] = [([REPLICATED], [REPLICATED, None, None])]
+    groups = passed_groups("amax", options)
+    rules: list[Rule] = [([REPLICATED], [REPLICATED, None, None, *groups])]
     rows = x.ndim - (1 if columnwise else 2)
-    if Spec.parse(spec).amax_of == "row":
+    if Spec.parse(spec).amax_of == "row" and not groups:
         rules.append(([Shard(x.ndim - 2)], [Shard(rows), None, None]))
     return rules
 
 
 @sharding_rule(ops.hadamard.default)
 def shard_hadamard(
-    x: Any, points: int = 16, columnwise: bool = False, signs: int = 0
+    x: Any, points: int = 16, columnwise: bool = False, signs: int = 0, **options: Any
 ) -> list[Rule]:
-    """Lists rules of hadamard: replicated, or shards of rows."""
+    """Lists rules of hadamard: replicated, or shards of rows without groups."""
+    groups = passed_groups("hadamard", options)
     rows = x.ndim - (1 if columnwise else 2)
     none = [None] * 3
-    return [
-        ([REPLICATED], [REPLICATED, *none]),
-        ([Shard(x.ndim - 2)], [Shard(rows), *none]),
-    ]
+    rules: list[Rule] = [([REPLICATED], [REPLICATED, *none, *groups])]
+    if not groups:
+        rules.append(([Shard(x.ndim - 2)], [Shard(rows), *none]))
+    return rules
 
 
 @sharding_rule(ops.dequantize.default)
 def shard_dequantize(
     codes: Any, scale: Any, amax: Any, spec: str, cols: int, **options: Any
 ) -> list[Rule]:
-    """Lists rules of dequantize: replicated, or shards of rows in whole blocks."""
-    rows = codes.ndim - 2
-    rules: list[Rule] = [([REPLICATED], [REPLICATED] * 3 + [None] * 2)]
-    if cuts_evenly(codes, rows, ops.shard_multiple(spec, False, 0)):
+    """Lists rules of dequantize: replicated, or shards of rows in whole blocks without groups."""
+    rows, groups = codes.ndim - 2, passed_groups("dequantize", options)
+    rules: list[Rule] = [([REPLICATED], [REPLICATED] * 3 + [None] * 2 + groups)]
+    if not groups and cuts_evenly(codes, rows, ops.shard_multiple(spec, False, 0)):
         of_rows = Shard(rows) if Spec.parse(spec).amax_of == "row" else REPLICATED
         each = Shard(rows) if Spec.parse(spec).has_blocks else of_rows
         rules.append(([Shard(rows)], [Shard(rows), each, of_rows, None, None]))
@@ -150,13 +163,15 @@ def direction_placements(
 def shard_quantize(x: Any, row: str, col: str, **options: Any) -> list[Rule]:
     """Lists rules of quantize: shards under nearest rounding with every amax they need, or whole.
 
-    DTensor redistributes no keyword arguments, so the placement of a passed amax selects the rule.
+    Operands with groups are whole. DTensor redistributes no keyword arguments, so the placement of
+    a passed amax selects the rule.
     """
     passed = {
         name: spec.placements for name, spec in options.items() if hasattr(spec, "placements")
     }
     rules: list[Rule] = []
-    for dim in (None,) if "rng" in passed else (None, x.ndim - 2, x.ndim - 1):
+    is_whole = "rng" in passed or "groups" in passed
+    for dim in (None,) if is_whole else (None, x.ndim - 2, x.ndim - 1):
         by_row = direction_placements(x, row, False, "amax_row" in passed, dim)
         by_col = direction_placements(x, col, True, "amax_col" in passed, dim)
         if by_row is None or by_col is None:
