@@ -25,7 +25,11 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from tests.support import fuzz_shard_calls, fuzz_weight_calls  # noqa: F401  register calls
+from tests.support import (  # noqa: F401  register calls
+    fuzz_group_calls,
+    fuzz_shard_calls,
+    fuzz_weight_calls,
+)
 from tests.support.fuzz_calls import CALLS, Call
 from tests.support.fuzz_values import Arena, any_value, is_dense, is_inside_memory, mutate
 
@@ -84,7 +88,7 @@ def leaves(value: Any) -> list[Tensor]:
             found += leaves([leaf.rowwise, leaf.columnwise])
             found += leaves(list(leaf.__dict__.get("columnwise_wire", ())))
         elif isinstance(leaf, mf.Quantized):
-            found += leaves([leaf.codes, leaf.scale, leaf.amax])
+            found += leaves([leaf.codes, leaf.scale, leaf.amax, leaf.groups])
         elif isinstance(leaf, Tensor):
             found.append(leaf)
     return found

@@ -1,0 +1,136 @@
+"""More valid calls for the op fuzzer: tables of groups, and ops with groups."""
+
+from __future__ import annotations
+
+import dataclasses
+from random import Random
+from typing import Any
+
+import minifloat as mf
+import torch
+from minifloat.spec import Spec
+from torch import Tensor
+
+from tests.support.fuzz_calls import Call, call, op_call, ops
+from tests.support.fuzz_values import Arena, values
+from tests.support.specs import SPECS
+
+FLOATS = (torch.float32, torch.bfloat16)
+FLAGS = ("", "+sr", "+rht", "+rht64", "+sr+rht128")
+SPECS_1D = [spec for spec in SPECS if Spec.parse(spec).block[0] <= 1]
+FP4_SPECS = ("mxfp4", "nvfp4+pow2")
+
+
+def _ends(rng: Random, arena: Arena, rows: int) -> Tensor:
+    ends = [rng.randrange(-2, rows + 3) for _ in range(rng.choice((0, 1, 2, 5)))]
+    return arena.place(torch.tensor(sorted(ends), dtype=torch.int32))
+
+
+def _values(rng: Random, arena: Arena) -> dict[str, Any]:
+    """Draws values, and the table of their groups."""
+    shape = [rng.choice((0, 1, 17, 48, 130)), rng.choice((1, 16, 33, 64, 130))]
+    x = arena.place(values(rng, shape, rng.choice(FLOATS)))
+    table = ops.group_table(_ends(rng, arena, shape[0]), shape[0])
+    return {"x": x, "groups": arena.place(table)}
+
+
+def _unit(rng: Random, *least: int) -> int:
+    return rng.choice([0, *(unit for unit in (16, 32, 64, 128) if unit >= max(least))])
+
+
+@call("group_table")
+@call("mf.group_table")
+def _group_table(rng: Random, arena: Arena) -> Call:
+    rows = rng.choice((0, 1, 40, 1 << 20))
+    return op_call("group_table", offs=_ends(rng, arena, rows), rows=rows)
+
+
+@call("check_groups")
+@call("mf.check_groups")
+def _check_groups(rng: Random, arena: Arena) -> Call:
+    def run(enabled: Any) -> None:
+        function = rng.choice((ops.check_groups, mf.check_groups))
+        function(function(enabled))
+
+    return Call(run, {"enabled": rng.random() < 0.5})
+
+
+@call("amax of groups")
+def _amax(rng: Random, arena: Arena) -> Call:
+    spec = rng.choice(("e4m3/tensor", "e4m3/row", "nvfp4", "nvfp4+rht"))
+    return op_call("amax", **_values(rng, arena), spec=spec, columnwise=rng.random() < 0.5)
+
+
+@call("quantize of groups")
+def _quantize(rng: Random, arena: Arena) -> Call:
+    args = _values(rng, arena)
+    rows, count = args["x"].shape[0], args["groups"].shape[1] - 1
+    row, col = (rng.choice(SPECS_1D) + rng.choice(FLAGS) for _ in range(2))
+    row, col = rng.choice(((row, col), (row, ""), ("", col)))
+    for side, spec, length in (("row", row, (rows,)), ("col", col, (count, args["x"].shape[1]))):
+        shape = length if "/row" in spec else (count,)
+        has_amax = any(name in spec for name in ("tensor", "/row", "nvfp4"))
+        passed = has_amax and (rng.random() < 0.3 or "delayed" in spec)
+        args[f"amax_{side}"] = arena.place(torch.ones(shape)) if passed else None
+        args[f"stream_{side}"] = rng.randrange(100)
+        args[f"decoded_{side}"] = rng.random() < 0.3
+    args["group_unit"] = rng.choice((0, 16, 32, 64, 128))
+    ids = torch.randint(0, 1 << 20, (rows,), dtype=torch.int32)
+    args["row_ids"] = arena.place(ids) if rng.random() < 0.5 else None
+    args["first_expert"] = rng.choice((0, 3, 100))
+    args["rng"] = arena.place(torch.tensor([1, 2]))
+    return op_call("quantize", **args, row=row, col=col, origin=[0, 0])
+
+
+@call("mf.quantize of groups")
+def _public_quantize(rng: Random, arena: Arena) -> Call:
+    args = {**_values(rng, arena), "spec": rng.choice(SPECS_1D) + rng.choice(FLAGS)}
+    if "delayed" in args["spec"]:
+        args["amax"] = arena.place(torch.ones(args["groups"].shape[1] - 1))
+    units = {"columnwise": rng.random() < 0.5, "group_unit": rng.choice((0, 16, 32, 64, 128))}
+    return Call(mf.quantize, {**args, **units, "first_expert": rng.randrange(4), "row_ids": None})
+
+
+def _quantized(rng: Random, arena: Arena, specs: Any) -> mf.Quantized:
+    args = _values(rng, arena)
+    x, table = args["x"].nan_to_num(0.5), args["groups"]
+    spec, columnwise = rng.choice(specs), rng.random() < 0.5
+    amax = torch.ones(table.shape[1] - 1) if "delayed" in spec else None
+    q = mf.quantize(x, spec, columnwise=columnwise, groups=table, amax=amax)
+    placed = {name: arena.place(getattr(q, name)) for name in ("codes", "scale", "amax")}
+    return dataclasses.replace(q, **placed)
+
+
+def _codes(q: mf.Quantized) -> dict[str, Any]:
+    groups = {"groups": q.groups, "group_unit": q.group_unit}
+    return {"codes": q.codes, "scale": q.scale, "spec": q.spec, "cols": q.shape[-1], **groups}
+
+
+@call("dequantize of groups")
+def _dequantize(rng: Random, arena: Arena) -> Call:
+    q = _quantized(rng, arena, SPECS_1D)
+    return op_call("dequantize", **_codes(q), amax=q.amax, dtype=rng.choice(FLOATS))
+
+
+@call("decode of groups")
+def _decode(rng: Random, arena: Arena) -> Call:
+    return op_call("decode", **_codes(_quantized(rng, arena, SPECS_1D)))
+
+
+@call("fp4_as_fp8 of groups")
+def _fp4_as_fp8(rng: Random, arena: Arena) -> Call:
+    q = _quantized(rng, arena, FP4_SPECS)
+    return op_call("fp4_as_fp8", **_codes(q), amax=q.amax)
+
+
+@call("mf.dequantize of groups")
+def _public_dequantize(rng: Random, arena: Arena) -> Call:
+    q = _quantized(rng, arena, SPECS_1D)
+    return Call(mf.dequantize, {"q": q, "dtype": rng.choice(FLOATS)})
+
+
+@call("hadamard of groups")
+def _hadamard(rng: Random, arena: Arena) -> Call:
+    points = rng.choice((16, 32, 64, 128))
+    args = {**_values(rng, arena), "points": points, "columnwise": rng.random() < 0.5}
+    return op_call("hadamard", **args, signs=1, group_unit=_unit(rng, points))
