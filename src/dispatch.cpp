@@ -46,7 +46,8 @@ void check_table(const char* function, const GroupTable& groups, Device device, 
                   places[groups.count]);
 }
 
-// Checks the groups of values, where there are any. unit: of the columnwise operand; 0: none is read
+// Checks the groups of values, where there are any. unit: the least of the columnwise operand; 0:
+// none is read.
 void check_groups(const char* function, const TensorRef& x, std::int64_t unit) {
   const GroupTable& groups = x.groups;
   if (!groups) return;

@@ -5,8 +5,8 @@
 //                      | x128|     |
 //                      +-----+-----+
 //
-// The amax of the tensor or of a row, which no tile can decide, is computed first. A group of rows is
-// cast as a matrix of its own.
+// The amax of the tensor or of a row, which no tile can decide, is computed first. A group of rows
+// is cast as a matrix of its own.
 #include <algorithm>
 #include <vector>
 
