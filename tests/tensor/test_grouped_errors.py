@@ -188,6 +188,9 @@ def test_check_groups_names_the_op_and_the_group():
         ):
             with pytest.raises(ValueError, match=message):
                 mf.group_table(int32(ends), 40)
+        b = torch.ones(3, 32, 16)
+        with pytest.raises(ValueError, match=r"scaled_grouped_mm: .* got 7 for group 1 after 8"):
+            mf.scaled_grouped_mm(X, b, int32([8, 7, 40]), "mxfp8")
     assert mf.group_table(int32([8, 41]), 40)[0].tolist() == [0, 8, 40]
     with pytest.raises(TypeError, match="check_groups: enabled: expected True or False, got 1"):
         mf.check_groups(1)

@@ -20,6 +20,7 @@
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/ops.h"
+#include "ops/table_op.h"
 #include "ops/tangents.h"
 
 namespace minifloat {
@@ -84,6 +85,7 @@ void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const Grou
         ": expected row_ids as int32 (", a.sym_size(0), "), got ", ids.scalar_type(), " ",
         ids.sym_sizes());
     bridge::check_same_device(kOp, "row_ids", ids, a);
+    bridge::check_memory_if_real(kOp, "row_ids", ids);
   }
   for (const Tensor& bias : call.bias) {
     bridge::check_value_dtype(kOp, "bias", bias);
@@ -91,6 +93,7 @@ void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const Grou
         bias.dim() == 2 && bias.sym_size(0) == b.sym_size(0) && bias.sym_size(1) == b.sym_size(2),
         kOp, ": expected bias (", b.sym_size(0), ", ", b.sym_size(2), "), got ", bias.sym_sizes());
     bridge::check_same_device(kOp, "bias", bias, a);
+    bridge::check_memory_if_real(kOp, "bias", bias);
   }
 }
 
@@ -162,6 +165,7 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
       plan_product(recipe.recipe.fprop, recipe.fprop, a.device(), /*is_grouped=*/true);
   const bool exact = fprop.reads_values();
   const Tensor matrix = as_matrix(a, "A");
+  const TableOp named(kOp);
   const Tensor table = group_table(offs, a.sym_size(0));
   const SymInt k = a.sym_size(1);
 

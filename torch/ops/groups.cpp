@@ -6,9 +6,11 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <utility>
 
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/table_op.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -17,6 +19,9 @@ namespace {
 using c10::SymInt;
 
 std::atomic<bool> checks_ends = false;
+
+// The op that builds a table on this thread, for the errors of check_ends.
+thread_local const char* table_op = "group_table";
 
 Tensor group_table_meta(const Tensor& offs, SymInt rows) {
   TORCH_CHECK_VALUE(offs.scalar_type() == at::kInt && offs.dim() == 1,
@@ -35,9 +40,9 @@ void check_ends(const Tensor& offs, std::int64_t rows) {
   const std::int32_t* const ends = on_host.const_data_ptr<std::int32_t>();
   std::int32_t begin = 0;
   for (std::int64_t e = 0; e < on_host.numel(); ++e) {
-    TORCH_CHECK_VALUE(begin <= ends[e] && ends[e] <= rows,
-                      "group_table: expected ends of groups that rise from 0 to ", rows,
-                      " at most, got ", ends[e], " for group ", e, " after ", begin);
+    TORCH_CHECK_VALUE(begin <= ends[e] && ends[e] <= rows, table_op,
+                      ": expected ends of groups that rise from 0 to ", rows, " at most, got ",
+                      ends[e], " for group ", e, " after ", begin);
     begin = ends[e];
   }
 }
@@ -87,6 +92,9 @@ GroupTable group_table_of(const char* op, const Groups& groups, std::int64_t uni
   return {table.const_data_ptr<std::int32_t>(), static_cast<int>(table.size(1) - 1),
           static_cast<int>(unit)};
 }
+
+TableOp::TableOp(const char* op) : former_(std::exchange(table_op, op)) {}
+TableOp::~TableOp() { table_op = former_; }
 
 Tensor group_table(const Tensor& offs, const SymInt& rows) {
   if (rows.maybe_as_int() && can_skip_dispatcher({&offs})) return group_table_kernel(offs, rows);
