@@ -7,6 +7,7 @@
 #include "minifloat/core/philox.h"
 #include "minifloat/core/swizzle.h"
 #include "minifloat/error.h"
+#include "minifloat/group_checks.h"
 #include "on_device.h"
 
 namespace minifloat {
@@ -27,25 +28,6 @@ void check_values(const char* function, const TensorRef& x) {
                   ": expected a row stride of at least ", x.cols, " elements, got ", x.row_stride);
 }
 
-// Checks a table on the CPU, whose boundaries are places in memory. most: the rows, or under a unit
-// the columns, that there are. A table on another device is not copied to the host.
-void check_table(const char* function, const GroupTable& groups, Device device, int unit,
-                 std::int64_t most) {
-  if (device != Device::kCpu) return;
-  const std::int32_t* const rows = groups.of_rows();
-  const std::int32_t* const places = groups.under(unit);
-  bool is_table = rows[0] == 0 && places[0] == 0;
-  for (int e = 0; e < groups.count && is_table; ++e) {
-    const std::int64_t count = std::int64_t{rows[e + 1]} - rows[e];
-    const std::int64_t taken = unit > 0 ? group_cols<std::int64_t>(count, unit) : count;
-    is_table = count >= 0 && std::int64_t{places[e + 1]} - places[e] == taken;
-  }
-  MINIFLOAT_CHECK(is_table && places[groups.count] <= most, function,
-                  ": expected groups as build_group_table writes them, with the last end at most ",
-                  most, ", got ", is_table ? "the end " : "other boundaries, and the end ",
-                  places[groups.count]);
-}
-
 // Checks the groups of values, where there are any. unit: the least of the columnwise operand; 0:
 // none is read.
 void check_groups(const char* function, const TensorRef& x, std::int64_t unit) {
@@ -55,13 +37,13 @@ void check_groups(const char* function, const TensorRef& x, std::int64_t unit) {
                   x.batch);
   MINIFLOAT_CHECK(0 <= groups.count && groups.count <= kMostGroups, function, ": expected at most ",
                   kMostGroups, " groups, got ", groups.count);
-  check_table(function, groups, x.device, 0, x.rows);
+  check_group_table(function, groups, x.device, 0, x.rows);
   if (unit == 0) return;
   MINIFLOAT_CHECK(is_group_unit(groups.unit) && groups.unit % unit == 0, function,
                   ": expected a unit of 16, 32, 64 or 128 columns that is a multiple of ", unit,
                   ", got ", groups.unit);
-  check_table(function, groups, x.device, groups.unit,
-              grouped_cols<std::int64_t>(x.rows, groups.unit, groups.count));
+  check_group_table(function, groups, x.device, groups.unit,
+                    grouped_cols<std::int64_t>(x.rows, groups.unit, groups.count));
 }
 
 void check_groups(const char* function, const TensorRef& x, const Spec& spec, bool columnwise) {
@@ -80,7 +62,7 @@ void check_groups(const char* function, const Quantized& q) {
                   q.batch);
   MINIFLOAT_CHECK(!spec.has_blocks_2d(), function, ": ", spec.str(),
                   " has blocks of several rows, which the end of a group would cut");
-  if (groups.unit == 0) return check_table(function, groups, q.device, 0, q.rows);
+  if (groups.unit == 0) return check_group_table(function, groups, q.device, 0, q.rows);
   MINIFLOAT_CHECK(is_group_unit(groups.unit) && groups.unit % spec.group_unit() == 0 &&
                       q.cols % groups.unit == 0 && q.cols / groups.unit >= groups.count,
                   function,
@@ -88,7 +70,7 @@ void check_groups(const char* function, const Quantized& q) {
                   "of ",
                   spec.group_unit(), ", at least one a group, got ", q.cols,
                   " columns in units of ", groups.unit, " for ", groups.count, " groups");
-  check_table(function, groups, q.device, groups.unit, q.cols);
+  check_group_table(function, groups, q.device, groups.unit, q.cols);
 }
 
 // Checks the origin: the random counter (core/philox.h) has 32 bits for the row and 32 for each 16

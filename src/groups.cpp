@@ -5,6 +5,7 @@
 #include <limits>
 
 #include "minifloat/error.h"
+#include "minifloat/group_checks.h"
 #include "minifloat/tensor_ref.h"
 #include "on_device.h"
 #if defined(MINIFLOAT_WITH_CUDA)
@@ -52,6 +53,23 @@ void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64
   MINIFLOAT_CHECK(table && (offs || groups == 0),
                   "build_group_table: expected ends and a table, got null");
   MINIFLOAT_ON(device, build_group_table(offs, groups, rows, table, execution));
+}
+
+void check_group_table(const char* function, const GroupTable& groups, Device device, int unit,
+                       std::int64_t most) {
+  if (!groups || device != Device::kCpu) return;
+  const std::int32_t* const rows = groups.of_rows();
+  const std::int32_t* const places = groups.under(unit);
+  bool is_table = rows[0] == 0 && places[0] == 0;
+  for (int e = 0; e < groups.count && is_table; ++e) {
+    const std::int64_t count = std::int64_t{rows[e + 1]} - rows[e];
+    const std::int64_t taken = unit > 0 ? group_cols<std::int64_t>(count, unit) : count;
+    is_table = count >= 0 && std::int64_t{places[e + 1]} - places[e] == taken;
+  }
+  MINIFLOAT_CHECK(is_table && places[groups.count] <= most, function,
+                  ": expected groups as build_group_table writes them, with the last end at most ",
+                  most, ", got ", is_table ? "the end " : "other boundaries, and the end ",
+                  places[groups.count]);
 }
 
 void clear_past_groups(const GroupTable& groups, void* rows, std::int64_t row_bytes,

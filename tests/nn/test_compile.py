@@ -63,6 +63,11 @@ def grouped_calls():
         yield ops.decode, (q.codes, q.scale, q.spec, length), where
         yield ops.fp4_as_fp8, (q.codes, q.scale, q.amax, q.spec, length), where
         yield ops.hadamard, (x, 32, columnwise), where
+    a = mf.quantize(x, "e4m3/row", groups=table)
+    b = mf.quantize(torch.randn(3, 24, 72), "e4m3/row")
+    sides = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, "e4m3/row*e4m3/row")
+    yield ops.scaled_mm, sides, {"k": 72, "groups": table, "zero_tail": True}
+    yield ops.scaled_grouped_mm, (grad(40, 72), grad(3, 72, 24), offs, "mxfp8"), {}
 
 
 def sample_calls():

@@ -247,7 +247,7 @@ def _layer_state(rng: Random, arena: Arena) -> dict[str, Any]:
     }
 
 
-def _with_backward(layer: Any) -> Any:
+def with_backward(layer: Any) -> Any:
     """Runs the layer, then its gradients: backward reads the saved tensors of forward."""
 
     def run(**args: Any) -> Any:
@@ -279,7 +279,7 @@ def _linear(rng: Random, arena: Arena) -> Call:
             given = ops.layer_operands(of_what, args["recipe"], of)
             args[name] = [arena.place(t) for t in given]
     one = op_call("linear", **args)
-    return Call(_with_backward(one.run), args, one.writes)
+    return Call(with_backward(one.run), args, one.writes)
 
 
 @call("linear_sharded")
@@ -298,7 +298,7 @@ def _linear_sharded(rng: Random, arena: Arena) -> Call:
     if rng.random() < 0.3:
         args["gathered"] = torch.classes.minifloat.GatheredInput(rng.choice((1, 2)))
     one = op_call("linear_sharded", **args)
-    return Call(_with_backward(one.run), args, one.writes)
+    return Call(with_backward(one.run), args, one.writes)
 
 
 @call("shard_multiple")
@@ -328,7 +328,7 @@ def _linear_group(rng: Random, arena: Arena) -> Call:
     args["weights"] = [arena.place(w).requires_grad_(rng.random() < 0.5) for w in weights]
     args["biases"] = [rng.choice((None, arena.place(torch.ones(w.shape[0])))) for w in weights]
     one = op_call("linear_group", **args)
-    return Call(_with_backward(one.run), args, one.writes)
+    return Call(with_backward(one.run), args, one.writes)
 
 
 @call("layer_operands")
@@ -350,7 +350,7 @@ def _public(name: str) -> Callable[[Random, Arena], Call]:
     def make(rng: Random, arena: Arena) -> Call:
         one = CALLS[name](rng, arena)
         args = {key: value for key, value in one.args.items() if key in taken}
-        run = _with_backward(function) if "linear" in name else function
+        run = with_backward(function) if "linear" in name else function
         return Call(run, args, one.writes)
 
     return make

@@ -11,7 +11,7 @@ import torch
 from minifloat.spec import Spec
 from torch import Tensor
 
-from tests.support.fuzz_calls import Call, call, op_call, ops
+from tests.support.fuzz_calls import Call, call, op_call, ops, with_backward
 from tests.support.fuzz_values import Arena, values
 from tests.support.specs import SPECS
 
@@ -79,7 +79,7 @@ def _quantize(rng: Random, arena: Arena) -> Call:
     args["row_ids"] = arena.place(ids) if rng.random() < 0.5 else None
     args["first_expert"] = rng.choice((0, 3, 100))
     args["rng"] = arena.place(torch.tensor([1, 2]))
-    return op_call("quantize", **args, row=row, col=col, origin=[0, 0])
+    return op_call("quantize", **args, row=row, col=col)
 
 
 @call("mf.quantize of groups")
@@ -134,3 +134,51 @@ def _hadamard(rng: Random, arena: Arena) -> Call:
     points = rng.choice((16, 32, 64, 128))
     args = {**_values(rng, arena), "points": points, "columnwise": rng.random() < 0.5}
     return op_call("hadamard", **args, signs=1, group_unit=_unit(rng, points))
+
+
+# ---- products ------------------------------------------------------------------------------------
+
+
+@call("scaled_mm of groups")
+def _scaled_mm(rng: Random, arena: Arena) -> Call:
+    """Draws a product along rows, of a matrix a group, or along the contraction dimension."""
+    rows, k = rng.choice((1, 17, 48)), rng.choice((16, 33, 64))
+    table = ops.group_table(_ends(rng, arena, rows), rows)
+    spec, along_rows = rng.choice(("mxfp8", "e4m3/row", "nvfp4", "bf16")), rng.random() < 0.5
+    shapes = ((rows, k), (table.shape[1] - 1, 24, k)) if along_rows else ((rows, k), (rows, 24))
+    args: dict[str, Any] = {}
+    unit = 0
+    for name, shape in zip("ab", shapes):
+        x = torch.randn(shape)
+        parts = [x if along_rows else x.t().contiguous(), torch.empty(0), torch.empty(0)]
+        if spec != "bf16":
+            groups = {} if len(shape) == 3 else {"groups": table}
+            q = mf.quantize(x, spec, columnwise=not along_rows, **groups)
+            parts, unit = [q.codes, q.scale, q.amax], max(unit, q.group_unit)
+        names = (name, f"{name}_scale", f"{name}_amax")
+        args |= {key: arena.place(t) for key, t in zip(names, parts)}
+    unit = unit if spec != "bf16" or along_rows else 16
+    args |= {"k": k if along_rows else rows, "product": f"{spec}*{spec}", "group_unit": unit}
+    args |= {"bias": None, "out_dtype": rng.choice(FLOATS), "zero_tail": rng.random() < 0.5}
+    return op_call("scaled_mm", **args, groups=arena.place(table))
+
+
+@call("scaled_grouped_mm")
+@call("mf.scaled_grouped_mm")
+def _scaled_grouped_mm(rng: Random, arena: Arena) -> Call:
+    rows, k, n, count = (rng.choice(sizes) for sizes in ((1, 17, 48), (16, 64), (16, 24), (1, 3)))
+    offs = sorted(rng.randrange(-2, rows + 3) for _ in range(count))
+    dtype = rng.choice(FLOATS)
+    args: dict[str, Any] = {"recipe": rng.choice([*mf.presets(), "fp8_delayed", "nvfp4"])}
+    args["A"] = arena.place(values(rng, (rows, k), dtype)).requires_grad_(rng.random() < 0.5)
+    args["B"] = arena.place(values(rng, (count, k, n), dtype)).requires_grad_(rng.random() < 0.5)
+    args["offs"] = arena.place(torch.tensor(offs, dtype=torch.int32))
+    args["bias"] = arena.place(torch.randn(count, n)) if rng.random() < 0.3 else None
+    args["rng"] = arena.place(torch.tensor([1, 2, 3]))
+    args["amax_history"] = arena.place(torch.zeros(6, count, 3))
+    args["row_ids"] = arena.place(torch.arange(rows).int()) if rng.random() < 0.5 else None
+    args |= {"first_expert": rng.randrange(3), "tail": rng.choice(("zero", "undefined"))}
+    args["out_dtype"] = rng.choice(FLOATS)
+    one = op_call("scaled_grouped_mm", **args)
+    run = rng.choice((one.run, mf.scaled_grouped_mm))
+    return Call(with_backward(run), args, one.writes)

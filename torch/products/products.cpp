@@ -7,6 +7,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include "minifloat/group_checks.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 
@@ -37,6 +38,17 @@ SymInt length_of(const SymInt& k, const Groups& groups) {
              : k;
 }
 
+// Checks a table on the CPU: its boundaries among rows, and under the unit where there is one.
+void check_table(const Groups& groups, const Tensor& a, std::int64_t k, std::int64_t length) {
+  const int unit = static_cast<int>(groups.unit);
+  const GroupTable table = group_table_of("scaled_mm", groups, unit);
+  const Device device = bridge::backend_of(a);
+  bridge::with_value_errors([&] {
+    check_group_table("scaled_mm", table, device, 0, unit > 0 ? k : a.size(0));
+    if (unit > 0) check_group_table("scaled_mm", table, device, unit, length);
+  });
+}
+
 // Sets the rows past the last group to zero.
 void clear_tail(const Tensor& out, const Groups& groups) {
   const GroupTable table = group_table_of("scaled_mm", groups, 0);
@@ -59,6 +71,7 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
                               .has_codes = has_codes(a) && has_codes(b),
                               .has_fp4_as_fp8 = is_fp8(a) || is_fp8(b),
                               .along = along_of(groups)};
+  check_table(groups, *tensors_of(a).elements, k, length);
   const Tensor out =
       planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
   if (zeroes_tail && shape.along == GroupsAlong::kRows) clear_tail(out, groups);
