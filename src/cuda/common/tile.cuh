@@ -25,7 +25,9 @@
 
 namespace minifloat::cuda {
 
-inline constexpr int kVecColumns = kTile / kVec;
+inline constexpr int kVecColumnsLog2 = 3;
+inline constexpr int kVecColumns = 1 << kVecColumnsLog2;
+static_assert(kVecColumns * kVec == kTile);
 inline constexpr std::uint32_t kAllLanes = 0xFFFF'FFFFu;
 
 using Bf16 = std::uint16_t;  // the bits
@@ -232,18 +234,19 @@ struct SharedTile {
   }
 
   // Calls body(vec16, row of the tile as read) for the thread's vec16s of x or of its transpose.
-  // For bf16 the transpose's are ColumnOfPairs.
+  // For bf16 the transpose's are ColumnOfPairs.   lanes_log2: of the lanes that share a row, less
+  // than log2 kVecColumns where only the first vec16 columns are needed
   template <bool kTransposed, class Body>
-  __device__ __forceinline__ void each_vec(Body body) const {
-    constexpr unsigned kStep = kThreads / kVecColumns;
-    const unsigned vec_col = threadIdx.x % kVecColumns,
-                   lane_row = threadIdx.x / kVecColumns % kStep;
+  __device__ __forceinline__ void each_vec(Body body, unsigned lanes_log2 = kVecColumnsLog2) const {
+    const unsigned step = kThreads >> lanes_log2;
+    const unsigned vec_col = threadIdx.x % (1u << lanes_log2),
+                   lane_row = (threadIdx.x >> lanes_log2) % step;
     if constexpr (!kTransposed) {
 #pragma unroll 1
-      for (unsigned row = lane_row; row < kTile; row += kStep) body(vec_at(row, vec_col), row);
+      for (unsigned row = lane_row; row < kTile; row += step) body(vec_at(row, vec_col), row);
     } else if constexpr (sizeof(T) == 2) {  // a word holds two columns of x
 #pragma unroll 1
-      for (unsigned pair = lane_row; pair < kTile / 2; pair += kStep) {
+      for (unsigned pair = lane_row; pair < kTile / 2; pair += step) {
         const std::uint32_t* from = word_of_vec(vec_col, pair);
         std::uint32_t both[kVec];
 #pragma unroll
@@ -253,7 +256,7 @@ struct SharedTile {
       }
     } else {
 #pragma unroll 1
-      for (unsigned row = lane_row; row < kTile; row += kStep) {
+      for (unsigned row = lane_row; row < kTile; row += step) {
         const std::uint32_t* from = word_of_vec(vec_col, row);
         Vec16<T> vec;
 #pragma unroll

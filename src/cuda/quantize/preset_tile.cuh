@@ -43,25 +43,36 @@ __device__ __forceinline__ PresetTile tile_of_group(const KernelOperand& plan,
   }
 }
 
+// Returns the log2 of the lanes that share a row of the transpose: fewer at the end of a group, where
+// a tile has few columns, if the block of a scale needs no more.
+template <class C>
+__device__ __forceinline__ unsigned lanes_log2_of(std::uint32_t vecs) {
+  if (C::kBlocks && C::kVecsLog2 == kVecColumnsLog2) return kVecColumnsLog2;
+  return vecs > 4 ? kVecColumnsLog2 : vecs > 2 ? 2 : 1;
+}
+
 // Casts one direction of a tile.   kHasAmaxes: `amaxes_2d` holds the amaxes of the 2D blocks,
 // computed by the other direction; kInGroup: a part of the tile may lie past the group's end
 template <class C, bool kTransposed, bool kHasAmaxes, bool kInGroup>
 __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, const Whole& whole,
                                                  const SharedTile<Bf16>& shared,
                                                  const PresetTile& tile, std::uint32_t* amaxes_2d) {
-  std::uint32_t largest = 0;
   using F = typename C::F;
+  constexpr bool kHasIds = kInGroup && !kTransposed;
+  std::uint32_t largest = 0;
   if constexpr (C::kIsBlock2d && !kHasAmaxes)
     amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
   const MatrixScale scale = scale_of_whole<C>(plan, whole, tile.part);
-  const std::uint32_t vec_col = threadIdx.x % kVecColumns;
+  const unsigned lanes_log2 =
+      kInGroup && kTransposed ? lanes_log2_of<C>(tile.vecs) : unsigned{kVecColumnsLog2};
+  const std::uint32_t vec_col = threadIdx.x % (1u << lanes_log2);
   const std::uint32_t col = tile.col + vec_col;
   std::uint8_t* const codes =
       plan.codes + std::uint64_t{tile.line} * plan.code_pitch + col * kVecBytes<F>;
   const bool is_first_col = col % (1 << C::kVecsLog2) == 0;  // of a block
   const std::uint64_t first_scale =
       std::uint64_t{tile.line >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
-  shared.template each_vec<kTransposed>([&](const auto& vec, unsigned tile_row) {
+  const auto cast = [&](const auto& vec, unsigned tile_row) {
     if constexpr (kInGroup && !kTransposed) {
       constexpr unsigned kRowsAtOnce = kThreads / kVecColumns;
       if (tile_row / kRowsAtOnce * kRowsAtOnce >= tile.rows) return;  // the whole block
@@ -86,15 +97,15 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
                        first_scale + std::uint64_t{tile_row >> C::kHeightLog2} * plan.scale_cols);
     RandomBits bits = {};
     if constexpr (C::kStochastic)
-      bits = random_bits_at(whole, counter_row < kInGroup && !kTransposed > (plan, whole, row),
-                            col - tile.first_col);
+      bits = random_bits_at(whole, counter_row<kHasIds>(plan, whole, row), col - tile.first_col);
     if (is_stored)
       encode_and_store<C>(plan, transformed, block, bits,
                           codes + std::uint64_t{tile_row} * plan.code_pitch,
                           std::uint64_t{tile.line + tile_row} * (plan.padded / kVec) + col);
     if constexpr (kFindsCurrentAmax<C>)
       if (plan.current_amax) largest = max(largest, transformed.vec.amax());
-  });
+  };
+  shared.template each_vec<kTransposed>(cast, lanes_log2);
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, tile.part, largest);
 }
 
