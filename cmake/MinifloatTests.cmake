@@ -56,7 +56,7 @@ if(TARGET minifloat_torch)
   minifloat_add_folder(torch minifloat_torch)
 endif()
 
-# The test of the installed package as a user builds with it: install, build examples/, run one.
+# The tests of the installed package as a user builds with it: install, build examples/, run them.
 file(GLOB examples CONFIGURE_DEPENDS "${PROJECT_SOURCE_DIR}/examples/*.cpp")
 if(TARGET minifloat_torch AND examples)
   set(stage "${PROJECT_BINARY_DIR}/stage")
@@ -72,7 +72,10 @@ if(TARGET minifloat_torch AND examples)
       "-DCMAKE_MAKE_PROGRAM=${CMAKE_MAKE_PROGRAM}" "-DPython_EXECUTABLE=${Python_EXECUTABLE}"
       "-DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER}" --test-command
       "${PROJECT_BINARY_DIR}/examples/train")
-  set_tests_properties(package.example PROPERTIES FIXTURES_REQUIRED package TIMEOUT 900)
+  set_tests_properties(package.example PROPERTIES FIXTURES_REQUIRED package FIXTURES_SETUP examples
+                                                  TIMEOUT 900)
+  add_test(NAME package.experts COMMAND "${PROJECT_BINARY_DIR}/examples/experts")
+  set_tests_properties(package.experts PROPERTIES FIXTURES_REQUIRED examples TIMEOUT 300)
 endif()
 
 get_property(minifloat_exhaustive GLOBAL PROPERTY MINIFLOAT_EXHAUSTIVE)

@@ -1,5 +1,5 @@
-// The op layer_operands, the operands of a layer before its products, and the ops on what a shard of
-// one must be a multiple of.
+// The op layer_operands, which quantizes operands before their products, and the ops that say what
+// a shard must be a multiple of.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 

@@ -12,9 +12,9 @@ namespace minifloat::torch_ops {
 
 // Returns a · bᵀ over k, (m, n): by the planned engine, or the next one that accepts the sizes.
 // Calls the op, or skips the dispatcher where all tensors can (ops/direct.h). With groups: see
-// GroupsAlong. They lie along rows where their unit is 0; b is then (E, n, k), and bias (E, n). Else
-// k is the rows that the groups divide, and an operand under bf16 is not padded. zeroes_tail: rows
-// of the result past the last group are zero; else they are not written.
+// GroupsAlong. They lie along rows where their unit is 0; b is then (E, n, k), and bias (E, n).
+// Else k is the rows that the groups divide, and an operand under bf16 is not padded. zeroes_tail:
+// rows of the result past the last group are zero; else they are not written.
 Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
                  const c10::SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
                  const Groups& groups = {}, bool zeroes_tail = false);
