@@ -1,10 +1,10 @@
 // The amaxes of shards: measured from the current values, and exchanged between ranks.
 #include <ATen/ATen.h>
-#include <ATen/core/dispatch/Dispatcher.h>
 
 #include <algorithm>
 
 #include "ops/bridge.h"
+#include "ops/ops.h"
 #include "sharded/gather_batch.h"
 
 namespace minifloat::torch_ops {
@@ -24,10 +24,7 @@ Copy copy_amaxes(const void* from, void* to, std::int64_t count) {
 
 // Returns the amax of values under a transform: int32 bits, flat.
 Tensor transformed_amax(const Tensor& values, const RowShard& shard) {
-  using Signature = Tensor(const Tensor&, const std::string&, bool);
-  static const auto op =
-      c10::Dispatcher::singleton().findSchemaOrThrow("minifloat::amax", "").typed<Signature>();
-  return op.call(values, shard.spec().str(), shard.columnwise()).view(-1).view(at::kInt);
+  return amax(values, shard.spec().str(), shard.columnwise()).view(-1).view(at::kInt);
 }
 
 // Returns the copies between the packed amaxes of directions and the exchanged ones.
