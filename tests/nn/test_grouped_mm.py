@@ -121,6 +121,46 @@ def test_experts_are_linear_layers_of_their_rows(text, layout):
     assert da[-case.tail :].eq(0).all()
 
 
+@pytest.mark.parametrize("reuses", [False, True])
+@pytest.mark.parametrize("layout", ["column", "row"])
+@pytest.mark.parametrize("text", [*PRESETS, *MIXED])
+def test_backward_from_values_equals_that_from_saved_codes(text, layout, reuses):
+    recipe = recipe_of(text)
+    case, again = (Case(recipe, layout=layout, bias=True) for _ in range(2))
+    _, *wanted = case.run()
+    w = again.w if layout == "column" else again.w.transpose(-2, -1).contiguous().transpose(-2, -1)
+    operands = None
+    if reuses:
+        operands = ops.layer_operands(w, recipe, "w", amax_history=again.history)
+    options = {"rng": again.rng, "amax_history": again.history, "weight_operands": operands}
+
+    def backward(needed):
+        inputs = again.g, again.x, w.transpose(-2, -1), again.offs, recipe, needed
+        return ops.scaled_grouped_mm_backward(*inputs, bias=again.bias, **options)
+
+    found = backward([True] * 3)
+    for a, b in zip(found, (wanted[0], wanted[1].transpose(-2, -1), wanted[2]), strict=True):
+        assert torch.equal(a, b)
+    for i in range(3):
+        alone = backward([j == i for j in range(3)])
+        assert [t is None for t in alone] == [j != i for j in range(3)]
+        assert torch.equal(alone[i], found[i])
+    if again.history is not None:  # the forward pass records the two rowwise operands
+        assert torch.equal(again.history[2:], case.history[2:])
+
+
+def test_backward_from_values_refuses():
+    case = Case("mxfp8", tail=0)
+    b = case.w.transpose(-2, -1)
+    for g, needed, message in (
+        (case.g[:-1], [True] * 3, "expected grad"),
+        (case.g[:, 1:], [True, True, False], "expected grad"),
+        (case.g, [False, False, True], "expected bias, whose gradient is needed"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.scaled_grouped_mm_backward(g, case.x, b, case.offs, "mxfp8", needed)
+
+
 @pytest.mark.parametrize("text", ["nvfp4", "mxfp8", "nvfp4/16x16+4over6", "fp8_rowwise"])
 def test_both_layouts_give_the_same_bytes(text):
     weights = f"fprop=nvfp4*{text} dgrad=nvfp4*{text} wgrad=bf16*bf16"

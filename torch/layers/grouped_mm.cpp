@@ -7,8 +7,11 @@
 //     backward   g  -> rowwise for dgrad, columnwise for wgrad     one read
 //                dA = g · W,     dW = gᵀ · A                       for each group
 //
-// The table is built once, on the device. The op is composite: the dispatcher sees group_table,
-// quantize and scaled_mm below the op.
+// scaled_grouped_mm_backward computes the backward pass from A and W themselves, for callers that
+// save those, or what A is computed from.
+//
+// The table is built once, on the device. The ops are composite: the dispatcher sees
+// group_table, quantize and scaled_mm below them.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -97,9 +100,10 @@ void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const Grou
   }
 }
 
-// The gradients that autograd needs.
+// The gradients that autograd needs, and whether a pass computes y.
 struct GroupedNeeds {
   bool da, db, dbias;
+  bool y = true;
 };
 
 // Values that backward reads besides the saved tensors; the context holds them.
@@ -145,7 +149,7 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
   const PreparedRecipe& recipe = call.recipe;
   const ModuleState state = state_of(call, Tensor(), &pending);
   const bool has_codes = !call.weight_operands.empty();
-  const bool reads_weight = !has_codes || recipe.specs[kFpropW].is_bf16() ||
+  const bool reads_weight = !has_codes || (row.is_needed && recipe.specs[kFpropW].is_bf16()) ||
                             (col.is_needed && recipe.specs[kDgradW].is_bf16());
   if (reads_weight) bridge::check_memory_if_real(kOp, "B", b);
   const Tensor w = (reads_weight ? to_dtype(b, dtype) : b).transpose(-2, -1);
@@ -156,8 +160,9 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
   return out;
 }
 
-// What backward reads of a forward pass: A as wgrad reads it and W as dgrad reads it, three tensors
-// each, the table, and the numbers of the rows.
+// Returns y, undefined where it is not needed. saved: what backward reads of a forward pass, which
+// is A as wgrad reads it and W as dgrad reads it, three tensors each, the table, and the numbers of
+// the rows.
 Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call,
                     const GroupedNeeds& needs, variable_list* saved) {
   const PreparedRecipe& recipe = call.recipe;
@@ -170,10 +175,10 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   const SymInt k = a.sym_size(1);
 
   PendingAmaxes pending;
-  const Needed a_row{kFpropX, true, exact}, a_col{kWgradX, needs.db};
+  const Needed a_row{kFpropX, needs.y, exact}, a_col{kWgradX, needs.db};
   const Directions of_a = input_operands_of(call, matrix, table, a_row, a_col, pending);
 
-  const Needed w_row{kFpropW, true, exact && call.weight_operands.empty()},
+  const Needed w_row{kFpropW, needs.y, exact && call.weight_operands.empty()},
       w_col{kDgradW, needs.da};
   const Directions w = weight_operands_of(call, b, a.scalar_type(), w_row, w_col, pending);
 
@@ -188,6 +193,10 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   save(w.second, kDgradW);
   if (saved) saved->insert(saved->end(), {table, only(call.row_ids).value_or(Tensor())});
 
+  if (!needs.y) {
+    record(pending);
+    return Tensor();
+  }
   const auto input = [&](const QuantizedOperand& operand, const Needed& needed, bool is_cast) {
     return is_cast ? product_input(recipe, operand, needed)
                    : prequantized_input(recipe, operand, needed);
@@ -199,6 +208,23 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   return y;
 }
 
+GroupedState backward_state(const Tensor& a, const Tensor& b, at::TensorList bias,
+                            const GroupedCall& call, const GroupedNeeds& needs) {
+  return {.recipe = call.recipe,
+          .a_dtype = a.scalar_type(),
+          .b_dtype = b.scalar_type(),
+          .bias_dtype = bias.empty() ? at::kFloat : bias[0].scalar_type(),
+          .stream = call.stream,
+          .first_expert = call.first_expert,
+          .zeroes_tail = call.zeroes_tail,
+          .has_bias = !bias.empty(),
+          .rows = a.sym_size(0),
+          .n = b.sym_size(2),
+          .needs = needs,
+          .history = call.history.vec(),
+          .rng = call.rng.vec()};
+}
+
 struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
   static Tensor forward(AutogradContext* ctx, const Tensor& a, const Tensor& b, at::TensorList bias,
                         const Tensor& offs, const GroupedCall& call, const GroupedNeeds& needs) {
@@ -206,19 +232,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     variable_list saved;
     Tensor y = forward_pass(a, b, offs, call, needs, &saved);
     ctx->save_for_backward(std::move(saved));
-    GroupedState state{.recipe = call.recipe,
-                       .a_dtype = a.scalar_type(),
-                       .b_dtype = b.scalar_type(),
-                       .bias_dtype = bias.empty() ? at::kFloat : bias[0].scalar_type(),
-                       .stream = call.stream,
-                       .first_expert = call.first_expert,
-                       .zeroes_tail = call.zeroes_tail,
-                       .has_bias = !bias.empty(),
-                       .rows = a.sym_size(0),
-                       .n = b.sym_size(2),
-                       .needs = needs,
-                       .history = call.history.vec(),
-                       .rng = call.rng.vec()};
+    GroupedState state = backward_state(a, b, bias, call, needs);
     ctx->saved_data["state"] =
         c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(state)));
     return y;
@@ -297,6 +311,12 @@ at::TensorList list_of(const std::optional<Tensor>& t) {
   return t ? at::TensorList(*t) : at::TensorList();
 }
 
+bool zeroes_tail(const std::string& tail) {
+  TORCH_CHECK_VALUE(tail == "zero" || tail == "undefined", kOp,
+                    ": expected tail 'zero' or 'undefined', got '", printable(tail), "'");
+  return tail == "zero";
+}
+
 Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& offs,
                                 const std::string& recipe, at::ScalarType out_dtype,
                                 const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
@@ -305,13 +325,11 @@ Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& 
                                 std::int64_t stream,
                                 const std::optional<at::TensorList>& a_operands,
                                 const std::optional<at::TensorList>& weight_operands) {
-  TORCH_CHECK_VALUE(tail == "zero" || tail == "undefined", kOp,
-                    ": expected tail 'zero' or 'undefined', got '", printable(tail), "'");
   const GroupedCall call{.recipe = prepare(recipe),
                          .out_dtype = out_dtype,
                          .stream = stream,
                          .first_expert = first_expert,
-                         .zeroes_tail = tail == "zero",
+                         .zeroes_tail = zeroes_tail(tail),
                          .bias = list_of(bias),
                          .rng = list_of(rng),
                          .row_ids = list_of(row_ids),
@@ -332,10 +350,45 @@ Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& 
   return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
 }
 
+// Computes the gradients that GroupedFunction does, from A and B instead of saved operands.
+std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
+    const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& offs,
+    const std::string& recipe, std::array<bool, 3> needed, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
+    std::int64_t first_expert, const std::optional<Tensor>& amax_history, const std::string& tail,
+    std::int64_t stream, const std::optional<at::TensorList>& weight_operands) {
+  const GroupedCall call{.recipe = prepare(recipe),
+                         .out_dtype = a.scalar_type(),
+                         .stream = stream,
+                         .first_expert = first_expert,
+                         .zeroes_tail = zeroes_tail(tail),
+                         .bias = list_of(bias),
+                         .rng = list_of(rng),
+                         .row_ids = list_of(row_ids),
+                         .history = list_of(amax_history),
+                         .a_operands = {},
+                         .weight_operands = weight_operands.value_or(at::TensorList())};
+  check_call(a, b, offs, call);
+  bridge::check_value_dtype(kOp, "grad", grad);
+  TORCH_CHECK_VALUE(grad.dim() == 2 && grad.sym_size(0) == a.sym_size(0) &&
+                        grad.sym_size(1) == b.sym_size(2) && grad.device() == a.device(),
+                    kOp, ": expected grad (", a.sym_size(0), ", ", b.sym_size(2), ") on ",
+                    a.device(), ", got ", grad.sym_sizes(), " on ", grad.device());
+  TORCH_CHECK_VALUE(bias || !needed[2], kOp, ": expected bias, whose gradient is needed, got none");
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const GroupedNeeds needs{needed[0], needed[1], needed[2], /*y=*/false};
+  variable_list saved;
+  forward_pass(a, b, offs, call, needs, &saved);
+  const GroupedState state = backward_state(a, b, call.bias, call, needs);
+  const variable_list found = GroupedFunction::first_derivatives(state, saved, grad);
+  return {found[0], found[1], found[2]};
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   m.impl("scaled_grouped_mm", scaled_grouped_mm_kernel);
+  m.impl("scaled_grouped_mm_backward", scaled_grouped_mm_backward_kernel);
 }
 
 }  // namespace minifloat

@@ -123,6 +123,13 @@ TORCH_LIBRARY(minifloat, m) {
       "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0, "
       "Tensor[]? a_operands=None, Tensor[]? weight_operands=None) -> Tensor",
       tags);
+  // The gradients of A, B and bias that are needed, from A and B instead of saved operands.
+  m.def(
+      "scaled_grouped_mm_backward(Tensor grad, Tensor A, Tensor B, Tensor offs, str recipe, "
+      "bool[3] needed, *, Tensor? bias=None, Tensor? rng=None, Tensor? row_ids=None, "
+      "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0, "
+      "Tensor[]? weight_operands=None) -> (Tensor, Tensor, Tensor)",
+      tags);
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the
   // active amax, column 1 the current amax of this step. algorithm: "max" or "most_recent".
