@@ -1,0 +1,153 @@
+"""The order of a mixture's rows, and the two copies between tokens and rows.
+
+    slots of tokens         t0s0 t0s1 t1s0 t1s1 …      the number of a pair is token * k + slot
+    rows, by expert         [e0: t1s0 …][e1: …]…       within a group, pairs are in ascending order
+
+    rows_of_tokens          row <- its token           gradient: slots of a token, summed
+    sum_of_slots            token <- its rows, summed  gradient: row <- its token
+
+Sums are in fp32, slot by slot, and are rounded once. So no sum depends on the device's threads.
+Nothing waits for the device: no size depends on how tokens are routed.
+
+Shape suffixes: T tokens, k slots, M = T * k rows, E experts, D width of a row.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+
+class Order(NamedTuple):
+    """Where the rows of the experts come from.
+
+    Args:
+        row_ids: int32 (M), the number of the pair of each row.
+        places: int32 (T, k), the row of each pair.
+        offs: int32 (E), the end of each expert's rows.
+    """
+
+    row_ids: Tensor
+    places: Tensor
+    offs: Tensor
+
+    @property
+    def tokens(self) -> Tensor:
+        """The token of each row, int32 (M)."""
+        return self.row_ids // max(self.places.shape[1], 1)
+
+
+def order_rows(indices_Tk: Tensor, experts: int) -> Order:
+    """Sorts pairs of token and slot by their expert.
+
+    Args:
+        indices_Tk: (T, k) integers, the expert of each slot. A slot whose number is `experts` or
+            more is a row past the last end, which no expert computes.
+        experts: E.
+
+    Returns:
+        The order, on the device of the indices.
+    """
+    narrow = torch.int16 if experts < 2**15 - 1 else torch.int32
+    chosen = indices_Tk.detach().reshape(-1).clamp(max=experts).to(narrow)
+    by_expert, order = torch.sort(chosen, stable=True)
+    numbers = torch.arange(experts, dtype=narrow, device=chosen.device)
+    offs = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    rows = torch.arange(order.shape[0], dtype=torch.int32, device=chosen.device)
+    places = torch.empty_like(rows).scatter_(0, order, rows)
+    return Order(order.to(torch.int32), places.view(indices_Tk.shape), offs)
+
+
+def take_rows(x: Tensor, order: Order) -> Tensor:
+    """Copies the token of each row: (T, D) -> (M, D)."""
+    return x.index_select(0, order.tokens)
+
+
+def add_slots(rows: Tensor, order: Order, base: Tensor | None, dtype: torch.dtype) -> Tensor:
+    """Sums the rows of each token: (M, D) -> (T, D).
+
+    Args:
+        rows: (M, D).
+        order: of the rows.
+        base: fp32 (T, D) that the rows are added to; None: zeros.
+        dtype: of the result.
+    """
+    tokens, slots = order.places.shape
+    if base is None:
+        sums = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
+    else:
+        sums = base.clone()
+    for slot in range(slots):
+        sums.add_(rows.index_select(0, order.places[:, slot]))
+    return sums.to(dtype)
+
+
+class RowsOfTokens(torch.autograd.Function):
+    """take_rows. Its gradient is add_slots."""
+
+    @staticmethod
+    def forward(x: Tensor, row_ids: Tensor, places: Tensor, offs: Tensor) -> Tensor:
+        return take_rows(x, Order(row_ids, places, offs))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        x, *order = inputs
+        ctx.dtype = x.dtype
+        ctx.save_for_backward(*order)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return add_slots(grads[0], Order(*ctx.saved_tensors), None, ctx.dtype), None, None, None
+
+
+class SumOfSlots(torch.autograd.Function):
+    """add_slots. Its gradient is take_rows."""
+
+    @staticmethod
+    def forward(
+        rows: Tensor, base: Tensor | None, row_ids: Tensor, places: Tensor, offs: Tensor
+    ) -> Tensor:
+        return add_slots(rows, Order(row_ids, places, offs), base, rows.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[2:])
+        ctx.has_base = inputs[1] is not None
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        rows = base = None
+        if ctx.needs_input_grad[0]:
+            rows = take_rows(grads[0], Order(*ctx.saved_tensors))
+        if ctx.has_base and ctx.needs_input_grad[1]:
+            base = grads[0].float()
+        return rows, base, None, None, None
+
+
+def rows_of_tokens(x_TD: Tensor, order: Order) -> Tensor:
+    """Copies the token of each row, differentiably.
+
+    Args:
+        x_TD: (T, D), float32 or bfloat16.
+        order: of the rows.
+
+    Returns:
+        (M, D), in x's dtype.
+    """
+    return RowsOfTokens.apply(x_TD, *order)
+
+
+def sum_of_slots(rows_MD: Tensor, order: Order, base_TD: Tensor | None = None) -> Tensor:
+    """Sums the rows of each token in fp32, in the order of its slots, differentiably.
+
+    Args:
+        rows_MD: (M, D), float32 or bfloat16.
+        order: of the rows.
+        base_TD: float32 (T, D), which the rows are added to.
+
+    Returns:
+        (T, D), in the dtype of the rows.
+    """
+    return SumOfSlots.apply(rows_MD, base_TD, *order)

@@ -1,0 +1,254 @@
+"""The router: which experts a token is sent to, and with which weights.
+
+    logits = x · Wᵀ                     fp32, also under autocast
+    scores = sigmoid or softmax(logits)
+    choice = scores + expert_bias       the k largest, in the best groups of experts alone
+    weights = scores of the chosen      normalised, scaled; the bias is no part of them
+
+Experts are balanced in one of two ways. A bias that the choice adds moves by the sign of each
+expert's load error, once a step, without a loss (arXiv 2408.15664). Or the gradient of an auxiliary
+loss is added to that of the scores (Switch Transformer, arXiv 2101.03961).
+
+Shape suffixes: T tokens, k slots, E experts, G groups of experts, D model width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checks import require_bool, require_int
+from ..nn.random_state import as_normal, is_in_backward
+
+SCORES = ("sigmoid", "softmax")
+BALANCES = ("bias", "loss", None)
+COUNTS = ("counts", "step_counts")
+RANKED = 2  # the experts whose scores rank a group
+LEAST_SUM = 1e-20  # of scores that are normalised
+
+
+def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+    if value not in choices:
+        raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
+    return value
+
+
+def require_number(name: str, value: Any) -> float:
+    """Returns `value` as a float; TypeError where it is no number, ValueError where negative."""
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise TypeError(f"{name}: expected a number, got {value!r} ({type(value).__name__})")
+    if not 0 <= value < float("inf"):
+        raise ValueError(f"{name}: expected a finite number of at least 0, got {value}")
+    return float(value)
+
+
+def is_recomputed() -> bool:
+    """Tells whether a forward now repeats one that was counted.
+
+    A checkpoint with use_reentrant=True runs its first forward without gradients, which is not
+    counted, so its recomputation is.
+    """
+    if torch.compiler.is_compiling() or not is_in_backward():
+        return False
+    node = torch._C._current_autograd_node()
+    return node is None or "Checkpoint" not in type(node).__name__
+
+
+class WithLoss(torch.autograd.Function):
+    """The identity of weights. Its backward gives a loss the gradient `factor`."""
+
+    @staticmethod
+    def forward(weights: Tensor, loss: Tensor, factor: float) -> Tensor:
+        return weights.view_as(weights)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.factor = inputs[2]
+        ctx.save_for_backward(inputs[1])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        return grads[0], torch.full_like(ctx.saved_tensors[0], ctx.factor), None
+
+
+class Router(nn.Module):
+    """Chooses the experts of each token, in fp32.
+
+    Args:
+        dim: D.
+        experts: E.
+        top_k: k, the experts of a token.
+        score: "sigmoid" or "softmax" of the logits.
+        route_norm: whether a token's weights are divided by their sum.
+        route_scale: factor of the weights.
+        expert_groups: G groups of E / G experts each; None: no groups.
+        groups_chosen: groups that a token's experts are chosen from: those with the largest sums of
+            their two best scores.
+        balance: "bias", "loss" or None.
+        balance_speed: of the bias, added or subtracted by each mf.step.
+        balance_loss: factor of the auxiliary loss, whose gradient each training forward adds.
+        device: of the weight.
+        dtype: of the weight; None: float32. The product is computed in float32 in any case.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected.
+
+    Source: DeepSeek-V3 (arXiv 2412.19437, section 2.1.2) for groups and bias.
+    """
+
+    weight: Tensor
+    expert_bias: Tensor | None
+    # int64 (E), tokens of each expert: since the last mf.step, and of all ranks in the step before.
+    # They are no buffers, because DistributedDataParallel replaces those by rank 0's.
+    counts: Tensor
+    step_counts: Tensor
+
+    def __init__(
+        self,
+        dim: int,
+        experts: int,
+        top_k: int,
+        *,
+        score: str = "sigmoid",
+        route_norm: bool = True,
+        route_scale: float = 1.0,
+        expert_groups: int | None = None,
+        groups_chosen: int | None = None,
+        balance: str | None = "bias",
+        balance_speed: float = 1e-3,
+        balance_loss: float = 1e-2,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim = require_int("dim", dim, 1)
+        self.experts = require_int("experts", experts, 1)
+        self.top_k = require_int("top_k", top_k, 1, experts)
+        self.score = require_choice("score", score, SCORES)
+        self.route_norm = require_bool("route_norm", route_norm)
+        self.route_scale = require_number("route_scale", route_scale)
+        self.balance = require_choice("balance", balance, BALANCES)
+        self.balance_speed = require_number("balance_speed", balance_speed)
+        self.balance_loss = require_number("balance_loss", balance_loss)
+        self._set_groups(expert_groups, groups_chosen)
+        dtype = dtype or torch.float32
+        self.weight = nn.Parameter(torch.empty(experts, dim, device=device, dtype=dtype))
+        device = self.weight.device
+        bias = torch.zeros(experts, dtype=torch.float32, device=device)
+        self.register_buffer("expert_bias", bias if balance == "bias" else None)
+        self.counts = torch.zeros(experts, dtype=torch.int64, device=device)
+        self.step_counts = self.counts.clone()
+        self.reset_parameters()
+
+    def _set_groups(self, groups: int | None, chosen: int | None) -> None:
+        if (groups is None) != (chosen is None):
+            raise ValueError(
+                "expert_groups, groups_chosen: expected both or neither, got "
+                f"{groups!r} and {chosen!r}"
+            )
+        self.expert_groups = self.groups_chosen = None
+        if groups is None:
+            return
+        self.expert_groups = require_int("expert_groups", groups, 1, self.experts)
+        self.groups_chosen = require_int("groups_chosen", chosen, 1, groups)
+        each = self.experts // groups
+        if each * groups != self.experts or each * self.groups_chosen < self.top_k:
+            raise ValueError(
+                "expert_groups, groups_chosen: expected groups of one size, and top_k experts in "
+                f"the chosen ones, got {self.experts} experts in {groups} groups, "
+                f"{chosen} of them chosen, for top_k = {self.top_k}"
+            )
+
+    def reset_parameters(self) -> None:
+        """Draws the weight uniformly within 1 / sqrt(D), as nn.Linear does."""
+        bound = self.dim**-0.5
+        nn.init.uniform_(self.weight, -bound, bound)
+
+    def forward(self, x_TD: Tensor) -> tuple[Tensor, Tensor]:
+        """Chooses experts.
+
+        Args:
+            x_TD: (T, D).
+
+        Returns:
+            The experts of each token, int64 (T, k), and their weights, float32 (T, k).
+        """
+        with torch.autocast(x_TD.device.type, enabled=False):
+            logits_TE = F.linear(x_TD.float(), self.weight.float())
+            is_sigmoid = self.score == "sigmoid"
+            scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
+            indices_Tk = self._choose(scores_TE.detach())
+            weights_Tk = scores_TE.gather(1, indices_Tk)
+            if self.route_norm:
+                weights_Tk = weights_Tk / (weights_Tk.sum(-1, keepdim=True) + LEAST_SUM)
+            weights_Tk = weights_Tk * self.route_scale
+            if self.training and torch.is_grad_enabled():
+                counts_E = self._count(indices_Tk)
+                if self.balance == "loss":
+                    loss = self._loss(scores_TE, counts_E)
+                    weights_Tk = WithLoss.apply(weights_Tk, loss, self.balance_loss)
+        return indices_Tk, weights_Tk
+
+    def _choose(self, scores_TE: Tensor) -> Tensor:
+        """Returns the experts with the largest scores, in the best groups."""
+        choice_TE = scores_TE if self.expert_bias is None else scores_TE + self.expert_bias
+        if self.expert_groups is not None and self.groups_chosen is not None:
+            grouped_TGe = choice_TE.unflatten(1, (self.expert_groups, -1))
+            ranked = min(RANKED, grouped_TGe.shape[2])
+            ranks_TG = grouped_TGe.topk(ranked, dim=-1).values.sum(-1)
+            best = ranks_TG.topk(self.groups_chosen, dim=-1).indices
+            is_left_out = torch.ones_like(ranks_TG, dtype=torch.bool).scatter(1, best, False)
+            choice_TE = grouped_TGe.masked_fill(is_left_out[..., None], -torch.inf).flatten(1)
+        return choice_TE.topk(self.top_k, dim=-1).indices
+
+    def _count(self, indices_Tk: Tensor) -> Tensor:
+        """Counts the tokens of each expert, and adds them to the buffer once a forward."""
+        chosen = indices_Tk.reshape(-1)
+        counts_E = torch.zeros_like(self.counts).scatter_add_(0, chosen, torch.ones_like(chosen))
+        if not is_recomputed():
+            self.counts.add_(counts_E)
+        return counts_E
+
+    def _loss(self, scores_TE: Tensor, counts_E: Tensor) -> Tensor:
+        """Returns E · Σ (share of slots) · (mean share of scores): 1 where experts are even."""
+        tokens = scores_TE.shape[0]
+        shares_TE = scores_TE / (scores_TE.sum(-1, keepdim=True) + LEAST_SUM)
+        slots_E = counts_E / max(tokens * self.top_k, 1)
+        return self.experts * (slots_E * shares_TE.sum(0)).sum() / max(tokens, 1)
+
+    @torch.no_grad()
+    def end_step(self) -> None:
+        """Moves the bias against the load error of this step's counts, and clears the counts."""
+        counts = self.counts
+        if self.expert_bias is not None:
+            error = counts.sum() - counts * self.experts
+            self.expert_bias.add_(error.sign(), alpha=self.balance_speed)
+        self.step_counts.copy_(counts)
+        counts.zero_()
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Router:
+        """Moves the router, as nn.Module does, except that bias and counts keep their dtypes."""
+        bias = self._buffers.pop("expert_bias")
+        super()._apply(fn, recurse)
+        self._buffers["expert_bias"] = None if bias is None else self._moved(bias)
+        for name in COUNTS:
+            setattr(self, name, self._moved(getattr(self, name)))
+        return self
+
+    def _moved(self, state: Tensor) -> Tensor:
+        """Returns the state on the weight's device; zeros where it had no values on meta."""
+        device = self.weight.device
+        if state.is_meta and device.type != "meta":
+            return torch.zeros_like(state, device=device)
+        return as_normal(state.to(device))
+
+    def extra_repr(self) -> str:
+        groups = f", groups={self.groups_chosen} of {self.expert_groups}"
+        return (
+            f"{self.dim}, experts={self.experts}, top_k={self.top_k}, score={self.score!r}, "
+            f"balance={self.balance!r}{groups if self.expert_groups else ''}"
+        )
