@@ -19,6 +19,9 @@ from .distributed.zero.master_weights import (
     wires,
 )
 from .functional import linear, linear_group, scaled_grouped_mm
+from .moe import hooks as _moe_hooks  # registers functions for models with experts
+from .moe.functional import grouped_mlp
+from .moe.layer import MoE
 from .nn.checkpoint_state import load_training_state, training_state
 from .nn.convert import quantize_, quantized_model_init, restore_
 from .nn.delayed_scaling import step
@@ -35,6 +38,7 @@ from . import old_names as _old_names  # isort: skip  module names in older chec
 
 __all__ = [
     "Linear",
+    "MoE",
     "Product",
     "Quantized",
     "QuantizedTensor",
@@ -49,6 +53,7 @@ __all__ = [
     "check_groups",
     "dequantize",
     "group_table",
+    "grouped_mlp",
     "hadamard",
     "linear",
     "linear_group",

@@ -29,11 +29,11 @@ def test_order_is_that_of_a_loop(tokens, slots, experts):
     indices = random_indices(tokens, slots, experts)
     order = order_rows(indices, experts)
     pairs, ends = loop_order(indices, experts)
-    assert order.row_ids.tolist() == pairs
+    assert order.pairs.tolist() == order.row_ids.tolist() == pairs
     assert order.offs.tolist() == ends
     assert {t.dtype for t in order} == {torch.int32}
     rows = order.places.reshape(-1).tolist()
-    assert [order.row_ids[row] for row in rows] == list(range(tokens * slots))
+    assert [order.pairs[row] for row in rows] == list(range(tokens * slots))
 
 
 @given(st.data())
@@ -45,8 +45,21 @@ def test_order_of_any_indices(data):
     indices = indices.reshape(-1, slots)
     order = order_rows(indices, experts)
     pairs, ends = loop_order(indices, experts)
-    assert order.row_ids.tolist() == pairs
+    assert order.pairs.tolist() == order.row_ids.tolist() == pairs
     assert order.offs.tolist() == ends
+
+
+def test_order_by_token_ids():
+    indices = random_indices(9, 3, 5)
+    ids = torch.tensor([70, 3, 50, 4, 11, 12, 90, 2, 8])
+    order = order_rows(indices, 5, ids)
+    by_id = ids.argsort()
+    expected = order_rows(indices[by_id], 5)
+    assert torch.equal(order.offs, expected.offs)
+    assert torch.equal(order.pairs // 3, by_id[expected.pairs // 3].int())
+    assert torch.equal(order.pairs % 3, expected.pairs % 3)
+    assert torch.equal(order.row_ids, (ids[order.pairs // 3] * 3 + order.pairs % 3).int())
+    assert torch.equal(order.pairs[order.places.reshape(-1)], torch.arange(27).int())
 
 
 def test_slots_without_an_expert_are_past_the_last_end():
@@ -62,7 +75,7 @@ def test_copies_are_those_of_a_loop(tokens, slots, experts, dtype):
     order = order_rows(random_indices(tokens, slots, experts), experts)
     x = torch.randn(tokens, 24, dtype=dtype, requires_grad=True)
     rows = rows_of_tokens(x, order)
-    expected = [x.detach()[pair // slots] for pair in order.row_ids.tolist()]
+    expected = [x.detach()[pair // slots] for pair in order.pairs.tolist()]
     torch.testing.assert_close(list(rows.detach()), expected, rtol=0, atol=0)
 
     values = torch.randn(tokens * slots, 24, dtype=dtype)
@@ -79,7 +92,7 @@ def test_copies_are_those_of_a_loop(tokens, slots, experts, dtype):
     torch.testing.assert_close(y.detach(), sums.to(dtype), rtol=0, atol=0)
     g = torch.randn(tokens, 24, dtype=dtype)
     d_values, d_base = torch.autograd.grad(sum_of_slots(values, order, base), (values, base), g)
-    expected = [g[pair // slots] for pair in order.row_ids.tolist()]
+    expected = [g[pair // slots] for pair in order.pairs.tolist()]
     torch.testing.assert_close(list(d_values), expected, rtol=0, atol=0)
     torch.testing.assert_close(d_base, g.float(), rtol=0, atol=0)
 

@@ -24,40 +24,56 @@ class Order(NamedTuple):
     """Where the rows of the experts come from.
 
     Args:
-        row_ids: int32 (M), the number of the pair of each row.
+        pairs: int32 (M), the number of the pair of each row.
         places: int32 (T, k), the row of each pair.
         offs: int32 (E), the end of each expert's rows.
+        row_ids: int32 (M), which random bits each row draws: its pair, or that of the token's id.
     """
 
-    row_ids: Tensor
+    pairs: Tensor
     places: Tensor
     offs: Tensor
+    row_ids: Tensor
 
     @property
     def tokens(self) -> Tensor:
         """The token of each row, int32 (M)."""
-        return self.row_ids // max(self.places.shape[1], 1)
+        return self.pairs // max(self.places.shape[1], 1)
 
 
-def order_rows(indices_Tk: Tensor, experts: int) -> Order:
+NO_ORDER = (None,) * 4  # gradients of an order's tensors
+
+
+def order_rows(indices_Tk: Tensor, experts: int, token_ids_T: Tensor | None = None) -> Order:
     """Sorts pairs of token and slot by their expert.
 
     Args:
         indices_Tk: (T, k) integers, the expert of each slot. A slot whose number is `experts` or
             more is a row past the last end, which no expert computes.
         experts: E.
+        token_ids_T: (T) distinct integers, the tokens' numbers among all ranks, by which rows of
+            an expert are sorted and random bits are drawn; None: 0, 1, ….
 
     Returns:
         The order, on the device of the indices.
     """
+    slots = indices_Tk.shape[1]
+    by_id = None if token_ids_T is None else token_ids_T.argsort()
+    sorted_Tk = indices_Tk.detach() if by_id is None else indices_Tk.detach()[by_id]
     narrow = torch.int16 if experts < 2**15 - 1 else torch.int32
-    chosen = indices_Tk.detach().reshape(-1).clamp(max=experts).to(narrow)
+    chosen = sorted_Tk.reshape(-1).clamp(max=experts).to(narrow)
     by_expert, order = torch.sort(chosen, stable=True)
     numbers = torch.arange(experts, dtype=narrow, device=chosen.device)
     offs = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
+    if by_id is not None:
+        order = by_id[order // slots] * slots + order % slots
     rows = torch.arange(order.shape[0], dtype=torch.int32, device=chosen.device)
-    places = torch.empty_like(rows).scatter_(0, order, rows)
-    return Order(order.to(torch.int32), places.view(indices_Tk.shape), offs)
+    places = torch.empty_like(rows).scatter_(0, order, rows).view(indices_Tk.shape)
+    pairs = order.to(torch.int32)
+    row_ids = pairs
+    if token_ids_T is not None:
+        row_ids = (token_ids_T[order // slots] * slots + order % slots).to(torch.int32)
+    return Order(pairs, places, offs, row_ids)
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
@@ -88,8 +104,8 @@ class RowsOfTokens(torch.autograd.Function):
     """take_rows. Its gradient is add_slots."""
 
     @staticmethod
-    def forward(x: Tensor, row_ids: Tensor, places: Tensor, offs: Tensor) -> Tensor:
-        return take_rows(x, Order(row_ids, places, offs))
+    def forward(x: Tensor, pairs: Tensor, places: Tensor, offs: Tensor, ids: Tensor) -> Tensor:
+        return take_rows(x, Order(pairs, places, offs, ids))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -99,7 +115,7 @@ class RowsOfTokens(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return add_slots(grads[0], Order(*ctx.saved_tensors), None, ctx.dtype), None, None, None
+        return add_slots(grads[0], Order(*ctx.saved_tensors), None, ctx.dtype), *NO_ORDER
 
 
 class SumOfSlots(torch.autograd.Function):
@@ -107,9 +123,9 @@ class SumOfSlots(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        rows: Tensor, base: Tensor | None, row_ids: Tensor, places: Tensor, offs: Tensor
+        rows: Tensor, base: Tensor | None, pairs: Tensor, places: Tensor, offs: Tensor, ids: Tensor
     ) -> Tensor:
-        return add_slots(rows, Order(row_ids, places, offs), base, rows.dtype)
+        return add_slots(rows, Order(pairs, places, offs, ids), base, rows.dtype)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -123,7 +139,7 @@ class SumOfSlots(torch.autograd.Function):
             rows = take_rows(grads[0], Order(*ctx.saved_tensors))
         if ctx.has_base and ctx.needs_input_grad[1]:
             base = grads[0].float()
-        return rows, base, None, None, None
+        return rows, base, *NO_ORDER
 
 
 def rows_of_tokens(x_TD: Tensor, order: Order) -> Tensor:

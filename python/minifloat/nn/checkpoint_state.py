@@ -15,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import require_module
-from .linear import forget_weights, histories_of
 from .names import join
 from .random_state import states_of
+from .recipe_state import forget_weights, histories_of
 
 
 def training_state(model: nn.Module) -> dict[str, Tensor]:

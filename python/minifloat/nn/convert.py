@@ -20,15 +20,7 @@ from ..recipe import Recipe, RecipeMap
 from ..tensor.weight_specs import require_weight_spec
 from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
-from .linear import (
-    DEFAULT_HISTORY,
-    Linear,
-    adopt,
-    draw_from,
-    require_history,
-    require_restorable,
-    restore_linear,
-)
+from .linear import Linear, adopt, require_restorable, restore_linear
 from .names import clean_name, join, unwrapped
 from .operand_cache import share_inputs
 from .primary_weights import (
@@ -46,6 +38,7 @@ from .random_state import (
     remove_hooks,
     require_int64,
 )
+from .recipe_state import DEFAULT_HISTORY, draw_from, require_history
 from .selection import FilterFn, Report, Selection, require_filters, require_some, select
 
 

@@ -1,4 +1,4 @@
-"""mf.step, which rolls the amax histories of delayed scaling once a training step."""
+"""mf.step: rolls amax histories and balances experts once a training step."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ from torch import Tensor, nn
 from .._native import ops
 from ..checks import require_module
 from .distributed_hooks import hooks
-from .linear import forget_weights, histories_of
+from .expert_hooks import expert_hooks
 from .names import unwrapped
 from .random_state import states_of
+from .recipe_state import forget_weights, histories_of
 
 
 def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) -> None:
@@ -24,15 +25,17 @@ def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) ->
 
 @torch.no_grad()
 def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
-    """Ends a training step: drops cached codes and rolls the histories of delayed scaling.
+    """Ends a training step: drops cached codes, rolls amax histories, balances experts.
 
     Call mf.step after opt.step(), on all ranks. The active amax of the next step is computed from
-    the amaxes of this step and the steps before (numerics.md). Under FSDP2 this call quantizes all
+    the amaxes of this step and the steps before (numerics.md). The balance biases of mf.MoE move by
+    the loads of all ranks, which one all-reduce adds up. Under FSDP2 this call quantizes all
     sharded weights, as mf.precompute_scales does.
 
     Args:
         model: one that mf.quantize_ converted, or that has mf.Linear layers.
-        group: the data-parallel ranks, whose amaxes are reduced to their maximum; None: all ranks.
+        group: the data-parallel ranks, whose amaxes are reduced to their maximum, and whose counts
+            of tokens to their sum; None: all ranks.
 
     Raises:
         TypeError: `model` is no module, or `group` is no process group that has this rank.
@@ -50,6 +53,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     for _, rng in states_of(model):
         rng.is_driven = False
     _roll_histories(model, group)
+    expert_hooks().end_step(model, group)
     hooks().precompute_scales(unwrapped(model))
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,26 +14,13 @@ from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor, weight_operands
 from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import disable_fast_path, enable_fast_path
-from .names import clean_name, unwrapped
 from .operand_cache import SharedInput, WeightCodes, conditions_of, weight_codes
-from .random_state import AdvanceRng, Draws, RngState, as_normal, require_int64
+from .random_state import AdvanceRng, RngState, as_normal, require_int64
+from .recipe_state import DEFAULT_HISTORY, STATE, RecipeState, draw_from
 from .selection import WEIGHT_DTYPES
 
-DEFAULT_HISTORY = 16  # steps of amax history
-STATE = ("stream", "amax_history")  # a layer's buffers
-ALGORITHMS = ("max", "most_recent")
-MAX_MARGIN = 126  # powers of two
 
-
-def require_history(length: int, algorithm: str, margin: int) -> None:
-    """Checks the arguments of delayed scaling."""
-    require_int("amax_history_length", length, 1, unit="step")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"amax_algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
-    require_int("margin", margin, 0, MAX_MARGIN, "powers of two")
-
-
-class Linear(nn.Linear):
+class Linear(RecipeState, nn.Linear):
     """nn.Linear under a recipe, with the same parameters and state-dict keys.
 
     mf.quantize_ converts an nn.Linear to this class in place. A layer that is built alone has a
@@ -53,19 +40,10 @@ class Linear(nn.Linear):
         TypeError, ValueError: an argument is not as expected.
     """
 
-    recipe: Recipe
-    fqn: str
-    rng_state: RngState | None  # None: no spec of the recipe is stochastic
-    draws: Draws
-    stream: Tensor
-    amax_history: Tensor | None
-    amax_algorithm: str
-    margin: int
-    stream_id: int  # what `stream` holds
     weight_codes: WeightCodes | None
+    weight_gather: WeightGather | None
     shared_input: SharedInput | None
     gather_plan: Any  # how FSDP2 gathers the weight as codes; None: in the compute dtype
-    weight_gather: WeightGather | None = None  # None: FSDP2 has not sharded the weight
 
     def __init__(
         self,
@@ -94,15 +72,6 @@ class Linear(nn.Linear):
             state = RngState(seed)
             draw_from(self, state)
             self.register_forward_pre_hook(AdvanceRng(state, self))
-
-    def step_history(self) -> Tensor | None:
-        """Returns the amax history that an op writes to: a copy outside training steps."""
-        history = self.amax_history
-        return history if history is None or self.is_in_step() else history.clone()
-
-    def is_in_step(self) -> bool:
-        """Tells whether a forward now is part of a training step."""
-        return self.training and torch.is_grad_enabled()
 
     def forward(self, input: Tensor) -> Tensor:
         weight, recipe = self.weight, self.recipe.text
@@ -150,12 +119,6 @@ class Linear(nn.Linear):
             weight_operands=weight_operands(weight, self.recipe, input, history),
         )
 
-    def draw_rng(self, device: torch.device) -> Tensor | None:
-        """Returns (seed, count) of this forward; None where no spec of the recipe is stochastic."""
-        if self.rng_state is None:
-            return None
-        return self.rng_state.draw(self.draws, device, self.training)
-
     def _reused(
         self, x: Tensor, weight: Tensor, amax_history: Tensor | None
     ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
@@ -174,22 +137,6 @@ class Linear(nn.Linear):
             columnwise = grad and weight.requires_grad
             x_operands = self.shared_input.operands(x, recipe, columnwise, conditions)
         return x_operands, w_operands
-
-    def unwrap_buffers(self) -> None:
-        """Replaces buffers that torch's parallel styles made DTensors by the rank's tensors."""
-        for name in STATE:
-            buffer = self._buffers.get(name)
-            if buffer is not None:
-                self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Registers a hook, after it unwraps the layer's buffers.
-
-        torch's parallel styles register a hook last, after they have made buffers DTensors. So
-        compiled code reads plain tensors too.
-        """
-        self.unwrap_buffers()
-        return super().register_forward_pre_hook(*args, **kwargs)
 
     def train(self, mode: bool = True) -> Linear:
         if mode != self.training and self.weight_codes is not None:
@@ -260,20 +207,6 @@ class Linear(nn.Linear):
         self._forget()
         return self
 
-    def _move_state(self, device: torch.device) -> None:
-        """Moves the stream and the history to a device, with values where they had none on meta."""
-        stream, history = self.stream, self._buffers["amax_history"]
-        if stream.device != device:
-            stream = torch.empty_like(stream, device=device)
-        if device.type != "meta":
-            stream.fill_(self.stream_id)
-        self._buffers["stream"] = as_normal(stream)
-        if self.rng_state is not None and device.type != "meta":
-            draw_from(self, self.rng_state)
-        if history is not None:
-            history = torch.zeros_like(history, device=device) if history.is_meta else history
-            self._buffers["amax_history"] = as_normal(history.to(device))
-
     def extra_repr(self) -> str:
         gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
         return f"{super().extra_repr()}, recipe={self.recipe.text!r}{gather}"
@@ -293,53 +226,18 @@ def adopt(
 
     Args: as those of mf.quantize_; `fqn` is the name that the stream of random bits comes from.
     """
+    shape = (len(operand_names()), 1 + history_length)
     device = module.weight.device
-    stream_id = ops.stream(fqn)
-    stream = as_normal(torch.full((1,), stream_id, dtype=torch.int64, device=device))
-    history = None
-    if recipe.is_delayed:
-        shape = (len(operand_names()), 1 + history_length)
-        history = as_normal(torch.zeros(shape, dtype=torch.float32, device=device))
+    # Before the class, so that a module is unchanged where there is no memory for its state.
+    RecipeState.set_state(cast(Any, module), recipe, fqn, device, shape, algorithm, margin)
     if not isinstance(module, Linear):
         module.__class__ = Linear
     module = cast(Linear, module)
-    module.recipe = recipe
-    module.fqn = fqn
-    module.rng_state = None
-    module.draws = Draws()
-    module.amax_algorithm = algorithm
-    module.margin = margin
-    module.stream_id = stream_id
-    module.register_buffer("stream", stream, persistent=False)
-    module.register_buffer("amax_history", history, persistent=False)
     module.shared_input = None
     module.gather_plan = gather_plan
     module.weight_gather = None
     module._forget()
     return module
-
-
-def draw_from(layer: Linear, state: RngState) -> None:
-    """Makes `state` the source of the layer's random bits, from its next forward on."""
-    state.to(layer.stream.device)  # here: memory that compiled code allocates is reused
-    layer.rng_state = state
-
-
-def histories_of(model: nn.Module) -> Iterator[tuple[str, Linear, Tensor]]:
-    """Yields (name, layer, amax history) of each layer under delayed scaling."""
-    for fqn, module in unwrapped(model).named_modules():
-        if isinstance(module, Linear) and module.amax_history is not None:
-            module.unwrap_buffers()
-            yield clean_name(fqn), module, module.amax_history
-
-
-def forget_weights(model: nn.Module) -> None:
-    """Makes layers quantize their weights again, after the weights or their scales changed."""
-    for layer in unwrapped(model).modules():
-        if isinstance(layer, Linear) and layer.weight_codes is not None:
-            layer.weight_codes.forget()
-        if isinstance(layer, Linear) and layer.weight_gather is not None:
-            layer.weight_gather.forget()
 
 
 ADOPTED = (

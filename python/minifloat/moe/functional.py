@@ -1,0 +1,325 @@
+"""The products of a mixture's experts, from tokens to tokens.
+
+    rows = x[token of each row]                       row_ids decide the random bits
+    gate, up = rows · w1ᵀ, rows · w3ᵀ                 one product where w13 is fused
+    h = SwiGLU(gate, up) · routing weight
+    y[token] = Σ over slots of h · w2ᵀ                in fp32, in the slots' order
+
+Saved for backward: x, once for all slots, gate and up, the weights and the order. Backward gathers
+x again, computes h again, and quantizes both columnwise.
+
+Shape suffixes: T tokens, k slots, M = T * k rows, E experts, D model width, I hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .._native import ops
+from ..nn.grouped_product import ProductCall
+from ..recipe import Recipe
+from .permute import NO_ORDER, Order, add_slots, order_rows, rows_of_tokens, sum_of_slots, take_rows
+from .swiglu import ALPHA, Gate, swiglu
+
+Weights = Tensor | Sequence[Tensor]  # w13 (E, 2I, D), or w1 and w3 (E, I, D)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How the products of experts are computed: everything besides tensors of values.
+
+    Args:
+        gate: the form of SwiGLU.
+        inputs: the product of w13, or those of w1 and w3.
+        output: the product of w2.
+    """
+
+    gate: Gate
+    inputs: tuple[ProductCall, ...]
+    output: ProductCall
+
+
+@dataclass(frozen=True)
+class Matrices:
+    """The experts' matrices as products read them, B (E, K, N), and their biases (E, N).
+
+    Args:
+        inputs: of w13, or of w1 and w3.
+        biases: as many, or None each.
+        output: of w2.
+    """
+
+    inputs: tuple[Tensor, ...]
+    biases: tuple[Tensor | None, ...]
+    output: Tensor
+
+
+class NoSecondDerivative(torch.autograd.Function):
+    """The identity of a gradient. Its backward raises: a function of codes has no derivative."""
+
+    @staticmethod
+    def forward(gradient: Tensor, recipe: str, *sources: Tensor) -> Tensor:
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.recipe = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        raise RuntimeError(
+            "grouped_mlp: expected no second derivative through a quantized product (recipe "
+            f"{ctx.recipe}), got one: the backward pass of minifloat's layers is not "
+            "differentiable. Leave the layers that a double backward passes through in high "
+            "precision, by filter_fqns or a recipe map"
+        )
+
+
+class ExpertRows(torch.autograd.Function):
+    """The rows y (M, D) of all experts. Arguments: plan, x, weights, the order, the matrices."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, x: Tensor, weights: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
+        order, matrices = unpack(plan, tensors)
+        rows = take_rows(x, order)
+        products = [
+            call.multiply(rows, b, order.offs, order.row_ids, bias)
+            for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
+        ]
+        h = plan.gate.forward(products, take_weights(weights, order))
+        ctx.plan = plan
+        ctx.save_for_backward(x, weights, *tensors, *products)
+        return plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = ExpertRows.first_derivatives(ctx, grads[0])
+        if not torch.is_grad_enabled():
+            return found
+        sources = [t for t in (grads[0], *ctx.saved_tensors) if t is not None and t.requires_grad]
+        recipe = ctx.plan.output.recipe
+        return tuple(
+            None if t is None else NoSecondDerivative.apply(t, recipe, *sources) for t in found
+        )
+
+    @staticmethod
+    def first_derivatives(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of plan, x, weights, the order and the matrices."""
+        plan, count = ctx.plan, len(ctx.plan.inputs)
+        x, weights, *rest = ctx.saved_tensors
+        order, matrices = unpack(plan, rest[:-count])
+        products, weights_M = rest[-count:], take_weights(weights, order)
+        needs_x, needs_weights = ctx.needs_input_grad[1:3]
+        needs = ctx.needs_input_grad[3 + len(order) :]
+        needs_h = needs_x or needs_weights or any(needs[:-1])
+
+        h = plan.gate.forward(products, weights_M)
+        dh, d_output, _ = plan.output.gradients(
+            g, h, matrices.output, *order[2:], None, (needs_h, needs[-1], False)
+        )
+        del h
+        if dh is None:
+            return (None, None, None, *NO_ORDER, *[None] * (2 * count), d_output)
+        d_products, d_weights_M = plan.gate.backward(dh, products, weights_M)
+        del dh
+        rows, d_rows = take_rows(x, order), None
+        found = []
+        for i, call in enumerate(plan.inputs):
+            wanted = needs_x, needs[i], needs[count + i]
+            b, bias = matrices.inputs[i], matrices.biases[i]
+            d_row, *d_matrix = call.gradients(d_products[i], rows, b, *order[2:], bias, wanted)
+            d_rows = d_row if d_rows is None or d_row is None else d_rows + d_row
+            found.append(d_matrix)
+        dx = None if d_rows is None else add_slots(d_rows, order, None, x.dtype)
+        d_weights = d_weights_M.take(order.places.long()).to(weights.dtype)
+        d_inputs, d_biases = zip(*found)
+        return None, dx, d_weights, *NO_ORDER, *d_inputs, *d_biases, d_output
+
+
+def unpack(plan: Plan, tensors: Sequence[Any]) -> tuple[Order, Matrices]:
+    """Returns the order and the matrices of ExpertRows' last arguments."""
+    order, rest, count = Order(*tensors[:4]), tensors[4:], len(plan.inputs)
+    return order, Matrices(tuple(rest[:count]), tuple(rest[count : 2 * count]), rest[-1])
+
+
+def take_weights(weights_Tk: Tensor, order: Order) -> Tensor:
+    """Returns the routing weight of each row, float32 (M)."""
+    return weights_Tk.reshape(-1).index_select(0, order.pairs).float()
+
+
+def compose(
+    plan: Plan, x_TD: Tensor, weights_Tk: Tensor, order: Order, matrices: Matrices
+) -> Tensor:
+    """Computes ExpertRows as differentiable ops: what compiled code runs."""
+    rows = rows_of_tokens(x_TD, order)
+    products = [
+        call.multiply(rows, b, order.offs, order.row_ids, bias)
+        for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
+    ]
+    h = swiglu(plan.gate, take_weights(weights_Tk, order), products)
+    return plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
+
+
+def run_experts(
+    plan: Plan,
+    x_TD: Tensor,
+    indices_Tk: Tensor,
+    weights_Tk: Tensor,
+    order: Order,
+    matrices: Matrices,
+    output_bias_ED: Tensor | None = None,
+) -> Tensor:
+    """Computes each token's weighted sum of its experts, (T, D) in x's dtype."""
+    base = None
+    if output_bias_ED is not None:
+        base = weighted_biases(indices_Tk, weights_Tk, output_bias_ED)
+    if torch.compiler.is_compiling():
+        rows = compose(plan, x_TD, weights_Tk, order, matrices)
+    else:
+        tensors = *order, *matrices.inputs, *matrices.biases, matrices.output
+        rows = ExpertRows.apply(plan, x_TD, weights_Tk, *tensors)
+    return sum_of_slots(rows, order, base)
+
+
+def weighted_biases(indices_Tk: Tensor, weights_Tk: Tensor, bias_ED: Tensor) -> Tensor:
+    """Returns the sum over slots of weight times bias, float32 (T, D), as one product.
+
+    A row's bias is not part of h · w2, because the routing weight multiplies it too.
+    """
+    experts = bias_ED.shape[0]
+    with torch.autocast(bias_ED.device.type, enabled=False):
+        # One more column, of slots without an expert.
+        shape = indices_Tk.shape[0], experts + 1
+        zeros = torch.zeros(shape, dtype=torch.float32, device=bias_ED.device)
+        dense_TE = zeros.scatter_add(1, indices_Tk.clamp(max=experts), weights_Tk.float())
+        return dense_TE[:, :experts] @ bias_ED.float()
+
+
+def compute_dtype(x: Tensor) -> torch.dtype:
+    """Returns the dtype of products with x: autocast's, or its own."""
+    kind = x.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+
+
+def as_sequence(value: Any, count: int) -> tuple[Any, ...]:
+    """Returns a list's items; of None as many as `count`, of another value itself."""
+    if value is None:
+        return (None,) * count
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def grouped_mlp(
+    x: Tensor,
+    w13: Weights,
+    w2: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    recipe: str | Recipe = "mxfp8",
+    *,
+    b13: Tensor | Sequence[Tensor | None] | None = None,
+    b2: Tensor | None = None,
+    limit: float | None = None,
+    alpha: float = ALPHA,
+    interleaved: bool = False,
+    rng: Tensor | None = None,
+    amax_history: Sequence[Tensor] | None = None,
+    token_ids: Tensor | None = None,
+    first_expert: int = 0,
+) -> Tensor:
+    """Computes each token's weighted sum of the SwiGLU experts it is sent to, differentiably.
+
+    Any expert may be empty, and no token is dropped. No pass waits for the device. For backward it
+    saves x, gate and up, the routing and the order: 2D / k + 4I + 24 bytes a row in bfloat16.
+
+    Args:
+        x: (T, D), float32 or bfloat16.
+        w13: (E, 2I, D), gate before up, or a list of w1 (gate) and w3 (up), each (E, I, D). Either
+            may be the transposed view of a contiguous tensor, which is not copied.
+        w2: (E, D, I).
+        indices: (T, k) integers, the experts of each token, each at most once. A slot whose number
+            is E or more adds nothing.
+        weights: (T, k), of the slots. They multiply h.
+        recipe: the formats of the products. x and g take no spec with 2D blocks.
+        b13: (E, 2I), or a list of two (E, I).
+        b2: (E, D).
+        limit: bound of gate and up, with up + 1, as in gpt-oss; None: silu(gate) * up.
+        alpha: factor within the sigmoid where there is a limit.
+        interleaved: whether gate and up alternate along w13's 2I.
+        rng: int64 (seed, forward count), required by stochastic rounding. Backward reads the tensor
+            too, so it must not be written to before.
+        amax_history: float32 (6, E, 1 + length) for each of the two or three products, required by
+            delayed scaling.
+        token_ids: (T) distinct integers: the tokens' numbers among all ranks, by which each
+            expert's rows are sorted and random bits are drawn; None: 0, 1, ….
+        first_expert: the number of the first matrix among all ranks' experts.
+
+    Returns:
+        (T, D), in x's dtype or autocast's.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected.
+
+    Source: docs/moe.md.
+    """
+    inputs = as_sequence(w13, 1)
+    names = ("w13", "w2") if len(inputs) == 1 else ("w1", "w3", "w2")
+    histories = as_sequence(amax_history, len(names))
+    require_shapes(x, inputs, w2, indices, weights, histories)
+    text = Recipe(recipe).text
+    calls = [
+        ProductCall(text, rng, ops.stream(name), history, first_expert=first_expert)
+        for name, history in zip(names, histories)
+    ]
+    plan = Plan(Gate(limit, alpha, interleaved), tuple(calls[:-1]), calls[-1])
+    matrices = Matrices(
+        tuple(w.transpose(-2, -1) for w in inputs),
+        as_sequence(b13, len(inputs)),
+        w2.transpose(-2, -1),
+    )
+    order = order_rows(indices, w2.shape[0], token_ids)
+    return run_experts(plan, x.to(compute_dtype(x)), indices, weights, order, matrices, b2)
+
+
+def require_shapes(
+    x: Tensor,
+    inputs: tuple[Tensor, ...],
+    w2: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    histories: tuple[Any, ...],
+) -> None:
+    """Checks the shapes of grouped_mlp's arguments; the products check the rest."""
+    for name, tensor, dims in (("x", x, 2), ("w2", w2, 3), ("indices", indices, 2)):
+        if tensor.dim() != dims:
+            shape = tuple(tensor.shape)
+            raise ValueError(f"grouped_mlp: expected {name} of {dims} dimensions, got {shape}")
+    experts, dim, hidden = w2.shape
+    parts = len(inputs)
+    if parts not in (1, 2):
+        raise ValueError(f"grouped_mlp: expected w13, or a list of w1 and w3, got {parts} tensors")
+    wanted = (experts, hidden * (3 - parts), dim)
+    if any(tuple(w.shape) != wanted for w in inputs):
+        name = "w13" if parts == 1 else "w1 and w3"
+        raise ValueError(
+            f"grouped_mlp: expected {name} as {wanted}, by w2's {tuple(w2.shape)}, "
+            f"got {[tuple(w.shape) for w in inputs]}"
+        )
+    if x.shape[1] != dim or indices.shape[0] != x.shape[0] or weights.shape != indices.shape:
+        raise ValueError(
+            f"grouped_mlp: expected x (T, {dim}), indices (T, k) and weights (T, k), got "
+            f"{tuple(x.shape)}, {tuple(indices.shape)} and {tuple(weights.shape)}"
+        )
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        raise ValueError(f"grouped_mlp: expected indices as integers, got {indices.dtype}")
+    if len(histories) != parts + 1:
+        raise ValueError(
+            f"grouped_mlp: expected amax_history for {parts + 1} products, got {len(histories)}"
+        )

@@ -1,0 +1,30 @@
+"""Functions of mixtures of experts that `nn` calls. Importing this module registers them."""
+
+from __future__ import annotations
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..nn import expert_hooks
+from ..nn.names import unwrapped
+from .router import Router
+
+
+def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+    """Ends the step of all routers, with the counts of all ranks from one all-reduce."""
+    routers = [module for module in unwrapped(model).modules() if isinstance(module, Router)]
+    routers = [router for router in routers if not router.counts.is_meta]
+    if not routers:
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        counts = [router.counts for router in routers]
+        every = torch.cat([count.to(counts[0].device) for count in counts])
+        dist.all_reduce(every, group=group)
+        for count, new in zip(counts, every.split([count.numel() for count in counts])):
+            count.copy_(new)
+    for router in routers:
+        router.end_step()
+
+
+expert_hooks.register(expert_hooks.ExpertHooks(end_step=end_step))

@@ -1,0 +1,262 @@
+"""The mixture-of-experts layer: router, routed experts and shared experts.
+
+    y = Σ over the k slots of weight · w2(silu(w1 x) · w3 x)    of the slot's expert
+        + shared w2(silu(w1 x) · w3 x)                          of every token
+
+State-dict keys: router.weight, router.expert_bias, experts.w1, experts.w3, experts.w2 (or w13 for
+w1 and w3), experts.b1, b3, b2, b13, shared_experts.w1.weight and so on.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..checks import require_bool, require_int, require_text
+from ..nn.grouped_product import add_products, call_of, product_of
+from ..nn.linear import adopt
+from ..nn.operand_cache import share_inputs
+from ..nn.random_state import RngState, add_hooks, require_int64
+from ..nn.recipe_state import RecipeState, draw_from
+from ..nn.selection import WEIGHT_DTYPES
+from ..recipe import Recipe
+from .functional import Matrices, Plan, compute_dtype, run_experts
+from .permute import order_rows
+from .router import Router, require_number
+from .swiglu import ALPHA, Gate
+
+
+class Experts(nn.Module):
+    """The routed experts, whose matrices are 3D parameters.
+
+    Args:
+        dim: D.
+        hidden: I.
+        experts: E.
+        fused_w13: whether w1 and w3 are one parameter w13 (E, 2I, D).
+        bias: whether the matrices have biases.
+        gate: the form of SwiGLU.
+        device: of the parameters.
+        dtype: of the parameters; None: torch's default dtype.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        *,
+        fused_w13: bool,
+        bias: bool,
+        gate: Gate,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self.dim, self.hidden, self.experts, self.gate = dim, hidden, experts, gate
+        self.b2: nn.Parameter | None
+        self.input_names = ("w13",) if fused_w13 else ("w1", "w3")
+        options = {"device": device, "dtype": dtype}
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(experts, *shape, **options))
+
+        width = 2 * hidden if fused_w13 else hidden
+        for name in self.input_names:
+            setattr(self, name, parameter(width, dim))
+        self.w2 = parameter(dim, hidden)
+        self.bias_names = tuple(name.replace("w", "b") for name in self.input_names)
+        for name in self.bias_names:
+            self.register_parameter(name, parameter(width) if bias else None)
+        self.register_parameter("b2", parameter(dim) if bias else None)
+        self.reset_parameters()
+
+    @property
+    def weight_names(self) -> tuple[str, ...]:
+        """The names of the 3D parameters."""
+        return *self.input_names, "w2"
+
+    def reset_parameters(self) -> None:
+        """Draws each parameter uniformly within 1 / sqrt(inputs), as nn.Linear does."""
+        for name, parameter in self._parameters.items():
+            if parameter is not None:
+                bound = (self.hidden if name.endswith("2") else self.dim) ** -0.5
+                nn.init.uniform_(parameter, -bound, bound)
+
+    def forward(
+        self,
+        x_TD: Tensor,
+        indices_Tk: Tensor,
+        weights_Tk: Tensor,
+        token_ids_T: Tensor | None = None,
+    ) -> Tensor:
+        """Computes each token's weighted sum of its experts.
+
+        Args:
+            x_TD: (T, D).
+            indices_Tk: (T, k), the experts of each token.
+            weights_Tk: (T, k), of the slots.
+            token_ids_T: (T), as that of mf.grouped_mlp.
+
+        Returns:
+            (T, D), in x's dtype or autocast's.
+        """
+        x = x_TD.to(compute_dtype(x_TD))
+        plan = Plan(
+            self.gate,
+            tuple(call_of(self, name, x) for name in self.input_names),
+            call_of(self, "w2", x, needs_columnwise=True),
+        )
+        matrices = Matrices(
+            tuple(getattr(self, name).transpose(-2, -1) for name in self.input_names),
+            tuple(getattr(self, name) for name in self.bias_names),
+            self.w2.transpose(-2, -1),
+        )
+        order = order_rows(indices_Tk, self.experts, token_ids_T)
+        return run_experts(plan, x, indices_Tk, weights_Tk, order, matrices, self.b2)
+
+    def extra_repr(self) -> str:
+        product = product_of(self, "w2")
+        recipe = "" if product is None else f", recipe={product.recipe.text!r}"
+        return f"{self.dim}, hidden={self.hidden}, experts={self.experts}{recipe}"
+
+
+class SharedExperts(nn.Module):
+    """A SwiGLU that every token goes through: linear layers w1, w3 and w2."""
+
+    def __init__(self, dim: int, hidden: int, device: Any, dtype: torch.dtype | None) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, hidden, bias=False, device=device, dtype=dtype)
+        self.w3 = nn.Linear(dim, hidden, bias=False, device=device, dtype=dtype)
+        self.w2 = nn.Linear(hidden, dim, bias=False, device=device, dtype=dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class MoE(nn.Module):
+    """A drop-less mixture of SwiGLU experts. Any expert may be empty.
+
+    Args:
+        dim: D, the width of x.
+        hidden: I, the width of an expert's hidden layer.
+        experts: E.
+        top_k: k, the experts of a token.
+        shared_experts: how many experts' widths the shared SwiGLU has; 0: there is none.
+        score: "sigmoid" or "softmax" of the router's logits.
+        route_norm: whether a token's weights are divided by their sum.
+        route_scale: factor of the weights.
+        expert_groups: groups of experts; None: no groups.
+        groups_chosen: groups that a token's experts are chosen from.
+        balance: "bias", which mf.step moves by the load of all data-parallel ranks; "loss", whose
+            gradient each training forward adds; or None.
+        balance_speed: of the bias, a step.
+        balance_loss: factor of the auxiliary loss.
+        fused_w13: whether w1 and w3 are one parameter. x is then quantized once for both.
+        bias: whether the experts' matrices have biases.
+        limit: bound of gate and up, with up + 1, as in gpt-oss; None: silu(gate) * up.
+        alpha: factor within the sigmoid where there is a limit.
+        recipe: of the experts, routed and shared; None: high precision, until mf.quantize_.
+        name: of the layer. Layers of different names have different random bits.
+        seed: of stochastic rounding, 64 bits with sign.
+        device: of the parameters.
+        dtype: of the experts' parameters, float32 or bfloat16; None: torch's default dtype. The
+            router's are float32.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected.
+    """
+
+    def __init__(
+        self,
+        dim: int,
+        hidden: int,
+        experts: int,
+        top_k: int,
+        *,
+        shared_experts: int = 0,
+        score: str = "sigmoid",
+        route_norm: bool = True,
+        route_scale: float = 1.0,
+        expert_groups: int | None = None,
+        groups_chosen: int | None = None,
+        balance: str | None = "bias",
+        balance_speed: float = 1e-3,
+        balance_loss: float = 1e-2,
+        fused_w13: bool = False,
+        bias: bool = False,
+        limit: float | None = None,
+        alpha: float = ALPHA,
+        recipe: str | Recipe | None = None,
+        name: str = "moe",
+        seed: int = 0,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        require_int("hidden", hidden, 1)
+        require_int("shared_experts", shared_experts, 0)
+        require_bool("fused_w13", fused_w13)
+        require_bool("bias", bias)
+        require_text("name", name)
+        require_int64("seed", seed)
+        if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
+            raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
+        self.router = Router(
+            dim,
+            experts,
+            top_k,
+            score=score,
+            route_norm=route_norm,
+            route_scale=route_scale,
+            expert_groups=expert_groups,
+            groups_chosen=groups_chosen,
+            balance=balance,
+            balance_speed=balance_speed,
+            balance_loss=balance_loss,
+            device=device,
+        )
+        self.experts = Experts(
+            dim,
+            hidden,
+            experts,
+            fused_w13=fused_w13,
+            bias=bias,
+            gate=Gate(None if limit is None else require_number("limit", limit), alpha),
+            device=device,
+            dtype=dtype,
+        )
+        width = hidden * shared_experts
+        self.shared_experts = SharedExperts(dim, width, device, dtype) if width else None
+        if recipe is not None:
+            self._quantize(Recipe(recipe), name, seed)
+
+    def _quantize(self, recipe: Recipe, name: str, seed: int) -> None:
+        """Gives the experts a recipe and a random state of their own."""
+        states: list[RecipeState] = list(
+            add_products(self.experts, self.experts.weight_names, recipe, f"{name}.experts")
+        )
+        linears = {
+            adopt(module, recipe, f"{name}.{fqn}"): recipe
+            for fqn, module in self.named_modules()
+            if isinstance(module, nn.Linear)
+        }
+        share_inputs(self, {module: recipe for module in linears})
+        states += linears
+        if recipe.is_stochastic:
+            rng_state = RngState(seed)
+            add_hooks(self, rng_state, states)
+            for state in states:
+                draw_from(state, rng_state)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Computes the layer: (…, D) -> (…, D), in x's dtype or autocast's."""
+        x_TD = x.reshape(-1, x.shape[-1])
+        indices, weights = self.router(x_TD)
+        y = self.experts(x_TD, indices, weights)
+        if self.shared_experts is not None:
+            y = y + self.shared_experts(x_TD)
+        return y.view(x.shape)

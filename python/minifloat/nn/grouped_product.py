@@ -1,0 +1,271 @@
+"""One product of a mixture's experts under a recipe: its state, and the call of the op.
+
+A GroupedProduct is a child of the module that holds the 3D weight. It has no parameters and adds no
+key to a state dict. The weight is passed to each call, so references to it stay valid.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._native import ops
+from ..recipe import Recipe, operand_names
+from .names import join
+from .operand_cache import conditions_of, weight_codes
+from .random_state import as_normal
+from .recipe_state import DEFAULT_HISTORY, STATE, RecipeState
+
+SUFFIX = "_product"  # of the child's name, after the parameter's
+
+
+@dataclass(frozen=True)
+class ProductCall:
+    """The arguments of one grouped product besides its matrices.
+
+    Args:
+        recipe: its text.
+        rng: int64 (seed, count[, stream]); None: nothing is stochastic.
+        stream: of the product, besides one in rng.
+        history: float32 (6, E, 1 + length); None: nothing is delayed.
+        operands: of the weight, as the op layer_operands returns them; None: cast by the product.
+        first_expert: the number of the first matrix among all ranks' experts.
+    """
+
+    recipe: str = "bf16"
+    rng: Tensor | None = None
+    stream: int = 0
+    history: Tensor | None = None
+    operands: list[Tensor] | None = None
+    first_expert: int = 0
+
+    def multiply(
+        self,
+        a_MK: Tensor,
+        b_EKN: Tensor,
+        offs_E: Tensor,
+        row_ids_M: Tensor | None = None,
+        bias_EN: Tensor | None = None,
+    ) -> Tensor:
+        """Returns the rows of each group times its matrix, (M, N) in A's dtype; zeros past them."""
+        return ops.scaled_grouped_mm(
+            a_MK,
+            b_EKN,
+            offs_E,
+            self.recipe,
+            out_dtype=a_MK.dtype,
+            bias=bias_EN,
+            row_ids=row_ids_M,
+            **self._options(),
+        )
+
+    def gradients(
+        self,
+        g_MN: Tensor,
+        a_MK: Tensor,
+        b_EKN: Tensor,
+        offs_E: Tensor,
+        row_ids_M: Tensor | None,
+        bias_EN: Tensor | None,
+        needed: tuple[bool, bool, bool],
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Returns the gradients of A, B and bias that are needed, from the inputs of `multiply`."""
+        return ops.scaled_grouped_mm_backward(
+            g_MN,
+            a_MK,
+            b_EKN,
+            offs_E,
+            self.recipe,
+            needed,
+            bias=bias_EN,
+            row_ids=row_ids_M,
+            **self._options(),
+        )
+
+    def _options(self) -> dict[str, Any]:
+        return {
+            "rng": self.rng,
+            "first_expert": self.first_expert,
+            "amax_history": self.history,
+            "stream": self.stream,
+            "weight_operands": self.operands,
+        }
+
+
+class GroupedProduct(RecipeState):
+    """The state of one product of experts under a recipe.
+
+    Args:
+        recipe: the formats of the three products.
+        fqn: the name of the weight, which the stream of random bits comes from.
+        experts: E.
+        device: of the state.
+        history_length, algorithm, margin: of delayed scaling, as those of mf.quantize_.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        fqn: str,
+        experts: int,
+        device: torch.device,
+        *,
+        history_length: int = DEFAULT_HISTORY,
+        algorithm: str = "max",
+        margin: int = 0,
+    ) -> None:
+        super().__init__()
+        shape = (len(operand_names()), experts, 1 + history_length)
+        self.set_state(recipe, fqn, device, shape, algorithm, margin)
+        self.weight_codes = None
+        self._cached_weight: int | None = None
+
+    def rename(self, fqn: str) -> None:
+        """Draws random bits by another name."""
+        self.fqn, self.stream_id = fqn, ops.stream(fqn)
+        self._move_state(self.stream.device)
+
+    def prepare(
+        self,
+        weight: Tensor,
+        x: Tensor,
+        is_row_major: bool = False,
+        needs_columnwise: bool | None = None,
+    ) -> ProductCall:
+        """Returns the arguments of a forward now.
+
+        Args:
+            weight: (E, N, K), or (E, K, N) where it is row-major.
+            x: the rows that are multiplied, or their tokens.
+            is_row_major: whether `weight` is B itself.
+            needs_columnwise: whether backward computes a gradient of the rows; None: where x
+                requires one.
+        """
+        if needs_columnwise is None:
+            needs_columnwise = x.requires_grad
+        text, history = self.recipe.text, self.step_history()
+        if torch.compiler.is_compiling():
+            rng = None
+            if self.rng_state is not None:
+                rng = torch.cat([self.rng_state.tensor.to(self.stream.device), self.stream])
+            return ProductCall(text, rng, history=history)
+        rng = self.draw_rng(x.device)
+        operands = self._cached(weight, x, history, is_row_major, needs_columnwise)
+        return ProductCall(text, rng, self.stream_id, history, operands)
+
+    def _cached(
+        self,
+        weight: Tensor,
+        x: Tensor,
+        history: Tensor | None,
+        is_row_major: bool,
+        needs_columnwise: bool,
+    ) -> list[Tensor] | None:
+        """Returns the cached operands of the weight; None where the op is to quantize it."""
+        if self._cached_weight != id(weight):
+            self.weight_codes = weight_codes(weight, self.recipe)
+            self._cached_weight = id(weight)
+        is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
+        if self.weight_codes is None or is_cast or x.is_meta:
+            return None
+        w, text = weight.transpose(-2, -1) if is_row_major else weight, self.recipe.text
+        cast = partial(ops.layer_operands.default, w, text, "w", amax_history=history)
+        columnwise = torch.is_grad_enabled() and needs_columnwise
+        return self.weight_codes.operands(
+            weight, text, columnwise, conditions_of(x), history, self.is_in_step(), cast
+        )
+
+    def train(self, mode: bool = True) -> GroupedProduct:
+        if mode != self.training and self.weight_codes is not None:
+            self.weight_codes.start_over()
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedProduct:
+        """Moves the state, as nn.Module does, except that the amax history keeps its dtype."""
+        history = self._buffers.pop("amax_history")
+        self._forget()
+        super()._apply(fn, recurse)
+        self._buffers["amax_history"] = history
+        self._move_state(self.stream.device)
+        return self
+
+    def _forget(self) -> None:
+        """Drops cached operands."""
+        self.weight_codes, self._cached_weight = None, None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return self.__dict__ | {"weight_codes": None, "_cached_weight": None}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        for name in STATE:
+            buffer = self._buffers[name]
+            self._buffers[name] = None if buffer is None else as_normal(buffer)
+
+    def extra_repr(self) -> str:
+        return f"recipe={self.recipe.text!r}"
+
+
+def product_of(module: nn.Module, name: str) -> GroupedProduct | None:
+    """Returns the product of the module's 3D parameter `name`; None where it has no recipe."""
+    product = module._modules.get(name + SUFFIX)
+    return product if isinstance(product, GroupedProduct) else None
+
+
+def call_of(
+    module: nn.Module,
+    name: str,
+    x: Tensor,
+    is_row_major: bool = False,
+    needs_columnwise: bool | None = None,
+) -> ProductCall:
+    """Returns the arguments of the product of x and the module's 3D parameter `name`."""
+    product = product_of(module, name)
+    if product is None:
+        return ProductCall()
+    return product.prepare(getattr(module, name), x, is_row_major, needs_columnwise)
+
+
+def add_products(
+    module: nn.Module,
+    names: Sequence[str],
+    recipe: Recipe,
+    fqn: str,
+    *,
+    history_length: int = DEFAULT_HISTORY,
+    algorithm: str = "max",
+    margin: int = 0,
+) -> list[GroupedProduct]:
+    """Gives the module's 3D parameters `names` products under a recipe, and returns those.
+
+    Args: as those of mf.quantize_; `fqn` is the module's name.
+    """
+    products = []
+    for name in names:
+        weight = getattr(module, name)
+        product = GroupedProduct(
+            recipe,
+            join(fqn, name),
+            weight.shape[0],
+            weight.device,
+            history_length=history_length,
+            algorithm=algorithm,
+            margin=margin,
+        )
+        products.append(product.train(module.training))
+    for name, product in zip(names, products):
+        module.add_module(name + SUFFIX, product)
+    return products
+
+
+def remove_products(module: nn.Module) -> None:
+    """Takes the module's products away."""
+    for name, child in list(module._modules.items()):
+        if isinstance(child, GroupedProduct):
+            del module._modules[name]

@@ -1,0 +1,142 @@
+"""The state of a product under a recipe beside its tensors: random bits, amax history, codes.
+
+mf.Linear and GroupedProduct derive from RecipeState. It has no parameters, and its buffers are not
+in a state dict.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from .._native import ops
+from ..checks import require_int
+from ..recipe import Recipe
+from .names import clean_name, unwrapped
+from .random_state import Draws, RngState, as_normal
+
+DEFAULT_HISTORY = 16  # steps of amax history
+STATE = ("stream", "amax_history")  # buffers
+ALGORITHMS = ("max", "most_recent")
+MAX_MARGIN = 126  # powers of two
+
+
+def require_history(length: int, algorithm: str, margin: int) -> None:
+    """Checks the arguments of delayed scaling."""
+    require_int("amax_history_length", length, 1, unit="step")
+    if algorithm not in ALGORITHMS:
+        raise ValueError(f"amax_algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
+    require_int("margin", margin, 0, MAX_MARGIN, "powers of two")
+
+
+class RecipeState(nn.Module):
+    """A module that quantizes under a recipe."""
+
+    recipe: Recipe
+    fqn: str
+    rng_state: RngState | None  # None: no spec of the recipe is stochastic
+    draws: Draws
+    stream: Tensor
+    amax_history: Tensor | None
+    amax_algorithm: str
+    margin: int
+    stream_id: int  # what `stream` holds
+    # Any: a chain of imports has at most ten levels.
+    weight_codes: Any  # operand_cache's WeightCodes; None: the weight is quantized each time
+    weight_gather: Any = None  # distributed_hooks' WeightGather; None: FSDP2 has not sharded it
+
+    def set_state(
+        self,
+        recipe: Recipe,
+        fqn: str,
+        device: torch.device,
+        history_shape: tuple[int, ...],
+        algorithm: str,
+        margin: int,
+    ) -> None:
+        """Sets a new state. `fqn` is the name that the stream of random bits comes from."""
+        stream_id = ops.stream(fqn)
+        stream = as_normal(torch.full((1,), stream_id, dtype=torch.int64, device=device))
+        history = None
+        if recipe.is_delayed:
+            history = as_normal(torch.zeros(history_shape, dtype=torch.float32, device=device))
+        self.recipe = recipe
+        self.fqn = fqn
+        self.rng_state = None
+        self.draws = Draws()
+        self.amax_algorithm = algorithm
+        self.margin = margin
+        self.stream_id = stream_id
+        self.register_buffer("stream", stream, persistent=False)
+        self.register_buffer("amax_history", history, persistent=False)
+
+    def step_history(self) -> Tensor | None:
+        """Returns the amax history that an op writes to: a copy outside training steps."""
+        history = self.amax_history
+        return history if history is None or self.is_in_step() else history.clone()
+
+    def is_in_step(self) -> bool:
+        """Tells whether a forward now is part of a training step."""
+        return self.training and torch.is_grad_enabled()
+
+    def draw_rng(self, device: torch.device) -> Tensor | None:
+        """Returns (seed, count) of this forward; None where no spec of the recipe is stochastic."""
+        if self.rng_state is None:
+            return None
+        return self.rng_state.draw(self.draws, device, self.training)
+
+    def unwrap_buffers(self) -> None:
+        """Replaces buffers that torch's parallel styles made DTensors by the rank's tensors."""
+        for name in STATE:
+            buffer = self._buffers.get(name)
+            if buffer is not None:
+                self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
+
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Registers a hook, after it unwraps the layer's buffers.
+
+        torch's parallel styles register a hook last, after they have made buffers DTensors. So
+        compiled code reads plain tensors too.
+        """
+        self.unwrap_buffers()
+        return super().register_forward_pre_hook(*args, **kwargs)
+
+    def _move_state(self, device: torch.device) -> None:
+        """Moves the stream and the history to a device, with values where they had none on meta."""
+        stream, history = self.stream, self._buffers["amax_history"]
+        if stream.device != device:
+            stream = torch.empty_like(stream, device=device)
+        if device.type != "meta":
+            stream.fill_(self.stream_id)
+        self._buffers["stream"] = as_normal(stream)
+        if self.rng_state is not None and device.type != "meta":
+            draw_from(self, self.rng_state)
+        if history is not None:
+            history = torch.zeros_like(history, device=device) if history.is_meta else history
+            self._buffers["amax_history"] = as_normal(history.to(device))
+
+
+def draw_from(layer: RecipeState, state: RngState) -> None:
+    """Makes `state` the source of the layer's random bits, from its next forward on."""
+    state.to(layer.stream.device)  # here: memory that compiled code allocates is reused
+    layer.rng_state = state
+
+
+def histories_of(model: nn.Module) -> Iterator[tuple[str, RecipeState, Tensor]]:
+    """Yields (name, layer, amax history) of each layer under delayed scaling."""
+    for fqn, module in unwrapped(model).named_modules():
+        if isinstance(module, RecipeState) and module.amax_history is not None:
+            module.unwrap_buffers()
+            yield clean_name(fqn), module, module.amax_history
+
+
+def forget_weights(model: nn.Module) -> None:
+    """Makes layers quantize their weights again, after the weights or their scales changed."""
+    for layer in unwrapped(model).modules():
+        if isinstance(layer, RecipeState) and layer.weight_codes is not None:
+            layer.weight_codes.forget()
+        if isinstance(layer, RecipeState) and layer.weight_gather is not None:
+            layer.weight_gather.forget()

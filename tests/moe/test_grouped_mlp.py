@@ -1,0 +1,308 @@
+"""mf.grouped_mlp: against loops, against the composition of its products, and what it saves."""
+
+import minifloat as mf
+import pytest
+import torch
+from minifloat._native import ops
+from minifloat.moe.permute import order_rows
+
+from tests.support.experts import LIMIT, loop_mlp, relative_error, routing, state_of, tensors
+
+D, H, E, K = 64, 96, 5, 2
+
+# The largest relative error of values and gradients in bf16: each of the three roundings in a row
+# (gate and up, h, y; in backward g, dh, dgate) adds at most 2^-9, and three add up to 1.5 of a
+# hundred where all go one way.
+BF16_ERROR = 0.015
+
+
+def arguments(tokens: int, slots: int, dtype: torch.dtype, **changes: object) -> dict:
+    """Returns the arguments of mf.grouped_mlp, with gradients."""
+    indices, weights = routing(tokens, slots, E)
+    found = tensors(tokens, D, H, E, dtype) | {"indices": indices}
+    return found | {"weights": weights.requires_grad_()} | changes
+
+
+def gradients(y: torch.Tensor, given: dict, g: torch.Tensor) -> dict[str, torch.Tensor]:
+    leaves = {k: t for k, t in given.items() if isinstance(t, torch.Tensor) and t.requires_grad}
+    found = torch.autograd.grad(y, list(leaves.values()), g.to(y.dtype), allow_unused=True)
+    return dict(zip(leaves, found))
+
+
+def check_against_loop(given: dict, bound: float, **options: object) -> None:
+    """Compares values and every gradient with the fp64 loop's."""
+    y = mf.grouped_mlp(**given, recipe="bf16", **options)
+    exact = {
+        k: t.detach().double().requires_grad_() if t.is_floating_point() else t
+        for k, t in given.items()
+    }
+    expected = loop_mlp(**exact, limit=options.get("limit"))
+    g = torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype)
+    assert y.dtype == given["x"].dtype
+    assert relative_error(y.detach(), expected.detach()) < bound
+    wanted = gradients(expected, exact, g.double())
+    for name, found in gradients(y, given, g).items():
+        assert found.dtype == given[name].dtype
+        assert relative_error(found, wanted[name]) < bound, name
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, BF16_ERROR)])
+@pytest.mark.parametrize("limit", [None, LIMIT])
+@pytest.mark.parametrize("has_bias", [False, True])
+@pytest.mark.parametrize("slots", [1, 2, E])
+def test_values_and_gradients_are_those_of_a_loop(dtype, bound, limit, has_bias, slots):
+    given = arguments(23, slots, dtype)
+    if not has_bias:
+        del given["b13"], given["b2"]
+    check_against_loop(given, bound, limit=limit)
+
+
+def test_all_tokens_to_one_expert_and_empty_experts():
+    given = arguments(23, 1, torch.float32)
+    given["indices"] = torch.full_like(given["indices"], 3)
+    check_against_loop(given, 1e-5)
+    y = mf.grouped_mlp(**given, recipe="fp8_rowwise")
+    found = gradients(y, given, torch.ones_like(y))
+    for name in ("w13", "b13", "w2", "b2"):
+        assert found[name][3].any()
+        assert not found[name][[0, 1, 2, 4]].any()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "fp8_rowwise", "mxfp8", "nvfp4"])
+def test_no_tokens(recipe):
+    given = arguments(0, 2, torch.bfloat16)
+    y = mf.grouped_mlp(**given, recipe=recipe, **state_of(recipe, E))
+    assert y.shape == (0, D)
+    for name, found in gradients(y, given, torch.ones_like(y)).items():
+        assert found.shape == given[name].shape
+        assert not found.any()
+
+
+def test_slots_without_an_expert_add_nothing():
+    given = arguments(9, 2, torch.float32)
+    given["indices"][:, 1] = E + 4
+    one = given | {"indices": given["indices"][:, :1]}
+    one["weights"] = given["weights"].detach()[:, :1].requires_grad_()
+    y, expected = (mf.grouped_mlp(**a, recipe="bf16") for a in (given, one))
+    assert torch.equal(y, expected)
+    found, wanted = (gradients(t, a, torch.ones_like(y)) for t, a in ((y, given), (expected, one)))
+    assert not found["weights"][:, 1].any()
+    for name in ("x", "w13", "w2", "b2"):
+        torch.testing.assert_close(found[name], wanted[name], rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("is_row_major", [False, True])
+def test_forms_of_the_weights_give_equal_results(interleaved, is_row_major):
+    """One product or two, gate and up apart or interleaved, either layout."""
+    given = arguments(20, 2, torch.bfloat16)
+    parts = {name: list(given[name].detach().chunk(2, dim=1)) for name in ("w13", "b13")}
+    leaves = {name: [t.clone().requires_grad_() for t in part] for name, part in parts.items()}
+    y = mf.grouped_mlp(**given | leaves, recipe="mxfp8", limit=LIMIT)
+
+    def fuse(part: list[torch.Tensor]) -> torch.Tensor:
+        if interleaved:
+            return torch.stack(part, dim=2).flatten(1, 2)
+        return torch.cat(part, dim=1)
+
+    fused = given | {name: fuse(part) for name, part in parts.items()}
+    if is_row_major:
+        fused["w13"] = fused["w13"].transpose(1, 2).contiguous().transpose(1, 2)
+        fused["w2"] = given["w2"].detach().transpose(1, 2).contiguous().transpose(1, 2)
+    for name in ("w13", "b13", "w2"):
+        fused[name] = fused[name].detach().requires_grad_()
+    found = mf.grouped_mlp(**fused, recipe="mxfp8", limit=LIMIT, interleaved=interleaved)
+    assert torch.equal(found, y)
+    g = torch.randn_like(y)
+    wanted = torch.autograd.grad(y, [*leaves["w13"], given["w2"]], g)
+    d_w13, d_w2 = torch.autograd.grad(found, [fused["w13"], fused["w2"]], g)
+    assert torch.equal(d_w13, fuse(list(wanted[:2])))
+    assert torch.equal(d_w2, wanted[2])
+
+
+def composition(given: dict, recipe: str, state: dict) -> torch.Tensor:
+    """Computes grouped_mlp from scaled_grouped_mm and torch's functions."""
+    indices, weights, slots = given["indices"], given["weights"], given["indices"].shape[1]
+    order = order_rows(indices, E)
+    histories = state.get("amax_history", [None, None])
+
+    def product(a, w, name, history):
+        return ops.scaled_grouped_mm(
+            a,
+            w.transpose(1, 2),
+            order.offs,
+            recipe,
+            out_dtype=a.dtype,
+            rng=state.get("rng"),
+            row_ids=order.row_ids,
+            amax_history=history,
+            stream=ops.stream(name),
+        )
+
+    tokens = order.pairs.long() // slots
+    gate, up = product(given["x"][tokens], given["w13"], "w13", histories[0]).float().chunk(2, 1)
+    row_weights = weights.reshape(-1)[order.pairs.long()]
+    h = (gate * gate.sigmoid() * up * row_weights[:, None]).to(given["x"].dtype)
+    y = product(h, given["w2"], "w2", histories[1])
+    total = torch.zeros(given["x"].shape)
+    for slot in range(slots):
+        total = total + y[order.places[:, slot].long()].float()
+    return total.to(y.dtype)
+
+
+@pytest.mark.parametrize("recipe", mf.presets())
+def test_presets_equal_the_composition_of_their_products(recipe):
+    given = arguments(33, K, torch.bfloat16)
+    del given["b13"], given["b2"]
+    states = [state_of(recipe, E) for _ in range(2)]
+    y = mf.grouped_mlp(**given, recipe=recipe, **states[0])
+    expected = composition(given, recipe, states[1])
+    assert torch.equal(y, expected)
+    g = torch.randn_like(y)
+    found, wanted = gradients(y, given, g), gradients(expected, given, g)
+    assert torch.equal(found["w2"], wanted["w2"])
+    # Torch's derivatives of silu and of sums of rows round in other places than ours: by a
+    # bfloat16 step of a gradient, which a quantized product may double.
+    for name in ("x", "w13", "weights"):
+        assert relative_error(found[name], wanted[name]) < BF16_ERROR, name
+    for a, b in zip(*(state.get("amax_history", []) for state in states)):
+        # dgate, whose amax the first product's history has, differs as above.
+        torch.testing.assert_close(a, b, rtol=2**-7, atol=0)
+
+
+@pytest.mark.parametrize("recipe", [r for r in mf.presets() if not mf.Recipe(r).is_stochastic])
+def test_each_expert_equals_a_call_for_it_alone(recipe):
+    """Without stochastic rounding, an expert's rows and gradients are those of a call alone."""
+    given = arguments(40, 1, torch.bfloat16)
+    del given["b13"], given["b2"]
+    state = state_of(recipe, E)
+    y = mf.grouped_mlp(**given, recipe=recipe, **state)
+    found = gradients(y, given, torch.ones_like(y))
+    for e in range(E):
+        chosen = (given["indices"][:, 0] == e).nonzero()[:, 0]
+        alone = {
+            "x": given["x"].detach()[chosen],
+            "w13": given["w13"].detach()[e : e + 1],
+            "w2": given["w2"].detach()[e : e + 1],
+            "weights": given["weights"].detach()[chosen],
+        }
+        alone = {k: t.clone().requires_grad_() for k, t in alone.items()}
+        alone["indices"] = torch.zeros(len(chosen), 1, dtype=torch.int64)
+        expected = mf.grouped_mlp(**alone, recipe=recipe, **state_of(recipe, 1))
+        assert torch.equal(y[chosen], expected)
+        wanted = gradients(expected, alone, torch.ones_like(expected))
+        assert torch.equal(found["x"][chosen], wanted["x"])
+        assert torch.equal(found["weights"][chosen], wanted["weights"])
+        assert torch.equal(found["w13"][e], wanted["w13"][0])
+        assert torch.equal(found["w2"][e], wanted["w2"][0])
+
+
+@pytest.mark.parametrize("recipe", mf.presets())
+def test_two_runs_give_the_same_bits(recipe):
+    runs = []
+    for _ in range(2):
+        given = arguments(33, K, torch.bfloat16)
+        y = mf.grouped_mlp(**given, recipe=recipe, **state_of(recipe, E))
+        runs.append([y, *gradients(y, given, torch.ones_like(y)).values()])
+    assert all(torch.equal(a, b) for a, b in zip(*runs))
+
+
+@pytest.mark.parametrize("recipe", mf.presets())
+def test_order_of_tokens_changes_nothing_with_their_ids(recipe):
+    given = arguments(33, K, torch.bfloat16)
+    ids = torch.arange(33) * 3 + 7
+    y = mf.grouped_mlp(**given, recipe=recipe, token_ids=ids, **state_of(recipe, E))
+    shuffled = torch.randperm(33, generator=torch.Generator().manual_seed(2))
+    moved = dict(given)
+    for name in ("x", "weights"):
+        moved[name] = given[name].detach()[shuffled].requires_grad_()
+    moved["indices"] = given["indices"][shuffled]
+    options = state_of(recipe, E) | {"token_ids": ids[shuffled]}
+    found_y = mf.grouped_mlp(**moved, recipe=recipe, **options)
+    assert torch.equal(found_y, y[shuffled])
+    g = torch.randn_like(y)
+    found, wanted = gradients(found_y, moved, g[shuffled]), gradients(y, given, g)
+    for name in wanted:
+        expected = wanted[name][shuffled] if name in ("x", "weights") else wanted[name]
+        if name == "b2":  # torch's product sums the tokens, whose order differs
+            torch.testing.assert_close(found[name], expected, rtol=2**-7, atol=1e-3)
+        else:
+            assert torch.equal(found[name], expected), name
+
+
+def test_stochastic_rows_draw_by_token_id():
+    given = arguments(33, K, torch.bfloat16)
+    options = {"recipe": "nvfp4", "rng": torch.tensor([3, 5])}
+    y, same, other = (
+        mf.grouped_mlp(**given, **options, token_ids=ids)
+        for ids in (None, torch.arange(33), torch.arange(33) + 1000)
+    )
+    g = torch.randn_like(y)
+    found = [gradients(t, given, g)["x"] for t in (y, same, other)]
+    assert torch.equal(found[0], found[1])
+    assert not torch.equal(found[0], found[2])
+
+
+@pytest.mark.parametrize("recipe", ["bf16", *mf.presets()[1:]])
+@pytest.mark.parametrize("slots", [1, 2, 4])
+def test_bytes_saved_for_backward(recipe, slots):
+    """x once, gate and up once, and at most 32 bytes a row."""
+    tokens = 64
+    given = arguments(tokens, slots, torch.bfloat16)
+    del given["b13"], given["b2"]
+    saved: dict[int, int] = {}
+    weights = {given[name].untyped_storage().data_ptr() for name in ("w13", "w2")}
+
+    def pack(t: torch.Tensor) -> torch.Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in weights:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = mf.grouped_mlp(**given, recipe=recipe, **state_of(recipe, E))
+    rows = tokens * slots
+    assert sum(saved.values()) <= rows * (2 * D / slots + 4 * H + 32)
+    y.sum().backward()
+
+
+def test_gradients_that_are_not_needed_are_not_computed():
+    for name in ("x", "w13", "b13", "w2", "b2", "weights"):
+        given = arguments(12, 2, torch.bfloat16)
+        expected = gradients(
+            mf.grouped_mlp(**given, recipe="fp8_rowwise"), given, torch.ones(12, D)
+        )
+        for other, tensor in given.items():
+            tensor.requires_grad_(other == name)
+        y = mf.grouped_mlp(**given, recipe="fp8_rowwise")
+        found = gradients(y, given, torch.ones(12, D))
+        assert list(found) == [name]
+        assert torch.equal(found[name], expected[name])
+
+
+def test_double_backward_is_refused():
+    given = arguments(12, 2, torch.bfloat16)
+    y = mf.grouped_mlp(**given, recipe="mxfp8")
+    (dx,) = torch.autograd.grad(y.sum(), given["x"], create_graph=True)
+    with pytest.raises(RuntimeError, match="no second derivative"):
+        dx.sum().backward()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"w13": torch.zeros(E, H, D)}, r"expected w13 as \(5, 192, 64\)"),
+        ({"w13": [torch.zeros(E, 2 * H, D)] * 2}, r"expected w1 and w3 as \(5, 96, 64\)"),
+        ({"w13": [torch.zeros(E, H, D)] * 3}, "got 3 tensors"),
+        ({"x": torch.zeros(4, 4, D)}, "expected x of 2 dimensions"),
+        ({"weights": torch.zeros(4, 3)}, r"weights \(T, k\)"),
+        ({"indices": torch.zeros(4, 2)}, "expected indices as integers"),
+        ({"recipe": "nvfp4"}, "needs rng"),
+        ({"recipe": "fp8_delayed"}, "needs amax_history"),
+        ({"recipe": "fprop=mxfp8/32x32*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"}, "x/fprop"),
+        ({"amax_history": [torch.zeros(6, E, 2)]}, "amax_history for 2 products, got 1"),
+    ],
+)
+def test_refuses(changes, message):
+    with pytest.raises(ValueError, match=message):
+        mf.grouped_mlp(**arguments(4, 2, torch.bfloat16) | {"recipe": "mxfp8"} | changes)
