@@ -8,6 +8,7 @@ from torch import nn
 
 from ..nn import expert_hooks
 from ..nn.names import unwrapped
+from .convert import convert, restore, revert, select
 from .router import Router
 
 
@@ -27,4 +28,8 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         router.end_step()
 
 
-expert_hooks.register(expert_hooks.ExpertHooks(end_step=end_step))
+expert_hooks.register(
+    expert_hooks.ExpertHooks(
+        select=select, convert=convert, revert=revert, restore=restore, end_step=end_step
+    )
+)

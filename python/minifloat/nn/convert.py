@@ -1,14 +1,14 @@
-"""Conversion of a model's linear layers: mf.quantize_, mf.restore_ and mf.quantized_model_init.
+"""Conversion of a model's layers: mf.quantize_, mf.restore_ and mf.quantized_model_init.
 
-A conversion changes the class of a layer in place (nn.Linear <-> mf.Linear). The object, its
-parameters, hooks, ties, dtype, device and state-dict keys stay, so references to the layer remain
-valid.
+A conversion changes the class of a linear layer in place (nn.Linear <-> mf.Linear), and gives
+experts the state of their products (moe/convert.py). The object, its parameters, hooks, ties,
+dtype, device and state-dict keys stay, so references to the layer remain valid.
 """
 
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any
@@ -19,6 +19,7 @@ from ..checks import require_bool, require_int, require_module
 from ..recipe import Recipe, RecipeMap
 from ..tensor.weight_specs import require_weight_spec
 from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks
+from .expert_hooks import ExpertSelection, expert_hooks
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .linear import Linear, adopt, require_restorable, restore_linear
 from .names import clean_name, join, unwrapped
@@ -38,7 +39,7 @@ from .random_state import (
     remove_hooks,
     require_int64,
 )
-from .recipe_state import DEFAULT_HISTORY, draw_from, require_history
+from .recipe_state import DEFAULT_HISTORY, RecipeState, draw_from, require_history
 from .selection import FilterFn, Report, Selection, require_filters, require_some, select
 
 
@@ -48,6 +49,7 @@ def quantize_(
     filter_fqns: Iterable[str] = (),
     filter_fn: FilterFn | None = None,
     *,
+    experts: Mapping[str, Iterable[str]] | None = None,
     primary: bool = False,
     keep_high_precision_init: bool = False,
     gather: str = QUANTIZED,
@@ -58,7 +60,11 @@ def quantize_(
     margin: int = 0,
     verbose: bool = True,
 ) -> Report:
-    """Converts nn.Linear layers in place to mf.Linear, and reports which ones.
+    """Converts linear layers and experts in place, and reports which ones.
+
+    nn.Linear layers become mf.Linear. Experts are converted in mf.MoE, in modules with torchtitan's
+    method _grouped_mm(self, *, A, B_t, offs), in Hugging Face's modules with gate_up_proj and
+    down_proj, and where `experts` names them. Routers beside them are left out (docs/moe.md).
 
     Call mf.step(model) after opt.step(). nn/operand_cache.py describes which codes are cached
     between forwards, and how much memory they take.
@@ -68,11 +74,13 @@ def quantize_(
     report's notes name the modules.
 
     Args:
-        model: its nn.Linear layers have float32 or bfloat16 weights.
+        model: its linear layers and experts have float32 or bfloat16 weights.
         recipe: one for all layers, or a map from module names: "*: nvfp4; *.output: bf16".
         filter_fqns: texts. A layer whose name contains one is left out. The text
             "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
         filter_fn: (module, name) -> whether to convert the layer.
+        experts: glob of modules' names -> names of 3D parameters, which the modules' forward
+            multiplies with by torch's grouped_mm, bmm or matmul.
         primary: whether the codes replace the high-precision weight as the parameter. Updates
             smaller than half a step of the format are lost then, so the optimizer needs master
             weights. Build the optimizer after this call. Until this call returns, all
@@ -104,18 +112,28 @@ def quantize_(
     require_gather(gather)
     require_primary(primary, keep_high_precision_init)
     require_bool("verbose", verbose)
-    selection = select(model, RecipeMap(recipe), names, filter_fn)
+    recipes = RecipeMap(recipe)
+    mixtures = expert_hooks().select(model, recipes, names, filter_fn, experts, primary)
+    selection = select(model, recipes, names, filter_fn, mixtures.routers)
     if primary:
         selection = without_unfit_weights(model, selection)
-    require_some(selection)
-    layers = [module for _, module, _ in selection.chosen]
-    require_same_random_state(model, selection, seed, data_parallel_rank)
+    if not mixtures.chosen:
+        require_some(selection, mixtures.skipped)
+    chosen_recipes = [r for _, _, r in selection.chosen] + [c.recipe for c in mixtures.chosen]
+    is_stochastic = any(layer_recipe.is_stochastic for layer_recipe in chosen_recipes)
+    if is_stochastic:
+        require_same_random_state(model, seed, data_parallel_rank)
     plans = plan_gathers(model, selection, gather, primary)
     # Submodules that are converted one by one have layers of equal names. Their names in the whole
     # model differ, so the random bits are drawn by those.
-    is_stochastic = any(layer_recipe.is_stochastic for _, _, layer_recipe in selection.chosen)
     parents = parents_of(model) if is_stochastic else ""
 
+    history: Any = {
+        "history_length": amax_history_length,
+        "algorithm": amax_algorithm,
+        "margin": margin,
+    }
+    layers: list[RecipeState] = []
     with ExitStack() as undo:
         undo.callback(enable_fast_paths_in, model, converted_layers(model))
         for module in model.modules():
@@ -123,35 +141,43 @@ def quantize_(
                 undo.callback(remove_hooks, module)
         for fqn, module, layer_recipe in selection.chosen:
             undo.callback(revert, module, module.weight)
-            adopt(
-                module,
-                layer_recipe,
-                join(parents, fqn),
-                history_length=amax_history_length,
-                algorithm=amax_algorithm,
-                margin=margin,
-                gather_plan=plans[fqn][0],
-            )
+            name = join(parents, fqn)
+            layers.append(adopt(module, layer_recipe, name, gather_plan=plans[fqn][0], **history))
             if primary:
                 make_primary(module, layer_recipe, keep_high_precision_init)
+        for choice in mixtures.chosen:
+            undo.callback(expert_hooks().revert, choice.module)
+            layers += expert_hooks().convert(choice, join(parents, choice.fqn), **history)
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))
         undo.pop_all()
 
-    report = Report(
-        [(fqn, r.text) for fqn, _, r in selection.chosen],
-        selection.skipped,
-        {fqn: text for fqn, (_, text) in plans.items()},
-        [(clean_name(fqn), sentence) for fqn, sentence in notes],
-    )
+    report = report_of(selection, mixtures, {fqn: text for fqn, (_, text) in plans.items()}, notes)
     if verbose:
         print(report)
     return report
 
 
+def report_of(
+    selection: Selection,
+    mixtures: ExpertSelection,
+    gather: dict[str, str],
+    notes: Iterable[tuple[str, str]],
+) -> Report:
+    """Returns the report, with a row for each linear layer and each 3D parameter."""
+    products = {join(c.fqn, name): c.recipe.text for c in mixtures.chosen for name in c.names}
+    how = "weight gathered in the compute dtype: it is 3D"
+    return Report(
+        [*((fqn, r.text) for fqn, _, r in selection.chosen), *products.items()],
+        [*selection.skipped, *mixtures.skipped],
+        gather | dict.fromkeys(products, how),
+        [(clean_name(fqn), sentence) for fqn, sentence in notes],
+    )
+
+
 def restore_(model: nn.Module) -> nn.Module:
-    """Converts mf.Linear layers back to nn.Linear in place, with the same parameters.
+    """Undoes mf.quantize_ in place, with the same parameters: mf.Linear becomes nn.Linear.
 
     A quantized primary weight becomes a high-precision one, with the values of its codes.
 
@@ -174,6 +200,7 @@ def restore_(model: nn.Module) -> nn.Module:
         remove_hooks(module)
     for layer in layers:
         restore_linear(layer)
+    expert_hooks().restore(model)
     enable_fast_paths_in(model, converted_layers(model))
     return model
 
@@ -191,10 +218,10 @@ def revert(module: nn.Linear, weight: Tensor) -> None:
 
 
 def share_random_state(
-    root: nn.Module, layers: list[nn.Linear], seed: int, data_parallel_rank: int | None
+    root: nn.Module, layers: list[RecipeState], seed: int, data_parallel_rank: int | None
 ) -> None:
     """Gives one RngState, and the hooks that advance it, to the layers with stochastic rounding."""
-    stochastic = [m for m in layers if isinstance(m, Linear) and m.recipe.is_stochastic]
+    stochastic = [m for m in layers if m.recipe.is_stochastic]
     if not stochastic:
         return
     hook = find_hook(root)
@@ -246,12 +273,10 @@ def require_primary(primary: bool, keep_high_precision_init: bool) -> None:
         )
 
 
-def require_same_random_state(
-    root: nn.Module, selection: Selection, seed: int, data_parallel_rank: int | None
-) -> None:
+def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:
     """Checks that seed and rank equal those of an earlier mf.quantize_ of the same root."""
     hook = find_hook(root)
-    if hook is None or not any(recipe.is_stochastic for _, _, recipe in selection.chosen):
+    if hook is None:
         return
     rank = distributed_rank() if data_parallel_rank is None else data_parallel_rank
     for name, present, value in (
@@ -341,9 +366,9 @@ def quantized_model_init(
         original_init(self, *args, **kwargs)
         if type(self) is not nn.Linear:
             return
-        adopt(self, recipe, f"linear.{next(ordinal)}")
+        layer = adopt(self, recipe, f"linear.{next(ordinal)}")
         make_primary(self, recipe, keep_high_precision_init)
-        share_random_state(self, [self], seed, None)
+        share_random_state(self, [layer], seed, None)
         disable_fast_path(self)
 
     init.is_quantized_model_init = True  # type: ignore[attr-defined]

@@ -1,8 +1,11 @@
-"""The choice of the linear layers to convert, with a reason for each layer that is left out."""
+"""The choice of the linear layers to convert, with a reason for each layer that is left out.
+
+moe/convert.py chooses experts.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -41,7 +44,8 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
         recipe: "fp8_tensorwise", "fp8_rowwise", "mxfp4" or "nvfp4_pow2".
 
     Returns:
-        A function of (module, name) for mf.quantize_'s filter_fn: True for a large enough layer.
+        A function of (module, name) for mf.quantize_'s filter_fn: True for a large enough layer,
+        and for experts, which have no thresholds.
 
     Raises:
         ValueError: the recipe has no measured thresholds.
@@ -55,7 +59,9 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
     thresholds = SMALL_KN[name]
 
     def is_large_enough(module: nn.Module, fqn: str) -> bool:
-        n, k = module.get_parameter("weight").shape
+        if not isinstance(module, nn.Linear):
+            return True
+        n, k = module.weight.shape
         return not any(k <= small_k and n <= small_n for small_k, small_n in thresholds)
 
     return is_large_enough
@@ -63,11 +69,11 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
 
 @dataclass(frozen=True)
 class Report:
-    """The layers that mf.quantize_ converted, and the linear layers that it left out.
+    """The layers that mf.quantize_ converted, and those that it left out.
 
     Args:
-        converted: (name, recipe) of each converted layer.
-        skipped: (name, reason) of each other linear layer.
+        converted: (name, recipe) of each converted linear layer and 3D parameter.
+        skipped: (name, reason) of each other one, and of routers beside converted experts.
         gather: name -> how FSDP2 gathers the weight; printed where torch.distributed is in use.
         notes: (name, sentence) of each other module whose behaviour changes, such as a fast path
             that is off.
@@ -158,8 +164,12 @@ def select(
     recipes: RecipeMap,
     filter_fqns: Sequence[str],
     filter_fn: FilterFn | None,
+    routers: Mapping[nn.Module, tuple[str, str]] = {},
 ) -> Selection:
-    """Chooses the layers to convert. A name filter matches a layer whose name contains it."""
+    """Chooses the layers to convert. A name filter matches a layer whose name contains it.
+
+    Args: as those of mf.quantize_; routers: module -> (name, reason), which are left out.
+    """
     names = [name for name in filter_fqns if name != AUTO_FILTER]
     use_auto_filter = AUTO_FILTER in filter_fqns
     chosen, skipped = [], []
@@ -167,6 +177,8 @@ def select(
 
     def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
         matching = [name for name in names if name in fqn]
+        if module in routers:
+            return routers[module][1]
         if (kind := reason_of_kind(module, module in read_past)) is not None:
             return kind
         if matching:
@@ -192,15 +204,16 @@ def select(
             skipped.append((fqn, why_not))
         elif recipe is not None:
             chosen.append((fqn, module, recipe))
+    skipped += [row for module, row in routers.items() if not isinstance(module, nn.Linear)]
     return Selection(chosen, skipped)
 
 
-def require_some(selection: Selection) -> None:
+def require_some(selection: Selection, skipped_experts: Iterable[tuple[str, str]] = ()) -> None:
     """Raises ValueError, with every reason and its count, where no layer is left to convert."""
     if selection.chosen:
         return
     examples: dict[str, list[str]] = {}
-    for fqn, why in selection.skipped:
+    for fqn, why in [*selection.skipped, *skipped_experts]:
         examples.setdefault(why, []).append(display(fqn))
     reasons = [f"{len(fqns)} x {why} (such as {fqns[0]})" for why, fqns in examples.items()]
     raise ValueError(

@@ -1,0 +1,236 @@
+"""The choice of the experts that mf.quantize_ converts, and their conversion.
+
+An experts module is converted as a whole: each of its 3D parameters gets a product under the
+recipe of the module's name. Objects, parameters, ties, hooks and state-dict keys stay.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from fnmatch import fnmatchcase
+from typing import Any, cast
+
+from torch import nn
+
+from ..checks import require_text
+from ..nn.expert_hooks import ExpertChoice, ExpertSelection
+from ..nn.grouped_product import SUFFIX, GroupedProduct, add_products, remove_products
+from ..nn.names import clean_name, join
+from ..nn.selection import AUTO_FILTER, WEIGHT_DTYPES, FilterFn
+from ..recipe import Recipe, RecipeMap, operand_names
+from ..spec import Spec
+from .foreign import WHOLE, Converted, NamedExperts, SeamExperts, converted_class, has_seam
+from .layer import Experts
+from .projections import (
+    ProjectionExperts,
+    is_projected,
+    is_row_major,
+    register_implementation,
+)
+
+# Parts of names by which models call their router, whose weight is (E, D).
+ROUTERS = ("router", "gate", "gating", "wg")
+ROUTER_REASON = "a router beside converted experts, which stays in high precision"
+
+
+def require_experts(experts: Any) -> dict[str, tuple[str, ...]]:
+    """Checks mf.quantize_'s `experts`: globs of modules' names, and names of parameters."""
+    if experts is None:
+        return {}
+    if not isinstance(experts, Mapping):
+        raise TypeError(f"experts: expected a dict of globs and names, got {experts!r}")
+    found = {}
+    for glob, names in experts.items():
+        require_text("experts: a glob", glob)
+        if isinstance(names, str) or not isinstance(names, Iterable):
+            raise TypeError(f"experts: {glob}: expected a list of parameters' names, got {names!r}")
+        found[glob] = tuple(require_text(f"experts: {glob}: a name", name) for name in names)
+        if not found[glob]:
+            raise ValueError(f"experts: {glob}: expected at least one parameter's name, got none")
+    return found
+
+
+def weights_of(module: nn.Module) -> tuple[str, ...]:
+    """Returns the names of a module's 3D parameters."""
+    named = module._parameters.items()
+    return tuple(name for name, p in named if p is not None and p.dim() == 3)
+
+
+def matching_globs(
+    module: nn.Module, fqn: str, experts: Mapping[str, tuple[str, ...]]
+) -> list[str]:
+    """Returns the globs that match a module with all parameters that they name."""
+    weights = set(weights_of(module))
+    return [
+        glob for glob, names in experts.items() if fnmatchcase(fqn, glob) and weights >= set(names)
+    ]
+
+
+def reason_of_kind(
+    module: nn.Module, names: Sequence[str], named: tuple[str, ...] | None, primary: bool
+) -> str | None:
+    """Returns why a module with 3D parameters cannot be converted; None where it can."""
+    if (product := next(products_of(module), None)) is not None:
+        return f"already converted ({product.recipe})"
+    what = f"a 3D parameter of {type(module).__name__}"
+    if not isinstance(module, Experts) and foreign_kind(module, named is not None) is None:
+        return f"{what}, no experts module of a known form; `experts` can name it"
+    if primary:
+        return f"{what}: primary weights are 2D"
+    if "forward" in module.__dict__:
+        return f"{what}, whose forward is replaced on the instance"
+    if named is None and is_projected(module) and is_row_major(module) is None:
+        shapes = [tuple(module.get_parameter(name).shape) for name in names]
+        return f"{what}, whose shapes {shapes} are of no known layout"
+    for name in names:
+        if (dtype := module.get_parameter(name).dtype) not in WEIGHT_DTYPES:
+            return f"{what}, {name} of {dtype}; expected float32 or bfloat16"
+    return None
+
+
+def foreign_kind(module: nn.Module, is_named: bool) -> type[Converted] | None:
+    """Returns how a module is converted; None where it is no experts module of a known form."""
+    if is_named:
+        return NamedExperts
+    if is_projected(module):
+        return ProjectionExperts
+    return SeamExperts if has_seam(module) else None
+
+
+def products_of(module: nn.Module) -> Iterator[GroupedProduct]:
+    return (child for child in module._modules.values() if isinstance(child, GroupedProduct))
+
+
+def require_recipe(fqn: str, recipe: Recipe) -> None:
+    """Raises ValueError where x or g has 2D blocks, which the end of a group would cut."""
+    products = (recipe.fprop, recipe.dgrad, recipe.wgrad)
+    texts = [text for product in products for text in (product.a, product.b)]
+    for name, text in zip(operand_names(), texts):
+        if not name.startswith("w") and Spec.parse(text).block[0] > 1:
+            raise ValueError(
+                f"quantize_: {fqn}: expected {name} with blocks of one row, which the end of an "
+                f"expert's rows cannot cut, got {text} ({recipe}); name another recipe for it in a "
+                "recipe map"
+            )
+
+
+def select(
+    model: nn.Module,
+    recipes: RecipeMap,
+    filter_fqns: Sequence[str],
+    filter_fn: FilterFn | None,
+    experts: Any,
+    primary: bool,
+) -> ExpertSelection:
+    """Chooses the experts to convert, with a reason for each 3D parameter that is left out."""
+    given = require_experts(experts)
+    names = [name for name in filter_fqns if name != AUTO_FILTER]
+    out = ExpertSelection([], [], {})
+    matched: set[str] = set()
+    for raw_fqn, module in model.named_modules():
+        fqn = clean_name(raw_fqn)
+        weights, globs = weights_of(module), matching_globs(module, fqn, given)
+        if not weights:
+            continue
+        matched.update(globs)
+        named = given[globs[-1]] if globs else None
+        recipe = recipes.find(fqn)
+        why = reason_of_kind(module, named or weights, named, primary)
+        matching = [name for name in names if name in fqn]
+        if why is None and matching:
+            why = f"filter_fqns has {matching[0]!r}"
+        if why is None and recipe is None:
+            why = "no glob of the recipe map matches"
+        if why is None and recipe is not None and recipe.text == "bf16":
+            why = "the recipe map says bf16" if recipes.entries[1:] else "the recipe is bf16"
+        if why is None and filter_fn is not None and not filter_fn(module, fqn):
+            why = "filter_fn says no"
+        if why is None and recipe is not None:
+            require_recipe(fqn, recipe)
+            chosen = named or chosen_weights(module)
+            out.chosen.append(ExpertChoice(fqn, module, chosen, recipe, named is not None))
+        taken = () if why is not None else out.chosen[-1].names
+        reason = why or "a 3D parameter of an experts module that no product reads"
+        out.skipped.extend((join(fqn, name), reason) for name in weights if name not in taken)
+    unknown = [f"{glob}: {', '.join(given[glob])}" for glob in given if glob not in matched]
+    if unknown:
+        raise ValueError(
+            "experts: expected globs that match a module with the named 3D parameters, got none "
+            f"for {'; '.join(unknown)}"
+        )
+    find_routers(model, out)
+    return out
+
+
+def chosen_weights(module: nn.Module) -> tuple[str, ...]:
+    """Returns the parameters that the products of a known form read."""
+    if isinstance(module, Experts):
+        return module.weight_names
+    return ("gate_up_proj", "down_proj") if is_projected(module) else weights_of(module)
+
+
+def find_routers(model: nn.Module, selection: ExpertSelection) -> None:
+    """Lists the routers beside chosen experts: weights (E, D) of modules so named."""
+    for choice in selection.chosen:
+        parent_name = choice.fqn.rpartition(".")[0]
+        parents = [m for name, m in model.named_modules() if clean_name(name) == parent_name]
+        experts = choice.module.get_parameter(choice.names[0]).shape[0]
+        for name, module in parents[0].named_modules() if choice.fqn else ():
+            weight = module._parameters.get("weight")
+            is_named = any(part in ROUTERS for part in name.split("."))
+            if not is_named or weight is None or weight.dim() != 2 or weight.shape[0] != experts:
+                continue
+            if module not in selection.routers:
+                fqn = join(parent_name, clean_name(name))
+                selection.routers[module] = fqn, ROUTER_REASON
+
+
+def convert(choice: ExpertChoice, fqn: str, **history: Any) -> list[GroupedProduct]:
+    """Converts one experts module in place.
+
+    Args:
+        choice: the module, its parameters and recipe.
+        fqn: its name in the whole model, which streams of random bits come from.
+        history: of delayed scaling, as mf.quantize_'s.
+
+    Returns:
+        The new products.
+    """
+    module, names = choice.module, choice.names
+    kind = None
+    if not isinstance(module, Experts):
+        kind = foreign_kind(module, choice.is_named)
+    products = add_products(module, names, choice.recipe, fqn, **history)
+    if kind is SeamExperts:
+        number_products(module, names, products, fqn)
+    if kind is not None:
+        module.__class__ = converted_class(type(module), kind)
+    if "transformers" in sys.modules:
+        register_implementation()
+    return products
+
+
+def number_products(
+    module: nn.Module, names: Sequence[str], products: Sequence[GroupedProduct], fqn: str
+) -> None:
+    """Names a seam's products by their number among the calls of a forward."""
+    for i, (name, product) in enumerate(zip(names, products)):
+        del module._modules[name + SUFFIX]
+        product.rename(join(fqn, WHOLE.format(i)))
+        module.add_module(WHOLE.format(i) + SUFFIX, product)
+
+
+def revert(module: nn.Module) -> None:
+    """Reverts the conversion of one module, complete or not."""
+    remove_products(module)
+    module.__dict__.pop("_calls", None)
+    if isinstance(module, Converted):
+        cast(Any, module).__class__ = module.original
+
+
+def restore(model: nn.Module) -> None:
+    """Reverts the conversion of all experts of a model."""
+    for module in list(model.modules()):
+        if any(True for _ in products_of(module)):
+            revert(module)

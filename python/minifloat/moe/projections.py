@@ -1,0 +1,194 @@
+"""Hugging Face's experts: gate_up_proj and down_proj, as parameters of one module.
+
+    layout       gate_up_proj      down_proj
+    linear       (E, 2I, D)        (E, D, I)         Mixtral, Qwen3-MoE, DeepSeek-V3
+    row-major    (E, D, 2I)        (E, I, D)         gpt-oss, Llama 4
+
+Biases are gate_up_proj_bias (E, 2I) and down_proj_bias (E, D). The activation is SwiGLU, gpt-oss's
+clamped one where the module has alpha and limit, or any other by the module's act_fn or
+_apply_gate. transformers is not imported by this module.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from ..nn.grouped_product import call_of
+from .foreign import Converted
+from .functional import Matrices, Plan, compute_dtype, run_experts, take_weights, weighted_biases
+from .permute import order_rows, rows_of_tokens, sum_of_slots
+from .swiglu import Gate, swiglu
+
+NAMES = ("gate_up_proj", "down_proj")
+SILU = ("SiLU", "SiLUActivation")  # classes of torch and transformers
+IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts
+
+
+def is_projected(module: nn.Module) -> bool:
+    """Tells whether a module has the parameters of Hugging Face's experts."""
+    weights = [module._parameters.get(name) for name in NAMES]
+    return all(weight is not None and weight.dim() == 3 for weight in weights)
+
+
+def is_row_major(module: nn.Module) -> bool | None:
+    """Tells whether matrices are (E, K, N); None where the shapes are of neither layout."""
+    gate_up, down = (tuple(module.get_parameter(name).shape) for name in NAMES)
+    if gate_up[0] != down[0]:
+        return None
+    if gate_up[1] == 2 * down[2] and gate_up[2] == down[1]:
+        return False
+    return True if gate_up[2] == 2 * down[1] and gate_up[1] == down[2] else None
+
+
+def gate_of(module: nn.Module) -> Gate | None:
+    """Returns the form of the module's SwiGLU; None for another activation."""
+    limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
+    if isinstance(limit, (int, float)) and isinstance(alpha, (int, float)):
+        return Gate(float(limit), float(alpha), is_interleaved=True)
+    act = getattr(module, "act_fn", None)
+    if hasattr(module, "_apply_gate"):
+        return None
+    return Gate() if act is F.silu or type(act).__name__ in SILU else None
+
+
+def activate(module: Any, gate_up: Tensor) -> Tensor:
+    """Returns the module's own activation of gate and up."""
+    if hasattr(module, "_apply_gate"):
+        return module._apply_gate(gate_up)
+    gate, up = gate_up.chunk(2, dim=-1)
+    return module.act_fn(gate) * up
+
+
+def routing_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
+    """Returns indices and weights, whatever their names; None where the call has neither."""
+    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    indices = [t for t in given if not t.is_floating_point()]
+    weights = [t for t in given if t.is_floating_point()]
+    if not given:
+        return None
+    if len(indices) != 1 or len(weights) != 1:
+        raise TypeError(
+            "experts: expected the experts of each token and their weights, or neither, got "
+            f"{len(indices)} tensors of integers and {len(weights)} of numbers"
+        )
+    return indices[0], weights[0]
+
+
+def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+    """Computes the module's experts: forward of a converted module, and of transformers' interface.
+
+    Args:
+        module: it has gate_up_proj and down_proj.
+        hidden_states: (…, D), tokens; without routing, rows of equally many for each expert.
+        args, kwargs: the experts of each token (T, k), and weights (T, k) or (T, E), in any order.
+
+    Returns:
+        The shape and dtype of hidden_states.
+    """
+    routing = routing_of(args, kwargs)
+    shape, dtype = hidden_states.shape, hidden_states.dtype
+    x = hidden_states.reshape(-1, shape[-1])
+    x = x.to(compute_dtype(x))
+    row_major = bool(is_row_major(module))
+    calls = [
+        call_of(module, NAMES[0], x, row_major),
+        call_of(module, NAMES[1], x, row_major, needs_columnwise=True),
+    ]
+    weights = [module.get_parameter(name) for name in NAMES]
+    if not row_major:
+        weights = [weight.transpose(-2, -1) for weight in weights]  # type: ignore[misc]
+    biases = [getattr(module, f"{name}_bias", None) for name in NAMES]
+    gate = gate_of(module)
+    plan = Plan(gate or Gate(), (calls[0],), calls[1])
+    matrices = Matrices((weights[0],), (biases[0],), weights[1])
+    if routing is None:
+        y = run_even_groups(module, plan, gate, x, matrices, biases[1])
+    else:
+        indices, scores = routing
+        indices = indices.reshape(x.shape[0], -1)
+        scores = scores.reshape(x.shape[0], -1)
+        if scores.shape != indices.shape:  # of all experts
+            scores = scores.gather(1, indices)
+        order = order_rows(indices, weights[0].shape[0])
+        if gate is not None:
+            y = run_experts(plan, x, indices, scores, order, matrices, biases[1])
+        else:
+            rows = rows_of_tokens(x, order)
+            h = multiply_rows(module, plan, rows, order.offs, order.row_ids, matrices)
+            h = (h.float() * take_weights(scores, order)[:, None]).to(h.dtype)
+            y = plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
+            base = biases[1]
+            base = None if base is None else weighted_biases(indices, scores, base)
+            y = sum_of_slots(y, order, base)
+    return y.view(shape).to(dtype)
+
+
+class ProjectionExperts(Converted):
+    """Hugging Face's experts, converted."""
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        return run_projections(cast(nn.Module, self), hidden_states, *args, **kwargs)
+
+
+def multiply_rows(
+    module: nn.Module,
+    plan: Plan,
+    rows: Tensor,
+    offs: Tensor,
+    row_ids: Tensor | None,
+    matrices: Matrices,
+) -> Tensor:
+    """Returns the hidden layer of rows by the module's own activation."""
+    product = plan.inputs[0].multiply(rows, matrices.inputs[0], offs, row_ids, matrices.biases[0])
+    return activate(module, product)
+
+
+def run_even_groups(
+    module: nn.Module,
+    plan: Plan,
+    gate: Gate | None,
+    rows: Tensor,
+    matrices: Matrices,
+    bias: Tensor | None,
+) -> Tensor:
+    """Computes rows that are in groups of one size already, as Llama 4 passes them."""
+    experts = matrices.output.shape[0]
+    ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device)
+    offs = ends * (rows.shape[0] // experts)
+    if gate is None:
+        h = multiply_rows(module, plan, rows, offs, None, matrices)
+    else:
+        b, b_bias = matrices.inputs[0], matrices.biases[0]
+        product = plan.inputs[0].multiply(rows, b, offs, None, b_bias)
+        ones = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
+        h = swiglu(gate, ones, [product])
+    return plan.output.multiply(h, matrices.output, offs, None, bias)
+
+
+def register_implementation() -> bool:
+    """Registers run_projections with transformers as experts implementation "minifloat".
+
+    transformers is imported where it is installed, because models choose an implementation by name.
+
+    Returns:
+        Whether it is registered now.
+    """
+    name = "transformers.integrations.moe"
+    if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
+        return False
+    try:
+        module = importlib.import_module(name)
+    except ImportError:
+        return False
+    functions = getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
+    if functions is None:  # before version 5
+        return False
+    functions.register(IMPLEMENTATION, run_projections)
+    return True

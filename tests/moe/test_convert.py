@@ -1,0 +1,279 @@
+"""mf.quantize_ of experts: which are converted, what stays, and what they compute."""
+
+import copy
+import pickle
+import sys
+import types
+
+import minifloat as mf
+import pytest
+import torch
+from minifloat.moe.convert import ROUTER_REASON
+from minifloat.moe.projections import register_implementation
+from torch import nn
+
+from tests.support.experts import relative_error
+from tests.support.foreign_experts import Batched, D, E, ProjectionBlock, SeamBlock
+
+
+def mixture(**changes: object) -> mf.MoE:
+    return mf.MoE(D, 48, E, 2, shared_experts=1, **changes)
+
+
+def model_of(*blocks: nn.Module, seed: int = 0) -> nn.Sequential:
+    torch.manual_seed(seed)
+    return nn.Sequential(*blocks)
+
+
+def tokens(count: int = 24) -> torch.Tensor:
+    return torch.randn(count, D, generator=torch.Generator().manual_seed(1))
+
+
+BLOCKS = {
+    "moe": mixture,
+    "fused moe": lambda: mixture(fused_w13=True, bias=True),
+    "seam": SeamBlock,
+    "linear layout": ProjectionBlock,
+    "row-major": lambda: ProjectionBlock(row_major=True, bias=True, clamped=True),
+    "another activation": lambda: ProjectionBlock(bias=True, act=nn.GELU()),
+}
+EXPERTS = {
+    "moe": ("experts.w1", "experts.w3", "experts.w2"),
+    "fused moe": ("experts.w13", "experts.w2"),
+    "seam": ("experts.w1", "experts.w2", "experts.w3"),
+}
+PROJECTIONS = ("experts.gate_up_proj", "experts.down_proj")
+ROUTERS = {"moe": "router", "fused moe": "router", "seam": "router.gate"}
+
+
+def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
+    """Returns y and all gradients of a forward and a backward pass."""
+    x = x.clone().requires_grad_()
+    model.zero_grad()
+    y = model(x)
+    y.float().square().sum().backward()
+    return [y.detach(), x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_report_lists_every_parameter(name, capsys):
+    torch.manual_seed(0)
+    model = model_of(BLOCKS[name](), nn.Linear(D, D))
+    report = mf.quantize_(model, "*: nvfp4; *.experts: fp8_rowwise")
+    converted, skipped = dict(report.converted), dict(report.skipped)
+    for parameter in EXPERTS.get(name, PROJECTIONS):
+        assert converted[f"0.{parameter}"] == "fp8_rowwise"
+    assert converted["1"] == "nvfp4"
+    assert skipped == {f"0.{ROUTERS.get(name, 'gate')}": ROUTER_REASON}
+    assert "experts." in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_conversion_keeps_the_model_and_restore_undoes_it(name, recipe):
+    torch.manual_seed(0)
+    model = model_of(BLOCKS[name]())
+    experts = model[0].experts
+    parameters, keys = dict(model.named_parameters()), list(model.state_dict())
+    classes = [type(m) for m in model.modules()]
+    modules = list(model.modules())
+    before = run(model, tokens())
+    mf.quantize_(model, recipe, verbose=False)
+    assert isinstance(experts, classes[modules.index(experts)])
+    assert model[0].experts is experts
+    assert list(model.state_dict()) == keys
+    assert {n: id(p) for n, p in model.named_parameters()} == {
+        n: id(p) for n, p in parameters.items()
+    }
+    after = run(model, tokens())
+    # FP4 has one mantissa bit: errors of up to 25% an element, and of several products in a row.
+    for found, expected in zip(after, before):
+        assert relative_error(found, expected) < (0.7 if recipe == "nvfp4" else 0.3)
+        assert not torch.equal(found, expected)
+    mf.restore_(model)
+    assert [type(m) for m in model.modules()] == classes
+    assert list(model.modules()) == modules
+    assert all(torch.equal(a, b) for a, b in zip(run(model, tokens()), before))
+
+
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bf16_products_of_converted_experts_equal_the_unconverted(name):
+    """Under a recipe without quantization only sums are in another order."""
+    torch.manual_seed(0)
+    model = model_of(BLOCKS[name]())
+    # One quantizing spec, of a weight that is exact in E4M3: the recipe bf16 converts nothing.
+    for _name_of, p in model.named_parameters():
+        if p.dim() == 3:
+            p.data.copy_(p.data.sign() * 0.25)
+    before = run(model, tokens())
+    recipe = "fprop=bf16*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"
+    mf.quantize_(model, f"*: bf16; *.experts: {recipe}", verbose=False)
+    for found, expected in zip(run(model, tokens()), before):
+        assert relative_error(found, expected) < 1e-5
+
+
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_copies_and_checkpoints(name, recipe):
+    torch.manual_seed(0)
+    model = model_of(BLOCKS[name]())
+    mf.quantize_(model, recipe, verbose=False)
+    run(model, tokens())
+    mf.step(model)
+    copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model))]
+    torch.manual_seed(5)
+    fresh = model_of(BLOCKS[name](), seed=5)
+    mf.quantize_(fresh, recipe, verbose=False)
+    fresh.load_state_dict(model.state_dict())
+    mf.load_training_state(fresh, mf.training_state(model))
+    expected = run(model, tokens())
+    for other in (*copies, fresh):
+        assert all(torch.equal(a, b) for a, b in zip(run(other, tokens()), expected))
+    if recipe == "fp8_delayed":
+        shapes = [t.shape for k, t in mf.training_state(model).items() if "experts." in k]
+        assert torch.Size([6, E, 17]) in shapes
+        mf.restore_(copies[0])
+        assert not mf.training_state(copies[0])
+
+
+def test_filters_and_maps_match_the_module_name():
+    model = model_of(mixture(), SeamBlock(), ProjectionBlock())
+    report = mf.quantize_(
+        model,
+        "*: mxfp8; 2.*: bf16",
+        ["1.exp"],
+        lambda module, fqn: not isinstance(module, nn.Linear),
+        verbose=False,
+    )
+    assert [name for name, _ in report.converted] == [f"0.{name}" for name in EXPERTS["moe"]]
+    skipped = dict(report.skipped)
+    assert skipped["1.experts.w1"] == "filter_fqns has '1.exp'"
+    assert skipped["2.experts.down_proj"] == "the recipe map says bf16"
+    again = mf.quantize_(model, "mxfp8", ["1.", "2."], verbose=False)
+    assert dict(again.skipped)["0.experts.w1"] == "already converted (mxfp8)"
+
+
+def test_auto_filter_leaves_experts_in():
+    model = model_of(mixture())
+    report = mf.quantize_(model, "fp8_rowwise", ["auto_filter_small_kn"], verbose=False)
+    assert [name for name, _ in report.converted] == [f"0.{name}" for name in EXPERTS["moe"]]
+    mf.restore_(model)
+    report = mf.quantize_(
+        model, "fp8_rowwise", (), mf.auto_filter_small_kn("fp8_rowwise"), verbose=False
+    )
+    assert [name for name, _ in report.converted] == [f"0.{name}" for name in EXPERTS["moe"]]
+
+
+def test_other_3d_parameters_have_a_reason():
+    model = model_of(Batched(), nn.Linear(D, D), nn.Conv1d(4, 4, 3))
+    report = mf.quantize_(model, "mxfp8", verbose=False)
+    skipped = dict(report.skipped)
+    assert set(skipped) == {"0.inputs", "0.outputs", "0.scale", "2.weight"}
+    assert "`experts` can name it" in skipped["0.inputs"]
+    assert "Conv1d" in skipped["2.weight"]
+
+
+def test_primary_and_unfit_experts_have_a_reason():
+    model = model_of(mixture(), ProjectionBlock(), nn.Linear(D, D))
+    model[1].experts.down_proj = nn.Parameter(torch.zeros(E, D, 7))
+    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    assert "of no known layout" in skipped["1.experts.down_proj"]
+    model = model_of(mixture(), ProjectionBlock().double(), nn.Linear(D, D))
+    skipped = dict(mf.quantize_(model, "mxfp8_2d", primary=True, verbose=False).skipped)
+    assert "primary weights are 2D" in skipped["0.experts.w1"]
+    model = model_of(mixture(), ProjectionBlock().double())
+    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    assert "float64; expected float32 or bfloat16" in skipped["1.experts.down_proj"]
+
+
+def test_named_experts():
+    model = model_of(Batched())
+    x = torch.randn(E, 6, D)
+    before = run(model, x)
+    names = {"*": ["inputs", "outputs"]}
+    report = mf.quantize_(model, "mxfp8", experts=names, verbose=False)
+    assert dict(report.converted) == {"0.inputs": "mxfp8", "0.outputs": "mxfp8"}
+    assert [name for name, _ in report.skipped] == ["0.scale"]
+    for found, expected in zip(run(model, x), before):
+        assert 0 < relative_error(found, expected) < 0.2
+    same = pickle.loads(pickle.dumps(model))
+    assert torch.equal(same(x), model(x))
+    mf.restore_(model)
+    assert all(torch.equal(a, b) for a, b in zip(run(model, x), before))
+
+
+class Indexed(nn.Module):
+    """Experts whose forward has no product of the whole parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(E, D, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.w[0]
+
+
+def test_named_experts_that_no_product_reads_raise():
+    model = model_of(Indexed())
+    mf.quantize_(model, "mxfp8", experts={"0": ["w"]}, verbose=False)
+    with pytest.raises(RuntimeError, match="expected its forward to multiply with w"):
+        model(tokens())
+
+
+@pytest.mark.parametrize(
+    ("experts", "error", "message"),
+    [
+        (["w"], TypeError, "expected a dict"),
+        ({"*": "w"}, TypeError, "expected a list of parameters' names"),
+        ({"*": []}, ValueError, "expected at least one"),
+        ({"0": ["v"]}, ValueError, "with the named 3D parameters, got none for 0: v"),
+        ({"0": ["w"], "9": ["w"]}, ValueError, "3D parameters, got none for 9: w"),
+    ],
+)
+def test_refuses_experts(experts, error, message):
+    model = model_of(Indexed(), nn.Linear(D, D))
+    with pytest.raises(error, match=message):
+        mf.quantize_(model, "mxfp8", experts=experts)
+    assert type(model[0]) is Indexed
+    assert type(model[1]) is nn.Linear
+
+
+@pytest.mark.parametrize("place", ["fprop=mxfp8/32x32*mxfp8", "wgrad=mxfp8*e4m3/128x128"])
+def test_refuses_2d_blocks_of_rows_before_anything_is_converted(place):
+    products = {p: "bf16*bf16" for p in ("fprop", "dgrad", "wgrad")}
+    products |= dict([place.split("=")])
+    recipe = " ".join(f"{k}={v}" for k, v in products.items())
+    model = model_of(nn.Linear(D, D), mixture())
+    with pytest.raises(ValueError, match=r"1\.experts: expected x/.* with blocks of one row"):
+        mf.quantize_(model, recipe)
+    assert type(model[0]) is nn.Linear
+    mf.quantize_(model, f"*: {recipe}; *.experts: mxfp8", verbose=False)
+
+
+def test_failure_undoes_the_conversion(monkeypatch):
+    model = model_of(mixture(), SeamBlock(), ProjectionBlock())
+    classes = [type(m) for m in model.modules()]
+    monkeypatch.setattr("minifloat.nn.convert.share_inputs", lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        mf.quantize_(model, "nvfp4")
+    assert [type(m) for m in model.modules()] == classes
+
+
+def test_transformers_experts_implementation(monkeypatch):
+    registered = {}
+    package, module = (types.ModuleType(n) for n in ("transformers", "transformers.moe"))
+    functions = types.SimpleNamespace(register=registered.__setitem__)
+    module.ALL_EXPERTS_FUNCTIONS = functions
+    assert not register_implementation()
+    monkeypatch.setitem(sys.modules, "transformers", package)
+    monkeypatch.setitem(sys.modules, "transformers.integrations", types.ModuleType("t.i"))
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", module)
+    model = model_of(ProjectionBlock(bias=True), nn.Linear(D, D))
+    mf.quantize_(model, "*: bf16; 1: mxfp8", verbose=False)
+    assert register_implementation()
+    experts, x = model[0].experts, tokens()
+    weights, indices = model[0].gate(x).softmax(-1).topk(2)
+    found = registered["minifloat"](experts, x, indices, weights)
+    assert relative_error(found, experts(x, indices, weights)) < 1e-5
+    dense = torch.zeros(len(x), E).scatter(1, indices, weights)  # as DeepSeek-V2 passes them
+    assert torch.equal(registered["minifloat"](experts, x, indices, dense), found)
