@@ -63,7 +63,7 @@ def test_order_by_token_ids():
 
 
 def test_slots_without_an_expert_are_past_the_last_end():
-    order = order_rows(torch.tensor([[0, 9], [2, 1]]), 2)
+    order = order_rows(torch.tensor([[0, 9], [-1, 1]]), 2)
     assert order.offs.tolist() == [1, 2]
     assert order.row_ids.tolist() == [0, 3, 1, 2]
 

@@ -53,6 +53,24 @@ def test_computes_in_fp32_whatever_the_dtypes():
     assert layer.expert_bias.dtype == torch.float32
 
 
+def test_gradients_are_those_of_fp32_and_x_is_saved_as_it_is():
+    layer = router(route_norm=False)
+    x = tokens().bfloat16().requires_grad_()
+    saved = []
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+        indices, weights = layer(x)
+    assert [t.dtype for t in saved if t.shape == x.shape] == [torch.bfloat16]
+    g = torch.randn_like(weights)
+    found = torch.autograd.grad(weights, (x, layer.weight), g)
+    scores = (x.float() @ layer.weight.T).sigmoid().gather(1, indices)
+    for a, b in zip(found, torch.autograd.grad(scores, (x, layer.weight), g)):
+        assert a.dtype == b.dtype
+        # the same products; a matrix library may sum them in another order
+        torch.testing.assert_close(
+            a, b, rtol=1e-2 if a.dtype == torch.bfloat16 else 1e-5, atol=1e-6
+        )
+
+
 def test_experts_lie_in_the_chosen_groups():
     layer = router(experts=12, top_k=4, expert_groups=4, groups_chosen=2)
     x = tokens(50)

@@ -23,7 +23,16 @@ from torch import Tensor
 from .._native import ops
 from ..nn.grouped_product import ProductCall
 from ..recipe import Recipe
-from .permute import NO_ORDER, Order, add_slots, order_rows, rows_of_tokens, sum_of_slots, take_rows
+from .permute import (
+    NO_ORDER,
+    Order,
+    add_slots,
+    as_expert,
+    order_rows,
+    rows_of_tokens,
+    sum_of_slots,
+    take_rows,
+)
 from .swiglu import ALPHA, Gate, swiglu
 
 Weights = Tensor | Sequence[Tensor]  # w13 (E, 2I, D), or w1 and w3 (E, I, D)
@@ -199,7 +208,8 @@ def weighted_biases(indices_Tk: Tensor, weights_Tk: Tensor, bias_ED: Tensor) -> 
         # One more column, of slots without an expert.
         shape = indices_Tk.shape[0], experts + 1
         zeros = torch.zeros(shape, dtype=torch.float32, device=bias_ED.device)
-        dense_TE = zeros.scatter_add(1, indices_Tk.clamp(max=experts), weights_Tk.float())
+        chosen_Tk = as_expert(indices_Tk.long(), experts)
+        dense_TE = zeros.scatter_add(1, chosen_Tk, weights_Tk.float())
         return dense_TE[:, :experts] @ bias_ED.float()
 
 
@@ -245,7 +255,7 @@ def grouped_mlp(
             may be the transposed view of a contiguous tensor, which is not copied.
         w2: (E, D, I).
         indices: (T, k) integers, the experts of each token, each at most once. A slot whose number
-            is E or more adds nothing.
+            is negative, or E or more, adds nothing.
         weights: (T, k), of the slots. They multiply h.
         recipe: the formats of the products. x and g take no spec with 2D blocks.
         b13: (E, 2I), or a list of two (E, I).

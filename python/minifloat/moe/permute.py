@@ -48,8 +48,8 @@ def order_rows(indices_Tk: Tensor, experts: int, token_ids_T: Tensor | None = No
     """Sorts pairs of token and slot by their expert.
 
     Args:
-        indices_Tk: (T, k) integers, the expert of each slot. A slot whose number is `experts` or
-            more is a row past the last end, which no expert computes.
+        indices_Tk: (T, k) integers, the expert of each slot. A slot whose number is negative, or
+            `experts` or more, is a row past the last end, which no expert computes.
         experts: E.
         token_ids_T: (T) distinct integers, the tokens' numbers among all ranks, by which rows of
             an expert are sorted and random bits are drawn; None: 0, 1, ….
@@ -61,7 +61,7 @@ def order_rows(indices_Tk: Tensor, experts: int, token_ids_T: Tensor | None = No
     by_id = None if token_ids_T is None else token_ids_T.argsort()
     sorted_Tk = indices_Tk.detach() if by_id is None else indices_Tk.detach()[by_id]
     narrow = torch.int16 if experts < 2**15 - 1 else torch.int32
-    chosen = sorted_Tk.reshape(-1).clamp(max=experts).to(narrow)
+    chosen = as_expert(sorted_Tk.reshape(-1), experts).to(narrow)
     by_expert, order = torch.sort(chosen, stable=True)
     numbers = torch.arange(experts, dtype=narrow, device=chosen.device)
     offs = torch.searchsorted(by_expert, numbers, right=True, out_int32=True)
@@ -74,6 +74,11 @@ def order_rows(indices_Tk: Tensor, experts: int, token_ids_T: Tensor | None = No
     if token_ids_T is not None:
         row_ids = (token_ids_T[order // slots] * slots + order % slots).to(torch.int32)
     return Order(pairs, places, offs, row_ids)
+
+
+def as_expert(indices: Tensor, experts: int) -> Tensor:
+    """Returns `experts` for each slot without an expert, and the other numbers as they are."""
+    return indices.masked_fill((indices < 0) | (indices > experts), experts)
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:

@@ -115,7 +115,7 @@ def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwar
         indices = indices.reshape(x.shape[0], -1)
         scores = scores.reshape(x.shape[0], -1)
         if scores.shape != indices.shape:  # of all experts
-            scores = scores.gather(1, indices)
+            scores = scores.gather(1, indices.clamp(0, scores.shape[1] - 1).long())
         order = order_rows(indices, weights[0].shape[0])
         if gate is not None:
             y = run_experts(plan, x, indices, scores, order, matrices, biases[1])

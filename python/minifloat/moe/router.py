@@ -58,6 +58,27 @@ def is_recomputed() -> bool:
     return node is None or "Checkpoint" not in type(node).__name__
 
 
+class Fp32Linear(torch.autograd.Function):
+    """x · Wᵀ in fp32. It saves x in its own dtype."""
+
+    @staticmethod
+    def forward(x: Tensor, weight: Tensor) -> Tensor:
+        return F.linear(x.float(), weight.float())
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g_TE,), (x, weight), dx, dw = grads, ctx.saved_tensors, None, None
+        if ctx.needs_input_grad[0]:
+            dx = (g_TE @ weight.float()).to(x.dtype)
+        if ctx.needs_input_grad[1]:
+            dw = (g_TE.t() @ x.float()).to(weight.dtype)
+        return dx, dw
+
+
 class WithLoss(torch.autograd.Function):
     """The identity of weights. Its backward gives a loss the gradient `factor`."""
 
@@ -178,7 +199,7 @@ class Router(nn.Module):
             The experts of each token, int64 (T, k), and their weights, float32 (T, k).
         """
         with torch.autocast(x_TD.device.type, enabled=False):
-            logits_TE = F.linear(x_TD.float(), self.weight.float())
+            logits_TE = Fp32Linear.apply(x_TD, self.weight)
             is_sigmoid = self.score == "sigmoid"
             scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
             indices_Tk = self._choose(scores_TE.detach())
