@@ -5,8 +5,10 @@ import pytest
 import torch
 from minifloat._native import ops
 from minifloat.moe.permute import order_rows
+from minifloat.nn.operand_cache import can_reuse
 
 from tests.support.experts import LIMIT, loop_mlp, relative_error, routing, state_of, tensors
+from tests.support.reuse_counts import Casts
 
 D, H, E, K = 64, 96, 5, 2
 
@@ -196,6 +198,28 @@ def test_each_expert_equals_a_call_for_it_alone(recipe):
         assert torch.equal(found["weights"][chosen], wanted["weights"])
         assert torch.equal(found["w13"][e], wanted["w13"][0])
         assert torch.equal(found["w2"][e], wanted["w2"][0])
+
+
+@pytest.mark.parametrize("recipe", mf.presets())
+def test_w1_and_w3_apart_read_one_cast_of_x(recipe, monkeypatch):
+    """The results are those of a cast for each, and x is cast once in each direction."""
+    parsed = mf.Recipe(recipe)
+    results, counts = [], []
+    for is_shared in (True, False):
+        given = arguments(33, K, torch.bfloat16)
+        parts = {n: [t.detach() for t in given[n].chunk(2, dim=1)] for n in ("w13", "b13")}
+        leaves = {n: [t.clone().requires_grad_() for t in part] for n, part in parts.items()}
+        if not is_shared:
+            monkeypatch.setattr("minifloat.moe.functional.shared_operands", lambda *_, **__: None)
+        with Casts() as seen:
+            y = mf.grouped_mlp(**given | leaves, recipe=recipe, **state_of(recipe, E, 3))
+            inputs = [given["x"], *leaves["w13"], *leaves["b13"], given["w2"], given["weights"]]
+            results.append([y, *torch.autograd.grad(y, inputs, torch.ones_like(y))])
+        counts.append(seen.count[33 * K, D])
+    assert all(torch.equal(a, b) for a, b in zip(*results))
+    specs = [parsed.fprop.a, parsed.wgrad.b]
+    shared = sum(can_reuse(spec, allows_delayed=False) for spec in specs)
+    assert counts[1] - counts[0] == shared
 
 
 @pytest.mark.parametrize("recipe", mf.presets())

@@ -125,10 +125,8 @@ def sample_calls():
         where = {"group": "", "rank": 0, "ranks": 1, "weight_dim": dim, "token_dim": token_dim}
         x = grad(2, 32, 64)
         yield ops.linear_sharded, (x, grad(32, 64), grad(32), "mxfp8"), where
-    experts = (grad(40, 64), grad(3, 64, 48), offs, "mxfp8")
-    yield ops.scaled_grouped_mm, experts, {"bias": grad(3, 48)}
-    plain = [t.detach() if isinstance(t, torch.Tensor) else t for t in experts]
-    yield ops.scaled_grouped_mm_backward, (torch.randn(40, 48), *plain, [True, True, False]), {}
+    g, a, b = torch.randn(40, 24), torch.randn(40, 72), torch.randn(3, 72, 24)
+    yield ops.scaled_grouped_mm_backward, (g, a, b, offs, "mxfp8", [True, True, False]), {}
     weights = [grad(24, 72), grad(8, 72)]
     yield ops.linear_group, (grad(40, 72), weights, [None, grad(8)], "nvfp4"), {"rng": [RNG, RNG]}
 

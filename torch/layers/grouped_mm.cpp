@@ -356,7 +356,8 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
     const std::string& recipe, std::array<bool, 3> needed, const std::optional<Tensor>& bias,
     const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
     std::int64_t first_expert, const std::optional<Tensor>& amax_history, const std::string& tail,
-    std::int64_t stream, const std::optional<at::TensorList>& weight_operands) {
+    std::int64_t stream, const std::optional<at::TensorList>& a_operands,
+    const std::optional<at::TensorList>& weight_operands) {
   const GroupedCall call{.recipe = prepare(recipe),
                          .out_dtype = a.scalar_type(),
                          .stream = stream,
@@ -366,7 +367,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
                          .rng = list_of(rng),
                          .row_ids = list_of(row_ids),
                          .history = list_of(amax_history),
-                         .a_operands = {},
+                         .a_operands = a_operands.value_or(at::TensorList()),
                          .weight_operands = weight_operands.value_or(at::TensorList())};
   check_call(a, b, offs, call);
   bridge::check_value_dtype(kOp, "grad", grad);

@@ -128,7 +128,7 @@ TORCH_LIBRARY(minifloat, m) {
       "scaled_grouped_mm_backward(Tensor grad, Tensor A, Tensor B, Tensor offs, str recipe, "
       "bool[3] needed, *, Tensor? bias=None, Tensor? rng=None, Tensor? row_ids=None, "
       "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0, "
-      "Tensor[]? weight_operands=None) -> (Tensor, Tensor, Tensor)",
+      "Tensor[]? a_operands=None, Tensor[]? weight_operands=None) -> (Tensor, Tensor, Tensor)",
       tags);
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the

@@ -22,6 +22,7 @@ from torch import Tensor
 
 from .._native import ops
 from ..nn.grouped_product import ProductCall
+from ..nn.operand_cache import can_reuse
 from ..recipe import Recipe
 from .permute import (
     NO_ORDER,
@@ -98,8 +99,9 @@ class ExpertRows(torch.autograd.Function):
     ) -> Tensor:
         order, matrices = unpack(plan, tensors)
         rows = take_rows(x, order)
+        operands = shared_operands(plan, rows, order, rowwise=True)
         products = [
-            call.multiply(rows, b, order.offs, order.row_ids, bias)
+            call.multiply(rows, b, order.offs, order.row_ids, bias, operands)
             for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
         ]
         h = plan.gate.forward(products, take_weights(weights, order))
@@ -140,17 +142,36 @@ class ExpertRows(torch.autograd.Function):
         d_products, d_weights_M = plan.gate.backward(dh, products, weights_M)
         del dh
         rows, d_rows = take_rows(x, order), None
+        operands = shared_operands(plan, rows, order, rowwise=False)
         found = []
         for i, call in enumerate(plan.inputs):
             wanted = needs_x, needs[i], needs[count + i]
             b, bias = matrices.inputs[i], matrices.biases[i]
-            d_row, *d_matrix = call.gradients(d_products[i], rows, b, *order[2:], bias, wanted)
+            d_row, *d_matrix = call.gradients(
+                d_products[i], rows, b, *order[2:], bias, wanted, operands
+            )
             d_rows = d_row if d_rows is None or d_row is None else d_rows + d_row
             found.append(d_matrix)
         dx = None if d_rows is None else add_slots(d_rows, order, None, x.dtype)
         d_weights = d_weights_M.take(order.places.long()).to(weights.dtype)
         d_inputs, d_biases = zip(*found)
         return None, dx, d_weights, *NO_ORDER, *d_inputs, *d_biases, d_output
+
+
+def shared_operands(
+    plan: Plan, rows: Tensor, order: Order, *, rowwise: bool
+) -> list[Tensor] | None:
+    """Quantizes x once in one direction for two products; None where each is to do so itself."""
+    if len(plan.inputs) < 2 or any(call.recipe != plan.inputs[0].recipe for call in plan.inputs):
+        return None
+    recipe = Recipe(plan.inputs[0].recipe)
+    spec = recipe.fprop.a if rowwise else recipe.wgrad.b
+    if not can_reuse(spec, allows_delayed=False):
+        return None
+    table = ops.group_table(order.offs, rows.shape[0])
+    return ops.layer_operands.default(
+        rows, recipe.text, "x", rowwise=rowwise, columnwise=not rowwise, groups=table
+    )
 
 
 def unpack(plan: Plan, tensors: Sequence[Any]) -> tuple[Order, Matrices]:

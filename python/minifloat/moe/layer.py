@@ -155,7 +155,7 @@ class MoE(nn.Module):
             gradient each training forward adds; or None.
         balance_speed: of the bias, a step.
         balance_loss: factor of the auxiliary loss.
-        fused_w13: whether w1 and w3 are one parameter. x is then quantized once for both.
+        fused_w13: whether w1 and w3 are one parameter, so that one product computes both.
         bias: whether the experts' matrices have biases.
         limit: bound of gate and up, with up + 1, as in gpt-oss; None: silu(gate) * up.
         alpha: factor within the sigmoid where there is a limit.

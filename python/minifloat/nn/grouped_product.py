@@ -51,8 +51,12 @@ class ProductCall:
         offs_E: Tensor,
         row_ids_M: Tensor | None = None,
         bias_EN: Tensor | None = None,
+        a_operands: list[Tensor] | None = None,
     ) -> Tensor:
-        """Returns the rows of each group times its matrix, (M, N) in A's dtype; zeros past them."""
+        """Returns the rows of each group times its matrix, (M, N) in A's dtype; zeros past them.
+
+        a_operands: of A, as the op layer_operands returns them; None: cast by the product.
+        """
         return ops.scaled_grouped_mm(
             a_MK,
             b_EKN,
@@ -61,6 +65,7 @@ class ProductCall:
             out_dtype=a_MK.dtype,
             bias=bias_EN,
             row_ids=row_ids_M,
+            a_operands=a_operands,
             **self._options(),
         )
 
@@ -73,6 +78,7 @@ class ProductCall:
         row_ids_M: Tensor | None,
         bias_EN: Tensor | None,
         needed: tuple[bool, bool, bool],
+        a_operands: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients of A, B and bias that are needed, from the inputs of `multiply`."""
         return ops.scaled_grouped_mm_backward(
@@ -84,6 +90,7 @@ class ProductCall:
             needed,
             bias=bias_EN,
             row_ids=row_ids_M,
+            a_operands=a_operands,
             **self._options(),
         )
 
