@@ -23,6 +23,8 @@ struct TensorRef {
   std::int64_t row_stride = 0;
   Device device = Device::kCpu;
   GroupTable groups = {};  // of the rows, with a batch of 1
+  // Of each row, its row in the memory at `data`; null: its position. With groups alone.
+  const std::int32_t* rows_from = nullptr;
 };
 
 // A function that calls body(context, begin, end) over disjoint ranges that cover [0, count),

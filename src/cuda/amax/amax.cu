@@ -70,20 +70,33 @@ __device__ __forceinline__ std::uint32_t row_amax(const Source& x, const T* row)
   return warp_max(m);
 }
 // Writes the amaxes of rows. A block takes 8 rows of a matrix.   out: (batch, rows), or (batch),
-// zero before; last_end: of groups, null: there are none
+// zero before
 template <class T, bool kOfRows>
 __global__ void __launch_bounds__(kThreads)
     amax_of_rows(const __grid_constant__ Source x, const __grid_constant__ Divisor blocks_of_matrix,
-                 const std::int32_t* last_end, std::uint32_t* out) {
+                 std::uint32_t* out) {
   const std::uint32_t e = blocks_of_matrix.divide(blockIdx.x);
   const std::uint32_t row =
       (blockIdx.x - e * blocks_of_matrix.d) * (kThreads / 32) + threadIdx.x / 32;
-  const std::int64_t rows = last_end ? __ldg(last_end) : x.rows;
-  const std::uint32_t m = row < rows ? row_amax<T>(x, row_of<T>(x, e, row)) : 0;
+  const std::uint32_t m = row < x.rows ? row_amax<T>(x, row_at<T>(x, e, row)) : 0;
   if (!kOfRows)
     raise_by_block(out + e, m);
-  else if (row < rows && threadIdx.x % 32 == 0)
+  else if (row < x.rows && threadIdx.x % 32 == 0)
     out[e * x.rows + row] = m;
+}
+// Writes the amaxes of the rows of groups: warps take rows in turn, up to the last group's end.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    amax_of_group_rows(const __grid_constant__ Source x, const std::int32_t* last_end,
+                       std::uint32_t* out) {
+  constexpr std::uint32_t kWarps = kThreads / 32;
+  const std::uint32_t end = load_boundary(last_end, 0);
+#pragma unroll 1
+  for (std::uint32_t row = blockIdx.x * kWarps + threadIdx.x / 32; row < end;
+       row += gridDim.x * kWarps) {
+    const std::uint32_t m = row_amax<T>(x, row_of<T>(x, 0, row));
+    if (threadIdx.x % 32 == 0) out[row] = m;
+  }
 }
 
 // ---- Panels -------------------------------------------------------------------------------------
@@ -103,7 +116,8 @@ struct Panel {
   int rows;
   std::uint32_t col;  // its first column
 };
-template <class T>
+// Takes the amaxes of a panel.   kInGroup: its rows may lie anywhere
+template <class T, bool kInGroup>
 __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelOutputs& out,
                                                    const Panel& panel) {
   constexpr int kChunk = 16 / static_cast<int>(sizeof(T)), kColumns = 32 * kChunk;
@@ -113,7 +127,12 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
   const std::uint32_t e = panel.e;
   const std::int64_t col = std::int64_t{panel.col} + lane * kChunk;
   const int rows = panel.rows;
-  const T* from = row_of<T>(x, e, static_cast<std::uint32_t>(panel.first)) + col;
+  const T* const from = row_at<T>(x, e, static_cast<std::uint32_t>(panel.first)) + col;
+  const auto row_from = [&](int r) {
+    if constexpr (kInGroup)
+      if (x.rows_from) return row_of<T>(x, e, static_cast<std::uint32_t>(panel.first + r)) + col;
+    return from + r * x.row_stride;
+  };
   uint4 m = {};
   const auto take = [&](const uint4& chunk, int r) {
     m.x = max_words<T>(m.x, chunk.x), m.y = max_words<T>(m.y, chunk.y);
@@ -129,7 +148,7 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
       uint4 chunks[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        chunks[i] = __ldg(reinterpret_cast<const uint4*>(from + (r + i * kWarps) * x.row_stride));
+        chunks[i] = __ldg(reinterpret_cast<const uint4*>(row_from(r + i * kWarps)));
 #pragma unroll
       for (int i = 0; i < kTogether; ++i) take(chunks[i], r + i * kWarps);
     }
@@ -139,7 +158,7 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
     T elements[kChunk] = {};
 #pragma unroll
     for (int i = 0; i < kChunk; ++i)
-      if (col + i < x.cols) elements[i] = from[r * x.row_stride + i];
+      if (col + i < x.cols) elements[i] = row_from(r)[i];
     uint4 chunk;
     memcpy(&chunk, elements, sizeof chunk);
     take(chunk, r);
@@ -171,7 +190,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::uint32_t down = static_cast<std::uint32_t>((x.rows + kPanel - 1) / kPanel);
   const std::uint32_t panel = blockIdx.x / across, e = panel / down;
   const std::int64_t first = static_cast<std::int64_t>(panel - e * down) * kPanel;
-  take_amax_of_panel<T>(
+  take_amax_of_panel<T, false>(
       x, out,
       {e, first, e * x.rows + first, static_cast<int>(min(x.rows - first, std::int64_t{kPanel})),
        (blockIdx.x - panel * across) * kColumns});
@@ -190,7 +209,7 @@ __global__ void __launch_bounds__(kThreads)
     const GroupPlace group = find_group(groups, of_rows * kTile);
     const std::uint32_t in_group = of_rows * kTile - group.first_tile;
     if (in_group >= group.rows) continue;  // of a group without rows
-    take_amax_of_panel<T>(
+    take_amax_of_panel<T, true>(
         x, out,
         {group.group, group.begin + in_group, group.begin + in_group,
          static_cast<int>(min(group.rows - in_group, std::uint32_t{kTile})),
@@ -237,11 +256,17 @@ void launch_amax(const AmaxRequest& r) {
     return launch_panels<T>(r.x, {r.out, nullptr, nullptr}, r.stream);
   if (!r.spec.has_row_amax() && (r.x.groups || (x.aligned && x.cols % kPanelColumns<T> == 0)))
     return launch_panels<T>(r.x, {nullptr, nullptr, r.out}, r.stream);
+  if (r.x.groups) {
+    const auto kernel = amax_of_group_rows<T>;
+    const unsigned grid = resident_grid(kernel, ceil_div(x.rows, kWarps), 0, "amax");
+    kernel<<<grid, kThreads, 0, r.stream>>>(x, last_end_of(r.x.groups), r.out);
+    return check_launch("amax");
+  }
   const Source lines = r.spec.has_row_amax() ? x : lines_of<T>(x);
   const Divisor blocks_of_matrix(ceil_div(lines.rows, kWarps));
   const unsigned grid = grid_of(r.x.batch * blocks_of_matrix.d, "amax");
   const auto kernel = r.spec.has_row_amax() ? amax_of_rows<T, true> : amax_of_rows<T, false>;
-  kernel<<<grid, kThreads, 0, r.stream>>>(lines, blocks_of_matrix, last_end_of(r.x.groups), r.out);
+  kernel<<<grid, kThreads, 0, r.stream>>>(lines, blocks_of_matrix, r.out);
   check_launch("amax");
 }
 

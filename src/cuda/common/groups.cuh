@@ -128,7 +128,10 @@ __device__ __forceinline__ TilePart part_of_group(const Source& x, const DeviceG
   TilePart part = {x, tile, true, 0, 0, 0};
   const GroupPlace group = find_group(groups, tile.row);
   part.x.rows = group.rows;
-  if (group.rows > 0) part.x.data = row_of<T>(x, 0, group.begin);
+  if (x.rows_from)
+    part.x.rows_from += group.begin;
+  else if (group.rows > 0)
+    part.x.data = row_at<T>(x, 0, group.begin);
   part.tile.batch = group.group;
   part.tile.row = tile.row - group.first_tile;
   part.begin = group.begin, part.first_col = group.first_col, part.cols = group.cols;

@@ -78,11 +78,18 @@ struct Place {
   std::uint32_t line;  // row of the operand's buffers: `all`, except along groups' contraction
 };
 
+// Returns row `row` of the memory of a matrix of x.
+template <class T>
+__device__ __forceinline__ const T* row_at(const Source& x, std::uint32_t batch,
+                                           std::uint32_t row) {
+  return static_cast<const T*>(x.data) + batch * x.batch_stride + row * x.row_stride;
+}
 // Returns row `row` of a matrix of x.
 template <class T>
 __device__ __forceinline__ const T* row_of(const Source& x, std::uint32_t batch,
                                            std::uint32_t row) {
-  return static_cast<const T*>(x.data) + batch * x.batch_stride + row * x.row_stride;
+  if (x.rows_from) row = static_cast<std::uint32_t>(__ldg(x.rows_from + row));
+  return row_at<T>(x, batch, row);
 }
 
 // Loads 16 elements from `col` on; zero past the end of the row.
@@ -186,9 +193,10 @@ struct SharedTile {
     constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
     const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks % kStep;
     const std::uint32_t col = tile.col + chunk * kChunk;
-    const T* from = row_of<T>(x, tile.batch, tile.row + first) + col;
-    const std::int64_t step = kStep * x.row_stride;
-    if (kWhole || (x.aligned && tile.row + kTile <= x.rows && tile.col + kTile <= x.cols)) {
+    const bool is_whole = x.aligned && tile.row + kTile <= x.rows && tile.col + kTile <= x.cols;
+    if (kWhole || (is_whole && !x.rows_from)) {
+      const T* from = row_at<T>(x, tile.batch, tile.row + first) + col;
+      const std::int64_t step = kStep * x.row_stride;
 #pragma unroll
       for (unsigned r = 0; r < kTile; r += kStep, from += step)
         copy_async_16(chunk_at(r + first, chunk), from, 16);
@@ -196,8 +204,9 @@ struct SharedTile {
       const unsigned in_row = col < x.cols ? min(static_cast<unsigned>(x.cols) - col, kChunk) : 0;
       const unsigned rows = min(static_cast<unsigned>(x.rows) - tile.row, unsigned{kTile});
 #pragma unroll 1
-      for (unsigned r = first; r < kTile; r += kStep, from += step) {
+      for (unsigned r = first; r < kTile; r += kStep) {
         const unsigned inside = r < rows ? in_row : 0;
+        const T* from = inside > 0 ? row_of<T>(x, tile.batch, tile.row + r) + col : nullptr;
         T* to = reinterpret_cast<T*>(chunk_at(r, chunk));
         if (x.aligned)
           copy_async_16(to, inside > 0 ? from : x.data, inside * sizeof(T));
@@ -208,14 +217,23 @@ struct SharedTile {
   }
   // Starts to copy a tile of whole, aligned columns, zero past the last row.
   __device__ __forceinline__ void fill_rows(const Source& x, const TilePlace& tile) const {
-    if (tile.row + kTile <= x.rows) return fill<true>(x, tile);
+    if (tile.row + kTile <= x.rows && !x.rows_from) return fill<true>(x, tile);
     constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
     const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks % kStep;
     const unsigned rows = static_cast<unsigned>(x.rows) - tile.row;
-    const T* from = row_of<T>(x, tile.batch, tile.row + first) + tile.col + chunk * kChunk;
-#pragma unroll 1
-    for (unsigned r = first; r < kTile; r += kStep, from += kStep * x.row_stride)
+    std::uint32_t at[kTile / kStep];  // in the memory of x
+#pragma unroll
+    for (unsigned i = 0; i < kTile / kStep; ++i) {
+      const unsigned r = first + i * kStep;
+      at[i] = tile.row + r;
+      if (x.rows_from) at[i] = r < rows ? __ldg(x.rows_from + tile.row + r) : 0;
+    }
+#pragma unroll
+    for (unsigned i = 0; i < kTile / kStep; ++i) {
+      const unsigned r = first + i * kStep;
+      const T* from = row_at<T>(x, tile.batch, at[i]) + tile.col + chunk * kChunk;
       copy_async_16(chunk_at(r, chunk), r < rows ? from : x.data, r < rows ? 16 : 0);
+    }
   }
   __device__ __forceinline__ void wait() const {
     wait_for_copies();

@@ -35,7 +35,7 @@ __device__ __forceinline__ void cast_mixed_run(const VecRun& run, const KernelOp
                                                std::uint32_t u, std::uint8_t* to) {
 #pragma unroll 1
   for (int i = 0; i < kVecsOfRows; ++i, u += kThreads, to += kThreads * kVecBytes<typename C::F>) {
-    const Vec16<Bf16> vec = load_vec(run, u);
+    const Vec16<Bf16> vec = load_vec<true>(run, u);
     const std::uint32_t part = parts.at(run.vecs_of_row.divide(min(u, run.count - 1)));
     const MatrixScale scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, part);
     cast_preset_vec<C, true>(run, plan, whole, scale, vec, u, to);
@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     std::uint8_t* const to = plan.codes + std::uint64_t{u} * kVecBytes<typename C::F>;
     Vec16<Bf16> vecs[kVecsOfRows];
 #pragma unroll
-    for (int i = 0; i < kVecsOfRows; ++i) vecs[i] = load_vec(run, u + i * kThreads);
+    for (int i = 0; i < kVecsOfRows; ++i) vecs[i] = load_vec<true>(run, u + i * kThreads);
     std::uint32_t part = 0;
     if constexpr (kHasTensorScale<C>) {
       const std::uint32_t last = min(first + kRun, run.count) - 1;

@@ -12,13 +12,21 @@ struct VecRun {
   const uint4* x;
   std::uint32_t count;
   Divisor vecs_of_row;
+  const std::int32_t* rows_from;  // of groups: Source's; then rows lie `pitch` chunks apart
+  std::int64_t pitch;
 };
 
-// Returns vec16 u; zeros past the end.
+// Returns vec16 u; zeros past the end.   kInGroup: its row may lie anywhere
+template <bool kInGroup = false>
 __device__ __forceinline__ Vec16<Bf16> load_vec(const VecRun& run, std::uint32_t u) {
   Vec16<Bf16> vec = {};
   if (u >= run.count) return vec;
   const uint4* from = run.x + std::uint64_t{u} * 2;
+  if constexpr (kInGroup)
+    if (run.rows_from) {
+      const std::uint32_t row = run.vecs_of_row.divide(u);
+      from = run.x + __ldg(run.rows_from + row) * run.pitch + (u - row * run.vecs_of_row.d) * 2;
+    }
   *reinterpret_cast<uint4*>(&vec) = __ldg(from);
   *(reinterpret_cast<uint4*>(&vec) + 1) = __ldg(from + 1);
   return vec;
@@ -49,14 +57,14 @@ __device__ __forceinline__ void cast_preset_vec(const VecRun& run, const KernelO
 inline VecRun run_of(const QuantizeArgs& args) {
   const std::int64_t of_row = args.x.cols / kVec, count = args.batch * args.x.rows * of_row;
   return {static_cast<const uint4*>(args.x.data), static_cast<std::uint32_t>(count),
-          Divisor(of_row)};
+          Divisor(of_row), args.x.rows_from, args.x.row_stride / (kVec / 2)};
 }
 // Returns whether the rows of x are a run of whole blocks.
 inline bool is_run(const QuantizeArgs& args) {
   const Source& x = args.x;
   const std::int64_t block = std::max(args.row_spec.block_cols, kVec);
-  const bool has_gaps = (x.rows > 1 && x.row_stride != x.cols) ||
-                        (args.batch > 1 && x.batch_stride != x.rows * x.cols);
+  const bool has_gaps = !x.rows_from && ((x.rows > 1 && x.row_stride != x.cols) ||
+                                         (args.batch > 1 && x.batch_stride != x.rows * x.cols));
   return !has_gaps && x.cols % block == 0 && args.row.height_log2 == 0 &&
          args.batch * x.rows * x.cols / kVec < (std::int64_t{1} << 31) - kThreads * kVecsOfRows;
 }
