@@ -60,8 +60,8 @@ struct Fp4AsFp8Pair {
   std::uint32_t first_blocks;
 };
 
-// Returns the largest exponent of the blocks [first, end) of a row.   thread, threads: of those that
-// share the row
+// Returns the largest exponent of the blocks [first, end) of a row.   thread, threads: of those
+// that share the row
 __device__ __forceinline__ int largest_exponent(const Fp4AsFp8Args& args, const std::uint8_t* scale,
                                                 std::uint32_t first, std::uint32_t end,
                                                 std::uint32_t thread, std::uint32_t threads) {

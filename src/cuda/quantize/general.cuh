@@ -117,8 +117,8 @@ __device__ __forceinline__ void choose_in_blocks_2d(const KernelOperand& plan,
   __syncthreads();
 }
 
-// Casts one direction of a tile.   has_amaxes: `amaxes_2d` holds the other direction's, of blocks of
-// the same height
+// Casts one direction of a tile.   has_amaxes: `amaxes_2d` holds the other direction's, of blocks
+// of the same height
 template <class C, bool kTransposed, class T>
 __device__ __forceinline__ void cast_tile(const KernelOperand& plan, const SharedTile<T>& shared,
                                           const TilePart& part, std::uint32_t* amaxes_2d,

@@ -27,9 +27,9 @@ bool is_of(const Spec& spec) {
 }
 
 // ---- Values of a matrix -------------------------------------------------------------------------
-// The values that hold for a whole matrix or group. One thread computes them, in shared memory, while the
-// block waits for its elements. Values that take only a division or two are computed by every
-// thread.
+// The values that hold for a whole matrix or group. One thread computes them, in shared memory,
+// while the block waits for its elements. Values that take only a division or two are computed by
+// every thread.
 struct Whole {
   MatrixScale scale;
   std::uint32_t keys[2 * kPhiloxRounds];

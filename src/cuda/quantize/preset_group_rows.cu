@@ -1,5 +1,5 @@
-// The preset casts by rows of parts with a tensor scale each: groups, and the matrices of a batch. Each
-// block takes runs of vec16s in turn, as many as the parts have.
+// The preset casts by rows of parts with a tensor scale each: groups, and the matrices of a batch.
+// Each block takes runs of vec16s in turn, as many as the parts have.
 //
 //     a run of a block     | part 3                    |      one scale, computed once
 //                          | part 3        | 4 | 5     |      a scale for each vec16

@@ -1,5 +1,6 @@
-// The preset casts of groups by tiles: columnwise, and both directions from one read. Each block takes
-// tiles in turn, as many as the groups have, so that a buffer longer than its groups costs nothing.
+// The preset casts of groups by tiles: columnwise, and both directions from one read. Each block
+// takes tiles in turn, as many as the groups have, so that a buffer longer than its groups costs
+// nothing.
 #include "cuda/quantize/preset_tile.cuh"
 
 namespace minifloat::cuda {

@@ -43,8 +43,8 @@ __device__ __forceinline__ PresetTile tile_of_group(const KernelOperand& plan,
   }
 }
 
-// Returns the log2 of the lanes that share a row of the transpose: fewer at the end of a group, where
-// a tile has few columns, if the block of a scale needs no more.
+// Returns the log2 of the lanes that share a row of the transpose: fewer at the end of a group,
+// where a tile has few columns, if the block of a scale needs no more.
 template <class C>
 __device__ __forceinline__ unsigned lanes_log2_of(std::uint32_t vecs) {
   if (C::kBlocks && C::kVecsLog2 == kVecColumnsLog2) return kVecColumnsLog2;

@@ -25,9 +25,9 @@ bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution);
 
-// Cast groups by a preset kernel: rowwise, as launch_preset_rows does, and the matrices of a batch as
-// well; or columnwise, and rowwise as well where that is set, groups of whole columns. Return false,
-// and launch nothing, where no preset kernel fits.
+// Cast groups by a preset kernel: rowwise, as launch_preset_rows does, and the matrices of a batch
+// as well; or columnwise, and rowwise as well where that is set, groups of whole columns. Return
+// false, and launch nothing, where no preset kernel fits.
 bool launch_preset_group_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_group_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution);
 

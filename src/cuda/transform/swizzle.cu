@@ -1,5 +1,5 @@
-// The swizzled layout of scales (core/swizzle.h). A block gathers up to 16 tiles of 128 x 4 scales in
-// shared memory, in the order of the layout, and writes them with their padding:
+// The swizzled layout of scales (core/swizzle.h). A block gathers up to 16 tiles of 128 x 4 scales
+// in shared memory, in the order of the layout, and writes them with their padding:
 //
 //     whole, groups along rows    the tiles are neighbours in the layout
 //     groups along columns        each tile has a place of its own
