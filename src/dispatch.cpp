@@ -26,6 +26,7 @@ void check_values(const char* function, const TensorRef& x) {
                   ": expected values, got null");
   MINIFLOAT_CHECK(x.rows <= 1 || x.row_stride >= x.cols || x.row_stride <= -x.cols, function,
                   ": expected a row stride of at least ", x.cols, " elements, got ", x.row_stride);
+  MINIFLOAT_CHECK(!x.rows_from || x.groups, function, ": expected rows_from with groups");
 }
 
 // Checks the groups of values, where there are any. unit: the least of the columnwise operand; 0:

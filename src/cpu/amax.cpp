@@ -104,6 +104,7 @@ std::vector<std::uint32_t> row_amax(const TensorRef& x, int points, bool columnw
 
 void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
           const Execution& execution) {
+  if (x.rows_from) return cpu::amax(GatheredRows(x).x(), spec, columnwise, out, execution);
   if (x.groups)
     return each_group(x.groups, [&](const Group& group) {
       const std::int64_t first = first_amax(spec, group, columnwise ? x.cols : x.rows, columnwise);

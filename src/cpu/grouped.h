@@ -2,6 +2,8 @@
 #pragma once
 
 #include <cstdint>
+#include <cstring>
+#include <vector>
 
 #include "minifloat/quantize.h"
 #include "minifloat/tensor_ref.h"
@@ -33,6 +35,28 @@ inline TensorRef rows_of(const TensorRef& x, const Group& group) {
   rows.groups = {};
   return rows;
 }
+
+// A copy of the rows that rows_from names, in their order, up to the last group's end.
+class GatheredRows {
+ public:
+  explicit GatheredRows(const TensorRef& x) : x_(x) {
+    const std::int64_t bytes = x.cols * bytes_of(x.dtype), end = x.groups.of_rows()[x.groups.count];
+    memory_.resize(static_cast<std::size_t>(end * bytes));
+    for (std::int64_t r = 0; r < end; ++r)
+      std::memcpy(
+          memory_.data() + r * bytes,
+          static_cast<const char*>(x.data) + x.rows_from[r] * x.row_stride * bytes_of(x.dtype),
+          static_cast<std::size_t>(bytes));
+    x_.data = memory_.data();
+    x_.row_stride = x.cols;
+    x_.rows_from = nullptr;
+  }
+  const TensorRef& x() const { return x_; }
+
+ private:
+  TensorRef x_;
+  std::vector<char> memory_;
+};
 
 // Returns the index of a group's first amax.   rows: as read
 inline std::int64_t first_amax(const Spec& spec, const Group& group, std::int64_t rows,

@@ -203,6 +203,7 @@ void quantize_matrices(const TensorRef& x, const Operand* rowwise, const Operand
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution) {
+  if (x.rows_from) return cpu::quantize(GatheredRows(x).x(), rowwise, columnwise, execution);
   if (!x.groups) return quantize_matrices(x, rowwise, columnwise, {x.rows, x.rows}, execution);
   const std::int64_t unit = x.groups.unit,
                      pitch =

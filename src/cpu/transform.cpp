@@ -73,6 +73,8 @@ void transform_matrices(const HadamardCall& call, std::int64_t padded, std::int6
 
 void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t signs,
               std::uint16_t* out, const Execution& execution) {
+  if (x.rows_from)
+    return cpu::hadamard(GatheredRows(x).x(), points, columnwise, signs, out, execution);
   const HadamardCall call = {x, points, columnwise, signs, out};
   if (!x.groups) {
     const std::int64_t cols = round_up<std::int64_t>(columnwise ? x.rows : x.cols, points);

@@ -249,6 +249,66 @@ def test_quick_casts(device):
             require_same_groups(device, g, base + "+sr", base + "+sr+rht")
 
 
+# ---- Gathered rows -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("row", "col"), PAIRS)
+def test_gathered_rows(device, row, col):
+    """Casts rows through an index: the bytes of gathering first. No index past the end is read."""
+    g = torch.Generator().manual_seed(4)
+    for (offs, rows), cols in itertools.product(ENDS, (128, 512, 33)):
+        dtype = torch.float32 if cols == 33 else torch.bfloat16
+        source = values("normal", (57, cols), dtype, seed=cols)
+        table = ops.group_table(torch.tensor(offs, dtype=torch.int32), rows)
+        index = torch.randint(57, (rows,), generator=g, dtype=torch.int32)
+        gathered = Grouped(source[index.long()], table, len(offs))
+        index[gathered.end :] = 2**30
+        kw: dict[str, Any] = {**STREAMS, "groups": table}
+        if is_stochastic(row) or is_stochastic(col):
+            kw["rng"] = rng_tensor()
+        if "+delayed" in row + col:
+            kw |= {"amax_row": torch.ones(len(offs)), "amax_col": torch.ones(len(offs))}
+        there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in kw.items()}
+        there["rows_from"] = index.to(device)
+        for a, b in ((row, col), (row, ""), ("", col)):
+            given = [
+                k for k in ("amax_row", "amax_col") if k in kw and not (a if "row" in k else b)
+            ]
+            if not (a or b):
+                continue
+            drop = lambda d: {k: v for k, v in d.items() if k not in given}  # noqa: B023, E731
+            want = ops.quantize(gathered.x, a, b, **drop(kw))
+            got = ops.quantize(source.to(device), a, b, **drop(there))
+            for name, x, y in zip(OUTPUTS, got, want):
+                spec = a if name.endswith("row") else b
+                if spec:
+                    cut = (gathered, spec, unit_of(b) if b else 0)
+                    what = f"'{a}', '{b}' of {rows} rows from {describe(source)}: {name}"
+                    require_same(written(name, x.cpu(), *cut), written(name, y, *cut), what)
+
+
+@pytest.mark.parametrize("flags", ["", "+rht", "+rht128"])
+@pytest.mark.parametrize("base", ROW_BASES + TENSOR_BASES)
+def test_amax_of_gathered_rows(device, base, flags):
+    g = torch.Generator().manual_seed(5)
+    for (offs, rows), cols, columnwise in itertools.product(ENDS, (33, 256), (False, True)):
+        source = values("special", (57, cols), torch.bfloat16)
+        table = ops.group_table(torch.tensor(offs, dtype=torch.int32), rows)
+        index = torch.randint(57, (rows,), generator=g, dtype=torch.int32)
+        want = ops.amax(source[index.long()], base + flags, columnwise, groups=table)
+        index[int(table[0, -1]) :] = 2**30
+        got = ops.amax(
+            source.to(device),
+            base + flags,
+            columnwise,
+            groups=table.to(device),
+            rows_from=index.to(device),
+        ).cpu()
+        if base in ROW_BASES and not columnwise:
+            got, want = got[: table[0, -1]], want[: table[0, -1]]
+        require_same(got, want, f"{base}{flags} of {rows} rows from {describe(source)}")
+
+
 # ---- amax, hadamard, values ----------------------------------------------------------------------
 
 

@@ -71,6 +71,7 @@ void check_groups(const char* op, const Groups& groups, const Tensor& like) {
   if (!groups.table) {
     TORCH_CHECK_VALUE(groups.unit == 0, op, ": expected group_unit 0 without groups, got ",
                       groups.unit);
+    TORCH_CHECK_VALUE(!groups.rows_from, op, ": expected no rows_from without groups");
     return;
   }
   const Tensor& table = *groups.table;
@@ -80,6 +81,29 @@ void check_groups(const char* op, const Groups& groups, const Tensor& like) {
                     ", groups + 1), got ", table.scalar_type(), " ", table.sym_sizes());
   TORCH_CHECK_VALUE(table.device() == like.device(), op, ": expected groups on ", like.device(),
                     ", got ", table.device());
+  if (!groups.rows_from) return;
+  const Tensor& from = *groups.rows_from;
+  TORCH_CHECK_VALUE(from.scalar_type() == at::kInt && from.dim() == 1, op,
+                    ": expected rows_from as int32 (rows), got ", from.scalar_type(), " ",
+                    from.sym_sizes());
+  bridge::check_same_device(op, "rows_from", from, like);
+}
+
+void set_groups(const char* op, const Groups& groups, std::int64_t unit, TensorRef& to) {
+  to.groups = group_table_of(op, groups, unit);
+  if (!groups.rows_from) return;
+  const Tensor& from = *groups.rows_from;
+  bridge::check_memory(op, "rows_from", from);
+  TORCH_CHECK_VALUE(from.is_contiguous(), op, ": expected contiguous rows_from, got strides ",
+                    from.strides());
+  const std::int64_t rows = to.rows;
+  to.rows = from.size(0);
+  to.rows_from = from.const_data_ptr<std::int32_t>();
+  if (to.device != Device::kCpu) return;
+  for (std::int64_t r = 0; r < to.groups.of_rows()[to.groups.count]; ++r)
+    TORCH_CHECK_VALUE(0 <= to.rows_from[r] && to.rows_from[r] < rows, op,
+                      ": expected rows_from of 0 to ", rows - 1, ", got ", to.rows_from[r],
+                      " for row ", r);
 }
 
 GroupTable group_table_of(const char* op, const Groups& groups, std::int64_t unit) {

@@ -10,6 +10,7 @@
 
 #include "minifloat/groups.h"
 #include "minifloat/spec.h"
+#include "minifloat/tensor_ref.h"
 
 namespace minifloat::torch_ops {
 
@@ -21,12 +22,23 @@ struct Groups {
   // Of values: the unit of the columnwise operand, if larger than the spec's. Of an operand: the
   // unit of its columns; 0: groups lie along rows.
   std::int64_t unit = 0;
+  // Of values: the row of x of each row that is cast, int32 (rows); none: its position.
+  std::optional<Tensor> rows_from = {};
 
   c10::SymInt count() const { return table->sym_size(1) - 1; }
 };
 
 // Requires a table of at most kMostGroups groups on the device of `like`, and a unit.
 void check_groups(const char* op, const Groups& groups, const Tensor& like);
+
+// Returns the rows that are cast of x, (rows, cols) or (batch, rows, cols).
+inline c10::SymInt rows_of(const Tensor& x, const Groups& groups) {
+  return groups.rows_from ? groups.rows_from->sym_size(0) : x.sym_size(-2);
+}
+
+// Sets the groups of values, and where their rows come from. The tensors must outlive `to`. Rows of
+// the CPU are checked.
+void set_groups(const char* op, const Groups& groups, std::int64_t unit, TensorRef& to);
 
 // Returns the unit of a columnwise operand: the larger of the spec's own and the one requested.
 inline int unit_of(const Spec& spec, const Groups& groups) {

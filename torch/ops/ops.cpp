@@ -29,26 +29,28 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
                                                        const QuantizeOptions& options) {
   if (can_skip_dispatcher({&x, or_null(options.amax_row), or_null(options.amax_col),
                            or_null(options.rng), or_null(options.groups.table),
-                           or_null(options.row_ids)}))
+                           or_null(options.row_ids), or_null(options.groups.rows_from)}))
     return direct_quantize(x, row, col, options);
   using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
       const Tensor&, const std::string&, const std::string&, const std::optional<Tensor>&,
       const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t, std::int64_t,
       c10::SymIntArrayRef, const std::optional<Tensor>&, std::int64_t, const std::optional<Tensor>&,
-      std::int64_t, bool, bool);
+      std::int64_t, const std::optional<Tensor>&, bool, bool);
   static const auto op = find<Signature>("minifloat::quantize");
   auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
       op.call(x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
               options.stream_col, options.origin, options.groups.table, options.groups.unit,
-              options.row_ids, options.first_expert, options.decoded_row, options.decoded_col);
+              options.row_ids, options.first_expert, options.groups.rows_from, options.decoded_row,
+              options.decoded_col);
   return {{codes_row, scale_row, amax_row, decoded_row},
           {codes_col, scale_col, amax_col, decoded_col}};
 }
 
 Tensor amax(const Tensor& x, const std::string& spec, bool columnwise, const Groups& groups) {
-  using Signature = Tensor(const Tensor&, const std::string&, bool, const std::optional<Tensor>&);
+  using Signature = Tensor(const Tensor&, const std::string&, bool, const std::optional<Tensor>&,
+                           const std::optional<Tensor>&);
   static const auto op = find<Signature>("minifloat::amax");
-  return op.call(x, spec, columnwise, groups.table);
+  return op.call(x, spec, columnwise, groups.table, groups.rows_from);
 }
 
 Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols,

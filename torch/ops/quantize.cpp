@@ -57,8 +57,8 @@ struct AsRead {
 AsRead<SymInt> as_read(const Tensor& x, const Spec& spec, bool columnwise, const Groups& groups) {
   AsRead<SymInt> read = {.batch = {},
                          .groups = {},
-                         .rows = x.sym_size(columnwise ? -1 : -2),
-                         .cols = x.sym_size(columnwise ? -2 : -1),
+                         .rows = columnwise ? x.sym_size(-1) : torch_ops::rows_of(x, groups),
+                         .cols = columnwise ? torch_ops::rows_of(x, groups) : x.sym_size(-1),
                          .columnwise = columnwise};
   if (x.dim() == 3) read.batch = x.sym_size(0);
   if (!groups.table) return read;
@@ -191,10 +191,10 @@ void check_shared(const Tensor& x, const SharedArguments& shared, std::size_t or
                     first_expert);
   if (!row_ids) return;
   TORCH_CHECK_VALUE(groups.table && row_ids->scalar_type() == at::kInt && row_ids->dim() == 1 &&
-                        row_ids->sym_size(0) == x.sym_size(0),
-                    "quantize: expected row_ids with groups, as int32 (", x.sym_size(-2), "), got ",
-                    row_ids->scalar_type(), " ", row_ids->sym_sizes(),
-                    groups.table ? "" : " without groups");
+                        row_ids->sym_size(0) == torch_ops::rows_of(x, groups),
+                    "quantize: expected row_ids with groups, as int32 (",
+                    torch_ops::rows_of(x, groups), "), got ", row_ids->scalar_type(), " ",
+                    row_ids->sym_sizes(), groups.table ? "" : " without groups");
   bridge::check_same_device("quantize", "row_ids", *row_ids, x);
 }
 
@@ -221,11 +221,12 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
                            std::int64_t stream_row, std::int64_t stream_col,
                            c10::SymIntArrayRef origin, const std::optional<Tensor>& groups,
                            std::int64_t unit, const std::optional<Tensor>& row_ids,
-                           std::int64_t first_expert, bool decoded_row, bool decoded_col) {
+                           std::int64_t first_expert, const std::optional<Tensor>& rows_from,
+                           bool decoded_row, bool decoded_col) {
   bridge::check_values("quantize", x);
   const DirectionArguments r = direction_arguments(false, row, amax_row, stream_row, decoded_row);
   const DirectionArguments c = direction_arguments(true, col, amax_col, stream_col, decoded_col);
-  const SharedArguments shared = {rng, {groups, unit}, row_ids, first_expert};
+  const SharedArguments shared = {rng, {groups, unit, rows_from}, row_ids, first_expert};
   check_arguments(x, r, c, shared, origin.size());
   return eight(allocate_direction(x, r, shared.groups), allocate_direction(x, c, shared.groups));
 }
@@ -283,7 +284,7 @@ void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out
     return t ? t->contiguous() : Tensor();
   };
   const std::int64_t unit = c.spec ? torch_ops::unit_of(*c.spec, shared.groups) : 0;
-  in.groups = torch_ops::group_table_of("quantize", shared.groups, unit);
+  torch_ops::set_groups("quantize", shared.groups, unit, in);
   const CastInputs inputs = {in,
                              contiguous("rng", shared.rng),
                              contiguous("row_ids", shared.row_ids),
@@ -305,11 +306,12 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
                              std::int64_t stream_col, c10::SymIntArrayRef sym_origin,
                              const std::optional<Tensor>& groups, std::int64_t unit,
                              const std::optional<Tensor>& row_ids, std::int64_t first_expert,
-                             bool decoded_row, bool decoded_col) {
+                             const std::optional<Tensor>& rows_from, bool decoded_row,
+                             bool decoded_col) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
   const DirectionArguments r = direction_arguments(false, row, amax_row, stream_row, decoded_row);
   const DirectionArguments c = direction_arguments(true, col, amax_col, stream_col, decoded_col);
-  const SharedArguments shared = {rng, {groups, unit}, row_ids, first_expert};
+  const SharedArguments shared = {rng, {groups, unit, rows_from}, row_ids, first_expert};
   check_arguments(x, r, c, shared, sym_origin.size());
   const QuantizedOperand out_row = allocate_direction(x, r, shared.groups),
                          out_col = allocate_direction(x, c, shared.groups);
@@ -319,8 +321,8 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
 }
 
 Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise,
-                 const std::optional<Tensor>& table) {
-  const Groups groups = {table, 0};
+                 const std::optional<Tensor>& table, const std::optional<Tensor>& rows_from) {
+  const Groups groups = {table, 0, rows_from};
   bridge::check_values("amax", x);
   torch_ops::check_groups("amax", groups, x);
   TORCH_CHECK_VALUE(!table || x.dim() == 2, "amax: expected x (rows, cols) with groups, got ",
@@ -332,11 +334,11 @@ Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise,
 }
 
 Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise,
-                   const std::optional<Tensor>& groups) {
+                   const std::optional<Tensor>& groups, const std::optional<Tensor>& rows_from) {
   TensorRef in = bridge::tensor_ref("amax", x);
-  const Tensor out = amax_meta(x, text, columnwise, groups);
+  const Tensor out = amax_meta(x, text, columnwise, groups, rows_from);
   const Spec& spec = bridge::parse_spec(text);
-  in.groups = torch_ops::group_table_of("amax", {groups, 0}, spec.group_unit());
+  torch_ops::set_groups("amax", {groups, 0, rows_from}, spec.group_unit(), in);
   bridge::with_value_errors(
       [&] { amax(in, spec, columnwise, out.mutable_data_ptr<float>(), bridge::ExecutionOn(x)); });
   return out;
