@@ -144,9 +144,11 @@ def test_one_compiled_graph_for_any_number_of_tokens(recipe, fused_w13):
     )
     reference = copy.deepcopy(moe)
     compiled = torch.compile(moe, fullgraph=True, dynamic=True, backend="aot_eager")
-    for count in (20, 33, 8):
+    for count in (40, 57, 33, 96, 64):
         x = tokens(count, torch.bfloat16)
-        y = compiled(x)
+        # Not down to 32 tokens: one block along the contraction is another graph in mf.Linear.
+        with torch._dynamo.config.patch(error_on_recompile=True):
+            y = compiled(x)
         y.float().square().sum().backward()
         expected = reference(x)
         expected.float().square().sum().backward()
