@@ -68,6 +68,17 @@ def test_report_lists_every_parameter(name, capsys):
     assert "experts." in capsys.readouterr().out
 
 
+def test_gates_beside_experts_are_left_out_by_name_and_shape():
+    block = ProjectionBlock()
+    block.shared_expert_gate = nn.Linear(D, 1, bias=False)
+    block.gate_proj = nn.Linear(D, E)
+    block.shared_expert = nn.ModuleDict({"gate": nn.Linear(D, D)})
+    skipped = dict(mf.quantize_(model_of(block), "mxfp8", verbose=False).skipped)
+    assert skipped == dict.fromkeys(("0.gate", "0.shared_expert_gate"), ROUTER_REASON)
+    alone = model_of(nn.ModuleDict({"gate": nn.Linear(D, E), "router": nn.Linear(D, E)}))
+    assert not mf.quantize_(alone, "mxfp8", verbose=False).skipped
+
+
 @pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
 @pytest.mark.parametrize("name", BLOCKS)
 def test_conversion_keeps_the_model_and_restore_undoes_it(name, recipe):

@@ -29,8 +29,9 @@ from .projections import (
     register_implementation,
 )
 
-# Parts of names by which models call their router, whose weight is (E, D).
-ROUTERS = ("router", "gate", "gating", "wg")
+# Parts of names by which models call their router, whose weight is (E, D), and Qwen2-MoE's gate of
+# the shared expert, whose weight is (1, D).
+ROUTERS = ("router", "gate", "gating", "wg", "shared_expert_gate")
 ROUTER_REASON = "a router beside converted experts, which stays in high precision"
 
 
@@ -179,7 +180,9 @@ def find_routers(model: nn.Module, selection: ExpertSelection) -> None:
         for name, module in parents[0].named_modules() if choice.fqn else ():
             weight = module._parameters.get("weight")
             is_named = any(part in ROUTERS for part in name.split("."))
-            if not is_named or weight is None or weight.dim() != 2 or weight.shape[0] != experts:
+            if not is_named or weight is None or weight.dim() != 2:
+                continue
+            if weight.shape[0] not in (experts, 1):
                 continue
             if module not in selection.routers:
                 fqn = join(parent_name, clean_name(name))
