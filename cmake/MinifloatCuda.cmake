@@ -32,6 +32,39 @@ function(minifloat_cuda_options target)
                       -Xcompiler=-Wall,-Wextra,-ffp-contract=off>)
 endfunction()
 
+# Adds the kernels of src/cuda/products, which need CUTLASS's headers: those of the Python package
+# nvidia-cutlass, or of -DMINIFLOAT_CUTLASS_INCLUDE=<folder>. They are Hopper's, and compiled for it
+# alone. Without the headers, torch's grouped products are used.
+function(minifloat_cutlass target)
+  if(NOT "90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES AND NOT "90a" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+    return()
+  endif()
+  set(found "")
+  if(Python_EXECUTABLE)
+    execute_process(
+      COMMAND "${Python_EXECUTABLE}" -c
+              "import importlib.util as u; print(u.find_spec('cutlass_library').submodule_search_locations[0])"
+      OUTPUT_VARIABLE found OUTPUT_STRIP_TRAILING_WHITESPACE ERROR_QUIET)
+  endif()
+  find_path(MINIFLOAT_CUTLASS_INCLUDE cutlass/cutlass.h PATHS "${found}/source/include"
+            NO_DEFAULT_PATH)
+  if(NOT MINIFLOAT_CUTLASS_INCLUDE)
+    message(STATUS "minifloat: expected CUTLASS's headers (pip install nvidia-cutlass), found none; "
+                   "products of experts are torch's")
+    return()
+  endif()
+  file(GLOB sources CONFIGURE_DEPENDS src/cuda/products/*.cu src/cuda/products/*.cpp)
+  add_library(minifloat_products OBJECT ${sources})
+  set_target_properties(minifloat_products PROPERTIES CUDA_ARCHITECTURES 90a-real
+                                                      POSITION_INDEPENDENT_CODE ON)
+  target_include_directories(minifloat_products PRIVATE include src)
+  target_include_directories(minifloat_products SYSTEM PRIVATE "${MINIFLOAT_CUTLASS_INCLUDE}")
+  minifloat_library_options(minifloat_products)
+  minifloat_cuda_options(minifloat_products)
+  target_sources(${target} PRIVATE $<TARGET_OBJECTS:minifloat_products>)
+  target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUTLASS)
+endfunction()
+
 # Links the CUDA runtime, which the torch layer calls for device properties, statically, as
 # libminifloat does. cuBLASLt, for products, is loaded at its first call (products/cublaslt.cpp).
 # So the library loads where there is no GPU and under a torch without CUDA, and uses the cuBLASLt

@@ -53,8 +53,8 @@ int main(int argc, char** argv) try {
   for (int step = 0; step <= steps; ++step) {
     const Batch batch = draw(centers, maps, 300);
     options.rng = torch::tensor({std::int64_t{0}, std::int64_t{step}});
-    const torch::Tensor y = minifloat::scaled_grouped_mm(batch.x, weight.transpose(1, 2),
-                                                         batch.offs, recipe, options);
+    const torch::Tensor y =
+        minifloat::scaled_grouped_mm(batch.x, weight.transpose(1, 2), batch.offs, recipe, options);
     const torch::Tensor loss = torch::mse_loss(y, batch.y);
     optimizer.zero_grad();
     loss.backward();
