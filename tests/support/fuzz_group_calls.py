@@ -182,3 +182,40 @@ def _scaled_grouped_mm(rng: Random, arena: Arena) -> Call:
     one = op_call("scaled_grouped_mm", **args)
     run = rng.choice((one.run, mf.scaled_grouped_mm))
     return Call(with_backward(run), args, one.writes)
+
+
+@call("scaled_grouped_mm_backward")
+def _scaled_grouped_mm_backward(rng: Random, arena: Arena) -> Call:
+    rows, k, n, count = (rng.choice(sizes) for sizes in ((1, 17, 48), (16, 64), (16, 24), (1, 3)))
+    offs = sorted(rng.randrange(-2, rows + 3) for _ in range(count))
+    dtype = rng.choice(FLOATS)
+    args: dict[str, Any] = {"recipe": rng.choice([*mf.presets(), "fp8_delayed", "nvfp4"])}
+    args["grad"] = arena.place(values(rng, (rows, n), dtype))
+    args["A"] = arena.place(values(rng, (rows, k), dtype))
+    args["B"] = arena.place(values(rng, (count, k, n), dtype))
+    args["offs"] = arena.place(torch.tensor(offs, dtype=torch.int32))
+    args["needed"] = [rng.random() < 0.7, rng.random() < 0.7, False]
+    args["rng"] = arena.place(torch.tensor([1, 2, 3]))
+    args["amax_history"] = arena.place(torch.zeros(6, count, 3))
+    args["row_ids"] = arena.place(torch.arange(rows).int()) if rng.random() < 0.5 else None
+    args |= {"first_expert": rng.randrange(3), "tail": rng.choice(("zero", "undefined"))}
+    return op_call("scaled_grouped_mm_backward", **args)
+
+
+@call("mf.MoE")
+@call("mf.grouped_mlp")
+def _experts(rng: Random, arena: Arena) -> Call:
+    def run(hidden: Any, top_k: Any, recipe: Any, name: Any, seed: Any, x: Any) -> None:
+        layer = mf.MoE(32, hidden, 3, top_k, recipe=recipe, name=name, seed=seed)
+        layer(x)
+        indices, weights = layer.router(x)
+        w13 = [layer.experts.w1, layer.experts.w3]
+        state = torch.tensor([1, 2])
+        histories = [torch.ones(6, 3, 3) for _ in range(3)]
+        mf.grouped_mlp(
+            x, w13, layer.experts.w2, indices, weights, recipe, rng=state, amax_history=histories
+        )
+
+    recipes = [name for name in mf.presets() if not mf.Recipe(name).is_delayed]
+    args = {"hidden": 16, "top_k": 2, "recipe": rng.choice(recipes), "name": "a", "seed": 0}
+    return Call(run, {**args, "x": torch.randn(4, 32)}, is_of_models=True)
