@@ -17,12 +17,18 @@ namespace minifloat::cpu {
 struct OperandPlan {
   Operand operand;
   std::int64_t batch, rows, cols, padded;  // as read
-  std::int64_t pitch, code_pitch;          // of a row in memory: columns, bytes of codes
-  std::int64_t scale_rows = 0, scale_cols = 0, scale_pitch = 0;  // block rules
-  const TensorScale* tensor = nullptr;  // (batch): rules with an amax of the tensor
-  const ScaleFactors* row = nullptr;    // (batch, rows): row scaling
+  std::int64_t code_pitch;                 // bytes a row
+  std::int64_t scale_rows, scale_cols;     // block rules
+  const TensorScale* tensor = nullptr;     // (batch): rules with an amax of the tensor
+  const ScaleFactors* row = nullptr;       // (batch, rows): row scaling
   bool columnwise = false;
   RandomKey random;
+  std::int64_t length = 0;  // columns of a row in memory; 0: the padded ones alone
+
+  MINIFLOAT_INLINE std::int64_t pitch() const { return length > 0 ? length : padded; }
+  MINIFLOAT_INLINE std::int64_t scale_pitch() const {
+    return length > 0 ? length / operand.spec.block_cols : scale_cols;
+  }
 };
 
 // The blocks of a tile: a grid of `rows` x `cols`, in row-major order. Row and tensor scaling have
@@ -210,12 +216,11 @@ MINIFLOAT_INLINE void store_grid(const OperandPlan& plan, const TileRange& range
   const std::int64_t rows = range.is_strip ? 1 : blocks.rows;
   const std::int64_t cols = range.is_strip ? blocks.rows * blocks.cols : blocks.cols;
   const std::int64_t inside = cols < left ? cols : left;
-  To* out = scale +
-            (range.batch * plan.scale_rows + blocks.block_row_of(range.row)) * plan.scale_pitch +
-            col;
+  const std::int64_t pitch = plan.scale_pitch();
+  To* out = scale + (range.batch * plan.scale_rows + blocks.block_row_of(range.row)) * pitch + col;
   for (std::int64_t r = 0; r < rows; ++r)
     for (std::int64_t c = 0; c < inside; ++c)
-      out[r * plan.scale_pitch + c] = static_cast<To>(from[r * blocks.cols + c]);
+      out[r * pitch + c] = static_cast<To>(from[r * blocks.cols + c]);
 }
 
 MINIFLOAT_INLINE void store_scales(const OperandPlan& plan, const TileRange& range,

@@ -141,7 +141,7 @@ MINIFLOAT_INLINE void store_decoded(const OperandPlan& plan, const TileRange& ra
   spread_blocks<Width>(scale, spread);
   decode_row<F>(codes, spread, values);
   const std::int64_t row = range.batch * plan.rows + range.row_of(r);
-  store_inside<kTileCols>(values, plan.operand.decoded + row * plan.pitch + col, inside);
+  store_inside<kTileCols>(values, plan.operand.decoded + row * plan.pitch() + col, inside);
 }
 
 template <class F, class T, bool kStochastic>

@@ -55,13 +55,10 @@ class DirectionCast {
     plan_.rows = columnwise ? x.cols : x.rows;
     plan_.cols = columnwise ? x.rows : x.cols;
     plan_.padded = spec.padded_cols(columns.written);
-    plan_.pitch = spec.padded_cols(columns.pitch);
+    if (columns.pitch != columns.written) plan_.length = columns.pitch;
     plan_.code_pitch = spec.code_cols(columns.pitch);
-    if (spec.has_blocks()) {
-      plan_.scale_rows = spec.scale_rows(plan_.rows);
-      plan_.scale_cols = spec.scale_cols(columns.written);
-      plan_.scale_pitch = spec.scale_cols(columns.pitch);
-    }
+    plan_.scale_rows = spec.has_blocks() ? spec.scale_rows(plan_.rows) : 0;
+    plan_.scale_cols = spec.has_blocks() ? spec.scale_cols(columns.written) : 0;
     if (spec.stochastic)
       plan_.random =
           random_key(operand.random.state, operand.random.state_size, operand.random.stream);
