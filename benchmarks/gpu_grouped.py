@@ -5,6 +5,8 @@ python benchmarks/gpu_grouped.py [--quick] [--recipes nvfp4,…]
 casts       x of every preset, rowwise, columnwise and both: groups against the dense cast of
             the same size, in TB/s of the fewest bytes, padding counted
 engines     torch's grouped products alone, against cuBLAS's dense product of the same size
+products    ours alone, along rows and along the contraction dimension, even groups and 64 uneven
+            ones, against the dense product of the same operands and size
 layers      forward and backward of mf.scaled_grouped_mm, weights cast anew, against compiled
             torch._grouped_mm, on even groups and on a router's counts; medians, alternately
 """
@@ -21,6 +23,7 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
 from minifloat._native import ops
+from minifloat.spec import Spec
 from torch import Tensor
 
 Shape = tuple[int, int, int, int]  # M, N, K, E
@@ -229,6 +232,119 @@ def print_engines(rows: list[EngineRow]) -> None:
         print(f"{r.shape!s:28} {r.product:34} {r.tflop_s:7.0f} {r.tflop_s / r.dense_tflop_s:6.1%}")
 
 
+# ---- Products ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Product:
+    """A product of two operands, and the least shares of cuBLAS's dense product of its size."""
+
+    text: str
+    along_rows: bool
+    even_bar: float | None = None
+    uneven_bar: float | None = None
+    decoded: bool = False  # multiplied as bf16 values
+
+    def __str__(self) -> str:
+        return f"{self.text} {'along rows' if self.along_rows else 'along the contraction'}"
+
+
+_FP8 = ("e4m3/row*e4m3/row,fast", "e4m3/row*e4m3/row", "e5m2/tensor*e4m3/tensor")
+PRODUCTS = [
+    *(Product(text, True, 0.90, 0.75) for text in _FP8),
+    *(Product(text, False, 0.85, 0.55) for text in _FP8),
+    Product("e4m3/1x128*e4m3/128x128", True, 0.88, 0.75),
+    Product("e4m3/1x128*e4m3/1x128", False, 0.80, 0.55),
+    Product("mxfp8*mxfp8", True, decoded=True),
+    Product("mxfp8*mxfp8", False, decoded=True),
+]
+
+
+@dataclass
+class ProductRow:
+    shape: Shape
+    product: str
+    groups: str
+    tflop_s: float
+    dense_tflop_s: float
+    bar: float | None
+
+
+def operand(x: Tensor, spec: str, product: Product, **groups: Any) -> list[Tensor]:
+    """Returns elements, scale and amax of one operand, read along rows or along columns."""
+    row = product.along_rows
+    decoded = {"decoded_row": product.decoded and row, "decoded_col": product.decoded and not row}
+    out = ops.quantize(x, *((spec, "") if row else ("", spec)), **decoded, **groups)
+    codes, scale, amax, values = out[:4] if row else out[4:8]
+    return [values if product.decoded else codes, scale, amax]
+
+
+def product_call(product: Product, shape: Shape, ends: Tensor | None) -> Callable[[], Tensor]:
+    """Returns a call of the product: with groups, or of dense operands where there are no ends."""
+    m, n, k, e = shape
+    device = torch.device("cuda") if ends is None else ends.device
+    a_spec, b_spec = product.text.removesuffix(",fast").split("*")
+    x = torch.randn(m, k, device=device, dtype=torch.bfloat16)
+    groups: dict[str, Any] = {}
+    if ends is not None:
+        groups = {"groups": ops.group_table(ends, m)}
+    unit = 0
+    if product.along_rows:
+        w = torch.randn(e, n, k, device=device, dtype=torch.bfloat16)
+        a = operand(x, a_spec, product, **groups)
+        b = operand(w if groups else w[0], b_spec, product)
+    else:
+        g = torch.randn(m, n, device=device, dtype=torch.bfloat16)
+        if groups:
+            unit = max(Spec.parse(spec).group_unit for spec in (a_spec, b_spec))
+            groups["group_unit"] = unit
+        a, b = (operand(v, s, product, **groups) for v, s in ((g, a_spec), (x, b_spec)))
+    length = k if product.along_rows else m
+    table = groups.get("groups")
+    return lambda: ops.scaled_mm(*a, *b, product.text, k=length, groups=table, group_unit=unit)
+
+
+def measure_products(shape: Shape, device: torch.device) -> list[ProductRow]:
+    m, n, k, e = shape
+    flops = 2 * m * n * k / 1e9
+    rows = []
+    for product in PRODUCTS:
+        calls = {
+            "dense": product_call(product, shape, None),
+            "even": product_call(product, shape, even_ends(m, e, device)),
+        }
+        if shape == SHAPES[1]:
+            uneven = (m, n, k, 64)
+            calls["64 uneven"] = product_call(product, uneven, routed_ends(m, 64, device))
+        times: dict[str, list[float]] = {name: [] for name in calls}
+        for _ in range(5):  # in turns: the clock falls as the device warms
+            for name, call in calls.items():
+                times[name].append(timing.kernel_ms([call] * 2, device, 3))
+        rate = {name: flops / statistics.median(ms) for name, ms in times.items()}
+        for name, bar in (("even", product.even_bar), ("64 uneven", product.uneven_bar)):
+            if name in rate:
+                row = ProductRow(shape, str(product), name, rate[name], rate["dense"], bar)
+                rows.append(row)
+        del calls
+        torch.cuda.empty_cache()
+    return rows
+
+
+def print_products(rows: list[ProductRow]) -> bool:
+    print("\ngrouped products: TFLOP/s, and a share of the dense product of the run")
+    met = True
+    for r in rows:
+        share = r.tflop_s / r.dense_tflop_s
+        missed = r.bar is not None and share < r.bar
+        met = met and not missed
+        bar = "" if r.bar is None else f"{r.bar:.0%}"
+        print(
+            f"{r.shape!s:28} {r.product:46} {r.groups:10} {r.tflop_s:6.0f} {share:6.1%} "
+            f"{bar:>4}{'  MISSED' if missed else ''}"
+        )
+    return met
+
+
 # ---- Layers --------------------------------------------------------------------------------------
 
 
@@ -306,14 +422,14 @@ def main() -> int:
     parser = timing.arguments(__doc__, "gpu_grouped.json")
     parser.add_argument("--recipes", type=lambda s: s.split(","), default=list(BARS))
     parser.add_argument(
-        "--parts", type=lambda s: s.split(","), default=["casts", "engines", "layers"]
+        "--parts", type=lambda s: s.split(","), default=["casts", "engines", "products", "layers"]
     )
     args = parser.parse_args()
     device = timing.require_device(args.device)
     torch.manual_seed(0)
     print(f"{timing.device_name(device)}, torch {torch.__version__}")
     shapes = args.shapes or (SHAPES[:1] if args.quick else SHAPES)
-    met, casts, engines, layers = True, [], [], []
+    met, casts, engines, products, layers = True, [], [], [], []
     if "casts" in args.parts:
         casts = measure_casts(device, args.quick)
         met = print_casts(casts)
@@ -321,6 +437,8 @@ def main() -> int:
         if "engines" in args.parts:
             engines += measure_engines(shape, device)
         torch.cuda.empty_cache()
+        if "products" in args.parts:
+            products += measure_products(shape, device)
         for groups in ("even",) if args.quick else ("even", "routed"):
             if "layers" not in args.parts:
                 continue
@@ -329,7 +447,9 @@ def main() -> int:
             layers += here
     if engines:
         print_engines(engines)
-    rows = {"casts": casts, "engines": engines, "layers": layers}
+    if products:
+        met = print_products(products) and met
+    rows = {"casts": casts, "engines": engines, "products": products, "layers": layers}
     timing.write_json(args.out, device, **{k: [asdict(r) for r in v] for k, v in rows.items()})
     print(f"{args.out}; every bar {'met' if met else 'NOT met'}")
     return 0 if met else 1

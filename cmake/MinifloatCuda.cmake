@@ -24,11 +24,12 @@ if(MINIFLOAT_CUDA)
   find_package(CUDAToolkit REQUIRED)
 endif()
 
-function(minifloat_cuda_options target)
+# fmad: whether a * b + c may round once. Casts are the same bytes on every device without it.
+function(minifloat_cuda_options target fmad)
   target_compile_features(${target} PRIVATE cuda_std_20)
   target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUDA)
   target_compile_options(
-    ${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=false --expt-relaxed-constexpr
+    ${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=${fmad} --expt-relaxed-constexpr
                       -Xcompiler=-Wall,-Wextra,-ffp-contract=off>)
 endfunction()
 
@@ -60,7 +61,7 @@ function(minifloat_cutlass target)
   target_include_directories(minifloat_products PRIVATE include src)
   target_include_directories(minifloat_products SYSTEM PRIVATE "${MINIFLOAT_CUTLASS_INCLUDE}")
   minifloat_library_options(minifloat_products)
-  minifloat_cuda_options(minifloat_products)
+  minifloat_cuda_options(minifloat_products true)
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:minifloat_products>)
   target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUTLASS)
 endfunction()

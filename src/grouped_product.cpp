@@ -3,33 +3,54 @@
 
 #include "minifloat/error.h"
 #if defined(MINIFLOAT_WITH_CUTLASS)
-#include "cuda/products/grouped_fp8.h"
+#include "cuda/products/grouped.h"
 #endif
 
 namespace minifloat {
+namespace {
+
+bool has_blocks(const GroupedOperand& x) {
+  return x.scales == GroupScales::k1x128 || x.scales == GroupScales::k128x128;
+}
+
+}  // namespace
+
+bool has_grouped_kernel(const GroupedOperand& a, const GroupedOperand& b, bool is_along_rows) {
+  if (a.elements == Elements::kBf16)
+    return b.elements == Elements::kBf16 && !has_blocks(a) && !has_blocks(b);
+  if (b.elements != Elements::kE4m3) return false;
+  if (has_blocks(a) || has_blocks(b))
+    return a.elements == Elements::kE4m3 && a.scales == GroupScales::k1x128 &&
+           b.scales == (is_along_rows ? GroupScales::k128x128 : GroupScales::k1x128);
+  return a.elements == Elements::kE4m3 || a.elements == Elements::kE5m2;
+}
 
 #if defined(MINIFLOAT_WITH_CUTLASS)
 
-bool has_grouped_fp8() { return true; }
+bool has_grouped_products() { return true; }
 
-void grouped_fp8_product(const GroupedFp8Product& product, const Execution& execution) {
-  const auto& [a, b, groups, m, n, k, fast, out] = product;
-  MINIFLOAT_CHECK(groups && groups.count > 0, "grouped_fp8_product: expected groups, got none");
-  MINIFLOAT_CHECK(n % 16 == 0 && k % 16 == 0 && n > 0 && k > 0 && m > 0,
-                  "grouped_fp8_product: expected m above 0, n and k multiples of 16, got ", m, ", ",
+void grouped_product(const GroupedProduct& product, const Execution& execution) {
+  constexpr const char* kName = "grouped_product";
+  const auto& [a, b, groups, m, n, k, fast, bias, out] = product;
+  MINIFLOAT_CHECK(groups && groups.count > 0, kName, ": expected groups, got none");
+  const bool is_along_rows = groups.unit == 0;
+  const int row_unit = a.elements == Elements::kBf16 ? 8 : 16;
+  MINIFLOAT_CHECK(n % 8 == 0 && k % row_unit == 0 && n > 0 && k > 0 && m > 0, kName,
+                  ": expected m above 0, n a multiple of 8 and k of ", row_unit, ", got ", m, ", ",
                   n, " and ", k);
-  MINIFLOAT_CHECK(b.elements == Elements::kE4m3 &&
-                      (a.elements == Elements::kE4m3 || a.elements == Elements::kE5m2),
-                  "grouped_fp8_product: expected E4M3 or E5M2 times E4M3 codes");
-  cuda::grouped_fp8_product(product, execution);
+  MINIFLOAT_CHECK(has_grouped_kernel(a, b, is_along_rows), kName,
+                  ": expected elements and scales that a kernel multiplies (has_grouped_kernel)");
+  MINIFLOAT_CHECK(!bias || is_along_rows, kName,
+                  ": expected no bias with groups along the contraction dimension");
+  cuda::grouped_product(product, execution);
 }
 
 #else
 
-bool has_grouped_fp8() { return false; }
+bool has_grouped_products() { return false; }
 
-void grouped_fp8_product(const GroupedFp8Product&, const Execution&) {
-  MINIFLOAT_CHECK(false, "grouped_fp8_product: expected a build with CUTLASS's headers, got none");
+void grouped_product(const GroupedProduct&, const Execution&) {
+  MINIFLOAT_CHECK(false, "grouped_product: expected a build with CUTLASS's headers, got none");
 }
 
 #endif

@@ -369,16 +369,24 @@ def test_no_second_derivative():
         grad.float().sum().backward()
 
 
-def grouped_engine(product, capability):
-    return ops.engine_of(product, capability, m=64, n=64, k=64, grouped=True)
+def grouped_engine(product, capability, groups="rows"):
+    return ops.engine_of(product, capability, m=64, n=64, k=64, groups=groups)
 
 
 def test_the_engine_of_grouped_products():
     # Builds with CUTLASS's headers have kernels of their own, and torch's else.
     has_kernels = grouped_engine("e5m2/tensor*e4m3/tensor", 90) == "cutlass_grouped"
     fp8 = "cutlass_grouped" if has_kernels else "fp8_grouped"
+    exact = "cutlass_grouped_exact" if has_kernels else "exact_grouped"
     for product in ("e4m3/row*e4m3/row", "e4m3/tensor*e4m3/tensor", "mxfp4*mxfp4"):
         assert grouped_engine(product, 90) == fp8
-    exact = [("e4m3/tensor*e5m2/tensor", 90), ("mxfp8*mxfp8", 90), ("e4m3/row*e4m3/row", 100)]
-    for product, capability in [*exact, ("nvfp4*nvfp4", 0), ("e4m3/row*e4m3/row", 0)]:
+    blocks = grouped_engine("e4m3/1x128*e4m3/128x128", 90)
+    assert blocks == (fp8 if has_kernels else exact)
+    assert grouped_engine("e4m3/1x128*e4m3/128x128", 90, "contraction") == exact
+    assert grouped_engine("e4m3/1x128*e4m3/1x128", 90) == exact
+    assert grouped_engine("e4m3/1x128*e4m3/1x128", 90, "contraction") == blocks
+    for product in ("e4m3/tensor*e5m2/tensor", "mxfp8*mxfp8", "nvfp4*bf16"):
+        assert grouped_engine(product, 90) == exact
+    elsewhere = [("bf16*bf16", 90), ("e4m3/row*e4m3/row", 100), ("nvfp4*nvfp4", 100)]
+    for product, capability in [*elsewhere, ("nvfp4*nvfp4", 0), ("e4m3/row*e4m3/row", 0)]:
         assert grouped_engine(product, capability) == "exact_grouped"

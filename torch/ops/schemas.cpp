@@ -163,7 +163,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("scale_dtype(str spec) -> str");
   m.def(
       "engine_of(str product, int capability, *, int m, int n, int k, "
-      "ScalarType out_dtype=bfloat16, bool bias=False, bool grouped=False) -> str");
+      "ScalarType out_dtype=bfloat16, bool bias=False, str groups=\"\") -> str");
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
   m.def("built_for_torch() -> str");

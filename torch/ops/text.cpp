@@ -119,23 +119,29 @@ std::string scale_dtype(const std::string& text) {
 }
 
 // Returns the name of the engine that multiplies (m, k) · (n, k)ᵀ on a GPU of this capability.
-// capability: 10 major + minor; 0: the CPU. grouped: whether rows lie in groups.
+// capability: 10 major + minor; 0: the CPU. groups: "rows" or "contraction", the dimension along which
+// groups lie; "": none.
 std::string engine_name(const std::string& product, std::int64_t capability, std::int64_t m,
                         std::int64_t n, std::int64_t k, at::ScalarType out_dtype, bool bias,
-                        bool grouped) {
+                        const std::string& groups) {
+  using torch_ops::GroupsAlong;
   const Product& parsed = bridge::parse_product(product);
   TORCH_CHECK_VALUE(0 <= capability && capability < 10'000,
                     "engine_of: expected a capability as 10 major + minor, got ", capability);
   bridge::check_size("engine_of", "m", m);
   bridge::check_size("engine_of", "n", n);
   bridge::check_size("engine_of", "k", k);
-  const torch_ops::ProductShape shape = {
-      .m = m,
-      .n = n,
-      .k = parsed.a.padded_cols(k),
-      .out_dtype = out_dtype,
-      .has_bias = bias,
-      .along = grouped ? torch_ops::GroupsAlong::kRows : torch_ops::GroupsAlong::kNone};
+  const GroupsAlong along = groups == "rows"          ? GroupsAlong::kRows
+                            : groups == "contraction" ? GroupsAlong::kContraction
+                                                      : GroupsAlong::kNone;
+  TORCH_CHECK_VALUE(along != GroupsAlong::kNone || groups.empty(),
+                    "engine_of: expected groups as rows, contraction or nothing, got ", groups);
+  const torch_ops::ProductShape shape = {.m = m,
+                                         .n = n,
+                                         .k = parsed.a.padded_cols(k),
+                                         .out_dtype = out_dtype,
+                                         .has_bias = bias,
+                                         .along = along};
   return torch_ops::engine_of(parsed, static_cast<int>(capability), shape).name;
 }
 

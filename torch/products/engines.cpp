@@ -11,10 +11,10 @@ namespace minifloat::torch_ops {
 namespace {
 
 // All engines, in order of preference.
-constexpr const Engine* kEngines[] = {&kBlockScaled,      &kFp4ByFp8,       &kFp8Tensor,
-                                      &kFp8Row,           &kFp8Block,       &kExactCuda,
-                                      &kExactCpu,         &kCutlassGrouped, &kFp8Grouped,
-                                      &kExactGroupedCuda, &kExactGroupedCpu};
+constexpr const Engine* kEngines[] = {
+    &kBlockScaled,      &kFp4ByFp8,       &kFp8Tensor,      &kFp8Row,     &kFp8Block,
+    &kExactCuda,        &kExactCpu,       &kCutlassGrouped, &kFp8Grouped, &kCutlassGroupedExact,
+    &kExactGroupedCuda, &kExactGroupedCpu};
 
 }  // namespace
 

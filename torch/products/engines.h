@@ -37,6 +37,7 @@ struct ProductShape {
   c10::ScalarType out_dtype = c10::ScalarType::BFloat16;
   bool has_bias = false;
   bool has_codes = true;  // both operands are contiguous codes that begin at a multiple of 16 bytes
+  bool has_bf16_rows = true;  // both are contiguous bf16 rows at such multiples, or decode to them
   bool has_fp4_as_fp8 = false;  // an operand is FP8 codes of FP4 values already
   GroupsAlong along = GroupsAlong::kNone;
 };
@@ -77,7 +78,8 @@ struct Engine {
 };
 
 extern const Engine kBlockScaled, kFp4ByFp8, kFp8Tensor, kFp8Row, kFp8Block, kExactCuda, kExactCpu;
-extern const Engine kCutlassGrouped, kFp8Grouped, kExactGroupedCuda, kExactGroupedCpu;
+extern const Engine kCutlassGrouped, kFp8Grouped, kCutlassGroupedExact, kExactGroupedCuda,
+    kExactGroupedCpu;
 
 // Returns the capability of a CUDA device, queried once for each device; kNoGpu for the CPU.
 int compute_capability(const c10::Device& device);

@@ -9,14 +9,7 @@ namespace minifloat::torch_ops {
 namespace {
 
 bool supports(const Product& product, int capability) {
-  const auto &a = product.a, &b = product.b;
-  return capability >= kHopper && a.rule == b.rule && a.is_fp4_by_powers_of_two() &&
-         b.is_fp4_by_powers_of_two();
-}
-
-Fp4AsFp8 as_fp8(const Spec& spec, const Codes& in, const c10::SymInt& cols) {
-  auto [codes, row_scale] = fp4_as_fp8(in.codes, in.scale, in.amax, spec, cols);
-  return {std::move(codes), std::move(row_scale), in.amax};
+  return capability >= kHopper && is_fp4_by_fp8(product);
 }
 
 ProductInput prepare(const Spec& spec, const Codes& codes, const c10::SymInt& cols) {
@@ -27,9 +20,7 @@ ProductInput prepare(const Spec& spec, const Codes& codes, const c10::SymInt& co
 std::pair<Fp4AsFp8, Fp4AsFp8> prepare_both(const ProductCall& call) {
   const Codes *const a = std::get_if<Codes>(&call.a), *const b = std::get_if<Codes>(&call.b);
   const auto &a_spec = call.product.a, &b_spec = call.product.b;
-  if (!a || !b)
-    return {a ? as_fp8(a_spec, *a, call.k) : std::get<Fp4AsFp8>(call.a),
-            b ? as_fp8(b_spec, *b, call.k) : std::get<Fp4AsFp8>(call.b)};
+  if (!a || !b) return {as_fp8(a_spec, call.a, call.k), as_fp8(b_spec, call.b, call.k)};
   const auto [left, right] = direct_fp4_as_fp8({a_spec, a->codes, a->scale, a->amax},
                                                {b_spec, b->codes, b->scale, b->amax}, call.k);
   return {{left.first, left.second, a->amax}, {right.first, right.second, b->amax}};

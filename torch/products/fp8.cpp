@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 
 #include "ops/direct.h"
+#include "ops/ops.h"
 #include "products/cublaslt.h"
 #include "products/epilogue.h"
 
@@ -12,6 +13,14 @@ Tensor fp8_view(const Fp8Side& side) {
   return direct_view(side.codes,
                      side.elements == Elements::kE4m3 ? at::kFloat8_e4m3fn : at::kFloat8_e5m2,
                      side.codes.sizes());
+}
+
+Fp4AsFp8 as_fp8(const Spec& spec, const ProductInput& input, const c10::SymInt& cols,
+                const Groups& groups) {
+  if (const auto* fp8 = std::get_if<Fp4AsFp8>(&input)) return *fp8;
+  const Codes& in = std::get<Codes>(input);
+  auto [codes, row_scale] = fp4_as_fp8(in.codes, in.scale, in.amax, spec, cols, groups);
+  return {std::move(codes), std::move(row_scale), in.amax};
 }
 
 Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape) {

@@ -11,6 +11,16 @@ inline bool has_fp8_product(const Spec& a, const Spec& b) {
          (a.elements == Elements::kE4m3 || b.elements == Elements::kE4m3);
 }
 
+// Whether both operands are FP4 codes that convert to E4M3 codes of the same values.
+inline bool is_fp4_by_fp8(const Product& product) {
+  return product.a.rule == product.b.rule && product.a.is_fp4_by_powers_of_two() &&
+         product.b.is_fp4_by_powers_of_two();
+}
+
+// Converts FP4 codes that are not converted. groups: of the operand's rows or columns
+Fp4AsFp8 as_fp8(const Spec& spec, const ProductInput& input, const c10::SymInt& cols,
+                const Groups& groups = {});
+
 // Whether rows of codes and of the bf16 result start at multiples of 16 bytes.
 inline bool takes_codes(const ProductShape& shape) {
   return shape.has_codes && shape.m > 0 && shape.n > 0 && shape.k > 0 && shape.n % 16 == 0 &&

@@ -4,28 +4,17 @@
 #include <ATen/ATen.h>
 
 #include "ops/direct.h"
-#include "ops/ops.h"
 #include "products/fp8.h"
 #include "products/grouped.h"
 
 namespace minifloat::torch_ops {
 namespace {
 
-bool is_fp4(const Product& product) {
-  return product.a.rule == product.b.rule && product.a.is_fp4_by_powers_of_two() &&
-         product.b.is_fp4_by_powers_of_two();
-}
-
 bool supports(const Product& product, int capability) {
   const auto &a = product.a, &b = product.b;
   const bool is_e4m3 = a.elements == Elements::kE4m3 && b.elements == Elements::kE4m3;
-  const bool has_scales =
-      a.rule == b.rule && (a.rule == ScaleRule::kRow || a.rule == ScaleRule::kTensor);
-  return capability == kHopper && ((is_e4m3 && has_scales) || is_fp4(product));
-}
-
-bool takes(const Product&, int, const ProductShape& shape) {
-  return takes_codes(shape) && shape.out_dtype == c10::ScalarType::BFloat16;
+  return capability == kHopper &&
+         ((is_e4m3 && has_row_or_group_scales(product)) || is_fp4_by_fp8(product));
 }
 
 // FP8 codes, float8_e4m3fn, and their scales as ATen reads them: one a row, or a row of a group.
@@ -43,11 +32,9 @@ Tensor spread(const Tensor& scale, const ProductCall& call, bool is_rows, std::i
 Side side_of(const Spec& spec, const ProductInput& input, const ProductCall& call, bool is_b) {
   const bool is_along_rows = call.groups.unit == 0;
   if (spec.is_fp4_by_powers_of_two()) {
-    if (const auto* fp8 = std::get_if<Fp4AsFp8>(&input)) return {fp8->codes, fp8->row_scale};
-    const Codes& in = std::get<Codes>(input);
-    const auto [codes, scale] = fp4_as_fp8(in.codes, in.scale, in.amax, spec, call.k,
-                                           is_along_rows && is_b ? Groups{} : call.groups);
-    return {codes, scale};
+    const Fp4AsFp8 fp8 =
+        as_fp8(spec, input, call.k, is_along_rows && is_b ? Groups{} : call.groups);
+    return {fp8.codes, fp8.row_scale};
   }
   const Fp8Side fp8 = fp8_side(spec, input);
   const Tensor codes = fp8_view(fp8);
@@ -62,7 +49,7 @@ Tensor multiply(const ProductCall& call) {
   const auto of_rows = [&](const Tensor& scale) {
     return is_along_rows ? scale : scale.reshape(-1);
   };
-  const bool fast = call.product.fast && !is_fp4(call.product);
+  const bool fast = call.product.fast && !is_fp4_by_fp8(call.product);
   const Tensor out = at::_scaled_grouped_mm(
       a.codes, b.codes.transpose(-2, -1), of_rows(a.scale), of_rows(b.scale),
       ends_of(call.groups, call.groups.unit), std::nullopt, std::nullopt, at::kBFloat16, fast);
@@ -74,7 +61,7 @@ Tensor multiply(const ProductCall& call) {
 constinit const Engine kFp8Grouped = {.name = "fp8_grouped",
                                       .is_grouped = true,
                                       .supports = supports,
-                                      .takes = takes,
+                                      .takes = takes_grouped_codes,
                                       .reads_values = false,
                                       .prepare = nullptr,
                                       .multiply = multiply};

@@ -2,9 +2,15 @@
 
 #include <ATen/ATen.h>
 
+#include "ops/bridge.h"
 #include "ops/direct.h"
+#include "products/fp8.h"
 
 namespace minifloat::torch_ops {
+
+bool takes_grouped_codes(const Product&, int, const ProductShape& shape) {
+  return takes_codes(shape) && shape.out_dtype == c10::ScalarType::BFloat16;
+}
 
 Tensor ends_of(const Groups& groups, std::int64_t unit) {
   return groups.table->select(0, group_table_row(static_cast<int>(unit))).slice(0, 1);
@@ -22,6 +28,37 @@ Tensor add_group_bias(const Tensor& sums, const Groups& groups, const Result& re
   const Tensor bias = to_dtype(*result.bias, result.dtype);
   const Tensor of_rows = bias.index_select(0, group_of_rows(groups, sums.size(0)));
   return to_dtype(sums.add(of_rows), result.dtype);
+}
+
+Tensor product_by_kernel(const ProductCall& call, const GroupedSide& a, const GroupedSide& b,
+                         bool fast) {
+  const auto operand = [](const GroupedSide& side) {
+    return GroupedOperand{side.elements, side.values.const_data_ptr(),
+                          side.scale.defined() ? side.scale.const_data_ptr<float>() : nullptr,
+                          side.scales};
+  };
+  const bool is_along_rows = call.groups.unit == 0;
+  const std::int64_t m = a.values.size(0), n = b.values.size(-2);
+  const std::int64_t sizes[] = {call.groups.table->size(1) - 1, m, n};
+  const Tensor out =
+      direct_empty(a.values, is_along_rows ? at::IntArrayRef(sizes + 1, 2) : at::IntArrayRef(sizes),
+                   at::kBFloat16);
+  const Tensor bias =
+      call.result.bias ? to_dtype(*call.result.bias, at::kBFloat16).contiguous() : Tensor();
+  bridge::with_value_errors([&] {
+    const GroupedProduct product = {
+        .a = operand(a),
+        .b = operand(b),
+        .groups = group_table_of("scaled_mm", call.groups, call.groups.unit),
+        .m = m,
+        .n = n,
+        .k = a.values.size(1),
+        .fast = fast,
+        .bias = bias.defined() ? static_cast<const std::uint16_t*>(bias.const_data_ptr()) : nullptr,
+        .out = static_cast<std::uint16_t*>(out.mutable_data_ptr())};
+    grouped_product(product, bridge::ExecutionOn(out));
+  });
+  return out;
 }
 
 }  // namespace minifloat::torch_ops

@@ -2,9 +2,20 @@
 // groups, on the device: the host does not wait.
 #pragma once
 
+#include "minifloat/grouped_product.h"
 #include "products/engines.h"
 
 namespace minifloat::torch_ops {
+
+// Whether both operands have one scale a row, or both one a group.
+inline bool has_row_or_group_scales(const Product& product) {
+  const ScaleRule rule = product.a.rule;
+  return rule == product.b.rule && (rule == ScaleRule::kRow || rule == ScaleRule::kTensor);
+}
+
+// Engine::takes of the engines of FP8 codes: rows start at multiples of 16 bytes, and the result is
+// bf16.
+bool takes_grouped_codes(const Product& product, int capability, const ProductShape& shape);
 
 // Returns the groups' ends as torch's grouped products read them, int32 (groups): among rows, or
 // among columns under a unit.
@@ -16,5 +27,18 @@ Tensor group_of_rows(const Groups& groups, std::int64_t rows);
 
 // Adds the bias of each row's group to sums (M, n), rounded to the result's dtype.
 Tensor add_group_bias(const Tensor& sums, const Groups& groups, const Result& result);
+
+// An operand of this library's grouped kernels, contiguous.
+struct GroupedSide {
+  Elements elements;
+  Tensor values;  // codes, or bf16 values
+  Tensor scale;   // fp32; undefined: none
+  GroupScales scales = GroupScales::kNone;
+};
+
+// Returns the product by this library's kernels (minifloat/grouped_product.h), rounded to bf16
+// once.
+Tensor product_by_kernel(const ProductCall& call, const GroupedSide& a, const GroupedSide& b,
+                         bool fast);
 
 }  // namespace minifloat::torch_ops

@@ -17,13 +17,24 @@ namespace {
 
 using c10::SymInt;
 
-// Whether an operand is contiguous codes that begin at a multiple of 16 bytes.
-bool has_codes(const ProductInput& input) {
-  const Codes* const codes = std::get_if<Codes>(&input);
-  const Fp4AsFp8* const fp8 = std::get_if<Fp4AsFp8>(&input);
-  if (!codes && !fp8) return false;
-  const Tensor& t = codes ? codes->codes : fp8->codes;
+// Whether an operand's elements are contiguous and begin at a multiple of 16 bytes.
+bool is_aligned(const ProductInput& input) {
+  const Tensor& t = *tensors_of(input).elements;
   return t.is_contiguous() && reinterpret_cast<std::uintptr_t>(t.const_data_ptr()) % 16 == 0;
+}
+
+bool has_codes(const ProductInput& input) {
+  return (std::holds_alternative<Codes>(input) || std::holds_alternative<Fp4AsFp8>(input)) &&
+         is_aligned(input);
+}
+
+// Whether the engines of exact products read an operand as aligned rows of bf16 values. Decoding
+// writes such rows.
+bool has_bf16_rows(const ProductInput& input) {
+  const Values* const values = std::get_if<Values>(&input);
+  if (values && values->values.scalar_type() != at::kBFloat16) return false;
+  const bool is_decoded = std::holds_alternative<Decoded>(input);
+  return !(values || is_decoded) || is_aligned(input);
 }
 
 GroupsAlong along_of(const Groups& groups) {
@@ -69,6 +80,7 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
                               .out_dtype = result.dtype,
                               .has_bias = result.bias.has_value(),
                               .has_codes = has_codes(a) && has_codes(b),
+                              .has_bf16_rows = has_bf16_rows(a) && has_bf16_rows(b),
                               .has_fp4_as_fp8 = is_fp8(a) || is_fp8(b),
                               .along = along_of(groups)};
   check_table(groups, *tensors_of(a).elements, k, length);
