@@ -25,12 +25,11 @@ from .fields import (
     numbers,
     require,
     require_fields,
-    shown,
 )
+from .model_config import SIZE, ModelConfig
 
 MOST = 10**9  # the limit of counts
 MOST_THREADS = 4096  # many more end the process in torch
-SIZE = integers(1, 10**6)  # of one dimension of the model
 
 # Fields that may change: the token ids are compared themselves, and a step's batch does not depend
 # on the number of processes.
@@ -57,55 +56,6 @@ NUMBERS: Mapping[str, tuple[Number, str]] = {
 def option_of(name: str) -> str:
     """Returns a field's option on the command line: eval_every is --eval-every."""
     return "--" + name.replace("_", "-")
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    """Sizes of the Llama: dim, layers, heads, kv_heads, ffn, and the vocabulary."""
-
-    dim: int = 256
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    ffn: int = 768
-    vocab: int = 2048
-
-    def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            require("--vocab" if name == "vocab" else f"--model: {name}", SIZE, value)
-        if self.dim % self.heads or (self.dim // self.heads) % 2:
-            raise TrainError(
-                "--model: expected dim to be heads times an even width, "
-                f"got {self.dim} / {self.heads}"
-            )
-        if self.heads % self.kv_heads:
-            raise TrainError(
-                "--model: expected heads to be a multiple of kv_heads, "
-                f"got {self.heads} and {self.kv_heads}"
-            )
-
-    @classmethod
-    def parse(cls, text: str, vocab: int) -> ModelConfig:
-        """Parses `dim,layers,heads,kv_heads,ffn`, for example 256,4,4,2,768."""
-        numbers = [SIZE.parse(number.strip(" ")) for number in text.split(",")]
-        sizes = [int(number) for number in numbers if number is not None]
-        if len(numbers) != 5 or len(sizes) != 5:
-            raise TrainError(
-                "--model: expected five integers dim,layers,heads,kv_heads,ffn "
-                f"(256,4,4,2,768), got {shown(text)}"
-            )
-        dim, layers, heads, kv_heads, ffn = sizes
-        return cls(dim, layers, heads, kv_heads, ffn, vocab)
-
-    @property
-    def parameters(self) -> int:
-        """The number of the model's parameters."""
-        kv_dim = self.dim // self.heads * self.kv_heads
-        layer = 2 * self.dim * (self.dim + kv_dim) + 3 * self.dim * self.ffn + 2 * self.dim
-        return 2 * self.vocab * self.dim + self.layers * layer + self.dim
-
-    def __str__(self) -> str:
-        return f"{self.dim},{self.layers},{self.heads},{self.kv_heads},{self.ffn}"
 
 
 @dataclass(frozen=True)
