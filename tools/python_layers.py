@@ -2,7 +2,8 @@
 
     circles    no module imports itself through others, not even inside a function or for types
     rooms      nn imports nothing of distributed; tensor imports nothing of nn or distributed
-    levels     at most MOST_LEVELS modules follow each other in a chain of imports
+    levels     at most MOST_LEVELS modules follow each other in a chain of imports; the library and
+               the programs that use it are counted apart
     queries    only _native.py and spec.py call the operators about specs, or split a spec's text
 
 Modules are parsed, not imported. Every import statement counts, wherever it stands, and so does
@@ -20,6 +21,7 @@ from typing import NamedTuple
 PACKAGE = "minifloat"
 FOLDER = PurePosixPath("python")
 MOST_LEVELS = 10
+PROGRAMS = ("cli", "train")  # rooms that use the library as anyone does
 # Room -> the rooms that none of its modules may import, directly or not.
 CLOSED = {"nn": ("distributed",), "tensor": ("nn", "distributed")}
 ANSWERERS = (f"{PACKAGE}._native", f"{PACKAGE}.spec")
@@ -130,12 +132,16 @@ def rooms(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
 def levels(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
     """Expects no circles."""
 
+    def near(name: str) -> list[str]:
+        side = room_of(name) in PROGRAMS
+        return [n for n in graph[name] if (room_of(n) in PROGRAMS) == side]
+
     @cache
     def chain(name: str) -> tuple[str, ...]:
-        return (name, *max((chain(n) for n in graph[name]), key=len, default=()))
+        return (name, *max((chain(n) for n in near(name)), key=len, default=()))
 
     ends = ".__main__"
-    imported = {n for name, targets in graph.items() if not name.endswith(ends) for n in targets}
+    imported = {n for name in graph if not name.endswith(ends) for n in near(name)}
     for name in graph:
         if name in imported or name.endswith(ends) or len(chain(name)) <= MOST_LEVELS:
             continue
@@ -235,6 +241,8 @@ CASES: tuple[tuple[dict[str, str], int], ...] = (
     (CHAIN | {f"m{MOST_LEVELS}.py": ""}, 1),
     (CHAIN | {f"m{MOST_LEVELS}.py": "", "__main__.py": "from .m0 import x\n"}, 1),
     (CHAIN | {"__main__.py": "from .m0 import x\n"}, 0),
+    (CHAIN | {"train/a.py": "from ..m0 import x\n", "cli.py": "from .train import a\n"}, 0),
+    ({f"train/{n}": s for n, s in CHAIN.items()} | {f"train/m{MOST_LEVELS}.py": ""}, 1),
     ({"a.py": "from ._native import ops\nops.spec_sizes(s, 1, 1)\n", "_native.py": ""}, 1),
     ({"a.py": "from ._native import ops as o\no.scale_dtype(s)\n", "_native.py": ""}, 1),
     ({"a.py": "import torch\ntorch.ops.minifloat.parse_spec(s)\n"}, 1),
