@@ -73,6 +73,28 @@ def test_losses_are_those_of_one_process(folder, tmp_path):
         assert abs(a[name] - b[name]) <= tolerance * a[name], (a, b)
 
 
+def test_a_mixture_trains_as_on_one_process(folder, tmp_path):
+    """Compares a model with experts, cut unevenly over two ranks, with that of one process.
+
+    Tolerances are those of the test above. The tokens of each expert are those of both ranks. Some
+    go to other experts than on one process, where two scores are close, so sums are compared."""
+    model = ("--model", "moe:64,2,2,1,32,5,2,1", "--recipes", "bf16,nvfp4", "--steps=6")
+    for processes in (1, 2):
+        code, said, errors = train(folder, tmp_path / str(processes), processes, *model)
+        assert code == 0, errors
+        assert said.count("idle beside bf16") == 1, said
+    alone, sharded = (read_records(tmp_path / n / "metrics.jsonl") for n in ("1", "2"))
+    assert len(alone) == len(sharded) == 2 * (6 + 6 + 2)
+    for a, b in zip(alone, sharded):
+        if a["kind"] == "experts":
+            sums = [sum(record["tokens"]["layers.1.moe"]) for record in (a, b)]
+            assert sums == [2 * 4 * 32] * 2
+            continue
+        name = "val_loss" if a["kind"] == "eval" else "loss"
+        tolerance = 2.0**-9 if a["step"] == 1 else 2.0**-8
+        assert abs(a[name] - b[name]) <= tolerance * a[name], (a, b)
+
+
 def test_stops_together_and_goes_on(folder, tmp_path):
     """Stops a job at one step on all ranks, and resumes it."""
     recipe = ("--recipes", "nvfp4", "--steps", "32")

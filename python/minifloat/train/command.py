@@ -17,13 +17,13 @@ from typing import Any
 from minifloat import interrupt
 
 DESCRIPTION = """\
-Trains a small Llama on real text once a recipe, from the same initial weights on the same batches,
-and writes curves, checkpoints and a table of the gaps to bf16.
+Trains a small Llama, dense or with mixtures of experts, on real text once a recipe, from the same
+initial weights on the same batches, and writes curves, checkpoints and a table of the gaps to bf16.
 
 recipes:
   [NAME=]TEXT[@SEED]      TEXT is a preset, a recipe written out, or a map of module names
-  nvfp4                   every linear except the head and the last block, as published
-  mxfp8                   every linear except the head
+  nvfp4                   every linear and expert except the head and the last block, as published
+  mxfp8                   every linear and expert except the head
   nvfp4_all=*: nvfp4; output: bf16
   bf16@2                  another seed: shows the noise of the comparison
 
@@ -81,9 +81,11 @@ def add_parser(subparsers: Any) -> None:
     )
     add(
         "--model",
-        metavar="DIM,LAYERS,HEADS,KV_HEADS,FFN",
+        metavar="SIZES",
         default=absent,
-        help=f"sizes (default: {TrainConfig().model})",
+        help="DIM,LAYERS,HEADS,KV_HEADS,FFN of a Llama, or "
+        "moe:DIM,LAYERS,HEADS,KV_HEADS,HIDDEN,EXPERTS,TOP_K,SHARED of one with mixtures of experts "
+        f"(default: {TrainConfig().model})",
     )
     add(
         "--vocab",
@@ -162,8 +164,9 @@ def machine_defaults(config: Any, options: dict[str, Any]) -> Any:
 
 def asked_config(options: dict[str, Any], base: Any) -> Any:
     """Returns `base` with the options of the command line."""
-    from .config import MOST_THREADS, ModelConfig, TrainError
+    from .config import MOST_THREADS, TrainError
     from .fields import integers, require
+    from .model_config import parse_model
     from .world import processes
 
     fields = {f.name for f in dataclasses.fields(base)} - {"model", "data"}
@@ -174,7 +177,7 @@ def asked_config(options: dict[str, Any], base: Any) -> Any:
         changes["data"] = tuple(map(os.path.realpath, paths))
     vocab = options.get("vocab", base.model.vocab)
     if "model" in options:
-        changes["model"] = ModelConfig.parse(options["model"], vocab)
+        changes["model"] = parse_model(options["model"], vocab)
     else:
         changes["model"] = dataclasses.replace(base.model, vocab=vocab)
     config = dataclasses.replace(base, **changes)

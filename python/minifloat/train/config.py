@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from .fields import (
-    COUNT,
     OBJECT,
     SEED,
     TEXTS,
@@ -26,7 +25,7 @@ from .fields import (
     require,
     require_fields,
 )
-from .model_config import SIZE, ModelConfig
+from .model_config import SIZE, ModelConfig, saved_model
 
 MOST = 10**9  # the limit of counts
 MOST_THREADS = 4096  # many more end the process in torch
@@ -109,17 +108,15 @@ class TrainConfig:
             TrainError: a value is missing or not as expected; the message starts with `where`.
         """
         require_fields(where, SAVED_CONFIG, values)
-        require_fields(f"{where}: model", SAVED_MODEL, values["model"])
         fields = {f.name for f in dataclasses.fields(cls)}
         chosen = {key: value for key, value in values.items() if key in fields}
         try:
-            chosen["model"] = ModelConfig(**{name: values["model"][name] for name in SAVED_MODEL})
+            chosen["model"] = saved_model(values["model"])
             return cls(**{**chosen, "data": tuple(values["data"])})
         except TrainError as error:
             raise TrainError(f"{where}: {error}") from error
 
 
-SAVED_MODEL: Fields = {f.name: COUNT for f in dataclasses.fields(ModelConfig)}
 SAVED_CONFIG: Fields = {  # `processes` is a later field than these
     "model": OBJECT,
     "data": TEXTS,

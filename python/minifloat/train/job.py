@@ -204,7 +204,7 @@ def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
         ) from error
     if converted:
         say(
-            f"{run.name}: {len(converted)} linear layers under {run.recipe!r}, "
+            f"{run.name}: {len(converted)} {converted_layers(config)} under {run.recipe!r}, "
             f"{len(skipped)} left as they are"
         )
     return {
@@ -213,6 +213,11 @@ def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
         "saved_total": saved.total,
         "saved_linears": saved.linears,
     }
+
+
+def converted_layers(config: TrainConfig) -> str:
+    """Names what a recipe converts in the job's model."""
+    return "linear layers and weights of experts" if config.model.mixtures else "linear layers"
 
 
 def train_all(
@@ -265,19 +270,18 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         where = torch.cuda.get_device_name()
     if config.processes > 1:
         where = f"{config.processes} processes under FSDP2, each {where}"
-    beyond = beyond_limit(corpus)
+    beyond, layers = beyond_limit(corpus), converted_layers(config)
     left_out = f"; by --data-mb: {beyond}" if beyond else ""
     return {
         "title": "Training side by side",
         "setting": [
-            f"model: Llama, dim {model.dim}, {model.layers} layers, {model.heads} heads, "
-            f"{model.kv_heads} key/value heads, hidden width {model.ffn}, vocabulary {model.vocab}",
+            f"model: {model.description}",
             f"data: {corpus.source}: {corpus.files} files, {corpus.megabytes} "
             f"({len(corpus.skipped)} files skipped as no text{left_out}), "
             f"{len(tokens.train)} training tokens, split {corpus.split}",
             f"schedule: {config.steps} steps of {config.batch} x {config.seq} tokens, AdamW, "
             f"learning rate {config.lr:g}, {config.warmup} steps of warmup, cosine to a tenth",
-            "precision: fp32 parameters and optimizer, bf16 autocast, recipes in linear layers",
+            f"precision: fp32 parameters and optimizer, bf16 autocast, recipes in {layers}",
             f"device: {where}, torch {torch.__version__}",
         ],
         "steps": config.steps,
@@ -287,6 +291,9 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         if config.device == "cuda"
         else "resident memory that the run added to the process, at its highest",
         "policy": POLICY,
+        "layers": layers,
+        "mixtures": model.mixtures,
+        "experts": model.mixtures * getattr(model, "experts", 0),
         "skipped_files": corpus.skipped,
     }
 

@@ -35,6 +35,7 @@ from minifloat.nn.delayed_scaling import step as finish_step
 from . import checkpoint
 from .batches import Batches
 from .config import TrainConfig, TrainError
+from .experts import LAST, Tokens, load_of, read_tokens
 from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_under_autocast
 from .metrics import Metrics
 from .model import build_model
@@ -113,6 +114,7 @@ class Run:
     def __init__(self, spec: RunSpec, job: Job) -> None:
         self.spec, self.job, self.config = spec, job, job.config
         self.step = 0
+        self.tokens: Tokens = {}  # of each expert in the last step
         self.peak_before = 0  # bytes, of the earlier processes of a resumed run
         self.memory = PeakMemory(self.config.device)
         self.memory.start()
@@ -125,7 +127,11 @@ class Run:
 
     # ---- Training ----------------------------------------------------------------------------
     def train_step(self) -> dict[str, float]:
-        """Runs an optimizer step; returns loss (nats a token), lr, grad_norm and the timings."""
+        """Runs an optimizer step.
+
+        Returns:
+            loss (nats a token), lr, grad_norm, experts' load and dropped rows, and the timings.
+        """
         start = time.perf_counter()
         lr = learning_rate(self.step + 1, self.config)
         for group in self.optimizer.param_groups:
@@ -135,9 +141,10 @@ class Run:
         norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.spec.converts:
+        if self.spec.converts or self.config.model.mixtures:
             finish_step(self.model)
         values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
+        values |= self.balance()
         self.step += 1
         seconds = time.perf_counter() - start
         return values | {
@@ -145,6 +152,13 @@ class Run:
             "speed_of_light": self.job.light.seconds / seconds,
             "step_ms": 1e3 * seconds,
         }
+
+    def balance(self) -> dict[str, float]:
+        """Reads the tokens of each expert; returns their load and the dropped rows."""
+        self.tokens = read_tokens(self.model)
+        if not self.tokens:
+            return {}
+        return {"expert_load": load_of(self.tokens), "dropped_rows": 0.0}
 
     def measure_light(self) -> None:
         """Measures the speed of light again, outside the steps' time and their peak memory."""
@@ -244,6 +258,8 @@ def train_run(spec: RunSpec, job: Job, title: str) -> dict[str, Any]:
                 run.measure_light()
             values = run.train_step()
             job.metrics.write("train", run.step, values)
+            if run.tokens and run.step > config.steps - LAST:
+                job.metrics.write_tokens(run.step, run.tokens)
             show(bar, values)
             if not math.isfinite(values["loss"]):
                 status = f"diverged at step {run.step}"
@@ -268,9 +284,12 @@ def progress_bar(title: str, step: int, steps: int) -> tqdm:
 
 
 def show(bar: tqdm, values: dict[str, float]) -> None:
-    """Shows loss, tokens/s and the share of the speed of light beside the progress bar."""
+    """Shows loss, experts' load, tokens/s and the share of the speed of light beside the bar."""
+    load = ""
+    if "expert_load" in values:
+        load = f"load {values['expert_load']:.2f}, dropped {values['dropped_rows']:.0f}, "
     bar.set_postfix_str(
-        f"loss {values['loss']:.3f}, {values['tokens_per_s'] / 1e3:.1f}k tokens/s, "
+        f"loss {values['loss']:.3f}, {load}{values['tokens_per_s'] / 1e3:.1f}k tokens/s, "
         f"{100 * values['speed_of_light']:.0f}% of speed of light",
         refresh=False,
     )

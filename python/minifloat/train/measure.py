@@ -5,6 +5,7 @@ rate that this device reaches on this model's shapes. It is measured when the jo
 starts and again between steps.
 
     linear y = x Wt    three products of 2 M N K operations: fprop, dgrad, wgrad
+    experts            the same of the rows that tokens are sent to, timed as one dense product
     attention          two products of 2 B H S S E operations (causal: half), backward twice that
 """
 
@@ -24,6 +25,9 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+
+from minifloat.moe.layer import Experts
+from minifloat.moe.router import Router
 
 from .config import TrainConfig
 from .model import Llama, cross_entropy
@@ -60,6 +64,21 @@ def cuda_seconds(work: Callable[[], object], calls: int = 16) -> float:
     return begin.elapsed_time(end) / 1e3 / calls
 
 
+def products_of(model: nn.Module, tokens: int) -> Iterator[tuple[int, int, int]]:
+    """Yields M, N, K of each product of a forward. Experts of a layer are one product."""
+    top_k = 0
+    for module in model.modules():
+        if isinstance(module, nn.Linear):
+            yield tokens, module.out_features, module.in_features
+        elif isinstance(module, Router):  # of the experts that follow
+            top_k = module.top_k
+            yield tokens, module.experts, module.dim
+        elif isinstance(module, Experts):
+            for name in module.weight_names:
+                _, n, k = module.get_parameter(name).shape
+                yield tokens * top_k, n, k
+
+
 class SpeedOfLight:
     """The time of all products of one step; flops: their operations a step.
 
@@ -70,26 +89,23 @@ class SpeedOfLight:
     def __init__(self, config: TrainConfig) -> None:
         with torch.device("meta"):
             model = Llama(config.model, config.seq)
-        self.shapes = Counter(
-            (m.out_features, m.in_features) for m in model.modules() if isinstance(m, nn.Linear)
-        )
-        self.device, self.tokens = config.device, config.tokens_per_step
-        weights = sum(count * n * k for (n, k), count in self.shapes.items())
-        linears = 3 * 2.0 * self.tokens * weights
-        attention = config.model.layers * 3 * 2.0 * self.tokens * config.seq * config.model.dim
+        self.device, tokens = config.device, config.tokens_per_step
+        self.shapes = Counter(products_of(model, tokens))
+        linears = 3 * 2.0 * sum(count * m * n * k for (m, n, k), count in self.shapes.items())
+        attention = config.model.layers * 3 * 2.0 * tokens * config.seq * config.model.dim
         self.flops, self.linears = linears + attention, linears
         self.seconds = math.inf
 
     def measure(self) -> None:
-        """Times fprop, dgrad and wgrad of every distinct linear shape in bf16."""
-        largest = max(max(self.tokens * n, self.tokens * k, n * k) for n, k in self.shapes)
+        """Times fprop, dgrad and wgrad of every distinct shape in bf16."""
+        largest = max(max(m * n, m * k, n * k) for m, n, k in self.shapes)
         generator = torch.Generator(self.device).manual_seed(0)  # not the generator of the job
         memory = torch.empty(largest, dtype=torch.bfloat16, device=self.device)
         memory.normal_(generator=generator)
         seconds = 0.0
-        for (n, k), count in self.shapes.items():
-            x_MK = memory[: self.tokens * k].view(self.tokens, k)
-            g_MN = memory[: self.tokens * n].view(self.tokens, n)
+        for (m, n, k), count in self.shapes.items():
+            x_MK = memory[: m * k].view(m, k)
+            g_MN = memory[: m * n].view(m, n)
             w_NK = memory[: n * k].view(n, k)
             for a, b in ((x_MK, w_NK.t()), (g_MN, w_NK), (g_MN.t(), x_MK)):
                 seconds += count * best_seconds(partial(torch.mm, a, b), self.device)
@@ -109,7 +125,7 @@ def measure_speed_of_light(config: TrainConfig) -> SpeedOfLight:
 
 @dataclass(frozen=True)
 class SavedBytes:
-    """Bytes a token that a forward saves for its backward: by all layers, and by linear ones."""
+    """Bytes a token that a forward saves for its backward: by all, and by linears and experts."""
 
     total: float
     linears: float
@@ -136,7 +152,7 @@ def saved_bytes(
     forward: Callable[[Tensor, Tensor], Tensor],
     batch: int,
 ) -> tuple[int, int]:
-    """Returns the bytes saved by one forward of `batch` sequences: all, and in linear layers."""
+    """Returns the bytes saved by one forward of `batch` sequences: all, in linears and experts."""
     owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}  # storage address -> bytes; autograd keeps the storages alive
     in_linear: dict[int, int] = {}
@@ -158,7 +174,7 @@ def saved_bytes(
                 in_linear[storage.data_ptr()] = storage.nbytes()
         return tensor
 
-    linears = [m for m in model.modules() if isinstance(m, nn.Linear)]
+    linears = [m for m in model.modules() if isinstance(m, nn.Linear | Experts)]
     hooks = [m.register_forward_pre_hook(enter) for m in linears]
     hooks += [m.register_forward_hook(leave) for m in linears]
     generator = torch.Generator().manual_seed(0)

@@ -3,6 +3,10 @@
     {"run": "nvfp4", "kind": "train", "step": 7, "loss": .., "lr": .., "grad_norm": .., timings}
     {"run": "nvfp4", "kind": "eval", "step": 50, "val_loss": .., timings}
 
+Of a model with experts the training records have "expert_load" and "dropped_rows" too, and the last
+steps a record of the tokens of each expert:
+    {"run": "nvfp4", "kind": "experts", "step": 300, "tokens": {"layers.1.moe": [401, 398, ..], ..}}
+
 All bytes except the timings are the same, however often the job was killed and resumed. A run that
 resumes from step s drops its records after s, and an incomplete last line.
 """
@@ -17,6 +21,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from .experts import TOKENS, Tokens
 from .fields import (
     FINITE,
     MEASURED,
@@ -36,6 +41,7 @@ RECORD: Fields = {"run": TEXT, "kind": TEXT, "step": STEP}
 RECORDS: dict[str, Fields] = {  # fields of each kind that the report reads
     "train": {"loss": MEASURED, **{name: FINITE for name in TIMINGS if name != "seconds"}},
     "eval": {"val_loss": MEASURED},
+    "experts": {"tokens": TOKENS},
 }
 
 
@@ -82,12 +88,22 @@ class Metrics:
     def write(self, kind: str, step: int, values: dict[str, float]) -> None:
         """Writes a record. Values that are not finite become null, since JSON has no NaN."""
         shown = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        record = {"run": self.run, "kind": kind, "step": step, **shown}
+        self.append({"run": self.run, "kind": kind, "step": step, **shown})
+        try:
+            for key, value in values.items():
+                self.board.add_scalar(f"{kind}/{key}", value, step)
+        except OSError as error:
+            raise TrainError(f"cannot write {self.events}: {error.strerror or error}") from error
+
+    def write_tokens(self, step: int, tokens: Tokens) -> None:
+        """Writes the record of the tokens of each expert."""
+        self.append({"run": self.run, "kind": "experts", "step": step, "tokens": tokens})
+
+    def append(self, record: dict[str, Any]) -> None:
+        """Writes a line of the file."""
         try:
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
-            for key, value in values.items():
-                self.board.add_scalar(f"{kind}/{key}", value, step)
         except OSError as error:
             raise TrainError(f"cannot write {self.path}: {error.strerror or error}") from error
 

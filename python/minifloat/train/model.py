@@ -1,9 +1,13 @@
-"""A small Llama, the model that `minifloat train` trains.
+"""A small Llama, the model that `minifloat train` trains, dense or with mixtures of experts.
 
     tokens -> tok_embeddings -> layers.0 .. layers.L-1 -> norm -> output -> logits
 
     layer:  x = x + wo(attention(wq(n), wk(n), wv(n)))       n = RMSNorm(x)     rotary q and k
             x = x + w2(silu(w1(n)) * w3(n))                  n = RMSNorm(x)     (SwiGLU)
+
+    With mixtures of experts every layer but the first has an mf.MoE, `moe`, for the SwiGLU, and
+    routes as DeepSeek-V3 does (arXiv 2412.19437): sigmoid scores, normalised over the chosen
+    experts, balanced by a bias.
 
 Module names are those of the Llama checkpoints (layers.3.attention.wq, layers.3.feed_forward.w2,
 output), so a recipe map for this model fits large models too. Parameters are fp32. The caller's
@@ -17,12 +21,15 @@ E width of a head, F hidden width of the feed-forward, V vocabulary.
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .config import ModelConfig
+from minifloat.moe.layer import MoE
+
+from .model_config import MixtureConfig, ModelConfig
 
 
 class RMSNorm(nn.Module):
@@ -87,19 +94,28 @@ class FeedForward(nn.Module):
         return self.w2(F.silu(self.w1(x)) * self.w3(x))
 
 
+def mixture_of(config: MixtureConfig) -> MoE:
+    """Builds one layer's experts, with fused gate and up."""
+    sizes = (config.dim, config.hidden, config.experts, config.top_k)
+    return MoE(*sizes, shared_experts=config.shared, fused_w13=True)
+
+
 class Block(nn.Module):
     """One layer: attention and feed-forward, each behind a norm and added to the residual."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
         self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim)
-        self.feed_forward = FeedForward(config)
+        mixture = config if isinstance(config, MixtureConfig) and number > 0 else None
+        self.moe = mixture_of(mixture) if mixture else None
+        self.feed_forward = None if mixture else FeedForward(config)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), table)
-        return x + self.feed_forward(self.ffn_norm(x))
+        feed_forward: Any = self.moe or self.feed_forward
+        return x + feed_forward(self.ffn_norm(x))
 
 
 class Llama(nn.Module):
@@ -109,7 +125,7 @@ class Llama(nn.Module):
         super().__init__()
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab, config.dim)
-        self.layers = nn.ModuleList(Block(config) for _ in range(config.layers))
+        self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
         self.norm = RMSNorm(config.dim)
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
         self.register_buffer(
@@ -135,7 +151,7 @@ def init_weights(model: Llama, seed: int) -> None:
         if parameter.dim() < 2:
             continue
         std = 0.02
-        if name.endswith((".wo.weight", ".w2.weight")):
+        if name.endswith((".wo.weight", ".w2.weight", ".experts.w2")):
             std = into_residual
         elif name == "output.weight":
             std = model.config.dim**-0.5

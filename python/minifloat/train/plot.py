@@ -1,7 +1,8 @@
-"""loss.png: the curves of every run, and below them the gap of each to bf16."""
+"""loss.png: the curves of every run, below them the gap of each to bf16, and experts' load."""
 
 from __future__ import annotations
 
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,6 +14,7 @@ from .recipes import RunSpec
 from .report import Curves
 
 WINDOW = 15  # steps that a smoothed training curve averages over
+TITLE_WIDTH = 90  # characters of a line
 
 
 def smooth(values: Sequence[float], window: int = WINDOW) -> np.ndarray:
@@ -35,9 +37,13 @@ def draw_losses(
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (top, bottom) = plt.subplots(
-        2, 1, figsize=(9, 8), sharex=True, height_ratios=(3, 2), layout="constrained"
+    has_experts = any(curves[run.name].load for run in runs)
+    ratios = (3, 2, 1.5) if has_experts else (3, 2)
+    size = (9, 10.5 if has_experts else 8)
+    figure, panels = plt.subplots(
+        len(ratios), 1, figsize=size, sharex=True, height_ratios=ratios, layout="constrained"
     )
+    top, bottom = panels[:2]
     color_of = colors_of(runs, baseline, plt.get_cmap("tab10" if len(runs) <= 11 else "tab20"))
     for run in runs:
         run_curves, color = curves[run.name], color_of[run.name]
@@ -45,14 +51,16 @@ def draw_losses(
         if baseline and run != baseline:
             draw_gap(bottom, curves[baseline.name], run_curves, color, run.seed == baseline.seed)
     limit_to_late(top, curves)
-    top.set_title(title)
+    top.set_title(textwrap.fill(title, TITLE_WIDTH))
     top.set_ylabel("loss, nats a token")
     top.legend(title="validation (dots), training (thin)", fontsize=9)
     bottom.axhline(0, color="black", linewidth=1)
     bottom.set_ylabel(f"gap to {baseline.name if baseline else 'bf16'}, %")
-    bottom.set_xlabel("step")
+    if has_experts:
+        draw_load(panels[2], {run.name: curves[run.name] for run in runs}, color_of)
+    panels[-1].set_xlabel("step")
     limit_gap(bottom)
-    for axes in (top, bottom):
+    for axes in panels:
         axes.grid(alpha=0.3)
     write_atomically(path, lambda file: figure.savefig(file, format="png", dpi=130))
     plt.close(figure)
@@ -103,6 +111,21 @@ def draw_gap(axes: Any, base: Curves, run_curves: Curves, color: Any, same_batch
         steps, gaps = zip(*points)
         style = "o-" if same_batches else "o--"
         axes.plot(steps, gaps, style, color=color, markersize=4, linewidth=1.6)
+
+
+def draw_load(axes: Any, curves: dict[str, Curves], color_of: dict[str, Any]) -> None:
+    """Draws the load of experts, and dashed, on the right scale, the dropped rows of a step."""
+    right = axes.twinx()
+    for name, run_curves in curves.items():
+        if run_curves.load:
+            steps, loads = zip(*sorted(run_curves.load.items()))
+            axes.plot(steps, smooth(loads), color=color_of[name], linewidth=1)
+            steps, rows = zip(*sorted(run_curves.dropped.items()))
+            right.plot(steps, rows, "--", color=color_of[name], linewidth=1)
+    axes.set_ylim(bottom=1)
+    axes.set_ylabel("experts' load,\nlargest over mean")
+    right.set_ylim(0, max(right.get_ylim()[1], 1))
+    right.set_ylabel("dropped rows (dashed)")
 
 
 def limit_to_late(axes: Any, curves: dict[str, Curves]) -> None:

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from .experts import LAST, active_experts
 from .measure import MEASURE_EVERY
 from .recipes import RunSpec
 
@@ -21,6 +22,8 @@ class Curves:
     """One run's records: losses by step (nats a token), and speeds of the timed steps.
 
     light: the latest measured time of the products alone, over the time of the step.
+    load, dropped: of experts, by step. active: the experts with tokens in the last steps, None
+    before the last step.
     """
 
     train: dict[int, float | None]
@@ -28,6 +31,9 @@ class Curves:
     step_ms: list[float]
     tokens_per_s: list[float]
     light: list[float]
+    load: dict[int, float] = field(default_factory=dict)
+    dropped: dict[int, float] = field(default_factory=dict)
+    active: set[tuple[str, int]] | None = None
 
     @property
     def light_ms(self) -> float | None:
@@ -37,8 +43,10 @@ class Curves:
 
 def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
     """Sorts the records of one run."""
-    train = {r["step"]: r for r in records if r["run"] == run and r["kind"] == "train"}
-    evals = {r["step"]: r["val_loss"] for r in records if r["run"] == run and r["kind"] == "eval"}
+    ours = [r for r in records if r["run"] == run]
+    train = {r["step"]: r for r in ours if r["kind"] == "train"}
+    evals = {r["step"]: r["val_loss"] for r in ours if r["kind"] == "eval"}
+    tokens = [r for r in ours if r["kind"] == "experts"]
     timed = [r for step, r in train.items() if step > WARM_UP] or list(train.values())
     return Curves(
         train={step: record["loss"] for step, record in train.items()},
@@ -46,6 +54,9 @@ def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
         step_ms=[r["step_ms"] for r in timed],
         tokens_per_s=[r["tokens_per_s"] for r in timed],
         light=[r["speed_of_light"] for r in timed],
+        load={step: r["expert_load"] for step, r in train.items() if "expert_load" in r},
+        dropped={step: r["dropped_rows"] for step, r in train.items() if "dropped_rows" in r},
+        active=active_experts(tokens) if tokens else None,
     )
 
 
@@ -91,9 +102,26 @@ def table_rows(
                 "saved_bytes_per_token_linears": fact.get("saved_linears"),
                 "peak_memory_bytes": fact.get("peak"),
                 "converted": fact.get("converted", 0),
+                **expert_cells(run_curves, reference),
             }
         )
     return rows
+
+
+def expert_cells(run_curves: Curves, reference: Curves | None) -> dict[str, Any]:
+    """Returns the columns about experts. A dense model has none of these figures.
+
+    idle_experts: the layers and numbers of those that are active under the baseline alone.
+    """
+    late = [load for _, load in sorted(run_curves.load.items())[-LAST:]]
+    base = reference.active if reference else None
+    active = run_curves.active
+    return {
+        "expert_load": median(late),
+        "active_experts": None if active is None else len(active),
+        "idle_experts": None if active is None or base is None else sorted(base - active),
+        "dropped_rows": sum(run_curves.dropped.values()) if run_curves.dropped else None,
+    }
 
 
 def median(values: Sequence[float]) -> float | None:
@@ -117,6 +145,12 @@ COLUMNS = (  # title, key, format
     ("peak memory, MB", "peak_memory_bytes", "{:.0f}"),
     ("state", "status", "{}"),
 )
+EXPERT_COLUMNS = (
+    ("experts' load", "expert_load", "{:.2f}"),
+    ("active", "active_experts", "{}"),
+    ("idle beside bf16", "idle_experts", "{}"),
+    ("dropped rows", "dropped_rows", "{:.0f}"),
+)
 
 
 def cell(row: dict[str, Any], key: str, form: str, last_step: int) -> str:
@@ -125,17 +159,24 @@ def cell(row: dict[str, Any], key: str, form: str, last_step: int) -> str:
         return "-"
     if key == "peak_memory_bytes":
         value /= 1e6
+    if key == "idle_experts":
+        value = len(value)
     text = form.format(value)
     if key == "validation_loss" and row["validation_step"] != last_step:
         text += f" (step {row['validation_step']})"
     return text
 
 
+def has_experts(rows: Sequence[dict[str, Any]]) -> bool:
+    return any(row["expert_load"] is not None for row in rows)
+
+
 def markdown_table(rows: Sequence[dict[str, Any]], last_step: int) -> str:
     """Formats the table, padded for reading in a terminal too."""
-    lines = [[title for title, _, _ in COLUMNS]]
-    lines += [[cell(row, key, form, last_step) for _, key, form in COLUMNS] for row in rows]
-    widths = [max(len(line[i]) for line in lines) for i in range(len(COLUMNS))]
+    columns = [*COLUMNS[:-1], *(EXPERT_COLUMNS if has_experts(rows) else ()), COLUMNS[-1]]
+    lines = [[title for title, _, _ in columns]]
+    lines += [[cell(row, key, form, last_step) for _, key, form in columns] for row in rows]
+    widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
 
     def joined(line: list[str]) -> str:
         padded = [
@@ -160,11 +201,29 @@ NOTES = """\
 - of speed of light: the time that the matrix products of a step take alone, in bf16 on this model's
   shapes, over the time of the step. It is measured every {measure_every} steps, between two of
   them, so other work on the machine slows both alike{light}.
-- saved for backward: bytes a token that the forward saves, and those saved inside linear layers;
-  what does not grow with the tokens is left out.
+- saved for backward: bytes a token that the forward saves, and those saved inside linear layers
+  and experts; what does not grow with the tokens is left out.
 - peak memory: {memory_note}.
 - {policy}
 """
+
+EXPERT_NOTES = """\
+- experts' load: the tokens of the expert with the most over the mean of its layer, in the layer
+  where that is largest; the median of the last {last} steps. 1 is even.
+- active: experts with a token in the last {last} steps, of {experts} in {mixtures} layers.
+- idle beside bf16: experts without one that are active under `{baseline}`{idle}.
+- dropped rows: pairs of token and expert past a capacity, in all steps.
+"""
+
+
+def describe_idle(rows: Sequence[dict[str, Any]]) -> str:
+    """Lists the idle experts of each run; an empty text where there are none."""
+    texts = [
+        f"{row['run']}: " + ", ".join(f"{layer} expert {number}" for layer, number in idle)
+        for row in rows
+        if (idle := row["idle_experts"])
+    ]
+    return f" ({'; '.join(texts)})" if texts else ""
 
 
 def describe_light(rows: Sequence[dict[str, Any]], flops: float) -> str:
@@ -180,10 +239,14 @@ def markdown_report(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> st
     lines = [f"# {facts['title']}", "", *(f"- {line}" for line in facts["setting"]), ""]
     light = describe_light(rows, facts["step_flops"])
     notes = NOTES.format(**facts, light=light, measure_every=MEASURE_EVERY)
+    if has_experts(rows):
+        notes += EXPERT_NOTES.format(**facts, last=LAST, idle=describe_idle(rows))
     lines += [markdown_table(rows, facts["steps"]), "", notes]
     lines += ["![losses and gaps](loss.png)", "", "## Recipes", ""]
     for row in rows:
-        count = f"{row['converted']} linear layers converted" if row["converted"] else "as it is"
+        count = (
+            f"{row['converted']} {facts['layers']} converted" if row["converted"] else "as it is"
+        )
         lines.append(f"- **{row['run']}** (seed {row['seed']}): `{row['recipe']}`; {count}")
     if facts["skipped_files"]:
         lines += ["", "## Files left out", ""]
