@@ -29,6 +29,7 @@ for script in benchmarks/*.py; do
   needed=0
   case "$(basename "$script")" in
     _*) continue ;;
+    gpu_training.py) continue ;; # it trains for minutes: docs/moe.md has its command
     gpu_fsdp.py)
       needed=2
       run=(.venv/bin/torchrun --nproc-per-node "$gpus")
