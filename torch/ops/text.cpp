@@ -119,8 +119,8 @@ std::string scale_dtype(const std::string& text) {
 }
 
 // Returns the name of the engine that multiplies (m, k) · (n, k)ᵀ on a GPU of this capability.
-// capability: 10 major + minor; 0: the CPU. groups: "rows" or "contraction", the dimension along which
-// groups lie; "": none.
+// capability: 10 major + minor; 0: the CPU. groups: "rows" or "contraction", the dimension along
+// which groups lie; "": none.
 std::string engine_name(const std::string& product, std::int64_t capability, std::int64_t m,
                         std::int64_t n, std::int64_t k, at::ScalarType out_dtype, bool bias,
                         const std::string& groups) {
