@@ -20,6 +20,7 @@ from .distributed.zero.master_weights import (
 )
 from .functional import linear, linear_group, scaled_grouped_mm
 from .moe import hooks as _moe_hooks  # registers functions for models with experts
+from .moe.expert_parallel import expert_parallel
 from .moe.functional import grouped_mlp
 from .moe.layer import MoE
 from .nn.checkpoint_state import load_training_state, training_state
@@ -52,6 +53,7 @@ __all__ = [
     "cast_master_weights_to_nvfp4",
     "check_groups",
     "dequantize",
+    "expert_parallel",
     "group_table",
     "grouped_mlp",
     "hadamard",

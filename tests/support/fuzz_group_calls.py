@@ -8,6 +8,7 @@ from typing import Any
 
 import minifloat as mf
 import torch
+import torch.distributed as dist
 from minifloat.spec import Spec
 from torch import Tensor
 
@@ -219,3 +220,24 @@ def _experts(rng: Random, arena: Arena) -> Call:
     recipes = [name for name in mf.presets() if not mf.Recipe(name).is_delayed]
     args = {"hidden": 16, "top_k": 2, "recipe": rng.choice(recipes), "name": "a", "seed": 0}
     return Call(run, {**args, "x": torch.randn(4, 32)}, is_of_models=True)
+
+
+@call("mf.expert_parallel")
+def _expert_parallel(rng: Random, arena: Arena) -> Call:
+    """Cuts a layer over a world of one rank."""
+
+    def run(dispatch: Any, capacity: Any, dispatcher: Any, recipe: Any, x: Any) -> None:
+        layer = mf.MoE(32, 16, 3, 2, recipe=recipe)
+        store = dist.HashStore()
+        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        try:
+            options = {"dispatch": dispatch, "capacity": capacity, "dispatcher": dispatcher}
+            mf.expert_parallel(layer, dist.group.WORLD, **options)
+            layer(x).float().sum().backward()
+            mf.step(layer)
+        finally:
+            dist.destroy_process_group()
+
+    args = {"dispatch": "bf16", "capacity": rng.choice((None, 3, "all")), "dispatcher": None}
+    args |= {"recipe": rng.choice(mf.presets()), "x": torch.randn(4, 32)}
+    return Call(run, args, is_of_models=True)

@@ -9,12 +9,17 @@ from torch import nn
 from ..nn import expert_hooks
 from ..nn.names import unwrapped
 from .convert import convert, restore, revert, select
+from .expert_parallel import warn_of_dropped
+from .layer import Experts
 from .router import Router
 
 
 def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Ends the step of all routers, with the counts of all ranks from one all-reduce."""
-    routers = [module for module in unwrapped(model).modules() if isinstance(module, Router)]
+    modules = list(unwrapped(model).modules())
+    links = [m.parallel for m in modules if isinstance(m, Experts) and m.parallel is not None]
+    warn_of_dropped(links)
+    routers = [module for module in modules if isinstance(module, Router)]
     routers = [router for router in routers if not router.counts.is_meta]
     if not routers:
         return

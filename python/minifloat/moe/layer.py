@@ -57,6 +57,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.dim, self.hidden, self.experts, self.gate = dim, hidden, experts, gate
+        self.parallel: Any = None  # expert_parallel.ExpertParallel; None: all experts are here
         self.b2: nn.Parameter | None
         self.input_names = ("w13",) if fused_w13 else ("w1", "w3")
         options = {"device": device, "dtype": dtype}
@@ -104,6 +105,8 @@ class Experts(nn.Module):
         Returns:
             (T, D), in x's dtype or autocast's.
         """
+        if self.parallel is not None:
+            return self.parallel.forward(self, x_TD, indices_Tk, weights_Tk)
         x = x_TD.to(compute_dtype(x_TD))
         plan = Plan(
             self.gate,
@@ -121,7 +124,8 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         product = product_of(self, "w2")
         recipe = "" if product is None else f", recipe={product.recipe.text!r}"
-        return f"{self.dim}, hidden={self.hidden}, experts={self.experts}{recipe}"
+        parallel = "" if self.parallel is None else f"; {self.parallel}"
+        return f"{self.dim}, hidden={self.hidden}, experts={self.experts}{recipe}{parallel}"
 
 
 class SharedExperts(nn.Module):

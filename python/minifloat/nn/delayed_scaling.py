@@ -12,15 +12,34 @@ from .distributed_hooks import hooks
 from .expert_hooks import expert_hooks
 from .names import unwrapped
 from .random_state import states_of
-from .recipe_state import forget_weights, histories_of
+from .recipe_state import RecipeState, forget_weights, histories_of
 
 
-def _reduce_running(histories: list[Tensor], group: dist.ProcessGroup | None) -> None:
-    """Replaces this step's amaxes by the largest of all ranks, in one all-reduce."""
-    current = [history[..., 1] for history in histories]
-    reduced = hooks().reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in current]), group)
-    split = reduced.split([amaxes.numel() for amaxes in current])
-    torch._foreach_copy_(current, [new.view_as(amaxes) for new, amaxes in zip(split, current)])
+def _reduce_running(layers: list[RecipeState], group: dist.ProcessGroup | None) -> None:
+    """Replaces this step's amaxes by the largest of all ranks, in one all-reduce.
+
+    A rank that has some experts of all has zeros for the others.
+    """
+    current = [layer._buffers["amax_history"][..., 1] for layer in layers]  # type: ignore[index]
+    sent = [_of_all_experts(layer, amaxes) for layer, amaxes in zip(layers, current)]
+    reduced = hooks().reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in sent]), group)
+    split = reduced.split([amaxes.numel() for amaxes in sent])
+    new = [amaxes.view_as(before) for amaxes, before in zip(split, sent)]
+    for i, layer in enumerate(layers):
+        if layer.expert_range is not None:
+            begin = layer.expert_range[0]
+            new[i] = new[i][:, begin : begin + current[i].shape[1]]
+    torch._foreach_copy_(current, new)
+
+
+def _of_all_experts(layer: RecipeState, amaxes: Tensor) -> Tensor:
+    """Returns the amaxes with columns for the experts of other ranks, or as they are."""
+    if layer.expert_range is None:
+        return amaxes
+    begin, experts = layer.expert_range
+    whole = amaxes.new_zeros(amaxes.shape[0], experts)
+    whole[:, begin : begin + amaxes.shape[1]] = amaxes
+    return whole
 
 
 @torch.no_grad()
@@ -60,12 +79,14 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 def _roll_histories(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Rolls the histories of all layers, with one call for those of one shape and rule."""
     groups: dict[tuple, list[Tensor]] = {}
+    layers = []
     for _, layer, history in histories_of(model):
         key = (history.device, history.shape, layer.amax_algorithm, layer.margin)
         groups.setdefault(key, []).append(history)
+        layers.append(layer)
     if not groups:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        _reduce_running([history for same in groups.values() for history in same], group)
+        _reduce_running(layers, group)
     for (_, _, algorithm, margin), histories in groups.items():
         ops.roll_amax_histories(histories, algorithm=algorithm, margin=margin)

@@ -132,6 +132,14 @@ class GroupedProduct(RecipeState):
         self.weight_codes = None
         self._cached_weight: int | None = None
 
+    def keep_experts(self, begin: int, end: int, experts: int) -> None:
+        """Keeps the state of the experts [begin, end) alone, of `experts` among all ranks."""
+        history = self._buffers["amax_history"]
+        if history is not None and history.shape[1] == experts:
+            self._buffers["amax_history"] = history[:, begin:end].clone()
+        self.expert_range = begin, experts
+        self._forget()
+
     def rename(self, fqn: str) -> None:
         """Draws random bits by another name."""
         self.fqn, self.stream_id = fqn, ops.stream(fqn)
@@ -180,7 +188,8 @@ class GroupedProduct(RecipeState):
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
         if self.weight_codes is None or is_cast or x.is_meta:
             return None
-        w, text = weight.transpose(-2, -1) if is_row_major else weight, self.recipe.text
+        w, text = getattr(weight, "_local_tensor", weight), self.recipe.text  # of a DTensor
+        w = w.transpose(-2, -1) if is_row_major else w
         cast = partial(ops.layer_operands.default, w, text, "w", amax_history=history)
         columnwise = torch.is_grad_enabled() and needs_columnwise
         return self.weight_codes.operands(
@@ -259,12 +268,15 @@ def add_products(
         product = GroupedProduct(
             recipe,
             join(fqn, name),
-            weight.shape[0],
+            getattr(weight, "_local_tensor", weight).shape[0],
             weight.device,
             history_length=history_length,
             algorithm=algorithm,
             margin=margin,
         )
+        if (parallel := getattr(module, "parallel", None)) is not None:
+            begin, end = parallel.first_expert, parallel.first_expert + parallel.local
+            product.keep_experts(begin, end, parallel.experts)
         products.append(product.train(module.training))
     for name, product in zip(names, products):
         module.add_module(name + SUFFIX, product)

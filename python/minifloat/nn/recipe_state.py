@@ -46,6 +46,8 @@ class RecipeState(nn.Module):
     stream_id: int  # what `stream` holds
     # Any: a chain of imports has at most ten levels.
     weight_codes: Any  # operand_cache's WeightCodes; None: the weight is quantized each time
+    # The first expert of this rank and the number of all ranks'; None: this rank has all.
+    expert_range: tuple[int, int] | None = None
     weight_gather: Any = None  # distributed_hooks' WeightGather; None: FSDP2 has not sharded it
 
     def set_state(

@@ -1,0 +1,176 @@
+"""mf.expert_parallel: divides the experts of a model's mf.MoE layers over ranks."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from ..checks import require_int, require_module
+from ..nn.grouped_product import product_of
+from ..nn.names import clean_name, unwrapped
+from .layer import Experts, MoE
+from .parallel_experts import ALL, ExpertParallel, to_host
+from .routes import Dispatcher
+
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
+
+DISPATCHES = ("bf16", "codes")
+Module = TypeVar("Module", bound=nn.Module)
+
+
+def expert_parallel(
+    model: Module,
+    mesh: DeviceMesh | dist.ProcessGroup,
+    *,
+    dispatch: str = "bf16",
+    capacity: int | str | None = None,
+    dispatcher: Dispatcher | None = None,
+) -> Module:
+    """Divides the experts of each mf.MoE in the model over ranks, in place.
+
+    Each rank keeps the parameters of E / ranks experts, in the order of the ranks. The ranks route
+    tokens of their own, so they count as data-parallel ranks. The gradient of an expert is the sum
+    over all ranks' tokens. Ranks must have equal weights before. Call it before or after
+    mf.quantize_, and before fully_shard and before an optimizer is built.
+
+    Args:
+        model: an mf.MoE, or a module that has some.
+        mesh: one dimension of a DeviceMesh, whose parameters become DTensors with Shard(0), or a
+            process group, whose parameters become this rank's part.
+        dispatch: "bf16": rows are sent in the compute dtype. "codes": x and the gradient of the
+            output are sent as codes of the recipe, and as values where it has bf16.
+        capacity: most rows from one rank to another in one forward; "all": as many as there can be,
+            with equal numbers of tokens on all ranks. No pass waits for the device then. Rows past
+            the capacity are dropped, and mf.step warns of them. None: exact sizes, for which each
+            forward copies counts to the host once.
+        dispatcher: a caller's own way of rows, an object with the two functions of
+            moe.routes.Dispatcher; None: torch's all_to_all_single.
+
+    Returns:
+        The model.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected, E is no multiple of the ranks, or the
+            model has no mf.MoE that is whole. Nothing has been changed then.
+
+    Source: docs/moe.md, "Expert parallelism".
+    """
+    require_module("expert_parallel", model)
+    group = group_of(mesh)
+    if dispatch not in DISPATCHES:
+        raise ValueError(
+            f"expert_parallel: dispatch: expected one of {DISPATCHES}, got {dispatch!r}"
+        )
+    if capacity is not None and capacity != ALL:
+        if isinstance(capacity, str):
+            raise ValueError(
+                f"expert_parallel: capacity: expected a number of rows, {ALL!r} or None, got "
+                f"{capacity!r}"
+            )
+        require_int("expert_parallel: capacity", capacity, 1, unit="row")
+    require_dispatcher(dispatcher, capacity)
+    found = find_experts(model, dist.get_world_size(group))
+    for name, module in found:
+        link = ExpertParallel(name, group, module.experts, dispatch, capacity, dispatcher)
+        keep_own(module, link, None if group is mesh else mesh)
+    return model
+
+
+def group_of(mesh: Any) -> dist.ProcessGroup:
+    """Returns the ranks of a mesh dimension or of a process group."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not hasattr(mesh, "get_group"):
+        raise TypeError(
+            "expert_parallel: mesh: expected a DeviceMesh of one dimension, or a process group "
+            f"that this rank is in, got {mesh!r} ({type(mesh).__name__})"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f"expert_parallel: mesh: expected one dimension, got {mesh.ndim} ({mesh})")
+    return mesh.get_group()
+
+
+def require_dispatcher(dispatcher: Any, capacity: Any) -> None:
+    """Checks that a caller's dispatcher has the two functions of Dispatcher."""
+    if dispatcher is None:
+        return
+    missing = [n for n in ("dispatch", "combine") if not callable(getattr(dispatcher, n, None))]
+    if missing:
+        raise TypeError(
+            f"expert_parallel: dispatcher: expected the functions dispatch and combine, got "
+            f"{dispatcher!r} without {' and '.join(missing)}"
+        )
+    if capacity is not None:
+        raise ValueError(
+            "expert_parallel: expected capacity or dispatcher, got both: a capacity is that of "
+            "minifloat's own dispatcher"
+        )
+
+
+def find_experts(model: nn.Module, ranks: int) -> list[tuple[str, Experts]]:
+    """Returns the names and experts of each mf.MoE that `ranks` ranks can divide."""
+    modules = unwrapped(model).named_modules()
+    found = [(clean_name(name), m.experts) for name, m in modules if isinstance(m, MoE)]
+    if not found:
+        raise ValueError(
+            f"expert_parallel: expected a model with an mf.MoE, got {type(model).__name__}"
+        )
+    for name, module in found:
+        if module.parallel is not None:
+            raise ValueError(
+                f"expert_parallel: {name or 'the mf.MoE'}: expected whole experts, got "
+                f"{module.parallel}"
+            )
+        if module.experts % ranks:
+            raise ValueError(
+                f"expert_parallel: {name or 'the mf.MoE'}: expected experts as a multiple of the "
+                f"group's {ranks} ranks, got {module.experts}"
+            )
+    return [(name or "moe", module) for name, module in found]
+
+
+def keep_own(module: Experts, link: ExpertParallel, mesh: Any) -> None:
+    """Replaces the parameters of all experts by those of this rank's, and their histories."""
+    begin, end = link.first_expert, link.first_expert + link.local
+    for name, parameter in list(module._parameters.items()):
+        if parameter is None:
+            continue
+        own: Any = parameter.detach()[begin:end].clone()
+        if mesh is not None:
+            from torch.distributed.tensor import DTensor, Shard
+
+            own = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
+        module.register_parameter(name, nn.Parameter(own, parameter.requires_grad))
+    module.parallel = link
+    for name in module.weight_names:
+        product = product_of(module, name)
+        if product is not None:
+            product.keep_experts(begin, end, link.experts)
+
+
+def warn_of_dropped(links: Sequence[ExpertParallel]) -> None:
+    """Ends a step: warns of rows that were dropped since the step before, after one copy."""
+    counted = [link for link in links if link.dropped is not None]
+    counters = [link.dropped for link in counted if link.dropped is not None]
+    if not counters:
+        return
+    numbers = to_host(torch.cat([counter.to(counters[0].device) for counter in counters]))
+    for link, counter, number in zip(counted, counters, numbers):
+        counter.zero_()
+        link.step_dropped = number
+    dropped = [(link, number) for link, number in zip(counted, numbers) if number]
+    if dropped:
+        listed = ", ".join(
+            f"{n} rows of {link.name} (capacity {link.capacity})" for link, n in dropped
+        )
+        warnings.warn(
+            f"mf.step: rank {dropped[0][0].rank} dropped {listed}: more rows than the capacity "
+            "went to one rank, and added nothing to their tokens",
+            stacklevel=3,
+        )

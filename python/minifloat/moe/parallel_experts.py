@@ -1,0 +1,272 @@
+"""Expert parallelism: each rank of a group has E / ranks experts, and rows travel to them.
+
+    counts of rows, tokens, random states      one small all_to_all
+    rows of tokens -> ranks of their experts   one all_to_all    backward: gradients of tokens <-
+    results -> ranks of their tokens           one all_to_all    backward: gradients of results <-
+
+The operands of an expert's products equal, byte for byte, those of one process with the tokens of
+all ranks in the order of the ranks: rows are sorted by the numbers of their pairs among all ranks,
+random bits come from these numbers, and from the random state of the group's first rank.
+
+Shape suffixes: T tokens, k slots, M = T * k rows, R ranks, E experts of all ranks, n of this one.
+"""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._native import ops
+from ..nn.grouped_product import ProductCall, call_of, product_of
+from .arrivals import CombineRows, DispatchRows, sort_arrivals
+from .functional import ExpertRows, Matrices, Plan, compute_dtype, weighted_biases
+from .permute import Order, order_rows, sum_of_slots
+from .router import is_recomputed
+from .routes import CapacityRoute, Dispatcher, ExactRoute, OwnRoute, Route
+from .whole_bias import gather_experts
+
+ALL = "all"  # the capacity that drops no row
+
+
+def to_host(numbers: Tensor) -> list[int]:
+    """Copies numbers to the host: the one place where a forward waits for the device."""
+    return numbers.tolist()
+
+
+@dataclass(frozen=True)
+class Exchanged:
+    """What the ranks of a group tell each other before rows are sent.
+
+    Args:
+        sent: int64 (R, n), rows from this rank to each rank's experts.
+        received: int64 (R, n), rows from each rank to this rank's experts.
+        first_token: int64 (), the tokens of the ranks before this one.
+        titles: int64 (R), a number of each rank's layer, which ranks must agree on.
+        rng: int64 (calls, 2), the first rank's random states.
+    """
+
+    sent: Tensor
+    received: Tensor
+    first_token: Tensor
+    titles: Tensor
+    rng: Tensor
+
+
+class ExpertParallel:
+    """The forward of an mf.MoE's experts over a group of ranks.
+
+    Args:
+        name: of the layer, for messages.
+        group: the ranks, in the order of their experts.
+        experts: E.
+        dispatch, capacity, dispatcher: as those of mf.expert_parallel.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        group: dist.ProcessGroup,
+        experts: int,
+        dispatch: str,
+        capacity: int | str | None,
+        dispatcher: Dispatcher | None,
+    ) -> None:
+        self.name, self.group, self.dispatch = name, group, dispatch
+        self.capacity, self.dispatcher = capacity, dispatcher
+        self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.experts, self.local = experts, experts // self.ranks
+        self.agreed: str | None = None  # the title that all ranks were seen to have
+        # int64 (1), rows that this rank dropped since the last mf.step; None: it cannot drop any.
+        self.dropped: Tensor | None = None
+        self.step_dropped = 0  # rows that this rank dropped in the step before
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+        made = copy.copy(self)
+        made.dropped = None
+        return made
+
+    @property
+    def first_expert(self) -> int:
+        """The number of this rank's first expert."""
+        return self.rank * self.local
+
+    @torch.compiler.disable
+    def forward(self, module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        """Computes each token's weighted sum of its experts, on whatever ranks they are."""
+        x = x_TD.to(compute_dtype(x_TD))
+        order = order_rows(indices_Tk, self.experts)
+        # Rows that arrive require a gradient where the weights of their slots do.
+        needs = x.requires_grad or weights_Tk.requires_grad
+        calls = [call_of(module, name, x, needs_columnwise=needs) for name in module.input_names]
+        calls.append(call_of(module, "w2", x, needs_columnwise=True))
+        title = self._agree(module, x, indices_Tk)
+        told = self._exchange(order, title, calls)
+        calls = [self._call(call, rng) for call, rng in zip(calls, told.rng)]
+        plan = Plan(module.gate, tuple(calls[:-1]), calls[-1])
+        matrices = Matrices(
+            tuple(local_of(getattr(module, name)).transpose(-2, -1) for name in module.input_names),
+            tuple(local_of(getattr(module, name)) for name in module.bias_names),
+            local_of(module.w2).transpose(-2, -1),
+        )
+        expert_M = expert_of_rows(order)
+        slots = indices_Tk.shape[1]
+        route = self._route(told, expert_M, slots, title)
+        ids = order.pairs + (told.first_token * slots).int()
+        kinds = torch.where(expert_M < self.experts, expert_M % self.local + 1, 0)
+        header = ids, kinds.int()
+        returned = run_on_ranks(route, plan, x, weights_Tk, header, order, matrices, self.local)
+        base = None
+        if module.b2 is not None:
+            if isinstance(route, CapacityRoute):  # a row that was dropped has no bias either
+                is_sent = route.is_sent.take(order.places.long())
+                weights_Tk = weights_Tk.masked_fill(~is_sent, 0)
+            whole = gather_experts(local_of(module.b2), self.group)
+            base = weighted_biases(indices_Tk, weights_Tk, whole)
+        return sum_of_slots(returned, order, base)
+
+    def _call(self, call: ProductCall, rng: Tensor) -> ProductCall:
+        """Returns a product's arguments with the group's random state and this rank's experts."""
+        rng_or_none = None if call.rng is None else rng
+        return replace(call, rng=rng_or_none, first_expert=self.first_expert)
+
+    # ---- what ranks tell each other --------------------------------------------------------------
+
+    def _title(self, module: Any, x: Tensor, indices_Tk: Tensor) -> str:
+        products = [product_of(module, name) for name in module.weight_names]
+        recipes = {"bf16" if p is None else p.recipe.text for p in products}
+        text = (
+            f"{self.name}: {self.experts} experts of {module.dim} x {module.hidden}, k = "
+            f"{indices_Tk.shape[1]}, recipe {', '.join(sorted(recipes))}, {x.dtype}, "
+            f"dispatch={self.dispatch!r}, capacity={self.capacity!r}"
+        )
+        return f"{text}, {x.shape[0]} tokens" if self.capacity == ALL else text
+
+    def _agree(self, module: Any, x: Tensor, indices_Tk: Tensor) -> int:
+        """Requires equal layers on all ranks before the first exchange of a size. Returns a hash.
+
+        Raises:
+            ValueError: on every rank, where the layers differ.
+        """
+        title = self._title(module, x, indices_Tk)
+        number = ops.stream(title)
+        if title != self.agreed:
+            mine = torch.full((1,), number, dtype=torch.int64, device=x.device)
+            found = mine.new_empty(self.ranks)
+            dist.all_gather_into_tensor(found, mine, group=self.group)
+            if len(set(found.tolist())) > 1:
+                self._refuse(title)
+            self.agreed = title
+        return number
+
+    def _refuse(self, title: str) -> None:
+        texts: list[Any] = [None] * self.ranks
+        dist.all_gather_object(texts, title, group=self.group)
+        listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
+        raise ValueError(
+            f"expert_parallel: expected all ranks to have the same layer, but {listed}"
+        )
+
+    def _exchange(self, order: Order, title: int, calls: list[ProductCall]) -> Exchanged:
+        """Tells every rank this rank's counts of rows, tokens, title and random states."""
+        offs = order.offs.long()
+        sent = offs.diff(prepend=offs.new_zeros(1)).view(self.ranks, self.local)
+        tokens = order.places.shape[0]
+        numbers = [
+            torch.full((1,), n, dtype=torch.int64, device=offs.device) for n in (tokens, title)
+        ]
+        for call in calls:
+            numbers.append(offs.new_zeros(2) if call.rng is None else call.rng[:2])
+        more = torch.cat(numbers)
+        message = torch.cat([sent, more.expand(self.ranks, -1)], dim=1)
+        answer = torch.empty_like(message)
+        dist.all_to_all_single(answer, message, group=self.group)
+        received, told = answer[:, : self.local], answer[:, self.local :]
+        return Exchanged(
+            sent=sent,
+            received=received,
+            first_token=told[: self.rank, 0].sum(),
+            titles=told[:, 1],
+            rng=told[0, 2:].reshape(-1, 2),
+        )
+
+    def _route(self, told: Exchanged, expert_M: Tensor, slots: int, title: int) -> Route:
+        """Returns the way of this forward's rows."""
+        rows = expert_M.shape[0]
+        if self.dispatcher is not None:
+            return OwnRoute(self.dispatcher, expert_M.int())
+        counts = told.sent.sum(1)
+        if self.capacity is None:
+            numbers = to_host(torch.cat([counts, told.received.sum(1), told.titles]))
+            sent, received, titles = (
+                numbers[i * self.ranks : (i + 1) * self.ranks] for i in range(3)
+            )
+            if any(other != title for other in titles):
+                self.agreed = None  # the next forward compares the layers
+                raise ValueError(
+                    f"expert_parallel: {self.name}: expected all ranks to have the same layer, but "
+                    f"those of ranks {[i for i, n in enumerate(titles) if n != title]} differ from "
+                    f"that of rank {self.rank}"
+                )
+            return ExactRoute(self.group, sent, received, rows)
+        route = CapacityRoute(self.group, counts, self._rows_to_each(rows, slots), rows)
+        if self.capacity != ALL:
+            self._count(route.dropped)
+        return route
+
+    # ---- capacity --------------------------------------------------------------------------------
+
+    def _rows_to_each(self, rows: int, slots: int) -> int:
+        """Returns the most rows that go to one rank. A token has an expert once."""
+        if self.capacity == ALL:
+            return rows // max(slots, 1) * min(slots, self.local)
+        return int(self.capacity or 0)
+
+    def _count(self, dropped: Tensor) -> None:
+        """Adds dropped rows to the counter, once a forward."""
+        if self.dropped is None or self.dropped.device != dropped.device:
+            self.dropped = torch.zeros(1, dtype=torch.int64, device=dropped.device)
+        if not is_recomputed():
+            self.dropped.add_(dropped)
+
+    def __repr__(self) -> str:
+        own = "" if self.dispatcher is None else ", own dispatcher"
+        capacity = "" if self.capacity is None else f", capacity={self.capacity!r}"
+        return (
+            f"experts {self.first_expert} to {self.first_expert + self.local - 1} on rank "
+            f"{self.rank} of {self.ranks}, dispatch={self.dispatch!r}{capacity}{own}"
+        )
+
+
+def local_of(parameter: Any) -> Any:
+    """Returns this rank's values of a parameter, differentiably; None of None."""
+    to_local = getattr(parameter, "to_local", None)
+    return parameter if to_local is None else to_local()
+
+
+def expert_of_rows(order: Order) -> Tensor:
+    """Returns the expert of each row, int64 (M); the number of experts for a row of none."""
+    rows = torch.arange(order.pairs.shape[0], dtype=torch.int32, device=order.pairs.device)
+    return torch.searchsorted(order.offs, rows, right=True)
+
+
+def run_on_ranks(
+    route: Route,
+    plan: Plan,
+    x: Tensor,
+    weights_Tk: Tensor,
+    header: tuple[Tensor, Tensor],
+    order: Order,
+    matrices: Matrices,
+    experts: int,
+) -> Tensor:
+    """Sends rows to their experts, computes them there, and returns the results, (M, D)."""
+    values, weights_A, ids, kinds = DispatchRows.apply(route, x, weights_Tk, *header, *order)
+    arrivals = sort_arrivals(ids, kinds, experts)
+    tensors = *arrivals, *matrices.inputs, *matrices.biases, matrices.output
+    rows = ExpertRows.apply(plan, values, weights_A, *tensors)
+    return CombineRows.apply(route, rows, arrivals.pairs, arrivals.places)

@@ -1,0 +1,223 @@
+"""The ways of rows between the ranks of an expert-parallel group, and the bytes of a row.
+
+    rows, by expert      [to rank 0: r0 r1 …][to rank 1: …]…[to no rank]        M rows
+    send                 one all_to_all_single; rows arrive by the rank they come from
+    back                 the way back of as many rows, of any width
+
+A row is bytes: fields of several dtypes, each at a multiple of 4, the whole a multiple of 16.
+
+Shape suffixes: M rows that this rank sends, R ranks, B bytes of a row.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+FIELD, ROW = 4, 16  # bytes that a field's start and a row's length are multiples of
+
+
+def padded(size: int, unit: int) -> int:
+    return -(-size // unit) * unit
+
+
+class RowLayout:
+    """The fields of a row: (dtype, columns) each."""
+
+    def __init__(self, *fields: tuple[torch.dtype, int]) -> None:
+        self.fields: list[tuple[torch.dtype, int, int]] = []  # dtype, begin and end in bytes
+        end = 0
+        for dtype, columns in fields:
+            begin = padded(end, FIELD)
+            end = begin + columns * dtype.itemsize
+            self.fields.append((dtype, begin, end))
+        self.row_bytes = padded(end, ROW)
+
+    def pack(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Copies one tensor a field, (M, columns) or (M) each, to rows: uint8 (M, B)."""
+        first = tensors[0]
+        shape = first.shape[0], self.row_bytes
+        rows = torch.empty(shape, dtype=torch.uint8, device=first.device)
+        done = 0
+        for (_, begin, end), tensor, view in zip(self.fields, tensors, self.unpack(rows)):
+            rows[:, done:begin].zero_()
+            view.copy_(tensor if tensor.dim() == 2 else tensor[:, None])
+            done = end
+        rows[:, done:].zero_()
+        return rows
+
+    def unpack(self, rows: Tensor) -> list[Tensor]:
+        """Returns a view of each field, (M, columns)."""
+        return [rows[:, begin:end].view(dtype) for dtype, begin, end in self.fields]
+
+
+class Dispatcher(Protocol):
+    """A caller's own way of rows. Each call is made on all ranks of the group.
+
+    Rows are bytes: values or codes, scales, ids and routing weights. The layer reads what it needs
+    from the rows that arrive, so they may arrive in any order.
+    """
+
+    def dispatch(self, rows: Tensor, experts: Tensor, handle: Any) -> tuple[Tensor, Any]:
+        """Sends each row to the rank that has its expert.
+
+        Args:
+            rows: uint8 (M, B), contiguous, in the order of their experts. B is a multiple of 16,
+                equal on all ranks.
+            experts: int32 (M), the experts' numbers among all ranks, ascending. The number of
+                experts, after the last one, stands for none: such rows are not sent. Expert e is
+                on rank e // (experts / ranks).
+            handle: None in forward. In backward what this forward's call returned: the rows of the
+                second call must arrive in the order of the first.
+
+        Returns:
+            The rows that arrive, uint8 (any number, B), and a handle. Rows of zeros are ignored.
+        """
+        ...
+
+    def combine(self, rows: Tensor, handle: Any) -> Tensor:
+        """Sends rows back, in forward the experts' results, in backward the gradients.
+
+        Args:
+            rows: uint8 (as many as arrived, B), in the order of arrival. B may differ from that of
+                `dispatch`.
+            handle: what the forward's `dispatch` returned.
+
+        Returns:
+            uint8 (M, B), in the order of the rows that were sent; zeros for rows that were not.
+        """
+        ...
+
+
+class Route(Protocol):
+    """The way of one forward's rows."""
+
+    def send(self, rows: Tensor) -> Tensor: ...
+
+    def back(self, rows: Tensor) -> Tensor: ...
+
+
+class ExactRoute:
+    """Sends all rows, with sizes known on the host.
+
+    Args:
+        group: the ranks.
+        sent: rows to each rank.
+        received: rows from each rank.
+        rows: M, with rows for no expert at the end.
+    """
+
+    def __init__(
+        self, group: dist.ProcessGroup, sent: list[int], received: list[int], rows: int
+    ) -> None:
+        self.group, self.sent, self.received, self.rows = group, sent, received, rows
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Sends rows (M, B) to their experts' ranks."""
+        arrived = rows.new_empty(sum(self.received), rows.shape[1])
+        own = rows[: sum(self.sent)]
+        dist.all_to_all_single(arrived, own, self.received, self.sent, group=self.group)
+        return arrived
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Sends rows back; zeros for those that were not sent."""
+        returned, count = rows.new_empty(self.rows, rows.shape[1]), sum(self.sent)
+        returned[count:].zero_()
+        dist.all_to_all_single(
+            returned[:count], rows.contiguous(), self.sent, self.received, group=self.group
+        )
+        return returned
+
+
+class CapacityRoute:
+    """Sends at most `capacity` rows to each rank, in buffers of one size. Nothing waits.
+
+    Args:
+        group: the ranks.
+        counts: int64 (R), rows to each rank, on the device.
+        capacity: rows.
+        rows: M, with rows for no expert at the end.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, counts: Tensor, capacity: int, rows: int) -> None:
+        self.group = group
+        ranks, device = counts.shape[0], counts.device
+        ends = counts.cumsum(0)
+        starts, kept = ends - counts, counts.clamp(max=capacity)
+        self.dropped = (counts - kept).sum()
+        # The row of each place in the buffer, and the place of each row. The last number of either
+        # stands for a row of zeros.
+        place = torch.arange(capacity, device=device)
+        row_of_place = starts[:, None] + place
+        is_empty = place >= kept[:, None]
+        self.row_of_place = row_of_place.masked_fill(is_empty, rows).reshape(-1)
+        row = torch.arange(rows, device=device)
+        rank = torch.searchsorted(ends, row, right=True)
+        is_last = rank == ranks
+        rank = rank.clamp(max=ranks - 1)
+        number = row - starts[rank]
+        is_left = is_last | (number >= capacity)
+        self.place_of_row = (rank * capacity + number).masked_fill(is_left, ranks * capacity)
+        self.is_sent = ~is_left
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Sends rows (M, B) to their experts' ranks; places without a row are zeros."""
+        return self._exchange(take_or_zero(rows, self.row_of_place))
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Sends rows back; zeros for those that were not sent."""
+        return take_or_zero(self._exchange(rows.contiguous()), self.place_of_row)
+
+    def _exchange(self, rows: Tensor) -> Tensor:
+        arrived = torch.empty_like(rows)
+        dist.all_to_all_single(arrived, rows, group=self.group)
+        return arrived
+
+
+def take_or_zero(rows: Tensor, numbers: Tensor) -> Tensor:
+    """Copies the rows of these numbers; zeros for a number past the last row."""
+    zero = rows.new_zeros(1, rows.shape[1])
+    return torch.cat([rows, zero]).index_select(0, numbers)
+
+
+class OwnRoute:
+    """The way of a caller's dispatcher.
+
+    Args:
+        dispatcher: the caller's.
+        experts: int32 (M), as Dispatcher.dispatch takes them.
+    """
+
+    def __init__(self, dispatcher: Dispatcher, experts: Tensor) -> None:
+        self.dispatcher, self.experts = dispatcher, experts
+        self.handle: Any = None
+
+    def send(self, rows: Tensor) -> Tensor:
+        """Sends rows (M, B) to their experts' ranks."""
+        arrived, handle = self.dispatcher.dispatch(rows, self.experts, self.handle)
+        if self.handle is None:
+            self.handle = handle
+        return require_rows("dispatch", arrived, None, rows.shape[1])
+
+    def back(self, rows: Tensor) -> Tensor:
+        """Sends rows back."""
+        returned = self.dispatcher.combine(rows.contiguous(), self.handle)
+        return require_rows("combine", returned, self.experts.shape[0], rows.shape[1])
+
+
+def require_rows(function: str, rows: Any, count: int | None, row_bytes: int) -> Tensor:
+    """Checks the rows that a caller's dispatcher returned."""
+    shape = f"({'rows' if count is None else count}, {row_bytes})"
+    if not isinstance(rows, Tensor):
+        raise TypeError(f"expert_parallel: {function}: expected uint8 {shape}, got {rows!r}")
+    is_right = rows.dim() == 2 and rows.shape[1] == row_bytes and rows.dtype == torch.uint8
+    if not is_right or (count is not None and rows.shape[0] != count):
+        raise ValueError(
+            f"expert_parallel: {function}: expected uint8 {shape}, got {rows.dtype} "
+            f"{tuple(rows.shape)}"
+        )
+    return rows.contiguous()
