@@ -23,10 +23,11 @@ class Product:
     """
 
     sides: list[tuple[str, Tensor, Tensor, Tensor]]  # spec, values, scale, amax
+    codes: list[Tensor]  # of each side: codes, or values where the product has those
+    table: Tensor
     row_starts: list[int]
     starts: list[int]
     is_contraction: bool
-    sizes: tuple[int, int]  # the result's rows and columns
 
     @property
     def experts(self) -> int:
@@ -66,15 +67,16 @@ class Products(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         if func is ops.scaled_mm.default and kwargs.get("groups") is not None:
-            self._record(args, kwargs, out)
+            self._record(args, kwargs)
         return out
 
-    def _record(self, args: Any, kwargs: Any, out: Tensor) -> None:
+    def _record(self, args: Any, kwargs: Any) -> None:
         table, unit, text = kwargs["groups"], kwargs.get("group_unit", 0), args[6]
         row = 0 if unit == 0 else {16: 1, 32: 2, 64: 3, 128: 4}[unit]
-        sides = []
+        sides, codes = [], []
         for i, spec in enumerate(text.split(",")[0].split("*")):
             values, scale, amax = args[3 * i : 3 * i + 3]
+            codes.append(values)
             if values.dtype == torch.uint8:
                 is_grouped = {"groups": table, "group_unit": unit} if values.dim() == 2 else {}
                 cols = kwargs["k"]
@@ -82,9 +84,8 @@ class Products(TorchDispatchMode):
                     cols = values.shape[1] * 8 // mf.spec.Spec.parse(spec).code_bits
                 values = ops.decode(values, scale, spec, cols, **is_grouped)
             sides.append((spec, values, scale, amax))
-        self.found.append(
-            Product(sides, table[0].tolist(), table[row].tolist(), unit > 0, tuple(out.shape[-2:]))
-        )
+        starts = table[0].tolist(), table[row].tolist()
+        self.found.append(Product(sides, codes, table, *starts, unit > 0))
 
 
 def require_same_bytes(a: Tensor, b: Tensor, what: str) -> None:

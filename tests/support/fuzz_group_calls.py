@@ -238,6 +238,10 @@ def _expert_parallel(rng: Random, arena: Arena) -> Call:
         finally:
             dist.destroy_process_group()
 
-    args = {"dispatch": "bf16", "capacity": rng.choice((None, 3, "all")), "dispatcher": None}
+    args = {
+        "dispatch": rng.choice(("bf16", "codes")),
+        "capacity": rng.choice((None, 3, "all")),
+        "dispatcher": None,
+    }
     args |= {"recipe": rng.choice(mf.presets()), "x": torch.randn(4, 32)}
     return Call(run, args, is_of_models=True)

@@ -73,7 +73,8 @@ def _started(world_size, fn, args, kind, seconds, keeps_errors=False):
     context = multiprocessing.get_context("forkserver")
     # Read when the server starts: threads of several processes that spin take each other's time.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    context.set_forkserver_preload(["minifloat", "torch.distributed.fsdp"])
+    preloaded = ["minifloat", "torch.distributed.fsdp", "torch._dynamo"]
+    context.set_forkserver_preload(preloaded)
     with tempfile.TemporaryDirectory() as folder:
         reports, processes = {}, []
         for rank in range(world_size):

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
-import torch
 import torch.distributed as dist
 from torch import nn
 
@@ -14,7 +11,7 @@ from ..checks import require_int, require_module
 from ..nn.grouped_product import product_of
 from ..nn.names import clean_name, unwrapped
 from .layer import Experts, MoE
-from .parallel_experts import ALL, ExpertParallel, to_host
+from .parallel_experts import ALL, ExpertParallel
 from .routes import Dispatcher
 
 if TYPE_CHECKING:
@@ -152,25 +149,3 @@ def keep_own(module: Experts, link: ExpertParallel, mesh: Any) -> None:
         product = product_of(module, name)
         if product is not None:
             product.keep_experts(begin, end, link.experts)
-
-
-def warn_of_dropped(links: Sequence[ExpertParallel]) -> None:
-    """Ends a step: warns of rows that were dropped since the step before, after one copy."""
-    counted = [link for link in links if link.dropped is not None]
-    counters = [link.dropped for link in counted if link.dropped is not None]
-    if not counters:
-        return
-    numbers = to_host(torch.cat([counter.to(counters[0].device) for counter in counters]))
-    for link, counter, number in zip(counted, counters, numbers):
-        counter.zero_()
-        link.step_dropped = number
-    dropped = [(link, number) for link, number in zip(counted, numbers) if number]
-    if dropped:
-        listed = ", ".join(
-            f"{n} rows of {link.name} (capacity {link.capacity})" for link, n in dropped
-        )
-        warnings.warn(
-            f"mf.step: rank {dropped[0][0].rank} dropped {listed}: more rows than the capacity "
-            "went to one rank, and added nothing to their tokens",
-            stacklevel=3,
-        )

@@ -9,7 +9,7 @@ from torch import nn
 from ..nn import expert_hooks
 from ..nn.names import unwrapped
 from .convert import convert, restore, revert, select
-from .expert_parallel import warn_of_dropped
+from .dropped import warn_of_dropped
 from .layer import Experts
 from .router import Router
 

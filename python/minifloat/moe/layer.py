@@ -106,7 +106,8 @@ class Experts(nn.Module):
             (T, D), in x's dtype or autocast's.
         """
         if self.parallel is not None:
-            return self.parallel.forward(self, x_TD, indices_Tk, weights_Tk)
+            link = self.parallel
+            return link.forward(link, self, x_TD, indices_Tk, weights_Tk)
         x = x_TD.to(compute_dtype(x_TD))
         plan = Plan(
             self.gate,
@@ -124,7 +125,7 @@ class Experts(nn.Module):
     def extra_repr(self) -> str:
         product = product_of(self, "w2")
         recipe = "" if product is None else f", recipe={product.recipe.text!r}"
-        parallel = "" if self.parallel is None else f"; {self.parallel}"
+        parallel = "" if self.parallel is None else f"; {self.parallel.describe(self)}"
         return f"{self.dim}, hidden={self.hidden}, experts={self.experts}{recipe}{parallel}"
 
 

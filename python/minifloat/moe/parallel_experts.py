@@ -14,7 +14,9 @@ Shape suffixes: T tokens, k slots, M = T * k rows, R ranks, E experts of all ran
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -23,19 +25,18 @@ from torch import Tensor
 
 from .._native import ops
 from ..nn.grouped_product import ProductCall, call_of, product_of
+from ..recipe import Recipe
 from .arrivals import CombineRows, DispatchRows, sort_arrivals
+from .code_experts import CodeExperts, DispatchCodes, Way
+from .dropped import to_host
 from .functional import ExpertRows, Matrices, Plan, compute_dtype, weighted_biases
 from .permute import Order, order_rows, sum_of_slots
 from .router import is_recomputed
 from .routes import CapacityRoute, Dispatcher, ExactRoute, OwnRoute, Route
+from .row_codes import CodeSender, G, X, why_values
 from .whole_bias import gather_experts
 
 ALL = "all"  # the capacity that drops no row
-
-
-def to_host(numbers: Tensor) -> list[int]:
-    """Copies numbers to the host: the one place where a forward waits for the device."""
-    return numbers.tolist()
 
 
 @dataclass(frozen=True)
@@ -84,6 +85,7 @@ class ExpertParallel:
         # int64 (1), rows that this rank dropped since the last mf.step; None: it cannot drop any.
         self.dropped: Tensor | None = None
         self.step_dropped = 0  # rows that this rank dropped in the step before
+        self.forward = uncompiled()
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         made = copy.copy(self)
@@ -95,9 +97,11 @@ class ExpertParallel:
         """The number of this rank's first expert."""
         return self.rank * self.local
 
-    @torch.compiler.disable
-    def forward(self, module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
-        """Computes each token's weighted sum of its experts, on whatever ranks they are."""
+    def compute(self, module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+        """Computes each token's weighted sum of the experts `module`, on whatever ranks they are.
+
+        `forward` is this function, called as forward(self, …): compiled code does not trace it.
+        """
         x = x_TD.to(compute_dtype(x_TD))
         order = order_rows(indices_Tk, self.experts)
         # Rows that arrive require a gradient where the weights of their slots do.
@@ -118,8 +122,8 @@ class ExpertParallel:
         route = self._route(told, expert_M, slots, title)
         ids = order.pairs + (told.first_token * slots).int()
         kinds = torch.where(expert_M < self.experts, expert_M % self.local + 1, 0)
-        header = ids, kinds.int()
-        returned = run_on_ranks(route, plan, x, weights_Tk, header, order, matrices, self.local)
+        way = Way(route, *self._senders(plan), order, ids)
+        returned = run_on_ranks(way, plan, x, weights_Tk, kinds.int(), matrices, self.local)
         base = None
         if module.b2 is not None:
             if isinstance(route, CapacityRoute):  # a row that was dropped has no bias either
@@ -133,6 +137,15 @@ class ExpertParallel:
         """Returns a product's arguments with the group's random state and this rank's experts."""
         rng_or_none = None if call.rng is None else rng
         return replace(call, rng=rng_or_none, first_expert=self.first_expert)
+
+    def _senders(self, plan: Plan) -> tuple[CodeSender | None, CodeSender | None]:
+        """Returns the casts of x and of the gradient; None of what travels as values."""
+        found = []
+        for name, calls in ((X, plan.inputs), (G, (plan.output,))):
+            is_code = self.dispatch == "codes" and why_values(name, calls) is None
+            sender = CodeSender(name, calls[0], self.group, self.first_expert, self.local)
+            found.append(sender if is_code else None)
+        return found[0], found[1]
 
     # ---- what ranks tell each other --------------------------------------------------------------
 
@@ -233,13 +246,37 @@ class ExpertParallel:
         if not is_recomputed():
             self.dropped.add_(dropped)
 
+    def describe(self, module: Any) -> str:
+        """Returns what this rank has, and how the operands of the experts `module` travel."""
+        if self.dispatch == "bf16":
+            return f"{self}, sends values"
+        calls = []
+        for name in module.weight_names:
+            product = product_of(module, name)
+            calls.append(ProductCall("bf16" if product is None else product.recipe.text))
+        ways = []
+        for name, read in ((X, calls[:-1]), (G, calls[-1:])):
+            why, recipe = why_values(name, read), Recipe(read[0].recipe)
+            spec = recipe.fprop.a if name == X else recipe.dgrad.a
+            ways.append(f"{name[0]} as {spec}" if why is None else f"{name[0]} as values ({why})")
+        return f"{self}, sends {' and '.join(ways)}"
+
     def __repr__(self) -> str:
         own = "" if self.dispatcher is None else ", own dispatcher"
         capacity = "" if self.capacity is None else f", capacity={self.capacity!r}"
         return (
             f"experts {self.first_expert} to {self.first_expert + self.local - 1} on rank "
-            f"{self.rank} of {self.ranks}, dispatch={self.dispatch!r}{capacity}{own}"
+            f"{self.rank} of {self.ranks}{capacity}{own}"
         )
+
+
+@lru_cache(maxsize=1)
+def uncompiled() -> Callable[..., Tensor]:
+    """Returns ExpertParallel.compute as a function that compiled code calls and does not trace.
+
+    torch.compiler.disable imports the compiler, so it is called when a layer is divided first.
+    """
+    return torch.compiler.disable(ExpertParallel.compute)
 
 
 def local_of(parameter: Any) -> Any:
@@ -255,18 +292,25 @@ def expert_of_rows(order: Order) -> Tensor:
 
 
 def run_on_ranks(
-    route: Route,
+    way: Way,
     plan: Plan,
     x: Tensor,
     weights_Tk: Tensor,
-    header: tuple[Tensor, Tensor],
-    order: Order,
+    kinds: Tensor,
     matrices: Matrices,
     experts: int,
 ) -> Tensor:
     """Sends rows to their experts, computes them there, and returns the results, (M, D)."""
-    values, weights_A, ids, kinds = DispatchRows.apply(route, x, weights_Tk, *header, *order)
-    arrivals = sort_arrivals(ids, kinds, experts)
-    tensors = *arrivals, *matrices.inputs, *matrices.biases, matrices.output
-    rows = ExpertRows.apply(plan, values, weights_A, *tensors)
-    return CombineRows.apply(route, rows, arrivals.pairs, arrivals.places)
+    route, codes = way.route, []
+    if way.x is not None:
+        values, weights_A, ids, kinds, *codes = DispatchCodes.apply(way, x, weights_Tk, kinds)
+    else:
+        values, weights_A, ids, kinds = DispatchRows.apply(
+            route, x, weights_Tk, way.ids, kinds, *way.sent
+        )
+    order = sort_arrivals(ids, kinds, experts)
+    tensors = *order, *matrices.inputs, *matrices.biases, matrices.output
+    if way.x is None and way.g is None:
+        rows = ExpertRows.apply(plan, values, weights_A, *tensors)
+        return CombineRows.apply(route, rows, order.pairs, order.places)
+    return CodeExperts.apply(plan, way, len(codes), values, weights_A, *codes, *tensors)

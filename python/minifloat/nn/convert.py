@@ -11,7 +11,7 @@ import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
-from typing import Any
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -168,11 +168,13 @@ def report_of(
     """Returns the report, with a row for each linear layer and each 3D parameter."""
     products = {join(c.fqn, name): c.recipe.text for c in mixtures.chosen for name in c.names}
     how = "weight gathered in the compute dtype: it is 3D"
+    divided = [c for c in mixtures.chosen if getattr(c.module, "parallel", None) is not None]
     return Report(
         [*((fqn, r.text) for fqn, _, r in selection.chosen), *products.items()],
         [*selection.skipped, *mixtures.skipped],
         gather | dict.fromkeys(products, how),
-        [(clean_name(fqn), sentence) for fqn, sentence in notes],
+        [(clean_name(fqn), sentence) for fqn, sentence in notes]
+        + [(c.fqn, cast(Any, c.module).parallel.describe(c.module)) for c in divided],
     )
 
 

@@ -1,0 +1,207 @@
+"""Experts of several ranks where x, the gradient of the output, or both travel as codes.
+
+    forward     x as codes -> ranks of their experts      products read the codes
+                results    -> ranks of their tokens
+    backward    g as codes -> ranks of their experts      dgrad reads the codes
+                gradients of tokens and weights <-        wgrad reads casts of the codes' values
+
+Shape suffixes: M rows that this rank sends, A rows that arrive, D width, I hidden width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from .._native import ops
+from .arrivals import HEADER, combine, return_gradients
+from .functional import Matrices, Plan, shared_operands, unpack
+from .permute import NO_ORDER, Order, take_rows
+from .routes import Route, RowLayout
+from .row_codes import CodeSender, RowCodes
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one forward's operands travel.
+
+    Args:
+        route: of the rows.
+        x: the cast of x; None: x travels as values.
+        g: the cast of the gradient; None: it travels as values.
+        sent: the order of the rows that this rank sends.
+        ids: int32 (M), the numbers of their pairs among all ranks.
+    """
+
+    route: Route
+    x: CodeSender | None
+    g: CodeSender | None
+    sent: Order
+    ids: Tensor
+
+
+class DispatchCodes(torch.autograd.Function):
+    """Sends tokens' rows as codes, and weights, to the experts' ranks.
+
+    Arguments: way, x, weights, one more than the local number of each row's expert. Returns a
+    tensor of no memory for the gradient of x, the weights, ids and experts that arrive, scale and
+    amax of this rank's experts, and the fields of the codes.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, way: Way, x: Tensor, weights: Tensor, kinds: Tensor) -> tuple[Any, ...]:
+        assert way.x is not None
+        width, order = x.shape[1], way.sent
+        table = ops.group_table(order.offs, order.pairs.shape[0])
+        fields, shared = way.x.quantize(x, table, way.ids, order.tokens)
+        layout = RowLayout(*way.x.fields(width), *HEADER)
+        weights_M = weights.reshape(-1).index_select(0, order.pairs)
+        arrived = way.route.send(layout.pack([*fields, weights_M, way.ids, kinds]))
+        *codes, weights_A, ids, experts = layout.unpack(arrived)
+        ids, experts = ids.reshape(-1), experts.reshape(-1)
+        ctx.way, ctx.dtypes = way, (x.dtype, weights.dtype)
+        ctx.mark_non_differentiable(ids, experts, *shared, *codes)
+        ctx.set_materialize_grads(False)
+        carrier = x.new_zeros(()).expand(arrived.shape[0], width)
+        return carrier, weights_A, ids, experts, *shared, *codes
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        x_dtype, weights_dtype = ctx.dtypes
+        way = ctx.way
+        dx, d_weights = return_gradients(way.route, grads[0], grads[1], way.sent, x_dtype)
+        return None, dx, d_weights.to(weights_dtype), None
+
+
+class CodeExperts(torch.autograd.Function):
+    """The rows (M, D) of all experts, sent back, whose gradient comes as codes or as values.
+
+    Arguments: plan, way, how many tensors x has, x (A, D) or its carrier, weights, scale, amax and
+    fields of x's codes, the order of the rows that arrive, the matrices.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        plan: Plan,
+        way: Way,
+        count: int,
+        x: Tensor,
+        weights: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        codes, rest = tensors[:count], tensors[count:]
+        order, matrices = unpack(plan, rest)
+        weights_A = weights.reshape(-1).index_select(0, order.pairs)
+        table = ops.group_table(order.offs, order.pairs.shape[0])
+        if way.x is not None:
+            rows = sorted_codes(way.x, codes, order, x.shape[1])
+            saved = [rows.scale, rows.amax, rows.codes]
+            products = [
+                way.x.multiply(rows, b, table, x.dtype, bias)
+                for b, bias in zip(matrices.inputs, matrices.biases)
+            ]
+        else:
+            values = take_rows(x, order)
+            operands = shared_operands(plan, values, order, rowwise=True)
+            saved = [x]
+            products = [
+                call.multiply(values, b, order.offs, order.row_ids, bias, operands)
+                for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
+            ]
+        h = plan.gate.forward(products, weights_A)
+        y = plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
+        ctx.plan, ctx.way, ctx.dtype = plan, way, x.dtype
+        ctx.counts = count, len(saved), len(rest)
+        ctx.save_for_backward(*saved, *rest, weights_A, *products)
+        return combine(way.route, y.index_select(0, order.places[:, 0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        plan, way, (count, begin, length) = ctx.plan, ctx.way, ctx.counts
+        tensors = ctx.saved_tensors
+        saved, rest = tensors[:begin], tensors[begin : begin + length]
+        weights_A, *products = tensors[begin + length :]
+        del tensors
+        order, matrices = unpack(plan, rest)
+        needs = ctx.needs_input_grad[5 + count + len(order) :]
+        dh, h, d_output = through_output(ctx, grads[0], order, matrices, weights_A, products, needs)
+        d_products, d_weights = plan.gate.backward(dh, products, weights_A)
+        del dh, h
+
+        width = grads[0].shape[1]
+        table = ops.group_table(order.offs, order.pairs.shape[0])
+        if way.x is None:
+            rows = take_rows(saved[0], order)
+        else:
+            scale, amax, codes = saved
+            rows = RowCodes(way.x.spec, width, codes, scale, amax).values(table, ctx.dtype)
+        operands, d_rows, found = shared_operands(plan, rows, order, rowwise=False), None, []
+        inputs = len(plan.inputs)
+        for i, call in enumerate(plan.inputs):
+            wanted = ctx.needs_input_grad[3], needs[i], needs[inputs + i]
+            b, bias = matrices.inputs[i], matrices.biases[i]
+            d_row, *d_matrix = call.gradients(
+                d_products[i], rows, b, *order[2:], bias, wanted, operands
+            )
+            d_rows = d_row if d_rows is None or d_row is None else d_rows + d_row
+            found.append(d_matrix)
+        places = order.places[:, 0]
+        dx = None if d_rows is None else d_rows.index_select(0, places)
+        d_inputs, d_biases = zip(*found)
+        none = [None] * count
+        d_weights_A = d_weights.index_select(0, places)[:, None]
+        return None, None, None, dx, d_weights_A, *none, *NO_ORDER, *d_inputs, *d_biases, d_output
+
+
+def sorted_codes(sender: CodeSender, tensors: Sequence[Any], order: Order, width: int) -> RowCodes:
+    """Returns rows that arrived, of (scale, amax, fields), sorted."""
+    shared, fields = tensors[:2], tensors[2:]
+    return sender.receive([f.index_select(0, order.pairs) for f in fields], shared, width)
+
+
+def through_output(
+    ctx: Any,
+    g_M: Tensor,
+    order: Order,
+    matrices: Matrices,
+    weights_A: Tensor,
+    products: list[Tensor],
+    needs: Sequence[bool],
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Sends the gradient of the results to the experts' ranks, and multiplies there.
+
+    Returns:
+        The gradient of h, h, and the gradient of w2's matrix where it is needed.
+    """
+    plan, way, width = ctx.plan, ctx.way, g_M.shape[1]
+    h = plan.gate.forward(products, weights_A)
+    if way.g is None:
+        layout = RowLayout((g_M.dtype, width))
+        (arrived,) = layout.unpack(way.route.send(layout.pack([g_M])))
+        g = arrived.index_select(0, order.pairs)
+        dh, d_output, _ = plan.output.gradients(
+            g, h, matrices.output, *order[2:], None, (True, needs[-1], False)
+        )
+        return dh, h, d_output
+    layout = RowLayout(*way.g.fields(width))
+    table = ops.group_table(way.sent.offs, g_M.shape[0])
+    fields, shared = way.g.quantize(g_M, table, way.ids)
+    codes = layout.unpack(way.route.send(layout.pack(fields)))
+    rows = sorted_codes(way.g, [*shared, *codes], order, width)
+    table = ops.group_table(order.offs, order.pairs.shape[0])
+    dh = way.g.multiply(rows, matrices.output, table, g_M.dtype)
+    if not needs[-1]:
+        return dh, h, None
+    g = rows.values(table, g_M.dtype)
+    _, d_output, _ = plan.output.gradients(
+        g, h, matrices.output, *order[2:], None, (False, True, False)
+    )
+    return dh, h, d_output

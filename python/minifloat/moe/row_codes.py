@@ -1,0 +1,246 @@
+"""Rows that travel as codes: the sender's cast, the decoded values, and the product with experts.
+
+The codes and scales are those that one process with all ranks' tokens has for x in fprop and for g
+in dgrad. The operand that wgrad reads is cast from the bfloat16 values of the codes.
+
+Shape suffixes: M rows that this rank sends, A rows that arrive, E experts of all ranks, n of this
+one, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from .._native import ops
+from ..distributed.amaxes import reduce_amaxes
+from ..nn.grouped_product import ProductCall
+from ..recipe import Recipe, operand_names
+from ..spec import Spec
+from ..tensor.transforms import HADAMARD_SIGNS
+
+X, G = "x/fprop", "g/dgrad"  # the operands that can travel
+W = {X: "w/fprop", G: "w/dgrad"}  # the other operand of the product
+ACTIVE, CURRENT = 0, 1  # columns of an amax history
+
+
+@dataclass(frozen=True)
+class RowCodes:
+    """Rows as codes, sorted by expert.
+
+    Args:
+        spec: of the codes.
+        width: D.
+        codes: uint8 (A, bytes of a row).
+        scale: (A) or (A, blocks) of rows; float32 (n) of experts.
+        amax: float32 (n); empty where no expert has one.
+    """
+
+    spec: Spec
+    width: int
+    codes: Tensor
+    scale: Tensor
+    amax: Tensor
+
+    def values(self, table: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns the rows' values, (A, D), rounded to bfloat16, in a dtype."""
+        transform = self.spec.transform
+        found = ops.dequantize(
+            self.codes,
+            self.scale,
+            self.amax,
+            self.spec.text,
+            self.width,
+            dtype=torch.float32 if transform else torch.bfloat16,
+            groups=table,
+        )
+        if transform:
+            found = without_transform(found, transform)[:, : self.width]
+        return found.to(torch.bfloat16).to(dtype)
+
+
+def without_transform(rows: Tensor, points: int) -> Tensor:
+    """Undoes the randomised Hadamard transform of rows (A, whole transforms), float32.
+
+    The transform multiplies by signs and then by a symmetric orthogonal matrix.
+    """
+    bits = torch.arange(points, device=rows.device)
+    signs = 1 - 2 * ((HADAMARD_SIGNS >> (bits % 16)) & 1)  # bit i is set: element i is negated
+    return ops.hadamard(rows, points, False, 0) * signs.repeat(rows.shape[1] // points)
+
+
+@dataclass(frozen=True)
+class CodeSender:
+    """The cast of one operand by the ranks of its tokens.
+
+    Args:
+        name: X or G.
+        call: the product's arguments.
+        group: the ranks, which amaxes are reduced over.
+        first, local: this rank's experts.
+    """
+
+    name: str
+    call: ProductCall
+    group: dist.ProcessGroup
+    first: int
+    local: int
+
+    @property
+    def spec(self) -> Spec:
+        recipe = Recipe(self.call.recipe)
+        return Spec.parse(recipe.fprop.a if self.name == X else recipe.dgrad.a)
+
+    def fields(self, width: int) -> list[tuple[torch.dtype, int]]:
+        """Returns the fields of a row of `width` elements: its codes, and its scales if it has."""
+        spec, sizes = self.spec, self.spec.sizes(1, width)
+        found = [(torch.uint8, sizes.code_cols)]
+        if spec.has_blocks:
+            one_byte = spec.scale_dtype.itemsize == 1
+            found.append((torch.uint8 if one_byte else torch.float32, sizes.scale_cols))
+        elif spec.amax_of == "row":
+            found.append((torch.float32, 1))
+        return found
+
+    def quantize(
+        self, rows: Tensor, table: Tensor, ids_M: Tensor, rows_from: Tensor | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Casts rows by the amaxes of all ranks' rows.
+
+        Args:
+            rows: (M, D), or those that `rows_from` chooses from.
+            table: of the E groups.
+            ids_M: int32 (M), of random bits.
+            rows_from: int32 (M), the row of each; None: its own.
+
+        Returns:
+            The tensors of `fields`, and scale and amax of this rank's experts, as RowCodes has
+            them; an empty scale where rows have their own.
+        """
+        spec, call = self.spec, self.call
+        active = current = None
+        if spec.amax_of == "tensor":
+            active, current = self._amaxes(rows, table, rows_from)
+        codes, scale, *_ = ops.quantize(
+            rows,
+            spec.text,
+            "",
+            amax_row=active,
+            rng=call.rng if spec.is_stochastic else None,
+            stream_row=ops.stream(self.name) ^ call.stream,
+            groups=table,
+            row_ids=ids_M if spec.is_stochastic else None,
+            rows_from=rows_from,
+        )
+        own = slice(self.first, self.first + self.local)
+        amaxes = torch.empty(0, device=rows.device) if current is None else current[own]
+        if spec.has_blocks or spec.amax_of == "row":
+            return [codes, scale], [scale.new_empty(0), amaxes]
+        return [codes], [scale[own], amaxes]
+
+    def _amaxes(
+        self, rows: Tensor, table: Tensor, rows_from: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the active and the current amax of each of the E experts, from one all-reduce.
+
+        Under delayed scaling it records the current amaxes of this rank's experts.
+        """
+        found = ops.amax(rows, self.spec.text, groups=table, rows_from=rows_from)
+        history = self.call.history
+        if not self.spec.is_delayed or history is None:
+            found = reduce_amaxes(found, self.group)
+            return found, found
+        place, own = operand_names().index(self.name), slice(self.first, self.first + self.local)
+        active = torch.zeros_like(found)
+        active[own] = history[place, :, ACTIVE]
+        found, active = reduce_amaxes(torch.stack([found, active]), self.group)
+        current = history[place, :, CURRENT]
+        torch.maximum(current, found[own], out=current)
+        return active, found
+
+    def receive(self, fields: Sequence[Tensor], shared: Sequence[Tensor], width: int) -> RowCodes:
+        """Returns sorted rows, of the tensors of `fields`, as an operand."""
+        scale, amax = shared
+        if len(fields) > 1:
+            scale = fields[1] if self.spec.has_blocks else fields[1].reshape(-1)
+        return RowCodes(self.spec, width, fields[0], scale, amax)
+
+    def multiply(
+        self,
+        rows: RowCodes,
+        b_EKN: Tensor,
+        table: Tensor,
+        dtype: torch.dtype,
+        bias_EN: Tensor | None = None,
+    ) -> Tensor:
+        """Returns x · B of the rows x, or g · Bᵀ of the rows g."""
+        recipe = Recipe(self.call.recipe)
+        product = recipe.fprop if self.name == X else recipe.dgrad
+        return ops.scaled_mm(
+            rows.codes,
+            rows.scale,
+            rows.amax,
+            *self._weight(b_EKN.transpose(-2, -1), dtype),
+            str(product),
+            k=rows.width,
+            bias=bias_EN,
+            out_dtype=dtype,
+            groups=table,
+            zero_tail=True,
+        )
+
+    def _weight(self, w: Tensor, dtype: torch.dtype) -> list[Tensor]:
+        """Returns codes, scale and amax of the weight (n, N, K) as this product reads it."""
+        recipe, call, is_columnwise = Recipe(self.call.recipe), self.call, self.name == G
+        text = recipe.dgrad.b if is_columnwise else recipe.fprop.b
+        spec, first = Spec.parse(text), 4 if is_columnwise else 0
+        if spec.is_bf16:
+            none = w.new_empty(0, dtype=torch.float32)
+            w = w.to(dtype)
+            return [w.transpose(-2, -1) if is_columnwise else w, none, none]
+        if call.operands is not None:
+            return call.operands[first : first + 3]
+        w = w.to(dtype)
+        if not spec.is_stochastic:
+            operands = ops.layer_operands(
+                w,
+                call.recipe,
+                "w",
+                rowwise=not is_columnwise,
+                columnwise=is_columnwise,
+                amax_history=call.history,
+            )
+            return operands[first : first + 3]
+        texts = ("", text) if is_columnwise else (text, "")
+        stream = ops.stream(W[self.name]) ^ call.stream
+        operands = ops.quantize(
+            w,
+            *texts,
+            rng=call.rng,
+            stream_row=stream,
+            stream_col=stream,
+            first_expert=call.first_expert,
+        )
+        return list(operands[first : first + 3])
+
+
+def why_values(name: str, calls: Sequence[ProductCall]) -> str | None:
+    """Returns why an operand travels as values under dispatch="codes"; None: it travels as codes.
+
+    Args:
+        name: X or G.
+        calls: those of the products that read the operand.
+    """
+    recipes = [Recipe(call.recipe) for call in calls]
+    spec = Spec.parse(recipes[0].fprop.a if name == X else recipes[0].dgrad.a)
+    if spec.is_bf16:
+        return "the recipe has bf16 there"
+    if any(recipe != recipes[0] for recipe in recipes[1:]):
+        return "w1 and w3 have two recipes"
+    if len(calls) > 1 and (spec.is_stochastic or spec.is_delayed):
+        return "w1 and w3 each quantize it, with random bits or a scale of their own"
+    return None
