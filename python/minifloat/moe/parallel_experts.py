@@ -24,6 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._native import ops
+from ..distributed.fsdp.handshake import wait_for_all
 from ..nn.grouped_product import ProductCall, call_of, product_of
 from ..recipe import Recipe
 from .arrivals import CombineRows, DispatchRows, sort_arrivals
@@ -36,6 +37,7 @@ from .routes import CapacityRoute, Dispatcher, ExactRoute, OwnRoute, Route
 from .row_codes import CodeSender, G, X, why_values
 from .whole_bias import gather_experts
 
+DIVIDE = "expert_parallel: expected all {} ranks to divide {}"
 ALL = "all"  # the capacity that drops no row
 
 
@@ -47,14 +49,12 @@ class Exchanged:
         sent: int64 (R, n), rows from this rank to each rank's experts.
         received: int64 (R, n), rows from each rank to this rank's experts.
         first_token: int64 (), the tokens of the ranks before this one.
-        titles: int64 (R), a number of each rank's layer, which ranks must agree on.
         rng: int64 (calls, 2), the first rank's random states.
     """
 
     sent: Tensor
     received: Tensor
     first_token: Tensor
-    titles: Tensor
     rng: Tensor
 
 
@@ -108,8 +108,8 @@ class ExpertParallel:
         needs = x.requires_grad or weights_Tk.requires_grad
         calls = [call_of(module, name, x, needs_columnwise=needs) for name in module.input_names]
         calls.append(call_of(module, "w2", x, needs_columnwise=True))
-        title = self._agree(module, x, indices_Tk)
-        told = self._exchange(order, title, calls)
+        self._agree(module, x, indices_Tk)
+        told = self._exchange(order, calls)
         calls = [self._call(call, rng) for call, rng in zip(calls, told.rng)]
         plan = Plan(module.gate, tuple(calls[:-1]), calls[-1])
         matrices = Matrices(
@@ -119,7 +119,7 @@ class ExpertParallel:
         )
         expert_M = expert_of_rows(order)
         slots = indices_Tk.shape[1]
-        route = self._route(told, expert_M, slots, title)
+        route = self._route(told, expert_M, slots)
         ids = order.pairs + (told.first_token * slots).int()
         kinds = torch.where(expert_M < self.experts, expert_M % self.local + 1, 0)
         way = Way(route, *self._senders(plan), order, ids)
@@ -159,39 +159,34 @@ class ExpertParallel:
         )
         return f"{text}, {x.shape[0]} tokens" if self.capacity == ALL else text
 
-    def _agree(self, module: Any, x: Tensor, indices_Tk: Tensor) -> int:
-        """Requires equal layers on all ranks before the first exchange of a size. Returns a hash.
+    def _agree(self, module: Any, x: Tensor, indices_Tk: Tensor) -> None:
+        """Requires equal layers on all ranks, before their first exchange.
 
         Raises:
-            ValueError: on every rank, where the layers differ.
+            ValueError: on every rank, where layers differ or a rank is missing.
         """
         title = self._title(module, x, indices_Tk)
-        number = ops.stream(title)
-        if title != self.agreed:
-            mine = torch.full((1,), number, dtype=torch.int64, device=x.device)
-            found = mine.new_empty(self.ranks)
-            dist.all_gather_into_tensor(found, mine, group=self.group)
-            if len(set(found.tolist())) > 1:
-                self._refuse(title)
-            self.agreed = title
-        return number
+        if title == self.agreed:
+            return
+        wait_for_all(title, self.group, x.device, DIVIDE, "divided", "divided")
+        mine = torch.full((1,), ops.stream(title), dtype=torch.int64, device=x.device)
+        found = mine.new_empty(self.ranks)
+        dist.all_gather_into_tensor(found, mine, group=self.group)
+        if len(set(found.tolist())) > 1:
+            texts: list[Any] = [None] * self.ranks
+            dist.all_gather_object(texts, title, group=self.group)
+            listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
+            raise ValueError(
+                f"expert_parallel: expected all ranks to have the same layer, but {listed}"
+            )
+        self.agreed = title
 
-    def _refuse(self, title: str) -> None:
-        texts: list[Any] = [None] * self.ranks
-        dist.all_gather_object(texts, title, group=self.group)
-        listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
-        raise ValueError(
-            f"expert_parallel: expected all ranks to have the same layer, but {listed}"
-        )
-
-    def _exchange(self, order: Order, title: int, calls: list[ProductCall]) -> Exchanged:
-        """Tells every rank this rank's counts of rows, tokens, title and random states."""
+    def _exchange(self, order: Order, calls: list[ProductCall]) -> Exchanged:
+        """Tells every rank this rank's counts of rows and tokens, and its random states."""
         offs = order.offs.long()
         sent = offs.diff(prepend=offs.new_zeros(1)).view(self.ranks, self.local)
         tokens = order.places.shape[0]
-        numbers = [
-            torch.full((1,), n, dtype=torch.int64, device=offs.device) for n in (tokens, title)
-        ]
+        numbers = [torch.full((1,), tokens, dtype=torch.int64, device=offs.device)]
         for call in calls:
             numbers.append(offs.new_zeros(2) if call.rng is None else call.rng[:2])
         more = torch.cat(numbers)
@@ -203,28 +198,18 @@ class ExpertParallel:
             sent=sent,
             received=received,
             first_token=told[: self.rank, 0].sum(),
-            titles=told[:, 1],
-            rng=told[0, 2:].reshape(-1, 2),
+            rng=told[0, 1:].reshape(-1, 2),
         )
 
-    def _route(self, told: Exchanged, expert_M: Tensor, slots: int, title: int) -> Route:
+    def _route(self, told: Exchanged, expert_M: Tensor, slots: int) -> Route:
         """Returns the way of this forward's rows."""
         rows = expert_M.shape[0]
         if self.dispatcher is not None:
             return OwnRoute(self.dispatcher, expert_M.int())
         counts = told.sent.sum(1)
         if self.capacity is None:
-            numbers = to_host(torch.cat([counts, told.received.sum(1), told.titles]))
-            sent, received, titles = (
-                numbers[i * self.ranks : (i + 1) * self.ranks] for i in range(3)
-            )
-            if any(other != title for other in titles):
-                self.agreed = None  # the next forward compares the layers
-                raise ValueError(
-                    f"expert_parallel: {self.name}: expected all ranks to have the same layer, but "
-                    f"those of ranks {[i for i, n in enumerate(titles) if n != title]} differ from "
-                    f"that of rank {self.rank}"
-                )
+            numbers = to_host(torch.cat([counts, told.received.sum(1)]))
+            sent, received = numbers[: self.ranks], numbers[self.ranks :]
             return ExactRoute(self.group, sent, received, rows)
         route = CapacityRoute(self.group, counts, self._rows_to_each(rows, slots), rows)
         if self.capacity != ALL:

@@ -11,6 +11,7 @@ from ..._native import ops
 
 COMPUTE_DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 UNKNOWN = -1
+GATHER = "fully_shard: expected all {} ranks to gather {} as codes"
 
 
 def agree(
@@ -47,8 +48,21 @@ def agree(
     return COMPUTE_DTYPES[dtypes[0]]
 
 
-def wait_for_all(title: str, group: dist.ProcessGroup, device: torch.device) -> None:
+def wait_for_all(
+    title: str,
+    group: dist.ProcessGroup,
+    device: torch.device,
+    expected: str = GATHER,
+    change: str = "converted",
+    key: str = "arrived",
+) -> None:
     """Waits until all ranks gather this weight; raises ValueError with the ranks that are missing.
+
+    Args:
+        title, group, device: as those of agree.
+        expected: the beginning of the error, with fields for the number of ranks and the title.
+        change: what a missing rank's layer may not have been.
+        key: of the count in the store. Each use of this function has its own.
 
     Ranks count themselves in the group's store. A collective would not do: a rank whose layer is
     not converted never calls it, and the others would hang. The wait is half of the group's
@@ -60,18 +74,17 @@ def wait_for_all(title: str, group: dist.ProcessGroup, device: torch.device) -> 
         seconds = group._get_backend(device).options._timeout / 2
     except (AttributeError, RuntimeError):  # torch has no public name for either
         return
-    arrived = store.add("minifloat/arrived", 1)
-    round_key = f"minifloat/arrived/{(arrived - 1) // world}"
+    arrived = store.add(f"minifloat/{key}", 1)
+    round_key = f"minifloat/{key}/{(arrived - 1) // world}"
     store.set(f"{round_key}/{dist.get_rank(group)}", "")
     if arrived % world == 0:
         store.set(round_key, "")
     try:
         store.wait([round_key], seconds)
     except RuntimeError as error:
-        store.add("minifloat/arrived", -1)
+        store.add(f"minifloat/{key}", -1)
         missing = [rank for rank in range(world) if not store.check([f"{round_key}/{rank}"])]
         raise ValueError(
-            f"fully_shard: expected all {world} ranks to gather {title} as codes, but ranks "
-            f"{missing} have not arrived in {seconds}: their layer is not converted, or they have "
-            "ended or hang"
+            f"{expected.format(world, title)}, but ranks {missing} have not arrived in {seconds}: "
+            f"their layer is not {change}, or they have ended or hang"
         ) from error

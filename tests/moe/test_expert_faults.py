@@ -1,0 +1,95 @@
+"""mf.expert_parallel where a rank is lost, or has another layer than the others."""
+
+import time
+
+import minifloat as mf
+import pytest
+import torch.distributed as dist
+
+from tests.distributed.test_faults import LOST, TIMEOUT, die
+from tests.support.expert_world import E, K, built, draw
+from tests.support.worlds import KILLED, last_words
+
+
+def step(moe: mf.MoE, rank: int) -> None:
+    moe(draw(rank, 12)).float().square().sum().backward()
+
+
+def lose_a_rank_in_forward(rank: int, dispatch: str) -> None:
+    """Ends rank 1 before it sends rows that others wait for."""
+    moe = mf.expert_parallel(built("mxfp8", experts=9), dist.group.WORLD, dispatch=dispatch)
+    step(moe, rank)
+    real, calls = dist.all_to_all_single, []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if rank == 1 and len(calls) == 2:
+            time.sleep(0.5)
+            die()
+        return real(*args, **kwargs)
+
+    dist.all_to_all_single = counted
+    step(moe, rank)
+
+
+def lose_a_rank_in_backward(rank: int, dispatch: str) -> None:
+    moe = mf.expert_parallel(built("mxfp8", experts=9), dist.group.WORLD, dispatch=dispatch)
+    step(moe, rank)
+    y = moe(draw(rank, 12))
+    if rank == 1:
+        time.sleep(0.5)
+        die()
+    y.float().square().sum().backward()
+
+
+@pytest.mark.parametrize("dispatch", ["bf16", "codes"])
+@pytest.mark.parametrize("lose_a_rank", [lose_a_rank_in_forward, lose_a_rank_in_backward])
+def test_others_end_when_a_rank_is_lost(lose_a_rank, dispatch):
+    begin = time.monotonic()
+    words = last_words(3, lose_a_rank, dispatch, seconds=TIMEOUT)
+    assert time.monotonic() - begin < 4 * TIMEOUT
+    assert words.pop(1) == KILLED
+    for traceback in words:
+        assert "all_to_all_single" in traceback, traceback
+        assert any(lost in traceback for lost in LOST), traceback
+
+
+DIFFERENT = {
+    "recipe": ({"recipe": "mxfp8"}, {"recipe": "nvfp4"}, "recipe nvfp4"),
+    "experts": ({}, {"experts": 2 * E}, f"{2 * E} experts"),
+    "k": ({}, {"top_k": K - 1}, f"k = {K - 1}"),
+    "hidden": ({}, {"hidden": 32}, "64 x 32"),
+    "dispatch": ({}, {"dispatch": "codes"}, "dispatch='codes'"),
+    "capacity": ({"capacity": 9}, {"capacity": 8}, "capacity=8"),
+    "tokens": ({"capacity": "all"}, {"capacity": "all", "tokens": 5}, "5 tokens"),
+}
+
+
+def run_different(rank: int, name: str) -> None:
+    arguments = {"recipe": "mxfp8", "tokens": 6} | DIFFERENT[name][rank]
+    tokens = arguments.pop("tokens")
+    options = {key: arguments.pop(key) for key in ("dispatch", "capacity") if key in arguments}
+    moe = mf.expert_parallel(built(**arguments), dist.group.WORLD, **options)
+    moe(draw(rank, tokens))
+
+
+@pytest.mark.parametrize("name", DIFFERENT)
+def test_layers_that_differ_are_one_error_on_every_rank(name):
+    for traceback in last_words(2, run_different, name, seconds=TIMEOUT):
+        assert "ValueError: expert_parallel: expected all ranks to have the same layer" in traceback
+        assert "rank 0 has moe: " in traceback
+        assert DIFFERENT[name][2] in traceback.partition("rank 1 has")[2]
+
+
+def divide_on_one(rank: int) -> None:
+    moe = built("mxfp8")
+    if rank == 0:
+        mf.expert_parallel(moe, dist.group.WORLD)
+    moe(draw(rank, 6))
+
+
+def test_a_layer_divided_on_some_ranks_is_named():
+    first, _ = last_words(2, divide_on_one, seconds=TIMEOUT)
+    assert "expert_parallel: expected all 2 ranks to divide moe: 8 experts" in first
+    assert "ranks [1] have not arrived" in first
+    assert "not divided" in first
