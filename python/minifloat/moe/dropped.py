@@ -15,15 +15,22 @@ def to_host(numbers: Tensor) -> list[int]:
     return numbers.tolist()
 
 
+def is_capturing(t: Tensor) -> bool:
+    """Tells whether a CUDA graph captures what is done with the tensor now."""
+    return t.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
 def warn_of_dropped(links: Sequence[Any]) -> None:
     """Ends a step: warns of rows that were dropped since the step before, after one copy.
+
+    A step that a CUDA graph captures does neither; the next step outside a graph does.
 
     Args:
         links: objects of parallel_experts.ExpertParallel.
     """
     counted = [link for link in links if link.dropped is not None]
     counters = [link.dropped for link in counted]
-    if not counters:
+    if not counters or is_capturing(counters[0]):
         return
     numbers = to_host(torch.cat([counter.to(counters[0].device) for counter in counters]))
     for link, counter, number in zip(counted, counters, numbers):

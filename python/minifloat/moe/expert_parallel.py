@@ -148,4 +148,4 @@ def keep_own(module: Experts, link: ExpertParallel, mesh: Any) -> None:
     for name in module.weight_names:
         product = product_of(module, name)
         if product is not None:
-            product.keep_experts(begin, end, link.experts)
+            product.keep_experts(link.expert_range)

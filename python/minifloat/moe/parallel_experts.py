@@ -26,6 +26,7 @@ from torch import Tensor
 from .._native import ops
 from ..distributed.fsdp.handshake import wait_for_all
 from ..nn.grouped_product import ProductCall, call_of, product_of
+from ..nn.recipe_state import ExpertRange
 from ..recipe import Recipe
 from .arrivals import CombineRows, DispatchRows, sort_arrivals
 from .code_experts import CodeExperts, DispatchCodes, Way
@@ -96,6 +97,11 @@ class ExpertParallel:
     def first_expert(self) -> int:
         """The number of this rank's first expert."""
         return self.rank * self.local
+
+    @property
+    def expert_range(self) -> ExpertRange:
+        """This rank's experts, for the state of products."""
+        return ExpertRange(self.first_expert, self.local, self.experts, self.group)
 
     def compute(self, module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
         """Computes each token's weighted sum of the experts `module`, on whatever ranks they are.

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ..checks import require_module
+from .distributed_hooks import hooks
 from .names import join
 from .random_state import states_of
 from .recipe_state import forget_weights, histories_of
@@ -23,21 +24,28 @@ from .recipe_state import forget_weights, histories_of
 def training_state(model: nn.Module) -> dict[str, Tensor]:
     """Copies the random counters and amax histories of a model.
 
+    Where ranks have different experts, all of them call this: they exchange the histories.
+
     Args:
         model: one that mf.quantize_ converted, or that has mf.Linear layers.
 
     Returns:
         Copies by name, the same on every data-parallel rank. "rng": int64 (seed, count), of the
         call mf.quantize_(model, …); "<name>.rng" of a module that was converted alone.
-        "<name>.amax_history": float32 (6, 1 + length), a row an operand.
+        "<name>.amax_history": float32 (6, 1 + length), a row an operand; (6, E, 1 + length) of
+        the E experts of all ranks.
 
     Raises:
         TypeError: `model` is no module.
     """
     require_module("training_state", model)
     state = {join(fqn, "rng"): rng.get() for fqn, rng in states_of(model)}
-    for fqn, _, history in histories_of(model):
-        state[join(fqn, "amax_history")] = history.clone()
+    for fqn, layer, history in histories_of(model):
+        name, kept = join(fqn, "amax_history"), layer.expert_range
+        if kept is None:
+            state[name] = history.clone()
+        else:
+            state[name] = hooks().reduce_amaxes(kept.of_all(history), kept.group)
     return state
 
 
@@ -87,6 +95,7 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         _require_entry(name, tensor, state[name])
     for fqn, rng in states_of(model):
         rng.set(state[join(fqn, "rng")])
-    for fqn, _, history in histories_of(model):
-        history.copy_(state[join(fqn, "amax_history")])
+    for fqn, layer, history in histories_of(model):
+        entry, kept = state[join(fqn, "amax_history")], layer.expert_range
+        history.copy_(entry if kept is None else kept.own(entry))
     forget_weights(model)

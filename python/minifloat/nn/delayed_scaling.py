@@ -21,25 +21,13 @@ def _reduce_running(layers: list[RecipeState], group: dist.ProcessGroup | None) 
     A rank that has some experts of all has zeros for the others.
     """
     current = [layer._buffers["amax_history"][..., 1] for layer in layers]  # type: ignore[index]
-    sent = [_of_all_experts(layer, amaxes) for layer, amaxes in zip(layers, current)]
+    ranges = [layer.expert_range for layer in layers]
+    sent = [amaxes if r is None else r.of_all(amaxes) for r, amaxes in zip(ranges, current)]
     reduced = hooks().reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in sent]), group)
     split = reduced.split([amaxes.numel() for amaxes in sent])
     new = [amaxes.view_as(before) for amaxes, before in zip(split, sent)]
-    for i, layer in enumerate(layers):
-        if layer.expert_range is not None:
-            begin = layer.expert_range[0]
-            new[i] = new[i][:, begin : begin + current[i].shape[1]]
+    new = [amaxes if r is None else r.own(amaxes) for r, amaxes in zip(ranges, new)]
     torch._foreach_copy_(current, new)
-
-
-def _of_all_experts(layer: RecipeState, amaxes: Tensor) -> Tensor:
-    """Returns the amaxes with columns for the experts of other ranks, or as they are."""
-    if layer.expert_range is None:
-        return amaxes
-    begin, experts = layer.expert_range
-    whole = amaxes.new_zeros(amaxes.shape[0], experts)
-    whole[:, begin : begin + amaxes.shape[1]] = amaxes
-    return whole
 
 
 @torch.no_grad()

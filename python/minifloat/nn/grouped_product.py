@@ -19,7 +19,7 @@ from ..recipe import Recipe, operand_names
 from .names import join
 from .operand_cache import conditions_of, weight_codes
 from .random_state import as_normal
-from .recipe_state import DEFAULT_HISTORY, STATE, RecipeState
+from .recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
 
 SUFFIX = "_product"  # of the child's name, after the parameter's
 
@@ -132,12 +132,12 @@ class GroupedProduct(RecipeState):
         self.weight_codes = None
         self._cached_weight: int | None = None
 
-    def keep_experts(self, begin: int, end: int, experts: int) -> None:
-        """Keeps the state of the experts [begin, end) alone, of `experts` among all ranks."""
+    def keep_experts(self, kept: ExpertRange) -> None:
+        """Keeps the state of this rank's experts alone."""
         history = self._buffers["amax_history"]
-        if history is not None and history.shape[1] == experts:
-            self._buffers["amax_history"] = history[:, begin:end].clone()
-        self.expert_range = begin, experts
+        if history is not None and history.shape[1] == kept.experts:
+            self._buffers["amax_history"] = kept.own(history).clone()
+        self.expert_range = kept
         self._forget()
 
     def rename(self, fqn: str) -> None:
@@ -275,8 +275,7 @@ def add_products(
             margin=margin,
         )
         if (parallel := getattr(module, "parallel", None)) is not None:
-            begin, end = parallel.first_expert, parallel.first_expert + parallel.local
-            product.keep_experts(begin, end, parallel.experts)
+            product.keep_experts(parallel.expert_range)
         products.append(product.train(module.training))
     for name, product in zip(names, products):
         module.add_module(name + SUFFIX, product)

@@ -7,6 +7,7 @@ in a state dict.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,6 +33,36 @@ def require_history(length: int, algorithm: str, margin: int) -> None:
     require_int("margin", margin, 0, MAX_MARGIN, "powers of two")
 
 
+@dataclass(frozen=True)
+class ExpertRange:
+    """The experts of one rank among those of all.
+
+    Args:
+        begin: the first one's number.
+        count: of this rank.
+        experts: E, of all ranks.
+        group: the ranks that have the others.
+    """
+
+    begin: int
+    count: int
+    experts: int
+    group: Any
+
+    def __deepcopy__(self, memo: Any) -> ExpertRange:
+        return self  # a process group cannot be copied
+
+    def of_all(self, history: Tensor) -> Tensor:
+        """Returns (6, n, …) with zeros for the experts of other ranks, (6, E, …)."""
+        whole = history.new_zeros(history.shape[0], self.experts, *history.shape[2:])
+        self.own(whole).copy_(history)
+        return whole
+
+    def own(self, whole: Tensor) -> Tensor:
+        """Returns the view of this rank's experts, (6, n, …) of (6, E, …)."""
+        return whole[:, self.begin : self.begin + self.count]
+
+
 class RecipeState(nn.Module):
     """A module that quantizes under a recipe."""
 
@@ -46,8 +77,7 @@ class RecipeState(nn.Module):
     stream_id: int  # what `stream` holds
     # Any: a chain of imports has at most ten levels.
     weight_codes: Any  # operand_cache's WeightCodes; None: the weight is quantized each time
-    # The first expert of this rank and the number of all ranks'; None: this rank has all.
-    expert_range: tuple[int, int] | None = None
+    expert_range: ExpertRange | None = None  # None: this process has all experts
     weight_gather: Any = None  # distributed_hooks' WeightGather; None: FSDP2 has not sharded it
 
     def set_state(
