@@ -75,7 +75,7 @@ class Products(TorchDispatchMode):
         row = 0 if unit == 0 else {16: 1, 32: 2, 64: 3, 128: 4}[unit]
         sides, codes = [], []
         for i, spec in enumerate(text.split(",")[0].split("*")):
-            values, scale, amax = args[3 * i : 3 * i + 3]
+            values, scale, amax = (t.clone() for t in args[3 * i : 3 * i + 3])  # FSDP2 frees them
             codes.append(values)
             if values.dtype == torch.uint8:
                 is_grouped = {"groups": table, "group_unit": unit} if values.dim() == 2 else {}

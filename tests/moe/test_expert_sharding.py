@@ -1,0 +1,95 @@
+"""mf.expert_parallel beside FSDP2, and checkpoints of divided experts."""
+
+import copy
+
+import minifloat as mf
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from tests.support.expert_ranks import require_same_operands
+from tests.support.expert_world import Pass, built, draw, own
+from tests.support.worlds import run_world
+
+# ---- with FSDP2 ----------------------------------------------------------------------------------
+
+
+def check_sharded(rank: int) -> None:
+    """Two replicas of the group shard the experts of each rank, and average gradients."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    replica, sizes = rank // 2, [9, 6]
+    for recipe in ("bf16", "mxfp8", "nvfp4"):
+        whole = built("bf16", fused_w13=True)
+        cut = mf.expert_parallel(copy.deepcopy(whole), mesh["ep"])
+        if recipe != "bf16":
+            options = {"gather": "compute_dtype", "verbose": False}
+            mf.quantize_(cut, recipe, data_parallel_rank=rank, **options)
+            mf.quantize_(whole, recipe, data_parallel_rank=2 * replica, **options)
+        fully_shard(cut.experts, mesh=mesh["dp"])
+        x, g = draw(replica, sum(sizes)), draw(5 + replica, sum(sizes))
+        alone = Pass(whole, x, g)
+        found = Pass(cut, own(x, sizes, rank % 2), own(g, sizes, rank % 2))
+        first = cut.experts.parallel.first_expert
+        require_same_operands(found.products, alone.products, first)
+        for name, gradient in found.dw.items():
+            if not name.startswith("experts."):
+                continue
+            mean = alone.dw[name].float()
+            dist.all_reduce(mean)  # of two equal ones in each of two replicas
+            got = gradient.full_tensor().float()
+            assert (got - mean / 4).norm() <= 0.01 * mean.norm(), (recipe, name)
+
+
+def test_fsdp2_shards_divided_experts():
+    run_world(4, check_sharded)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def trained(recipe: str) -> tuple[mf.MoE, mf.MoE]:
+    """Returns a layer after two steps on one process, and one with other weights to load into."""
+    moe = built(recipe, fused_w13=True)
+    for step in range(2):
+        moe(draw(step, 12)).float().square().sum().backward()
+        mf.step(moe, dist.new_group([dist.get_rank()], use_local_synchronization=True))
+    other = built(recipe, fused_w13=True)
+    with torch.no_grad():
+        other.experts.w13.zero_()
+        other.experts.w2.zero_()
+    return moe, other
+
+
+def state_of(moe: mf.MoE) -> dict:
+    return {"model": moe.state_dict(), "minifloat": mf.training_state(moe)}
+
+
+def save(rank: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    moe, _ = trained("fp8_delayed")
+    dcp.save(state_of(mf.expert_parallel(moe, mesh["ep"])), checkpoint_id=folder)
+
+
+def load(rank: int, folder: str) -> None:
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("ep",))
+    moe, other = trained("fp8_delayed")
+    other = mf.expert_parallel(other, mesh["ep"])
+    state = state_of(other)
+    dcp.load(state, checkpoint_id=folder)
+    other.load_state_dict(state["model"])
+    mf.load_training_state(other, state["minifloat"])
+    for name, parameter in other.named_parameters():
+        whole = parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
+        assert torch.equal(whole, moe.get_parameter(name)), name
+    assert torch.equal(other.router.expert_bias, moe.router.expert_bias)
+    for name, entry in mf.training_state(moe).items():
+        assert torch.equal(mf.training_state(other)[name], entry), name
+    x = draw(3, 8)
+    torch.testing.assert_close(other(own(x, [4, 4], rank)), own(moe(x), [4, 4], rank))
+
+
+def test_a_checkpoint_of_four_ranks_loads_on_two(tmp_path):
+    run_world(4, save, str(tmp_path))
+    run_world(2, load, str(tmp_path))
