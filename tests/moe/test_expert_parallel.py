@@ -83,13 +83,21 @@ def test_a_mesh_dimension_gives_dtensors():
     run_world(2, check_mesh)
 
 
-def check_steps(rank: int, recipe: str, is_checkpointed: bool) -> None:
+def check_steps(rank: int, is_on_mesh: bool, is_checkpointed: bool) -> None:
+    for recipe in ("bf16", "nvfp4", "fp8_delayed"):
+        mesh = dist.group.WORLD
+        if is_on_mesh:
+            mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("ep",))["ep"]
+        check_steps_of(rank, recipe, mesh, is_checkpointed)
+
+
+def check_steps_of(rank: int, recipe: str, mesh: object, is_checkpointed: bool) -> None:
     """Ranks train as one process does: random states, histories, weight codes, balance."""
     whole = built(recipe, fused_w13=True, balance_speed=0.25)
     for _, state in mf.nn.random_state.states_of(whole):
         state.rank = 0
         state.set(state.get())
-    cut = mf.expert_parallel(copy.deepcopy(whole), dist.group.WORLD)
+    cut = mf.expert_parallel(copy.deepcopy(whole), mesh)
     sizes = sizes_here()
     optimizers = [torch.optim.SGD(m.experts.parameters(), lr=0.1) for m in (cut, whole)]
 
@@ -127,10 +135,27 @@ def check_steps(rank: int, recipe: str, is_checkpointed: bool) -> None:
         assert state[names[0]].all(dim=1).any()
 
 
-@pytest.mark.parametrize("is_checkpointed", [False, True])
-@pytest.mark.parametrize("recipe", ["bf16", "nvfp4", "fp8_delayed"])
-def test_steps_are_those_of_one_process(recipe, is_checkpointed):
-    run_world(2, check_steps, recipe, is_checkpointed)
+@pytest.mark.parametrize(
+    ("is_on_mesh", "is_checkpointed"), [(False, False), (False, True), (True, False)]
+)
+def test_steps_are_those_of_one_process(is_on_mesh, is_checkpointed):
+    run_world(2, check_steps, is_on_mesh, is_checkpointed)
+
+
+def check_compiled(rank: int) -> None:
+    """Compiled code calls the divided experts between its graphs; a copy shares the group."""
+    x, g = draw(rank, 9), draw(5 + rank, 9)
+    cut = mf.expert_parallel(built("mxfp8", shared_experts=1), dist.group.WORLD)
+    eager, compiled = Pass(cut, x, g), copy.deepcopy(cut)
+    assert compiled.experts.parallel is not cut.experts.parallel
+    compiled.compile(backend="eager")
+    found = Pass(compiled, x, g)
+    assert torch.equal(found.y, eager.y)
+    assert torch.equal(found.dx, eager.dx)
+
+
+def test_compiled_code_calls_divided_experts():
+    run_world(2, check_compiled)
 
 
 # ---- sizes ---------------------------------------------------------------------------------------
