@@ -6,4 +6,5 @@ loop         one run                            checkpoint, metrics       files 
 job          all runs and the report            measure, report, plot     the report's numbers
 command      the command line                   saved                     an earlier job's files
 world        several processes                  fields, files, manifest   checks, writes, checksums
+experts      load of experts                    expert_ranks, gradients   experts on several ranks
 """

@@ -29,6 +29,7 @@ recipes:
 
 on several processes, the model sharded by FSDP2, weights gathered in the recipe's codes:
   torchrun --nproc-per-node 4 -m minifloat train ...
+  torchrun --nproc-per-node 4 -m minifloat train --model moe:... --expert-parallel 2 ...
 """
 
 PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # of `pip install minifloat[train]`
@@ -130,12 +131,20 @@ def run(arguments: argparse.Namespace) -> int:
     cache = cache_folder(arguments.cache)
     with joined(config.device, config.batch) as world, output_folder(world, out) as folder:
         world.wait()  # until all ranks have read the folder
-        if before and before.config.processes != config.processes:
+        if before and places_of(before.config) != places_of(config):
             saved.say(
-                f"saved on {before.config.processes} processes, goes on with {config.processes}: "
+                f"saved on {places_of(before.config)}, goes on with {places_of(config)}: "
                 "on the same batches, with sums over ranks in another order"
             )
         return job.train(config, runs, folder, cache, saved=before, world=world)
+
+
+def places_of(config: Any) -> str:
+    """Returns the number of processes, and of those that divide the experts, for messages."""
+    text = f"{config.processes} processes"
+    if config.expert_parallel > 1:
+        text += f", experts divided over {config.expert_parallel}"
+    return text
 
 
 def require_packages() -> None:

@@ -25,14 +25,15 @@ from .fields import (
     require,
     require_fields,
 )
-from .model_config import SIZE, ModelConfig, saved_model
+from .model_config import SIZE, MixtureConfig, ModelConfig, saved_model
 
 MOST = 10**9  # the limit of counts
 MOST_THREADS = 4096  # many more end the process in torch
 
 # Fields that may change: the token ids are compared themselves, and a step's batch does not depend
 # on the number of processes.
-FREE = ("data", "data_mb", "processes")
+FREE = ("data", "data_mb", "processes", "expert_parallel")
+LATER = ("processes", "expert_parallel")  # fields that the first jobs did not save
 
 # The numbers of TrainConfig: the range, on the command line and in job.json, and the help text.
 NUMBERS: Mapping[str, tuple[Number, str]] = {
@@ -49,6 +50,7 @@ NUMBERS: Mapping[str, tuple[Number, str]] = {
     "checkpoint_every": (integers(1, MOST), "steps between checkpoints"),
     "data_mb": (numbers(0, MOST, above=True), "most megabytes of text to read"),
     "threads": (integers(0, MOST_THREADS), "CPU threads; part of the result's bytes"),
+    "expert_parallel": (SIZE, "processes that divide a mixture's experts, which rows travel to"),
 }
 
 
@@ -63,7 +65,8 @@ class TrainConfig:
 
     seq: tokens a sequence; batch: sequences a step; lr: the peak; clip: the gradient's norm;
     data_mb: the most megabytes (1e6 bytes) of text; threads: of the CPU (0 on a GPU);
-    processes: the number that shares a step's batch.
+    processes: the number that shares a step's batch; expert_parallel: how many of them divide the
+    experts, 1: none.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -83,11 +86,14 @@ class TrainConfig:
     threads: int = 0
     device: str = "cpu"
     processes: int = 1
+    expert_parallel: int = 1
 
     def __post_init__(self) -> None:
         for name, (number, _) in NUMBERS.items():
             require(option_of(name), number, getattr(self, name))
         require("processes", SIZE, self.processes)
+        if self.expert_parallel > 1:
+            require_divisible(self.model, self.processes, self.expert_parallel)
 
     @property
     def tokens_per_step(self) -> int:
@@ -117,11 +123,28 @@ class TrainConfig:
             raise TrainError(f"{where}: {error}") from error
 
 
-SAVED_CONFIG: Fields = {  # `processes` is a later field than these
+def require_divisible(model: ModelConfig, processes: int, expert_parallel: int) -> None:
+    """Refuses experts that the processes cannot divide."""
+    option = "--expert-parallel"
+    if not isinstance(model, MixtureConfig):
+        raise TrainError(f"{option}: expected 1 for a model without experts, got {expert_parallel}")
+    if processes % expert_parallel:
+        raise TrainError(
+            f"{option}: expected a divisor of the job's processes, got {expert_parallel} of "
+            f"{processes}"
+        )
+    if model.experts % processes:
+        raise TrainError(
+            f"{option} {expert_parallel}: expected experts as a multiple of the {processes} "
+            f"processes, got {model.experts}"
+        )
+
+
+SAVED_CONFIG: Fields = {
     "model": OBJECT,
     "data": TEXTS,
     "device": Kind("'cpu' or 'cuda'", lambda value: value in ("cpu", "cuda")),
-    **{name: number for name, (number, _) in NUMBERS.items()},
+    **{name: number for name, (number, _) in NUMBERS.items() if name not in LATER},
 }
 
 

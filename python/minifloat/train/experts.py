@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from minifloat.moe.layer import Experts
 from minifloat.moe.router import Router
 
 from .fields import COUNT, Kind
@@ -45,6 +46,16 @@ def read_tokens(model: nn.Module) -> Tokens:
         return {}
     counts = torch.stack([router.step_counts for router in routers.values()])
     return dict(zip(routers, counts.tolist()))
+
+
+def dropped_rows(model: nn.Module) -> int | None:
+    """Returns the rows that this rank dropped in the last step, after mf.step.
+
+    None: no experts are divided over ranks.
+    """
+    links = [module.parallel for module in model.modules() if isinstance(module, Experts)]
+    divided = [link for link in links if link is not None]
+    return sum(link.step_dropped for link in divided) if divided else None
 
 
 def load_of(tokens: Tokens) -> float:

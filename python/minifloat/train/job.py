@@ -269,7 +269,10 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
     if config.device == "cuda":
         where = torch.cuda.get_device_name()
     if config.processes > 1:
-        where = f"{config.processes} processes under FSDP2, each {where}"
+        divided = ""
+        if config.expert_parallel > 1:
+            divided = f", experts divided over groups of {config.expert_parallel}"
+        where = f"{config.processes} processes under FSDP2{divided}, each {where}"
     beyond, layers = beyond_limit(corpus), converted_layers(config)
     left_out = f"; by --data-mb: {beyond}" if beyond else ""
     return {

@@ -35,7 +35,9 @@ from minifloat.nn.delayed_scaling import step as finish_step
 from . import checkpoint
 from .batches import Batches
 from .config import TrainConfig, TrainError
-from .experts import LAST, Tokens, load_of, read_tokens
+from .expert_ranks import own_histories, whole_histories
+from .experts import LAST, Tokens, dropped_rows, load_of, read_tokens
+from .gradients import average_gradients, clip_gradients
 from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_under_autocast
 from .metrics import Metrics
 from .model import build_model
@@ -119,7 +121,9 @@ class Run:
         self.memory = PeakMemory(self.config.device)
         self.memory.start()
         self.world = job.world
-        self.model = self.world.shard(prepare_model(spec, self.config)[0])
+        self.model = self.world.shard(
+            prepare_model(spec, self.config)[0], self.config.expert_parallel
+        )
         self.optimizer = make_optimizer(self.model, self.config)
         self.loss = loss_under_autocast(self.model, self.config.device)
         self.options = StateDictOptions(full_state_dict=self.world.size > 1)
@@ -138,7 +142,8 @@ class Run:
             group["lr"] = lr
         loss = self.loss(*self.to_device(self.job.batches.training(self.spec.seed, self.step)))
         loss.backward()
-        norm = whole(nn.utils.clip_grad_norm_(self.model.parameters(), self.config.clip))
+        average_gradients(self.model)
+        norm = whole(clip_gradients(self.model.parameters(), self.config.clip))
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.spec.converts or self.config.model.mixtures:
@@ -158,7 +163,9 @@ class Run:
         self.tokens = read_tokens(self.model)
         if not self.tokens:
             return {}
-        return {"expert_load": load_of(self.tokens), "dropped_rows": 0.0}
+        dropped = dropped_rows(self.model)
+        total = 0 if dropped is None else self.world.total(dropped)
+        return {"expert_load": load_of(self.tokens), "dropped_rows": float(total)}
 
     def measure_light(self) -> None:
         """Measures the speed of light again, outside the steps' time and their peak memory."""
@@ -191,7 +198,7 @@ class Run:
             rng["cuda"] = torch.cuda.get_rng_state()
         state = {"model": model, "optimizer": optimizer, "rng": rng}
         if self.spec.converts:
-            state["minifloat"] = training_state(self.model)
+            state["minifloat"] = whole_histories(self.model, training_state(self.model))
         return state
 
     def save(self) -> None:
@@ -235,7 +242,7 @@ class Run:
         if "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         if self.spec.converts:
-            load_training_state(self.model, state["minifloat"])
+            load_training_state(self.model, own_histories(self.model, state["minifloat"]))
 
     @property
     def checkpoints(self) -> Path:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import SIZE
+from .expert_ranks import divide_experts
 from .fields import TrainError, require
 
 T = TypeVar("T")
@@ -44,16 +45,24 @@ class World:
     size: int = 1
     device: str = "cpu"
 
-    def shard(self, model: Any) -> nn.Module:
-        """Shards the model with FSDP2, block by block; one process leaves it unchanged."""
+    def shard(self, model: Any, expert_parallel: int = 1) -> nn.Module:
+        """Shards the model with FSDP2, block by block; one process leaves it unchanged.
+
+        Args:
+            expert_parallel: ranks of each group that divides the experts first; 1: FSDP2 cuts them
+                as all other weights.
+        """
         if self.size > 1:
             from torch.distributed.device_mesh import init_device_mesh
             from torch.distributed.fsdp import fully_shard
 
             mesh = init_device_mesh(self.device, (self.size,))
+            ignored = None
+            if expert_parallel > 1:
+                ignored = divide_experts(model, self.device, self.size, expert_parallel)
             for block in model.layers:
-                fully_shard(block, mesh=mesh)
-            fully_shard(model, mesh=mesh)
+                fully_shard(block, mesh=mesh, ignored_params=ignored)
+            fully_shard(model, mesh=mesh, ignored_params=ignored)
         return model
 
     def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
@@ -67,6 +76,14 @@ class World:
             value = value.detach() / self.size
             dist.all_reduce(value)
         return value.item()
+
+    def total(self, count: int) -> int:
+        """Returns the sum over the ranks."""
+        if self.size == 1:
+            return count
+        value = torch.tensor(count, dtype=torch.int64).to(self.device)
+        dist.all_reduce(value)
+        return int(value.item())
 
     def any(self, flag: bool) -> bool:
         """Tells whether the flag is set on any rank."""
