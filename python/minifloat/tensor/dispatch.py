@@ -47,7 +47,7 @@ def quantize(
             return (*none, values)
         part = x.direction(Spec.parse(spec).text, columnwise)
         if decoded:
-            values = ops.decode(part.codes, part.scale, part.spec, part.shape[1])
+            values = ops.decode(part.codes, part.scale, part.spec, part.shape[-1])
         return part.codes, raw_scale(part), part.amax, values
 
     return (*operand(row, False, decoded_row), *operand(col, True, decoded_col))
@@ -142,10 +142,12 @@ def as_strided(
 
 
 def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedTensor:
-    """Copies rows (0) or columns (1) [start, end) of both directions."""
+    """Copies [start, end) of one dimension of both directions."""
+    last = x.dim() - 1
 
     def cut_part(part: Quantized) -> Quantized:
-        return cut(part, 1 - dim if part.columnwise else dim, start, end)
+        is_swapped = part.columnwise and dim >= last - 1
+        return cut(part, 2 * last - 1 - dim if is_swapped else dim, start, end)
 
     return x._map(cut_part)
 
@@ -153,7 +155,7 @@ def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedT
 @handles(aten.split_with_sizes.default)
 def split_with_sizes(func: Any, x: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
     """Splits on block boundaries."""
-    dim = dim % 2
+    dim = dim % x.dim()
     if sum(sizes) != x.shape[dim]:
         return NotImplemented
     ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
@@ -163,7 +165,7 @@ def split_with_sizes(func: Any, x: QuantizedTensor, sizes: Any, dim: int = 0) ->
 @handles(aten.split.Tensor)
 def split(func: Any, x: QuantizedTensor, size: int, dim: int = 0) -> Any:
     """Splits on block boundaries."""
-    dim = dim % 2
+    dim = dim % x.dim()
     length = x.shape[dim]
     if size <= 0:
         return NotImplemented
@@ -183,7 +185,7 @@ def slice_(
     """Slices on block boundaries; steps other than 1 have the values."""
     if step != 1:
         return NotImplemented
-    dim = dim % 2
+    dim = dim % x.dim()
     begin, stop, _ = slice(start, end).indices(x.shape[dim])
     if (begin, stop) == (0, x.shape[dim]):
         return alias(func, x)

@@ -332,7 +332,7 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
         raise TypeError(f"{name}: expected Quantized, got {type(part).__name__}")
     if part.groups is not None:
         raise ValueError(f"{name}: expected a matrix without groups, got a grouped operand")
-    is_matrix = isinstance(part.shape, (tuple, list)) and len(part.shape) == 2
+    is_matrix = isinstance(part.shape, (tuple, list)) and len(part.shape) in (2, 3)
     if not is_matrix or part.columnwise != columnwise:
         raise ValueError(
             f"{name}: expected a matrix with columnwise={columnwise}, got columnwise="
@@ -340,8 +340,8 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
         )
     for field in ("codes", "scale", "amax"):
         require_tensor(f"{name}: {field}", getattr(part, field))
-    rows, cols = part.shape
-    if type(rows) is not int or type(cols) is not int:  # symbolic sizes of a trace
+    *experts, rows, cols = part.shape
+    if any(type(size) is not int for size in part.shape):  # symbolic sizes of a trace
         return
     spec = Spec.parse(part.spec)
     for field, t, dtype, shape in (
@@ -349,9 +349,12 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
         ("scale", part.scale, spec.scale_dtype, spec.scale_shape(rows, cols)),
         ("amax", part.amax, torch.float32, spec.amax_shape(rows)),
     ):
+        if shape != (0,):
+            shape = (*experts, *shape)
         if t.dtype != dtype or t.shape != shape or not t.is_contiguous():
+            of = " x ".join(map(str, part.shape))
             raise ValueError(
-                f"{name}: expected {field} of {part.spec}, {rows} x {cols}, as contiguous {dtype} "
+                f"{name}: expected {field} of {part.spec}, {of}, as contiguous {dtype} "
                 f"{shape}, got {t.dtype} {tuple(t.shape)} with strides {t.stride()}"
             )
         if t.device != part.codes.device:
@@ -362,11 +365,12 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
 
 def transposed(q: Quantized) -> Quantized:
     """Transposes an operand with 2D blocks to its other direction, without rounding."""
-    rows, cols = q.shape
-    is_packed = Spec.parse(q.spec).code_bits == 4
-    codes = transpose_codes(q.codes, cols) if is_packed else q.codes.t().contiguous()
-    scale = q.scale.t().contiguous() if q.scale.dim() == 2 else q.scale
-    return Quantized(codes, scale, q.amax, q.spec, (cols, rows), not q.columnwise)
+    *experts, rows, cols = q.shape
+    spec = Spec.parse(q.spec)
+    is_packed = spec.code_bits == 4
+    codes = transpose_codes(q.codes, cols) if is_packed else q.codes.mT.contiguous()
+    scale = q.scale.mT.contiguous() if spec.has_blocks else q.scale
+    return Quantized(codes, scale, q.amax, q.spec, (*experts, cols, rows), not q.columnwise)
 
 
 def map_tensors(q: Quantized, fn: Callable[[Tensor], Tensor]) -> Quantized:

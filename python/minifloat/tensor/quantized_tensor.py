@@ -3,7 +3,8 @@
     rowwise     codes of W (N, K), which fprop reads       at least one
     columnwise  codes of Wᵀ (K, N), which dgrad reads      is present
 
-Its shape is W's, and its dtype is nominal. Ops are of four kinds:
+Its shape is W's, and its dtype is nominal. W may be (E, N, K), a matrix for each expert with scales
+of its own. Ops are of four kinds:
 
     minifloat.quantize      returns the codes, in the present specs only
     copy, move, slice       copy the codes; slices on block boundaries only
@@ -48,11 +49,16 @@ TENSORS = ("codes", "scale", "amax")
 def _quantize_both(
     x: Tensor, row_spec: str | None, col_spec: str | None
 ) -> tuple[Quantized | None, Quantized | None]:
-    """Quantizes both directions of a (rows, cols) matrix, which is read once."""
+    """Quantizes both directions of (…, rows, cols), which is read once."""
     out = ops.quantize(x, row_spec or "", col_spec or "")
     rowwise = read_direction(out, x, row_spec, False) if row_spec else None
     columnwise = read_direction(out, x, col_spec, True) if col_spec else None
     return rowwise, columnwise
+
+
+def transposed_shape(part: Quantized) -> tuple[int, ...]:
+    """Returns the shape of W from that of its columnwise part."""
+    return *part.shape[:-2], part.shape[-1], part.shape[-2]
 
 
 class QuantizedTensor(Tensor):
@@ -61,8 +67,8 @@ class QuantizedTensor(Tensor):
     Build one with from_tensor, or from results of mf.quantize.
 
     Args:
-        rowwise: codes of W (N, K), or None.
-        columnwise: codes of Wᵀ (K, N), from mf.quantize(W, columnwise=True), or None.
+        rowwise: codes of W (N, K) or (E, N, K), or None.
+        columnwise: codes of Wᵀ, from mf.quantize(W, columnwise=True), or None.
         dtype: the nominal dtype, float32 or bfloat16: that of dequantized values.
         requires_grad: as of any tensor.
 
@@ -97,7 +103,7 @@ class QuantizedTensor(Tensor):
         require_tensor("QuantizedTensor: codes", part.codes)
         if dtype not in NOMINAL_DTYPES:
             raise ValueError(f"QuantizedTensor: expected dtype in {NOMINAL_DTYPES}, got {dtype}")
-        shape = part.shape[::-1] if rowwise is None else part.shape
+        shape = transposed_shape(part) if rowwise is None else part.shape
         return Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=part.codes.device, requires_grad=requires_grad
         )
@@ -116,7 +122,7 @@ class QuantizedTensor(Tensor):
                 )
                 require_nearest(part.spec)
         shapes = {tuple(rowwise.shape)} if rowwise is not None else set()
-        shapes |= {tuple(columnwise.shape[::-1])} if columnwise is not None else set()
+        shapes |= {transposed_shape(columnwise)} if columnwise is not None else set()
         if len(shapes) > 1:
             raise ValueError(f"QuantizedTensor: expected parts of one matrix, got shapes {shapes}")
         self.rowwise, self.columnwise = rowwise, columnwise
@@ -128,7 +134,8 @@ class QuantizedTensor(Tensor):
         """Quantizes a matrix to nearest.
 
         Args:
-            x: (rows, cols), float32 or bfloat16, which becomes the nominal dtype.
+            x: (rows, cols) or (experts, rows, cols), float32 or bfloat16, which becomes the nominal
+                dtype.
             row_spec: of the rowwise part; None: no such part.
             col_spec: of the columnwise part; None: no such part.
 
@@ -142,8 +149,11 @@ class QuantizedTensor(Tensor):
         col = require_weight_spec(col_spec) if col_spec else None
         if row is None and col is None:
             raise ValueError("QuantizedTensor: expected a row_spec or a col_spec, got neither")
-        if x.dim() != 2:
-            raise ValueError(f"QuantizedTensor: expected (rows, cols), got {tuple(x.shape)}")
+        if x.dim() not in (2, 3):
+            raise ValueError(
+                f"QuantizedTensor: expected (rows, cols), or one matrix an expert, got "
+                f"{tuple(x.shape)}"
+            )
         return cls._of_parts(*_quantize_both(x.detach().contiguous(), row, col), x.dtype)
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -161,7 +171,7 @@ class QuantizedTensor(Tensor):
             dtype: float32 or bfloat16; None: the nominal dtype.
 
         Returns:
-            A torch.Tensor (rows, cols).
+            A torch.Tensor of this shape.
 
         Raises:
             ValueError: all parts are transformed (`+rht`).
@@ -172,7 +182,7 @@ class QuantizedTensor(Tensor):
         if part is None:
             raise ValueError(f"QuantizedTensor: only transformed values are held, {self._holds()}")
         values = part.dequantize(dtype)
-        return values.t().contiguous() if part.columnwise else values
+        return values.mT.contiguous() if part.columnwise else values
 
     def direction(self, spec: str, columnwise: bool) -> Quantized:
         """Returns the codes of one direction, if need be transposed from the other direction.
