@@ -62,10 +62,10 @@ def train(layers: torch.nn.Module, steps: int = 3) -> list[float]:
 
 
 def check_fsdp(rank: int, recipe: str) -> None:
-    """Ranks with equal tokens train as one process does, whose weights they gather."""
+    """Ranks with equal tokens train as one process does, whose weights they gather as codes."""
     alone, sharded = model(), model()
     for layers in (alone, sharded):
-        mf.quantize_(layers, recipe, data_parallel_rank=0, gather="compute_dtype", verbose=False)
+        mf.quantize_(layers, recipe, data_parallel_rank=0, verbose=False)
     for block in sharded:
         fully_shard(block)
     fully_shard(sharded)

@@ -13,7 +13,8 @@ from torch import Tensor
 
 from ..nn import distributed_hooks
 from .amaxes import reduce_amaxes
-from .fsdp.plan import plan_gather
+from .fsdp.experts import wrap_sharded_experts
+from .fsdp.plan import plan_experts, plan_gather
 from .fsdp.weight import precompute_scales, wrap_sharded_weight
 
 
@@ -35,6 +36,8 @@ distributed_hooks.register(
     distributed_hooks.DistributedHooks(
         plan_gather=plan_gather,
         adopt_weight=wrap_sharded_weight,
+        plan_experts=plan_experts,
+        adopt_experts=wrap_sharded_experts,
         precompute_scales=precompute_scales,
         reduce_amaxes=reduce_amaxes,
         linear=linear,

@@ -14,6 +14,7 @@ from typing import Any, cast
 from torch import nn
 
 from ..checks import require_text
+from ..nn.distributed_hooks import hooks
 from ..nn.expert_hooks import ExpertChoice, ExpertSelection
 from ..nn.grouped_product import SUFFIX, GroupedProduct, add_products, remove_products
 from ..nn.names import clean_name, join
@@ -190,12 +191,28 @@ def find_routers(model: nn.Module, selection: ExpertSelection) -> None:
                 selection.routers[module] = fqn, ROUTER_REASON
 
 
-def convert(choice: ExpertChoice, fqn: str, **history: Any) -> list[GroupedProduct]:
+def plan_gather(choice: ExpertChoice) -> tuple[Any, str]:
+    """Plans how FSDP2 gathers the weights of an experts module.
+
+    Returns:
+        The plan, or None for the compute dtype; and the sentence for the report.
+    """
+    if isinstance(choice.module, Experts) or (not choice.is_named and is_projected(choice.module)):
+        return hooks().plan_experts(choice.recipe)
+    return None, (
+        "weight is gathered in the compute dtype: the module's own forward reads the parameter"
+    )
+
+
+def convert(
+    choice: ExpertChoice, fqn: str, gather_plan: Any, **history: Any
+) -> list[GroupedProduct]:
     """Converts one experts module in place.
 
     Args:
         choice: the module, its parameters and recipe.
         fqn: its name in the whole model, which streams of random bits come from.
+        gather_plan: how FSDP2 gathers the weights as codes; None: in the compute dtype.
         history: of delayed scaling, as mf.quantize_'s.
 
     Returns:
@@ -205,7 +222,16 @@ def convert(choice: ExpertChoice, fqn: str, **history: Any) -> list[GroupedProdu
     kind = None
     if not isinstance(module, Experts):
         kind = foreign_kind(module, choice.is_named)
-    products = add_products(module, names, choice.recipe, fqn, **history)
+    row_major = kind is ProjectionExperts and bool(is_row_major(module))
+    products = add_products(
+        module,
+        names,
+        choice.recipe,
+        fqn,
+        is_row_major=row_major,
+        gather_plan=gather_plan,
+        **history,
+    )
     if kind is SeamExperts:
         number_products(module, names, products, fqn)
     if kind is not None:

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..nn.grouped_product import SUFFIX, GroupedProduct, product_of
+from ..nn.grouped_product import SUFFIX, GroupedProduct, HasProducts, product_of
 
 WHOLE = "grouped_mm_{}"  # the name of a seam's product, by its number among a forward's calls
 
 
-class Converted:
+class Converted(HasProducts):
     """What all derived classes have: a copy or a pickle of a module derives its class again."""
 
     original: ClassVar[type[nn.Module]]

@@ -8,7 +8,7 @@ from torch import nn
 
 from ..nn import expert_hooks
 from ..nn.names import unwrapped
-from .convert import convert, restore, revert, select
+from .convert import convert, plan_gather, restore, revert, select
 from .dropped import warn_of_dropped
 from .layer import Experts
 from .router import Router
@@ -35,6 +35,11 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
 
 expert_hooks.register(
     expert_hooks.ExpertHooks(
-        select=select, convert=convert, revert=revert, restore=restore, end_step=end_step
+        select=select,
+        plan_gather=plan_gather,
+        convert=convert,
+        revert=revert,
+        restore=restore,
+        end_step=end_step,
     )
 )

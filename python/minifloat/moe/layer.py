@@ -16,7 +16,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import require_bool, require_int, require_text
-from ..nn.grouped_product import add_products, call_of, product_of
+from ..nn.distributed_hooks import hooks
+from ..nn.grouped_product import (
+    HasProducts,
+    add_products,
+    call_of,
+    matrix_of,
+    product_of,
+)
 from ..nn.linear import adopt
 from ..nn.operand_cache import share_inputs
 from ..nn.random_state import RngState, add_hooks, require_int64
@@ -29,7 +36,7 @@ from .router import Router, require_number
 from .swiglu import ALPHA, Gate
 
 
-class Experts(nn.Module):
+class Experts(HasProducts, nn.Module):
     """The routed experts, whose matrices are 3D parameters.
 
     Args:
@@ -115,9 +122,9 @@ class Experts(nn.Module):
             call_of(self, "w2", x, needs_columnwise=True),
         )
         matrices = Matrices(
-            tuple(getattr(self, name).transpose(-2, -1) for name in self.input_names),
+            tuple(matrix_of(getattr(self, name)) for name in self.input_names),
             tuple(getattr(self, name) for name in self.bias_names),
-            self.w2.transpose(-2, -1),
+            matrix_of(self.w2),
         )
         order = order_rows(indices_Tk, self.experts, token_ids_T)
         return run_experts(plan, x, indices_Tk, weights_Tk, order, matrices, self.b2)
@@ -242,7 +249,13 @@ class MoE(nn.Module):
     def _quantize(self, recipe: Recipe, name: str, seed: int) -> None:
         """Gives the experts a recipe and a random state of their own."""
         states: list[RecipeState] = list(
-            add_products(self.experts, self.experts.weight_names, recipe, f"{name}.experts")
+            add_products(
+                self.experts,
+                self.experts.weight_names,
+                recipe,
+                f"{name}.experts",
+                gather_plan=hooks().plan_experts(recipe)[0],
+            )
         )
         linears = {
             adopt(module, recipe, f"{name}.{fqn}"): recipe

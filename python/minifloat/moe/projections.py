@@ -20,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.grouped_product import call_of
+from ..nn.grouped_product import call_of, matrix_of
 from .foreign import Converted
 from .functional import Matrices, Plan, compute_dtype, run_experts, take_weights, weighted_biases
 from .permute import order_rows, rows_of_tokens, sum_of_slots
@@ -101,9 +101,7 @@ def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwar
         call_of(module, NAMES[0], x, row_major),
         call_of(module, NAMES[1], x, row_major, needs_columnwise=True),
     ]
-    weights = [module.get_parameter(name) for name in NAMES]
-    if not row_major:
-        weights = [weight.transpose(-2, -1) for weight in weights]  # type: ignore[misc]
+    weights = [matrix_of(module.get_parameter(name), row_major) for name in NAMES]
     biases = [getattr(module, f"{name}_bias", None) for name in NAMES]
     gate = gate_of(module)
     plan = Plan(gate or Gate(), (calls[0],), calls[1])

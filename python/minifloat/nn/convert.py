@@ -19,8 +19,9 @@ from ..checks import require_bool, require_int, require_module
 from ..recipe import Recipe, RecipeMap
 from ..tensor.weight_specs import require_weight_spec
 from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks
-from .expert_hooks import ExpertSelection, expert_hooks
+from .expert_hooks import ExpertChoice, ExpertSelection, expert_hooks
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
+from .grouped_product import require_restorable_products
 from .linear import Linear, adopt, require_restorable, restore_linear
 from .names import clean_name, join, unwrapped
 from .operand_cache import share_inputs
@@ -124,6 +125,7 @@ def quantize_(
     if is_stochastic:
         require_same_random_state(model, seed, data_parallel_rank)
     plans = plan_gathers(model, selection, gather, primary)
+    mixture_plans = plan_mixtures(model, mixtures, gather)
     # Submodules that are converted one by one have layers of equal names. Their names in the whole
     # model differ, so the random bits are drawn by those.
     parents = parents_of(model) if is_stochastic else ""
@@ -147,13 +149,18 @@ def quantize_(
                 make_primary(module, layer_recipe, keep_high_precision_init)
         for choice in mixtures.chosen:
             undo.callback(expert_hooks().revert, choice.module)
-            layers += expert_hooks().convert(choice, join(parents, choice.fqn), **history)
+            name, plan = join(parents, choice.fqn), mixture_plans[choice.fqn][0]
+            layers += expert_hooks().convert(choice, name, plan, **history)
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))
         undo.pop_all()
 
-    report = report_of(selection, mixtures, {fqn: text for fqn, (_, text) in plans.items()}, notes)
+    gathers = {fqn: text for fqn, (_, text) in plans.items()}
+    for choice in mixtures.chosen:
+        how = mixture_plans[choice.fqn][1]
+        gathers |= {join(choice.fqn, name): how for name in choice.names}
+    report = report_of(selection, mixtures, gathers, notes)
     if verbose:
         print(report)
     return report
@@ -167,12 +174,11 @@ def report_of(
 ) -> Report:
     """Returns the report, with a row for each linear layer and each 3D parameter."""
     products = {join(c.fqn, name): c.recipe.text for c in mixtures.chosen for name in c.names}
-    how = "weight gathered in the compute dtype: it is 3D"
     divided = [c for c in mixtures.chosen if getattr(c.module, "parallel", None) is not None]
     return Report(
         [*((fqn, r.text) for fqn, _, r in selection.chosen), *products.items()],
         [*selection.skipped, *mixtures.skipped],
-        gather | dict.fromkeys(products, how),
+        gather,
         [(clean_name(fqn), sentence) for fqn, sentence in notes]
         + [(c.fqn, cast(Any, c.module).parallel.describe(c.module)) for c in divided],
     )
@@ -198,6 +204,7 @@ def restore_(model: nn.Module) -> nn.Module:
     layers = converted_layers(model)
     for layer in layers:
         require_restorable(layer)
+    require_restorable_products(model)
     for module in model.modules():
         remove_hooks(module)
     for layer in layers:
@@ -320,6 +327,24 @@ def plan_gathers(
         return hooks().plan_gather(recipe)
 
     return {fqn: plan(module, recipe) for fqn, module, recipe in selection.chosen}
+
+
+def plan_mixtures(
+    model: nn.Module, mixtures: ExpertSelection, gather: str
+) -> dict[str, tuple[Any, str]]:
+    """Plans how FSDP2 gathers the weights of each chosen experts module, as plan_gathers does."""
+    owners = owners_of_weights(model)
+
+    def plan(choice: ExpertChoice) -> tuple[Any, str]:
+        how = "weight gathered in the compute dtype"
+        if gather == COMPUTE_DTYPE:
+            return None, f"{how}: gather says so"
+        weights = [choice.module.get_parameter(name) for name in choice.names]
+        if any(len(owners[id(weight)]) > 1 for weight in weights):
+            return None, f"{how}: a weight of the module is tied to another's"
+        return expert_hooks().plan_gather(choice)
+
+    return {choice.fqn: plan(choice) for choice in mixtures.chosen}
 
 
 # ---- construction --------------------------------------------------------------------------------

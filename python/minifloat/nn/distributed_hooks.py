@@ -40,6 +40,9 @@ class DistributedHooks:
 
     plan_gather         recipe -> (plan of the weight's gather or None, sentence for the report)
     adopt_weight        (layer, parameter): before the parameter becomes the layer's weight
+    plan_experts        plan_gather of a 3D weight of experts
+    adopt_experts       (module, product, parameter until now, parameter): before the 3D parameter
+                        becomes the module's
     precompute_scales   model: casts all sharded weights, after a step
     reduce_amaxes       (amaxes, group) -> the largest of all ranks
     linear              mf.linear of a weight that is a DTensor
@@ -48,6 +51,8 @@ class DistributedHooks:
 
     plan_gather: Callable[[Recipe], tuple[Any, str]]
     adopt_weight: Callable[[nn.Module, Any], None]
+    plan_experts: Callable[[Recipe], tuple[Any, str]]
+    adopt_experts: Callable[[nn.Module, Any, Any, Any], None]
     precompute_scales: Callable[[nn.Module], None]
     reduce_amaxes: Callable[[Tensor, dist.ProcessGroup | None], Tensor]
     linear: Callable[..., Tensor]

@@ -50,13 +50,15 @@ class ExpertHooks:
     """The functions for models with experts.
 
     select      (model, recipes, filter_fqns, filter_fn, experts, primary) -> what to convert
-    convert     (choice, name in the whole model, delayed scaling) -> the new products
+    plan_gather choice -> (plan of the weights' gathers or None, sentence for the report)
+    convert     (choice, name in the whole model, plan, delayed scaling) -> the new products
     revert      module: undoes one conversion, complete or not
     restore     model: undoes all
     end_step    (model, group): moves the balance of routers by this step's counts
     """
 
     select: Callable[..., ExpertSelection]
+    plan_gather: Callable[[ExpertChoice], tuple[Any, str]]
     convert: Callable[..., list[Any]]
     revert: Callable[[nn.Module], None]
     restore: Callable[[nn.Module], None]

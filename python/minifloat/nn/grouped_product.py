@@ -16,6 +16,9 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..recipe import Recipe, operand_names
+from ..tensor.quantized import raw_scale
+from ..tensor.quantized_tensor import QuantizedTensor
+from .distributed_hooks import hooks, is_distributed
 from .names import join
 from .operand_cache import conditions_of, weight_codes
 from .random_state import as_normal
@@ -113,6 +116,13 @@ class GroupedProduct(RecipeState):
         experts: E.
         device: of the state.
         history_length, algorithm, margin: of delayed scaling, as those of mf.quantize_.
+        is_row_major: whether the weight is (E, K, N).
+        gather_plan: how FSDP2 gathers the weight as codes; None: in the compute dtype.
+
+    Attributes:
+        first_expert: the number of the weight's first matrix among all ranks' experts. Expert
+            parallelism sets it.
+        weight_gather: the gathers of the weight as codes; None: FSDP2 has not sharded it.
     """
 
     def __init__(
@@ -125,8 +135,13 @@ class GroupedProduct(RecipeState):
         history_length: int = DEFAULT_HISTORY,
         algorithm: str = "max",
         margin: int = 0,
+        is_row_major: bool = False,
+        gather_plan: Any = None,
     ) -> None:
         super().__init__()
+        self.is_row_major, self.gather_plan = is_row_major, gather_plan
+        self.first_expert = 0
+        self.weight_gather = None
         shape = (len(operand_names()), experts, 1 + history_length)
         self.set_state(recipe, fqn, device, shape, algorithm, margin)
         self.weight_codes = None
@@ -155,7 +170,8 @@ class GroupedProduct(RecipeState):
         """Returns the arguments of a forward now.
 
         Args:
-            weight: (E, N, K), or (E, K, N) where it is row-major.
+            weight: (E, N, K), or (E, K, N) where it is row-major; or a DTensor of which this rank
+                has such a part.
             x: the rows that are multiplied, or their tokens.
             is_row_major: whether `weight` is B itself.
             needs_columnwise: whether backward computes a gradient of the rows; None: where x
@@ -164,14 +180,39 @@ class GroupedProduct(RecipeState):
         if needs_columnwise is None:
             needs_columnwise = x.requires_grad
         text, history = self.recipe.text, self.step_history()
+        local: Tensor = getattr(weight, "_local_tensor", weight)
         if torch.compiler.is_compiling():
             rng = None
             if self.rng_state is not None:
                 rng = torch.cat([self.rng_state.tensor.to(self.stream.device), self.stream])
-            return ProductCall(text, rng, history=history)
+            if isinstance(local, QuantizedTensor):
+                w = local.mT if is_row_major else local
+                operands = ops.layer_operands.default(w, text, "w", amax_history=history)
+                return ProductCall(text, rng, 0, history, operands, self.first_expert)
+            return ProductCall(text, rng, history=history, first_expert=self.first_expert)
         rng = self.draw_rng(x.device)
-        operands = self._cached(weight, x, history, is_row_major, needs_columnwise)
-        return ProductCall(text, rng, self.stream_id, history, operands)
+        if isinstance(local, QuantizedTensor):
+            columnwise = torch.is_grad_enabled() and needs_columnwise
+            operands = self._codes_of(local, columnwise, is_row_major)
+        else:
+            operands = self._cached(weight, x, history, is_row_major, needs_columnwise)
+        return ProductCall(text, rng, self.stream_id, history, operands, self.first_expert)
+
+    def _codes_of(
+        self, weight: QuantizedTensor, columnwise: bool, is_row_major: bool
+    ) -> list[Tensor]:
+        """Returns the operands of a weight that is codes."""
+        if self.weight_gather is not None:
+            return self.weight_gather.operands(columnwise)
+        none = torch.empty(0, device=weight.device)
+        found = []
+        for spec, is_col in ((self.recipe.fprop.b, False), (self.recipe.dgrad.b, True)):
+            if spec == "bf16" or (is_col and not columnwise):
+                found += [none] * 4
+                continue
+            part = weight.direction(spec, is_col != is_row_major)
+            found += [part.codes, raw_scale(part), part.amax, none]
+        return found
 
     def _cached(
         self,
@@ -216,7 +257,8 @@ class GroupedProduct(RecipeState):
         self.weight_codes, self._cached_weight = None, None
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"weight_codes": None, "_cached_weight": None}
+        dropped = {"weight_codes": None, "_cached_weight": None, "weight_gather": None}
+        return self.__dict__ | dropped
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
@@ -225,7 +267,72 @@ class GroupedProduct(RecipeState):
             self._buffers[name] = None if buffer is None else as_normal(buffer)
 
     def extra_repr(self) -> str:
-        return f"recipe={self.recipe.text!r}"
+        gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
+        return f"recipe={self.recipe.text!r}{gather}"
+
+
+class HasProducts:
+    """A part of the class of modules with 3D parameters: FSDP2 assigns those that it has sharded.
+
+    FSDP2 assigns through __setattr__ where a module's class defines one.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        product = self.__dict__.get("_modules", {}).get(name + SUFFIX)
+        if isinstance(product, GroupedProduct):
+            adopt_weight(self, product, name, value)
+        super().__setattr__(name, value)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Moves the module, and wraps parameters again that came back as plain shards."""
+        super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for child, product in self.__dict__["_modules"].items():
+            name = child.removesuffix(SUFFIX)
+            if isinstance(product, GroupedProduct) and product.weight_gather is not None:
+                adopt_weight(self, product, name, self.__dict__["_parameters"][name])
+        return self
+
+
+def adopt_weight(module: Any, product: GroupedProduct, name: str, value: Any) -> None:
+    """Prepares a parameter that is about to become the module's `name`."""
+    if product.gather_plan is not None and is_distributed(value):
+        hooks().adopt_experts(module, product, module._parameters.get(name), value)
+
+
+class TransposeOfCodes(torch.autograd.Function):
+    """Stands for B of a product whose weight is codes: its shape, dtype and gradient.
+
+    The op reads the codes that the call passes. The elements are one NaN.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        shape = *weight.shape[:-2], weight.shape[-1], weight.shape[-2]
+        nan = torch.full((), float("nan"), dtype=weight.dtype, device=weight.device)
+        return nan.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].mT
+
+
+def matrix_of(weight: Tensor, is_row_major: bool = False) -> Tensor:
+    """Returns B (E, K, N) of a product, from a 3D parameter or the part of it on this rank.
+
+    Args:
+        weight: (E, N, K), or (E, K, N) where it is row-major.
+        is_row_major: whether `weight` is B itself.
+    """
+    weight = local_of(weight)
+    if isinstance(weight, QuantizedTensor):
+        b = TransposeOfCodes.apply(weight)
+        return b.mT if is_row_major else b
+    return weight if is_row_major else weight.transpose(-2, -1)
+
+
+def local_of(weight: Tensor) -> Tensor:
+    """Returns the experts of this rank: those of a DTensor, with their gradient, or all."""
+    return weight.to_local() if is_distributed(weight) else weight
 
 
 def product_of(module: nn.Module, name: str) -> GroupedProduct | None:
@@ -257,10 +364,12 @@ def add_products(
     history_length: int = DEFAULT_HISTORY,
     algorithm: str = "max",
     margin: int = 0,
+    is_row_major: bool = False,
+    gather_plan: Any = None,
 ) -> list[GroupedProduct]:
     """Gives the module's 3D parameters `names` products under a recipe, and returns those.
 
-    Args: as those of mf.quantize_; `fqn` is the module's name.
+    Args: as those of mf.quantize_ and GroupedProduct; `fqn` is the module's name.
     """
     products = []
     for name in names:
@@ -273,6 +382,8 @@ def add_products(
             history_length=history_length,
             algorithm=algorithm,
             margin=margin,
+            is_row_major=is_row_major,
+            gather_plan=gather_plan,
         )
         if (parallel := getattr(module, "parallel", None)) is not None:
             product.keep_experts(parallel.expert_range)
@@ -280,6 +391,16 @@ def add_products(
     for name, product in zip(names, products):
         module.add_module(name + SUFFIX, product)
     return products
+
+
+def require_restorable_products(model: nn.Module) -> None:
+    """Checks that products can be taken away, before a model is changed."""
+    for product in model.modules():
+        if isinstance(product, GroupedProduct) and product.weight_gather is not None:
+            raise ValueError(
+                f"restore_: expected a model that FSDP2 has not sharded, but {product.fqn} is "
+                "gathered quantized; restore it before fully_shard"
+            )
 
 
 def remove_products(module: nn.Module) -> None:

@@ -17,7 +17,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,7 @@ from torch import Tensor, nn
 from ...spec import Spec
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from .batch import BACKWARD, FORWARD, Batch, Sent
+from .fsdp_group import ModuleGather
 from .gathered_weight import GatheredWeight, empty_direction
 from .handshake import agree
 from .plan import Plan
@@ -33,20 +34,18 @@ from .plan import Plan
 GatherInputs = tuple[tuple[Tensor, ...], Sent | None]
 
 
-class WeightGather:
+class WeightGather(ModuleGather):
     """The gathers of one layer's weight (n, cols), whose rows are cut over the ranks of a group."""
 
     def __init__(
         self, layer: nn.Module, plan: Plan, shape: tuple[int, int], group: dist.ProcessGroup
     ) -> None:
-        self.layer = weakref.ref(layer)
+        super().__init__(layer)
         self.plan, self.group = plan, group
         self.n, self.cols = shape
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.chunk = -(-self.n // self.world)  # rows of a full shard
         self.title = f"{layer.fqn}: {layer.recipe}, weight ({self.n}, {self.cols})"
-        self.dtype: torch.dtype | None = None  # that all ranks agreed on; None before
-        self.reason = ""  # for a gather in that dtype instead of codes
         self.casts: tuple[Any, Any] = (None, None)  # native, rowwise and columnwise
         self.writes = 0  # to the shard; torch counts them on the wrapper alone
         self.whole: Any = None  # GatheredWeight, since the first gather
@@ -54,7 +53,6 @@ class WeightGather:
         self.shard: Tensor | None = None  # sent last
         self.alone: Batch | None = None  # the batch of this weight alone
         self.batch: Batch | None = None  # the batch of FSDP2's parameter group
-        self._fsdp_group: Any = lambda: None  # reference to FSDP2's parameter group
         self._assigned: tuple[Any, Any] = (None, None)  # the last two parameters FSDP2 assigned
 
     def has_assigned(self, parameter: Any) -> bool:
@@ -70,18 +68,13 @@ class WeightGather:
         self._assigned = parameter, self._assigned[0]
         return True
 
-    @property
-    def is_quantized(self) -> bool:
-        return self.dtype is not None and not self.reason
-
     def __str__(self) -> str:
         how = (
-            f"weight is gathered in {self.dtype}: {self.reason}" if self.reason else str(self.plan)
+            f"weight is gathered in {self.dtype}: {self.reason}"
+            if self.reason
+            else self.plan.of_rows()
         )
         return f"{how}, in {self.world} shards"
-
-    def module(self) -> Any:
-        return self.layer()
 
     def forget(self) -> None:
         """Drops exchanged amaxes: the weight may have changed."""
@@ -110,14 +103,6 @@ class WeightGather:
             self.reason = f"{reason} reaches over the end of a shard"
         elif self.plan.mode == "split" and not self.is_gathered_for_backward():
             self.reason = "one gather is to serve forward and backward"
-
-    def is_gathered_for_backward(self) -> bool:
-        """Tells whether FSDP2 reshards the weight after forward.
-
-        FSDP2 has no public name for this flag. False where the private name has changed: the
-        gathers then move more bits of the same values.
-        """
-        return bool(getattr(self.fsdp_group(), "_reshard_after_forward", False))
 
     # ---- before a gather -------------------------------------------------------------------------
 
@@ -177,7 +162,7 @@ class WeightGather:
             [] if group is None else [p.sharded_param._local_tensor for p in group.fsdp_params]
         )
         gathers = [getattr(local, "weight_gather", None) for local in locals_]
-        places = [i for i, g in enumerate(gathers) if g is not None and g.whole is not None]
+        places = [i for i, g in enumerate(gathers) if is_of_layer(g) and g.whole is not None]
         mates: list[Any] = [gathers[i] for i in places]
         if self not in mates or len(set(map(id, mates))) < len(mates):
             self.batch = self.batch_alone()
@@ -186,17 +171,6 @@ class WeightGather:
         for mate in mates:
             mate.batch, mate.alone = batch, None
         return batch
-
-    def fsdp_group(self) -> Any:
-        """Returns FSDP2's parameter group; None where it is not found."""
-        group = self._fsdp_group()
-        if group is None:
-            try:
-                group = find_fsdp_group(self.layer())
-                self._fsdp_group = weakref.ref(group)
-            except (ImportError, AttributeError, LookupError, TypeError):
-                return None
-        return group
 
     # ---- after a gather --------------------------------------------------------------------------
 
@@ -247,16 +221,6 @@ class WeightGather:
         self.gathered.add(selection)
 
 
-def find_fsdp_group(layer: Any) -> Any:
-    """Finds FSDP2's parameter group of this layer's weight; raises LookupError without one."""
-    from torch.distributed._composable_state import _module_state_mapping
-
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in groups or [getattr(state, "_fsdp_param_group", None)]:
-            for parameter in group.fsdp_params if group is not None else ():
-                info = parameter._module_info
-                if info.module is layer or layer in info.shared_modules:
-                    return group
-    raise LookupError("no parameter group of FSDP2 has the layer")
+def is_of_layer(gather: Any) -> TypeGuard[WeightGather]:
+    """Tells whether this is the gather of a linear layer's weight."""
+    return isinstance(gather, WeightGather)

@@ -43,8 +43,8 @@ class WeightGather(Protocol):
     def module(self) -> Any:
         """Returns the layer."""
 
-    def fsdp_group(self) -> Any:
-        """Returns FSDP2's parameter group."""
+    def serves_forward_alone(self) -> bool:
+        """Tells whether FSDP2 will gather again before backward."""
 
     def count_inputs(self) -> int:
         """Returns the number of all-gather inputs."""
@@ -200,17 +200,11 @@ class Batch:
         if index == len(self.gathers) - 1:
             if not self.targets:
                 self.targets = [t for g in self.gathers for t in targets_of(g.whole)]
-            forward_alone = self.serves_forward_alone()
+            forward_alone = self.gathers[0].serves_forward_alone()
             self.fill(sent.outputs, self.targets, sent.selection, ALL_WEIGHTS, forward_alone)
             for split in self.splits:
                 split.gathered = {sent.selection}
             self.sent = None
-
-    def serves_forward_alone(self) -> bool:
-        """Tells whether FSDP2 will gather again before backward; False without its state."""
-        group = self.gathers[0].fsdp_group()
-        state = getattr(getattr(group, "_training_state", None), "name", "")
-        return state == "FORWARD" and group._reshard_after_forward and not is_in_backward()
 
     def fetch(self, gather: WeightGather, shard: Tensor, selection: int) -> None:
         """Gathers one weight in the directions of a selection, apart from FSDP2's gathers."""

@@ -52,13 +52,16 @@ class Plan:
             return f"weight is gathered as {self.row}, {row.bits:.4g} bits"
         if self.mode == "both":
             bits = row.bits + col.bits
-            how = f"weight is gathered as {self.row} and columnwise {self.col}, {bits:.4g} bits"
-            points = col.transform
-            if points == 0:
-                return how
-            return f"{how}; unquantized where a chunk's rows are no multiple of {points}"
+            return f"weight is gathered as {self.row} and columnwise {self.col}, {bits:.4g} bits"
         how = f"weight is gathered as {self.row}, for backward as columnwise {self.col}"
         return f"{how}, {row.bits:.4g} bits; unquantized where one gather serves both"
+
+    def of_rows(self) -> str:
+        """Returns the sentence for a weight that is cut by rows."""
+        points = Spec.parse(self.col).transform
+        if self.mode != "both" or points == 0:
+            return str(self)
+        return f"{self}; unquantized where a chunk's rows are no multiple of {points}"
 
 
 def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
@@ -84,4 +87,18 @@ def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
         plan = Plan("both", *specs)
     else:
         plan = Plan("split", *specs)
-    return plan, str(plan)
+    return plan, plan.of_rows()
+
+
+def plan_experts(recipe: Recipe) -> tuple[Plan | None, str]:
+    """Plans the gathers of experts' weights, which FSDP2 cuts between experts.
+
+    Args, Returns: as those of plan_gather.
+    """
+    plan, sentence = plan_gather(recipe)
+    if plan is None:
+        return None, sentence
+    if plan.mode == "split" and Spec.parse(plan.col).is_delayed:
+        why = f"{plan.col} of dgrad alone has a history, which forward records"
+        return None, f"weight is gathered in the compute dtype: {why}"
+    return plan, f"{plan}; in the compute dtype where it is cut along dimension 1"

@@ -1,0 +1,72 @@
+"""ModuleGather: what a gather asks of FSDP2's parameter group, whose state has no public names."""
+
+from __future__ import annotations
+
+import weakref
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...nn.random_state import is_in_backward
+
+
+class ModuleGather:
+    """The gathers of a parameter of one module.
+
+    Args:
+        module: it has the parameter.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.layer = weakref.ref(module)
+        self.dtype: torch.dtype | None = None  # that all ranks agreed on; None before
+        self.reason = ""  # for a gather in that dtype instead of codes
+        self._fsdp_group: Any = lambda: None  # reference to FSDP2's parameter group
+
+    def module(self) -> Any:
+        return self.layer()
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype is not None and not self.reason
+
+    def fsdp_group(self) -> Any:
+        """Returns FSDP2's parameter group; None where it is not found."""
+        group = self._fsdp_group()
+        if group is None:
+            try:
+                group = find_fsdp_group(self.layer())
+                self._fsdp_group = weakref.ref(group)
+            except (ImportError, AttributeError, LookupError, TypeError):
+                return None
+        return group
+
+    def is_gathered_for_backward(self) -> bool:
+        """Tells whether FSDP2 reshards the weight after forward.
+
+        FSDP2 has no public name for this flag. False where the private name has changed: the
+        gathers then move more bits of the same values.
+        """
+        return bool(getattr(self.fsdp_group(), "_reshard_after_forward", False))
+
+    def serves_forward_alone(self) -> bool:
+        """Tells whether FSDP2 will gather again before backward; False without its state."""
+        group = self.fsdp_group()
+        state = getattr(getattr(group, "_training_state", None), "name", "")
+        return state == "FORWARD" and group._reshard_after_forward and not is_in_backward()
+
+
+def find_fsdp_group(layer: Any) -> Any:
+    """Finds FSDP2's parameter group of this module's weight; raises LookupError without one."""
+    from torch.distributed._composable_state import _module_state_mapping
+
+    for reference in list(_module_state_mapping.values()):
+        state = reference()
+        groups = getattr(state, "_fsdp_param_groups", None)
+        for group in groups or [getattr(state, "_fsdp_param_group", None)]:
+            for parameter in group.fsdp_params if group is not None else ():
+                info = parameter._module_info
+                if info.module is layer or layer in info.shared_modules:
+                    return group
+    raise LookupError("no parameter group of FSDP2 has the layer")
