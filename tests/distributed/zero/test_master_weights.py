@@ -272,10 +272,10 @@ def gather_in_place(layout, weights, group_size):
                     dist.broadcast(flat_codes.view(-1)[begin:end], src=rank)
 
 
-def check_shards(rank, world_size, seed):
+def check_shards(rank, world_size, seed, shapes=SHAPES):
     """Casts all formats in one list: in place, as fragments, and as fragments of odd cuts."""
     pick = random.Random(seed)
-    cases = [(specs, pick.choice(SHAPES)) for specs in FORMATS for _ in range(2)]
+    cases = [(specs, pick.choice(shapes)) for specs in FORMATS for _ in range(2)]
     masters = [master_of(shape, pick.randrange(9)) for _, shape in cases]
     want = [whole_cast(master, specs) for master, (specs, _) in zip(masters, cases)]
     for mode in ("in place", "fragments", "odd"):

@@ -21,7 +21,8 @@ from torch import Tensor
 from ..._native import ops
 from ...checks import require_int
 from ...tensor.quantized_tensor import QuantizedTensor
-from .master_weights import plan_of, wires
+from .master_weights import wires
+from .weight_plan import plan_of
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,13 @@ class WireLayout:
         for weight in model_weights:
             plan_of(weight)
         if cuts is None:
-            cuts = [ops.even_cuts(*weight.shape, ranks) for weight in model_weights]
+            cuts = [ops.even_cuts(*rows_of(weight), ranks) for weight in model_weights]
         _require_cuts(model_weights, cuts, ranks)
         owners = [i for i, weight in enumerate(model_weights) for _ in plan_of(weight).parts]
         specs = [spec for weight in model_weights for spec in plan_of(weight).specs]
         numbers = ops.fragment_layout(
             specs,
-            [model_weights[i].shape[1] for i in owners],
+            [model_weights[i].shape[-1] for i in owners],
             [cut for i in owners for cut in cuts[i]],
             ranks,
         )
@@ -204,6 +205,11 @@ class WireLayout:
         """
         memory = [wire for weight in model_weights for wire in wires(weight)]
         ops.merge_fragments(gathered, memory, self.numbers, self.ranks)
+
+
+def rows_of(weight: QuantizedTensor) -> tuple[int, int]:
+    """Returns the number of rows, of all experts together, and the columns."""
+    return weight.shape[:-1].numel(), weight.shape[-1]
 
 
 def _require_cuts(

@@ -23,87 +23,14 @@ from torch import Tensor
 
 from ..._native import ops
 from ...spec import Spec
-from ...tensor.quantized import Quantized, require_memory, require_tensor
+from ...tensor.quantized import require_memory, require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
+from .weight_plan import WeightPlan, fragments_of_matrices, plan_of, shards_of_matrices
 
 Fragments = Tensor | tuple[Tensor, ...] | None
 
 
 # ---- flat codes ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True, eq=False)
-class WeightPlan:
-    """The tensors and native casts of one weight, made once for all steps."""
-
-    rowwise: Quantized | None
-    columnwise: Quantized | None
-    parts: tuple[Quantized, ...]  # directions cast from the master, each with flat codes
-    flat_codes: tuple[Tensor, ...]
-    specs: tuple[str, ...]
-    casts: tuple[Any, ...]  # torch.classes.minifloat.ShardCast of each part
-    # After the gather: matrices, their transposes, and (rows, cols, bits) of each.
-    sources: tuple[Tensor, ...]
-    targets: tuple[Tensor, ...]
-    sizes: tuple[int, ...]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
-        """Returns None: a copied weight has other memory, and gets a new plan."""
-
-
-def plan_of(weight: QuantizedTensor) -> WeightPlan:
-    """Returns the weight's cached plan; a new one where its directions were replaced."""
-    if not isinstance(weight, QuantizedTensor):
-        raise TypeError(f"expected a QuantizedTensor weight, got {type(weight).__name__}")
-    plan = weight.__dict__.get("master_plan")
-    if (
-        plan is None
-        or plan.rowwise is not weight.rowwise
-        or plan.columnwise is not weight.columnwise
-    ):
-        plan = _new_plan(weight, weight.__dict__.get("columnwise_flat_codes"))
-        weight.__dict__["master_plan"] = plan
-    return plan
-
-
-def _new_plan(weight: QuantizedTensor, columnwise_codes: Tensor | None) -> WeightPlan:
-    row, col = weight.rowwise, weight.columnwise
-    rows, cols = weight.shape
-    is_derived = False
-    if row is not None and col is not None and row.spec == col.spec:
-        is_derived = Spec.parse(row.spec).transposes_exactly
-    parts = tuple(p for p in (row, None if is_derived else col) if p is not None)
-    flat_codes = []
-    for part in parts:
-        codes = part.codes
-        if part.columnwise:
-            shape = (rows, Spec.parse(part.spec).sizes(rows, cols).code_cols)
-            codes = codes.new_zeros(shape) if columnwise_codes is None else columnwise_codes
-            weight.__dict__["columnwise_flat_codes"] = codes
-        flat_codes.append(codes)
-    jobs = []
-    if col is not None:
-        jobs.append((flat_codes[-1], col.codes, rows, cols, Spec.parse(col.spec).code_bits))
-    if row is not None and col is not None and is_derived:
-        for source, target in ((row.scale, col.scale), (row.amax, col.amax)):
-            if source.numel() > 0:
-                height, width = source.shape if source.dim() == 2 else (1, 1)
-                jobs.append((source, target, height, width, 8 * source.element_size()))
-    rounds = weight.dtype == torch.bfloat16
-    return WeightPlan(
-        row,
-        col,
-        parts,
-        tuple(flat_codes),
-        tuple(p.spec for p in parts),
-        tuple(
-            torch.classes.minifloat.ShardCast(p.spec, p.columnwise, rows, cols, rounds)
-            for p in parts
-        ),
-        tuple(job[0] for job in jobs),
-        tuple(job[1] for job in jobs),
-        tuple(n for job in jobs for n in job[2:]),
-    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -131,10 +58,10 @@ def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
     """Returns the flat codes that a gather fills, one tensor for each direction with flat codes.
 
     Args:
-        weight: a QuantizedTensor (rows, cols).
+        weight: a QuantizedTensor (rows, cols) or (experts, rows, cols).
 
     Returns:
-        Contiguous uint8 (rows, bytes a row) for each such direction. Rowwise flat codes are the
+        Contiguous uint8 (…, rows, bytes a row) for each such direction. Rowwise flat codes are the
         weight's codes. Columnwise ones are separate memory, allocated at the first call and stored
         with the weight.
 
@@ -245,7 +172,8 @@ def quantize_master_weights(
     QuantizedTensor.from_tensor on the whole master (docs/numerics.md, section 1).
 
     Args:
-        model_weights: QuantizedTensors (rows, cols), in one order on every rank.
+        model_weights: QuantizedTensors (rows, cols), or (experts, rows, cols) whose matrices have
+            an amax each, in one order on every rank.
         master_weights: (elements) float32 or bfloat16, flat shards; None or empty: no shard here.
         start_offsets: each shard's first flat element in its weight; any cut is allowed.
         group: the ranks that hold the shards: a process group, its name, or None for the default
@@ -271,17 +199,17 @@ def quantize_master_weights(
         ops.quantize_master_weights([], [], [], [], [], [], [], _group_name(group))
         return
     plans = [plan_of(weight) for weight in model_weights]
-    masters: list[Tensor] = []
-    starts: list[int] = []
-    for plan, master, start in zip(plans, master_weights, start_offsets):
+    shards: list[tuple[Tensor, int]] = []  # of each matrix
+    codes: list[Tensor] = []
+    for i, (plan, master, start) in enumerate(zip(plans, master_weights, start_offsets)):
         if master is None:
             master, start = plan.flat_codes[0].new_empty(0, dtype=torch.float32), 0
-        masters.append(master)
-        starts.append(start or 0)
-    codes: list[Tensor] = []
-    if fragments is not None:
-        for plan, of_weight, master in zip(plans, fragments, masters):
-            codes += _fragments(plan, of_weight, master.numel() == 0)
+        start, held = start or 0, master.numel()
+        shards += shards_of_matrices(plan, master, start)
+        if fragments is None:
+            continue
+        for spec, fragment in zip(plan.specs, _fragments(plan, fragments[i], held == 0)):
+            codes += fragments_of_matrices(plan, spec, fragment, start, held)
     labels = None if names is None else list(names)
     agreement = _agreement(model_weights[0])
     casts = _cached(
@@ -290,7 +218,9 @@ def quantize_master_weights(
         (plans, labels),
         lambda: _native_casts(plans, labels, agreement),
     )
-    casts.quantize(masters, starts, codes, _group_name(group))
+    casts.quantize(
+        [master for master, _ in shards], [at for _, at in shards], codes, _group_name(group)
+    )
 
 
 @dataclass(frozen=True, eq=False)
@@ -313,17 +243,33 @@ def _agreement(weight: QuantizedTensor) -> Any:
 
 
 def _native_casts(plans: list[WeightPlan], names: list[str] | None, agreement: Any) -> Any:
-    """Lists the directions of all weights: cast, weight, name and memory of each."""
-    entries = [(i, plan, k) for i, plan in enumerate(plans) for k in range(len(plan.parts))]
+    """Lists the directions of all matrices: cast, matrix, name and memory of each."""
+    casts: list[Any] = []
+    owners: list[int] = []
+    titles: list[str] = []
+    codes: list[Tensor] = []
+    scales: list[Tensor] = []
+    amaxes: list[Tensor] = []
+    first = 0  # matrix of the weight
+    for i, plan in enumerate(plans):
+        name, is_one = str(i) if names is None else names[i], plan.matrices == 1
+        for k, part in enumerate(plan.parts):
+            casts += [plan.casts[k]] * plan.matrices
+            owners += range(first, first + plan.matrices)
+            titles += [name] if is_one else [f"{name}[{e}]" for e in range(plan.matrices)]
+            codes += matrices_of(plan, plan.flat_codes[k])
+            scales += matrices_of(plan, part.scale)
+            amaxes += matrices_of(plan, part.amax)
+        first += plan.matrices
     return torch.classes.minifloat.MasterCasts(
-        [plan.casts[k] for _, plan, k in entries],
-        [i for i, _, _ in entries],
-        [str(i) if names is None else names[i] for i, _, _ in entries],
-        [plan.flat_codes[k] for _, plan, k in entries],
-        [plan.parts[k].scale for _, plan, k in entries],
-        [plan.parts[k].amax for _, plan, k in entries],
-        agreement,
+        casts, owners, titles, codes, scales, amaxes, agreement
     )
+
+
+def matrices_of(plan: WeightPlan, t: Tensor) -> Sequence[Tensor]:
+    """Returns the part of a tensor for each matrix; the tensor itself where it is empty."""
+    is_whole = plan.matrices == 1 or t.numel() == 0
+    return [t] * plan.matrices if is_whole else t.unbind()
 
 
 def cast_master_weights_to_nvfp4(
@@ -339,7 +285,7 @@ def cast_master_weights_to_nvfp4(
     """Casts shards of masters as quantize_master_weights does, for weights in NVFP4 alone.
 
     Args:
-        model_weights: QuantizedTensors (rows, cols) whose every direction is NVFP4.
+        model_weights: QuantizedTensors whose every direction is NVFP4.
         master_weights, start_offsets, group, fsdp_shard_model_weights: see quantize_master_weights.
         manual_post_all_gather_processing, names: see quantize_master_weights.
 
@@ -382,7 +328,7 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None
     """Transposes gathered flat codes, and scales, into columnwise ones; may be called again.
 
     Args:
-        model_weights: QuantizedTensors (rows, cols) whose uint8 flat codes (mf.wires) are whole.
+        model_weights: QuantizedTensors whose uint8 flat codes (mf.wires) are whole.
 
     Raises:
         TypeError: one is no QuantizedTensor.
