@@ -17,7 +17,13 @@ from ..checks import require_text
 from ..nn.distributed_hooks import hooks
 from ..nn.expert_hooks import ExpertChoice, ExpertSelection
 from ..nn.grouped_product import SUFFIX, GroupedProduct, add_products, remove_products
-from ..nn.names import clean_name, join
+from ..nn.linear import dequantize_parameters
+from ..nn.names import clean_name, join, owners_of_weights
+from ..nn.primary_weights import (
+    HIGH_PRECISION_INIT,
+    make_primary_experts,
+    reason_against_primary,
+)
 from ..nn.selection import AUTO_FILTER, WEIGHT_DTYPES, FilterFn
 from ..recipe import Recipe, RecipeMap, operand_names
 from ..spec import Spec
@@ -70,7 +76,7 @@ def matching_globs(
 
 
 def reason_of_kind(
-    module: nn.Module, names: Sequence[str], named: tuple[str, ...] | None, primary: bool
+    module: nn.Module, names: Sequence[str], named: tuple[str, ...] | None
 ) -> str | None:
     """Returns why a module with 3D parameters cannot be converted; None where it can."""
     if (product := next(products_of(module), None)) is not None:
@@ -78,8 +84,6 @@ def reason_of_kind(
     what = f"a 3D parameter of {type(module).__name__}"
     if not isinstance(module, Experts) and foreign_kind(module, named is not None) is None:
         return f"{what}, no experts module of a known form; `experts` can name it"
-    if primary:
-        return f"{what}: primary weights are 2D"
     if "forward" in module.__dict__:
         return f"{what}, whose forward is replaced on the instance"
     if named is None and is_projected(module) and is_row_major(module) is None:
@@ -89,6 +93,27 @@ def reason_of_kind(
         if (dtype := module.get_parameter(name).dtype) not in WEIGHT_DTYPES:
             return f"{what}, {name} of {dtype}; expected float32 or bfloat16"
     return None
+
+
+def reason_against_primary_of(
+    module: nn.Module,
+    named: tuple[str, ...] | None,
+    recipe: Recipe,
+    owners: dict[int, list[nn.Module]],
+) -> str | None:
+    """Returns why an experts module's weights cannot be QuantizedTensors; None where they can."""
+    if not reads_codes(module, named is not None):
+        return "primary: the module's own forward reads the parameter"
+    for name in chosen_weights(module):
+        why = reason_against_primary(module.get_parameter(name), recipe, owners)
+        if why is not None:
+            return why
+    return None
+
+
+def reads_codes(module: nn.Module, is_named: bool) -> bool:
+    """Tells whether a module's products read the parameters themselves, which may be codes."""
+    return isinstance(module, Experts) or (not is_named and is_projected(module))
 
 
 def foreign_kind(module: nn.Module, is_named: bool) -> type[Converted] | None:
@@ -130,6 +155,7 @@ def select(
     names = [name for name in filter_fqns if name != AUTO_FILTER]
     out = ExpertSelection([], [], {})
     matched: set[str] = set()
+    owners = owners_of_weights(model)
     for raw_fqn, module in model.named_modules():
         fqn = clean_name(raw_fqn)
         weights, globs = weights_of(module), matching_globs(module, fqn, given)
@@ -138,7 +164,7 @@ def select(
         matched.update(globs)
         named = given[globs[-1]] if globs else None
         recipe = recipes.find(fqn)
-        why = reason_of_kind(module, named or weights, named, primary)
+        why = reason_of_kind(module, named or weights, named)
         matching = [name for name in names if name in fqn]
         if why is None and matching:
             why = f"filter_fqns has {matching[0]!r}"
@@ -148,6 +174,8 @@ def select(
             why = "the recipe map says bf16" if recipes.entries[1:] else "the recipe is bf16"
         if why is None and filter_fn is not None and not filter_fn(module, fqn):
             why = "filter_fn says no"
+        if why is None and primary and recipe is not None:
+            why = reason_against_primary_of(module, named, recipe, owners)
         if why is None and recipe is not None:
             require_recipe(fqn, recipe)
             chosen = named or chosen_weights(module)
@@ -197,7 +225,7 @@ def plan_gather(choice: ExpertChoice) -> tuple[Any, str]:
     Returns:
         The plan, or None for the compute dtype; and the sentence for the report.
     """
-    if isinstance(choice.module, Experts) or (not choice.is_named and is_projected(choice.module)):
+    if reads_codes(choice.module, choice.is_named):
         return hooks().plan_experts(choice.recipe)
     return None, (
         "weight is gathered in the compute dtype: the module's own forward reads the parameter"
@@ -205,7 +233,13 @@ def plan_gather(choice: ExpertChoice) -> tuple[Any, str]:
 
 
 def convert(
-    choice: ExpertChoice, fqn: str, gather_plan: Any, **history: Any
+    choice: ExpertChoice,
+    fqn: str,
+    gather_plan: Any,
+    *,
+    primary: bool,
+    keep_high_precision_init: bool,
+    **history: Any,
 ) -> list[GroupedProduct]:
     """Converts one experts module in place.
 
@@ -213,6 +247,8 @@ def convert(
         choice: the module, its parameters and recipe.
         fqn: its name in the whole model, which streams of random bits come from.
         gather_plan: how FSDP2 gathers the weights as codes; None: in the compute dtype.
+        primary: whether codes replace the weights.
+        keep_high_precision_init: with primary, whether to copy the initial weights to attributes.
         history: of delayed scaling, as mf.quantize_'s.
 
     Returns:
@@ -232,6 +268,9 @@ def convert(
         gather_plan=gather_plan,
         **history,
     )
+    if primary:
+        keep = keep_high_precision_init
+        make_primary_experts(module, names, choice.recipe, row_major, keep)
     if kind is SeamExperts:
         number_products(module, names, products, fqn)
     if kind is not None:
@@ -264,3 +303,7 @@ def restore(model: nn.Module) -> None:
     for module in list(model.modules()):
         if any(True for _ in products_of(module)):
             revert(module)
+            dequantize_parameters(module)
+            for name in list(module.__dict__):
+                if name.endswith(HIGH_PRECISION_INIT):
+                    del module.__dict__[name]

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..nn.grouped_product import SUFFIX, GroupedProduct, HasProducts, product_of
+from ..nn.expert_parameters import HasProducts
+from ..nn.grouped_product import SUFFIX, GroupedProduct, product_of
 
 WHOLE = "grouped_mm_{}"  # the name of a seam's product, by its number among a forward's calls
 

@@ -21,9 +21,11 @@ import torch
 from torch import Tensor
 
 from .._native import ops
+from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import ProductCall
 from ..nn.operand_cache import can_reuse
 from ..recipe import Recipe
+from ..tensor.quantized_tensor import QuantizedTensor, codes_of
 from .permute import (
     NO_ORDER,
     Order,
@@ -273,7 +275,8 @@ def grouped_mlp(
     Args:
         x: (T, D), float32 or bfloat16.
         w13: (E, 2I, D), gate before up, or a list of w1 (gate) and w3 (up), each (E, I, D). Either
-            may be the transposed view of a contiguous tensor, which is not copied.
+            may be the transposed view of a contiguous tensor, which is not copied, or a
+            QuantizedTensor of the recipe's formats.
         w2: (E, D, I).
         indices: (T, k) integers, the experts of each token, each at most once. A slot whose number
             is negative, or E or more, adds nothing.
@@ -304,16 +307,20 @@ def grouped_mlp(
     names = ("w13", "w2") if len(inputs) == 1 else ("w1", "w3", "w2")
     histories = as_sequence(amax_history, len(names))
     require_shapes(x, inputs, w2, indices, weights, histories)
-    text = Recipe(recipe).text
+    parsed = Recipe(recipe)
+    operands = [
+        codes_of(w, parsed, torch.is_grad_enabled()) if isinstance(w, QuantizedTensor) else None
+        for w in (*inputs, w2)
+    ]
     calls = [
-        ProductCall(text, rng, ops.stream(name), history, first_expert=first_expert)
-        for name, history in zip(names, histories)
+        ProductCall(parsed.text, rng, ops.stream(name), history, codes, first_expert)
+        for name, history, codes in zip(names, histories, operands)
     ]
     plan = Plan(Gate(limit, alpha, interleaved), tuple(calls[:-1]), calls[-1])
     matrices = Matrices(
-        tuple(w.transpose(-2, -1) for w in inputs),
+        tuple(matrix_of(w) for w in inputs),
         as_sequence(b13, len(inputs)),
-        w2.transpose(-2, -1),
+        matrix_of(w2),
     )
     order = order_rows(indices, w2.shape[0], token_ids)
     return run_experts(plan, x.to(compute_dtype(x)), indices, weights, order, matrices, b2)

@@ -17,11 +17,10 @@ from torch import Tensor, nn
 
 from ..checks import require_bool, require_int, require_text
 from ..nn.distributed_hooks import hooks
+from ..nn.expert_parameters import HasProducts, matrix_of
 from ..nn.grouped_product import (
-    HasProducts,
     add_products,
     call_of,
-    matrix_of,
     product_of,
 )
 from ..nn.linear import adopt

@@ -20,7 +20,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.grouped_product import call_of, matrix_of
+from ..nn.expert_parameters import matrix_of
+from ..nn.grouped_product import call_of
 from .foreign import Converted
 from .functional import Matrices, Plan, compute_dtype, run_experts, take_weights, weighted_biases
 from .permute import order_rows, rows_of_tokens, sum_of_slots

@@ -18,16 +18,17 @@ from torch import Tensor, nn
 from ..checks import require_bool, require_int, require_module
 from ..recipe import Recipe, RecipeMap
 from ..tensor.weight_specs import require_weight_spec
-from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks
-from .expert_hooks import ExpertChoice, ExpertSelection, expert_hooks
+from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED
+from .expert_hooks import ExpertSelection, expert_hooks
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
+from .gather_plans import plan_gathers, plan_mixtures
 from .grouped_product import require_restorable_products
 from .linear import Linear, adopt, require_restorable, restore_linear
 from .names import clean_name, join, unwrapped
 from .operand_cache import share_inputs
 from .primary_weights import (
+    HIGH_PRECISION_INIT,
     make_primary,
-    owners_of_weights,
     weight_specs,
     without_unfit_weights,
 )
@@ -88,7 +89,8 @@ def quantize_(
             high-precision weights stay in memory, to undo a failure; mf.quantized_model_init holds
             only one layer's at a time.
         keep_high_precision_init: with primary, whether to copy the initial weight to
-            module.weight_high_precision_init, on the CPU.
+            module.weight_high_precision_init, on the CPU; of experts, to that name after each
+            parameter's: module.w1_high_precision_init.
         gather: how FSDP2 gathers weights: "quantized", as codes where codes have fewer bits than
             bf16, or "compute_dtype", as FSDP2 does by itself.
         seed: of stochastic rounding, 64 bits with sign. It is mixed with data_parallel_rank.
@@ -125,7 +127,7 @@ def quantize_(
     if is_stochastic:
         require_same_random_state(model, seed, data_parallel_rank)
     plans = plan_gathers(model, selection, gather, primary)
-    mixture_plans = plan_mixtures(model, mixtures, gather)
+    mixture_plans = plan_mixtures(model, mixtures, gather, primary)
     # Submodules that are converted one by one have layers of equal names. Their names in the whole
     # model differ, so the random bits are drawn by those.
     parents = parents_of(model) if is_stochastic else ""
@@ -148,9 +150,15 @@ def quantize_(
             if primary:
                 make_primary(module, layer_recipe, keep_high_precision_init)
         for choice in mixtures.chosen:
-            undo.callback(expert_hooks().revert, choice.module)
-            name, plan = join(parents, choice.fqn), mixture_plans[choice.fqn][0]
-            layers += expert_hooks().convert(choice, name, plan, **history)
+            undo.callback(revert_experts, choice.module, dict(choice.module._parameters))
+            layers += expert_hooks().convert(
+                choice,
+                join(parents, choice.fqn),
+                mixture_plans[choice.fqn][0],
+                primary=primary,
+                keep_high_precision_init=keep_high_precision_init,
+                **history,
+            )
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))
@@ -226,6 +234,14 @@ def revert(module: nn.Linear, weight: Tensor) -> None:
         restore_linear(module)
 
 
+def revert_experts(module: nn.Module, parameters: dict[str, Any]) -> None:
+    """Reverts the conversion of one experts module, complete or not."""
+    expert_hooks().revert(module)
+    module._parameters.update(parameters)
+    for name in parameters:
+        module.__dict__.pop(name + HIGH_PRECISION_INIT, None)
+
+
 def share_random_state(
     root: nn.Module, layers: list[RecipeState], seed: int, data_parallel_rank: int | None
 ) -> None:
@@ -297,54 +313,6 @@ def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: in
                 f"{name}: expected {present}, which this model's converted layers draw their "
                 f"random bits with, got {value}"
             )
-
-
-# ---- gathers of weights --------------------------------------------------------------------------
-
-
-def plan_gathers(
-    model: nn.Module, selection: Selection, gather: str, primary: bool
-) -> dict[str, tuple[Any, str]]:
-    """Plans how FSDP2 gathers the weight of each chosen layer.
-
-    Returns:
-        Name -> (plan, or None for the compute dtype; sentence for the report).
-    """
-    owners = owners_of_weights(model)
-    recipes = {id(module): recipe for _, module, recipe in selection.chosen}
-
-    def plan(module: nn.Linear, recipe: Recipe) -> tuple[Any, str]:
-        if primary:
-            return None, "its weight is codes"
-        if gather == COMPUTE_DTYPE:
-            return None, "weight gathered in the compute dtype: gather says so"
-        readers = {recipes.get(id(owner)) for owner in owners[id(module.weight)]}
-        if len(readers) > 1:
-            return None, "weight gathered in the compute dtype: it is tied to another reader's"
-        if recipe.is_delayed and len(owners[id(module.weight)]) > 1:
-            how = "weight gathered in the compute dtype"
-            return None, f"{how}: it is tied, and each reader has its own scale"
-        return hooks().plan_gather(recipe)
-
-    return {fqn: plan(module, recipe) for fqn, module, recipe in selection.chosen}
-
-
-def plan_mixtures(
-    model: nn.Module, mixtures: ExpertSelection, gather: str
-) -> dict[str, tuple[Any, str]]:
-    """Plans how FSDP2 gathers the weights of each chosen experts module, as plan_gathers does."""
-    owners = owners_of_weights(model)
-
-    def plan(choice: ExpertChoice) -> tuple[Any, str]:
-        how = "weight gathered in the compute dtype"
-        if gather == COMPUTE_DTYPE:
-            return None, f"{how}: gather says so"
-        weights = [choice.module.get_parameter(name) for name in choice.names]
-        if any(len(owners[id(weight)]) > 1 for weight in weights):
-            return None, f"{how}: a weight of the module is tied to another's"
-        return expert_hooks().plan_gather(choice)
-
-    return {choice.fqn: plan(choice) for choice in mixtures.chosen}
 
 
 # ---- construction --------------------------------------------------------------------------------

@@ -51,7 +51,8 @@ class ExpertHooks:
 
     select      (model, recipes, filter_fqns, filter_fn, experts, primary) -> what to convert
     plan_gather choice -> (plan of the weights' gathers or None, sentence for the report)
-    convert     (choice, name in the whole model, plan, delayed scaling) -> the new products
+    convert     (choice, name in the whole model, plan, primary weights, delayed scaling) -> the
+                new products
     revert      module: undoes one conversion, complete or not
     restore     model: undoes all
     end_step    (model, group): moves the balance of routers by this step's counts

@@ -16,15 +16,13 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..recipe import Recipe, operand_names
-from ..tensor.quantized import raw_scale
-from ..tensor.quantized_tensor import QuantizedTensor
-from .distributed_hooks import hooks, is_distributed
-from .names import join
+from ..tensor.quantized_tensor import QuantizedTensor, codes_of
+from .names import PRODUCT, join
 from .operand_cache import conditions_of, weight_codes
 from .random_state import as_normal
 from .recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
 
-SUFFIX = "_product"  # of the child's name, after the parameter's
+SUFFIX = PRODUCT
 
 
 @dataclass(frozen=True)
@@ -204,15 +202,7 @@ class GroupedProduct(RecipeState):
         """Returns the operands of a weight that is codes."""
         if self.weight_gather is not None:
             return self.weight_gather.operands(columnwise)
-        none = torch.empty(0, device=weight.device)
-        found = []
-        for spec, is_col in ((self.recipe.fprop.b, False), (self.recipe.dgrad.b, True)):
-            if spec == "bf16" or (is_col and not columnwise):
-                found += [none] * 4
-                continue
-            part = weight.direction(spec, is_col != is_row_major)
-            found += [part.codes, raw_scale(part), part.amax, none]
-        return found
+        return codes_of(weight, self.recipe, columnwise, is_row_major)
 
     def _cached(
         self,
@@ -269,70 +259,6 @@ class GroupedProduct(RecipeState):
     def extra_repr(self) -> str:
         gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
         return f"recipe={self.recipe.text!r}{gather}"
-
-
-class HasProducts:
-    """A part of the class of modules with 3D parameters: FSDP2 assigns those that it has sharded.
-
-    FSDP2 assigns through __setattr__ where a module's class defines one.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        product = self.__dict__.get("_modules", {}).get(name + SUFFIX)
-        if isinstance(product, GroupedProduct):
-            adopt_weight(self, product, name, value)
-        super().__setattr__(name, value)
-
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Moves the module, and wraps parameters again that came back as plain shards."""
-        super()._apply(*args, **kwargs)  # type: ignore[misc]
-        for child, product in self.__dict__["_modules"].items():
-            name = child.removesuffix(SUFFIX)
-            if isinstance(product, GroupedProduct) and product.weight_gather is not None:
-                adopt_weight(self, product, name, self.__dict__["_parameters"][name])
-        return self
-
-
-def adopt_weight(module: Any, product: GroupedProduct, name: str, value: Any) -> None:
-    """Prepares a parameter that is about to become the module's `name`."""
-    if product.gather_plan is not None and is_distributed(value):
-        hooks().adopt_experts(module, product, module._parameters.get(name), value)
-
-
-class TransposeOfCodes(torch.autograd.Function):
-    """Stands for B of a product whose weight is codes: its shape, dtype and gradient.
-
-    The op reads the codes that the call passes. The elements are one NaN.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
-        shape = *weight.shape[:-2], weight.shape[-1], weight.shape[-2]
-        nan = torch.full((), float("nan"), dtype=weight.dtype, device=weight.device)
-        return nan.expand(shape)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        return grads[0].mT
-
-
-def matrix_of(weight: Tensor, is_row_major: bool = False) -> Tensor:
-    """Returns B (E, K, N) of a product, from a 3D parameter or the part of it on this rank.
-
-    Args:
-        weight: (E, N, K), or (E, K, N) where it is row-major.
-        is_row_major: whether `weight` is B itself.
-    """
-    weight = local_of(weight)
-    if isinstance(weight, QuantizedTensor):
-        b = TransposeOfCodes.apply(weight)
-        return b.mT if is_row_major else b
-    return weight if is_row_major else weight.transpose(-2, -1)
-
-
-def local_of(weight: Tensor) -> Tensor:
-    """Returns the experts of this rank: those of a DTensor, with their gradient, or all."""
-    return weight.to_local() if is_distributed(weight) else weight
 
 
 def product_of(module: nn.Module, name: str) -> GroupedProduct | None:

@@ -7,6 +7,8 @@ from torch import nn
 # Names that wrappers put between a module's name and its parent's.
 WRAPPERS = ("_orig_mod", "_checkpoint_wrapped_module", "_fsdp_wrapped_module")
 
+PRODUCT = "_product"  # of the name of a GroupedProduct, after its parameter's
+
 
 def clean_name(fqn: str) -> str:
     """Returns the module's name without the names of torch.compile, checkpointing and FSDP."""
@@ -27,3 +29,13 @@ def unwrapped(model: nn.Module) -> nn.Module:
 def join(*names: str) -> str:
     """Joins the names that are not empty with dots."""
     return ".".join(name for name in names if name)
+
+
+def owners_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
+    """Finds the modules that have each parameter, by the parameter's id."""
+    owners: dict[int, list[nn.Module]] = {}
+    for module in model.modules():
+        for parameter in module._parameters.values():
+            if parameter is not None:
+                owners.setdefault(id(parameter), []).append(module)
+    return owners

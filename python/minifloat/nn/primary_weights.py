@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Sequence
+
+from torch import Tensor, nn
 
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_specs import require_weight_spec
 from .distributed_hooks import is_distributed
+from .names import owners_of_weights
 from .selection import Selection
 
-
-def owners_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
-    """Finds the modules that have each parameter, by the parameter's id."""
-    owners: dict[int, list[nn.Module]] = {}
-    for module in model.modules():
-        for parameter in module._parameters.values():
-            if parameter is not None:
-                owners.setdefault(id(parameter), []).append(module)
-    return owners
+HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after the parameter's
 
 
 def weight_specs(recipe: Recipe) -> tuple[str | None, str | None]:
@@ -28,12 +23,12 @@ def weight_specs(recipe: Recipe) -> tuple[str | None, str | None]:
 
 
 def reason_against_primary(
-    module: nn.Linear, recipe: Recipe, owners: dict[int, list[nn.Module]]
+    weight: Tensor, recipe: Recipe, owners: dict[int, list[nn.Module]]
 ) -> str | None:
-    """Returns why the layer's weight cannot be a QuantizedTensor; None where it can."""
-    if len(owners[id(module.weight)]) > 1:
+    """Returns why a weight cannot be a QuantizedTensor; None where it can."""
+    if len(owners[id(weight)]) > 1:
         return "primary: its weight is tied to another module's"
-    if is_distributed(module.weight):
+    if is_distributed(weight):
         return "primary: its weight is a DTensor"
     row, col = weight_specs(recipe)
     if row is None or col is None:
@@ -51,7 +46,7 @@ def without_unfit_weights(model: nn.Module, selection: Selection) -> Selection:
     owners = owners_of_weights(model)
     chosen, skipped = [], list(selection.skipped)
     for fqn, module, recipe in selection.chosen:
-        why_not = reason_against_primary(module, recipe, owners)
+        why_not = reason_against_primary(module.weight, recipe, owners)
         if why_not is None:
             chosen.append((fqn, module, recipe))
         else:
@@ -67,3 +62,21 @@ def make_primary(module: nn.Linear, recipe: Recipe, keep_high_precision_init: bo
     quantized = QuantizedTensor.from_tensor(weight.detach(), *weight_specs(recipe))
     module.weight = nn.Parameter(quantized, requires_grad=weight.requires_grad)
     module.weight_codes = None  # type: ignore[assignment]  # the parameter is the codes
+
+
+def make_primary_experts(
+    module: nn.Module,
+    names: Sequence[str],
+    recipe: Recipe,
+    is_row_major: bool,
+    keep_high_precision_init: bool,
+) -> None:
+    """Replaces 3D parameters of experts by QuantizedTensors, a matrix an expert."""
+    row, col = weight_specs(recipe)
+    specs = (col, row) if is_row_major else (row, col)  # of the parameter as it lies in memory
+    for name in names:
+        weight = module.get_parameter(name)
+        if keep_high_precision_init:
+            setattr(module, name + HIGH_PRECISION_INIT, weight.detach().cpu().clone())
+        quantized = QuantizedTensor.from_tensor(weight.detach(), *specs)
+        setattr(module, name, nn.Parameter(quantized, requires_grad=weight.requires_grad))

@@ -349,13 +349,33 @@ def weight_operands(
         return ops.layer_operands.default(
             weight, recipe.text, "w", columnwise=has_dgrad, amax_history=amax_history
         )
+    return codes_of(weight, recipe, has_dgrad)
+
+
+def codes_of(
+    weight: QuantizedTensor, recipe: Recipe, columnwise: bool, is_row_major: bool = False
+) -> list[Tensor]:
+    """Returns the codes of a quantized weight as the op layer_operands would.
+
+    Args:
+        weight: (…, N, K), or (…, K, N) where it is row-major.
+        recipe: of the products: fprop reads W (N, K) rowwise, dgrad columnwise.
+        columnwise: whether dgrad reads the weight.
+        is_row_major: whether `weight` is Wᵀ.
+
+    Returns:
+        The eight tensors of the op layer_operands.
+
+    Raises:
+        ValueError: the weight does not hold these codes.
+    """
     empty = torch.empty(0, device=weight.device)
     operands = []
-    for spec, columnwise in ((recipe.fprop.b, False), (recipe.dgrad.b, True)):
-        if spec == "bf16" or (columnwise and not has_dgrad):
+    for spec, is_col in ((recipe.fprop.b, False), (recipe.dgrad.b, True)):
+        if spec == "bf16" or (is_col and not columnwise):
             operands += [empty] * 4
         else:
-            part = weight.direction(spec, columnwise)
+            part = weight.direction(spec, is_col != is_row_major)
             operands += [part.codes, raw_scale(part), part.amax, empty]
     return operands
 

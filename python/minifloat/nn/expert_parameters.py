@@ -1,0 +1,88 @@
+"""3D parameters of experts as products read them: whole, sharded by FSDP2, or codes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..tensor.quantized_tensor import QuantizedTensor
+from .distributed_hooks import hooks, is_distributed
+from .names import PRODUCT
+from .recipe_state import RecipeState
+
+
+class HasProducts:
+    """A part of the class of modules with 3D parameters: FSDP2 assigns those that it has sharded.
+
+    FSDP2 assigns through __setattr__ where a module's class defines one.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        product = self.__dict__.get("_modules", {}).get(name + PRODUCT)
+        if isinstance(product, RecipeState):
+            adopt_weight(self, product, name, value)
+        super().__setattr__(name, value)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        """Moves the module, and wraps parameters again that came back as plain shards.
+
+        to_empty returns quantized weights in high precision: those are quantized again.
+        """
+        parameters = self.__dict__["_parameters"]
+        before = dict(parameters)
+        super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for child, product in self.__dict__["_modules"].items():
+            name = child.removesuffix(PRODUCT)
+            if not isinstance(product, RecipeState) or name not in parameters:
+                continue
+            old, new = before[name], parameters[name]
+            if isinstance(old, QuantizedTensor) and not isinstance(new, QuantizedTensor):
+                codes = QuantizedTensor.from_tensor(new.detach(), *old.specs)
+                setattr(self, name, nn.Parameter(codes, requires_grad=old.requires_grad))
+            if product.weight_gather is not None:
+                adopt_weight(self, product, name, new)
+        return self
+
+
+def adopt_weight(module: Any, product: Any, name: str, value: Any) -> None:
+    """Prepares a parameter that is about to become the module's `name`."""
+    if product.gather_plan is not None and is_distributed(value):
+        hooks().adopt_experts(module, product, module._parameters.get(name), value)
+
+
+class TransposeOfCodes(torch.autograd.Function):
+    """Stands for B of a product whose weight is codes: its shape, dtype and gradient.
+
+    The op reads the codes that the call passes. The elements are one NaN.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weight: Tensor) -> Tensor:
+        shape = *weight.shape[:-2], weight.shape[-1], weight.shape[-2]
+        nan = torch.full((), float("nan"), dtype=weight.dtype, device=weight.device)
+        return nan.expand(shape)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+        return grads[0].mT
+
+
+def matrix_of(weight: Tensor, is_row_major: bool = False) -> Tensor:
+    """Returns B (E, K, N) of a product, from a 3D parameter or the part of it on this rank.
+
+    Args:
+        weight: (E, N, K), or (E, K, N) where it is row-major.
+        is_row_major: whether `weight` is B itself.
+    """
+    weight = local_of(weight)
+    if isinstance(weight, QuantizedTensor):
+        b = TransposeOfCodes.apply(weight)
+        return b.mT if is_row_major else b
+    return weight if is_row_major else weight.transpose(-2, -1)
+
+
+def local_of(weight: Tensor) -> Tensor:
+    """Returns the experts of this rank: those of a DTensor, with their gradient, or all."""
+    return weight.to_local() if is_distributed(weight) else weight

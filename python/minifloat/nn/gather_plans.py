@@ -1,0 +1,60 @@
+"""How FSDP2 will gather each weight: plans, and the sentences of mf.quantize_'s report."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+
+from ..recipe import Recipe
+from .distributed_hooks import COMPUTE_DTYPE, hooks
+from .expert_hooks import ExpertChoice, ExpertSelection, expert_hooks
+from .names import owners_of_weights
+from .selection import Selection
+
+
+def plan_gathers(
+    model: nn.Module, selection: Selection, gather: str, primary: bool
+) -> dict[str, tuple[Any, str]]:
+    """Plans how FSDP2 gathers the weight of each chosen layer.
+
+    Returns:
+        Name -> (plan, or None for the compute dtype; sentence for the report).
+    """
+    owners = owners_of_weights(model)
+    recipes = {id(module): recipe for _, module, recipe in selection.chosen}
+
+    def plan(module: nn.Linear, recipe: Recipe) -> tuple[Any, str]:
+        if primary:
+            return None, "its weight is codes"
+        if gather == COMPUTE_DTYPE:
+            return None, "weight gathered in the compute dtype: gather says so"
+        readers = {recipes.get(id(owner)) for owner in owners[id(module.weight)]}
+        if len(readers) > 1:
+            return None, "weight gathered in the compute dtype: it is tied to another reader's"
+        if recipe.is_delayed and len(owners[id(module.weight)]) > 1:
+            how = "weight gathered in the compute dtype"
+            return None, f"{how}: it is tied, and each reader has its own scale"
+        return hooks().plan_gather(recipe)
+
+    return {fqn: plan(module, recipe) for fqn, module, recipe in selection.chosen}
+
+
+def plan_mixtures(
+    model: nn.Module, mixtures: ExpertSelection, gather: str, primary: bool
+) -> dict[str, tuple[Any, str]]:
+    """Plans how FSDP2 gathers the weights of each chosen experts module, as plan_gathers does."""
+    owners = owners_of_weights(model)
+
+    def plan(choice: ExpertChoice) -> tuple[Any, str]:
+        how = "weight gathered in the compute dtype"
+        if primary:
+            return None, "its weight is codes"
+        if gather == COMPUTE_DTYPE:
+            return None, f"{how}: gather says so"
+        weights = [choice.module.get_parameter(name) for name in choice.names]
+        if any(len(owners[id(weight)]) > 1 for weight in weights):
+            return None, f"{how}: a weight of the module is tied to another's"
+        return expert_hooks().plan_gather(choice)
+
+    return {choice.fqn: plan(choice) for choice in mixtures.chosen}
