@@ -12,12 +12,12 @@ namespace minifloat::cpu {
 
 #if defined(__x86_64__)
 #if defined(__clang__)
-#define MINIFLOAT_TARGET_AVX512 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2")]]
+#define MINIFLOAT_TARGET_AVX512 [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,fma")]]
 #else  // g++ prefers 256 bits by default
 #define MINIFLOAT_TARGET_AVX512 \
-  [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,prefer-vector-width=512")]]
+  [[gnu::target("avx512f,avx512bw,avx512dq,avx512vl,avx2,bmi2,fma,prefer-vector-width=512")]]
 #endif
-#define MINIFLOAT_TARGET_AVX2 [[gnu::target("avx2,bmi2")]]
+#define MINIFLOAT_TARGET_AVX2 [[gnu::target("avx2,bmi2,fma")]]
 
 template <class Kernel, class Args>
 MINIFLOAT_TARGET_AVX512 auto run_avx512(const Args& args) {
@@ -42,7 +42,8 @@ inline VectorUnit vector_unit() {
     if (__builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512dq") &&
         __builtin_cpu_supports("avx512vl"))
       return VectorUnit::kAvx512;
-    return __builtin_cpu_supports("avx2") ? VectorUnit::kAvx2 : VectorUnit::kBaseline;
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") ? VectorUnit::kAvx2
+                                                                           : VectorUnit::kBaseline;
   }();
   return unit;
 #else

@@ -1,14 +1,16 @@
 // Equal bytes from every vector unit that this machine has: a tile loaded, transformed and encoded
-// by the code compiled for each.
+// by the code compiled for each; and a row of SwiGLU.
 #include "cpu/targets.h"
 
 #include <gtest/gtest.h>
 
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "cpu/encode_tile.h"
+#include "cpu/swiglu_row.h"
 #include "harness.h"
 
 namespace minifloat::cpu {
@@ -83,6 +85,59 @@ TEST(Targets, EveryVectorUnitGivesTheSameBytes) {
   for (const char* spec : {"mxfp8", "mxfp8/32x32+rht64", "e4m3/1x128", "e4m3/128x128"})
     expect_alike<E4M3, false>(spec);
   expect_alike<E5M2, true>("mxfp8/e5m2+sr");
+}
+
+// A row of values from far below to far above the sigmoid's range, and its results.
+template <class T>
+struct Row {
+  static constexpr int kCols = 700;
+  std::vector<T> in = std::vector<T>(3 * kCols), out = std::vector<T>(3 * kCols);
+  SwiGluRow<T> row = {.gate = in.data(),
+                      .up = in.data() + kCols,
+                      .dh = in.data() + 2 * kCols,
+                      .width = kCols,
+                      .weight = 0.7f,
+                      .form = {2, 1.702f},
+                      .h = out.data(),
+                      .d_gate = out.data() + kCols,
+                      .d_up = out.data() + 2 * kCols};
+  float d_weight = 0;
+
+  Row() {
+    for (std::size_t i = 0; i < in.size(); ++i)
+      store_value(&in[i], static_cast<float>(static_cast<int>(i * 37 % 2001) - 1000) * 0.13f);
+  }
+};
+
+template <class T, bool kHasLimit>
+void expect_rows_alike() {
+  using Rows = Row<T>;
+  const auto results_of = [](auto forward, auto backward) {
+    Rows r;
+    forward(r.row);
+    r.d_weight = backward(r.row);
+    return std::pair{r.out, r.d_weight};
+  };
+  using Row = SwiGluRow<T>;
+  using F = SwiGluForward<T, kHasLimit, 1>;
+  using B = SwiGluBackward<T, kHasLimit, 1>;
+  const auto baseline = results_of([](const Row& row) { run_baseline<F>(row); },
+                                   [](const Row& row) { return run_baseline<B>(row); });
+  EXPECT_TRUE(baseline == results_of([](const Row& row) { run_widest<F>(row); },
+                                     [](const Row& row) { return run_widest<B>(row); }));
+#if defined(__x86_64__)
+  if (vector_unit() != VectorUnit::kBaseline) {
+    EXPECT_TRUE(baseline == results_of([](const Row& row) { run_avx2<F>(row); },
+                                       [](const Row& row) { return run_avx2<B>(row); }));
+  }
+#endif
+}
+
+TEST(Targets, EveryVectorUnitGivesTheSameSwiGlu) {
+  expect_rows_alike<float, false>();
+  expect_rows_alike<float, true>();
+  expect_rows_alike<std::uint16_t, false>();
+  expect_rows_alike<std::uint16_t, true>();
 }
 
 }  // namespace

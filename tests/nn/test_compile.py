@@ -70,6 +70,25 @@ def grouped_calls():
     yield ops.scaled_grouped_mm, (grad(40, 72), grad(3, 72, 24), offs, "mxfp8"), {}
 
 
+def expert_calls():
+    """Yields calls of what lies between the products of experts."""
+    groups = mf.group_table(torch.tensor([8, 30], dtype=torch.int32), 40)
+    pairs = torch.randperm(40).int()
+    fused, half = torch.randn(40, 48), torch.randn(40, 24, dtype=torch.bfloat16)
+    options = {"limit": 1.0, "interleaved": True, "pairs": pairs, "groups": groups}
+    yield ops.swiglu, (fused, None, torch.rand(40)), options
+    yield ops.swiglu, (half, half.clone(), torch.rand(20, 2)), {"pairs": pairs}
+    dh = torch.randn(40, 24)
+    yield ops.swiglu_backward, (dh, fused, None, torch.rand(40)), options
+    others = (half, half.clone(), half.clone(), torch.rand(20, 2))
+    yield ops.swiglu_backward, others, {"pairs": pairs}
+    yield ops.take_rows, (torch.randn(20, 48), pairs, 2), {}
+    yield ops.take_rows, (torch.randint(0, 255, (40,), dtype=torch.uint8), pairs), {}
+    places = pairs.view(20, 2)
+    yield ops.add_slots, (fused, places), {}
+    yield ops.add_slots, (half, places, torch.randn(20, 24)), {}
+
+
 def sample_calls():
     x, batch = torch.randn(40, 72), torch.randn(2, 40, 72, dtype=torch.bfloat16)
     yield ops.amax, (x, "nvfp4"), {}
@@ -89,6 +108,7 @@ def sample_calls():
         yield ops.fp4_as_fp8, (q.codes, q.scale, q.amax, spec, 72), {}
         yield ops.carry, (q.codes, q.scale, q.amax, spec, 72), {}
     yield from grouped_calls()
+    yield from expert_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}

@@ -136,6 +136,23 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor[]? a_operands=None, Tensor[]? weight_operands=None) -> (Tensor, Tensor, Tensor)",
       tags);
 
+  // Between the products of experts. swiglu: of one product (M, 2 I), or of gate and up (M, I), and
+  // float32 weights, one a row, at `pairs`, int32 (M), or in order. Rows past the last group are
+  // zeros. take_rows: row r is x's row index[r] / slots. add_slots: row t is base[t] plus the rows
+  // at places[t], in fp32 and in order.
+  m.def(
+      "swiglu(Tensor product, Tensor? other, Tensor weights, *, float? limit=None, "
+      "float alpha=1.702, bool interleaved=False, Tensor? pairs=None, Tensor? groups=None) -> "
+      "Tensor",
+      tags);
+  m.def(
+      "swiglu_backward(Tensor dh, Tensor product, Tensor? other, Tensor weights, *, "
+      "float? limit=None, float alpha=1.702, bool interleaved=False, Tensor? pairs=None, "
+      "Tensor? groups=None) -> (Tensor d_product, Tensor d_other, Tensor d_weights)",
+      tags);
+  m.def("take_rows(Tensor x, Tensor index, SymInt slots=1) -> Tensor", tags);
+  m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None) -> Tensor", tags);
+
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the
   // active amax, column 1 the current amax of this step. algorithm: "max" or "most_recent".
   // margin: powers of two.

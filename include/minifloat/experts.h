@@ -1,0 +1,70 @@
+// What lies between the products of experts: SwiGLU, and the copies between tokens and rows. Each
+// is one pass over memory.
+#pragma once
+
+#include <cstdint>
+
+#include "minifloat/groups.h"
+#include "minifloat/tensor_ref.h"
+
+namespace minifloat {
+
+// Gate and up of a SwiGLU (core/swiglu.h). Strides of rows are in elements.
+struct SwiGlu {
+  const void* gate = nullptr;  // (rows, width), adjacent columns; with is_interleaved every second
+  const void* up = nullptr;    // the same; with is_interleaved gate + 1
+  DType dtype = DType::kFloat32;
+  std::int64_t rows = 0, width = 0;
+  std::int64_t gate_stride = 0, up_stride = 0;
+  bool is_interleaved = false;
+  const float* weights = nullptr;  // (rows)
+  // Of each row, the place of its weight, (rows); null: its position. One out of range, which the
+  // CPU's checks find, is a weight of zero.
+  const std::int32_t* places = nullptr;
+  GroupTable groups = {};  // rows past the last group are not read; their results are zeros
+  bool has_limit = false;
+  float limit = 0, alpha = 1;  // where there is a limit
+  Device device = Device::kCpu;
+};
+
+// Writes h, rounded once.   h: (rows, width), contiguous, of the dtype
+void swiglu(const SwiGlu& of, void* h, const Execution& execution);
+
+// The gradients of a SwiGLU: of gate and up, laid out as those, and of the weights.
+struct SwiGluGradients {
+  const void* dh = nullptr;  // (rows, width)
+  std::int64_t dh_stride = 0;
+  void* gate = nullptr;  // (rows, width), as SwiGlu's
+  void* up = nullptr;
+  std::int64_t stride = 0;   // of gate's and up's rows
+  float* weights = nullptr;  // (rows), at the places of the weights
+};
+void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
+                     const Execution& execution);
+
+// Copies of rows: to[r] = from[index[r] / slots].
+struct TakeRows {
+  const void* from = nullptr;                                  // (from_rows, row_bytes)
+  std::int64_t from_rows = 0, from_stride = 0, row_bytes = 0;  // bytes
+  const std::int32_t* index = nullptr;                         // (rows)
+  std::int64_t rows = 0, slots = 1;
+  void* to = nullptr;  // (rows, row_bytes), contiguous; zeros where an index is out of range
+  Device device = Device::kCpu;
+};
+void take_rows(const TakeRows& copy, const Execution& execution);
+
+// Sums of rows: to[t] = base[t] + Σ over s of rows[places[t, s]], in fp32 in the order of s,
+// rounded once. A place out of range adds nothing.
+struct AddSlots {
+  const void* rows = nullptr;  // (count, cols)
+  DType dtype = DType::kFloat32;
+  std::int64_t count = 0, stride = 0, cols = 0;
+  const std::int32_t* places = nullptr;  // (tokens, slots)
+  std::int64_t tokens = 0, slots = 0;
+  const float* base = nullptr;  // (tokens, cols); null: zeros
+  void* to = nullptr;           // (tokens, cols), contiguous, of the dtype
+  Device device = Device::kCpu;
+};
+void add_slots(const AddSlots& sum, const Execution& execution);
+
+}  // namespace minifloat

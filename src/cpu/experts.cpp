@@ -1,0 +1,139 @@
+// SwiGLU and the copies between tokens and rows, a row at a time in runs of 256 columns. These
+// loops are the specification of the other backends.
+#include "cpu/experts.h"
+
+#include <algorithm>
+#include <cstring>
+
+#include "parallel.h"
+#include "swiglu_row.h"
+
+namespace minifloat::cpu {
+namespace {
+
+std::int64_t end_of(const SwiGlu& of) {
+  return of.groups ? of.groups.of_rows()[of.groups.count] : of.rows;
+}
+
+template <class T>
+SwiGluRow<T> row_of(const SwiGlu& of, std::int64_t r) {
+  const std::int64_t place = of.places ? of.places[r] : r;
+  return {.gate = static_cast<const T*>(of.gate) + r * of.gate_stride,
+          .up = static_cast<const T*>(of.up) + r * of.up_stride,
+          .dh = nullptr,
+          .width = of.width,
+          .weight = of.weights[place],
+          .form = {of.limit, of.alpha},
+          .h = nullptr,
+          .d_gate = nullptr,
+          .d_up = nullptr};
+}
+
+template <template <class, bool, int> class Kernel, class T>
+auto run_row(const SwiGlu& of, const SwiGluRow<T>& row) {
+  if (of.is_interleaved)
+    return of.has_limit ? run_widest<Kernel<T, true, 2>>(row)
+                        : run_widest<Kernel<T, false, 2>>(row);
+  return of.has_limit ? run_widest<Kernel<T, true, 1>>(row) : run_widest<Kernel<T, false, 1>>(row);
+}
+
+template <class T>
+void forward(const SwiGlu& of, T* h, const Execution& execution) {
+  const std::int64_t end = end_of(of);
+  parallel_for(execution, of.rows, of.rows * of.width, [&](std::int64_t r) {
+    T* const to = h + r * of.width;
+    if (r >= end) {
+      std::fill_n(to, of.width, T{});
+      return;
+    }
+    SwiGluRow<T> row = row_of<T>(of, r);
+    row.h = to;
+    run_row<SwiGluForward>(of, row);
+  });
+}
+
+template <class T>
+void backward(const SwiGlu& of, const SwiGluGradients& d, const Execution& execution) {
+  const std::int64_t end = end_of(of), step = of.is_interleaved ? 2 : 1;
+  parallel_for(execution, of.rows, of.rows * of.width, [&](std::int64_t r) {
+    T* const d_gate = static_cast<T*>(d.gate) + r * d.stride;
+    T* const d_up = static_cast<T*>(d.up) + r * d.stride;
+    float& d_weight = d.weights[of.places ? of.places[r] : r];
+    if (r >= end) {
+      for (std::int64_t i = 0; i < of.width; ++i) d_gate[i * step] = d_up[i * step] = T{};
+      d_weight = 0;
+      return;
+    }
+    SwiGluRow<T> row = row_of<T>(of, r);
+    row.dh = static_cast<const T*>(d.dh) + r * d.dh_stride;
+    row.d_gate = d_gate, row.d_up = d_up;
+    d_weight = run_row<SwiGluBackward>(of, row);
+  });
+}
+
+// One token of a sum of slots.
+template <class T>
+struct Token {
+  const AddSlots& sum;
+  const std::int32_t* places;
+  const float* base;
+  T* to;
+};
+
+template <class T>
+struct AddToken {
+  MINIFLOAT_INLINE static void run(const Token<T>& token) {
+    const AddSlots& sum = token.sum;
+    for (std::int64_t first = 0; first < sum.cols; first += kRunColumns) {
+      const std::int64_t count = std::min(kRunColumns, sum.cols - first);
+      RunValues total = {};
+      if (token.base) std::copy_n(token.base + first, count, total);
+      for (std::int64_t s = 0; s < sum.slots; ++s) {
+        const T* const row = static_cast<const T*>(sum.rows) + token.places[s] * sum.stride + first;
+        for (std::int64_t i = 0; i < count; ++i) total[i] += load_value(row + i);
+      }
+      for (std::int64_t i = 0; i < count; ++i) store_value(token.to + first + i, total[i]);
+    }
+  }
+};
+
+template <class T>
+void add_tokens(const AddSlots& sum, const Execution& execution) {
+  const std::int64_t elements = sum.tokens * (sum.slots + 1) * sum.cols;
+  parallel_for(execution, sum.tokens, elements, [&](std::int64_t t) {
+    const Token<T> token = {.sum = sum,
+                            .places = sum.places + t * sum.slots,
+                            .base = sum.base ? sum.base + t * sum.cols : nullptr,
+                            .to = static_cast<T*>(sum.to) + t * sum.cols};
+    run_widest<AddToken<T>>(token);
+  });
+}
+
+}  // namespace
+
+void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
+  of.dtype == DType::kFloat32 ? forward(of, static_cast<float*>(h), execution)
+                              : forward(of, static_cast<std::uint16_t*>(h), execution);
+}
+
+void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
+                     const Execution& execution) {
+  of.dtype == DType::kFloat32 ? backward<float>(of, gradients, execution)
+                              : backward<std::uint16_t>(of, gradients, execution);
+}
+
+void take_rows(const TakeRows& copy, const Execution& execution) {
+  const auto bytes = static_cast<std::size_t>(copy.row_bytes);
+  parallel_for(execution, copy.rows, copy.rows * copy.row_bytes, [&](std::int64_t r) {
+    std::memcpy(static_cast<char*>(copy.to) + r * copy.row_bytes,
+                static_cast<const char*>(copy.from) + copy.index[r] / copy.slots * copy.from_stride,
+                bytes);
+  });
+}
+
+void add_slots(const AddSlots& sum, const Execution& execution) {
+  sum.dtype == DType::kFloat32 ? add_tokens<float>(sum, execution)
+                               : add_tokens<std::uint16_t>(sum, execution);
+}
+
+}  // namespace minifloat::cpu

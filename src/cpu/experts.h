@@ -1,0 +1,14 @@
+// The CPU backend of minifloat/experts.h.
+#pragma once
+
+#include "minifloat/experts.h"
+
+namespace minifloat::cpu {
+
+void swiglu(const SwiGlu& of, void* h, const Execution& execution);
+void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
+                     const Execution& execution);
+void take_rows(const TakeRows& copy, const Execution& execution);
+void add_slots(const AddSlots& sum, const Execution& execution);
+
+}  // namespace minifloat::cpu

@@ -1,0 +1,189 @@
+// The copies between tokens and rows. A warp takes a part of a row:
+//
+//     take_rows    2 KiB: 4 chunks of 16 bytes a lane, all loaded before the first is stored
+//     add_slots    256 columns: 8 a lane, 4 rows at a time, added in the order of the slots
+//
+//     bytes an element of a row: take_rows 2 and 2; add_slots 2, and 2 / slots of the sum (bf16)
+#include "cuda/common/launch.h"
+#include "cuda/experts/experts.h"
+#include "cuda/experts/vec8.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+// The parts of all rows, one a warp.
+struct Parts {
+  Divisor of_row;
+  std::uint32_t count;
+};
+Parts parts_of(std::int64_t rows, std::int64_t of_row, const char* kernel) {
+  MINIFLOAT_CHECK(rows * of_row < (std::int64_t{1} << 31), kernel,
+                  ": expected less than 2^31 parts of rows, got ", rows, " rows of ", of_row);
+  return {Divisor(of_row), static_cast<std::uint32_t>(rows * of_row)};
+}
+unsigned grid_of_parts(const Parts& parts) {
+  return ceil_div<std::uint32_t>(parts.count, kRowWarps);
+}
+__device__ __forceinline__ std::uint32_t part_of_warp() {
+  return blockIdx.x * kRowWarps + threadIdx.x / 32;
+}
+
+// ---- Copies -------------------------------------------------------------------------------------
+inline constexpr int kTogether = 4;
+
+struct TakeArgs {
+  const char* from;
+  std::int64_t from_stride, row_bytes;
+  std::uint32_t from_rows;
+  const std::int32_t* index;
+  Divisor slots;
+  char* to;
+  Parts parts;
+};
+
+// Chunk: the bytes that a lane copies at once.
+template <class Chunk>
+__global__ void __launch_bounds__(kRowThreads) copy_rows(const __grid_constant__ TakeArgs args) {
+  const std::uint32_t part = part_of_warp();
+  if (part >= args.parts.count) return;
+  const std::uint32_t row = args.parts.of_row.divide(part);
+  const std::uint32_t first = (part - row * args.parts.of_row.d) * (32 * kTogether);
+  const auto chunks = static_cast<std::uint32_t>(args.row_bytes / sizeof(Chunk));
+  const auto pair = static_cast<std::uint32_t>(__ldg(args.index + row));
+  const std::uint32_t from_row = pair >> 31 ? ~0u : args.slots.divide(pair);
+  const auto* const from = reinterpret_cast<const Chunk*>(args.from + from_row * args.from_stride);
+  auto* const to = reinterpret_cast<Chunk*>(args.to + row * args.row_bytes);
+  Chunk chunk[kTogether];
+#pragma unroll
+  for (std::uint32_t i = 0; i < kTogether; ++i) {
+    const std::uint32_t at = first + i * 32 + threadIdx.x % 32;
+    chunk[i] = {};
+    if (at < chunks && from_row < args.from_rows) chunk[i] = __ldg(from + at);
+  }
+#pragma unroll
+  for (std::uint32_t i = 0; i < kTogether; ++i) {
+    const std::uint32_t at = first + i * 32 + threadIdx.x % 32;
+    if (at < chunks) to[at] = chunk[i];
+  }
+}
+
+template <class Chunk>
+void launch_copy(TakeArgs args, std::int64_t rows, const Execution& execution) {
+  constexpr std::int64_t kPart = 32 * kTogether * sizeof(Chunk);
+  args.parts = parts_of(rows, ceil_div(args.row_bytes, kPart), "take_rows");
+  copy_rows<Chunk><<<grid_of_parts(args.parts), kRowThreads, 0, cuda_stream(execution)>>>(args);
+  check_launch("take_rows");
+}
+
+// ---- Sums ---------------------------------------------------------------------------------------
+struct AddArgs {
+  const void* rows;
+  std::int64_t stride;
+  std::uint32_t count;
+  int cols;
+  bool is_aligned;
+  const std::int32_t* places;
+  int slots;
+  const float* base;
+  void* to;
+  Parts parts;
+};
+
+template <class T>
+__global__ void __launch_bounds__(kRowThreads) add_rows(const __grid_constant__ AddArgs args) {
+  const std::uint32_t part = part_of_warp();
+  if (part >= args.parts.count) return;
+  const std::uint32_t token = args.parts.of_row.divide(part);
+  const int col = static_cast<int>((part - token * args.parts.of_row.d) * kSwiGluPartials +
+                                   threadIdx.x % 32 * kSwiGluVec);
+  const int count = min(args.cols - col, kSwiGluVec);
+  if (count <= 0) return;
+  const bool is_whole = args.is_aligned && count == kSwiGluVec;
+  const std::int64_t at = static_cast<std::int64_t>(token) * args.cols + col;
+  const std::int32_t* const places = args.places + static_cast<std::int64_t>(token) * args.slots;
+  float sum[kSwiGluVec] = {};
+  if (args.base) {
+    Vec8<float> base;
+    is_whole ? base.load(args.base + at) : base.load_some(args.base + at, count);
+#pragma unroll
+    for (int j = 0; j < kSwiGluVec; ++j) sum[j] = base[j];
+  }
+  for (int first = 0; first < args.slots; first += kTogether) {
+    Vec8<T> row[kTogether];
+    bool is_row[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const std::uint32_t place =
+          first + i < args.slots ? static_cast<std::uint32_t>(__ldg(places + first + i)) : ~0u;
+      is_row[i] = place < args.count;
+      const T* const from = static_cast<const T*>(args.rows) + place * args.stride + col;
+      if (is_row[i]) is_whole ? row[i].load(from) : row[i].load_some(from, count);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i)
+      if (is_row[i]) {
+#pragma unroll
+        for (int j = 0; j < kSwiGluVec; ++j) sum[j] += row[i][j];
+      }
+  }
+  Vec8<T> out = {};
+#pragma unroll
+  for (int j = 0; j < kSwiGluVec; j += 2) out.set_pair(j, sum[j], sum[j + 1]);
+  out.name_nans();
+  T* const to = static_cast<T*>(args.to) + at;
+  is_whole ? out.store(to) : out.store_some(to, count);
+}
+
+}  // namespace
+
+void take_rows(const TakeRows& copy, const Execution& execution) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 31;
+  MINIFLOAT_CHECK(copy.row_bytes < kMost && copy.from_rows < kMost && copy.slots < kMost,
+                  "take_rows: expected less than 2^31 rows of less than 2^31 bytes, got ",
+                  copy.from_rows, " of ", copy.row_bytes, " and ", copy.slots, " slots");
+  const TakeArgs args = {static_cast<const char*>(copy.from),
+                         copy.from_stride,
+                         copy.row_bytes,
+                         static_cast<std::uint32_t>(copy.from_rows),
+                         copy.index,
+                         Divisor(copy.slots),
+                         static_cast<char*>(copy.to),
+                         {}};
+  const auto bits = reinterpret_cast<std::uintptr_t>(copy.from) |
+                    reinterpret_cast<std::uintptr_t>(copy.to) |
+                    static_cast<std::uintptr_t>(copy.row_bytes) |
+                    static_cast<std::uintptr_t>(copy.from_rows > 1 ? copy.from_stride : 0);
+  if (bits % 16 == 0)
+    launch_copy<uint4>(args, copy.rows, execution);
+  else if (bits % 4 == 0)
+    launch_copy<std::uint32_t>(args, copy.rows, execution);
+  else
+    launch_copy<std::uint8_t>(args, copy.rows, execution);
+}
+
+void add_slots(const AddSlots& sum, const Execution& execution) {
+  MINIFLOAT_CHECK(
+      sum.cols <= (1 << 30) && sum.count < (std::int64_t{1} << 31) && sum.slots < (1 << 30),
+      "add_slots: expected less than 2^31 rows of at most 2^30 columns, got ", sum.count, " of ",
+      sum.cols);
+  const std::int64_t size = sum.dtype == DType::kFloat32 ? 4 : 2;
+  const bool is_aligned = has_aligned_rows(sum.rows, sum.stride * size, sum.count) &&
+                          has_aligned_rows(sum.to, sum.cols * size, sum.tokens) &&
+                          has_aligned_rows(sum.base, sum.cols * 4, sum.tokens);
+  const AddArgs args = {
+      sum.rows,
+      sum.stride,
+      static_cast<std::uint32_t>(sum.count),
+      static_cast<int>(sum.cols),
+      is_aligned,
+      sum.places,
+      static_cast<int>(sum.slots),
+      sum.base,
+      sum.to,
+      parts_of(sum.tokens, ceil_div<std::int64_t>(sum.cols, kSwiGluPartials), "add_slots")};
+  const auto kernel = sum.dtype == DType::kFloat32 ? add_rows<float> : add_rows<Bf16>;
+  kernel<<<grid_of_parts(args.parts), kRowThreads, 0, cuda_stream(execution)>>>(args);
+  check_launch("add_slots");
+}
+
+}  // namespace minifloat::cuda

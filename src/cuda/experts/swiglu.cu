@@ -1,0 +1,280 @@
+// SwiGLU and its gradient: a warp takes a row, and a lane 8 columns at a time.
+//
+//     columns        0..7    8..15  …  248..255    256..263  …
+//     lane           0       1         31          0
+//
+// so that the sum of a row, for the weight's gradient, has the order of core/swiglu.h. Of a fused
+// product whose columns alternate, a lane takes 16 elements.
+//
+//     bytes an element of h: forward 2 + 2 of gate and up, 2 of h; backward 6 and 4 (bf16)
+#include "cuda/common/groups.cuh"
+#include "cuda/common/launch.h"
+#include "cuda/experts/experts.h"
+#include "cuda/experts/vec8.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+struct FastReciprocal {
+  __device__ __forceinline__ float operator()(float x) const { return reciprocal_of_normal(x); }
+};
+
+struct SwiGluArgs {
+  const void *gate, *up;  // rows `gate_stride` and `up_stride` elements apart
+  std::int64_t gate_stride, up_stride;
+  std::int64_t rows;
+  int width;
+  bool is_aligned;
+  const float* weights;
+  const std::int32_t* places;    // null: the rows' positions
+  const std::int32_t* last_end;  // null: there are no groups
+  SwiGluForm form;
+};
+struct ForwardArgs {
+  SwiGluArgs of;
+  void* h;
+};
+struct BackwardArgs {
+  SwiGluArgs of;
+  const void* dh;
+  std::int64_t dh_stride;
+  void *gate, *up;  // gradients, rows `stride` elements apart
+  std::int64_t stride;
+  float* weights;
+};
+
+// Gate and up of 8 columns.
+template <class T, bool kInterleaved>
+struct GateAndUp {
+  Vec8<T, 2> both;  // interleaved, or gate before up
+
+  static __device__ __forceinline__ constexpr int at(int i, bool is_up) {
+    return kInterleaved ? 2 * i + is_up : i + kSwiGluVec * is_up;
+  }
+  __device__ __forceinline__ float gate(int i) const { return both[at(i, false)]; }
+  __device__ __forceinline__ float up(int i) const { return both[at(i, true)]; }
+
+  __device__ __forceinline__ static Vec8<T>& half(Vec8<T, 2>& of, int i) {
+    return *reinterpret_cast<Vec8<T>*>(of.w + i * Vec8<T>::kWords);
+  }
+  // gate, up: the first column's elements; count: columns, at most 8
+  __device__ __forceinline__ void load(const T* gate, const T* up, int count, bool is_aligned) {
+    if (is_aligned && count == kSwiGluVec) {
+      if constexpr (kInterleaved)
+        return both.load(gate);
+      else
+        return half(both, 0).load(gate), half(both, 1).load(up);
+    }
+    if constexpr (kInterleaved)
+      both.load_some(gate, 2 * count);
+    else
+      half(both, 0).load_some(gate, count), half(both, 1).load_some(up, count);
+  }
+  __device__ __forceinline__ void set_pair(int i, float gate, float up, float next_gate,
+                                           float next_up) {
+    if constexpr (kInterleaved)
+      both.set_pair(2 * i, gate, up), both.set_pair(2 * i + 2, next_gate, next_up);
+    else
+      both.set_pair(i, gate, next_gate), both.set_pair(i + kSwiGluVec, up, next_up);
+  }
+  __device__ __forceinline__ void store(T* gate, T* up, int count, bool is_aligned) {
+    both.name_nans();
+    if (is_aligned && count == kSwiGluVec) {
+      if constexpr (kInterleaved)
+        return both.store(gate);
+      else
+        return half(both, 0).store(gate), half(both, 1).store(up);
+    }
+    if constexpr (kInterleaved)
+      both.store_some(gate, 2 * count);
+    else
+      half(both, 0).store_some(gate, count), half(both, 1).store_some(up, count);
+  }
+};
+
+// The row of a warp, and its weight.
+template <class T, int kStep>
+struct WarpRow {
+  std::int64_t row;
+  const T *gate, *up;
+  bool is_inside;       // before the last group's end
+  std::uint32_t place;  // of the weight
+  float weight;
+
+  __device__ __forceinline__ explicit WarpRow(const SwiGluArgs& of)
+      : row(static_cast<std::int64_t>(blockIdx.x) * kRowWarps + threadIdx.x / 32) {
+    if (row >= of.rows) return;
+    gate = static_cast<const T*>(of.gate) + row * of.gate_stride;
+    up = static_cast<const T*>(of.up) + row * of.up_stride;
+    is_inside = !of.last_end || row < __ldg(of.last_end);
+    place = static_cast<std::uint32_t>(of.places ? __ldg(of.places + row) : row);
+    weight = has_place(of) ? __ldg(of.weights + place) : 0.0f;
+  }
+  __device__ __forceinline__ bool has_place(const SwiGluArgs& of) const { return place < of.rows; }
+  __device__ __forceinline__ static std::uint32_t first_col() {
+    return threadIdx.x % 32 * kSwiGluVec;
+  }
+};
+
+template <class T, bool kInterleaved, bool kHasLimit>
+__global__ void __launch_bounds__(kRowThreads)
+    swiglu_rows(const __grid_constant__ ForwardArgs args) {
+  constexpr int kStep = kInterleaved ? 2 : 1, kTogether = 2;
+  const SwiGluArgs& of = args.of;
+  const WarpRow<T, kStep> at(of);
+  if (at.row >= of.rows) return;
+  T* const h = static_cast<T*>(args.h) + at.row * of.width;
+  for (int first = at.first_col(); first < of.width; first += kTogether * kSwiGluPartials) {
+    GateAndUp<T, kInterleaved> in[kTogether];
+    int count[kTogether];
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int col = first + i * kSwiGluPartials;
+      count[i] = min(of.width - col, kSwiGluVec);
+      if (at.is_inside && count[i] > 0)
+        in[i].load(at.gate + col * kStep, at.up + col * kStep, count[i], of.is_aligned);
+    }
+#pragma unroll
+    for (int i = 0; i < kTogether; ++i) {
+      const int col = first + i * kSwiGluPartials;
+      if (count[i] <= 0) break;
+      Vec8<T> out = {};
+      if (at.is_inside) {
+        float v[kSwiGluVec];
+#pragma unroll
+        for (int j = 0; j < kSwiGluVec; ++j)
+          v[j] = minifloat::swiglu<kHasLimit>(in[i].gate(j), in[i].up(j), at.weight, of.form,
+                                              FastReciprocal{});
+#pragma unroll
+        for (int j = 0; j < kSwiGluVec; j += 2) out.set_pair(j, v[j], v[j + 1]);
+        out.name_nans();
+      }
+      if (of.is_aligned && count[i] == kSwiGluVec)
+        out.store(h + col);
+      else
+        out.store_some(h + col, count[i]);
+    }
+  }
+}
+
+// Returns the sum of a row's partials, in the order of core/swiglu.h: that of lane 0.
+__device__ __forceinline__ float sum_of_partials(float (&partial)[kSwiGluVec]) {
+#pragma unroll
+  for (int half = kSwiGluVec / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) partial[i] += partial[i + half];
+  float sum = partial[0];
+#pragma unroll
+  for (int half = kLanes / 2; half > 0; half /= 2)
+    sum += __shfl_down_sync(kAllLanes, sum, static_cast<unsigned>(half));
+  return sum;
+}
+
+template <class T, bool kInterleaved, bool kHasLimit>
+__global__ void __launch_bounds__(kRowThreads, 4)
+    swiglu_backward_rows(const __grid_constant__ BackwardArgs args) {
+  constexpr int kStep = kInterleaved ? 2 : 1;
+  const SwiGluArgs& of = args.of;
+  const WarpRow<T, kStep> at(of);
+  if (at.row >= of.rows) return;
+  const T* const dh = static_cast<const T*>(args.dh) + at.row * args.dh_stride;
+  T* const d_gate = static_cast<T*>(args.gate) + at.row * args.stride;
+  T* const d_up = static_cast<T*>(args.up) + at.row * args.stride;
+  float partial[kSwiGluVec] = {};
+  for (int col = at.first_col(); col < of.width; col += kSwiGluPartials) {
+    const int count = min(of.width - col, kSwiGluVec);
+    GateAndUp<T, kInterleaved> both = {};
+    if (at.is_inside) {
+      Vec8<T> g;
+      both.load(at.gate + col * kStep, at.up + col * kStep, count, of.is_aligned);
+      if (of.is_aligned && count == kSwiGluVec)
+        g.load(dh + col);
+      else
+        g.load_some(dh + col, count);
+      GateAndUp<T, kInterleaved> out;
+#pragma unroll
+      for (int j = 0; j < kSwiGluVec; j += 2) {
+        SwiGluGradient d[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          d[i] = swiglu_gradient<kHasLimit>(g[j + i], both.gate(j + i), both.up(j + i), at.weight,
+                                            of.form, FastReciprocal{});
+          partial[j + i] += d[i].weight;  // zero past the last column
+        }
+        out.set_pair(j, d[0].gate, d[0].up, d[1].gate, d[1].up);
+      }
+      both = out;
+    }
+    both.store(d_gate + col * kStep, d_up + col * kStep, count, of.is_aligned);
+  }
+  const float sum = sum_of_partials(partial);
+  if (threadIdx.x % 32 == 0 && at.has_place(of)) args.weights[at.place] = with_one_nan(sum);
+}
+
+SwiGluArgs args_of(const SwiGlu& of, std::int64_t size) {
+  MINIFLOAT_CHECK(of.width <= (1 << 30) && of.rows < (std::int64_t{1} << 31),
+                  "swiglu: expected less than 2^31 rows and at most 2^30 columns, got ", of.rows,
+                  " and ", of.width);
+  const bool is_aligned =
+      has_aligned_rows(of.gate, of.gate_stride * size, of.rows) &&
+      (of.is_interleaved || has_aligned_rows(of.up, of.up_stride * size, of.rows)) &&
+      (of.rows <= 1 || of.width * size % 16 == 0);
+  return {of.gate,
+          of.up,
+          of.gate_stride,
+          of.up_stride,
+          of.rows,
+          static_cast<int>(of.width),
+          is_aligned,
+          of.weights,
+          of.places,
+          last_end_of(of.groups),
+          {of.limit, of.alpha}};
+}
+
+// Calls launch<T, interleaved, has_limit>() as the arguments have it.
+template <class Launch>
+void with_form(const SwiGlu& of, Launch launch) {
+  const auto of_dtype = [&]<class T>() {
+    if (of.is_interleaved)
+      of.has_limit ? launch.template operator()<T, true, true>()
+                   : launch.template operator()<T, true, false>();
+    else
+      of.has_limit ? launch.template operator()<T, false, true>()
+                   : launch.template operator()<T, false, false>();
+  };
+  of.dtype == DType::kFloat32 ? of_dtype.template operator()<float>()
+                              : of_dtype.template operator()<Bf16>();
+}
+
+unsigned rows_grid(std::int64_t rows, const char* kernel) {
+  return grid_of(ceil_div<std::int64_t>(rows, kRowWarps), kernel);
+}
+
+}  // namespace
+
+void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
+  const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
+  ForwardArgs args = {args_of(of, size), h};
+  args.of.is_aligned = args.of.is_aligned && has_aligned_rows(h, of.width * size, of.rows);
+  with_form(of, [&]<class T, bool kInterleaved, bool kHasLimit>() {
+    swiglu_rows<T, kInterleaved, kHasLimit>
+        <<<rows_grid(of.rows, "swiglu"), kRowThreads, 0, cuda_stream(execution)>>>(args);
+  });
+  check_launch("swiglu");
+}
+
+void swiglu_backward(const SwiGlu& of, const SwiGluGradients& d, const Execution& execution) {
+  const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
+  BackwardArgs args = {args_of(of, size), d.dh, d.dh_stride, d.gate, d.up, d.stride, d.weights};
+  args.of.is_aligned = args.of.is_aligned && has_aligned_rows(d.dh, d.dh_stride * size, of.rows) &&
+                       has_aligned_rows(d.gate, d.stride * size, of.rows) &&
+                       (of.is_interleaved || has_aligned_rows(d.up, d.stride * size, of.rows));
+  with_form(of, [&]<class T, bool kInterleaved, bool kHasLimit>() {
+    swiglu_backward_rows<T, kInterleaved, kHasLimit>
+        <<<rows_grid(of.rows, "swiglu_backward"), kRowThreads, 0, cuda_stream(execution)>>>(args);
+  });
+  check_launch("swiglu_backward");
+}
+
+}  // namespace minifloat::cuda

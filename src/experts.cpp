@@ -1,0 +1,65 @@
+// minifloat/experts.h: the checks before a backend is called.
+#include "minifloat/experts.h"
+
+#include "cpu/experts.h"
+#include "minifloat/core/block.h"
+#include "minifloat/error.h"
+#include "minifloat/group_checks.h"
+#include "on_device.h"
+#if defined(MINIFLOAT_WITH_CUDA)
+#include "cuda/experts/experts.h"
+#endif
+
+namespace minifloat {
+namespace {
+
+void check_places(const char* function, const char* name, const std::int32_t* places,
+                  std::int64_t count, std::int64_t end, Device device) {
+  if (!places || device != Device::kCpu) return;  // those of a GPU are not copied to the host
+  for (std::int64_t i = 0; i < count; ++i)
+    MINIFLOAT_CHECK(0 <= places[i] && places[i] < end, function, ": expected ", name, " of 0 to ",
+                    end - 1, ", got ", places[i], " at ", i);
+}
+
+void check_swiglu(const char* function, const SwiGlu& of) {
+  check_device(function, of.device);
+  MINIFLOAT_CHECK(of.rows >= 0 && of.width >= 0 && is_addressable({of.rows, of.width}), function,
+                  ": expected rows and columns of at most 2^48 elements, got ", of.rows, " and ",
+                  of.width);
+  check_group_table(function, of.groups, of.device, 0, of.rows);
+  check_places(function, "places", of.places, of.rows, of.rows, of.device);
+}
+
+}  // namespace
+
+void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
+  check_swiglu("swiglu", of);
+  if (of.rows * of.width == 0) return;
+  MINIFLOAT_ON(of.device, swiglu(of, h, execution));
+}
+
+void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
+                     const Execution& execution) {
+  check_swiglu("swiglu_backward", of);
+  if (of.rows == 0) return;
+  MINIFLOAT_ON(of.device, swiglu_backward(of, gradients, execution));
+}
+
+void take_rows(const TakeRows& copy, const Execution& execution) {
+  check_device("take_rows", copy.device);
+  MINIFLOAT_CHECK(1 <= copy.slots && copy.slots < (std::int64_t{1} << 31),
+                  "take_rows: expected 1 to 2^31 - 1 slots, got ", copy.slots);
+  if (copy.rows * copy.row_bytes == 0) return;
+  check_places("take_rows", "rows", copy.index, copy.rows, copy.from_rows * copy.slots,
+               copy.device);
+  MINIFLOAT_ON(copy.device, take_rows(copy, execution));
+}
+
+void add_slots(const AddSlots& sum, const Execution& execution) {
+  check_device("add_slots", sum.device);
+  if (sum.tokens * sum.cols == 0) return;
+  check_places("add_slots", "places", sum.places, sum.tokens * sum.slots, sum.count, sum.device);
+  MINIFLOAT_ON(sum.device, add_slots(sum, execution));
+}
+
+}  // namespace minifloat

@@ -1,0 +1,186 @@
+"""SwiGLU and the copies between tokens and rows on the GPU: the CPU's bytes.
+
+`-k quick` is the subset for compute-sanitizer.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from minifloat._native import ops
+from torch import Tensor
+
+from tests.gpu.sweep import DTYPES, bits, describe, laid_out, on, values
+
+pytestmark = pytest.mark.gpu
+
+# Widths around a vector of 8 columns and around the 256 of a warp, and a layer's.
+WIDTHS = [1, 7, 8, 9, 64, 255, 256, 257, 264, 768, 2048]
+ROWS = [0, 1, 7, 8, 33]
+KINDS = ["normal", "wide", "tiny", "huge", "special"]
+FORMS: list[dict[str, Any]] = [{}, {"limit": 1.0, "alpha": 1.702}, {"limit": 7.0, "alpha": 1.0}]
+LAYOUTS = ["dense", "odd base", "odd pitch", "padded rows"]
+
+
+def require_bytes(got: Tensor, want: Tensor, what: str) -> None:
+    """Compares every bit, those of NaN too: these ops write one NaN on every device."""
+    assert got.shape == want.shape, f"{what}: {tuple(got.shape)} for {tuple(want.shape)}"
+    wrong = bits(got) != bits(want)
+    if wrong.any():
+        at = tuple(wrong.nonzero()[0].tolist())
+        raise AssertionError(
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first at {at}: "
+            f"{got.cpu()[at].item()!r} for {want.cpu()[at].item()!r}"
+        )
+
+
+def matrix(kind: str, rows: int, cols: int, dtype: torch.dtype, seed: int, layout: str) -> Tensor:
+    x = values(kind, (rows, cols), dtype, seed)
+    return x if layout == "dense" else laid_out(x[None], layout)[0]
+
+
+def compare(
+    device: torch.device,
+    kind: str,
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    layout: str,
+    form: dict[str, Any],
+    parts: str,
+    in_groups: bool,
+) -> None:
+    """Compares both ops.   parts: "two" products, or one, "apart" or "interleaved"."""
+    across = width if parts == "two" else 2 * width
+    product = matrix(kind, rows, across, dtype, 1, layout)
+    other = matrix(kind, rows, width, dtype, 2, layout) if parts == "two" else None
+    dh = matrix("normal", rows, width, dtype, 3, layout)
+    weights = torch.rand(rows, generator=torch.Generator().manual_seed(4))
+    options: dict[str, Any] = {**form, "interleaved": parts == "interleaved"}
+    there: dict[str, Any] = dict(options)
+    if in_groups:
+        ends = torch.tensor([rows // 3, rows // 3, rows - rows // 4], dtype=torch.int32)
+        pairs = torch.randperm(rows, generator=torch.Generator().manual_seed(5)).int()
+        for given, where in ((options, torch.device("cpu")), (there, device)):
+            given["groups"] = ops.group_table(ends.to(where), rows)
+            given["pairs"] = pairs.to(where)
+    tensors = [dh, product, other, weights]
+    moved = [None if t is None else on(device, t) for t in tensors]
+    what = f"{kind} {describe(product)} {layout} {parts} {form} groups={in_groups}"
+    want = ops.swiglu(product, other, weights, **options)
+    require_bytes(ops.swiglu(*moved[1:], **there), want, f"swiglu {what}")
+    wanted = ops.swiglu_backward(*tensors, **options)
+    found = ops.swiglu_backward(*moved, **there)
+    for name, a, b in zip(("d_product", "d_other", "d_weights"), found, wanted, strict=True):
+        require_bytes(a, b, f"{name} {what}")
+
+
+@pytest.mark.parametrize("parts", ["two", "apart", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("form", FORMS, ids=["silu", "limit 1", "limit 7"])
+def test_swiglu(device, form, dtype, parts):
+    for kind, rows, width in itertools.product(KINDS, ROWS, WIDTHS):
+        compare(device, kind, rows, width, dtype, "dense", form, parts, in_groups=rows == 33)
+
+
+@pytest.mark.parametrize("parts", ["two", "apart", "interleaved"])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS[1:])
+def test_swiglu_of_any_layout(device, layout, dtype, parts):
+    for rows, width in itertools.product((1, 9), (1, 8, 40, 257, 512)):
+        compare(device, "normal", rows, width, dtype, layout, {}, parts, in_groups=False)
+
+
+def test_swiglu_of_every_bfloat16(device):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    gate, up = every.view(64, 1024), every.view(64, 1024).flip(0, 1).contiguous()
+    ones = torch.ones(64)
+    dh = torch.ones_like(gate)
+    for form in FORMS:
+        want = ops.swiglu(gate, up, ones, **form)
+        moved = [t.to(device) for t in (gate, up, ones)]
+        require_bytes(ops.swiglu(*moved, **form), want, f"swiglu {form}")
+        wanted = ops.swiglu_backward(dh, gate, up, ones, **form)
+        for a, b in zip(ops.swiglu_backward(dh.to(device), *moved, **form), wanted, strict=True):
+            require_bytes(a, b, f"swiglu_backward {form}")
+
+
+def test_the_sigmoid_of_many_floats(device):
+    """Every 4,099th float, and every one from -88 to -86 in steps of 2^-12."""
+    spread = torch.arange(-(2**31), 2**31, 4099).to(torch.int32).view(torch.float32)
+    near = torch.arange(-88, -86, 2.0**-12)
+    gate = torch.cat([spread, near])
+    gate = gate[: gate.numel() // 1024 * 1024].view(-1, 1024)
+    ones, up = torch.ones(gate.shape[0]), torch.ones_like(gate)
+    tensors = (up, gate, up, ones)
+    moved = [t.to(device) for t in tensors]
+    require_bytes(ops.swiglu(*moved[1:]), ops.swiglu(*tensors[1:]), "swiglu")
+    for a, b in zip(ops.swiglu_backward(*moved), ops.swiglu_backward(*tensors), strict=True):
+        require_bytes(a, b, "swiglu_backward")
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.uint8, torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("slots", [1, 2, 3, 8])
+def test_take_rows(device, slots, dtype):
+    for tokens, cols in itertools.product((1, 2, 40), (1, 3, 8, 16, 128, 1024, 2048, 2056, 7168)):
+        x = torch.randint(0, 200, (tokens, cols)).to(dtype)
+        index = torch.randint(0, tokens * slots, (tokens * slots + 3,), dtype=torch.int32)
+        floats = x.float()[None], x.bfloat16()[None]
+        odd = laid_out(floats[0], "odd pitch")[0], laid_out(floats[1], "odd base")[0]
+        for source in (x, *odd):
+            got = ops.take_rows(on(device, source), index.to(device), slots)
+            require_bytes(got, ops.take_rows(source, index, slots), f"take_rows {describe(source)}")
+    scales = torch.rand(40)
+    index = torch.randint(0, 40, (90,), dtype=torch.int32)
+    require_bytes(
+        ops.take_rows(scales.to(device), index.to(device)), scales[index.long()], "scales"
+    )
+
+
+def test_numbers_out_of_range_on_the_device(cuda):
+    """A GPU's numbers are not copied to the host: rows out of range are zeros."""
+    x, index = torch.ones(4, 24, device=cuda), torch.tensor([3, 4, -1, 2**31 - 1, 0]).int()
+    assert ops.take_rows(x, index.to(cuda))[:, 0].tolist() == [1, 0, 0, 0, 1]
+    places = index[:4].view(2, 2).to(cuda)
+    assert ops.add_slots(x, places)[:, 0].tolist() == [1, 0]
+    ones = torch.ones(4, device=cuda)
+    h = ops.swiglu(x, None, ones, pairs=index[:4].to(cuda))
+    assert h.any(dim=1).tolist() == [True, False, False, False]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("slots", [0, 1, 2, 3, 5, 8])
+def test_add_slots(device, slots, dtype):
+    for kind, tokens, cols in itertools.product(KINDS, (0, 1, 33), (1, 8, 9, 256, 264, 2048)):
+        rows = values(kind, (tokens * slots + 2, cols), dtype, 1)
+        places = torch.randint(0, rows.shape[0], (tokens, slots), dtype=torch.int32)
+        for base in (None, torch.randn(tokens, cols)):
+            want = ops.add_slots(rows, places, base)
+            there = None if base is None else base.to(device)
+            got = ops.add_slots(rows.to(device), places.to(device), there)
+            require_bytes(got, want, f"add_slots {kind} {describe(rows)} base={base is not None}")
+    rows = laid_out(torch.randn(1, 9, 72).to(dtype), "odd pitch")[0]
+    places = torch.randint(0, 9, (4, slots), dtype=torch.int32)
+    got = ops.add_slots(on(device, rows), places.to(device))
+    require_bytes(got, ops.add_slots(rows, places), "add_slots of an odd pitch")
+
+
+def test_quick(device):
+    for parts, dtype in itertools.product(("two", "apart", "interleaved"), DTYPES):
+        for width in (9, 264):
+            compare(device, "special", 9, width, dtype, "dense", FORMS[1], parts, in_groups=True)
+            compare(device, "normal", 3, width, dtype, "odd pitch", {}, parts, in_groups=False)
+    x, index = torch.randn(9, 40), torch.arange(18).flip(0).int()
+    require_bytes(
+        ops.take_rows(x.to(device), index.to(device), 2), ops.take_rows(x, index, 2), "take_rows"
+    )
+    places = index[:8].view(4, 2) // 2
+    require_bytes(
+        ops.add_slots(x.to(device), places.to(device)), ops.add_slots(x, places), "add_slots"
+    )

@@ -1,0 +1,241 @@
+"""What lies between the products of experts: SwiGLU against fp64, copies against plain indexing."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import minifloat as mf
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from minifloat._native import ops
+from torch import Tensor
+
+DTYPES = (torch.float32, torch.bfloat16)
+ALPHA = 1.702
+
+# The relative error of h and of the gradients in fp32: 3 units in the last place of the sigmoid
+# (core/swiglu.h), and half a unit for each of at most 7 operations that follow; a sum of
+# 1 + alpha * a * (1 - sigmoid) may lose another factor of 4 near its zero, which ABSOLUTE bounds.
+RELATIVE, ABSOLUTE = 2.0**-20, 1e-6
+BF16_ROUNDING = 2.0**-8  # of one rounding, relative
+
+widths = st.sampled_from([1, 7, 8, 9, 40, 255, 256, 264, 600])
+rows_of_x = st.sampled_from([0, 1, 2, 5, 33])
+
+
+def forms() -> st.SearchStrategy[dict[str, Any]]:
+    """Draws the arguments of both ops besides their tensors."""
+    return st.fixed_dictionaries(
+        {"limit": st.sampled_from([None, 1.0, 7.0]), "alpha": st.sampled_from([1.0, ALPHA])}
+    )
+
+
+def exact_swiglu(gate: Tensor, up: Tensor, weights: Tensor, limit: Any, alpha: float) -> Tensor:
+    """Returns h in fp64, differentiably."""
+    if limit is None:
+        return gate * gate.sigmoid() * up * weights[:, None]
+    a, u = gate.clamp(max=limit), up.clamp(-limit, limit)
+    return a * (alpha * a).sigmoid() * (u + 1) * weights[:, None]
+
+
+def misplaced(t: Tensor, offset: int) -> Tensor:
+    """Returns t's values in rows of another stride, from an odd address on."""
+    if t.dim() != 2 or offset == 0:
+        return t
+    memory = torch.empty(t.numel() + t.shape[0] * offset + offset, dtype=t.dtype)
+    view = memory[offset:].as_strided(t.shape, (t.shape[1] + offset, 1))
+    return view.copy_(t)
+
+
+def draw_inputs(rows: int, width: int, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    names = ("gate", "up", "dh")
+    drawn = {name: torch.randn(rows, width, generator=generator) * 3 for name in names}
+    tensors = {name: t.to(dtype) for name, t in drawn.items()}
+    return tensors | {"weights": torch.rand(rows, generator=generator)}
+
+
+def close(found: Tensor, wanted: Tensor, scale: Tensor | float = 1.0) -> None:
+    rounding = BF16_ROUNDING if found.dtype == torch.bfloat16 else 0
+    bound = wanted.abs() * (RELATIVE + rounding) + ABSOLUTE * scale
+    error = (found.double() - wanted).abs()
+    assert (error <= bound).all(), f"{(error - bound).max()} above the bound"
+
+
+@given(rows_of_x, widths, st.sampled_from(DTYPES), forms(), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_values_and_gradients_are_those_of_fp64(rows, width, dtype, form, seed):
+    given_ = draw_inputs(rows, width, dtype, seed)
+    gate, up, dh, weights = (given_[name] for name in ("gate", "up", "dh", "weights"))
+    exact = [t.double().requires_grad_() for t in (gate, up, weights)]
+    want = exact_swiglu(*exact, **form)
+    close(ops.swiglu(gate, up, weights, **form), want.detach())
+    wanted = torch.autograd.grad(want, exact, dh.double())
+    d_gate, d_up, d_weights = ops.swiglu_backward(dh, gate, up, weights, **form)
+    scale = dh.abs().double() * (up.abs().double() + 1)
+    # torch's derivative of clamp is 1 at the bound itself, and so is ours.
+    close(d_gate, wanted[0], scale)
+    close(d_up, wanted[1], dh.abs().double())
+    terms = (dh.double() * exact_swiglu(exact[0], exact[1], torch.ones(rows), **form)).abs().sum(1)
+    assert ((d_weights - wanted[2]).abs() <= terms.detach() * 2.0**-19 + 1e-6).all()
+
+
+@given(rows_of_x, widths, st.sampled_from(DTYPES), forms(), st.integers(0, 3), st.integers(0, 99))
+@settings(max_examples=60, deadline=None)
+def test_every_layout_gives_the_same_bytes(rows, width, dtype, form, offset, seed):
+    """One product or two, gate and up apart or interleaved, at any address."""
+    given_ = draw_inputs(rows, width, dtype, seed)
+    gate, up, dh, weights = (given_[name] for name in ("gate", "up", "dh", "weights"))
+    h = ops.swiglu(gate, up, weights, **form)
+    d_gate, d_up, d_weights = ops.swiglu_backward(dh, gate, up, weights, **form)
+    two = [misplaced(t, offset) for t in (gate, up)]
+    apart = misplaced(torch.cat([gate, up], 1), offset)
+    mixed = misplaced(torch.stack([gate, up], 2).flatten(1), offset)
+    for product, other, interleaved in ((*two, False), (apart, None, False), (mixed, None, True)):
+        where = {**form, "interleaved": interleaved}
+        assert torch.equal(ops.swiglu(product, other, weights, **where), h)
+        moved = misplaced(dh, offset)
+        found = ops.swiglu_backward(moved, product, other, weights, **where)
+        assert torch.equal(found[2], d_weights)
+        if other is not None:
+            parts = found[:2]
+        elif interleaved:
+            parts = found[0][:, ::2], found[0][:, 1::2]
+        else:
+            parts = found[0].chunk(2, 1)
+        assert torch.equal(parts[0], d_gate)
+        assert torch.equal(parts[1], d_up)
+        assert other is not None or found[1].numel() == 0
+
+
+def test_pairs_name_the_weights_and_groups_end_the_rows():
+    given_ = draw_inputs(12, 40, torch.bfloat16, 1)
+    gate, up, dh = (given_[name] for name in ("gate", "up", "dh"))
+    weights, pairs = torch.rand(6, 2), torch.randperm(12).int()
+    groups = mf.group_table(torch.tensor([4, 4, 9], dtype=torch.int32), 12)
+    for t in (gate, up, dh):
+        t[9:] = float("nan")
+    h = ops.swiglu(gate, up, weights, pairs=pairs, groups=groups)
+    in_order = weights.flatten()[pairs.long()]
+    assert torch.equal(h[:9], ops.swiglu(gate[:9], up[:9], in_order[:9]))
+    assert not h[9:].any()
+    d_gate, d_up, d_weights = ops.swiglu_backward(dh, gate, up, weights, pairs=pairs, groups=groups)
+    wanted = ops.swiglu_backward(dh[:9], gate[:9], up[:9], in_order[:9])
+    assert torch.equal(d_gate[:9], wanted[0])
+    assert torch.equal(d_up[:9], wanted[1])
+    assert not d_gate[9:].any()
+    assert not d_up[9:].any()
+    assert d_weights.shape == weights.shape
+    assert torch.equal(d_weights.flatten()[pairs.long()][:9], wanted[2])
+    assert not d_weights.flatten()[pairs.long()][9:].any()
+
+
+def test_the_weights_gradient_is_summed_in_the_documented_order():
+    """256 partial sums, then halves of runs of 8, then halves of 32 runs."""
+    torch.manual_seed(0)
+    gate, up, dh = (torch.randn(3, 700) for _ in range(3))
+    ones = torch.ones(3, 700).flatten()
+    column = [t.reshape(-1, 1) for t in (dh, gate, up)]
+    terms = ops.swiglu_backward(*column, ones)[2].view(3, 700)
+    partial = torch.zeros(3, 256)
+    for first in range(0, 700, 256):
+        part = terms[:, first : first + 256]
+        partial[:, : part.shape[1]] += part
+    sums = partial.view(3, 32, 8)
+    for half in (4, 2, 1):
+        sums = sums[..., :half] + sums[..., half:]
+    sums = sums[..., 0]
+    for half in (16, 8, 4, 2, 1):
+        sums = sums[:, :half] + sums[:, half:]
+    assert torch.equal(ops.swiglu_backward(dh, gate, up, torch.ones(3))[2], sums[:, 0])
+
+
+def test_nan_and_infinity():
+    for dtype in DTYPES:
+        bits = {torch.float32: torch.int32, torch.bfloat16: torch.int16}[dtype]
+        nan = torch.tensor([0x7FC00000 if dtype == torch.float32 else 0x7FC0]).to(bits)
+        gate = torch.tensor([[float("nan"), -float("nan"), 1, 1, float("inf"), -100]], dtype=dtype)
+        up = torch.tensor([[1, 1, float("nan"), float("inf"), 1, 1]], dtype=dtype)
+        h = ops.swiglu(gate, up, torch.ones(1))
+        assert h.view(bits)[0, :3].eq(nan).all()
+        assert h[0, 3:].tolist() == [float("inf"), float("inf"), 0]
+        d = ops.swiglu_backward(torch.ones_like(gate), gate, up, torch.ones(1))
+        assert d[0].view(bits)[0, :3].eq(nan).all()
+        assert d[2].view(torch.int32).item() == 0x7FC00000
+
+
+# ---- copies --------------------------------------------------------------------------------------
+
+
+@given(
+    st.sampled_from([1, 2, 33]),
+    st.integers(1, 8),
+    st.sampled_from([(), (1,), (3,), (16,), (130,), (4, 8)]),
+    st.sampled_from([torch.uint8, torch.bfloat16, torch.float32, torch.int64]),
+    st.integers(0, 40),
+)
+@settings(max_examples=60, deadline=None)
+def test_take_rows_is_indexing(tokens, slots, shape, dtype, rows):
+    x = torch.randint(0, 200, (tokens, *shape)).to(dtype)
+    index = torch.randint(0, tokens * slots, (rows,), dtype=torch.int32)
+    found = ops.take_rows(x, index, slots)
+    assert found.dtype == dtype
+    assert torch.equal(found, x[index.long() // slots])
+    assert torch.equal(ops.take_rows(x[::2], index[:0], slots), x[::2][:0])
+
+
+@given(st.integers(0, 9), st.integers(0, 8), widths, st.sampled_from(DTYPES), st.booleans())
+@settings(max_examples=60, deadline=None)
+def test_add_slots_is_a_loop(tokens, slots, cols, dtype, has_base):
+    rows = torch.randn(tokens * slots + 1, cols).to(dtype)
+    places = torch.randint(0, rows.shape[0], (tokens, slots), dtype=torch.int32)
+    base = torch.randn(tokens, cols) if has_base else None
+    total = torch.zeros(tokens, cols) if base is None else base.clone()
+    for slot in range(slots):
+        total += rows[places[:, slot].long()].float()
+    assert torch.equal(ops.add_slots(rows, places, base), total.to(dtype))
+    assert torch.equal(ops.add_slots(misplaced(rows, 1), places, base), total.to(dtype))
+
+
+# ---- errors --------------------------------------------------------------------------------------
+
+X = torch.zeros(4, 6)
+ONES = torch.ones(4)
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda: ops.swiglu(X[:, :5], None, ONES), "gate and up of the same width, got 5"),
+        (lambda: ops.swiglu(X, X[:, :5], ONES), r"expected other as Float \(4, 6\), got Float"),
+        (lambda: ops.swiglu(X, X, ONES, interleaved=True), "interleaved of one product, got two"),
+        (lambda: ops.swiglu(X, None, ONES[:3]), "one for each of 4 rows, got Float"),
+        (lambda: ops.swiglu(X, None, ONES.bfloat16()), "weights as float32"),
+        (lambda: ops.swiglu(X.half(), None, ONES), "product in float32 or bfloat16, got Half"),
+        (lambda: ops.swiglu(X, None, ONES, pairs=torch.arange(4)), "pairs as int32"),
+        (
+            lambda: ops.swiglu(X, None, ONES, pairs=torch.arange(4).int() + 1),
+            "expected places of 0 to 3, got 4 at 3",
+        ),
+        (lambda: ops.swiglu_backward(X, X, None, ONES), r"expected dh as Float \(4, 3\)"),
+        (lambda: ops.take_rows(X, torch.arange(3)), "index as int32 of 1 dimension, got Long"),
+        (lambda: ops.take_rows(X, torch.arange(3).int(), 0), "slots, got 0"),
+        (lambda: ops.take_rows(X, torch.tensor([8]).int(), 2), "rows of 0 to 7, got 8 at 0"),
+        (lambda: ops.add_slots(X, torch.tensor([[4]]).int()), "places of 0 to 3, got 4 at 0"),
+        (
+            lambda: ops.add_slots(X, torch.tensor([[1]]).int(), X[:1].double()),
+            r"base as float32 \[1, 6\], got Double",
+        ),
+    ],
+)
+def test_errors(call, message):
+    with pytest.raises(ValueError, match=message):
+        call()
+
+
+def test_no_derivative_of_the_ops_alone():
+    h = ops.swiglu(X.clone().requires_grad_(), None, ONES)
+    with pytest.raises(RuntimeError, match="swiglu"):
+        h.sum().backward()

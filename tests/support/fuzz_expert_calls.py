@@ -1,0 +1,68 @@
+"""More valid calls for the op fuzzer: what lies between the products of experts."""
+
+from __future__ import annotations
+
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tests.support.fuzz_calls import FLOATS, Call, call, op_call, ops
+from tests.support.fuzz_values import Arena, values
+
+DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.int64)
+
+
+def _swiglu(rng: Random, arena: Arena) -> dict[str, Any]:
+    rows, width = rng.choice((0, 1, 3, 17)), rng.choice((0, 1, 8, 40, 261))
+    dtype, is_fused = rng.choice(FLOATS), rng.random() < 0.5
+    shape = (rows, 2 * width if is_fused else width)
+    args: dict[str, Any] = {"product": arena.place(values(rng, shape, dtype)), "other": None}
+    if not is_fused:
+        args["other"] = arena.place(values(rng, shape, dtype))
+    args["weights"] = arena.place(torch.rand(rows))
+    args |= {"limit": rng.choice((None, 1.0)), "alpha": rng.choice((1.702, 1.0))}
+    args["interleaved"] = is_fused and rng.random() < 0.5
+    args["pairs"] = arena.place(torch.randperm(rows).int()) if rng.random() < 0.5 else None
+    ends = torch.tensor([rows // 2, rows - rows // 4], dtype=torch.int32)
+    has_groups = rng.random() < 0.5
+    args["groups"] = arena.place(ops.group_table(ends, rows)) if has_groups else None
+    return args
+
+
+@call("swiglu")
+def _forward(rng: Random, arena: Arena) -> Call:
+    return op_call("swiglu", **_swiglu(rng, arena))
+
+
+@call("swiglu_backward")
+def _backward(rng: Random, arena: Arena) -> Call:
+    args = _swiglu(rng, arena)
+    product, other = args["product"], args["other"]
+    width = product.shape[1] // (2 if other is None else 1)
+    dh = arena.place(values(rng, (product.shape[0], width), product.dtype))
+    return op_call("swiglu_backward", dh=dh, **args)
+
+
+def _numbers(rng: Random, arena: Arena, shape: tuple[int, ...], end: int) -> Tensor:
+    return arena.place(torch.randint(0, end, shape, dtype=torch.int32))
+
+
+@call("take_rows")
+def _take_rows(rng: Random, arena: Arena) -> Call:
+    tokens, slots = rng.choice((1, 5, 40)), rng.choice((1, 2, 8))
+    shape = (tokens, *rng.choice(((), (1,), (3,), (64,), (4, 8))))
+    x = arena.place(torch.randint(0, 9, shape).to(rng.choice(DTYPES)))
+    index = _numbers(rng, arena, (rng.choice((0, 1, 33)),), tokens * slots)
+    return op_call("take_rows", x=x, index=index, slots=slots)
+
+
+@call("add_slots")
+def _add_slots(rng: Random, arena: Arena) -> Call:
+    rows, tokens, slots, cols = (rng.choice(n) for n in ((1, 9), (0, 1, 7), (0, 1, 5), (0, 1, 72)))
+    x = arena.place(values(rng, (rows, cols), rng.choice(FLOATS)))
+    base = arena.place(torch.randn(tokens, cols)) if rng.random() < 0.5 else None
+    return op_call(
+        "add_slots", rows=x, places=_numbers(rng, arena, (tokens, slots), rows), base=base
+    )

@@ -1,0 +1,302 @@
+// The ops swiglu, swiglu_backward, take_rows and add_slots: what lies between the products of
+// experts. Python's autograd functions are their derivatives (python/minifloat/moe).
+#include "minifloat/experts.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include "ops/bridge.h"
+#include "ops/groups.h"
+#include "ops/outputs.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using MaybeTensor = std::optional<Tensor>;
+
+// Returns t with adjacent elements in each row: itself, or a copy.
+Tensor adjacent(const Tensor& t) {
+  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
+}
+
+void check_matrix(const char* op, const char* name, const Tensor& t) {
+  bridge::check_value_dtype(op, name, t);
+  TORCH_CHECK_VALUE(t.dim() == 2, op, ": expected ", name, " of 2 dimensions, got ", t.dim());
+  bridge::check_sizes(op, name, t);
+}
+
+void check_index(const char* op, const char* name, const Tensor& t, std::int64_t dims,
+                 const Tensor& like) {
+  TORCH_CHECK_VALUE(t.scalar_type() == at::kInt && t.dim() == dims, op, ": expected ", name,
+                    " as int32 of ", dims, dims == 1 ? " dimension" : " dimensions", ", got ",
+                    t.scalar_type(), " of ", t.dim());
+  bridge::check_sizes(op, name, t);
+  TORCH_CHECK_VALUE(t.device() == like.device(), op, ": expected ", name, " on ", like.device(),
+                    ", got ", t.device());
+}
+
+// ---- SwiGLU -------------------------------------------------------------------------------------
+// The arguments of both ops.
+struct SwiGluArguments {
+  const char* op;
+  const Tensor& product;
+  const MaybeTensor& other;
+  const Tensor& weights;
+  std::optional<double> limit;
+  double alpha;
+  bool interleaved;
+  const MaybeTensor &pairs, &groups;
+
+  SymInt rows() const { return product.sym_size(0); }
+  SymInt width() const { return other ? product.sym_size(1) : product.sym_size(1) / 2; }
+};
+
+// Requires `t` in the dtype and on the device of the product, (rows, cols).
+void check_like(const SwiGluArguments& a, const char* name, const Tensor& t, const SymInt& cols) {
+  check_matrix(a.op, name, t);
+  TORCH_CHECK_VALUE(t.scalar_type() == a.product.scalar_type() && t.sym_size(0) == a.rows() &&
+                        t.sym_size(1) == cols,
+                    a.op, ": expected ", name, " as ", a.product.scalar_type(), " (", a.rows(),
+                    ", ", cols, "), got ", t.scalar_type(), " ", t.sym_sizes());
+  TORCH_CHECK_VALUE(t.device() == a.product.device(), a.op, ": expected ", name, " on ",
+                    a.product.device(), ", got ", t.device());
+}
+
+void check_arguments(const SwiGluArguments& a) {
+  check_matrix(a.op, "product", a.product);
+  if (a.other) {
+    check_like(a, "other", *a.other, a.product.sym_size(1));
+    TORCH_CHECK_VALUE(!a.interleaved, a.op, ": expected interleaved of one product, got two");
+  } else {
+    TORCH_CHECK_VALUE(a.product.sym_size(1) % 2 == 0, a.op,
+                      ": expected gate and up of the same width, got ", a.product.sym_size(1),
+                      " columns of both");
+  }
+  TORCH_CHECK_VALUE(a.weights.scalar_type() == at::kFloat && a.weights.sym_numel() == a.rows(),
+                    a.op, ": expected weights as float32, one for each of ", a.rows(),
+                    " rows, got ", a.weights.scalar_type(), " ", a.weights.sym_sizes());
+  TORCH_CHECK_VALUE(a.weights.device() == a.product.device(), a.op, ": expected weights on ",
+                    a.product.device(), ", got ", a.weights.device());
+  if (a.pairs) {
+    check_index(a.op, "pairs", *a.pairs, 1, a.product);
+    TORCH_CHECK_VALUE(a.pairs->sym_size(0) == a.rows(), a.op, ": expected pairs of ", a.rows(),
+                      " rows, got ", a.pairs->sym_size(0));
+  }
+  torch_ops::check_groups(a.op, {a.groups}, a.product);
+}
+
+Tensor swiglu_shape(const SwiGluArguments& a) {
+  check_arguments(a);
+  return torch_ops::empty(a.product, {a.rows(), a.width()}, a.product.scalar_type());
+}
+
+struct Gradients {
+  Tensor product, other, weights;
+};
+Gradients gradient_shapes(const SwiGluArguments& a, const Tensor& dh) {
+  check_arguments(a);
+  check_like(a, "dh", dh, a.width());
+  const auto like = [](const Tensor& t) {
+    return torch_ops::empty(t, t.sym_sizes(), t.scalar_type());
+  };
+  return {
+      like(a.product),
+      a.other ? like(*a.other) : torch_ops::empty(a.product, {SymInt(0)}, a.product.scalar_type()),
+      like(a.weights)};
+}
+
+// The inputs in memory that the kernels read.
+struct SwiGluInputs {
+  Tensor product, other, weights, pairs;
+  SwiGlu of;
+};
+SwiGluInputs inputs_of(const SwiGluArguments& a) {
+  for (const auto& [name, t] : {std::pair{"product", &a.product}, std::pair{"weights", &a.weights}})
+    bridge::check_memory(a.op, name, *t);
+  if (a.other) bridge::check_memory(a.op, "other", *a.other);
+  if (a.pairs) bridge::check_memory(a.op, "pairs", *a.pairs);
+  SwiGluInputs in = {adjacent(a.product),
+                     a.other ? adjacent(*a.other) : Tensor(),
+                     a.weights.contiguous(),
+                     a.pairs ? a.pairs->contiguous() : Tensor(),
+                     {}};
+  SwiGlu& of = in.of;
+  of.dtype = a.product.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  of.rows = a.product.size(0);
+  of.width = a.product.size(1) / (a.other ? 1 : 2);
+  of.is_interleaved = a.interleaved;
+  const std::int64_t up_at = a.interleaved ? 1 : of.width;
+  of.gate = in.product.const_data_ptr();
+  of.gate_stride = of.up_stride = in.product.stride(0);
+  if (a.other)
+    of.up = in.other.const_data_ptr(), of.up_stride = in.other.stride(0);
+  else
+    of.up = static_cast<const char*>(of.gate) + up_at * a.product.element_size();
+  of.weights = in.weights.const_data_ptr<float>();
+  if (a.pairs) of.places = in.pairs.const_data_ptr<std::int32_t>();
+  of.groups = torch_ops::group_table_of(a.op, {a.groups}, 0);
+  of.has_limit = a.limit.has_value();
+  of.limit = static_cast<float>(a.limit.value_or(0));
+  of.alpha = static_cast<float>(a.alpha);
+  of.device = bridge::backend_of(a.product);
+  return in;
+}
+
+Tensor swiglu_meta(const Tensor& product, const MaybeTensor& other, const Tensor& weights,
+                   std::optional<double> limit, double alpha, bool interleaved,
+                   const MaybeTensor& pairs, const MaybeTensor& groups) {
+  return swiglu_shape(
+      {"swiglu", product, other, weights, limit, alpha, interleaved, pairs, groups});
+}
+
+Tensor swiglu_kernel(const Tensor& product, const MaybeTensor& other, const Tensor& weights,
+                     std::optional<double> limit, double alpha, bool interleaved,
+                     const MaybeTensor& pairs, const MaybeTensor& groups) {
+  const SwiGluArguments a = {"swiglu", product,     other, weights, limit,
+                             alpha,    interleaved, pairs, groups};
+  const Tensor h = swiglu_shape(a);
+  const SwiGluInputs in = inputs_of(a);
+  bridge::with_value_errors(
+      [&] { swiglu(in.of, h.mutable_data_ptr(), bridge::ExecutionOn(product)); });
+  return h;
+}
+
+using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
+
+ThreeTensors backward_meta(const Tensor& dh, const Tensor& product, const MaybeTensor& other,
+                           const Tensor& weights, std::optional<double> limit, double alpha,
+                           bool interleaved, const MaybeTensor& pairs, const MaybeTensor& groups) {
+  const Gradients d = gradient_shapes(
+      {"swiglu_backward", product, other, weights, limit, alpha, interleaved, pairs, groups}, dh);
+  return {d.product, d.other, d.weights};
+}
+
+ThreeTensors backward_kernel(const Tensor& dh, const Tensor& product, const MaybeTensor& other,
+                             const Tensor& weights, std::optional<double> limit, double alpha,
+                             bool interleaved, const MaybeTensor& pairs,
+                             const MaybeTensor& groups) {
+  const SwiGluArguments a = {"swiglu_backward", product, other, weights, limit, alpha,
+                             interleaved,       pairs,   groups};
+  const Gradients d = gradient_shapes(a, dh);
+  bridge::check_memory(a.op, "dh", dh);
+  const SwiGluInputs in = inputs_of(a);
+  const Tensor adjacent_dh = adjacent(dh);
+  const std::int64_t up_at = interleaved ? 1 : in.of.width;
+  SwiGluGradients to;
+  to.dh = adjacent_dh.const_data_ptr();
+  to.dh_stride = adjacent_dh.stride(0);
+  to.gate = d.product.mutable_data_ptr();
+  to.up = other ? d.other.mutable_data_ptr()
+                : static_cast<char*>(to.gate) + up_at * product.element_size();
+  to.stride = product.size(1);
+  to.weights = d.weights.mutable_data_ptr<float>();
+  bridge::with_value_errors([&] { swiglu_backward(in.of, to, bridge::ExecutionOn(product)); });
+  return {d.product, d.other, d.weights};
+}
+
+// ---- Copies -------------------------------------------------------------------------------------
+Tensor take_rows_meta(const Tensor& x, const Tensor& index, SymInt slots) {
+  TORCH_CHECK_VALUE(x.dim() >= 1, "take_rows: expected x (rows, …), got a number");
+  bridge::check_sizes("take_rows", "x", x);
+  check_index("take_rows", "index", index, 1, x);
+  const auto known = slots.maybe_as_int();
+  TORCH_CHECK_VALUE(!known || (*known >= 1 && *known < (std::int64_t{1} << 31)),
+                    "take_rows: expected 1 to 2^31 - 1 slots, got ", slots);
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  shape[0] = index.sym_size(0);
+  return torch_ops::empty(x, shape, x.scalar_type());
+}
+
+Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots) {
+  bridge::check_memory("take_rows", "x", x);
+  bridge::check_memory("take_rows", "index", index);
+  const Tensor out = take_rows_meta(x, index, slots);
+  bridge::check_sizes("take_rows", "the result", out);
+  // A row of x is one run of memory.
+  const bool is_run = x.dim() == 1 || x.size(0) == 0 || x.select(0, 0).is_contiguous();
+  const Tensor from = is_run ? x : x.contiguous(), places = index.contiguous();
+  TakeRows copy;
+  const auto size = static_cast<std::int64_t>(x.element_size());
+  copy.from = from.const_data_ptr();
+  copy.from_rows = from.size(0);
+  copy.from_stride = from.stride(0) * size;
+  copy.row_bytes = size;
+  for (std::int64_t dim = 1; dim < x.dim(); ++dim) copy.row_bytes *= x.size(dim);
+  copy.index = places.const_data_ptr<std::int32_t>();
+  copy.rows = places.size(0);
+  copy.slots = slots.guard_int(__FILE__, __LINE__);
+  copy.to = out.mutable_data_ptr();
+  copy.device = bridge::backend_of(x);
+  bridge::with_value_errors([&] { take_rows(copy, bridge::ExecutionOn(x)); });
+  return out;
+}
+
+Tensor add_slots_meta(const Tensor& rows, const Tensor& places, const MaybeTensor& base) {
+  check_matrix("add_slots", "rows", rows);
+  check_index("add_slots", "places", places, 2, rows);
+  const Tensor out =
+      torch_ops::empty(rows, {places.sym_size(0), rows.sym_size(1)}, rows.scalar_type());
+  if (base) {
+    TORCH_CHECK_VALUE(
+        base->scalar_type() == at::kFloat && base->sym_sizes().equals(out.sym_sizes()),
+        "add_slots: expected base as float32 ", out.sym_sizes(), ", got ", base->scalar_type(), " ",
+        base->sym_sizes());
+    TORCH_CHECK_VALUE(base->device() == rows.device(), "add_slots: expected base on ",
+                      rows.device(), ", got ", base->device());
+  }
+  return out;
+}
+
+Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTensor& base) {
+  bridge::check_memory("add_slots", "rows", rows);
+  bridge::check_memory("add_slots", "places", places);
+  if (base) bridge::check_memory("add_slots", "base", *base);
+  const Tensor out = add_slots_meta(rows, places, base);
+  bridge::check_sizes("add_slots", "the result", out);
+  const Tensor from = adjacent(rows), at = places.contiguous(),
+               begin = base ? base->contiguous() : Tensor();
+  AddSlots sum;
+  sum.rows = from.const_data_ptr();
+  sum.dtype = rows.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  sum.count = from.size(0);
+  sum.stride = from.stride(0);
+  sum.cols = from.size(1);
+  sum.places = at.const_data_ptr<std::int32_t>();
+  sum.tokens = at.size(0);
+  sum.slots = at.size(1);
+  if (base) sum.base = begin.const_data_ptr<float>();
+  sum.to = out.mutable_data_ptr();
+  sum.device = bridge::backend_of(rows);
+  bridge::with_value_errors([&] { add_slots(sum, bridge::ExecutionOn(rows)); });
+  return out;
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("swiglu", swiglu_kernel);
+  m.impl("swiglu_backward", backward_kernel);
+  m.impl("take_rows", take_rows_kernel);
+  m.impl("add_slots", add_slots_kernel);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
+
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
+  m.impl("swiglu", swiglu_meta);
+  m.impl("swiglu_backward", backward_meta);
+  m.impl("take_rows", take_rows_meta);
+  m.impl("add_slots", add_slots_meta);
+}
+
+// A backward pass through the ops alone raises.
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  for (const char* op : {"swiglu", "swiglu_backward", "take_rows", "add_slots"})
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
+}
+
+}  // namespace minifloat
