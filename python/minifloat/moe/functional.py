@@ -100,13 +100,13 @@ class ExpertRows(torch.autograd.Function):
         ctx: Any, plan: Plan, x: Tensor, weights: Tensor, *tensors: Tensor | None
     ) -> Tensor:
         order, matrices = unpack(plan, tensors)
-        rows = take_rows(x, order)
-        operands = shared_operands(plan, rows, order, rowwise=True)
+        rows, groups = take_rows(x, order), group_table(order)
+        operands = shared_operands(plan, rows, groups, rowwise=True)
         products = [
-            call.multiply(rows, b, order.offs, order.row_ids, bias, operands)
+            call.multiply(rows, b, order.offs, order.row_ids, bias, operands, tail="undefined")
             for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
         ]
-        h = plan.gate.forward(products, take_weights(weights, order))
+        h = plan.gate.forward(products, weights.float(), order.pairs, groups)
         ctx.plan = plan
         ctx.save_for_backward(x, weights, *tensors, *products)
         return plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
@@ -129,22 +129,22 @@ class ExpertRows(torch.autograd.Function):
         plan, count = ctx.plan, len(ctx.plan.inputs)
         x, weights, *rest = ctx.saved_tensors
         order, matrices = unpack(plan, rest[:-count])
-        products, weights_M = rest[-count:], take_weights(weights, order)
+        where = rest[-count:], weights.float(), order.pairs, group_table(order)
         needs_x, needs_weights = ctx.needs_input_grad[1:3]
         needs = ctx.needs_input_grad[3 + len(order) :]
         needs_h = needs_x or needs_weights or any(needs[:-1])
 
-        h = plan.gate.forward(products, weights_M)
+        h = plan.gate.forward(*where)
         dh, d_output, _ = plan.output.gradients(
-            g, h, matrices.output, *order[2:], None, (needs_h, needs[-1], False)
+            g, h, matrices.output, *order[2:], None, (needs_h, needs[-1], False), tail="undefined"
         )
         del h
         if dh is None:
             return (None, None, None, *NO_ORDER, *[None] * (2 * count), d_output)
-        d_products, d_weights_M = plan.gate.backward(dh, products, weights_M)
+        d_products, d_weights = plan.gate.backward(dh, *where)
         del dh
         rows, d_rows = take_rows(x, order), None
-        operands = shared_operands(plan, rows, order, rowwise=False)
+        operands = shared_operands(plan, rows, where[-1], rowwise=False)
         found = []
         for i, call in enumerate(plan.inputs):
             wanted = needs_x, needs[i], needs[count + i]
@@ -154,14 +154,13 @@ class ExpertRows(torch.autograd.Function):
             )
             d_rows = d_row if d_rows is None or d_row is None else d_rows + d_row
             found.append(d_matrix)
-        dx = None if d_rows is None else add_slots(d_rows, order, None, x.dtype)
-        d_weights = d_weights_M.take(order.places.long()).to(weights.dtype)
+        dx = None if d_rows is None else add_slots(d_rows, order)
         d_inputs, d_biases = zip(*found)
-        return None, dx, d_weights, *NO_ORDER, *d_inputs, *d_biases, d_output
+        return None, dx, d_weights.to(weights.dtype), *NO_ORDER, *d_inputs, *d_biases, d_output
 
 
 def shared_operands(
-    plan: Plan, rows: Tensor, order: Order, *, rowwise: bool
+    plan: Plan, rows: Tensor, groups: Tensor, *, rowwise: bool
 ) -> list[Tensor] | None:
     """Quantizes x once in one direction for two products; None where each is to do so itself."""
     if len(plan.inputs) < 2 or any(call.recipe != plan.inputs[0].recipe for call in plan.inputs):
@@ -170,9 +169,8 @@ def shared_operands(
     spec = recipe.fprop.a if rowwise else recipe.wgrad.b
     if not can_reuse(spec, allows_delayed=False):
         return None
-    table = ops.group_table(order.offs, rows.shape[0])
     return ops.layer_operands.default(
-        rows, recipe.text, "x", rowwise=rowwise, columnwise=not rowwise, groups=table
+        rows, recipe.text, "x", rowwise=rowwise, columnwise=not rowwise, groups=groups
     )
 
 
@@ -180,6 +178,11 @@ def unpack(plan: Plan, tensors: Sequence[Any]) -> tuple[Order, Matrices]:
     """Returns the order and the matrices of ExpertRows' last arguments."""
     order, rest, count = Order(*tensors[:4]), tensors[4:], len(plan.inputs)
     return order, Matrices(tuple(rest[:count]), tuple(rest[count : 2 * count]), rest[-1])
+
+
+def group_table(order: Order) -> Tensor:
+    """Returns the table of the experts' groups."""
+    return ops.group_table(order.offs, order.pairs.shape[0])
 
 
 def take_weights(weights_Tk: Tensor, order: Order) -> Tensor:
@@ -196,7 +199,7 @@ def compose(
         call.multiply(rows, b, order.offs, order.row_ids, bias)
         for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
     ]
-    h = swiglu(plan.gate, take_weights(weights_Tk, order), products)
+    h = swiglu(plan.gate, weights_Tk.float(), products, order.pairs, group_table(order))
     return plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
 
 

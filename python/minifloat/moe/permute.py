@@ -19,6 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .._native import ops
+
 
 class Order(NamedTuple):
     """Where the rows of the experts come from.
@@ -36,9 +38,9 @@ class Order(NamedTuple):
     row_ids: Tensor
 
     @property
-    def tokens(self) -> Tensor:
-        """The token of each row, int32 (M)."""
-        return self.pairs // max(self.places.shape[1], 1)
+    def slots(self) -> int:
+        """k, or 1 where there are no slots."""
+        return max(self.places.shape[1], 1)
 
 
 NO_ORDER = (None,) * 4  # gradients of an order's tensors
@@ -82,27 +84,19 @@ def as_expert(indices: Tensor, experts: int) -> Tensor:
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
-    """Copies the token of each row: (T, D) -> (M, D)."""
-    return x.index_select(0, order.tokens)
+    """Copies the token of each row: (T, …) -> (M, …), of any dtype."""
+    return ops.take_rows(x, order.pairs, order.slots)
 
 
-def add_slots(rows: Tensor, order: Order, base: Tensor | None, dtype: torch.dtype) -> Tensor:
-    """Sums the rows of each token: (M, D) -> (T, D).
+def add_slots(rows: Tensor, order: Order, base: Tensor | None = None) -> Tensor:
+    """Sums the rows of each token: (M, D) -> (T, D), in the dtype of the rows.
 
     Args:
         rows: (M, D).
         order: of the rows.
         base: fp32 (T, D) that the rows are added to; None: zeros.
-        dtype: of the result.
     """
-    tokens, slots = order.places.shape
-    if base is None:
-        sums = torch.zeros(tokens, rows.shape[1], dtype=torch.float32, device=rows.device)
-    else:
-        sums = base.clone()
-    for slot in range(slots):
-        sums.add_(rows.index_select(0, order.places[:, slot]))
-    return sums.to(dtype)
+    return ops.add_slots(rows, order.places, base)
 
 
 class RowsOfTokens(torch.autograd.Function):
@@ -114,13 +108,11 @@ class RowsOfTokens(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        x, *order = inputs
-        ctx.dtype = x.dtype
-        ctx.save_for_backward(*order)
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return add_slots(grads[0], Order(*ctx.saved_tensors), None, ctx.dtype), *NO_ORDER
+        return add_slots(grads[0], Order(*ctx.saved_tensors)), *NO_ORDER
 
 
 class SumOfSlots(torch.autograd.Function):
@@ -130,7 +122,7 @@ class SumOfSlots(torch.autograd.Function):
     def forward(
         rows: Tensor, base: Tensor | None, pairs: Tensor, places: Tensor, offs: Tensor, ids: Tensor
     ) -> Tensor:
-        return add_slots(rows, Order(pairs, places, offs, ids), base, rows.dtype)
+        return add_slots(rows, Order(pairs, places, offs, ids), base)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

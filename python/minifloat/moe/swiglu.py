@@ -18,6 +18,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .._native import ops
+
 ALPHA = 1.702  # of gpt-oss
 
 
@@ -36,77 +38,84 @@ class Gate:
     alpha: float = ALPHA
     is_interleaved: bool = False
 
-    def split(self, products: list[Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns gate and up of one fused product or of two."""
-        if len(products) == 2:
-            return products[0], products[1]
-        if self.is_interleaved:
-            return products[0][:, ::2], products[0][:, 1::2]
-        gate, up = products[0].chunk(2, dim=1)
-        return gate, up
+    def forward(
+        self,
+        products: list[Tensor],
+        weights: Tensor,
+        pairs_M: Tensor | None = None,
+        groups: Tensor | None = None,
+    ) -> Tensor:
+        """Returns h (M, I).
 
-    def join(self, gate: Tensor, up: Tensor, parts: int) -> list[Tensor]:
-        """Returns gate and up as the products that split reads."""
-        if parts == 2:
-            return [gate, up]
-        if self.is_interleaved:
-            return [torch.stack([gate, up], dim=2).flatten(1)]
-        return [torch.cat([gate, up], dim=1)]
-
-    def factors(self, gate_MI: Tensor, up_MI: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Returns h's two factors without the weight, and the first one's derivative: fp32."""
-        a, u = gate_MI.float(), up_MI.float()
-        if self.limit is None:
-            sigmoid = a.sigmoid()
-            return a * sigmoid, u, sigmoid * (1 + a * (1 - sigmoid))
-        a = a.clamp(max=self.limit)
-        sigmoid = (a * self.alpha).sigmoid()
-        derivative = sigmoid * (1 + self.alpha * a * (1 - sigmoid))
-        return a * sigmoid, u.clamp(-self.limit, self.limit) + 1, derivative
-
-    def forward(self, products: list[Tensor], weights_M: Tensor) -> Tensor:
-        """Returns h (M, I). weights_M: float32."""
-        gate, up = self.split(products)
-        first, second, _ = self.factors(gate, up)
-        return (first * second * weights_M[:, None]).to(gate.dtype)
+        Args:
+            products: one fused product (M, 2I), or gate and up, (M, I) each.
+            weights: float32, M numbers.
+            pairs_M: int32, the number of each row's weight; None: its position.
+            groups: the table of groups, past which h is zero.
+        """
+        product, other = pair_of(products)
+        return ops.swiglu(product, other, weights, **self._options(pairs_M, groups))
 
     def backward(
-        self, dh_MI: Tensor, products: list[Tensor], weights_M: Tensor
+        self,
+        dh_MI: Tensor,
+        products: list[Tensor],
+        weights: Tensor,
+        pairs_M: Tensor | None = None,
+        groups: Tensor | None = None,
     ) -> tuple[list[Tensor], Tensor]:
-        """Returns the gradients of the products and of the weights, float32 (M)."""
-        gate, up = self.split(products)
-        first, second, derivative = self.factors(gate, up)
-        dh = dh_MI.float()
-        d_weights = (dh * first * second).sum(1)
-        dh = dh * weights_M[:, None]
-        d_gate, d_up = dh * second * derivative, dh * first
-        if self.limit is not None:
-            d_gate = d_gate.masked_fill(gate > self.limit, 0)
-            d_up = d_up.masked_fill(up.abs() > self.limit, 0)
-        dtype = gate.dtype
-        return self.join(d_gate.to(dtype), d_up.to(dtype), len(products)), d_weights
+        """Returns the gradients of the products, and of the weights in the weights' shape."""
+        product, other = pair_of(products)
+        options = self._options(pairs_M, groups)
+        *d_products, d_weights = ops.swiglu_backward(dh_MI, product, other, weights, **options)
+        return d_products[: len(products)], d_weights
+
+    def _options(self, pairs_M: Tensor | None, groups: Tensor | None) -> dict[str, Any]:
+        return {
+            "limit": self.limit,
+            "alpha": self.alpha,
+            "interleaved": self.is_interleaved,
+            "pairs": pairs_M,
+            "groups": groups,
+        }
+
+
+def pair_of(products: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    """Returns one fused product and None, or two products."""
+    return products[0], products[1] if len(products) == 2 else None
 
 
 class SwiGlu(torch.autograd.Function):
     """Gate.forward, with Gate.backward as its gradient."""
 
     @staticmethod
-    def forward(gate: Gate, weights_M: Tensor, product: Tensor, other: Tensor | None) -> Tensor:
-        products = [product] if other is None else [product, other]
-        return gate.forward(products, weights_M)
+    def forward(
+        gate: Gate,
+        weights: Tensor,
+        pairs: Tensor | None,
+        groups: Tensor | None,
+        *products: Tensor,
+    ) -> Tensor:
+        return gate.forward(list(products), weights, pairs, groups)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.gate = inputs[0]
-        ctx.save_for_backward(*[t for t in inputs[1:] if t is not None])
+        ctx.save_for_backward(*inputs[1:])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        weights, *products = ctx.saved_tensors
-        d_products, d_weights = ctx.gate.backward(grads[0], products, weights)
-        return None, d_weights, *d_products, *[None] * (2 - len(products))
+        weights, pairs, groups, *products = ctx.saved_tensors
+        d_products, d_weights = ctx.gate.backward(grads[0], products, weights, pairs, groups)
+        return None, d_weights, None, None, *d_products
 
 
-def swiglu(gate: Gate, weights_M: Tensor, products: list[Tensor]) -> Tensor:
-    """Returns h (M, I) of one fused product or of two, differentiably."""
-    return SwiGlu.apply(gate, weights_M, products[0], products[1] if len(products) == 2 else None)
+def swiglu(
+    gate: Gate,
+    weights: Tensor,
+    products: list[Tensor],
+    pairs_M: Tensor | None = None,
+    groups: Tensor | None = None,
+) -> Tensor:
+    """Returns h (M, I), differentiably, from the arguments of Gate.forward."""
+    return SwiGlu.apply(gate, weights, pairs_M, groups, *products)

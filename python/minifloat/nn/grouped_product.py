@@ -53,10 +53,13 @@ class ProductCall:
         row_ids_M: Tensor | None = None,
         bias_EN: Tensor | None = None,
         a_operands: list[Tensor] | None = None,
+        tail: str = "zero",
     ) -> Tensor:
-        """Returns the rows of each group times its matrix, (M, N) in A's dtype; zeros past them.
+        """Returns the rows of each group times its matrix, (M, N) in A's dtype.
 
-        a_operands: of A, as the op layer_operands returns them; None: cast by the product.
+        Args:
+            a_operands: of A, as the op layer_operands returns them; None: cast by the product.
+            tail: "zero" or "undefined", the rows past the last group.
         """
         return ops.scaled_grouped_mm(
             a_MK,
@@ -66,6 +69,7 @@ class ProductCall:
             out_dtype=a_MK.dtype,
             bias=bias_EN,
             row_ids=row_ids_M,
+            tail=tail,
             a_operands=a_operands,
             **self._options(),
         )
@@ -80,6 +84,7 @@ class ProductCall:
         bias_EN: Tensor | None,
         needed: tuple[bool, bool, bool],
         a_operands: list[Tensor] | None = None,
+        tail: str = "zero",
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients of A, B and bias that are needed, from the inputs of `multiply`."""
         return ops.scaled_grouped_mm_backward(
@@ -91,6 +96,7 @@ class ProductCall:
             needed,
             bias=bias_EN,
             row_ids=row_ids_M,
+            tail=tail,
             a_operands=a_operands,
             **self._options(),
         )
