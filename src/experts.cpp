@@ -50,6 +50,9 @@ void take_rows(const TakeRows& copy, const Execution& execution) {
   MINIFLOAT_CHECK(1 <= copy.slots && copy.slots < (std::int64_t{1} << 31),
                   "take_rows: expected 1 to 2^31 - 1 slots, got ", copy.slots);
   if (copy.rows * copy.row_bytes == 0) return;
+  MINIFLOAT_CHECK(!copy.places || copy.rows == copy.from_rows * copy.slots,
+                  "take_rows: expected places of ", copy.rows, " rows, got ", copy.from_rows,
+                  " of ", copy.slots, " slots");
   check_places("take_rows", "rows", copy.index, copy.rows, copy.from_rows * copy.slots,
                copy.device);
   MINIFLOAT_ON(copy.device, take_rows(copy, execution));

@@ -48,6 +48,9 @@ struct TakeRows {
   std::int64_t from_rows = 0, from_stride = 0, row_bytes = 0;  // bytes
   const std::int32_t* index = nullptr;                         // (rows)
   std::int64_t rows = 0, slots = 1;
+  // The inverse of `index`, (from_rows, slots), where each number below rows = from_rows * slots is
+  // in it once; null: unknown. With it a GPU reads each row of `from` once.
+  const std::int32_t* places = nullptr;
   void* to = nullptr;  // (rows, row_bytes), contiguous; zeros where an index is out of range
   Device device = Device::kCpu;
 };

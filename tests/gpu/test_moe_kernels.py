@@ -136,6 +136,10 @@ def test_take_rows(device, slots, dtype):
         for source in (x, *odd):
             got = ops.take_rows(on(device, source), index.to(device), slots)
             require_bytes(got, ops.take_rows(source, index, slots), f"take_rows {describe(source)}")
+            order = torch.randperm(tokens * slots).int()
+            places = order.argsort().view(tokens, slots).int().to(device)
+            got = ops.take_rows(on(device, source), order.to(device), slots, places=places)
+            require_bytes(got, source[order.long() // slots], f"by places {describe(source)}")
     scales = torch.rand(40)
     index = torch.randint(0, 40, (90,), dtype=torch.int32)
     require_bytes(

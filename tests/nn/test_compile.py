@@ -82,7 +82,8 @@ def expert_calls():
     yield ops.swiglu_backward, (dh, fused, None, torch.rand(40)), options
     others = (half, half.clone(), half.clone(), torch.rand(20, 2))
     yield ops.swiglu_backward, others, {"pairs": pairs}
-    yield ops.take_rows, (torch.randn(20, 48), pairs, 2), {}
+    inverse = {"places": pairs.argsort().int().view(20, 2)}
+    yield ops.take_rows, (torch.randn(20, 48), pairs, 2), inverse
     yield ops.take_rows, (torch.randint(0, 255, (40,), dtype=torch.uint8), pairs), {}
     places = pairs.view(20, 2)
     yield ops.add_slots, (fused, places), {}

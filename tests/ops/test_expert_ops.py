@@ -184,6 +184,10 @@ def test_take_rows_is_indexing(tokens, slots, shape, dtype, rows):
     assert found.dtype == dtype
     assert torch.equal(found, x[index.long() // slots])
     assert torch.equal(ops.take_rows(x[::2], index[:0], slots), x[::2][:0])
+    index = torch.randperm(tokens * slots).int()
+    places = index.argsort().view(tokens, slots).int()
+    found = ops.take_rows(x, index, slots, places=places)
+    assert torch.equal(found, x[index.long() // slots])
 
 
 @given(st.integers(0, 9), st.integers(0, 8), widths, st.sampled_from(DTYPES), st.booleans())
@@ -223,6 +227,10 @@ ONES = torch.ones(4)
         (lambda: ops.take_rows(X, torch.arange(3)), "index as int32 of 1 dimension, got Long"),
         (lambda: ops.take_rows(X, torch.arange(3).int(), 0), "slots, got 0"),
         (lambda: ops.take_rows(X, torch.tensor([8]).int(), 2), "rows of 0 to 7, got 8 at 0"),
+        (
+            lambda: ops.take_rows(X, torch.arange(4).int(), places=torch.zeros(4, 2).int()),
+            r"places as \(4, 1\) for 4 rows, got \[4, 2\]",
+        ),
         (lambda: ops.add_slots(X, torch.tensor([[4]]).int()), "places of 0 to 3, got 4 at 0"),
         (
             lambda: ops.add_slots(X, torch.tensor([[1]]).int(), X[:1].double()),

@@ -54,8 +54,12 @@ def _take_rows(rng: Random, arena: Arena) -> Call:
     tokens, slots = rng.choice((1, 5, 40)), rng.choice((1, 2, 8))
     shape = (tokens, *rng.choice(((), (1,), (3,), (64,), (4, 8))))
     x = arena.place(torch.randint(0, 9, shape).to(rng.choice(DTYPES)))
-    index = _numbers(rng, arena, (rng.choice((0, 1, 33)),), tokens * slots)
-    return op_call("take_rows", x=x, index=index, slots=slots)
+    index, places = _numbers(rng, arena, (rng.choice((0, 1, 33)),), tokens * slots), None
+    if rng.random() < 0.5:
+        order = torch.randperm(tokens * slots)
+        index = arena.place(order.int())
+        places = arena.place(order.argsort().view(tokens, slots).int())
+    return op_call("take_rows", x=x, index=index, slots=slots, places=places)
 
 
 @call("add_slots")

@@ -198,26 +198,37 @@ ThreeTensors backward_kernel(const Tensor& dh, const Tensor& product, const Mayb
 }
 
 // ---- Copies -------------------------------------------------------------------------------------
-Tensor take_rows_meta(const Tensor& x, const Tensor& index, SymInt slots) {
+Tensor take_rows_meta(const Tensor& x, const Tensor& index, SymInt slots,
+                      const MaybeTensor& places) {
   TORCH_CHECK_VALUE(x.dim() >= 1, "take_rows: expected x (rows, …), got a number");
   bridge::check_sizes("take_rows", "x", x);
   check_index("take_rows", "index", index, 1, x);
   const auto known = slots.maybe_as_int();
   TORCH_CHECK_VALUE(!known || (*known >= 1 && *known < (std::int64_t{1} << 31)),
                     "take_rows: expected 1 to 2^31 - 1 slots, got ", slots);
+  if (places) {
+    check_index("take_rows", "places", *places, 2, x);
+    TORCH_CHECK_VALUE(places->sym_size(0) == x.sym_size(0) && places->sym_size(1) == slots &&
+                          places->sym_numel() == index.sym_size(0),
+                      "take_rows: expected places as (", x.sym_size(0), ", ", slots, ") for ",
+                      index.sym_size(0), " rows, got ", places->sym_sizes());
+  }
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
   shape[0] = index.sym_size(0);
   return torch_ops::empty(x, shape, x.scalar_type());
 }
 
-Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots) {
+Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots,
+                        const MaybeTensor& places) {
   bridge::check_memory("take_rows", "x", x);
   bridge::check_memory("take_rows", "index", index);
-  const Tensor out = take_rows_meta(x, index, slots);
+  if (places) bridge::check_memory("take_rows", "places", *places);
+  const Tensor out = take_rows_meta(x, index, slots, places);
   bridge::check_sizes("take_rows", "the result", out);
   // A row of x is one run of memory.
   const bool is_run = x.dim() == 1 || x.size(0) == 0 || x.select(0, 0).is_contiguous();
-  const Tensor from = is_run ? x : x.contiguous(), places = index.contiguous();
+  const Tensor from = is_run ? x : x.contiguous(), pairs = index.contiguous(),
+               inverse = places ? places->contiguous() : Tensor();
   TakeRows copy;
   const auto size = static_cast<std::int64_t>(x.element_size());
   copy.from = from.const_data_ptr();
@@ -225,8 +236,9 @@ Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots) {
   copy.from_stride = from.stride(0) * size;
   copy.row_bytes = size;
   for (std::int64_t dim = 1; dim < x.dim(); ++dim) copy.row_bytes *= x.size(dim);
-  copy.index = places.const_data_ptr<std::int32_t>();
-  copy.rows = places.size(0);
+  copy.index = pairs.const_data_ptr<std::int32_t>();
+  copy.rows = pairs.size(0);
+  if (places) copy.places = inverse.const_data_ptr<std::int32_t>();
   copy.slots = slots.guard_int(__FILE__, __LINE__);
   copy.to = out.mutable_data_ptr();
   copy.device = bridge::backend_of(x);

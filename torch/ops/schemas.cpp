@@ -138,8 +138,9 @@ TORCH_LIBRARY(minifloat, m) {
 
   // Between the products of experts. swiglu: of one product (M, 2 I), or of gate and up (M, I), and
   // float32 weights, one a row, at `pairs`, int32 (M), or in order. Rows past the last group are
-  // zeros. take_rows: row r is x's row index[r] / slots. add_slots: row t is base[t] plus the rows
-  // at places[t], in fp32 and in order.
+  // zeros. take_rows: row r is x's row index[r] / slots; places, (x's rows, slots), is the inverse
+  // of index, and makes it faster. add_slots: row t is base[t] plus the rows at places[t], in fp32
+  // and in order.
   m.def(
       "swiglu(Tensor product, Tensor? other, Tensor weights, *, float? limit=None, "
       "float alpha=1.702, bool interleaved=False, Tensor? pairs=None, Tensor? groups=None) -> "
@@ -150,7 +151,8 @@ TORCH_LIBRARY(minifloat, m) {
       "float? limit=None, float alpha=1.702, bool interleaved=False, Tensor? pairs=None, "
       "Tensor? groups=None) -> (Tensor d_product, Tensor d_other, Tensor d_weights)",
       tags);
-  m.def("take_rows(Tensor x, Tensor index, SymInt slots=1) -> Tensor", tags);
+  m.def("take_rows(Tensor x, Tensor index, SymInt slots=1, *, Tensor? places=None) -> Tensor",
+        tags);
   m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None) -> Tensor", tags);
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the

@@ -85,7 +85,8 @@ def as_expert(indices: Tensor, experts: int) -> Tensor:
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
     """Copies the token of each row: (T, …) -> (M, …), of any dtype."""
-    return ops.take_rows(x, order.pairs, order.slots)
+    places = order.places if order.places.shape[1] > 0 else None
+    return ops.take_rows(x, order.pairs, order.slots, places=places)
 
 
 def add_slots(rows: Tensor, order: Order, base: Tensor | None = None) -> Tensor:

@@ -1,9 +1,10 @@
 // The copies between tokens and rows. A warp takes a part of a row:
 //
-//     take_rows    2 KiB: 4 chunks of 16 bytes a lane, all loaded before the first is stored
+//     take_rows    2 KiB: 4 chunks of 16 bytes a lane, all loaded before the first is stored; of
+//                  the result, or of x where the places of its rows are known
 //     add_slots    256 columns: 8 a lane, 4 rows at a time, added in the order of the slots
 //
-//     bytes an element of a row: take_rows 2 and 2; add_slots 2, and 2 / slots of the sum (bf16)
+//     bytes an element of a row: take_rows 2, and 2 / slots of x; add_slots 2, and 2 / slots of the sum (bf16)
 #include "cuda/common/launch.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/vec8.cuh"
@@ -37,41 +38,71 @@ struct TakeArgs {
   std::uint32_t from_rows;
   const std::int32_t* index;
   Divisor slots;
+  const std::int32_t* places;  // of from's rows
+  std::uint32_t rows;
   char* to;
   Parts parts;
 };
 
+// The chunks that a lane takes of a part of a row.
+struct LaneChunks {
+  std::uint32_t row, first, count;  // count: of the row
+
+  template <class Chunk>
+  __device__ __forceinline__ static LaneChunks of(const TakeArgs& args, std::uint32_t part) {
+    const std::uint32_t row = args.parts.of_row.divide(part);
+    return {row, (part - row * args.parts.of_row.d) * (32 * kTogether) + threadIdx.x % 32,
+            static_cast<std::uint32_t>(args.row_bytes / sizeof(Chunk))};
+  }
+  // Calls body(i, chunk of the row) for each.
+  template <class Body>
+  __device__ __forceinline__ void each(Body body) const {
+#pragma unroll
+    for (std::uint32_t i = 0; i < kTogether; ++i)
+      if (first + i * 32 < count) body(i, first + i * 32);
+  }
+};
+
 // Chunk: the bytes that a lane copies at once.
 template <class Chunk>
-__global__ void __launch_bounds__(kRowThreads) copy_rows(const __grid_constant__ TakeArgs args) {
+__global__ void __launch_bounds__(kRowThreads) gather_rows(const __grid_constant__ TakeArgs args) {
   const std::uint32_t part = part_of_warp();
   if (part >= args.parts.count) return;
-  const std::uint32_t row = args.parts.of_row.divide(part);
-  const std::uint32_t first = (part - row * args.parts.of_row.d) * (32 * kTogether);
-  const auto chunks = static_cast<std::uint32_t>(args.row_bytes / sizeof(Chunk));
-  const auto pair = static_cast<std::uint32_t>(__ldg(args.index + row));
+  const LaneChunks of = LaneChunks::of<Chunk>(args, part);
+  const auto pair = static_cast<std::uint32_t>(__ldg(args.index + of.row));
   const std::uint32_t from_row = pair >> 31 ? ~0u : args.slots.divide(pair);
   const auto* const from = reinterpret_cast<const Chunk*>(args.from + from_row * args.from_stride);
-  auto* const to = reinterpret_cast<Chunk*>(args.to + row * args.row_bytes);
-  Chunk chunk[kTogether];
-#pragma unroll
-  for (std::uint32_t i = 0; i < kTogether; ++i) {
-    const std::uint32_t at = first + i * 32 + threadIdx.x % 32;
-    chunk[i] = {};
-    if (at < chunks && from_row < args.from_rows) chunk[i] = __ldg(from + at);
-  }
-#pragma unroll
-  for (std::uint32_t i = 0; i < kTogether; ++i) {
-    const std::uint32_t at = first + i * 32 + threadIdx.x % 32;
-    if (at < chunks) to[at] = chunk[i];
+  auto* const to = reinterpret_cast<Chunk*>(args.to + of.row * args.row_bytes);
+  Chunk chunk[kTogether] = {};
+  if (from_row < args.from_rows)
+    of.each([&](std::uint32_t i, std::uint32_t at) { chunk[i] = __ldg(from + at); });
+  of.each([&](std::uint32_t i, std::uint32_t at) { to[at] = chunk[i]; });
+}
+
+template <class Chunk>
+__global__ void __launch_bounds__(kRowThreads) scatter_rows(const __grid_constant__ TakeArgs args) {
+  const std::uint32_t part = part_of_warp();
+  if (part >= args.parts.count) return;
+  const LaneChunks of = LaneChunks::of<Chunk>(args, part);
+  const auto* const from = reinterpret_cast<const Chunk*>(args.from + of.row * args.from_stride);
+  Chunk chunk[kTogether] = {};
+  of.each([&](std::uint32_t i, std::uint32_t at) { chunk[i] = __ldg(from + at); });
+  const std::int32_t* const places = args.places + std::uint64_t{of.row} * args.slots.d;
+  for (std::uint32_t s = 0; s < args.slots.d; ++s) {
+    const auto place = static_cast<std::uint32_t>(__ldg(places + s));
+    if (place >= args.rows) continue;
+    auto* const to = reinterpret_cast<Chunk*>(args.to + place * args.row_bytes);
+    of.each([&](std::uint32_t i, std::uint32_t at) { to[at] = chunk[i]; });
   }
 }
 
 template <class Chunk>
-void launch_copy(TakeArgs args, std::int64_t rows, const Execution& execution) {
+void launch_copy(TakeArgs args, const Execution& execution) {
   constexpr std::int64_t kPart = 32 * kTogether * sizeof(Chunk);
-  args.parts = parts_of(rows, ceil_div(args.row_bytes, kPart), "take_rows");
-  copy_rows<Chunk><<<grid_of_parts(args.parts), kRowThreads, 0, cuda_stream(execution)>>>(args);
+  args.parts = parts_of(args.places ? args.from_rows : args.rows, ceil_div(args.row_bytes, kPart),
+                        "take_rows");
+  const auto kernel = args.places ? scatter_rows<Chunk> : gather_rows<Chunk>;
+  kernel<<<grid_of_parts(args.parts), kRowThreads, 0, cuda_stream(execution)>>>(args);
   check_launch("take_rows");
 }
 
@@ -138,15 +169,17 @@ __global__ void __launch_bounds__(kRowThreads) add_rows(const __grid_constant__ 
 
 void take_rows(const TakeRows& copy, const Execution& execution) {
   constexpr std::int64_t kMost = std::int64_t{1} << 31;
-  MINIFLOAT_CHECK(copy.row_bytes < kMost && copy.from_rows < kMost && copy.slots < kMost,
+  MINIFLOAT_CHECK(copy.row_bytes < kMost && copy.from_rows < kMost && copy.rows < kMost,
                   "take_rows: expected less than 2^31 rows of less than 2^31 bytes, got ",
-                  copy.from_rows, " of ", copy.row_bytes, " and ", copy.slots, " slots");
+                  copy.from_rows, " of ", copy.row_bytes, " for ", copy.rows);
   const TakeArgs args = {static_cast<const char*>(copy.from),
                          copy.from_stride,
                          copy.row_bytes,
                          static_cast<std::uint32_t>(copy.from_rows),
                          copy.index,
                          Divisor(copy.slots),
+                         copy.places,
+                         static_cast<std::uint32_t>(copy.rows),
                          static_cast<char*>(copy.to),
                          {}};
   const auto bits = reinterpret_cast<std::uintptr_t>(copy.from) |
@@ -154,11 +187,11 @@ void take_rows(const TakeRows& copy, const Execution& execution) {
                     static_cast<std::uintptr_t>(copy.row_bytes) |
                     static_cast<std::uintptr_t>(copy.from_rows > 1 ? copy.from_stride : 0);
   if (bits % 16 == 0)
-    launch_copy<uint4>(args, copy.rows, execution);
+    launch_copy<uint4>(args, execution);
   else if (bits % 4 == 0)
-    launch_copy<std::uint32_t>(args, copy.rows, execution);
+    launch_copy<std::uint32_t>(args, execution);
   else
-    launch_copy<std::uint8_t>(args, copy.rows, execution);
+    launch_copy<std::uint8_t>(args, execution);
 }
 
 void add_slots(const AddSlots& sum, const Execution& execution) {
