@@ -199,26 +199,37 @@ def test_each_expert_equals_a_call_for_it_alone(recipe):
         assert torch.equal(found["w2"][e], wanted["w2"][0])
 
 
+@pytest.mark.parametrize("is_fused", [False, True])
 @pytest.mark.parametrize("recipe", mf.presets())
-def test_w1_and_w3_apart_read_one_cast_of_x(recipe, monkeypatch):
-    """The results are those of a cast for each, and x is cast once in each direction."""
+def test_products_read_one_cast_of_x(recipe, is_fused, monkeypatch):
+    """The results are those of a cast for each product, and x is cast once in each direction.
+
+    Its tokens are cast where the scales are those of rows or blocks, and its rows elsewhere.
+    """
     parsed = mf.Recipe(recipe)
     results, counts = [], []
     for is_shared in (True, False):
         given = arguments(33, K, torch.bfloat16)
         parts = {n: [t.detach() for t in given[n].chunk(2, dim=1)] for n in ("w13", "b13")}
+        if is_fused:
+            parts = {n: [given[n].detach()] for n in ("w13", "b13")}
         leaves = {n: [t.clone().requires_grad_() for t in part] for n, part in parts.items()}
         if not is_shared:
-            monkeypatch.setattr("minifloat.moe.functional.shared_operands", lambda *_, **__: None)
+            monkeypatch.setattr("minifloat.moe.row_operands.shared_operands", lambda *_, **__: None)
         with Casts() as seen:
-            y = mf.grouped_mlp(**given | leaves, recipe=recipe, **state_of(recipe, E, 3))
+            y = mf.grouped_mlp(
+                **given | leaves, recipe=recipe, **state_of(recipe, E, 2 if is_fused else 3)
+            )
             inputs = [given["x"], *leaves["w13"], *leaves["b13"], given["w2"], given["weights"]]
             results.append([y, *torch.autograd.grad(y, inputs, torch.ones_like(y))])
-        counts.append(seen.count[33 * K, D])
+        counts.append(seen.count)
     assert all(torch.equal(a, b) for a, b in zip(*results))
     specs = [parsed.fprop.a, parsed.wgrad.b]
-    shared = sum(can_reuse(spec, allows_delayed=False) for spec in specs)
-    assert counts[1] - counts[0] == shared
+    shared = [can_reuse(spec, allows_delayed=False) for spec in specs]
+    products = 1 if is_fused else 2
+    # Tokens are read where the cast is shared, even where their rows have one scale together.
+    assert counts[0][33, D] == sum(shared)
+    assert counts[1][33 * K, D] - counts[0][33 * K, D] == products * sum(shared)
 
 
 @pytest.mark.parametrize("recipe", mf.presets())

@@ -61,6 +61,17 @@ def test_errors() -> None:
         ops.quantize(X, "mxfp8", "", groups=groups, rows_from=bad)
 
 
+def test_operands_of_a_layer() -> None:
+    groups = table_of(2, 2, 7, rows=7)
+    for recipe in ("fp8_rowwise", "mxfp8", "nvfp4_pow2"):
+        want = ops.layer_operands(X[FROM.long()], recipe, "x", groups=groups)
+        got = ops.layer_operands(X, recipe, "x", groups=groups, rows_from=FROM)
+        assert all(a.shape == b.shape for a, b in zip(got, want, strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(got[:4], want[:4]))
+    with pytest.raises(ValueError, match="expected no rows_from without groups"):
+        ops.layer_operands(X, "mxfp8", "x", rows_from=FROM)
+
+
 def test_opcheck() -> None:
     groups = table_of(2, 2, 7, rows=7)
     torch.library.opcheck(

@@ -52,10 +52,11 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::optional<Tensor>& amax_history,
                                    const std::string& group, std::int64_t rank, std::int64_t ranks,
                                    std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
-                                   const std::optional<Tensor>& groups) {
+                                   const std::optional<Tensor>& groups,
+                                   const std::optional<Tensor>& rows_from) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
   return torch_ops::layer_operands(cast<device>(x), recipe, of, rowwise, columnwise, amax_history,
-                                   group, rank, ranks, weight_dim, token_dim, groups);
+                                   group, rank, ranks, weight_dim, token_dim, groups, rows_from);
 }
 
 template <c10::DeviceType device>

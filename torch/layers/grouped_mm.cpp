@@ -169,7 +169,8 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, a.device(), /*is_grouped=*/true);
   const bool exact = fprop.reads_values();
-  const Tensor matrix = as_matrix(a, "A");
+  // Of operands that the caller quantized, only the sizes and the dtype of A are read.
+  const Tensor matrix = call.a_operands.empty() ? as_matrix(a, "A") : a;
   const TableOp named(kOp);
   const Tensor table = group_table(offs, a.sym_size(0));
   const SymInt k = a.sym_size(1);

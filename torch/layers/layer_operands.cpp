@@ -15,7 +15,8 @@ using namespace torch_ops;
 
 void check_operands(const Tensor& x, const std::string& of, const std::optional<Tensor>& history,
                     const PreparedRecipe& recipe, const Sharding& sharding,
-                    std::initializer_list<Needed> operands, const std::optional<Tensor>& groups) {
+                    std::initializer_list<Needed> operands, const Groups& of_rows) {
+  const std::optional<Tensor>& groups = of_rows.table;
   TORCH_CHECK_VALUE(x.dim() >= 1 && x.layout() == at::kStrided && !x.is_nested(),
                     "layer_operands: expected x as a dense tensor (…, K), got ", x.layout(), " of ",
                     x.dim(), " dimensions");
@@ -27,7 +28,7 @@ void check_operands(const Tensor& x, const std::string& of, const std::optional<
   TORCH_CHECK_VALUE(!is_experts || sharding.ranks == 1,
                     "layer_operands: expected the weights of experts whole, got ", sharding.ranks,
                     " ranks");
-  if (groups) check_groups("layer_operands", {groups, 0}, x);
+  check_groups("layer_operands", of_rows, x);
   std::optional<SymInt> experts;
   if (is_experts) experts = x.sym_size(0);
   if (groups) experts = groups->sym_size(1) - 1;
@@ -58,14 +59,13 @@ void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const Quant
 // Quantizes x (…, K) or a weight (N, K), or a shard of either, as a layer does: the eight tensors
 // of `quantize`, which `linear` may read until the values change. x is returned in the form that
 // the product's engine reads, with the rowwise codes of all ranks' tokens; a weight as codes. Of
-// experts: rows of x in groups, or weights (E, N, K), for scaled_grouped_mm.
-std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& text,
-                                          const std::string& of, bool rowwise, bool columnwise,
-                                          const std::optional<Tensor>& amax_history,
-                                          const std::string& group, std::int64_t rank,
-                                          std::int64_t ranks, std::int64_t weight_dim,
-                                          std::optional<std::int64_t> token_dim,
-                                          const std::optional<Tensor>& groups) {
+// experts: rows of x in groups, or its rows that rows_from names, or weights (E, N, K), for
+// scaled_grouped_mm.
+std::vector<Tensor> layer_operands_kernel(
+    const Tensor& x, const std::string& text, const std::string& of, bool rowwise, bool columnwise,
+    const std::optional<Tensor>& amax_history, const std::string& group, std::int64_t rank,
+    std::int64_t ranks, std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
+    const std::optional<Tensor>& groups, const std::optional<Tensor>& rows_from) {
   TORCH_CHECK_VALUE(of == "x" || of == "w", "layer_operands: expected of = 'x' or 'w', got '",
                     printable(of), "'");
   bridge::check_value_dtype("layer_operands", "x", x);
@@ -77,12 +77,12 @@ std::vector<Tensor> layer_operands_kernel(const Tensor& x, const std::string& te
   const Needed row = {is_x ? kFpropX : kFpropW, rowwise,
                       is_x && !is_sharded && fprop.reads_values()};
   const Needed col = {is_x ? kWgradX : kDgradW, columnwise};
-  check_operands(x, of, amax_history, recipe, sharding, {row, col}, groups);
+  check_operands(x, of, amax_history, recipe, sharding, {row, col}, {groups, 0, rows_from});
   const at::AutoDispatchBelowADInplaceOrView below;
   ModuleState state;
   if (amax_history) state.history = *amax_history;
   if (is_sharded) state.sharding = &sharding;
-  if (groups) state.groups = {groups, wgrad_unit(recipe)};
+  if (groups) state.groups = {groups, wgrad_unit(recipe), rows_from};
   Directions out = is_experts
                        ? quantize_expert_weights("layer_operands", recipe, x, row, col, state)
                        : quantize_both(recipe, as_matrix(x), row, col, state);

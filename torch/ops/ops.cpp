@@ -102,14 +102,15 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::optional<Tensor>& amax_history,
                                    const std::string& group, std::int64_t rank, std::int64_t ranks,
                                    std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
-                                   const std::optional<Tensor>& groups) {
-  using Signature = std::vector<Tensor>(const Tensor&, const std::string&, const std::string&, bool,
-                                        bool, const std::optional<Tensor>&, const std::string&,
-                                        std::int64_t, std::int64_t, std::int64_t,
-                                        std::optional<std::int64_t>, const std::optional<Tensor>&);
+                                   const std::optional<Tensor>& groups,
+                                   const std::optional<Tensor>& rows_from) {
+  using Signature = std::vector<Tensor>(
+      const Tensor&, const std::string&, const std::string&, bool, bool,
+      const std::optional<Tensor>&, const std::string&, std::int64_t, std::int64_t, std::int64_t,
+      std::optional<std::int64_t>, const std::optional<Tensor>&, const std::optional<Tensor>&);
   static const auto op = find<Signature>("minifloat::layer_operands");
   return op.call(x, recipe, of, rowwise, columnwise, amax_history, group, rank, ranks, weight_dim,
-                 token_dim, groups);
+                 token_dim, groups, rows_from);
 }
 
 Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,

@@ -73,7 +73,8 @@ std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::optional<Tensor>& amax_history,
                                    const std::string& group, std::int64_t rank, std::int64_t ranks,
                                    std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
-                                   const std::optional<Tensor>& groups = std::nullopt);
+                                   const std::optional<Tensor>& groups = std::nullopt,
+                                   const std::optional<Tensor>& rows_from = std::nullopt);
 Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
                          const std::string& recipe, at::ScalarType out_dtype,
                          const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,

@@ -98,7 +98,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "
       "Tensor(a!)? amax_history=None, str group=\"\", int rank=0, int ranks=1, int weight_dim=0, "
-      "int? token_dim=None, Tensor? groups=None) -> Tensor[]",
+      "int? token_dim=None, Tensor? groups=None, Tensor? rows_from=None) -> Tensor[]",
       tags);
   m.def(
       "linear_sharded(Tensor x, Tensor weight, Tensor? bias, str recipe, *, str group, int rank, "

@@ -23,7 +23,6 @@ from torch import Tensor
 from .._native import ops
 from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import ProductCall
-from ..nn.operand_cache import can_reuse
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
 from .permute import (
@@ -34,8 +33,8 @@ from .permute import (
     order_rows,
     rows_of_tokens,
     sum_of_slots,
-    take_rows,
 )
+from .row_operands import group_table, quantized_rows
 from .swiglu import ALPHA, Gate, swiglu
 
 Weights = Tensor | Sequence[Tensor]  # w13 (E, 2I, D), or w1 and w3 (E, I, D)
@@ -100,8 +99,8 @@ class ExpertRows(torch.autograd.Function):
         ctx: Any, plan: Plan, x: Tensor, weights: Tensor, *tensors: Tensor | None
     ) -> Tensor:
         order, matrices = unpack(plan, tensors)
-        rows, groups = take_rows(x, order), group_table(order)
-        operands = shared_operands(plan, rows, groups, rowwise=True)
+        groups, recipes = group_table(order), [call.recipe for call in plan.inputs]
+        rows, operands = quantized_rows(recipes, x, order, groups, rowwise=True)
         products = [
             call.multiply(rows, b, order.offs, order.row_ids, bias, operands, tail="undefined")
             for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
@@ -143,9 +142,9 @@ class ExpertRows(torch.autograd.Function):
             return (None, None, None, *NO_ORDER, *[None] * (2 * count), d_output)
         d_products, d_weights = plan.gate.backward(dh, *where)
         del dh
-        rows, d_rows = take_rows(x, order), None
-        operands = shared_operands(plan, rows, where[-1], rowwise=False)
-        found = []
+        recipes = [call.recipe for call in plan.inputs]
+        rows, operands = quantized_rows(recipes, x, order, where[-1], rowwise=False)
+        found, d_rows = [], None
         for i, call in enumerate(plan.inputs):
             wanted = needs_x, needs[i], needs[count + i]
             b, bias = matrices.inputs[i], matrices.biases[i]
@@ -159,30 +158,10 @@ class ExpertRows(torch.autograd.Function):
         return None, dx, d_weights.to(weights.dtype), *NO_ORDER, *d_inputs, *d_biases, d_output
 
 
-def shared_operands(
-    plan: Plan, rows: Tensor, groups: Tensor, *, rowwise: bool
-) -> list[Tensor] | None:
-    """Quantizes x once in one direction for two products; None where each is to do so itself."""
-    if len(plan.inputs) < 2 or any(call.recipe != plan.inputs[0].recipe for call in plan.inputs):
-        return None
-    recipe = Recipe(plan.inputs[0].recipe)
-    spec = recipe.fprop.a if rowwise else recipe.wgrad.b
-    if not can_reuse(spec, allows_delayed=False):
-        return None
-    return ops.layer_operands.default(
-        rows, recipe.text, "x", rowwise=rowwise, columnwise=not rowwise, groups=groups
-    )
-
-
 def unpack(plan: Plan, tensors: Sequence[Any]) -> tuple[Order, Matrices]:
     """Returns the order and the matrices of ExpertRows' last arguments."""
     order, rest, count = Order(*tensors[:4]), tensors[4:], len(plan.inputs)
     return order, Matrices(tuple(rest[:count]), tuple(rest[count : 2 * count]), rest[-1])
-
-
-def group_table(order: Order) -> Tensor:
-    """Returns the table of the experts' groups."""
-    return ops.group_table(order.offs, order.pairs.shape[0])
 
 
 def take_weights(weights_Tk: Tensor, order: Order) -> Tensor:

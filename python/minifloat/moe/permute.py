@@ -38,6 +38,11 @@ class Order(NamedTuple):
     row_ids: Tensor
 
     @property
+    def tokens(self) -> Tensor:
+        """The token of each row, int32 (M)."""
+        return self.pairs // self.slots
+
+    @property
     def slots(self) -> int:
         """k, or 1 where there are no slots."""
         return max(self.places.shape[1], 1)

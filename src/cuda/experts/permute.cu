@@ -4,7 +4,7 @@
 //                  the result, or of x where the places of its rows are known
 //     add_slots    256 columns: 8 a lane, 4 rows at a time, added in the order of the slots
 //
-//     bytes an element of a row: take_rows 2, and 2 / slots of x; add_slots 2, and 2 / slots of the sum (bf16)
+//     bytes an element of a row in bf16: 2, and 2 / slots of x, or of the sum
 #include "cuda/common/launch.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/vec8.cuh"
