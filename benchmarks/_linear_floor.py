@@ -86,10 +86,10 @@ def cast_bytes(
     return total
 
 
-def fewest_bytes(r: mf.Recipe, shape: tuple[int, int, int]) -> int:
+def fewest_bytes(r: mf.Recipe, shape: tuple[int, int, int], experts: int = 1) -> int:
     m, k, n = shape
     x = cast_bytes((m, k), r.fprop, r.fprop.a, r.wgrad, r.wgrad.b, saved=True)
-    w = cast_bytes((n, k), r.fprop, r.fprop.b, r.dgrad, r.dgrad.b, saved=True)
+    w = cast_bytes((experts * n, k), r.fprop, r.fprop.b, r.dgrad, r.dgrad.b, saved=True)
     g = cast_bytes((m, n), r.dgrad, r.dgrad.a, r.wgrad, r.wgrad.a, saved=False)
     return x + w + g
 
@@ -155,9 +155,16 @@ def product_ms(
 
 
 def floor_ms(
-    recipe: mf.Recipe, shape: tuple[int, int, int], device: torch.device, bytes_per_ms: float
+    recipe: mf.Recipe,
+    shape: tuple[int, int, int],
+    device: torch.device,
+    bytes_per_ms: float,
+    experts: int = 1,
 ) -> float | None:
-    """Returns the floor in ms; None, with the reason printed, where an engine refuses."""
+    """Returns the floor in ms; None, with the reason printed, where an engine refuses.
+
+    experts: matrices of weights, of which each row of x has one; the products are dense.
+    """
     m, k, n = shape
     sizes = ((recipe.fprop, (m, n, k)), (recipe.dgrad, (m, k, n)), (recipe.wgrad, (n, k, m)))
     try:
@@ -165,4 +172,4 @@ def floor_ms(
     except (RuntimeError, ValueError) as error:
         print(f"floor of {recipe}: no figure, {str(error).splitlines()[0]}")
         return None
-    return products + fewest_bytes(recipe, shape) / bytes_per_ms
+    return products + fewest_bytes(recipe, shape, experts) / bytes_per_ms
