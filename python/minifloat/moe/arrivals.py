@@ -78,7 +78,7 @@ def return_gradients(
     """
     layout = RowLayout((d_rows.dtype, d_rows.shape[1]), (torch.float32, 1))
     found, d_weights_M = layout.unpack(route.back(layout.pack([d_rows, d_weights])))
-    dx = add_slots(found, order, None, dtype)
+    dx = add_slots(found, order).to(dtype)
     return dx, d_weights_M.reshape(-1).take(order.places.long())
 
 

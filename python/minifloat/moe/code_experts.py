@@ -20,10 +20,11 @@ from torch.autograd.function import once_differentiable
 
 from .._native import ops
 from .arrivals import HEADER, combine, return_gradients
-from .functional import Matrices, Plan, shared_operands, unpack
-from .permute import NO_ORDER, Order, take_rows
+from .functional import Matrices, Plan, unpack
+from .permute import NO_ORDER, Order
 from .routes import Route, RowLayout
 from .row_codes import CodeSender, RowCodes
+from .row_operands import quantized_rows, shared_operands
 
 
 @dataclass(frozen=True)
@@ -108,8 +109,7 @@ class CodeExperts(torch.autograd.Function):
                 for b, bias in zip(matrices.inputs, matrices.biases)
             ]
         else:
-            values = take_rows(x, order)
-            operands = shared_operands(plan, values, order, rowwise=True)
+            values, operands = quantized_rows(recipes_of(plan), x, order, table, rowwise=True)
             saved = [x]
             products = [
                 call.multiply(values, b, order.offs, order.row_ids, bias, operands)
@@ -138,12 +138,16 @@ class CodeExperts(torch.autograd.Function):
 
         width = grads[0].shape[1]
         table = ops.group_table(order.offs, order.pairs.shape[0])
+        recipes = recipes_of(plan)
         if way.x is None:
-            rows = take_rows(saved[0], order)
+            rows, operands = quantized_rows(recipes, saved[0], order, table, rowwise=False)
         else:
             scale, amax, codes = saved
             rows = RowCodes(way.x.spec, width, codes, scale, amax).values(table, ctx.dtype)
-        operands, d_rows, found = shared_operands(plan, rows, order, rowwise=False), None, []
+            numbers = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+            sorted_rows = order._replace(pairs=numbers)
+            operands = shared_operands(recipes, rows, sorted_rows, table, rowwise=False)
+        d_rows, found = None, []
         inputs = len(plan.inputs)
         for i, call in enumerate(plan.inputs):
             wanted = ctx.needs_input_grad[3], needs[i], needs[inputs + i]
@@ -159,6 +163,11 @@ class CodeExperts(torch.autograd.Function):
         none = [None] * count
         d_weights_A = d_weights.index_select(0, places)[:, None]
         return None, None, None, dx, d_weights_A, *none, *NO_ORDER, *d_inputs, *d_biases, d_output
+
+
+def recipes_of(plan: Plan) -> list[str]:
+    """Returns the recipes of the products that read x."""
+    return [call.recipe for call in plan.inputs]
 
 
 def sorted_codes(sender: CodeSender, tensors: Sequence[Any], order: Order, width: int) -> RowCodes:
