@@ -1,0 +1,131 @@
+"""mf.MoE divided over GPUs of one host: time of both passes, and bytes that dispatch sends.
+
+torchrun --nproc-per-node 2 benchmarks/gpu_expert_parallel.py [--recipes …] [--tokens 8192]
+
+layer   D 7168, I 2048, 8 experts, k 2; and D 2048, I 768, 128 experts, k 8; bf16 parameters,
+        w13 fused; each rank has `--tokens` tokens
+time    median of forward and backward by the host's clock, of the slowest rank
+bytes   of one row at torch's collective, x in forward and g in backward
+ratio   bf16's time and bytes of the same capacity over the recipe's
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import time
+from typing import Any
+
+import _gpu_timing as timing  # first: it makes minifloat importable
+import minifloat as mf
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+LAYERS = [
+    {"dim": 7168, "hidden": 2048, "experts": 8, "top_k": 2},
+    {"dim": 2048, "hidden": 768, "experts": 128, "top_k": 8},
+]
+RECIPES = "bf16,fp8_rowwise,fp8_tensorwise,fp8_blockwise,mxfp8,mxfp4,nvfp4,nvfp4_pow2"
+TINY = {"dim": 64, "hidden": 64, "experts": 8, "top_k": 2}  # for --device cpu
+
+
+class RowBytes:
+    """The bytes of a row in each call of torch's collective."""
+
+    def __enter__(self) -> RowBytes:
+        self.found: list[int] = []
+        self.real = dist.all_to_all_single
+
+        def counted(out: Tensor, given: Tensor, *args: Any, **kwargs: Any) -> Any:
+            if given.dtype == torch.uint8:
+                self.found.append(given.shape[1])
+            return self.real(out, given, *args, **kwargs)
+
+        dist.all_to_all_single = counted
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        dist.all_to_all_single = self.real
+
+
+def built(layer: dict[str, int], recipe: str, device: torch.device, **options: Any) -> mf.MoE:
+    torch.manual_seed(0)
+    moe = mf.MoE(**layer, fused_w13=True, dtype=torch.bfloat16, device=device)
+    if recipe != "bf16":
+        mf.quantize_(moe, recipe, data_parallel_rank=dist.get_rank(), verbose=False)
+    return mf.expert_parallel(moe, dist.group.WORLD, **options)
+
+
+def measure(moe: mf.MoE, tokens: int, repeats: int) -> dict[str, Any]:
+    """Returns the median time of both passes in ms, and the bytes of a row of x and of g."""
+    torch.manual_seed(1 + dist.get_rank())
+    device = moe.router.weight.device
+    x = torch.randn(tokens, moe.router.dim, device=device, dtype=torch.bfloat16)
+    x.requires_grad_()
+    wait = torch.cuda.synchronize if device.type == "cuda" else lambda: None
+    g = torch.randn_like(x)
+
+    def step() -> None:
+        moe.zero_grad()
+        moe(x).backward(g)
+        mf.step(moe)  # weights are quantized anew
+
+    with RowBytes() as rows:
+        step()
+    times = []
+    for i in range(repeats + repeats // 4 + 1):
+        dist.barrier()
+        wait()
+        begin = time.perf_counter()
+        step()
+        wait()
+        if i > repeats // 4:
+            times.append(1e3 * (time.perf_counter() - begin))
+    slowest = torch.tensor(statistics.median(times), device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
+    x_row, _, g_row, _ = rows.found
+    return {"ms": slowest.item(), "x": x_row, "g": g_row}
+
+
+def main() -> None:
+    parser = timing.arguments(__doc__, "gpu_expert_parallel.json")
+    parser.add_argument("--recipes", default=RECIPES)
+    parser.add_argument("--tokens", type=int, default=8192)
+    args = parser.parse_args()
+    is_cuda = args.device == "cuda"
+    device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if is_cuda else None)
+    if is_cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if is_cuda else "gloo")
+    records: list[dict[str, Any]] = []
+    layers = LAYERS if is_cuda else [TINY]
+    repeats = 5 if args.quick else 20
+    for layer in layers[:1] if args.quick else layers:
+        for capacity in (None, "all"):
+            bf16: dict[str, Any] = {}
+            for recipe in args.recipes.split(","):
+                for dispatch in ("bf16", "codes"):
+                    if recipe == "bf16" and dispatch == "codes":
+                        continue
+                    options = {"dispatch": dispatch, "capacity": capacity}
+                    moe = built(layer, recipe, device, **options)
+                    found = measure(moe, args.tokens, repeats)
+                    bf16 = bf16 or found
+                    ratios = {
+                        "ratio": bf16["ms"] / found["ms"],
+                        "x_share": found["x"] / bf16["x"],
+                        "g_share": found["g"] / bf16["g"],
+                    }
+                    records.append({**layer, "recipe": recipe, **options, **found, **ratios})
+                    if dist.get_rank() == 0:
+                        print(records[-1], flush=True)
+                    if is_cuda:
+                        torch.cuda.empty_cache()
+    if dist.get_rank() == 0:
+        timing.write_json(args.out, device, layers=records)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
