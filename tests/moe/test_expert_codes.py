@@ -6,6 +6,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
+from minifloat.moe.permute import order_rows
 
 from tests.moe.test_expert_parallel import FEW, LAYERS, RECIPES, Gathering
 from tests.support.expert_ranks import Product, require_same_bytes, require_same_operands
@@ -45,8 +46,30 @@ def check_codes(
             for i in (*range(inputs), inputs + 1):  # fprop of x, dgrad of g
                 product, expected = found.products[i], alone.products[i]
                 require_same_operands([product], [expected], cut.experts.parallel.first_expert)
+            require_codes(found.products[FPROP], whole, sizes, cut.experts.parallel.first_expert)
             # Stochastic FP4 rounds g twice for wgrad.
             require_same_results(cut, found, alone, sizes, 0.35)
+
+
+def require_codes(product: Product, whole: mf.MoE, sizes: list[int], first: int) -> None:
+    """Compares codes and scales of x with those of mf.quantize of all ranks' rows."""
+    spec, codes = product.sides[0][0], product.codes[0]
+    parsed = mf.spec.Spec.parse(spec)
+    if codes.dtype != torch.uint8 or parsed.is_stochastic or parsed.is_delayed:
+        return
+    x = draw(1, sum(sizes)).to(whole.experts.w2.dtype)
+    order = order_rows(whole.router(x)[0], E)
+    rows = x[order.tokens.long()]
+    q = mf.quantize(rows, spec, groups=mf.group_table(order.offs, len(rows)))
+    scale = q.scale if q.scale.dtype == torch.float32 else q.scale.view(torch.uint8)
+    starts = [0, *order.offs.tolist()]
+    for e in range(product.experts):
+        begin, end = product.starts[e], product.starts[e + 1]
+        place = slice(starts[first + e], starts[first + e + 1])
+        require_same_bytes(codes[begin:end], q.codes[place], f"{spec}, expert {first + e}")
+        if scale.shape[0] == len(rows):
+            found = product.sides[0][2][begin:end]
+            require_same_bytes(found, scale[place], f"{spec}, scales of expert {first + e}")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

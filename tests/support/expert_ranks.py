@@ -45,7 +45,8 @@ class Product:
         if spec == "bf16" or (along == 0 and begin == end):
             return found
         for t in factors:
-            if t.numel() == 0:
+            # The values of codes have the scales of blocks, which may be those of tokens, not rows.
+            if t.numel() == 0 or (along == 0 and t.dim() == 2):
                 continue
             is_of_group = t.shape[0] == self.experts and t.shape[0] != values.shape[0]
             if is_of_group:
