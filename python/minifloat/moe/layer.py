@@ -29,8 +29,9 @@ from ..nn.random_state import RngState, add_hooks, require_int64
 from ..nn.recipe_state import RecipeState, draw_from
 from ..nn.selection import WEIGHT_DTYPES
 from ..recipe import Recipe
-from .functional import Matrices, Plan, compute_dtype, run_experts
-from .permute import order_rows
+from .cut_experts import CopyToRanks, SumOverRanks, are_cut, cut_products
+from .functional import Matrices, Plan, compose, compute_dtype, run_experts
+from .permute import order_rows, sum_of_slots
 from .router import Router, require_number
 from .swiglu import ALPHA, Gate
 
@@ -111,6 +112,8 @@ class Experts(HasProducts, nn.Module):
         Returns:
             (T, D), in x's dtype or autocast's.
         """
+        if are_cut(self):
+            return self._forward_cut(x_TD, indices_Tk, weights_Tk, token_ids_T)
         if self.parallel is not None:
             link = self.parallel
             return link.forward(link, self, x_TD, indices_Tk, weights_Tk)
@@ -127,6 +130,24 @@ class Experts(HasProducts, nn.Module):
         )
         order = order_rows(indices_Tk, self.experts, token_ids_T)
         return run_experts(plan, x, indices_Tk, weights_Tk, order, matrices, self.b2)
+
+    def _forward_cut(
+        self, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor, token_ids_T: Tensor | None
+    ) -> Tensor:
+        """Computes forward where the ranks of a mesh cut the weights along I."""
+        *inputs, output = cut_products(self)
+        x = CopyToRanks.apply(x_TD.to(compute_dtype(x_TD)), output.group)
+        weights = CopyToRanks.apply(weights_Tk, output.group)
+        matrices = Matrices(
+            tuple(matrix_of(getattr(self, name)) for name in self.input_names),
+            (None,) * len(inputs),
+            matrix_of(self.w2),
+        )
+        order = order_rows(indices_Tk, self.experts, token_ids_T)
+        plan: Any = Plan(self.gate, tuple(inputs), output)  # type: ignore[arg-type]
+        with torch.autocast(x.device.type, enabled=False):
+            rows = compose(plan, x, weights, order, matrices)
+            return SumOverRanks.apply(sum_of_slots(rows, order), output.group)
 
     def extra_repr(self) -> str:
         product = product_of(self, "w2")

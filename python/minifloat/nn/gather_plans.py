@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..recipe import Recipe
-from .distributed_hooks import COMPUTE_DTYPE, hooks
+from .distributed_hooks import COMPUTE_DTYPE, hooks, is_distributed
 from .expert_hooks import ExpertChoice, ExpertSelection, expert_hooks
 from .names import owners_of_weights
 from .selection import Selection
@@ -55,6 +55,9 @@ def plan_mixtures(
         weights = [choice.module.get_parameter(name) for name in choice.names]
         if any(len(owners[id(weight)]) > 1 for weight in weights):
             return None, f"{how}: a weight of the module is tied to another's"
+        placements = [p for w in weights if is_distributed(w) for p in w.placements]
+        if any(getattr(placement, "dim", 0) != 0 for placement in placements):
+            return None, f"{how}: ranks cut the experts' matrices"
         return expert_hooks().plan_gather(choice)
 
     return {choice.fqn: plan(choice) for choice in mixtures.chosen}

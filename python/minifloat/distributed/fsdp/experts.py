@@ -372,6 +372,9 @@ def wrap_sharded_experts(
         shape = getattr(before, "_local_tensor", before).shape
     inner = list(enumerate(parameter.placements))[: mesh.ndim - outer_dims]
     cuts = [(dim, placement) for dim, placement in inner if not placement.is_replicate()]
+    outer = parameter.placements[mesh.ndim - outer_dims :]
+    if any(getattr(placement, "dim", 0) != 0 for placement in outer):
+        return  # ranks cut the experts' matrices, so no rank can cast one alone
     if len(cuts) != 1 or getattr(cuts[0][1], "dim", None) != 0:
         return
     gather = ExpertGather(module, product, shape, mesh.get_group(cuts[0][0]), outer_dims)
