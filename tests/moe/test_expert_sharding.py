@@ -6,6 +6,7 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from minifloat.nn.grouped_product import product_of
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -16,21 +17,32 @@ from tests.support.worlds import run_world
 # ---- with FSDP2 ----------------------------------------------------------------------------------
 
 
+CASES = [
+    *((recipe, "quantized") for recipe in ("bf16", "mxfp8", "nvfp4", "fp8_tensorwise")),
+    ("mxfp8", "compute_dtype"),
+]
+
+
 def check_sharded(rank: int) -> None:
     """Two replicas of the group shard the experts of each rank, and average gradients."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
     replica, sizes = rank // 2, [9, 6]
-    for recipe in ("bf16", "mxfp8", "nvfp4"):
+    for recipe, gather in CASES:
         whole = built("bf16", fused_w13=True)
         cut = mf.expert_parallel(copy.deepcopy(whole), mesh["ep"])
         if recipe != "bf16":
-            options = {"gather": "compute_dtype", "verbose": False}
+            options = {"gather": gather, "verbose": False}
             mf.quantize_(cut, recipe, data_parallel_rank=rank, **options)
             mf.quantize_(whole, recipe, data_parallel_rank=2 * replica, **options)
-        fully_shard(cut.experts, mesh=mesh["dp"])
+        for module in (cut.experts, cut):  # the root is not resharded after forward
+            fully_shard(module, mesh=mesh["dp"])
         x, g = draw(replica, sum(sizes)), draw(5 + replica, sum(sizes))
         alone = Pass(whole, x, g)
         found = Pass(cut, own(x, sizes, rank % 2), own(g, sizes, rank % 2))
+        if recipe != "bf16":
+            gather_of_w2 = product_of(cut.experts, "w2").weight_gather
+            assert (gather_of_w2 is not None) == (gather == "quantized"), recipe
+            assert gather_of_w2 is None or not gather_of_w2.reason, recipe
         first = cut.experts.parallel.first_expert
         require_same_operands(found.products, alone.products, first)
         for name, gradient in found.dw.items():

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from .._native import ops
 from ..distributed.fsdp.handshake import wait_for_all
+from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import ProductCall, call_of, product_of
 from ..nn.recipe_state import ExpertRange
 from ..recipe import Recipe
@@ -119,9 +120,9 @@ class ExpertParallel:
         calls = [self._call(call, rng) for call, rng in zip(calls, told.rng)]
         plan = Plan(module.gate, tuple(calls[:-1]), calls[-1])
         matrices = Matrices(
-            tuple(local_of(getattr(module, name)).transpose(-2, -1) for name in module.input_names),
+            tuple(matrix_of(getattr(module, name)) for name in module.input_names),
             tuple(local_of(getattr(module, name)) for name in module.bias_names),
-            local_of(module.w2).transpose(-2, -1),
+            matrix_of(module.w2),
         )
         expert_M = expert_of_rows(order)
         slots = indices_Tk.shape[1]
