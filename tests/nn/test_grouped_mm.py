@@ -369,7 +369,7 @@ def test_no_second_derivative():
         grad.float().sum().backward()
 
 
-def grouped_engine(product, capability, groups="rows"):
+def grouped_engine(product, capability, groups="m"):
     return ops.engine_of(product, capability, m=64, n=64, k=64, groups=groups)
 
 
@@ -382,9 +382,9 @@ def test_the_engine_of_grouped_products():
         assert grouped_engine(product, 90) == fp8
     blocks = grouped_engine("e4m3/1x128*e4m3/128x128", 90)
     assert blocks == (fp8 if has_kernels else exact)
-    assert grouped_engine("e4m3/1x128*e4m3/128x128", 90, "contraction") == exact
+    assert grouped_engine("e4m3/1x128*e4m3/128x128", 90, "k") == exact
     assert grouped_engine("e4m3/1x128*e4m3/1x128", 90) == exact
-    assert grouped_engine("e4m3/1x128*e4m3/1x128", 90, "contraction") == blocks
+    assert grouped_engine("e4m3/1x128*e4m3/1x128", 90, "k") == blocks
     for product in ("e4m3/tensor*e5m2/tensor", "mxfp8*mxfp8", "nvfp4*bf16"):
         assert grouped_engine(product, 90) == exact
     elsewhere = [("bf16*bf16", 90), ("e4m3/row*e4m3/row", 100), ("nvfp4*nvfp4", 100)]

@@ -119,8 +119,8 @@ std::string scale_dtype(const std::string& text) {
 }
 
 // Returns the name of the engine that multiplies (m, k) · (n, k)ᵀ on a GPU of this capability.
-// capability: 10 major + minor; 0: the CPU. groups: "rows" or "contraction", the dimension along
-// which groups lie; "": none.
+// capability: 10 major + minor; 0: the CPU. groups: "m" or "k", the dimension along which groups
+// lie; "": none.
 std::string engine_name(const std::string& product, std::int64_t capability, std::int64_t m,
                         std::int64_t n, std::int64_t k, at::ScalarType out_dtype, bool bias,
                         const std::string& groups) {
@@ -131,11 +131,11 @@ std::string engine_name(const std::string& product, std::int64_t capability, std
   bridge::check_size("engine_of", "m", m);
   bridge::check_size("engine_of", "n", n);
   bridge::check_size("engine_of", "k", k);
-  const GroupsAlong along = groups == "rows"          ? GroupsAlong::kRows
-                            : groups == "contraction" ? GroupsAlong::kContraction
-                                                      : GroupsAlong::kNone;
+  const GroupsAlong along = groups == "m"   ? GroupsAlong::kRows
+                            : groups == "k" ? GroupsAlong::kContraction
+                                            : GroupsAlong::kNone;
   TORCH_CHECK_VALUE(along != GroupsAlong::kNone || groups.empty(),
-                    "engine_of: expected groups as rows, contraction or nothing, got ", groups);
+                    "engine_of: expected groups as m, k or nothing, got ", groups);
   const torch_ops::ProductShape shape = {.m = m,
                                          .n = n,
                                          .k = parsed.a.padded_cols(k),
