@@ -228,7 +228,7 @@ def test_products_read_one_cast_of_x(recipe, is_fused, monkeypatch):
     shared = [can_reuse(spec, allows_delayed=False) for spec in specs]
     products = 1 if is_fused else 2
     # Tokens are read where the cast is shared, even where their rows have one scale together.
-    assert counts[0][33, D] == sum(shared)
+    assert counts[0][33, D] - counts[1][33, D] == sum(shared)
     assert counts[1][33 * K, D] - counts[0][33 * K, D] == products * sum(shared)
 
 

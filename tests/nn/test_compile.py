@@ -147,7 +147,10 @@ def sample_calls():
         x = grad(2, 32, 64)
         yield ops.linear_sharded, (x, grad(32, 64), grad(32), "mxfp8"), where
     g, a, b = torch.randn(40, 24), torch.randn(40, 72), torch.randn(3, 72, 24)
-    yield ops.scaled_grouped_mm_backward, (g, a, b, offs, "mxfp8", [True, True, False]), {}
+    inputs = a, b, offs, "mxfp8", [True, True, False]
+    yield ops.scaled_grouped_mm_backward, (g, *inputs), {}
+    tokens = {"grad_rows_from": torch.arange(40).int() // 2}
+    yield ops.scaled_grouped_mm_backward, (g[:20], *inputs), tokens
     weights = [grad(24, 72), grad(8, 72)]
     yield ops.linear_group, (grad(40, 72), weights, [None, grad(8)], "nvfp4"), {"rng": [RNG, RNG]}
 

@@ -149,6 +149,34 @@ def test_backward_from_values_equals_that_from_saved_codes(text, layout, reuses)
         assert torch.equal(again.history[2:], case.history[2:])
 
 
+def quantizes_gradients(text):
+    recipe = mf.Recipe(recipe_of(text))
+    return "bf16" not in (recipe.dgrad.a, recipe.wgrad.a)
+
+
+@pytest.mark.parametrize("text", filter(quantizes_gradients, PRESETS))
+def test_a_gradient_of_tokens_is_read_by_rows(text):
+    """The results are those of the gathered gradient, also under stochastic rounding."""
+    recipe = recipe_of(text)
+    found = []
+    for is_gathered in (False, True):
+        case = Case(recipe)
+        rows = case.x.shape[0]
+        tokens = torch.randperm(rows, generator=torch.Generator().manual_seed(3)).int() // 2
+        g, where = case.g[: (rows + 1) // 2], {"grad_rows_from": tokens}
+        if is_gathered:
+            g, where = g[tokens.long()], {}
+        state = {"rng": case.rng, "amax_history": case.history, **where}
+        inputs = g, case.x, case.w.transpose(-2, -1), case.offs, recipe, [True, True, False]
+        found.append([*ops.scaled_grouped_mm_backward(*inputs, **state)[:2], case.history])
+    for a, b in zip(*found, strict=True):
+        assert a is b is None or torch.equal(a, b)
+    for refused, needed in (("fp8_rowwise_gw_hp", [True, True, False]), ("mxfp8", [True] * 3)):
+        inputs = case.g, case.x, case.w.transpose(-2, -1), case.offs, refused, needed
+        with pytest.raises(ValueError, match="expected grad_rows_from of a quantized gradient"):
+            ops.scaled_grouped_mm_backward(*inputs, bias=case.bias, grad_rows_from=tokens)
+
+
 def test_backward_from_values_refuses():
     case = Case("mxfp8", tail=0)
     b = case.w.transpose(-2, -1)

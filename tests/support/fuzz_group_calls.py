@@ -200,6 +200,9 @@ def _scaled_grouped_mm_backward(rng: Random, arena: Arena) -> Call:
     args["amax_history"] = arena.place(torch.zeros(6, count, 3))
     args["row_ids"] = arena.place(torch.arange(rows).int()) if rng.random() < 0.5 else None
     args |= {"first_expert": rng.randrange(3), "tail": rng.choice(("zero", "undefined"))}
+    if rng.random() < 0.3:
+        args["recipe"] = "mxfp8"
+        args["grad_rows_from"] = arena.place(torch.randint(0, rows, (rows,)).int())
     return op_call("scaled_grouped_mm_backward", **args)
 
 

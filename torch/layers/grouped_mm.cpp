@@ -7,11 +7,8 @@
 //     backward   g  -> rowwise for dgrad, columnwise for wgrad     one read
 //                dA = g · W,     dW = gᵀ · A                       for each group
 //
-// scaled_grouped_mm_backward computes the backward pass from A and W themselves, for callers that
-// save those, or what A is computed from.
-//
-// The table is built once, on the device. The ops are composite: the dispatcher sees
-// group_table, quantize and scaled_mm below them.
+// scaled_grouped_mm_backward computes the backward pass from A and W themselves. The ops are
+// composite: the dispatcher sees group_table, quantize and scaled_mm below them.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -116,6 +113,7 @@ struct GroupedState {
   GroupedNeeds needs;
   // No saved variables: backward writes the history, and a recomputed forward may not replace rng.
   variable_list history, rng;
+  std::optional<Tensor> grad_rows_from = {};
 };
 
 // Returns the state of an operand whose rows lie in groups, or of the matrices: table undefined.
@@ -136,11 +134,10 @@ ModuleState state_of(const GroupedCall& call, const Tensor& table, PendingAmaxes
 // Returns A in both directions: quantized here, or by the caller.
 Directions input_operands_of(const GroupedCall& call, const Tensor& matrix, const Tensor& table,
                              const Needed& row, const Needed& col, PendingAmaxes& pending) {
-  const ModuleState state = state_of(call, table, &pending);
-  if (call.a_operands.empty()) return quantize_both(call.recipe, matrix, row, col, state);
-  const Directions out = prequantized_both(call.recipe, kOp, "a_operands", call.a_operands, matrix,
-                                           matrix.sym_size(0), row, col, table.sym_size(1) - 1);
-  return out;
+  if (call.a_operands.empty())
+    return quantize_both(call.recipe, matrix, row, col, state_of(call, table, &pending));
+  return prequantized_both(call.recipe, kOp, "a_operands", call.a_operands, matrix,
+                           matrix.sym_size(0), row, col, table.sym_size(1) - 1);
 }
 
 // Returns W, the transpose of B, in both directions: quantized here, or by the caller.
@@ -169,7 +166,7 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, a.device(), /*is_grouped=*/true);
   const bool exact = fprop.reads_values();
-  // Of operands that the caller quantized, only the sizes and the dtype of A are read.
+  // Of operands that the caller quantized, only sizes and dtype are read.
   const Tensor matrix = call.a_operands.empty() ? as_matrix(a, "A") : a;
   const TableOp named(kOp);
   const Tensor table = group_table(offs, a.sym_size(0));
@@ -283,7 +280,9 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     const auto operand = [&](std::size_t first, Place place) {
       return cast_input(recipe.specs[place], saved[first], saved[first + 1], saved[first + 2]);
     };
-    const Directions of_g = quantize_both(recipe, g, row, col, state_of(call, table, nullptr));
+    ModuleState of_rows = state_of(call, table, nullptr);
+    of_rows.groups.rows_from = s.grad_rows_from;
+    const Directions of_g = quantize_both(recipe, g, row, col, of_rows);
     if (s.needs.da)
       out[0] = scaled_mm(dgrad, product_input(recipe, of_g.first, row), operand(3, kDgradW), s.n,
                          std::nullopt, s.a_dtype, {table, 0}, s.zeroes_tail);
@@ -358,7 +357,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
     const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
     std::int64_t first_expert, const std::optional<Tensor>& amax_history, const std::string& tail,
     std::int64_t stream, const std::optional<at::TensorList>& a_operands,
-    const std::optional<at::TensorList>& weight_operands) {
+    const std::optional<at::TensorList>& weight_operands, const std::optional<Tensor>& rows_from) {
   const GroupedCall call{.recipe = prepare(recipe),
                          .out_dtype = a.scalar_type(),
                          .stream = stream,
@@ -372,16 +371,21 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
                          .weight_operands = weight_operands.value_or(at::TensorList())};
   check_call(a, b, offs, call);
   bridge::check_value_dtype(kOp, "grad", grad);
-  TORCH_CHECK_VALUE(grad.dim() == 2 && grad.sym_size(0) == a.sym_size(0) &&
+  TORCH_CHECK_VALUE(grad.dim() == 2 &&
+                        (rows_from ? rows_from->sym_numel() : grad.sym_size(0)) == a.sym_size(0) &&
                         grad.sym_size(1) == b.sym_size(2) && grad.device() == a.device(),
                     kOp, ": expected grad (", a.sym_size(0), ", ", b.sym_size(2), ") on ",
                     a.device(), ", got ", grad.sym_sizes(), " on ", grad.device());
+  for (const Place place : {kDgradG, kWgradG})
+    TORCH_CHECK_VALUE(!rows_from || !(needed[2] || call.recipe.specs[place].is_bf16()), kOp,
+                      ": expected grad_rows_from of a quantized gradient, got bf16 or a bias");
   TORCH_CHECK_VALUE(bias || !needed[2], kOp, ": expected bias, whose gradient is needed, got none");
   const at::AutoDispatchBelowADInplaceOrView below;
   const GroupedNeeds needs{needed[0], needed[1], needed[2], /*y=*/false};
   variable_list saved;
   forward_pass(a, b, offs, call, needs, &saved);
-  const GroupedState state = backward_state(a, b, call.bias, call, needs);
+  GroupedState state = backward_state(a, b, call.bias, call, needs);
+  state.grad_rows_from = rows_from;
   const variable_list found = GroupedFunction::first_derivatives(state, saved, grad);
   return {found[0], found[1], found[2]};
 }

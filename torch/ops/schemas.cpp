@@ -129,11 +129,13 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor[]? a_operands=None, Tensor[]? weight_operands=None) -> Tensor",
       tags);
   // The gradients of A, B and bias that are needed, from A and B instead of saved operands.
+  // grad_rows_from: the row of grad of each row of y, int32 (M), where no spec of grad is bf16.
   m.def(
       "scaled_grouped_mm_backward(Tensor grad, Tensor A, Tensor B, Tensor offs, str recipe, "
       "bool[3] needed, *, Tensor? bias=None, Tensor? rng=None, Tensor? row_ids=None, "
       "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0, "
-      "Tensor[]? a_operands=None, Tensor[]? weight_operands=None) -> (Tensor, Tensor, Tensor)",
+      "Tensor[]? a_operands=None, Tensor[]? weight_operands=None, Tensor? grad_rows_from=None) -> "
+      "(Tensor, Tensor, Tensor)",
       tags);
 
   // Between the products of experts. swiglu: of one product (M, 2 I), or of gate and up (M, I), and

@@ -24,6 +24,7 @@ from .._native import ops
 from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import ProductCall
 from ..recipe import Recipe
+from ..spec import Spec
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
 from .permute import (
     NO_ORDER,
@@ -33,6 +34,7 @@ from .permute import (
     order_rows,
     rows_of_tokens,
     sum_of_slots,
+    take_rows,
 )
 from .row_operands import group_table, quantized_rows
 from .swiglu import ALPHA, Gate, swiglu
@@ -114,6 +116,11 @@ class ExpertRows(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         with torch.no_grad():
             found = ExpertRows.first_derivatives(ctx, grads[0])
+        return ExpertRows.without_second(ctx, grads, found)
+
+    @staticmethod
+    def without_second(ctx: Any, grads: tuple[Tensor, ...], found: tuple[Any, ...]) -> Any:
+        """Returns gradients whose derivative raises, where autograd asks for one."""
         if not torch.is_grad_enabled():
             return found
         sources = [t for t in (grads[0], *ctx.saved_tensors) if t is not None and t.requires_grad]
@@ -123,19 +130,32 @@ class ExpertRows(torch.autograd.Function):
         )
 
     @staticmethod
-    def first_derivatives(ctx: Any, g: Tensor) -> tuple[Tensor | None, ...]:
-        """Returns the gradients of plan, x, weights, the order and the matrices."""
+    def first_derivatives(
+        ctx: Any, g: Tensor, of_tokens: bool = False
+    ) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of plan, x, weights, the order and the matrices.
+
+        of_tokens: whether g is that of the sums of tokens' rows.
+        """
         plan, count = ctx.plan, len(ctx.plan.inputs)
         x, weights, *rest = ctx.saved_tensors
         order, matrices = unpack(plan, rest[:-count])
         where = rest[-count:], weights.float(), order.pairs, group_table(order)
         needs_x, needs_weights = ctx.needs_input_grad[1:3]
-        needs = ctx.needs_input_grad[3 + len(order) :]
+        needs = ctx.needs_input_grad[3 + len(order) :][: 2 * count + 1]
         needs_h = needs_x or needs_weights or any(needs[:-1])
 
-        h = plan.gate.forward(*where)
+        g, from_tokens = rows_of_gradient(plan, g, order) if of_tokens else (g, None)
+        h, wanted = plan.gate.forward(*where), (needs_h, needs[-1], False)
         dh, d_output, _ = plan.output.gradients(
-            g, h, matrices.output, *order[2:], None, (needs_h, needs[-1], False), tail="undefined"
+            g,
+            h,
+            matrices.output,
+            *order[2:],
+            None,
+            wanted,
+            tail="undefined",
+            rows_from_M=from_tokens,
         )
         del h
         if dh is None:
@@ -156,6 +176,36 @@ class ExpertRows(torch.autograd.Function):
         dx = None if d_rows is None else add_slots(d_rows, order)
         d_inputs, d_biases = zip(*found)
         return None, dx, d_weights.to(weights.dtype), *NO_ORDER, *d_inputs, *d_biases, d_output
+
+
+class ExpertTokens(ExpertRows):
+    """The sums (T, D) of tokens' rows. Arguments: those of ExpertRows, and where sums begin."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, plan: Plan, x: Tensor, weights: Tensor, *tensors: Tensor | None
+    ) -> Tensor:
+        *tensors_of_rows, base = tensors
+        rows = ExpertRows.forward(ctx, plan, x, weights, *tensors_of_rows)
+        return add_slots(rows, unpack(plan, tensors_of_rows)[0], base)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        with torch.no_grad():
+            found = ExpertRows.first_derivatives(ctx, grads[0], of_tokens=True)
+            d_base = grads[0].float() if ctx.needs_input_grad[-1] else None
+        return ExpertRows.without_second(ctx, grads, (*found, d_base))
+
+
+def rows_of_gradient(plan: Plan, g_TD: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:
+    """Returns a gradient of rows, as the tokens' and the token of each row where casts read that.
+
+    A gradient that is not quantized is copied to its rows.
+    """
+    recipe = Recipe(plan.output.recipe)
+    if any(Spec.parse(spec).is_bf16 for spec in (recipe.dgrad.a, recipe.wgrad.a)):
+        return take_rows(g_TD, order), None
+    return g_TD, order.tokens
 
 
 def unpack(plan: Plan, tensors: Sequence[Any]) -> tuple[Order, Matrices]:
@@ -196,11 +246,9 @@ def run_experts(
     if output_bias_ED is not None:
         base = weighted_biases(indices_Tk, weights_Tk, output_bias_ED)
     if torch.compiler.is_compiling():
-        rows = compose(plan, x_TD, weights_Tk, order, matrices)
-    else:
-        tensors = *order, *matrices.inputs, *matrices.biases, matrices.output
-        rows = ExpertRows.apply(plan, x_TD, weights_Tk, *tensors)
-    return sum_of_slots(rows, order, base)
+        return sum_of_slots(compose(plan, x_TD, weights_Tk, order, matrices), order, base)
+    tensors = *order, *matrices.inputs, *matrices.biases, matrices.output
+    return ExpertTokens.apply(plan, x_TD, weights_Tk, *tensors, base)
 
 
 def weighted_biases(indices_Tk: Tensor, weights_Tk: Tensor, bias_ED: Tensor) -> Tensor:

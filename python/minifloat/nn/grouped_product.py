@@ -85,8 +85,12 @@ class ProductCall:
         needed: tuple[bool, bool, bool],
         a_operands: list[Tensor] | None = None,
         tail: str = "zero",
+        rows_from_M: Tensor | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients of A, B and bias that are needed, from the inputs of `multiply`."""
+        """Returns the gradients of A, B and bias that are needed, from the inputs of `multiply`.
+
+        rows_from_M: int32, the row of g of each row; None: its position.
+        """
         return ops.scaled_grouped_mm_backward(
             g_MN,
             a_MK,
@@ -98,6 +102,7 @@ class ProductCall:
             row_ids=row_ids_M,
             tail=tail,
             a_operands=a_operands,
+            grad_rows_from=rows_from_M,
             **self._options(),
         )
 
