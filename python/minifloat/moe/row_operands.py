@@ -75,13 +75,11 @@ def token_operands(x: Tensor, recipe: Recipe, spec: Spec, order: Order) -> list[
         columnwise=False,
         groups=ops.group_table(ends, tokens),
     )
-    is_exact = decoded.dim() == 2  # the product reads these values, and no codes
-    if is_exact:
+    if decoded.dim() == 2:  # an exact product reads these values, and no codes
         decoded = take_rows(decoded, order)
     else:
         codes = take_rows(codes, order)
-    if spec.amax_of == "row" or not is_exact:
-        scale = take_rows(scale, order)
+    scale = take_rows(scale, order)
     if spec.amax_of == "row":
         amax = take_rows(amax, order)
     return [codes, scale, amax, decoded, *columnwise]
