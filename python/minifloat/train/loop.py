@@ -35,7 +35,6 @@ from minifloat.nn.delayed_scaling import step as finish_step
 from . import checkpoint
 from .batches import Batches
 from .config import TrainConfig, TrainError
-from .expert_ranks import own_histories, whole_histories
 from .experts import LAST, Tokens, dropped_rows, load_of, read_tokens
 from .gradients import average_gradients, clip_gradients
 from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_under_autocast
@@ -198,7 +197,7 @@ class Run:
             rng["cuda"] = torch.cuda.get_rng_state()
         state = {"model": model, "optimizer": optimizer, "rng": rng}
         if self.spec.converts:
-            state["minifloat"] = whole_histories(self.model, training_state(self.model))
+            state["minifloat"] = training_state(self.model)
         return state
 
     def save(self) -> None:
@@ -242,7 +241,7 @@ class Run:
         if "cuda" in state["rng"]:
             torch.cuda.set_rng_state(state["rng"]["cuda"])
         if self.spec.converts:
-            load_training_state(self.model, own_histories(self.model, state["minifloat"]))
+            load_training_state(self.model, state["minifloat"])
 
     @property
     def checkpoints(self) -> Path:
