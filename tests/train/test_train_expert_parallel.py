@@ -14,6 +14,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat.nn.grouped_product import product_of
+from minifloat.tensor import quantized_tensor
 from minifloat.train.config import TrainConfig
 from minifloat.train.expert_ranks import divided_experts
 from minifloat.train.experts import dropped_rows, load_of
@@ -156,8 +157,12 @@ def test_gradients_are_those_of_one_process(world, ranks):
 def check_codes(rank):
     """Compares two groups, between which FSDP2 gathers weights as codes, with one process.
 
-    Forward reads the same bytes. In wgrad the blocks of a group have other rows than one process's,
-    so gradients agree to a few roundings of 8 bits."""
+    Forward reads the same bytes, and no pass decodes them. In wgrad the blocks of a group have
+    other rows than one process's, so gradients agree to a few roundings of 8 bits."""
+    run_on_values, decoded = quantized_tensor.run_on_values, []
+    quantized_tensor.run_on_values = lambda f, *args, **kwargs: (
+        decoded.append(f) or run_on_values(f, *args, **kwargs)
+    )
     world, sizes = World(rank, 4), parse_model(MODEL, 300)
     alone, model = (build_model(sizes, SEQ, 1, "cpu") for _ in range(2))
     for each in (alone, model):
@@ -171,6 +176,7 @@ def check_codes(rank):
         assert all(product_of(module, n).weight_gather.is_quantized for n in module.weight_names)
     for each in (expected, loss):
         each.backward()
+    assert decoded == []
     average_gradients(model)
     wanted = dict(alone.named_parameters())
     for name, parameter in model.named_parameters():
