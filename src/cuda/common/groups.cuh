@@ -6,6 +6,14 @@
 //                       boundaries under the unit kTile, in tiles
 //
 // A launch has tiles for groups of any sizes. Blocks past the last group leave at once.
+//
+// Casts that write the columnwise operand take tiles that end at lines instead: multiples of kTile
+// columns of its buffers. So they write whole sectors of memory wherever a group begins. The first
+// and the last tile of a group may be a part of one:
+//
+//     columns       0        kTile      2 kTile
+//     groups        | group 0   | 1 |   group 2 …
+//     tiles         |  0   |  1 | 3 | 5 |  6  …     group e has those from P_e / kTile + e on
 #pragma once
 
 #include <cstdint>
@@ -45,7 +53,7 @@ inline Tiles tiles_of(const Source& x, const DeviceGroups& groups) {
 }
 
 // ---- Search -------------------------------------------------------------------------------------
-// Every warp searches by itself, 32 ways at a time.
+// Every warp searches by itself, 32 ways at a time.   boundary(i): the beginning of group i
 __device__ __forceinline__ std::uint32_t load_boundary(const std::int32_t* boundaries,
                                                        std::uint32_t i) {
   return static_cast<std::uint32_t>(__ldg(boundaries + i));
@@ -59,14 +67,14 @@ __device__ __forceinline__ std::uint32_t last_lane(bool is_before) {
 struct Narrowed {
   std::uint32_t first, count;
 };
-__device__ __forceinline__ Narrowed narrow_to_warp(const std::int32_t* boundaries,
-                                                   std::uint32_t count, std::uint32_t at) {
+template <class Boundary>
+__device__ __forceinline__ Narrowed narrow_to_warp(Boundary boundary, std::uint32_t count,
+                                                   std::uint32_t at) {
   const std::uint32_t lane = threadIdx.x % 32;
   std::uint32_t first = 0;
   while (count > 32) {
     const std::uint32_t step = (count + 31) / 32, i = lane * step;
-    const std::uint32_t last =
-        last_lane(i < count && load_boundary(boundaries, first + min(i, count - 1)) <= at);
+    const std::uint32_t last = last_lane(i < count && boundary(first + min(i, count - 1)) <= at);
     first += last * step;
     count = min(step, count - last * step);
   }
@@ -75,9 +83,10 @@ __device__ __forceinline__ Narrowed narrow_to_warp(const std::int32_t* boundarie
 // Returns group_at of a row, by the whole warp.
 __device__ __forceinline__ std::uint32_t find_group_of_row(const DeviceGroups& groups,
                                                            std::uint32_t row) {
-  const Narrowed some = narrow_to_warp(groups.rows, groups.count, row);
+  const auto begin = [&](std::uint32_t i) { return load_boundary(groups.rows, i); };
+  const Narrowed some = narrow_to_warp(begin, groups.count, row);
   const std::uint32_t lane = threadIdx.x % 32, i = some.first + min(lane, some.count - 1);
-  return some.first + last_lane(lane < some.count && load_boundary(groups.rows, i) <= row);
+  return some.first + last_lane(lane < some.count && begin(i) <= row);
 }
 
 // ---- By rows ------------------------------------------------------------------------------------
@@ -97,15 +106,16 @@ __device__ __forceinline__ std::uint32_t group_of_row(const DeviceGroups& groups
 // ---- By tiles -----------------------------------------------------------------------------------
 // A group, and the places of its rows and of its columns in the columnwise operand.
 struct GroupPlace {
-  std::uint32_t group, first_tile;  // first_tile: the first row of its tiles, in rows
+  std::uint32_t group, first_tile;  // first_tile: as passed to find_group
   std::uint32_t begin, rows, first_col, cols;
 };
-// Returns the group of the tiles that begin at row `at` of all tiles, before the last group's end.
-__device__ __forceinline__ GroupPlace find_group(const DeviceGroups& groups, std::uint32_t at) {
-  const Narrowed some = narrow_to_warp(groups.tiles, groups.count, at);
+// Returns the group of tile `at`, before the last group's end.   first_tile_of(i): group i's first
+template <class FirstTile>
+__device__ __forceinline__ GroupPlace find_group(const DeviceGroups& groups, std::uint32_t at,
+                                                 FirstTile first_tile_of) {
+  const Narrowed some = narrow_to_warp(first_tile_of, groups.count, at);
   const std::uint32_t lane = threadIdx.x % 32, i = some.first + min(lane, some.count - 1);
-  const std::uint32_t first_tile = load_boundary(groups.tiles, i),
-                      begin = load_boundary(groups.rows, i),
+  const std::uint32_t first_tile = first_tile_of(i), begin = load_boundary(groups.rows, i),
                       end = load_boundary(groups.rows, i + 1), col = load_boundary(groups.cols, i),
                       end_col = load_boundary(groups.cols, i + 1);
   const std::uint32_t last = last_lane(lane < some.count && first_tile <= at);
@@ -114,28 +124,60 @@ __device__ __forceinline__ GroupPlace find_group(const DeviceGroups& groups, std
           of_last(end - begin), of_last(col),        of_last(end_col - col)};
 }
 
+// Returns the group of the tiles that begin at row `at` of all tiles, before the last group's end.
+__device__ __forceinline__ GroupPlace find_group(const DeviceGroups& groups, std::uint32_t at) {
+  return find_group(groups, at, [&](std::uint32_t i) { return load_boundary(groups.tiles, i); });
+}
+
 // A tile, and the matrix or group that contains it.
 struct TilePart {
   Source x;        // the batch, or the group
   TilePlace tile;  // of x; batch: the matrix, or the group's number
   bool is_group;
   std::uint32_t begin, first_col, cols;  // of a group: GroupPlace's
+  std::uint32_t skip = 0;                // the rows of the tile before the group's: multiple of 16
 };
-// Returns the group of tile `tile` of all groups' tiles.
+// Returns the part of x for a tile of a group, whose row is not yet the group's.
 template <class T>
-__device__ __forceinline__ TilePart part_of_group(const Source& x, const DeviceGroups& groups,
-                                                  const TilePlace& tile) {
+__device__ __forceinline__ TilePart part_in(const Source& x, const GroupPlace& group,
+                                            const TilePlace& tile) {
   TilePart part = {x, tile, true, 0, 0, 0};
-  const GroupPlace group = find_group(groups, tile.row);
   part.x.rows = group.rows;
   if (x.rows_from)
     part.x.rows_from += group.begin;
   else if (group.rows > 0)
     part.x.data = row_at<T>(x, 0, group.begin);
   part.tile.batch = group.group;
-  part.tile.row = tile.row - group.first_tile;
   part.begin = group.begin, part.first_col = group.first_col, part.cols = group.cols;
   return part;
+}
+// Returns the group of tile `tile` of all groups' tiles.
+template <class T>
+__device__ __forceinline__ TilePart part_of_group(const Source& x, const DeviceGroups& groups,
+                                                  const TilePlace& tile) {
+  const GroupPlace group = find_group(groups, tile.row);
+  TilePart part = part_in<T>(x, group, tile);
+  part.tile.row = tile.row - group.first_tile;
+  return part;
+}
+
+// Returns the tiles that end at lines, at most, of one column of x's tiles.
+__device__ __forceinline__ std::uint32_t line_tiles(const DeviceGroups& groups) {
+  return load_boundary(groups.cols, groups.count) / kTile + groups.count;
+}
+// Finds the group of tile `i` of those, at column `col` of x. Returns false where it is empty.
+template <class T>
+__device__ __forceinline__ bool find_line_tile(const Source& x, const DeviceGroups& groups,
+                                               std::uint32_t i, std::uint32_t col, TilePart& part) {
+  const GroupPlace group = find_group(
+      groups, i, [&](std::uint32_t e) { return load_boundary(groups.cols, e) / kTile + e; });
+  part = part_in<T>(x, group, {0, 0, col});
+  const std::uint32_t line = (i - group.group) * kTile;
+  if (line < group.first_col)
+    part.skip = group.first_col - line;
+  else
+    part.tile.row = line - group.first_col;
+  return part.tile.row < group.cols;
 }
 // Finds the part of x for tile `tile` of a launch. Returns false past the last group.
 template <class T>

@@ -215,24 +215,27 @@ struct SharedTile {
       }
     }
   }
-  // Starts to copy a tile of whole, aligned columns, zero past the last row.
-  __device__ __forceinline__ void fill_rows(const Source& x, const TilePlace& tile) const {
-    if (tile.row + kTile <= x.rows && !x.rows_from) return fill<true>(x, tile);
+  // Starts to copy a tile of whole, aligned columns, zero past the last row.   skip: rows of the
+  // tile before tile.row, which are zero
+  __device__ __forceinline__ void fill_rows(const Source& x, const TilePlace& tile,
+                                            std::uint32_t skip) const {
+    if (skip == 0 && tile.row + kTile <= x.rows && !x.rows_from) return fill<true>(x, tile);
     constexpr unsigned kChunks = kTile / kChunk, kStep = kThreads / kChunks;
     const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks % kStep;
     const unsigned rows = static_cast<unsigned>(x.rows) - tile.row;
+    const auto is_inside = [&](unsigned r) { return r >= skip && r - skip < rows; };
     std::uint32_t at[kTile / kStep];  // in the memory of x
 #pragma unroll
     for (unsigned i = 0; i < kTile / kStep; ++i) {
       const unsigned r = first + i * kStep;
-      at[i] = tile.row + r;
-      if (x.rows_from) at[i] = r < rows ? __ldg(x.rows_from + tile.row + r) : 0;
+      at[i] = tile.row + r - skip;
+      if (x.rows_from) at[i] = is_inside(r) ? __ldg(x.rows_from + at[i]) : 0;
     }
 #pragma unroll
     for (unsigned i = 0; i < kTile / kStep; ++i) {
       const unsigned r = first + i * kStep;
       const T* from = row_at<T>(x, tile.batch, at[i]) + tile.col + chunk * kChunk;
-      copy_async_16(chunk_at(r, chunk), r < rows ? from : x.data, r < rows ? 16 : 0);
+      copy_async_16(chunk_at(r, chunk), is_inside(r) ? from : x.data, is_inside(r) ? 16 : 0);
     }
   }
   __device__ __forceinline__ void wait() const {

@@ -38,15 +38,14 @@ using RowMajor = cutlass::layout::RowMajor*;  // pointers: one a group
 using ColumnMajor = cutlass::layout::ColumnMajor*;
 
 // FP8 codes under scales of rows or groups, which the epilogue multiplies. Exact accumulation adds
-// the tensor cores' sums of 128 terms in fp32 registers, which leave room for tiles of half the
-// size.
+// the tensor cores' sums of 128 terms in fp32 registers, which leave room for narrower tiles.
 template <class A, bool kFast>
 struct Fp8Sums {
   using ElementA = A;
   using ElementB = cutlass::float_e4m3_t;
   using LayoutA = RowMajor;
   using LayoutB = ColumnMajor;
-  using Tile = std::conditional_t<kFast, Shape<128, 256, 128>, Shape<128, 128, 128>>;
+  using Tile = std::conditional_t<kFast, Shape<128, 256, 128>, Shape<128, 192, 128>>;
   using Schedule =
       std::conditional_t<kFast,
                          cutlass::gemm::KernelPtrArrayTmaWarpSpecializedCooperativeFP8FastAccum,

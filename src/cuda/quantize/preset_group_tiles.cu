@@ -19,13 +19,13 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   const SharedTile<Bf16> shared = {words};
   if constexpr (kRow) store_parts<Row>(row, groups.count);
   if constexpr (kCol) store_parts<Col>(col, groups.count);
-  const std::uint32_t tiles = load_boundary(groups.tiles, groups.count) / kTile * across.d;
+  const std::uint32_t tiles = line_tiles(groups) * across.d;
 #pragma unroll 1
   for (std::uint32_t i = blockIdx.x; i < tiles; i += gridDim.x) {
     const std::uint32_t of_rows = across.divide(i);
-    const TilePart part =
-        part_of_group<Bf16>(x, groups, {0, of_rows * kTile, (i - of_rows * across.d) * kTile});
-    shared.fill_rows(part.x, part.tile);
+    TilePart part;
+    if (!find_line_tile<Bf16>(x, groups, of_rows, (i - of_rows * across.d) * kTile, part)) continue;
+    shared.fill_rows(part.x, part.tile, part.skip);
     if constexpr (kRow)
       if (threadIdx.x == 0) prepare<Row>(row, whole[0], part.tile.batch, false);
     if constexpr (kCol)

@@ -9,18 +9,20 @@ namespace minifloat::cuda {
 
 // The place of a tile in one direction's operand. Columns are in vec16s.
 struct PresetTile {
-  std::uint32_t part;        // the matrix or group
-  std::uint32_t all;         // its first row among the rows that have an amax each
-  std::uint32_t line;        // its first row in the buffers
-  std::uint32_t col;         // its first column in the buffers
-  std::uint32_t first_col;   // the first column of its group
-  std::uint32_t rows, vecs;  // the rows and columns that are stored; of groups alone
+  std::uint32_t part;       // the matrix or group
+  std::uint32_t all;        // its first row among the rows that have an amax each
+  std::uint32_t line;       // its first row in the buffers
+  std::uint32_t col;        // its first column in the buffers
+  std::uint32_t first_col;  // the first column of its group
+  // Of groups alone: the rows and columns that are stored. `first`: of the tile's rows, or of its
+  // columns in the transpose; `line` and `all` are those of row `first`.
+  std::uint32_t first, rows, vecs;
 };
 template <bool kTransposed>
 __device__ __forceinline__ PresetTile tile_of_matrix(const KernelOperand& plan,
                                                      const TilePlace& tile) {
   const std::uint32_t row = tile.batch * plan.rows + (kTransposed ? tile.col : tile.row);
-  return {tile.batch, row, row, (kTransposed ? tile.row : tile.col) / kVec, 0, 0, 0};
+  return {tile.batch, row, row, (kTransposed ? tile.row : tile.col) / kVec, 0, 0, 0, 0};
 }
 template <bool kTransposed>
 __device__ __forceinline__ PresetTile tile_of_group(const KernelOperand& plan,
@@ -28,17 +30,19 @@ __device__ __forceinline__ PresetTile tile_of_group(const KernelOperand& plan,
   const TilePlace& tile = part.tile;
   if constexpr (kTransposed) {
     const std::uint32_t first_col = part.first_col / kVec;
-    return {tile.batch,
-            tile.batch * plan.rows + tile.col,
-            tile.col,
-            first_col + tile.row / kVec,
-            first_col,
-            kTile,
-            (part.cols - tile.row) / kVec};
+    return {tile.batch, tile.batch * plan.rows + tile.col,
+            tile.col,   first_col + tile.row / kVec - part.skip / kVec,
+            first_col,  part.skip / kVec,
+            kTile,      (part.cols - tile.row + part.skip) / kVec};
   } else {
     const std::uint32_t row = part.begin + tile.row;
-    return {tile.batch,      row, row,
-            tile.col / kVec, 0,   static_cast<std::uint32_t>(part.x.rows) - tile.row,
+    return {tile.batch,
+            row,
+            row,
+            tile.col / kVec,
+            0,
+            part.skip,
+            static_cast<std::uint32_t>(part.x.rows) - tile.row,
             kVecColumns};
   }
 }
@@ -73,13 +77,17 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
   const std::uint64_t first_scale =
       std::uint64_t{tile.line >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
   const auto cast = [&](const auto& vec, unsigned tile_row) {
+    bool is_stored = true;
+    if constexpr (kInGroup && kTransposed) is_stored = vec_col >= tile.first && vec_col < tile.vecs;
     if constexpr (kInGroup && !kTransposed) {
       constexpr unsigned kRowsAtOnce = kThreads / kVecColumns;
-      if (tile_row / kRowsAtOnce * kRowsAtOnce >= tile.rows) return;  // the whole block
+      const unsigned first_at_once = tile_row / kRowsAtOnce * kRowsAtOnce;
+      if (first_at_once >= tile.first + tile.rows) return;  // the whole block
+      is_stored = tile_row >= tile.first && tile_row - tile.first < tile.rows;
+      tile_row = is_stored ? tile_row - tile.first : 0;
     }
     const Transformed16 transformed = transform_preset<C>(vec);
     [[maybe_unused]] const std::uint32_t row = tile.all + tile_row;
-    const bool is_stored = !kInGroup || (kTransposed ? vec_col < tile.vecs : tile_row < tile.rows);
     std::uint32_t amax = 0;
     if constexpr (C::kIsBlock2d) {
       amax = amaxes_2d[block_2d_of(plan, tile_row, vec_col, kHasAmaxes)];
