@@ -5,8 +5,8 @@
     h = SwiGLU(gate, up) · routing weight
     y[token] = Σ over slots of h · w2ᵀ                in fp32, in the slots' order
 
-Saved for backward: x, once for all slots, gate and up, the weights and the order. Backward gathers
-x again, computes h again, and quantizes both columnwise.
+Saved for backward: x, once for all slots, gate and up, the weights and the order. Backward reads
+the rows of x again, computes h again, and quantizes both columnwise.
 
 Shape suffixes: T tokens, k slots, M = T * k rows, E experts, D model width, I hidden width.
 """
