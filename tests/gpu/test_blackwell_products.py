@@ -3,6 +3,8 @@ exact product's values. Where a GPU has no such engine, the product is another's
 
 from __future__ import annotations
 
+from typing import Any
+
 import minifloat as mf
 import pytest
 import torch
@@ -77,6 +79,49 @@ def test_products_are_the_exact_ones(device, a_spec, b_spec, out_dtype, with_bia
         bias = bias.to(device) if bias is not None else None
         got = mf.scaled_mm(*(moved(q, device) for q in sides), bias=bias, out_dtype=out_dtype)
         require_close(got, want, 2.0**-8, f"{a_spec}*{b_spec} {m}x{n}x{k}")
+
+
+ENDS = [0, 1, 18, 18, 50, 65, 194, 194]  # the first, the last and one group within are empty
+
+
+def grouped_call(spec: str, along_rows: bool) -> tuple[list[torch.Tensor], dict[str, Any]]:
+    """Makes the operands of a product of groups among 207 rows, on the CPU."""
+    g = torch.Generator().manual_seed(len(spec))
+    table = mf.group_table(torch.tensor(ENDS, dtype=torch.int32), 207)
+    shapes = [(207, 96), (len(ENDS), 48, 96)] if along_rows else [(207, 130), (207, 48)]
+    sides: list[torch.Tensor] = []
+    for shape in shapes:
+        groups = {} if len(shape) == 3 else {"groups": table}
+        x = torch.randn(shape, generator=g)
+        q = mf.quantize(x, spec, columnwise=not along_rows, **groups)
+        sides += [q.codes, q.scale, q.amax]
+    where = {"k": 96 if along_rows else 207, "group_unit": 0 if along_rows else q.group_unit}
+    return sides, {**where, "groups": table}
+
+
+@pytest.mark.parametrize("along_rows", [True, False])
+@pytest.mark.parametrize("spec", ["mxfp8", "mxfp4", "nvfp4"])
+def test_groups(device, spec, along_rows):
+    sides, where = grouped_call(spec, along_rows)
+    there = [t.to(device) for t in sides], {**where, "groups": where["groups"].to(device)}
+    product = f"{spec}*{spec}"
+    pairs = zip(
+        *(
+            torch.utils._pytree.tree_leaves(ops.block_scaled_grouped_operands(*a, product, **w))
+            for a, w in (there, (sides, where))
+        ),
+        strict=True,
+    )
+    for got, want in pairs:
+        if not isinstance(got, torch.Tensor):
+            assert got == want
+            continue
+        assert (got.dtype, got.stride()) == (want.dtype, want.stride())
+        got, want = (t.contiguous().view(torch.uint8) for t in (got, want))
+        require_same(got, want, spec)
+    want = ops.scaled_mm(*sides, product, **where, zero_tail=True)
+    got = ops.scaled_mm(*there[0], product, **there[1], zero_tail=True)
+    require_close(got, want, 2.0**-8, f"{product} of groups")
 
 
 @pytest.mark.parametrize("spec", ["mxfp8", "mxfp4", "nvfp4"])

@@ -67,6 +67,13 @@ def grouped_calls():
     b = mf.quantize(torch.randn(3, 24, 72), "e4m3/row")
     sides = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, "e4m3/row*e4m3/row")
     yield ops.scaled_mm, sides, {"k": 72, "groups": table, "zero_tail": True}
+    for spec in ("mxfp8", "nvfp4"):
+        for where in ({"k": 72}, {"k": 40, "group_unit": 32}):
+            columnwise = "group_unit" in where
+            a = mf.quantize(x, spec, columnwise=columnwise, groups=table)
+            b = a if columnwise else mf.quantize(torch.randn(3, 24, 72), spec)
+            sides = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, f"{spec}*{spec}")
+            yield ops.block_scaled_grouped_operands, sides, {**where, "groups": table}
     yield ops.scaled_grouped_mm, (grad(40, 72), grad(3, 72, 24), offs, "mxfp8"), {}
 
 

@@ -140,12 +140,11 @@ def _hadamard(rng: Random, arena: Arena) -> Call:
 # ---- products ------------------------------------------------------------------------------------
 
 
-@call("scaled_mm of groups")
-def _scaled_mm(rng: Random, arena: Arena) -> Call:
-    """Draws a product along rows, of a matrix a group, or along the contraction dimension."""
+def _sides(rng: Random, arena: Arena, specs: tuple[str, ...]) -> dict[str, Any]:
+    """Draws operands along rows, of a matrix a group, or along the contraction dimension."""
     rows, k = rng.choice((1, 17, 48)), rng.choice((16, 33, 64))
     table = ops.group_table(_ends(rng, arena, rows), rows)
-    spec, along_rows = rng.choice(("mxfp8", "e4m3/row", "nvfp4", "bf16")), rng.random() < 0.5
+    spec, along_rows = rng.choice(specs), rng.random() < 0.5
     shapes = ((rows, k), (table.shape[1] - 1, 24, k)) if along_rows else ((rows, k), (rows, 24))
     args: dict[str, Any] = {}
     unit = 0
@@ -160,8 +159,20 @@ def _scaled_mm(rng: Random, arena: Arena) -> Call:
         args |= {key: arena.place(t) for key, t in zip(names, parts)}
     unit = unit if spec != "bf16" or along_rows else 16
     args |= {"k": k if along_rows else rows, "product": f"{spec}*{spec}", "group_unit": unit}
+    return {**args, "groups": arena.place(table)}
+
+
+@call("scaled_mm of groups")
+def _scaled_mm(rng: Random, arena: Arena) -> Call:
+    args = _sides(rng, arena, ("mxfp8", "e4m3/row", "nvfp4", "bf16"))
     args |= {"bias": None, "out_dtype": rng.choice(FLOATS), "zero_tail": rng.random() < 0.5}
-    return op_call("scaled_mm", **args, groups=arena.place(table))
+    return op_call("scaled_mm", **args)
+
+
+@call("block_scaled_grouped_operands")
+def _block_scaled_grouped(rng: Random, arena: Arena) -> Call:
+    args = _sides(rng, arena, ("mxfp8", "mxfp4", "nvfp4"))
+    return op_call("block_scaled_grouped_operands", **args)
 
 
 @call("scaled_grouped_mm")

@@ -78,10 +78,11 @@ std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, c
   return {fp8_codes, row_scale};
 }
 
-Tensor swizzle_scales(const Tensor& scale) {
+Tensor swizzle_scales(const Tensor& scale, const std::optional<Tensor>& offs,
+                      const std::string& groups) {
   using Signature = Tensor(const Tensor&, const std::optional<Tensor>&, const std::string&);
   static const auto op = find<Signature>("minifloat::swizzle_scales");
-  return op.call(scale, std::nullopt, "");
+  return op.call(scale, offs, groups);
 }
 
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

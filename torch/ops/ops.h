@@ -59,8 +59,10 @@ Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::S
 std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, const Tensor& amax,
                                      const Spec& spec, c10::SymInt cols, const Groups& groups = {});
 
-// Returns one-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols).
-Tensor swizzle_scales(const Tensor& scale);
+// Returns one-byte scales (rows, cols) in the layout of core/swizzle.h, (padded rows, padded cols);
+// of (batch, rows, cols), (batch, bytes). groups, offs: as the op takes them.
+Tensor swizzle_scales(const Tensor& scale, const std::optional<Tensor>& offs = std::nullopt,
+                      const std::string& groups = "");
 
 // Calls the ops of whole layers. See schemas.cpp and include/minifloat/torch.h.
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,

@@ -76,6 +76,17 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? groups=None, int group_unit=0, bool zero_tail=False) -> Tensor",
       tags);
 
+  // The arguments of torch's block-scaled product of groups, aten::_scaled_grouped_mm_v2, of
+  // operands under MXFP8, MXFP4 or NVFP4: both codes (b's transposed), then for a and for b the
+  // swizzled scales with their ScalingType and SwizzleType, and the groups' ends.
+  m.def(
+      "block_scaled_grouped_operands(Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, "
+      "Tensor b_scale, Tensor b_amax, str product, *, SymInt k, Tensor groups, int group_unit=0) "
+      "-> "
+      "(Tensor a, Tensor b, Tensor[] a_scales, int[] a_scaling, int[] a_swizzle, "
+      "Tensor[] b_scales, int[] b_scaling, int[] b_swizzle, Tensor ends)",
+      tags);
+
   // Sharded master weights. An entry of the lists is one direction of one weight. geometry: see
   // sharded/master_weights.cpp.
   m.def("partial_amax(Tensor[] masters, str[] specs, int[] geometry) -> Tensor", tags);

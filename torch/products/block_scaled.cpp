@@ -13,6 +13,7 @@
 #include "ops/outputs.h"
 #include "products/epilogue.h"
 #include "products/fp8.h"
+#include "products/grouped.h"
 #include "products/tensor_factor.h"
 
 namespace minifloat {
@@ -36,20 +37,30 @@ at::ScalarType code_type(const Spec& spec) {
 // rows.
 Tensor scale_of_rows(const Spec& spec, const Tensor& scale, const c10::SymInt& rows) {
   if (spec.block_rows == 1) return scale;
-  return scale.unsqueeze(1)
-      .expand_symint({scale.sym_size(0), spec.block_rows, scale.sym_size(1)})
-      .reshape_symint({scale.sym_size(0) * spec.block_rows, scale.sym_size(1)})
-      .narrow_symint(0, 0, rows)
+  c10::SymDimVector shape(scale.sym_sizes().begin(), scale.sym_sizes().end());
+  shape.insert(shape.end() - 1, c10::SymInt(spec.block_rows));
+  return scale.unsqueeze(-2)
+      .expand_symint(shape)
+      .flatten(-3, -2)
+      .narrow_symint(-2, 0, rows)
       .contiguous();
+}
+
+// Returns the scales of rows in the layout of the tensor cores, which begins anew in each group.
+Tensor swizzle(const Spec& spec, const Tensor& scale, const Groups& groups) {
+  if (!groups.table) return swizzle_scales(scale);
+  const Tensor ends = ends_of(groups, groups.unit);
+  if (groups.unit == 0) return swizzle_scales(scale, ends, "m");
+  return swizzle_scales(scale, ends.floor_divide(spec.block_cols), "k");
 }
 
 }  // namespace
 
 BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const Tensor& scale,
-                                  const Tensor& factor) {
+                                  const Tensor& factor, const Groups& groups) {
   const bool is_mx = spec.rule == ScaleRule::kMx;
   const Tensor bytes = scale.contiguous().view(at::kByte);
-  const Tensor blocks = swizzle_scales(scale_of_rows(spec, bytes, codes.sym_size(0)));
+  const Tensor blocks = swizzle(spec, scale_of_rows(spec, bytes, codes.sym_size(-2)), groups);
   BlockScaledSide side = {.codes = codes.view(code_type(spec)),
                           .scale = {blocks.view(is_mx ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn)},
                           .scaling = {static_cast<std::int64_t>(

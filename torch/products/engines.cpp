@@ -12,9 +12,9 @@ namespace {
 
 // All engines, in order of preference.
 constexpr const Engine* kEngines[] = {
-    &kBlockScaled,      &kFp4ByFp8,       &kFp8Tensor,      &kFp8Row,     &kFp8Block,
-    &kExactCuda,        &kExactCpu,       &kCutlassGrouped, &kFp8Grouped, &kCutlassGroupedExact,
-    &kExactGroupedCuda, &kExactGroupedCpu};
+    &kBlockScaled,         &kFp4ByFp8,         &kFp8Tensor,          &kFp8Row,         &kFp8Block,
+    &kExactCuda,           &kExactCpu,         &kBlockScaledGrouped, &kCutlassGrouped, &kFp8Grouped,
+    &kCutlassGroupedExact, &kExactGroupedCuda, &kExactGroupedCpu};
 
 }  // namespace
 

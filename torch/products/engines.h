@@ -78,8 +78,8 @@ struct Engine {
 };
 
 extern const Engine kBlockScaled, kFp4ByFp8, kFp8Tensor, kFp8Row, kFp8Block, kExactCuda, kExactCpu;
-extern const Engine kCutlassGrouped, kFp8Grouped, kCutlassGroupedExact, kExactGroupedCuda,
-    kExactGroupedCpu;
+extern const Engine kBlockScaledGrouped, kCutlassGrouped, kFp8Grouped, kCutlassGroupedExact,
+    kExactGroupedCuda, kExactGroupedCpu;
 
 // Returns the capability of a CUDA device, queried once for each device; kNoGpu for the CPU.
 int compute_capability(const c10::Device& device);

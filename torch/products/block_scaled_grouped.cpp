@@ -1,0 +1,187 @@
+// The engine for operands with groups under block scales, on Blackwell: ATen's grouped block-scaled
+// product. The op block_scaled_grouped_operands returns its arguments. Not yet run on hardware.
+//
+//     along rows             codes (M, k) · (E, n, k)ᵀ    a's scales of a group begin at the row
+//                                                         Σ round_up(m_f, 128) of the groups before
+//     along the contraction  codes (m, L) · (n, L)ᵀ       scales of a group begin at the column
+//                                                         Σ round_up(blocks_f, 4)
+//
+// In torch 2.11 the kernels are MSLK's. They compute those places from the ends, and read MXFP8
+// codes as E4M3 whatever their dtype. Of NVFP4 they read one product of both factors a group.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include <algorithm>
+#include <limits>
+
+#include "ops/bridge.h"
+#include "products/block_scaled.h"
+#include "products/fp8.h"
+#include "products/grouped.h"
+#include "products/tensor_factor.h"
+
+namespace minifloat {
+namespace torch_ops {
+namespace {
+
+using c10::SymInt;
+
+// Columns of codes as read come in whole 16 bytes of E2M1, and whole blocks.
+constexpr std::int64_t kColumnUnit = 32;
+
+bool supports(const Product& product, int capability) {
+  if (capability != kBlackwell && capability != kBlackwellUltra) return false;
+  const Spec &a = product.a, &b = product.b;
+  const bool is_mx =
+      a.elements == b.elements && (a.elements == Elements::kE4m3 || a.elements == Elements::kE2m1);
+  return a.rule == b.rule && ((a.rule == ScaleRule::kMx && is_mx) || a.rule == ScaleRule::kNvfp4);
+}
+
+// Whether the bytes of the scales of a are an int32, as the kernel has them along the contraction.
+bool has_few_scales(const Spec& a, const ProductShape& shape) {
+  if (shape.along != GroupsAlong::kContraction) return true;
+  // A group takes a unit of columns at least.
+  const std::int64_t groups = std::min<std::int64_t>(shape.k / kColumnUnit, kMostGroups);
+  const std::int64_t cols = shape.k / a.block_cols + 4 * groups;
+  return cols <= std::numeric_limits<std::int32_t>::max() / round_up<std::int64_t>(shape.m, 128);
+}
+
+bool takes(const Product& product, int, const ProductShape& shape) {
+  return takes_codes(shape) && shape.k % kColumnUnit == 0 && !shape.has_fp4_as_fp8 &&
+         shape.out_dtype == c10::ScalarType::BFloat16 && has_few_scales(product.a, shape);
+}
+
+// The arguments of at::_scaled_grouped_mm_v2.
+struct Arguments {
+  BlockScaledSide a, b;
+  Tensor ends;  // int32 (groups): among the rows of a, or among columns as read
+};
+
+// Returns the tensor scales of an operand, fp32 (groups); undefined: it has none.
+Tensor factor_of(const Spec& spec, const Codes& in) {
+  if (!spec.has_tensor_amax()) return Tensor();
+  if (in.amax.is_meta()) return at::empty_symint({in.amax.sym_numel()}, in.amax.options());
+  return tensor_factor_of(spec, in.scale, in.amax).reshape({-1});
+}
+
+// cols: of the operand, without a transform's padding.   groups: of its rows or columns
+BlockScaledSide side_of(const Spec& spec, const Codes& in, const SymInt& cols,
+                        const Groups& groups) {
+  c10::SymDimVector shape(in.codes.sym_sizes().begin(), in.codes.sym_sizes().end());
+  shape[shape.size() - 2] = spec.scale_rows(shape[shape.size() - 2]);
+  shape.back() = spec.scale_cols(cols);
+  return block_scaled_side(spec, in.codes, in.scale.reshape_symint(shape), factor_of(spec, in),
+                           groups);
+}
+
+Arguments arguments_of(const Product& product, const Codes& a, const Codes& b, const SymInt& cols,
+                       const Groups& groups) {
+  TORCH_CHECK_VALUE(groups.unit % kColumnUnit == 0, "block-scaled products of groups: expected ",
+                    "group_unit 0, 32, 64 or 128, got ", groups.unit);
+  const bool is_along_rows = groups.unit == 0;
+  return {side_of(product.a, a, cols, groups),
+          side_of(product.b, b, cols, is_along_rows ? Groups{} : groups),
+          ends_of(groups, groups.unit)};
+}
+
+// Returns uninitialized memory for the product without groups: no row of it belongs to one.
+Tensor without_groups(const Codes& a, const Codes& b, bool is_along_rows) {
+  const std::int64_t m = a.codes.size(0), n = b.codes.size(-2);
+  const auto options = a.codes.options().dtype(at::kBFloat16);
+  return is_along_rows ? at::empty({m, n}, options) : at::empty({0, m, n}, options);
+}
+
+Tensor multiply(const ProductCall& call) {
+  const Codes &left = std::get<Codes>(call.a), &right = std::get<Codes>(call.b);
+  const bool is_along_rows = call.groups.unit == 0;
+  if (call.groups.table->size(1) == 1) return without_groups(left, right, is_along_rows);
+  const auto [a, b, ends] = arguments_of(call.product, left, right, call.k, call.groups);
+  const Tensor out =
+      at::_scaled_grouped_mm_v2(a.codes, b.codes.transpose(-2, -1), a.scale, a.scaling, a.swizzle,
+                                b.scale, b.scaling, b.swizzle, ends, std::nullopt, at::kBFloat16);
+  return is_along_rows ? add_group_bias(out, call.groups, call.result) : out;
+}
+
+}  // namespace
+
+constinit const Engine kBlockScaledGrouped = {.name = "block_scaled_grouped",
+                                              .is_grouped = true,
+                                              .supports = supports,
+                                              .takes = takes,
+                                              .reads_values = false,
+                                              .prepare = nullptr,
+                                              .multiply = multiply};
+
+namespace {
+
+constexpr const char* kOp = "block_scaled_grouped_operands";
+
+using Ints = std::vector<std::int64_t>;
+using Results = std::tuple<Tensor, Tensor, std::vector<Tensor>, Ints, Ints, std::vector<Tensor>,
+                           Ints, Ints, Tensor>;
+
+// Returns the columns of the operands.   k: as in scaled_mm
+SymInt columns_of(const SymInt& k, const Groups& groups) {
+  if (groups.unit == 0) return k;
+  return grouped_cols<SymInt>(k, SymInt(groups.unit), groups.count());
+}
+
+// Requires the operands of a product, as scaled_mm does.   k: as there
+void check_sides(const Product& product, const Codes& a, const Codes& b, const SymInt& k,
+                 const Groups& groups) {
+  check_groups(kOp, groups, a.codes);
+  bridge::check_size(kOp, "k", k);
+  const bool is_along_rows = groups.unit == 0;
+  InputSizes sizes{.k = columns_of(k, groups), .values_k = k, .matrices = {}, .groups = {}};
+  sizes.is_along_contraction = !is_along_rows;
+  sizes.groups = groups.count();
+  check_input("a", product.a, a, sizes);
+  if (is_along_rows) {
+    sizes.matrices = groups.count();
+    sizes.groups = std::nullopt;
+  }
+  check_input("b", product.b, b, sizes);
+  for (const Tensor* t : {&a.scale, &a.amax, &b.codes, &b.scale, &b.amax})
+    bridge::check_same_device(kOp, "an operand", *t, a.codes);
+}
+
+Results operands_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
+                      const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
+                      SymInt k, const Tensor& table, std::int64_t unit) {
+  const Product& product = bridge::parse_product(text);
+  TORCH_CHECK_VALUE(supports(product, kBlackwell), kOp,
+                    ": expected both operands under MXFP8 in E4M3, MXFP4 or NVFP4, got ", text);
+  const Codes left = {a, a_scale, a_amax}, right = {b, b_scale, b_amax};
+  const Groups groups = {table, unit};
+  check_sides(product, left, right, k, groups);
+  Arguments made = arguments_of(product, left, right, columns_of(k, groups), groups);
+  const auto copy = [](const Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); };
+  return {copy(made.a.codes),
+          copy(made.b.codes).transpose(-2, -1),
+          std::move(made.a.scale),
+          std::move(made.a.scaling),
+          std::move(made.a.swizzle),
+          std::move(made.b.scale),
+          std::move(made.b.scaling),
+          std::move(made.b.swizzle),
+          copy(made.ends)};
+}
+
+Results operands_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax,
+                        const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
+                        const std::string& text, SymInt k, const Tensor& table, std::int64_t unit) {
+  for (const Tensor* t : {&a, &a_scale, &a_amax, &b, &b_scale, &b_amax, &table})
+    bridge::check_memory(kOp, "an operand", *t);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  return operands_meta(a, a_scale, a_amax, b, b_scale, b_amax, text, std::move(k), table, unit);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kOp, operands_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kOp, operands_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kOp, operands_meta); }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+
+}  // namespace torch_ops
+}  // namespace minifloat
