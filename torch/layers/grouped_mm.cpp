@@ -294,11 +294,10 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     return out;
   }
 
-  // Returns the sum of each group's rows, (E, N) fp32: a product with ones.
+  // Returns the sums of groups, (E, N) fp32: a product with ones, which lie along M, unaligned.
   static Tensor sum_of_groups(const Tensor& g, const Tensor& table) {
     const Product sums = bridge::parse_product("bf16*bf16");
     static const std::string text = "bf16*bf16";
-    // Rows of ones that are adjacent along M, whose groups need no alignment.
     const Tensor ones = at::ones_symint({g.sym_size(0), SymInt(8)}, g.options()).transpose(0, 1);
     const PlannedProduct planned = plan_product(sums, text, g.device(), true);
     return scaled_mm(planned, Values{ones}, Values{g.transpose(0, 1)}, g.sym_size(0), std::nullopt,
@@ -371,6 +370,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
                          .weight_operands = weight_operands.value_or(at::TensorList())};
   check_call(a, b, offs, call);
   bridge::check_value_dtype(kOp, "grad", grad);
+  bridge::check_memory_if_real(kOp, "grad", grad);
   TORCH_CHECK_VALUE(grad.dim() == 2 &&
                         (rows_from ? rows_from->sym_numel() : grad.sym_size(0)) == a.sym_size(0) &&
                         grad.sym_size(1) == b.sym_size(2) && grad.device() == a.device(),
