@@ -204,6 +204,7 @@ def quantize_master_weights(
     for i, (plan, master, start) in enumerate(zip(plans, master_weights, start_offsets)):
         if master is None:
             master, start = plan.flat_codes[0].new_empty(0, dtype=torch.float32), 0
+        require_tensor(f"quantize_master_weights: master {i}", master)
         start, held = start or 0, master.numel()
         shards += shards_of_matrices(plan, master, start)
         if fragments is None:
