@@ -25,13 +25,20 @@ def device_here() -> torch.device:
 
 
 def built(recipe: str, **changes: Any) -> mf.MoE:
-    """Returns a layer with the same weights on every rank."""
+    """Returns a layer with the same weights on every rank.
+
+    The router's sums are exact, so that tokens have the same routes and weights in any batch: a
+    GPU's fp32 product sums in an order that depends on the number of tokens.
+    """
     torch.manual_seed(0)
     options = {"dim": D, "hidden": H, "experts": E, "top_k": K, "dtype": torch.bfloat16} | changes
     moe = mf.MoE(**options)
     with torch.no_grad():
         for i, parameter in enumerate(moe.experts.parameters()):
             parameter.copy_(integers(100 + i, *parameter.shape) * SCALE)
+        moe.router.weight.copy_(integers(99, *moe.router.weight.shape) * SCALE)
+        if moe.router.expert_bias is not None:
+            moe.router.expert_bias.copy_(torch.arange(moe.router.experts) * SCALE)  # no ties
     if recipe != "bf16":
         # Each rank has a random state of its own; the first rank's is used.
         rank = dist.get_rank() if dist.is_initialized() else 0
