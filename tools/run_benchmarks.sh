@@ -30,7 +30,7 @@ for script in benchmarks/*.py; do
   case "$(basename "$script")" in
     _*) continue ;;
     gpu_training.py) continue ;; # it trains for minutes: docs/moe.md has its command
-    gpu_fsdp.py)
+    gpu_fsdp.py | gpu_expert_parallel.py)
       needed=2
       run=(.venv/bin/torchrun --nproc-per-node "$gpus")
       ;;
