@@ -84,17 +84,9 @@ Arguments arguments_of(const Product& product, const Codes& a, const Codes& b, c
           ends_of(groups, groups.unit)};
 }
 
-// Returns uninitialized memory for the product without groups: no row of it belongs to one.
-Tensor without_groups(const Codes& a, const Codes& b, bool is_along_rows) {
-  const std::int64_t m = a.codes.size(0), n = b.codes.size(-2);
-  const auto options = a.codes.options().dtype(at::kBFloat16);
-  return is_along_rows ? at::empty({m, n}, options) : at::empty({0, m, n}, options);
-}
-
 Tensor multiply(const ProductCall& call) {
   const Codes &left = std::get<Codes>(call.a), &right = std::get<Codes>(call.b);
   const bool is_along_rows = call.groups.unit == 0;
-  if (call.groups.table->size(1) == 1) return without_groups(left, right, is_along_rows);
   const auto [a, b, ends] = arguments_of(call.product, left, right, call.k, call.groups);
   const Tensor out =
       at::_scaled_grouped_mm_v2(a.codes, b.codes.transpose(-2, -1), a.scale, a.scaling, a.swizzle,

@@ -70,6 +70,20 @@ void clear_tail(const Tensor& out, const Groups& groups) {
   });
 }
 
+// Returns the shape of the product.
+c10::SymDimVector result_shape(const Tensor& a, const Tensor& b, const Groups& groups) {
+  const SymInt m = a.sym_size(0), n = b.sym_size(-2);
+  if (along_of(groups) == GroupsAlong::kContraction) return {groups.count(), m, n};
+  return {m, n};
+}
+
+// Whether no element of a product with groups belongs to one. No engine is called for it: those of
+// GPUs expect a group and a row.
+bool is_of_no_group(const ProductShape& shape, const Groups& groups) {
+  return shape.along != GroupsAlong::kNone &&
+         (groups.table->size(1) == 1 || shape.m == 0 || shape.n == 0);
+}
+
 Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
                 std::int64_t k, const Result& result, const Groups& groups, bool zeroes_tail) {
   const auto is_fp8 = [](const ProductInput& x) { return std::holds_alternative<Fp4AsFp8>(x); };
@@ -83,9 +97,12 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
                               .has_bf16_rows = has_bf16_rows(a) && has_bf16_rows(b),
                               .has_fp4_as_fp8 = is_fp8(a) || is_fp8(b),
                               .along = along_of(groups)};
-  check_table(groups, *tensors_of(a).elements, k, length);
+  const Tensor &left = *tensors_of(a).elements, &right = *tensors_of(b).elements;
+  check_table(groups, left, k, length);
   const Tensor out =
-      planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
+      is_of_no_group(shape, groups)
+          ? at::empty_symint(result_shape(left, right, groups), left.options().dtype(result.dtype))
+          : planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
   if (zeroes_tail && shape.along == GroupsAlong::kRows) clear_tail(out, groups);
   return out;
 }
@@ -118,13 +135,6 @@ void check_product(const Product& product, const ProductInput& a, const ProductI
   const auto expected = sizes.slice(0, sizes.size() - 1);
   TORCH_CHECK_VALUE(result.bias->sym_sizes().equals(expected), "scaled_mm: expected bias ",
                     expected, ", got ", result.bias->sym_sizes());
-}
-
-// Returns the shape of the product.
-c10::SymDimVector result_shape(const Tensor& a, const Tensor& b, const Groups& groups) {
-  const SymInt m = a.sym_size(0), n = b.sym_size(-2);
-  if (along_of(groups) == GroupsAlong::kContraction) return {groups.count(), m, n};
-  return {m, n};
 }
 
 // Calls f(name, tensor) for each tensor of a product. name: for errors.
