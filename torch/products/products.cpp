@@ -123,6 +123,10 @@ void check_product(const Product& product, const ProductInput& a, const ProductI
   constexpr const char* kOp = "scaled_mm";
   bridge::check_size(kOp, "k", k);
   check_groups(kOp, groups, *tensors_of(a).elements);
+  for (const Spec* spec : {&product.a, &product.b})
+    TORCH_CHECK_VALUE(groups.unit % spec->group_unit() == 0, kOp,
+                      ": expected group_unit as a multiple of ", spec->group_unit(), " under ",
+                      spec->str(), ", got ", groups.unit);
   check_input("a", product.a, a, sizes_of(k, groups, false));
   check_input("b", product.b, b, sizes_of(k, groups, true));
   TORCH_CHECK_VALUE(bridge::is_value_dtype(result.dtype),
