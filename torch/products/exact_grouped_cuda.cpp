@@ -1,5 +1,6 @@
 // The exact product of operands with groups on CUDA: ATen's grouped bf16 product. It writes bf16
-// alone, so pending factors and a bias round a second time (docs/numerics.md, section 9).
+// alone, so pending factors and a bias round a second time (docs/numerics.md, section 10). Operands
+// of which one is fp32 are multiplied in fp32, group by group: the host waits for the groups' ends.
 #include <ATen/ATen.h>
 
 #include "minifloat/core/block.h"
@@ -12,21 +13,23 @@ namespace {
 
 bool supports(const Product&, int capability) { return capability != kNoGpu; }
 
-// Returns values with rows that start at multiples of 16 bytes, zeros past the last column.
+// Returns values (…, k) for a product along rows, with rows or columns that start at multiples of 16
+// bytes: themselves, or a copy. k grows to a multiple of 8 with zeros: the same k for both operands,
+// whatever their dtypes and layouts.
 Tensor aligned(const Tensor& values) {
-  const std::int64_t unit = 16 / static_cast<std::int64_t>(values.element_size());
-  const std::int64_t cols = values.size(-1), padded = round_up(cols, unit);
-  const bool is_column_major = values.stride(-1) != 1;
-  if (!is_column_major && padded == cols && values.stride(-2) % unit == 0) return values;
-  if (is_column_major && values.size(-2) % unit == 0 && values.stride(-1) % unit == 0)
-    return values;
-  return is_column_major ? values : at::constant_pad_nd(values, {0, padded - cols}).contiguous();
+  constexpr std::int64_t kUnit = 8;  // elements: 16 bytes of bf16, 32 of fp32
+  const std::int64_t cols = values.size(-1), padded = round_up(cols, kUnit);
+  const std::int64_t pitch = values.stride(values.stride(-1) == 1 ? -2 : -1);
+  if (padded == cols && pitch % kUnit == 0) return values;
+  return at::constant_pad_nd(values, {0, padded - cols}).contiguous();
 }
 
 // Returns an unquantized operand (C, M) in the padded columns of groups, (C, L), zeros past the
 // rows of each.
 Tensor padded_columns(const Tensor& values, const ProductCall& call) {
   const Groups& groups = call.groups;
+  if (values.size(1) == 0)
+    return at::zeros({call.k, values.size(0)}, values.options()).t();  // no row to pick
   const Tensor table = groups.table->to(at::kLong);
   const Tensor starts = table.select(0, group_table_row(static_cast<int>(groups.unit)));
   const Tensor rows = table.select(0, 0);
@@ -36,8 +39,7 @@ Tensor padded_columns(const Tensor& values, const ProductCall& call) {
                            .clamp_max(std::max<std::int64_t>(count - 1, 0));
   const Tensor row = rows.index_select(0, group) + column - starts.index_select(0, group);
   const Tensor is_inside = row.lt(rows.slice(0, 1).index_select(0, group));
-  const std::int64_t last = std::max<std::int64_t>(values.size(1) - 1, 0);
-  const Tensor picked = values.t().index_select(0, row.clamp(0, last));  // (L, C)
+  const Tensor picked = values.t().index_select(0, row.clamp(0, values.size(1) - 1));  // (L, C)
   return at::where(is_inside.unsqueeze(1), picked, at::zeros({}, picked.options())).t();
 }
 
