@@ -1,6 +1,8 @@
 // minifloat/experts.h: the checks before a backend is called.
 #include "minifloat/experts.h"
 
+#include <algorithm>
+
 #include "cpu/experts.h"
 #include "minifloat/core/block.h"
 #include "minifloat/error.h"
@@ -49,17 +51,25 @@ void take_rows(const TakeRows& copy, const Execution& execution) {
   check_device("take_rows", copy.device);
   MINIFLOAT_CHECK(1 <= copy.slots && copy.slots < (std::int64_t{1} << 31),
                   "take_rows: expected 1 to 2^31 - 1 slots, got ", copy.slots);
+  MINIFLOAT_CHECK(is_addressable({copy.rows, copy.row_bytes}) &&
+                      is_addressable({copy.from_rows, copy.row_bytes}),
+                  "take_rows: expected rows of at most 2^48 bytes in all, got ", copy.from_rows,
+                  " of ", copy.row_bytes, " for ", copy.rows);
   if (copy.rows * copy.row_bytes == 0) return;
-  MINIFLOAT_CHECK(!copy.places || copy.rows == copy.from_rows * copy.slots,
-                  "take_rows: expected places of ", copy.rows, " rows, got ", copy.from_rows,
-                  " of ", copy.slots, " slots");
-  check_places("take_rows", "rows", copy.index, copy.rows, copy.from_rows * copy.slots,
-               copy.device);
+  // The numbers in index are below 2^31, so rows of `from` beyond have none.
+  const std::int64_t numbers = std::min(copy.from_rows, std::int64_t{1} << 31) * copy.slots;
+  MINIFLOAT_CHECK(!copy.places || copy.rows == numbers, "take_rows: expected places of ", copy.rows,
+                  " rows, got ", copy.from_rows, " of ", copy.slots, " slots");
+  check_places("take_rows", "rows", copy.index, copy.rows, numbers, copy.device);
   MINIFLOAT_ON(copy.device, take_rows(copy, execution));
 }
 
 void add_slots(const AddSlots& sum, const Execution& execution) {
   check_device("add_slots", sum.device);
+  MINIFLOAT_CHECK(is_addressable({sum.tokens, sum.cols}) && is_addressable({sum.count, sum.cols}) &&
+                      is_addressable({sum.tokens, sum.slots}),
+                  "add_slots: expected at most 2^48 elements, got ", sum.tokens, " sums of ",
+                  sum.slots, " rows of ", sum.count, ", of ", sum.cols, " columns");
   if (sum.tokens * sum.cols == 0) return;
   check_places("add_slots", "places", sum.places, sum.tokens * sum.slots, sum.count, sum.device);
   MINIFLOAT_ON(sum.device, add_slots(sum, execution));
