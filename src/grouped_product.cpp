@@ -1,6 +1,8 @@
 // minifloat/grouped_product.h: the checks before the kernels are called.
 #include "minifloat/grouped_product.h"
 
+#include <limits>
+
 #include "minifloat/error.h"
 #if defined(MINIFLOAT_WITH_CUTLASS)
 #include "cuda/products/grouped.h"
@@ -40,6 +42,13 @@ void grouped_product(const GroupedProduct& product, const Execution& execution) 
                   n, " and ", k);
   MINIFLOAT_CHECK(has_grouped_kernel(a, b, is_along_rows), kName,
                   ": expected elements and scales that a kernel multiplies (has_grouped_kernel)");
+  constexpr std::int64_t kMost = std::numeric_limits<int>::max();
+  MINIFLOAT_CHECK(m <= kMost && n <= kMost && k <= kMost, kName,
+                  ": expected m, n and k of at most ", kMost, ", got ", m, ", ", n, " and ", k);
+  const int least_unit = has_blocks(a) ? 128 : kSmallestUnit;
+  MINIFLOAT_CHECK(is_along_rows || (is_group_unit(groups.unit) && groups.unit >= least_unit), kName,
+                  ": expected a unit of 16, 32, 64 or 128 columns, at least ", least_unit, ", got ",
+                  groups.unit);
   MINIFLOAT_CHECK(!bias || is_along_rows, kName,
                   ": expected no bias with groups along the contraction dimension");
   cuda::grouped_product(product, execution);
