@@ -294,10 +294,11 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     return out;
   }
 
-  // Returns the sums of groups, (E, N) fp32: a product with ones, which lie along M, unaligned.
+  // Returns the sums of groups, (E, N) fp32: the first row of a bf16 product with ones (8, M). Eight
+  // rows of bf16 are 16 bytes, which torch's grouped product requires of a column.
   static Tensor sum_of_groups(const Tensor& g, const Tensor& table) {
-    const Product sums = bridge::parse_product("bf16*bf16");
     static const std::string text = "bf16*bf16";
+    const Product& sums = bridge::parse_product(text);
     const Tensor ones = at::ones_symint({g.sym_size(0), SymInt(8)}, g.options()).transpose(0, 1);
     const PlannedProduct planned = plan_product(sums, text, g.device(), true);
     return scaled_mm(planned, Values{ones}, Values{g.transpose(0, 1)}, g.sym_size(0), std::nullopt,
@@ -305,10 +306,6 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
         .select(1, 0);
   }
 };
-
-at::TensorList list_of(const std::optional<Tensor>& t) {
-  return t ? at::TensorList(*t) : at::TensorList();
-}
 
 bool zeroes_tail(const std::string& tail) {
   TORCH_CHECK_VALUE(tail == "zero" || tail == "undefined", kOp,

@@ -322,10 +322,6 @@ std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::stri
                                layers.shards, needs);
 }
 
-at::TensorList list_of(const std::optional<Tensor>& t) {
-  return t ? at::TensorList(*t) : at::TensorList();
-}
-
 Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                      const std::string& recipe, const std::optional<Tensor>& rng,
                      const std::optional<Tensor>& amax_history, std::int64_t stream,

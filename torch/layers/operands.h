@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <optional>
 #include <string>
 #include <utility>
 #include <vector>
@@ -116,6 +117,11 @@ ProductInput prequantized_input(const PreparedRecipe& recipe, const QuantizedOpe
 // Returns the unit of the columns of wgrad's operands in groups. Under bf16 alone it is not read.
 inline std::int64_t wgrad_unit(const PreparedRecipe& recipe) {
   return std::max(recipe.specs[kWgradG].group_unit(), recipe.specs[kWgradX].group_unit());
+}
+
+// Returns a view of the tensor, or an empty list. `t` must outlive the list.
+inline at::TensorList list_of(const std::optional<Tensor>& t) {
+  return t ? at::TensorList(*t) : at::TensorList();
 }
 
 // Returns x (…, K) as (M, K). name: for errors
