@@ -1,5 +1,6 @@
-// What lies between the products of experts: SwiGLU, and the copies between tokens and rows. Each
-// is one pass over memory.
+// The operations between the products of experts: SwiGLU, and the copies between tokens and rows.
+// Each is one pass over memory. A place or an index out of range raises Error on the CPU; on a GPU
+// the comments below say what follows.
 #pragma once
 
 #include <cstdint>
@@ -18,8 +19,8 @@ struct SwiGlu {
   std::int64_t gate_stride = 0, up_stride = 0;
   bool is_interleaved = false;
   const float* weights = nullptr;  // (rows)
-  // Of each row, the place of its weight, (rows); null: its position. One out of range, which the
-  // CPU's checks find, is a weight of zero.
+  // The place of each row's weight, (rows), each place once; null: the row's position. A place out
+  // of range is a weight of zero.
   const std::int32_t* places = nullptr;
   GroupTable groups = {};  // rows past the last group are not read; their results are zeros
   bool has_limit = false;
@@ -37,7 +38,7 @@ struct SwiGluGradients {
   void* gate = nullptr;  // (rows, width), as SwiGlu's
   void* up = nullptr;
   std::int64_t stride = 0;   // of gate's and up's rows
-  float* weights = nullptr;  // (rows), at the places of the weights
+  float* weights = nullptr;  // (rows), at the rows' places; a place of no row is not written
 };
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
@@ -51,7 +52,9 @@ struct TakeRows {
   // The inverse of `index`, (from_rows, slots), where each number below rows = from_rows * slots is
   // in it once; null: unknown. With it a GPU reads each row of `from` once.
   const std::int32_t* places = nullptr;
-  void* to = nullptr;  // (rows, row_bytes), contiguous; zeros where an index is out of range
+  // (rows, row_bytes), contiguous; zeros where an index is out of range. With places, rows that are
+  // in none are not written.
+  void* to = nullptr;
   Device device = Device::kCpu;
 };
 void take_rows(const TakeRows& copy, const Execution& execution);

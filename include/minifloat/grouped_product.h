@@ -9,12 +9,13 @@
 
 namespace minifloat {
 
-// What the fp32 scales of a grouped operand belong to, and how they lie. L: columns of blocks.
+// The parts of a grouped operand that have one fp32 scale each, and the shape of the scales. L: the
+// columns of blocks.
 enum class GroupScales : std::uint8_t {
   kNone,
   kGroups,   // (groups)
   kRows,     // (rows); of one matrix a group (groups, rows); along the contraction (groups, rows)
-  k1x128,    // (rows, L); along the contraction dimension transposed, (L, rows)
+  k1x128,    // (rows, L); along the contraction dimension transposed, (L, rows), under unit 128
   k128x128,  // one matrix a group: (groups, rows / 128, L), both rounded up
 };
 
@@ -28,7 +29,8 @@ struct GroupedOperand {
 
 // Along rows (unit 0): a (m, k), whose rows lie in groups, times b (groups, n, k)ᵀ, to out (m, n).
 // Along the contraction dimension: a (m, k) times b (n, k)ᵀ, whose columns lie in groups, to out
-// (groups, m, n). Rows of a, b and out start at multiples of 16 bytes.
+// (groups, m, n). Rows of a, b and out start at multiples of 16 bytes. The lengths are checked, the
+// addresses are not.
 struct GroupedProduct {
   GroupedOperand a, b;
   GroupTable groups;

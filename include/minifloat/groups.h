@@ -10,11 +10,11 @@ namespace minifloat {
 enum class Device : std::uint8_t;
 struct Execution;
 
-// A table in the memory of the operand that it travels with; default: no groups.
+// A table, in the memory of the device of its operand; default: no groups.
 struct GroupTable {
   const std::int32_t* table = nullptr;  // (kGroupTableRows, count + 1)
   int count = 0;
-  // Of values: the unit of the columnwise operand. Of an operand: the unit of groups along the
+  // For values: the unit of the columnwise operand. For an operand: the unit of groups along the
   // contraction dimension; 0: they lie along rows.
   int unit = 0;
 

@@ -1,5 +1,5 @@
-// The ops swiglu, swiglu_backward, take_rows and add_slots: what lies between the products of
-// experts. Python's autograd functions are their derivatives (python/minifloat/moe).
+// The ops swiglu, swiglu_backward, take_rows and add_slots: the operations between the products of
+// experts. Python's autograd functions differentiate them (python/minifloat/moe).
 #include "minifloat/experts.h"
 
 #include <ATen/ATen.h>

@@ -1,5 +1,5 @@
 // Shared parts of the engines that multiply operands with groups on CUDA. All read the table of
-// groups, on the device: the host does not wait.
+// groups, on the device. The host waits only where torch multiplies fp32 (exact_grouped_cuda.cpp).
 #pragma once
 
 #include "minifloat/grouped_product.h"

@@ -1,5 +1,5 @@
 // Groups: runs of rows of a matrix x, such as the tokens of each expert. A table of them is built
-// once from the groups' ends, and travels with every operand of x (minifloat/groups.h).
+// once from the groups' ends, and is passed with every operand of x (minifloat/groups.h).
 //
 //     x (rows, C)            operand as read: rowwise (rows, C)     columnwise (C, L)
 //     +---------+ 0          groups lie along rows                  along the contraction dimension

@@ -165,7 +165,8 @@ __device__ __forceinline__ TilePart part_of_group(const Source& x, const DeviceG
 __device__ __forceinline__ std::uint32_t line_tiles(const DeviceGroups& groups) {
   return load_boundary(groups.cols, groups.count) / kTile + groups.count;
 }
-// Finds the group of tile `i` of those, at column `col` of x. Returns false where it is empty.
+// Finds the group of tile `i` among line_tiles, at column `col` of x. Returns false where the tile
+// has no columns of the group.
 template <class T>
 __device__ __forceinline__ bool find_line_tile(const Source& x, const DeviceGroups& groups,
                                                std::uint32_t i, std::uint32_t col, TilePart& part) {

@@ -14,7 +14,7 @@ inline constexpr int kRowThreads = 256;  // of a block
 inline constexpr int kRowWarps = kRowThreads / 32;
 inline constexpr int kLanes = kSwiGluLanes;
 
-// Memory of `kVecs` vec8s, one after the other.
+// The columns of `kVecs` vec8s, one after the other.
 template <class T, int kVecs = 1>
 struct Vec8 {
   static constexpr int kColumns = kVecs * kSwiGluVec;
@@ -86,7 +86,7 @@ struct Vec8 {
   }
 };
 
-// Whether rows from `data` on, `stride` bytes apart, start at multiples of 16 bytes.
+// Returns whether rows from `data` on, `stride` bytes apart, start at multiples of 16 bytes.
 inline bool has_aligned_rows(const void* data, std::int64_t stride, std::int64_t rows) {
   return reinterpret_cast<std::uintptr_t>(data) % 16 == 0 && (rows <= 1 || stride % 16 == 0);
 }

@@ -4,7 +4,7 @@
 //     1  one launch writes the sizes, addresses and strides of each group, from the table
 //     2  one launch multiplies: blocks take tiles of all groups in turn
 //
-// What is summed, and how, is one of the structs below: Fp8Sums, Bf16Sums or BlockSums.
+// Fp8Sums, Bf16Sums and BlockSums below define the operands and their sums.
 #pragma once
 
 #include <array>
@@ -153,14 +153,14 @@ struct GroupArrays {
   }
 };
 
-// Where a group begins in an operand.
+// The beginning of a group in an operand.
 struct GroupStart {
   std::int64_t matrix;  // the group, where the operand is one matrix a group; else 0
   std::int64_t rows;    // of a matrix
   std::int64_t row, col;
 };
 
-// Returns the index of a group's first scale.   groups: of scales along the contraction dimension
+// Returns the index of group e's first scale.   start: of the group in the operand
 __device__ inline std::int64_t first_scale(GroupScales scales, int e, const GroupStart& start,
                                            std::int64_t k, bool is_along_rows) {
   const auto blocks = [](std::int64_t length) { return (length + 127) / 128; };
@@ -202,7 +202,7 @@ __global__ void write_groups(const __grid_constant__ GroupedProduct p, const std
   to.out_stride[e] = {p.n, {}, {}};
 }
 
-// Returns what CUTLASS asks of the current device, queried once for each.
+// Returns the current device and its count of SMs, queried once for each kernel and device.
 template <class Kernel>
 cutlass::KernelHardwareInfo hardware_of_device() {
   static std::array<std::atomic<int>, 64> sm_counts = {};

@@ -1,4 +1,4 @@
-// The kernels of grouped products: one for each format of a, its scales and the accumulation.
+// The kernels of grouped products, for each format of a and of its scales.
 #pragma once
 
 #include "minifloat/grouped_product.h"
@@ -7,7 +7,7 @@ namespace minifloat::cuda {
 
 void grouped_product(const GroupedProduct& product, const Execution& execution);
 
-// One launch of each; grouped.cpp chooses.
+// grouped.cpp chooses among these. The products of FP8 codes also choose by the accumulation.
 void grouped_e4m3_product(const GroupedProduct& product, const Execution& execution);
 void grouped_e5m2_product(const GroupedProduct& product, const Execution& execution);
 void grouped_bf16_product(const GroupedProduct& product, const Execution& execution);
