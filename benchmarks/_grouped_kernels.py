@@ -40,7 +40,8 @@ def measure_kernels(device: torch.device) -> list[KernelRow]:
         w = torch.empty(size, device=device, dtype=torch.bfloat16)
         for spec in WEIGHT_SPECS:
             call = lambda x, spec=spec: ops.quantize(x, spec, spec)  # noqa: E731
-            moved = w.nbytes + sum(ops.quantize(w, spec, spec)[i].nbytes for i in (0, 1, 4, 5))
+            out = ops.quantize(w, spec, spec)
+            moved = w.nbytes + sum(out[i].nbytes for i in (0, 1, 4, 5))
             dense = moved / op_ms(call, w.flatten(0, 1)) / 1e9
             got = moved / op_ms(call, w) / 1e9
             rows.append(KernelRow(f"cast of W {list(size)}, both, {spec}", got, dense, 0.95))
@@ -64,7 +65,8 @@ def measure_kernels(device: torch.device) -> list[KernelRow]:
             call = lambda v, r=row, c=col, t=table, i=index: ops.quantize(  # noqa: E731
                 v, r, c, groups=t, rows_from=i
             )
-            written = sum(call(x)[i].nbytes for i in (0, 1, 4, 5))
+            out = call(x)
+            written = sum(out[i].nbytes for i in (0, 1, 4, 5))
             got = (x.nbytes + written) / op_ms(call, x) / 1e9
             label = f"gather and cast, {name} groups, {row or '-'}, {col or '-'}"
             rows.append(KernelRow(label, got, copy, 0.80))

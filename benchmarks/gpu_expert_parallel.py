@@ -6,7 +6,8 @@ layer   D 7168, I 2048, 8 experts, k 2; and D 2048, I 768, 128 experts, k 8; bf1
         w13 fused; each rank has `--tokens` tokens
 time    median of forward and backward by the host's clock, of the slowest rank
 bytes   of one row at torch's collective, x in forward and g in backward
-ratio   bf16's time and bytes of the same capacity over the recipe's
+ratio   the time of the first recipe, bf16 by default, of the same capacity over the recipe's;
+        x_share and g_share: the recipe's bytes over that one's
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What lies between the products of experts on the GPU, in TB/s beside a device copy.
+"""The operations between the products of experts on the GPU, in TB/s beside a device copy.
 
 python benchmarks/gpu_moe_kernels.py [--quick]
 
