@@ -294,8 +294,8 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     return out;
   }
 
-  // Returns the sums of groups, (E, N) fp32: the first row of a bf16 product with ones (8, M). Eight
-  // rows of bf16 are 16 bytes, which torch's grouped product requires of a column.
+  // Returns the sums of groups, (E, N) fp32: the first row of a bf16 product with ones (8, M), as
+  // eight rows of bf16 are 16 bytes, which torch's grouped product requires of a column.
   static Tensor sum_of_groups(const Tensor& g, const Tensor& table) {
     static const std::string text = "bf16*bf16";
     const Product& sums = bridge::parse_product(text);

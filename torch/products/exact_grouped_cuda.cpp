@@ -13,9 +13,9 @@ namespace {
 
 bool supports(const Product&, int capability) { return capability != kNoGpu; }
 
-// Returns values (…, k) for a product along rows, with rows or columns that start at multiples of 16
-// bytes: themselves, or a copy. k grows to a multiple of 8 with zeros: the same k for both operands,
-// whatever their dtypes and layouts.
+// Returns values (…, k) for a product along rows, with rows or columns that start at multiples of
+// 16 bytes: themselves, or a copy. k grows to a multiple of 8 with zeros. Both operands then have
+// the same k, whatever their dtypes and layouts.
 Tensor aligned(const Tensor& values) {
   constexpr std::int64_t kUnit = 8;  // elements: 16 bytes of bf16, 32 of fp32
   const std::int64_t cols = values.size(-1), padded = round_up(cols, kUnit);
