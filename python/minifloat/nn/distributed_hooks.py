@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 from torch import Tensor, nn
 
 from ..recipe import Recipe
+from .registration import Registration
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -59,23 +60,13 @@ class DistributedHooks:
     forward: Callable[[Any, Tensor], Tensor]
 
 
-_REGISTERED: list[DistributedHooks] = []
-
-
-def register(hooks: DistributedHooks) -> None:
-    """Registers the functions.
-
-    Raises:
-        RuntimeError: functions are registered already.
-    """
-    if _REGISTERED:
-        raise RuntimeError("distributed hooks: expected one registration, got a second")
-    _REGISTERED.append(hooks)
+_REGISTRATION: Registration[DistributedHooks] = Registration("distributed hooks")
+register = _REGISTRATION.register
 
 
 def hooks() -> DistributedHooks:
     """Returns the registered functions."""
-    return _REGISTERED[0]
+    return _REGISTRATION.functions()
 
 
 def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:

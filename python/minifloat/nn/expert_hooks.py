@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from ..recipe import Recipe
+from .registration import Registration
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -66,20 +67,10 @@ class ExpertHooks:
     end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]
 
 
-_REGISTERED: list[ExpertHooks] = []
-
-
-def register(hooks: ExpertHooks) -> None:
-    """Registers the functions.
-
-    Raises:
-        RuntimeError: functions are registered already.
-    """
-    if _REGISTERED:
-        raise RuntimeError("expert hooks: expected one registration, got a second")
-    _REGISTERED.append(hooks)
+_REGISTRATION: Registration[ExpertHooks] = Registration("expert hooks")
+register = _REGISTRATION.register
 
 
 def expert_hooks() -> ExpertHooks:
     """Returns the registered functions."""
-    return _REGISTERED[0]
+    return _REGISTRATION.functions()
