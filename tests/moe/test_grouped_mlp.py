@@ -336,6 +336,11 @@ def test_double_backward_is_refused():
         ({"recipe": "fp8_delayed"}, "needs amax_history"),
         ({"recipe": "fprop=mxfp8/32x32*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"}, "x/fprop"),
         ({"amax_history": [torch.zeros(6, E, 2)]}, "amax_history for 2 products, got 1"),
+        ({"b13": [torch.zeros(E, 2 * H)] * 2}, "b13 for each of 1 matrices, got 2"),
+        ({"w13": [torch.zeros(E, H, D)] * 2, "b13": torch.zeros(E, H)}, "of 2 matrices, got 1"),
+        ({"b2": torch.zeros(E - 1, D)}, r"expected b2 as \(5, 64\), .*, got \(4, 64\)"),
+        ({"token_ids": torch.arange(3)}, r"token_ids as \(4,\) integers, got torch.int64 \(3,\)"),
+        ({"token_ids": torch.arange(4.0)}, "token_ids as .*, got torch.float32"),
     ],
 )
 def test_refuses(changes, message):

@@ -62,6 +62,12 @@ def test_order_by_token_ids():
     assert torch.equal(order.pairs[order.places.reshape(-1)], torch.arange(27).int())
 
 
+def test_indices_of_one_byte():
+    indices = torch.tensor([[255, 0], [7, 255]])
+    for found, expected in zip(order_rows(indices.to(torch.uint8), 256), order_rows(indices, 256)):
+        assert torch.equal(found, expected)
+
+
 def test_slots_without_an_expert_are_past_the_last_end():
     order = order_rows(torch.tensor([[0, 9], [-1, 1]]), 2)
     assert order.offs.tolist() == [1, 2]

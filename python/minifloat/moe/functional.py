@@ -26,6 +26,7 @@ from ..nn.grouped_product import ProductCall
 from ..recipe import Recipe
 from ..spec import Spec
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
+from .mlp_checks import require_options, require_shapes
 from .permute import (
     NO_ORDER,
     Order,
@@ -336,7 +337,9 @@ def grouped_mlp(
     inputs = as_sequence(w13, 1)
     names = ("w13", "w2") if len(inputs) == 1 else ("w1", "w3", "w2")
     histories = as_sequence(amax_history, len(names))
+    biases = as_sequence(b13, len(inputs))
     require_shapes(x, inputs, w2, indices, weights, histories)
+    require_options(x, w2, biases, len(inputs), b2, token_ids)
     parsed = Recipe(recipe)
     operands = [
         codes_of(w, parsed, torch.is_grad_enabled()) if isinstance(w, QuantizedTensor) else None
@@ -349,45 +352,8 @@ def grouped_mlp(
     plan = Plan(Gate(limit, alpha, interleaved), tuple(calls[:-1]), calls[-1])
     matrices = Matrices(
         tuple(matrix_of(w) for w in inputs),
-        as_sequence(b13, len(inputs)),
+        biases,
         matrix_of(w2),
     )
     order = order_rows(indices, w2.shape[0], token_ids)
     return run_experts(plan, x.to(compute_dtype(x)), indices, weights, order, matrices, b2)
-
-
-def require_shapes(
-    x: Tensor,
-    inputs: tuple[Tensor, ...],
-    w2: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    histories: tuple[Any, ...],
-) -> None:
-    """Checks the shapes of grouped_mlp's arguments; the products check the rest."""
-    for name, tensor, dims in (("x", x, 2), ("w2", w2, 3), ("indices", indices, 2)):
-        if tensor.dim() != dims:
-            shape = tuple(tensor.shape)
-            raise ValueError(f"grouped_mlp: expected {name} of {dims} dimensions, got {shape}")
-    experts, dim, hidden = w2.shape
-    parts = len(inputs)
-    if parts not in (1, 2):
-        raise ValueError(f"grouped_mlp: expected w13, or a list of w1 and w3, got {parts} tensors")
-    wanted = (experts, hidden * (3 - parts), dim)
-    if any(tuple(w.shape) != wanted for w in inputs):
-        name = "w13" if parts == 1 else "w1 and w3"
-        raise ValueError(
-            f"grouped_mlp: expected {name} as {wanted}, by w2's {tuple(w2.shape)}, "
-            f"got {[tuple(w.shape) for w in inputs]}"
-        )
-    if x.shape[1] != dim or indices.shape[0] != x.shape[0] or weights.shape != indices.shape:
-        raise ValueError(
-            f"grouped_mlp: expected x (T, {dim}), indices (T, k) and weights (T, k), got "
-            f"{tuple(x.shape)}, {tuple(indices.shape)} and {tuple(weights.shape)}"
-        )
-    if indices.is_floating_point() or indices.dtype == torch.bool:
-        raise ValueError(f"grouped_mlp: expected indices as integers, got {indices.dtype}")
-    if len(histories) != parts + 1:
-        raise ValueError(
-            f"grouped_mlp: expected amax_history for {parts + 1} products, got {len(histories)}"
-        )

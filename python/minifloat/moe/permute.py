@@ -85,6 +85,8 @@ def order_rows(indices_Tk: Tensor, experts: int, token_ids_T: Tensor | None = No
 
 def as_expert(indices: Tensor, experts: int) -> Tensor:
     """Returns `experts` for each slot without an expert, and the other numbers as they are."""
+    if indices.dtype.itemsize < 4:  # uint8 does not hold the number 256
+        indices = indices.int()
     return indices.masked_fill((indices < 0) | (indices > experts), experts)
 
 
