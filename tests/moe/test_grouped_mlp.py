@@ -7,6 +7,7 @@ from minifloat._native import ops
 from minifloat.moe.permute import order_rows
 from minifloat.moe.swiglu import Gate, swiglu
 from minifloat.nn.operand_cache import can_reuse
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.experts import LIMIT, loop_mlp, relative_error, routing, state_of, tensors
 from tests.support.reuse_counts import Casts
@@ -321,6 +322,18 @@ def test_double_backward_is_refused():
     (dx,) = torch.autograd.grad(y.sum(), given["x"], create_graph=True)
     with pytest.raises(RuntimeError, match="no second derivative"):
         dx.sum().backward()
+
+
+def test_checkpoint_with_create_graph():
+    given = arguments(12, 2, torch.bfloat16)
+    expected = torch.autograd.grad(mf.grouped_mlp(**given, recipe="mxfp8").sum(), given["x"])
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        return mf.grouped_mlp(**given | {"x": x}, recipe="mxfp8")
+
+    y = checkpoint(run, given["x"], use_reentrant=False)
+    (dx,) = torch.autograd.grad(y.sum(), given["x"], create_graph=True)
+    assert torch.equal(dx, expected[0])
 
 
 @pytest.mark.parametrize(

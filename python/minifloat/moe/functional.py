@@ -115,16 +115,19 @@ class ExpertRows(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors  # once: a checkpoint refuses to unpack them again
         with torch.no_grad():
-            found = ExpertRows.first_derivatives(ctx, grads[0])
-        return ExpertRows.without_second(ctx, grads, found)
+            found = ExpertRows.first_derivatives(ctx, saved, grads[0])
+        return ExpertRows.without_second(ctx, saved, grads, found)
 
     @staticmethod
-    def without_second(ctx: Any, grads: tuple[Tensor, ...], found: tuple[Any, ...]) -> Any:
+    def without_second(
+        ctx: Any, saved: tuple[Any, ...], grads: tuple[Tensor, ...], found: tuple[Any, ...]
+    ) -> Any:
         """Returns gradients whose derivative raises, where autograd asks for one."""
         if not torch.is_grad_enabled():
             return found
-        sources = [t for t in (grads[0], *ctx.saved_tensors) if t is not None and t.requires_grad]
+        sources = [t for t in (grads[0], *saved) if t is not None and t.requires_grad]
         recipe = ctx.plan.output.recipe
         return tuple(
             None if t is None else NoSecondDerivative.apply(t, recipe, *sources) for t in found
@@ -132,14 +135,17 @@ class ExpertRows(torch.autograd.Function):
 
     @staticmethod
     def first_derivatives(
-        ctx: Any, g: Tensor, of_tokens: bool = False
+        ctx: Any, saved: tuple[Any, ...], g: Tensor, of_tokens: bool = False
     ) -> tuple[Tensor | None, ...]:
         """Returns the gradients of plan, x, weights, the order and the matrices.
 
-        of_tokens: whether g is that of the sums of tokens' rows.
+        Args:
+            saved: the saved tensors.
+            g: (M, D), the gradient of rows, or (T, D).
+            of_tokens: whether g is the gradient of the sums of tokens' rows.
         """
         plan, count = ctx.plan, len(ctx.plan.inputs)
-        x, weights, *rest = ctx.saved_tensors
+        x, weights, *rest = saved
         order, matrices = unpack(plan, rest[:-count])
         where = rest[-count:], weights.float(), order.pairs, group_table(order)
         needs_x, needs_weights = ctx.needs_input_grad[1:3]
@@ -192,10 +198,11 @@ class ExpertTokens(ExpertRows):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
+        saved = ctx.saved_tensors
         with torch.no_grad():
-            found = ExpertRows.first_derivatives(ctx, grads[0], of_tokens=True)
+            found = ExpertRows.first_derivatives(ctx, saved, grads[0], of_tokens=True)
             d_base = grads[0].float() if ctx.needs_input_grad[-1] else None
-        return ExpertRows.without_second(ctx, grads, (*found, d_base))
+        return ExpertRows.without_second(ctx, saved, grads, (*found, d_base))
 
 
 def rows_of_gradient(plan: Plan, g_TD: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:
