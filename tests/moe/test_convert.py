@@ -147,6 +147,18 @@ def test_copies_and_checkpoints(name, recipe):
         assert not mf.training_state(copies[0])
 
 
+@pytest.mark.parametrize("act", [nn.SiLU, nn.GELU])
+def test_projections_of_no_tokens_and_of_uneven_rows(act):
+    model = model_of(ProjectionBlock(act=act()))
+    mf.quantize_(model, "mxfp8", verbose=False)
+    experts = model[0].experts
+    x, indices = torch.randn(0, D), torch.zeros(0, 2, dtype=torch.int64)
+    assert experts(x, indices, torch.zeros(0, 2)).shape == (0, D)
+    assert experts(x, indices, torch.zeros(0, E)).shape == (0, D)
+    with pytest.raises(ValueError, match=f"each of {E} experts, got {E + 1} rows"):
+        experts(torch.randn(E + 1, D))
+
+
 def test_filters_and_maps_match_the_module_name():
     model = model_of(mixture(), SeamBlock(), ProjectionBlock())
     report = mf.quantize_(

@@ -222,11 +222,6 @@ def unpack(plan: Plan, tensors: Sequence[Any]) -> tuple[Order, Matrices]:
     return order, Matrices(tuple(rest[:count]), tuple(rest[count : 2 * count]), rest[-1])
 
 
-def take_weights(weights_Tk: Tensor, order: Order) -> Tensor:
-    """Returns the routing weight of each row, float32 (M)."""
-    return weights_Tk.reshape(-1).index_select(0, order.pairs).float()
-
-
 def compose(
     plan: Plan, x_TD: Tensor, weights_Tk: Tensor, order: Order, matrices: Matrices
 ) -> Tensor:

@@ -6,7 +6,7 @@
 
 Biases are gate_up_proj_bias (E, 2I) and down_proj_bias (E, D). The activation is SwiGLU, gpt-oss's
 clamped one where the module has alpha and limit, or any other by the module's act_fn or
-_apply_gate. transformers is not imported by this module.
+_apply_gate. Only register_implementation imports transformers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import call_of
 from .foreign import Converted
-from .functional import Matrices, Plan, compute_dtype, run_experts, take_weights, weighted_biases
+from .functional import Matrices, Plan, compute_dtype, run_experts, weighted_biases
 from .permute import order_rows, rows_of_tokens, sum_of_slots
 from .swiglu import Gate, swiglu
 
@@ -88,10 +88,15 @@ def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwar
     Args:
         module: it has gate_up_proj and down_proj.
         hidden_states: (…, D), tokens; without routing, rows of equally many for each expert.
-        args, kwargs: the experts of each token (T, k), and weights (T, k) or (T, E), in any order.
+        args, kwargs: the experts of each token (T, k), integers, and weights (T, k) or (T, E),
+            floating, in any order.
 
     Returns:
         The shape and dtype of hidden_states.
+
+    Raises:
+        TypeError: the other tensors are not one of integers and one of floating numbers.
+        ValueError: rows without routing are not equally many for each expert.
     """
     routing = routing_of(args, kwargs)
     shape, dtype = hidden_states.shape, hidden_states.dtype
@@ -111,8 +116,7 @@ def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwar
         y = run_even_groups(module, plan, gate, x, matrices, biases[1])
     else:
         indices, scores = routing
-        indices = indices.reshape(x.shape[0], -1)
-        scores = scores.reshape(x.shape[0], -1)
+        indices, scores = (t.reshape(x.shape[0], columns_of(t, x)) for t in (indices, scores))
         if scores.shape != indices.shape:  # of all experts
             scores = scores.gather(1, indices.clamp(0, scores.shape[1] - 1).long())
         order = order_rows(indices, weights[0].shape[0])
@@ -121,12 +125,19 @@ def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwar
         else:
             rows = rows_of_tokens(x, order)
             h = multiply_rows(module, plan, rows, order.offs, order.row_ids, matrices)
-            h = (h.float() * take_weights(scores, order)[:, None]).to(h.dtype)
+            weights_M = scores.reshape(-1).index_select(0, order.pairs).float()
+            h = (h.float() * weights_M[:, None]).to(h.dtype)
             y = plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
             base = biases[1]
             base = None if base is None else weighted_biases(indices, scores, base)
             y = sum_of_slots(y, order, base)
     return y.view(shape).to(dtype)
+
+
+def columns_of(routing: Tensor, x_TD: Tensor) -> int:
+    """Returns the columns of a tensor of routing that has T rows; of no tokens, its last size."""
+    tokens = x_TD.shape[0]
+    return routing.numel() // tokens if tokens else routing.shape[-1]
 
 
 class ProjectionExperts(Converted):
@@ -159,6 +170,11 @@ def run_even_groups(
 ) -> Tensor:
     """Computes rows that are in groups of one size already, as Llama 4 passes them."""
     experts = matrices.output.shape[0]
+    if rows.shape[0] % experts:
+        raise ValueError(
+            f"experts: expected rows without routing as equally many for each of {experts} "
+            f"experts, got {rows.shape[0]} rows"
+        )
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device)
     offs = ends * (rows.shape[0] // experts)
     if gate is None:
