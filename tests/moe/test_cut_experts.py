@@ -132,6 +132,11 @@ def check_layer(rank, ranks):
     with torch.no_grad():
         first, second = module(*inputs()), module(*inputs())
     assert torch.equal(first, second)
+    x, *routing = inputs()
+    x.requires_grad_()
+    (dx,) = torch.autograd.grad(module(x, *routing).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
 
 
 def check_refusals(rank):

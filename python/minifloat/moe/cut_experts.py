@@ -21,6 +21,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from .._native import ops
 from ..nn.distributed_hooks import hooks, is_distributed
@@ -124,34 +125,34 @@ class CutMultiply(torch.autograd.Function):
         )
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
         call, (a, b, table) = ctx.call, ctx.saved_tensors
         recipe, (_, needs_a, needs_b, _) = call.recipe, ctx.needs_input_grad
         g = grads[0].to(a.dtype).contiguous()
         da = db = None
-        with torch.no_grad():
-            if needs_a:
-                w = b.transpose(-2, -1).to(a.dtype)
-                left = call.cast("g", g, recipe.dgrad.a, False, groups=table)
-                right = call.cast("w", w, recipe.dgrad.b, True)
-                da = ops.scaled_mm(
-                    *left,
-                    *right,
-                    str(recipe.dgrad),
-                    k=g.shape[1],
-                    out_dtype=a.dtype,
-                    groups=table,
-                    zero_tail=True,
-                )
-            if needs_b:
-                specs = recipe.wgrad.a, recipe.wgrad.b
-                unit = max(Spec.parse(spec).group_unit for spec in specs)
-                where = {"groups": table, "group_unit": unit}
-                left = call.cast("g", g, specs[0], True, **where)
-                right = call.cast("x", a, specs[1], True, **where)
-                product, rows = str(recipe.wgrad), a.shape[0]
-                dw = ops.scaled_mm(*left, *right, product, k=rows, out_dtype=b.dtype, **where)
-                db = dw.transpose(-2, -1)
+        if needs_a:
+            w = b.transpose(-2, -1).to(a.dtype)
+            left = call.cast("g", g, recipe.dgrad.a, False, groups=table)
+            right = call.cast("w", w, recipe.dgrad.b, True)
+            da = ops.scaled_mm(
+                *left,
+                *right,
+                str(recipe.dgrad),
+                k=g.shape[1],
+                out_dtype=a.dtype,
+                groups=table,
+                zero_tail=True,
+            )
+        if needs_b:
+            specs = recipe.wgrad.a, recipe.wgrad.b
+            unit = max(Spec.parse(spec).group_unit for spec in specs)
+            where = {"groups": table, "group_unit": unit}
+            left = call.cast("g", g, specs[0], True, **where)
+            right = call.cast("x", a, specs[1], True, **where)
+            product, rows = str(recipe.wgrad), a.shape[0]
+            dw = ops.scaled_mm(*left, *right, product, k=rows, out_dtype=b.dtype, **where)
+            db = dw.transpose(-2, -1)
         return None, da, db, None
 
 
@@ -164,6 +165,7 @@ class CopyToRanks(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         total = grads[0].clone(memory_format=torch.contiguous_format)
         dist.all_reduce(total, group=ctx.group)
@@ -180,6 +182,7 @@ class SumOverRanks(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         return grads[0], None
 
