@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
 import minifloat as mf
 import torch
 import torch.distributed as dist
-from minifloat.distributed.fsdp import handshake, weight
+from minifloat.distributed.fsdp import handshake, sharded_weight, weight
 from minifloat.nn.linear import Linear
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -109,11 +109,11 @@ def main() -> int:
     torch.set_num_threads(1)
     dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
     # The ranks' agreement before the first gather: there is no other rank.
-    handshake.meet = lambda *args: None  # type: ignore[assignment]
+    handshake.wait_for_all = lambda *args, **kwargs: None  # type: ignore[assignment]
     dist.all_gather_into_tensor = copying(dist.all_gather_into_tensor)
     timed = Timed()
-    timed.wrap(weight.FullShard, "__call__")
-    timed.wrap(weight.WeightWithQuantizedGather, "fsdp_post_all_gather")
+    timed.wrap(sharded_weight.FullShard, "__call__")
+    timed.wrap(sharded_weight.WeightWithQuantizedGather, "fsdp_post_all_gather")
     timed.wrap(Linear, "__setattr__")
     timed.wrap(weight, "sharded_batches")
     timed.wrap(weight, "exchange_amaxes")
