@@ -2,6 +2,7 @@
 
 import copy
 import pickle
+import types
 
 import minifloat as mf
 import pytest
@@ -229,3 +230,11 @@ def test_compiled_gradients_are_those_of_eager_mode(dtype):
         grads.append({"x": x.grad, **{name: p.grad for name, p in moe.named_parameters()}})
     for name, grad in grads[0].items():
         assert torch.equal(grads[1][name], grad), name
+
+
+def test_divided_experts_take_no_token_ids():
+    experts = layer().experts
+    experts.parallel = types.SimpleNamespace(name="moe")
+    indices = torch.zeros(20, K, dtype=torch.int64)
+    with pytest.raises(ValueError, match="moe: expected no token_ids of experts that ranks divide"):
+        experts(tokens(), indices, torch.zeros(20, K), torch.arange(20))

@@ -18,11 +18,7 @@ from torch import Tensor, nn
 from ..checks import require_bool, require_int, require_text
 from ..nn.distributed_hooks import hooks
 from ..nn.expert_parameters import HasProducts, matrix_of
-from ..nn.grouped_product import (
-    add_products,
-    call_of,
-    product_of,
-)
+from ..nn.grouped_product import add_products, call_of, product_of
 from ..nn.linear import adopt
 from ..nn.operand_cache import share_inputs
 from ..nn.random_state import RngState, add_hooks, require_int64
@@ -107,14 +103,22 @@ class Experts(HasProducts, nn.Module):
             x_TD: (T, D).
             indices_Tk: (T, k), the experts of each token.
             weights_Tk: (T, k), of the slots.
-            token_ids_T: (T), as that of mf.grouped_mlp.
+            token_ids_T: (T), as that of mf.grouped_mlp; None where ranks divide the experts.
 
         Returns:
             (T, D), in x's dtype or autocast's.
+
+        Raises:
+            ValueError: token_ids_T is given where ranks divide the experts.
         """
         if are_cut(self):
             return self._forward_cut(x_TD, indices_Tk, weights_Tk, token_ids_T)
         if self.parallel is not None:
+            if token_ids_T is not None:
+                raise ValueError(
+                    f"{self.parallel.name}: expected no token_ids of experts that ranks divide, "
+                    "which number tokens by their ranks"
+                )
             link = self.parallel
             return link.forward(link, self, x_TD, indices_Tk, weights_Tk)
         x = x_TD.to(compute_dtype(x_TD))
