@@ -13,7 +13,7 @@ Shape suffixes: M rows that this rank sends, A rows that arrive, T tokens, k slo
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,31 +23,19 @@ from .permute import NO_ORDER, Order, add_slots, take_rows
 from .routes import Route, RowLayout
 
 ID_BITS = 32
-HEADER = ((torch.float32, 1), (torch.int32, 1), (torch.int32, 1))  # routing weight, id, expert + 1
-
-
-class Header(NamedTuple):
-    """What a row brings besides values or codes.
-
-    Args:
-        weights: float32 (M), the routing weights.
-        ids: int32 (M), the numbers of the rows' pairs among all ranks.
-        experts: int32 (M), one more than the number of the expert among those of its rank; 0: a
-            row that no expert computes.
-    """
-
-    weights: Tensor
-    ids: Tensor
-    experts: Tensor
+# The fields of a row besides values or codes: its routing weight; the number of its pair among all
+# ranks; and one more than the number of its expert among those of its rank, 0 where no expert
+# computes the row.
+HEADER = ((torch.float32, 1), (torch.int32, 1), (torch.int32, 1))
 
 
 def sort_arrivals(ids_A: Tensor, experts_A: Tensor, experts: int) -> Order:
     """Sorts the rows that arrived by expert and id.
 
     Args:
-        ids_A: int32 (A), from Header.
-        experts_A: int32 (A), from Header.
-        experts: of this rank.
+        ids_A: int32 (A), the numbers of their pairs.
+        experts_A: int32 (A), as HEADER's last field.
+        experts: how many this rank has.
 
     Returns:
         The order, as of tokens with one slot each.
@@ -85,7 +73,8 @@ def return_gradients(
 class DispatchRows(torch.autograd.Function):
     """Sends tokens' rows and weights to the experts' ranks, as values.
 
-    Arguments: route, x, weights, header (ids, experts), the order. Returns what arrives.
+    Arguments: route, x, weights, ids, experts (both as in HEADER), the order. Returns the values,
+    weights, ids and experts that arrive.
     """
 
     @staticmethod

@@ -18,13 +18,12 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._native import ops
 from .arrivals import HEADER, combine, return_gradients
 from .functional import Matrices, Plan, unpack
 from .permute import NO_ORDER, Order
 from .routes import Route, RowLayout
 from .row_codes import CodeSender, RowCodes
-from .row_operands import quantized_rows, shared_operands
+from .row_operands import group_table, quantized_rows, shared_operands
 
 
 @dataclass(frozen=True)
@@ -58,7 +57,7 @@ class DispatchCodes(torch.autograd.Function):
     def forward(ctx: Any, way: Way, x: Tensor, weights: Tensor, kinds: Tensor) -> tuple[Any, ...]:
         assert way.x is not None
         width, order = x.shape[1], way.sent
-        table = ops.group_table(order.offs, order.pairs.shape[0])
+        table = group_table(order)
         fields, shared = way.x.quantize(x, table, way.ids, order.tokens)
         layout = RowLayout(*way.x.fields(width), *HEADER)
         weights_M = weights.reshape(-1).index_select(0, order.pairs)
@@ -100,7 +99,7 @@ class CodeExperts(torch.autograd.Function):
         codes, rest = tensors[:count], tensors[count:]
         order, matrices = unpack(plan, rest)
         weights_A = weights.reshape(-1).index_select(0, order.pairs)
-        table = ops.group_table(order.offs, order.pairs.shape[0])
+        table = group_table(order)
         if way.x is not None:
             rows = sorted_codes(way.x, codes, order, x.shape[1])
             saved = [rows.scale, rows.amax, rows.codes]
@@ -137,7 +136,7 @@ class CodeExperts(torch.autograd.Function):
         del dh, h
 
         width = grads[0].shape[1]
-        table = ops.group_table(order.offs, order.pairs.shape[0])
+        table = group_table(order)
         recipes = recipes_of(plan)
         if way.x is None:
             rows, operands = quantized_rows(recipes, saved[0], order, table, rowwise=False)
@@ -201,11 +200,11 @@ def through_output(
         )
         return dh, h, d_output
     layout = RowLayout(*way.g.fields(width))
-    table = ops.group_table(way.sent.offs, g_M.shape[0])
+    table = group_table(way.sent)
     fields, shared = way.g.quantize(g_M, table, way.ids)
     codes = layout.unpack(way.route.send(layout.pack(fields)))
     rows = sorted_codes(way.g, [*shared, *codes], order, width)
-    table = ops.group_table(order.offs, order.pairs.shape[0])
+    table = group_table(order)
     dh = way.g.multiply(rows, matrices.output, table, g_M.dtype)
     if not needs[-1]:
         return dh, h, None

@@ -16,9 +16,9 @@ from torch import nn
 from ..checks import require_text
 from ..nn.distributed_hooks import hooks
 from ..nn.expert_hooks import ExpertChoice, ExpertSelection
-from ..nn.grouped_product import SUFFIX, GroupedProduct, add_products, remove_products
+from ..nn.grouped_product import GroupedProduct, add_products, remove_products
 from ..nn.linear import dequantize_parameters
-from ..nn.names import clean_name, join, owners_of_weights
+from ..nn.names import PRODUCT, clean_name, join, owners_of_weights
 from ..nn.primary_weights import (
     HIGH_PRECISION_INIT,
     make_primary_experts,
@@ -285,9 +285,9 @@ def number_products(
 ) -> None:
     """Names a seam's products by their number among the calls of a forward."""
     for i, (name, product) in enumerate(zip(names, products)):
-        del module._modules[name + SUFFIX]
+        del module._modules[name + PRODUCT]
         product.rename(join(fqn, WHOLE.format(i)))
-        module.add_module(WHOLE.format(i) + SUFFIX, product)
+        module.add_module(WHOLE.format(i) + PRODUCT, product)
 
 
 def revert(module: nn.Module) -> None:

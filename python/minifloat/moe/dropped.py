@@ -11,7 +11,10 @@ from torch import Tensor
 
 
 def to_host(numbers: Tensor) -> list[int]:
-    """Copies numbers to the host: the one place where a forward waits for the device."""
+    """Copies numbers to the host, and waits for the device.
+
+    No other function of a forward does, after the first one's check that the ranks' layers agree.
+    """
     return numbers.tolist()
 
 

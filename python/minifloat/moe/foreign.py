@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..nn.expert_parameters import HasProducts
-from ..nn.grouped_product import SUFFIX, GroupedProduct, product_of
+from ..nn.grouped_product import GroupedProduct, product_of
+from ..nn.names import PRODUCT
 
 WHOLE = "grouped_mm_{}"  # the name of a seam's product, by its number among a forward's calls
 
@@ -129,7 +130,7 @@ class ProductMode(TorchFunctionMode):
         super().__init__()
         self.module = module
         self.names = [
-            name.removesuffix(SUFFIX)
+            name.removesuffix(PRODUCT)
             for name, child in module._modules.items()
             if isinstance(child, GroupedProduct)
         ]

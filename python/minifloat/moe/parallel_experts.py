@@ -25,7 +25,7 @@ from torch import Tensor
 
 from .._native import ops
 from ..distributed.fsdp.handshake import wait_for_all
-from ..nn.expert_parameters import matrix_of
+from ..nn.expert_parameters import local_of, matrix_of
 from ..nn.grouped_product import ProductCall, call_of, product_of
 from ..nn.recipe_state import ExpertRange
 from ..recipe import Recipe
@@ -119,9 +119,10 @@ class ExpertParallel:
         told = self._exchange(order, calls)
         calls = [self._call(call, rng) for call, rng in zip(calls, told.rng)]
         plan = Plan(module.gate, tuple(calls[:-1]), calls[-1])
+        biases = [getattr(module, name) for name in module.bias_names]
         matrices = Matrices(
             tuple(matrix_of(getattr(module, name)) for name in module.input_names),
-            tuple(local_of(getattr(module, name)) for name in module.bias_names),
+            tuple(bias if bias is None else local_of(bias) for bias in biases),
             matrix_of(module.w2),
         )
         expert_M = expert_of_rows(order)
@@ -175,7 +176,7 @@ class ExpertParallel:
         title = self._title(module, x, indices_Tk)
         if title == self.agreed:
             return
-        wait_for_all(title, self.group, x.device, DIVIDE, "divided", "divided")
+        wait_for_all(title, self.group, x.device, expected=DIVIDE, change="divided", key="divided")
         mine = torch.full((1,), ops.stream(title), dtype=torch.int64, device=x.device)
         found = mine.new_empty(self.ranks)
         dist.all_gather_into_tensor(found, mine, group=self.group)
@@ -269,12 +270,6 @@ def uncompiled() -> Callable[..., Tensor]:
     torch.compiler.disable imports the compiler, so it is called when a layer is divided first.
     """
     return torch.compiler.disable(ExpertParallel.compute)
-
-
-def local_of(parameter: Any) -> Any:
-    """Returns this rank's values of a parameter, differentiably; None of None."""
-    to_local = getattr(parameter, "to_local", None)
-    return parameter if to_local is None else to_local()
 
 
 def expert_of_rows(order: Order) -> Tensor:

@@ -22,8 +22,6 @@ from .operand_cache import conditions_of, weight_codes
 from .random_state import as_normal
 from .recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
 
-SUFFIX = PRODUCT
-
 
 @dataclass(frozen=True)
 class ProductCall:
@@ -274,7 +272,7 @@ class GroupedProduct(RecipeState):
 
 def product_of(module: nn.Module, name: str) -> GroupedProduct | None:
     """Returns the product of the module's 3D parameter `name`; None where it has no recipe."""
-    product = module._modules.get(name + SUFFIX)
+    product = module._modules.get(name + PRODUCT)
     return product if isinstance(product, GroupedProduct) else None
 
 
@@ -326,7 +324,7 @@ def add_products(
             product.keep_experts(parallel.expert_range)
         products.append(product.train(module.training))
     for name, product in zip(names, products):
-        module.add_module(name + SUFFIX, product)
+        module.add_module(name + PRODUCT, product)
     return products
 
 
