@@ -244,6 +244,24 @@ def test_named_experts_that_no_product_reads_raise():
         model(tokens())
 
 
+class Keywords(nn.Module):
+    """Experts whose forward passes the operands of its product by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(E, D, D))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.bmm(input=x, mat2=self.w)
+
+
+def test_named_experts_with_operands_by_name():
+    model, x = model_of(Keywords()), torch.randn(E, 6, D)
+    expected = model(x)
+    mf.quantize_(model, "mxfp8", experts={"0": ["w"]}, verbose=False)
+    assert 0 < relative_error(model(x), expected) < 0.2
+
+
 @pytest.mark.parametrize(
     ("experts", "error", "message"),
     [

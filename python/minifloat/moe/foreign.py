@@ -146,8 +146,8 @@ class ProductMode(TorchFunctionMode):
         name = self.name_of(operands[1]) if len(operands) > 1 else None
         if name is not None and func in GROUPED:
             return self.grouped(name, *args, **kwargs)
-        if name is not None and func in BATCHED and args[0].dim() == 3:
-            return self.batched(name, args[0], operands[1])
+        if name is not None and func in BATCHED and operands[0].dim() == 3:
+            return self.batched(name, operands[0], operands[1])
         out = func(*args, **kwargs)
         name = self.name_of(operands[0]) if operands else None
         is_whole = isinstance(out, Tensor) and out.dim() == 3
