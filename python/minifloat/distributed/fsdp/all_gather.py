@@ -24,11 +24,9 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...spec import Spec
-from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from .batch import BACKWARD, FORWARD, Batch, Sent
-from .fsdp_group import ModuleGather
+from .fsdp_group import SERVES_BOTH, ModuleGather
 from .gathered_weight import GatheredWeight, empty_direction
-from .handshake import agree
 from .plan import Plan
 
 GatherInputs = tuple[tuple[Tensor, ...], Sent | None]
@@ -85,11 +83,8 @@ class WeightGather(ModuleGather):
 
     def agree_and_decide(self, dtype: torch.dtype | None, device: torch.device) -> None:
         """Agrees on the dtype that FSDP2 computes in, and decides whether codes are gathered."""
-        self.dtype = rounded_to = agree(self.title, dtype, self.group, device)
-        if torch.is_autocast_enabled(device.type):
-            rounded_to = torch.get_autocast_dtype(device.type)
-        if rounded_to not in NOMINAL_DTYPES or self.dtype not in NOMINAL_DTYPES:
-            self.reason = "codes are made of float32 or bfloat16"
+        rounded_to = self.agree_on_dtype(self.title, dtype, self.group, device)
+        if self.reason:
             return
         rounds = rounded_to == torch.bfloat16
         row, col = (
@@ -102,7 +97,7 @@ class WeightGather(ModuleGather):
             reason = "a transform" if has_transform else "a block whose values choose its scale"
             self.reason = f"{reason} reaches over the end of a shard"
         elif self.plan.mode == "split" and not self.is_gathered_for_backward():
-            self.reason = "one gather is to serve forward and backward"
+            self.reason = SERVES_BOTH
 
     # ---- before a gather -------------------------------------------------------------------------
 
@@ -128,15 +123,6 @@ class WeightGather(ModuleGather):
         found = self.batch_alone().send(self, shard)
         assert found is not None
         return found
-
-    def padded(self, shard: Tensor) -> Tensor:
-        """Returns a whole chunk of values in the compute dtype."""
-        assert self.dtype is not None
-        if len(shard) == self.chunk:
-            return shard.to(self.dtype)
-        chunk = shard.new_zeros(self.chunk, *shard.shape[1:], dtype=self.dtype)
-        chunk[: len(shard)] = shard
-        return chunk
 
     def count_inputs(self) -> int:
         """Returns the number of all-gather inputs: codes, and a table where scales are gathered."""

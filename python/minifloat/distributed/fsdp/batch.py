@@ -28,8 +28,8 @@ FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # the directions that a cast selects
 ALL_WEIGHTS = -1
 
 
-class WeightGather(Protocol):
-    """The part of one weight's gathers that a batch reads (all_gather.py)."""
+class BatchedGather(Protocol):
+    """The part of all_gather.WeightGather that a batch reads."""
 
     plan: Plan
     group: dist.ProcessGroup
@@ -80,7 +80,7 @@ class Batch:
 
     def __init__(
         self,
-        gathers: Sequence[WeightGather],
+        gathers: Sequence[BatchedGather],
         group: weakref.ref[Any] | None = None,
         places: Sequence[int] = (),
     ) -> None:
@@ -104,15 +104,14 @@ class Batch:
         self.counts = [gather.count_inputs() for gather in gathers]  # of each weight
         self.indices = {gather: index for index, gather in enumerate(gathers)}
         self.measured_at: int | None = None  # optimizer steps at the last exchange
-        self.exchange: tuple[tuple[Batch, ...], Any] | None = (
-            None  # of batches whose first is this one
-        )
+        # Batches of which this is the first, and the native exchange of their amaxes.
+        self.exchange: tuple[tuple[Batch, ...], Any] | None = None
         self.sent: Sent | None = None  # the gather in flight
         self.targets: list[Tensor] = []
 
     # ---- before the gather -----------------------------------------------------------------------
 
-    def send(self, gather: WeightGather, shard: Tensor) -> tuple[tuple[Tensor, ...], Sent] | None:
+    def send(self, gather: BatchedGather, shard: Tensor) -> tuple[tuple[Tensor, ...], Sent] | None:
         """Returns the all-gather inputs of one weight; casts all weights for the first one.
 
         Returns:
@@ -191,7 +190,7 @@ class Batch:
 
     # ---- after the gather ------------------------------------------------------------------------
 
-    def receive(self, gather: WeightGather, sent: Sent, outputs: Sequence[Tensor]) -> None:
+    def receive(self, gather: BatchedGather, sent: Sent, outputs: Sequence[Tensor]) -> None:
         """Collects all ranks' codes of one weight; fills all weights after the last one."""
         index = self.indices[gather]
         sent.outputs += outputs
@@ -206,7 +205,7 @@ class Batch:
                 split.gathered = {sent.selection}
             self.sent = None
 
-    def fetch(self, gather: WeightGather, shard: Tensor, selection: int) -> None:
+    def fetch(self, gather: BatchedGather, shard: Tensor, selection: int) -> None:
         """Gathers one weight in the directions of a selection, apart from FSDP2's gathers."""
         shards = self.shards()
         if shards is None:

@@ -26,11 +26,10 @@ from ...nn.grouped_product import GroupedProduct
 from ...nn.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.quantized import Quantized, raw_scale
-from ...tensor.quantized_tensor import NOMINAL_DTYPES, TENSORS
+from ...tensor.quantized_tensor import TENSORS
 from .batch import BACKWARD, FORWARD
-from .fsdp_group import ModuleGather
+from .fsdp_group import SERVES_BOTH, ModuleGather
 from .gathered_weight import GatheredWeight
-from .handshake import agree
 from .plan import Plan
 from .sharded_weight import WeightWithQuantizedGather
 
@@ -166,20 +165,9 @@ class ExpertGather(ModuleGather):
 
     def agree_and_decide(self, dtype: torch.dtype | None, device: torch.device) -> None:
         """Agrees on the dtype that FSDP2 computes in, and decides whether codes are gathered."""
-        self.dtype = self.rounded_to = agree(self.title, dtype, self.group, device)
-        if torch.is_autocast_enabled(device.type):
-            self.rounded_to = torch.get_autocast_dtype(device.type)
-        if self.rounded_to not in NOMINAL_DTYPES or self.dtype not in NOMINAL_DTYPES:
-            self.reason = "codes are made of float32 or bfloat16"
-        elif self.plan.mode == "split" and not self.is_gathered_for_backward():
-            self.reason = "one gather is to serve forward and backward"
-
-    def padded(self, shard: Tensor) -> Tensor:
-        """Returns a whole chunk of values in the compute dtype."""
-        assert self.dtype is not None
-        chunk = shard.new_zeros(self.chunk, *shard.shape[1:], dtype=self.dtype)
-        chunk[: len(shard)] = shard
-        return chunk
+        self.rounded_to = self.agree_on_dtype(self.title, dtype, self.group, device)
+        if not self.reason and self.plan.mode == "split" and not self.is_gathered_for_backward():
+            self.reason = SERVES_BOTH
 
     def selected(self, selection: int) -> tuple[int, ...]:
         """Returns the directions that a gather moves."""
@@ -364,7 +352,7 @@ def wrap_sharded_experts(
         product.weight_gather = local.weight_gather
     if type(local) is not Tensor:
         return
-    known, shape = product.weight_gather, before.shape
+    known = product.weight_gather
     if known is not None:
         outer_dims, shape = known.outer_dims, known.shape
     else:

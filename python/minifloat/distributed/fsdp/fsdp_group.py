@@ -1,4 +1,7 @@
-"""ModuleGather: what a gather asks of FSDP2's parameter group, whose state has no public names."""
+"""ModuleGather: what the gathers of a layer's weight and of experts' weights have in common.
+
+They read FSDP2's parameter group, whose state has no public names.
+"""
 
 from __future__ import annotations
 
@@ -6,9 +9,14 @@ import weakref
 from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as dist
+from torch import Tensor, nn
 
 from ...nn.random_state import is_in_backward
+from ...tensor.quantized_tensor import NOMINAL_DTYPES
+from .handshake import agree
+
+SERVES_BOTH = "one gather is to serve forward and backward"  # a reason against mode "split"
 
 
 class ModuleGather:
@@ -17,6 +25,8 @@ class ModuleGather:
     Args:
         module: it has the parameter.
     """
+
+    chunk: int  # rows, or experts, of a full shard
 
     def __init__(self, module: nn.Module) -> None:
         self.layer = weakref.ref(module)
@@ -30,6 +40,36 @@ class ModuleGather:
     @property
     def is_quantized(self) -> bool:
         return self.dtype is not None and not self.reason
+
+    def agree_on_dtype(
+        self,
+        title: str,
+        dtype: torch.dtype | None,
+        group: dist.ProcessGroup,
+        device: torch.device,
+    ) -> torch.dtype:
+        """Agrees on the dtype that FSDP2 computes in; sets the reason where codes have no such one.
+
+        Args, Raises: as those of handshake.agree.
+
+        Returns:
+            The dtype that values are rounded to before the cast: autocast's, or that of FSDP2.
+        """
+        self.dtype = rounded_to = agree(title, dtype, group, device)
+        if torch.is_autocast_enabled(device.type):
+            rounded_to = torch.get_autocast_dtype(device.type)
+        if rounded_to not in NOMINAL_DTYPES or self.dtype not in NOMINAL_DTYPES:
+            self.reason = "codes are made of float32 or bfloat16"
+        return rounded_to
+
+    def padded(self, shard: Tensor) -> Tensor:
+        """Returns a whole chunk of values in the compute dtype; a full shard itself has it."""
+        assert self.dtype is not None
+        if len(shard) == self.chunk:
+            return shard.to(self.dtype)
+        chunk = shard.new_zeros(self.chunk, *shard.shape[1:], dtype=self.dtype)
+        chunk[: len(shard)] = shard
+        return chunk
 
     def fsdp_group(self) -> Any:
         """Returns FSDP2's parameter group; None where it is not found."""

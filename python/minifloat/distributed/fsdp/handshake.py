@@ -56,7 +56,11 @@ def wait_for_all(
     change: str = "converted",
     key: str = "arrived",
 ) -> None:
-    """Waits until all ranks gather this weight; raises ValueError with the ranks that are missing.
+    """Waits until all ranks of a group call this function.
+
+    Ranks count themselves in the group's store. A collective would not do: a rank whose layer is
+    not converted never calls it, and the others would hang. The wait is half of the group's
+    timeout, so that the error is raised before one of its collectives.
 
     Args:
         title, group, device: as those of agree.
@@ -64,9 +68,8 @@ def wait_for_all(
         change: what a missing rank's layer may not have been.
         key: of the count in the store. Each use of this function has its own.
 
-    Ranks count themselves in the group's store. A collective would not do: a rank whose layer is
-    not converted never calls it, and the others would hang. The wait is half of the group's
-    timeout, so that this error is raised before one of its collectives.
+    Raises:
+        ValueError: ranks are missing; the message names them.
     """
     world = dist.get_world_size(group)
     try:
