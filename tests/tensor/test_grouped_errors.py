@@ -34,6 +34,7 @@ def bad_table(row, entry, value):
 
 
 GROUPED = mf.quantize(X, "mxfp8", columnwise=True, groups=ROW_TABLE)
+COLUMNS = ops.quantize(X, "", "e4m3/1x128", groups=ROW_TABLE)[4:]
 BAD_CALLS = {
     "offs of int64": (
         lambda: mf.group_table(torch.tensor([3, 4]), 40),
@@ -152,6 +153,13 @@ BAD_CALLS = {
         lambda: mf.scaled_mm(GROUPED, GROUPED),
         "scaled_mm: expected a without groups, got a grouped operand",
     ),
+    "a unit below the block's": (
+        lambda: ops.scaled_mm(
+            *COLUMNS[:3], *COLUMNS[:3], "e4m3/1x128*e4m3/1x128", k=40, groups=ROW_TABLE,
+            group_unit=64,
+        ),
+        "scaled_mm: expected group_unit as a multiple of 128 under e4m3/1x128, got 64",
+    ),
     "a weight": (
         lambda: mf.QuantizedTensor(
             mf.quantize(X, "mxfp8", groups=ROW_TABLE), None, dtype=torch.float32
@@ -194,3 +202,22 @@ def test_check_groups_names_the_op_and_the_group():
     assert mf.group_table(int32([8, 41]), 40)[0].tolist() == [0, 8, 40]
     with pytest.raises(TypeError, match="check_groups: enabled: expected True or False, got 1"):
         mf.check_groups(1)
+
+
+def test_products_without_groups_or_rows():
+    """A product with no group, or of no rows, has no element that an engine computes."""
+    for recipe in ("bf16", "fp8_rowwise", "fp8_blockwise", "mxfp4", "nvfp4"):
+        for rows, count in ((0, 0), (5, 0), (0, 3)):
+            x = torch.ones(rows, 32, dtype=torch.bfloat16, requires_grad=True)
+            experts = torch.ones(count, 16, 32, dtype=torch.bfloat16, requires_grad=True)
+            rng = torch.tensor([1, 2])
+            offs = torch.zeros(count, dtype=torch.int32)
+            y = mf.scaled_grouped_mm(x, experts.transpose(-2, -1), offs, recipe, rng=rng)
+            assert y.shape == (rows, 16)
+            assert not y.any()
+            y.sum().backward()
+            assert x.grad is not None
+            assert not x.grad.any()
+            assert experts.grad is not None
+            assert experts.grad.shape == (count, 16, 32)
+            assert not experts.grad.any()
