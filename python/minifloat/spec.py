@@ -119,7 +119,7 @@ def _parse(text: str) -> Spec:
         bits=code_bits + scale_bits,
         block=(height, width),
         alignment=(max(height, 1), max(width, transform, 8 // code_bits, 1)),
-        group_unit=max(16 if code_bits == 8 else 32, width, transform),
+        group_unit=max(32 if code_bits == 4 else 16, width, transform),
         transform=transform,
         is_bf16=elements == "bf16",
         has_blocks=has_blocks,

@@ -349,6 +349,10 @@ def check_bad_input(rank: int) -> None:
     refused(ValueError, "expected one dimension, got 2", moe, mesh=init_device_mesh("cpu", (1, 2)))
     mf.expert_parallel(moe, group)
     refused(ValueError, "expected whole experts, got experts", moe)
+    shared = torch.nn.Sequential(built("bf16"), built("bf16"))
+    shared[1].experts = shared[0].experts
+    mf.expert_parallel(shared, group)  # once
+    assert shared[1].experts.w2.shape[0] == E // 2
 
 
 class Half:

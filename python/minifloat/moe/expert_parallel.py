@@ -111,25 +111,30 @@ def require_dispatcher(dispatcher: Any, capacity: Any) -> None:
 
 
 def find_experts(model: nn.Module, ranks: int) -> list[tuple[str, Experts]]:
-    """Returns the names and experts of each mf.MoE that `ranks` ranks can divide."""
-    modules = unwrapped(model).named_modules()
-    found = [(clean_name(name), m.experts) for name, m in modules if isinstance(m, MoE)]
+    """Returns the names and experts of each mf.MoE that `ranks` ranks can divide.
+
+    Experts that several layers share are named by the first.
+    """
+    found: dict[Experts, str] = {}
+    for name, module in unwrapped(model).named_modules():
+        if isinstance(module, MoE):
+            found.setdefault(module.experts, clean_name(name))
     if not found:
         raise ValueError(
             f"expert_parallel: expected a model with an mf.MoE, got {type(model).__name__}"
         )
-    for name, module in found:
-        if module.parallel is not None:
+    for experts, name in found.items():
+        if experts.parallel is not None:
             raise ValueError(
                 f"expert_parallel: {name or 'the mf.MoE'}: expected whole experts, got "
-                f"{module.parallel}"
+                f"{experts.parallel}"
             )
-        if module.experts % ranks:
+        if experts.experts % ranks:
             raise ValueError(
                 f"expert_parallel: {name or 'the mf.MoE'}: expected experts as a multiple of the "
-                f"group's {ranks} ranks, got {module.experts}"
+                f"group's {ranks} ranks, got {experts.experts}"
             )
-    return [(name or "moe", module) for name, module in found]
+    return [(name or "moe", experts) for experts, name in found.items()]
 
 
 def keep_own(module: Experts, link: ExpertParallel, mesh: Any) -> None:
