@@ -18,6 +18,7 @@
 #include "products/block_scaled.h"
 #include "products/fp8.h"
 #include "products/grouped.h"
+#include "products/products.h"
 #include "products/tensor_factor.h"
 
 namespace minifloat {
@@ -76,8 +77,6 @@ BlockScaledSide side_of(const Spec& spec, const Codes& in, const SymInt& cols,
 
 Arguments arguments_of(const Product& product, const Codes& a, const Codes& b, const SymInt& cols,
                        const Groups& groups) {
-  TORCH_CHECK_VALUE(groups.unit % kColumnUnit == 0, "block-scaled products of groups: expected ",
-                    "group_unit 0, 32, 64 or 128, got ", groups.unit);
   const bool is_along_rows = groups.unit == 0;
   return {side_of(product.a, a, cols, groups),
           side_of(product.b, b, cols, is_along_rows ? Groups{} : groups),
@@ -112,31 +111,6 @@ using Ints = std::vector<std::int64_t>;
 using Results = std::tuple<Tensor, Tensor, std::vector<Tensor>, Ints, Ints, std::vector<Tensor>,
                            Ints, Ints, Tensor>;
 
-// Returns the columns of the operands.   k: as in scaled_mm
-SymInt columns_of(const SymInt& k, const Groups& groups) {
-  if (groups.unit == 0) return k;
-  return grouped_cols<SymInt>(k, SymInt(groups.unit), groups.count());
-}
-
-// Requires the operands of a product, as scaled_mm does.   k: as there
-void check_sides(const Product& product, const Codes& a, const Codes& b, const SymInt& k,
-                 const Groups& groups) {
-  check_groups(kOp, groups, a.codes);
-  bridge::check_size(kOp, "k", k);
-  const bool is_along_rows = groups.unit == 0;
-  InputSizes sizes{.k = columns_of(k, groups), .values_k = k, .matrices = {}, .groups = {}};
-  sizes.is_along_contraction = !is_along_rows;
-  sizes.groups = groups.count();
-  check_input("a", product.a, a, sizes);
-  if (is_along_rows) {
-    sizes.matrices = groups.count();
-    sizes.groups = std::nullopt;
-  }
-  check_input("b", product.b, b, sizes);
-  for (const Tensor* t : {&a.scale, &a.amax, &b.codes, &b.scale, &b.amax})
-    bridge::check_same_device(kOp, "an operand", *t, a.codes);
-}
-
 Results operands_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_amax, const Tensor& b,
                       const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
                       SymInt k, const Tensor& table, std::int64_t unit) {
@@ -145,8 +119,12 @@ Results operands_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_am
                     ": expected both operands under MXFP8 in E4M3, MXFP4 or NVFP4, got ", text);
   const Codes left = {a, a_scale, a_amax}, right = {b, b_scale, b_amax};
   const Groups groups = {table, unit};
-  check_sides(product, left, right, k, groups);
-  Arguments made = arguments_of(product, left, right, columns_of(k, groups), groups);
+  TORCH_CHECK_VALUE(groups.unit % kColumnUnit == 0, "block-scaled products of groups: expected ",
+                    "group_unit 0, 32, 64 or 128, got ", groups.unit);
+  check_operands(kOp, product, left, right, k, groups);
+  for (const Tensor* t : {&a_scale, &a_amax, &b, &b_scale, &b_amax})
+    bridge::check_same_device(kOp, "an operand", *t, a);
+  Arguments made = arguments_of(product, left, right, length_of(k, groups), groups);
   const auto copy = [](const Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); };
   return {copy(made.a.codes),
           copy(made.b.codes).transpose(-2, -1),

@@ -42,13 +42,6 @@ GroupsAlong along_of(const Groups& groups) {
   return groups.unit > 0 ? GroupsAlong::kContraction : GroupsAlong::kRows;
 }
 
-// Returns the length of quantized operands along the contraction dimension.
-SymInt length_of(const SymInt& k, const Groups& groups) {
-  return along_of(groups) == GroupsAlong::kContraction
-             ? grouped_cols<SymInt>(k, SymInt(groups.unit), groups.count())
-             : k;
-}
-
 // Checks a table on the CPU: its boundaries among rows, and under the unit where there is one.
 void check_table(const Groups& groups, const Tensor& a, std::int64_t k, std::int64_t length) {
   const int unit = static_cast<int>(groups.unit);
@@ -121,14 +114,7 @@ InputSizes sizes_of(const SymInt& k, const Groups& groups, bool is_matrices) {
 void check_product(const Product& product, const ProductInput& a, const ProductInput& b,
                    const SymInt& k, const Result& result, const Groups& groups) {
   constexpr const char* kOp = "scaled_mm";
-  bridge::check_size(kOp, "k", k);
-  check_groups(kOp, groups, *tensors_of(a).elements);
-  for (const Spec* spec : {&product.a, &product.b})
-    TORCH_CHECK_VALUE(groups.unit % spec->group_unit() == 0, kOp,
-                      ": expected group_unit as a multiple of ", spec->group_unit(), " under ",
-                      spec->str(), ", got ", groups.unit);
-  check_input("a", product.a, a, sizes_of(k, groups, false));
-  check_input("b", product.b, b, sizes_of(k, groups, true));
+  check_operands(kOp, product, a, b, k, groups);
   TORCH_CHECK_VALUE(bridge::is_value_dtype(result.dtype),
                     "scaled_mm: expected out_dtype float32 or bfloat16, got ", result.dtype);
   if (!result.bias) return;
@@ -204,6 +190,24 @@ Tensor or_empty(const Tensor* t, const Tensor& like) {
 }
 
 }  // namespace
+
+SymInt length_of(const SymInt& k, const Groups& groups) {
+  return along_of(groups) == GroupsAlong::kContraction
+             ? grouped_cols<SymInt>(k, SymInt(groups.unit), groups.count())
+             : k;
+}
+
+void check_operands(const char* op, const Product& product, const ProductInput& a,
+                    const ProductInput& b, const SymInt& k, const Groups& groups) {
+  bridge::check_size(op, "k", k);
+  check_groups(op, groups, *tensors_of(a).elements);
+  for (const Spec* spec : {&product.a, &product.b})
+    TORCH_CHECK_VALUE(groups.unit % spec->group_unit() == 0, op,
+                      ": expected group_unit as a multiple of ", spec->group_unit(), " under ",
+                      spec->str(), ", got ", groups.unit);
+  check_input("a", product.a, a, sizes_of(k, groups, false));
+  check_input("b", product.b, b, sizes_of(k, groups, true));
+}
 
 Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
                  const SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,

@@ -19,6 +19,13 @@ Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const Pro
                  const c10::SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
                  const Groups& groups = {}, bool zeroes_tail = false);
 
+// Returns the length of quantized operands along the contraction dimension.   k: as in scaled_mm
+c10::SymInt length_of(const c10::SymInt& k, const Groups& groups);
+
+// Requires the groups, the shapes and the dtypes of a product's operands. op: for errors.
+void check_operands(const char* op, const Product& product, const ProductInput& a,
+                    const ProductInput& b, const c10::SymInt& k, const Groups& groups);
+
 // Returns an operand in the form that the planned engine reads, for use in several products.
 // spec: of the operand.
 ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, ProductInput input,
