@@ -12,7 +12,7 @@ import json
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +104,56 @@ def kernel_ms(calls: Sequence[Callable[[], object]], device: torch.device, repea
     ms = statistics.median(event_ms(graph.replay, repeats)) / len(calls)
     del graph, results
     return ms
+
+
+def medians_in_turns(
+    calls: Mapping[str, Callable[[], object]], device: torch.device, rounds: int, repeats: int
+) -> dict[str, float]:
+    """Returns the median ms of each call on the device. The calls run alternately."""
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for _ in range(rounds):
+        for name, call in calls.items():
+            if device.type == "cuda":
+                times[name] += event_ms(call, repeats)[1:]
+            else:
+                times[name].append(host_ms(call, 1))
+    return {name: statistics.median(ms) for name, ms in times.items()}
+
+
+def peak_bytes(step: Callable[[], object]) -> int:
+    """Returns the memory of a step above what is allocated before it, after one that allocates
+    lasting state.
+    """
+    step()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def saved_bytes(forward: Callable[[], Tensor], left_out: Iterable[Tensor] = ()) -> int:
+    """Counts the bytes that a forward saves for its backward, without some tensors' memory."""
+    owned = {t.untyped_storage().data_ptr() for t in left_out}
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        if storage.data_ptr() not in owned:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = forward()
+    del y
+    return sum(storages.values())
+
+
+def bar_of(bars: Sequence[float], shapes: Sequence[Any], shape: Any) -> float | None:
+    """Returns the bar at a shape of the table; None where there is none."""
+    at = shapes.index(shape) if shape in shapes else len(bars)
+    return bars[at] if at < len(bars) else None
 
 
 def copy_ms(nbytes: int, device: torch.device, repeats: int) -> float:

@@ -16,7 +16,6 @@ layers      forward and backward of mf.scaled_grouped_mm, weights cast anew, aga
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -109,17 +108,6 @@ def step_of(recipe: str, shape: Shape, ends: Tensor, is_cached: bool = False) ->
     return step
 
 
-def peak_gib(step: Callable[[], None]) -> float:
-    """Returns the memory of a step above what is allocated before it."""
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
-
-
 def floor_speed(recipe: str, shape: Shape, bf16_ms: float, device: torch.device) -> float | None:
     """Returns bf16's time divided by the floor's."""
     m, n, k, e = shape
@@ -138,29 +126,25 @@ def measure_layers(
     base = step_of("", shape, ends)
     if groups != "even":  # a group that is no multiple of 16 rows ends the process
         recipes = [recipe for recipe in recipes if recipe != TORCHAO]
-    rows = [LayerRow(BASE, shape, groups, 0.0, 1.0, None, peak_gib(base))]
+    rows = [LayerRow(BASE, shape, groups, 0.0, 1.0, None, timing.peak_bytes(base) / 2**30)]
     for recipe in recipes:
         steps = {"": base, recipe: step_of(recipe, shape, ends)}
         is_ours = recipe != TORCHAO
         if is_ours and not mf.Recipe(RECIPES.get(recipe, recipe)).is_delayed:
             steps["cached"] = step_of(recipe, shape, ends, is_cached=True)
-        times: dict[str, list[float]] = {name: [] for name in steps}
         try:
-            for _ in range(rounds):
-                for name, f in steps.items():
-                    times[name] += timing.event_ms(f, 4)[1:]
+            times = timing.medians_in_turns(steps, device, rounds, 4)
         except RuntimeError as error:
             if is_ours:
                 raise
             print(f"{recipe}: no figure, {str(error).splitlines()[0]}")
             continue
-        ms, bf16_ms = statistics.median(times[recipe]), statistics.median(times[""])
-        bars = BARS.get(recipe, ())
-        at = SHAPES.index(shape) if shape in SHAPES else len(bars)
-        bar = bars[at] if at < len(bars) and groups == "even" else None
-        row = LayerRow(recipe, shape, groups, ms, bf16_ms / ms, bar, peak_gib(steps[recipe]))
+        ms, bf16_ms = times[recipe], times[""]
+        bar = timing.bar_of(BARS.get(recipe, ()), SHAPES, shape) if groups == "even" else None
+        peak = timing.peak_bytes(steps[recipe]) / 2**30
+        row = LayerRow(recipe, shape, groups, ms, bf16_ms / ms, bar, peak)
         if "cached" in steps:
-            row.cached_speed = bf16_ms / statistics.median(times["cached"])
+            row.cached_speed = bf16_ms / times["cached"]
         if is_ours and groups == "even":
             row.floor_speed = floor_speed(recipe, shape, bf16_ms, device)
         rows.append(row)

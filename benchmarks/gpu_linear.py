@@ -140,46 +140,20 @@ def step_times(
     layers: list[Layer], device: torch.device, rounds: int, steps: int = 4
 ) -> dict[str, float]:
     """Returns the median step of each layer. The layers run alternately."""
-    times: dict[str, list[float]] = {layer.name: [] for layer in layers}
-    for _ in range(rounds):
-        for layer in layers:
-            if device.type == "cuda":
-                times[layer.name] += timing.event_ms(layer.step, steps)[1:]
-            else:
-                times[layer.name].append(timing.host_ms(layer.step, 1))
-    return {name: statistics.median(ms) for name, ms in times.items()}
-
-
-def saved_bytes(model: nn.Module, x: Tensor) -> int:
-    """Counts the bytes that a forward saves for its backward."""
-    storages: dict[int, int] = {}
-
-    def pack(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        storages[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        y = model(x)
-    del y
-    return sum(storages.values())
+    return timing.medians_in_turns({y.name: y.step for y in layers}, device, rounds, steps)
 
 
 def saved_of_x(layer: Layer) -> float:
     """Returns saved bytes an element of x, as the difference that half of the rows make."""
     half = layer.x.detach()[: len(layer.x) // 2].clone().requires_grad_()
-    more = saved_bytes(layer.model, layer.x) - saved_bytes(layer.model, half)
-    return more / (layer.x.numel() - half.numel())
+    whole, rest = (timing.saved_bytes(lambda x=x: layer.model(x)) for x in (layer.x, half))
+    return (whole - rest) / (layer.x.numel() - half.numel())
 
 
 def peak_mib(layer: Layer, device: torch.device) -> float:
     if device.type != "cuda":
         return 0.0
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    layer.step()
-    return (torch.cuda.max_memory_allocated() - before) / 2**20
+    return timing.peak_bytes(layer.step) / 2**20
 
 
 def measure(shape: tuple[int, int, int], args: Any, device: torch.device) -> list[Row]:

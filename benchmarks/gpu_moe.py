@@ -13,7 +13,6 @@ T = 16384 tokens, bf16, one seed for all.
 
 from __future__ import annotations
 
-import statistics
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -98,33 +97,18 @@ def step_of(module: nn.Module, x: Tensor, g: Tensor) -> Callable[[], None]:
 def saved_bytes(module: Any, x: Tensor) -> int:
     """Returns the bytes that the experts' forward keeps, x included and parameters left out."""
     indices, weights = module.router(x)
-    owned = {p.untyped_storage().data_ptr() for p in module.parameters()}
-    found: dict[int, int] = {}
 
-    def keep(t: Tensor) -> Tensor:
-        storage = t.untyped_storage()
-        if storage.data_ptr() not in owned:
-            found[storage.data_ptr()] = storage.nbytes()
-        return t
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+    def forward() -> Tensor:
         if isinstance(module, TorchMoE):
             e = module.experts
-            y = module.compute(x, e.w13, e.w2, indices, weights)
-        else:
-            y = module.experts(x, indices, weights)
-    del y
-    return sum(found.values())
+            return module.compute(x, e.w13, e.w2, indices, weights)
+        return module.experts(x, indices, weights)
+
+    return timing.saved_bytes(forward, module.parameters())
 
 
 def peak_gib(step: Callable[[], None]) -> float:
-    step()
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return (torch.cuda.max_memory_allocated() - before) / 2**30
+    return timing.peak_bytes(step) / 2**30
 
 
 def measure(
@@ -138,20 +122,26 @@ def measure(
     reference = TorchMoE(layer(shape, None, device))
     base = step_of(reference, x, g)
     base()
-    rows = [Row(BASE, shape, 0, 1, None, saved_bytes(reference, x) / routed, most, peak_gib(base))]
+    rows = [
+        Row(
+            BASE,
+            shape,
+            0,
+            1,
+            None,
+            saved_bytes(reference, x) / routed,
+            most,
+            peak_gib(base),
+        )
+    ]
     for recipe in recipes:
         module = layer(shape, recipe, device)
         step = step_of(module, x, g)
-        times: dict[str, list[float]] = {"": [], recipe: []}
-        for _ in range(rounds):
-            for name, f in (("", base), (recipe, step)):
-                times[name] += timing.event_ms(f, 3)[1:]
-        ms, base_ms = statistics.median(times[recipe]), statistics.median(times[""])
-        bars = BARS.get(recipe, ())
-        at = SHAPES.index(shape) if shape in SHAPES else len(bars)
+        times = timing.medians_in_turns({"": base, recipe: step}, device, rounds, 3)
+        ms, base_ms = times[recipe], times[""]
         rows[0].ms = base_ms
         kept = saved_bytes(module, x) / routed
-        bar = bars[at] if at < len(bars) else None
+        bar = timing.bar_of(BARS.get(recipe, ()), SHAPES, shape)
         rows.append(Row(recipe, shape, ms, base_ms / ms, bar, kept, most, peak_gib(step)))
         del module, step
         torch.cuda.empty_cache()
