@@ -4,10 +4,9 @@ import copy
 import os
 import shutil
 import signal
-import subprocess
-import sys
 import time
 import warnings
+from functools import partial
 from pathlib import Path
 
 import minifloat as mf
@@ -31,12 +30,15 @@ from torch.distributed.checkpoint.state_dict import (
     set_state_dict,
 )
 
+from tests.support import train_command
 from tests.support.tiny_text import write_text
-from tests.support.worlds import THREADS, run_world
+from tests.support.worlds import run_world
 
 MODEL = "moe:64,3,2,1,32,4,2,1"
 LAYERS = ["layers.1.moe", "layers.2.moe"]
 BATCH, SEQ = 4, 32
+
+start = partial(train_command.start, model=MODEL, seq=SEQ, batch=BATCH)
 
 
 @pytest.fixture(scope="module")
@@ -44,23 +46,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     write_text(folder)
     return folder
-
-
-def start(folder, out, processes, *more):
-    """Starts the command."""
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    options = f"""train --data {folder} --cache {folder.parent}/cache --out {out} --vocab 300
-        --model {MODEL} --seq {SEQ} --batch {BATCH} --eval-every 4 --eval-batches 2
-        --checkpoint-every 4 --threads {THREADS} --device cpu""".split()
-    return subprocess.Popen(
-        [*launcher, "-m", "minifloat", *options, *more],
-        env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def train(*args):

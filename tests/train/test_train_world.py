@@ -1,10 +1,8 @@
 """`minifloat train` on several processes: one process's losses, resumed at any moment."""
 
-import os
 import signal
-import subprocess
-import sys
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -14,8 +12,10 @@ from minifloat.train.config import TrainError
 from minifloat.train.metrics import read_records, without_timings
 from minifloat.train.world import World, joined
 
+from tests.support import train_command
 from tests.support.tiny_text import write_text
-from tests.support.worlds import THREADS
+
+start = partial(train_command.start, model="64,2,2,1,96", seq=32, batch=4)
 
 
 @pytest.fixture(scope="module")
@@ -23,25 +23,6 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("train")
     write_text(folder)
     return folder
-
-
-def options(folder, out):
-    return f"""train --data {folder} --cache {folder.parent}/cache --out {out} --vocab 300
-        --model 64,2,2,1,96 --seq 32 --batch 4 --eval-every 4 --eval-batches 2
-        --checkpoint-every 4 --threads {THREADS} --device cpu""".split()
-
-
-def start(folder, out, processes, *more):
-    launcher = [sys.executable]
-    if processes > 1:
-        launcher += ["-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={processes}"]
-    return subprocess.Popen(
-        [*launcher, "-m", "minifloat", *options(folder, out), *more],
-        env={**os.environ, "OMP_NUM_THREADS": str(THREADS)},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
 
 
 def train(*args):
