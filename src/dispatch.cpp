@@ -97,8 +97,9 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
   const bool any = parts * rows * (is_padded ? cols + parts : cols) > 0;
   MINIFLOAT_CHECK(!spec.is_bf16(),
                   "quantize: bf16 is the identity and has no codes; expected a quantizing spec");
-  MINIFLOAT_CHECK(operand.codes || !any, "quantize: expected a codes buffer for ", spec.str(),
-                  ", got null");
+  MINIFLOAT_CHECK(operand.codes || operand.decoded || !any,
+                  "quantize: expected a buffer for the codes of ", spec.str(),
+                  " or for their values, got null");
   MINIFLOAT_CHECK(operand.scale || !any, "quantize: expected a scale buffer for ", spec.str(),
                   ", got null");
   MINIFLOAT_CHECK(!operand.given_amax || spec.has_tensor_amax() || spec.has_row_amax(),

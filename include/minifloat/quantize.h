@@ -47,7 +47,7 @@ struct Operand {
   const float* given_amax = nullptr;  // shaped as amax; null: computed from the values
   Random random;                      // required by +sr
   Origin origin;
-  std::uint8_t* codes = nullptr;
+  std::uint8_t* codes = nullptr;  // null beside `decoded`: not written
   void* scale = nullptr;
   // The active amax; under +delayed the current amax, for the history. null: not written.
   float* amax = nullptr;

@@ -195,7 +195,7 @@ struct EncodeTile {
         for (std::int64_t b = 0; b < kTileCols / Width; ++b)
           if (has_zero_codes(operand.spec.rule, blocks.code[first + b]))
             __builtin_memset(codes + b * Width, 0, Width);
-      store_row<F>(plan, range, r, codes);
+      if (operand.codes) store_row<F>(plan, range, r, codes);
       if (operand.decoded) store_decoded<F, Width>(plan, range, r, blocks.scale + first, codes);
     }
   }

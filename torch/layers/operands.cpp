@@ -212,11 +212,11 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const
     if (!needed.is_needed) return {};
     const bool is_row = first == 0;
     if (recipe.specs[needed.place].is_bf16()) return unquantized(is_row ? x : transposed(x));
-    TORCH_CHECK_VALUE(tensors[first].numel() > 0 || x.numel() == 0, op, ": expected ", name,
-                      is_row ? " with its rowwise codes" : " with its columnwise codes",
-                      ", got none");
     const SymInt read_rows = is_row ? rows : x.sym_size(-1);
     const Tensor& read = tensors[needed.decoded ? first + 3 : first];
+    TORCH_CHECK_VALUE(read.numel() > 0 || x.numel() == 0, op, ": expected ", name,
+                      is_row ? " with its rowwise " : " with its columnwise ",
+                      needed.decoded ? "values" : "codes", ", got none");
     TORCH_CHECK_VALUE(read.dim() == x.dim() && read.sym_size(-2) == read_rows, op, ": expected ",
                       name, " of ", read_rows, " rows as read, got ", read.sym_sizes());
     const Spec& spec = recipe.specs[needed.place];

@@ -49,7 +49,7 @@ const PreparedRecipe& prepare(const std::string& text);
 struct Needed {
   Place place;
   bool is_needed = true;
-  bool decoded = false;  // also as values, for an exact product that follows
+  bool decoded = false;  // as values, for an exact product that follows and alone reads it
 };
 
 // The rowwise and the columnwise operand.

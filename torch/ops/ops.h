@@ -24,7 +24,7 @@ using at::Tensor;
 
 // The result of a quantization in one direction. Absent tensors are empty or undefined.
 struct QuantizedOperand {
-  Tensor codes;    // uint8 (…, rows, code_cols), as read
+  Tensor codes;    // uint8 (…, rows, code_cols), as read; may be absent beside `decoded`
   Tensor scale;    // fp32, or the bytes of E8M0 or E4M3
   Tensor amax;     // fp32
   Tensor decoded;  // bf16 (…, rows, padded_cols), if requested
@@ -34,6 +34,8 @@ struct QuantizeOptions {
   std::optional<Tensor> amax_row, amax_col;
   std::optional<Tensor> rng;  // int64 (2) or (3): seed, count, module stream
   std::int64_t stream_row = 0, stream_col = 0;
+  // Also writes the values for an exact product. Where no dispatcher is in between, codes that come
+  // with their values are not written: one product reads the operand, and reads its values.
   bool decoded_row = false, decoded_col = false;
   std::array<c10::SymInt, 2> origin = {0, 0};  // of x within the whole
   Groups groups = {};                          // of the rows of x

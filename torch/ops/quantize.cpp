@@ -79,8 +79,8 @@ QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead<SymInt
           empty_amax(x, spec, read), empty(x, values, at::kBFloat16)};
 }
 
-// Allocates the outputs of a direction as one allocation. Absent outputs are undefined. For direct
-// calls alone: the outputs of an op do not share memory.
+// Allocates the outputs of a direction as one allocation. Absent outputs are undefined, and so are
+// codes beside their values. For direct calls alone: the outputs of an op do not share memory.
 QuantizedOperand allocate_together(const Tensor& x, const Spec& spec,
                                    const AsRead<SymInt>& symbolic, bool decoded) {
   using torch_ops::direct_view;
@@ -107,7 +107,7 @@ QuantizedOperand allocate_together(const Tensor& x, const Spec& spec,
     return p;
   };
   const bool has_amax = spec.has_row_amax() || spec.has_tensor_amax();
-  const Part codes = part(at::kByte, read.codes(spec));
+  const auto codes = decoded ? std::nullopt : std::optional(part(at::kByte, read.codes(spec)));
   const Part scale = part(scale_dtype(spec), read.scale(spec));
   const auto amax = has_amax ? std::optional(part(at::kFloat, read.amax(spec))) : std::nullopt;
   const auto values =
@@ -119,8 +119,8 @@ QuantizedOperand allocate_together(const Tensor& x, const Spec& spec,
     return direct_view(memory, p.dtype, p.shape,
                        p.begin / static_cast<std::int64_t>(c10::elementSize(p.dtype)));
   };
-  return {tensor(codes), tensor(scale), amax ? tensor(*amax) : Tensor(),
-          values ? tensor(*values) : Tensor()};
+  const auto tensor_or_none = [&](const auto& p) { return p ? tensor(*p) : Tensor(); };
+  return {tensor_or_none(codes), tensor(scale), tensor_or_none(amax), tensor_or_none(values)};
 }
 
 QuantizedOperand absent(const Tensor& x) {

@@ -102,6 +102,7 @@ __device__ __forceinline__ void store_vec(std::uint8_t* to, std::uint64_t i,
 template <class F>
 __device__ __forceinline__ void store_codes(const KernelOperand& plan, const Window& window,
                                             const Codes<F>& codes, const Place& at) {
+  if (!plan.codes) return;
   const std::uint32_t col = window.first_col + at.col;
   std::uint8_t* to =
       plan.codes + std::uint64_t{at.line} * plan.code_pitch + (F::kBits == 8 ? col : col / 2);

@@ -152,7 +152,7 @@ __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
                                                  std::uint8_t* to, std::uint64_t at) {
   const Codes<typename C::F> codes =
       encode_in_block<C>(plan, C::kRule, transformed.vec, block, bits, transformed.pending_factor);
-  store_vec<typename C::F>(to, 0, codes);
+  if (plan.codes) store_vec<typename C::F>(to, 0, codes);
   if (plan.decoded)
     store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kVec, 0, kVec,
                                         true);
