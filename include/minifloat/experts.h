@@ -38,7 +38,7 @@ struct SwiGluGradients {
   void* gate = nullptr;  // (rows, width), as SwiGlu's
   void* up = nullptr;
   std::int64_t stride = 0;   // of gate's and up's rows
-  float* weights = nullptr;  // (rows), at the rows' places; a place of no row is not written
+  float* weights = nullptr;  // (rows), at the rows' places; zero at a place of no row
 };
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
@@ -49,12 +49,10 @@ struct TakeRows {
   std::int64_t from_rows = 0, from_stride = 0, row_bytes = 0;  // bytes
   const std::int32_t* index = nullptr;                         // (rows)
   std::int64_t rows = 0, slots = 1;
-  // The inverse of `index`, (from_rows, slots), where each number below rows = from_rows * slots is
-  // in it once; null: unknown. With it a GPU reads each row of `from` once.
+  // The inverse of `index`, (from_rows, slots), rows = from_rows * slots; null: unknown. With it a
+  // GPU reads each row of `from` once. The result does not depend on it.
   const std::int32_t* places = nullptr;
-  // (rows, row_bytes), contiguous; zeros where an index is out of range. With places, rows that are
-  // in none are not written.
-  void* to = nullptr;
+  void* to = nullptr;  // (rows, row_bytes), contiguous; zeros where an index is out of range
   Device device = Device::kCpu;
 };
 void take_rows(const TakeRows& copy, const Execution& execution);

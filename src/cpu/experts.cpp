@@ -55,6 +55,7 @@ void forward(const SwiGlu& of, T* h, const Execution& execution) {
 template <class T>
 void backward(const SwiGlu& of, const SwiGluGradients& d, const Execution& execution) {
   const std::int64_t end = end_of(of), step = of.is_interleaved ? 2 : 1;
+  if (of.places) std::fill_n(d.weights, of.rows, 0.0f);
   parallel_for(execution, of.rows, of.rows * of.width, [&](std::int64_t r) {
     T* const d_gate = static_cast<T*>(d.gate) + r * d.stride;
     T* const d_up = static_cast<T*>(d.up) + r * d.stride;

@@ -151,11 +151,42 @@ def test_numbers_out_of_range_on_the_device(cuda):
     """A GPU's numbers are not copied to the host: rows out of range are zeros."""
     x, index = torch.ones(4, 24, device=cuda), torch.tensor([3, 4, -1, 2**31 - 1, 0]).int()
     assert ops.take_rows(x, index.to(cuda))[:, 0].tolist() == [1, 0, 0, 0, 1]
+    inverse = torch.tensor([[1], [2], [3], [0]], dtype=torch.int32, device=cuda)
+    by_places = ops.take_rows(x, index[:4].to(cuda), places=inverse)
+    assert by_places[:, 0].tolist() == [1, 0, 0, 0]
     places = index[:4].view(2, 2).to(cuda)
     assert ops.add_slots(x, places)[:, 0].tolist() == [1, 0]
     ones = torch.ones(4, device=cuda)
     h = ops.swiglu(x, None, ones, pairs=index[:4].to(cuda))
     assert h.any(dim=1).tolist() == [True, False, False, False]
+
+
+def test_the_gradient_of_a_weight_of_no_row_is_zero(cuda):
+    gate, up, dh = torch.randn(3, 64, 8, device=cuda)
+    pairs = torch.full((64,), 64, dtype=torch.int32)  # out of range, except
+    pairs[:4] = torch.tensor([5, 0, 63, 9])
+    ones, pairs = torch.ones(64, device=cuda), pairs.to(cuda)
+    freed = torch.full((64,), float("nan"), device=cuda)
+    del freed
+    d_weights = ops.swiglu_backward(dh, gate, up, ones, pairs=pairs)[2]
+    assert d_weights.nonzero().flatten().tolist() == [0, 5, 9, 63]
+
+
+@pytest.mark.parametrize("slots", [1, 3, 40])
+def test_take_rows_by_places_that_are_no_inverse(device, slots):
+    """The result is the index's: of rows that no place names, and of places named twice."""
+    for tokens, cols, seed in itertools.product((1, 9), (3, 8, 2056), range(3)):
+        torch.manual_seed(seed)
+        rows = tokens * slots
+        x = torch.randn(tokens, cols).bfloat16()
+        order = torch.randperm(rows).int()
+        index = torch.where(torch.rand(rows) < 0.7, order, torch.randint(0, rows, (rows,)).int())
+        drawn = torch.randint(-1, rows + 1, (rows,))
+        places = torch.where(torch.rand(rows) < 0.7, order.argsort(), drawn).int()
+        places = places.view(tokens, slots)
+        want = x[index.long() // slots]
+        got = ops.take_rows(x.to(device), index.to(device), slots, places=places.to(device))
+        require_bytes(got, want, f"take_rows {tokens} {slots} {cols}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

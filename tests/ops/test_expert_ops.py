@@ -132,6 +132,18 @@ def test_pairs_name_the_weights_and_groups_end_the_rows():
     assert not d_weights.flatten()[pairs.long()][9:].any()
 
 
+def test_the_gradient_of_a_weight_of_no_row_is_zero():
+    given_ = draw_inputs(64, 8, torch.float32, 1)
+    gate, up, dh = (given_[name] for name in ("gate", "up", "dh"))
+    pairs = torch.arange(64).int() // 2 * 2  # the even places, each of two rows
+    for _ in range(8):
+        freed = torch.full((64,), float("nan"))
+        del freed
+        d_weights = ops.swiglu_backward(dh, gate, up, torch.ones(64), pairs=pairs)[2]
+        assert d_weights[::2].all()
+        assert d_weights[1::2].tolist() == [0] * 32
+
+
 def test_the_weights_gradient_is_summed_in_the_documented_order():
     """256 partial sums, then halves of runs of 8, then halves of 32 runs."""
     torch.manual_seed(0)
@@ -188,6 +200,8 @@ def test_take_rows_is_indexing(tokens, slots, shape, dtype, rows):
     places = index.argsort().view(tokens, slots).int()
     found = ops.take_rows(x, index, slots, places=places)
     assert torch.equal(found, x[index.long() // slots])
+    places = torch.randint(-1, tokens * slots + 1, (tokens, slots), dtype=torch.int32)
+    assert torch.equal(ops.take_rows(x, index, slots, places=places), found)
 
 
 @given(st.integers(0, 9), st.integers(0, 8), widths, st.sampled_from(DTYPES), st.booleans())

@@ -63,22 +63,37 @@ struct LaneChunks {
   }
 };
 
+// Returns the entry of a table of `rows`, or a number that no row has.
+__device__ __forceinline__ std::uint32_t entry_of(const std::int32_t* table, std::uint32_t at,
+                                                  std::uint32_t rows) {
+  return at < rows ? static_cast<std::uint32_t>(__ldg(table + at)) : ~0u;
+}
+
+// Copies a part of the row of `pair` to one row of the result, or writes zeros where there is none.
 // Chunk: the bytes that a lane copies at once.
 template <class Chunk>
-__global__ void __launch_bounds__(kRowThreads) gather_rows(const __grid_constant__ TakeArgs args) {
-  const std::uint32_t part = part_of_warp();
-  if (part >= args.parts.count) return;
-  const LaneChunks of = LaneChunks::of<Chunk>(args, part);
-  const auto pair = static_cast<std::uint32_t>(__ldg(args.index + of.row));
+__device__ __forceinline__ void gather_part(const TakeArgs& args, const LaneChunks& of,
+                                            std::uint32_t row, std::uint32_t pair) {
   const std::uint32_t from_row = pair >> 31 ? ~0u : args.slots.divide(pair);
   const auto* const from = reinterpret_cast<const Chunk*>(args.from + from_row * args.from_stride);
-  auto* const to = reinterpret_cast<Chunk*>(args.to + of.row * args.row_bytes);
+  auto* const to = reinterpret_cast<Chunk*>(args.to + row * args.row_bytes);
   Chunk chunk[kTogether] = {};
   if (from_row < args.from_rows)
     of.each([&](std::uint32_t i, std::uint32_t at) { chunk[i] = __ldg(from + at); });
   of.each([&](std::uint32_t i, std::uint32_t at) { to[at] = chunk[i]; });
 }
 
+template <class Chunk>
+__global__ void __launch_bounds__(kRowThreads) gather_rows(const __grid_constant__ TakeArgs args) {
+  const std::uint32_t part = part_of_warp();
+  if (part >= args.parts.count) return;
+  const LaneChunks of = LaneChunks::of<Chunk>(args, part);
+  gather_part<Chunk>(args, of, of.row, static_cast<std::uint32_t>(__ldg(args.index + of.row)));
+}
+
+// Row t of `from` goes to the rows at its places. So that the result is gather_rows' for any
+// `places`, a warp copies to a row only what `index` names there, and gathers those of the rows
+// t * slots … that no place names.
 template <class Chunk>
 __global__ void __launch_bounds__(kRowThreads) scatter_rows(const __grid_constant__ TakeArgs args) {
   const std::uint32_t part = part_of_warp();
@@ -87,12 +102,27 @@ __global__ void __launch_bounds__(kRowThreads) scatter_rows(const __grid_constan
   const auto* const from = reinterpret_cast<const Chunk*>(args.from + of.row * args.from_stride);
   Chunk chunk[kTogether] = {};
   of.each([&](std::uint32_t i, std::uint32_t at) { chunk[i] = __ldg(from + at); });
-  const std::int32_t* const places = args.places + std::uint64_t{of.row} * args.slots.d;
-  for (std::uint32_t s = 0; s < args.slots.d; ++s) {
-    const auto place = static_cast<std::uint32_t>(__ldg(places + s));
-    if (place >= args.rows) continue;
-    auto* const to = reinterpret_cast<Chunk*>(args.to + place * args.row_bytes);
-    of.each([&](std::uint32_t i, std::uint32_t at) { to[at] = chunk[i]; });
+  const std::uint32_t slots = args.slots.d;
+  for (std::uint32_t first = 0; first < slots; first += kLanes) {
+    // A lane takes the pair of a slot, and the row of the same number.
+    const std::uint32_t slot = first + threadIdx.x % kLanes;
+    const std::uint32_t number = slot < slots ? of.row * slots + slot : ~0u;
+    const std::uint32_t place = entry_of(args.places, number, args.rows),
+                        pair = entry_of(args.index, number, args.rows);
+    const bool is_inverse = entry_of(args.index, place, args.rows) == number,
+               is_named = entry_of(args.places, pair, args.rows) == number;
+    unsigned places = __ballot_sync(kAllLanes, slot < slots && is_inverse);
+    unsigned unnamed = __ballot_sync(kAllLanes, slot < slots && !is_named);
+    for (; places != 0; places &= places - 1) {
+      const std::uint32_t row = __shfl_sync(kAllLanes, place, __ffs(places) - 1);
+      auto* const to = reinterpret_cast<Chunk*>(args.to + row * args.row_bytes);
+      of.each([&](std::uint32_t i, std::uint32_t at) { to[at] = chunk[i]; });
+    }
+    for (; unnamed != 0; unnamed &= unnamed - 1) {
+      const int lane = __ffs(unnamed) - 1;
+      gather_part<Chunk>(args, of, __shfl_sync(kAllLanes, number, lane),
+                         __shfl_sync(kAllLanes, pair, lane));
+    }
   }
 }
 

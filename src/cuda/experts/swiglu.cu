@@ -270,6 +270,10 @@ void swiglu_backward(const SwiGlu& of, const SwiGluGradients& d, const Execution
   args.of.is_aligned = args.of.is_aligned && has_aligned_rows(d.dh, d.dh_stride * size, of.rows) &&
                        has_aligned_rows(d.gate, d.stride * size, of.rows) &&
                        (of.is_interleaved || has_aligned_rows(d.up, d.stride * size, of.rows));
+  if (of.places)
+    check(cudaMemsetAsync(d.weights, 0, static_cast<std::size_t>(of.rows) * sizeof(float),
+                          cuda_stream(execution)),
+          "swiglu_backward");
   with_form(of, [&]<class T, bool kInterleaved, bool kHasLimit>() {
     swiglu_backward_rows<T, kInterleaved, kHasLimit>
         <<<rows_grid(of.rows, "swiglu_backward"), kRowThreads, 0, cuda_stream(execution)>>>(args);
