@@ -219,6 +219,7 @@ def test_add_slots_is_a_loop(tokens, slots, cols, dtype, has_base):
 
 # ---- errors --------------------------------------------------------------------------------------
 
+NAN = float("nan")
 X = torch.zeros(4, 6)
 ONES = torch.ones(4)
 
@@ -229,6 +230,16 @@ ONES = torch.ones(4)
         (lambda: ops.swiglu(X[:, :5], None, ONES), "gate and up of the same width, got 5"),
         (lambda: ops.swiglu(X, X[:, :5], ONES), r"expected other as Float \(4, 6\), got Float"),
         (lambda: ops.swiglu(X, X, ONES, interleaved=True), "interleaved of one product, got two"),
+        (lambda: ops.swiglu(X, None, ONES, limit=NAN), "swiglu: expected limit above 0.*got nan"),
+        (lambda: ops.swiglu(X, None, ONES, limit=0.0), "expected limit above 0.*got 0"),
+        (lambda: ops.swiglu(X, None, ONES, limit=-7.0), "expected limit above 0.*got -7"),
+        (lambda: ops.swiglu(X, None, ONES, limit=1e39), r"expected limit above 0.*got 1e\+39"),
+        (lambda: ops.swiglu(X, None, ONES, limit=7.0, alpha=NAN), "alpha above 0.*got nan"),
+        (lambda: ops.swiglu(X, None, ONES, alpha=-1.0), "alpha above 0.*got -1"),
+        (
+            lambda: ops.swiglu_backward(X[:, :3], X, None, ONES, limit=0.0),
+            "swiglu_backward: expected limit above 0.*got 0",
+        ),
         (lambda: ops.swiglu(X, None, ONES[:3]), "one for each of 4 rows, got Float"),
         (lambda: ops.swiglu(X, None, ONES.bfloat16()), "weights as float32"),
         (lambda: ops.swiglu(X.half(), None, ONES), "product in float32 or bfloat16, got Half"),

@@ -6,6 +6,8 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <limits>
+
 #include "ops/bridge.h"
 #include "ops/groups.h"
 #include "ops/outputs.h"
@@ -65,7 +67,16 @@ void check_like(const SwiGluArguments& a, const char* name, const Tensor& t, con
                     a.product.device(), ", got ", t.device());
 }
 
+// Requires a number above zero that float32 holds.
+void check_positive(const char* op, const char* name, double x) {
+  const double most = std::numeric_limits<float>::max(), least = std::numeric_limits<float>::min();
+  TORCH_CHECK_VALUE(least <= x && x <= most, op, ": expected ", name, " above 0 in float32, got ",
+                    x);
+}
+
 void check_arguments(const SwiGluArguments& a) {
+  if (a.limit) check_positive(a.op, "limit", *a.limit);
+  check_positive(a.op, "alpha", a.alpha);
   check_matrix(a.op, "product", a.product);
   if (a.other) {
     check_like(a, "other", *a.other, a.product.sym_size(1));
