@@ -17,7 +17,8 @@ function(minifloat_add_test folder source)
   endif()
   add_executable(${name} "${source}")
   target_include_directories(${name} PRIVATE "${PROJECT_SOURCE_DIR}/tests"
-                                             "${PROJECT_SOURCE_DIR}/src")
+                                             "${PROJECT_SOURCE_DIR}/src"
+                                             "${PROJECT_SOURCE_DIR}/torch")
   target_link_libraries(${name} PRIVATE ${ARGN} minifloat_gtest_main)
   minifloat_compile_options(${name})
   if(MINIFLOAT_CUDA)  # a build without CUDA refuses these

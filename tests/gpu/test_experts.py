@@ -75,12 +75,39 @@ def test_equal_to_the_cpu_without_a_wait(cuda, recipe, layout):
     assert got[1][-TAIL:].eq(0).all()
 
 
-@pytest.mark.parametrize("recipe", ["fp8_rowwise", "nvfp4", "mxfp8"])
-def test_sizes_that_engines_do_not_take(cuda, recipe):
-    want = Case(recipe, "cpu", k=72, n=40).run()
-    got = Case(recipe, cuda, k=72, n=40).run()
+MIXED = "fprop=mxfp8*bf16 dgrad=mxfp8*bf16 wgrad=mxfp8*bf16"
+# Multiples of 8, of 4 alone, of nothing; each larger for one of K and N.
+ODD_SIZES = [(72, 40), (20, 28), (28, 20), (33, 7), (7, 33), (1, 1), (128, 9), (9, 128)]
+
+
+@pytest.mark.parametrize("layout", ["column", "row"])
+@pytest.mark.parametrize(("k", "n"), ODD_SIZES)
+@pytest.mark.parametrize("recipe", ["bf16", MIXED, *PRESETS])
+def test_sizes_that_engines_do_not_take(cuda, recipe, k, n, layout):
+    want = Case(recipe, "cpu", layout=layout, bias=True, k=k, n=n).run()
+    got = Case(recipe, cuda, layout=layout, bias=True, k=k, n=n).run()
     for a, b in zip(got, want, strict=True):
         assert relative(a, b) <= 8e-3
+    assert got[0][-TAIL:].eq(0).all()
+    assert got[1][-TAIL:].eq(0).all()
+
+
+@pytest.mark.parametrize("recipe", ["bf16", "mxfp8", MIXED])
+@pytest.mark.parametrize("ends", [[0, 0], [3, 3], [0, 5]])
+def test_few_rows(cuda, recipe, ends):
+    """No row, a row of no group, and K and N that are no multiples of 8."""
+    for rows in sorted({ends[-1], ends[-1] + 1}):
+        results = []
+        for device in ("cpu", cuda):
+            a = torch.ones(rows, 20, dtype=torch.bfloat16, device=device, requires_grad=True)
+            w = torch.ones(2, 20, 12, dtype=torch.bfloat16, device=device, requires_grad=True)
+            bias = torch.ones(2, 12, device=device, requires_grad=True)
+            offs = torch.tensor(ends, device=device).int()
+            y = mf.scaled_grouped_mm(a, w, offs, recipe, bias=bias)
+            y.float().sum().backward()
+            results.append([y.detach(), a.grad, w.grad, bias.grad])
+        for got, want in zip(*reversed(results), strict=True):
+            assert torch.equal(got.cpu(), want)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4", "mxfp4"])

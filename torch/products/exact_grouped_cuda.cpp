@@ -3,6 +3,10 @@
 // of which one is fp32 are multiplied in fp32, group by group: the host waits for the groups' ends.
 #include <ATen/ATen.h>
 
+#include <algorithm>
+#include <cstdint>
+#include <vector>
+
 #include "minifloat/core/block.h"
 #include "ops/direct.h"
 #include "products/exact.h"
@@ -13,15 +17,31 @@ namespace {
 
 bool supports(const Product&, int capability) { return capability != kNoGpu; }
 
-// Returns values (…, k) for a product along rows, with rows or columns that start at multiples of
-// 16 bytes: themselves, or a copy. k grows to a multiple of 8 with zeros. Both operands then have
-// the same k, whatever their dtypes and layouts.
-Tensor aligned(const Tensor& values) {
-  constexpr std::int64_t kUnit = 8;  // elements: 16 bytes of bf16, 32 of fp32
-  const std::int64_t cols = values.size(-1), padded = round_up(cols, kUnit);
-  const std::int64_t pitch = values.stride(values.stride(-1) == 1 ? -2 : -1);
-  if (padded == cols && pitch % kUnit == 0) return values;
-  return at::constant_pad_nd(values, {0, padded - cols}).contiguous();
+// Torch's grouped products read rows or columns that start at multiples of 16 bytes.
+constexpr std::int64_t kAlignment = 8;  // elements: 16 bytes of bf16, 32 of fp32
+
+bool has_aligned_runs(const Tensor& values) {
+  const std::int64_t adjacent = values.stride(-1) == 1 ? -1 : -2,
+                     pitch = values.stride(-3 - adjacent);
+  return values.stride(adjacent) == 1 && pitch % kAlignment == 0 &&
+         pitch >= values.size(adjacent) &&
+         (values.dim() == 2 || values.stride(0) % kAlignment == 0) &&
+         reinterpret_cast<std::uintptr_t>(values.const_data_ptr()) % 16 == 0;
+}
+
+// Returns values (…, rows, k) as torch's grouped products read them, with zeros up to a multiple of
+// kAlignment along `dim`, the last or the one before: themselves, or a copy with adjacent elements
+// along `dim`.
+Tensor aligned(const Tensor& values, std::int64_t dim) {
+  const std::int64_t size = values.size(dim),
+                     padded = round_up(std::max<std::int64_t>(size, 1), kAlignment);
+  if (padded == size && has_aligned_runs(values)) return values;
+  const Tensor from = values.transpose(dim, -1);
+  std::vector<std::int64_t> shape = from.sizes().vec();
+  shape.back() = padded;
+  const Tensor to = at::zeros(shape, from.options());
+  to.narrow(-1, 0, size).copy_(from);
+  return to.transpose(dim, -1);
 }
 
 // Returns an unquantized operand (C, M) in the padded columns of groups, (C, L), zeros past the
@@ -62,7 +82,8 @@ void scale(Tensor& sums, const Tensor& factor) { at::mul_out(sums, sums, factor)
 Tensor multiply_rows(const ProductCall& call) {
   const ExactSide a = exact_side(call.product.a, call.a, call.k, call.groups),
                   b = exact_side(call.product.b, call.b, call.k);
-  Tensor out = sums_of(aligned(a.values), aligned(b.values), ends_of(call.groups, 0));
+  // Both grow to the same k.
+  Tensor out = sums_of(aligned(a.values, -1), aligned(b.values, -1), ends_of(call.groups, 0));
   const Tensor factor = group_factor(a, b);
   Tensor of_rows = a.row_factors;  // (M), with the factor of each row's group
   if (factor.defined() || b.row_factors.defined()) {
@@ -83,10 +104,14 @@ Tensor multiply_columns(const ProductCall& call) {
                   b = exact_side(call.product.b, call.b, call.k, call.groups);
   const bool is_padded = !call.product.is_bf16();
   const auto columns = [&](const ExactSide& side, const Spec& spec) {
-    return is_padded && spec.is_bf16() ? padded_columns(side.values, call) : side.values;
+    // Groups of any length are multiplied where elements of a column are adjacent.
+    if (!is_padded) return aligned(side.values.t().contiguous().t(), -2);
+    return aligned(spec.is_bf16() ? padded_columns(side.values, call) : side.values, -1);
   };
   const Tensor left = columns(a, call.product.a), right = columns(b, call.product.b);
-  Tensor out = sums_of(left, right, ends_of(call.groups, is_padded ? call.groups.unit : 0));
+  Tensor out = sums_of(left, right, ends_of(call.groups, is_padded ? call.groups.unit : 0))
+                   .narrow(1, 0, a.values.size(0))
+                   .narrow(2, 0, b.values.size(0));
   const Tensor factor = group_factor(a, b);
   if (factor.defined()) scale(out, factor.reshape({-1, 1, 1}));
   if (a.row_factors.defined()) scale(out, a.row_factors.unsqueeze(2));
