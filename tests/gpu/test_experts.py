@@ -88,8 +88,40 @@ def test_sizes_that_engines_do_not_take(cuda, recipe, k, n, layout):
     got = Case(recipe, cuda, layout=layout, bias=True, k=k, n=n).run()
     for a, b in zip(got, want, strict=True):
         assert relative(a, b) <= 8e-3
-    assert got[0][-TAIL:].eq(0).all()
-    assert got[1][-TAIL:].eq(0).all()
+    for out in got[:2]:
+        assert out[-TAIL:].eq(0).all()
+        assert out.untyped_storage().nbytes() == out.nbytes
+    assert got[0].is_contiguous()
+
+
+@pytest.mark.parametrize("spec", ["bf16", "mxfp8", "e4m3/row"])
+def test_results_are_contiguous(cuda, spec):
+    """Rows of torch's own results are whole multiples of 16 bytes."""
+    table = mf.group_table(torch.tensor([3, 35], device=cuda).int(), 50)
+    none = torch.empty(0, device=cuda)
+
+    def operand(*shape, columnwise=False):
+        x = torch.ones(*shape, device=cuda, dtype=torch.bfloat16)
+        if spec == "bf16":
+            return x.t() if columnwise else x, none, none
+        groups = {"groups": table} if len(shape) == 2 else {}
+        q = mf.quantize(x, spec, columnwise=columnwise, **groups)
+        return q.codes, q.scale, none if q.amax is None else q.amax
+
+    rows = operand(50, 32), operand(2, 9, 32)
+    y = ops.scaled_mm(*rows[0], *rows[1], f"{spec}*{spec}", k=32, groups=table, zero_tail=True)
+    columns = operand(50, 20, columnwise=True), operand(50, 9, columnwise=True)
+    unit = 32 if spec == "mxfp8" else 16
+    dw = ops.scaled_mm(
+        *columns[0], *columns[1], f"{spec}*{spec}", k=50, groups=table, group_unit=unit
+    )
+    assert (y.shape, dw.shape) == ((50, 9), (2, 20, 9))
+    assert y.is_contiguous()
+    assert dw.is_contiguous()
+    assert y[:35].eq(32).all()
+    assert y[35:].eq(0).all()
+    assert dw[0].eq(3).all()
+    assert dw[1].eq(32).all()
 
 
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", MIXED])

@@ -73,7 +73,7 @@ struct Engine {
   // Returns codes in the form that the engine reads, for an operand of several products. Null: the
   // engine reads the output of a cast.
   ProductInput (*prepare)(const Spec& spec, const Codes& codes, const c10::SymInt& cols);
-  // Returns a · bᵀ, (m, n). Prepares operands that are not prepared.
+  // Returns a · bᵀ, (m, n), of any strides. Prepares operands that are not prepared.
   Tensor (*multiply)(const ProductCall& call);
 };
 

@@ -53,10 +53,10 @@ void check_table(const Groups& groups, const Tensor& a, std::int64_t k, std::int
   });
 }
 
-// Sets the rows past the last group to zero.
+// Sets the rows past the last group to zero.   out: (M, n), contiguous
 void clear_tail(const Tensor& out, const Groups& groups) {
   const GroupTable table = group_table_of("scaled_mm", groups, 0);
-  const std::int64_t row_bytes = out.stride(0) * static_cast<std::int64_t>(out.element_size());
+  const std::int64_t row_bytes = out.size(1) * static_cast<std::int64_t>(out.element_size());
   bridge::with_value_errors([&] {
     clear_past_groups(table, out.mutable_data_ptr(), row_bytes, out.size(0),
                       bridge::backend_of(out), bridge::ExecutionOn(out));
@@ -92,10 +92,13 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
                               .along = along_of(groups)};
   const Tensor &left = *tensors_of(a).elements, &right = *tensors_of(b).elements;
   check_table(groups, left, k, length);
+  // Rows of torch's grouped products are padded to multiples of 16 bytes.
   const Tensor out =
       is_of_no_group(shape, groups)
           ? at::empty_symint(result_shape(left, right, groups), left.options().dtype(result.dtype))
-          : planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
+          : planned.engine_for(shape)
+                .multiply({planned.product, a, b, length, result, groups})
+                .contiguous();
   if (zeroes_tail && shape.along == GroupsAlong::kRows) clear_tail(out, groups);
   return out;
 }
