@@ -9,7 +9,7 @@ from minifloat._native import ops
 
 from tests.tensor.test_groups import int32
 
-X = torch.ones(40, 32)
+X, W = torch.ones(40, 32), torch.ones(2, 32, 16)
 ROW_TABLE = mf.group_table(int32([8, 40]), 40)
 
 
@@ -33,6 +33,12 @@ def bad_table(row, entry, value):
     return table
 
 
+def without_memory(*shape):
+    x = torch.ones(*shape)
+    x.untyped_storage().resize_(0)
+    return x
+
+
 GROUPED = mf.quantize(X, "mxfp8", columnwise=True, groups=ROW_TABLE)
 COLUMNS = ops.quantize(X, "", "e4m3/1x128", groups=ROW_TABLE)[4:]
 BAD_CALLS = {
@@ -52,6 +58,20 @@ BAD_CALLS = {
     "too many rows": (
         lambda: mf.group_table(int32([3]), 2**31 - 200),
         r"expected 0 to 2\^31 - 128 \* \(groups \+ 1\) rows, got 2147483448",
+    ),
+    "A without memory": (
+        lambda: mf.scaled_grouped_mm(without_memory(40, 32), W, int32([8, 40]), "mxfp8"),
+        "scaled_grouped_mm: expected A in memory",
+    ),
+    "a gradient without memory": (
+        lambda: ops.scaled_grouped_mm_backward(
+            without_memory(40, 16), X, W, int32([8, 40]), "mxfp8", [True] * 3,
+        ),
+        "scaled_grouped_mm: expected grad in memory",
+    ),
+    "x of layer_operands without memory": (
+        lambda: ops.layer_operands(without_memory(40, 32), "mxfp8", "x"),
+        "layer_operands: expected x in memory",
     ),
     "groups on meta": (
         lambda: mf.quantize(X, "mxfp8", groups=ROW_TABLE.to("meta")),

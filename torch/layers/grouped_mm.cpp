@@ -167,7 +167,7 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
       plan_product(recipe.recipe.fprop, recipe.fprop, a.device(), /*is_grouped=*/true);
   const bool exact = fprop.reads_values();
   // Of operands that the caller quantized, only sizes and dtype are read.
-  const Tensor matrix = call.a_operands.empty() ? as_matrix(a, "A") : a;
+  const Tensor matrix = call.a_operands.empty() ? as_matrix(kOp, "A", a) : a;
   const TableOp named(kOp);
   const Tensor table = group_table(offs, a.sym_size(0));
   const SymInt k = a.sym_size(1);
@@ -272,7 +272,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
                            .history = s.history,
                            .a_operands = {},
                            .weight_operands = {}};
-    const Tensor g = as_matrix(to_dtype(grad, s.a_dtype), "gradient");
+    const Tensor g = as_matrix(kOp, "gradient", to_dtype(grad, s.a_dtype));
     const PlannedProduct dgrad = plan_product(recipe.recipe.dgrad, recipe.dgrad, g.device(), true),
                          wgrad = plan_product(recipe.recipe.wgrad, recipe.wgrad, g.device(), true);
     const Needed row{kDgradG, s.needs.da, dgrad.reads_values()},

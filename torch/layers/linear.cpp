@@ -73,7 +73,7 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
   const Sharding* sharding = layers.shards.sharding;
   const PlannedProduct fprop = plan_product(recipe.fprop, prepared.fprop, x.device());
   const bool exact = !sharding && fprop.reads_values();
-  const Tensor matrix = as_matrix(x);
+  const Tensor matrix = as_matrix("linear", "x", x);
   share_version(matrix, x);
   const SymInt k = x.sym_size(-1);
   const at::TensorList weight_operands = layers.prequantized.weight;
@@ -279,7 +279,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                                        bool shared) {
     const PreparedRecipe& prepared = r.recipe;
     const Recipe& recipe = prepared.recipe;
-    const Tensor g = as_matrix(grad, "gradient");
+    const Tensor g = as_matrix("linear", "gradient", grad);
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
     const PlannedProduct dgrad = plan_product(recipe.dgrad, prepared.dgrad, g.device()),
                          wgrad = plan_product(recipe.wgrad, prepared.wgrad, g.device());

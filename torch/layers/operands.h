@@ -124,7 +124,7 @@ inline at::TensorList list_of(const std::optional<Tensor>& t) {
   return t ? at::TensorList(*t) : at::TensorList();
 }
 
-// Returns x (…, K) as (M, K). name: for errors
-Tensor as_matrix(const Tensor& x, const char* name = "x");
+// Returns x (…, K) as (M, K). op, name: for errors
+Tensor as_matrix(const char* op, const char* name, const Tensor& x);
 
 }  // namespace minifloat::torch_ops
