@@ -43,7 +43,7 @@ def _unit(rng: Random, *least: int) -> int:
 @call("mf.group_table")
 def _group_table(rng: Random, arena: Arena) -> Call:
     rows = rng.choice((0, 1, 40, 1 << 20))
-    return op_call("group_table", offs=_ends(rng, arena, rows), rows=rows)
+    return op_call("group_table", offs=_ends(rng, arena, rows), rows=rows, op="grouped_mlp")
 
 
 @call("check_groups")

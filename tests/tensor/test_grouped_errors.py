@@ -1,11 +1,12 @@
 """Errors of calls with groups: each is one ValueError with the expected and the actual value."""
 
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.tensor.test_groups import int32
 
@@ -196,6 +197,13 @@ def test_bad_input(name):
         call()
 
 
+class Dispatched(TorchDispatchMode):
+    """Calls every op by the dispatcher."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **kwargs or {})
+
+
 @contextmanager
 def checked_groups():
     assert mf.check_groups(True) is False
@@ -217,8 +225,12 @@ def test_check_groups_names_the_op_and_the_group():
             with pytest.raises(ValueError, match=message):
                 mf.group_table(int32(ends), 40)
         b = torch.ones(3, 32, 16)
-        with pytest.raises(ValueError, match=r"scaled_grouped_mm: .* got 7 for group 1 after 8"):
-            mf.scaled_grouped_mm(X, b, int32([8, 7, 40]), "mxfp8")
+        for dispatch in (nullcontext(), Dispatched()):
+            with (
+                dispatch,
+                pytest.raises(ValueError, match=r"scaled_grouped_mm: .* got 7 for group 1"),
+            ):
+                mf.scaled_grouped_mm(X, b, int32([8, 7, 40]), "mxfp8")
     assert mf.group_table(int32([8, 41]), 40)[0].tolist() == [0, 8, 40]
     with pytest.raises(TypeError, match="check_groups: enabled: expected True or False, got 1"):
         mf.check_groups(1)

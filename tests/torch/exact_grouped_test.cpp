@@ -68,7 +68,7 @@ constexpr std::int64_t kRows = 43, kGroups = 4;
 
 TEST(ExactGrouped, AlongRows) {
   torch::manual_seed(0);
-  const Tensor table = group_table(torch::tensor(kEnds, torch::kInt), kRows);
+  const Tensor table = group_table("test", torch::tensor(kEnds, torch::kInt), kRows);
   const Groups groups = {table, 0};
   const std::optional<Tensor> bias = draw({kGroups, 12});
   for (const std::string& text : kProducts)
@@ -89,7 +89,7 @@ TEST(ExactGrouped, AlongRows) {
 
 TEST(ExactGrouped, AlongTheContraction) {
   torch::manual_seed(0);
-  const Tensor table = group_table(torch::tensor(kEnds, torch::kInt), kRows);
+  const Tensor table = group_table("test", torch::tensor(kEnds, torch::kInt), kRows);
   for (const std::string& text : kProducts)
     for (const std::int64_t m : {1, 8, 12})
       for (const std::int64_t n : {1, 20, 24})

@@ -20,7 +20,6 @@
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/ops.h"
-#include "ops/table_op.h"
 #include "ops/tangents.h"
 
 namespace minifloat {
@@ -168,8 +167,7 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   const bool exact = fprop.reads_values();
   // Of operands that the caller quantized, only sizes and dtype are read.
   const Tensor matrix = call.a_operands.empty() ? as_matrix(kOp, "A", a) : a;
-  const TableOp named(kOp);
-  const Tensor table = group_table(offs, a.sym_size(0));
+  const Tensor table = group_table(kOp, offs, a.sym_size(0));
   const SymInt k = a.sym_size(1);
 
   PendingAmaxes pending;

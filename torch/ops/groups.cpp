@@ -6,11 +6,10 @@
 #include <torch/library.h>
 
 #include <atomic>
-#include <utility>
+#include <string>
 
 #include "ops/bridge.h"
 #include "ops/direct.h"
-#include "ops/table_op.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -20,39 +19,39 @@ using c10::SymInt;
 
 std::atomic<bool> checks_ends = false;
 
-// The op that builds a table on this thread, for the errors of check_ends.
-thread_local const char* table_op = "group_table";
+constexpr const char* kOp = "group_table";
 
-Tensor group_table_meta(const Tensor& offs, SymInt rows) {
-  TORCH_CHECK_VALUE(offs.scalar_type() == at::kInt && offs.dim() == 1,
-                    "group_table: expected offs as int32 (groups), got ", offs.scalar_type(), " ",
+Tensor group_table_meta(const Tensor& offs, SymInt rows, const std::string&) {
+  TORCH_CHECK_VALUE(offs.scalar_type() == at::kInt && offs.dim() == 1, kOp,
+                    ": expected offs as int32 (groups), got ", offs.scalar_type(), " ",
                     offs.sym_sizes());
-  bridge::check_size("group_table", "rows", rows);
+  bridge::check_size(kOp, "rows", rows);
   const auto groups = offs.sym_size(0).maybe_as_int();
-  TORCH_CHECK_VALUE(!groups || *groups <= kMostGroups, "group_table: expected at most ",
-                    kMostGroups, " groups, got ", offs.sym_size(0));
+  TORCH_CHECK_VALUE(!groups || *groups <= kMostGroups, kOp, ": expected at most ", kMostGroups,
+                    " groups, got ", offs.sym_size(0));
   return at::empty_symint({SymInt(kGroupTableRows), offs.sym_size(0) + 1}, offs.options());
 }
 
 // Raises for ends that the table would move. Copies them to the host.
-void check_ends(const Tensor& offs, std::int64_t rows) {
+void check_ends(const std::string& op, const Tensor& offs, std::int64_t rows) {
   const Tensor on_host = offs.cpu();
   const std::int32_t* const ends = on_host.const_data_ptr<std::int32_t>();
   std::int32_t begin = 0;
   for (std::int64_t e = 0; e < on_host.numel(); ++e) {
-    TORCH_CHECK_VALUE(begin <= ends[e] && ends[e] <= rows, table_op,
+    TORCH_CHECK_VALUE(begin <= ends[e] && ends[e] <= rows, printable(op),
                       ": expected ends of groups that rise from 0 to ", rows, " at most, got ",
                       ends[e], " for group ", e, " after ", begin);
     begin = ends[e];
   }
 }
 
-Tensor group_table_kernel(const Tensor& offs, SymInt sym_rows) {
-  const Tensor table = group_table_meta(offs, sym_rows);
+// op: the caller, for the errors of check_ends
+Tensor group_table_kernel(const Tensor& offs, SymInt sym_rows, const std::string& op) {
+  const Tensor table = group_table_meta(offs, sym_rows, op);
   const std::int64_t rows = sym_rows.guard_int(__FILE__, __LINE__);
-  bridge::check_memory("group_table", "offs", offs);
+  bridge::check_memory(kOp, "offs", offs);
   const Tensor ends = offs.contiguous();
-  if (checks_ends) check_ends(ends, rows);
+  if (checks_ends) check_ends(op, ends, rows);
   bridge::with_value_errors([&] {
     build_group_table(ends.const_data_ptr<std::int32_t>(), ends.size(0), rows,
                       table.mutable_data_ptr<std::int32_t>(), bridge::backend_of(offs),
@@ -117,15 +116,13 @@ GroupTable group_table_of(const char* op, const Groups& groups, std::int64_t uni
           static_cast<int>(unit)};
 }
 
-TableOp::TableOp(const char* op) : former_(std::exchange(table_op, op)) {}
-TableOp::~TableOp() { table_op = former_; }
-
-Tensor group_table(const Tensor& offs, const SymInt& rows) {
-  if (rows.maybe_as_int() && can_skip_dispatcher({&offs})) return group_table_kernel(offs, rows);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("minifloat::group_table", "")
-                             .typed<Tensor(const Tensor&, SymInt)>();
-  return op.call(offs, rows);
+Tensor group_table(const std::string& op, const Tensor& offs, const SymInt& rows) {
+  if (rows.maybe_as_int() && can_skip_dispatcher({&offs}))
+    return group_table_kernel(offs, rows, op);
+  static const auto dispatched = c10::Dispatcher::singleton()
+                                     .findSchemaOrThrow("minifloat::group_table", "")
+                                     .typed<Tensor(const Tensor&, SymInt, const std::string&)>();
+  return dispatched.call(offs, rows, op);
 }
 
 TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("group_table", group_table_kernel); }

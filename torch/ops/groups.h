@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <optional>
+#include <string>
 
 #include "minifloat/groups.h"
 #include "minifloat/spec.h"
@@ -48,7 +49,8 @@ inline int unit_of(const Spec& spec, const Groups& groups) {
 // Returns the table as the torch-free API takes it. The tensor must outlive it.
 GroupTable group_table_of(const char* op, const Groups& groups, std::int64_t unit);
 
-// Returns the op group_table of offs, int32 (groups), among `rows` rows.
-Tensor group_table(const Tensor& offs, const c10::SymInt& rows);
+// Returns the op group_table of offs, int32 (groups), among `rows` rows. op: the caller, which the
+// errors of check_groups name
+Tensor group_table(const std::string& op, const Tensor& offs, const c10::SymInt& rows);
 
 }  // namespace minifloat::torch_ops

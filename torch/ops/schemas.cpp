@@ -14,8 +14,9 @@ TORCH_LIBRARY(minifloat, m) {
 
   // Groups of rows (core/groups.h). offs: int32 (groups), the end of each. Ops take the table that
   // group_table returns, and the unit of groups along the contraction dimension. check_groups:
-  // whether group_table raises for ends that it would move; returns the former choice.
-  m.def("group_table(Tensor offs, SymInt rows) -> Tensor", tags);
+  // whether group_table raises for ends that it would move, in the name of `op`; returns the former
+  // choice.
+  m.def("group_table(Tensor offs, SymInt rows, *, str op='group_table') -> Tensor", tags);
   m.def("check_groups(bool enabled) -> bool");
 
   // Values. x: (rows, cols) or (batch, rows, cols), fp32 or bf16, of column stride 1.
