@@ -21,6 +21,7 @@ from ..distributed.amaxes import reduce_amaxes
 from ..nn.grouped_product import ProductCall
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
+from ..tensor.operands import Operands
 from ..tensor.transforms import HADAMARD_SIGNS
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel
@@ -193,17 +194,21 @@ class CodeSender:
             zero_tail=True,
         )
 
-    def _weight(self, w: Tensor, dtype: torch.dtype) -> list[Tensor]:
+    def _weight(self, w: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
         """Returns codes, scale and amax of the weight (n, N, K) as this product reads it."""
         recipe, call, is_columnwise = Recipe(self.call.recipe), self.call, self.name == G
         text = recipe.dgrad.b if is_columnwise else recipe.fprop.b
-        spec, first = Spec.parse(text), 4 if is_columnwise else 0
+        spec = Spec.parse(text)
+
+        def read(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
+            return Operands.of(tensors).direction(is_columnwise)[:3]
+
         if spec.is_bf16:
             none = w.new_empty(0, dtype=torch.float32)
             w = w.to(dtype)
             return [w.transpose(-2, -1) if is_columnwise else w, none, none]
         if call.operands is not None:
-            return call.operands[first : first + 3]
+            return read(call.operands)
         w = w.to(dtype)
         if not spec.is_stochastic:
             operands = ops.layer_operands(
@@ -214,7 +219,7 @@ class CodeSender:
                 columnwise=is_columnwise,
                 amax_history=call.history,
             )
-            return operands[first : first + 3]
+            return read(operands)
         texts = ("", text) if is_columnwise else (text, "")
         stream = ops.stream(W[self.name]) ^ call.stream
         operands = ops.quantize(
@@ -225,7 +230,7 @@ class CodeSender:
             stream_col=stream,
             first_expert=call.first_expert,
         )
-        return list(operands[first : first + 3])
+        return read(operands)
 
 
 def why_values(name: str, calls: Sequence[ProductCall]) -> str | None:

@@ -18,6 +18,7 @@ from .._native import ops
 from ..nn.operand_cache import can_reuse
 from ..recipe import Recipe
 from ..spec import Spec
+from ..tensor.operands import Operand, Operands
 from .permute import Order, take_rows
 
 
@@ -67,7 +68,7 @@ def token_operands(x: Tensor, recipe: Recipe, spec: Spec, order: Order) -> list[
     """Quantizes each token once, and copies its codes to its rows: a row has its own scale."""
     tokens = x.shape[0]
     ends = torch.full((1,), tokens, dtype=torch.int32, device=x.device)
-    codes, scale, amax, decoded, *columnwise = ops.layer_operands.default(
+    found = ops.layer_operands.default(
         x,
         recipe.text,
         "x",
@@ -75,11 +76,13 @@ def token_operands(x: Tensor, recipe: Recipe, spec: Spec, order: Order) -> list[
         columnwise=False,
         groups=ops.group_table(ends, tokens),
     )
-    if decoded.dim() == 2:  # an exact product reads these values, and no codes
+    row, none = Operands.of(found)
+    codes, scale, amax, decoded = row
+    if row.is_decoded:  # an exact product reads these values, and no codes
         decoded = take_rows(decoded, order)
     else:
         codes = take_rows(codes, order)
     scale = take_rows(scale, order)
     if spec.amax_of == "row":
         amax = take_rows(amax, order)
-    return [codes, scale, amax, decoded, *columnwise]
+    return Operands(Operand(codes, scale, amax, decoded), none).tensors()

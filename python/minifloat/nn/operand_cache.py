@@ -49,6 +49,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from .._native import ops
 from ..recipe import Recipe
 from ..spec import Spec
+from ..tensor.operands import Operands
 from .random_state import is_in_backward
 
 # Names, within one parent, of projections that read one input: those of Llama checkpoints,
@@ -62,7 +63,7 @@ SIBLINGS = (
 )
 
 Conditions = tuple[Any, ...]
-Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=) -> as many tensors of each direction
+Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=) -> as the op layer_operands
 
 
 class OptimizerSteps:
@@ -172,8 +173,8 @@ class CachedCodes(NamedTuple):
 
     def with_columnwise(self, cast: Cast) -> CachedCodes:
         """Casts the columnwise direction, and returns the codes of both."""
-        half = len(self.codes) // 2
-        codes = [*self.codes[:half], *cast(rowwise=False, columnwise=True)[half:]]
+        columnwise = Operands.of(cast(rowwise=False, columnwise=True)).columnwise
+        codes = Operands(Operands.of(self.codes).rowwise, columnwise).tensors()
         return CachedCodes(self.use, self.fingerprint, codes, True)
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 from .._native import ops
 from ..checks import require_int, require_text
 from ..spec import Spec
+from .operands import Operands
 from .transforms import transpose_codes
 
 
@@ -168,7 +169,7 @@ def quantize(
 
 def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool) -> Quantized:
     """Returns one direction of the operator quantize's result for x without groups."""
-    codes, scale, active_amax = out[4:7] if columnwise else out[:3]
+    codes, scale, active_amax, _ = Operands.of(out).direction(columnwise)
     *batch, rows, cols = x.shape
     shape = (*batch, cols, rows) if columnwise else (*batch, rows, cols)
     scale = scale.view(Spec.parse(spec).scale_dtype)

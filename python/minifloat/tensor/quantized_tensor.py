@@ -29,6 +29,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._native import ops
 from ..recipe import Recipe
 from ..spec import Spec
+from .operands import Operand, Operands
 from .quantized import (
     Quantized,
     copy_bytes,
@@ -369,15 +370,16 @@ def codes_of(
     Raises:
         ValueError: the weight does not hold these codes.
     """
-    empty = torch.empty(0, device=weight.device)
-    operands = []
-    for spec, is_col in ((recipe.fprop.b, False), (recipe.dgrad.b, True)):
+    none = Operand.none(weight.device)
+
+    def operand(spec: str, is_col: bool) -> Operand:
         if spec == "bf16" or (is_col and not columnwise):
-            operands += [empty] * 4
-        else:
-            part = weight.direction(spec, is_col != is_row_major)
-            operands += [part.codes, raw_scale(part), part.amax, empty]
-    return operands
+            return none
+        part = weight.direction(spec, is_col != is_row_major)
+        return Operand(part.codes, raw_scale(part), part.amax, none.decoded)
+
+    row, col = operand(recipe.fprop.b, False), operand(recipe.dgrad.b, True)
+    return Operands(row, col).tensors()
 
 
 # ---- pickling ------------------------------------------------------------------------------------
