@@ -7,6 +7,8 @@ import pytest
 import torch
 from minifloat._native import ops
 
+from tests.support.reuse_counts import casts, without_reuse
+
 pytestmark = pytest.mark.gpu
 
 PRESETS = mf.presets()
@@ -198,6 +200,19 @@ def test_the_layer_equals_the_cpus(cuda, recipe):
     limit = 0.12 if recipe and "fp4" in recipe else 0.05
     for a, b in zip(got, want, strict=True):
         assert relative(a, b) <= limit
+
+
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_one_cast_of_tokens_changes_no_byte(cuda, recipe):
+    spec = mf.spec.Spec.parse(mf.Recipe(recipe).fprop.a)
+    made = layer(recipe, cuda)
+    twin = without_reuse(made)
+    x, g = (torch.randn(200, 256, device=cuda).bfloat16() for _ in range(2))
+    for a, b in zip(step(made, x, g), step(twin, x, g), strict=True):
+        assert torch.equal(a, b)
+    count = 0 if spec.is_bf16 else 2 if spec.amax_of == "tensor" else 1
+    with torch.no_grad():
+        assert casts(lambda: made(x), tuple(x.shape)) == count
 
 
 @pytest.mark.parametrize("recipe", [None, "fp8_rowwise", "nvfp4"])

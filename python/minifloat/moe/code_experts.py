@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..tensor.operands import Operand
 from .arrivals import HEADER, combine, return_gradients
 from .functional import Matrices, Plan, unpack
 from .permute import NO_ORDER, Order
@@ -48,17 +49,22 @@ class Way:
 class DispatchCodes(torch.autograd.Function):
     """Sends tokens' rows as codes, and weights, to the experts' ranks.
 
-    Arguments: way, x, weights, one more than the local number of each row's expert. Returns a
-    tensor of no memory for the gradient of x, the weights, ids and experts that arrive, scale and
-    amax of this rank's experts, and the fields of the codes.
+    Arguments: way, x, weights, one more than the local number of each row's expert, and x as codes
+    or None. Returns a tensor of no memory for the gradient of x, the weights, ids and experts that
+    arrive, scale and amax of this rank's experts, and the fields of the codes.
     """
 
     @staticmethod
-    def forward(ctx: Any, way: Way, x: Tensor, weights: Tensor, kinds: Tensor) -> tuple[Any, ...]:
+    def forward(
+        ctx: Any, way: Way, x: Tensor, weights: Tensor, kinds: Tensor, tokens: Operand | None
+    ) -> tuple[Any, ...]:
         assert way.x is not None
         width, order = x.shape[1], way.sent
         table = group_table(order)
-        fields, shared = way.x.quantize(x, table, way.ids, order.tokens)
+        if tokens is not None and way.x.sends(tokens):
+            fields, shared = way.x.copies(tokens, order)
+        else:
+            fields, shared = way.x.quantize(x, table, way.ids, order.tokens)
         layout = RowLayout(*way.x.fields(width), *HEADER)
         weights_M = weights.reshape(-1).index_select(0, order.pairs)
         arrived = way.route.send(layout.pack([*fields, weights_M, way.ids, kinds]))
@@ -76,7 +82,7 @@ class DispatchCodes(torch.autograd.Function):
         x_dtype, weights_dtype = ctx.dtypes
         way = ctx.way
         dx, d_weights = return_gradients(way.route, grads[0], grads[1], way.sent, x_dtype)
-        return None, dx, d_weights.to(weights_dtype), None
+        return None, dx, d_weights.to(weights_dtype), None, None
 
 
 class CodeExperts(torch.autograd.Function):

@@ -14,7 +14,7 @@ Shape suffixes: T tokens, k slots, M = T * k rows, E experts, D model width, I h
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -25,6 +25,7 @@ from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import ProductCall
 from ..recipe import Recipe
 from ..spec import Spec
+from ..tensor.operands import Operand
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
 from .mlp_checks import require_options, require_shapes
 from .permute import (
@@ -51,11 +52,13 @@ class Plan:
         gate: the form of SwiGLU.
         inputs: the product of w13, or those of w1 and w3.
         output: the product of w2.
+        tokens: x as the products of w13 read it, where x is quantized already.
     """
 
     gate: Gate
     inputs: tuple[ProductCall, ...]
     output: ProductCall
+    tokens: Operand | None = None
 
 
 @dataclass(frozen=True)
@@ -103,13 +106,13 @@ class ExpertRows(torch.autograd.Function):
     ) -> Tensor:
         order, matrices = unpack(plan, tensors)
         groups, recipes = group_table(order), [call.recipe for call in plan.inputs]
-        rows, operands = quantized_rows(recipes, x, order, groups, rowwise=True)
+        rows, operands = quantized_rows(recipes, x, order, groups, rowwise=True, tokens=plan.tokens)
         products = [
             call.multiply(rows, b, order.offs, order.row_ids, bias, operands, tail="undefined")
             for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
         ]
         h = plan.gate.forward(products, weights.float(), order.pairs, groups)
-        ctx.plan = plan
+        ctx.plan = replace(plan, tokens=None)  # backward does not read the codes
         ctx.save_for_backward(x, weights, *tensors, *products)
         return plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
 

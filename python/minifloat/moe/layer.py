@@ -30,6 +30,7 @@ from .functional import Matrices, Plan, compose, compute_dtype, run_experts
 from .permute import order_rows, sum_of_slots
 from .router import Router, require_number
 from .swiglu import ALPHA, Gate
+from .token_cast import TokenCast, token_cast
 
 
 class Experts(HasProducts, nn.Module):
@@ -96,6 +97,7 @@ class Experts(HasProducts, nn.Module):
         indices_Tk: Tensor,
         weights_Tk: Tensor,
         token_ids_T: Tensor | None = None,
+        cast: TokenCast | None = None,
     ) -> Tensor:
         """Computes each token's weighted sum of its experts.
 
@@ -104,6 +106,7 @@ class Experts(HasProducts, nn.Module):
             indices_Tk: (T, k), the experts of each token.
             weights_Tk: (T, k), of the slots.
             token_ids_T: (T), as that of mf.grouped_mlp; None where ranks divide the experts.
+            cast: of the tokens, which shared experts read too; None: the experts' own.
 
         Returns:
             (T, D), in x's dtype or autocast's.
@@ -120,12 +123,13 @@ class Experts(HasProducts, nn.Module):
                     "which number tokens by their ranks"
                 )
             link = self.parallel
-            return link.forward(link, self, x_TD, indices_Tk, weights_Tk)
+            return link.forward(link, self, x_TD, indices_Tk, weights_Tk, cast)
         x = x_TD.to(compute_dtype(x_TD))
         plan = Plan(
             self.gate,
             tuple(call_of(self, name, x) for name in self.input_names),
             call_of(self, "w2", x, needs_columnwise=True),
+            None if cast is None else cast.rowwise(x_TD),
         )
         matrices = Matrices(
             tuple(matrix_of(getattr(self, name)) for name in self.input_names),
@@ -298,7 +302,17 @@ class MoE(nn.Module):
         """Computes the layer: (…, D) -> (…, D), in x's dtype or autocast's."""
         x_TD = x.reshape(-1, x.shape[-1])
         indices, weights = self.router(x_TD)
-        y = self.experts(x_TD, indices, weights)
+        options = {}
+        if (cast := self._token_cast(x_TD)) is not None:
+            options["cast"] = cast
+        y = self.experts(x_TD, indices, weights, **options)
         if self.shared_experts is not None:
             y = y + self.shared_experts(x_TD)
         return y.view(x.shape)
+
+    def _token_cast(self, x_TD: Tensor) -> TokenCast | None:
+        """Returns the cast of x that both kinds of experts read; None: each casts x itself."""
+        experts, shared = self.experts, self.shared_experts
+        if not isinstance(experts, Experts) or not isinstance(shared, SharedExperts):
+            return None
+        return token_cast(experts, (shared.w1, shared.w3), x_TD)

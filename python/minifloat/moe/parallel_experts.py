@@ -29,6 +29,7 @@ from ..nn.expert_parameters import local_of, matrix_of
 from ..nn.grouped_product import ProductCall, call_of, product_of
 from ..nn.recipe_state import ExpertRange
 from ..recipe import Recipe
+from ..tensor.operands import Operand
 from .arrivals import CombineRows, DispatchRows, sort_arrivals
 from .code_experts import CodeExperts, DispatchCodes, Way
 from .dropped import to_host
@@ -37,6 +38,7 @@ from .permute import Order, order_rows, sum_of_slots
 from .router import is_recomputed
 from .routes import CapacityRoute, Dispatcher, ExactRoute, OwnRoute, Route
 from .row_codes import CodeSender, G, X, why_values
+from .token_cast import TokenCast
 from .whole_bias import gather_experts
 
 DIVIDE = "expert_parallel: expected all {} ranks to divide {}"
@@ -104,7 +106,14 @@ class ExpertParallel:
         """This rank's experts, for the state of products."""
         return ExpertRange(self.first_expert, self.local, self.experts, self.group)
 
-    def compute(self, module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor) -> Tensor:
+    def compute(
+        self,
+        module: Any,
+        x_TD: Tensor,
+        indices_Tk: Tensor,
+        weights_Tk: Tensor,
+        cast: TokenCast | None = None,
+    ) -> Tensor:
         """Computes each token's weighted sum of the experts `module`, on whatever ranks they are.
 
         `forward` is this function, called as forward(self, …): compiled code does not trace it.
@@ -131,7 +140,8 @@ class ExpertParallel:
         ids = order.pairs + (told.first_token * slots).int()
         kinds = torch.where(expert_M < self.experts, expert_M % self.local + 1, 0)
         way = Way(route, *self._senders(plan), order, ids)
-        returned = run_on_ranks(way, plan, x, weights_Tk, kinds.int(), matrices, self.local)
+        tokens = cast.rowwise(x_TD) if cast is not None and way.x is not None else None
+        returned = run_on_ranks(way, plan, x, weights_Tk, kinds.int(), matrices, self.local, tokens)
         base = None
         if module.b2 is not None:
             if isinstance(route, CapacityRoute):  # a row that was dropped has no bias either
@@ -286,11 +296,17 @@ def run_on_ranks(
     kinds: Tensor,
     matrices: Matrices,
     experts: int,
+    tokens: Operand | None,
 ) -> Tensor:
-    """Sends rows to their experts, computes them there, and returns the results, (M, D)."""
+    """Sends rows to their experts, computes them there, and returns the results, (M, D).
+
+    tokens: x as codes, where x is quantized already.
+    """
     route, codes = way.route, []
     if way.x is not None:
-        values, weights_A, ids, kinds, *codes = DispatchCodes.apply(way, x, weights_Tk, kinds)
+        values, weights_A, ids, kinds, *codes = DispatchCodes.apply(
+            way, x, weights_Tk, kinds, tokens
+        )
     else:
         values, weights_A, ids, kinds = DispatchRows.apply(
             route, x, weights_Tk, way.ids, kinds, *way.sent

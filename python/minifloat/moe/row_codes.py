@@ -21,8 +21,9 @@ from ..distributed.amaxes import reduce_amaxes
 from ..nn.grouped_product import ProductCall
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
-from ..tensor.operands import Operands
+from ..tensor.operands import Operand, Operands
 from ..tensor.transforms import HADAMARD_SIGNS
+from .permute import Order, take_rows
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel
 W = {X: "w/fprop", G: "w/dgrad"}  # the other operand of the product
@@ -142,6 +143,15 @@ class CodeSender:
         if spec.has_blocks or spec.amax_of == "row":
             return [codes, scale], [scale.new_empty(0), amaxes]
         return [codes], [scale[own], amaxes]
+
+    def sends(self, tokens: Operand) -> bool:
+        """Tells whether rows can be copies of these tokens' codes, which a linear layer reads."""
+        return self.spec.amax_of != "tensor" and tokens.codes.dtype == torch.uint8
+
+    def copies(self, tokens: Operand, order: Order) -> tuple[list[Tensor], list[Tensor]]:
+        """Copies the codes of tokens to their rows, and returns what `quantize` does."""
+        none = torch.empty(0, device=tokens.codes.device)
+        return [take_rows(t, order) for t in (tokens.codes, tokens.scale)], [none, none]
 
     def _amaxes(
         self, rows: Tensor, table: Tensor, rows_from: Tensor | None

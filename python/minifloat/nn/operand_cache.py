@@ -340,6 +340,18 @@ class SharedInput:
         self.cached = CachedInput(reference, key, weak_storage(x), fingerprint, operands)
         return operands
 
+    def cast_first(
+        self, x: Tensor, recipe: str, columnwise: bool, conditions: Conditions
+    ) -> list[Tensor] | None:
+        """Casts x before its readers do, and returns the operands; None: nothing is cast.
+
+        Args: those of `operands`. The caller is no reader.
+        """
+        self.forget()
+        found = self.operands(x, recipe, columnwise, conditions)
+        self.readers_left = self.readers
+        return found
+
 
 def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
     """Gives one SharedInput to the projections of one input that have the same recipe."""

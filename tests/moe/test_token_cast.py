@@ -1,0 +1,221 @@
+"""Tokens are quantized once for routed and shared experts, with the bytes of casts of their own."""
+
+import copy
+import gc
+import weakref
+from collections.abc import Callable
+
+import minifloat as mf
+import pytest
+import torch
+import torch.distributed as dist
+from minifloat._native import ops
+from minifloat.moe import row_operands
+from minifloat.moe.row_operands import as_experts_read, cast_of_tokens
+from minifloat.spec import Spec
+from minifloat.tensor.operands import Operand, Operands
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.reuse_counts import casts, without_reuse
+from tests.support.worlds import run_world
+
+T, D = 20, 64
+# A scale a row or a block of x in fprop.
+ONCE = ["fp8_rowwise", "fp8_rowwise_gw_hp", "fp8_blockwise", "mxfp8", "mxfp4", "mxfp8_nvfp4"]
+
+
+def layer(recipe: str | None, dtype: torch.dtype = torch.float32, **changes: object) -> mf.MoE:
+    torch.manual_seed(0)
+    arguments = {"dim": D, "hidden": 48, "experts": 6, "top_k": 2, "shared_experts": 1} | changes
+    return mf.MoE(**arguments, recipe=recipe, dtype=dtype)
+
+
+def tokens(dtype: torch.dtype = torch.float32) -> Tensor:
+    x = torch.randn(T, D, generator=torch.Generator().manual_seed(1))
+    return x.to(dtype).requires_grad_()
+
+
+def results(moe: mf.MoE, x: Tensor, run: Callable[[Tensor], Tensor] | None = None) -> list[Tensor]:
+    """Returns the output and all gradients of two micro-batches."""
+    moe.zero_grad()
+    x.grad = None
+    found = []
+    for _ in range(2):
+        y = (run or moe)(x)
+        y.float().square().sum().backward()
+        found.append(y.detach())
+    return [*found, x.grad, *(p.grad for p in moe.parameters())]
+
+
+def require_equal(found: list[Tensor], expected: list[Tensor]) -> None:
+    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("fused_w13", [False, True])
+@pytest.mark.parametrize("recipe", ONCE)
+def test_tokens_are_cast_once(recipe, fused_w13):
+    moe = layer(recipe, fused_w13=fused_w13)
+    twin = without_reuse(moe)
+    x = tokens()
+    for context in (torch.no_grad(), torch.enable_grad()):
+        with context:
+            assert casts(lambda: moe(x), (T, D)) == 1
+            assert casts(lambda: twin(x), (T, D)) == 3  # routed, w1 and w3
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
+        assert casts(lambda: moe(x), (T, D)) == 1
+    assert casts(lambda: checkpoint(moe, x, use_reentrant=False), (T, D)) == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("recipe", mf.presets())
+def test_results_are_those_of_casts_of_their_own(recipe, dtype):
+    moe = layer(recipe, dtype)
+    twin, x = without_reuse(moe), tokens(dtype)
+    require_equal(results(moe, x), results(twin, x))
+    moe, twin = (layer(recipe, dtype, fused_w13=True) for _ in range(2))
+    twin = without_reuse(twin)
+    with torch.autocast("cpu", torch.bfloat16):
+        require_equal(results(moe, x), results(twin, x))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "mxfp4"])
+def test_recomputation(recipe, use_reentrant):
+    def run(moe: mf.MoE) -> list[Tensor]:
+        return results(moe, tokens(), lambda x: checkpoint(moe, x, use_reentrant=use_reentrant))
+
+    require_equal(run(layer(recipe)), run(without_reuse(layer(recipe))))
+
+
+def saved_bytes(moe: mf.MoE, x: Tensor) -> int:
+    """Returns the bytes of the storages that one forward saves."""
+    storages = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storages[t.untyped_storage()._cdata] = t.untyped_storage().nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        moe(x)
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("recipe", ONCE)
+def test_no_codes_are_kept(recipe, monkeypatch):
+    moe, x, seen = layer(recipe), tokens(), []
+
+    def copied(*args: object) -> list[Tensor]:
+        seen.append(weakref.ref(args[4].codes))
+        return token_operands(*args)
+
+    token_operands = row_operands.token_operands
+    monkeypatch.setattr(row_operands, "token_operands", copied)
+    y = moe(x)
+    gc.collect()
+    assert [ref() for ref in seen] == [None]
+    assert moe.shared_experts.w1.shared_input.cached is None
+    y.sum().backward()
+    monkeypatch.undo()
+    twin = without_reuse(moe)
+    # The twin saves the columnwise codes of w1 and of w3.
+    assert saved_bytes(moe, x) <= saved_bytes(twin, x)
+
+
+def converted(recipes: str) -> mf.MoE:
+    moe = layer(None)
+    mf.quantize_(moe, recipes, verbose=False)
+    return moe
+
+
+@pytest.mark.parametrize(
+    ("moe", "count"),
+    [
+        (lambda: layer("fp8_tensorwise"), 2),  # w1 and w3 share theirs
+        (lambda: layer("fprop=mxfp8+sr*mxfp8 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8"), 2),
+        (lambda: layer(None), 0),
+        (lambda: converted("*: mxfp8; experts: fp8_rowwise"), 2),
+        (lambda: converted("*: mxfp8; shared_experts.*: bf16"), 1),
+        (lambda: converted("*: mxfp8; experts: bf16"), 1),
+        (lambda: converted("*: mxfp8; shared_experts.w3: nvfp4"), 3),
+        (lambda: converted("mxfp8"), 1),
+    ],
+)
+def test_each_casts_its_own_where_operands_differ(moe, count):
+    moe, x = moe(), tokens()
+    with torch.no_grad():
+        assert casts(lambda: moe(x), (T, D)) == count
+
+
+def test_hooks_may_change_the_input_of_either():
+    moe, x = converted("mxfp8"), tokens()
+    twin = without_reuse(moe)
+    for m in (moe, twin):
+        m.experts.register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:]))
+        m.shared_experts.register_forward_pre_hook(lambda m, args: (args[0] * 3,))
+    require_equal(results(moe, x), results(twin, x))
+
+
+@pytest.mark.parametrize("part", ["experts", "shared_experts"])
+def test_restored_layers(part):
+    moe, x = converted("mxfp8"), tokens()
+    mf.restore_(getattr(moe, part))
+    with torch.no_grad():
+        assert casts(lambda: moe(x), (T, D)) == 1  # of the others
+    require_equal(results(moe, x), results(without_reuse(moe), x))
+    mf.restore_(moe)
+    require_equal(results(moe, x), results(layer(None), x))
+
+
+def test_a_write_between_the_readers_is_seen():
+    moe = converted("mxfp8")
+    twin, x = without_reuse(moe), tokens().detach()
+    for m in (moe, twin):
+        m.experts.register_forward_hook(lambda m, args, y: (args[0].mul_(2), y)[1])
+    for m in (moe, twin):
+        m.eval()
+    with torch.no_grad():
+        require_equal([moe(x.clone())], [twin(x.clone())])
+
+
+def test_copies_share_among_themselves():
+    moe = converted("mxfp8")
+    twin, x = copy.deepcopy(moe), tokens()
+    with torch.no_grad():
+        assert casts(lambda: twin(x), (T, D)) == 1
+    assert twin.shared_experts.w1.shared_input is not moe.shared_experts.w1.shared_input
+
+
+@pytest.mark.parametrize("recipe", ONCE)
+def test_codes_where_experts_read_values(recipe):
+    """The engine of a linear layer may read codes where that of experts reads values."""
+    x, spec = tokens(torch.bfloat16).detach(), Spec.parse(mf.Recipe(recipe).fprop.a)
+    found = Operands.of(ops.layer_operands(x, recipe, "x")).rowwise
+    expected = cast_of_tokens(x, recipe)
+    assert found.is_decoded
+    assert expected.is_decoded
+    require_equal([*found], [*expected])
+    codes = found._replace(decoded=x.new_empty(0))
+    require_equal([*as_experts_read(codes, x, recipe, spec)], [*expected])
+    as_fp8 = Operand(x.to(torch.float8_e4m3fn), found.scale, found.amax, x.new_empty(0))
+    assert as_experts_read(as_fp8, x, recipe, spec) is None
+
+
+# ---- experts of several ranks --------------------------------------------------------------------
+
+
+def check_ranks(rank: int) -> None:
+    for recipe in ("fp8_rowwise", "fp8_blockwise", "mxfp4", "nvfp4"):
+        for dispatch in ("codes", "bf16"):
+            moe = mf.expert_parallel(layer(recipe), dist.group.WORLD, dispatch=dispatch)
+            twin, x = without_reuse(moe), tokens()
+            require_equal(results(moe, x), results(twin, x))
+            count = {"codes": 1, "bf16": 1} if recipe in ONCE else {"codes": 2, "bf16": 1}
+            with torch.no_grad():
+                # Values are sent as they are: only the shared experts quantize this rank's tokens.
+                assert casts(lambda m=moe, x=x: m(x), (T, D)) == count[dispatch], (recipe, dispatch)
+            assert moe.shared_experts.w1.shared_input.cached is None
+
+
+def test_codes_that_are_sent_are_those_of_the_shared_experts():
+    run_world(2, check_ranks)
