@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from .._native import ops
-from ..distributed.fsdp.handshake import wait_for_all
+from ..distributed.handshake import wait_for_all
 from ..nn.expert_parameters import local_of, matrix_of
 from ..nn.grouped_product import ProductCall, call_of, product_of
 from ..nn.recipe_state import ExpertRange

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from ...nn.random_state import is_in_backward
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
-from .handshake import agree
+from ..handshake import agree
 
 SERVES_BOTH = "one gather is to serve forward and backward"  # a reason against mode "split"
 
