@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from contextlib import contextmanager
 
 from torch import nn
 
@@ -37,11 +38,24 @@ def divide_experts(model: nn.Module, device: str, size: int, ranks: int) -> set[
     found = [module for _, module in divided_experts(model)]
     if size == ranks:
         return {parameter for module in found for parameter in module.parameters()}
-    # torch says once that it gathers such parameters by two collectives.
-    logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     for module in found:
         fully_shard(module, mesh=mesh["group"])
     return set()
+
+
+@contextmanager
+def quiet_gathers() -> Iterator[None]:
+    """Drops torch's message that it gathers such parameters by two collectives."""
+    logger = logging.getLogger("torch.distributed.tensor._redistribute")
+
+    def is_kept(record: logging.LogRecord) -> bool:
+        return not str(record.msg).startswith("While redistributing")
+
+    logger.addFilter(is_kept)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_kept)
 
 
 def divided_experts(model: nn.Module) -> Iterator[tuple[str, Experts]]:

@@ -24,21 +24,32 @@ def average_gradients(model: nn.Module) -> None:
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
-    """Scales gradients to a norm of at most `limit`; returns the norm before.
+    """Scales gradients to a norm of at most `limit`, in place.
 
-    torch.nn.utils.clip_grad_norm_ takes DTensors of one mesh alone.
+    torch.nn.utils.clip_grad_norm_ takes DTensors of one mesh alone. The result is that function's
+    otherwise: an infinite norm makes finite gradients 0 and infinite ones NaN, and a NaN makes all
+    NaN.
+
+    Args:
+        parameters: they may be on several meshes, or have no gradients.
+        limit: the largest norm.
+
+    Returns:
+        The norm before, of all gradients together; 0 where there are none.
     """
     by_mesh: dict[Any, list[nn.Parameter]] = {}
     for parameter in parameters:
-        by_mesh.setdefault(getattr(parameter, "device_mesh", None), []).append(parameter)
+        if parameter.grad is not None:
+            mesh = getattr(parameter.grad, "device_mesh", None)
+            by_mesh.setdefault(mesh, []).append(parameter)
     groups = list(by_mesh.values())
-    if len(groups) == 1:
-        return nn.utils.clip_grad_norm_(groups[0], limit)
+    if len(groups) < 2:
+        return nn.utils.clip_grad_norm_(groups[0] if groups else [], limit)
     norms = [
         whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
         for group in groups
     ]
-    total = torch.stack(norms).norm()
+    total = torch.stack([norm.to(norms[0].device) for norm in norms]).norm()
     for group in groups:
         nn.utils.clip_grads_with_norm_(group, limit, total)
     return total

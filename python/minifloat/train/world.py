@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .config import SIZE
-from .expert_ranks import divide_experts
+from .expert_ranks import divide_experts, quiet_gathers
 from .fields import TrainError, require
 
 T = TypeVar("T")
@@ -134,7 +134,8 @@ def joined(device: str, batch: int) -> Iterator[World]:
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
     try:
-        yield World(rank, size, device)
+        with quiet_gathers():
+            yield World(rank, size, device)
     except RuntimeError as error:
         if not is_of_a_collective(error):
             raise
