@@ -161,7 +161,7 @@ def check_refusals(rank):
     module = cut(experts_of(None), mesh)
     report = mf.quantize_(nn.ModuleDict({"experts": module}), "mxfp8", verbose=False)
     (how,) = set(report.gather.values())
-    assert how == "weight gathered in the compute dtype: ranks cut the experts' matrices"
+    assert how == "weight is gathered in the compute dtype: ranks cut the experts' matrices"
     small = mf.MoE(D, 96, E, 2, dtype=torch.bfloat16, recipe="mxfp8").experts
     refused(cut(small, mesh), "as a multiple of 32, of .* in mxfp8, got 48")
     compiled = torch.compile(cut(experts_of("mxfp8"), mesh), backend="eager", fullgraph=True)

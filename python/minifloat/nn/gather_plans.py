@@ -28,12 +28,12 @@ def plan_gathers(
         if primary:
             return None, "its weight is codes"
         if gather == COMPUTE_DTYPE:
-            return None, "weight gathered in the compute dtype: gather says so"
+            return None, "weight is gathered in the compute dtype: gather says so"
         readers = {recipes.get(id(owner)) for owner in owners[id(module.weight)]}
         if len(readers) > 1:
-            return None, "weight gathered in the compute dtype: it is tied to another reader's"
+            return None, "weight is gathered in the compute dtype: it is tied to another reader's"
         if recipe.is_delayed and len(owners[id(module.weight)]) > 1:
-            how = "weight gathered in the compute dtype"
+            how = "weight is gathered in the compute dtype"
             return None, f"{how}: it is tied, and each reader has its own scale"
         return hooks().plan_gather(recipe)
 
@@ -47,7 +47,7 @@ def plan_mixtures(
     owners = owners_of_weights(model)
 
     def plan(choice: ExpertChoice) -> tuple[Any, str]:
-        how = "weight gathered in the compute dtype"
+        how = "weight is gathered in the compute dtype"
         if primary:
             return None, "its weight is codes"
         if gather == COMPUTE_DTYPE:

@@ -335,7 +335,7 @@ def test_the_report_says_how_weights_are_gathered():
         "weight is gathered as mxfp4 and columnwise mxfp4+rht, 8.5 bits; in the compute dtype "
         "where it is cut along dimension 1"
     )
-    in_dtype = "weight gathered in the compute dtype"
+    in_dtype = "weight is gathered in the compute dtype"
     assert sentences(moe()) == {as_codes}
     assert sentences(moe(), gather="compute_dtype") == {f"{in_dtype}: gather says so"}
     (why,) = sentences(moe(), "fprop=e4m3/row*e4m3/row dgrad=bf16*bf16 wgrad=bf16*bf16")
