@@ -8,8 +8,10 @@ import types
 import minifloat as mf
 import pytest
 import torch
-from minifloat.moe.convert import ROUTER_REASON
+from minifloat.moe.convert import ROUTER_REASON, find_routers
+from minifloat.moe.layer import Experts
 from minifloat.moe.projections import register_implementation
+from minifloat.nn.expert_hooks import ExpertChoice, ExpertSelection
 from torch import nn
 
 from tests.support.experts import relative_error
@@ -66,6 +68,41 @@ def test_report_lists_every_parameter(name, capsys):
     assert converted["1"] == "nvfp4"
     assert skipped == {f"0.{ROUTERS.get(name, 'gate')}": ROUTER_REASON}
     assert "experts." in capsys.readouterr().out
+
+
+def visits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Counts the modules that the search for routers looks at."""
+    count = 0
+    named_modules = nn.Module.named_modules
+
+    def counted(self: nn.Module, *args: object):
+        nonlocal count
+        for found in named_modules(self, *args):
+            count += 1
+            yield found
+
+    fqns = [f"{name}.experts" for name, m in model.named_modules() if isinstance(m, mf.MoE)]
+    fqns += [name for name, m in model.named_modules() if name.startswith("list.")]
+    recipe = mf.Recipe("mxfp8")
+    choices = [ExpertChoice(n, model.get_submodule(n), ("w2",), recipe) for n in fqns]
+    selection = ExpertSelection([c for c in choices if isinstance(c.module, Experts)], [], {})
+    with monkeypatch.context() as patch:
+        patch.setattr(nn.Module, "named_modules", counted)
+        find_routers(model, selection)
+    assert len(selection.routers) == len([m for m in model.modules() if isinstance(m, mf.MoE)])
+    return count
+
+
+def test_routers_are_found_in_linear_time(monkeypatch):
+    """Also where one module holds many experts."""
+
+    def model(layers: int) -> nn.Module:
+        moes = nn.ModuleList(mixture() for _ in range(layers))
+        lone = nn.ModuleList(mixture().experts for _ in range(layers))
+        return nn.ModuleDict({"layers": moes, "list": lone})
+
+    counts = [visits(model(layers), monkeypatch) for layers in (4, 8, 16)]
+    assert counts[2] - counts[1] == 2 * (counts[1] - counts[0])
 
 
 def test_gates_beside_experts_are_left_out_by_name_and_shape():

@@ -202,21 +202,30 @@ def chosen_weights(module: nn.Module) -> tuple[str, ...]:
 
 def find_routers(model: nn.Module, selection: ExpertSelection) -> None:
     """Lists the routers beside chosen experts: weights (E, D) of modules so named."""
+    rows: dict[str, set[int]] = {}  # of a router's weight, by the name of the experts' parent
     for choice in selection.chosen:
-        parent_name = choice.fqn.rpartition(".")[0]
-        parents = [m for name, m in model.named_modules() if clean_name(name) == parent_name]
-        module, weight = choice.module, choice.module.get_parameter(choice.names[0])
-        experts = module.experts if isinstance(module, Experts) else weight.shape[0]
-        for name, module in parents[0].named_modules() if choice.fqn else ():
+        if choice.fqn:
+            parent = choice.fqn.rpartition(".")[0]
+            rows.setdefault(parent, {1}).add(experts_of(choice))
+    modules: dict[str, nn.Module] = {}
+    for name, module in model.named_modules() if rows else ():
+        modules.setdefault(clean_name(name), module)
+    for parent, counts in rows.items():
+        for name, module in modules[parent].named_modules():
             weight = module._parameters.get("weight")
             is_named = any(part in ROUTERS for part in name.split("."))
             if not is_named or weight is None or weight.dim() != 2:
                 continue
-            if weight.shape[0] not in (experts, 1):
-                continue
-            if module not in selection.routers:
-                fqn = join(parent_name, clean_name(name))
+            if weight.shape[0] in counts and module not in selection.routers:
+                fqn = join(parent, clean_name(name))
                 selection.routers[module] = fqn, ROUTER_REASON
+
+
+def experts_of(choice: ExpertChoice) -> int:
+    """Returns the number of experts, of all ranks together."""
+    if isinstance(choice.module, Experts):
+        return choice.module.experts
+    return choice.module.get_parameter(choice.names[0]).shape[0]
 
 
 def plan_gather(choice: ExpertChoice) -> tuple[Any, str]:
