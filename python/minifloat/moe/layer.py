@@ -186,15 +186,6 @@ class MoE(nn.Module):
         experts: E.
         top_k: k, the experts of a token.
         shared_experts: how many experts' widths the shared SwiGLU has; 0: there is none.
-        score: "sigmoid" or "softmax" of the router's logits.
-        route_norm: whether a token's weights are divided by their sum.
-        route_scale: factor of the weights.
-        expert_groups: groups of experts; None: no groups.
-        groups_chosen: groups that a token's experts are chosen from.
-        balance: "bias", which mf.step moves by the load of all data-parallel ranks; "loss", whose
-            gradient each training forward adds; or None.
-        balance_speed: of the bias, a step.
-        balance_loss: factor of the auxiliary loss.
         fused_w13: whether w1 and w3 are one parameter, so that one product computes both.
         bias: whether the experts' matrices have biases.
         limit: bound of gate and up, with up + 1, as in gpt-oss; None: silu(gate) * up.
@@ -205,6 +196,8 @@ class MoE(nn.Module):
         device: of the parameters.
         dtype: of the experts' parameters, float32 or bfloat16; None: torch's default dtype. The
             router's are float32.
+        routing: the options of the router, which moe.router.Router describes: score, route_norm,
+            route_scale, expert_groups, groups_chosen, balance, balance_speed, balance_loss.
 
     Raises:
         TypeError, ValueError: an argument is not as expected.
@@ -218,14 +211,6 @@ class MoE(nn.Module):
         top_k: int,
         *,
         shared_experts: int = 0,
-        score: str = "sigmoid",
-        route_norm: bool = True,
-        route_scale: float = 1.0,
-        expert_groups: int | None = None,
-        groups_chosen: int | None = None,
-        balance: str | None = "bias",
-        balance_speed: float = 1e-3,
-        balance_loss: float = 1e-2,
         fused_w13: bool = False,
         bias: bool = False,
         limit: float | None = None,
@@ -235,6 +220,7 @@ class MoE(nn.Module):
         seed: int = 0,
         device: Any = None,
         dtype: torch.dtype | None = None,
+        **routing: Any,
     ) -> None:
         super().__init__()
         require_int("hidden", hidden, 1)
@@ -245,20 +231,7 @@ class MoE(nn.Module):
         require_int64("seed", seed)
         if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
-        self.router = Router(
-            dim,
-            experts,
-            top_k,
-            score=score,
-            route_norm=route_norm,
-            route_scale=route_scale,
-            expert_groups=expert_groups,
-            groups_chosen=groups_chosen,
-            balance=balance,
-            balance_speed=balance_speed,
-            balance_loss=balance_loss,
-            device=device,
-        )
+        self.router = Router(dim, experts, top_k, device=device, **routing)
         self.experts = Experts(
             dim,
             hidden,

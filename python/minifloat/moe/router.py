@@ -109,9 +109,10 @@ class Router(nn.Module):
         expert_groups: G groups of E / G experts each; None: no groups.
         groups_chosen: groups that a token's experts are chosen from: those with the largest sums of
             their two best scores.
-        balance: "bias", "loss" or None.
+        balance: "bias", which mf.step moves by the load of all data-parallel ranks; "loss", whose
+            gradient each training forward adds; or None.
         balance_speed: of the bias, added or subtracted by each mf.step.
-        balance_loss: factor of the auxiliary loss, whose gradient each training forward adds.
+        balance_loss: factor of the auxiliary loss.
         device: of the weight.
         dtype: of the weight; None: float32. The product is computed in float32 in any case.
 
