@@ -5,10 +5,12 @@ import time
 import minifloat as mf
 import pytest
 import torch.distributed as dist
+from minifloat.moe import agreement
+from minifloat.nn.grouped_product import product_of
 
 from tests.distributed.test_faults import LOST, TIMEOUT, die
 from tests.support.expert_world import E, K, built, draw
-from tests.support.worlds import KILLED, last_words
+from tests.support.worlds import KILLED, last_words, run_world
 
 
 def step(moe: mf.MoE, rank: int) -> None:
@@ -93,3 +95,71 @@ def test_a_layer_divided_on_some_ranks_is_named():
     assert "expert_parallel: expected all 2 ranks to divide moe: 8 experts" in first
     assert "ranks [1] have not arrived" in first
     assert "not divided" in first
+
+
+# ---- layers that change later --------------------------------------------------------------------
+
+CHANGES = {"recipe": "recipe fp8_blockwise", "k": f"k = {K - 1}", "tokens": "5 tokens"}
+
+
+def change(moe: mf.MoE, name: str) -> int:
+    """Changes a layer, or the number of its tokens, which it returns."""
+    if name == "recipe":
+        for weight in moe.experts.weight_names:
+            product_of(moe.experts, weight).recipe = mf.Recipe("fp8_blockwise")
+    if name == "k":
+        moe.router.top_k = K - 1
+    return 5 if name == "tokens" else 6
+
+
+def change_on_one(rank: int, name: str, options: dict[str, object]) -> None:
+    moe = mf.expert_parallel(built("mxfp8"), dist.group.WORLD, **options)
+    moe(draw(rank, 6))
+    moe(draw(rank, change(moe, name) if rank == 1 else 6))
+
+
+@pytest.mark.parametrize("dispatch", ["bf16", "codes"])
+@pytest.mark.parametrize("name", ["recipe", "k"])
+def test_a_later_change_on_one_rank_is_one_error_on_every_rank(name, dispatch):
+    begin = time.monotonic()
+    for traceback in last_words(2, change_on_one, name, {"dispatch": dispatch}, seconds=TIMEOUT):
+        assert "ValueError: expert_parallel: expected all ranks to have the same layer" in traceback
+        assert CHANGES[name] in traceback.partition("rank 1 has")[2]
+    assert time.monotonic() - begin < TIMEOUT / 2
+
+
+@pytest.mark.parametrize(
+    ("name", "capacity"), [("recipe", 40), ("k", 40), ("recipe", "all"), ("tokens", "all")]
+)
+def test_with_a_capacity_the_changed_rank_has_the_error(name, capacity):
+    begin = time.monotonic()
+    options = {"dispatch": "codes", "capacity": capacity}
+    first, second = last_words(2, change_on_one, name, options, seconds=TIMEOUT)
+    assert "ValueError: expert_parallel: expected all ranks to have the same layer" in second
+    assert CHANGES[name] in second.partition("rank 1 has")[2].partition("now, and ranks [0]")[0]
+    assert "all had moe: 8 experts" in second
+    assert any(lost in first for lost in LOST), first
+    assert time.monotonic() - begin < TIMEOUT / 2
+
+
+def change_on_all(rank: int) -> None:
+    """Equal changes are no error, and ranks meet at the store in the first forward alone."""
+    meetings, copies = [], []
+    meet, to_host = agreement.wait_for_all, agreement.to_host
+    agreement.wait_for_all = lambda *args, **kwargs: meetings.append(1) or meet(*args, **kwargs)
+    agreement.to_host = lambda t: copies.append(1) or to_host(t)
+    for options in ({}, {"capacity": "all"}, {"capacity": 40}):
+        moe = mf.expert_parallel(built("mxfp8"), dist.group.WORLD, **options)
+        meetings.clear()
+        for i in range(3):
+            for name in CHANGES:
+                count = change(moe, name) + i
+                copies.clear()
+                moe(draw(rank, count)).float().square().sum().backward()
+                moe(draw(rank, count))
+                assert len(copies) <= 1 + (i == 0)
+        assert len(meetings) == 1
+
+
+def test_equal_changes_on_all_ranks():
+    run_world(2, change_on_all)

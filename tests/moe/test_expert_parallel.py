@@ -7,7 +7,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat.moe import parallel_experts
+from minifloat.moe import agreement, parallel_experts
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.expert_ranks import require_same_operands
@@ -172,6 +172,11 @@ def check_one_copy(rank: int) -> None:
             copies.clear()
             moe(draw(rank, 12)).float().square().sum().backward()
             assert len(copies) == expected, (options, copies)
+        agreement.to_host = parallel_experts.to_host  # the first forward compared layers
+        copies.clear()
+        moe(draw(rank, 12)).float().square().sum().backward()
+        assert len(copies) == expected, (options, copies)
+        agreement.to_host = real
 
 
 def test_exact_sizes_take_one_copy_to_the_host():

@@ -13,7 +13,7 @@ from torch import Tensor
 def to_host(numbers: Tensor) -> list[int]:
     """Copies numbers to the host, and waits for the device.
 
-    No other function of a forward does, after the first one's check that the ranks' layers agree.
+    No other function of a forward does.
     """
     return numbers.tolist()
 

@@ -23,13 +23,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._native import ops
-from ..distributed.handshake import wait_for_all
 from ..nn.expert_parameters import local_of, matrix_of
 from ..nn.grouped_product import ProductCall, call_of, product_of
 from ..nn.recipe_state import ExpertRange
 from ..recipe import Recipe
 from ..tensor.operands import Operand
+from .agreement import Agreement
 from .arrivals import CombineRows, DispatchRows, sort_arrivals
 from .code_experts import CodeExperts, DispatchCodes, Way
 from .dropped import to_host
@@ -41,7 +40,6 @@ from .row_codes import CodeSender, G, X, why_values
 from .token_cast import TokenCast
 from .whole_bias import gather_experts
 
-DIVIDE = "expert_parallel: expected all {} ranks to divide {}"
 ALL = "all"  # the capacity that drops no row
 
 
@@ -54,12 +52,14 @@ class Exchanged:
         received: int64 (R, n), rows from each rank to this rank's experts.
         first_token: int64 (), the tokens of the ranks before this one.
         rng: int64 (calls, 2), the first rank's random states.
+        titles: int64 (R), the numbers of the ranks' layers.
     """
 
     sent: Tensor
     received: Tensor
     first_token: Tensor
     rng: Tensor
+    titles: Tensor
 
 
 class ExpertParallel:
@@ -85,7 +85,7 @@ class ExpertParallel:
         self.capacity, self.dispatcher = capacity, dispatcher
         self.ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.experts, self.local = experts, experts // self.ranks
-        self.agreed: str | None = None  # the title that all ranks were seen to have
+        self.agreement = Agreement(group)
         # int64 (1), rows that this rank dropped since the last mf.step; None: it cannot drop any.
         self.dropped: Tensor | None = None
         self.step_dropped = 0  # rows that this rank dropped in the step before
@@ -94,6 +94,7 @@ class ExpertParallel:
     def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
         made = copy.copy(self)
         made.dropped = None
+        made.agreement = copy.copy(self.agreement)
         return made
 
     @property
@@ -124,8 +125,8 @@ class ExpertParallel:
         needs = x.requires_grad or weights_Tk.requires_grad
         calls = [call_of(module, name, x, needs_columnwise=needs) for name in module.input_names]
         calls.append(call_of(module, "w2", x, needs_columnwise=True))
-        self._agree(module, x, indices_Tk)
-        told = self._exchange(order, calls)
+        title = self._title(module, x, indices_Tk)
+        told = self._exchange(order, calls, self.agreement.begin(title, x.device))
         calls = [self._call(call, rng) for call, rng in zip(calls, told.rng)]
         plan = Plan(module.gate, tuple(calls[:-1]), calls[-1])
         biases = [getattr(module, name) for name in module.bias_names]
@@ -136,7 +137,7 @@ class ExpertParallel:
         )
         expert_M = expert_of_rows(order)
         slots = indices_Tk.shape[1]
-        route = self._route(told, expert_M, slots)
+        route = self._route(told, expert_M, slots, title)
         ids = order.pairs + (told.first_token * slots).int()
         kinds = torch.where(expert_M < self.experts, expert_M % self.local + 1, 0)
         way = Way(route, *self._senders(plan), order, ids)
@@ -177,34 +178,12 @@ class ExpertParallel:
         )
         return f"{text}, {x.shape[0]} tokens" if self.capacity == ALL else text
 
-    def _agree(self, module: Any, x: Tensor, indices_Tk: Tensor) -> None:
-        """Requires equal layers on all ranks, before their first exchange.
-
-        Raises:
-            ValueError: on every rank, where layers differ or a rank is missing.
-        """
-        title = self._title(module, x, indices_Tk)
-        if title == self.agreed:
-            return
-        wait_for_all(title, self.group, x.device, expected=DIVIDE, change="divided", key="divided")
-        mine = torch.full((1,), ops.stream(title), dtype=torch.int64, device=x.device)
-        found = mine.new_empty(self.ranks)
-        dist.all_gather_into_tensor(found, mine, group=self.group)
-        if len(set(found.tolist())) > 1:
-            texts: list[Any] = [None] * self.ranks
-            dist.all_gather_object(texts, title, group=self.group)
-            listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
-            raise ValueError(
-                f"expert_parallel: expected all ranks to have the same layer, but {listed}"
-            )
-        self.agreed = title
-
-    def _exchange(self, order: Order, calls: list[ProductCall]) -> Exchanged:
-        """Tells every rank this rank's counts of rows and tokens, and its random states."""
+    def _exchange(self, order: Order, calls: list[ProductCall], title: Tensor) -> Exchanged:
+        """Tells every rank this rank's counts of rows and tokens, its layer and random states."""
         offs = order.offs.long()
         sent = offs.diff(prepend=offs.new_zeros(1)).view(self.ranks, self.local)
         tokens = order.places.shape[0]
-        numbers = [torch.full((1,), tokens, dtype=torch.int64, device=offs.device)]
+        numbers = [torch.full((1,), tokens, dtype=torch.int64, device=offs.device), title]
         for call in calls:
             numbers.append(offs.new_zeros(2) if call.rng is None else call.rng[:2])
         more = torch.cat(numbers)
@@ -216,19 +195,26 @@ class ExpertParallel:
             sent=sent,
             received=received,
             first_token=told[: self.rank, 0].sum(),
-            rng=told[0, 1:].reshape(-1, 2),
+            rng=told[0, 2:].reshape(-1, 2),
+            titles=told[:, 1],
         )
 
-    def _route(self, told: Exchanged, expert_M: Tensor, slots: int) -> Route:
-        """Returns the way of this forward's rows."""
-        rows = expert_M.shape[0]
+    def _route(self, told: Exchanged, expert_M: Tensor, slots: int, title: str) -> Route:
+        """Returns the way of this forward's rows.
+
+        Raises:
+            ValueError: the ranks' layers differ.
+        """
+        rows, ranks = expert_M.shape[0], self.ranks
+        if self.dispatcher is not None or self.capacity is not None:
+            self.agreement.compare_changed(title, told.titles)
         if self.dispatcher is not None:
             return OwnRoute(self.dispatcher, expert_M.int())
         counts = told.sent.sum(1)
         if self.capacity is None:
-            numbers = to_host(torch.cat([counts, told.received.sum(1)]))
-            sent, received = numbers[: self.ranks], numbers[self.ranks :]
-            return ExactRoute(self.group, sent, received, rows)
+            numbers = to_host(torch.cat([counts, told.received.sum(1), told.titles]))
+            self.agreement.compare_on_all(title, numbers[2 * ranks :])
+            return ExactRoute(self.group, numbers[:ranks], numbers[ranks : 2 * ranks], rows)
         route = CapacityRoute(self.group, counts, self._rows_to_each(rows, slots), rows)
         if self.capacity != ALL:
             self._count(route.dropped)
