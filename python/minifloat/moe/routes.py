@@ -18,6 +18,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from .._native import ops
+
 FIELD, ROW = 4, 16  # bytes that a field's start and a row's length are multiples of
 
 
@@ -154,14 +156,15 @@ class CapacityRoute:
         place = torch.arange(capacity, device=device)
         row_of_place = starts[:, None] + place
         is_empty = place >= kept[:, None]
-        self.row_of_place = row_of_place.masked_fill(is_empty, rows).reshape(-1)
+        self.row_of_place = row_of_place.masked_fill(is_empty, rows).reshape(-1).int()
         row = torch.arange(rows, device=device)
         rank = torch.searchsorted(ends, row, right=True)
         is_last = rank == ranks
         rank = rank.clamp(max=ranks - 1)
         number = row - starts[rank]
         is_left = is_last | (number >= capacity)
-        self.place_of_row = (rank * capacity + number).masked_fill(is_left, ranks * capacity)
+        place_of_row = (rank * capacity + number).masked_fill(is_left, ranks * capacity)
+        self.place_of_row = place_of_row.int()
         self.is_sent = ~is_left
 
     def send(self, rows: Tensor) -> Tensor:
@@ -179,9 +182,13 @@ class CapacityRoute:
 
 
 def take_or_zero(rows: Tensor, numbers: Tensor) -> Tensor:
-    """Copies the rows of these numbers; zeros for a number past the last row."""
-    zero = rows.new_zeros(1, rows.shape[1])
-    return torch.cat([rows, zero]).index_select(0, numbers)
+    """Copies the rows of these numbers, int32; zeros for a number past the last row."""
+    if rows.is_cuda:  # where the op writes zeros for such numbers; on the CPU it refuses them
+        return ops.take_rows(rows, numbers)
+    taken = rows.new_zeros(numbers.shape[0], rows.shape[1])
+    is_row = numbers < rows.shape[0]
+    taken[is_row] = rows[numbers[is_row]]
+    return taken
 
 
 class OwnRoute:
