@@ -1,8 +1,10 @@
-"""Tensor parallelism: QuantizedColwiseParallel, and the sharding rules of the pure ops.
+"""Tensor parallelism: QuantizedColwiseParallel, cut_along_width of experts, and the sharding rules
+of the pure ops.
 
 Importing this module registers the rules with DTensor.
 """
 
 from .distributed.tensor_parallel.dtensor import QuantizedColwiseParallel
+from .moe.cut_experts import cut_along_width
 
-__all__ = ["QuantizedColwiseParallel"]
+__all__ = ["QuantizedColwiseParallel", "cut_along_width"]

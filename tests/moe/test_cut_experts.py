@@ -3,7 +3,9 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.moe.cut_experts import CutProduct
+import torch.distributed as dist
+from minifloat.dtensor import cut_along_width
+from minifloat.moe.cut_casts import Cut, Random
 from minifloat.nn.grouped_product import product_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -11,92 +13,124 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard, distribute_tensor
 
 from tests.support.experts import relative_error
-from tests.support.worlds import run_world
+from tests.support.reuse_counts import Casts
+from tests.support.worlds import device_of, run_world
 
 D, HIDDEN, E, TOKENS = 128, 512, 3, 40
-PRESETS = ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp8_2d", "nvfp4_mxfp8"]
 MIXED = "fprop=nvfp4*nvfp4/16x16 dgrad=e4m3/tensor*mxfp4 wgrad=e4m3/row*nvfp4"
-RECIPES = [*PRESETS, MIXED]
+RANDOM = "fprop=mxfp8+sr*mxfp8+sr dgrad=nvfp4+sr*e4m3/row+sr wgrad=e4m3/tensor+sr*nvfp4+sr"
+RECIPES = [None, *mf.presets()[1:], MIXED, RANDOM]
+FORMS = [{}, {"fused_w13": True}, {"bias": True}, {"fused_w13": True, "bias": True, "limit": 7.0}]
 
 
-def experts_of(recipe, **options):
+def experts_of(recipe, device="cpu", primary=False, data_parallel_rank=0, **options):
     torch.manual_seed(0)
-    module = mf.MoE(D, HIDDEN, E, 2, dtype=torch.bfloat16, **options).experts
+    module = mf.MoE(D, HIDDEN, E, 2, dtype=torch.bfloat16, **options).experts.to(device)
     if recipe is not None:
-        mf.quantize_(nn.ModuleDict({"experts": module}), recipe, verbose=False)
+        options = {"primary": primary, "data_parallel_rank": data_parallel_rank}
+        mf.quantize_(nn.ModuleDict({"experts": module}), recipe, verbose=False, **options)
     return module
 
 
 def cut(module, mesh):
-    for name in module.weight_names:
-        placement = Shard(2 if name == "w2" else 1)
-        whole = getattr(module, name)
-        module.register_parameter(name, nn.Parameter(distribute_tensor(whole, mesh, [placement])))
+    cut_along_width(module, mesh)
     return module
 
 
-def inputs(seed=0):
+def inputs(device="cpu", seed=0):
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(TOKENS, D, generator=generator).bfloat16()
     indices = torch.rand(TOKENS, E, generator=generator).topk(2, dim=1)[1]
-    return x, indices, torch.rand(TOKENS, 2, generator=generator)
+    weights = torch.rand(TOKENS, 2, generator=generator)
+    return x.to(device), indices.to(device), weights.to(device)
 
 
 def run(module, x, indices, weights):
-    """Returns y and all gradients."""
+    """Returns y and all gradients, of a fused w13 as (E, 2I, D)."""
     x, weights = (t.clone().requires_grad_() for t in (x, weights))
     y = module(x, indices, weights)
-    y.backward(torch.randn(y.shape, generator=torch.Generator().manual_seed(9)).to(y.dtype))
+    gradient = torch.randn(y.shape, generator=torch.Generator().manual_seed(9))
+    y.backward(gradient.to(y))
     found = {"y": y.detach(), "x": x.grad, "weights": weights.grad}
+    for name, parameter in module.named_parameters():
+        grad = parameter.grad
+        grad = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        is_split = grad.dim() > (3 if name[0] == "w" else 2)
+        found[name] = grad.flatten(1, 2) if is_split else grad
+    return found
+
+
+def histories(module):
+    found = {}
     for name in module.weight_names:
-        grad = getattr(module, name).grad
-        found[name] = grad.full_tensor() if hasattr(grad, "full_tensor") else grad
+        product = product_of(module, name)
+        if product is not None and product.amax_history is not None:
+            found[name] = product.amax_history
     return found
 
 
 # ---- operands ------------------------------------------------------------------------------------
 
 
-def part(t, dim, rank, ranks):
-    return t.chunk(ranks, dim)[rank]
+def part(t, dim, rank, ranks, parts):
+    """Returns a rank's cut of each part, one after the other."""
+    return torch.cat([p.chunk(ranks, dim)[rank] for p in t.chunk(parts, dim)], dim)
 
 
-def check_operands(rank, ranks):
+SPECS = ["e4m3/tensor", "e5m2/tensor", "e4m3/row", "mxfp8", "nvfp4", "mxfp4", "e4m3/1x128"]
+SPECS += [f"{spec}+sr" for spec in ("e4m3/tensor", "e4m3/row", "mxfp8", "nvfp4")]
+SPECS += ["nvfp4+rht", "nvfp4+sr+rht"]
+BLOCKS = ["e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16", "nvfp4/16x16+sr"]
+STREAM = 77
+
+
+def check_operands(rank, ranks, kind="cpu"):
     """Compares each cast of a product with the part of the cast of whole matrices."""
-    mesh = init_device_mesh("cpu", (ranks,))
+    device = device_of(rank, kind)
+    mesh = init_device_mesh(kind, (ranks,))
+    for dim, parts in ((1, 1), (1, 2), (2, 1)):
+        check_casts(Cut(mesh.get_group(), rank, ranks, dim, parts), device)
+
+
+def check_casts(cut_, device):
     generator = torch.Generator().manual_seed(1)
-    offs = torch.tensor([7, 7, 36], dtype=torch.int32)
+    offs = torch.tensor([7, 7, 36], dtype=torch.int32, device=device)
     table = torch.ops.minifloat.group_table(offs, TOKENS)
-    specs = ["e4m3/tensor", "e5m2/tensor", "e4m3/row", "mxfp8", "nvfp4", "mxfp4", "e4m3/1x128"]
-    blocks = ["e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16"]
-    for dim in (1, 2):
-        product = CutProduct("w", mf.Recipe("fp8_rowwise"), mesh.get_group(), dim)
-        for matrix in "xgw":
-            shape = (E, HIDDEN, HIDDEN) if matrix == "w" else (TOKENS, HIDDEN)
-            values = torch.randn(shape, generator=generator)
-            values *= torch.rand(shape[-2:], generator=generator).exp2()
-            at = product.cut_of(matrix)
-            at = None if at is None else at - 2  # from the end
-            local = values if at is None else part(values, at, rank, ranks).contiguous()
-            for spec in specs + (blocks if matrix == "w" else []):
-                for columnwise in (False, True):
-                    where = {} if matrix == "w" else {"groups": table}
-                    got = product.cast(matrix, local, spec, columnwise, **where)
-                    whole = mf.quantize(values, spec, columnwise=columnwise, **where)
-                    read = at if at is None or not columnwise else -3 - at
-                    for name in ("codes", "scale", "amax"):
-                        mine, want = getattr(got, name), getattr(whole, name)
-                        want = want if want.dtype == torch.float32 else want.view(torch.uint8)
-                        dims = -want.dim() if want.dim() else 0
-                        is_row_scale = name != "codes" and spec == "e4m3/row"
-                        if read is not None and mine.shape != want.shape:
-                            along = read + 1 if is_row_scale else read
-                            assert along >= dims
-                            want = part(want, along, rank, ranks)
-                        if matrix != "w":
-                            mine, want = of_groups(mine, want, name, spec, columnwise)
-                        where_ = (dim, matrix, spec, columnwise, name)
-                        assert torch.equal(mine, want), where_
+    ids = torch.arange(TOKENS, dtype=torch.int32, device=device) * 3 + 1
+    rng = torch.tensor([5, 0], device=device)
+    rank, ranks, parts = cut_.rank, cut_.ranks, cut_.parts
+    for matrix in "xgw":
+        shape = (E, 2 * HIDDEN, 2 * HIDDEN) if matrix == "w" else (TOKENS, 2 * HIDDEN)
+        values = torch.randn(shape, generator=generator)
+        values *= torch.rand(shape[-2:], generator=generator).exp2()
+        values = values.to(device)
+        at = cut_.dim_of(matrix)
+        at = None if at is None else at - 2  # from the end
+        local = values if at is None else part(values, at, rank, ranks, parts).contiguous()
+        for spec in SPECS + (BLOCKS if matrix == "w" else []):
+            for columnwise in (False, True):
+                where = {} if matrix == "w" else {"groups": table}
+                random = Random(rng, STREAM) if "+sr" in spec else None
+                got = cut_.cast(
+                    matrix, local, spec, columnwise, random=random, row_ids=ids, **where
+                )
+                if "+sr" in spec:
+                    where |= {"seed": 5, "stream": STREAM}
+                    where |= {"row_ids": ids} if matrix != "w" and not columnwise else {}
+                whole = mf.quantize(values, spec, columnwise=columnwise, **where)
+                read = at if at is None or not columnwise else -3 - at
+                for name in ("codes", "scale", "amax"):
+                    mine, want = getattr(got, name), getattr(whole, name)
+                    want = want if want.dtype == torch.float32 else want.view(torch.uint8)
+                    is_row_scale = name != "codes" and "/row" in spec
+                    if read is not None and mine.shape != want.shape:
+                        along = read + 1 if is_row_scale else read
+                        assert along >= (-want.dim() if want.dim() else 0)
+                        want = part(want, along, rank, ranks, parts)
+                    if matrix != "w":
+                        mine, want = of_groups(mine, want, name, spec, columnwise)
+                    where_ = (cut_.dim, parts, matrix, spec, columnwise, name)
+                    assert torch.equal(mine, want), where_
 
 
 def of_groups(a, b, name, spec, columnwise):
@@ -106,7 +140,7 @@ def of_groups(a, b, name, spec, columnwise):
         return a[:36], b[:36]
     if columnwise and name == "codes":  # the units of the groups: 16 or 32 columns, or a block
         return a[..., : 16 // 2], b[..., : 16 // 2]
-    if columnwise and name == "scale" and a.dim() == 2 and spec != "e4m3/row":
+    if columnwise and name == "scale" and a.dim() == 2 and "/row" not in spec:
         return a[:, :1], b[:, :1]
     return a, b
 
@@ -119,24 +153,76 @@ def test_operands_are_parts_of_the_whole_ones(ranks):
 # ---- the layer -----------------------------------------------------------------------------------
 
 
-def check_layer(rank, ranks):
-    mesh = init_device_mesh("cpu", (ranks,))
-    for recipe in RECIPES:
-        want = run(experts_of(recipe), *inputs())
-        got = run(cut(experts_of(recipe), mesh), *inputs())
-        for name in ("w1", "w3", "w2"):  # sums over tokens, which all ranks hold
-            assert torch.equal(got[name], want[name]), (recipe, name)
-        for name in ("y", "x", "weights"):  # sums over ranks, of parts that are rounded to bfloat16
-            assert relative_error(got[name], want[name]) < 2**-7, (recipe, name)
-    module = cut(experts_of("mxfp8"), mesh)
-    with torch.no_grad():
-        first, second = module(*inputs()), module(*inputs())
-    assert torch.equal(first, second)
-    x, *routing = inputs()
-    x.requires_grad_()
-    (dx,) = torch.autograd.grad(module(x, *routing).sum(), x, create_graph=True)
-    with pytest.raises(RuntimeError, match="once_differentiable"):
-        dx.sum().backward()
+def require_like(got, want, names, is_equal, where):
+    for name in names:
+        if is_equal:
+            assert torch.equal(got[name], want[name]), (where, name)
+        else:
+            assert relative_error(got[name], want[name]) < 2**-7, (where, name)
+
+
+def check_layer(rank, recipes, kind="cpu"):
+    """Compares with one process: sums over tokens are equal on a CPU, sums over ranks are near."""
+    device = device_of(rank, kind)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    for recipe in recipes:
+        for form in FORMS:
+            whole, mine = (experts_of(recipe, device, **form) for _ in range(2))
+            for step in range(2):  # the second scales by the first one's amaxes under +delayed
+                want = run(whole, *inputs(device, step))
+                got = run(cut(mine, mesh) if step == 0 else mine, *inputs(device, step))
+                over_tokens = [name for name in want if name[0] in "wb" and name != "weights"]
+                where = recipe, form
+                is_first = kind == "cpu" and step == 0
+                require_like(got, want, over_tokens, is_first, where)
+                require_like(got, want, ("y", "x", "weights"), False, where)
+                if step == 0 and kind == "cpu":
+                    for name, history in histories(whole).items():
+                        assert torch.equal(histories(mine)[name], history), (where, name)
+                mf.step(whole, dist.new_group([rank], use_local_synchronization=True))
+                mf.step(mine)
+
+
+def check_primary(rank, kind="cpu"):
+    """Compares primary weights, whose cuts have rank 0's bytes."""
+    device = device_of(rank, kind)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    for recipe in ("fp8_tensorwise", "fp8_rowwise", "mxfp8", "nvfp4"):
+        want = run(experts_of(recipe, device, primary=True, bias=True), *inputs(device))
+        module = cut(experts_of(recipe, device, primary=True, bias=True), mesh)
+        with Casts() as seen:
+            got = run(module, *inputs(device))
+        assert not any(len(shape) == 3 for shape in seen.count)
+        require_like(got, want, ("w1", "w3", "w2", "b1", "b3", "b2"), kind == "cpu", recipe)
+        require_like(got, want, ("y", "x", "weights"), False, recipe)
+
+
+def check_reuse(rank, kind="cpu"):
+    """Checks that weights are cast once a step, with the results of casting them each time."""
+    device = device_of(rank, kind)
+    mesh = init_device_mesh(kind, (dist.get_world_size(),))
+    for recipe in ("mxfp8", "nvfp4", "fp8_delayed", "fp8_tensorwise"):
+        for form in ({}, {"fused_w13": True}):
+            models = [cut(experts_of(recipe, device, **form), mesh) for _ in range(2)]
+            for name in models[1].weight_names:
+                product_of(models[1], name).cache_of = lambda weight: None
+            optimizers = [torch.optim.SGD(m.parameters(), lr=0.5) for m in models]
+            for step in range(3):
+                results = []
+                for module, optimizer in zip(models, optimizers):
+                    with Casts() as seen:
+                        found = [run(module, *inputs(device, seed)) for seed in range(3)]
+                    count = sum(n for shape, n in seen.count.items() if len(shape) == 3)
+                    if module is models[0] and step > 0:
+                        assert count == 2 * len(module.weight_names)  # each direction once
+                    results.append((found, count))
+                    optimizer.step()
+                    optimizer.zero_grad()
+                    mf.step(module)
+                assert results[1][1] == 3 * 2 * len(models[1].weight_names)
+                for a, b in zip(results[0][0], results[1][0]):
+                    for name in a:
+                        assert torch.equal(a[name], b[name]), (recipe, form, name)
 
 
 def check_refusals(rank):
@@ -146,48 +232,77 @@ def check_refusals(rank):
         with pytest.raises(error, match=match):
             module(*inputs())
 
-    refused(cut(experts_of("nvfp4"), mesh), r"without bf16, \+sr and \+delayed .*, got nvfp4\+sr")
-    refused(cut(experts_of("fp8_delayed"), mesh), r"got e4m3/tensor\+delayed as x/fprop")
-    refused(cut(experts_of("fp8_rowwise_gw_hp"), mesh), "got bf16 as g/wgrad")
-    refused(cut(experts_of("mxfp8", fused_w13=True), mesh), "got w13 with")
-    refused(cut(experts_of("mxfp8", bias=True), mesh), "without biases")
-    refused(cut(experts_of(None), mesh), "under a recipe, got high precision")
+    module = experts_of("mxfp8", fused_w13=True)
+    part = distribute_tensor(module.w13, mesh, [Shard(1)])
+    module.register_parameter("w13", nn.Parameter(part))
+    refused(module, r"a fused w13 \(E, 2, I, D\) .*, got w13 \(3, 1024, 128\) with")
     module = experts_of("mxfp8")
     module.register_parameter("w1", nn.Parameter(distribute_tensor(module.w1, mesh, [Shard(1)])))
-    refused(module, "got w3 with no mesh")
-    codes = experts_of(None)
-    mf.quantize_(nn.ModuleDict({"experts": codes}), "mxfp8", primary=True, verbose=False)
-    refused(cut(codes, mesh), "expected high-precision weights .*, got a QuantizedTensor")
+    refused(module, "got w3 .* with no mesh")
+    with pytest.raises(ValueError, match="expected whole experts, got a part of w1"):
+        cut(module, mesh)
+    with pytest.raises(ValueError, match="expected w1 and w3 apart for primary weights"):
+        cut(experts_of("mxfp8", primary=True, fused_w13=True), mesh)
+    with pytest.raises(ValueError, match="ranks divide I = 33"):
+        cut(mf.MoE(D, 33, E, 2).experts, mesh)
+    refused(
+        cut(experts_of("nvfp4", data_parallel_rank=rank), mesh),
+        "experts.w1: expected tensor-parallel ranks to share the seed",
+    )
     module = cut(experts_of(None), mesh)
     report = mf.quantize_(nn.ModuleDict({"experts": module}), "mxfp8", verbose=False)
     (how,) = set(report.gather.values())
     assert how == "weight is gathered in the compute dtype: ranks cut the experts' matrices"
     small = mf.MoE(D, 96, E, 2, dtype=torch.bfloat16, recipe="mxfp8").experts
     refused(cut(small, mesh), "as a multiple of 32, of .* in mxfp8, got 48")
-    compiled = torch.compile(cut(experts_of("mxfp8"), mesh), backend="eager", fullgraph=True)
-    refused(compiled, "expected eager mode", Exception)
+    x, *routing = inputs()
+    x.requires_grad_()
+    module = cut(experts_of("mxfp8"), mesh)
+    (dx,) = torch.autograd.grad(module(x, *routing).sum(), x, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        dx.sum().backward()
+
+
+def check_compiled(rank):
+    """Checks that compiled code breaks its graph at cut experts, with eager's results."""
+    mesh = init_device_mesh("cpu", (2,))
+    eager = run(cut(experts_of("mxfp8"), mesh), *inputs())
+    module = cut(experts_of("mxfp8"), mesh)
+    compiled = torch.compile(module, backend="eager")
+    found = run(compiled, *inputs())
+    for name in ("y", "x", "weights"):
+        assert torch.equal(found[name], eager[name]), name
+    whole_graph = torch.compile(module, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"torch\.compiler\.disable"):
+        whole_graph(*inputs())
 
 
 def check_fsdp(rank):
     """Checks that FSDP2 gathers the shards of a cut weight in the compute dtype."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    want = run(cut(experts_of("fp8_rowwise"), mesh["tp"]), *inputs())
-    module = cut(experts_of("fp8_rowwise"), mesh["tp"])
-    fully_shard(module, mesh=mesh["dp"])
-    got = run(module, *inputs())
-    assert product_of(module, "w2").weight_gather is None
-    for name in want:
-        assert torch.equal(got[name], want[name]), name
+    for form in ({}, {"fused_w13": True, "bias": True}):
+        want = run(cut(experts_of("nvfp4", **form), mesh["tp"]), *inputs())
+        module = cut(experts_of("nvfp4", **form), mesh["tp"])
+        fully_shard(module, mesh=mesh["dp"])
+        got = run(module, *inputs())
+        assert product_of(module, "w2").weight_gather is None
+        require_like(got, want, want, True, form)
 
 
-def check_all(rank, ranks):
-    check_layer(rank, ranks)
-    if ranks == 2:
-        check_refusals(rank)
-    else:
-        check_fsdp(rank)
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_layer_of_two_ranks(recipe):
+    run_world(2, check_layer, [recipe])
 
 
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_layer(ranks):
-    run_world(ranks, check_all, ranks)
+@pytest.mark.parametrize("check", [check_primary, check_reuse, check_refusals, check_compiled])
+def test_two_ranks(check):
+    run_world(2, check)
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", RANDOM])
+def test_four_ranks(recipe):
+    run_world(4, check_layer, [recipe])
+
+
+def test_fsdp2_shards_cut_experts():
+    run_world(4, check_fsdp)

@@ -1,190 +1,32 @@
 """Tensor parallelism of experts over the hidden width I: w1, w3 (E, I, D) and w2 (E, D, I).
 
-    x, routing weights     whole on each rank                   gradients: summed over the ranks
-    w1, w3, gate, up, h    cut along I
-    w2                     cut along I, its contraction
-    y                      a sum over the ranks
-
-Operands equal one process's, byte for byte: where a scale covers values of several ranks, its amax
-is the largest of all ranks. Along I it is the amax of a tensor, or of an expert, and of rows that
-the ranks cut: those of h and w2 in fprop, of gate's and up's gradients and w1, w3 in dgrad. Ranks
-exchange amaxes as int32 bit patterns.
-
-The parameters are DTensors, w1 and w3 with Shard(1), w2 with Shard(2), over one mesh dimension.
+The parameters are DTensors over one mesh dimension, w1, w3 and their biases with Shard(1), w2 with
+Shard(2). A fused w13 is (E, 2, I, D), and its bias (E, 2, I), with Shard(2): a rank has its part of
+gate and of up. torch 2.11 has no placement for that of (E, 2I, D) which its checkpoints save whole.
+The bias of w2 is not cut. cut_along_width makes them so.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
-import torch
-import torch.distributed as dist
-from torch import Tensor
-from torch.autograd.function import once_differentiable
+from torch import nn
 
-from .._native import ops
-from ..nn.distributed_hooks import hooks, is_distributed
-from ..nn.grouped_product import product_of
-from ..recipe import Recipe, operand_names
-from ..spec import Spec
+from ..nn.distributed_hooks import is_distributed
+from ..tensor.quantized_tensor import QuantizedTensor
 
-COLUMNWISE = ("w/dgrad", "g/wgrad", "x/wgrad")  # operands that are read so
+if TYPE_CHECKING:
+    from torch.distributed.device_mesh import DeviceMesh
 
-
-class Operand(NamedTuple):
-    """One direction of a matrix: codes, scale and amax, as products read them."""
-
-    codes: Tensor
-    scale: Tensor
-    amax: Tensor
-
-
-@dataclass(frozen=True)
-class CutProduct:
-    """A product of experts whose weight (E, N, K) the ranks cut along N (1) or K (2).
-
-    Args:
-        name: of the weight, for errors.
-        recipe: the formats of the three products.
-        group: the ranks.
-        dim: of the weight.
-    """
-
-    name: str
-    recipe: Recipe
-    group: Any
-    dim: int
-
-    def multiply(
-        self,
-        a_MK: Tensor,
-        b_EKN: Tensor,
-        offs_E: Tensor,
-        row_ids_M: Tensor | None = None,
-        bias_EN: Tensor | None = None,
-        a_operands: Any = None,
-    ) -> Tensor:
-        """Returns this rank's part of the rows times their matrices, differentiable in a and b."""
-        return CutMultiply.apply(self, a_MK, b_EKN, offs_E)
-
-    def cut_of(self, matrix: str) -> int | None:
-        """Returns the dimension, rows (0) or columns (1), of x, w or g that the ranks cut."""
-        return {"x": (None, 1), "w": (0, 1), "g": (1, None)}[matrix][self.dim - 1]
-
-    def cast(self, matrix: str, values: Tensor, spec: str, columnwise: bool, **at: Any) -> Operand:
-        """Quantizes x, w or g in one direction, with the amaxes of all ranks."""
-        cut, parsed, amax = self.cut_of(matrix), Spec.parse(spec), None
-        if cut is not None:
-            is_along = (cut == 1) != columnwise  # whether the ranks cut the operand's rows as read
-            is_shared = parsed.amax_of == "tensor" or (parsed.amax_of == "row" and is_along)
-            if is_shared:
-                own = ops.amax(values, spec, columnwise, groups=at.get("groups"))
-                amax = hooks().reduce_amaxes(own, self.group)
-        row, col = ("", spec) if columnwise else (spec, "")
-        given = {"amax_col" if columnwise else "amax_row": amax}
-        out = ops.quantize(values, row, col, **given, **at)
-        return Operand(*(out[4:7] if columnwise else out[:3]))
-
-    def require_specs(self, weight: Tensor) -> None:
-        """Raises ValueError where a spec is not supported, or its blocks reach over a cut."""
-        recipe = self.recipe
-        pairs = [text for p in (recipe.fprop, recipe.dgrad, recipe.wgrad) for text in (p.a, p.b)]
-        length = weight.shape[self.dim]
-        for operand, text in zip(operand_names(), pairs):
-            spec = Spec.parse(text)
-            if spec.is_bf16 or spec.is_stochastic or spec.is_delayed:
-                raise ValueError(
-                    f"{self.name}: expected a recipe without bf16, +sr and +delayed for a weight "
-                    f"that the ranks cut along I, got {text} as {operand} ({recipe})"
-                )
-            columnwise = operand in COLUMNWISE
-            cut = self.cut_of(operand[0])
-            multiple = 1 if cut is None else ops.shard_multiple(text, columnwise, cut)
-            if length % multiple:
-                raise ValueError(
-                    f"{self.name}: expected I over the ranks as a multiple of {multiple}, of "
-                    f"{operand} in {text}, got {length}"
-                )
-
-
-class CutMultiply(torch.autograd.Function):
-    """The rows of a times the matrices b. Arguments: the product, a (M, K), b (E, K, N), offs."""
-
-    @staticmethod
-    def forward(ctx: Any, call: CutProduct, a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-        recipe, w = call.recipe, b.transpose(-2, -1).to(a.dtype)
-        table = ops.group_table(offs, a.shape[0])
-        x = call.cast("x", a, recipe.fprop.a, False, groups=table)
-        rows = call.cast("w", w, recipe.fprop.b, False)
-        ctx.call = call
-        ctx.save_for_backward(a, b, table)
-        product, k = str(recipe.fprop), a.shape[1]
-        return ops.scaled_mm(
-            *x, *rows, product, k=k, out_dtype=a.dtype, groups=table, zero_tail=True
-        )
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        call, (a, b, table) = ctx.call, ctx.saved_tensors
-        recipe, (_, needs_a, needs_b, _) = call.recipe, ctx.needs_input_grad
-        g = grads[0].to(a.dtype).contiguous()
-        da = db = None
-        if needs_a:
-            w = b.transpose(-2, -1).to(a.dtype)
-            left = call.cast("g", g, recipe.dgrad.a, False, groups=table)
-            right = call.cast("w", w, recipe.dgrad.b, True)
-            da = ops.scaled_mm(
-                *left,
-                *right,
-                str(recipe.dgrad),
-                k=g.shape[1],
-                out_dtype=a.dtype,
-                groups=table,
-                zero_tail=True,
-            )
-        if needs_b:
-            specs = recipe.wgrad.a, recipe.wgrad.b
-            unit = max(Spec.parse(spec).group_unit for spec in specs)
-            where = {"groups": table, "group_unit": unit}
-            left = call.cast("g", g, specs[0], True, **where)
-            right = call.cast("x", a, specs[1], True, **where)
-            product, rows = str(recipe.wgrad), a.shape[0]
-            dw = ops.scaled_mm(*left, *right, product, k=rows, out_dtype=b.dtype, **where)
-            db = dw.transpose(-2, -1)
-        return None, da, db, None
-
-
-class CopyToRanks(torch.autograd.Function):
-    """A tensor that is whole on each rank; its gradient is the sum of the ranks' gradients."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        total = grads[0].clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=ctx.group)
-        return total, None
-
-
-class SumOverRanks(torch.autograd.Function):
-    """The sum of the ranks' tensors, on each rank."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
-        total = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(total, group=group)
-        return total
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None
+FUSED = ("w13", "b13")
+EXPECTED = (
+    "expected w1, w3 and their biases as DTensors with Shard(1), w2 with Shard(2), a fused w13 "
+    "(E, 2, I, D) and its bias (E, 2, I) with Shard(2), over one mesh dimension"
+)
+WHY_NO_FUSED_CODES = (
+    "expected w1 and w3 apart for primary weights that ranks cut along I, got fused w13: codes are "
+    "those of 3D weights, and its cut has four dimensions"
+)
 
 
 def cut_dim(weight: Any) -> int:
@@ -200,39 +42,77 @@ def are_cut(module: Any) -> bool:
     return any(cut_dim(getattr(module, name)) > 0 for name in module.weight_names)
 
 
-def cut_products(module: Any) -> list[CutProduct]:
-    """Returns the products of experts that ranks cut along I; checks that they fit each other."""
-    if torch.compiler.is_compiling():
-        raise RuntimeError(
-            "experts: expected eager mode for weights that ranks cut along I, got torch.compile"
+def placement_of(name: str) -> Any:
+    """Returns how ranks cut the parameter `name` of experts along I."""
+    from torch.distributed.tensor import Replicate, Shard
+
+    if name == "b2":
+        return Replicate()
+    return Shard(2 if name in ("w2", *FUSED) else 1)
+
+
+def cut_along_width(experts: Any, mesh: DeviceMesh) -> None:
+    """Cuts the experts of an mf.MoE along their hidden width I over the ranks of a mesh, in place.
+
+    Rank 0's values are sent to the others. Each parameter becomes a DTensor; a fused w13 becomes
+    (E, 2, I, D), its bias (E, 2, I). Call it before or after mf.quantize_, and before fully_shard
+    and before an optimizer is built.
+
+    Args:
+        experts: the `experts` of an mf.MoE, whole on each rank.
+        mesh: of one dimension.
+
+    Raises:
+        ValueError: I is no multiple of the ranks, the experts are divided or cut already, or w13 is
+            fused and codes. Nothing has been changed then.
+
+    Source: docs/distributed.md, "Experts cut along their width".
+    """
+    from torch.distributed.tensor import distribute_tensor
+
+    parameters = {name: p for name, p in experts._parameters.items() if p is not None}
+    ranks = mesh.size()
+    if mesh.ndim != 1 or experts.hidden % ranks:
+        raise ValueError(
+            f"cut_along_width: expected a mesh of one dimension whose ranks divide I = "
+            f"{experts.hidden}, got {mesh}"
         )
-    found = []
-    for name in module.weight_names:
-        weight, product = getattr(module, name), product_of(module, name)
-        dim = 2 if name == "w2" else 1
-        title = name if product is None else product.fqn
-        is_one_dim = is_distributed(weight) and weight.device_mesh.ndim == 1
-        if not is_one_dim or cut_dim(weight) != dim or name == "w13":
-            got = getattr(weight, "placements", "no mesh")
-            raise ValueError(
-                f"{title}: expected w1 and w3 as DTensors with Shard(1), w2 with Shard(2), over "
-                f"one mesh dimension, got {name} with {got}"
-            )
-        if type(weight._local_tensor) not in (Tensor, torch.nn.Parameter):
-            kind = type(weight._local_tensor).__name__
-            raise ValueError(
-                f"{title}: expected high-precision weights that ranks cut along I, got a {kind}"
-            )
-        if product is None:
-            raise ValueError(f"{title}: expected experts under a recipe, got high precision")
-        if weight.shape[dim] % weight.device_mesh.size():
-            raise ValueError(
-                f"{title}: expected I as a multiple of the ranks, got {weight.shape[dim]} over "
-                f"{weight.device_mesh.size()} ranks"
-            )
-        cut = CutProduct(title, product.recipe, weight.device_mesh.get_group(), dim)
-        cut.require_specs(weight._local_tensor)
-        found.append(cut)
-    if any(b is not None for b in (*(getattr(module, n) for n in module.bias_names), module.b2)):
-        raise ValueError(f"{found[0].name}: expected experts without biases, cut along I")
-    return found
+    for name, parameter in parameters.items():
+        if is_distributed(parameter) or experts.parallel is not None:
+            raise ValueError(f"cut_along_width: expected whole experts, got a part of {name}")
+        if name in FUSED and isinstance(parameter, QuantizedTensor):
+            raise ValueError(f"cut_along_width: {name}: {WHY_NO_FUSED_CODES}")
+    for name, parameter in parameters.items():
+        whole = parameter.detach()
+        if name in FUSED:
+            whole = whole.unflatten(1, (2, experts.hidden))
+        part = distribute_tensor(whole, mesh, [placement_of(name)])
+        made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        experts.register_parameter(name, made)
+
+
+def require_cut(module: Any, name: str, title: str) -> Any:
+    """Returns a parameter of experts; raises ValueError where ranks do not cut it as they should.
+
+    Args:
+        module: the experts.
+        name: of the parameter.
+        title: of the parameter, for errors.
+    """
+    parameter = getattr(module, name)
+    if parameter is None or (name == "b2" and not is_distributed(parameter)):
+        return parameter
+    placement = placement_of(name)
+    is_one_dim = is_distributed(parameter) and parameter.device_mesh.ndim == 1
+    dims = {"w13": 4, "b13": 3, "b1": 2, "b3": 2, "b2": 2}.get(name, 3)
+    is_right = is_one_dim and tuple(parameter.placements) == (placement,)
+    if not is_right or parameter.dim() != dims:
+        got = getattr(parameter, "placements", "no mesh")
+        raise ValueError(f"{title}: {EXPECTED}, got {name} {tuple(parameter.shape)} with {got}")
+    dim, ranks = getattr(placement, "dim", None), parameter.device_mesh.size()
+    if dim is not None and parameter.shape[dim] % ranks:
+        raise ValueError(
+            f"{title}: expected I as a multiple of the ranks, got {parameter.shape[dim]} over "
+            f"{ranks} ranks"
+        )
+    return parameter

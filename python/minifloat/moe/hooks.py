@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 
 from ..nn import expert_hooks
 from ..nn.names import unwrapped
@@ -12,6 +14,16 @@ from .convert import convert, plan_gather, restore, revert, select
 from .dropped import warn_of_dropped
 from .layer import Experts
 from .router import Router
+
+
+def forward_cut(*arguments: Any) -> Tensor:
+    """Computes the forward of experts that ranks cut along I."""
+    from .cut_forward import forward_cut  # imports torch's compiler
+
+    return forward_cut(*arguments)
+
+
+Experts.compute_cut = staticmethod(forward_cut)
 
 
 def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:

@@ -9,7 +9,8 @@ w1 and w3), experts.b1, b3, b2, b13, shared_experts.w1.weight and so on.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import torch
 import torch.nn.functional as F
@@ -25,9 +26,9 @@ from ..nn.random_state import RngState, add_hooks, require_int64
 from ..nn.recipe_state import RecipeState, draw_from
 from ..nn.selection import WEIGHT_DTYPES
 from ..recipe import Recipe
-from .cut_experts import CopyToRanks, SumOverRanks, are_cut, cut_products
-from .functional import Matrices, Plan, compose, compute_dtype, run_experts
-from .permute import order_rows, sum_of_slots
+from .cut_experts import are_cut
+from .functional import Matrices, Plan, compute_dtype, run_experts
+from .permute import order_rows
 from .router import Router, require_number
 from .swiglu import ALPHA, Gate
 from .token_cast import TokenCast, token_cast
@@ -46,6 +47,8 @@ class Experts(HasProducts, nn.Module):
         device: of the parameters.
         dtype: of the parameters; None: torch's default dtype.
     """
+
+    compute_cut: ClassVar[Callable[..., Tensor]]  # cut_forward's function; moe/hooks.py sets it
 
     def __init__(
         self,
@@ -115,7 +118,7 @@ class Experts(HasProducts, nn.Module):
             ValueError: token_ids_T is given where ranks divide the experts.
         """
         if are_cut(self):
-            return self._forward_cut(x_TD, indices_Tk, weights_Tk, token_ids_T)
+            return self.compute_cut(self, x_TD, indices_Tk, weights_Tk, token_ids_T)
         if self.parallel is not None:
             if token_ids_T is not None:
                 raise ValueError(
@@ -138,24 +141,6 @@ class Experts(HasProducts, nn.Module):
         )
         order = order_rows(indices_Tk, self.experts, token_ids_T)
         return run_experts(plan, x, indices_Tk, weights_Tk, order, matrices, self.b2)
-
-    def _forward_cut(
-        self, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor, token_ids_T: Tensor | None
-    ) -> Tensor:
-        """Computes forward where the ranks of a mesh cut the weights along I."""
-        *inputs, output = cut_products(self)
-        x = CopyToRanks.apply(x_TD.to(compute_dtype(x_TD)), output.group)
-        weights = CopyToRanks.apply(weights_Tk, output.group)
-        matrices = Matrices(
-            tuple(matrix_of(getattr(self, name)) for name in self.input_names),
-            (None,) * len(inputs),
-            matrix_of(self.w2),
-        )
-        order = order_rows(indices_Tk, self.experts, token_ids_T)
-        plan: Any = Plan(self.gate, tuple(inputs), output)  # type: ignore[arg-type]
-        with torch.autocast(x.device.type, enabled=False):
-            rows = compose(plan, x, weights, order, matrices)
-            return SumOverRanks.apply(sum_of_slots(rows, order), output.group)
 
     def extra_repr(self) -> str:
         product = product_of(self, "w2")

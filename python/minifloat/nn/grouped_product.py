@@ -18,7 +18,7 @@ from .._native import ops
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
 from .names import PRODUCT, join
-from .operand_cache import conditions_of, weight_codes
+from .operand_cache import WeightCodes, conditions_of, weight_codes
 from .random_state import as_normal
 from .recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
 
@@ -213,6 +213,13 @@ class GroupedProduct(RecipeState):
             return self.weight_gather.operands(columnwise)
         return codes_of(weight, self.recipe, columnwise, is_row_major)
 
+    def cache_of(self, weight: Tensor) -> WeightCodes | None:
+        """Returns the cache of the weight's codes, new for another parameter; None: no cache."""
+        if self._cached_weight != id(weight):
+            self.weight_codes = weight_codes(weight, self.recipe)
+            self._cached_weight = id(weight)
+        return self.weight_codes
+
     def _cached(
         self,
         weight: Tensor,
@@ -222,17 +229,15 @@ class GroupedProduct(RecipeState):
         needs_columnwise: bool,
     ) -> list[Tensor] | None:
         """Returns the cached operands of the weight; None where the op is to quantize it."""
-        if self._cached_weight != id(weight):
-            self.weight_codes = weight_codes(weight, self.recipe)
-            self._cached_weight = id(weight)
+        cache = self.cache_of(weight)
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
-        if self.weight_codes is None or is_cast or x.is_meta:
+        if cache is None or is_cast or x.is_meta:
             return None
         w, text = getattr(weight, "_local_tensor", weight), self.recipe.text  # of a DTensor
         w = w.transpose(-2, -1) if is_row_major else w
         cast = partial(ops.layer_operands.default, w, text, "w", amax_history=history)
         columnwise = torch.is_grad_enabled() and needs_columnwise
-        return self.weight_codes.operands(
+        return cache.operands(
             weight, text, columnwise, conditions_of(x), history, self.is_in_step(), cast
         )
 

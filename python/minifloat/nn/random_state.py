@@ -296,3 +296,21 @@ def remove_hooks(module: nn.Module) -> None:
             if isinstance(getattr(hook, "__self__", hook), AdvanceRng):
                 del hooks[key]
                 options.pop(key, None)
+
+
+def require_shared_seed(state: RngState, group: dist.ProcessGroup, name: str = "linear") -> None:
+    """Raises ValueError where ranks of a weight differ in seed or count; checks each group once.
+
+    name: for errors.
+    """
+    if group.group_name in state.agreed:
+        return
+    both = torch.cat([state.tensor, -state.tensor])
+    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
+    if not torch.equal(both[:2], -both[2:]):
+        raise ValueError(
+            f"{name}: expected tensor-parallel ranks to share the seed and count of stochastic "
+            f"rounding, got {state.get().tolist()} mixed with rank {state.rank} here; pass "
+            "mf.quantize_ the data_parallel_rank that they share"
+        )
+    state.agreed.add(group.group_name)

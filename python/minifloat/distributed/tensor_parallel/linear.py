@@ -27,7 +27,7 @@ from ...nn.operand_cache import (
     fingerprint_of,
     has_fingerprint,
 )
-from ...nn.random_state import RngState
+from ...nn.random_state import require_shared_seed
 from ...recipe import Recipe
 from ...tensor.quantized_tensor import weight_operands
 
@@ -298,21 +298,6 @@ def shard_operands(
 
 
 # ---- the module ----------------------------------------------------------------------------------
-
-
-def require_shared_seed(state: RngState, group: dist.ProcessGroup) -> None:
-    """Raises ValueError where ranks of a weight differ in seed or count; checks each group once."""
-    if group.group_name in state.agreed:
-        return
-    both = torch.cat([state.tensor, -state.tensor])
-    dist.all_reduce(both, op=dist.ReduceOp.MAX, group=group)
-    if not torch.equal(both[:2], -both[2:]):
-        raise ValueError(
-            "linear: expected tensor-parallel ranks to share the seed and count of stochastic "
-            f"rounding, got {state.get().tolist()} mixed with rank {state.rank} here; pass "
-            "mf.quantize_ the data_parallel_rank that they share"
-        )
-    state.agreed.add(group.group_name)
 
 
 def module_linear(layer: Linear, x: Tensor) -> Tensor:

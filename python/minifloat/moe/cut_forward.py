@@ -1,0 +1,189 @@
+"""The forward of mf.MoE's experts where ranks cut the weights along I. Compiled code calls it and
+does not trace it.
+
+This module is imported at the first such forward: torch.compiler.disable imports the compiler.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..nn.expert_parameters import local_of, matrix_of
+from ..nn.grouped_product import GroupedProduct, product_of
+from ..nn.operand_cache import conditions_of, fingerprint_of, has_fingerprint
+from ..nn.random_state import require_shared_seed
+from ..recipe import Recipe
+from ..tensor.quantized import raw_scale
+from ..tensor.quantized_tensor import QuantizedTensor
+from .cut_casts import Cut
+from .cut_experts import FUSED, placement_of, require_cut
+from .cut_products import CutProduct
+from .functional import Matrices, Plan, compose, compute_dtype, weighted_biases
+from .permute import order_rows, sum_of_slots
+
+
+class CopyToRanks(torch.autograd.Function):
+    """A tensor that is whole on each rank; its gradient is the sum of the ranks' gradients."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        ctx.group = group
+        return x.view_as(x)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        total = grads[0].clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=ctx.group)
+        return total, None
+
+
+class SumOverRanks(torch.autograd.Function):
+    """The sum of the ranks' tensors, on each rank."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, group: Any) -> Tensor:
+        total = x.clone(memory_format=torch.contiguous_format)
+        dist.all_reduce(total, group=group)
+        return total
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+class OfFirstRank(torch.autograd.Function):
+    """A term of a sum over ranks that all ranks have computed: zeros except on the first rank.
+
+    Its gradient is that of the sum, on each rank.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, term: Tensor, is_first: bool) -> Tensor:
+        return term.view_as(term) if is_first else torch.zeros_like(term)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return grads[0], None
+
+
+def cut_products(module: Any, x: Tensor) -> list[CutProduct]:
+    """Returns the products of experts that ranks cut along I, as a forward of x calls them.
+
+    Raises:
+        ValueError: parameters do not fit each other, or a block lies on several ranks.
+    """
+    found = []
+    for name in module.weight_names:
+        product = product_of(module, name)
+        title = name if product is None else product.fqn
+        weight = require_cut(module, name, title)
+        mesh, parts = weight.device_mesh, 2 if name in FUSED else 1
+        dim = 2 if name == "w2" else 1
+        cut = Cut(mesh.get_group(), mesh.get_local_rank(), mesh.size(), dim, parts)
+        call = CutProduct(title, Recipe("bf16") if product is None else product.recipe, cut)
+        call.require_specs(weight.shape[placement_of(name).dim] // mesh.size())
+        if product is not None:
+            # A gradient of the rows of w2 always exists, that of routing weights.
+            needs_columnwise = name == "w2" or x.requires_grad
+            call = prepared(call, product, weight, x, needs_columnwise)
+        found.append(call)
+    for name in (*module.bias_names, "b2"):
+        require_cut(module, name, name)
+    return found
+
+
+def prepared(
+    call: CutProduct, product: GroupedProduct, weight: Any, x: Tensor, needs_columnwise: bool
+) -> CutProduct:
+    """Returns the product of a forward now: with its random bits, history and cached weight."""
+    rng = product.draw_rng(x.device)
+    if product.rng_state is not None:
+        require_shared_seed(product.rng_state, call.cut.group, call.name)
+    made = replace(call, rng=rng, stream=product.stream_id, history=product.step_history())
+    local = weight._local_tensor
+    operands: Any
+    if isinstance(local, QuantizedTensor):
+        operands = operands_of_codes(local)
+    else:
+        operands = cached_operands(made, product, weight, x, needs_columnwise)
+    return replace(made, weight=operands)
+
+
+def three_dims(weight: Tensor) -> Tensor:
+    """Returns a rank's weight (E, N, K): of a fused w13, gate above up."""
+    return weight.flatten(1, 2) if weight.dim() == 4 else weight
+
+
+def operands_of_codes(weight: QuantizedTensor) -> list[Tensor]:
+    """Returns both directions of a rank's weight that is codes."""
+    out = []
+    for part in (weight.rowwise, weight.columnwise):
+        assert part is not None  # a recipe that reads the weight in bf16 has no primary weights
+        out += [part.codes, raw_scale(part), part.amax, part.codes.new_empty(0)]
+    return out
+
+
+def cached_operands(
+    call: CutProduct, product: GroupedProduct, weight: Any, x: Tensor, needs_columnwise: bool
+) -> list[Tensor] | None:
+    """Returns the cached operands of this rank's weight; None where each pass quantizes it."""
+    cache = product.cache_of(weight)
+    is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
+    if cache is None or is_cast:
+        return None
+    local, conditions = weight._local_tensor, conditions_of(x)
+    is_shown = has_fingerprint(local)
+    if is_shown:  # the sum over the ranks: casts exchange amaxes, so all ranks decide the same
+        total = torch.tensor(fingerprint_of(local).value())
+        dist.all_reduce(total, group=call.cut.group)
+        conditions = (*conditions[:-1], total.item(), conditions[-1])
+    columnwise = torch.is_grad_enabled() and needs_columnwise
+    with torch.no_grad():
+        return cache.operands(
+            weight,
+            call.recipe.text,
+            columnwise,
+            conditions,
+            call.history,
+            product.is_in_step(),
+            partial(call.cast_weight, three_dims(local).to(x.dtype)),
+            is_shown,
+        )
+
+
+@torch.compiler.disable
+def forward_cut(
+    module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor, token_ids_T: Tensor | None
+) -> Tensor:
+    """Computes the forward of Experts; the arguments are those of Experts.forward."""
+    values = x_TD.to(compute_dtype(x_TD))
+    *inputs, output = cut_products(module, values)
+    cut = output.cut
+    x, weights = (CopyToRanks.apply(t, cut.group) for t in (values, weights_Tk))
+    biases = [getattr(module, name) for name in module.bias_names]
+    weights_of_rank = [local_of(getattr(module, name)) for name in module.input_names]
+    matrices = Matrices(
+        tuple(matrix_of(three_dims(weight)) for weight in weights_of_rank),
+        tuple(bias if bias is None else local_of(bias).flatten(1) for bias in biases),
+        matrix_of(module.w2),
+    )
+    order = order_rows(indices_Tk, module.experts, token_ids_T)
+    calls: Any = (*inputs, output)  # in place of ProductCall
+    plan = Plan(module.gate, calls[:-1], calls[-1])
+    base = None
+    if module.b2 is not None:  # whole on each rank
+        whole = weighted_biases(indices_Tk, weights_Tk, local_of(module.b2))
+        base = OfFirstRank.apply(whole, cut.rank == 0)
+    with torch.autocast(x.device.type, enabled=False):
+        rows = compose(plan, x, weights, order, matrices)
+        return SumOverRanks.apply(sum_of_slots(rows, order, base), cut.group)
