@@ -31,6 +31,8 @@ REFUSED = [  # (options, message): exit code 1
     ("--batch 0", "--batch: expected at least 1, got 0"),
     ("--batch 4000", "too little text"),
     (f"--batch {10**400}", "--batch: expected at most 1000000000, got 1000"),
+    ("--expert-capacity 0", "--expert-capacity: expected a number of rows from 1 to "),
+    ("--expert-capacity all", "--expert-capacity all: expected --expert-parallel of at least 2"),
     ("--lr 0", "--lr: expected more than 0, got 0"),
     ("--lr=-1e-3", "--lr: expected more than 0, got -0.001"),
     ("--lr 1e999", "--lr: expected a finite number, got inf"),
@@ -96,7 +98,7 @@ def test_what_cannot_be_is_refused_before_anything_is_written(
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", [*NUMBERS, "vocab"])
+@pytest.mark.parametrize("name", [*NUMBERS, "vocab", "expert_capacity"])
 @pytest.mark.parametrize("text", ["nan", "inf", "1_0", "٣", "", " 1", "0x10", "many"])
 def test_what_is_no_number_is_wrong_usage(tiny, tmp_path, capsys, name, text):
     option = "--" + name.replace("_", "-")

@@ -16,7 +16,7 @@ from minifloat.nn.grouped_product import product_of
 from minifloat.tensor import quantized_tensor
 from minifloat.train.config import TrainConfig
 from minifloat.train.expert_ranks import divided_experts
-from minifloat.train.experts import dropped_rows, load_of
+from minifloat.train.experts import dropped_rows, forget_dropped, load_of
 from minifloat.train.fields import TrainError
 from minifloat.train.gradients import average_gradients, clip_gradients
 from minifloat.train.loop import make_optimizer
@@ -35,6 +35,7 @@ from tests.support.tiny_text import write_text
 from tests.support.worlds import run_world
 
 MODEL = "moe:64,3,2,1,32,4,2,1"
+UNEVEN = "moe:64,3,2,1,32,6,2,1"  # three experts a rank of two, which two groups do not divide
 LAYERS = ["layers.1.moe", "layers.2.moe"]
 BATCH, SEQ = 4, 32
 
@@ -103,9 +104,9 @@ def batch_of(sizes):
     return torch.randint(sizes.vocab, (2, BATCH, SEQ), generator=generator)
 
 
-def check_gradients(rank, ranks):
+def check_gradients(rank, ranks, model):
     """Compares every gradient, the clipped ones too, and a step of AdamW, in fp32."""
-    world, sizes = World(rank, torch.distributed.get_world_size()), parse_model(MODEL, 300)
+    world, sizes = World(rank, torch.distributed.get_world_size()), parse_model(model, 300)
     alone, model = (build_model(sizes, SEQ, 1, "cpu") for _ in range(2))
     world.shard(model, ranks)
     assert len(list(divided_experts(model))) == 2
@@ -134,9 +135,11 @@ def check_gradients(rank, ranks):
         torch.testing.assert_close(whole(value), alone.state_dict()[name], rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize(("world", "ranks"), [(2, 2), (4, 2), (4, 4)])
-def test_gradients_are_those_of_one_process(world, ranks):
-    run_world(world, check_gradients, ranks)
+@pytest.mark.parametrize(
+    ("world", "ranks", "model"), [(2, 2, MODEL), (4, 2, MODEL), (4, 4, MODEL), (4, 2, UNEVEN)]
+)
+def test_gradients_are_those_of_one_process(world, ranks, model):
+    run_world(world, check_gradients, ranks, model)
 
 
 def check_codes(rank):
@@ -173,9 +176,9 @@ def test_groups_gather_codes():
     run_world(4, check_codes)
 
 
-def check_state(rank, ranks):
+def check_state(rank, ranks, model):
     """Takes the whole state, spoils this rank's part, and sets it again."""
-    world, sizes = World(rank, torch.distributed.get_world_size()), parse_model(MODEL, 300)
+    world, sizes = World(rank, torch.distributed.get_world_size()), parse_model(model, 300)
     model = world.shard(build_model(sizes, SEQ, 1, "cpu"), ranks)
     optimizer, options = (
         make_optimizer(model, TrainConfig()),
@@ -203,19 +206,22 @@ def check_state(rank, ranks):
     assert all(map(torch.equal, local_values(), before))
 
 
-@pytest.mark.parametrize(("world", "ranks"), [(2, 2), (4, 2)])
-def test_the_whole_state_can_be_set_again(world, ranks):
-    run_world(world, check_state, ranks)
+@pytest.mark.parametrize(
+    ("world", "ranks", "model"), [(2, 2, MODEL), (4, 2, MODEL), (4, 2, UNEVEN)]
+)
+def test_the_whole_state_can_be_set_again(world, ranks, model):
+    run_world(world, check_state, ranks, model)
 
 
 def check_dropped_rows(rank):
     """Each rank sends one row of a layer to each of two ranks, and drops the others."""
     world, sizes = World(rank, 2), parse_model(MODEL, 300)
     assert dropped_rows(build_model(sizes, SEQ, 1, "cpu")) is None
-    model = world.shard(build_model(sizes, SEQ, 1, "cpu"), 2)
-    for _, module in divided_experts(model):
-        module.parallel.capacity = 1
-    model(world.share(tuple(batch_of(sizes)))[0])
+    model = world.shard(build_model(sizes, SEQ, 1, "cpu"), 2, 1)
+    inputs = world.share(tuple(batch_of(sizes)))[0]
+    model(inputs)
+    forget_dropped(model)
+    model(inputs)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         mf.step(model)
@@ -226,6 +232,28 @@ def check_dropped_rows(rank):
 
 def test_dropped_rows_are_those_of_all_ranks():
     run_world(2, check_dropped_rows)
+
+
+def test_a_capacity_drops_rows_which_records_have(folder, tmp_path):
+    """Checks that a capacity for all rows drops none, and what a small one drops."""
+    how = "--recipes=bf16", "--steps=2", "--expert-parallel=2"
+    found = {}
+    for capacity in ("all", "8"):
+        option = f"--expert-capacity={capacity}"
+        _, errors = train(folder, tmp_path / capacity, 2, *how, option)
+        assert "UserWarning" not in errors
+        records = records_of(tmp_path / capacity)
+        found[capacity] = [r for r in records if r["kind"] == "train"]
+    assert found["all"][0]["loss"] != found["8"][0]["loss"]
+    # Of one layer, eight rows from each of two ranks to each of two.
+    dropped = len(LAYERS) * (BATCH * SEQ * 2 - 4 * 8)
+    assert [r["dropped_rows"] for r in found["8"]] == [dropped] * 2
+    assert [r["dropped_rows"] for r in found["all"]] == [0] * 2
+    report = (tmp_path / "8" / "report.md").read_text()
+    assert "divided over groups of 2 with capacity 8" in report
+    assert f"{2 * dropped}" in report
+    _, errors = train(folder, tmp_path / "8", 1, "--resume", "--expert-parallel=1")
+    assert "divided over 2 with capacity 8, goes on with 1 processes" in errors
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -280,8 +308,8 @@ def test_a_killed_job_resumes_with_the_same_losses_or_on_one_process(folder, tmp
     [
         (MODEL, 3, 2, "expected a divisor of the job's processes, got 2 of 3"),
         (MODEL, 1, 2, "expected a divisor of the job's processes, got 2 of 1"),
-        ("moe:64,3,2,1,32,5,2,1", 2, 2, "expected experts as a multiple of the 2 processes, got 5"),
-        ("moe:64,3,2,1,32,6,2,1", 4, 2, "expected experts as a multiple of the 4 processes, got 6"),
+        ("moe:64,3,2,1,32,5,2,1", 2, 2, "expected a divisor of the 5 experts, got 2"),
+        ("moe:62,3,31,31,32,6,2,1", 8, 2, "expected the 4 groups of processes to divide .* FSDP2"),
         ("64,3,2,1,32", 2, 2, "expected 1 for a model without experts, got 2"),
         (MODEL, 2, 0, "expected at least 1, got 0"),
     ],
@@ -291,9 +319,24 @@ def test_sizes_that_do_not_divide_are_refused(model, processes, ranks, message):
         TrainConfig(model=parse_model(model, 300), processes=processes, expert_parallel=ranks)
 
 
+@pytest.mark.parametrize(
+    ("capacity", "ranks", "message"),
+    [
+        (0, 2, "expected a number of rows from 1 to 1000000000, 'all' or none, got 0"),
+        ("some", 2, "expected a number of rows .*, got 'some'"),
+        (8, 1, "expected --expert-parallel of at least 2, .*, got 1"),
+    ],
+)
+def test_capacities_that_mean_nothing_are_refused(capacity, ranks, message):
+    model = parse_model(MODEL, 300)
+    with pytest.raises(TrainError, match=f"^--expert-capacity.*: {message}$"):
+        TrainConfig(model=model, processes=2, expert_parallel=ranks, expert_capacity=capacity)
+
+
 def test_a_job_saved_before_experts_were_divided_loads():
     values = TrainConfig(model=parse_model(MODEL, 300)).to_json() | {"data": []}
     assert values.pop("expert_parallel") == 1
+    assert values.pop("expert_capacity") is None
     config = TrainConfig.from_json("job.json", values)
     assert config.expert_parallel == 1
     assert "expert_parallel" not in config.identity()

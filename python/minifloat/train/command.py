@@ -47,6 +47,16 @@ def number_type(number: Any, name: str) -> Callable[[str], int | float]:
     return parse
 
 
+def capacity_type(text: str) -> int | str:
+    """Parses --expert-capacity, for argparse."""
+    from .config import ALL_ROWS, ROWS
+
+    rows = ROWS.parse(text)
+    if text != ALL_ROWS and rows is None:
+        raise argparse.ArgumentTypeError(f"expected a number of rows or {ALL_ROWS!r}, got {text!r}")
+    return ALL_ROWS if rows is None else int(rows)
+
+
 def add_parser(subparsers: Any) -> None:
     """Adds `train` to the program's subcommands."""
     from .config import NUMBERS, SIZE, TrainConfig, option_of
@@ -104,6 +114,14 @@ def add_parser(subparsers: Any) -> None:
         kind = number_type(number, "an integer" if number.integer else "a number")
         shown = "all cores" if name == "threads" else f"{getattr(TrainConfig(), name):g}"
         add(option_of(name), type=kind, default=absent, help=f"{text} (default: {shown})")
+    add(
+        "--expert-capacity",
+        type=capacity_type,
+        metavar="N|all",
+        default=absent,
+        help="most rows that one process sends to another in a layer; those past it are dropped. "
+        "all: room for every row (default: exact sizes)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -144,6 +162,8 @@ def places_of(config: Any) -> str:
     text = f"{config.processes} processes"
     if config.expert_parallel > 1:
         text += f", experts divided over {config.expert_parallel}"
+    if config.expert_capacity is not None:
+        text += f" with capacity {config.expert_capacity}"
     return text
 
 
@@ -189,6 +209,8 @@ def asked_config(options: dict[str, Any], base: Any) -> Any:
         changes["model"] = parse_model(options["model"], vocab)
     else:
         changes["model"] = dataclasses.replace(base.model, vocab=vocab)
+    if changes.get("expert_parallel", base.expert_parallel) == 1:
+        changes.setdefault("expert_capacity", None)
     config = dataclasses.replace(base, **changes)
     if config.device == "cpu":
         require("--threads", integers(1, MOST_THREADS), config.threads)

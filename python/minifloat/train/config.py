@@ -32,8 +32,9 @@ MOST_THREADS = 4096  # many more end the process in torch
 
 # Fields that may change: the token ids are compared themselves, and a step's batch does not depend
 # on the number of processes.
-FREE = ("data", "data_mb", "processes", "expert_parallel")
+FREE = ("data", "data_mb", "processes", "expert_parallel", "expert_capacity")
 LATER = ("processes", "expert_parallel")  # fields that the first jobs did not save
+ALL_ROWS = "all"
 
 # The numbers of TrainConfig: the range, on the command line and in job.json, and the help text.
 NUMBERS: Mapping[str, tuple[Number, str]] = {
@@ -54,6 +55,13 @@ NUMBERS: Mapping[str, tuple[Number, str]] = {
 }
 
 
+ROWS = integers(1, MOST)
+CAPACITY = Kind(
+    f"a number of rows from 1 to {MOST}, {ALL_ROWS!r} or none",
+    lambda value: value is None or value == ALL_ROWS or not ROWS.refusal(value),
+)
+
+
 def option_of(name: str) -> str:
     """Returns a field's option on the command line: eval_every is --eval-every."""
     return "--" + name.replace("_", "-")
@@ -66,7 +74,8 @@ class TrainConfig:
     seq: tokens a sequence; batch: sequences a step; lr: the peak; clip: the gradient's norm;
     data_mb: the most megabytes (1e6 bytes) of text; threads: of the CPU (0 on a GPU);
     processes: the number that shares a step's batch; expert_parallel: how many of them divide the
-    experts, 1: none.
+    experts, 1: none; expert_capacity: most rows from one of those to another in a layer, "all": as
+    many as there can be, None: exact sizes.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -87,13 +96,20 @@ class TrainConfig:
     device: str = "cpu"
     processes: int = 1
     expert_parallel: int = 1
+    expert_capacity: int | str | None = None
 
     def __post_init__(self) -> None:
         for name, (number, _) in NUMBERS.items():
             require(option_of(name), number, getattr(self, name))
         require("processes", SIZE, self.processes)
+        require("--expert-capacity", CAPACITY, self.expert_capacity)
         if self.expert_parallel > 1:
             require_divisible(self.model, self.processes, self.expert_parallel)
+        elif self.expert_capacity is not None:
+            raise TrainError(
+                f"--expert-capacity {self.expert_capacity}: expected --expert-parallel of at least "
+                "2, whose processes send rows to each other, got 1"
+            )
 
     @property
     def tokens_per_step(self) -> int:
@@ -133,10 +149,16 @@ def require_divisible(model: ModelConfig, processes: int, expert_parallel: int) 
             f"{option}: expected a divisor of the job's processes, got {expert_parallel} of "
             f"{processes}"
         )
-    if model.experts % processes:
+    if model.experts % expert_parallel:
         raise TrainError(
-            f"{option} {expert_parallel}: expected experts as a multiple of the {processes} "
-            f"processes, got {model.experts}"
+            f"{option}: expected a divisor of the {model.experts} experts, got {expert_parallel}"
+        )
+    groups, own = processes // expert_parallel, model.experts // expert_parallel
+    if own % groups and model.dim % groups:
+        raise TrainError(
+            f"{option} {expert_parallel}: expected the {processes // expert_parallel} groups of "
+            f"processes to divide the {own} experts of a process, or the width {model.dim}, for "
+            "FSDP2"
         )
 
 

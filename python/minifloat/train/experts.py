@@ -53,9 +53,21 @@ def dropped_rows(model: nn.Module) -> int | None:
 
     None: no experts are divided over ranks.
     """
+    links = links_of(model)
+    return sum(link.step_dropped for link in links) if links else None
+
+
+def links_of(model: nn.Module) -> list[Any]:
+    """Returns the ExpertParallel of each experts module that ranks divide."""
     links = [module.parallel for module in model.modules() if isinstance(module, Experts)]
-    divided = [link for link in links if link is not None]
-    return sum(link.step_dropped for link in divided) if divided else None
+    return [link for link in links if link is not None]
+
+
+def forget_dropped(model: nn.Module) -> None:
+    """Drops the counts of rows that were dropped since the last step."""
+    for link in links_of(model):
+        if link.dropped is not None:
+            link.dropped.zero_()
 
 
 def load_of(tokens: Tokens) -> float:

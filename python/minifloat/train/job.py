@@ -272,6 +272,8 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         divided = ""
         if config.expert_parallel > 1:
             divided = f", experts divided over groups of {config.expert_parallel}"
+        if config.expert_capacity is not None:
+            divided += f" with capacity {config.expert_capacity}"
         where = f"{config.processes} processes under FSDP2{divided}, each {where}"
     beyond, layers = beyond_limit(corpus), converted_layers(config)
     left_out = f"; by --data-mb: {beyond}" if beyond else ""

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -35,7 +36,7 @@ from minifloat.nn.delayed_scaling import step as finish_step
 from . import checkpoint
 from .batches import Batches
 from .config import TrainConfig, TrainError
-from .experts import LAST, Tokens, dropped_rows, load_of, read_tokens
+from .experts import LAST, Tokens, dropped_rows, forget_dropped, load_of, read_tokens
 from .gradients import average_gradients, clip_gradients
 from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_under_autocast
 from .metrics import Metrics
@@ -121,7 +122,9 @@ class Run:
         self.memory.start()
         self.world = job.world
         self.model = self.world.shard(
-            prepare_model(spec, self.config)[0], self.config.expert_parallel
+            prepare_model(spec, self.config)[0],
+            self.config.expert_parallel,
+            self.config.expert_capacity,
         )
         self.optimizer = make_optimizer(self.model, self.config)
         self.loss = loss_under_autocast(self.model, self.config.device)
@@ -146,7 +149,9 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.spec.converts or self.config.model.mixtures:
-            finish_step(self.model)
+            with warnings.catch_warnings():  # of dropped rows, which each step's record has
+                warnings.filterwarnings("ignore", message=r"mf\.step: rank \d+ dropped")
+                finish_step(self.model)
         values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
         values |= self.balance()
         self.step += 1
@@ -181,6 +186,7 @@ class Run:
                 self.world.mean(self.loss(*self.to_device(batch))) for batch in self.validation
             ]
         self.model.train()
+        forget_dropped(self.model)  # a step's record has those of training
         return {"val_loss": sum(losses) / len(losses), "seconds": time.perf_counter() - start}
 
     def to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

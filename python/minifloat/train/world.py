@@ -45,12 +45,15 @@ class World:
     size: int = 1
     device: str = "cpu"
 
-    def shard(self, model: Any, expert_parallel: int = 1) -> nn.Module:
+    def shard(
+        self, model: Any, expert_parallel: int = 1, capacity: int | str | None = None
+    ) -> nn.Module:
         """Shards the model with FSDP2, block by block; one process leaves it unchanged.
 
         Args:
             expert_parallel: ranks of each group that divides the experts first; 1: FSDP2 cuts them
                 as all other weights.
+            capacity: as that of mf.expert_parallel.
         """
         if self.size > 1:
             from torch.distributed.device_mesh import init_device_mesh
@@ -59,7 +62,7 @@ class World:
             mesh = init_device_mesh(self.device, (self.size,))
             ignored = None
             if expert_parallel > 1:
-                ignored = divide_experts(model, self.device, self.size, expert_parallel)
+                ignored = divide_experts(model, self.device, self.size, expert_parallel, capacity)
             for block in model.layers:
                 fully_shard(block, mesh=mesh, ignored_params=ignored)
             fully_shard(model, mesh=mesh, ignored_params=ignored)
