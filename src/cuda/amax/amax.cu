@@ -144,13 +144,16 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
   constexpr int kTogether = 8;  // rows in flight
   int r = warp;
   if (x.aligned && col - lane * kChunk + kColumns <= x.cols) {
-    for (; r + (kTogether - 1) * kWarps < rows; r += kTogether * kWarps) {
+    const auto load = [&](int at) { return __ldg(reinterpret_cast<const uint4*>(row_from(at))); };
+#pragma unroll 1
+    for (; r < rows; r += kTogether * kWarps) {
       uint4 chunks[kTogether];
 #pragma unroll
       for (int i = 0; i < kTogether; ++i)
-        chunks[i] = __ldg(reinterpret_cast<const uint4*>(row_from(r + i * kWarps)));
+        if (r + i * kWarps < rows) chunks[i] = load(r + i * kWarps);
 #pragma unroll
-      for (int i = 0; i < kTogether; ++i) take(chunks[i], r + i * kWarps);
+      for (int i = 0; i < kTogether; ++i)
+        if (r + i * kWarps < rows) take(chunks[i], r + i * kWarps);
     }
   }
 #pragma unroll 1

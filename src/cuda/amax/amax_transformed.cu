@@ -94,7 +94,10 @@ __device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, c
                                                   const TilePlace& tile) {
   extern __shared__ __align__(16) std::uint32_t words[];
   const SharedTile<T> shared = {words};
-  shared.fill(x, tile);
+  if (x.aligned && tile.col + kTile <= x.cols)
+    shared.fill_rows(x, tile, 0);
+  else
+    shared.fill(x, tile);
   shared.wait();
   std::uint32_t all = 0;
   const std::uint32_t col = tile.row + threadIdx.x % kVecColumns * kVec;

@@ -2,7 +2,7 @@
 //
 //     take_rows    2 KiB: 4 chunks of 16 bytes a lane, all loaded before the first is stored; of
 //                  the result, or of x where the places of its rows are known
-//     add_slots    256 columns: 8 a lane, 4 rows at a time, added in the order of the slots
+//     add_slots    512 columns: 2 x 8 a lane, 4 rows at a time, added in the order of the slots
 //
 //     bytes an element of a row in bf16: 2, and 2 / slots of x, or of the sum
 #include "cuda/common/launch.h"
@@ -150,27 +150,39 @@ struct AddArgs {
   Parts parts;
 };
 
+inline constexpr int kVecsTogether = 2;
+inline constexpr int kColumnsOfPart = kVecsTogether * kSwiGluPartials;
+
 template <class T>
 __global__ void __launch_bounds__(kRowThreads) add_rows(const __grid_constant__ AddArgs args) {
   const std::uint32_t part = part_of_warp();
   if (part >= args.parts.count) return;
   const std::uint32_t token = args.parts.of_row.divide(part);
-  const int col = static_cast<int>((part - token * args.parts.of_row.d) * kSwiGluPartials +
+  const int col = static_cast<int>((part - token * args.parts.of_row.d) * kColumnsOfPart +
                                    threadIdx.x % 32 * kSwiGluVec);
-  const int count = min(args.cols - col, kSwiGluVec);
-  if (count <= 0) return;
-  const bool is_whole = args.is_aligned && count == kSwiGluVec;
+  // Calls body(i, columns before vec8 i, its columns) for each vec8 of the lane.
+  const auto each_vec = [&](auto body) {
+#pragma unroll
+    for (int i = 0; i < kVecsTogether; ++i) {
+      const int before = i * kSwiGluPartials, count = min(args.cols - col - before, kSwiGluVec);
+      if (count > 0) body(i, before, count);
+    }
+  };
+  const auto load = [&](auto& vec, const auto* from, int count) {
+    args.is_aligned&& count == kSwiGluVec ? vec.load(from) : vec.load_some(from, count);
+  };
   const std::int64_t at = static_cast<std::int64_t>(token) * args.cols + col;
   const std::int32_t* const places = args.places + static_cast<std::int64_t>(token) * args.slots;
-  float sum[kSwiGluVec] = {};
-  if (args.base) {
-    Vec8<float> base;
-    is_whole ? base.load(args.base + at) : base.load_some(args.base + at, count);
+  float sum[kVecsTogether][kSwiGluVec] = {};
+  if (args.base)
+    each_vec([&](int v, int before, int count) {
+      Vec8<float> base;
+      load(base, args.base + at + before, count);
 #pragma unroll
-    for (int j = 0; j < kSwiGluVec; ++j) sum[j] = base[j];
-  }
+      for (int j = 0; j < kSwiGluVec; ++j) sum[v][j] = base[j];
+    });
   for (int first = 0; first < args.slots; first += kTogether) {
-    Vec8<T> row[kTogether];
+    Vec8<T> row[kTogether][kVecsTogether];
     bool is_row[kTogether];
 #pragma unroll
     for (int i = 0; i < kTogether; ++i) {
@@ -178,21 +190,25 @@ __global__ void __launch_bounds__(kRowThreads) add_rows(const __grid_constant__ 
           first + i < args.slots ? static_cast<std::uint32_t>(__ldg(places + first + i)) : ~0u;
       is_row[i] = place < args.count;
       const T* const from = static_cast<const T*>(args.rows) + place * args.stride + col;
-      if (is_row[i]) is_whole ? row[i].load(from) : row[i].load_some(from, count);
+      if (is_row[i])
+        each_vec([&](int v, int before, int count) { load(row[i][v], from + before, count); });
     }
 #pragma unroll
     for (int i = 0; i < kTogether; ++i)
-      if (is_row[i]) {
+      if (is_row[i])
+        each_vec([&](int v, int, int) {
 #pragma unroll
-        for (int j = 0; j < kSwiGluVec; ++j) sum[j] += row[i][j];
-      }
+          for (int j = 0; j < kSwiGluVec; ++j) sum[v][j] += row[i][v][j];
+        });
   }
-  Vec8<T> out = {};
+  each_vec([&](int v, int before, int count) {
+    Vec8<T> out = {};
 #pragma unroll
-  for (int j = 0; j < kSwiGluVec; j += 2) out.set_pair(j, sum[j], sum[j + 1]);
-  out.name_nans();
-  T* const to = static_cast<T*>(args.to) + at;
-  is_whole ? out.store(to) : out.store_some(to, count);
+    for (int j = 0; j < kSwiGluVec; j += 2) out.set_pair(j, sum[v][j], sum[v][j + 1]);
+    out.name_nans();
+    T* const to = static_cast<T*>(args.to) + at + before;
+    args.is_aligned&& count == kSwiGluVec ? out.store(to) : out.store_some(to, count);
+  });
 }
 
 }  // namespace
@@ -243,7 +259,7 @@ void add_slots(const AddSlots& sum, const Execution& execution) {
       static_cast<int>(sum.slots),
       sum.base,
       sum.to,
-      parts_of(sum.tokens, ceil_div<std::int64_t>(sum.cols, kSwiGluPartials), "add_slots")};
+      parts_of(sum.tokens, ceil_div<std::int64_t>(sum.cols, kColumnsOfPart), "add_slots")};
   const auto kernel = sum.dtype == DType::kFloat32 ? add_rows<float> : add_rows<Bf16>;
   kernel<<<grid_of_parts(args.parts), kRowThreads, 0, cuda_stream(execution)>>>(args);
   check_launch("add_slots");
