@@ -198,35 +198,29 @@ __global__ void __launch_bounds__(kThreads)
       {e, first, e * x.rows + first, static_cast<int>(min(x.rows - first, std::int64_t{kPanel})),
        (blockIdx.x - panel * across) * kColumns});
 }
-// Takes panels of groups: a tile's rows. Blocks take panels in turn, as many as the groups have.
+// Takes panels of groups: a tile's rows. Blocks past the last group leave at once.
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     amax_of_group_panels(const __grid_constant__ Source x, const __grid_constant__ PanelOutputs out,
                          const __grid_constant__ DeviceGroups groups,
                          const __grid_constant__ Divisor across) {
-  const std::uint32_t panels =
-      static_cast<std::uint32_t>(__ldg(groups.tiles + groups.count)) / kTile * across.d;
-#pragma unroll 1
-  for (std::uint32_t i = blockIdx.x; i < panels; i += gridDim.x) {
-    const std::uint32_t of_rows = across.divide(i);
-    const GroupPlace group = find_group(groups, of_rows * kTile);
-    const std::uint32_t in_group = of_rows * kTile - group.first_tile;
-    if (in_group >= group.rows) continue;  // of a group without rows
-    take_amax_of_panel<T, true>(
-        x, out,
-        {group.group, group.begin + in_group, group.begin + in_group,
-         static_cast<int>(min(group.rows - in_group, std::uint32_t{kTile})),
-         (i - of_rows * across.d) * static_cast<std::uint32_t>(kPanelColumns<T>)});
-    __syncthreads();  // the next panel uses the same shared memory
-  }
+  const std::uint32_t of_rows = across.divide(blockIdx.x), tile = of_rows * kTile;
+  if (tile >= load_boundary(groups.tiles, groups.count)) return;
+  const GroupPlace group = find_group(groups, tile);
+  const std::uint32_t in_group = tile - group.first_tile;
+  if (in_group >= group.rows) return;  // of a group without rows
+  take_amax_of_panel<T, true>(
+      x, out,
+      {group.group, group.begin + in_group, group.begin + in_group,
+       static_cast<int>(min(group.rows - in_group, std::uint32_t{kTile})),
+       (blockIdx.x - of_rows * across.d) * static_cast<std::uint32_t>(kPanelColumns<T>)});
 }
 
 template <class T>
 void launch_group_panels(const TensorRef& x, const PanelOutputs& out, cudaStream_t stream) {
-  const auto kernel = amax_of_group_panels<T>;
   const Divisor across(ceil_div<std::int64_t>(x.cols, kPanelColumns<T>));
-  const std::int64_t panels = (ceil_div<std::int64_t>(x.rows, kTile) + x.groups.count) * across.d;
-  kernel<<<resident_grid(kernel, panels, 0, "amax"), kThreads, 0, stream>>>(
+  const std::int64_t down = ceil_div<std::int64_t>(x.rows, kTile) + x.groups.count;
+  amax_of_group_panels<T><<<grid_of(down * across.d, "amax"), kThreads, 0, stream>>>(
       source_of(x), out, device_groups(x.groups), across);
   check_launch("amax");
 }

@@ -53,7 +53,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     atomicMax(args.out + batch, canonical_magnitude(all));
 }
 
-// Takes groups: blocks take runs of vec16s in turn, up to the last group's end.
+// Takes groups. Blocks past the last group leave at once.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 5)
     amax_of_transformed_group_rows(const __grid_constant__ TransformedArgs args,
@@ -63,29 +63,23 @@ __global__ void __launch_bounds__(kThreads, 5)
   layout.end_row = min(layout.end_row, load_boundary(args.groups.rows, args.groups.count));
   if (layout.end_row <= layout.first_row) return;
   const std::uint32_t vecs = (layout.end_row - layout.first_row) * layout.vecs_of_row.d;
-#pragma unroll 1
-  for (std::uint32_t u = blockIdx.x * kRun; u < vecs; u += gridDim.x * kRun) {
-    const std::uint32_t last = min(u + kRun, vecs) - 1;
-    const std::uint32_t group = find_group_of_row(args.groups, vec_place(layout, u).all);
-    const bool is_mixed = find_group_of_row(args.groups, vec_place(layout, last).all) != group;
-    std::uint32_t all = 0;
-    each_vec_of_rows<T>(
-        args.x, layout,
-        [&](const Vec16<T>& vec, const Place& at) {
-          const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
-          if (at.all >= layout.end_row) return;
-          if (args.of_rows)
-            atomicMax(args.out + at.all, canonical_magnitude(m));
-          else if (is_mixed)
-            atomicMax(args.out + group_of_row(args.groups, at.all), canonical_magnitude(m));
-          else
-            all = max(all, m);
-        },
-        u / kRun);
-    if (args.of_rows || is_mixed) continue;
-    raise_by_block(args.out + group, canonical_magnitude(all));
-    __syncthreads();  // the next run uses the same shared memory
-  }
+  const std::uint32_t u = blockIdx.x * kRun;
+  if (u >= vecs) return;
+  const std::uint32_t last = min(u + kRun, vecs) - 1;
+  const std::uint32_t group = find_group_of_row(args.groups, vec_place(layout, u).all);
+  const bool is_mixed = find_group_of_row(args.groups, vec_place(layout, last).all) != group;
+  std::uint32_t all = 0;
+  each_vec_of_rows<T>(args.x, layout, [&](const Vec16<T>& vec, const Place& at) {
+    const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
+    if (at.all >= layout.end_row) return;
+    if (args.of_rows)
+      atomicMax(args.out + at.all, canonical_magnitude(m));
+    else if (is_mixed)
+      atomicMax(args.out + group_of_row(args.groups, at.all), canonical_magnitude(m));
+    else
+      all = max(all, m);
+  });
+  if (!args.of_rows && !is_mixed) raise_by_block(args.out + group, canonical_magnitude(all));
 }
 
 // ---- By tiles -----------------------------------------------------------------------------------
@@ -116,37 +110,32 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
                                 const __grid_constant__ Tiles tiles) {
   take_amax_of_tile<T>(args, args.x, tile_place(tiles));
 }
-// Takes groups: blocks take tiles in turn, as many as the groups have.
+// Takes groups. Blocks past the last group leave at once.
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
     amax_of_transformed_group_columns(const __grid_constant__ TransformedArgs args,
                                       const __grid_constant__ Divisor across) {
-  const std::uint32_t tiles =
-      load_boundary(args.groups.tiles, args.groups.count) / kTile * across.d;
-#pragma unroll 1
-  for (std::uint32_t i = blockIdx.x; i < tiles; i += gridDim.x) {
-    const std::uint32_t of_rows = across.divide(i);
-    const TilePart part = part_of_group<T>(args.x, args.groups,
-                                           {0, of_rows * kTile, (i - of_rows * across.d) * kTile});
-    take_amax_of_tile<T>(args, part.x, part.tile);
-    __syncthreads();  // the next tile uses the same shared memory
-  }
+  const std::uint32_t of_rows = across.divide(blockIdx.x), tile = of_rows * kTile;
+  if (tile >= load_boundary(args.groups.tiles, args.groups.count)) return;
+  const TilePart part =
+      part_of_group<T>(args.x, args.groups, {0, tile, (blockIdx.x - of_rows * across.d) * kTile});
+  take_amax_of_tile<T>(args, part.x, part.tile);
 }
 
 // ---- Launches -----------------------------------------------------------------------------------
 template <class T>
 void launch_rows(const TransformedArgs& args, const AmaxRequest& r) {
-  each_launch_of_rows(
-      r.x.batch, args.x, r.spec.padded_cols(args.x.cols), r.spec.transform / kVec,
-      [&](const RowVecs& layout, unsigned grid) {
-        if (args.groups) {
-          const auto kernel = amax_of_transformed_group_rows<T>;
-          kernel<<<resident_grid(kernel, grid, 0, "amax"), kThreads, 0, r.stream>>>(args, layout);
-        } else {
-          amax_of_transformed_rows<T><<<grid, kThreads, 0, r.stream>>>(args, layout);
-        }
-        check_launch("amax");
-      });
+  each_launch_of_rows(r.x.batch, args.x, r.spec.padded_cols(args.x.cols), r.spec.transform / kVec,
+                      [&](const RowVecs& layout, unsigned grid) {
+                        if (args.groups) {
+                          const auto kernel = amax_of_transformed_group_rows<T>;
+                          kernel<<<grid, kThreads, 0, r.stream>>>(args, layout);
+                        } else {
+                          amax_of_transformed_rows<T>
+                              <<<grid, kThreads, 0, r.stream>>>(args, layout);
+                        }
+                        check_launch("amax");
+                      });
 }
 template <class T>
 void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
@@ -156,8 +145,7 @@ void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
   if (args.groups) {
     const auto kernel = amax_of_transformed_group_columns<T>;
     allow_shared(kernel, kBytes, "amax");
-    kernel<<<resident_grid(kernel, grid, kBytes, "amax"), kThreads, kBytes, r.stream>>>(
-        args, tiles.across);
+    kernel<<<grid, kThreads, kBytes, r.stream>>>(args, tiles.across);
   } else {
     const auto kernel = amax_of_transformed_columns<T>;
     allow_shared(kernel, kBytes, "amax");

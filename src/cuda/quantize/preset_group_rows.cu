@@ -1,5 +1,5 @@
 // The preset casts by rows of parts with a tensor scale each: groups, and the matrices of a batch.
-// Each block takes runs of vec16s in turn, as many as the parts have.
+// Each block takes a run of vec16s; blocks past the last group leave at once.
 //
 //     a run of a block     | part 3                    |      one scale, computed once
 //                          | part 3        | 4 | 5     |      a scale for each vec16
@@ -53,53 +53,41 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (parts.groups)
     run.count = load_boundary(parts.groups.rows, parts.groups.count) * run.vecs_of_row.d;
   store_parts<C>(plan, parts.count);
-  if constexpr (C::kStochastic && !kHasTensorScale<C>) {
-    if (threadIdx.x == 0) prepare<C>(plan, whole, 0, false);
-    __syncthreads();
-  }
-#pragma unroll 1
-  for (std::uint32_t first = blockIdx.x * kRun; first < run.count; first += gridDim.x * kRun) {
-    const std::uint32_t u = first + threadIdx.x;
-    std::uint8_t* const to = plan.codes + std::uint64_t{u} * kVecBytes<typename C::F>;
-    Vec16<Bf16> vecs[kVecsOfRows];
+  const std::uint32_t first = blockIdx.x * kRun, u = first + threadIdx.x;
+  if (first >= run.count) return;
+  std::uint8_t* const to = plan.codes + std::uint64_t{u} * kVecBytes<typename C::F>;
+  Vec16<Bf16> vecs[kVecsOfRows];
 #pragma unroll
-    for (int i = 0; i < kVecsOfRows; ++i) vecs[i] = load_vec<true>(run, u + i * kThreads);
-    std::uint32_t part = 0;
-    if constexpr (kHasTensorScale<C>) {
-      const std::uint32_t last = min(first + kRun, run.count) - 1;
-      part = parts.find(run.vecs_of_row.divide(first));
-      const bool is_mixed = parts.find(run.vecs_of_row.divide(last)) != part;
-      __syncthreads();  // all threads have read the last run's values
-      if (threadIdx.x == 0) prepare<C>(plan, whole, part, false);
-      __syncthreads();
-      if (is_mixed) {
-        cast_mixed_run<C>(run, plan, parts, whole, u, to);
-        continue;
-      }
-    }
-    const MatrixScale scale = scale_of_whole<C>(plan, whole, part);
-    std::uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < kVecsOfRows; ++i) {
-      cast_preset_vec<C, true>(run, plan, whole, scale, vecs[i], u + i * kThreads,
-                               to + i * kThreads * kVecBytes<typename C::F>);
-      if constexpr (kFindsCurrentAmax<C>)
-        if (plan.current_amax) largest = max(largest, vecs[i].amax());
-    }
-    if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, part, largest);
+  for (int i = 0; i < kVecsOfRows; ++i) vecs[i] = load_vec<true>(run, u + i * kThreads);
+  std::uint32_t part = 0;
+  bool is_mixed = false;
+  if constexpr (kHasTensorScale<C>) {
+    part = parts.find(run.vecs_of_row.divide(first));
+    is_mixed = parts.find(run.vecs_of_row.divide(min(first + kRun, run.count) - 1)) != part;
   }
+  if (threadIdx.x == 0) prepare<C>(plan, whole, part, false);
+  __syncthreads();
+  if (is_mixed) return cast_mixed_run<C>(run, plan, parts, whole, u, to);
+  const MatrixScale scale = scale_of_whole<C>(plan, whole, part);
+  std::uint32_t largest = 0;
+#pragma unroll
+  for (int i = 0; i < kVecsOfRows; ++i) {
+    cast_preset_vec<C, true>(run, plan, whole, scale, vecs[i], u + i * kThreads,
+                             to + i * kThreads * kVecBytes<typename C::F>);
+    if constexpr (kFindsCurrentAmax<C>)
+      if (plan.current_amax) largest = max(largest, vecs[i].amax());
+  }
+  if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, part, largest);
 }
 
 template <class C>
 bool try_runs(const QuantizeArgs& args, const Execution& execution) {
   if (!is_of<C>(args.row_spec)) return false;
-  const auto kernel = quantize_runs<C>;
   const VecRun run = run_of(args);
   const auto count = args.groups ? args.groups.count : static_cast<std::uint32_t>(args.batch);
   const Parts parts = {args.groups, Divisor(args.x.rows), count};
-  const std::int64_t most = ceil_div<std::int64_t>(run.count, kRun);
-  kernel<<<resident_grid(kernel, most, 0, "quantize"), kThreads, 0, cuda_stream(execution)>>>(
-      run, args.row, parts);
+  const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize");
+  quantize_runs<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts);
   check_launch("quantize");
   return true;
 }

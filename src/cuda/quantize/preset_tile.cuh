@@ -56,8 +56,9 @@ __device__ __forceinline__ unsigned lanes_log2_of(std::uint32_t vecs) {
 }
 
 // Casts one direction of a tile.   kHasAmaxes: `amaxes_2d` holds the amaxes of the 2D blocks,
-// computed by the other direction; kInGroup: a part of the tile may lie past the group's end
-template <class C, bool kTransposed, bool kHasAmaxes, bool kInGroup>
+// computed by the other direction; kInGroup: of a group; kHasEdge: a part of the tile may lie
+// outside of it
+template <class C, bool kTransposed, bool kHasAmaxes, bool kInGroup, bool kHasEdge = kInGroup>
 __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, const Whole& whole,
                                                  const SharedTile<Bf16>& shared,
                                                  const PresetTile& tile, std::uint32_t* amaxes_2d) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
     amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
   const MatrixScale scale = scale_of_whole<C>(plan, whole, tile.part);
   const unsigned lanes_log2 =
-      kInGroup && kTransposed ? lanes_log2_of<C>(tile.vecs) : unsigned{kVecColumnsLog2};
+      kHasEdge && kTransposed ? lanes_log2_of<C>(tile.vecs) : unsigned{kVecColumnsLog2};
   const std::uint32_t vec_col = threadIdx.x % (1u << lanes_log2);
   const std::uint32_t col = tile.col + vec_col;
   std::uint8_t* const codes =
@@ -78,8 +79,8 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
       std::uint64_t{tile.line >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
   const auto cast = [&](const auto& vec, unsigned tile_row) {
     bool is_stored = true;
-    if constexpr (kInGroup && kTransposed) is_stored = vec_col >= tile.first && vec_col < tile.vecs;
-    if constexpr (kInGroup && !kTransposed) {
+    if constexpr (kHasEdge && kTransposed) is_stored = vec_col >= tile.first && vec_col < tile.vecs;
+    if constexpr (kHasEdge && !kTransposed) {
       constexpr unsigned kRowsAtOnce = kThreads / kVecColumns;
       const unsigned first_at_once = tile_row / kRowsAtOnce * kRowsAtOnce;
       if (first_at_once >= tile.first + tile.rows) return;  // the whole block
