@@ -16,6 +16,7 @@
 
 #include "layers/double_backward.h"
 #include "layers/expert_weights.h"
+#include "layers/grouped_call.h"
 #include "layers/operands.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
@@ -29,71 +30,8 @@ using namespace torch_ops;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 
-constexpr const char* kOp = "scaled_grouped_mm";
-
-// The arguments of a call. All tensors of lists are defined, as the autograd function requires.
-struct GroupedCall {
-  const PreparedRecipe& recipe;
-  at::ScalarType out_dtype;
-  std::int64_t stream, first_expert;
-  bool zeroes_tail;  // rows of y and dA past the last group are zero; else they are not written
-  at::TensorList bias, rng, row_ids, history;  // one tensor, or none
-  at::TensorList a_operands, weight_operands;  // as layer_operands returns them, or none
-};
-
 std::optional<Tensor> only(at::TensorList list) {
   return list.empty() ? std::nullopt : std::optional(list[0]);
-}
-
-void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call) {
-  bridge::check_value_dtype(kOp, "A", a);
-  bridge::check_value_dtype(kOp, "B", b);
-  TORCH_CHECK_VALUE(a.dim() == 2 && b.dim() == 3 && a.sym_size(1) == b.sym_size(1), kOp,
-                    ": expected A (M, K) and B (E, K, N), got ", a.sym_sizes(), " and ",
-                    b.sym_sizes());
-  TORCH_CHECK_VALUE(
-      offs.scalar_type() == at::kInt && offs.dim() == 1 && offs.sym_size(0) == b.sym_size(0), kOp,
-      ": expected offs as int32 (", b.sym_size(0), "), one end for each of B's ", "matrices, got ",
-      offs.scalar_type(), " ", offs.sym_sizes());
-  TORCH_CHECK_VALUE(bridge::is_value_dtype(call.out_dtype), kOp,
-                    ": expected out_dtype float32 or bfloat16, got ", call.out_dtype);
-  TORCH_CHECK_VALUE(call.first_expert >= 0, kOp, ": expected first_expert of 0 or more, got ",
-                    call.first_expert);
-  for (const auto& [name, t] : {std::pair{"B", &b}, std::pair{"offs", &offs}})
-    TORCH_CHECK_VALUE(t->device() == a.device(), kOp, ": expected ", name, " on ", a.device(),
-                      ", got ", t->device());
-  const PreparedRecipe& recipe = call.recipe;
-  for (const Place place : {kFpropX, kDgradG, kWgradG, kWgradX})
-    TORCH_CHECK_VALUE(!recipe.specs[place].has_blocks_2d(), kOp, ": expected ",
-                      kOperands[place].name,
-                      " with blocks of one row, which the end of a group "
-                      "cannot cut, got ",
-                      recipe.specs[place].str());
-  TORCH_CHECK_VALUE(!recipe.is_stochastic || !call.rng.empty(), kOp, ": recipe ", recipe.text,
-                    " rounds stochastically and needs rng, an int64 tensor (seed, count)");
-  TORCH_CHECK_VALUE(!recipe.is_delayed || !call.history.empty(), kOp, ": recipe ", recipe.text,
-                    " scales by history and needs amax_history");
-  for (const Tensor& rng : call.rng) {
-    bridge::check_rng(kOp, rng, a);
-    bridge::check_memory_if_real(kOp, "rng", rng);
-  }
-  for (const Tensor& history : call.history) check_history(kOp, history, a, b.sym_size(0));
-  for (const Tensor& ids : call.row_ids) {
-    TORCH_CHECK_VALUE(
-        ids.scalar_type() == at::kInt && ids.dim() == 1 && ids.sym_size(0) == a.sym_size(0), kOp,
-        ": expected row_ids as int32 (", a.sym_size(0), "), got ", ids.scalar_type(), " ",
-        ids.sym_sizes());
-    bridge::check_same_device(kOp, "row_ids", ids, a);
-    bridge::check_memory_if_real(kOp, "row_ids", ids);
-  }
-  for (const Tensor& bias : call.bias) {
-    bridge::check_value_dtype(kOp, "bias", bias);
-    TORCH_CHECK_VALUE(
-        bias.dim() == 2 && bias.sym_size(0) == b.sym_size(0) && bias.sym_size(1) == b.sym_size(2),
-        kOp, ": expected bias (", b.sym_size(0), ", ", b.sym_size(2), "), got ", bias.sym_sizes());
-    bridge::check_same_device(kOp, "bias", bias, a);
-    bridge::check_memory_if_real(kOp, "bias", bias);
-  }
 }
 
 // The gradients that autograd needs, and whether a pass computes y.
@@ -135,7 +73,7 @@ Directions input_operands_of(const GroupedCall& call, const Tensor& matrix, cons
                              const Needed& row, const Needed& col, PendingAmaxes& pending) {
   if (call.a_operands.empty())
     return quantize_both(call.recipe, matrix, row, col, state_of(call, table, &pending));
-  return prequantized_both(call.recipe, kOp, "a_operands", call.a_operands, matrix,
+  return prequantized_both(call.recipe, kGroupedMm, "a_operands", call.a_operands, matrix,
                            matrix.sym_size(0), row, col, table.sym_size(1) - 1);
 }
 
@@ -147,11 +85,12 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
   const bool has_codes = !call.weight_operands.empty();
   const bool reads_weight = !has_codes || (row.is_needed && recipe.specs[kFpropW].is_bf16()) ||
                             (col.is_needed && recipe.specs[kDgradW].is_bf16());
-  if (reads_weight) bridge::check_memory_if_real(kOp, "B", b);
+  if (reads_weight) bridge::check_memory_if_real(kGroupedMm, "B", b);
   const Tensor w = (reads_weight ? to_dtype(b, dtype) : b).transpose(-2, -1);
-  if (!has_codes) return quantize_expert_weights(kOp, recipe, w, row, col, state);
-  const Directions out = prequantized_both(recipe, kOp, "weight_operands", call.weight_operands, w,
-                                           w.sym_size(1), row, col, w.sym_size(0));
+  if (!has_codes) return quantize_expert_weights(kGroupedMm, recipe, w, row, col, state);
+  const Directions out =
+      prequantized_both(recipe, kGroupedMm, "weight_operands", call.weight_operands, w,
+                        w.sym_size(1), row, col, w.sym_size(0));
   record_amaxes(recipe, row, col, state, out, false);
   return out;
 }
@@ -166,8 +105,8 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
       plan_product(recipe.recipe.fprop, recipe.fprop, a.device(), /*is_grouped=*/true);
   const bool exact = fprop.reads_values();
   // Of operands that the caller quantized, only sizes and dtype are read.
-  const Tensor matrix = call.a_operands.empty() ? as_matrix(kOp, "A", a) : a;
-  const Tensor table = group_table(kOp, offs, a.sym_size(0));
+  const Tensor matrix = call.a_operands.empty() ? as_matrix(kGroupedMm, "A", a) : a;
+  const Tensor table = group_table(kGroupedMm, offs, a.sym_size(0));
   const SymInt k = a.sym_size(1);
 
   PendingAmaxes pending;
@@ -270,7 +209,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
                            .history = s.history,
                            .a_operands = {},
                            .weight_operands = {}};
-    const Tensor g = as_matrix(kOp, "gradient", to_dtype(grad, s.a_dtype));
+    const Tensor g = as_matrix(kGroupedMm, "gradient", to_dtype(grad, s.a_dtype));
     const PlannedProduct dgrad = plan_product(recipe.recipe.dgrad, recipe.dgrad, g.device(), true),
                          wgrad = plan_product(recipe.recipe.wgrad, recipe.wgrad, g.device(), true);
     const Needed row{kDgradG, s.needs.da, dgrad.reads_values()},
@@ -291,25 +230,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     if (s.needs.dbias) out[2] = to_dtype(sum_of_groups(g, table), s.bias_dtype);
     return out;
   }
-
-  // Returns the sums of groups, (E, N) fp32: the first row of a bf16 product with ones (8, M), as
-  // eight rows of bf16 are 16 bytes, which torch's grouped product requires of a column.
-  static Tensor sum_of_groups(const Tensor& g, const Tensor& table) {
-    static const std::string text = "bf16*bf16";
-    const Product& sums = bridge::parse_product(text);
-    const Tensor ones = at::ones_symint({g.sym_size(0), SymInt(8)}, g.options()).transpose(0, 1);
-    const PlannedProduct planned = plan_product(sums, text, g.device(), true);
-    return scaled_mm(planned, Values{ones}, Values{g.transpose(0, 1)}, g.sym_size(0), std::nullopt,
-                     at::kFloat, {table, kSmallestUnit})
-        .select(1, 0);
-  }
 };
-
-bool zeroes_tail(const std::string& tail) {
-  TORCH_CHECK_VALUE(tail == "zero" || tail == "undefined", kOp,
-                    ": expected tail 'zero' or 'undefined', got '", printable(tail), "'");
-  return tail == "zero";
-}
 
 Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& offs,
                                 const std::string& recipe, at::ScalarType out_dtype,
@@ -319,21 +240,12 @@ Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& 
                                 std::int64_t stream,
                                 const std::optional<at::TensorList>& a_operands,
                                 const std::optional<at::TensorList>& weight_operands) {
-  const GroupedCall call{.recipe = prepare(recipe),
-                         .out_dtype = out_dtype,
-                         .stream = stream,
-                         .first_expert = first_expert,
-                         .zeroes_tail = zeroes_tail(tail),
-                         .bias = list_of(bias),
-                         .rng = list_of(rng),
-                         .row_ids = list_of(row_ids),
-                         .history = list_of(amax_history),
-                         .a_operands = a_operands.value_or(at::TensorList()),
-                         .weight_operands = weight_operands.value_or(at::TensorList())};
+  const GroupedCall call = grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert,
+                                        amax_history, tail, stream, a_operands, weight_operands);
   check_call(a, b, offs, call);
-  check_no_tangent(kOp, "A", a);
-  check_no_tangent(kOp, "B", b);
-  if (bias) check_no_tangent(kOp, "bias", *bias);
+  check_no_tangent(kGroupedMm, "A", a);
+  check_no_tangent(kGroupedMm, "B", b);
+  if (bias) check_no_tangent(kGroupedMm, "bias", *bias);
   const bool on = at::GradMode::is_enabled();
   const GroupedNeeds needs{on && a.requires_grad(), on && b.requires_grad(),
                            on && bias && bias->requires_grad()};
@@ -352,29 +264,21 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
     std::int64_t first_expert, const std::optional<Tensor>& amax_history, const std::string& tail,
     std::int64_t stream, const std::optional<at::TensorList>& a_operands,
     const std::optional<at::TensorList>& weight_operands, const std::optional<Tensor>& rows_from) {
-  const GroupedCall call{.recipe = prepare(recipe),
-                         .out_dtype = a.scalar_type(),
-                         .stream = stream,
-                         .first_expert = first_expert,
-                         .zeroes_tail = zeroes_tail(tail),
-                         .bias = list_of(bias),
-                         .rng = list_of(rng),
-                         .row_ids = list_of(row_ids),
-                         .history = list_of(amax_history),
-                         .a_operands = a_operands.value_or(at::TensorList()),
-                         .weight_operands = weight_operands.value_or(at::TensorList())};
+  const GroupedCall call = grouped_call(recipe, a.scalar_type(), bias, rng, row_ids, first_expert,
+                                        amax_history, tail, stream, a_operands, weight_operands);
   check_call(a, b, offs, call);
-  bridge::check_value_dtype(kOp, "grad", grad);
-  bridge::check_memory_if_real(kOp, "grad", grad);
+  bridge::check_value_dtype(kGroupedMm, "grad", grad);
+  bridge::check_memory_if_real(kGroupedMm, "grad", grad);
   TORCH_CHECK_VALUE(grad.dim() == 2 &&
                         (rows_from ? rows_from->sym_numel() : grad.sym_size(0)) == a.sym_size(0) &&
                         grad.sym_size(1) == b.sym_size(2) && grad.device() == a.device(),
-                    kOp, ": expected grad (", a.sym_size(0), ", ", b.sym_size(2), ") on ",
+                    kGroupedMm, ": expected grad (", a.sym_size(0), ", ", b.sym_size(2), ") on ",
                     a.device(), ", got ", grad.sym_sizes(), " on ", grad.device());
   for (const Place place : {kDgradG, kWgradG})
-    TORCH_CHECK_VALUE(!rows_from || !(needed[2] || call.recipe.specs[place].is_bf16()), kOp,
+    TORCH_CHECK_VALUE(!rows_from || !(needed[2] || call.recipe.specs[place].is_bf16()), kGroupedMm,
                       ": expected grad_rows_from of a quantized gradient, got bf16 or a bias");
-  TORCH_CHECK_VALUE(bias || !needed[2], kOp, ": expected bias, whose gradient is needed, got none");
+  TORCH_CHECK_VALUE(bias || !needed[2], kGroupedMm,
+                    ": expected bias, whose gradient is needed, got none");
   const at::AutoDispatchBelowADInplaceOrView below;
   const GroupedNeeds needs{needed[0], needed[1], needed[2], /*y=*/false};
   variable_list saved;

@@ -238,6 +238,17 @@ Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const Pro
                  planned.text, k, bias, out_dtype, groups.table, groups.unit, zeroes_tail);
 }
 
+Tensor sum_of_groups(const Tensor& x, const Tensor& table) {
+  static const std::string text = "bf16*bf16";
+  const PlannedProduct planned =
+      plan_product(bridge::parse_product(text), text, x.device(), /*is_grouped=*/true);
+  // Eight rows of ones are columns of 16 bytes, which the engine reads without a copy.
+  const Tensor ones = at::ones_symint({x.sym_size(0), SymInt(8)}, x.options()).transpose(0, 1);
+  return scaled_mm(planned, Values{ones}, Values{x.transpose(0, 1)}, x.sym_size(0), std::nullopt,
+                   at::kFloat, {table, kSmallestUnit})
+      .select(1, 0);
+}
+
 ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, ProductInput input,
                            const SymInt& cols) {
   const auto prepare = planned.engine.prepare;

@@ -19,6 +19,9 @@ Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const Pro
                  const c10::SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
                  const Groups& groups = {}, bool zeroes_tail = false);
 
+// Returns the sums of the rows of each group, (E, n) fp32.   x: (M, n), fp32 or bf16
+Tensor sum_of_groups(const Tensor& x, const Tensor& table);
+
 // Returns the length of quantized operands along the contraction dimension.   k: as in scaled_mm
 c10::SymInt length_of(const c10::SymInt& k, const Groups& groups);
 
