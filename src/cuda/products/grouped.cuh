@@ -7,8 +7,6 @@
 // Fp8Sums, Bf16Sums and BlockSums below define the operands and their sums.
 #pragma once
 
-#include <array>
-#include <atomic>
 #include <cstddef>
 #include <type_traits>
 
@@ -202,22 +200,11 @@ __global__ void write_groups(const __grid_constant__ GroupedProduct p, const std
   to.out_stride[e] = {p.n, {}, {}};
 }
 
-// Returns the current device and its count of SMs, queried once for each kernel and device.
-template <class Kernel>
-cutlass::KernelHardwareInfo hardware_of_device() {
-  static std::array<std::atomic<int>, 64> sm_counts = {};
-  int device = 0;
-  check(cudaGetDevice(&device), "grouped_product");
-  std::atomic<int>& count = sm_counts[static_cast<std::size_t>(device) % sm_counts.size()];
-  if (count == 0) {
-    int queried = 0;
-    check(cudaDeviceGetAttribute(&queried, cudaDevAttrMultiProcessorCount, device),
-          "grouped_product");
-    count = queried;
-  }
+inline cutlass::KernelHardwareInfo hardware_of_device() {
+  const DeviceSms of = current_device_sms();
   cutlass::KernelHardwareInfo info;
-  info.device_id = device;
-  info.sm_count = count;
+  info.device_id = of.device;
+  info.sm_count = of.sms;
   return info;
 }
 
@@ -263,7 +250,7 @@ void launch_grouped(const GroupedProduct& p, const Execution& execution) {
       {p.groups.count, arrays.sizes, nullptr},
       operands_of<G>(arrays),
       {scales_of<G>(p, arrays), nullptr, nullptr, arrays.out, arrays.out_stride},
-      hardware_of_device<typename G::Kernel>()};
+      hardware_of_device()};
   const Scratch workspace(G::Gemm::get_workspace_size(arguments), execution);
   typename G::Gemm gemm;
   const auto is_done = [](cutlass::Status s) { return s == cutlass::Status::kSuccess; };

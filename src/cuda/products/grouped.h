@@ -14,4 +14,10 @@ void grouped_bf16_product(const GroupedProduct& product, const Execution& execut
 void grouped_blocks_by_rows(const GroupedProduct& product, const Execution& execution);
 void grouped_blocks_by_columns(const GroupedProduct& product, const Execution& execution);
 
+// The current device, and its number of SMs, asked once for each device.
+struct DeviceSms {
+  int device = 0, sms = 0;
+};
+DeviceSms current_device_sms();
+
 }  // namespace minifloat::cuda
