@@ -29,8 +29,8 @@ struct GroupedOperand {
 
 // Along rows (unit 0): a (m, k), whose rows lie in groups, times b (groups, n, k)ᵀ, to out (m, n).
 // Along the contraction dimension: a (m, k) times b (n, k)ᵀ, whose columns lie in groups, to out
-// (groups, m, n). Rows of a, b and out start at multiples of 16 bytes. The lengths are checked, the
-// addresses are not.
+// (groups, m, n). Rows of a, b and out start at multiples of 16 bytes: the lengths and addresses
+// are checked, the memory behind them is not.
 struct GroupedProduct {
   GroupedOperand a, b;
   GroupTable groups;

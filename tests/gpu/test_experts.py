@@ -126,6 +126,56 @@ def test_results_are_contiguous(cuda, spec):
     assert dw[1].eq(32).all()
 
 
+def at_odd_address(t):
+    """Returns a copy of t one element past a multiple of 16 bytes."""
+    return t.new_empty(t.numel() + 1)[1:].view(t.shape).copy_(t)
+
+
+@pytest.mark.parametrize("spec", ["bf16", "mxfp8", "e4m3/row", "e4m3/tensor", "mxfp4"])
+def test_operands_at_any_address(cuda, spec):
+    table = mf.group_table(torch.tensor([37, 90], device=cuda).int(), 100)
+    a, b = torch.randn(100, 64, device=cuda), torch.randn(2, 48, 64, device=cuda)
+    bias = torch.randn(2, 48, device=cuda).bfloat16()
+
+    def tensors(x, **groups):
+        if spec == "bf16":
+            return [x.bfloat16(), *[torch.empty(0, device=cuda)] * 2]
+        q = mf.quantize(x, spec, **groups)
+        return [q.codes, q.scale, torch.empty(0, device=cuda) if q.amax is None else q.amax]
+
+    operands = [*tensors(a, groups=table), *tensors(b)]
+    given = {"k": 64, "groups": table, "zero_tail": True}
+    want = ops.scaled_mm(*operands, f"{spec}*{spec}", bias=bias, **given)
+    assert want[:90].any()
+    moved = [at_odd_address(t) for t in operands]
+    for at in range(len(operands)):
+        one = [*operands[:at], moved[at], *operands[at + 1 :]]
+        got = ops.scaled_mm(*one, f"{spec}*{spec}", bias=bias, **given)
+        assert relative(got, want) <= 8e-3
+    got = ops.scaled_mm(*moved, f"{spec}*{spec}", bias=at_odd_address(bias), **given)
+    assert relative(got, want) <= 8e-3
+
+
+@pytest.mark.parametrize("spec", ["bf16", "mxfp8", "e4m3/row"])
+def test_columns_at_any_address(cuda, spec):
+    table = mf.group_table(torch.tensor([37, 90], device=cuda).int(), 100)
+    x, g = torch.randn(100, 64, device=cuda), torch.randn(100, 48, device=cuda)
+
+    def tensors(x):
+        if spec == "bf16":
+            return [x.bfloat16().t(), *[torch.empty(0, device=cuda)] * 2]
+        q = mf.quantize(x, spec, columnwise=True, groups=table)
+        return [q.codes, q.scale, torch.empty(0, device=cuda) if q.amax is None else q.amax]
+
+    operands = [*tensors(g), *tensors(x)]
+    given = {"k": 100, "groups": table, "group_unit": 32}
+    if spec != "bf16":
+        given["group_unit"] = mf.quantize(x, spec, columnwise=True, groups=table).group_unit
+    want = ops.scaled_mm(*operands, f"{spec}*{spec}", **given)
+    got = ops.scaled_mm(*[at_odd_address(t) for t in operands], f"{spec}*{spec}", **given)
+    assert relative(got, want) <= 8e-3
+
+
 @pytest.mark.parametrize("recipe", ["bf16", "mxfp8", MIXED])
 @pytest.mark.parametrize("ends", [[0, 0], [3, 3], [0, 5]])
 def test_few_rows(cuda, recipe, ends):

@@ -240,20 +240,24 @@ void launch_grouped(const GroupedProduct& p, const Execution& execution) {
   const auto count = static_cast<std::size_t>(p.groups.count);
   const Scratch memory(GroupArrays<G>::kBytes * count, execution);
   const GroupArrays<G> arrays(memory.as<std::byte>(), count);
-  constexpr unsigned kThreads = 128;
-  write_groups<G><<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0,
-                    cuda_stream(execution)>>>(p, p.groups.under(p.groups.unit), arrays);
-  check_launch(kName);
-
   const typename G::Gemm::Arguments arguments = {
       cutlass::gemm::GemmUniversalMode::kGrouped,
       {p.groups.count, arrays.sizes, nullptr},
       operands_of<G>(arrays),
       {scales_of<G>(p, arrays), nullptr, nullptr, arrays.out, arrays.out_stride},
       hardware_of_device()};
-  const Scratch workspace(G::Gemm::get_workspace_size(arguments), execution);
-  typename G::Gemm gemm;
   const auto is_done = [](cutlass::Status s) { return s == cutlass::Status::kSuccess; };
+  // CUTLASS cannot see the groups' sizes, which are on the device: src/grouped_product.cpp checks
+  // the lengths and addresses that hold for all groups.
+  MINIFLOAT_CHECK(is_done(G::Gemm::can_implement(arguments)), kName,
+                  ": expected operands that CUTLASS's kernel multiplies");
+  const Scratch workspace(G::Gemm::get_workspace_size(arguments), execution);
+
+  constexpr unsigned kThreads = 128;
+  write_groups<G><<<static_cast<unsigned>((count + kThreads - 1) / kThreads), kThreads, 0,
+                    cuda_stream(execution)>>>(p, p.groups.under(p.groups.unit), arrays);
+  check_launch(kName);
+  typename G::Gemm gemm;
   MINIFLOAT_CHECK(
       is_done(gemm.initialize(arguments, workspace.as<void>(), cuda_stream(execution))) &&
           is_done(gemm.run(cuda_stream(execution))),
