@@ -9,7 +9,12 @@ import torch.distributed as dist
 from minifloat.moe.permute import order_rows
 
 from tests.moe.test_expert_parallel import FEW, LAYERS, RECIPES, Gathering
-from tests.support.expert_ranks import Product, require_same_bytes, require_same_operands
+from tests.support.expert_ranks import (
+    Product,
+    Products,
+    require_same_bytes,
+    require_same_operands,
+)
 from tests.support.expert_world import (
     SIZES,
     D,
@@ -212,6 +217,53 @@ def check_steps(rank: int, recipe: str) -> None:
 
 def test_delayed_scaling_records_the_amaxes_of_all_ranks():
     run_world(2, check_steps, "fp8_delayed")
+
+
+CAPACITY, DROPPED = 7, 5  # rows of one rank to another
+
+
+def check_amaxes_of_sent_rows(rank: int, recipe: str) -> None:
+    """Rows that are dropped have no say in their expert's amax: theirs are large here."""
+    whole = built(recipe, fused_w13=True)
+    cut = mf.expert_parallel(
+        copy.deepcopy(whole), dist.group.WORLD, dispatch="codes", capacity=CAPACITY
+    )
+    for _, state in mf.nn.random_state.states_of(whole):
+        state.rank = 0
+        state.set(state.get())
+    count = CAPACITY + DROPPED
+    is_sent = (torch.arange(2 * count) % count) < CAPACITY
+    factor = torch.where(is_sent, 1, 2**13)[:, None].bfloat16()
+    x, g = draw(1, 2 * count) * factor, draw(2, 2 * count) * factor
+    indices, weights = torch.tensor([[1, E - 1]]).repeat(2 * count, 1), torch.ones(2 * count, 2)
+    rows, results = slice(rank * count, (rank + 1) * count), []
+    for moe, at in ((whole, slice(None)), (cut, rows)):
+        leaf = x[at].clone().requires_grad_()
+        chosen = indices[at].masked_fill(~is_sent[at, None], E) if moe is whole else indices[at]
+        with Products() as products:
+            y = moe.experts(leaf, chosen, weights[at])
+            y.backward(g[at])
+        results.append((y.detach(), leaf.grad))
+        if moe is whole:
+            expected = products.found
+    first = cut.experts.parallel.first_expert
+    for i in (FPROP, DGRAD):
+        require_same_operands([products.found[i]], [expected[i]], first)
+    for a, b in zip(*results):
+        error = (a[rows].float() - b.float()).norm() / a[rows].float().norm()
+        assert error < 3e-3, (recipe, error)
+        assert not b[CAPACITY:].any()
+    if not mf.Recipe(recipe).is_delayed:
+        return
+    for name, place in (("w13_product", 0), ("w2_product", 2)):  # x/fprop, g/dgrad
+        found, wanted = (getattr(m.experts, name).amax_history[place] for m in (cut, whole))
+        assert torch.equal(found, wanted[first : first + E // 2]), name
+        assert found[:, 1].any()
+
+
+@pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_delayed", "nvfp4"])
+def test_rows_that_are_dropped_count_for_no_amax(recipe):
+    run_world(2, check_amaxes_of_sent_rows, recipe)
 
 
 def check_own_dispatcher(rank: int) -> None:

@@ -1,5 +1,7 @@
 """The rows that a capacity's buffers have, and the copies that fill them."""
 
+import itertools
+
 import pytest
 import torch
 from minifloat.moe.routes import CapacityRoute, take_or_zero
@@ -40,7 +42,7 @@ def test_rows_are_not_copied_besides_those_taken():
 @pytest.mark.parametrize("capacity", [1, 3, 9])
 def test_places_of_rows(capacity):
     counts, rows = torch.tensor([4, 0, 2]), 8  # two rows for no expert
-    route = CapacityRoute(None, counts, capacity, rows)
+    route = CapacityRoute(None, counts, capacity, rows, may_drop=True)
     assert route.row_of_place.dtype == route.place_of_row.dtype == torch.int32
     for place, row in enumerate(route.row_of_place.tolist()):
         if row < rows:
@@ -49,3 +51,19 @@ def test_places_of_rows(capacity):
     kept = [min(c, capacity) for c in counts.tolist()]
     assert int(route.is_sent.sum()) == sum(kept)
     assert int(route.dropped) == 6 - sum(kept)
+    assert route.sent_groups(OFFS) is not None
+    assert CapacityRoute(None, counts, capacity, rows, may_drop=False).sent_groups(OFFS) is None
+
+
+OFFS = torch.tensor([1, 4, 4, 4, 4, 6]).int()  # of two experts on each of three ranks
+
+
+@pytest.mark.parametrize(
+    ("capacity", "sent"), [(1, [[0], [], [], [], [], [4]]), (3, [[0], [1, 2], [], [], [], [4, 5]])]
+)
+def test_groups_of_the_rows_that_are_sent(capacity, sent):
+    route = CapacityRoute(None, torch.tensor([4, 0, 2]), capacity, 8, may_drop=True)
+    numbers, table = route.sent_groups(OFFS)
+    assert numbers.shape == (8,)
+    ends = table[0].tolist()
+    assert [numbers[a:b].tolist() for a, b in itertools.pairwise(ends)] == sent

@@ -22,7 +22,7 @@ from ..tensor.operands import Operand
 from .arrivals import HEADER, combine, return_gradients
 from .functional import Matrices, Plan, unpack
 from .permute import NO_ORDER, Order
-from .routes import Route, RowLayout
+from .routes import Route, RowLayout, SentGroups
 from .row_codes import CodeSender, RowCodes
 from .row_operands import group_table, quantized_rows, shared_operands
 
@@ -45,6 +45,11 @@ class Way:
     sent: Order
     ids: Tensor
 
+    def sent_groups(self, sender: CodeSender) -> SentGroups | None:
+        """Returns the rows that count for amaxes of experts; None: all do, or there are none."""
+        has_amaxes = sender.spec.amax_of == "tensor"
+        return self.route.sent_groups(self.sent.offs) if has_amaxes else None
+
 
 class DispatchCodes(torch.autograd.Function):
     """Sends tokens' rows as codes, and weights, to the experts' ranks.
@@ -64,7 +69,8 @@ class DispatchCodes(torch.autograd.Function):
         if tokens is not None and way.x.sends(tokens):
             fields, shared = way.x.copies(tokens, order)
         else:
-            fields, shared = way.x.quantize(x, table, way.ids, order.tokens)
+            sent = way.sent_groups(way.x)
+            fields, shared = way.x.quantize(x, table, way.ids, order.tokens, sent)
         layout = RowLayout(*way.x.fields(width), *HEADER)
         weights_M = weights.reshape(-1).index_select(0, order.pairs)
         arrived = way.route.send(layout.pack([*fields, weights_M, way.ids, kinds]))
@@ -207,7 +213,7 @@ def through_output(
         return dh, h, d_output
     layout = RowLayout(*way.g.fields(width))
     table = group_table(way.sent)
-    fields, shared = way.g.quantize(g_M, table, way.ids)
+    fields, shared = way.g.quantize(g_M, table, way.ids, sent=way.sent_groups(way.g))
     codes = layout.unpack(way.route.send(layout.pack(fields)))
     rows = sorted_codes(way.g, [*shared, *codes], order, width)
     table = group_table(order)

@@ -215,18 +215,14 @@ class ExpertParallel:
             numbers = to_host(torch.cat([counts, told.received.sum(1), told.titles]))
             self.agreement.compare_on_all(title, numbers[2 * ranks :])
             return ExactRoute(self.group, numbers[:ranks], numbers[ranks : 2 * ranks], rows)
-        route = CapacityRoute(self.group, counts, self._rows_to_each(rows, slots), rows)
+        most = rows // max(slots, 1) * min(slots, self.local)  # a token has an expert once
+        capacity = most if self.capacity == ALL else int(self.capacity)
+        route = CapacityRoute(self.group, counts, capacity, rows, capacity < most)
         if self.capacity != ALL:
             self._count(route.dropped)
         return route
 
     # ---- capacity --------------------------------------------------------------------------------
-
-    def _rows_to_each(self, rows: int, slots: int) -> int:
-        """Returns the most rows that go to one rank. A token has an expert once."""
-        if self.capacity == ALL:
-            return rows // max(slots, 1) * min(slots, self.local)
-        return int(self.capacity or 0)
 
     def _count(self, dropped: Tensor) -> None:
         """Adds dropped rows to the counter, once a forward."""

@@ -12,7 +12,7 @@ Shape suffixes: M rows that this rank sends, R ranks, B bytes of a row.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -95,12 +95,27 @@ class Dispatcher(Protocol):
         ...
 
 
+class SentGroups(NamedTuple):
+    """The rows that are sent, without those that are dropped, in the groups of their experts.
+
+    Args:
+        rows: int32 (M), their numbers, then any.
+        table: of their groups.
+    """
+
+    rows: Tensor
+    table: Tensor
+
+
 class Route(Protocol):
     """The way of one forward's rows."""
 
     def send(self, rows: Tensor) -> Tensor: ...
 
     def back(self, rows: Tensor) -> Tensor: ...
+
+    def sent_groups(self, offs: Tensor) -> SentGroups | None:
+        """Returns the rows that are sent, of groups that end at `offs`; None: all are."""
 
 
 class ExactRoute:
@@ -134,6 +149,9 @@ class ExactRoute:
         )
         return returned
 
+    def sent_groups(self, offs: Tensor) -> None:
+        """All rows are sent."""
+
 
 class CapacityRoute:
     """Sends at most `capacity` rows to each rank, in buffers of one size. Nothing waits.
@@ -143,10 +161,13 @@ class CapacityRoute:
         counts: int64 (R), rows to each rank, on the device.
         capacity: rows.
         rows: M, with rows for no expert at the end.
+        may_drop: whether more rows than the capacity can go to one rank.
     """
 
-    def __init__(self, group: dist.ProcessGroup, counts: Tensor, capacity: int, rows: int) -> None:
-        self.group = group
+    def __init__(
+        self, group: dist.ProcessGroup, counts: Tensor, capacity: int, rows: int, may_drop: bool
+    ) -> None:
+        self.group, self.may_drop = group, may_drop
         ranks, device = counts.shape[0], counts.device
         ends = counts.cumsum(0)
         starts, kept = ends - counts, counts.clamp(max=capacity)
@@ -174,6 +195,17 @@ class CapacityRoute:
     def back(self, rows: Tensor) -> Tensor:
         """Sends rows back; zeros for those that were not sent."""
         return take_or_zero(self._exchange(rows.contiguous()), self.place_of_row)
+
+    def sent_groups(self, offs: Tensor) -> SentGroups | None:
+        if not self.may_drop:
+            return None
+        count, rows = self.is_sent.cumsum(0), self.is_sent.shape[0]
+        ends = torch.cat([count.new_zeros(1), count]).index_select(0, offs)
+        # Rows that are dropped are written to one place behind the others.
+        place = torch.where(self.is_sent, count - 1, rows)
+        numbers = torch.zeros(rows + 1, dtype=torch.int32, device=count.device)
+        numbers.scatter_(0, place, torch.arange(rows, dtype=torch.int32, device=count.device))
+        return SentGroups(numbers[:rows], ops.group_table(ends.int(), rows))
 
     def _exchange(self, rows: Tensor) -> Tensor:
         arrived = torch.empty_like(rows)
@@ -214,6 +246,9 @@ class OwnRoute:
         """Sends rows back."""
         returned = self.dispatcher.combine(rows.contiguous(), self.handle)
         return require_rows("combine", returned, self.experts.shape[0], rows.shape[1])
+
+    def sent_groups(self, offs: Tensor) -> None:
+        """All rows are sent."""
 
 
 def require_rows(function: str, rows: Any, count: int | None, row_bytes: int) -> Tensor:

@@ -24,6 +24,7 @@ from ..spec import Spec
 from ..tensor.operands import Operand, Operands
 from ..tensor.transforms import HADAMARD_SIGNS
 from .permute import Order, take_rows
+from .routes import SentGroups
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel
 W = {X: "w/fprop", G: "w/dgrad"}  # the other operand of the product
@@ -109,7 +110,12 @@ class CodeSender:
         return found
 
     def quantize(
-        self, rows: Tensor, table: Tensor, ids_M: Tensor, rows_from: Tensor | None = None
+        self,
+        rows: Tensor,
+        table: Tensor,
+        ids_M: Tensor,
+        rows_from: Tensor | None = None,
+        sent: SentGroups | None = None,
     ) -> tuple[list[Tensor], list[Tensor]]:
         """Casts rows by the amaxes of all ranks' rows.
 
@@ -118,6 +124,7 @@ class CodeSender:
             table: of the E groups.
             ids_M: int32 (M), of random bits.
             rows_from: int32 (M), the row of each; None: its own.
+            sent: the rows that count for amaxes; None: all.
 
         Returns:
             The tensors of `fields`, and scale and amax of this rank's experts, as RowCodes has
@@ -126,7 +133,11 @@ class CodeSender:
         spec, call = self.spec, self.call
         active = current = None
         if spec.amax_of == "tensor":
-            active, current = self._amaxes(rows, table, rows_from)
+            if sent is not None:
+                chosen = sent.rows if rows_from is None else rows_from.index_select(0, sent.rows)
+                active, current = self._amaxes(rows, sent.table, chosen)
+            else:
+                active, current = self._amaxes(rows, table, rows_from)
         codes, scale, *_ = ops.quantize(
             rows,
             spec.text,
