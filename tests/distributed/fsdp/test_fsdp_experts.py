@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support import foreign_experts
 from tests.support.sharded_models import assert_equal, whole
-from tests.support.worlds import run_world
+from tests.support.worlds import device_of, run_world
 
 DIM, HIDDEN = 48, 40  # an expert's matrices end inside blocks
 
@@ -85,7 +85,7 @@ def tokens(seed, dtype=torch.float32):
 
 
 def same_bytes(a, b):
-    a, b = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
+    a, b = (t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b))
     return torch.equal(a, b)
 
 
@@ -114,7 +114,9 @@ def wanted(weight, recipe, history):
 
 
 def assert_gathered(product, weight, directions, where):
+    """Compares with casts of the whole weight on the CPU."""
     gather, history = product.weight_gather, product.amax_history
+    history = None if history is None else history.cpu()
     want = wanted(weight, product.recipe, history)
     for i in directions:
         part = gather.parts[i]
@@ -123,26 +125,26 @@ def assert_gathered(product, weight, directions, where):
             assert same_bytes(getattr(part, name), getattr(want[i], name)), (where, i, name)
         if history is not None:  # what the history takes
             current = weight.float().abs().amax(dim=(1, 2))
-            assert torch.equal(part.amax, current), (where, i)
+            assert torch.equal(part.amax.cpu(), current), (where, i)
 
 
 def watch(y, hook):
     y.register_hook(hook)
 
 
-def check_bytes(rank, experts, recipes):
+def check_bytes(rank, experts, recipes, kind="cpu"):
     for recipe in recipes:
         world = dist.get_world_size()
         dtype = (torch.float32, torch.bfloat16)[(RECIPES.index(recipe) // 2 + world) % 2]
-        check_bytes_of(recipe, experts, dtype)
+        check_bytes_of(recipe, experts, dtype, device_of(rank, kind))
 
 
-def check_bytes_of(recipe, experts, dtype):
+def check_bytes_of(recipe, experts, dtype, device):
     """Checks what forward and backward read, and that the memory is free between them."""
     where = (recipe, experts, dtype, dist.get_world_size())
-    model, _ = built(recipe, experts)
+    model = built(recipe, experts)[0].to(device)
     values = {
-        id(product): getattr(module, name).detach().clone().to(dtype)
+        id(product): getattr(module, name).detach().cpu().clone().to(dtype)
         for module, name, product in products(model)
     }
     for _, _, product in products(model):
@@ -171,7 +173,7 @@ def check_bytes_of(recipe, experts, dtype):
             lambda *args, layer=layer: watch(args[-1], lambda g: check(layer, False))
         )
     for _ in range(2):
-        y = model(tokens(0, dtype))
+        y = model(tokens(0, dtype).to(device))
         assert_is_free()
         y.sum().backward()
         assert_is_free()
@@ -407,43 +409,67 @@ def test_what_is_gathered():
 # ---- expert parallelism --------------------------------------------------------------------------
 
 
-def check_expert_parallel(rank, local):
+def check_expert_parallel(rank, local, sizes=(2, 2), kind="cpu"):
     """Checks FSDP2 on a second dimension: operands are those of this rank's experts of the whole.
 
     The parameters are DTensors that expert parallelism has cut, so FSDP2's shards are parts of
     parts. Products number their experts from first_expert: gradients of weights under stochastic
-    rounding are then the whole module's.
+    rounding are then the whole module's. On a GPU products of other numbers of experts may sum in
+    another order, so results are compared on the CPU alone, and the gathered bytes on both.
     """
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "ep"))
+    device = device_of(rank, kind)
+    mesh = init_device_mesh(kind, sizes, mesh_dim_names=("dp", "ep"))
+    ranks = sizes[1]
     first = local * mesh["ep"].get_local_rank()
+    routes = torch.arange(24, device=device)
+    indices = torch.stack([routes % local, (routes + 1) % local], 1)
+    weights = torch.rand(24, 2, generator=torch.Generator().manual_seed(3)).to(device)
     for recipe in PRESETS:
         torch.manual_seed(1)
-        alone = Whole(DIM, HIDDEN, 2 * local)
-        model = Whole(DIM, HIDDEN, local)
+        alone = Whole(DIM, HIDDEN, ranks * local).to(device)
+        model = Whole(DIM, HIDDEN, local).to(device)
         for each in (alone, model):
             mf.quantize_(each, recipe, data_parallel_rank=0, verbose=False)
+        own = {}
         for name in ("w13", "w2"):
-            values = getattr(alone.experts, name).detach()[first : first + local].clone()
-            part = DTensor.from_local(values, mesh["ep"], [Shard(0)])
+            own[name] = getattr(alone.experts, name).detach()[first : first + local].clone()
+            part = DTensor.from_local(own[name].clone(), mesh["ep"], [Shard(0)])
             model.experts.register_parameter(name, nn.Parameter(part))
             product_of(model.experts, name).first_expert = first
         fully_shard(model.experts, mesh=mesh["dp"])
         fully_shard(model, mesh=mesh["dp"])
-        indices = torch.stack([torch.arange(24) % local, (torch.arange(24) + 1) % local], 1)
-        weights = torch.rand(24, 2, generator=torch.Generator().manual_seed(3))
+        seen = []
+
+        def check(*_, model=model, own=own, recipe=recipe, seen=seen):
+            for name, values in own.items():
+                product = product_of(model.experts, name)
+                assert_gathered(product, values.cpu(), (0,), (recipe, name))
+            seen.append(True)
+
+        model.experts.register_forward_hook(check, prepend=True)  # before FSDP2 frees them
+        x = tokens(0).to(device)
         for _ in range(2):
-            y = model(tokens(0), indices, weights)
-            expected = alone(tokens(0), indices + first, weights)
-            assert torch.equal(y, expected), recipe
+            y = model(x, indices, weights)
+            expected = alone(x, indices + first, weights)
+            require_like(y, expected, recipe)
             y.square().sum().backward()
             expected.square().sum().backward()
+        assert seen == [True, True]
         for name in ("w13", "w2"):
             parameter = getattr(model.experts, name)
-            assert tuple(parameter.shape) == (2 * local, *getattr(alone.experts, name).shape[1:])
+            assert tuple(parameter.shape) == getattr(alone.experts, name).shape
             gather = product_of(model.experts, name).weight_gather
             assert gather.is_quantized, recipe
             assert gather.experts == local, recipe
-            assert torch.equal(parameter.grad.full_tensor(), whole_gradient(alone, name, mesh))
+            require_like(parameter.grad.full_tensor(), whole_gradient(alone, name, mesh), recipe)
+
+
+def require_like(got, want, where):
+    """Requires equal results on a CPU; on a GPU those of operands in which few codes differ."""
+    if not got.is_cuda:
+        assert torch.equal(got, want), where
+    else:
+        assert (got - want).norm() <= 0.02 * want.norm(), where
 
 
 def whole_gradient(alone, name, mesh):
