@@ -1,6 +1,6 @@
-// E2M1 codes under power-of-two scales -> E4M3 codes of whole rows (core/fp4_as_fp8.h). A warp takes
-// a row, or a row of a group along the contraction dimension: its largest scale, then its codes, 16
-// a lane.
+// E2M1 codes under power-of-two scales -> E4M3 codes of whole rows (core/fp4_as_fp8.h). A warp
+// takes a row, or a row of a group along the contraction dimension: its largest scale, then its
+// codes, 16 a lane.
 //
 //     bytes an element: 1/2 of codes, a block's scale, 1 of codes
 #include <algorithm>

@@ -6,7 +6,8 @@
 namespace minifloat::cuda {
 namespace {
 
-// Casts a tile in the directions that are wanted.   kHasEdge: a part of it may lie outside its group
+// Casts a tile in the directions that are wanted.   kHasEdge: a part of it may lie outside its
+// group
 template <class Row, class Col, bool kHasEdge>
 __device__ __forceinline__ void cast_group_tile(const KernelOperand& row, const KernelOperand& col,
                                                 const Whole (&whole)[2],
