@@ -3,7 +3,8 @@
 python benchmarks/gpu_moe_kernels.py [--quick]
 
 Bytes are the fewest: each input read once, each result written once. The bar is 80% of a copy that
-reads and writes as many bytes in all.
+reads and writes as many bytes in all; of SwiGLU within its cast 85%, and 70% with transforms or
+random bits.
 """
 
 from __future__ import annotations
@@ -21,7 +22,19 @@ from torch import Tensor
 
 Shape = tuple[int, int, int, int, int]  # T, D, I, E, k
 SHAPES: list[Shape] = [(16384, 7168, 2048, 8, 2), (16384, 2048, 768, 128, 8)]
-BAR = 0.8
+CASTS = [
+    ("e4m3/row", ""),
+    ("e4m3/1x128", ""),
+    ("", "e4m3/1x128"),
+    ("mxfp8", ""),
+    ("", "mxfp8"),
+    ("mxfp4", ""),
+    ("", "mxfp4+rht"),
+    ("e4m3/tensor+delayed", ""),
+    ("", "e4m3/tensor+delayed"),
+    ("e4m3/1x128", "e4m3/1x128"),
+    ("mxfp8", "mxfp8"),
+]
 Make = Callable[[], tuple[Callable[[], Any], list[Tensor]]]
 
 
@@ -48,7 +61,7 @@ def routing(shape: Shape, device: torch.device) -> Order:
 
 def cases(shape: Shape, device: torch.device) -> dict[str, Make]:
     """Returns for each name a function that makes a call, and the tensors that it reads once."""
-    tokens, dim, hidden, _, slots = shape
+    tokens, dim, hidden, experts, slots = shape
     rows = tokens * slots
     order = routing(shape, device)
     groups = ops.group_table(order.offs, rows)
@@ -71,6 +84,22 @@ def cases(shape: Shape, device: torch.device) -> dict[str, Make]:
             options = {**where, **form, "interleaved": parts == "interleaved"}
             read = [t for t in (dh, product, other, weights) if t is not None]
             return lambda: ops.swiglu_backward(dh, product, other, weights, **options), read
+
+        return make
+
+    def cast(row: str, col: str) -> Make:
+        def make() -> tuple[Callable[[], Any], list[Tensor]]:
+            product, _ = products("apart")
+            options: dict[str, Any] = {**where, "stream_row": 1, "stream_col": 2}
+            if "+sr" in row + col:
+                options["rng"] = torch.tensor([1, 2], device=device)
+            for side, spec in (("row", row), ("col", col)):
+                if "+delayed" in spec:
+                    options[f"amax_{side}"] = torch.full((experts,), 4.0, device=device)
+            return (
+                lambda: ops.quantize_swiglu(product, None, weights, row, col, **options),
+                [product, weights],
+            )
 
         return make
 
@@ -98,10 +127,18 @@ def cases(shape: Shape, device: torch.device) -> dict[str, Make]:
         "swiglu_backward": backward("apart"),
         "swiglu_backward, two products": backward("two"),
         "swiglu_backward, interleaved, a limit": backward("interleaved", limit=7.0),
+        **{f"swiglu + {' | '.join(pair)}": cast(*pair) for pair in CASTS},
         "take_rows; gradient of add_slots": take,
         "take_rows of codes": take_codes,
         "add_slots; gradient of take_rows": add,
     }
+
+
+def bar_of(name: str) -> float:
+    """Returns the share of a copy that an operation is to reach."""
+    if not name.startswith("swiglu +"):
+        return 0.8
+    return 0.7 if "+rht" in name or "+sr" in name else 0.85
 
 
 def measure(shape: Shape, device: torch.device, repeats: int) -> list[Row]:
@@ -136,7 +173,8 @@ def main() -> int:
         print(f"\n{shape}: T, D, I, E, k        {timing.device_name(device)}")
         print(f"{'':40}{'GB':>8}{'ms':>9}{'TB/s':>8}{'of a copy':>11}")
         for row in measure(shape, device, repeats):
-            mark = "" if row.of_copy >= BAR else f"  below {BAR:.0%}"
+            bar = bar_of(row.name)
+            mark = "" if row.of_copy >= bar else f"  below {bar:.0%}"
             share = timing.percent(row.of_copy)
             print(f"{row.name:40}{row.gigabytes:8.3f}{row.ms:9.4f}{row.tb_s:8.2f}{share:>11}{mark}")
             rows.append(row)
@@ -144,7 +182,7 @@ def main() -> int:
         print(f"{'order_rows':40}{'':8}{orders[str(shape)]:9.4f}")
     listed = [asdict(row) for row in rows]
     timing.write_json(options.out, device, rows=listed, order_rows_ms=orders)
-    return 0 if all(row.of_copy >= BAR for row in rows) else 1
+    return 0 if all(row.of_copy >= bar_of(row.name) for row in rows) else 1
 
 
 if __name__ == "__main__":

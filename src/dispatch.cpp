@@ -9,6 +9,7 @@
 #include "minifloat/error.h"
 #include "minifloat/group_checks.h"
 #include "on_device.h"
+#include "quantize_checks.h"
 
 namespace minifloat {
 namespace {
@@ -171,13 +172,17 @@ void amax(const TensorRef& x, const Spec& spec, bool columnwise, float* out,
   MINIFLOAT_ON(x.device, amax(x, spec, columnwise, out, execution));
 }
 
-void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
-              const Execution& execution) {
+void check_quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise) {
   check_values("quantize", x);
   MINIFLOAT_CHECK(rowwise || columnwise,
                   "quantize: expected a rowwise or a columnwise operand, got neither");
   if (rowwise) check_operand(x, *rowwise, false);
   if (columnwise) check_operand(x, *columnwise, true);
+}
+
+void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+              const Execution& execution) {
+  check_quantize(x, rowwise, columnwise);
   MINIFLOAT_ON(x.device, quantize(x, rowwise, columnwise, execution));
 }
 

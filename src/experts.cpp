@@ -8,6 +8,7 @@
 #include "minifloat/error.h"
 #include "minifloat/group_checks.h"
 #include "on_device.h"
+#include "quantize_checks.h"
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/experts/experts.h"
 #endif
@@ -38,6 +39,15 @@ void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
   check_swiglu("swiglu", of);
   if (of.rows * of.width == 0) return;
   MINIFLOAT_ON(of.device, swiglu(of, h, execution));
+}
+
+void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
+                     const Execution& execution) {
+  check_swiglu("quantize_swiglu", of);
+  check_quantize(of.h_at(of.gate), rowwise, columnwise);
+  if (of.rows * of.width == 0)  // groups without rows have columns of zeros
+    return quantize(of.h_at(of.gate), rowwise, columnwise, execution);
+  MINIFLOAT_ON(of.device, quantize_swiglu(of, rowwise, columnwise, execution));
 }
 
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,

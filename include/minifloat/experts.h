@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "minifloat/groups.h"
+#include "minifloat/quantize.h"
 #include "minifloat/tensor_ref.h"
 
 namespace minifloat {
@@ -26,10 +27,28 @@ struct SwiGlu {
   bool has_limit = false;
   float limit = 0, alpha = 1;  // where there is a limit
   Device device = Device::kCpu;
+
+  // Returns the values of h, (rows, width), contiguous at `h`.
+  TensorRef h_at(const void* h) const {
+    return {.data = h,
+            .dtype = dtype,
+            .rows = rows,
+            .cols = width,
+            .row_stride = width,
+            .device = device,
+            .groups = groups};
+  }
 };
 
 // Writes h, rounded once.   h: (rows, width), contiguous, of the dtype
 void swiglu(const SwiGlu& of, void* h, const Execution& execution);
+
+// Quantizes h in both directions, to the bytes that `quantize` makes of swiglu's h; null: that
+// direction is not cast. A GPU writes no h where the operands are bf16, the scales need no amax of
+// whole columns or matrices, and a kernel for the sizes is compiled.
+//   of.groups: as those of `quantize`, whose columnwise operand has their unit
+void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
+                     const Execution& execution = {});
 
 // The gradients of a SwiGLU: of gate and up, laid out as those, and of the weights.
 struct SwiGluGradients {

@@ -3,8 +3,11 @@
 #include "cpu/experts.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <cstring>
+#include <memory>
 
+#include "backend.h"
 #include "parallel.h"
 #include "swiglu_row.h"
 
@@ -121,6 +124,15 @@ void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution) {
   of.dtype == DType::kFloat32 ? backward<float>(of, gradients, execution)
                               : backward<std::uint16_t>(of, gradients, execution);
+}
+
+void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
+                     const Execution& execution) {
+  const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
+  const auto h = std::make_unique_for_overwrite<std::byte[]>(
+      static_cast<std::size_t>(of.rows * of.width * size));
+  cpu::swiglu(of, h.get(), execution);
+  cpu::quantize(of.h_at(h.get()), rowwise, columnwise, execution);
 }
 
 void take_rows(const TakeRows& copy, const Execution& execution) {

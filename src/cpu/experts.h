@@ -8,6 +8,8 @@ namespace minifloat::cpu {
 void swiglu(const SwiGlu& of, void* h, const Execution& execution);
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
+void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
+                     const Execution& execution);
 void take_rows(const TakeRows& copy, const Execution& execution);
 void add_slots(const AddSlots& sum, const Execution& execution);
 

@@ -14,6 +14,8 @@ from minifloat._native import ops
 from torch import Tensor
 
 from tests.gpu.sweep import DTYPES, bits, describe, laid_out, on, values
+from tests.support.swiglu_casts import ENDS as SWIGLU_ENDS
+from tests.support.swiglu_casts import Case, draw, require_same_cast
 
 pytestmark = pytest.mark.gpu
 
@@ -122,6 +124,88 @@ def test_the_sigmoid_of_many_floats(device):
         require_bytes(a, b, "swiglu_backward")
 
 
+# ---- SwiGLU within its cast ----------------------------------------------------------------------
+
+# Casts that kernels fuse: rowwise, columnwise, both; and some that are compositions on a GPU too.
+FUSED: list[tuple[str, str]] = [
+    ("e4m3/row", ""),
+    ("e4m3/row+exact", ""),
+    ("e4m3/1x128", ""),
+    ("", "e4m3/1x128"),
+    ("e4m3/1x128", "e4m3/1x128"),
+    ("mxfp8", ""),
+    ("", "mxfp8"),
+    ("mxfp8", "mxfp8"),
+    ("mxfp4", ""),
+    ("mxfp4+sr", ""),
+    ("", "mxfp4"),
+    ("", "mxfp4+rht"),
+    ("", "mxfp4+sr+rht"),
+    ("mxfp4", "mxfp4+rht"),
+    ("e4m3/tensor+delayed", ""),
+    ("", "e4m3/tensor+delayed"),
+    ("e4m3/tensor+delayed", "e4m3/tensor+delayed"),
+]
+COMPOSED = [("", "e4m3/row"), ("nvfp4", "nvfp4+rht"), ("e4m3/tensor", ""), ("", "e5m2/tensor")]
+
+
+def compare_casts(device: torch.device, case: Case, row: str, col: str, **options: Any) -> None:
+    options |= {"stream_row": 1234567890123, "stream_col": -42}
+    table, rows = case.form["groups"], case.product.shape[0]
+    if "+sr" in row + col:
+        options["rng"] = torch.tensor([-(2**61) + 3, 9])
+        if table is not None and row:
+            options["row_ids"] = torch.randperm(rows, generator=torch.Generator().manual_seed(1))
+            options["row_ids"] = options["row_ids"].int()
+    for side, spec in (("row", row), ("col", col)):
+        if "+delayed" in spec:
+            amax = torch.tensor(1.75) if table is None else torch.rand(table.shape[1] - 1) + 0.5
+            options[f"amax_{side}"] = amax
+    there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
+    want = case.composition(row, col, **options)
+    require_same_cast(case, case.on(device).cast(row, col, **there), want, row, col)
+
+
+@pytest.mark.parametrize("parts", ["two", "apart", "interleaved"])
+@pytest.mark.parametrize(("row", "col"), [*FUSED, *COMPOSED])
+def test_casts_of_swiglu(device, row, col, parts):
+    for (offs, rows), width in itertools.product(SWIGLU_ENDS, (128, 256, 640)):
+        for form in FORMS[:2]:
+            for has_pairs in (False, True):
+                case = draw(
+                    offs, rows, width, torch.bfloat16, parts, has_pairs=has_pairs, scale=3, **form
+                )
+                compare_casts(device, case, row, col)
+    for decoded in (True, False):
+        case = draw([60, 60, 200], 230, 256, torch.bfloat16, parts)
+        asked = {"decoded_row": decoded and bool(row), "decoded_col": decoded and bool(col)}
+        compare_casts(device, case, row, col, **asked)
+
+
+@pytest.mark.parametrize("width", [1, 8, 16, 48, 96, 144, 2048, 2064, 4096, 14336])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_casts_of_swiglu_of_any_width(device, dtype, width):
+    pairs = [("e4m3/row", ""), ("mxfp8", ""), ("", "mxfp8"), ("e4m3/1x128", "e4m3/1x128")]
+    for (offs, rows), (row, col) in itertools.product(SWIGLU_ENDS[:5], pairs):
+        compare_casts(device, draw(offs, rows, width, dtype, "apart"), row, col)
+
+
+def test_casts_of_swiglu_of_special_values(device):
+    every = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    for (row, col), form in itertools.product(FUSED, FORMS):
+        case = draw([100, 256], 256, 256, torch.bfloat16, "two", **form)
+        special = Case(every.view(256, 256), every.flip(0).view(256, 256), case.weights, case.form)
+        compare_casts(device, special, row, col)
+
+
+def test_casts_of_swiglu_with_many_groups(device):
+    sizes = torch.randint(0, 200, (128,), generator=torch.Generator().manual_seed(7))
+    ends = sizes.cumsum(0)
+    for row, col in FUSED:
+        case = draw(ends.tolist(), int(ends[-1]) + 100, 768, torch.bfloat16, "apart")
+        compare_casts(device, case, row, col)
+
+
 # ---- copies --------------------------------------------------------------------------------------
 
 
@@ -211,6 +295,8 @@ def test_quick(device):
         for width in (9, 264):
             compare(device, "special", 9, width, dtype, "dense", FORMS[1], parts, in_groups=True)
             compare(device, "normal", 3, width, dtype, "odd pitch", {}, parts, in_groups=False)
+    for row, col in FUSED:
+        compare_casts(device, draw([9, 9, 140], 150, 128, torch.bfloat16, "apart"), row, col)
     x, index = torch.randn(9, 40), torch.arange(18).flip(0).int()
     require_bytes(
         ops.take_rows(x.to(device), index.to(device), 2), ops.take_rows(x, index, 2), "take_rows"

@@ -85,6 +85,15 @@ def expert_calls():
     options = {"limit": 1.0, "interleaved": True, "pairs": pairs, "groups": groups}
     yield ops.swiglu, (fused, None, torch.rand(40)), options
     yield ops.swiglu, (half, half.clone(), torch.rand(20, 2)), {"pairs": pairs}
+    every = options | {"groups": mf.group_table(torch.tensor([8, 40], dtype=torch.int32), 40)}
+    yield ops.quantize_swiglu, (fused, None, torch.rand(40), "mxfp8", ""), every
+    both = (half, half.clone(), torch.rand(20, 2), "mxfp4", "mxfp4+sr+rht")
+    yield ops.quantize_swiglu, both, {"rng": RNG, "pairs": pairs, "decoded_col": True}
+    grouped = {"groups": groups, "group_unit": 32, "row_ids": pairs}
+    yield ops.quantize_swiglu, (fused, None, torch.rand(40), "e4m3/row", "e4m3/tensor"), grouped
+    rowwise = every | {"columnwise": False}
+    yield ops.swiglu_operands, (fused, None, torch.rand(40), "mxfp8"), rowwise
+    yield ops.swiglu_operands, (half, half.clone(), torch.rand(40), "nvfp4"), {"pairs": pairs}
     dh = torch.randn(40, 24)
     yield ops.swiglu_backward, (dh, fused, None, torch.rand(40)), options
     others = (half, half.clone(), half.clone(), torch.rand(20, 2))

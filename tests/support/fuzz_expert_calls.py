@@ -45,6 +45,26 @@ def _backward(rng: Random, arena: Arena) -> Call:
     return op_call("swiglu_backward", dh=dh, **args)
 
 
+@call("quantize_swiglu")
+def _cast(rng: Random, arena: Arena) -> Call:
+    args = _swiglu(rng, arena)
+    specs = ("", "mxfp8", "e4m3/row", "e4m3/tensor", "e4m3/1x128", "nvfp4", "mxfp4+sr+rht")
+    args["row"], args["col"] = rng.choice(specs[1:]), rng.choice(specs)
+    args["rng"] = arena.place(torch.tensor([rng.randrange(2**40), 1]))
+    if args["groups"] is not None and rng.random() < 0.5:
+        args["row_ids"] = arena.place(torch.randperm(args["product"].shape[0]).int())
+    return op_call("quantize_swiglu", **args)
+
+
+@call("swiglu_operands")
+def _operands(rng: Random, arena: Arena) -> Call:
+    args = _swiglu(rng, arena)
+    args["recipe"] = rng.choice(("mxfp8", "fp8_rowwise", "fp8_blockwise", "mxfp4", "nvfp4", "bf16"))
+    args |= {"rowwise": rng.random() < 0.7, "columnwise": rng.random() < 0.7}
+    args["rng"] = arena.place(torch.tensor([rng.randrange(2**40), 1]))
+    return op_call("swiglu_operands", **args)
+
+
 def _numbers(rng: Random, arena: Arena, shape: tuple[int, ...], end: int) -> Tensor:
     return arena.place(torch.randint(0, end, shape, dtype=torch.int32))
 

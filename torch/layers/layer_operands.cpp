@@ -1,11 +1,12 @@
-// The op layer_operands, which quantizes operands before their products, and the ops that say what
-// a shard must be a multiple of.
+// The ops layer_operands and swiglu_operands, which quantize operands before their products, and
+// those that say what a shard must be a multiple of.
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
 #include "layers/expert_weights.h"
 #include "layers/operands.h"
 #include "ops/bridge.h"
+#include "ops/experts.h"
 
 namespace minifloat {
 namespace {
@@ -43,17 +44,37 @@ void check_operands(const Tensor& x, const std::string& of, const std::optional<
   }
 }
 
-// Appends the four tensors of one direction; empty ones where it is not needed, or is bf16.
+// Appends the four tensors of one direction; empty ones where it is not needed, or is bf16. Values
+// that a product reads come without codes, also from a cast that writes both.
 void append(std::vector<Tensor>& list, const PreparedRecipe& recipe, const QuantizedOperand& o,
             const Needed& needed, const Tensor& x) {
   const bool is_absent = !needed.is_needed || recipe.specs[needed.place].is_bf16();
   const auto push = [&](const Tensor& t, at::ScalarType dtype) {
     list.push_back(!is_absent && t.defined() ? t : at::empty({0}, x.options().dtype(dtype)));
   };
-  push(o.codes, at::kByte);
+  push(needed.decoded ? Tensor() : o.codes, at::kByte);
   push(o.scale, at::kFloat);
   push(o.amax, at::kFloat);
   push(o.decoded, at::kBFloat16);
+}
+
+// Replaces rowwise codes by the form that the product's engine reads.   k: of the rows
+void prepare_codes(const PlannedProduct& fprop, const PreparedRecipe& recipe, const Needed& row,
+                   const SymInt& k, QuantizedOperand& operand) {
+  if (!row.is_needed || row.decoded || recipe.specs[row.place].is_bf16()) return;
+  const ProductInput read =
+      prepare_input(fprop, recipe.specs[row.place], product_input(recipe, operand, row), k);
+  const InputTensors tensors = tensors_of(read);
+  operand.codes = *tensors.elements;
+  if (tensors.scale) operand.scale = *tensors.scale;
+}
+
+std::vector<Tensor> list_of_both(const PreparedRecipe& recipe, const Directions& both,
+                                 const Needed& row, const Needed& col, const Tensor& x) {
+  std::vector<Tensor> list;
+  append(list, recipe, both.first, row, x);
+  append(list, recipe, both.second, col, x);
+  return list;
 }
 
 // Quantizes x (…, K) or a weight (N, K), or a shard of either, as a layer does: the eight tensors
@@ -88,17 +109,49 @@ std::vector<Tensor> layer_operands_kernel(
                  : quantize_both(recipe, as_matrix("layer_operands", "x", x), row, col, state);
   if (is_x && rowwise && token_dim)
     out.first = gather_tokens(sharding, token_runs(sharding, x.sym_sizes()), out.first, false);
-  if (is_x && rowwise && !row.decoded) {
-    const ProductInput read = prepare_input(fprop, recipe.specs[row.place],
-                                            product_input(recipe, out.first, row), x.sym_size(-1));
-    const InputTensors tensors = tensors_of(read);
-    out.first.codes = *tensors.elements;
-    if (tensors.scale) out.first.scale = *tensors.scale;
-  }
-  std::vector<Tensor> list;
-  append(list, recipe, out.first, row, x);
-  append(list, recipe, out.second, col, x);
-  return list;
+  if (is_x) prepare_codes(fprop, recipe, row, x.sym_size(-1), out.first);
+  return list_of_both(recipe, out, row, col, x);
+}
+
+// Quantizes swiglu's result as the x of a product: the eight tensors that layer_operands returns of
+// x. Nothing is returned of a direction under bf16, which reads the result itself.
+std::vector<Tensor> swiglu_operands_kernel(
+    const Tensor& product, const std::optional<Tensor>& other, const Tensor& weights,
+    const std::string& text, std::optional<double> limit, double alpha, bool interleaved,
+    const std::optional<Tensor>& pairs, const std::optional<Tensor>& groups, bool rowwise,
+    bool columnwise, const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
+    std::int64_t first_expert, const std::optional<Tensor>& amax_history, std::int64_t stream) {
+  constexpr const char* kOp = "swiglu_operands";
+  bridge::check_value_dtype(kOp, "product", product);
+  TORCH_CHECK_VALUE(product.dim() == 2, kOp, ": expected product of 2 dimensions, got ",
+                    product.dim());
+  const SwiGluArguments of = {kOp,   product,     other, weights, limit,
+                              alpha, interleaved, pairs, groups};
+  const PreparedRecipe& recipe = prepare(text);
+  const PlannedProduct fprop =
+      plan_product(recipe.recipe.fprop, recipe.fprop, product.device(), groups.has_value());
+  const Needed row{kFpropX, rowwise, fprop.reads_values()}, col{kWgradX, columnwise};
+  std::optional<SymInt> experts;
+  if (groups) experts = groups->sym_size(1) - 1;
+  if (amax_history) check_history(kOp, *amax_history, product, experts);
+  for (const Needed& needed : {row, col})
+    TORCH_CHECK_VALUE(!needed.is_needed || !recipe.specs[needed.place].delayed || amax_history, kOp,
+                      ": ", recipe.specs[needed.place].str(), " needs amax_history");
+  const at::AutoDispatchBelowADInplaceOrView below;
+  ModuleState state;
+  if (rng) state.rng = *rng;
+  if (amax_history) state.history = *amax_history;
+  state.stream = stream;
+  if (groups) state.groups = {groups, wgrad_unit(recipe)};
+  state.row_ids = row_ids;
+  state.first_expert = first_expert;
+  state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
+    return quantize_swiglu(of, r, c, options);
+  };
+  const Tensor like_h = of.like_h();
+  Directions out = quantize_both(recipe, like_h, row, col, state);
+  prepare_codes(fprop, recipe, row, of.width(), out.first);
+  return list_of_both(recipe, out, row, col, like_h);
 }
 
 std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
@@ -119,6 +172,7 @@ std::vector<std::string> operand_names() {
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   m.impl("layer_operands", layer_operands_kernel);
+  m.impl("swiglu_operands", swiglu_operands_kernel);
 }
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("token_unit", token_unit_of);

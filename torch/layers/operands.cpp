@@ -193,7 +193,8 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
   if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
   if (!row_text.empty() || !col_text.empty()) {
     if (cut) place_shard(recipe, x, row, col, *state.sharding, *cut, options);
-    out = quantize(x, row_text, col_text, options);
+    out = state.cast ? state.cast(row_text, col_text, options)
+                     : quantize(x, row_text, col_text, options);
   }
   const auto is_bf16 = [&](const Needed& w) { return recipe.specs[w.place].is_bf16(); };
   if (row.is_needed && is_bf16(row)) out.first = unquantized(x);

@@ -7,6 +7,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <functional>
 #include <optional>
 #include <string>
 #include <utility>
@@ -67,6 +68,9 @@ struct ModuleState {
   Groups groups = {};
   std::optional<Tensor> row_ids = {};
   std::int64_t first_expert = 0;
+  // Quantizes values that a kernel computes, of the shape of x; empty: those of x are quantized.
+  std::function<Directions(const std::string& row, const std::string& col, const QuantizeOptions&)>
+      cast = {};
 };
 
 // Writes the current amaxes of delayed operands to the history. is_cut: whether of a shard

@@ -1,5 +1,5 @@
-// The ops swiglu, swiglu_backward, take_rows and add_slots: the operations between the products of
-// experts. Python's autograd functions differentiate them (python/minifloat/moe).
+// The ops swiglu, quantize_swiglu, swiglu_backward, take_rows and add_slots: the operations between
+// the products of experts. Python's autograd functions differentiate them (python/minifloat/moe).
 #include "minifloat/experts.h"
 
 #include <ATen/ATen.h>
@@ -9,14 +9,19 @@
 #include <limits>
 
 #include "ops/bridge.h"
+#include "ops/direct.h"
+#include "ops/experts.h"
 #include "ops/groups.h"
+#include "ops/kernels.h"
 #include "ops/outputs.h"
+#include "ops/tangents.h"
 
 namespace minifloat {
 namespace {
 
 using at::Tensor;
 using c10::SymInt;
+using torch_ops::SwiGluArguments;
 using MaybeTensor = std::optional<Tensor>;
 
 // Returns t with adjacent elements in each row: itself, or a copy.
@@ -41,21 +46,6 @@ void check_index(const char* op, const char* name, const Tensor& t, std::int64_t
 }
 
 // ---- SwiGLU -------------------------------------------------------------------------------------
-// The arguments of both ops.
-struct SwiGluArguments {
-  const char* op;
-  const Tensor& product;
-  const MaybeTensor& other;
-  const Tensor& weights;
-  std::optional<double> limit;
-  double alpha;
-  bool interleaved;
-  const MaybeTensor &pairs, &groups;
-
-  SymInt rows() const { return product.sym_size(0); }
-  SymInt width() const { return other ? product.sym_size(1) : product.sym_size(1) / 2; }
-};
-
 // Requires `t` in the dtype and on the device of the product, (rows, cols).
 void check_like(const SwiGluArguments& a, const char* name, const Tensor& t, const SymInt& cols) {
   check_matrix(a.op, name, t);
@@ -208,6 +198,52 @@ ThreeTensors backward_kernel(const Tensor& dh, const Tensor& product, const Mayb
   return {d.product, d.other, d.weights};
 }
 
+// ---- The cast of h ------------------------------------------------------------------------------
+using Operands = std::pair<torch_ops::QuantizedOperand, torch_ops::QuantizedOperand>;
+using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+Operands cast_h(const SwiGluArguments& a, const std::string& row, const std::string& col,
+                const torch_ops::QuantizeOptions& options, bool shares_memory) {
+  check_arguments(a);
+  const SwiGluInputs in = inputs_of(a);
+  const Tensor like_h = in.product.narrow(1, 0, in.of.width);
+  return torch_ops::direct_quantize(like_h, row, col, options, &in.of, shares_memory);
+}
+
+// The op, with real tensors or on the Meta device.
+template <bool kIsMeta>
+EightTensors quantize_swiglu_op(const Tensor& product, const MaybeTensor& other,
+                                const Tensor& weights, const std::string& row,
+                                const std::string& col, std::optional<double> limit, double alpha,
+                                bool interleaved, const MaybeTensor& pairs,
+                                const MaybeTensor& groups, std::int64_t unit,
+                                const MaybeTensor& amax_row, const MaybeTensor& amax_col,
+                                const MaybeTensor& rng, std::int64_t stream_row,
+                                std::int64_t stream_col, const MaybeTensor& row_ids,
+                                std::int64_t first_expert, bool decoded_row, bool decoded_col) {
+  const SwiGluArguments a = {"quantize_swiglu", product, other, weights, limit, alpha,
+                             interleaved,       pairs,   groups};
+  const torch_ops::QuantizeOptions options = {.amax_row = amax_row,
+                                              .amax_col = amax_col,
+                                              .rng = rng,
+                                              .stream_row = stream_row,
+                                              .stream_col = stream_col,
+                                              .decoded_row = decoded_row,
+                                              .decoded_col = decoded_col,
+                                              .groups = {groups, unit},
+                                              .row_ids = row_ids,
+                                              .first_expert = first_expert};
+  Operands out;
+  if constexpr (kIsMeta) {
+    check_arguments(a);
+    out = torch_ops::quantize(a.like_h(), row, col, options);
+  } else {
+    out = cast_h(a, row, col, options, false);
+  }
+  const auto& [r, c] = out;
+  return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
+}
+
 // ---- Copies -------------------------------------------------------------------------------------
 Tensor take_rows_meta(const Tensor& x, const Tensor& index, SymInt slots,
                       const MaybeTensor& places) {
@@ -299,6 +335,7 @@ Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTen
 
 void register_kernels(torch::Library& m) {
   m.impl("swiglu", swiglu_kernel);
+  m.impl("quantize_swiglu", quantize_swiglu_op<false>);
   m.impl("swiglu_backward", backward_kernel);
   m.impl("take_rows", take_rows_kernel);
   m.impl("add_slots", add_slots_kernel);
@@ -306,11 +343,35 @@ void register_kernels(torch::Library& m) {
 
 }  // namespace
 
+namespace torch_ops {
+
+Operands quantize_swiglu(const SwiGluArguments& of, const std::string& row, const std::string& col,
+                         const QuantizeOptions& options) {
+  const auto or_null = [](const MaybeTensor& t) { return t ? &*t : nullptr; };
+  if (can_skip_dispatcher({&of.product, or_null(of.other), &of.weights, or_null(of.pairs),
+                           or_null(of.groups), or_null(options.amax_row), or_null(options.amax_col),
+                           or_null(options.rng), or_null(options.row_ids)}))
+    return cast_h(of, row, col, options, true);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("minifloat::quantize_swiglu", "")
+                             .typed<decltype(quantize_swiglu_op<false>)>();
+  auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
+      op.call(of.product, of.other, of.weights, row, col, of.limit, of.alpha, of.interleaved,
+              of.pairs, options.groups.table, options.groups.unit, options.amax_row,
+              options.amax_col, options.rng, options.stream_row, options.stream_col,
+              options.row_ids, options.first_expert, options.decoded_row, options.decoded_col);
+  return {{codes_row, scale_row, amax_row, decoded_row},
+          {codes_col, scale_col, amax_col, decoded_col}};
+}
+
+}  // namespace torch_ops
+
 TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
 
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("swiglu", swiglu_meta);
+  m.impl("quantize_swiglu", quantize_swiglu_op<true>);
   m.impl("swiglu_backward", backward_meta);
   m.impl("take_rows", take_rows_meta);
   m.impl("add_slots", add_slots_meta);
@@ -320,6 +381,7 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   for (const char* op : {"swiglu", "swiglu_backward", "take_rows", "add_slots"})
     m.impl(op, torch::autograd::autogradNotImplementedFallback());
+  m.impl("quantize_swiglu", torch_ops::without_derivative());
 }
 
 }  // namespace minifloat

@@ -2,14 +2,16 @@
 // that the caller does not request are undefined. The outputs of a direction share one allocation.
 #pragma once
 
+#include "minifloat/experts.h"
 #include "ops/ops.h"
 
 namespace minifloat::torch_ops {
 
-std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(const Tensor& x,
-                                                              const std::string& row,
-                                                              const std::string& col,
-                                                              const QuantizeOptions& options);
+// of: computes the values, whose shape, dtype and device x has; null: x has the values.
+// shares_memory: else outputs are those of an op, whose absent ones are empty
+std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
+    const Tensor& x, const std::string& row, const std::string& col, const QuantizeOptions& options,
+    const SwiGlu* of = nullptr, bool shares_memory = true);
 Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols,
                      const Groups& groups);
 

@@ -5,6 +5,8 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "minifloat/experts.h"
+#include "ops/as_read.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/kernels.h"
@@ -18,55 +20,14 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 using torch_ops::advise_huge_pages;
+using torch_ops::as_read;
+using torch_ops::AsRead;
 using torch_ops::empty;
 using torch_ops::Groups;
 using torch_ops::QuantizedOperand;
 using torch_ops::scale_dtype;
+using torch_ops::Sizes;
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-template <class Int>
-using Sizes = c10::SmallVector<Int, 3>;
-
-// The sizes of an operand as read, and the shapes of its tensors. Int may be symbolic.
-template <class Int>
-struct AsRead {
-  std::optional<Int> batch, groups;  // none: one matrix, without groups
-  Int rows, cols;
-  bool columnwise;
-
-  Sizes<Int> shape(std::initializer_list<Int> inner) const {
-    Sizes<Int> sizes;
-    if (batch) sizes.push_back(*batch);
-    sizes.append(inner.begin(), inner.end());
-    return sizes;
-  }
-  Sizes<Int> codes(const Spec& spec) const { return shape({rows, spec.code_cols(cols)}); }
-  Sizes<Int> decoded(const Spec& spec) const { return shape({rows, spec.padded_cols(cols)}); }
-  Sizes<Int> amax(const Spec& spec) const {
-    if (spec.has_row_amax())
-      return groups && columnwise ? Sizes<Int>{*groups, rows} : shape({rows});
-    if (spec.has_tensor_amax()) return groups ? Sizes<Int>{*groups} : shape({});
-    return {Int(0)};
-  }
-  Sizes<Int> scale(const Spec& spec) const {
-    if (!spec.has_blocks()) return amax(spec);
-    return shape({spec.scale_rows(rows), spec.scale_cols(cols)});
-  }
-};
-
-AsRead<SymInt> as_read(const Tensor& x, const Spec& spec, bool columnwise, const Groups& groups) {
-  AsRead<SymInt> read = {.batch = {},
-                         .groups = {},
-                         .rows = columnwise ? x.sym_size(-1) : torch_ops::rows_of(x, groups),
-                         .cols = columnwise ? torch_ops::rows_of(x, groups) : x.sym_size(-1),
-                         .columnwise = columnwise};
-  if (x.dim() == 3) read.batch = x.sym_size(0);
-  if (!groups.table) return read;
-  read.groups = groups.count();
-  if (columnwise)
-    read.cols = grouped_cols<SymInt>(read.cols, SymInt(unit_of(spec, groups)), *read.groups);
-  return read;
-}
 
 Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead<SymInt>& read) {
   return empty(x, read.amax(spec), at::kFloat);
@@ -158,6 +119,7 @@ struct SharedArguments {
   Groups groups;
   const std::optional<Tensor>& row_ids;
   std::int64_t first_expert;
+  const SwiGlu* of = nullptr;  // x has the shape of its h; null: x has the values
 };
 
 void check_direction(const Tensor& x, const DirectionArguments& d, const SharedArguments& shared) {
@@ -179,7 +141,7 @@ void check_direction(const Tensor& x, const DirectionArguments& d, const SharedA
 }
 
 void check_shared(const Tensor& x, const SharedArguments& shared, std::size_t origin_size) {
-  const auto& [rng, groups, row_ids, first_expert] = shared;
+  const auto& [rng, groups, row_ids, first_expert, of] = shared;
   TORCH_CHECK_VALUE(origin_size == 2, "quantize: expected origin as (row, column), got ",
                     origin_size, " numbers");
   if (rng) bridge::check_rng("quantize", *rng, x);
@@ -294,8 +256,13 @@ void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out
   OperandHolder row, col;
   if (r.spec) fill_operand(row, r, out_row, inputs);
   if (c.spec) fill_operand(col, c, out_col, inputs);
+  const Operand *to_row = r.spec ? &row.operand : nullptr,
+                *to_col = c.spec ? &col.operand : nullptr;
   bridge::with_value_errors([&] {
-    quantize(in, r.spec ? &row.operand : nullptr, c.spec ? &col.operand : nullptr, execution);
+    if (!shared.of) return quantize(in, to_row, to_col, execution);
+    SwiGlu of = *shared.of;
+    of.groups = in.groups;
+    quantize_swiglu(of, to_row, to_col, execution);
   });
 }
 
@@ -348,10 +315,9 @@ Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise,
 
 namespace torch_ops {
 
-std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(const Tensor& x,
-                                                              const std::string& row,
-                                                              const std::string& col,
-                                                              const QuantizeOptions& options) {
+std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
+    const Tensor& x, const std::string& row, const std::string& col, const QuantizeOptions& options,
+    const SwiGlu* of, bool shares_memory) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
   const DirectionArguments r =
       direction_arguments(false, row, options.amax_row, options.stream_row, options.decoded_row);
@@ -359,12 +325,15 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(const Tensor& x,
       direction_arguments(true, col, options.amax_col, options.stream_col, options.decoded_col);
   const c10::IntArrayRef origin = C10_AS_INTARRAYREF_SLOW(options.origin);
   const SharedArguments shared = {options.rng, options.groups, options.row_ids,
-                                  options.first_expert};
+                                  options.first_expert, of};
   check_arguments(x, r, c, shared, origin.size());
   const bridge::ExecutionOn here(x);
-  std::pair<QuantizedOperand, QuantizedOperand> out;
-  if (r.spec) out.first = allocate_together(x, *r.spec, r.read_of(x, options.groups), r.decoded);
-  if (c.spec) out.second = allocate_together(x, *c.spec, c.read_of(x, options.groups), c.decoded);
+  const auto output = [&](const DirectionArguments& d) -> QuantizedOperand {
+    if (!shares_memory) return allocate_direction(x, d, options.groups);
+    if (!d.spec) return {};
+    return allocate_together(x, *d.spec, d.read_of(x, options.groups), d.decoded);
+  };
+  std::pair<QuantizedOperand, QuantizedOperand> out = {output(r), output(c)};
   fill(in, r, out.first, c, out.second, shared, origin, here);
   return out;
 }

@@ -160,6 +160,26 @@ TORCH_LIBRARY(minifloat, m) {
       "float alpha=1.702, bool interleaved=False, Tensor? pairs=None, Tensor? groups=None) -> "
       "Tensor",
       tags);
+  // The eight tensors of `quantize` of swiglu's result, which need not be in a GPU's memory.
+  m.def(
+      "quantize_swiglu(Tensor product, Tensor? other, Tensor weights, str row, str col, *, "
+      "float? limit=None, float alpha=1.702, bool interleaved=False, Tensor? pairs=None, "
+      "Tensor? groups=None, int group_unit=0, Tensor? amax_row=None, Tensor? amax_col=None, "
+      "Tensor? rng=None, int stream_row=0, int stream_col=0, Tensor? row_ids=None, "
+      "int first_expert=0, bool decoded_row=False, bool decoded_col=False) -> "
+      "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
+      "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
+      tags);
+  // The operands of swiglu's result as the x of a product under `recipe`, for later calls of
+  // scaled_grouped_mm or `linear`: as layer_operands returns those of x. A direction under bf16 has
+  // none.
+  m.def(
+      "swiglu_operands(Tensor product, Tensor? other, Tensor weights, str recipe, *, "
+      "float? limit=None, float alpha=1.702, bool interleaved=False, Tensor? pairs=None, "
+      "Tensor? groups=None, bool rowwise=True, bool columnwise=True, Tensor? rng=None, "
+      "Tensor? row_ids=None, int first_expert=0, Tensor(a!)? amax_history=None, int stream=0) -> "
+      "Tensor[]",
+      tags);
   m.def(
       "swiglu_backward(Tensor dh, Tensor product, Tensor? other, Tensor weights, *, "
       "float? limit=None, float alpha=1.702, bool interleaved=False, Tensor? pairs=None, "

@@ -8,7 +8,14 @@ namespace minifloat::cuda {
 void swiglu(const SwiGlu& of, void* h, const Execution& execution);
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
+void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
+                     const Execution& execution);
 void take_rows(const TakeRows& copy, const Execution& execution);
 void add_slots(const AddSlots& sum, const Execution& execution);
+
+// Quantizes h as the kernels compute it, without h in memory. Returns false, and writes nothing,
+// where no kernel fits.
+bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
+                            const Execution& execution);
 
 }  // namespace minifloat::cuda

@@ -7,29 +7,15 @@
 // product whose columns alternate, a lane takes 16 elements.
 //
 //     bytes an element of h: forward 2 + 2 of gate and up, 2 of h; backward 6 and 4 (bf16)
-#include "cuda/common/groups.cuh"
+#include "cuda/experts/swiglu.cuh"
+
+#include "cuda/backend.h"
 #include "cuda/common/launch.h"
 #include "cuda/experts/experts.h"
-#include "cuda/experts/vec8.cuh"
 
 namespace minifloat::cuda {
 namespace {
 
-struct FastReciprocal {
-  __device__ __forceinline__ float operator()(float x) const { return reciprocal_of_normal(x); }
-};
-
-struct SwiGluArgs {
-  const void *gate, *up;  // rows `gate_stride` and `up_stride` elements apart
-  std::int64_t gate_stride, up_stride;
-  std::int64_t rows;
-  int width;
-  bool is_aligned;
-  const float* weights;
-  const std::int32_t* places;    // null: the rows' positions
-  const std::int32_t* last_end;  // null: there are no groups
-  SwiGluForm form;
-};
 struct ForwardArgs {
   SwiGluArgs of;
   void* h;
@@ -107,8 +93,8 @@ struct WarpRow {
     gate = static_cast<const T*>(of.gate) + row * of.gate_stride;
     up = static_cast<const T*>(of.up) + row * of.up_stride;
     is_inside = !of.last_end || row < __ldg(of.last_end);
-    place = static_cast<std::uint32_t>(of.places ? __ldg(of.places + row) : row);
-    weight = has_place(of) ? __ldg(of.weights + place) : 0.0f;
+    place = of.place_of(row);
+    weight = of.weight_at(place);
   }
   __device__ __forceinline__ bool has_place(const SwiGluArgs& of) const { return place < of.rows; }
   __device__ __forceinline__ static std::uint32_t first_col() {
@@ -211,27 +197,6 @@ __global__ void __launch_bounds__(kRowThreads, 4)
   if (threadIdx.x % 32 == 0 && at.has_place(of)) args.weights[at.place] = with_one_nan(sum);
 }
 
-SwiGluArgs args_of(const SwiGlu& of, std::int64_t size) {
-  MINIFLOAT_CHECK(of.width <= (1 << 30) && of.rows < (std::int64_t{1} << 31),
-                  "swiglu: expected less than 2^31 rows and at most 2^30 columns, got ", of.rows,
-                  " and ", of.width);
-  const bool is_aligned =
-      has_aligned_rows(of.gate, of.gate_stride * size, of.rows) &&
-      (of.is_interleaved || has_aligned_rows(of.up, of.up_stride * size, of.rows)) &&
-      (of.rows <= 1 || of.width * size % 16 == 0);
-  return {of.gate,
-          of.up,
-          of.gate_stride,
-          of.up_stride,
-          of.rows,
-          static_cast<int>(of.width),
-          is_aligned,
-          of.weights,
-          of.places,
-          last_end_of(of.groups),
-          {of.limit, of.alpha}};
-}
-
 // Calls launch<T, interleaved, has_limit>() as the arguments have it.
 template <class Launch>
 void with_form(const SwiGlu& of, Launch launch) {
@@ -255,7 +220,7 @@ unsigned rows_grid(std::int64_t rows, const char* kernel) {
 
 void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
   const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
-  ForwardArgs args = {args_of(of, size), h};
+  ForwardArgs args = {args_of(of), h};
   args.of.is_aligned = args.of.is_aligned && has_aligned_rows(h, of.width * size, of.rows);
   with_form(of, [&]<class T, bool kInterleaved, bool kHasLimit>() {
     swiglu_rows<T, kInterleaved, kHasLimit>
@@ -266,7 +231,7 @@ void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
 
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& d, const Execution& execution) {
   const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
-  BackwardArgs args = {args_of(of, size), d.dh, d.dh_stride, d.gate, d.up, d.stride, d.weights};
+  BackwardArgs args = {args_of(of), d.dh, d.dh_stride, d.gate, d.up, d.stride, d.weights};
   args.of.is_aligned = args.of.is_aligned && has_aligned_rows(d.dh, d.dh_stride * size, of.rows) &&
                        has_aligned_rows(d.gate, d.stride * size, of.rows) &&
                        (of.is_interleaved || has_aligned_rows(d.up, d.stride * size, of.rows));
@@ -279,6 +244,15 @@ void swiglu_backward(const SwiGlu& of, const SwiGluGradients& d, const Execution
         <<<rows_grid(of.rows, "swiglu_backward"), kRowThreads, 0, cuda_stream(execution)>>>(args);
   });
   check_launch("swiglu_backward");
+}
+
+void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
+                     const Execution& execution) {
+  if (quantize_swiglu_in_one(of, rowwise, columnwise, execution)) return;
+  const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
+  const Scratch h(static_cast<std::size_t>(of.rows * of.width * size), execution);
+  cuda::swiglu(of, h.as<void>(), execution);
+  cuda::quantize(of.h_at(h.as<void>()), rowwise, columnwise, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -8,26 +8,6 @@
 namespace minifloat::cuda {
 namespace {
 
-inline constexpr std::uint32_t kRun = kThreads * kVecsOfRows;
-
-// The parts of a run.
-struct Parts {
-  DeviceGroups groups;
-  Divisor rows_of_matrix;  // without groups
-  std::uint32_t count;
-
-  // Return the part of a row: by the whole warp, or by one thread.
-  __device__ __forceinline__ std::uint32_t find(std::uint32_t row) const {
-    return groups ? find_group_of_row(groups, row) : rows_of_matrix.divide(row);
-  }
-  __device__ __forceinline__ std::uint32_t at(std::uint32_t row) const {
-    return groups ? group_of_row(groups, row) : rows_of_matrix.divide(row);
-  }
-};
-
-template <class C>
-constexpr bool kHasTensorScale = C::kRule == ScaleRule::kTensor || C::kRule == ScaleRule::kNvfp4;
-
 // Casts a block's run of vec16s that lie in several parts.   u: the thread's first
 template <class C>
 __device__ __forceinline__ void cast_mixed_run(const VecRun& run, const KernelOperand& plan,
@@ -84,10 +64,8 @@ template <class C>
 bool try_runs(const QuantizeArgs& args, const Execution& execution) {
   if (!is_of<C>(args.row_spec)) return false;
   const VecRun run = run_of(args);
-  const auto count = args.groups ? args.groups.count : static_cast<std::uint32_t>(args.batch);
-  const Parts parts = {args.groups, Divisor(args.x.rows), count};
   const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize");
-  quantize_runs<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts);
+  quantize_runs<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
   check_launch("quantize");
   return true;
 }

@@ -6,21 +6,6 @@
 namespace minifloat::cuda {
 namespace {
 
-// Casts a tile in the directions that are wanted.   kHasEdge: a part of it may lie outside its
-// group
-template <class Row, class Col, bool kHasEdge>
-__device__ __forceinline__ void cast_group_tile(const KernelOperand& row, const KernelOperand& col,
-                                                const Whole (&whole)[2],
-                                                const SharedTile<Bf16>& shared,
-                                                const TilePart& part) {
-  if constexpr (!std::is_same_v<Row, Absent>)
-    cast_preset_tile<Row, false, false, true, kHasEdge>(row, whole[0], shared,
-                                                        tile_of_group<false>(row, part), nullptr);
-  if constexpr (!std::is_same_v<Col, Absent>)
-    cast_preset_tile<Col, true, false, true, kHasEdge>(col, whole[1], shared,
-                                                       tile_of_group<true>(col, part), nullptr);
-}
-
 template <class Row, class Col>
 __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<Col>))
     quantize_group_tiles(const __grid_constant__ Source x,
@@ -45,10 +30,7 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   if constexpr (kCol)
     if (threadIdx.x == 32) prepare<Col>(col, whole[1], part.tile.batch, false);
   shared.wait();
-  if (part.skip == 0 && part.tile.row + kTile <= part.x.rows)
-    cast_group_tile<Row, Col, false>(row, col, whole, shared, part);
-  else
-    cast_group_tile<Row, Col, true>(row, col, whole, shared, part);
+  cast_group_tile<Row, Col>(row, col, whole, shared, part);
 }
 
 template <class Row, class Col>

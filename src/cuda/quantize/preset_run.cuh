@@ -53,6 +53,30 @@ __device__ __forceinline__ void cast_preset_vec(const VecRun& run, const KernelO
   encode_and_store<C>(plan, transformed, block, bits, to, u);
 }
 
+inline constexpr std::uint32_t kRun = kThreads * kVecsOfRows;  // vec16s of a block at a time
+
+// ---- Parts with a tensor scale each: groups, or the matrices of a batch -------------------------
+struct Parts {
+  DeviceGroups groups;
+  Divisor rows_of_matrix;  // without groups
+  std::uint32_t count;
+
+  // Return the part of a row: by the whole warp, or by one thread.
+  __device__ __forceinline__ std::uint32_t find(std::uint32_t row) const {
+    return groups ? find_group_of_row(groups, row) : rows_of_matrix.divide(row);
+  }
+  __device__ __forceinline__ std::uint32_t at(std::uint32_t row) const {
+    return groups ? group_of_row(groups, row) : rows_of_matrix.divide(row);
+  }
+};
+inline Parts parts_of(const QuantizeArgs& args) {
+  return {args.groups, Divisor(args.x.rows),
+          args.groups ? args.groups.count : static_cast<std::uint32_t>(args.batch)};
+}
+
+template <class C>
+constexpr bool kHasTensorScale = C::kRule == ScaleRule::kTensor || C::kRule == ScaleRule::kNvfp4;
+
 // Returns the vec16s of all rows of x as one run.
 inline VecRun run_of(const QuantizeArgs& args) {
   const std::int64_t of_row = args.x.cols / kVec, count = args.batch * args.x.rows * of_row;

@@ -118,6 +118,33 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, tile.part, largest);
 }
 
+// Casts a tile in the directions that are wanted.   kHasEdge: a part of it may lie outside its
+// group
+template <class Row, class Col, bool kHasEdge>
+__device__ __forceinline__ void cast_group_tile(const KernelOperand& row, const KernelOperand& col,
+                                                const Whole (&whole)[2],
+                                                const SharedTile<Bf16>& shared,
+                                                const TilePart& part) {
+  if constexpr (!std::is_same_v<Row, Absent>)
+    cast_preset_tile<Row, false, false, true, kHasEdge>(row, whole[0], shared,
+                                                        tile_of_group<false>(row, part), nullptr);
+  if constexpr (!std::is_same_v<Col, Absent>)
+    cast_preset_tile<Col, true, false, true, kHasEdge>(col, whole[1], shared,
+                                                       tile_of_group<true>(col, part), nullptr);
+}
+
+// Casts a tile of a group, in shared memory, in the directions that are wanted.
+template <class Row, class Col>
+__device__ __forceinline__ void cast_group_tile(const KernelOperand& row, const KernelOperand& col,
+                                                const Whole (&whole)[2],
+                                                const SharedTile<Bf16>& shared,
+                                                const TilePart& part) {
+  if (part.skip == 0 && part.tile.row + kTile <= part.x.rows)
+    cast_group_tile<Row, Col, false>(row, col, whole, shared, part);
+  else
+    cast_group_tile<Row, Col, true>(row, col, whole, shared, part);
+}
+
 template <class C>
 constexpr bool kHasBlocks2d = false;
 template <class C>

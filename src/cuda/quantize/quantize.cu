@@ -240,7 +240,44 @@ bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
          launch_preset_tiles(args, rowwise, execution);
 }
 
+// Leaves the amax of a direction to the cast. Returns false where the cast cannot find it.
+bool leave_amax_to_cast(PlannedOperand& d, bool is_alone, const Execution& execution) {
+  if (!d.needs_current_amax()) return true;
+  if (d.only_reports())
+    d.find_amax_in_cast(execution);
+  else if (is_alone && d.is_of_rows() && !d.is_transformed())
+    d.leave_amax();
+  else
+    return false;
+  return true;
+}
+
 }  // namespace
+
+bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+                 LaunchCast launch, const void* context, const Execution& execution) {
+  QuantizeArgs args = {};
+  args.x = source_of(x);
+  args.groups = device_groups(x.groups);
+  args.is_bf16 = x.dtype == DType::kBFloat16;
+  args.batch = x.batch;
+  std::optional<PlannedOperand> row, col;
+  if (rowwise) {
+    args.row_spec = rowwise->spec;
+    row.emplace(x, *rowwise, false, execution);
+    if (!leave_amax_to_cast(*row, !columnwise, execution)) return false;
+    args.row = row->plan();
+    if (!fits_preset(args.row_spec, args.row)) return false;
+  }
+  if (columnwise) {
+    args.col_spec = columnwise->spec;
+    col.emplace(x, *columnwise, true, execution);
+    if (!leave_amax_to_cast(*col, false, execution)) return false;
+    args.col = col->plan();
+    if (!fits_preset(args.col_spec, args.col)) return false;
+  }
+  return launch(args, rowwise, columnwise, context, execution);
+}
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution) {

@@ -46,4 +46,14 @@ bool launch_blocks_2d(const QuantizeArgs& args, const Execution& execution);
 // pair is compiled.
 bool launch_both(const QuantizeArgs& args, const Execution& execution);
 
+// Casts values that the cast's kernel computes: `launch` is passed the plans of the directions and
+// `context`. It writes both directions and their amaxes, or returns false and launches nothing.
+//   x: shape, dtype and groups of the values
+// Returns false where the scales need an amax that only another pass finds, where a preset kernel's
+// conditions do not hold, or where launch does.
+using LaunchCast = bool (*)(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                            const void* context, const Execution& execution);
+bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+                 LaunchCast launch, const void* context, const Execution& execution);
+
 }  // namespace minifloat::cuda

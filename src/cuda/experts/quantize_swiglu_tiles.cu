@@ -1,0 +1,113 @@
+// Casts of h by tiles, which a block computes in shared memory: columnwise, and both directions.
+// Those of groups are the tiles of cuda/quantize/preset_group_tiles.cu.
+//
+//     bytes an element of h: 2 + 2 of gate and up, 1 or 1/2 of codes a direction
+#include "cuda/experts/quantize_swiglu.h"
+#include "cuda/experts/swiglu.cuh"
+#include "cuda/quantize/preset_tile.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+// Computes a tile of h, zero past the last row; every thread may read it after a barrier.
+//   weights: room for those of the tile's rows
+__device__ __forceinline__ void fill_with_h(const SwiGluArgs& of, const TilePart& part,
+                                            const SharedTile<Bf16>& shared, float* weights) {
+  constexpr unsigned kChunks = kTile / kSwiGluVec, kStep = kThreads / kChunks;
+  const TilePlace& tile = part.tile;
+  const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+  const auto rows = static_cast<unsigned>(part.x.rows) - tile.row;
+  const std::uint32_t begin = part.begin + tile.row - part.skip;
+  const auto is_inside = [&](unsigned r) { return r >= part.skip && r - part.skip < rows; };
+  if (threadIdx.x < kTile)
+    weights[threadIdx.x] =
+        is_inside(threadIdx.x) ? of.weight_at(of.place_of(begin + threadIdx.x)) : 0.0f;
+  __syncthreads();
+#pragma unroll 1
+  for (unsigned r = first; r < kTile; r += kStep) {
+    Vec8<Bf16> h = {};
+    if (is_inside(r))
+      h = h_of(of, load_gate_and_up(of, begin + r, tile.col + chunk * kSwiGluVec), weights[r]);
+    h.store(reinterpret_cast<Bf16*>(shared.chunk_at(r, chunk)));
+  }
+}
+
+// Finds the tile of a block. Returns false where it has no columns of a group.
+__device__ __forceinline__ bool find_tile(const Source& x, const DeviceGroups& groups,
+                                          const Divisor& across, TilePart& part) {
+  const std::uint32_t of_rows = across.divide(blockIdx.x),
+                      col = (blockIdx.x - of_rows * across.d) * kTile;
+  if (groups)
+    return of_rows < line_tiles(groups) && find_line_tile<Bf16>(x, groups, of_rows, col, part);
+  part = {x, {0, of_rows * kTile, col}, true, 0, 0, static_cast<std::uint32_t>(x.rows)};
+  return true;
+}
+
+template <class Row, class Col>
+__global__ void __launch_bounds__(kThreads, 4)
+    quantize_swiglu_tiles(const __grid_constant__ SwiGluArgs of, const __grid_constant__ Source x,
+                          const __grid_constant__ KernelOperand row,
+                          const __grid_constant__ KernelOperand col,
+                          const __grid_constant__ DeviceGroups groups,
+                          const __grid_constant__ Divisor across) {
+  constexpr bool kRow = !std::is_same_v<Row, Absent>;
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ float weights[kTile];
+  __shared__ Whole whole[2];
+  const SharedTile<Bf16> shared = {words};
+  const std::uint32_t parts = groups ? groups.count : 1;
+  if constexpr (kRow) store_parts<Row>(row, parts);
+  store_parts<Col>(col, parts);
+  TilePart part;
+  if (!find_tile(x, groups, across, part)) return;
+  if constexpr (kRow)
+    if (threadIdx.x == 0) prepare<Row>(row, whole[0], part.tile.batch, false);
+  if (threadIdx.x == 32) prepare<Col>(col, whole[1], part.tile.batch, false);
+  fill_with_h(of, part, shared, weights);
+  __syncthreads();
+  cast_group_tile<Row, Col>(row, col, whole, shared, part);
+}
+
+// What the launches have in common.
+struct Cast16 {
+  const SwiGluArgs& of;
+  const QuantizeArgs& args;
+  const Execution& execution;
+
+  template <class Row, class Col>
+  bool launch() const {
+    const Divisor across(args.x.cols / kTile);
+    // Each group may begin and end within a tile of lines.
+    const std::int64_t down = ceil_div<std::int64_t>(args.col.padded, kTile) + args.groups.count;
+    quantize_swiglu_tiles<Row, Col>
+        <<<grid_of(down * across.d, "quantize_swiglu"), kThreads, SharedTile<Bf16>::kBytes,
+           cuda_stream(execution)>>>(of, args.x, args.row, args.col, args.groups, across);
+    check_launch("quantize_swiglu");
+    return true;
+  }
+  template <class C>
+  bool try_column() const {
+    return is_of<C>(args.col_spec) && launch<Absent, C>();
+  }
+  template <class Row, class Col = Row>
+  bool try_both() const {
+    return is_of<Row>(args.row_spec) && is_of<Col>(args.col_spec) && launch<Row, Col>();
+  }
+};
+
+}  // namespace
+
+bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool rowwise,
+                         const Execution& execution) {
+  using namespace preset;
+  const Cast16 cast = {of, args, execution};
+  if (args.x.cols % kTile != 0 || (!args.groups && args.x.rows % kTile != 0)) return false;
+  if (rowwise)
+    return cast.try_both<Nearest<kTensor, E4M3>>() || cast.try_both<Nearest<kBlock, E4M3>>() ||
+           cast.try_both<Mxfp8>() || cast.try_both<Mxfp4::Straight, Mxfp4::Transformed>();
+  return cast.try_column<Nearest<kTensor, E4M3>>() || cast.try_column<Nearest<kBlock, E4M3>>() ||
+         cast.try_column<Mxfp8>() || cast.try_column<Mxfp4::Straight>() ||
+         cast.try_column<Mxfp4::Transformed>() || cast.try_column<Mxfp4::TransformedRandom>();
+}
+
+}  // namespace minifloat::cuda

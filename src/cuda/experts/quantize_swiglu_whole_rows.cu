@@ -1,0 +1,108 @@
+// Rowwise casts of h with a scale a row: a warp, or for long rows a block, computes a row into
+// shared memory and finds its amax, then casts it.
+//
+//     bytes an element of h: 2 + 2 of gate and up, 1 of codes
+#include "cuda/common/reduce.cuh"
+#include "cuda/experts/quantize_swiglu.h"
+#include "cuda/experts/swiglu.cuh"
+#include "cuda/quantize/general.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+constexpr unsigned kWarps = kThreads / 32;
+constexpr std::int64_t kMostVecs =
+    4;  // of a lane, where a warp takes a row; of a block up to twice
+
+struct WholeRowArgs {
+  SwiGluArgs of;
+  KernelOperand plan;
+  std::uint32_t vecs;  // of a row
+};
+
+// Returns the largest of a row's bit patterns. What its threads wrote before can be read after.
+template <bool kByWarps>
+__device__ __forceinline__ std::uint32_t max_of_row(std::uint32_t m) {
+  m = warp_max(m);
+  if constexpr (!kByWarps) {
+    __shared__ std::uint32_t of_warp[kWarps];
+    if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = m;
+    __syncthreads();
+    m = warp_max(of_warp[threadIdx.x % kWarps]);
+  } else {
+    __syncwarp();
+  }
+  return m;
+}
+
+template <bool kByWarps>
+__global__ void __launch_bounds__(kThreads, 5)
+    quantize_swiglu_whole_rows(const __grid_constant__ WholeRowArgs args) {
+  using C = Cast<E4M3, false, false>;
+  constexpr std::uint32_t kThreadsOfRow = kByWarps ? 32 : kThreads;
+  extern __shared__ __align__(16) uint4 chunks[];
+  const SwiGluArgs& of = args.of;
+  const KernelOperand& plan = args.plan;
+  const std::uint32_t thread = threadIdx.x % kThreadsOfRow,
+                      end = of.last_end ? load_boundary(of.last_end, 0)
+                                        : static_cast<std::uint32_t>(of.rows);
+  uint4* const of_row = chunks + (kByWarps ? threadIdx.x / 32 * args.vecs * 2 : 0);
+  // Chunks of 8 columns, in an order by which neighbouring vec16s lie in different banks.
+  const auto chunk_at = [&](std::uint32_t i) -> uint4& { return of_row[i ^ (i / 8 % 2)]; };
+  const std::uint32_t row = blockIdx.x * (kThreads / kThreadsOfRow) + threadIdx.x / kThreadsOfRow;
+  if (row >= end) return;
+
+  // ---- The row, and its amax
+  const float weight = of.weight_at(of.place_of(row));
+  std::uint32_t m = 0;
+#pragma unroll 1
+  for (std::uint32_t i = thread; i < 2 * args.vecs; i += kThreadsOfRow) {
+    const Vec8<Bf16> h = h_of(of, load_gate_and_up(of, row, i * kSwiGluVec), weight);
+    m = max(m, amax_of(h));
+    h.store(reinterpret_cast<Bf16*>(&chunk_at(i)));
+  }
+  m = max_of_row<kByWarps>(m);
+
+  // ---- Cast
+  const Window window = {plan.rows, plan.padded, 0, 0, 0};
+  Place at = {0, row, row, 0, row};
+  if (thread == 0) store_whole<E4M3>(plan, row, bit_cast<float>(m));
+  const BlockScale block = block_scale<E4M3>(ScaleRule::kRow, plan.rounding, {}, m);
+#pragma unroll 1
+  for (std::uint32_t vec = thread; vec < args.vecs; vec += kThreadsOfRow) {
+    Vec16<Bf16> h;
+#pragma unroll
+    for (unsigned c = 0; c < 2; ++c) reinterpret_cast<uint4*>(&h)[c] = chunk_at(2 * vec + c);
+    at.col = vec * kVec;
+    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, h, block, {});
+    store_codes<E4M3>(plan, window, codes, at);
+    if (plan.decoded) store_decoded<E4M3>(plan, window, codes, block.scale, at);
+  }
+}
+
+template <bool kByWarps>
+bool launch(const WholeRowArgs& args, const Execution& execution) {
+  const auto kernel = quantize_swiglu_whole_rows<kByWarps>;
+  constexpr std::int64_t kThreadsOfRow = kByWarps ? 32 : kThreads;
+  const std::int64_t blocks = ceil_div<std::int64_t>(args.of.rows * kThreadsOfRow, kThreads);
+  const std::size_t bytes = std::size_t{args.vecs} * kThreads / kThreadsOfRow * sizeof(Vec16<Bf16>);
+  allow_shared(kernel, bytes, "quantize_swiglu");
+  kernel<<<grid_of(blocks, "quantize_swiglu"), kThreads, bytes, cuda_stream(execution)>>>(args);
+  check_launch("quantize_swiglu");
+  return true;
+}
+
+}  // namespace
+
+bool launch_swiglu_whole_rows(const SwiGluArgs& of, const QuantizeArgs& args,
+                              const Execution& execution) {
+  const Spec& spec = args.row_spec;
+  if (!spec.has_row_amax() || args.row.amax || spec.elements != Elements::kE4m3 ||
+      spec.stochastic || spec.transform > 0)
+    return false;
+  const WholeRowArgs all = {of, args.row, static_cast<std::uint32_t>(of.width / kVec)};
+  if (all.vecs <= 32 * kMostVecs) return launch<true>(all, execution);
+  return all.vecs <= kThreads * 2 * kMostVecs && launch<false>(all, execution);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,118 @@
+// What the kernels of SwiGLU share: its arguments, and 16 neighbouring columns of h.
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/groups.cuh"
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/tile.cuh"
+#include "cuda/experts/vec8.cuh"
+#include "minifloat/error.h"
+#include "minifloat/experts.h"
+
+namespace minifloat::cuda {
+
+struct FastReciprocal {
+  __device__ __forceinline__ float operator()(float x) const { return reciprocal_of_normal(x); }
+};
+
+struct SwiGluArgs {
+  const void *gate, *up;  // rows `gate_stride` and `up_stride` elements apart
+  std::int64_t gate_stride, up_stride;
+  std::int64_t rows;
+  int width;
+  bool is_aligned, is_interleaved, has_limit;
+  const float* weights;
+  const std::int32_t* places;    // null: the rows' positions
+  const std::int32_t* last_end;  // null: there are no groups
+  SwiGluForm form;
+
+  // Return the place of a row's weight, and that weight; of a place out of range zero.
+  __device__ __forceinline__ std::uint32_t place_of(std::int64_t row) const {
+    return static_cast<std::uint32_t>(places ? __ldg(places + row) : row);
+  }
+  __device__ __forceinline__ float weight_at(std::uint32_t place) const {
+    return place < rows ? __ldg(weights + place) : 0.0f;
+  }
+};
+
+inline SwiGluArgs args_of(const SwiGlu& of) {
+  MINIFLOAT_CHECK(of.width <= (1 << 30) && of.rows < (std::int64_t{1} << 31),
+                  "swiglu: expected less than 2^31 rows and at most 2^30 columns, got ", of.rows,
+                  " and ", of.width);
+  const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
+  const bool is_aligned =
+      has_aligned_rows(of.gate, of.gate_stride * size, of.rows) &&
+      (of.is_interleaved || has_aligned_rows(of.up, of.up_stride * size, of.rows)) &&
+      (of.rows <= 1 || of.width * size % 16 == 0);
+  return {of.gate,
+          of.up,
+          of.gate_stride,
+          of.up_stride,
+          of.rows,
+          static_cast<int>(of.width),
+          is_aligned,
+          of.is_interleaved,
+          of.has_limit,
+          of.weights,
+          of.places,
+          last_end_of(of.groups),
+          {of.limit, of.alpha}};
+}
+
+// ---- Columns of h, for casts --------------------------------------------------------------------
+// Gate and up of 8 columns as they lie in memory, bf16: the columns of each, or pairs of both.
+struct GateAndUp8 {
+  uint4 first, second;
+};
+// Loads columns from `col` on, a multiple of 8; rows are aligned.
+__device__ __forceinline__ GateAndUp8 load_gate_and_up(const SwiGluArgs& of, std::uint32_t row,
+                                                       std::uint32_t col) {
+  const auto* gate = static_cast<const Bf16*>(of.gate) + row * of.gate_stride +
+                     (of.is_interleaved ? 2 * col : col);
+  const auto* up = of.is_interleaved ? gate + kSwiGluVec
+                                     : static_cast<const Bf16*>(of.up) + row * of.up_stride + col;
+  return {__ldg(reinterpret_cast<const uint4*>(gate)), __ldg(reinterpret_cast<const uint4*>(up))};
+}
+
+// Return 8 columns of h, rounded to bf16.
+template <bool kHasLimit>
+__device__ __forceinline__ Vec8<Bf16> h_of(const std::uint32_t (&gate)[kSwiGluVec / 2],
+                                           const std::uint32_t (&up)[kSwiGluVec / 2], float weight,
+                                           const SwiGluForm& form) {
+  const auto h = [&](std::uint32_t g, std::uint32_t u) {
+    return minifloat::swiglu<kHasLimit>(bit_cast<float>(g), bit_cast<float>(u), weight, form,
+                                        FastReciprocal{});
+  };
+  Vec8<Bf16> out;
+#pragma unroll
+  for (int i = 0; i < kSwiGluVec / 2; ++i)
+    out.set_pair(2 * i, h(gate[i] << 16, up[i] << 16),
+                 h(gate[i] & 0xFFFF'0000u, up[i] & 0xFFFF'0000u));
+  out.name_nans();
+  return out;
+}
+__device__ __forceinline__ Vec8<Bf16> h_of(const SwiGluArgs& of, const GateAndUp8& in,
+                                           float weight) {
+  std::uint32_t gate[4] = {in.first.x, in.first.y, in.first.z, in.first.w},
+                up[4] = {in.second.x, in.second.y, in.second.z, in.second.w};
+  if (of.is_interleaved) {
+    const std::uint32_t pairs[8] = {gate[0], gate[1], gate[2], gate[3], up[0], up[1], up[2], up[3]};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      gate[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x5410);
+      up[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x7632);
+    }
+  }
+  return of.has_limit ? h_of<true>(gate, up, weight, of.form)
+                      : h_of<false>(gate, up, weight, of.form);
+}
+
+// Returns the bits of the largest magnitude of 8 columns, as Vec16's amax does.
+__device__ __forceinline__ std::uint32_t amax_of(const Vec8<Bf16>& h) {
+  const std::uint32_t m = max_magnitude_bf16x2(max_magnitude_bf16x2(h.w[0], h.w[1]),
+                                               max_magnitude_bf16x2(h.w[2], h.w[3]));
+  return max(m & 0x7FFF'0000u, (m << 16) & Float32::kMagnitude);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,35 @@
+// The arguments of the ops of SwiGLU, and the cast of its result.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "ops/ops.h"
+
+namespace minifloat::torch_ops {
+
+// The arguments that all ops of SwiGLU take. The tensors must outlive it.
+struct SwiGluArguments {
+  const char* op;
+  const Tensor& product;
+  const std::optional<Tensor>& other;
+  const Tensor& weights;
+  std::optional<double> limit;
+  double alpha;
+  bool interleaved;
+  const std::optional<Tensor>&pairs, &groups;
+
+  c10::SymInt rows() const { return product.sym_size(0); }
+  c10::SymInt width() const { return other ? product.sym_size(1) : product.sym_size(1) / 2; }
+  // Returns a tensor with the shape, dtype and device of h, and other values.
+  Tensor like_h() const { return product.narrow_symint(1, 0, width()); }
+};
+
+// Quantizes h, (rows, width), as `quantize` would. The groups are those of the options.
+std::pair<QuantizedOperand, QuantizedOperand> quantize_swiglu(const SwiGluArguments& of,
+                                                              const std::string& row,
+                                                              const std::string& col,
+                                                              const QuantizeOptions& options);
+
+}  // namespace minifloat::torch_ops
