@@ -126,8 +126,9 @@ class CodeExperts(torch.autograd.Function):
                 call.multiply(values, b, order.offs, order.row_ids, bias, operands)
                 for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
             ]
-        h = plan.gate.forward(products, weights_A)
-        y = plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
+        cast = plan.output.cast_options(order.row_ids)
+        h, operands = plan.gate.quantize(products, weights_A, None, table, cast, rowwise=True)
+        y = plan.output.multiply(h, matrices.output, order.offs, order.row_ids, a_operands=operands)
         ctx.plan, ctx.way, ctx.dtype = plan, way, x.dtype
         ctx.counts = count, len(saved), len(rest)
         ctx.save_for_backward(*saved, *rest, weights_A, *products)
@@ -143,9 +144,9 @@ class CodeExperts(torch.autograd.Function):
         del tensors
         order, matrices = unpack(plan, rest)
         needs = ctx.needs_input_grad[5 + count + len(order) :]
-        dh, h, d_output = through_output(ctx, grads[0], order, matrices, weights_A, products, needs)
+        dh, d_output = through_output(ctx, grads[0], order, matrices, weights_A, products, needs)
         d_products, d_weights = plan.gate.backward(dh, products, weights_A)
-        del dh, h
+        del dh
 
         width = grads[0].shape[1]
         table = group_table(order)
@@ -195,33 +196,33 @@ def through_output(
     weights_A: Tensor,
     products: list[Tensor],
     needs: Sequence[bool],
-) -> tuple[Tensor, Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:
     """Sends the gradient of the results to the experts' ranks, and multiplies there.
 
     Returns:
-        The gradient of h, h, and the gradient of w2's matrix where it is needed.
+        The gradient of h, and that of w2's matrix where it is needed.
     """
     plan, way, width = ctx.plan, ctx.way, g_M.shape[1]
-    h = plan.gate.forward(products, weights_A)
+    table, cast = group_table(order), plan.output.cast_options(order.row_ids)
+    h, operands = plan.gate.quantize(products, weights_A, None, table, cast, columnwise=needs[-1])
     if way.g is None:
         layout = RowLayout((g_M.dtype, width))
         (arrived,) = layout.unpack(way.route.send(layout.pack([g_M])))
         g = arrived.index_select(0, order.pairs)
         dh, d_output, _ = plan.output.gradients(
-            g, h, matrices.output, *order[2:], None, (True, needs[-1], False)
+            g, h, matrices.output, *order[2:], None, (True, needs[-1], False), operands
         )
-        return dh, h, d_output
+        return dh, d_output
     layout = RowLayout(*way.g.fields(width))
-    table = group_table(way.sent)
-    fields, shared = way.g.quantize(g_M, table, way.ids, sent=way.sent_groups(way.g))
+    of_sent = group_table(way.sent)
+    fields, shared = way.g.quantize(g_M, of_sent, way.ids, sent=way.sent_groups(way.g))
     codes = layout.unpack(way.route.send(layout.pack(fields)))
     rows = sorted_codes(way.g, [*shared, *codes], order, width)
-    table = group_table(order)
     dh = way.g.multiply(rows, matrices.output, table, g_M.dtype)
     if not needs[-1]:
-        return dh, h, None
+        return dh, None
     g = rows.values(table, g_M.dtype)
     _, d_output, _ = plan.output.gradients(
-        g, h, matrices.output, *order[2:], None, (False, True, False)
+        g, h, matrices.output, *order[2:], None, (False, True, False), operands
     )
-    return dh, h, d_output
+    return dh, d_output

@@ -111,10 +111,15 @@ class ExpertRows(torch.autograd.Function):
             call.multiply(rows, b, order.offs, order.row_ids, bias, operands, tail="undefined")
             for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
         ]
-        h = plan.gate.forward(products, weights.float(), order.pairs, groups)
+        cast = plan.output.cast_options(order.row_ids)
+        h, operands = plan.gate.quantize(
+            products, weights.float(), order.pairs, groups, cast, rowwise=True
+        )
         ctx.plan = replace(plan, tokens=None)  # backward does not read the codes
         ctx.save_for_backward(x, weights, *tensors, *products)
-        return plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
+        return plan.output.multiply(
+            h, matrices.output, order.offs, order.row_ids, a_operands=operands
+        )
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
@@ -156,18 +161,20 @@ class ExpertRows(torch.autograd.Function):
         needs_h = needs_x or needs_weights or any(needs[:-1])
 
         g, from_tokens = rows_of_gradient(plan, g, order) if of_tokens else (g, None)
-        h, wanted = plan.gate.forward(*where), (needs_h, needs[-1], False)
+        cast = plan.output.cast_options(order.row_ids)
+        h, operands = plan.gate.quantize(*where, cast, columnwise=needs[-1])
         dh, d_output, _ = plan.output.gradients(
             g,
             h,
             matrices.output,
             *order[2:],
             None,
-            wanted,
+            (needs_h, needs[-1], False),
+            operands,
             tail="undefined",
             rows_from_M=from_tokens,
         )
-        del h
+        del h, operands
         if dh is None:
             return (None, None, None, *NO_ORDER, *[None] * (2 * count), d_output)
         d_products, d_weights = plan.gate.backward(dh, *where)

@@ -19,6 +19,8 @@ import torch
 from torch import Tensor
 
 from .._native import ops
+from ..recipe import Recipe
+from ..spec import Spec
 
 ALPHA = 1.702  # of gpt-oss
 
@@ -55,6 +57,44 @@ class Gate:
         """
         product, other = pair_of(products)
         return ops.swiglu(product, other, weights, **self._options(pairs_M, groups))
+
+    def quantize(
+        self,
+        products: list[Tensor],
+        weights: Tensor,
+        pairs_M: Tensor | None,
+        groups: Tensor,
+        cast: dict[str, Any],
+        *,
+        rowwise: bool = False,
+        columnwise: bool = False,
+    ) -> tuple[Tensor, list[Tensor] | None]:
+        """Returns h (M, I), and its operands in the directions that are needed.
+
+        Where operands are returned, h is a tensor of its shape alone. They are None where the
+        product reads h itself.
+
+        Args:
+            products, weights, pairs_M, groups: as those of forward.
+            cast: the recipe and the state of the product that reads h.
+        """
+        recipe = Recipe(cast["recipe"])
+        specs = [*[recipe.fprop.a] * rowwise, *[recipe.wgrad.b] * columnwise]
+        for spec in map(Spec.parse, specs):
+            if spec.is_bf16 or spec.block[0] > 1:  # the product refuses 2D blocks
+                return self.forward(products, weights, pairs_M, groups), None
+        product, other = pair_of(products)
+        operands = ops.swiglu_operands.default(
+            product,
+            other,
+            weights,
+            rowwise=rowwise,
+            columnwise=columnwise,
+            **self._options(pairs_M, groups),
+            **cast,
+        )
+        width = product.shape[1] // (1 if other is not None else 2)
+        return product.new_empty(1, 1).expand(product.shape[0], width), operands
 
     def backward(
         self,

@@ -104,6 +104,17 @@ class ProductCall:
             **self._options(),
         )
 
+    def cast_options(self, row_ids_M: Tensor | None) -> dict[str, Any]:
+        """Returns the arguments of an op that quantizes A as `multiply` would."""
+        return {
+            "recipe": self.recipe,
+            "rng": self.rng,
+            "row_ids": row_ids_M,
+            "first_expert": self.first_expert,
+            "amax_history": self.history,
+            "stream": self.stream,
+        }
+
     def _options(self) -> dict[str, Any]:
         return {
             "rng": self.rng,
