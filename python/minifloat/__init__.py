@@ -21,7 +21,7 @@ from .distributed.zero.master_weights import (
 from .functional import linear, linear_group, scaled_grouped_mm
 from .moe import hooks as _moe_hooks  # registers functions for models with experts
 from .moe.expert_parallel import expert_parallel
-from .moe.functional import grouped_mlp
+from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
 from .nn.checkpoint_state import load_training_state, training_state
 from .nn.convert import quantize_, quantized_model_init, restore_

@@ -5,7 +5,9 @@ from __future__ import annotations
 from random import Random
 from typing import Any
 
+import minifloat as mf
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from tests.support.fuzz_calls import FLOATS, Call, call, op_call, ops
@@ -90,3 +92,29 @@ def _add_slots(rng: Random, arena: Arena) -> Call:
     return op_call(
         "add_slots", rows=x, places=_numbers(rng, arena, (tokens, slots), rows), base=base
     )
+
+
+@call("mf.grouped_mlp of ranks")
+def _mlp_of_ranks(rng: Random, arena: Arena) -> Call:
+    """Sends the rows of experts over a world of one rank.
+
+    Tensors are not drawn: torch's own ops read rows before they are sent, without a check that a
+    tensor lies inside its memory.
+    """
+
+    def run(dispatch: Any, capacity: Any, recipe: Any, first_expert: Any, limit: Any) -> None:
+        indices = torch.tensor([[0, 2], [1, 0], [2, 1], [0, 1]])
+        given = torch.randn(4, 32), torch.randn(3, 64, 32), torch.randn(3, 32, 32), indices
+        state = {"rng": torch.tensor([1, 2]), "amax_history": [torch.ones(6, 3, 3)] * 2}
+        options = {"dispatch": dispatch, "capacity": capacity, "first_expert": first_expert}
+        options |= {"dropped": torch.zeros(1, dtype=torch.int64), "limit": limit}
+        dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+        try:
+            group = dist.group.WORLD
+            mf.grouped_mlp(*given, torch.rand(4, 2), recipe, group=group, **state, **options)
+        finally:
+            dist.destroy_process_group()
+
+    args = {"dispatch": rng.choice(("bf16", "codes")), "capacity": rng.choice((None, 3, "all"))}
+    args |= {"recipe": rng.choice(mf.presets()), "first_expert": 0, "limit": rng.choice((None, 7))}
+    return Call(run, args, is_of_models=True)

@@ -20,28 +20,21 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .._native import ops
-from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import ProductCall
 from ..recipe import Recipe
 from ..spec import Spec
 from ..tensor.operands import Operand
-from ..tensor.quantized_tensor import QuantizedTensor, codes_of
-from .mlp_checks import require_options, require_shapes
 from .permute import (
     NO_ORDER,
     Order,
     add_slots,
     as_expert,
-    order_rows,
     rows_of_tokens,
     sum_of_slots,
     take_rows,
 )
 from .row_operands import group_table, quantized_rows
-from .swiglu import ALPHA, Gate, swiglu
-
-Weights = Tensor | Sequence[Tensor]  # w13 (E, 2I, D), or w1 and w3 (E, I, D)
+from .swiglu import Gate, swiglu
 
 
 @dataclass(frozen=True)
@@ -283,89 +276,3 @@ def compute_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of products with x: autocast's, or its own."""
     kind = x.device.type
     return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-
-
-def as_sequence(value: Any, count: int) -> tuple[Any, ...]:
-    """Returns a list's items; of None as many as `count`, of another value itself."""
-    if value is None:
-        return (None,) * count
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
-
-
-def grouped_mlp(
-    x: Tensor,
-    w13: Weights,
-    w2: Tensor,
-    indices: Tensor,
-    weights: Tensor,
-    recipe: str | Recipe = "mxfp8",
-    *,
-    b13: Tensor | Sequence[Tensor | None] | None = None,
-    b2: Tensor | None = None,
-    limit: float | None = None,
-    alpha: float = ALPHA,
-    interleaved: bool = False,
-    rng: Tensor | None = None,
-    amax_history: Sequence[Tensor] | None = None,
-    token_ids: Tensor | None = None,
-    first_expert: int = 0,
-) -> Tensor:
-    """Computes each token's weighted sum of the SwiGLU experts it is sent to, differentiably.
-
-    Any expert may be empty, and no token is dropped. No pass waits for the device. For backward it
-    saves x, gate and up, the routing and the order: 2D / k + 4I + 12 bytes a row in bfloat16.
-
-    Args:
-        x: (T, D), float32 or bfloat16.
-        w13: (E, 2I, D), gate before up, or a list of w1 (gate) and w3 (up), each (E, I, D). Either
-            may be the transposed view of a contiguous tensor, which is not copied, or a
-            QuantizedTensor of the recipe's formats.
-        w2: (E, D, I).
-        indices: (T, k) integers, the experts of each token, each at most once. A slot whose number
-            is negative, or E or more, adds nothing.
-        weights: (T, k), of the slots. They multiply h.
-        recipe: the formats of the products. x and g take no spec with 2D blocks.
-        b13: (E, 2I), or a list of two (E, I).
-        b2: (E, D).
-        limit: bound of gate and up, with up + 1, as in gpt-oss; None: silu(gate) * up.
-        alpha: factor within the sigmoid where there is a limit.
-        interleaved: whether gate and up alternate along w13's 2I.
-        rng: int64 (seed, forward count), required by stochastic rounding. Backward reads the tensor
-            too, so it must not be written to before.
-        amax_history: float32 (6, E, 1 + length) for each of the two or three products, required by
-            delayed scaling.
-        token_ids: (T) distinct integers: the tokens' numbers among all ranks, by which each
-            expert's rows are sorted and random bits are drawn; None: 0, 1, ….
-        first_expert: the number of the first matrix among all ranks' experts.
-
-    Returns:
-        (T, D), in x's dtype or autocast's.
-
-    Raises:
-        TypeError, ValueError: an argument is not as expected.
-
-    Source: docs/moe.md.
-    """
-    inputs = as_sequence(w13, 1)
-    names = ("w13", "w2") if len(inputs) == 1 else ("w1", "w3", "w2")
-    histories = as_sequence(amax_history, len(names))
-    biases = as_sequence(b13, len(inputs))
-    require_shapes(x, inputs, w2, indices, weights, histories)
-    require_options(x, w2, biases, len(inputs), b2, token_ids)
-    parsed = Recipe(recipe)
-    operands = [
-        codes_of(w, parsed, torch.is_grad_enabled()) if isinstance(w, QuantizedTensor) else None
-        for w in (*inputs, w2)
-    ]
-    calls = [
-        ProductCall(parsed.text, rng, ops.stream(name), history, codes, first_expert)
-        for name, history, codes in zip(names, histories, operands)
-    ]
-    plan = Plan(Gate(limit, alpha, interleaved), tuple(calls[:-1]), calls[-1])
-    matrices = Matrices(
-        tuple(matrix_of(w) for w in inputs),
-        biases,
-        matrix_of(w2),
-    )
-    order = order_rows(indices, w2.shape[0], token_ids)
-    return run_experts(plan, x.to(compute_dtype(x)), indices, weights, order, matrices, b2)
