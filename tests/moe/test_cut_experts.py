@@ -4,6 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from minifloat.dtensor import cut_along_width
 from minifloat.moe.cut_casts import Cut, Random
 from minifloat.nn.grouped_product import product_of
@@ -266,6 +267,43 @@ def check_refusals(rank):
         dx.sum().backward()
 
 
+def check_order(rank):
+    """Checks that mf.quantize_ may come after the cut, with a line for each parameter."""
+    mesh = init_device_mesh("cpu", (2,))
+    for form in FORMS:
+        want = run(cut(experts_of("nvfp4", **form), mesh), *inputs())
+        model = nn.ModuleDict({"experts": cut(experts_of(None, **form), mesh)})
+        report = mf.quantize_(model, "nvfp4", verbose=False, data_parallel_rank=0)
+        names = {f"experts.{name}" for name in model["experts"].weight_names}
+        assert set(report.gather) == names
+        require_like(run(model["experts"], *inputs()), want, want, True, form)
+
+
+FORM = {"fused_w13": True, "bias": True}
+
+
+def save_cut(rank, folder):
+    mesh = init_device_mesh("cpu", (2,))
+    dcp.save(cut(experts_of("mxfp8", **FORM), mesh).state_dict(), checkpoint_id=folder)
+
+
+def load_cut(rank, folder):
+    mesh = init_device_mesh("cpu", (4,))
+    module = cut(experts_of("mxfp8", **FORM), mesh)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    state = module.state_dict()
+    dcp.load(state, checkpoint_id=folder)
+    for name, parameter in experts_of("mxfp8", **FORM).named_parameters():
+        assert torch.equal(state[name].full_tensor().view_as(parameter), parameter), name
+
+
+def test_a_checkpoint_of_two_ranks_loads_on_four(tmp_path):
+    run_world(2, save_cut, str(tmp_path))
+    run_world(4, load_cut, str(tmp_path))
+
+
 def check_compiled(rank):
     """Checks that compiled code breaks its graph at cut experts, with eager's results."""
     mesh = init_device_mesh("cpu", (2,))
@@ -297,7 +335,9 @@ def test_layer_of_two_ranks(recipe):
     run_world(2, check_layer, [recipe])
 
 
-@pytest.mark.parametrize("check", [check_primary, check_reuse, check_refusals, check_compiled])
+@pytest.mark.parametrize(
+    "check", [check_primary, check_reuse, check_refusals, check_order, check_compiled]
+)
 def test_two_ranks(check):
     run_world(2, check)
 
