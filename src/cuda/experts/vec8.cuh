@@ -20,7 +20,7 @@ struct Vec8 {
   static constexpr int kColumns = kVecs * kSwiGluVec;
   static constexpr int kWords = kColumns * static_cast<int>(sizeof(T)) / 4;
   static constexpr int kChunks = kWords / 4;
-  std::uint32_t w[kWords];
+  alignas(16) std::uint32_t w[kWords];  // read and written as uint4
 
   __device__ __forceinline__ float operator[](int i) const {
     if constexpr (sizeof(T) == 4) return bit_cast<float>(w[i]);
