@@ -8,7 +8,6 @@
 #include <ATen/ATen.h>
 
 #include "ops/direct.h"
-#include "products/fp8.h"
 #include "products/grouped.h"
 
 namespace minifloat::torch_ops {
@@ -16,18 +15,9 @@ namespace {
 
 bool has_blocks(const Product& product) { return product.a.rule == ScaleRule::kBlock; }
 
-GroupScales scales_of(const Spec& spec) {
-  switch (spec.rule) {
-    case ScaleRule::kRow: return GroupScales::kRows;
-    case ScaleRule::kBlock:
-      return spec.block_rows == 1 ? GroupScales::k1x128 : GroupScales::k128x128;
-    default: return GroupScales::kGroups;
-  }
-}
-
 bool has_kernel(const Product& product, bool is_along_rows) {
   const auto operand = [](const Spec& spec) {
-    return GroupedOperand{spec.elements, nullptr, nullptr, scales_of(spec)};
+    return GroupedOperand{spec.elements, nullptr, nullptr, scales_of_codes(spec)};
   };
   return has_grouped_kernel(operand(product.a), operand(product.b), is_along_rows);
 }
@@ -47,29 +37,20 @@ bool takes(const Product& product, int capability, const ProductShape& shape) {
          (!has_blocks(product) || has_kernel(product, is_along_rows));
 }
 
-// groups: of the operand's rows or columns; none where it is one matrix a group
-GroupedSide side_of(const Spec& spec, const ProductInput& input, std::int64_t k,
-                    const Groups& groups) {
-  if (spec.is_fp4_by_powers_of_two()) {
-    const Fp4AsFp8 fp8 = as_fp8(spec, input, k, groups);
-    return {Elements::kE4m3, fp8.codes, fp8.row_scale, GroupScales::kRows};
-  }
-  const Fp8Side fp8 = fp8_side(spec, input);
-  const auto transposed = [&] {
-    const Tensor& codes = fp8.codes;
-    return scale_view(fp8, {spec.scale_rows(codes.size(0)), spec.scale_cols(codes.size(1))}).t();
-  };
-  const bool is_along_contraction = groups.unit > 0;
-  const Tensor scale =
-      spec.rule == ScaleRule::kBlock && is_along_contraction ? transposed() : fp8.scale;
-  return {spec.elements, fp8.codes, scale.contiguous(), scales_of(spec)};
+GroupedSide side_of(const ProductCall& call, bool is_b) {
+  GroupedSide side = fp8_codes(call, is_b);
+  const Spec& spec = is_b ? call.product.b : call.product.a;
+  if (has_blocks(call.product) && call.groups.unit > 0)
+    side.scale =
+        side.scale.contiguous()
+            .view({spec.scale_rows(side.values.size(0)), spec.scale_cols(side.values.size(1))})
+            .t();
+  side.scale = side.scale.contiguous();
+  return side;
 }
 
 Tensor multiply(const ProductCall& call) {
-  const Groups of_b = call.groups.unit == 0 ? Groups{} : call.groups;
-  return product_by_kernel(call, side_of(call.product.a, call.a, call.k, call.groups),
-                           side_of(call.product.b, call.b, call.k, of_b),
-                           call.product.fast && !is_fp4_by_fp8(call.product));
+  return product_by_kernel(call, side_of(call, false), side_of(call, true), is_fast(call.product));
 }
 
 }  // namespace

@@ -3,8 +3,6 @@
 // (core/fp4_as_fp8.h). Its result is bf16; a bias is added after that rounding.
 #include <ATen/ATen.h>
 
-#include "ops/direct.h"
-#include "products/fp8.h"
 #include "products/grouped.h"
 
 namespace minifloat::torch_ops {
@@ -17,42 +15,26 @@ bool supports(const Product& product, int capability) {
          ((is_e4m3 && has_row_or_group_scales(product)) || is_fp4_by_fp8(product));
 }
 
-// FP8 codes, float8_e4m3fn, and their scales as ATen reads them: one a row, or a row of a group.
-struct Side {
-  Tensor codes, scale;
-};
-
-// Returns a scale for each row from those of the groups. is_rows: the operand's rows lie in groups;
-// else each group has `rows` rows
-Tensor spread(const Tensor& scale, const ProductCall& call, bool is_rows, std::int64_t rows) {
-  if (is_rows) return scale.index_select(0, group_of_rows(call.groups, rows));
-  return scale.unsqueeze(1).expand({scale.size(0), rows}).contiguous();
-}
-
-Side side_of(const Spec& spec, const ProductInput& input, const ProductCall& call, bool is_b) {
-  const bool is_along_rows = call.groups.unit == 0;
-  if (spec.is_fp4_by_powers_of_two()) {
-    const Fp4AsFp8 fp8 =
-        as_fp8(spec, input, call.k, is_along_rows && is_b ? Groups{} : call.groups);
-    return {fp8.codes, fp8.row_scale};
-  }
-  const Fp8Side fp8 = fp8_side(spec, input);
-  const Tensor codes = fp8_view(fp8);
-  if (spec.rule == ScaleRule::kRow) return {codes, fp8.scale.contiguous()};
-  return {codes, spread(fp8.scale, call, is_along_rows && !is_b, codes.size(-2))};
+// Returns a scale for each row of an operand, as ATen reads them.
+Tensor row_scale(const GroupedSide& side, const ProductCall& call, bool is_b) {
+  if (side.scales == GroupScales::kRows) return side.scale.contiguous();
+  const std::int64_t rows = side.values.size(-2);
+  if (call.groups.unit == 0 && !is_b)
+    return side.scale.index_select(0, group_of_rows(call.groups, rows));
+  return side.scale.unsqueeze(1).expand({side.scale.size(0), rows}).contiguous();
 }
 
 Tensor multiply(const ProductCall& call) {
-  const Side a = side_of(call.product.a, call.a, call, false),
-             b = side_of(call.product.b, call.b, call, true);
+  const GroupedSide a = fp8_codes(call, false), b = fp8_codes(call, true);
   const bool is_along_rows = call.groups.unit == 0;
-  const auto of_rows = [&](const Tensor& scale) {
+  const auto scale_of = [&](const GroupedSide& side, bool is_b) {
+    const Tensor scale = row_scale(side, call, is_b);
     return is_along_rows ? scale : scale.reshape(-1);
   };
-  const bool fast = call.product.fast && !is_fp4_by_fp8(call.product);
-  const Tensor out = at::_scaled_grouped_mm(
-      a.codes, b.codes.transpose(-2, -1), of_rows(a.scale), of_rows(b.scale),
-      ends_of(call.groups, call.groups.unit), std::nullopt, std::nullopt, at::kBFloat16, fast);
+  const Tensor out =
+      at::_scaled_grouped_mm(a.values, b.values.transpose(-2, -1), scale_of(a, false),
+                             scale_of(b, true), ends_of(call.groups, call.groups.unit),
+                             std::nullopt, std::nullopt, at::kBFloat16, is_fast(call.product));
   return is_along_rows ? add_group_bias(out, call.groups, call.result) : out;
 }
 

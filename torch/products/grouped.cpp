@@ -30,6 +30,25 @@ Tensor add_group_bias(const Tensor& sums, const Groups& groups, const Result& re
   return to_dtype(sums.add(of_rows), result.dtype);
 }
 
+GroupScales scales_of_codes(const Spec& spec) {
+  if (spec.is_fp4_by_powers_of_two() || spec.rule == ScaleRule::kRow) return GroupScales::kRows;
+  if (spec.rule != ScaleRule::kBlock) return GroupScales::kGroups;
+  return spec.block_rows == 1 ? GroupScales::k1x128 : GroupScales::k128x128;
+}
+
+GroupedSide fp8_codes(const ProductCall& call, bool is_b) {
+  const Spec& spec = is_b ? call.product.b : call.product.a;
+  const ProductInput& input = is_b ? call.b : call.a;
+  const GroupScales scales = scales_of_codes(spec);
+  if (spec.is_fp4_by_powers_of_two()) {
+    const bool is_matrices = is_b && call.groups.unit == 0;  // one a group
+    const Fp4AsFp8 fp8 = as_fp8(spec, input, call.k, is_matrices ? Groups{} : call.groups);
+    return {Elements::kE4m3, fp8.codes, fp8.row_scale, scales};
+  }
+  const Fp8Side fp8 = fp8_side(spec, input);
+  return {spec.elements, fp8_view(fp8), fp8.scale, scales};
+}
+
 Tensor product_by_kernel(const ProductCall& call, const GroupedSide& a, const GroupedSide& b,
                          bool fast) {
   const auto operand = [](const GroupedSide& side) {

@@ -4,6 +4,7 @@
 
 #include "minifloat/grouped_product.h"
 #include "products/engines.h"
+#include "products/fp8.h"
 
 namespace minifloat::torch_ops {
 
@@ -35,6 +36,17 @@ struct GroupedSide {
   Tensor scale;   // fp32; undefined: none
   GroupScales scales = GroupScales::kNone;
 };
+
+// Returns the parts of an operand of FP8 codes that have one scale each. FP4 codes under
+// power-of-two scales become FP8 codes under scales of rows.
+GroupScales scales_of_codes(const Spec& spec);
+
+// Returns an operand as FP8 codes, float8, and its scales as the cast wrote them. FP4 codes under
+// power-of-two scales are converted (core/fp4_as_fp8.h).
+GroupedSide fp8_codes(const ProductCall& call, bool is_b);
+
+// Returns whether a product of such codes may accumulate in fewer bits. That of FP4 codes is exact.
+inline bool is_fast(const Product& product) { return product.fast && !is_fp4_by_fp8(product); }
 
 // Returns the product by this library's kernels (minifloat/grouped_product.h), rounded to bf16
 // once.
