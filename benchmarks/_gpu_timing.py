@@ -20,7 +20,9 @@ import torch
 from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT / "python"))  # the source tree's package, installed or not
+sys.path[:0] = [str(ROOT / "python"), str(ROOT)]  # the source tree's package, installed or not
+
+from tests.support.graphs import captured  # noqa: E402
 
 MIN_COPIES = 2
 MAX_COPIES = 256
@@ -92,14 +94,8 @@ def kernel_ms(calls: Sequence[Callable[[], object]], device: torch.device, repea
     """Times one call, without the host."""
     if device.type != "cuda":
         return host_ms(lambda: [call() for call in calls], repeats) / len(calls)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        calls[0]()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = [call() for call in calls]  # so that no two calls write the same memory
+    # The results live on, so that no two calls write the same memory.
+    graph, results = captured(lambda: [call() for call in calls], warm_up=calls[0])
     event_ms(graph.replay, 3)
     ms = statistics.median(event_ms(graph.replay, repeats)) / len(calls)
     del graph, results

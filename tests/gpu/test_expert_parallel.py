@@ -26,6 +26,7 @@ from tests.moe.test_expert_parallel import (
     check_values,
 )
 from tests.support.expert_world import SIZES, built, draw
+from tests.support.graphs import captured
 from tests.support.worlds import last_words
 
 pytestmark = pytest.mark.gpu
@@ -121,15 +122,8 @@ def check_graph(rank: int) -> None:
                     own = list(moe.experts.parameters())
                     return [y.detach(), *torch.autograd.grad(y, [x, *own], g)]
 
-                stream = torch.cuda.Stream()
-                stream.wait_stream(torch.cuda.current_stream())
-                with torch.cuda.stream(stream):
-                    run()
-                torch.cuda.current_stream().wait_stream(stream)
-                graph = torch.cuda.CUDAGraph()
                 # NCCL's watchdog queries events in a thread of its own.
-                with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-                    out = run()
+                graph, out = captured(run, capture_error_mode="thread_local")
                 for seed in (20, 30):
                     with torch.no_grad():
                         x.copy_(draw(seed + rank, TOKENS))

@@ -7,6 +7,7 @@ import pytest
 import torch
 from minifloat._native import ops
 
+from tests.support.graphs import captured
 from tests.support.reuse_counts import casts, without_reuse
 
 pytestmark = pytest.mark.gpu
@@ -199,18 +200,11 @@ def test_a_graph_replays_with_other_ends(cuda, recipe):
     case = Case(recipe, cuda)
     case.a[-TAIL:] = case.g[-TAIL:] = 0
     case.run()
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        case.run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        captured = case.run()
+    graph, replayed = captured(case.run)
     for sizes in (SIZES, [100, 0, 0, 200, 3, 4, 101], [0, 0, 0, 0, 0, 0, 416]):
         case.offs.copy_(torch.tensor(sizes).cumsum(0).int())
         graph.replay()
-        for a, b in zip(captured, case.run(), strict=True):
+        for a, b in zip(replayed, case.run(), strict=True):
             assert torch.equal(a, b)
 
 

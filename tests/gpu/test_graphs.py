@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
-from typing import Any
 
 import minifloat as mf
 import pytest
@@ -14,6 +13,7 @@ from torch import Tensor, nn
 
 from tests.gpu.layer_cases import build, layer_data, require_close
 from tests.gpu.sweep import require_same
+from tests.support.graphs import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -54,36 +54,18 @@ def test_no_cast_waits_for_the_device(cuda):
         ops.transpose_codes(codes, 256)
 
 
-def captured(run: Any) -> torch.cuda.CUDAGraph:
-    """Captures run() in a graph, after a run on another stream that allocates lasting state."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
-    return graph
-
-
 def test_a_graph_replays_with_fresh_bits_and_eagers_bytes(cuda):
     x = torch.randn(128, 256, device=cuda, dtype=torch.bfloat16)
     rng = torch.tensor([5, 0, 9], device=cuda)
     specs = ("nvfp4+sr", "nvfp4+sr+rht")
-    out: list[tuple[Tensor, ...]] = [()]
-
-    def run() -> None:
-        out[0] = ops.quantize(x, *specs, rng=rng)
-
-    graph = captured(run)
+    graph, out = captured(lambda: ops.quantize(x, *specs, rng=rng))
     seen = []
     for count in (3, 4, 3):
         rng[1] = count
         graph.replay()
-        for got, want in zip(out[0], ops.quantize(x, *specs, rng=rng)):
+        for got, want in zip(out, ops.quantize(x, *specs, rng=rng)):
             require_same(got, want, f"replay at count {count}")
-        seen.append(out[0][0].clone())
+        seen.append(out[0].clone())
     assert torch.equal(seen[0], seen[2])
     assert not torch.equal(seen[0], seen[1])
 
@@ -101,19 +83,14 @@ def test_a_layers_forward_and_backward_in_a_graph(cuda, recipe):
         mf.step(m)
         return [y.detach(), *gradients]
 
-    out: list[list[Tensor]] = [[]]
-
-    def run_captured() -> None:
-        out[0] = run(model, inputs[0])
-
-    graph = captured(run_captured)
+    graph, out = captured(lambda: run(model, inputs[0]))
     mf.load_training_state(model, mf.training_state(eager))  # as it was before the warm-up
     replays = []
     for step in range(3):
         graph.replay()
-        for i, (got, want) in enumerate(zip(out[0], run(eager, inputs[1]))):
+        for i, (got, want) in enumerate(zip(out, run(eager, inputs[1]))):
             require_close(got, want, 2.0**-8, f"{recipe} replay {step}, result {i}")
-        replays.append(out[0][1].clone())
+        replays.append(out[1].clone())
     if mf.Recipe(recipe).is_stochastic:
         assert not torch.equal(replays[0], replays[1])
     for name, state in mf.training_state(eager).items():
@@ -128,22 +105,21 @@ def test_replays_read_the_weight_as_it_then_is(cuda):
     weight = model[0].weight
     x = torch.randn(96, 128, device=cuda, dtype=torch.bfloat16)
     factor = torch.tensor(1.0, device=cuda, dtype=torch.bfloat16)
-    out: list[Tensor] = []
     for _ in range(3):
         model(x).sum().backward()
     assert model[0].weight_codes.codes is not None
     with torch.no_grad():
 
-        def run() -> None:
+        def run() -> Tensor:
             weight.mul_(factor)
-            out[:] = [model(x)]
+            return model(x)
 
-        graph = captured(run)
+        graph, out = captured(run)
         for f in (2.0, 0.5, -1.0):
             factor.fill_(f)
             graph.replay()
             for _ in range(3):
-                require_same(model(x), out[0], f"after a replay times {f}")
+                require_same(model(x), out, f"after a replay times {f}")
 
 
 def test_each_stream_quantizes_for_itself(cuda):

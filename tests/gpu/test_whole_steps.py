@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.gpu.layer_cases import require_close
+from tests.support.graphs import captured
 
 pytestmark = pytest.mark.gpu
 
@@ -114,17 +115,8 @@ def test_a_captured_step_is_eagers(cuda, recipe):
 
     before = [p.detach().clone() for p in model.parameters()]
     state = mf.training_state(model)
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
     static.copy_(inputs[0])
-    with torch.cuda.stream(stream):
-        for _ in range(2):
-            step(model, static)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    model.zero_grad()
-    with torch.cuda.graph(graph):
-        gradient = step(model, static)
+    graph, gradient = captured(lambda: step(model, static), warm_ups=2)
     with torch.no_grad():
         for p, old in zip(model.parameters(), before):
             p.copy_(old)
