@@ -4,12 +4,12 @@ import minifloat as mf
 import pytest
 import torch
 
-from tests.distributed.zero.test_master_weights import (
-    FORMATS,
+from tests.distributed.zero.test_master_weights import FORMATS, check_shards
+from tests.support.master_weights import (
     assert_same_weight,
-    check_shards,
     empty_weight,
     master_of,
+    require_refused,
     whole_cast,
 )
 from tests.support.worlds import run_world
@@ -75,14 +75,4 @@ def test_delayed_scaling_has_an_active_amax_an_expert():
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(change, message):
-    weight = empty_weight((2, 32, 48), ("nvfp4/16x16", None))
-    before = weight.rowwise.codes.clone()
-    arguments = {
-        "model_weights": [weight],
-        "master_weights": [torch.zeros(3072)],
-        "start_offsets": [0],
-        "group": None,
-    } | change
-    with pytest.raises(ValueError, match=message):
-        mf.quantize_master_weights(**arguments)
-    assert torch.equal(weight.rowwise.codes, before)
+    require_refused((2, 32, 48), change, message)

@@ -12,6 +12,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from minifloat._native import ops
 
+from tests.support.master_weights import (
+    assert_same_weight,
+    empty_weight,
+    master_of,
+    require_refused,
+    whole_cast,
+)
 from tests.support.worlds import run_world
 
 FORMATS = [
@@ -38,44 +45,6 @@ FORMATS = [
 # The ops alone cast any shards of these. A rule that reads values needs choices of all ranks.
 BY_AMAX = [specs for specs in FORMATS if not any("4over6" in str(spec) for spec in specs)]
 SHAPES = [(16, 16), (48, 96), (33, 70), (17, 31), (1, 129), (129, 1), (130, 40)]
-
-
-def as_bytes(t):
-    if t.dtype == torch.float32:  # torch's rounding to bfloat16 makes NaNs of different bits
-        t = torch.where(t.isnan(), torch.nan, t)
-    return t.reshape(-1).view(torch.uint8)
-
-
-def assert_same_weight(got, want):
-    """Compares amax, scales and codes of both directions, each by name."""
-    for side in ("rowwise", "columnwise"):
-        mine, theirs = getattr(got, side), getattr(want, side)
-        assert (mine is None) == (theirs is None)
-        for name in ("amax", "scale", "codes") if mine is not None else ():
-            a, b = as_bytes(getattr(mine, name)), as_bytes(getattr(theirs, name))
-            assert torch.equal(a, b), (
-                f"{side} {name} of {got!r}: {int((a != b).sum())} bytes differ"
-            )
-
-
-def master_of(shape, seed, special=False):
-    """Returns fp32 values over many binades, with zero blocks and odd ones."""
-    generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(shape, generator=generator)
-    x *= torch.exp2(torch.randint(-30, 3, shape, generator=generator).float())
-    x[: shape[0] // 3, : shape[1] // 2] = 0
-    if special:
-        x[-1, -1] = [float("nan"), float("inf"), -float("inf")][seed % 3]
-    return x
-
-
-def empty_weight(shape, specs, dtype=torch.bfloat16):
-    """Returns a weight of other values, so that a cast has to write every byte."""
-    return mf.QuantizedTensor.from_tensor(torch.full(shape, -3.0, dtype=dtype), *specs)
-
-
-def whole_cast(master, specs, dtype=torch.bfloat16):
-    return mf.QuantizedTensor.from_tensor(master.to(dtype), *specs)
 
 
 # ---- one process: the cast alone -----------------------------------------------------------------
@@ -222,17 +191,7 @@ def test_processing_is_refused_where_it_is_needed_and_may_be_repeated():
     ],
 )
 def test_bad_input_is_refused_before_anything_is_written(change, message):
-    weight = empty_weight((32, 48), ("nvfp4/16x16", None))
-    before = weight.rowwise.codes.clone()
-    arguments = {
-        "model_weights": [weight],
-        "master_weights": [torch.zeros(1536)],
-        "start_offsets": [0],
-        "group": None,
-    } | change
-    with pytest.raises((ValueError, TypeError), match=message):
-        mf.quantize_master_weights(**arguments)
-    assert torch.equal(weight.rowwise.codes, before)
+    require_refused((32, 48), change, message)
 
 
 def test_nvfp4_only():

@@ -9,12 +9,8 @@ import torch
 import torch.distributed as dist
 from torch.profiler import ProfilerActivity, profile
 
-from tests.distributed.zero.test_master_weights import (
-    assert_same_weight,
-    empty_weight,
-    refused,
-    whole_cast,
-)
+from tests.distributed.zero.test_master_weights import refused
+from tests.support.master_weights import assert_same_weight, empty_weight, whole_cast
 from tests.support.worlds import run_world
 
 FORMATS = [
