@@ -12,6 +12,7 @@ import torch.distributed as dist
 from minifloat._native import ops
 from minifloat.moe import row_operands
 from minifloat.moe.row_operands import as_experts_read, cast_of_tokens
+from minifloat.moe.token_cast import TokenCast
 from minifloat.spec import Spec
 from minifloat.tensor.operands import Operand, Operands
 from torch import Tensor
@@ -187,35 +188,61 @@ def test_copies_share_among_themselves():
 
 
 @pytest.mark.parametrize("recipe", ONCE)
-def test_codes_where_experts_read_values(recipe):
+def test_codes_where_experts_read_values(recipe, monkeypatch):
     """The engine of a linear layer may read codes where that of experts reads values."""
     x, spec = tokens(torch.bfloat16).detach(), Spec.parse(mf.Recipe(recipe).fprop.a)
     found = Operands.of(ops.layer_operands(x, recipe, "x")).rowwise
     expected = cast_of_tokens(x, recipe)
     assert found.is_decoded
     assert expected.is_decoded
+    assert as_experts_read(found, x, recipe, spec) is found
     require_equal([*found], [*expected])
-    codes = found._replace(decoded=x.new_empty(0))
-    require_equal([*as_experts_read(codes, x, recipe, spec)], [*expected])
-    as_fp8 = Operand(x.to(torch.float8_e4m3fn), found.scale, found.amax, x.new_empty(0))
+    codes = codes_of(x, spec)
+    assert codes.has_codes
+    assert not codes.is_decoded
+    require_equal([*as_experts_read(codes, x, recipe, spec)[1:]], [*expected[1:]])
+    as_fp8 = codes._replace(codes=x.to(torch.float8_e4m3fn))
     assert as_experts_read(as_fp8, x, recipe, spec) is None
+    monkeypatch.setattr(row_operands, "reads_values", lambda *_: False)
+    assert as_experts_read(codes, x, recipe, spec) is codes
+    assert as_experts_read(found, x, recipe, spec) is None or found.has_codes
+
+
+def codes_of(x: Tensor, spec: Spec) -> Operand:
+    """Returns the tokens' codes without values."""
+    return Operands.of(ops.quantize(x, spec.text, "")).rowwise
 
 
 # ---- experts of several ranks --------------------------------------------------------------------
 
 
 def check_ranks(rank: int) -> None:
+    """Codes that the shared experts read are sent; where they read values, the sender casts."""
+    rowwise, reads_codes = TokenCast.rowwise, False
+
+    def read(cast: TokenCast, x: Tensor) -> Operand | None:
+        found = rowwise(cast, x)
+        if not reads_codes:
+            return found
+        copied.append(1)
+        with torch.no_grad():
+            return codes_of(x, Spec.parse(mf.Recipe(cast.recipe).fprop.a))
+
+    TokenCast.rowwise = read
     for recipe in ("fp8_rowwise", "fp8_blockwise", "mxfp4", "nvfp4"):
         for dispatch in ("codes", "bf16"):
-            moe = mf.expert_parallel(layer(recipe), dist.group.WORLD, dispatch=dispatch)
-            twin, x = without_reuse(moe), tokens()
-            require_equal(results(moe, x), results(twin, x))
-            count = {"codes": 1, "bf16": 1} if recipe in ONCE else {"codes": 2, "bf16": 1}
-            with torch.no_grad():
-                # Values are sent as they are: only the shared experts quantize this rank's tokens.
-                assert casts(lambda m=moe, x=x: m(x), (T, D)) == count[dispatch], (recipe, dispatch)
-            assert moe.shared_experts.w1.shared_input.cached is None
+            for reads_codes in (False, True):
+                moe = mf.expert_parallel(layer(recipe), dist.group.WORLD, dispatch=dispatch)
+                twin, x, copied = without_reuse(moe), tokens(), []
+                require_equal(results(moe, x), results(twin, x))
+                is_copied = reads_codes and dispatch == "codes" and recipe in ONCE
+                assert len(copied) == (2 if is_copied else 0)
+                with torch.no_grad():
+                    count = casts(lambda m=moe, x=x: m(x), (T, D))
+                if is_copied or dispatch == "bf16":  # values are sent as they are
+                    assert count == 1 + is_copied, (recipe, dispatch)  # and one by `read`
+                assert moe.shared_experts.w1.shared_input.cached is None
 
 
-def test_codes_that_are_sent_are_those_of_the_shared_experts():
+def test_codes_that_are_sent_may_be_those_of_the_shared_experts():
     run_world(2, check_ranks)

@@ -156,8 +156,11 @@ class CodeSender:
         return [codes], [scale[own], amaxes]
 
     def sends(self, tokens: Operand) -> bool:
-        """Tells whether rows can be copies of these tokens' codes, which a linear layer reads."""
-        return self.spec.amax_of != "tensor" and tokens.codes.dtype == torch.uint8
+        """Tells whether rows can be copies of these tokens' codes, which a linear layer reads.
+
+        A linear layer whose product is exact reads values.
+        """
+        return self.spec.amax_of != "tensor" and tokens.has_codes
 
     def copies(self, tokens: Operand, order: Order) -> tuple[list[Tensor], list[Tensor]]:
         """Copies the codes of tokens to their rows, and returns what `quantize` does."""

@@ -140,10 +140,11 @@ def as_experts_read(tokens: Operand, x: Tensor, recipe: str, spec: Spec) -> Oper
     """Returns the operand of a linear layer as products of experts read it; None: they cannot.
 
     The engine of experts may multiply values where that of the linear layer multiplies codes.
+    Values alone have no codes.
     """
-    if tokens.is_decoded or not reads_values(recipe, x.device):
+    if tokens.is_decoded == reads_values(recipe, x.device):
         return tokens
-    if tokens.codes.dtype != torch.uint8:  # FP4 as FP8
+    if not tokens.has_codes:
         return None
     return tokens._replace(decoded=ops.decode(tokens.codes, tokens.scale, spec.text, x.shape[1]))
 

@@ -35,8 +35,13 @@ class Operand(NamedTuple):
 
     @property
     def is_decoded(self) -> bool:
-        """Whether there are values besides the codes."""
+        """Whether there are values, for exact products. There may be no codes then."""
         return self.decoded.dim() > 1
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether there are the codes of a cast, not FP4 codes as FP8."""
+        return self.codes.dim() > 1 and self.codes.dtype == torch.uint8
 
 
 class Operands(NamedTuple):
