@@ -99,6 +99,7 @@ def test_a_layer_divided_on_some_ranks_is_named():
 
 # ---- layers that change later --------------------------------------------------------------------
 
+LONG = 120  # seconds, longer than ranks take to start on a busy machine
 CHANGES = {"recipe": "recipe fp8_blockwise", "k": f"k = {K - 1}", "tokens": "5 tokens"}
 
 
@@ -122,10 +123,10 @@ def change_on_one(rank: int, name: str, options: dict[str, object]) -> None:
 @pytest.mark.parametrize("name", ["recipe", "k"])
 def test_a_later_change_on_one_rank_is_one_error_on_every_rank(name, dispatch):
     begin = time.monotonic()
-    for traceback in last_words(2, change_on_one, name, {"dispatch": dispatch}, seconds=TIMEOUT):
+    for traceback in last_words(2, change_on_one, name, {"dispatch": dispatch}, seconds=LONG):
         assert "ValueError: expert_parallel: expected all ranks to have the same layer" in traceback
         assert CHANGES[name] in traceback.partition("rank 1 has")[2]
-    assert time.monotonic() - begin < TIMEOUT / 2
+    assert time.monotonic() - begin < LONG / 2  # the wait for a missing rank
 
 
 @pytest.mark.parametrize(
@@ -134,12 +135,12 @@ def test_a_later_change_on_one_rank_is_one_error_on_every_rank(name, dispatch):
 def test_with_a_capacity_the_changed_rank_has_the_error(name, capacity):
     begin = time.monotonic()
     options = {"dispatch": "codes", "capacity": capacity}
-    first, second = last_words(2, change_on_one, name, options, seconds=TIMEOUT)
+    first, second = last_words(2, change_on_one, name, options, seconds=LONG)
     assert "ValueError: expert_parallel: expected all ranks to have the same layer" in second
     assert CHANGES[name] in second.partition("rank 1 has")[2].partition("now, and ranks [0]")[0]
     assert "all had moe: 8 experts" in second
     assert any(lost in first for lost in LOST), first
-    assert time.monotonic() - begin < TIMEOUT / 2
+    assert time.monotonic() - begin < LONG / 2  # the wait for a missing rank
 
 
 def change_on_all(rank: int) -> None:
