@@ -18,6 +18,7 @@ from torch import Tensor
 from .._native import ops
 from ..distributed.amaxes import reduce_amaxes
 from ..spec import Spec
+from ..tensor.operands import Operands
 
 
 class Operand(NamedTuple):
@@ -157,7 +158,7 @@ def quantized(values: Tensor, text: str, columnwise: bool, options: dict[str, An
     """Calls the op quantize for one direction."""
     row, col = ("", text) if columnwise else (text, "")
     out = ops.quantize(values, row, col, **options)
-    return Operand(*(out[4:7] if columnwise else out[:3]))
+    return Operand(*Operands.of(out).direction(columnwise)[:3])
 
 
 def part_of(operand: Operand, spec: Spec, dim: int, begin: int, end: int) -> list[Part]:

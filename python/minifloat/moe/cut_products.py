@@ -21,6 +21,7 @@ from torch.autograd.function import once_differentiable
 from .._native import ops
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
+from ..tensor.operands import Operands
 from .cut_casts import Cut, Operand, Random
 
 COLUMNWISE = ("w/dgrad", "g/wgrad", "x/wgrad")  # operands that are read so
@@ -77,8 +78,7 @@ class CutProduct:
             return Operand(values.transpose(-2, -1) if columnwise else values, none, none)
         row = operand_names().index(place)
         if place[0] == "w" and self.weight is not None:
-            half = self.weight[4:] if columnwise else self.weight[:4]
-            found = Operand(*half[:3])
+            found = Operand(*Operands.of(self.weight).direction(columnwise)[:3])
         else:
             found = self._cast(place, values, text, columnwise, row, at)
         if spec.is_delayed and self.history is not None:

@@ -25,6 +25,7 @@ from ..._native import ops
 from ...nn.grouped_product import GroupedProduct
 from ...nn.random_state import is_in_backward
 from ...spec import Spec
+from ...tensor.operands import Operand, Operands
 from ...tensor.quantized import Quantized, raw_scale
 from ...tensor.quantized_tensor import TENSORS
 from .batch import BACKWARD, FORWARD
@@ -190,7 +191,10 @@ class ExpertGather(ModuleGather):
                     columnwise=COL in directions,
                     amax_history=self.history(count),
                 )
-            tensors = {(i, name): operands[4 * i + j] for i in (ROW, COL) for j, name in NAMED}
+            both = Operands.of(operands)
+            tensors = {
+                (i, n): getattr(both.direction(i == COL), n) for i in (ROW, COL) for n in TENSORS
+            }
         inputs = []
         for slot in self.slots:
             sent = [tensors[key] for key in slot.tensors if key[0] in directions and count > 0]
@@ -305,12 +309,12 @@ class ExpertGather(ModuleGather):
                 row = self.fetch(ROW)
             if columnwise and COL not in self.present and not self.is_gathered_for_backward():
                 col = self.fetch(COL)
-        found = []
-        for part, is_read in ((row, True), (col, columnwise)):
-            none = part.codes.new_empty(0)
-            tensors = [part.codes, raw_scale(part), part.amax, none] if is_read else [none] * 4
-            found += tensors
-        return found
+        none = Operand.none(row.codes.device)
+        read = [
+            Operand(part.codes, raw_scale(part), part.amax, none.decoded) if is_read else none
+            for part, is_read in ((row, True), (col, columnwise))
+        ]
+        return Operands(*read).tensors()
 
     def fetch(self, direction: int) -> Quantized:
         """Gathers one direction apart from FSDP2's gathers."""
@@ -320,9 +324,6 @@ class ExpertGather(ModuleGather):
             memory.append(of_rank.new_empty(self.world * len(of_rank)))
             dist.all_gather_into_tensor(memory[-1], of_rank, group=self.group)
         return self.views(memory)[direction]
-
-
-NAMED = tuple(enumerate(TENSORS))
 
 
 def bytes_of(t: Tensor) -> Tensor:
