@@ -56,7 +56,13 @@ TEST_F(Dispatch, QuantizeWithoutADirection) {
 
 TEST_F(Dispatch, QuantizeRefusesBadOperands) {
   expect_refused("mxfp8", [](TensorRef&, Operand& o) { o.spec = Spec(); }, "bf16 is the identity");
-  expect_refused("mxfp8", [](TensorRef&, Operand& o) { o.codes = nullptr; }, "codes buffer");
+  expect_refused(
+      "mxfp8",
+      [](TensorRef&, Operand& o) {
+        o.codes = nullptr;
+        o.decoded = nullptr;
+      },
+      "buffer for the codes of mxfp8");
   expect_refused("mxfp8", [](TensorRef&, Operand& o) { o.scale = nullptr; }, "scale buffer");
   static const float kAmax = 1;
   expect_refused(
