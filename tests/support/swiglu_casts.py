@@ -107,11 +107,17 @@ def written(name: str, out: Tensor, spec: str, table: Tensor | None, rows: int) 
 def require_same_cast(
     case: Case, got: tuple[Tensor, ...], want: tuple[Tensor, ...], row: str, col: str
 ) -> None:
-    """Compares the outputs of both directions, each inside of groups."""
+    """Compares the outputs of both directions, each inside of groups.
+
+    NaN amaxes and scales in fp32 are equal, since processors have different NaN bits.
+    """
     table, rows = case.form["groups"], case.product.shape[0]
     for name, a, b in zip(OUTPUTS, got, want, strict=True):
         what = f"'{row}', '{col}' of {tuple(case.product.shape)} {case.form}: {name}"
         assert a.shape == b.shape, what
         where = (row if name.endswith("row") else col), table, rows
-        wrong = bits(written(name, a.cpu(), *where)) != bits(written(name, b, *where))
+        found, expected = written(name, a.cpu(), *where), written(name, b, *where)
+        wrong = bits(found) != bits(expected)
+        if found.dtype == torch.float32:
+            wrong &= ~(found.isnan() & expected.isnan())
         assert not wrong.any(), f"{what}: {int(wrong.sum())} differ, at {wrong.nonzero()[0]}"

@@ -37,7 +37,7 @@ template <class T>
 struct Vec16;
 template <>
 struct Vec16<float> {
-  float v[kVec];
+  alignas(16) float v[kVec];
   __device__ __forceinline__ float operator[](int i) const { return v[i]; }
   __device__ __forceinline__ void set(int i, float x) { v[i] = x; }
   // Returns the bits of the largest magnitude; above infinity's where one element is NaN.
@@ -50,7 +50,7 @@ struct Vec16<float> {
 };
 template <>
 struct Vec16<Bf16> {
-  std::uint32_t w[kVec / 2];  // pairs, the first in the lower half
+  alignas(16) std::uint32_t w[kVec / 2];  // pairs, the first in the lower half
   __device__ __forceinline__ float operator[](int i) const {
     return bit_cast<float>(i % 2 ? w[i / 2] & 0xFFFF'0000u : w[i / 2] << 16);
   }
@@ -125,13 +125,13 @@ __device__ __forceinline__ Place vec_place(const RowVecs& layout, std::uint32_t 
 // Calls body(vec16, place) for the thread's vec16s, one after the other, with the next load in
 // flight. Lanes past the end pass zeros, at a row past the end.
 template <class T, class Body>
-__device__ __forceinline__ void each_vec_of_rows(const Source& x, const RowVecs& layout, Body body,
-                                                 std::uint32_t block = blockIdx.x) {
+__device__ __forceinline__ void each_vec_of_rows(const Source& x, const RowVecs& layout,
+                                                 Body body) {
   const auto load = [&](const Place& at) {
     if (at.all >= layout.end_row || at.col >= x.cols) return Vec16<T>{};
     return load_vec<T>(x, row_of<T>(x, at.batch, at.row), at.col);
   };
-  std::uint32_t u = block * (kThreads * kVecsOfRows) + threadIdx.x;
+  std::uint32_t u = blockIdx.x * (kThreads * kVecsOfRows) + threadIdx.x;
   Place place = vec_place(layout, u);
   Vec16<T> vec = load(place);
 #pragma unroll 1

@@ -11,8 +11,8 @@ namespace minifloat::cuda {
 namespace {
 
 constexpr unsigned kWarps = kThreads / 32;
-constexpr std::int64_t kMostVecs =
-    4;  // of a lane, where a warp takes a row; of a block up to twice
+// The most vec16s of a lane, where a warp takes a row. A block's threads take up to twice as many.
+constexpr std::int64_t kMostVecs = 4;
 
 struct WholeRowArgs {
   SwiGluArgs of;
