@@ -153,6 +153,16 @@ X = torch.ones(4, 32)
             lambda: ops.swiglu_operands(X, None, ONES, "mxfp8", amax_history=torch.rand(6, 2, 3)),
             "expected amax_history as float32",
         ),
+        (
+            lambda: ops.swiglu_operands(X, None, ONES, "mxfp8", groups=torch.zeros(3).int()),
+            "swiglu_operands: expected groups as group_table returns them",
+        ),
+        (
+            lambda: ops.swiglu_operands(
+                X, None, ONES, "fprop=mxfp4+sr*mxfp4 dgrad=bf16*bf16 wgrad=bf16*bf16"
+            ),
+            r"swiglu_operands: mxfp4\+sr rounds stochastically and needs rng",
+        ),
     ],
 )
 def test_bad_arguments(call, message):

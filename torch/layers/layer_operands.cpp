@@ -127,6 +127,7 @@ std::vector<Tensor> swiglu_operands_kernel(
                     product.dim());
   const SwiGluArguments of = {kOp,   product,     other, weights, limit,
                               alpha, interleaved, pairs, groups};
+  check_groups(kOp, {groups}, product);
   const PreparedRecipe& recipe = prepare(text);
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, product.device(), groups.has_value());
@@ -134,9 +135,13 @@ std::vector<Tensor> swiglu_operands_kernel(
   std::optional<SymInt> experts;
   if (groups) experts = groups->sym_size(1) - 1;
   if (amax_history) check_history(kOp, *amax_history, product, experts);
-  for (const Needed& needed : {row, col})
-    TORCH_CHECK_VALUE(!needed.is_needed || !recipe.specs[needed.place].delayed || amax_history, kOp,
-                      ": ", recipe.specs[needed.place].str(), " needs amax_history");
+  for (const Needed& needed : {row, col}) {
+    const Spec& spec = recipe.specs[needed.place];
+    if (!needed.is_needed) continue;
+    TORCH_CHECK_VALUE(!spec.stochastic || rng, kOp, ": ", spec.str(),
+                      " rounds stochastically and needs rng, an int64 tensor (seed, count)");
+    TORCH_CHECK_VALUE(!spec.delayed || amax_history, kOp, ": ", spec.str(), " needs amax_history");
+  }
   const at::AutoDispatchBelowADInplaceOrView below;
   ModuleState state;
   if (rng) state.rng = *rng;
