@@ -169,7 +169,10 @@ __global__ void __launch_bounds__(kRowThreads) add_rows(const __grid_constant__ 
     }
   };
   const auto load = [&](auto& vec, const auto* from, int count) {
-    args.is_aligned&& count == kSwiGluVec ? vec.load(from) : vec.load_some(from, count);
+    if (args.is_aligned && count == kSwiGluVec)
+      vec.load(from);
+    else
+      vec.load_some(from, count);
   };
   const std::int64_t at = static_cast<std::int64_t>(token) * args.cols + col;
   const std::int32_t* const places = args.places + static_cast<std::int64_t>(token) * args.slots;
@@ -207,7 +210,10 @@ __global__ void __launch_bounds__(kRowThreads) add_rows(const __grid_constant__ 
     for (int j = 0; j < kSwiGluVec; j += 2) out.set_pair(j, sum[v][j], sum[v][j + 1]);
     out.name_nans();
     T* const to = static_cast<T*>(args.to) + at + before;
-    args.is_aligned&& count == kSwiGluVec ? out.store(to) : out.store_some(to, count);
+    if (args.is_aligned && count == kSwiGluVec)
+      out.store(to);
+    else
+      out.store_some(to, count);
   });
 }
 
