@@ -13,8 +13,8 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
 void take_rows(const TakeRows& copy, const Execution& execution);
 void add_slots(const AddSlots& sum, const Execution& execution);
 
-// Quantizes h as the kernels compute it, without h in memory. Returns false, and writes nothing,
-// where no kernel fits.
+// Quantizes h as the kernels compute it, without h in memory. Returns false, and casts nothing,
+// where no kernel fits; the amaxes may then be cleared.
 bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
                             const Execution& execution);
 

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kThreads, C::kStochastic ? 4 : 5)
 
 template <class C>
 bool try_rows(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution) {
-  static_assert(C::kRule != ScaleRule::kNvfp4, "whose scale is computed once a part");
+  static_assert(!(kIsShared<C> && kHasTensorScale<C>), "a run may lie in parts of other scales");
   if (!is_of<C>(args.row_spec)) return false;
   const SwiGluRun run = {run_of(args), of};
   const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize_swiglu");

@@ -32,7 +32,8 @@ __device__ __forceinline__ void fill_with_h(const SwiGluArgs& of, const TilePart
   }
 }
 
-// Finds the tile of a block. Returns false where it has no columns of a group.
+// Finds the tile of a block; without groups, the matrix is one. Returns false where the tile has no
+// columns of a group.
 __device__ __forceinline__ bool find_tile(const Source& x, const DeviceGroups& groups,
                                           const Divisor& across, TilePart& part) {
   const std::uint32_t of_rows = across.divide(blockIdx.x),
@@ -68,8 +69,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   cast_group_tile<Row, Col>(row, col, whole, shared, part);
 }
 
-// What the launches have in common.
-struct Cast16 {
+// The arguments of a launch.
+struct TileCast {
   const SwiGluArgs& of;
   const QuantizeArgs& args;
   const Execution& execution;
@@ -100,7 +101,7 @@ struct Cast16 {
 bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool rowwise,
                          const Execution& execution) {
   using namespace preset;
-  const Cast16 cast = {of, args, execution};
+  const TileCast cast = {of, args, execution};
   if (args.x.cols % kTile != 0 || (!args.groups && args.x.rows % kTile != 0)) return false;
   if (rowwise)
     return cast.try_both<Nearest<kTensor, E4M3>>() || cast.try_both<Nearest<kBlock, E4M3>>() ||

@@ -1,4 +1,4 @@
-// What the kernels of SwiGLU share: its arguments, and 16 neighbouring columns of h.
+// The arguments of SwiGLU's kernels, and 8 neighbouring columns of h for its casts.
 #pragma once
 
 #include <cstdint>
