@@ -134,6 +134,11 @@ X = torch.ones(4, 32)
     [
         (lambda: ops.quantize_swiglu(X[:, :5], None, ONES, "mxfp8", ""), "same width, got 5"),
         (lambda: ops.quantize_swiglu(X, None, ONES, "", ""), "rowwise or a columnwise operand"),
+        (
+            lambda: ops.quantize_swiglu(X.to("meta"), None, ONES.to("meta"), "", ""),
+            "rowwise or a columnwise operand",
+        ),
+        (lambda: ops.quantize(X.to("meta"), "", ""), "rowwise or a columnwise operand"),
         (lambda: ops.quantize_swiglu(X, None, ONES, "bf16", ""), "bf16 is the identity"),
         (lambda: ops.quantize_swiglu(X, None, ONES, "mxfp4+sr", ""), "needs rng"),
         (

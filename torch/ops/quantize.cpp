@@ -166,6 +166,8 @@ void check_arguments(const Tensor& x, const DirectionArguments& row, const Direc
   check_shared(x, shared, origin_size);
   check_direction(x, row, shared);
   check_direction(x, col, shared);
+  TORCH_CHECK_VALUE(row.spec || col.spec,
+                    "quantize: expected a rowwise or a columnwise operand, got neither");
 }
 
 QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d,
