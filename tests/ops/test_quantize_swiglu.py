@@ -139,6 +139,12 @@ X = torch.ones(4, 32)
             "rowwise or a columnwise operand",
         ),
         (lambda: ops.quantize(X.to("meta"), "", ""), "rowwise or a columnwise operand"),
+        (
+            lambda: ops.quantize(
+                X.to("meta"), "e4m3/128x128", "", groups=torch.zeros(5, 2).int().to("meta")
+            ),
+            "blocks of one row for values in groups",
+        ),
         (lambda: ops.quantize_swiglu(X, None, ONES, "bf16", ""), "bf16 is the identity"),
         (lambda: ops.quantize_swiglu(X, None, ONES, "mxfp4+sr", ""), "needs rng"),
         (

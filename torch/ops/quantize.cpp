@@ -126,6 +126,10 @@ void check_direction(const Tensor& x, const DirectionArguments& d, const SharedA
   if (d.spec && d.spec->stochastic)
     TORCH_CHECK_VALUE(shared.rng.has_value(), "quantize: ", d.spec->str(),
                       " rounds stochastically and needs rng, an int64 tensor (seed, count)");
+  TORCH_CHECK_VALUE(!d.spec || !d.spec->has_blocks_2d() || !shared.groups.table,
+                    "quantize: ", d.spec->str(),
+                    " has blocks of several rows, which the end of a group would cut; expected a "
+                    "spec with blocks of one row for values in groups");
   if (!d.active_amax) return;
   TORCH_CHECK_VALUE(d.spec.has_value(), "quantize: expected no amax of a direction without a spec");
   const bool takes_amax = d.spec->has_tensor_amax() || d.spec->has_row_amax();
