@@ -13,7 +13,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat.nn.grouped_product import product_of
-from minifloat.tensor import quantized_tensor
+from minifloat.tensor.handlers import HANDLERS, OTHERS
 from minifloat.train.config import TrainConfig
 from minifloat.train.expert_ranks import divided_experts
 from minifloat.train.experts import dropped_rows, forget_dropped, load_of
@@ -147,8 +147,8 @@ def check_codes(rank):
 
     Forward reads the same bytes, and no pass decodes them. In wgrad the blocks of a group have
     other rows than one process's, so gradients agree to a few roundings of 8 bits."""
-    run_on_values, decoded = quantized_tensor.run_on_values, []
-    quantized_tensor.run_on_values = lambda f, *args, **kwargs: (
+    run_on_values, decoded = HANDLERS[OTHERS], []
+    HANDLERS[OTHERS] = lambda f, *args, **kwargs: (
         decoded.append(f) or run_on_values(f, *args, **kwargs)
     )
     world, sizes = World(rank, 4), parse_model(MODEL, 300)

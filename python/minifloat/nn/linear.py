@@ -11,13 +11,41 @@ from torch import Tensor, nn
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
-from ..tensor.quantized_tensor import QuantizedTensor, weight_operands
+from ..tensor.quantized_tensor import QuantizedTensor, codes_of
 from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import disable_fast_path, enable_fast_path
 from .operand_cache import SharedInput, WeightCodes, conditions_of, weight_codes
 from .random_state import AdvanceRng, RngState, as_normal, require_int64
 from .recipe_state import DEFAULT_HISTORY, STATE, RecipeState, draw_from
 from .selection import WEIGHT_DTYPES
+
+
+def weight_operands(
+    weight: Tensor, recipe: str | Recipe, x: Tensor, amax_history: Tensor | None
+) -> list[Tensor] | None:
+    """The codes of a quantized weight as the op `linear` takes them; None: it is not quantized.
+
+    Args:
+        weight: (N, K).
+        recipe: of the layer: fprop reads W rowwise, dgrad columnwise.
+        x: the layer's input, which tells whether dgrad is computed.
+        amax_history: of the layer, for delayed scaling.
+
+    Returns:
+        The eight tensors of the op layer_operands.
+
+    Raises:
+        ValueError: the weight does not hold these codes. Nothing is rounded a second time.
+    """
+    if not isinstance(weight, QuantizedTensor):
+        return None
+    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
+    has_dgrad = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
+    if torch.compiler.is_compiling():  # which sees an op, not the parts of the weight
+        return ops.layer_operands.default(
+            weight, recipe.text, "w", columnwise=has_dgrad, amax_history=amax_history
+        )
+    return codes_of(weight, recipe, has_dgrad)
 
 
 class Linear(RecipeState, nn.Linear):

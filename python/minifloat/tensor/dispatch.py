@@ -7,14 +7,43 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
 
 from .._native import ops
 from ..spec import Spec
+from .handlers import OTHERS, handles
 from .quantized import Quantized, map_tensors, raw_scale
-from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor, handles
+from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor
 from .slicing import cut
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
+
+
+@handles(OTHERS)
+def run_on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Runs an op on the values. Arguments that the op writes to are rounded again, in place."""
+    values: dict[int, Tensor] = {}
+
+    def values_of(leaf: Any) -> Any:
+        if not isinstance(leaf, QuantizedTensor):
+            return leaf
+        if id(leaf) not in values:
+            values[id(leaf)] = leaf.dequantize()
+        return values[id(leaf)]
+
+    result = func(*tree_map(values_of, args), **tree_map(values_of, kwargs))
+    written: dict[int, QuantizedTensor] = {}
+    for argument, value in [
+        *zip(func._schema.arguments, args),
+        *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs),
+    ]:
+        if argument.alias_info is None or not argument.alias_info.is_write:
+            continue
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, QuantizedTensor):
+                leaf._write(values[id(leaf)])
+                written[id(values[id(leaf)])] = leaf
+    return tree_map(lambda leaf: written.get(id(leaf), leaf), result) if written else result
 
 
 @handles(ops.quantize.default)

@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map
 
 from .._native import ops
 from ..recipe import Recipe
 from ..spec import Spec
+from .handlers import HANDLERS, OTHERS
 from .operands import Operand, Operands
 from .quantized import (
     Quantized,
@@ -310,9 +310,9 @@ class QuantizedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        handler = HANDLERS.get(func, run_on_values)
+        handler = HANDLERS.get(func, HANDLERS[OTHERS])
         result = handler(func, *args, **kwargs)
-        return run_on_values(func, *args, **kwargs) if result is NotImplemented else result
+        return HANDLERS[OTHERS](func, *args, **kwargs) if result is NotImplemented else result
 
 
 def _inner(side: str, name: str) -> property:
@@ -323,34 +323,6 @@ def _inner(side: str, name: str) -> property:
 for _side in ("rowwise", "columnwise"):
     for _name in TENSORS:
         setattr(QuantizedTensor, f"_{_side}_{_name}", _inner(_side, _name))
-
-
-def weight_operands(
-    weight: Tensor, recipe: str | Recipe, x: Tensor, amax_history: Tensor | None
-) -> list[Tensor] | None:
-    """The codes of a quantized weight as the op `linear` takes them; None: it is not quantized.
-
-    Args:
-        weight: (N, K).
-        recipe: of the layer: fprop reads W rowwise, dgrad columnwise.
-        x: the layer's input, which tells whether dgrad is computed.
-        amax_history: of the layer, for delayed scaling.
-
-    Returns:
-        The eight tensors of the op layer_operands.
-
-    Raises:
-        ValueError: the weight does not hold these codes. Nothing is rounded a second time.
-    """
-    if not isinstance(weight, QuantizedTensor):
-        return None
-    recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
-    has_dgrad = torch.is_grad_enabled() and getattr(x, "requires_grad", False)
-    if torch.compiler.is_compiling():  # which sees an op, not the parts of the weight
-        return ops.layer_operands.default(
-            weight, recipe.text, "w", columnwise=has_dgrad, amax_history=amax_history
-        )
-    return codes_of(weight, recipe, has_dgrad)
 
 
 def codes_of(
@@ -404,45 +376,3 @@ def _rebuild_tensor(
 
 
 torch.serialization.add_safe_globals([_rebuild_tensor])
-
-
-# ---- ops -----------------------------------------------------------------------------------------
-
-Handler = Callable[..., Any]
-HANDLERS: dict[Any, Handler] = {}
-
-
-def handles(*funcs: Any) -> Callable[[Handler], Handler]:
-    """Registers a handler of these ops. It may return NotImplemented, to run on the values."""
-
-    def register(handler: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(funcs, handler))
-        return handler
-
-    return register
-
-
-def run_on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Runs an op on the values. Arguments that the op writes to are rounded again, in place."""
-    values: dict[int, Tensor] = {}
-
-    def values_of(leaf: Any) -> Any:
-        if not isinstance(leaf, QuantizedTensor):
-            return leaf
-        if id(leaf) not in values:
-            values[id(leaf)] = leaf.dequantize()
-        return values[id(leaf)]
-
-    result = func(*tree_map(values_of, args), **tree_map(values_of, kwargs))
-    written: dict[int, QuantizedTensor] = {}
-    for argument, value in [
-        *zip(func._schema.arguments, args),
-        *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs),
-    ]:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        for leaf in tree_leaves(value):
-            if isinstance(leaf, QuantizedTensor):
-                leaf._write(values[id(leaf)])
-                written[id(values[id(leaf)])] = leaf
-    return tree_map(lambda leaf: written.get(id(leaf), leaf), result) if written else result

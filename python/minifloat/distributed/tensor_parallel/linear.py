@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Any, NamedTuple, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..._native import ops
+from ...nn.linear import Linear, weight_operands
 from ...nn.operand_cache import (
     SharedInput,
     WeightCodes,
@@ -29,10 +30,6 @@ from ...nn.operand_cache import (
 )
 from ...nn.random_state import require_shared_seed
 from ...recipe import Recipe
-from ...tensor.quantized_tensor import weight_operands
-
-if TYPE_CHECKING:
-    from ...nn.linear import Linear
 
 
 class Shards(NamedTuple):

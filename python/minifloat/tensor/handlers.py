@@ -1,0 +1,20 @@
+"""The handlers of ops on a QuantizedTensor, which dispatch.py registers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+Handler = Callable[..., Any]
+OTHERS = "others"  # the key of the handler of all ops that have none
+HANDLERS: dict[Any, Handler] = {}
+
+
+def handles(*funcs: Any) -> Callable[[Handler], Handler]:
+    """Registers a handler of these ops. It may return NotImplemented, to run on the values."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(funcs, handler))
+        return handler
+
+    return register
