@@ -11,7 +11,7 @@ from minifloat.nn.grouped_product import product_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 from tests.support.experts import relative_error
 from tests.support.reuse_counts import Casts
@@ -20,6 +20,7 @@ from tests.support.worlds import device_of, run_world
 D, HIDDEN, E, TOKENS = 128, 512, 3, 40
 MIXED = "fprop=nvfp4*nvfp4/16x16 dgrad=e4m3/tensor*mxfp4 wgrad=e4m3/row*nvfp4"
 RANDOM = "fprop=mxfp8+sr*mxfp8+sr dgrad=nvfp4+sr*e4m3/row+sr wgrad=e4m3/tensor+sr*nvfp4+sr"
+PARTLY = "fprop=mxfp8*mxfp8 dgrad=mxfp8*e4m3/row wgrad=mxfp8*mxfp8"
 RECIPES = [None, *mf.presets()[1:], MIXED, RANDOM]
 FORMS = [{}, {"fused_w13": True}, {"bias": True}, {"fused_w13": True, "bias": True, "limit": 7.0}]
 
@@ -250,6 +251,13 @@ def check_refusals(rank):
         cut(module, mesh)
     with pytest.raises(ValueError, match="expected w1 and w3 apart for primary weights"):
         cut(experts_of("mxfp8", primary=True, fused_w13=True), mesh)
+    with pytest.raises(TypeError, match=r"expected the experts of an mf\.MoE, got MoE"):
+        cut(mf.MoE(D, 32, E, 2), mesh)
+    codes = mf.MoE(D, 32, E, 2)  # whose w1 and w3 the ranks can cut
+    mf.quantize_(codes, PARTLY, primary=True, verbose=False)
+    with pytest.raises(ValueError, match="expected a cut of mxfp8 at multiples of its block, 32"):
+        cut(codes.experts, mesh)
+    assert not any(isinstance(p, DTensor) for p in codes.parameters())
     with pytest.raises(ValueError, match="ranks divide I = 33"):
         cut(mf.MoE(D, 33, E, 2).experts, mesh)
     refused(

@@ -63,13 +63,20 @@ def cut_along_width(experts: Any, mesh: DeviceMesh) -> None:
         mesh: of one dimension.
 
     Raises:
-        ValueError: I is no multiple of the ranks, the experts are divided or cut already, or w13 is
-            fused and codes. Nothing has been changed then.
+        TypeError: `experts` is no experts module.
+        ValueError: I is no multiple of the ranks, the experts are divided or cut already, w13 is
+            fused and codes, or a block of codes lies on several ranks.
+
+    Nothing has been changed where an error is raised.
 
     Source: docs/distributed.md, "Experts cut along their width".
     """
     from torch.distributed.tensor import distribute_tensor
 
+    if not hasattr(experts, "weight_names"):
+        raise TypeError(
+            f"cut_along_width: expected the experts of an mf.MoE, got {type(experts).__name__}"
+        )
     parameters = {name: p for name, p in experts._parameters.items() if p is not None}
     ranks = mesh.size()
     if mesh.ndim != 1 or experts.hidden % ranks:
@@ -82,12 +89,14 @@ def cut_along_width(experts: Any, mesh: DeviceMesh) -> None:
             raise ValueError(f"cut_along_width: expected whole experts, got a part of {name}")
         if name in FUSED and isinstance(parameter, QuantizedTensor):
             raise ValueError(f"cut_along_width: {name}: {WHY_NO_FUSED_CODES}")
+    found = {}
     for name, parameter in parameters.items():
         whole = parameter.detach()
         if name in FUSED:
             whole = whole.unflatten(1, (2, experts.hidden))
         part = distribute_tensor(whole, mesh, [placement_of(name)])
-        made = nn.Parameter(part, requires_grad=parameter.requires_grad)
+        found[name] = nn.Parameter(part, requires_grad=parameter.requires_grad)
+    for name, made in found.items():
         experts.register_parameter(name, made)
 
 

@@ -64,7 +64,6 @@ class CutProduct:
         offs_E: Tensor,
         row_ids_M: Tensor | None = None,
         bias_EN: Tensor | None = None,
-        a_operands: Any = None,
     ) -> Tensor:
         """Returns this rank's part of the rows times their matrices, differentiable."""
         return CutMultiply.apply(self, a_MK, b_EKN, offs_E, row_ids_M, bias_EN)
