@@ -59,7 +59,7 @@ def divide_experts(
 
 @contextmanager
 def quiet_gathers() -> Iterator[None]:
-    """Drops torch's message that it gathers such parameters by two collectives."""
+    """Drops torch's message that it gathers parameters of two meshes by two collectives."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
 
     def is_kept(record: logging.LogRecord) -> bool:

@@ -8,7 +8,9 @@ An expert is active where it had a token in the last LAST steps of a run.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import warnings
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -68,6 +70,17 @@ def forget_dropped(model: nn.Module) -> None:
     for link in links_of(model):
         if link.dropped is not None:
             link.dropped.zero_()
+
+
+@contextmanager
+def ignored_drops() -> Iterator[None]:
+    """Ignores mf.step's warnings of dropped rows, which each step's record has.
+
+    Enter it once a run: entering and leaving make Python repeat warnings that it shows once.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"mf\.step: rank \d+ dropped")
+        yield
 
 
 def load_of(tokens: Tokens) -> float:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import math
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,7 +35,7 @@ from minifloat.nn.delayed_scaling import step as finish_step
 from . import checkpoint
 from .batches import Batches
 from .config import TrainConfig, TrainError
-from .experts import LAST, Tokens, dropped_rows, forget_dropped, load_of, read_tokens
+from .experts import LAST, Tokens, dropped_rows, forget_dropped, ignored_drops, load_of, read_tokens
 from .gradients import average_gradients, clip_gradients
 from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_under_autocast
 from .metrics import Metrics
@@ -149,9 +148,7 @@ class Run:
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.spec.converts or self.config.model.mixtures:
-            with warnings.catch_warnings():  # of dropped rows, which each step's record has
-                warnings.filterwarnings("ignore", message=r"mf\.step: rank \d+ dropped")
-                finish_step(self.model)
+            finish_step(self.model)
         values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
         values |= self.balance()
         self.step += 1
@@ -264,7 +261,7 @@ def train_run(spec: RunSpec, job: Job, title: str) -> dict[str, Any]:
     run.restore()
     job.metrics.begin(spec.name, spec.folder, run.step)
     status, first, saved_at = "finished", run.step, run.step
-    with progress_bar(title, run.step, config.steps) as bar:
+    with ignored_drops(), progress_bar(title, run.step, config.steps) as bar:
         while run.step < config.steps:
             if (run.step - first) % MEASURE_EVERY == 0:
                 run.measure_light()
