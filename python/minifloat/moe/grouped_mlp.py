@@ -207,11 +207,12 @@ def grouped_mlp(
 ) -> Tensor:
     """Computes each token's weighted sum of the SwiGLU experts it is sent to, differentiably.
 
-    Any expert may be empty, and no token is dropped. No pass waits for the device. For backward it
-    saves x, gate and up, the routing and the order: 2D / k + 4I + 12 bytes a row in bfloat16.
+    Any expert may be empty. Without a capacity no row is dropped. Without a group no pass waits for
+    the device, and for backward it saves x, gate and up, the routing and the order: 2D / k + 4I +
+    12 bytes a row in bfloat16.
 
     With `group`, x, indices and weights are this rank's tokens, and the matrices, biases and
-    histories this rank's n = E / ranks experts, those with the numbers rank · n and on. The
+    histories those of this rank's n = E / ranks experts, with numbers from rank · n on. The
     gradients of matrices are sums over all ranks' tokens. All ranks call it together, forward and
     backward. Random bits come from the first rank's rng.
 
