@@ -143,9 +143,9 @@ def check_bad_input(rank: int) -> None:
         with pytest.raises(error, match=text):
             mf.grouped_mlp(*given, options.pop("recipe", "mxfp8"), **options)
 
-    refused(TypeError, "group: expected a process group .*, got 'ep'", group="ep")
+    refused(TypeError, "group: expected a DeviceMesh .*, got 'ep'", group="ep")
     mesh = init_device_mesh("cpu", (1, 2))
-    refused(TypeError, "or a DeviceMesh of one dimension, got DeviceMesh", group=mesh)
+    refused(ValueError, "group: expected one dimension, got 2", group=mesh)
     refused(ValueError, r"dispatch: expected one of .*, got 'fp8'", group=group, dispatch="fp8")
     for capacity in (0, -3):
         text = f"capacity: expected at least 1 row, got {capacity}"

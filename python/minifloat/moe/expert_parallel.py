@@ -7,17 +7,16 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from ..checks import require_int, require_module
+from ..checks import require_module
 from ..nn.grouped_product import product_of
 from ..nn.names import clean_name, unwrapped
 from .layer import Experts, MoE
-from .parallel_experts import ALL, ExpertParallel
+from .parallel_experts import ExpertParallel, group_of, require_sending
 from .routes import Dispatcher
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
-DISPATCHES = ("bf16", "codes")
 Module = TypeVar("Module", bound=nn.Module)
 
 
@@ -59,38 +58,14 @@ def expert_parallel(
     Source: docs/moe.md, "Expert parallelism".
     """
     require_module("expert_parallel", model)
-    group = group_of(mesh)
-    if dispatch not in DISPATCHES:
-        raise ValueError(
-            f"expert_parallel: dispatch: expected one of {DISPATCHES}, got {dispatch!r}"
-        )
-    if capacity is not None and capacity != ALL:
-        if isinstance(capacity, str):
-            raise ValueError(
-                f"expert_parallel: capacity: expected a number of rows, {ALL!r} or None, got "
-                f"{capacity!r}"
-            )
-        require_int("expert_parallel: capacity", capacity, 1, unit="row")
+    group = group_of("expert_parallel: mesh", mesh)
+    require_sending("expert_parallel", dispatch, capacity)
     require_dispatcher(dispatcher, capacity)
     found = find_experts(model, dist.get_world_size(group))
     for name, module in found:
         link = ExpertParallel(name, group, module.experts, dispatch, capacity, dispatcher)
         keep_own(module, link, None if group is mesh else mesh)
     return model
-
-
-def group_of(mesh: Any) -> dist.ProcessGroup:
-    """Returns the ranks of a mesh dimension or of a process group."""
-    if isinstance(mesh, dist.ProcessGroup):
-        return mesh
-    if not hasattr(mesh, "get_group"):
-        raise TypeError(
-            "expert_parallel: mesh: expected a DeviceMesh of one dimension, or a process group "
-            f"that this rank is in, got {mesh!r} ({type(mesh).__name__})"
-        )
-    if mesh.ndim != 1:
-        raise ValueError(f"expert_parallel: mesh: expected one dimension, got {mesh.ndim} ({mesh})")
-    return mesh.get_group()
 
 
 def require_dispatcher(dispatcher: Any, capacity: Any) -> None:

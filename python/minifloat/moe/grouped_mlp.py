@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._native import ops
-from ..checks import require_int
 from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import GroupedProduct, ProductCall
 from ..nn.names import PRODUCT
@@ -24,7 +23,7 @@ from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
 from .functional import Matrices, Plan, compute_dtype, run_experts
 from .mlp_checks import require_options, require_shapes
-from .parallel_experts import ALL, ExpertParallel
+from .parallel_experts import ALL, ExpertParallel, group_of, require_sending
 from .permute import order_rows
 from .swiglu import ALPHA, Gate
 
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
 
 Weights = Tensor | Sequence[Tensor]  # w13 (E, 2I, D), or w1 and w3 (E, I, D)
-DISPATCHES = ("bf16", "codes")
 
 # What the ranks of a group were seen to call alike, by what this rank passed.
 SEEN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, str | None]]
@@ -101,17 +99,7 @@ class Ranks:
                 )
             return
         self.ranks()
-        if self.dispatch not in DISPATCHES:
-            raise ValueError(
-                f"grouped_mlp: dispatch: expected one of {DISPATCHES}, got {self.dispatch!r}"
-            )
-        if isinstance(self.capacity, str) and self.capacity != ALL:
-            raise ValueError(
-                f"grouped_mlp: capacity: expected a number of rows, {ALL!r} or None, got "
-                f"{self.capacity!r}"
-            )
-        if self.capacity is not None and self.capacity != ALL:
-            require_int("grouped_mlp: capacity", self.capacity, 1, unit="row")
+        require_sending("grouped_mlp", self.dispatch, self.capacity)
         if token_ids is not None or first_expert != 0:
             raise ValueError(
                 "grouped_mlp: expected no token_ids and first_expert beside a group, whose ranks' "
@@ -136,15 +124,7 @@ class Ranks:
 
     def ranks(self) -> dist.ProcessGroup:
         """Returns the process group."""
-        group = self.group
-        if isinstance(group, dist.ProcessGroup):
-            return group
-        if not hasattr(group, "get_group") or getattr(group, "ndim", None) != 1:
-            raise TypeError(
-                "grouped_mlp: group: expected a process group that this rank is in, or a "
-                f"DeviceMesh of one dimension, got {group!r} ({type(group).__name__})"
-            )
-        return group.get_group()
+        return group_of("grouped_mlp: group", self.group)
 
     def compute(self, experts: GivenExperts, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
         """Computes each token's weighted sum of experts, on whatever ranks they are.

@@ -23,6 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from ..checks import require_int
 from ..nn.expert_parameters import local_of, matrix_of
 from ..nn.grouped_product import ProductCall, call_of, product_of
 from ..nn.recipe_state import ExpertRange
@@ -41,6 +42,7 @@ from .token_cast import TokenCast
 from .whole_bias import gather_experts
 
 ALL = "all"  # the capacity that drops no row
+DISPATCHES = ("bf16", "codes")
 
 
 @dataclass(frozen=True)
@@ -262,6 +264,33 @@ def uncompiled() -> Callable[..., Tensor]:
     torch.compiler.disable imports the compiler, so it is called when a layer is divided first.
     """
     return torch.compiler.disable(ExpertParallel.compute)
+
+
+def group_of(title: str, mesh: Any) -> dist.ProcessGroup:
+    """Returns the ranks of a mesh dimension or of a process group.   title: for errors."""
+    if isinstance(mesh, dist.ProcessGroup):
+        return mesh
+    if not hasattr(mesh, "get_group"):
+        raise TypeError(
+            f"{title}: expected a DeviceMesh of one dimension, or a process group that this rank "
+            f"is in, got {mesh!r} ({type(mesh).__name__})"
+        )
+    if mesh.ndim != 1:
+        raise ValueError(f"{title}: expected one dimension, got {mesh.ndim} ({mesh})")
+    return mesh.get_group()
+
+
+def require_sending(function: str, dispatch: Any, capacity: Any) -> None:
+    """Checks how rows are to be sent.   function: for errors."""
+    if dispatch not in DISPATCHES:
+        raise ValueError(f"{function}: dispatch: expected one of {DISPATCHES}, got {dispatch!r}")
+    if capacity is None or capacity == ALL:
+        return
+    if isinstance(capacity, str):
+        raise ValueError(
+            f"{function}: capacity: expected a number of rows, {ALL!r} or None, got {capacity!r}"
+        )
+    require_int(f"{function}: capacity", capacity, 1, unit="row")
 
 
 def expert_of_rows(order: Order) -> Tensor:
