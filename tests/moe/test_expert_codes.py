@@ -223,7 +223,7 @@ CAPACITY, DROPPED = 7, 5  # rows of one rank to another
 
 
 def check_amaxes_of_sent_rows(rank: int, recipe: str) -> None:
-    """Rows that are dropped have no say in their expert's amax: theirs are large here."""
+    """Checks that amaxes of experts leave out dropped rows, which have large values here."""
     whole = built(recipe, fused_w13=True)
     cut = mf.expert_parallel(
         copy.deepcopy(whole), dist.group.WORLD, dispatch="codes", capacity=CAPACITY

@@ -21,7 +21,7 @@ from ..spec import Spec
 from ..tensor.operands import Operands
 
 
-class Operand(NamedTuple):
+class CutOperand(NamedTuple):
     """One direction of a matrix: codes, scale and amax, as products read them."""
 
     codes: Tensor
@@ -76,7 +76,7 @@ class Cut:
         active_amax: Tensor | None = None,
         row_ids: Tensor | None = None,
         **groups: Any,
-    ) -> Operand:
+    ) -> CutOperand:
         """Quantizes this rank's cut of a matrix in one direction.
 
         Args:
@@ -128,7 +128,7 @@ class Cut:
 
     def _cast_within_whole(
         self, values: Tensor, text: str, columnwise: bool, at: int, options: dict[str, Any]
-    ) -> Operand:
+    ) -> CutOperand:
         """Quantizes the whole matrix, with zeros for the other ranks' cuts, and takes this rank's.
 
         The op numbers the rows of experts as read by the rows of the matrix that it reads, so the
@@ -154,14 +154,14 @@ class Cut:
         return [(begin, begin + own) for begin in begins]
 
 
-def quantized(values: Tensor, text: str, columnwise: bool, options: dict[str, Any]) -> Operand:
+def quantized(values: Tensor, text: str, columnwise: bool, options: dict[str, Any]) -> CutOperand:
     """Calls the op quantize for one direction."""
     row, col = ("", text) if columnwise else (text, "")
     out = ops.quantize(values, row, col, **options)
-    return Operand(*Operands.of(out).direction(columnwise)[:3])
+    return CutOperand(*Operands.of(out).direction(columnwise)[:3])
 
 
-def part_of(operand: Operand, spec: Spec, dim: int, begin: int, end: int) -> list[Part]:
+def part_of(operand: CutOperand, spec: Spec, dim: int, begin: int, end: int) -> list[Part]:
     """Returns the elements [begin, end) of rows (-2) or columns (-1), which cut no block."""
     byte = 1 if dim == -2 else 8 // spec.code_bits  # elements
     codes = Part(operand.codes.narrow(dim, begin // byte, (end - begin) // byte), dim)
@@ -174,9 +174,9 @@ def part_of(operand: Operand, spec: Spec, dim: int, begin: int, end: int) -> lis
     return [codes, scale, amax]
 
 
-def joined(parts: list[list[Part]]) -> Operand:
+def joined(parts: list[list[Part]]) -> CutOperand:
     """Returns the operand of parts that lie next to each other."""
     tensors = zip(*parts)
-    return Operand(
+    return CutOperand(
         *(p[0].t if p[0].dim is None else torch.cat([q.t for q in p], p[0].dim) for p in tensors)
     )

@@ -22,10 +22,10 @@ from .._native import ops
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
 from ..tensor.operands import Operands
-from .cut_casts import Cut, Operand, Random
+from .cut_casts import Cut, CutOperand, Random
+from .row_codes import ACTIVE, CURRENT
 
 COLUMNWISE = ("w/dgrad", "g/wgrad", "x/wgrad")  # operands that are read so
-CURRENT = 1  # the column of an amax history for this step; column 0 has the active amax
 
 
 def specs_of(recipe: Recipe) -> dict[str, str]:
@@ -68,16 +68,16 @@ class CutProduct:
         """Returns this rank's part of the rows times their matrices, differentiable."""
         return CutMultiply.apply(self, a_MK, b_EKN, offs_E, row_ids_M, bias_EN)
 
-    def operand(self, place: str, values: Tensor, **at: Any) -> Operand:
+    def operand(self, place: str, values: Tensor, **at: Any) -> CutOperand:
         """Returns x, w or g (rows, columns) as the operand `place`, such as "x/fprop"."""
         text, columnwise = specs_of(self.recipe)[place], place in COLUMNWISE
         spec = Spec.parse(text)
         if spec.is_bf16:
             none = values.new_empty(0, dtype=torch.float32)
-            return Operand(values.transpose(-2, -1) if columnwise else values, none, none)
+            return CutOperand(values.transpose(-2, -1) if columnwise else values, none, none)
         row = operand_names().index(place)
         if place[0] == "w" and self.weight is not None:
-            found = Operand(*Operands.of(self.weight).direction(columnwise)[:3])
+            found = CutOperand(*Operands.of(self.weight).direction(columnwise)[:3])
         else:
             found = self._cast(place, values, text, columnwise, row, at)
         if spec.is_delayed and self.history is not None:
@@ -87,12 +87,12 @@ class CutProduct:
 
     def _cast(
         self, place: str, values: Tensor, text: str, columnwise: bool, row: int, at: dict[str, Any]
-    ) -> Operand:
+    ) -> CutOperand:
         spec, random, active = Spec.parse(text), None, None
         if spec.is_stochastic and self.rng is not None:
             random = Random(self.rng, ops.stream(place) ^ self.stream)
         if spec.is_delayed and self.history is not None:
-            active = self.history[row, ..., 0]
+            active = self.history[row, ..., ACTIVE]
         return self.cut.cast(
             place[0], values, text, columnwise, random=random, active_amax=active, **at
         )

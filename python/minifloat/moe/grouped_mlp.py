@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 Weights = Tensor | Sequence[Tensor]  # w13 (E, 2I, D), or w1 and w3 (E, I, D)
 
-# What the ranks of a group were seen to call alike, by what this rank passed.
+# Titles that all ranks of a group were seen to call with, by this rank's sizes and options.
 SEEN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, str | None]]
 SEEN = weakref.WeakKeyDictionary()
 

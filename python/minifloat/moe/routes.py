@@ -99,7 +99,7 @@ class SentGroups(NamedTuple):
     """The rows that are sent, without those that are dropped, in the groups of their experts.
 
     Args:
-        rows: int32 (M), their numbers, then any.
+        rows: int32 (M), their numbers, then zeros.
         table: of their groups.
     """
 

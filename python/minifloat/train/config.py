@@ -30,8 +30,8 @@ from .model_config import SIZE, MixtureConfig, ModelConfig, saved_model
 MOST = 10**9  # the limit of counts
 MOST_THREADS = 4096  # many more end the process in torch
 
-# Fields that may change: the token ids are compared themselves, and a step's batch does not depend
-# on the number of processes.
+# Fields that may change: the token ids are compared themselves, a step's batch does not depend on
+# the number of processes, and a capacity, which may drop rows, belongs to the processes.
 FREE = ("data", "data_mb", "processes", "expert_parallel", "expert_capacity")
 LATER = ("processes", "expert_parallel")  # fields that the first jobs did not save
 ALL_ROWS = "all"
