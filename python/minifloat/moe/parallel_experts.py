@@ -173,9 +173,11 @@ class ExpertParallel:
     def _title(self, module: Any, x: Tensor, indices_Tk: Tensor) -> str:
         products = [product_of(module, name) for name in module.weight_names]
         recipes = {"bf16" if p is None else p.recipe.text for p in products}
+        biases = [b for b in (*module.bias_names, "b2") if getattr(module, b) is not None]
         text = (
             f"{self.name}: {self.experts} experts of {module.dim} x {module.hidden}, k = "
             f"{indices_Tk.shape[1]}, recipe {', '.join(sorted(recipes))}, {x.dtype}, "
+            f"{', '.join((*module.weight_names, *biases))}, {module.gate}, "
             f"dispatch={self.dispatch!r}, capacity={self.capacity!r}"
         )
         return f"{text}, {x.shape[0]} tokens" if self.capacity == ALL else text
