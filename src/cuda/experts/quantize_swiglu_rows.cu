@@ -43,12 +43,8 @@ __global__ void __launch_bounds__(kThreads, C::kStochastic ? 4 : 5)
   store_parts<C>(plan, parts.count);
   const std::uint32_t first = blockIdx.x * kRun;
   if (first >= run.count) return;
-  std::uint32_t part = 0, largest = 0;
-  bool is_mixed = false;
-  if constexpr (kHasTensorScale<C>) {
-    part = parts.find(run.vecs_of_row.divide(first));
-    is_mixed = parts.find(run.vecs_of_row.divide(min(first + kRun, run.count) - 1)) != part;
-  }
+  const auto [part, is_mixed] = find_first_part<C>(run, parts, first);
+  std::uint32_t largest = 0;
   if constexpr (C::kStochastic) {
     if (threadIdx.x == 0) prepare<C>(plan, whole, 0, false);
     __syncthreads();

@@ -78,11 +78,9 @@ struct TileCast {
   template <class Row, class Col>
   bool launch() const {
     const Divisor across(args.x.cols / kTile);
-    // Each group may begin and end within a tile of lines.
-    const std::int64_t down = ceil_div<std::int64_t>(args.col.padded, kTile) + args.groups.count;
-    quantize_swiglu_tiles<Row, Col>
-        <<<grid_of(down * across.d, "quantize_swiglu"), kThreads, SharedTile<Bf16>::kBytes,
-           cuda_stream(execution)>>>(of, args.x, args.row, args.col, args.groups, across);
+    quantize_swiglu_tiles<Row, Col><<<grid_of(most_line_tiles(args) * across.d, "quantize_swiglu"),
+                                      kThreads, SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
+        of, args.x, args.row, args.col, args.groups, across);
     check_launch("quantize_swiglu");
     return true;
   }

@@ -39,12 +39,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   Vec16<Bf16> vecs[kVecsOfRows];
 #pragma unroll
   for (int i = 0; i < kVecsOfRows; ++i) vecs[i] = load_vec<true>(run, u + i * kThreads);
-  std::uint32_t part = 0;
-  bool is_mixed = false;
-  if constexpr (kHasTensorScale<C>) {
-    part = parts.find(run.vecs_of_row.divide(first));
-    is_mixed = parts.find(run.vecs_of_row.divide(min(first + kRun, run.count) - 1)) != part;
-  }
+  const auto [part, is_mixed] = find_first_part<C>(run, parts, first);
   if (threadIdx.x == 0) prepare<C>(plan, whole, part, false);
   __syncthreads();
   if (is_mixed) return cast_mixed_run<C>(run, plan, parts, whole, u, to);

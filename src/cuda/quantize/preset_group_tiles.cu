@@ -35,11 +35,9 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
 
 template <class Row, class Col>
 bool launch(const QuantizeArgs& args, const Execution& execution) {
-  // Each group may begin and end within a tile of lines.
   const Divisor across(args.x.cols / kTile);
-  const std::int64_t down = ceil_div<std::int64_t>(args.col.padded, kTile) + args.groups.count;
   quantize_group_tiles<Row, Col>
-      <<<grid_of(down * across.d, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+      <<<grid_of(most_line_tiles(args) * across.d, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
          cuda_stream(execution)>>>(args.x, args.row, args.col, args.groups, across);
   check_launch("quantize");
   return true;

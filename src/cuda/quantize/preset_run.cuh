@@ -77,6 +77,21 @@ inline Parts parts_of(const QuantizeArgs& args) {
 template <class C>
 constexpr bool kHasTensorScale = C::kRule == ScaleRule::kTensor || C::kRule == ScaleRule::kNvfp4;
 
+// The part of the first vec16 of a block's run, and whether others lie in other parts.
+struct FirstPart {
+  std::uint32_t part;
+  bool is_mixed;
+};
+// Finds it, by the whole warp, where a part has a scale; else the run is of part 0.
+template <class C>
+__device__ __forceinline__ FirstPart find_first_part(const VecRun& run, const Parts& parts,
+                                                     std::uint32_t first) {
+  if constexpr (!kHasTensorScale<C>) return {0, false};
+  const std::uint32_t last = min(first + kRun, run.count) - 1;
+  const std::uint32_t part = parts.find(run.vecs_of_row.divide(first));
+  return {part, parts.find(run.vecs_of_row.divide(last)) != part};
+}
+
 // Returns the vec16s of all rows of x as one run.
 inline VecRun run_of(const QuantizeArgs& args) {
   const std::int64_t of_row = args.x.cols / kVec, count = args.batch * args.x.rows * of_row;

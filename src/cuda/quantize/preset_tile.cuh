@@ -145,6 +145,11 @@ __device__ __forceinline__ void cast_group_tile(const KernelOperand& row, const 
     cast_group_tile<Row, Col, true>(row, col, whole, shared, part);
 }
 
+// Returns the most rows of tiles that end at lines: each group may begin and end within a tile.
+inline std::int64_t most_line_tiles(const QuantizeArgs& args) {
+  return ceil_div<std::int64_t>(args.col.padded, kTile) + args.groups.count;
+}
+
 template <class C>
 constexpr bool kHasBlocks2d = false;
 template <class C>

@@ -240,6 +240,16 @@ bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
          launch_preset_tiles(args, rowwise, execution);
 }
 
+// Returns the arguments of a launch, without a direction.
+QuantizeArgs args_of(const TensorRef& x) {
+  QuantizeArgs args = {};
+  args.x = source_of(x);
+  args.groups = device_groups(x.groups);
+  args.is_bf16 = x.dtype == DType::kBFloat16;
+  args.batch = x.batch;
+  return args;
+}
+
 // Leaves the amax of a direction to the cast. Returns false where the cast cannot find it.
 bool leave_amax_to_cast(PlannedOperand& d, bool is_alone, const Execution& execution) {
   if (!d.needs_current_amax()) return true;
@@ -256,11 +266,7 @@ bool leave_amax_to_cast(PlannedOperand& d, bool is_alone, const Execution& execu
 
 bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
                  LaunchCast launch, const void* context, const Execution& execution) {
-  QuantizeArgs args = {};
-  args.x = source_of(x);
-  args.groups = device_groups(x.groups);
-  args.is_bf16 = x.dtype == DType::kBFloat16;
-  args.batch = x.batch;
+  QuantizeArgs args = args_of(x);
   std::optional<PlannedOperand> row, col;
   if (rowwise) {
     args.row_spec = rowwise->spec;
@@ -281,11 +287,7 @@ bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* colu
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution) {
-  QuantizeArgs args = {};
-  args.x = source_of(x);
-  args.groups = device_groups(x.groups);
-  args.is_bf16 = x.dtype == DType::kBFloat16;
-  args.batch = x.batch;
+  QuantizeArgs args = args_of(x);
   std::optional<PlannedOperand> row, col;
   if (rowwise) row.emplace(x, *rowwise, false, execution);
   if (columnwise) col.emplace(x, *columnwise, true, execution);
