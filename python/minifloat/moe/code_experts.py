@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 
 from ..tensor.operands import Operand
 from .arrivals import HEADER, combine, return_gradients
-from .functional import Matrices, Plan, unpack
+from .functional import Matrices, Plan, gradients_of_inputs, unpack
 from .permute import NO_ORDER, Order
 from .routes import Route, RowLayout, SentGroups
 from .row_codes import CodeSender, RowCodes
@@ -159,22 +159,14 @@ class CodeExperts(torch.autograd.Function):
             numbers = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
             sorted_rows = order._replace(pairs=numbers)
             operands = shared_operands(recipes, rows, sorted_rows, table, rowwise=False)
-        d_rows, found = None, []
-        inputs = len(plan.inputs)
-        for i, call in enumerate(plan.inputs):
-            wanted = ctx.needs_input_grad[3], needs[i], needs[inputs + i]
-            b, bias = matrices.inputs[i], matrices.biases[i]
-            d_row, *d_matrix = call.gradients(
-                d_products[i], rows, b, *order[2:], bias, wanted, operands
-            )
-            d_rows = d_row if d_rows is None or d_row is None else d_rows + d_row
-            found.append(d_matrix)
+        d_rows, d_matrices = gradients_of_inputs(
+            plan, d_products, rows, operands, order, matrices, (ctx.needs_input_grad[3], *needs)
+        )
         places = order.places[:, 0]
         dx = None if d_rows is None else d_rows.index_select(0, places)
-        d_inputs, d_biases = zip(*found)
         none = [None] * count
         d_weights_A = d_weights.index_select(0, places)[:, None]
-        return None, None, None, dx, d_weights_A, *none, *NO_ORDER, *d_inputs, *d_biases, d_output
+        return None, None, None, dx, d_weights_A, *none, *NO_ORDER, *d_matrices, d_output
 
 
 def recipes_of(plan: Plan) -> list[str]:

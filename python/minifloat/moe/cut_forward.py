@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from ..nn.expert_parameters import local_of, matrix_of
 from ..nn.grouped_product import GroupedProduct, product_of
-from ..nn.operand_cache import conditions_of, fingerprint_of, has_fingerprint
+from ..nn.operand_cache import conditions_of_ranks
 from ..nn.random_state import require_shared_seed
 from ..recipe import Recipe
 from ..tensor.quantized import raw_scale
@@ -141,12 +141,8 @@ def cached_operands(
     is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
     if cache is None or is_cast:
         return None
-    local, conditions = weight._local_tensor, conditions_of(x)
-    is_shown = has_fingerprint(local)
-    if is_shown:  # the sum over the ranks: casts exchange amaxes, so all ranks decide the same
-        total = torch.tensor(fingerprint_of(local).value())
-        dist.all_reduce(total, group=call.cut.group)
-        conditions = (*conditions[:-1], total.item(), conditions[-1])
+    local = weight._local_tensor
+    conditions, is_shown = conditions_of_ranks(local, x, call.cut.group)
     columnwise = torch.is_grad_enabled() and needs_columnwise
     with torch.no_grad():
         return cache.operands(

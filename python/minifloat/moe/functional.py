@@ -174,18 +174,11 @@ class ExpertRows(torch.autograd.Function):
         del dh
         recipes = [call.recipe for call in plan.inputs]
         rows, operands = quantized_rows(recipes, x, order, where[-1], rowwise=False)
-        found, d_rows = [], None
-        for i, call in enumerate(plan.inputs):
-            wanted = needs_x, needs[i], needs[count + i]
-            b, bias = matrices.inputs[i], matrices.biases[i]
-            d_row, *d_matrix = call.gradients(
-                d_products[i], rows, b, *order[2:], bias, wanted, operands
-            )
-            d_rows = d_row if d_rows is None or d_row is None else d_rows + d_row
-            found.append(d_matrix)
+        d_rows, d_matrices = gradients_of_inputs(
+            plan, d_products, rows, operands, order, matrices, (needs_x, *needs)
+        )
         dx = None if d_rows is None else add_slots(d_rows, order)
-        d_inputs, d_biases = zip(*found)
-        return None, dx, d_weights.to(weights.dtype), *NO_ORDER, *d_inputs, *d_biases, d_output
+        return None, dx, d_weights.to(weights.dtype), *NO_ORDER, *d_matrices, d_output
 
 
 class ExpertTokens(ExpertRows):
@@ -206,6 +199,36 @@ class ExpertTokens(ExpertRows):
             found = ExpertRows.first_derivatives(ctx, saved, grads[0], of_tokens=True)
             d_base = grads[0].float() if ctx.needs_input_grad[-1] else None
         return ExpertRows.without_second(ctx, saved, grads, (*found, d_base))
+
+
+def gradients_of_inputs(
+    plan: Plan,
+    d_products: Sequence[Tensor],
+    rows: Tensor,
+    operands: list[Tensor] | None,
+    order: Order,
+    matrices: Matrices,
+    needs: Sequence[bool],
+) -> tuple[Tensor | None, list[Tensor | None]]:
+    """Returns the gradient of the rows of x, then those of the matrices and biases of gate and up.
+
+    Args:
+        d_products: the gradients of gate and up, or of their fused product.
+        rows: x of each row, or a tensor of their shape.
+        operands: of rows, columnwise; None: cast by each product.
+        needs: which gradients are wanted: of rows, of the matrices, of the biases.
+    """
+    count, found, d_rows = len(plan.inputs), [], None
+    for i, call in enumerate(plan.inputs):
+        wanted = needs[0], needs[1 + i], needs[1 + count + i]
+        b, bias = matrices.inputs[i], matrices.biases[i]
+        d_row, *d_matrix = call.gradients(
+            d_products[i], rows, b, *order[2:], bias, wanted, operands
+        )
+        d_rows = d_row if d_rows is None or d_row is None else d_rows + d_row
+        found.append(d_matrix)
+    d_inputs, d_biases = zip(*found)
+    return d_rows, [*d_inputs, *d_biases]
 
 
 def rows_of_gradient(plan: Plan, g_TD: Tensor, order: Order) -> tuple[Tensor, Tensor | None]:

@@ -42,6 +42,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
@@ -130,6 +131,19 @@ def has_fingerprint(t: Tensor) -> bool:
 def fingerprint_of(t: Tensor) -> Any:
     """Returns a fingerprint of a contiguous CPU tensor's bytes: an object with matches(tensor)."""
     return torch.classes.minifloat.Fingerprint(t.detach())
+
+
+def conditions_of_ranks(shard: Tensor, x: Tensor, group: Any) -> tuple[Conditions, bool]:
+    """Returns conditions_of x, and whether they show that no rank's shard has changed.
+
+    Casts exchange amaxes, so all ranks must decide the same: by the sum of their fingerprints.
+    """
+    conditions = conditions_of(x)
+    if not has_fingerprint(shard):
+        return conditions, False
+    total = torch.tensor(fingerprint_of(shard).value())
+    dist.all_reduce(total, group=group)
+    return (*conditions[:-1], total.item(), conditions[-1]), True
 
 
 def gradient_of(weight: Tensor) -> tuple[int, int] | None:

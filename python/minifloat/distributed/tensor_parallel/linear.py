@@ -15,19 +15,12 @@ from functools import lru_cache, partial
 from typing import Any, NamedTuple, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..._native import ops
 from ...nn.linear import Linear, weight_operands
-from ...nn.operand_cache import (
-    SharedInput,
-    WeightCodes,
-    conditions_of,
-    fingerprint_of,
-    has_fingerprint,
-)
+from ...nn.operand_cache import SharedInput, WeightCodes, conditions_of, conditions_of_ranks
 from ...nn.random_state import require_shared_seed
 from ...recipe import Recipe
 
@@ -267,12 +260,8 @@ def shard_operands(
     # Outside autocast a weight of another dtype has a gradient of the weight's dtype.
     if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
         return None
-    conditions = conditions_of(x)
-    is_shown = has_fingerprint(weight._local_tensor)
-    if is_shown:  # the sum over the ranks: casts exchange amaxes, so all ranks decide the same
-        total = torch.tensor(fingerprint_of(weight._local_tensor).value())
-        dist.all_reduce(total, group=weight.device_mesh.get_group())
-        conditions = (*conditions[:-1], total.item(), conditions[-1])
+    group = weight.device_mesh.get_group()
+    conditions, is_shown = conditions_of_ranks(weight._local_tensor, x, group)
     quantize = partial(
         ops.layer_operands.default,
         shard,
