@@ -31,9 +31,11 @@ void check_layer(const Tensor& x, const Tensor& weight, const std::optional<Tens
 
 }  // namespace
 
-Needs::Needs(const Tensor& x, const Layers& layers) {
+Needs::Needs(const Tensor& x, const Layers& layers) : Needs(x.requires_grad(), layers) {}
+
+Needs::Needs(bool needs_dx, const Layers& layers) {
   const bool on = at::GradMode::is_enabled();
-  dx = on && x.requires_grad();
+  dx = on && needs_dx;
   for (const Tensor& w : layers.weights) dw.push_back(on && w.requires_grad());
   for (const Tensor& b : layers.biases) db.push_back(on && b.requires_grad());
   for (const bool needed : dw) any_dw = any_dw || needed;
@@ -43,6 +45,12 @@ bool Needs::any() const {
   bool any_db = false;
   for (const bool needed : db) any_db = any_db || needed;
   return dx || any_dw || any_db;
+}
+
+bool recomputes_weights(const char* op, const std::string& recompute) {
+  TORCH_CHECK_VALUE(recompute.empty() || recompute == "weight", op,
+                    ": expected recompute as '' or 'weight', got '", printable(recompute), "'");
+  return !recompute.empty();
 }
 
 void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe) {
@@ -61,6 +69,11 @@ void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& r
                     states);
   TORCH_CHECK_VALUE(histories == 0 || histories == n, "linear: expected amax_history of ", n,
                     " layers, got ", histories);
+  const std::size_t codes = layers.prequantized.weight.size();
+  TORCH_CHECK_VALUE(codes == 0 || codes == 8 * n,
+                    "linear: expected weight_operands as the eight "
+                    "tensors of layer_operands for each weight, got ",
+                    codes, " for ", n);
   for (std::size_t i = 0; i < n; ++i) check_layer(x, layers.weights[i], layers.bias_of(i));
   for (const Tensor& rng : layers.rng) {
     bridge::check_rng("linear", rng, x);

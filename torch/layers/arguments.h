@@ -13,8 +13,8 @@
 
 namespace minifloat::torch_ops {
 
-// Operands that were quantized before the call, as layer_operands returns them; empty: none. A
-// group of layers takes none.
+// Operands that were quantized before the call, as layer_operands returns them: eight tensors of x,
+// and eight of each weight. Empty: none.
 struct Prequantized {
   at::TensorList x, weight;
 };
@@ -33,16 +33,21 @@ struct Layers {
   at::TensorList biases;        // of the layers that have one
   std::vector<int> bias_index;  // of each weight's bias in biases; -1: none
   at::TensorList rng, histories;
-  std::int64_t stream = 0;
+  std::vector<std::int64_t> streams;  // of the layers, besides those in rng; empty: zeros
+  bool recomputes_weights = false;    // whether backward quantizes weights again
   Prequantized prequantized;
   Shards shards;
 
   std::optional<Tensor> bias_of(std::size_t i) const {
     return bias_index[i] < 0 ? std::nullopt : std::optional(biases[bias_index[i]]);
   }
+  // Returns the eight tensors of a weight that the caller passed, or none.
+  at::TensorList operands_of_weight(std::size_t i) const {
+    return prequantized.weight.empty() ? at::TensorList() : prequantized.weight.slice(8 * i, 8);
+  }
   ModuleState state_of(std::size_t i) const {
     return {.rng = rng.empty() ? Tensor() : rng[i],
-            .stream = stream,
+            .stream = streams.empty() ? 0 : streams[i],
             .history = histories.empty() ? Tensor() : histories[i],
             .pending = nullptr,
             .sharding = shards.sharding};
@@ -56,8 +61,13 @@ struct Needs {
   std::vector<bool> dw, db;
 
   Needs(const Tensor& x, const Layers& layers);
+  Needs(bool dx, const Layers& layers);
   bool any() const;
 };
+
+// Returns whether `recompute` names the weights' codes. Raises ValueError for other texts than "" and
+// "weight".
+bool recomputes_weights(const char* op, const std::string& recompute);
 
 // Raises ValueError for arguments that do not fit, before anything is computed or sent.
 void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe);

@@ -17,6 +17,7 @@
 #include "layers/arguments.h"
 #include "layers/double_backward.h"
 #include "layers/operands.h"
+#include "layers/passes.h"
 #include "layers/sharding.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
@@ -28,34 +29,6 @@ namespace {
 using namespace torch_ops;
 using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
-
-// Quantizes x of a forward pass: rowwise as fprop reads x, columnwise as backward reads x.
-Directions input_operands(const PreparedRecipe& prepared, const Layers& layers, const Tensor& x,
-                          const Tensor& matrix, const Needed& row, const Needed& col,
-                          const ModuleState& state) {
-  const Sharding* sharding = layers.shards.sharding;
-  const bool is_cut = sharding && sharding->token_dim;
-  if (const at::TensorList tensors = layers.prequantized.x; !tensors.empty()) {
-    const SymInt m = matrix.sym_size(0) * (is_cut ? sharding->ranks : 1);
-    return prequantized_both(prepared, "linear", "x_operands", tensors, matrix, m, row, col);
-  }
-  Directions out = quantize_both(prepared, matrix, row, col, state);
-  if (is_cut)
-    out.first = gather_tokens(*sharding, token_runs(*sharding, x.sym_sizes()), out.first, false);
-  return out;
-}
-
-// Returns y (M, N) with the leading dimensions of x; x may have the tokens of one rank.
-Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding) {
-  if (x.dim() == 2) return y;
-  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
-  shape.back() = y.sym_size(1);
-  if (sharding && sharding->token_dim) {
-    SymInt& tokens = shape[static_cast<std::size_t>(*sharding->token_dim)];
-    tokens = tokens * sharding->ranks;
-  }
-  return y.view_symint(shape);
-}
 
 // Results of a forward pass that the backward pass reads. saved: x as wgrad reads it, then each
 // weight as dgrad reads it, three tensors each
@@ -69,60 +42,22 @@ struct ForBackward {
 std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
                                  const PreparedRecipe& prepared, const Needs& needs,
                                  ForBackward* backward) {
-  const Recipe& recipe = prepared.recipe;
   const Sharding* sharding = layers.shards.sharding;
-  const PlannedProduct fprop = plan_product(recipe.fprop, prepared.fprop, x.device());
-  const bool exact = !sharding && fprop.reads_values();
-  const Tensor matrix = as_matrix("linear", "x", x);
-  share_version(matrix, x);
-  const SymInt k = x.sym_size(-1);
-  const at::TensorList weight_operands = layers.prequantized.weight;
-
   PendingAmaxes pending;
-  const auto state_of = [&](std::size_t i) {
-    ModuleState state = layers.state_of(i);
-    state.pending = &pending;
-    return state;
-  };
-  const Needed x_row{kFpropX, true, exact}, x_col{kWgradX, needs.any_dw};
-  const auto [rowwise, columnwise] =
-      input_operands(prepared, layers, x, matrix, x_row, x_col, state_of(0));
-  // Saves an operand, except an amax that the spec lacks: recomputed forwards save as many tensors.
-  const auto save = [&](const QuantizedOperand& operand, Place place) {
-    const Spec& spec = prepared.specs[place];
-    const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
-    if (backward)
-      backward->saved.insert(backward->saved.end(),
-                             {operand.codes, operand.scale, has_amax ? operand.amax : Tensor()});
-  };
-  save(columnwise, kWgradX);
-
-  ProductInput left = layers.prequantized.x.empty() ? product_input(prepared, rowwise, x_row)
-                                                    : prequantized_input(prepared, rowwise, x_row);
-  if (layers.weights.size() > 1) left = prepare_input(fprop, recipe.fprop.a, std::move(left), k);
-  std::vector<Tensor> outputs;
-  for (std::size_t i = 0; i < layers.weights.size(); ++i) {
-    const bool has_codes = !weight_operands.empty();
-    const Needed w_row{kFpropW, true, exact && !has_codes}, w_col{kDgradW, needs.dx};
-    const bool reads_weight =
-        !has_codes || recipe.fprop.b.is_bf16() || (needs.dx && recipe.dgrad.b.is_bf16());
-    if (reads_weight) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
-    const Tensor weight =
-        reads_weight ? to_dtype(layers.weights[i], x.scalar_type()) : layers.weights[i];
-    const Directions w =
-        has_codes ? prequantized_both(prepared, "linear", "weight_operands", weight_operands,
-                                      weight, weight.sym_size(0), w_row, w_col)
-                  : quantize_both(prepared, weight, w_row, w_col, state_of(i));
-    if (has_codes) record_amaxes(prepared, w_row, w_col, state_of(i), w, false);
-    save(w.second, kDgradW);
-    // On one rank, where y is a sum over the ranks.
-    const bool adds_bias = !sharding || sharding->weight_dim == 0 || sharding->rank == 0;
-    const ProductInput right = has_codes ? prequantized_input(prepared, w.first, w_row)
-                                         : product_input(prepared, w.first, w_row);
-    Tensor y = scaled_mm(fprop, left, right, k, adds_bias ? layers.bias_of(i) : std::nullopt,
-                         x.scalar_type());
-    outputs.push_back(as_output(std::move(y), x, sharding));
-  }
+  const ForwardPass pass = {.prepared = prepared,
+                            .layers = layers,
+                            .needs = needs,
+                            .dtype = x.scalar_type(),
+                            .k = x.sym_size(-1),
+                            .amaxes = pending,
+                            .saved = backward ? &backward->saved : nullptr};
+  const Needed row{kFpropX, true, !sharding && pass.fprop().reads_values()},
+      col{kWgradX, needs.any_dw};
+  const auto [rowwise, columnwise] = input_operands(pass, "linear", x, row, col);
+  pass.save(columnwise, kWgradX);
+  std::vector<Tensor> outputs =
+      multiply_weights(pass, forward_input(pass, rowwise, row, !layers.prequantized.x.empty()));
+  for (Tensor& y : outputs) y = as_output(std::move(y), x, sharding);
   if (backward && backward->records_amaxes)
     backward->amaxes = std::move(pending);
   else
@@ -132,41 +67,25 @@ std::vector<Tensor> forward_pass(const Tensor& x, const Layers& layers,
 
 // Values that backward reads besides the saved tensors; the context holds them.
 struct BackwardState {
-  const PreparedRecipe& recipe;
-  std::int64_t stream;
+  LayersState layers;
   std::vector<SymInt> x_shape;
-  // Dtypes of dW as the product writes it: the weight's after autocast. A weight that is no tensor
-  // subclass and whose codes the caller passes is not cast: its dW has x's dtype.
-  std::vector<at::ScalarType> product_dtypes;
-  std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
-  std::vector<int> bias_index;
   Needs needs;
-  // No saved variables: backward writes histories, and a recomputed forward may not replace rng.
-  variable_list histories, rng;
-  std::vector<std::uint32_t> rng_versions;
   std::optional<Sharding> sharding;
   c10::intrusive_ptr<GatheredInput> gathered;
   PendingAmaxes amaxes;
 };
 
-std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
-
-void check_rng_is_unchanged(const BackwardState& r) {
-  for (std::size_t i = 0; i < r.rng.size(); ++i)
-    TORCH_CHECK(version_of(r.rng[i]) == r.rng_versions[i],
-                "linear: expected rng as forward read it, got one that was modified by an inplace "
-                "operation since; backward draws from it too");
-}
-
 struct LinearFunction : torch::autograd::Function<LinearFunction> {
   static variable_list forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights,
                                at::TensorList biases, const std::vector<int>& bias_index,
                                const PreparedRecipe& recipe, at::TensorList rng,
-                               at::TensorList histories, std::int64_t stream,
-                               const Prequantized& prequantized, const Shards& shards,
-                               const Needs& needs) {
+                               at::TensorList histories, const std::vector<std::int64_t>& streams,
+                               bool recomputes_weights, const Prequantized& prequantized,
+                               const Shards& shards, const Needs& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    const Layers layers{weights, biases, bias_index, rng, histories, stream, prequantized, shards};
+    const Layers layers{weights,   biases,  bias_index,         rng,
+                        histories, streams, recomputes_weights, prequantized,
+                        shards};
     // A trace with DTensor inputs accepts writes to a tensor from one pass alone (torch 2.11).
     const bool is_traced =
         shards.sharding && !histories.empty() && !can_skip_dispatcher({&histories[0]});
@@ -184,29 +103,13 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   };
   static c10::IValue save_state(const Tensor& x, const Layers& layers, const PreparedRecipe& recipe,
                                 const Needs& needs, PendingAmaxes amaxes) {
-    BackwardState r{.recipe = recipe,
-                    .stream = layers.stream,
+    BackwardState r{.layers = LayersState(layers, recipe, x.scalar_type()),
                     .x_shape = x.sym_sizes().vec(),
-                    .product_dtypes = {},
-                    .weight_dtypes = {},
-                    .bias_dtypes = {},
-                    .bias_index = layers.bias_index,
                     .needs = needs,
-                    .histories = layers.histories.vec(),
-                    .rng = layers.rng.vec(),
-                    .rng_versions = {},
                     .sharding = {},
                     .gathered = layers.shards.gathered,
                     .amaxes = std::move(amaxes)};
     if (layers.shards.sharding) r.sharding = *layers.shards.sharding;
-    for (const Tensor& rng : r.rng) r.rng_versions.push_back(version_of(rng));
-    for (const Tensor& w : layers.weights) {
-      r.weight_dtypes.push_back(w.scalar_type());
-      const bool is_cast =
-          layers.prequantized.weight.empty() || w.key_set().has(c10::DispatchKey::Python);
-      r.product_dtypes.push_back(is_cast ? w.scalar_type() : x.scalar_type());
-    }
-    for (const Tensor& b : layers.biases) r.bias_dtypes.push_back(b.scalar_type());
     return c10::IValue::make_capsule(c10::make_intrusive<Capsule>(std::move(r)));
   }
 
@@ -215,43 +118,30 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const BackwardState& r = static_cast<const Capsule*>(capsule.get())->value;
     // Unpacking may run a checkpointed forward pass again, which records its own graph.
     const variable_list saved = ctx->get_saved_variables();
-    check_rng_is_unchanged(r);
+    r.layers.check_rng_is_unchanged("linear");
     variable_list gradients = first_derivatives(r, saved, grads);
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();
-    return refuse_double_backward(r.recipe.text, *node, grads, std::move(gradients));
+    return refuse_double_backward(r.layers.recipe.text, *node, grads, std::move(gradients));
   }
 
-  // Returns the gradients of x, weights, biases, bias_index, recipe, rng, histories, stream,
-  // prequantized, shards, needs; undefined where there is none.
+  // Returns the gradients of x, weights, biases, bias_index, recipe, rng, histories, streams,
+  // recomputes_weights, prequantized, shards, needs; undefined where there is none.
   static variable_list first_derivatives(const BackwardState& r, const variable_list& saved,
                                          const variable_list& grads) {
     const at::AutoDispatchBelowADInplaceOrView below;
+    const LayersState& layers = r.layers;
     const std::size_t n = grads.size();
     record(r.amaxes);
-    const auto operand = [&](std::size_t i, const Spec& spec) {
-      return cast_input(spec, saved[3 * i], saved[3 * i + 1], saved[3 * i + 2]);
-    };
-    const Layers layers{.weights = {},
-                        .biases = {},
-                        .bias_index = r.bias_index,
-                        .rng = r.rng,
-                        .histories = r.histories,
-                        .stream = r.stream,
-                        .prequantized = {},
-                        .shards = {r.sharding ? &*r.sharding : nullptr, {}}};
-    const std::size_t biases = r.bias_dtypes.size();
-
-    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 4);
-    const Recipe& recipe = r.recipe.recipe;
-    ProductInput x = operand(0, recipe.wgrad.b);
+    const std::size_t biases = layers.bias_dtypes.size();
+    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 5);
+    ProductInput x = saved_input(layers, saved, 0, kWgradX);
     for (std::size_t i = 0; i < n; ++i) {
       if (!grads[i].defined()) continue;
-      const LayerGradients d =
-          layer_backward(r, layers, i, grads[i], x, operand(i + 1, recipe.dgrad.b), n > 1);
+      const LayerGradients d = layer_backward(r, i, grads[i], x, saved);
       if (d.x.defined()) out[0] = out[0].defined() ? out[0] + d.x : d.x;
       out[1 + i] = d.weight;
-      if (d.bias.defined()) out[1 + n + r.bias_index[i]] = d.bias;
+      if (d.bias.defined()) out[1 + n + static_cast<std::size_t>(layers.bias_index[i])] = d.bias;
     }
     if (out[0].defined() && r.x_shape.size() != 2) out[0] = out[0].view_symint(r.x_shape);
     return out;
@@ -266,7 +156,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const QuantizedOperand whole =
         r.gathered ? r.gathered->get(*r.sharding, runs, shard)
                    : gather_tokens(*r.sharding, runs, shard, /*columnwise=*/true);
-    return cast_input(r.recipe.recipe.wgrad.b, whole.codes, whole.scale, whole.amax);
+    return cast_input(r.layers.recipe.recipe.wgrad.b, whole.codes, whole.scale, whole.amax);
   }
 
   struct LayerGradients {
@@ -274,37 +164,36 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   };
 
   // Computes one layer's gradients. x: for wgrad; prepared in place where a group shares x.
-  static LayerGradients layer_backward(const BackwardState& r, const Layers& layers, std::size_t i,
-                                       const Tensor& grad, ProductInput& x, const ProductInput& w,
-                                       bool shared) {
-    const PreparedRecipe& prepared = r.recipe;
+  static LayerGradients layer_backward(const BackwardState& r, std::size_t i, const Tensor& grad,
+                                       ProductInput& x, const variable_list& saved) {
+    const LayersState& layers = r.layers;
+    const PreparedRecipe& prepared = layers.recipe;
     const Recipe& recipe = prepared.recipe;
     const Tensor g = as_matrix("linear", "gradient", grad);
     const SymInt m = g.sym_size(0), n = g.sym_size(1);
     const PlannedProduct dgrad = plan_product(recipe.dgrad, prepared.dgrad, g.device()),
                          wgrad = plan_product(recipe.wgrad, prepared.wgrad, g.device());
-    const bool is_whole = !layers.shards.sharding;
-    const Needed row{kDgradG, r.needs.dx, is_whole && dgrad.reads_values()};
-    const Needed col{kWgradG, r.needs.dw[i], is_whole && wgrad.reads_values()};
+    const Sharding* sharding = r.sharding ? &*r.sharding : nullptr;
+    const Needed row{kDgradG, r.needs.dx, !sharding && dgrad.reads_values()};
+    const Needed col{kWgradG, r.needs.dw[i], !sharding && wgrad.reads_values()};
     LayerGradients out;
-    const auto [rowwise, columnwise] = quantize_both(prepared, g, row, col, layers.state_of(i));
-    const Sharding* sharding = layers.shards.sharding;
+    const auto [rowwise, columnwise] =
+        quantize_both(prepared, g, row, col, layers.state_of(i, sharding));
     const bool is_cut = sharding && sharding->token_dim;
     const TokenRuns runs = is_cut ? token_runs(*sharding, r.x_shape) : TokenRuns{};
     if (row.is_needed)
-      out.x = scaled_mm(dgrad, product_input(prepared, rowwise, row), w, n, std::nullopt,
-                        g.scalar_type());
+      out.x = input_gradient(layers, rowwise, row, saved_weight(layers, saved, i + 1), n,
+                             g.scalar_type(), g.device());
     if (row.is_needed && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
     if (col.is_needed) {
       if (is_cut) x = gathered_input(r, runs, x);
-      if (shared) x = prepare_input(wgrad, recipe.wgrad.b, std::move(x), m);
-      out.weight = to_dtype(scaled_mm(wgrad, product_input(prepared, columnwise, col), x, m,
-                                      std::nullopt, r.product_dtypes[i]),
-                            r.weight_dtypes[i]);
+      if (layers.product_dtypes.size() > 1)
+        x = prepare_input(wgrad, recipe.wgrad.b, std::move(x), m);
+      out.weight = weight_gradient(layers, i, columnwise, col, x, m, g.device());
     }
-    const int bias = r.bias_index[i];
-    if (bias >= 0 && r.needs.db[bias])
-      out.bias = to_dtype(g.sum(0, false, at::kFloat), r.bias_dtypes[bias]);
+    const int bias = layers.bias_index[i];
+    if (bias >= 0 && r.needs.db[static_cast<std::size_t>(bias)])
+      out.bias = bias_gradient(layers, bias, g);
     return out;
   }
 };
@@ -317,22 +206,24 @@ std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::stri
   for (const Tensor& b : layers.biases) check_no_tangent("linear", "bias", b);
   const Needs needs(x, layers);
   if (!needs.any()) return forward_pass(x, layers, prepared, needs, nullptr);
-  return LinearFunction::apply(x, layers.weights, layers.biases, layers.bias_index, prepared,
-                               layers.rng, layers.histories, layers.stream, layers.prequantized,
-                               layers.shards, needs);
+  return LinearFunction::apply(
+      x, layers.weights, layers.biases, layers.bias_index, prepared, layers.rng, layers.histories,
+      layers.streams, layers.recomputes_weights, layers.prequantized, layers.shards, needs);
 }
 
 Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                      const std::string& recipe, const std::optional<Tensor>& rng,
                      const std::optional<Tensor>& amax_history, std::int64_t stream,
                      const std::optional<at::TensorList>& x_operands,
-                     const std::optional<at::TensorList>& weight_operands) {
+                     const std::optional<at::TensorList>& weight_operands,
+                     const std::string& recompute) {
   const Layers layers{.weights = weight,
                       .biases = list_of(bias),
                       .bias_index = {bias ? 0 : -1},
                       .rng = list_of(rng),
                       .histories = list_of(amax_history),
-                      .stream = stream,
+                      .streams = {stream},
+                      .recomputes_weights = recomputes_weights("linear", recompute),
                       .prequantized = {x_operands.value_or(at::TensorList()),
                                        weight_operands.value_or(at::TensorList())},
                       .shards = {}};
@@ -355,7 +246,8 @@ Tensor linear_sharded_kernel(const Tensor& x, const Tensor& weight,
       .bias_index = {bias ? 0 : -1},
       .rng = list_of(rng),
       .histories = list_of(amax_history),
-      .stream = stream,
+      .streams = {stream},
+      .recomputes_weights = false,
       .prequantized = {x_operands.value_or(at::TensorList()),
                        weight_operands.value_or(at::TensorList())},
       .shards = {&sharding, gathered.value_or(c10::intrusive_ptr<GatheredInput>())}};
@@ -378,7 +270,8 @@ std::vector<Tensor> linear_group_kernel(const Tensor& x, at::TensorList weights,
                       .bias_index = index,
                       .rng = rng.value_or(at::TensorList()),
                       .histories = amax_history.value_or(at::TensorList()),
-                      .stream = 0,
+                      .streams = {},
+                      .recomputes_weights = false,
                       .prequantized = {},
                       .shards = {}};
   return apply(x, layers, recipe);

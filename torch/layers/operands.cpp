@@ -166,8 +166,8 @@ void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed
   if (is_delayed(col)) record_amax(state, col.place, col.place, found.second.amax, is_cut);
 }
 
-Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                         const Needed& col, const ModuleState& state) {
+CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
+                   const Needed& col, const ModuleState& state) {
   static const std::string kAbsent;
   QuantizeOptions options;
   const std::optional<int> cut =
@@ -188,18 +188,25 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
       set_options(row, options.amax_row, options.stream_row, options.decoded_row);
   const std::string& col_text =
       set_options(col, options.amax_col, options.stream_col, options.decoded_col);
-
-  Directions out;
+  if (state.amax) options.amax_col = state.amax;
   if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
-  if (!row_text.empty() || !col_text.empty()) {
-    if (cut) place_shard(recipe, x, row, col, *state.sharding, *cut, options);
+  if (cut && (!row_text.empty() || !col_text.empty()))
+    place_shard(recipe, x, row, col, *state.sharding, *cut, options);
+  return {row_text, col_text, std::move(options)};
+}
+
+Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
+                         const Needed& col, const ModuleState& state) {
+  const auto [row_text, col_text, options] = plan_cast(recipe, x, row, col, state);
+  Directions out;
+  if (!row_text.empty() || !col_text.empty())
     out = state.cast ? state.cast(row_text, col_text, options)
                      : quantize(x, row_text, col_text, options);
-  }
   const auto is_bf16 = [&](const Needed& w) { return recipe.specs[w.place].is_bf16(); };
   if (row.is_needed && is_bf16(row)) out.first = unquantized(x);
   if (col.is_needed && is_bf16(col)) out.second = unquantized(transposed(x));
-  record_amaxes(recipe, row, col, state, out, cut.has_value());
+  const bool is_cut = state.sharding && state.sharding->cut_dim(kOperands[row.place].matrix);
+  record_amaxes(recipe, row, col, state, out, is_cut);
   return out;
 }
 

@@ -63,6 +63,8 @@ struct ModuleState {
   Tensor history;                      // undefined: nothing is delayed
   PendingAmaxes* pending = nullptr;    // null: amaxes go to the history at once
   const Sharding* sharding = nullptr;  // null: this process has the whole weight
+  // The amax of the columnwise operand under a scale that is not delayed; none: it is computed.
+  std::optional<Tensor> amax = {};
   // Of experts: the groups of x and g, whose unit is that of wgrad's columns, and the numbers of
   // their rows and of the first group or matrix.
   Groups groups = {};
@@ -76,6 +78,15 @@ struct ModuleState {
 // Writes the current amaxes of delayed operands to the history. is_cut: whether of a shard
 void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
                    const ModuleState& state, const Directions& found, bool is_cut);
+
+// The specs of a cast of both directions, "" for one that is not cast, and its options. The recipe
+// must outlive it.
+struct CastPlan {
+  const std::string &row, &col;
+  QuantizeOptions options;
+};
+CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
+                   const Needed& col, const ModuleState& state);
 
 // Quantizes both directions of x (rows, cols) from one read; bf16 directions are x itself and its
 // transposed view. A shard's bytes are the whole's at that place: the cast takes the shard's origin

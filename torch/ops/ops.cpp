@@ -89,13 +89,15 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::string& recipe, const std::optional<Tensor>& rng,
               const std::optional<Tensor>& amax_history, std::int64_t stream,
               const std::optional<at::TensorList>& x_operands,
-              const std::optional<at::TensorList>& weight_operands) {
+              const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
   using Signature =
       Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::string&,
              const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t,
-             const std::optional<at::TensorList>&, const std::optional<at::TensorList>&);
+             const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
+             const std::string&);
   static const auto op = find<Signature>("minifloat::linear");
-  return op.call(x, weight, bias, recipe, rng, amax_history, stream, x_operands, weight_operands);
+  return op.call(x, weight, bias, recipe, rng, amax_history, stream, x_operands, weight_operands,
+                 recompute);
 }
 
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,

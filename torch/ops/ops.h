@@ -71,7 +71,8 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::string& recipe, const std::optional<Tensor>& rng,
               const std::optional<Tensor>& amax_history, std::int64_t stream = 0,
               const std::optional<at::TensorList>& x_operands = std::nullopt,
-              const std::optional<at::TensorList>& weight_operands = std::nullopt);
+              const std::optional<at::TensorList>& weight_operands = std::nullopt,
+              const std::string& recompute = "");
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
                                    const std::optional<Tensor>& amax_history,

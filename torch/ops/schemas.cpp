@@ -125,7 +125,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, str recipe, *, Tensor? rng=None, "
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
-      "Tensor[]? weight_operands=None) -> Tensor",
+      "Tensor[]? weight_operands=None, str recompute=\"\") -> Tensor",
       tags);
   m.def(
       "linear_group(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, *, "

@@ -1,0 +1,209 @@
+#include "layers/passes.h"
+
+#include <ATen/ATen.h>
+
+#include "ops/bridge.h"
+#include "ops/direct.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
+
+// The amax of a weight's rowwise operand, where backward's columnwise operand has the same one;
+// else undefined.
+Tensor amax_of_both(const PreparedRecipe& prepared, const QuantizedOperand& rowwise) {
+  const Spec &row = prepared.specs[kFpropW], &col = prepared.specs[kDgradW];
+  const bool is_shared = row.has_tensor_amax() && col.has_tensor_amax() && !row.delayed &&
+                         !col.delayed && row.transform == 0 && col.transform == 0;
+  return is_shared ? rowwise.amax : Tensor();
+}
+
+// Returns both directions of weight i, or rowwise alone where backward quantizes it again.
+Directions weight_operands_of(const ForwardPass& pass, std::size_t i, const Needed& row,
+                              const Needed& col) {
+  const Layers& layers = pass.layers;
+  const PreparedRecipe& prepared = pass.prepared;
+  const Recipe& recipe = prepared.recipe;
+  const at::TensorList given = layers.operands_of_weight(i);
+  const bool has_codes = !given.empty();
+  const bool reads_weight =
+      !has_codes || recipe.fprop.b.is_bf16() || (col.is_needed && recipe.dgrad.b.is_bf16());
+  if (reads_weight) bridge::check_memory_if_real("linear", "weight", layers.weights[i]);
+  const Tensor weight = reads_weight ? to_dtype(layers.weights[i], pass.dtype) : layers.weights[i];
+  if (has_codes) {
+    const Directions out = prequantized_both(prepared, "linear", "weight_operands", given, weight,
+                                             weight.sym_size(0), row, col);
+    record_amaxes(prepared, row, col, pass.state_of(i), out, false);
+    return out;
+  }
+  return quantize_both(prepared, weight, row, col, pass.state_of(i));
+}
+
+// Returns x (…, K) as (M, K), without a copy of values that are not read.
+Tensor rows_of(const Tensor& x) {
+  SymInt rows = 1;
+  for (std::int64_t i = 0; i + 1 < x.dim(); ++i) rows = rows * x.sym_size(i);
+  return x.reshape_symint({rows, x.sym_size(-1)});
+}
+
+}  // namespace
+
+ModuleState ForwardPass::state_of(std::size_t i) const {
+  ModuleState state = layers.state_of(i);
+  state.pending = &amaxes;
+  return state;
+}
+
+void ForwardPass::save(const QuantizedOperand& operand, Place place) const {
+  const Spec& spec = prepared.specs[place];
+  const bool has_amax = spec.has_tensor_amax() || spec.has_row_amax();
+  if (saved)
+    saved->insert(saved->end(), {operand.codes, operand.scale, has_amax ? operand.amax : Tensor()});
+}
+
+Directions input_operands(const ForwardPass& pass, const char* op, const Tensor& x,
+                          const Needed& row, const Needed& col) {
+  const Layers& layers = pass.layers;
+  const Sharding* sharding = layers.shards.sharding;
+  const bool is_cut = sharding && sharding->token_dim;
+  const at::TensorList given = layers.prequantized.x;
+  const auto is_read = [&](const Needed& w) {
+    return w.is_needed && (given.empty() || pass.prepared.specs[w.place].is_bf16());
+  };
+  const Tensor matrix = is_read(row) || is_read(col) ? as_matrix(op, "x", x) : rows_of(x);
+  share_version(matrix, x);
+  if (!given.empty())
+    return prequantized_both(pass.prepared, op, "x_operands", given, matrix,
+                             matrix.sym_size(0) * (is_cut ? sharding->ranks : 1), row, col);
+  Directions out = quantize_both(pass.prepared, matrix, row, col, pass.state_of(0));
+  if (is_cut)
+    out.first = gather_tokens(*sharding, token_runs(*sharding, x.sym_sizes()), out.first, false);
+  return out;
+}
+
+ProductInput forward_input(const ForwardPass& pass, const QuantizedOperand& x, const Needed& row,
+                           bool is_prequantized) {
+  ProductInput input = is_prequantized ? prequantized_input(pass.prepared, x, row)
+                                       : product_input(pass.prepared, x, row);
+  if (pass.layers.weights.size() == 1) return input;
+  return prepare_input(pass.fprop(), pass.prepared.recipe.fprop.a, std::move(input), pass.k);
+}
+
+std::vector<Tensor> multiply_weights(const ForwardPass& pass, const ProductInput& x) {
+  const Layers& layers = pass.layers;
+  const Sharding* sharding = layers.shards.sharding;
+  const PlannedProduct fprop = pass.fprop();
+  std::vector<Tensor> outputs;
+  for (std::size_t i = 0; i < layers.weights.size(); ++i) {
+    const bool has_codes = !layers.operands_of_weight(i).empty();
+    const bool recomputes = layers.recomputes_weights && !has_codes && !sharding &&
+                            !pass.prepared.recipe.dgrad.b.is_bf16();
+    const Needed row{kFpropW, true, !sharding && fprop.reads_values() && !has_codes},
+        col{kDgradW, pass.needs.dx && !recomputes};
+    const Directions w = weight_operands_of(pass, i, row, col);
+    if (recomputes && pass.needs.dx)
+      pass.save({layers.weights[i], Tensor(), amax_of_both(pass.prepared, w.first), Tensor()},
+                kDgradW);
+    else
+      pass.save(w.second, kDgradW);
+    // On one rank, where y is a sum over the ranks.
+    const bool adds_bias = !sharding || sharding->weight_dim == 0 || sharding->rank == 0;
+    const ProductInput right = has_codes ? prequantized_input(pass.prepared, w.first, row)
+                                         : product_input(pass.prepared, w.first, row);
+    outputs.push_back(scaled_mm(fprop, x, right, pass.k,
+                                adds_bias ? layers.bias_of(i) : std::nullopt, pass.dtype));
+  }
+  return outputs;
+}
+
+Tensor as_output(Tensor y, const Tensor& x, const Sharding* sharding) {
+  if (x.dim() == 2) return y;
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  shape.back() = y.sym_size(1);
+  if (sharding && sharding->token_dim) {
+    SymInt& tokens = shape[static_cast<std::size_t>(*sharding->token_dim)];
+    tokens = tokens * sharding->ranks;
+  }
+  return y.view_symint(shape);
+}
+
+LayersState::LayersState(const Layers& layers, const PreparedRecipe& of_recipe,
+                         at::ScalarType dtype)
+    : recipe(of_recipe),
+      streams(layers.streams),
+      x_dtype(dtype),
+      recomputes_weights(layers.recomputes_weights),
+      bias_index(layers.bias_index),
+      histories(layers.histories.vec()),
+      rng(layers.rng.vec()) {
+  for (const Tensor& state : rng) rng_versions.push_back(version_of(state));
+  for (const Tensor& w : layers.weights) {
+    weight_dtypes.push_back(w.scalar_type());
+    const bool is_cast =
+        layers.prequantized.weight.empty() || w.key_set().has(c10::DispatchKey::Python);
+    product_dtypes.push_back(is_cast ? w.scalar_type() : dtype);
+  }
+  for (const Tensor& b : layers.biases) bias_dtypes.push_back(b.scalar_type());
+}
+
+void LayersState::check_rng_is_unchanged(const char* op) const {
+  for (std::size_t i = 0; i < rng.size(); ++i)
+    TORCH_CHECK(version_of(rng[i]) == rng_versions[i], op,
+                ": expected rng as forward read it, got one that was modified by an inplace "
+                "operation since; backward draws from it too");
+}
+
+ModuleState LayersState::state_of(std::size_t i, const Sharding* sharding) const {
+  return {.rng = rng.empty() ? Tensor() : rng[i],
+          .stream = streams.empty() ? 0 : streams[i],
+          .history = histories.empty() ? Tensor() : histories[i],
+          .pending = nullptr,
+          .sharding = sharding};
+}
+
+ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& saved, std::size_t i,
+                         Place place) {
+  return cast_input(layers.recipe.specs[place], saved[i], saved[i + 1], saved[i + 2]);
+}
+
+ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& saved,
+                          std::size_t i) {
+  // A weight that is saved itself is a matrix of values; codes are bytes.
+  const Tensor& first = saved[3 * i];
+  const bool is_values = first.defined() && first.is_floating_point();
+  if (!is_values || layers.recipe.recipe.dgrad.b.is_bf16())
+    return saved_input(layers, saved, 3 * i, kDgradW);
+  const PlannedProduct dgrad =
+      plan_product(layers.recipe.recipe.dgrad, layers.recipe.dgrad, first.device());
+  const Needed row{kFpropW, false}, col{kDgradW, true, dgrad.reads_values()};
+  ModuleState state = layers.state_of(i);
+  if (saved[3 * i + 2].defined()) state.amax = saved[3 * i + 2];
+  const Directions w =
+      quantize_both(layers.recipe, to_dtype(first, layers.x_dtype), row, col, state);
+  return product_input(layers.recipe, w.second, col);
+}
+
+Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, const Needed& row,
+                      const ProductInput& weight, const SymInt& n, at::ScalarType dtype,
+                      const at::Device& device) {
+  const PreparedRecipe& prepared = layers.recipe;
+  const PlannedProduct dgrad = plan_product(prepared.recipe.dgrad, prepared.dgrad, device);
+  return scaled_mm(dgrad, product_input(prepared, g, row), weight, n, std::nullopt, dtype);
+}
+
+Tensor weight_gradient(const LayersState& layers, std::size_t i, const QuantizedOperand& g,
+                       const Needed& col, const ProductInput& x, const SymInt& m,
+                       const at::Device& device) {
+  const PreparedRecipe& prepared = layers.recipe;
+  const PlannedProduct wgrad = plan_product(prepared.recipe.wgrad, prepared.wgrad, device);
+  return to_dtype(scaled_mm(wgrad, product_input(prepared, g, col), x, m, std::nullopt,
+                            layers.product_dtypes[i]),
+                  layers.weight_dtypes[i]);
+}
+
+Tensor bias_gradient(const LayersState& layers, int bias, const Tensor& g) {
+  return to_dtype(g.sum(0, false, at::kFloat), layers.bias_dtypes[static_cast<std::size_t>(bias)]);
+}
+
+}  // namespace minifloat::torch_ops
