@@ -207,7 +207,13 @@ Operands cast_h(const SwiGluArguments& a, const std::string& row, const std::str
   check_arguments(a);
   const SwiGluInputs in = inputs_of(a);
   const Tensor like_h = in.product.narrow(1, 0, in.of.width);
-  return torch_ops::direct_quantize(like_h, row, col, options, &in.of, shares_memory);
+  const torch_ops::CastOfComputed cast = [&](const Operand* to_row, const Operand* to_col,
+                                             const GroupTable& groups, const Execution& execution) {
+    SwiGlu of = in.of;
+    of.groups = groups;
+    quantize_swiglu(of, to_row, to_col, execution);
+  };
+  return torch_ops::direct_quantize(like_h, row, col, options, &cast, shares_memory);
 }
 
 // The op, with real tensors or on the Meta device.

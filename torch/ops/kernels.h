@@ -2,16 +2,22 @@
 // that the caller does not request are undefined. The outputs of a direction share one allocation.
 #pragma once
 
-#include "minifloat/experts.h"
+#include <functional>
+
+#include "minifloat/quantize.h"
 #include "ops/ops.h"
 
 namespace minifloat::torch_ops {
 
-// of: computes the values, whose shape, dtype and device x has; null: x has the values.
+// Casts values that a kernel computes, which lie in groups or not; null: without that direction.
+using CastOfComputed = std::function<void(const Operand* row, const Operand* col,
+                                          const GroupTable& groups, const Execution& execution)>;
+
+// of: casts the values, whose shape, dtype and device x has; null: x has the values.
 // shares_memory: else outputs are those of an op, whose absent ones are empty
 std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
     const Tensor& x, const std::string& row, const std::string& col, const QuantizeOptions& options,
-    const SwiGlu* of = nullptr, bool shares_memory = true);
+    const CastOfComputed* of = nullptr, bool shares_memory = true);
 Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols,
                      const Groups& groups);
 

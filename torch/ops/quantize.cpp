@@ -5,7 +5,6 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "minifloat/experts.h"
 #include "ops/as_read.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
@@ -119,7 +118,7 @@ struct SharedArguments {
   Groups groups;
   const std::optional<Tensor>& row_ids;
   std::int64_t first_expert;
-  const SwiGlu* of = nullptr;  // x has the shape of its h; null: x has the values
+  const torch_ops::CastOfComputed* of = nullptr;  // of values like x; null: x has the values
 };
 
 void check_direction(const Tensor& x, const DirectionArguments& d, const SharedArguments& shared) {
@@ -266,9 +265,7 @@ void fill(TensorRef in, const DirectionArguments& r, const QuantizedOperand& out
                 *to_col = c.spec ? &col.operand : nullptr;
   bridge::with_value_errors([&] {
     if (!shared.of) return quantize(in, to_row, to_col, execution);
-    SwiGlu of = *shared.of;
-    of.groups = in.groups;
-    quantize_swiglu(of, to_row, to_col, execution);
+    (*shared.of)(to_row, to_col, in.groups, execution);
   });
 }
 
@@ -323,7 +320,7 @@ namespace torch_ops {
 
 std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
     const Tensor& x, const std::string& row, const std::string& col, const QuantizeOptions& options,
-    const SwiGlu* of, bool shares_memory) {
+    const CastOfComputed* of, bool shares_memory) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
   const DirectionArguments r =
       direction_arguments(false, row, options.amax_row, options.stream_row, options.decoded_row);
