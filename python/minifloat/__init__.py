@@ -28,6 +28,7 @@ from .nn.convert import quantize_, quantized_model_init, restore_
 from .nn.delayed_scaling import step
 from .nn.linear import Linear
 from .nn.selection import Report, auto_filter_small_kn
+from .norms import layer_norm, rms_norm
 from .recipe import Product, Recipe, RecipeMap, presets
 from .tensor.groups import check_groups, group_table
 from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm
@@ -57,6 +58,7 @@ __all__ = [
     "group_table",
     "grouped_mlp",
     "hadamard",
+    "layer_norm",
     "linear",
     "linear_group",
     "load_training_state",
@@ -69,6 +71,7 @@ __all__ = [
     "quantize_master_weights",
     "quantized_model_init",
     "restore_",
+    "rms_norm",
     "scaled_grouped_mm",
     "scaled_mm",
     "step",

@@ -106,6 +106,26 @@ def expert_calls():
     yield ops.add_slots, (half, places, torch.randn(20, 24)), {}
 
 
+def norm_calls():
+    """Yields calls of normalisations and their casts."""
+    x, w, b = grad(4, 10, 72), grad(72), grad(72)
+    half = torch.randn(40, 128, dtype=torch.bfloat16)
+    yield ops.norm, (x, w, None, "rms", 1e-6), {}
+    yield ops.norm, (half, None, None, "rms_rounded", 1e-6), {}
+    yield ops.norm, (x, w, b, "layer", 1e-5), {}
+    yield ops.deferred_norm, (x, w, None, "rms_rounded", 1e-6), {}
+    yield ops.add_norm, (x, grad(4, 10, 72), w, None, "rms", 1e-6), {}
+    yield ops.quantize_norm, (half, None, None, "rms", 1e-6, "mxfp8", "nvfp4"), {}
+    specs = ("layer", 1e-6, "mxfp4+sr", "e4m3/row")
+    options = {"rng": RNG, "decoded_row": True, "origin": (128, 256)}
+    yield ops.quantize_norm, (torch.randn(4, 10, 72), w.detach(), b.detach(), *specs), options
+    yield ops.quantize_add_norm, (half, half, None, None, "rms", 1e-6, "mxfp8", ""), {}
+    yield ops.norm_operands, (half, None, None, "rms", 1e-6, "nvfp4"), {}
+    delayed = {"amax_history": history(), "columnwise": False}
+    yield ops.norm_operands, (torch.randn(40, 72), None, None, "rms", 0.0, "fp8_delayed"), delayed
+    yield ops.add_norm_operands, (half, half, None, None, "rms", 1e-6, "mxfp8"), {}
+
+
 def sample_calls():
     x, batch = torch.randn(40, 72), torch.randn(2, 40, 72, dtype=torch.bfloat16)
     yield ops.amax, (x, "nvfp4"), {}
@@ -126,6 +146,7 @@ def sample_calls():
         yield ops.carry, (q.codes, q.scale, q.amax, spec, 72), {}
     yield from grouped_calls()
     yield from expert_calls()
+    yield from norm_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}

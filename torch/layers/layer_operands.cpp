@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
+#include "layers/computed_operands.h"
 #include "layers/expert_weights.h"
 #include "layers/operands.h"
 #include "ops/bridge.h"
@@ -129,20 +130,6 @@ std::vector<Tensor> swiglu_operands_kernel(
                               alpha, interleaved, pairs, groups};
   check_groups(kOp, {groups}, product);
   const PreparedRecipe& recipe = prepare(text);
-  const PlannedProduct fprop =
-      plan_product(recipe.recipe.fprop, recipe.fprop, product.device(), groups.has_value());
-  const Needed row{kFpropX, rowwise, fprop.reads_values()}, col{kWgradX, columnwise};
-  std::optional<SymInt> experts;
-  if (groups) experts = groups->sym_size(1) - 1;
-  if (amax_history) check_history(kOp, *amax_history, product, experts);
-  for (const Needed& needed : {row, col}) {
-    const Spec& spec = recipe.specs[needed.place];
-    if (!needed.is_needed) continue;
-    TORCH_CHECK_VALUE(!spec.stochastic || rng, kOp, ": ", spec.str(),
-                      " rounds stochastically and needs rng, an int64 tensor (seed, count)");
-    TORCH_CHECK_VALUE(!spec.delayed || amax_history, kOp, ": ", spec.str(), " needs amax_history");
-  }
-  const at::AutoDispatchBelowADInplaceOrView below;
   ModuleState state;
   if (rng) state.rng = *rng;
   if (amax_history) state.history = *amax_history;
@@ -153,10 +140,7 @@ std::vector<Tensor> swiglu_operands_kernel(
   state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
     return quantize_swiglu(of, r, c, options);
   };
-  const Tensor like_h = of.like_h();
-  Directions out = quantize_both(recipe, like_h, row, col, state);
-  prepare_codes(fprop, recipe, row, of.width(), out.first);
-  return list_of_both(recipe, out, row, col, like_h);
+  return operands_of_computed(kOp, recipe, of.like_h(), rowwise, columnwise, state);
 }
 
 std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
@@ -174,6 +158,34 @@ std::vector<std::string> operand_names() {
 }
 
 }  // namespace
+
+namespace torch_ops {
+
+std::vector<Tensor> operands_of_computed(const char* op, const PreparedRecipe& recipe,
+                                         const Tensor& like, bool rowwise, bool columnwise,
+                                         const ModuleState& state) {
+  const std::optional<Tensor>& groups = state.groups.table;
+  const PlannedProduct fprop =
+      plan_product(recipe.recipe.fprop, recipe.fprop, like.device(), groups.has_value());
+  const Needed row{kFpropX, rowwise, fprop.reads_values()}, col{kWgradX, columnwise};
+  std::optional<SymInt> experts;
+  if (groups) experts = groups->sym_size(1) - 1;
+  if (state.history.defined()) check_history(op, state.history, like, experts);
+  for (const Needed& needed : {row, col}) {
+    const Spec& spec = recipe.specs[needed.place];
+    if (!needed.is_needed) continue;
+    TORCH_CHECK_VALUE(!spec.stochastic || state.rng.defined(), op, ": ", spec.str(),
+                      " rounds stochastically and needs rng, an int64 tensor (seed, count)");
+    TORCH_CHECK_VALUE(!spec.delayed || state.history.defined(), op, ": ", spec.str(),
+                      " needs amax_history");
+  }
+  const at::AutoDispatchBelowADInplaceOrView below;
+  Directions out = quantize_both(recipe, like, row, col, state);
+  prepare_codes(fprop, recipe, row, like.sym_size(-1), out.first);
+  return list_of_both(recipe, out, row, col, like);
+}
+
+}  // namespace torch_ops
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   m.impl("layer_operands", layer_operands_kernel);

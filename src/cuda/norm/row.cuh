@@ -1,0 +1,271 @@
+// A row of a normalisation in the registers of a warp or of a block: its values, the sums of
+// core/norm.h, and the normalised values.
+//
+//     vec16          0       1      …    255      256     …
+//     thread         0       1           255      0           of a block
+//     lane           0      1      …    31, 0, 1, …           of a warp: each has its own partials
+#pragma once
+
+#include <cstdint>
+
+#include "cuda/common/ptx.cuh"
+#include "cuda/common/tile.cuh"
+#include "minifloat/core/norm.h"
+#include "minifloat/norm.h"
+
+namespace minifloat::cuda {
+
+static_assert(kNormUnit == kVec && kNormUnits == kThreads);
+
+// A weight or a bias, (cols).
+struct NormParameter {
+  const void* data;  // null: `absent`
+  bool is_bf16, aligned;
+  float absent;
+};
+
+struct NormArgs {
+  Source x, residual;  // residual: of no data where there is none
+  void* sum;           // (rows, cols) of x + residual
+  NormParameter weight, bias;
+  NormKind kind;
+  float eps;
+  bool stores_vecs;  // rows without gaps start at multiples of 16 bytes
+};
+
+NormArgs norm_args(const Norm& of);
+
+// ---- Vec16s -------------------------------------------------------------------------------------
+// Return 16 values, rounded, with the NaN of every backend.
+__device__ __forceinline__ void round_values(const float (&v)[kVec], Vec16<float>& out) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) out.v[i] = with_one_nan(v[i]);
+}
+__device__ __forceinline__ void round_values(const float (&v)[kVec], Vec16<Bf16>& out) {
+  std::uint32_t carries = 0;
+#pragma unroll
+  for (int i = 0; i < kVec / 2; ++i) {
+    out.w[i] = cvt_bf16x2(v[2 * i], v[2 * i + 1]);
+    carries |= (out.w[i] + 0x0001'0001u) & ~out.w[i];  // the conversion's NaN is 0x7FFF
+  }
+  if ((carries & 0x8000'8000u) == 0) return;
+#pragma unroll
+  for (int i = 0; i < kVec / 2; ++i) {
+    const std::uint32_t nan = (out.w[i] + 0x0001'0001u) & ~out.w[i] & 0x8000'8000u;
+    out.w[i] -= (nan >> 15) * (0x7FFFu - BF16::kNanBits);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ float round_value(float x) {
+  if constexpr (sizeof(T) == 4) return x;
+  return bit_cast<float>(cvt_bf16x2(x, 0.0f) << 16);
+}
+
+// Stores the values before the end of a row of `cols` columns without gaps.
+template <class T>
+__device__ __forceinline__ void store_values(const Vec16<T>& vec, void* to, std::uint32_t row,
+                                             std::uint32_t col, std::uint32_t cols,
+                                             bool stores_vecs) {
+  T* const at = static_cast<T*>(to) + std::uint64_t{row} * cols + col;
+  if (stores_vecs && col + kVec <= cols) {
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(vec) / sizeof(uint4)); ++i)
+      reinterpret_cast<uint4*>(at)[i] = reinterpret_cast<const uint4*>(&vec)[i];
+    return;
+  }
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    if (col + i >= cols) break;
+    if constexpr (sizeof(T) == 4)
+      at[i] = vec.v[i];
+    else
+      at[i] = vec.bits(i);
+  }
+}
+
+// Returns 16 values of x, or of x + residual; zero past the end of the row.
+template <class T>
+__device__ __forceinline__ Vec16<T> load_row_vec(const NormArgs& args, std::uint32_t row,
+                                                 std::uint32_t col) {
+  Vec16<T> vec = load_vec<T>(args.x, row_at<T>(args.x, 0, row), col);
+  if (!args.residual.data) return vec;
+  const Vec16<T> other = load_vec<T>(args.residual, row_at<T>(args.residual, 0, row), col);
+  float v[kVec];
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) v[i] = vec[i] + other[i];
+  round_values(v, vec);
+  return vec;
+}
+
+// Loads 16 elements of a parameter.
+__device__ __forceinline__ void load_parameter(const NormParameter& of, std::uint32_t col,
+                                               std::uint32_t cols, float (&v)[kVec]) {
+  if (!of.data) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) v[i] = of.absent;
+    return;
+  }
+  const Source row = {of.data, 0, 0, 1, cols, of.aligned, nullptr};
+  const auto load = [&]<class W>(const W* data) {
+    const Vec16<W> vec = load_vec<W>(row, data, col);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) v[i] = vec[i];
+  };
+  of.is_bf16 ? load(static_cast<const Bf16*>(of.data)) : load(static_cast<const float*>(of.data));
+}
+
+// Returns 16 values normalised, from column `col` on.
+template <class T>
+__device__ __forceinline__ Vec16<T> normalise_vec(const NormArgs& args, const Vec16<T>& x,
+                                                  const RowStatistics& row, std::uint32_t col) {
+  const auto cols = static_cast<std::uint32_t>(args.x.cols);
+  float w[kVec], v[kVec];
+  load_parameter(args.weight, col, cols, w);
+  const auto each = [&]<NormKind kKind>(const float* bias) {
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      v[i] = minifloat::normalise<kKind>(x[i], row, w[i], bias ? bias[i] : 0.0f,
+                                         [](float u) { return round_value<T>(u); });
+  };
+  if (args.kind == NormKind::kRms) {
+    each.template operator()<NormKind::kRms>(nullptr);
+  } else if (args.kind == NormKind::kRmsRounded) {
+    each.template operator()<NormKind::kRmsRounded>(nullptr);
+  } else {
+    float bias[kVec];
+    load_parameter(args.bias, col, cols, bias);
+    each.template operator()<NormKind::kLayer>(bias);
+  }
+  Vec16<T> y;
+  round_values(v, y);
+  return y;
+}
+
+// ---- Sums of a row ------------------------------------------------------------------------------
+// Adds the terms of a vec16: x, or (x - mean)².   count: its columns inside of the row
+template <bool kSquares, class T>
+__device__ __forceinline__ void add_terms(const Vec16<T>& vec, float mean, int count,
+                                          float (&partial)[kNormPartials]) {
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) {
+    float& to = partial[i % kNormPartials];
+    if constexpr (kSquares) {
+      const float d = i < count ? vec[i] - mean : 0.0f;
+      to = multiply_add(d, d, to);
+    } else {
+      to += vec[i];
+    }
+  }
+}
+
+// Returns the sum of `kCount` values, by halves.
+template <int kCount>
+__device__ __forceinline__ float sum_by_halves(float (&v)[kCount]) {
+#pragma unroll
+  for (int half = kCount / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < half; ++i) v[i] += v[i + half];
+  return v[0];
+}
+// Returns the sum of the lanes of a warp, in each.
+__device__ __forceinline__ float sum_of_lanes(float sum) {
+#pragma unroll
+  for (int half = kNormLanes / 2; half > 0; half /= 2) sum += __shfl_xor_sync(kAllLanes, sum, half);
+  return sum;
+}
+
+// Returns the sum of all threads of a block, in each.   of_warp: shared, not used before
+__device__ __forceinline__ float sum_of_block(float of_thread, float (&of_warp)[kNormRuns]) {
+  const float sum = sum_of_lanes(of_thread);
+  if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = sum;
+  __syncthreads();
+  float of_run[kNormRuns];
+#pragma unroll
+  for (int i = 0; i < kNormRuns; ++i) of_run[i] = of_warp[i];
+  return sum_by_halves(of_run);
+}
+
+// A row of at most kVecs vec16s a thread.
+template <class T, int kVecs, bool kByWarps>
+struct RegisterRow {
+  static constexpr std::uint32_t kThreadsOfRow = kByWarps ? 32 : kThreads;
+  static constexpr std::uint32_t kRowsOfBlock = kThreads / kThreadsOfRow;
+  Vec16<T> vecs[kVecs];
+
+  // Returns the row of the thread.
+  __device__ __forceinline__ static std::uint32_t row_of_thread() {
+    return blockIdx.x * kRowsOfBlock + (kByWarps ? threadIdx.x / 32 : 0);
+  }
+  __device__ __forceinline__ static std::uint32_t col_of(int i) {
+    return (threadIdx.x % kThreadsOfRow + i * kThreadsOfRow) * kVec;
+  }
+  // Loads the row, and stores its sum with a residual.
+  __device__ __forceinline__ void load(const NormArgs& args, std::uint32_t row) {
+    const auto cols = static_cast<std::uint32_t>(args.x.cols);
+    const bool is_inside = row < args.x.rows;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i)
+      vecs[i] = is_inside && col_of(i) < cols ? load_row_vec<T>(args, row, col_of(i)) : Vec16<T>{};
+    if (!args.residual.data || !is_inside) return;
+#pragma unroll
+    for (int i = 0; i < kVecs; ++i)
+      if (col_of(i) < cols) store_values(vecs[i], args.sum, row, col_of(i), cols, args.stores_vecs);
+  }
+
+  template <bool kSquares>
+  __device__ __forceinline__ float sum(float mean, int cols, float (&of_warp)[kNormRuns]) const {
+    if constexpr (kByWarps) {
+      float of_run[kVecs];
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i) {
+        float partial[kNormPartials] = {};
+        add_terms<kSquares>(vecs[i], mean, cols - static_cast<int>(col_of(i)), partial);
+        of_run[i] = sum_of_lanes(sum_by_halves(partial));
+      }
+      return sum_by_halves(of_run);
+    } else {
+      float partial[kNormPartials] = {};
+#pragma unroll
+      for (int i = 0; i < kVecs; ++i)
+        add_terms<kSquares>(vecs[i], mean, cols - static_cast<int>(col_of(i)), partial);
+      return sum_of_block(sum_by_halves(partial), of_warp);
+    }
+  }
+
+  // Returns the row's statistics, in each of its threads.   shared: not used before
+  __device__ __forceinline__ RowStatistics statistics(const NormArgs& args,
+                                                      float (&shared)[2][kNormRuns]) const {
+    RowStatistics row;
+    const int cols = static_cast<int>(args.x.cols);
+    const auto count = static_cast<float>(cols);
+    if (args.kind == NormKind::kLayer)
+      row.mean = __fdiv_rn(sum<false>(0.0f, cols, shared[0]), count);
+    row.factor = norm_factor(sum<true>(row.mean, cols, shared[1]), count, args.eps);
+    return row;
+  }
+};
+
+// Calls launch<kVecs, kByWarps>() for rows of `cols` columns. Returns false for longer rows.
+inline constexpr std::int64_t kMostRegisterCols = 4 * kThreads * kVec;
+template <class Launch>
+bool with_register_row(std::int64_t cols, Launch launch) {
+  const std::int64_t vecs = ceil_div<std::int64_t>(cols, kVec);
+  if (vecs <= 32)
+    launch.template operator()<1, true>();
+  else if (vecs <= 2 * 32)
+    launch.template operator()<2, true>();
+  else if (vecs <= 4 * 32)
+    launch.template operator()<4, true>();
+  else if (vecs <= kThreads)
+    launch.template operator()<1, false>();
+  else if (vecs <= 2 * kThreads)
+    launch.template operator()<2, false>();
+  else if (vecs <= 4 * kThreads)
+    launch.template operator()<4, false>();
+  else
+    return false;
+  return true;
+}
+
+}  // namespace minifloat::cuda
