@@ -29,6 +29,8 @@ void check_swiglu(const char* function, const SwiGlu& of) {
   MINIFLOAT_CHECK(of.rows >= 0 && of.width >= 0 && is_addressable({of.rows, of.width}), function,
                   ": expected rows and columns of at most 2^48 elements, got ", of.rows, " and ",
                   of.width);
+  MINIFLOAT_CHECK(of.activation == Activation::kSilu || !(of.has_limit || of.is_interleaved),
+                  function, ": expected gate and up apart and no limit of another activation");
   check_group_table(function, of.groups, of.device, 0, of.rows);
   check_places(function, "places", of.places, of.rows, of.rows, of.device);
 }
@@ -55,6 +57,28 @@ void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
   check_swiglu("swiglu_backward", of);
   if (of.rows == 0) return;
   MINIFLOAT_ON(of.device, swiglu_backward(of, gradients, execution));
+}
+
+void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
+                              const SwiGluCasts& casts, const Execution& execution) {
+  constexpr const char* kFunction = "quantize_swiglu_backward";
+  check_swiglu(kFunction, of);
+  MINIFLOAT_CHECK(!of.groups && !of.weights && !of.has_limit && !of.is_interleaved, kFunction,
+                  ": expected gate and up apart, without groups, weights and a limit");
+  const bool casts_up = casts.up_row || casts.up_col, is_empty = of.rows * of.width == 0;
+  MINIFLOAT_CHECK(is_empty || casts_up == (of.up != nullptr), kFunction,
+                  ": expected casts of the gradient of up, where that is not ones");
+  const TensorRef x = of.h_at(of.gate);  // all have its shape
+  check_quantize(x, casts.gate_row, casts.gate_col);
+  if (casts_up) check_quantize(x, casts.up_row, casts.up_col);
+  if (casts.h_col) check_quantize(x, nullptr, casts.h_col);
+  if (is_empty) {
+    quantize(x, casts.gate_row, casts.gate_col, execution);
+    if (casts_up) quantize(x, casts.up_row, casts.up_col, execution);
+    if (casts.h_col) quantize(x, nullptr, casts.h_col, execution);
+    return;
+  }
+  MINIFLOAT_ON(of.device, quantize_swiglu_backward(of, dh, dh_stride, casts, execution));
 }
 
 void take_rows(const TakeRows& copy, const Execution& execution) {

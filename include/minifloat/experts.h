@@ -1,10 +1,12 @@
-// The operations between the products of experts: SwiGLU, and the copies between tokens and rows.
+// The operations between products: SwiGLU, or another activation in its place, and the copies
+// between tokens and rows of experts.
 // Each is one pass over memory. A place or an index out of range raises Error on the CPU; on a GPU
 // the comments below say what follows.
 #pragma once
 
 #include <cstdint>
 
+#include "minifloat/core/activation.h"
 #include "minifloat/groups.h"
 #include "minifloat/quantize.h"
 #include "minifloat/tensor_ref.h"
@@ -14,12 +16,13 @@ namespace minifloat {
 // Gate and up of a SwiGLU (core/swiglu.h). Strides of rows are in elements.
 struct SwiGlu {
   const void* gate = nullptr;  // (rows, width), adjacent columns; with is_interleaved every second
-  const void* up = nullptr;    // the same; with is_interleaved gate + 1
+  const void* up = nullptr;    // the same; with is_interleaved gate + 1; null: ones
+  Activation activation = Activation::kSilu;  // any, where gate and up lie apart, without a limit
   DType dtype = DType::kFloat32;
   std::int64_t rows = 0, width = 0;
   std::int64_t gate_stride = 0, up_stride = 0;
   bool is_interleaved = false;
-  const float* weights = nullptr;  // (rows)
+  const float* weights = nullptr;  // (rows); null: ones
   // The place of each row's weight, (rows), each place once; null: the row's position. A place out
   // of range is a weight of zero.
   const std::int32_t* places = nullptr;
@@ -54,13 +57,26 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
 struct SwiGluGradients {
   const void* dh = nullptr;  // (rows, width)
   std::int64_t dh_stride = 0;
-  void* gate = nullptr;  // (rows, width), as SwiGlu's
-  void* up = nullptr;
+  void* gate = nullptr;      // (rows, width), as SwiGlu's
+  void* up = nullptr;        // null where SwiGlu's is
   std::int64_t stride = 0;   // of gate's and up's rows
-  float* weights = nullptr;  // (rows), at the rows' places; zero at a place of no row
+  float* weights = nullptr;  // (rows), at the rows' places; zero at a place of no row; null: none
 };
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
+
+// The casts of the gradients of gate and up, and of h columnwise; null: not cast.
+struct SwiGluCasts {
+  const Operand *gate_row = nullptr, *gate_col = nullptr;
+  const Operand *up_row = nullptr, *up_col = nullptr;  // null where SwiGlu's up is
+  const Operand* h_col = nullptr;
+};
+// Quantizes to the bytes that `quantize` makes of swiglu_backward's results and of swiglu's h.
+// Without groups, weights and a limit, gate and up apart. A GPU writes no values where they are
+// bf16, of whole tiles of 128 x 128, and a kernel for the specs is compiled.
+//   dh: (rows, width), rows `dh_stride` elements apart
+void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
+                              const SwiGluCasts& casts, const Execution& execution = {});
 
 // Copies of rows: to[r] = from[index[r] / slots].
 struct TakeRows {

@@ -22,22 +22,29 @@ template <class T>
 SwiGluRow<T> row_of(const SwiGlu& of, std::int64_t r) {
   const std::int64_t place = of.places ? of.places[r] : r;
   return {.gate = static_cast<const T*>(of.gate) + r * of.gate_stride,
-          .up = static_cast<const T*>(of.up) + r * of.up_stride,
+          .up = of.up ? static_cast<const T*>(of.up) + r * of.up_stride : nullptr,
           .dh = nullptr,
           .width = of.width,
-          .weight = of.weights[place],
+          .weight = of.weights ? of.weights[place] : 1.0f,
           .form = {of.limit, of.alpha},
           .h = nullptr,
           .d_gate = nullptr,
           .d_up = nullptr};
 }
 
-template <template <class, bool, int> class Kernel, class T>
+template <template <class, bool, int, Activation> class Kernel, class T>
 auto run_row(const SwiGlu& of, const SwiGluRow<T>& row) {
+  constexpr auto kSilu = Activation::kSilu;
+  switch (of.activation) {
+    case Activation::kGelu: return run_widest<Kernel<T, false, 1, Activation::kGelu>>(row);
+    case Activation::kGeluTanh: return run_widest<Kernel<T, false, 1, Activation::kGeluTanh>>(row);
+    case kSilu: break;
+  }
   if (of.is_interleaved)
-    return of.has_limit ? run_widest<Kernel<T, true, 2>>(row)
-                        : run_widest<Kernel<T, false, 2>>(row);
-  return of.has_limit ? run_widest<Kernel<T, true, 1>>(row) : run_widest<Kernel<T, false, 1>>(row);
+    return of.has_limit ? run_widest<Kernel<T, true, 2, kSilu>>(row)
+                        : run_widest<Kernel<T, false, 2, kSilu>>(row);
+  return of.has_limit ? run_widest<Kernel<T, true, 1, kSilu>>(row)
+                      : run_widest<Kernel<T, false, 1, kSilu>>(row);
 }
 
 template <class T>
@@ -58,13 +65,15 @@ void forward(const SwiGlu& of, T* h, const Execution& execution) {
 template <class T>
 void backward(const SwiGlu& of, const SwiGluGradients& d, const Execution& execution) {
   const std::int64_t end = end_of(of), step = of.is_interleaved ? 2 : 1;
-  if (of.places) std::fill_n(d.weights, of.rows, 0.0f);
+  if (of.places && d.weights) std::fill_n(d.weights, of.rows, 0.0f);
   parallel_for(execution, of.rows, of.rows * of.width, [&](std::int64_t r) {
     T* const d_gate = static_cast<T*>(d.gate) + r * d.stride;
-    T* const d_up = static_cast<T*>(d.up) + r * d.stride;
-    float& d_weight = d.weights[of.places ? of.places[r] : r];
+    T* const d_up = d.up ? static_cast<T*>(d.up) + r * d.stride : nullptr;
+    float unused = 0;
+    float& d_weight = d.weights ? d.weights[of.places ? of.places[r] : r] : unused;
     if (r >= end) {
-      for (std::int64_t i = 0; i < of.width; ++i) d_gate[i * step] = d_up[i * step] = T{};
+      for (std::int64_t i = 0; i < of.width; ++i) d_gate[i * step] = T{};
+      for (std::int64_t i = 0; d_up && i < of.width; ++i) d_up[i * step] = T{};
       d_weight = 0;
       return;
     }
@@ -133,6 +142,25 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
       static_cast<std::size_t>(of.rows * of.width * size));
   cpu::swiglu(of, h.get(), execution);
   cpu::quantize(of.h_at(h.get()), rowwise, columnwise, execution);
+}
+
+void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
+                              const SwiGluCasts& casts, const Execution& execution) {
+  const auto bytes = static_cast<std::size_t>(of.rows * of.width) *
+                     (of.dtype == DType::kFloat32 ? sizeof(float) : sizeof(std::uint16_t));
+  const auto values = [&] { return std::make_unique_for_overwrite<std::byte[]>(bytes); };
+  const auto d_gate = values(), d_up = of.up ? values() : nullptr;
+  cpu::swiglu_backward(of,
+                       {.dh = dh,
+                        .dh_stride = dh_stride,
+                        .gate = d_gate.get(),
+                        .up = d_up.get(),
+                        .stride = of.width,
+                        .weights = nullptr},
+                       execution);
+  cpu::quantize(of.h_at(d_gate.get()), casts.gate_row, casts.gate_col, execution);
+  if (of.up) cpu::quantize(of.h_at(d_up.get()), casts.up_row, casts.up_col, execution);
+  if (casts.h_col) cpu::quantize_swiglu(of, nullptr, casts.h_col, execution);
 }
 
 void take_rows(const TakeRows& copy, const Execution& execution) {

@@ -10,6 +10,8 @@ void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
 void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
                      const Execution& execution);
+void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
+                              const SwiGluCasts& casts, const Execution& execution);
 void take_rows(const TakeRows& copy, const Execution& execution);
 void add_slots(const AddSlots& sum, const Execution& execution);
 

@@ -109,7 +109,7 @@ struct Row {
   }
 };
 
-template <class T, bool kHasLimit>
+template <class T, bool kHasLimit, Activation kActivation = Activation::kSilu>
 void expect_rows_alike() {
   using Rows = Row<T>;
   const auto results_of = [](auto forward, auto backward) {
@@ -119,8 +119,8 @@ void expect_rows_alike() {
     return std::pair{r.out, r.d_weight};
   };
   using Row = SwiGluRow<T>;
-  using F = SwiGluForward<T, kHasLimit, 1>;
-  using B = SwiGluBackward<T, kHasLimit, 1>;
+  using F = SwiGluForward<T, kHasLimit, 1, kActivation>;
+  using B = SwiGluBackward<T, kHasLimit, 1, kActivation>;
   const auto baseline = results_of([](const Row& row) { run_baseline<F>(row); },
                                    [](const Row& row) { return run_baseline<B>(row); });
   EXPECT_TRUE(baseline == results_of([](const Row& row) { run_widest<F>(row); },
@@ -138,6 +138,8 @@ TEST(Targets, EveryVectorUnitGivesTheSameSwiGlu) {
   expect_rows_alike<float, true>();
   expect_rows_alike<std::uint16_t, false>();
   expect_rows_alike<std::uint16_t, true>();
+  expect_rows_alike<float, false, Activation::kGelu>();
+  expect_rows_alike<float, false, Activation::kGeluTanh>();
 }
 
 }  // namespace

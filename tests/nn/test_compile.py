@@ -126,6 +126,23 @@ def norm_calls():
     yield ops.add_norm_operands, (half, half, None, None, "rms", 1e-6, "mxfp8"), {}
 
 
+def activation_calls():
+    """Yields calls of an activation between dense layers."""
+    gate, half = torch.randn(40, 48), torch.randn(2, 20, 24, dtype=torch.bfloat16)
+    yield ops.activation, (gate, None, "gelu"), {}
+    yield ops.activation, (half, half.clone(), "silu"), {}
+    yield ops.activation_backward, (half.clone(), half, half.clone(), "gelu_tanh"), {}
+    yield ops.activation_backward, (gate.clone(), gate, None, "gelu"), {}
+    decoded = {"rng": RNG, "decoded_col": True, "origin": (32, 64)}
+    yield ops.quantize_activation, (gate, gate.clone(), "silu", "mxfp4", "mxfp4+sr+rht"), decoded
+    tensors = (gate.clone(), gate, gate.clone(), "silu")
+    options = {"h_amax": torch.tensor(2.0), "up_stream_col": 3, "decoded_row": True}
+    specs = ("mxfp8", "e4m3/row", "e4m3/tensor+delayed")
+    yield ops.quantize_activation_backward, (*tensors, *specs), options
+    alone = (gate.clone(), gate, None, "gelu", "", "nvfp4+sr", "")
+    yield ops.quantize_activation_backward, alone, {"gate_rng": RNG}
+
+
 def sample_calls():
     x, batch = torch.randn(40, 72), torch.randn(2, 40, 72, dtype=torch.bfloat16)
     yield ops.amax, (x, "nvfp4"), {}
@@ -147,6 +164,7 @@ def sample_calls():
     yield from grouped_calls()
     yield from expert_calls()
     yield from norm_calls()
+    yield from activation_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.quantize(x, spec)
         yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}

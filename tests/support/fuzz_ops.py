@@ -26,6 +26,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.support import (  # noqa: F401  register calls
+    fuzz_activation_calls,
     fuzz_expert_calls,
     fuzz_group_calls,
     fuzz_norm_calls,

@@ -185,6 +185,30 @@ TORCH_LIBRARY(minifloat, m) {
       "float? limit=None, float alpha=1.702, bool interleaved=False, Tensor? pairs=None, "
       "Tensor? groups=None) -> (Tensor d_product, Tensor d_other, Tensor d_weights)",
       tags);
+
+  // Activations of dense layers: "silu", "gelu" or "gelu_tanh" of gate, times up if there is one.
+  // The casts take matrices, and return the tensors of `quantize` of the results: eight of h; eight
+  // of d_gate, eight of d_up where there is an up, and four of h columnwise where h_col is a spec.
+  m.def("activation(Tensor gate, Tensor? up, str activation) -> Tensor", tags);
+  m.def(
+      "activation_backward(Tensor dh, Tensor gate, Tensor? up, str activation) -> "
+      "(Tensor d_gate, Tensor d_up)",
+      tags);
+  m.def(
+      "quantize_activation(Tensor gate, Tensor? up, str activation, str row, str col, *, "
+      "Tensor? amax_row=None, Tensor? amax_col=None, Tensor? rng=None, int stream_row=0, "
+      "int stream_col=0, SymInt[2] origin=0, bool decoded_row=False, bool decoded_col=False) -> "
+      "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
+      "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
+      tags);
+  m.def(
+      "quantize_activation_backward(Tensor dh, Tensor gate, Tensor? up, str activation, str row, "
+      "str col, str h_col, *, Tensor? gate_amax_row=None, Tensor? gate_amax_col=None, "
+      "Tensor? up_amax_row=None, Tensor? up_amax_col=None, Tensor? h_amax=None, "
+      "Tensor? gate_rng=None, Tensor? up_rng=None, Tensor? h_rng=None, int gate_stream_row=0, "
+      "int gate_stream_col=0, int up_stream_row=0, int up_stream_col=0, int h_stream=0, "
+      "bool decoded_row=False, bool decoded_col=False, bool decoded_h=False) -> Tensor[]",
+      tags);
   m.def("take_rows(Tensor x, Tensor index, SymInt slots=1, *, Tensor? places=None) -> Tensor",
         tags);
   m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None) -> Tensor", tags);

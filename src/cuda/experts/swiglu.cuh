@@ -17,12 +17,13 @@ struct FastReciprocal {
 };
 
 struct SwiGluArgs {
-  const void *gate, *up;  // rows `gate_stride` and `up_stride` elements apart
+  const void *gate, *up;  // rows `gate_stride` and `up_stride` elements apart; up null: ones
   std::int64_t gate_stride, up_stride;
   std::int64_t rows;
   int width;
   bool is_aligned, is_interleaved, has_limit;
-  const float* weights;
+  Activation activation;         // without a limit
+  const float* weights;          // null: ones
   const std::int32_t* places;    // null: the rows' positions
   const std::int32_t* last_end;  // null: there are no groups
   SwiGluForm form;
@@ -32,6 +33,7 @@ struct SwiGluArgs {
     return static_cast<std::uint32_t>(places ? __ldg(places + row) : row);
   }
   __device__ __forceinline__ float weight_at(std::uint32_t place) const {
+    if (!weights) return 1.0f;
     return place < rows ? __ldg(weights + place) : 0.0f;
   }
 };
@@ -43,7 +45,7 @@ inline SwiGluArgs args_of(const SwiGlu& of) {
   const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
   const bool is_aligned =
       has_aligned_rows(of.gate, of.gate_stride * size, of.rows) &&
-      (of.is_interleaved || has_aligned_rows(of.up, of.up_stride * size, of.rows)) &&
+      (of.is_interleaved || !of.up || has_aligned_rows(of.up, of.up_stride * size, of.rows)) &&
       (of.rows <= 1 || of.width * size % 16 == 0);
   return {of.gate,
           of.up,
@@ -54,6 +56,7 @@ inline SwiGluArgs args_of(const SwiGlu& of) {
           is_aligned,
           of.is_interleaved,
           of.has_limit,
+          of.activation,
           of.weights,
           of.places,
           last_end_of(of.groups),
@@ -68,21 +71,23 @@ struct GateAndUp8 {
 // Loads columns from `col` on, a multiple of 8; rows are aligned.
 __device__ __forceinline__ GateAndUp8 load_gate_and_up(const SwiGluArgs& of, std::uint32_t row,
                                                        std::uint32_t col) {
+  constexpr std::uint32_t kOnes = 0x3F80'3F80;
   const auto* gate = static_cast<const Bf16*>(of.gate) + row * of.gate_stride +
                      (of.is_interleaved ? 2 * col : col);
-  const auto* up = of.is_interleaved ? gate + kSwiGluVec
-                                     : static_cast<const Bf16*>(of.up) + row * of.up_stride + col;
-  return {__ldg(reinterpret_cast<const uint4*>(gate)), __ldg(reinterpret_cast<const uint4*>(up))};
+  const auto load = [](const Bf16* at) { return __ldg(reinterpret_cast<const uint4*>(at)); };
+  if (of.is_interleaved) return {load(gate), load(gate + kSwiGluVec)};
+  if (!of.up) return {load(gate), {kOnes, kOnes, kOnes, kOnes}};
+  return {load(gate), load(static_cast<const Bf16*>(of.up) + row * of.up_stride + col)};
 }
 
 // Return 8 columns of h, rounded to bf16.
-template <bool kHasLimit>
+template <bool kHasLimit, Activation kActivation>
 __device__ __forceinline__ Vec8<Bf16> h_of(const std::uint32_t (&gate)[kSwiGluVec / 2],
                                            const std::uint32_t (&up)[kSwiGluVec / 2], float weight,
                                            const SwiGluForm& form) {
   const auto h = [&](std::uint32_t g, std::uint32_t u) {
-    return minifloat::swiglu<kHasLimit>(bit_cast<float>(g), bit_cast<float>(u), weight, form,
-                                        FastReciprocal{});
+    return minifloat::swiglu<kHasLimit, kActivation>(bit_cast<float>(g), bit_cast<float>(u), weight,
+                                                     form, FastReciprocal{});
   };
   Vec8<Bf16> out;
 #pragma unroll
@@ -104,8 +109,14 @@ __device__ __forceinline__ Vec8<Bf16> h_of(const SwiGluArgs& of, const GateAndUp
       up[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x7632);
     }
   }
-  return of.has_limit ? h_of<true>(gate, up, weight, of.form)
-                      : h_of<false>(gate, up, weight, of.form);
+  if (of.has_limit) return h_of<true, Activation::kSilu>(gate, up, weight, of.form);
+  switch (of.activation) {
+    case Activation::kGelu: return h_of<false, Activation::kGelu>(gate, up, weight, of.form);
+    case Activation::kGeluTanh:
+      return h_of<false, Activation::kGeluTanh>(gate, up, weight, of.form);
+    case Activation::kSilu: break;
+  }
+  return h_of<false, Activation::kSilu>(gate, up, weight, of.form);
 }
 
 // Returns the bits of the largest magnitude of 8 columns, as Vec16's amax does.

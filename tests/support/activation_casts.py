@@ -1,0 +1,137 @@
+"""Activations and their casts as one op, beside the composition, for tests of both devices."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from minifloat._native import ops
+from torch import Tensor
+
+ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
+MATRICES = ("gate", "up", "h")
+PARTS = ("codes", "scale", "amax", "decoded")
+OUTPUTS = [f"{part}_{side}" for side in ("row", "col") for part in PARTS]
+RNG = torch.tensor([-(2**61) + 3, 9])
+
+
+def amax_options(row: str, col: str, h_col: str, x: Tensor) -> dict[str, Any]:
+    """Returns the options of quantize_activation_backward for these specs."""
+    options: dict[str, Any] = {}
+    for i, matrix in enumerate(("gate", "up")):
+        for j, (side, spec) in enumerate((("row", row), ("col", col))):
+            options[f"{matrix}_stream_{side}"] = 2**60 + 7 * i - 5 * j
+            if "+delayed" in spec:
+                options[f"{matrix}_amax_{side}"] = torch.tensor(1.75 + i + j, device=x.device)
+        if "+sr" in row + col:
+            options[f"{matrix}_rng"] = (RNG + i).to(x.device)
+    options["h_stream"] = -77
+    if "+delayed" in h_col:
+        options["h_amax"] = torch.tensor(0.75, device=x.device)
+    if "+sr" in h_col:
+        options["h_rng"] = (RNG + 5).to(x.device)
+    return options
+
+
+@dataclass(frozen=True)
+class Case:
+    """The inputs of an activation's forward and backward."""
+
+    dh: Tensor
+    gate: Tensor
+    up: Tensor | None
+    activation: str
+
+    def on(self, device: torch.device) -> Case:
+        up = None if self.up is None else self.up.to(device)
+        return Case(self.dh.to(device), self.gate.to(device), up, self.activation)
+
+    def forward(self, row: str, col: str, **options: Any) -> dict[str, Tensor]:
+        out = ops.quantize_activation(self.gate, self.up, self.activation, row, col, **options)
+        return dict(zip(OUTPUTS, out, strict=True))
+
+    def forward_composition(self, row: str, col: str, **options: Any) -> dict[str, Tensor]:
+        h = ops.activation(self.gate, self.up, self.activation)
+        return dict(zip(OUTPUTS, ops.quantize(h, row, col, **options), strict=True))
+
+    def names(self, h_col: str) -> list[str]:
+        matrices = [m for m in ("gate", "up") if m == "gate" or self.up is not None]
+        names = [f"{m} {output}" for m in matrices for output in OUTPUTS]
+        return names + ([f"h {part}_col" for part in PARTS] if h_col else [])
+
+    def backward(self, row: str, col: str, h_col: str, **options: Any) -> dict[str, Tensor]:
+        tensors = self.dh, self.gate, self.up, self.activation
+        out = ops.quantize_activation_backward(*tensors, row, col, h_col, **options)
+        return dict(zip(self.names(h_col), out, strict=True))
+
+    def backward_composition(
+        self, row: str, col: str, h_col: str, **options: Any
+    ) -> dict[str, Tensor]:
+        values = ops.activation_backward(self.dh, self.gate, self.up, self.activation)
+        out: list[Tensor] = []
+        for name, d in zip(("gate", "up"), values, strict=True):
+            given = {
+                key.removeprefix(f"{name}_"): value
+                for key, value in options.items()
+                if key.startswith(f"{name}_")
+            }
+            given |= {key: options[key] for key in ("decoded_row", "decoded_col") if key in options}
+            if name == "gate" or self.up is not None:
+                out += ops.quantize(d, row, col, **given)
+        if h_col:
+            h = ops.activation(self.gate, self.up, self.activation)
+            out += ops.quantize(
+                h,
+                "",
+                h_col,
+                amax_col=options.get("h_amax"),
+                rng=options.get("h_rng"),
+                stream_col=options.get("h_stream", 0),
+                decoded_col=options.get("decoded_h", False),
+            )[4:]
+        return dict(zip(self.names(h_col), out, strict=True))
+
+
+def draw(
+    rows: int,
+    width: int,
+    dtype: torch.dtype,
+    activation: str,
+    *,
+    is_gated: bool = True,
+    special: bool = False,
+    scale: float = 2.0,
+) -> Case:
+    """Draws a case.   special: some values are NaN, Inf, huge, denormal or zero"""
+    g = torch.Generator().manual_seed(rows * 7 + width)
+    ends = torch.tensor([float("nan"), float("inf"), -float("inf"), 3e38, -3e38, 1e-40, 0.0, -0.0])
+
+    def matrix() -> Tensor:
+        x = torch.randn(rows, width, generator=g) * scale
+        if special:
+            at = torch.rand(rows, width, generator=g) < 0.02
+            x[at] = ends[torch.randint(0, len(ends), (int(at.sum()),), generator=g)]
+        return x.to(dtype)
+
+    return Case(matrix(), matrix(), matrix() if is_gated else None, activation)
+
+
+def bits(t: Tensor) -> Tensor:
+    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
+
+
+def require_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
+    """Compares bits. NaN amaxes and scales in fp32 are equal: processors have different NaNs."""
+    assert got.keys() == want.keys(), what
+    for name, a in got.items():
+        found, expected = a.cpu(), want[name].cpu()
+        assert found.shape == expected.shape, f"{what}: {name}"
+        assert found.dtype == expected.dtype, f"{what}: {name}"
+        wrong = bits(found) != bits(expected)
+        if found.dtype == torch.float32:
+            wrong &= ~(found.isnan() & expected.isnan())
+        assert not wrong.any(), (
+            f"{what}: {int(wrong.sum())} of {wrong.numel()} of {name} differ, "
+            f"first at {wrong.nonzero()[0].tolist()}"
+        )

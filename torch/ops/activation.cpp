@@ -1,0 +1,370 @@
+// The ops activation, activation_backward, quantize_activation and quantize_activation_backward: an
+// activation between dense layers, alone or with the casts of its results.
+#include "ops/activation.h"
+
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
+#include <torch/library.h>
+
+#include <vector>
+
+#include "minifloat/experts.h"
+#include "ops/bridge.h"
+#include "ops/direct.h"
+#include "ops/kernels.h"
+#include "ops/outputs.h"
+#include "ops/tangents.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using torch_ops::ActivationArguments;
+using torch_ops::CastOfComputed;
+using torch_ops::GradientCasts;
+using torch_ops::QuantizedGradients;
+using torch_ops::QuantizedOperand;
+using torch_ops::QuantizeOptions;
+using MaybeTensor = std::optional<Tensor>;
+using Operands = std::pair<QuantizedOperand, QuantizedOperand>;
+
+Activation parse_activation(const char* op, const std::string& name) {
+  if (name == "silu") return Activation::kSilu;
+  if (name == "gelu") return Activation::kGelu;
+  TORCH_CHECK_VALUE(name == "gelu_tanh", op,
+                    ": expected activation 'silu', 'gelu' or 'gelu_tanh', got '", printable(name),
+                    "'");
+  return Activation::kGeluTanh;
+}
+
+// Requires `t` with the dtype, shape and device of gate.
+void check_like_gate(const char* op, const char* name, const Tensor& t, const Tensor& gate) {
+  TORCH_CHECK_VALUE(t.scalar_type() == gate.scalar_type() && t.sym_sizes().equals(gate.sym_sizes()),
+                    op, ": expected ", name, " as gate, ", gate.scalar_type(), " ",
+                    gate.sym_sizes(), ", got ", t.scalar_type(), " ", t.sym_sizes());
+  TORCH_CHECK_VALUE(t.device() == gate.device(), op, ": expected ", name, " on ", gate.device(),
+                    ", got ", t.device());
+}
+
+// dh: null: there is none
+void check_arguments(const char* op, const ActivationArguments& of, const Tensor* dh,
+                     bool is_matrix) {
+  parse_activation(op, of.activation);
+  bridge::check_value_dtype(op, "gate", of.gate);
+  TORCH_CHECK_VALUE(
+      of.gate.dim() >= 1 && (!is_matrix || of.gate.dim() == 2), op,
+      is_matrix ? ": expected gate (rows, cols), got " : ": expected gate (…, cols), got ",
+      of.gate.dim(), " dimensions");
+  bridge::check_sizes(op, "gate", of.gate);
+  if (of.up) check_like_gate(op, "up", *of.up, of.gate);
+  if (dh) check_like_gate(op, "dh", *dh, of.gate);
+}
+
+// Returns t (…, cols) as (rows, cols) with adjacent columns: a view, or a copy.
+Tensor as_rows(const char* op, const char* name, const Tensor& t) {
+  bridge::check_memory(op, name, t);
+  const Tensor rows = t.dim() == 2 ? t : t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2);
+  return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
+}
+
+// The inputs in memory that the kernels read.
+struct ActivationInputs {
+  Tensor gate, up, dh;
+  SwiGlu of;
+};
+ActivationInputs inputs_of(const char* op, const ActivationArguments& a,
+                           const Tensor* dh = nullptr) {
+  ActivationInputs in = {as_rows(op, "gate", a.gate),
+                         a.up ? as_rows(op, "up", *a.up) : Tensor(),
+                         dh ? as_rows(op, "dh", *dh) : Tensor(),
+                         {}};
+  SwiGlu& of = in.of;
+  of.activation = parse_activation(op, a.activation);
+  of.dtype = a.gate.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  of.rows = in.gate.size(0);
+  of.width = in.gate.size(1);
+  of.gate = in.gate.const_data_ptr();
+  of.gate_stride = in.gate.stride(0);
+  if (a.up) of.up = in.up.const_data_ptr(), of.up_stride = in.up.stride(0);
+  of.device = bridge::backend_of(a.gate);
+  return in;
+}
+
+Tensor empty_like_gate(const Tensor& gate) {
+  return torch_ops::empty(gate, gate.sym_sizes(), gate.scalar_type());
+}
+
+Tensor activation_meta(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
+  check_arguments("activation", {gate, up, activation}, nullptr, false);
+  return empty_like_gate(gate);
+}
+
+Tensor activation_kernel(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
+  const Tensor h = activation_meta(gate, up, activation);
+  const ActivationInputs in = inputs_of("activation", {gate, up, activation});
+  bridge::with_value_errors(
+      [&] { swiglu(in.of, h.mutable_data_ptr(), bridge::ExecutionOn(gate)); });
+  return h;
+}
+
+std::tuple<Tensor, Tensor> backward_meta(const Tensor& dh, const Tensor& gate,
+                                         const MaybeTensor& up, const std::string& activation) {
+  check_arguments("activation_backward", {gate, up, activation}, &dh, false);
+  return {empty_like_gate(gate),
+          up ? empty_like_gate(gate) : torch_ops::empty(gate, {SymInt(0)}, gate.scalar_type())};
+}
+
+std::tuple<Tensor, Tensor> backward_kernel(const Tensor& dh, const Tensor& gate,
+                                           const MaybeTensor& up, const std::string& activation) {
+  const auto [d_gate, d_up] = backward_meta(dh, gate, up, activation);
+  const ActivationInputs in = inputs_of("activation_backward", {gate, up, activation}, &dh);
+  SwiGluGradients to;
+  to.dh = in.dh.const_data_ptr();
+  to.dh_stride = in.dh.stride(0);
+  to.gate = d_gate.mutable_data_ptr();
+  if (up) to.up = d_up.mutable_data_ptr();
+  to.stride = in.of.width;
+  bridge::with_value_errors([&] { swiglu_backward(in.of, to, bridge::ExecutionOn(gate)); });
+  return {d_gate, d_up};
+}
+
+// ---- Casts --------------------------------------------------------------------------------------
+constexpr const char* kForward = "quantize_activation";
+constexpr const char* kBackward = "quantize_activation_backward";
+
+Operands cast_h(const ActivationArguments& a, const std::string& row, const std::string& col,
+                const QuantizeOptions& options, bool shares_memory) {
+  check_arguments(kForward, a, nullptr, true);
+  const ActivationInputs in = inputs_of(kForward, a);
+  const CastOfComputed cast = [&](const Operand* to_row, const Operand* to_col, const GroupTable&,
+                                  const Execution& execution) {
+    quantize_swiglu(in.of, to_row, to_col, execution);
+  };
+  return torch_ops::direct_quantize(in.gate, row, col, options, &cast, shares_memory);
+}
+
+// Casts the gradients of gate and up, and h. Each matrix's call allocates its outputs, then makes
+// the next one's call; the last has the operands of all, and quantizes.
+class BackwardCast {
+ public:
+  BackwardCast(const ActivationInputs& in, const GradientCasts& casts, bool shares_memory)
+      : in_(in), casts_(casts), shares_memory_(shares_memory) {}
+
+  QuantizedGradients run() {
+    gate_ = [this](const Operand* row, const Operand* col, const GroupTable&,
+                   const Execution& execution) {
+      to_.gate_row = row, to_.gate_col = col;
+      in_.up.defined() ? cast_up() : cast_h_and_quantize(execution);
+    };
+    out_.gate = direct_quantize(casts_.row, casts_.col, casts_.gate, gate_);
+    return out_;
+  }
+
+ private:
+  Operands direct_quantize(const std::string& row, const std::string& col,
+                           const QuantizeOptions& options, const CastOfComputed& cast) const {
+    return torch_ops::direct_quantize(in_.gate, row, col, options, &cast, shares_memory_);
+  }
+  void cast_up() {
+    const CastOfComputed cast = [this](const Operand* row, const Operand* col, const GroupTable&,
+                                       const Execution& execution) {
+      to_.up_row = row, to_.up_col = col;
+      cast_h_and_quantize(execution);
+    };
+    out_.up = direct_quantize(casts_.row, casts_.col, casts_.up, cast);
+  }
+  void cast_h_and_quantize(const Execution& execution) {
+    if (casts_.h_col.empty()) return quantize(execution);
+    const CastOfComputed cast = [this](const Operand*, const Operand* col, const GroupTable&,
+                                       const Execution& of_h) {
+      to_.h_col = col;
+      quantize(of_h);
+    };
+    out_.h = direct_quantize("", casts_.h_col, casts_.h, cast).second;
+  }
+  void quantize(const Execution& execution) const {
+    quantize_swiglu_backward(in_.of, in_.dh.const_data_ptr(), in_.dh.stride(0), to_, execution);
+  }
+
+  const ActivationInputs& in_;
+  const GradientCasts& casts_;
+  bool shares_memory_;
+  CastOfComputed gate_;
+  SwiGluCasts to_ = {};
+  QuantizedGradients out_ = {};
+};
+
+QuantizedGradients cast_gradients(const Tensor& dh, const ActivationArguments& a,
+                                  const GradientCasts& casts, bool shares_memory) {
+  check_arguments(kBackward, a, &dh, true);
+  const ActivationInputs in = inputs_of(kBackward, a, &dh);
+  return BackwardCast(in, casts, shares_memory).run();
+}
+
+using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+// The ops, with real tensors or on the Meta device.
+template <bool kIsMeta>
+EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
+                                    const std::string& activation, const std::string& row,
+                                    const std::string& col, const MaybeTensor& amax_row,
+                                    const MaybeTensor& amax_col, const MaybeTensor& rng,
+                                    std::int64_t stream_row, std::int64_t stream_col,
+                                    c10::SymIntArrayRef origin, bool decoded_row,
+                                    bool decoded_col) {
+  const ActivationArguments a = {gate, up, activation};
+  TORCH_CHECK_VALUE(origin.size() == 2, kForward, ": expected origin as (row, column), got ",
+                    origin.size(), " numbers");
+  const QuantizeOptions options = {.amax_row = amax_row,
+                                   .amax_col = amax_col,
+                                   .rng = rng,
+                                   .stream_row = stream_row,
+                                   .stream_col = stream_col,
+                                   .decoded_row = decoded_row,
+                                   .decoded_col = decoded_col,
+                                   .origin = {origin[0], origin[1]}};
+  Operands out;
+  if constexpr (kIsMeta) {
+    check_arguments(kForward, a, nullptr, true);
+    out = torch_ops::quantize(gate, row, col, options);
+  } else {
+    out = cast_h(a, row, col, options, false);
+  }
+  const auto& [r, c] = out;
+  return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
+}
+
+QuantizedGradients meta_gradients(const Tensor& dh, const ActivationArguments& a,
+                                  const GradientCasts& casts) {
+  check_arguments(kBackward, a, &dh, true);
+  QuantizedGradients out;
+  out.gate = torch_ops::quantize(a.gate, casts.row, casts.col, casts.gate);
+  if (a.up) out.up = torch_ops::quantize(a.gate, casts.row, casts.col, casts.up);
+  if (!casts.h_col.empty()) out.h = torch_ops::quantize(a.gate, "", casts.h_col, casts.h).second;
+  return out;
+}
+
+template <bool kIsMeta>
+std::vector<Tensor> quantize_activation_backward_op(
+    const Tensor& dh, const Tensor& gate, const MaybeTensor& up, const std::string& activation,
+    const std::string& row, const std::string& col, const std::string& h_col,
+    const MaybeTensor& gate_amax_row, const MaybeTensor& gate_amax_col,
+    const MaybeTensor& up_amax_row, const MaybeTensor& up_amax_col, const MaybeTensor& h_amax,
+    const MaybeTensor& gate_rng, const MaybeTensor& up_rng, const MaybeTensor& h_rng,
+    std::int64_t gate_stream_row, std::int64_t gate_stream_col, std::int64_t up_stream_row,
+    std::int64_t up_stream_col, std::int64_t h_stream, bool decoded_row, bool decoded_col,
+    bool decoded_h) {
+  const QuantizeOptions of_gate = {.amax_row = gate_amax_row,
+                                   .amax_col = gate_amax_col,
+                                   .rng = gate_rng,
+                                   .stream_row = gate_stream_row,
+                                   .stream_col = gate_stream_col,
+                                   .decoded_row = decoded_row,
+                                   .decoded_col = decoded_col},
+                        of_up = {.amax_row = up_amax_row,
+                                 .amax_col = up_amax_col,
+                                 .rng = up_rng,
+                                 .stream_row = up_stream_row,
+                                 .stream_col = up_stream_col,
+                                 .decoded_row = decoded_row,
+                                 .decoded_col = decoded_col},
+                        of_h = {.amax_row = {},
+                                .amax_col = h_amax,
+                                .rng = h_rng,
+                                .stream_col = h_stream,
+                                .decoded_col = decoded_h};
+  const ActivationArguments a = {gate, up, activation};
+  const GradientCasts casts = {row, col, h_col, of_gate, of_up, of_h};
+  const QuantizedGradients out =
+      kIsMeta ? meta_gradients(dh, a, casts) : cast_gradients(dh, a, casts, false);
+  std::vector<Tensor> list;
+  const auto append = [&](const QuantizedOperand& o) {
+    list.insert(list.end(), {o.codes, o.scale, o.amax, o.decoded});
+  };
+  append(out.gate.first), append(out.gate.second);
+  if (up) append(out.up.first), append(out.up.second);
+  if (!h_col.empty()) append(out.h);
+  return list;
+}
+
+void register_kernels(torch::Library& m) {
+  m.impl("activation", activation_kernel);
+  m.impl("activation_backward", backward_kernel);
+  m.impl("quantize_activation", quantize_activation_op<false>);
+  m.impl("quantize_activation_backward", quantize_activation_backward_op<false>);
+}
+
+const Tensor* or_null(const MaybeTensor& t) { return t ? &*t : nullptr; }
+
+QuantizedOperand four_at(const std::vector<Tensor>& list, std::size_t at) {
+  return {list[at], list[at + 1], list[at + 2], list[at + 3]};
+}
+
+}  // namespace
+
+namespace torch_ops {
+
+Operands quantize_activation(const ActivationArguments& of, const std::string& row,
+                             const std::string& col, const QuantizeOptions& options) {
+  if (can_skip_dispatcher({&of.gate, or_null(of.up), or_null(options.amax_row),
+                           or_null(options.amax_col), or_null(options.rng)}))
+    return cast_h(of, row, col, options, true);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("minifloat::quantize_activation", "")
+                             .typed<decltype(quantize_activation_op<false>)>();
+  auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
+      op.call(of.gate, of.up, of.activation, row, col, options.amax_row, options.amax_col,
+              options.rng, options.stream_row, options.stream_col, options.origin,
+              options.decoded_row, options.decoded_col);
+  return {{codes_row, scale_row, amax_row, decoded_row},
+          {codes_col, scale_col, amax_col, decoded_col}};
+}
+
+QuantizedGradients quantize_activation_backward(const Tensor& dh, const ActivationArguments& of,
+                                                const GradientCasts& casts) {
+  const QuantizeOptions &gate = casts.gate, &up = casts.up, &h = casts.h;
+  if (can_skip_dispatcher({&dh, &of.gate, or_null(of.up), or_null(gate.amax_row),
+                           or_null(gate.amax_col), or_null(up.amax_row), or_null(up.amax_col),
+                           or_null(h.amax_col), or_null(gate.rng), or_null(up.rng),
+                           or_null(h.rng)}))
+    return cast_gradients(dh, of, casts, true);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("minifloat::quantize_activation_backward", "")
+                             .typed<decltype(quantize_activation_backward_op<false>)>();
+  TORCH_CHECK_VALUE(
+      !of.up || (gate.decoded_row == up.decoded_row && gate.decoded_col == up.decoded_col),
+      kBackward, ": expected values of both gradients or of neither");
+  const std::vector<Tensor> list =
+      op.call(dh, of.gate, of.up, of.activation, casts.row, casts.col, casts.h_col, gate.amax_row,
+              gate.amax_col, up.amax_row, up.amax_col, h.amax_col, gate.rng, up.rng, h.rng,
+              gate.stream_row, gate.stream_col, up.stream_row, up.stream_col, h.stream_col,
+              gate.decoded_row, gate.decoded_col, h.decoded_col);
+  QuantizedGradients out;
+  out.gate = {four_at(list, 0), four_at(list, 4)};
+  if (of.up) out.up = {four_at(list, 8), four_at(list, 12)};
+  if (!casts.h_col.empty()) out.h = four_at(list, list.size() - 4);
+  return out;
+}
+
+}  // namespace torch_ops
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
+
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
+  m.impl("activation", activation_meta);
+  m.impl("activation_backward", backward_meta);
+  m.impl("quantize_activation", quantize_activation_op<true>);
+  m.impl("quantize_activation_backward", quantize_activation_backward_op<true>);
+}
+
+// A backward pass through the ops alone raises.
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  for (const char* op : {"activation", "activation_backward"})
+    m.impl(op, torch::autograd::autogradNotImplementedFallback());
+  for (const char* op : {"quantize_activation", "quantize_activation_backward"})
+    m.impl(op, torch_ops::without_derivative());
+}
+
+}  // namespace minifloat

@@ -1,0 +1,41 @@
+// The casts of an activation's result, and of its gradients, for layers.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <utility>
+
+#include "ops/ops.h"
+
+namespace minifloat::torch_ops {
+
+// The arguments that all ops of activations take. The tensors must outlive it.
+struct ActivationArguments {
+  const Tensor& gate;               // (rows, cols), fp32 or bf16
+  const std::optional<Tensor>& up;  // the same; none: h = act(gate)
+  const std::string& activation;    // "silu", "gelu" or "gelu_tanh"
+};
+
+// Quantizes h = act(gate) · up as `quantize` would.
+std::pair<QuantizedOperand, QuantizedOperand> quantize_activation(const ActivationArguments& of,
+                                                                  const std::string& row,
+                                                                  const std::string& col,
+                                                                  const QuantizeOptions& options);
+
+// The gradients of gate and up as products read them, and h as that of the weight after it.
+struct QuantizedGradients {
+  std::pair<QuantizedOperand, QuantizedOperand> gate, up;  // rowwise and columnwise
+  QuantizedOperand h;                                      // columnwise
+};
+
+// What the backward of an activation casts.
+struct GradientCasts {
+  const std::string &row, &col, &h_col;  // spec texts; "": without that direction, or h
+  const QuantizeOptions &gate, &up, &h;  // of h: those of a columnwise operand
+};
+
+// Quantizes the gradients of gate and up, and h, as `quantize` would.   dh: as gate
+QuantizedGradients quantize_activation_backward(const Tensor& dh, const ActivationArguments& of,
+                                                const GradientCasts& casts);
+
+}  // namespace minifloat::torch_ops
