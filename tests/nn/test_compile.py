@@ -207,6 +207,10 @@ def sample_calls():
     tokens = {"grad_rows_from": torch.arange(40).int() // 2}
     yield ops.scaled_grouped_mm_backward, (g[:20], *inputs), tokens
     weights = [grad(24, 72), grad(8, 72)]
+    mlp = [grad(24, 72), grad(24, 72), grad(16, 24)]
+    yield ops.mlp, (grad(40, 72), mlp, [None, grad(24), None], "mxfp8", "silu"), {}
+    recomputed = {"rng": [RNG, RNG], "recompute": "weight"}
+    yield ops.mlp, (grad(3, 4, 72), mlp[1:], [None, None], "nvfp4", "gelu"), recomputed
     yield ops.linear_group, (grad(40, 72), weights, [None, grad(8)], "nvfp4"), {"rng": [RNG, RNG]}
 
 

@@ -278,6 +278,7 @@ def _linear(rng: Random, arena: Arena) -> Call:
             of_what = x if of == "x" else w
             given = ops.layer_operands(of_what, args["recipe"], of)
             args[name] = [arena.place(t) for t in given]
+    args["recompute"] = rng.choice(("", "weight"))
     one = op_call("linear", **args)
     return Call(with_backward(one.run), args, one.writes)
 
@@ -328,6 +329,24 @@ def _linear_group(rng: Random, arena: Arena) -> Call:
     args["weights"] = [arena.place(w).requires_grad_(rng.random() < 0.5) for w in weights]
     args["biases"] = [rng.choice((None, arena.place(torch.ones(w.shape[0])))) for w in weights]
     one = op_call("linear_group", **args)
+    return Call(with_backward(one.run), args, one.writes)
+
+
+@call("mlp")
+def _mlp(rng: Random, arena: Arena) -> Call:
+    x = matrix(rng, arena, True).nan_to_num(0.0)
+    hidden, count = rng.choice((1, 16, 48)), rng.choice((2, 3))
+    shapes = [(hidden, x.shape[-1])] * (count - 1) + [(rng.choice((1, 32)), hidden)]
+    state = _layer_state(rng, arena).items()
+    args = {k: [v] * count if isinstance(v, Tensor) else v for k, v in state}
+    args["x"] = arena.place(x).requires_grad_(rng.random() < 0.5)
+    weights = [arena.place(values(rng, shape, x.dtype)) for shape in shapes]
+    args["weights"] = [w.requires_grad_(rng.random() < 0.5) for w in weights]
+    args["biases"] = [rng.choice((None, arena.place(torch.ones(n)))) for n, _ in shapes]
+    args |= {"streams": None, "x_operands": None, "weight_operands": None}
+    args["activation"] = rng.choice(("silu", "gelu", "gelu_tanh"))
+    args["recompute"] = rng.choice(("", "weight"))
+    one = op_call("mlp", **args)
     return Call(with_backward(one.run), args, one.writes)
 
 

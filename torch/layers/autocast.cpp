@@ -105,6 +105,23 @@ std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
                                  amax_history);
 }
 
+template <c10::DeviceType device>
+Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optional<Tensor>>& biases,
+           const std::string& recipe, const std::string& activation,
+           const std::optional<at::TensorList>& rng,
+           const std::optional<at::TensorList>& amax_history,
+           const std::optional<at::IntArrayRef>& streams,
+           const std::optional<at::TensorList>& x_operands,
+           const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
+  std::vector<Tensor> cast_weights;
+  c10::List<std::optional<Tensor>> cast_biases;
+  for (const Tensor& w : weights) cast_weights.push_back(weight_below<device>(w, weight_operands));
+  for (const std::optional<Tensor> b : biases) cast_biases.push_back(cast<device>(b));
+  return torch_ops::mlp(cast<device>(x), cast_weights, cast_biases, recipe, activation, rng,
+                        amax_history, streams, x_operands, weight_operands, recompute);
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, AutocastCPU, m) {
@@ -112,6 +129,7 @@ TORCH_LIBRARY_IMPL(minifloat, AutocastCPU, m) {
   m.impl("linear", linear<c10::DeviceType::CPU>);
   m.impl("layer_operands", layer_operands<c10::DeviceType::CPU>);
   m.impl("linear_group", linear_group<c10::DeviceType::CPU>);
+  m.impl("mlp", mlp<c10::DeviceType::CPU>);
   m.impl("scaled_grouped_mm", scaled_grouped_mm<c10::DeviceType::CPU>);
   m.impl("linear_sharded", linear_sharded<c10::DeviceType::CPU>);
 }
@@ -120,6 +138,7 @@ TORCH_LIBRARY_IMPL(minifloat, AutocastCUDA, m) {
   m.impl("linear", linear<c10::DeviceType::CUDA>);
   m.impl("layer_operands", layer_operands<c10::DeviceType::CUDA>);
   m.impl("linear_group", linear_group<c10::DeviceType::CUDA>);
+  m.impl("mlp", mlp<c10::DeviceType::CUDA>);
   m.impl("scaled_grouped_mm", scaled_grouped_mm<c10::DeviceType::CUDA>);
   m.impl("linear_sharded", linear_sharded<c10::DeviceType::CUDA>);
 }

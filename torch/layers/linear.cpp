@@ -182,7 +182,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const bool is_cut = sharding && sharding->token_dim;
     const TokenRuns runs = is_cut ? token_runs(*sharding, r.x_shape) : TokenRuns{};
     if (row.is_needed)
-      out.x = input_gradient(layers, rowwise, row, saved_weight(layers, saved, i + 1), n,
+      out.x = input_gradient(layers, rowwise, row, saved_weight(layers, saved, i), n,
                              g.scalar_type(), g.device());
     if (row.is_needed && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
     if (col.is_needed) {

@@ -10,13 +10,13 @@ namespace {
 
 std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
 
-// The amax of a weight's rowwise operand, where backward's columnwise operand has the same one;
-// else undefined.
+// Returns a copy of the amax of a weight's rowwise operand, where backward's columnwise operand has
+// the same one; else an undefined tensor. The amax itself shares its memory with the codes.
 Tensor amax_of_both(const PreparedRecipe& prepared, const QuantizedOperand& rowwise) {
   const Spec &row = prepared.specs[kFpropW], &col = prepared.specs[kDgradW];
   const bool is_shared = row.has_tensor_amax() && col.has_tensor_amax() && !row.delayed &&
                          !col.delayed && row.transform == 0 && col.transform == 0;
-  return is_shared ? rowwise.amax : Tensor();
+  return is_shared ? rowwise.amax.clone() : Tensor();
 }
 
 // Returns both directions of weight i, or rowwise alone where backward quantizes it again.
@@ -170,15 +170,15 @@ ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& s
 ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& saved,
                           std::size_t i) {
   // A weight that is saved itself is a matrix of values; codes are bytes.
-  const Tensor& first = saved[3 * i];
+  const Tensor& first = saved[3 * (i + 1)];
   const bool is_values = first.defined() && first.is_floating_point();
   if (!is_values || layers.recipe.recipe.dgrad.b.is_bf16())
-    return saved_input(layers, saved, 3 * i, kDgradW);
+    return saved_input(layers, saved, 3 * (i + 1), kDgradW);
   const PlannedProduct dgrad =
       plan_product(layers.recipe.recipe.dgrad, layers.recipe.dgrad, first.device());
   const Needed row{kFpropW, false}, col{kDgradW, true, dgrad.reads_values()};
   ModuleState state = layers.state_of(i);
-  if (saved[3 * i + 2].defined()) state.amax = saved[3 * i + 2];
+  if (const Tensor& amax = saved[3 * (i + 1) + 2]; amax.defined()) state.amax = amax;
   const Directions w =
       quantize_both(layers.recipe, to_dtype(first, layers.x_dtype), row, col, state);
   return product_input(layers.recipe, w.second, col);

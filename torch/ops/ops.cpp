@@ -145,4 +145,22 @@ std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
   return op.call(x, weights, biases, recipe, rng, amax_history);
 }
 
+Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optional<Tensor>>& biases,
+           const std::string& recipe, const std::string& activation,
+           const std::optional<at::TensorList>& rng,
+           const std::optional<at::TensorList>& amax_history,
+           const std::optional<at::IntArrayRef>& streams,
+           const std::optional<at::TensorList>& x_operands,
+           const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
+  using Signature =
+      Tensor(const Tensor&, at::TensorList, const c10::List<std::optional<Tensor>>&,
+             const std::string&, const std::string&, const std::optional<at::TensorList>&,
+             const std::optional<at::TensorList>&, const std::optional<at::IntArrayRef>&,
+             const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
+             const std::string&);
+  static const auto op = find<Signature>("minifloat::mlp");
+  return op.call(x, weights, biases, recipe, activation, rng, amax_history, streams, x_operands,
+                 weight_operands, recompute);
+}
+
 }  // namespace minifloat::torch_ops

@@ -93,5 +93,12 @@ std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
                                  const std::string& recipe,
                                  const std::optional<at::TensorList>& rng,
                                  const std::optional<at::TensorList>& amax_history);
+Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optional<Tensor>>& biases,
+           const std::string& recipe, const std::string& activation,
+           const std::optional<at::TensorList>& rng,
+           const std::optional<at::TensorList>& amax_history,
+           const std::optional<at::IntArrayRef>& streams,
+           const std::optional<at::TensorList>& x_operands,
+           const std::optional<at::TensorList>& weight_operands, const std::string& recompute);
 
 }  // namespace minifloat::torch_ops

@@ -82,7 +82,7 @@ def quantize(
     return (*operand(row, False, decoded_row), *operand(col, True, decoded_col))
 
 
-@handles(ops.linear.default, ops.linear_group.default)
+@handles(ops.linear.default, ops.linear_group.default, ops.mlp.default)
 def layer(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Decomposes a composite op, which inference mode dispatches as a whole."""
     return func.decompose(*args, **kwargs)

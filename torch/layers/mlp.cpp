@@ -1,0 +1,228 @@
+// The layers of a transformer's MLP under one recipe, differentiable as a whole:
+//
+//     forward    gate = x · Wgᵀ,  up = x · Wuᵀ        h = act(gate) · up,  or act(gate) of one weight
+//                y = h · Wdᵀ                          h is cast rowwise as it is computed
+//     saved      x columnwise, gate, up, and the weights columnwise; h is not saved
+//     backward   dh = dy · Wd
+//                from dh, gate and up: both directions of d_gate and d_up, and h columnwise
+//                dWd = dyᵀ · h,  dWg = d_gateᵀ · x,  dWu = d_upᵀ · x
+//                dx = d_gate · Wg + d_up · Wu
+//
+// h, d_gate and d_up are written as codes alone, except where an operand is bf16, or a bias needs
+// its gradient. Every byte equals that of `linear`, `activation` and `linear`.
+#include <ATen/ATen.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/library.h>
+
+#include "layers/arguments.h"
+#include "layers/double_backward.h"
+#include "layers/mlp.h"
+#include "layers/passes.h"
+#include "ops/bridge.h"
+#include "ops/tangents.h"
+
+namespace minifloat {
+namespace {
+
+using namespace torch_ops;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+
+// Both layers of an MLP: the weights that read x, and the one that reads h.
+struct Mlp {
+  Layers inputs, output;
+  std::string activation;
+
+  bool is_gated() const { return inputs.weights.size() == 2; }
+};
+
+// What the backward pass reads of the forward pass. saved: x columnwise and the first weights, h
+// columnwise and the last weight, three tensors an operand; then gate and up
+struct ForBackward {
+  variable_list saved;
+};
+
+Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared,
+                    const MlpNeeds& needs, ForBackward* backward) {
+  PendingAmaxes pending;
+  const auto pass_of = [&](const Layers& layers, const Needs& needed, SymInt k) -> ForwardPass {
+    return {.prepared = prepared,
+            .layers = layers,
+            .needs = needed,
+            .dtype = x.scalar_type(),
+            .k = std::move(k),
+            .amaxes = pending,
+            .saved = backward ? &backward->saved : nullptr};
+  };
+  const ForwardPass inputs = pass_of(mlp.inputs, needs.inputs, x.sym_size(-1));
+  const Needed row{kFpropX, true, inputs.fprop().reads_values()}, col{kWgradX, needs.inputs.any_dw};
+  const Directions of_x = input_operands(inputs, kMlp, x, row, col);
+  // x is scaled by the first weight's history, which those of other readers of x equal.
+  for (std::size_t i = 1; i < mlp.inputs.weights.size(); ++i)
+    record_amaxes(prepared, row, col, inputs.state_of(i), of_x, false);
+  inputs.save(of_x.second, kWgradX);
+  std::vector<Tensor> products = multiply_weights(
+      inputs, forward_input(inputs, of_x.first, row, !mlp.inputs.prequantized.x.empty()));
+  const Gates gates = {products[0], mlp.is_gated() ? std::optional(products[1]) : std::nullopt};
+
+  const ForwardPass output = pass_of(mlp.output, needs.output, mlp.output.weights[0].sym_size(1));
+  const bool needs_h = needs.output.any_dw;
+  const Needed h_col{kWgradX, needs_h && saves_h(prepared)};
+  const Directions h = quantize_h(prepared, gates, mlp.activation, row, h_col, output.state_of(0));
+  if (needs_h && !h_col.is_needed)
+    record_amaxes(prepared, row, {kWgradX}, output.state_of(0), {h.first, h.first}, false);
+  output.save(h.second, kWgradX);
+  Tensor y = multiply_weights(output, forward_input(output, h.first, row, false)).front();
+  if (backward) {
+    backward->saved.push_back(gates.gate);
+    backward->saved.push_back(gates.up ? *gates.up : Tensor());
+  }
+  record(pending);
+  return as_output(std::move(y), x, nullptr);
+}
+
+struct MlpFunction : torch::autograd::Function<MlpFunction> {
+  // weights, biases: of all layers, as inputs of this function that `mlp` refers to
+  static Tensor forward(AutogradContext* ctx, const Tensor& x, at::TensorList weights,
+                        at::TensorList biases, const Mlp& mlp, const PreparedRecipe& recipe,
+                        const MlpNeeds& needs) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    ForBackward found;
+    Tensor y = forward_pass(x, mlp, recipe, needs, &found);
+    ctx->save_for_backward(std::move(found.saved));
+    ctx->saved_data["state"] = c10::IValue::make_capsule(
+        c10::make_intrusive<Capsule>(MlpState{LayersState(mlp.inputs, recipe, x.scalar_type()),
+                                              LayersState(mlp.output, recipe, x.scalar_type()),
+                                              mlp.activation, x.sym_sizes().vec(), needs}));
+    ctx->saved_data["inputs"] = static_cast<std::int64_t>(weights.size() + biases.size());
+    return y;
+  }
+
+  // The state that `backward` reads, in a capsule: the context stores no structs.
+  struct Capsule : torch::CustomClassHolder {
+    explicit Capsule(MlpState r) : value(std::move(r)) {}
+    MlpState value;
+  };
+
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    const auto capsule = ctx->saved_data["state"].toCapsule();
+    const MlpState& r = static_cast<const Capsule*>(capsule.get())->value;
+    // Unpacking may run a checkpointed forward pass again, which records its own graph.
+    const variable_list saved = ctx->get_saved_variables();
+    r.inputs.check_rng_is_unchanged(kMlp);
+    r.output.check_rng_is_unchanged(kMlp);
+    const auto inputs = static_cast<std::size_t>(ctx->saved_data["inputs"].toInt());
+    variable_list gradients(1 + inputs);
+    if (grads[0].defined()) {
+      const at::AutoDispatchBelowADInplaceOrView below;
+      gradients = mlp_gradients(r, saved, grads[0]);
+    }
+    gradients.resize(1 + inputs + 3);  // mlp, recipe and needs have none
+    if (!at::GradMode::is_enabled()) return gradients;
+    const auto node = torch::autograd::get_current_node();
+    return refuse_double_backward(r.inputs.recipe.text, *node, grads, std::move(gradients));
+  }
+};
+
+// Requires weights (I, K), (I, K) and (N, I), or (I, K) and (N, I), and an activation.
+void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared) {
+  TORCH_CHECK_VALUE(
+      mlp.activation == "silu" || mlp.activation == "gelu" || mlp.activation == "gelu_tanh", kMlp,
+      ": expected activation 'silu', 'gelu' or 'gelu_tanh', got '", printable(mlp.activation), "'");
+  check_layers(x, mlp.inputs, prepared);
+  const Tensor &first = mlp.inputs.weights[0], &last = mlp.output.weights[0];
+  TORCH_CHECK_VALUE(!mlp.is_gated() || mlp.inputs.weights[1].sym_sizes().equals(first.sym_sizes()),
+                    kMlp, ": expected gate's and up's weights of one shape, got ",
+                    first.sym_sizes(), " and ", mlp.inputs.weights.back().sym_sizes());
+  // h has the shape of x with I columns; its dtype and device are x's.
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  shape.back() = first.sym_size(0);
+  check_layers(x.new_zeros({1}).expand_symint(shape), mlp.output, prepared);
+  TORCH_CHECK_VALUE(last.dim() == 2, kMlp, ": expected a last weight (N, I)");
+}
+
+Tensor apply(const Tensor& x, at::TensorList weights, at::TensorList biases, const Mlp& mlp,
+             const std::string& recipe) {
+  const PreparedRecipe& prepared = prepare(recipe);
+  check_mlp(x, mlp, prepared);
+  check_no_tangent(kMlp, "x", x);
+  for (const Tensor& w : weights) check_no_tangent(kMlp, "weight", w);
+  for (const Tensor& b : biases) check_no_tangent(kMlp, "bias", b);
+  const Needs of_inputs(x, mlp.inputs);
+  const MlpNeeds needs = {of_inputs, Needs(of_inputs.any(), mlp.output)};
+  if (!of_inputs.any() && !needs.output.any())
+    return forward_pass(x, mlp, prepared, needs, nullptr);
+  return MlpFunction::apply(x, weights, biases, mlp, prepared, needs);
+}
+
+// The biases that are present among `of`, and the place of each.
+struct PresentBiases {
+  std::vector<Tensor> tensors;
+  std::vector<int> index;  // -1: none
+};
+
+PresentBiases present(const c10::List<std::optional<Tensor>>& biases, std::size_t begin,
+                      std::size_t end) {
+  PresentBiases out;
+  for (std::size_t i = begin; i < end; ++i) {
+    const std::optional<Tensor> bias = biases.get(i);
+    out.index.push_back(bias ? static_cast<int>(out.tensors.size()) : -1);
+    if (bias) out.tensors.push_back(*bias);
+  }
+  return out;
+}
+
+Tensor mlp_kernel(const Tensor& x, at::TensorList weights,
+                  const c10::List<std::optional<Tensor>>& biases, const std::string& recipe,
+                  const std::string& activation, const std::optional<at::TensorList>& rng,
+                  const std::optional<at::TensorList>& amax_history,
+                  const std::optional<at::IntArrayRef>& streams,
+                  const std::optional<at::TensorList>& x_operands,
+                  const std::optional<at::TensorList>& weight_operands,
+                  const std::string& recompute) {
+  const std::size_t n = weights.size();
+  TORCH_CHECK_VALUE(n == 2 || n == 3, kMlp,
+                    ": expected 2 weights (up, down) or 3 (gate, up, down), got ", n);
+  const auto check_count = [&](const char* name, std::size_t count, std::size_t expected) {
+    TORCH_CHECK_VALUE(count == 0 || count == expected, kMlp, ": expected ", expected, " ", name,
+                      " for ", n, " weights, got ", count);
+  };
+  const at::TensorList states = rng.value_or(at::TensorList()),
+                       histories = amax_history.value_or(at::TensorList()),
+                       codes = weight_operands.value_or(at::TensorList());
+  const std::vector<std::int64_t> numbers = streams.value_or(at::IntArrayRef()).vec();
+  TORCH_CHECK_VALUE(biases.size() == n, kMlp, ": expected ", n, " biases, got ", biases.size());
+  check_count("rng", states.size(), n);
+  check_count("amax_history", histories.size(), n);
+  check_count("streams", numbers.size(), n);
+  check_count("tensors of weight_operands", codes.size(), 8 * n);
+  const auto part = [](at::TensorList list, std::size_t begin, std::size_t count) {
+    return list.empty() ? list : list.slice(begin, count);
+  };
+  const PresentBiases first = present(biases, 0, n - 1), last = present(biases, n - 1, n);
+  const auto layers_of = [&](std::size_t begin, std::size_t count, const PresentBiases& of) {
+    return Layers{
+        .weights = weights.slice(begin, count),
+        .biases = of.tensors,
+        .bias_index = of.index,
+        .rng = part(states, begin, count),
+        .histories = part(histories, begin, count),
+        .streams = numbers.empty()
+                       ? numbers
+                       : std::vector(numbers.begin() + begin, numbers.begin() + begin + count),
+        .recomputes_weights = recomputes_weights(kMlp, recompute),
+        .prequantized = {begin == 0 ? x_operands.value_or(at::TensorList()) : at::TensorList(),
+                         part(codes, 8 * begin, 8 * count)},
+        .shards = {}};
+  };
+  const Mlp mlp = {layers_of(0, n - 1, first), layers_of(n - 1, 1, last), activation};
+  std::vector<Tensor> all = first.tensors;
+  all.insert(all.end(), last.tensors.begin(), last.tensors.end());
+  return apply(x, weights, all, mlp, recipe);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) { m.impl("mlp", mlp_kernel); }
+
+}  // namespace minifloat

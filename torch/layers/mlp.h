@@ -1,0 +1,53 @@
+// The passes of an MLP around its activation; mlp.cpp differentiates them.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "layers/passes.h"
+#include "ops/activation.h"
+
+namespace minifloat::torch_ops {
+
+inline constexpr const char* kMlp = "mlp";
+
+// Which gradients backward computes.
+struct MlpNeeds {
+  Needs inputs, output;
+};
+
+// Gate and up as the forward pass computed them, (M, I).
+struct Gates {
+  Tensor gate;
+  std::optional<Tensor> up;
+
+  ActivationArguments of(const std::string& activation) const { return {gate, up, activation}; }
+};
+
+// Quantizes h, and writes its values only for an operand under bf16.
+Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
+                      const std::string& activation, const Needed& row, const Needed& col,
+                      ModuleState state);
+
+// Returns whether forward casts h columnwise and saves it: where a history takes the amax of its
+// transform, which forward is to write.
+bool saves_h(const PreparedRecipe& prepared);
+
+// Values that backward reads besides the saved tensors; the context holds them.
+struct MlpState {
+  LayersState inputs, output;
+  std::string activation;
+  std::vector<SymInt> x_shape;
+  MlpNeeds needs;
+};
+
+// Returns the gradients of x, of the weights and of the biases, in that order; undefined where there
+// is none.   saved: x columnwise and the first weights, h columnwise and the last weight, three
+// tensors an operand; then gate and up
+std::vector<Tensor> mlp_gradients(const MlpState& state, const std::vector<Tensor>& saved,
+                                  const Tensor& dy);
+
+}  // namespace minifloat::torch_ops

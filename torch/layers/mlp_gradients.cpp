@@ -1,0 +1,193 @@
+#include "layers/mlp.h"
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+
+#include <array>
+
+namespace minifloat::torch_ops {
+namespace {
+
+bool is_bf16(const PreparedRecipe& prepared, const Needed& operand) {
+  return operand.is_needed && prepared.specs[operand.place].is_bf16();
+}
+
+Tensor values_of(const Gates& gates, const std::string& activation) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("minifloat::activation", "")
+          .typed<Tensor(const Tensor&, const std::optional<Tensor>&, const std::string&)>();
+  return op.call(gates.gate, gates.up, activation);
+}
+
+std::array<Tensor, 2> gradient_values(const Tensor& dh, const Gates& gates,
+                                      const std::string& activation) {
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("minifloat::activation_backward", "")
+          .typed<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&,
+                                            const std::optional<Tensor>&, const std::string&)>();
+  auto [d_gate, d_up] = op.call(dh, gates.gate, gates.up, activation);
+  return {std::move(d_gate), std::move(d_up)};
+}
+
+// A gradient as both products read it.
+struct CastGradient {
+  Tensor values;  // undefined: not written
+  Directions operands;
+};
+
+struct GradientsOfGates {
+  std::vector<CastGradient> gates;  // of gate, and of up
+  QuantizedOperand h;               // columnwise
+};
+
+class Backward {
+ public:
+  Backward(const MlpState& state, const std::vector<Tensor>& saved, const Tensor& dy)
+      : r_(state),
+        prepared_(state.inputs.recipe),
+        inputs_(saved.begin(), saved.begin() + 3 * (1 + state.inputs.product_dtypes.size())),
+        output_(saved.begin() + inputs_.size(), saved.begin() + inputs_.size() + 6),
+        device_(dy.device()),
+        dy_(as_matrix(kMlp, "gradient", dy)),
+        tokens_(dy_.sym_size(0)) {
+    gates_.gate = saved[inputs_.size() + 6];
+    const Tensor& up = saved[inputs_.size() + 7];
+    if (up.defined()) gates_.up = up;
+    const PlannedProduct dgrad = plan_product(prepared_.recipe.dgrad, prepared_.dgrad, device_),
+                         wgrad = plan_product(prepared_.recipe.wgrad, prepared_.wgrad, device_);
+    row_decoded_ = dgrad.reads_values();
+    col_decoded_ = wgrad.reads_values();
+  }
+
+  std::vector<Tensor> gradients() const {
+    const std::size_t n = r_.inputs.product_dtypes.size();
+    const std::size_t biases = r_.inputs.bias_dtypes.size();
+    std::vector<Tensor> out(1 + n + 1 + biases + r_.output.bias_dtypes.size());
+    const bool needs_dh = r_.needs.output.dx, needs_dw = r_.needs.output.any_dw;
+    const Needed row{kDgradG, needs_dh, row_decoded_}, col{kWgradG, needs_dw, col_decoded_};
+    const Directions dy = quantize_both(prepared_, dy_, row, col, r_.output.state_of(0));
+    Tensor dh;
+    if (needs_dh)
+      dh = input_gradient(r_.output, dy.first, row, saved_weight(r_.output, output_, 0),
+                          dy_.sym_size(1), r_.output.x_dtype, device_);
+    GradientsOfGates d = gradients_of_gates(dh);
+    if (needs_dw)
+      out[1 + n] = weight_gradient(r_.output, 0, dy.second, col, h_input(d.h), tokens_, device_);
+    if (!r_.needs.output.db.empty() && r_.needs.output.db[0])
+      out.back() = bias_gradient(r_.output, 0, dy_);
+    if (!needs_dh) return out;
+    ProductInput x = saved_input(r_.inputs, inputs_, 0, kWgradX);
+    for (std::size_t i = 0; i < n; ++i) add_layer(i, d.gates[i], x, out);
+    if (out[0].defined() && r_.x_shape.size() != 2) out[0] = out[0].view_symint(r_.x_shape);
+    return out;
+  }
+
+ private:
+  Needed gate_row() const { return {kDgradG, r_.needs.inputs.dx, row_decoded_}; }
+  Needed gate_col() const { return {kWgradG, r_.needs.inputs.any_dw, col_decoded_}; }
+  // Whether backward casts h, which forward did not save.
+  Needed h_col() const {
+    return {kWgradX, r_.needs.output.any_dw && !saves_h(prepared_), col_decoded_};
+  }
+
+  // Adds the gradients of one of the weights that read x.
+  void add_layer(std::size_t i, const CastGradient& g, ProductInput& x,
+                 std::vector<Tensor>& out) const {
+    const std::size_t n = r_.inputs.product_dtypes.size();
+    if (r_.needs.inputs.dx) {
+      const Tensor dx = input_gradient(r_.inputs, g.operands.first, gate_row(),
+                                       saved_weight(r_.inputs, inputs_, i), gates_.gate.sym_size(1),
+                                       r_.inputs.x_dtype, device_);
+      out[0] = out[0].defined() ? out[0] + dx : dx;
+    }
+    if (r_.needs.inputs.dw[i]) {
+      const PlannedProduct wgrad = plan_product(prepared_.recipe.wgrad, prepared_.wgrad, device_);
+      if (n > 1) x = prepare_input(wgrad, prepared_.recipe.wgrad.b, std::move(x), tokens_);
+      out[1 + i] =
+          weight_gradient(r_.inputs, i, g.operands.second, gate_col(), x, tokens_, device_);
+    }
+    const int bias = r_.inputs.bias_index[i];
+    if (bias >= 0 && r_.needs.inputs.db[static_cast<std::size_t>(bias)])
+      out[2 + n + static_cast<std::size_t>(bias)] = bias_gradient(r_.inputs, bias, g.values);
+  }
+
+  ProductInput h_input(const QuantizedOperand& h) const {
+    if (saves_h(prepared_)) return saved_input(r_.output, output_, 0, kWgradX);
+    return product_input(prepared_, h, h_col());
+  }
+
+  // Casts the gradients of gate and up, and h, from one read of dh, gate and up.
+  GradientsOfGates gradients_of_gates(const Tensor& dh) const {
+    bool needs_values = is_bf16(prepared_, gate_row()) || is_bf16(prepared_, gate_col()) ||
+                        is_bf16(prepared_, h_col());
+    for (const bool needed : r_.needs.inputs.db) needs_values = needs_values || needed;
+    const bool casts_gates = gate_row().is_needed || gate_col().is_needed;
+    if (needs_values || !casts_gates) return from_values(dh);
+    const CastPlan of_gate = plan_cast(prepared_, gates_.gate, gate_row(), gate_col(),
+                                       r_.inputs.state_of(0)),
+                   of_up = plan_cast(prepared_, gates_.gate, gate_row(), gate_col(),
+                                     r_.inputs.state_of(gates_.up ? 1 : 0)),
+                   of_h = plan_cast(prepared_, gates_.gate, {kFpropX, false}, h_col(),
+                                    r_.output.state_of(0));
+    QuantizedGradients d = quantize_activation_backward(
+        dh, gates_.of(r_.activation),
+        {of_gate.row, of_gate.col, of_h.col, of_gate.options, of_up.options, of_h.options});
+    GradientsOfGates out = {{{Tensor(), std::move(d.gate)}}, std::move(d.h)};
+    if (gates_.up) out.gates.push_back({Tensor(), std::move(d.up)});
+    for (std::size_t i = 0; i < out.gates.size(); ++i)
+      record_amaxes(prepared_, gate_row(), gate_col(), r_.inputs.state_of(i), out.gates[i].operands,
+                    false);
+    return out;
+  }
+
+  // The same by way of the values, where something else reads them.
+  GradientsOfGates from_values(const Tensor& dh) const {
+    GradientsOfGates out;
+    if (h_col().is_needed)
+      out.h = quantize_h(prepared_, gates_, r_.activation, {kFpropX, false}, h_col(),
+                         r_.output.state_of(0))
+                  .second;
+    if (!dh.defined()) return out;
+    const std::array<Tensor, 2> d = gradient_values(dh, gates_, r_.activation);
+    for (std::size_t i = 0; i < r_.inputs.product_dtypes.size(); ++i)
+      out.gates.push_back(
+          {d[i], quantize_both(prepared_, d[i], gate_row(), gate_col(), r_.inputs.state_of(i))});
+    return out;
+  }
+
+  const MlpState& r_;
+  const PreparedRecipe& prepared_;
+  const std::vector<Tensor> inputs_, output_;  // the saved tensors of each
+  Gates gates_;
+  at::Device device_;
+  Tensor dy_;
+  SymInt tokens_;
+  bool row_decoded_ = false, col_decoded_ = false;
+};
+
+}  // namespace
+
+Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
+                      const std::string& activation, const Needed& row, const Needed& col,
+                      ModuleState state) {
+  if (is_bf16(prepared, row) || is_bf16(prepared, col))
+    return quantize_both(prepared, values_of(gates, activation), row, col, state);
+  state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
+    return quantize_activation(gates.of(activation), r, c, options);
+  };
+  return quantize_both(prepared, gates.gate, row, col, state);
+}
+
+bool saves_h(const PreparedRecipe& prepared) {
+  const Spec &row = prepared.specs[kFpropX], &col = prepared.specs[kWgradX];
+  return col.delayed && (!row.delayed || row.transform > 0 || col.transform > 0);
+}
+
+std::vector<Tensor> mlp_gradients(const MlpState& state, const std::vector<Tensor>& saved,
+                                  const Tensor& dy) {
+  return Backward(state, saved, dy).gradients();
+}
+
+}  // namespace minifloat::torch_ops
