@@ -47,8 +47,9 @@ struct SwiGlu {
 void swiglu(const SwiGlu& of, void* h, const Execution& execution);
 
 // Quantizes h in both directions, to the bytes that `quantize` makes of swiglu's h; null: that
-// direction is not cast. A GPU writes no h where the operands are bf16, the scales need no amax of
-// whole columns or matrices, and a kernel for the sizes is compiled.
+// direction is not cast. A GPU writes no h where gate and up are bf16 and a kernel for the specs
+// and sizes is compiled. Of groups, those are specs that need no amax of whole columns or matrices;
+// without groups such amaxes are found by a read of gate and up before the cast.
 //   of.groups: as those of `quantize`, whose columnwise operand has their unit
 void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
                      const Execution& execution = {});

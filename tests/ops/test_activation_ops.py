@@ -13,10 +13,11 @@ from minifloat._native import ops
 
 from tests.support.activation_casts import (
     ACTIVATIONS,
+    PRESETS,
     RNG,
-    amax_options,
     bits,
     draw,
+    options_of,
     require_same,
 )
 from tests.support.specs import SPECS
@@ -29,19 +30,6 @@ EXACT = {
     "gelu_tanh": lambda x: x * (2 * (2 / math.pi) ** 0.5 * (x + 0.044715 * x**3)).sigmoid(),
 }
 FLAGS = ("", "+sr", "+rht", "+sr+rht")
-# Gradients' specs, and that of h, of the presets.
-PRESETS = [
-    ("e5m2/tensor+delayed", "e5m2/tensor+delayed", "e4m3/tensor+delayed"),
-    ("e5m2/tensor", "e5m2/tensor", "e4m3/tensor"),
-    ("e4m3/row", "e4m3/row", "e4m3/row"),
-    ("e4m3/1x128", "e4m3/1x128", "e4m3/1x128"),
-    ("mxfp8", "mxfp8", "mxfp8"),
-    ("mxfp4+sr+rht", "mxfp4+sr+rht", "mxfp4+rht"),
-    ("nvfp4+sr", "nvfp4+sr+rht", "nvfp4+rht"),
-    ("nvfp4+pow2+sr", "nvfp4+pow2+sr+rht", "nvfp4+pow2+rht"),
-    ("e4m3/row", "", ""),
-    ("", "mxfp8", "mxfp8"),
-]
 
 
 @pytest.mark.parametrize("activation", ACTIVATIONS)
@@ -174,9 +162,7 @@ def test_casts_of_gradients_are_those_of_the_composition(specs, dtype, is_gated)
         ("silu", (5, 0), False),
     ):
         case = draw(*shape, dtype, activation, is_gated=is_gated, special=special)
-        options = amax_options(*specs, case.gate)
-        if not is_gated:
-            options = {key: o for key, o in options.items() if not key.startswith("up_amax")}
+        options = options_of(*specs, case.gate)
         what = f"{specs}, {shape}, {dtype}, {activation}"
         require_same(
             case.backward(*specs, **options), case.backward_composition(*specs, **options), what

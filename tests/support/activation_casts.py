@@ -13,10 +13,23 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 MATRICES = ("gate", "up", "h")
 PARTS = ("codes", "scale", "amax", "decoded")
 OUTPUTS = [f"{part}_{side}" for side in ("row", "col") for part in PARTS]
+# Gradients' specs, and that of h, of the presets.
+PRESETS = [
+    ("e5m2/tensor+delayed", "e5m2/tensor+delayed", "e4m3/tensor+delayed"),
+    ("e5m2/tensor", "e5m2/tensor", "e4m3/tensor"),
+    ("e4m3/row", "e4m3/row", "e4m3/row"),
+    ("e4m3/1x128", "e4m3/1x128", "e4m3/1x128"),
+    ("mxfp8", "mxfp8", "mxfp8"),
+    ("mxfp4+sr+rht", "mxfp4+sr+rht", "mxfp4+rht"),
+    ("nvfp4+sr", "nvfp4+sr+rht", "nvfp4+rht"),
+    ("nvfp4+pow2+sr", "nvfp4+pow2+sr+rht", "nvfp4+pow2+rht"),
+    ("e4m3/row", "", ""),
+    ("", "mxfp8", "mxfp8"),
+]
 RNG = torch.tensor([-(2**61) + 3, 9])
 
 
-def amax_options(row: str, col: str, h_col: str, x: Tensor) -> dict[str, Any]:
+def options_of(row: str, col: str, h_col: str, x: Tensor) -> dict[str, Any]:
     """Returns the options of quantize_activation_backward for these specs."""
     options: dict[str, Any] = {}
     for i, matrix in enumerate(("gate", "up")):

@@ -53,12 +53,14 @@ MINIFLOAT_HD SwiGluFactors swiglu_factors(float gate, float up, const SwiGluForm
   }
 }
 
-// Returns h.
+// Return h.
+MINIFLOAT_HD float swiglu(const SwiGluFactors& f, float weight) {
+  return f.first * f.second * weight;
+}
 template <bool kHasLimit, Activation kActivation = Activation::kSilu, class R = Reciprocal>
 MINIFLOAT_HD float swiglu(float gate, float up, float weight, const SwiGluForm& form,
                           R reciprocal = {}) {
-  const SwiGluFactors f = swiglu_factors<kHasLimit, kActivation>(gate, up, form, reciprocal);
-  return f.first * f.second * weight;
+  return swiglu(swiglu_factors<kHasLimit, kActivation>(gate, up, form, reciprocal), weight);
 }
 
 // The gradients of gate and up, and the column's term of the weight's.
@@ -66,13 +68,16 @@ struct SwiGluGradient {
   float gate, up, weight;
 };
 
+// Without a limit.
+MINIFLOAT_HD SwiGluGradient swiglu_gradient(const SwiGluFactors& f, float dh, float weight) {
+  const float weighted = dh * weight;
+  return {weighted * f.second * f.derivative, weighted * f.first, dh * f.first * f.second};
+}
 template <bool kHasLimit, Activation kActivation = Activation::kSilu, class R = Reciprocal>
 MINIFLOAT_HD SwiGluGradient swiglu_gradient(float dh, float gate, float up, float weight,
                                             const SwiGluForm& form, R reciprocal = {}) {
   const SwiGluFactors f = swiglu_factors<kHasLimit, kActivation>(gate, up, form, reciprocal);
-  const float weighted = dh * weight;
-  SwiGluGradient d = {weighted * f.second * f.derivative, weighted * f.first,
-                      dh * f.first * f.second};
+  SwiGluGradient d = swiglu_gradient(f, dh, weight);
   if constexpr (kHasLimit) {
     d.gate = gate > form.limit ? 0.0f : d.gate;
     d.up = up > form.limit || up < -form.limit ? 0.0f : d.up;

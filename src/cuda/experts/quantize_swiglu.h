@@ -6,16 +6,36 @@
 
 namespace minifloat::cuda {
 
-struct QuantizeArgs;  // quantize/general.cuh
-struct SwiGluArgs;    // swiglu.cuh
+struct GradientArgs;   // gradient_tile.cuh
+struct GradientPlans;  // gradient_plans.cuh
+struct QuantizeArgs;   // quantize/general.cuh
+struct SwiGluAmaxes;   // found_amaxes.h
+struct SwiGluArgs;     // swiglu.cuh
 
 // Cast rowwise: with a scale a row, or with any other.
 bool launch_swiglu_whole_rows(const SwiGluArgs& of, const QuantizeArgs& args,
                               const Execution& execution);
 bool launch_swiglu_rows(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution);
 
-// Casts columnwise, and rowwise as well where that is set.
+// Casts columnwise, and rowwise as well where that is set.   execution: null: only whether a kernel
+// is compiled is returned
 bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool rowwise,
-                         const Execution& execution);
+                         const Execution* execution);
+
+// Cast both directions of the gradients of gate and up, and h columnwise. plans: null: only whether
+// a kernel is compiled for the specs is returned.
+struct GradientSpecs {
+  Spec row, col, h;
+};
+bool launch_gradients_fp8(const GradientSpecs& specs, const GradientArgs& args,
+                          const GradientPlans* plans, const Execution& execution);
+bool launch_gradients_fp4(const GradientSpecs& specs, const GradientArgs& args,
+                          const GradientPlans* plans, const Execution& execution);
+
+// Raise the amaxes that the casts scale by: of d_gate, h and d_up, or of h alone.
+void find_gradient_amaxes(const GradientArgs& args, const SwiGluAmaxes& amaxes,
+                          const Execution& execution);
+void find_swiglu_amaxes(const SwiGluArgs& of, const TensorRef& h, const SwiGluAmaxes& amaxes,
+                        const Execution& execution);
 
 }  // namespace minifloat::cuda

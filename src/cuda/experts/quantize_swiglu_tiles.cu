@@ -3,34 +3,11 @@
 //
 //     bytes an element of h: 2 + 2 of gate and up, 1 or 1/2 of codes a direction
 #include "cuda/experts/quantize_swiglu.h"
-#include "cuda/experts/swiglu.cuh"
+#include "cuda/experts/swiglu_tile.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 
 namespace minifloat::cuda {
 namespace {
-
-// Computes a tile of h, zero past the last row; every thread may read it after a barrier.
-//   weights: room for those of the tile's rows
-__device__ __forceinline__ void fill_with_h(const SwiGluArgs& of, const TilePart& part,
-                                            const SharedTile<Bf16>& shared, float* weights) {
-  constexpr unsigned kChunks = kTile / kSwiGluVec, kStep = kThreads / kChunks;
-  const TilePlace& tile = part.tile;
-  const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-  const auto rows = static_cast<unsigned>(part.x.rows) - tile.row;
-  const std::uint32_t begin = part.begin + tile.row - part.skip;
-  const auto is_inside = [&](unsigned r) { return r >= part.skip && r - part.skip < rows; };
-  if (threadIdx.x < kTile)
-    weights[threadIdx.x] =
-        is_inside(threadIdx.x) ? of.weight_at(of.place_of(begin + threadIdx.x)) : 0.0f;
-  __syncthreads();
-#pragma unroll 1
-  for (unsigned r = first; r < kTile; r += kStep) {
-    Vec8<Bf16> h = {};
-    if (is_inside(r))
-      h = h_of(of, load_gate_and_up(of, begin + r, tile.col + chunk * kSwiGluVec), weights[r]);
-    h.store(reinterpret_cast<Bf16*>(shared.chunk_at(r, chunk)));
-  }
-}
 
 // Finds the tile of a block; without groups, the matrix is one. Returns false where the tile has no
 // columns of a group.
@@ -73,14 +50,16 @@ __global__ void __launch_bounds__(kThreads, 4)
 struct TileCast {
   const SwiGluArgs& of;
   const QuantizeArgs& args;
-  const Execution& execution;
+  const Execution* execution;  // null: nothing is launched
 
   template <class Row, class Col>
   bool launch() const {
+    if (!execution) return true;
     const Divisor across(args.x.cols / kTile);
-    quantize_swiglu_tiles<Row, Col><<<grid_of(most_line_tiles(args) * across.d, "quantize_swiglu"),
-                                      kThreads, SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
-        of, args.x, args.row, args.col, args.groups, across);
+    quantize_swiglu_tiles<Row, Col>
+        <<<grid_of(most_line_tiles(args) * across.d, "quantize_swiglu"), kThreads,
+           SharedTile<Bf16>::kBytes, cuda_stream(*execution)>>>(of, args.x, args.row, args.col,
+                                                                args.groups, across);
     check_launch("quantize_swiglu");
     return true;
   }
@@ -97,10 +76,15 @@ struct TileCast {
 }  // namespace
 
 bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool rowwise,
-                         const Execution& execution) {
+                         const Execution* execution) {
   using namespace preset;
   const TileCast cast = {of, args, execution};
   if (args.x.cols % kTile != 0 || (!args.groups && args.x.rows % kTile != 0)) return false;
+  if (rowwise && !args.groups)
+    if (cast.try_both<Nearest<kRow, E4M3>>() ||
+        cast.try_both<Nvfp4::Straight, Nvfp4::Transformed>() ||
+        cast.try_both<Nvfp4Pow2::Straight, Nvfp4Pow2::Transformed>())
+      return true;
   if (rowwise)
     return cast.try_both<Nearest<kTensor, E4M3>>() || cast.try_both<Nearest<kBlock, E4M3>>() ||
            cast.try_both<Mxfp8>() || cast.try_both<Mxfp4::Straight, Mxfp4::Transformed>();

@@ -270,22 +270,4 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
   cuda::quantize(of.h_at(h.as<void>()), rowwise, columnwise, execution);
 }
 
-void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
-                              const SwiGluCasts& casts, const Execution& execution) {
-  const auto bytes =
-      static_cast<std::size_t>(of.rows * of.width) * (of.dtype == DType::kFloat32 ? 4 : 2);
-  const Scratch d_gate(bytes, execution), d_up(of.up ? bytes : 0, execution);
-  cuda::swiglu_backward(of,
-                        {.dh = dh,
-                         .dh_stride = dh_stride,
-                         .gate = d_gate.as<void>(),
-                         .up = of.up ? d_up.as<void>() : nullptr,
-                         .stride = of.width,
-                         .weights = nullptr},
-                        execution);
-  cuda::quantize(of.h_at(d_gate.as<void>()), casts.gate_row, casts.gate_col, execution);
-  if (of.up) cuda::quantize(of.h_at(d_up.as<void>()), casts.up_row, casts.up_col, execution);
-  if (casts.h_col) cuda::quantize_swiglu(of, nullptr, casts.h_col, execution);
-}
-
 }  // namespace minifloat::cuda

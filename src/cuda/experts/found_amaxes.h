@@ -1,0 +1,95 @@
+// The amaxes that casts of computed values scale by and the caller has not passed: which are
+// needed, and their memory. The producer of the values finds them before its cast.
+#pragma once
+
+#include <array>
+#include <cstdint>
+#include <optional>
+
+#include "cuda/common/launch.h"
+#include "minifloat/quantize.h"
+
+namespace minifloat::cuda {
+
+// The operands of the casts of a SwiGLU; null: not cast. Of d_gate, h and d_up, in this order.
+struct SwiGluOperands {
+  std::array<const Operand*, 3> row, col;
+};
+
+// Amaxes on the device, zero before; null: not needed. Of d_gate, h and d_up.
+struct SwiGluAmaxes {
+  std::uint32_t* whole[3];        // of a matrix
+  std::uint32_t* transformed[3];  // of a matrix, columns of 16 points transformed
+  std::uint32_t *rows[3], *cols[3];
+
+  // Returns whether rows or columns, or transformed columns, have amaxes.
+  bool of_rows_or_columns() const { return has_any(rows) || has_any(cols); }
+  bool of_transformed() const { return has_any(transformed); }
+
+ private:
+  static bool has_any(std::uint32_t* const (&pointers)[3]) {
+    return pointers[0] || pointers[1] || pointers[2];
+  }
+};
+
+class FoundAmaxes {
+ public:
+  // rows, cols: of each matrix
+  FoundAmaxes(std::int64_t rows, std::int64_t cols, const SwiGluOperands& to,
+              const Execution& execution)
+      : rows_(rows), cols_(cols) {
+    for (std::size_t i = 0; i < 3; ++i) {
+      place(to.row[i], i, false);
+      place(to.col[i], i, true);
+    }
+    if (count_ == 0) return;
+    const std::size_t bytes = static_cast<std::size_t>(count_) * sizeof(float);
+    scratch_.emplace(bytes, execution);
+    check(cudaMemsetAsync(scratch_->as<void>(), 0, bytes, cuda_stream(execution)), "amax");
+  }
+
+  bool is_empty() const { return count_ == 0; }
+  SwiGluAmaxes amaxes() const {
+    SwiGluAmaxes out = {};
+    for (std::size_t i = 0; i < 3; ++i) {
+      out.whole[i] = at(slots_[kWhole][i]), out.transformed[i] = at(slots_[kTransformed][i]);
+      out.rows[i] = at(slots_[kRows][i]), out.cols[i] = at(slots_[kCols][i]);
+    }
+    return out;
+  }
+  // Returns the operand with its amax.   i: of its matrix
+  Operand given(const Operand& operand, std::size_t i, bool columnwise) const {
+    Operand out = operand;
+    if (is_needed(operand))
+      out.given_amax = reinterpret_cast<const float*>(at(slots_[kind_of(operand, columnwise)][i]));
+    return out;
+  }
+
+ private:
+  enum Kind : std::size_t { kWhole, kTransformed, kRows, kCols, kKinds };
+  using Slot = std::optional<std::int64_t>;
+
+  static bool is_needed(const Operand& operand) {
+    return !operand.given_amax && (operand.spec.has_tensor_amax() || operand.spec.has_row_amax());
+  }
+  static Kind kind_of(const Operand& operand, bool columnwise) {
+    if (operand.spec.has_row_amax()) return columnwise ? kCols : kRows;
+    return operand.spec.transform > 0 ? kTransformed : kWhole;
+  }
+  void place(const Operand* operand, std::size_t i, bool columnwise) {
+    if (!operand || !is_needed(*operand)) return;
+    const Kind kind = kind_of(*operand, columnwise);
+    if (slots_[kind][i]) return;
+    slots_[kind][i] = count_;
+    count_ += kind == kRows ? rows_ : kind == kCols ? cols_ : 1;
+  }
+  std::uint32_t* at(const Slot& slot) const {
+    return slot ? scratch_->as<std::uint32_t>() + *slot : nullptr;
+  }
+
+  std::int64_t rows_, cols_, count_ = 0;
+  std::array<std::array<Slot, 3>, kKinds> slots_ = {};
+  std::optional<Scratch> scratch_;
+};
+
+}  // namespace minifloat::cuda

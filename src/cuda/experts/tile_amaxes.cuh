@@ -1,0 +1,33 @@
+// Amaxes of a tile in shared memory: of its rows, its columns, or its transformed columns.
+#pragma once
+
+#include "cuda/common/tile.cuh"
+
+namespace minifloat::cuda {
+
+// Raise the amaxes of the tile's rows, or of its columns, by 256 threads.   out: that of the first
+template <bool kTransposed>
+__device__ __forceinline__ void raise_lines(const SharedTile<Bf16>& tile, std::uint32_t* out) {
+  tile.template each_vec<kTransposed>([&](const Vec16<Bf16>& vec, unsigned line) {
+    std::uint32_t m = vec.amax();
+    for (int lanes = 1; lanes < kVecColumns; lanes *= 2)
+      m = max(m, __shfl_xor_sync(kAllLanes, m, lanes));
+    if (threadIdx.x % kVecColumns == 0) atomicMax(out + line, canonical_magnitude(m));
+  });
+}
+
+// Returns the largest magnitude of the thread's part of the tile: of its rows, or of its columns
+// with 16 points transformed.
+template <bool kTransformed>
+__device__ __forceinline__ std::uint32_t amax_of_tile(const SharedTile<Bf16>& tile) {
+  std::uint32_t m = 0;
+  tile.template each_vec<kTransformed>([&](const auto& vec, unsigned) {
+    if constexpr (kTransformed)
+      m = max(m, hadamard_vec(vec, kVec, kHadamardSigns).amax());
+    else
+      m = max(m, vec.amax());
+  });
+  return canonical_magnitude(m);
+}
+
+}  // namespace minifloat::cuda
