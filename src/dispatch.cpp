@@ -105,6 +105,10 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
                   ", got null");
   MINIFLOAT_CHECK(!operand.given_amax || spec.has_tensor_amax() || spec.has_row_amax(),
                   "quantize: ", spec.str(), " has no tensor or row amax to be given");
+  MINIFLOAT_CHECK(
+      !operand.history.first || (spec.delayed && operand.given_amax && !operand.amax),
+      "quantize: expected a history instead of an amax output, beside an active amax under "
+      "+delayed");
   check_groups("quantize", x, spec, columnwise);
   check_origin(spec, operand.origin, (is_padded ? x.groups.count : x.batch) * rows, cols);
   if (operand.random.row_ids)

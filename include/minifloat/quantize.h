@@ -41,6 +41,12 @@ struct Origin {
   std::int64_t col = 0;
 };
 
+// Entries of an amax history: that of part i of an operand is first[i * stride].
+struct HistoryEntries {
+  float* first = nullptr;
+  std::int64_t stride = 1;
+};
+
 // One direction of a quantization: the spec and the buffers, all of x's device.
 struct Operand {
   Spec spec;
@@ -51,6 +57,7 @@ struct Operand {
   void* scale = nullptr;
   // The active amax; under +delayed the current amax, for the history. null: not written.
   float* amax = nullptr;
+  HistoryEntries history;            // raised to the current amax of +delayed; null: none
   std::uint16_t* decoded = nullptr;  // null: not written
 };
 

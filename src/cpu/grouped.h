@@ -80,6 +80,7 @@ inline Operand operand_of(const TensorRef& x, const Operand& operand, const Grou
   Operand part = operand;
   if (operand.given_amax) part.given_amax += amax;
   if (operand.amax) part.amax += amax;
+  if (operand.history.first) part.history.first += amax * operand.history.stride;
   if (operand.codes) part.codes += row * spec.code_cols(x.cols) + col * spec.code_bits() / 8;
   part.scale = static_cast<char*>(operand.scale) + scale * scale_bytes;
   if (operand.decoded) part.decoded += row * padded + col;

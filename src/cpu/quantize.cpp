@@ -13,6 +13,7 @@
 #include "backend.h"
 #include "encode_tile.h"
 #include "grouped.h"
+#include "minifloat/core/amax_history.h"
 #include "minifloat/error.h"
 #include "parallel.h"
 
@@ -101,7 +102,8 @@ class DirectionCast {
     const Spec& spec = operand.spec;
     const std::int64_t count = x_.batch * (spec.has_row_amax() ? plan_.rows : 1);
     std::vector<float> current_amax(static_cast<std::size_t>(count));
-    const bool needs_current = !operand.given_amax || (spec.delayed && operand.amax);
+    const bool needs_current =
+        !operand.given_amax || (spec.delayed && (operand.amax || operand.history.first));
     if (needs_current) cpu::amax(x_, spec, columnwise_, current_amax.data(), execution);
     const float* active_amax = operand.given_amax ? operand.given_amax : current_amax.data();
     const float* reported = spec.delayed ? current_amax.data() : active_amax;
@@ -109,6 +111,10 @@ class DirectionCast {
     for (std::int64_t i = 0; i < count; ++i) {
       scale_by(magnitude_bits(active_amax[i]));
       if (operand.amax) operand.amax[i] = reported[i];
+      if (operand.history.first) {
+        float& entry = operand.history.first[i * operand.history.stride];
+        entry = larger_amax(entry, current_amax[static_cast<std::size_t>(i)]);
+      }
     }
     for (std::int64_t i = 0; spec.scale_type() == ScaleType::kFloat32 && i < count; ++i)
       static_cast<float*>(operand.scale)[i] =

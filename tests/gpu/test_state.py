@@ -41,6 +41,38 @@ def test_a_layer_raises_its_history_as_on_the_cpu(device):
         assert not torch.equal(found[0], history)
 
 
+@pytest.mark.parametrize("flags", ["", "+sr", "+rht"])
+def test_casts_raise_histories_as_on_the_cpu(device, flags):
+    """Runs one-cluster, preset and general casts of matrices, batches and groups."""
+    torch.manual_seed(2)
+    delayed, rng = f"e4m3/tensor+delayed{flags}", torch.tensor([1, 2])
+    ends = torch.tensor([100, 100, 700], dtype=torch.int32)
+    for shape in ((128, 128), (1024, 2048), (48, 160), (100, 72), (3, 128, 256), (1024, 256)):
+        is_grouped = shape == (1024, 256)
+        parts = (3,) if len(shape) == 3 or is_grouped else ()
+        history = POOL[torch.randint(len(POOL), (6, *parts, 5))].nan_to_num(1.0)
+        for dtype, row, col in (
+            (torch.bfloat16, delayed, delayed),
+            (torch.bfloat16, delayed, ""),
+            (torch.bfloat16, "", delayed),
+            (torch.bfloat16, "mxfp8", delayed),
+            (torch.float32, delayed, delayed),
+        ):
+            x, found = (torch.randn(shape) * 3).to(dtype), []
+            for where in (torch.device("cpu"), device):
+                current = history.to(where, copy=True)
+                groups = ops.group_table(ends.to(where), 1024) if is_grouped else None
+                out = ops.quantize_delayed(
+                    x.to(where), row, col, current, 2, 4, rng=rng.to(where), groups=groups
+                )
+                found.append((current.cpu(), [] if is_grouped else [t.cpu() for t in out]))
+            assert torch.equal(found[0][0].view(torch.int32), found[1][0].view(torch.int32))
+            for a, b in zip(found[0][1], found[1][1], strict=True):
+                a, b = (t.reshape(-1).view(torch.uint8) for t in (a, b))
+                assert torch.equal(a, b)
+            assert not torch.equal(found[0][0], history)
+
+
 def test_a_random_state_advances_as_on_the_cpu(device):
     state = torch.tensor([-3, 2**63 - 1]).to(device)
     copy = ops.advance_random_state(state)

@@ -151,6 +151,9 @@ def sample_calls():
     yield ops.quantize, (batch, "mxfp8", ""), {"decoded_row": True}
     yield ops.quantize, (batch, "", "e4m3/row"), {"amax_col": torch.ones(2, 72)}
     yield ops.quantize, (x, "e4m3/tensor+delayed", "e4m3/128x128"), {"amax_row": torch.tensor(2.0)}
+    delayed = "e4m3/tensor+delayed"
+    yield ops.quantize_delayed, (x, delayed, delayed, torch.rand(6, 4), 0, 5), {}
+    yield ops.quantize_delayed, (x, "nvfp4+sr", delayed, torch.rand(6, 4), 2, 4), {"rng": RNG}
     for spec in ("nvfp4", "mxfp8", "e5m2/tensor", "e4m3/row", "mxfp4+rht"):
         q = operand(spec)
         yield ops.dequantize, (q.codes, q.scale, q.amax, spec, 72), {"dtype": torch.bfloat16}

@@ -122,6 +122,20 @@ def _quantize(rng: Random, arena: Arena) -> Call:
     return op_call("quantize", **args)
 
 
+@call("quantize_delayed")
+def _quantize_delayed(rng: Random, arena: Arena) -> Call:
+    x = matrix(rng, arena)
+    row, col = (rng.choice(("e4m3/tensor+delayed", "e5m2/tensor+delayed+rht", some_spec(rng))),) * 2
+    args: dict[str, Any] = {"x": x, "row": row, "col": rng.choice(("", col, "mxfp8"))}
+    args["amax_history"] = arena.place(torch.rand(6, rng.choice((2, 17))))
+    args["history_row"], args["history_col"] = rng.randrange(6), rng.randrange(6)
+    args["rng"] = arena.place(torch.tensor([1, 2]))
+    for side in ("row", "col"):
+        args[f"stream_{side}"] = rng.randrange(100)
+        args[f"decoded_{side}"] = rng.random() < 0.3
+    return op_call("quantize_delayed", **args)
+
+
 @call("mf.quantize")
 def _public_quantize(rng: Random, arena: Arena) -> Call:
     args = {"x": matrix(rng, arena, True), "spec": rng.choice(BASES) + rng.choice(("", "+sr"))}

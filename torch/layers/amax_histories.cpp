@@ -12,7 +12,7 @@
 namespace minifloat::torch_ops {
 namespace {
 
-enum Column { kActive, kCurrent };
+constexpr int kCurrent = 1;  // column
 
 // Raises the entries of histories in real memory, in one launch.
 void raise_directly(const PendingAmaxes& pending) {
@@ -30,14 +30,6 @@ void raise_directly(const PendingAmaxes& pending) {
 }
 
 }  // namespace
-
-Tensor active_amax(const Tensor& history, int row) {
-  if (history.dim() != 2 || !can_skip_dispatcher({&history}))
-    return history.select(-1, kActive).select(0, row);
-  return direct_view(
-      history, at::kFloat, {}, {},
-      history.storage_offset() + row * history.stride(0) + kActive * history.stride(1));
-}
 
 void record(const PendingAmaxes& pending) {
   const auto is_direct = [](const PendingAmax& p) {

@@ -1,6 +1,5 @@
-// The amax history of a layer under delayed scaling: (operands, 1 + length) float32, a row an
-// operand. Columns: the active amax, the current amax of this step, then those of earlier steps. Of
-// experts: (operands, experts, 1 + length).
+// Current amaxes that a layer raises in its history (ops/history.h) after its casts: those that no
+// cast raises itself.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -10,9 +9,6 @@
 namespace minifloat::torch_ops {
 
 using at::Tensor;
-
-// Returns the active amax of an operand: a view of one entry, or of one for each expert.
-Tensor active_amax(const Tensor& history, int row);
 
 // A current amax, for one row of a history or for two rows that share the amax.
 struct PendingAmax {

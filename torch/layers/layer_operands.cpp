@@ -102,6 +102,7 @@ std::vector<Tensor> layer_operands_kernel(
   check_operands(x, of, amax_history, recipe, sharding, {row, col}, {groups, 0, rows_from});
   const at::AutoDispatchBelowADInplaceOrView below;
   ModuleState state;
+  state.returns_amaxes = true;
   if (amax_history) state.history = *amax_history;
   if (is_sharded) state.sharding = &sharding;
   if (groups) state.groups = {groups, wgrad_unit(recipe), rows_from};

@@ -10,6 +10,7 @@
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/history.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -100,6 +101,19 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& ro
   }
 }
 
+bool is_delayed(const PreparedRecipe& recipe, const Needed& needed) {
+  return needed.is_needed && recipe.specs[needed.place].delayed;
+}
+
+// Returns whether the cast raises the history itself: in backward passes and in traces. A forward
+// pass of real tensors that fails leaves the history as it was: its amaxes are pending until then.
+bool casts_raise_history(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
+                         const ModuleState& state) {
+  return (is_delayed(recipe, row) || is_delayed(recipe, col)) && state.history.defined() &&
+         !state.sharding && !state.cast && !state.returns_amaxes &&
+         (!state.pending || !bridge::is_real(state.history));
+}
+
 constexpr std::int64_t kRandomGroup = 16;  // elements of one call of Philox
 
 }  // namespace
@@ -153,17 +167,17 @@ const PreparedRecipe& prepare(const std::string& text) {
 
 void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
                    const ModuleState& state, const Directions& found, bool is_cut) {
-  const auto is_delayed = [&](const Needed& w) {
-    return w.is_needed && recipe.specs[w.place].delayed && state.history.defined();
+  const auto is_recorded = [&](const Needed& needed) {
+    return is_delayed(recipe, needed) && state.history.defined();
   };
   const bool is_same_amax =
       recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
-  if (is_delayed(row) && is_delayed(col) && is_same_amax) {
+  if (is_recorded(row) && is_recorded(col) && is_same_amax) {
     record_amax(state, row.place, col.place, found.first.amax, is_cut);
     return;
   }
-  if (is_delayed(row)) record_amax(state, row.place, row.place, found.first.amax, is_cut);
-  if (is_delayed(col)) record_amax(state, col.place, col.place, found.second.amax, is_cut);
+  if (is_recorded(row)) record_amax(state, row.place, row.place, found.first.amax, is_cut);
+  if (is_recorded(col)) record_amax(state, col.place, col.place, found.second.amax, is_cut);
 }
 
 CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
@@ -197,7 +211,13 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
 
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state) {
-  const auto [row_text, col_text, options] = plan_cast(recipe, x, row, col, state);
+  auto [row_text, col_text, options] = plan_cast(recipe, x, row, col, state);
+  const bool raises_history = casts_raise_history(recipe, row, col, state);
+  if (raises_history) {
+    options.history = HistoryRows{state.history, row.place, col.place};
+    if (is_delayed(recipe, row)) options.amax_row.reset();
+    if (is_delayed(recipe, col)) options.amax_col.reset();
+  }
   Directions out;
   if (!row_text.empty() || !col_text.empty())
     out = state.cast ? state.cast(row_text, col_text, options)
@@ -206,7 +226,7 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
   if (row.is_needed && is_bf16(row)) out.first = unquantized(x);
   if (col.is_needed && is_bf16(col)) out.second = unquantized(transposed(x));
   const bool is_cut = state.sharding && state.sharding->cut_dim(kOperands[row.place].matrix);
-  record_amaxes(recipe, row, col, state, out, is_cut);
+  if (!raises_history) record_amaxes(recipe, row, col, state, out, is_cut);
   return out;
 }
 

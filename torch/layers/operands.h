@@ -61,7 +61,8 @@ struct ModuleState {
   Tensor rng;                          // undefined: nothing is stochastic
   std::int64_t stream = 0;             // of the module, besides a stream in rng
   Tensor history;                      // undefined: nothing is delayed
-  PendingAmaxes* pending = nullptr;    // null: amaxes go to the history at once
+  PendingAmaxes* pending = nullptr;    // null: amaxes that no cast raises are recorded at once
+  bool returns_amaxes = false;         // as outputs of the cast as well, under delayed scaling too
   const Sharding* sharding = nullptr;  // null: this process has the whole weight
   // The amax of the columnwise operand under a scale that is not delayed; none: it is computed.
   std::optional<Tensor> amax = {};

@@ -66,14 +66,18 @@ inline void check_memory(const char* op, const char* name, const at::Tensor& t) 
                     ": its storage is too small, or its memory is freed: no gather has brought it");
 }
 
-// Calls check_memory, except for a tensor of a trace or a subclass: the kernel that is called with
-// real tensors checks those.
-inline void check_memory_if_real(const char* op, const char* name, const at::Tensor& t) {
+// Returns whether the tensor has memory of its own: it is of no trace and no subclass.
+inline bool is_real(const at::Tensor& t) {
   constexpr c10::DispatchKeySet kTracedKeys(
       {c10::DispatchKey::Python, c10::DispatchKey::Functionalize,
        c10::DispatchKey::FuncTorchBatched, c10::DispatchKey::FuncTorchGradWrapper,
        c10::DispatchKey::ZeroTensor});
-  if ((t.is_cpu() || t.is_cuda()) && !t.key_set().has_any(kTracedKeys)) check_memory(op, name, t);
+  return (t.is_cpu() || t.is_cuda()) && !t.key_set().has_any(kTracedKeys);
+}
+
+// Calls check_memory for a real tensor. The kernel that is called with real tensors checks others.
+inline void check_memory_if_real(const char* op, const char* name, const at::Tensor& t) {
+  if (is_real(t)) check_memory(op, name, t);
 }
 
 // Requires contiguous memory of `bytes` bytes.

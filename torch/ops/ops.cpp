@@ -22,6 +22,32 @@ Tensor or_empty(const Tensor& t, const Tensor& like) {
   return t.defined() ? t : at::empty({0}, like.options().dtype(at::kFloat));
 }
 
+using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+std::pair<QuantizedOperand, QuantizedOperand> both_of(const EightTensors& t) {
+  const auto& [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col,
+               decoded_col] = t;
+  return {{codes_row, scale_row, amax_row, decoded_row},
+          {codes_col, scale_col, amax_col, decoded_col}};
+}
+
+std::pair<QuantizedOperand, QuantizedOperand> quantize_delayed(const Tensor& x,
+                                                               const std::string& row,
+                                                               const std::string& col,
+                                                               const QuantizeOptions& options) {
+  using Signature = EightTensors(
+      const Tensor&, const std::string&, const std::string&, const Tensor&, std::int64_t,
+      std::int64_t, const std::optional<Tensor>&, std::int64_t, std::int64_t,
+      const std::optional<Tensor>&, std::int64_t, const std::optional<Tensor>&, std::int64_t,
+      const std::optional<Tensor>&, bool, bool);
+  static const auto op = find<Signature>("minifloat::quantize_delayed");
+  const auto& [history, history_row, history_col] = *options.history;
+  return both_of(op.call(x, row, col, history, history_row, history_col, options.rng,
+                         options.stream_row, options.stream_col, options.groups.table,
+                         options.groups.unit, options.row_ids, options.first_expert,
+                         options.groups.rows_from, options.decoded_row, options.decoded_col));
+}
+
 }  // namespace
 
 std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const std::string& row,
@@ -29,21 +55,21 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
                                                        const QuantizeOptions& options) {
   if (can_skip_dispatcher({&x, or_null(options.amax_row), or_null(options.amax_col),
                            or_null(options.rng), or_null(options.groups.table),
-                           or_null(options.row_ids), or_null(options.groups.rows_from)}))
+                           or_null(options.row_ids), or_null(options.groups.rows_from),
+                           options.history ? &options.history->history : nullptr}))
     return direct_quantize(x, row, col, options);
-  using Signature = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>(
+  if (options.history) return quantize_delayed(x, row, col, options);
+  using Signature = EightTensors(
       const Tensor&, const std::string&, const std::string&, const std::optional<Tensor>&,
       const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t, std::int64_t,
       c10::SymIntArrayRef, const std::optional<Tensor>&, std::int64_t, const std::optional<Tensor>&,
       std::int64_t, const std::optional<Tensor>&, bool, bool);
   static const auto op = find<Signature>("minifloat::quantize");
-  auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
-      op.call(x, row, col, options.amax_row, options.amax_col, options.rng, options.stream_row,
-              options.stream_col, options.origin, options.groups.table, options.groups.unit,
-              options.row_ids, options.first_expert, options.groups.rows_from, options.decoded_row,
-              options.decoded_col);
-  return {{codes_row, scale_row, amax_row, decoded_row},
-          {codes_col, scale_col, amax_col, decoded_col}};
+  return both_of(op.call(x, row, col, options.amax_row, options.amax_col, options.rng,
+                         options.stream_row, options.stream_col, options.origin,
+                         options.groups.table, options.groups.unit, options.row_ids,
+                         options.first_expert, options.groups.rows_from, options.decoded_row,
+                         options.decoded_col));
 }
 
 Tensor amax(const Tensor& x, const std::string& spec, bool columnwise, const Groups& groups) {

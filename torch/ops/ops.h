@@ -30,6 +30,14 @@ struct QuantizedOperand {
   Tensor decoded;  // bf16 (…, rows, padded_cols), if requested
 };
 
+// The amax history of +delayed operands, (operands, 1 + length), or of experts (operands, experts,
+// 1 + length), and the row of each direction. Column 0 has the active amaxes, column 1 the current
+// ones.
+struct HistoryRows {
+  Tensor history;
+  std::int64_t row = 0, col = 0;
+};
+
 struct QuantizeOptions {
   std::optional<Tensor> amax_row, amax_col;
   std::optional<Tensor> rng;  // int64 (2) or (3): seed, count, module stream
@@ -41,6 +49,9 @@ struct QuantizeOptions {
   Groups groups = {};                          // of the rows of x
   std::optional<Tensor> row_ids = {};          // int32 (rows): rowwise rows of the random counter
   std::int64_t first_expert = 0;               // the number of the first group or matrix
+  // Scales +delayed directions by the history instead of amax_row and amax_col, and raises the
+  // history instead of returning their current amaxes.
+  std::optional<HistoryRows> history = {};
 };
 
 // Returns the amax of x, or of each of its rows, as `spec` scales by: fp32.

@@ -8,6 +8,7 @@
 #include "ops/as_read.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/history.h"
 #include "ops/kernels.h"
 #include "ops/ops.h"
 #include "ops/outputs.h"
@@ -33,16 +34,17 @@ Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead<SymInt>& read)
 }
 
 QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead<SymInt>& read,
-                          bool decoded) {
+                          bool decoded, bool has_amax) {
   const auto values = decoded ? read.decoded(spec) : Sizes<SymInt>{SymInt(0)};
   return {empty(x, read.codes(spec), at::kByte), empty(x, read.scale(spec), scale_dtype(spec)),
-          empty_amax(x, spec, read), empty(x, values, at::kBFloat16)};
+          has_amax ? empty_amax(x, spec, read) : empty(x, {SymInt(0)}, at::kFloat),
+          empty(x, values, at::kBFloat16)};
 }
 
 // Allocates the outputs of a direction as one allocation. Absent outputs are undefined, and so are
 // codes beside their values. For direct calls alone: the outputs of an op do not share memory.
 QuantizedOperand allocate_together(const Tensor& x, const Spec& spec,
-                                   const AsRead<SymInt>& symbolic, bool decoded) {
+                                   const AsRead<SymInt>& symbolic, bool decoded, bool has_amax) {
   using torch_ops::direct_view;
   constexpr std::int64_t kAlignment = 256;  // bytes, as CUDA's own allocations
   const auto real = [](const SymInt& n) { return n.guard_int(__FILE__, __LINE__); };
@@ -66,7 +68,7 @@ QuantizedOperand allocate_together(const Tensor& x, const Spec& spec,
     end = p.begin + bytes;
     return p;
   };
-  const bool has_amax = spec.has_row_amax() || spec.has_tensor_amax();
+  has_amax = has_amax && (spec.has_row_amax() || spec.has_tensor_amax());
   const auto codes = decoded ? std::nullopt : std::optional(part(at::kByte, read.codes(spec)));
   const Part scale = part(scale_dtype(spec), read.scale(spec));
   const auto amax = has_amax ? std::optional(part(at::kFloat, read.amax(spec))) : std::nullopt;
@@ -95,6 +97,7 @@ struct DirectionArguments {
   const std::optional<Tensor>& active_amax;  // none: computed from x
   std::int64_t stream;
   bool decoded;
+  HistoryEntries history = {};  // null: the current amax of +delayed is an output
 
   AsRead<SymInt> read_of(const Tensor& x, const Groups& groups) const {
     return as_read(x, *spec, columnwise, groups);
@@ -175,7 +178,8 @@ void check_arguments(const Tensor& x, const DirectionArguments& row, const Direc
 
 QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d,
                                     const Groups& groups) {
-  return d.spec ? allocate(x, *d.spec, d.read_of(x, groups), d.decoded) : absent(x);
+  if (!d.spec) return absent(x);
+  return allocate(x, *d.spec, d.read_of(x, groups), d.decoded, !d.history.first);
 }
 
 EightTensors eight(const QuantizedOperand& row, const QuantizedOperand& col) {
@@ -239,6 +243,7 @@ void fill_operand(OperandHolder& holder, const DirectionArguments& d, const Quan
   o.codes = data_or_null<std::uint8_t>(out.codes);
   o.scale = data_or_null<void>(out.scale);
   o.amax = data_or_null<float>(out.amax);
+  o.history = d.history;
   o.decoded = data_or_null<std::uint16_t>(out.decoded);
 }
 
@@ -322,10 +327,16 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
     const Tensor& x, const std::string& row, const std::string& col, const QuantizeOptions& options,
     const CastOfComputed* of, bool shares_memory) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
-  const DirectionArguments r =
-      direction_arguments(false, row, options.amax_row, options.stream_row, options.decoded_row);
-  const DirectionArguments c =
-      direction_arguments(true, col, options.amax_col, options.stream_col, options.decoded_col);
+  std::optional<Tensor> amax_row = options.amax_row, amax_col = options.amax_col;
+  DirectionArguments r =
+      direction_arguments(false, row, amax_row, options.stream_row, options.decoded_row);
+  DirectionArguments c =
+      direction_arguments(true, col, amax_col, options.stream_col, options.decoded_col);
+  if (options.history) {
+    const auto& [history, row_of_row, row_of_col] = *options.history;
+    if (r.spec && r.spec->delayed) r.history = entries_of(history, row_of_row, amax_row);
+    if (c.spec && c.spec->delayed) c.history = entries_of(history, row_of_col, amax_col);
+  }
   const c10::IntArrayRef origin = C10_AS_INTARRAYREF_SLOW(options.origin);
   const SharedArguments shared = {options.rng, options.groups, options.row_ids,
                                   options.first_expert, of};
@@ -334,7 +345,8 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
   const auto output = [&](const DirectionArguments& d) -> QuantizedOperand {
     if (!shares_memory) return allocate_direction(x, d, options.groups);
     if (!d.spec) return {};
-    return allocate_together(x, *d.spec, d.read_of(x, options.groups), d.decoded);
+    return allocate_together(x, *d.spec, d.read_of(x, options.groups), d.decoded,
+                             !d.history.first);
   };
   std::pair<QuantizedOperand, QuantizedOperand> out = {output(r), output(c)};
   fill(in, r, out.first, c, out.second, shared, origin, here);

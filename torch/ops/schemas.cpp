@@ -34,6 +34,16 @@ TORCH_LIBRARY(minifloat, m) {
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
+  // quantize by the amax history of a layer: +delayed directions scale by column 0 of a row, and
+  // raise column 1. Their amaxes are not returned.
+  m.def(
+      "quantize_delayed(Tensor x, str row, str col, Tensor(a!) amax_history, int history_row, "
+      "int history_col, *, Tensor? rng=None, int stream_row=0, int stream_col=0, "
+      "Tensor? groups=None, int group_unit=0, Tensor? row_ids=None, int first_expert=0, "
+      "Tensor? rows_from=None, bool decoded_row=False, bool decoded_col=False) -> "
+      "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
+      "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
+      tags);
   m.def(
       "dequantize(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols, *, "
       "ScalarType dtype=float, Tensor? groups=None, int group_unit=0) -> Tensor",

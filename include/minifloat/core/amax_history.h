@@ -1,6 +1,8 @@
 // One step of an amax history of delayed scaling.
 #pragma once
 
+#include <cstdint>
+
 #include "minifloat/core/scaling.h"
 
 namespace minifloat {
@@ -15,9 +17,10 @@ MINIFLOAT_HD constexpr void roll_amax_history(float* row, int length, DelayedAma
   row[1] = 0.0f;
 }
 
-// Returns the larger of a current amax and one that was found; NaN if one is NaN.
+// Returns the larger of a current amax and one that was found, in any order; NaN if one is NaN. The
+// bits of amaxes, which have no sign, are ordered as their values are, with NaN last.
 MINIFLOAT_HD constexpr float larger_amax(float current, float found) {
-  return found > current || found != found ? found : current;
+  return bit_cast<std::int32_t>(found) > bit_cast<std::int32_t>(current) ? found : current;
 }
 
 }  // namespace minifloat

@@ -28,15 +28,22 @@ __device__ __forceinline__ std::int32_t warp_prefix_sum(std::int32_t value) {
   }
   return value;
 }
-// Raises `out` by the block's largest bit pattern.
-__device__ __forceinline__ void raise_by_block(std::uint32_t* out, std::uint32_t m) {
+// Raises an amax's bits in memory. They are ordered as signed integers, as larger_amax orders them.
+__device__ __forceinline__ void raise_bits(std::uint32_t* out, std::uint32_t m) {
+  atomicMax(reinterpret_cast<std::int32_t*>(out), static_cast<std::int32_t>(m));
+}
+// Raises `out`, and `also` unless that is null, by the block's largest bit pattern.
+__device__ __forceinline__ void raise_by_block(std::uint32_t* out, std::uint32_t m,
+                                               std::uint32_t* also = nullptr) {
   __shared__ std::uint32_t of_warp[kThreads / 32];
   m = warp_max(m);
   if (threadIdx.x % 32 == 0) of_warp[threadIdx.x / 32] = m;
   __syncthreads();
   if (threadIdx.x >= 32) return;
   m = warp_max(of_warp[threadIdx.x % (kThreads / 32)]);
-  if (threadIdx.x == 0) atomicMax(out, m);
+  if (threadIdx.x != 0) return;
+  raise_bits(out, m);
+  if (also) raise_bits(also, m);
 }
 
 }  // namespace minifloat::cuda

@@ -60,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, C::kStochastic ? 4 : 5)
     if constexpr (kFindsCurrentAmax<C>) {
       if (!plan.current_amax || u >= run.count) continue;
       if (is_mixed)
-        atomicMax(plan.current_amax + own, vec.amax());
+        raise_current_amax_of_vec(plan, own, vec.amax());
       else
         largest = max(largest, vec.amax());
     }

@@ -43,6 +43,9 @@ struct KernelOperand {
   const float* reported;        // the values for amax_out, if not the active ones
   float* amax_out;              // null: not written
   std::uint32_t* current_amax;  // raised by the cast itself; null: not
+  std::uint32_t* same_amax;     // the other direction's, raised with it; null: none
+  std::uint32_t amax_stride;    // between the current amaxes of two parts
+  bool has_history;             // current amaxes are in a history, which no cast clears
   const std::int64_t* random;
   int random_size;
   std::uint64_t stream;

@@ -20,7 +20,7 @@ __device__ __forceinline__ bool has_row_amax(const KernelOperand& plan) {
 }
 
 __device__ __forceinline__ void clear_amax(const KernelOperand& plan) {
-  if (!plan.current_amax) return;
+  if (!plan.current_amax || plan.has_history) return;
   const std::uint32_t count = has_row_amax(plan) ? plan.rows : 1;
   for (std::uint32_t i = blockIdx.x * kThreads + threadIdx.x; i < count; i += gridDim.x * kThreads)
     plan.current_amax[i] = 0;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void raise_amax(const KernelOperand& plan,
       atomicMax(plan.current_amax + first + row, m);
   });
   if (of_rows) return;
-  raise_by_block(plan.current_amax, of_tile);
+  raise_by_block(plan.current_amax, of_tile, plan.same_amax);
   __syncthreads();  // the next use of its shared memory waits
 }
 

@@ -107,7 +107,13 @@ __device__ __forceinline__ void raise_current_amax(const KernelOperand& plan, st
                                                    std::uint32_t m) {
   if (!plan.current_amax) return;
   __syncthreads();  // the other direction's amax is complete
-  raise_by_block(plan.current_amax + part, m);
+  const std::uint64_t entry = std::uint64_t{part} * plan.amax_stride;
+  raise_by_block(plan.current_amax + entry, m, plan.same_amax ? plan.same_amax + entry : nullptr);
+}
+// Raises it at once, by one thread.
+__device__ __forceinline__ void raise_current_amax_of_vec(const KernelOperand& plan,
+                                                          std::uint32_t part, std::uint32_t m) {
+  raise_bits(plan.current_amax + std::uint64_t{part} * plan.amax_stride, m);
 }
 
 // ---- A vec16 ------------------------------------------------------------------------------------

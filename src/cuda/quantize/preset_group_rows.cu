@@ -20,7 +20,7 @@ __device__ __forceinline__ void cast_mixed_run(const VecRun& run, const KernelOp
     const MatrixScale scale = matrix_scale<typename C::F>(plan, C::kRule, C::kRounding, part);
     cast_preset_vec<C, true>(run, plan, whole, scale, vec, u, to);
     if constexpr (kFindsCurrentAmax<C>)
-      if (plan.current_amax && u < run.count) atomicMax(plan.current_amax + part, vec.amax());
+      if (plan.current_amax && u < run.count) raise_current_amax_of_vec(plan, part, vec.amax());
   }
 }
 

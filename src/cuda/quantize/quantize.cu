@@ -4,6 +4,7 @@
 #include "cuda/backend.h"
 #include "cuda/common/source.h"
 #include "cuda/quantize/general.cuh"
+#include "minifloat/core/amax_history.h"
 
 namespace minifloat::cuda {
 namespace {
@@ -31,6 +32,14 @@ __global__ void write_whole(const __grid_constant__ WholeArgs args) {
   if (args.amax) args.amax[i] = args.reported ? args.reported[i] : 0.0f;
 }
 
+// Raises the entries of a history to the amaxes that a pass before the cast computed.
+__global__ void raise_entries(HistoryEntries history, const float* amax, std::int64_t count) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  float& entry = history.first[i * history.stride];
+  entry = larger_amax(entry, amax[i]);
+}
+
 int log2_of(int power) { return __builtin_ctz(static_cast<unsigned>(power)); }
 
 // The plan of one direction, and the scratch behind the plan's pointers.
@@ -41,11 +50,9 @@ class PlannedOperand {
       : operand_(operand),
         columnwise_(columnwise),
         last_end_(last_end_of(x.groups)),
-        count_(amax_count(x, operand.spec, columnwise)),
-        scratch_(needs_current_amax() && !operand.amax
-                     ? static_cast<std::size_t>(count_) * sizeof(float)
-                     : 0,
-                 execution) {
+        count_(amax_count(x, operand.spec, columnwise)) {
+    if (needs_current_amax() && !operand.amax && !has_history())
+      scratch_.emplace(bytes_of_amaxes(), execution);
     const Spec& spec = operand.spec;
     const std::int64_t rows = columnwise ? x.cols : x.rows;
     const std::int64_t cols = columnwise ? length_of_rows(x) : x.cols;
@@ -77,19 +84,29 @@ class PlannedOperand {
     plan_.scale = operand.scale;
     plan_.decoded = operand.decoded;
     plan_.amax_out = operand.amax;
+    plan_.has_history = has_history();
+    plan_.amax_stride = has_history() ? size(operand.history.stride) : 1;
     if (count_ > 0) take_amax(current_amax());
   }
 
   const KernelOperand& plan() const { return plan_; }
   // Returns whether the current amax is needed: for the scale, or for a history.
   bool needs_current_amax() const {
-    return count_ > 0 && (!operand_.given_amax || (operand_.spec.delayed && operand_.amax));
+    return count_ > 0 && (!operand_.given_amax ||
+                          (operand_.spec.delayed && (operand_.amax || operand_.history.first)));
   }
+  // Returns whether the current amaxes are raised in a history, and nowhere else.
+  bool has_history() const { return count_ > 0 && operand_.history.first; }
   bool is_of_rows() const { return operand_.spec.has_row_amax(); }
   bool is_transformed() const { return operand_.spec.transform > 0; }
-  float* current_amax() const { return operand_.amax ? operand_.amax : scratch_.as<float>(); }
+  // Returns the memory of the current amaxes; null while only the cast finds those of a history.
+  float* current_amax() const {
+    if (operand_.amax) return operand_.amax;
+    return scratch_ ? scratch_->as<float>() : nullptr;
+  }
 
-  void compute_amax(const TensorRef& x, const Execution& execution) const {
+  void compute_amax(const TensorRef& x, const Execution& execution) {
+    if (!current_amax()) scratch_.emplace(bytes_of_amaxes(), execution);
     cuda::amax(x, operand_.spec, columnwise_, current_amax(), execution);
   }
   // Takes the current amax, (amaxes), complete by the time that the cast runs.
@@ -103,18 +120,31 @@ class PlannedOperand {
   }
   // Leaves the current amax to the cast, if that is a preset's: it is raised as the cast reads x.
   void find_amax_in_cast(const Execution& execution) {
-    take_amax(current_amax());
-    plan_.current_amax = reinterpret_cast<std::uint32_t*>(current_amax());
-    check(cudaMemsetAsync(current_amax(), 0, static_cast<std::size_t>(count_) * sizeof(float),
-                          cuda_stream(execution)),
+    find_amax_in_cluster();
+    if (has_history()) return;
+    check(cudaMemsetAsync(current_amax(), 0, bytes_of_amaxes(), cuda_stream(execution)),
           "quantize");
   }
   // Leaves the current amax to the cast, which clears and raises it before it encodes.
   void find_amax_in_cluster() {
     take_amax(current_amax());
-    plan_.current_amax = reinterpret_cast<std::uint32_t*>(current_amax());
+    plan_.current_amax = entries();
   }
-  void find_amax_before_cast() { plan_.current_amax = nullptr; }
+  // Returns whether one direction can raise the histories of both: they have the same amaxes.
+  bool can_raise_with(const PlannedOperand& other) const {
+    return has_history() && other.has_history() && plan_.amax_stride == other.plan_.amax_stride;
+  }
+  // Leaves the history of the other direction to this one.
+  void raise_both(const PlannedOperand& other) { plan_.same_amax = other.entries(); }
+  void find_amax_before_cast() { plan_.current_amax = plan_.same_amax = nullptr; }
+  // Raises the history to amaxes that are complete.
+  void raise_history(const float* amaxes, const Execution& execution) const {
+    if (!has_history()) return;
+    constexpr std::int64_t kBlock = 128;
+    raise_entries<<<grid_of(ceil_div(count_, kBlock), "quantize"), kBlock, 0,
+                    cuda_stream(execution)>>>(operand_.history, amaxes, count_);
+    check_launch("quantize");
+  }
   // Leaves the amax of its rows to the cast.
   void leave_amax() { plan_.amax = plan_.reported = nullptr; }
 
@@ -134,6 +164,12 @@ class PlannedOperand {
  private:
   static constexpr std::int64_t kMostRows = std::int64_t{1} << 31;
   static std::uint32_t size(std::int64_t n) { return static_cast<std::uint32_t>(n); }
+  std::size_t bytes_of_amaxes() const { return static_cast<std::size_t>(count_) * sizeof(float); }
+  // Returns the entries that the cast raises.
+  std::uint32_t* entries() const {
+    return reinterpret_cast<std::uint32_t*>(has_history() ? operand_.history.first
+                                                          : current_amax());
+  }
   static std::int64_t amax_count(const TensorRef& x, const Spec& spec, bool columnwise) {
     if (spec.has_tensor_amax()) return x.groups ? x.groups.count : x.batch;
     if (!spec.has_row_amax()) return 0;
@@ -166,7 +202,7 @@ class PlannedOperand {
   bool columnwise_;
   const std::int32_t* last_end_;  // of groups of rows; null: there are none
   std::int64_t count_;
-  Scratch scratch_;
+  std::optional<Scratch> scratch_;  // current amaxes that no output has
   KernelOperand plan_ = {};
 };
 
@@ -191,10 +227,22 @@ bool need_row_amaxes(const PlannedOperand* row, const PlannedOperand* col) {
 // Leaves the current amaxes to one cluster's cast, which computes a shared amax once.
 void find_amaxes_in_cluster(PlannedOperand* row, PlannedOperand* col) {
   if (needs_amax(row)) row->find_amax_in_cluster();
-  if (share_amax(row, col))
+  const bool is_shared = share_amax(row, col);
+  if (is_shared && row->can_raise_with(*col))
+    row->raise_both(*col);
+  else if (is_shared && !row->has_history() && !col->has_history())
     col->take_amax(row->current_amax());
   else if (needs_amax(col))
     col->find_amax_in_cluster();
+}
+
+// Leaves current amaxes that are only reported to a preset's cast.
+void find_amaxes_in_cast(PlannedOperand* row, PlannedOperand* col, const Execution& execution) {
+  if (row) row->find_amax_in_cast(execution);
+  if (row && col && row->can_raise_with(*col))
+    row->raise_both(*col);
+  else if (col)
+    col->find_amax_in_cast(execution);
 }
 
 // Computes the current amaxes that casts need, with the fewest reads of x.
@@ -203,10 +251,13 @@ void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col
   if (need_row_amaxes(row, col))
     return amax_of_rows_and_columns(x, row->current_amax(), col->current_amax(), execution);
   if (needs_amax(row)) row->compute_amax(x, execution);
-  if (share_amax(row, col))
+  const bool is_shared = share_amax(row, col);
+  if (is_shared)
     col->take_amax(row->current_amax());
   else if (needs_amax(col))
     col->compute_amax(x, execution);
+  if (row) row->raise_history(row->current_amax(), execution);
+  if (col) col->raise_history((is_shared ? row : col)->current_amax(), execution);
 }
 
 void launch_one(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
@@ -321,7 +372,7 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   bool only_report = true;
   each([&](const PlannedOperand& d) { only_report = only_report && d.only_reports(); });
   if (only_report) {
-    each([&](PlannedOperand& d) { d.find_amax_in_cast(execution); });
+    find_amaxes_in_cast(row ? &*row : nullptr, col ? &*col : nullptr, execution);
     if (row) args.row = row->plan();
     if (col) args.col = col->plan();
     if (launch_preset(args, row.has_value(), col.has_value(), execution)) return;

@@ -1,0 +1,23 @@
+// The rows of amax histories that casts read and raise. A history is (operands, 1 + length) float32,
+// or of experts (operands, experts, 1 + length). Columns: the active amax, the current amax of this
+// step, then those of earlier steps.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstdint>
+#include <optional>
+
+#include "minifloat/quantize.h"
+
+namespace minifloat::torch_ops {
+
+using at::Tensor;
+
+// Returns the active amax of an operand: a view of one entry, or of one for each expert.
+Tensor active_amax(const Tensor& history, std::int64_t row);
+
+// Returns the entries of an operand's current amaxes, and sets `active` to its active ones.
+HistoryEntries entries_of(const Tensor& history, std::int64_t row, std::optional<Tensor>& active);
+
+}  // namespace minifloat::torch_ops

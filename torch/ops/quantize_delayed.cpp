@@ -1,0 +1,132 @@
+// quantize_delayed: a cast of +delayed operands that scales by an amax history, and raises the
+// history to the current amaxes itself.
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <torch/library.h>
+
+#include <utility>
+
+#include "ops/bridge.h"
+#include "ops/direct.h"
+#include "ops/history.h"
+#include "ops/kernels.h"
+#include "ops/ops.h"
+#include "ops/tangents.h"
+
+namespace minifloat {
+namespace torch_ops {
+namespace {
+
+enum Column { kActive, kCurrent };
+
+}  // namespace
+
+Tensor active_amax(const Tensor& history, std::int64_t row) {
+  if (history.dim() != 2 || !can_skip_dispatcher({&history}))
+    return history.select(-1, kActive).select(0, row);
+  return direct_view(
+      history, at::kFloat, {}, {},
+      history.storage_offset() + row * history.stride(0) + kActive * history.stride(1));
+}
+
+HistoryEntries entries_of(const Tensor& history, std::int64_t row, std::optional<Tensor>& active) {
+  active = active_amax(history, row);
+  float* const first = history.mutable_data_ptr<float>() + row * history.stride(0);
+  return {first + kCurrent * history.stride(-1), history.dim() == 3 ? history.stride(1) : 0};
+}
+
+}  // namespace torch_ops
+
+namespace {
+
+using at::Tensor;
+using namespace torch_ops;
+using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+constexpr const char* kOp = "quantize_delayed";
+
+bool is_delayed(const std::string& text) {
+  return !text.empty() && bridge::parse_spec(text).delayed;
+}
+
+void check_history_rows(const Tensor& x, const HistoryRows& rows) {
+  const auto& [history, row, col] = rows;
+  TORCH_CHECK_VALUE((history.dim() == 2 || history.dim() == 3) &&
+                        history.scalar_type() == at::kFloat && history.sym_size(-1) >= 2,
+                    kOp, ": expected amax_history as float32 (operands, 1 + length), or of experts "
+                    "(operands, experts, 1 + length), got ",
+                    history.scalar_type(), " ", history.sym_sizes());
+  TORCH_CHECK_VALUE(at::has_internal_overlap(history) != at::MemOverlap::Yes, kOp,
+                    ": expected amax_history with memory for each entry, got strides ",
+                    history.sym_strides());
+  for (const std::int64_t place : {row, col})
+    TORCH_CHECK_VALUE(place >= 0 && place < history.sym_size(0), kOp, ": expected rows of ",
+                      history.sym_size(0), " operands, got ", place);
+  TORCH_CHECK_VALUE(history.device() == x.device(), kOp, ": expected amax_history on ", x.device(),
+                    ", got ", history.device());
+}
+
+EightTensors eight(const std::pair<QuantizedOperand, QuantizedOperand>& both) {
+  const auto& [row, col] = both;
+  return {row.codes, row.scale, row.amax, row.decoded, col.codes, col.scale, col.amax, col.decoded};
+}
+
+// Casts in the real memory of x and of the history.
+EightTensors quantize_real(const Tensor& x, const std::string& row, const std::string& col,
+                           const QuantizeOptions& options) {
+  const Tensor& history = options.history->history;
+  bridge::check_memory(kOp, "amax_history", history);
+  const EightTensors out =
+      eight(direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
+  if (!history.is_inference()) history.unsafeGetTensorImpl()->bump_version();
+  return out;
+}
+
+// Returns the shapes: those of quantize, without the amaxes that the history takes.
+EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::string& col,
+                           QuantizeOptions options) {
+  const HistoryRows rows = *std::exchange(options.history, std::nullopt);
+  if (is_delayed(row)) options.amax_row = active_amax(rows.history, rows.row);
+  if (is_delayed(col)) options.amax_col = active_amax(rows.history, rows.col);
+  auto both = quantize(x, row, col, options);
+  const auto none = [&] { return at::empty({0}, x.options().dtype(at::kFloat)); };
+  if (is_delayed(row)) both.first.amax = none();
+  if (is_delayed(col)) both.second.amax = none();
+  return eight(both);
+}
+
+template <bool kIsMeta>
+EightTensors quantize_delayed(const Tensor& x, const std::string& row, const std::string& col,
+                              const Tensor& history, std::int64_t history_row,
+                              std::int64_t history_col, const std::optional<Tensor>& rng,
+                              std::int64_t stream_row, std::int64_t stream_col,
+                              const std::optional<Tensor>& groups, std::int64_t unit,
+                              const std::optional<Tensor>& row_ids, std::int64_t first_expert,
+                              const std::optional<Tensor>& rows_from, bool decoded_row,
+                              bool decoded_col) {
+  QuantizeOptions options;
+  options.rng = rng;
+  options.stream_row = stream_row;
+  options.stream_col = stream_col;
+  options.decoded_row = decoded_row;
+  options.decoded_col = decoded_col;
+  options.groups = {groups, unit, rows_from};
+  options.row_ids = row_ids;
+  options.first_expert = first_expert;
+  options.history = HistoryRows{history, history_row, history_col};
+  check_history_rows(x, *options.history);
+  if constexpr (kIsMeta)
+    return quantize_meta(x, row, col, std::move(options));
+  else
+    return quantize_real(x, row, col, options);
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kOp, quantize_delayed<false>); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kOp, quantize_delayed<false>); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kOp, quantize_delayed<true>); }
+// Codes have no derivative. layers/linear.cpp has the derivatives of layers.
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl(kOp, torch_ops::without_derivative()); }
+
+}  // namespace minifloat
