@@ -27,6 +27,7 @@ from ..nn.primary_weights import (
 from ..nn.selection import AUTO_FILTER, WEIGHT_DTYPES, FilterFn
 from ..recipe import Recipe, RecipeMap, operand_names
 from ..spec import Spec
+from .counted_experts import CountedExperts, has_counts
 from .foreign import WHOLE, Converted, NamedExperts, SeamExperts, converted_class, has_seam
 from .layer import Experts
 from .projections import (
@@ -122,6 +123,8 @@ def foreign_kind(module: nn.Module, is_named: bool) -> type[Converted] | None:
         return NamedExperts
     if is_projected(module):
         return ProjectionExperts
+    if has_counts(module):
+        return CountedExperts
     return SeamExperts if has_seam(module) else None
 
 
