@@ -1,0 +1,81 @@
+"""What a user of torchtitan sets: one section of the job config, or an override's keywords.
+
+torchtitan reads the types of fields, so annotations here are evaluated.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from torch import nn
+
+from ..nn.convert import quantize_
+from ..nn.recipe_state import DEFAULT_HISTORY
+from ..nn.selection import Report
+
+HEADS = ("output", "lm_head")  # the layer that torchtitan's models compute logits with
+
+
+def default_filter() -> list[str]:
+    return list(HEADS)
+
+
+@dataclass
+class Minifloat:
+    """The section [minifloat] of a job config: which layers train under which recipe.
+
+    Args:
+        recipe: of all layers, or a map from module names: "*: nvfp4; layers.31.*: bf16".
+        filter_fqns: texts. A layer whose name contains one stays as it is. The text
+            "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn). The
+            default leaves out the head, so name it too where you set this.
+        gather: how FSDP2 gathers weights: "quantized", as codes where they have fewer bits than
+            bf16, or "compute_dtype", as FSDP2 does by itself.
+        seed: of stochastic rounding, 64 bits with sign.
+        amax_history_length: of delayed scaling, in steps.
+        amax_algorithm: of delayed scaling.
+        margin: of delayed scaling, in powers of two by which scales are enlarged.
+    """
+
+    recipe: str = ""
+    filter_fqns: list[str] = field(default_factory=default_filter)
+    gather: Literal["quantized", "compute_dtype"] = "quantized"
+    seed: int = 0
+    amax_history_length: int = DEFAULT_HISTORY
+    amax_algorithm: Literal["max", "most_recent"] = "max"
+    margin: int = 0
+
+
+def require_recipe(settings: Minifloat) -> None:
+    """Raises ValueError where no recipe is set."""
+    if not settings.recipe:
+        raise ValueError(
+            "minifloat: expected a recipe in the section [minifloat] (--minifloat.recipe) or among "
+            "the override's keywords, got none"
+        )
+
+
+def convert(model: nn.Module, settings: Minifloat, data_parallel_rank: int | None) -> Report:
+    """Converts a model of torchtitan in place.
+
+    Args:
+        model: as torchtitan builds it, on the meta device.
+        settings: the section of the job config.
+        data_parallel_rank: the number of the ranks that share this rank's tokens; None:
+            torch.distributed's rank.
+
+    Returns:
+        The report of mf.quantize_.
+
+    Raises:
+        TypeError, ValueError: those of mf.quantize_, and no recipe is set.
+    """
+    require_recipe(settings)
+    options: dict[str, Any] = dataclasses.asdict(settings)
+    return quantize_(
+        model,
+        options.pop("recipe"),
+        data_parallel_rank=data_parallel_rank,
+        verbose=False,
+        **options,
+    )
