@@ -100,6 +100,21 @@ def test_compiled_parts_draw_fresh_bits():
     assert are_equal(later, gradients(model.training_step, model.parameters(), x, g))
 
 
+def test_a_part_that_is_compiled_after_an_eager_step_draws_fresh_bits():
+    """Trains without mf.step, whose call would also let compiled code advance the count."""
+    model = converted(model=Trained())
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    x, g = data()
+    results = []
+    for step in range(4):
+        results.append(gradients(model.training_step, model.parameters(), x, g))
+        optimizer.step()
+        if step == 0:
+            model.net.compile(backend="aot_eager", fullgraph=True)
+    require_all_differ(results)
+    assert mf.training_state(model)["rng"].tolist() == [0, 4]
+
+
 def test_compiled_parts_under_an_eager_root_are_the_eager_ones():
     models = [converted(model=nn.Sequential(block(), block())) for _ in range(2)]
     for part in models[1]:

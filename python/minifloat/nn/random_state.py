@@ -11,11 +11,13 @@ by module. A forward that autograd recomputes gets the bits of the original forw
 of forwards in flight. Evaluation does not advance the count.
 
 Compiled code cannot record draws. There the outermost module of the compiled code advances the
-count, on the device, unless the root or an eager module around it has done so.
+count, on the device, unless the root or an eager module around it has done so since the last step
+of an optimizer or the last mf.step.
 """
 
 from __future__ import annotations
 
+import weakref
 from collections import deque
 from collections.abc import Iterator
 from typing import Any
@@ -23,6 +25,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .._native import ops
 from .names import clean_name, unwrapped
@@ -104,13 +107,14 @@ class RngState:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int64("seed", seed)
         self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
-        # Whether the root, or a module outside compiled code, began a forward since mf.step. If so,
-        # compiled code does not advance the count.
+        # Whether the root, or a module outside compiled code, began a forward since the last step.
+        # If so, compiled code does not advance the count.
         self.is_driven = False
         self.is_traced = False  # whether a compiled module began a forward that has not ended
         self.forward = 0  # forwards begun so far
         self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
         self._close()
+        STATES.add(self)
 
     def _close(self) -> None:
         """Makes the next draw begin a new forward."""
@@ -127,6 +131,7 @@ class RngState:
         self.__dict__.update(state)
         self.tensor = as_normal(self.tensor)
         self._close()
+        STATES.add(self)
 
     def _mixed(self) -> int:
         return ops.mix_seed(self.seed, self.rank)
@@ -196,6 +201,23 @@ class RngState:
         self.tensor[0].fill_(self._mixed())
         self.tensor[1].copy_(state[1])
         self._close()
+
+
+STATES: weakref.WeakSet[RngState] = weakref.WeakSet()  # of this process
+
+
+def end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    """Lets compiled code advance the counts again: the next step may not call the root.
+
+    A step within a backward pass ends nothing, because checkpointed blocks are still recomputed.
+    """
+    if torch.compiler.is_compiling() or is_in_backward():
+        return
+    for state in list(STATES):
+        state.is_driven = False
+
+
+register_optimizer_step_post_hook(end_step)
 
 
 class AdvanceRng:
