@@ -40,10 +40,11 @@ help:
 # ---- Environment and build -------------------------------------------------------------------
 setup: $(READY)
 
-$(READY): requirements.txt requirements-cuda.txt requirements-torchtitan.txt tools/link_tree.py
+$(READY): requirements.txt requirements-clients.txt requirements-cuda.txt requirements-torchtitan.txt tools/link_tree.py
 	@$(PYTHON) tools/check_environment.py
 	test -x $(PY) || $(PYTHON) -m venv $(VENV)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements.txt \
+	  -r requirements-clients.txt
 	$(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-torchtitan.txt
 	! command -v nvcc >/dev/null || \
 	  $(PY) -m pip install --quiet --disable-pip-version-check --no-deps -r requirements-cuda.txt

@@ -343,6 +343,7 @@ def test_transformers_experts_implementation(monkeypatch):
     package, module = (types.ModuleType(n) for n in ("transformers", "transformers.moe"))
     functions = types.SimpleNamespace(register=registered.__setitem__)
     module.ALL_EXPERTS_FUNCTIONS = functions
+    monkeypatch.setitem(sys.modules, "transformers.integrations.moe", None)  # as if not installed
     assert not register_implementation()
     monkeypatch.setitem(sys.modules, "transformers", package)
     monkeypatch.setitem(sys.modules, "transformers.integrations", types.ModuleType("t.i"))

@@ -165,6 +165,16 @@ def histories_of(model: nn.Module) -> Iterator[tuple[str, RecipeState, Tensor]]:
             yield clean_name(fqn), module, module.amax_history
 
 
+def require_converted(name: str, model: nn.Module | None) -> nn.Module:
+    """Returns the model; raises ValueError, with the caller's name, where nothing is converted."""
+    if model is None or not any(isinstance(m, RecipeState) for m in unwrapped(model).modules()):
+        raise ValueError(
+            f"{name}: expected a model that mf.quantize_ has converted, got "
+            f"{'None' if model is None else type(model).__name__} without converted layers"
+        )
+    return model
+
+
 def forget_weights(model: nn.Module) -> None:
     """Makes layers quantize their weights again, after the weights or their scales changed."""
     for layer in unwrapped(model).modules():

@@ -5,7 +5,7 @@ moe/convert.py chooses experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import torch
@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..checks import require_text
 from ..recipe import Recipe, RecipeMap
-from .names import clean_name
+from .names import clean_name, join
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
 
@@ -73,7 +73,8 @@ class Report:
 
     Args:
         converted: (name, recipe) of each converted linear layer and 3D parameter.
-        skipped: (name, reason) of each other one, and of routers beside converted experts.
+        skipped: (name, reason) of each other one, of routers beside converted experts, and of
+            weights that other modules multiply with.
         gather: name -> how FSDP2 gathers the weight; printed where torch.distributed is in use.
         notes: (name, sentence) of each other module whose behaviour changes, such as a fast path
             that is off.
@@ -133,6 +134,35 @@ def layers_read_past(model: nn.Module) -> set[nn.Module]:
         for module in model.modules()
         if isinstance(module, attention) and type(module).forward is attention.forward
     }
+
+
+def is_conv1d(module: nn.Module) -> bool:
+    """Tells whether this is transformers' Conv1D: a linear layer whose weight is (K, N)."""
+    weight = module._parameters.get("weight")
+    features = getattr(module, "nx", None), getattr(module, "nf", None)
+    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == features
+
+
+def skipped_kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yields (name, reason) of weights of linear layers that are no nn.Linear."""
+    attention = nn.MultiheadAttention
+    for raw_fqn, module in model.named_modules():
+        fqn = clean_name(raw_fqn)
+        if is_conv1d(module):
+            yield (
+                fqn,
+                "Conv1D, whose weight is (K, N); to convert it, first call "
+                "minifloat.transformers.replace_conv1d_(model)",
+            )
+        elif isinstance(module, attention) and type(module).forward is attention.forward:
+            for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
+                if module._parameters.get(name) is not None:
+                    yield (
+                        join(fqn, name),
+                        f"{type(module).__name__} multiplies with it without calling a layer; a "
+                        "module with nn.Linear projections around "
+                        "F.scaled_dot_product_attention can be converted",
+                    )
 
 
 def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
@@ -205,6 +235,7 @@ def select(
         elif recipe is not None:
             chosen.append((fqn, module, recipe))
     skipped += [row for module, row in routers.items() if not isinstance(module, nn.Linear)]
+    skipped += skipped_kinds(model)
     return Selection(chosen, skipped)
 
 

@@ -1,0 +1,74 @@
+"""Lightning's Trainer with converted models: TrainingState.
+
+`import minifloat` does not load this module, which needs lightning or pytorch_lightning.
+"""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+from .nn.checkpoint_state import load_training_state, training_state
+from .nn.delayed_scaling import step
+from .nn.recipe_state import require_converted
+
+# The library is published under two names, which may both be installed. A name that the program has
+# imported comes first.
+IS_SHORT = "lightning.pytorch" in sys.modules or (
+    "pytorch_lightning" not in sys.modules and find_spec("lightning") is not None
+)
+if TYPE_CHECKING or not IS_SHORT:
+    from pytorch_lightning import Callback
+else:
+    from lightning.pytorch import Callback
+
+KEY = "minifloat_training_state"
+
+
+class TrainingState(Callback):
+    """Calls mf.step after each optimizer step, and keeps mf.training_state in checkpoints.
+
+        Trainer(callbacks=[TrainingState()]).fit(module, data)
+
+    A resumed run then continues with the same bytes. Do not call mf.step beside this callback.
+    """
+
+    def __init__(self) -> None:
+        self.steps_ended = 0  # optimizer steps that mf.step has followed
+
+    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+        """Checks the module.
+
+        Raises:
+            ValueError: no layer of the module is converted.
+        """
+        require_converted("TrainingState", pl_module)
+        self.steps_ended = trainer.global_step
+
+    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *others: Any) -> None:
+        if trainer.global_step != self.steps_ended:  # not in the middle of accumulation
+            step(pl_module)
+            self.steps_ended = trainer.global_step
+
+    def on_save_checkpoint(
+        self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]
+    ) -> None:
+        checkpoint[KEY] = training_state(pl_module)
+
+    def on_load_checkpoint(
+        self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]
+    ) -> None:
+        """Loads the state of the checkpoint.
+
+        Raises:
+            KeyError: the checkpoint has no state of minifloat.
+        """
+        if KEY not in checkpoint:
+            raise KeyError(
+                f"TrainingState: expected {KEY!r} in the checkpoint, which a run with this "
+                "callback writes"
+            )
+        load_training_state(pl_module, checkpoint[KEY])

@@ -1,0 +1,1 @@
+"""Tests with other libraries: what requirements-clients.txt lists."""

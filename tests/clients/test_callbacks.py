@@ -1,0 +1,100 @@
+"""The callbacks of minifloat.transformers and minifloat.lightning: what they check and call.
+
+
+"""
+
+from types import SimpleNamespace
+
+import minifloat as mf
+import pytest
+import pytorch_lightning as pl
+import torch
+from minifloat.lightning import KEY, TrainingState
+from minifloat.transformers import FILE, TrainingStateCallback
+from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
+
+
+def converted(recipe="fp8_delayed"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(32, 32))
+    mf.quantize_(model, recipe, verbose=False)
+    return model
+
+
+def at_step(step, folder, saves=True):
+    """Returns the arguments of a callback's method that it reads: arguments, state, control."""
+    arguments = SimpleNamespace(output_dir=str(folder), should_save=saves)
+    return arguments, SimpleNamespace(global_step=step), None
+
+
+def test_the_state_is_saved_and_loaded(tmp_path):
+    model, other, callback = converted(), converted(), TrainingStateCallback()
+    callback.on_train_begin(*at_step(0, tmp_path), model=model)
+    model(torch.randn(8, 32)).sum().backward()
+    before = mf.training_state(model)["0.amax_history"]
+    callback.on_step_end(*at_step(1, tmp_path), model=model)
+    state = mf.training_state(model)
+    assert not torch.equal(state["0.amax_history"], before)  # mf.step was called
+    callback.on_save(*at_step(1, tmp_path, saves=False), model=model)
+    assert not (tmp_path / "checkpoint-1").exists()
+    callback.on_save(*at_step(1, tmp_path), model=model)
+    for again in (callback, TrainingStateCallback(tmp_path / "checkpoint-1")):
+        other = converted()
+        folder = tmp_path if again is callback else tmp_path / "elsewhere"
+        again.on_train_begin(*at_step(1, folder), model=other)
+        for name, tensor in mf.training_state(other).items():
+            assert torch.equal(tensor, state[name])
+
+
+def test_a_checkpoint_without_the_state_is_an_error(tmp_path):
+    with pytest.raises(FileNotFoundError, match=f"checkpoint-7.{FILE}.*folder="):
+        TrainingStateCallback().on_train_begin(*at_step(7, tmp_path), model=converted())
+    with pytest.raises(KeyError, match=KEY):
+        TrainingState().on_load_checkpoint(None, converted(), {"state_dict": {}})
+
+
+def test_a_model_without_converted_layers_is_an_error(tmp_path):
+    plain = nn.Sequential(nn.Linear(32, 32))
+    for model in (plain, None):
+        with pytest.raises(ValueError, match="expected a model that mf"):
+            TrainingStateCallback().on_train_begin(*at_step(0, tmp_path), model=model)
+    with pytest.raises(ValueError, match="TrainingState: expected a model"):
+        TrainingState().on_train_start(SimpleNamespace(global_step=0), plain)
+
+
+class Module(pl.LightningModule):
+    def __init__(self):
+        super().__init__()
+        self.net = converted()
+        self.rolls = []
+
+    def training_step(self, x, index):
+        self.rolls.append(mf.training_state(self)["net.0.amax_history"].clone())
+        return self.net(x[0]).square().mean()
+
+    def configure_optimizers(self):
+        return torch.optim.SGD(self.parameters(), lr=0.0)
+
+
+def test_lightning_ends_a_step_after_the_last_micro_batch(tmp_path):
+    module = Module()
+    data = DataLoader(TensorDataset(torch.randn(24, 32)), batch_size=4)
+    pl.Trainer(
+        default_root_dir=tmp_path,
+        accelerator="cpu",
+        max_epochs=1,
+        accumulate_grad_batches=3,
+        callbacks=[TrainingState()],
+        logger=False,
+        enable_checkpointing=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    ).fit(module, data)
+    active = [history[:, 0] for history in module.rolls]  # that casts take their scale from
+    assert len(active) == 6
+    assert torch.equal(active[1], active[0])
+    assert torch.equal(active[2], active[0])
+    assert not torch.equal(active[3], active[0])
+    assert torch.equal(active[4], active[3])
+    assert torch.equal(active[5], active[3])
