@@ -1,0 +1,74 @@
+"""Each example runs as a user runs it and trains. Resumed and saved bytes are equal."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import minifloat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / "examples"
+TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
+SECONDS = 240  # many times what an example takes on two idle cores
+# Name -> (arguments before the file's name, environment, lines that it prints after its losses).
+RUNS = {
+    "train_transformers": (
+        (),
+        {},
+        ["resumed weights equal: True", "saved weights equal: True"],
+    ),
+    "train_accelerate": ((), {}, ["resumed weights equal: True"]),
+    "train_accelerate, two processes": (TWO, {}, ["resumed weights equal: True"]),
+    "train_peft": (
+        (),
+        {},
+        [
+            "base unchanged: True",
+            "adapters only: True",
+            "loaded adapters equal: True",
+            "merged equals adapters: True",
+        ],
+    ),
+    "train_lightning": (
+        (),
+        {},
+        ["forwards with bits of their own: 40", "resumed weights equal: True"],
+    ),
+    "train_8bit_adam": (
+        (),
+        {"TORCHDYNAMO_DISABLE": "1"},  # compiling the update takes two minutes
+        ["moment: OptimState8bit torch.uint8"],
+    ),
+    "train_pipeline": (TWO, {}, []),
+}
+
+
+def test_all_examples_run():
+    files = {path.stem for path in FOLDER.glob("*.py")}
+    assert files == {name.split(",")[0] for name in RUNS}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_an_example_trains(name, tmp_path):
+    before, variables, lines = RUNS[name]
+    package = Path(minifloat.__file__).parents[1]
+    paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
+    done = subprocess.run(
+        [sys.executable, *before, FOLDER / f"{name.split(',')[0]}.py"],
+        cwd=tmp_path,
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        | {"PYTHONPATH": os.pathsep.join(paths)}
+        | variables,
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, last = map(float, re.search(r"loss: (\S+) -> (\S+)", done.stdout).groups())
+    assert last < 0.8 * first, done.stdout
+    for line in lines:
+        assert line in done.stdout.splitlines(), done.stdout
