@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
-SECONDS = 240  # many times what an example takes on two idle cores
+SECONDS = 500  # many times what an example takes on two idle cores
 # Name -> (arguments before the file's name, environment, lines that it prints after its losses).
 RUNS = {
     "train_transformers": (

@@ -12,7 +12,8 @@ of forwards in flight. Evaluation does not advance the count.
 
 Compiled code cannot record draws. There the outermost module of the compiled code advances the
 count, on the device, unless the root or an eager module around it has done so since the last step
-of an optimizer or the last mf.step.
+of an optimizer or the last mf.step. Where neither is called, a compiled module that an eager
+checkpoint recomputes gets new bits: compiled code cannot tell that it runs in a backward pass.
 """
 
 from __future__ import annotations
