@@ -19,7 +19,8 @@ from torch import Tensor, nn
 from ..nn.distributed_hooks import is_distributed
 from ..nn.grouped_product import product_of
 from ..nn.linear import Linear
-from ..nn.operand_cache import SharedInput, conditions_of
+from ..nn.operand_cache import SharedInput
+from ..nn.operand_conditions import conditions_of
 from ..tensor.operands import Operand, Operands
 from .row_operands import spec_of_tokens
 

@@ -8,7 +8,7 @@ dtype, device and state-dict keys stay, so references to the layer remain valid.
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, cast
@@ -25,6 +25,7 @@ from .gather_plans import plan_gathers, plan_mixtures
 from .grouped_product import require_restorable_products
 from .linear import Linear, adopt, require_restorable, restore_linear
 from .names import clean_name, join, unwrapped
+from .norms import DeferringNorm, restore_norm
 from .operand_cache import share_inputs
 from .primary_weights import (
     HIGH_PRECISION_INIT,
@@ -32,6 +33,7 @@ from .primary_weights import (
     weight_specs,
     without_unfit_weights,
 )
+from .producers import fuse_norms
 from .random_state import (
     RngState,
     add_hooks,
@@ -42,7 +44,7 @@ from .random_state import (
     require_int64,
 )
 from .recipe_state import DEFAULT_HISTORY, RecipeState, draw_from, require_history
-from .selection import FilterFn, Report, Selection, require_filters, require_some, select
+from .selection import FilterFn, Fusion, Report, Selection, require_filters, require_some, select
 
 
 def quantize_(
@@ -60,6 +62,7 @@ def quantize_(
     amax_history_length: int = DEFAULT_HISTORY,
     amax_algorithm: str = "max",
     margin: int = 0,
+    fuse: bool = True,
     verbose: bool = True,
 ) -> Report:
     """Converts linear layers and experts in place, and reports which ones.
@@ -99,6 +102,8 @@ def quantize_(
         amax_history_length: of delayed scaling, in steps.
         amax_algorithm: of delayed scaling, "max" or "most_recent".
         margin: of delayed scaling, in powers of two by which scales are enlarged.
+        fuse: whether norms whose result only converted layers read are fused with the casts of
+            those layers (docs/producers.md).
         verbose: whether to print the report.
 
     Returns:
@@ -114,6 +119,7 @@ def quantize_(
     require_random_bits(seed, data_parallel_rank)
     require_gather(gather)
     require_primary(primary, keep_high_precision_init)
+    require_bool("fuse", fuse)
     require_bool("verbose", verbose)
     recipes = RecipeMap(recipe)
     mixtures = expert_hooks().select(model, recipes, names, filter_fn, experts, primary)
@@ -162,13 +168,15 @@ def quantize_(
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))
+        undo.callback(restore_norms, model, converted_norms(model))
+        fusions = fuse_norms(model, converted_layers(model)) if fuse else []
         undo.pop_all()
 
     gathers = {fqn: text for fqn, (_, text) in plans.items()}
     for choice in mixtures.chosen:
         how = mixture_plans[choice.fqn][1]
         gathers |= {join(choice.fqn, name): how for name in choice.names}
-    report = report_of(selection, mixtures, gathers, notes)
+    report = report_of(selection, mixtures, gathers, notes, fusions)
     if verbose:
         print(report)
     return report
@@ -179,6 +187,7 @@ def report_of(
     mixtures: ExpertSelection,
     gather: dict[str, str],
     notes: Iterable[tuple[str, str]],
+    fusions: Iterable[Fusion],
 ) -> Report:
     """Returns the report, with a row for each linear layer and each 3D parameter."""
     products = {join(c.fqn, name): c.recipe.text for c in mixtures.chosen for name in c.names}
@@ -189,6 +198,8 @@ def report_of(
         gather,
         [(clean_name(fqn), sentence) for fqn, sentence in notes]
         + [(c.fqn, cast(Any, c.module).parallel.describe(c.module)) for c in divided],
+        [(f.fqn, f.text) for f in fusions if f.is_fused],
+        [(f.fqn, f.text) for f in fusions if not f.is_fused],
     )
 
 
@@ -215,6 +226,7 @@ def restore_(model: nn.Module) -> nn.Module:
     require_restorable_products(model)
     for module in model.modules():
         remove_hooks(module)
+    restore_norms(model)
     for layer in layers:
         restore_linear(layer)
     expert_hooks().restore(model)
@@ -225,6 +237,17 @@ def restore_(model: nn.Module) -> nn.Module:
 def converted_layers(model: nn.Module) -> dict[Linear, None]:
     """Finds the mf.Linear layers of the model, itself included, in order."""
     return {module: None for module in model.modules() if isinstance(module, Linear)}
+
+
+def converted_norms(model: nn.Module) -> set[DeferringNorm]:
+    """Finds the model's norms that are fused with casts."""
+    return {module for module in model.modules() if isinstance(module, DeferringNorm)}
+
+
+def restore_norms(model: nn.Module, kept: Collection[nn.Module] = ()) -> None:
+    """Restores the norms that are fused with casts, except those in `kept`."""
+    for norm in converted_norms(model).difference(kept):
+        restore_norm(norm)
 
 
 def revert(module: nn.Linear, weight: Tensor) -> None:

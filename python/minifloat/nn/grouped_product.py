@@ -18,7 +18,8 @@ from .._native import ops
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
 from .names import PRODUCT, join
-from .operand_cache import WeightCodes, conditions_of, weight_codes
+from .operand_cache import WeightCodes, weight_codes
+from .operand_conditions import conditions_of
 from .random_state import as_normal
 from .recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
 

@@ -12,9 +12,11 @@ from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
+from .deferred import Deferred, DeferredNorm, request_of, source_of
 from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import disable_fast_path, enable_fast_path
-from .operand_cache import SharedInput, WeightCodes, conditions_of, weight_codes
+from .operand_cache import SharedInput, WeightCodes, weight_codes
+from .operand_conditions import conditions_of
 from .random_state import AdvanceRng, RngState, as_normal, require_int64
 from .recipe_state import DEFAULT_HISTORY, STATE, RecipeState, draw_from
 from .selection import WEIGHT_DTYPES
@@ -101,22 +103,28 @@ class Linear(RecipeState, nn.Linear):
             draw_from(self, state)
             self.register_forward_pre_hook(AdvanceRng(state, self))
 
-    def forward(self, input: Tensor) -> Tensor:
+    def forward(self, input: Tensor | Deferred) -> Tensor:
         weight, recipe = self.weight, self.recipe.text
+        source = None
+        if isinstance(input, Deferred):
+            source = source_of(self, input)
+            input = input.values() if source is None else source.anchor
         if is_distributed(weight):
             return hooks().forward(self, input)
         if not weight.is_contiguous():
             weight = weight.contiguous()
         if torch.compiler.is_compiling():
-            return self._traced_forward(input, weight)
+            return self._traced_forward(input, weight, source)
         if self.weight_gather is not None:
             self.weight_gather.complete(weight, torch.is_grad_enabled() and input.requires_grad)
         rng = self.draw_rng(weight.device)
         history = self.step_history()
         x_operands, w_operands = None, weight_operands(weight, self.recipe, input, history)
         is_plain = type(input) is Tensor and not input.is_meta
+        if source is not None:
+            x_operands = source.operands(request_of(self, rng, history, self.stream_id))
         if is_plain and not (self.weight_codes is None and self.shared_input is None):
-            x_operands, reused = self._reused(input, weight, history)
+            x_operands, reused = self._reused(input, weight, history, x_operands)
             w_operands = w_operands or reused
         return ops.linear.default(
             input,
@@ -130,13 +138,16 @@ class Linear(RecipeState, nn.Linear):
             weight_operands=w_operands,
         )
 
-    def _traced_forward(self, input: Tensor, weight: Tensor) -> Tensor:
+    def _traced_forward(self, input: Tensor, weight: Tensor, source: DeferredNorm | None) -> Tensor:
         """Runs the op with the stream in a tensor, so that layers of all names share one graph."""
         rng = None
         if self.rng_state is not None:
             base = self.rng_state.tensor
             rng = torch.cat([base.to(self.stream.device), self.stream])
         history = self.step_history()
+        x_operands = None
+        if source is not None:
+            x_operands = source.operands(request_of(self, rng, history, 0))
         return ops.linear(
             input,
             weight,
@@ -144,24 +155,33 @@ class Linear(RecipeState, nn.Linear):
             self.recipe.text,
             rng=rng,
             amax_history=history,
+            x_operands=x_operands,
             weight_operands=weight_operands(weight, self.recipe, input, history),
         )
 
     def _reused(
-        self, x: Tensor, weight: Tensor, amax_history: Tensor | None
+        self,
+        x: Tensor,
+        weight: Tensor,
+        amax_history: Tensor | None,
+        x_operands: list[Tensor] | None,
     ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        """Returns the cached operands of x and of the weight; None where the op is to quantize."""
+        """Returns the operands of x and of the weight; None where the op is to quantize.
+
+        x_operands: those of a deferred input; None: x is a tensor, and its cached operands are
+        returned.
+        """
         conditions, recipe = conditions_of(x), self.recipe.text
         # Outside autocast a weight of another dtype has a gradient of its own dtype.
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
         grad = torch.is_grad_enabled()
-        x_operands = w_operands = None
+        w_operands = None
         if self.weight_codes is not None and not is_cast:
             columnwise = grad and x.requires_grad
             w_operands = self.weight_codes.operands(
                 weight, recipe, columnwise, conditions, amax_history, self.is_in_step()
             )
-        if self.shared_input is not None:
+        if self.shared_input is not None and x_operands is None:
             columnwise = grad and weight.requires_grad
             x_operands = self.shared_input.operands(x, recipe, columnwise, conditions)
         return x_operands, w_operands

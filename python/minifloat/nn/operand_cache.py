@@ -49,8 +49,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .._native import ops
 from ..recipe import Recipe
-from ..spec import Spec
 from ..tensor.operands import Operands
+from .operand_conditions import Conditions, can_reuse, conditions_of, is_capturing
 from .random_state import is_in_backward
 
 # Names, within one parent, of projections that read one input: those of Llama checkpoints,
@@ -63,7 +63,6 @@ SIBLINGS = (
     ("gate_proj", "up_proj"),
 )
 
-Conditions = tuple[Any, ...]
 Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=) -> as the op layer_operands
 
 
@@ -80,31 +79,6 @@ class OptimizerSteps:
 
 STEPS = OptimizerSteps()
 register_optimizer_step_post_hook(STEPS)
-
-
-def conditions_of(x: Tensor) -> Conditions:
-    """Returns compute dtype, inference mode, CUDA stream and capture, which operands depend on."""
-    kind = "cpu" if x.is_cpu else x.device.type
-    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
-    if kind != "cuda":
-        return dtype, torch.is_inference_mode_enabled(), None, False
-    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
-    capturing = torch.cuda.is_current_stream_capturing()
-    return dtype, torch.is_inference_mode_enabled(), stream, capturing
-
-
-def is_capturing(conditions: Conditions) -> bool:
-    """Tells whether `conditions` are of a forward that a CUDA graph captures."""
-    return conditions[-1]
-
-
-def can_reuse(*texts: str, allows_delayed: bool) -> bool:
-    """Tells whether operands in these specs have codes that several forwards can read."""
-    specs = [Spec.parse(text) for text in texts]
-    is_of_values = not any(
-        spec.is_stochastic or (spec.is_delayed and not allows_delayed) for spec in specs
-    )
-    return is_of_values and not all(spec.is_bf16 for spec in specs)
 
 
 def version_of(t: Tensor) -> Any:

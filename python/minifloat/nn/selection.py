@@ -68,6 +68,21 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
 
 
 @dataclass(frozen=True)
+class Fusion:
+    """A norm or an activation that only converted layers read, or that looks so.
+
+    Args:
+        fqn: its name.
+        text: the layers whose casts it is fused with, or why it is not fused.
+        is_fused: whether it is.
+    """
+
+    fqn: str
+    text: str
+    is_fused: bool
+
+
+@dataclass(frozen=True)
 class Report:
     """The layers that mf.quantize_ converted, and those that it left out.
 
@@ -78,12 +93,16 @@ class Report:
         gather: name -> how FSDP2 gathers the weight; printed where torch.distributed is in use.
         notes: (name, sentence) of each other module whose behaviour changes, such as a fast path
             that is off.
+        fused: (name, sentence) of each norm and activation that is fused with casts.
+        not_fused: (name, reason) of each that could be expected to be.
     """
 
     converted: list[tuple[str, str]] = field(default_factory=list)
     skipped: list[tuple[str, str]] = field(default_factory=list)
     gather: dict[str, str] = field(default_factory=dict)
     notes: list[tuple[str, str]] = field(default_factory=list)
+    fused: list[tuple[str, str]] = field(default_factory=list)
+    not_fused: list[tuple[str, str]] = field(default_factory=list)
 
     def __str__(self) -> str:
         lines = [f"minifloat: {len(self.converted)} converted, {len(self.skipped)} not"]
@@ -93,6 +112,8 @@ class Report:
             for fqn, recipe in self.converted
         ]
         rows += [("-", *row) for row in self.skipped]
+        rows += [("*", *row) for row in self.fused]
+        rows += [("-", fqn, f"not fused: {reason}") for fqn, reason in self.not_fused]
         rows += [("!", *row) for row in self.notes]
         width = max((len(display(fqn)) for _, fqn, _ in rows), default=0)
         lines += [f"  {sign} {display(fqn):<{width}}  {text}" for sign, fqn, text in rows]

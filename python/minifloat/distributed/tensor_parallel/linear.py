@@ -20,7 +20,8 @@ from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Sha
 
 from ..._native import ops
 from ...nn.linear import Linear, weight_operands
-from ...nn.operand_cache import SharedInput, WeightCodes, conditions_of, conditions_of_ranks
+from ...nn.operand_cache import SharedInput, WeightCodes, conditions_of_ranks
+from ...nn.operand_conditions import conditions_of
 from ...nn.random_state import require_shared_seed
 from ...recipe import Recipe
 

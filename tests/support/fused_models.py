@@ -1,0 +1,139 @@
+"""Transformer blocks whose norms mf.quantize_ fuses with casts, and twins that are not fused."""
+
+import copy
+
+import minifloat as mf
+import torch
+import torch.nn.functional as F
+from minifloat.nn.norms import DeferringNorm
+from torch import nn
+
+WIDTH, HIDDEN = 64, 96
+
+
+class LlamaRMSNorm(nn.Module):
+    """An RMSNorm of the form of Hugging Face's."""
+
+    def __init__(self, width, eps=1e-6):
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(width))
+        self.variance_epsilon = eps
+
+    def forward(self, hidden_states):
+        dtype = hidden_states.dtype
+        hidden_states = hidden_states.to(torch.float32)
+        variance = hidden_states.pow(2).mean(-1, keepdim=True)
+        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
+        return self.weight * hidden_states.to(dtype)
+
+
+NORMS = {"rms": nn.RMSNorm, "rms_rounded": LlamaRMSNorm, "layer": nn.LayerNorm}
+
+
+class Attention(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        layers = (nn.Linear(WIDTH, WIDTH, bias=bias) for _ in range(4))
+        self.wq, self.wk, self.wv, self.wo = layers
+
+    def forward(self, hidden, scale=None):
+        batch, positions, _ = hidden.shape
+        heads = (batch, positions, -1, 16)
+        q, k, v = (w(hidden).view(heads).transpose(1, 2) for w in (self.wq, self.wk, self.wv))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale)
+        return self.wo(y.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self, bias=False):
+        super().__init__()
+        self.w1 = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.w2 = nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.w3 = nn.Linear(WIDTH, HIDDEN, bias=bias)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self, kind="rms", bias=False):
+        super().__init__()
+        self.attention_norm = NORMS[kind](WIDTH)
+        self.attention = Attention(bias)
+        self.ffn_norm = NORMS[kind](WIDTH)
+        self.feed_forward = FeedForward(bias)
+
+    def forward(self, x):
+        x = x + self.attention(self.attention_norm(x))
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class ValueNorm(nn.Module):
+    """A norm that computes its values by the library's op."""
+
+    def __init__(self, norm):
+        super().__init__()
+        self.weight = norm.weight
+        self.bias = getattr(norm, "bias", None)
+        self.kind = norm.kind
+        self.eps = norm.epsilon
+
+    def forward(self, x):
+        return torch.ops.minifloat.norm(x, self.weight, self.bias, self.kind, self.eps)
+
+
+def unfused(model):
+    """Returns a copy of a converted model whose norms return values."""
+    model = copy.deepcopy(model)
+    for parent in list(model.modules()):
+        for name, child in list(parent.named_children()):
+            if isinstance(child, DeferringNorm):
+                setattr(parent, name, ValueNorm(child))
+    return model
+
+
+def block(recipe="nvfp4", kind="rms", dtype=torch.bfloat16, bias=False, **options):
+    """Returns a converted block with weights that are no powers of two."""
+    torch.manual_seed(0)
+    model = Block(kind, bias).to(dtype)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name:
+                parameter.uniform_(0.5, 1.5)
+    mf.quantize_(model, recipe, **{"verbose": False, **options})
+    return model
+
+
+def hidden(dtype=torch.bfloat16, seed=1):
+    torch.manual_seed(seed)
+    return torch.randn(2, 32, WIDTH, dtype=dtype).requires_grad_()
+
+
+def results(model, run=None, x=None):
+    """Returns the result, the gradients and the amax histories of one forward and backward."""
+    model.zero_grad()
+    x = hidden(next(model.parameters()).dtype) if x is None else x
+    x.grad = None
+    y = (model if run is None else run)(x)
+    y.float().square().mean().backward()
+    found = {"y": y.detach(), "x": x.grad}
+    found |= {name: parameter.grad for name, parameter in model.named_parameters()}
+    histories = {n: b for n, b in model.named_buffers() if n.endswith("amax_history")}
+    return found | {n: b.clone() for n, b in histories.items() if b is not None}
+
+
+def require_same(got, want):
+    """Compares two results of `results` by their bits."""
+    assert got.keys() == want.keys()
+    for name, value in want.items():
+        assert (value is None) == (got[name] is None), name
+        if value is None:
+            continue
+        assert got[name].dtype == value.dtype, name
+        words = torch.int16 if value.dtype == torch.bfloat16 else torch.int32
+        differing = (got[name].view(words) != value.view(words)).flatten().nonzero()
+        assert len(differing) == 0, (
+            f"{name}: {len(differing)} of {value.numel()} differ, the first at "
+            f"{differing[0].item()}: {got[name].flatten()[differing[0]].item()} and "
+            f"{value.flatten()[differing[0]].item()}"
+        )
