@@ -44,7 +44,25 @@ class Attention(nn.Module):
         return self.wo(y.transpose(1, 2).flatten(2))
 
 
+class Activation(torch.autograd.Function):
+    """The library's activation, alone or times `up`."""
+
+    @staticmethod
+    def forward(ctx, gate, up, name):
+        ctx.save_for_backward(gate, up)
+        ctx.name = name
+        return torch.ops.minifloat.activation(gate, up, name)
+
+    @staticmethod
+    def backward(ctx, grad):
+        gate, up = ctx.saved_tensors
+        found = torch.ops.minifloat.activation_backward(grad, gate, up, ctx.name)
+        return found[0], None if up is None else found[1], None
+
+
 class FeedForward(nn.Module):
+    is_plain = False  # whether the activation is computed by the library's op
+
     def __init__(self, bias=False):
         super().__init__()
         self.w1 = nn.Linear(WIDTH, HIDDEN, bias=bias)
@@ -52,7 +70,28 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(WIDTH, HIDDEN, bias=bias)
 
     def forward(self, x):
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+        gate = self.w1(x)
+        if self.is_plain:
+            return self.w2(Activation.apply(gate, self.w3(x), "silu"))
+        return self.w2(F.silu(gate) * self.w3(x))
+
+
+class Mlp(nn.Module):
+    """A feed-forward without a gate."""
+
+    is_plain = False
+
+    def __init__(self, act, bias=True):
+        super().__init__()
+        self.fc1 = nn.Linear(WIDTH, HIDDEN, bias=bias)
+        self.fc2 = nn.Linear(HIDDEN, WIDTH, bias=bias)
+        self.act_fn = act
+
+    def forward(self, x):
+        hidden = self.fc1(x)
+        if self.is_plain:
+            return self.fc2(Activation.apply(hidden, None, self.is_plain))
+        return self.fc2(self.act_fn(hidden))
 
 
 class Block(nn.Module):
@@ -82,10 +121,16 @@ class ValueNorm(nn.Module):
         return torch.ops.minifloat.norm(x, self.weight, self.bias, self.kind, self.eps)
 
 
-def unfused(model):
-    """Returns a copy of a converted model whose norms return values."""
+def unfused(model, activation_of_torch=False):
+    """Returns a copy of a converted model whose norms and layers return values.
+
+    activation_of_torch: whether the activation of a FeedForward is torch's, or the library's.
+    """
     model = copy.deepcopy(model)
     for parent in list(model.modules()):
+        parent.__dict__.pop("fused_mlp", None)
+        if isinstance(parent, FeedForward):
+            parent.is_plain = not activation_of_torch
         for name, child in list(parent.named_children()):
             if isinstance(child, DeferringNorm):
                 setattr(parent, name, ValueNorm(child))

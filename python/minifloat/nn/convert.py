@@ -8,7 +8,7 @@ dtype, device and state-dict keys stay, so references to the layer remain valid.
 from __future__ import annotations
 
 import gc
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, cast
@@ -21,11 +21,12 @@ from ..tensor.weight_specs import require_weight_spec
 from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED
 from .expert_hooks import ExpertSelection, expert_hooks
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
+from .fusion import fuse as fuse_parts
+from .fusion import fused_parts, unfuse
 from .gather_plans import plan_gathers, plan_mixtures
 from .grouped_product import require_restorable_products
 from .linear import Linear, adopt, require_restorable, restore_linear
 from .names import clean_name, join, unwrapped
-from .norms import DeferringNorm, restore_norm
 from .operand_cache import share_inputs
 from .primary_weights import (
     HIGH_PRECISION_INIT,
@@ -33,7 +34,6 @@ from .primary_weights import (
     weight_specs,
     without_unfit_weights,
 )
-from .producers import fuse_norms
 from .random_state import (
     RngState,
     add_hooks,
@@ -103,7 +103,7 @@ def quantize_(
         amax_algorithm: of delayed scaling, "max" or "most_recent".
         margin: of delayed scaling, in powers of two by which scales are enlarged.
         fuse: whether norms whose result only converted layers read are fused with the casts of
-            those layers (docs/producers.md).
+            those layers, and feed-forwards are one op (docs/producers.md).
         verbose: whether to print the report.
 
     Returns:
@@ -168,8 +168,8 @@ def quantize_(
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))
-        undo.callback(restore_norms, model, converted_norms(model))
-        fusions = fuse_norms(model, converted_layers(model)) if fuse else []
+        undo.callback(unfuse, model, fused_parts(model))
+        fusions = fuse_parts(model, converted_layers(model)) if fuse else []
         undo.pop_all()
 
     gathers = {fqn: text for fqn, (_, text) in plans.items()}
@@ -226,7 +226,7 @@ def restore_(model: nn.Module) -> nn.Module:
     require_restorable_products(model)
     for module in model.modules():
         remove_hooks(module)
-    restore_norms(model)
+    unfuse(model)
     for layer in layers:
         restore_linear(layer)
     expert_hooks().restore(model)
@@ -237,17 +237,6 @@ def restore_(model: nn.Module) -> nn.Module:
 def converted_layers(model: nn.Module) -> dict[Linear, None]:
     """Finds the mf.Linear layers of the model, itself included, in order."""
     return {module: None for module in model.modules() if isinstance(module, Linear)}
-
-
-def converted_norms(model: nn.Module) -> set[DeferringNorm]:
-    """Finds the model's norms that are fused with casts."""
-    return {module for module in model.modules() if isinstance(module, DeferringNorm)}
-
-
-def restore_norms(model: nn.Module, kept: Collection[nn.Module] = ()) -> None:
-    """Restores the norms that are fused with casts, except those in `kept`."""
-    for norm in converted_norms(model).difference(kept):
-        restore_norm(norm)
 
 
 def revert(module: nn.Linear, weight: Tensor) -> None:

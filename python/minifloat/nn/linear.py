@@ -12,7 +12,7 @@ from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
-from .deferred import Deferred, DeferredNorm, request_of, source_of
+from .deferred import Deferred, request_of, source_of
 from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import disable_fast_path, enable_fast_path
 from .operand_cache import SharedInput, WeightCodes, weight_codes
@@ -73,6 +73,7 @@ class Linear(RecipeState, nn.Linear):
     weight_codes: WeightCodes | None
     weight_gather: WeightGather | None
     shared_input: SharedInput | None
+    fused_mlp: Any = None  # deferred_mlp's FusedMlp, which an op computes with other layers
     gather_plan: Any  # how FSDP2 gathers the weight as codes; None: in the compute dtype
 
     def __init__(
@@ -103,8 +104,16 @@ class Linear(RecipeState, nn.Linear):
             draw_from(self, state)
             self.register_forward_pre_hook(AdvanceRng(state, self))
 
-    def forward(self, input: Tensor | Deferred) -> Tensor:
-        weight, recipe = self.weight, self.recipe.text
+    def forward(self, input: Tensor | Deferred) -> Any:
+        if self.fused_mlp is not None:
+            found = self.fused_mlp.forward(self, input)
+            if found is not None:
+                return found
+        return self.multiply(input)
+
+    def multiply(self, input: Tensor | Deferred) -> Tensor:
+        """Returns x · Wᵀ and the bias. The input of a feed-forward's layer may be deferred."""
+        weight, is_compiling = self.weight, torch.compiler.is_compiling()
         source = None
         if isinstance(input, Deferred):
             source = source_of(self, input)
@@ -113,78 +122,59 @@ class Linear(RecipeState, nn.Linear):
             return hooks().forward(self, input)
         if not weight.is_contiguous():
             weight = weight.contiguous()
-        if torch.compiler.is_compiling():
-            return self._traced_forward(input, weight, source)
-        if self.weight_gather is not None:
+        if self.weight_gather is not None and not is_compiling:
             self.weight_gather.complete(weight, torch.is_grad_enabled() and input.requires_grad)
-        rng = self.draw_rng(weight.device)
-        history = self.step_history()
+        rng, history, stream = self.op_state()
         x_operands, w_operands = None, weight_operands(weight, self.recipe, input, history)
-        is_plain = type(input) is Tensor and not input.is_meta
         if source is not None:
-            x_operands = source.operands(request_of(self, rng, history, self.stream_id))
-        if is_plain and not (self.weight_codes is None and self.shared_input is None):
-            x_operands, reused = self._reused(input, weight, history, x_operands)
-            w_operands = w_operands or reused
+            x_operands = source.operands(request_of(self, rng, history, stream))
+        if not is_compiling and type(input) is Tensor and not input.is_meta:
+            if w_operands is None:
+                w_operands = self.cached_weight_operands(input, weight, history)
+            if x_operands is None and self.shared_input is not None:
+                columnwise = torch.is_grad_enabled() and weight.requires_grad
+                x_operands = self.shared_input.operands(
+                    input, self.recipe.text, columnwise, conditions_of(input)
+                )
         return ops.linear.default(
-            input,
-            weight,
-            self.bias,
-            recipe,
-            rng=rng,
-            amax_history=history,
-            stream=self.stream_id,
-            x_operands=x_operands,
-            weight_operands=w_operands,
-        )
-
-    def _traced_forward(self, input: Tensor, weight: Tensor, source: DeferredNorm | None) -> Tensor:
-        """Runs the op with the stream in a tensor, so that layers of all names share one graph."""
-        rng = None
-        if self.rng_state is not None:
-            base = self.rng_state.tensor
-            rng = torch.cat([base.to(self.stream.device), self.stream])
-        history = self.step_history()
-        x_operands = None
-        if source is not None:
-            x_operands = source.operands(request_of(self, rng, history, 0))
-        return ops.linear(
             input,
             weight,
             self.bias,
             self.recipe.text,
             rng=rng,
             amax_history=history,
+            stream=stream,
             x_operands=x_operands,
-            weight_operands=weight_operands(weight, self.recipe, input, history),
+            weight_operands=w_operands,
         )
 
-    def _reused(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        amax_history: Tensor | None,
-        x_operands: list[Tensor] | None,
-    ) -> tuple[list[Tensor] | None, list[Tensor] | None]:
-        """Returns the operands of x and of the weight; None where the op is to quantize.
+    def op_state(self) -> tuple[Tensor | None, Tensor | None, int]:
+        """Returns random state, amax history and stream of this forward, as the op takes them.
 
-        x_operands: those of a deferred input; None: x is a tensor, and its cached operands are
-        returned.
+        Compiled code has the stream in the random state, so that layers of all names share one
+        graph.
         """
-        conditions, recipe = conditions_of(x), self.recipe.text
+        if not torch.compiler.is_compiling():
+            return self.draw_rng(self.weight.device), self.step_history(), self.stream_id
+        rng = None
+        if self.rng_state is not None:
+            base = self.rng_state.tensor
+            rng = torch.cat([base.to(self.stream.device), self.stream])
+        return rng, self.step_history(), 0
+
+    def cached_weight_operands(
+        self, x: Tensor, weight: Tensor, amax_history: Tensor | None
+    ) -> list[Tensor] | None:
+        """Returns the weight's cached operands; None where the op is to quantize it."""
         # Outside autocast a weight of another dtype has a gradient of its own dtype.
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
-        grad = torch.is_grad_enabled()
-        w_operands = None
-        if self.weight_codes is not None and not is_cast:
-            columnwise = grad and x.requires_grad
-            w_operands = self.weight_codes.operands(
-                weight, recipe, columnwise, conditions, amax_history, self.is_in_step()
-            )
-        if self.shared_input is not None and x_operands is None:
-            columnwise = grad and weight.requires_grad
-            x_operands = self.shared_input.operands(x, recipe, columnwise, conditions)
-        return x_operands, w_operands
+        if self.weight_codes is None or is_cast:
+            return None
+        columnwise = torch.is_grad_enabled() and x.requires_grad
+        conditions = conditions_of(x)
+        return self.weight_codes.operands(
+            weight, self.recipe.text, columnwise, conditions, amax_history, self.is_in_step()
+        )
 
     def train(self, mode: bool = True) -> Linear:
         if mode != self.training and self.weight_codes is not None:
@@ -353,6 +343,7 @@ def restore_linear(module: Linear) -> nn.Linear:
     """Converts a Linear back to an nn.Linear in place, its weight to high precision."""
     dequantize_parameters(module)
     module.__dict__.pop("weight_high_precision_init", None)
+    module.__dict__.pop("fused_mlp", None)
     for name in ADOPTED:
         delattr(module, name)
     enable_fast_path(module)

@@ -19,9 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from .deferred import is_writing
+
 MOST_NODES = 20_000  # of a forward whose loop ends by a tensor's value
 TABLES = ("_parameters", "_buffers", "_modules")
 IN_PLACE = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "matmul")
+METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
+METADATA_METHODS = ("size", "dim", "numel", "is_floating_point", "ndimension", "get_device")
+WRITING_FUNCTIONS = ("setitem", *(f"i{name.rstrip('_')}" for name in IN_PLACE))
 
 
 class Value(fx.Proxy):
@@ -197,3 +202,35 @@ def trace_forward(module: nn.Module) -> Trace | None:
         except Exception:  # forward is the user's code
             continue
     return None
+
+
+# ---- nodes ---------------------------------------------------------------------------------------
+
+
+def is_metadata(node: fx.Node) -> bool:
+    """Tells whether a node reads a tensor's shape, dtype or device alone."""
+    if node.op == "call_method":
+        return node.target in METADATA_METHODS
+    return node.op == "call_function" and node.target is getattr and node.args[1] in METADATA
+
+
+def writes(trace: Trace, node: fx.Node) -> bool:
+    """Tells whether a node may modify a tensor in place."""
+    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
+        return True
+    if node.op == "call_method":
+        return is_writing(str(node.target))
+    if node.op == "call_function":
+        name = getattr(node.target, "__name__", "")
+        return is_writing(name) or name in WRITING_FUNCTIONS
+    module = trace.module_of(node)
+    return module is not None and any(getattr(m, "inplace", False) for m in module.modules())
+
+
+def describe(node: fx.Node) -> str:
+    """Names what a node is, for the report."""
+    if node.op == "output":
+        return "the caller of forward"
+    if node.op == "call_method":
+        return f"the method {node.target}"
+    return f"the function {getattr(node.target, '__name__', node.target)}"

@@ -19,18 +19,10 @@ from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from .._native import ops
-from .deferred import DeferredNorm
-from .fast_paths import prevent_fast_path
-from .random_state import AdvanceRng
+from .deferred import VALUE_DTYPES, DeferredNorm
+from .other_hooks import has_other_hooks
 
-VALUE_DTYPES = (torch.float32, torch.bfloat16)
 DEFAULT_EPS = torch.finfo(torch.float32).eps  # of nn.RMSNorm with eps=None, in either dtype
-HOOKS = (
-    "_forward_hooks",
-    "_forward_pre_hooks",
-    "_backward_hooks",
-    "_backward_pre_hooks",
-)
 STATE = ("readers", "layers_reading", "class_before")
 
 
@@ -109,16 +101,6 @@ class ForeignRMSNorm(DeferringNorm):
 
     def forward(self, hidden_states: Tensor) -> Any:
         return self.normalize(hidden_states)
-
-
-def has_other_hooks(module: nn.Module) -> bool:
-    """Tells whether hooks of others than this package see the module's input or output."""
-    for name in HOOKS:
-        for hook in getattr(module, name).values():
-            owner = getattr(hook, "__self__", hook)
-            if hook is not prevent_fast_path and not isinstance(owner, AdvanceRng):
-                return True
-    return False
 
 
 def rounded_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:

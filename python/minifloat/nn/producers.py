@@ -20,8 +20,7 @@ from typing import Any, cast
 
 from torch import fx, nn
 
-from .deferred import is_writing
-from .module_trace import IN_PLACE, Trace, trace_forward
+from .module_trace import Trace, describe, is_metadata, trace_forward, writes
 from .names import clean_name
 from .norms import adopt_norm, norm_class
 from .operand_conditions import reads_codes
@@ -29,9 +28,6 @@ from .recipe_state import RecipeState
 from .selection import Fusion
 
 MOST_BOUNDARIES = 4  # modules that pass a result on, one within another
-METADATA = ("shape", "dtype", "device", "ndim", "requires_grad", "layout", "is_cuda")
-METADATA_METHODS = ("size", "dim", "numel", "is_floating_point", "ndimension", "get_device")
-WRITING_FUNCTIONS = ("setitem", *(f"i{name.rstrip('_')}" for name in IN_PLACE))
 
 
 @dataclass
@@ -138,35 +134,6 @@ class Finder:
         if found.modules:
             found.modules.insert(0, module)
         return found
-
-
-def is_metadata(node: fx.Node) -> bool:
-    """Tells whether a node reads a tensor's shape, dtype or device alone."""
-    if node.op == "call_method":
-        return node.target in METADATA_METHODS
-    return node.op == "call_function" and node.target is getattr and node.args[1] in METADATA
-
-
-def writes(trace: Trace, node: fx.Node) -> bool:
-    """Tells whether a node may modify a tensor in place."""
-    if node.kwargs.get("inplace") is True or node.kwargs.get("out") is not None:
-        return True
-    if node.op == "call_method":
-        return is_writing(str(node.target))
-    if node.op == "call_function":
-        name = getattr(node.target, "__name__", "")
-        return is_writing(name) or name in WRITING_FUNCTIONS
-    module = trace.module_of(node)
-    return module is not None and any(getattr(m, "inplace", False) for m in module.modules())
-
-
-def describe(node: fx.Node) -> str:
-    """Names what a node is, for the report."""
-    if node.op == "output":
-        return "the caller of forward"
-    if node.op == "call_method":
-        return f"the method {node.target}"
-    return f"the function {getattr(node.target, '__name__', node.target)}"
 
 
 def fuse_norms(model: nn.Module, layers: Container[nn.Module]) -> list[Fusion]:
