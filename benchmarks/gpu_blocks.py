@@ -103,9 +103,9 @@ def blocks(sizes: Sizes, device: torch.device) -> nn.Module:
     return nn.Sequential(*parts).to(device, torch.bfloat16)
 
 
-def ours(recipe: str, memory: str) -> Callable[[nn.Module], nn.Module]:
+def ours(recipe: str, options: dict[str, Any]) -> Callable[[nn.Module], nn.Module]:
     def convert(net: nn.Module) -> nn.Module:
-        mf.quantize_(net, recipe, memory=memory, verbose=False)
+        mf.quantize_(net, recipe, verbose=False, **options)
         return net
 
     return convert
@@ -213,7 +213,7 @@ def measure(
 
 
 def models(
-    sizes: Sizes, device: torch.device, recipes: list[str], peers: list[str], memory: str
+    sizes: Sizes, device: torch.device, recipes: list[str], peers: list[str], options: dict[str, Any]
 ) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """Yields names and constructors, bf16 first and last."""
 
@@ -222,7 +222,7 @@ def models(
 
     yield BF16, lambda: blocks(sizes, device)
     for recipe in recipes:
-        yield recipe, converted(ours(recipe, memory))
+        yield recipe, converted(ours(recipe, options))
     if "torchao" in peers:
         for recipe in ("tensorwise", "rowwise"):
             yield f"torchao {recipe}", converted(torchao(recipe))
@@ -255,7 +255,7 @@ def main() -> int:
     parser = timing.arguments(__doc__, "gpu_blocks.json")
     parser.add_argument("--recipes", default=",".join(BARS), help="%(default)s")
     parser.add_argument("--peers", default="torchao,transformer_engine", help="%(default)s")
-    parser.add_argument("--memory", default="speed", help="as mf.quantize_ takes it (%(default)s)")
+    parser.add_argument("--unfused", action="store_true", help="mf.quantize_(…, fuse=False)")
     parser.add_argument("--profile", action="store_true", help="also the time of kinds of kernels")
     arguments = parser.parse_args()
     device = timing.require_device(arguments.device)
@@ -266,7 +266,8 @@ def main() -> int:
         print(f"{peer}: left out, not installed")
         peers.remove(peer)
     rows = []
-    for name, build in models(sizes, device, recipes, peers, arguments.memory):
+    options = {"fuse": not arguments.unfused}
+    for name, build in models(sizes, device, recipes, peers, options):
         timing.compile_each_shape()
         gc.collect()
         if device.type == "cuda":
