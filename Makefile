@@ -20,13 +20,14 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build libraries train print-cpu test test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
+.PHONY: help setup build libraries train print-cpu test test-torchtitan-0.3 test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train            train a small Llama in several recipes, side by side"
 	@echo "                      RECIPES=a,b DATA=DIR STEPS=N MODEL=... OUT=DIR RESUME=1"
 	@echo "make test             setup, build, ctest, pytest"
+	@echo "make test-torchtitan-0.3  torchtitan 0.3 with the newer torch that it needs (740 MB)"
 	@echo "make test-asan        the C++ suites and the op fuzzer under AddressSanitizer and UBSan"
 	@echo "make test-exhaustive  every float through every format (long)"
 	@echo "make test-gpu         the tests that need a CUDA device"
@@ -84,6 +85,19 @@ print-cpu:
 test: print-cpu build  # its name first: matrix libraries choose the order of sums by it
 	$(VENV)/bin/ctest --preset default -j $(JOBS)
 	$(PY) -m pytest $(PYTEST_ARGS)
+
+# torchtitan 0.3 needs torch 2.12 or later, against which the library is built anew, for the CPU.
+TITAN3 := build/torchtitan-0.3
+TITAN3_PIP = $(PY) -m pip --python $(TITAN3)/bin/python install --quiet --no-deps \
+  --disable-pip-version-check
+test-torchtitan-0.3: $(READY)
+	test -x $(TITAN3)/bin/python || $(PY) -m venv --without-pip $(TITAN3)
+	$(PY) -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])' \
+	  >"$$($(TITAN3)/bin/python -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')/zz.pth"
+	$(TITAN3_PIP) -r requirements-torchtitan-0.3.txt
+	CMAKE_ARGS=-DMINIFLOAT_CUDA=OFF CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
+	  $(TITAN3_PIP) --no-build-isolation --force-reinstall .
+	$(TITAN3)/bin/python -m pytest tests/torchtitan/override_0_3.py
 
 test-asan: $(READY)
 	$(CMAKE) --preset asan -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE

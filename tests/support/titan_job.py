@@ -131,8 +131,14 @@ def use_cpu() -> None:
 
 
 # ---- Text ----------------------------------------------------------------------------------------
-def write_assets(folder: Path, vocabulary: int, texts: Sequence[str]) -> Path:
-    """Trains a byte-level tokenizer, and writes what torchtitan reads: model.hf_assets_path."""
+def write_assets(
+    folder: Path, vocabulary: int, texts: Sequence[str], sample: int | None = None
+) -> Path:
+    """Trains a byte-level tokenizer, and writes what torchtitan reads: model.hf_assets_path.
+
+    Args:
+        sample: how many of the texts the tokenizer is trained on; None: all.
+    """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     folder.mkdir(parents=True, exist_ok=True)
@@ -145,7 +151,7 @@ def write_assets(folder: Path, vocabulary: int, texts: Sequence[str]) -> Path:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts[:sample], trainer)
     tokenizer.save(str(folder / "tokenizer.json"))
     config = {"eos_token": END_OF_TEXT, "bos_token": END_OF_TEXT}
     (folder / "tokenizer_config.json").write_text(json.dumps(config))

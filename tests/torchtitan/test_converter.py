@@ -236,7 +236,11 @@ def check_version(installed, message):
 
 @pytest.mark.parametrize(
     ("installed", "message"),
-    [("0.4.0", r"0\.3\.x with torch 2\.12 or later, got torchtitan 0\.4\.0"), (None, "got none")],
+    [
+        ("0.4.0", r"0\.3\.x with torch 2\.12 or later, got torchtitan 0\.4\.0 with torch 2\."),
+        ("0.3.0", r"0\.3\.x with torch 2\.12 or later, got torchtitan 0\.3\.0 with torch 2\.11"),
+        (None, "got none"),
+    ],
 )
 def test_refuses_other_versions(installed, message):
     run(check_version, installed, message)

@@ -1,6 +1,7 @@
 """Experts modules of other libraries, converted in place: a class is derived, nothing copied.
 
     SeamExperts         torchtitan: products by the method _grouped_mm(self, *, A, B_t, offs)
+    CountedExperts      torchtitan 0.2 (counted_experts.py): rows and each expert's count
     ProjectionExperts   Hugging Face (projections.py): gate_up_proj and down_proj
     NamedExperts        any module whose forward calls grouped_mm or bmm with the named parameters
 

@@ -2,7 +2,7 @@
 
 0.2.x: --job.custom_config_module=minifloat.torchtitan --model.converters=minifloat
        --minifloat.recipe=fp8_rowwise
-0.3.x: --override.imports 'minifloat.torchtitan.quantize={"recipe": "fp8_rowwise"}'
+0.3.x: --override.imports 'minifloat.torchtitan.override.quantize={"recipe": "fp8_rowwise"}'
 
 docs/torchtitan.md says how both are used, and what works with what.
 """

@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import importlib.metadata
 
+import torch
+
 CONVERTER, OVERRIDE = (0, 2), (0, 3)  # (major, minor): a model converter, an override
+OLDEST_TORCH = {CONVERTER: (2, 11), OVERRIDE: (2, 12)}
 EXPECTED = "torchtitan 0.2.x with torch 2.11 or later, or 0.3.x with torch 2.12 or later"
 
 
@@ -15,15 +18,19 @@ def require_version() -> tuple[int, int]:
         (major, minor), CONVERTER or OVERRIDE.
 
     Raises:
-        ImportError: torchtitan is not installed, or of another version.
+        ImportError: torchtitan is not installed, or it or torch is of another version.
     """
     try:
         installed = importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(f"minifloat.torchtitan: expected {EXPECTED}, got none") from error
     found = version_of(installed)
-    if found not in (CONVERTER, OVERRIDE):
-        raise ImportError(f"minifloat.torchtitan: expected {EXPECTED}, got torchtitan {installed}")
+    is_new_enough = version_of(torch.__version__) >= OLDEST_TORCH.get(found, (0, 0))
+    if found not in OLDEST_TORCH or not is_new_enough:
+        raise ImportError(
+            f"minifloat.torchtitan: expected {EXPECTED}, got torchtitan {installed} with torch "
+            f"{torch.__version__}"
+        )
     return found
 
 

@@ -1,0 +1,130 @@
+"""The override "minifloat.torchtitan.override.quantize" for torchtitan 0.3.x.
+
+    --override.imports 'minifloat.torchtitan.override.quantize={"recipe": "fp8_rowwise"}'
+
+torchtitan applies an override to a config before it builds the object. This one takes the model's
+config: the model is built as without it, on meta, and then converted. torchtitan's own classes of
+modules have a protocol (initial values, sharding), so converted modules are of classes that have it
+too. After each step of torchtitan's optimizers mf.step runs.
+"""
+
+import weakref
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchtitan.components.optimizer import OptimizersContainer
+from torchtitan.config import override
+from torchtitan.models.common.linear import Linear as TitanLinear
+from torchtitan.protocols.model import BaseModel
+from torchtitan.protocols.module import Module
+from torchtitan.tools.logging import logger
+
+from ..nn.delayed_scaling import step
+from ..nn.grouped_product import GroupedProduct
+from ..nn.linear import Linear
+from ..nn.recipe_state import STATE
+from .settings import Minifloat, convert, require_recipe
+
+MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # converted, for mf.step
+
+ROUTER = ".router."  # of names of layers that choose experts, which stay in high precision
+
+
+class WholeModule(Module):
+    """A converted module in torchtitan's protocol: whole on each rank, or cut by FSDP2."""
+
+    def parallelize(self, parallel_dims: Any) -> None:
+        """Applies torchtitan's sharding, which is none here, to the parameters alone.
+
+        Raises:
+            ValueError: tensor or expert parallelism would cut the module.
+        """
+        if parallel_dims.tp > 1 or parallel_dims.ep > 1:
+            raise ValueError(
+                "minifloat: expected tensor_parallel_degree 1 and expert_parallel_degree 1 with "
+                f"torchtitan 0.3.x, got {parallel_dims.tp} and {parallel_dims.ep}; torchtitan "
+                "0.2.x has both"
+            )
+        state = {name: self._buffers.pop(name) for name in STATE if name in self._buffers}
+        try:
+            super().parallelize(parallel_dims)
+        finally:
+            self._buffers.update(state)
+
+
+class QuantizedLinear(WholeModule, Linear, TitanLinear):
+    """torchtitan's Linear under a recipe."""
+
+
+class QuantizedProduct(WholeModule, GroupedProduct):
+    """The state of a product of experts under a recipe."""
+
+
+@contextmanager
+def as_torch_linears(model: nn.Module) -> Any:
+    """Makes torchtitan's linear layers nn.Linear, and after it what they are then."""
+    layers = [module for module in model.modules() if type(module) is TitanLinear]
+    for layer in layers:
+        layer.__class__ = nn.Linear
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.__class__ = QuantizedLinear if isinstance(layer, Linear) else TitanLinear
+
+
+def convert_model(model: nn.Module, settings: Minifloat) -> None:
+    """Converts a model that torchtitan has built, and logs the report."""
+    filters = [*settings.filter_fqns, ROUTER]
+    with as_torch_linears(model):
+        report = convert(model, replace(settings, filter_fqns=filters), None)
+    for module in model.modules():
+        if type(module) is GroupedProduct:
+            module.__class__ = QuantizedProduct
+    MODELS.add(model)
+    logger.info(str(report))
+
+
+@override(target=BaseModel.Config, description="linear layers and experts under a recipe")
+def quantize(cfg: BaseModel.Config, **settings: Any) -> BaseModel.Config:
+    """Makes torchtitan's model config build a converted model.
+
+    Args:
+        cfg: of the model.
+        settings: fields of minifloat.torchtitan.Minifloat; recipe is required.
+
+    Returns:
+        The same object, because torchtitan builds the model from the config that it had before
+        overrides. Its class is derived from its former one.
+
+    Raises:
+        TypeError, ValueError: a keyword is no field, or no recipe is set.
+    """
+    parsed, former = Minifloat(**settings), type(cfg)
+    require_recipe(parsed)
+
+    @dataclass(kw_only=True, slots=True)
+    class Config(former):  # type: ignore[misc, valid-type]
+        def build(self, **kwargs: Any) -> Any:
+            model = former.build(self, **kwargs)
+            convert_model(model, parsed)
+            return model
+
+    cfg.__class__ = Config
+    return cfg
+
+
+def end_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Calls mf.step for the converted models that the optimizers train."""
+    if not isinstance(optimizer, OptimizersContainer):  # one of those within the container
+        return
+    trained = {id(p) for group in optimizer.param_groups for p in group["params"]}
+    for model in list(MODELS):
+        if any(id(parameter) in trained for parameter in model.parameters()):
+            step(model)
+
+
+register_optimizer_step_post_hook(end_step)
