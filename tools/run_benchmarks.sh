@@ -29,7 +29,8 @@ for script in benchmarks/*.py; do
   needed=0
   case "$(basename "$script")" in
     _*) continue ;;
-    gpu_training.py) continue ;; # it trains for minutes: docs/moe.md has its command
+    gpu_training.py | gpu_torchtitan.py) continue ;; # they train for minutes: docs/moe.md and
+      # docs/torchtitan.md have their commands
     gpu_fsdp.py | gpu_expert_parallel.py)
       needed=2
       run=(.venv/bin/torchrun --nproc-per-node "$gpus")
