@@ -294,3 +294,39 @@ def test_an_error_leaves_layers_alone(monkeypatch):
         mf.quantize_(model, "mxfp8", verbose=False)
     assert all("fused_mlp" not in m.__dict__ for m in model.modules())
     assert type(model[0].w1) is nn.Linear
+
+
+@pytest.mark.parametrize("run", ["eager", "compiled"])
+@pytest.mark.parametrize("fuse", [True, False])
+def test_codes_of_weights_that_backward_casts_again(fuse, run):
+    model = block("mxfp8", fuse=fuse)
+    small = block("mxfp8", fuse=fuse, memory="weights")
+    assert small.attention.wq.recompute == "weight"
+    assert "recompute='weight'" in repr(small.attention.wq)
+    require_same(results(small, RUNS[run](small)), results(model, RUNS[run](model)))
+    copies = (copy.deepcopy(small), pickle.loads(pickle.dumps(small)))
+    assert all(twin.attention.wq.recompute == "weight" for twin in copies)
+    assert "recompute" not in mf.restore_(small).attention.wq.__dict__
+
+
+def test_saved_bytes_of_a_layer():
+    def saved(memory):
+        layer, _ = converted(nn.Linear(WIDTH, 4 * WIDTH), "fp8_rowwise", memory=memory)
+        storages = {}
+
+        def pack(t):
+            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
+            return t
+
+        weight = layer[0].weight.untyped_storage().data_ptr()
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+            y = layer(hidden())  # holds what is saved
+        assert y.requires_grad
+        return sum(size for place, size in storages.items() if place != weight)
+
+    assert saved("weights") <= saved("speed") - WIDTH * 4 * WIDTH
+
+
+def test_bad_memory():
+    with pytest.raises(ValueError, match="memory: expected one of"):
+        block(memory="small")

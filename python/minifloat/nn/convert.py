@@ -43,7 +43,14 @@ from .random_state import (
     remove_hooks,
     require_int64,
 )
-from .recipe_state import DEFAULT_HISTORY, RecipeState, draw_from, require_history
+from .recipe_state import (
+    DEFAULT_HISTORY,
+    RECOMPUTE,
+    RecipeState,
+    draw_from,
+    require_history,
+    require_memory,
+)
 from .selection import FilterFn, Fusion, Report, Selection, require_filters, require_some, select
 
 
@@ -63,6 +70,7 @@ def quantize_(
     amax_algorithm: str = "max",
     margin: int = 0,
     fuse: bool = True,
+    memory: str = "speed",
     verbose: bool = True,
 ) -> Report:
     """Converts linear layers and experts in place, and reports which ones.
@@ -104,6 +112,8 @@ def quantize_(
         margin: of delayed scaling, in powers of two by which scales are enlarged.
         fuse: whether norms whose result only converted layers read are fused with the casts of
             those layers, and feed-forwards are one op (docs/producers.md).
+        memory: of linear layers, what backward computes again instead of saving: "speed", nothing,
+            or "weights", the codes of weights (docs/producers.md gives the price).
         verbose: whether to print the report.
 
     Returns:
@@ -120,6 +130,7 @@ def quantize_(
     require_gather(gather)
     require_primary(primary, keep_high_precision_init)
     require_bool("fuse", fuse)
+    require_memory(memory)
     require_bool("verbose", verbose)
     recipes = RecipeMap(recipe)
     mixtures = expert_hooks().select(model, recipes, names, filter_fn, experts, primary)
@@ -153,6 +164,7 @@ def quantize_(
             undo.callback(revert, module, module.weight)
             name = join(parents, fqn)
             layers.append(adopt(module, layer_recipe, name, gather_plan=plans[fqn][0], **history))
+            layers[-1].recompute = RECOMPUTE[memory]
             if primary:
                 make_primary(module, layer_recipe, keep_high_precision_init)
         for choice in mixtures.chosen:

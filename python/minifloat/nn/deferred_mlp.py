@@ -235,6 +235,7 @@ class DeferredHidden(DeferredActivation):
             streams=streams,
             x_operands=x_operands,
             weight_operands=None if None in codes else [t for c in codes for t in c or ()],
+            recompute=product.mlp.down.recompute,
         )
 
     def _input(self, states: list[Any]) -> tuple[Tensor, list[Tensor] | None]:

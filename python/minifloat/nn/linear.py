@@ -146,6 +146,7 @@ class Linear(RecipeState, nn.Linear):
             stream=stream,
             x_operands=x_operands,
             weight_operands=w_operands,
+            recompute=self.recompute,
         )
 
     def op_state(self) -> tuple[Tensor | None, Tensor | None, int]:
@@ -247,7 +248,8 @@ class Linear(RecipeState, nn.Linear):
 
     def extra_repr(self) -> str:
         gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
-        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{gather}"
+        memory = "" if not self.recompute else f", recompute={self.recompute!r}"
+        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{memory}{gather}"
 
 
 def adopt(
@@ -343,7 +345,8 @@ def restore_linear(module: Linear) -> nn.Linear:
     """Converts a Linear back to an nn.Linear in place, its weight to high precision."""
     dequantize_parameters(module)
     module.__dict__.pop("weight_high_precision_init", None)
-    module.__dict__.pop("fused_mlp", None)
+    for name in ("fused_mlp", "recompute"):
+        module.__dict__.pop(name, None)
     for name in ADOPTED:
         delattr(module, name)
     enable_fast_path(module)

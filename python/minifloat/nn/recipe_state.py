@@ -22,6 +22,7 @@ from .random_state import Draws, RngState, as_normal
 DEFAULT_HISTORY = 16  # steps of amax history
 STATE = ("stream", "amax_history")  # buffers
 ALGORITHMS = ("max", "most_recent")
+RECOMPUTE = {"speed": "", "weights": "weight"}  # mf.quantize_'s memory -> the op's recompute
 MAX_MARGIN = 126  # powers of two
 
 
@@ -31,6 +32,11 @@ def require_history(length: int, algorithm: str, margin: int) -> None:
     if algorithm not in ALGORITHMS:
         raise ValueError(f"amax_algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
     require_int("margin", margin, 0, MAX_MARGIN, "powers of two")
+
+
+def require_memory(memory: str) -> None:
+    if memory not in RECOMPUTE:
+        raise ValueError(f"memory: expected one of {list(RECOMPUTE)}, got {memory!r}")
 
 
 @dataclass(frozen=True)
@@ -77,6 +83,7 @@ class RecipeState(nn.Module):
     stream_id: int  # what `stream` holds
     # Any: a chain of imports has at most ten levels.
     weight_codes: Any  # operand_cache's WeightCodes; None: the weight is quantized each time
+    recompute: str = ""  # "weight": backward quantizes the weight again, instead of saving codes
     expert_range: ExpertRange | None = None  # None: this process has all experts
     weight_gather: Any = None  # distributed_hooks' WeightGather; None: FSDP2 has not sharded it
 
