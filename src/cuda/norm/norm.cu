@@ -128,12 +128,4 @@ void norm_statistics(const Norm& of, float* factors, float* means, const Executi
   run(of, {nullptr, factors, means}, execution);
 }
 
-void quantize_norm(const Norm& of, const Operand* rowwise, const Operand* columnwise,
-                   const Execution& execution) {
-  const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
-  const Scratch y(static_cast<std::size_t>(of.rows * of.cols * size), execution);
-  cuda::norm(of, y.as<void>(), execution);
-  cuda::quantize(of.y_at(y.as<void>()), rowwise, columnwise, execution);
-}
-
 }  // namespace minifloat::cuda

@@ -142,6 +142,96 @@ __device__ __forceinline__ Vec16<T> normalise_vec(const NormArgs& args, const Ve
   return y;
 }
 
+// ---- Rows of whole vec16s of bf16, for casts ----------------------------------------------------
+inline constexpr unsigned kNormChunk = 8;  // columns of 16 bytes
+
+// Loads 8 elements of a parameter, from a multiple of 8 on.
+__device__ __forceinline__ void load_parameter_chunk(const NormParameter& of, std::uint32_t col,
+                                                     float (&v)[kNormChunk]) {
+  const auto load = [&]<class W>(const W* from) {
+    constexpr unsigned kOfWord = 4 / sizeof(W), kWords = kNormChunk / kOfWord;
+    alignas(16) std::uint32_t words[kWords];
+    if (of.aligned) {
+#pragma unroll
+      for (unsigned i = 0; i < kWords / 4; ++i)
+        reinterpret_cast<uint4*>(words)[i] = __ldg(reinterpret_cast<const uint4*>(from) + i);
+#pragma unroll
+      for (unsigned i = 0; i < kNormChunk; ++i) {
+        const std::uint32_t word = words[i / kOfWord];
+        v[i] = bit_cast<float>(kOfWord == 1 ? word : i % 2 ? word & 0xFFFF'0000u : word << 16);
+      }
+    } else {
+#pragma unroll
+      for (unsigned i = 0; i < kNormChunk; ++i) {
+        if constexpr (kOfWord == 1)
+          v[i] = __ldg(from + i);
+        else
+          v[i] = decode_bf16(__ldg(from + i));
+      }
+    }
+  };
+  if (!of.data) {
+#pragma unroll
+    for (unsigned i = 0; i < kNormChunk; ++i) v[i] = of.absent;
+  } else if (of.is_bf16) {
+    load(static_cast<const Bf16*>(of.data) + col);
+  } else {
+    load(static_cast<const float*>(of.data) + col);
+  }
+}
+
+// Returns 8 normalised values, rounded, with the NaN of every backend.
+template <NormKind kKind>
+__device__ __forceinline__ uint4 normalise_chunk(const uint4& x, const RowStatistics& row,
+                                                 const float (&w)[kNormChunk],
+                                                 const float (&b)[kNormChunk]) {
+  const std::uint32_t in[4] = {x.x, x.y, x.z, x.w};
+  std::uint32_t out[4], carries = 0;
+  const auto value = [&](std::uint32_t bits, int i) {
+    return minifloat::normalise<kKind>(bit_cast<float>(bits), row, w[i], b[i],
+                                       [](float v) { return round_value<Bf16>(v); });
+  };
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    out[i] = cvt_bf16x2(value(in[i] << 16, 2 * i), value(in[i] & 0xFFFF'0000u, 2 * i + 1));
+    carries |= (out[i] + 0x0001'0001u) & ~out[i];
+  }
+  if (carries & 0x8000'8000u) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const std::uint32_t nan = (out[i] + 0x0001'0001u) & ~out[i] & 0x8000'8000u;
+      out[i] -= (nan >> 15) * (0x7FFFu - BF16::kNanBits);
+    }
+  }
+  return make_uint4(out[0], out[1], out[2], out[3]);
+}
+
+// Returns 16 normalised values, all inside of the row.
+template <NormKind kKind>
+__device__ __forceinline__ void normalise_chunks(const NormArgs& of, const RowStatistics& row,
+                                                 std::uint32_t col, Vec16<Bf16>& vec) {
+#pragma unroll
+  for (unsigned half = 0; half < 2; ++half) {
+    float w[kNormChunk], b[kNormChunk] = {};
+    load_parameter_chunk(of.weight, col + half * kNormChunk, w);
+    if constexpr (kKind == NormKind::kLayer)
+      load_parameter_chunk(of.bias, col + half * kNormChunk, b);
+    uint4& chunk = reinterpret_cast<uint4*>(&vec)[half];
+    chunk = normalise_chunk<kKind>(chunk, row, w, b);
+  }
+}
+__device__ __forceinline__ Vec16<Bf16> normalise_whole_vec(const NormArgs& of, Vec16<Bf16> vec,
+                                                           const RowStatistics& row,
+                                                           std::uint32_t col) {
+  if (of.kind == NormKind::kRms)
+    normalise_chunks<NormKind::kRms>(of, row, col, vec);
+  else if (of.kind == NormKind::kRmsRounded)
+    normalise_chunks<NormKind::kRmsRounded>(of, row, col, vec);
+  else
+    normalise_chunks<NormKind::kLayer>(of, row, col, vec);
+  return vec;
+}
+
 // ---- Sums of a row ------------------------------------------------------------------------------
 // Adds the terms of a vec16: x, or (x - mean)².   count: its columns inside of the row
 template <bool kSquares, class T>

@@ -1,0 +1,67 @@
+// Casts of normalised values by tiles, which a block computes in shared memory: columnwise, and
+// both directions.
+//
+//     bytes an element: 2 of x, 1 or 1/2 of codes a direction
+#pragma once
+
+#include <algorithm>
+#include <type_traits>
+
+#include "cuda/norm/quantize_norm.h"
+#include "cuda/norm/tile.cuh"
+#include "cuda/quantize/preset_tile.cuh"
+
+namespace minifloat::cuda {
+
+template <class Row, class Col>
+__global__ void __launch_bounds__(kThreads, 4)
+    quantize_norm_tile(const __grid_constant__ NormArgs of, const RowStatistics* statistics,
+                       const __grid_constant__ KernelOperand row,
+                       const __grid_constant__ KernelOperand col,
+                       const __grid_constant__ Tiles tiles) {
+  constexpr bool kRow = !std::is_same_v<Row, Absent>;
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ Whole whole[2];
+  const TilePlace tile = tile_place(tiles);
+  const bool is_first = tile.row == 0 && tile.col == 0;
+  const SharedTile<Bf16> shared = {words};
+  if constexpr (kRow)
+    if (threadIdx.x == 0) prepare<Row>(row, whole[0], 0, is_first);
+  if (threadIdx.x == 32) prepare<Col>(col, whole[1], 0, is_first);
+  fill_with_norm(of, statistics, tile, shared);
+  __syncthreads();
+  if constexpr (kRow)
+    cast_preset_tile<Row, false, false, false>(row, whole[0], shared,
+                                               tile_of_matrix<false>(row, tile), nullptr);
+  cast_preset_tile<Col, true, false, false>(col, whole[1], shared, tile_of_matrix<true>(col, tile),
+                                            nullptr);
+}
+
+// The arguments of a launch.
+struct NormTileCast {
+  const NormArgs& of;
+  const RowStatistics* statistics;
+  const QuantizeArgs& args;
+  const Execution* execution;  // null: nothing is launched
+
+  template <class Row, class Col>
+  bool launch() const {
+    if (!execution) return true;
+    const Tiles tiles = tiles_of(of.x);
+    quantize_norm_tile<Row, Col>
+        <<<tile_grid(1, tiles, "quantize_norm"), kThreads, SharedTile<Bf16>::kBytes,
+           cuda_stream(*execution)>>>(of, statistics, args.row, args.col, tiles);
+    check_launch("quantize_norm");
+    return true;
+  }
+  template <class C>
+  bool try_column() const {
+    return is_of<C>(args.col_spec) && launch<Absent, C>();
+  }
+  template <class Row, class Col = Row>
+  bool try_both() const {
+    return is_of<Row>(args.row_spec) && is_of<Col>(args.col_spec) && launch<Row, Col>();
+  }
+};
+
+}  // namespace minifloat::cuda
