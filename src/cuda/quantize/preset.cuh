@@ -118,11 +118,19 @@ __device__ __forceinline__ void raise_current_amax_of_vec(const KernelOperand& p
 
 // ---- A vec16 ------------------------------------------------------------------------------------
 // The values to cast, their amax, and a further factor of each element.
-struct Transformed16 {
-  Vec16<Bf16> vec;
+template <class T>
+struct TransformedVec {
+  Vec16<T> vec;
   std::uint32_t amax;
   float pending_factor;
 };
+using Transformed16 = TransformedVec<Bf16>;
+template <class C>
+__device__ __forceinline__ TransformedVec<float> transform_preset(const Vec16<float>& x)
+  requires(!C::kTransform)
+{
+  return {x, C::kBlocks ? x.amax() : 0, 1.0f};
+}
 template <class C, class Elements>
 __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
   if constexpr (C::kTransform) {
@@ -151,9 +159,9 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
 }
 
 // Encodes and stores a vec16.   to: its codes; at: its index among all vec16s
-template <class C>
+template <class C, class T>
 __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
-                                                 const Transformed16& transformed,
+                                                 const TransformedVec<T>& transformed,
                                                  const BlockScale& block, const RandomBits& bits,
                                                  std::uint8_t* to, std::uint64_t at) {
   const Codes<typename C::F> codes =

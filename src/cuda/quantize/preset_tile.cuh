@@ -58,9 +58,10 @@ __device__ __forceinline__ unsigned lanes_log2_of(std::uint32_t vecs) {
 // Casts one direction of a tile.   kHasAmaxes: `amaxes_2d` holds the amaxes of the 2D blocks,
 // computed by the other direction; kInGroup: of a group; kHasEdge: a part of the tile may lie
 // outside of it
-template <class C, bool kTransposed, bool kHasAmaxes, bool kInGroup, bool kHasEdge = kInGroup>
+template <class C, bool kTransposed, bool kHasAmaxes, bool kInGroup, bool kHasEdge = kInGroup,
+          class T>
 __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, const Whole& whole,
-                                                 const SharedTile<Bf16>& shared,
+                                                 const SharedTile<T>& shared,
                                                  const PresetTile& tile, std::uint32_t* amaxes_2d) {
   using F = typename C::F;
   constexpr bool kHasIds = kInGroup && !kTransposed;
@@ -87,7 +88,7 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
       is_stored = tile_row >= tile.first && tile_row - tile.first < tile.rows;
       tile_row = is_stored ? tile_row - tile.first : 0;
     }
-    const Transformed16 transformed = transform_preset<C>(vec);
+    const auto transformed = transform_preset<C>(vec);
     [[maybe_unused]] const std::uint32_t row = tile.all + tile_row;
     std::uint32_t amax = 0;
     if constexpr (C::kIsBlock2d) {

@@ -278,9 +278,12 @@ bool fits_preset(const Spec& spec, const KernelOperand& plan) {
 // Casts by a preset kernel. Returns false, and launches nothing, where none fits.
 bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise,
                    const Execution& execution) {
-  if (!args.is_bf16 || !args.x.aligned) return false;
+  if (!args.x.aligned) return false;
   if (rowwise && !fits_preset(args.row_spec, args.row)) return false;
   if (columnwise && !fits_preset(args.col_spec, args.col)) return false;
+  if (!args.is_bf16)
+    return rowwise && columnwise && !args.groups && args.x.cols % kTile == 0 &&
+           args.x.rows % kTile == 0 && launch_preset_fp32_tiles(args, execution);
   if (rowwise && !columnwise)
     return (!args.groups && launch_preset_rows(args, execution)) ||
            launch_preset_group_rows(args, execution);

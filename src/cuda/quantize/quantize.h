@@ -25,6 +25,10 @@ bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution);
 
+// Casts both directions of fp32 matrices of whole tiles by a preset kernel. Returns false, and
+// launches nothing, where none fits.
+bool launch_preset_fp32_tiles(const QuantizeArgs& args, const Execution& execution);
+
 // Cast groups by a preset kernel: rowwise, as launch_preset_rows does, and the matrices of a batch
 // as well; or columnwise, and rowwise as well where that is set, groups of whole columns. Return
 // false, and launch nothing, where no preset kernel fits.

@@ -1,0 +1,57 @@
+// The preset casts of fp32 values in both directions, from one read: master weights. Whole tiles,
+// each of 64 KiB of shared memory.
+//
+//     bytes an element: 4 of x, 1 or 1/2 of codes a direction
+#include "cuda/quantize/preset_tile.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+template <class C>
+__global__ void __launch_bounds__(kThreads, 3)
+    quantize_fp32_tile(const __grid_constant__ Source x, const __grid_constant__ KernelOperand row,
+                       const __grid_constant__ KernelOperand col,
+                       const __grid_constant__ Tiles tiles) {
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ std::uint32_t amaxes_2d[kBlocks2d];
+  __shared__ Whole whole[2];
+  const TilePlace tile = tile_place(tiles);
+  const bool is_first = tile.row == 0 && tile.col == 0;
+  const SharedTile<float> shared = {words};
+  shared.fill<true>(x, tile);
+  if (threadIdx.x == 0) prepare<C>(row, whole[0], tile.batch, is_first);
+  if (threadIdx.x == 32) prepare<C>(col, whole[1], tile.batch, is_first);
+  shared.wait();
+  cast_preset_tile<C, false, false, false>(row, whole[0], shared, tile_of_matrix<false>(row, tile),
+                                           amaxes_2d);
+  cast_preset_tile<C, true, C::kIsBlock2d, false>(col, whole[1], shared,
+                                                  tile_of_matrix<true>(col, tile), amaxes_2d);
+}
+
+template <class C>
+bool try_both(const QuantizeArgs& args, const Execution& execution) {
+  if (!is_of<C>(args.row_spec) || !is_of<C>(args.col_spec)) return false;
+  const Tiles tiles = tiles_of(args.x);
+  const auto kernel = quantize_fp32_tile<C>;
+  constexpr std::size_t kBytes = SharedTile<float>::kBytes;
+  allow_shared(kernel, kBytes, "quantize");
+  kernel<<<tile_grid(args.batch, tiles, "quantize"), kThreads, kBytes, cuda_stream(execution)>>>(
+      args.x, args.row, args.col, tiles);
+  check_launch("quantize");
+  return true;
+}
+
+}  // namespace
+
+bool launch_preset_fp32_tiles(const QuantizeArgs& args, const Execution& execution) {
+  using namespace preset;
+  return try_both<Nearest<kTensor, E4M3>>(args, execution) ||
+         try_both<Nearest<kRow, E4M3>>(args, execution) ||
+         try_both<Nearest<kBlock, E4M3>>(args, execution) ||
+         try_both<Block2d<kBlock, E4M3>>(args, execution) || try_both<Mxfp8>(args, execution) ||
+         try_both<Mxfp8Block2d>(args, execution) || try_both<Mxfp4::Straight>(args, execution) ||
+         try_both<Nvfp4::Straight>(args, execution) || try_both<Nvfp4::Block2d>(args, execution) ||
+         try_both<Nvfp4Pow2::Block2d>(args, execution);
+}
+
+}  // namespace minifloat::cuda
