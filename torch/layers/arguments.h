@@ -65,8 +65,8 @@ struct Needs {
   bool any() const;
 };
 
-// Returns whether `recompute` names the weights' codes. Raises ValueError for other texts than "" and
-// "weight".
+// Returns whether `recompute` names the weights' codes. Raises ValueError for other texts than ""
+// and "weight".
 bool recomputes_weights(const char* op, const std::string& recompute);
 
 // Raises ValueError for arguments that do not fit, before anything is computed or sent.

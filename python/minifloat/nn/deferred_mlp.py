@@ -202,6 +202,11 @@ class DeferredHidden(DeferredActivation):
         super().__init__(product, name, func, options)
         self.up = up
 
+    @property
+    def requires_grad(self) -> bool:
+        is_of_up = self.up is not None and self.up.has_gradient()
+        return is_of_up or self.product.has_gradient()
+
     def compute(self) -> Tensor:
         activation = super().compute()
         return activation if self.up is None else activation * self.up.values()
@@ -223,7 +228,13 @@ class DeferredHidden(DeferredActivation):
         states = [layer.op_state() for layer in layers]
         rng, histories, streams = ([s[i] for s in states] for i in range(3))
         x, x_operands = self._input(states)
-        codes = [cached_codes(layer, x, state[1]) for layer, state in zip(layers, states)]
+        reads_back = [x.requires_grad] * (len(layers) - 1) + [self.requires_grad]
+        if not torch.is_grad_enabled():
+            reads_back = [False] * len(layers)
+        codes = [
+            cached_codes(layer, x, columnwise, state[1])
+            for layer, columnwise, state in zip(layers, reads_back, states)
+        ]
         return mlp(
             x,
             [contiguous(layer.weight) for layer in layers],
@@ -260,11 +271,13 @@ def mlp(*args: Any, **kwargs: Any) -> Tensor:
     return ops.mlp(*args, **kwargs)
 
 
-def cached_codes(layer: Any, x: Tensor, amax_history: Tensor | None) -> list[Tensor] | None:
+def cached_codes(
+    layer: Any, x: Tensor, columnwise: bool, amax_history: Tensor | None
+) -> list[Tensor] | None:
     """Returns the cached operands of a layer's weight; None where the op is to quantize it."""
     if torch.compiler.is_compiling():
         return None
-    return layer.cached_weight_operands(x, layer.weight, amax_history)
+    return layer.cached_weight_operands(x, layer.weight, columnwise, amax_history)
 
 
 def name_of(func: Any, options: dict[str, Any]) -> str | None:

@@ -130,7 +130,8 @@ class Linear(RecipeState, nn.Linear):
             x_operands = source.operands(request_of(self, rng, history, stream))
         if not is_compiling and type(input) is Tensor and not input.is_meta:
             if w_operands is None:
-                w_operands = self.cached_weight_operands(input, weight, history)
+                columnwise = torch.is_grad_enabled() and input.requires_grad
+                w_operands = self.cached_weight_operands(input, weight, columnwise, history)
             if x_operands is None and self.shared_input is not None:
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
                 x_operands = self.shared_input.operands(
@@ -164,14 +165,20 @@ class Linear(RecipeState, nn.Linear):
         return rng, self.step_history(), 0
 
     def cached_weight_operands(
-        self, x: Tensor, weight: Tensor, amax_history: Tensor | None
+        self, x: Tensor, weight: Tensor, columnwise: bool, amax_history: Tensor | None
     ) -> list[Tensor] | None:
-        """Returns the weight's cached operands; None where the op is to quantize it."""
+        """Returns the weight's cached operands; None where the op is to quantize it.
+
+        Args:
+            x: what the products' conditions are those of.
+            weight: (N, K), contiguous.
+            columnwise: whether backward reads the weight.
+            amax_history: of the layer, for delayed scaling.
+        """
         # Outside autocast a weight of another dtype has a gradient of its own dtype.
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
         if self.weight_codes is None or is_cast:
             return None
-        columnwise = torch.is_grad_enabled() and x.requires_grad
         conditions = conditions_of(x)
         return self.weight_codes.operands(
             weight, self.recipe.text, columnwise, conditions, amax_history, self.is_in_step()

@@ -150,8 +150,8 @@ class PlannedOperand {
 
   // Writes the outputs of matrices and rows without elements: by the amax that was passed, or 0.
   void write_empty(const Execution& execution) const {
-    const float* amax = operand_.spec.delayed ? nullptr : operand_.given_amax;
-    write_whole(last_end_ ? operand_.given_amax : amax, amax, operand_.amax, execution);
+    const float* reported = operand_.spec.delayed ? nullptr : operand_.given_amax;
+    write_whole(operand_.given_amax, reported, operand_.amax, execution);
   }
   // Writes the outputs of all groups under a rule with a tensor amax, when the amaxes are complete.
   // A group without rows has an amax of 0, if none was passed.
