@@ -68,9 +68,11 @@ Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepa
   const ForwardPass output = pass_of(mlp.output, needs.output, mlp.output.weights[0].sym_size(1));
   const bool needs_h = needs.output.any_dw;
   const Needed h_col{kWgradX, needs_h && saves_h(prepared)};
-  const Directions h = quantize_h(prepared, gates, mlp.activation, row, h_col, output.state_of(0));
+  ModuleState state_of_h = output.state_of(0);
+  state_of_h.returns_amaxes = true;
+  const Directions h = quantize_h(prepared, gates, mlp.activation, row, h_col, state_of_h);
   if (needs_h && !h_col.is_needed)
-    record_amaxes(prepared, row, {kWgradX}, output.state_of(0), {h.first, h.first}, false);
+    record_amaxes(prepared, row, {kWgradX}, state_of_h, {h.first, h.first}, false);
   output.save(h.second, kWgradX);
   Tensor y = multiply_weights(output, forward_input(output, h.first, row, false)).front();
   if (backward) {

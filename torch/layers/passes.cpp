@@ -76,7 +76,9 @@ Directions input_operands(const ForwardPass& pass, const char* op, const Tensor&
   if (!given.empty())
     return prequantized_both(pass.prepared, op, "x_operands", given, matrix,
                              matrix.sym_size(0) * (is_cut ? sharding->ranks : 1), row, col);
-  Directions out = quantize_both(pass.prepared, matrix, row, col, pass.state_of(0));
+  ModuleState state = pass.state_of(0);
+  state.returns_amaxes = layers.weights.size() > 1;  // for the histories of the other weights
+  Directions out = quantize_both(pass.prepared, matrix, row, col, state);
   if (is_cut)
     out.first = gather_tokens(*sharding, token_runs(*sharding, x.sym_sizes()), out.first, false);
   return out;
