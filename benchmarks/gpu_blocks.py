@@ -256,7 +256,7 @@ def main() -> int:
     parser = timing.arguments(__doc__, "gpu_blocks.json")
     parser.add_argument("--recipes", default=",".join(BARS), help="%(default)s")
     parser.add_argument("--peers", default="torchao,transformer_engine", help="%(default)s")
-    parser.add_argument("--unfused", action="store_true", help="mf.quantize_(…, fuse=False)")
+    parser.add_argument("--fuse", action="store_true", help="mf.quantize_(…, fuse=True)")
     parser.add_argument("--profile", action="store_true", help="also the time of kinds of kernels")
     arguments = parser.parse_args()
     device = timing.require_device(arguments.device)
@@ -267,7 +267,7 @@ def main() -> int:
         print(f"{peer}: left out, not installed")
         peers.remove(peer)
     rows = []
-    options = {"fuse": not arguments.unfused}
+    options = {"fuse": arguments.fuse}
     for name, build in models(sizes, device, recipes, peers, options):
         timing.compile_each_shape()
         gc.collect()

@@ -43,7 +43,7 @@ def norm_of(dtype=torch.bfloat16, kind="rms"):
     """Returns a fused norm and the layer that reads it."""
     torch.manual_seed(0)
     model = nn.Sequential(NORMS[kind](WIDTH), nn.Linear(WIDTH, WIDTH)).to(dtype)
-    mf.quantize_(model, "nvfp4", verbose=False)
+    mf.quantize_(model, "nvfp4", fuse=True, verbose=False)
     return model
 
 
@@ -138,7 +138,7 @@ def test_a_second_reader_that_is_no_layer():
 
     torch.manual_seed(0)
     fused = Two().bfloat16()
-    mf.quantize_(fused, "mxfp8", verbose=False)
+    mf.quantize_(fused, "mxfp8", fuse=True, verbose=False)
     plain = unfused(fused)
 
     def both(model, values_first):

@@ -50,7 +50,7 @@ def converted(module, recipe="mxfp8", dtype=torch.bfloat16, **options):
     for parameter in module.parameters():
         nn.init.normal_(parameter, std=0.2)
     module = nn.Sequential(module).to(dtype)
-    report = mf.quantize_(module, recipe, **{"verbose": False, **options})
+    report = mf.quantize_(module, recipe, **{"verbose": False, "fuse": True, **options})
     return module, report
 
 
@@ -291,7 +291,7 @@ def test_an_error_leaves_layers_alone(monkeypatch):
 
     monkeypatch.setattr("minifloat.nn.mlp_patterns.Fusion", fail)
     with pytest.raises(ZeroDivisionError):
-        mf.quantize_(model, "mxfp8", verbose=False)
+        mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
     assert all("fused_mlp" not in m.__dict__ for m in model.modules())
     assert type(model[0].w1) is nn.Linear
 

@@ -43,14 +43,14 @@ class Reads(nn.Module):
 
 def report_of(forward, recipe="mxfp8", **parts):
     model = Reads(forward, **parts).bfloat16()
-    report = mf.quantize_(model, recipe, verbose=False)
+    report = mf.quantize_(model, recipe, fuse=True, verbose=False)
     return model, report
 
 
 def test_report():
     torch.manual_seed(0)
     model = nn.Sequential(Block(), nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 8))
-    report = mf.quantize_(model, "0.*: fp8_rowwise", verbose=False)
+    report = mf.quantize_(model, "0.*: fp8_rowwise", fuse=True, verbose=False)
     assert report.fused[:2] == [
         (
             "0.attention_norm",
@@ -134,7 +134,7 @@ def test_readers_in_high_precision():
 
 def test_a_layer_that_is_not_converted():
     model = Reads(lambda m, x: m.first(y := m.norm(x)) + m.second(y)).bfloat16()
-    report = mf.quantize_(model, "mxfp8", ["second"], verbose=False)
+    report = mf.quantize_(model, "mxfp8", ["second"], fuse=True, verbose=False)
     assert report.not_fused == [("norm", "second, a Linear, reads it")]
 
 
@@ -193,7 +193,7 @@ def test_one_norm_with_two_calls():
 def test_layers_of_two_recipes():
     torch.manual_seed(0)
     model = Reads(lambda m, x: m.first(y := m.norm(x)) + m.second(y)).bfloat16()
-    report = mf.quantize_(model, "first: mxfp8; second: fp8_rowwise", verbose=False)
+    report = mf.quantize_(model, "first: mxfp8; second: fp8_rowwise", fuse=True, verbose=False)
     assert report.fused
     require_same(results(model), results(unfused(model)))
 
@@ -207,7 +207,7 @@ def test_kept_and_restored(kind, cls):
     before = copy.deepcopy(model)
     norm, state = model.ffn_norm, dict(model.ffn_norm.__dict__)
     parameters = dict(model.named_parameters())
-    mf.quantize_(model, "mxfp8", verbose=False)
+    mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
     assert model.ffn_norm is norm
     assert type(norm) is cls
     assert isinstance(norm, NORMS[kind]) or cls is ForeignRMSNorm
@@ -251,8 +251,8 @@ def test_fuse_false():
 def test_two_calls_for_one_model():
     torch.manual_seed(0)
     model = Block().bfloat16()
-    first = mf.quantize_(model, "mxfp8", ["feed_forward"], verbose=False)
-    second = mf.quantize_(model, "fp8_rowwise", verbose=False)
+    first = mf.quantize_(model, "mxfp8", ["feed_forward"], fuse=True, verbose=False)
+    second = mf.quantize_(model, "fp8_rowwise", fuse=True, verbose=False)
     assert [name for name, _ in first.fused] == ["attention_norm"]
     assert [name for name, _ in second.fused] == ["ffn_norm", "feed_forward"]
     require_same(results(model), results(unfused(model)))
@@ -264,7 +264,7 @@ def test_an_error_leaves_norms_alone(monkeypatch):
     state = [dict(m.__dict__) for m in model.modules() if "Norm" in type(m).__name__]
     monkeypatch.setattr("minifloat.nn.producers.adopt_norm", failing_after(model.ffn_norm))
     with pytest.raises(ZeroDivisionError):
-        mf.quantize_(model, "mxfp8", verbose=False)
+        mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
     assert [type(m) for m in model.modules()] == classes
     assert [dict(m.__dict__) for m in model.modules() if "Norm" in type(m).__name__] == state
 
@@ -314,7 +314,7 @@ def test_a_norm_without_weight_and_eps():
 def test_transformer_encoder_layers_of_torch():
     torch.manual_seed(0)
     model = nn.TransformerEncoderLayer(WIDTH, 4, 128, 0.0, batch_first=True, norm_first=True)
-    report = mf.quantize_(model.bfloat16(), "mxfp8", verbose=False)
+    report = mf.quantize_(model.bfloat16(), "mxfp8", fuse=True, verbose=False)
     assert ("norm2", "fused with the casts of linear1") in report.fused
     require_same(results(model), results(unfused(model)))
 
@@ -324,6 +324,6 @@ def test_sequential_and_wrapped_readers():
 
     torch.manual_seed(0)
     model = nn.Sequential(nn.LayerNorm(WIDTH), checkpoint_wrapper(nn.Linear(WIDTH, WIDTH)))
-    report = mf.quantize_(model.bfloat16(), "mxfp8", verbose=False)
+    report = mf.quantize_(model.bfloat16(), "mxfp8", fuse=True, verbose=False)
     assert report.fused == [("0", "fused with the casts of 1")]
     require_same(results(model), results(unfused(model)))

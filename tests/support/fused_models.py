@@ -130,7 +130,8 @@ def unfused(model, activation_of_torch=False):
     for parent in list(model.modules()):
         parent.__dict__.pop("fused_mlp", None)
         if isinstance(parent, FeedForward):
-            parent.is_plain = not activation_of_torch
+            is_fused = parent.w2.fused_mlp is not None
+            parent.is_plain = is_fused and not activation_of_torch
         for name, child in list(parent.named_children()):
             if isinstance(child, DeferringNorm):
                 setattr(parent, name, ValueNorm(child))
@@ -145,7 +146,7 @@ def block(recipe="nvfp4", kind="rms", dtype=torch.bfloat16, bias=False, **option
         for name, parameter in model.named_parameters():
             if "norm" in name:
                 parameter.uniform_(0.5, 1.5)
-    mf.quantize_(model, recipe, **{"verbose": False, **options})
+    mf.quantize_(model, recipe, **{"verbose": False, "fuse": True, **options})
     return model
 
 

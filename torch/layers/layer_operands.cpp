@@ -172,6 +172,10 @@ std::vector<Tensor> operands_of_computed(const char* op, const PreparedRecipe& r
   std::optional<SymInt> experts;
   if (groups) experts = groups->sym_size(1) - 1;
   if (state.history.defined()) check_history(op, state.history, like, experts);
+  if (state.rng.defined()) {
+    bridge::check_rng(op, state.rng, like);
+    bridge::check_memory_if_real(op, "rng", state.rng);
+  }
   for (const Needed& needed : {row, col}) {
     const Spec& spec = recipe.specs[needed.place];
     if (!needed.is_needed) continue;

@@ -209,6 +209,9 @@ QuantizeOptions options_of(const char* op, const MaybeTensor& amax_row, const Ma
 }
 
 NormKind check_norm(const NormArguments& a) {
+  const auto check_memory = [&](const char* name, const MaybeTensor& t) {
+    if (t) bridge::check_memory_if_real(a.op, name, *t);
+  };
   const bool is_layer = a.kind == "layer";
   TORCH_CHECK_VALUE(is_layer || a.kind == "rms" || a.kind == "rms_rounded", a.op,
                     ": expected kind as \"rms\", \"rms_rounded\" or \"layer\", got \"",
@@ -223,6 +226,10 @@ NormKind check_norm(const NormArguments& a) {
   check_parameter(a, "weight", a.weight);
   TORCH_CHECK_VALUE(!a.bias || is_layer, a.op, ": expected a bias with kind \"layer\" alone");
   check_parameter(a, "bias", a.bias);
+  check_memory("x", a.x);
+  check_memory("weight", a.weight);
+  check_memory("bias", a.bias);
+  if (a.residual) check_memory("residual", *a.residual);
   if (a.residual) {
     const Tensor& r = *a.residual;
     TORCH_CHECK_VALUE(r.scalar_type() == a.x.scalar_type() &&

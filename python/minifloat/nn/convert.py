@@ -69,7 +69,7 @@ def quantize_(
     amax_history_length: int = DEFAULT_HISTORY,
     amax_algorithm: str = "max",
     margin: int = 0,
-    fuse: bool = True,
+    fuse: bool = False,
     memory: str = "speed",
     verbose: bool = True,
 ) -> Report:

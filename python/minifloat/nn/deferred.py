@@ -272,14 +272,14 @@ class DeferredNorm(Deferred):
             raise RuntimeError(
                 "a deferred norm: expected its input unchanged until the layers have read the "
                 "norm's result, but the input was modified by an inplace operation; convert the "
-                "model with mf.quantize_(…, fuse=False)"
+                "model without fuse=True"
             )
         is_lost = self.anchor.requires_grad and not torch.is_grad_enabled()
         if is_lost and is_in_reentrant_checkpoint():
             raise RuntimeError(
                 "a deferred norm: expected a checkpoint with use_reentrant=False around a module "
                 "that reads the norm's result, got use_reentrant=True, which passes gradients to "
-                "tensors alone; or convert the model with mf.quantize_(…, fuse=False)"
+                "tensors alone; or convert the model without fuse=True"
             )
 
 
@@ -300,13 +300,22 @@ def source_of(layer: Any, input: Deferred) -> DeferredNorm | None:
 
 
 def request_of(
-    layer: Any, rng: Tensor | None, amax_history: Tensor | None, stream: int
+    layer: Any, rng: Tensor | None, amax_history: Tensor | None, stream: int, *readers: Any
 ) -> OperandRequest:
-    """Returns the layer's request for the operands of a deferred input."""
+    """Returns the layer's request for the operands of a deferred input.
+
+    Args:
+        layer: the one that reads them, or the first of them.
+        rng: its random state.
+        amax_history: its amax history.
+        stream: its stream.
+        readers: other layers that read the same operands.
+    """
     recipe = layer.recipe
+    has_wgrad = any(reader.weight.requires_grad for reader in (layer, *readers))
     return OperandRequest(
         recipe.text,
-        torch.is_grad_enabled() and layer.weight.requires_grad,
+        torch.is_grad_enabled() and has_wgrad,
         can_reuse(recipe.fprop.a, recipe.wgrad.b, allows_delayed=False),
         rng,
         amax_history,

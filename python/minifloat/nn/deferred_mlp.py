@@ -133,7 +133,7 @@ class DeferredProduct(Part):
             raise RuntimeError(
                 "a deferred feed-forward: expected its input unchanged until the last layer has "
                 "read it, but the input was modified by an inplace operation; convert the model "
-                "with mf.quantize_(…, fuse=False)"
+                "without fuse=True"
             )
 
     def compute(self) -> Tensor:
@@ -259,7 +259,8 @@ class DeferredHidden(DeferredActivation):
         if source is None or layer.recipe.is_delayed:
             return input.values(), None
         rng, history, stream = states[0]
-        return source.anchor, source.operands(request_of(layer, rng, history, stream))
+        readers = self.product.mlp.layers[:-1]
+        return source.anchor, source.operands(request_of(layer, rng, history, stream, *readers))
 
 
 def contiguous(weight: Tensor) -> Tensor:
