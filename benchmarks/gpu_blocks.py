@@ -214,7 +214,11 @@ def measure(
 
 
 def models(
-    sizes: Sizes, device: torch.device, recipes: list[str], peers: list[str], options: dict[str, Any]
+    sizes: Sizes,
+    device: torch.device,
+    recipes: list[str],
+    peers: list[str],
+    options: dict[str, Any],
 ) -> Iterator[tuple[str, Callable[[], nn.Module]]]:
     """Yields names and constructors, bf16 first and last."""
 

@@ -1,12 +1,11 @@
-"""quantize_delayed: the codes of quantize by the active amax of a history, which the cast raises."""
+"""quantize_delayed: codes by the active amax of a history, whose current amax the cast raises."""
 
 import itertools
 import re
 
+import minifloat as mf
 import pytest
 import torch
-
-import minifloat as mf
 
 ops = torch.ops.minifloat
 RNG = torch.tensor([1, 2])
@@ -73,7 +72,8 @@ def test_experts_have_a_row_each(row):
     for place, i in ((ROW, 2), (COL, 6)):
         if i == 6 or "delayed" in row:
             want[place, :, 1] = torch.maximum(want[place, :, 1], parts[i])
-    assert torch.equal(found[:4], want[:4]) and torch.equal(found[5], want[5])
+    assert torch.equal(found[:4], want[:4])
+    assert torch.equal(found[5], want[5])
     weights = torch.randn(3, 24, 64, dtype=torch.bfloat16)
     if row and "nvfp4" not in row:
         require_same_as_two_steps(weights, row, col, history)
@@ -84,7 +84,8 @@ def test_an_empty_cast_leaves_the_history():
     found = history.clone()
     spec = SPECS[1]
     ops.quantize_delayed(torch.empty(0, 32), spec, spec, found, ROW, COL)
-    assert torch.equal(found[ROW], history[ROW]) and torch.equal(found[COL], history[COL])
+    assert torch.equal(found[ROW], history[ROW])
+    assert torch.equal(found[COL], history[COL])
 
 
 @pytest.mark.parametrize(
@@ -122,4 +123,5 @@ def test_layers_raise_their_history_in_the_cast():
         largest = largest.maximum(torch.stack([t.detach().abs().max() for t in (x, w, g)]))
     x, w, g = largest.tolist()
     assert history[:, 1].tolist() == [x, w, g, w, g, x]
-    assert history[:, 2:].eq(0).all() and history[:, 0].eq(0).all()
+    assert history[:, 2:].eq(0).all()
+    assert history[:, 0].eq(0).all()

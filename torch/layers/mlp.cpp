@@ -1,7 +1,7 @@
 // The layers of a transformer's MLP under one recipe, differentiable as a whole:
 //
-//     forward    gate = x · Wgᵀ,  up = x · Wuᵀ        h = act(gate) · up,  or act(gate) of one weight
-//                y = h · Wdᵀ                          h is cast rowwise as it is computed
+//     forward    gate = x · Wgᵀ,  up = x · Wuᵀ     h = act(gate) · up,  or act(gate) without up
+//                y = h · Wdᵀ                       h is cast rowwise as it is computed
 //     saved      x columnwise, gate, up, and the weights columnwise; h is not saved
 //     backward   dh = dy · Wd
 //                from dh, gate and up: both directions of d_gate and d_up, and h columnwise

@@ -44,9 +44,9 @@ struct MlpState {
   MlpNeeds needs;
 };
 
-// Returns the gradients of x, of the weights and of the biases, in that order; undefined where there
-// is none.   saved: x columnwise and the first weights, h columnwise and the last weight, three
-// tensors an operand; then gate and up
+// Returns the gradients of x, of the weights and of the biases, in that order; undefined where
+// there is none.   saved: x columnwise and the first weights, h columnwise and the last weight,
+// three tensors an operand; then gate and up
 std::vector<Tensor> mlp_gradients(const MlpState& state, const std::vector<Tensor>& saved,
                                   const Tensor& dy);
 

@@ -71,8 +71,8 @@ struct LayersState {
 // Returns an operand of backward from its three saved tensors, of which the first is at `i`.
 ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& saved, std::size_t i,
                          Place place);
-// Returns weight `i` as dgrad reads it, quantized again where the layers recompute it.   saved: three
-// tensors of x, then three of each weight
+// Returns weight `i` as dgrad reads it, quantized again where the layers recompute it.
+//   saved: three tensors of x, then three of each weight
 ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& saved,
                           std::size_t i);
 

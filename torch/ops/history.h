@@ -1,6 +1,6 @@
-// The rows of amax histories that casts read and raise. A history is (operands, 1 + length) float32,
-// or of experts (operands, experts, 1 + length). Columns: the active amax, the current amax of this
-// step, then those of earlier steps.
+// The rows of amax histories that casts read and raise. A history is (operands, 1 + length)
+// float32, or of experts (operands, experts, 1 + length). Columns: the active amax, the current
+// amax of this step, then those of earlier steps.
 #pragma once
 
 #include <ATen/core/Tensor.h>

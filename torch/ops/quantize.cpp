@@ -345,8 +345,7 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
   const auto output = [&](const DirectionArguments& d) -> QuantizedOperand {
     if (!shares_memory) return allocate_direction(x, d, options.groups);
     if (!d.spec) return {};
-    return allocate_together(x, *d.spec, d.read_of(x, options.groups), d.decoded,
-                             !d.history.first);
+    return allocate_together(x, *d.spec, d.read_of(x, options.groups), d.decoded, !d.history.first);
   };
   std::pair<QuantizedOperand, QuantizedOperand> out = {output(r), output(c)};
   fill(in, r, out.first, c, out.second, shared, origin, here);

@@ -53,7 +53,8 @@ void check_history_rows(const Tensor& x, const HistoryRows& rows) {
   const auto& [history, row, col] = rows;
   TORCH_CHECK_VALUE((history.dim() == 2 || history.dim() == 3) &&
                         history.scalar_type() == at::kFloat && history.sym_size(-1) >= 2,
-                    kOp, ": expected amax_history as float32 (operands, 1 + length), or of experts "
+                    kOp,
+                    ": expected amax_history as float32 (operands, 1 + length), or of experts "
                     "(operands, experts, 1 + length), got ",
                     history.scalar_type(), " ", history.sym_sizes());
   TORCH_CHECK_VALUE(at::has_internal_overlap(history) != at::MemOverlap::Yes, kOp,

@@ -114,8 +114,8 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("transpose_many(Tensor[] matrices, Tensor(a!)[] out, int[] sizes) -> ()", tags);
 
   // Layers. layer_operands: the operands of x ("x") or of a weight ("w") as `linear` quantizes it,
-  // for later calls of `linear`. recompute: "weight" where backward quantizes the weight again instead
-  // of saving its codes. linear_sharded: `linear` on one rank of `group`, whose ranks shard
+  // for later calls of `linear`. recompute: "weight" where backward quantizes the weight again
+  // instead of saving its codes. linear_sharded: `linear` on one rank of `group`, whose ranks shard
   // the weight along weight_dim and x along token_dim; see layers/sharding.h.
   torch_ops::register_gathered_input();
   m.def(
@@ -138,10 +138,10 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
       "Tensor[]? weight_operands=None, str recompute=\"\") -> Tensor",
       tags);
-  // An MLP of 2 weights (up, down) or 3 (gate, up, down) under one recipe: activation "silu", "gelu"
-  // or "gelu_tanh". x is quantized once, with the random stream and the history of the first weight;
-  // the second's history takes the same amax. weight_operands: eight tensors a weight. recompute:
-  // "weight" where backward quantizes weights again.
+  // An MLP of 2 weights (up, down) or 3 (gate, up, down) under one recipe: activation "silu",
+  // "gelu" or "gelu_tanh". x is quantized once, with the random stream and the history of the first
+  // weight; the second's history takes the same amax. weight_operands: eight tensors a weight.
+  // recompute: "weight" where backward quantizes weights again.
   m.def(
       "mlp(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, str activation, *, "
       "Tensor[]? rng=None, Tensor(a!)[]? amax_history=None, int[]? streams=None, "

@@ -16,8 +16,9 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from .._native import ops
+from ..nn.convert import quantize_
 from ..nn.delayed_scaling import step
-from .settings import Minifloat, convert, require_recipe
+from .settings import Minifloat, options_of, require_recipe
 
 NAME = "minifloat"  # in model.converters
 EXPERTS = "GroupedExperts"
@@ -65,7 +66,8 @@ class Converter:
                 mf.quantize_ refuses the settings.
         """
         mesh = self.parallel_dims.get_optional_mesh("loss")
-        report = convert(model, self.settings, 0 if mesh is None else mesh.get_local_rank())
+        rank = 0 if mesh is None else mesh.get_local_rank()
+        report = quantize_(model, data_parallel_rank=rank, **options_of(self.settings))
         require_whole_experts(model, {fqn for fqn, _ in report.converted}, self.parallel_dims)
         if self.is_selective:
             save_products()

@@ -22,11 +22,12 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
+from ..nn.convert import quantize_
 from ..nn.delayed_scaling import step
 from ..nn.grouped_product import GroupedProduct
 from ..nn.linear import Linear
 from ..nn.recipe_state import STATE
-from .settings import Minifloat, convert, require_recipe
+from .settings import Minifloat, options_of, require_recipe
 
 MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # converted, for mf.step
 
@@ -80,7 +81,7 @@ def convert_model(model: nn.Module, settings: Minifloat) -> None:
     """Converts a model that torchtitan has built, and logs the report."""
     filters = [*settings.filter_fqns, ROUTER]
     with as_torch_linears(model):
-        report = convert(model, replace(settings, filter_fqns=filters), None)
+        report = quantize_(model, **options_of(replace(settings, filter_fqns=filters)))
     for module in model.modules():
         if type(module) is GroupedProduct:
             module.__class__ = QuantizedProduct

@@ -7,11 +7,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torch import nn
-
-from ..nn.convert import quantize_
 from ..nn.recipe_state import DEFAULT_HISTORY
-from ..nn.selection import Report
 
 HEADS = ("output", "lm_head")  # the layer that torchtitan's models compute logits with
 
@@ -35,6 +31,8 @@ class Minifloat:
         amax_history_length: of delayed scaling, in steps.
         amax_algorithm: of delayed scaling.
         margin: of delayed scaling, in powers of two by which scales are enlarged.
+        memory: what backward computes again instead of saving: "speed", nothing, or "weights".
+        fuse: whether norms and feed-forwards are fused with casts (docs/producers.md).
     """
 
     recipe: str = ""
@@ -44,6 +42,8 @@ class Minifloat:
     amax_history_length: int = DEFAULT_HISTORY
     amax_algorithm: Literal["max", "most_recent"] = "max"
     margin: int = 0
+    memory: Literal["speed", "weights"] = "speed"
+    fuse: bool = False
 
 
 def require_recipe(settings: Minifloat) -> None:
@@ -55,27 +55,11 @@ def require_recipe(settings: Minifloat) -> None:
         )
 
 
-def convert(model: nn.Module, settings: Minifloat, data_parallel_rank: int | None) -> Report:
-    """Converts a model of torchtitan in place.
-
-    Args:
-        model: as torchtitan builds it, on the meta device.
-        settings: the section of the job config.
-        data_parallel_rank: the number of the ranks that share this rank's tokens; None:
-            torch.distributed's rank.
-
-    Returns:
-        The report of mf.quantize_.
+def options_of(settings: Minifloat) -> dict[str, Any]:
+    """Returns the keywords of mf.quantize_ for these settings.
 
     Raises:
-        TypeError, ValueError: those of mf.quantize_, and no recipe is set.
+        ValueError: no recipe is set.
     """
     require_recipe(settings)
-    options: dict[str, Any] = dataclasses.asdict(settings)
-    return quantize_(
-        model,
-        options.pop("recipe"),
-        data_parallel_rank=data_parallel_rank,
-        verbose=False,
-        **options,
-    )
+    return {**dataclasses.asdict(settings), "verbose": False}
