@@ -227,6 +227,7 @@ inline Operand operand_of(const Request& request, Outputs& out) {
           .codes = out.codes.data(),
           .scale = out.scale.data(),
           .amax = spec.has_tensor_amax() || spec.has_row_amax() ? out.amax.data() : nullptr,
+          .history = {},
           .decoded = out.decoded.data()};
 }
 
