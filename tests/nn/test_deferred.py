@@ -15,28 +15,18 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.fused_models import (
     NORMS,
+    PRESETS,
+    RUNS,
     WIDTH,
     block,
+    compiled,
     hidden,
     require_same,
     results,
     unfused,
 )
 
-PRESETS = [name for name in mf.presets() if name != "bf16"]
 STOCHASTIC_INPUT = "fprop=nvfp4+sr*nvfp4 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8+sr"
-
-
-def compiled(run):
-    return torch.compile(run, fullgraph=True, backend="aot_eager")
-
-
-RUNS = {
-    "eager": lambda model: model,
-    "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
-    "reentrant": lambda model: lambda x: checkpoint(model, x, use_reentrant=True),
-    "compiled": compiled,
-}
 
 
 def norm_of(dtype=torch.bfloat16, kind="rms"):

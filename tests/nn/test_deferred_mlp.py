@@ -10,34 +10,23 @@ import torch
 import torch.nn.functional as F
 from minifloat.nn.deferred import Deferred
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 
 from tests.support.fused_models import (
     HIDDEN,
+    PRESETS,
+    RUNS,
     WIDTH,
     FeedForward,
     Mlp,
     block,
+    compiled,
     hidden,
     require_same,
     results,
     unfused,
 )
 
-PRESETS = [name for name in mf.presets() if name != "bf16"]
 READ_AS_VALUES = ("fp8_rowwise_gw_hp",)
-
-
-def compiled(run):
-    return torch.compile(run, fullgraph=True, backend="aot_eager")
-
-
-RUNS = {
-    "eager": lambda model: model,
-    "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
-    "reentrant": lambda model: lambda x: checkpoint(model, x, use_reentrant=True),
-    "compiled": compiled,
-}
 ACTIVATIONS = {
     "silu": nn.SiLU,
     "gelu": nn.GELU,

@@ -7,8 +7,22 @@ import torch
 import torch.nn.functional as F
 from minifloat.nn.norms import DeferringNorm
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 WIDTH, HIDDEN = 64, 96
+PRESETS = [name for name in mf.presets() if name != "bf16"]
+
+
+def compiled(run):
+    return torch.compile(run, fullgraph=True, backend="aot_eager")
+
+
+RUNS = {
+    "eager": lambda model: model,
+    "checkpoint": lambda model: lambda x: checkpoint(model, x, use_reentrant=False),
+    "reentrant": lambda model: lambda x: checkpoint(model, x, use_reentrant=True),
+    "compiled": compiled,
+}
 
 
 class LlamaRMSNorm(nn.Module):

@@ -36,14 +36,9 @@ struct Mlp {
   bool is_gated() const { return inputs.weights.size() == 2; }
 };
 
-// What the backward pass reads of the forward pass. saved: x columnwise and the first weights, h
-// columnwise and the last weight, three tensors an operand; then gate and up
-struct ForBackward {
-  variable_list saved;
-};
-
+// Runs the forward pass. saved: what mlp_gradients reads; null where no gradient is needed
 Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared,
-                    const MlpNeeds& needs, ForBackward* backward) {
+                    const MlpNeeds& needs, variable_list* saved) {
   PendingAmaxes pending;
   const auto pass_of = [&](const Layers& layers, const Needs& needed, SymInt k) -> ForwardPass {
     return {.prepared = prepared,
@@ -52,7 +47,7 @@ Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepa
             .dtype = x.scalar_type(),
             .k = std::move(k),
             .amaxes = pending,
-            .saved = backward ? &backward->saved : nullptr};
+            .saved = saved};
   };
   const ForwardPass inputs = pass_of(mlp.inputs, needs.inputs, x.sym_size(-1));
   const Needed row{kFpropX, true, inputs.fprop().reads_values()}, col{kWgradX, needs.inputs.any_dw};
@@ -75,10 +70,7 @@ Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepa
     record_amaxes(prepared, row, {kWgradX}, state_of_h, {h.first, h.first}, false);
   output.save(h.second, kWgradX);
   Tensor y = multiply_weights(output, forward_input(output, h.first, row, false)).front();
-  if (backward) {
-    backward->saved.push_back(gates.gate);
-    backward->saved.push_back(gates.up ? *gates.up : Tensor());
-  }
+  if (saved) saved->insert(saved->end(), {gates.gate, gates.up.value_or(Tensor())});
   record(pending);
   return as_output(std::move(y), x, nullptr);
 }
@@ -89,9 +81,9 @@ struct MlpFunction : torch::autograd::Function<MlpFunction> {
                         at::TensorList biases, const Mlp& mlp, const PreparedRecipe& recipe,
                         const MlpNeeds& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    ForBackward found;
-    Tensor y = forward_pass(x, mlp, recipe, needs, &found);
-    ctx->save_for_backward(std::move(found.saved));
+    variable_list saved;
+    Tensor y = forward_pass(x, mlp, recipe, needs, &saved);
+    ctx->save_for_backward(std::move(saved));
     ctx->saved_data["state"] = c10::IValue::make_capsule(
         c10::make_intrusive<Capsule>(MlpState{LayersState(mlp.inputs, recipe, x.scalar_type()),
                                               LayersState(mlp.output, recipe, x.scalar_type()),
@@ -132,7 +124,7 @@ void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared) 
       mlp.activation == "silu" || mlp.activation == "gelu" || mlp.activation == "gelu_tanh", kMlp,
       ": expected activation 'silu', 'gelu' or 'gelu_tanh', got '", printable(mlp.activation), "'");
   check_layers(x, mlp.inputs, prepared);
-  const Tensor &first = mlp.inputs.weights[0], &last = mlp.output.weights[0];
+  const Tensor& first = mlp.inputs.weights[0];
   TORCH_CHECK_VALUE(!mlp.is_gated() || mlp.inputs.weights[1].sym_sizes().equals(first.sym_sizes()),
                     kMlp, ": expected gate's and up's weights of one shape, got ",
                     first.sym_sizes(), " and ", mlp.inputs.weights.back().sym_sizes());
@@ -140,7 +132,6 @@ void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared) 
   c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
   shape.back() = first.sym_size(0);
   check_layers(x.new_zeros({1}).expand_symint(shape), mlp.output, prepared);
-  TORCH_CHECK_VALUE(last.dim() == 2, kMlp, ": expected a last weight (N, I)");
 }
 
 Tensor apply(const Tensor& x, at::TensorList weights, at::TensorList biases, const Mlp& mlp,
