@@ -117,7 +117,8 @@ def test_groups(device, spec, along_rows):
             assert got == want
             continue
         assert (got.dtype, got.stride()) == (want.dtype, want.stride())
-        got, want = (t.contiguous().view(torch.uint8) for t in (got, want))
+        if got.element_size() == 1:  # torch copies no FP4 tensor of other strides
+            got, want = got.view(torch.uint8), want.view(torch.uint8)
         require_same(got, want, spec)
     want = ops.scaled_mm(*sides, product, **where, zero_tail=True)
     got = ops.scaled_mm(*there[0], product, **there[1], zero_tail=True)
