@@ -11,6 +11,7 @@ from typing import Any
 import minifloat as mf
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.gpu.layer_cases import require_close
@@ -35,12 +36,35 @@ class Block(nn.Module):
         return self.w2(torch.relu(self.w1(x)))
 
 
-def build(recipe: str, device: torch.device) -> nn.Module:
+class GatedBlock(nn.Module):
+    """A norm and a gated feed-forward, which mf.quantize_(…, fuse=True) fuses with casts."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.RMSNorm(WIDTH)
+        self.w1 = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.w3 = nn.Linear(WIDTH, 2 * WIDTH, bias=False)
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def build(recipe: str, device: torch.device, fuse: bool) -> nn.Module:
     torch.manual_seed(0)
-    model = nn.Sequential(Block(), Block()).to(device, torch.bfloat16)
+    block = GatedBlock if fuse else Block
+    model = nn.Sequential(block(), block()).to(device, torch.bfloat16)
     if recipe != "bf16":
-        mf.quantize_(model, recipe, verbose=False)
+        report = mf.quantize_(model, recipe, verbose=False, fuse=fuse)
+        assert bool(report.fused) == fuse
     return model
+
+
+# Recipes, each without and with fused producers. Under these two weight gradients read values.
+UNFUSED = ("bf16", "fp8_rowwise_gw_hp")
+MODELS = [(r, False) for r in mf.presets()]
+MODELS += [(r, True) for r in mf.presets() if r not in UNFUSED]
 
 
 def loss_of(y: Tensor) -> Tensor:
@@ -67,9 +91,9 @@ def train(model: nn.Module, run: Any, inputs: list[Tensor]) -> list[Tensor]:
     return gradients
 
 
-@pytest.mark.parametrize("recipe", mf.presets())
-def test_reduce_overhead(cuda, recipe):
-    eager, model = build(recipe, cuda), build(recipe, cuda)
+@pytest.mark.parametrize(("recipe", "fuse"), MODELS)
+def test_reduce_overhead(cuda, recipe, fuse):
+    eager, model = build(recipe, cuda, fuse), build(recipe, cuda, fuse)
     want = train(eager, eager, batches(cuda))
     torch.compiler.reset()
     got = train(model, torch.compile(model, mode="reduce-overhead", fullgraph=True), batches(cuda))
@@ -80,10 +104,12 @@ def test_reduce_overhead(cuda, recipe):
             assert torch.equal(value, mf.training_state(model)[name]), name
 
 
-@pytest.mark.parametrize("recipe", [r for r in mf.presets() if mf.Recipe(r).is_stochastic])
-def test_reduce_overhead_draws_fresh_bits(cuda, recipe):
+@pytest.mark.parametrize(
+    ("recipe", "fuse"), [(r, fuse) for r, fuse in MODELS if mf.Recipe(r).is_stochastic]
+)
+def test_reduce_overhead_draws_fresh_bits(cuda, recipe, fuse):
     """Trains with a rate of zero on one batch: only random bits change the gradients."""
-    model = build(recipe, cuda)
+    model = build(recipe, cuda, fuse)
     torch.compiler.reset()
     compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
     x, seen = batches(cuda)[0], []
@@ -97,10 +123,10 @@ def test_reduce_overhead_draws_fresh_bits(cuda, recipe):
             assert not torch.equal(a, b)
 
 
-@pytest.mark.parametrize("recipe", mf.presets())
-def test_a_captured_step_is_eagers(cuda, recipe):
+@pytest.mark.parametrize(("recipe", "fuse"), MODELS)
+def test_a_captured_step_is_eagers(cuda, recipe, fuse):
     """Captures forward, backward, SGD and mf.step: each replay is the next eager step."""
-    eager, model = build(recipe, cuda), build(recipe, cuda)
+    eager, model = build(recipe, cuda, fuse), build(recipe, cuda, fuse)
     inputs, static = batches(cuda), torch.empty(TOKENS, WIDTH, device=cuda, dtype=torch.bfloat16)
 
     def step(m: nn.Module, x: Tensor) -> Tensor:
