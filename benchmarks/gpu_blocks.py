@@ -1,6 +1,6 @@
 """A training step of four Llama3-8B blocks on one GPU, beside bf16, torchao and Transformer Engine.
 
-    python benchmarks/gpu_blocks.py [--recipes fp8_delayed,…] [--peers torchao] [--profile]
+    python benchmarks/gpu_blocks.py [--recipes fp8_delayed,…] [--peers torchao] [--fuse] [--profile]
     python benchmarks/gpu_blocks.py --plot blocks.png --out rows.json     draws rows of a former run
 
 step     forward, backward and fused AdamW under torch.compile, batch 2 x 8192, median of steps
@@ -285,6 +285,7 @@ def main() -> int:
     parser.add_argument("--recipes", default=",".join(BARS), help="%(default)s")
     parser.add_argument("--peers", default="torchao,transformer_engine", help="%(default)s")
     parser.add_argument("--fuse", action="store_true", help="mf.quantize_(…, fuse=True)")
+    parser.add_argument("--memory", default="speed", help="mf.quantize_(…, memory=…): %(default)s")
     parser.add_argument("--profile", action="store_true", help="also the time of kinds of kernels")
     parser.add_argument("--plot", type=Path, help="draw the rows of --out, and measure nothing")
     arguments = parser.parse_args()
@@ -300,7 +301,7 @@ def main() -> int:
         print(f"{peer}: left out, not installed")
         peers.remove(peer)
     rows = []
-    options = {"fuse": arguments.fuse}
+    options = {"fuse": arguments.fuse, "memory": arguments.memory}
     for name, build in models(sizes, device, recipes, peers, options):
         timing.compile_each_shape()
         gc.collect()

@@ -122,6 +122,12 @@ def add_parser(subparsers: Any) -> None:
         help="most rows that one process sends to another in a layer; those past it are dropped. "
         "all: room for every row (default: exact sizes)",
     )
+    add(
+        "--compile",
+        action=argparse.BooleanOptionalAction,
+        default=absent,
+        help="compile each layer of the model by torch.compile (default: no)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -152,19 +158,19 @@ def run(arguments: argparse.Namespace) -> int:
         if before and places_of(before.config) != places_of(config):
             saved.say(
                 f"saved on {places_of(before.config)}, goes on with {places_of(config)}: "
-                "on the same batches, with sums over ranks in another order"
+                "on the same batches, with sums in another order"
             )
         return job.train(config, runs, folder, cache, saved=before, world=world)
 
 
 def places_of(config: Any) -> str:
-    """Returns the number of processes, and of those that divide the experts, for messages."""
+    """Returns the processes, those that divide the experts, and --compile, for messages."""
     text = f"{config.processes} processes"
     if config.expert_parallel > 1:
         text += f", experts divided over {config.expert_parallel}"
     if config.expert_capacity is not None:
         text += f" with capacity {config.expert_capacity}"
-    return text
+    return text + (", compiled" if config.compile else "")
 
 
 def require_packages() -> None:

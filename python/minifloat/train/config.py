@@ -31,9 +31,10 @@ MOST = 10**9  # the limit of counts
 MOST_THREADS = 4096  # many more end the process in torch
 
 # Fields that may change: the token ids are compared themselves, a step's batch does not depend on
-# the number of processes, and a capacity, which may drop rows, belongs to the processes.
-FREE = ("data", "data_mb", "processes", "expert_parallel", "expert_capacity")
-LATER = ("processes", "expert_parallel")  # fields that the first jobs did not save
+# the number of processes or on compiled code, and a capacity, which may drop rows, belongs to the
+# processes.
+FREE = ("data", "data_mb", "processes", "expert_parallel", "expert_capacity", "compile")
+LATER = ("processes", "expert_parallel")  # numbers that the first jobs did not save
 ALL_ROWS = "all"
 
 # The numbers of TrainConfig: the range, on the command line and in job.json, and the help text.
@@ -61,6 +62,8 @@ CAPACITY = Kind(
     lambda value: value is None or value == ALL_ROWS or not ROWS.refusal(value),
 )
 
+BOOL = Kind("true or false", lambda value: isinstance(value, bool))
+
 
 def option_of(name: str) -> str:
     """Returns a field's option on the command line: eval_every is --eval-every."""
@@ -75,7 +78,7 @@ class TrainConfig:
     data_mb: the most megabytes (1e6 bytes) of text; threads: of the CPU (0 on a GPU);
     processes: the number that shares a step's batch; expert_parallel: how many of them divide the
     experts, 1: none; expert_capacity: most rows from one of those to another in a layer, "all": as
-    many as there can be, None: exact sizes.
+    many as there can be, None: exact sizes; compile: whether torch.compile compiles the layers.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
@@ -97,12 +100,14 @@ class TrainConfig:
     processes: int = 1
     expert_parallel: int = 1
     expert_capacity: int | str | None = None
+    compile: bool = False
 
     def __post_init__(self) -> None:
         for name, (number, _) in NUMBERS.items():
             require(option_of(name), number, getattr(self, name))
         require("processes", SIZE, self.processes)
         require("--expert-capacity", CAPACITY, self.expert_capacity)
+        require("--compile", BOOL, self.compile)
         if self.expert_parallel > 1:
             require_divisible(self.model, self.processes, self.expert_parallel)
         elif self.expert_capacity is not None:

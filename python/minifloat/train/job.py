@@ -275,6 +275,8 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         if config.expert_capacity is not None:
             divided += f" with capacity {config.expert_capacity}"
         where = f"{config.processes} processes under FSDP2{divided}, each {where}"
+    if config.compile:
+        where += ", compiled"
     beyond, layers = beyond_limit(corpus), converted_layers(config)
     left_out = f"; by --data-mb: {beyond}" if beyond else ""
     return {

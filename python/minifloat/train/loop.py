@@ -17,7 +17,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -109,6 +109,13 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
 
 
+def compile_layers(model: nn.Module) -> None:
+    """Compiles each layer, and forgets the code of other models: its number is limited."""
+    torch.compiler.reset()
+    for layer in cast(nn.ModuleList, model.layers):
+        layer.compile()
+
+
 class Run:
     """The state of one run, with its training step, evaluation and checkpoint."""
 
@@ -125,6 +132,8 @@ class Run:
             self.config.expert_parallel,
             self.config.expert_capacity,
         )
+        if self.config.compile:
+            compile_layers(self.model)
         self.optimizer = make_optimizer(self.model, self.config)
         self.loss = loss_under_autocast(self.model, self.config.device)
         self.options = StateDictOptions(full_state_dict=self.world.size > 1)
