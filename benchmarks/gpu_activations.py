@@ -17,6 +17,7 @@ from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
+from minifloat._native import ops
 from torch import Tensor
 
 from tests.support.activation_casts import PRESETS, Case, options_of
@@ -34,6 +35,7 @@ FORWARD = [
     ("nvfp4+pow2", "nvfp4+pow2+rht"),
 ]
 BACKWARD = PRESETS[:8]
+IN_PLACE = ("e4m3/tensor",)  # h's spec
 
 
 @dataclass
@@ -77,6 +79,18 @@ def backward(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Calla
     )
 
 
+def in_place(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    """d_gate is written over dh, which each call reads as the last one left it."""
+    options = {"h_amax": torch.tensor(4.0, device=case.gate.device)}
+
+    def call() -> dict[str, Tensor]:
+        tensors = case.dh, case.gate, case.up, case.activation
+        d_up, amaxes, *h = ops.activation_gradients_(*tensors, *specs, **options)
+        return case.gradients(case.dh, d_up, amaxes, h)
+
+    return call, lambda: case.in_place_composition(*specs, **options)
+
+
 def inputs(case: Case, is_backward: bool) -> list[Tensor]:
     tensors = [case.dh if is_backward else None, case.gate, case.up]
     return [t for t in tensors if t is not None]
@@ -86,12 +100,14 @@ def measure(
     shape: Shape, device: torch.device, repeats: int, activation: str, is_gated: bool
 ) -> list[Row]:
     found = []
-    names = [("", pair) for pair in FORWARD] + [("backward ", specs) for specs in BACKWARD]
+    names: list[tuple[str, Sequence[str]]] = [("", pair) for pair in FORWARD]
+    names += [("backward ", specs) for specs in BACKWARD] + [("in place ", IN_PLACE)]
     for prefix, specs in names:
-        make = backward if prefix else forward
+        make = {"": forward, "backward ": backward, "in place ": in_place}[prefix]
         case = draw(shape, device, activation, is_gated)
         written = make(case, specs)[0]()
-        read = timing.nbytes(inputs(case, bool(prefix))) * reads(specs)
+        read = timing.nbytes(inputs(case, bool(prefix)))
+        read *= 1 if make is in_place else reads(specs)
         total = read + timing.nbytes(written.values())
         copies = timing.copies_of(total, device)
         cases = [case, *(draw(shape, device, activation, is_gated) for _ in range(copies - 1))]

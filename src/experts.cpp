@@ -35,6 +35,13 @@ void check_swiglu(const char* function, const SwiGlu& of) {
   check_places(function, "places", of.places, of.rows, of.rows, of.device);
 }
 
+// Requires gate and up of a dense layer.
+void check_dense(const char* function, const SwiGlu& of) {
+  check_swiglu(function, of);
+  MINIFLOAT_CHECK(!of.groups && !of.weights && !of.has_limit && !of.is_interleaved, function,
+                  ": expected gate and up apart, without groups, weights and a limit");
+}
+
 }  // namespace
 
 void swiglu(const SwiGlu& of, void* h, const Execution& execution) {
@@ -59,12 +66,26 @@ void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
   MINIFLOAT_ON(of.device, swiglu_backward(of, gradients, execution));
 }
 
+void swiglu_backward_with_amaxes(const SwiGlu& of, const SwiGluGradients& gradients, float* amaxes,
+                                 int count, const Operand* h_col, const Execution& execution) {
+  check_dense("swiglu_backward_with_amaxes", of);
+  const TensorRef x = of.h_at(of.gate);
+  if (h_col) check_quantize(x, nullptr, h_col);
+  if (of.rows * of.width == 0) {
+    for (int i = 0; i < count; ++i) amax(x, kWholeTensor, false, amaxes + i, execution);
+    if (h_col) quantize(x, nullptr, h_col, execution);
+    return;
+  }
+  MINIFLOAT_CHECK(count == (of.up ? 2 : 1),
+                  "swiglu_backward_with_amaxes: expected an amax of each gradient, got ", count);
+  MINIFLOAT_ON(of.device,
+               swiglu_backward_with_amaxes(of, gradients, amaxes, count, h_col, execution));
+}
+
 void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
                               const SwiGluCasts& casts, const Execution& execution) {
   constexpr const char* kFunction = "quantize_swiglu_backward";
-  check_swiglu(kFunction, of);
-  MINIFLOAT_CHECK(!of.groups && !of.weights && !of.has_limit && !of.is_interleaved, kFunction,
-                  ": expected gate and up apart, without groups, weights and a limit");
+  check_dense(kFunction, of);
   const bool casts_up = casts.up_row || casts.up_col, is_empty = of.rows * of.width == 0;
   MINIFLOAT_CHECK(is_empty || casts_up == (of.up != nullptr), kFunction,
                   ": expected casts of the gradient of up, where that is not ones");

@@ -66,6 +66,17 @@ struct SwiGluGradients {
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
 
+// A spec that is scaled by the amax of a whole tensor, untransformed.
+inline constexpr Spec kWholeTensor = {.elements = Elements::kE4m3, .rule = ScaleRule::kTensor};
+
+// Writes the gradients of gate and up and their amaxes, and casts h columnwise as quantize_swiglu
+// does; null: not cast. Without groups, weights and a limit, gate and up apart. gradients.gate may
+// be dh. A GPU reads dh, gate and up once, where they are bf16, of whole tiles of 128 x 128, and h
+// is scaled by an amax that the caller passes.
+//   amaxes: of d_gate and, with an up, of d_up, untransformed; count: of those
+void swiglu_backward_with_amaxes(const SwiGlu& of, const SwiGluGradients& gradients, float* amaxes,
+                                 int count, const Operand* h_col, const Execution& execution);
+
 // The casts of the gradients of gate and up, and of h columnwise; null: not cast.
 struct SwiGluCasts {
   const Operand *gate_row = nullptr, *gate_col = nullptr;

@@ -144,6 +144,17 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
   cpu::quantize(of.h_at(h.get()), rowwise, columnwise, execution);
 }
 
+void swiglu_backward_with_amaxes(const SwiGlu& of, const SwiGluGradients& gradients, float* amaxes,
+                                 int count, const Operand* h_col, const Execution& execution) {
+  if (h_col) cpu::quantize_swiglu(of, nullptr, h_col, execution);
+  cpu::swiglu_backward(of, gradients, execution);
+  TensorRef x = of.h_at(gradients.gate);
+  x.row_stride = gradients.stride;
+  cpu::amax(x, kWholeTensor, false, amaxes, execution);
+  x.data = gradients.up;
+  if (count > 1) cpu::amax(x, kWholeTensor, false, amaxes + 1, execution);
+}
+
 void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
                               const SwiGluCasts& casts, const Execution& execution) {
   const auto bytes = static_cast<std::size_t>(of.rows * of.width) *

@@ -8,6 +8,8 @@ namespace minifloat::cpu {
 void swiglu(const SwiGlu& of, void* h, const Execution& execution);
 void swiglu_backward(const SwiGlu& of, const SwiGluGradients& gradients,
                      const Execution& execution);
+void swiglu_backward_with_amaxes(const SwiGlu& of, const SwiGluGradients& gradients, float* amaxes,
+                                 int count, const Operand* h_col, const Execution& execution);
 void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
                      const Execution& execution);
 void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,

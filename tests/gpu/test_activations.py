@@ -15,6 +15,7 @@ from minifloat._native import ops
 from tests.gpu.sweep import DTYPES
 from tests.support.activation_casts import (
     ACTIVATIONS,
+    IN_PLACE,
     PRESETS,
     Case,
     bits,
@@ -69,6 +70,14 @@ def compare_backward(
     )
     there = options_of(row, col, h_col, moved.gate) | options
     require_same(moved.backward(row, col, h_col, **there), want, what)
+
+
+def compare_in_place(device: torch.device, case: Case, h_col: str, **options: Any) -> None:
+    what = f"{h_col} of {tuple(case.gate.shape)}, {case.gate.dtype}, {case.activation}"
+    what += "" if case.up is None else " · up"
+    there = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
+    want = case.in_place_composition(h_col, **options)
+    require_same(case.on(device).in_place(h_col, **there), want, what)
 
 
 def compare_values(device: torch.device, case: Case) -> None:
@@ -147,6 +156,20 @@ def test_casts_of_gradients(device, specs, dtype):
             compare_backward(device, case, *specs, **{f"decoded_{side}": True})
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("h_col", "options"), IN_PLACE)
+def test_gradients_in_place(device, h_col, options, dtype):
+    for shape, activation in itertools.product([*TILES, *OTHERS], ACTIVATIONS):
+        for is_gated in (True, False):
+            case = draw(*shape, dtype, activation, is_gated=is_gated, special=shape == (256, 640))
+            compare_in_place(device, case, h_col, **options)
+    case = every_bfloat16("silu")
+    compare_in_place(device, case, h_col, **options)
+    compare_in_place(
+        device, Case(case.gate.t().contiguous(), case.gate, case.up, "gelu"), h_col, **options
+    )
+
+
 @pytest.mark.parametrize("specs", PRESETS[:5])
 def test_casts_of_gradients_in_other_layouts(device, specs):
     """Rows with gaps are read as they lie; a base or a pitch off 16 bytes takes the composition."""
@@ -181,6 +204,8 @@ def test_quick(device, specs):
         compare_values(device, draw(5, 40, torch.bfloat16, activation))
         case = draw(128, 128, torch.bfloat16, activation)
         compare_backward(device, case, *specs)
+        for h_col, options in IN_PLACE:
+            compare_in_place(device, case, h_col, **options)
     for row, col in CASTS:
         compare_forward(device, case, row, col)
 

@@ -139,6 +139,8 @@ def activation_calls():
     options = {"h_amax": torch.tensor(2.0), "up_stream_col": 3, "decoded_row": True}
     specs = ("mxfp8", "e4m3/row", "e4m3/tensor+delayed")
     yield ops.quantize_activation_backward, (*tensors, *specs), options
+    yield ops.activation_gradients_, (*tensors, "e4m3/tensor"), {"h_amax": torch.tensor(2.0)}
+    yield ops.activation_gradients_, (gate.clone(), gate, None, "gelu", ""), {}
     alone = (gate.clone(), gate, None, "gelu", "", "nvfp4+sr", "")
     yield ops.quantize_activation_backward, alone, {"gate_rng": RNG}
 

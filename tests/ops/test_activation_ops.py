@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 
 import pytest
@@ -13,6 +14,7 @@ from minifloat._native import ops
 
 from tests.support.activation_casts import (
     ACTIVATIONS,
+    IN_PLACE,
     PRESETS,
     RNG,
     bits,
@@ -115,6 +117,30 @@ def test_any_layout():
             strict=True,
         ):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(("h_col", "options"), IN_PLACE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_in_place(h_col, options, dtype):
+    shapes = ((128, 256), (33, 72), (1, 8), (0, 16), (3, 0))
+    for shape, is_gated, activation in itertools.product(shapes, (True, False), ACTIVATIONS):
+        case = draw(*shape, dtype, activation, is_gated=is_gated, special=shape == (33, 72))
+        what = f"{h_col} of {shape}, {dtype}, {activation}{' · up' if is_gated else ''}"
+        require_same(
+            case.in_place(h_col, **options), case.in_place_composition(h_col, **options), what
+        )
+
+
+def test_gradients_in_place_of_any_layout():
+    case = draw(12, 48, torch.bfloat16, "silu")
+    tensors = [t.t().contiguous().t() for t in (case.dh, case.gate, case.up)]
+    d_gate, before = tensors[0], tensors[0]._version
+    d_up, amaxes, *_ = ops.activation_gradients_(*tensors, "silu", "")
+    want = case.in_place_composition("")
+    require_same({"d_gate": d_gate, "d_up": d_up, "amaxes": amaxes}, want, "columns first")
+    assert d_gate._version > before
+    with pytest.raises(ValueError, match="with memory for each element"):
+        ops.activation_gradients_(case.dh[:1].expand(12, 48), case.gate, case.up, "silu", "")
 
 
 @given(

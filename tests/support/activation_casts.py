@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,6 +105,43 @@ class Case:
                 decoded_col=options.get("decoded_h", False),
             )[4:]
         return dict(zip(self.names(h_col), out, strict=True))
+
+    def in_place(self, h_col: str, **options: Any) -> dict[str, Tensor]:
+        """Returns d_gate, which is written over a copy of dh, d_up, their amaxes, and h's cast."""
+        d_gate = self.dh.clone(memory_format=torch.preserve_format)
+        tensors = d_gate, self.gate, self.up, self.activation
+        d_up, amaxes, *h = ops.activation_gradients_(*tensors, h_col, **options)
+        return self.gradients(d_gate, d_up, amaxes, h if h_col else [])
+
+    def in_place_composition(self, h_col: str, **options: Any) -> dict[str, Tensor]:
+        d_gate, d_up = ops.activation_backward(self.dh, self.gate, self.up, self.activation)
+        both = [d_gate] if self.up is None else [d_gate, d_up]
+        amaxes = torch.stack([ops.amax(d, "e4m3/tensor") for d in both])
+        names = {"h_amax": "amax_col", "h_rng": "rng", "h_stream": "stream_col"}
+        given = {names.get(key, "decoded_col"): value for key, value in options.items()}
+        h = ops.activation(self.gate, self.up, self.activation)
+        cast = ops.quantize(h, "", h_col, **given)[4:] if h_col else []
+        return self.gradients(d_gate, d_up, amaxes, cast)
+
+    @staticmethod
+    def gradients(
+        d_gate: Tensor, d_up: Tensor, amaxes: Tensor, h: Iterable[Tensor]
+    ) -> dict[str, Tensor]:
+        of_h = dict(zip([f"h {part}" for part in PARTS], h, strict=False))
+        return {"d_gate": d_gate, "d_up": d_up, "amaxes": amaxes} | of_h
+
+
+# h's spec and options of activation_gradients_.
+IN_PLACE: list[tuple[str, dict[str, Any]]] = [
+    ("", {}),
+    ("e4m3/tensor", {}),
+    ("e4m3/tensor", {"h_amax": torch.tensor(3.0)}),
+    ("e4m3/tensor", {"h_amax": torch.tensor(0.25), "decoded_h": True}),
+    ("e4m3/tensor+delayed", {"h_amax": torch.tensor(1.5)}),
+    ("e4m3/row", {}),
+    ("mxfp8", {}),
+    ("nvfp4+sr+rht", {"h_rng": RNG, "h_stream": -77}),
+]
 
 
 def draw(

@@ -55,3 +55,10 @@ def _cast_gradients(rng: Random, arena: Arena) -> Call:
     args["h_col"] = rng.choice(("", *SPECS))
     states = {f"{matrix}_rng": _rng(rng, arena) for matrix in ("gate", "up", "h")}
     return op_call("quantize_activation_backward", **states, **args)
+
+
+@call("activation_gradients_")
+def _gradients(rng: Random, arena: Arena) -> Call:
+    args = _inputs(rng, arena, (rng.choice((0, 1, 17, 128)),))
+    args["dh"], args["h_col"] = _dh(rng, arena, args), rng.choice(("", *SPECS))
+    return op_call("activation_gradients_", h_rng=_rng(rng, arena), **args)

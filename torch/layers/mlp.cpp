@@ -8,8 +8,9 @@
 //                dWd = dyᵀ · h,  dWg = d_gateᵀ · x,  dWu = d_upᵀ · x
 //                dx = d_gate · Wg + d_up · Wu
 //
-// h, d_gate and d_up are written as codes alone, except where an operand is bf16, or a bias needs
-// its gradient. Every byte equals that of `linear`, `activation` and `linear`.
+// h, d_gate and d_up are written as codes alone, except where an operand is bf16, a bias needs its
+// gradient, or a scale is that of a whole tensor: then one pass writes the values and finds their
+// amaxes, and the casts read them. Every byte equals that of `linear`, `activation` and `linear`.
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
@@ -68,7 +69,9 @@ Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepa
   const Directions h = quantize_h(prepared, gates, mlp.activation, row, h_col, state_of_h);
   if (needs_h && !h_col.is_needed)
     record_amaxes(prepared, row, {kWgradX}, state_of_h, {h.first, h.first}, false);
-  output.save(h.second, kWgradX);
+  QuantizedOperand saved_h = h.second;
+  if (saved && needs_h && has_amax_of_h(prepared)) saved_h.amax = h.first.amax.clone();
+  output.save(saved_h, kWgradX);
   Tensor y = multiply_weights(output, forward_input(output, h.first, row, false)).front();
   if (saved) saved->insert(saved->end(), {gates.gate, gates.up.value_or(Tensor())});
   record(pending);

@@ -3,6 +3,7 @@
 #include <ATen/ATen.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 
+#include <algorithm>
 #include <array>
 
 namespace minifloat::torch_ops {
@@ -72,7 +73,7 @@ class Backward {
     if (needs_dh)
       dh = input_gradient(r_.output, dy.first, row, saved_weight(r_.output, output_, 0),
                           dy_.sym_size(1), r_.output.x_dtype, device_);
-    GradientsOfGates d = gradients_of_gates(dh);
+    GradientsOfGates d = gradients_of_gates(std::move(dh));
     if (needs_dw)
       out[1 + n] = weight_gradient(r_.output, 0, dy.second, col, h_input(d.h), tokens_, device_);
     if (!r_.needs.output.db.empty() && r_.needs.output.db[0])
@@ -119,10 +120,10 @@ class Backward {
   }
 
   // Casts the gradients of gate and up, and h, from one read of dh, gate and up.
-  GradientsOfGates gradients_of_gates(const Tensor& dh) const {
-    bool needs_values = is_bf16(prepared_, gate_row()) || is_bf16(prepared_, gate_col()) ||
-                        is_bf16(prepared_, h_col());
-    for (const bool needed : r_.needs.inputs.db) needs_values = needs_values || needed;
+  GradientsOfGates gradients_of_gates(Tensor dh) const {
+    if (dh.defined() && scales_by_whole_tensors()) return from_values_and_amaxes(std::move(dh));
+    const bool needs_values = is_bf16(prepared_, gate_row()) || is_bf16(prepared_, gate_col()) ||
+                              is_bf16(prepared_, h_col()) || has_biases();
     const bool casts_gates = gate_row().is_needed || gate_col().is_needed;
     if (needs_values || !casts_gates) return from_values(dh);
     const CastPlan of_gate = plan_cast(prepared_, gates_.gate, gate_row(), gate_col(),
@@ -140,6 +141,49 @@ class Backward {
       record_amaxes(prepared_, gate_row(), gate_col(), r_.inputs.state_of(i), out.gates[i].operands,
                     false);
     return out;
+  }
+
+  // Returns whether a cast of gate's and up's gradients scales by the amax of a whole tensor, which
+  // is known once all values are.
+  bool scales_by_whole_tensors() const {
+    const auto is_of_tensor = [&](const Needed& needed) {
+      const Spec& spec = prepared_.specs[needed.place];
+      return !needed.is_needed ||
+             (spec.rule == ScaleRule::kTensor && !spec.delayed && spec.transform == 0);
+    };
+    return (gate_row().is_needed || gate_col().is_needed) && is_of_tensor(gate_row()) &&
+           is_of_tensor(gate_col()) && !is_bf16(prepared_, h_col());
+  }
+
+  // Writes the values, finds their amaxes and casts h in one pass over dh, gate and up, then casts
+  // the values by those amaxes. d_gate is written over dh, which nothing else reads.
+  GradientsOfGates from_values_and_amaxes(Tensor dh) const {
+    ModuleState state_of_h = r_.output.state_of(0);
+    if (const Tensor& amax = output_[2]; h_col().is_needed && amax.defined())
+      state_of_h.amax = amax;
+    const CastPlan of_h = plan_cast(prepared_, gates_.gate, {kFpropX, false}, h_col(), state_of_h);
+    GradientValues d = activation_gradients_(dh, gates_.of(r_.activation), of_h.col, of_h.options);
+    GradientsOfGates out = {{}, std::move(d.h)};
+    std::array<Tensor, 2> values = {std::move(dh), std::move(d.up)};
+    const bool reads_values = has_biases();
+    for (std::size_t i = 0; i < r_.inputs.product_dtypes.size(); ++i) {
+      const CastPlan plan =
+          plan_cast(prepared_, values[i], gate_row(), gate_col(), r_.inputs.state_of(i));
+      QuantizeOptions options = plan.options;
+      const Tensor amax = d.amaxes.select(0, static_cast<std::int64_t>(i));
+      if (!plan.row.empty()) options.amax_row = amax;
+      if (!plan.col.empty()) options.amax_col = amax;
+      Directions operands = quantize(values[i], plan.row, plan.col, options);
+      out.gates.push_back({reads_values ? values[i] : Tensor(), std::move(operands)});
+      values[i].reset();
+    }
+    return out;
+  }
+
+  // Returns whether a bias needs its gradient, a sum of values.
+  bool has_biases() const {
+    const std::vector<bool>& db = r_.needs.inputs.db;
+    return std::find(db.begin(), db.end(), true) != db.end();
   }
 
   // The same by way of the values, where something else reads them.
@@ -183,6 +227,13 @@ Directions quantize_h(const PreparedRecipe& prepared, const Gates& gates,
 bool saves_h(const PreparedRecipe& prepared) {
   const Spec &row = prepared.specs[kFpropX], &col = prepared.specs[kWgradX];
   return col.delayed && (!row.delayed || row.transform > 0 || col.transform > 0);
+}
+
+bool has_amax_of_h(const PreparedRecipe& prepared) {
+  const auto is_of_values = [](const Spec& spec) {
+    return spec.has_tensor_amax() && !spec.delayed && spec.transform == 0;
+  };
+  return is_of_values(prepared.specs[kFpropX]) && is_of_values(prepared.specs[kWgradX]);
 }
 
 std::vector<Tensor> mlp_gradients(const MlpState& state, const std::vector<Tensor>& saved,

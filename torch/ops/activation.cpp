@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "minifloat/experts.h"
+#include "ops/activation_inputs.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/kernels.h"
@@ -21,82 +22,20 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 using torch_ops::ActivationArguments;
+using torch_ops::ActivationInputs;
 using torch_ops::CastOfComputed;
+using torch_ops::check_activation;
+using torch_ops::empty_like_gate;
 using torch_ops::GradientCasts;
+using torch_ops::inputs_of;
 using torch_ops::QuantizedGradients;
 using torch_ops::QuantizedOperand;
 using torch_ops::QuantizeOptions;
 using MaybeTensor = std::optional<Tensor>;
 using Operands = std::pair<QuantizedOperand, QuantizedOperand>;
 
-Activation parse_activation(const char* op, const std::string& name) {
-  if (name == "silu") return Activation::kSilu;
-  if (name == "gelu") return Activation::kGelu;
-  TORCH_CHECK_VALUE(name == "gelu_tanh", op,
-                    ": expected activation 'silu', 'gelu' or 'gelu_tanh', got '", printable(name),
-                    "'");
-  return Activation::kGeluTanh;
-}
-
-// Requires `t` with the dtype, shape and device of gate.
-void check_like_gate(const char* op, const char* name, const Tensor& t, const Tensor& gate) {
-  TORCH_CHECK_VALUE(t.scalar_type() == gate.scalar_type() && t.sym_sizes().equals(gate.sym_sizes()),
-                    op, ": expected ", name, " as gate, ", gate.scalar_type(), " ",
-                    gate.sym_sizes(), ", got ", t.scalar_type(), " ", t.sym_sizes());
-  TORCH_CHECK_VALUE(t.device() == gate.device(), op, ": expected ", name, " on ", gate.device(),
-                    ", got ", t.device());
-}
-
-// dh: null: there is none
-void check_arguments(const char* op, const ActivationArguments& of, const Tensor* dh,
-                     bool is_matrix) {
-  parse_activation(op, of.activation);
-  bridge::check_value_dtype(op, "gate", of.gate);
-  TORCH_CHECK_VALUE(
-      of.gate.dim() >= 1 && (!is_matrix || of.gate.dim() == 2), op,
-      is_matrix ? ": expected gate (rows, cols), got " : ": expected gate (…, cols), got ",
-      of.gate.dim(), " dimensions");
-  bridge::check_sizes(op, "gate", of.gate);
-  if (of.up) check_like_gate(op, "up", *of.up, of.gate);
-  if (dh) check_like_gate(op, "dh", *dh, of.gate);
-}
-
-// Returns t (…, cols) as (rows, cols) with adjacent columns: a view, or a copy.
-Tensor as_rows(const char* op, const char* name, const Tensor& t) {
-  bridge::check_memory(op, name, t);
-  const Tensor rows = t.dim() == 2 ? t : t.dim() == 1 ? t.unsqueeze(0) : t.flatten(0, -2);
-  return rows.size(1) <= 1 || rows.stride(1) == 1 ? rows : rows.contiguous();
-}
-
-// The inputs in memory that the kernels read.
-struct ActivationInputs {
-  Tensor gate, up, dh;
-  SwiGlu of;
-};
-ActivationInputs inputs_of(const char* op, const ActivationArguments& a,
-                           const Tensor* dh = nullptr) {
-  ActivationInputs in = {as_rows(op, "gate", a.gate),
-                         a.up ? as_rows(op, "up", *a.up) : Tensor(),
-                         dh ? as_rows(op, "dh", *dh) : Tensor(),
-                         {}};
-  SwiGlu& of = in.of;
-  of.activation = parse_activation(op, a.activation);
-  of.dtype = a.gate.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
-  of.rows = in.gate.size(0);
-  of.width = in.gate.size(1);
-  of.gate = in.gate.const_data_ptr();
-  of.gate_stride = in.gate.stride(0);
-  if (a.up) of.up = in.up.const_data_ptr(), of.up_stride = in.up.stride(0);
-  of.device = bridge::backend_of(a.gate);
-  return in;
-}
-
-Tensor empty_like_gate(const Tensor& gate) {
-  return torch_ops::empty(gate, gate.sym_sizes(), gate.scalar_type());
-}
-
 Tensor activation_meta(const Tensor& gate, const MaybeTensor& up, const std::string& activation) {
-  check_arguments("activation", {gate, up, activation}, nullptr, false);
+  check_activation("activation", {gate, up, activation}, nullptr, false);
   return empty_like_gate(gate);
 }
 
@@ -110,7 +49,7 @@ Tensor activation_kernel(const Tensor& gate, const MaybeTensor& up, const std::s
 
 std::tuple<Tensor, Tensor> backward_meta(const Tensor& dh, const Tensor& gate,
                                          const MaybeTensor& up, const std::string& activation) {
-  check_arguments("activation_backward", {gate, up, activation}, &dh, false);
+  check_activation("activation_backward", {gate, up, activation}, &dh, false);
   return {empty_like_gate(gate),
           up ? empty_like_gate(gate) : torch_ops::empty(gate, {SymInt(0)}, gate.scalar_type())};
 }
@@ -135,7 +74,7 @@ constexpr const char* kBackward = "quantize_activation_backward";
 
 Operands cast_h(const ActivationArguments& a, const std::string& row, const std::string& col,
                 const QuantizeOptions& options, bool shares_memory) {
-  check_arguments(kForward, a, nullptr, true);
+  check_activation(kForward, a, nullptr, true);
   const ActivationInputs in = inputs_of(kForward, a);
   const CastOfComputed cast = [&](const Operand* to_row, const Operand* to_col, const GroupTable&,
                                   const Execution& execution) {
@@ -197,7 +136,7 @@ class BackwardCast {
 
 QuantizedGradients cast_gradients(const Tensor& dh, const ActivationArguments& a,
                                   const GradientCasts& casts, bool shares_memory) {
-  check_arguments(kBackward, a, &dh, true);
+  check_activation(kBackward, a, &dh, true);
   const ActivationInputs in = inputs_of(kBackward, a, &dh);
   return BackwardCast(in, casts, shares_memory).run();
 }
@@ -226,7 +165,7 @@ EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
                                    .origin = {origin[0], origin[1]}};
   Operands out;
   if constexpr (kIsMeta) {
-    check_arguments(kForward, a, nullptr, true);
+    check_activation(kForward, a, nullptr, true);
     out = torch_ops::quantize(gate, row, col, options);
   } else {
     out = cast_h(a, row, col, options, false);
@@ -237,7 +176,7 @@ EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
 
 QuantizedGradients meta_gradients(const Tensor& dh, const ActivationArguments& a,
                                   const GradientCasts& casts) {
-  check_arguments(kBackward, a, &dh, true);
+  check_activation(kBackward, a, &dh, true);
   QuantizedGradients out;
   out.gate = torch_ops::quantize(a.gate, casts.row, casts.col, casts.gate);
   if (a.up) out.up = torch_ops::quantize(a.gate, casts.row, casts.col, casts.up);

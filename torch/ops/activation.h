@@ -38,4 +38,16 @@ struct GradientCasts {
 QuantizedGradients quantize_activation_backward(const Tensor& dh, const ActivationArguments& of,
                                                 const GradientCasts& casts);
 
+// The gradients of gate and up as values, beside d_gate, which is written over dh.
+struct GradientValues {
+  Tensor up;           // empty where there is no up
+  Tensor amaxes;       // fp32: of d_gate and, with an up, of d_up, untransformed
+  QuantizedOperand h;  // columnwise
+};
+
+// Replaces dh by the gradient of gate, computes that of up and the amaxes of both, and quantizes h.
+//   h_col: a spec text; "": without h; h: the options of a columnwise operand
+GradientValues activation_gradients_(const Tensor& dh, const ActivationArguments& of,
+                                     const std::string& h_col, const QuantizeOptions& h);
+
 }  // namespace minifloat::torch_ops

@@ -229,6 +229,14 @@ TORCH_LIBRARY(minifloat, m) {
       "int gate_stream_col=0, int up_stream_row=0, int up_stream_col=0, int h_stream=0, "
       "bool decoded_row=False, bool decoded_col=False, bool decoded_h=False) -> Tensor[]",
       tags);
+  // dh becomes d_gate. amaxes: of d_gate and, with an up, of d_up, untransformed. h is cast
+  // columnwise where h_col is a spec.
+  m.def(
+      "activation_gradients_(Tensor(a!) dh, Tensor gate, Tensor? up, str activation, str h_col, *, "
+      "Tensor? h_amax=None, Tensor? h_rng=None, int h_stream=0, bool decoded_h=False) -> "
+      "(Tensor d_up, Tensor amaxes, Tensor codes_h, Tensor scale_h, Tensor amax_h, "
+      "Tensor decoded_h_values)",
+      tags);
   m.def("take_rows(Tensor x, Tensor index, SymInt slots=1, *, Tensor? places=None) -> Tensor",
         tags);
   m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None) -> Tensor", tags);

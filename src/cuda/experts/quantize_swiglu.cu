@@ -1,7 +1,8 @@
-// Casts of h from gate and up, without h in memory: the choice of the kernel, and the amaxes that
-// it needs.
+// Casts of h from gate and up: the choice of the kernel, and the amaxes that it needs. A cast that
+// scales by the amax of the whole h reads h, which is written with its amax; any other computes it.
 #include "cuda/experts/quantize_swiglu.h"
 
+#include "cuda/backend.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/found_amaxes.h"
 #include "cuda/experts/swiglu.cuh"
@@ -9,6 +10,11 @@
 
 namespace minifloat::cuda {
 namespace {
+
+// Returns whether a cast scales by the amax of the whole h, untransformed; null: there is no cast.
+bool scales_by_whole(const Operand* o) {
+  return !o || (o->spec.has_tensor_amax() && o->spec.transform == 0);
+}
 
 bool launch(const QuantizeArgs& args, bool rowwise, bool columnwise, const void* context,
             const Execution& execution) {
@@ -18,14 +24,10 @@ bool launch(const QuantizeArgs& args, bool rowwise, bool columnwise, const void*
 }
 
 // Returns whether a kernel casts h once its amaxes are found: those that quantize_by cannot leave
-// to a cast. Groups have amaxes of their own.
+// to a cast.
 bool fits_found_amaxes(const SwiGlu& of, const SwiGluArgs& args, const Operand* rowwise,
                        const Operand* columnwise) {
-  constexpr std::int64_t kMostVecs = std::int64_t{1} << 30;
-  if (of.groups || of.rows * of.width / kSwiGluVec > kMostVecs) return false;
-  if (!columnwise)
-    return rowwise->spec.rule == ScaleRule::kTensor && rowwise->spec.elements == Elements::kE4m3 &&
-           !rowwise->spec.stochastic && rowwise->spec.transform == 0;
+  if (!columnwise) return false;
   const auto fits = [](const Operand* o) {
     return !o || o->spec.transform == 0 || (o->spec.transform == kVec && o->spec.has_blocks());
   };
@@ -45,16 +47,26 @@ bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Oper
   if (of.dtype != DType::kBFloat16 || of.width % kVec != 0 || !args.is_aligned) return false;
   const TensorRef h = of.h_at(of.gate);
   if (quantize_by(h, rowwise, columnwise, launch, &args, execution)) return true;
-  if (!fits_found_amaxes(of, args, rowwise, columnwise)) return false;
+  // Groups have amaxes of their own.
+  constexpr std::int64_t kMostVecs = std::int64_t{1} << 30;
+  if (of.groups || of.rows * of.width / kSwiGluVec > kMostVecs) return false;
+  const bool reads_h = scales_by_whole(rowwise) && scales_by_whole(columnwise);
+  if (!reads_h && !fits_found_amaxes(of, args, rowwise, columnwise)) return false;
   const SwiGluOperands to = {{nullptr, rowwise, nullptr}, {nullptr, columnwise, nullptr}};
   const FoundAmaxes amaxes(of.rows, of.width, to, execution);
   if (amaxes.is_empty()) return false;
-  find_swiglu_amaxes(args, h, amaxes.amaxes(), execution);
   Operand row, col;
   if (rowwise) row = amaxes.given(*rowwise, 1, false);
   if (columnwise) col = amaxes.given(*columnwise, 1, true);
-  return quantize_by(h, rowwise ? &row : nullptr, columnwise ? &col : nullptr, launch, &args,
-                     execution);
+  const Operand *to_row = rowwise ? &row : nullptr, *to_col = columnwise ? &col : nullptr;
+  if (reads_h) {
+    const Scratch values(static_cast<std::size_t>(of.rows * of.width) * sizeof(Bf16), execution);
+    write_swiglu_and_amax(args, values.as<Bf16>(), amaxes.amaxes(), execution);
+    cuda::quantize(of.h_at(values.as<void>()), to_row, to_col, execution);
+    return true;
+  }
+  find_swiglu_amaxes(args, h, amaxes.amaxes(), execution);
+  return quantize_by(h, to_row, to_col, launch, &args, execution);
 }
 
 }  // namespace minifloat::cuda

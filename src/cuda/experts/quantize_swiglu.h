@@ -32,7 +32,11 @@ bool launch_gradients_fp8(const GradientSpecs& specs, const GradientArgs& args,
 bool launch_gradients_fp4(const GradientSpecs& specs, const GradientArgs& args,
                           const GradientPlans* plans, const Execution& execution);
 
-// Raise the amaxes that the casts scale by: of d_gate, h and d_up, or of h alone.
+// Writes h, contiguous, and raises its amax. of: without groups
+void write_swiglu_and_amax(const SwiGluArgs& of, std::uint16_t* h, const SwiGluAmaxes& amaxes,
+                           const Execution& execution);
+
+// Raise the amaxes that the casts scale by: of d_gate, h and d_up, or of tiles of h alone.
 void find_gradient_amaxes(const GradientArgs& args, const SwiGluAmaxes& amaxes,
                           const Execution& execution);
 void find_swiglu_amaxes(const SwiGluArgs& of, const TensorRef& h, const SwiGluAmaxes& amaxes,

@@ -97,6 +97,7 @@ __device__ __forceinline__ Vec8<Bf16> h_of(const std::uint32_t (&gate)[kSwiGluVe
   out.name_nans();
   return out;
 }
+template <bool kHasLimit, Activation kActivation>
 __device__ __forceinline__ Vec8<Bf16> h_of(const SwiGluArgs& of, const GateAndUp8& in,
                                            float weight) {
   std::uint32_t gate[4] = {in.first.x, in.first.y, in.first.z, in.first.w},
@@ -109,21 +110,32 @@ __device__ __forceinline__ Vec8<Bf16> h_of(const SwiGluArgs& of, const GateAndUp
       up[i] = __byte_perm(pairs[2 * i], pairs[2 * i + 1], 0x7632);
     }
   }
-  if (of.has_limit) return h_of<true, Activation::kSilu>(gate, up, weight, of.form);
+  return h_of<kHasLimit, kActivation>(gate, up, weight, of.form);
+}
+__device__ __forceinline__ Vec8<Bf16> h_of(const SwiGluArgs& of, const GateAndUp8& in,
+                                           float weight) {
+  if (of.has_limit) return h_of<true, Activation::kSilu>(of, in, weight);
   switch (of.activation) {
-    case Activation::kGelu: return h_of<false, Activation::kGelu>(gate, up, weight, of.form);
-    case Activation::kGeluTanh:
-      return h_of<false, Activation::kGeluTanh>(gate, up, weight, of.form);
+    case Activation::kGelu: return h_of<false, Activation::kGelu>(of, in, weight);
+    case Activation::kGeluTanh: return h_of<false, Activation::kGeluTanh>(of, in, weight);
     case Activation::kSilu: break;
   }
-  return h_of<false, Activation::kSilu>(gate, up, weight, of.form);
+  return h_of<false, Activation::kSilu>(of, in, weight);
 }
 
+// Returns the largest magnitudes of a vec8: those of its lower halves and of its upper ones, as a
+// pair whose signs are undefined; NaN stays.
+__device__ __forceinline__ std::uint32_t largest_pair(const Vec8<Bf16>& v) {
+  return max_magnitude_bf16x2(max_magnitude_bf16x2(v.w[0], v.w[1]),
+                              max_magnitude_bf16x2(v.w[2], v.w[3]));
+}
+// Returns the bits of the larger magnitude of a pair.
+__device__ __forceinline__ std::uint32_t larger_of_pair(std::uint32_t pair) {
+  return max(pair & 0x7FFF'0000u, (pair << 16) & Float32::kMagnitude);
+}
 // Returns the bits of the largest magnitude of 8 columns, as Vec16's amax does.
 __device__ __forceinline__ std::uint32_t amax_of(const Vec8<Bf16>& h) {
-  const std::uint32_t m = max_magnitude_bf16x2(max_magnitude_bf16x2(h.w[0], h.w[1]),
-                                               max_magnitude_bf16x2(h.w[2], h.w[3]));
-  return max(m & 0x7FFF'0000u, (m << 16) & Float32::kMagnitude);
+  return larger_of_pair(largest_pair(h));
 }
 
 }  // namespace minifloat::cuda

@@ -1,7 +1,7 @@
-// The amaxes that casts of h scale by, from a read of gate and up: of the whole matrix in
-// registers, and of rows, columns and transformed columns of tiles.
+// The amaxes that casts of h scale by, from a read of gate and up: of rows, columns and transformed
+// columns of tiles; and of the whole matrix, with h itself, which the cast then reads.
 //
-//     bytes an element of h: 2 + 2 of gate and up
+//     bytes an element of h: 2 + 2 of gate and up; with h, 2
 #include "cuda/common/layout.h"
 #include "cuda/common/reduce.cuh"
 #include "cuda/experts/found_amaxes.h"
@@ -16,20 +16,52 @@ constexpr const char* kName = "quantize_swiglu";
 constexpr int kH = 1;  // its number among the matrices of SwiGluAmaxes
 
 // ---- Of the whole matrix ------------------------------------------------------------------------
-constexpr unsigned kVecsOfThread = 8;
+constexpr unsigned kVecsOfThread = 4;
 
-// A block takes a run of vec8s, of rows one after the other.
-__global__ void __launch_bounds__(kThreads)
-    amax_of_swiglu(const __grid_constant__ SwiGluArgs of, const __grid_constant__ Divisor across,
-                   std::uint32_t count, std::uint32_t* out) {
-  std::uint32_t m = 0, u = blockIdx.x * (kThreads * kVecsOfThread) + threadIdx.x;
-#pragma unroll 2
+struct WholeArgs {
+  SwiGluArgs of;
+  Bf16* h;  // contiguous
+  Divisor across;
+  std::uint32_t count;  // vec8s
+  std::uint32_t* amax;  // zero before
+};
+
+// Writes h and its amax. A block takes a run of vec8s, of rows one after the other, and a thread
+// has the next one's loads in flight.
+template <bool kHasLimit, Activation kActivation>
+__global__ void __launch_bounds__(kThreads, 5)
+    swiglu_with_amax(const __grid_constant__ WholeArgs args) {
+  struct Inputs {
+    GateAndUp8 both;
+    float weight;
+  };
+  const auto load = [&](std::uint32_t u) {
+    Inputs in = {};
+    if (u >= args.count) return in;
+    const std::uint32_t row = args.across.divide(u), col = (u - row * args.across.d) * kSwiGluVec;
+    return Inputs{load_gate_and_up(args.of, row, col), args.of.weight_at(args.of.place_of(row))};
+  };
+  std::uint32_t largest = 0, u = blockIdx.x * (kThreads * kVecsOfThread) + threadIdx.x;
+  Inputs next = load(u);
+#pragma unroll 1
   for (unsigned i = 0; i < kVecsOfThread; ++i, u += kThreads) {
-    if (u >= count) break;
-    const std::uint32_t row = across.divide(u), col = (u - row * across.d) * kSwiGluVec;
-    m = max(m, amax_of(h_of(of, load_gate_and_up(of, row, col), of.weight_at(of.place_of(row)))));
+    const Inputs in = next;
+    if (i + 1 < kVecsOfThread) next = load(u + kThreads);
+    if (u >= args.count) break;
+    const Vec8<Bf16> h = h_of<kHasLimit, kActivation>(args.of, in.both, in.weight);
+    largest = max_magnitude_bf16x2(largest, largest_pair(h));
+    h.store(args.h + std::uint64_t{u} * kSwiGluVec);
   }
-  raise_by_block(out, canonical_magnitude(m));
+  raise_by_block(args.amax, canonical_magnitude(larger_of_pair(largest)));
+}
+
+template <bool kHasLimit, Activation kActivation>
+void launch_with_amax(const WholeArgs& args, const Execution& execution) {
+  constexpr std::int64_t kBlock = kThreads * kVecsOfThread;
+  swiglu_with_amax<kHasLimit, kActivation>
+      <<<grid_of(ceil_div<std::int64_t>(args.count, kBlock), kName), kThreads, 0,
+         cuda_stream(execution)>>>(args);
+  check_launch(kName);
 }
 
 // ---- Of tiles -----------------------------------------------------------------------------------
@@ -56,18 +88,25 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 void find_swiglu_amaxes(const SwiGluArgs& of, const TensorRef& h, const SwiGluAmaxes& amaxes,
                         const Execution& execution) {
-  if (amaxes.of_rows_or_columns() || amaxes.of_transformed()) {
-    const Divisor across(h.cols / kTile);
-    amax_of_swiglu_tiles<<<grid_of(h.rows / kTile * across.d, kName), kThreads,
-                           SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(of, source_of(h),
-                                                                               across, amaxes);
-  } else {
-    const std::int64_t count = h.rows * h.cols / kSwiGluVec;
-    const unsigned grid = grid_of(ceil_div<std::int64_t>(count, kThreads * kVecsOfThread), kName);
-    amax_of_swiglu<<<grid, kThreads, 0, cuda_stream(execution)>>>(
-        of, Divisor(h.cols / kSwiGluVec), static_cast<std::uint32_t>(count), amaxes.whole[kH]);
-  }
+  const Divisor across(h.cols / kTile);
+  amax_of_swiglu_tiles<<<grid_of(h.rows / kTile * across.d, kName), kThreads,
+                         SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(of, source_of(h),
+                                                                             across, amaxes);
   check_launch(kName);
+}
+
+void write_swiglu_and_amax(const SwiGluArgs& of, Bf16* h, const SwiGluAmaxes& amaxes,
+                           const Execution& execution) {
+  const auto vecs_of_row = static_cast<std::uint32_t>(of.width / kSwiGluVec);
+  const WholeArgs args = {of, h, Divisor(vecs_of_row),
+                          static_cast<std::uint32_t>(of.rows * vecs_of_row), amaxes.whole[kH]};
+  if (of.has_limit) return launch_with_amax<true, Activation::kSilu>(args, execution);
+  switch (of.activation) {
+    case Activation::kSilu: return launch_with_amax<false, Activation::kSilu>(args, execution);
+    case Activation::kGelu: return launch_with_amax<false, Activation::kGelu>(args, execution);
+    case Activation::kGeluTanh:
+      return launch_with_amax<false, Activation::kGeluTanh>(args, execution);
+  }
 }
 
 }  // namespace minifloat::cuda

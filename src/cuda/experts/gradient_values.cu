@@ -1,0 +1,211 @@
+// The gradients of gate and up as values, their amaxes, and h columnwise, from one read of dh, gate
+// and up. A block takes a tile, and h's lies in shared memory. Each thread stores a chunk of dh's
+// place after it has read it, so that d_gate may be dh.
+//
+//     bytes an element: 6 read, 4 written, and 1 of h's codes
+#include <optional>
+
+#include "cuda/backend.h"
+#include "cuda/experts/experts.h"
+#include "cuda/experts/gradient_tile.cuh"
+#include "cuda/quantize/preset_tile.cuh"
+
+namespace minifloat::cuda {
+namespace {
+
+constexpr const char* kName = "swiglu_backward_with_amaxes";
+
+// What the kernel reads, and the memory of its results.
+struct ValuesArgs {
+  GradientArgs in;
+  Bf16 *d_gate, *d_up;  // rows `stride` elements apart
+  std::int64_t stride;
+  std::uint32_t* amaxes;  // of d_gate and d_up, zero before
+  KernelOperand h;        // where h is cast
+};
+
+// Eight columns of dh, gate and up.
+struct GradientChunk {
+  Vec8<Bf16> dh, gate, up;
+};
+
+template <bool kHasUp>
+__device__ __forceinline__ GradientChunk load_chunk(const GradientArgs& in, std::uint32_t row,
+                                                    std::uint32_t col) {
+  const auto load = [](const void* base, std::int64_t at) {
+    Vec8<Bf16> v;
+    *reinterpret_cast<uint4*>(v.w) =
+        *reinterpret_cast<const uint4*>(static_cast<const Bf16*>(base) + at);
+    return v;
+  };
+  GradientChunk chunk;
+  chunk.dh = load(in.dh, row * in.dh_stride + col);
+  chunk.gate = load(in.of.gate, row * in.of.gate_stride + col);
+  if constexpr (kHasUp) chunk.up = load(in.of.up, row * in.of.up_stride + col);
+  return chunk;
+}
+
+// Eight columns of the results.
+struct ResultChunk {
+  Vec8<Bf16> d_gate, h, d_up;
+};
+
+template <Activation kActivation, bool kHasUp>
+__device__ __forceinline__ ResultChunk compute_chunk(const GradientChunk& in) {
+  constexpr float kWeight = 1.0f;
+  ResultChunk out;
+#pragma unroll
+  for (int j = 0; j < kSwiGluVec; j += 2) {
+    SwiGluGradient d[2];
+    float value[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float up = kHasUp ? in.up[j + k] : 1.0f;
+      const SwiGluFactors f =
+          swiglu_factors<false, kActivation>(in.gate[j + k], up, {}, FastReciprocal{});
+      d[k] = swiglu_gradient(f, in.dh[j + k], kWeight);
+      value[k] = minifloat::swiglu(f, kWeight);
+    }
+    out.d_gate.set_pair(j, d[0].gate, d[1].gate);
+    out.h.set_pair(j, value[0], value[1]);
+    if constexpr (kHasUp) out.d_up.set_pair(j, d[0].up, d[1].up);
+  }
+  return out;
+}
+
+// Returns whether one of a pair of bf16 is NaN.
+__device__ __forceinline__ bool has_nan(std::uint32_t pair) {
+  return (((pair & 0x7FFF'7FFFu) + 0x007F'007Fu) & 0x8000'8000u) != 0;
+}
+
+template <Activation kActivation, bool kHasUp, class H>
+__global__ void __launch_bounds__(kThreads, 4)
+    gradient_values(const __grid_constant__ ValuesArgs args) {
+  constexpr bool kHasH = !std::is_same_v<H, Absent>;
+  constexpr unsigned kChunks = kTile / kSwiGluVec, kStep = kThreads / kChunks;
+  extern __shared__ __align__(16) std::uint32_t words[];
+  __shared__ Whole whole;
+  __shared__ std::uint32_t largest[3];
+  const SharedTile<Bf16> tile = {words};
+  const TilePlace place = gradient_place(args.in);
+  const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
+  const std::uint32_t col = place.col + chunk * kSwiGluVec;
+  GradientChunk next = load_chunk<kHasUp>(args.in, place.row + first, col);
+  if (threadIdx.x < 3) largest[threadIdx.x] = 0;
+  if constexpr (kHasH)
+    if (threadIdx.x == 32) prepare<H>(args.h, whole, 0, place.row == 0 && place.col == 0);
+  LargestPairs pairs;
+#pragma unroll 1
+  for (unsigned r = first; r < kTile; r += kStep) {
+    const GradientChunk in = next;
+    if (r + kStep < kTile) next = load_chunk<kHasUp>(args.in, place.row + r + kStep, col);
+    ResultChunk out = compute_chunk<kActivation, kHasUp>(in);
+    const std::uint32_t of_gate = largest_pair(out.d_gate);
+    std::uint32_t all = of_gate;
+    if constexpr (kHasUp) {
+      const std::uint32_t of_up = largest_pair(out.d_up);
+      pairs.of[2] = max_magnitude_bf16x2(pairs.of[2], of_up);
+      all = max_magnitude_bf16x2(all, of_up);
+    }
+    if constexpr (kHasH) all = max_magnitude_bf16x2(all, largest_pair(out.h));
+    pairs.of[0] = max_magnitude_bf16x2(pairs.of[0], of_gate);
+    if (has_nan(all)) {
+      out.d_gate.name_nans();
+      if constexpr (kHasUp) out.d_up.name_nans();
+      if constexpr (kHasH) out.h.name_nans();
+    }
+    const std::int64_t at = (place.row + r) * args.stride + col;
+    out.d_gate.store(args.d_gate + at);
+    if constexpr (kHasUp) out.d_up.store(args.d_up + at);
+    if constexpr (kHasH) out.h.store(reinterpret_cast<Bf16*>(tile.chunk_at(r, chunk)));
+  }
+  __syncthreads();
+  raise_in_block(pairs, largest);
+  if constexpr (kHasH)
+    cast_preset_tile<H, true, false, false>(args.h, whole, tile,
+                                            tile_of_matrix<true>(args.h, place), nullptr);
+  __syncthreads();
+  if (threadIdx.x == 0) raise_bits(args.amaxes, largest[0]);
+  if (kHasUp && threadIdx.x == 32) raise_bits(args.amaxes + 1, largest[2]);
+}
+
+template <Activation kActivation, bool kHasUp, class H>
+void launch(const ValuesArgs& args, const Execution& execution) {
+  constexpr std::size_t kBytes = std::is_same_v<H, Absent> ? 0 : SharedTile<Bf16>::kBytes;
+  const std::int64_t tiles = args.in.of.rows / kTile * args.in.across.d;
+  gradient_values<kActivation, kHasUp, H>
+      <<<grid_of(tiles, kName), kThreads, kBytes, cuda_stream(execution)>>>(args);
+  check_launch(kName);
+}
+template <Activation kActivation, class H>
+void launch(const ValuesArgs& args, const Execution& execution) {
+  args.in.of.up ? launch<kActivation, true, H>(args, execution)
+                : launch<kActivation, false, H>(args, execution);
+}
+template <class H>
+void launch(const ValuesArgs& args, const Execution& execution) {
+  switch (args.in.of.activation) {
+    case Activation::kSilu: return launch<Activation::kSilu, H>(args, execution);
+    case Activation::kGelu: return launch<Activation::kGelu, H>(args, execution);
+    case Activation::kGeluTanh: return launch<Activation::kGeluTanh, H>(args, execution);
+  }
+}
+
+using TensorH = PresetCast<ScaleRule::kTensor, E4M3, false, false>;
+
+// Launches the kernel with h's cast. Returns false where quantize_by has no plan for it.
+bool launch_with_h(const TensorRef& x, ValuesArgs& args, const Operand& h_col,
+                   const Execution& execution) {
+  const auto take = [](const QuantizeArgs& cast, bool, bool, const void* context,
+                       const Execution& here) {
+    ValuesArgs with_h = *static_cast<const ValuesArgs*>(context);
+    with_h.h = cast.col;
+    launch<TensorH>(with_h, here);
+    return true;
+  };
+  return quantize_by(x, nullptr, &h_col, take, &args, execution);
+}
+
+// Returns whether the kernel writes gradients of these sizes and places.
+bool fits(const SwiGlu& of, const SwiGluGradients& to, const SwiGluArgs& args) {
+  return of.dtype == DType::kBFloat16 && args.is_aligned && of.rows % kTile == 0 &&
+         of.width % kTile == 0 && has_aligned_rows(to.dh, to.dh_stride * 2, of.rows) &&
+         has_aligned_rows(to.gate, to.stride * 2, of.rows) &&
+         (!of.up || has_aligned_rows(to.up, to.stride * 2, of.rows));
+}
+
+bool values_in_one(const SwiGlu& of, const SwiGluGradients& to, float* amaxes, int count,
+                   const Operand* h_col, const Execution& execution) {
+  ValuesArgs args = {};
+  args.in = {args_of(of), static_cast<const Bf16*>(to.dh), to.dh_stride, h_col != nullptr,
+             Divisor(std::max<std::int64_t>(of.width / kTile, 1))};
+  if (!fits(of, to, args.in.of)) return false;
+  args.d_gate = static_cast<Bf16*>(to.gate), args.d_up = static_cast<Bf16*>(to.up);
+  args.stride = to.stride;
+  args.amaxes = reinterpret_cast<std::uint32_t*>(amaxes);
+  check(cudaMemsetAsync(amaxes, 0, static_cast<std::size_t>(count) * sizeof(float),
+                        cuda_stream(execution)),
+        kName);
+  // h is cast here where its scale is known.
+  const bool has_scale = h_col && h_col->given_amax && is_of<TensorH>(h_col->spec);
+  if (has_scale && launch_with_h(of.h_at(of.gate), args, *h_col, execution)) return true;
+  if (h_col) cuda::quantize_swiglu(of, nullptr, h_col, execution);
+  launch<Absent>(args, execution);
+  return true;
+}
+
+}  // namespace
+
+void swiglu_backward_with_amaxes(const SwiGlu& of, const SwiGluGradients& gradients, float* amaxes,
+                                 int count, const Operand* h_col, const Execution& execution) {
+  if (values_in_one(of, gradients, amaxes, count, h_col, execution)) return;
+  if (h_col) cuda::quantize_swiglu(of, nullptr, h_col, execution);
+  cuda::swiglu_backward(of, gradients, execution);
+  TensorRef x = of.h_at(gradients.gate);
+  x.row_stride = gradients.stride;
+  cuda::amax(x, kWholeTensor, false, amaxes, execution);
+  x.data = gradients.up;
+  if (count > 1) cuda::amax(x, kWholeTensor, false, amaxes + 1, execution);
+}
+
+}  // namespace minifloat::cuda

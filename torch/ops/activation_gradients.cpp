@@ -1,0 +1,140 @@
+// The op activation_gradients_: the gradients of an activation as values, with the amaxes that
+// their casts scale by, and h cast columnwise. A cast that computes the values itself would compute
+// them twice, once for the amax.
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <torch/library.h>
+
+#include "minifloat/experts.h"
+#include "ops/activation.h"
+#include "ops/activation_inputs.h"
+#include "ops/bridge.h"
+#include "ops/direct.h"
+#include "ops/kernels.h"
+#include "ops/outputs.h"
+#include "ops/tangents.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using torch_ops::ActivationArguments;
+using torch_ops::ActivationInputs;
+using torch_ops::GradientValues;
+using torch_ops::QuantizeOptions;
+using MaybeTensor = std::optional<Tensor>;
+
+constexpr const char* kOp = "activation_gradients_";
+
+void check(const Tensor& dh, const ActivationArguments& a) {
+  torch_ops::check_activation(kOp, a, &dh, true);
+  TORCH_CHECK_VALUE(at::has_internal_overlap(dh) != at::MemOverlap::Yes, kOp,
+                    ": expected dh with memory for each element, got strides ", dh.sym_strides());
+}
+
+// Allocates d_up and the amaxes. Without up d_up is empty.
+GradientValues allocate(const ActivationArguments& a) {
+  GradientValues out;
+  out.up = a.up ? torch_ops::empty_like_gate(a.gate)
+                : torch_ops::empty(a.gate, {c10::SymInt(0)}, a.gate.scalar_type());
+  out.amaxes = torch_ops::empty(a.gate, {c10::SymInt(a.up ? 2 : 1)}, at::kFloat);
+  return out;
+}
+
+// Computes in the real memory of dh.
+GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std::string& h_col,
+                       const QuantizeOptions& h, bool shares_memory) {
+  check(dh, a);
+  GradientValues out = allocate(a);
+  const Tensor d_gate = dh.is_contiguous() ? dh : dh.contiguous();
+  const ActivationInputs in = torch_ops::inputs_of(kOp, a, &d_gate);
+  const auto run = [&](const Operand* col, const Execution& execution) {
+    const SwiGluGradients to = {.dh = d_gate.const_data_ptr(),
+                                .dh_stride = in.of.width,
+                                .gate = d_gate.mutable_data_ptr(),
+                                .up = a.up ? out.up.mutable_data_ptr() : nullptr,
+                                .stride = in.of.width,
+                                .weights = nullptr};
+    swiglu_backward_with_amaxes(in.of, to, out.amaxes.mutable_data_ptr<float>(),
+                                static_cast<int>(out.amaxes.numel()), col, execution);
+  };
+  if (h_col.empty()) {
+    bridge::with_value_errors([&] { run(nullptr, bridge::ExecutionOn(dh)); });
+  } else {
+    const torch_ops::CastOfComputed cast = [&](const Operand*, const Operand* col,
+                                               const GroupTable&,
+                                               const Execution& execution) { run(col, execution); };
+    out.h = torch_ops::direct_quantize(in.gate, "", h_col, h, &cast, shares_memory).second;
+  }
+  if (!d_gate.is_same(dh)) dh.copy_(d_gate);
+  return out;
+}
+
+using SixTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+
+template <bool kIsMeta>
+SixTensors activation_gradients_op(const Tensor& dh, const Tensor& gate, const MaybeTensor& up,
+                                   const std::string& activation, const std::string& h_col,
+                                   const MaybeTensor& h_amax, const MaybeTensor& h_rng,
+                                   std::int64_t h_stream, bool decoded_h) {
+  const ActivationArguments a = {gate, up, activation};
+  const QuantizeOptions h = {.amax_row = {},
+                             .amax_col = h_amax,
+                             .rng = h_rng,
+                             .stream_col = h_stream,
+                             .decoded_col = decoded_h};
+  GradientValues out;
+  if constexpr (kIsMeta) {
+    check(dh, a);
+    out = allocate(a);
+    if (!h_col.empty()) out.h = torch_ops::quantize(gate, "", h_col, h).second;
+  } else {
+    out = compute(dh, a, h_col, h, false);
+    if (!dh.is_inference()) dh.unsafeGetTensorImpl()->bump_version();
+  }
+  const auto or_empty = [&](const Tensor& t) {
+    return t.defined() ? t : torch_ops::empty(gate, {c10::SymInt(0)}, at::kFloat);
+  };
+  return {out.up,
+          out.amaxes,
+          or_empty(out.h.codes),
+          or_empty(out.h.scale),
+          or_empty(out.h.amax),
+          or_empty(out.h.decoded)};
+}
+
+const Tensor* or_null(const MaybeTensor& t) { return t ? &*t : nullptr; }
+
+}  // namespace
+
+namespace torch_ops {
+
+GradientValues activation_gradients_(const Tensor& dh, const ActivationArguments& of,
+                                     const std::string& h_col, const QuantizeOptions& h) {
+  if (can_skip_dispatcher({&dh, &of.gate, or_null(of.up), or_null(h.amax_col), or_null(h.rng)}))
+    return compute(dh, of, h_col, h, true);
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("minifloat::activation_gradients_", "")
+                             .typed<decltype(activation_gradients_op<false>)>();
+  GradientValues out;
+  std::tie(out.up, out.amaxes, out.h.codes, out.h.scale, out.h.amax, out.h.decoded) = op.call(
+      dh, of.gate, of.up, of.activation, h_col, h.amax_col, h.rng, h.stream_col, h.decoded_col);
+  return out;
+}
+
+}  // namespace torch_ops
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
+  m.impl("activation_gradients_", activation_gradients_op<false>);
+}
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) {
+  m.impl("activation_gradients_", activation_gradients_op<false>);
+}
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
+  m.impl("activation_gradients_", activation_gradients_op<true>);
+}
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  m.impl("activation_gradients_", torch_ops::without_derivative());
+}
+
+}  // namespace minifloat
