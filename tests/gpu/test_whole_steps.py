@@ -93,13 +93,18 @@ def train(model: nn.Module, run: Any, inputs: list[Tensor]) -> list[Tensor]:
 
 @pytest.mark.parametrize(("recipe", "fuse"), MODELS)
 def test_reduce_overhead(cuda, recipe, fuse):
-    eager, model = build(recipe, cuda, fuse), build(recipe, cuda, fuse)
-    want = train(eager, eager, batches(cuda))
+    """Compares with eager steps, or of a fused model with compiled ones.
+
+    Inductor adds the gradients of gate and up in fp32, within the norm's backward.
+    """
+    plain, model = build(recipe, cuda, fuse), build(recipe, cuda, fuse)
     torch.compiler.reset()
+    run = torch.compile(plain, fullgraph=True) if fuse else plain
+    want = train(plain, run, batches(cuda))
     got = train(model, torch.compile(model, mode="reduce-overhead", fullgraph=True), batches(cuda))
     for i, (a, b) in enumerate(zip(got, want)):
         require_close(a, b, LIMIT, f"{recipe}: gradient of step {i}")
-    for name, value in mf.training_state(eager).items():
+    for name, value in mf.training_state(plain).items():
         if name == "rng":
             assert torch.equal(value, mf.training_state(model)[name]), name
 
