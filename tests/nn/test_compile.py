@@ -183,6 +183,9 @@ def sample_calls():
     yield ops.transpose_codes, (scale, 17), {}
     yield ops.scaled_mm, *product("nvfp4", "nvfp4/16x16")
     yield ops.scaled_mm, *product("mxfp8", "e4m3/row+exact")
+    for specs in (("nvfp4", "nvfp4/16x16"), ("e4m3/row", "e4m3/row")):
+        args, options = product(*specs)
+        yield ops.add_scaled_mm, (torch.randn(40, 24), *args), {"k": options["k"]}
     master, where = [torch.randn(300)], [False, 40, 72, True, 100, False]
     q = operand("e4m3/128x128")
     parts = ([q.codes], [q.scale], [q.amax])
@@ -202,6 +205,9 @@ def sample_calls():
     for recipe in ("nvfp4", "mxfp8", "bf16", "fp8_rowwise_gw_hp"):
         yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), recipe), {"rng": RNG}
     yield ops.linear, (grad(3, 4, 72), grad(24, 72), None, "fp8_tensorwise"), {}
+    yield ops.linear, (grad(40, 72), grad(24, 72), None, "mxfp8"), {"accumulate": "grad"}
+    zeros = {"main_grad": torch.zeros(24, 72), "accumulate": "main_grad+zeros"}
+    yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), "nvfp4"), {"rng": RNG, **zeros}
     for dim, token_dim in ((0, 1), (1, None)):  # one rank, which sends nothing
         where = {"group": "", "rank": 0, "ranks": 1, "weight_dim": dim, "token_dim": token_dim}
         x = grad(2, 32, 64)

@@ -245,6 +245,16 @@ def _scaled_mm(rng: Random, arena: Arena) -> Call:
     return op_call("scaled_mm", **args, product=product, bias=bias, out_dtype=rng.choice(FLOATS))
 
 
+@call("add_scaled_mm")
+def _add_scaled_mm(rng: Random, arena: Arena) -> Call:
+    args = dict(_scaled_mm(rng, arena).args)
+    for name in ("bias", "out_dtype"):
+        del args[name]
+    shape = (args["a"].shape[0], args["b"].shape[0])
+    args["sum"] = arena.place(torch.randn(shape))
+    return op_call("add_scaled_mm", **args)
+
+
 @call("mf.scaled_mm")
 def _public_scaled_mm(rng: Random, arena: Arena) -> Call:
     a, b = product_sides(rng, arena)
@@ -293,6 +303,10 @@ def _linear(rng: Random, arena: Arena) -> Call:
             given = ops.layer_operands(of_what, args["recipe"], of)
             args[name] = [arena.place(t) for t in given]
     args["recompute"] = rng.choice(("", "weight"))
+    args["accumulate"] = rng.choice(("", "", "grad", "main_grad", "main_grad+zeros"))
+    args["main_grad"] = None
+    if args["accumulate"].startswith("main_grad") or rng.random() < 0.05:
+        args["main_grad"] = arena.place(torch.zeros(shape))
     one = op_call("linear", **args)
     return Call(with_backward(one.run), args, one.writes)
 

@@ -10,6 +10,7 @@
 
 #include "layers/operands.h"
 #include "layers/sharding.h"
+#include "layers/weight_sums.h"
 
 namespace minifloat::torch_ops {
 
@@ -17,6 +18,12 @@ namespace minifloat::torch_ops {
 // and eight of each weight. Empty: none.
 struct Prequantized {
   at::TensorList x, weight;
+};
+
+// Where backward adds the gradients of weights. main_grads: one a weight, or none
+struct WeightSums {
+  Accumulation accumulation = {};
+  at::TensorList main_grads = {};
 };
 
 // The ranks that hold shards of a layer's weight; null: this process has the whole weight.
@@ -37,6 +44,7 @@ struct Layers {
   bool recomputes_weights = false;    // whether backward quantizes weights again
   Prequantized prequantized;
   Shards shards;
+  WeightSums sums = {};
 
   std::optional<Tensor> bias_of(std::size_t i) const {
     return bias_index[i] < 0 ? std::nullopt : std::optional(biases[bias_index[i]]);

@@ -39,11 +39,15 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::string& recipe, const std::optional<Tensor>& rng,
               const std::optional<Tensor>& amax_history, std::int64_t stream,
               const std::optional<at::TensorList>& x_operands,
-              const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
+              const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
+              const std::optional<Tensor>& main_grad, const std::string& accumulate) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
-  return torch_ops::linear(cast<device>(x), weight_below<device>(weight, weight_operands),
+  // A cast would round the gradient. The layer rounds the values itself.
+  const bool is_cast = accumulate.empty();
+  return torch_ops::linear(cast<device>(x),
+                           is_cast ? weight_below<device>(weight, weight_operands) : weight,
                            cast<device>(bias), recipe, rng, amax_history, stream, x_operands,
-                           weight_operands, recompute);
+                           weight_operands, recompute, main_grad, accumulate);
 }
 
 template <c10::DeviceType device>

@@ -81,11 +81,11 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
                                const PreparedRecipe& recipe, at::TensorList rng,
                                at::TensorList histories, const std::vector<std::int64_t>& streams,
                                bool recomputes_weights, const Prequantized& prequantized,
-                               const Shards& shards, const Needs& needs) {
+                               const Shards& shards, const WeightSums& sums, const Needs& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
     const Layers layers{weights,   biases,  bias_index,         rng,
                         histories, streams, recomputes_weights, prequantized,
-                        shards};
+                        shards,    sums};
     // A trace with DTensor inputs accepts writes to a tensor from one pass alone (torch 2.11).
     const bool is_traced =
         shards.sharding && !histories.empty() && !can_skip_dispatcher({&histories[0]});
@@ -126,7 +126,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 
   // Returns the gradients of x, weights, biases, bias_index, recipe, rng, histories, streams,
-  // recomputes_weights, prequantized, shards, needs; undefined where there is none.
+  // recomputes_weights, prequantized, shards, sums, needs; undefined where there is none.
   static variable_list first_derivatives(const BackwardState& r, const variable_list& saved,
                                          const variable_list& grads) {
     const at::AutoDispatchBelowADInplaceOrView below;
@@ -134,7 +134,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const std::size_t n = grads.size();
     record(r.amaxes);
     const std::size_t biases = layers.bias_dtypes.size();
-    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 5);
+    variable_list out(1 + n + biases + 2 + layers.rng.size() + layers.histories.size() + 6);
     ProductInput x = saved_input(layers, saved, 0, kWgradX);
     for (std::size_t i = 0; i < n; ++i) {
       if (!grads[i].defined()) continue;
@@ -189,7 +189,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
       if (is_cut) x = gathered_input(r, runs, x);
       if (layers.product_dtypes.size() > 1)
         x = prepare_input(wgrad, recipe.wgrad.b, std::move(x), m);
-      out.weight = weight_gradient(layers, i, columnwise, col, x, m, g.device());
+      out.weight = weight_gradient(layers, i, columnwise, col, x, m, g.device(), 1 + i);
     }
     const int bias = layers.bias_index[i];
     if (bias >= 0 && r.needs.db[static_cast<std::size_t>(bias)])
@@ -206,9 +206,10 @@ std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::stri
   for (const Tensor& b : layers.biases) check_no_tangent("linear", "bias", b);
   const Needs needs(x, layers);
   if (!needs.any()) return forward_pass(x, layers, prepared, needs, nullptr);
-  return LinearFunction::apply(
-      x, layers.weights, layers.biases, layers.bias_index, prepared, layers.rng, layers.histories,
-      layers.streams, layers.recomputes_weights, layers.prequantized, layers.shards, needs);
+  return LinearFunction::apply(x, layers.weights, layers.biases, layers.bias_index, prepared,
+                               layers.rng, layers.histories, layers.streams,
+                               layers.recomputes_weights, layers.prequantized, layers.shards,
+                               layers.sums, needs);
 }
 
 Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
@@ -216,7 +217,8 @@ Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<
                      const std::optional<Tensor>& amax_history, std::int64_t stream,
                      const std::optional<at::TensorList>& x_operands,
                      const std::optional<at::TensorList>& weight_operands,
-                     const std::string& recompute) {
+                     const std::string& recompute, const std::optional<Tensor>& main_grad,
+                     const std::string& accumulate) {
   const Layers layers{.weights = weight,
                       .biases = list_of(bias),
                       .bias_index = {bias ? 0 : -1},
@@ -226,7 +228,9 @@ Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<
                       .recomputes_weights = recomputes_weights("linear", recompute),
                       .prequantized = {x_operands.value_or(at::TensorList()),
                                        weight_operands.value_or(at::TensorList())},
-                      .shards = {}};
+                      .shards = {},
+                      .sums = {parse_accumulation("linear", accumulate, main_grad.has_value()),
+                               list_of(main_grad)}};
   return apply(x, layers, recipe).front();
 }
 

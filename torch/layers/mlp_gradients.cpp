@@ -75,7 +75,8 @@ class Backward {
                           dy_.sym_size(1), r_.output.x_dtype, device_);
     GradientsOfGates d = gradients_of_gates(std::move(dh));
     if (needs_dw)
-      out[1 + n] = weight_gradient(r_.output, 0, dy.second, col, h_input(d.h), tokens_, device_);
+      out[1 + n] =
+          weight_gradient(r_.output, 0, dy.second, col, h_input(d.h), tokens_, device_, 1 + n);
     if (!r_.needs.output.db.empty() && r_.needs.output.db[0])
       out.back() = bias_gradient(r_.output, 0, dy_);
     if (!needs_dh) return out;
@@ -107,7 +108,7 @@ class Backward {
       const PlannedProduct wgrad = plan_product(prepared_.recipe.wgrad, prepared_.wgrad, device_);
       if (n > 1) x = prepare_input(wgrad, prepared_.recipe.wgrad.b, std::move(x), tokens_);
       out[1 + i] =
-          weight_gradient(r_.inputs, i, g.operands.second, gate_col(), x, tokens_, device_);
+          weight_gradient(r_.inputs, i, g.operands.second, gate_col(), x, tokens_, device_, 1 + i);
     }
     const int bias = r_.inputs.bias_index[i];
     if (bias >= 0 && r_.needs.inputs.db[static_cast<std::size_t>(bias)])

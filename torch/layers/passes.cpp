@@ -136,6 +136,8 @@ LayersState::LayersState(const Layers& layers, const PreparedRecipe& of_recipe,
       streams(layers.streams),
       x_dtype(dtype),
       recomputes_weights(layers.recomputes_weights),
+      accumulation(layers.sums.accumulation),
+      main_grads(layers.sums.main_grads.vec()),
       bias_index(layers.bias_index),
       histories(layers.histories.vec()),
       rng(layers.rng.vec()) {
@@ -196,11 +198,22 @@ Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, cons
 
 Tensor weight_gradient(const LayersState& layers, std::size_t i, const QuantizedOperand& g,
                        const Needed& col, const ProductInput& x, const SymInt& m,
-                       const at::Device& device) {
+                       const at::Device& device, std::size_t edge) {
   const PreparedRecipe& prepared = layers.recipe;
   const PlannedProduct wgrad = plan_product(prepared.recipe.wgrad, prepared.wgrad, device);
-  return to_dtype(scaled_mm(wgrad, product_input(prepared, g, col), x, m, std::nullopt,
-                            layers.product_dtypes[i]),
+  const ProductInput of_g = product_input(prepared, g, col);
+  const Tensor main_grad = layers.main_grads.empty() ? Tensor() : layers.main_grads[i];
+  const Tensor sum = sum_of_weight(layers.accumulation, main_grad, edge);
+  if (sum.defined()) {
+    add_scaled_mm(wgrad, of_g, x, m, sum);
+    return received_for(layers.accumulation, sum, layers.weight_dtypes[i]);
+  }
+  if (layers.accumulation.is_on()) {
+    // Backward within autocast's context would round the product on the CPU.
+    const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+    return scaled_mm(wgrad, of_g, x, m, std::nullopt, at::kFloat);
+  }
+  return to_dtype(scaled_mm(wgrad, of_g, x, m, std::nullopt, layers.product_dtypes[i]),
                   layers.weight_dtypes[i]);
 }
 

@@ -54,6 +54,8 @@ struct LayersState {
   std::vector<std::int64_t> streams;
   at::ScalarType x_dtype;
   bool recomputes_weights;
+  Accumulation accumulation;
+  std::vector<Tensor> main_grads;  // one a weight, or none
   // Dtypes of dW as the product writes it: the weight's after autocast. A weight that is no tensor
   // subclass and whose codes the caller passes is not cast: its dW has x's dtype.
   std::vector<at::ScalarType> product_dtypes;
@@ -80,10 +82,12 @@ ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& 
 Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, const Needed& row,
                       const ProductInput& weight, const SymInt& n, at::ScalarType dtype,
                       const at::Device& device);
-// Returns gᵀ · x, (N, K), in weight i's dtype.   m: the tokens
+// Returns gᵀ · x, (N, K), in weight i's dtype, or fp32 where gradients are accumulated. Adds it to
+// the weight's sum instead, where there is one, and returns what autograd receives.
+//   m: the tokens; edge: of the weight, among the inputs of the running backward node
 Tensor weight_gradient(const LayersState& layers, std::size_t i, const QuantizedOperand& g,
                        const Needed& col, const ProductInput& x, const SymInt& m,
-                       const at::Device& device);
+                       const at::Device& device, std::size_t edge);
 // Returns the sum of g over the tokens, in the dtype of bias `bias`.
 Tensor bias_gradient(const LayersState& layers, int bias, const Tensor& g);
 

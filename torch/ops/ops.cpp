@@ -115,15 +115,16 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::string& recipe, const std::optional<Tensor>& rng,
               const std::optional<Tensor>& amax_history, std::int64_t stream,
               const std::optional<at::TensorList>& x_operands,
-              const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
+              const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
+              const std::optional<Tensor>& main_grad, const std::string& accumulate) {
   using Signature =
       Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::string&,
              const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t,
              const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
-             const std::string&);
+             const std::string&, const std::optional<Tensor>&, const std::string&);
   static const auto op = find<Signature>("minifloat::linear");
   return op.call(x, weight, bias, recipe, rng, amax_history, stream, x_operands, weight_operands,
-                 recompute);
+                 recompute, main_grad, accumulate);
 }
 
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,

@@ -83,7 +83,9 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::optional<Tensor>& amax_history, std::int64_t stream = 0,
               const std::optional<at::TensorList>& x_operands = std::nullopt,
               const std::optional<at::TensorList>& weight_operands = std::nullopt,
-              const std::string& recompute = "");
+              const std::string& recompute = "",
+              const std::optional<Tensor>& main_grad = std::nullopt,
+              const std::string& accumulate = "");
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
                                    const std::optional<Tensor>& amax_history,

@@ -86,6 +86,11 @@ TORCH_LIBRARY(minifloat, m) {
       "str product, *, SymInt k, Tensor? bias=None, ScalarType out_dtype=bfloat16, "
       "Tensor? groups=None, int group_unit=0, bool zero_tail=False) -> Tensor",
       tags);
+  // Adds the fp32 product to sum, float32 (m, n), in place.
+  m.def(
+      "add_scaled_mm(Tensor(a!) sum, Tensor a, Tensor a_scale, Tensor a_amax, Tensor b, "
+      "Tensor b_scale, Tensor b_amax, str product, *, SymInt k) -> ()",
+      tags);
 
   // The arguments of torch's block-scaled product of groups, aten::_scaled_grouped_mm_v2, of
   // operands under MXFP8, MXFP4 or NVFP4: both codes (b's transposed), then for a and for b the
@@ -115,7 +120,7 @@ TORCH_LIBRARY(minifloat, m) {
 
   // Layers. layer_operands: the operands of x ("x") or of a weight ("w") as `linear` quantizes it,
   // for later calls of `linear`. recompute: "weight" where backward quantizes the weight again
-  // instead of saving its codes. linear_sharded: `linear` on one rank of `group`, whose ranks shard
+  // instead of saving its codes. accumulate: see layers/weight_sums.h. linear_sharded: `linear` on one rank of `group`, whose ranks shard
   // the weight along weight_dim and x along token_dim; see layers/sharding.h.
   torch_ops::register_gathered_input();
   m.def(
@@ -136,7 +141,8 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "linear(Tensor x, Tensor weight, Tensor? bias, str recipe, *, Tensor? rng=None, "
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
-      "Tensor[]? weight_operands=None, str recompute=\"\") -> Tensor",
+      "Tensor[]? weight_operands=None, str recompute=\"\", Tensor(b!)? main_grad=None, "
+      "str accumulate=\"\") -> Tensor",
       tags);
   // An MLP of 2 weights (up, down) or 3 (gate, up, down) under one recipe: activation "silu",
   // "gelu" or "gelu_tanh". x is quantized once, with the random stream and the history of the first

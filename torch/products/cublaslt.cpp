@@ -2,6 +2,7 @@
 // the rows of D.
 //
 //     D (m, n), rows adjacent  =  Dᵀ (n, m), columns adjacent  =  alpha · op(b) · op(a) + bias
+//     with result.sum             Dᵀ                           =  alpha · op(b) · op(a) + Dᵀ
 //
 // Factors are read from device memory. Sums are fp32 in every reduction. The kernel that cuBLASLt's
 // heuristic chooses is cached for later products of the same sizes: the heuristic takes longer than
@@ -136,13 +137,14 @@ struct Problem {
   MatrixLayout a, b;
   cudaDataType_t a_type, b_type, d_type;
   ScaleModes scale_modes;
+  bool has_device_factor;
   bool fast;  // fast accumulation, of FP8 products
   bool has_bias;
   std::array<std::uint32_t, 3> alignment;  // of a, b, D
 
   auto key() const {
-    return std::tie(device, m, n, k, a, b, a_type, b_type, d_type, scale_modes, fast, has_bias,
-                    alignment);
+    return std::tie(device, m, n, k, a, b, a_type, b_type, d_type, scale_modes, has_device_factor,
+                    fast, has_bias, alignment);
   }
   bool operator<(const Problem& o) const { return key() < o.key(); }
 };
@@ -158,9 +160,8 @@ class Descriptions {
  public:
   explicit Descriptions(const Problem& s, const Pointers& pointers) {
     check(library()->init_product(&product, sizeof(product), CUBLAS_COMPUTE_32F, CUDA_R_32F));
-    if (s.scale_modes)
-      set_scales(s, pointers);
-    else
+    if (s.scale_modes) set_scales(s, pointers);
+    if (s.has_device_factor)
       set(CUBLASLT_MATMUL_DESC_POINTER_MODE, std::int32_t{CUBLASLT_POINTER_MODE_DEVICE});
     set(CUBLASLT_MATMUL_DESC_TRANSA, std::int32_t{s.b.operation});
     set(CUBLASLT_MATMUL_DESC_TRANSB,
@@ -240,10 +241,17 @@ std::optional<Kernel> chosen(cublasLtHandle_t handle, const Problem& s, Descript
   return cache.emplace(s, choose(handle, s, described)).first->second;
 }
 
-// alpha and beta in device memory: the product of the factors of both sides, and zero.
+// alpha and beta in device memory: the product of the factors of both sides, and zero or one.
 struct Scalars {
   Tensor memory;  // (2): beta, alpha
   const float *beta = memory.const_data_ptr<float>(), *alpha = beta + 1;
+};
+
+// alpha and beta, in host memory, of a product without a device factor.
+struct HostScalars {
+  static constexpr float kOne = 1, kZero = 0;
+  explicit HostScalars(bool adds) : beta(adds ? &kOne : &kZero) {}
+  const float *beta, *alpha = &kOne;
 };
 
 cudaDataType_t type_of(at::ScalarType dtype) {
@@ -260,9 +268,11 @@ struct Job {
   const Tensor &a, &b;  // (m, k), (n, k)
   Tensor bias;          // contiguous, bf16; undefined: none
   at::ScalarType dtype;
-  ScaleModes scale_modes;
-  bool fast;
+  ScaleModes scale_modes = {};
+  bool has_device_factor = false;
+  bool fast = false;
   const void *a_scale = nullptr, *b_scale = nullptr;
+  const Tensor* sum = nullptr;  // fp32 (m, n), contiguous: D, to which the product is added
 };
 
 // Computes Dᵀ = op(b) · op(a) and returns D. `scalars()` returns alpha and beta; it is called
@@ -272,7 +282,8 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
   const auto layout_a = layout_of(job.a), layout_b = layout_of(job.b);
   if (!layout_a || !layout_b) return std::nullopt;
   const Execution& execution = here;
-  const Tensor out = direct_empty(job.a, {job.a.size(0), job.b.size(0)}, job.dtype);
+  const Tensor out =
+      job.sum ? *job.sum : direct_empty(job.a, {job.a.size(0), job.b.size(0)}, job.dtype);
   const Problem problem = {
       .device = job.a.device().index(),
       .m = job.a.size(0),
@@ -284,6 +295,7 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
       .b_type = type_of(job.b.scalar_type()),
       .d_type = type_of(job.dtype),
       .scale_modes = job.scale_modes,
+      .has_device_factor = job.has_device_factor,
       .fast = job.fast,
       .has_bias = job.bias.defined(),
       .alignment = {alignment_of(job.a), alignment_of(job.b), alignment_of(out)}};
@@ -298,21 +310,26 @@ std::optional<Tensor> multiply(const Job& job, const bridge::ExecutionOn& here, 
   Tensor workspace;  // undefined: the kernel needs none
   if (kernel->workspace > 0) workspace = direct_empty(job.a, {kernel->workspace}, at::kByte);
   void* d = out.mutable_data_ptr();
-  check(library()->matmul(handle, &described.product, factors.alpha, job.b.const_data_ptr(),
-                          &described.b, job.a.const_data_ptr(), &described.a, factors.beta, d,
-                          &described.d, d, &described.d, &kernel->algorithm,
-                          workspace.defined() ? workspace.mutable_data_ptr() : nullptr,
-                          static_cast<std::size_t>(kernel->workspace), stream));
+  const cublasStatus_t status = library()->matmul(
+      handle, &described.product, factors.alpha, job.b.const_data_ptr(), &described.b,
+      job.a.const_data_ptr(), &described.a, factors.beta, d, &described.d, d, &described.d,
+      &kernel->algorithm, workspace.defined() ? workspace.mutable_data_ptr() : nullptr,
+      static_cast<std::size_t>(kernel->workspace), stream);
+  // The heuristic does not read beta, so a kernel may refuse to add. Nothing is launched then.
+  if (job.sum && (status == CUBLAS_STATUS_NOT_SUPPORTED || status == CUBLAS_STATUS_INVALID_VALUE))
+    return std::nullopt;
+  check(status);
   return out;
 }
 
-// alpha and beta, in host memory, of a product whose factors are scales.
-struct OneAndZero {
-  static constexpr float kOne = 1, kZero = 0;
-  const float *alpha = &kOne, *beta = &kZero;
-};
-
 }  // namespace
+
+std::optional<Tensor> product_of_values(const Tensor& a, const Tensor& b, const Result& result) {
+  if (!library() || a.numel() == 0 || b.numel() == 0) return std::nullopt;
+  const bridge::ExecutionOn here(a);
+  const Job job = {.a = a, .b = b, .bias = Tensor(), .dtype = result.dtype, .sum = result.sum};
+  return multiply(job, here, [&] { return HostScalars(result.sum); });
+}
 
 std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSide& b,
                                                const Result& result) {
@@ -322,10 +339,13 @@ std::optional<Tensor> product_by_device_factor(const ExactSide& a, const ExactSi
                    .b = b.values,
                    .bias = result.bias ? result.bias->contiguous() : Tensor(),
                    .dtype = result.dtype,
-                   .scale_modes = std::nullopt,
-                   .fast = false};
-  return multiply(job, here,
-                  [&] { return Scalars{product_factor_of(a.factor, b.factor, a.values, here)}; });
+                   .has_device_factor = true,
+                   .sum = result.sum};
+  return multiply(job, here, [&] {
+    const Tensor factor = product_factor_of(a.factor, b.factor, a.values, here);
+    if (result.sum) factor.select(0, 0).fill_(1);  // beta
+    return Scalars{factor};
+  });
 }
 
 std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, bool fast,
@@ -339,10 +359,14 @@ std::optional<Tensor> product_of_codes(const Fp8Codes& a, const Fp8Codes& b, boo
                    .scale_modes = std::pair(a.mode, b.mode),
                    .fast = fast,
                    .a_scale = a.scale.const_data_ptr(),
-                   .b_scale = b.scale.const_data_ptr()};
-  return multiply(job, here, [] { return OneAndZero(); });
+                   .b_scale = b.scale.const_data_ptr(),
+                   .sum = result.sum};
+  return multiply(job, here, [&] { return HostScalars(result.sum); });
 }
 #else
+std::optional<Tensor> product_of_values(const Tensor&, const Tensor&, const Result&) {
+  return std::nullopt;
+}
 std::optional<Tensor> product_by_device_factor(const ExactSide&, const ExactSide&, const Result&) {
   return std::nullopt;
 }

@@ -9,6 +9,12 @@
 
 namespace minifloat::torch_ops {
 
+// With result.sum, the functions below add the product to it, in the product's kernel, and return
+// it. The sum is fp32 in the kernel: alpha times the product's sum, plus the old sum.
+
+// Returns a · bᵀ of bf16 values, rounded once. Without factors and bias; else as the next function.
+std::optional<Tensor> product_of_values(const Tensor& a, const Tensor& b, const Result& result);
+
 // Returns a · bᵀ times the factors of both operands, plus bias, rounded once. At least one operand
 // has a factor and none has row factors. values: bf16 on CUDA, rows or columns adjacent. bias: of
 // the result's dtype, which is then bf16. Returns nullopt where this build has no cuBLASLt, or

@@ -46,6 +46,9 @@ struct ProductShape {
 struct Result {
   const std::optional<Tensor>& bias;  // (n)
   at::ScalarType dtype;               // float32 or bfloat16
+  // fp32 (m, n), contiguous: an engine may add the product to it and return it. The dtype is then
+  // fp32, without bias. Null: none.
+  const Tensor* sum = nullptr;
 };
 
 // The arguments of a product, after their checks.
@@ -73,7 +76,8 @@ struct Engine {
   // Returns codes in the form that the engine reads, for an operand of several products. Null: the
   // engine reads the output of a cast.
   ProductInput (*prepare)(const Spec& spec, const Codes& codes, const c10::SymInt& cols);
-  // Returns a · bᵀ, (m, n), of any strides. Prepares operands that are not prepared.
+  // Returns a · bᵀ, (m, n), of any strides, or result.sum after adding a · bᵀ to it. Prepares
+  // operands that are not prepared.
   Tensor (*multiply)(const ProductCall& call);
 };
 

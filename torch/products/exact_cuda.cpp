@@ -1,6 +1,6 @@
 // The exact product on CUDA. Factors stay on the device: the host does not wait for them.
 //
-//     no factor                  ATen's bf16 product: one kernel
+//     no factor                  ATen's bf16 product, or cuBLASLt's where it adds: one kernel
 //     factors of whole operands  cuBLASLt's product with a device factor, where this build has it
 //     else                       fp32 sums, then one pass: times the last factor, plus bias, round
 #include <ATen/ATen.h>
@@ -54,7 +54,7 @@ Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& reque
   const bool narrow = are_narrow(a.values, b.values), rounds = requested.dtype == at::kBFloat16;
   if (rounds && !narrow)  // an operand is fp32: the product is in fp32
     return to_dtype(exact_product(a, b, {bias, at::kFloat}), requested.dtype);
-  const Result result = {bias, requested.dtype};
+  const Result result = {bias, requested.dtype, requested.sum};
 
   if (a.values.numel() == 0 || b.values.numel() == 0) {
     const Tensor zeros = empty_result(a.values, b.values, result.dtype).zero_();
@@ -62,6 +62,8 @@ Tensor exact_product(const ExactSide& a, const ExactSide& b, const Result& reque
   }
   const bool has_rows = a.row_factors.defined() || b.row_factors.defined();
   if (!has_rows && !a.factor && !b.factor) {
+    if (result.sum && narrow)
+      if (auto sum = product_of_values(a.values, b.values, result)) return *sum;
     if (!bias) return sums_of(a.values, b.values, result.dtype);
     if (rounds) return at::addmm(*bias, a.values, direct_transpose(b.values));
     return add_bias(sums_of(a.values, b.values, at::kFloat), result);

@@ -34,8 +34,8 @@ Tensor fp8_product(const Fp8Side& a, const Fp8Side& b, bool has_row_scales, bool
   const Tensor a_scale = scale_view(a, {has_row_scales ? left.size(0) : 1, 1}),
                b_scale = scale_view(b, {1, has_row_scales ? right.size(0) : 1});
   const ScaleMode mode = has_row_scales ? ScaleMode::kRows : ScaleMode::kTensor;
-  const auto product =
-      product_of_codes({left, a_scale, mode}, {right, b_scale, mode}, fast, {bias, dtype});
+  const auto product = product_of_codes({left, a_scale, mode}, {right, b_scale, mode}, fast,
+                                        {bias, dtype, result.sum});
   const Tensor out = product ? *product
                              : at::_scaled_mm(left, direct_transpose(right), a_scale, b_scale, bias,
                                               std::nullopt, dtype, fast);

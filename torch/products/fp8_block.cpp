@@ -71,7 +71,7 @@ Tensor multiply(const ProductCall& call) {
   const Request request = request_of(call.result, false);
   const auto found =
       product_of_codes({left, a_scale, mode_of(product.a)}, {right, b_scale, mode_of(product.b)},
-                       false, {request.bias, request.dtype});
+                       false, {request.bias, request.dtype, call.result.sum});
   const Tensor out =
       found ? *found : aten_product(product, left, a_scale, right, b_scale, request.dtype);
   return request.is_whole ? out : add_bias(out, call.result);

@@ -1,8 +1,9 @@
-// The op scaled_mm, the product of two quantized operands, a · bᵀ: its checks, and the call of the
-// engine (engines.h).
+// The ops scaled_mm and add_scaled_mm, the product of two quantized operands, a · bᵀ: their checks,
+// and the call of the engine (engines.h).
 #include "products/products.h"
 
 #include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
@@ -93,6 +94,8 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
   const Tensor &left = *tensors_of(a).elements, &right = *tensors_of(b).elements;
   check_table(groups, left, k, length);
   // Rows of torch's grouped products are padded to multiples of 16 bytes.
+  if (result.sum)
+    return planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
   const Tensor out =
       is_of_no_group(shape, groups)
           ? at::empty_symint(result_shape(left, right, groups), left.options().dtype(result.dtype))
@@ -101,6 +104,18 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
                 .contiguous();
   if (zeroes_tail && shape.along == GroupsAlong::kRows) clear_tail(out, groups);
   return out;
+}
+
+// Adds the product to `sum`, of any strides, and counts the write.
+void multiply_add(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
+                  std::int64_t k, const Tensor& sum) {
+  // Backward within autocast's context would round the product on the CPU.
+  const c10::impl::ExcludeDispatchKeyGuard no_autocast(c10::autocast_dispatch_keyset);
+  const std::optional<Tensor> no_bias;
+  const Tensor* const in_place = sum.is_contiguous() ? &sum : nullptr;
+  const Tensor product = multiply(planned, a, b, k, {no_bias, at::kFloat, in_place}, {}, false);
+  if (!product.is_same(sum)) sum.add_(product);
+  if (!sum.is_inference()) sum.unsafeGetTensorImpl()->bump_version();
 }
 
 // Returns what an operand is measured by.   is_matrices: it is b, one matrix a group
@@ -187,6 +202,47 @@ Tensor scaled_mm_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
                   zeroes_tail);
 }
 
+constexpr const char* kAdd = "add_scaled_mm";
+
+// Requires fp32 sums of the product's shape, with memory for each.
+void check_sum(const Tensor& sum, const InputTensors& a, const InputTensors& b) {
+  const c10::SymDimVector expected = {a.elements->sym_size(0), b.elements->sym_size(0)};
+  TORCH_CHECK_VALUE(sum.scalar_type() == at::kFloat && sum.sym_sizes().equals(expected), kAdd,
+                    ": expected sum as float32 ", c10::SymIntArrayRef(expected), ", got ",
+                    sum.scalar_type(), " ", sum.sym_sizes());
+  TORCH_CHECK_VALUE(at::has_internal_overlap(sum) != at::MemOverlap::Yes, kAdd,
+                    ": expected sum with memory for each element, got strides ", sum.sym_strides());
+  bridge::check_same_device(kAdd, "sum", sum, *a.elements);
+}
+
+void check_sum_of_product(const Product& product, const ProductInput& a, const ProductInput& b,
+                          const SymInt& k, const Tensor& sum) {
+  check_operands(kAdd, product, a, b, k, {});
+  check_devices(tensors_of(a), tensors_of(b), std::nullopt);
+  check_sum(sum, tensors_of(a), tensors_of(b));
+}
+
+void add_scaled_mm_meta(const Tensor& sum, const Tensor& a, const Tensor& a_scale,
+                        const Tensor& a_amax, const Tensor& b, const Tensor& b_scale,
+                        const Tensor& b_amax, const std::string& text, SymInt k) {
+  const Product& product = bridge::parse_product(text);
+  check_sum_of_product(product, input_of(product.a, a, a_scale, a_amax),
+                       input_of(product.b, b, b_scale, b_amax), k, sum);
+}
+
+void add_scaled_mm_kernel(const Tensor& sum, const Tensor& a, const Tensor& a_scale,
+                          const Tensor& a_amax, const Tensor& b, const Tensor& b_scale,
+                          const Tensor& b_amax, const std::string& text, SymInt k) {
+  const PlannedProduct planned = plan_product(bridge::parse_product(text), text, a.device());
+  const ProductInput left = input_of(planned.product.a, a, a_scale, a_amax),
+                     right = input_of(planned.product.b, b, b_scale, b_amax);
+  check_sum_of_product(planned.product, left, right, k, sum);
+  check_memory({&a, &a_scale, &a_amax}, {&b, &b_scale, &b_amax}, std::nullopt);
+  bridge::check_memory(kAdd, "sum", sum);
+  const at::AutoDispatchBelowADInplaceOrView below;
+  multiply_add(planned, left, right, k.guard_int(__FILE__, __LINE__), sum);
+}
+
 // Returns *t, or an empty tensor where there is none: arguments of an op are defined.
 Tensor or_empty(const Tensor* t, const Tensor& like) {
   return t && t->defined() ? *t : at::empty({0}, like.options().dtype(at::kFloat));
@@ -238,6 +294,28 @@ Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const Pro
                  planned.text, k, bias, out_dtype, groups.table, groups.unit, zeroes_tail);
 }
 
+void add_scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
+                   const SymInt& k, const Tensor& sum) {
+  const InputTensors left = tensors_of(a), right = tensors_of(b);
+  const auto length = k.maybe_as_int();
+  if (length && can_skip_dispatcher({left.elements, left.scale, left.amax, right.elements,
+                                     right.scale, right.amax, &sum})) {
+    check_sum_of_product(planned.product, a, b, k, sum);
+    check_memory(left, right, std::nullopt);
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return multiply_add(planned, a, b, *length, sum);
+  }
+  static const auto op =
+      c10::Dispatcher::singleton()
+          .findSchemaOrThrow("minifloat::add_scaled_mm", "")
+          .typed<void(const Tensor&, const Tensor&, const Tensor&, const Tensor&, const Tensor&,
+                      const Tensor&, const Tensor&, const std::string&, SymInt)>();
+  const Tensor &a_elements = *left.elements, &b_elements = *right.elements;
+  op.call(sum, a_elements, or_empty(left.scale, a_elements), or_empty(left.amax, a_elements),
+          b_elements, or_empty(right.scale, b_elements), or_empty(right.amax, b_elements),
+          planned.text, k);
+}
+
 Tensor sum_of_groups(const Tensor& x, const Tensor& table) {
   static const std::string text = "bf16*bf16";
   const PlannedProduct planned =
@@ -257,13 +335,23 @@ ProductInput prepare_input(const PlannedProduct& planned, const Spec& spec, Prod
   return input;
 }
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("scaled_mm", scaled_mm_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("scaled_mm", scaled_mm_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("scaled_mm", scaled_mm_meta); }
-// scaled_mm has no derivative of its own: a backward pass or a tangent through it raises.
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) {
+  m.impl("scaled_mm", scaled_mm_kernel);
+  m.impl(kAdd, add_scaled_mm_kernel);
+}
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) {
+  m.impl("scaled_mm", scaled_mm_kernel);
+  m.impl(kAdd, add_scaled_mm_kernel);
+}
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
+  m.impl("scaled_mm", scaled_mm_meta);
+  m.impl(kAdd, add_scaled_mm_meta);
+}
+// Neither op has a derivative of its own: a backward pass or a tangent through it raises.
 // layers/linear.cpp has the derivatives of layers.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   m.impl("scaled_mm", torch::autograd::autogradNotImplementedFallback());
+  m.impl(kAdd, torch::autograd::autogradNotImplementedFallback());
 }
 
 }  // namespace torch_ops

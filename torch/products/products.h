@@ -19,6 +19,11 @@ Tensor scaled_mm(const PlannedProduct& planned, const ProductInput& a, const Pro
                  const c10::SymInt& k, const std::optional<Tensor>& bias, at::ScalarType out_dtype,
                  const Groups& groups = {}, bool zeroes_tail = false);
 
+// Adds a · bᵀ over k to `sum`, fp32 (m, n): in the product's kernel where the planned engine can,
+// else as one addition of the fp32 product. Calls the op add_scaled_mm, as scaled_mm calls its op.
+void add_scaled_mm(const PlannedProduct& planned, const ProductInput& a, const ProductInput& b,
+                   const c10::SymInt& k, const Tensor& sum);
+
 // Returns the sums of the rows of each group, (E, n) fp32.   x: (M, n), fp32 or bf16
 Tensor sum_of_groups(const Tensor& x, const Tensor& table);
 

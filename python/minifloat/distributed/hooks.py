@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..nn import distributed_hooks
 from .amaxes import reduce_amaxes
+from .fsdp.accumulation import accumulate_gradients
 from .fsdp.experts import wrap_sharded_experts
 from .fsdp.plan import plan_experts, plan_gather
 from .fsdp.weight import precompute_scales, wrap_sharded_weight
@@ -40,6 +41,7 @@ distributed_hooks.register(
         adopt_experts=wrap_sharded_experts,
         precompute_scales=precompute_scales,
         reduce_amaxes=reduce_amaxes,
+        accumulate_gradients=accumulate_gradients,
         linear=linear,
         forward=forward,
     )

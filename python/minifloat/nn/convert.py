@@ -18,12 +18,13 @@ from torch import Tensor, nn
 from ..checks import require_bool, require_int, require_module
 from ..recipe import Recipe, RecipeMap
 from ..tensor.weight_specs import require_weight_spec
-from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED
+from .accumulation import require_accumulate
+from .distributed_hooks import QUANTIZED
 from .expert_hooks import ExpertSelection, expert_hooks
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .fusion import fuse as fuse_parts
 from .fusion import fused_parts, unfuse
-from .gather_plans import plan_gathers, plan_mixtures
+from .gather_plans import plan_gathers, plan_mixtures, require_gather
 from .grouped_product import require_restorable_products
 from .linear import Linear, adopt, require_restorable, restore_linear
 from .names import clean_name, join, unwrapped
@@ -31,6 +32,7 @@ from .operand_cache import share_inputs
 from .primary_weights import (
     HIGH_PRECISION_INIT,
     make_primary,
+    require_primary,
     weight_specs,
     without_unfit_weights,
 )
@@ -71,6 +73,7 @@ def quantize_(
     margin: int = 0,
     fuse: bool = False,
     memory: str = "speed",
+    accumulate: str | None = None,
     verbose: bool = True,
 ) -> Report:
     """Converts linear layers and experts in place, and reports which ones.
@@ -114,6 +117,10 @@ def quantize_(
             those layers, and feed-forwards are one op (docs/producers.md).
         memory: of linear layers, what backward computes again instead of saving: "speed", nothing,
             or "weights", the codes of weights (docs/producers.md gives the price).
+        accumulate: of linear layers, where backward adds a weight's gradient in float32, within the
+            product where the GPU's kernel can: "main_grad", the attribute main_grad of the weight,
+            which the caller allocates, zeroes and reads; "grad", .grad, which is float32. None:
+            autograd receives the gradient in the weight's dtype (docs/accumulation.md).
         verbose: whether to print the report.
 
     Returns:
@@ -131,6 +138,7 @@ def quantize_(
     require_primary(primary, keep_high_precision_init)
     require_bool("fuse", fuse)
     require_memory(memory)
+    require_accumulate(accumulate)
     require_bool("verbose", verbose)
     recipes = RecipeMap(recipe)
     mixtures = expert_hooks().select(model, recipes, names, filter_fn, experts, primary)
@@ -165,6 +173,7 @@ def quantize_(
             name = join(parents, fqn)
             layers.append(adopt(module, layer_recipe, name, gather_plan=plans[fqn][0], **history))
             layers[-1].recompute = RECOMPUTE[memory]
+            cast(Linear, layers[-1]).accumulate = accumulate or ""
             if primary:
                 make_primary(module, layer_recipe, keep_high_precision_init)
         for choice in mixtures.chosen:
@@ -305,21 +314,6 @@ def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
     require_int64("seed", seed)
     if data_parallel_rank is not None:
         require_int("data_parallel_rank", data_parallel_rank, 0)
-
-
-def require_gather(gather: str) -> None:
-    if gather not in (QUANTIZED, COMPUTE_DTYPE):
-        raise ValueError(f"gather: expected {QUANTIZED!r} or {COMPUTE_DTYPE!r}, got {gather!r}")
-
-
-def require_primary(primary: bool, keep_high_precision_init: bool) -> None:
-    require_bool("primary", primary)
-    require_bool("keep_high_precision_init", keep_high_precision_init)
-    if keep_high_precision_init and not primary:
-        raise ValueError(
-            "keep_high_precision_init: expected primary=True with it, got primary=False, "
-            "where the weight itself stays in high precision"
-        )
 
 
 def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:

@@ -46,6 +46,9 @@ class DistributedHooks:
                         becomes the module's
     precompute_scales   model: casts all sharded weights, after a step
     reduce_amaxes       (amaxes, group) -> the largest of all ranks
+    accumulate_gradients
+                        (layer, parameter): before the parameter, which FSDP2 has gathered, becomes
+                        the weight of a layer whose gradients are added to .grad in float32
     linear              mf.linear of a weight that is a DTensor
     forward             (layer, x) -> y of a layer whose weight is a DTensor
     """
@@ -56,6 +59,7 @@ class DistributedHooks:
     adopt_experts: Callable[[nn.Module, Any, Any, Any], None]
     precompute_scales: Callable[[nn.Module], None]
     reduce_amaxes: Callable[[Tensor, dist.ProcessGroup | None], Tensor]
+    accumulate_gradients: Callable[[nn.Module, Any], None]
     linear: Callable[..., Tensor]
     forward: Callable[[Any, Tensor], Tensor]
 

@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 
 from ..recipe import Recipe
-from .distributed_hooks import COMPUTE_DTYPE, hooks, is_distributed
+from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks, is_distributed
 from .expert_hooks import ExpertChoice, ExpertSelection, expert_hooks
 from .names import owners_of_weights
 from .selection import Selection
@@ -61,3 +61,8 @@ def plan_mixtures(
         return expert_hooks().plan_gather(choice)
 
     return {choice.fqn: plan(choice) for choice in mixtures.chosen}
+
+
+def require_gather(gather: str) -> None:
+    if gather not in (QUANTIZED, COMPUTE_DTYPE):
+        raise ValueError(f"gather: expected {QUANTIZED!r} or {COMPUTE_DTYPE!r}, got {gather!r}")

@@ -12,6 +12,7 @@ from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
+from .accumulation import weight_sums
 from .deferred import Deferred, request_of, source_of
 from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import disable_fast_path, enable_fast_path
@@ -73,6 +74,7 @@ class Linear(RecipeState, nn.Linear):
     weight_codes: WeightCodes | None
     weight_gather: WeightGather | None
     shared_input: SharedInput | None
+    accumulate: str = ""  # where backward adds the weight's gradient (accumulation.py); "": nowhere
     fused_mlp: Any = None  # deferred_mlp's FusedMlp, which an op computes with other layers
     gather_plan: Any  # how FSDP2 gathers the weight as codes; None: in the compute dtype
 
@@ -114,6 +116,7 @@ class Linear(RecipeState, nn.Linear):
     def multiply(self, input: Tensor | Deferred) -> Tensor:
         """Returns x · Wᵀ and the bias. The input of a feed-forward's layer may be deferred."""
         weight, is_compiling = self.weight, torch.compiler.is_compiling()
+        main_grad, accumulate = weight_sums(self, weight) if self.accumulate else (None, "")
         source = None
         if isinstance(input, Deferred):
             source = source_of(self, input)
@@ -148,6 +151,8 @@ class Linear(RecipeState, nn.Linear):
             x_operands=x_operands,
             weight_operands=w_operands,
             recompute=self.recompute,
+            main_grad=main_grad,
+            accumulate=accumulate,
         )
 
     def op_state(self) -> tuple[Tensor | None, Tensor | None, int]:
@@ -192,6 +197,8 @@ class Linear(RecipeState, nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
+            if self.accumulate == "grad":
+                hooks().accumulate_gradients(self, value)
             gather = self.weight_gather
             if gather is not None and gather.has_assigned(value):  # FSDP2 assigns twice a gather
                 self._parameters[name] = value
@@ -256,7 +263,8 @@ class Linear(RecipeState, nn.Linear):
     def extra_repr(self) -> str:
         gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
         memory = "" if not self.recompute else f", recompute={self.recompute!r}"
-        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{memory}{gather}"
+        sums = "" if not self.accumulate else f", accumulate={self.accumulate!r}"
+        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{memory}{sums}{gather}"
 
 
 def adopt(
@@ -352,7 +360,7 @@ def restore_linear(module: Linear) -> nn.Linear:
     """Converts a Linear back to an nn.Linear in place, its weight to high precision."""
     dequantize_parameters(module)
     module.__dict__.pop("weight_high_precision_init", None)
-    for name in ("fused_mlp", "recompute"):
+    for name in ("fused_mlp", "recompute", "accumulate"):
         module.__dict__.pop(name, None)
     for name in ADOPTED:
         delattr(module, name)

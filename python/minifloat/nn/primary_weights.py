@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
+from ..checks import require_bool
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_specs import require_weight_spec
@@ -80,3 +81,13 @@ def make_primary_experts(
             setattr(module, name + HIGH_PRECISION_INIT, weight.detach().cpu().clone())
         quantized = QuantizedTensor.from_tensor(weight.detach(), *specs)
         setattr(module, name, nn.Parameter(quantized, requires_grad=weight.requires_grad))
+
+
+def require_primary(primary: bool, keep_high_precision_init: bool) -> None:
+    require_bool("primary", primary)
+    require_bool("keep_high_precision_init", keep_high_precision_init)
+    if keep_high_precision_init and not primary:
+        raise ValueError(
+            "keep_high_precision_init: expected primary=True with it, got primary=False, "
+            "where the weight itself stays in high precision"
+        )

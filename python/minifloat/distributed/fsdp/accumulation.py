@@ -1,0 +1,47 @@
+"""Gradients that FSDP2 adds over micro-batches in float32.
+
+FSDP2 keeps the gradient of a gathered parameter in that parameter's .grad until it is reduced. The
+first .grad of a bfloat16 parameter would be bfloat16. `grad_dtype` makes it float32, so that no
+micro-batch is rounded to bfloat16. FSDP2 reduces the gradients of one group in one message of one
+dtype, so all parameters of the group get this dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from .fsdp_group import find_fsdp_group
+
+
+def accumulate_gradients(layer: nn.Module, parameter: Any) -> None:
+    """Makes .grad float32 of all parameters that FSDP2 gathers together with the layer's weight.
+
+    Args:
+        layer: mf.Linear under accumulate="grad".
+        parameter: what becomes its weight; one that FSDP2 has not gathered is left as it is.
+
+    Raises:
+        ValueError: FSDP2 reduces gradients in another dtype than float32.
+    """
+    is_gathered = isinstance(parameter, nn.Parameter) and not hasattr(parameter, "device_mesh")
+    if not is_gathered or parameter.dtype == torch.float32:
+        return
+    if parameter.grad_dtype == torch.float32:
+        return
+    try:
+        group = find_fsdp_group(layer)
+    except (ImportError, AttributeError, LookupError, TypeError):
+        return
+    reduce_dtype = group.mp_policy.reduce_dtype
+    if reduce_dtype != torch.float32:
+        raise ValueError(
+            "accumulate='grad': expected fully_shard with MixedPrecisionPolicy("
+            f"reduce_dtype=torch.float32) around {parameter.dtype} weights, got {reduce_dtype}"
+        )
+    for sharded in group.fsdp_params:
+        whole = getattr(sharded, "_unsharded_param", None)
+        if whole is not None and whole.requires_grad and whole.grad is None:
+            whole.grad_dtype = torch.float32

@@ -1,0 +1,142 @@
+"""FSDP2 with gradients of micro-batches added in float32, without a rounding to bfloat16."""
+
+import minifloat as mf
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+from tests.support.sharded_models import Model, batch, sharded
+from tests.support.worlds import run_world
+
+MICRO_BATCHES = 3
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def built(recipe, accumulate, dtype=FP32, gather="quantized", **options):
+    torch.manual_seed(0)
+    model = Model(**options).to(dtype)
+    mf.quantize_(
+        model, recipe, accumulate=accumulate, gather=gather, data_parallel_rank=0, verbose=False
+    )
+    return model
+
+
+def run(model, dtype, sync=lambda i: None):
+    for i in range(MICRO_BATCHES):
+        sync(i)
+        model(batch(i, dtype=dtype)).float().square().mean().backward()
+
+
+def linear_layers(model):
+    return {name: m for name, m in model.named_modules() if isinstance(m, nn.Linear)}
+
+
+def check_sums(rank, recipes):
+    """Compares with main_grad of one process, which has the weights that FSDP2 gathers."""
+    for recipe in recipes:
+        alone = built(recipe, "main_grad", BF16)
+        for layer in linear_layers(alone).values():
+            layer.weight.main_grad = torch.zeros(layer.weight.shape)
+        run(alone, BF16)
+        for gather in ("quantized", "compute_dtype"):
+            for reduces in ("last", "each"):
+                policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+                for options in ({}, {"reshard_after_forward": False}):
+                    model = sharded(
+                        built(recipe, "grad", gather=gather), mp_policy=policy, **options
+                    )
+
+                    def sync(i, model=model, reduces=reduces):
+                        is_last = i == MICRO_BATCHES - 1
+                        model.set_requires_gradient_sync(is_last or reduces == "each")
+
+                    run(model, BF16, sync)
+                    for name, layer in linear_layers(model).items():
+                        grad = layer.weight.grad
+                        assert grad.dtype == FP32
+                        want = linear_layers(alone)[name].weight.main_grad
+                        what = (recipe, gather, reduces, options, name)
+                        assert torch.equal(grad.full_tensor(), want), what
+
+
+def test_sums_equal_one_process():
+    run_world(2, check_sums, ["fp8_tensorwise", "nvfp4", "mxfp8"])
+
+
+def check_added_in_place(rank):
+    """The second product is added to the tensor that FSDP2 keeps."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    model = sharded(built("fp8_rowwise", "grad"), mp_policy=policy)
+    model.set_requires_gradient_sync(False)
+    run(model, BF16)
+    found = [
+        p._unsharded_param.grad
+        for block in model.blocks
+        for p in block._get_fsdp_state()._fsdp_param_group.fsdp_params
+    ]
+    assert len(found) == 10
+    assert all(grad is not None and grad.dtype == FP32 for grad in found)
+
+
+def test_sums_stay_in_float32():
+    run_world(2, check_added_in_place)
+
+
+def check_reduction_in_bf16(rank):
+    for reduce_dtype in (BF16, None):
+        policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+        model = sharded(built("fp8_rowwise", "grad"), mp_policy=policy)
+        with pytest.raises(ValueError, match="expected fully_shard with MixedPrecisionPolicy"):
+            model(batch(0, dtype=BF16))
+
+
+def test_other_reductions_are_refused():
+    run_world(2, check_reduction_in_bf16)
+
+
+def check_float32(rank):
+    """Without mixed precision, .grad is float32 already, and torch adds what it reduces."""
+    alone, model = built("mxfp8", "main_grad"), sharded(built("mxfp8", "grad"))
+    for layer in linear_layers(alone).values():
+        layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    run(alone, FP32)
+    run(model, FP32, lambda i: model.set_requires_gradient_sync(i == MICRO_BATCHES - 1))
+    for name, layer in linear_layers(model).items():
+        want = linear_layers(alone)[name].weight.main_grad
+        assert torch.equal(layer.weight.grad.full_tensor(), want)
+
+
+def test_float32_weights():
+    run_world(2, check_float32)
+
+
+def check_ddp(rank):
+    """DistributedDataParallel reduces .grad, also one that the layer has added to."""
+    for is_view in (False, True):
+        alone = built("mxfp8", "grad")
+        run(alone, FP32)
+        model = built("mxfp8", "grad")
+        ddp = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=is_view)
+        with ddp.no_sync():
+            for i in range(MICRO_BATCHES - 1):
+                ddp(batch(i)).square().mean().backward()
+        ddp(batch(MICRO_BATCHES - 1)).square().mean().backward()
+        for name, layer in linear_layers(model).items():
+            assert torch.equal(layer.weight.grad, linear_layers(alone)[name].weight.grad), name
+
+
+def test_ddp():
+    run_world(2, check_ddp)
+
+
+def check_main_grad(rank):
+    """main_grad of a parameter that FSDP2 shards would miss the reduction."""
+    model = built("mxfp8", "main_grad")
+    fully_shard(model)
+    with pytest.raises(ValueError, match="expected an attribute main_grad"):
+        model(batch(0))
+
+
+def test_main_grad_of_sharded_weights_is_refused():
+    run_world(2, check_main_grad)

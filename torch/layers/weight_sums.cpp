@@ -1,0 +1,106 @@
+#include "layers/weight_sums.h"
+
+#include <ATen/ATen.h>
+#include <ATen/MemoryOverlap.h>
+#include <torch/csrc/autograd/function.h>
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+#include "minifloat/error.h"
+#include "ops/bridge.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+using torch::autograd::AccumulateGrad;
+
+// Returns the leaf that receives the gradient of the running node's input `edge`; null: no leaf.
+AccumulateGrad* leaf_of(std::size_t edge) {
+  const auto node = torch::autograd::get_current_node();
+  if (!node || edge >= node->num_outputs()) return nullptr;
+  return dynamic_cast<AccumulateGrad*>(node->next_edge(edge).function.get());
+}
+
+// Whether this backward pass reads the gradient of the running node's input `edge`.
+bool is_asked_for(std::size_t edge) {
+  const auto node = torch::autograd::get_current_node();
+  return !node || edge >= node->num_outputs() || node->task_should_compute_output(edge);
+}
+
+// Whether autograd adds to the leaf's .grad in this backward pass. torch.autograd.grad adds to none.
+bool is_accumulated(AccumulateGrad* leaf) {
+  const auto* const executed = torch::autograd::get_current_graph_task_exec_info();
+  if (!executed || executed->empty()) return true;  // .backward() of all leaves
+  const auto found = executed->find(leaf);
+  return found != executed->end() && found->second.needed_ && !found->second.captures_;
+}
+
+bool has_hooks(const AccumulateGrad& leaf) {
+  return !torch::autograd::impl::hooks(leaf.variable).empty() || leaf.tensor_post_acc_grad_hooks();
+}
+
+// Returns .grad of the leaf, where adding in place is what autograd does.
+Tensor grad_of(const AccumulateGrad& leaf) {
+  const Tensor& grad = leaf.variable.grad();
+  const bool is_sum = grad.defined() && bridge::is_real(grad) && grad.layout() == at::kStrided &&
+                      grad.scalar_type() == at::kFloat && !grad.requires_grad() &&
+                      grad.sizes().equals(leaf.variable.sizes()) &&
+                      grad.device() == leaf.variable.device();
+  return is_sum && !has_hooks(leaf) ? grad : Tensor();
+}
+
+}  // namespace
+
+Accumulation parse_accumulation(const char* op, const std::string& accumulate, bool has_main_grad) {
+  const std::string prefix = "main_grad+";
+  Accumulation out = {.into_grad = accumulate == "grad", .into_main_grad = false, .received = ""};
+  if (accumulate.starts_with(prefix)) out.received = accumulate.substr(prefix.size());
+  out.into_main_grad =
+      accumulate == "main_grad" || out.received == "empty" || out.received == "zeros";
+  TORCH_CHECK_VALUE(accumulate.empty() || out.is_on(), op,
+                    ": expected accumulate as '', 'grad', 'main_grad', 'main_grad+empty' or "
+                    "'main_grad+zeros', got '",
+                    printable(accumulate), "'");
+  TORCH_CHECK_VALUE(out.into_main_grad == has_main_grad, op, ": expected ",
+                    has_main_grad ? "no main_grad" : "main_grad", " under accumulate='", accumulate,
+                    "', got ", has_main_grad ? "one" : "none");
+  return out;
+}
+
+void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& weight) {
+  TORCH_CHECK_VALUE(main_grad.layout() == at::kStrided && main_grad.scalar_type() == at::kFloat &&
+                        main_grad.sym_sizes().equals(weight.sym_sizes()),
+                    op, ": expected main_grad as dense float32 ", weight.sym_sizes(), ", got ",
+                    main_grad.layout(), " ", main_grad.scalar_type(), " ", main_grad.sym_sizes());
+  TORCH_CHECK_VALUE(main_grad.device() == weight.device(), op, ": expected main_grad on ",
+                    weight.device(), ", got ", main_grad.device());
+  TORCH_CHECK_VALUE(!main_grad.requires_grad(), op,
+                    ": expected main_grad that requires no gradient, got one that does");
+  TORCH_CHECK_VALUE(at::has_internal_overlap(main_grad) != at::MemOverlap::Yes, op,
+                    ": expected main_grad with memory for each element, got strides ",
+                    main_grad.sym_strides());
+  bridge::check_memory_if_real(op, "main_grad", main_grad);
+}
+
+Tensor sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad, std::size_t edge) {
+  if (!accumulation.is_on()) return {};
+  // A trace asks for all gradients by torch.autograd.grad, and its leaves are not the caller's.
+  if (main_grad.defined() && !bridge::is_real(main_grad)) return main_grad;
+  AccumulateGrad* const leaf = leaf_of(edge);
+  if (leaf ? !is_accumulated(leaf) : !is_asked_for(edge)) return {};
+  if (accumulation.into_grad)
+    return leaf && !at::GradMode::is_enabled() ? grad_of(*leaf) : Tensor();
+  TORCH_CHECK_VALUE(!leaf || !has_hooks(*leaf) || !accumulation.received.empty(),
+                    "linear: expected no gradient hook on a weight whose gradient is added to "
+                    "main_grad, got one, which would receive no gradient");
+  return main_grad;
+}
+
+Tensor received_for(const Accumulation& accumulation, const Tensor& sum, at::ScalarType dtype) {
+  if (accumulation.received.empty()) return {};
+  const auto options = sum.options().dtype(dtype);
+  return accumulation.received == "zeros" ? at::zeros_symint(sum.sym_sizes(), options)
+                                          : at::empty_symint(sum.sym_sizes(), options);
+}
+
+}  // namespace minifloat::torch_ops

@@ -1,0 +1,48 @@
+// Sums of weight gradients over micro-batches, in fp32. `accumulate` of the layers' ops says where
+// backward adds a weight's gradient:
+//
+//     ""             nowhere: autograd receives the gradient in the weight's dtype
+//     "grad"         to .grad of a leaf, where autograd would add the gradient there and .grad is
+//                    fp32 already; else autograd receives the gradient, in fp32
+//     "main_grad"    to the op's main_grad; autograd receives none
+//     "main_grad+empty", "main_grad+zeros"
+//                    the same, and autograd receives a tensor without values, or zeros: frameworks
+//                    whose hooks wait for a gradient read no values of it
+//
+// Nothing is added where torch.autograd.grad asks for other gradients, or for the weight's own,
+// which it then returns.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+
+#include <cstddef>
+#include <string>
+
+namespace minifloat::torch_ops {
+
+using at::Tensor;
+
+// `accumulate`, parsed.
+struct Accumulation {
+  bool into_grad = false;
+  bool into_main_grad = false;
+  std::string received = "";  // with main_grad: "", "empty" or "zeros"
+
+  bool is_on() const { return into_grad || into_main_grad; }
+};
+
+// Raises ValueError for another text, and for a main_grad that the text does not ask for or lacks.
+Accumulation parse_accumulation(const char* op, const std::string& accumulate, bool has_main_grad);
+
+// Raises ValueError for a main_grad that is not fp32 of the weight's shape and device, or that
+// autograd tracks.
+void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& weight);
+
+// Returns the tensor to which the running backward node adds the gradient of its input `edge`;
+// undefined: autograd receives the gradient. main_grad: of this weight; or undefined
+Tensor sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad, std::size_t edge);
+
+// Returns what autograd receives for a weight whose gradient was added to `sum`.
+Tensor received_for(const Accumulation& accumulation, const Tensor& sum, at::ScalarType dtype);
+
+}  // namespace minifloat::torch_ops
