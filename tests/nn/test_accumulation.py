@@ -10,6 +10,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
+from minifloat.nn import deferred_mlp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -309,19 +310,24 @@ class FeedForward(nn.Module):
 
 
 @pytest.mark.parametrize("how", HOW)
-def test_fused_feed_forward_accumulates(how):
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_fused_feed_forward_accumulates(how, is_compiled, monkeypatch):
+    called, op = [], deferred_mlp.mlp
+    monkeypatch.setattr(deferred_mlp, "mlp", lambda *a, **k: (called.append(1), op(*a, **k))[1])
     models = []
-    for options in ({}, {"fuse": True, "accumulate": how}):
+    for accumulate in (None, how):
         torch.manual_seed(0)
         model = FeedForward()
-        mf.quantize_(model, "fp8_tensorwise", verbose=False, **options)
+        mf.quantize_(model, "fp8_tensorwise", fuse=True, accumulate=accumulate, verbose=False)
         models.append(model)
-    plain, fused = models
+    plain, fused = models  # both compute the op `mlp`
+    calls = [plain, torch.compile(fused, fullgraph=True) if is_compiled else fused]
     for layer in fused.children():
         layer.weight.main_grad = torch.zeros(layer.weight.shape) if how == "main_grad" else None
     for i in range(BATCHES):
-        for model in models:
-            model(batch(i)).square().sum().backward()
+        for call in calls:
+            call(batch(i)).square().sum().backward()
+    assert len(called) >= BATCHES + 1
     for a, b in zip(plain.children(), fused.children()):
         assert torch.equal(a.weight.grad, grad_of(b))
 

@@ -222,6 +222,9 @@ def sample_calls():
     yield ops.mlp, (grad(40, 72), mlp, [None, grad(24), None], "mxfp8", "silu"), {}
     recomputed = {"rng": [RNG, RNG], "recompute": "weight"}
     yield ops.mlp, (grad(3, 4, 72), mlp[1:], [None, None], "nvfp4", "gelu"), recomputed
+    sums = [torch.zeros(w.shape) for w in mlp]
+    summed = {"main_grads": sums, "accumulate": "main_grad+zeros"}
+    yield ops.mlp, (grad(40, 72), mlp, [None] * 3, "fp8_rowwise", "silu"), summed
     yield ops.linear_group, (grad(40, 72), weights, [None, grad(8)], "nvfp4"), {"rng": [RNG, RNG]}
 
 

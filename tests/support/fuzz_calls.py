@@ -374,6 +374,10 @@ def _mlp(rng: Random, arena: Arena) -> Call:
     args |= {"streams": None, "x_operands": None, "weight_operands": None}
     args["activation"] = rng.choice(("silu", "gelu", "gelu_tanh"))
     args["recompute"] = rng.choice(("", "weight"))
+    args["accumulate"] = rng.choice(("", "", "grad", "main_grad"))
+    args["main_grads"] = None
+    if args["accumulate"] == "main_grad":
+        args["main_grads"] = [arena.place(torch.zeros(w.shape)) for w in args["weights"]]
     one = op_call("mlp", **args)
     return Call(with_backward(one.run), args, one.writes)
 

@@ -116,14 +116,17 @@ Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optiona
            const std::optional<at::TensorList>& amax_history,
            const std::optional<at::IntArrayRef>& streams,
            const std::optional<at::TensorList>& x_operands,
-           const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
+           const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
+           const std::optional<at::TensorList>& main_grads, const std::string& accumulate) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
   std::vector<Tensor> cast_weights;
   c10::List<std::optional<Tensor>> cast_biases;
-  for (const Tensor& w : weights) cast_weights.push_back(weight_below<device>(w, weight_operands));
+  for (const Tensor& w : weights)
+    cast_weights.push_back(accumulate.empty() ? weight_below<device>(w, weight_operands) : w);
   for (const std::optional<Tensor> b : biases) cast_biases.push_back(cast<device>(b));
   return torch_ops::mlp(cast<device>(x), cast_weights, cast_biases, recipe, activation, rng,
-                        amax_history, streams, x_operands, weight_operands, recompute);
+                        amax_history, streams, x_operands, weight_operands, recompute, main_grads,
+                        accumulate);
 }
 
 }  // namespace

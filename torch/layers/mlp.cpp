@@ -175,7 +175,8 @@ Tensor mlp_kernel(const Tensor& x, at::TensorList weights,
                   const std::optional<at::IntArrayRef>& streams,
                   const std::optional<at::TensorList>& x_operands,
                   const std::optional<at::TensorList>& weight_operands,
-                  const std::string& recompute) {
+                  const std::string& recompute, const std::optional<at::TensorList>& main_grads,
+                  const std::string& accumulate) {
   const std::size_t n = weights.size();
   TORCH_CHECK_VALUE(n == 2 || n == 3, kMlp,
                     ": expected 2 weights (up, down) or 3 (gate, up, down), got ", n);
@@ -185,13 +186,16 @@ Tensor mlp_kernel(const Tensor& x, at::TensorList weights,
   };
   const at::TensorList states = rng.value_or(at::TensorList()),
                        histories = amax_history.value_or(at::TensorList()),
-                       codes = weight_operands.value_or(at::TensorList());
+                       codes = weight_operands.value_or(at::TensorList()),
+                       sums = main_grads.value_or(at::TensorList());
   const std::vector<std::int64_t> numbers = streams.value_or(at::IntArrayRef()).vec();
   TORCH_CHECK_VALUE(biases.size() == n, kMlp, ": expected ", n, " biases, got ", biases.size());
   check_count("rng", states.size(), n);
   check_count("amax_history", histories.size(), n);
   check_count("streams", numbers.size(), n);
   check_count("tensors of weight_operands", codes.size(), 8 * n);
+  check_count("main_grads", sums.size(), n);
+  const Accumulation accumulation = parse_accumulation(kMlp, accumulate, !sums.empty());
   const auto part = [](at::TensorList list, std::size_t begin, std::size_t count) {
     return list.empty() ? list : list.slice(begin, count);
   };
@@ -209,7 +213,8 @@ Tensor mlp_kernel(const Tensor& x, at::TensorList weights,
         .recomputes_weights = recomputes_weights(kMlp, recompute),
         .prequantized = {begin == 0 ? x_operands.value_or(at::TensorList()) : at::TensorList(),
                          part(codes, 8 * begin, 8 * count)},
-        .shards = {}};
+        .shards = {},
+        .sums = {accumulation, part(sums, begin, count)}};
   };
   const Mlp mlp = {layers_of(0, n - 1, first), layers_of(n - 1, 1, last), activation};
   std::vector<Tensor> all = first.tensors;

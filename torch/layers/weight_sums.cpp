@@ -27,7 +27,7 @@ bool is_asked_for(std::size_t edge) {
   return !node || edge >= node->num_outputs() || node->task_should_compute_output(edge);
 }
 
-// Whether autograd adds to the leaf's .grad in this backward pass. torch.autograd.grad adds to none.
+// Whether this backward pass adds to the leaf's .grad. torch.autograd.grad adds to none.
 bool is_accumulated(AccumulateGrad* leaf) {
   const auto* const executed = torch::autograd::get_current_graph_task_exec_info();
   if (!executed || executed->empty()) return true;  // .backward() of all leaves
@@ -91,7 +91,7 @@ Tensor sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad, 
   if (accumulation.into_grad)
     return leaf && !at::GradMode::is_enabled() ? grad_of(*leaf) : Tensor();
   TORCH_CHECK_VALUE(!leaf || !has_hooks(*leaf) || !accumulation.received.empty(),
-                    "linear: expected no gradient hook on a weight whose gradient is added to "
+                    "accumulate: expected no gradient hook on a weight whose gradient is added to "
                     "main_grad, got one, which would receive no gradient");
   return main_grad;
 }

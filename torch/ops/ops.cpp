@@ -178,16 +178,17 @@ Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optiona
            const std::optional<at::TensorList>& amax_history,
            const std::optional<at::IntArrayRef>& streams,
            const std::optional<at::TensorList>& x_operands,
-           const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
+           const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
+           const std::optional<at::TensorList>& main_grads, const std::string& accumulate) {
   using Signature =
       Tensor(const Tensor&, at::TensorList, const c10::List<std::optional<Tensor>>&,
              const std::string&, const std::string&, const std::optional<at::TensorList>&,
              const std::optional<at::TensorList>&, const std::optional<at::IntArrayRef>&,
              const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
-             const std::string&);
+             const std::string&, const std::optional<at::TensorList>&, const std::string&);
   static const auto op = find<Signature>("minifloat::mlp");
   return op.call(x, weights, biases, recipe, activation, rng, amax_history, streams, x_operands,
-                 weight_operands, recompute);
+                 weight_operands, recompute, main_grads, accumulate);
 }
 
 }  // namespace minifloat::torch_ops

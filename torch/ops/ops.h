@@ -112,6 +112,7 @@ Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optiona
            const std::optional<at::TensorList>& amax_history,
            const std::optional<at::IntArrayRef>& streams,
            const std::optional<at::TensorList>& x_operands,
-           const std::optional<at::TensorList>& weight_operands, const std::string& recompute);
+           const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
+           const std::optional<at::TensorList>& main_grads, const std::string& accumulate);
 
 }  // namespace minifloat::torch_ops

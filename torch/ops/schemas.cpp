@@ -120,8 +120,9 @@ TORCH_LIBRARY(minifloat, m) {
 
   // Layers. layer_operands: the operands of x ("x") or of a weight ("w") as `linear` quantizes it,
   // for later calls of `linear`. recompute: "weight" where backward quantizes the weight again
-  // instead of saving its codes. accumulate: see layers/weight_sums.h. linear_sharded: `linear` on one rank of `group`, whose ranks shard
-  // the weight along weight_dim and x along token_dim; see layers/sharding.h.
+  // instead of saving its codes. accumulate: where backward adds the weight's gradient, as
+  // layers/weight_sums.h describes. linear_sharded: `linear` on one rank of `group`, whose ranks
+  // shard the weight along weight_dim and x along token_dim; see layers/sharding.h.
   torch_ops::register_gathered_input();
   m.def(
       "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "
@@ -151,7 +152,8 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "mlp(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, str activation, *, "
       "Tensor[]? rng=None, Tensor(a!)[]? amax_history=None, int[]? streams=None, "
-      "Tensor[]? x_operands=None, Tensor[]? weight_operands=None, str recompute=\"\") -> Tensor",
+      "Tensor[]? x_operands=None, Tensor[]? weight_operands=None, str recompute=\"\", "
+      "Tensor(b!)[]? main_grads=None, str accumulate=\"\") -> Tensor",
       tags);
   m.def(
       "linear_group(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, *, "

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..spec import Spec
+from .accumulation import weight_sums
 from .deferred import VALUE_DTYPES, Deferred, DeferredNorm, request_of, source_of, version_of
 from .operand_conditions import reads_codes
 from .other_hooks import has_other_hooks
@@ -63,11 +64,11 @@ class FusedMlp:
         if self.between is not None and has_other_hooks(self.between):
             return False
         recipe = self.down.recipe
+        if len({(layer.accumulate, layer.weight.requires_grad) for layer in self.layers}) > 1:
+            return False
         for layer in self.layers:
             weight, bias = layer.weight, layer.bias
             if layer.recipe.text != recipe.text or layer.weight_gather is not None:
-                return False
-            if layer.accumulate:  # the op `mlp` accumulates no gradients
                 return False
             if type(weight) not in TENSORS or (weight.dtype, weight.device) != (dtype, device):
                 return False
@@ -227,6 +228,7 @@ class DeferredHidden(DeferredActivation):
         product = self.product
         product.require_unchanged()
         layers = product.mlp.layers
+        main_grads, accumulate = sums_of(layers)
         states = [layer.op_state() for layer in layers]
         rng, histories, streams = ([s[i] for s in states] for i in range(3))
         x, x_operands = self._input(states)
@@ -249,6 +251,8 @@ class DeferredHidden(DeferredActivation):
             x_operands=x_operands,
             weight_operands=None if None in codes else [t for c in codes for t in c or ()],
             recompute=product.mlp.down.recompute,
+            main_grads=main_grads,
+            accumulate=accumulate,
         )
 
     def _input(self, states: list[Any]) -> tuple[Tensor, list[Tensor] | None]:
@@ -272,6 +276,15 @@ def contiguous(weight: Tensor) -> Tensor:
 def mlp(*args: Any, **kwargs: Any) -> Tensor:
     """Calls the op."""
     return ops.mlp(*args, **kwargs)
+
+
+def sums_of(layers: tuple[Any, ...]) -> tuple[list[Tensor] | None, str]:
+    """Returns main_grads and accumulate of the layers, as the op takes them."""
+    if not layers[0].accumulate:
+        return None, ""
+    main_grads, texts = zip(*(weight_sums(layer, layer.weight) for layer in layers))
+    accumulate = texts[0] if len(set(texts)) == 1 else "main_grad+zeros"
+    return None if main_grads[0] is None else list(main_grads), accumulate
 
 
 def cached_codes(
