@@ -97,6 +97,39 @@ def each_way(spec: str, one: float | None, both: float | None) -> list[Case]:
     return [cast(spec, "", one), cast("", spec, one), cast(spec, spec, both)]
 
 
+def as_fp8(row: str, col: str, forms: str, *, in_two: bool) -> Case:
+    """Returns a case of FP4 written as FP8: the directions in `forms`, of "row" and "col".
+
+    in_two: fp4_as_fp8 converts codes that the cast wrote as FP4. Both find the tensor's amax."""
+    stochastic = "+sr" in row or "+sr" in col
+    flags = {f"fp8_{side}": side in forms and not in_two for side in ("row", "col")}
+
+    def prepare(x: Tensor) -> Inputs:
+        return (x, *([torch.tensor(RNG, device=x.device)] if stochastic else []))
+
+    def run(x: Tensor, *rng: Tensor) -> Any:
+        out = list(ops.quantize(x, row, col, rng=rng[0] if rng else None, **flags))
+        for side, first, spec, cols in (("row", 0, row, x.shape[1]), ("col", 4, col, x.shape[0])):
+            if in_two and side in forms:
+                out[first : first + 2] = ops.fp4_as_fp8(*out[first : first + 3], spec, cols)
+        return tuple(out)
+
+    how = "cast, then converted" if in_two else "cast"
+    return Case(f"{cast_name(row, col)}; {forms} as FP8, {how}", run, prepare, reads=2)
+
+
+def operands_as_fp8() -> list[Case]:
+    """Lists x, g and w under nvfp4_pow2, where FP8 products read FP4."""
+    pow2, square = "nvfp4+pow2", "nvfp4/16x16+pow2"
+    operands = [
+        (pow2, f"{pow2}+rht", "row"),
+        (f"{pow2}+sr", f"{pow2}+sr+rht", "row col"),
+        (square, square, "row"),
+        (pow2, "", "row"),
+    ]
+    return [as_fp8(*operand, in_two=in_two) for operand in operands for in_two in (True, False)]
+
+
 def amax(spec: str, columnwise: bool, bar: float) -> Case:
     side = "columnwise" if columnwise else "rowwise"
     return Case(f"amax {spec}: {side}", lambda x: ops.amax(x, spec, columnwise), bar=bar)
@@ -152,6 +185,7 @@ def all_cases() -> list[Case]:
         ),
         Case("scale swizzle", ops.swizzle_scales, lambda x: quantized("nvfp4")(x)[1:2], 0.80),
     ]
+    table += operands_as_fp8()
     table += [cast(spec, "", decoded=True) for spec in ("nvfp4", "mxfp8")]
     table += [cast(spec, spec, dtype=torch.float32) for spec in ("mxfp8", "nvfp4")]
     return table

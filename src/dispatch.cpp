@@ -101,7 +101,13 @@ void check_operand(const TensorRef& x, const Operand& operand, bool columnwise) 
   MINIFLOAT_CHECK(operand.codes || operand.decoded || !any,
                   "quantize: expected a buffer for the codes of ", spec.str(),
                   " or for their values, got null");
-  MINIFLOAT_CHECK(operand.scale || !any, "quantize: expected a scale buffer for ", spec.str(),
+  MINIFLOAT_CHECK(!operand.as_fp8 || spec.is_fp4_by_powers_of_two(),
+                  "quantize: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2) as FP8, got ",
+                  spec.str());
+  MINIFLOAT_CHECK(!operand.as_fp8 || !operand.decoded, "quantize: expected FP8 codes of ",
+                  spec.str(), " or decoded values, got both");
+  const bool any_scale = any || (operand.as_fp8 && parts * rows > 0);
+  MINIFLOAT_CHECK(operand.scale || !any_scale, "quantize: expected a scale buffer for ", spec.str(),
                   ", got null");
   MINIFLOAT_CHECK(!operand.given_amax || spec.has_tensor_amax() || spec.has_row_amax(),
                   "quantize: ", spec.str(), " has no tensor or row amax to be given");

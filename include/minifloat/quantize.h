@@ -59,6 +59,9 @@ struct Operand {
   float* amax = nullptr;
   HistoryEntries history;            // raised to the current amax of +delayed; null: none
   std::uint16_t* decoded = nullptr;  // null: not written
+  // Whether E2M1 under powers of two is written as fp4_as_fp8 would convert it: `codes` are E4M3,
+  // (rows, padded_cols), and `scale` is the fp32 row scales. Then nothing is decoded.
+  bool as_fp8 = false;
 };
 
 // Writes max |x| as the spec takes it, rowwise or columnwise. out: shaped as amax above.

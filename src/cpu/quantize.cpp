@@ -8,10 +8,13 @@
 // The amax of the tensor or of a row, which no tile can decide, is computed first. A group of rows
 // is cast as a matrix of its own.
 #include <algorithm>
+#include <cstddef>
+#include <memory>
 #include <vector>
 
 #include "backend.h"
 #include "encode_tile.h"
+#include "fp4_cast.h"
 #include "grouped.h"
 #include "minifloat/core/amax_history.h"
 #include "minifloat/error.h"
@@ -202,10 +205,23 @@ void quantize_matrices(const TensorRef& x, const Operand* rowwise, const Operand
   });
 }
 
+struct Backend {
+  static constexpr auto quantize = cpu::quantize;
+  static constexpr auto fp4_as_fp8 = cpu::fp4_as_fp8;
+};
+
 }  // namespace
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution) {
+  if (is_as_fp8(rowwise) || is_as_fp8(columnwise)) {
+    std::unique_ptr<std::byte[]> memory;
+    return quantize_in_two_steps<Backend>(
+        x, rowwise, columnwise, execution, [&](std::size_t bytes) {
+          memory = std::make_unique_for_overwrite<std::byte[]>(bytes);
+          return memory.get();
+        });
+  }
   if (x.rows_from) return cpu::quantize(GatheredRows(x).x(), rowwise, columnwise, execution);
   if (!x.groups) return quantize_matrices(x, rowwise, columnwise, {x.rows, x.rows}, execution);
   const std::int64_t unit = x.groups.unit,

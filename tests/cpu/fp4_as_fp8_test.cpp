@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "harness.h"
+#include "minifloat/error.h"
 #include "minifloat/quantize.h"
 
 namespace minifloat {
@@ -94,6 +95,66 @@ TEST(Fp4AsFp8, ZeroAndTinyRows) {
   for (const float value : {0.0f, 0x1p-149f, 0x1p-126f, 0x1p-120f, kInfinity, kNan})
     for (const char* text : {"mxfp4", "nvfp4+pow2"})
       expect_as_worked_out(text, Matrix(shape, DType::kFloat32, std::vector<float>(128, value)));
+}
+
+// Expects a cast that writes FP8 to give the bytes of a cast and a conversion.
+void expect_cast_as_converted(const std::string& text, const Matrix& x, bool columnwise) {
+  const Request request{.spec = Spec::parse(text)};
+  const Spec& spec = request.spec;
+  const Shape read = read_shape(x.shape(), columnwise);
+  Outputs fp4 = quantized(x.ref(), request, columnwise);
+  const std::int64_t size = read.batch * read.rows * spec.padded_cols(read.cols);
+  Fp8Rows want = {Guarded<std::uint8_t>(size), Guarded<float>(read.batch * read.rows)};
+  Fp8Rows got = {Guarded<std::uint8_t>(size), Guarded<float>(read.batch * read.rows)};
+  fp4_as_fp8({{.spec = spec,
+               .codes = fp4.codes.data(),
+               .scale = fp4.scale.data(),
+               .amax = fp4.amax.size() > 0 ? fp4.amax.data() : nullptr,
+               .batch = read.batch,
+               .rows = read.rows,
+               .cols = read.cols},
+              want.codes.data(),
+              want.row_scale.data()});
+  for (const bool has_amax : {true, false}) {
+    Operand to = operand_of(request, fp4);
+    Guarded<float> amax(static_cast<std::int64_t>(fp4.amax.size()));
+    to.as_fp8 = true;
+    to.codes = got.codes.data(), to.scale = got.row_scale.data(), to.decoded = nullptr;
+    to.amax = has_amax && to.amax ? amax.data() : nullptr;
+    quantize(x.ref(), columnwise ? nullptr : &to, columnwise ? &to : nullptr);
+    ASSERT_TRUE(got.codes.guards_hold() && got.row_scale.guards_hold()) << text;
+    for (std::size_t i = 0; i < got.codes.size(); ++i)
+      ASSERT_EQ(got.codes[i], want.codes[i]) << text << ", entry " << i;
+    for (std::size_t i = 0; i < got.row_scale.size(); ++i)
+      ASSERT_TRUE(same_float(got.row_scale[i], want.row_scale[i])) << text << ", row " << i;
+    for (std::size_t i = 0; to.amax && i < amax.size(); ++i)
+      ASSERT_TRUE(same_float(amax[i], fp4.amax[i])) << text;
+  }
+}
+
+TEST(Fp4AsFp8, CastsWriteConvertedCodes) {
+  for (const char* text : {"mxfp4", "mxfp4+sr+rht", "nvfp4+pow2", "nvfp4/16x16+pow2",
+                           "nvfp4+pow2+sr", "nvfp4+pow2+sr+rht"})
+    for (const Shape& shape : {Shape{1, 1, 1}, Shape{1, 33, 161}, Shape{2, 17, 48}})
+      for (const Kind kind : {Kind::kModerate, Kind::kWide, Kind::kSpecial})
+        for (const bool columnwise : {false, true})
+          expect_cast_as_converted(text, Matrix(shape, DType::kFloat32, kind), columnwise);
+}
+
+TEST(Fp4AsFp8, CastsOfOtherSpecsThrow) {
+  const Matrix x(Shape{1, 2, 32}, DType::kFloat32, Kind::kModerate);
+  for (const char* text : {"nvfp4", "mxfp8", "e4m3/row"}) {
+    const Request request{.spec = Spec::parse(text)};
+    Outputs out = quantized(x.ref(), request, false);
+    Operand to = operand_of(request, out);
+    to.as_fp8 = true;
+    EXPECT_THROW(quantize(x.ref(), &to, nullptr), Error) << text;
+  }
+  const Request request{.spec = Spec::parse("mxfp4")};
+  Outputs out = quantized(x.ref(), request, false);
+  Operand to = operand_of(request, out);
+  to.as_fp8 = true;  // beside decoded values
+  EXPECT_THROW(quantize(x.ref(), &to, nullptr), Error);
 }
 
 // In normal data no block lies as far below its row's largest scale as 2^-14.

@@ -151,6 +151,7 @@ def sample_calls():
     yield ops.amax, (batch, "e4m3/row", True), {}
     yield ops.quantize, (x, "nvfp4", "nvfp4+sr+rht"), {"rng": RNG, "decoded_row": True}
     yield ops.quantize, (batch, "mxfp8", ""), {"decoded_row": True}
+    yield ops.quantize, (batch, "nvfp4+pow2", "mxfp4+rht"), {"fp8_row": True, "fp8_col": True}
     yield ops.quantize, (batch, "", "e4m3/row"), {"amax_col": torch.ones(2, 72)}
     yield ops.quantize, (x, "e4m3/tensor+delayed", "e4m3/128x128"), {"amax_row": torch.tensor(2.0)}
     delayed = "e4m3/tensor+delayed"

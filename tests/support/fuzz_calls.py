@@ -116,6 +116,7 @@ def _quantize(rng: Random, arena: Arena) -> Call:
         args[f"amax_{side}"] = arena.place(torch.ones(shape)) if given else None
         args[f"stream_{side}"] = rng.randrange(100)
         args[f"decoded_{side}"] = rng.random() < 0.3
+        args[f"fp8_{side}"] = "fp4" in spec and rng.random() < 0.3
     args["rng"] = arena.place(torch.tensor([1, 2, 3][: rng.choice((2, 3))]))
     if rng.random() < 0.3:
         args["origin"] = [128 * rng.randrange(5), 128 * rng.randrange(5)]

@@ -89,6 +89,16 @@ def test_answers_quantize_with_its_codes():
     assert torch.equal(q.codes, w.columnwise.codes)
 
 
+def test_answers_quantize_with_fp8_of_its_fp4_codes():
+    x, spec = values(), "nvfp4/16x16+pow2"
+    w = mf.QuantizedTensor.from_tensor(x, spec, spec)
+    got, want = (ops.quantize(t, spec, spec, fp8_row=True) for t in (w, x))
+    assert got[0].dtype == torch.float8_e4m3fn
+    for a, b in zip(got, want):
+        assert a.dtype == b.dtype
+        assert torch.equal(as_bytes(a), as_bytes(b))
+
+
 def test_refuses_what_it_does_not_hold():
     w = mf.QuantizedTensor.from_tensor(values(), "nvfp4", "mxfp8")
     with pytest.raises(

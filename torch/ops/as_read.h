@@ -42,6 +42,10 @@ struct AsRead {
     if (!spec.has_blocks()) return amax(spec);
     return shape({spec.scale_rows(rows), spec.scale_cols(cols)});
   }
+  // Returns the shape of the scales of FP4 that is written as FP8: one a row, or a row of a group.
+  Sizes<Int> row_scale() const {
+    return groups && columnwise ? Sizes<Int>{*groups, rows} : shape({rows});
+  }
 };
 
 inline AsRead<c10::SymInt> as_read(const at::Tensor& x, const Spec& spec, bool columnwise,

@@ -45,6 +45,8 @@ struct QuantizeOptions {
   // Also writes the values for an exact product. Where no dispatcher is in between, codes that come
   // with their values are not written: one product reads the operand, and reads its values.
   bool decoded_row = false, decoded_col = false;
+  // Writes FP4 as fp4_as_fp8 does: float8_e4m3fn codes (…, rows, padded_cols), and row scales.
+  bool fp8_row = false, fp8_col = false;
   std::array<c10::SymInt, 2> origin = {0, 0};  // of x within the whole
   Groups groups = {};                          // of the rows of x
   std::optional<Tensor> row_ids = {};          // int32 (rows): rowwise rows of the random counter

@@ -1,5 +1,5 @@
-// The ops amax and quantize: values to codes. Each has a Meta kernel, which gives the shapes, and
-// one kernel for CPU and CUDA, which fills them: the torch-free API dispatches on the device.
+// The op quantize: values to codes. A Meta kernel gives the shapes, and one kernel for CPU and CUDA
+// fills them: the torch-free API dispatches on the device.
 #include "minifloat/quantize.h"
 
 #include <ATen/ATen.h>
@@ -29,22 +29,45 @@ using torch_ops::scale_dtype;
 using torch_ops::Sizes;
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-Tensor empty_amax(const Tensor& x, const Spec& spec, const AsRead<SymInt>& read) {
-  return empty(x, read.amax(spec), at::kFloat);
-}
+// The arguments of the op for one direction.
+struct DirectionArguments {
+  bool columnwise;
+  std::optional<Spec> spec;                  // none: absent
+  const std::optional<Tensor>& active_amax;  // none: computed from x
+  std::int64_t stream;
+  bool decoded, as_fp8;
+  HistoryEntries history = {};  // null: the current amax of +delayed is an output
 
-QuantizedOperand allocate(const Tensor& x, const Spec& spec, const AsRead<SymInt>& read,
-                          bool decoded, bool has_amax) {
-  const auto values = decoded ? read.decoded(spec) : Sizes<SymInt>{SymInt(0)};
-  return {empty(x, read.codes(spec), at::kByte), empty(x, read.scale(spec), scale_dtype(spec)),
-          has_amax ? empty_amax(x, spec, read) : empty(x, {SymInt(0)}, at::kFloat),
+  AsRead<SymInt> read_of(const Tensor& x, const Groups& groups) const {
+    return as_read(x, *spec, columnwise, groups);
+  }
+  at::ScalarType code_dtype() const { return as_fp8 ? at::kFloat8_e4m3fn : at::kByte; }
+  at::ScalarType dtype_of_scale() const { return as_fp8 ? at::kFloat : scale_dtype(*spec); }
+  template <class Int>
+  Sizes<Int> code_shape(const AsRead<Int>& read) const {
+    return as_fp8 ? read.decoded(*spec) : read.codes(*spec);
+  }
+  template <class Int>
+  Sizes<Int> scale_shape(const AsRead<Int>& read) const {
+    return as_fp8 ? read.row_scale() : read.scale(*spec);
+  }
+};
+
+QuantizedOperand allocate(const Tensor& x, const DirectionArguments& d,
+                          const AsRead<SymInt>& read) {
+  const auto values = d.decoded ? read.decoded(*d.spec) : Sizes<SymInt>{SymInt(0)};
+  return {empty(x, d.code_shape(read), d.code_dtype()),
+          empty(x, d.scale_shape(read), d.dtype_of_scale()),
+          d.history.first ? empty(x, {SymInt(0)}, at::kFloat)
+                          : empty(x, read.amax(*d.spec), at::kFloat),
           empty(x, values, at::kBFloat16)};
 }
 
 // Allocates the outputs of a direction as one allocation. Absent outputs are undefined, and so are
 // codes beside their values. For direct calls alone: the outputs of an op do not share memory.
-QuantizedOperand allocate_together(const Tensor& x, const Spec& spec,
-                                   const AsRead<SymInt>& symbolic, bool decoded, bool has_amax) {
+QuantizedOperand allocate_together(const Tensor& x, const DirectionArguments& d,
+                                   const AsRead<SymInt>& symbolic) {
+  const Spec& spec = *d.spec;
   using torch_ops::direct_view;
   constexpr std::int64_t kAlignment = 256;  // bytes, as CUDA's own allocations
   const auto real = [](const SymInt& n) { return n.guard_int(__FILE__, __LINE__); };
@@ -68,12 +91,13 @@ QuantizedOperand allocate_together(const Tensor& x, const Spec& spec,
     end = p.begin + bytes;
     return p;
   };
-  has_amax = has_amax && (spec.has_row_amax() || spec.has_tensor_amax());
-  const auto codes = decoded ? std::nullopt : std::optional(part(at::kByte, read.codes(spec)));
-  const Part scale = part(scale_dtype(spec), read.scale(spec));
+  const bool has_amax = !d.history.first && (spec.has_row_amax() || spec.has_tensor_amax());
+  const auto codes =
+      d.decoded ? std::nullopt : std::optional(part(d.code_dtype(), d.code_shape(read)));
+  const Part scale = part(d.dtype_of_scale(), d.scale_shape(read));
   const auto amax = has_amax ? std::optional(part(at::kFloat, read.amax(spec))) : std::nullopt;
   const auto values =
-      decoded ? std::optional(part(at::kBFloat16, read.decoded(spec))) : std::nullopt;
+      d.decoded ? std::optional(part(at::kBFloat16, read.decoded(spec))) : std::nullopt;
 
   const Tensor memory = torch_ops::direct_empty(x, {end}, at::kByte);
   if (x.is_cpu()) advise_huge_pages(memory);
@@ -90,24 +114,10 @@ QuantizedOperand absent(const Tensor& x) {
   return {none(at::kByte), none(at::kFloat), none(at::kFloat), none(at::kBFloat16)};
 }
 
-// The arguments of the op for one direction.
-struct DirectionArguments {
-  bool columnwise;
-  std::optional<Spec> spec;                  // none: absent
-  const std::optional<Tensor>& active_amax;  // none: computed from x
-  std::int64_t stream;
-  bool decoded;
-  HistoryEntries history = {};  // null: the current amax of +delayed is an output
-
-  AsRead<SymInt> read_of(const Tensor& x, const Groups& groups) const {
-    return as_read(x, *spec, columnwise, groups);
-  }
-};
-
 DirectionArguments direction_arguments(bool columnwise, const std::string& text,
                                        const std::optional<Tensor>& amax, std::int64_t stream,
-                                       bool decoded) {
-  DirectionArguments d{columnwise, std::nullopt, amax, stream, decoded};
+                                       bool decoded, bool as_fp8) {
+  DirectionArguments d{columnwise, std::nullopt, amax, stream, decoded, as_fp8};
   if (text.empty()) return d;
   d.spec = bridge::parse_spec(text);
   TORCH_CHECK_VALUE(!d.spec->is_bf16(),
@@ -124,6 +134,15 @@ struct SharedArguments {
   const torch_ops::CastOfComputed* of = nullptr;  // of values like x; null: x has the values
 };
 
+void check_is_written_as_fp8(const DirectionArguments& d) {
+  TORCH_CHECK_VALUE(
+      d.spec && d.spec->is_fp4_by_powers_of_two(),
+      "quantize: expected E2M1 under powers of two (mxfp4 or nvfp4+pow2) as FP8, got ",
+      d.spec ? d.spec->str() : "no spec");
+  TORCH_CHECK_VALUE(!d.decoded, "quantize: expected FP8 codes of ", d.spec->str(),
+                    " or decoded values, got both");
+}
+
 void check_direction(const Tensor& x, const DirectionArguments& d, const SharedArguments& shared) {
   if (d.spec && d.spec->stochastic)
     TORCH_CHECK_VALUE(shared.rng.has_value(), "quantize: ", d.spec->str(),
@@ -132,6 +151,7 @@ void check_direction(const Tensor& x, const DirectionArguments& d, const SharedA
                     "quantize: ", d.spec->str(),
                     " has blocks of several rows, which the end of a group would cut; expected a "
                     "spec with blocks of one row for values in groups");
+  if (d.as_fp8) check_is_written_as_fp8(d);
   if (!d.active_amax) return;
   TORCH_CHECK_VALUE(d.spec.has_value(), "quantize: expected no amax of a direction without a spec");
   const bool takes_amax = d.spec->has_tensor_amax() || d.spec->has_row_amax();
@@ -179,7 +199,7 @@ void check_arguments(const Tensor& x, const DirectionArguments& row, const Direc
 QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d,
                                     const Groups& groups) {
   if (!d.spec) return absent(x);
-  return allocate(x, *d.spec, d.read_of(x, groups), d.decoded, !d.history.first);
+  return allocate(x, d, d.read_of(x, groups));
 }
 
 EightTensors eight(const QuantizedOperand& row, const QuantizedOperand& col) {
@@ -193,10 +213,12 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
                            c10::SymIntArrayRef origin, const std::optional<Tensor>& groups,
                            std::int64_t unit, const std::optional<Tensor>& row_ids,
                            std::int64_t first_expert, const std::optional<Tensor>& rows_from,
-                           bool decoded_row, bool decoded_col) {
+                           bool decoded_row, bool decoded_col, bool fp8_row, bool fp8_col) {
   bridge::check_values("quantize", x);
-  const DirectionArguments r = direction_arguments(false, row, amax_row, stream_row, decoded_row);
-  const DirectionArguments c = direction_arguments(true, col, amax_col, stream_col, decoded_col);
+  const DirectionArguments r =
+      direction_arguments(false, row, amax_row, stream_row, decoded_row, fp8_row);
+  const DirectionArguments c =
+      direction_arguments(true, col, amax_col, stream_col, decoded_col, fp8_col);
   const SharedArguments shared = {rng, {groups, unit, rows_from}, row_ids, first_expert};
   check_arguments(x, r, c, shared, origin.size());
   return eight(allocate_direction(x, r, shared.groups), allocate_direction(x, c, shared.groups));
@@ -245,6 +267,7 @@ void fill_operand(OperandHolder& holder, const DirectionArguments& d, const Quan
   o.amax = data_or_null<float>(out.amax);
   o.history = d.history;
   o.decoded = data_or_null<std::uint16_t>(out.decoded);
+  o.as_fp8 = d.as_fp8;
 }
 
 // Quantizes into the outputs of the directions that have a spec.
@@ -282,10 +305,12 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
                              const std::optional<Tensor>& groups, std::int64_t unit,
                              const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                              const std::optional<Tensor>& rows_from, bool decoded_row,
-                             bool decoded_col) {
+                             bool decoded_col, bool fp8_row, bool fp8_col) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
-  const DirectionArguments r = direction_arguments(false, row, amax_row, stream_row, decoded_row);
-  const DirectionArguments c = direction_arguments(true, col, amax_col, stream_col, decoded_col);
+  const DirectionArguments r =
+      direction_arguments(false, row, amax_row, stream_row, decoded_row, fp8_row);
+  const DirectionArguments c =
+      direction_arguments(true, col, amax_col, stream_col, decoded_col, fp8_col);
   const SharedArguments shared = {rng, {groups, unit, rows_from}, row_ids, first_expert};
   check_arguments(x, r, c, shared, sym_origin.size());
   const QuantizedOperand out_row = allocate_direction(x, r, shared.groups),
@@ -293,30 +318,6 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
   fill(in, r, out_row, c, out_col, shared, C10_AS_INTARRAYREF_SLOW(sym_origin),
        bridge::ExecutionOn(x));
   return eight(out_row, out_col);
-}
-
-Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise,
-                 const std::optional<Tensor>& table, const std::optional<Tensor>& rows_from) {
-  const Groups groups = {table, 0, rows_from};
-  bridge::check_values("amax", x);
-  torch_ops::check_groups("amax", groups, x);
-  TORCH_CHECK_VALUE(!table || x.dim() == 2, "amax: expected x (rows, cols) with groups, got ",
-                    x.dim(), " dimensions");
-  const Spec spec = bridge::parse_spec(text);
-  TORCH_CHECK_VALUE(spec.has_tensor_amax() || spec.has_row_amax(), "amax: ", spec.str(),
-                    " has no tensor or row amax; expected tensor, row or nvfp4 scaling");
-  return empty_amax(x, spec, as_read(x, spec, columnwise, groups));
-}
-
-Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise,
-                   const std::optional<Tensor>& groups, const std::optional<Tensor>& rows_from) {
-  TensorRef in = bridge::tensor_ref("amax", x);
-  const Tensor out = amax_meta(x, text, columnwise, groups, rows_from);
-  const Spec& spec = bridge::parse_spec(text);
-  torch_ops::set_groups("amax", {groups, 0, rows_from}, spec.group_unit(), in);
-  bridge::with_value_errors(
-      [&] { amax(in, spec, columnwise, out.mutable_data_ptr<float>(), bridge::ExecutionOn(x)); });
-  return out;
 }
 
 }  // namespace
@@ -328,10 +329,10 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
     const CastOfComputed* of, bool shares_memory) {
   const TensorRef in = bridge::tensor_ref("quantize", x);
   std::optional<Tensor> amax_row = options.amax_row, amax_col = options.amax_col;
-  DirectionArguments r =
-      direction_arguments(false, row, amax_row, options.stream_row, options.decoded_row);
-  DirectionArguments c =
-      direction_arguments(true, col, amax_col, options.stream_col, options.decoded_col);
+  DirectionArguments r = direction_arguments(false, row, amax_row, options.stream_row,
+                                             options.decoded_row, options.fp8_row);
+  DirectionArguments c = direction_arguments(true, col, amax_col, options.stream_col,
+                                             options.decoded_col, options.fp8_col);
   if (options.history) {
     const auto& [history, row_of_row, row_of_col] = *options.history;
     if (r.spec && r.spec->delayed) r.history = entries_of(history, row_of_row, amax_row);
@@ -345,7 +346,7 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
   const auto output = [&](const DirectionArguments& d) -> QuantizedOperand {
     if (!shares_memory) return allocate_direction(x, d, options.groups);
     if (!d.spec) return {};
-    return allocate_together(x, *d.spec, d.read_of(x, options.groups), d.decoded, !d.history.first);
+    return allocate_together(x, d, d.read_of(x, options.groups));
   };
   std::pair<QuantizedOperand, QuantizedOperand> out = {output(r), output(c)};
   fill(in, r, out.first, c, out.second, shared, origin, here);
@@ -354,26 +355,10 @@ std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
 
 }  // namespace torch_ops
 
-namespace {
-
-void register_kernels(torch::Library& m) {
-  m.impl("amax", amax_kernel);
-  m.impl("quantize", quantize_kernel);
-}
-
-}  // namespace
-
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
-
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
-  m.impl("amax", amax_meta);
-  m.impl("quantize", quantize_meta);
-}
-
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("quantize", quantize_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("quantize", quantize_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("quantize", quantize_meta); }
 // Codes have no derivative. layers/linear.cpp has the derivatives of layers.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"amax", "quantize"}) m.impl(op, torch_ops::without_derivative());
-}
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl("quantize", torch_ops::without_derivative()); }
 
 }  // namespace minifloat

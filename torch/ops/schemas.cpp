@@ -20,7 +20,8 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("check_groups(bool enabled) -> bool");
 
   // Values. x: (rows, cols) or (batch, rows, cols), fp32 or bf16, of column stride 1.
-  // rows_from: the row of x of each row that is cast, int32 (rows), with groups.
+  // rows_from: the row of x of each row that is cast, int32 (rows), with groups. fp8: FP4 is
+  // written as fp4_as_fp8 returns it.
   m.def(
       "amax(Tensor x, str spec, bool columnwise=False, *, Tensor? groups=None, "
       "Tensor? rows_from=None) -> Tensor",
@@ -29,8 +30,8 @@ TORCH_LIBRARY(minifloat, m) {
       "quantize(Tensor x, str row, str col, *, Tensor? amax_row=None, Tensor? amax_col=None, "
       "Tensor? rng=None, int stream_row=0, int stream_col=0, SymInt[2] origin=0, "
       "Tensor? groups=None, int group_unit=0, Tensor? row_ids=None, int first_expert=0, "
-      "Tensor? rows_from=None, "
-      "bool decoded_row=False, bool decoded_col=False) -> "
+      "Tensor? rows_from=None, bool decoded_row=False, bool decoded_col=False, "
+      "bool fp8_row=False, bool fp8_col=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);

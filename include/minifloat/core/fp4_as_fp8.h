@@ -30,11 +30,14 @@ inline constexpr int kFp4AsFp8Zero = -2000;
 MINIFLOAT_HD constexpr int fp4_exponent_e8m0(std::uint32_t scale) {
   return scale == E8M0::kNanBits ? kFp4AsFp8Nan : static_cast<int>(scale) - E8M0::kBias;
 }
-MINIFLOAT_HD constexpr int fp4_exponent_e4m3(std::uint32_t scale) {
-  const std::uint32_t bits = bit_cast<std::uint32_t>(decode<E4M3>(scale)) & Float32::kMagnitude;
+MINIFLOAT_HD constexpr int fp4_exponent_of_value(float scale) {
+  const std::uint32_t bits = magnitude_bits(scale);
   if (bits == 0) return kFp4AsFp8Zero;
   return is_finite(bits) ? static_cast<int>(bits >> Float32::kMantissaBits) - Float32::kBias
                          : kFp4AsFp8Nan;
+}
+MINIFLOAT_HD constexpr int fp4_exponent_e4m3(std::uint32_t scale) {
+  return fp4_exponent_of_value(decode<E4M3>(scale));
 }
 
 // Returns K of a row, from the largest of its blocks' exponents: 0 where no block has one.

@@ -57,6 +57,8 @@ def quantize(
     amax_col: Tensor | None = None,
     decoded_row: bool = False,
     decoded_col: bool = False,
+    fp8_row: bool = False,
+    fp8_col: bool = False,
     **random: Any,
 ) -> Any:
     """Returns the codes of a QuantizedTensor; other specs are refused, not rounded a second time.
@@ -69,7 +71,7 @@ def quantize(
     if not all(Spec.parse(spec).is_delayed for spec in with_amax):
         raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
 
-    def operand(spec: str, columnwise: bool, decoded: bool) -> tuple[Tensor, ...]:
+    def operand(spec: str, columnwise: bool, decoded: bool, as_fp8: bool) -> tuple[Tensor, ...]:
         none = [x.new_empty(0, dtype=d) for d in (torch.uint8, torch.float32, torch.float32)]
         values = x.new_empty(0, dtype=torch.bfloat16)
         if not spec:
@@ -77,9 +79,12 @@ def quantize(
         part = x.direction(Spec.parse(spec).text, columnwise)
         if decoded:
             values = ops.decode(part.codes, part.scale, part.spec, part.shape[-1])
-        return part.codes, raw_scale(part), part.amax, values
+        codes, scale = part.codes, raw_scale(part)
+        if as_fp8:
+            codes, scale = ops.fp4_as_fp8(codes, scale, part.amax, part.spec, part.shape[-1])
+        return codes, scale, part.amax, values
 
-    return (*operand(row, False, decoded_row), *operand(col, True, decoded_col))
+    return (*operand(row, False, decoded_row, fp8_row), *operand(col, True, decoded_col, fp8_col))
 
 
 @handles(ops.linear.default, ops.linear_group.default, ops.mlp.default)

@@ -106,7 +106,8 @@ inline constexpr int kPanel = 256;
 struct PanelOutputs {
   std::uint32_t* columns;  // (batch, cols), or (groups, cols)
   std::uint32_t* rows;     // (batch, rows)
-  std::uint32_t* tensor;   // (batch), or (groups); then no other output
+  std::uint32_t* tensor;   // (batch), or (groups)
+  int height_log2 = 0;     // of the runs of rows or columns that share an amax, of one matrix
 };
 // A panel, and the matrix or group that contains it.
 struct Panel {
@@ -139,7 +140,7 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
     m.z = max_words<T>(m.z, chunk.z), m.w = max_words<T>(m.w, chunk.w);
     if (!out.rows) return;
     const std::uint32_t row = warp_max(larger_half<T>(max_chunk<T>(0, chunk)));
-    if (lane == 0) atomicMax(out.rows + panel.output + r, row);
+    if (lane == 0) atomicMax(out.rows + ((panel.output + r) >> out.height_log2), row);
   };
   constexpr int kTogether = 8;  // rows in flight
   int r = warp;
@@ -166,7 +167,8 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
     memcpy(&chunk, elements, sizeof chunk);
     take(chunk, r);
   }
-  if (out.tensor) return raise_by_block(out.tensor + e, larger_half<T>(max_chunk<T>(0, m)));
+  if (out.tensor) raise_by_block(out.tensor + e, larger_half<T>(max_chunk<T>(0, m)));
+  if (!out.columns) return;
   of_warp[warp][lane] = m;
   __syncthreads();
   if (threadIdx.x >= 128) return;  // a thread a word
@@ -179,7 +181,7 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
 #pragma unroll
   for (int i = 0; i < kOfWord; ++i)
     if (panel_first + i < x.cols)
-      atomicMax(out.columns + e * x.cols + panel_first + i,
+      atomicMax(out.columns + ((e * x.cols + panel_first + i) >> out.height_log2),
                 kOfWord == 1 ? all : (i == 0 ? all << 16 : all & 0xFFFF'0000u));
 }
 
@@ -310,6 +312,20 @@ void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_colu
   const PanelOutputs out = {columns, rows, nullptr};
   x.dtype == DType::kFloat32 ? launch_panels<float>(x, out, stream)
                              : launch_panels<Bf16>(x, out, stream);
+}
+
+void amaxes_of_rows(const TensorRef& x, const AmaxesOfRows& of, const Execution& execution) {
+  const cudaStream_t stream = cuda_stream(execution);
+  if (of.transformed)
+    return launch_transformed({.x = x,
+                               .spec = *of.transformed,
+                               .columnwise = true,
+                               .out = of.of_transformed,
+                               .stream = stream,
+                               .rows = of.columns,
+                               .straight = of.straight});
+  launch_panels<Bf16>(x, {of.columns, of.straight.rows, of.straight.tensor, of.height_log2},
+                      stream);
 }
 
 }  // namespace minifloat::cuda

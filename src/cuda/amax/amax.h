@@ -6,6 +6,12 @@
 
 namespace minifloat::cuda {
 
+// Untransformed amaxes of a matrix. Zero before.
+struct StraightAmaxes {
+  std::uint32_t* tensor;  // null: none is written
+  std::uint32_t* rows;    // null: not written
+};
+
 // One amax of x.   out: of a tensor or of rows as read, zero before
 struct AmaxRequest {
   const TensorRef& x;
@@ -13,9 +19,24 @@ struct AmaxRequest {
   bool columnwise;
   std::uint32_t* out;
   cudaStream_t stream;
+  // Of a transformed columnwise operand of a matrix with a tensor's amax: what the same read finds.
+  std::uint32_t* rows = nullptr;  // the amaxes of its rows as read
+  StraightAmaxes straight = {};
 };
 
 // Raises `out` by the magnitudes of transformed values.
 void launch_transformed(const AmaxRequest& request);
+
+// The amaxes that a cast to NVFP4 reads where it writes rows as FP8, of a bf16 matrix. All are zero
+// before; null: not written.
+struct AmaxesOfRows {
+  StraightAmaxes straight;
+  std::uint32_t* columns;         // of the columnwise operand's rows
+  int height_log2;                // of the runs of rows as read that share an amax
+  const Spec* transformed;        // the columnwise operand's spec; null: it is not transformed
+  std::uint32_t* of_transformed;  // the tensor amax of transformed columns
+};
+// Raises them, from one read.
+void amaxes_of_rows(const TensorRef& x, const AmaxesOfRows& of, const Execution& execution);
 
 }  // namespace minifloat::cuda

@@ -10,21 +10,21 @@
 namespace minifloat::cuda {
 namespace {
 
-// The arguments of the transformed amaxes.   out: (batch) or (batch, rows as read), zero before
+// The arguments of the transformed amaxes. The outputs are zero before; null: not written.
 struct TransformedArgs {
   Source x;
   DeviceGroups groups;
   int points;
-  bool of_rows;
-  std::uint32_t rows;  // as read
-  std::uint32_t* out;
+  std::uint32_t rows;       // as read
+  std::uint32_t* of_rows;   // (batch, rows as read)
+  std::uint32_t* of_parts;  // (batch), or (groups); by rows, instead of those of rows
 };
 // Raises the row's amax, where rows have one.   lanes: those that hold vec16s of the row
 __device__ __forceinline__ void raise_row(const TransformedArgs& args, std::uint32_t m, int lanes,
                                           const Place& at) {
   for (int lane = 1; lane < lanes; lane *= 2) m = max(m, __shfl_xor_sync(kAllLanes, m, lane));
   if (at.col / kVec % lanes == 0 && at.row < args.rows)
-    atomicMax(args.out + at.all, canonical_magnitude(m));
+    atomicMax(args.of_rows + at.all, canonical_magnitude(m));
 }
 
 // ---- By rows ------------------------------------------------------------------------------------
@@ -37,20 +37,20 @@ __global__ void __launch_bounds__(kThreads, 5)
     const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
     if (at.all >= layout.end_row) return;
     if (args.of_rows) {
-      atomicMax(args.out + at.all, canonical_magnitude(m));
+      atomicMax(args.of_rows + at.all, canonical_magnitude(m));
     } else if (at.batch == batch || all == 0) {
       all = max(all, m), batch = at.batch;
     } else {
-      atomicMax(args.out + at.batch, canonical_magnitude(m));
+      atomicMax(args.of_parts + at.batch, canonical_magnitude(m));
     }
   });
   if (args.of_rows) return;
   // Threads of a block with different matrices take different branches.
   const std::uint32_t first = layout.rows_of_matrix.divide(layout.first_row);
   if (layout.rows_of_matrix.divide(layout.end_row - 1) == first)
-    raise_by_block(args.out + first, canonical_magnitude(all));
+    raise_by_block(args.of_parts + first, canonical_magnitude(all));
   else
-    atomicMax(args.out + batch, canonical_magnitude(all));
+    atomicMax(args.of_parts + batch, canonical_magnitude(all));
 }
 
 // Takes groups. Blocks past the last group leave at once.
@@ -73,19 +73,49 @@ __global__ void __launch_bounds__(kThreads, 5)
     const std::uint32_t m = hadamard_vec(vec, args.points, kHadamardSigns).amax();
     if (at.all >= layout.end_row) return;
     if (args.of_rows)
-      atomicMax(args.out + at.all, canonical_magnitude(m));
+      atomicMax(args.of_rows + at.all, canonical_magnitude(m));
     else if (is_mixed)
-      atomicMax(args.out + group_of_row(args.groups, at.all), canonical_magnitude(m));
+      atomicMax(args.of_parts + group_of_row(args.groups, at.all), canonical_magnitude(m));
     else
       all = max(all, m);
   });
-  if (!args.of_rows && !is_mixed) raise_by_block(args.out + group, canonical_magnitude(all));
+  if (!args.of_rows && !is_mixed) raise_by_block(args.of_parts + group, canonical_magnitude(all));
 }
 
 // ---- By tiles -----------------------------------------------------------------------------------
+// Returns the largest magnitude of a vec16. The bits of a NaN stay, as in the amaxes of amax.cu.
+__device__ __forceinline__ std::uint32_t largest_bits(const Vec16<Bf16>& vec) {
+  std::uint32_t m = 0;
+#pragma unroll
+  for (const std::uint32_t w : vec.w) m = __vmaxu2(m, w & 0x7FFF'7FFFu);
+  return max(m & 0xFFFF'0000u, m << 16);
+}
+
+// Raises the untransformed amaxes of a tile: of the tensor, and of each row where `rows` is not
+// null.
+__device__ __forceinline__ void take_straight_amax_of_tile(const SharedTile<Bf16>& shared,
+                                                           const TilePlace& tile,
+                                                           std::uint32_t count,
+                                                           const StraightAmaxes& to) {
+  std::uint32_t all = 0;
+  shared.each_vec<false>([&](const auto& vec, unsigned row) {
+    std::uint32_t m = largest_bits(vec);
+    all = max(all, m);
+    if (!to.rows) return;
+    for (int lane = 1; lane < kVecColumns; lane *= 2)
+      m = max(m, __shfl_xor_sync(kAllLanes, m, lane));
+    if (threadIdx.x % kVecColumns == 0 && tile.row + row < count)
+      atomicMax(to.rows + tile.row + row, m);
+  });
+  raise_by_block(to.tensor, all);
+  __syncthreads();  // the next use of its shared memory waits
+}
+
+// straight: untransformed amaxes of a matrix, from the same read; null: none
 template <class T>
 __device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, const Source& x,
-                                                  const TilePlace& tile) {
+                                                  const TilePlace& tile,
+                                                  const StraightAmaxes* straight = nullptr) {
   extern __shared__ __align__(16) std::uint32_t words[];
   const SharedTile<T> shared = {words};
   if (x.aligned && tile.col + kTile <= x.cols)
@@ -93,6 +123,9 @@ __device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, c
   else
     shared.fill(x, tile);
   shared.wait();
+  if constexpr (sizeof(T) == 2)
+    if (straight)
+      take_straight_amax_of_tile(shared, tile, static_cast<std::uint32_t>(x.rows), *straight);
   std::uint32_t all = 0;
   const std::uint32_t col = tile.row + threadIdx.x % kVecColumns * kVec;
   shared.template each_vec<true>([&](const auto& vec, unsigned row) {
@@ -102,13 +135,20 @@ __device__ __forceinline__ void take_amax_of_tile(const TransformedArgs& args, c
     const std::uint32_t of_all = tile.batch * args.rows + in_matrix;
     if (args.of_rows) raise_row(args, m, kVecColumns, {tile.batch, in_matrix, of_all, col, of_all});
   });
-  if (!args.of_rows) raise_by_block(args.out + tile.batch, canonical_magnitude(all));
+  if (args.of_parts) raise_by_block(args.of_parts + tile.batch, canonical_magnitude(all));
 }
 template <class T>
 __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 5 : 3)
     amax_of_transformed_columns(const __grid_constant__ TransformedArgs args,
                                 const __grid_constant__ Tiles tiles) {
   take_amax_of_tile<T>(args, args.x, tile_place(tiles));
+}
+// Takes both from one read of a bf16 matrix: the straight amaxes too.
+__global__ void __launch_bounds__(kThreads, 5)
+    amax_of_straight_and_transformed(const __grid_constant__ TransformedArgs args,
+                                     const __grid_constant__ StraightAmaxes straight,
+                                     const __grid_constant__ Tiles tiles) {
+  take_amax_of_tile<Bf16>(args, args.x, tile_place(tiles), &straight);
 }
 // Takes groups. Blocks past the last group leave at once.
 template <class T>
@@ -146,6 +186,10 @@ void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
     const auto kernel = amax_of_transformed_group_columns<T>;
     allow_shared(kernel, kBytes, "amax");
     kernel<<<grid, kThreads, kBytes, r.stream>>>(args, tiles.across);
+  } else if (r.straight.tensor) {
+    constexpr std::size_t kBf16Bytes = SharedTile<Bf16>::kBytes;
+    amax_of_straight_and_transformed<<<grid, kThreads, kBf16Bytes, r.stream>>>(args, r.straight,
+                                                                               tiles);
   } else {
     const auto kernel = amax_of_transformed_columns<T>;
     allow_shared(kernel, kBytes, "amax");
@@ -156,12 +200,13 @@ void launch_columns(const TransformedArgs& args, const AmaxRequest& r) {
 template <class T>
 void launch(const AmaxRequest& r) {
   const Source x = source_of(r.x);
+  const bool of_rows = r.spec.has_row_amax();
   const TransformedArgs args = {x,
                                 device_groups(r.x.groups),
                                 r.spec.transform,
-                                r.spec.has_row_amax(),
                                 static_cast<std::uint32_t>(r.columnwise ? x.cols : x.rows),
-                                r.out};
+                                of_rows ? r.out : r.rows,
+                                of_rows ? nullptr : r.out};
   r.columnwise ? launch_columns<T>(args, r) : launch_rows<T>(args, r);
 }
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 
 #include "cuda/backend.h"
+#include "cuda/codec/fp4_as_fp8.cuh"
 #include "cuda/common/launch.h"
 #include "cuda/quantize/cast_vec16.cuh"
 #include "minifloat/core/fp4_as_fp8.h"
@@ -32,25 +33,9 @@ __device__ __forceinline__ int exponent_at(const Fp4AsFp8Args& args, const std::
   return args.is_mx ? fp4_exponent_e8m0(scale[block]) : fp4_exponent_e4m3(scale[block]);
 }
 
-// The E4M3 codes of E2M1's eight magnitudes in a block, four a word.
-struct Table {
-  std::uint32_t low, high;
-  std::uint32_t signs;  // the bits that a code's sign may set: none for NaN
-};
-__device__ __forceinline__ Table fp8_code_table(int exponent, int row_exponent) {
-  if (exponent == kFp4AsFp8Nan)
-    return {E4M3::kNanBits * 0x0101'0101u, E4M3::kNanBits * 0x0101'0101u, 0};
-  const float one = fp4_as_fp8_factor(exponent, row_exponent);
-  return {cvt_e4m3x2(0.0f, 0.5f * one) | cvt_e4m3x2(one, 1.5f * one) << 16,
-          cvt_e4m3x2(2.0f * one, 3.0f * one) | cvt_e4m3x2(4.0f * one, 6.0f * one) << 16,
-          0x8080'8080u};
-}
-// Returns the FP8 codes of four codes in the low nibbles of w.
-__device__ __forceinline__ std::uint32_t four_fp8_codes(const Table& table, std::uint32_t w) {
-  const std::uint32_t magnitude = __byte_perm(table.low, table.high, w & 0x7777u);
-  // The byte is 0x80 for a selector of 0; a selector of 8 fills it with that byte's sign.
-  const std::uint32_t sign = permute_bytes(0x80u, 0u, w & 0x8888u);
-  return magnitude | ((sign << 1) & table.signs);
+__device__ __forceinline__ Fp8CodeTable table_of(int exponent, int row_exponent) {
+  return exponent == kFp4AsFp8Nan ? fp8_nan_table()
+                                  : fp8_code_table(fp4_as_fp8_factor(exponent, row_exponent));
 }
 
 // The operands of one launch: those of a product. Rows from `first_rows` on are the second's.
@@ -125,12 +110,11 @@ __device__ __forceinline__ uint2 load_fp4_codes(const Fp4AsFp8Args& args, const 
 }
 
 // Stores the FP8 codes of 16 codes at `col`, up to the end of the row.
-__device__ __forceinline__ void store_fp8_codes(const Fp4AsFp8Args& args, const Table& table,
+__device__ __forceinline__ void store_fp8_codes(const Fp4AsFp8Args& args, const Fp8CodeTable& table,
                                                 uint2 w, std::uint8_t* to, std::uint32_t col,
                                                 std::uint32_t end) {
   if (col >= end) return;
-  const uint4 codes = make_uint4(four_fp8_codes(table, w.x), four_fp8_codes(table, w.x >> 16),
-                                 four_fp8_codes(table, w.y), four_fp8_codes(table, w.y >> 16));
+  const uint4 codes = fp8_codes(table, w.x, w.y);
   if (args.aligned_out && end - col >= kVec) {
     *reinterpret_cast<uint4*>(to + col) = codes;
     return;
@@ -169,8 +153,8 @@ __global__ void __launch_bounds__(kThreads)
     for (std::uint32_t j = 0; j < kTogether; ++j) {
       const std::uint32_t here = col + j * kStep;
       if (here >= at.end) break;
-      const Table table =
-          fp8_code_table(exponent_at(args, at.scale, here >> args.width_log2), row_exponent);
+      const Fp8CodeTable table =
+          table_of(exponent_at(args, at.scale, here >> args.width_log2), row_exponent);
       store_fp8_codes(args, table, codes[j], to, here, at.end);
     }
     col += kTogether * kStep;

@@ -54,6 +54,10 @@ struct KernelOperand {
   std::uint8_t* codes;
   void* scale;
   std::uint16_t* decoded;  // null: not written
+  // Of FP4 written as FP8: the amax of each row of blocks, and the scales of rows; null: the codes
+  // are FP4.
+  const std::uint32_t* row_amax;
+  float* row_scale;
 };
 
 template <class F>

@@ -2,6 +2,7 @@
 // presets. Rule, rounding and block are compiled in, and no kernel checks for edges.
 #pragma once
 
+#include "cuda/codec/fp4_as_fp8.cuh"
 #include "cuda/common/reduce.cuh"
 #include "cuda/quantize/general.cuh"
 
@@ -18,6 +19,16 @@ struct PresetCast : Cast<Format, Stochastically, Transformed, reads_values(Round
   static constexpr int kVecsLog2 = Rule == ScaleRule::kNvfp4 ? 0 : Rule == ScaleRule::kMx ? 1 : 3;
   static constexpr int kHeightLog2 = Block2d ? kVecsLog2 + 4 : 0;
   static_assert(!Block2d || kBlocks);
+  static constexpr bool kAsFp8 = false;  // whether FP4 is written as FP8
+  static constexpr int kCodeBytes = kVecBytes<Format>;
+};
+// A cast to NVFP4 under powers of two that writes E4M3 codes under one scale a row
+// (core/fp4_as_fp8.h), of one matrix.
+template <class C>
+struct AsFp8 : C {
+  static_assert(C::kRule == ScaleRule::kNvfp4 && C::kRounding == ScaleRounding::kPowerOfTwo);
+  static constexpr bool kAsFp8 = true;
+  static constexpr int kCodeBytes = kVec;
 };
 
 template <class C>
@@ -158,14 +169,46 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
   }
 }
 
-// Encodes and stores a vec16.   to: its codes; at: its index among all vec16s
+// Returns 2^(6 - K) of a row that is written as FP8, from the amax of its row of blocks: a block's
+// scale rises with its amax.
+template <class C>
+__device__ __forceinline__ float fp8_row_factor(const KernelOperand& plan, const MatrixScale& scale,
+                                                std::uint32_t row) {
+  if constexpr (C::kAsFp8) {
+    const std::uint32_t amax = __ldg(plan.row_amax + (row >> C::kHeightLog2));
+    const float largest = block_scale<E2M1>(C::kRule, C::kRounding, scale, amax).scale;
+    const int exponent = fp4_row_exponent(fp4_exponent_of_value(largest));  // -9 to 8
+    return bit_cast<float>(static_cast<std::uint32_t>(Float32::kBias + kFp4AsFp8Top - exponent)
+                           << Float32::kMantissaBits);
+  } else {
+    return 1.0f;
+  }
+}
+// Stores the scale of that row, 2^(K - 6) times the tensor's.   factor: 2^(6 - K)
+__device__ __forceinline__ void store_fp8_row_scale(const KernelOperand& plan,
+                                                    const MatrixScale& scale, std::uint32_t row,
+                                                    float factor) {
+  constexpr std::uint32_t kOneSquared = 2u * Float32::kBias << Float32::kMantissaBits;
+  plan.row_scale[row] =
+      bit_cast<float>(kOneSquared - bit_cast<std::uint32_t>(factor)) * scale.scale;
+}
+
+// Encodes and stores a vec16.   to: its codes; at: its index among all vec16s; row_factor: of a row
+// that is written as FP8
 template <class C, class T>
 __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
                                                  const TransformedVec<T>& transformed,
                                                  const BlockScale& block, const RandomBits& bits,
-                                                 std::uint8_t* to, std::uint64_t at) {
+                                                 std::uint8_t* to, std::uint64_t at,
+                                                 [[maybe_unused]] float row_factor = 1.0f) {
   const Codes<typename C::F> codes =
       encode_in_block<C>(plan, C::kRule, transformed.vec, block, bits, transformed.pending_factor);
+  if constexpr (C::kAsFp8) {
+    // Under a NaN scale the codes are 6 without signs, and 6 times it is NaN.
+    *reinterpret_cast<uint4*>(to) =
+        fp8_codes(fp8_code_table(block.scale * row_factor), codes.w[0], codes.w[1]);
+    return;
+  }
   if (plan.codes) store_vec<typename C::F>(to, 0, codes);
   if (plan.decoded)
     store_product_values<typename C::F>(codes, block.scale, plan.decoded + at * kVec, 0, kVec,

@@ -9,8 +9,8 @@ __global__ void __launch_bounds__(kThreads, 4)
     quantize_run(const __grid_constant__ VecRun run, const __grid_constant__ KernelOperand plan) {
   __shared__ Whole whole;
   const std::uint32_t first = blockIdx.x * (kThreads * kVecsOfRows) + threadIdx.x;
-  constexpr int kStep = kThreads * kVecBytes<typename C::F>;
-  std::uint8_t* const to = plan.codes + std::uint64_t{first} * kVecBytes<typename C::F>;
+  constexpr int kStep = kThreads * C::kCodeBytes;
+  std::uint8_t* const to = plan.codes + std::uint64_t{first} * C::kCodeBytes;
   if constexpr (C::kReadsValues) {
     // One copy of the body, with the next load in flight: four do not fit the instruction cache.
     Vec16<Bf16> next = load_vec(run, first);
@@ -70,6 +70,9 @@ bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution) {
   using namespace preset;
   const bool has_parts = args.batch > 1 && args.row_spec.has_tensor_amax();
   if (!is_run(args) || has_parts) return false;
+  if (args.row.row_scale)
+    return try_run<AsFp8<Nvfp4Pow2::Straight>>(args, execution) ||
+           try_run<AsFp8<Nvfp4Pow2::Random>>(args, execution);
   return try_run<Nearest<kTensor, E4M3>>(args, execution) ||
          try_run<Nearest<kTensor, E5M2>>(args, execution) ||
          try_run<Nearest<kBlock, E4M3>>(args, execution) || try_run<Mxfp8>(args, execution) ||

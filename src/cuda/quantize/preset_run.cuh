@@ -42,15 +42,21 @@ __device__ __forceinline__ void cast_preset_vec(const VecRun& run, const KernelO
   const std::uint32_t amax = C::kBlocks ? amax_of_lanes(transformed.amax, C::kVecsLog2) : 0;
   if (u >= run.count) return;  // its lane took part in the exchange
   const BlockScale block = scale_of_vec<C>(C::kRule, C::kRounding, scale, amax, transformed.vec);
-  if constexpr (C::kBlocks)
+  if constexpr (C::kBlocks && !C::kAsFp8)
     if (u % (1 << C::kVecsLog2) == 0) store_scale_at(plan, C::kRule, block, u >> C::kVecsLog2);
+  float row_factor = 1.0f;
+  if constexpr (C::kAsFp8) {
+    const std::uint32_t row = run.vecs_of_row.divide(u);
+    row_factor = fp8_row_factor<C>(plan, scale, row);
+    if (u == row * run.vecs_of_row.d) store_fp8_row_scale(plan, scale, row, row_factor);
+  }
   RandomBits bits = {};
   if constexpr (C::kStochastic) {
     const std::uint32_t row = run.vecs_of_row.divide(u);
     bits =
         random_bits_at(whole, counter_row<kHasIds>(plan, whole, row), u - row * run.vecs_of_row.d);
   }
-  encode_and_store<C>(plan, transformed, block, bits, to, u);
+  encode_and_store<C>(plan, transformed, block, bits, to, u, row_factor);
 }
 
 inline constexpr std::uint32_t kRun = kThreads * kVecsOfRows;  // vec16s of a block at a time

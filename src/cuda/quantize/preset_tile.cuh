@@ -74,7 +74,7 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
   const std::uint32_t vec_col = threadIdx.x % (1u << lanes_log2);
   const std::uint32_t col = tile.col + vec_col;
   std::uint8_t* const codes =
-      plan.codes + std::uint64_t{tile.line} * plan.code_pitch + col * kVecBytes<F>;
+      plan.codes + std::uint64_t{tile.line} * plan.code_pitch + col * C::kCodeBytes;
   const bool is_first_col = col % (1 << C::kVecsLog2) == 0;  // of a block
   const std::uint64_t first_scale =
       std::uint64_t{tile.line >> C::kHeightLog2} * plan.scale_cols + (col >> C::kVecsLog2);
@@ -101,17 +101,20 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
       if (col == tile.first_col && is_stored) store_whole<F>(plan, row, active_amax);
     }
     const BlockScale block = block_scale<F>(C::kRule, C::kRounding, scale, amax);
-    if constexpr (C::kBlocks)
+    if constexpr (C::kBlocks && !C::kAsFp8)
       if (is_first_col && is_stored && tile_row % (1 << C::kHeightLog2) == 0)
         store_scale_at(plan, C::kRule, block,
                        first_scale + std::uint64_t{tile_row >> C::kHeightLog2} * plan.scale_cols);
+    const float row_factor = fp8_row_factor<C>(plan, scale, row);
+    if constexpr (C::kAsFp8)
+      if (col == 0) store_fp8_row_scale(plan, scale, row, row_factor);
     RandomBits bits = {};
     if constexpr (C::kStochastic)
       bits = random_bits_at(whole, counter_row<kHasIds>(plan, whole, row), col - tile.first_col);
     if (is_stored)
-      encode_and_store<C>(plan, transformed, block, bits,
-                          codes + std::uint64_t{tile_row} * plan.code_pitch,
-                          std::uint64_t{tile.line + tile_row} * (plan.padded / kVec) + col);
+      encode_and_store<C>(
+          plan, transformed, block, bits, codes + std::uint64_t{tile_row} * plan.code_pitch,
+          std::uint64_t{tile.line + tile_row} * (plan.padded / kVec) + col, row_factor);
     if constexpr (kFindsCurrentAmax<C>)
       if (plan.current_amax) largest = max(largest, transformed.vec.amax());
   };

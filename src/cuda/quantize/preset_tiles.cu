@@ -74,6 +74,29 @@ bool try_fp4_both(const QuantizeArgs& args, const Execution& execution) {
   return false;
 }
 
+// The casts of the preset nvfp4_pow2, of which some directions are written as FP8: x and w forward,
+// g backward.
+bool launch_column_as_fp8(const QuantizeArgs& args, const Execution& execution) {
+  using namespace preset;
+  return try_column<AsFp8<Nvfp4Pow2::TransformedRandom>>(args, execution) ||
+         try_column<AsFp8<Nvfp4Pow2::Block2d>>(args, execution);
+}
+bool launch_row_as_fp8(const QuantizeArgs& args, const Execution& execution) {
+  using Block2d = AsFp8<preset::Nvfp4Pow2::Block2d>;
+  if (!is_of<Block2d>(args.row_spec)) return false;
+  launch_whole_tiles<Block2d, Absent>(args, execution);
+  return true;
+}
+bool launch_both_as_fp8(const QuantizeArgs& args, const Execution& execution) {
+  using namespace preset;
+  using Straight = AsFp8<Nvfp4Pow2::Straight>;
+  if (!args.row.row_scale) return false;
+  if (args.col.row_scale)
+    return try_both<AsFp8<Nvfp4Pow2::Random>, AsFp8<Nvfp4Pow2::TransformedRandom>>(args, execution);
+  return try_both<Straight, Nvfp4Pow2::Transformed>(args, execution) ||
+         try_both<Straight, Nvfp4Pow2::Straight>(args, execution);
+}
+
 bool launch_column(const QuantizeArgs& args, const Execution& execution) {
   using namespace preset;
   return try_column<Nearest<kTensor, E4M3>>(args, execution) ||
@@ -96,6 +119,12 @@ bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution)
 }
 
 }  // namespace
+
+bool launch_tiles_as_fp8(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                         const Execution& execution) {
+  if (!columnwise) return launch_row_as_fp8(args, execution);
+  return rowwise ? launch_both_as_fp8(args, execution) : launch_column_as_fp8(args, execution);
+}
 
 bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution) {
   return rowwise ? launch_row_and_column(args, execution) : launch_column(args, execution);

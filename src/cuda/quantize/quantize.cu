@@ -4,6 +4,7 @@
 #include "cuda/backend.h"
 #include "cuda/common/source.h"
 #include "cuda/quantize/general.cuh"
+#include "fp4_cast.h"
 #include "minifloat/core/amax_history.h"
 
 namespace minifloat::cuda {
@@ -320,6 +321,7 @@ bool leave_amax_to_cast(PlannedOperand& d, bool is_alone, const Execution& execu
 
 bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
                  LaunchCast launch, const void* context, const Execution& execution) {
+  if (is_as_fp8(rowwise) || is_as_fp8(columnwise)) return false;
   QuantizeArgs args = args_of(x);
   std::optional<PlannedOperand> row, col;
   if (rowwise) {
@@ -341,6 +343,8 @@ bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* colu
 
 void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
               const Execution& execution) {
+  if (is_as_fp8(rowwise) || is_as_fp8(columnwise))
+    return quantize_as_fp8(x, rowwise, columnwise, execution);
   QuantizeArgs args = args_of(x);
   std::optional<PlannedOperand> row, col;
   if (rowwise) row.emplace(x, *rowwise, false, execution);

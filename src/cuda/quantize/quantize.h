@@ -25,6 +25,11 @@ bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution);
 
+// Casts an NVFP4 matrix of which the directions with KernelOperand::row_scale are written as FP8,
+// whole tiles of bf16. Returns false, and launches nothing, where no kernel fits.
+bool launch_tiles_as_fp8(const QuantizeArgs& args, bool rowwise, bool columnwise,
+                         const Execution& execution);
+
 // Casts both directions of fp32 matrices of whole tiles by a preset kernel. Returns false, and
 // launches nothing, where none fits.
 bool launch_preset_fp32_tiles(const QuantizeArgs& args, const Execution& execution);
@@ -50,11 +55,15 @@ bool launch_blocks_2d(const QuantizeArgs& args, const Execution& execution);
 // pair is compiled.
 bool launch_both(const QuantizeArgs& args, const Execution& execution);
 
+// Casts operands of which one or both are written as FP8: by one kernel, or in two steps.
+void quantize_as_fp8(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+                     const Execution& execution);
+
 // Casts values that the cast's kernel computes: `launch` is passed the plans of the directions and
 // `context`. It writes both directions and their amaxes, or returns false and launches nothing.
 //   x: shape, dtype and groups of the values
 // Returns false where the scales need an amax that only another pass finds, where a preset kernel's
-// conditions do not hold, or where launch does.
+// conditions do not hold, where an operand is written as FP8, or where launch does.
 using LaunchCast = bool (*)(const QuantizeArgs& args, bool rowwise, bool columnwise,
                             const void* context, const Execution& execution);
 bool quantize_by(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,

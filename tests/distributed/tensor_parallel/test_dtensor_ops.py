@@ -72,6 +72,7 @@ def check_whole_rules(mesh, x):
         ("e4m3/tensor+delayed", {"amax_row": amax}, {"amax_row": d_amax}),
         ("mxfp8", {"origin": [16, 32]}, {"origin": [16, 32]}),
         ("mxfp8", {"decoded_row": True}, {"decoded_row": True}),
+        ("mxfp4", {"fp8_row": True}, {"fp8_row": True}),
     ):
         for a, b in zip(ops.quantize(d, spec, "", **sharded), ops.quantize(x, spec, "", **whole)):
             assert same_bytes(a.full_tensor(), b), (spec, sharded)

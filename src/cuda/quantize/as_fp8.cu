@@ -1,0 +1,140 @@
+// Casts of FP4 operands that are written as FP8 (Operand::as_fp8): by one kernel where the rows'
+// amaxes are found before it, else in two steps.
+//
+//     nvfp4+pow2    a read of x finds the tensor's amax and the rows', of which the largest block
+//                   scale of each row follows. The cast then writes E4M3 codes at once
+//     mxfp4         has no such read: two steps
+#include <optional>
+
+#include "cuda/amax/amax.h"
+#include "cuda/backend.h"
+#include "cuda/common/source.h"
+#include "cuda/quantize/general.cuh"
+#include "fp4_cast.h"
+
+namespace minifloat::cuda {
+namespace {
+
+struct Backend {
+  static constexpr auto quantize = cuda::quantize;
+  static constexpr auto fp4_as_fp8 = cuda::fp4_as_fp8;
+};
+
+void cast_in_two_steps(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+                       const Execution& execution) {
+  std::optional<Scratch> memory;
+  quantize_in_two_steps<Backend>(x, rowwise, columnwise, execution, [&](std::size_t bytes) {
+    memory.emplace(bytes, execution);
+    return memory->as<std::byte>();
+  });
+}
+
+// ---- In one kernel ------------------------------------------------------------------------------
+constexpr int kBlock2dLog2 = 4;
+static_assert(1 << kBlock2dLog2 == kVec);
+
+bool is_nvfp4_pow2(const Operand* o) {
+  if (!o) return true;
+  const Spec& spec = o->spec;
+  return spec.rule == ScaleRule::kNvfp4 && spec.scale_rounding == ScaleRounding::kPowerOfTwo &&
+         !o->given_amax && !o->decoded &&
+         (spec.transform == 0 || (spec.transform == kVec && !spec.has_blocks_2d()));
+}
+
+// Returns whether one kernel casts the operands, as far as sizes decide it. Small matrices take
+// fewer launches in two steps.
+bool fits(const TensorRef& x, const Operand* rowwise, const Operand* columnwise) {
+  const std::int64_t unit = columnwise || rowwise->spec.has_blocks_2d() ? kTile : kVec;
+  QuantizeArgs args = {};
+  args.x = source_of(x);
+  args.is_bf16 = x.dtype == DType::kBFloat16;
+  args.batch = x.batch;
+  return args.is_bf16 && x.batch == 1 && !x.groups && args.x.aligned && x.rows * x.cols > 0 &&
+         x.cols % unit == 0 && (unit == kVec || x.rows % unit == 0) && is_nvfp4_pow2(rowwise) &&
+         is_nvfp4_pow2(columnwise) && !(rowwise && rowwise->spec.transform > 0) &&
+         (!rowwise || !columnwise || rowwise->spec.block_rows == columnwise->spec.block_rows) &&
+         !fits_one_cluster(args);
+}
+
+// The amaxes of the tensor and of rows as read, from one read of x.
+class RowAmaxes {
+ public:
+  RowAmaxes(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+            const Execution& execution)
+      : of_rows_(is_as_fp8(rowwise) ? rowwise->spec.scale_rows(x.rows) : 0),
+        of_columns_(is_as_fp8(columnwise) ? columnwise->spec.scale_rows(x.cols) : 0),
+        is_transformed_(columnwise && columnwise->spec.transform > 0),
+        memory_(bytes(), execution) {
+    check(cudaMemsetAsync(memory_.as<void>(), 0, bytes(), cuda_stream(execution)), "quantize");
+    AmaxesOfRows to = {};
+    if (rowwise || !is_transformed_) to.straight.tensor = bits();
+    if (of_rows_ > 0) to.straight.rows = bits() + kTensors;
+    if (of_columns_ > 0) to.columns = bits() + kTensors + of_rows_;
+    if (is_transformed_) to.transformed = &columnwise->spec, to.of_transformed = bits() + 1;
+    if ((rowwise ? rowwise : columnwise)->spec.has_blocks_2d()) to.height_log2 = kBlock2dLog2;
+    amaxes_of_rows(x, to, execution);
+  }
+
+  const float* of_tensor(bool columnwise) const {
+    return memory_.as<float>() + (columnwise && is_transformed_ ? 1 : 0);
+  }
+  const std::uint32_t* rows() const { return bits() + kTensors; }
+  const std::uint32_t* columns() const { return bits() + kTensors + of_rows_; }
+
+ private:
+  static constexpr std::int64_t kTensors = 2;  // of values, and of transformed columns
+  std::uint32_t* bits() const { return memory_.as<std::uint32_t>(); }
+  std::size_t bytes() const {
+    return static_cast<std::size_t>(kTensors + of_rows_ + of_columns_) * sizeof(float);
+  }
+
+  std::int64_t of_rows_, of_columns_;
+  bool is_transformed_;
+  Scratch memory_;
+};
+
+// What a launch reads besides the plans of quantize_by.
+struct Fp8Rows {
+  const Operand *rowwise, *columnwise;
+  const RowAmaxes& amaxes;
+};
+
+// Returns whether a plan's codes can be written as FP8, and makes it so.
+bool write_as_fp8(KernelOperand& plan, const std::uint32_t* row_amax) {
+  plan.code_pitch = plan.padded;
+  plan.row_amax = row_amax;
+  plan.row_scale = static_cast<float*>(plan.scale);
+  return plan.padded % kVec == 0 && reinterpret_cast<std::uintptr_t>(plan.codes) % kVec == 0;
+}
+
+bool launch(const QuantizeArgs& of_fp4, bool rowwise, bool columnwise, const void* context,
+            const Execution& execution) {
+  const Fp8Rows& to = *static_cast<const Fp8Rows*>(context);
+  QuantizeArgs args = of_fp4;
+  if (is_as_fp8(to.rowwise) && !write_as_fp8(args.row, to.amaxes.rows())) return false;
+  if (is_as_fp8(to.columnwise) && !write_as_fp8(args.col, to.amaxes.columns())) return false;
+  if (!columnwise && args.row.height_log2 == 0) return launch_preset_rows(args, execution);
+  if (rowwise && columnwise && launch_blocks_2d(args, execution)) return true;
+  return launch_tiles_as_fp8(args, rowwise, columnwise, execution);
+}
+
+}  // namespace
+
+void quantize_as_fp8(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
+                     const Execution& execution) {
+  if (!fits(x, rowwise, columnwise)) return cast_in_two_steps(x, rowwise, columnwise, execution);
+  const RowAmaxes amaxes(x, rowwise, columnwise, execution);
+  Operand row, col;
+  if (rowwise) row = *rowwise, row.given_amax = amaxes.of_tensor(false);
+  if (columnwise) col = *columnwise, col.given_amax = amaxes.of_tensor(true);
+  const Operand *const to_row = rowwise ? &row : nullptr, *const to_col =
+                                                              columnwise ? &col : nullptr;
+  Operand row_plan = row, col_plan = col;
+  row_plan.as_fp8 = col_plan.as_fp8 = false;
+  const Fp8Rows context = {rowwise, columnwise, amaxes};
+  if (!quantize_by(x, rowwise ? &row_plan : nullptr, columnwise ? &col_plan : nullptr, launch,
+                   &context, execution))
+    cast_in_two_steps(x, to_row, to_col, execution);
+}
+
+}  // namespace minifloat::cuda

@@ -1,0 +1,50 @@
+// The op amax: the largest magnitude of x, or of each of its rows, as a spec scales by.
+#include <torch/library.h>
+
+#include "minifloat/quantize.h"
+#include "ops/as_read.h"
+#include "ops/bridge.h"
+#include "ops/outputs.h"
+#include "ops/tangents.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using torch_ops::as_read;
+using torch_ops::empty;
+using torch_ops::Groups;
+
+Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise,
+                 const std::optional<Tensor>& table, const std::optional<Tensor>& rows_from) {
+  const Groups groups = {table, 0, rows_from};
+  bridge::check_values("amax", x);
+  torch_ops::check_groups("amax", groups, x);
+  TORCH_CHECK_VALUE(!table || x.dim() == 2, "amax: expected x (rows, cols) with groups, got ",
+                    x.dim(), " dimensions");
+  const Spec spec = bridge::parse_spec(text);
+  TORCH_CHECK_VALUE(spec.has_tensor_amax() || spec.has_row_amax(), "amax: ", spec.str(),
+                    " has no tensor or row amax; expected tensor, row or nvfp4 scaling");
+  return empty(x, as_read(x, spec, columnwise, groups).amax(spec), at::kFloat);
+}
+
+Tensor amax_kernel(const Tensor& x, const std::string& text, bool columnwise,
+                   const std::optional<Tensor>& groups, const std::optional<Tensor>& rows_from) {
+  TensorRef in = bridge::tensor_ref("amax", x);
+  const Tensor out = amax_meta(x, text, columnwise, groups, rows_from);
+  const Spec& spec = bridge::parse_spec(text);
+  torch_ops::set_groups("amax", {groups, 0, rows_from}, spec.group_unit(), in);
+  bridge::with_value_errors(
+      [&] { amax(in, spec, columnwise, out.mutable_data_ptr<float>(), bridge::ExecutionOn(x)); });
+  return out;
+}
+
+}  // namespace
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl("amax", amax_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl("amax", amax_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl("amax", amax_meta); }
+// A maximum has no derivative. layers/linear.cpp has the derivatives of layers.
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl("amax", torch_ops::without_derivative()); }
+
+}  // namespace minifloat
