@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import minifloat as mf
@@ -11,7 +12,7 @@ from minifloat._native import ops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.layer_cases import require_close
-from tests.gpu.sweep import require_same, rng_tensor, values
+from tests.gpu.sweep import laid_out, require_same, require_same_quantize, rng_tensor, values
 
 pytestmark = pytest.mark.gpu
 
@@ -111,3 +112,130 @@ def test_layers_ask_for_no_values(cuda, recipe):
     assert not asked.values
     assert sum(saved) <= 0.57 * (x.numel() + w.numel())  # both stay in 4 bits
     assert y.isfinite().all()
+
+
+# ---- Casts that write FP8 ------------------------------------------------------------------------
+POW2, SQUARE = "nvfp4+pow2", "nvfp4/16x16+pow2"
+# Specs of both directions, and which are written as FP8. Those of the preset have kernels.
+CASTS = [
+    (POW2, "", True, False),
+    (f"{POW2}+sr", "", True, False),
+    (POW2, f"{POW2}+rht", True, False),
+    (POW2, POW2, True, False),
+    (f"{POW2}+sr", f"{POW2}+sr+rht", True, True),
+    ("", f"{POW2}+sr+rht", False, True),
+    (SQUARE, SQUARE, True, False),
+    (SQUARE, "", True, False),
+    ("", SQUARE, False, True),
+    # in two steps
+    ("mxfp4", "mxfp4+rht", True, True),
+    (f"{POW2}+rht", "", True, False),
+    (POW2, POW2, True, True),
+    (f"{POW2}+sr", f"{POW2}+sr+rht", False, True),
+]
+CAST_SHAPES = [
+    (128, 1152), (1152, 128), (384, 512), (1024, 640), (384, 1008), (300, 400), (2000, 16),
+    (128, 128), (130, 1000), (17, 33), (1, 1), (0, 64), (64, 0), (2, 128, 640),
+]  # fmt: skip
+
+
+def far_apart(shape: tuple[int, ...]) -> torch.Tensor:
+    """Makes rows and columns of far magnitudes, with rows and columns of zeros."""
+    g = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=g)
+    for dim in (-1, -2):
+        size = [1] * len(shape)
+        size[dim] = shape[dim]
+        x = x * torch.exp2(9 * torch.randn(size, generator=g))
+    x[..., ::5, :] = 0
+    x[..., 1::7] = -0.0
+    return x.bfloat16()
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "far apart"])
+@pytest.mark.parametrize(("row", "col", "fp8_row", "fp8_col"), CASTS)
+def test_casts_that_write_fp8(device, row, col, fp8_row, fp8_col, kind):
+    for shape in CAST_SHAPES:
+        x = far_apart(shape) if kind == "far apart" else values(kind, shape, torch.bfloat16)
+        forms = {"fp8_row": fp8_row, "fp8_col": fp8_col}
+        require_same_quantize(device, x, row, col, note=f" {kind}", **forms)
+
+
+@pytest.mark.parametrize("layout", ["odd base", "odd pitch", "padded rows"])
+def test_casts_that_write_fp8_of_any_layout(device, layout):
+    x = laid_out(values("normal", (1, 384, 400), torch.bfloat16), layout)[0]
+    for row, col, fp8_row, fp8_col in CASTS:
+        forms = {"fp8_row": fp8_row, "fp8_col": fp8_col}
+        require_same_quantize(device, x, row, col, note=f" {layout}", **forms)
+        require_same_quantize(device, x[:, :384], row, col, note=f" {layout}, tiles", **forms)
+
+
+def unfused(x: Any, w: Any, grad: Any, rng: Any) -> list[torch.Tensor]:
+    """Computes y, dx and dW under nvfp4_pow2 from FP4 codes, which the products convert."""
+    recipe = mf.Recipe("nvfp4_pow2")
+    fprop, dgrad, wgrad = recipe.fprop, recipe.dgrad, recipe.wgrad
+
+    def cast(t: Any, spec: Any, name: str, transposed: bool = False) -> list[torch.Tensor]:
+        texts, stream = ("", str(spec)) if transposed else (str(spec), ""), ops.stream(name)
+        out = ops.quantize(t, *texts, rng=rng, stream_row=stream, stream_col=stream)
+        return list(out[4:7] if transposed else out[:3])
+
+    def multiply(product: Any, a: Any, b: Any, k: int) -> torch.Tensor:
+        return ops.scaled_mm(*a, *b, str(product), k=k)
+
+    m, n = grad.shape
+    return [
+        multiply(fprop, cast(x, fprop.a, "x/fprop"), cast(w, fprop.b, "w/fprop"), x.shape[1]),
+        multiply(dgrad, cast(grad, dgrad.a, "g/dgrad"), cast(w, dgrad.b, "w/dgrad", True), n),
+        multiply(wgrad, cast(grad, wgrad.a, "g/wgrad", True), cast(x, wgrad.b, "x/wgrad", True), m),
+    ]
+
+
+@pytest.mark.parametrize("mode", ["eager", "dispatched", "compiled"])
+@pytest.mark.parametrize("sizes", [(384, 512, 640), (256, 512, 648), (130, 640, 512), (64, 64, 32)])
+def test_layers_have_the_bytes_of_fp4_operands(cuda, sizes, mode):
+    """The sizes of fused casts; of a product that takes no FP8; of casts in two steps."""
+    if torch.cuda.get_device_capability(cuda) < (9, 0):
+        pytest.skip("FP8 products by rows need compute capability 9.0")
+    m, k, n = sizes
+    g = torch.Generator().manual_seed(0)
+    x, w, grad = (
+        (torch.randn(s, generator=g) * torch.exp2(4 * torch.randn(s[0], 1, generator=g)))
+        .bfloat16()
+        .to(cuda)
+        for s in ((m, k), (n, k), (m, n))
+    )
+    rng = torch.tensor([1, 2], device=cuda)
+    want = unfused(x, w, grad, rng)
+    x.requires_grad_(), w.requires_grad_()
+    layer = lambda x, w: mf.linear(x, w, None, "nvfp4_pow2", rng=rng)  # noqa: E731
+    if mode == "compiled":
+        layer = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    with Asked() if mode == "dispatched" else contextlib.nullcontext():
+        y = layer(x, w)
+        y.backward(grad)
+    for name, a, b in zip(("y", "dx", "dw"), (y, x.grad, w.grad), want, strict=True):
+        require_same(a, b, f"{sizes} {mode}: {name}")
+
+
+@pytest.mark.parametrize("sizes", [(384, 512, 640), (1024, 384, 384)])
+def test_operands_that_are_not_saved_are_cast_to_fp8(cuda, sizes):
+    """Without a conversion forward; backward converts what forward saved."""
+    if torch.cuda.get_device_capability(cuda)[0] != 9:
+        pytest.skip("Hopper multiplies FP4 as FP8")
+    m, k, n = sizes
+    x = torch.randn(m, k, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    w = torch.randn(n, k, device=cuda, dtype=torch.bfloat16, requires_grad=True)
+    rng = torch.tensor([1, 2], device=cuda)
+
+    def conversions(step: Any) -> tuple[Any, int]:
+        activities = [torch.profiler.ProfilerActivity.CUDA]
+        with torch.profiler.profile(activities=activities) as profile:
+            out = step()
+            torch.cuda.synchronize()
+        counts = [e.count for e in profile.key_averages() if "write_as_fp8" in e.key]
+        return out, sum(counts)
+
+    y, forward = conversions(lambda: mf.linear(x, w, None, "nvfp4_pow2", rng=rng))
+    _, backward = conversions(lambda: y.backward(torch.randn_like(y)))
+    assert (forward, backward) == (0, 2)

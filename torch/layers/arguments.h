@@ -58,7 +58,11 @@ struct Layers {
             .stream = streams.empty() ? 0 : streams[i],
             .history = histories.empty() ? Tensor() : histories[i],
             .pending = nullptr,
-            .sharding = shards.sharding};
+            .sharding = shards.sharding,
+            .features = features_of(i)};
+  }
+  std::array<SymInt, 2> features_of(std::size_t i) const {
+    return {weights[i].sym_size(0), weights[i].sym_size(1)};
   }
 };
 

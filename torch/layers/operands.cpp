@@ -114,6 +114,49 @@ bool casts_raise_history(const PreparedRecipe& recipe, const Needed& row, const 
          (!state.pending || !bridge::is_real(state.history));
 }
 
+// Returns the product that reads an operand.
+PlannedProduct product_that_reads(const PreparedRecipe& recipe, Place place,
+                                  const at::Device& device) {
+  const Recipe& of = recipe.recipe;
+  switch (place) {
+    case kDgradG:
+    case kDgradW: return plan_product(of.dgrad, recipe.dgrad, device);
+    case kWgradG:
+    case kWgradX: return plan_product(of.wgrad, recipe.wgrad, device);
+    default: return plan_product(of.fprop, recipe.fprop, device);
+  }
+}
+
+// Returns the shape of the product that reads an operand of x, where its sizes are no symbols, with
+// one row of the result: an engine takes any number.
+std::optional<ProductShape> product_shape(const Spec& spec, const Tensor& x, Place place,
+                                          const std::array<SymInt, 2>& features) {
+  const auto& [n, k] = features;
+  const bool is_gradient = kOperands[place].matrix == Matrix::kG;
+  const auto to_n = (is_gradient ? k : n).maybe_as_int(),
+             to_k = x.sym_size(kOperands[place].columnwise ? 0 : 1).maybe_as_int();
+  if (!to_n || !to_k) return std::nullopt;
+  return ProductShape{
+      .m = 1, .n = *to_n, .k = spec.padded_cols(*to_k), .out_dtype = c10::ScalarType::Float};
+}
+
+// Returns whether the cast writes an FP4 operand as FP8: where the product that follows reads FP8,
+// and nothing else reads the operand. x and the weight of backward are saved, and stay FP4. mxfp4
+// stays FP4 too: its cast finds no amax of a row before it writes.
+bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const Needed& needed,
+                const ModuleState& state) {
+  const Spec& spec = recipe.specs[needed.place];
+  const bool is_read_once = needed.place != kDgradW && needed.place != kWgradX;
+  if (!needed.is_needed || needed.decoded || !is_read_once || !state.features || state.sharding ||
+      state.groups.table || state.cast)
+    return false;
+  if (spec.rule != ScaleRule::kNvfp4 || !spec.is_fp4_by_powers_of_two()) return false;
+  const PlannedProduct product = product_that_reads(recipe, needed.place, x.device());
+  if (!product.engine.reads_fp4_as_fp8) return false;
+  const auto shape = product_shape(spec, x, needed.place, *state.features);
+  return shape && product.engine.takes(product.product, product.capability, *shape);
+}
+
 constexpr std::int64_t kRandomGroup = 16;  // elements of one call of Philox
 
 }  // namespace
@@ -218,6 +261,8 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
     if (is_delayed(recipe, row)) options.amax_row.reset();
     if (is_delayed(recipe, col)) options.amax_col.reset();
   }
+  options.fp8_row = writes_fp8(recipe, x, row, state);
+  options.fp8_col = writes_fp8(recipe, x, col, state);
   Directions out;
   if (!row_text.empty() || !col_text.empty())
     out = state.cast ? state.cast(row_text, col_text, options)
@@ -263,6 +308,8 @@ ProductInput product_input(const PreparedRecipe& recipe, const QuantizedOperand&
   const Spec& spec = recipe.specs[needed.place];
   if (needed.decoded && !spec.is_bf16())
     return Decoded{operand.decoded, operand.scale, operand.amax};
+  if (!spec.is_bf16() && operand.codes.scalar_type() == at::kFloat8_e4m3fn)
+    return Fp4AsFp8{operand.codes, operand.scale, operand.amax};
   return cast_input(spec, operand.codes, operand.scale, operand.amax);
 }
 

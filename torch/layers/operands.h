@@ -71,6 +71,9 @@ struct ModuleState {
   Groups groups = {};
   std::optional<Tensor> row_ids = {};
   std::int64_t first_expert = 0;
+  // The weight's features (N, K) of a layer whose operands this process has whole; none: not known.
+  // A cast may then write operands in the form that their product reads.
+  std::optional<std::array<SymInt, 2>> features = {};
   // Quantizes values that a kernel computes, of the shape of x; empty: those of x are quantized.
   std::function<Directions(const std::string& row, const std::string& col, const QuantizeOptions&)>
       cast = {};
@@ -90,8 +93,9 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
                    const Needed& col, const ModuleState& state);
 
 // Quantizes both directions of x (rows, cols) from one read; bf16 directions are x itself and its
-// transposed view. A shard's bytes are the whole's at that place: the cast takes the shard's origin
-// and the amaxes of all ranks.
+// transposed view. FP4 is FP8 where one product alone reads the operand, right after the cast, and
+// as FP8. A shard's bytes are the whole's at that place: the cast takes the shard's origin and the
+// amaxes of all ranks.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state);
 

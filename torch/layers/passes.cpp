@@ -148,6 +148,7 @@ LayersState::LayersState(const Layers& layers, const PreparedRecipe& of_recipe,
         layers.prequantized.weight.empty() || w.key_set().has(c10::DispatchKey::Python);
     product_dtypes.push_back(is_cast ? w.scalar_type() : dtype);
   }
+  for (std::size_t i = 0; i < layers.weights.size(); ++i) features.push_back(layers.features_of(i));
   for (const Tensor& b : layers.biases) bias_dtypes.push_back(b.scalar_type());
 }
 
@@ -163,7 +164,8 @@ ModuleState LayersState::state_of(std::size_t i, const Sharding* sharding) const
           .stream = streams.empty() ? 0 : streams[i],
           .history = histories.empty() ? Tensor() : histories[i],
           .pending = nullptr,
-          .sharding = sharding};
+          .sharding = sharding,
+          .features = features[i]};
 }
 
 ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& saved, std::size_t i,

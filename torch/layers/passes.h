@@ -61,6 +61,7 @@ struct LayersState {
   std::vector<at::ScalarType> product_dtypes;
   std::vector<at::ScalarType> weight_dtypes, bias_dtypes;
   std::vector<int> bias_index;
+  std::vector<std::array<SymInt, 2>> features;  // of each weight, (N, K)
   // No saved variables: backward writes histories, and a recomputed forward may not replace rng.
   std::vector<Tensor> histories, rng;
   std::vector<std::uint32_t> rng_versions;

@@ -73,6 +73,8 @@ struct Engine {
   // Whether the engine reads decoded values. A cast directly before the product then writes them
   // beside the codes.
   bool reads_values;
+  // Whether the engine reads FP4 codes as FP8 (Fp4AsFp8), and so as a cast may write them.
+  bool reads_fp4_as_fp8 = false;
   // Returns codes in the form that the engine reads, for an operand of several products. Null: the
   // engine reads the output of a cast.
   ProductInput (*prepare)(const Spec& spec, const Codes& codes, const c10::SymInt& cols);

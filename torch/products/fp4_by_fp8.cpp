@@ -38,6 +38,7 @@ constinit const Engine kFp4ByFp8 = {.name = "fp4_by_fp8",
                                     .supports = supports,
                                     .takes = takes_rows,
                                     .reads_values = false,
+                                    .reads_fp4_as_fp8 = true,
                                     .prepare = prepare,
                                     .multiply = multiply};
 
