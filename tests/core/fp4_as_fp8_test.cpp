@@ -70,6 +70,38 @@ TEST(Fp4AsFp8, RowsWithoutAScale) {
   }
 }
 
+// A cast that writes FP8 takes a row's largest block scale from the row's amax.
+TEST(Fp4AsFp8, BlockScalesRiseWithTheAmax) {
+  for (const float tensor_amax : {0.0f, 0x1p-149f, 0x1p-100f, 0.37f, 1.0f, 6.0f, 1e30f, 3.3e38f}) {
+    const float factor =
+        nvfp4_tensor(magnitude_bits(tensor_amax), Nvfp4Rounding::kPowerOfTwo).block_encode;
+    int before = kFp4AsFp8Zero;
+    for (std::uint32_t amax = 0; amax <= magnitude_bits(tensor_amax); amax += 0x1'0000) {
+      const int k = fp4_exponent_e4m3(nvfp4_block_scale(amax, factor, Nvfp4Rounding::kPowerOfTwo));
+      ASSERT_GE(k, before) << amax << " of " << tensor_amax;
+      ASSERT_TRUE(k == kFp4AsFp8Zero || (k >= -9 && k <= 8)) << k;
+      before = k;
+    }
+  }
+}
+
+// Such a cast multiplies a block's scale, which may be 0 or NaN, by 2^(6 - K).
+TEST(Fp4AsFp8, CodesFollowFromTheScaleTimesTheRowsFactor) {
+  for (const unsigned scale : {0x00u, 0x01u, 0x02u, 0x04u, 0x08u, 0x38u, 0x78u, 0x7Fu})
+    for (int row = -9; row <= 8; ++row) {
+      const int k = fp4_exponent_e4m3(scale);
+      if (k > row) continue;
+      const float one = decode<E4M3>(scale) * std::ldexp(1.0f, 6 - row);
+      EXPECT_EQ(1.0f / std::ldexp(1.0f, 6 - row), fp4_as_fp8_row_scale(row, 1.0f));
+      for (unsigned code = 0; code < 16; ++code) {
+        if (k == kFp4AsFp8Nan && code != E2M1::kNanBits) continue;  // casts write no other code
+        if (k == kFp4AsFp8Zero && code != 0) continue;
+        EXPECT_EQ(encode<E4M3>(decode<E2M1>(code) * one), fp4_as_fp8_code(code, k, row))
+            << scale << ", " << row << ", " << code;
+      }
+    }
+}
+
 TEST(Fp4AsFp8, RowScalesAreNormalPowersOfTwo) {
   for (int largest = kLowestScale; largest <= kHighestScale; ++largest) {
     const int row = fp4_row_exponent(largest);
