@@ -314,6 +314,19 @@ void amax_of_rows_and_columns(const TensorRef& x, float* of_rows, float* of_colu
                              : launch_panels<Bf16>(x, out, stream);
 }
 
+void amax_of_values_and_columns(const TensorRef& x, const Spec& columns, float* of_values,
+                                float* of_columns, const Execution& execution) {
+  const cudaStream_t stream = cuda_stream(execution);
+  clear(of_values, 1, nullptr, stream);
+  clear(of_columns, 1, nullptr, stream);
+  if (x.rows * x.cols == 0) return;
+  AmaxesOfRows to = {};
+  to.straight.tensor = reinterpret_cast<std::uint32_t*>(of_values);
+  to.transformed = &columns;
+  to.of_transformed = reinterpret_cast<std::uint32_t*>(of_columns);
+  amaxes_of_rows(x, to, execution);
+}
+
 void amaxes_of_rows(const TensorRef& x, const AmaxesOfRows& of, const Execution& execution) {
   const cudaStream_t stream = cuda_stream(execution);
   if (of.transformed)

@@ -4,42 +4,11 @@
 #include "cuda/backend.h"
 #include "cuda/common/source.h"
 #include "cuda/quantize/general.cuh"
+#include "cuda/quantize/whole.cuh"
 #include "fp4_cast.h"
-#include "minifloat/core/amax_history.h"
 
 namespace minifloat::cuda {
 namespace {
-
-// The outputs of whole matrices, groups and rows: of those without elements, which no other kernel
-// writes, and of all groups. One thread each.
-struct WholeArgs {
-  std::int64_t count;
-  const float* active_amax;  // null: zero
-  const float* reported;     // the values for `amax`; null: zero
-  float* amax;               // null: not written
-  float* scale;              // null: the rule's scales are those of blocks
-  bool is_e4m3;
-  ScaleRule rule;
-  ScaleRounding rounding;
-  const std::int32_t* last_end;  // of groups, after which no row is written; null: all are
-};
-__global__ void write_whole(const __grid_constant__ WholeArgs args) {
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= args.count || (args.last_end && i >= *args.last_end)) return;
-  const std::uint32_t bits = args.active_amax ? magnitude_bits(args.active_amax[i]) : 0;
-  if (args.scale)
-    args.scale[i] = args.is_e4m3 ? fp32_factors<E4M3>(args.rule, args.rounding, bits).scale
-                                 : fp32_factors<E5M2>(args.rule, args.rounding, bits).scale;
-  if (args.amax) args.amax[i] = args.reported ? args.reported[i] : 0.0f;
-}
-
-// Raises the entries of a history to the amaxes that a pass before the cast computed.
-__global__ void raise_entries(HistoryEntries history, const float* amax, std::int64_t count) {
-  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
-  if (i >= count) return;
-  float& entry = history.first[i * history.stride];
-  entry = larger_amax(entry, amax[i]);
-}
 
 int log2_of(int power) { return __builtin_ctz(static_cast<unsigned>(power)); }
 
@@ -91,6 +60,7 @@ class PlannedOperand {
   }
 
   const KernelOperand& plan() const { return plan_; }
+  const Spec& spec() const { return operand_.spec; }
   // Returns whether the current amax is needed: for the scale, or for a history.
   bool needs_current_amax() const {
     return count_ > 0 && (!operand_.given_amax ||
@@ -225,6 +195,16 @@ bool need_row_amaxes(const PlannedOperand* row, const PlannedOperand* col) {
   return is_of_rows(row) && is_of_rows(col);
 }
 
+// Returns whether one read finds both directions' amaxes: of all values, and of the columns'
+// transforms.
+bool share_read(const TensorRef& x, const PlannedOperand* row, const PlannedOperand* col) {
+  const auto is_of_tensor = [](const PlannedOperand* d) {
+    return needs_amax(d) && !d->is_of_rows() && !d->has_history();
+  };
+  return x.dtype == DType::kBFloat16 && x.batch == 1 && !x.groups && is_of_tensor(row) &&
+         !row->is_transformed() && is_of_tensor(col) && col->is_transformed();
+}
+
 // Leaves the current amaxes to one cluster's cast, which computes a shared amax once.
 void find_amaxes_in_cluster(PlannedOperand* row, PlannedOperand* col) {
   if (needs_amax(row)) row->find_amax_in_cluster();
@@ -251,6 +231,9 @@ void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col
                     const Execution& execution) {
   if (need_row_amaxes(row, col))
     return amax_of_rows_and_columns(x, row->current_amax(), col->current_amax(), execution);
+  if (share_read(x, row, col))
+    return amax_of_values_and_columns(x, col->spec(), row->current_amax(), col->current_amax(),
+                                      execution);
   if (needs_amax(row)) row->compute_amax(x, execution);
   const bool is_shared = share_amax(row, col);
   if (is_shared)

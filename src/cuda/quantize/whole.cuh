@@ -1,0 +1,42 @@
+// The outputs of a cast that belong to whole matrices, groups and rows, one thread each.
+#pragma once
+
+#include "cuda/codec/scale.cuh"
+#include "minifloat/core/amax_history.h"
+#include "minifloat/quantize.h"
+
+namespace minifloat::cuda {
+
+// The outputs of whole matrices, groups and rows: of those without elements, which no other kernel
+// writes, and of all groups. One thread each.
+struct WholeArgs {
+  std::int64_t count;
+  const float* active_amax;  // null: zero
+  const float* reported;     // the values for `amax`; null: zero
+  float* amax;               // null: not written
+  float* scale;              // null: the rule's scales are those of blocks
+  bool is_e4m3;
+  ScaleRule rule;
+  ScaleRounding rounding;
+  const std::int32_t* last_end;  // of groups, after which no row is written; null: all are
+};
+static __global__ void write_whole(const __grid_constant__ WholeArgs args) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= args.count || (args.last_end && i >= *args.last_end)) return;
+  const std::uint32_t bits = args.active_amax ? magnitude_bits(args.active_amax[i]) : 0;
+  if (args.scale)
+    args.scale[i] = args.is_e4m3 ? fp32_factors<E4M3>(args.rule, args.rounding, bits).scale
+                                 : fp32_factors<E5M2>(args.rule, args.rounding, bits).scale;
+  if (args.amax) args.amax[i] = args.reported ? args.reported[i] : 0.0f;
+}
+
+// Raises the entries of a history to the amaxes that a pass before the cast computed.
+static __global__ void raise_entries(HistoryEntries history, const float* amax,
+                                     std::int64_t count) {
+  const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
+  if (i >= count) return;
+  float& entry = history.first[i * history.stride];
+  entry = larger_amax(entry, amax[i]);
+}
+
+}  // namespace minifloat::cuda
