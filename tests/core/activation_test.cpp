@@ -95,5 +95,25 @@ TEST(Activation, EndsOfTheRange) {
   check_ends<Activation::kGeluTanh>();
 }
 
+// In the range that no activation limits, the shorter form has the same bits.
+template <Activation kActivation>
+void check_in_range() {
+  const auto bits = [](float x) { return bit_cast<std::uint32_t>(x); };
+  const auto check = [&](float x) {
+    if (!(std::fabs(x) < kActivationRange<kActivation>)) return;
+    const Activated got = activate<kActivation, true>(x), want = activate<kActivation>(x);
+    ASSERT_EQ(bits(got.value), bits(want.value)) << x;
+    ASSERT_EQ(bits(got.derivative), bits(want.derivative)) << x;
+  };
+  for_many_floats(check);
+  for (const float sign : {-1.0f, 1.0f})
+    check(sign * std::nextafter(kActivationRange<kActivation>, 0.0f));
+}
+TEST(Activation, InRange) {
+  check_in_range<Activation::kSilu>();
+  check_in_range<Activation::kGelu>();
+  check_in_range<Activation::kGeluTanh>();
+}
+
 }  // namespace
 }  // namespace minifloat

@@ -55,10 +55,15 @@ struct Sigmoid {
 };
 
 // Returns sigmoid(z + low) within 3 units in the last place, and 0 up to -87, where it is below
-// 2^-125. A NaN gives numbers.
-template <class R = Reciprocal>
+// 2^-125. A NaN gives numbers.   kIsInRange: |z| < 87
+template <bool kIsInRange = false, class R = Reciprocal>
 MINIFLOAT_HD Sigmoid sigmoid(float z, R reciprocal = {}, float low = 0.0f) {
   constexpr float kRange = 87.0f;  // e^±87 is normal
+  if constexpr (kIsInRange) {
+    const float e = exponential(-z, low);
+    const float value = reciprocal(1.0f + e);
+    return {value, e * value};
+  }
   const bool vanishes = !(z > -kRange);
   float x = vanishes ? kRange : -z;
   x = x > -kRange ? x : -kRange;
@@ -73,24 +78,30 @@ MINIFLOAT_HD float clamp_to_range(float x, float range) {
   return below < -range ? -range : below;
 }
 
-// An activation of x, and its derivative.
+// The range below which no activation limits x: |x| < kActivationRange<…>.
+template <Activation kActivation>
+inline constexpr float kActivationRange = kActivation == Activation::kSilu   ? 87.0f
+                                          : kActivation == Activation::kGelu ? 13.125f
+                                                                             : 9.875f;
+
+// An activation of x, and its derivative.   kIsInRange: x is in the range above
 struct Activated {
   float value, derivative;
 };
 
-template <class R = Reciprocal>
+template <bool kIsInRange = false, class R = Reciprocal>
 MINIFLOAT_HD Activated silu(float x, R reciprocal = {}) {
-  const Sigmoid s = sigmoid(x, reciprocal);
+  const Sigmoid s = sigmoid<kIsInRange>(x, reciprocal);
   return {x * s.value, s.value * (1.0f + x * s.rest)};
 }
 
 // Phi(-a) = e^(-a²/2) · P(u) · q for a >= 0, q = 1 / (a + 2.5), u = 1 - 5 q, P of degree 9 with a
 // relative error of 2^-26. Phi is 0 up to -13.19, where it is below 2^-129.
-template <class R = Reciprocal>
+template <bool kIsInRange = false, class R = Reciprocal>
 MINIFLOAT_HD Activated gelu(float x, R reciprocal = {}) {
   constexpr float kRange = 13.19f;  // its square is below 2 · 87
-  const bool vanishes = !(x > -kRange);
-  const float c = clamp_to_range(x, kRange), a = c < 0.0f ? -c : c;
+  const bool vanishes = !kIsInRange && !(x > -kRange);
+  const float c = kIsInRange ? x : clamp_to_range(x, kRange), a = c < 0.0f ? -c : c;
   const float square = a * a, low = multiply_add(a, a, -square);
   const float e = exponential(-0.5f * square, 0.5f * low);
   const float q = reciprocal(a + 2.5f), u = multiply_add(-5.0f, q, 1.0f);
@@ -110,30 +121,30 @@ MINIFLOAT_HD Activated gelu(float x, R reciprocal = {}) {
 
 // z is computed in two parts, of which sigmoid takes both: a relative error of z is multiplied by z
 // in e^z. Constants in two parts have the same 21 bits as z may lose.
-template <class R = Reciprocal>
+template <bool kIsInRange = false, class R = Reciprocal>
 MINIFLOAT_HD Activated gelu_tanh(float x, R reciprocal = {}) {
   constexpr float kRange = 10.5f;  // z is past 87
   constexpr float kLinear = 0x1.98845p0f, kLinearLow = 0x1.9ea1b2p-23f;
   constexpr float kCubic = 0x1.2444f2p-4f, kCubicLow = 0x1.49b16ap-29f;
-  const float c = clamp_to_range(x, kRange);
+  const float c = kIsInRange ? x : clamp_to_range(x, kRange);
   const float t = c * c, t_low = multiply_add(c, c, -t);
   const float p = multiply_add(kCubic, t, kLinear);
   const float p_low = multiply_add(kCubic, t, kLinear - p) +
                       multiply_add(kCubic, t_low, multiply_add(kCubicLow, t, kLinearLow));
   const float z = c * p, z_low = multiply_add(c, p_low, multiply_add(c, p, -z));
-  const Sigmoid s = sigmoid(z, reciprocal, z_low);
+  const Sigmoid s = sigmoid<kIsInRange>(z, reciprocal, z_low);
   const float slope = multiply_add(0x1.b6676cp-3f, t, kLinear);
   return {x * s.value, s.value * (1.0f + c * slope * s.rest)};
 }
 
-template <Activation kActivation, class R = Reciprocal>
+template <Activation kActivation, bool kIsInRange = false, class R = Reciprocal>
 MINIFLOAT_HD Activated activate(float x, R reciprocal = {}) {
   if constexpr (kActivation == Activation::kGelu)
-    return gelu(x, reciprocal);
+    return gelu<kIsInRange>(x, reciprocal);
   else if constexpr (kActivation == Activation::kGeluTanh)
-    return gelu_tanh(x, reciprocal);
+    return gelu_tanh<kIsInRange>(x, reciprocal);
   else
-    return silu(x, reciprocal);
+    return silu<kIsInRange>(x, reciprocal);
 }
 
 }  // namespace minifloat

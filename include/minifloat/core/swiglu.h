@@ -36,7 +36,9 @@ struct SwiGluFactors {
   float first, second, derivative;
 };
 
-template <bool kHasLimit, Activation kActivation = Activation::kSilu, class R = Reciprocal>
+// kIsInRange: |gate| < kActivationRange<kActivation>
+template <bool kHasLimit, Activation kActivation = Activation::kSilu, bool kIsInRange = false,
+          class R = Reciprocal>
 MINIFLOAT_HD SwiGluFactors swiglu_factors(float gate, float up, const SwiGluForm& form,
                                           R reciprocal = {}) {
   static_assert(!kHasLimit || kActivation == Activation::kSilu);
@@ -48,7 +50,7 @@ MINIFLOAT_HD SwiGluFactors swiglu_factors(float gate, float up, const SwiGluForm
     const Sigmoid s = sigmoid(scaled, reciprocal);
     return {a * s.value, u + 1.0f, s.value * (1.0f + scaled * s.rest)};
   } else {
-    const Activated a = activate<kActivation>(gate, reciprocal);
+    const Activated a = activate<kActivation, kIsInRange>(gate, reciprocal);
     return {a.value, up, a.derivative};
   }
 }
@@ -57,10 +59,12 @@ MINIFLOAT_HD SwiGluFactors swiglu_factors(float gate, float up, const SwiGluForm
 MINIFLOAT_HD float swiglu(const SwiGluFactors& f, float weight) {
   return f.first * f.second * weight;
 }
-template <bool kHasLimit, Activation kActivation = Activation::kSilu, class R = Reciprocal>
+template <bool kHasLimit, Activation kActivation = Activation::kSilu, bool kIsInRange = false,
+          class R = Reciprocal>
 MINIFLOAT_HD float swiglu(float gate, float up, float weight, const SwiGluForm& form,
                           R reciprocal = {}) {
-  return swiglu(swiglu_factors<kHasLimit, kActivation>(gate, up, form, reciprocal), weight);
+  return swiglu(swiglu_factors<kHasLimit, kActivation, kIsInRange>(gate, up, form, reciprocal),
+                weight);
 }
 
 // The gradients of gate and up, and the column's term of the weight's.

@@ -38,12 +38,11 @@ __global__ void __launch_bounds__(kGradientThreads, 2)
   __shared__ std::uint32_t largest[6];  // of matrices, and of transformed ones
   const GradientTile tiles = {words};
   const TilePlace place = gradient_place(args);
-  tiles.fill(args, place);
+  const GradientChunk loaded = tiles.first(args, place);
   if (threadIdx.x < 6) largest[threadIdx.x] = 0;
-  wait_for_copies();
   __syncthreads();
   LargestPairs pairs;
-  tiles.compute<kInTile != InTile::kNothing>(args, pairs);
+  tiles.compute<kInTile != InTile::kNothing>(args, place, loaded, pairs);
   raise_in_block(pairs, largest);
   if constexpr (kInTile != InTile::kNothing) {
     __syncthreads();

@@ -1,9 +1,8 @@
-// A tile of the gradients of gate and up and of h, in shared memory: dh, gate and up are copied
-// there, and each thread replaces the chunks that it copied.
+// A tile of the gradients of gate and up and of h in shared memory, which a block computes. A
+// thread has the next chunk's loads in flight.
 //
 //     tile          0          1      2
-//     copied        dh         gate   up
-//     computed      d_gate     h      d_up
+//                   d_gate     h      d_up
 //
 //     bytes an element: 6 read (4 without up)
 #pragma once
@@ -41,6 +40,79 @@ struct LargestPairs {
   std::uint32_t of[3] = {0, 0, 0};
 };
 
+// Eight columns of dh, gate and up, and of the results.
+struct GradientChunk {
+  Vec8<Bf16> dh, gate, up;
+};
+struct GradientResults {
+  Vec8<Bf16> d_gate, h, d_up;
+};
+
+// Loads columns from `col` on. Without up, that is ones.
+__device__ __forceinline__ GradientChunk load_chunk(const GradientArgs& in, std::uint32_t row,
+                                                    std::uint32_t col) {
+  const auto load = [](const void* base, std::int64_t at) {
+    Vec8<Bf16> v;
+    *reinterpret_cast<uint4*>(v.w) =
+        *reinterpret_cast<const uint4*>(static_cast<const Bf16*>(base) + at);
+    return v;
+  };
+  constexpr std::uint32_t kOnes = 0x3F80'3F80;
+  return {load(in.dh, row * in.dh_stride + col), load(in.of.gate, row * in.of.gate_stride + col),
+          in.of.up ? load(in.of.up, row * in.of.up_stride + col)
+                   : Vec8<Bf16>{{kOnes, kOnes, kOnes, kOnes}}};
+}
+
+// Returns the results before NaNs have one pattern.   kHasUp: else up is ones
+template <Activation kActivation, bool kHasUp, bool kIsInRange>
+__device__ __forceinline__ GradientResults raw_results(const GradientChunk& in) {
+  constexpr float kWeight = 1.0f;
+  GradientResults out;
+#pragma unroll
+  for (int j = 0; j < kSwiGluVec; j += 2) {
+    SwiGluGradient d[2];
+    float value[2];
+#pragma unroll
+    for (int k = 0; k < 2; ++k) {
+      const float up = kHasUp ? in.up[j + k] : 1.0f;
+      const SwiGluFactors f =
+          swiglu_factors<false, kActivation, kIsInRange>(in.gate[j + k], up, {}, FastReciprocal{});
+      d[k] = swiglu_gradient(f, in.dh[j + k], kWeight);
+      value[k] = minifloat::swiglu(f, kWeight);
+    }
+    out.d_gate.set_pair(j, d[0].gate, d[1].gate);
+    out.h.set_pair(j, value[0], value[1]);
+    out.d_up.set_pair(j, d[0].up, d[1].up);
+  }
+  return out;
+}
+
+// Returns the results, and raises their largest magnitudes.   kHasH, kHasUp: h, d_up are read
+template <Activation kActivation, bool kHasH, bool kHasUp>
+__device__ __forceinline__ GradientResults gradient_results(const GradientChunk& in,
+                                                            LargestPairs& largest) {
+  GradientResults out;
+  if (is_in_range<kActivation>(in.gate.w))
+    out = raw_results<kActivation, kHasUp, true>(in);
+  else
+    out = raw_results<kActivation, kHasUp, false>(in);
+  const std::uint32_t of_gate = largest_pair(out.d_gate.w);
+  largest.of[0] = max_magnitude_bf16x2(largest.of[0], of_gate);
+  std::uint32_t all = of_gate;
+  if constexpr (kHasH) {
+    const std::uint32_t of_h = largest_pair(out.h.w);
+    largest.of[1] = max_magnitude_bf16x2(largest.of[1], of_h);
+    all = max_magnitude_bf16x2(all, of_h);
+  }
+  if constexpr (kHasUp) {
+    const std::uint32_t of_up = largest_pair(out.d_up.w);
+    largest.of[2] = max_magnitude_bf16x2(largest.of[2], of_up);
+    all = max_magnitude_bf16x2(all, of_up);
+  }
+  if (has_nan(all)) out.d_gate.name_nans(), out.h.name_nans(), out.d_up.name_nans();
+  return out;
+}
+
 struct GradientTile {
   std::uint32_t* words;
 
@@ -48,88 +120,49 @@ struct GradientTile {
     return {words + i * (SharedTile<Bf16>::kBytes / 4)};
   }
 
-  // Calls body(row, chunk) for the thread's chunks of 8 columns.
-  template <class Body>
-  __device__ __forceinline__ static void each_chunk(Body body) {
-    constexpr unsigned kChunks = kTile / kSwiGluVec, kStep = kGradientThreads / kChunks;
-    const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
-#pragma unroll
-    for (unsigned r = 0; r < kTile; r += kStep) body(first + r, chunk);
+  // The thread's chunk of 8 columns, and its rows.
+  static constexpr unsigned kChunks = kTile / kSwiGluVec, kStep = kGradientThreads / kChunks;
+  __device__ __forceinline__ static unsigned chunk() { return threadIdx.x % kChunks; }
+  __device__ __forceinline__ static unsigned first_row() { return threadIdx.x / kChunks; }
+
+  // Starts the loads of the thread's first chunk.
+  __device__ __forceinline__ static GradientChunk first(const GradientArgs& args,
+                                                        const TilePlace& place) {
+    return load_chunk(args, place.row + first_row(), place.col + chunk() * kSwiGluVec);
   }
 
-  // Starts the copies. They have arrived, for this thread, after wait_for_copies().
-  __device__ __forceinline__ void fill(const GradientArgs& args, const TilePlace& place) const {
-    const SwiGluArgs& of = args.of;
-    each_chunk([&](unsigned row, unsigned chunk) {
-      const std::int64_t r = place.row + row;
-      const std::uint32_t col = place.col + chunk * kSwiGluVec;
-      copy_async_16(tile(0).chunk_at(row, chunk), args.dh + r * args.dh_stride + col, 16);
-      copy_async_16(tile(1).chunk_at(row, chunk),
-                    static_cast<const Bf16*>(of.gate) + r * of.gate_stride + col, 16);
-      if (of.up)
-        copy_async_16(tile(2).chunk_at(row, chunk),
-                      static_cast<const Bf16*>(of.up) + r * of.up_stride + col, 16);
-    });
-  }
-
-  // Computes in place.   kStores: else only the largest magnitudes are found
+  // Computes the tile.   next: from first(); kStores: else only the largest magnitudes are found
   template <bool kStores>
-  __device__ __forceinline__ void compute(const GradientArgs& args, LargestPairs& largest) const {
+  __device__ __forceinline__ void compute(const GradientArgs& args, const TilePlace& place,
+                                          const GradientChunk& next, LargestPairs& largest) const {
     switch (args.of.activation) {
-      case Activation::kSilu: return compute<kStores, Activation::kSilu>(args, largest);
-      case Activation::kGelu: return compute<kStores, Activation::kGelu>(args, largest);
-      case Activation::kGeluTanh: return compute<kStores, Activation::kGeluTanh>(args, largest);
+      case Activation::kSilu:
+        return compute<kStores, Activation::kSilu>(args, place, next, largest);
+      case Activation::kGelu:
+        return compute<kStores, Activation::kGelu>(args, place, next, largest);
+      case Activation::kGeluTanh:
+        return compute<kStores, Activation::kGeluTanh>(args, place, next, largest);
     }
   }
 
  private:
-  using Vec = Vec8<Bf16>;
-
-  __device__ __forceinline__ static Vec load(const std::uint32_t* from) {
-    Vec v;
-    *reinterpret_cast<uint4*>(v.w) = *reinterpret_cast<const uint4*>(from);
-    return v;
-  }
-  template <bool kStores>
-  __device__ __forceinline__ static void finish(Vec& v, std::uint32_t* to, std::uint32_t& largest) {
-    v.name_nans();
-    largest =
-        max_magnitude_bf16x2(largest, max_magnitude_bf16x2(max_magnitude_bf16x2(v.w[0], v.w[1]),
-                                                           max_magnitude_bf16x2(v.w[2], v.w[3])));
-    if constexpr (kStores) *reinterpret_cast<uint4*>(to) = *reinterpret_cast<const uint4*>(v.w);
-  }
   template <bool kStores, Activation kActivation>
-  __device__ __forceinline__ void compute(const GradientArgs& args, LargestPairs& largest) const {
-    constexpr float kWeight = 1.0f;
-    const bool has_up = args.of.up;
+  __device__ __forceinline__ void compute(const GradientArgs& args, const TilePlace& place,
+                                          GradientChunk next, LargestPairs& largest) const {
+    const auto store = [&](int i, unsigned row, const Vec8<Bf16>& v) {
+      v.store(reinterpret_cast<Bf16*>(tile(i).chunk_at(row, chunk())));
+    };
 #pragma unroll 1
-    for (unsigned i = 0; i < kTile * kTile / kSwiGluVec / kGradientThreads; ++i) {
-      constexpr unsigned kChunks = kTile / kSwiGluVec, kStep = kGradientThreads / kChunks;
-      const unsigned row = threadIdx.x / kChunks + i * kStep, chunk = threadIdx.x % kChunks;
-      std::uint32_t* const at[3] = {tile(0).chunk_at(row, chunk), tile(1).chunk_at(row, chunk),
-                                    tile(2).chunk_at(row, chunk)};
-      const Vec dh = load(at[0]), gate = load(at[1]);
-      Vec up = {{0x3F80'3F80u, 0x3F80'3F80u, 0x3F80'3F80u, 0x3F80'3F80u}};
-      if (has_up) up = load(at[2]);
-      Vec d_gate, h, d_up;
-#pragma unroll
-      for (int j = 0; j < kSwiGluVec; j += 2) {
-        SwiGluGradient d[2];
-        float value[2];
-#pragma unroll
-        for (int k = 0; k < 2; ++k) {
-          const SwiGluFactors f =
-              swiglu_factors<false, kActivation>(gate[j + k], up[j + k], {}, FastReciprocal{});
-          d[k] = swiglu_gradient(f, dh[j + k], kWeight);
-          value[k] = minifloat::swiglu(f, kWeight);
-        }
-        d_gate.set_pair(j, d[0].gate, d[1].gate);
-        h.set_pair(j, value[0], value[1]);
-        d_up.set_pair(j, d[0].up, d[1].up);
+    for (unsigned row = first_row(); row < kTile; row += kStep) {
+      const GradientChunk in = next;
+      if (row + kStep < kTile)
+        next = load_chunk(args, place.row + row + kStep, place.col + chunk() * kSwiGluVec);
+      const GradientResults out = gradient_results<kActivation, true, true>(in, largest);
+      if constexpr (kStores) {
+        store(0, row, out.d_gate);
+        if (args.has_h) store(1, row, out.h);
+        if (args.of.up) store(2, row, out.d_up);
       }
-      finish<kStores>(d_gate, at[0], largest.of[0]);
-      if (args.has_h) finish<kStores>(h, at[1], largest.of[1]);
-      if (has_up) finish<kStores>(d_up, at[2], largest.of[2]);
     }
   }
 };

@@ -24,60 +24,6 @@ struct ValuesArgs {
   KernelOperand h;        // where h is cast
 };
 
-// Eight columns of dh, gate and up.
-struct GradientChunk {
-  Vec8<Bf16> dh, gate, up;
-};
-
-template <bool kHasUp>
-__device__ __forceinline__ GradientChunk load_chunk(const GradientArgs& in, std::uint32_t row,
-                                                    std::uint32_t col) {
-  const auto load = [](const void* base, std::int64_t at) {
-    Vec8<Bf16> v;
-    *reinterpret_cast<uint4*>(v.w) =
-        *reinterpret_cast<const uint4*>(static_cast<const Bf16*>(base) + at);
-    return v;
-  };
-  GradientChunk chunk;
-  chunk.dh = load(in.dh, row * in.dh_stride + col);
-  chunk.gate = load(in.of.gate, row * in.of.gate_stride + col);
-  if constexpr (kHasUp) chunk.up = load(in.of.up, row * in.of.up_stride + col);
-  return chunk;
-}
-
-// Eight columns of the results.
-struct ResultChunk {
-  Vec8<Bf16> d_gate, h, d_up;
-};
-
-template <Activation kActivation, bool kHasUp>
-__device__ __forceinline__ ResultChunk compute_chunk(const GradientChunk& in) {
-  constexpr float kWeight = 1.0f;
-  ResultChunk out;
-#pragma unroll
-  for (int j = 0; j < kSwiGluVec; j += 2) {
-    SwiGluGradient d[2];
-    float value[2];
-#pragma unroll
-    for (int k = 0; k < 2; ++k) {
-      const float up = kHasUp ? in.up[j + k] : 1.0f;
-      const SwiGluFactors f =
-          swiglu_factors<false, kActivation>(in.gate[j + k], up, {}, FastReciprocal{});
-      d[k] = swiglu_gradient(f, in.dh[j + k], kWeight);
-      value[k] = minifloat::swiglu(f, kWeight);
-    }
-    out.d_gate.set_pair(j, d[0].gate, d[1].gate);
-    out.h.set_pair(j, value[0], value[1]);
-    if constexpr (kHasUp) out.d_up.set_pair(j, d[0].up, d[1].up);
-  }
-  return out;
-}
-
-// Returns whether one of a pair of bf16 is NaN.
-__device__ __forceinline__ bool has_nan(std::uint32_t pair) {
-  return (((pair & 0x7FFF'7FFFu) + 0x007F'007Fu) & 0x8000'8000u) != 0;
-}
-
 template <Activation kActivation, bool kHasUp, class H>
 __global__ void __launch_bounds__(kThreads, 4)
     gradient_values(const __grid_constant__ ValuesArgs args) {
@@ -90,7 +36,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   const TilePlace place = gradient_place(args.in);
   const unsigned chunk = threadIdx.x % kChunks, first = threadIdx.x / kChunks;
   const std::uint32_t col = place.col + chunk * kSwiGluVec;
-  GradientChunk next = load_chunk<kHasUp>(args.in, place.row + first, col);
+  GradientChunk next = load_chunk(args.in, place.row + first, col);
   if (threadIdx.x < 3) largest[threadIdx.x] = 0;
   if constexpr (kHasH)
     if (threadIdx.x == 32) prepare<H>(args.h, whole, 0, place.row == 0 && place.col == 0);
@@ -98,22 +44,8 @@ __global__ void __launch_bounds__(kThreads, 4)
 #pragma unroll 1
   for (unsigned r = first; r < kTile; r += kStep) {
     const GradientChunk in = next;
-    if (r + kStep < kTile) next = load_chunk<kHasUp>(args.in, place.row + r + kStep, col);
-    ResultChunk out = compute_chunk<kActivation, kHasUp>(in);
-    const std::uint32_t of_gate = largest_pair(out.d_gate);
-    std::uint32_t all = of_gate;
-    if constexpr (kHasUp) {
-      const std::uint32_t of_up = largest_pair(out.d_up);
-      pairs.of[2] = max_magnitude_bf16x2(pairs.of[2], of_up);
-      all = max_magnitude_bf16x2(all, of_up);
-    }
-    if constexpr (kHasH) all = max_magnitude_bf16x2(all, largest_pair(out.h));
-    pairs.of[0] = max_magnitude_bf16x2(pairs.of[0], of_gate);
-    if (has_nan(all)) {
-      out.d_gate.name_nans();
-      if constexpr (kHasUp) out.d_up.name_nans();
-      if constexpr (kHasH) out.h.name_nans();
-    }
+    if (r + kStep < kTile) next = load_chunk(args.in, place.row + r + kStep, col);
+    const GradientResults out = gradient_results<kActivation, kHasH, kHasUp>(in, pairs);
     const std::int64_t at = (place.row + r) * args.stride + col;
     out.d_gate.store(args.d_gate + at);
     if constexpr (kHasUp) out.d_up.store(args.d_up + at);

@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kGradientThreads, 2)
   const GradientTile tiles = {words};
   const TilePlace place = gradient_place(args);
   const int matrices = args.of.up ? 2 : 1;
-  tiles.fill(args, place);
+  const GradientChunk loaded = tiles.first(args, place);
 
   // ---- What holds for whole matrices
   const bool is_first = place.row == 0 && place.col == 0;
@@ -39,12 +39,11 @@ __global__ void __launch_bounds__(kGradientThreads, 2)
     else
       prepare<Col>(plans.col[of % 2], whole[of], 0, is_first);
   }
-  wait_for_copies();
   __syncthreads();
 
   // ---- The gradients, and h
   LargestPairs pairs;
-  tiles.compute<true>(args, pairs);
+  tiles.compute<true>(args, place, loaded, pairs);
   if constexpr (kFindsCurrentAmax<Row>)
     if (plans.finds_amaxes) raise_in_block(pairs, largest);
   __syncthreads();

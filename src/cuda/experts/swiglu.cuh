@@ -80,20 +80,54 @@ __device__ __forceinline__ GateAndUp8 load_gate_and_up(const SwiGluArgs& of, std
   return {load(gate), load(static_cast<const Bf16*>(of.up) + row * of.up_stride + col)};
 }
 
+// Returns the largest magnitudes of 8 columns: those of the lower halves and of the upper ones, as
+// a pair whose signs are undefined; NaN stays.
+__device__ __forceinline__ std::uint32_t largest_pair(const std::uint32_t (&w)[kSwiGluVec / 2]) {
+  return max_magnitude_bf16x2(max_magnitude_bf16x2(w[0], w[1]), max_magnitude_bf16x2(w[2], w[3]));
+}
+// Returns whether both magnitudes of a pair of bf16 are below a bound, given by its bits; NaN is
+// not.
+template <std::uint32_t kBound>
+__device__ __forceinline__ bool is_below(std::uint32_t pair) {
+  return (((pair & 0x7FFF'7FFFu) + (0x8000u - kBound) * 0x0001'0001u) & 0x8000'8000u) == 0;
+}
+// Returns whether one of a pair of bf16 is NaN.
+__device__ __forceinline__ bool has_nan(std::uint32_t pair) { return !is_below<0x7F81>(pair); }
+
+// Returns whether no gate of 8 columns is limited by the activation, which then takes fewer
+// instructions.
+template <Activation kActivation>
+__device__ __forceinline__ bool is_in_range(const std::uint32_t (&gate)[kSwiGluVec / 2]) {
+  constexpr float kRange = kActivationRange<kActivation>;
+  static_assert((bit_cast<std::uint32_t>(kRange) & 0xFFFFu) == 0);
+  return is_below<(bit_cast<std::uint32_t>(kRange) >> 16)>(largest_pair(gate));
+}
+
 // Return 8 columns of h, rounded to bf16.
-template <bool kHasLimit, Activation kActivation>
-__device__ __forceinline__ Vec8<Bf16> h_of(const std::uint32_t (&gate)[kSwiGluVec / 2],
-                                           const std::uint32_t (&up)[kSwiGluVec / 2], float weight,
-                                           const SwiGluForm& form) {
+template <bool kHasLimit, Activation kActivation, bool kIsInRange>
+__device__ __forceinline__ Vec8<Bf16> values_of(const std::uint32_t (&gate)[kSwiGluVec / 2],
+                                                const std::uint32_t (&up)[kSwiGluVec / 2],
+                                                float weight, const SwiGluForm& form) {
   const auto h = [&](std::uint32_t g, std::uint32_t u) {
-    return minifloat::swiglu<kHasLimit, kActivation>(bit_cast<float>(g), bit_cast<float>(u), weight,
-                                                     form, FastReciprocal{});
+    return minifloat::swiglu<kHasLimit, kActivation, kIsInRange>(
+        bit_cast<float>(g), bit_cast<float>(u), weight, form, FastReciprocal{});
   };
   Vec8<Bf16> out;
 #pragma unroll
   for (int i = 0; i < kSwiGluVec / 2; ++i)
     out.set_pair(2 * i, h(gate[i] << 16, up[i] << 16),
                  h(gate[i] & 0xFFFF'0000u, up[i] & 0xFFFF'0000u));
+  return out;
+}
+template <bool kHasLimit, Activation kActivation>
+__device__ __forceinline__ Vec8<Bf16> h_of(const std::uint32_t (&gate)[kSwiGluVec / 2],
+                                           const std::uint32_t (&up)[kSwiGluVec / 2], float weight,
+                                           const SwiGluForm& form) {
+  Vec8<Bf16> out;
+  if (!kHasLimit && is_in_range<kActivation>(gate))
+    out = values_of<kHasLimit, kActivation, !kHasLimit>(gate, up, weight, form);
+  else
+    out = values_of<kHasLimit, kActivation, false>(gate, up, weight, form);
   out.name_nans();
   return out;
 }
@@ -123,19 +157,13 @@ __device__ __forceinline__ Vec8<Bf16> h_of(const SwiGluArgs& of, const GateAndUp
   return h_of<false, Activation::kSilu>(of, in, weight);
 }
 
-// Returns the largest magnitudes of a vec8: those of its lower halves and of its upper ones, as a
-// pair whose signs are undefined; NaN stays.
-__device__ __forceinline__ std::uint32_t largest_pair(const Vec8<Bf16>& v) {
-  return max_magnitude_bf16x2(max_magnitude_bf16x2(v.w[0], v.w[1]),
-                              max_magnitude_bf16x2(v.w[2], v.w[3]));
-}
 // Returns the bits of the larger magnitude of a pair.
 __device__ __forceinline__ std::uint32_t larger_of_pair(std::uint32_t pair) {
   return max(pair & 0x7FFF'0000u, (pair << 16) & Float32::kMagnitude);
 }
 // Returns the bits of the largest magnitude of 8 columns, as Vec16's amax does.
 __device__ __forceinline__ std::uint32_t amax_of(const Vec8<Bf16>& h) {
-  return larger_of_pair(largest_pair(h));
+  return larger_of_pair(largest_pair(h.w));
 }
 
 }  // namespace minifloat::cuda

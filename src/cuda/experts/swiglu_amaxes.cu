@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(kThreads, 5)
     if (i + 1 < kVecsOfThread) next = load(u + kThreads);
     if (u >= args.count) break;
     const Vec8<Bf16> h = h_of<kHasLimit, kActivation>(args.of, in.both, in.weight);
-    largest = max_magnitude_bf16x2(largest, largest_pair(h));
+    largest = max_magnitude_bf16x2(largest, largest_pair(h.w));
     h.store(args.h + std::uint64_t{u} * kSwiGluVec);
   }
   raise_by_block(args.amax, canonical_magnitude(larger_of_pair(largest)));
