@@ -4,8 +4,11 @@ import minifloat as mf
 import pytest
 import torch
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
+from tests.nn.test_accumulation import Ops
 from tests.support.sharded_models import Model, batch, sharded
 from tests.support.worlds import run_world
 
@@ -69,7 +72,9 @@ def check_added_in_place(rank):
     policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
     model = sharded(built("fp8_rowwise", "grad"), mp_policy=policy)
     model.set_requires_gradient_sync(False)
-    run(model, BF16)
+    with Ops() as counted:
+        run(model, BF16)
+    assert counted.added == (MICRO_BATCHES - 1) * len(linear_layers(model))
     found = [
         p._unsharded_param.grad
         for block in model.blocks
@@ -93,6 +98,45 @@ def check_reduction_in_bf16(rank):
 
 def test_other_reductions_are_refused():
     run_world(2, check_reduction_in_bf16)
+
+
+def check_compiled(rank):
+    """A compiled backward would round the gradient: such a layer is computed outside the graph."""
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=FP32)
+    models = []
+    for options in (None, {}, {"fullgraph": True}):
+        model = built("fp8_rowwise", "grad", gather="compute_dtype")
+        models.append(sharded(model, mp_policy=policy))
+        for block in model.blocks if options is not None else ():
+            block.compile(**options)
+    eager, compiled, whole = models
+    for model in (eager, compiled):
+        run(model, BF16)
+    for name, layer in linear_layers(compiled).items():
+        want = linear_layers(eager)[name].weight.grad
+        assert torch.equal(layer.weight.grad.full_tensor(), want.full_tensor()), name
+    torch._dynamo.reset()  # which remembers code that it could not trace
+    with pytest.raises(Exception, match=r"expected a float32 weight under torch\.compile"):
+        whole(batch(0, dtype=BF16))
+
+
+def test_compiled_blocks_round_nothing():
+    run_world(2, check_compiled)
+
+
+def check_tensor_parallel(rank):
+    mesh = init_device_mesh("cpu", (2,))
+    for accumulate in ("main_grad", "grad"):
+        model = built("fp8_rowwise", accumulate)
+        parallelize_module(model.blocks[0], mesh, {"up": ColwiseParallel()})
+        with pytest.raises(ValueError, match="expected a weight that tensor parallelism has not"):
+            model(batch(0))
+        with torch.no_grad():
+            model.blocks[0].up(batch(0))
+
+
+def test_tensor_parallel_weights_are_refused():
+    run_world(2, check_tensor_parallel)
 
 
 def check_float32(rank):
