@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from minifloat.nn.deferred import Deferred, DeferredNorm
+from minifloat.nn.norms import DeferringNorm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -29,11 +30,12 @@ from tests.support.fused_models import (
 STOCHASTIC_INPUT = "fprop=nvfp4+sr*nvfp4 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8+sr"
 
 
-def norm_of(dtype=torch.bfloat16, kind="rms"):
+def norm_of(dtype=torch.bfloat16, kind="rms", recipe="nvfp4"):
     """Returns a fused norm and the layer that reads it."""
     torch.manual_seed(0)
     model = nn.Sequential(NORMS[kind](WIDTH), nn.Linear(WIDTH, WIDTH)).to(dtype)
-    mf.quantize_(model, "nvfp4", fuse=True, verbose=False)
+    mf.quantize_(model, recipe, fuse=True, verbose=False)
+    assert isinstance(model[0], DeferringNorm)
     return model
 
 
@@ -66,19 +68,25 @@ def test_a_checkpoint_in_compiled_code():
 
 @pytest.mark.parametrize("run", ["eager", "checkpoint", "compiled"])
 def test_delayed_histories_over_steps(run):
-    fused = block("fp8_delayed")
+    fused = norm_of(recipe="fp8_delayed")
     plain = unfused(fused)
     runs = [(m, RUNS[run](m)) for m in (fused, plain)]
     for seed in range(3):
         require_same(*[results(m, call, hidden(seed=seed)) for m, call in runs])
         for model, _ in runs:
             mf.step(model)
-    assert fused.attention.wk.amax_history[0, 0] > 0
+    assert fused[1].amax_history[0, 0] > 0
+
+
+@pytest.mark.parametrize("recipe", ["fp8_delayed", STOCHASTIC_INPUT])
+def test_norms_whose_readers_share_no_codes_stay(recipe):
+    model = block(recipe)
+    assert not any(isinstance(module, DeferringNorm) for module in model.modules())
 
 
 @pytest.mark.parametrize("run", ["eager", "checkpoint", "compiled"])
-def test_stochastic_inputs_draw_from_each_readers_stream(run):
-    fused = block(STOCHASTIC_INPUT)
+def test_stochastic_inputs_draw_from_the_readers_stream(run):
+    fused = norm_of(recipe=STOCHASTIC_INPUT)
     plain = unfused(fused)
     require_same(results(fused, RUNS[run](fused)), results(plain, RUNS[run](plain)))
 
@@ -95,7 +103,7 @@ def test_codes_are_cast_once_for_all_readers(monkeypatch):
 @pytest.mark.parametrize("grad", [True, False])
 @pytest.mark.parametrize("mode", ["train", "eval"])
 def test_evaluation_and_inference(mode, grad):
-    fused = getattr(block("fp8_delayed"), mode)()
+    fused = getattr(norm_of(recipe="fp8_delayed"), mode)()
     plain = unfused(fused)
     for context in (torch.no_grad, torch.inference_mode):
         with (

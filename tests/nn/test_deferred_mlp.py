@@ -95,6 +95,22 @@ def test_steps_of_delayed_scaling():
         mf.step(plain)
 
 
+@pytest.mark.parametrize("run", ["eager", "checkpoint", "compiled"])
+def test_a_norm_before_one_layer_under_delayed_scaling(run):
+    """The op takes the codes of the norm, by the history of the layer that alone reads them."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.RMSNorm(WIDTH), Mlp(nn.GELU())).bfloat16()
+    report = mf.quantize_(model, "fp8_delayed", fuse=True, verbose=False)
+    assert [name for name, _ in report.fused] == ["0", "1"]
+    plain = unfused(model)
+    plain[1].is_plain = "gelu"
+    runs = [(m, RUNS[run](m)) for m in (model, plain)]
+    for seed in range(3):
+        require_same(*[results(m, call, hidden(seed=seed)) for m, call in runs])
+        for m, _ in runs:
+            mf.step(m)
+
+
 def test_micro_batches_reuse_the_codes_of_weights(calls):
     fused, _ = converted(FeedForward())
     plain = unfused(fused)

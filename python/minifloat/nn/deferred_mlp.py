@@ -262,7 +262,7 @@ class DeferredHidden(DeferredActivation):
             return input, None
         layer = self.product.layer
         source = source_of(layer, input)
-        if source is None or layer.recipe.is_delayed:
+        if source is None:
             return input.values(), None
         rng, history, stream = states[0]
         readers = self.product.mlp.layers[:-1]

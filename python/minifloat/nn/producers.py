@@ -9,7 +9,8 @@ modules that pass it to converted layers only:
 The forwards are read with torch.fx (nn/module_trace.py). A deferred result is computed when
 anything else reads it, so a wrong trace can only cost speed, with one exception: a tensor that is
 modified in place. Where the forwards contain such a write between the norm and its readers, the
-norm is not fused.
+norm is not fused. Neither is it where several layers would cast the result each on their own, by
+their own amax histories or random bits: each cast would compute the norm again.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import fx, nn
 from .module_trace import Trace, describe, is_metadata, trace_forward, writes
 from .names import clean_name
 from .norms import adopt_norm, norm_class
-from .operand_conditions import reads_codes
+from .operand_conditions import can_reuse, reads_codes
 from .recipe_state import RecipeState
 from .selection import Fusion
 
@@ -136,6 +137,12 @@ class Finder:
         return found
 
 
+def shares_codes(layer: nn.Module) -> bool:
+    """Tells whether another layer of the same recipe reads the same codes of an input."""
+    recipe = cast(RecipeState, layer).recipe
+    return can_reuse(recipe.fprop.a, recipe.wgrad.b, allows_delayed=False)
+
+
 def fuse_norms(model: nn.Module, layers: Container[nn.Module]) -> list[Fusion]:
     """Converts the norms that converted layers read, in place, and returns the report's rows."""
     finder = Finder(model, layers)
@@ -145,7 +152,11 @@ def fuse_norms(model: nn.Module, layers: Container[nn.Module]) -> list[Fusion]:
         if readers.others:
             rows.append(Fusion(fqn, readers.others[0], is_fused=False))
             continue
-        names = [finder.names[m] for m in readers.modules if m in layers]
+        reading = [m for m in readers.modules if m in layers]
+        if readers.layers > 1 and not all(shares_codes(layer) for layer in reading):
+            rows.append(Fusion(fqn, "each layer that reads it casts it anew", is_fused=False))
+            continue
+        names = [finder.names[layer] for layer in reading]
         adopt_norm(norm, readers.modules, readers.layers)
         rows.append(Fusion(fqn, f"fused with the casts of {', '.join(names)}", is_fused=True))
     return rows
