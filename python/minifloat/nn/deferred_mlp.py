@@ -64,7 +64,11 @@ class FusedMlp:
         if self.between is not None and has_other_hooks(self.between):
             return False
         recipe = self.down.recipe
-        if len({(layer.accumulate, layer.weight.requires_grad) for layer in self.layers}) > 1:
+        sums = {
+            layer.accumulate and (layer.accumulate, layer.weight.requires_grad)
+            for layer in self.layers
+        }
+        if len(sums) > 1:
             return False
         for layer in self.layers:
             weight, bias = layer.weight, layer.bias
