@@ -107,7 +107,6 @@ struct PanelOutputs {
   std::uint32_t* columns;  // (batch, cols), or (groups, cols)
   std::uint32_t* rows;     // (batch, rows)
   std::uint32_t* tensor;   // (batch), or (groups)
-  int height_log2 = 0;     // of the runs of rows or columns that share an amax, of one matrix
 };
 // A panel, and the matrix or group that contains it.
 struct Panel {
@@ -140,7 +139,7 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
     m.z = max_words<T>(m.z, chunk.z), m.w = max_words<T>(m.w, chunk.w);
     if (!out.rows) return;
     const std::uint32_t row = warp_max(larger_half<T>(max_chunk<T>(0, chunk)));
-    if (lane == 0) atomicMax(out.rows + ((panel.output + r) >> out.height_log2), row);
+    if (lane == 0) atomicMax(out.rows + panel.output + r, row);
   };
   constexpr int kTogether = 8;  // rows in flight
   int r = warp;
@@ -181,7 +180,7 @@ __device__ __forceinline__ void take_amax_of_panel(const Source& x, const PanelO
 #pragma unroll
   for (int i = 0; i < kOfWord; ++i)
     if (panel_first + i < x.cols)
-      atomicMax(out.columns + ((e * x.cols + panel_first + i) >> out.height_log2),
+      atomicMax(out.columns + e * x.cols + panel_first + i,
                 kOfWord == 1 ? all : (i == 0 ? all << 16 : all & 0xFFFF'0000u));
 }
 
@@ -337,8 +336,7 @@ void amaxes_of_rows(const TensorRef& x, const AmaxesOfRows& of, const Execution&
                                .stream = stream,
                                .rows = of.columns,
                                .straight = of.straight});
-  launch_panels<Bf16>(x, {of.columns, of.straight.rows, of.straight.tensor, of.height_log2},
-                      stream);
+  launch_panels<Bf16>(x, {of.columns, of.straight.rows, of.straight.tensor}, stream);
 }
 
 }  // namespace minifloat::cuda

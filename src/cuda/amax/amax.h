@@ -32,7 +32,6 @@ void launch_transformed(const AmaxRequest& request);
 struct AmaxesOfRows {
   StraightAmaxes straight;
   std::uint32_t* columns;         // of the columnwise operand's rows
-  int height_log2;                // of the runs of rows as read that share an amax
   const Spec* transformed;        // the columnwise operand's spec; null: it is not transformed
   std::uint32_t* of_transformed;  // the tensor amax of transformed columns
 };

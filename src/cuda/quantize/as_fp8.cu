@@ -30,21 +30,19 @@ void cast_in_two_steps(const TensorRef& x, const Operand* rowwise, const Operand
 }
 
 // ---- In one kernel ------------------------------------------------------------------------------
-constexpr int kBlock2dLog2 = 4;
-static_assert(1 << kBlock2dLog2 == kVec);
-
 bool is_nvfp4_pow2(const Operand* o) {
   if (!o) return true;
   const Spec& spec = o->spec;
   return spec.rule == ScaleRule::kNvfp4 && spec.scale_rounding == ScaleRounding::kPowerOfTwo &&
-         !o->given_amax && !o->decoded &&
-         (spec.transform == 0 || (spec.transform == kVec && !spec.has_blocks_2d()));
+         !o->given_amax && !o->decoded && !spec.has_blocks_2d() &&
+         (spec.transform == 0 || spec.transform == kVec);
 }
 
 // Returns whether one kernel casts the operands, as far as sizes decide it. Small matrices take
-// fewer launches in two steps.
+// fewer launches in two steps, and blocks of 16x16 take less time: the cast of both directions
+// shares their scales.
 bool fits(const TensorRef& x, const Operand* rowwise, const Operand* columnwise) {
-  const std::int64_t unit = columnwise || rowwise->spec.has_blocks_2d() ? kTile : kVec;
+  const std::int64_t unit = columnwise ? kTile : kVec;
   QuantizeArgs args = {};
   args.x = source_of(x);
   args.is_bf16 = x.dtype == DType::kBFloat16;
@@ -52,7 +50,6 @@ bool fits(const TensorRef& x, const Operand* rowwise, const Operand* columnwise)
   return args.is_bf16 && x.batch == 1 && !x.groups && args.x.aligned && x.rows * x.cols > 0 &&
          x.cols % unit == 0 && (unit == kVec || x.rows % unit == 0) && is_nvfp4_pow2(rowwise) &&
          is_nvfp4_pow2(columnwise) && !(rowwise && rowwise->spec.transform > 0) &&
-         (!rowwise || !columnwise || rowwise->spec.block_rows == columnwise->spec.block_rows) &&
          !fits_one_cluster(args);
 }
 
@@ -71,7 +68,6 @@ class RowAmaxes {
     if (of_rows_ > 0) to.straight.rows = bits() + kTensors;
     if (of_columns_ > 0) to.columns = bits() + kTensors + of_rows_;
     if (is_transformed_) to.transformed = &columnwise->spec, to.of_transformed = bits() + 1;
-    if ((rowwise ? rowwise : columnwise)->spec.has_blocks_2d()) to.height_log2 = kBlock2dLog2;
     amaxes_of_rows(x, to, execution);
   }
 
@@ -113,9 +109,8 @@ bool launch(const QuantizeArgs& of_fp4, bool rowwise, bool columnwise, const voi
   QuantizeArgs args = of_fp4;
   if (is_as_fp8(to.rowwise) && !write_as_fp8(args.row, to.amaxes.rows())) return false;
   if (is_as_fp8(to.columnwise) && !write_as_fp8(args.col, to.amaxes.columns())) return false;
-  if (!columnwise && args.row.height_log2 == 0) return launch_preset_rows(args, execution);
-  if (rowwise && columnwise && launch_blocks_2d(args, execution)) return true;
-  return launch_tiles_as_fp8(args, rowwise, columnwise, execution);
+  return columnwise ? launch_tiles_as_fp8(args, rowwise, execution)
+                    : launch_preset_rows(args, execution);
 }
 
 }  // namespace

@@ -26,7 +26,8 @@ struct PresetCast : Cast<Format, Stochastically, Transformed, reads_values(Round
 // (core/fp4_as_fp8.h), of one matrix.
 template <class C>
 struct AsFp8 : C {
-  static_assert(C::kRule == ScaleRule::kNvfp4 && C::kRounding == ScaleRounding::kPowerOfTwo);
+  static_assert(C::kRule == ScaleRule::kNvfp4 && C::kRounding == ScaleRounding::kPowerOfTwo &&
+                C::kHeightLog2 == 0);
   static constexpr bool kAsFp8 = true;
   static constexpr int kCodeBytes = kVec;
 };
@@ -169,13 +170,13 @@ __device__ __forceinline__ Transformed16 transform_preset(const Elements& x) {
   }
 }
 
-// Returns 2^(6 - K) of a row that is written as FP8, from the amax of its row of blocks: a block's
-// scale rises with its amax.
+// Returns 2^(6 - K) of a row that is written as FP8, from its amax: a block's scale rises with its
+// amax.
 template <class C>
 __device__ __forceinline__ float fp8_row_factor(const KernelOperand& plan, const MatrixScale& scale,
                                                 std::uint32_t row) {
   if constexpr (C::kAsFp8) {
-    const std::uint32_t amax = __ldg(plan.row_amax + (row >> C::kHeightLog2));
+    const std::uint32_t amax = __ldg(plan.row_amax + row);
     const float largest = block_scale<E2M1>(C::kRule, C::kRounding, scale, amax).scale;
     const int exponent = fp4_row_exponent(fp4_exponent_of_value(largest));  // -9 to 8
     return bit_cast<float>(static_cast<std::uint32_t>(Float32::kBias + kFp4AsFp8Top - exponent)

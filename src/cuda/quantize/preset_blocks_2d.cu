@@ -22,8 +22,7 @@ __device__ __forceinline__ unsigned code_place(unsigned r, unsigned word) {
   return slot * kCodeWords + (word ^ (r / 8));
 }
 
-// Row: C, or AsFp8<C>
-template <class C, class Row>
+template <class C>
 __global__ void __launch_bounds__(kThreads, 4)
     quantize_whole_blocks_2d(const __grid_constant__ Source x,
                              const __grid_constant__ KernelOperand row,
@@ -61,30 +60,17 @@ __global__ void __launch_bounds__(kThreads, 4)
   if (threadIdx.x % 32 < kVecColumns) {
     const std::uint64_t first_row = std::uint64_t{tile.batch} * row.scale_rows + block_row,
                         first_col = std::uint64_t{tile.batch} * col.scale_rows + block_col;
-    if constexpr (!Row::kAsFp8)
-      store_scale_at(row, C::kRule, block, first_row * row.scale_cols + block_col);
+    store_scale_at(row, C::kRule, block, first_row * row.scale_cols + block_col);
     store_scale_at(col, C::kRule, block, first_col * col.scale_cols + block_row);
   }
 
   // ---- Rowwise
   const std::uint64_t first = std::uint64_t{tile.batch} * row.rows + tile.row + tile_row;
-  std::uint8_t* to = row.codes + first * row.code_pitch + block_col * Row::kCodeBytes;
-  Fp8CodeTable table = {};
-  if constexpr (Row::kAsFp8) {
-    const auto matrix_row = static_cast<std::uint32_t>(first);
-    const float row_factor = fp8_row_factor<Row>(row, whole.scale, matrix_row);
-    table = fp8_code_table(block.scale * row_factor);
-#pragma unroll
-    for (unsigned i = 0; i < kRowsOfThread; ++i)
-      if (block_col == 0) store_fp8_row_scale(row, whole.scale, matrix_row + i, row_factor);
-  }
+  std::uint8_t* to = row.codes + first * row.code_pitch + block_col * kVecBytes<E2M1>;
 #pragma unroll
   for (unsigned i = 0; i < kRowsOfThread; ++i, to += row.code_pitch) {
     const Codes<E2M1> both = encode_in_block<C>(row, C::kRule, vecs[i], block, {});
-    if constexpr (Row::kAsFp8)
-      *reinterpret_cast<uint4*>(to) = fp8_codes(table, both.w[0], both.w[1]);
-    else
-      store_vec<E2M1>(to, 0, both);
+    store_vec<E2M1>(to, 0, both);
     codes[code_place(tile_row + i, 2 * vec_col)] = both.w[0];
     codes[code_place(tile_row + i, 2 * vec_col + 1)] = both.w[1];
   }
@@ -102,11 +88,11 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int i = 0; i < 8; ++i, to += col.code_pitch) *reinterpret_cast<std::uint32_t*>(to) = a[i];
 }
 
-template <class C, class Row = C>
+template <class C>
 bool try_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
   if (!is_of<C>(args.row_spec)) return false;
   const Tiles tiles = tiles_of(args.x);
-  quantize_whole_blocks_2d<C, Row>
+  quantize_whole_blocks_2d<C>
       <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
          cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
   check_launch("quantize");
@@ -120,12 +106,10 @@ using Block2d = PresetCast<ScaleRule::kNvfp4, E2M1, false, false, true, Rounding
 
 bool launch_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
   if (args.row_spec != args.col_spec || args.row.decoded || args.col.decoded ||
-      args.row.amax != args.col.amax || args.col.row_scale)
+      args.row.amax != args.col.amax)
     return false;
-  using Pow2 = Block2d<ScaleRounding::kPowerOfTwo>;
-  if (args.row.row_scale) return try_blocks_2d<Pow2, AsFp8<Pow2>>(args, execution);
   return try_blocks_2d<Block2d<ScaleRounding::kDefault>>(args, execution) ||
-         try_blocks_2d<Pow2>(args, execution);
+         try_blocks_2d<Block2d<ScaleRounding::kPowerOfTwo>>(args, execution);
 }
 
 }  // namespace minifloat::cuda

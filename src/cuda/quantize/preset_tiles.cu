@@ -74,18 +74,11 @@ bool try_fp4_both(const QuantizeArgs& args, const Execution& execution) {
   return false;
 }
 
-// The casts of the preset nvfp4_pow2, of which some directions are written as FP8: x and w forward,
-// g backward.
+// The casts of the preset nvfp4_pow2, of which some directions are written as FP8: x forward, g
+// backward.
 bool launch_column_as_fp8(const QuantizeArgs& args, const Execution& execution) {
   using namespace preset;
-  return try_column<AsFp8<Nvfp4Pow2::TransformedRandom>>(args, execution) ||
-         try_column<AsFp8<Nvfp4Pow2::Block2d>>(args, execution);
-}
-bool launch_row_as_fp8(const QuantizeArgs& args, const Execution& execution) {
-  using Block2d = AsFp8<preset::Nvfp4Pow2::Block2d>;
-  if (!is_of<Block2d>(args.row_spec)) return false;
-  launch_whole_tiles<Block2d, Absent>(args, execution);
-  return true;
+  return try_column<AsFp8<Nvfp4Pow2::TransformedRandom>>(args, execution);
 }
 bool launch_both_as_fp8(const QuantizeArgs& args, const Execution& execution) {
   using namespace preset;
@@ -120,9 +113,7 @@ bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution)
 
 }  // namespace
 
-bool launch_tiles_as_fp8(const QuantizeArgs& args, bool rowwise, bool columnwise,
-                         const Execution& execution) {
-  if (!columnwise) return launch_row_as_fp8(args, execution);
+bool launch_tiles_as_fp8(const QuantizeArgs& args, bool rowwise, const Execution& execution) {
   return rowwise ? launch_both_as_fp8(args, execution) : launch_column_as_fp8(args, execution);
 }
 

@@ -27,8 +27,7 @@ bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution
 
 // Casts an NVFP4 matrix of which the directions with KernelOperand::row_scale are written as FP8,
 // whole tiles of bf16. Returns false, and launches nothing, where no kernel fits.
-bool launch_tiles_as_fp8(const QuantizeArgs& args, bool rowwise, bool columnwise,
-                         const Execution& execution);
+bool launch_tiles_as_fp8(const QuantizeArgs& args, bool rowwise, const Execution& execution);
 
 // Casts both directions of fp32 matrices of whole tiles by a preset kernel. Returns false, and
 // launches nothing, where none fits.
