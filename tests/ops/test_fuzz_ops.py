@@ -40,8 +40,8 @@ def test_every_op_and_public_function_has_a_valid_call():
     public = {f"mf.{name}" for name in mf.__all__}
     missing = (registered_ops() | native_methods() | public) - set(fuzz_ops.names())
     assert not missing, (
-        f"no valid call for {sorted(missing)}: write one in tests/support/fuzz_calls.py or "
-        "fuzz_weight_calls.py, with the decorator @call of that name"
+        f"no valid call for {sorted(missing)}: write one in a tests/support/fuzz_*_calls.py, "
+        "with the decorator @call of that name"
     )
 
 

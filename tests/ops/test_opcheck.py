@@ -1,0 +1,246 @@
+"""Every op under torch.library.opcheck."""
+
+import minifloat as mf
+import pytest
+import torch
+from minifloat._native import ops
+
+RNG = torch.tensor([1, 2, 3])
+ONE_BYTE = (torch.float8_e4m3fn, torch.float8_e5m2, torch.float8_e8m0fnu)
+
+
+def grad(*shape):
+    return torch.randn(*shape, requires_grad=True)
+
+
+def history():
+    h = torch.zeros(6, 4)
+    h[:, 0] = 3
+    return h
+
+
+def operand(spec, rows=40, cols=72):
+    return mf.quantize(torch.randn(rows, cols), spec, seed=1)
+
+
+def product(a, b):
+    p, q = operand(a), operand(b, 24)
+    return (p.codes, p.scale, p.amax, q.codes, q.scale, q.amax, f"{a}*{b}"), {"k": 72}
+
+
+def grouped_calls():
+    """Yields calls with groups. A group_unit: groups along the contraction dimension."""
+    offs = torch.tensor([8, 8, 40], dtype=torch.int32)
+    x, table = torch.randn(40, 72), mf.group_table(offs, 40)
+    yield ops.group_table, (offs, 40), {}
+    yield ops.amax, (x, "nvfp4"), {"groups": table}
+    for columnwise in (False, True):
+        yield ops.amax, (x, "e4m3/row", columnwise), {"groups": table}
+    ids = {"groups": table, "rng": RNG, "row_ids": torch.arange(40).int()}
+    yield ops.quantize, (x, "nvfp4+sr", ""), {**ids, "decoded_row": True}
+    yield ops.quantize, (x, "e4m3/row", ""), {"groups": table, "amax_row": torch.ones(40)}
+    both = {**ids, "group_unit": 64, "first_expert": 2, "decoded_col": True}
+    yield ops.quantize, (x, "mxfp8+sr", "nvfp4+sr"), both
+    for columnwise in (False, True):
+        where = {"groups": table, **({"group_unit": 32} if columnwise else {})}
+        q = mf.quantize(x, "nvfp4+pow2", columnwise=columnwise, groups=table)
+        length = q.shape[-1]
+        yield ops.dequantize, (q.codes, q.scale, q.amax, q.spec, length), where
+        yield ops.decode, (q.codes, q.scale, q.spec, length), where
+        yield ops.fp4_as_fp8, (q.codes, q.scale, q.amax, q.spec, length), where
+        yield ops.hadamard, (x, 32, columnwise), where
+    a = mf.quantize(x, "e4m3/row", groups=table)
+    b = mf.quantize(torch.randn(3, 24, 72), "e4m3/row")
+    sides = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, "e4m3/row*e4m3/row")
+    yield ops.scaled_mm, sides, {"k": 72, "groups": table, "zero_tail": True}
+    for spec in ("mxfp8", "nvfp4"):
+        for where in ({"k": 72}, {"k": 40, "group_unit": 32}):
+            columnwise = "group_unit" in where
+            a = mf.quantize(x, spec, columnwise=columnwise, groups=table)
+            b = a if columnwise else mf.quantize(torch.randn(3, 24, 72), spec)
+            sides = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, f"{spec}*{spec}")
+            yield ops.block_scaled_grouped_operands, sides, {**where, "groups": table}
+    yield ops.scaled_grouped_mm, (grad(40, 72), grad(3, 72, 24), offs, "mxfp8"), {}
+
+
+def expert_calls():
+    """Yields calls of what lies between the products of experts."""
+    groups = mf.group_table(torch.tensor([8, 30], dtype=torch.int32), 40)
+    pairs = torch.randperm(40).int()
+    fused, half = torch.randn(40, 48), torch.randn(40, 24, dtype=torch.bfloat16)
+    options = {"limit": 1.0, "interleaved": True, "pairs": pairs, "groups": groups}
+    yield ops.swiglu, (fused, None, torch.rand(40)), options
+    yield ops.swiglu, (half, half.clone(), torch.rand(20, 2)), {"pairs": pairs}
+    every = options | {"groups": mf.group_table(torch.tensor([8, 40], dtype=torch.int32), 40)}
+    yield ops.quantize_swiglu, (fused, None, torch.rand(40), "mxfp8", ""), every
+    both = (half, half.clone(), torch.rand(20, 2), "mxfp4", "mxfp4+sr+rht")
+    yield ops.quantize_swiglu, both, {"rng": RNG, "pairs": pairs, "decoded_col": True}
+    grouped = {"groups": groups, "group_unit": 32, "row_ids": pairs}
+    yield ops.quantize_swiglu, (fused, None, torch.rand(40), "e4m3/row", "e4m3/tensor"), grouped
+    rowwise = every | {"columnwise": False}
+    yield ops.swiglu_operands, (fused, None, torch.rand(40), "mxfp8"), rowwise
+    yield ops.swiglu_operands, (half, half.clone(), torch.rand(40), "nvfp4"), {"pairs": pairs}
+    dh = torch.randn(40, 24)
+    yield ops.swiglu_backward, (dh, fused, None, torch.rand(40)), options
+    others = (half, half.clone(), half.clone(), torch.rand(20, 2))
+    yield ops.swiglu_backward, others, {"pairs": pairs}
+    inverse = {"places": pairs.argsort().int().view(20, 2)}
+    yield ops.take_rows, (torch.randn(20, 48), pairs, 2), inverse
+    yield ops.take_rows, (torch.randint(0, 255, (40,), dtype=torch.uint8), pairs), {}
+    places = pairs.view(20, 2)
+    yield ops.add_slots, (fused, places), {}
+    yield ops.add_slots, (half, places, torch.randn(20, 24)), {}
+
+
+def norm_calls():
+    """Yields calls of normalisations and their casts."""
+    x, w, b = grad(4, 10, 72), grad(72), grad(72)
+    half = torch.randn(40, 128, dtype=torch.bfloat16)
+    yield ops.norm, (x, w, None, "rms", 1e-6), {}
+    yield ops.norm, (half, None, None, "rms_rounded", 1e-6), {}
+    yield ops.norm, (x, w, b, "layer", 1e-5), {}
+    yield ops.deferred_norm, (x, w, None, "rms_rounded", 1e-6), {}
+    yield ops.add_norm, (x, grad(4, 10, 72), w, None, "rms", 1e-6), {}
+    yield ops.quantize_norm, (half, None, None, "rms", 1e-6, "mxfp8", "nvfp4"), {}
+    specs = ("layer", 1e-6, "mxfp4+sr", "e4m3/row")
+    options = {"rng": RNG, "decoded_row": True, "origin": (128, 256)}
+    yield ops.quantize_norm, (torch.randn(4, 10, 72), w.detach(), b.detach(), *specs), options
+    yield ops.quantize_add_norm, (half, half, None, None, "rms", 1e-6, "mxfp8", ""), {}
+    yield ops.norm_operands, (half, None, None, "rms", 1e-6, "nvfp4"), {}
+    delayed = {"amax_history": history(), "columnwise": False}
+    yield ops.norm_operands, (torch.randn(40, 72), None, None, "rms", 0.0, "fp8_delayed"), delayed
+    yield ops.add_norm_operands, (half, half, None, None, "rms", 1e-6, "mxfp8"), {}
+
+
+def activation_calls():
+    """Yields calls of an activation between dense layers."""
+    gate, half = torch.randn(40, 48), torch.randn(2, 20, 24, dtype=torch.bfloat16)
+    yield ops.activation, (gate, None, "gelu"), {}
+    yield ops.activation, (half, half.clone(), "silu"), {}
+    yield ops.activation_backward, (half.clone(), half, half.clone(), "gelu_tanh"), {}
+    yield ops.activation_backward, (gate.clone(), gate, None, "gelu"), {}
+    decoded = {"rng": RNG, "decoded_col": True, "origin": (32, 64)}
+    yield ops.quantize_activation, (gate, gate.clone(), "silu", "mxfp4", "mxfp4+sr+rht"), decoded
+    tensors = (gate.clone(), gate, gate.clone(), "silu")
+    options = {"h_amax": torch.tensor(2.0), "up_stream_col": 3, "decoded_row": True}
+    specs = ("mxfp8", "e4m3/row", "e4m3/tensor+delayed")
+    yield ops.quantize_activation_backward, (*tensors, *specs), options
+    yield ops.activation_gradients_, (*tensors, "e4m3/tensor"), {"h_amax": torch.tensor(2.0)}
+    yield ops.activation_gradients_, (gate.clone(), gate, None, "gelu", ""), {}
+    alone = (gate.clone(), gate, None, "gelu", "", "nvfp4+sr", "")
+    yield ops.quantize_activation_backward, alone, {"gate_rng": RNG}
+
+
+def sample_calls():
+    x, batch = torch.randn(40, 72), torch.randn(2, 40, 72, dtype=torch.bfloat16)
+    yield ops.amax, (x, "nvfp4"), {}
+    yield ops.amax, (batch, "e4m3/row", True), {}
+    yield ops.quantize, (x, "nvfp4", "nvfp4+sr+rht"), {"rng": RNG, "decoded_row": True}
+    yield ops.quantize, (batch, "mxfp8", ""), {"decoded_row": True}
+    yield ops.quantize, (batch, "nvfp4+pow2", "mxfp4+rht"), {"fp8_row": True, "fp8_col": True}
+    yield ops.quantize, (batch, "", "e4m3/row"), {"amax_col": torch.ones(2, 72)}
+    yield ops.quantize, (x, "e4m3/tensor+delayed", "e4m3/128x128"), {"amax_row": torch.tensor(2.0)}
+    delayed = "e4m3/tensor+delayed"
+    yield ops.quantize_delayed, (x, delayed, delayed, torch.rand(6, 4), 0, 5), {}
+    yield ops.quantize_delayed, (x, "nvfp4+sr", delayed, torch.rand(6, 4), 2, 4), {"rng": RNG}
+    for spec in ("nvfp4", "mxfp8", "e5m2/tensor", "e4m3/row", "mxfp4+rht"):
+        q = operand(spec)
+        yield ops.dequantize, (q.codes, q.scale, q.amax, spec, 72), {"dtype": torch.bfloat16}
+        yield ops.decode, (q.codes, q.scale, spec, 72), {}
+    for of in ("x", "w"):
+        yield ops.layer_operands, (grad(40, 72), "mxfp4", of), {"columnwise": of == "w"}
+    for spec in ("mxfp4+rht", "nvfp4+pow2"):
+        q = operand(spec)
+        yield ops.fp4_as_fp8, (q.codes, q.scale, q.amax, spec, 72), {}
+        yield ops.carry, (q.codes, q.scale, q.amax, spec, 72), {}
+    yield from grouped_calls()
+    yield from expert_calls()
+    yield from norm_calls()
+    yield from activation_calls()
+    for spec in ("mxfp8/32x32", "nvfp4/16x16"):
+        q = mf.quantize(x, spec)
+        yield ops.block_scaled_operand, (q.codes, q.scale, q.amax, spec, 72), {}
+    yield ops.hadamard, (x, 32, True), {}
+    scale = torch.randint(0, 255, (40, 9), dtype=torch.uint8)
+    offs = torch.tensor([8, 8, 40], dtype=torch.int32)
+    yield ops.swizzle_scales, (scale,), {}
+    yield ops.swizzle_scales, (scale,), {"offs": offs, "groups": "m"}
+    tiled = ops.swizzle_scales(scale)
+    yield ops.unswizzle_scales, (tiled, 40, 9), {}
+    yield ops.transpose_codes, (scale, 17), {}
+    yield ops.scaled_mm, *product("nvfp4", "nvfp4/16x16")
+    yield ops.scaled_mm, *product("mxfp8", "e4m3/row+exact")
+    for specs in (("nvfp4", "nvfp4/16x16"), ("e4m3/row", "e4m3/row")):
+        args, options = product(*specs)
+        yield ops.add_scaled_mm, (torch.randn(40, 24), *args), {"k": options["k"]}
+    master, where = [torch.randn(300)], [False, 40, 72, True, 100, False]
+    q = operand("e4m3/128x128")
+    parts = ([q.codes], [q.scale], [q.amax])
+    amaxes = ops.partial_amax(master, [q.spec], where)
+    yield ops.partial_amax, (master, [q.spec], where), {}
+    yield ops.partial_cast, (amaxes, master, [q.spec], where, *parts), {}
+    yield ops.quantize_master_weights, (master, [q.spec], where, *parts, ["w"], ""), {}
+    gathered = torch.randint(0, 255, (64,), dtype=torch.uint8)
+    yield (
+        ops.merge_fragments,
+        (gathered, [torch.zeros(30, dtype=torch.uint8)], [0, 0, 9, 8, 30, 32], 2),
+        {},
+    )
+    yield ops.transpose_many, ([q.codes], [q.codes.t().contiguous()], [40, 72, 8]), {}
+    yield ops.roll_amax_histories, ([torch.rand(6, 5), torch.rand(6, 5)],), {"margin": 1}
+    yield ops.advance_random_state, (torch.tensor([5, 7]),), {}
+    for recipe in ("nvfp4", "mxfp8", "bf16", "fp8_rowwise_gw_hp"):
+        yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), recipe), {"rng": RNG}
+    yield ops.linear, (grad(3, 4, 72), grad(24, 72), None, "fp8_tensorwise"), {}
+    yield ops.linear, (grad(40, 72), grad(24, 72), None, "mxfp8"), {"accumulate": "grad"}
+    zeros = {"main_grad": torch.zeros(24, 72), "accumulate": "main_grad+zeros"}
+    yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), "nvfp4"), {"rng": RNG, **zeros}
+    for dim, token_dim in ((0, 1), (1, None)):  # one rank, which sends nothing
+        where = {"group": "", "rank": 0, "ranks": 1, "weight_dim": dim, "token_dim": token_dim}
+        x = grad(2, 32, 64)
+        yield ops.linear_sharded, (x, grad(32, 64), grad(32), "mxfp8"), where
+    g, a, b = torch.randn(40, 24), torch.randn(40, 72), torch.randn(3, 72, 24)
+    inputs = a, b, offs, "mxfp8", [True, True, False]
+    yield ops.scaled_grouped_mm_backward, (g, *inputs), {}
+    tokens = {"grad_rows_from": torch.arange(40).int() // 2}
+    yield ops.scaled_grouped_mm_backward, (g[:20], *inputs), tokens
+    weights = [grad(24, 72), grad(8, 72)]
+    mlp = [grad(24, 72), grad(24, 72), grad(16, 24)]
+    yield ops.mlp, (grad(40, 72), mlp, [None, grad(24), None], "mxfp8", "silu"), {}
+    recomputed = {"rng": [RNG, RNG], "recompute": "weight"}
+    yield ops.mlp, (grad(3, 4, 72), mlp[1:], [None, None], "nvfp4", "gelu"), recomputed
+    sums = [torch.zeros(w.shape) for w in mlp]
+    summed = {"main_grads": sums, "accumulate": "main_grad+zeros"}
+    yield ops.mlp, (grad(40, 72), mlp, [None] * 3, "fp8_rowwise", "silu"), summed
+    yield ops.linear_group, (grad(40, 72), weights, [None, grad(8)], "nvfp4"), {"rng": [RNG, RNG]}
+
+
+@pytest.mark.parametrize(
+    "call",
+    [pytest.param(c, id=f"{i}-{c[0]._qualified_op_name}") for i, c in enumerate(sample_calls())],
+)
+def test_opcheck(call):
+    op, args, kwargs = call
+    checks = ["test_autograd_registration", "test_faketensor"]
+    # Groups along the contraction dimension leave the bytes past the last group unspecified, and
+    # this check compares all bytes of two runs. tests/nn/test_compile.py compares those of groups.
+    if "group_unit" not in kwargs:
+        checks.append("test_aot_dispatch_dynamic")
+    # torch's schema check compares its arguments by allclose, which one-byte floats do not have.
+    if not any(isinstance(t, torch.Tensor) and t.dtype in ONE_BYTE for t in args):
+        checks.append("test_schema")
+    torch.library.opcheck(op.default, args, kwargs, test_utils=checks)
+
+
+def test_every_op_is_checked():
+    text = {"parse_spec", "parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
+    text |= {"spec_sizes", "scale_dtype", "stream", "mix_seed", "built_for_torch", "has_cuda"}
+    text |= {"spec_info", "product_info", "token_unit", "shard_multiple", "operand_names"}
+    text |= {"engine_of", "even_cuts", "fragment_layout", "check_groups"}
+    names = {
+        name.split("::")[1].split(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("minifloat::")
+    }
+    checked = {op._qualified_op_name.split("::")[1] for op, _, _ in sample_calls()}
+    assert names - text == checked
