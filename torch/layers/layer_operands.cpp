@@ -129,7 +129,9 @@ std::vector<Tensor> swiglu_operands_kernel(
                     product.dim());
   const SwiGluArguments of = {kOp,   product,     other, weights, limit,
                               alpha, interleaved, pairs, groups};
-  check_groups(kOp, {groups}, product);
+  check_swiglu(of);  // also where no direction is cast
+  if (groups) bridge::check_memory_if_real(kOp, "groups", *groups);
+  if (row_ids) bridge::check_memory_if_real(kOp, "row_ids", *row_ids);
   const PreparedRecipe& recipe = prepare(text);
   ModuleState state;
   if (rng) state.rng = *rng;

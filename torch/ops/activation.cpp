@@ -137,6 +137,8 @@ class BackwardCast {
 QuantizedGradients cast_gradients(const Tensor& dh, const ActivationArguments& a,
                                   const GradientCasts& casts, bool shares_memory) {
   check_activation(kBackward, a, &dh, true);
+  if (!a.up) check_unread(kBackward, casts.up);
+  if (casts.h_col.empty()) check_unread(kBackward, casts.h);
   const ActivationInputs in = inputs_of(kBackward, a, &dh);
   return BackwardCast(in, casts, shares_memory).run();
 }

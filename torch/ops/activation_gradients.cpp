@@ -45,6 +45,7 @@ GradientValues allocate(const ActivationArguments& a) {
 GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std::string& h_col,
                        const QuantizeOptions& h, bool shares_memory) {
   check(dh, a);
+  if (h_col.empty()) torch_ops::check_unread(kOp, h);
   GradientValues out = allocate(a);
   const Tensor d_gate = dh.is_contiguous() ? dh : dh.contiguous();
   const ActivationInputs in = torch_ops::inputs_of(kOp, a, &d_gate);

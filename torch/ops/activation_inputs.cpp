@@ -65,6 +65,13 @@ ActivationInputs inputs_of(const char* op, const ActivationArguments& a, const T
   return in;
 }
 
+void check_unread(const char* op, const QuantizeOptions& options) {
+  for (const auto& [name, t] :
+       {std::pair{"amax_row", &options.amax_row}, std::pair{"amax_col", &options.amax_col},
+        std::pair{"rng", &options.rng}})
+    if (*t) bridge::check_memory_if_real(op, name, **t);
+}
+
 Tensor empty_like_gate(const Tensor& gate) {
   return empty(gate, gate.sym_sizes(), gate.scalar_type());
 }

@@ -114,11 +114,14 @@ struct SwiGluInputs {
   Tensor product, other, weights, pairs;
   SwiGlu of;
 };
-SwiGluInputs inputs_of(const SwiGluArguments& a) {
+void check_memory_of(const SwiGluArguments& a) {
   for (const auto& [name, t] : {std::pair{"product", &a.product}, std::pair{"weights", &a.weights}})
-    bridge::check_memory(a.op, name, *t);
-  if (a.other) bridge::check_memory(a.op, "other", *a.other);
-  if (a.pairs) bridge::check_memory(a.op, "pairs", *a.pairs);
+    bridge::check_memory_if_real(a.op, name, *t);
+  if (a.other) bridge::check_memory_if_real(a.op, "other", *a.other);
+  if (a.pairs) bridge::check_memory_if_real(a.op, "pairs", *a.pairs);
+}
+SwiGluInputs inputs_of(const SwiGluArguments& a) {
+  check_memory_of(a);
   SwiGluInputs in = {adjacent(a.product),
                      a.other ? adjacent(*a.other) : Tensor(),
                      a.weights.contiguous(),
@@ -350,6 +353,11 @@ void register_kernels(torch::Library& m) {
 }  // namespace
 
 namespace torch_ops {
+
+void check_swiglu(const SwiGluArguments& of) {
+  check_arguments(of);
+  check_memory_of(of);
+}
 
 Operands quantize_swiglu(const SwiGluArguments& of, const std::string& row, const std::string& col,
                          const QuantizeOptions& options) {

@@ -26,6 +26,9 @@ struct SwiGluArguments {
   Tensor like_h() const { return product.narrow_symint(1, 0, width()); }
 };
 
+// Requires the arguments of `of`, and real tensors within their memory.
+void check_swiglu(const SwiGluArguments& of);
+
 // Quantizes h, (rows, width), as `quantize` would. The groups are those of the options.
 std::pair<QuantizedOperand, QuantizedOperand> quantize_swiglu(const SwiGluArguments& of,
                                                               const std::string& row,
