@@ -1,5 +1,5 @@
-// Casts of FP4 operands that are written as FP8 (Operand::as_fp8), in two steps: a backend's way
-// where it has no kernel for both.
+// Casts of FP4 operands that are written as FP8 (Operand::as_fp8), in two steps: a cast to FP4 and
+// a conversion. Backends use them where no kernel does both.
 #pragma once
 
 #include <array>
@@ -12,7 +12,7 @@ namespace minifloat {
 
 inline bool is_as_fp8(const Operand* operand) { return operand && operand->as_fp8; }
 
-// One direction of a cast: its FP4 form, in memory that `place` is passed, and the conversion.
+// One direction of a cast: the FP4 operand, in the memory passed to `place`, and its conversion.
 class Fp4Cast {
  public:
   Fp4Cast(const TensorRef& x, const Operand& to, bool columnwise) : operand_(to) {
@@ -35,9 +35,9 @@ class Fp4Cast {
     conversion_.row_scale = static_cast<float*>(to.scale);
   }
 
-  // Returns the bytes of the FP4 form; 0 where the operand is not written as FP8.
+  // Returns the bytes of the FP4 operand; 0 where the operand is not written as FP8.
   std::size_t bytes() const { return static_cast<std::size_t>(codes_ + scales_ + amaxes_); }
-  // Puts the FP4 form at `memory`, which is aligned to kAlignment. Returns its end.
+  // Puts the FP4 operand at `memory`, which is aligned to kAlignment. Returns its end.
   std::byte* place(std::byte* memory) {
     if (!operand_.as_fp8) return memory;
     Quantized& q = conversion_.operand;
@@ -64,7 +64,7 @@ class Fp4Cast {
 };
 
 // Casts both directions to FP4, and converts those that are written as FP8.
-//   memory_of(bytes): returns the memory of the FP4 forms
+//   memory_of(bytes): returns memory for the FP4 operands
 //   Backend: cpu's or cuda's `quantize` and `fp4_as_fp8`
 template <class Backend, class MemoryOf>
 void quantize_in_two_steps(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,

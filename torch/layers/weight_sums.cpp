@@ -14,20 +14,21 @@ namespace {
 
 using torch::autograd::AccumulateGrad;
 
-// Returns the leaf that receives the gradient of the running node's input `edge`; null: no leaf.
+// Returns the node that accumulates the gradient of the running node's input `edge`; null: the
+// input is no leaf.
 AccumulateGrad* leaf_of(std::size_t edge) {
   const auto node = torch::autograd::get_current_node();
   if (!node || edge >= node->num_outputs()) return nullptr;
   return dynamic_cast<AccumulateGrad*>(node->next_edge(edge).function.get());
 }
 
-// Whether this backward pass reads the gradient of the running node's input `edge`.
+// Returns whether this backward pass needs the gradient of the running node's input `edge`.
 bool is_asked_for(std::size_t edge) {
   const auto node = torch::autograd::get_current_node();
   return !node || edge >= node->num_outputs() || node->task_should_compute_output(edge);
 }
 
-// Whether this backward pass adds to the leaf's .grad. torch.autograd.grad adds to none.
+// Returns whether this backward pass adds to the leaf's .grad. torch.autograd.grad adds to none.
 bool is_accumulated(AccumulateGrad* leaf) {
   const auto* const executed = torch::autograd::get_current_graph_task_exec_info();
   if (!executed || executed->empty()) return true;  // .backward() of all leaves
@@ -39,7 +40,7 @@ bool has_hooks(const AccumulateGrad& leaf) {
   return !torch::autograd::impl::hooks(leaf.variable).empty() || leaf.tensor_post_acc_grad_hooks();
 }
 
-// Returns .grad of the leaf, where adding in place is what autograd does.
+// Returns .grad of the leaf where autograd would add to it in place, else an undefined tensor.
 Tensor grad_of(const AccumulateGrad& leaf) {
   const Tensor& grad = leaf.variable.grad();
   const bool is_sum = grad.defined() && bridge::is_real(grad) && grad.layout() == at::kStrided &&
@@ -84,7 +85,7 @@ void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& weig
 
 Tensor sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad, std::size_t edge) {
   if (!accumulation.is_on()) return {};
-  // A trace asks for all gradients by torch.autograd.grad, and its leaves are not the caller's.
+  // Tracing computes gradients by torch.autograd.grad, of leaves that are not the caller's.
   if (main_grad.defined() && !bridge::is_real(main_grad)) return main_grad;
   AccumulateGrad* const leaf = leaf_of(edge);
   if (leaf ? !is_accumulated(leaf) : !is_asked_for(edge)) return {};

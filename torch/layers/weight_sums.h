@@ -2,15 +2,15 @@
 // backward adds a weight's gradient:
 //
 //     ""             nowhere: autograd receives the gradient in the weight's dtype
-//     "grad"         to .grad of a leaf, where autograd would add the gradient there and .grad is
-//                    fp32 already; else autograd receives the gradient, in fp32
+//     "grad"         to .grad of a leaf without hooks, where autograd would add the gradient and
+//                    .grad is fp32 already; else autograd receives the gradient, in fp32
 //     "main_grad"    to the op's main_grad; autograd receives none
 //     "main_grad+empty", "main_grad+zeros"
-//                    the same, and autograd receives a tensor without values, or zeros: frameworks
-//                    whose hooks wait for a gradient read no values of it
+//                    the same, and autograd receives uninitialized memory, or zeros, for
+//                    frameworks whose hooks run only when the weight gets a gradient
 //
-// Nothing is added where torch.autograd.grad asks for other gradients, or for the weight's own,
-// which it then returns.
+// Nothing is added under torch.autograd.grad. If its caller requests the weight's gradient,
+// autograd receives that gradient.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -38,11 +38,12 @@ Accumulation parse_accumulation(const char* op, const std::string& accumulate, b
 // autograd tracks.
 void check_main_grad(const char* op, const Tensor& main_grad, const Tensor& weight);
 
-// Returns the tensor to which the running backward node adds the gradient of its input `edge`;
-// undefined: autograd receives the gradient. main_grad: of this weight; or undefined
+// Returns the tensor to which the running backward node adds the gradient of its input `edge`.
+// Returns an undefined tensor where autograd receives the gradient instead. Raises ValueError for a
+// weight with hooks that would receive no gradient.   main_grad: this weight's; or undefined
 Tensor sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad, std::size_t edge);
 
-// Returns what autograd receives for a weight whose gradient was added to `sum`.
+// Returns the tensor that autograd receives for a weight whose gradient was added to `sum`.
 Tensor received_for(const Accumulation& accumulation, const Tensor& sum, at::ScalarType dtype);
 
 }  // namespace minifloat::torch_ops

@@ -1,6 +1,6 @@
-// The op activation_gradients_: the gradients of an activation as values, with the amaxes that
-// their casts scale by, and h cast columnwise. A cast that computes the values itself would compute
-// them twice, once for the amax.
+// The op activation_gradients_: the gradients of an activation as values, with the amaxes by which
+// later casts scale them, and h cast columnwise. dh's memory receives the gradient of gate. A cast
+// that computed the values itself would compute them twice: once for the amax, once for the codes.
 #include <ATen/ATen.h>
 #include <ATen/MemoryOverlap.h>
 #include <torch/library.h>
@@ -41,7 +41,8 @@ GradientValues allocate(const ActivationArguments& a) {
   return out;
 }
 
-// Computes in the real memory of dh.
+// Computes the gradients, that of gate in the memory of dh. Copies a dh that is not contiguous.
+//   shares_memory: as direct_quantize takes it
 GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std::string& h_col,
                        const QuantizeOptions& h, bool shares_memory) {
   check(dh, a);

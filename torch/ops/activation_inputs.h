@@ -1,4 +1,4 @@
-// The arguments of ops of activations as the kernels read them.
+// Checks and kernel inputs that the ops of activations share.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -8,11 +8,12 @@
 
 namespace minifloat::torch_ops {
 
-// Checks the arguments.   dh: null: there is none; is_matrix: gate has two dimensions
+// Raises ValueError for arguments that an op of activations does not take.
+//   dh: null: the op takes none; is_matrix: gate must have two dimensions
 void check_activation(const char* op, const ActivationArguments& of, const Tensor* dh,
                       bool is_matrix);
 
-// The inputs in memory that the kernels read.
+// The inputs as matrices, and the arguments of the kernels, which point into them.
 struct ActivationInputs {
   Tensor gate, up, dh;
   SwiGlu of;

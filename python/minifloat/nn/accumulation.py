@@ -4,7 +4,7 @@
                    receives no gradient of the weight
     "grad"         the weight's .grad, which the first micro-batch allocates
 
-torch/layers/weight_sums.h describes both; docs/accumulation.md tells what to use when.
+torch/layers/weight_sums.h describes both; docs/accumulation.md says which one to use.
 """
 
 from __future__ import annotations
@@ -24,14 +24,19 @@ def require_accumulate(accumulate: str | None) -> None:
 
 
 def weight_sums(layer: Any, weight: Tensor) -> tuple[Tensor | None, str]:
-    """Returns main_grad and accumulate of this forward, as the op `linear` takes them.
+    """Returns the arguments main_grad and accumulate of the op `linear` for this forward.
+
+    Sets weight.grad_added_to_main_grad to True where the weight has it, except in compiled code.
 
     Args:
         layer: mf.Linear, with `accumulate`.
         weight: (N, K), its parameter.
 
+    Returns:
+        main_grad, (N, K), float32, or None, and the text of `accumulate`.
+
     Raises:
-        ValueError: the weight has no main_grad, or a .grad that is not float32.
+        ValueError: the weight is a DTensor, has no main_grad, or has a .grad that is not float32.
     """
     if not torch.is_grad_enabled() or not weight.requires_grad:
         return None, ""
@@ -60,7 +65,7 @@ def weight_sums(layer: Any, weight: Tensor) -> tuple[Tensor | None, str]:
 
 
 def require_float32_grad(layer: Any, weight: Tensor) -> None:
-    """Checks that the weight's .grad is float32."""
+    """Raises ValueError where the weight's .grad would not be float32."""
     if weight.dtype == torch.float32:
         return
     if torch.compiler.is_compiling():

@@ -1,6 +1,6 @@
-// The gradients of gate and up as values, their amaxes, and h columnwise, from one read of dh, gate
-// and up. A block takes a tile, and h's lies in shared memory. Each thread stores a chunk of dh's
-// place after it has read it, so that d_gate may be dh.
+// The gradients of gate and up as values, their amaxes, and the columnwise cast of h, from one read
+// of dh, gate and up. A block computes a tile of 128 x 128, and keeps h's values in shared memory.
+// A thread stores d_gate only where it has already read dh, so d_gate may have dh's memory.
 //
 //     bytes an element: 6 read, 4 written, and 1 of h's codes
 #include <optional>
@@ -15,12 +15,12 @@ namespace {
 
 constexpr const char* kName = "swiglu_backward_with_amaxes";
 
-// What the kernel reads, and the memory of its results.
+// The inputs of the kernel, and the memory of its results.
 struct ValuesArgs {
   GradientArgs in;
   Bf16 *d_gate, *d_up;  // rows `stride` elements apart
   std::int64_t stride;
-  std::uint32_t* amaxes;  // of d_gate and d_up, zero before
+  std::uint32_t* amaxes;  // of d_gate and d_up; zero at launch
   KernelOperand h;        // where h is cast
 };
 
@@ -98,7 +98,7 @@ bool launch_with_h(const TensorRef& x, ValuesArgs& args, const Operand& h_col,
   return quantize_by(x, nullptr, &h_col, take, &args, execution);
 }
 
-// Returns whether the kernel writes gradients of these sizes and places.
+// Returns whether the kernel writes gradients of these sizes and alignments.
 bool fits(const SwiGlu& of, const SwiGluGradients& to, const SwiGluArgs& args) {
   return of.dtype == DType::kBFloat16 && args.is_aligned && of.rows % kTile == 0 &&
          of.width % kTile == 0 && has_aligned_rows(to.dh, to.dh_stride * 2, of.rows) &&
@@ -118,7 +118,7 @@ bool values_in_one(const SwiGlu& of, const SwiGluGradients& to, float* amaxes, i
   check(cudaMemsetAsync(amaxes, 0, static_cast<std::size_t>(count) * sizeof(float),
                         cuda_stream(execution)),
         kName);
-  // h is cast here where its scale is known.
+  // The kernel casts h only by an amax that the caller passes; else a pass over h comes first.
   const bool has_scale = h_col && h_col->given_amax && is_of<TensorH>(h_col->spec);
   if (has_scale && launch_with_h(of.h_at(of.gate), args, *h_col, execution)) return true;
   if (h_col) cuda::quantize_swiglu(of, nullptr, h_col, execution);

@@ -1,9 +1,9 @@
 // Casts of FP4 operands that are written as FP8 (Operand::as_fp8): by one kernel where the rows'
 // amaxes are found before it, else in two steps.
 //
-//     nvfp4+pow2    a read of x finds the tensor's amax and the rows', of which the largest block
-//                   scale of each row follows. The cast then writes E4M3 codes at once
-//     mxfp4         has no such read: two steps
+//     nvfp4+pow2    one read of x finds the amaxes of the tensor and of its rows. They give the
+//                   largest block scale of each row, so the cast writes E4M3 codes at once
+//     mxfp4         needs no amax before the cast, so no pass finds the rows': two steps
 #include <optional>
 
 #include "cuda/amax/amax.h"
@@ -30,6 +30,7 @@ void cast_in_two_steps(const TensorRef& x, const Operand* rowwise, const Operand
 }
 
 // ---- In one kernel ------------------------------------------------------------------------------
+// Returns whether the operand is absent, or is an nvfp4+pow2 one that the kernels cast.
 bool is_nvfp4_pow2(const Operand* o) {
   if (!o) return true;
   const Spec& spec = o->spec;
@@ -38,9 +39,8 @@ bool is_nvfp4_pow2(const Operand* o) {
          (spec.transform == 0 || spec.transform == kVec);
 }
 
-// Returns whether one kernel casts the operands, as far as sizes decide it. Small matrices take
-// fewer launches in two steps, and blocks of 16x16 take less time: the cast of both directions
-// shares their scales.
+// Returns whether the specs and sizes allow one kernel. Two steps are faster for small matrices,
+// which then take fewer launches, and for blocks of 16x16, whose scales both directions share.
 bool fits(const TensorRef& x, const Operand* rowwise, const Operand* columnwise) {
   const std::int64_t unit = columnwise ? kTile : kVec;
   QuantizeArgs args = {};
@@ -53,7 +53,8 @@ bool fits(const TensorRef& x, const Operand* rowwise, const Operand* columnwise)
          !fits_one_cluster(args);
 }
 
-// The amaxes of the tensor and of rows as read, from one read of x.
+// The amaxes of the tensor, and of the rows of each operand that is written as FP8, from one read
+// of x. Rows of the columnwise operand are columns of x.
 class RowAmaxes {
  public:
   RowAmaxes(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
@@ -89,13 +90,13 @@ class RowAmaxes {
   Scratch memory_;
 };
 
-// What a launch reads besides the plans of quantize_by.
+// The context that quantize_by passes to `launch`.
 struct Fp8Rows {
   const Operand *rowwise, *columnwise;
   const RowAmaxes& amaxes;
 };
 
-// Returns whether a plan's codes can be written as FP8, and makes it so.
+// Makes a plan write FP8. Returns whether its width and alignment allow that.
 bool write_as_fp8(KernelOperand& plan, const std::uint32_t* row_amax) {
   plan.code_pitch = plan.padded;
   plan.row_amax = row_amax;

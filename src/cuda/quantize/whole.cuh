@@ -1,4 +1,4 @@
-// The outputs of a cast that belong to whole matrices, groups and rows, one thread each.
+// Kernels for the scales and amaxes of whole matrices, groups and rows: one thread computes one.
 #pragma once
 
 #include "cuda/codec/scale.cuh"
@@ -7,8 +7,7 @@
 
 namespace minifloat::cuda {
 
-// The outputs of whole matrices, groups and rows: of those without elements, which no other kernel
-// writes, and of all groups. One thread each.
+// The outputs of matrices and rows without elements, which no other kernel writes, or of groups.
 struct WholeArgs {
   std::int64_t count;
   const float* active_amax;  // null: zero
@@ -18,8 +17,9 @@ struct WholeArgs {
   bool is_e4m3;
   ScaleRule rule;
   ScaleRounding rounding;
-  const std::int32_t* last_end;  // of groups, after which no row is written; null: all are
+  const std::int32_t* last_end;  // of groups: rows from there on are not written; null: all are
 };
+// Writes the scale and the amax of each.
 static __global__ void write_whole(const __grid_constant__ WholeArgs args) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= args.count || (args.last_end && i >= *args.last_end)) return;
@@ -30,7 +30,7 @@ static __global__ void write_whole(const __grid_constant__ WholeArgs args) {
   if (args.amax) args.amax[i] = args.reported ? args.reported[i] : 0.0f;
 }
 
-// Raises the entries of a history to the amaxes that a pass before the cast computed.
+// Raises the entries of an amax history to amaxes that a pass before the cast found.
 static __global__ void raise_entries(HistoryEntries history, const float* amax,
                                      std::int64_t count) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;

@@ -2,8 +2,8 @@
 
 FSDP2 keeps the gradient of a gathered parameter in that parameter's .grad until it is reduced. The
 first .grad of a bfloat16 parameter would be bfloat16. `grad_dtype` makes it float32, so that no
-micro-batch is rounded to bfloat16. FSDP2 reduces the gradients of one group in one message of one
-dtype, so all parameters of the group get this dtype.
+micro-batch's gradient is rounded to bfloat16. FSDP2 reduces the gradients of a group together, in
+one dtype, so all parameters of the group get this dtype.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ def accumulate_gradients(layer: nn.Module, parameter: Any) -> None:
 
     Args:
         layer: mf.Linear under accumulate="grad".
-        parameter: what becomes its weight; one that FSDP2 has not gathered is left as it is.
+        parameter: (N, K), to be set as the layer's weight. Nothing is done for a sharded one, or
+            where its dtype or grad_dtype is float32.
 
     Raises:
         ValueError: FSDP2 reduces gradients in another dtype than float32.
