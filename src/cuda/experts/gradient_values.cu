@@ -3,7 +3,8 @@
 // A thread stores d_gate only where it has already read dh, so d_gate may have dh's memory.
 //
 //     bytes an element: 6 read, 4 written, and 1 of h's codes
-#include <optional>
+#include <algorithm>
+#include <type_traits>
 
 #include "cuda/backend.h"
 #include "cuda/experts/experts.h"
