@@ -38,25 +38,31 @@ FP8_BAR, FP4_BAR = 0.5, 2.0  # percent of bf16's validation loss
 LAST_LINES = 15  # of the log of a run that failed
 
 
-def environment() -> dict[str, str]:
-    """Returns the environment of a process that imports this tree's package."""
+def environment(gpu: int | None) -> dict[str, str]:
+    """Returns the environment of a process that imports this tree's package. None: all GPUs."""
     path = os.pathsep.join(filter(None, [str(ROOT / "python"), os.environ.get("PYTHONPATH")]))
-    return {**os.environ, "PYTHONPATH": path}
+    visible = {} if gpu is None else {"CUDA_VISIBLE_DEVICES": str(gpu)}
+    return {**os.environ, "PYTHONPATH": path, **visible}
+
+
+def train_recipe(recipe: list[str], part: Path, options: list[str], gpu: int | None = None) -> None:
+    """Trains one recipe in another process, which writes to the folder `part`."""
+    part.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "minifloat", "train", "--resume", *recipe]
+    command += ["--out", str(part), *options]
+    start, log = time.monotonic(), part.with_suffix(".log")
+    with log.open("w") as file:
+        code = subprocess.run(command, stdout=file, stderr=file, env=environment(gpu)).returncode
+    if code:
+        last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+        sys.exit(f"{part.name}: expected exit code 0, got {code}; the end of {log}:\n{last}")
+    print(f"{part.name}: done in {time.monotonic() - start:.0f} s", flush=True)
 
 
 def train(recipe: str, out: Path, options: list[str]) -> Path:
-    """Trains one recipe in another process; returns its folder."""
+    """Trains one recipe of this benchmark; returns its folder."""
     part = out / "parts" / recipe.replace("@", "_seed_")
-    part.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "minifloat", "train", "--resume", "--recipes", recipe]
-    command += ["--out", str(part), *SETTINGS.split(), *options]
-    start, log = time.monotonic(), part.with_suffix(".log")
-    with log.open("w") as file:
-        code = subprocess.run(command, stdout=file, stderr=file, env=environment()).returncode
-    if code:
-        last = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
-        sys.exit(f"{recipe}: expected exit code 0, got {code}; the end of {log}:\n{last}")
-    print(f"{recipe}: done in {time.monotonic() - start:.0f} s", flush=True)
+    train_recipe(["--recipes", recipe], part, [*SETTINGS.split(), *options])
     return part
 
 
