@@ -29,8 +29,8 @@ for script in benchmarks/*.py; do
   needed=0
   case "$(basename "$script")" in
     _*) continue ;;
-    gpu_training.py | gpu_torchtitan.py) continue ;; # they train for minutes: docs/moe.md and
-      # docs/torchtitan.md have their commands
+    # They train for minutes to hours. Their docstrings have the commands.
+    gpu_training.py | gpu_loss.py | gpu_torchtitan.py) continue ;;
     gpu_fsdp.py | gpu_expert_parallel.py)
       needed=2
       run=(.venv/bin/torchrun --nproc-per-node "$gpus")
