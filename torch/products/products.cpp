@@ -93,9 +93,9 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
                               .along = along_of(groups)};
   const Tensor &left = *tensors_of(a).elements, &right = *tensors_of(b).elements;
   check_table(groups, left, k, length);
-  // Rows of torch's grouped products are padded to multiples of 16 bytes.
   if (result.sum)
     return planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
+  // Rows of torch's grouped products are padded to multiples of 16 bytes.
   const Tensor out =
       is_of_no_group(shape, groups)
           ? at::empty_symint(result_shape(left, right, groups), left.options().dtype(result.dtype))
