@@ -8,11 +8,18 @@
 #include <memory>
 
 #include "backend.h"
+#include "gradients_in_steps.h"
 #include "parallel.h"
 #include "swiglu_row.h"
 
 namespace minifloat::cpu {
 namespace {
+
+struct Backend {
+  static constexpr auto quantize_swiglu = cpu::quantize_swiglu;
+  static constexpr auto swiglu_backward = cpu::swiglu_backward;
+  static constexpr auto amax = cpu::amax;
+};
 
 std::int64_t end_of(const SwiGlu& of) {
   return of.groups ? of.groups.of_rows()[of.groups.count] : of.rows;
@@ -146,13 +153,7 @@ void quantize_swiglu(const SwiGlu& of, const Operand* rowwise, const Operand* co
 
 void swiglu_backward_with_amaxes(const SwiGlu& of, const SwiGluGradients& gradients, float* amaxes,
                                  int count, const Operand* h_col, const Execution& execution) {
-  if (h_col) cpu::quantize_swiglu(of, nullptr, h_col, execution);
-  cpu::swiglu_backward(of, gradients, execution);
-  TensorRef x = of.h_at(gradients.gate);
-  x.row_stride = gradients.stride;
-  cpu::amax(x, kWholeTensor, false, amaxes, execution);
-  x.data = gradients.up;
-  if (count > 1) cpu::amax(x, kWholeTensor, false, amaxes + 1, execution);
+  gradients_in_steps<Backend>(of, gradients, amaxes, count, h_col, execution);
 }
 
 void quantize_swiglu_backward(const SwiGlu& of, const void* dh, std::int64_t dh_stride,

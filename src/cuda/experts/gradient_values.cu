@@ -10,9 +10,16 @@
 #include "cuda/experts/experts.h"
 #include "cuda/experts/gradient_tile.cuh"
 #include "cuda/quantize/preset_tile.cuh"
+#include "gradients_in_steps.h"
 
 namespace minifloat::cuda {
 namespace {
+
+struct Backend {
+  static constexpr auto quantize_swiglu = cuda::quantize_swiglu;
+  static constexpr auto swiglu_backward = cuda::swiglu_backward;
+  static constexpr auto amax = cuda::amax;
+};
 
 constexpr const char* kName = "swiglu_backward_with_amaxes";
 
@@ -132,13 +139,7 @@ bool values_in_one(const SwiGlu& of, const SwiGluGradients& to, float* amaxes, i
 void swiglu_backward_with_amaxes(const SwiGlu& of, const SwiGluGradients& gradients, float* amaxes,
                                  int count, const Operand* h_col, const Execution& execution) {
   if (values_in_one(of, gradients, amaxes, count, h_col, execution)) return;
-  if (h_col) cuda::quantize_swiglu(of, nullptr, h_col, execution);
-  cuda::swiglu_backward(of, gradients, execution);
-  TensorRef x = of.h_at(gradients.gate);
-  x.row_stride = gradients.stride;
-  cuda::amax(x, kWholeTensor, false, amaxes, execution);
-  x.data = gradients.up;
-  if (count > 1) cuda::amax(x, kWholeTensor, false, amaxes + 1, execution);
+  gradients_in_steps<Backend>(of, gradients, amaxes, count, h_col, execution);
 }
 
 }  // namespace minifloat::cuda

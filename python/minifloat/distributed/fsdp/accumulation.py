@@ -28,9 +28,7 @@ def accumulate_gradients(layer: nn.Module, parameter: Any) -> None:
         ValueError: FSDP2 reduces gradients in another dtype than float32.
     """
     is_gathered = isinstance(parameter, nn.Parameter) and not hasattr(parameter, "device_mesh")
-    if not is_gathered or parameter.dtype == torch.float32:
-        return
-    if parameter.grad_dtype == torch.float32:
+    if not is_gathered or torch.float32 in (parameter.dtype, parameter.grad_dtype):
         return
     try:
         group = find_fsdp_group(layer)
