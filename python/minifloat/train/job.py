@@ -32,7 +32,12 @@ from .corpus import Corpus, load_corpus
 from .fields import TrainError
 from .files import lock, write_json, write_text
 from .loop import Job, identity_of, prepare_model, train_run
-from .measure import loss_under_autocast, measure_speed_of_light, saved_bytes_per_token
+from .measure import (
+    loss_under_autocast,
+    measure_speed_of_light,
+    product_name,
+    saved_bytes_per_token,
+)
 from .metrics import Metrics, read_records
 from .plot import draw_losses
 from .recipes import POLICY, RunSpec
@@ -113,7 +118,7 @@ def train(
         light = measure_speed_of_light(config)
         say(
             f"products of one step alone: {1e3 * light.seconds:.0f} ms, "
-            f"{light.gflops_per_s:.0f} GFLOP/s in bf16"
+            f"{light.gflops_per_s:.0f} GFLOP/s in {product_name(config.device)}"
         )
         stop = partial(agreed, flag, world)
         metrics = Metrics(out)
@@ -288,7 +293,8 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
             f"{len(tokens.train)} training tokens, split {corpus.split}",
             f"schedule: {config.steps} steps of {config.batch} x {config.seq} tokens, AdamW, "
             f"learning rate {config.lr:g}, {config.warmup} steps of warmup, cosine to a tenth",
-            f"precision: fp32 parameters and optimizer, bf16 autocast, recipes in {layers}",
+            f"precision: fp32 parameters and optimizer, products in {product_name(config.device)}, "
+            f"recipes in {layers}",
             f"device: {where}, torch {torch.__version__}",
         ],
         "steps": config.steps,

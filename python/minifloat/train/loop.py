@@ -2,7 +2,7 @@
 
     for step in 1 .. steps:
         every MEASURE_EVERY steps: the speed of light, outside the steps' time
-        batch(seed, step) -> forward, backward under bf16 autocast -> clip -> AdamW -> mf.step
+        batch(seed, step) -> forward, backward in `product_dtype` -> clip -> AdamW -> mf.step
         every eval_every steps: the fixed validation set
         every checkpoint_every steps, and at a stop: a checkpoint
 

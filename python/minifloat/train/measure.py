@@ -1,8 +1,8 @@
 """Measurements of the report besides the loss: the speed of light, saved bytes, peak memory.
 
-Speed of light: the seconds that the matrix products of one training step take alone, at the bf16
-rate that this device reaches on this model's shapes. It is measured when the job
-starts and again between steps.
+Speed of light: the seconds that the matrix products of one training step take alone, at the rate
+that this device reaches on this model's shapes, in bf16 or in what `product_dtype` says. It is
+measured when the job starts and again between steps.
 
     linear y = x Wt    three products of 2 M N K operations: fprop, dgrad, wgrad
     experts            the same of the rows that tokens are sent to, timed as one dense product
@@ -33,6 +33,22 @@ from .config import TrainConfig
 from .model import Llama, cross_entropy
 
 MEASURE_EVERY = 10  # steps between two measurements of the speed of light
+
+
+def product_dtype(device: str) -> torch.dtype:
+    """Returns bf16, or fp32 on CPUs without a fast bf16 product (x86-64 without AVX-512).
+
+    There torch's bf16 product takes 5 to 50 times as long as its fp32 product.
+    """
+    is_fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    return torch.bfloat16 if is_fast else torch.float32
+
+
+def product_name(device: str) -> str:
+    """Returns the dtype of products that no recipe quantizes, as reports print it."""
+    if product_dtype(device) == torch.bfloat16:
+        return "bf16"
+    return "fp32, because this CPU has no fast bf16 product"
 
 
 def best_seconds(work: Callable[[], object], device: str, repeats: int = 3) -> float:
@@ -97,10 +113,10 @@ class SpeedOfLight:
         self.seconds = math.inf
 
     def measure(self) -> None:
-        """Times fprop, dgrad and wgrad of every distinct shape in bf16."""
+        """Times fprop, dgrad and wgrad of every distinct shape."""
         largest = max(max(m * n, m * k, n * k) for m, n, k in self.shapes)
         generator = torch.Generator(self.device).manual_seed(0)  # not the generator of the job
-        memory = torch.empty(largest, dtype=torch.bfloat16, device=self.device)
+        memory = torch.empty(largest, dtype=product_dtype(self.device), device=self.device)
         memory.normal_(generator=generator)
         seconds = 0.0
         for (m, n, k), count in self.shapes.items():
@@ -189,10 +205,11 @@ def saved_bytes(
 
 
 def loss_under_autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor]:
-    """Returns (inputs, targets) -> loss, with products under bf16 autocast and the loss in fp32."""
+    """Returns (inputs, targets) -> loss, with products in `product_dtype` and the loss in fp32."""
+    is_narrow = product_dtype(device) == torch.bfloat16
 
     def forward(inputs: Tensor, targets: Tensor) -> Tensor:
-        with torch.autocast(device, torch.bfloat16):
+        with torch.autocast(device, torch.bfloat16, enabled=is_narrow):
             logits = model(inputs)
         return cross_entropy(logits, targets)
 

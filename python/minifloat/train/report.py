@@ -198,7 +198,7 @@ NOTES = """\
 - gap to bf16: against `{baseline}` at the same step. A bf16 run with another seed differs by its
   initial weights and the order of its batches: its gap is the noise of this comparison.
 - tokens/s, step, of speed of light: medians over the steps.
-- of speed of light: the time that the matrix products of a step take alone, in bf16 on this model's
+- of speed of light: the time that the matrix products of a step take alone, on this model's
   shapes, over the time of the step. It is measured every {measure_every} steps, between two of
   them, so other work on the machine slows both alike{light}.
 - saved for backward: bytes a token that the forward saves, and those saved inside linear layers
