@@ -15,7 +15,10 @@ from minifloat._native import ops
 from tests.gpu.sweep import DTYPES
 from tests.support.activation_casts import (
     ACTIVATIONS,
+    AS_FP8,
+    GRADIENTS_AS_FP8,
     IN_PLACE,
+    OF_POW2,
     PRESETS,
     Case,
     bits,
@@ -28,6 +31,7 @@ pytestmark = pytest.mark.gpu
 
 # Whole tiles, for which kernels are fused, and others.
 TILES = [(128, 128), (256, 640), (1024, 384)]
+LARGE = [(384, 512), (130, 1008), (1024, 776)]  # more than one cluster casts
 OTHERS = [(1, 8), (33, 72), (130, 256), (128, 136), (127, 128), (0, 128), (5, 0), (40, 261)]
 CASTS = [
     ("e4m3/tensor+delayed", "e4m3/tensor+delayed"),
@@ -128,6 +132,52 @@ def test_every_bfloat16(device, activation):
         compare_forward(device, case, row, col)
     for specs in PRESETS:
         compare_backward(device, case, *specs)
+    for row, col, forms in AS_FP8:
+        compare_forward(device, case, row, col, **forms)
+    for *specs, forms in GRADIENTS_AS_FP8:
+        compare_backward(device, case, *specs, **forms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("row", "col", "forms"), AS_FP8)
+def test_casts_of_fp4_as_fp8(device, row, col, forms, dtype):
+    for shape, activation in itertools.product([*TILES, *OTHERS, *LARGE], ACTIVATIONS):
+        for is_gated in (True, False):
+            case = draw(*shape, dtype, activation, is_gated=is_gated, special=shape == (256, 640))
+            compare_forward(device, case, row, col, **forms)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("row", "col", "h_col", "forms"), GRADIENTS_AS_FP8)
+def test_casts_of_gradients_of_fp4_as_fp8(device, row, col, h_col, forms, dtype):
+    for shape, activation in itertools.product([*TILES, *OTHERS, *LARGE], ACTIVATIONS):
+        for is_gated in (True, False):
+            case = draw(*shape, dtype, activation, is_gated=is_gated, special=shape == (256, 640))
+            compare_backward(device, case, row, col, h_col, **forms)
+
+
+def spread(case: Case, seed: int) -> Case:
+    """Gives the rows and columns of the inputs far magnitudes, and some of them zeros."""
+    g = torch.Generator().manual_seed(seed)
+    rows, cols = case.gate.shape
+
+    def far(x: torch.Tensor) -> torch.Tensor:
+        x = x.float() * torch.exp2(6 * torch.randn(rows, 1, generator=g))
+        x = x * torch.exp2(6 * torch.randn(cols, generator=g))
+        x[::5], x[:, 1::7] = 0, -0.0
+        return x.bfloat16()
+
+    up = None if case.up is None else far(case.up)
+    return Case(far(case.dh), case.gate, up, case.activation)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_rows_far_apart_as_fp8(device, is_gated):
+    """Each row has a scale of its own, from its amax; rows of zeros too."""
+    for shape in (*TILES, *LARGE):
+        case = spread(draw(*shape, torch.bfloat16, "silu", is_gated=is_gated), sum(shape))
+        compare_forward(device, case, "nvfp4+pow2", "", fp8_row=True)
+        compare_backward(device, case, *OF_POW2, fp8_row=True, fp8_col=True, fp8_h=True)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

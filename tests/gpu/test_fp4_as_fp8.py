@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.layer_cases import require_close
 from tests.gpu.sweep import laid_out, require_same, require_same_quantize, rng_tensor, values
+from tests.support.mlp_cases import Case, require_equal
 
 pytestmark = pytest.mark.gpu
 
@@ -218,6 +219,16 @@ def test_layers_have_the_bytes_of_fp4_operands(cuda, sizes, mode):
         require_same(a, b, f"{sizes} {mode}: {name}")
 
 
+def conversions(step: Any) -> tuple[Any, int]:
+    """Returns a step's result, and how many kernels of it convert FP4 to FP8."""
+    activities = [torch.profiler.ProfilerActivity.CUDA]
+    with torch.profiler.profile(activities=activities) as profile:
+        out = step()
+        torch.cuda.synchronize()
+    counts = [e.count for e in profile.key_averages() if "write_as_fp8" in e.key]
+    return out, sum(counts)
+
+
 @pytest.mark.parametrize("sizes", [(384, 512, 640), (1024, 384, 384)])
 def test_operands_that_are_not_saved_are_cast_to_fp8(cuda, sizes):
     """One conversion forward, of w's blocks of 16x16; backward converts what forward saved."""
@@ -228,14 +239,42 @@ def test_operands_that_are_not_saved_are_cast_to_fp8(cuda, sizes):
     w = torch.randn(n, k, device=cuda, dtype=torch.bfloat16, requires_grad=True)
     rng = torch.tensor([1, 2], device=cuda)
 
-    def conversions(step: Any) -> tuple[Any, int]:
-        activities = [torch.profiler.ProfilerActivity.CUDA]
-        with torch.profiler.profile(activities=activities) as profile:
-            out = step()
-            torch.cuda.synchronize()
-        counts = [e.count for e in profile.key_averages() if "write_as_fp8" in e.key]
-        return out, sum(counts)
-
     y, forward = conversions(lambda: mf.linear(x, w, None, "nvfp4_pow2", rng=rng))
     _, backward = conversions(lambda: y.backward(torch.randn_like(y)))
     assert (forward, backward) == (1, 2)
+
+
+# ---- Feed-forwards -------------------------------------------------------------------------------
+def feed_forward(
+    cuda: torch.device, sizes: tuple[int, int, int], tokens: int, **options: Any
+) -> Case:
+    if torch.cuda.get_device_capability(cuda)[0] != 9:
+        pytest.skip("Hopper multiplies FP4 as FP8")
+    return Case("nvfp4_pow2", tokens=(tokens,), sizes=sizes, device=str(cuda), **options)
+
+
+@pytest.mark.parametrize("mode", ["eager", "dispatched", "compiled"])
+@pytest.mark.parametrize(
+    ("tokens", "sizes"),
+    [(384, (512, 640, 384)), (208, (512, 640, 384)), (72, (96, 160, 64)), (40, (96, 100, 64))],
+)
+@pytest.mark.parametrize(("is_gated", "has_bias"), [(True, False), (False, True)])
+def test_feed_forwards_have_the_bytes_of_layers(cuda, tokens, sizes, is_gated, has_bias, mode):
+    """The sizes of fused casts; of casts in steps; of products that take no FP8."""
+    case = feed_forward(cuda, sizes, tokens, is_gated=is_gated, has_bias=has_bias)
+    want = case.results(case.composed)
+    run = case.fused
+    if mode == "compiled":
+        run = torch.compile(run, backend="aot_eager", fullgraph=True)
+    with Asked() if mode == "dispatched" else contextlib.nullcontext():
+        require_equal(case.results(run), want)
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+def test_feed_forwards_convert_what_is_saved(cuda, is_gated):
+    """Conversions of the weights' blocks of 16x16, and backward of x and the weights."""
+    case = feed_forward(cuda, (512, 640, 512), 1024, is_gated=is_gated)
+    y, forward = conversions(case.fused)
+    _, backward = conversions(lambda: torch.autograd.grad(y, case.leaves, case.dy))
+    weights = len(case.weights)
+    assert (forward, backward) == (weights, weights + 1)

@@ -14,6 +14,8 @@ from minifloat._native import ops
 
 from tests.support.activation_casts import (
     ACTIVATIONS,
+    AS_FP8,
+    GRADIENTS_AS_FP8,
     IN_PLACE,
     PRESETS,
     RNG,
@@ -206,6 +208,39 @@ def test_values_for_an_exact_product(decoded):
     )
 
 
+SHAPES = [(128, 256), (33, 72), (0, 32), (5, 0)]
+
+
+@pytest.mark.parametrize(("row", "col", "forms"), AS_FP8)
+def test_casts_of_fp4_as_fp8(row, col, forms):
+    for shape, dtype in itertools.product(SHAPES, (torch.float32, torch.bfloat16)):
+        case = draw(*shape, dtype, "silu", special=shape == (33, 72))
+        want = case.forward_composition(row, col, **forms)
+        got = case.forward(row, col, **forms)
+        require_same(got, want, f"{row}, {col}, {shape}, {dtype}")
+        assert all(got[f"codes{form[3:]}"].dtype == torch.float8_e4m3fn for form in forms)
+        meta = case.on(torch.device("meta")).forward(row, col, **forms)
+        assert [(t.shape, t.dtype) for t in meta.values()] == [
+            (t.shape, t.dtype) for t in want.values()
+        ]
+
+
+@pytest.mark.parametrize("is_gated", [True, False])
+@pytest.mark.parametrize(("row", "col", "h_col", "forms"), GRADIENTS_AS_FP8)
+def test_casts_of_gradients_of_fp4_as_fp8(row, col, h_col, forms, is_gated):
+    specs = row, col, h_col
+    for shape in SHAPES:
+        case = draw(*shape, torch.bfloat16, "gelu", is_gated=is_gated, special=shape == (33, 72))
+        options = options_of(*specs, case.gate) | forms
+        want = case.backward_composition(*specs, **options)
+        require_same(case.backward(*specs, **options), want, f"{specs}, {shape}")
+        moved = case.on(torch.device("meta"))
+        meta = moved.backward(*specs, **options_of(*specs, moved.gate), **forms)
+        assert [(t.shape, t.dtype) for t in meta.values()] == [
+            (t.shape, t.dtype) for t in want.values()
+        ]
+
+
 X = torch.ones(4, 32)
 NAMES = "expected activation 'silu', 'gelu' or 'gelu_tanh', got 'relu'"
 
@@ -227,6 +262,14 @@ NAMES = "expected activation 'silu', 'gelu' or 'gelu_tanh', got 'relu'"
         (
             lambda: ops.quantize_activation_backward(X, X, X, "silu", "", "", "mxfp8"),
             "rowwise or a columnwise operand",
+        ),
+        (
+            lambda: ops.quantize_activation_backward(X, X, X, "silu", "mxfp8", "", "", fp8_h=True),
+            "a spec of h",
+        ),
+        (
+            lambda: ops.quantize_activation(X, None, "silu", "nvfp4", "", fp8_row=True),
+            "powers of two",
         ),
         (
             lambda: ops.quantize_activation_backward(

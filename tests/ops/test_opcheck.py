@@ -121,7 +121,12 @@ def activation_calls():
     yield ops.activation_backward, (gate.clone(), gate, None, "gelu"), {}
     decoded = {"rng": RNG, "decoded_col": True, "origin": (32, 64)}
     yield ops.quantize_activation, (gate, gate.clone(), "silu", "mxfp4", "mxfp4+sr+rht"), decoded
+    as_fp8 = {"rng": RNG, "fp8_row": True, "fp8_col": True}
+    yield ops.quantize_activation, (half[0], None, "gelu", "nvfp4+pow2", "mxfp4+sr"), as_fp8
     tensors = (gate.clone(), gate, gate.clone(), "silu")
+    as_fp8 = {"gate_rng": RNG, "up_rng": RNG, "fp8_row": True, "fp8_h": True}
+    specs = ("nvfp4+pow2+sr", "mxfp4", "nvfp4+pow2+rht")
+    yield ops.quantize_activation_backward, (*tensors, *specs), as_fp8
     options = {"h_amax": torch.tensor(2.0), "up_stream_col": 3, "decoded_row": True}
     specs = ("mxfp8", "e4m3/row", "e4m3/tensor+delayed")
     yield ops.quantize_activation_backward, (*tensors, *specs), options

@@ -14,6 +14,7 @@ ACTIVATIONS = ("silu", "gelu", "gelu_tanh")
 MATRICES = ("gate", "up", "h")
 PARTS = ("codes", "scale", "amax", "decoded")
 OUTPUTS = [f"{part}_{side}" for side in ("row", "col") for part in PARTS]
+FORMS = ("decoded_row", "decoded_col", "fp8_row", "fp8_col")
 # Gradients' specs, and that of h, of the presets.
 PRESETS = [
     ("e5m2/tensor+delayed", "e5m2/tensor+delayed", "e4m3/tensor+delayed"),
@@ -28,6 +29,27 @@ PRESETS = [
     ("", "mxfp8", "mxfp8"),
 ]
 RNG = torch.tensor([-(2**61) + 3, 9])
+# Specs of which some operands are written as FP8: of h, and of gradients and h.
+POW2, SQUARE = "nvfp4+pow2", "nvfp4/16x16+pow2"
+AS_FP8: list[tuple[str, str, dict[str, bool]]] = [
+    (POW2, "", {"fp8_row": True}),
+    (POW2, POW2, {"fp8_row": True}),
+    ("", f"{POW2}+rht", {"fp8_col": True}),
+    (f"{POW2}+rht", "", {"fp8_row": True}),
+    (SQUARE, "", {"fp8_row": True}),
+    ("mxfp4", "mxfp4+rht", {"fp8_row": True, "fp8_col": True}),
+]
+OF_POW2 = (f"{POW2}+sr", f"{POW2}+sr+rht", f"{POW2}+rht")
+GRADIENTS_AS_FP8: list[tuple[str, str, str, dict[str, bool]]] = [
+    (*OF_POW2, {"fp8_row": True, "fp8_col": True, "fp8_h": True}),
+    (*OF_POW2[:2], "", {"fp8_row": True, "fp8_col": True}),
+    (*OF_POW2, {"fp8_row": True, "fp8_col": True}),
+    (*OF_POW2, {"fp8_row": True}),
+    (*OF_POW2, {"fp8_h": True}),
+    ("", *OF_POW2[1:], {"fp8_col": True, "fp8_h": True}),
+    (POW2, POW2, POW2, {"fp8_row": True, "fp8_col": True, "fp8_h": True}),
+    ("mxfp4", "mxfp4+sr+rht", "mxfp4+rht", {"fp8_row": True, "fp8_col": True, "fp8_h": True}),
+]
 
 
 def options_of(row: str, col: str, h_col: str, x: Tensor) -> dict[str, Any]:
@@ -90,7 +112,7 @@ class Case:
                 for key, value in options.items()
                 if key.startswith(f"{name}_")
             }
-            given |= {key: options[key] for key in ("decoded_row", "decoded_col") if key in options}
+            given |= {key: options[key] for key in FORMS if key in options}
             if name == "gate" or self.up is not None:
                 out += ops.quantize(d, row, col, **given)
         if h_col:
@@ -103,6 +125,7 @@ class Case:
                 rng=options.get("h_rng"),
                 stream_col=options.get("h_stream", 0),
                 decoded_col=options.get("decoded_h", False),
+                fp8_col=options.get("fp8_h", False),
             )[4:]
         return dict(zip(self.names(h_col), out, strict=True))
 

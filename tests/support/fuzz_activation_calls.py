@@ -11,7 +11,8 @@ from tests.support.activation_casts import ACTIVATIONS
 from tests.support.fuzz_calls import FLOATS, Call, call, op_call
 from tests.support.fuzz_values import Arena, values
 
-SPECS = ("mxfp8", "e4m3/row", "e5m2/tensor", "e4m3/1x128", "nvfp4", "mxfp4+sr+rht")
+SPECS = ("mxfp8", "e4m3/row", "e5m2/tensor", "e4m3/1x128", "nvfp4", "mxfp4+sr+rht", "nvfp4+pow2")
+AS_FP8 = ("mxfp4+sr+rht", "nvfp4+pow2")
 
 
 def _inputs(rng: Random, arena: Arena, leading: tuple[int, ...]) -> dict[str, Any]:
@@ -23,6 +24,14 @@ def _inputs(rng: Random, arena: Arena, leading: tuple[int, ...]) -> dict[str, An
 
 def _dh(rng: Random, arena: Arena, args: dict[str, Any]) -> torch.Tensor:
     return arena.place(values(rng, tuple(args["gate"].shape), args["gate"].dtype))
+
+
+def _forms(rng: Random, args: dict[str, Any], sides: tuple[str, ...]) -> dict[str, bool]:
+    """Draws which operands are written as FP8. sides: the names of their specs"""
+    return {
+        f"fp8_{side.removesuffix('_col')}": args[side] in AS_FP8 and rng.random() < 0.5
+        for side in sides
+    }
 
 
 def _rng(rng: Random, arena: Arena) -> torch.Tensor:
@@ -44,6 +53,7 @@ def _backward(rng: Random, arena: Arena) -> Call:
 def _cast(rng: Random, arena: Arena) -> Call:
     args = _inputs(rng, arena, (rng.choice((0, 1, 17, 128)),))
     args |= {"row": rng.choice(SPECS), "col": rng.choice(("", *SPECS))}
+    args |= _forms(rng, args, ("row", "col"))
     return op_call("quantize_activation", rng=_rng(rng, arena), **args)
 
 
@@ -53,6 +63,7 @@ def _cast_gradients(rng: Random, arena: Arena) -> Call:
     args["dh"] = _dh(rng, arena, args)
     args |= {"row": rng.choice(SPECS), "col": rng.choice(("", *SPECS))}
     args["h_col"] = rng.choice(("", *SPECS))
+    args |= _forms(rng, args, ("row", "col", "h_col"))
     states = {f"{matrix}_rng": _rng(rng, arena) for matrix in ("gate", "up", "h")}
     return op_call("quantize_activation_backward", **states, **args)
 

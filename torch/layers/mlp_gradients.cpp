@@ -91,7 +91,10 @@ class Backward {
   Needed gate_col() const { return {kWgradG, r_.needs.inputs.any_dw, col_decoded_}; }
   // Whether backward casts h, which forward did not save.
   Needed h_col() const {
-    return {kWgradX, r_.needs.output.any_dw && !saves_h(prepared_), col_decoded_};
+    return {.place = kWgradX,
+            .is_needed = r_.needs.output.any_dw && !saves_h(prepared_),
+            .decoded = col_decoded_,
+            .recomputed = true};
   }
 
   // Adds the gradients of one of the weights that read x.

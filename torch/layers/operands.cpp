@@ -132,8 +132,8 @@ PlannedProduct product_that_reads(const PreparedRecipe& recipe, Place place,
 std::optional<ProductShape> product_shape(const Spec& spec, const Tensor& x, Place place,
                                           const std::array<SymInt, 2>& features) {
   const auto& [n, k] = features;
-  const bool is_gradient = kOperands[place].matrix == Matrix::kG;
-  const auto to_n = (is_gradient ? k : n).maybe_as_int(),
+  const bool is_fprop = place == kFpropX || place == kFpropW;
+  const auto to_n = (is_fprop ? n : k).maybe_as_int(),
              to_k = x.sym_size(kOperands[place].columnwise ? 0 : 1).maybe_as_int();
   if (!to_n || !to_k) return std::nullopt;
   return ProductShape{
@@ -141,14 +141,14 @@ std::optional<ProductShape> product_shape(const Spec& spec, const Tensor& x, Pla
 }
 
 // Returns whether the cast writes an FP4 operand as FP8: where the product that follows reads FP8,
-// and nothing else reads the operand. x and the weight of backward are saved, and stay FP4. mxfp4
-// stays FP4 too: its cast finds no amax of a row before it writes.
+// and nothing else reads the operand. x and the weight of backward are saved, and stay FP4, unless
+// backward casts x anew. mxfp4 stays FP4 too: its cast finds no amax of a row before it writes.
 bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const Needed& needed,
                 const ModuleState& state) {
   const Spec& spec = recipe.specs[needed.place];
-  const bool is_read_once = needed.place != kDgradW && needed.place != kWgradX;
-  if (!needed.is_needed || needed.decoded || !is_read_once || !state.features || state.sharding ||
-      state.groups.table || state.cast)
+  const bool is_saved = needed.place == kDgradW || (needed.place == kWgradX && !needed.recomputed);
+  if (!needed.is_needed || needed.decoded || is_saved || !state.features || state.sharding ||
+      state.groups.table)
     return false;
   if (spec.rule != ScaleRule::kNvfp4 || !spec.is_fp4_by_powers_of_two()) return false;
   const PlannedProduct product = product_that_reads(recipe, needed.place, x.device());
@@ -246,6 +246,8 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
   const std::string& col_text =
       set_options(col, options.amax_col, options.stream_col, options.decoded_col);
   if (state.amax) options.amax_col = state.amax;
+  options.fp8_row = writes_fp8(recipe, x, row, state);
+  options.fp8_col = writes_fp8(recipe, x, col, state);
   if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
   if (cut && (!row_text.empty() || !col_text.empty()))
     place_shard(recipe, x, row, col, *state.sharding, *cut, options);
@@ -261,8 +263,6 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
     if (is_delayed(recipe, row)) options.amax_row.reset();
     if (is_delayed(recipe, col)) options.amax_col.reset();
   }
-  options.fp8_row = writes_fp8(recipe, x, row, state);
-  options.fp8_col = writes_fp8(recipe, x, col, state);
   Directions out;
   if (!row_text.empty() || !col_text.empty())
     out = state.cast ? state.cast(row_text, col_text, options)

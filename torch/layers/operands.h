@@ -51,6 +51,8 @@ struct Needed {
   Place place;
   bool is_needed = true;
   bool decoded = false;  // as values, for an exact product that follows and alone reads it
+  // Whether x is cast in backward, right before wgrad, instead of being saved by forward.
+  bool recomputed = false;
 };
 
 // The rowwise and the columnwise operand.
@@ -84,7 +86,8 @@ void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed
                    const ModuleState& state, const Directions& found, bool is_cut);
 
 // The specs of a cast of both directions, "" for one that is not cast, and its options. The recipe
-// must outlive it.
+// must outlive it. FP4 is written as FP8 where one product alone reads the operand, right after the
+// cast, and as FP8.
 struct CastPlan {
   const std::string &row, &col;
   QuantizeOptions options;
@@ -92,10 +95,9 @@ struct CastPlan {
 CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                    const Needed& col, const ModuleState& state);
 
-// Quantizes both directions of x (rows, cols) from one read; bf16 directions are x itself and its
-// transposed view. FP4 is FP8 where one product alone reads the operand, right after the cast, and
-// as FP8. A shard's bytes are the whole's at that place: the cast takes the shard's origin and the
-// amaxes of all ranks.
+// Quantizes both directions of x (rows, cols) from one read, as plan_cast plans. bf16 directions
+// are x itself and its transposed view. A shard's bytes are the whole's at that place: the cast
+// takes the shard's origin and the amaxes of all ranks.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state);
 

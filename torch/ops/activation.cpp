@@ -6,6 +6,7 @@
 #include <torch/csrc/autograd/autograd_not_implemented_fallback.h>
 #include <torch/library.h>
 
+#include <tuple>
 #include <vector>
 
 #include "minifloat/experts.h"
@@ -152,8 +153,8 @@ EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
                                     const std::string& col, const MaybeTensor& amax_row,
                                     const MaybeTensor& amax_col, const MaybeTensor& rng,
                                     std::int64_t stream_row, std::int64_t stream_col,
-                                    c10::SymIntArrayRef origin, bool decoded_row,
-                                    bool decoded_col) {
+                                    c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col,
+                                    bool fp8_row, bool fp8_col) {
   const ActivationArguments a = {gate, up, activation};
   TORCH_CHECK_VALUE(origin.size() == 2, kForward, ": expected origin as (row, column), got ",
                     origin.size(), " numbers");
@@ -164,6 +165,8 @@ EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
                                    .stream_col = stream_col,
                                    .decoded_row = decoded_row,
                                    .decoded_col = decoded_col,
+                                   .fp8_row = fp8_row,
+                                   .fp8_col = fp8_col,
                                    .origin = {origin[0], origin[1]}};
   Operands out;
   if constexpr (kIsMeta) {
@@ -195,26 +198,33 @@ std::vector<Tensor> quantize_activation_backward_op(
     const MaybeTensor& gate_rng, const MaybeTensor& up_rng, const MaybeTensor& h_rng,
     std::int64_t gate_stream_row, std::int64_t gate_stream_col, std::int64_t up_stream_row,
     std::int64_t up_stream_col, std::int64_t h_stream, bool decoded_row, bool decoded_col,
-    bool decoded_h) {
+    bool decoded_h, bool fp8_row, bool fp8_col, bool fp8_h) {
   const QuantizeOptions of_gate = {.amax_row = gate_amax_row,
                                    .amax_col = gate_amax_col,
                                    .rng = gate_rng,
                                    .stream_row = gate_stream_row,
                                    .stream_col = gate_stream_col,
                                    .decoded_row = decoded_row,
-                                   .decoded_col = decoded_col},
+                                   .decoded_col = decoded_col,
+                                   .fp8_row = fp8_row,
+                                   .fp8_col = fp8_col},
                         of_up = {.amax_row = up_amax_row,
                                  .amax_col = up_amax_col,
                                  .rng = up_rng,
                                  .stream_row = up_stream_row,
                                  .stream_col = up_stream_col,
                                  .decoded_row = decoded_row,
-                                 .decoded_col = decoded_col},
+                                 .decoded_col = decoded_col,
+                                 .fp8_row = fp8_row,
+                                 .fp8_col = fp8_col},
                         of_h = {.amax_row = {},
                                 .amax_col = h_amax,
                                 .rng = h_rng,
                                 .stream_col = h_stream,
-                                .decoded_col = decoded_h};
+                                .decoded_col = decoded_h,
+                                .fp8_col = fp8_h};
+  TORCH_CHECK_VALUE(!fp8_h || !h_col.empty(), kBackward,
+                    ": expected a spec of h, whose FP8 codes are asked for");
   const ActivationArguments a = {gate, up, activation};
   const GradientCasts casts = {row, col, h_col, of_gate, of_up, of_h};
   const QuantizedGradients out =
@@ -257,7 +267,7 @@ Operands quantize_activation(const ActivationArguments& of, const std::string& r
   auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
       op.call(of.gate, of.up, of.activation, row, col, options.amax_row, options.amax_col,
               options.rng, options.stream_row, options.stream_col, options.origin,
-              options.decoded_row, options.decoded_col);
+              options.decoded_row, options.decoded_col, options.fp8_row, options.fp8_col);
   return {{codes_row, scale_row, amax_row, decoded_row},
           {codes_col, scale_col, amax_col, decoded_col}};
 }
@@ -273,14 +283,16 @@ QuantizedGradients quantize_activation_backward(const Tensor& dh, const Activati
   static const auto op = c10::Dispatcher::singleton()
                              .findSchemaOrThrow("minifloat::quantize_activation_backward", "")
                              .typed<decltype(quantize_activation_backward_op<false>)>();
-  TORCH_CHECK_VALUE(
-      !of.up || (gate.decoded_row == up.decoded_row && gate.decoded_col == up.decoded_col),
-      kBackward, ": expected values of both gradients or of neither");
-  const std::vector<Tensor> list =
-      op.call(dh, of.gate, of.up, of.activation, casts.row, casts.col, casts.h_col, gate.amax_row,
-              gate.amax_col, up.amax_row, up.amax_col, h.amax_col, gate.rng, up.rng, h.rng,
-              gate.stream_row, gate.stream_col, up.stream_row, up.stream_col, h.stream_col,
-              gate.decoded_row, gate.decoded_col, h.decoded_col);
+  const auto forms_of = [](const QuantizeOptions& o) {
+    return std::tuple(o.decoded_row, o.decoded_col, o.fp8_row, o.fp8_col);
+  };
+  TORCH_CHECK_VALUE(!of.up || forms_of(gate) == forms_of(up), kBackward,
+                    ": expected values or FP8 codes of both gradients or of neither");
+  const std::vector<Tensor> list = op.call(
+      dh, of.gate, of.up, of.activation, casts.row, casts.col, casts.h_col, gate.amax_row,
+      gate.amax_col, up.amax_row, up.amax_col, h.amax_col, gate.rng, up.rng, h.rng, gate.stream_row,
+      gate.stream_col, up.stream_row, up.stream_col, h.stream_col, gate.decoded_row,
+      gate.decoded_col, h.decoded_col, gate.fp8_row, gate.fp8_col, h.fp8_col);
   QuantizedGradients out;
   out.gate = {four_at(list, 0), four_at(list, 4)};
   if (of.up) out.up = {four_at(list, 8), four_at(list, 12)};

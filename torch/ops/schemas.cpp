@@ -226,7 +226,8 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "quantize_activation(Tensor gate, Tensor? up, str activation, str row, str col, *, "
       "Tensor? amax_row=None, Tensor? amax_col=None, Tensor? rng=None, int stream_row=0, "
-      "int stream_col=0, SymInt[2] origin=0, bool decoded_row=False, bool decoded_col=False) -> "
+      "int stream_col=0, SymInt[2] origin=0, bool decoded_row=False, bool decoded_col=False, "
+      "bool fp8_row=False, bool fp8_col=False) -> "
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
@@ -236,7 +237,8 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? up_amax_row=None, Tensor? up_amax_col=None, Tensor? h_amax=None, "
       "Tensor? gate_rng=None, Tensor? up_rng=None, Tensor? h_rng=None, int gate_stream_row=0, "
       "int gate_stream_col=0, int up_stream_row=0, int up_stream_col=0, int h_stream=0, "
-      "bool decoded_row=False, bool decoded_col=False, bool decoded_h=False) -> Tensor[]",
+      "bool decoded_row=False, bool decoded_col=False, bool decoded_h=False, "
+      "bool fp8_row=False, bool fp8_col=False, bool fp8_h=False) -> Tensor[]",
       tags);
   // dh becomes d_gate. amaxes: of d_gate and, with an up, of d_up, untransformed. h is cast
   // columnwise where h_col is a spec.

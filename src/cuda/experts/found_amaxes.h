@@ -1,5 +1,6 @@
 // The amaxes that casts of computed values scale by and the caller has not passed: which are
-// needed, and their memory. The producer of the values finds them before its cast.
+// needed, and their memory. The producer of the values finds them before its cast. FP4 that is
+// written as FP8 needs the amaxes of its rows too.
 #pragma once
 
 #include <array>
@@ -7,6 +8,7 @@
 #include <optional>
 
 #include "cuda/common/launch.h"
+#include "fp4_cast.h"
 #include "minifloat/quantize.h"
 
 namespace minifloat::cuda {
@@ -21,10 +23,12 @@ struct SwiGluAmaxes {
   std::uint32_t* whole[3];        // of a matrix
   std::uint32_t* transformed[3];  // of a matrix, columns of 16 points transformed
   std::uint32_t *rows[3], *cols[3];
+  std::uint32_t* transformed_cols[3];  // of each column, 16 points transformed
 
   // Returns whether rows or columns, or transformed columns, have amaxes.
   bool of_rows_or_columns() const { return has_any(rows) || has_any(cols); }
   bool of_transformed() const { return has_any(transformed); }
+  bool of_each_transformed() const { return has_any(transformed_cols); }
 
  private:
   static bool has_any(std::uint32_t* const (&pointers)[3]) {
@@ -54,6 +58,7 @@ class FoundAmaxes {
     for (std::size_t i = 0; i < 3; ++i) {
       out.whole[i] = at(slots_[kWhole][i]), out.transformed[i] = at(slots_[kTransformed][i]);
       out.rows[i] = at(slots_[kRows][i]), out.cols[i] = at(slots_[kCols][i]);
+      out.transformed_cols[i] = at(slots_[kTransformedCols][i]);
     }
     return out;
   }
@@ -64,9 +69,13 @@ class FoundAmaxes {
       out.given_amax = reinterpret_cast<const float*>(at(slots_[kind_of(operand, columnwise)][i]));
     return out;
   }
+  // Returns the amaxes of the rows of an operand that is written as FP8; null for another operand.
+  const std::uint32_t* of_rows(const Operand* operand, std::size_t i, bool columnwise) const {
+    return is_as_fp8(operand) ? at(slots_[kind_of_rows(*operand, columnwise)][i]) : nullptr;
+  }
 
  private:
-  enum Kind : std::size_t { kWhole, kTransformed, kRows, kCols, kKinds };
+  enum Kind : std::size_t { kWhole, kTransformed, kRows, kCols, kTransformedCols, kKinds };
   using Slot = std::optional<std::int64_t>;
 
   static bool is_needed(const Operand& operand) {
@@ -76,12 +85,19 @@ class FoundAmaxes {
     if (operand.spec.has_row_amax()) return columnwise ? kCols : kRows;
     return operand.spec.transform > 0 ? kTransformed : kWhole;
   }
+  static Kind kind_of_rows(const Operand& operand, bool columnwise) {
+    if (!columnwise) return kRows;
+    return operand.spec.transform > 0 ? kTransformedCols : kCols;
+  }
   void place(const Operand* operand, std::size_t i, bool columnwise) {
-    if (!operand || !is_needed(*operand)) return;
-    const Kind kind = kind_of(*operand, columnwise);
+    if (!operand) return;
+    if (is_needed(*operand)) place(kind_of(*operand, columnwise), i);
+    if (is_as_fp8(operand)) place(kind_of_rows(*operand, columnwise), i);
+  }
+  void place(Kind kind, std::size_t i) {
     if (slots_[kind][i]) return;
     slots_[kind][i] = count_;
-    count_ += kind == kRows ? rows_ : kind == kCols ? cols_ : 1;
+    count_ += kind == kRows ? rows_ : kind == kCols || kind == kTransformedCols ? cols_ : 1;
   }
   std::uint32_t* at(const Slot& slot) const {
     return slot ? scratch_->as<std::uint32_t>() + *slot : nullptr;

@@ -10,7 +10,7 @@ namespace minifloat::cuda {
 namespace {
 
 // What is found of a tile in shared memory, besides the amaxes of whole matrices.
-enum class InTile { kNothing, kRowsAndColumns, kTransformed };
+enum class InTile { kNothing, kRowsAndColumns, kTransformed, kRowsAndTransformed };
 
 // Takes the amaxes of a matrix's tile by one half of the block or both.
 template <InTile kInTile>
@@ -24,6 +24,13 @@ __device__ __forceinline__ void take_amaxes_of_tile(const SharedTile<Bf16>& tile
       raise_lines<false>(tile, amaxes.rows[matrix] + place.row);
     if (!is_first_half && amaxes.cols[matrix])
       raise_lines<true>(tile, amaxes.cols[matrix] + place.col);
+  } else if constexpr (kInTile == InTile::kRowsAndTransformed) {
+    if (is_first_half && amaxes.rows[matrix])
+      raise_lines<false>(tile, amaxes.rows[matrix] + place.row);
+    if (is_first_half != (matrix == 1) || !amaxes.transformed_cols[matrix]) return;
+    const std::uint32_t m =
+        warp_max(raise_transformed_columns(tile, amaxes.transformed_cols[matrix] + place.col));
+    if (threadIdx.x % 32 == 0) atomicMax(transformed, m);
   } else if (is_first_half == (matrix % 2 == 0) && amaxes.transformed[matrix]) {
     const std::uint32_t m = warp_max(amax_of_tile<true>(tile));
     if (threadIdx.x % 32 == 0) atomicMax(transformed, m);
@@ -74,7 +81,9 @@ void launch(const GradientArgs& args, const SwiGluAmaxes& amaxes, const Executio
 
 void find_gradient_amaxes(const GradientArgs& args, const SwiGluAmaxes& amaxes,
                           const Execution& execution) {
-  if (amaxes.of_rows_or_columns())
+  if (amaxes.of_each_transformed())
+    launch<InTile::kRowsAndTransformed>(args, amaxes, execution);
+  else if (amaxes.of_rows_or_columns())
     launch<InTile::kRowsAndColumns>(args, amaxes, execution);
   else if (amaxes.of_transformed())
     launch<InTile::kTransformed>(args, amaxes, execution);

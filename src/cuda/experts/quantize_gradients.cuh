@@ -3,7 +3,8 @@
 // Half of a block casts rows, and then h, while the other half casts columns. Every matrix has
 // whole tiles.
 //
-//     bytes an element: 6 read; 5 written with codes of a byte, 2.5 with those of half a byte
+//     bytes an element: 6 read; 5 written with codes of a byte (FP8, and FP4 written as FP8), 2.5
+//     with those of half a byte
 #pragma once
 
 #include "cuda/experts/gradient_plans.cuh"

@@ -1,5 +1,7 @@
 // Casts of h from gate and up: the choice of the kernel, and the amaxes that it needs. A cast that
 // scales by the amax of the whole h reads h, which is written with its amax; any other computes it.
+//
+//     bytes an element of FP4 that is written as FP8: 4 read, 2 written; 2 read, 1 written
 #include "cuda/experts/quantize_swiglu.h"
 
 #include "cuda/backend.h"
@@ -39,6 +41,27 @@ bool fits_found_amaxes(const SwiGlu& of, const SwiGluArgs& args, const Operand* 
   return launch_swiglu_tiles(args, cast, rowwise != nullptr, nullptr);
 }
 
+// Returns memory for h.
+Scratch scratch_of_h(const SwiGlu& of, const Execution& execution) {
+  return Scratch(static_cast<std::size_t>(of.rows * of.width) * sizeof(Bf16), execution);
+}
+
+// Casts rowwise to FP4 that is written as FP8, which needs the amaxes of h's rows.
+bool quantize_rows(const SwiGlu& of, const SwiGluArgs& args, const Operand& rowwise,
+                   const Execution& execution) {
+  if (rowwise.spec.transform > 0) return false;
+  const FoundAmaxes found(of.rows, of.width, {{nullptr, &rowwise, nullptr}, {}}, execution);
+  const SwiGluAmaxes amaxes = found.amaxes();
+  if (!amaxes.whole[1]) return false;
+  const Scratch values = scratch_of_h(of, execution);
+  write_swiglu_and_amax(args, values.as<Bf16>(), amaxes, execution);
+  const TensorRef h = of.h_at(values.as<void>());
+  if (!quantize_rows_as_fp8(h, rowwise, reinterpret_cast<const float*>(amaxes.whole[1]),
+                            amaxes.rows[1], execution))
+    cuda::quantize(h, &rowwise, nullptr, execution);
+  return true;
+}
+
 }  // namespace
 
 bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Operand* columnwise,
@@ -50,6 +73,8 @@ bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Oper
   // Groups have amaxes of their own.
   constexpr std::int64_t kMostVecs = std::int64_t{1} << 30;
   if (of.groups || of.rows * of.width / kSwiGluVec > kMostVecs) return false;
+  if (is_as_fp8(rowwise) || is_as_fp8(columnwise))
+    return !columnwise && quantize_rows(of, args, *rowwise, execution);
   const bool reads_h = scales_by_whole(rowwise) && scales_by_whole(columnwise);
   if (!reads_h && !fits_found_amaxes(of, args, rowwise, columnwise)) return false;
   const SwiGluOperands to = {{nullptr, rowwise, nullptr}, {nullptr, columnwise, nullptr}};
@@ -60,7 +85,7 @@ bool quantize_swiglu_in_one(const SwiGlu& of, const Operand* rowwise, const Oper
   if (columnwise) col = amaxes.given(*columnwise, 1, true);
   const Operand *to_row = rowwise ? &row : nullptr, *to_col = columnwise ? &col : nullptr;
   if (reads_h) {
-    const Scratch values(static_cast<std::size_t>(of.rows * of.width) * sizeof(Bf16), execution);
+    const Scratch values = scratch_of_h(of, execution);
     write_swiglu_and_amax(args, values.as<Bf16>(), amaxes.amaxes(), execution);
     cuda::quantize(of.h_at(values.as<void>()), to_row, to_col, execution);
     return true;

@@ -26,13 +26,15 @@ bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool ro
 // a kernel is compiled for the specs is returned.
 struct GradientSpecs {
   Spec row, col, h;
+  bool as_fp8;  // whether all are FP4 that is written as FP8; else none is
 };
 bool launch_gradients_fp8(const GradientSpecs& specs, const GradientArgs& args,
                           const GradientPlans* plans, const Execution& execution);
 bool launch_gradients_fp4(const GradientSpecs& specs, const GradientArgs& args,
                           const GradientPlans* plans, const Execution& execution);
 
-// Writes h, contiguous, and raises its amax. of: without groups
+// Writes h, contiguous, and raises its amax, and those of its rows where amaxes has them. of:
+// without groups
 void write_swiglu_and_amax(const SwiGluArgs& of, std::uint16_t* h, const SwiGluAmaxes& amaxes,
                            const Execution& execution);
 

@@ -9,6 +9,7 @@
 #include "cuda/experts/gradient_tile.cuh"
 #include "cuda/experts/quantize_swiglu.h"
 #include "cuda/quantize/general.cuh"
+#include "cuda/quantize/rows_as_fp8.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -17,9 +18,10 @@ namespace {
 // launch makes the next one's call; the last launches the kernel.
 class Planner {
  public:
+  // to: with their amaxes; amaxes: those of the rows of operands that are written as FP8
   Planner(const SwiGlu& of, const GradientSpecs& specs, const GradientArgs& args,
-          const SwiGluOperands& to)
-      : x_(of.h_at(of.gate)), specs_(specs), args_(args), to_(to) {}
+          const SwiGluOperands& to, const FoundAmaxes& amaxes)
+      : x_(of.h_at(of.gate)), specs_(specs), args_(args), to_(to), amaxes_(amaxes) {}
 
   bool run(const Execution& execution) { return plan_from(0, execution); }
 
@@ -29,21 +31,27 @@ class Planner {
     while (i < 3 && !to_.row[i] && !to_.col[i]) ++i;
     if (i == 3) return launch(execution);
     matrix_ = i;
-    return quantize_by(x_, to_.row[i], to_.col[i], take, this, execution);
+    const AsFp4 row(to_.row[i]), col(to_.col[i]);
+    return quantize_by(x_, row.get(), col.get(), take, this, execution);
   }
   static bool take(const QuantizeArgs& args, bool rowwise, bool columnwise, const void* context,
                    const Execution& execution) {
     auto& self = *static_cast<Planner*>(const_cast<void*>(context));
     const int i = self.matrix_, of = i == 2;
-    if (rowwise) self.keep(args.row, self.plans_.row[of], i);
-    if (columnwise) self.keep(args.col, i == 1 ? self.plans_.h : self.plans_.col[of], 3 + i);
-    return self.plan_from(i + 1, execution);
+    const bool fits =
+        (!rowwise || self.keep(args.row, self.plans_.row[of], i, false)) &&
+        (!columnwise || self.keep(args.col, i == 1 ? self.plans_.h : self.plans_.col[of], i, true));
+    return fits && self.plan_from(i + 1, execution);
   }
-  void keep(const KernelOperand& plan, KernelOperand& to, int amax) {
+  // Keeps the plan of a direction of matrix i. Returns whether the kernel can write the operand.
+  bool keep(const KernelOperand& plan, KernelOperand& to, int i, bool columnwise) {
+    const auto matrix = static_cast<std::size_t>(i);
     to = plan;
-    plans_.current_amax[amax] = plan.current_amax;
+    plans_.current_amax[columnwise ? 3 + i : i] = plan.current_amax;
     plans_.finds_amaxes = plans_.finds_amaxes || plan.current_amax;
     to.current_amax = nullptr;
+    const Operand* const operand = columnwise ? to_.col[matrix] : to_.row[matrix];
+    return !is_as_fp8(operand) || write_as_fp8(to, amaxes_.of_rows(operand, matrix, columnwise));
   }
   bool launch(const Execution& execution) const {
     return launch_gradients_fp8(specs_, args_, &plans_, execution) ||
@@ -54,6 +62,7 @@ class Planner {
   const GradientSpecs& specs_;
   const GradientArgs& args_;
   const SwiGluOperands& to_;
+  const FoundAmaxes& amaxes_;
   int matrix_ = 0;
   GradientPlans plans_ = {};
 };
@@ -68,18 +77,27 @@ bool has_kernel(const SwiGlu& of, const GradientSpecs& specs, const GradientArgs
           launch_gradients_fp4(specs, args, nullptr, execution));
 }
 
-bool quantize_in_one(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
-                     const SwiGluCasts& casts, const Execution& execution) {
+// Returns whether both gradients are cast in both directions alike, and all operands or none are
+// written as FP8.
+bool is_alike(const SwiGluCasts& casts) {
   if (!casts.gate_row || !casts.gate_col) return false;
   if (casts.up_row || casts.up_col)
     if (!casts.up_row || casts.up_row->spec != casts.gate_row->spec || !casts.up_col ||
         casts.up_col->spec != casts.gate_col->spec)
       return false;
+  for (const Operand* o : {casts.gate_col, casts.up_row, casts.up_col, casts.h_col})
+    if (o && o->as_fp8 != casts.gate_row->as_fp8) return false;
+  return true;
+}
+
+bool quantize_in_one(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
+                     const SwiGluCasts& casts, const Execution& execution) {
+  if (!is_alike(casts)) return false;
   GradientArgs args = {args_of(of), static_cast<const Bf16*>(dh), dh_stride, casts.h_col != nullptr,
                        Divisor(std::max<std::int64_t>(of.width / kTile, 1))};
   args.of.is_aligned = args.of.is_aligned && has_aligned_rows(dh, dh_stride * 2, of.rows);
   const GradientSpecs specs = {casts.gate_row->spec, casts.gate_col->spec,
-                               casts.h_col ? casts.h_col->spec : Spec{}};
+                               casts.h_col ? casts.h_col->spec : Spec{}, casts.gate_row->as_fp8};
   if (!has_kernel(of, specs, args, execution)) return false;
   const SwiGluOperands to = {{casts.gate_row, nullptr, casts.up_row},
                              {casts.gate_col, casts.h_col, casts.up_col}};
@@ -91,7 +109,7 @@ bool quantize_in_one(const SwiGlu& of, const void* dh, std::int64_t dh_stride,
     if (to.row[i]) complete.row[i] = &(given[i] = amaxes.given(*to.row[i], i, false));
     if (to.col[i]) complete.col[i] = &(given[3 + i] = amaxes.given(*to.col[i], i, true));
   }
-  return Planner(of, specs, args, complete).run(execution);
+  return Planner(of, specs, args, complete, amaxes).run(execution);
 }
 
 }  // namespace

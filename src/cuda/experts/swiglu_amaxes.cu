@@ -1,5 +1,6 @@
 // The amaxes that casts of h scale by, from a read of gate and up: of rows, columns and transformed
-// columns of tiles; and of the whole matrix, with h itself, which the cast then reads.
+// columns of tiles; and of the whole matrix, and of its rows, with h itself, which the cast then
+// reads.
 //
 //     bytes an element of h: 2 + 2 of gate and up; with h, 2
 #include "cuda/common/layout.h"
@@ -24,11 +25,23 @@ struct WholeArgs {
   Divisor across;
   std::uint32_t count;  // vec8s
   std::uint32_t* amax;  // zero before
+  std::uint32_t* rows;  // of each row, zero before
 };
 
-// Writes h and its amax. A block takes a run of vec8s, of rows one after the other, and a thread
-// has the next one's loads in flight.
-template <bool kHasLimit, Activation kActivation>
+// Raises the amax of vec8 u's row by its pair of largest magnitudes. Where rows have whole warps of
+// vec8s, a warp raises it once.
+__device__ __forceinline__ void raise_row(const WholeArgs& args, std::uint32_t u,
+                                          std::uint32_t pair) {
+  std::uint32_t m = larger_of_pair(pair);
+  const bool is_of_warp = args.across.d % 32 == 0;
+  if (is_of_warp) m = warp_max(m);
+  if (!is_of_warp || threadIdx.x % 32 == 0)
+    atomicMax(args.rows + args.across.divide(u), canonical_magnitude(m));
+}
+
+// Writes h and its amax, and those of its rows where kHasRows. A block takes a run of vec8s, of
+// rows one after the other, and a thread has the next one's loads in flight.
+template <bool kHasLimit, Activation kActivation, bool kHasRows>
 __global__ void __launch_bounds__(kThreads, 5)
     swiglu_with_amax(const __grid_constant__ WholeArgs args) {
   struct Inputs {
@@ -49,7 +62,9 @@ __global__ void __launch_bounds__(kThreads, 5)
     if (i + 1 < kVecsOfThread) next = load(u + kThreads);
     if (u >= args.count) break;
     const Vec8<Bf16> h = h_of<kHasLimit, kActivation>(args.of, in.both, in.weight);
-    largest = max_magnitude_bf16x2(largest, largest_pair(h.w));
+    const std::uint32_t of_vec = largest_pair(h.w);
+    largest = max_magnitude_bf16x2(largest, of_vec);
+    if constexpr (kHasRows) raise_row(args, u, of_vec);
     h.store(args.h + std::uint64_t{u} * kSwiGluVec);
   }
   raise_by_block(args.amax, canonical_magnitude(larger_of_pair(largest)));
@@ -58,9 +73,10 @@ __global__ void __launch_bounds__(kThreads, 5)
 template <bool kHasLimit, Activation kActivation>
 void launch_with_amax(const WholeArgs& args, const Execution& execution) {
   constexpr std::int64_t kBlock = kThreads * kVecsOfThread;
-  swiglu_with_amax<kHasLimit, kActivation>
-      <<<grid_of(ceil_div<std::int64_t>(args.count, kBlock), kName), kThreads, 0,
-         cuda_stream(execution)>>>(args);
+  const auto kernel = args.rows ? swiglu_with_amax<kHasLimit, kActivation, true>
+                                : swiglu_with_amax<kHasLimit, kActivation, false>;
+  kernel<<<grid_of(ceil_div<std::int64_t>(args.count, kBlock), kName), kThreads, 0,
+           cuda_stream(execution)>>>(args);
   check_launch(kName);
 }
 
@@ -98,8 +114,12 @@ void find_swiglu_amaxes(const SwiGluArgs& of, const TensorRef& h, const SwiGluAm
 void write_swiglu_and_amax(const SwiGluArgs& of, Bf16* h, const SwiGluAmaxes& amaxes,
                            const Execution& execution) {
   const auto vecs_of_row = static_cast<std::uint32_t>(of.width / kSwiGluVec);
-  const WholeArgs args = {of, h, Divisor(vecs_of_row),
-                          static_cast<std::uint32_t>(of.rows * vecs_of_row), amaxes.whole[kH]};
+  const WholeArgs args = {of,
+                          h,
+                          Divisor(vecs_of_row),
+                          static_cast<std::uint32_t>(of.rows * vecs_of_row),
+                          amaxes.whole[kH],
+                          amaxes.rows[kH]};
   if (of.has_limit) return launch_with_amax<true, Activation::kSilu>(args, execution);
   switch (of.activation) {
     case Activation::kSilu: return launch_with_amax<false, Activation::kSilu>(args, execution);

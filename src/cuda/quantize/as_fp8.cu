@@ -10,6 +10,7 @@
 #include "cuda/backend.h"
 #include "cuda/common/source.h"
 #include "cuda/quantize/general.cuh"
+#include "cuda/quantize/rows_as_fp8.cuh"
 #include "fp4_cast.h"
 
 namespace minifloat::cuda {
@@ -93,28 +94,36 @@ class RowAmaxes {
 // The context that quantize_by passes to `launch`.
 struct Fp8Rows {
   const Operand *rowwise, *columnwise;
-  const RowAmaxes& amaxes;
+  const std::uint32_t *rows, *columns;  // amaxes
 };
-
-// Makes a plan write FP8. Returns whether its width and alignment allow that.
-bool write_as_fp8(KernelOperand& plan, const std::uint32_t* row_amax) {
-  plan.code_pitch = plan.padded;
-  plan.row_amax = row_amax;
-  plan.row_scale = static_cast<float*>(plan.scale);
-  return plan.padded % kVec == 0 && reinterpret_cast<std::uintptr_t>(plan.codes) % kVec == 0;
-}
 
 bool launch(const QuantizeArgs& of_fp4, bool rowwise, bool columnwise, const void* context,
             const Execution& execution) {
   const Fp8Rows& to = *static_cast<const Fp8Rows*>(context);
   QuantizeArgs args = of_fp4;
-  if (is_as_fp8(to.rowwise) && !write_as_fp8(args.row, to.amaxes.rows())) return false;
-  if (is_as_fp8(to.columnwise) && !write_as_fp8(args.col, to.amaxes.columns())) return false;
+  if (is_as_fp8(to.rowwise) && !write_as_fp8(args.row, to.rows)) return false;
+  if (is_as_fp8(to.columnwise) && !write_as_fp8(args.col, to.columns)) return false;
   return columnwise ? launch_tiles_as_fp8(args, rowwise, execution)
                     : launch_preset_rows(args, execution);
 }
 
+// Casts by the amaxes of the tensor, which the operands have, and of rows.
+void cast_by_amaxes(const TensorRef& x, const Fp8Rows& to, const Execution& execution) {
+  const AsFp4 row(to.rowwise), col(to.columnwise);
+  if (!quantize_by(x, row.get(), col.get(), launch, &to, execution))
+    cast_in_two_steps(x, to.rowwise, to.columnwise, execution);
+}
+
 }  // namespace
+
+bool quantize_rows_as_fp8(const TensorRef& x, const Operand& rowwise, const float* amax,
+                          const std::uint32_t* amaxes_of_rows, const Execution& execution) {
+  if (!fits(x, &rowwise, nullptr)) return false;
+  Operand row = rowwise;
+  row.given_amax = amax;
+  cast_by_amaxes(x, {&row, nullptr, amaxes_of_rows, nullptr}, execution);
+  return true;
+}
 
 void quantize_as_fp8(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
                      const Execution& execution) {
@@ -123,14 +132,9 @@ void quantize_as_fp8(const TensorRef& x, const Operand* rowwise, const Operand* 
   Operand row, col;
   if (rowwise) row = *rowwise, row.given_amax = amaxes.of_tensor(false);
   if (columnwise) col = *columnwise, col.given_amax = amaxes.of_tensor(true);
-  const Operand *const to_row = rowwise ? &row : nullptr, *const to_col =
-                                                              columnwise ? &col : nullptr;
-  Operand row_plan = row, col_plan = col;
-  row_plan.as_fp8 = col_plan.as_fp8 = false;
-  const Fp8Rows context = {rowwise, columnwise, amaxes};
-  if (!quantize_by(x, rowwise ? &row_plan : nullptr, columnwise ? &col_plan : nullptr, launch,
-                   &context, execution))
-    cast_in_two_steps(x, to_row, to_col, execution);
+  cast_by_amaxes(
+      x, {rowwise ? &row : nullptr, columnwise ? &col : nullptr, amaxes.rows(), amaxes.columns()},
+      execution);
 }
 
 }  // namespace minifloat::cuda

@@ -58,6 +58,11 @@ bool launch_both(const QuantizeArgs& args, const Execution& execution);
 void quantize_as_fp8(const TensorRef& x, const Operand* rowwise, const Operand* columnwise,
                      const Execution& execution);
 
+// Casts rowwise to FP4 that is written as FP8, by the amaxes of x and of its rows. Returns false,
+// and launches nothing, where one kernel cannot.
+bool quantize_rows_as_fp8(const TensorRef& x, const Operand& rowwise, const float* amax,
+                          const std::uint32_t* amaxes_of_rows, const Execution& execution);
+
 // Casts values that the cast's kernel computes: `launch` is passed the plans of the directions and
 // `context`. It writes both directions and their amaxes, or returns false and launches nothing.
 //   x: shape, dtype and groups of the values
