@@ -20,7 +20,7 @@ import torch
 from minifloat._native import ops
 from torch import Tensor
 
-from tests.support.activation_casts import PRESETS, Case, options_of
+from tests.support.activation_casts import OF_POW2, PRESETS, Case, options_of
 
 Shape = tuple[int, int]  # tokens, I
 SHAPES: list[Shape] = [(16384, 14336), (8192, 3584)]
@@ -36,6 +36,9 @@ FORWARD = [
 ]
 BACKWARD = PRESETS[:8]
 IN_PLACE = ("e4m3/tensor",)  # h's spec
+# Specs of FP4 that is written as FP8, as layers on Hopper cast it.
+FP8_FORWARD = ("nvfp4+pow2", "")
+FP8_BACKWARD = OF_POW2
 
 
 @dataclass
@@ -65,6 +68,16 @@ def forward(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Callab
     for side, spec in zip(("row", "col"), specs, strict=True):
         if "+delayed" in spec:
             options[f"amax_{side}"] = torch.tensor(4.0, device=case.gate.device)
+    return forward_of(case, specs, options)
+
+
+def forward_as_fp8(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    return forward_of(case, specs, {"fp8_row": True})
+
+
+def forward_of(
+    case: Case, specs: Sequence[str], options: dict[str, Any]
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return (
         lambda: case.forward(*specs, **options),
         lambda: case.forward_composition(*specs, **options),
@@ -72,7 +85,19 @@ def forward(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Callab
 
 
 def backward(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    options = options_of(*specs, case.gate)
+    return backward_of(case, specs, {})
+
+
+def backward_as_fp8(
+    case: Case, specs: Sequence[str]
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    return backward_of(case, specs, {"fp8_row": True, "fp8_col": True, "fp8_h": True})
+
+
+def backward_of(
+    case: Case, specs: Sequence[str], forms: dict[str, bool]
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    options = options_of(*specs, case.gate) | forms
     return (
         lambda: case.backward(*specs, **options),
         lambda: case.backward_composition(*specs, **options),
@@ -91,6 +116,15 @@ def in_place(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Calla
     return call, lambda: case.in_place_composition(*specs, **options)
 
 
+MAKERS = {
+    "": forward,
+    "as FP8 ": forward_as_fp8,
+    "backward ": backward,
+    "backward as FP8 ": backward_as_fp8,
+    "in place ": in_place,
+}
+
+
 def inputs(case: Case, is_backward: bool) -> list[Tensor]:
     tensors = [case.dh if is_backward else None, case.gate, case.up]
     return [t for t in tensors if t is not None]
@@ -102,11 +136,12 @@ def measure(
     found = []
     names: list[tuple[str, Sequence[str]]] = [("", pair) for pair in FORWARD]
     names += [("backward ", specs) for specs in BACKWARD] + [("in place ", IN_PLACE)]
+    names += [("as FP8 ", FP8_FORWARD), ("backward as FP8 ", FP8_BACKWARD)]
     for prefix, specs in names:
-        make = {"": forward, "backward ": backward, "in place ": in_place}[prefix]
+        make = MAKERS[prefix]
         case = draw(shape, device, activation, is_gated)
         written = make(case, specs)[0]()
-        read = timing.nbytes(inputs(case, bool(prefix)))
+        read = timing.nbytes(inputs(case, make not in (forward, forward_as_fp8)))
         read *= 1 if make is in_place else reads(specs)
         total = read + timing.nbytes(written.values())
         copies = timing.copies_of(total, device)

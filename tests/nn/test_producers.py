@@ -132,6 +132,27 @@ def test_readers_in_high_precision():
     assert report.not_fused == [("norm", "first reads it in high precision")]
 
 
+MIXED = "fprop=nvfp4+pow2*nvfp4 dgrad=nvfp4*nvfp4 wgrad=nvfp4*nvfp4"
+
+
+@pytest.mark.parametrize(
+    ("recipe", "is_fused"),
+    [("nvfp4_pow2", False), ("mxfp4", True), ("nvfp4", True), (MIXED, True)],
+)
+def test_casts_that_write_fp8(recipe, is_fused):
+    model, report = report_of(lambda m, x: m.first(m.norm(x)), recipe)
+    assert bool(report.fused) == is_fused
+    assert isinstance(model.norm, DeferringNorm) == is_fused
+    if not is_fused:
+        assert report.not_fused == [("norm", "a cast of its values writes FP8 at once")]
+
+
+def test_one_reader_whose_cast_writes_fp8():
+    model = Reads(lambda m, x: m.first(y := m.norm(x)) + m.second(y)).bfloat16()
+    report = mf.quantize_(model, "first: mxfp8; second: nvfp4_pow2", fuse=True, verbose=False)
+    assert report.not_fused == [("norm", "a cast of its values writes FP8 at once")]
+
+
 def test_a_layer_that_is_not_converted():
     model = Reads(lambda m, x: m.first(y := m.norm(x)) + m.second(y)).bfloat16()
     report = mf.quantize_(model, "mxfp8", ["second"], fuse=True, verbose=False)

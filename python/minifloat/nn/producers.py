@@ -10,7 +10,8 @@ The forwards are read with torch.fx (nn/module_trace.py). A deferred result is c
 anything else reads it, so a wrong trace can only cost speed, with one exception: a tensor that is
 modified in place. Where the forwards contain such a write between the norm and its readers, the
 norm is not fused. Neither is it where several layers would cast the result each on their own, by
-their own amax histories or random bits: each cast would compute the norm again.
+their own amax histories or random bits: each cast would compute the norm again. Nor where a cast of
+the result writes FP4 as FP8: it finds the amaxes of rows in a read that a fused norm would add to.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from torch import fx, nn
 from .module_trace import Trace, describe, is_metadata, trace_forward, writes
 from .names import clean_name
 from .norms import adopt_norm, norm_class
-from .operand_conditions import can_reuse, reads_codes
+from .operand_conditions import can_reuse, is_written_as_fp8, reads_codes
 from .recipe_state import RecipeState
 from .selection import Fusion
 
@@ -143,6 +144,12 @@ def shares_codes(layer: nn.Module) -> bool:
     return can_reuse(recipe.fprop.a, recipe.wgrad.b, allows_delayed=False)
 
 
+def writes_fp8(layer: nn.Module) -> bool:
+    """Tells whether the layer's cast of its input writes FP4 as FP8 on Hopper."""
+    recipe = cast(RecipeState, layer).recipe
+    return is_written_as_fp8(recipe.fprop.a, recipe.fprop.b)
+
+
 def fuse_norms(model: nn.Module, layers: Container[nn.Module]) -> list[Fusion]:
     """Converts the norms that converted layers read, in place, and returns the report's rows."""
     finder = Finder(model, layers)
@@ -155,6 +162,9 @@ def fuse_norms(model: nn.Module, layers: Container[nn.Module]) -> list[Fusion]:
         reading = [m for m in readers.modules if m in layers]
         if readers.layers > 1 and not all(shares_codes(layer) for layer in reading):
             rows.append(Fusion(fqn, "each layer that reads it casts it anew", is_fused=False))
+            continue
+        if any(writes_fp8(layer) for layer in reading):
+            rows.append(Fusion(fqn, "a cast of its values writes FP8 at once", is_fused=False))
             continue
         names = [finder.names[layer] for layer in reading]
         adopt_norm(norm, readers.modules, readers.layers)
