@@ -8,7 +8,12 @@ from minifloat.train import loop
 from minifloat.train.config import TrainConfig
 from minifloat.train.experts import active_experts, load_of, read_tokens
 from minifloat.train.fields import TrainError
-from minifloat.train.measure import SpeedOfLight, loss_under_autocast, saved_bytes_per_token
+from minifloat.train.measure import (
+    SpeedOfLight,
+    loss_under_autocast,
+    product_dtype,
+    saved_bytes_per_token,
+)
 from minifloat.train.metrics import Metrics, read_records
 from minifloat.train.model import Llama, build_model
 from minifloat.train.model_config import MixtureConfig, parse_model
@@ -83,16 +88,17 @@ def test_the_speed_of_light_counts_the_experts_that_a_token_goes_to():
     assert light.shapes[(2 * 32, 64, 32)] == 2  # w13 of both layers, two rows a token
 
 
-def test_saved_bytes_of_experts_in_bf16():
+def test_saved_bytes_of_experts_that_no_recipe_converts():
     """Counts, a token, gate and up of two slots, what shared layers save, and little beside."""
     model = build_model(SIZES, seq=16, seed=1, device="cpu")
     dense = build_model(parse_model("32,3,2,1,96", 300), seq=16, seed=1, device="cpu")
     config = TrainConfig(model=SIZES, seq=16, batch=2)
     saved = saved_bytes_per_token(model, config, loss_of(model)).linears
     without = saved_bytes_per_token(dense, config, loss_of(dense)).linears
-    x, h, gate_and_up = 2 * 32, 2 * 32, 4 * 32
-    mixture = (saved - without) / 2 + x + 2 * 96  # a dense layer saves x and h of width 96
-    assert 2 * gate_and_up < mixture <= x + h + 2 * (gate_and_up + 32)
+    size = product_dtype("cpu").itemsize
+    x, h, gate_and_up = size * 32, size * 32, 2 * size * 32
+    mixture = (saved - without) / 2 + x + size * 96  # a dense layer saves x and h of width 96
+    assert 2 * gate_and_up < mixture <= x + h + 2 * (gate_and_up + size * 16)
 
 
 def loss_of(model):

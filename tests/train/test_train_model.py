@@ -10,6 +10,7 @@ from minifloat.train.measure import (
     PeakMemory,
     loss_under_autocast,
     measure_speed_of_light,
+    product_dtype,
     saved_bytes_per_token,
 )
 from minifloat.train.model import build_model, cross_entropy, rotary_table, rotate
@@ -71,12 +72,12 @@ def test_autocast_rounds_the_norms_output_once(model):
     assert model.norm(torch.randn(2, 32)).dtype == torch.float32
 
 
-def test_saved_bytes_of_the_linears_in_bf16(model):
-    """Counts the inputs of bf16 linears, 2 bytes an element; wq, wk, wv share one, w1, w3 too."""
+def test_saved_bytes_of_the_linears_that_no_recipe_converts(model):
+    """Counts the inputs of linears, in the products' dtype; wq, wk, wv share one, w1, w3 too."""
     config = TrainConfig(model=SIZES, seq=16, batch=2)
     saved = saved_bytes_per_token(model, config, loss_under_autocast(model, "cpu"))
     block = 32 + 32 + 32 + 64  # the inputs of wq wk wv; wo; w1 w3; w2
-    assert saved.linears == 2 * (2 * block + 32)
+    assert saved.linears == product_dtype("cpu").itemsize * (2 * block + 32)
     assert saved.total > saved.linears
 
 
