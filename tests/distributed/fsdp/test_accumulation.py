@@ -3,7 +3,10 @@
 import minifloat as mf
 import pytest
 import torch
+from minifloat.distributed.fsdp.accumulation import accumulate_gradients
+from minifloat.distributed.fsdp.fsdp_group import fsdp_state_class, groups_of_state
 from torch import nn
+from torch.distributed import _composable_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
@@ -184,3 +187,14 @@ def check_main_grad(rank):
 
 def test_main_grad_of_sharded_weights_is_refused():
     run_world(2, check_main_grad)
+
+
+def test_other_private_names_of_fsdp2_are_an_error(monkeypatch):
+    layer = nn.Linear(4, 4).to(BF16)
+    accumulate_gradients(layer, layer.weight)  # not FSDP2's: the forward checks its dtype
+    assert layer.weight.grad_dtype == BF16
+    with pytest.raises(RuntimeError, match=r"expected FSDPState\._fsdp_param_groups or"):
+        groups_of_state(object.__new__(fsdp_state_class()))
+    monkeypatch.delattr(_composable_state, "_module_state_mapping")
+    with pytest.raises(RuntimeError, match=r"_composable_state\._module_state_mapping, as torch"):
+        accumulate_gradients(layer, layer.weight)

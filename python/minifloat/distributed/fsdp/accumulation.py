@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .fsdp_group import find_fsdp_group
+from .fsdp_group import UnknownFsdpError, find_fsdp_group, require_names
 
 
 def accumulate_gradients(layer: nn.Module, parameter: Any) -> None:
@@ -26,21 +26,29 @@ def accumulate_gradients(layer: nn.Module, parameter: Any) -> None:
 
     Raises:
         ValueError: FSDP2 reduces gradients in another dtype than float32.
+        UnknownFsdpError: this torch's FSDP2 has other private names than those that are read here.
     """
     is_gathered = isinstance(parameter, nn.Parameter) and not hasattr(parameter, "device_mesh")
     if not is_gathered or torch.float32 in (parameter.dtype, parameter.grad_dtype):
         return
     try:
         group = find_fsdp_group(layer)
-    except (ImportError, AttributeError, LookupError, TypeError):
+    except LookupError:  # not a parameter of FSDP2: require_float32_grad checks it in the forward
         return
+    require_names(group, "mp_policy")
     reduce_dtype = group.mp_policy.reduce_dtype
     if reduce_dtype != torch.float32:
         raise ValueError(
             "accumulate='grad': expected fully_shard with MixedPrecisionPolicy("
             f"reduce_dtype=torch.float32) around {parameter.dtype} weights, got {reduce_dtype}"
         )
-    for sharded in group.fsdp_params:
-        whole = getattr(sharded, "_unsharded_param", None)
+    # A parameter that was not gathered yet has no unsharded one.
+    gathered = [getattr(sharded, "_unsharded_param", None) for sharded in group.fsdp_params]
+    if not any(whole is parameter for whole in gathered):
+        raise UnknownFsdpError(
+            "accumulate='grad': expected the gathered weight as _unsharded_param of one of FSDP2's "
+            f"parameters, as torch 2.11 has it, got another tensor in torch {torch.__version__}"
+        )
+    for whole in gathered:
         if whole is not None and whole.requires_grad and whole.grad is None:
             whole.grad_dtype = torch.float32

@@ -78,7 +78,7 @@ class ModuleGather:
             try:
                 group = find_fsdp_group(self.layer())
                 self._fsdp_group = weakref.ref(group)
-            except (ImportError, AttributeError, LookupError, TypeError):
+            except (LookupError, UnknownFsdpError):
                 return None
         return group
 
@@ -97,15 +97,56 @@ class ModuleGather:
         return state == "FORWARD" and group._reshard_after_forward and not is_in_backward()
 
 
-def find_fsdp_group(layer: Any) -> Any:
-    """Finds FSDP2's parameter group of this module's weight; raises LookupError without one."""
-    from torch.distributed._composable_state import _module_state_mapping
+class UnknownFsdpError(RuntimeError):
+    """FSDP2 lacks a private name that this library reads."""
 
-    for reference in list(_module_state_mapping.values()):
-        state = reference()
-        groups = getattr(state, "_fsdp_param_groups", None)
-        for group in groups or [getattr(state, "_fsdp_param_group", None)]:
-            for parameter in group.fsdp_params if group is not None else ():
+
+def require_names(owner: Any, *names: str) -> None:
+    """Raises UnknownFsdpError where an object of FSDP2 has none of these attributes."""
+    if not any(hasattr(owner, name) for name in names):
+        what = getattr(owner, "__name__", type(owner).__name__)
+        raise UnknownFsdpError(
+            f"FSDP2: expected {what}.{' or '.join(names)}, as torch 2.11 has it, got none in torch "
+            f"{torch.__version__}"
+        )
+
+
+def fsdp_state_class() -> Any:
+    """Imports the class of the states of modules that FSDP2 shards."""
+    try:
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+    except ImportError as error:
+        raise UnknownFsdpError(
+            f"FSDP2: expected FSDPState where torch 2.11 has it: {error}"
+        ) from error
+    return FSDPState
+
+
+def groups_of_state(state: Any) -> list[Any]:
+    """Returns the parameter groups of a module's state; none of a state that is not FSDP2's."""
+    if not isinstance(state, fsdp_state_class()):
+        return []
+    require_names(state, "_fsdp_param_groups", "_fsdp_param_group")
+    groups = getattr(state, "_fsdp_param_groups", None)
+    groups = groups or [getattr(state, "_fsdp_param_group", None)]
+    return [group for group in groups if group is not None]
+
+
+def find_fsdp_group(layer: Any) -> Any:
+    """Finds FSDP2's parameter group of this module's weight.
+
+    Raises:
+        LookupError: FSDP2 has not sharded the module.
+        UnknownFsdpError: FSDP2's state has other names than those that are read here.
+    """
+    from torch.distributed import _composable_state as states
+
+    require_names(states, "_module_state_mapping")
+    for reference in list(states._module_state_mapping.values()):
+        for group in groups_of_state(reference()):
+            require_names(group, "fsdp_params")
+            for parameter in group.fsdp_params:
+                require_names(parameter, "_module_info")
                 info = parameter._module_info
                 if info.module is layer or layer in info.shared_modules:
                     return group
