@@ -10,6 +10,7 @@ import torch
 import torch.nn.functional as F
 from minifloat.nn.deferred import Deferred
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.support.fused_models import (
     HIDDEN,
@@ -312,6 +313,28 @@ def test_codes_of_weights_that_backward_casts_again(fuse, run):
     copies = (copy.deepcopy(small), pickle.loads(pickle.dumps(small)))
     assert all(twin.attention.wq.recompute == "weight" for twin in copies)
     assert "recompute" not in mf.restore_(small).attention.wq.__dict__
+
+
+@pytest.mark.parametrize("order", ["one by one", "two in flight"])
+def test_checkpointed_forwards_save_weights_alike(order):
+    """A recomputed forward reads no cached codes where the forward before it saved a weight."""
+    found = []
+    for memory in ("speed", "weights"):
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH))
+        mf.quantize_(model, "fp8_rowwise", memory=memory, verbose=False)
+        for _ in range(2):
+            losses = []
+            for _ in range(2):
+                x = hidden(torch.float32)
+                losses.append(checkpoint(model, x, use_reentrant=False).square().sum())
+                if order == "one by one":
+                    losses.pop().backward()
+            for loss in losses:
+                loss.backward()
+            mf.step(model)
+        found.append([p.grad for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
 
 
 def test_saved_bytes_of_a_layer():

@@ -60,7 +60,9 @@ def grouped_calls():
             b = a if columnwise else mf.quantize(torch.randn(3, 24, 72), spec)
             sides = (a.codes, a.scale, a.amax, b.codes, b.scale, b.amax, f"{spec}*{spec}")
             yield ops.block_scaled_grouped_operands, sides, {**where, "groups": table}
-    yield ops.scaled_grouped_mm, (grad(40, 72), grad(3, 72, 24), offs, "mxfp8"), {}
+    for recompute in ("", "weight"):
+        inputs = grad(40, 72), grad(3, 72, 24), offs, "mxfp8"
+        yield ops.scaled_grouped_mm, inputs, {"recompute": recompute}
 
 
 def expert_calls():
@@ -198,12 +200,14 @@ def sample_calls():
         yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), recipe), {"rng": RNG}
     yield ops.linear, (grad(3, 4, 72), grad(24, 72), None, "fp8_tensorwise"), {}
     yield ops.linear, (grad(40, 72), grad(24, 72), None, "mxfp8"), {"accumulate": "grad"}
-    zeros = {"main_grad": torch.zeros(24, 72), "accumulate": "main_grad+zeros"}
+    zeros = {"main_grad": torch.zeros(24, 72), "accumulate": "main_grad", "received": "zeros"}
     yield ops.linear, (grad(40, 72), grad(24, 72), grad(24), "nvfp4"), {"rng": RNG, **zeros}
     for dim, token_dim in ((0, 1), (1, None)):  # one rank, which sends nothing
         where = {"group": "", "rank": 0, "ranks": 1, "weight_dim": dim, "token_dim": token_dim}
         x = grad(2, 32, 64)
-        yield ops.linear_sharded, (x, grad(32, 64), grad(32), "mxfp8"), where
+        for recompute in ("", "weight"):
+            again = where | {"recompute": recompute}
+            yield ops.linear_sharded, (x, grad(32, 64), grad(32), "mxfp8"), again
     g, a, b = torch.randn(40, 24), torch.randn(40, 72), torch.randn(3, 72, 24)
     inputs = a, b, offs, "mxfp8", [True, True, False]
     yield ops.scaled_grouped_mm_backward, (g, *inputs), {}
@@ -215,7 +219,7 @@ def sample_calls():
     recomputed = {"rng": [RNG, RNG], "recompute": "weight"}
     yield ops.mlp, (grad(3, 4, 72), mlp[1:], [None, None], "nvfp4", "gelu"), recomputed
     sums = [torch.zeros(w.shape) for w in mlp]
-    summed = {"main_grads": sums, "accumulate": "main_grad+zeros"}
+    summed = {"main_grads": sums, "accumulate": "main_grad", "received": "zeros"}
     yield ops.mlp, (grad(40, 72), mlp, [None] * 3, "fp8_rowwise", "silu"), summed
     yield ops.linear_group, (grad(40, 72), weights, [None, grad(8)], "nvfp4"), {"rng": [RNG, RNG]}
 

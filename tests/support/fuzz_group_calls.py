@@ -193,6 +193,8 @@ def _scaled_grouped_mm(rng: Random, arena: Arena) -> Call:
     args["out_dtype"] = rng.choice(FLOATS)
     one = op_call("scaled_grouped_mm", **args)
     run = rng.choice((one.run, mf.scaled_grouped_mm))
+    if run is one.run:
+        args["recompute"] = rng.choice(("", "weight"))
     return Call(with_backward(run), args, one.writes)
 
 

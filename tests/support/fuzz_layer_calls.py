@@ -41,9 +41,11 @@ def _linear(rng: Random, arena: Arena) -> Call:
             given = ops.layer_operands(of_what, args["recipe"], of)
             args[name] = [arena.place(t) for t in given]
     args["recompute"] = rng.choice(("", "weight"))
-    args["accumulate"] = rng.choice(("", "", "grad", "main_grad", "main_grad+zeros"))
+    args["accumulate"] = rng.choice(("", "", "grad", "main_grad", "main_grad"))
+    is_added = args["accumulate"] == "main_grad" or rng.random() < 0.05
+    args["received"] = rng.choice(("", "empty", "zeros")) if is_added else ""
     args["main_grad"] = None
-    if args["accumulate"].startswith("main_grad") or rng.random() < 0.05:
+    if is_added:
         args["main_grad"] = arena.place(torch.zeros(shape))
     one = op_call("linear", **args)
     return Call(with_backward(one.run), args, one.writes)
@@ -62,6 +64,7 @@ def _linear_sharded(rng: Random, arena: Arena) -> Call:
     args["weight"] = arena.place(w).requires_grad_(rng.random() < 0.5)
     args["bias"] = arena.place(torch.randn(128)) if rng.random() < 0.5 else None
     args |= {"x_operands": None, "weight_operands": None, "gathered": None}
+    args["recompute"] = rng.choice(("", "weight"))
     if rng.random() < 0.3:
         args["gathered"] = torch.classes.minifloat.GatheredInput(rng.choice((1, 2)))
     one = op_call("linear_sharded", **args)
@@ -113,8 +116,9 @@ def _mlp(rng: Random, arena: Arena) -> Call:
     args["activation"] = rng.choice(("silu", "gelu", "gelu_tanh"))
     args["recompute"] = rng.choice(("", "weight"))
     args["accumulate"] = rng.choice(("", "", "grad", "main_grad"))
-    args["main_grads"] = None
+    args["received"], args["main_grads"] = "", None
     if args["accumulate"] == "main_grad":
+        args["received"] = rng.choice(("", "empty", "zeros"))
         args["main_grads"] = [arena.place(torch.zeros(w.shape)) for w in args["weights"]]
     one = op_call("mlp", **args)
     return Call(with_backward(one.run), args, one.writes)

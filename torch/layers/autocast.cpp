@@ -3,6 +3,7 @@
 #include <torch/library.h>
 
 #include "layers/sharding.h"
+#include "ops/bridge.h"
 #include "ops/ops.h"
 
 namespace minifloat {
@@ -34,20 +35,29 @@ Tensor weight_below(const Tensor& weight, const std::optional<at::TensorList>& w
   return weight_operands && !is_subclass ? weight : cast<device>(weight);
 }
 
+// Returns `recompute` where backward can quantize the weight itself again. A rounded copy of the
+// weight has more bytes than codes, which are saved instead. A trace keeps no copy: compiled code
+// computes it again.
+const std::string& recompute_of(const std::string& recompute, const Tensor& weight,
+                                const Tensor& below) {
+  static const std::string kSavesCodes;
+  return below.is_same(weight) || !bridge::is_real(weight) ? recompute : kSavesCodes;
+}
+
 template <c10::DeviceType device>
 Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
               const std::string& recipe, const std::optional<Tensor>& rng,
               const std::optional<Tensor>& amax_history, std::int64_t stream,
               const std::optional<at::TensorList>& x_operands,
               const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
-              const std::optional<Tensor>& main_grad, const std::string& accumulate) {
+              const std::optional<Tensor>& main_grad, const std::string& accumulate,
+              const std::string& received) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
   // A cast would round the gradient. The layer rounds the values itself.
-  const bool is_cast = accumulate.empty();
-  return torch_ops::linear(cast<device>(x),
-                           is_cast ? weight_below<device>(weight, weight_operands) : weight,
-                           cast<device>(bias), recipe, rng, amax_history, stream, x_operands,
-                           weight_operands, recompute, main_grad, accumulate);
+  const Tensor below = accumulate.empty() ? weight_below<device>(weight, weight_operands) : weight;
+  return torch_ops::linear(cast<device>(x), below, cast<device>(bias), recipe, rng, amax_history,
+                           stream, x_operands, weight_operands,
+                           recompute_of(recompute, weight, below), main_grad, accumulate, received);
 }
 
 template <c10::DeviceType device>
@@ -70,12 +80,14 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
                          const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                          const std::optional<Tensor>& amax_history, const std::string& tail,
                          std::int64_t stream, const std::optional<at::TensorList>& a_operands,
-                         const std::optional<at::TensorList>& weight_operands) {
+                         const std::optional<at::TensorList>& weight_operands,
+                         const std::string& recompute) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
-  return torch_ops::scaled_grouped_mm(cast<device>(a), weight_below<device>(b, weight_operands),
-                                      offs, recipe, out_dtype, cast<device>(bias), rng, row_ids,
-                                      first_expert, amax_history, tail, stream, a_operands,
-                                      weight_operands);
+  const Tensor below = weight_below<device>(b, weight_operands);
+  return torch_ops::scaled_grouped_mm(cast<device>(a), below, offs, recipe, out_dtype,
+                                      cast<device>(bias), rng, row_ids, first_expert, amax_history,
+                                      tail, stream, a_operands, weight_operands,
+                                      recompute_of(recompute, b, below));
 }
 
 template <c10::DeviceType device>
@@ -86,12 +98,14 @@ Tensor linear_sharded(const Tensor& x, const Tensor& weight, const std::optional
                       const std::optional<Tensor>& amax_history, std::int64_t stream,
                       const std::optional<at::TensorList>& x_operands,
                       const std::optional<at::TensorList>& weight_operands,
-                      const std::optional<c10::intrusive_ptr<torch_ops::GatheredInput>>& gathered) {
+                      const std::optional<c10::intrusive_ptr<torch_ops::GatheredInput>>& gathered,
+                      const std::string& recompute) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
-  return torch_ops::linear_sharded(cast<device>(x), weight_below<device>(weight, weight_operands),
-                                   cast<device>(bias), recipe, group, rank, ranks, weight_dim,
-                                   token_dim, rng, amax_history, stream, x_operands,
-                                   weight_operands, gathered);
+  const Tensor below = weight_below<device>(weight, weight_operands);
+  return torch_ops::linear_sharded(cast<device>(x), below, cast<device>(bias), recipe, group, rank,
+                                   ranks, weight_dim, token_dim, rng, amax_history, stream,
+                                   x_operands, weight_operands, gathered,
+                                   recompute_of(recompute, weight, below));
 }
 
 template <c10::DeviceType device>
@@ -117,16 +131,20 @@ Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optiona
            const std::optional<at::IntArrayRef>& streams,
            const std::optional<at::TensorList>& x_operands,
            const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
-           const std::optional<at::TensorList>& main_grads, const std::string& accumulate) {
+           const std::optional<at::TensorList>& main_grads, const std::string& accumulate,
+           const std::string& received) {
   const c10::impl::ExcludeDispatchKeyGuard no_autocast(autocast_key<device>());
   std::vector<Tensor> cast_weights;
   c10::List<std::optional<Tensor>> cast_biases;
-  for (const Tensor& w : weights)
+  std::string again = recompute;
+  for (const Tensor& w : weights) {
     cast_weights.push_back(accumulate.empty() ? weight_below<device>(w, weight_operands) : w);
+    again = recompute_of(again, w, cast_weights.back());
+  }
   for (const std::optional<Tensor> b : biases) cast_biases.push_back(cast<device>(b));
   return torch_ops::mlp(cast<device>(x), cast_weights, cast_biases, recipe, activation, rng,
-                        amax_history, streams, x_operands, weight_operands, recompute, main_grads,
-                        accumulate);
+                        amax_history, streams, x_operands, weight_operands, again, main_grads,
+                        accumulate, received);
 }
 
 }  // namespace

@@ -25,7 +25,7 @@ bool reads_rows(const PreparedRecipe& recipe) {
 Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe, const Tensor& w,
                                    const Needed& row, const Needed& col, const ModuleState& state) {
   if (has_adjacent_columns(w)) return quantize_both(recipe, w, row, col, state);
-  const Tensor transpose = w.transpose(-2, -1);
+  const Tensor transpose = transposed_matrices(w);
   TORCH_CHECK_VALUE(has_adjacent_columns(transpose), op,
                     ": expected matrices of experts with adjacent rows or columns, got strides ",
                     w.sym_strides());

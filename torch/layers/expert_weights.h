@@ -8,6 +8,10 @@
 
 namespace minifloat::torch_ops {
 
+// Returns the transpose of each matrix, a view. A compiler's partitioner computes this op again in
+// backward, where it saves the results of at::transpose.
+inline Tensor transposed_matrices(const Tensor& t) { return t.permute({0, 2, 1}); }
+
 // Quantizes W rowwise for fprop and columnwise for dgrad. Raises ValueError where neither its rows
 // nor its columns are adjacent. op: for errors
 Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe, const Tensor& w,

@@ -4,6 +4,7 @@
 
 #include <utility>
 
+#include "layers/arguments.h"
 #include "minifloat/error.h"
 #include "ops/bridge.h"
 
@@ -23,7 +24,8 @@ GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
                          const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                          const std::optional<Tensor>& amax_history, const std::string& tail,
                          std::int64_t stream, const std::optional<at::TensorList>& a_operands,
-                         const std::optional<at::TensorList>& weight_operands) {
+                         const std::optional<at::TensorList>& weight_operands,
+                         const std::string& recompute) {
   return {.recipe = prepare(recipe),
           .out_dtype = out_dtype,
           .stream = stream,
@@ -34,7 +36,8 @@ GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
           .row_ids = list_of(row_ids),
           .history = list_of(amax_history),
           .a_operands = a_operands.value_or(at::TensorList()),
-          .weight_operands = weight_operands.value_or(at::TensorList())};
+          .weight_operands = weight_operands.value_or(at::TensorList()),
+          .recomputes_weights = recomputes_weights(kGroupedMm, recompute)};
 }
 
 void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call) {

@@ -21,16 +21,18 @@ struct GroupedCall {
   bool zeroes_tail;  // rows of y and dA past the last group are zero; else they are not written
   at::TensorList bias, rng, row_ids, history;  // one tensor, or none
   at::TensorList a_operands, weight_operands;  // as layer_operands returns them, or none
+  bool recomputes_weights = false;             // whether backward quantizes B again
 };
 
 // Returns the arguments of the ops scaled_grouped_mm and scaled_grouped_mm_backward, in the order
-// of their schemas. The tensors must outlive the call.
+// of their schemas; recompute is scaled_grouped_mm's alone. The tensors must outlive the call.
 GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
                          const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
                          const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                          const std::optional<Tensor>& amax_history, const std::string& tail,
                          std::int64_t stream, const std::optional<at::TensorList>& a_operands,
-                         const std::optional<at::TensorList>& weight_operands);
+                         const std::optional<at::TensorList>& weight_operands,
+                         const std::string& recompute = "");
 
 // Requires the shapes, dtypes and devices of A (M, K), B (E, K, N), offs (E) and the call.
 void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call);

@@ -3,7 +3,8 @@
 //     forward    A  -> rowwise for fprop, columnwise for wgrad     one read
 //                W  -> rowwise for fprop, columnwise for dgrad     one read
 //                y  = A · Wᵀ                                       for each group
-//     saved      A columnwise and W columnwise, in their specs, and the table of groups
+//     saved      A columnwise and W columnwise, in their specs, and the table of groups; under
+//                recompute W itself instead, which backward quantizes
 //     backward   g  -> rowwise for dgrad, columnwise for wgrad     one read
 //                dA = g · W,     dW = gᵀ · A                       for each group
 //
@@ -77,22 +78,46 @@ Directions input_operands_of(const GroupedCall& call, const Tensor& matrix, cons
                            matrix.sym_size(0), row, col, table.sym_size(1) - 1);
 }
 
-// Returns W, the transpose of B, in both directions: quantized here, or by the caller.
+// Returns W, the transpose of B, in both directions: quantized here, or by the caller. Where
+// backward quantizes W again, the columnwise direction has its amax alone.
 Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::ScalarType dtype,
-                              const Needed& row, const Needed& col, PendingAmaxes& pending) {
+                              const Needed& row, const Needed& col, bool casts_later,
+                              PendingAmaxes& pending) {
   const PreparedRecipe& recipe = call.recipe;
   const ModuleState state = state_of(call, Tensor(), &pending);
   const bool has_codes = !call.weight_operands.empty();
   const bool reads_weight = !has_codes || (row.is_needed && recipe.specs[kFpropW].is_bf16()) ||
                             (col.is_needed && recipe.specs[kDgradW].is_bf16());
   if (reads_weight) bridge::check_memory_if_real(kGroupedMm, "B", b);
-  const Tensor w = (reads_weight ? to_dtype(b, dtype) : b).transpose(-2, -1);
+  const Tensor w = transposed_matrices(reads_weight ? to_dtype(b, dtype) : b);
+  if (casts_later) {
+    Directions out = quantize_expert_weights(kGroupedMm, recipe, w, row, {kDgradW, false}, state);
+    out.second.amax = amax_of_both(recipe, out.first);
+    return out;
+  }
   if (!has_codes) return quantize_expert_weights(kGroupedMm, recipe, w, row, col, state);
   const Directions out =
       prequantized_both(recipe, kGroupedMm, "weight_operands", call.weight_operands, w,
                         w.sym_size(1), row, col, w.sym_size(0));
   record_amaxes(recipe, row, col, state, out, false);
   return out;
+}
+
+// Returns W as dgrad reads it, from its three saved tensors: codes, or B itself, which is quantized
+// again.
+ProductInput saved_weight_of(const GroupedCall& call, const PlannedProduct& dgrad, const Tensor& b,
+                             const Tensor& scale, const Tensor& amax, at::ScalarType dtype) {
+  const PreparedRecipe& recipe = call.recipe;
+  // As in saved_weight: a checkpoint may save codes where the pass before saved values, or values.
+  if (recipe.recipe.dgrad.b.is_bf16() || !b.is_floating_point())
+    return cast_input(recipe.specs[kDgradW], b, scale, amax);
+  const Needed col{kDgradW, true, dgrad.reads_values()};
+  ModuleState state = state_of(call, Tensor(), nullptr);
+  if (amax.defined()) state.amax = amax;
+  const Tensor w = transposed_matrices(to_dtype(b, dtype));
+  const Directions out =
+      quantize_expert_weights(kGroupedMm, recipe, w, {kFpropW, false}, col, state);
+  return product_input(recipe, out.second, col);
 }
 
 // Returns y, undefined where it is not needed. saved: what backward reads of a forward pass, which
@@ -115,7 +140,10 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
 
   const Needed w_row{kFpropW, needs.y, exact && call.weight_operands.empty()},
       w_col{kDgradW, needs.da};
-  const Directions w = weight_operands_of(call, b, a.scalar_type(), w_row, w_col, pending);
+  const bool casts_later = saved && needs.da && call.recomputes_weights &&
+                           call.weight_operands.empty() && !recipe.recipe.dgrad.b.is_bf16();
+  const Directions w =
+      weight_operands_of(call, b, a.scalar_type(), w_row, w_col, casts_later, pending);
 
   const auto save = [&](const QuantizedOperand& operand, Place place) {
     const Spec& spec = recipe.specs[place];
@@ -125,7 +153,7 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
                     {operand.codes, operand.scale, has_amax ? operand.amax : Tensor()});
   };
   save(of_a.second, kWgradX);
-  save(w.second, kDgradW);
+  save(casts_later ? QuantizedOperand{b, Tensor(), w.second.amax, Tensor()} : w.second, kDgradW);
   if (saved) saved->insert(saved->end(), {table, only(call.row_ids).value_or(Tensor())});
 
   if (!needs.y) {
@@ -214,18 +242,17 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
                          wgrad = plan_product(recipe.recipe.wgrad, recipe.wgrad, g.device(), true);
     const Needed row{kDgradG, s.needs.da, dgrad.reads_values()},
         col{kWgradG, s.needs.db, wgrad.reads_values()};
-    const auto operand = [&](std::size_t first, Place place) {
-      return cast_input(recipe.specs[place], saved[first], saved[first + 1], saved[first + 2]);
-    };
     ModuleState of_rows = state_of(call, table, nullptr);
     of_rows.groups.rows_from = s.grad_rows_from;
     const Directions of_g = quantize_both(recipe, g, row, col, of_rows);
     if (s.needs.da)
-      out[0] = scaled_mm(dgrad, product_input(recipe, of_g.first, row), operand(3, kDgradW), s.n,
+      out[0] = scaled_mm(dgrad, product_input(recipe, of_g.first, row),
+                         saved_weight_of(call, dgrad, saved[3], saved[4], saved[5], s.a_dtype), s.n,
                          std::nullopt, s.a_dtype, {table, 0}, s.zeroes_tail);
     if (s.needs.db)
-      out[1] = scaled_mm(wgrad, product_input(recipe, of_g.second, col), operand(0, kWgradX),
-                         s.rows, std::nullopt, s.b_dtype, {table, wgrad_unit(recipe)})
+      out[1] = scaled_mm(wgrad, product_input(recipe, of_g.second, col),
+                         cast_input(recipe.specs[kWgradX], saved[0], saved[1], saved[2]), s.rows,
+                         std::nullopt, s.b_dtype, {table, wgrad_unit(recipe)})
                    .transpose(-2, -1);
     if (s.needs.dbias) out[2] = to_dtype(sum_of_groups(g, table), s.bias_dtype);
     return out;
@@ -239,9 +266,11 @@ Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& 
                                 const std::optional<Tensor>& amax_history, const std::string& tail,
                                 std::int64_t stream,
                                 const std::optional<at::TensorList>& a_operands,
-                                const std::optional<at::TensorList>& weight_operands) {
-  const GroupedCall call = grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert,
-                                        amax_history, tail, stream, a_operands, weight_operands);
+                                const std::optional<at::TensorList>& weight_operands,
+                                const std::string& recompute) {
+  const GroupedCall call =
+      grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history, tail, stream,
+                   a_operands, weight_operands, recompute);
   check_call(a, b, offs, call);
   check_no_tangent(kGroupedMm, "A", a);
   check_no_tangent(kGroupedMm, "B", b);

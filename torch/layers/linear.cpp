@@ -182,7 +182,7 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     const bool is_cut = sharding && sharding->token_dim;
     const TokenRuns runs = is_cut ? token_runs(*sharding, r.x_shape) : TokenRuns{};
     if (row.is_needed)
-      out.x = input_gradient(layers, rowwise, row, saved_weight(layers, saved, i), n,
+      out.x = input_gradient(layers, rowwise, row, saved_weight(layers, saved, i, sharding), n,
                              g.scalar_type(), g.device());
     if (row.is_needed && is_cut) out.x = scatter_sum(*sharding, runs, out.x);
     if (col.is_needed) {
@@ -218,7 +218,7 @@ Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<
                      const std::optional<at::TensorList>& x_operands,
                      const std::optional<at::TensorList>& weight_operands,
                      const std::string& recompute, const std::optional<Tensor>& main_grad,
-                     const std::string& accumulate) {
+                     const std::string& accumulate, const std::string& received) {
   const Layers layers{.weights = weight,
                       .biases = list_of(bias),
                       .bias_index = {bias ? 0 : -1},
@@ -229,7 +229,7 @@ Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<
                       .prequantized = {x_operands.value_or(at::TensorList()),
                                        weight_operands.value_or(at::TensorList())},
                       .shards = {},
-                      .sums = {parse_accumulation("linear", accumulate, main_grad.has_value()),
+                      .sums = {accumulation("linear", accumulate, received, main_grad.has_value()),
                                list_of(main_grad)}};
   return apply(x, layers, recipe).front();
 }
@@ -242,7 +242,8 @@ Tensor linear_sharded_kernel(const Tensor& x, const Tensor& weight,
                              const std::optional<Tensor>& amax_history, std::int64_t stream,
                              const std::optional<at::TensorList>& x_operands,
                              const std::optional<at::TensorList>& weight_operands,
-                             const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered) {
+                             const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered,
+                             const std::string& recompute) {
   const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
   const Layers layers{
       .weights = weight,
@@ -251,7 +252,7 @@ Tensor linear_sharded_kernel(const Tensor& x, const Tensor& weight,
       .rng = list_of(rng),
       .histories = list_of(amax_history),
       .streams = {stream},
-      .recomputes_weights = false,
+      .recomputes_weights = recomputes_weights("linear", recompute),
       .prequantized = {x_operands.value_or(at::TensorList()),
                        weight_operands.value_or(at::TensorList())},
       .shards = {&sharding, gathered.value_or(c10::intrusive_ptr<GatheredInput>())}};

@@ -176,7 +176,7 @@ Tensor mlp_kernel(const Tensor& x, at::TensorList weights,
                   const std::optional<at::TensorList>& x_operands,
                   const std::optional<at::TensorList>& weight_operands,
                   const std::string& recompute, const std::optional<at::TensorList>& main_grads,
-                  const std::string& accumulate) {
+                  const std::string& accumulate, const std::string& received) {
   const std::size_t n = weights.size();
   TORCH_CHECK_VALUE(n == 2 || n == 3, kMlp,
                     ": expected 2 weights (up, down) or 3 (gate, up, down), got ", n);
@@ -195,7 +195,7 @@ Tensor mlp_kernel(const Tensor& x, at::TensorList weights,
   check_count("streams", numbers.size(), n);
   check_count("tensors of weight_operands", codes.size(), 8 * n);
   check_count("main_grads", sums.size(), n);
-  const Accumulation accumulation = parse_accumulation(kMlp, accumulate, !sums.empty());
+  const Accumulation of_sums = accumulation(kMlp, accumulate, received, !sums.empty());
   const auto part = [](at::TensorList list, std::size_t begin, std::size_t count) {
     return list.empty() ? list : list.slice(begin, count);
   };
@@ -214,7 +214,7 @@ Tensor mlp_kernel(const Tensor& x, at::TensorList weights,
         .prequantized = {begin == 0 ? x_operands.value_or(at::TensorList()) : at::TensorList(),
                          part(codes, 8 * begin, 8 * count)},
         .shards = {},
-        .sums = {accumulation, part(sums, begin, count)}};
+        .sums = {of_sums, part(sums, begin, count)}};
   };
   const Mlp mlp = {layers_of(0, n - 1, first), layers_of(n - 1, 1, last), activation};
   std::vector<Tensor> all = first.tensors;

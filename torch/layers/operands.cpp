@@ -77,7 +77,7 @@ void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& ro
   const bool is_tokens = kOperands[row.place].matrix == Matrix::kX && cut == 0;
   if (!is_tokens) options.origin[static_cast<std::size_t>(cut)] = x.sym_size(cut) * sharding.rank;
   const bool of_row = needs_amax_of_ranks(recipe, row, cut),
-             of_col = needs_amax_of_ranks(recipe, col, cut);
+             of_col = needs_amax_of_ranks(recipe, col, cut) && !options.amax_col;
   const Spec &row_spec = recipe.specs[row.place], &col_spec = recipe.specs[col.place];
   if (of_row && of_col && row_spec.has_tensor_amax() && col_spec.has_tensor_amax() &&
       row_spec.transform == 0 && col_spec.transform == 0) {
@@ -157,6 +157,12 @@ bool writes_fp8(const PreparedRecipe& recipe, const Tensor& x, const Needed& nee
   return shape && product.engine.takes(product.product, product.capability, *shape);
 }
 
+// Returns whether one amax of a delayed weight is that of both its directions.
+bool is_recorded_with_row(const PreparedRecipe& recipe) {
+  const Spec &row = recipe.specs[kFpropW], &col = recipe.specs[kDgradW];
+  return row.delayed && col.delayed && row.transform == 0 && col.transform == 0;
+}
+
 constexpr std::int64_t kRandomGroup = 16;  // elements of one call of Philox
 
 }  // namespace
@@ -211,7 +217,7 @@ const PreparedRecipe& prepare(const std::string& text) {
 void record_amaxes(const PreparedRecipe& recipe, const Needed& row, const Needed& col,
                    const ModuleState& state, const Directions& found, bool is_cut) {
   const auto is_recorded = [&](const Needed& needed) {
-    return is_delayed(recipe, needed) && state.history.defined();
+    return is_delayed(recipe, needed) && state.history.defined() && !state.is_recorded;
   };
   const bool is_same_amax =
       recipe.specs[row.place].transform == 0 && recipe.specs[col.place].transform == 0;
@@ -245,7 +251,9 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
       set_options(row, options.amax_row, options.stream_row, options.decoded_row);
   const std::string& col_text =
       set_options(col, options.amax_col, options.stream_col, options.decoded_col);
-  if (state.amax) options.amax_col = state.amax;
+  // The caller may pass the transpose of a matrix, with its directions exchanged.
+  if (state.amax)
+    (kOperands[col.place].columnwise ? options.amax_col : options.amax_row) = state.amax;
   options.fp8_row = writes_fp8(recipe, x, row, state);
   options.fp8_col = writes_fp8(recipe, x, col, state);
   if (state.groups.table && options.rng && !row_text.empty()) options.row_ids = state.row_ids;
@@ -273,6 +281,40 @@ Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Ne
   const bool is_cut = state.sharding && state.sharding->cut_dim(kOperands[row.place].matrix);
   if (!raises_history) record_amaxes(recipe, row, col, state, out, is_cut);
   return out;
+}
+
+Tensor amax_of_both(const PreparedRecipe& recipe, const QuantizedOperand& rowwise) {
+  const Spec &row = recipe.specs[kFpropW], &col = recipe.specs[kDgradW];
+  const bool is_shared = row.has_tensor_amax() && col.has_tensor_amax() && !row.delayed &&
+                         !col.delayed && row.transform == 0 && col.transform == 0;
+  return is_shared ? rowwise.amax.clone() : Tensor();
+}
+
+Directions quantize_rowwise_first(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
+                                  const Needed& col, const ModuleState& state) {
+  if (!state.sharding) {
+    Directions out = quantize_both(recipe, w, row, {col.place, false}, state);
+    out.second.amax = amax_of_both(recipe, out.first);
+    return out;
+  }
+  auto [row_text, col_text, options] = plan_cast(recipe, w, row, col, state);
+  Directions out;
+  if (!is_delayed(recipe, col)) out.second.amax = options.amax_col.value_or(Tensor());
+  options.amax_col.reset();
+  if (row_text.empty())
+    out.first = unquantized(w);
+  else
+    out.first = quantize(w, row_text, "", options).first;
+  record_amaxes(recipe, row, {col.place, is_recorded_with_row(recipe)}, state, out, true);
+  return out;
+}
+
+QuantizedOperand quantize_columnwise_later(const PreparedRecipe& recipe, const Tensor& w,
+                                           const Needed& col, const Tensor& amax,
+                                           ModuleState state) {
+  if (amax.defined()) state.amax = amax;
+  state.is_recorded = state.sharding && is_recorded_with_row(recipe);
+  return quantize_both(recipe, w, {kFpropW, false}, col, state).second;
 }
 
 Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const char* name,

@@ -68,6 +68,7 @@ struct ModuleState {
   const Sharding* sharding = nullptr;  // null: this process has the whole weight
   // The amax of the columnwise operand under a scale that is not delayed; none: it is computed.
   std::optional<Tensor> amax = {};
+  bool is_recorded = false;  // whether the history has the amaxes of delayed operands already
   // Of experts: the groups of x and g, whose unit is that of wgrad's columns, and the numbers of
   // their rows and of the first group or matrix.
   Groups groups = {};
@@ -100,6 +101,23 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
 // takes the shard's origin and the amaxes of all ranks.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state);
+
+// Returns the amax that both directions of a weight have under one scale of the tensor, or of each
+// expert: a copy, because the operand's shares the memory of its codes. Undefined: each direction
+// has an amax of its own, or one of a history.
+Tensor amax_of_both(const PreparedRecipe& recipe, const QuantizedOperand& rowwise);
+
+// Quantizes a weight rowwise, in a forward pass after which backward quantizes it columnwise by
+// quantize_columnwise_later. The columnwise operand has the amax that this later cast takes, and
+// nothing else. Ranks exchange amaxes in the forward pass alone.
+Directions quantize_rowwise_first(const PreparedRecipe& recipe, const Tensor& w, const Needed& row,
+                                  const Needed& col, const ModuleState& state);
+
+// Quantizes a weight columnwise in backward, where quantize_rowwise_first has cast it rowwise.
+// amax: that operation's; undefined: the cast finds it
+QuantizedOperand quantize_columnwise_later(const PreparedRecipe& recipe, const Tensor& w,
+                                           const Needed& col, const Tensor& amax,
+                                           ModuleState state);
 
 // Returns both directions of x from a caller's tensors, as the op layer_operands returns them.
 // x: a matrix, or one for each expert.   rows: of x as products read x.   parts: the number of its

@@ -10,18 +10,10 @@ namespace {
 
 std::uint32_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
 
-// Returns a copy of the amax of a weight's rowwise operand, where backward's columnwise operand has
-// the same one; else an undefined tensor. The amax itself shares its memory with the codes.
-Tensor amax_of_both(const PreparedRecipe& prepared, const QuantizedOperand& rowwise) {
-  const Spec &row = prepared.specs[kFpropW], &col = prepared.specs[kDgradW];
-  const bool is_shared = row.has_tensor_amax() && col.has_tensor_amax() && !row.delayed &&
-                         !col.delayed && row.transform == 0 && col.transform == 0;
-  return is_shared ? rowwise.amax.clone() : Tensor();
-}
-
-// Returns both directions of weight i, or rowwise alone where backward quantizes it again.
+// Returns both directions of weight i, or, where backward quantizes it again, the rowwise one and
+// the amax of the other.
 Directions weight_operands_of(const ForwardPass& pass, std::size_t i, const Needed& row,
-                              const Needed& col) {
+                              const Needed& col, bool casts_later) {
   const Layers& layers = pass.layers;
   const PreparedRecipe& prepared = pass.prepared;
   const Recipe& recipe = prepared.recipe;
@@ -37,7 +29,8 @@ Directions weight_operands_of(const ForwardPass& pass, std::size_t i, const Need
     record_amaxes(prepared, row, col, pass.state_of(i), out, false);
     return out;
   }
-  return quantize_both(prepared, weight, row, col, pass.state_of(i));
+  return casts_later ? quantize_rowwise_first(prepared, weight, row, col, pass.state_of(i))
+                     : quantize_both(prepared, weight, row, col, pass.state_of(i));
 }
 
 // Returns x (…, K) as (M, K), without a copy of values that are not read.
@@ -99,14 +92,13 @@ std::vector<Tensor> multiply_weights(const ForwardPass& pass, const ProductInput
   std::vector<Tensor> outputs;
   for (std::size_t i = 0; i < layers.weights.size(); ++i) {
     const bool has_codes = !layers.operands_of_weight(i).empty();
-    const bool recomputes = layers.recomputes_weights && !has_codes && !sharding &&
-                            !pass.prepared.recipe.dgrad.b.is_bf16();
+    const bool casts_later = pass.needs.dx && layers.recomputes_weights && !has_codes &&
+                             !pass.prepared.recipe.dgrad.b.is_bf16();
     const Needed row{kFpropW, true, !sharding && fprop.reads_values() && !has_codes},
-        col{kDgradW, pass.needs.dx && !recomputes};
-    const Directions w = weight_operands_of(pass, i, row, col);
-    if (recomputes && pass.needs.dx)
-      pass.save({layers.weights[i], Tensor(), amax_of_both(pass.prepared, w.first), Tensor()},
-                kDgradW);
+        col{kDgradW, pass.needs.dx};
+    const Directions w = weight_operands_of(pass, i, row, col, casts_later);
+    if (casts_later)
+      pass.save({layers.weights[i], Tensor(), w.second.amax, Tensor()}, kDgradW);
     else
       pass.save(w.second, kDgradW);
     // On one rank, where y is a sum over the ranks.
@@ -174,7 +166,7 @@ ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& s
 }
 
 ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& saved,
-                          std::size_t i) {
+                          std::size_t i, const Sharding* sharding) {
   // A weight that is saved itself is a matrix of values; codes are bytes.
   const Tensor& first = saved[3 * (i + 1)];
   const bool is_values = first.defined() && first.is_floating_point();
@@ -182,12 +174,11 @@ ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& 
     return saved_input(layers, saved, 3 * (i + 1), kDgradW);
   const PlannedProduct dgrad =
       plan_product(layers.recipe.recipe.dgrad, layers.recipe.dgrad, first.device());
-  const Needed row{kFpropW, false}, col{kDgradW, true, dgrad.reads_values()};
-  ModuleState state = layers.state_of(i);
-  if (const Tensor& amax = saved[3 * (i + 1) + 2]; amax.defined()) state.amax = amax;
-  const Directions w =
-      quantize_both(layers.recipe, to_dtype(first, layers.x_dtype), row, col, state);
-  return product_input(layers.recipe, w.second, col);
+  const Needed col{kDgradW, true, !sharding && dgrad.reads_values()};
+  const QuantizedOperand w =
+      quantize_columnwise_later(layers.recipe, to_dtype(first, layers.x_dtype), col,
+                                saved[3 * (i + 1) + 2], layers.state_of(i, sharding));
+  return product_input(layers.recipe, w, col);
 }
 
 Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, const Needed& row,

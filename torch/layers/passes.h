@@ -75,9 +75,9 @@ struct LayersState {
 ProductInput saved_input(const LayersState& layers, const std::vector<Tensor>& saved, std::size_t i,
                          Place place);
 // Returns weight `i` as dgrad reads it, quantized again where the layers recompute it.
-//   saved: three tensors of x, then three of each weight
+//   saved: three tensors of x, then three of each weight; sharding: of the weight, or null
 ProductInput saved_weight(const LayersState& layers, const std::vector<Tensor>& saved,
-                          std::size_t i);
+                          std::size_t i, const Sharding* sharding = nullptr);
 
 // Returns g · W, (M, K).   g: by dgrad's engine; n: the features of g
 Tensor input_gradient(const LayersState& layers, const QuantizedOperand& g, const Needed& row,

@@ -93,6 +93,7 @@ Tensor linear_sharded(const Tensor& x, const Tensor& weight, const std::optional
                       const std::optional<Tensor>& amax_history, std::int64_t stream,
                       const std::optional<at::TensorList>& x_operands,
                       const std::optional<at::TensorList>& weight_operands,
-                      const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered);
+                      const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered,
+                      const std::string& recompute);
 
 }  // namespace minifloat::torch_ops

@@ -52,16 +52,20 @@ Tensor grad_of(const AccumulateGrad& leaf) {
 
 }  // namespace
 
-Accumulation parse_accumulation(const char* op, const std::string& accumulate, bool has_main_grad) {
-  const std::string prefix = "main_grad+";
-  Accumulation out = {.into_grad = accumulate == "grad", .into_main_grad = false, .received = ""};
-  if (accumulate.starts_with(prefix)) out.received = accumulate.substr(prefix.size());
-  out.into_main_grad =
-      accumulate == "main_grad" || out.received == "empty" || out.received == "zeros";
+Accumulation accumulation(const char* op, const std::string& accumulate,
+                          const std::string& received, bool has_main_grad) {
+  const Accumulation out = {.into_grad = accumulate == "grad",
+                            .into_main_grad = accumulate == "main_grad",
+                            .received = received};
   TORCH_CHECK_VALUE(accumulate.empty() || out.is_on(), op,
-                    ": expected accumulate as '', 'grad', 'main_grad', 'main_grad+empty' or "
-                    "'main_grad+zeros', got '",
+                    ": expected accumulate as '', 'grad' or 'main_grad', got '",
                     printable(accumulate), "'");
+  TORCH_CHECK_VALUE(received.empty() || received == "empty" || received == "zeros", op,
+                    ": expected received as '', 'empty' or 'zeros', got '", printable(received),
+                    "'");
+  TORCH_CHECK_VALUE(received.empty() || out.into_main_grad, op,
+                    ": expected received beside accumulate='main_grad', got '", received,
+                    "' under '", accumulate, "'");
   TORCH_CHECK_VALUE(out.into_main_grad == has_main_grad, op, ": expected ",
                     has_main_grad ? "no main_grad" : "main_grad", " under accumulate='", accumulate,
                     "', got ", has_main_grad ? "one" : "none");

@@ -4,10 +4,9 @@
 //     ""             nowhere: autograd receives the gradient in the weight's dtype
 //     "grad"         to .grad of a leaf without hooks, where autograd would add the gradient and
 //                    .grad is fp32 already; else autograd receives the gradient, in fp32
-//     "main_grad"    to the op's main_grad; autograd receives none
-//     "main_grad+empty", "main_grad+zeros"
-//                    the same, and autograd receives uninitialized memory, or zeros, for
-//                    frameworks whose hooks run only when the weight gets a gradient
+//     "main_grad"    to the op's main_grad; autograd receives what `received` says: "" nothing,
+//                    "empty" uninitialized memory, "zeros" zeros, for frameworks whose hooks run
+//                    only when the weight gets a gradient
 //
 // Nothing is added under torch.autograd.grad. If its caller requests the weight's gradient,
 // autograd receives that gradient.
@@ -22,7 +21,7 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
-// `accumulate`, parsed.
+// `accumulate` and `received`, checked.
 struct Accumulation {
   bool into_grad = false;
   bool into_main_grad = false;
@@ -31,8 +30,10 @@ struct Accumulation {
   bool is_on() const { return into_grad || into_main_grad; }
 };
 
-// Raises ValueError for another text, and for a main_grad that the text does not ask for or lacks.
-Accumulation parse_accumulation(const char* op, const std::string& accumulate, bool has_main_grad);
+// Raises ValueError for other texts, for `received` without main_grad, and for a main_grad that
+// `accumulate` does not ask for or lacks.
+Accumulation accumulation(const char* op, const std::string& accumulate,
+                          const std::string& received, bool has_main_grad);
 
 // Raises ValueError for a main_grad that is not fp32 of the weight's shape and device, or that
 // autograd tracks.

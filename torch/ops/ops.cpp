@@ -116,15 +116,16 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::optional<Tensor>& amax_history, std::int64_t stream,
               const std::optional<at::TensorList>& x_operands,
               const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
-              const std::optional<Tensor>& main_grad, const std::string& accumulate) {
-  using Signature =
-      Tensor(const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::string&,
-             const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t,
-             const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
-             const std::string&, const std::optional<Tensor>&, const std::string&);
+              const std::optional<Tensor>& main_grad, const std::string& accumulate,
+              const std::string& received) {
+  using Signature = Tensor(
+      const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::string&,
+      const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t,
+      const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
+      const std::string&, const std::optional<Tensor>&, const std::string&, const std::string&);
   static const auto op = find<Signature>("minifloat::linear");
   return op.call(x, weight, bias, recipe, rng, amax_history, stream, x_operands, weight_operands,
-                 recompute, main_grad, accumulate);
+                 recompute, main_grad, accumulate, received);
 }
 
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
@@ -149,15 +150,17 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
                          const std::optional<Tensor>& row_ids, std::int64_t first_expert,
                          const std::optional<Tensor>& amax_history, const std::string& tail,
                          std::int64_t stream, const std::optional<at::TensorList>& a_operands,
-                         const std::optional<at::TensorList>& weight_operands) {
-  using Signature = Tensor(
-      const Tensor&, const Tensor&, const Tensor&, const std::string&, at::ScalarType,
-      const std::optional<Tensor>&, const std::optional<Tensor>&, const std::optional<Tensor>&,
-      std::int64_t, const std::optional<Tensor>&, const std::string&, std::int64_t,
-      const std::optional<at::TensorList>&, const std::optional<at::TensorList>&);
+                         const std::optional<at::TensorList>& weight_operands,
+                         const std::string& recompute) {
+  using Signature =
+      Tensor(const Tensor&, const Tensor&, const Tensor&, const std::string&, at::ScalarType,
+             const std::optional<Tensor>&, const std::optional<Tensor>&,
+             const std::optional<Tensor>&, std::int64_t, const std::optional<Tensor>&,
+             const std::string&, std::int64_t, const std::optional<at::TensorList>&,
+             const std::optional<at::TensorList>&, const std::string&);
   static const auto op = find<Signature>("minifloat::scaled_grouped_mm");
   return op.call(a, b, offs, recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history,
-                 tail, stream, a_operands, weight_operands);
+                 tail, stream, a_operands, weight_operands, recompute);
 }
 
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
@@ -179,16 +182,18 @@ Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optiona
            const std::optional<at::IntArrayRef>& streams,
            const std::optional<at::TensorList>& x_operands,
            const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
-           const std::optional<at::TensorList>& main_grads, const std::string& accumulate) {
+           const std::optional<at::TensorList>& main_grads, const std::string& accumulate,
+           const std::string& received) {
   using Signature =
       Tensor(const Tensor&, at::TensorList, const c10::List<std::optional<Tensor>>&,
              const std::string&, const std::string&, const std::optional<at::TensorList>&,
              const std::optional<at::TensorList>&, const std::optional<at::IntArrayRef>&,
              const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
-             const std::string&, const std::optional<at::TensorList>&, const std::string&);
+             const std::string&, const std::optional<at::TensorList>&, const std::string&,
+             const std::string&);
   static const auto op = find<Signature>("minifloat::mlp");
   return op.call(x, weights, biases, recipe, activation, rng, amax_history, streams, x_operands,
-                 weight_operands, recompute, main_grads, accumulate);
+                 weight_operands, recompute, main_grads, accumulate, received);
 }
 
 }  // namespace minifloat::torch_ops

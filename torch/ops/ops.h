@@ -87,7 +87,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
               const std::optional<at::TensorList>& weight_operands = std::nullopt,
               const std::string& recompute = "",
               const std::optional<Tensor>& main_grad = std::nullopt,
-              const std::string& accumulate = "");
+              const std::string& accumulate = "", const std::string& received = "");
 std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
                                    const std::string& of, bool rowwise, bool columnwise,
                                    const std::optional<Tensor>& amax_history,
@@ -102,7 +102,8 @@ Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
                          const std::optional<Tensor>& amax_history, const std::string& tail,
                          std::int64_t stream = 0,
                          const std::optional<at::TensorList>& a_operands = std::nullopt,
-                         const std::optional<at::TensorList>& weight_operands = std::nullopt);
+                         const std::optional<at::TensorList>& weight_operands = std::nullopt,
+                         const std::string& recompute = "");
 std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
                                  const c10::List<std::optional<Tensor>>& biases,
                                  const std::string& recipe,
@@ -115,6 +116,7 @@ Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optiona
            const std::optional<at::IntArrayRef>& streams,
            const std::optional<at::TensorList>& x_operands,
            const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
-           const std::optional<at::TensorList>& main_grads, const std::string& accumulate);
+           const std::optional<at::TensorList>& main_grads, const std::string& accumulate,
+           const std::string& received);
 
 }  // namespace minifloat::torch_ops

@@ -121,9 +121,10 @@ TORCH_LIBRARY(minifloat, m) {
 
   // Layers. layer_operands: the operands of x ("x") or of a weight ("w") as `linear` quantizes it,
   // for later calls of `linear`. recompute: "weight" where backward quantizes the weight again
-  // instead of saving its codes. accumulate: where backward adds the weight's gradient, as
-  // layers/weight_sums.h describes. linear_sharded: `linear` on one rank of `group`, whose ranks
-  // shard the weight along weight_dim and x along token_dim; see layers/sharding.h.
+  // instead of saving its codes. accumulate, received: where backward adds the weight's gradient,
+  // and what autograd receives, as layers/weight_sums.h describes. linear_sharded: `linear` on one
+  // rank of `group`, whose ranks shard the weight along weight_dim and x along token_dim; see
+  // layers/sharding.h.
   torch_ops::register_gathered_input();
   m.def(
       "layer_operands(Tensor x, str recipe, str of, *, bool rowwise=True, bool columnwise=True, "
@@ -135,7 +136,8 @@ TORCH_LIBRARY(minifloat, m) {
       "int ranks, int weight_dim, int? token_dim=None, Tensor? rng=None, "
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
       "Tensor[]? weight_operands=None, "
-      "__torch__.torch.classes.minifloat.GatheredInput? gathered=None) -> Tensor",
+      "__torch__.torch.classes.minifloat.GatheredInput? gathered=None, str recompute=\"\") -> "
+      "Tensor",
       tags);
   m.def("token_unit(str recipe) -> int");
   m.def("shard_multiple(str spec, bool columnwise, int dim) -> int");
@@ -144,7 +146,7 @@ TORCH_LIBRARY(minifloat, m) {
       "linear(Tensor x, Tensor weight, Tensor? bias, str recipe, *, Tensor? rng=None, "
       "Tensor(a!)? amax_history=None, int stream=0, Tensor[]? x_operands=None, "
       "Tensor[]? weight_operands=None, str recompute=\"\", Tensor(b!)? main_grad=None, "
-      "str accumulate=\"\") -> Tensor",
+      "str accumulate=\"\", str received=\"\") -> Tensor",
       tags);
   // An MLP of 2 weights (up, down) or 3 (gate, up, down) under one recipe: activation "silu",
   // "gelu" or "gelu_tanh". x is quantized once, with the random stream and the history of the first
@@ -154,7 +156,7 @@ TORCH_LIBRARY(minifloat, m) {
       "mlp(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, str activation, *, "
       "Tensor[]? rng=None, Tensor(a!)[]? amax_history=None, int[]? streams=None, "
       "Tensor[]? x_operands=None, Tensor[]? weight_operands=None, str recompute=\"\", "
-      "Tensor(b!)[]? main_grads=None, str accumulate=\"\") -> Tensor",
+      "Tensor(b!)[]? main_grads=None, str accumulate=\"\", str received=\"\") -> Tensor",
       tags);
   m.def(
       "linear_group(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, *, "
@@ -162,12 +164,13 @@ TORCH_LIBRARY(minifloat, m) {
       tags);
 
   // Products of experts: rows of A (M, K), in groups that end at offs, times B (E, K, N). tail:
-  // "zero" or "undefined", the rows of the results past the last end.
+  // "zero" or "undefined", the rows of the results past the last end. recompute: "weight" where
+  // backward quantizes B again.
   m.def(
       "scaled_grouped_mm(Tensor A, Tensor B, Tensor offs, str recipe, *, "
       "ScalarType out_dtype=bfloat16, Tensor? bias=None, Tensor? rng=None, Tensor? row_ids=None, "
       "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0, "
-      "Tensor[]? a_operands=None, Tensor[]? weight_operands=None) -> Tensor",
+      "Tensor[]? a_operands=None, Tensor[]? weight_operands=None, str recompute=\"\") -> Tensor",
       tags);
   // The gradients of A, B and bias that are needed, from A and B instead of saved operands.
   // grad_rows_from: the row of grad of each row of y, int32 (M), where no spec of grad is bf16.

@@ -150,7 +150,6 @@ def cached_operands(
             call.recipe.text,
             columnwise,
             conditions,
-            call.history,
             product.is_in_step(),
             partial(call.cast_weight, three_dims(local).to(x.dtype)),
             is_shown,

@@ -11,6 +11,7 @@ A converted module is an instance of its former class, with the same parameters,
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 from typing import Any, ClassVar
 
 import torch
@@ -89,7 +90,16 @@ def multiply(owner: Any, product: GroupedProduct, a: Tensor, b: Tensor, offs: Te
             elif parameter is not None and is_same(parameter, b):
                 weight, is_row_major = parameter, True
     call = product.prepare(weight, a, is_row_major)
+    if call.recompute and not torch.compiler.is_compiling() and not is_of(owner, b):
+        call = replace(call, recompute="")  # a copy to be quantized again has more bytes than codes
     return call.multiply(a, b, offs.to(torch.int32))
+
+
+def is_of(owner: Any, b: Tensor) -> bool:
+    """Tells whether `b` is memory of one of the module's parameters, and no copy."""
+    parameters = [p for p in owner._parameters.values() if p is not None]
+    memory = {getattr(p, "_local_tensor", p).untyped_storage()._cdata for p in parameters}
+    return b.untyped_storage()._cdata in memory
 
 
 def is_same(parameter: Tensor, view: Tensor) -> bool:

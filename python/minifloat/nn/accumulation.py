@@ -9,7 +9,7 @@ torch/layers/weight_sums.h describes both; docs/accumulation.md says which one t
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,8 +23,21 @@ def require_accumulate(accumulate: str | None) -> None:
         raise ValueError(f"accumulate: expected one of {PLACES}, got {accumulate!r}")
 
 
-def weight_sums(layer: Any, weight: Tensor) -> tuple[Tensor | None, str]:
-    """Returns the arguments main_grad and accumulate of the op `linear` for this forward.
+class Sums(NamedTuple):
+    """The arguments of the op `linear` that say where a weight's gradient is added.
+
+    main_grad: (N, K), float32, or None.
+    accumulate: "", "grad" or "main_grad".
+    received: what autograd receives instead of an added gradient: "" nothing, "empty" or "zeros".
+    """
+
+    main_grad: Tensor | None = None
+    accumulate: str = ""
+    received: str = ""
+
+
+def weight_sums(layer: Any, weight: Tensor) -> Sums:
+    """Returns where this forward's gradient of the weight is added.
 
     Sets weight.grad_added_to_main_grad to True where the weight has it, except in compiled code.
 
@@ -32,14 +45,11 @@ def weight_sums(layer: Any, weight: Tensor) -> tuple[Tensor | None, str]:
         layer: mf.Linear, with `accumulate`.
         weight: (N, K), its parameter.
 
-    Returns:
-        main_grad, (N, K), float32, or None, and the text of `accumulate`.
-
     Raises:
         ValueError: the weight is a DTensor, has no main_grad, or has a .grad that is not float32.
     """
     if not torch.is_grad_enabled() or not weight.requires_grad:
-        return None, ""
+        return Sums()
     if hasattr(weight, "device_mesh"):
         raise ValueError(
             f"accumulate={layer.accumulate!r}: expected a weight that tensor parallelism has not "
@@ -47,7 +57,7 @@ def weight_sums(layer: Any, weight: Tensor) -> tuple[Tensor | None, str]:
         )
     if layer.accumulate == GRAD:
         require_float32_grad(layer, weight)
-        return None, GRAD
+        return Sums(None, GRAD)
     main_grad = getattr(weight, "main_grad", None)
     if main_grad is None:
         raise ValueError(
@@ -55,13 +65,13 @@ def weight_sums(layer: Any, weight: Tensor) -> tuple[Tensor | None, str]:
             f"float32 {tuple(weight.shape)} on {weight.device}, got none"
         )
     if not hasattr(weight, "grad_added_to_main_grad"):
-        return main_grad, MAIN_GRAD
+        return Sums(main_grad, MAIN_GRAD)
     # Megatron's hooks wait for a gradient, and add it to main_grad where this attribute is False.
     if torch.compiler.is_compiling():
-        return main_grad, "main_grad+zeros"
+        return Sums(main_grad, MAIN_GRAD, "zeros")
     weight.grad_added_to_main_grad = True
     is_read = getattr(weight, "zero_out_wgrad", False)
-    return main_grad, "main_grad+zeros" if is_read else "main_grad+empty"
+    return Sums(main_grad, MAIN_GRAD, "zeros" if is_read else "empty")
 
 
 def require_float32_grad(layer: Any, weight: Tensor) -> None:

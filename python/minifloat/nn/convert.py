@@ -115,8 +115,8 @@ def quantize_(
         margin: of delayed scaling, in powers of two by which scales are enlarged.
         fuse: whether norms whose result only converted layers read are fused with the casts of
             those layers, and feed-forwards are one op (docs/producers.md).
-        memory: of linear layers, what backward computes again instead of saving: "speed", nothing,
-            or "weights", the codes of weights (docs/producers.md gives the price).
+        memory: what backward computes again instead of saving: "speed", nothing, or "weights", the
+            codes of weights (docs/producers.md gives the price).
         accumulate: of linear layers, where backward adds a weight's gradient in float32, within the
             product where the GPU's kernel can: "main_grad", the attribute main_grad of the weight,
             which the caller allocates, zeroes and reads; "grad", .grad, which is float32. None:
@@ -178,7 +178,7 @@ def quantize_(
                 make_primary(module, layer_recipe, keep_high_precision_init)
         for choice in mixtures.chosen:
             undo.callback(revert_experts, choice.module, dict(choice.module._parameters))
-            layers += expert_hooks().convert(
+            products = expert_hooks().convert(
                 choice,
                 join(parents, choice.fqn),
                 mixture_plans[choice.fqn][0],
@@ -186,6 +186,9 @@ def quantize_(
                 keep_high_precision_init=keep_high_precision_init,
                 **history,
             )
+            for product in products:
+                product.recompute = RECOMPUTE[memory]
+            layers += products
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))

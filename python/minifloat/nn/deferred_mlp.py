@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..spec import Spec
-from .accumulation import weight_sums
+from .accumulation import MAIN_GRAD, weight_sums
 from .deferred import VALUE_DTYPES, Deferred, DeferredNorm, request_of, source_of, version_of
 from .operand_conditions import reads_codes
 from .other_hooks import has_other_hooks
@@ -232,7 +232,7 @@ class DeferredHidden(DeferredActivation):
         product = self.product
         product.require_unchanged()
         layers = product.mlp.layers
-        main_grads, accumulate = sums_of(layers)
+        main_grads, accumulate, received = sums_of(layers)
         states = [layer.op_state() for layer in layers]
         rng, histories, streams = ([s[i] for s in states] for i in range(3))
         x, x_operands = self._input(states)
@@ -257,6 +257,7 @@ class DeferredHidden(DeferredActivation):
             recompute=product.mlp.down.recompute,
             main_grads=main_grads,
             accumulate=accumulate,
+            received=received,
         )
 
     def _input(self, states: list[Any]) -> tuple[Tensor, list[Tensor] | None]:
@@ -282,13 +283,16 @@ def mlp(*args: Any, **kwargs: Any) -> Tensor:
     return ops.mlp(*args, **kwargs)
 
 
-def sums_of(layers: tuple[Any, ...]) -> tuple[list[Tensor] | None, str]:
-    """Returns main_grads and accumulate of the layers, as the op takes them."""
+def sums_of(layers: tuple[Any, ...]) -> tuple[list[Tensor] | None, str, str]:
+    """Returns main_grads, accumulate and received of the layers, as the op takes them."""
     if not layers[0].accumulate:
-        return None, ""
-    main_grads, texts = zip(*(weight_sums(layer, layer.weight) for layer in layers))
-    accumulate = texts[0] if len(set(texts)) == 1 else "main_grad+zeros"
-    return None if main_grads[0] is None else list(main_grads), accumulate
+        return None, "", ""
+    sums = [weight_sums(layer, layer.weight) for layer in layers]
+    accumulate, received = sums[0].accumulate, sums[0].received
+    if any((s.accumulate, s.received) != (accumulate, received) for s in sums):
+        accumulate, received = MAIN_GRAD, "zeros"
+    main_grads: Any = [s.main_grad for s in sums]
+    return None if main_grads[0] is None else main_grads, accumulate, received
 
 
 def cached_codes(

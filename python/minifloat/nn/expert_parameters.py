@@ -80,7 +80,7 @@ def matrix_of(weight: Tensor, is_row_major: bool = False) -> Tensor:
     if isinstance(weight, QuantizedTensor):
         b = TransposeOfCodes.apply(weight)
         return b.mT if is_row_major else b
-    return weight if is_row_major else weight.transpose(-2, -1)
+    return weight if is_row_major else weight.permute(0, 2, 1)
 
 
 def local_of(weight: Tensor) -> Tensor:

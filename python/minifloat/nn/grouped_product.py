@@ -35,6 +35,7 @@ class ProductCall:
         history: float32 (6, E, 1 + length); None: nothing is delayed.
         operands: of the weight, as the op layer_operands returns them; None: cast by the product.
         first_expert: the number of the first matrix among all ranks' experts.
+        recompute: "weight" where backward of `multiply` quantizes B again; "": it saves codes.
     """
 
     recipe: str = "bf16"
@@ -43,6 +44,7 @@ class ProductCall:
     history: Tensor | None = None
     operands: list[Tensor] | None = None
     first_expert: int = 0
+    recompute: str = ""
 
     def multiply(
         self,
@@ -70,6 +72,7 @@ class ProductCall:
             row_ids=row_ids_M,
             tail=tail,
             a_operands=a_operands,
+            recompute=self.recompute,
             **self._options(),
         )
 
@@ -198,7 +201,7 @@ class GroupedProduct(RecipeState):
         """
         if needs_columnwise is None:
             needs_columnwise = x.requires_grad
-        text, history = self.recipe.text, self.step_history()
+        text, history, again = self.recipe.text, self.step_history(), self.recompute
         local: Tensor = getattr(weight, "_local_tensor", weight)
         if torch.compiler.is_compiling():
             rng = None
@@ -207,15 +210,15 @@ class GroupedProduct(RecipeState):
             if isinstance(local, QuantizedTensor):
                 w = local.mT if is_row_major else local
                 operands = ops.layer_operands.default(w, text, "w", amax_history=history)
-                return ProductCall(text, rng, 0, history, operands, self.first_expert)
-            return ProductCall(text, rng, history=history, first_expert=self.first_expert)
+                return ProductCall(text, rng, 0, history, operands, self.first_expert, again)
+            return ProductCall(text, rng, 0, history, None, self.first_expert, again)
         rng = self.draw_rng(x.device)
         if isinstance(local, QuantizedTensor):
             columnwise = torch.is_grad_enabled() and needs_columnwise
             operands = self._codes_of(local, columnwise, is_row_major)
         else:
             operands = self._cached(weight, x, history, is_row_major, needs_columnwise)
-        return ProductCall(text, rng, self.stream_id, history, operands, self.first_expert)
+        return ProductCall(text, rng, self.stream_id, history, operands, self.first_expert, again)
 
     def _codes_of(
         self, weight: QuantizedTensor, columnwise: bool, is_row_major: bool
@@ -250,7 +253,13 @@ class GroupedProduct(RecipeState):
         cast = partial(ops.layer_operands.default, w, text, "w", amax_history=history)
         columnwise = torch.is_grad_enabled() and needs_columnwise
         return cache.operands(
-            weight, text, columnwise, conditions_of(x), history, self.is_in_step(), cast
+            weight,
+            text,
+            columnwise,
+            conditions_of(x),
+            self.is_in_step(),
+            cast,
+            saves_weight=bool(self.recompute),
         )
 
     def train(self, mode: bool = True) -> GroupedProduct:
@@ -284,7 +293,8 @@ class GroupedProduct(RecipeState):
 
     def extra_repr(self) -> str:
         gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
-        return f"recipe={self.recipe.text!r}{gather}"
+        memory = "" if not self.recompute else f", recompute={self.recompute!r}"
+        return f"recipe={self.recipe.text!r}{memory}{gather}"
 
 
 def product_of(module: nn.Module, name: str) -> GroupedProduct | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -12,7 +13,7 @@ from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor, codes_of
-from .accumulation import weight_sums
+from .accumulation import Sums, weight_sums
 from .deferred import Deferred, request_of, source_of
 from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import disable_fast_path, enable_fast_path
@@ -116,7 +117,7 @@ class Linear(RecipeState, nn.Linear):
     def multiply(self, input: Tensor | Deferred) -> Tensor:
         """Returns x · Wᵀ and the bias. The input of a feed-forward's layer may be deferred."""
         weight, is_compiling = self.weight, torch.compiler.is_compiling()
-        main_grad, accumulate = weight_sums(self, weight) if self.accumulate else (None, "")
+        sums = weight_sums(self, weight) if self.accumulate else Sums()
         source = None
         if isinstance(input, Deferred):
             source = source_of(self, input)
@@ -151,8 +152,7 @@ class Linear(RecipeState, nn.Linear):
             x_operands=x_operands,
             weight_operands=w_operands,
             recompute=self.recompute,
-            main_grad=main_grad,
-            accumulate=accumulate,
+            **sums._asdict(),
         )
 
     def op_state(self) -> tuple[Tensor | None, Tensor | None, int]:
@@ -184,9 +184,15 @@ class Linear(RecipeState, nn.Linear):
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
         if self.weight_codes is None or is_cast:
             return None
-        conditions = conditions_of(x)
+        text = self.recipe.text
         return self.weight_codes.operands(
-            weight, self.recipe.text, columnwise, conditions, amax_history, self.is_in_step()
+            weight,
+            text,
+            columnwise,
+            conditions_of(x),
+            self.is_in_step(),
+            partial(ops.layer_operands.default, weight, text, "w", amax_history=amax_history),
+            saves_weight=bool(self.recompute),
         )
 
     def train(self, mode: bool = True) -> Linear:

@@ -38,7 +38,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -175,6 +174,7 @@ class WeightCodes:
         self.gradient: tuple[int, int] | None = None  # gradient_of the weight at its last use
         self.is_reused = False  # whether the weight was read twice in the state of `last`
         self.cached: CachedCodes | None = None
+        self.form: tuple[Any, bool] | None = None  # a state of the weight, and whether it has codes
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A copied layer has no cached codes. A copied StorageWeakRef would be released twice.
@@ -200,21 +200,49 @@ class WeightCodes:
         recipe: str,
         columnwise: bool,
         conditions: Conditions,
-        amax_history: Tensor | None,
         is_in_step: bool,
-        cast: Cast | None = None,
+        cast: Cast,
         conditions_suffice: bool = False,
+        saves_weight: bool = False,
     ) -> list[Tensor] | None:
         """Returns a weight's operands, cached or cast now; None: the layer is to quantize it.
+
+        Args: those of `_operands`. saves_weight: whether the layer saves a weight without codes. A
+        checkpointed forward must save the same again, so all forwards with one state of the weight
+        have codes, or none has.
+        """
+        codes = self._operands(
+            weight, recipe, columnwise, conditions, is_in_step, cast, conditions_suffice
+        )
+        if not saves_weight or not columnwise or weight.is_inference():
+            return codes
+        key = (id(weight), version_of(weight), STEPS.taken, recipe)
+        if self.form is None or self.form[0] != key:
+            self.form = (key, codes is not None)
+        if not self.form[1]:
+            self.cached = None
+            return None
+        return cast(rowwise=True, columnwise=True) if codes is None else codes
+
+    def _operands(
+        self,
+        weight: Tensor,
+        recipe: str,
+        columnwise: bool,
+        conditions: Conditions,
+        is_in_step: bool,
+        cast: Cast,
+        conditions_suffice: bool,
+    ) -> list[Tensor] | None:
+        """Returns a weight's operands, cached or cast now; None: nothing shows a second use.
 
         Args:
             weight: (N, K), float32 or bfloat16.
             recipe: its text.
             columnwise: whether the reader needs Wᵀ too.
             conditions: those of conditions_of, and more that the caller adds.
-            amax_history: of the layer, for delayed scaling.
             is_in_step: whether the forward is part of a training step.
-            cast: makes the tensors of either direction; None: those of the op `linear`.
+            cast: makes the tensors of either direction.
             conditions_suffice: whether equal `conditions` show that the codes are current.
         """
         if is_capturing(conditions):
@@ -240,10 +268,6 @@ class WeightCodes:
             self.last, self.is_reused, self.cached = last, False, None
             if not was_reused:
                 return None
-        if cast is None:
-            cast = partial(
-                ops.layer_operands.default, weight, recipe, "w", amax_history=amax_history
-            )
         if cached is not None and not cached.is_of(weight, key):
             cached = None
         if cached is None:

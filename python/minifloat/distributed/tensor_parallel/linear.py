@@ -41,6 +41,7 @@ class Reuse(NamedTuple):
     shared_input: SharedInput | None = None
     weight_codes: WeightCodes | None = None
     is_in_step: bool = False
+    saves_weight: bool = False
 
 
 def linear(
@@ -53,6 +54,7 @@ def linear(
     amax_history: Tensor | None = None,
     stream: int = 0,
     reuse: Reuse | None = None,
+    recompute: str = "",
 ) -> Tensor:
     """Computes mf.linear with a DTensor weight.
 
@@ -65,6 +67,7 @@ def linear(
         amax_history: float32 (6, 1 + length), under delayed scaling; written in place.
         stream: the module's stream of random bits, XORed with the one in rng.
         reuse: cached operands; None: nothing is reused.
+        recompute: "weight" where backward quantizes the weight again; "": it saves codes.
 
     Returns:
         DTensor (…, N): cut along N where the weight is, Partial() where it is cut along K.
@@ -75,7 +78,7 @@ def linear(
     mesh, dim = weight.device_mesh, cut_of(weight)
     x = require_inputs(x, weight, recipe, rng, amax_history)
     if dim is None:
-        return whole_linear(x, weight, bias, recipe, rng, amax_history, stream)
+        return whole_linear(x, weight, bias, recipe, rng, amax_history, stream, recompute)
     require_even(weight, dim)
     shards = Shards(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), dim)
     placed_x, token_dim = placed(x, recipe, dim)
@@ -86,6 +89,7 @@ def linear(
         x_operands, gathered = shared_operands(
             reuse.shared_input, x, values, weight, recipe, shards, token_dim
         )
+    operands = shard_operands(reuse, weight, shard, x, recipe, amax_history, shards)
     y = ops.linear_sharded.default(
         values,
         shard,
@@ -97,9 +101,12 @@ def linear(
         amax_history=amax_history,
         stream=stream,
         x_operands=x_operands,
-        weight_operands=shard_operands(reuse, weight, shard, x, recipe, amax_history, shards),
+        weight_operands=operands,
         gathered=gathered,
+        recompute=recompute,
     )
+    if recompute and operands is None:
+        require_unchanged(y, weight)
     placement = Shard(y.dim() - 1) if dim == 0 else Partial()
     return DTensor.from_local(y, mesh, [placement], run_check=False)
 
@@ -192,9 +199,11 @@ def whole_linear(
     rng: Tensor | None,
     amax_history: Tensor | None,
     stream: int,
+    recompute: str,
 ) -> Tensor:
     """Computes mf.linear with a replicated weight: every rank multiplies all tokens."""
     values, whole = local(x.redistribute(placements=[Replicate()])), local(weight)
+    operands = weight_operands(whole, recipe, values, amax_history)
     y = ops.linear.default(
         values,
         whole,
@@ -203,9 +212,32 @@ def whole_linear(
         rng=rng,
         amax_history=amax_history,
         stream=stream,
-        weight_operands=weight_operands(whole, recipe, values, amax_history),
+        weight_operands=operands,
+        recompute=recompute,
     )
+    if recompute and operands is None:
+        require_unchanged(y, weight)
     return DTensor.from_local(y, x.device_mesh, [Replicate()], run_check=False)
+
+
+def require_unchanged(y: Tensor, weight: DTensor) -> None:
+    """Makes backward of y raise an error where the weight is modified in place before.
+
+    torch does not count a write to a DTensor as one to its local tensor, which the op saves.
+    """
+    if torch.compiler.is_compiling() or not y.requires_grad:
+        return
+    version = weight._version
+
+    def check(gradient: Tensor) -> None:
+        if weight._version != version:
+            raise RuntimeError(
+                "linear: expected the weight as forward read it, got one that was modified by an "
+                f"inplace operation since: version {weight._version}, expected {version}; backward "
+                "quantizes it again"
+            )
+
+    y.register_hook(check)
 
 
 # ---- operands that are quantized before the call -------------------------------------------------
@@ -277,10 +309,10 @@ def shard_operands(
             recipe.text,
             needs_dx,
             conditions,
-            amax_history,
             reuse.is_in_step,
             quantize,
             is_shown,
+            reuse.saves_weight,
         )
 
 
@@ -304,7 +336,10 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         rng=rng,
         amax_history=layer.step_history(),
         stream=layer.stream_id,
-        reuse=Reuse(layer.shared_input, layer.weight_codes, layer.is_in_step()),
+        reuse=Reuse(
+            layer.shared_input, layer.weight_codes, layer.is_in_step(), bool(layer.recompute)
+        ),
+        recompute=layer.recompute,
     )
 
 
@@ -322,4 +357,5 @@ def traced_linear(layer: Linear, x: Tensor, weight: DTensor) -> Tensor:
         layer.recipe,
         rng=rng,
         amax_history=None if history is None else local(history),
+        recompute=layer.recompute,
     )
