@@ -121,6 +121,33 @@ def test_layers_add_alike(device, recipe):
 
 
 @pytest.mark.parametrize("how", ["main_grad", "grad"])
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "fp8_delayed", "nvfp4"])
+def test_reduce_overhead_adds_as_compiled_code_does(device, recipe, how):
+    """Three steps of three micro-batches: warm-up, capture and replays."""
+    dtype = torch.bfloat16 if how == "main_grad" else torch.float32  # compiled code rounds a .grad
+    found = []
+    for mode in ("default", "reduce-overhead"):
+        torch.compiler.reset()
+        linear = layer(recipe, how, device).to(dtype)
+        linear.weight.main_grad = torch.zeros(128, 256, device=device)
+        call, sums = torch.compile(linear, mode=mode, fullgraph=True), []
+        for i in range(9):
+            gen = torch.Generator().manual_seed(i)
+            x = torch.randn(64, 256, generator=gen).to(device, dtype)
+            call(x).float().square().mean().backward()
+            if i % 3 == 2:
+                total = linear.weight.main_grad if how == "main_grad" else linear.weight.grad
+                sums.append(total.clone())
+                linear.weight.main_grad.zero_()
+                linear.zero_grad()
+                mf.step(linear)
+        assert linear.weight.grad is None
+        found.append(sums)
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+    assert all(bool(total.any()) for total in found[0])
+
+
+@pytest.mark.parametrize("how", ["main_grad", "grad"])
 def test_captured_micro_batches_replay(cuda, how):
     """A graph adds at each replay."""
     eager, captured = layer("fp8_rowwise", how, cuda), layer("fp8_rowwise", how, cuda)
