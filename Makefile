@@ -82,9 +82,12 @@ train: libraries
 print-cpu:
 	@$(PYTHON) tools/print_cpu.py
 
+# pytest's processes. One alone leaves cores idle while tests start processes and read files.
+TEST_PROCESSES ?= 2
+
 test: print-cpu build  # its name first: matrix libraries choose the order of sums by it
 	$(VENV)/bin/ctest --preset default -j $(JOBS)
-	$(PY) -m pytest $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
 
 # torchtitan 0.3 needs torch 2.12 or later, against which the library is built anew, for the CPU.
 TITAN3 := build/torchtitan-0.3

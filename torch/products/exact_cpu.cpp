@@ -12,15 +12,15 @@ namespace {
 // bf16 product takes 5 to 50 times as long as its fp32 product.
 bool multiplies_bf16() {
   static const bool answer = [] {
-    const auto asked = c10::Dispatcher::singleton().findSchema(
-        {"mkldnn::_is_mkldnn_bf16_supported", ""});
+    const auto asked =
+        c10::Dispatcher::singleton().findSchema({"mkldnn::_is_mkldnn_bf16_supported", ""});
     return asked && asked->typed<bool()>().call();
   }();
   return answer;
 }
 
-// Returns (m, k) · (n, k)ᵀ, times alpha, plus bias, rounded once to dtype. The product is in fp32 if
-// an operand is, or if this CPU is slow in bf16.
+// Returns (m, k) · (n, k)ᵀ, times alpha, plus bias, rounded once to dtype. The product is in fp32
+// if an operand is, or if this CPU is slow in bf16.
 Tensor matrix_product(const Tensor& a, const Tensor& b, float alpha,
                       const std::optional<Tensor>& bias, at::ScalarType dtype) {
   const at::ScalarType compute = are_narrow(a, b) && multiplies_bf16() ? dtype : at::kFloat;
