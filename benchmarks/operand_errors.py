@@ -1,0 +1,113 @@
+"""Which operand of a recipe brings the error: one changed at a time, in a layer's three products.
+
+    python benchmarks/operand_errors.py [--base nvfp4] [--flag +pow2] [--also mxfp4,…] [--size 1024]
+
+error = |result - reference| / |reference|, Frobenius norms, of y, dx and dW; the reference is the
+product of the same bf16 x, W and g in float64. A row "W of fprop, dgrad" has the base recipe's
+operands but for that one, which has the flag. W of fprop and dgrad are changed together: a 2D block
+has the same codes in both. Means over draws of data and of random bits.
+
+data     normal   x, W and g are normal
+         heavy    x, W and g have Student's t distribution with 5 degrees of freedom
+         rows     normal, each row times exp(1.5 z), z normal: tokens of very different sizes
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
+
+import minifloat as mf
+import torch
+from torch import Tensor
+
+DRAWS = 4
+HEAVY = 5.0  # degrees of freedom
+SPREAD = 1.5  # of the logarithms of rows' sizes
+# Operands that change together, as (product, side): their names.
+CHANGED = {
+    (("fprop", "a"),): "x of fprop",
+    (("fprop", "b"), ("dgrad", "b")): "W of fprop, dgrad",
+    (("dgrad", "a"),): "g of dgrad",
+    (("wgrad", "a"),): "g of wgrad",
+    (("wgrad", "b"),): "x of wgrad",
+}
+
+
+def normal(size: int) -> Tensor:
+    return torch.randn(size, size)
+
+
+def heavy(size: int) -> Tensor:
+    return torch.distributions.StudentT(HEAVY).sample((size, size))
+
+
+def rows(size: int) -> Tensor:
+    return torch.randn(size, size) * torch.exp(SPREAD * torch.randn(size, 1))
+
+
+DATA: dict[str, Callable[[int], Tensor]] = {"normal": normal, "heavy": heavy, "rows": rows}
+
+
+def written_out(operands: dict[tuple[str, str], str]) -> str:
+    """Returns the text of a recipe with these operands, by (product, side)."""
+    products = ("fprop", "dgrad", "wgrad")
+    return " ".join(f"{p}={operands[p, 'a']}*{operands[p, 'b']}" for p in products)
+
+
+def recipes_of(base: str, flag: str) -> dict[str, str]:
+    """Returns the base recipe, and it with the flag on one operand at a time and on all."""
+    recipe = mf.Recipe(base)
+    products = {"fprop": recipe.fprop, "dgrad": recipe.dgrad, "wgrad": recipe.wgrad}
+    operands = {(p, side): getattr(products[p], side) for p in products for side in "ab"}
+    out = {base: base}
+    for places, name in CHANGED.items():
+        changed = {place: operands[place] + flag for place in places}
+        out[f"{name}: {flag}"] = written_out(operands | changed)
+    out[f"all: {flag}"] = written_out({place: text + flag for place, text in operands.items()})
+    return out
+
+
+def relative_error(result: Tensor, reference: Tensor) -> float:
+    return float((result.detach().double() - reference).norm() / reference.norm())
+
+
+def layer_errors(recipe: str, data: Callable[[int], Tensor], size: int) -> list[float]:
+    """Returns the mean errors of y, dx and dW in percent."""
+    totals = torch.zeros(3, dtype=torch.float64)
+    for draw in range(DRAWS):
+        torch.manual_seed(draw)
+        x, w, g = (data(size).bfloat16() for _ in range(3))
+        leaf_x, leaf_w = x.clone().requires_grad_(), w.clone().requires_grad_()
+        y = mf.linear(leaf_x, leaf_w, recipe=recipe, rng=torch.tensor([draw, 0, 1]))
+        results = (y, *torch.autograd.grad(y, (leaf_x, leaf_w), g))
+        x, w, g = x.double(), w.double(), g.double()
+        references = (x @ w.t(), g @ w, g.t() @ x)
+        totals += torch.tensor([relative_error(*pair) for pair in zip(results, references)])
+    return (100 * totals / DRAWS).tolist()
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--base", default="nvfp4", help="a preset (%(default)s)")
+    parser.add_argument("--flag", default="+pow2", help="added to an operand (%(default)s)")
+    parser.add_argument("--also", default="mxfp4", help="presets to compare (%(default)s)")
+    parser.add_argument("--size", type=int, default=1024, help="of x, W and g (%(default)s)")
+    arguments = parser.parse_args()
+    recipes = recipes_of(arguments.base, arguments.flag)
+    recipes |= {name: name for name in arguments.also.split(",") if name}
+    print(f"| recipe | {' | '.join(f'{kind}: y, dx, dW' for kind in DATA)} |")
+    print(f"|---|{'---|' * len(DATA)}")
+    for name, recipe in recipes.items():
+        errors = [layer_errors(recipe, data, arguments.size) for data in DATA.values()]
+        cells = [", ".join(f"{error:.1f}" for error in each) for each in errors]
+        print(f"| {name} | {' | '.join(cells)} |", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
