@@ -7,7 +7,8 @@ Values are small integers times a power of two with the amax 21 = 2688 / 128. 26
 largest E2M1 value times the largest E4M3 value, so every scale by a tensor's, a row's or a block's
 amax is exact: 2688 / 448 = 6, 2688 / 57344 = 3 / 64, and NVFP4's tensor scale is 1. Each sum of a
 product has one term that is not zero, or the 16 or 32 of one transformed block, which fp32 adds
-exactly. So no order of sums changes a bit.
+exactly. So no order of sums changes a bit. Under +pow2 the tensor scale is 1536 / 2688: the
+products of nvfp4_pow2 differ in last bits, by where a matrix library applies that factor.
 """
 
 from collections import OrderedDict

@@ -25,20 +25,36 @@ pytestmark = [
 ]
 
 
+PRODUCTS = (".y", ".dx", ".dw")  # of the one more step
+
+
 @pytest.fixture(scope="module")
 def expected():
     """Reads {folder: {name: bytes in hexadecimal digits}}, the values of the writer's code."""
     return {path: json.loads(lzma.open(path / "expected.json.xz").read()) for path in FOLDERS}
 
 
+def assert_near(got, there, name):
+    """Compares float32 values, from their bytes. A step of E2M1 is 1/12 of the largest value."""
+    got, there = (torch.frombuffer(bytearray(b), dtype=torch.float32) for b in (got, there))
+    assert (got - there).abs().max() <= 2**-20 * there.abs().max(), name
+
+
 def assert_same(model, expected, prefix):
-    """Compares a model's tensors, then those after one more training step, byte by byte."""
+    """Compares a model's tensors, then those after one more training step, byte by byte.
+
+    The products of nvfp4_pow2 have a factor that is no power of two, 1536 / 2688 and the like.
+    Matrix libraries apply it before a sum or after it, so these values are compared instead.
+    """
     found = exact.contents(model) | {f"probe.{k}": t for k, t in exact.probe(model).items()}
     want = {k.removeprefix(prefix): v for k, v in expected.items() if k.startswith(prefix)}
     assert found.keys() == want.keys()
     for name, tensor in found.items():
         got, there = bytes.fromhex(exact.hex_of(tensor)), bytes.fromhex(want[name])
         assert len(got) == len(there), name
+        if "nvfp4_pow2" in prefix and name.endswith(PRODUCTS):
+            assert_near(got, there, name)
+            continue
         differ = [i for i, (a, b) in enumerate(zip(got, there)) if a != b]
         assert not differ, (
             f"{prefix}{name}: {len(differ)} of {len(got)} bytes differ, the first at {differ[0]}: "
@@ -96,8 +112,9 @@ def test_a_distributed_checkpoint_loads(folder, expected, name, recipe, primary)
 def test_a_job_goes_on(folder, tmp_path):
     """Resumes a job: optimizer, histories and random counter equal the saved ones, bit by bit.
 
-    The losses are the writer's within 1%: another machine adds in another order. The saved model's
-    loss is 3.5 and falls to 3.26, a fresh model's is 5.6.
+    The losses are the writer's within 2%: another machine adds in another order, or multiplies in
+    fp32 where the writer's did in bf16. The saved model's loss is 3.5 and falls to 3.26, a fresh
+    model's is 5.6.
     """
     shutil.copytree(folder / "train", tmp_path / "train")
     there = json.loads((folder / "train" / "expected.json").read_text())
@@ -108,7 +125,7 @@ def test_a_job_goes_on(folder, tmp_path):
     after = train_job.checkpoint_at(tmp_path / "train", train_job.STEPS)
     state = train_job.read_checkpoint(after, tmp_path)
     losses = train_job.losses_after_the_stop(tmp_path / "train")
-    assert losses == pytest.approx(there["losses"], rel=0.01)
+    assert losses == pytest.approx(there["losses"], rel=0.02)
     assert state["minifloat"]["rng"].tolist() == there["rng"]
     steps = train_job.STEPS - train_job.STOPPED
     histories = [name for name in saved["minifloat"] if name.endswith("amax_history")]
