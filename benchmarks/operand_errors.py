@@ -1,11 +1,11 @@
 """Which operand of a recipe brings the error: one changed at a time, in a layer's three products.
 
-    python benchmarks/operand_errors.py [--base nvfp4] [--flag +pow2] [--also mxfp4,…] [--size 1024]
+    python benchmarks/operand_errors.py [--base nvfp4] [--flag +pow2] [--also [NAME=]TEXT …]
 
 error = |result - reference| / |reference|, Frobenius norms, of y, dx and dW; the reference is the
-product of the same bf16 x, W and g in float64. A row "W of fprop, dgrad" has the base recipe's
-operands but for that one, which has the flag. W of fprop and dgrad are changed together: a 2D block
-has the same codes in both. Means over draws of data and of random bits.
+product of the same bf16 x, W and g in float64. A row such as "g of dgrad" adds the flag to that
+operand and leaves the others as in the base recipe. "W of fprop, dgrad" adds it to both: a 2D block
+has the same codes in both. Errors are means over draws of data and of random bits.
 
 data     normal   x, W and g are normal
          heavy    x, W and g have Student's t distribution with 5 degrees of freedom
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
@@ -53,22 +54,20 @@ def rows(size: int) -> Tensor:
 DATA: dict[str, Callable[[int], Tensor]] = {"normal": normal, "heavy": heavy, "rows": rows}
 
 
-def written_out(operands: dict[tuple[str, str], str]) -> str:
-    """Returns the text of a recipe with these operands, by (product, side)."""
-    products = ("fprop", "dgrad", "wgrad")
-    return " ".join(f"{p}={operands[p, 'a']}*{operands[p, 'b']}" for p in products)
-
-
 def recipes_of(base: str, flag: str) -> dict[str, str]:
     """Returns the base recipe, and it with the flag on one operand at a time and on all."""
     recipe = mf.Recipe(base)
-    products = {"fprop": recipe.fprop, "dgrad": recipe.dgrad, "wgrad": recipe.wgrad}
-    operands = {(p, side): getattr(products[p], side) for p in products for side in "ab"}
+
+    def with_flag(places: tuple[tuple[str, str], ...]) -> str:
+        products = {name: getattr(recipe, name) for name in ("fprop", "dgrad", "wgrad")}
+        for name, side in places:
+            changed = getattr(products[name], side) + flag
+            products[name] = replace(products[name], **{side: changed})
+        return " ".join(f"{name}={product}" for name, product in products.items())
+
     out = {base: base}
-    for places, name in CHANGED.items():
-        changed = {place: operands[place] + flag for place in places}
-        out[f"{name}: {flag}"] = written_out(operands | changed)
-    out[f"all: {flag}"] = written_out({place: text + flag for place, text in operands.items()})
+    out |= {f"{name}: {flag}": with_flag(places) for places, name in CHANGED.items()}
+    out[f"all: {flag}"] = with_flag(tuple(place for places in CHANGED for place in places))
     return out
 
 
@@ -95,11 +94,15 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--base", default="nvfp4", help="a preset (%(default)s)")
     parser.add_argument("--flag", default="+pow2", help="added to an operand (%(default)s)")
-    parser.add_argument("--also", default="mxfp4", help="presets to compare (%(default)s)")
+    parser.add_argument("--also", action="append", default=[], metavar="[NAME=]TEXT")
     parser.add_argument("--size", type=int, default=1024, help="of x, W and g (%(default)s)")
     arguments = parser.parse_args()
     recipes = recipes_of(arguments.base, arguments.flag)
-    recipes |= {name: name for name in arguments.also.split(",") if name}
+    for entry in arguments.also:
+        entry = " ".join(entry.split())
+        name, equals, text = entry.partition("=")
+        is_named = bool(equals) and name not in ("fprop", "dgrad", "wgrad")
+        recipes[name if is_named else entry] = text if is_named else entry
     print(f"| recipe | {' | '.join(f'{kind}: y, dx, dW' for kind in DATA)} |")
     print(f"|---|{'---|' * len(DATA)}")
     for name, recipe in recipes.items():

@@ -10,7 +10,7 @@ from minifloat.train.experts import active_experts, load_of, read_tokens
 from minifloat.train.fields import TrainError
 from minifloat.train.measure import (
     SpeedOfLight,
-    loss_under_autocast,
+    loss_in_product_dtype,
     product_dtype,
     saved_bytes_per_token,
 )
@@ -102,7 +102,7 @@ def test_saved_bytes_of_experts_that_no_recipe_converts():
 
 
 def loss_of(model):
-    return loss_under_autocast(model, "cpu")
+    return loss_in_product_dtype(model, "cpu")
 
 
 # ---- The job -------------------------------------------------------------------------------------

@@ -274,7 +274,7 @@ def test_two_jobs_in_one_folder_are_refused(tiny, tmp_path, capsys):
 
 
 def test_a_run_that_diverges_says_so_and_the_next_goes_on(tiny, tmp_path, monkeypatch):
-    loss = job.loss_under_autocast
+    loss = job.loss_in_product_dtype
     runs = []
 
     def loss_of_first_run_breaks(model, device):
@@ -282,7 +282,7 @@ def test_a_run_that_diverges_says_so_and_the_next_goes_on(tiny, tmp_path, monkey
         forward = loss(model, device)
         return (lambda x, y: forward(x, y) * float("nan")) if len(runs) == 1 else forward
 
-    monkeypatch.setattr("minifloat.train.loop.loss_under_autocast", loss_of_first_run_breaks)
+    monkeypatch.setattr("minifloat.train.loop.loss_in_product_dtype", loss_of_first_run_breaks)
     assert run(tiny, tmp_path / "out", "--recipes", "bf16,bf16@2") == 0
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["diverged at step 1", "finished"]

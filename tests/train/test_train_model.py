@@ -8,7 +8,7 @@ from minifloat.train.config import ModelConfig, TrainConfig
 from minifloat.train.loop import learning_rate
 from minifloat.train.measure import (
     PeakMemory,
-    loss_under_autocast,
+    loss_in_product_dtype,
     measure_speed_of_light,
     product_dtype,
     saved_bytes_per_token,
@@ -75,7 +75,7 @@ def test_autocast_rounds_the_norms_output_once(model):
 def test_saved_bytes_of_the_linears_that_no_recipe_converts(model):
     """Counts the inputs of linears, in the products' dtype; wq, wk, wv share one, w1, w3 too."""
     config = TrainConfig(model=SIZES, seq=16, batch=2)
-    saved = saved_bytes_per_token(model, config, loss_under_autocast(model, "cpu"))
+    saved = saved_bytes_per_token(model, config, loss_in_product_dtype(model, "cpu"))
     block = 32 + 32 + 32 + 64  # the inputs of wq wk wv; wo; w1 w3; w2
     assert saved.linears == product_dtype("cpu").itemsize * (2 * block + 32)
     assert saved.total > saved.linears

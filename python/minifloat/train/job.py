@@ -33,9 +33,9 @@ from .fields import TrainError
 from .files import lock, write_json, write_text
 from .loop import Job, identity_of, prepare_model, train_run
 from .measure import (
-    loss_under_autocast,
+    describe_product_dtype,
+    loss_in_product_dtype,
     measure_speed_of_light,
-    product_name,
     saved_bytes_per_token,
 )
 from .metrics import Metrics, read_records
@@ -118,7 +118,7 @@ def train(
         light = measure_speed_of_light(config)
         say(
             f"products of one step alone: {1e3 * light.seconds:.0f} ms, "
-            f"{light.gflops_per_s:.0f} GFLOP/s in {product_name(config.device)}"
+            f"{light.gflops_per_s:.0f} GFLOP/s in {describe_product_dtype(config.device)}"
         )
         stop = partial(agreed, flag, world)
         metrics = Metrics(out)
@@ -199,7 +199,7 @@ def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
     """Describes a run before its start, which finds a recipe that does not fit the model."""
     try:
         model, converted, skipped = prepare_model(run, config)
-        saved = saved_bytes_per_token(model, config, loss_under_autocast(model, config.device))
+        saved = saved_bytes_per_token(model, config, loss_in_product_dtype(model, config.device))
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
@@ -293,8 +293,8 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
             f"{len(tokens.train)} training tokens, split {corpus.split}",
             f"schedule: {config.steps} steps of {config.batch} x {config.seq} tokens, AdamW, "
             f"learning rate {config.lr:g}, {config.warmup} steps of warmup, cosine to a tenth",
-            f"precision: fp32 parameters and optimizer, products in {product_name(config.device)}, "
-            f"recipes in {layers}",
+            "precision: fp32 parameters and optimizer, compute in "
+            f"{describe_product_dtype(config.device)}, recipes in {layers}",
             f"device: {where}, torch {torch.__version__}",
         ],
         "steps": config.steps,

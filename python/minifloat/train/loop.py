@@ -37,7 +37,7 @@ from .batches import Batches
 from .config import TrainConfig, TrainError
 from .experts import LAST, Tokens, dropped_rows, forget_dropped, ignored_drops, load_of, read_tokens
 from .gradients import average_gradients, clip_gradients
-from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_under_autocast
+from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_in_product_dtype
 from .metrics import Metrics
 from .model import build_model
 from .recipes import RunSpec
@@ -135,7 +135,7 @@ class Run:
         if self.config.compile:
             compile_layers(self.model)
         self.optimizer = make_optimizer(self.model, self.config)
-        self.loss = loss_under_autocast(self.model, self.config.device)
+        self.loss = loss_in_product_dtype(self.model, self.config.device)
         self.options = StateDictOptions(full_state_dict=self.world.size > 1)
         self.validation = job.batches.validation_set(self.config.eval_batches)
 

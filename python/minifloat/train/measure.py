@@ -40,15 +40,17 @@ def product_dtype(device: str) -> torch.dtype:
 
     There torch's bf16 product takes 5 to 50 times as long as its fp32 product.
     """
-    is_fast = device != "cpu" or torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    is_fast = device != "cpu" or (
+        torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    )
     return torch.bfloat16 if is_fast else torch.float32
 
 
-def product_name(device: str) -> str:
-    """Returns the dtype of products that no recipe quantizes, as reports print it."""
+def describe_product_dtype(device: str) -> str:
+    """Returns the dtype that `product_dtype` chose, as reports print it."""
     if product_dtype(device) == torch.bfloat16:
         return "bf16"
-    return "fp32, because this CPU has no fast bf16 product"
+    return "fp32 (this CPU has no fast bf16 product)"
 
 
 def best_seconds(work: Callable[[], object], device: str, repeats: int = 3) -> float:
@@ -204,7 +206,7 @@ def saved_bytes(
     return sum(saved.values()), sum(in_linear.values())
 
 
-def loss_under_autocast(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor]:
+def loss_in_product_dtype(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor]:
     """Returns (inputs, targets) -> loss, with products in `product_dtype` and the loss in fp32."""
     is_narrow = product_dtype(device) == torch.bfloat16
 
