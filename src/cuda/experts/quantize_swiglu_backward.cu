@@ -9,7 +9,7 @@
 #include "cuda/experts/gradient_tile.cuh"
 #include "cuda/experts/quantize_swiglu.h"
 #include "cuda/quantize/general.cuh"
-#include "cuda/quantize/rows_as_fp8.cuh"
+#include "cuda/quantize/plan_as_fp8.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -31,7 +31,7 @@ class Planner {
     while (i < 3 && !to_.row[i] && !to_.col[i]) ++i;
     if (i == 3) return launch(execution);
     matrix_ = i;
-    const AsFp4 row(to_.row[i]), col(to_.col[i]);
+    const OperandInFp4 row(to_.row[i]), col(to_.col[i]);
     return quantize_by(x_, row.get(), col.get(), take, this, execution);
   }
   static bool take(const QuantizeArgs& args, bool rowwise, bool columnwise, const void* context,

@@ -10,7 +10,7 @@
 #include "cuda/backend.h"
 #include "cuda/common/source.h"
 #include "cuda/quantize/general.cuh"
-#include "cuda/quantize/rows_as_fp8.cuh"
+#include "cuda/quantize/plan_as_fp8.cuh"
 #include "fp4_cast.h"
 
 namespace minifloat::cuda {
@@ -109,7 +109,7 @@ bool launch(const QuantizeArgs& of_fp4, bool rowwise, bool columnwise, const voi
 
 // Casts by the amaxes of the tensor, which the operands have, and of rows.
 void cast_by_amaxes(const TensorRef& x, const Fp8Rows& to, const Execution& execution) {
-  const AsFp4 row(to.rowwise), col(to.columnwise);
+  const OperandInFp4 row(to.rowwise), col(to.columnwise);
   if (!quantize_by(x, row.get(), col.get(), launch, &to, execution))
     cast_in_two_steps(x, to.rowwise, to.columnwise, execution);
 }
