@@ -230,21 +230,8 @@ def test_a_copy_of_the_parameter_is_not_saved(is_cast):
         experts = model["experts"]
         found.append(saved_bytes(lambda e=experts: e(x), [x, *model.parameters()]))
     weights = sum(w.numel() for w in (experts.inputs, experts.outputs))
-    # `outputs` is (E, D, H), which reads h: `inputs` alone is cast in bf16.
+    # With x in bf16 `inputs` alone is rounded, and its codes saved: `outputs` multiplies h in fp32.
     if is_cast:
         assert found[0] - weights <= found[1] <= found[0]
     else:
         assert found[1] <= found[0] - weights
-
-
-def test_eager_autocast_saves_codes_and_no_rounded_copies():
-    found = []
-    for memory in ("speed", "weights"):
-        torch.manual_seed(0)
-        model = nn.Sequential(nn.Linear(64, 64, bias=False))
-        mf.quantize_(model, "fp8_rowwise", memory=memory, verbose=False)
-        x = torch.randn(8, 64)
-        x.requires_grad_()
-        with torch.autocast("cpu", torch.bfloat16):
-            found.append(saved_bytes(lambda m=model, x=x: m(x), [x, *model.parameters()]))
-    assert found[1] <= found[0]

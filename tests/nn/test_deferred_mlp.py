@@ -26,6 +26,7 @@ from tests.support.fused_models import (
     results,
     unfused,
 )
+from tests.support.saved_bytes import saved_bytes
 
 READ_AS_VALUES = ("fp8_rowwise_gw_hp",)
 ACTIVATIONS = {
@@ -340,19 +341,21 @@ def test_checkpointed_forwards_save_weights_alike(order):
 def test_saved_bytes_of_a_layer():
     def saved(memory):
         layer, _ = converted(nn.Linear(WIDTH, 4 * WIDTH), "fp8_rowwise", memory=memory)
-        storages = {}
-
-        def pack(t):
-            storages[t.untyped_storage().data_ptr()] = t.untyped_storage().nbytes()
-            return t
-
-        weight = layer[0].weight.untyped_storage().data_ptr()
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-            y = layer(hidden())  # holds what is saved
-        assert y.requires_grad
-        return sum(size for place, size in storages.items() if place != weight)
+        return saved_bytes(lambda: layer(hidden()), layer.parameters())
 
     assert saved("weights") <= saved("speed") - WIDTH * 4 * WIDTH
+
+
+def test_autocast_saves_codes_and_no_rounded_weight():
+    """Under both choices: a rounded copy of the weight would have more bytes than its codes."""
+
+    def saved(memory):
+        linear = nn.Linear(WIDTH, 4 * WIDTH)
+        layer, _ = converted(linear, "fp8_rowwise", torch.float32, memory=memory)
+        with torch.autocast("cpu", torch.bfloat16):
+            return saved_bytes(lambda: layer(hidden(torch.float32)), layer.parameters())
+
+    assert saved("weights") == saved("speed")
 
 
 def test_bad_memory():

@@ -164,7 +164,8 @@ def fuse_norms(model: nn.Module, layers: Container[nn.Module]) -> list[Fusion]:
             rows.append(Fusion(fqn, "each layer that reads it casts it anew", is_fused=False))
             continue
         if any(writes_fp8(layer) for layer in reading):
-            rows.append(Fusion(fqn, "a cast of its values writes FP8 at once", is_fused=False))
+            reason = "on Hopper a cast of its values writes FP8 at once"
+            rows.append(Fusion(fqn, reason, is_fused=False))
             continue
         names = [finder.names[layer] for layer in reading]
         adopt_norm(norm, readers.modules, readers.layers)

@@ -6,7 +6,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat.distributed.tensor_parallel.linear import linear
-from minifloat.nn import recipe_state
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
@@ -222,8 +221,7 @@ def test_cached_codes_are_read():
 
 def check_with_fsdp(rank):
     """FSDP2 frees the shards that a forward has saved, and gathers them again before backward."""
-    recipe_state.RECOMPUTE["speed"] = "weight"  # of the models that check_models builds
-    check_models(rank, ["fp8_rowwise", "mxfp8_2d"], 2)
+    check_models(rank, ["fp8_rowwise", "mxfp8_2d"], 2, memory="weights")
 
 
 def test_shards_that_fsdp_gathers():
