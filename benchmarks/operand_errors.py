@@ -5,7 +5,7 @@
 error = |result - reference| / |reference|, Frobenius norms, of y, dx and dW; the reference is the
 product of the same bf16 x, W and g in float64. A row such as "g of dgrad" adds the flag to that
 operand and leaves the others as in the base recipe. "W of fprop, dgrad" adds it to both: a 2D block
-has the same codes in both. Errors are means over draws of data and of random bits.
+has the same codes in both. Errors are means over draws of data.
 
 data     normal   x, W and g are normal
          heavy    x, W and g have Student's t distribution with 5 degrees of freedom
@@ -18,12 +18,11 @@ import argparse
 import sys
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
-
+import _gpu_timing  # noqa: F401  first: it makes minifloat importable
 import minifloat as mf
 import torch
+from gpu_accuracy import layer_errors, references_of
 from torch import Tensor
 
 DRAWS = 4
@@ -71,22 +70,13 @@ def recipes_of(base: str, flag: str) -> dict[str, str]:
     return out
 
 
-def relative_error(result: Tensor, reference: Tensor) -> float:
-    return float((result.detach().double() - reference).norm() / reference.norm())
-
-
-def layer_errors(recipe: str, data: Callable[[int], Tensor], size: int) -> list[float]:
+def mean_errors(recipe: str, data: Callable[[int], Tensor], size: int) -> list[float]:
     """Returns the mean errors of y, dx and dW in percent."""
     totals = torch.zeros(3, dtype=torch.float64)
     for draw in range(DRAWS):
         torch.manual_seed(draw)
         x, w, g = (data(size).bfloat16() for _ in range(3))
-        leaf_x, leaf_w = x.clone().requires_grad_(), w.clone().requires_grad_()
-        y = mf.linear(leaf_x, leaf_w, recipe=recipe, rng=torch.tensor([draw, 0, 1]))
-        results = (y, *torch.autograd.grad(y, (leaf_x, leaf_w), g))
-        x, w, g = x.double(), w.double(), g.double()
-        references = (x @ w.t(), g @ w, g.t() @ x)
-        totals += torch.tensor([relative_error(*pair) for pair in zip(results, references)])
+        totals += torch.tensor(layer_errors(recipe, x, w, g, references_of(x, w, g)))
     return (100 * totals / DRAWS).tolist()
 
 
@@ -106,7 +96,7 @@ def main() -> int:
     print(f"| recipe | {' | '.join(f'{kind}: y, dx, dW' for kind in DATA)} |")
     print(f"|---|{'---|' * len(DATA)}")
     for name, recipe in recipes.items():
-        errors = [layer_errors(recipe, data, arguments.size) for data in DATA.values()]
+        errors = [mean_errors(recipe, data, arguments.size) for data in DATA.values()]
         cells = [", ".join(f"{error:.1f}" for error in each) for each in errors]
         print(f"| {name} | {' | '.join(cells)} |", flush=True)
     return 0
