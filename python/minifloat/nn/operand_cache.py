@@ -207,35 +207,6 @@ class WeightCodes:
     ) -> list[Tensor] | None:
         """Returns a weight's operands, cached or cast now; None: the layer is to quantize it.
 
-        Args: those of `_operands`. saves_weight: whether the layer saves a weight without codes. A
-        checkpointed forward must save the same again, so all forwards with one state of the weight
-        have codes, or none has.
-        """
-        codes = self._operands(
-            weight, recipe, columnwise, conditions, is_in_step, cast, conditions_suffice
-        )
-        if not saves_weight or not columnwise or weight.is_inference():
-            return codes
-        key = (id(weight), version_of(weight), STEPS.taken, recipe)
-        if self.form is None or self.form[0] != key:
-            self.form = (key, codes is not None)
-        if not self.form[1]:
-            self.cached = None
-            return None
-        return cast(rowwise=True, columnwise=True) if codes is None else codes
-
-    def _operands(
-        self,
-        weight: Tensor,
-        recipe: str,
-        columnwise: bool,
-        conditions: Conditions,
-        is_in_step: bool,
-        cast: Cast,
-        conditions_suffice: bool,
-    ) -> list[Tensor] | None:
-        """Returns a weight's operands, cached or cast now; None: nothing shows a second use.
-
         Args:
             weight: (N, K), float32 or bfloat16.
             recipe: its text.
@@ -244,30 +215,30 @@ class WeightCodes:
             is_in_step: whether the forward is part of a training step.
             cast: makes the tensors of either direction.
             conditions_suffice: whether equal `conditions` show that the codes are current.
+            saves_weight: whether the layer saves a weight without codes. A checkpointed forward
+                must save the same again, so all forwards with one state of the weight have codes,
+                or none has.
         """
         if is_capturing(conditions):
             self.is_captured, self.cached = True, None
-        if self.is_captured or weight.is_inference():
+        if weight.is_inference():
             return None
         is_hashed = not conditions_suffice and has_fingerprint(weight)
-        if not (is_in_step or conditions_suffice or is_hashed):
-            self.start_over()
-            return None
+        is_shown = conditions_suffice or is_hashed
         key = (id(weight), version_of(weight), STEPS.taken, recipe, conditions)
-        last, cached = self.last, self.cached
-        is_same_use = last is not None and key == last.key
-        if not (conditions_suffice or is_hashed):
-            gradient = gradient_of(weight)
-            is_same_use = is_same_use and is_next_micro_batch(self.gradient, gradient)
-            self.gradient = gradient
-        if last is not None and is_same_use:
-            self.is_reused = True
-        else:
-            was_reused, cached = self.is_reused, None
-            last = LastUse(key, weak_storage(weight))
-            self.last, self.is_reused, self.cached = last, False, None
-            if not was_reused:
+        last = self._second_use(weight, key, is_in_step, is_shown)
+        if saves_weight and columnwise:
+            state = key[:-1]
+            if self.form is None or self.form[0] != state:
+                self.form = (state, last is not None)
+            if not self.form[1]:
+                self.cached = None
                 return None
+            if last is None:
+                return cast(rowwise=True, columnwise=True)
+        if last is None:
+            return None
+        cached = self.cached
         if cached is not None and not cached.is_of(weight, key):
             cached = None
         if cached is None:
@@ -278,6 +249,33 @@ class WeightCodes:
             cached = cached.with_columnwise(cast)
         self.cached = cached
         return cached.codes
+
+    def _second_use(
+        self, weight: Tensor, key: Any, is_in_step: bool, is_shown: bool
+    ) -> LastUse | None:
+        """Records a use; returns it where the codes will be read again, else None.
+
+        Args:
+            key: of the weight's state, the recipe and the conditions.
+            is_shown: whether the key or a fingerprint shows that codes are current.
+        """
+        if self.is_captured:
+            return None
+        if not (is_in_step or is_shown):
+            self.start_over()
+            return None
+        last = self.last
+        is_same_use = last is not None and key == last.key
+        if not is_shown:
+            gradient = gradient_of(weight)
+            is_same_use = is_same_use and is_next_micro_batch(self.gradient, gradient)
+            self.gradient = gradient
+        if last is not None and is_same_use:
+            self.is_reused = True
+            return last
+        was_reused = self.is_reused
+        self.last, self.is_reused, self.cached = LastUse(key, weak_storage(weight)), False, None
+        return self.last if was_reused else None
 
 
 class CachedInput(NamedTuple):
