@@ -35,7 +35,7 @@ TEST(Recipe, PresetsAreTheTable) {
            Row{"mxfp8_2d", "mxfp8*mxfp8/32x32", "mxfp8*mxfp8/32x32", "mxfp8*mxfp8"},
            Row{"mxfp4", "mxfp4*mxfp4", "mxfp4+sr+rht*mxfp4+rht", "mxfp4+sr+rht*mxfp4+rht"},
            Row{"nvfp4", "nvfp4*nvfp4/16x16", "nvfp4+sr*nvfp4/16x16", "nvfp4+sr+rht*nvfp4+rht"},
-           Row{"nvfp4_pow2", "nvfp4+pow2*nvfp4/16x16+pow2", "nvfp4+pow2+sr*nvfp4/16x16+pow2",
+           Row{"nvfp4_pow2", "nvfp4+pow2*nvfp4+pow2", "nvfp4+pow2+sr*nvfp4+pow2",
                "nvfp4+pow2+sr+rht*nvfp4+pow2+rht"},
            Row{"mxfp8_nvfp4", "mxfp8*mxfp8", "nvfp4+sr*nvfp4/16x16", "nvfp4+sr+rht*nvfp4+rht"},
            Row{"nvfp4_mxfp8", "nvfp4*nvfp4/16x16", "mxfp8*mxfp8", "mxfp8*mxfp8"},
