@@ -228,10 +228,10 @@ class WeightCodes:
         key = (id(weight), version_of(weight), STEPS.taken, recipe, conditions)
         last = self._second_use(weight, key, is_in_step, is_shown)
         if saves_weight and columnwise:
-            state = key[:-1]
-            if self.form is None or self.form[0] != state:
-                self.form = (state, last is not None)
-            if not self.form[1]:
+            state, form = key[:-1], self.form
+            if form is None or form[0] != state:
+                self.form = form = (state, last is not None)
+            if not form[1]:
                 self.cached = None
                 return None
             if last is None:
@@ -273,9 +273,9 @@ class WeightCodes:
         if last is not None and is_same_use:
             self.is_reused = True
             return last
-        was_reused = self.is_reused
-        self.last, self.is_reused, self.cached = LastUse(key, weak_storage(weight)), False, None
-        return self.last if was_reused else None
+        was_reused, use = self.is_reused, LastUse(key, weak_storage(weight))
+        self.last, self.is_reused, self.cached = use, False, None
+        return use if was_reused else None  # self.last may be another thread's by now
 
 
 class CachedInput(NamedTuple):
