@@ -1,8 +1,11 @@
 """Recipe lists of `minifloat train`: how a command line becomes runs, and the policy."""
 
+from dataclasses import asdict
+
 import pytest
-from minifloat.train.config import ModelConfig, TrainError, differences
+from minifloat.train.config import ModelConfig, TrainConfig, TrainError, differences
 from minifloat.train.recipes import RunSpec, parse_recipes
+from minifloat.train.saved import SavedJob, require_same_job
 
 FP8 = "fprop=e4m3/tensor*e4m3/tensor,fast dgrad=e5m2/tensor*e4m3/tensor wgrad=bf16*bf16"
 
@@ -82,3 +85,40 @@ def test_differences_name_the_field_and_both_values():
     there = {"model": {"dim": 256, "layers": 4}, "lr": 0.1}
     here = {"model": {"dim": 128, "layers": 4}, "lr": 0.1}
     assert differences(there, here) == ["model.dim: 256 there, 128 asked for"]
+
+
+# ---- Presets that change ---------------------------------------------------------------------
+SQUARE = (
+    "fprop=nvfp4+pow2*nvfp4/16x16+pow2 dgrad=nvfp4+pow2+sr*nvfp4/16x16+pow2 "
+    "wgrad=nvfp4+pow2+sr+rht*nvfp4+pow2+rht"
+)
+
+
+def test_a_run_has_its_formats_written_out():
+    run = RunSpec("a", "*: mxfp8; layers.*.w1: nvfp4; output: bf16", 1)
+    assert run.formats == (
+        "*: fprop=mxfp8*mxfp8 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8; "
+        "layers.*.w1: fprop=nvfp4*nvfp4/16x16 dgrad=nvfp4+sr*nvfp4/16x16 "
+        "wgrad=nvfp4+sr+rht*nvfp4+rht; output: bf16"
+    )
+    assert run.trained_recipe == run.recipe
+    assert RunSpec("bf16", "bf16", 1).formats == "bf16"
+
+
+def test_a_job_without_formats_goes_on_with_the_presets_of_its_time():
+    fields = {"name": "a", "recipe": "*: nvfp4_pow2; output: bf16", "seed": 1}
+    run = RunSpec.from_json("job", fields)
+    assert run.trained_recipe == f"*: {SQUARE}; output: bf16"
+    assert RunSpec("a", fields["recipe"], 1).trained_recipe == fields["recipe"]
+    unchanged = RunSpec.from_json("job", fields | {"recipe": "*: mxfp4"})
+    assert unchanged.trained_recipe == "*: mxfp4"
+
+
+def test_a_resumed_run_keeps_its_formats(tmp_path):
+    asked = RunSpec("a", "*: nvfp4_pow2; output: bf16", 1)
+    before = RunSpec.from_json("job", asdict(asked) | {"formats": f"*: {SQUARE}; output: bf16"})
+    config = TrainConfig()
+    saved = SavedJob(config, (before,), "tokens", {}, {})
+    assert require_same_job(tmp_path, saved, config, [asked]) == (before,)
+    with pytest.raises(TrainError, match=r"a\.seed: 1 there, 2 asked for"):
+        require_same_job(tmp_path, saved, config, [RunSpec("a", asked.recipe, 2)])

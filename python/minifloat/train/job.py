@@ -209,8 +209,8 @@ def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
         ) from error
     if converted:
         say(
-            f"{run.name}: {len(converted)} {converted_layers(config)} under {run.recipe!r}, "
-            f"{len(skipped)} left as they are"
+            f"{run.name}: {len(converted)} {converted_layers(config)} under "
+            f"{run.trained_recipe!r}, {len(skipped)} left as they are"
         )
     return {
         "status": "not started",

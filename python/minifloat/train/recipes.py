@@ -19,10 +19,11 @@ The policy that converts a text to a recipe map:
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..recipe import Recipe, presets
 from .fields import SEED, TEXT, TrainError, require, require_fields, shown
 
 POLICY = (
@@ -35,6 +36,32 @@ SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
 NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 LONGEST_FOLDER = 255  # bytes that file systems take
+# Presets that have changed, as they were when job.json did not have the formats of its runs.
+FORMER_PRESETS = {
+    "nvfp4_pow2": "fprop=nvfp4+pow2*nvfp4/16x16+pow2 dgrad=nvfp4+pow2+sr*nvfp4/16x16+pow2 "
+    "wgrad=nvfp4+pow2+sr+rht*nvfp4+pow2+rht"
+}
+
+
+def present_formats(text: str) -> str:
+    """Returns a preset written out; another text as it is."""
+    if text not in presets() or text == "bf16":
+        return text
+    recipe = Recipe(text)
+    return " ".join(f"{name}={getattr(recipe, name)}" for name in PRODUCTS)
+
+
+def former_formats(text: str) -> str:
+    """Returns what a text of a job.json without formats stands for."""
+    return FORMER_PRESETS.get(text) or present_formats(text)
+
+
+def written_out(recipe_map: str, formats_of: Callable[[str], str] = present_formats) -> str:
+    """Returns a recipe map with formats in the place of presets' names."""
+    entries = (entry.rpartition(":") for entry in recipe_map.split(";"))
+    return "; ".join(
+        f"{glob.strip()}{colon} {formats_of(text.strip())}".strip() for glob, colon, text in entries
+    )
 
 
 @dataclass(frozen=True)
@@ -44,8 +71,11 @@ class RunSpec:
     name: str
     recipe: str  # "bf16", or a map: "*: nvfp4; output: bf16; layers.3.*: bf16"
     seed: int
+    formats: str = ""  # the recipe written out, as it was when the job began; "": as it is now
 
     def __post_init__(self) -> None:
+        if not self.formats:
+            object.__setattr__(self, "formats", written_out(self.recipe))
         require(f"--recipes: the seed of {shown(self.name)}", SEED, self.seed)
         if self.folder in ("", ".", "..") or len(self.folder.encode()) > LONGEST_FOLDER:
             raise TrainError(
@@ -57,14 +87,21 @@ class RunSpec:
     def from_json(cls, where: str, values: Any) -> RunSpec:
         """Returns the run that job.json describes; TrainError starts with `where`."""
         require_fields(where, {"name": TEXT, "recipe": TEXT, "seed": SEED}, values)
+        formats = values.get("formats") or written_out(values["recipe"], former_formats)
+        require(f"{where}: formats", TEXT, formats)
         try:
-            return cls(values["name"], values["recipe"], values["seed"])
+            return cls(values["name"], values["recipe"], values["seed"], formats)
         except TrainError as error:
             raise TrainError(f"{where}: {error}") from error
 
     @property
     def converts(self) -> bool:
         return self.recipe != "bf16"
+
+    @property
+    def trained_recipe(self) -> str:
+        """The recipe map to train under: written out where a preset has changed since."""
+        return self.recipe if self.formats == written_out(self.recipe) else self.formats
 
     @property
     def folder(self) -> str:

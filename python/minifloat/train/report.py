@@ -86,7 +86,7 @@ def table_rows(
         rows.append(
             {
                 "run": run.name,
-                "recipe": run.recipe,
+                "recipe": run.trained_recipe,
                 "seed": run.seed,
                 "status": fact.get("status", "not started"),
                 "step": max(run_curves.train, default=0),

@@ -84,14 +84,16 @@ def read_job(out: Path) -> SavedJob | None:
 def require_same_job(
     out: Path, saved: SavedJob, config: TrainConfig, runs: Sequence[RunSpec]
 ) -> tuple[RunSpec, ...]:
-    """Refuses to resume a job that differs; returns its runs with any new ones after them."""
+    """Refuses to resume a job that differs; returns its runs with any new ones after them.
+
+    A run goes on in the formats with which it began, also where a preset has changed since.
+    """
     found = differences(saved.config.identity(), config.identity())
     there = {run.name: run for run in saved.runs}
     for run in runs:
-        if run != there.get(run.name, run):
-            found += [
-                f"{run.name}.{line}" for line in differences(asdict(there[run.name]), asdict(run))
-            ]
+        before = there.get(run.name, run)
+        asked = asdict(run) | {"formats": before.formats}
+        found += [f"{run.name}.{line}" for line in differences(asdict(before), asked)]
     if found:
         raise TrainError(
             f"{out} holds another job:\n  "
