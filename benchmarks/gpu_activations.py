@@ -13,6 +13,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
@@ -63,39 +64,21 @@ def reads(specs: Sequence[str]) -> int:
     return 2 if any(base in ("nvfp4", "e4m3/row") or "tensor" in base for base in bases) else 1
 
 
-def forward(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    options: dict[str, Any] = {}
+def forward(
+    case: Case, specs: Sequence[str], **forms: bool
+) -> tuple[Callable[[], Any], Callable[[], Any]]:
+    options: dict[str, Any] = dict(forms)
     for side, spec in zip(("row", "col"), specs, strict=True):
         if "+delayed" in spec:
             options[f"amax_{side}"] = torch.tensor(4.0, device=case.gate.device)
-    return forward_of(case, specs, options)
-
-
-def forward_as_fp8(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    return forward_of(case, specs, {"fp8_row": True})
-
-
-def forward_of(
-    case: Case, specs: Sequence[str], options: dict[str, Any]
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
     return (
         lambda: case.forward(*specs, **options),
         lambda: case.forward_composition(*specs, **options),
     )
 
 
-def backward(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    return backward_of(case, specs, {})
-
-
-def backward_as_fp8(
-    case: Case, specs: Sequence[str]
-) -> tuple[Callable[[], Any], Callable[[], Any]]:
-    return backward_of(case, specs, {"fp8_row": True, "fp8_col": True, "fp8_h": True})
-
-
-def backward_of(
-    case: Case, specs: Sequence[str], forms: dict[str, bool]
+def backward(
+    case: Case, specs: Sequence[str], **forms: bool
 ) -> tuple[Callable[[], Any], Callable[[], Any]]:
     options = options_of(*specs, case.gate) | forms
     return (
@@ -116,11 +99,12 @@ def in_place(case: Case, specs: Sequence[str]) -> tuple[Callable[[], Any], Calla
     return call, lambda: case.in_place_composition(*specs, **options)
 
 
+# By the first words of a row's name; "as FP8": the operands that a product reads right afterwards.
 MAKERS = {
     "": forward,
-    "as FP8 ": forward_as_fp8,
+    "as FP8 ": partial(forward, fp8_row=True),
     "backward ": backward,
-    "backward as FP8 ": backward_as_fp8,
+    "backward as FP8 ": partial(backward, fp8_row=True, fp8_col=True, fp8_h=True),
     "in place ": in_place,
 }
 
@@ -141,7 +125,7 @@ def measure(
         make = MAKERS[prefix]
         case = draw(shape, device, activation, is_gated)
         written = make(case, specs)[0]()
-        read = timing.nbytes(inputs(case, make not in (forward, forward_as_fp8)))
+        read = timing.nbytes(inputs(case, prefix.startswith(("backward", "in place"))))
         read *= 1 if make is in_place else reads(specs)
         total = read + timing.nbytes(written.values())
         copies = timing.copies_of(total, device)
