@@ -43,6 +43,14 @@ RUNS = {
         ["moment: OptimState8bit torch.uint8"],
     ),
     "train_pipeline": (TWO, {}, []),
+    "train_zero3": (
+        TWO,
+        {},
+        [
+            "fp8_tensorwise: losses and masters equal FSDP2's: True",
+            "nvfp4_pow2: losses and masters equal FSDP2's: True",
+        ],
+    ),
 }
 
 
