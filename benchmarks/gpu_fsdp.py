@@ -40,11 +40,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 BLOCKS, DIM, HEADS, KV_HEADS, FFN = 8, 4096, 32, 8, 14336
 WIDTH = DIM // HEADS
 IN_BF16 = ["wk", "wv"]
-RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "mxfp8", "nvfp4"]
+RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"]
+RECIPES += ["mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4"]
 TORCHAO = "torchao_tensorwise"  # with its own all-gather in FP8
 BARS = {  # least speed against bf16
-    2048: {"fp8_tensorwise": 1.24, "fp8_delayed": 1.26, "fp8_rowwise": 1.08},
-    8192: {"fp8_tensorwise": 1.38, "fp8_delayed": 1.40, "fp8_rowwise": 1.26},
+    2048: {"fp8_tensorwise": 1.26, "fp8_delayed": 1.26, "fp8_rowwise": 1.20},
+    8192: {"fp8_tensorwise": 1.40, "fp8_delayed": 1.40, "fp8_rowwise": 1.35}
+    | {"fp8_blockwise": 1.27, "mxfp4": 1.30, "nvfp4_pow2": 1.30},
 }
 WARM_STEPS, STEPS = 10, 24
 DELAY_S, DELAYED_STEPS = 0.12, 4
