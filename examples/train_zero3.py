@@ -55,35 +55,27 @@ def rows_of_rank(t, rank, ranks):
     return t.chunk(ranks)[rank]
 
 
-def new_place(weights):
-    """Allocates memory for the whole codes of one block: rowwise, columnwise, as gathered."""
-    place = []
-    for weight in weights:
-        row, col = weight.rowwise, weight.columnwise
-        *_, flat = mf.wires(weight)
-        is_gathered_apart = len(mf.wires(weight)) > 1
-        place.append(
-            (
-                torch.empty_like(row.codes),
-                torch.empty_like(col.codes),
-                torch.empty_like(flat) if is_gathered_apart else None,
-            )
-        )
-    return place
+class Place:
+    """Memory for the whole codes of one block at a time: rowwise, columnwise, and as gathered."""
 
+    def __init__(self, weights):
+        self.block = None  # whose codes are here
+        self.codes = []
+        for weight in weights:
+            flat = mf.wires(weight)[1:]  # columnwise codes that are gathered apart
+            whole = weight.rowwise.codes, weight.columnwise.codes, *flat
+            self.codes.append([torch.empty_like(codes) for codes in whole])
 
-def put_codes(linear, place):
-    """Moves the codes of a layer's weight to a place that blocks take turns in."""
-    row, col, flat = place
-    parts = [
-        mf.Quantized(codes, part.scale.clone(), part.amax.clone(), part.spec, part.shape, is_col)
-        for part, codes, is_col in (
-            (linear.weight.rowwise, row, False),
-            (linear.weight.columnwise, col, True),
-        )
-    ]
-    linear.weight = nn.Parameter(mf.QuantizedTensor(*parts, dtype=linear.weight.dtype))
-    mf.attach_wires(linear.weight, [row] if flat is None else [row, flat])
+    def take(self, linear, codes):
+        """Moves the codes of a layer's weight here."""
+        row, col, *flat = codes
+        old = linear.weight
+        parts = [
+            mf.Quantized(to, part.scale.clone(), part.amax.clone(), part.spec, part.shape, is_col)
+            for part, to, is_col in ((old.rowwise, row, False), (old.columnwise, col, True))
+        ]
+        linear.weight = nn.Parameter(mf.QuantizedTensor(*parts, dtype=old.dtype))
+        mf.attach_wires(linear.weight, [row, *flat])
 
 
 class ShardedBlock:
@@ -92,16 +84,16 @@ class ShardedBlock:
     Args:
         block: the module, whose weights of converted layers are codes.
         masters: float32 shards of all its parameters, in their order.
-        place: of its whole codes; place_held: [the block whose codes are in it].
+        place: of its whole codes, which it shares with other blocks.
     """
 
-    def __init__(self, block, masters, place, place_held):
-        self.block, self.masters, self.held = block, masters, place_held
+    def __init__(self, block, masters, place):
+        self.block, self.masters, self.place = block, masters, place
         self.rank, self.ranks = dist.get_rank(), dist.get_world_size()
         layers = [m for m in block.modules() if isinstance(m, mf.Linear)]
-        for layer, codes in zip(layers, place, strict=True):
-            put_codes(layer, codes)
-        self.memory = [t for codes in place for t in codes if t is not None]
+        for layer, codes in zip(layers, place.codes, strict=True):
+            place.take(layer, codes)
+        self.memory = [t for codes in place.codes for t in codes]
         self.parameters = list(block.parameters())
         self.weights = [layer.weight for layer in layers]
         is_weight = {id(weight) for weight in self.weights}
@@ -115,10 +107,10 @@ class ShardedBlock:
         self.starts = [begin for begin, _ in self.layout.shards(self.rank)]
 
     def gather(self):
-        """Gathers the codes, if no other block has taken their place they are there already."""
-        if self.held[0] is self:
+        """Gathers the codes, unless they are in their place still."""
+        if self.place.block is self:
             return
-        self.held[0] = self
+        self.place.block = self
         # Forward has saved the codes for backward, and they are the same bytes again.
         with torch.autograd._unsafe_preserve_version_counter(tuple(self.memory)):
             self.layout.gather(self.shard_codes, self.weights, dist.group.WORLD)
@@ -160,16 +152,15 @@ class Zero3(nn.Sequential):
         ]
         mf.quantize_(self.bfloat16(), recipe, primary=True, verbose=False, **options)
         weights = [m.weight for m in blocks[0].modules() if isinstance(m, mf.Linear)]
-        places = [(new_place(weights), [None]) for _ in range(PLACES)]
+        self.places = [Place(weights) for _ in range(PLACES)]
         self.sharded = [
-            ShardedBlock(block, shards, *places[i % PLACES])
+            ShardedBlock(block, shards, self.places[i % PLACES])
             for i, (block, shards) in enumerate(zip(self, masters, strict=True))
         ]
         device = weights[0].device
         self.is_cuda = device.type == "cuda"
         self.gathers = torch.cuda.Stream(device) if self.is_cuda else None
         self.reductions = torch.cuda.Stream(device) if self.is_cuda else None
-        self.places = places
         self.cast()
 
     def master_shards(self):
@@ -239,8 +230,8 @@ class Zero3(nn.Sequential):
                     others.append(p)
                     shards.append(master.detach().view(-1))
         mf.quantize_master_weights(weights, masters, starts, dist.group.WORLD, fragments)
-        for _, held in self.places:
-            held[0] = None
+        for place in self.places:
+            place.block = None
         # What stays in bf16 is whole on every rank.
         shard = torch.cat(shards).bfloat16()
         whole = shard.new_empty(dist.get_world_size(), shard.numel())
