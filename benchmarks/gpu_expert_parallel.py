@@ -1,9 +1,12 @@
 """mf.MoE divided over GPUs of one host: time of both passes, and bytes that dispatch sends.
 
 torchrun --nproc-per-node 2 benchmarks/gpu_expert_parallel.py [--recipes …] [--tokens 8192]
+torchrun --nproc-per-node 4 benchmarks/gpu_expert_parallel.py --layers 7168x2048x32x4 --tokens 4096
+    [--shards 2]                        # FSDP2 over 2 ranks, expert parallel over the other 2
 
-layer   D 7168, I 2048, 8 experts, k 2; and D 2048, I 768, 128 experts, k 8; bf16 parameters,
-        w13 fused; each rank has `--tokens` tokens
+layer   D x I x experts x k, by default 7168x2048x8x2 and 2048x768x128x8; bf16 parameters, w13
+        fused; each rank has `--tokens` tokens
+wires   an all-to-all of 64 MiB a rank: GB/s that a GPU receives from the others
 time    median of forward and backward by the host's clock, of the slowest rank
 bytes   of one row at torch's collective, x in forward and g in backward
 ratio   the time of the first recipe, bf16 by default, of the same capacity over the recipe's;
@@ -22,11 +25,12 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-LAYERS = [
-    {"dim": 7168, "hidden": 2048, "experts": 8, "top_k": 2},
-    {"dim": 2048, "hidden": 768, "experts": 128, "top_k": 8},
-]
+LAYERS = "7168x2048x8x2,2048x768x128x8"
+SIZES = "dim", "hidden", "experts", "top_k"
+SENT_MIB = 64  # of each rank, for the ceiling
 RECIPES = "bf16,fp8_rowwise,fp8_tensorwise,fp8_blockwise,mxfp8,mxfp4,nvfp4,nvfp4_pow2"
 TINY = {"dim": 64, "hidden": 64, "experts": 8, "top_k": 2}  # for --device cpu
 
@@ -50,12 +54,26 @@ class RowBytes:
         dist.all_to_all_single = self.real
 
 
-def built(layer: dict[str, int], recipe: str, device: torch.device, **options: Any) -> mf.MoE:
+def built(layer: dict[str, int], recipe: str, mesh: DeviceMesh, **options: Any) -> mf.MoE:
+    """Builds a layer, its experts divided over the mesh's "ep" and sharded over its "shards"."""
     torch.manual_seed(0)
-    moe = mf.MoE(**layer, fused_w13=True, dtype=torch.bfloat16, device=device)
+    moe = mf.MoE(**layer, fused_w13=True, dtype=torch.bfloat16, device=mesh.device_type)
     if recipe != "bf16":
         mf.quantize_(moe, recipe, data_parallel_rank=dist.get_rank(), verbose=False)
-    return mf.expert_parallel(moe, dist.group.WORLD, **options)
+    mf.expert_parallel(moe, mesh["ep"], **options)
+    if mesh["shards"].size() > 1:
+        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+        fully_shard(moe.experts, mesh=mesh["shards"], mp_policy=policy)
+    return moe
+
+
+def all_to_all_gb_s(device: torch.device) -> float:
+    """Measures an all-to-all: GB that a GPU receives from others a second."""
+    ranks, size = dist.get_world_size(), SENT_MIB << 20
+    sent = torch.empty(size, dtype=torch.uint8, device=device)
+    received = torch.empty_like(sent)
+    times = timing.event_ms(lambda: dist.all_to_all_single(received, sent), 12)
+    return size * (ranks - 1) / ranks / statistics.median(times[2:]) / 1e6
 
 
 def measure(moe: mf.MoE, tokens: int, repeats: int) -> dict[str, Any]:
@@ -93,14 +111,22 @@ def main() -> None:
     parser = timing.arguments(__doc__, "gpu_expert_parallel.json")
     parser.add_argument("--recipes", default=RECIPES)
     parser.add_argument("--tokens", type=int, default=8192)
+    parser.add_argument("--layers", default=LAYERS, help="%(default)s")
+    parser.add_argument("--shards", type=int, default=1, help="ranks of FSDP2: %(default)s")
     args = parser.parse_args()
     is_cuda = args.device == "cuda"
     device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if is_cuda else None)
     if is_cuda:
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if is_cuda else "gloo")
+    sizes = args.shards, dist.get_world_size() // args.shards
+    mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("shards", "ep"))
+    wires = all_to_all_gb_s(device) if is_cuda else 0.0
+    if dist.get_rank() == 0:
+        print(f"all-to-all of {SENT_MIB} MiB a rank: {wires:.0f} GB/s a GPU", flush=True)
     records: list[dict[str, Any]] = []
-    layers = LAYERS if is_cuda else [TINY]
+    asked = [map(int, text.split("x")) for text in args.layers.split(",")]
+    layers = [dict(zip(SIZES, of_layer, strict=True)) for of_layer in asked] if is_cuda else [TINY]
     repeats = 5 if args.quick else 20
     for layer in layers[:1] if args.quick else layers:
         for capacity in (None, "all"):
@@ -110,7 +136,7 @@ def main() -> None:
                     if recipe == "bf16" and dispatch == "codes":
                         continue
                     options = {"dispatch": dispatch, "capacity": capacity}
-                    moe = built(layer, recipe, device, **options)
+                    moe = built(layer, recipe, mesh, **options)
                     found = measure(moe, args.tokens, repeats)
                     bf16 = bf16 or found
                     ratios = {
@@ -124,7 +150,7 @@ def main() -> None:
                     if is_cuda:
                         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
-        timing.write_json(args.out, device, layers=records)
+        timing.write_json(args.out, device, all_to_all_gb_s=wires, sizes=sizes, layers=records)
     dist.destroy_process_group()
 
 
