@@ -68,13 +68,15 @@ libraries: $(READY)  # what `import minifloat` needs, without the tests
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --wheel-dir dist .
 
+# Idle threads sleep: spinning gains little alone. Beside another job it costs many times a training
+# step, and two processes of pytest would take each other's cores.
+train test test-torchtitan-0.3: export OMP_WAIT_POLICY ?= passive
+
 # ---- The main job ----------------------------------------------------------------------------
 TRAIN_ARGS = $(if $(RECIPES),--recipes '$(RECIPES)') $(if $(DATA),--data $(DATA)) \
   $(if $(STEPS),--steps $(STEPS)) $(if $(MODEL),--model $(MODEL)) $(if $(OUT),--out $(OUT)) \
   $(if $(RESUME),--resume) $(ARGS)
 
-# Idle threads sleep: spinning gains little alone, and beside another job it costs many times the step.
-train: export OMP_WAIT_POLICY ?= passive
 train: libraries
 	$(VENV)/bin/minifloat train $(TRAIN_ARGS)
 
