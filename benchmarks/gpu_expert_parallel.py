@@ -60,10 +60,11 @@ def built(layer: dict[str, int], recipe: str, mesh: DeviceMesh, **options: Any) 
     moe = mf.MoE(**layer, fused_w13=True, dtype=torch.bfloat16, device=mesh.device_type)
     if recipe != "bf16":
         mf.quantize_(moe, recipe, data_parallel_rank=dist.get_rank(), verbose=False)
+    if mesh["shards"].size() == 1:
+        return mf.expert_parallel(moe, dist.group.WORLD, **options)
     mf.expert_parallel(moe, mesh["ep"], **options)
-    if mesh["shards"].size() > 1:
-        policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
-        fully_shard(moe.experts, mesh=mesh["shards"], mp_policy=policy)
+    policy = MixedPrecisionPolicy(reduce_dtype=torch.float32)
+    fully_shard(moe.experts, mesh=mesh["shards"], mp_policy=policy)
     return moe
 
 
@@ -111,7 +112,7 @@ def main() -> None:
     parser = timing.arguments(__doc__, "gpu_expert_parallel.json")
     parser.add_argument("--recipes", default=RECIPES)
     parser.add_argument("--tokens", type=int, default=8192)
-    parser.add_argument("--layers", default=LAYERS, help="%(default)s")
+    parser.add_argument("--layers", type=timing.shapes, default=LAYERS, help="%(default)s")
     parser.add_argument("--shards", type=int, default=1, help="ranks of FSDP2: %(default)s")
     args = parser.parse_args()
     is_cuda = args.device == "cuda"
@@ -125,8 +126,8 @@ def main() -> None:
     if dist.get_rank() == 0:
         print(f"all-to-all of {SENT_MIB} MiB a rank: {wires:.0f} GB/s a GPU", flush=True)
     records: list[dict[str, Any]] = []
-    asked = [map(int, text.split("x")) for text in args.layers.split(",")]
-    layers = [dict(zip(SIZES, of_layer, strict=True)) for of_layer in asked] if is_cuda else [TINY]
+    asked = [dict(zip(SIZES, layer, strict=True)) for layer in args.layers]
+    layers = asked if is_cuda else [TINY]
     repeats = 5 if args.quick else 20
     for layer in layers[:1] if args.quick else layers:
         for capacity in (None, "all"):

@@ -26,6 +26,7 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch is imported
 
@@ -33,12 +34,14 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
+from train_zero3 import Block
+
 BLOCKS, DIM, HEADS, KV_HEADS, FFN = 8, 4096, 32, 8, 14336
-WIDTH = DIM // HEADS
+SIZES = (DIM, HEADS, KV_HEADS, FFN)
 IN_BF16 = ["wk", "wv"]
 RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"]
 RECIPES += ["mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4"]
@@ -67,47 +70,26 @@ class Row:
     peak_gib: float
 
 
-class Block(nn.Module):
-    """A Llama block: x (1, S, DIM) bf16 -> (1, S, DIM)."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention_norm, self.ffn_norm = nn.RMSNorm(DIM), nn.RMSNorm(DIM)
-        self.wq = nn.Linear(DIM, DIM, bias=False)
-        self.wk = nn.Linear(DIM, KV_HEADS * WIDTH, bias=False)
-        self.wv = nn.Linear(DIM, KV_HEADS * WIDTH, bias=False)
-        self.wo = nn.Linear(DIM, DIM, bias=False)
-        self.w1 = nn.Linear(DIM, FFN, bias=False)
-        self.w2 = nn.Linear(FFN, DIM, bias=False)
-        self.w3 = nn.Linear(DIM, FFN, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        n = self.attention_norm(x)
-        heads = (*x.shape[:2], -1, WIDTH)
-        q = self.wq(n).view(heads).transpose(1, 2)
-        k = self.wk(n).view(heads).transpose(1, 2)
-        v = self.wv(n).view(heads).transpose(1, 2)
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        x = x + self.wo(y.transpose(1, 2).flatten(2))
-        n = self.ffn_norm(x)
-        return x + self.w2(F.silu(self.w1(n)) * self.w3(n))
-
-
 def build(recipe: str, device: torch.device, *, compiled: bool) -> nn.Sequential:
     torch.manual_seed(0)
     with device:
-        model = nn.Sequential(*(Block() for _ in range(BLOCKS)))
+        model = nn.Sequential(*(Block(*SIZES) for _ in range(BLOCKS)))
     if recipe == TORCHAO:
         convert_by_torchao(model)
     elif recipe != "bf16":
         mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False)
+    if compiled:
+        for layer in model:
+            layer.compile()
+    return shard(model)
+
+
+def shard(model: nn.Sequential) -> nn.Sequential:
+    """Shards each block by FSDP2: bf16 compute, float32 reduction."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for layer in model:
-        if compiled:
-            layer.compile()
         fully_shard(layer, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
-    return model
+    return fully_shard(model, mp_policy=policy)
 
 
 def convert_by_torchao(model: nn.Module) -> None:

@@ -23,7 +23,6 @@ import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch is imported
@@ -34,15 +33,11 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-
-sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
-from train_zero3 import Block, Zero3
+from train_zero3 import Block, Zero3  # gpu_fsdp finds the examples
 
 BLOCKS, STEPS, RATE = 5, 100, 1e-4
 RECIPES = "fp8_tensorwise,fp8_rowwise,nvfp4"
-SIZES = (fsdp.DIM, fsdp.HEADS, fsdp.KV_HEADS, fsdp.FFN)
-FULL: dict[str, Any] = {"blocks": BLOCKS, "tokens": 4096, "sizes": SIZES}
+FULL: dict[str, Any] = {"blocks": BLOCKS, "tokens": 4096, "sizes": fsdp.SIZES}
 TINY: dict[str, Any] = {"blocks": 3, "tokens": 32, "sizes": (64, 4, 2, 192)}
 
 
@@ -100,10 +95,7 @@ def with_fsdp(setting: Setting, recipe: str) -> Training:
     model = setting.new_blocks()
     mf.quantize_(model, recipe, filter_fqns=fsdp.IN_BF16, verbose=False)
     setting.compile(model)
-    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    for block in model:
-        fully_shard(block, mp_policy=policy)
-    fully_shard(model, mp_policy=policy)
+    fsdp.shard(model)
     return Training(model, list(model.parameters()), lambda: mf.step(model))
 
 
@@ -136,8 +128,7 @@ def seconds_of(step: Callable[[], Tensor], setting: Setting) -> tuple[Tensor, fl
 
 def train(training: Training, setting: Setting) -> tuple[list[float], list[float]]:
     """Returns the losses of all steps on this rank, and their milliseconds."""
-    options = {"lr": RATE, "fused": True}
-    optimizer = torch.optim.AdamW(training.parameters, **options)
+    optimizer = torch.optim.AdamW(training.parameters, lr=RATE, fused=True)
     losses, times = [], []
     for number in range(setting.steps):
         x = setting.batch(number)

@@ -8,7 +8,6 @@ blocks' codes are whole at a time: the next one is gathered while one is compute
 """
 
 import contextlib
-import math
 
 import minifloat as mf
 import torch
@@ -303,7 +302,7 @@ def main():
         found = torch.tensor(is_equal, dtype=torch.int32, device=device)
         dist.all_reduce(found, dist.ReduceOp.MIN)
         if dist.get_rank() == 0:
-            size = sum(math.prod(m.shape) for m in masters)
+            size = sum(m.numel() for m in masters)
             print(f"{recipe}: {size:,} master elements a rank")
             print(f"loss: {losses[0]:.3f} -> {losses[-1]:.3f}")
             print(f"{recipe}: losses and masters equal FSDP2's: {bool(found)}")

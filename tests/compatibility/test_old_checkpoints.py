@@ -12,17 +12,13 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from minifloat.train.recipes import FORMER_PRESETS
 
 from . import exact_models as exact
 from . import train_job
 
 FOLDERS = [Path(__file__).parent / commit for commit in ("a7f7ec2",)]
 OTHER = 900  # seed of weights that no file holds
-# Presets that have changed since, as they were when the files were written.
-FORMER = {
-    "nvfp4_pow2": "fprop=nvfp4+pow2*nvfp4/16x16+pow2 dgrad=nvfp4+pow2+sr*nvfp4/16x16+pow2 "
-    "wgrad=nvfp4+pow2+sr+rht*nvfp4+pow2+rht"
-}
 
 pytestmark = [
     pytest.mark.parametrize("folder", FOLDERS, ids=lambda path: path.name),
@@ -69,7 +65,7 @@ def assert_same(model, expected, prefix):
 
 def fresh(recipe, **options):
     """Builds a converted model whose weights, seed and count are not those of the file."""
-    recipe = FORMER.get(recipe, recipe)
+    recipe = FORMER_PRESETS.get(recipe, recipe)
     model = exact.convert(exact.sequential(OTHER), recipe, seed=OTHER, **options)
     exact.train_step(model, OTHER)
     return model
