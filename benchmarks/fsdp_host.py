@@ -3,7 +3,7 @@
 python benchmarks/fsdp_host.py [--recipes fp8_tensorwise,…]
 
 hooks   before and after the gathers, forward and backward, mf.step's casts, and setting the
-        gathered parameter; one rank of two on the CPU, whose collectives do nothing
+        gathered parameter; one rank of two on the CPU, and nothing is sent
 step    all of a step: FSDP2's own work and the layers' included
 """
 
@@ -13,19 +13,16 @@ import argparse
 import sys
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "python"))
-
+import _ranks as ranks  # first: it makes minifloat importable
 import minifloat as mf
 import torch
 import torch.distributed as dist
-from minifloat.distributed.fsdp import handshake, sharded_weight, weight
+from minifloat.distributed.fsdp import sharded_weight, weight
 from minifloat.nn.linear import Linear
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
-from torch.testing._internal.distributed.fake_pg import FakeStore
 
 BLOCKS, WEIGHTS, WIDTH = 8, 7, 64
 WARM_STEPS, STEPS = 6, 40
@@ -107,10 +104,7 @@ def main() -> int:
     parser.add_argument("--recipes", default=",".join(mf.presets()))
     options = parser.parse_args()
     torch.set_num_threads(1)
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=2)
-    # The ranks' agreement before the first gather: there is no other rank.
-    handshake.wait_for_all = lambda *args, **kwargs: None  # type: ignore[assignment]
-    dist.all_gather_into_tensor = copying(dist.all_gather_into_tensor)
+    ranks.alone(2)
     timed = Timed()
     timed.wrap(sharded_weight.FullShard, "__call__")
     timed.wrap(sharded_weight.WeightWithQuantizedGather, "fsdp_post_all_gather")
@@ -128,19 +122,6 @@ def main() -> int:
         print(f"{recipe:16} {with_step:16.2f} {without:16.2f} {whole:8.1f}", flush=True)
     dist.destroy_process_group()
     return 0
-
-
-def copying(gather: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a gather that copies this rank's input to every rank's place of its output."""
-
-    def call(output_tensor: Tensor, input_tensor: Tensor, *args: Any, **kwargs: Any) -> Any:
-        work = gather(output_tensor, input_tensor, *args, **kwargs)
-        for part in output_tensor.view(dist.get_world_size(), -1):
-            if part.data_ptr() != input_tensor.data_ptr():
-                part.copy_(input_tensor.view(-1))
-        return work
-
-    return call
 
 
 if __name__ == "__main__":

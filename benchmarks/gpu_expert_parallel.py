@@ -15,12 +15,12 @@ ratio   the time of the first recipe, bf16 by default, of the same capacity over
 
 from __future__ import annotations
 
-import os
 import statistics
 import time
 from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
+import _ranks as ranks
 import minifloat as mf
 import torch
 import torch.distributed as dist
@@ -30,7 +30,6 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 LAYERS = "7168x2048x8x2,2048x768x128x8"
 SIZES = "dim", "hidden", "experts", "top_k"
-SENT_MIB = 64  # of each rank, for the ceiling
 RECIPES = "bf16,fp8_rowwise,fp8_tensorwise,fp8_blockwise,mxfp8,mxfp4,nvfp4,nvfp4_pow2"
 TINY = {"dim": 64, "hidden": 64, "experts": 8, "top_k": 2}  # for --device cpu
 
@@ -68,15 +67,6 @@ def built(layer: dict[str, int], recipe: str, mesh: DeviceMesh, **options: Any) 
     return moe
 
 
-def all_to_all_gb_s(device: torch.device) -> float:
-    """Measures an all-to-all: GB that a GPU receives from others a second."""
-    ranks, size = dist.get_world_size(), SENT_MIB << 20
-    sent = torch.empty(size, dtype=torch.uint8, device=device)
-    received = torch.empty_like(sent)
-    times = timing.event_ms(lambda: dist.all_to_all_single(received, sent), 12)
-    return size * (ranks - 1) / ranks / statistics.median(times[2:]) / 1e6
-
-
 def measure(moe: mf.MoE, tokens: int, repeats: int) -> dict[str, Any]:
     """Returns the median time of both passes in ms, and the bytes of a row of x and of g."""
     torch.manual_seed(1 + dist.get_rank())
@@ -102,10 +92,8 @@ def measure(moe: mf.MoE, tokens: int, repeats: int) -> dict[str, Any]:
         wait()
         if i > repeats // 4:
             times.append(1e3 * (time.perf_counter() - begin))
-    slowest = torch.tensor(statistics.median(times), device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX)
     x_row, _, g_row, _ = rows.found
-    return {"ms": slowest.item(), "x": x_row, "g": g_row}
+    return {"ms": ranks.slowest(statistics.median(times), device), "x": x_row, "g": g_row}
 
 
 def main() -> None:
@@ -115,16 +103,11 @@ def main() -> None:
     parser.add_argument("--layers", type=timing.shapes, default=LAYERS, help="%(default)s")
     parser.add_argument("--shards", type=int, default=1, help="ranks of FSDP2: %(default)s")
     args = parser.parse_args()
-    is_cuda = args.device == "cuda"
-    device = torch.device(args.device, int(os.environ["LOCAL_RANK"]) if is_cuda else None)
-    if is_cuda:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if is_cuda else "gloo")
+    device = ranks.join(timing.require_device(args.device).type)
+    is_cuda = device.type == "cuda"
     sizes = args.shards, dist.get_world_size() // args.shards
     mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("shards", "ep"))
-    wires = all_to_all_gb_s(device) if is_cuda else 0.0
-    if dist.get_rank() == 0:
-        print(f"all-to-all of {SENT_MIB} MiB a rank: {wires:.0f} GB/s a GPU", flush=True)
+    wires = ranks.all_to_all_gb_s(device) if is_cuda else None
     records: list[dict[str, Any]] = []
     asked = [dict(zip(SIZES, layer, strict=True)) for layer in args.layers]
     layers = asked if is_cuda else [TINY]

@@ -3,10 +3,12 @@
 The model is Llama blocks on several GPUs of one host.
 
     torchrun --nproc-per-node 4 benchmarks/gpu_fsdp.py [--seq 2048,8192] [--recipes …] [--eager]
+    python benchmarks/gpu_fsdp.py --alone 4    # one rank of four on one GPU: nothing is sent
 
     work    8 blocks of Llama 3 8B's sizes, without rotary embedding and head; fp32 parameters, bf16
             compute, fp32 reduction; blocks compiled and sharded; forward, backward, fused AdamW,
-            mf.step; one sequence a GPU. wk and wv stay in bf16: they are small.
+            mf.step; one sequence a GPU. wk and wv stay in bf16: they are small. With --width 1024
+            and --seq 256 the host never waits, so that its column is its own time.
     time    median of a step by the host's clock, of the slowest rank. With few tokens the step
             waits for the host. So the compiler runs in this process only (idle workers would wake
             now and then), and steps are many
@@ -31,6 +33,7 @@ from pathlib import Path
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch is imported
 
 import _gpu_timing as timing  # first: it makes minifloat importable
+import _ranks as ranks
 import minifloat as mf
 import torch
 import torch.distributed as dist
@@ -40,8 +43,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 sys.path.append(str(Path(__file__).resolve().parents[1] / "examples"))
 from train_zero3 import Block
 
-BLOCKS, DIM, HEADS, KV_HEADS, FFN = 8, 4096, 32, 8, 14336
-SIZES = (DIM, HEADS, KV_HEADS, FFN)
+BLOCKS, WIDTH = 8, 4096
 IN_BF16 = ["wk", "wv"]
 RECIPES = ["bf16", "fp8_tensorwise", "fp8_delayed", "fp8_rowwise", "fp8_blockwise"]
 RECIPES += ["mxfp4", "nvfp4_pow2", "mxfp8", "nvfp4"]
@@ -54,7 +56,13 @@ BARS = {  # least speed against bf16
 WARM_STEPS, STEPS = 10, 24
 DELAY_S, DELAYED_STEPS = 0.12, 4
 CLOCK_HZ = 1.7e9  # about a GPU's clock; the delay may be longer
-GATHER_MIB = 256  # of each rank, for the ceiling
+
+
+@dataclass(frozen=True)
+class Setting:
+    device: torch.device
+    width: int
+    compiled: bool
 
 
 @dataclass
@@ -70,15 +78,20 @@ class Row:
     peak_gib: float
 
 
-def build(recipe: str, device: torch.device, *, compiled: bool) -> nn.Sequential:
+def sizes_of(width: int) -> tuple[int, int, int, int]:
+    """Returns the sizes of a block: width, heads, heads of keys, hidden."""
+    return width, width // 128, width // 512, 7 * width // 2
+
+
+def build(recipe: str, setting: Setting) -> nn.Sequential:
     torch.manual_seed(0)
-    with device:
-        model = nn.Sequential(*(Block(*SIZES) for _ in range(BLOCKS)))
+    with setting.device:
+        model = nn.Sequential(*(Block(*sizes_of(setting.width)) for _ in range(BLOCKS)))
     if recipe == TORCHAO:
         convert_by_torchao(model)
     elif recipe != "bf16":
         mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False)
-    if compiled:
+    if setting.compiled:
         for layer in model:
             layer.compile()
     return shard(model)
@@ -111,27 +124,13 @@ def after_step(recipe: str) -> Callable[[nn.Module], None] | None:
     return None if recipe == "bf16" else mf.step
 
 
-def all_gather_gb_s(device: torch.device) -> float:
-    """Measures an all-gather: GB that a GPU receives a second."""
-    ranks, size = dist.get_world_size(), GATHER_MIB << 20
-    sent = torch.empty(size, dtype=torch.uint8, device=device)
-    received = torch.empty(size * ranks, dtype=torch.uint8, device=device)
-    times = timing.event_ms(lambda: dist.all_gather_into_tensor(received, sent), 12)
-    return size * (ranks - 1) / statistics.median(times[2:]) / 1e6
-
-
-def slowest(seconds: float, device: torch.device) -> float:
-    worst = torch.tensor(seconds, device=device)
-    dist.all_reduce(worst, dist.ReduceOp.MAX)
-    return float(worst)
-
-
 def step_ms(
-    model: nn.Module, recipe: str, seq: int, device: torch.device
+    model: nn.Module, recipe: str, seq: int, setting: Setting
 ) -> tuple[float, float, float]:
     """Times a step: whole and the host's calls, of the slowest rank; this rank's device alone."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
-    x = torch.randn(1, seq, DIM, device=device, dtype=torch.bfloat16)
+    device = setting.device
+    x = torch.randn(1, seq, setting.width, device=device, dtype=torch.bfloat16)
     finish = after_step(recipe)
 
     def step() -> None:
@@ -153,8 +152,8 @@ def step_ms(
         step()
         called = time.perf_counter() - start
         torch.cuda.synchronize()
-        whole.append(slowest(time.perf_counter() - start, device))
-        host.append(slowest(called, device))
+        whole.append(ranks.slowest(time.perf_counter() - start, device))
+        host.append(ranks.slowest(called, device))
     return 1e3 * statistics.median(whole), 1e3 * statistics.median(host), device_ms(step)
 
 
@@ -169,17 +168,17 @@ def device_ms(step: Callable[[], None]) -> float:
     return min(times)
 
 
-def measure(seq: int, recipes: list[str], device: torch.device, *, compiled: bool) -> list[Row]:
+def measure(seq: int, recipes: list[str], setting: Setting) -> list[Row]:
     rows: list[Row] = []
     for recipe in recipes:
-        if compiled:
+        if setting.compiled:
             timing.compile_each_shape()
         torch.cuda.empty_cache()
-        model = build(recipe, device, compiled=compiled)
-        ms, host, alone = step_ms(model, recipe, seq, device)
+        model = build(recipe, setting)
+        ms, host, alone = step_ms(model, recipe, seq, setting)
         base = rows[0].ms if rows else ms
         peak = torch.cuda.max_memory_allocated() / 2**30
-        bar = BARS.get(seq, {}).get(recipe)
+        bar = BARS.get(seq, {}).get(recipe) if setting.width == WIDTH else None
         rows.append(Row(recipe, seq, ms, host, alone, base / ms, bar, 1e3 * seq / ms, peak))
         del model
         gc.collect()
@@ -206,20 +205,23 @@ def main() -> int:
     peers = [TORCHAO] if importlib.util.find_spec("torchao") else []
     parser.add_argument("--recipes", default=",".join(RECIPES + peers), help="bf16 first")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--width", type=int, default=WIDTH, help="less: the host's time alone")
+    parser.add_argument("--alone", type=int, help="the ranks of which this process is one")
     options = parser.parse_args()
-    dist.init_process_group("nccl")
-    device = torch.device("cuda", dist.get_node_local_rank())
-    torch.cuda.set_device(device)
-    gather = all_gather_gb_s(device)
-    if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} x {timing.device_name(device)}, torch {torch.__version__}")
-        print(f"all-gather of {GATHER_MIB} MiB a rank: {gather:.0f} GB/s a GPU", flush=True)
+    device = timing.require_device("cuda")
+    if options.alone:
+        ranks.alone(options.alone)
+        print(f"one rank of {options.alone} on {timing.device_name(device)}: nothing is sent")
+    else:
+        device = ranks.join("cuda")
+    gather = None if options.alone else ranks.all_gather_gb_s(device)
+    setting = Setting(device, options.width, not options.eager)
     rows = []
     for seq in (int(n) for n in options.seq.split(",")):
-        rows += measure(seq, options.recipes.split(","), device, compiled=not options.eager)
+        rows += measure(seq, options.recipes.split(","), setting)
     if dist.get_rank() == 0:
-        ranks = dist.get_world_size()
-        content = {"gpus": ranks, "all_gather_gb_s": gather, "rows": [asdict(r) for r in rows]}
+        content = {"ranks": dist.get_world_size(), "all_gather_gb_s": gather}
+        content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
     dist.destroy_process_group()
     return 0

@@ -28,6 +28,7 @@ from typing import Any
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch is imported
 
 import _gpu_timing as timing  # first: it makes minifloat importable
+import _ranks as ranks
 import gpu_fsdp as fsdp
 import minifloat as mf
 import torch
@@ -37,7 +38,7 @@ from train_zero3 import Block, Zero3  # gpu_fsdp finds the examples
 
 BLOCKS, STEPS, RATE = 5, 100, 1e-4
 RECIPES = "fp8_tensorwise,fp8_rowwise,nvfp4"
-FULL: dict[str, Any] = {"blocks": BLOCKS, "tokens": 4096, "sizes": fsdp.SIZES}
+FULL: dict[str, Any] = {"blocks": BLOCKS, "tokens": 4096, "sizes": fsdp.sizes_of(fsdp.WIDTH)}
 TINY: dict[str, Any] = {"blocks": 3, "tokens": 32, "sizes": (64, 4, 2, 192)}
 
 
@@ -123,7 +124,7 @@ def seconds_of(step: Callable[[], Tensor], setting: Setting) -> tuple[Tensor, fl
     start = time.perf_counter()
     loss = step()
     synchronize(setting.device)
-    return loss, fsdp.slowest(time.perf_counter() - start, setting.device)
+    return loss, ranks.slowest(time.perf_counter() - start, setting.device)
 
 
 def train(training: Training, setting: Setting) -> tuple[list[float], list[float]]:
@@ -197,12 +198,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=None, help=f"{STEPS}; on a CPU 4")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     options = parser.parse_args()
-    device = timing.require_device(options.device)
+    device = ranks.join(timing.require_device(options.device).type)
     is_tiny = device.type == "cpu"
-    if not is_tiny:
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
-        torch.cuda.set_device(device)
-    dist.init_process_group("gloo" if is_tiny else "nccl")
     backend = "aot_eager" if is_tiny else "inductor"
     setting = Setting(
         device,
@@ -210,14 +207,11 @@ def main() -> int:
         backend="" if options.eager else backend,
         **(TINY if is_tiny else FULL),
     )
-    gather = 0.0 if is_tiny else fsdp.all_gather_gb_s(device)
-    if dist.get_rank() == 0 and not is_tiny:
-        print(f"{dist.get_world_size()} x {timing.device_name(device)}, torch {torch.__version__}")
-        print(f"all-gather of {fsdp.GATHER_MIB} MiB a rank: {gather:.0f} GB/s a GPU", flush=True)
+    gather = None if is_tiny else ranks.all_gather_gb_s(device)
     rows = [row for recipe in options.recipes.split(",") for row in measure(setting, recipe)]
     if dist.get_rank() == 0:
-        ranks = dist.get_world_size()
-        content = {"ranks": ranks, "all_gather_gb_s": gather, "rows": [asdict(r) for r in rows]}
+        content = {"ranks": dist.get_world_size(), "all_gather_gb_s": gather}
+        content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
     dist.destroy_process_group()
     return 0 if all(row.is_equal is not False for row in rows) else 1

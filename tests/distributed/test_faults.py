@@ -14,7 +14,7 @@ from torch.distributed.checkpoint import FileSystemWriter
 from torch.distributed.fsdp import fully_shard
 
 from tests.support.sharded_models import assert_equal, batch, built, sharded, train, whole
-from tests.support.worlds import KILLED, last_words, run_world
+from tests.support.worlds import KILLED, device_of, last_words, run_world
 
 TIMEOUT = 5  # of the process group, in seconds
 LOST = (
@@ -115,9 +115,9 @@ def state_of(model):
     return {"model": model.state_dict(), "minifloat": mf.training_state(model)}
 
 
-def lose_a_rank_in_a_checkpoint(rank, folder):
+def lose_a_rank_in_a_checkpoint(rank, folder, kind="cpu"):
     """Ends rank 1 in the second checkpoint, when it writes its file."""
-    model = sharded(built("nvfp4"))
+    model = sharded(built("nvfp4").to(device_of(rank, kind)))
     train(model, 2)
     dcp.save(state_of(model), checkpoint_id=f"{folder}/first")
     train(model, 1)
@@ -135,9 +135,10 @@ def loaded(folder, model, **options):
     return model
 
 
-def check_goes_on(rank, folder):
-    alone = loaded(folder, built("nvfp4", seed=1), no_dist=True)
-    model = loaded(folder, sharded(built("nvfp4", seed=2)))
+def check_goes_on(rank, folder, kind="cpu"):
+    device = device_of(rank, kind)
+    alone = loaded(folder, built("nvfp4", seed=1).to(device), no_dist=True)
+    model = loaded(folder, sharded(built("nvfp4", seed=2).to(device)))
     assert train(model) == train(alone)
     assert_equal(whole(model), whole(alone))
 

@@ -1,6 +1,6 @@
-"""mf.expert_parallel over NCCL on two GPUs: bytes, results, waits, a CUDA graph, what is sent.
+"""mf.expert_parallel over NCCL: bytes, results, waits, a CUDA graph, what is sent.
 
-pytest tests/gpu/test_expert_parallel.py                  two GPUs, a process each
+pytest tests/gpu/test_expert_parallel.py                  a GPU each, or shared GPUs
 pytest tests/gpu/test_expert_parallel.py --device cpu     the same over gloo: tests the tests
 """
 
@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.gpu.test_worlds import RANKS, TIMEOUT, require_gpus, run_ranks
+from tests.gpu.test_worlds import RANKS, TIMEOUT, run_ranks
 from tests.moe.test_expert_codes import check_bytes, check_codes, check_steps
 from tests.moe.test_expert_faults import DIFFERENT, run_different
 from tests.moe.test_expert_parallel import (
@@ -40,12 +40,14 @@ LARGEST = 0.01  # error of results: FP8 engines sum in their own order, also und
 TOKENS = 24
 
 
-def test_operands_are_those_of_one_process(device):
-    run_ranks(device, check_values, RECIPES, LARGEST)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_operands_are_those_of_one_process(device, ranks):
+    run_ranks(device, check_values, RECIPES, LARGEST, ranks=ranks)
 
 
-def test_codes_are_those_of_one_process(device):
-    run_ranks(device, check_codes, CODES, SIZES[:RANKS])
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_codes_are_those_of_one_process(device, ranks):
+    run_ranks(device, check_codes, CODES, SIZES[:ranks], ranks=ranks)
 
 
 def test_dispatch_sends_half_or_a_third_of_the_bytes(device):
@@ -68,7 +70,6 @@ def test_sizes_and_steps(device, check: Callable[..., None], arguments: tuple[An
 
 @pytest.mark.parametrize("name", DIFFERENT)
 def test_layers_that_differ_are_one_error(device, name):
-    require_gpus(device, RANKS)
     for end in last_words(RANKS, run_different, name, seconds=TIMEOUT, kind=device.type):
         assert "expected all ranks to have the same layer" in end, end
 

@@ -1,10 +1,12 @@
-"""Sharded experts over NCCL on two GPUs: weights gathered as codes, and experts cut along I.
+"""Sharded experts over NCCL: weights gathered as codes, and experts cut along I.
 
-pytest tests/gpu/test_sharded_experts.py                  two GPUs, a process each
+pytest tests/gpu/test_sharded_experts.py                  a GPU each, or shared GPUs
 pytest tests/gpu/test_sharded_experts.py --device cpu     the same over gloo: tests the tests
 """
 
 from __future__ import annotations
+
+import math
 
 import pytest
 
@@ -27,10 +29,10 @@ def test_gathered_experts_are_the_whole_ones(device, experts):
     run_ranks(device, check_bytes, experts, GATHERED, device.type)
 
 
-@pytest.mark.parametrize("sizes", [(2, 1), (1, 2)], ids=["2 x 1", "1 x 2"])
+@pytest.mark.parametrize("sizes", [(2, 1), (1, 2), (2, 2)], ids=["2 x 1", "1 x 2", "2 x 2"])
 def test_gathers_under_expert_parallelism(device, sizes):
     """Checks meshes of (FSDP2, expert parallelism)."""
-    run_ranks(device, check_expert_parallel, 3, sizes, device.type)
+    run_ranks(device, check_expert_parallel, 3, sizes, device.type, ranks=math.prod(sizes))
 
 
 def test_operands_of_cut_experts_are_parts_of_the_whole_ones(device):

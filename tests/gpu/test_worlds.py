@@ -1,14 +1,16 @@
-"""Several GPUs over NCCL: gathered, sharded and parallel weights have the whole's bytes, a job on
-two is a job on one, and a rank that is lost ends the others.
+"""Several ranks over NCCL: gathered, sharded and parallel weights have the whole's bytes, a job on
+two GPUs is a job on one, and a rank that is lost ends the others.
 
-pytest tests/gpu/test_worlds.py                  two GPUs, or four, a process each
+pytest tests/gpu/test_worlds.py                  a GPU each, or shared GPUs where there are fewer
 pytest tests/gpu/test_worlds.py --device cpu     the same over gloo: tests the tests
 """
 
 from __future__ import annotations
 
+import runpy
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import minifloat as mf
@@ -22,10 +24,11 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.distributed.tensor_parallel.test_tensor_parallel_primary import check_primary_layers
 from tests.distributed.tensor_parallel.test_tensor_parallel_reuse import check_reuse
-from tests.distributed.test_faults import LOST, die
+from tests.distributed.test_faults import LOST, check_goes_on, die, lose_a_rank_in_a_checkpoint
 from tests.gpu.layer_cases import require_close
 from tests.gpu.sweep import require_same
 from tests.gpu.test_layers import tolerance
+from tests.moe.test_expert_faults import lose_a_rank_in_forward
 from tests.support.parallel_layers import RESULTS, check_layers
 from tests.support.parallel_models import EXACT, WIDTH, check_models
 from tests.support.sharded_models import batch, built, sharded
@@ -36,6 +39,7 @@ from tests.train.test_train_world import train
 
 pytestmark = pytest.mark.gpu
 
+EXAMPLES = Path(__file__).resolve().parents[2] / "examples"
 RANKS = 2
 GATHERED = ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "mxfp8", "mxfp4", "nvfp4"]
 SHAPES = [(256, 192), (72, 80)]  # N, K: whole blocks, and shards that end inside one
@@ -52,13 +56,7 @@ LOST_OVER = {"cpu": LOST, "cuda": ("collective operation timeout", "NCCL error")
 def run_ranks(
     device: torch.device, fn: Callable[..., None], *args: Any, ranks: int = RANKS
 ) -> None:
-    require_gpus(device, ranks)
     run_world(ranks, fn, *args, kind=device.type)
-
-
-def require_gpus(device: torch.device, ranks: int) -> None:
-    if device.type == "cuda" and torch.cuda.device_count() < ranks:
-        pytest.skip(f"needs {ranks} GPUs, torch sees {torch.cuda.device_count()}")
 
 
 def normal(seed: int, *shape: int) -> Tensor:
@@ -115,7 +113,7 @@ def check_weight(recipe: str, n: int, k: int, device: torch.device) -> None:
         y.register_hook(lambda g: check(True))
         y.sum().backward()
         mf.step(model)
-    fits = "rht" not in specs[1] or n // RANKS % 16 == 0
+    fits = "rht" not in specs[1] or n // dist.get_world_size() % 16 == 0
     assert seen == ["codes" if fits else "values"] * 4, (recipe, n, k, seen)
 
 
@@ -125,8 +123,9 @@ def check_gathered(rank: int, kind: str) -> None:
             check_weight(recipe, *shape, device_of(rank, kind))
 
 
-def test_gathered_weights(device):
-    run_ranks(device, check_gathered, device.type)
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gathered_weights(device, ranks):
+    run_ranks(device, check_gathered, device.type, ranks=ranks)
 
 
 # ---- Sharded masters -----------------------------------------------------------------------------
@@ -162,6 +161,24 @@ def test_sharded_masters(device):
 def test_sharded_masters_of_two_processes_on_one_gpu(device):
     """Reduces over gloo, which NCCL does not do for two processes on one GPU."""
     run_world(RANKS, check_masters, device.type, 0)
+
+
+# ---- ZeRO-3 --------------------------------------------------------------------------------------
+
+
+def check_zero3(rank: int, kind: str) -> None:
+    example = runpy.run_path(str(EXAMPLES / "train_zero3.py"))
+    device = device_of(rank, kind)
+    for recipe in example["RECIPES"]:
+        losses, masters = example["train_zero3"](recipe, device)
+        want, shards = example["train_fsdp"](recipe, device)
+        assert losses == want, recipe
+        assert all(map(torch.equal, masters, shards)), recipe
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_zero3_trains_as_fsdp2_does(device, ranks):
+    run_ranks(device, check_zero3, device.type, ranks=ranks)
 
 
 # ---- Tensor parallel -----------------------------------------------------------------------------
@@ -229,7 +246,8 @@ def test_training_is_one_process(device, tmp_path):
     of itself. Before later losses each rank rounds its share of a gradient to bf16, 2^-8 of an
     element.
     """
-    require_gpus(device, RANKS)
+    if device.type == "cuda" and torch.cuda.device_count() < RANKS:
+        pytest.skip(f"torchrun needs {RANKS} GPUs, torch sees {torch.cuda.device_count()}")
     folder = tmp_path / "text"
     folder.mkdir()
     write_text(folder)
@@ -264,11 +282,27 @@ def lose_a_rank(rank: int, kind: str) -> None:
         assert norm.item() > 0  # waits for the device
 
 
-def test_the_other_ends_when_a_rank_is_lost(device):
+def lose_a_rank_in_a_dispatch(rank: int, kind: str) -> None:
+    lose_a_rank_in_forward(rank, "codes")
+
+
+@pytest.mark.parametrize("lose", [lose_a_rank, lose_a_rank_in_a_dispatch])
+def test_the_other_ends_when_a_rank_is_lost(device, lose):
     """Waits for the group's timeout, torch's dump after it, and the start of the ranks."""
-    require_gpus(device, RANKS)
     begin = time.monotonic()
-    first, second = last_words(RANKS, lose_a_rank, device.type, seconds=TIMEOUT, kind=device.type)
+    require_lost(device, last_words(RANKS, lose, device.type, seconds=TIMEOUT, kind=device.type))
     assert time.monotonic() - begin < 5 * TIMEOUT
+
+
+def test_a_rank_lost_in_a_checkpoint_leaves_the_one_before(device, tmp_path):
+    how = {"seconds": TIMEOUT, "kind": device.type}
+    given = str(tmp_path), device.type
+    require_lost(device, last_words(RANKS, lose_a_rank_in_a_checkpoint, *given, **how))
+    assert not (tmp_path / "second" / ".metadata").exists()
+    run_ranks(device, check_goes_on, *given)
+
+
+def require_lost(device: torch.device, ends: list[str]) -> None:
+    first, second = ends
     assert second == KILLED
     assert any(word in first for word in LOST_OVER[device.type]), first

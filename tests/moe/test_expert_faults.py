@@ -17,9 +17,14 @@ def step(moe: mf.MoE, rank: int) -> None:
     moe(draw(rank, 12)).float().square().sum().backward()
 
 
+def divided(dispatch: str) -> mf.MoE:
+    moe = built("mxfp8", experts=3 * dist.get_world_size())
+    return mf.expert_parallel(moe, dist.group.WORLD, dispatch=dispatch)
+
+
 def lose_a_rank_in_forward(rank: int, dispatch: str) -> None:
     """Ends rank 1 before it sends rows that others wait for."""
-    moe = mf.expert_parallel(built("mxfp8", experts=9), dist.group.WORLD, dispatch=dispatch)
+    moe = divided(dispatch)
     step(moe, rank)
     real, calls = dist.all_to_all_single, []
 
@@ -35,7 +40,7 @@ def lose_a_rank_in_forward(rank: int, dispatch: str) -> None:
 
 
 def lose_a_rank_in_backward(rank: int, dispatch: str) -> None:
-    moe = mf.expert_parallel(built("mxfp8", experts=9), dist.group.WORLD, dispatch=dispatch)
+    moe = divided(dispatch)
     step(moe, rank)
     y = moe(draw(rank, 12))
     if rank == 1:

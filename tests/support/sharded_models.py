@@ -62,10 +62,12 @@ def batch(step, rank=0, dtype=torch.float32):
 def train(model, steps=STEPS, *, dtype=torch.float32, micro_batches=1, use_step=False, lr=1e-2):
     """Trains all ranks on equal batches: the averaged gradient is each rank's, to the bit."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=lr)
+    device = next(model.parameters()).device
     losses = []
     for step in range(steps):
         for i in range(micro_batches):
-            loss = model(batch(step * micro_batches + i, dtype=dtype)).float().square().mean()
+            x = batch(step * micro_batches + i, dtype=dtype).to(device)
+            loss = model(x).float().square().mean()
             loss.backward()
         optimizer.step()
         optimizer.zero_grad()

@@ -2,7 +2,7 @@
 
     run_world(4, check_gather, "nvfp4")      check_gather(rank, "nvfp4") in each of 4 processes
     last_words(2, lose_a_rank, seconds=5)    how each rank ended, with a timeout of 5 s
-    run_world(2, check, kind="cuda")         a GPU each, over NCCL
+    run_world(2, check, kind="cuda")         a GPU each, over NCCL; fewer GPUs are shared
 
 Processes are forked from a server that has imported torch and minifloat, so a world costs little.
 Each runs its ops in one thread, or in OMP_NUM_THREADS of them.
@@ -30,8 +30,10 @@ BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
 
 
 def device_of(rank, kind):
-    """Returns a rank's device."""
-    return torch.device(kind, rank) if kind == "cuda" else torch.device(kind)
+    """Returns a rank's device. Ranks share GPUs where there are fewer."""
+    if kind != "cuda":
+        return torch.device(kind)
+    return torch.device(kind, rank % torch.cuda.device_count())
 
 
 def run_world(world_size, fn, *args, kind="cpu"):
@@ -127,6 +129,9 @@ def _rank_main(group, report, fn, args):
     try:
         if group.kind == "cuda":
             torch.cuda.set_device(device_of(group.rank, group.kind))
+            if group.size > torch.cuda.device_count():
+                # NCCL refuses two ranks of one host on one GPU.
+                os.environ["NCCL_HOSTID"] = f"rank {group.rank}"
         if group.seconds is not None:
             dist.init_process_group(
                 BACKENDS[group.kind],
