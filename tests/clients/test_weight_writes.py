@@ -15,7 +15,8 @@ from pytorch_lightning.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from tests.support.reuse_counts import require_same, without_reuse
+from tests.support.reuse_counts import without_reuse
+from tests.support.same_bits import require_same
 
 
 @pytest.fixture(params=["fingerprints", "no fingerprints"], autouse=True)

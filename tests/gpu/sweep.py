@@ -14,6 +14,7 @@ import torch
 from minifloat._native import ops
 from torch import Tensor
 
+from tests.support.same_bits import require_same
 from tests.support.specs import BASES
 
 ROUNDINGS = ["", "+sr"]
@@ -36,7 +37,6 @@ STREAMS = {"stream_row": 1234567890123456789, "stream_col": -42}
 
 PARTS = ["codes", "scale", "amax", "decoded"]
 OUTPUTS = [f"{part}_{side}" for side in ("row", "col") for part in PARTS]
-BIT_TYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 # ---- Values --------------------------------------------------------------------------------------
@@ -133,31 +133,6 @@ def on(device: torch.device, x: Tensor) -> Tensor:
 
 
 # ---- Comparison ----------------------------------------------------------------------------------
-
-
-def bits(t: Tensor) -> Tensor:
-    t = t.detach().cpu().contiguous()
-    return t.view(BIT_TYPES[t.element_size()])
-
-
-def require_same(got: Tensor, want: Tensor, what: str) -> None:
-    """Compares bit for bit. fp32 NaNs are equal, since processors have different NaN bits."""
-    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} for {tuple(want.shape)}"
-    assert got.dtype == want.dtype, f"{what}: {got.dtype} for {want.dtype}"
-    got, want = got.detach().cpu(), want.detach().cpu()
-    wrong = bits(got) != bits(want)
-    if got.dtype == torch.float32:
-        wrong &= ~(got.isnan() & want.isnan())
-    if not wrong.any():
-        return
-    first = tuple(wrong.nonzero()[0].tolist())
-    digits = 2 * got.element_size()
-    mask = (1 << (4 * digits)) - 1
-    a, b = (int(bits(t)[first]) & mask for t in (got, want))
-    raise AssertionError(
-        f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first at {first}: "
-        f"{a:#0{digits + 2}x} ({got[first].item()}) for {b:#0{digits + 2}x} ({want[first].item()})"
-    )
 
 
 def describe(x: Tensor) -> str:

@@ -21,11 +21,10 @@ from tests.support.activation_casts import (
     OF_POW2,
     PRESETS,
     Case,
-    bits,
     draw,
     options_of,
-    require_same,
 )
+from tests.support.same_bits import bits, require_all_same
 
 pytestmark = pytest.mark.gpu
 
@@ -60,7 +59,7 @@ def compare_forward(device: torch.device, case: Case, row: str, col: str, **opti
     there = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     what = f"{row}, {col} of {tuple(case.gate.shape)}, {case.gate.dtype}, {case.activation}"
     want = case.forward_composition(row, col, **options)
-    require_same(case.on(device).forward(row, col, **there), want, what)
+    require_all_same(case.on(device).forward(row, col, **there), want, what)
 
 
 def compare_backward(
@@ -73,7 +72,7 @@ def compare_backward(
         row, col, h_col, **options_of(row, col, h_col, case.gate), **options
     )
     there = options_of(row, col, h_col, moved.gate) | options
-    require_same(moved.backward(row, col, h_col, **there), want, what)
+    require_all_same(moved.backward(row, col, h_col, **there), want, what)
 
 
 def compare_in_place(device: torch.device, case: Case, h_col: str, **options: Any) -> None:
@@ -81,7 +80,7 @@ def compare_in_place(device: torch.device, case: Case, h_col: str, **options: An
     what += "" if case.up is None else " · up"
     there = {k: v.to(device) if isinstance(v, torch.Tensor) else v for k, v in options.items()}
     want = case.in_place_composition(h_col, **options)
-    require_same(case.on(device).in_place(h_col, **there), want, what)
+    require_all_same(case.on(device).in_place(h_col, **there), want, what)
 
 
 def compare_values(device: torch.device, case: Case) -> None:
@@ -230,7 +229,7 @@ def test_casts_of_gradients_in_other_layouts(device, specs):
         case = Case(*(t.contiguous() for t in parts), "silu")
         want = case.backward_composition(*specs, **options_of(*specs, case.gate))
         got = Case(*there, "silu").backward(*specs, **options_of(*specs, there[0]))
-        require_same(got, want, f"{specs}, from column {first}")
+        require_all_same(got, want, f"{specs}, from column {first}")
 
 
 def test_given_amaxes(device):
@@ -241,11 +240,11 @@ def test_given_amaxes(device):
     specs = ("e5m2/tensor", "e5m2/tensor", "e4m3/tensor")
     there = {name: t.to(device) for name, t in given.items()}
     want = case.backward_composition(*specs, **given)
-    require_same(moved.backward(*specs, **there), want, "tensor")
+    require_all_same(moved.backward(*specs, **there), want, "tensor")
     rows = {"gate_amax_row": torch.rand(128) + 1, "h_amax": torch.rand(256) + 1}
     there = {name: t.to(device) for name, t in rows.items()}
     want = case.backward_composition(*["e4m3/row"] * 3, **rows)
-    require_same(moved.backward(*["e4m3/row"] * 3, **there), want, "rows")
+    require_all_same(moved.backward(*["e4m3/row"] * 3, **there), want, "rows")
 
 
 @pytest.mark.parametrize("specs", PRESETS)
@@ -275,4 +274,4 @@ def test_the_casts_in_a_graph(cuda):
                 getattr(here, name).copy_(getattr(case, name))
             graph.replay()
             want = case.backward_composition(*specs, **options_of(*specs, case.gate))
-            require_same(got, want, f"{specs}")
+            require_all_same(got, want, f"{specs}")

@@ -11,7 +11,7 @@ import torch
 from minifloat._native import ops
 
 from tests.gpu.layer_cases import require_close
-from tests.gpu.sweep import require_same
+from tests.support.same_bits import require_same
 
 pytestmark = pytest.mark.gpu
 

@@ -27,12 +27,12 @@ from tests.gpu.sweep import (
     random_bytes,
     random_operand,
     recipe_pairs,
-    require_same,
     require_same_op,
     require_same_quantize,
     rng_tensor,
     values,
 )
+from tests.support.same_bits import require_same
 from tests.support.specs import BASES
 
 pytestmark = pytest.mark.gpu

@@ -6,7 +6,7 @@ import pytest
 import torch
 from minifloat._native import ops
 
-from tests.gpu.sweep import require_same
+from tests.support.same_bits import require_same
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 

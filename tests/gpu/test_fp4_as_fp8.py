@@ -12,8 +12,9 @@ from minifloat._native import ops
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.layer_cases import require_close
-from tests.gpu.sweep import laid_out, require_same, require_same_quantize, rng_tensor, values
+from tests.gpu.sweep import laid_out, require_same_quantize, rng_tensor, values
 from tests.support.mlp_cases import Case, require_equal
+from tests.support.same_bits import require_same
 
 pytestmark = pytest.mark.gpu
 

@@ -12,8 +12,8 @@ from minifloat._native import ops
 from torch import Tensor, nn
 
 from tests.gpu.layer_cases import build, layer_data, require_close
-from tests.gpu.sweep import require_same
 from tests.support.graphs import captured
+from tests.support.same_bits import require_same
 
 pytestmark = pytest.mark.gpu
 

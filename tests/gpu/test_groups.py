@@ -25,10 +25,10 @@ from tests.gpu.sweep import (
     on,
     random_bytes,
     recipe_pairs,
-    require_same,
     rng_tensor,
     values,
 )
+from tests.support.same_bits import require_same
 from tests.support.specs import BASES as ALL_BASES
 
 pytestmark = pytest.mark.gpu

@@ -16,7 +16,7 @@ from minifloat._native import ops
 from torch import Tensor, nn
 
 from tests.gpu.layer_cases import build, history, layer_data, require_close
-from tests.gpu.sweep import require_same
+from tests.support.same_bits import require_same
 
 pytestmark = pytest.mark.gpu
 

@@ -13,7 +13,8 @@ import torch
 from minifloat._native import ops
 from torch import Tensor
 
-from tests.gpu.sweep import DTYPES, bits, describe, laid_out, on, values
+from tests.gpu.sweep import DTYPES, describe, laid_out, on, values
+from tests.support.same_bits import bits
 from tests.support.swiglu_casts import ENDS as SWIGLU_ENDS
 from tests.support.swiglu_casts import Case, draw, require_same_cast
 

@@ -17,7 +17,8 @@ from torch import Tensor
 
 from tests.gpu.sweep import DTYPES, describe, laid_out, on, values
 from tests.support.graphs import captured
-from tests.support.norm_casts import KINDS, Case, bits, draw, require_same
+from tests.support.norm_casts import KINDS, Case, draw, require_same_outputs
+from tests.support.same_bits import bits
 
 pytestmark = pytest.mark.gpu
 
@@ -127,7 +128,7 @@ def compare_casts(device: torch.device, case: Case, row: str, col: str, **option
             options[f"amax_{side}"] = torch.tensor(1.75)
     there = {k: v.to(device) if isinstance(v, Tensor) else v for k, v in options.items()}
     want = case.composition(row, col, **options)
-    require_same(case.on(device).cast(row, col, **there), want, f"{case} '{row}' '{col}'")
+    require_same_outputs(case.on(device).cast(row, col, **there), want, f"{case} '{row}' '{col}'")
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -226,7 +227,7 @@ def test_a_graph_replays_with_eagers_bytes(cuda, row, col):
     case.x.mul_(1.5)
     want = case.cast(row, col)
     graph.replay()
-    require_same(outputs, want, f"'{row}' '{col}'")
+    require_same_outputs(outputs, want, f"'{row}' '{col}'")
 
 
 def test_quick(device):

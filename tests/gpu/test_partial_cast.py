@@ -11,7 +11,8 @@ import torch
 from minifloat._native import ops
 from torch import Tensor
 
-from tests.gpu.sweep import require_same, values
+from tests.gpu.sweep import values
+from tests.support.same_bits import require_same
 
 pytestmark = pytest.mark.gpu
 

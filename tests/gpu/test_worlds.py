@@ -26,11 +26,11 @@ from tests.distributed.tensor_parallel.test_tensor_parallel_primary import check
 from tests.distributed.tensor_parallel.test_tensor_parallel_reuse import check_reuse
 from tests.distributed.test_faults import LOST, check_goes_on, die, lose_a_rank_in_a_checkpoint
 from tests.gpu.layer_cases import require_close
-from tests.gpu.sweep import require_same
 from tests.gpu.test_layers import tolerance
 from tests.moe.test_expert_faults import lose_a_rank_in_forward
 from tests.support.parallel_layers import RESULTS, check_layers
 from tests.support.parallel_models import EXACT, WIDTH, check_models
+from tests.support.same_bits import require_same, require_same_parts
 from tests.support.sharded_models import batch, built, sharded
 from tests.support.tiny_text import write_text
 from tests.support.whole_layers import BATCH, TOKENS, Case
@@ -61,11 +61,6 @@ def run_ranks(
 
 def normal(seed: int, *shape: int) -> Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
-
-
-def require_same_parts(got: mf.Quantized, want: mf.Quantized, what: str) -> None:
-    for name in ("codes", "scale", "amax"):
-        require_same(getattr(got, name), getattr(want, name), f"{what}, {name}")
 
 
 # ---- FSDP2 ---------------------------------------------------------------------------------------

@@ -16,7 +16,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.moe.test_convert import BLOCKS, run, tokens
+from tests.support.compiled import compiled
 from tests.support.foreign_experts import Batched, D, E
+from tests.support.same_bits import require_all_same
 from tests.support.saved_bytes import saved_bytes
 
 M, K, N, EXPERTS = 40, 64, 32, 3
@@ -64,19 +66,12 @@ class Product:
         return [y, *torch.autograd.grad(y.square().sum(), (self.a, self.w)), state["amax_history"]]
 
 
-def require_same(got: list[Tensor | None], want: list[Tensor | None]) -> None:
-    assert len(got) == len(want)
-    for i, (a, b) in enumerate(zip(got, want)):
-        assert (a is None) == (b is None), i
-        assert a is None or (a.dtype == b.dtype and torch.equal(a, b)), i
-
-
 @pytest.mark.parametrize("is_row_major", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("recipe", [*PRESETS, "bf16"])
 def test_bits_of_a_product(recipe, dtype, is_row_major):
     product = Product(recipe, dtype, is_row_major)
-    require_same(product.results("weight"), product.results(""))
+    require_all_same(product.results("weight"), product.results(""))
 
 
 @pytest.mark.parametrize("is_row_major", [False, True])
@@ -126,10 +121,6 @@ def pair(name: str, recipe: str) -> tuple[nn.Module, nn.Module]:
     return model, twin
 
 
-def compiled(model: nn.Module) -> nn.Module:
-    return torch.compile(model, backend="aot_eager", fullgraph=True)
-
-
 def is_traceable(name: str) -> bool:
     return name != "seam"  # its routing counts on the CPU
 
@@ -141,7 +132,7 @@ def test_bits_of_modules(name, recipe):
     for _ in range(2):
         for _ in range(2):  # micro-batches, which read cached codes in the second step
             want, got = (run(model, tokens()) for model in models)
-            require_same(got, want)
+            require_all_same(got, want)
         for model in models:
             mf.step(model)
 
@@ -150,7 +141,7 @@ def test_bits_of_modules(name, recipe):
 @pytest.mark.parametrize("name", [name for name in BLOCKS if is_traceable(name)])
 def test_bits_of_compiled_modules(name, recipe):
     want, got = (run(compiled(model), tokens()) for model in pair(name, recipe))
-    require_same(got, want)
+    require_all_same(got, want)
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -167,7 +158,7 @@ def test_bits_under_checkpoints(name, recipe, is_reentrant):
             found += [y.detach(), x.grad.clone()]
         found += [p.grad.clone() for p in model.parameters()]
         results.append(found)
-    require_same(results[1], results[0])
+    require_all_same(results[1], results[0])
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

@@ -11,6 +11,7 @@ from torch import nn
 from torch.distributed.fsdp import fully_shard
 
 from tests.support import foreign_experts
+from tests.support.same_bits import require_same_weight
 from tests.support.worlds import run_world
 
 D, HIDDEN, E = 48, 64, 3
@@ -30,16 +31,6 @@ def tokens(seed=0, dim=D):
 
 def weights_of(model):
     return {n: p for n, p in model.named_parameters() if isinstance(p, mf.QuantizedTensor)}
-
-
-def same_bytes(a, b):
-    pairs = [(getattr(a, side), getattr(b, side)) for side in ("rowwise", "columnwise")]
-    tensors = [
-        [getattr(part, name).view(-1).view(torch.uint8) for part in pair]
-        for pair in pairs
-        for name in ("codes", "scale", "amax")
-    ]
-    return all(torch.equal(*each) for each in tensors)
 
 
 def gradients(model, x):
@@ -71,7 +62,7 @@ def test_an_optimizer_writes_the_codes():
     mf.quantize_(model, "mxfp8_2d", primary=True, keep_high_precision_init=True, verbose=False)
     experts = model[0].experts
     init = experts.w13_high_precision_init
-    assert same_bytes(experts.w13, mf.QuantizedTensor.from_tensor(init, *experts.w13.specs))
+    require_same_weight(experts.w13, mf.QuantizedTensor.from_tensor(init, *experts.w13.specs))
     before = {n: p.dequantize() for n, p in weights_of(model).items()}
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     for _ in range(2):
@@ -80,7 +71,7 @@ def test_an_optimizer_writes_the_codes():
         want = {n: before[n] - 0.5 * p.grad for n, p in weights_of(model).items()}
         optimizer.zero_grad()
         for name, p in weights_of(model).items():
-            assert same_bytes(p, mf.QuantizedTensor.from_tensor(want[name], *p.specs)), name
+            require_same_weight(p, mf.QuantizedTensor.from_tensor(want[name], *p.specs), name)
             before[name] = p.dequantize()
     restored = mf.restore_(copy.deepcopy(model))
     assert type(restored[0].experts.w2) is nn.Parameter
@@ -96,7 +87,7 @@ def test_states_keep_the_bytes(tmp_path):
     other.load_state_dict(torch.load(tmp_path / "model.pt", weights_only=False))
     for twin in (other, copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         for name, p in weights_of(twin).items():
-            assert same_bytes(p, weights_of(model)[name]), name
+            require_same_weight(p, weights_of(model)[name], name)
         assert torch.equal(twin(tokens()), model(tokens()))
     empty = copy.deepcopy(model).to_empty(device="cpu")
     assert weights_of(empty).keys() == weights_of(model).keys()
@@ -206,7 +197,7 @@ def check_masters(rank, recipe):
         layout.gather(shard_codes, weights, dist.group.WORLD)
         mf.post_all_gather_processing(weights)
         for p, q in zip(weights, whole):
-            assert same_bytes(p, q), (recipe, step)
+            require_same_weight(p, q, (recipe, step))
         model.zero_grad()
         alone.zero_grad()
 

@@ -10,7 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.reuse_counts import RECIPES, K, N, casts, require_same, without_reuse
+from tests.support.reuse_counts import RECIPES, K, N, casts, without_reuse
+from tests.support.same_bits import require_same
 
 
 def layer(recipe, dtype=torch.float32):

@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import nn
 
-from tests.support.reuse_counts import K, N, casts, require_same, without_reuse
+from tests.support.reuse_counts import K, N, casts, without_reuse
+from tests.support.same_bits import require_same
 
 MODES = {"eval": False, "train": True}
 

@@ -13,7 +13,8 @@ from minifloat.train.model import Attention, FeedForward, build_model, rotary_ta
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.reuse_counts import RECIPES, casts, require_same, without_reuse
+from tests.support.reuse_counts import RECIPES, casts, without_reuse
+from tests.support.same_bits import require_same
 
 CONFIG = ModelConfig(dim=64, layers=1, heads=4, kv_heads=2, ffn=96, vocab=64)
 TABLE = rotary_table(16, 16)

@@ -19,11 +19,10 @@ from tests.support.activation_casts import (
     IN_PLACE,
     PRESETS,
     RNG,
-    bits,
     draw,
     options_of,
-    require_same,
 )
+from tests.support.same_bits import bits, require_all_same
 from tests.support.specs import SPECS
 
 TORCH = {"silu": F.silu, "gelu": F.gelu, "gelu_tanh": lambda x: F.gelu(x, approximate="tanh")}
@@ -128,7 +127,7 @@ def test_gradients_in_place(h_col, options, dtype):
     for shape, is_gated, activation in itertools.product(shapes, (True, False), ACTIVATIONS):
         case = draw(*shape, dtype, activation, is_gated=is_gated, special=shape == (33, 72))
         what = f"{h_col} of {shape}, {dtype}, {activation}{' · up' if is_gated else ''}"
-        require_same(
+        require_all_same(
             case.in_place(h_col, **options), case.in_place_composition(h_col, **options), what
         )
 
@@ -139,7 +138,7 @@ def test_gradients_in_place_of_any_layout():
     d_gate, before = tensors[0], tensors[0]._version
     d_up, amaxes, *_ = ops.activation_gradients_(*tensors, "silu", "")
     want = case.in_place_composition("")
-    require_same({"d_gate": d_gate, "d_up": d_up, "amaxes": amaxes}, want, "columns first")
+    require_all_same({"d_gate": d_gate, "d_up": d_up, "amaxes": amaxes}, want, "columns first")
     assert d_gate._version > before
     with pytest.raises(ValueError, match="with memory for each element"):
         ops.activation_gradients_(case.dh[:1].expand(12, 48), case.gate, case.up, "silu", "")
@@ -172,7 +171,7 @@ def test_casts_are_those_of_the_composition(
     if decoded and (row if decoded.endswith("row") else col):
         options[decoded] = True
     what = f"{row}, {col}, {shape}, {dtype}, {activation}"
-    require_same(
+    require_all_same(
         case.forward(row, col, **options), case.forward_composition(row, col, **options), what
     )
 
@@ -192,7 +191,7 @@ def test_casts_of_gradients_are_those_of_the_composition(specs, dtype, is_gated)
         case = draw(*shape, dtype, activation, is_gated=is_gated, special=special)
         options = options_of(*specs, case.gate)
         what = f"{specs}, {shape}, {dtype}, {activation}"
-        require_same(
+        require_all_same(
             case.backward(*specs, **options), case.backward_composition(*specs, **options), what
         )
 
@@ -201,7 +200,7 @@ def test_casts_of_gradients_are_those_of_the_composition(specs, dtype, is_gated)
 def test_values_for_an_exact_product(decoded):
     case = draw(40, 64, torch.bfloat16, "silu")
     options = {decoded: True}
-    require_same(
+    require_all_same(
         case.backward("mxfp8", "e4m3/row", "nvfp4", **options),
         case.backward_composition("mxfp8", "e4m3/row", "nvfp4", **options),
         decoded,
@@ -217,7 +216,7 @@ def test_casts_of_fp4_as_fp8(row, col, forms):
         case = draw(*shape, dtype, "silu", special=shape == (33, 72))
         want = case.forward_composition(row, col, **forms)
         got = case.forward(row, col, **forms)
-        require_same(got, want, f"{row}, {col}, {shape}, {dtype}")
+        require_all_same(got, want, f"{row}, {col}, {shape}, {dtype}")
         assert all(got[f"codes{form[3:]}"].dtype == torch.float8_e4m3fn for form in forms)
         meta = case.on(torch.device("meta")).forward(row, col, **forms)
         assert [(t.shape, t.dtype) for t in meta.values()] == [
@@ -233,7 +232,7 @@ def test_casts_of_gradients_of_fp4_as_fp8(row, col, h_col, forms, is_gated):
         case = draw(*shape, torch.bfloat16, "gelu", is_gated=is_gated, special=shape == (33, 72))
         options = options_of(*specs, case.gate) | forms
         want = case.backward_composition(*specs, **options)
-        require_same(case.backward(*specs, **options), want, f"{specs}, {shape}")
+        require_all_same(case.backward(*specs, **options), want, f"{specs}, {shape}")
         moved = case.on(torch.device("meta"))
         meta = moved.backward(*specs, **options_of(*specs, moved.gate), **forms)
         assert [(t.shape, t.dtype) for t in meta.values()] == [

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from minifloat._native import ops
 
-from tests.support.norm_casts import KINDS, Case, draw, require_same
+from tests.support.norm_casts import KINDS, Case, draw, require_same_outputs
 from tests.support.specs import SPECS
 
 RNG = torch.tensor([-(2**61) + 3, 9])
@@ -171,7 +171,9 @@ def test_bytes_are_those_of_the_composition(
     options = options_of(row, col) | {f"decoded_{side}": decoded for side in ("row", "col")}
     options["origin"] = (256, 128)
     what = f"{case} '{row}' '{col}'"
-    require_same(case.cast(row, col, **options), case.composition(row, col, **options), what)
+    require_same_outputs(
+        case.cast(row, col, **options), case.composition(row, col, **options), what
+    )
 
 
 @pytest.mark.parametrize("recipe", [name for name in mf.presets() if name != "bf16"])

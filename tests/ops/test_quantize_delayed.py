@@ -7,6 +7,8 @@ import minifloat as mf
 import pytest
 import torch
 
+from tests.support.same_bits import same_bytes
+
 ops = torch.ops.minifloat
 RNG = torch.tensor([1, 2])
 SPECS = ["", "e4m3/tensor+delayed", "e5m2/tensor+delayed+sr", "e4m3/tensor+delayed+rht", "nvfp4"]
@@ -18,10 +20,6 @@ def history_of(shape):
     history = torch.rand(shape, generator=g) * 4
     history[4] = float("nan")
     return history
-
-
-def bits(t):
-    return t.reshape(-1).contiguous().view(torch.uint8)
 
 
 def require_same_as_two_steps(x, row, col, history, **options):
@@ -38,7 +36,7 @@ def require_same_as_two_steps(x, row, col, history, **options):
             assert got[i].numel() == 0
     for i, (a, b) in enumerate(zip(got, parts, strict=True)):
         if not (i in (2, 6) and is_delayed[i // 4]):
-            assert torch.equal(bits(a), bits(b)), i
+            assert same_bytes(a, b), i
     assert torch.equal(found.isnan(), want.isnan())
     assert torch.equal(found.nan_to_num(-1), want.nan_to_num(-1))
 

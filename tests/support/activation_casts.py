@@ -189,23 +189,3 @@ def draw(
         return x.to(dtype)
 
     return Case(matrix(), matrix(), matrix() if is_gated else None, activation)
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.contiguous().view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
-
-
-def require_same(got: dict[str, Tensor], want: dict[str, Tensor], what: str) -> None:
-    """Compares bits. NaN amaxes and scales in fp32 are equal: processors have different NaNs."""
-    assert got.keys() == want.keys(), what
-    for name, a in got.items():
-        found, expected = a.cpu(), want[name].cpu()
-        assert found.shape == expected.shape, f"{what}: {name}"
-        assert found.dtype == expected.dtype, f"{what}: {name}"
-        wrong = bits(found) != bits(expected)
-        if found.dtype == torch.float32:
-            wrong &= ~(found.isnan() & expected.isnan())
-        assert not wrong.any(), (
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} of {name} differ, "
-            f"first at {wrong.nonzero()[0].tolist()}"
-        )

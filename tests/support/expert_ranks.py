@@ -11,6 +11,8 @@ from minifloat._native import ops
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from tests.support.same_bits import require_same
+
 NAMES = ("x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad")
 
 
@@ -89,13 +91,6 @@ class Products(TorchDispatchMode):
         self.found.append(Product(sides, codes, table, *starts, unit > 0))
 
 
-def require_same_bytes(a: Tensor, b: Tensor, what: str) -> None:
-    assert (a.shape, a.dtype) == (b.shape, b.dtype), what
-    left, right = (t.contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    different = int((left != right).sum())
-    assert different == 0, f"{what}: {different} of {left.numel()} bytes differ"
-
-
 def require_same_operands(
     found: list[Product], wanted: list[Product], first: int, skipped: tuple[str, ...] = ()
 ) -> int:
@@ -111,6 +106,6 @@ def require_same_operands(
                     continue
                 parts = zip(product.part(side, e), whole.part(side, first + e))
                 for j, (a, b) in enumerate(parts):
-                    require_same_bytes(a, b, f"{what}, tensor {j}, {product.sides[side][0]}")
+                    require_same(a, b, f"{what}, tensor {j}, {product.sides[side][0]}")
                 compared += 1
     return compared

@@ -9,12 +9,10 @@ from minifloat.nn.norms import DeferringNorm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.compiled import compiled
+
 WIDTH, HIDDEN = 64, 96
 PRESETS = [name for name in mf.presets() if name != "bf16"]
-
-
-def compiled(run):
-    return torch.compile(run, fullgraph=True, backend="aot_eager")
 
 
 RUNS = {
@@ -180,20 +178,3 @@ def results(model, run=None, x=None):
     found |= {name: parameter.grad for name, parameter in model.named_parameters()}
     histories = {n: b for n, b in model.named_buffers() if n.endswith("amax_history")}
     return found | {n: b.clone() for n, b in histories.items() if b is not None}
-
-
-def require_same(got, want):
-    """Compares two results of `results` by their bits."""
-    assert got.keys() == want.keys()
-    for name, value in want.items():
-        assert (value is None) == (got[name] is None), name
-        if value is None:
-            continue
-        assert got[name].dtype == value.dtype, name
-        words = torch.int16 if value.dtype == torch.bfloat16 else torch.int32
-        differing = (got[name].view(words) != value.view(words)).flatten().nonzero()
-        assert len(differing) == 0, (
-            f"{name}: {len(differing)} of {value.numel()} differ, the first at "
-            f"{differing[0].item()}: {got[name].flatten()[differing[0]].item()} and "
-            f"{value.flatten()[differing[0]].item()}"
-        )

@@ -9,12 +9,10 @@ import torch
 from minifloat._native import ops
 from torch import Tensor
 
+from tests.support.same_bits import require_all_same
+
 KINDS = ["rms", "rms_rounded", "layer"]
 PARTS = [f"{part}_{s}" for s in ("row", "col") for part in ("codes", "scale", "amax", "decoded")]
-
-
-def bits(t: Tensor) -> Tensor:
-    return t.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[t.element_size()])
 
 
 @dataclass(frozen=True)
@@ -92,15 +90,8 @@ def draw(
     return Case(x, residual, weight, bias, kind, 1e-5)
 
 
-def require_same(got: tuple[Tensor, ...], want: tuple[Tensor, ...], what: str) -> None:
-    """Compares the sum and the outputs of both directions.
-
-    NaN amaxes and scales in fp32 are equal, since processors have different NaN bits.
-    """
-    for name, a, b in zip(["sum", *PARTS], got, want, strict=True):
-        assert a.shape == b.shape, f"{what}: {name}"
-        assert a.dtype == b.dtype, f"{what}: {name}"
-        wrong = bits(a.cpu().contiguous()) != bits(b.cpu().contiguous())
-        if a.dtype == torch.float32:
-            wrong &= ~(a.cpu().isnan() & b.cpu().isnan())
-        assert not wrong.any(), f"{what}: {name}: {int(wrong.sum())} differ, {wrong.nonzero()[0]}"
+def require_same_outputs(got: tuple[Tensor, ...], want: tuple[Tensor, ...], what: str) -> None:
+    """Compares the sum and the outputs of both directions."""
+    names = ["sum", *PARTS]
+    named = (dict(zip(names, outputs, strict=True)) for outputs in (got, want))
+    require_all_same(*named, what)

@@ -19,7 +19,8 @@ from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tenso
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.exact_sums import require_same_sums
-from tests.support.whole_layers import PLACES, Case, same_bytes
+from tests.support.same_bits import same_bytes
+from tests.support.whole_layers import PLACES, Case
 from tests.support.worlds import device_of
 
 RESULTS = ("y", "dx", "dW", "db")

@@ -48,7 +48,3 @@ def without_reuse(model):
         if isinstance(module, mf.Linear):
             module.weight_codes = module.shared_input = None
     return twin
-
-
-def require_same(a, b):
-    assert torch.equal(a, b), f"{int((a != b).sum())} of {a.numel()} differ"

@@ -24,13 +24,6 @@ def values(seed, *shape):
     return x * torch.randn(*shape[:-1], 1, generator=generator).exp2()
 
 
-def same_bytes(a, b):
-    a, b = a.detach().contiguous(), b.detach().contiguous()
-    return a.shape == b.shape and torch.equal(
-        a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)
-    )
-
-
 class Case:
     """Whole inputs of a layer, equal on every rank, and the results of one process."""
 

@@ -7,6 +7,8 @@ import minifloat as mf
 import pytest
 import torch
 
+from tests.support.same_bits import require_same_weight
+
 SPECS = [
     ("e4m3/tensor", "e4m3/tensor"), ("e4m3/row", "e4m3/row"), ("e4m3/128x128", "e4m3/128x128"),
     ("mxfp8", "mxfp8"), ("nvfp4/16x16", "nvfp4/16x16"), ("mxfp4", "nvfp4"), ("mxfp8", None),
@@ -20,14 +22,6 @@ def drawn():
     return torch.randn(E, N, K, generator=generator) * torch.tensor([1.0, 8.0, 0.1]).view(E, 1, 1)
 
 
-def assert_same(got, want):
-    for a, b in zip((got.rowwise, got.columnwise), (want.rowwise, want.columnwise)):
-        assert (a is None) == (b is None)
-        for name in ("codes", "scale", "amax") if a is not None else ():
-            x, y = (getattr(part, name).view(torch.uint8) for part in (a, b))
-            assert torch.equal(x, y), (a.spec, name)
-
-
 @pytest.mark.parametrize("specs", SPECS)
 def test_each_expert_is_a_matrix_of_its_own(specs):
     w = drawn()
@@ -39,18 +33,18 @@ def test_each_expert_is_a_matrix_of_its_own(specs):
         assert torch.equal(part.dequantize()[0], alone.dequantize())
         assert torch.equal(q.dequantize()[e], alone.dequantize())
     for twin in (copy.deepcopy(q), pickle.loads(pickle.dumps(q)), q.clone()):
-        assert_same(twin, q)
-    assert_same(q[1:3].clone(), mf.QuantizedTensor.from_tensor(w[1:3], *specs))
+        require_same_weight(twin, q)
+    require_same_weight(q[1:3].clone(), mf.QuantizedTensor.from_tensor(w[1:3], *specs))
     other = mf.QuantizedTensor.from_tensor(torch.zeros_like(w), *specs)
     other.copy_(w)
-    assert_same(other, q)
+    require_same_weight(other, q)
 
 
 @pytest.mark.parametrize("spec", ["e4m3/tensor", "e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16"])
 def test_directions_of_2d_blocks_are_transposes(spec):
     q = mf.QuantizedTensor.from_tensor(drawn(), spec)
     q.update_usage(columnwise=True)
-    assert_same(q, mf.QuantizedTensor.from_tensor(drawn(), spec, spec))
+    require_same_weight(q, mf.QuantizedTensor.from_tensor(drawn(), spec, spec))
 
 
 def test_slices_within_matrices():
@@ -58,7 +52,7 @@ def test_slices_within_matrices():
     q = mf.QuantizedTensor.from_tensor(w, "mxfp8", "mxfp8")
     for dim in (1, 2):
         cut = q.narrow(dim, 32, 64)
-        assert_same(
+        require_same_weight(
             cut,
             mf.QuantizedTensor.from_tensor(w.narrow(dim, 32, 64).contiguous(), "mxfp8", "mxfp8"),
         )

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from tests.support import grouped_oracle, oracle
+from tests.support.same_bits import same_bytes
 from tests.support.specs import SPECS
 from tests.tensor.test_quantize import FLAGS, values, with_strides
 
@@ -229,11 +230,6 @@ def padded_rows(x, group):
     """Returns a group's rows, and rows of zeros to whole units."""
     rows = x[group.begin : group.end]
     return torch.nn.functional.pad(rows, (0, 0, 0, group.cols - len(rows)))
-
-
-def same_bytes(got, want):
-    flat = [t.contiguous().reshape(-1).view(torch.uint8) for t in (got, want)]
-    return got.shape == want.shape and torch.equal(*flat)
 
 
 def cut_columns(q, group):

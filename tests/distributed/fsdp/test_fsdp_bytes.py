@@ -10,6 +10,7 @@ from minifloat.distributed.fsdp.weight import WeightWithQuantizedGather
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+from tests.support.same_bits import require_same_parts, same_bytes
 from tests.support.worlds import run_world
 
 
@@ -59,17 +60,6 @@ def whole_weight(shape):
     return weight
 
 
-def same_bytes(a, b):
-    return a.shape == b.shape and torch.equal(
-        a.contiguous().view(-1).view(torch.uint8), b.contiguous().view(-1).view(torch.uint8)
-    )
-
-
-def assert_same(got, want, what):
-    for name in ("codes", "scale", "amax"):
-        assert same_bytes(getattr(got, name), getattr(want, name)), (what, got.spec, name)
-
-
 def check_gathered(recipe, shape, dtype, precompute):
     """Checks the bytes of each direction that a plan gathers, before forward and backward."""
     world, where = dist.get_world_size(), (recipe, shape, dtype, precompute)
@@ -94,7 +84,7 @@ def check_gathered(recipe, shape, dtype, precompute):
         assert whole.shape == shape, where
         assert whole.dtype == dtype, where
         for i in directions:
-            assert_same((whole.rowwise, whole.columnwise)[i], want[i], where)
+            require_same_parts((whole.rowwise, whole.columnwise)[i], want[i], where)
         return True
 
     seen = []

@@ -15,6 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from torch.utils.checkpoint import checkpoint
 
 from tests.support import foreign_experts
+from tests.support.same_bits import same_bytes
 from tests.support.sharded_models import assert_equal, whole
 from tests.support.worlds import device_of, run_world
 
@@ -82,11 +83,6 @@ def sharded(model, **options):
 def tokens(seed, dtype=torch.float32):
     generator = torch.Generator().manual_seed(seed)
     return torch.randn(24, DIM, generator=generator).to(dtype)
-
-
-def same_bytes(a, b):
-    a, b = (t.cpu().contiguous().view(-1).view(torch.uint8) for t in (a, b))
-    return torch.equal(a, b)
 
 
 def products(model):

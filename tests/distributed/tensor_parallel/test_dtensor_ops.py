@@ -8,7 +8,8 @@ from minifloat.distributed.tensor_parallel import dtensor  # noqa: F401  registe
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.support.whole_layers import same_bytes, values
+from tests.support.same_bits import same_bytes
+from tests.support.whole_layers import values
 from tests.support.worlds import run_world
 
 

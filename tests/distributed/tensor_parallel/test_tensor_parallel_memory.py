@@ -13,7 +13,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.compiled import compiled
 from tests.support.parallel_models import check_models
+from tests.support.same_bits import require_all_same
 from tests.support.saved_bytes import saved_bytes, storage_of
 from tests.support.whole_layers import Case, values
 from tests.support.worlds import run_world
@@ -72,16 +74,6 @@ def results(case, mesh, dim, x_placement, recompute, wrap=lambda run: run):
     return [*tensors, state["amax_history"]], messages.count
 
 
-def compiled(run):
-    return torch.compile(run, backend="aot_eager", fullgraph=True)
-
-
-def require_same(got, want, where):
-    for i, (a, b) in enumerate(zip(got, want, strict=True)):
-        assert (a is None) == (b is None), (where, i)
-        assert a is None or torch.equal(a, b), (where, i)
-
-
 def check_layers(rank, recipes, is_compiled):
     mesh = init_device_mesh("cpu", (RANKS,))
     for recipe in recipes:
@@ -92,7 +84,7 @@ def check_layers(rank, recipes, is_compiled):
             want, count = results(case, *place, "")
             wrap = compiled if is_compiled else (lambda run: run)
             got, count_again = results(case, *place, "weight", wrap)
-            require_same(got, want, where)
+            require_all_same(got, want, where)
             assert is_compiled or count_again == count, where
 
 
@@ -153,7 +145,7 @@ def check_modules(rank, recipes):
         for name, wrap in runs.items():
             torch._dynamo.reset()
             found = [train(model, wrap(model)) for model in parallel_pair(recipe, mesh)]
-            require_same(found[1], found[0], (recipe, name))
+            require_all_same(found[1], found[0], (recipe, name))
 
 
 def test_bits_of_modules():

@@ -14,7 +14,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.exact_sums import integers
 from tests.support.parallel_layers import Recorded, assert_close, check_operands, run_layer
 from tests.support.parallel_models import PLANS, WIDTH, Block, built, train_step
-from tests.support.whole_layers import BATCH, PLACES, TOKENS, Case, same_bytes
+from tests.support.same_bits import require_same_weight
+from tests.support.whole_layers import BATCH, PLACES, TOKENS, Case
 from tests.support.worlds import device_of, run_world
 
 RECIPES = [
@@ -25,16 +26,6 @@ RECIPES = [
 
 def parts(t):
     return [part for part in (t.rowwise, t.columnwise) if part is not None]
-
-
-def require_same(got, want, where):
-    """Checks that two weights have equal directions, byte for byte."""
-    assert type(got) is mf.QuantizedTensor, where
-    assert got.specs == want.specs, where
-    assert got.shape == want.shape, where
-    for a, b in zip(parts(got), parts(want)):
-        for name in ("codes", "scale", "amax"):
-            assert same_bytes(getattr(a, name), getattr(b, name)), (where, a.spec, name)
 
 
 def piece_of(whole, dim, rank, world):
@@ -60,10 +51,10 @@ def check_shards(case, rank, world, mesh, dim):
     other = w if rank == 0 else mf.QuantizedTensor.from_tensor(-w.dequantize(), *w.specs)
     where = (case.recipe, dim, world)
     cut = distribute_tensor(other, mesh, [Shard(dim)])
-    require_same(cut.to_local(), piece_of(w, dim, rank, world), where)
-    require_same(distribute_tensor(other, mesh, [Replicate()]).to_local(), w, where)
+    require_same_weight(cut.to_local(), piece_of(w, dim, rank, world), where)
+    require_same_weight(distribute_tensor(other, mesh, [Replicate()]).to_local(), w, where)
     local = distribute_tensor(w, mesh, [Shard(dim)], src_data_rank=None)
-    require_same(local.to_local(), piece_of(w, dim, rank, world), where)
+    require_same_weight(local.to_local(), piece_of(w, dim, rank, world), where)
 
 
 def check_primary_layers(rank, recipes, kind="cpu", compare=assert_close):
@@ -129,7 +120,9 @@ def check_training(rank):
                     mf.step(m)
                 for key, dim in (("up", 0), ("down", 1)):
                     got, want = (getattr(m[0], key).weight.detach() for m in (model, alone))
-                    require_same(got.to_local(), piece_of(want, dim, rank, world), (*where, key))
+                    require_same_weight(
+                        got.to_local(), piece_of(want, dim, rank, world), (*where, key)
+                    )
 
 
 def primary(recipe):
@@ -155,7 +148,7 @@ def check_state(rank, folder):
         if checkpoint is not None:
             dcp.load(state, checkpoint_id=checkpoint, no_dist=checkpoint == of_one)
         other.load_state_dict(state["model"])
-        require_same(other[0].up.weight.to_local().detach(), codes, checkpoint)
+        require_same_weight(other[0].up.weight.to_local().detach(), codes, checkpoint)
     x = integers(1, BATCH, TOKENS, WIDTH)
     assert torch.equal(model(x), other(x))
     with pytest.raises(CheckpointException, match="a write to it would not reach the whole"):

@@ -1,0 +1,80 @@
+"""Comparisons by bits: of tensors, of quantized values and weights, of several tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import minifloat as mf
+import torch
+from torch import Tensor
+
+INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
+
+
+def bits(t: Tensor) -> Tensor:
+    """Returns the elements as integers, on the CPU."""
+    t = t.detach().cpu().contiguous()
+    return t.view(INTEGERS[t.element_size()])
+
+
+def same_bytes(a: Tensor, b: Tensor) -> bool:
+    """Tells whether shapes and bytes are equal."""
+    return a.shape == b.shape and torch.equal(bits(a), bits(b))
+
+
+def require_same(got: Tensor, want: Tensor, what: Any = "tensor") -> None:
+    """Compares bit for bit. fp32 NaNs are equal, since processors have different NaN bits."""
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} for {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{what}: {got.dtype} for {want.dtype}"
+    got, want = got.detach().cpu(), want.detach().cpu()
+    wrong = bits(got) != bits(want)
+    if got.dtype == torch.float32:
+        wrong &= ~(got.isnan() & want.isnan())
+    if not wrong.any():
+        return
+    first = tuple(wrong.nonzero()[0].tolist())
+    digits = 2 * got.element_size()
+    mask = (1 << (4 * digits)) - 1
+    a, b = (int(bits(t)[first]) & mask for t in (got, want))
+    raise AssertionError(
+        f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first at {first}: "
+        f"{a:#0{digits + 2}x} ({got[first].item()}) for {b:#0{digits + 2}x} ({want[first].item()})"
+    )
+
+
+def require_all_same(
+    got: Mapping[str, Tensor | None] | Sequence[Tensor | None],
+    want: Mapping[str, Tensor | None] | Sequence[Tensor | None],
+    what: Any = "results",
+) -> None:
+    """Compares named tensors, or tensors in order; None equals None alone."""
+    if not isinstance(got, Mapping) or not isinstance(want, Mapping):
+        got, want = ({str(i): t for i, t in enumerate(each)} for each in (got, want))
+    assert got.keys() == want.keys(), f"{what}: {sorted(got)} for {sorted(want)}"
+    for name, a in got.items():
+        b = want[name]
+        assert (a is None) == (b is None), f"{what}, {name}: {a} for {b}"
+        if a is not None and b is not None:
+            require_same(a, b, f"{what}, {name}")
+
+
+def require_same_parts(got: mf.Quantized, want: mf.Quantized, what: Any = "operand") -> None:
+    """Compares codes, scales and amaxes."""
+    assert got.spec == want.spec, f"{what}: {got.spec} for {want.spec}"
+    for name in ("codes", "scale", "amax"):
+        require_same(getattr(got, name), getattr(want, name), f"{what}, {got.spec}, {name}")
+
+
+def require_same_weight(
+    got: mf.QuantizedTensor, want: mf.QuantizedTensor, what: Any = "weight"
+) -> None:
+    """Compares both directions of a weight."""
+    assert type(got) is type(want) is mf.QuantizedTensor, what
+    assert got.shape == want.shape, f"{what}: {got.shape} for {want.shape}"
+    assert got.specs == want.specs, f"{what}: {got.specs} for {want.specs}"
+    for side in ("rowwise", "columnwise"):
+        a, b = getattr(got, side), getattr(want, side)
+        assert (a is None) == (b is None), f"{what}, {side}: {a} for {b}"
+        if a is not None:
+            require_same_parts(a, b, f"{what}, {side}")
