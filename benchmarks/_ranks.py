@@ -3,16 +3,18 @@
 join("cuda")       a rank of torchrun's job, with a GPU of its own where there are enough. Ranks
                    on one GPU compute the same bytes and need the same memory each; their times
                    are no figures
-alone(4)           one rank of four, without the others, on one GPU: its work, its memory and
-                   the host's. An all-gather copies this rank's part to every place, a
-                   reduce-scatter keeps this rank's part, and nothing is sent
+alone(4)           one rank of four, without the others: shows its work, its memory and the host's
+                   time. An all-gather copies this rank's part to every place, a reduce-scatter
+                   keeps this rank's part, and nothing is sent
 """
 
 from __future__ import annotations
 
 import os
 import statistics
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
@@ -31,11 +33,13 @@ def join(kind: str) -> torch.device:
     if kind == "cpu":
         dist.init_process_group("gloo")
         return torch.device("cpu")
+    if "LOCAL_RANK" not in os.environ:
+        sys.exit(f"{Path(sys.argv[0]).name}: expected torchrun, found no LOCAL_RANK")
     gpus, rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
     if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
         os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL refuses two ranks of a host on one GPU
         if rank == 0:
-            print(f"ranks share {gpus} GPU: the times are no figures", flush=True)
+            print(f"ranks share {gpus} of CUDA's devices: the times are no figures", flush=True)
     device = torch.device(kind, rank % gpus)
     torch.cuda.set_device(device)
     dist.init_process_group("nccl")
@@ -97,8 +101,9 @@ def median_ms(call: Callable[[], object]) -> float:
 
 def printed(what: str, rate: float, device: torch.device) -> float:
     if dist.get_rank() == 0:
-        print(f"{dist.get_world_size()} x {timing.device_name(device)}, torch {torch.__version__}")
-        print(f"{what} a rank: {rate:.0f} GB/s a GPU", flush=True)
+        name = timing.device_name(device)
+        print(f"{dist.get_world_size()} ranks, {name}, torch {torch.__version__}")
+        print(f"{what} a rank: {rate:.0f} GB/s a rank", flush=True)
     return rate
 
 

@@ -106,7 +106,7 @@ def main() -> None:
     device = ranks.join(timing.require_device(args.device).type)
     is_cuda = device.type == "cuda"
     sizes = args.shards, dist.get_world_size() // args.shards
-    mesh = init_device_mesh(args.device, sizes, mesh_dim_names=("shards", "ep"))
+    mesh = init_device_mesh(device.type, sizes, mesh_dim_names=("shards", "ep"))
     wires = ranks.all_to_all_gb_s(device) if is_cuda else None
     records: list[dict[str, Any]] = []
     asked = [dict(zip(SIZES, layer, strict=True)) for layer in args.layers]

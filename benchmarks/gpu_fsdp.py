@@ -205,9 +205,13 @@ def main() -> int:
     peers = [TORCHAO] if importlib.util.find_spec("torchao") else []
     parser.add_argument("--recipes", default=",".join(RECIPES + peers), help="bf16 first")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
-    parser.add_argument("--width", type=int, default=WIDTH, help="less: the host's time alone")
+    parser.add_argument("--width", type=int, default=WIDTH, help="of a block: a multiple of 512")
     parser.add_argument("--alone", type=int, help="the ranks of which this process is one")
     options = parser.parse_args()
+    if options.device != "cuda":
+        parser.error(f"--device: expected cuda, got {options.device}")
+    if options.width < 512 or options.width % 512 != 0:
+        parser.error(f"--width: expected a multiple of 512, got {options.width}")
     device = timing.require_device("cuda")
     if options.alone:
         ranks.alone(options.alone)
@@ -220,7 +224,8 @@ def main() -> int:
     for seq in (int(n) for n in options.seq.split(",")):
         rows += measure(seq, options.recipes.split(","), setting)
     if dist.get_rank() == 0:
-        content = {"ranks": dist.get_world_size(), "all_gather_gb_s": gather}
+        content = {"ranks": dist.get_world_size(), "is_alone": bool(options.alone)}
+        content |= {"width": options.width, "all_gather_gb_s": gather}
         content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
     dist.destroy_process_group()

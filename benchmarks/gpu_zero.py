@@ -171,7 +171,8 @@ def measure(setting: Setting, recipe: str) -> list[Row]:
         found = losses, training.shards()
         is_equal = None
         if want is not None:
-            same = losses == want[0] and all(map(torch.equal, found[1], want[1]))
+            pairs = zip(found[1], want[1], strict=True)
+            same = losses == want[0] and all(torch.equal(a, b) for a, b in pairs)
             is_equal = all_true(same, setting.device)
         want = found
         ms = statistics.median(times[setting.steps // 10 :])

@@ -298,7 +298,8 @@ def main():
     for recipe in RECIPES:
         losses, masters = train_zero3(recipe, device)
         want, shards = train_fsdp(recipe, device)
-        is_equal = losses == want and all(map(torch.equal, masters, shards))
+        pairs = zip(masters, shards, strict=True)
+        is_equal = losses == want and all(torch.equal(a, b) for a, b in pairs)
         found = torch.tensor(is_equal, dtype=torch.int32, device=device)
         dist.all_reduce(found, dist.ReduceOp.MIN)
         if dist.get_rank() == 0:

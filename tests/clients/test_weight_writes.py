@@ -16,7 +16,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 from tests.support.reuse_counts import without_reuse
-from tests.support.same_bits import require_same
+from tests.support.same_bits import require_same_numbers
 
 
 @pytest.fixture(params=["fingerprints", "no fingerprints"], autouse=True)
@@ -37,7 +37,7 @@ def batch(seed=1):
 def is_current(model, x):
     """Compares with a model that caches nothing, in two forwards: the second may read a cache."""
     for _ in range(2):
-        require_same(model(x), without_reuse(model)(x))
+        require_same_numbers(model(x), without_reuse(model)(x))
 
 
 # ---- PEFT ----------------------------------------------------------------------------------------
@@ -68,10 +68,10 @@ def test_merged_adapters_are_in_the_codes(primary, trains):
         if not primary:
             assert (model(x) - apart).abs().max() < 1e-5
         unloaded = model.merge_and_unload()
-        require_same(unloaded(x), merged)
+        require_same_numbers(unloaded(x), merged)
         is_current(unloaded, x)
         mf.step(unloaded)
-        require_same(unloaded(x), merged)
+        require_same_numbers(unloaded(x), merged)
     assert (merged - apart).abs().max() < 0.2 * apart.abs().max()
     assert not torch.equal(merged, apart)
 
@@ -112,7 +112,7 @@ def test_an_average_that_is_swapped_in_and_out(mode):
             averaged = model(x)
             is_current(model, x)
             restore()
-            require_same(model(x), trained)
+            require_same_numbers(model(x), trained)
             is_current(model, x)
         assert not torch.equal(averaged, trained)
         model.train()

@@ -13,8 +13,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.gpu.layer_cases import require_close
 from tests.gpu.sweep import laid_out, require_same_quantize, rng_tensor, values
-from tests.support.mlp_cases import Case, require_equal
-from tests.support.same_bits import require_same
+from tests.support.mlp_cases import Case
+from tests.support.same_bits import require_same, require_same_results
 
 pytestmark = pytest.mark.gpu
 
@@ -269,7 +269,7 @@ def test_feed_forwards_have_the_bytes_of_layers(cuda, tokens, sizes, is_gated, h
     if mode == "compiled":
         run = torch.compile(run, backend="aot_eager", fullgraph=True)
     with Asked() if mode == "dispatched" else contextlib.nullcontext():
-        require_equal(case.results(run), want)
+        require_same_results(case.results(run), want)
 
 
 @pytest.mark.parametrize("is_gated", [True, False])

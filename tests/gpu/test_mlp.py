@@ -7,7 +7,8 @@ import itertools
 import pytest
 import torch
 
-from tests.support.mlp_cases import Case, require_equal
+from tests.support.mlp_cases import Case
+from tests.support.same_bits import require_same_results
 
 pytestmark = pytest.mark.gpu
 # K, hidden, N: whole tiles, for which kernels are fused, and others.
@@ -22,4 +23,4 @@ def test_bytes_equal_the_composition(device, recipe):
                 recipe, is_gated, has_bias, tokens=(2, 128), activation=activation,
                 sizes=sizes, device=str(device),
             )  # fmt: skip
-            require_equal(case.results(case.fused), case.results(case.composed))
+            require_same_results(case.results(case.fused), case.results(case.composed))

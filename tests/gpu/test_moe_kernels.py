@@ -14,7 +14,7 @@ from minifloat._native import ops
 from torch import Tensor
 
 from tests.gpu.sweep import DTYPES, describe, laid_out, on, values
-from tests.support.same_bits import bits
+from tests.support.same_bits import require_same_bytes
 from tests.support.swiglu_casts import ENDS as SWIGLU_ENDS
 from tests.support.swiglu_casts import Case, draw, require_same_cast
 
@@ -26,18 +26,6 @@ ROWS = [0, 1, 7, 8, 33]
 KINDS = ["normal", "wide", "tiny", "huge", "special"]
 FORMS: list[dict[str, Any]] = [{}, {"limit": 1.0, "alpha": 1.702}, {"limit": 7.0, "alpha": 1.0}]
 LAYOUTS = ["dense", "odd base", "odd pitch", "padded rows"]
-
-
-def require_bytes(got: Tensor, want: Tensor, what: str) -> None:
-    """Compares every bit, those of NaN too: these ops write one NaN on every device."""
-    assert got.shape == want.shape, f"{what}: {tuple(got.shape)} for {tuple(want.shape)}"
-    wrong = bits(got) != bits(want)
-    if wrong.any():
-        at = tuple(wrong.nonzero()[0].tolist())
-        raise AssertionError(
-            f"{what}: {int(wrong.sum())} of {wrong.numel()} differ, first at {at}: "
-            f"{got.cpu()[at].item()!r} for {want.cpu()[at].item()!r}"
-        )
 
 
 def matrix(kind: str, rows: int, cols: int, dtype: torch.dtype, seed: int, layout: str) -> Tensor:
@@ -74,11 +62,11 @@ def compare(
     moved = [None if t is None else on(device, t) for t in tensors]
     what = f"{kind} {describe(product)} {layout} {parts} {form} groups={in_groups}"
     want = ops.swiglu(product, other, weights, **options)
-    require_bytes(ops.swiglu(*moved[1:], **there), want, f"swiglu {what}")
+    require_same_bytes(ops.swiglu(*moved[1:], **there), want, f"swiglu {what}")
     wanted = ops.swiglu_backward(*tensors, **options)
     found = ops.swiglu_backward(*moved, **there)
     for name, a, b in zip(("d_product", "d_other", "d_weights"), found, wanted, strict=True):
-        require_bytes(a, b, f"{name} {what}")
+        require_same_bytes(a, b, f"{name} {what}")
 
 
 @pytest.mark.parametrize("parts", ["two", "apart", "interleaved"])
@@ -105,10 +93,10 @@ def test_swiglu_of_every_bfloat16(device):
     for form in FORMS:
         want = ops.swiglu(gate, up, ones, **form)
         moved = [t.to(device) for t in (gate, up, ones)]
-        require_bytes(ops.swiglu(*moved, **form), want, f"swiglu {form}")
+        require_same_bytes(ops.swiglu(*moved, **form), want, f"swiglu {form}")
         wanted = ops.swiglu_backward(dh, gate, up, ones, **form)
         for a, b in zip(ops.swiglu_backward(dh.to(device), *moved, **form), wanted, strict=True):
-            require_bytes(a, b, f"swiglu_backward {form}")
+            require_same_bytes(a, b, f"swiglu_backward {form}")
 
 
 def test_the_sigmoid_of_many_floats(device):
@@ -120,9 +108,9 @@ def test_the_sigmoid_of_many_floats(device):
     ones, up = torch.ones(gate.shape[0]), torch.ones_like(gate)
     tensors = (up, gate, up, ones)
     moved = [t.to(device) for t in tensors]
-    require_bytes(ops.swiglu(*moved[1:]), ops.swiglu(*tensors[1:]), "swiglu")
+    require_same_bytes(ops.swiglu(*moved[1:]), ops.swiglu(*tensors[1:]), "swiglu")
     for a, b in zip(ops.swiglu_backward(*moved), ops.swiglu_backward(*tensors), strict=True):
-        require_bytes(a, b, "swiglu_backward")
+        require_same_bytes(a, b, "swiglu_backward")
 
 
 # ---- SwiGLU within its cast ----------------------------------------------------------------------
@@ -220,14 +208,16 @@ def test_take_rows(device, slots, dtype):
         odd = laid_out(floats[0], "odd pitch")[0], laid_out(floats[1], "odd base")[0]
         for source in (x, *odd):
             got = ops.take_rows(on(device, source), index.to(device), slots)
-            require_bytes(got, ops.take_rows(source, index, slots), f"take_rows {describe(source)}")
+            require_same_bytes(
+                got, ops.take_rows(source, index, slots), f"take_rows {describe(source)}"
+            )
             order = torch.randperm(tokens * slots).int()
             places = order.argsort().view(tokens, slots).int().to(device)
             got = ops.take_rows(on(device, source), order.to(device), slots, places=places)
-            require_bytes(got, source[order.long() // slots], f"by places {describe(source)}")
+            require_same_bytes(got, source[order.long() // slots], f"by places {describe(source)}")
     scales = torch.rand(40)
     index = torch.randint(0, 40, (90,), dtype=torch.int32)
-    require_bytes(
+    require_same_bytes(
         ops.take_rows(scales.to(device), index.to(device)), scales[index.long()], "scales"
     )
 
@@ -271,7 +261,7 @@ def test_take_rows_by_places_that_are_no_inverse(device, slots):
         places = places.view(tokens, slots)
         want = x[index.long() // slots]
         got = ops.take_rows(x.to(device), index.to(device), slots, places=places.to(device))
-        require_bytes(got, want, f"take_rows {tokens} {slots} {cols}")
+        require_same_bytes(got, want, f"take_rows {tokens} {slots} {cols}")
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -284,11 +274,13 @@ def test_add_slots(device, slots, dtype):
             want = ops.add_slots(rows, places, base)
             there = None if base is None else base.to(device)
             got = ops.add_slots(rows.to(device), places.to(device), there)
-            require_bytes(got, want, f"add_slots {kind} {describe(rows)} base={base is not None}")
+            require_same_bytes(
+                got, want, f"add_slots {kind} {describe(rows)} base={base is not None}"
+            )
     rows = laid_out(torch.randn(1, 9, 72).to(dtype), "odd pitch")[0]
     places = torch.randint(0, 9, (4, slots), dtype=torch.int32)
     got = ops.add_slots(on(device, rows), places.to(device))
-    require_bytes(got, ops.add_slots(rows, places), "add_slots of an odd pitch")
+    require_same_bytes(got, ops.add_slots(rows, places), "add_slots of an odd pitch")
 
 
 def test_quick(device):
@@ -299,10 +291,10 @@ def test_quick(device):
     for row, col in FUSED:
         compare_casts(device, draw([9, 9, 140], 150, 128, torch.bfloat16, "apart"), row, col)
     x, index = torch.randn(9, 40), torch.arange(18).flip(0).int()
-    require_bytes(
+    require_same_bytes(
         ops.take_rows(x.to(device), index.to(device), 2), ops.take_rows(x, index, 2), "take_rows"
     )
     places = index[:8].view(4, 2) // 2
-    require_bytes(
+    require_same_bytes(
         ops.add_slots(x.to(device), places.to(device)), ops.add_slots(x, places), "add_slots"
     )

@@ -18,7 +18,7 @@ from torch import Tensor
 from tests.gpu.sweep import DTYPES, describe, laid_out, on, values
 from tests.support.graphs import captured
 from tests.support.norm_casts import KINDS, Case, draw, require_same_outputs
-from tests.support.same_bits import bits
+from tests.support.same_bits import require_same_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -28,21 +28,14 @@ VALUES = ["normal", "wide", "tiny", "huge", "special", "zeros"]
 LAYOUTS = ["dense", "odd base", "odd pitch", "padded rows"]
 
 
-def require_bytes(got: Tensor, want: Tensor, what: str) -> None:
-    """Compares every bit, those of NaN too: these ops write one NaN on every device."""
-    assert got.shape == want.shape, what
-    wrong = bits(got.cpu()) != bits(want)
-    assert not wrong.any(), f"{what}: {int(wrong.sum())} differ, first at {wrong.nonzero()[0]}"
-
-
 def compare(device: torch.device, case: Case, what: str) -> None:
     there = case.on(device)
-    require_bytes(there.norm(), case.norm(), f"{case} {what}")
+    require_same_bytes(there.norm(), case.norm(), f"{case} {what}")
     if case.residual is not None:
         args = (case.weight, case.bias, case.kind, case.eps)
         want = ops.add_norm(case.x, case.residual, *args)[0]
         got = ops.add_norm(there.x, there.residual, *there.rest)[0]
-        require_bytes(got, want, f"the sum of {case} {what}")
+        require_same_bytes(got, want, f"the sum of {case} {what}")
 
 
 @pytest.mark.parametrize("cols", COLS)
@@ -76,7 +69,7 @@ def test_values_of_any_layout(device, dtype, layout):
         x = laid_out(values("normal", (rows, cols), dtype, 1)[None], layout)[0]
         want = ops.norm(x, *case.rest)
         got = ops.norm(on(device, x), *case.on(device).rest)
-        require_bytes(got, want, f"{case} {layout} {describe(x)}")
+        require_same_bytes(got, want, f"{case} {layout} {describe(x)}")
 
 
 # ---- Casts ---------------------------------------------------------------------------------------

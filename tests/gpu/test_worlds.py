@@ -30,7 +30,7 @@ from tests.gpu.test_layers import tolerance
 from tests.moe.test_expert_faults import lose_a_rank_in_forward
 from tests.support.parallel_layers import RESULTS, check_layers
 from tests.support.parallel_models import EXACT, WIDTH, check_models
-from tests.support.same_bits import require_same, require_same_parts
+from tests.support.same_bits import require_same, require_same_parts, require_same_results
 from tests.support.sharded_models import batch, built, sharded
 from tests.support.tiny_text import write_text
 from tests.support.whole_layers import BATCH, TOKENS, Case
@@ -154,7 +154,7 @@ def test_sharded_masters(device):
 
 
 def test_sharded_masters_of_two_processes_on_one_gpu(device):
-    """Reduces over gloo, which NCCL does not do for two processes on one GPU."""
+    """Reduces CUDA tensors over gloo."""
     run_world(RANKS, check_masters, device.type, 0)
 
 
@@ -168,7 +168,7 @@ def check_zero3(rank: int, kind: str) -> None:
         losses, masters = example["train_zero3"](recipe, device)
         want, shards = example["train_fsdp"](recipe, device)
         assert losses == want, recipe
-        assert all(map(torch.equal, masters, shards)), recipe
+        require_same_results(masters, shards, recipe)
 
 
 @pytest.mark.parametrize("ranks", [2, 4])

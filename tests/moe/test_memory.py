@@ -18,7 +18,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.moe.test_convert import BLOCKS, run, tokens
 from tests.support.compiled import compiled
 from tests.support.foreign_experts import Batched, D, E
-from tests.support.same_bits import require_all_same
+from tests.support.same_bits import require_same_results
 from tests.support.saved_bytes import saved_bytes
 
 M, K, N, EXPERTS = 40, 64, 32, 3
@@ -71,7 +71,7 @@ class Product:
 @pytest.mark.parametrize("recipe", [*PRESETS, "bf16"])
 def test_bits_of_a_product(recipe, dtype, is_row_major):
     product = Product(recipe, dtype, is_row_major)
-    require_all_same(product.results("weight"), product.results(""))
+    require_same_results(product.results("weight"), product.results(""))
 
 
 @pytest.mark.parametrize("is_row_major", [False, True])
@@ -132,7 +132,7 @@ def test_bits_of_modules(name, recipe):
     for _ in range(2):
         for _ in range(2):  # micro-batches, which read cached codes in the second step
             want, got = (run(model, tokens()) for model in models)
-            require_all_same(got, want)
+            require_same_results(got, want)
         for model in models:
             mf.step(model)
 
@@ -141,7 +141,7 @@ def test_bits_of_modules(name, recipe):
 @pytest.mark.parametrize("name", [name for name in BLOCKS if is_traceable(name)])
 def test_bits_of_compiled_modules(name, recipe):
     want, got = (run(compiled(model), tokens()) for model in pair(name, recipe))
-    require_all_same(got, want)
+    require_same_results(got, want)
 
 
 @pytest.mark.parametrize("is_reentrant", [False, True])
@@ -158,7 +158,7 @@ def test_bits_under_checkpoints(name, recipe, is_reentrant):
             found += [y.detach(), x.grad.clone()]
         found += [p.grad.clone() for p in model.parameters()]
         results.append(found)
-    require_all_same(results[1], results[0])
+    require_same_results(results[1], results[0])
 
 
 @pytest.mark.parametrize("is_compiled", [False, True])

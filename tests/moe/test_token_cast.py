@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.reuse_counts import casts, without_reuse
+from tests.support.same_bits import require_same_results
 from tests.support.worlds import run_world
 
 T, D = 20, 64
@@ -49,10 +50,6 @@ def results(moe: mf.MoE, x: Tensor, run: Callable[[Tensor], Tensor] | None = Non
     return [*found, x.grad, *(p.grad for p in moe.parameters())]
 
 
-def require_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("fused_w13", [False, True])
 @pytest.mark.parametrize("recipe", ONCE)
 def test_tokens_are_cast_once(recipe, fused_w13):
@@ -73,11 +70,11 @@ def test_tokens_are_cast_once(recipe, fused_w13):
 def test_results_are_those_of_casts_of_their_own(recipe, dtype):
     moe = layer(recipe, dtype)
     twin, x = without_reuse(moe), tokens(dtype)
-    require_equal(results(moe, x), results(twin, x))
+    require_same_results(results(moe, x), results(twin, x))
     moe, twin = (layer(recipe, dtype, fused_w13=True) for _ in range(2))
     twin = without_reuse(twin)
     with torch.autocast("cpu", torch.bfloat16):
-        require_equal(results(moe, x), results(twin, x))
+        require_same_results(results(moe, x), results(twin, x))
 
 
 @pytest.mark.parametrize("use_reentrant", [False, True])
@@ -86,7 +83,7 @@ def test_recomputation(recipe, use_reentrant):
     def run(moe: mf.MoE) -> list[Tensor]:
         return results(moe, tokens(), lambda x: checkpoint(moe, x, use_reentrant=use_reentrant))
 
-    require_equal(run(layer(recipe)), run(without_reuse(layer(recipe))))
+    require_same_results(run(layer(recipe)), run(without_reuse(layer(recipe))))
 
 
 def saved_bytes(moe: mf.MoE, x: Tensor) -> int:
@@ -154,7 +151,7 @@ def test_hooks_may_change_the_input_of_either():
     for m in (moe, twin):
         m.experts.register_forward_pre_hook(lambda m, args: (args[0] * 2, *args[1:]))
         m.shared_experts.register_forward_pre_hook(lambda m, args: (args[0] * 3,))
-    require_equal(results(moe, x), results(twin, x))
+    require_same_results(results(moe, x), results(twin, x))
 
 
 @pytest.mark.parametrize("part", ["experts", "shared_experts"])
@@ -163,9 +160,9 @@ def test_restored_layers(part):
     mf.restore_(getattr(moe, part))
     with torch.no_grad():
         assert casts(lambda: moe(x), (T, D)) == 1  # of the others
-    require_equal(results(moe, x), results(without_reuse(moe), x))
+    require_same_results(results(moe, x), results(without_reuse(moe), x))
     mf.restore_(moe)
-    require_equal(results(moe, x), results(layer(None), x))
+    require_same_results(results(moe, x), results(layer(None), x))
 
 
 def test_a_write_between_the_readers_is_seen():
@@ -176,7 +173,7 @@ def test_a_write_between_the_readers_is_seen():
     for m in (moe, twin):
         m.eval()
     with torch.no_grad():
-        require_equal([moe(x.clone())], [twin(x.clone())])
+        require_same_results([moe(x.clone())], [twin(x.clone())])
 
 
 def test_copies_share_among_themselves():
@@ -196,11 +193,11 @@ def test_codes_where_experts_read_values(recipe, monkeypatch):
     assert found.is_decoded
     assert expected.is_decoded
     assert as_experts_read(found, x, recipe, spec) is found
-    require_equal([*found], [*expected])
+    require_same_results([*found], [*expected])
     codes = codes_of(x, spec)
     assert codes.has_codes
     assert not codes.is_decoded
-    require_equal([*as_experts_read(codes, x, recipe, spec)[1:]], [*expected[1:]])
+    require_same_results([*as_experts_read(codes, x, recipe, spec)[1:]], [*expected[1:]])
     as_fp8 = codes._replace(codes=x.to(torch.float8_e4m3fn))
     assert as_experts_read(as_fp8, x, recipe, spec) is None
     monkeypatch.setattr(row_operands, "reads_values", lambda *_: False)
@@ -234,7 +231,7 @@ def check_ranks(rank: int) -> None:
             for reads_codes in (False, True):
                 moe = mf.expert_parallel(layer(recipe), dist.group.WORLD, dispatch=dispatch)
                 twin, x, copied = without_reuse(moe), tokens(), []
-                require_equal(results(moe, x), results(twin, x))
+                require_same_results(results(moe, x), results(twin, x))
                 is_copied = reads_codes and dispatch == "codes" and recipe in ONCE
                 assert len(copied) == (2 if is_copied else 0)
                 with torch.no_grad():

@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.compiled import compiled
 from tests.support.fused_models import NORMS, PRESETS, RUNS, WIDTH, block, hidden, results, unfused
-from tests.support.same_bits import require_all_same
+from tests.support.same_bits import require_same_results
 
 STOCHASTIC_INPUT = "fprop=nvfp4+sr*nvfp4 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8+sr"
 
@@ -35,7 +35,7 @@ def norm_of(dtype=torch.bfloat16, kind="rms", recipe="nvfp4"):
 def test_every_preset(recipe, run):
     fused = block(recipe)
     plain = unfused(fused)
-    require_all_same(results(fused, RUNS[run](fused)), results(plain, RUNS[run](plain)))
+    require_same_results(results(fused, RUNS[run](fused)), results(plain, RUNS[run](plain)))
 
 
 @pytest.mark.parametrize("run", RUNS)
@@ -44,7 +44,7 @@ def test_every_preset(recipe, run):
 def test_every_kind_and_dtype(kind, dtype, run):
     fused = block("mxfp8", kind, dtype, bias=True)
     plain = unfused(fused)
-    require_all_same(results(fused, RUNS[run](fused)), results(plain, RUNS[run](plain)))
+    require_same_results(results(fused, RUNS[run](fused)), results(plain, RUNS[run](plain)))
 
 
 def test_a_checkpoint_in_compiled_code():
@@ -54,7 +54,7 @@ def test_a_checkpoint_in_compiled_code():
         results(m, compiled(lambda x, m=m: checkpoint(m, x, use_reentrant=False)))
         for m in (fused, plain)
     ]
-    require_all_same(*found)
+    require_same_results(*found)
 
 
 @pytest.mark.parametrize("run", ["eager", "checkpoint", "compiled"])
@@ -63,7 +63,7 @@ def test_delayed_histories_over_steps(run):
     plain = unfused(fused)
     runs = [(m, RUNS[run](m)) for m in (fused, plain)]
     for seed in range(3):
-        require_all_same(*[results(m, call, hidden(seed=seed)) for m, call in runs])
+        require_same_results(*[results(m, call, hidden(seed=seed)) for m, call in runs])
         for model, _ in runs:
             mf.step(model)
     assert fused[1].amax_history[0, 0] > 0
@@ -79,7 +79,7 @@ def test_norms_whose_readers_share_no_codes_stay(recipe):
 def test_stochastic_inputs_draw_from_the_readers_stream(run):
     fused = norm_of(recipe=STOCHASTIC_INPUT)
     plain = unfused(fused)
-    require_all_same(results(fused, RUNS[run](fused)), results(plain, RUNS[run](plain)))
+    require_same_results(results(fused, RUNS[run](fused)), results(plain, RUNS[run](plain)))
 
 
 def test_codes_are_cast_once_for_all_readers(monkeypatch):
@@ -112,7 +112,7 @@ def test_frozen_norms_and_layers():
         for name, parameter in fused.named_parameters():
             parameter.requires_grad_(not any(part in name for part in frozen))
         plain = unfused(fused)
-        require_all_same(results(fused), results(plain))
+        require_same_results(results(fused), results(plain))
 
 
 def test_a_second_reader_that_is_no_layer():
@@ -143,7 +143,7 @@ def test_a_second_reader_that_is_no_layer():
         for wrap in (lambda run: run, compiled):
             got, want = (results(m, wrap(both(m, values_first))) for m in (fused, plain))
             if values_first:  # both readers' gradients are summed at the values
-                require_all_same(got, want)
+                require_same_results(got, want)
             assert torch.equal(got["y"], want["y"])
             for name in want:  # two gradients, summed in either order
                 torch.testing.assert_close(got[name], want[name], rtol=2**-7, atol=2**-9)
@@ -280,7 +280,7 @@ def test_hooks_see_tensors(where, kind):
 
     register = {"forward_pre": "register_forward_pre_hook"}.get(kind, f"register_{kind}_hook")
     getattr(fused.get_submodule(where), register)(hook)
-    require_all_same(results(fused), results(plain))
+    require_same_results(results(fused), results(plain))
     assert seen
     assert not any(isinstance(value, Deferred) for value in seen)
 
@@ -307,9 +307,9 @@ def test_a_checkpoint_of_a_reader():
         return call
 
     got, want = (results(m, run(m, use_reentrant=False)) for m in (fused, plain))
-    require_all_same(got, want)
+    require_same_results(got, want)
     compiled_ones = (results(m, compiled(run(m, use_reentrant=False))) for m in (fused, plain))
-    require_all_same(*compiled_ones)
+    require_same_results(*compiled_ones)
     reentrant = run(fused, use_reentrant=True)
     with (
         pytest.warns(UserWarning, match="None of the inputs have requires_grad"),
@@ -326,7 +326,7 @@ def test_a_compiled_norm_and_a_compiled_reader():
         model = copy.deepcopy(fused)
         module = model.get_submodule(name)
         module.forward = torch.compile(module.forward, fullgraph=True, backend="aot_eager")
-        require_all_same(results(model), want)
+        require_same_results(results(model), want)
 
 
 def test_micro_batches_and_a_frozen_model_reuse_codes():

@@ -12,6 +12,7 @@ from minifloat.nn.deferred import Deferred
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support.compiled import compiled
 from tests.support.fused_models import (
     HIDDEN,
     PRESETS,
@@ -20,12 +21,11 @@ from tests.support.fused_models import (
     FeedForward,
     Mlp,
     block,
-    compiled,
     hidden,
     results,
     unfused,
 )
-from tests.support.same_bits import require_all_same
+from tests.support.same_bits import require_same_results
 from tests.support.saved_bytes import saved_bytes
 
 READ_AS_VALUES = ("fp8_rowwise_gw_hp",)
@@ -72,7 +72,7 @@ def test_every_preset_in_a_block(recipe, run, calls):
     got = results(fused, RUNS[run](fused))
     assert bool(calls) == (recipe not in READ_AS_VALUES)
     want = results(plain, RUNS[run](plain))
-    require_all_same(without_up_inputs(got), without_up_inputs(want))
+    require_same_results(without_up_inputs(got), without_up_inputs(want))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -83,7 +83,7 @@ def test_without_a_gate(name, dtype, calls):
     plain = unfused(fused)
     plain[0].is_plain = name
     for run in RUNS.values():
-        require_all_same(results(fused, run(fused)), results(plain, run(plain)))
+        require_same_results(results(fused, run(fused)), results(plain, run(plain)))
     assert len(calls) >= 6
 
 
@@ -92,7 +92,7 @@ def test_steps_of_delayed_scaling():
     plain = unfused(fused)
     for seed in range(3):
         got, want = (results(m, None, hidden(seed=seed)) for m in (fused, plain))
-        require_all_same(without_up_inputs(got), without_up_inputs(want))
+        require_same_results(without_up_inputs(got), without_up_inputs(want))
         mf.step(fused)
         mf.step(plain)
 
@@ -108,7 +108,7 @@ def test_a_norm_before_one_layer_under_delayed_scaling(run):
     plain[1].is_plain = "gelu"
     runs = [(m, RUNS[run](m)) for m in (model, plain)]
     for seed in range(3):
-        require_all_same(*[results(m, call, hidden(seed=seed)) for m, call in runs])
+        require_same_results(*[results(m, call, hidden(seed=seed)) for m, call in runs])
         for m, _ in runs:
             mf.step(m)
 
@@ -148,7 +148,7 @@ def test_what_reads_an_intermediate_result():
                 for m in (fused, plain)
             )
             assert type(got["y"]) is torch.Tensor, name
-            require_all_same(got, want)
+            require_same_results(got, want)
 
 
 def test_each_layer_multiplies_at_most_once(monkeypatch):
@@ -203,7 +203,7 @@ def test_hooks_see_tensors(where, calls):
     assert not calls
     assert seen
     assert not any(isinstance(value, Deferred) for value in seen)
-    require_all_same(got, want)
+    require_same_results(got, want)
 
 
 def test_a_write_to_the_input_is_an_error():
@@ -281,7 +281,7 @@ def test_copies_and_restore():
     fused, _ = converted(FeedForward())
     want = results(fused)
     for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
-        require_all_same(results(twin), want)
+        require_same_results(results(twin), want)
         assert twin[0].w1.fused_mlp is twin[0].w2.fused_mlp
         assert twin[0].w1.fused_mlp.gate is twin[0].w1
     mf.restore_(fused)
@@ -310,7 +310,7 @@ def test_codes_of_weights_that_backward_casts_again(fuse, run):
     small = block("mxfp8", fuse=fuse, memory="weights")
     assert small.attention.wq.recompute == "weight"
     assert "recompute='weight'" in repr(small.attention.wq)
-    require_all_same(results(small, RUNS[run](small)), results(model, RUNS[run](model)))
+    require_same_results(results(small, RUNS[run](small)), results(model, RUNS[run](model)))
     copies = (copy.deepcopy(small), pickle.loads(pickle.dumps(small)))
     assert all(twin.attention.wq.recompute == "weight" for twin in copies)
     assert "recompute" not in mf.restore_(small).attention.wq.__dict__

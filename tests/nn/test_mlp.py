@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.mlp_cases import Case, require_equal
+from tests.support.mlp_cases import Case
+from tests.support.same_bits import require_same_results
 
 ops = torch.ops.minifloat
 PRESETS = ops.preset_names()
@@ -21,8 +22,8 @@ K, HIDDEN, N = 96, 160, 64
 def test_bytes_equal_the_composition(recipe: str) -> None:
     case = Case(recipe)
     expected = case.results(case.composed)
-    require_equal(case.results(case.fused), expected)
-    require_equal(case.results(lambda: case.fused(recompute="weight")), expected)
+    require_same_results(case.results(case.fused), expected)
+    require_same_results(case.results(lambda: case.fused(recompute="weight")), expected)
 
 
 @pytest.mark.parametrize("activation", ["silu", "gelu", "gelu_tanh"])
@@ -31,7 +32,7 @@ def test_bytes_equal_the_composition(recipe: str) -> None:
 def test_activations_and_biases(activation: str, is_gated: bool, has_bias: bool) -> None:
     for recipe, dtype in (("mxfp8", torch.bfloat16), ("nvfp4", torch.float32)):
         case = Case(recipe, is_gated, has_bias, dtype, (37,), activation)
-        require_equal(case.results(case.fused), case.results(case.composed))
+        require_same_results(case.results(case.fused), case.results(case.composed))
 
 
 @pytest.mark.parametrize(
@@ -47,8 +48,8 @@ def test_activations_and_biases(activation: str, is_gated: bool, has_bias: bool)
 def test_mixed_recipes(recipe: str) -> None:
     case = Case(recipe)
     expected = case.results(case.composed)
-    require_equal(case.results(case.fused), expected)
-    require_equal(case.results(lambda: case.fused(recompute="weight")), expected)
+    require_same_results(case.results(case.fused), expected)
+    require_same_results(case.results(lambda: case.fused(recompute="weight")), expected)
 
 
 @pytest.mark.parametrize("missing", ["x", "inputs", "down", "all but x", "all but down"])
@@ -66,7 +67,7 @@ def test_gradients_that_are_not_needed(missing: str) -> None:
         tensor.requires_grad_(False)
     needed = [t for t in case.leaves if t.requires_grad]
     expected = torch.autograd.grad(case.composed(), needed, case.dy)
-    require_equal(list(torch.autograd.grad(case.fused(), needed, case.dy)), list(expected))
+    require_same_results(list(torch.autograd.grad(case.fused(), needed, case.dy)), list(expected))
 
 
 def test_without_gradients_and_in_inference_mode() -> None:
@@ -83,9 +84,9 @@ def test_compiled_and_checkpointed(recipe: str) -> None:
     case = Case(recipe)
     expected = case.results(case.composed)
     compiled = torch.compile(case.fused, fullgraph=True, backend="aot_eager")
-    require_equal(case.results(compiled), expected)
+    require_same_results(case.results(compiled), expected)
     again = lambda: checkpoint(lambda _: case.fused(), case.x, use_reentrant=False)  # noqa: E731
-    require_equal(case.results(again), expected)
+    require_same_results(case.results(again), expected)
 
 
 def saved_bytes(run: Any, leaves: list[Tensor]) -> int:
@@ -128,7 +129,7 @@ def test_recompute_of_linear() -> None:
             y = ops.linear(x, w, None, recipe, amax_history=history, recompute=recompute, **state)
             grads = torch.autograd.grad(y.square().sum(), (x, w))
             found.append([y, *grads, *([] if history is None else [history])])
-        require_equal(found[1], found[0])
+        require_same_results(found[1], found[0])
 
 
 def test_a_weight_that_changed_before_backward_raises() -> None:

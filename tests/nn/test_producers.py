@@ -23,7 +23,7 @@ from tests.support.fused_models import (
     results,
     unfused,
 )
-from tests.support.same_bits import require_all_same
+from tests.support.same_bits import require_same_results
 
 
 class Reads(nn.Module):
@@ -206,7 +206,7 @@ def test_a_trace_ends_and_changes_nothing():
 def test_one_norm_with_two_calls():
     model, report = report_of(lambda m, x: m.first(m.norm(x)) + m.second(m.norm(x + 1)))
     assert report.fused == [("norm", "fused with the casts of first, second")]
-    require_all_same(results(model), results(unfused(model)))
+    require_same_results(results(model), results(unfused(model)))
     _, report = report_of(lambda m, x: m.first(m.norm(x)) + m.norm(x + 1))
     assert report.not_fused == [("norm", "the function add reads it")]
 
@@ -216,7 +216,7 @@ def test_layers_of_two_recipes():
     model = Reads(lambda m, x: m.first(y := m.norm(x)) + m.second(y)).bfloat16()
     report = mf.quantize_(model, "first: mxfp8; second: fp8_rowwise", fuse=True, verbose=False)
     assert report.fused
-    require_all_same(results(model), results(unfused(model)))
+    require_same_results(results(model), results(unfused(model)))
 
 
 @pytest.mark.parametrize(
@@ -256,7 +256,7 @@ def test_copies_and_files():
         torch.load(stream, weights_only=False),
     ]
     for twin in copies:
-        require_all_same(results(twin), want)
+        require_same_results(results(twin), want)
         assert isinstance(twin.ffn_norm(hidden()), Deferred)
         assert twin.ffn_norm.readers[0] is twin.feed_forward
         assert type(mf.restore_(twin).ffn_norm) is LlamaRMSNorm
@@ -276,7 +276,7 @@ def test_two_calls_for_one_model():
     second = mf.quantize_(model, "fp8_rowwise", fuse=True, verbose=False)
     assert [name for name, _ in first.fused] == ["attention_norm"]
     assert [name for name, _ in second.fused] == ["ffn_norm", "feed_forward"]
-    require_all_same(results(model), results(unfused(model)))
+    require_same_results(results(model), results(unfused(model)))
 
 
 def test_an_error_leaves_norms_alone(monkeypatch):
@@ -327,7 +327,7 @@ def test_a_norm_without_weight_and_eps():
     norm = nn.RMSNorm(WIDTH, elementwise_affine=False)
     model, report = report_of(lambda m, x: m.first(m.norm(x)), norm=norm)
     assert report.fused
-    require_all_same(results(model), results(unfused(model)))
+    require_same_results(results(model), results(unfused(model)))
     x = torch.full((4, WIDTH), 1e-5, dtype=torch.bfloat16)  # eps matters
     torch.testing.assert_close(model.norm(x) + 0, F.rms_norm(x, (WIDTH,)), rtol=2**-8, atol=0)
 
@@ -337,7 +337,7 @@ def test_transformer_encoder_layers_of_torch():
     model = nn.TransformerEncoderLayer(WIDTH, 4, 128, 0.0, batch_first=True, norm_first=True)
     report = mf.quantize_(model.bfloat16(), "mxfp8", fuse=True, verbose=False)
     assert ("norm2", "fused with the casts of linear1") in report.fused
-    require_all_same(results(model), results(unfused(model)))
+    require_same_results(results(model), results(unfused(model)))
 
 
 def test_sequential_and_wrapped_readers():
@@ -347,4 +347,4 @@ def test_sequential_and_wrapped_readers():
     model = nn.Sequential(nn.LayerNorm(WIDTH), checkpoint_wrapper(nn.Linear(WIDTH, WIDTH)))
     report = mf.quantize_(model.bfloat16(), "mxfp8", fuse=True, verbose=False)
     assert report.fused == [("0", "fused with the casts of 1")]
-    require_all_same(results(model), results(unfused(model)))
+    require_same_results(results(model), results(unfused(model)))

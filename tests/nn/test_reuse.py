@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from tests.support.reuse_counts import RECIPES, K, N, casts, without_reuse
-from tests.support.same_bits import require_same
+from tests.support.same_bits import require_same_numbers
 
 
 def layer(recipe, dtype=torch.float32):
@@ -59,10 +59,10 @@ def test_micro_batches_quantize_a_weight_once_a_step(recipe, autocast):
         results = []
         counts.append(casts(lambda i=i, r=results: r.extend(step(model, optimizers[0], i)), (N, K)))
         for got, want in zip(results, step(twin, optimizers[1], i)):
-            require_same(got, want)
+            require_same_numbers(got, want)
     assert counts == [2, 1, 1, 1]  # the first step does not expect another micro-batch
     for p, q in zip(model.parameters(), twin.parameters()):
-        require_same(p, q)
+        require_same_numbers(p, q)
 
 
 def test_without_micro_batches_nothing_is_held():
@@ -134,7 +134,7 @@ def test_a_changed_weight_is_quantized_again(name):
     after = model(x)
     assert not torch.equal(before, after)
     for _ in range(3):
-        require_same(model(x), without_reuse(model)(x))
+        require_same_numbers(model(x), without_reuse(model)(x))
 
 
 def test_evaluation_first_then_gradients():
@@ -143,13 +143,13 @@ def test_evaluation_first_then_gradients():
     x = batch(1)
     with torch.no_grad():
         for _ in range(3):
-            require_same(model(x), twin(x))
+            require_same_numbers(model(x), twin(x))
     assert held(model)[4].numel() == 0  # only the codes that a forward reads
     for m in (model, twin):
         mf.load_training_state(m, {"rng": torch.tensor([0, 7])})
     got, want = (torch.autograd.grad(m(x).sum(), [x, *m.parameters()]) for m in (model, twin))
     for a, b in zip(got, want):
-        require_same(a, b)
+        require_same_numbers(a, b)
     assert held(model)[4].numel() > 0
 
 
@@ -158,12 +158,12 @@ def test_frozen_weights_and_enabled_gradients():
     twin = without_reuse(model)
     x = batch(1)
     for _ in range(2):
-        require_same(*(torch.autograd.grad(m(x).sum(), x)[0] for m in (model, twin)))
+        require_same_numbers(*(torch.autograd.grad(m(x).sum(), x)[0] for m in (model, twin)))
     for m in (model, twin):
         m.requires_grad_(True)
     got, want = (torch.autograd.grad(m(x).sum(), [x, *m.parameters()]) for m in (model, twin))
     for a, b in zip(got, want):
-        require_same(a, b)
+        require_same_numbers(a, b)
 
 
 def test_a_stochastic_weight_is_not_kept():
@@ -194,8 +194,8 @@ def test_delayed_scales_are_followed():
         for _ in range(3):
             for m in (model, twin):
                 m(x).sum().backward()
-            require_same(model(x), twin(x))
-            require_same(model[0].amax_history, twin[0].amax_history)
+            require_same_numbers(model(x), twin(x))
+            require_same_numbers(model[0].amax_history, twin[0].amax_history)
 
     require_alike()
     assert held(model) is not None
@@ -216,7 +216,7 @@ def test_mixed_dtypes_without_autocast():
         got, want = (torch.autograd.grad(m(x).sum(), [x, *m.parameters()]) for m in (model, twin))
         for a, b in zip(got, want):
             assert a.dtype == b.dtype
-            require_same(a, b)
+            require_same_numbers(a, b)
 
 
 def test_modes_do_not_share():
@@ -228,8 +228,8 @@ def test_modes_do_not_share():
     model(x).sum().backward()
     for _ in range(3):
         with torch.autocast("cpu", torch.bfloat16):
-            require_same(model(x), without_reuse(model)(x))
-        require_same(model(x), without_reuse(model)(x))
+            require_same_numbers(model(x), without_reuse(model)(x))
+        require_same_numbers(model(x), without_reuse(model)(x))
 
 
 def test_copies_and_pickles_hold_nothing():
@@ -247,6 +247,6 @@ def test_copies_and_pickles_hold_nothing():
         with torch.no_grad():
             twin[0].weight.mul_(2)
         for i in range(3):
-            require_same(twin(batch(i)), without_reuse(twin)(batch(i)))
+            require_same_numbers(twin(batch(i)), without_reuse(twin)(batch(i)))
     assert type(mf.restore_(model)[0]) is nn.Linear
     assert not {"weight_codes", "shared_input", "stream_id"} & model[0].__dict__.keys()

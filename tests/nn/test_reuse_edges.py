@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from tests.support.reuse_counts import K, N, casts, without_reuse
-from tests.support.same_bits import require_same
+from tests.support.same_bits import require_same_numbers
 
 MODES = {"eval": False, "train": True}
 
@@ -61,7 +61,7 @@ def test_no_uncounted_write_leaves_stale_codes(name, mode):
             y.sum().backward()
     uncounted_writes(model[0].weight)[name]()
     for _ in range(3):
-        require_same(model(x), without_reuse(model)(x))
+        require_same_numbers(model(x), without_reuse(model)(x))
 
 
 def test_merging_an_adapter_as_peft_does():
@@ -71,11 +71,11 @@ def test_merging_an_adapter_as_peft_does():
         before = [model(x) for _ in range(3)][-1]
         model[0].weight.data += 0.5
         merged = model(x)
-        require_same(merged, without_reuse(model)(x))
+        require_same_numbers(merged, without_reuse(model)(x))
         model[0].weight.data -= 0.5
         after = model(x)
     assert not torch.equal(before, merged)
-    require_same(after, without_reuse(model)(x))
+    require_same_numbers(after, without_reuse(model)(x))
 
 
 def test_another_recipe_is_followed():
@@ -85,7 +85,7 @@ def test_another_recipe_is_followed():
             model(x)
         model[0].recipe = "nvfp4_mxfp8"
         for _ in range(3):
-            require_same(model(x), without_reuse(model)(x))
+            require_same_numbers(model(x), without_reuse(model)(x))
         assert not torch.equal(model(x), layer("mxfp8")(x))
     with pytest.raises(ValueError, match="expected"):
         model[0].recipe = "mxfp9"
@@ -105,23 +105,23 @@ def test_a_shared_input_that_is_another_one_or_refilled():
         q(z)
         z.data = torch.randn(4, K)
         assert k(z).shape == (4, N)
-        require_same(v(z), twins.v_proj(z))
+        require_same_numbers(v(z), twins.v_proj(z))
 
         z = torch.randn(8, K)
         q(z)
         z.data.mul_(-1)
-        require_same(k(z), twins.k_proj(z))
+        require_same_numbers(k(z), twins.k_proj(z))
 
         buffer = np.random.default_rng(0).standard_normal((8, K), dtype=np.float32)
         z = torch.from_numpy(buffer)
         for module, twin in ((q, twins.q_proj), (k, twins.k_proj), (v, twins.v_proj)):
-            require_same(module(z), twin(z))
+            require_same_numbers(module(z), twin(z))
             buffer[:] = -2 * buffer[::-1]
 
         z = torch.randn(K, 8).t()  # not contiguous
-        require_same(q(z), twins.q_proj(z))
+        require_same_numbers(q(z), twins.q_proj(z))
         z.data.mul_(3)
-        require_same(k(z), twins.k_proj(z))
+        require_same_numbers(k(z), twins.k_proj(z))
 
 
 @pytest.mark.parametrize("is_training", [False, True])
@@ -163,7 +163,7 @@ def counted(model, run):
     results = []
     count = casts(lambda: results.extend(run(model)), (N, K))
     for got, want in zip(results, run(twin), strict=True):
-        require_same(got, want)
+        require_same_numbers(got, want)
     return count
 
 
@@ -215,7 +215,7 @@ def test_updates_by_hand_through_data(resets):
                 weight.grad = None
             else:
                 weight.grad.zero_()
-        require_same(*grads)
+        require_same_numbers(*grads)
 
 
 @pytest.mark.usefixtures("no_fingerprints")
@@ -228,10 +228,10 @@ def test_a_merge_between_two_steps():
         model.train(is_training)
         model[0].weight.data += 0.5
         with torch.no_grad():
-            require_same(model(batch()), without_reuse(model)(batch()))
+            require_same_numbers(model(batch()), without_reuse(model)(batch()))
         model[0].weight.data -= 0.5
     model.train()
-    require_same(model(batch()), without_reuse(model)(batch()))
+    require_same_numbers(model(batch()), without_reuse(model)(batch()))
 
 
 def test_swapped_tensors():
@@ -248,12 +248,12 @@ def test_swapped_tensors():
     finally:
         torch.__future__.set_swap_module_params_on_conversion(False)
     with torch.no_grad():
-        require_same(model(x), without_reuse(model)(x))
+        require_same_numbers(model(x), without_reuse(model)(x))
     other = nn.Parameter(torch.randn(N, K))
     for _ in range(2):
         model(x)
     torch.utils.swap_tensors(model[0].weight, other)
-    require_same(model(x), without_reuse(copy.deepcopy(model))(x))
+    require_same_numbers(model(x), without_reuse(copy.deepcopy(model))(x))
 
 
 def test_a_copied_layer_has_no_reference_to_its_originals_memory():

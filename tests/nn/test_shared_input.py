@@ -14,7 +14,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.reuse_counts import RECIPES, casts, without_reuse
-from tests.support.same_bits import require_same
+from tests.support.same_bits import require_same_numbers
 
 CONFIG = ModelConfig(dim=64, layers=1, heads=4, kv_heads=2, ffn=96, vocab=64)
 TABLE = rotary_table(16, 16)
@@ -50,7 +50,7 @@ def test_q_k_and_v_quantize_their_input_once(recipe):
                 gradients(m, x, lambda x, m=m: m.attention(x, TABLE)) for m in (model, twin)
             )
         for a, b in zip(got, want):
-            require_same(a, b)
+            require_same_numbers(a, b)
     assert model.attention.wq.shared_input.cached is None  # all three have read it
     assert model.attention.wo.shared_input is None
 
@@ -76,11 +76,11 @@ def test_different_inputs_are_each_quantized():
     x, y = hidden(1), hidden(2)
     with torch.no_grad():
         for run in (lambda m: m.wq(x), lambda m: m.wk(y), lambda m: m.wv(y), lambda m: m.wq(y)):
-            require_same(run(a), run(without_reuse(a)))
+            require_same_numbers(run(a), run(without_reuse(a)))
         a.wq(x)
         x.mul_(2)  # a write between the siblings
-        require_same(a.wk(x), without_reuse(a).wk(x))
-        require_same(a.wk(x.clone()), without_reuse(a).wk(x))
+        require_same_numbers(a.wk(x), without_reuse(a).wk(x))
+        require_same_numbers(a.wk(x.clone()), without_reuse(a).wk(x))
     frozen = attention()
     frozen.attention.wk.requires_grad_(False)  # its input has no columnwise reader
     got, want = (
@@ -90,7 +90,7 @@ def test_different_inputs_are_each_quantized():
         for m in (frozen, without_reuse(frozen))
     )
     for p, q in zip(got, want):
-        require_same(p, q)
+        require_same_numbers(p, q)
 
 
 def test_an_input_that_not_all_read_is_let_go():
@@ -130,7 +130,7 @@ def test_recomputation(reentrant, early_stop):
         twin.layers[0](x, twin.rotary).sum().backward()
         want = [x.grad, *(p.grad for p in twin.layers[0].parameters())]
         for a, b in zip(grads, want):
-            require_same(a, b)
+            require_same_numbers(a, b)
         model.zero_grad()
         twin.zero_grad()
 

@@ -105,10 +105,3 @@ class Case:
             for history, old in zip(self.histories, before):
                 history.copy_(old)
         return out
-
-
-def require_equal(found: list[Tensor], expected: list[Tensor]) -> None:
-    assert len(found) == len(expected)
-    for i, (a, b) in enumerate(zip(found, expected)):
-        assert a.dtype == b.dtype
-        assert torch.equal(a, b), i

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import minifloat as mf
@@ -23,14 +23,36 @@ def same_bytes(a: Tensor, b: Tensor) -> bool:
     return a.shape == b.shape and torch.equal(bits(a), bits(b))
 
 
+# ---- Tensors -------------------------------------------------------------------------------------
+
+
 def require_same(got: Tensor, want: Tensor, what: Any = "tensor") -> None:
     """Compares bit for bit. fp32 NaNs are equal, since processors have different NaN bits."""
-    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} for {tuple(want.shape)}"
-    assert got.dtype == want.dtype, f"{what}: {got.dtype} for {want.dtype}"
-    got, want = got.detach().cpu(), want.detach().cpu()
+    require_form(got, want, what)
     wrong = bits(got) != bits(want)
     if got.dtype == torch.float32:
-        wrong &= ~(got.isnan() & want.isnan())
+        wrong &= ~(got.isnan().cpu() & want.isnan().cpu())
+    require_none(wrong, got, want, what)
+
+
+def require_same_bytes(got: Tensor, want: Tensor, what: Any = "tensor") -> None:
+    """Compares every bit, those of NaN too."""
+    require_form(got, want, what)
+    require_none(bits(got) != bits(want), got, want, what)
+
+
+def require_same_numbers(got: Tensor, want: Tensor, what: Any = "tensor") -> None:
+    """Compares bit for bit. A NaN is an error."""
+    require_same_bytes(got, want, what)
+    assert not got.isnan().any(), f"{what}: NaN"
+
+
+def require_form(got: Tensor, want: Tensor, what: Any) -> None:
+    assert got.shape == want.shape, f"{what}: shape {tuple(got.shape)} for {tuple(want.shape)}"
+    assert got.dtype == want.dtype, f"{what}: {got.dtype} for {want.dtype}"
+
+
+def require_none(wrong: Tensor, got: Tensor, want: Tensor, what: Any) -> None:
     if not wrong.any():
         return
     first = tuple(wrong.nonzero()[0].tolist())
@@ -43,12 +65,18 @@ def require_same(got: Tensor, want: Tensor, what: Any = "tensor") -> None:
     )
 
 
+# ---- Several tensors -----------------------------------------------------------------------------
+
+Named = Mapping[str, Tensor | None] | Sequence[Tensor | None]
+
+
 def require_all_same(
-    got: Mapping[str, Tensor | None] | Sequence[Tensor | None],
-    want: Mapping[str, Tensor | None] | Sequence[Tensor | None],
-    what: Any = "results",
+    got: Named,
+    want: Named,
+    what: Any = "outputs",
+    compare: Callable[[Tensor, Tensor, Any], None] = require_same,
 ) -> None:
-    """Compares named tensors, or tensors in order; None equals None alone."""
+    """Compares named tensors, or tensors in order. None equals None alone."""
     if not isinstance(got, Mapping) or not isinstance(want, Mapping):
         got, want = ({str(i): t for i, t in enumerate(each)} for each in (got, want))
     assert got.keys() == want.keys(), f"{what}: {sorted(got)} for {sorted(want)}"
@@ -56,7 +84,15 @@ def require_all_same(
         b = want[name]
         assert (a is None) == (b is None), f"{what}, {name}: {a} for {b}"
         if a is not None and b is not None:
-            require_same(a, b, f"{what}, {name}")
+            compare(a, b, f"{what}, {name}")
+
+
+def require_same_results(got: Named, want: Named, what: Any = "results") -> None:
+    """Compares the results of two models. A NaN is an error."""
+    require_all_same(got, want, what, require_same_numbers)
+
+
+# ---- Quantized values ----------------------------------------------------------------------------
 
 
 def require_same_parts(got: mf.Quantized, want: mf.Quantized, what: Any = "operand") -> None:

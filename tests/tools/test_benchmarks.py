@@ -1,4 +1,4 @@
-"""The benchmarks start: each one imports, and the one for a CPU prints its table."""
+"""The benchmarks start: each one imports, fsdp_host.py prints its table, a rank can be alone."""
 
 import subprocess
 import sys
@@ -10,6 +10,18 @@ import importlib, sys
 sys.path.insert(0, sys.argv[1])
 for name in sys.argv[2:]:
     importlib.import_module(name)
+"""
+ALONE = """
+import sys
+sys.path.insert(0, sys.argv[1])
+import _ranks, torch
+import torch.distributed as dist
+_ranks.alone(4)
+part, whole, own = torch.arange(3.0), torch.empty(12), torch.empty(3)
+dist.all_gather_into_tensor(whole, part)
+assert torch.equal(whole, part.repeat(4))
+dist.reduce_scatter_tensor(own, torch.arange(12.0))
+assert torch.equal(own, part)
 """
 
 
@@ -26,10 +38,13 @@ def test_every_benchmark_imports():
     output_of("-c", IMPORT_ALL, BENCHMARKS, *names)
 
 
-def test_one_rank_alone_trains_under_fsdp2():
-    """Checks the process group without other ranks, which gpu_fsdp.py --alone has too."""
+def test_fsdp_host_prints_its_table():
     title, row = output_of(BENCHMARKS / "fsdp_host.py", "--recipes", "nvfp4").splitlines()
     assert title.split()[0] == "recipe"
     name, *times = row.split()
     assert name == "nvfp4"
     assert 0 < float(times[0]) < float(times[2])  # hooks, of a step
+
+
+def test_collectives_of_a_rank_alone():
+    output_of("-c", ALONE, BENCHMARKS)

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.support.compiled import compiled
 from tests.support.parallel_models import check_models
-from tests.support.same_bits import require_all_same
+from tests.support.same_bits import require_same_results
 from tests.support.saved_bytes import saved_bytes, storage_of
 from tests.support.whole_layers import Case, values
 from tests.support.worlds import run_world
@@ -84,7 +84,7 @@ def check_layers(rank, recipes, is_compiled):
             want, count = results(case, *place, "")
             wrap = compiled if is_compiled else (lambda run: run)
             got, count_again = results(case, *place, "weight", wrap)
-            require_all_same(got, want, where)
+            require_same_results(got, want, where)
             assert is_compiled or count_again == count, where
 
 
@@ -145,7 +145,7 @@ def check_modules(rank, recipes):
         for name, wrap in runs.items():
             torch._dynamo.reset()
             found = [train(model, wrap(model)) for model in parallel_pair(recipe, mesh)]
-            require_all_same(found[1], found[0], (recipe, name))
+            require_same_results(found[1], found[0], (recipe, name))
 
 
 def test_bits_of_modules():
