@@ -27,8 +27,9 @@ import statistics
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # read when torch is imported
 
@@ -61,8 +62,9 @@ CLOCK_HZ = 1.7e9  # about a GPU's clock; the delay may be longer
 @dataclass(frozen=True)
 class Setting:
     device: torch.device
-    width: int
-    compiled: bool
+    width: int = WIDTH
+    compiled: bool = True
+    options: dict[str, Any] = field(default_factory=dict)  # of mf.quantize_
 
 
 @dataclass
@@ -90,7 +92,7 @@ def build(recipe: str, setting: Setting) -> nn.Sequential:
     if recipe == TORCHAO:
         convert_by_torchao(model)
     elif recipe != "bf16":
-        mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False)
+        mf.quantize_(model, recipe, filter_fqns=IN_BF16, verbose=False, **setting.options)
     if setting.compiled:
         for layer in model:
             layer.compile()
@@ -205,6 +207,8 @@ def main() -> int:
     peers = [TORCHAO] if importlib.util.find_spec("torchao") else []
     parser.add_argument("--recipes", default=",".join(RECIPES + peers), help="bf16 first")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
+    parser.add_argument("--memory", default="speed", help="of mf.quantize_: speed or weights")
+    parser.add_argument("--fuse", action="store_true", help="fuse casts into what comes before")
     parser.add_argument("--width", type=int, default=WIDTH, help="of a block: a multiple of 512")
     parser.add_argument("--alone", type=int, help="the ranks of which this process is one")
     options = parser.parse_args()
@@ -219,13 +223,14 @@ def main() -> int:
     else:
         device = ranks.join("cuda")
     gather = None if options.alone else ranks.all_gather_gb_s(device)
-    setting = Setting(device, options.width, not options.eager)
+    of_quantize = {"memory": options.memory, "fuse": options.fuse}
+    setting = Setting(device, options.width, not options.eager, of_quantize)
     rows = []
     for seq in (int(n) for n in options.seq.split(",")):
         rows += measure(seq, options.recipes.split(","), setting)
     if dist.get_rank() == 0:
         content = {"ranks": dist.get_world_size(), "is_alone": bool(options.alone)}
-        content |= {"width": options.width, "all_gather_gb_s": gather}
+        content |= {"width": options.width, "all_gather_gb_s": gather, **of_quantize}
         content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
     dist.destroy_process_group()
