@@ -24,25 +24,22 @@ from minifloat.distributed import handshake
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.support import worlds
+
 GATHER_MIB = 256  # of each rank
 SENT_MIB = 64  # of each rank, in an all-to-all
 
 
 def join(kind: str) -> torch.device:
     """Joins the process group of torchrun's job; returns this rank's device."""
-    if kind == "cpu":
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
     if "LOCAL_RANK" not in os.environ:
         sys.exit(f"{Path(sys.argv[0]).name}: expected torchrun, found no LOCAL_RANK")
-    gpus, rank = torch.cuda.device_count(), int(os.environ["LOCAL_RANK"])
-    if int(os.environ["LOCAL_WORLD_SIZE"]) > gpus:
-        os.environ["NCCL_HOSTID"] = f"rank {rank}"  # NCCL refuses two ranks of a host on one GPU
-        if rank == 0:
-            print(f"ranks share {gpus} of CUDA's devices: the times are no figures", flush=True)
-    device = torch.device(kind, rank % gpus)
-    torch.cuda.set_device(device)
-    dist.init_process_group("nccl")
+    rank, size = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
+    device = worlds.take_device(rank, size, kind)
+    gpus = torch.cuda.device_count()
+    if kind == "cuda" and size > gpus and rank == 0:
+        print(f"ranks share {gpus} of CUDA's devices: the times are no figures", flush=True)
+    dist.init_process_group(worlds.BACKENDS[kind])
     return device
 
 

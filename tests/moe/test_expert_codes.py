@@ -25,7 +25,7 @@ from tests.support.expert_world import (
     passes,
     require_same_results,
 )
-from tests.support.same_bits import require_same
+from tests.support.same_bits import require_same_bytes
 from tests.support.worlds import run_world
 
 UNITS = [16, 32, 64, 128]  # of groups along the contraction, by their row of the table
@@ -71,10 +71,10 @@ def require_codes(product: Product, whole: mf.MoE, sizes: list[int], first: int)
     for e in range(product.experts):
         begin, end = product.starts[e], product.starts[e + 1]
         place = slice(starts[first + e], starts[first + e + 1])
-        require_same(codes[begin:end], q.codes[place], f"{spec}, expert {first + e}")
+        require_same_bytes(codes[begin:end], q.codes[place], f"{spec}, expert {first + e}")
         if scale.shape[0] == len(rows):
             found = product.sides[0][2][begin:end]
-            require_same(found, scale[place], f"{spec}, scales of expert {first + e}")
+            require_same_bytes(found, scale[place], f"{spec}, scales of expert {first + e}")
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
@@ -137,9 +137,9 @@ def check_columnwise(rank: int) -> None:
                 )
                 _, operand, found_scale, _ = wanted.sides[side]
                 what = f"{recipe}, product {target}, expert {e}"
-                require_same(operand[:, begin:end], again_values[:, begin:end], what)
+                require_same_bytes(operand[:, begin:end], again_values[:, begin:end], what)
                 if found_scale.shape == again.scale.shape and found_scale.dim() == 1:
-                    require_same(found_scale[e], again.scale[e], what)
+                    require_same_bytes(found_scale[e], again.scale[e], what)
 
 
 def test_columnwise_operands_are_cast_from_the_codes_received():

@@ -11,7 +11,7 @@ from minifloat._native import ops
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.same_bits import require_same
+from tests.support.same_bits import require_same_bytes
 
 NAMES = ("x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad")
 
@@ -106,6 +106,6 @@ def require_same_operands(
                     continue
                 parts = zip(product.part(side, e), whole.part(side, first + e))
                 for j, (a, b) in enumerate(parts):
-                    require_same(a, b, f"{what}, tensor {j}, {product.sides[side][0]}")
+                    require_same_bytes(a, b, f"{what}, tensor {j}, {product.sides[side][0]}")
                 compared += 1
     return compared

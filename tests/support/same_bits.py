@@ -96,16 +96,17 @@ def require_same_results(got: Named, want: Named, what: Any = "results") -> None
 
 
 def require_same_parts(got: mf.Quantized, want: mf.Quantized, what: Any = "operand") -> None:
-    """Compares codes, scales and amaxes."""
+    """Compares every bit of codes, scales and amaxes."""
     assert got.spec == want.spec, f"{what}: {got.spec} for {want.spec}"
     for name in ("codes", "scale", "amax"):
-        require_same(getattr(got, name), getattr(want, name), f"{what}, {got.spec}, {name}")
+        where = f"{what}, {got.spec}, {name}"
+        require_same_bytes(getattr(got, name), getattr(want, name), where)
 
 
 def require_same_weight(
     got: mf.QuantizedTensor, want: mf.QuantizedTensor, what: Any = "weight"
 ) -> None:
-    """Compares both directions of a weight."""
+    """Compares every bit of both directions of a weight."""
     assert type(got) is type(want) is mf.QuantizedTensor, what
     assert got.shape == want.shape, f"{what}: {got.shape} for {want.shape}"
     assert got.specs == want.specs, f"{what}: {got.specs} for {want.specs}"

@@ -36,6 +36,18 @@ def device_of(rank, kind):
     return torch.device(kind, rank % torch.cuda.device_count())
 
 
+def take_device(rank, size, kind):
+    """Returns device_of(rank, kind), once CUDA and NCCL know of it. Call it before the group is."""
+    device = device_of(rank, kind)
+    if kind == "cuda":
+        torch.cuda.set_device(device)
+        if size > torch.cuda.device_count():
+            os.environ["NCCL_HOSTID"] = (
+                f"rank {rank}"  # NCCL refuses two ranks of a host on one GPU
+            )
+    return device
+
+
 def run_world(world_size, fn, *args, kind="cpu"):
     """Runs fn(rank, *args) on every rank; raises the traceback of the first rank that fails."""
     with _started(world_size, fn, args, kind, SECONDS) as ends:
@@ -127,11 +139,7 @@ def _rank_main(group, report, fn, args):
         with group.errors.open("wb") as errors:
             os.dup2(errors.fileno(), 2)
     try:
-        if group.kind == "cuda":
-            torch.cuda.set_device(device_of(group.rank, group.kind))
-            if group.size > torch.cuda.device_count():
-                # NCCL refuses two ranks of one host on one GPU.
-                os.environ["NCCL_HOSTID"] = f"rank {group.rank}"
+        take_device(group.rank, group.size, group.kind)
         if group.seconds is not None:
             dist.init_process_group(
                 BACKENDS[group.kind],

@@ -24,10 +24,6 @@ RECIPES = [
 ]  # fmt: skip
 
 
-def parts(t):
-    return [part for part in (t.rowwise, t.columnwise) if part is not None]
-
-
 def piece_of(whole, dim, rank, world):
     length = whole.shape[dim] // world
     return whole.narrow(dim, rank * length, length)
