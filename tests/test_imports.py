@@ -1,15 +1,9 @@
-"""The modules that `import minifloat` loads, and the module names in older checkpoints."""
+"""The modules that `import minifloat` loads."""
 
-import importlib
-import io
-import pickle
 import subprocess
 import sys
 
-import minifloat as mf
 import pytest
-import torch
-from minifloat import old_names
 
 LOADED = """
 import sys
@@ -32,32 +26,6 @@ def test_one_process_loads_nothing_of_torch_distributed_or_the_compiler():
     of_torch = [name for name in found if name.startswith(("torch.distributed", "torch._dynamo"))]
     assert of_torch == []
     assert "minifloat.distributed.tensor_parallel.dtensor" not in found
-
-
-@pytest.mark.parametrize("old", sorted(old_names.MODULES))
-def test_a_pickle_finds_the_module_by_its_former_name(old):
-    module = old_names.MODULES[old]
-    assert importlib.import_module(f"minifloat.{old}") is module
-    named = [v for v in vars(module).values() if getattr(v, "__module__", "") == module.__name__]
-    assert named
-    for value in named:
-        if hasattr(value, "__qualname__"):
-            pickled = f"cminifloat.{old}\n{value.__qualname__}\n.".encode()
-            assert pickle.loads(pickled) is value
-
-
-def test_quantized_weights_load_under_the_former_names():
-    weight = mf.QuantizedTensor.from_tensor(torch.randn(32, 32), "mxfp8", "nvfp4")
-    file = io.BytesIO()
-    torch.save(weight, file, _use_new_zipfile_serialization=False)
-    assert b"minifloat.tensor.quantized_tensor" in file.getvalue()
-    former = file.getvalue().replace(b"minifloat.tensor.quantized_tensor\n", b"minifloat.tensor\n")
-    former = former.replace(b"minifloat.tensor.quantized\n", b"minifloat.quantized\n")
-    for weights_only in (True, False):
-        loaded = torch.load(io.BytesIO(former), weights_only=weights_only)
-        assert loaded.specs == weight.specs
-        assert torch.equal(loaded.rowwise.codes, weight.rowwise.codes)
-        assert torch.equal(loaded.columnwise.codes, weight.columnwise.codes)
 
 
 def test_hooks_are_registered_once():

@@ -36,7 +36,6 @@ from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.transforms import hadamard, swizzle_scales, transpose_codes, unswizzle_scales
 
 from . import flops as _flops  # isort: skip  registers formulas for torch.utils.flop_counter
-from . import old_names as _old_names  # isort: skip  module names in older checkpoints
 
 __all__ = [
     "Linear",

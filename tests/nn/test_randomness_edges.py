@@ -64,13 +64,13 @@ class Trained(nn.Module):
         return self.net[2](torch.relu(self.net[0](x)))
 
 
-@pytest.mark.parametrize("name", ["training_step", "parts"])
-def test_methods_beside_forward_draw_fresh_bits(name):
+@pytest.mark.parametrize(("name", "calls"), [("training_step", 1), ("parts", 2)])
+def test_methods_beside_forward_draw_fresh_bits(name, calls):
     model = converted(model=Trained())
     x, g = data()
     run = getattr(model, name)
     require_all_differ([gradients(run, model.parameters(), x, g) for _ in range(4)])
-    assert mf.training_state(model)["rng"].tolist() == [0, 4]
+    assert mf.training_state(model)["rng"].tolist() == [0, 4 * calls]
 
 
 def test_a_part_that_trains_while_the_root_is_in_evaluation():
@@ -101,7 +101,6 @@ def test_compiled_parts_draw_fresh_bits():
 
 
 def test_a_part_that_is_compiled_after_an_eager_step_draws_fresh_bits():
-    """Trains without mf.step, whose call would also let compiled code advance the count."""
     model = converted(model=Trained())
     optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
     x, g = data()
@@ -230,6 +229,31 @@ def test_the_first_checkpointed_block_of_a_training_step():
             )
     assert are_equal(results[0], results[2])
     assert are_equal(results[1], results[3])
+
+
+class CallsTwice(nn.Module):
+    """Calls one block, and so each of its layers, twice."""
+
+    def __init__(self):
+        super().__init__()
+        self.block = block()
+
+    def forward(self, x):
+        return self.block(self.block(x))
+
+
+@pytest.mark.parametrize("is_reentrant", [False, True])
+def test_a_recomputed_module_that_calls_a_layer_twice(is_reentrant):
+    results = []
+    for is_checkpointed in (False, True):
+        model = converted(STOCHASTIC_FORWARD, CallsTwice())
+        x, g = data()
+        x.requires_grad_()
+        y = checkpoint(model, x, use_reentrant=is_reentrant) if is_checkpointed else model(x)
+        y.backward(g)
+        results.append([x.grad, *(p.grad for p in model.parameters())])
+        assert mf.training_state(model)["rng"].tolist() == [0, 2]
+    assert are_equal(*results)
 
 
 # ---- evaluation ----------------------------------------------------------------------------------

@@ -2,6 +2,8 @@
 #include "minifloat/random_state.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/InferenceMode.h>
+#include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include "ops/bridge.h"
@@ -20,14 +22,21 @@ void check_state(const Tensor& state) {
                     state.sym_sizes());
 }
 
-Tensor advance_meta(const Tensor& state) {
+Tensor advance_meta(const Tensor& state, bool) {
   check_state(state);
   return at::empty_like(state);
 }
 
-Tensor advance_kernel(const Tensor& state) {
+constexpr int kNoBackwardPass = -1;
+
+Tensor advance_kernel(const Tensor& state, bool in_forward) {
   check_state(state);
+  TORCH_CHECK(!in_forward || torch::autograd::get_current_graph_task_id() == kNoBackwardPass, kOp,
+              ": expected a forward pass, got the recomputation of one by compiled code, which "
+              "would draw other random bits; compile the model or its blocks instead of a function "
+              "that calls them, or checkpoint within them");
   bridge::check_bytes(kOp, "state", state, 2 * static_cast<std::int64_t>(sizeof(std::int64_t)));
+  if (c10::InferenceMode::is_enabled()) return state.clone();
   const bridge::ExecutionOn here(state);
   Tensor copy = torch_ops::direct_empty(state, {2}, at::kLong);
   bridge::with_value_errors([&] {

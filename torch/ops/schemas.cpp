@@ -302,8 +302,9 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("roll_amax_histories(Tensor(a!)[] histories, *, str algorithm=\"max\", int margin=0) -> ()",
         tags);
 
-  // Adds one to the count of a random state, int64 (seed, count), and returns a copy.
-  m.def("advance_random_state(Tensor(a!) state) -> Tensor", tags);
+  // Adds one to the count of a random state, int64 (seed, count), and returns a copy; in inference
+  // mode a copy alone. in_forward: raises where autograd recomputes the caller.
+  m.def("advance_random_state(Tensor(a!) state, *, bool in_forward=False) -> Tensor", tags);
 
   // Text. Python calls these ops, so that C++ has the only parser.
   m.def("parse_spec(str spec) -> str");

@@ -158,4 +158,6 @@ def swiglu(
     groups: Tensor | None = None,
 ) -> Tensor:
     """Returns h (M, I), differentiably, from the arguments of Gate.forward."""
+    if not torch.is_grad_enabled():  # where torch.compile does not find SwiGlu.forward
+        return gate.forward(products, weights, pairs_M, groups)
     return SwiGlu.apply(gate, weights, pairs_M, groups, *products)

@@ -11,7 +11,6 @@ from ..checks import require_module
 from .distributed_hooks import hooks
 from .expert_hooks import expert_hooks
 from .names import unwrapped
-from .random_state import states_of
 from .recipe_state import RecipeState, forget_weights, histories_of
 
 
@@ -57,8 +56,6 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             f"got {group!r} ({type(group).__name__})"
         )
     forget_weights(model)
-    for _, rng in states_of(model):
-        rng.is_driven = False
     _roll_histories(model, group)
     expert_hooks().end_step(model, group)
     hooks().precompute_scales(unwrapped(model))

@@ -204,9 +204,7 @@ class GroupedProduct(RecipeState):
         text, history, again = self.recipe.text, self.step_history(), self.recompute
         local: Tensor = getattr(weight, "_local_tensor", weight)
         if torch.compiler.is_compiling():
-            rng = None
-            if self.rng_state is not None:
-                rng = torch.cat([self.rng_state.tensor.to(self.stream.device), self.stream])
+            rng = self.trace_rng(self.stream)
             if isinstance(local, QuantizedTensor):
                 w = local.mT if is_row_major else local
                 operands = ops.layer_operands.default(w, text, "w", amax_history=history)

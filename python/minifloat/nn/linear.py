@@ -19,7 +19,7 @@ from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import disable_fast_path, enable_fast_path
 from .operand_cache import SharedInput, WeightCodes, weight_codes
 from .operand_conditions import conditions_of
-from .random_state import AdvanceRng, RngState, as_normal, require_int64
+from .random_state import RngState, add_hooks, as_normal, require_int64
 from .recipe_state import DEFAULT_HISTORY, STATE, RecipeState, draw_from
 from .selection import WEIGHT_DTYPES
 
@@ -105,7 +105,7 @@ class Linear(RecipeState, nn.Linear):
         if recipe.is_stochastic:
             state = RngState(seed)
             draw_from(self, state)
-            self.register_forward_pre_hook(AdvanceRng(state, self))
+            add_hooks(self, state, [self])
 
     def forward(self, input: Tensor | Deferred) -> Any:
         if self.fused_mlp is not None:
@@ -163,11 +163,7 @@ class Linear(RecipeState, nn.Linear):
         """
         if not torch.compiler.is_compiling():
             return self.draw_rng(self.weight.device), self.step_history(), self.stream_id
-        rng = None
-        if self.rng_state is not None:
-            base = self.rng_state.tensor
-            rng = torch.cat([base.to(self.stream.device), self.stream])
-        return rng, self.step_history(), 0
+        return self.trace_rng(self.stream), self.step_history(), 0
 
     def cached_weight_operands(
         self, x: Tensor, weight: Tensor, columnwise: bool, amax_history: Tensor | None

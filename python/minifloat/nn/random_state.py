@@ -1,32 +1,35 @@
 """The random state of stochastic rounding: (seed, count) in a tensor of the model's device.
 
     RngState           one for all layers that one mf.quantize_ call converts; .tensor: int64 (2)
-    RngState.draw      returns the tensor that a layer's forward passes to the op
-    AdvanceRng         forward pre-hook of the root: its training forward begins a new count
-    AdvanceCompiled    forward hooks of modules between root and layers, for compiled code
+    RngState.draw      returns what an eager layer's forward passes to the op
+    RngState.trace     the same for a layer in compiled code
+    AdvanceRng         hooks of the root and of the modules between it and the layers
 
-A new count begins when the root is called, and when a layer would draw a second time with its last
-count. So two forwards differ however a model is called: by its root, by another method, or module
-by module. A forward that autograd recomputes gets the bits of the original forward, with any number
-of forwards in flight. Evaluation does not advance the count.
+A call of one of these modules begins a new count, unless it runs within such a call. So does a
+layer that is called by itself, and one that would draw a second time with its last count. Two
+forwards therefore differ however a model is called: by its root, by another method, or part by
+part. A forward that autograd recomputes gets the bits of the original forward, with any number of
+forwards in flight. Evaluation does not advance the count.
 
-Compiled code cannot record draws. There the outermost module of the compiled code advances the
-count, on the device, unless the root or an eager module around it has done so since the last step
-of an optimizer or the last mf.step. Where neither is called, a compiled module that an eager
-checkpoint recomputes gets new bits: compiled code cannot tell that it runs in a backward pass.
+    root called        tensor (seed, 4) -> (seed, 5);  current = a copy, (seed, 5)
+      block, layers    read `current`
+    root returns       current = None
+
+`current` is never written to again, so autograd may save it, and code may be eager or compiled at
+any of these places. torch compiles the hooks of a module that is itself compiled as functions of
+their own, if they are compiled at all. So `eager_alone` exempts them: they run as in eager code,
+except where a larger compiled function contains the call; there they are part of its graph.
 """
 
 from __future__ import annotations
 
-import weakref
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from .._native import ops
 from .names import clean_name, unwrapped
@@ -58,112 +61,159 @@ def is_in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def eager_alone(functions: Iterable[Any]) -> None:
+    """Lets compiled code contain these functions, and never be one of them alone.
+
+    The functions have no comprehensions, whose code torch compiles by itself.
+
+    torch would skip the code of a function for good once it had found no operation in it, as in a
+    hook that does nothing in evaluation: what such a function does must not depend on that.
+    """
+    dynamo = torch._C._dynamo.eval_frame  # torch._dynamo itself takes seconds to import
+    alone, called = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    for function in functions:
+        strategy = dynamo._FrameExecStrategy(alone, called)
+        dynamo.set_code_exec_strategy(function.__code__, strategy)
+
+
 class Draws:
-    """A record of one layer's forwards: their random bits and places in autograd's order."""
+    """A record of one module's forwards: their random bits and places in autograd's order."""
 
     def __init__(self) -> None:
-        self.forward: int | None = None  # the last one, in RngState's numbers
+        self.last: Tensor | None = None  # RngState.current of the last forward
         self.past: deque[tuple[int, Tensor]] = deque(maxlen=FORWARDS_IN_FLIGHT)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Draws, ()  # a copied layer has no recorded forwards
 
-    def record(self, forward: int, rng: Tensor) -> None:
-        """Records the random bits of a forward."""
-        self.forward = forward
+    def record(self, current: Tensor, rng: Tensor) -> None:
+        """Records a forward: the state's `current`, and the same bits on the module's device."""
+        self.last = current
         self.past.append((torch._C._autograd._get_sequence_nr(), rng))
 
-    def repeated(self) -> Tensor | None:
-        """Finds the random bits of the forward that autograd recomputes now.
+    def repeated(self) -> tuple[int, Tensor] | None:
+        """Finds the forward that autograd recomputes now.
 
         Autograd numbers its nodes in the order of their creation. Recomputation begins in the node
         that first reads a saved tensor of the checkpointed block: a node with a number after the
         layer's. With `use_reentrant=True` it begins in the checkpoint's node, with a number before.
 
         Returns:
-            (seed, count). None: autograd recomputes no recorded forward.
+            Its place in autograd's order, and (seed, count). None: no recorded forward.
         """
         node = torch._C._current_autograd_node()
         if node is None or not self.past:
             return None
         at = node._sequence_nr()
         if "Checkpoint" in type(node).__name__:
-            return next((rng for sequence, rng in self.past if sequence > at), None)
-        found = next((rng for sequence, rng in reversed(self.past) if sequence <= at), None)
-        if found is None and len(self.past) == FORWARDS_IN_FLIGHT:
+            for forward in self.past:
+                if forward[0] > at:
+                    return forward
+            return None
+        for forward in reversed(self.past):
+            if forward[0] <= at:
+                return forward
+        if len(self.past) == FORWARDS_IN_FLIGHT:
             raise RuntimeError(
                 f"linear: expected at most {FORWARDS_IN_FLIGHT} forwards of one layer between a "
                 "checkpointed forward and its recomputation, got more: its random bits are gone"
             )
-        return found
+        return None
+
+
+class Replay:
+    """A call of a hooked module that autograd recomputes.
+
+    The modules in it draw in the order of the original call, which began at `start` in autograd's
+    order. So a module that it calls twice draws the bits of its first call, then of its second.
+    """
+
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.rest: dict[Draws, list[Tensor]] = {}  # what is left to draw, the next one last
+
+    def next(self, draws: Draws) -> Tensor | None:
+        """Returns the random bits of a module's next forward; None: it was not recorded."""
+        if draws not in self.rest:
+            self.rest[draws] = []
+            for at, rng in reversed(draws.past):
+                if at >= self.start:
+                    self.rest[draws].append(rng)
+        rest = self.rest[draws]
+        return rest.pop() if rest else None
 
 
 class RngState:
     """Seed and forward count. Ranks draw different bits, but their checkpoints are equal.
 
     tensor: int64 (2), the user's seed mixed with the data-parallel rank, and the count.
+    current: int64 (2), what the layers of the running forward draw with; None: no hooked module
+        runs. It is not written to again.
     """
 
     def __init__(self, seed: int, rank: int | None = None) -> None:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int64("seed", seed)
         self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
-        # Whether the root, or a module outside compiled code, began a forward since the last step.
-        # If so, compiled code does not advance the count.
-        self.is_driven = False
-        self.is_traced = False  # whether a compiled module began a forward that has not ended
-        self.forward = 0  # forwards begun so far
         self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
-        self._close()
-        STATES.add(self)
+        self.close()
 
-    def _close(self) -> None:
-        """Makes the next draw begin a new forward."""
-        self.is_open = False
-        self.version = self.tensor._version  # after the last write by this class
-        self.is_captured = False  # whether the open forward began in a CUDA graph's capture
-        self.copies: dict[torch.device, Tensor] = {}  # (seed, count) of the open forward
+    def close(self) -> None:
+        """Ends the running forward: the next one begins a new count."""
+        self.current: Tensor | None = None
+        self.is_advanced = False  # whether the running forward began a new count
+        self.is_captured = False  # whether it began in a CUDA graph's capture
+        self.copies: dict[torch.device, Tensor] = {}  # `current` on other devices
+        self.replay: Replay | None = None  # what autograd recomputes, if it is a hooked module
 
     def __getstate__(self) -> dict[str, Any]:
-        fresh = {"forward": 0, "is_open": False, "copies": {}, "version": None, "is_traced": False}
-        return self.__dict__ | fresh | {"agreed": set()}
+        return self.__dict__ | {"current": None, "copies": {}, "replay": None, "agreed": set()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
         self.tensor = as_normal(self.tensor)
-        self._close()
-        STATES.add(self)
+        self.close()
 
     def _mixed(self) -> int:
         return ops.mix_seed(self.seed, self.rank)
 
     def to(self, device: torch.device) -> None:
-        if device.type == "meta" or self.tensor.device == device:
-            return
-        is_current = self.tensor._version == self.version
-        self.tensor = as_normal(self.tensor.to(device))
-        self.version = self.tensor._version if is_current else -1
+        if device.type != "meta" and self.tensor.device != device:
+            self.tensor = as_normal(self.tensor.to(device))
 
-    def advance(self) -> None:
-        """Adds one to the count, in compiled code."""
-        self.tensor[1].add_(1)
+    def advance(self) -> Tensor:
+        """Adds one to the count, except in inference mode. Returns a copy: int64 (2).
 
-    def begin(self, device: torch.device, is_capturing: bool) -> None:
-        """Begins a forward with the next count, or with the present one if a caller has set it."""
-        self.to(device)
-        if self.tensor._version == self.version:
-            copy = ops.advance_random_state.default(self.tensor)
+        Raises:
+            RuntimeError: autograd recomputes compiled code, which has no record of its draws.
+        """
+        return ops.advance_random_state.default(
+            self.tensor, in_forward=torch.compiler.is_compiling()
+        )
+
+    def begin(self, is_training: bool) -> Tensor:
+        """Begins a forward, in training mode with the next count. Returns `current`."""
+        if is_training:
+            self.current = self.advance()
         else:
-            copy = self.tensor.clone()
-        self.version = self.tensor._version
-        self.forward += 1
-        self.is_open, self.is_captured = True, is_capturing
-        self.copies = {} if is_capturing else {self.tensor.device: copy}
+            self.current = self.tensor.clone()
+        self.is_advanced, self.copies = is_training, {}
+        return self.current
+
+    def begin_eager(self, device: torch.device, is_training: bool) -> Tensor:
+        """Begins a forward in eager code, with the state on the device."""
+        self.to(device)
+        self.is_captured = is_capturing(device)
+        return self.begin(is_training)
+
+    def repeat(self, current: Tensor | None) -> None:
+        """Lets modules draw with the bits of the call that autograd recomputes."""
+        if current is not None:
+            self.current, self.is_advanced, self.copies = current, True, {}
+            self.is_captured = is_capturing(current.device)
 
     def draw(self, draws: Draws, device: torch.device, is_training: bool) -> Tensor:
         """Returns (seed, count) of one forward of a layer, in memory that is not written to again.
-
-        A replayed CUDA graph advances the count on the device, so a capture copies at each draw.
 
         Args:
             draws: the record of the layer's forwards.
@@ -173,23 +223,43 @@ class RngState:
         Returns:
             int64 (2).
         """
-        if not is_training or torch.is_inference_mode_enabled():
-            return self.tensor.to(device, copy=True)
-        if is_in_backward() and (repeated := draws.repeated()) is not None:
-            return repeated
-        is_capturing = device.type == "cuda" and torch.cuda.is_current_stream_capturing()
-        is_open = self.is_open and self.is_captured == is_capturing
-        is_open = is_open and self.tensor._version == self.version
-        if not is_open or draws.forward == self.forward:
-            self.begin(device, is_capturing)
-        if is_capturing:
-            rng = self.tensor.to(device, copy=True)
-        else:
-            if device not in self.copies:
-                self.copies[device] = self.copies[self.tensor.device].to(device)
-            rng = self.copies[device]
-        draws.record(self.forward, rng)
+        if not is_training:
+            if self.current is None:
+                return self.tensor.to(device, copy=True)
+            return self.current.to(device)
+        if is_in_backward():
+            if self.replay is not None:
+                repeated = self.replay.next(draws)
+            else:
+                found = draws.repeated()
+                repeated = None if found is None else found[1]
+            if repeated is not None:
+                return repeated
+        is_alone, current = self.current is None, self.current
+        is_new = is_alone or not self.is_advanced or draws.last is current
+        if current is None or is_new or self.is_captured != is_capturing(device):
+            current = self.begin_eager(device, True)
+        if device not in self.copies:
+            self.copies[device] = current.to(device)
+        rng = self.copies[device]
+        draws.record(current, rng)
+        if is_alone:
+            self.close()
         return rng
+
+    def trace(self, is_training: bool) -> Tensor:
+        """Returns (seed, count) of one forward of a layer in compiled code: int64 (2).
+
+        Compiled code cannot record draws: all calls of a layer within one call of a module that
+        compiled code contains have one count.
+        """
+        if self.current is None:
+            if is_training:
+                return self.advance()
+            return self.tensor.clone()
+        if is_training and not self.is_advanced:
+            return self.begin(True)
+        return self.current
 
     def get(self) -> Tensor:
         """Returns (the user's seed, count): int64 (2), equal on every rank."""
@@ -201,105 +271,124 @@ class RngState:
         self.seed = int(state[0])
         self.tensor[0].fill_(self._mixed())
         self.tensor[1].copy_(state[1])
-        self._close()
+        self.close()
 
 
-STATES: weakref.WeakSet[RngState] = weakref.WeakSet()  # of this process
-
-
-def end_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
-    """Lets compiled code advance the counts again: the next step may not call the root.
-
-    A step within a backward pass ends nothing, because checkpointed blocks are still recomputed.
-    """
-    if torch.compiler.is_compiling() or is_in_backward():
-        return
-    for state in list(STATES):
-        state.is_driven = False
-
-
-register_optimizer_step_post_hook(end_step)
+def is_capturing(device: torch.device) -> bool:
+    """Tells whether a CUDA graph is captured."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 class AdvanceRng:
-    """A forward pre-hook of the root. The state moves to the device of the layer `home`."""
+    """Hooks of a module that holds layers, before and after its forward.
 
-    def __init__(self, state: RngState, home: Any) -> None:
+    Args:
+        state: of these layers.
+        home: the layer on whose device the state is.
+        is_root: whether the module is the one that mf.quantize_ was called with.
+    """
+
+    def __init__(self, state: RngState, home: Any, is_root: bool) -> None:
         self.state = state
         self.home = home
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        state = self.state
-        if not module.training:
-            return
-        if torch.compiler.is_compiling():
-            state.advance()
-            state.is_driven = True
-        elif not (is_in_backward() or torch.is_inference_mode_enabled()):
-            self.begin()
-
-    def begin(self) -> None:
-        """Begins a forward on the layer's device."""
-        stream = self.home._buffers.get("stream")  # None: the layer was restored alone
-        device = (self.home.weight if stream is None else stream).device
-        is_cuda = device.type == "cuda"
-        self.state.begin(device, is_cuda and torch.cuda.is_current_stream_capturing())
-        self.state.is_driven = True
-
-
-class AdvanceCompiled(AdvanceRng):
-    """Hooks, before and after the forward, of a module between the root and its layers."""
-
-    def __init__(self, state: RngState, home: Any) -> None:
-        super().__init__(state, home)
-        self.forward: int | None = None  # the last one that called the module
-        self.is_outermost = False  # whether tracing entered compiled code through this module
+        self.is_root = is_root
+        self.draws = Draws()
+        self.is_outermost = False  # whether the running call is within no other
 
     def __getstate__(self) -> dict[str, Any]:
-        return self.__dict__ | {"forward": None, "is_outermost": False}
+        return self.__dict__ | {"is_outermost": False}
 
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        state = self.state
-        if not module.training:
-            return
+    def before(self, module: nn.Module, args: Any) -> None:
+        """Begins a count, unless the module runs within a call that did so."""
         if torch.compiler.is_compiling():
-            if not (state.is_driven or state.is_traced):
-                state.advance()
-                state.is_traced = self.is_outermost = True
-        elif not (is_in_backward() or torch.is_inference_mode_enabled()):
-            if not state.is_open or self.forward == state.forward:
-                self.begin()
-            self.forward = state.forward
-            state.is_driven = True
+            self.trace_begin(module.training)
+        else:
+            self.begin(module.training)
+
+    def trace_begin(self, is_training: bool) -> None:
+        state = self.state
+        is_within = not self.is_root and state.current is not None
+        if not is_within:
+            self.is_outermost = True
+        if not is_within or (is_training and not state.is_advanced):
+            state.begin(is_training)
+
+    def begin(self, is_training: bool) -> None:
+        state = self.state
+        is_within = not self.is_root and state.current is not None
+        if not is_within:
+            self.is_outermost = True
+            found = self.draws.repeated() if is_in_backward() else None
+            if found is not None:
+                state.replay = Replay(found[0])
+        if state.replay is not None:
+            state.repeat(state.replay.next(self.draws))
+            return
+        is_repeated = self.draws.last is state.current
+        if not is_within or (is_training and (not state.is_advanced or is_repeated)):
+            state.begin_eager(self.device(), is_training)
+        if is_training and state.current is not None:
+            self.draws.record(state.current, state.current)
 
     def after(self, module: nn.Module, args: Any, output: Any) -> None:
-        if torch.compiler.is_compiling() and self.is_outermost:
-            self.state.is_traced = self.is_outermost = False
+        """Ends the forward that `before` began, also where it raised an exception."""
+        if self.is_outermost:
+            self.is_outermost = False
+            self.state.close()
+
+    def device(self) -> torch.device:
+        """Returns the home layer's device."""
+        stream = self.home._buffers.get("stream")  # None: the layer was restored alone
+        return (self.home.weight if stream is None else stream).device
 
 
-def add_hooks(root: nn.Module, state: RngState, layers: list[Any]) -> None:
+HOOK_FUNCTIONS = (
+    AdvanceRng.before,
+    AdvanceRng.begin,
+    AdvanceRng.after,
+    AdvanceRng.device,
+    RngState.advance,
+    RngState.begin,
+    RngState.begin_eager,
+    RngState.close,
+    RngState.repeat,
+    RngState.to,
+    Draws.record,
+    Draws.repeated,
+    Replay.__init__,
+    Replay.next,
+    as_normal,
+    is_capturing,
+    is_in_backward,
+)
+
+
+def add_hooks(root: nn.Module, state: RngState, layers: Sequence[Any]) -> None:
     """Adds hooks to the root and to all modules between the root and the given layers."""
+    eager_alone(HOOK_FUNCTIONS)
     drawing = {id(layer) for layer in layers}
-    holders: set[str] = set()
+    holders = {""}
     for name, module in root.named_modules():
         names = name.split(".") if id(module) in drawing else []
         holders.update(".".join(names[:i]) for i in range(1, len(names)))
     for name, module in root.named_modules():
-        if name in holders and not any(type(h) is AdvanceCompiled for h in hooks_of(module)):
-            hook = AdvanceCompiled(state, layers[0])
-            module.register_forward_pre_hook(hook)
-            module.register_forward_hook(hook.after)
-    if find_hook(root) is None:
-        root.register_forward_pre_hook(AdvanceRng(state, layers[0]))
+        is_root = name == ""
+        if name in holders and not any(
+            hook.state is state and hook.is_root == is_root for hook in hooks_of(module)
+        ):
+            hook = AdvanceRng(state, layers[0], is_root)
+            module.register_forward_pre_hook(hook.before)
+            module.register_forward_hook(hook.after, always_call=True)
 
 
 def hooks_of(module: nn.Module) -> list[AdvanceRng]:
-    return [h for h in module._forward_pre_hooks.values() if isinstance(h, AdvanceRng)]
+    owners = [getattr(hook, "__self__", None) for hook in module._forward_pre_hooks.values()]
+    return [owner for owner in owners if isinstance(owner, AdvanceRng)]
 
 
 def find_hook(module: nn.Module) -> AdvanceRng | None:
-    """Finds the hook of a root; None where the module is no root."""
-    return next((hook for hook in hooks_of(module) if type(hook) is AdvanceRng), None)
+    """Finds the hooks of a root; None where the module is no root."""
+    return next((hook for hook in hooks_of(module) if hook.is_root), None)
 
 
 def states_of(model: nn.Module) -> Iterator[tuple[str, RngState]]:
@@ -311,14 +400,15 @@ def states_of(model: nn.Module) -> Iterator[tuple[str, RngState]]:
 
 
 def remove_hooks(module: nn.Module) -> None:
+    after = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
     for hooks, options in (
-        (module._forward_pre_hooks, module._forward_pre_hooks_with_kwargs),
-        (module._forward_hooks, module._forward_hooks_with_kwargs),
+        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
+        (module._forward_hooks, after),
     ):
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", hook), AdvanceRng):
-                del hooks[key]
-                options.pop(key, None)
+            if isinstance(getattr(hook, "__self__", None), AdvanceRng):
+                for entries in (hooks, *options):
+                    entries.pop(key, None)
 
 
 def require_shared_seed(state: RngState, group: dist.ProcessGroup, name: str = "linear") -> None:

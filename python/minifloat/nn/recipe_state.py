@@ -127,6 +127,15 @@ class RecipeState(nn.Module):
             return None
         return self.rng_state.draw(self.draws, device, self.training)
 
+    def trace_rng(self, stream: Tensor) -> Tensor | None:
+        """Returns (seed, count, stream) of a forward in compiled code, int64 (3); None as draw_rng.
+
+        stream: int64 (1), a tensor, so that layers of all names share one graph.
+        """
+        if self.rng_state is None:
+            return None
+        return torch.cat([self.rng_state.trace(self.training).to(stream.device), stream])
+
     def unwrap_buffers(self) -> None:
         """Replaces buffers that torch's parallel styles made DTensors by the rank's tensors."""
         for name in STATE:

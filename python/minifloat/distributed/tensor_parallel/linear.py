@@ -345,10 +345,7 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
 
 def traced_linear(layer: Linear, x: Tensor, weight: DTensor) -> Tensor:
     """Computes the forward under torch.compile: the stream is a tensor, and nothing is reused."""
-    rng = None
-    if layer.rng_state is not None:
-        stream = local(layer.stream)
-        rng = torch.cat([layer.rng_state.tensor.to(stream.device), stream])
+    rng = layer.trace_rng(local(layer.stream))
     history = layer.step_history()
     return linear(
         x,

@@ -1,1 +1,0 @@
-"""Files that earlier commits wrote, and the tests that today's code reads them."""

@@ -1,0 +1,88 @@
+"""Compiled models train as eager ones do, whatever the loop does: equal counts, bits and gradients.
+
+The sequences of WRITTEN are those of real loops; others are random (support/training_programs.py).
+"""
+
+import minifloat as mf
+import pytest
+import torch
+from torch.utils.checkpoint import checkpoint
+
+from tests.support import training_programs as programs
+from tests.support.same_bits import require_same
+
+WAYS = [
+    programs.compile_root,
+    programs.compile_root_in_one_graph,
+    programs.compile_in_place,
+    programs.compile_blocks,
+    programs.compile_function,
+]
+STEP = ["train", "newest", "step"]
+WRITTEN = {
+    "evaluation before": ["evaluate", *6 * STEP],
+    "evaluation between": [*3 * [*STEP, "evaluate"], *3 * STEP],
+    "evaluation first and after each step": ["evaluate", *6 * [*STEP, "evaluate"]],
+    "a loaded state": [*2 * STEP, "save", *2 * STEP, "load", *2 * STEP],
+    "two forwards before a backward": [*6 * ["train", "train", "newest", "newest", "step"]],
+    "one backward of two forwards": [*6 * ["twice", "newest", "step"]],
+    "interleaved microbatches": ["train", *6 * ["train", "oldest"], "oldest", "step"],
+    "parts by themselves": [*6 * ["part", "newest", "step"]],
+}
+RECOMPUTED = ["recompute", "recompute", "train", "oldest", "newest", "oldest", "step"]
+
+
+def build(recipe="nvfp4", model=programs.Model):
+    torch.manual_seed(0)
+    converted = model()
+    mf.quantize_(converted, recipe, verbose=False)
+    return converted
+
+
+def require_equal_runs(program, way, make=build):
+    want = programs.Loop(make, programs.run_eager).run(program)
+    got = programs.Loop(make, way).run(program)
+    assert list(got) == list(want)
+    for name, tensor in want.items():
+        require_same(got[name], tensor, name)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
+@pytest.mark.parametrize("name", WRITTEN)
+def test_written_sequences(name, way):
+    require_equal_runs(WRITTEN[name], way)
+
+
+@pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.__name__)
+def test_recomputed_forwards(way):
+    require_equal_runs(2 * RECOMPUTED, way)
+
+
+@pytest.mark.parametrize("is_checkpointed_within", [False, True])
+def test_a_recomputed_function_that_begins_a_count_is_an_error(is_checkpointed_within):
+    model = build()
+    if is_checkpointed_within:
+        call = torch.compile(
+            lambda x: checkpoint(model.head, x, use_reentrant=False), backend=programs.BACKEND
+        )
+    else:
+        function = programs.compile_function(model)
+
+        def call(x):
+            return checkpoint(function, x, use_reentrant=False)
+
+    y = call(torch.ones(programs.ROWS, programs.FEATURES, requires_grad=True))
+    with pytest.raises(RuntimeError, match="expected a forward pass, got the recomputation"):
+        y.sum().backward()
+
+
+@pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.__name__)
+@pytest.mark.parametrize("seed", range(6))
+def test_random_sequences(seed, way):
+    require_equal_runs(programs.random_program(seed, programs.WHOLE), way)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_random_sequences_with_experts(seed):
+    program = programs.random_program(100 + seed, programs.PARTS)
+    require_equal_runs(program, programs.compile_blocks, lambda: build(model=programs.Experts))
