@@ -159,8 +159,8 @@ void add_quantize(const std::string& spec, bool given_amax) {
 int main(int argc, char** argv) {
   input();  // made before any timing
   add("memcpy||", copy);
-  for (const char* spec :
-       {"e4m3/tensor", "nvfp4", "nvfp4/16x16", "nvfp4+up", "nvfp4+sr", "nvfp4+rht", "nvfp4+sr+rht"})
+  for (const char* spec : {"e4m3/tensor", "nvfp4", "nvfp4/16x16", "nvfp4+up", "nvfp4+4over6",
+                           "nvfp4+sr", "nvfp4+rht", "nvfp4+sr+rht"})
     add_quantize(spec, true);
   for (const char* spec : {"e4m3/tensor", "e4m3/row", "e4m3/1x128", "e4m3/128x128", "mxfp8",
                            "mxfp8/32x32", "mxfp4", "mxfp4+sr+rht", "nvfp4", "nvfp4+sr+rht"})

@@ -68,6 +68,18 @@ MINIFLOAT_INLINE std::uint32_t encode_nearest_number(float x) {
   return ((sum + (p >> L::kDiscarded)) | sign) % kCodes;
 }
 
+// Rounds a magnitude to the nearest value of the format: decode(encode_nearest(x)) in the steps of
+// encode_nearest, whose sum less its anchor is the value. NaN gives F::kMax.
+template <class F>
+MINIFLOAT_INLINE float round_magnitude(float x) {
+  using L = Lowest<F>;
+  const std::uint32_t a = clamp_magnitude<F>(bit_cast<std::uint32_t>(x));
+  const std::uint32_t p = (a > L::kBits ? a : L::kBits) & Float32::kExponent;
+  const float anchor =
+      bit_cast<float>(p + (static_cast<std::uint32_t>(L::kDiscarded) << Float32::kMantissaBits));
+  return (bit_cast<float>(a) + anchor) - anchor;
+}
+
 // Encodes stochastically. Normal in the format: the random bits are added at the top of the
 // discarded ones, and a carry goes into the exponent. Below: the value in fixed point, 16 bits
 // after the quantum.

@@ -80,7 +80,9 @@ void expect_alike(const char* text) {
 TEST(Targets, EveryVectorUnitGivesTheSameBytes) {
   for (const char* spec : {"nvfp4", "nvfp4/16x16", "nvfp4+rht", "mxfp4+floor", "mxfp4+rht128"})
     expect_alike<E2M1, false>(spec);
-  for (const char* spec : {"nvfp4+sr", "nvfp4+sr+rht32", "mxfp4+sr"})
+  for (const char* spec : {"nvfp4+4over6", "nvfp4/16x16+4over6", "nvfp4/16x16+4over6+rht"})
+    expect_alike<E2M1, false>(spec);
+  for (const char* spec : {"nvfp4+sr", "nvfp4+sr+rht32", "nvfp4+4over6+sr", "mxfp4+sr"})
     expect_alike<E2M1, true>(spec);
   for (const char* spec : {"mxfp8", "mxfp8/32x32+rht64", "e4m3/1x128", "e4m3/128x128"})
     expect_alike<E4M3, false>(spec);
