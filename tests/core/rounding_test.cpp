@@ -134,6 +134,19 @@ TYPED_TEST(Rounding, StochasticSamples) {
   EXPECT_TRUE(tally.none_wrong());
 }
 
+// Past the largest value nothing is random: the mean is the largest, and the bias is the distance
+// to it. Up to the largest it is under 2^-16 of a gap, by the tests above.
+TYPED_TEST(Rounding, StochasticMeanPastTheLargestIsTheLargest) {
+  using F = TypeParam;
+  for (const double factor : {1 + 0x1p-20, 17.0 / 16, 1.5, 1e30}) {
+    const float x = oracle::fl32(factor * F::kMax);
+    double sum = 0;
+    for (std::uint32_t random = 0; random < 0x10000; ++random)
+      sum += double{decode<F>(encode<F>(x, Stochastic{random << 16}))};
+    EXPECT_EQ(sum / 65536, double{F::kMax}) << "x = " << x;
+  }
+}
+
 // Through the real word layout. Each lane reads 16 of a word's 32 bits; over all settings of them
 // the mean of the decoded value is x, except for the digits past the 16th, which are cut: (mean -
 // x) / gap is in (-2^-16, 0]. Fractions here have at most 16 digits, so the mean is exact.

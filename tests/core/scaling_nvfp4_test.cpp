@@ -137,6 +137,33 @@ TEST(Nvfp4, RoundedToNearestTheLargestElementSaturatesByAtMostASixteenth) {
   EXPECT_GT(worst_subnormal, 1.4);
 }
 
+// The ratio to 6 of an element, scaled, is |x| / a * v / s. So an element saturates where it is
+// past a * s / v, which is possible only in a block whose scale is rounded down. Of the seven fp32
+// roundings of RoundedUpNoElementSaturates v has one less to make up for, so the bound holds.
+TEST(Nvfp4, AnElementSaturatesWhereItsScaleIsRoundedDown) {
+  Tally tally;
+  std::uint32_t saturated = 0, kept = 0;
+  for_amax_pairs(1'000'000, [&](float amax, float block) {
+    const Nvfp4Tensor tensor = nvfp4_tensor(magnitude_bits(amax), Nvfp4Rounding::kNearest);
+    const std::uint32_t code =
+        nvfp4_block_scale(magnitude_bits(block), tensor.block_encode, Nvfp4Rounding::kNearest);
+    if (code == 0 || tensor.encode >= 0x1p126f || block < 0x1p-100f) return;
+    const float factor = nvfp4_encode_factor(code, tensor.scale);
+    const double v = steps(amax, block, Nvfp4Rounding::kNearest).v, s = grid<E4M3>()[code];
+    for (const float share : {1.0f, 0.99f, 0.95f, 0.9f, 0.6f}) {
+      const float x = block * share;
+      const double ratio = double{x} / double{block} * v / s, got = double{x * factor} / 6;
+      tally.check(std::fabs(got / ratio - 1) <= 7.01 * 0x1p-24, [&] {
+        return "ratio " + std::to_string(got) + ", v / s " + std::to_string(v / s);
+      });
+      ++(ratio > 1 ? saturated : kept);
+    }
+  });
+  EXPECT_TRUE(tally.none_wrong());
+  EXPECT_GT(saturated, 100'000u);
+  EXPECT_GT(kept, 100'000u);
+}
+
 TEST(Nvfp4, PowersOfTwoStayPowersOfTwo) {
   for (int exponent = -9; exponent <= 8; ++exponent) {
     const float v = std::exp2(static_cast<float>(exponent));
