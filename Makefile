@@ -27,7 +27,8 @@ help:
 	@echo "make train            train a small Llama in several recipes, side by side"
 	@echo "                      RECIPES=a,b DATA=DIR STEPS=N MODEL=... OUT=DIR RESUME=1"
 	@echo "make test             setup, build, ctest, pytest"
-	@echo "make test-torchtitan-0.3  torchtitan 0.3 with the newer torch that it needs (740 MB)"
+	@echo "make test-torchtitan-0.3  torchtitan 0.3 with the newer torch that it needs (740 MB);"
+	@echo "                      the C++ examples with the package that pip installed"
 	@echo "make test-asan        the C++ suites and the op fuzzer under AddressSanitizer and UBSan"
 	@echo "make test-exhaustive  every float through every format (long)"
 	@echo "make test-gpu         the tests that need a CUDA device"
@@ -102,7 +103,7 @@ test-torchtitan-0.3: $(READY)
 	$(TITAN3_PIP) -r requirements-torchtitan-0.3.txt
 	CMAKE_ARGS=-DMINIFLOAT_CUDA=OFF CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) \
 	  $(TITAN3_PIP) --no-build-isolation --force-reinstall .
-	$(TITAN3)/bin/python -m pytest tests/torchtitan/override_0_3.py
+	$(TITAN3)/bin/python -m pytest tests/torchtitan/override_0_3.py tests/tools/pip_installed.py
 
 test-asan: $(READY)
 	$(CMAKE) --preset asan -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE

@@ -64,6 +64,16 @@ if(TARGET minifloat_torch AND examples)
   add_test(NAME package.install COMMAND "${CMAKE_COMMAND}" --install "${PROJECT_BINARY_DIR}"
                                         --prefix "${stage}")
   set_tests_properties(package.install PROPERTIES FIXTURES_SETUP package)
+  add_test(NAME package.without_torch
+           COMMAND "${CMAKE_COMMAND}" -S "${PROJECT_SOURCE_DIR}/examples" -B
+                   "${PROJECT_BINARY_DIR}/examples-without-torch" -G "${CMAKE_GENERATOR}"
+                   "-DCMAKE_PREFIX_PATH=${stage}" "-DCMAKE_MAKE_PROGRAM=${CMAKE_MAKE_PROGRAM}"
+                   "-DCMAKE_CXX_COMPILER=${CMAKE_CXX_COMPILER}" -DTorch_ROOT=/nowhere)
+  set_tests_properties(
+    package.without_torch
+    PROPERTIES FIXTURES_REQUIRED package
+               PASS_REGULAR_EXPRESSION "component torch: expected share/cmake/Torch/TorchConfig"
+               FAIL_REGULAR_EXPRESSION "target was not found")
   add_test(
     NAME package.example
     COMMAND

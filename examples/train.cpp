@@ -1,6 +1,6 @@
 // A small network trained under a recipe, in C++ alone.
 //
-//     cmake -S examples -B build/examples -DCMAKE_PREFIX_PATH=<install prefix>
+//     cmake -S examples -B build/examples -DCMAKE_PREFIX_PATH=$(python -m minifloat --cmake-prefix)
 //     cmake --build build/examples
 //     build/examples/train nvfp4 300
 //

@@ -1,0 +1,40 @@
+"""The C++ examples with the package that pip installed: run where pip did.
+
+    make test-torchtitan-0.3
+
+ctest builds them with the package that `cmake --install` leaves.
+"""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import minifloat
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+pytestmark = pytest.mark.timeout(1800)  # a minute on two idle cores, minutes beside other jobs
+
+
+def run(*command, cwd):
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def programs(tmp_path_factory):
+    """Returns the folder of the examples, built."""
+    folder = tmp_path_factory.mktemp("examples")
+    prefix = run(sys.executable, "-m", "minifloat", "--cmake-prefix", cwd=folder).strip()
+    assert Path(prefix) == Path(minifloat.__file__).parent
+    assert not Path(prefix).is_relative_to(ROOT / "python")
+    run("cmake", "-S", ROOT / "examples", "-B", folder, "-G", "Ninja",
+        "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_PREFIX_PATH={prefix}", cwd=folder)  # fmt: skip
+    run("cmake", "--build", folder, cwd=folder)
+    return folder
+
+
+@pytest.mark.parametrize("example", ["train", "experts"])
+def test_an_example_runs(example, programs):
+    run(programs / example, cwd=programs)
