@@ -1,13 +1,15 @@
 # Finds the host side of libtorch: headers, libtorch_cpu, libc10 and the C++ ABI, by path.
 #
 # torch's own TorchConfig.cmake, in a CUDA build of torch, requires a CUDA toolkit; a build for the
-# CPU must not. So this module finds torch's folder, the one with include/, lib/ and share/cmake/, and
-# links the libraries by path. libpython is not involved. The first of these that is given decides:
+# CPU must not. So this module finds torch's folder, the one with include/, lib/ and share/cmake/,
+# and links the libraries by path. libpython is not involved. The first of these that is given
+# decides:
 #
 #   Torch_ROOT, Torch_DIR      libtorch's folder, or its share/cmake/Torch; variables or environment
 #   -DPython_EXECUTABLE        the torch that this interpreter imports
 #   CMAKE_PREFIX_PATH          where it has libtorch's folder, or torch.utils.cmake_prefix_path
-#   Python_EXECUTABLE          as find_package(Python) sets it; without it, the Python that CMake finds
+#   Python_EXECUTABLE          as find_package(Python) sets it; without it, the Python that CMake
+#                              finds
 #
 # Out: TorchCpu_FOUND, TorchCpu_VERSION, TorchCpu_VERSION_MAJOR_MINOR, target TorchCpu::torch, or
 #      TorchCpu_REASON

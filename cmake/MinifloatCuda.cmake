@@ -35,9 +35,13 @@ endfunction()
 
 # Adds the kernels of src/cuda/products, which need CUTLASS's headers: those of the Python package
 # nvidia-cutlass, or of -DMINIFLOAT_CUTLASS_INCLUDE=<folder>. They are Hopper's, and compiled for it
-# alone. Without the headers, torch's grouped products are used.
+# alone. -DMINIFLOAT_CUTLASS_INCLUDE=OFF leaves them out, and torch's grouped products are used.
 function(minifloat_cutlass target)
   if(NOT "90a-real" IN_LIST CMAKE_CUDA_ARCHITECTURES AND NOT "90a" IN_LIST CMAKE_CUDA_ARCHITECTURES)
+    return()
+  endif()
+  if("${MINIFLOAT_CUTLASS_INCLUDE}" STREQUAL "OFF")
+    message(STATUS "minifloat: no kernels for products of experts; torch's are used")
     return()
   endif()
   set(found "")
@@ -50,9 +54,12 @@ function(minifloat_cutlass target)
   find_path(MINIFLOAT_CUTLASS_INCLUDE cutlass/cutlass.h PATHS "${found}/source/include"
             NO_DEFAULT_PATH)
   if(NOT MINIFLOAT_CUTLASS_INCLUDE)
-    message(STATUS "minifloat: expected CUTLASS's headers (pip install nvidia-cutlass), found none; "
-                   "products of experts are torch's")
-    return()
+    message(
+      FATAL_ERROR
+        "minifloat: expected CUTLASS's headers, which the kernels for products of experts need, "
+        "found none. Install them: pip install --no-deps -r requirements-cuda.txt. Or set "
+        "-DMINIFLOAT_CUTLASS_INCLUDE to their folder, or to OFF: experts' products are then "
+        "torch's, which take up to 2.7 times as long (docs/measured.md)")
   endif()
   file(GLOB sources CONFIGURE_DEPENDS src/cuda/products/*.cu src/cuda/products/*.cpp)
   add_library(minifloat_products OBJECT ${sources})

@@ -1,4 +1,5 @@
-"""The package's dependencies: torch at the X.Y that the native library is being compiled against.
+"""The package's dependencies: torch at the X.Y that the native library is being compiled against,
+and of a build with CUDA the headers that its kernels need.
 
 A metadata provider of scikit-build-core ([tool.scikit-build.metadata] in pyproject.toml), called in
 the build environment. libtorch promises no binary compatibility between X.Y and X.Z, and loading
@@ -6,15 +7,42 @@ checks it, so a wheel asks for the torch that it was built with:
 
     pip install .                        torch of [build-system] requires
     pip install --no-build-isolation .   the torch already installed, 2.11 or newer
+
+Beside nvcc pip also fetches requirements-cuda.txt into the build environment. [build-system]
+requires cannot depend on nvcc.
 """
 
 from __future__ import annotations
 
+import os
+import shutil
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
 MINIMUM = (2, 11)
+CUDA = Path(__file__).resolve().parents[1] / "requirements-cuda.txt"
+
+
+def has_cuda() -> bool:
+    """Returns whether CMake will find nvcc. Where this misses one, the build ends with an error."""
+    if "MINIFLOAT_CUDA=OFF" in os.environ.get("CMAKE_ARGS", ""):
+        return False
+    folder = os.environ.get("CUDA_PATH")
+    return bool(
+        os.environ.get("CUDACXX")
+        or shutil.which("nvcc")
+        or (folder and shutil.which("nvcc", path=f"{folder}/bin"))
+    )
+
+
+def get_requires_for_dynamic_metadata(_settings: Mapping[str, Any]) -> list[str]:
+    """Returns what the build environment needs beside [build-system] requires."""
+    if not has_cuda():
+        return []
+    lines = [line.partition("#")[0].strip() for line in CUDA.read_text().splitlines()]
+    return [line for line in lines if line]
 
 
 def dynamic_metadata(field: str, settings: Mapping[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 // The exact grouped engine of GPUs on tensors of the CPU, whose _grouped_mm has the same conditions
 // on strides: against the CPU's engine, with layouts and sizes that are no multiples of 16 bytes.
+// And the warning of a build without kernels for Hopper.
 #include <gtest/gtest.h>
 #include <torch/torch.h>
 
@@ -11,6 +12,7 @@
 #include "ops/groups.h"
 #include "ops/ops.h"
 #include "products/engines.h"
+#include "products/grouped.h"
 #include "products/products.h"
 
 namespace minifloat::torch_ops {
@@ -106,6 +108,22 @@ TEST(ExactGrouped, AlongTheContraction) {
                                text + " m " + std::to_string(m) + " n " + std::to_string(n) +
                                    " layout " + std::to_string(static_cast<int>(layout)));
         }
+}
+
+struct Warnings : c10::WarningHandler {
+  std::vector<std::string> texts;
+  void process(const c10::Warning& warning) override { texts.push_back(warning.msg()); }
+};
+
+TEST(WithoutKernels, TheFirstProductOnHopperWarns) {
+  Warnings warnings;
+  const c10::WarningUtils::WarningHandlerGuard guard(&warnings);
+  for (const int capability : {kNoGpu, kBlackwell}) warn_without_kernels(capability);
+  EXPECT_TRUE(warnings.texts.empty());
+  for (int i = 0; i < 2; ++i) warn_without_kernels(kHopper);
+  ASSERT_EQ(warnings.texts.size(), has_grouped_products() ? 0u : 1u);
+  for (const std::string& text : warnings.texts)
+    EXPECT_NE(text.find("FP8 takes up to 1.3 times as long"), std::string::npos) << text;
 }
 
 }  // namespace

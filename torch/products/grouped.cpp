@@ -8,6 +8,15 @@
 
 namespace minifloat::torch_ops {
 
+void warn_without_kernels(int capability) {
+  if (capability != kHopper || has_grouped_products()) return;
+  TORCH_WARN_ONCE(
+      "minifloat: this build has no kernels for products of experts on Hopper (it had no CUTLASS "
+      "headers), so torch multiplies. FP8 takes up to 1.3 times as long, up to 2.7 times with 128 "
+      "experts, and E5M2 and 128-blocks are multiplied in bf16. To build the kernels, run `pip "
+      "install .` again with nvcc on the path");
+}
+
 bool takes_grouped_codes(const Product&, int, const ProductShape& shape) {
   return takes_codes(shape) && shape.out_dtype == c10::ScalarType::BFloat16;
 }

@@ -14,6 +14,10 @@ inline bool has_row_or_group_scales(const Product& product) {
   return rule == product.b.rule && (rule == ScaleRule::kRow || rule == ScaleRule::kTensor);
 }
 
+// Warns once of a product with groups on a GPU for which this build lacks its kernels: torch's
+// multiply then.
+void warn_without_kernels(int capability);
+
 // Engine::takes of the engines of FP8 codes: rows start at multiples of 16 bytes, and the result is
 // bf16.
 bool takes_grouped_codes(const Product& product, int capability, const ProductShape& shape);

@@ -11,6 +11,7 @@
 #include "minifloat/group_checks.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "products/grouped.h"
 
 namespace minifloat {
 namespace torch_ops {
@@ -93,6 +94,8 @@ Tensor multiply(const PlannedProduct& planned, const ProductInput& a, const Prod
                               .along = along_of(groups)};
   const Tensor &left = *tensors_of(a).elements, &right = *tensors_of(b).elements;
   check_table(groups, left, k, length);
+  if (shape.along != GroupsAlong::kNone && !planned.product.is_bf16())
+    warn_without_kernels(planned.capability);
   if (result.sum)
     return planned.engine_for(shape).multiply({planned.product, a, b, length, result, groups});
   // Rows of torch's grouped products are padded to multiples of 16 bytes.

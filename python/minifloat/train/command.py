@@ -32,7 +32,7 @@ on several processes, the model sharded by FSDP2, weights gathered in the recipe
   torchrun --nproc-per-node 4 -m minifloat train --model moe:... --expert-parallel 2 ...
 """
 
-PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # of `pip install minifloat[train]`
+PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # of `pip install '.[train]'`
 
 
 def number_type(number: Any, name: str) -> Callable[[str], int | float]:
@@ -181,7 +181,7 @@ def require_packages() -> None:
     if missing:
         raise TrainError(
             f"expected the packages {', '.join(PACKAGES)}, got none of {', '.join(missing)}; "
-            "install them with `pip install minifloat[train]`"
+            "install them with `pip install '.[train]'` in the clone of minifloat"
         )
 
 
