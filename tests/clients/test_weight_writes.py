@@ -10,7 +10,7 @@ import pytest
 import pytorch_lightning as pl
 import torch
 from minifloat.nn import operand_cache
-from peft import LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, get_peft_model
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
@@ -74,6 +74,52 @@ def test_merged_adapters_are_in_the_codes(primary, trains):
         require_same_numbers(unloaded(x), merged)
     assert (merged - apart).abs().max() < 0.2 * apart.abs().max()
     assert not torch.equal(merged, apart)
+
+
+ADAPTERS = {
+    "LoRA": lambda: LoraConfig(target_modules=["0", "2"], init_lora_weights=False),
+    "rsLoRA": lambda: LoraConfig(
+        target_modules=["0", "2"], init_lora_weights=False, use_rslora=True
+    ),
+    "DoRA": lambda: LoraConfig(target_modules=["0", "2"], init_lora_weights=False, use_dora=True),
+    "PiSSA": lambda: LoraConfig(target_modules=["0", "2"], init_lora_weights="pissa"),
+    "OLoRA": lambda: LoraConfig(target_modules=["0", "2"], init_lora_weights="olora"),
+    "IA3": lambda: IA3Config(
+        target_modules=["0", "2"], feedforward_modules=[], init_ia3_weights=False
+    ),
+}
+
+
+def rounded(weight, like):
+    """Returns the values of a high-precision weight in the specs of `like`."""
+    return mf.QuantizedTensor.from_tensor(weight, *like.specs).dequantize()
+
+
+@pytest.mark.parametrize("safe", [False, True])
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_a_primary_base_is_written_as_a_high_precision_one_and_rounded_once(kind, safe):
+    base = network()
+    mf.quantize_(base, "mxfp8_2d", primary=True, verbose=False)
+    twin = copy.deepcopy(base)
+    mf.restore_(twin)  # the values of the codes
+    values = base[0].weight.dequantize()
+    adapted = []
+    for model in (base, twin):
+        torch.manual_seed(1)
+        adapted.append(get_peft_model(model, ADAPTERS[kind]()))
+    for i in (0, 2):
+        weight, other = base[i].base_layer.weight, twin[i].base_layer.weight
+        require_same_numbers(weight.dequantize(), rounded(other, weight), "set up")
+        other.data = weight.dequantize()
+    is_written = not torch.equal(base[0].base_layer.weight.dequantize(), values)
+    assert is_written == (kind in ("PiSSA", "OLoRA"))
+    with torch.no_grad():
+        merged, wanted = (model.merge_and_unload(safe_merge=safe) for model in adapted)
+    for i in (0, 2):
+        weight = merged[i].weight
+        assert isinstance(weight, mf.QuantizedTensor)
+        require_same_numbers(weight.dequantize(), rounded(wanted[i].weight, weight), kind)
+    is_current(merged, batch())
 
 
 # ---- averages of weights -------------------------------------------------------------------------

@@ -8,6 +8,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -146,6 +147,86 @@ def test_recomputed_and_offloaded_activations_change_nothing(recipe):
     assert all(torch.equal(b, before[name]) for name, b in bytes_of(model).items())
 
 
+# ---- assignments -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_assigned_values_are_quantized(recipe, dtype):
+    model, other = build(recipe, primary=True), build(recipe, seed=1).to(dtype)
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.data = q.detach()
+    mf.restore_(other)
+    mf.quantize_(other, recipe, primary=True, verbose=False)
+    assert all(p.dtype == dtype for p in model.parameters())
+    assert_same_bytes(model, other, "assigned")
+
+
+def test_a_weight_is_swapped_out_and_in():
+    model = build("nvfp4", primary=True)
+    wanted = copy.deepcopy(model)
+    kept = [p.data for p in model.parameters()]
+    for p in model.parameters():
+        p.data = torch.zeros_like(p)
+    assert not model(batch(0)).any()
+    for p, old in zip(model.parameters(), kept, strict=True):
+        p.data = old
+    assert_same_bytes(model, wanted, "swapped in again")
+
+
+def test_parameters_from_a_vector():
+    model, other = build("mxfp8", primary=True), build("mxfp8", seed=1)
+    vector = nn.utils.parameters_to_vector(other.parameters()).detach()
+    nn.utils.vector_to_parameters(vector, model.parameters())
+    mf.restore_(other)
+    mf.quantize_(other, "mxfp8", primary=True, verbose=False)
+    assert_same_bytes(model, other, "from a vector")
+
+
+def test_an_alias_keeps_its_memory():
+    weight = build("mxfp8", primary=True)[0].weight
+    alias, former = weight.detach(), weight.dequantize()
+    weight.data += 1.0  # writes to the memory, then assigns the same memory
+    assert torch.equal(alias.dequantize(), weight.dequantize())
+    weight.data = former
+    assert torch.equal(weight.dequantize(), former)
+    assert not torch.equal(alias.dequantize(), former)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [torch.zeros(48, 80), torch.zeros(0), torch.zeros(80, 48, dtype=torch.float16)],
+    ids=["transposed", "empty", "float16"],
+)
+def test_what_cannot_be_assigned(data):
+    model = build("mxfp8", primary=True)
+    wanted = copy.deepcopy(model)
+    with pytest.raises(ValueError, match=r"data: expected \(80, 48\).*got.*mf.restore_"):
+        model[0].weight.data = data
+    with pytest.raises(TypeError, match="data: expected a Tensor, got list"):
+        model[0].weight.data = [1.0]
+    assert_same_bytes(model, wanted, "unchanged")
+
+
+def test_compiled_code_reads_what_was_assigned():
+    model, other = build("mxfp8", primary=True), build("mxfp8", seed=1, primary=True)
+    compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+    compiled(batch(0))
+    for p, q in zip(model.parameters(), other.parameters(), strict=True):
+        p.data = q.data
+    assert torch.equal(compiled(batch(0)), other(batch(0)))
+
+
+def test_safetensors_refuses_codes(tmp_path):
+    model = build("nvfp4", primary=True)
+    with pytest.raises(TypeError, match=r"safetensors.*mf.restore_\(model\)"):
+        save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert not (tmp_path / "model.safetensors").exists()
+    mf.restore_(model)
+    save_file(model.state_dict(), tmp_path / "model.safetensors")
+    assert load_file(tmp_path / "model.safetensors").keys() == model.state_dict().keys()
+
+
 # ---- AdamW on masters ----------------------------------------------------------------------------
 
 
@@ -160,6 +241,17 @@ def train_fp32(recipe, make_optimizer, steps, inner):
         optimizer.zero_grad()
         losses.append(loss.item())
     return model, losses
+
+
+def train_codes(recipe, make_optimizer, steps, inner):
+    """Trains codes that the optimizer itself rounds after each update."""
+    model = build(recipe, inner=inner, primary=True)
+    optimizer = make_optimizer(list(model.parameters()))
+    for step in range(steps):
+        model(batch(step)).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return model, None
 
 
 def train_masters(recipe, make_optimizer, steps, inner):
@@ -206,6 +298,23 @@ def test_fused_adamw_on_masters_equals_adamw_then_a_cast(recipe):
         return torch.optim.AdamW(parameters, lr=1e-3, fused=True)
 
     require_equal_training(recipe, fused, 100)
+
+
+def test_codes_alone_lose_the_small_updates_that_masters_keep():
+    """Counts the MXFP8 weights that AdamW at 1e-4 changes in 100 steps, for docs/clients.md."""
+
+    def changed(train):
+        first = [p.detach() for p in build("mxfp8", primary=True).parameters()]
+        model, _ = train("mxfp8", lambda p: torch.optim.AdamW(p, lr=1e-4), 100, 80)
+        weights = [
+            (a.dequantize(), b.dequantize())
+            for a, b in zip(first, model.parameters(), strict=True)
+            if isinstance(a, mf.QuantizedTensor)
+        ]
+        return sum((a != b).sum().item() for a, b in weights) / sum(a.numel() for a, _ in weights)
+
+    assert changed(train_codes) < 0.05
+    assert changed(train_masters) > 0.5
 
 
 @pytest.mark.parametrize("recipe", ["nvfp4", "mxfp8", "fp8_rowwise"])

@@ -20,7 +20,8 @@ from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import GroupedProduct, ProductCall
 from ..nn.names import PRODUCT
 from ..recipe import Recipe
-from ..tensor.quantized_tensor import QuantizedTensor, codes_of
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_operands import codes_of
 from .functional import Matrices, Plan, compute_dtype, run_experts
 from .mlp_checks import require_options, require_shapes
 from .parallel_experts import ALL, ExpertParallel, group_of, require_sending

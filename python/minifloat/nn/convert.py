@@ -97,9 +97,10 @@ def quantize_(
         filter_fn: (module, name) -> whether to convert the layer.
         experts: glob of modules' names -> names of 3D parameters, which the modules' forward
             multiplies with by torch's grouped_mm, bmm or matmul.
-        primary: whether the codes replace the high-precision weight as the parameter. Updates
-            smaller than half a step of the format are lost then, so the optimizer needs master
-            weights. Build the optimizer after this call. Until this call returns, all
+        primary: whether the codes replace the high-precision weight as the parameter: for weights
+            that stay frozen, or that sharded masters update (docs/zero.md). Of other updates, those
+            smaller than half a step of the format are lost. Build the optimizer after this call.
+            safetensors cannot save codes: call mf.restore_ before. Until this call returns, all
             high-precision weights stay in memory, to undo a failure; mf.quantized_model_init holds
             only one layer's at a time.
         keep_high_precision_init: with primary, whether to copy the initial weight to

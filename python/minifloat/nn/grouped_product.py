@@ -16,7 +16,8 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..recipe import Recipe, operand_names
-from ..tensor.quantized_tensor import QuantizedTensor, codes_of
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_operands import codes_of
 from .names import PRODUCT, join
 from .operand_cache import WeightCodes, weight_codes
 from .operand_conditions import conditions_of

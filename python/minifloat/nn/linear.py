@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
-from ..tensor.quantized_tensor import QuantizedTensor, codes_of
+from ..tensor.quantized_tensor import QuantizedTensor
+from ..tensor.weight_operands import codes_of
 from .accumulation import Sums, weight_sums
 from .deferred import Deferred, request_of, source_of
 from .distributed_hooks import WeightGather, hooks, is_distributed

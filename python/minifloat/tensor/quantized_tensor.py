@@ -13,7 +13,8 @@ of its own. Ops are of four kinds:
 
 Only views of the whole tensor share its memory. A write to w.t() or w[0] does not change w. A write
 to w[:32], a copy of codes, is refused: a checkpoint that is loaded into other shards than it was
-saved from would write so.
+saved from would write so. `w.data = values` gives w new memory, as torch does, with the values'
+codes.
 """
 
 from __future__ import annotations
@@ -26,15 +27,12 @@ import torch
 from torch import Tensor, nn
 
 from .._native import ops
-from ..recipe import Recipe
 from ..spec import Spec
 from .handlers import HANDLERS, OTHERS
-from .operands import Operand, Operands
 from .quantized import (
     Quantized,
     copy_bytes,
     map_tensors,
-    raw_scale,
     read_direction,
     require_part,
     require_tensor,
@@ -264,6 +262,46 @@ class QuantizedTensor(Tensor):
 
     # ---- torch's protocols -----------------------------------------------------------------------
 
+    @property
+    def data(self) -> Tensor:
+        """An alias of the codes. Assigned values are rounded to nearest, in the present specs."""
+        return Tensor.data.__get__(self)  # type: ignore[attr-defined]
+
+    @data.setter
+    def data(self, source: Tensor) -> None:
+        """Takes the codes of a QuantizedTensor, or of values that are rounded here.
+
+        torch's setter changes only what the tensor shows outside: dtype, device.
+
+        Raises:
+            TypeError: source is no tensor.
+            ValueError: source has another shape, or is neither float32 nor bfloat16.
+        """
+        require_tensor("QuantizedTensor: data", source)
+        if source.shape != self.shape or source.dtype not in NOMINAL_DTYPES:
+            raise ValueError(
+                f"QuantizedTensor: data: expected {tuple(self.shape)} of a dtype in "
+                f"{NOMINAL_DTYPES}, got {tuple(source.shape)} {source.dtype}; for a weight of "
+                "another shape or dtype call mf.restore_(model) first"
+            )
+        if not isinstance(source, QuantizedTensor):
+            source = self.from_tensor(source, *self.specs)
+        Tensor.data.__set__(self, source)  # type: ignore[attr-defined]
+        self.rowwise, self.columnwise = source.rowwise, source.columnwise
+        self.is_slice = source.is_slice
+
+    def storage(self) -> Any:
+        """Refuses: safetensors, which asks for it, would need the values' memory.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError(
+            "QuantizedTensor: a weight of codes has no memory of values, which safetensors "
+            "(save_pretrained, save_file) writes; call mf.restore_(model) first, or keep the codes "
+            "with torch.save(model.state_dict())"
+        )
+
     def __repr__(self, *, tensor_contents: Any = None) -> str:
         row, col = self.specs
         return (
@@ -323,35 +361,6 @@ def _inner(side: str, name: str) -> property:
 for _side in ("rowwise", "columnwise"):
     for _name in TENSORS:
         setattr(QuantizedTensor, f"_{_side}_{_name}", _inner(_side, _name))
-
-
-def codes_of(
-    weight: QuantizedTensor, recipe: Recipe, columnwise: bool, is_row_major: bool = False
-) -> list[Tensor]:
-    """Returns the codes of a quantized weight as the op layer_operands would.
-
-    Args:
-        weight: (…, N, K), or (…, K, N) where it is row-major.
-        recipe: of the products: fprop reads W (N, K) rowwise, dgrad columnwise.
-        columnwise: whether dgrad reads the weight.
-        is_row_major: whether `weight` is Wᵀ.
-
-    Returns:
-        The eight tensors of the op layer_operands.
-
-    Raises:
-        ValueError: the weight does not hold these codes.
-    """
-    none = Operand.none(weight.device)
-
-    def operand(spec: str, is_col: bool) -> Operand:
-        if spec == "bf16" or (is_col and not columnwise):
-            return none
-        part = weight.direction(spec, is_col != is_row_major)
-        return Operand(part.codes, raw_scale(part), part.amax, none.decoded)
-
-    row, col = operand(recipe.fprop.b, False), operand(recipe.dgrad.b, True)
-    return Operands(row, col).tensors()
 
 
 # ---- pickling ------------------------------------------------------------------------------------
