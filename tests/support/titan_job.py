@@ -33,16 +33,16 @@ END_OF_TEXT = "<|end|>"
 
 
 class Texts:
-    """Documents of a folder's texts.json, as torchtitan reads a dataset."""
+    """Documents of a folder's texts.json, as torchtitan reads a dataset that can be resumed."""
 
     def __init__(self, documents: Sequence[str]) -> None:
         self.documents, self.next = list(documents), 0
 
     def __iter__(self) -> Iterator[str]:
-        self.next = 0
-        for document in self.documents:
+        while self.next < len(self.documents):
             self.next += 1
-            yield document
+            yield self.documents[self.next - 1]
+        self.next = 0
 
     def state_dict(self) -> dict[str, int]:
         return {"next": self.next}

@@ -14,6 +14,7 @@ from tests.support.titan_job import stand_in_for_datasets
 
 stand_in_for_datasets()  # before an import of torchtitan
 
+from torchtitan.components.checkpointer import CheckpointManager  # noqa: E402
 from torchtitan.config.override import OverrideConfig, apply_overrides  # noqa: E402
 from torchtitan.protocols.module import Module  # noqa: E402
 
@@ -115,3 +116,43 @@ def test_refuses_parallelism_that_cuts_layers():
     model, _ = built("llama3", recipe="mxfp8")
     with pytest.raises(ValueError, match=r"got 2 and 1; torchtitan 0\.2\.x has both"):
         states_of(model)[0].parallelize(SimpleNamespace(tp=2, ep=1))
+
+
+class Nothing:
+    """State that is empty, as torch.distributed.checkpoint saves it."""
+
+    def state_dict(self):
+        return {}
+
+    def load_state_dict(self, state): ...
+
+
+def manager_of(model, folder):
+    return CheckpointManager.Config(enable=True, interval=1, keep_latest_k=0).build(
+        dataloader=Nothing(),
+        model_parts=[model],
+        optimizers=Nothing(),
+        lr_schedulers=Nothing(),
+        states={"train_state": Nothing()},
+        sd_adapter=None,
+        base_folder=str(folder),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_checkpoints_hold_the_training_state(tmp_path):
+    recipe = "*: nvfp4; layers.5.*: fp8_delayed"
+    model, config = built("llama3", recipe=recipe)
+    manager = manager_of(model, tmp_path)
+    train_step(model, config)
+    manager.save(1)
+    wanted = mf.training_state(model)
+    assert wanted["rng"][1] > 0
+    assert any(name.startswith("layers.5.") for name in wanted)
+
+    other, _ = built("llama3", recipe=recipe)
+    assert manager_of(other, tmp_path).load(step=1)
+    found = mf.training_state(other)
+    assert found.keys() == wanted.keys()
+    for name, tensor in wanted.items():
+        assert torch.equal(found[name], tensor), name

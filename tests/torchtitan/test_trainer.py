@@ -75,9 +75,15 @@ CHECKS = (is_gathered_as_codes, has_rank_experts, has_products_saved, is_cut)
 def run_rank(rank, assets, recipe, check, options):
     prepare("cpu")
     converter = ["--model.converters=minifloat", f"--minifloat.recipe={recipe}"]
-    rows = train(assets, [*OPTIONS, *converter, *options], {f.__name__: f for f in CHECKS}[check])
+    checks = {f.__name__: f for f in CHECKS}
+    rows = train(assets, [*OPTIONS, *converter, *options], checks.get(check))
     losses = [row["loss_metrics/global_avg_loss"] for row in rows]
     (assets / f"losses.{rank}.json").write_text(json.dumps(losses))
+
+
+def run_plain(rank, assets, options):
+    prepare("cpu")
+    train(assets, [*OPTIONS, *options])
 
 
 def losses_of(assets: Path, ranks: int, recipe: str, check: str, *options: str) -> list[float]:
@@ -110,3 +116,38 @@ def test_blocks_compile_whole_under_tensor_parallelism(assets):
     compiled = losses_of(assets, 2, "nvfp4", "is_cut", *COMPILED_TP)
     # The first step has the same weights and random bits. Other ops may round in another order.
     assert compiled[0] == pytest.approx(eager[0], rel=1e-4)
+
+
+# ---- Checkpoints ---------------------------------------------------------------------------------
+SAVED = 2  # the step of the checkpoint that is resumed
+CHECKPOINTS = ["--checkpoint.enable", f"--checkpoint.interval={SAVED}"]
+RESUMED = [*CHECKPOINTS, f"--checkpoint.load_step={SAVED}"]
+
+
+def test_a_resumed_run_draws_the_next_random_bits(assets, tmp_path):
+    folder = f"--checkpoint.folder={tmp_path}"  # beside the folder of other tests
+    whole = losses_of(assets, 1, "nvfp4", "", *CHECKPOINTS, folder)
+    for options in ((), ("--checkpoint.exclude_from_loading=minifloat",)):
+        run_world(1, run_rank, assets, "nvfp4", "", (*RESUMED, folder, *options))
+        resumed = json.loads((assets / "losses.0.json").read_text())
+        assert (resumed == whole[SAVED:]) == (not options), (resumed, whole)
+
+
+def test_resumed_experts_have_their_amax_histories(assets, tmp_path):
+    options = ["--model.name=deepseek_v3", "--parallelism.expert_parallel_degree=2"]
+    options += [f"--checkpoint.folder={tmp_path}"]
+    whole = losses_of(assets, 2, "fp8_delayed", "", *options, *CHECKPOINTS)
+    run_world(2, run_rank, assets, "fp8_delayed", "", (*options, *RESUMED))
+    resumed = json.loads((assets / "losses.0.json").read_text())
+    assert resumed == whole[SAVED:]
+
+
+def test_a_checkpoint_without_the_state_is_an_error_or_left_out(assets, tmp_path):
+    """A run that was not converted has none; checkpoint.exclude_from_loading leaves it out."""
+    folder = f"--checkpoint.folder={tmp_path}"
+    run_world(1, run_plain, assets, (*CHECKPOINTS, folder))
+    with pytest.raises(Exception, match=r"minifloat\.rng"):
+        run_world(1, run_rank, assets, "nvfp4", "", (*RESUMED, folder))
+    options = (*RESUMED, folder, "--checkpoint.exclude_from_loading=minifloat")
+    run_world(1, run_rank, assets, "nvfp4", "", options)
+    assert len(json.loads((assets / "losses.0.json").read_text())) == STEPS - SAVED

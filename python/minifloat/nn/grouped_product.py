@@ -172,6 +172,7 @@ class GroupedProduct(RecipeState):
 
     def keep_experts(self, kept: ExpertRange) -> None:
         """Keeps the state of this rank's experts alone."""
+        self.unwrap_buffers()
         history = self._buffers["amax_history"]
         if history is not None and history.shape[1] == kept.experts:
             self._buffers["amax_history"] = kept.own(history).clone()

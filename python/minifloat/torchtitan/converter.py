@@ -12,12 +12,14 @@ from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torchtitan.components.checkpoint import CheckpointManager
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from .._native import ops
 from ..nn.convert import quantize_
 from ..nn.delayed_scaling import step
+from .checkpoint import keep_training_state
 from .settings import Minifloat, options_of, require_recipe
 
 NAME = "minifloat"  # in model.converters
@@ -117,3 +119,4 @@ def save_products() -> None:
 
 
 register_model_converter(Converter, NAME)
+keep_training_state(CheckpointManager)

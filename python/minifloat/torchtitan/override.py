@@ -15,6 +15,7 @@ from typing import Any
 
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torchtitan.components.checkpointer import CheckpointManager
 from torchtitan.components.optimizer import OptimizersContainer
 from torchtitan.config import override
 from torchtitan.models.common.linear import Linear as TitanLinear
@@ -27,6 +28,7 @@ from ..nn.delayed_scaling import step
 from ..nn.grouped_product import GroupedProduct
 from ..nn.linear import Linear
 from ..nn.recipe_state import STATE
+from .checkpoint import keep_training_state
 from .settings import Minifloat, options_of, require_recipe
 
 MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # converted, for mf.step
@@ -129,3 +131,4 @@ def end_step(optimizer: Any, args: Any, kwargs: Any) -> None:
 
 
 register_optimizer_step_post_hook(end_step)
+keep_training_state(CheckpointManager)
