@@ -3,6 +3,7 @@
 import copy
 import math
 import socket
+import warnings
 
 import minifloat as mf
 import pytest
@@ -248,3 +249,46 @@ def test_ranks_agree_on_amax_and_draw_other_bits():
     assert math.isnan(second[0][2])
     assert first[1] == second[1] == [1.0, 0.0, 1.0]
     assert rng0 != rng1
+
+
+def delayed(recipe="fp8_delayed"):
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    mf.quantize_(model, recipe, verbose=False)
+    return model
+
+
+def evaluation_warnings(model):
+    """Returns the texts of the warnings of an evaluation."""
+    model.eval()
+    with warnings.catch_warnings(record=True) as caught, torch.no_grad():
+        warnings.simplefilter("always")
+        model(torch.ones(8, 64))
+    model.train()
+    return {str(warning.message) for warning in caught}
+
+
+def test_an_evaluation_without_amax_histories_warns_until_there_are_some():
+    model, x = delayed(), torch.randn(8, 64)
+    (text,) = evaluation_warnings(model)
+    assert "scale of 1; call mf.load_training_state" in text
+    mf.load_training_state(model, mf.training_state(model))  # of a model that has none either
+    assert evaluation_warnings(model)
+    model(x).sum().backward()
+    mf.step(model)
+    assert not evaluation_warnings(model)
+    assert not evaluation_warnings(copy.deepcopy(model))
+
+    other = delayed()
+    other.load_state_dict(model.state_dict())
+    assert evaluation_warnings(other)
+    assert not torch.equal(other(x), model(x))
+    mf.load_training_state(other, mf.training_state(model))
+    assert not evaluation_warnings(other)
+    assert torch.equal(other(x), model(x))
+
+
+def test_no_warning_where_the_forward_reads_no_history():
+    backward_alone = "fprop=mxfp8*mxfp8 dgrad=e5m2/tensor+delayed*e4m3/tensor wgrad=mxfp8*mxfp8"
+    assert not evaluation_warnings(delayed(backward_alone))
+    assert not evaluation_warnings(delayed("mxfp8"))

@@ -98,4 +98,5 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     for fqn, layer, history in histories_of(model):
         entry, kept = state[join(fqn, "amax_history")], layer.expert_range
         history.copy_(entry if kept is None else kept.own(entry))
+        layer.evaluates_unscaled &= not entry[..., 0].any().item()
     forget_weights(model)

@@ -69,6 +69,7 @@ def _roll_histories(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         key = (history.device, history.shape, layer.amax_algorithm, layer.margin)
         groups.setdefault(key, []).append(history)
         layers.append(layer)
+        layer.evaluates_unscaled = False
     if not groups:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:

@@ -308,6 +308,7 @@ ADOPTED = (
     "stream",
     "stream_id",
     "amax_history",
+    "evaluates_unscaled",
     "weight_codes",
     "shared_input",
     "gather_plan",

@@ -6,6 +6,7 @@ in a state dict.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from .._native import ops
 from ..checks import require_int
 from ..recipe import Recipe
+from ..spec import Spec
 from .names import clean_name, unwrapped
 from .random_state import Draws, RngState, as_normal
 
@@ -24,6 +26,11 @@ STATE = ("stream", "amax_history")  # buffers
 ALGORITHMS = ("max", "most_recent")
 RECOMPUTE = {"speed": "", "weights": "weight"}  # mf.quantize_'s memory -> the op's recompute
 MAX_MARGIN = 126  # powers of two
+UNSCALED = (
+    "minifloat: a layer under delayed scaling is evaluated before its amax history has values, so "
+    "its forward casts with a scale of 1; call mf.load_training_state(model, state) with the state "
+    "that was saved beside the weights, or mf.step(model) after a training step"
+)
 
 
 def require_history(length: int, algorithm: str, margin: int) -> None:
@@ -85,6 +92,7 @@ class RecipeState(nn.Module):
     weight_codes: Any  # operand_cache's WeightCodes; None: the weight is quantized each time
     recompute: str = ""  # "weight": backward quantizes the weight again, instead of saving codes
     expert_range: ExpertRange | None = None  # None: this process has all experts
+    evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
     weight_gather: Any = None  # distributed_hooks' WeightGather; None: FSDP2 has not sharded it
 
     def set_state(
@@ -102,6 +110,8 @@ class RecipeState(nn.Module):
         history = None
         if recipe.is_delayed:
             history = as_normal(torch.zeros(history_shape, dtype=torch.float32, device=device))
+        in_forward = (recipe.fprop.a, recipe.fprop.b)
+        self.evaluates_unscaled = any(Spec.parse(spec).is_delayed for spec in in_forward)
         self.recipe = recipe
         self.fqn = fqn
         self.rng_state = None
@@ -115,7 +125,11 @@ class RecipeState(nn.Module):
     def step_history(self) -> Tensor | None:
         """Returns the amax history that an op writes to: a copy outside training steps."""
         history = self.amax_history
-        return history if history is None or self.is_in_step() else history.clone()
+        if history is None or self.is_in_step():
+            return history
+        if not (torch.compiler.is_compiling() or self.training) and self.evaluates_unscaled:
+            warnings.warn(UNSCALED, stacklevel=2)
+        return history.clone()
 
     def is_in_step(self) -> bool:
         """Tells whether a forward now is part of a training step."""
