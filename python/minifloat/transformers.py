@@ -16,13 +16,14 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers import PreTrainedModel, TrainerCallback
-from transformers.pytorch_utils import Conv1D
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .checks import require_module
 from .nn.checkpoint_state import load_training_state, training_state
+from .nn.conv1d import is_conv1d, reason_against_linear
 from .nn.delayed_scaling import step
+from .nn.names import join
 from .nn.recipe_state import require_converted
 
 FILE = "minifloat_training_state.safetensors"
@@ -150,11 +151,13 @@ def as_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 def replace_conv1d_(model: nn.Module) -> nn.Module:
-    """Replaces each Conv1D of a model by an nn.Linear of the same values, in place.
+    """Makes each Conv1D of a model an nn.Linear of the same values, in place.
 
-    mf.quantize_ can convert the new layers. Call this before it, and build the optimizer after it.
-    The weights are transposed copies. To save the model in its own format, call mf.restore_ and
-    restore_conv1d_.
+    mf.quantize_ can convert such layers. Call this before it, and build the optimizer after it. A
+    layer stays the same object, so hooks, attributes, mode and ties of layers stay. Weights are
+    transposed copies, one for all layers that share one. To save the model in its own format, call
+    mf.restore_ and restore_conv1d_. A layer whose forward is not Conv1D's is left as it is, and
+    mf.quantize_'s report says why.
 
     Args:
         model: one of transformers, such as GPT-2, whose Conv1D layers have weights (K, N).
@@ -164,15 +167,17 @@ def replace_conv1d_(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `model` is no module.
+        ValueError: a module that is not replaced shares a weight. The model is unchanged then.
     """
-    for parent, name, layer in children_of(require_module("replace_conv1d_", model), Conv1D):
-        k, n = layer.weight.shape
-        with torch.device("meta"):
-            linear = nn.Linear(k, n)
-        linear.weight = transposed(layer.weight)
-        linear.bias = layer.bias
-        setattr(parent, name, linear.train(layer.training))
-        linear.is_of_conv1d = True  # type: ignore[assignment]
+    require_module("replace_conv1d_", model)
+    layers = [m for m in model.modules() if is_conv1d(m) and reason_against_linear(m) is None]
+    for tied in layers_by_weight("replace_conv1d_", model, layers):
+        weight = transposed(tied[0].weight)
+        for layer in tied:
+            layer.in_features, layer.out_features, layer.weight = layer.nx, layer.nf, weight
+            layer.conv1d_class = type(layer)
+            layer.__class__ = nn.Linear
+            del layer.nx, layer.nf
     return model
 
 
@@ -187,34 +192,58 @@ def restore_conv1d_(model: nn.Module) -> nn.Module:
 
     Raises:
         TypeError: `model` is no module.
-        ValueError: a layer is converted. The model is unchanged then.
+        ValueError: a layer is converted, or a module that was not replaced shares a weight. The
+            model is unchanged then.
     """
-    found = children_of(require_module("restore_conv1d_", model), nn.Linear)
-    layers = [row for row in found if getattr(row[2], "is_of_conv1d", False)]
-    for _, name, linear in layers:
+    require_module("restore_conv1d_", model)
+    layers: list[Any] = [m for m in model.modules() if "conv1d_class" in m.__dict__]
+    for linear in layers:
         if type(linear) is not nn.Linear:
             raise ValueError(
-                f"restore_conv1d_: expected layers that mf.restore_ has restored, but {name} is a "
-                f"{type(linear).__name__}"
+                "restore_conv1d_: expected layers that mf.restore_ has restored and that are not "
+                f"parametrized, but {name_of(model, linear)} is a {type(linear).__name__}"
             )
-    for parent, name, linear in layers:
-        with torch.device("meta"):
-            layer = Conv1D(linear.out_features, linear.in_features)
-        layer.weight = transposed(linear.weight)
-        layer.bias = linear.bias
-        setattr(parent, name, layer.train(linear.training))
+    for tied in layers_by_weight("restore_conv1d_", model, layers):
+        weight = transposed(tied[0].weight)
+        for layer in tied:
+            layer.nx, layer.nf, layer.weight = layer.in_features, layer.out_features, weight
+            layer.__class__ = layer.conv1d_class
+            del layer.conv1d_class, layer.in_features, layer.out_features
     return model
 
 
-def children_of(model: nn.Module, kind: type[nn.Module]) -> list[tuple[nn.Module, str, Any]]:
-    """Lists (parent, name within it, module) of the modules of a kind."""
-    return [
-        (parent, name, child)
-        for parent in model.modules()
-        for name, child in parent.named_children()
-        if isinstance(child, kind)
-    ]
+def name_of(model: nn.Module, module: nn.Module) -> str:
+    return next(name for name, found in model.named_modules() if found is module)
+
+
+def layers_by_weight(caller: str, model: nn.Module, layers: list[Any]) -> list[list[Any]]:
+    """Returns the layers, those together that share one weight.
+
+    Raises:
+        ValueError: another module of the model has a weight too, which would not be transposed.
+    """
+    groups: dict[int, list[Any]] = {}
+    for layer in layers:
+        groups.setdefault(id(layer.weight), []).append(layer)
+    for name, module in model.named_modules():
+        for key, parameter in module._parameters.items():
+            is_own = key == "weight" and module in groups.get(id(parameter), ())
+            if id(parameter) in groups and not is_own:
+                raise ValueError(
+                    f"{caller}: expected weights that Conv1D layers alone have, but one of them is "
+                    f"{join(name, key)} too; give that module a copy, "
+                    "nn.Parameter(weight.detach().clone())"
+                )
+    return list(groups.values())
 
 
 def transposed(weight: nn.Parameter) -> nn.Parameter:
-    return nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
+    """Returns a transposed copy with the gradient, the attributes and the hooks of a weight."""
+    new = nn.Parameter(weight.detach().t().contiguous(), weight.requires_grad)
+    if weight.grad is not None:
+        new.grad = weight.grad.t().contiguous()
+    new.__dict__.update(weight.__dict__)
+    for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
+        if (found := getattr(weight, hooks)) is not None:
+            setattr(new, hooks, found)  # the dict itself, so that handles still remove hooks
+    return new

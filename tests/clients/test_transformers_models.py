@@ -5,6 +5,7 @@ import pytest
 import torch
 from minifloat.transformers import replace_conv1d_, restore_conv1d_
 from torch import nn
+from torch.nn.utils import parametrize
 from transformers import (
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
@@ -15,6 +16,7 @@ from transformers import (
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
 )
+from transformers.pytorch_utils import Conv1D
 
 SMALL = {
     "vocab_size": 64,
@@ -86,6 +88,125 @@ def test_replaced_conv1d_trains_and_returns_to_its_format():
     assert not any(type(m) is nn.Linear for n, m in model.named_modules() if n != "lm_head")
     plain.load_state_dict(model.state_dict())
     assert torch.allclose(loss_of(plain.eval()), wanted, rtol=1e-6)
+
+
+class Tied(nn.Module):
+    """Conv1D layers under two names, and with one weight."""
+
+    def __init__(self, size: int = 24):
+        super().__init__()
+        self.a, self.b = Conv1D(40, size), Conv1D(40, size)
+        self.again, self.b.weight = self.a, self.a.weight
+        self.c = Conv1D(size, 40)
+
+    def forward(self, x):
+        return self.c(self.a(x) + self.b(x)) + self.c(self.again(x))
+
+
+def hook_everywhere(model, seen):
+    """Registers hooks of all kinds, which note their names."""
+    layer = model.a
+    layer.register_forward_hook(lambda *_: seen.append("forward"))
+    layer.register_forward_pre_hook(lambda *_: seen.append("before forward"))
+    layer.register_full_backward_hook(lambda *_: seen.append("backward"))
+    layer.register_state_dict_post_hook(lambda *_: seen.append("state dict"))
+    layer.register_load_state_dict_pre_hook(lambda *_: seen.append("loads"))
+    layer.register_load_state_dict_post_hook(lambda *_: seen.append("loaded"))
+    layer.weight.register_post_accumulate_grad_hook(lambda *_: seen.append("accumulated"))
+    return layer.weight.register_hook(lambda _: seen.append("gradient"))
+
+
+def test_replaced_conv1d_keeps_ties_hooks_and_settings():
+    torch.manual_seed(0)
+    model, seen = Tied(), []
+    handle = hook_everywhere(model, seen)
+    model.b.eval()
+    model.c.weight.requires_grad_(False)
+    model.a.note, model.a.weight.note = "layer", "weight"
+    model.a.weight.grad = torch.randn(24, 40)
+    grad = model.a.weight.grad.clone()
+    modules, x = list(model.modules()), torch.randn(3, 24, requires_grad=True)
+    wanted = model(x).detach()
+
+    def check(transposes):
+        assert list(model.modules()) == modules
+        assert model.again is model.a
+        assert model.b.weight is model.a.weight
+        assert [n for n, _ in model.named_parameters()] == [
+            "a.weight", "a.bias", "b.bias", "c.weight", "c.bias"
+        ]  # fmt: skip
+        assert [m.training for m in (model, model.a, model.b)] == [True, True, False]
+        assert not model.c.weight.requires_grad
+        assert (model.a.note, model.a.weight.note) == ("layer", "weight")
+        assert torch.equal(model.a.weight.grad, grad.t() if transposes else grad)
+        seen.clear()
+        y = model(x)
+        assert torch.allclose(y, wanted, rtol=1e-5, atol=1e-5)
+        y.sum().backward()
+        model.load_state_dict(model.state_dict())
+        calls = ["before forward", "forward"] * 2 + ["gradient", "accumulated"]
+        assert sorted(seen) == sorted(
+            [*calls, "backward", "backward", *["state dict", "loads", "loaded"] * 2]
+        )
+        model.a.weight.grad.copy_(grad.t() if transposes else grad)
+
+    for _ in range(2):
+        replace_conv1d_(model)
+        assert all(type(m) is nn.Linear for m in modules[1:])
+        check(True)
+        report = mf.quantize_(model, "mxfp8", verbose=False)
+        assert [row for row, _ in report.converted] == ["a", "b", "c"]
+        mf.restore_(model)
+        check(True)
+        restore_conv1d_(model)
+        assert all(type(m) is Conv1D for m in modules[1:])
+        assert (model.c.nx, model.c.nf) == (40, 24)
+        assert not hasattr(model.c, "in_features")
+        check(False)
+    handle.remove()
+    seen.clear()
+    model(x).sum().backward()
+    assert "gradient" not in seen
+
+
+class Scaled(Conv1D):
+    def forward(self, x):
+        return 2 * super().forward(x)
+
+
+class Same(Conv1D):
+    pass
+
+
+def test_conv1d_of_other_classes_is_compared():
+    model = nn.ModuleDict({"scaled": Scaled(40, 24), "same": Same(24, 24), "other": Conv1D(40, 24)})
+    model["other"].forward = lambda x: x
+    replace_conv1d_(model)
+    assert [type(m) for m in model.values()] == [Scaled, nn.Linear, Conv1D]
+    skipped = dict(mf.quantize_(model, "mxfp8", verbose=False).skipped)
+    assert "Scaled, whose weight is (K, N); its forward returns other bits" in skipped["scaled"]
+    assert "its forward is replaced on the instance" in skipped["other"]
+    restore_conv1d_(mf.restore_(model))
+    assert type(model["same"]) is Same
+
+
+def test_conv1d_weights_that_other_modules_share_are_refused():
+    model = nn.ModuleDict({"a": Conv1D(40, 24), "table": nn.Embedding(24, 40)})
+    model["table"].weight = model["a"].weight
+    with pytest.raises(
+        ValueError, match=r"replace_conv1d_: expected .* is table\.weight too; give"
+    ):
+        replace_conv1d_(model)
+    assert type(model["a"]) is Conv1D
+    model = replace_conv1d_(nn.ModuleDict({"a": Conv1D(40, 24)}))
+    model["head"] = nn.Linear(24, 40)
+    model["head"].weight = model["a"].weight
+    with pytest.raises(ValueError, match=r"restore_conv1d_: expected .* is head\.weight too"):
+        restore_conv1d_(model)
+    assert type(model["a"]) is nn.Linear
+    parametrize.register_parametrization(model["a"], "weight", nn.Identity())
+    with pytest.raises(ValueError, match="that are not parametrized, but a is a Parametrized"):
+        restore_conv1d_(model)
 
 
 # ---- nn.MultiheadAttention -----------------------------------------------------------------------

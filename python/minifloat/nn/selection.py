@@ -15,6 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ..checks import require_text
 from ..recipe import Recipe, RecipeMap
+from .conv1d import is_conv1d, reason_against_linear
 from .names import clean_name, join
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
@@ -157,24 +158,15 @@ def layers_read_past(model: nn.Module) -> set[nn.Module]:
     }
 
 
-def is_conv1d(module: nn.Module) -> bool:
-    """Tells whether this is transformers' Conv1D: a linear layer whose weight is (K, N)."""
-    weight = module._parameters.get("weight")
-    features = getattr(module, "nx", None), getattr(module, "nf", None)
-    return type(module).__name__ == "Conv1D" and weight is not None and weight.shape == features
-
-
 def skipped_kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yields (name, reason) of weights of linear layers that are no nn.Linear."""
     attention = nn.MultiheadAttention
     for raw_fqn, module in model.named_modules():
         fqn = clean_name(raw_fqn)
         if is_conv1d(module):
-            yield (
-                fqn,
-                "Conv1D, whose weight is (K, N); to convert it, first call "
-                "minifloat.transformers.replace_conv1d_(model)",
-            )
+            what, why = type(module).__name__, reason_against_linear(module)
+            how = "to convert it, first call minifloat.transformers.replace_conv1d_(model)"
+            yield fqn, f"{what}, whose weight is (K, N); {how if why is None else why}"
         elif isinstance(module, attention) and type(module).forward is attention.forward:
             for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 if module._parameters.get(name) is not None:
