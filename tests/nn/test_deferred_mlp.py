@@ -270,6 +270,13 @@ def test_activations_of_other_libraries():
         def forward(self, x):
             return 0.5 * x * (1 + torch.erf(x / 2**0.5))
 
+    class Ignored(nn.Module):
+        def forward(self, x):
+            F.silu(x)
+            return x
+
+    report = converted(Mlp(Ignored()))[1]
+    assert report.not_fused == [("0", "0.act_fn, a Ignored, is no silu or gelu")]
     assert converted(Mlp(Gelu()))[1].fused == [("0", "fc1, fc2 and gelu are one op")]
     assert converted(Mlp(Tanh()))[1].fused == [("0", "fc1, fc2 and gelu_tanh are one op")]
     report = converted(Mlp(Written()))[1]

@@ -323,6 +323,15 @@ def test_norms_that_are_no_such_norm():
         assert report.fused == report.not_fused == []
 
 
+@pytest.mark.parametrize("cls", [nn.RMSNorm, nn.LayerNorm])
+def test_a_norm_of_torch_whose_forward_is_patched(cls, monkeypatch):
+    own = cls.forward
+    monkeypatch.setattr(cls, "forward", lambda self, x: own(self, x) * 1.001)
+    model, report = report_of(lambda m, x: m.first(m.norm(x)), norm=cls(WIDTH))
+    assert type(model.norm) is cls
+    assert report.fused == report.not_fused == []
+
+
 def test_a_norm_without_weight_and_eps():
     norm = nn.RMSNorm(WIDTH, elementwise_affine=False)
     model, report = report_of(lambda m, x: m.first(m.norm(x)), norm=norm)

@@ -66,6 +66,18 @@ def weights_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, p in named if p is not None and p.dim() == 3)
 
 
+def matrices_of_experts(module: nn.Module, fqn: str) -> Iterator[tuple[str, str]]:
+    """Yields (name, reason) of the 2D parameters of a class of experts, such as DBRX's."""
+    cls = type(module)
+    if "Expert" in cls.__name__ and not isinstance(module, nn.Linear):
+        for name, p in module._parameters.items():
+            if p is not None and p.dim() == 2:
+                yield (
+                    join(fqn, name),
+                    f"a 2D parameter of {cls.__name__}; experts are 3D parameters",
+                )
+
+
 def matching_globs(
     module: nn.Module, fqn: str, experts: Mapping[str, tuple[str, ...]]
 ) -> list[str]:
@@ -83,8 +95,9 @@ def reason_of_kind(
     if (product := next(products_of(module), None)) is not None:
         return f"already converted ({product.recipe})"
     what = f"a 3D parameter of {type(module).__name__}"
-    if not isinstance(module, Experts) and foreign_kind(module, named is not None) is None:
-        return f"{what}, no experts module of a known form; `experts` can name it"
+    kind = None if isinstance(module, Experts) else foreign_kind(module, named is not None)
+    if not isinstance(module, Experts) and kind is None:
+        return f"{what}, no experts module of a known form{hint_of(module, names)}"
     if "forward" in module.__dict__:
         return f"{what}, whose forward is replaced on the instance"
     if named is None and is_projected(module) and is_row_major(module) is None:
@@ -93,7 +106,19 @@ def reason_of_kind(
     for name in names:
         if (dtype := module.get_parameter(name).dtype) not in WEIGHT_DTYPES:
             return f"{what}, {name} of {dtype}; expected float32 or bfloat16"
-    return None
+    why = None if kind is None else kind.reason_against(module)
+    return None if why is None else f"{what}, whose forward {why}"
+
+
+def hint_of(module: nn.Module, names: Sequence[str]) -> str:
+    """Returns the hint at mf.quantize_'s `experts`, where products could read the parameters.
+
+    torch's own modules have no products of experts, and one matrix, such as a position embedding,
+    is no experts.
+    """
+    is_torch = type(module).__module__.startswith("torch.nn.")
+    is_one = all(module.get_parameter(name).shape[0] == 1 for name in names)
+    return "" if is_torch or is_one else "; `experts` can name it"
 
 
 def reason_against_primary_of(
@@ -163,6 +188,7 @@ def select(
         fqn = clean_name(raw_fqn)
         weights, globs = weights_of(module), matching_globs(module, fqn, given)
         if not weights:
+            out.skipped.extend(matrices_of_experts(module, fqn))
             continue
         matched.update(globs)
         named = given[globs[-1]] if globs else None

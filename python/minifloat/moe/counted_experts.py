@@ -21,6 +21,7 @@ from ..nn.recipe_state import ExpertRange
 from .foreign import Converted
 from .functional import ExpertRows, Matrices, Plan, compose, compute_dtype
 from .permute import Order
+from .same_experts import compare_counted
 from .swiglu import Gate
 
 NAMES = ("w1", "w2", "w3")  # (E, I, D), (E, D, I), (E, I, D)
@@ -35,6 +36,10 @@ def has_counts(module: nn.Module) -> bool:
 
 class CountedExperts(Converted):
     """torchtitan's experts, converted."""
+
+    @staticmethod
+    def reason_against(module: nn.Module) -> str | None:
+        return compare_counted(module, NAMES[1], CountedExperts.forward)
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         module = cast(Any, self)

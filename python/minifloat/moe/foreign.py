@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from ..nn.expert_parameters import HasProducts
-from ..nn.grouped_product import GroupedProduct, product_of
+from ..nn.grouped_product import GroupedProduct, ProductCall, product_of
 from ..nn.names import PRODUCT
+from .same_experts import compare_seam
 
 WHOLE = "grouped_mm_{}"  # the name of a seam's product, by its number among a forward's calls
 
@@ -31,6 +32,11 @@ class Converted(HasProducts):
 
     original: ClassVar[type[nn.Module]]
     kind: ClassVar[type[Converted]]
+
+    @staticmethod
+    def reason_against(module: nn.Module) -> str | None:
+        """Returns how a module's forward parts from its conversion; None: not at all."""
+        return None
 
     def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return rebuilt, (type(self).original, type(self).kind), self.__dict__.copy()
@@ -63,6 +69,10 @@ def has_seam(module: nn.Module) -> bool:
 
 class SeamExperts(Converted):
     """A module with torchtitan's method. Its products are numbered in the order of the calls."""
+
+    @staticmethod
+    def reason_against(module: nn.Module) -> str | None:
+        return compare_seam(module, ProductCall().multiply)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         self._calls = 0

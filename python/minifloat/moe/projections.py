@@ -6,7 +6,7 @@
 
 Biases are gate_up_proj_bias (E, 2I) and down_proj_bias (E, D). The activation is SwiGLU, gpt-oss's
 clamped one where the module has alpha and limit, or any other by the module's act_fn or
-_apply_gate. Only register_implementation imports transformers.
+_apply_gate. same_experts.py compares all that with the module's own forward before a conversion.
 """
 
 from __future__ import annotations
@@ -25,11 +25,13 @@ from ..nn.grouped_product import call_of
 from .foreign import Converted
 from .functional import Matrices, Plan, compute_dtype, run_experts, weighted_biases
 from .permute import order_rows, rows_of_tokens, sum_of_slots
+from .same_experts import INTERFACE, compare_projections
 from .swiglu import Gate, swiglu
 
 NAMES = ("gate_up_proj", "down_proj")
-SILU = ("SiLU", "SiLUActivation")  # classes of torch and transformers
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts
+COMPARED = "_is_same_as_minifloat"  # attribute of a module whose forward was compared
+SILU = ("SiLU", "SiLUActivation")  # classes of torch and transformers
 
 
 def is_projected(module: nn.Module) -> bool:
@@ -52,7 +54,8 @@ def gate_of(module: nn.Module) -> Gate | None:
     """Returns the form of the module's SwiGLU; None for another activation."""
     limit, alpha = getattr(module, "limit", None), getattr(module, "alpha", None)
     if isinstance(limit, (int, float)) and isinstance(alpha, (int, float)):
-        return Gate(float(limit), float(alpha), is_interleaved=True)
+        is_interleaved = not getattr(module, "is_concatenated", False)  # transformers' attribute
+        return Gate(float(limit), float(alpha), is_interleaved)
     act = getattr(module, "act_fn", None)
     if hasattr(module, "_apply_gate"):
         return None
@@ -83,7 +86,7 @@ def routing_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, T
 
 
 def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-    """Computes the module's experts: forward of a converted module, and of transformers' interface.
+    """Computes the module's experts.
 
     Args:
         module: it has gate_up_proj and down_proj.
@@ -143,6 +146,11 @@ def columns_of(routing: Tensor, x_TD: Tensor) -> int:
 class ProjectionExperts(Converted):
     """Hugging Face's experts, converted."""
 
+    @staticmethod
+    def reason_against(module: nn.Module) -> str | None:
+        row_major = bool(is_row_major(module))
+        return compare_projections(module, NAMES[1], row_major, run_projections)
+
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
         return run_projections(cast(nn.Module, self), hidden_states, *args, **kwargs)
 
@@ -187,23 +195,42 @@ def run_even_groups(
     return plan.output.multiply(h, matrices.output, offs, None, bias)
 
 
+# ---- transformers' interface ---------------------------------------------------------------------
+
+
+def run_chosen(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+    """Computes the experts of a module that is not converted and whose model chose this library.
+
+    Raises:
+        ValueError: the module computes something else. It is compared at its first call.
+    """
+    if not getattr(module, COMPARED, False):
+        why = ProjectionExperts.reason_against(module)
+        if why is not None:
+            raise ValueError(
+                f"experts implementation {IMPLEMENTATION!r}: expected experts that minifloat can "
+                f"compute, got {type(module).__name__}, whose forward {why}; choose 'eager'"
+            )
+        setattr(module, COMPARED, True)
+    return run_projections(module, *args, **kwargs)
+
+
 def register_implementation() -> bool:
-    """Registers run_projections with transformers as experts implementation "minifloat".
+    """Registers run_chosen with transformers as experts implementation "minifloat".
 
     transformers is imported where it is installed, because models choose an implementation by name.
 
     Returns:
         Whether it is registered now.
     """
-    name = "transformers.integrations.moe"
     if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
         return False
     try:
-        module = importlib.import_module(name)
+        module = importlib.import_module(INTERFACE)
     except ImportError:
         return False
     functions = getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
     if functions is None:  # before version 5
         return False
-    functions.register(IMPLEMENTATION, run_projections)
+    functions.register(IMPLEMENTATION, run_chosen)
     return True

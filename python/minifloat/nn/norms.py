@@ -11,7 +11,7 @@ conversion.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from types import SimpleNamespace
+from functools import partial
 from typing import Any, cast
 
 import torch
@@ -21,6 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._native import ops
 from .deferred import VALUE_DTYPES, DeferredNorm
 from .other_hooks import has_other_hooks
+from .same_result import difference, replica, seeded
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps  # of nn.RMSNorm with eps=None, in either dtype
 STATE = ("readers", "layers_reading", "class_before")
@@ -120,14 +121,23 @@ def is_foreign_rms_norm(module: nn.Module) -> bool:
     weight = module._parameters["weight"]
     if weight is None or weight.dim() != 1:
         return False
-    x, w = (torch.linspace(a, 3, 64, dtype=torch.bfloat16) for a in (-1.7, 0.3))
-    try:
-        stand_in: Any = SimpleNamespace(weight=w, variance_epsilon=eps)
-        found = cast(Any, type(module)).forward(stand_in, x)
-    except Exception:  # the class reads more than these attributes
+    model = replica(module, {weight.shape[0]: 64}, torch.bfloat16)
+    x, w = (torch.linspace(a, 3, 64, dtype=torch.bfloat16, device="cpu") for a in (-1.7, 0.3))
+    model._parameters["weight"] = nn.Parameter(w, requires_grad=False)
+    forward = partial(type(module).forward, model, x)
+    return difference(forward, lambda: rounded_rms_norm(x, w, eps), bound=0) is None
+
+
+def is_torch_norm(module: nn.Module, kind: type[DeferringNorm]) -> bool:
+    """Tells whether a module of torch's class is over the last dimension and computes its norm."""
+    if len(cast(Any, module).normalized_shape) != 1:
         return False
-    want = rounded_rms_norm(x, w, eps)
-    return isinstance(found, Tensor) and found.dtype == x.dtype and torch.equal(found, want)
+    model = replica(module)
+    x = seeded((4, *model.normalized_shape), 1)
+    weight, bias = DeferringNorm._affine(model)
+    eps = DEFAULT_EPS if model.eps is None else model.eps
+    ours = partial(ops.norm, x, weight, bias, kind.kind, eps)
+    return difference(partial(type(module).forward, model, x), ours) is None
 
 
 def norm_class(module: nn.Module) -> type[DeferringNorm] | None:
@@ -135,9 +145,8 @@ def norm_class(module: nn.Module) -> type[DeferringNorm] | None:
     if "forward" in module.__dict__ or is_parametrized(module):
         return None
     if type(module) in (nn.RMSNorm, nn.LayerNorm):
-        is_last = len(cast(Any, module).normalized_shape) == 1
         found = RMSNorm if type(module) is nn.RMSNorm else LayerNorm
-        return found if is_last else None
+        return found if is_torch_norm(module, found) else None
     return ForeignRMSNorm if is_foreign_rms_norm(module) else None
 
 

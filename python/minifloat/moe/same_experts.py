@@ -1,0 +1,192 @@
+"""Whether experts of another library compute what this library would compute in their place.
+
+    ProjectionExperts   the whole forward is replaced
+    CountedExperts      the whole forward is replaced
+    SeamExperts         the method _grouped_mm is replaced; the module's own forward calls it
+    NamedExperts        torch's products alone are replaced, within the module's own forward
+
+The first three are compared on a small seeded input (nn/same_result.py), by a replica of small
+widths. Where the code needs its own widths, it is compared with those.
+
+Each comparison returns None where results are the same, else a clause about the module's forward.
+"""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from ..nn.same_result import difference, replica, seeded
+
+INTERFACE = "transformers.integrations.moe"
+OWN = ("transformers", "minifloat")  # implementations of these packages stand for the eager forward
+
+TOKENS, SLOTS = 16, 2
+DIM, HIDDEN = 40, 24  # of small replicas; D >= I, so that each hidden element reaches the output
+MOST_ELEMENTS = 2**27  # of a replica's matrices at their own widths: 512 MB of float32
+
+# ---- whole forwards ------------------------------------------------------------------------------
+
+
+def compare_projections(
+    module: nn.Module, down: str, row_major: bool, ours: Callable[..., Tensor]
+) -> str | None:
+    """Compares the forward of Hugging Face's experts, called in each way that fits it.
+
+    Args:
+        down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
+        ours: (replica, tokens, routing) -> result.
+    """
+    shape = tuple(module.get_parameter(down).shape)
+    dim, hidden = (shape[2], shape[1]) if row_major else (shape[1], shape[2])
+
+    def compare(model: nn.Module) -> str | None:
+        experts, *sizes = model.get_parameter(down).shape
+        forward, found = own_forward(model), []
+        for arguments in calls_of(sizes[1 if row_major else 0], experts):
+            if not takes(forward, model, *arguments):
+                continue
+            call = partial(forward, model, *arguments)
+            found.append(difference(call, partial(ours, model, *arguments)))
+            if found[-1] is None:
+                return None
+        ran = [text for text in found if text is not None and not text.startswith("cannot")]
+        signature = inspect.signature(partial(forward, model))
+        return (ran or found or [f"takes {signature}, which no known call fits"])[0]
+
+    return compare_replicas(module, (dim, hidden), down, row_major, compare)
+
+
+def compare_counted(module: nn.Module, down: str, ours: Callable[..., Tensor]) -> str | None:
+    """Compares the forward of torchtitan's experts, in float32, so without its products of bf16.
+
+    Args:
+        down: the name of the matrices (E, D, I).
+        ours: (replica, rows, each expert's count) -> result.
+    """
+    _, dim, hidden = module.get_parameter(down).shape
+
+    def compare(model: Any) -> str | None:
+        model.use_grouped_mm = False
+        experts, width, _ = model.get_parameter(down).shape
+        counts = torch.arange(experts, device="cpu") % 4
+        x = tokens(int(counts.sum()) + 3, width)  # the last rows belong to no expert
+        call = partial(type(model).forward, model, x, counts)
+        return difference(call, partial(ours, model, x, counts))
+
+    return compare_replicas(module, (dim, hidden), down, False, compare)
+
+
+def compare_replicas(
+    module: nn.Module,
+    widths: tuple[int, int],
+    down: str,
+    row_major: bool,
+    compare: Callable[[nn.Module], str | None],
+) -> str | None:
+    """Compares on replicas of small widths, then of the module's own, in training and evaluation.
+
+    Args:
+        widths: D and I.
+        down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
+        compare: a replica -> how results differ; None: not at all.
+    """
+    weight = module.get_parameter(down)
+    found = None
+    for sizes in (small_sizes(*widths), {}):
+        if not sizes and 3 * weight.numel() > MOST_ELEMENTS:
+            break
+        model = replica(module, sizes)
+        model._parameters[down] = one_to_one(tuple(model.get_parameter(down).shape), row_major)
+        texts = [compare(model.train(mode)) for mode in (True, False)]
+        if texts == [None, None]:
+            return None
+        found = texts[0] or texts[1]
+    return found
+
+
+def small_sizes(dim: int, hidden: int) -> dict[int, int]:
+    """Returns small sizes of D, I and 2I. An E that equals one of these is changed with it."""
+    small = HIDDEN if dim == hidden else 2 * HIDDEN if dim == 2 * hidden else DIM
+    return {dim: small, hidden: HIDDEN, 2 * hidden: 2 * HIDDEN}
+
+
+def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
+    """Returns matrices (E, D, I) whose rows have one element that is not zero, so sums are exact.
+
+    Each hidden element reaches the output where D is at least I.
+    """
+    experts, dim, hidden = (shape[0], shape[2], shape[1]) if row_major else shape
+    rows = torch.arange(dim, device="cpu")
+    columns = (rows * 7 + 5 * torch.arange(experts, device="cpu")[:, None]) % hidden
+    matrices = torch.zeros(experts, dim, hidden, device="cpu")
+    matrices[torch.arange(experts, device="cpu")[:, None], rows, columns] = 1.0 - rows % 2 * 2
+    return nn.Parameter(matrices.mT.contiguous() if row_major else matrices, requires_grad=False)
+
+
+def own_forward(module: nn.Module) -> Callable[..., Any]:
+    """Returns the forward of the module's class: transformers' eager one where that has several."""
+    forward: Any = type(module).forward
+    if getattr(forward, "__globals__", {}).get("__name__") != INTERFACE:
+        return forward
+    functions = importlib.import_module(INTERFACE).ALL_EXPERTS_FUNCTIONS
+    chosen = functions.get(getattr(module.config, "_experts_implementation", None))
+    is_own = chosen is None or chosen.__module__.partition(".")[0] in OWN
+    return forward.__wrapped__ if is_own else forward
+
+
+def takes(forward: Callable[..., Any], *arguments: Any) -> bool:
+    """Tells whether a function takes these arguments."""
+    try:
+        inspect.signature(forward).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
+def tokens(count: int, dim: int) -> Tensor:
+    """Returns tokens (T, D) of four magnitudes, so that some pass the bounds of clamped gates."""
+    return seeded((count, dim), 1) * 4.0 ** (torch.arange(count, device="cpu") % 4 - 1)[:, None]
+
+
+def calls_of(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yields arguments of Hugging Face's experts: routing in either order, or rows in even groups.
+
+    Routing weights are (T, k), or (T, E) with zeros. Tokens are (T, D) or (1, T, D).
+    """
+    numbers, slots = torch.arange(TOKENS, device="cpu"), min(SLOTS, experts)
+    first = numbers * 3 % experts
+    second = (first + 1 + numbers % max(experts - 1, 1)) % experts
+    indices = torch.stack([first, second], 1)[:, :slots]
+    weights = (seeded((TOKENS, slots), 2).abs() + 1) / 4
+    dense = torch.zeros(TOKENS, experts, device="cpu").scatter(1, indices, weights)
+    x = tokens(TOKENS, dim)
+    for routing in ((indices, weights), (weights, indices), (indices, dense), (dense, indices)):
+        for rows in (x, x[None]):
+            yield rows, *routing
+    yield (tokens(4 * experts, dim),)
+
+
+# ---- products alone ------------------------------------------------------------------------------
+
+
+def compare_seam(module: nn.Module, ours: Callable[..., Tensor]) -> str | None:
+    """Compares torchtitan's method _grouped_mm: products of bf16 values that are exact in bf16.
+
+    Args:
+        ours: (A, B_t, offs) -> products.
+    """
+    model: Any = object.__new__(type(module))
+    model.__dict__.update(module.__dict__)
+    a = seeded((16, 16), 1).bfloat16()
+    b = seeded((2, 32, 16), 2).bfloat16().transpose(-2, -1)
+    offs = torch.tensor([8, 16], dtype=torch.int32, device="cpu")
+    theirs = partial(model._grouped_mm, A=a, B_t=b, offs=offs)
+    text = difference(theirs, partial(ours, a, b, offs))
+    return None if text is None else f"calls _grouped_mm, which {text}"

@@ -1,0 +1,129 @@
+"""Every class `…Experts` of the installed transformers: equal after conversion, or left out."""
+
+import copy
+from types import SimpleNamespace
+
+import minifloat as mf
+import pytest
+import torch
+from minifloat.moe.projections import ProjectionExperts, register_implementation
+from torch import nn
+from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+from tests.support.experts import relative_error
+from tests.support.transformers_experts import SIZES, D, E, H, K, build, class_names
+
+# Quantizes weights alone, and those of the tests are exact in E4M3: nothing is rounded.
+EXACT = "fprop=bf16*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"
+
+# Each element of y and of the gradients comes from at most n = 2 (D + H + K) additions, in three
+# products and the sum over slots. Two orders of n terms differ by at most 2 n 2^-24 of the sum of
+# their magnitudes, which is below sqrt(n) times the norm of sums of random signs. The activations'
+# few roundings are within the factor 2 of D + H + K.
+ADDITIONS = 2 * (D + H + K)
+BOUND = 2 * ADDITIONS * 2.0**-24 * ADDITIONS**0.5
+
+LEFT_OUT = {  # class: part of the reason
+    "DbrxExperts": "a 2D parameter of DbrxExpertGLU",
+    "InklingSharedExperts": "no experts module of a known form; `experts` can name it",
+    "JetMoeParallelExperts": "no experts module of a known form; `experts` can name it",
+    "MuseSparkExperts": "whose forward differs from minifloat's by",
+    "NemotronHExperts": "no experts module of a known form; `experts` can name it",
+}
+OF_LINEAR_LAYERS = {"NllbMoeExperts", "SwitchTransformersExperts"}
+KINDS = ("MixtralExperts", "MuseSparkExperts")
+CLASSES = class_names()
+CONVERTED = [
+    name for name in CLASSES if name.rpartition(".")[2] not in {*LEFT_OUT, *OF_LINEAR_LAYERS}
+]
+
+
+def test_every_class_is_in_one_group():
+    names = {name.rpartition(".")[2] for name in CLASSES}
+    assert names >= {*LEFT_OUT, *OF_LINEAR_LAYERS}
+    assert len(CLASSES) == 69
+    assert len(CONVERTED) == 62
+
+
+def model_of(name: str) -> nn.Module:
+    return nn.ModuleDict({"experts": build(name), "other": nn.Linear(D, D)})
+
+
+def run(experts: nn.Module) -> list[torch.Tensor]:
+    """Returns y and the gradients of x, of the routing weights and of all parameters."""
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(24, D, generator=generator, requires_grad=True)
+    scores = torch.rand(24, E, generator=generator)
+    weights, indices = scores.topk(K)
+    weights.requires_grad_()
+    is_routed = type(experts).__name__ != "Llama4TextExperts"  # which takes even groups of rows
+    y = experts(x, indices, weights) if is_routed else experts(x)
+    factors = torch.randn(y.shape, generator=generator)
+    leaves = [x, *[weights] * is_routed, *experts.parameters()]
+    return [y.detach(), *torch.autograd.grad((y * factors).sum(), leaves)]
+
+
+@pytest.mark.parametrize("name", CONVERTED)
+def test_converted_experts_equal_their_own(name):
+    model = model_of(name)
+    for parameter in model["experts"].parameters():
+        parameter.data = parameter.data.sign() * 0.25
+    plain = copy.deepcopy(model["experts"])
+    report = mf.quantize_(model, f"*: bf16; experts: {EXACT}", verbose=False)
+    assert [row for row, _ in report.converted] == [
+        f"experts.{row}" for row, p in model["experts"].named_parameters() if p.dim() == 3
+    ]
+    for found, expected in zip(run(model["experts"]), run(plain), strict=True):
+        assert relative_error(found, expected) < BOUND
+
+
+def doubled(self, hidden_states, index, weights):
+    """Another package's implementation of experts."""
+    return 2 * hidden_states
+
+
+def test_implementations_that_models_choose():
+    """Those of transformers stand for the eager forward; another one is the module's own."""
+    mixtral, muse = (build(next(n for n in CLASSES if n.endswith(k))) for k in KINDS)
+    x, indices, weights = torch.randn(6, D), torch.arange(12).view(6, 2) % E, torch.rand(6, 2)
+    expected = mixtral(x, indices, weights)
+    assert register_implementation()
+    ALL_EXPERTS_FUNCTIONS.register("doubled", doubled)
+    try:
+        for name in ("minifloat", "grouped_mm", "deepgemm", None, "doubled"):
+            for module in (mixtral, muse):
+                module.config = SimpleNamespace(**SIZES | {"_experts_implementation": name})
+                why = ProjectionExperts.reason_against(module)
+                assert (why is None) == (module is mixtral and name != "doubled"), name
+        for module in (mixtral, muse):
+            module.config = SimpleNamespace(**SIZES | {"_experts_implementation": "minifloat"})
+        for _ in range(2):
+            assert relative_error(mixtral(x, indices, weights), expected) < BOUND
+            with pytest.raises(ValueError, match="got MuseSparkExperts, whose forward differs"):
+                muse(x, indices, weights)
+    finally:
+        ALL_EXPERTS_FUNCTIONS._global_mapping.pop("doubled")
+
+
+@pytest.mark.parametrize("name", [n for n in CLASSES if n.rpartition(".")[2] in LEFT_OUT])
+def test_other_experts_are_left_out_with_a_reason(name):
+    model = model_of(name)
+    before = copy.deepcopy(model)
+    report = mf.quantize_(model, "mxfp8", verbose=False)
+    assert report.converted == [("other", "mxfp8")]
+    skipped = dict(report.skipped)
+    matrices = [n for n, p in model["experts"].named_parameters() if p.dim() > 1]
+    assert set(skipped) == {f"experts.{row}" for row in matrices}
+    assert all(LEFT_OUT[name.rpartition(".")[2]] in why for why in skipped.values())
+    for (row, found), expected in zip(model.named_parameters(), before.parameters()):
+        assert torch.equal(found, expected), row
+    assert type(model["experts"]) is type(before["experts"])
+
+
+@pytest.mark.parametrize("name", [n for n in CLASSES if n.rpartition(".")[2] in OF_LINEAR_LAYERS])
+def test_experts_of_linear_layers_are_converted_as_such(name):
+    model = model_of(name)
+    report = mf.quantize_(model, "mxfp8", verbose=False)
+    linear = [n for n, m in model.named_modules() if isinstance(m, nn.Linear)]
+    assert sorted(row for row, _ in report.converted) == sorted(linear)
+    assert len(linear) == 2 * E + 1
