@@ -184,6 +184,20 @@ def test_copies_and_checkpoints(name, recipe):
         assert not mf.training_state(copies[0])
 
 
+@pytest.mark.parametrize("recipe", ["mxfp8", "nvfp4", "fp8_delayed"])
+@pytest.mark.parametrize("name", BLOCKS)
+def test_values_assigned_to_converted_experts_on_meta(name, recipe):
+    plain = model_of(BLOCKS[name]())
+    with torch.device("meta"):
+        model = model_of(BLOCKS[name]())
+        mf.quantize_(model, recipe, verbose=False)
+    model.load_state_dict(copy.deepcopy(plain.state_dict()), assign=True)
+    mf.quantize_(plain, recipe, verbose=False)
+    for _ in range(2):
+        found, expected = run(model, tokens()), run(plain, tokens())
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+
+
 @pytest.mark.parametrize("act", [nn.SiLU, nn.GELU])
 def test_projections_of_no_tokens_and_of_uneven_rows(act):
     model = model_of(ProjectionBlock(act=act()))

@@ -345,6 +345,10 @@ def test_checkpoint_with_create_graph():
         ({"x": torch.zeros(4, 4, D)}, "expected x of 2 dimensions"),
         ({"weights": torch.zeros(4, 3)}, r"weights \(T, k\)"),
         ({"indices": torch.zeros(4, 2)}, "expected indices as integers"),
+        *(
+            ({"weights": torch.ones(4, 2).to(dtype)}, f"float64, got {dtype}; weights.float")
+            for dtype in (torch.complex64, torch.bool, torch.int64, torch.float8_e4m3fn)
+        ),
         ({"recipe": "nvfp4"}, "needs rng"),
         ({"recipe": "fp8_delayed"}, "needs amax_history"),
         ({"recipe": "fprop=mxfp8/32x32*mxfp8 dgrad=bf16*bf16 wgrad=bf16*bf16"}, "x/fprop"),

@@ -10,6 +10,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.experts import relative_error
+from tests.support.same_bits import require_same, require_same_results
 
 D, H, E, K = 64, 48, 6, 2
 
@@ -185,6 +186,53 @@ def test_meta_device():
     assert moe.experts.w1_product.amax_history.shape == (6, E, 17)
 
 
+RECIPES = ["mxfp8", "nvfp4", "fp8_delayed"]
+PARTS = {"shared_experts": 1, "bias": True, "balance": "bias"}
+
+
+def converted(recipe: str, values: dict[str, torch.Tensor] | None = None) -> mf.MoE:
+    """Returns a converted layer; with values: made on meta, and given those by assignment."""
+    with torch.device("meta" if values else "cpu"):
+        moe = layer(**PARTS)
+        mf.quantize_(moe, recipe, verbose=False)
+    if values:
+        moe.load_state_dict(values, assign=True)
+    return moe
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_values_assigned_to_a_converted_layer_on_meta(recipe):
+    twin = converted(recipe)
+    moe = converted(recipe, copy.deepcopy(twin.state_dict()))
+    moe.train()
+    for _ in range(3):
+        results = [model(tokens()) for model in (moe, twin)]
+        for y in results:
+            y.sum().backward()
+        require_same(*results)
+        for found, expected in zip(moe.parameters(), twin.parameters(), strict=True):
+            require_same(found.grad, expected.grad)
+        require_same(moe.router.counts, twin.router.counts)
+        mf.step(moe)
+        mf.step(twin)
+    states = (mf.training_state(model) for model in (moe, twin))
+    require_same_results(*states)
+
+
+@pytest.mark.parametrize("recipe", ["bf16", *RECIPES])
+def test_a_forward_and_backward_on_meta(recipe):
+    with torch.device("meta"):
+        moe = layer(**PARTS)
+        if recipe != "bf16":
+            mf.quantize_(moe, recipe, verbose=False)
+        y = moe(torch.empty(20, D))
+    assert (y.shape, y.is_meta) == ((20, D), True)
+    y.sum().backward()
+    assert all(p.grad.shape == p.shape for p in moe.parameters())
+    with torch.autocast("cpu", torch.bfloat16), torch.no_grad():
+        assert moe.eval()(torch.empty(3, D, device="meta")).shape == (3, D)
+
+
 def test_step_moves_the_bias_of_every_layer():
     model = torch.nn.Sequential(layer(), layer(balance="loss"), layer(balance_speed=0.5))
     x = tokens()
@@ -209,6 +257,7 @@ def test_step_moves_the_bias_of_every_layer():
         ({"dtype": torch.float64}, "dtype: expected float32 or bfloat16"),
         ({"limit": -1.0}, "limit: expected a finite number of at least 0"),
         ({"recipe": "fp9"}, "fp9"),
+        ({"experts": 1024}, "experts: expected 1 to 1023, got 1024"),
     ],
 )
 def test_refuses(changes, message):

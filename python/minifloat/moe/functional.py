@@ -286,7 +286,8 @@ def weighted_biases(indices_Tk: Tensor, weights_Tk: Tensor, bias_ED: Tensor) -> 
     A row's bias is not part of h · w2, because the routing weight multiplies it too.
     """
     experts = bias_ED.shape[0]
-    with torch.autocast(bias_ED.device.type, enabled=False):
+    kind = "cpu" if bias_ED.is_meta else bias_ED.device.type  # torch knows no autocast of meta
+    with torch.autocast(kind, enabled=False):
         # One more column, of slots without an expert.
         shape = indices_Tk.shape[0], experts + 1
         zeros = torch.zeros(shape, dtype=torch.float32, device=bias_ED.device)
@@ -298,4 +299,5 @@ def weighted_biases(indices_Tk: Tensor, weights_Tk: Tensor, bias_ED: Tensor) -> 
 def compute_dtype(x: Tensor) -> torch.dtype:
     """Returns the dtype of products with x: autocast's, or its own."""
     kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    is_cast = not x.is_meta and torch.is_autocast_enabled(kind)
+    return torch.get_autocast_dtype(kind) if is_cast else x.dtype

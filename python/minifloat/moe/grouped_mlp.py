@@ -205,7 +205,7 @@ def grouped_mlp(
         w2: (E, D, I).
         indices: (T, k) integers, the experts of each token, each at most once. A slot whose number
             is negative, or E or more, adds nothing.
-        weights: (T, k), of the slots. They multiply h.
+        weights: (T, k) floating-point numbers, of the slots. They multiply h in float32.
         recipe: the formats of the products. x and g take no spec with 2D blocks.
         b13: (E, 2I), or a list of two (E, I).
         b2: (E, D).

@@ -7,6 +7,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of slots
+
 
 def require_shapes(
     x: Tensor,
@@ -16,7 +18,7 @@ def require_shapes(
     weights: Tensor,
     histories: tuple[Any, ...],
 ) -> None:
-    """Checks the shapes of grouped_mlp's arguments; the products check the rest."""
+    """Checks shapes, and dtypes of the routing, of grouped_mlp; the products check the rest."""
     for name, tensor, dims in (("x", x, 2), ("w2", w2, 3), ("indices", indices, 2)):
         if tensor.dim() != dims:
             shape = tuple(tensor.shape)
@@ -39,6 +41,11 @@ def require_shapes(
         )
     if indices.is_floating_point() or indices.dtype == torch.bool:
         raise ValueError(f"grouped_mlp: expected indices as integers, got {indices.dtype}")
+    if weights.dtype not in WEIGHTS:
+        raise ValueError(
+            "grouped_mlp: expected weights as float32, bfloat16, float16 or float64, got "
+            f"{weights.dtype}; weights.float() converts others"
+        )
     if len(histories) != parts + 1:
         raise ValueError(
             f"grouped_mlp: expected amax_history for {parts + 1} products, got {len(histories)}"

@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from ..checks import require_bool, require_int
 from ..nn.random_state import as_normal, is_in_backward
 
+MOST_EXPERTS = 1023  # groups of one operand (docs/numerics.md, section 10)
 SCORES = ("sigmoid", "softmax")
 BALANCES = ("bias", "loss", None)
 COUNTS = ("counts", "step_counts")
@@ -101,7 +102,7 @@ class Router(nn.Module):
 
     Args:
         dim: D.
-        experts: E.
+        experts: E, at most 1,023.
         top_k: k, the experts of a token.
         score: "sigmoid" or "softmax" of the logits.
         route_norm: whether a token's weights are divided by their sum.
@@ -148,7 +149,7 @@ class Router(nn.Module):
     ) -> None:
         super().__init__()
         self.dim = require_int("dim", dim, 1)
-        self.experts = require_int("experts", experts, 1)
+        self.experts = require_int("experts", experts, 1, MOST_EXPERTS)
         self.top_k = require_int("top_k", top_k, 1, experts)
         self.score = require_choice("score", score, SCORES)
         self.route_norm = require_bool("route_norm", route_norm)
@@ -199,7 +200,8 @@ class Router(nn.Module):
         Returns:
             The experts of each token, int64 (T, k), and their weights, float32 (T, k).
         """
-        with torch.autocast(x_TD.device.type, enabled=False):
+        kind = "cpu" if x_TD.is_meta else x_TD.device.type  # torch knows no autocast of meta
+        with torch.autocast(kind, enabled=False):
             logits_TE = Fp32Linear.apply(x_TD, self.weight)
             is_sigmoid = self.score == "sigmoid"
             scores_TE = logits_TE.sigmoid() if is_sigmoid else logits_TE.softmax(-1)
@@ -260,6 +262,12 @@ class Router(nn.Module):
         for name in COUNTS:
             setattr(self, name, self._moved(getattr(self, name)))
         return self
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        super()._load_from_state_dict(*args, **kwargs)
+        if self.counts.is_meta:  # and a loaded weight that was assigned is not
+            for name in COUNTS:
+                setattr(self, name, self._moved(getattr(self, name)))
 
     def _moved(self, state: Tensor) -> Tensor:
         """Returns the state on the weight's device; zeros where it had no values on meta."""

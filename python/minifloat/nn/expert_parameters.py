@@ -45,6 +45,14 @@ class HasProducts:
                 adopt_weight(self, product, name, new)
         return self
 
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        """Loads the parameters, and moves products from meta to where values were assigned."""
+        super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
+        devices = [p.device for p in self.__dict__["_parameters"].values() if p is not None]
+        for product in self.__dict__["_modules"].values():
+            if isinstance(product, RecipeState) and product.stream.is_meta and devices:
+                product._move_state(devices[0])
+
 
 def adopt_weight(module: Any, product: Any, name: str, value: Any) -> None:
     """Prepares a parameter that is about to become the module's `name`."""

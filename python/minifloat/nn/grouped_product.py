@@ -244,9 +244,10 @@ class GroupedProduct(RecipeState):
         needs_columnwise: bool,
     ) -> list[Tensor] | None:
         """Returns the cached operands of the weight; None where the op is to quantize it."""
-        cache = self.cache_of(weight)
-        is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
-        if cache is None or is_cast or x.is_meta:
+        cache = None if x.is_meta else self.cache_of(weight)
+        if cache is None:
+            return None
+        if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
             return None
         w, text = getattr(weight, "_local_tensor", weight), self.recipe.text  # of a DTensor
         w = w.transpose(-2, -1) if is_row_major else w

@@ -11,11 +11,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ..moe.router import MOST_EXPERTS
 from .fields import COUNT, Fields, Number, TrainError, integers, require, require_fields, shown
 
 MOST_SIZE = 10**6
 SIZE = integers(1, MOST_SIZE)  # of one dimension of the model
-MOST_EXPERTS = 1023  # groups of one operand
 MIXTURE = "moe:"  # begins the text of a model with experts
 
 
