@@ -25,7 +25,8 @@ from queue import Queue
 
 from gpu_training import ROOT, train_recipe
 
-RECIPES = "bf16,fp8_rowwise,mxfp4,nvfp4,nvfp4_pow2"
+FP4 = [f"{name}={name} keep=nvfp4_paper" for name in ("mxfp4", "nvfp4", "nvfp4_pow2")]
+RECIPES = ",".join(["bf16", "fp8_rowwise", *FP4])
 BF16 = "bf16"
 SETTINGS = """--model 768,12,12,4,2048 --vocab 8192 --seq 1024 --batch 32 --steps 1000 --warmup 100
     --eval-every 250 --eval-batches 16 --checkpoint-every 1000 --data-mb 150 --compile"""
@@ -88,13 +89,15 @@ def main() -> int:
     )
     parser.add_argument("--seeds", default="1,2,3", help="%(default)s")
     parser.add_argument("--gpus", type=int, default=1, help="%(default)s; 0: on the CPU")
-    parser.add_argument("--recipes", default=RECIPES, help="presets (%(default)s)")
+    parser.add_argument("--recipes", default=RECIPES, help="presets, or NAME=TEXT (%(default)s)")
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=TEXT")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "loss")
     arguments, options = parser.parse_known_args()
     out, seeds = arguments.out.resolve(), [int(seed) for seed in arguments.seeds.split(",")]
-    texts = {name: name for name in arguments.recipes.split(",") if name}
-    texts |= dict(entry.split("=", 1) for entry in arguments.recipe)
+    texts = {}
+    for entry in [*filter(None, arguments.recipes.split(",")), *arguments.recipe]:
+        name, _, text = entry.partition("=")
+        texts[name] = text or name
     gpus: Queue[int | None] = Queue()
     for gpu in range(arguments.gpus) if arguments.gpus else [None]:
         gpus.put(gpu)

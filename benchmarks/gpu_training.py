@@ -31,7 +31,8 @@ sys.path.insert(0, str(ROOT / "python"))  # the source tree's package, installed
 
 from minifloat import cli  # noqa: E402
 
-RECIPES = "bf16,bf16@2,fp8_rowwise,fp8_blockwise,mxfp4,nvfp4"
+FP4 = [f"{name}={name} keep=nvfp4_paper" for name in ("mxfp4", "nvfp4")]
+RECIPES = ",".join(["bf16", "bf16@2", "fp8_rowwise", "fp8_blockwise", *FP4])
 SETTINGS = """--model moe:512,4,8,4,256,16,2,1 --vocab 8192 --seq 512 --batch 24 --steps 1000
     --warmup 100 --eval-every 100 --eval-batches 8 --checkpoint-every 500"""
 FP8_BAR, FP4_BAR = 0.5, 2.0  # percent of bf16's validation loss
@@ -61,7 +62,7 @@ def train_recipe(recipe: list[str], part: Path, options: list[str], gpu: int | N
 
 def train(recipe: str, out: Path, options: list[str]) -> Path:
     """Trains one recipe of this benchmark; returns its folder."""
-    part = out / "parts" / recipe.replace("@", "_seed_")
+    part = out / "parts" / recipe.partition("=")[0].replace("@", "_seed_")
     train_recipe(["--recipes", recipe], part, [*SETTINGS.split(), *options])
     return part
 
@@ -107,7 +108,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--at-once", type=int, default=3, help="processes (%(default)s)")
     parser.add_argument("--out", type=Path, default=ROOT / "build" / "training")
-    parser.add_argument("--recipes", default=RECIPES, help="presets (%(default)s)")
+    parser.add_argument("--recipes", default=RECIPES, help="presets, or NAME=TEXT (%(default)s)")
     arguments, options = parser.parse_known_args()
     out, recipes = arguments.out.resolve(), arguments.recipes.split(",")
     with ThreadPoolExecutor(arguments.at_once) as pool:

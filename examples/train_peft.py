@@ -31,7 +31,7 @@ def build_base():
         use_cache=False,
     )
     base = LlamaForCausalLM(config)
-    mf.quantize_(base, "mxfp8_2d", filter_fqns=["lm_head"], primary=True, verbose=False)
+    mf.quantize_(base, "mxfp8_2d", primary=True, verbose=False)
     return base
 
 

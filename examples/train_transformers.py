@@ -30,7 +30,7 @@ def build_model():
         use_cache=False,
     )
     model = LlamaForCausalLM(config)
-    mf.quantize_(model, "nvfp4", filter_fqns=["lm_head"], verbose=False)
+    mf.quantize_(model, "nvfp4", verbose=False)
     return model
 
 

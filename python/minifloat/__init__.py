@@ -26,8 +26,9 @@ from .moe.layer import MoE
 from .nn.checkpoint_state import load_training_state, training_state
 from .nn.convert import quantize_, quantized_model_init, restore_
 from .nn.delayed_scaling import step
+from .nn.filters import auto_filter_small_kn
 from .nn.linear import Linear
-from .nn.selection import Report, auto_filter_small_kn
+from .nn.selection import Report
 from .norms import layer_norm, rms_norm
 from .recipe import Product, Recipe, RecipeMap, presets
 from .tensor.groups import check_groups, group_table

@@ -96,6 +96,11 @@ class Recipe:
         return any(spec.is_delayed for spec in self._specs)
 
 
+def glob_matches(glob: str, module_name: str) -> bool:
+    """Tells whether a glob of a recipe map matches a module's name."""
+    return bool(ops.match_recipe(f"{glob}: bf16", module_name))
+
+
 @dataclass(frozen=True, init=False, repr=False)
 class RecipeMap:
     """Recipes by module name. The last glob that matches a name decides.
@@ -123,6 +128,10 @@ class RecipeMap:
         """Returns the recipe of the last glob that matches; None where no glob matches."""
         found = ops.match_recipe(self.text, require_text("RecipeMap: module_name", module_name))
         return Recipe(found) if found else None
+
+    def globs_of(self, module_name: str) -> list[str]:
+        """Returns the globs that match, in order."""
+        return [glob for glob, _ in self.entries if glob_matches(glob, module_name)]
 
     def __str__(self) -> str:
         return self.text

@@ -53,13 +53,13 @@ def loss_of(model, seed=0):
 
 
 def test_conv1d_is_named_with_what_to_do():
-    report = mf.quantize_(gpt2(), "mxfp8", verbose=False)
+    report = mf.quantize_(gpt2(), "mxfp8", keep="nothing", verbose=False)
     assert report.converted == [("lm_head", "mxfp8")]
     assert len(report.skipped) == 8
     reasons = dict(report.skipped)
     assert "minifloat.transformers.replace_conv1d_(model)" in reasons["transformer.h.0.attn.c_attn"]
     with pytest.raises(ValueError, match=r"8 x Conv1D.*replace_conv1d_"):
-        mf.quantize_(gpt2(), "mxfp8", filter_fqns=["lm_head"], verbose=False)
+        mf.quantize_(gpt2(), "mxfp8", verbose=False)
 
 
 def test_replaced_conv1d_trains_and_returns_to_its_format():
@@ -68,7 +68,7 @@ def test_replaced_conv1d_trains_and_returns_to_its_format():
     replace_conv1d_(model)
     assert torch.allclose(loss_of(model), loss_of(plain), rtol=1e-6)
     assert ids_of_biases <= {id(p) for p in model.parameters()}
-    report = mf.quantize_(model, "mxfp8", filter_fqns=["lm_head"], verbose=False)
+    report = mf.quantize_(model, "mxfp8", verbose=False)
     assert len(report.converted) == 8
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -258,7 +258,7 @@ MIXTURES = {
 def test_experts_are_converted_and_train(name):
     torch.manual_seed(0)
     model = MIXTURES[name]()
-    report = mf.quantize_(model, "mxfp8", filter_fqns=["lm_head"], verbose=False)
+    report = mf.quantize_(model, "mxfp8", verbose=False)
     converted = dict(report.converted)
     experts = [n for n, p in model.named_parameters() if p.dim() == 3]
     assert experts

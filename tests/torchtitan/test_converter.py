@@ -130,6 +130,19 @@ def test_takes_maps_and_filters():
     run(check_map_and_filters)
 
 
+def check_keep():
+    for keep, blocks, has_head in (("nvfp4_paper", 5, False), ("nothing", 6, True)):
+        model, _ = built("llama3", "--minifloat.recipe=nvfp4", f"--minifloat.keep={keep}")
+        found = {layer.fqn for layer in states_of(model)}
+        assert len(found) == 7 * blocks + has_head
+        assert ("output" in found) == has_head
+        assert not any(fqn.startswith(f"layers.{blocks}.") for fqn in found)
+
+
+def test_takes_policies():
+    run(check_keep)
+
+
 def check_auto_filter():
     with pytest.raises(ValueError, match=r"nothing to convert; .*auto_filter_small_kn: K = 256"):
         built(

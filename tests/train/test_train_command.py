@@ -115,7 +115,7 @@ def test_every_field_that_is_a_number_has_its_range():
 
 
 def test_the_last_seed_is_taken():
-    (spec,) = parse_recipes([f"bf16@{LAST_SEED}"], [], layers=2, seed=1)
+    (spec,) = parse_recipes([f"bf16@{LAST_SEED}"], [], seed=1)
     assert spec.seed == LAST_SEED
     given = {"recipes": [], "recipe": []}
     runs = command.asked_runs(given, TrainConfig(seed=LAST_SEED), ())
@@ -133,7 +133,7 @@ def test_a_step_that_does_not_fit_in_memory_is_refused(monkeypatch):
         return torch.empty(2**60, dtype=torch.uint8)
 
     monkeypatch.setattr(job, "saved_bytes_per_token", saved_bytes)
-    (spec,) = parse_recipes(["bf16"], [], layers=2, seed=1)
+    (spec,) = parse_recipes(["bf16"], [], seed=1)
     config = TrainConfig(ModelConfig(32, 2, 2, 1, 64, 300))
     with pytest.raises(TrainError, match="bf16: expected a step that fits in memory, got"):
         job.describe_run(spec, config)

@@ -10,25 +10,37 @@ from minifloat.train.saved import SavedJob, require_same_job
 FP8 = "fprop=e4m3/tensor*e4m3/tensor,fast dgrad=e5m2/tensor*e4m3/tensor wgrad=bf16*bf16"
 
 
-def parse(*lists: str, recipe: tuple[str, ...] = (), layers: int = 4, seed: int = 1):
-    return parse_recipes(lists, recipe, layers, seed)
+def parse(*lists: str, recipe: tuple[str, ...] = (), seed: int = 1):
+    return parse_recipes(lists, recipe, seed)
 
 
-def test_presets_get_the_published_policy():
-    runs = parse("bf16,nvfp4,mxfp8,mxfp8_nvfp4")
-    assert [run.recipe for run in runs] == [
-        "bf16",
-        "*: nvfp4; output: bf16; layers.3.*: bf16",
-        "*: mxfp8; output: bf16",
-        "*: mxfp8_nvfp4; output: bf16; layers.3.*: bf16",
+def test_an_entry_names_what_stays_in_high_precision():
+    runs = parse("bf16,nvfp4,nvfp4 keep=nvfp4_paper,all=mxfp8 keep=nothing@3")
+    assert [(run.name, run.recipe, run.keep) for run in runs] == [
+        ("bf16", "bf16", "head"),
+        ("nvfp4", "nvfp4", "head"),
+        ("nvfp4 (keep nvfp4_paper)", "nvfp4", "nvfp4_paper"),
+        ("all (seed 3)", "mxfp8", "nothing"),
     ]
     assert [run.converts for run in runs] == [False, True, True, True]
+
+
+def test_an_unknown_policy_is_refused():
+    with pytest.raises(TrainError, match="after keep=: expected one of head, nvfp4_paper, nothing"):
+        parse("nvfp4 keep=last")
+
+
+def test_a_job_without_policies_goes_on_with_what_its_maps_name():
+    run = RunSpec.from_json("job", {"name": "a", "recipe": "*: nvfp4", "seed": 1})
+    assert run.keep == "nothing"
+    with pytest.raises(TrainError, match="job: keep: expected one of head"):
+        RunSpec.from_json("job", asdict(run) | {"keep": "all"})
 
 
 def test_the_comma_of_a_fast_product_separates_nothing():
     runs = parse(f"mxfp8,{FP8},fp8=" + FP8)
     assert [run.name for run in runs] == ["mxfp8", FP8, "fp8"]
-    assert runs[2].recipe == f"*: {FP8}; output: bf16"
+    assert runs[2].recipe == FP8
 
 
 def test_a_recipe_whose_name_starts_with_fast_is_an_entry():

@@ -16,6 +16,7 @@ from torch import nn
 from ..checks import require_text
 from ..nn.distributed_hooks import hooks
 from ..nn.expert_hooks import ExpertChoice, ExpertSelection
+from ..nn.filters import Filters, require_used
 from ..nn.grouped_product import GroupedProduct, add_products, remove_products
 from ..nn.linear import dequantize_parameters
 from ..nn.names import PRODUCT, clean_name, join, owners_of_weights
@@ -24,8 +25,9 @@ from ..nn.primary_weights import (
     make_primary_experts,
     reason_against_primary,
 )
-from ..nn.selection import AUTO_FILTER, WEIGHT_DTYPES, FilterFn
-from ..recipe import Recipe, RecipeMap, operand_names
+from ..nn.recipe_state import WEIGHT_DTYPES
+from ..nn.selection import already_converted
+from ..recipe import Recipe, operand_names
 from ..spec import Spec
 from .counted_experts import CountedExperts, has_counts
 from .foreign import WHOLE, Converted, NamedExperts, SeamExperts, converted_class, has_seam
@@ -93,7 +95,7 @@ def reason_of_kind(
 ) -> str | None:
     """Returns why a module with 3D parameters cannot be converted; None where it can."""
     if (product := next(products_of(module), None)) is not None:
-        return f"already converted ({product.recipe})"
+        return already_converted(product.recipe)
     what = f"a 3D parameter of {type(module).__name__}"
     kind = None if isinstance(module, Experts) else foreign_kind(module, named is not None)
     if not isinstance(module, Experts) and kind is None:
@@ -170,17 +172,9 @@ def require_recipe(fqn: str, recipe: Recipe) -> None:
             )
 
 
-def select(
-    model: nn.Module,
-    recipes: RecipeMap,
-    filter_fqns: Sequence[str],
-    filter_fn: FilterFn | None,
-    experts: Any,
-    primary: bool,
-) -> ExpertSelection:
+def select(model: nn.Module, filters: Filters, experts: Any, primary: bool) -> ExpertSelection:
     """Chooses the experts to convert, with a reason for each 3D parameter that is left out."""
     given = require_experts(experts)
-    names = [name for name in filter_fqns if name != AUTO_FILTER]
     out = ExpertSelection([], [], {})
     matched: set[str] = set()
     owners = owners_of_weights(model)
@@ -192,17 +186,8 @@ def select(
             continue
         matched.update(globs)
         named = given[globs[-1]] if globs else None
-        recipe = recipes.find(fqn)
-        why = reason_of_kind(module, named or weights, named)
-        matching = [name for name in names if name in fqn]
-        if why is None and matching:
-            why = f"filter_fqns has {matching[0]!r}"
-        if why is None and recipe is None:
-            why = "no glob of the recipe map matches"
-        if why is None and recipe is not None and recipe.text == "bf16":
-            why = "the recipe map says bf16" if recipes.entries[1:] else "the recipe is bf16"
-        if why is None and filter_fn is not None and not filter_fn(module, fqn):
-            why = "filter_fn says no"
+        recipe = filters.recipes.find(fqn)
+        why = reason_of_kind(module, named or weights, named) or filters.reason(module, fqn)
         if why is None and primary and recipe is not None:
             why = reason_against_primary_of(module, named, recipe, owners)
         if why is None and recipe is not None:
@@ -212,12 +197,14 @@ def select(
         taken = () if why is not None else out.chosen[-1].names
         reason = why or "a 3D parameter of an experts module that no product reads"
         out.skipped.extend((join(fqn, name), reason) for name in weights if name not in taken)
-    unknown = [f"{glob}: {', '.join(given[glob])}" for glob in given if glob not in matched]
-    if unknown:
-        raise ValueError(
-            "experts: expected globs that match a module with the named 3D parameters, got none "
-            f"for {'; '.join(unknown)}"
-        )
+    unused = [join(g, name) for g in given if g not in matched for name in given[g]]
+    fqns = [
+        join(clean_name(fqn), name)
+        for fqn, module in model.named_modules()
+        for name in weights_of(module)
+    ]
+    expected = "globs that match a module with the named 3D parameters"
+    require_used("experts", expected, unused, fqns)
     find_routers(model, out)
     return out
 

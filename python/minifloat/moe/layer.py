@@ -23,8 +23,7 @@ from ..nn.grouped_product import add_products, call_of, product_of
 from ..nn.linear import adopt
 from ..nn.operand_cache import share_inputs
 from ..nn.random_state import RngState, add_hooks, require_int64
-from ..nn.recipe_state import RecipeState, draw_from
-from ..nn.selection import WEIGHT_DTYPES
+from ..nn.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
 from .cut_experts import are_cut
 from .functional import Matrices, Plan, compute_dtype, run_experts

@@ -15,17 +15,19 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..checks import require_bool, require_int, require_module
+from ..checks import require_bool, require_module
 from ..recipe import Recipe, RecipeMap
 from ..tensor.weight_specs import require_weight_spec
 from .accumulation import require_accumulate
 from .distributed_hooks import QUANTIZED
 from .expert_hooks import ExpertSelection, expert_hooks
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
+from .filters import FilterFn, filters_of
 from .fusion import fuse as fuse_parts
 from .fusion import fused_parts, unfuse
 from .gather_plans import plan_gathers, plan_mixtures, require_gather
 from .grouped_product import require_restorable_products
+from .keep import DEFAULT_KEEP, Keep
 from .linear import Linear, adopt, require_restorable, restore_linear
 from .names import clean_name, join, unwrapped
 from .operand_cache import share_inputs
@@ -36,24 +38,20 @@ from .primary_weights import (
     weight_specs,
     without_unfit_weights,
 )
-from .random_state import (
-    RngState,
-    add_hooks,
-    distributed_rank,
-    find_hook,
-    hooks_of,
-    remove_hooks,
-    require_int64,
-)
+from .random_state import hooks_of, remove_hooks, require_int64
 from .recipe_state import (
     DEFAULT_HISTORY,
     RECOMPUTE,
     RecipeState,
-    draw_from,
     require_history,
     require_memory,
 )
-from .selection import FilterFn, Fusion, Report, Selection, require_filters, require_some, select
+from .selection import Fusion, Report, Selection, require_some, select
+from .shared_random_state import (
+    require_random_bits,
+    require_same_random_state,
+    share_random_state,
+)
 
 
 def quantize_(
@@ -62,6 +60,7 @@ def quantize_(
     filter_fqns: Iterable[str] = (),
     filter_fn: FilterFn | None = None,
     *,
+    keep: Keep = DEFAULT_KEEP,
     experts: Mapping[str, Iterable[str]] | None = None,
     primary: bool = False,
     keep_high_precision_init: bool = False,
@@ -95,6 +94,8 @@ def quantize_(
         filter_fqns: texts. A layer whose name contains one is left out. The text
             "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
         filter_fn: (module, name) -> whether to convert the layer.
+        keep: what else stays in high precision: "head", the layer that computes logits;
+            "nvfp4_paper", the head and the last blocks; "nothing" (nn/keep.py).
         experts: glob of modules' names -> names of 3D parameters, which the modules' forward
             multiplies with by torch's grouped_mm, bmm or matmul.
         primary: whether the codes replace the high-precision weight as the parameter: for weights
@@ -128,11 +129,11 @@ def quantize_(
         The names of converted layers with their recipes, and of others with reasons.
 
     Raises:
-        TypeError, ValueError: an argument is not as expected, or no layer is left to convert. The
-            model is unchanged after any error.
+        TypeError, ValueError: an argument is not as expected, a text of filter_fqns or a glob of
+            the recipe map matches no module, or no layer is left to convert. The model is unchanged
+            after any error.
     """
     model = unwrapped(require_module("quantize_", model))
-    names = require_filters(filter_fqns, filter_fn)
     require_history(amax_history_length, amax_algorithm, margin)
     require_random_bits(seed, data_parallel_rank)
     require_gather(gather)
@@ -141,9 +142,9 @@ def quantize_(
     require_memory(memory)
     require_accumulate(accumulate)
     require_bool("verbose", verbose)
-    recipes = RecipeMap(recipe)
-    mixtures = expert_hooks().select(model, recipes, names, filter_fn, experts, primary)
-    selection = select(model, recipes, names, filter_fn, mixtures.routers)
+    filters = filters_of(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
+    mixtures = expert_hooks().select(model, filters, experts, primary)
+    selection = select(model, filters, mixtures.routers)
     if primary:
         selection = without_unfit_weights(model, selection)
     if not mixtures.chosen:
@@ -279,20 +280,6 @@ def revert_experts(module: nn.Module, parameters: dict[str, Any]) -> None:
         module.__dict__.pop(name + HIGH_PRECISION_INIT, None)
 
 
-def share_random_state(
-    root: nn.Module, layers: list[RecipeState], seed: int, data_parallel_rank: int | None
-) -> None:
-    """Gives one RngState, and the hooks that advance it, to the layers with stochastic rounding."""
-    stochastic = [m for m in layers if m.recipe.is_stochastic]
-    if not stochastic:
-        return
-    hook = find_hook(root)
-    state = RngState(seed, data_parallel_rank) if hook is None else hook.state
-    add_hooks(root, state, stochastic)
-    for layer in stochastic:
-        draw_from(layer, state)
-
-
 def parents_of(model: nn.Module) -> str:
     """Finds the model's name within the outermost module that holds it; "" for a root.
 
@@ -309,32 +296,6 @@ def parents_of(model: nn.Module) -> str:
         if not isinstance(model, nn.parallel.DistributedDataParallel):
             names.insert(0, name)
     return clean_name(".".join(names))
-
-
-# ---- checks --------------------------------------------------------------------------------------
-
-
-def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
-    require_int64("seed", seed)
-    if data_parallel_rank is not None:
-        require_int("data_parallel_rank", data_parallel_rank, 0)
-
-
-def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:
-    """Checks that seed and rank equal those of an earlier mf.quantize_ of the same root."""
-    hook = find_hook(root)
-    if hook is None:
-        return
-    rank = distributed_rank() if data_parallel_rank is None else data_parallel_rank
-    for name, present, value in (
-        ("seed", hook.state.seed, seed),
-        ("data_parallel_rank", hook.state.rank, rank),
-    ):
-        if value != present:
-            raise ValueError(
-                f"{name}: expected {present}, which this model's converted layers draw their "
-                f"random bits with, got {value}"
-            )
 
 
 # ---- construction --------------------------------------------------------------------------------

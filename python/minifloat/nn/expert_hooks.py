@@ -50,7 +50,7 @@ class ExpertSelection:
 class ExpertHooks:
     """The functions for models with experts.
 
-    select      (model, recipes, filter_fqns, filter_fn, experts, primary) -> what to convert
+    select      (model, filters, experts, primary) -> what to convert
     plan_gather choice -> (plan of the weights' gathers or None, sentence for the report)
     convert     (choice, name in the whole model, plan, primary weights, delayed scaling) -> the
                 new products

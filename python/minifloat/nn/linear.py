@@ -21,8 +21,7 @@ from .fast_paths import disable_fast_path, enable_fast_path
 from .operand_cache import SharedInput, WeightCodes, weight_codes
 from .operand_conditions import conditions_of
 from .random_state import RngState, add_hooks, as_normal, require_int64
-from .recipe_state import DEFAULT_HISTORY, STATE, RecipeState, draw_from
-from .selection import WEIGHT_DTYPES
+from .recipe_state import DEFAULT_HISTORY, STATE, WEIGHT_DTYPES, RecipeState, draw_from
 
 
 def weight_operands(

@@ -21,6 +21,7 @@ from ..spec import Spec
 from .names import clean_name, unwrapped
 from .random_state import Draws, RngState, as_normal
 
+WEIGHT_DTYPES = (torch.float32, torch.bfloat16)  # that layers read
 DEFAULT_HISTORY = 16  # steps of amax history
 STATE = ("stream", "amax_history")  # buffers
 ALGORITHMS = ("max", "most_recent")

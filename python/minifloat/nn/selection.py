@@ -5,67 +5,21 @@ moe/convert.py chooses experts.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
-import torch
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..checks import require_text
-from ..recipe import Recipe, RecipeMap
+from ..recipe import Recipe
 from .conv1d import is_conv1d, reason_against_linear
 from .names import clean_name, join
+from .recipe_state import WEIGHT_DTYPES
 
-WEIGHT_DTYPES = (torch.float32, torch.bfloat16)
-
-FilterFn = Callable[[nn.Module, str], bool]
-AUTO_FILTER = "auto_filter_small_kn"
-
-# Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left out. On an H200,
-# with 16384 tokens in eager mode, such layers are slower than bf16, and the next larger sizes are
-# faster (docs/measured.md, "Small layers").
-ANY = 1 << 62
-SMALL_KN = {
-    "fp8_tensorwise": ((1024, 1024),),
-    "fp8_rowwise": ((1024, 2048), (2048, 1024)),
-    "mxfp4": ((1024, ANY), (2048, 2048), (4096, 1024)),
-    "nvfp4_pow2": ((1024, ANY), (2048, 2048), (8192, 1024)),
-}
-
-
-def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
-    """Returns a filter that leaves out layers that a recipe makes slower than bf16.
-
-    The thresholds were measured on one H200 with 16384 tokens (docs/measured.md, "Small layers").
-    They do not hold for other devices or for fewer tokens.
-
-    Args:
-        recipe: "fp8_tensorwise", "fp8_rowwise", "mxfp4" or "nvfp4_pow2".
-
-    Returns:
-        A function of (module, name) for mf.quantize_'s filter_fn: True for a large enough layer,
-        and for experts, which have no thresholds.
-
-    Raises:
-        ValueError: the recipe has no measured thresholds.
-    """
-    name = Recipe(recipe).text
-    if name not in SMALL_KN:
-        raise ValueError(
-            "auto_filter_small_kn: expected a recipe with thresholds, "
-            f"{', '.join(SMALL_KN)}, got {name!r}"
-        )
-    thresholds = SMALL_KN[name]
-
-    def is_large_enough(module: nn.Module, fqn: str) -> bool:
-        if not isinstance(module, nn.Linear):
-            return True
-        n, k = module.weight.shape
-        return not any(k <= small_k and n <= small_n for small_k, small_n in thresholds)
-
-    return is_large_enough
+if TYPE_CHECKING:
+    from .filters import Filters
 
 
 @dataclass(frozen=True)
@@ -134,20 +88,6 @@ class Selection:
     skipped: list[tuple[str, str]]
 
 
-def require_filters(filter_fqns: Iterable[str], filter_fn: FilterFn | None) -> tuple[str, ...]:
-    """Checks mf.quantize_'s filters, and returns the names."""
-    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
-        raise TypeError(f"filter_fqns: expected a list of names, got {filter_fqns!r}")
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(
-            f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
-        )
-    names = tuple(filter_fqns)
-    for name in names:
-        require_text("filter_fqns: an entry", name)
-    return names
-
-
 def layers_read_past(model: nn.Module) -> set[nn.Module]:
     """Finds the out_proj of each nn.MultiheadAttention, which torch reads without calling it."""
     attention = nn.MultiheadAttention
@@ -178,10 +118,15 @@ def skipped_kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
                     )
 
 
+def already_converted(recipe: Recipe) -> str:
+    """Returns why a converted layer is left out."""
+    return f"already converted ({recipe}); mf.restore_ undoes that"
+
+
 def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
     """Returns why a module of this kind cannot be converted; None where it can."""
     if isinstance(recipe := getattr(module, "recipe", None), Recipe):
-        return f"already converted ({recipe})"
+        return already_converted(recipe)
     if is_read_past:
         return (
             f"{type(module).__name__}: nn.MultiheadAttention reads its weight, and in_proj_weight, "
@@ -204,45 +149,30 @@ def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
 
 def select(
     model: nn.Module,
-    recipes: RecipeMap,
-    filter_fqns: Sequence[str],
-    filter_fn: FilterFn | None,
+    filters: Filters,
     routers: Mapping[nn.Module, tuple[str, str]] = {},
 ) -> Selection:
-    """Chooses the layers to convert. A name filter matches a layer whose name contains it.
+    """Chooses the layers to convert.
 
-    Args: as those of mf.quantize_; routers: module -> (name, reason), which are left out.
+    Args:
+        model: the model.
+        filters: what the arguments of mf.quantize_ leave out.
+        routers: module -> (name, reason), which are left out.
     """
-    names = [name for name in filter_fqns if name != AUTO_FILTER]
-    use_auto_filter = AUTO_FILTER in filter_fqns
     chosen, skipped = [], []
     read_past = layers_read_past(model)
 
-    def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
-        matching = [name for name in names if name in fqn]
+    def reason(module: nn.Linear, fqn: str) -> str | None:
         if module in routers:
             return routers[module][1]
-        if (kind := reason_of_kind(module, module in read_past)) is not None:
-            return kind
-        if matching:
-            return f"filter_fqns has {matching[0]!r}"
-        if recipe is None:
-            return "no glob of the recipe map matches"
-        if recipe.text == "bf16":
-            return "the recipe map says bf16" if recipes.entries[1:] else "the recipe is bf16"
-        if use_auto_filter and not auto_filter_small_kn(recipe)(module, fqn):
-            n, k = module.weight.shape
-            return f"{AUTO_FILTER}: K = {k}, N = {n} is too small for {recipe}"
-        if filter_fn is not None and not filter_fn(module, fqn):
-            return "filter_fn says no"
-        return None
+        return reason_of_kind(module, module in read_past) or filters.reason(module, fqn)
 
     for raw_fqn, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         fqn = clean_name(raw_fqn)
-        recipe = recipes.find(fqn)
-        why_not = reason(module, fqn, recipe)
+        recipe = filters.recipes.find(fqn)
+        why_not = reason(module, fqn)
         if why_not is not None:
             skipped.append((fqn, why_not))
         elif recipe is not None:

@@ -81,7 +81,9 @@ def as_torch_linears(model: nn.Module) -> Any:
 
 def convert_model(model: nn.Module, settings: Minifloat) -> None:
     """Converts a model that torchtitan has built, and logs the report."""
-    filters = [*settings.filter_fqns, ROUTER]
+    filters = list(settings.filter_fqns)
+    if any(ROUTER in fqn for fqn, _ in model.named_modules()):
+        filters.append(ROUTER)
     with as_torch_linears(model):
         report = quantize_(model, **options_of(replace(settings, filter_fqns=filters)))
     for module in model.modules():

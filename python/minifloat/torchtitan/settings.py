@@ -7,13 +7,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from ..nn.keep import DEFAULT_KEEP, Keep
 from ..nn.recipe_state import DEFAULT_HISTORY
-
-HEADS = ("output", "lm_head")  # the layer that torchtitan's models compute logits with
-
-
-def default_filter() -> list[str]:
-    return list(HEADS)
 
 
 @dataclass
@@ -23,8 +18,9 @@ class Minifloat:
     Args:
         recipe: of all layers, or a map from module names: "*: nvfp4; layers.31.*: bf16".
         filter_fqns: texts. A layer whose name contains one stays as it is. The text
-            "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn). The
-            default leaves out the head, so name it too where you set this.
+            "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
+        keep: what else stays in high precision: "head", "nvfp4_paper" or "nothing", as
+            mf.quantize_'s.
         gather: how FSDP2 gathers weights: "quantized", as codes where they have fewer bits than
             bf16, or "compute_dtype", as FSDP2 does by itself.
         seed: of stochastic rounding, 64 bits with sign.
@@ -36,7 +32,8 @@ class Minifloat:
     """
 
     recipe: str = ""
-    filter_fqns: list[str] = field(default_factory=default_filter)
+    filter_fqns: list[str] = field(default_factory=list)
+    keep: Keep = DEFAULT_KEEP
     gather: Literal["quantized", "compute_dtype"] = "quantized"
     seed: int = 0
     amax_history_length: int = DEFAULT_HISTORY

@@ -21,10 +21,12 @@ Trains a small Llama, dense or with mixtures of experts, on real text once a rec
 initial weights on the same batches, and writes curves, checkpoints and a table of the gaps to bf16.
 
 recipes:
-  [NAME=]TEXT[@SEED]      TEXT is a preset, a recipe written out, or a map of module names
-  nvfp4                   every linear and expert except the head and the last block, as published
+  [NAME=]TEXT[ keep=POLICY][@SEED]
+                          TEXT is a preset, a recipe written out, or a map of module names
   mxfp8                   every linear and expert except the head
-  nvfp4_all=*: nvfp4; output: bf16
+  nvfp4 keep=nvfp4_paper  every one except the head and the last blocks, as published
+  mxfp8 keep=nothing      every one
+  mixed=*: nvfp4; layers.0.*: mxfp8
   bf16@2                  another seed: shows the noise of the comparison
 
 on several processes, the model sharded by FSDP2, weights gathered in the recipe's codes:
@@ -74,7 +76,8 @@ def add_parser(subparsers: Any) -> None:
         action="append",
         metavar="A,B,...",
         default=[],
-        help="recipes, comma-separated (default: bf16,nvfp4 and a second bf16 seed)",
+        help="recipes, comma-separated (default: bf16, nvfp4 keep=nvfp4_paper and a second "
+        "bf16 seed)",
     )
     add(
         "--recipe",
@@ -243,5 +246,5 @@ def asked_runs(options: dict[str, Any], config: Any, saved: tuple[Any, ...]) -> 
     if not lists and not entries:
         if saved:
             return saved
-        lists = [f"bf16,nvfp4,bf16@{(config.seed + 1) % 2**63}"]
-    return parse_recipes(lists, entries, config.model.layers, config.seed)
+        lists = [f"bf16,nvfp4 keep=nvfp4_paper,bf16@{(config.seed + 1) % 2**63}"]
+    return parse_recipes(lists, entries, config.seed)

@@ -40,7 +40,7 @@ from .measure import (
 )
 from .metrics import Metrics, read_records
 from .plot import draw_losses
-from .recipes import POLICY, RunSpec
+from .recipes import RunSpec
 from .report import baseline_of, curves_of, markdown_report, markdown_table, table_rows
 from .saved import (
     SavedJob,
@@ -210,7 +210,7 @@ def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
     if converted:
         say(
             f"{run.name}: {len(converted)} {converted_layers(config)} under "
-            f"{run.trained_recipe!r}, {len(skipped)} left as they are"
+            f"{run.trained_recipe!r}, {len(skipped)} left as they are (keep={run.keep})"
         )
     return {
         "status": "not started",
@@ -303,7 +303,6 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
         "memory_note": "all tensors together, at their most (torch.cuda.max_memory_allocated)"
         if config.device == "cuda"
         else "resident memory that the run added to the process, at its highest",
-        "policy": POLICY,
         "layers": layers,
         "mixtures": model.mixtures,
         "experts": model.mixtures * getattr(model, "experts", 0),

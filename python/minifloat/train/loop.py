@@ -83,7 +83,7 @@ def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, 
     if not run.converts:
         return model, [], []
     try:
-        report = quantize_(model, run.trained_recipe, seed=run.seed, verbose=False)
+        report = quantize_(model, run.trained_recipe, keep=run.keep, seed=run.seed, verbose=False)
     except (ValueError, TypeError) as error:
         raise TrainError(f"recipe {run.name}: {error}") from error
     return model, report.converted, report.skipped

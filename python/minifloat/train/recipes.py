@@ -1,19 +1,13 @@
-"""The runs of a job: names, recipe maps and seeds, from the command line.
+"""The runs of a job: names, recipes, policies and seeds, from the command line.
 
-    --recipes bf16,nvfp4,"fprop=e4m3/tensor*e4m3/tensor,fast dgrad=... wgrad=..."
-    --recipe  nvfp4_all="*: nvfp4; output: bf16"
-    entry   = [ NAME "=" ] TEXT [ "@" SEED ]
+    --recipes bf16,mxfp8,"nvfp4 keep=nvfp4_paper"
+    --recipe  "nvfp4_mlp=layers.*.feed_forward.*: nvfp4; layers.*.attention.*: mxfp8"
+    entry   = [ NAME "=" ] TEXT [ " keep=" POLICY ] [ "@" SEED ]
 
 TEXT is a preset (`nvfp4`), a recipe written out (`fprop=... dgrad=... wgrad=...`) or a map of
-module names (`*: nvfp4; output: bf16`). `@SEED` starts the same recipe from other initial weights
-and draws other batches: the difference of the two runs is the noise of the comparison.
-
-The policy that converts a text to a recipe map:
-    bf16            no layer
-    FP4 preset      every linear except the head (`output`) and the last block, as in published runs
-    other preset    every linear except the head
-    written out     every linear except the head
-    map             the layers that the map names
+module names (`*: nvfp4; layers.0.*: bf16`). POLICY says what stays in high precision; without it
+that is mf.quantize_'s default (nn/keep.py). `@SEED` starts the same recipe from other initial
+weights and draws other batches: the difference of the two runs is the noise of the comparison.
 """
 
 from __future__ import annotations
@@ -23,18 +17,16 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
+from ..nn.keep import DEFAULT_KEEP, KEEPS, Keep
 from ..recipe import Recipe, presets
-from .fields import SEED, TEXT, TrainError, require, require_fields, shown
-
-POLICY = (
-    "The head (`output`) stays bf16 under every recipe; FP4 presets given by name keep the last "
-    "block in bf16 too, as published runs do. A recipe map is taken as it is written."
-)
+from .fields import SEED, TEXT, Kind, TrainError, require, require_fields, shown
 
 # A comma separates entries unless it belongs to a product: `...*e4m3/tensor,fast dgrad=...`.
 SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
 NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
+POLICY = re.compile(r"(.*\S) keep=(\S*)")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
+POLICIES = Kind(f"one of {', '.join(KEEPS)}", lambda value: value in KEEPS)
 LONGEST_FOLDER = 255  # bytes that file systems take
 # Presets that have changed, as they were when job.json did not have the formats of its runs.
 FORMER_PRESETS = {
@@ -66,11 +58,12 @@ def written_out(recipe_map: str, formats_of: Callable[[str], str] = present_form
 
 @dataclass(frozen=True)
 class RunSpec:
-    """One run of the job: its name in every table and file, its recipe map, its seed."""
+    """One run of the job: its name in every table and file, its recipe, its seed, its policy."""
 
     name: str
-    recipe: str  # "bf16", or a map: "*: nvfp4; output: bf16; layers.3.*: bf16"
+    recipe: str  # or a map: "*: nvfp4; layers.3.*: bf16"
     seed: int
+    keep: Keep = DEFAULT_KEEP
     formats: str = ""  # the recipe written out, as it was when the job began; "": as it is now
 
     def __post_init__(self) -> None:
@@ -87,10 +80,12 @@ class RunSpec:
     def from_json(cls, where: str, values: Any) -> RunSpec:
         """Returns the run that job.json describes; TrainError starts with `where`."""
         require_fields(where, {"name": TEXT, "recipe": TEXT, "seed": SEED}, values)
+        keep = values.get("keep", "nothing")  # the first jobs' maps name all that stays
+        require(f"{where}: keep", POLICIES, keep)
         formats = values.get("formats") or written_out(values["recipe"], former_formats)
         require(f"{where}: formats", TEXT, formats)
         try:
-            return cls(values["name"], values["recipe"], values["seed"], formats)
+            return cls(values["name"], values["recipe"], values["seed"], keep, formats)
         except TrainError as error:
             raise TrainError(f"{where}: {error}") from error
 
@@ -109,19 +104,8 @@ class RunSpec:
         return re.sub(r"[^\w.+-]+", "_", self.name).strip("_")
 
 
-def default_map(text: str, layers: int) -> str:
-    """Returns the recipe map of a text, by the policy above."""
-    if text == "bf16" or ":" in text:
-        return text
-    is_preset = "=" not in text
-    recipe_map = f"*: {text}; output: bf16"
-    if is_preset and "fp4" in text:
-        recipe_map += f"; layers.{layers - 1}.*: bf16"
-    return recipe_map
-
-
-def parse_entry(entry: str, layers: int, seed: int) -> RunSpec:
-    """Parses `[NAME=]TEXT[@SEED]`; without @SEED the run has the job's seed."""
+def parse_entry(entry: str, seed: int) -> RunSpec:
+    """Parses `[NAME=]TEXT[ keep=POLICY][@SEED]`; without @SEED the run has the job's seed."""
     text, name, run_seed = re.sub(r"\s+", " ", entry).strip(), "", seed
     if not text.isprintable():
         raise TrainError(f"--recipes: expected printable text, got {shown(text)}")
@@ -133,20 +117,23 @@ def parse_entry(entry: str, layers: int, seed: int) -> RunSpec:
         require(f"--recipes: {shown(entry)}: after @", SEED, after if number is None else number)
         run_seed = int(number or 0)
         text = text.strip()
+    keep: Any = DEFAULT_KEEP
+    if match := POLICY.fullmatch(text):
+        text, keep = match[1], match[2]
+        require(f"--recipes: {shown(entry)}: after keep=", POLICIES, keep)
     if not text:
-        raise TrainError(f"--recipes: expected [NAME=]TEXT[@SEED], got {entry!r}")
-    name = name or text
+        raise TrainError(f"--recipes: expected [NAME=]TEXT[ keep=POLICY][@SEED], got {entry!r}")
+    if not name:
+        name = text if keep == DEFAULT_KEEP else f"{text} (keep {keep})"
     if run_seed != seed:
         name += f" (seed {run_seed})"
-    return RunSpec(name, default_map(text, layers), run_seed)
+    return RunSpec(name, text, run_seed, keep)
 
 
-def parse_recipes(
-    lists: Iterable[str], entries: Iterable[str], layers: int, seed: int
-) -> tuple[RunSpec, ...]:
+def parse_recipes(lists: Iterable[str], entries: Iterable[str], seed: int) -> tuple[RunSpec, ...]:
     """Parses the runs of `--recipes` (comma-separated) and of `--recipe` (an entry each)."""
     texts = [text for joined in lists for text in SEPARATOR.split(joined)]
-    runs = tuple(parse_entry(text, layers, seed) for text in [*texts, *entries])
+    runs = tuple(parse_entry(text, seed) for text in [*texts, *entries])
     if not runs:
         raise TrainError("--recipes: expected at least one recipe, got none")
     seen: dict[str, RunSpec] = {}

@@ -87,6 +87,7 @@ def table_rows(
             {
                 "run": run.name,
                 "recipe": run.trained_recipe,
+                "keep": run.keep,
                 "seed": run.seed,
                 "status": fact.get("status", "not started"),
                 "step": max(run_curves.train, default=0),
@@ -204,7 +205,6 @@ NOTES = """\
 - saved for backward: bytes a token that the forward saves, and those saved inside linear layers
   and experts; what does not grow with the tokens is left out.
 - peak memory: {memory_note}.
-- {policy}
 """
 
 EXPERT_NOTES = """\
@@ -244,9 +244,10 @@ def markdown_report(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> st
     lines += [markdown_table(rows, facts["steps"]), "", notes]
     lines += ["![losses and gaps](loss.png)", "", "## Recipes", ""]
     for row in rows:
-        count = (
-            f"{row['converted']} {facts['layers']} converted" if row["converted"] else "as it is"
-        )
+        count = "as it is"
+        if row["converted"]:
+            kept = f"`keep={row['keep']}`"
+            count = f"{kept}, {row['converted']} {facts['layers']} converted"
         lines.append(f"- **{row['run']}** (seed {row['seed']}): `{row['recipe']}`; {count}")
     if facts["skipped_files"]:
         lines += ["", "## Files left out", ""]

@@ -23,7 +23,13 @@ def built(recipe, accumulate, dtype=FP32, gather="quantized", **options):
     torch.manual_seed(0)
     model = Model(**options).to(dtype)
     mf.quantize_(
-        model, recipe, accumulate=accumulate, gather=gather, data_parallel_rank=0, verbose=False
+        model,
+        recipe,
+        keep="nothing",
+        accumulate=accumulate,
+        gather=gather,
+        data_parallel_rank=0,
+        verbose=False,
     )
     return model
 

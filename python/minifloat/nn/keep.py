@@ -1,0 +1,119 @@
+"""What stays in high precision under every recipe: the policies that `keep` names.
+
+    "head"         the head. The default of mf.quantize_, `minifloat train` and torchtitan's section
+    "nvfp4_paper"  the head, and the last blocks, as NVIDIA pretrained in NVFP4 (arXiv 2509.25149,
+                   section 4): at most 15% of the blocks, and at least one
+    "nothing"      no layer
+
+Published FP8, MXFP8 and MXFP4 runs keep the head alone. Routers beside experts stay under every
+policy.
+
+The head is the linear layer that a name in HEADS calls, or one within a module so called, outside
+numbered modules. A recipe map that names it by another glob than "*" decides instead. Blocks are
+the modules of a numbered list, `layers.0`, `layers.1` and so on, outside other numbered modules: of
+several lists the one with the most parameters.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+from torch import nn
+
+from .names import clean_name, join
+
+Keep = Literal["head", "nvfp4_paper", "nothing"]
+KEEPS: tuple[str, ...] = get_args(Keep)
+DEFAULT_KEEP: Keep = "head"
+
+# torchtitan and Hugging Face, torchtitan 0.2, timm, Megatron, GPT-NeoX, Whisper and diffusers
+HEADS = ("lm_head", "output", "head", "output_layer", "embed_out", "proj_out")
+LAST_PERCENT = 15  # of the blocks
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The modules that a policy keeps in high precision.
+
+    Args:
+        keep: the policy's name.
+        modules: name -> what the module is. What it holds is kept with it.
+    """
+
+    keep: str
+    modules: dict[str, str]
+
+    def reason(self, fqn: str) -> str | None:
+        """Returns why a layer is left out; None where the policy does not keep it."""
+        for name, what in self.modules.items():
+            if fqn == name or fqn.startswith(name + "."):
+                return f'keep="{self.keep}": {what}'
+        return None
+
+
+def require_keep(keep: str) -> str:
+    """Returns the name of a policy; raises ValueError for another text."""
+    if keep not in KEEPS:
+        raise ValueError(f"keep: expected one of {', '.join(KEEPS)}, got {keep!r}")
+    return keep
+
+
+def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -> Kept:
+    """Finds what a policy keeps of a model.
+
+    Args:
+        keep: the policy's name.
+        model: the model.
+        globs_of: name of a layer -> the globs of the recipe map that match it.
+
+    Raises:
+        ValueError: there is no such policy, or it keeps blocks and the model has none.
+    """
+    if require_keep(keep) == "nothing":
+        return Kept(keep, {})
+    modules = dict.fromkeys(heads_of(model, globs_of), "the head")
+    if keep == "nvfp4_paper":
+        blocks = blocks_of(model)
+        if not blocks:
+            raise ValueError(
+                f'keep="{keep}": expected a model with numbered blocks (layers.0, layers.1, …), '
+                f"got {type(model).__name__} without; name layers in filter_fqns instead"
+            )
+        count = max(1, len(blocks) * LAST_PERCENT // 100)
+        last = "block" if count == 1 else f"{count} blocks"
+        modules |= dict.fromkeys(blocks[-count:], f"in the last {last} of {len(blocks)}")
+    return Kept(keep, modules)
+
+
+def heads_of(model: nn.Module, globs_of: Callable[[str], list[str]]) -> list[str]:
+    """Returns the names of heads that no glob of the map other than "*" names."""
+    found = []
+    for raw_fqn, module in model.named_modules():
+        *parents, name = clean_name(raw_fqn).split(".")
+        if name not in HEADS or any(part.isdecimal() for part in parents):
+            continue
+        fqn = join(*parents, name)
+        layers = [join(fqn, clean_name(n)) for n, m in module.named_modules() if is_linear(m)]
+        if not any(set(globs_of(layer)) - {"*"} for layer in layers):
+            found.append(fqn)
+    return found
+
+
+def is_linear(module: nn.Module) -> bool:
+    return isinstance(module, nn.Linear)
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Returns the names of a model's blocks, in order."""
+    lists: dict[str, dict[str, nn.Module]] = {}
+    for raw_fqn, module in model.named_modules():
+        *parents, name = clean_name(raw_fqn).split(".")
+        if name.isdecimal() and not any(part.isdecimal() for part in parents):
+            lists.setdefault(join(*parents), {})[join(*parents, name)] = module
+    sizes = {
+        parent: sum(p.numel() for module in modules.values() for p in module.parameters())
+        for parent, modules in lists.items()
+    }
+    return list(lists[max(sizes, key=sizes.__getitem__)]) if sizes else []

@@ -1,0 +1,52 @@
+"""The random state that all stochastic layers of one converted model share."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from ..checks import require_int
+from .random_state import (
+    RngState,
+    add_hooks,
+    distributed_rank,
+    find_hook,
+    require_int64,
+)
+from .recipe_state import RecipeState, draw_from
+
+
+def share_random_state(
+    root: nn.Module, layers: list[RecipeState], seed: int, data_parallel_rank: int | None
+) -> None:
+    """Gives one RngState, and the hooks that advance it, to the layers with stochastic rounding."""
+    stochastic = [m for m in layers if m.recipe.is_stochastic]
+    if not stochastic:
+        return
+    hook = find_hook(root)
+    state = RngState(seed, data_parallel_rank) if hook is None else hook.state
+    add_hooks(root, state, stochastic)
+    for layer in stochastic:
+        draw_from(layer, state)
+
+
+def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
+    require_int64("seed", seed)
+    if data_parallel_rank is not None:
+        require_int("data_parallel_rank", data_parallel_rank, 0)
+
+
+def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:
+    """Checks that seed and rank equal those of an earlier mf.quantize_ of the same root."""
+    hook = find_hook(root)
+    if hook is None:
+        return
+    rank = distributed_rank() if data_parallel_rank is None else data_parallel_rank
+    for name, present, value in (
+        ("seed", hook.state.seed, seed),
+        ("data_parallel_rank", hook.state.rank, rank),
+    ):
+        if value != present:
+            raise ValueError(
+                f"{name}: expected {present}, which this model's converted layers draw their "
+                f"random bits with, got {value}"
+            )
