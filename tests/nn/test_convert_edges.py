@@ -223,3 +223,24 @@ def test_a_layer_that_fsdp_shards_alone_is_restored_or_refused(gather):
         model(batch()).sum().backward()
     finally:
         dist.destroy_process_group()
+
+
+def test_a_new_seed_after_all_parts_were_restored():
+    def model_of():
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Sequential(nn.Linear(K, K)), nn.Linear(K, K))
+
+    model, fresh = model_of(), model_of()
+    convert(model, "nvfp4")
+    mf.restore_(model[0][0])
+    with pytest.raises(ValueError, match="seed: expected 0, which this model's converted layers"):
+        convert(model, "nvfp4", seed=3)
+    mf.restore_(model[1])
+    grads = []
+    for m in (model, fresh):
+        convert(m, "nvfp4", seed=3)
+        for _ in range(2):
+            m(batch()).square().sum().backward()
+        grads.append([p.grad for p in m.parameters()])
+        assert mf.training_state(m)["rng"].tolist() == [3, 2]
+    assert all(torch.equal(a, b) for a, b in zip(*grads))

@@ -399,14 +399,16 @@ def states_of(model: nn.Module) -> Iterator[tuple[str, RngState]]:
             yield clean_name(fqn), hook.state
 
 
-def remove_hooks(module: nn.Module) -> None:
+def remove_hooks(module: nn.Module, state: RngState | None = None) -> None:
+    """Removes the hooks that advance a state; None: any."""
     after = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
     for hooks, options in (
         (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
         (module._forward_hooks, after),
     ):
         for key, hook in list(hooks.items()):
-            if isinstance(getattr(hook, "__self__", None), AdvanceRng):
+            owner = getattr(hook, "__self__", None)
+            if isinstance(owner, AdvanceRng) and state in (None, owner.state):
                 for entries in (hooks, *options):
                     entries.pop(key, None)
 

@@ -10,6 +10,7 @@ from .random_state import (
     add_hooks,
     distributed_rank,
     find_hook,
+    remove_hooks,
     require_int64,
 )
 from .recipe_state import RecipeState, draw_from
@@ -23,10 +24,19 @@ def share_random_state(
     if not stochastic:
         return
     hook = find_hook(root)
+    if hook is not None and not is_drawn_from(root, hook.state):
+        for module in root.modules():
+            remove_hooks(module, hook.state)
+        hook = None
     state = RngState(seed, data_parallel_rank) if hook is None else hook.state
     add_hooks(root, state, stochastic)
     for layer in stochastic:
         draw_from(layer, state)
+
+
+def is_drawn_from(root: nn.Module, state: RngState) -> bool:
+    """Tells whether a layer draws from the state. None does once all were restored one by one."""
+    return any(isinstance(m, RecipeState) and m.rng_state is state for m in root.modules())
 
 
 def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
@@ -38,7 +48,7 @@ def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
 def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:
     """Checks that seed and rank equal those of an earlier mf.quantize_ of the same root."""
     hook = find_hook(root)
-    if hook is None:
+    if hook is None or not is_drawn_from(root, hook.state):
         return
     rank = distributed_rank() if data_parallel_rank is None else data_parallel_rank
     for name, present, value in (
