@@ -4,6 +4,7 @@
 
 #include "layers/sharding.h"
 #include "ops/bridge.h"
+#include "ops/checks.h"
 #include "ops/ops.h"
 
 namespace minifloat {
@@ -13,7 +14,12 @@ using at::Tensor;
 
 template <c10::DeviceType device>
 Tensor cast(const Tensor& t) {
-  return at::autocast::cached_cast(at::autocast::get_autocast_dtype(device), t, device);
+  const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
+  TORCH_CHECK_VALUE(bridge::is_value_dtype(dtype), "torch.autocast: expected torch.bfloat16 or ",
+                    "torch.float32 around layers under a recipe, got torch.",
+                    c10::getDtypeNames(dtype).first, "; write torch.autocast(\"",
+                    c10::DeviceTypeName(device, true), "\", torch.bfloat16)");
+  return at::autocast::cached_cast(dtype, t, device);
 }
 
 template <c10::DeviceType device>

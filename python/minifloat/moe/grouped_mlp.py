@@ -23,7 +23,7 @@ from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_operands import codes_of
 from .functional import Matrices, Plan, compute_dtype, run_experts
-from .mlp_checks import require_options, require_shapes
+from .mlp_checks import require_no_tangents, require_options, require_shapes
 from .parallel_experts import ALL, ExpertParallel, group_of, require_sending
 from .permute import order_rows
 from .swiglu import ALPHA, Gate
@@ -239,6 +239,7 @@ def grouped_mlp(
     biases = as_sequence(b13, len(inputs))
     require_shapes(x, inputs, w2, indices, weights, histories)
     require_options(x, w2, biases, len(inputs), b2, token_ids)
+    require_no_tangents("grouped_mlp", (x, *inputs, w2, weights, *biases, b2))
     parsed = Recipe(recipe)
     ranks = Ranks(group, dispatch, capacity, dropped)
     ranks.require(x, token_ids, first_expert)

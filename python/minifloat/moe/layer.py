@@ -27,6 +27,7 @@ from ..nn.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
 from .cut_experts import are_cut
 from .functional import Matrices, Plan, compute_dtype, run_experts
+from .mlp_checks import require_no_tangents
 from .permute import order_rows
 from .router import Router, require_number
 from .swiglu import ALPHA, Gate
@@ -257,6 +258,7 @@ class MoE(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Computes the layer: (…, D) -> (…, D), in x's dtype or autocast's."""
+        require_no_tangents("mf.MoE", (x, *self.parameters()))
         x_TD = x.reshape(-1, x.shape[-1])
         indices, weights = self.router(x_TD)
         options = {}

@@ -2,10 +2,28 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
+
+
+def require_no_tangents(function: str, tensors: Iterable[Any]) -> None:
+    """Raises NotImplementedError where forward-mode differentiation reaches experts.
+
+    Compiled code calls ops that check this themselves.
+    """
+    if torch.compiler.is_compiling() or forward_ad._current_level < 0:
+        return
+    for tensor in tensors:
+        if isinstance(tensor, Tensor) and forward_ad.unpack_dual(tensor).tangent is not None:
+            raise NotImplementedError(
+                f"{function}: expected tensors without a tangent, got one of shape "
+                f"{tuple(tensor.shape)}: forward-mode differentiation does not pass through a "
+                "quantized product; use reverse mode, or leave the experts in high precision"
+            )
 
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of slots
 

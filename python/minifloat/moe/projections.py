@@ -24,6 +24,7 @@ from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import call_of
 from .foreign import Converted
 from .functional import Matrices, Plan, compute_dtype, run_experts, weighted_biases
+from .mlp_checks import require_no_tangents
 from .permute import order_rows, rows_of_tokens, sum_of_slots
 from .same_experts import INTERFACE, compare_projections
 from .swiglu import Gate, swiglu
@@ -101,6 +102,7 @@ def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwar
         TypeError: the other tensors are not one of integers and one of floating numbers.
         ValueError: rows without routing are not equally many for each expert.
     """
+    require_no_tangents(type(module).__name__, (hidden_states, *module.parameters()))
     routing = routing_of(args, kwargs)
     shape, dtype = hidden_states.shape, hidden_states.dtype
     x = hidden_states.reshape(-1, shape[-1])

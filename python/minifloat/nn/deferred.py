@@ -157,6 +157,15 @@ class Deferred:
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.values().__reduce_ex__(protocol)  # copied and pickled as the plain tensor
 
+    def __dlpack__(self, *args: Any, **kwargs: Any) -> Any:
+        if self.requires_grad:
+            raise TypeError(
+                f"{type(self).__name__}: expected a reader that keeps the gradient, got DLPack, as "
+                "torch.as_tensor, torch.asarray and torch.tensor read what is no torch.Tensor; "
+                "pass x.clone() or x.detach(), or convert the model without fuse=True"
+            )
+        return self.values().__dlpack__(*args, **kwargs)
+
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         return self.values().__array__(*args, **kwargs)
 

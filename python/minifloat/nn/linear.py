@@ -21,7 +21,14 @@ from .fast_paths import disable_fast_path, enable_fast_path
 from .operand_cache import SharedInput, WeightCodes, weight_codes
 from .operand_conditions import conditions_of
 from .random_state import RngState, add_hooks, as_normal, require_int64
-from .recipe_state import DEFAULT_HISTORY, STATE, WEIGHT_DTYPES, RecipeState, draw_from
+from .recipe_state import (
+    DEFAULT_HISTORY,
+    STATE,
+    WEIGHT_DTYPES,
+    RecipeState,
+    draw_from,
+    require_primary_dtype,
+)
 
 
 def weight_operands(
@@ -199,6 +206,7 @@ class Linear(RecipeState, nn.Linear):
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
+            require_known_class(self, value)
             if self.accumulate == "grad":
                 hooks().accumulate_gradients(self, value)
             gather = self.weight_gather
@@ -208,11 +216,7 @@ class Linear(RecipeState, nn.Linear):
             hooks().adopt_weight(self, value)  # FSDP2 assigns the parameter that it has sharded
             if is_distributed(value):
                 self.weight_codes = None  # torch does not count writes to its memory
-        if name == "recipe":
-            value = Recipe(value)
         super().__setattr__(name, value)
-        if name == "recipe" and "weight_codes" in self.__dict__:
-            self._forget()
 
     def _forget(self) -> None:
         """Drops cached operands, and prepares a cache for the present parameter."""
@@ -246,8 +250,11 @@ class Linear(RecipeState, nn.Linear):
 
         to_empty returns a quantized weight in high precision: such a weight is quantized again.
         """
-        history = self._buffers.pop("amax_history")
         before = self.weight
+        if isinstance(before, QuantizedTensor):
+            empty = torch.empty(0, dtype=before.dtype, device=before.device)
+            require_primary_dtype(self.fqn, fn, empty)
+        history = self._buffers.pop("amax_history")
         self.weight_codes = None  # refers to the parameter; torch swaps no DTensor with references
         super()._apply(fn, recurse)
         if isinstance(before, QuantizedTensor) and not isinstance(self.weight, QuantizedTensor):
@@ -267,6 +274,23 @@ class Linear(RecipeState, nn.Linear):
         memory = "" if not self.recompute else f", recompute={self.recompute!r}"
         sums = "" if not self.accumulate else f", accumulate={self.accumulate!r}"
         return f"{super().extra_repr()}, recipe={self.recipe.text!r}{memory}{sums}{gather}"
+
+
+def require_known_class(layer: Linear, weight: Any) -> None:
+    """Raises TypeError for a weight of another package's tensor subclass, such as torchao's.
+
+    Such a class decides what each op does, and knows none of this package's.
+    """
+    cls = type(weight)
+    package = cls.__module__.partition(".")[0]
+    if package in ("torch", "minifloat") or not isinstance(weight, Tensor):
+        return
+    if cls.__torch_dispatch__ != Tensor.__torch_dispatch__:
+        raise TypeError(
+            f"{layer.fqn}.weight: expected a torch.Tensor in a layer under recipe {layer.recipe}, "
+            f"got {cls.__module__}.{cls.__qualname__}; call mf.restore_(model) before another "
+            "library converts the model"
+        )
 
 
 def adopt(

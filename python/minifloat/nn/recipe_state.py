@@ -7,7 +7,7 @@ in a state dict.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -96,6 +96,33 @@ class RecipeState(nn.Module):
     evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
     weight_gather: Any = None  # distributed_hooks' WeightGather; None: FSDP2 has not sharded it
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "recipe":
+            value = Recipe(value)
+            if "draws" in self.__dict__:
+                self._require_state_for(value)
+        super().__setattr__(name, value)
+        if name == "recipe" and "weight_codes" in self.__dict__:
+            self._forget()
+
+    def _forget(self) -> None:
+        """Drops cached operands."""
+        raise NotImplementedError
+
+    def _require_state_for(self, recipe: Recipe) -> None:
+        """Raises ValueError where a recipe needs state that the conversion did not give."""
+        lacks = []
+        if recipe.is_stochastic and self.rng_state is None:
+            lacks.append("stochastic rounding")
+        if recipe.is_delayed and self.amax_history is None:
+            lacks.append("delayed scaling")
+        if lacks:
+            raise ValueError(
+                f"{self.fqn}.recipe: expected a recipe without {' and '.join(lacks)}, for which "
+                f"the conversion under {self.recipe} made no state, got {recipe}; call "
+                "mf.restore_(model), and then mf.quantize_(model, …) with this recipe"
+            )
+
     def set_state(
         self,
         recipe: Recipe,
@@ -180,6 +207,24 @@ class RecipeState(nn.Module):
         if history is not None:
             history = torch.zeros_like(history, device=device) if history.is_meta else history
             self._buffers["amax_history"] = as_normal(history.to(device))
+
+
+def require_primary_dtype(fqn: str, fn: Callable[[Tensor], Tensor], values: Tensor) -> None:
+    """Raises ValueError where `fn`, such as that of model.half(), would change codes to a dtype.
+
+    Args:
+        fqn: the layer's name.
+        fn: what nn.Module applies to each parameter.
+        values: an empty tensor of the primary weight's dtype and device.
+    """
+    dtype = fn(values).dtype
+    if dtype not in WEIGHT_DTYPES:
+        what = {torch.float16: ".half()", torch.float64: ".double()"}.get(dtype, f".to({dtype})")
+        raise ValueError(
+            f"{what} of a model with primary weights: expected torch.bfloat16 or torch.float32, "
+            f"which {fqn} computes in, got {dtype}; call model.bfloat16() or model.float(), or "
+            "mf.restore_(model) first"
+        )
 
 
 def draw_from(layer: RecipeState, state: RngState) -> None:
