@@ -129,21 +129,44 @@ def test_compiled_parts_under_an_eager_root_are_the_eager_ones():
 # ---- however a model is converted ----------------------------------------------------------------
 
 
+def parts(seeds):
+    """Converts the parts of a model one by one, with layers of equal names."""
+    model = nn.ModuleDict({str(i): nn.ModuleDict({"mlp": block()}) for i in range(len(seeds))})
+    for part, seed in zip(model.values(), seeds):
+        converted(model=part["mlp"], seed=seed)
+    return model
+
+
 def test_parts_that_are_converted_one_by_one_draw_their_own_bits():
-    blocks = nn.ModuleList(block() for _ in range(3))
-    for part in blocks:
-        converted(model=part)
-    x, g = data()
-    require_all_differ([gradients(part, part.parameters(), x, g) for part in blocks])
-
-
-def test_parts_deep_in_two_models():
-    """Checks that names which are equal up to a grandparent still have different bits."""
-    model = nn.ModuleDict({n: nn.ModuleDict({"mlp": block()}) for n in ("a", "b")})
-    for part in model.values():
-        converted(model=part["mlp"])
+    model = parts(range(3))
     x, g = data()
     require_all_differ([gradients(p["mlp"], p.parameters(), x, g) for p in model.values()])
+    mf.step(model)
+
+
+def test_parts_with_the_same_bits_are_refused():
+    model = parts([4, 5, 4])
+    with pytest.raises(ValueError, match=r"'2.mlp' and '0.mlp' .* one seed, 4, .* layer '0'"):
+        mf.step(model)
+    model["2"].eval()
+    mf.step(model)
+    model.train()["0"].requires_grad_(False)  # an average of weights, for example
+    mf.step(model)
+
+
+def test_layers_with_the_same_bits_are_refused():
+    layers = [mf.Linear(16, 16, recipe=RECIPE, name=name) for name in ("up", "down", "up")]
+    mf.step(nn.Sequential(*layers[:2]))
+    with pytest.raises(ValueError, match="'2' and '0' were converted with one seed, 0"):
+        mf.step(nn.Sequential(*layers))
+
+
+def test_bits_do_not_depend_on_other_modules():
+    """Converts a part that an outer module holds, and one that none holds."""
+    outer = nn.ModuleDict({"inner": nn.Sequential(block())})
+    held, alone = converted(model=outer["inner"][0]), converted()
+    x, g = data()
+    assert are_equal(*(gradients(m, m.parameters(), x, g) for m in (held, alone)))
 
 
 def test_two_models_of_one_seed_are_equal():

@@ -7,7 +7,6 @@ dtype, device and state-dict keys stay, so references to the layer remain valid.
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
@@ -109,7 +108,9 @@ def quantize_(
             parameter's: module.w1_high_precision_init.
         gather: how FSDP2 gathers weights: "quantized", as codes where codes have fewer bits than
             bf16, or "compute_dtype", as FSDP2 does by itself.
-        seed: of stochastic rounding, 64 bits with sign. It is mixed with data_parallel_rank.
+        seed: of stochastic rounding, 64 bits with sign. It is mixed with data_parallel_rank, and
+            with each layer's name in `model`. Parts of a model that are converted one by one, and
+            that have layers of equal names, need a seed each: mf.step raises an error otherwise.
         data_parallel_rank: at least 0; None: torch.distributed's rank. Ranks that share data
             (tensor or sequence parallel) need the same number.
         amax_history_length: of delayed scaling, in steps.
@@ -150,14 +151,10 @@ def quantize_(
     if not mixtures.chosen:
         require_some(selection, mixtures.skipped)
     chosen_recipes = [r for _, _, r in selection.chosen] + [c.recipe for c in mixtures.chosen]
-    is_stochastic = any(layer_recipe.is_stochastic for layer_recipe in chosen_recipes)
-    if is_stochastic:
+    if any(layer_recipe.is_stochastic for layer_recipe in chosen_recipes):
         require_same_random_state(model, seed, data_parallel_rank)
     plans = plan_gathers(model, selection, gather, primary)
     mixture_plans = plan_mixtures(model, mixtures, gather, primary)
-    # Submodules that are converted one by one have layers of equal names. Their names in the whole
-    # model differ, so the random bits are drawn by those.
-    parents = parents_of(model) if is_stochastic else ""
 
     history: Any = {
         "history_length": amax_history_length,
@@ -172,8 +169,7 @@ def quantize_(
                 undo.callback(remove_hooks, module)
         for fqn, module, layer_recipe in selection.chosen:
             undo.callback(revert, module, module.weight)
-            name = join(parents, fqn)
-            layers.append(adopt(module, layer_recipe, name, gather_plan=plans[fqn][0], **history))
+            layers.append(adopt(module, layer_recipe, fqn, gather_plan=plans[fqn][0], **history))
             layers[-1].recompute = RECOMPUTE[memory]
             cast(Linear, layers[-1]).accumulate = accumulate or ""
             if primary:
@@ -182,7 +178,7 @@ def quantize_(
             undo.callback(revert_experts, choice.module, dict(choice.module._parameters))
             products = expert_hooks().convert(
                 choice,
-                join(parents, choice.fqn),
+                choice.fqn,
                 mixture_plans[choice.fqn][0],
                 primary=primary,
                 keep_high_precision_init=keep_high_precision_init,
@@ -280,22 +276,6 @@ def revert_experts(module: nn.Module, parameters: dict[str, Any]) -> None:
         module.__dict__.pop(name + HIGH_PRECISION_INIT, None)
 
 
-def parents_of(model: nn.Module) -> str:
-    """Finds the model's name within the outermost module that holds it; "" for a root.
-
-    A module has no reference to its parents, so this looks through all live modules.
-    """
-    holders: dict[int, tuple[str, nn.Module]] = {}
-    for candidate in gc.get_objects():
-        if issubclass(type(candidate), nn.Module):
-            for name, child in candidate.__dict__.get("_modules", {}).items():
-                holders.setdefault(id(child), (name, candidate))
-    names: list[str] = []
-    while id(model) in holders and len(names) < len(holders):  # modules may hold each other
-        name, model = holders[id(model)]
-        if not isinstance(model, nn.parallel.DistributedDataParallel):
-            names.insert(0, name)
-    return clean_name(".".join(names))
 
 
 # ---- construction --------------------------------------------------------------------------------

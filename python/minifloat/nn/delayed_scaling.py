@@ -11,7 +11,7 @@ from ..checks import require_module
 from .distributed_hooks import hooks
 from .expert_hooks import expert_hooks
 from .names import unwrapped
-from .recipe_state import RecipeState, forget_weights, histories_of
+from .recipe_state import RecipeState, forget_weights, histories_of, require_own_streams
 
 
 def _reduce_running(layers: list[RecipeState], group: dist.ProcessGroup | None) -> None:
@@ -45,6 +45,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
     Raises:
         TypeError: `model` is no module, or `group` is no process group that has this rank.
+        ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed).
 
     Source: delayed scaling of Transformer Engine (DelayedScaling, amax_history_len,
     amax_compute_algo, margin).
@@ -55,6 +56,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             "step: group: expected a process group that this rank is in, or None, "
             f"got {group!r} ({type(group).__name__})"
         )
+    require_own_streams("step", model)
     forget_weights(model)
     _roll_histories(model, group)
     expert_hooks().end_step(model, group)

@@ -19,7 +19,7 @@ from ..checks import require_int
 from ..recipe import Recipe
 from ..spec import Spec
 from .names import clean_name, unwrapped
-from .random_state import Draws, RngState, as_normal
+from .random_state import Draws, RngState, as_normal, find_hook
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)  # that layers read
 DEFAULT_HISTORY = 16  # steps of amax history
@@ -249,6 +249,38 @@ def require_converted(name: str, model: nn.Module | None) -> nn.Module:
             f"{'None' if model is None else type(model).__name__} without converted layers"
         )
     return model
+
+
+def require_own_streams(name: str, model: nn.Module) -> None:
+    """Raises ValueError where two parts of a model draw the same random bits.
+
+    Parts that were converted one by one do so under equal seeds, where they have layers of equal
+    names. A part that is in evaluation, or frozen, is left out.
+
+    Args:
+        name: of the caller.
+        model: it holds the parts.
+    """
+    hooks = [(fqn, m, find_hook(m)) for fqn, m in unwrapped(model).named_modules()]
+    roots = [(fqn, module, hook.state) for fqn, module, hook in hooks if hook is not None]
+    if len(roots) < 2:
+        return
+    owners: dict[Any, tuple[str, RngState]] = {}
+    for fqn, root, state in roots:
+        if not (root.training and any(p.requires_grad for p in root.parameters())):
+            continue
+        for layer in root.modules():
+            if not isinstance(layer, RecipeState) or layer.rng_state is not state:
+                continue
+            key = state.seed, state.rank, layer.stream_id
+            other, of_other = owners.setdefault(key, (fqn, state))
+            if of_other is not state:
+                raise ValueError(
+                    f"{name}: expected layers with random bits of their own, but "
+                    f"{clean_name(fqn)!r} and {clean_name(other)!r} were converted with one seed, "
+                    f"{state.seed}, and both have a layer {layer.fqn!r}; pass each its own seed, "
+                    "or call mf.quantize_ once, on a module that holds both"
+                )
 
 
 def forget_weights(model: nn.Module) -> None:
