@@ -16,7 +16,7 @@ from .amaxes import reduce_amaxes
 from .fsdp.accumulation import accumulate_gradients
 from .fsdp.experts import wrap_sharded_experts
 from .fsdp.plan import plan_experts, plan_gather
-from .fsdp.weight import precompute_scales, wrap_sharded_weight
+from .fsdp.weight import precompute_scales, require_no_shard, wrap_sharded_weight
 
 
 def linear(*args: Any, **kwargs: Any) -> Tensor:
@@ -39,6 +39,7 @@ distributed_hooks.register(
         adopt_weight=wrap_sharded_weight,
         plan_experts=plan_experts,
         adopt_experts=wrap_sharded_experts,
+        require_no_shard=require_no_shard,
         precompute_scales=precompute_scales,
         reduce_amaxes=reduce_amaxes,
         accumulate_gradients=accumulate_gradients,

@@ -44,7 +44,9 @@ class DistributedHooks:
     plan_experts        plan_gather of a 3D weight of experts
     adopt_experts       (module, product, parameter until now, parameter): before the 3D parameter
                         becomes the module's
-    precompute_scales   model: casts all sharded weights, after a step
+    require_no_shard    (module, name, weight): raises where FSDP2 has sharded a weight that is to
+                        be gathered as codes
+    precompute_scales   model: exchanges the amaxes of all sharded weights, after a step
     reduce_amaxes       (amaxes, group) -> the largest of all ranks
     accumulate_gradients
                         (layer, parameter): before the parameter, which FSDP2 has gathered, becomes
@@ -54,6 +56,7 @@ class DistributedHooks:
     """
 
     plan_gather: Callable[[Recipe], tuple[Any, str]]
+    require_no_shard: Callable[[nn.Module, str, Tensor], None]
     adopt_weight: Callable[[nn.Module, Any], None]
     plan_experts: Callable[[Recipe], tuple[Any, str]]
     adopt_experts: Callable[[nn.Module, Any, Any, Any], None]

@@ -20,11 +20,14 @@ def plan_gathers(
 
     Returns:
         Name -> (plan, or None for the compute dtype; sentence for the report).
+
+    Raises:
+        ValueError: FSDP2 has sharded a weight that is to be gathered as codes.
     """
     owners = owners_of_weights(model)
     recipes = {id(module): recipe for _, module, recipe in selection.chosen}
 
-    def plan(module: nn.Linear, recipe: Recipe) -> tuple[Any, str]:
+    def plan(fqn: str, module: nn.Linear, recipe: Recipe) -> tuple[Any, str]:
         if primary:
             return None, "its weight is codes"
         if gather == COMPUTE_DTYPE:
@@ -35,9 +38,9 @@ def plan_gathers(
         if recipe.is_delayed and len(owners[id(module.weight)]) > 1:
             how = "weight is gathered in the compute dtype"
             return None, f"{how}: it is tied, and each reader has its own scale"
-        return hooks().plan_gather(recipe)
+        return require_no_shards(fqn, module, [module.weight], hooks().plan_gather(recipe))
 
-    return {fqn: plan(module, recipe) for fqn, module, recipe in selection.chosen}
+    return {fqn: plan(fqn, module, recipe) for fqn, module, recipe in selection.chosen}
 
 
 def plan_mixtures(
@@ -58,9 +61,20 @@ def plan_mixtures(
         placements = [p for w in weights if is_distributed(w) for p in w.placements]
         if any(getattr(placement, "dim", 0) != 0 for placement in placements):
             return None, f"{how}: ranks cut the experts' matrices"
-        return expert_hooks().plan_gather(choice)
+        planned = expert_hooks().plan_gather(choice)
+        return require_no_shards(choice.fqn, choice.module, weights, planned)
 
     return {choice.fqn: plan(choice) for choice in mixtures.chosen}
+
+
+def require_no_shards(
+    fqn: str, module: nn.Module, weights: list[Any], planned: tuple[Any, str]
+) -> tuple[Any, str]:
+    """Returns what is planned; raises ValueError where FSDP2 has sharded a weight too early."""
+    for weight in weights:
+        if planned[0] is not None and is_distributed(weight):
+            hooks().require_no_shard(module, fqn, weight)
+    return planned
 
 
 def require_gather(gather: str) -> None:

@@ -83,7 +83,7 @@ class WeightGather(ModuleGather):
 
     def agree_and_decide(self, dtype: torch.dtype | None, device: torch.device) -> None:
         """Agrees on the dtype that FSDP2 computes in, and decides whether codes are gathered."""
-        rounded_to = self.agree_on_dtype(self.title, dtype, self.group, device)
+        rounded_to = self.agree_on_dtype(dtype, self.group, device)
         if self.reason:
             return
         rounds = rounded_to == torch.bfloat16
@@ -102,6 +102,7 @@ class WeightGather(ModuleGather):
     # ---- before a gather -------------------------------------------------------------------------
 
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> GatherInputs:
+        self.require_dtype(shard)
         """Returns the all-gather inputs of this rank's rows, and the gather for the later hook.
 
         Args:

@@ -151,6 +151,7 @@ class ExpertGather(ModuleGather):
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> Any:
         """Returns the all-gather inputs of this rank's experts, and the gather for the later hook.
 
+        self.require_dtype(shard)
         Args:
             shard: (experts, …), this rank's part of the parameter.
             dtype: FSDP2's compute dtype; None: its hook does not pass it.
@@ -166,7 +167,7 @@ class ExpertGather(ModuleGather):
 
     def agree_and_decide(self, dtype: torch.dtype | None, device: torch.device) -> None:
         """Agrees on the dtype that FSDP2 computes in, and decides whether codes are gathered."""
-        self.rounded_to = self.agree_on_dtype(self.title, dtype, self.group, device)
+        self.rounded_to = self.agree_on_dtype(dtype, self.group, device)
         if not self.reason and self.plan.mode == "split" and not self.is_gathered_for_backward():
             self.reason = SERVES_BOTH
 
@@ -366,6 +367,6 @@ def wrap_sharded_experts(
         return  # ranks cut the experts' matrices, so no rank can cast one alone
     if len(cuts) != 1 or getattr(cuts[0][1], "dim", None) != 0:
         return
-    gather = ExpertGather(module, product, shape, mesh.get_group(cuts[0][0]), outer_dims)
+    gather = known or ExpertGather(module, product, shape, mesh.get_group(cuts[0][0]), outer_dims)
     parameter._local_tensor = WeightWithQuantizedGather(local, gather)
     product.weight_gather = gather

@@ -26,13 +26,18 @@ class ModuleGather:
         module: it has the parameter.
     """
 
+    title: str  # the parameter's name, recipe and shape
     chunk: int  # rows, or experts, of a full shard
 
     def __init__(self, module: nn.Module) -> None:
         self.layer = weakref.ref(module)
         self.dtype: torch.dtype | None = None  # that all ranks agreed on; None before
+        self.shard_dtype: torch.dtype | None = None  # of the last gather
         self.reason = ""  # for a gather in that dtype instead of codes
         self._fsdp_group: Any = lambda: None  # reference to FSDP2's parameter group
+
+    def __deepcopy__(self, memo: Any) -> ModuleGather:
+        return self  # guards of compiled code copy it, and compare the copy
 
     def module(self) -> Any:
         return self.layer()
@@ -42,25 +47,44 @@ class ModuleGather:
         return self.dtype is not None and not self.reason
 
     def agree_on_dtype(
-        self,
-        title: str,
-        dtype: torch.dtype | None,
-        group: dist.ProcessGroup,
-        device: torch.device,
+        self, dtype: torch.dtype | None, group: dist.ProcessGroup, device: torch.device
     ) -> torch.dtype:
         """Agrees on the dtype that FSDP2 computes in; sets the reason where codes have no such one.
 
-        Args, Raises: as those of handshake.agree.
+        Args: as those of handshake.agree.
 
         Returns:
             The dtype that values are rounded to before the cast: autocast's, or that of FSDP2.
+
+        Raises:
+            ValueError: as handshake.agree; or FSDP2 is to reshard to a smaller mesh.
         """
-        self.dtype = rounded_to = agree(title, dtype, group, device)
+        if getattr(self.fsdp_group(), "_use_post_forward_mesh", False):
+            raise ValueError(
+                "fully_shard: reshard_after_forward: expected True or False around weights that "
+                f"are gathered as codes ({self.title}), got a number of ranks; for such a number "
+                "pass mf.quantize_ gather='compute_dtype'"
+            )
+        self.dtype = rounded_to = agree(self.title, dtype, group, device)
         if torch.is_autocast_enabled(device.type):
             rounded_to = torch.get_autocast_dtype(device.type)
         if rounded_to not in NOMINAL_DTYPES or self.dtype not in NOMINAL_DTYPES:
             self.reason = "codes are made of float32 or bfloat16"
         return rounded_to
+
+    def require_dtype(self, shard: Tensor) -> None:
+        """Raises ValueError where FSDP2 would compute in another dtype than at the first gather."""
+        before, self.shard_dtype = self.shard_dtype, shard.dtype
+        if before in (None, shard.dtype):
+            return
+        policy = getattr(self.fsdp_group(), "mp_policy", None)
+        if getattr(policy, "param_dtype", None) is None:
+            self.shard_dtype = before
+            raise ValueError(
+                f"fully_shard: expected shards of {before}, as at the first gather, of "
+                f"{self.title}, got {shard.dtype}; FSDP2's memory has that dtype. Call .to before "
+                "the first forward, or give fully_shard MixedPrecisionPolicy(param_dtype=...)"
+            )
 
     def padded(self, shard: Tensor) -> Tensor:
         """Returns a whole chunk of values in the compute dtype; a full shard itself has it."""

@@ -27,6 +27,7 @@ from torch import Tensor, nn
 
 from ...nn.operand_cache import STEPS
 from .all_gather import WeightGather
+from .fsdp_group import UnknownFsdpError, find_fsdp_group
 from .batch import BOTH_GATHERS, Batch, exchange_amaxes
 from .sharded_weight import WeightWithQuantizedGather
 
@@ -36,21 +37,50 @@ def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
     plan = layer.__dict__.get("gather_plan")
     if plan is None or not (dist.is_available() and dist.is_initialized()):
         return
-    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor import DTensor
 
     present = layer._parameters.get("weight")
     is_gathered = isinstance(present, DTensor) and present is not parameter
     if not isinstance(parameter, DTensor) or (is_gathered and layer.weight_gather is None):
         return  # is_gathered without a WeightGather: tensor parallelism cuts the weight as well
     local, mesh = parameter._local_tensor, parameter.device_mesh
-    cuts = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
-    is_by_rows = len(cuts) == 1 and cuts[0][1] == Shard(0) and type(cuts[0][1]) is Shard
-    if type(local) is Tensor and is_by_rows:
-        shape = parameter.shape[0], parameter.shape[1]
-        gather = WeightGather(layer, plan, shape, mesh.get_group(cuts[0][0]))
+    dim = row_dim(parameter)
+    if type(local) is Tensor and dim is not None:
+        gather: Any = layer.weight_gather  # of a parameter that .to or load_state_dict has replaced
+        if gather is None:
+            shape = parameter.shape[0], parameter.shape[1]
+            gather = WeightGather(layer, plan, shape, mesh.get_group(dim))
         local = parameter._local_tensor = WeightWithQuantizedGather(local, gather)
     if isinstance(local, WeightWithQuantizedGather):  # a tied weight may have another layer's
         layer.__dict__["weight_gather"] = local.weight_gather
+
+def row_dim(parameter: Any) -> int | None:
+    """Returns the mesh dimension that alone cuts a DTensor, by rows; None where it is cut else."""
+    from torch.distributed.tensor import Shard
+
+    cuts = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
+    if len(cuts) != 1 or type(cuts[0][1]) is not Shard or cuts[0][1].dim != 0:
+        return None
+    return cuts[0][0]
+
+
+def require_no_shard(module: nn.Module, fqn: str, weight: Tensor) -> None:
+    """Raises ValueError where FSDP2 has sharded a weight that is to be gathered as codes.
+
+    FSDP2 looks for hooks of a gather when it shards a parameter.
+    """
+    if weight.dim() == 2 and row_dim(weight) is None:
+        return  # gathered in the compute dtype
+    try:
+        find_fsdp_group(module)
+    except (LookupError, UnknownFsdpError):
+        return
+    raise ValueError(
+        f"quantize_: expected a model that FSDP2 has not sharded, got {fqn} after fully_shard, "
+        "which gathers it without its codes; call mf.quantize_ before fully_shard, or pass "
+        "gather='compute_dtype'"
+    )
+
 
 
 # ---- all weights at once -------------------------------------------------------------------------
