@@ -80,7 +80,6 @@ class Weights:
             "histories": self.histories,
             "selection": self.selection,
             "weight": -1,
-            "writes": 0,
         }
 
     def cast(self, **args: Any) -> tuple[Any, list[Any]]:
@@ -88,9 +87,9 @@ class Weights:
         batch = self.batch(*(args[name] for name in ("plans", "rows", "cols", "world", "rank")))
         batch.exchanged(args["selection"])
         exchange = torch.classes.minifloat.AmaxExchange([batch])
-        amaxes = exchange.measure(args["shards"], args["selection"], [args["writes"]])
+        amaxes = exchange.measure(args["shards"], args["selection"])
         exchange.accept(amaxes if args.get("exchanged") is None else args["exchanged"])
-        names = ("shards", "histories", "selection", "weight", "writes")
+        names = ("shards", "histories", "selection", "weight")
         return batch, batch.cast(*(args[name] for name in names), True)
 
 
@@ -135,4 +134,4 @@ def _fill(rng: Random, arena: Arena) -> Call:
 
 def batch_inputs(batch: Any, args: dict[str, Any], weight: int) -> list[torch.Tensor]:
     names = ("shards", "histories", "selection")
-    return batch.cast(*(args[name] for name in names), weight, args["writes"], True)
+    return batch.cast(*(args[name] for name in names), weight, True)

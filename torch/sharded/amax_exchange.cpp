@@ -82,52 +82,40 @@ void GatherBatch::measure_alone(const Tensors& shards, const Choice& choice) {
   run_copies(exchange_copies(directions, true), shards[0]);
 }
 
-bool GatherBatch::needs_measure(const Tensors& shards, const Choice& choice, std::int64_t writes) {
-  const bool are_same = measured_writes_ == writes && measured_ == versions_of(shards);
+// Tells whether a direction has no amaxes yet.
+bool GatherBatch::needs_measure(const Choice& choice) {
   for (std::size_t i = 0; i < weights_.size(); ++i)
     for (const GatheredDirection* direction : selected(i, choice)) {
       const RowShard& shard = direction->shard;
       TORCH_CHECK_VALUE(shard.exchanged() == 0 || direction->exchanged.defined(), kOp,
                         ": expected amaxes that ranks have exchanged, got none");
-      if (shard.is_transformed()) continue;
-      if (!direction->packed.defined() || (!are_same && shard.spec().has_blocks())) return true;
+      if (!shard.is_transformed() && !direction->packed.defined()) return true;
     }
   return false;
 }
 
 // ---- Several batches ----------------------------------------------------------------------------
-// Returns the shards of each batch, as casts read them, and marks them as measured.
-std::vector<Tensors> AmaxExchange::shards_of_batches(const Tensors& shards, const Numbers& writes) {
-  TORCH_CHECK_VALUE(!batches_.empty() && writes.size() == batches_.size(), kOp,
-                    ": expected a number of writes of each of ", batches_.size(), " batches, got ",
-                    writes.size());
+// Returns the shards of each batch, as casts read them.
+std::vector<Tensors> AmaxExchange::shards_of_batches(const Tensors& shards) const {
+  TORCH_CHECK_VALUE(!batches_.empty(), kOp, ": expected at least one batch");
   std::vector<Tensors> found;
   auto next = shards.begin();
-  for (std::size_t b = 0; b < batches_.size(); ++b) {
-    GatherBatch& batch = *batches_[b];
-    const auto count = static_cast<std::ptrdiff_t>(batch.weights_.size());
+  for (const auto& batch : batches_) {
+    const auto count = static_cast<std::ptrdiff_t>(batch->weights_.size());
     TORCH_CHECK_VALUE(count <= shards.end() - next, kOp, ": expected a shard of each weight, got ",
                       shards.size());
     found.emplace_back(next, next + count);
     next += count;
-    batch.make_readable(found.back());
+    batch->make_readable(found.back());
     bridge::check_same_device(kOp, "shards", found.back()[0], found[0][0]);
-  }
-  next = shards.begin();
-  for (std::size_t b = 0; b < batches_.size(); ++b) {
-    GatherBatch& batch = *batches_[b];
-    const auto count = static_cast<std::ptrdiff_t>(batch.weights_.size());
-    batch.measured_ = GatherBatch::versions_of({next, next + count});
-    batch.measured_writes_ = writes[b];
-    next += count;
   }
   return found;
 }
 
-Tensor AmaxExchange::measure(const Tensors& shards, std::int64_t selection, const Numbers& writes) {
+Tensor AmaxExchange::measure(const Tensors& shards, std::int64_t selection) {
   const at::NoGradGuard no_grad;
   pending_.clear();
-  const std::vector<Tensors> of_batches = shards_of_batches(shards, writes);
+  const std::vector<Tensors> of_batches = shards_of_batches(shards);
   const Tensor& like = of_batches[0][0];
   std::vector<GatheredDirection*> untransformed, transformed;
   std::vector<PartialCast> casts;

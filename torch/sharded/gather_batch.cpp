@@ -115,11 +115,4 @@ Tensor GatherBatch::values_as_computed(const Tensor& shard, std::size_t weight) 
   return shard.to(compute == DType::kBFloat16 ? at::kBFloat16 : at::kFloat);
 }
 
-std::vector<std::pair<const void*, std::int64_t>> GatherBatch::versions_of(const Tensors& shards) {
-  std::vector<std::pair<const void*, std::int64_t>> versions;
-  for (const Tensor& shard : shards)
-    versions.emplace_back(shard.const_data_ptr(), shard.is_inference() ? 0 : shard._version());
-  return versions;
-}
-
 }  // namespace minifloat::torch_ops

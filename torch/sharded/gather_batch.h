@@ -82,11 +82,10 @@ class GatherBatch : public torch::CustomClassHolder {
 
   // Casts the shards. Returns for each weight the codes of each direction, and its table where the
   // weight has one. shards: of each weight (rows, cols); histories: the float32 amax history of
-  // each weight, or none where nothing is delayed; weight: the one that is cast, -1: all; writes: a
-  // number that changes where torch has not counted a write; is_measured: whether AmaxExchange has
-  // the amaxes of the current step
+  // each weight, or none where nothing is delayed; weight: the one that is cast, -1: all;
+  // is_measured: whether AmaxExchange has the amaxes of the shards' values
   Tensors cast(Tensors shards, const Tensors& histories, std::int64_t selection,
-               std::int64_t weight, std::int64_t writes, bool is_measured);
+               std::int64_t weight, bool is_measured);
 
   // Fills the whole weights from the gathered codes and tables. The memory of a direction without
   // gathered codes is freed, unless the call is of one weight. outputs: the output of each gathered
@@ -100,7 +99,6 @@ class GatherBatch : public torch::CustomClassHolder {
   friend class AmaxExchange;
 
   void make_readable(Tensors& shards) const;
-  static std::vector<std::pair<const void*, std::int64_t>> versions_of(const Tensors& shards);
   std::vector<GatheredDirection*> selected(std::size_t weight, const Choice& choice);
   std::vector<PartialCast> untransformed_casts(const Tensors& shards, const Choice& choice,
                                                std::vector<GatheredDirection*>& directions);
@@ -108,13 +106,11 @@ class GatherBatch : public torch::CustomClassHolder {
   Tensors new_inputs(const at::Tensor& like, const Choice& choice);
   std::vector<CastEntry> entries_of(const Tensors& inputs, const Choice& choice);
   void measure_alone(const Tensors& shards, const Choice& choice);
-  bool needs_measure(const Tensors& shards, const Choice& choice, std::int64_t writes);
+  bool needs_measure(const Choice& choice);
 
   std::vector<BatchedWeight> weights_;
   at::Tensor common_;             // float32: scales and amaxes that every rank computes
   std::int64_t common_size_ = 0;  // elements of common_
-  std::vector<std::pair<const void*, std::int64_t>> measured_;  // memory and version of the shards
-  std::int64_t measured_writes_ = 0;
 };
 
 // The amaxes of several batches, exchanged in one all-reduce.
@@ -124,14 +120,13 @@ class AmaxExchange : public torch::CustomClassHolder {
       : batches_(std::move(batches)) {}
 
   // Measures the amaxes that ranks exchange. Returns int32, empty where nothing is exchanged; zero
-  // where only other ranks have an amax. shards: of all batches in their order; writes: of each
-  // batch
-  at::Tensor measure(const Tensors& shards, std::int64_t selection, const Numbers& writes);
+  // where only other ranks have an amax. shards: of all batches in their order
+  at::Tensor measure(const Tensors& shards, std::int64_t selection);
   // Gives the batches the amaxes of all ranks. exchanged: the tensor of measure, reduced by MAX
   void accept(const at::Tensor& exchanged);
 
  private:
-  std::vector<Tensors> shards_of_batches(const Tensors& shards, const Numbers& writes);
+  std::vector<Tensors> shards_of_batches(const Tensors& shards) const;
 
   std::vector<c10::intrusive_ptr<GatherBatch>> batches_;
   std::vector<GatheredDirection*> pending_;  // measured, not accepted yet

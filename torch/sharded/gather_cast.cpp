@@ -229,14 +229,14 @@ std::vector<CastEntry> GatherBatch::entries_of(const Tensors& inputs, const Choi
 }
 
 Tensors GatherBatch::cast(Tensors shards, const Tensors& histories, std::int64_t selection,
-                          std::int64_t weight, std::int64_t writes, bool is_measured) {
+                          std::int64_t weight, bool is_measured) {
   const Choice choice = {selection, weight};
   const at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(is_measured || exchanged(selection) == 0, kOp,
                     ": expected amaxes that ranks have exchanged, got none");
   make_readable(shards);
   for (const Tensor& history : histories) bridge::check_memory(kOp, "histories", history);
-  if (!is_measured || needs_measure(shards, choice, writes)) measure_alone(shards, choice);
+  if (!is_measured || needs_measure(choice)) measure_alone(shards, choice);
   if (!common_.defined() || common_.device() != shards[0].device())
     common_ = at::zeros({common_size_}, shards[0].options().dtype(at::kFloat));
   const Tensors inputs = new_inputs(shards[0], choice);

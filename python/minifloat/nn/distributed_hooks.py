@@ -31,9 +31,6 @@ class WeightGather(Protocol):
     def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
         """Fetches the parts that a forward reads and no gather has brought."""
 
-    def forget(self) -> None:
-        """Drops amaxes that ranks exchanged before a gather: the weight may have changed."""
-
 
 @dataclass(frozen=True)
 class DistributedHooks:
@@ -56,10 +53,10 @@ class DistributedHooks:
     """
 
     plan_gather: Callable[[Recipe], tuple[Any, str]]
-    require_no_shard: Callable[[nn.Module, str, Tensor], None]
     adopt_weight: Callable[[nn.Module, Any], None]
     plan_experts: Callable[[Recipe], tuple[Any, str]]
     adopt_experts: Callable[[nn.Module, Any, Any, Any], None]
+    require_no_shard: Callable[[nn.Module, str, Tensor], None]
     precompute_scales: Callable[[nn.Module], None]
     reduce_amaxes: Callable[[Tensor, dist.ProcessGroup | None], Tensor]
     accumulate_gradients: Callable[[nn.Module, Any], None]

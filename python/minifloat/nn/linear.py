@@ -221,8 +221,6 @@ class Linear(RecipeState, nn.Linear):
     def _forget(self) -> None:
         """Drops cached operands, and prepares a cache for the present parameter."""
         self.weight_codes = weight_codes(self.weight, self.recipe)
-        if self.weight_gather is not None:
-            self.weight_gather.forget()
         if self.shared_input is not None:
             self.shared_input.forget()
 

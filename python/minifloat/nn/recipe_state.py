@@ -288,5 +288,3 @@ def forget_weights(model: nn.Module) -> None:
     for layer in unwrapped(model).modules():
         if isinstance(layer, RecipeState) and layer.weight_codes is not None:
             layer.weight_codes.forget()
-        if isinstance(layer, RecipeState) and layer.weight_gather is not None:
-            layer.weight_gather.forget()

@@ -45,7 +45,6 @@ class WeightGather(ModuleGather):
         self.chunk = -(-self.n // self.world)  # rows of a full shard
         self.title = f"{layer.fqn}: {layer.recipe}, weight ({self.n}, {self.cols})"
         self.casts: tuple[Any, Any] = (None, None)  # native, rowwise and columnwise
-        self.writes = 0  # to the shard; torch counts them on the wrapper alone
         self.whole: Any = None  # GatheredWeight, since the first gather
         self.gathered: set[int] = set()  # in mode split: the selections gathered so far
         self.shard: Tensor | None = None  # sent last
@@ -74,11 +73,6 @@ class WeightGather(ModuleGather):
         )
         return f"{how}, in {self.world} shards"
 
-    def forget(self) -> None:
-        """Drops exchanged amaxes: the weight may have changed."""
-        if self.batch is not None:
-            self.batch.measured_at = None
-
     # ---- the first gather ------------------------------------------------------------------------
 
     def agree_and_decide(self, dtype: torch.dtype | None, device: torch.device) -> None:
@@ -102,13 +96,13 @@ class WeightGather(ModuleGather):
     # ---- before a gather -------------------------------------------------------------------------
 
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> GatherInputs:
-        self.require_dtype(shard)
         """Returns the all-gather inputs of this rank's rows, and the gather for the later hook.
 
         Args:
             shard: (rows, cols), this rank's rows.
             dtype: FSDP2's compute dtype; None: its hook does not pass it.
         """
+        self.require_dtype(shard)
         batch = self.batch
         if batch is None:
             if self.dtype is None:

@@ -18,25 +18,29 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...nn.operand_cache import STEPS
 from ...nn.random_state import is_in_backward
 from ..amaxes import raise_to_largest
+from ..handshake import wait_for_all
 from .gathered_weight import GatheredWeight, targets_of
 from .plan import Plan
+from .sharded_weight import writes_to
 
 FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # the directions that a cast selects
 ALL_WEIGHTS = -1
+WRITTEN = "fully_shard: expected all {} ranks to have written to {} since mf.step, as this rank has"
 
 
 class BatchedGather(Protocol):
     """The part of all_gather.WeightGather that a batch reads."""
 
     plan: Plan
+    title: str
     group: dist.ProcessGroup
+    n: int
+    chunk: int
     world: int
     rank: int
     casts: tuple[Any, Any]
-    writes: int
     whole: GatheredWeight
     gathered: set[int]
 
@@ -103,7 +107,9 @@ class Batch:
         self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
         self.counts = [gather.count_inputs() for gather in gathers]  # of each weight
         self.indices = {gather: index for index, gather in enumerate(gathers)}
-        self.measured_at: int | None = None  # optimizer steps at the last exchange
+        # Ranks without rows of a weight cannot count the writes to it.
+        self.has_rows = all([g.n > (g.world - 1) * g.chunk for g in gathers])
+        self.measured: list[Any] | None = None  # state of the shards when mf.step exchanged amaxes
         # Batches of which this is the first, and the native exchange of their amaxes.
         self.exchange: tuple[tuple[Batch, ...], Any] | None = None
         self.sent: Sent | None = None  # the gather in flight
@@ -144,13 +150,45 @@ class Batch:
         return Sent(self, selection, shards, self.split_inputs(inputs))
 
     def inputs(self, shards: list[Tensor], selection: int, weight: int) -> list[Tensor]:
-        """Casts one weight, or all; exchanges amaxes first unless this step's are there."""
-        is_measured = self.measured_at == STEPS.taken and self.is_training()
+        """Casts one weight, or all; exchanges amaxes first unless those of mf.step are current."""
+        is_measured = self.is_training() and self.is_measured(shards)
         if not is_measured and self.exchanged[selection]:
             exchange_amaxes([self], [shards], selection)
             is_measured = True
         histories = self.histories(shards) if self.is_delayed else []
-        return self.cast(shards, histories, selection, weight, self.writes(), is_measured)
+        return self.cast(shards, histories, selection, weight, is_measured)
+
+    def is_measured(self, shards: list[Tensor]) -> bool:
+        """Tells whether the amaxes that mf.step exchanged are those of the shards' values.
+
+        All ranks must answer the same, because they exchange amaxes where the answer is no. So a
+        rank that has counted a write waits for the others to say that they have, too.
+
+        Raises:
+            ValueError: other ranks have not written to their shards.
+        """
+        if self.measured is None:
+            return False
+        if are_same(self.measured, self.state_of(shards)):
+            return True
+        if any(self.exchanged) and self.world > 1:
+            title, device = self.gathers[0].title, shards[0].device
+            wait_for_all(title, self.ranks, device, WRITTEN, "written to", "written")
+        self.measured = None
+        return False
+
+    def mark_measured(self, shards: list[Tensor]) -> None:
+        """Records that ranks have exchanged the amaxes of these shards, for the next gathers."""
+        self.measured = self.state_of(shards)
+
+    def state_of(self, shards: list[Tensor]) -> list[Any] | None:
+        """Returns the shards and the counts of writes to them; None where a rank cannot count."""
+        parameters = self.parameters()
+        if parameters is None or not self.has_rows:
+            return None
+        if any([t.is_inference() for t in (*parameters, *shards)]):
+            return None
+        return [(shard, writes_to(p)) for shard, p in zip(shards, parameters)]
 
     def split_inputs(self, inputs: list[Tensor]) -> list[tuple[Tensor, ...] | None]:
         """Splits the inputs of a batch into those of each weight."""
@@ -163,14 +201,17 @@ class Batch:
 
     def shards(self) -> list[Any] | None:
         """Returns this rank's rows of every weight; None where FSDP2's group is not found."""
+        parameters = self.parameters()
+        if parameters is None:
+            return None
+        return [getattr(p._local_tensor, "shard", None) for p in parameters]
+
+    def parameters(self) -> list[Any] | None:
+        """Returns the sharded parameters; None where FSDP2's group is not found."""
         group = None if self.group is None else self.group()
         if group is None:
             return None
-        parameters = group.fsdp_params
-        return [
-            getattr(parameters[place].sharded_param._local_tensor, "shard", None)
-            for place in self.places
-        ]
+        return [group.fsdp_params[place].sharded_param for place in self.places]
 
     def histories(self, shards: list[Tensor]) -> list[Tensor]:
         """Returns the amax histories of the layers; a shard where a layer has no history."""
@@ -183,10 +224,6 @@ class Batch:
     def is_training(self) -> bool:
         """Tells whether all layers train. Evaluation may replace weights with no write counted."""
         return all([gather.module().training for gather in self.gathers])
-
-    def writes(self) -> int:
-        """Counts the writes to all shards."""
-        return sum([gather.writes for gather in self.gathers])
 
     # ---- after the gather ------------------------------------------------------------------------
 
@@ -221,6 +258,13 @@ class Batch:
 # ---- amaxes --------------------------------------------------------------------------------------
 
 
+def are_same(before: list[Any], now: list[Any] | None) -> bool:
+    """Tells whether two states of a batch have the same shards and counts of writes."""
+    if now is None:
+        return False
+    return all([a is b and c == d for (a, c), (b, d) in zip(before, now, strict=True)])
+
+
 def exchange_amaxes(
     batches: Sequence[Batch], shards: Sequence[list[Tensor]], selection: int
 ) -> None:
@@ -231,7 +275,7 @@ def exchange_amaxes(
         first.exchange = key, native
     exchange = first.exchange[1]
     flat = [shard for of_batch in shards for shard in of_batch]
-    amaxes = exchange.measure(flat, selection, [batch.writes() for batch in batches])
+    amaxes = exchange.measure(flat, selection)
     if amaxes.numel() > 0 and first.world > 1:
         raise_to_largest(amaxes, first.ranks)
     exchange.accept(amaxes)

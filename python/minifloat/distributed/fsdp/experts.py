@@ -130,7 +130,6 @@ class ExpertGather(ModuleGather):
         )
         self.slots = slots_of(self.plan, self.directions)
         self.rounded_to: torch.dtype | None = None  # before the cast
-        self.writes = 0  # to the shard, which the wrapper counts
         self.shard: Tensor | None = None  # sent last
         self.parts: list[Quantized] = []  # both directions of the gathered weight
         self.own: list[Tensor] = []  # of one rank: the slots that FSDP2 does not gather
@@ -143,19 +142,16 @@ class ExpertGather(ModuleGather):
         )
         return f"{how}, in {self.world} shards"
 
-    def forget(self) -> None:
-        """Does nothing: each gather casts the shard anew."""
-
     # ---- before a gather -------------------------------------------------------------------------
 
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> Any:
         """Returns the all-gather inputs of this rank's experts, and the gather for the later hook.
 
-        self.require_dtype(shard)
         Args:
             shard: (experts, …), this rank's part of the parameter.
             dtype: FSDP2's compute dtype; None: its hook does not pass it.
         """
+        self.require_dtype(shard)
         if self.dtype is None:
             self.agree_and_decide(dtype, shard.device)
         if self.reason:

@@ -12,9 +12,11 @@ from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch._C import _SetExcludeDispatchKeyGuard
 
 from .plan import Plan
 
+ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # the key that counts writes
 aten = torch.ops.aten
 
 
@@ -23,7 +25,6 @@ class ShardGather(Protocol):
 
     plan: Plan
     chunk: int  # rows, or experts, of a full shard
-    writes: int  # to the shard; torch counts them on the wrapper alone
 
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> Any:
         """Returns the all-gather inputs, and the gather for the later hook."""
@@ -79,7 +80,11 @@ class WeightWithQuantizedGather(Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Calls func with the shards. Returns wrappers where func writes or FSDP2 pads."""
+        """Calls func with the shards. Returns wrappers where func writes or FSDP2 pads.
+
+        The shards count the writes of func, and those to what detach returns: a state dict's
+        tensors. The wrapper counts writes to other views of itself.
+        """
         wrapped: dict[int, WeightWithQuantizedGather] = {}
 
         def unwrap(value: Any) -> Any:
@@ -97,10 +102,12 @@ class WeightWithQuantizedGather(Tensor):
 
         positional = unwrap(args)
         named = {name: unwrap(value) for name, value in kwargs.items()} if kwargs else {}
-        if func._schema.is_mutable:
-            for wrapper in wrapped.values():
-                wrapper.weight_gather.writes += 1
-        out = func(*positional, **named)
+        is_traced = any([type(wrapper.shard) is not Tensor for wrapper in wrapped.values()])
+        if not is_traced and (func._schema.is_mutable or func is aten.detach.default):
+            with _SetExcludeDispatchKeyGuard(ADInplaceOrView, False):
+                out = func(*positional, **named)
+        else:
+            out = func(*positional, **named)
         if func in RELAID:
             return cls(out, args[0].weight_gather)
         return rewrap(out)
@@ -111,6 +118,16 @@ class WeightWithQuantizedGather(Tensor):
         self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
     ) -> Any:
         return self.weight_gather.receive(outputs, metadata, out)
+
+
+def writes_to(parameter: Any) -> tuple[int, int, int]:
+    """Counts the writes to a sharded parameter.
+
+    Eager writes count on the shard: those to the parameter, to its local tensor, to a state dict's
+    view of it. Those of compiled code count on its input, the parameter or its local tensor.
+    """
+    local = parameter._local_tensor
+    return parameter._version, local._version, local.shard._version
 
 
 class BeforeGather:

@@ -25,10 +25,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...nn.operand_cache import STEPS
 from .all_gather import WeightGather
-from .fsdp_group import UnknownFsdpError, find_fsdp_group
 from .batch import BOTH_GATHERS, Batch, exchange_amaxes
+from .fsdp_group import UnknownFsdpError, find_fsdp_group
 from .sharded_weight import WeightWithQuantizedGather
 
 
@@ -53,6 +52,7 @@ def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
         local = parameter._local_tensor = WeightWithQuantizedGather(local, gather)
     if isinstance(local, WeightWithQuantizedGather):  # a tied weight may have another layer's
         layer.__dict__["weight_gather"] = local.weight_gather
+
 
 def row_dim(parameter: Any) -> int | None:
     """Returns the mesh dimension that alone cuts a DTensor, by rows; None where it is cut else."""
@@ -80,7 +80,6 @@ def require_no_shard(module: nn.Module, fqn: str, weight: Tensor) -> None:
         "which gathers it without its codes; call mf.quantize_ before fully_shard, or pass "
         "gather='compute_dtype'"
     )
-
 
 
 # ---- all weights at once -------------------------------------------------------------------------
@@ -115,8 +114,8 @@ def precompute_scales(model: nn.Module) -> None:
 
     Call it after opt.step(); mf.step calls it. Without this call each gather that needs amaxes of
     other ranks exchanges them itself. Each gather casts its shards, so the codes are the same. The
-    amaxes are valid until the next step of an optimizer, mf.step or load_state_dict. Call it again
-    where weights change by other means.
+    amaxes hold until the next write that torch counts, which must be one on all ranks. Writes
+    through .data or raw pointers are not counted: call it again after those.
 
     Args:
         model: a module that fully_shard has sharded, of any floating dtype. Weights that are not
@@ -127,8 +126,8 @@ def precompute_scales(model: nn.Module) -> None:
     """
     for batches in sharded_batches(model).values():
         exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)
-        for batch in batches:
-            batch.measured_at = STEPS.taken
+        for batch, shards in batches.items():
+            batch.mark_measured(shards)
 
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_scales  # name in torchao
