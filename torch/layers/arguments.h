@@ -20,7 +20,8 @@ struct Prequantized {
   at::TensorList x, weight;
 };
 
-// Where backward adds the gradients of weights. main_grads: one a weight, or none
+// Where backward adds the gradients of weights. main_grads: one a weight, or none. That of a frozen
+// weight is not read.
 struct WeightSums {
   Accumulation accumulation = {};
   at::TensorList main_grads = {};

@@ -28,8 +28,10 @@ bool is_asked_for(std::size_t edge) {
   return !node || edge >= node->num_outputs() || node->task_should_compute_output(edge);
 }
 
-// Returns whether this backward pass adds to the leaf's .grad. torch.autograd.grad adds to none.
+// Returns whether this backward pass adds to the leaf's .grad. torch.autograd.grad adds to none,
+// and no pass adds to a leaf that was frozen after its forward.
 bool is_accumulated(AccumulateGrad* leaf) {
+  if (!leaf->variable.requires_grad()) return false;
   const auto* const executed = torch::autograd::get_current_graph_task_exec_info();
   if (!executed || executed->empty()) return true;  // .backward() of all leaves
   const auto found = executed->find(leaf);
@@ -38,6 +40,13 @@ bool is_accumulated(AccumulateGrad* leaf) {
 
 bool has_hooks(const AccumulateGrad& leaf) {
   return !torch::autograd::impl::hooks(leaf.variable).empty() || leaf.tensor_post_acc_grad_hooks();
+}
+
+// Returns whether hooks wait for the leaf's gradient: the tensor's, or its node's, as those of
+// DistributedDataParallel. Python checks hooks that run after the addition (nn/accumulation.py).
+bool has_hooks_before(AccumulateGrad& leaf) {
+  return !torch::autograd::impl::hooks(leaf.variable).empty() || !leaf.pre_hooks().empty() ||
+         !leaf.post_hooks().empty();
 }
 
 // Returns .grad of the leaf where autograd would add to it in place, else an undefined tensor.
@@ -95,9 +104,10 @@ Tensor sum_of_weight(const Accumulation& accumulation, const Tensor& main_grad, 
   if (leaf ? !is_accumulated(leaf) : !is_asked_for(edge)) return {};
   if (accumulation.into_grad)
     return leaf && !at::GradMode::is_enabled() ? grad_of(*leaf) : Tensor();
-  TORCH_CHECK_VALUE(!leaf || !has_hooks(*leaf) || !accumulation.received.empty(),
+  TORCH_CHECK_VALUE(!leaf || !has_hooks_before(*leaf) || !accumulation.received.empty(),
                     "accumulate: expected no gradient hook on a weight whose gradient is added to "
-                    "main_grad, got one, which would receive no gradient");
+                    "main_grad, got one, which would receive no gradient. Wrappers that reduce "
+                    ".grad register such hooks: convert with accumulate='grad' for them");
   return main_grad;
 }
 

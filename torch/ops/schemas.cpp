@@ -151,7 +151,8 @@ TORCH_LIBRARY(minifloat, m) {
   // An MLP of 2 weights (up, down) or 3 (gate, up, down) under one recipe: activation "silu",
   // "gelu" or "gelu_tanh". x is quantized once, with the random stream and the history of the first
   // weight; the second's history takes the same amax. weight_operands: eight tensors a weight.
-  // recompute: "weight" where backward quantizes weights again.
+  // recompute: "weight" where backward quantizes weights again. main_grads: one a weight, of which
+  // a frozen one's is any tensor.
   m.def(
       "mlp(Tensor x, Tensor[] weights, Tensor?[] biases, str recipe, str activation, *, "
       "Tensor[]? rng=None, Tensor(a!)[]? amax_history=None, int[]? streams=None, "

@@ -1,7 +1,8 @@
 """Sums of weight gradients over micro-batches, in float32: where backward adds them.
 
-    "main_grad"    the weight's attribute main_grad, which the caller allocates and zeroes; autograd
-                   receives no gradient of the weight
+    "main_grad"    the weight's attribute main_grad, which the caller allocates and zeroes. Products
+                   add to it, and so does a hook of the weight: what autograd adds to .grad because
+                   something else reads the weight, such as a tied embedding
     "grad"         the weight's .grad, which the first micro-batch allocates
 
 torch/layers/weight_sums.h describes both; docs/accumulation.md says which one to use.
@@ -13,9 +14,11 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 
 MAIN_GRAD, GRAD = "main_grad", "grad"
 PLACES = (None, MAIN_GRAD, GRAD)
+TAKER = "gradient_taker"  # of a layer: the handle of its weight's hook
 
 
 def require_accumulate(accumulate: str | None) -> None:
@@ -46,7 +49,8 @@ def weight_sums(layer: Any, weight: Tensor) -> Sums:
         weight: (N, K), its parameter.
 
     Raises:
-        ValueError: the weight is a DTensor, has no main_grad, or has a .grad that is not float32.
+        ValueError: the weight is a DTensor, has no main_grad, or has a .grad that is not float32;
+            or something waits for a gradient that main_grad would take.
     """
     if not torch.is_grad_enabled() or not weight.requires_grad:
         return Sums()
@@ -65,6 +69,7 @@ def weight_sums(layer: Any, weight: Tensor) -> Sums:
             f"float32 {tuple(weight.shape)} on {weight.device}, got none"
         )
     if not hasattr(weight, "grad_added_to_main_grad"):
+        require_no_reader(layer, weight)
         return Sums(main_grad, MAIN_GRAD)
     # Megatron's hooks wait for a gradient, and add it to main_grad where this attribute is False.
     if torch.compiler.is_compiling():
@@ -72,6 +77,59 @@ def weight_sums(layer: Any, weight: Tensor) -> Sums:
     weight.grad_added_to_main_grad = True
     is_read = getattr(weight, "zero_out_wgrad", False)
     return Sums(main_grad, MAIN_GRAD, "zeros" if is_read else "empty")
+
+
+def require_no_reader(layer: Any, weight: Tensor) -> None:
+    """Raises ValueError where something is to read a .grad that stays None."""
+    if DistributedDataParallel._active_ddp_module is not None:
+        raise ValueError(
+            f"accumulate='main_grad': expected {layer.fqn} outside DistributedDataParallel, which "
+            "reduces .grad and would miss main_grad; convert with accumulate='grad', or call the "
+            "model without DistributedDataParallel, and all-reduce main_grad and the other "
+            "parameters' .grad before the optimizer's step"
+        )
+    if torch.compiler.is_compiling():
+        return
+    hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
+    if any(hook is not take_gradient for hook in hooks.values()):
+        raise ValueError(
+            f"accumulate='main_grad': expected no gradient hook on {layer.fqn}'s weight, got one "
+            "that runs after .grad is added to, and would receive no gradient; use "
+            "accumulate='grad'"
+        )
+
+
+def take_gradients(layer: Any) -> None:
+    """Has the layer's weight, under "main_grad" alone, move what .grad receives to main_grad.
+
+    Call it where the weight or `accumulate` may have changed.
+
+    Args:
+        layer: mf.Linear.
+    """
+    handle = layer.__dict__.pop(TAKER, None)
+    if handle is not None:
+        handle.remove()
+    weight = layer._parameters.get("weight")
+    if layer.accumulate != MAIN_GRAD or weight is None or hasattr(weight, "device_mesh"):
+        return
+    is_trained = weight.requires_grad
+    weight.requires_grad_(
+        True
+    )  # torch takes no hook of a frozen weight, which may be trained later
+    layer.__dict__[TAKER] = weight.register_post_accumulate_grad_hook(take_gradient)
+    weight.requires_grad_(is_trained)
+
+
+def take_gradient(weight: Any) -> None:
+    """Moves a weight's .grad to its main_grad, unless Megatron's hooks do."""
+    main_grad, grad = getattr(weight, "main_grad", None), weight.grad
+    if main_grad is None or grad is None or hasattr(weight, "grad_added_to_main_grad"):
+        return
+    # A caller's loop may have made main_grad the .grad, which autograd then adds to.
+    if grad is not main_grad:
+        main_grad.add_(grad.detach())
+        weight.grad = None
 
 
 def require_float32_grad(layer: Any, weight: Tensor) -> None:

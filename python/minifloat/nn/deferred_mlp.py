@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..spec import Spec
-from .accumulation import MAIN_GRAD, weight_sums
+from .accumulation import weight_sums
 from .deferred import VALUE_DTYPES, Deferred, DeferredNorm, request_of, source_of, version_of
 from .operand_conditions import reads_codes
 from .other_hooks import has_other_hooks
@@ -64,12 +64,6 @@ class FusedMlp:
         if self.between is not None and has_other_hooks(self.between):
             return False
         recipe = self.down.recipe
-        sums = {
-            layer.accumulate and (layer.accumulate, layer.weight.requires_grad)
-            for layer in self.layers
-        }
-        if len(sums) > 1:
-            return False
         for layer in self.layers:
             weight, bias = layer.weight, layer.bias
             if layer.recipe.text != recipe.text or layer.weight_gather is not None:
@@ -288,11 +282,15 @@ def sums_of(layers: tuple[Any, ...]) -> tuple[list[Tensor] | None, str, str]:
     if not layers[0].accumulate:
         return None, "", ""
     sums = [weight_sums(layer, layer.weight) for layer in layers]
-    accumulate, received = sums[0].accumulate, sums[0].received
-    if any((s.accumulate, s.received) != (accumulate, received) for s in sums):
-        accumulate, received = MAIN_GRAD, "zeros"
-    main_grads: Any = [s.main_grad for s in sums]
-    return None if main_grads[0] is None else main_grads, accumulate, received
+    trained = [s for s in sums if s.accumulate]
+    if not trained:
+        return None, "", ""
+    main_grads = None
+    if trained[0].main_grad is not None:
+        unread = trained[0].main_grad.new_empty(0)  # of a frozen weight
+        main_grads = [unread if s.main_grad is None else s.main_grad for s in sums]
+    received = {s.received for s in trained}
+    return main_grads, trained[0].accumulate, received.pop() if len(received) == 1 else "zeros"
 
 
 def cached_codes(

@@ -14,7 +14,7 @@ from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_operands import codes_of
-from .accumulation import Sums, weight_sums
+from .accumulation import TAKER, Sums, take_gradients, weight_sums
 from .deferred import Deferred, request_of, source_of
 from .distributed_hooks import WeightGather, hooks, is_distributed
 from .fast_paths import disable_fast_path, enable_fast_path
@@ -217,15 +217,18 @@ class Linear(RecipeState, nn.Linear):
             if is_distributed(value):
                 self.weight_codes = None  # torch does not count writes to its memory
         super().__setattr__(name, value)
+        if name in ("weight", "accumulate"):
+            take_gradients(self)
 
     def _forget(self) -> None:
-        """Drops cached operands, and prepares a cache for the present parameter."""
+        """Drops cached operands, and prepares a cache and hooks for the present parameter."""
         self.weight_codes = weight_codes(self.weight, self.recipe)
+        take_gradients(self)
         if self.shared_input is not None:
             self.shared_input.forget()
 
     def __getstate__(self) -> dict[str, Any]:
-        dropped = ("weight_codes", "weight_gather")
+        dropped = ("weight_codes", "weight_gather", TAKER)
         return {k: v for k, v in self.__dict__.items() if k not in dropped}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -385,6 +388,7 @@ def restore_linear(module: Linear) -> nn.Linear:
     """Converts a Linear back to an nn.Linear in place, its weight to high precision."""
     dequantize_parameters(module)
     module.__dict__.pop("weight_high_precision_init", None)
+    module.accumulate = ""
     for name in ("fused_mlp", "recompute", "accumulate"):
         module.__dict__.pop(name, None)
     for name in ADOPTED:

@@ -106,6 +106,8 @@ class MlpFinder:
             return f"{what} is no silu or gelu"
         if any(layer.recipe.text != recipe.text for layer in layers):
             return "its layers have several recipes"
+        if any(layer.accumulate != layers[0].accumulate for layer in layers):
+            return "its layers accumulate gradients in several places"
         if not can_fuse(recipe):
             return f"its layers read x in high precision, or with random bits, under {recipe}"
         if len({*layers}) < len(layers) or any(layer.fused_mlp is not None for layer in layers):

@@ -1,0 +1,238 @@
+"""main_grad has the whole gradient of a weight: that of ties, and of losses that read it."""
+
+from __future__ import annotations
+
+import copy
+
+import minifloat as mf
+import pytest
+import torch
+from minifloat.nn import deferred_mlp
+from torch import nn
+
+from tests.nn.test_accumulation import FeedForward, N, batch, built, step
+
+VOCABULARY, WIDTH = 48, 32
+
+
+class Tied(nn.Module):
+    """An embedding and a head that share a weight."""
+
+    def __init__(self):
+        super().__init__()
+        self.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, tokens):
+        return self.head(self.embedding(tokens))
+
+
+def tied(accumulate, recipe="mxfp8", dtype=torch.float32):
+    torch.manual_seed(0)
+    model = Tied().to(dtype)
+    mf.quantize_(model, recipe, accumulate=accumulate, verbose=False)
+    if accumulate == "main_grad":
+        model.head.weight.main_grad = torch.zeros(VOCABULARY, WIDTH)
+    return model
+
+
+def train(call, batches=2):
+    for i in range(batches):
+        tokens = torch.randint(VOCABULARY, (40,), generator=torch.Generator().manual_seed(i))
+        call(tokens).float().square().mean().backward()
+
+
+def require_equal_sums(weight, reference, batches=2):
+    """Compares sums of 2 x batches float32 addends in two orders: at most that many roundings."""
+    assert weight.grad is None
+    bound = 2 * batches * 2**-24 * reference.grad.abs().max().item()
+    torch.testing.assert_close(weight.main_grad, reference.grad, rtol=0, atol=bound)
+
+
+# ---- everything that reads the weight ------------------------------------------------------------
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("recipe", ["mxfp8", "fp8_tensorwise", "nvfp4"])
+def test_tied_embedding(recipe, is_compiled):
+    model, plain = tied("main_grad", recipe), tied(None, recipe)
+    train(torch.compile(model, fullgraph=True) if is_compiled else model)
+    train(plain)
+    require_equal_sums(model.head.weight, plain.head.weight)
+
+
+def test_bf16_tie_is_summed_in_float32():
+    model, plain = tied("main_grad", dtype=torch.bfloat16), tied(None, dtype=torch.bfloat16)
+    train(model, 1), train(plain, 1)
+    assert model.head.weight.grad is None
+    rounded = model.head.weight.main_grad.bfloat16()
+    # Three roundings to bfloat16 of addends that are no larger than the largest sum or term.
+    bound = 3 * 2**-8 * plain.head.weight.grad.abs().max().item()
+    torch.testing.assert_close(rounded, plain.head.weight.grad, rtol=0, atol=bound)
+
+
+def test_tie_that_is_made_after_conversion():
+    model, plain = tied("main_grad"), tied(None)
+    for each in (model, plain):
+        each.embedding = nn.Embedding(VOCABULARY, WIDTH)
+        each.embedding.weight.data.copy_(each.head.weight.detach())
+        each.head.weight = each.embedding.weight
+    model.head.weight.main_grad = torch.zeros(VOCABULARY, WIDTH)
+    train(model), train(plain)
+    require_equal_sums(model.head.weight, plain.head.weight)
+
+
+def test_loss_that_reads_the_weight():
+    layer, plain = built(accumulate="main_grad"), built()
+    for each in (layer, plain):
+        (each(batch(0)).square().sum() + each.weight.square().sum()).backward()
+    require_equal_sums(layer.weight, plain.weight, 1)
+
+
+def test_weight_that_is_trained_from_a_later_step_on():
+    model, plain = tied(None), tied(None)
+    model.head.weight.requires_grad_(False)
+    mf.restore_(model)
+    mf.quantize_(model, "mxfp8", accumulate="main_grad", verbose=False)
+    assert not model.head.weight.requires_grad
+    model.head.weight.requires_grad_(True).main_grad = torch.zeros(VOCABULARY, WIDTH)
+    train(model), train(plain)
+    require_equal_sums(model.head.weight, plain.head.weight)
+
+
+def test_copies_and_moves_keep_the_tie():
+    plain = tied(None)
+    train(plain)
+    for change in (copy.deepcopy, lambda m: m.double().float(), lambda m: m.share_memory()):
+        model = change(tied("main_grad"))
+        model.head.weight.main_grad = torch.zeros(VOCABULARY, WIDTH)
+        train(model)
+        require_equal_sums(model.head.weight, plain.head.weight)
+
+
+def test_main_grad_that_is_also_grad():
+    """A loop that hands main_grad to an optimizer as .grad may leave it there."""
+    model, plain = tied("main_grad"), tied(None)
+    model.head.weight.grad = model.head.weight.main_grad
+    train(model), train(plain)
+    assert model.head.weight.grad is model.head.weight.main_grad
+    model.head.weight.grad = None
+    require_equal_sums(model.head.weight, plain.head.weight)
+
+
+def test_restored_tie_has_its_gradient_in_grad():
+    model, plain = tied("main_grad"), tied(None)
+    mf.restore_(model), mf.restore_(plain)
+    train(model), train(plain)
+    assert torch.equal(model.head.weight.grad, plain.head.weight.grad)
+    assert not model.head.weight.main_grad.any()
+
+
+# ---- weights that are frozen ---------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("how", ["main_grad", "grad"])
+def test_weight_that_is_frozen_between_forward_and_backward(how):
+    """Autograd adds nothing to a leaf that was frozen since its forward."""
+    layer = built(accumulate=how)
+    loss = layer(batch(0)).square().sum()
+    layer.weight.requires_grad_(False)
+    loss.backward()
+    assert layer.weight.grad is None
+    assert layer.bias.grad is not None
+    assert how == "grad" or not layer.weight.main_grad.any()
+
+
+@pytest.mark.parametrize("how", ["main_grad", "grad"])
+@pytest.mark.parametrize("frozen", ["gate", "up", "down"])
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_partly_frozen_feed_forward_stays_one_op(how, frozen, is_compiled, monkeypatch):
+    called, op = [], deferred_mlp.mlp
+    monkeypatch.setattr(deferred_mlp, "mlp", lambda *a, **k: (called.append(1), op(*a, **k))[1])
+    models = []
+    for accumulate in (None, how):
+        torch.manual_seed(0)
+        model = FeedForward()
+        model.get_submodule(frozen).weight.requires_grad_(False)
+        report = mf.quantize_(
+            model, "fp8_tensorwise", fuse=True, accumulate=accumulate, verbose=False
+        )
+        assert [text for _, text in report.fused] == ["gate, up, down and silu are one op"]
+        models.append(model)
+    plain, model = models
+    for layer in model.children():
+        if how == "main_grad" and layer.weight.requires_grad:
+            layer.weight.main_grad = torch.zeros(layer.weight.shape)
+    calls = [plain, model]
+    if is_compiled:  # by a backend that keeps the order of a bias's sum
+        calls[1] = torch.compile(model, backend="aot_eager", fullgraph=True)
+    for i in range(2):
+        for call in calls:
+            call(batch(i)).square().sum().backward()
+    assert len(called) >= (3 if is_compiled else 4)
+    for a, b in zip(plain.children(), model.children()):
+        assert torch.equal(a.bias.grad, b.bias.grad)
+        if not b.weight.requires_grad:
+            assert b.weight.grad is None
+        else:
+            assert torch.equal(
+                a.weight.grad, b.weight.main_grad if how[0] == "m" else b.weight.grad
+            )
+
+
+def test_feed_forward_with_several_places_is_not_fused():
+    model = FeedForward()
+    mf.quantize_(model.up, "fp8_tensorwise", accumulate="main_grad", verbose=False)
+    report = mf.quantize_(model, "fp8_tensorwise", fuse=True, verbose=False)
+    assert [text for _, text in report.not_fused] == [
+        "its layers accumulate gradients in several places"
+    ]
+
+
+# ---- readers of .grad, which stays None ----------------------------------------------------------
+
+
+def test_hook_after_the_addition_is_refused():
+    layer = built(accumulate="main_grad")
+    layer.weight.register_post_accumulate_grad_hook(lambda p: None)
+    with pytest.raises(ValueError, match=r"expected no gradient hook .* use accumulate='grad'"):
+        layer(batch(0))
+
+
+def test_hook_of_autograds_node_is_refused():
+    """Wrappers that reduce .grad register hooks there."""
+    layer = built(accumulate="main_grad")
+    leaf = layer.weight.view_as(layer.weight).grad_fn.next_functions[0][0]
+    leaf.register_hook(lambda *_: None)
+    with pytest.raises(ValueError, match=r"Wrappers that reduce .grad .* accumulate='grad'"):
+        step(layer, 0)
+    assert not layer.weight.main_grad.any()
+
+
+# ---- the loop of docs/accumulation.md ------------------------------------------------------------
+
+
+def test_loop_with_masters_that_clips():
+    """The masters' .grad is main_grad, so torch's clipping counts it."""
+    layer, plain = built(accumulate="main_grad"), built()
+    master = nn.Parameter(layer.weight.detach().clone())
+    optimizer = torch.optim.AdamW([master, layer.bias])
+    other = torch.optim.AdamW(plain.parameters())
+    for i in range(3):
+        for each in (layer, plain):
+            step(each, 2 * i), step(each, 2 * i + 1)
+        master.grad = layer.weight.main_grad
+        norms = [
+            nn.utils.clip_grad_norm_(p, 1.0) for p in ([master, layer.bias], plain.parameters())
+        ]
+        assert torch.equal(*norms)
+        assert norms[0] > N
+        optimizer.step(), other.step()
+        with torch.no_grad():
+            layer.weight.copy_(master)
+        layer.weight.main_grad.zero_()
+        layer.bias.grad = None
+        other.zero_grad()
+        mf.step(layer), mf.step(plain)
+        assert torch.equal(layer.weight, plain.weight)
