@@ -18,7 +18,6 @@ from typing import Any
 import _ranks as ranks  # first: it makes minifloat importable
 import minifloat as mf
 import torch
-import torch.distributed as dist
 from minifloat.distributed.fsdp import sharded_weight, weight
 from minifloat.nn.linear import Linear
 from torch import Tensor, nn
@@ -120,7 +119,7 @@ def main() -> int:
         with_step, whole = measure(recipe, timed, True)
         without, _ = measure(recipe, timed, False)
         print(f"{recipe:16} {with_step:16.2f} {without:16.2f} {whole:8.1f}", flush=True)
-    dist.destroy_process_group()
+    mf.destroy_process_group()
     return 0
 
 

@@ -135,7 +135,7 @@ def main() -> None:
                         torch.cuda.empty_cache()
     if dist.get_rank() == 0:
         timing.write_json(args.out, device, all_to_all_gb_s=wires, sizes=sizes, layers=records)
-    dist.destroy_process_group()
+    mf.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -233,7 +233,7 @@ def main() -> int:
         content |= {"width": options.width, "all_gather_gb_s": gather, **of_quantize}
         content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
-    dist.destroy_process_group()
+    mf.destroy_process_group()
     return 0
 
 

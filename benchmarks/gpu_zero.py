@@ -214,7 +214,7 @@ def main() -> int:
         content = {"ranks": dist.get_world_size(), "all_gather_gb_s": gather}
         content["rows"] = [asdict(r) for r in rows]
         timing.write_json(options.out, device, **content)
-    dist.destroy_process_group()
+    mf.destroy_process_group()
     return 0 if all(row.is_equal is not False for row in rows) else 1
 
 

@@ -12,6 +12,7 @@ import tempfile
 
 import minifloat as mf
 import torch
+import torch.distributed as dist
 from accelerate import Accelerator
 from accelerate.utils import broadcast_object_list, set_seed
 from torch import nn
@@ -70,7 +71,7 @@ def train(model, optimizer, data, accelerator, begin=0, folder=None):
     return losses
 
 
-def main():
+def run():
     accelerator = Accelerator(
         cpu=not torch.cuda.is_available(),
         mixed_precision="bf16",
@@ -92,7 +93,12 @@ def main():
     pairs = zip(model.parameters(), resumed.parameters(), strict=True)
     same = all(torch.equal(a, b) for a, b in pairs)
     accelerator.print("resumed weights equal:", same)
-    accelerator.end_training()
+
+
+def main():
+    run()
+    if dist.is_initialized():
+        mf.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

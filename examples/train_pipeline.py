@@ -32,8 +32,7 @@ def batch(step):
     return x, x.flip(1)
 
 
-def main():
-    dist.init_process_group("gloo")
+def train():
     rank, world = dist.get_rank(), dist.get_world_size()
     stage_module = build_model()[rank]
     stage = PipelineStage(stage_module, rank, world, torch.device("cpu"))
@@ -53,7 +52,12 @@ def main():
         mf.step(stage_module)
     if rank == world - 1:
         print(f"loss: {means[0]:.3f} -> {means[-1]:.3f}")
-    dist.destroy_process_group()
+
+
+def main():
+    dist.init_process_group("gloo")
+    train()
+    mf.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

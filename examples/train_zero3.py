@@ -289,12 +289,7 @@ def train_zero3(recipe, device):
     return losses, [master.detach() for master in model.master_shards()]
 
 
-def main():
-    device = torch.device("cpu")
-    if torch.cuda.is_available():
-        device = torch.device("cuda", dist.get_node_local_rank())
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+def compare(device):
     for recipe in RECIPES:
         losses, masters = train_zero3(recipe, device)
         want, shards = train_fsdp(recipe, device)
@@ -307,7 +302,16 @@ def main():
             print(f"{recipe}: {size:,} master elements a rank")
             print(f"loss: {losses[0]:.3f} -> {losses[-1]:.3f}")
             print(f"{recipe}: losses and masters equal FSDP2's: {bool(found)}")
-    dist.destroy_process_group()
+
+
+def main():
+    device = torch.device("cpu")
+    if torch.cuda.is_available():
+        device = torch.device("cuda", dist.get_node_local_rank())
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    compare(device)
+    mf.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ loss.backward(); opt.step(); mf.step(model)
 from . import interrupt as _interrupt  # isort: skip  before torch: see its head
 from ._native import ops as _ops  # loads the operators; keep it before the rest
 from .distributed import hooks as _hooks  # registers functions that layers call
+from .distributed.ending import destroy_process_group
 from .distributed.fsdp.weight import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
 from .distributed.zero.flat_buffer import WireLayout
 from .distributed.zero.master_weights import (
@@ -54,6 +55,7 @@ __all__ = [
     "cast_master_weights_to_nvfp4",
     "check_groups",
     "dequantize",
+    "destroy_process_group",
     "expert_parallel",
     "group_table",
     "grouped_mlp",

@@ -20,6 +20,7 @@ from multiprocessing.connection import wait
 from pathlib import Path
 from typing import NamedTuple
 
+import minifloat as mf
 import torch
 import torch.distributed as dist
 
@@ -151,7 +152,7 @@ def _rank_main(group, report, fn, args):
         fn(group.rank, *args)
         if dist.is_initialized():
             dist.barrier()
-            dist.destroy_process_group()
+            mf.destroy_process_group()
     except BaseException:
         report.send(traceback.format_exc())
         raise

@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from ..distributed.ending import destroy_process_group
 from .config import SIZE
 from .expert_ranks import divide_experts, quiet_gathers
 from .fields import TrainError, require
@@ -147,7 +148,7 @@ def joined(device: str, batch: int) -> Iterator[World]:
             f"hangs ({' '.join(str(error).split())}); --resume goes on from the last checkpoint"
         ) from error
     finally:
-        dist.destroy_process_group()
+        destroy_process_group()
 
 
 def is_of_a_collective(error: RuntimeError) -> bool:
