@@ -13,8 +13,11 @@ ROOT = Path(__file__).resolve().parents[2]
 FOLDER = ROOT / "examples"
 TWO = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2")
 SECONDS = 500  # many times what an example takes on two idle cores
-# Name -> (arguments before the file's name, environment, lines that it prints after its losses).
+# File and its arguments -> (what runs it, environment, lines that it prints after its losses).
 RUNS = {
+    "train_one_gpu fp8_delayed": ((), {}, ["resumed weights equal: True"]),
+    "train_fsdp2": (TWO, {}, ["resumed weights equal: True"]),
+    "train_fsdp2 nvfp4_pow2": (TWO, {}, ["resumed weights equal: True"]),
     "train_transformers": (
         (),
         {},
@@ -56,16 +59,17 @@ RUNS = {
 
 def test_all_examples_run():
     files = {path.stem for path in FOLDER.glob("*.py")}
-    assert files == {name.split(",")[0] for name in RUNS}
+    assert files == {re.split("[ ,]", name)[0] for name in RUNS}
 
 
 @pytest.mark.parametrize("name", RUNS)
 def test_an_example_trains(name, tmp_path):
     before, variables, lines = RUNS[name]
+    file, *arguments = name.split(",")[0].split()
     package = Path(minifloat.__file__).parents[1]
     paths = [str(package), *filter(None, [os.environ.get("PYTHONPATH")])]
     done = subprocess.run(
-        [sys.executable, *before, FOLDER / f"{name.split(',')[0]}.py"],
+        [sys.executable, *before, FOLDER / f"{file}.py", *arguments],
         cwd=tmp_path,
         env=os.environ
         | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
