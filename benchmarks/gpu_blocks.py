@@ -244,7 +244,7 @@ def judge(rows: list[Row]) -> bool:
     base = [row.ms for row in rows if row.name.startswith(BF16)]
     bf16 = sum(base) / len(base)
     is_met = True
-    print(f"{'':18} {'ms':>8} {'x bf16':>7} {'bar':>5} {'GiB':>6}")
+    print(f"{'':18} {'ms':>8} {'speed':>7} {'bar':>5} {'GiB':>6}")
     for row in rows:
         row.speed, row.bar = bf16 / row.ms, BARS.get(row.name)
         gib = FP4_GIB if "fp4" in row.name else FP8_GIB

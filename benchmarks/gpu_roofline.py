@@ -138,7 +138,7 @@ def casts_table(rows: list[Row]) -> list[str]:
 
 
 def layers_table(rows: list[Row]) -> list[str]:
-    head = ["layer", "ms", "speed of bf16's", "bar", "floor, ms", "above it", "saved", "peak MiB"]
+    head = ["layer", "ms", "speed, bf16 = 1", "bar", "floor, ms", "above it", "kept", "peak MiB"]
     lines = []
     for shape in shapes_of(rows):
         body = []

@@ -233,7 +233,8 @@ def former_rows(args: argparse.Namespace) -> tuple[list[Row], dict[str, Any]]:
 def table(rows: list[Row]) -> str:
     """Formats rows as a table of the docs, each beside its layout's bf16."""
     lines = [
-        "| layout | recipe | first loss | last loss | tokens/s a GPU | of bf16 | MFU | GiB |",
+        "| layout | recipe | first loss | last loss "
+        "| tokens/s a GPU | speed, bf16 = 1 | MFU | GiB |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

@@ -49,11 +49,11 @@ def test_gaps_are_taken_at_the_same_step():
     assert rows[0]["gap_percent"] == 0
     assert rows[1]["validation_loss"] is None
     assert rows[2]["gap_percent"] == pytest.approx(10)
-    assert rows[2]["step_cost"] == pytest.approx(1.5)
+    assert rows[2]["speed"] == pytest.approx(1 / 1.5)
     table = markdown_table(rows, last_step=6)
     assert "4.4000 (step 4)" in table
     assert "+10.00%" in table
-    assert "1.50" in table
+    assert "0.67" in table
     assert len({len(line) for line in table.splitlines()}) == 1
 
 

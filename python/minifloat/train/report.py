@@ -95,7 +95,7 @@ def table_rows(
                 "validation_loss": loss,
                 "gap_percent": 100 * (loss / base - 1) if loss and base else None,
                 "step_ms": median(run_curves.step_ms),
-                "step_cost": ratio(median(run_curves.step_ms), reference),
+                "speed": speed_of(median(run_curves.step_ms), reference),
                 "tokens_per_s": median(run_curves.tokens_per_s),
                 "speed_of_light_percent": None if light is None else 100 * light,
                 "light_ms": run_curves.light_ms,
@@ -129,9 +129,10 @@ def median(values: Sequence[float]) -> float | None:
     return statistics.median(values) if values else None
 
 
-def ratio(step_ms: float | None, reference: Curves | None) -> float | None:
+def speed_of(step_ms: float | None, reference: Curves | None) -> float | None:
+    """Returns the speed of a step, that of the baseline being 1."""
     base = median(reference.step_ms) if reference else None
-    return step_ms / base if step_ms and base else None
+    return base / step_ms if step_ms and base else None
 
 
 COLUMNS = (  # title, key, format
@@ -139,7 +140,7 @@ COLUMNS = (  # title, key, format
     ("validation loss", "validation_loss", "{:.4f}"),
     ("gap to bf16", "gap_percent", "{:+.2f}%"),
     ("tokens/s", "tokens_per_s", "{:.0f}"),
-    ("step, × bf16", "step_cost", "{:.2f}"),
+    ("speed, bf16 = 1", "speed", "{:.2f}"),
     ("of speed of light", "speed_of_light_percent", "{:.0f}%"),
     ("saved for backward, B/token", "saved_bytes_per_token", "{:.0f}"),
     ("of it in linears", "saved_bytes_per_token_linears", "{:.0f}"),
@@ -198,7 +199,7 @@ NOTES = """\
   every recipe, with the recipe's own forward.
 - gap to bf16: against `{baseline}` at the same step. A bf16 run with another seed differs by its
   initial weights and the order of its batches: its gap is the noise of this comparison.
-- tokens/s, step, of speed of light: medians over the steps.
+- tokens/s, speed, of speed of light: medians over the steps.
 - of speed of light: the time that the matrix products of a step take alone, on this model's
   shapes, over the time of the step. It is measured every {measure_every} steps, between two of
   them, so other work on the machine slows both alike{light}.
