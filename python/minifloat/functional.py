@@ -119,7 +119,8 @@ def scaled_grouped_mm(
 ) -> Tensor:
     """Computes A_e · B_e for the rows A_e of each expert e, differentiable in A, B and bias.
 
-    Groups of rows need no alignment and may be empty. No pass waits for the device.
+    Groups of rows need no alignment and may be empty. No pass waits for the device, except where
+    the recipe leaves float32 operands of a product in high precision.
 
     Args:
         A: (M, K), float32 or bfloat16: rows in the order of their experts.

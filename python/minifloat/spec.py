@@ -3,8 +3,9 @@
     spec = Spec.parse("nvfp4/16x16+rht")     a text is parsed once
     spec.code_bits, spec.block, spec.amax_of, spec.sizes(rows, cols)
 
-The native library parses specs and computes every field (include/minifloat/spec.h). No other
-module calls the operators that describe a spec.
+The native library parses specs (include/minifloat/spec.h). The fields that follow from what it
+returns, such as `bits`, `alignment` and `group_unit`, are computed here. No other module calls the
+operators that describe a spec.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
     Call mf.step after opt.step(), on all ranks. The active amax of the next step is computed from
     the amaxes of this step and the steps before (numerics.md). The balance biases of mf.MoE move by
-    the loads of all ranks, which one all-reduce adds up. Under FSDP2 this call exchanges the
-    amaxes of all sharded weights, as mf.precompute_scales does.
+    the loads of all ranks, which one all-reduce adds up. Under FSDP2 ranks exchange the maxima of
+    all sharded weights, as in mf.precompute_scales; nothing is cast.
 
     Args:
         model: one that mf.quantize_ converted, or that has mf.Linear layers.
