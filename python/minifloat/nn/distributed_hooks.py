@@ -43,7 +43,7 @@ class DistributedHooks:
                         becomes the module's
     require_no_shard    (module, name, weight): raises where FSDP2 has sharded a weight that is to
                         be gathered as codes
-    precompute_scales   model: exchanges the amaxes of all sharded weights, after a step
+    precompute_scales   model: exchanges the maxima of all sharded weights, after a step
     reduce_amaxes       (amaxes, group) -> the largest of all ranks
     accumulate_gradients
                         (layer, parameter): before the parameter, which FSDP2 has gathered, becomes
