@@ -6,7 +6,6 @@ Copy the order of the calls in `build`. FSDP2 gathers the weights as the recipe'
 gradients, optimizer and checkpoints are in float32.
 """
 
-import gc
 import sys
 import tempfile
 
@@ -36,7 +35,7 @@ def build(recipe):
     """Returns a converted, sharded model and its optimizer."""
     torch.manual_seed(0)
     model = Llama().to(DEVICE)
-    mf.quantize_(model, recipe, filter_fqns=["lm_head"], verbose=dist.get_rank() == 0)  # first
+    mf.quantize_(model, recipe, verbose=dist.get_rank() == 0)  # first
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     for i, layer in enumerate(model.layers):
         layer = checkpoint_wrapper(layer)
@@ -128,8 +127,7 @@ def main():
     folders = [tempfile.mkdtemp()]
     dist.broadcast_object_list(folders)  # all ranks use the first one's
     run(sys.argv[1] if sys.argv[1:] else "fp8_tensorwise", folders[0])
-    gc.collect()  # models end before their process group
-    dist.destroy_process_group()
+    mf.destroy_process_group()  # torch's, which waits until this process can exit
 
 
 if __name__ == "__main__":

@@ -25,6 +25,7 @@ def require_no_tangents(function: str, tensors: Iterable[Any]) -> None:
                 "quantized product; use reverse mode, or leave the experts in high precision"
             )
 
+
 WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of slots
 
 

@@ -276,8 +276,6 @@ def revert_experts(module: nn.Module, parameters: dict[str, Any]) -> None:
         module.__dict__.pop(name + HIGH_PRECISION_INIT, None)
 
 
-
-
 # ---- construction --------------------------------------------------------------------------------
 
 

@@ -49,8 +49,8 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from .._native import ops
 from ..recipe import Recipe
 from ..tensor.operands import Operands
+from .draws import is_in_backward
 from .operand_conditions import Conditions, can_reuse, conditions_of, is_capturing
-from .random_state import is_in_backward
 
 # Names, within one parent, of projections that read one input: those of Llama checkpoints,
 # torchtitan and Hugging Face's models.

@@ -18,8 +18,9 @@ from .._native import ops
 from ..checks import require_int
 from ..recipe import Recipe
 from ..spec import Spec
+from .draws import Draws
 from .names import clean_name, unwrapped
-from .random_state import Draws, RngState, as_normal, find_hook
+from .random_state import RngState, as_normal, find_hook
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)  # that layers read
 DEFAULT_HISTORY = 16  # steps of amax history

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...nn.random_state import is_in_backward
+from ...nn.draws import is_in_backward
 from ..amaxes import raise_to_largest
 from ..handshake import wait_for_all
 from .gathered_weight import GatheredWeight, targets_of

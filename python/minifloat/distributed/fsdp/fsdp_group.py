@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...nn.random_state import is_in_backward
+from ...nn.draws import is_in_backward
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from ..handshake import agree
 
