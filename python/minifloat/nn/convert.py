@@ -89,7 +89,7 @@ def quantize_(
 
     Args:
         model: its linear layers and experts have float32 or bfloat16 weights.
-        recipe: one for all layers, or a map from module names: "*: nvfp4; *.output: bf16".
+        recipe: one for all layers, or a map from module names: "*: nvfp4; layers.0.*: mxfp8".
         filter_fqns: texts. A layer whose name contains one is left out. The text
             "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
         filter_fn: (module, name) -> whether to convert the layer.
