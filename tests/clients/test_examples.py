@@ -18,6 +18,7 @@ RUNS = {
     "train_one_gpu fp8_delayed": ((), {}, ["resumed weights equal: True"]),
     "train_fsdp2": (TWO, {}, ["resumed weights equal: True"]),
     "train_fsdp2 nvfp4_pow2": (TWO, {}, ["resumed weights equal: True"]),
+    "train_fsdp2 fp8_rowwise": (TWO, {}, ["resumed weights equal: True"]),
     "train_transformers": (
         (),
         {},

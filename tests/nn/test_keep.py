@@ -41,6 +41,12 @@ def test_the_head_stays_by_default(head, recipe):
     assert isinstance(model.layers[0].output, mf.Linear)
 
 
+def test_a_block_by_itself_has_no_head():
+    block = Block(16)
+    assert kept(block) == {}
+    assert isinstance(block.output, mf.Linear)
+
+
 def test_a_head_of_several_layers_stays():
     model = Model()
     model.lm_head = nn.Sequential(nn.Linear(16, 16), nn.Linear(16, 64))

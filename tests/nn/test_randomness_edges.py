@@ -193,6 +193,12 @@ def test_a_copy_goes_on_and_repeats_nothing(make, forwards):
     assert are_equal(own, gradients(model, model.parameters(), x, g))
 
 
+def test_a_copied_part_holds_no_other_part():
+    model = converted(model=nn.Sequential(block(), block()))
+    sizes = [len(pickle.dumps(part)) for part in model]
+    assert sizes[1] == pytest.approx(sizes[0], rel=0.01)
+
+
 def test_a_restored_state_repeats():
     model = converted()
     x, g = data()

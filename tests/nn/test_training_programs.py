@@ -35,7 +35,7 @@ RECOMPUTED = ["recompute", "recompute", "train", "oldest", "newest", "oldest", "
 def build(recipe="nvfp4", model=programs.Model):
     torch.manual_seed(0)
     converted = model()
-    mf.quantize_(converted, recipe, verbose=False)
+    mf.quantize_(converted, recipe, keep="nothing", verbose=False)
     return converted
 
 
@@ -77,7 +77,7 @@ def test_a_recomputed_function_that_begins_a_count_is_an_error(is_checkpointed_w
 
 
 @pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.__name__)
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_random_sequences(seed, way):
     require_equal_runs(programs.random_program(seed, programs.WHOLE), way)
 

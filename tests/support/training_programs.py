@@ -216,6 +216,7 @@ class Loop:
         self.finish()
         mf.restore_(self.model)
         recipe = RECIPES[self.batches % len(RECIPES)]
-        mf.quantize_(self.model, recipe, seed=self.batches, verbose=False)
+        seed = self.batches
+        mf.quantize_(self.model, recipe, keep="nothing", seed=seed, verbose=False)
         self.adopt(self.model)
         self.save()

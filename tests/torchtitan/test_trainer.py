@@ -76,7 +76,7 @@ def run_rank(rank, assets, recipe, check, options):
     prepare("cpu")
     converter = ["--model.converters=minifloat", f"--minifloat.recipe={recipe}"]
     checks = {f.__name__: f for f in CHECKS}
-    rows = train(assets, [*OPTIONS, *converter, *options], checks.get(check))
+    rows = train(assets, [*OPTIONS, *converter, *options], checks[check] if check else None)
     losses = [row["loss_metrics/global_avg_loss"] for row in rows]
     (assets / f"losses.{rank}.json").write_text(json.dumps(losses))
 

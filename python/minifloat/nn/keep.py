@@ -9,9 +9,10 @@ Published FP8, MXFP8 and MXFP4 runs keep the head alone. Routers beside experts 
 policy.
 
 The head is the linear layer that a name in HEADS calls, or one within a module so called, outside
-numbered modules. A recipe map that names it by another glob than "*" decides instead. Blocks are
-the modules of a numbered list, `layers.0`, `layers.1` and so on, outside other numbered modules: of
-several lists the one with the most parameters.
+numbered modules; those of AMBIGUOUS only beside numbered modules. A recipe map that names it by
+another glob than "*" decides instead. Blocks are the modules of a numbered list, `layers.0`,
+`layers.1` and so on, outside other numbered modules: of several lists the one with the most
+parameters.
 """
 
 from __future__ import annotations
@@ -28,8 +29,15 @@ Keep = Literal["head", "nvfp4_paper", "nothing"]
 KEEPS: tuple[str, ...] = get_args(Keep)
 DEFAULT_KEEP: Keep = "head"
 
-# torchtitan and Hugging Face, torchtitan 0.2, timm, Megatron, GPT-NeoX, Whisper and diffusers
-HEADS = ("lm_head", "output", "head", "output_layer", "embed_out", "proj_out")
+HEADS = (
+    "lm_head",  # Hugging Face, torchtitan
+    "output",  # torchtitan 0.2
+    "head",  # timm
+    "output_layer",  # Megatron
+    "embed_out",  # GPT-NeoX
+    "proj_out",  # Whisper, diffusers
+)
+AMBIGUOUS = ("output", "proj_out")  # projections within a block have these names too
 LAST_PERCENT = 15  # of the blocks
 
 
@@ -94,11 +102,18 @@ def heads_of(model: nn.Module, globs_of: Callable[[str], list[str]]) -> list[str
         *parents, name = clean_name(raw_fqn).split(".")
         if name not in HEADS or any(part.isdecimal() for part in parents):
             continue
+        if name in AMBIGUOUS and not has_numbered(model.get_submodule(raw_fqn.rpartition(".")[0])):
+            continue
         fqn = join(*parents, name)
         layers = [join(fqn, clean_name(n)) for n, m in module.named_modules() if is_linear(m)]
         if not any(set(globs_of(layer)) - {"*"} for layer in layers):
             found.append(fqn)
     return found
+
+
+def has_numbered(module: nn.Module) -> bool:
+    """Tells whether a module holds a numbered module."""
+    return any(name.rpartition(".")[2].isdecimal() for name, _ in module.named_modules())
 
 
 def is_linear(module: nn.Module) -> bool:

@@ -9,7 +9,8 @@ A call of one of these modules begins a new count, unless it runs within such a 
 layer that is called by itself, and one that would draw a second time with its last count. Two
 forwards therefore differ however a model is called: by its root, by another method, or part by
 part. A forward that autograd recomputes gets the bits of the original forward, with any number of
-forwards in flight. Evaluation does not advance the count.
+forwards in flight; docs/numerics.md, section 7, has the limits. Evaluation does not advance the
+count.
 
     root called        tensor (seed, 4) -> (seed, 5);  current = a copy, (seed, 5)
       block, layers    read `current`
@@ -57,10 +58,11 @@ def as_normal(tensor: Tensor) -> Tensor:
 def eager_alone(functions: Iterable[Any]) -> None:
     """Lets compiled code contain these functions, and never be one of them alone.
 
-    The functions have no comprehensions, whose code torch compiles by itself.
+    torch compiles a hook of a compiled module as a function of its own. In it no draw could be
+    recorded, and a checkpointed call could not be recomputed. And once torch has found no operation
+    in a function, as in a hook that does nothing in evaluation, it skips the function for good.
 
-    torch would skip the code of a function for good once it had found no operation in it, as in a
-    hook that does nothing in evaluation: what such a function does must not depend on that.
+    The functions have no comprehensions, whose code torch compiles by itself.
     """
     dynamo = torch._C._dynamo.eval_frame  # torch._dynamo itself takes seconds to import
     alone, called = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
@@ -210,7 +212,7 @@ class AdvanceRng:
 
     Args:
         state: of these layers.
-        home: the layer on whose device the state is.
+        home: a layer that the module holds, on whose device the state is.
         is_root: whether the module is the one that mf.quantize_ was called with.
     """
 
@@ -268,41 +270,43 @@ class AdvanceRng:
         return (self.home.weight if stream is None else stream).device
 
 
-HOOK_FUNCTIONS = (
-    AdvanceRng.before,
-    AdvanceRng.begin,
-    AdvanceRng.after,
-    AdvanceRng.device,
-    RngState.advance,
-    RngState.begin,
-    RngState.begin_eager,
-    RngState.close,
-    RngState.repeat,
-    RngState.to,
-    Draws.record,
-    Draws.repeated,
-    Replay.__init__,
-    Replay.next,
-    as_normal,
-    is_capturing,
-    is_in_backward,
+eager_alone(
+    [
+        AdvanceRng.before,
+        AdvanceRng.begin,
+        AdvanceRng.after,
+        AdvanceRng.device,
+        RngState.advance,
+        RngState.begin,
+        RngState.begin_eager,
+        RngState.close,
+        RngState.repeat,
+        RngState.to,
+        Draws.record,
+        Draws.repeated,
+        Replay.__init__,
+        Replay.next,
+        as_normal,
+        is_capturing,
+        is_in_backward,
+    ]
 )
 
 
 def add_hooks(root: nn.Module, state: RngState, layers: Sequence[Any]) -> None:
     """Adds hooks to the root and to all modules between the root and the given layers."""
-    eager_alone(HOOK_FUNCTIONS)
     drawing = {id(layer) for layer in layers}
-    holders = {""}
+    homes: dict[str, Any] = {"": layers[0]}  # of each such module, its first drawing layer
     for name, module in root.named_modules():
         names = name.split(".") if id(module) in drawing else []
-        holders.update(".".join(names[:i]) for i in range(1, len(names)))
+        for i in range(1, len(names)):
+            homes.setdefault(".".join(names[:i]), module)
     for name, module in root.named_modules():
         is_root = name == ""
-        if name in holders and not any(
+        if name in homes and not any(
             hook.state is state and hook.is_root == is_root for hook in hooks_of(module)
         ):
-            hook = AdvanceRng(state, layers[0], is_root)
+            hook = AdvanceRng(state, homes[name], is_root)
             module.register_forward_pre_hook(hook.before)
             module.register_forward_hook(hook.after, always_call=True)
 

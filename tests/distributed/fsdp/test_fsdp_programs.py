@@ -3,6 +3,7 @@
 import minifloat as mf
 import pytest
 import torch
+from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
@@ -10,23 +11,28 @@ from tests.support import training_programs as programs
 from tests.support.same_bits import require_same
 from tests.support.worlds import run_world
 
+WAYS = [programs.compile_blocks, programs.compile_root]
 EVALUATED = ["evaluate", *4 * ["train", "newest", "step"], "evaluate", "train", "newest", "step"]
 
 
-def compare(rank, written):
+def compare(rank, recipe, is_checkpointed, written):
     mesh = init_device_mesh("cpu", (2,))
 
     def build():
         torch.manual_seed(0)
         model = programs.Model()
-        mf.quantize_(model, "nvfp4", verbose=False)
+        mf.quantize_(model, recipe, keep="nothing", verbose=False)
+        if is_checkpointed:
+            for i, block in enumerate(model.blocks):
+                model.blocks[i] = checkpoint_wrapper(block)
         for module in (*model.blocks, model):
             fully_shard(module, mesh=mesh)
         return model
 
     for program in written:
         want = programs.Loop(build, programs.run_eager).run(program)
-        for way in (programs.compile_blocks, programs.compile_root):
+        ways = [programs.compile_blocks] if is_checkpointed else WAYS
+        for way in ways:
             got = programs.Loop(build, way).run(program)
             assert list(got) == list(want)
             for name, tensor in want.items():
@@ -36,4 +42,10 @@ def compare(rank, written):
 @pytest.mark.slow
 def test_sequences_over_two_ranks():
     random = [programs.random_program(seed, programs.SHARDED) for seed in (200, 201)]
-    run_world(2, compare, [EVALUATED, *random])
+    run_world(2, compare, "nvfp4", False, [EVALUATED, *random])
+
+
+@pytest.mark.parametrize("recipe", ["fp8_rowwise", "mxfp8", "nvfp4"])
+def test_blocks_that_are_checkpointed_and_compiled(recipe):
+    """Their backward reads weights in both directions, of which a gather may move one."""
+    run_world(2, compare, recipe, True, [EVALUATED])

@@ -21,6 +21,7 @@ from torch import Tensor
 from ...nn.draws import is_in_backward
 from ..amaxes import raise_to_largest
 from ..handshake import wait_for_all
+from .fsdp_group import recomputes_compiled
 from .gathered_weight import GatheredWeight, targets_of
 from .plan import Plan
 from .sharded_weight import writes_to
@@ -43,6 +44,9 @@ class BatchedGather(Protocol):
     casts: tuple[Any, Any]
     whole: GatheredWeight
     gathered: set[int]
+
+    def fetch(self, selection: int) -> None:
+        """Gathers the directions of one selection, apart from FSDP2's gathers."""
 
     def module(self) -> Any:
         """Returns the layer."""
@@ -173,7 +177,7 @@ class Batch:
             return True
         if any(self.exchanged) and self.world > 1:
             title, device = self.gathers[0].title, shards[0].device
-            wait_for_all(title, self.ranks, device, WRITTEN, "written to", "written")
+            wait_for_all(title, self.ranks, device, WRITTEN, "written to", f"written/{title}")
         self.measured = None
         return False
 
@@ -213,6 +217,11 @@ class Batch:
             return None
         return [group.fsdp_params[place].sharded_param for place in self.places]
 
+    def modules(self) -> tuple[Any, ...]:
+        """Returns the modules whose parameters FSDP2 gathers together; none without its group."""
+        group = None if self.group is None else self.group()
+        return () if group is None else group.modules
+
     def histories(self, shards: list[Tensor]) -> list[Tensor]:
         """Returns the amax histories of the layers; a shard where a layer has no history."""
         found = []
@@ -241,6 +250,9 @@ class Batch:
             for split in self.splits:
                 split.gathered = {sent.selection}
             self.sent = None
+            if sent.selection == BACKWARD and self.splits and recomputes_compiled(self.modules()):
+                for split in self.splits:
+                    split.fetch(FORWARD)
 
     def fetch(self, gather: BatchedGather, shard: Tensor, selection: int) -> None:
         """Gathers one weight in the directions of a selection, apart from FSDP2's gathers."""

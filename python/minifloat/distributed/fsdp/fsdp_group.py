@@ -6,6 +6,7 @@ They read FSDP2's parameter group, whose state has no public names.
 from __future__ import annotations
 
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -119,6 +120,19 @@ class ModuleGather:
         group = self.fsdp_group()
         state = getattr(getattr(group, "_training_state", None), "name", "")
         return state == "FORWARD" and group._reshard_after_forward and not is_in_backward()
+
+
+def recomputes_compiled(modules: Sequence[nn.Module]) -> bool:
+    """Tells whether compiled code of these modules recomputes a forward in backward.
+
+    Such code reads weights rowwise then, and cannot ask for them. Compiled are modules whose
+    .compile() was called, and what torch.compile returned.
+    """
+    inner = [m for module in modules for m in module.modules()]
+    is_compiled = any(
+        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in inner
+    )
+    return is_compiled and any("CheckpointWrapper" in type(m).__name__ for m in inner)
 
 
 class UnknownFsdpError(RuntimeError):
