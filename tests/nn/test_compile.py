@@ -71,10 +71,10 @@ def test_blocks_that_compile_alone_share_one_graph():
     class Block(nn.Module):
         def __init__(self):
             super().__init__()
-            self.up, self.down = nn.Linear(64, 64), nn.Linear(64, 64)
+            self.mlp = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
 
         def forward(self, x):
-            return x + self.down(torch.relu(self.up(x)))
+            return x + self.mlp(x)
 
     def build_blocks():
         torch.manual_seed(0)

@@ -238,6 +238,7 @@ def _experts(rng: Random, arena: Arena) -> Call:
     return Call(run, {**args, "x": torch.randn(4, 32)}, is_of_models=True)
 
 
+@call("mf.destroy_process_group")
 @call("mf.expert_parallel")
 def _expert_parallel(rng: Random, arena: Arena) -> Call:
     """Cuts a layer over a world of one rank."""
@@ -252,7 +253,7 @@ def _expert_parallel(rng: Random, arena: Arena) -> Call:
             layer(x).float().sum().backward()
             mf.step(layer)
         finally:
-            dist.destroy_process_group()
+            mf.destroy_process_group()
 
     args = {
         "dispatch": rng.choice(("bf16", "codes")),

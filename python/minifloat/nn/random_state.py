@@ -308,7 +308,20 @@ def add_hooks(root: nn.Module, state: RngState, layers: Sequence[Any]) -> None:
         ):
             hook = AdvanceRng(state, homes[name], is_root)
             module.register_forward_pre_hook(hook.before)
-            module.register_forward_hook(hook.after, always_call=True)
+            add_after(module, hook)
+
+
+def add_after(module: nn.Module, hook: AdvanceRng) -> None:
+    """Adds a hook that runs after the forward, whatever it raises, with one key in all modules.
+
+    Compiled code has a guard for the key of such a hook. With the keys of register_forward_hook,
+    which counts them, no two blocks would share a graph.
+    """
+    key = -1
+    while key in module._forward_hooks:
+        key -= 1
+    module._forward_hooks[key] = hook.after
+    module._forward_hooks_always_called[key] = True
 
 
 def hooks_of(module: nn.Module) -> list[AdvanceRng]:
