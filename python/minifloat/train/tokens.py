@@ -14,7 +14,7 @@ import hashlib
 import os
 import shutil
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -50,8 +50,8 @@ def cache_folder(asked: str | None) -> Path:
     return Path(base) / "minifloat"
 
 
-def train_tokenizer(documents: Sequence[str], vocabulary: int):
-    """Trains a `tokenizers.Tokenizer` of at most `vocabulary` entries, on the first megabytes."""
+def train_tokenizer(documents: Iterable[str], vocabulary: int, sample_bytes: int = SAMPLE_BYTES):
+    """Trains a `tokenizers.Tokenizer` of at most `vocabulary` entries, on the first bytes."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
     tokenizer = Tokenizer(models.BPE())
@@ -59,9 +59,9 @@ def train_tokenizer(documents: Sequence[str], vocabulary: int):
     tokenizer.decoder = decoders.ByteLevel()
     sample, total = [], 0
     for document in documents:
-        sample.append(document[: SAMPLE_BYTES - total])
+        sample.append(document[: sample_bytes - total])
         total += len(sample[-1])
-        if total >= SAMPLE_BYTES:
+        if total >= sample_bytes:
             break
     trainer = trainers.BpeTrainer(
         vocab_size=vocabulary,
