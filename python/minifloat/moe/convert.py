@@ -70,14 +70,12 @@ def weights_of(module: nn.Module) -> tuple[str, ...]:
 
 def matrices_of_experts(module: nn.Module, fqn: str) -> Iterator[tuple[str, str]]:
     """Yields (name, reason) of the 2D parameters of a class of experts, such as DBRX's."""
-    cls = type(module)
-    if "Expert" in cls.__name__ and not isinstance(module, nn.Linear):
-        for name, p in module._parameters.items():
-            if p is not None and p.dim() == 2:
-                yield (
-                    join(fqn, name),
-                    f"a 2D parameter of {cls.__name__}; experts are 3D parameters",
-                )
+    kind = type(module).__name__
+    matrices = [name for name, p in module._parameters.items() if p is not None and p.dim() == 2]
+    is_router = "Router" in kind or "Gate" in kind
+    if "Expert" in kind and not is_router and not isinstance(module, nn.Linear):
+        for name in matrices:
+            yield join(fqn, name), f"a 2D parameter of {kind}; experts are 3D parameters"
 
 
 def matching_globs(
@@ -93,7 +91,7 @@ def matching_globs(
 def reason_of_kind(
     module: nn.Module, names: Sequence[str], named: tuple[str, ...] | None
 ) -> str | None:
-    """Returns why a module with 3D parameters cannot be converted; None where it can."""
+    """Returns why a module with 3D parameters is of no form that can be converted."""
     if (product := next(products_of(module), None)) is not None:
         return already_converted(product.recipe)
     what = f"a 3D parameter of {type(module).__name__}"
@@ -108,8 +106,14 @@ def reason_of_kind(
     for name in names:
         if (dtype := module.get_parameter(name).dtype) not in WEIGHT_DTYPES:
             return f"{what}, {name} of {dtype}; expected float32 or bfloat16"
+    return None
+
+
+def reason_of_forward(module: nn.Module, is_named: bool) -> str | None:
+    """Returns how a module's forward differs from its conversion's, which runs both."""
+    kind = None if isinstance(module, Experts) else foreign_kind(module, is_named)
     why = None if kind is None else kind.reason_against(module)
-    return None if why is None else f"{what}, whose forward {why}"
+    return None if why is None else f"a 3D parameter of {type(module).__name__}, whose forward {why}"
 
 
 def hint_of(module: nn.Module, names: Sequence[str]) -> str:
@@ -190,6 +194,8 @@ def select(model: nn.Module, filters: Filters, experts: Any, primary: bool) -> E
         why = reason_of_kind(module, named or weights, named) or filters.reason(module, fqn)
         if why is None and primary and recipe is not None:
             why = reason_against_primary_of(module, named, recipe, owners)
+        if why is None:
+            why = reason_of_forward(module, named is not None)
         if why is None and recipe is not None:
             require_recipe(fqn, recipe)
             chosen = named or chosen_weights(module)

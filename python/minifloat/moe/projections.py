@@ -205,8 +205,15 @@ def run_chosen(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
 
     Raises:
         ValueError: the module computes something else. It is compared at its first call.
+        RuntimeError: compiled code contains the first call. Without fullgraph=True torch then runs
+            that call uncompiled.
     """
     if not getattr(module, COMPARED, False):
+        if torch.compiler.is_compiling():
+            raise RuntimeError(
+                f"experts implementation {IMPLEMENTATION!r}: expected a first call of "
+                f"{type(module).__name__} outside compiled code, which compares its results"
+            )
         why = ProjectionExperts.reason_against(module)
         if why is not None:
             raise ValueError(

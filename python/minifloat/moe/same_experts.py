@@ -125,7 +125,7 @@ def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
     experts, dim, hidden = (shape[0], shape[2], shape[1]) if row_major else shape
     rows = torch.arange(dim, device="cpu")
     columns = (rows * 7 + 5 * torch.arange(experts, device="cpu")[:, None]) % hidden
-    matrices = torch.zeros(experts, dim, hidden, device="cpu")
+    matrices = torch.zeros(experts, dim, hidden, dtype=torch.float32, device="cpu")
     matrices[torch.arange(experts, device="cpu")[:, None], rows, columns] = 1.0 - rows % 2 * 2
     return nn.Parameter(matrices.mT.contiguous() if row_major else matrices, requires_grad=False)
 
@@ -165,7 +165,8 @@ def calls_of(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
     second = (first + 1 + numbers % max(experts - 1, 1)) % experts
     indices = torch.stack([first, second], 1)[:, :slots]
     weights = (seeded((TOKENS, slots), 2).abs() + 1) / 4
-    dense = torch.zeros(TOKENS, experts, device="cpu").scatter(1, indices, weights)
+    dense = torch.zeros(TOKENS, experts, dtype=torch.float32, device="cpu")
+    dense.scatter_(1, indices, weights)
     x = tokens(TOKENS, dim)
     for routing in ((indices, weights), (weights, indices), (indices, dense), (dense, indices)):
         for rows in (x, x[None]):
