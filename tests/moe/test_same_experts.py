@@ -1,6 +1,7 @@
 """Experts of other libraries are converted where their own forward computes the same."""
 
 import copy
+from contextlib import nullcontext
 
 import minifloat as mf
 import pytest
@@ -12,6 +13,7 @@ from minifloat.moe.counted_experts import CountedExperts
 from minifloat.moe.foreign import SeamExperts
 from minifloat.moe.projections import ProjectionExperts
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -253,6 +255,27 @@ def test_values_contexts_and_dtypes_do_not_matter():
         ):
             assert ProjectionExperts.reason_against(module) is None
             assert "differs" in str(ProjectionExperts.reason_against(wrong))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["outside", "inside"])
+def test_fake_experts_are_compared_by_values(inside):
+    """Experts of a FakeTensorMode, converted inside the mode or outside."""
+    mode = FakeTensorMode()
+    with mode:
+        experts, wrong = Foreign(), Doubled()
+    with mode if inside else nullcontext():
+        assert ProjectionExperts.reason_against(experts) is None
+        assert "differs" in str(ProjectionExperts.reason_against(wrong))
+        assert len(report_of(experts).converted) == 3
+
+
+def test_experts_are_compared_under_any_default_dtype():
+    experts = Foreign()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        assert ProjectionExperts.reason_against(experts) is None
+    finally:
+        torch.set_default_dtype(torch.float32)
 
 
 def test_shards():

@@ -12,6 +12,7 @@ from minifloat.nn.deferred import Deferred
 from minifloat.nn.module_trace import trace_forward
 from minifloat.nn.norms import DeferringNorm, ForeignRMSNorm, LayerNorm, RMSNorm, adopt_norm
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.support.fused_models import (
     NORMS,
@@ -41,6 +42,18 @@ class Reads(nn.Module):
         return self.run(self, x)
 
 
+class Gated(nn.Module):
+    """A feed-forward whose activation is a module."""
+
+    def __init__(self):
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.act = nn.SiLU()
+
+    def forward(self, x):
+        return self.down(self.act(self.gate(x)) * self.up(x))
+
+
 def report_of(forward, recipe="mxfp8", **parts):
     model = Reads(forward, **parts).bfloat16()
     report = mf.quantize_(model, recipe, fuse=True, verbose=False)
@@ -63,6 +76,20 @@ def test_report():
     assert "  * 0.ffn_norm" in str(report)
     assert str(report).startswith("minifloat: 7 converted, 1 not\n")
     assert type(model[1]) is nn.RMSNorm
+
+
+def test_models_of_fake_tensors_are_fused():
+    for make in (
+        lambda: nn.Sequential(nn.RMSNorm(WIDTH), nn.Linear(WIDTH, 8)),
+        lambda: nn.Sequential(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 8)),
+        lambda: nn.Sequential(LlamaRMSNorm(WIDTH), nn.Linear(WIDTH, 8)),
+        Gated,
+    ):
+        expected = mf.quantize_(make(), "mxfp8", fuse=True, verbose=False)
+        with FakeTensorMode():
+            report = mf.quantize_(make(), "mxfp8", fuse=True, verbose=False)
+        assert report.fused
+        assert report.fused == expected.fused
 
 
 NOT_FUSED = {

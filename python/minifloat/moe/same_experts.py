@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.same_result import difference, replica, seeded
+from ..nn.same_result import difference, isolated, replica, seeded
 
 INTERFACE = "transformers.integrations.moe"
 OWN = ("transformers", "minifloat")  # implementations of these packages stand for the eager forward
@@ -34,6 +34,7 @@ MOST_ELEMENTS = 2**27  # of a replica's matrices at their own widths: 512 MB of 
 # ---- whole forwards ------------------------------------------------------------------------------
 
 
+@isolated()
 def compare_projections(
     module: nn.Module, down: str, row_major: bool, ours: Callable[..., Tensor]
 ) -> str | None:
@@ -63,6 +64,7 @@ def compare_projections(
     return compare_replicas(module, (dim, hidden), down, row_major, compare)
 
 
+@isolated()
 def compare_counted(module: nn.Module, down: str, ours: Callable[..., Tensor]) -> str | None:
     """Compares the forward of torchtitan's experts, in float32, so without its products of bf16.
 
@@ -177,6 +179,7 @@ def calls_of(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
 # ---- products alone ------------------------------------------------------------------------------
 
 
+@isolated()
 def compare_seam(module: nn.Module, ours: Callable[..., Tensor]) -> str | None:
     """Compares torchtitan's method _grouped_mm: products of bf16 values that are exact in bf16.
 

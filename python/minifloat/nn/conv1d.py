@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from .same_result import difference, replica, seeded
+from .same_result import difference, isolated, replica, seeded
 
 
 def is_conv1d(module: nn.Module) -> bool:
@@ -18,6 +18,7 @@ def is_conv1d(module: nn.Module) -> bool:
     return "Conv1D" in names and weight is not None and tuple(weight.shape) == features
 
 
+@isolated()
 def reason_against_linear(module: Any) -> str | None:
     """Returns why nn.Linear cannot stand for a Conv1D; None where it can."""
     if "forward" in module.__dict__:

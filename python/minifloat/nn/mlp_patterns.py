@@ -20,7 +20,7 @@ from torch import Tensor, fx, nn
 from .deferred_mlp import FusedMlp, can_fuse, name_of
 from .module_trace import Trace, describe, trace_forward, writes
 from .names import clean_name
-from .same_result import difference, replica, seeded
+from .same_result import difference, isolated, replica, seeded
 from .selection import Fusion
 
 PRODUCTS = (operator.mul, torch.mul)
@@ -147,6 +147,7 @@ def activation(trace: Trace, node: fx.Node) -> tuple[nn.Module | None, str | Non
     return module, name if name is not None and computes(module, ACTIVATIONS[name]) else None
 
 
+@isolated()
 def computes(module: nn.Module, function: Callable[[Tensor], Tensor]) -> bool:
     """Tells whether an activation's module returns what a function does."""
     x = seeded((4, 64), 1, 0.75)

@@ -21,7 +21,7 @@ from torch.nn.utils.parametrize import is_parametrized
 from .._native import ops
 from .deferred import VALUE_DTYPES, DeferredNorm
 from .other_hooks import has_other_hooks
-from .same_result import difference, replica, seeded
+from .same_result import difference, isolated, replica, seeded
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps  # of nn.RMSNorm with eps=None, in either dtype
 STATE = ("readers", "layers_reading", "class_before")
@@ -111,6 +111,7 @@ def rounded_rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return weight * values.to(x.dtype)
 
 
+@isolated()
 def is_foreign_rms_norm(module: nn.Module) -> bool:
     """Tells whether a module has the form and the values of Hugging Face's LlamaRMSNorm."""
     eps = getattr(module, "variance_epsilon", None)
@@ -128,6 +129,7 @@ def is_foreign_rms_norm(module: nn.Module) -> bool:
     return difference(forward, lambda: rounded_rms_norm(x, w, eps), bound=0) is None
 
 
+@isolated()
 def is_torch_norm(module: nn.Module, kind: type[DeferringNorm]) -> bool:
     """Tells whether a module of torch's class is over the last dimension and computes its norm."""
     if len(cast(Any, module).normalized_shape) != 1:

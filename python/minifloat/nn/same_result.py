@@ -3,8 +3,9 @@
     replica       the module's code and settings, with seeded parameters, on the CPU, without hooks
     difference    None where two computations return the same, else a clause that says how they part
 
-Nothing of the module is called, written or moved, so parameters may be on any device, on meta, of
-any dtype, codes or shards. The replica's widths are small where the caller maps sizes to others.
+Nothing of the module is called, written or moved, so parameters may be on any device, on meta,
+fake, of any dtype, codes or shards. The replica's widths are small where the caller maps sizes to
+others. Functions that build inputs and replicas are decorated by `isolated`.
 
 Values are integers of at most 3 times a power of two. Sums of their products are exact in float32,
 in every order, below 2^24 terms. So what is compared differs by roundings after such sums alone.
@@ -19,6 +20,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
 
 # Of a row's largest result. A result is a product of seeded values, through an activation, times a
 # routing weight, summed over slots and biases. torch's and this library's activations are within 8
@@ -40,7 +42,9 @@ def replica(
     """Returns a module of the same code and settings whose parameters are seeded values on the CPU.
 
     Args:
-        module: it is not changed, and shares no tensor with the replica.
+        module: it is not changed. The replica shares no tensor with it: modules and tensors among
+            its attributes, and within their lists, tuples and dicts, have replicas too. Objects of
+            other classes are shared, and modules that contain `module`.
         sizes: size -> another one, for dimensions of parameters and for attributes that are ints.
         dtype: of floating parameters and buffers.
     """
@@ -50,7 +54,7 @@ def replica(
     def tensor(value: Tensor, scale: float, is_parameter: bool) -> Any:
         if id(value) not in made:
             shape = tuple(map_size(size, size) for size in value.shape)
-            if is_parameter or value.is_meta:
+            if is_parameter or value.is_meta or isinstance(value, FakeTensor):
                 new = seeded(shape, len(made), scale)
             else:
                 new = value.detach().to("cpu", copy=True)
@@ -59,11 +63,20 @@ def replica(
         return made[id(value)]
 
     def setting(value: Any) -> Any:
-        if type(value) is int:
-            return map_size(value, value)
         if isinstance(value, Tensor):
             return tensor(value, 1.0, is_parameter=False)
-        return copy.copy(value) if isinstance(value, (dict, list, set)) else value
+        if isinstance(value, nn.Module):
+            contains = value is not module and any(part is module for part in value.modules())
+            return value if contains else build(value)
+        if type(value) is tuple:
+            return tuple(map(setting, value))
+        if not isinstance(value, (dict, list, set)) or id(value) in made:
+            return made.get(id(value), value)
+        new = made[id(value)] = copy.copy(value)
+        if not isinstance(new, set):
+            for key in new if isinstance(new, dict) else range(len(new)):
+                new[key] = setting(new[key])
+        return new
 
     def build(source: nn.Module) -> Any:
         if id(source) in made:
@@ -73,7 +86,9 @@ def replica(
         settings = {k: v for k, v in source.__dict__.items() if k not in empty}
         settings.pop("_compiled_call_impl", None)
         new.__dict__.update(empty, training=source.training)
-        new.__dict__.update({key: setting(value) for key, value in settings.items()})
+        for key, value in settings.items():
+            is_size = type(value) is int
+            new.__dict__[key] = map_size(value, value) if is_size else setting(value)
         for name, p in source._parameters.items():
             new._parameters[name] = None if p is None else tensor(p, 2.0**-3, is_parameter=True)
         for name, b in source._buffers.items():
@@ -89,20 +104,24 @@ def replica(
 def isolated() -> Iterator[None]:
     """Runs code on the CPU as outside any context of the caller's, and keeps torch's random state.
 
-    oneDNN is off, which rounds float32 products where the caller has allowed that.
+    The default dtype is float32. oneDNN is off, which rounds float32 products where the caller has
+    allowed that.
     """
     onednn = torch.backends.mkldnn
-    before = onednn.enabled
+    before, dtype = onednn.enabled, torch.get_default_dtype()
     with (
+        unset_fake_temporarily(),
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
     ):
         onednn.enabled = False  # type: ignore[assignment]
+        torch.set_default_dtype(torch.float32)
         try:
             yield
         finally:
+            torch.set_default_dtype(dtype)
             onednn.enabled = before
 
 

@@ -1,0 +1,45 @@
+"""Replicas of modules, and the contexts that their comparison runs outside of."""
+
+import torch
+from minifloat.nn.same_result import isolated, replica
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+
+class Holder(nn.Module):
+    """A module whose parts are no children of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        object.__setattr__(self, "hidden", nn.Linear(4, 4))
+        self.others = [self.hidden, nn.Linear(4, 4)]
+        self.nested = {"pair": (nn.BatchNorm1d(4), torch.ones(4))}
+        self.owner = [nn.ModuleList([self])]
+        self.others.append(self.others)
+
+
+def test_a_replica_shares_no_part():
+    module = Holder()
+    made = replica(module)
+    assert made.hidden is made.others[0]
+    assert made.others[2] is made.others
+    (norm, values), (old_norm, old_values) = made.nested["pair"], module.nested["pair"]
+    for new, old in [*zip(made.others[:2], module.others), (norm, old_norm)]:
+        assert new is not old
+        assert type(new) is type(old)
+        tensors = {id(t) for t in old.state_dict(keep_vars=True).values()}
+        assert not tensors & {id(t) for t in new.state_dict(keep_vars=True).values()}
+    assert values is not old_values
+    assert torch.equal(values, old_values)
+    assert made.owner[0] is module.owner[0]  # a module that contains this one stays
+
+
+def test_replicas_of_fake_modules_have_values():
+    with FakeTensorMode():
+        module = nn.BatchNorm1d(4)
+        with isolated():
+            made = replica(module)
+    tensors = [*module.parameters(), *module.buffers()]
+    assert all(isinstance(t, FakeTensor) for t in tensors)
+    assert not any(isinstance(t, FakeTensor) for t in [*made.parameters(), *made.buffers()])
+    assert made(torch.ones(2, 4)).shape == (2, 4)
