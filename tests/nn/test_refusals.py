@@ -118,13 +118,24 @@ def test_a_dtype_that_primary_weights_cannot_have_is_refused(make, name, dtype):
     quantized = [p for p in model.parameters() if isinstance(p, mf.QuantizedTensor)]
     before = [p.dequantize() for p in quantized]
     message = rf"\.{name}\(\) of a model with primary weights: .* got torch\.{dtype}; call model\."
+    message += rf".* other parameters may be in torch\.{dtype}"
     with pytest.raises(ValueError, match=message):
         getattr(model, name)()
     assert quantized
     assert all(p.dtype == torch.float32 for p in quantized)
     assert all(torch.equal(a, b.dequantize()) for a, b in zip(before, quantized))
-    model.bfloat16()
+    model.bfloat16()  # as the error says: others may be in the refused dtype
     assert all(p.dtype == torch.bfloat16 for p in quantized)
+    assert all(p.dtype == torch.bfloat16 for p in model.parameters())
+
+
+def test_codes_of_experts_that_were_assigned_refuse_it_too():
+    source, model = mf.restore_(mixture()), mixture("mxfp8_2d")
+    mf.quantize_(source, "mxfp8_2d", primary=True, verbose=False)
+    model.load_state_dict(source.state_dict(), assign=True)
+    assert isinstance(model.experts.w1, mf.QuantizedTensor)
+    with pytest.raises(ValueError, match=r"which \S+\.w1 computes in, got torch\.float16"):
+        model.half()
 
 
 # ---- Results that are deferred -------------------------------------------------------------------

@@ -302,8 +302,6 @@ def convert(
     if primary:
         keep = keep_high_precision_init
         make_primary_experts(module, names, choice.recipe, row_major, keep)
-        for product in products:
-            product.holds_codes = True
     if kind is SeamExperts:
         number_products(module, names, products, fqn)
     if kind is not None:

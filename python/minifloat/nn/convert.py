@@ -7,7 +7,7 @@ dtype, device and state-dict keys stay, so references to the layer remain valid.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, cast
@@ -165,8 +165,7 @@ def quantize_(
     with ExitStack() as undo:
         undo.callback(enable_fast_paths_in, model, converted_layers(model))
         for module in model.modules():
-            if not hooks_of(module):
-                undo.callback(remove_hooks, module)
+            undo.callback(remove_new_hooks, module, hooks_of(module))
         for fqn, module, layer_recipe in selection.chosen:
             undo.callback(revert, module, module.weight)
             layers.append(adopt(module, layer_recipe, fqn, gather_plan=plans[fqn][0], **history))
@@ -259,6 +258,13 @@ def restore_(model: nn.Module) -> nn.Module:
 def converted_layers(model: nn.Module) -> dict[Linear, None]:
     """Finds the mf.Linear layers of the model, itself included, in order."""
     return {module: None for module in model.modules() if isinstance(module, Linear)}
+
+
+def remove_new_hooks(module: nn.Module, before: Sequence[Any]) -> None:
+    """Removes the hooks that advance a random state, except those of `before`."""
+    for hook in hooks_of(module):
+        if hook not in before:
+            remove_hooks(module, hook.state)
 
 
 def revert(module: nn.Linear, weight: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from ..tensor.quantized_tensor import QuantizedTensor
 from .distributed_hooks import hooks, is_distributed
 from .names import PRODUCT
-from .recipe_state import RecipeState
+from .recipe_state import RecipeState, require_primary_dtype
 
 
 class HasProducts:
@@ -25,14 +26,20 @@ class HasProducts:
             adopt_weight(self, product, name, value)
         super().__setattr__(name, value)
 
-    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
         """Moves the module, and wraps parameters again that came back as plain shards.
 
         to_empty returns quantized weights in high precision: those are quantized again.
         """
         parameters = self.__dict__["_parameters"]
         before = dict(parameters)
-        super()._apply(*args, **kwargs)  # type: ignore[misc]
+        for name, old in before.items():
+            if isinstance(local := getattr(old, "_local_tensor", old), QuantizedTensor):
+                product = self.__dict__["_modules"].get(name + PRODUCT)
+                fqn = product.fqn if isinstance(product, RecipeState) else name
+                empty = torch.empty(0, dtype=local.dtype, device=local.device)
+                require_primary_dtype(fqn, fn, empty)
+        super()._apply(fn, recurse)  # type: ignore[misc]
         for child, product in self.__dict__["_modules"].items():
             name = child.removesuffix(PRODUCT)
             if not isinstance(product, RecipeState) or name not in parameters:

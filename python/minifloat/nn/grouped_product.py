@@ -22,13 +22,7 @@ from .names import PRODUCT, join
 from .operand_cache import WeightCodes, weight_codes
 from .operand_conditions import conditions_of
 from .random_state import as_normal
-from .recipe_state import (
-    DEFAULT_HISTORY,
-    STATE,
-    ExpertRange,
-    RecipeState,
-    require_primary_dtype,
-)
+from .recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
 
 
 @dataclass(frozen=True)
@@ -152,7 +146,6 @@ class GroupedProduct(RecipeState):
         first_expert: the number of the weight's first matrix among all ranks' experts. Expert
             parallelism sets it.
         weight_gather: the gathers of the weight as codes; None: FSDP2 has not sharded it.
-        holds_codes: whether the weight is a QuantizedTensor.
     """
 
     def __init__(
@@ -172,7 +165,6 @@ class GroupedProduct(RecipeState):
         self.is_row_major, self.gather_plan = is_row_major, gather_plan
         self.first_expert = 0
         self.weight_gather = None
-        self.holds_codes = False
         shape = (len(operand_names()), experts, 1 + history_length)
         self.set_state(recipe, fqn, device, shape, algorithm, margin)
         self.weight_codes = None
@@ -279,9 +271,6 @@ class GroupedProduct(RecipeState):
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedProduct:
         """Moves the state, as nn.Module does, except that the amax history keeps its dtype."""
-        if self.holds_codes:
-            empty = torch.empty(0, device=self.stream.device)
-            require_primary_dtype(self.fqn, fn, empty)
         history = self._buffers.pop("amax_history")
         self._forget()
         super()._apply(fn, recurse)

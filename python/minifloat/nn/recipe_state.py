@@ -29,7 +29,7 @@ ALGORITHMS = ("max", "most_recent")
 RECOMPUTE = {"speed": "", "weights": "weight"}  # mf.quantize_'s memory -> the op's recompute
 MAX_MARGIN = 126  # powers of two
 UNSCALED = (
-    "minifloat: a layer under delayed scaling is evaluated before its amax history has values, so "
+    "minifloat: {}, under delayed scaling, is evaluated before its amax history has values, so "
     "its forward casts with a scale of 1; call mf.load_training_state(model, state) with the state "
     "that was saved beside the weights, or mf.step(model) after a training step"
 )
@@ -157,7 +157,7 @@ class RecipeState(nn.Module):
         if history is None or self.is_in_step():
             return history
         if not (torch.compiler.is_compiling() or self.training) and self.evaluates_unscaled:
-            warnings.warn(UNSCALED, stacklevel=2)
+            warnings.warn(UNSCALED.format(self.fqn or "the layer"), stacklevel=2)
         return history.clone()
 
     def is_in_step(self) -> bool:
@@ -223,8 +223,8 @@ def require_primary_dtype(fqn: str, fn: Callable[[Tensor], Tensor], values: Tens
         what = {torch.float16: ".half()", torch.float64: ".double()"}.get(dtype, f".to({dtype})")
         raise ValueError(
             f"{what} of a model with primary weights: expected torch.bfloat16 or torch.float32, "
-            f"which {fqn} computes in, got {dtype}; call model.bfloat16() or model.float(), or "
-            "mf.restore_(model) first"
+            f"which {fqn} computes in, got {dtype}; call model.bfloat16() or model.float() now: "
+            f"other parameters may be in {dtype} already, which mf.restore_(model) would keep"
         )
 
 

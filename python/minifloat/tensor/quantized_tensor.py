@@ -264,7 +264,10 @@ class QuantizedTensor(Tensor):
 
     @property
     def data(self) -> Tensor:
-        """An alias of the codes. Assigned values are rounded to nearest, in the present specs."""
+        """An alias of the codes. Assigned values are rounded to nearest, in the present specs.
+
+        An assigned QuantizedTensor brings its own specs and codes.
+        """
         return Tensor.data.__get__(self)  # type: ignore[attr-defined]
 
     @data.setter
