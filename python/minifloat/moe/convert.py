@@ -113,7 +113,8 @@ def reason_of_forward(module: nn.Module, is_named: bool) -> str | None:
     """Returns how a module's forward differs from its conversion's, which runs both."""
     kind = None if isinstance(module, Experts) else foreign_kind(module, is_named)
     why = None if kind is None else kind.reason_against(module)
-    return None if why is None else f"a 3D parameter of {type(module).__name__}, whose forward {why}"
+    what = f"a 3D parameter of {type(module).__name__}, whose forward"
+    return None if why is None else f"{what} {why}"
 
 
 def hint_of(module: nn.Module, names: Sequence[str]) -> str:

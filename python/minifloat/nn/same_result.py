@@ -20,7 +20,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import _disable_current_modes
 
 # Of a row's largest result. A result is a product of seeded values, through an activation, times a
 # routing weight, summed over slots and biases. torch's and this library's activations are within 8
@@ -107,22 +108,21 @@ def isolated() -> Iterator[None]:
     The default dtype is float32. oneDNN is off, which rounds float32 products where the caller has
     allowed that.
     """
-    onednn = torch.backends.mkldnn
-    before, dtype = onednn.enabled, torch.get_default_dtype()
+    dtype = torch.get_default_dtype()
     with (
-        unset_fake_temporarily(),
+        torch.backends.mkldnn.flags(enabled=False),
+        _disable_current_modes(),  # fake tensors, selective checkpointing
         torch.random.fork_rng(devices=[]),
         torch.no_grad(),
         torch.autocast("cpu", enabled=False),
         torch.device("cpu"),
     ):
-        onednn.enabled = False  # type: ignore[assignment]
+        torch.default_generator.manual_seed(0)  # so that all ranks come to one result
         torch.set_default_dtype(torch.float32)
         try:
             yield
         finally:
             torch.set_default_dtype(dtype)
-            onednn.enabled = before
 
 
 def difference(
