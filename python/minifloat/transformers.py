@@ -244,6 +244,6 @@ def transposed(weight: nn.Parameter) -> nn.Parameter:
         new.grad = weight.grad.t().contiguous()
     new.__dict__.update(weight.__dict__)
     for hooks in ("_backward_hooks", "_post_accumulate_grad_hooks"):
-        if (found := getattr(weight, hooks)) is not None:
+        if found := getattr(weight, hooks):
             setattr(new, hooks, found)  # the dict itself, so that handles still remove hooks
     return new

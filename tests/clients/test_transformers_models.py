@@ -167,6 +167,7 @@ def test_replaced_conv1d_keeps_ties_hooks_and_settings():
     seen.clear()
     model(x).sum().backward()
     assert "gradient" not in seen
+    assert replace_conv1d_(model).a.weight._backward_hooks is None  # the dict was left empty
 
 
 class Scaled(Conv1D):

@@ -25,10 +25,16 @@ def batch(i, rank):
 
 
 def check_refused(rank):
-    """In the forward, eager and compiled, before anything is written; also without a reduction."""
+    """In the forward, eager and compiled, before anything is written; also without a reduction.
+
+    The code that refuses was compiled for, and ran in, a step outside the wrapper.
+    """
     for is_compiled in (False, True):
         model = built("main_grad")
-        inner = torch.compile(model, fullgraph=True) if is_compiled else model
+        inner = torch.compile(model, backend="aot_eager", fullgraph=True) if is_compiled else model
+        inner(batch(0, rank)).sum().backward()
+        for layer in model[1:]:
+            layer.weight.main_grad.zero_()
         ddp = nn.parallel.DistributedDataParallel(inner)
         for context in (ddp.no_sync, torch.enable_grad):
             with context(), pytest.raises(Exception, match="convert with accumulate='grad', or"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 
 import minifloat as mf
 import pytest
@@ -10,7 +11,7 @@ import torch
 from minifloat.nn import deferred_mlp
 from torch import nn
 
-from tests.nn.test_accumulation import FeedForward, N, batch, built, step
+from tests.nn.test_accumulation import FeedForward, K, N, batch, built, grad_of, step
 
 VOCABULARY, WIDTH = 48, 32
 
@@ -31,7 +32,7 @@ class Tied(nn.Module):
 def tied(accumulate, recipe="mxfp8", dtype=torch.float32):
     torch.manual_seed(0)
     model = Tied().to(dtype)
-    mf.quantize_(model, recipe, accumulate=accumulate, verbose=False)
+    mf.quantize_(model, recipe, keep="nothing", accumulate=accumulate, verbose=False)
     if accumulate == "main_grad":
         model.head.weight.main_grad = torch.zeros(VOCABULARY, WIDTH)
     return model
@@ -94,7 +95,7 @@ def test_weight_that_is_trained_from_a_later_step_on():
     model, plain = tied(None), tied(None)
     model.head.weight.requires_grad_(False)
     mf.restore_(model)
-    mf.quantize_(model, "mxfp8", accumulate="main_grad", verbose=False)
+    mf.quantize_(model, "mxfp8", keep="nothing", accumulate="main_grad", verbose=False)
     assert not model.head.weight.requires_grad
     model.head.weight.requires_grad_(True).main_grad = torch.zeros(VOCABULARY, WIDTH)
     train(model), train(plain)
@@ -190,7 +191,95 @@ def test_feed_forward_with_several_places_is_not_fused():
     ]
 
 
+@pytest.mark.parametrize("places", [("grad", "main_grad"), ("main_grad", "grad")])
+def test_feed_forward_whose_places_part_later_is_not_one_op(places):
+    models = []
+    for fuse in (False, True):
+        torch.manual_seed(0)
+        model = FeedForward()
+        mf.quantize_(model, "fp8_tensorwise", fuse=fuse, accumulate=places[0], verbose=False)
+        model.up.accumulate = places[1]
+        for layer in model.children():
+            if layer.accumulate == "main_grad":
+                layer.weight.main_grad = torch.zeros(layer.weight.shape)
+        model(batch(0)).square().sum().backward()
+        models.append(model)
+    for plain, layer in zip(*(model.children() for model in models)):
+        assert torch.equal(grad_of(layer), grad_of(plain))
+
+
 # ---- readers of .grad, which stays None ----------------------------------------------------------
+
+
+def loaded(model):
+    """torch.load gives a parameter an empty dict of hooks."""
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    model = torch.load(file, weights_only=False)
+    parameters = model.values() if isinstance(model, dict) else model.parameters()
+    assert all(p._backward_hooks is not None for p in parameters)
+    return model
+
+
+def with_converted_layer_loaded():
+    return loaded(built(accumulate="main_grad"))
+
+
+def with_plain_layer_loaded():
+    torch.manual_seed(0)
+    layer = loaded(nn.Linear(K, N))
+    mf.quantize_(layer, "fp8_rowwise", accumulate="main_grad", verbose=False)
+    layer.weight.main_grad = torch.zeros(N, K)
+    return layer
+
+
+def with_parameters_loaded():
+    layer = built(accumulate="main_grad")
+    state = layer.state_dict()
+    layer.load_state_dict(state | loaded(dict(layer.named_parameters())), assign=True)
+    layer.weight.main_grad = torch.zeros(N, K)
+    return layer
+
+
+def with_hook_removed():
+    layer = built(accumulate="main_grad")
+    layer.weight.register_hook(lambda g: g).remove()
+    return layer
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        with_converted_layer_loaded,
+        with_plain_layer_loaded,
+        with_parameters_loaded,
+        with_hook_removed,
+    ],
+)
+def test_empty_dict_of_hooks_is_no_hook(make):
+    layer, plain = make(), built()
+    for each in (layer, plain):
+        step(each, 0), step(each, 1)
+    require_equal_sums(layer.weight, plain.weight)
+    layer.weight.register_hook(lambda g: g)
+    with pytest.raises(ValueError, match="expected no gradient hook"):
+        step(layer, 2)
+
+
+@pytest.mark.parametrize("register", ["register_hook", "register_post_accumulate_grad_hook"])
+def test_hook_is_refused_in_compiled_backward(register):
+    """Also where the code was compiled for a weight without hooks."""
+    layer = built(accumulate="main_grad")
+    call = torch.compile(layer, backend="aot_eager", fullgraph=True)
+    step(layer, 0, call=call)
+    handle = getattr(layer.weight, register)(lambda _: None)
+    with pytest.raises(ValueError, match=r"no gradient hook on a weight \(37, 70\), got one"):
+        step(layer, 1, call=call)
+    handle.remove()
+    layer.weight.main_grad.zero_()
+    step(layer, 0, call=call)
+    assert layer.weight.main_grad.any()
 
 
 def test_hook_after_the_addition_is_refused():

@@ -19,6 +19,7 @@ from torch.nn.parallel import DistributedDataParallel
 MAIN_GRAD, GRAD = "main_grad", "grad"
 PLACES = (None, MAIN_GRAD, GRAD)
 TAKER = "gradient_taker"  # of a layer: the handle of its weight's hook
+DDP = vars(DistributedDataParallel)  # torch.compile guards the values of a dict, not of a class
 
 
 def require_accumulate(accumulate: str | None) -> None:
@@ -59,6 +60,10 @@ def weight_sums(layer: Any, weight: Tensor) -> Sums:
             f"accumulate={layer.accumulate!r}: expected a weight that tensor parallelism has not "
             f"cut, got a DTensor in {layer.fqn}; convert such layers without accumulate"
         )
+    if not torch.compiler.is_compiling():
+        hooks: Any = weight._backward_hooks
+        if hooks is not None and not hooks:  # torch.load, or a removed hook, leaves an empty dict
+            weight._backward_hooks = None
     if layer.accumulate == GRAD:
         require_float32_grad(layer, weight)
         return Sums(None, GRAD)
@@ -81,21 +86,24 @@ def weight_sums(layer: Any, weight: Tensor) -> Sums:
 
 def require_no_reader(layer: Any, weight: Tensor) -> None:
     """Raises ValueError where something is to read a .grad that stays None."""
-    if DistributedDataParallel._active_ddp_module is not None:
+    if DDP["_active_ddp_module"] is not None:
         raise ValueError(
             f"accumulate='main_grad': expected {layer.fqn} outside DistributedDataParallel, which "
             "reduces .grad and would miss main_grad; convert with accumulate='grad', or call the "
             "model without DistributedDataParallel, and all-reduce main_grad and the other "
             "parameters' .grad before the optimizer's step"
         )
-    if torch.compiler.is_compiling():
-        return
-    hooks = getattr(weight, "_post_accumulate_grad_hooks", None) or {}
-    if any(hook is not take_gradient for hook in hooks.values()):
+    if not torch.compiler.is_compiling():  # compiled code: take_gradient checks, in backward
+        require_no_hook(weight, f"{layer.fqn}'s weight")
+
+
+def require_no_hook(weight: Any, name: str) -> None:
+    """Raises ValueError where a hook of the weight would receive no gradient."""
+    after = (weight._post_accumulate_grad_hooks or {}).values()
+    if weight._backward_hooks or any(hook is not take_gradient for hook in after):
         raise ValueError(
-            f"accumulate='main_grad': expected no gradient hook on {layer.fqn}'s weight, got one "
-            "that runs after .grad is added to, and would receive no gradient; use "
-            "accumulate='grad'"
+            f"accumulate='main_grad': expected no gradient hook on {name}, got one, which would "
+            "receive no gradient; use accumulate='grad'"
         )
 
 
@@ -114,20 +122,23 @@ def take_gradients(layer: Any) -> None:
     if layer.accumulate != MAIN_GRAD or weight is None or hasattr(weight, "device_mesh"):
         return
     is_trained = weight.requires_grad
-    weight.requires_grad_(
-        True
-    )  # torch takes no hook of a frozen weight, which may be trained later
+    # torch takes no hook of a frozen weight, which may be trained later.
+    weight.requires_grad_(True)
     layer.__dict__[TAKER] = weight.register_post_accumulate_grad_hook(take_gradient)
     weight.requires_grad_(is_trained)
 
 
 def take_gradient(weight: Any) -> None:
-    """Moves a weight's .grad to its main_grad, unless Megatron's hooks do."""
+    """Moves a weight's .grad to its main_grad, unless Megatron's hooks do.
+
+    Autograd calls it in compiled backward passes too, which find a hook of the weight here.
+    """
     main_grad, grad = getattr(weight, "main_grad", None), weight.grad
-    if main_grad is None or grad is None or hasattr(weight, "grad_added_to_main_grad"):
+    if main_grad is None or hasattr(weight, "grad_added_to_main_grad"):
         return
+    require_no_hook(weight, f"a weight {tuple(weight.shape)}")
     # A caller's loop may have made main_grad the .grad, which autograd then adds to.
-    if grad is not main_grad:
+    if grad is not None and grad is not main_grad:
         main_grad.add_(grad.detach())
         weight.grad = None
 

@@ -68,6 +68,8 @@ class FusedMlp:
             weight, bias = layer.weight, layer.bias
             if layer.recipe.text != recipe.text or layer.weight_gather is not None:
                 return False
+            if layer.accumulate != self.down.accumulate:
+                return False
             if type(weight) not in TENSORS or (weight.dtype, weight.device) != (dtype, device):
                 return False
             if bias is not None and (type(bias) not in TENSORS or bias.dtype != dtype):
