@@ -5,6 +5,7 @@
 ctest builds them with the package that `cmake --install` leaves.
 """
 
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -16,8 +17,14 @@ ROOT = Path(__file__).resolve().parents[2]
 pytestmark = pytest.mark.timeout(1800)  # a minute on two idle cores, minutes beside other jobs
 
 
+# torch's libraries find CUDA's beside themselves. Here these are in the environment that the one of
+# torchtitan 0.3 extends, where neither the linker nor a program looks.
+FOLDERS = [str(folder) for path in sys.path for folder in Path(path).glob("nvidia/*/lib")]
+ENVIRONMENT = os.environ | {"LD_LIBRARY_PATH": os.pathsep.join(FOLDERS)}
+
+
 def run(*command, cwd):
-    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=cwd, capture_output=True, text=True, env=ENVIRONMENT)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -96,11 +96,11 @@ def test_builds_and_trains_debug_models(name):
 
 
 def test_takes_maps_and_filters():
-    model, _ = built("llama3", recipe="*: nvfp4; layers.5.*: mxfp8", filter_fqns=["lm_head", "wk"])
+    model, _ = built("llama3", recipe="*: nvfp4; layers.5.*: mxfp8", filter_fqns=["wqkv"])
     found = {layer.fqn: layer.recipe.text for layer in states_of(model)}
     assert found["layers.5.feed_forward.w1"] == "mxfp8"
     assert found["layers.1.feed_forward.w1"] == "nvfp4"
-    assert not any("wk" in fqn for fqn in found)
+    assert not any("wqkv" in fqn for fqn in found)
 
 
 def test_refuses_settings():
