@@ -246,22 +246,23 @@ def test_exchanges():
 # ---- one rank writes alone -----------------------------------------------------------------------
 
 
-def write_alone(rank):
+def written_by_rank_one(rank):
+    """Trains a step, after which rank 1 alone writes to its shard of a weight."""
     model = sharded(built("fp8_tensorwise"))
     train(model, 1, use_step=True)
     if rank == 1:
         with torch.no_grad():
             model.blocks[0].up.weight.to_local().mul_(FACTOR)
-    model(batch(1))
+    return model
+
+
+def write_alone(rank):
+    written_by_rank_one(rank)(batch(1))
 
 
 def check_all_call_step(rank):
     """Checks that mf.step on all ranks takes over what one rank has written."""
-    model = sharded(built("fp8_tensorwise"))
-    train(model, 1, use_step=True)
-    if rank == 1:
-        with torch.no_grad():
-            model.blocks[0].up.weight.to_local().mul_(FACTOR)
+    model = written_by_rank_one(rank)
     mf.step(model)
     require_current(model, "mf.step")
     dist.barrier()
