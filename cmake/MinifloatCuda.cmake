@@ -66,7 +66,8 @@ function(minifloat_cutlass target)
   set_target_properties(minifloat_products PROPERTIES CUDA_ARCHITECTURES 90a-real
                                                       POSITION_INDEPENDENT_CODE ON)
   target_include_directories(minifloat_products PRIVATE include src)
-  target_include_directories(minifloat_products SYSTEM PRIVATE "${MINIFLOAT_CUTLASS_INCLUDE}")
+  target_include_directories(minifloat_products SYSTEM PRIVATE "${MINIFLOAT_CUTLASS_INCLUDE}"
+                                                              ${CUDAToolkit_INCLUDE_DIRS})
   minifloat_library_options(minifloat_products)
   minifloat_cuda_options(minifloat_products true)
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:minifloat_products>)
