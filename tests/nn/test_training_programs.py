@@ -1,6 +1,6 @@
 """Compiled models train as eager ones do, whatever the loop does: equal counts, bits and gradients.
 
-The sequences of WRITTEN are those of real loops; others are random (support/training_programs.py).
+Some sequences are those of real loops, others are random (support/training_programs.py).
 """
 
 import minifloat as mf
@@ -18,17 +18,6 @@ WAYS = [
     programs.compile_blocks,
     programs.compile_function,
 ]
-STEP = ["train", "newest", "step"]
-WRITTEN = {
-    "evaluation before": ["evaluate", *6 * STEP],
-    "evaluation between": [*3 * [*STEP, "evaluate"], *3 * STEP],
-    "evaluation first and after each step": ["evaluate", *6 * [*STEP, "evaluate"]],
-    "a loaded state": [*2 * STEP, "save", *2 * STEP, "load", *2 * STEP],
-    "two forwards before a backward": [*6 * ["train", "train", "newest", "newest", "step"]],
-    "one backward of two forwards": [*6 * ["twice", "newest", "step"]],
-    "interleaved microbatches": ["train", *6 * ["train", "oldest"], "oldest", "step"],
-    "parts by themselves": [*6 * ["part", "newest", "step"]],
-}
 RECOMPUTED = ["recompute", "recompute", "train", "oldest", "newest", "oldest", "step"]
 
 
@@ -48,9 +37,9 @@ def require_equal_runs(program, way, make=build):
 
 
 @pytest.mark.parametrize("way", WAYS, ids=lambda way: way.__name__)
-@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("name", programs.WRITTEN)
 def test_written_sequences(name, way):
-    require_equal_runs(WRITTEN[name], way)
+    require_equal_runs(programs.WRITTEN[name], way)
 
 
 @pytest.mark.parametrize("way", WAYS[:-1], ids=lambda way: way.__name__)

@@ -1,6 +1,7 @@
 """Random sequences of what a training loop does, run by an eager model and by a compiled one.
 
     program = random_program(seed, WHOLE)             e.g. ["train", "evaluate", "oldest", "step"]
+    program = WRITTEN["evaluation before"]            one of a real loop
     Loop(build, compile_blocks).run(program)          what can be seen of it, by name
 
 Each action is a method of Loop. What a step cannot do while a forward waits for its backward pass
@@ -21,6 +22,17 @@ RECIPES = ("nvfp4", "mxfp8_nvfp4", "fp8_delayed", "mxfp4")
 PARTS = ("train", "evaluate", "oldest", "newest", "step", "save", "load", "recompute", "part")
 WHOLE = (*PARTS, "twice", "copy", "convert")
 SHARDED = ("train", "evaluate", "oldest", "newest", "step", "recompute", "twice")
+STEP = ["train", "newest", "step"]
+WRITTEN = {
+    "evaluation before": ["evaluate", *6 * STEP],
+    "evaluation between": [*3 * [*STEP, "evaluate"], *3 * STEP],
+    "evaluation first and after each step": ["evaluate", *6 * [*STEP, "evaluate"]],
+    "a loaded state": [*2 * STEP, "save", *2 * STEP, "load", *2 * STEP],
+    "two forwards before a backward": [*6 * ["train", "train", "newest", "newest", "step"]],
+    "one backward of two forwards": [*6 * ["twice", "newest", "step"]],
+    "interleaved microbatches": ["train", *6 * ["train", "oldest"], "oldest", "step"],
+    "parts by themselves": [*6 * ["part", "newest", "step"]],
+}
 
 
 def random_program(seed, actions, length=14):
@@ -33,20 +45,20 @@ def random_program(seed, actions, length=14):
 
 
 class Block(nn.Module):
-    def __init__(self):
+    def __init__(self, bias):
         super().__init__()
-        self.up = nn.Linear(FEATURES, 2 * FEATURES)
-        self.down = nn.Linear(2 * FEATURES, FEATURES)
+        self.up = nn.Linear(FEATURES, 2 * FEATURES, bias)
+        self.down = nn.Linear(2 * FEATURES, FEATURES, bias)
 
     def forward(self, x):
         return x + self.down(torch.relu(self.up(x)))
 
 
 class Model(nn.Module):
-    def __init__(self):
+    def __init__(self, bias=True):
         super().__init__()
-        self.blocks = nn.ModuleList(Block() for _ in range(2))
-        self.head = nn.Linear(FEATURES, FEATURES)
+        self.blocks = nn.ModuleList(Block(bias) for _ in range(2))
+        self.head = nn.Linear(FEATURES, FEATURES, bias)
 
     def forward(self, x):
         for block in self.blocks:
@@ -60,7 +72,7 @@ class Experts(nn.Module):
     def __init__(self):
         super().__init__()
         torch.manual_seed(1)
-        self.blocks = nn.ModuleList([Block(), mf.MoE(FEATURES, 32, 4, 2)])
+        self.blocks = nn.ModuleList([Block(True), mf.MoE(FEATURES, 32, 4, 2)])
         self.head = nn.Linear(FEATURES, FEATURES)
 
     forward = Model.forward
@@ -96,6 +108,16 @@ def compile_function(model):
     return torch.compile(lambda x: model(x), backend=BACKEND, fullgraph=True)
 
 
+def replay_graphs(model):
+    """Compiles for CUDA graphs: a replay overwrites what the one before it returned."""
+    compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+
+    def call(x):
+        return compiled(x).clone()
+
+    return call
+
+
 # ---- The loop ------------------------------------------------------------------------------------
 
 
@@ -105,10 +127,13 @@ class Loop:
     Args:
         build: () -> a model that mf.quantize_ has converted.
         compiled: a way to compile.
+        device: where the model is. On CUDA each .grad is allocated before the first backward, since
+            a replayed graph overwrites one that it allocated.
     """
 
-    def __init__(self, build, compiled):
+    def __init__(self, build, compiled, device="cpu"):
         self.compiled = compiled
+        self.device = torch.device(device)
         self.batches = 0
         self.waiting = []  # (inputs, output) of forwards without a backward pass yet
         self.seen = {}
@@ -119,6 +144,9 @@ class Loop:
         """Trains this model from now on."""
         self.model = model
         self.optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+        if self.device.type == "cuda":
+            for parameter in model.parameters():
+                parameter.grad = torch.zeros_like(parameter)
         self.call = self.compiled(model)
 
     def run(self, program):
@@ -134,9 +162,8 @@ class Loop:
 
     def batch(self):
         self.batches += 1
-        return torch.randn(
-            ROWS, FEATURES, generator=torch.Generator().manual_seed(self.batches)
-        ).requires_grad_()
+        generator = torch.Generator().manual_seed(self.batches)
+        return torch.randn(ROWS, FEATURES, generator=generator).to(self.device).requires_grad_()
 
     def forward(self, *calls):
         """Adds the outputs of calls, each with inputs of its own: a sum has one order then."""
@@ -196,7 +223,7 @@ class Loop:
             if parameter.grad is not None:
                 self.see(f"gradient of {name}", parameter.grad)
         self.optimizer.step()
-        self.optimizer.zero_grad()
+        self.optimizer.zero_grad(set_to_none=self.device.type != "cuda")
         mf.step(self.model)
 
     def save(self):
