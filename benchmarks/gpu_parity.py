@@ -33,8 +33,8 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from _parity_tokens import VOCABULARY, load_tokens
 from gpu_loss import BF16, table
-from minifloat.nn.convert import quantize_
-from minifloat.nn.delayed_scaling import step as finish_step
+from minifloat.nn.convert.quantize import quantize_
+from minifloat.nn.state.delayed_scaling import step as finish_step
 from minifloat.train.gradients import clip_gradients
 from minifloat.train.loop import BETAS, compile_layers
 from minifloat.train.measure import PeakMemory, product_dtype

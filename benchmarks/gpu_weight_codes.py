@@ -16,7 +16,7 @@ import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
 from minifloat._native import ops
-from minifloat.nn import operand_cache as reuse
+from minifloat.nn.cache import operand_cache as reuse
 
 SHAPES = [(4096, 4096), (8192, 8192)]  # K, N
 TOKENS = (256, 4096, 16384)

@@ -2,26 +2,21 @@
 
     circles    no module imports itself through others, not even inside a function or for types
     rooms      nn imports nothing of distributed; tensor imports nothing of nn or distributed
-    levels     at most MOST_LEVELS modules follow each other in a chain of imports; the library and
-               the programs that use it are counted apart
     queries    only _native.py and spec.py call the operators about specs, or split a spec's text
 
 Modules are parsed, not imported. Every import statement counts, wherever it stands, and so does
-import_module of a constant name. `__main__` is no level: it starts a program, nothing imports it.
+import_module of a constant name.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Iterator, Mapping
-from functools import cache
 from pathlib import PurePosixPath
 from typing import NamedTuple
 
 PACKAGE = "minifloat"
 FOLDER = PurePosixPath("python")
-MOST_LEVELS = 10
-PROGRAMS = ("cli", "train")  # rooms that use the library as anyone does
 # Room -> the rooms that none of its modules may import, directly or not.
 CLOSED = {"nn": ("distributed",), "tensor": ("nn", "distributed")}
 ANSWERERS = (f"{PACKAGE}._native", f"{PACKAGE}.spec")
@@ -129,26 +124,6 @@ def rooms(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
                     yield Broken(modules[name].path, line, message)
 
 
-def levels(modules: Mapping[str, Module], graph: Graph) -> Iterator[Broken]:
-    """Expects no circles."""
-
-    def near(name: str) -> list[str]:
-        side = room_of(name) in PROGRAMS
-        return [n for n in graph[name] if (room_of(n) in PROGRAMS) == side]
-
-    @cache
-    def chain(name: str) -> tuple[str, ...]:
-        return (name, *max((chain(n) for n in near(name)), key=len, default=()))
-
-    ends = ".__main__"
-    imported = {n for name in graph if not name.endswith(ends) for n in near(name)}
-    for name in graph:
-        if name in imported or name.endswith(ends) or len(chain(name)) <= MOST_LEVELS:
-            continue
-        message = f"{len(chain(name))} levels of imports: {' -> '.join(chain(name))}"
-        yield Broken(modules[name].path, graph[name][chain(name)[1]], message)
-
-
 def is_operators(node: ast.expr, names: set[str]) -> bool:
     """Tells whether the expression is torch.ops.minifloat, or a name for it."""
     if isinstance(node, ast.Name):
@@ -205,14 +180,10 @@ def check(texts: Mapping[PurePosixPath, str]) -> list[Broken]:
     """Applies every rule to the package, given as its files' paths and texts."""
     modules = {m.name: m for m in (read_module(path, text) for path, text in texts.items())}
     graph = import_graph(modules)
-    found = list(circles(modules, graph))
-    if not found:
-        found += levels(modules, graph)
-    return [*found, *rooms(modules, graph), *queries(modules, graph)]
+    return [*circles(modules, graph), *rooms(modules, graph), *queries(modules, graph)]
 
 
 # ---- Self-test -----------------------------------------------------------------------------------
-CHAIN = {f"m{i}.py": f"from . import m{i + 1}\n" for i in range(MOST_LEVELS)}
 # (files of the package, number of violations): each rule broken, and each look-alike let through.
 CASES: tuple[tuple[dict[str, str], int], ...] = (
     ({"a.py": "from .b import x\n", "b.py": "import torch\n"}, 0),
@@ -237,12 +208,6 @@ CASES: tuple[tuple[dict[str, str], int], ...] = (
     ({"tensor/a.py": "from ..nn.b import x\n", "nn/b.py": ""}, 1),
     ({"tensor/a.py": "from ..distributed.b import x\n", "distributed/b.py": ""}, 1),
     ({"tensor/a.py": "", "nn/b.py": "from ..tensor import a\n"}, 0),
-    (CHAIN, 0),
-    (CHAIN | {f"m{MOST_LEVELS}.py": ""}, 1),
-    (CHAIN | {f"m{MOST_LEVELS}.py": "", "__main__.py": "from .m0 import x\n"}, 1),
-    (CHAIN | {"__main__.py": "from .m0 import x\n"}, 0),
-    (CHAIN | {"train/a.py": "from ..m0 import x\n", "cli.py": "from .train import a\n"}, 0),
-    ({f"train/{n}": s for n, s in CHAIN.items()} | {f"train/m{MOST_LEVELS}.py": ""}, 1),
     ({"a.py": "from ._native import ops\nops.spec_sizes(s, 1, 1)\n", "_native.py": ""}, 1),
     ({"a.py": "from ._native import ops as o\no.scale_dtype(s)\n", "_native.py": ""}, 1),
     ({"a.py": "import torch\ntorch.ops.minifloat.parse_spec(s)\n"}, 1),

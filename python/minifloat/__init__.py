@@ -24,20 +24,20 @@ from .moe import hooks as _moe_hooks  # registers functions for models with expe
 from .moe.expert_parallel import expert_parallel
 from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
-from .nn.checkpoint_state import load_training_state, training_state
-from .nn.convert import quantize_, quantized_model_init, restore_
-from .nn.delayed_scaling import step
-from .nn.filters import auto_filter_small_kn
+from .nn.convert.filters import auto_filter_small_kn
+from .nn.convert.quantize import quantize_, quantized_model_init, restore_
+from .nn.convert.selection import Report
 from .nn.linear import Linear
-from .nn.selection import Report
-from .norms import layer_norm, rms_norm
+from .nn.state.checkpoint_state import load_training_state, training_state
+from .nn.state.delayed_scaling import step
 from .recipe import Product, Recipe, RecipeMap, presets
 from .tensor.groups import check_groups, group_table
+from .tensor.norms import layer_norm, rms_norm
 from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm
 from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.transforms import hadamard, swizzle_scales, transpose_codes, unswizzle_scales
 
-from . import flops as _flops  # isort: skip  registers formulas for torch.utils.flop_counter
+from .tensor import flops as _flops  # isort: skip  registers formulas for torch.utils.flop_counter
 
 __all__ = [
     "Linear",

@@ -20,11 +20,11 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .checks import require_module
-from .nn.checkpoint_state import load_training_state, training_state
-from .nn.conv1d import is_conv1d, reason_against_linear
-from .nn.delayed_scaling import step
+from .nn.convert.conv1d import is_conv1d, reason_against_linear
 from .nn.names import join
-from .nn.recipe_state import require_converted
+from .nn.state.checkpoint_state import load_training_state, training_state
+from .nn.state.delayed_scaling import step
+from .nn.state.recipe_state import require_converted
 
 FILE = "minifloat_training_state.safetensors"
 OWN_FILES = ("pytorch_model_fsdp*", "global_step*")  # FSDP's and DeepSpeed's, loaded by themselves

@@ -9,7 +9,7 @@ import minifloat as mf
 import pytest
 import pytorch_lightning as pl
 import torch
-from minifloat.nn import operand_cache
+from minifloat.nn.cache import operand_cache
 from peft import IA3Config, LoraConfig, get_peft_model
 from pytorch_lightning.callbacks import EMAWeightAveraging
 from torch import nn

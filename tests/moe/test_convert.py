@@ -348,7 +348,7 @@ def test_refuses_2d_blocks_of_rows_before_anything_is_converted(place):
 def test_failure_undoes_the_conversion(monkeypatch):
     model = model_of(mixture(), SeamBlock(), ProjectionBlock())
     classes = [type(m) for m in model.modules()]
-    monkeypatch.setattr("minifloat.nn.convert.share_inputs", lambda *_: 1 / 0)
+    monkeypatch.setattr("minifloat.nn.convert.quantize.share_inputs", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         mf.quantize_(model, "nvfp4")
     assert [type(m) for m in model.modules()] == classes

@@ -6,7 +6,7 @@ import torch
 from minifloat._native import ops
 from minifloat.moe.permute import order_rows
 from minifloat.moe.swiglu import Gate, swiglu
-from minifloat.nn.operand_conditions import can_reuse
+from minifloat.nn.cache.operand_conditions import can_reuse
 from torch.utils.checkpoint import checkpoint
 
 from tests.support.experts import LIMIT, loop_mlp, relative_error, routing, state_of, tensors

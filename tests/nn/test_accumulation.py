@@ -10,7 +10,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
-from minifloat.nn import deferred_mlp
+from minifloat.nn.fuse import deferred_mlp
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint

@@ -5,7 +5,7 @@ import copy
 import minifloat as mf
 import pytest
 import torch
-from minifloat.nn import convert
+from minifloat.nn.convert import quantize as convert
 from torch import nn
 
 

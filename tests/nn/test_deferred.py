@@ -9,8 +9,8 @@ import minifloat as mf
 import pytest
 import torch
 import torch.nn.functional as F
-from minifloat.nn.deferred import Deferred, DeferredNorm
-from minifloat.nn.norms import DeferringNorm
+from minifloat.nn.fuse.deferred import Deferred, DeferredNorm
+from minifloat.nn.fuse.norms import DeferringNorm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -8,7 +8,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.nn.functional as F
-from minifloat.nn.deferred import Deferred
+from minifloat.nn.fuse.deferred import Deferred
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -51,7 +51,7 @@ def calls(monkeypatch):
     found = []
     op = torch.ops.minifloat.mlp
     monkeypatch.setattr(
-        "minifloat.nn.deferred_mlp.mlp", lambda *a, **k: found.append(1) or op(*a, **k)
+        "minifloat.nn.fuse.deferred_mlp.mlp", lambda *a, **k: found.append(1) or op(*a, **k)
     )
     return found
 
@@ -303,7 +303,7 @@ def test_an_error_leaves_layers_alone(monkeypatch):
     def fail(*args, **kwargs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("minifloat.nn.mlp_patterns.Fusion", fail)
+    monkeypatch.setattr("minifloat.nn.fuse.mlp_patterns.Fusion", fail)
     with pytest.raises(ZeroDivisionError):
         mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
     assert all("fused_mlp" not in m.__dict__ for m in model.modules())

@@ -8,7 +8,7 @@ import io
 import minifloat as mf
 import pytest
 import torch
-from minifloat.nn import deferred_mlp
+from minifloat.nn.fuse import deferred_mlp
 from torch import nn
 
 from tests.nn.test_accumulation import FeedForward, K, N, batch, built, grad_of, step

@@ -8,9 +8,9 @@ import minifloat as mf
 import pytest
 import torch
 import torch.nn.functional as F
-from minifloat.nn.deferred import Deferred
-from minifloat.nn.module_trace import trace_forward
-from minifloat.nn.norms import DeferringNorm, ForeignRMSNorm, LayerNorm, RMSNorm, adopt_norm
+from minifloat.nn.fuse.deferred import Deferred
+from minifloat.nn.fuse.module_trace import trace_forward
+from minifloat.nn.fuse.norms import DeferringNorm, ForeignRMSNorm, LayerNorm, RMSNorm, adopt_norm
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -310,7 +310,7 @@ def test_an_error_leaves_norms_alone(monkeypatch):
     model = Block()
     classes = [type(m) for m in model.modules()]
     state = [dict(m.__dict__) for m in model.modules() if "Norm" in type(m).__name__]
-    monkeypatch.setattr("minifloat.nn.producers.adopt_norm", failing_after(model.ffn_norm))
+    monkeypatch.setattr("minifloat.nn.fuse.producers.adopt_norm", failing_after(model.ffn_norm))
     with pytest.raises(ZeroDivisionError):
         mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
     assert [type(m) for m in model.modules()] == classes

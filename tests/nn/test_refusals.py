@@ -3,7 +3,7 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.nn.deferred import DeferredNorm
+from minifloat.nn.fuse.deferred import DeferredNorm
 from torch import Tensor, nn
 from torch.nn.modules.module import register_module_forward_hook
 

@@ -150,7 +150,7 @@ def test_threads_do_not_get_each_others_codes(is_training):
 
 @pytest.fixture
 def no_fingerprints(monkeypatch):
-    from minifloat.nn import operand_cache as reuse
+    from minifloat.nn.cache import operand_cache as reuse
 
     monkeypatch.setattr(reuse, "has_fingerprint", lambda t: False)
 

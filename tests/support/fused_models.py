@@ -5,7 +5,7 @@ import copy
 import minifloat as mf
 import torch
 import torch.nn.functional as F
-from minifloat.nn.norms import DeferringNorm
+from minifloat.nn.fuse.norms import DeferringNorm
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

@@ -14,19 +14,19 @@ from typing import Any, cast
 from torch import nn
 
 from ..checks import require_text
-from ..nn.distributed_hooks import hooks
-from ..nn.expert_hooks import ExpertChoice, ExpertSelection
-from ..nn.filters import Filters, require_used
-from ..nn.grouped_product import GroupedProduct, add_products, remove_products
-from ..nn.linear import dequantize_parameters
-from ..nn.names import PRODUCT, clean_name, join, owners_of_weights
-from ..nn.primary_weights import (
+from ..nn.convert.filters import Filters, require_used
+from ..nn.convert.primary_weights import (
     HIGH_PRECISION_INIT,
     make_primary_experts,
     reason_against_primary,
 )
-from ..nn.recipe_state import WEIGHT_DTYPES
-from ..nn.selection import already_converted
+from ..nn.convert.selection import already_converted
+from ..nn.distributed_hooks import hooks
+from ..nn.expert_hooks import ExpertChoice, ExpertSelection
+from ..nn.grouped_product import GroupedProduct, add_products, remove_products
+from ..nn.linear import dequantize_parameters
+from ..nn.names import PRODUCT, clean_name, join, owners_of_weights
+from ..nn.state.recipe_state import WEIGHT_DTYPES
 from ..recipe import Recipe, operand_names
 from ..spec import Spec
 from .counted_experts import CountedExperts, has_counts

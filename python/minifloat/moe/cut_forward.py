@@ -15,10 +15,10 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from ..nn.cache.operand_cache import conditions_of_ranks
 from ..nn.expert_parameters import local_of, matrix_of
 from ..nn.grouped_product import GroupedProduct, product_of
-from ..nn.operand_cache import conditions_of_ranks
-from ..nn.random_state import require_shared_seed
+from ..nn.state.random_state import require_shared_seed
 from ..recipe import Recipe
 from ..tensor.quantized import raw_scale
 from ..tensor.quantized_tensor import QuantizedTensor

@@ -22,8 +22,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ..checks import require_bool, require_int
-from ..nn.draws import is_in_backward
-from ..nn.random_state import as_normal
+from ..nn.state.draws import is_in_backward
+from ..nn.state.random_state import as_normal
 
 MOST_EXPERTS = 1023  # groups of one operand (docs/numerics.md, section 10)
 SCORES = ("sigmoid", "softmax")

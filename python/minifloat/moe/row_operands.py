@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .._native import ops
-from ..nn.operand_conditions import can_reuse
+from ..nn.cache.operand_conditions import can_reuse
 from ..recipe import Recipe
 from ..spec import Spec
 from ..tensor.operands import Operand, Operands

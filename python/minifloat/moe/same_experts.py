@@ -5,8 +5,8 @@
     SeamExperts         the method _grouped_mm is replaced; the module's own forward calls it
     NamedExperts        torch's products alone are replaced, within the module's own forward
 
-The first three are compared on a small seeded input (nn/same_result.py), by a replica of small
-widths. Where the code needs its own widths, it is compared with those.
+The first three are compared on a small seeded input (nn/convert/same_result.py), by a replica of
+small widths. Where the code needs its own widths, it is compared with those.
 
 Each comparison returns None where results are the same, else a clause about the module's forward.
 """
@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.same_result import difference, isolated, replica, seeded
+from ..nn.convert.same_result import difference, isolated, replica, seeded
 
 INTERFACE = "transformers.integrations.moe"
 OWN = ("transformers", "minifloat")  # implementations of these packages stand for the eager forward

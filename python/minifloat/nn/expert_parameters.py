@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from ..tensor.quantized_tensor import QuantizedTensor
 from .distributed_hooks import hooks, is_distributed
 from .names import PRODUCT
-from .recipe_state import RecipeState, require_primary_dtype
+from .state.recipe_state import RecipeState, require_primary_dtype
 
 
 class HasProducts:

@@ -18,11 +18,11 @@ from .._native import ops
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_operands import codes_of
+from .cache.operand_cache import WeightCodes, weight_codes
+from .cache.operand_conditions import conditions_of
 from .names import PRODUCT, join
-from .operand_cache import WeightCodes, weight_codes
-from .operand_conditions import conditions_of
-from .random_state import as_normal
-from .recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
+from .state.random_state import as_normal
+from .state.recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
 
 
 @dataclass(frozen=True)

@@ -15,13 +15,13 @@ from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_operands import codes_of
 from .accumulation import TAKER, Sums, take_gradients, weight_sums
-from .deferred import Deferred, request_of, source_of
+from .cache.operand_cache import SharedInput, WeightCodes, weight_codes
+from .cache.operand_conditions import conditions_of
+from .convert.fast_paths import disable_fast_path, enable_fast_path
 from .distributed_hooks import WeightGather, hooks, is_distributed
-from .fast_paths import disable_fast_path, enable_fast_path
-from .operand_cache import SharedInput, WeightCodes, weight_codes
-from .operand_conditions import conditions_of
-from .random_state import RngState, add_hooks, as_normal, require_int64
-from .recipe_state import (
+from .fuse.deferred import Deferred, request_of, source_of
+from .state.random_state import RngState, add_hooks, as_normal, require_int64
+from .state.recipe_state import (
     DEFAULT_HISTORY,
     STATE,
     WEIGHT_DTYPES,

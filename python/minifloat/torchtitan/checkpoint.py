@@ -9,8 +9,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.checkpoint_state import load_training_state, training_state
-from ..nn.recipe_state import RecipeState
+from ..nn.state.checkpoint_state import load_training_state, training_state
+from ..nn.state.recipe_state import RecipeState
 
 KEY = "minifloat"  # in checkpoints, and in checkpoint.exclude_from_loading
 

@@ -17,8 +17,8 @@ from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
 from .._native import ops
-from ..nn.convert import quantize_
-from ..nn.delayed_scaling import step
+from ..nn.convert.quantize import quantize_
+from ..nn.state.delayed_scaling import step
 from .checkpoint import keep_training_state
 from .settings import Minifloat, options_of, require_recipe
 

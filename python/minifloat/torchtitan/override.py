@@ -23,11 +23,11 @@ from torchtitan.protocols.model import BaseModel
 from torchtitan.protocols.module import Module
 from torchtitan.tools.logging import logger
 
-from ..nn.convert import quantize_
-from ..nn.delayed_scaling import step
+from ..nn.convert.quantize import quantize_
 from ..nn.grouped_product import GroupedProduct
 from ..nn.linear import Linear
-from ..nn.recipe_state import STATE
+from ..nn.state.delayed_scaling import step
+from ..nn.state.recipe_state import STATE
 from .checkpoint import keep_training_state
 from .settings import Minifloat, options_of, require_recipe
 

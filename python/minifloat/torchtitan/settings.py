@@ -7,8 +7,8 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..nn.keep import DEFAULT_KEEP, Keep
-from ..nn.recipe_state import DEFAULT_HISTORY
+from ..nn.convert.keep import DEFAULT_KEEP, Keep
+from ..nn.state.recipe_state import DEFAULT_HISTORY
 
 
 @dataclass

@@ -28,9 +28,9 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from tqdm import tqdm
 
-from minifloat.nn.checkpoint_state import load_training_state, training_state
-from minifloat.nn.convert import quantize_
-from minifloat.nn.delayed_scaling import step as finish_step
+from minifloat.nn.convert.quantize import quantize_
+from minifloat.nn.state.checkpoint_state import load_training_state, training_state
+from minifloat.nn.state.delayed_scaling import step as finish_step
 
 from . import checkpoint
 from .batches import Batches

@@ -6,8 +6,9 @@
 
 TEXT is a preset (`nvfp4`), a recipe written out (`fprop=... dgrad=... wgrad=...`) or a map of
 module names (`*: nvfp4; layers.0.*: bf16`). POLICY says what stays in high precision; without it
-that is mf.quantize_'s default (nn/keep.py). `@SEED` starts the same recipe from other initial
-weights and draws other batches: the difference of the two runs is the noise of the comparison.
+that is mf.quantize_'s default (nn/convert/keep.py). `@SEED` starts the same recipe from other
+initial weights and draws other batches: the difference of the two runs is the noise of the
+comparison.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
-from ..nn.keep import DEFAULT_KEEP, KEEPS, Keep
+from ..nn.convert.keep import DEFAULT_KEEP, KEEPS, Keep
 from ..recipe import Recipe, presets
 from .fields import SEED, TEXT, Kind, TrainError, require, require_fields, shown
 

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ...nn.draws import is_in_backward
+from ...nn.state.draws import is_in_backward
 from ..amaxes import raise_to_largest
 from ..handshake import wait_for_all
 from .fsdp_group import recomputes_compiled

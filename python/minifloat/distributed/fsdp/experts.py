@@ -22,8 +22,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._native import ops
-from ...nn.draws import is_in_backward
 from ...nn.grouped_product import GroupedProduct
+from ...nn.state.draws import is_in_backward
 from ...spec import Spec
 from ...tensor.operands import Operand, Operands
 from ...tensor.quantized import Quantized, raw_scale

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...nn.draws import is_in_backward
+from ...nn.state.draws import is_in_backward
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from ..handshake import agree
 

@@ -19,10 +19,10 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..._native import ops
+from ...nn.cache.operand_cache import SharedInput, WeightCodes, conditions_of_ranks
+from ...nn.cache.operand_conditions import conditions_of
 from ...nn.linear import Linear, weight_operands
-from ...nn.operand_cache import SharedInput, WeightCodes, conditions_of_ranks
-from ...nn.operand_conditions import conditions_of
-from ...nn.random_state import require_shared_seed
+from ...nn.state.random_state import require_shared_seed
 from ...recipe import Recipe
 
 
@@ -36,7 +36,7 @@ class Shards(NamedTuple):
 
 
 class Reuse(NamedTuple):
-    """Cached operands that an eager layer may reuse; see nn/operand_cache.py."""
+    """Cached operands that an eager layer may reuse; see nn/cache/operand_cache.py."""
 
     shared_input: SharedInput | None = None
     weight_codes: WeightCodes | None = None

@@ -14,12 +14,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from .._native import ops
-from ..checks import require_int
-from ..recipe import Recipe
-from ..spec import Spec
+from ..._native import ops
+from ...checks import require_int
+from ...recipe import Recipe
+from ...spec import Spec
+from ..names import clean_name, unwrapped
 from .draws import Draws
-from .names import clean_name, unwrapped
 from .random_state import RngState, as_normal, find_hook
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)  # that layers read

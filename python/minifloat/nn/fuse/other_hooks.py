@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import nn
 from torch.nn.modules import module as torch_module
 
-from .fast_paths import prevent_fast_path
-from .random_state import AdvanceRng
+from ..convert.fast_paths import prevent_fast_path
+from ..state.random_state import AdvanceRng
 
 HOOKS = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
 OF_ALL_MODULES = tuple("_global" + name for name in HOOKS)  # attributes of torch's module

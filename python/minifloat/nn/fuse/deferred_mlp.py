@@ -5,9 +5,9 @@
     *              of a DeferredActivation and up's DeferredProduct -> DeferredHidden
     down           mf.Linear of a DeferredHidden -> ops.mlp(x, weights, …)
 
-The op saves no hidden tensor for backward. nn/mlp_patterns.py finds the layers. Anything else that
-reads one of these objects reads its plain tensor, for which each layer computes its product once,
-as it does without fusion.
+The op saves no hidden tensor for backward. nn/fuse/mlp_patterns.py finds the layers. Anything else
+that reads one of these objects reads its plain tensor, for which each layer computes its product
+once, as it does without fusion.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .._native import ops
-from ..spec import Spec
-from .accumulation import weight_sums
+from ..._native import ops
+from ...spec import Spec
+from ..accumulation import weight_sums
+from ..cache.operand_conditions import reads_codes
 from .deferred import VALUE_DTYPES, Deferred, DeferredNorm, request_of, source_of, version_of
-from .operand_conditions import reads_codes
 from .other_hooks import has_other_hooks
 
 TENSORS = (Tensor, nn.Parameter)

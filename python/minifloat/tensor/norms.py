@@ -10,8 +10,8 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from ._native import ops
-from .checks import require_bool
+from .._native import ops
+from ..checks import require_bool
 
 
 def rms_norm(

@@ -23,7 +23,7 @@ from typing import Literal, get_args
 
 from torch import nn
 
-from .names import clean_name, join
+from ..names import clean_name, join
 
 Keep = Literal["head", "nvfp4_paper", "nothing"]
 KEEPS: tuple[str, ...] = get_args(Keep)

@@ -31,9 +31,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._native import ops
+from ..._native import ops
+from ..names import clean_name, unwrapped
 from .draws import Draws, Replay, is_in_backward
-from .names import clean_name, unwrapped
 
 
 def distributed_rank() -> int:

@@ -14,9 +14,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-from ..checks import require_module
-from .distributed_hooks import hooks
-from .names import join
+from ...checks import require_module
+from ..distributed_hooks import hooks
+from ..names import join
 from .random_state import states_of
 from .recipe_state import forget_weights, histories_of
 

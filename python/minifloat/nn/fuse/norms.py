@@ -1,8 +1,8 @@
 """Norms whose result converted layers read as codes: RMSNorm, LayerNorm and ForeignRMSNorm.
 
 mf.quantize_ converts a norm to one of these classes in place where only converted layers read the
-norm's result (nn/producers.py finds them). Parameters, hooks and state-dict keys stay. forward
-returns a DeferredNorm (nn/deferred.py), or the plain tensor where a hook could see the result.
+norm's result (nn/fuse/producers.py finds them). Parameters, hooks and state-dict keys stay. forward
+returns a DeferredNorm (nn/fuse/deferred.py), or the plain tensor where a hook could see the result.
 
 Under autocast, and where x and the weight differ in dtype, the norm is computed as before its
 conversion.
@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from .._native import ops
+from ..._native import ops
+from ..convert.same_result import difference, isolated, replica, seeded
 from .deferred import VALUE_DTYPES, DeferredNorm
 from .other_hooks import has_other_hooks
-from .same_result import difference, isolated, replica, seeded
 
 DEFAULT_EPS = torch.finfo(torch.float32).eps  # of nn.RMSNorm with eps=None, in either dtype
 STATE = ("readers", "layers_reading", "class_before")

@@ -6,11 +6,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .._native import ops
-from ..checks import require_module
-from .distributed_hooks import hooks
-from .expert_hooks import expert_hooks
-from .names import unwrapped
+from ..._native import ops
+from ...checks import require_module
+from ..distributed_hooks import hooks
+from ..expert_hooks import expert_hooks
+from ..names import unwrapped
 from .recipe_state import RecipeState, forget_weights, histories_of, require_own_streams
 
 

@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 from torch.utils import checkpoint
 
-from .._native import ops
-from .operand_conditions import can_reuse, conditions_of, reads_codes
+from ..._native import ops
+from ..cache.operand_conditions import can_reuse, conditions_of, reads_codes
 
 VALUE_DTYPES = (torch.float32, torch.bfloat16)  # of inputs of the ops
 # Attributes of the result that its anchor has too. `is_contiguous` and `stride` differ.

@@ -46,10 +46,10 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
-from .._native import ops
-from ..recipe import Recipe
-from ..tensor.operands import Operands
-from .draws import is_in_backward
+from ..._native import ops
+from ...recipe import Recipe
+from ...tensor.operands import Operands
+from ..state.draws import is_in_backward
 from .operand_conditions import Conditions, can_reuse, conditions_of, is_capturing
 
 # Names, within one parent, of projections that read one input: those of Llama checkpoints,

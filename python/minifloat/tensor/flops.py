@@ -6,7 +6,7 @@ from typing import Any
 
 from torch.utils.flop_counter import register_flop_formula
 
-from ._native import ops
+from .._native import ops
 
 
 @register_flop_formula(ops.scaled_mm)

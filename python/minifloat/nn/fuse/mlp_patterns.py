@@ -17,11 +17,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx, nn
 
+from ..convert.same_result import difference, isolated, replica, seeded
+from ..convert.selection import Fusion
+from ..names import clean_name
 from .deferred_mlp import FusedMlp, can_fuse, name_of
 from .module_trace import Trace, describe, trace_forward, writes
-from .names import clean_name
-from .same_result import difference, isolated, replica, seeded
-from .selection import Fusion
 
 PRODUCTS = (operator.mul, torch.mul)
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {  # by the op's names

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 
 from torch import Tensor, nn
 
-from ..checks import require_bool
-from ..recipe import Recipe
-from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_specs import require_weight_spec
-from .distributed_hooks import is_distributed
-from .names import owners_of_weights
+from ...checks import require_bool
+from ...recipe import Recipe
+from ...tensor.quantized_tensor import QuantizedTensor
+from ...tensor.weight_specs import require_weight_spec
+from ..distributed_hooks import is_distributed
+from ..names import owners_of_weights
 from .selection import Selection
 
 HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after the parameter's

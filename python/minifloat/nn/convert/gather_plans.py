@@ -6,10 +6,10 @@ from typing import Any
 
 from torch import nn
 
-from ..recipe import Recipe
-from .distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks, is_distributed
-from .expert_hooks import ExpertChoice, ExpertSelection, expert_hooks
-from .names import owners_of_weights
+from ...recipe import Recipe
+from ..distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks, is_distributed
+from ..expert_hooks import ExpertChoice, ExpertSelection, expert_hooks
+from ..names import owners_of_weights
 from .selection import Selection
 
 

@@ -14,22 +14,35 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from ..checks import require_bool, require_module
-from ..recipe import Recipe, RecipeMap
-from ..tensor.weight_specs import require_weight_spec
-from .accumulation import require_accumulate
-from .distributed_hooks import QUANTIZED
-from .expert_hooks import ExpertSelection, expert_hooks
+from ...checks import require_bool, require_module
+from ...recipe import Recipe, RecipeMap
+from ...tensor.weight_specs import require_weight_spec
+from ..accumulation import require_accumulate
+from ..cache.operand_cache import share_inputs
+from ..distributed_hooks import QUANTIZED
+from ..expert_hooks import ExpertSelection, expert_hooks
+from ..fuse.fusion import fuse as fuse_parts
+from ..fuse.fusion import fused_parts, unfuse
+from ..grouped_product import require_restorable_products
+from ..linear import Linear, adopt, require_restorable, restore_linear
+from ..names import clean_name, join, unwrapped
+from ..state.random_state import hooks_of, remove_hooks, require_int64
+from ..state.recipe_state import (
+    DEFAULT_HISTORY,
+    RECOMPUTE,
+    RecipeState,
+    require_history,
+    require_memory,
+)
+from ..state.shared_random_state import (
+    require_random_bits,
+    require_same_random_state,
+    share_random_state,
+)
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .filters import FilterFn, filters_of
-from .fusion import fuse as fuse_parts
-from .fusion import fused_parts, unfuse
 from .gather_plans import plan_gathers, plan_mixtures, require_gather
-from .grouped_product import require_restorable_products
 from .keep import DEFAULT_KEEP, Keep
-from .linear import Linear, adopt, require_restorable, restore_linear
-from .names import clean_name, join, unwrapped
-from .operand_cache import share_inputs
 from .primary_weights import (
     HIGH_PRECISION_INIT,
     make_primary,
@@ -37,20 +50,7 @@ from .primary_weights import (
     weight_specs,
     without_unfit_weights,
 )
-from .random_state import hooks_of, remove_hooks, require_int64
-from .recipe_state import (
-    DEFAULT_HISTORY,
-    RECOMPUTE,
-    RecipeState,
-    require_history,
-    require_memory,
-)
 from .selection import Fusion, Report, Selection, require_some, select
-from .shared_random_state import (
-    require_random_bits,
-    require_same_random_state,
-    share_random_state,
-)
 
 
 def quantize_(
@@ -80,7 +80,7 @@ def quantize_(
     method _grouped_mm(self, *, A, B_t, offs), in Hugging Face's modules with gate_up_proj and
     down_proj, and where `experts` names them. Routers beside them are left out (docs/moe.md).
 
-    Call mf.step(model) after opt.step(). nn/operand_cache.py describes which codes are cached
+    Call mf.step(model) after opt.step(). nn/cache/operand_cache.py describes which codes are cached
     between forwards, and how much memory they take.
 
     torch's fused inference of nn.TransformerEncoderLayer and the nested tensors of
@@ -94,7 +94,7 @@ def quantize_(
             "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
         filter_fn: (module, name) -> whether to convert the layer.
         keep: what else stays in high precision: "head", the layer that computes logits;
-            "nvfp4_paper", the head and the last blocks; "nothing" (nn/keep.py).
+            "nvfp4_paper", the head and the last blocks; "nothing" (nn/convert/keep.py).
         experts: glob of modules' names -> names of 3D parameters, which the modules' forward
             multiplies with by torch's grouped_mm, bmm or matmul.
         primary: whether the codes replace the high-precision weight as the parameter: for weights

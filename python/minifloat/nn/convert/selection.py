@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
-from ..recipe import Recipe
+from ...recipe import Recipe
+from ..names import clean_name, join
+from ..state.recipe_state import WEIGHT_DTYPES
 from .conv1d import is_conv1d, reason_against_linear
-from .names import clean_name, join
-from .recipe_state import WEIGHT_DTYPES
 
 if TYPE_CHECKING:
     from .filters import Filters

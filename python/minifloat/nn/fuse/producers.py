@@ -6,7 +6,7 @@ modules that pass it to converted layers only:
     TransformerBlock    y = self.attention(self.attention_norm(x), …)
     Attention           q, k, v = self.wq(x), self.wk(x), self.wv(x)
 
-The forwards are read with torch.fx (nn/module_trace.py). A deferred result is computed when
+The forwards are read with torch.fx (nn/fuse/module_trace.py). A deferred result is computed when
 anything else reads it, so a wrong trace can only cost speed, with one exception: a tensor that is
 modified in place. Where the forwards contain such a write between the norm and its readers, the
 norm is not fused. Neither is it where several layers would cast the result each on their own, by
@@ -22,12 +22,12 @@ from typing import Any, cast
 
 from torch import fx, nn
 
+from ..cache.operand_conditions import can_reuse, is_written_as_fp8, reads_codes
+from ..convert.selection import Fusion
+from ..names import clean_name
+from ..state.recipe_state import RecipeState
 from .module_trace import Trace, describe, is_metadata, trace_forward, writes
-from .names import clean_name
 from .norms import adopt_norm, norm_class
-from .operand_conditions import can_reuse, is_written_as_fp8, reads_codes
-from .recipe_state import RecipeState
-from .selection import Fusion
 
 MOST_BOUNDARIES = 4  # modules that pass a result on, one within another
 

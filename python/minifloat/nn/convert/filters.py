@@ -9,10 +9,10 @@ from typing import cast
 
 from torch import nn
 
-from ..checks import require_text
-from ..recipe import Recipe, RecipeMap, glob_matches
+from ...checks import require_text
+from ...recipe import Recipe, RecipeMap, glob_matches
+from ..names import clean_name
 from .keep import Kept, kept_by
-from .names import clean_name
 
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from ..checks import require_int
+from ...checks import require_int
 from .random_state import (
     RngState,
     add_hooks,

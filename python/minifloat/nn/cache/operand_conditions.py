@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..spec import Spec
+from ...spec import Spec
 
 Conditions = tuple[Any, ...]
 

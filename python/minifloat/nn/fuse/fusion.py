@@ -7,11 +7,11 @@ from typing import Any
 
 from torch import nn
 
-from .linear import Linear
+from ..convert.selection import Fusion
+from ..linear import Linear
 from .mlp_patterns import fuse_mlps
 from .norms import DeferringNorm, restore_norm
 from .producers import fuse_norms
-from .selection import Fusion
 
 
 def fuse(model: nn.Module, layers: Container[nn.Module]) -> list[Fusion]:

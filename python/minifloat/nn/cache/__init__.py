@@ -1,0 +1,1 @@
+"""Operands that are kept between reads: a weight's codes, an input that siblings share."""
