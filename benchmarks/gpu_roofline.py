@@ -1,6 +1,6 @@
 """A figure and Markdown tables of the GPU's casts and layers beside their bounds.
 
-    python benchmarks/gpu_roofline.py [--png build/gpu_roofline.png] [--markdown [docs/measured.md]]
+    python benchmarks/gpu_roofline.py [--png build/gpu_roofline.png] [--markdown [PAGE]]
 
 Reads the results of gpu_casts.py and gpu_linear.py; measures nothing.
 
@@ -11,7 +11,8 @@ Reads the results of gpu_casts.py and gpu_linear.py; measures nothing.
 --markdown prints the tables, or, with a page, replaces the text between the two comments that name
 this script. To update a page's figure and tables after a run:
 
-    python benchmarks/gpu_roofline.py --png docs/images/gpu_roofline.png --markdown docs/measured.md
+    python benchmarks/gpu_roofline.py --png docs/images/gpu_roofline.png \
+        --markdown docs/measured/casts.md
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ AUTO_FILTER = "auto_filter_small_kn"
 
 # Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left out. On an H200,
 # with 16384 tokens in eager mode, such layers are slower than bf16, and the next larger sizes are
-# faster (docs/measured.md, "Small layers").
+# faster (docs/measured/layers.md, "Small layers").
 ANY = 1 << 62
 SMALL_KN = {
     "fp8_tensorwise": ((1024, 1024),),
@@ -32,8 +32,8 @@ SMALL_KN = {
 def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
     """Returns a filter that leaves out layers that a recipe makes slower than bf16.
 
-    The thresholds were measured on one H200 with 16384 tokens (docs/measured.md, "Small layers").
-    They do not hold for other devices or for fewer tokens.
+    The thresholds were measured on one H200 with 16384 tokens (docs/measured/layers.md, "Small
+    layers"). They do not hold for other devices or for fewer tokens.
 
     Args:
         recipe: "fp8_tensorwise", "fp8_rowwise", "mxfp4" or "nvfp4_pow2".
