@@ -69,7 +69,7 @@ def cut_along_width(experts: Any, mesh: DeviceMesh) -> None:
 
     Nothing has been changed where an error is raised.
 
-    Source: docs/distributed.md, "Experts cut along their width".
+    Source: docs/distributed.md, "Experts sharded along their width".
     """
     from torch.distributed.tensor import distribute_tensor
 
