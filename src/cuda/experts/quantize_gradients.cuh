@@ -10,6 +10,7 @@
 #include "cuda/experts/gradient_plans.cuh"
 #include "cuda/experts/gradient_tile.cuh"
 #include "cuda/experts/quantize_swiglu.h"
+#include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 
 namespace minifloat::cuda {
@@ -70,21 +71,33 @@ __global__ void __launch_bounds__(kGradientThreads, 2)
   }
 }
 
-// Launches the kernel where the specs are these. Returns whether they are.
-template <class Row, class Col, class H>
-bool try_gradients(const GradientSpecs& specs, const GradientArgs& args, const GradientPlans* plans,
-                   const Execution& execution) {
-  if (!is_of<Row>(specs.row) || !is_of<Col>(specs.col) || (args.has_h && !is_of<H>(specs.h)))
-    return false;
-  if (!plans) return true;
-  const auto kernel = quantize_gradients<Row, Col, H>;
-  const std::size_t bytes = args.shared_bytes();
-  allow_shared(kernel, bytes, "quantize_swiglu_backward");
-  const std::int64_t tiles = args.of.rows / kTile * args.across.d;
-  kernel<<<grid_of(tiles, "quantize_swiglu_backward"), kGradientThreads, bytes,
-           cuda_stream(execution)>>>(args, *plans);
-  check_launch("quantize_swiglu_backward");
-  return true;
+// Casts by a kernel of a part of the table. Returns false where none fits.   plans: null to ask
+template <preset::Formats kFormats>
+bool launch_gradients(const GradientSpecs& specs, const GradientArgs& args,
+                      const GradientPlans* plans, const Execution& execution) {
+  using namespace preset;
+  return any_of(GradientTable{}, [&]<class Entry>() {
+    if constexpr (kIsCompiled<Entry, kFormats>) {
+      using Row = typename Entry::Row;
+      using Col = typename Entry::Col;
+      using H = typename Entry::H;
+      if (!is_cast_by<Row>(&specs.row, specs.as_fp8) ||
+          !is_cast_by<Col>(&specs.col, specs.as_fp8) ||
+          (args.has_h && !is_cast_by<H>(&specs.h, specs.as_fp8)))
+        return false;
+      if (!plans) return true;
+      const auto kernel = quantize_gradients<Row, Col, H>;
+      const std::size_t bytes = args.shared_bytes();
+      allow_shared(kernel, bytes, "quantize_swiglu_backward");
+      const std::int64_t tiles = args.of.rows / kTile * args.across.d;
+      kernel<<<grid_of(tiles, "quantize_swiglu_backward"), kGradientThreads, bytes,
+               cuda_stream(execution)>>>(args, *plans);
+      check_launch("quantize_swiglu_backward");
+      return true;
+    } else {
+      return false;
+    }
+  });
 }
 
 }  // namespace minifloat::cuda

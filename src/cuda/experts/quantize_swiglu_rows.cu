@@ -5,6 +5,7 @@
 #include "cuda/experts/quantize_swiglu.h"
 #include "cuda/experts/swiglu.cuh"
 #include "cuda/quantize/preset_run.cuh"
+#include "cuda/quantize/preset_table.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -68,28 +69,19 @@ __global__ void __launch_bounds__(kThreads, C::kStochastic ? 4 : 5)
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, part, largest);
 }
 
-template <class C>
-bool try_rows(const SwiGluArgs& of, const QuantizeArgs& args, const Execution& execution) {
-  static_assert(!(kIsShared<C> && kHasTensorScale<C>), "a run may lie in parts of other scales");
-  if (!is_of<C>(args.row_spec)) return false;
-  const SwiGluRun run = {run_of(args), of};
-  const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize_swiglu");
-  quantize_swiglu_runs<C>
-      <<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
-  check_launch("quantize_swiglu");
-  return true;
-}
-
 }  // namespace
 
 bool launch_swiglu_rows(const SwiGluArgs& of, const QuantizeArgs& args,
                         const Execution& execution) {
-  using namespace preset;
   if (!is_run(args)) return false;
-  return try_rows<Nearest<kTensor, E4M3>>(of, args, execution) ||
-         try_rows<Nearest<kBlock, E4M3>>(of, args, execution) ||
-         try_rows<Mxfp8>(of, args, execution) || try_rows<Mxfp4::Straight>(of, args, execution) ||
-         try_rows<Mxfp4::Random>(of, args, execution);
+  return launch_preset<kSwiGluRowsWalk>(args, true, false, [&]<class C, class>() {
+    static_assert(!(kIsShared<C> && kHasTensorScale<C>), "a run may lie in parts of other scales");
+    const SwiGluRun run = {run_of(args), of};
+    const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize_swiglu");
+    quantize_swiglu_runs<C>
+        <<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
+    check_launch("quantize_swiglu");
+  });
 }
 
 }  // namespace minifloat::cuda

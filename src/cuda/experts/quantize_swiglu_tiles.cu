@@ -4,6 +4,7 @@
 //     bytes an element of h: 2 + 2 of gate and up, 1 or 1/2 of codes a direction
 #include "cuda/experts/quantize_swiglu.h"
 #include "cuda/experts/swiglu_tile.cuh"
+#include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 
 namespace minifloat::cuda {
@@ -46,51 +47,22 @@ __global__ void __launch_bounds__(kThreads, 4)
   cast_group_tile<Row, Col>(row, col, whole, shared, part);
 }
 
-// The arguments of a launch.
-struct TileCast {
-  const SwiGluArgs& of;
-  const QuantizeArgs& args;
-  const Execution* execution;  // null: nothing is launched
+}  // namespace
 
-  template <class Row, class Col>
-  bool launch() const {
-    if (!execution) return true;
+bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool rowwise,
+                         const Execution* execution) {
+  if (args.x.cols % kTile != 0 || (!args.groups && args.x.rows % kTile != 0)) return false;
+  const auto launch = [&]<class Row, class Col>() {
+    if (!execution) return;
     const Divisor across(args.x.cols / kTile);
     quantize_swiglu_tiles<Row, Col>
         <<<grid_of(most_line_tiles(args) * across.d, "quantize_swiglu"), kThreads,
            SharedTile<Bf16>::kBytes, cuda_stream(*execution)>>>(of, args.x, args.row, args.col,
                                                                 args.groups, across);
     check_launch("quantize_swiglu");
-    return true;
-  }
-  template <class C>
-  bool try_column() const {
-    return is_of<C>(args.col_spec) && launch<Absent, C>();
-  }
-  template <class Row, class Col = Row>
-  bool try_both() const {
-    return is_of<Row>(args.row_spec) && is_of<Col>(args.col_spec) && launch<Row, Col>();
-  }
-};
-
-}  // namespace
-
-bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool rowwise,
-                         const Execution* execution) {
-  using namespace preset;
-  const TileCast cast = {of, args, execution};
-  if (args.x.cols % kTile != 0 || (!args.groups && args.x.rows % kTile != 0)) return false;
-  if (rowwise && !args.groups)
-    if (cast.try_both<Nearest<kRow, E4M3>>() ||
-        cast.try_both<Nvfp4::Straight, Nvfp4::Transformed>() ||
-        cast.try_both<Nvfp4Pow2::Straight, Nvfp4Pow2::Transformed>())
-      return true;
-  if (rowwise)
-    return cast.try_both<Nearest<kTensor, E4M3>>() || cast.try_both<Nearest<kBlock, E4M3>>() ||
-           cast.try_both<Mxfp8>() || cast.try_both<Mxfp4::Straight, Mxfp4::Transformed>();
-  return cast.try_column<Nearest<kTensor, E4M3>>() || cast.try_column<Nearest<kBlock, E4M3>>() ||
-         cast.try_column<Mxfp8>() || cast.try_column<Mxfp4::Straight>() ||
-         cast.try_column<Mxfp4::Transformed>() || cast.try_column<Mxfp4::TransformedRandom>();
+  };
+  return launch_preset<kSwiGluTilesWalk>(args, rowwise, true, launch) ||
+         (!args.groups && launch_preset<kSwiGluMatrixWalk>(args, rowwise, true, launch));
 }
 
 }  // namespace minifloat::cuda

@@ -7,6 +7,7 @@
 #include "cuda/norm/quantize_norm.h"
 #include "cuda/norm/row.cuh"
 #include "cuda/quantize/preset_run.cuh"
+#include "cuda/quantize/preset_table.cuh"
 
 namespace minifloat::cuda {
 
@@ -98,24 +99,26 @@ __global__ void __launch_bounds__(kThreads, kVecs == 4 ? 2 : 3)
   }
 }
 
-template <class C>
-bool try_rows(const NormArgs& of, const QuantizeArgs& args, const Execution* execution) {
-  if (!is_of<C>(args.row_spec) || of.x.cols > kMostCastCols) return false;
-  if (!execution) return true;
-  const NormRowArgs all = {of, args.row, run_of(args)};
-  const auto launch = [&]<int kVecs, bool kByWarps>() {
-    const std::int64_t of_block = RegisterRow<Bf16, kVecs, kByWarps>::kRowsOfBlock;
-    const unsigned grid = grid_of(ceil_div(of.x.rows, of_block), "quantize_norm");
-    quantize_norm_row<C, kVecs, kByWarps><<<grid, kThreads, 0, cuda_stream(*execution)>>>(all);
-  };
-  if (of.x.cols <= 4 * 32 * kVec)
-    launch.template operator()<4, true>();
-  else if (of.x.cols <= kThreads * kVec)
-    launch.template operator()<1, false>();
-  else
-    launch.template operator()<2, false>();
-  check_launch("quantize_norm");
-  return true;
+// Casts by the kernels of a part of the table.   execution: null to ask whether there is one
+template <preset::Formats kFormats>
+bool launch_norm_rows(const NormArgs& of, const QuantizeArgs& args, const Execution* execution) {
+  if (of.x.cols > kMostCastCols || (execution && !is_run(args))) return false;
+  return launch_preset<kNormRowsWalk, kFormats>(args, true, false, [&]<class C, class>() {
+    if (!execution) return;
+    const NormRowArgs all = {of, args.row, run_of(args)};
+    const auto launch = [&]<int kVecs, bool kByWarps>() {
+      const std::int64_t of_block = RegisterRow<Bf16, kVecs, kByWarps>::kRowsOfBlock;
+      const unsigned grid = grid_of(ceil_div(of.x.rows, of_block), "quantize_norm");
+      quantize_norm_row<C, kVecs, kByWarps><<<grid, kThreads, 0, cuda_stream(*execution)>>>(all);
+    };
+    if (of.x.cols <= 4 * 32 * kVec)
+      launch.template operator()<4, true>();
+    else if (of.x.cols <= kThreads * kVec)
+      launch.template operator()<1, false>();
+    else
+      launch.template operator()<2, false>();
+    check_launch("quantize_norm");
+  });
 }
 
 }  // namespace minifloat::cuda

@@ -9,6 +9,7 @@
 
 #include "cuda/norm/quantize_norm.h"
 #include "cuda/norm/tile.cuh"
+#include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 
 namespace minifloat::cuda {
@@ -37,31 +38,18 @@ __global__ void __launch_bounds__(kThreads, 4)
                                             nullptr);
 }
 
-// The arguments of a launch.
-struct NormTileCast {
-  const NormArgs& of;
-  const RowStatistics* statistics;
-  const QuantizeArgs& args;
-  const Execution* execution;  // null: nothing is launched
-
-  template <class Row, class Col>
-  bool launch() const {
-    if (!execution) return true;
+// Casts by the kernels of a part of the table.   execution: null to ask whether there is one
+template <preset::Formats kFormats>
+bool launch_norm_tiles(const NormArgs& of, const RowStatistics* statistics,
+                       const QuantizeArgs& args, bool rowwise, const Execution* execution) {
+  return launch_preset<kNormTilesWalk, kFormats>(args, rowwise, true, [&]<class Row, class Col>() {
+    if (!execution) return;
     const Tiles tiles = tiles_of(of.x);
     quantize_norm_tile<Row, Col>
         <<<tile_grid(1, tiles, "quantize_norm"), kThreads, SharedTile<Bf16>::kBytes,
            cuda_stream(*execution)>>>(of, statistics, args.row, args.col, tiles);
     check_launch("quantize_norm");
-    return true;
-  }
-  template <class C>
-  bool try_column() const {
-    return is_of<C>(args.col_spec) && launch<Absent, C>();
-  }
-  template <class Row, class Col = Row>
-  bool try_both() const {
-    return is_of<Row>(args.row_spec) && is_of<Col>(args.col_spec) && launch<Row, Col>();
-  }
-};
+  });
+}
 
 }  // namespace minifloat::cuda

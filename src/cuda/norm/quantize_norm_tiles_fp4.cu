@@ -31,15 +31,7 @@ void find_transformed_amax(const NormArgs& of, const FoundNorm& found, const Exe
 
 bool launch_norm_tiles_fp4(const NormArgs& of, const RowStatistics* statistics,
                            const QuantizeArgs& args, bool rowwise, const Execution* execution) {
-  using namespace preset;
-  const NormTileCast cast = {of, statistics, args, execution};
-  if (rowwise)
-    return cast.try_both<Mxfp4::Straight, Mxfp4::Transformed>() ||
-           cast.try_both<Nvfp4::Straight, Nvfp4::Transformed>() ||
-           cast.try_both<Nvfp4Pow2::Straight, Nvfp4Pow2::Transformed>() ||
-           cast.try_both<Mxfp8, Nvfp4::Transformed>() || cast.try_both<Nvfp4::Straight, Mxfp8>();
-  return cast.try_column<Mxfp4::Transformed>() || cast.try_column<Nvfp4::Transformed>() ||
-         cast.try_column<Nvfp4Pow2::Transformed>();
+  return launch_norm_tiles<preset::Formats::kWithFp4>(of, statistics, args, rowwise, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -5,13 +5,7 @@ namespace minifloat::cuda {
 
 bool launch_norm_tiles_fp8(const NormArgs& of, const RowStatistics* statistics,
                            const QuantizeArgs& args, bool rowwise, const Execution* execution) {
-  using namespace preset;
-  const NormTileCast cast = {of, statistics, args, execution};
-  if (rowwise)
-    return cast.try_both<Nearest<kTensor, E4M3>>() || cast.try_both<Nearest<kRow, E4M3>>() ||
-           cast.try_both<Nearest<kBlock, E4M3>>() || cast.try_both<Mxfp8>();
-  return cast.try_column<Nearest<kTensor, E4M3>>() || cast.try_column<Nearest<kRow, E4M3>>() ||
-         cast.try_column<Nearest<kBlock, E4M3>>() || cast.try_column<Mxfp8>();
+  return launch_norm_tiles<preset::Formats::kFp8>(of, statistics, args, rowwise, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -103,7 +103,7 @@ bool launch(const QuantizeArgs& of_fp4, bool rowwise, bool columnwise, const voi
   QuantizeArgs args = of_fp4;
   if (is_as_fp8(to.rowwise) && !write_as_fp8(args.row, to.rows)) return false;
   if (is_as_fp8(to.columnwise) && !write_as_fp8(args.col, to.columns)) return false;
-  return columnwise ? launch_tiles_as_fp8(args, rowwise, execution)
+  return columnwise ? launch_preset_tiles(args, rowwise, execution)
                     : launch_preset_rows(args, execution);
 }
 

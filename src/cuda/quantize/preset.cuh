@@ -216,35 +216,4 @@ __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
                                         true);
 }
 
-// ---- The table ----------------------------------------------------------------------------------
-namespace preset {
-
-template <ScaleRule Rule, class F>
-using Nearest = PresetCast<Rule, F, false, false>;
-template <ScaleRule Rule, class F>
-using Block2d = PresetCast<Rule, F, false, false, true>;
-
-inline constexpr ScaleRule kTensor = ScaleRule::kTensor, kRow = ScaleRule::kRow,
-                           kBlock = ScaleRule::kBlock;
-
-// The casts to E2M1 under one rule.
-template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
-struct Fp4 {
-  static constexpr bool kOffersBlocks2d = Rule == ScaleRule::kNvfp4;
-  using Straight = PresetCast<Rule, E2M1, false, false, false, Rounding>;
-  using Block2d = PresetCast<Rule, E2M1, false, false, true, Rounding>;
-  using Transformed = PresetCast<Rule, E2M1, false, true, false, Rounding>;
-  using Random = PresetCast<Rule, E2M1, true, false, false, Rounding>;
-  using TransformedRandom = PresetCast<Rule, E2M1, true, true, false, Rounding>;
-};
-using Mxfp4 = Fp4<ScaleRule::kMx>;
-using Nvfp4 = Fp4<ScaleRule::kNvfp4>;
-using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
-using Nvfp4FourOverSix =
-    PresetCast<ScaleRule::kNvfp4, E2M1, false, false, false, ScaleRounding::kFourOverSix>;
-using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
-using Mxfp8Block2d = Block2d<ScaleRule::kMx, E4M3>;
-
-}  // namespace preset
-
 }  // namespace minifloat::cuda

@@ -6,7 +6,7 @@
 //
 //     bytes an element: 2 of x, 1/2 of codes twice, 1/256 of scales twice
 #include "cuda/common/nibbles.cuh"
-#include "cuda/quantize/preset.cuh"
+#include "cuda/quantize/preset_table.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -88,28 +88,19 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int i = 0; i < 8; ++i, to += col.code_pitch) *reinterpret_cast<std::uint32_t*>(to) = a[i];
 }
 
-template <class C>
-bool try_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
-  if (!is_of<C>(args.row_spec)) return false;
-  const Tiles tiles = tiles_of(args.x);
-  quantize_whole_blocks_2d<C>
-      <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-         cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
-  check_launch("quantize");
-  return true;
-}
-
-template <ScaleRounding Rounding>
-using Block2d = PresetCast<ScaleRule::kNvfp4, E2M1, false, false, true, Rounding>;
-
 }  // namespace
 
 bool launch_blocks_2d(const QuantizeArgs& args, const Execution& execution) {
   if (args.row_spec != args.col_spec || args.row.decoded || args.col.decoded ||
       args.row.amax != args.col.amax)
     return false;
-  return try_blocks_2d<Block2d<ScaleRounding::kDefault>>(args, execution) ||
-         try_blocks_2d<Block2d<ScaleRounding::kPowerOfTwo>>(args, execution);
+  return launch_preset<kBlocks2dWalk>(args, true, true, [&]<class C, class>() {
+    const Tiles tiles = tiles_of(args.x);
+    quantize_whole_blocks_2d<C>
+        <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
+           cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
+    check_launch("quantize");
+  });
 }
 
 }  // namespace minifloat::cuda

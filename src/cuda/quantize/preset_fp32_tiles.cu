@@ -2,6 +2,7 @@
 // each of 64 KiB of shared memory.
 //
 //     bytes an element: 4 of x, 1 or 1/2 of codes a direction
+#include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 
 namespace minifloat::cuda {
@@ -28,30 +29,18 @@ __global__ void __launch_bounds__(kThreads, 3)
                                                   tile_of_matrix<true>(col, tile), amaxes_2d);
 }
 
-template <class C>
-bool try_both(const QuantizeArgs& args, const Execution& execution) {
-  if (!is_of<C>(args.row_spec) || !is_of<C>(args.col_spec)) return false;
-  const Tiles tiles = tiles_of(args.x);
-  const auto kernel = quantize_fp32_tile<C>;
-  constexpr std::size_t kBytes = SharedTile<float>::kBytes;
-  allow_shared(kernel, kBytes, "quantize");
-  kernel<<<tile_grid(args.batch, tiles, "quantize"), kThreads, kBytes, cuda_stream(execution)>>>(
-      args.x, args.row, args.col, tiles);
-  check_launch("quantize");
-  return true;
-}
-
 }  // namespace
 
 bool launch_preset_fp32_tiles(const QuantizeArgs& args, const Execution& execution) {
-  using namespace preset;
-  return try_both<Nearest<kTensor, E4M3>>(args, execution) ||
-         try_both<Nearest<kRow, E4M3>>(args, execution) ||
-         try_both<Nearest<kBlock, E4M3>>(args, execution) ||
-         try_both<Block2d<kBlock, E4M3>>(args, execution) || try_both<Mxfp8>(args, execution) ||
-         try_both<Mxfp8Block2d>(args, execution) || try_both<Mxfp4::Straight>(args, execution) ||
-         try_both<Nvfp4::Straight>(args, execution) || try_both<Nvfp4::Block2d>(args, execution) ||
-         try_both<Nvfp4Pow2::Block2d>(args, execution);
+  return launch_preset<kFp32TilesWalk>(args, true, true, [&]<class C, class>() {
+    const Tiles tiles = tiles_of(args.x);
+    const auto kernel = quantize_fp32_tile<C>;
+    constexpr std::size_t kBytes = SharedTile<float>::kBytes;
+    allow_shared(kernel, kBytes, "quantize");
+    kernel<<<tile_grid(args.batch, tiles, "quantize"), kThreads, kBytes, cuda_stream(execution)>>>(
+        args.x, args.row, args.col, tiles);
+    check_launch("quantize");
+  });
 }
 
 }  // namespace minifloat::cuda

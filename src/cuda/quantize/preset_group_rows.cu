@@ -4,6 +4,7 @@
 //     a run of a block     | part 3                    |      one scale, computed once
 //                          | part 3        | 4 | 5     |      a scale for each vec16
 #include "cuda/quantize/preset_run.cuh"
+#include "cuda/quantize/preset_table.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -55,31 +56,16 @@ __global__ void __launch_bounds__(kThreads, 4)
   if constexpr (kFindsCurrentAmax<C>) raise_current_amax(plan, part, largest);
 }
 
-template <class C>
-bool try_runs(const QuantizeArgs& args, const Execution& execution) {
-  if (!is_of<C>(args.row_spec)) return false;
-  const VecRun run = run_of(args);
-  const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize");
-  quantize_runs<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
-  check_launch("quantize");
-  return true;
-}
-template <class Casts>
-bool try_fp4(const QuantizeArgs& args, const Execution& execution) {
-  return try_runs<typename Casts::Straight>(args, execution) ||
-         try_runs<typename Casts::Random>(args, execution);
-}
-
 }  // namespace
 
 bool launch_preset_group_rows(const QuantizeArgs& args, const Execution& execution) {
-  using namespace preset;
   if (!is_run(args) || args.x.rows == 0) return false;
-  return try_runs<Nearest<kTensor, E4M3>>(args, execution) ||
-         try_runs<Nearest<kTensor, E5M2>>(args, execution) ||
-         try_runs<Nearest<kBlock, E4M3>>(args, execution) || try_runs<Mxfp8>(args, execution) ||
-         try_fp4<Mxfp4>(args, execution) || try_fp4<Nvfp4>(args, execution) ||
-         try_fp4<Nvfp4Pow2>(args, execution);
+  return launch_preset<kGroupRowsWalk>(args, true, false, [&]<class C, class>() {
+    const VecRun run = run_of(args);
+    const unsigned grid = grid_of(ceil_div<std::int64_t>(run.count, kRun), "quantize");
+    quantize_runs<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row, parts_of(args));
+    check_launch("quantize");
+  });
 }
 
 }  // namespace minifloat::cuda

@@ -1,6 +1,7 @@
 // The preset casts of groups by tiles: columnwise, and both directions from one read. A launch has
 // a block for each tile that the buffers have room for; blocks past the last group leave at once.
 // (Resident blocks that took tiles in turn were 5 to 20% slower.)
+#include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 
 namespace minifloat::cuda {
@@ -33,63 +34,16 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   cast_group_tile<Row, Col>(row, col, whole, shared, part);
 }
 
-template <class Row, class Col>
-bool launch(const QuantizeArgs& args, const Execution& execution) {
-  const Divisor across(args.x.cols / kTile);
-  quantize_group_tiles<Row, Col>
-      <<<grid_of(most_line_tiles(args) * across.d, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-         cuda_stream(execution)>>>(args.x, args.row, args.col, args.groups, across);
-  check_launch("quantize");
-  return true;
-}
-
-template <class C>
-bool try_column(const QuantizeArgs& args, const Execution& execution) {
-  return is_of<C>(args.col_spec) && launch<Absent, C>(args, execution);
-}
-template <class Row, class Col = Row>
-bool try_both(const QuantizeArgs& args, const Execution& execution) {
-  return is_of<Row>(args.row_spec) && is_of<Col>(args.col_spec) &&
-         launch<Row, Col>(args, execution);
-}
-
-template <class Casts>
-bool try_fp4_column(const QuantizeArgs& args, const Execution& execution) {
-  return try_column<typename Casts::Straight>(args, execution) ||
-         try_column<typename Casts::Transformed>(args, execution) ||
-         try_column<typename Casts::TransformedRandom>(args, execution);
-}
-template <class Casts>
-bool try_fp4_both(const QuantizeArgs& args, const Execution& execution) {
-  return try_both<typename Casts::Straight>(args, execution) ||
-         try_both<typename Casts::Straight, typename Casts::Transformed>(args, execution) ||
-         try_both<typename Casts::Random, typename Casts::TransformedRandom>(args, execution) ||
-         try_both<typename Casts::TransformedRandom>(args, execution);
-}
-
-bool launch_column(const QuantizeArgs& args, const Execution& execution) {
-  using namespace preset;
-  return try_column<Nearest<kTensor, E4M3>>(args, execution) ||
-         try_column<Nearest<kTensor, E5M2>>(args, execution) ||
-         try_column<Nearest<kRow, E4M3>>(args, execution) ||
-         try_column<Nearest<kBlock, E4M3>>(args, execution) || try_column<Mxfp8>(args, execution) ||
-         try_fp4_column<Mxfp4>(args, execution) || try_fp4_column<Nvfp4>(args, execution) ||
-         try_fp4_column<Nvfp4Pow2>(args, execution);
-}
-bool launch_row_and_column(const QuantizeArgs& args, const Execution& execution) {
-  using namespace preset;
-  return try_both<Nearest<kTensor, E4M3>>(args, execution) ||
-         try_both<Nearest<kTensor, E5M2>>(args, execution) ||
-         try_both<Nearest<kRow, E4M3>>(args, execution) ||
-         try_both<Nearest<kBlock, E4M3>>(args, execution) || try_both<Mxfp8>(args, execution) ||
-         try_fp4_both<Mxfp4>(args, execution) || try_fp4_both<Nvfp4>(args, execution) ||
-         try_fp4_both<Nvfp4Pow2>(args, execution);
-}
-
 }  // namespace
 
 bool launch_preset_group_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution) {
-  return rowwise ? launch_row_and_column(args, execution) : launch_column(args, execution);
+  return launch_preset<kGroupTilesWalk>(args, rowwise, true, [&]<class Row, class Col>() {
+    const Divisor across(args.x.cols / kTile);
+    quantize_group_tiles<Row, Col><<<grid_of(most_line_tiles(args) * across.d, "quantize"),
+                                     kThreads, SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
+        args.x, args.row, args.col, args.groups, across);
+    check_launch("quantize");
+  });
 }
 
 }  // namespace minifloat::cuda

@@ -1,5 +1,6 @@
 // The preset casts of matrices by rows: rowwise, without gaps between rows.
 #include "cuda/quantize/preset_run.cuh"
+#include "cuda/quantize/preset_table.cuh"
 
 namespace minifloat::cuda {
 namespace {
@@ -43,41 +44,18 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
 }
 
-template <class C>
-void launch_run(const QuantizeArgs& args, const Execution& execution) {
-  const VecRun run = run_of(args);
-  const unsigned grid =
-      grid_of(ceil_div<std::int64_t>(run.count, kThreads * kVecsOfRows), "quantize");
-  quantize_run<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row);
-  check_launch("quantize");
-}
-
-template <class C>
-bool try_run(const QuantizeArgs& args, const Execution& execution) {
-  if (!is_of<C>(args.row_spec)) return false;
-  launch_run<C>(args, execution);
-  return true;
-}
-template <class Casts>
-bool try_fp4(const QuantizeArgs& args, const Execution& execution) {
-  return try_run<typename Casts::Straight>(args, execution) ||
-         try_run<typename Casts::Random>(args, execution);
-}
-
 }  // namespace
 
 bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution) {
-  using namespace preset;
   const bool has_parts = args.batch > 1 && args.row_spec.has_tensor_amax();
   if (!is_run(args) || has_parts) return false;
-  if (args.row.row_scale)
-    return try_run<AsFp8<Nvfp4Pow2::Straight>>(args, execution) ||
-           try_run<AsFp8<Nvfp4Pow2::Random>>(args, execution);
-  return try_run<Nearest<kTensor, E4M3>>(args, execution) ||
-         try_run<Nearest<kTensor, E5M2>>(args, execution) ||
-         try_run<Nearest<kBlock, E4M3>>(args, execution) || try_run<Mxfp8>(args, execution) ||
-         try_fp4<Mxfp4>(args, execution) || try_fp4<Nvfp4>(args, execution) ||
-         try_fp4<Nvfp4Pow2>(args, execution) || try_run<Nvfp4FourOverSix>(args, execution);
+  return launch_preset<kRowsWalk>(args, true, false, [&]<class C, class>() {
+    const VecRun run = run_of(args);
+    const unsigned grid =
+        grid_of(ceil_div<std::int64_t>(run.count, kThreads * kVecsOfRows), "quantize");
+    quantize_run<C><<<grid, kThreads, 0, cuda_stream(execution)>>>(run, args.row);
+    check_launch("quantize");
+  });
 }
 
 }  // namespace minifloat::cuda

@@ -20,14 +20,10 @@ void launch_cast_e2m1_by_values(const QuantizeArgs& args, bool columnwise,
 bool launch_whole_rows(const QuantizeArgs& args, const Execution& execution);
 
 // Cast by a preset kernel: rowwise, matrices of whole vec16s; or columnwise, and rowwise as well
-// where that is set, matrices of whole tiles. Return false, and launch nothing, where no preset
-// kernel fits.
+// where that is set, matrices of whole tiles. Directions with KernelOperand::row_scale are written
+// as FP8. Return false, and launch nothing, where no preset kernel fits.
 bool launch_preset_rows(const QuantizeArgs& args, const Execution& execution);
 bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution& execution);
-
-// Casts an NVFP4 matrix of which the directions with KernelOperand::row_scale are written as FP8,
-// whole tiles of bf16. Returns false, and launches nothing, where no kernel fits.
-bool launch_tiles_as_fp8(const QuantizeArgs& args, bool rowwise, const Execution& execution);
 
 // Casts both directions of fp32 matrices of whole tiles by a preset kernel. Returns false, and
 // launches nothing, where none fits.

@@ -1,0 +1,208 @@
+// The preset casts, and which kernels are compiled for each. A preset's cast is one row of Table; a
+// kernel is launched for its rows by launch_preset.
+#pragma once
+
+#include <type_traits>
+
+#include "cuda/quantize/preset.cuh"
+
+namespace minifloat::cuda {
+
+// The kernels, by how they read x or compute it.
+enum Walk : unsigned {
+  kRowsWalk = 1 << 0,          // matrices by rows: preset_rows.cu
+  kTilesWalk = 1 << 1,         // matrices by tiles: preset_tiles.cu
+  kFp32TilesWalk = 1 << 2,     // of fp32: preset_fp32_tiles.cu
+  kBlocks2dWalk = 1 << 3,      // the same codes in both directions: preset_blocks_2d.cu
+  kGroupRowsWalk = 1 << 4,     // groups, and matrices of a batch: preset_group_rows.cu
+  kGroupTilesWalk = 1 << 5,    // groups: preset_group_tiles.cu
+  kNormRowsWalk = 1 << 6,      // normalised values by rows: norm/quantize_norm_rows.cuh
+  kNormTilesWalk = 1 << 7,     // the same by tiles: norm/quantize_norm_tiles.cuh
+  kSwiGluRowsWalk = 1 << 8,    // SwiGLU's values by rows: experts/quantize_swiglu_rows.cu
+  kSwiGluTilesWalk = 1 << 9,   // the same by tiles: experts/quantize_swiglu_tiles.cu
+  kSwiGluMatrixWalk = 1 << 10  // the same without groups
+};
+
+namespace preset {
+
+template <ScaleRule Rule, class F>
+using Nearest = PresetCast<Rule, F, false, false>;
+
+using Tensor = Nearest<ScaleRule::kTensor, E4M3>;
+using TensorE5m2 = Nearest<ScaleRule::kTensor, E5M2>;
+using Row = Nearest<ScaleRule::kRow, E4M3>;
+using Block = Nearest<ScaleRule::kBlock, E4M3>;
+using Block2d = PresetCast<ScaleRule::kBlock, E4M3, false, false, true>;
+using Mxfp8 = Nearest<ScaleRule::kMx, E4M3>;
+using Mxfp8Block2d = PresetCast<ScaleRule::kMx, E4M3, false, false, true>;
+
+// The casts to E2M1 under one rule.
+template <ScaleRule Rule, ScaleRounding Rounding = ScaleRounding::kDefault>
+struct Fp4 {
+  using Straight = PresetCast<Rule, E2M1, false, false, false, Rounding>;
+  using Block2d = PresetCast<Rule, E2M1, false, false, true, Rounding>;
+  using Transformed = PresetCast<Rule, E2M1, false, true, false, Rounding>;
+  using Random = PresetCast<Rule, E2M1, true, false, false, Rounding>;
+  using TransformedRandom = PresetCast<Rule, E2M1, true, true, false, Rounding>;
+};
+using Mxfp4 = Fp4<ScaleRule::kMx>;
+using Nvfp4 = Fp4<ScaleRule::kNvfp4>;
+using Nvfp4Pow2 = Fp4<ScaleRule::kNvfp4, ScaleRounding::kPowerOfTwo>;
+using Nvfp4FourOverSix = Fp4<ScaleRule::kNvfp4, ScaleRounding::kFourOverSix>;
+using StraightAsFp8 = AsFp8<Nvfp4Pow2::Straight>;
+using RandomAsFp8 = AsFp8<Nvfp4Pow2::Random>;
+using TransformedAsFp8 = AsFp8<Nvfp4Pow2::Transformed>;
+using TransformedRandomAsFp8 = AsFp8<Nvfp4Pow2::TransformedRandom>;
+
+// What is written rowwise and columnwise, and by which kernels.
+template <class RowCast, class ColCast, unsigned Walks>
+struct Pair {
+  using Row = RowCast;
+  using Col = ColCast;
+  static constexpr unsigned kWalks = Walks;
+};
+// Of SwiGLU's backward pass: both directions of the gradients, and h columnwise.
+template <class RowCast, class ColCast, class HCast>
+struct Gradients {
+  using Row = RowCast;
+  using Col = ColCast;
+  using H = HCast;
+};
+template <class... Entries>
+struct List {};
+
+inline constexpr unsigned kEveryRow = kRowsWalk | kGroupRowsWalk | kNormRowsWalk | kSwiGluRowsWalk,
+                          kEveryTile =
+                              kTilesWalk | kGroupTilesWalk | kNormTilesWalk | kSwiGluTilesWalk,
+                          kOfMemoryRows = kRowsWalk | kGroupRowsWalk,
+                          kOfMemoryTiles = kTilesWalk | kGroupTilesWalk;
+
+// clang-format off
+using Table = List<
+    // ---- Rowwise
+    Pair<Tensor, Absent, kEveryRow>,
+    Pair<TensorE5m2, Absent, kOfMemoryRows>,
+    Pair<Row, Absent, kNormRowsWalk>,
+    Pair<Block, Absent, kEveryRow>,
+    Pair<Mxfp8, Absent, kEveryRow>,
+    Pair<Mxfp4::Straight, Absent, kEveryRow>,
+    Pair<Mxfp4::Random, Absent, kOfMemoryRows | kSwiGluRowsWalk>,
+    Pair<Nvfp4::Straight, Absent, kOfMemoryRows | kNormRowsWalk>,
+    Pair<Nvfp4::Random, Absent, kOfMemoryRows>,
+    Pair<Nvfp4Pow2::Straight, Absent, kOfMemoryRows | kNormRowsWalk>,
+    Pair<Nvfp4Pow2::Random, Absent, kOfMemoryRows>,
+    Pair<Nvfp4FourOverSix::Straight, Absent, kRowsWalk>,
+    Pair<StraightAsFp8, Absent, kRowsWalk>,
+    Pair<RandomAsFp8, Absent, kRowsWalk>,
+
+    // ---- Columnwise
+    Pair<Absent, Tensor, kEveryTile>,
+    Pair<Absent, TensorE5m2, kOfMemoryTiles>,
+    Pair<Absent, Row, kOfMemoryTiles | kNormTilesWalk>,
+    Pair<Absent, Block, kEveryTile>,
+    Pair<Absent, Block2d, kTilesWalk>,
+    Pair<Absent, Mxfp8, kEveryTile>,
+    Pair<Absent, Mxfp8Block2d, kTilesWalk>,
+    Pair<Absent, Mxfp4::Straight, kOfMemoryTiles | kSwiGluTilesWalk>,
+    Pair<Absent, Mxfp4::Transformed, kEveryTile>,
+    Pair<Absent, Mxfp4::TransformedRandom, kOfMemoryTiles | kSwiGluTilesWalk>,
+    Pair<Absent, Nvfp4::Straight, kOfMemoryTiles>,
+    Pair<Absent, Nvfp4::Transformed, kOfMemoryTiles | kNormTilesWalk>,
+    Pair<Absent, Nvfp4::TransformedRandom, kOfMemoryTiles>,
+    Pair<Absent, Nvfp4::Block2d, kTilesWalk>,
+    Pair<Absent, Nvfp4Pow2::Straight, kOfMemoryTiles>,
+    Pair<Absent, Nvfp4Pow2::Transformed, kOfMemoryTiles | kNormTilesWalk>,
+    Pair<Absent, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
+    Pair<Absent, Nvfp4Pow2::Block2d, kTilesWalk>,
+    Pair<Absent, TransformedRandomAsFp8, kTilesWalk>,
+
+    // ---- Both
+    Pair<Tensor, Tensor, kEveryTile | kFp32TilesWalk>,
+    Pair<TensorE5m2, TensorE5m2, kOfMemoryTiles>,
+    Pair<Row, Row, kOfMemoryTiles | kFp32TilesWalk | kNormTilesWalk | kSwiGluMatrixWalk>,
+    Pair<Block, Block, kEveryTile | kFp32TilesWalk>,
+    Pair<Block2d, Block2d, kTilesWalk | kFp32TilesWalk>,
+    Pair<Mxfp8, Mxfp8, kEveryTile | kFp32TilesWalk>,
+    Pair<Mxfp8, Nvfp4::Transformed, kNormTilesWalk>,
+    Pair<Mxfp8Block2d, Mxfp8Block2d, kTilesWalk | kFp32TilesWalk>,
+    Pair<Mxfp4::Straight, Mxfp4::Straight, kOfMemoryTiles | kFp32TilesWalk>,
+    Pair<Mxfp4::Straight, Mxfp4::Transformed, kEveryTile>,
+    Pair<Mxfp4::Random, Mxfp4::TransformedRandom, kOfMemoryTiles>,
+    Pair<Mxfp4::TransformedRandom, Mxfp4::TransformedRandom, kOfMemoryTiles>,
+    Pair<Nvfp4::Straight, Nvfp4::Straight, kOfMemoryTiles | kFp32TilesWalk>,
+    Pair<Nvfp4::Straight, Nvfp4::Transformed, kOfMemoryTiles | kNormTilesWalk | kSwiGluMatrixWalk>,
+    Pair<Nvfp4::Straight, Mxfp8, kNormTilesWalk>,
+    Pair<Nvfp4::Random, Nvfp4::TransformedRandom, kOfMemoryTiles>,
+    Pair<Nvfp4::TransformedRandom, Nvfp4::TransformedRandom, kOfMemoryTiles>,
+    Pair<Nvfp4::Block2d, Nvfp4::Block2d, kTilesWalk | kFp32TilesWalk | kBlocks2dWalk>,
+    Pair<Nvfp4Pow2::Straight, Nvfp4Pow2::Straight, kOfMemoryTiles>,
+    Pair<Nvfp4Pow2::Straight, Nvfp4Pow2::Transformed, kOfMemoryTiles | kNormTilesWalk | kSwiGluMatrixWalk>,
+    Pair<Nvfp4Pow2::Random, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
+    Pair<Nvfp4Pow2::TransformedRandom, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
+    Pair<Nvfp4Pow2::Block2d, Nvfp4Pow2::Block2d, kTilesWalk | kFp32TilesWalk | kBlocks2dWalk>,
+    Pair<StraightAsFp8, Nvfp4Pow2::Straight, kTilesWalk>,
+    Pair<StraightAsFp8, Nvfp4Pow2::Transformed, kTilesWalk>,
+    Pair<RandomAsFp8, TransformedRandomAsFp8, kTilesWalk>>;
+
+using GradientTable = List<
+    Gradients<TensorE5m2, TensorE5m2, Tensor>,
+    Gradients<Row, Row, Row>,
+    Gradients<Block, Block, Block>,
+    Gradients<Mxfp8, Mxfp8, Mxfp8>,
+    Gradients<Mxfp4::TransformedRandom, Mxfp4::TransformedRandom, Mxfp4::Transformed>,
+    Gradients<Nvfp4::Random, Nvfp4::TransformedRandom, Nvfp4::Transformed>,
+    Gradients<Nvfp4Pow2::Random, Nvfp4Pow2::TransformedRandom, Nvfp4Pow2::Transformed>,
+    Gradients<RandomAsFp8, TransformedRandomAsFp8, TransformedAsFp8>>;
+// clang-format on
+
+// ---- The choice ---------------------------------------------------------------------------------
+template <class C>
+constexpr bool kIsFp4 = C::F::kBits == 4;
+template <>
+constexpr bool kIsFp4<Absent> = false;
+
+// Returns whether a direction is cast by C.   spec: null: it is not cast
+template <class C>
+bool is_cast_by(const Spec* spec, bool is_as_fp8) {
+  if constexpr (std::is_same_v<C, Absent>)
+    return !spec;
+  else
+    return spec && is_of<C>(*spec) && C::kAsFp8 == is_as_fp8;
+}
+
+// A unit may compile a part of a table: casts to FP8 alone, or all others.
+enum class Formats { kAll, kFp8, kWithFp4 };
+template <class Entry, Formats kFormats>
+constexpr bool kIsCompiled =
+    kFormats == Formats::kAll ||
+    (kIsFp4<typename Entry::Row> || kIsFp4<typename Entry::Col>) == (kFormats == Formats::kWithFp4);
+
+// Calls f.operator()<Entry>() for each entry of a table until it returns true.
+template <class F, class... Entries>
+bool any_of(List<Entries...>, const F& f) {
+  return (f.template operator()<Entries>() || ...);
+}
+
+}  // namespace preset
+
+// Calls launch.operator()<Row, Col>() for the row of the table that casts these directions. Returns
+// false where the kernels of kWalks have none.
+template <unsigned kWalks, preset::Formats kFormats = preset::Formats::kAll, class Launch>
+bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise, const Launch& launch) {
+  using namespace preset;
+  return any_of(Table{}, [&]<class Entry>() {
+    if constexpr ((Entry::kWalks & kWalks) != 0 && kIsCompiled<Entry, kFormats>) {
+      using Row = typename Entry::Row;
+      using Col = typename Entry::Col;
+      if (!is_cast_by<Row>(rowwise ? &args.row_spec : nullptr, args.row.row_scale != nullptr) ||
+          !is_cast_by<Col>(columnwise ? &args.col_spec : nullptr, args.col.row_scale != nullptr))
+        return false;
+      launch.template operator()<Row, Col>();
+      return true;
+    } else {
+      return false;
+    }
+  });
+}
+
+}  // namespace minifloat::cuda
