@@ -30,7 +30,9 @@ function(minifloat_cuda_options target fmad)
   target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUDA)
   target_compile_options(
     ${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=${fmad} --expt-relaxed-constexpr
-                      -Xcompiler=-Wall,-Wextra,-ffp-contract=off>)
+                      -Xcompiler=-Wall,-Wextra,-ffp-contract=off>
+    # A switch over formats or rules without one of them, as in the C++ sources.
+    $<$<AND:$<COMPILE_LANGUAGE:CUDA>,$<BOOL:${MINIFLOAT_WERROR}>>:-Xcompiler=-Werror=switch>)
 endfunction()
 
 # Adds the kernels of src/cuda/products, which need CUTLASS's headers: those of the Python package

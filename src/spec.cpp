@@ -58,12 +58,28 @@ constexpr std::array kRoundingFlags = {
 constexpr std::array<std::pair<std::string_view, int>, 4> kTransforms = {
     {{"rht", 16}, {"rht32", 32}, {"rht64", 64}, {"rht128", 128}}};
 
+// Returns "+exact, +floor, …".
+std::string rounding_flags() {
+  std::string names;
+  for (const RoundingFlag& flag : kRoundingFlags)
+    names += (names.empty() ? "+" : ", +") + std::string(flag.name);
+  return names;
+}
+
+// Returns "sr, rht, … or 4over6": all flags.
+std::string flag_names() {
+  std::string names = "sr";
+  for (const auto& [name, points] : kTransforms) names += ", " + std::string(name);
+  names += ", delayed";
+  for (const RoundingFlag& flag : kRoundingFlags)
+    names += (&flag == &kRoundingFlags.back() ? " or " : ", ") + std::string(flag.name);
+  return names;
+}
+
 void set_rounding(Spec& spec, const RoundingFlag& flag, const Slice& at) {
   if (spec.rule != flag.rule) at.fail("'+", flag.name, "' rounds ", flag.reason, " only");
   if (spec.scale_rounding != ScaleRounding::kDefault)
-    at.fail(
-        "the scale's rounding is given twice; expected one of +exact, +floor, +up, +pow2, "
-        "+4over6");
+    at.fail("the scale's rounding is given twice; expected one of ", rounding_flags());
   spec.scale_rounding = flag.rounding;
 }
 
@@ -90,10 +106,7 @@ void set_flag(Spec& spec, const Slice& at) {
       spec.transform = points;
       return;
     }
-  at.fail(
-      "'", name,
-      "' is not a flag; expected sr, rht, rht32, rht64, rht128, delayed, exact, floor, up, pow2 or "
-      "4over6");
+  at.fail("'", name, "' is not a flag; expected ", flag_names());
 }
 
 }  // namespace

@@ -3,7 +3,12 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
+#include <set>
 #include <string>
+#include <string_view>
+#include <utility>
+#include <vector>
 
 #include "minifloat/error.h"
 
@@ -18,6 +23,51 @@ std::string error_of(const std::string& text) {
     return error.what();
   }
   return "";
+}
+
+// Returns the names of a list "a, b, c".
+std::vector<std::string> names_of(std::string_view list) {
+  std::vector<std::string> names;
+  while (!list.empty()) {
+    const std::size_t comma = std::min(list.find(", "), list.size());
+    names.emplace_back(list.substr(0, comma));
+    list.remove_prefix(std::min(comma + 2, list.size()));
+  }
+  return names;
+}
+
+// Returns whether an enumeration has the value: a compiler then writes its name here.
+template <auto kValue>
+constexpr bool is_named() {
+  constexpr std::string_view text = __PRETTY_FUNCTION__;
+  return text.find("::k", text.rfind("kValue = ")) != std::string_view::npos;
+}
+template <class Enum>
+constexpr std::size_t count_of() {
+  return []<std::size_t... i>(std::index_sequence<i...>) {
+    return (std::size_t{is_named<static_cast<Enum>(i)>()} + ...);
+  }(std::make_index_sequence<32>());
+}
+
+TEST(Spec, EveryValueOfTheEnumerationsHasAText) {
+  ASSERT_EQ(kAllElements.size(), count_of<Elements>());
+  const std::string error = error_of("?"), before = "expected one of ";
+  std::set<Elements> elements;
+  std::set<ScaleRule> rules;
+  std::set<ScaleType> types;
+  for (const std::string& name : names_of(error.substr(error.find(before) + before.size()))) {
+    const Spec spec = Spec::parse(name);
+    elements.insert(spec.elements);
+    rules.insert(spec.rule);
+    types.insert(spec.scale_type());
+  }
+  EXPECT_EQ(elements, std::set<Elements>(kAllElements.begin(), kAllElements.end()));
+  EXPECT_EQ(rules.size(), count_of<ScaleRule>());
+  EXPECT_EQ(types.size(), count_of<ScaleType>());
+  std::set<std::string> flags;
+  for (std::size_t i = 0; i < count_of<ScaleRounding>(); ++i)
+    flags.insert(Spec{.scale_rounding = static_cast<ScaleRounding>(i)}.str());
+  EXPECT_EQ(flags.size(), count_of<ScaleRounding>());
 }
 
 TEST(Spec, CanonicalTextsParseToThemselves) {
@@ -103,6 +153,9 @@ TEST(Spec, ErrorsNamePositionFindingAndChoice) {
 }
 
 TEST(Spec, ContradictionsAreRefused) {
+  EXPECT_EQ(error_of("nvfp4+up+4over6"),
+            "'nvfp4+up+4over6', position 9: the scale's rounding is given twice; expected one of "
+            "+exact, +floor, +up, +pow2, +4over6");
   for (const char* text : {"nvfp4+up+4over6", "nvfp4+4over6+pow2", "mxfp4+4over6", "nvfp4+up+pow2",
                            "nvfp4+sr+sr", "nvfp4+rht+rht32", "e4m3/tensor+delayed+delayed",
                            "nvfp4+", "mxfp4/32x32", "nvfp4/32x32", "e5m2/row", "e4m3", "nvfp4 +sr"})

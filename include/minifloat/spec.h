@@ -17,17 +17,37 @@
 #pragma once
 
 #include <algorithm>
+#include <array>
 #include <cstdint>
 #include <string>
 #include <string_view>
 
 #include "minifloat/core/block.h"
+#include "minifloat/core/format.h"
 #include "minifloat/core/groups.h"
 #include "minifloat/core/scale_rule.h"
 
 namespace minifloat {
 
 enum class Elements : std::uint8_t { kBf16, kE4m3, kE5m2, kE2m1 };
+inline constexpr std::array kAllElements = {Elements::kBf16, Elements::kE4m3, Elements::kE5m2,
+                                            Elements::kE2m1};
+
+// Return the value of a format's table. A format without its own function does not compile.
+constexpr Elements elements_of(E4M3) { return Elements::kE4m3; }
+constexpr Elements elements_of(E5M2) { return Elements::kE5m2; }
+constexpr Elements elements_of(E2M1) { return Elements::kE2m1; }
+
+// Returns the bits of a code; 8 for bf16, which has none.
+constexpr int code_bits_of(Elements elements) {
+  switch (elements) {
+    case Elements::kE4m3: return E4M3::kBits;
+    case Elements::kE5m2: return E5M2::kBits;
+    case Elements::kE2m1: return E2M1::kBits;
+    case Elements::kBf16: break;
+  }
+  return 8;
+}
 
 enum class ScaleType : std::uint8_t { kNone, kFloat32, kE8m0, kE4m3 };
 
@@ -48,7 +68,7 @@ struct Spec {
 
   bool is_bf16() const { return elements == Elements::kBf16; }
   bool is_fp8() const { return elements == Elements::kE4m3 || elements == Elements::kE5m2; }
-  int code_bits() const { return elements == Elements::kE2m1 ? 4 : 8; }
+  int code_bits() const { return code_bits_of(elements); }
   // Returns whether the spec is E2M1 under block scales 2^k, whose values E4M3 codes can hold
   // (core/fp4_as_fp8.h).
   bool is_fp4_by_powers_of_two() const {

@@ -4,10 +4,13 @@
 
 #include <gtest/gtest.h>
 
+#include <set>
+#include <sstream>
 #include <string>
 #include <vector>
 
 #include "harness.h"
+#include "minifloat/error.h"
 
 namespace minifloat {
 namespace {
@@ -42,6 +45,32 @@ void expect_as_oracle(const Matrix& x, const Request& request) {
         << request.spec.str() << (columnwise ? " columnwise" : " rowwise") << " of "
         << name_of(x.dtype()) << " " << s.batch << " x " << s.rows << " x " << s.cols;
   }
+}
+
+// The names and the flags are those of the parser's errors.
+TEST(Quantize, BasesAreAllThatTheParserTakes) {
+  const auto words_after = [](const char* text, const std::string& before) {
+    std::string error;
+    try {
+      Spec::parse(text);
+    } catch (const Error& caught) {
+      error = caught.what();
+    }
+    std::istringstream list(error.substr(error.find(before) + before.size()));
+    std::vector<std::string> words;
+    for (std::string word; list >> word;) words.push_back(word.substr(0, word.find(',')));
+    return words;
+  };
+  std::set<std::string> texts;
+  for (const std::string& name : words_after("?", "expected one of "))
+    for (const std::string& flag : words_after("nvfp4+?", "expected ")) try {
+        Spec spec = Spec::parse(name + "+" + flag);
+        spec.stochastic = spec.delayed = false;  // all_specs and other tests add these
+        spec.transform = 0;
+        texts.insert(spec.str());
+      } catch (const Error&) {  // of another rule
+      }
+  EXPECT_EQ(texts, std::set<std::string>(bases().begin(), bases().end()));
 }
 
 TEST(Quantize, EverySpecOfBothDtypes) {

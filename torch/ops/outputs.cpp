@@ -34,8 +34,13 @@ at::ScalarType scale_dtype(const Spec& spec) {
 
 bool is_scale_dtype(at::ScalarType dtype, const Spec& spec) {
   if (dtype == scale_dtype(spec)) return true;
-  return (spec.scale_type() == ScaleType::kE8m0 && dtype == at::kFloat8_e8m0fnu) ||
-         (spec.scale_type() == ScaleType::kE4m3 && dtype == at::kFloat8_e4m3fn);
+  switch (spec.scale_type()) {
+    case ScaleType::kE8m0: return dtype == at::kFloat8_e8m0fnu;
+    case ScaleType::kE4m3: return dtype == at::kFloat8_e4m3fn;
+    case ScaleType::kNone:
+    case ScaleType::kFloat32: break;
+  }
+  return false;
 }
 
 }  // namespace minifloat::torch_ops

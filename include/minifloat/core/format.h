@@ -16,6 +16,9 @@ struct Binary {
   static constexpr int kBias = (1 << (ExponentBits - 1)) - 1;
   static constexpr int kMinExponent = 1 - kBias;
   static constexpr std::uint32_t kSignBit = 1u << (ExponentBits + MantissaBits);
+  static_assert(kBits == 4 || kBits == 8 || kBits == 16,
+                "codes of 4 and 8 bits are told apart wherever kBits and code_bits() are compared: "
+                "another width needs its own case in each of these places");
 };
 
 struct E4M3 : Binary<4, 3> {  // OCP FP8 "fn": no infinity, NaN = s.1111.111

@@ -184,16 +184,26 @@ template <class F, class Body>
 MINIFLOAT_HD constexpr void with_block_rule(ScaleRule rule, ScaleRounding rounding,
                                             const Body& body) {
   using enum ScaleRounding;
-  if (rule == ScaleRule::kMx)
-    return rounding == kFloor ? body.template run<ScaleRule::kMx, kFloor>()
-                              : body.template run<ScaleRule::kMx, kDefault>();
-  if constexpr (F::kBits == 8) {
-    body.template run<ScaleRule::kBlock, kDefault>();
-  } else {
-    if (rounding == kUp) return body.template run<ScaleRule::kNvfp4, kUp>();
-    if (rounding == kPowerOfTwo) return body.template run<ScaleRule::kNvfp4, kPowerOfTwo>();
-    if (rounding == kFourOverSix) return body.template run<ScaleRule::kNvfp4, kFourOverSix>();
-    body.template run<ScaleRule::kNvfp4, kDefault>();
+  switch (rule) {
+    case ScaleRule::kMx:
+      return rounding == kFloor ? body.template run<ScaleRule::kMx, kFloor>()
+                                : body.template run<ScaleRule::kMx, kDefault>();
+    case ScaleRule::kBlock:
+      if constexpr (F::kBits == 8) body.template run<ScaleRule::kBlock, kDefault>();
+      return;
+    case ScaleRule::kNvfp4:
+      if constexpr (F::kBits == 4) switch (rounding) {
+          case kUp: return body.template run<ScaleRule::kNvfp4, kUp>();
+          case kPowerOfTwo: return body.template run<ScaleRule::kNvfp4, kPowerOfTwo>();
+          case kFourOverSix: return body.template run<ScaleRule::kNvfp4, kFourOverSix>();
+          case kDefault:
+          case kExact:
+          case kFloor: return body.template run<ScaleRule::kNvfp4, kDefault>();
+        }
+      return;
+    case ScaleRule::kNone:
+    case ScaleRule::kTensor:
+    case ScaleRule::kRow: return;  // no blocks
   }
 }
 

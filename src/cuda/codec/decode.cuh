@@ -24,7 +24,7 @@ __device__ __forceinline__ void decode_vec(const Codes<F>& codes, float (&v)[kVe
 #pragma unroll
     for (int i = 0; i < kVec; i += 2) {
       const std::uint32_t pair = codes.w[i / 4] >> (i % 4 * 8);
-      const float2 two = F::kMantissaBits == 3 ? decode_e4m3x2(pair) : decode_e5m2x2(pair);
+      const float2 two = kIsE4m3<F> ? decode_e4m3x2(pair) : decode_e5m2x2(pair);
       v[i] = two.x, v[i + 1] = two.y;
     }
   }

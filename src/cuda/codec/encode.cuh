@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "cuda/common/tile.cuh"
 #include "minifloat/core/philox.h"
@@ -26,10 +27,15 @@ struct Codes {
   }
 };
 
+// Chooses between the instructions of the two FP8 formats; for another format, an error.
+template <class F>
+  requires(std::is_same_v<F, E4M3> || std::is_same_v<F, E5M2>)
+inline constexpr bool kIsE4m3 = std::is_same_v<F, E4M3>;
+
 // ---- Nearest even -------------------------------------------------------------------------------
 template <class F>
 __device__ __forceinline__ std::uint32_t encode_pair(float low, float high) {
-  if constexpr (F::kMantissaBits == 3)
+  if constexpr (kIsE4m3<F>)
     return cvt_e4m3x2(low, high);
   else
     return cvt_e5m2x2(low, high);
@@ -180,7 +186,7 @@ __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Vec16<T>& vec, f
   for (int i = 0; i < 4; ++i) {
     const float v[4] = {vec[4 * i] * factor, vec[4 * i + 1] * factor, vec[4 * i + 2] * factor,
                         vec[4 * i + 3] * factor};
-    if constexpr (F::kMantissaBits == 3)
+    if constexpr (kIsE4m3<F>)
       out.w[i] = with_one_nan<F>(cvt_rs_e4m3x4(v, bits.w[i]));
     else
       out.w[i] = with_one_nan<F>(cvt_rs_e5m2x4(v, bits.w[i]));

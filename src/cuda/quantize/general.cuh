@@ -189,9 +189,7 @@ using TransformedRandomCast = Cast<E2M1, true, true>;
 
 template <class C>
 bool is_cast(const Spec& spec) {
-  constexpr Elements kElements = C::F::kBits == 4           ? Elements::kE2m1
-                                 : C::F::kMantissaBits == 3 ? Elements::kE4m3
-                                                            : Elements::kE5m2;
+  constexpr Elements kElements = elements_of(typename C::F{});
   return spec.elements == kElements && spec.stochastic == C::kStochastic &&
          (spec.transform > 0) == C::kTransform && spec.reads_values() == C::kReadsValues;
 }

@@ -159,7 +159,7 @@ class PlannedOperand {
                             reported,
                             amax,
                             spec.has_blocks() ? nullptr : static_cast<float*>(operand_.scale),
-                            spec.elements == Elements::kE4m3,
+                            spec.elements,
                             spec.rule,
                             spec.scale_rounding,
                             is_of_rows() && !columnwise_ ? last_end_ : nullptr};

@@ -14,19 +14,26 @@ struct WholeArgs {
   const float* reported;     // the values for `amax`; null: zero
   float* amax;               // null: not written
   float* scale;              // null: the rule's scales are those of blocks
-  bool is_e4m3;
+  Elements elements;
   ScaleRule rule;
   ScaleRounding rounding;
   const std::int32_t* last_end;  // of groups: rows from there on are not written; null: all are
 };
+__device__ __forceinline__ float scale_of_whole(const WholeArgs& args, std::uint32_t amax) {
+  switch (args.elements) {
+    case Elements::kE4m3: return fp32_factors<E4M3>(args.rule, args.rounding, amax).scale;
+    case Elements::kE5m2: return fp32_factors<E5M2>(args.rule, args.rounding, amax).scale;
+    case Elements::kE2m1:
+    case Elements::kBf16: break;  // no fp32 scale
+  }
+  return nan_value();
+}
 // Writes the scale and the amax of each.
 static __global__ void write_whole(const __grid_constant__ WholeArgs args) {
   const std::int64_t i = static_cast<std::int64_t>(blockIdx.x) * blockDim.x + threadIdx.x;
   if (i >= args.count || (args.last_end && i >= *args.last_end)) return;
   const std::uint32_t bits = args.active_amax ? magnitude_bits(args.active_amax[i]) : 0;
-  if (args.scale)
-    args.scale[i] = args.is_e4m3 ? fp32_factors<E4M3>(args.rule, args.rounding, bits).scale
-                                 : fp32_factors<E5M2>(args.rule, args.rounding, bits).scale;
+  if (args.scale) args.scale[i] = scale_of_whole(args, bits);
   if (args.amax) args.amax[i] = args.reported ? args.reported[i] : 0.0f;
 }
 

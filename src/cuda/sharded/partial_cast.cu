@@ -260,7 +260,8 @@ void each_shard(std::span<const PartialCast> casts, Alone alone, Both both) {
 }
 
 // The casts into each element format, and the pairs into each two.
-constexpr std::size_t kFormats = 4, kNoFormat = static_cast<std::size_t>(Elements::kBf16);
+constexpr std::size_t kFormats = kAllElements.size(),
+                      kNoFormat = static_cast<std::size_t>(Elements::kBf16);
 struct CastTables {
   Table<ShardEntry> shards[kFormats], grids[kFormats];
   Table<ShardPair> pairs[kFormats][kFormats];
@@ -297,7 +298,7 @@ template <class F>
 void cast_elements(const CastTables& tables, Elements elements, const Execution& execution) {
   const auto format = static_cast<std::size_t>(elements);
   launch_over(tables.shards[format], cast_of_shards<F>, "partial_cast", execution);
-  for (const Elements second : {Elements::kBf16, Elements::kE4m3, Elements::kE5m2, Elements::kE2m1})
+  for (const Elements second : kAllElements)
     cast_pairs(elements, second, tables.pairs[format][static_cast<std::size_t>(second)], execution);
   launch_over(tables.grids[format], scales_of_weights<F>, "partial_cast", execution);
 }
@@ -348,9 +349,12 @@ void partial_amax(std::span<const PartialCast> casts, const Execution& execution
 
 void partial_cast(std::span<const PartialCast> casts, const Execution& execution) {
   const CastTables tables = tables_of(casts);
-  cast_elements<E4M3>(tables, Elements::kE4m3, execution);
-  cast_elements<E5M2>(tables, Elements::kE5m2, execution);
-  cast_elements<E2M1>(tables, Elements::kE2m1, execution);
+  for (const Elements elements : kAllElements) switch (elements) {
+      case Elements::kE4m3: cast_elements<E4M3>(tables, elements, execution); break;
+      case Elements::kE5m2: cast_elements<E5M2>(tables, elements, execution); break;
+      case Elements::kE2m1: cast_elements<E2M1>(tables, elements, execution); break;
+      case Elements::kBf16: break;
+    }
 }
 
 }  // namespace minifloat::cuda
