@@ -1,11 +1,14 @@
 """Spec beside a table that was written by hand: every spec of the grammar, and no other text."""
 
+import re
 from itertools import product
 
 import minifloat as mf
 import pytest
 import torch
 from minifloat.spec import Sizes, Spec, product_parts
+
+from tests.support import specs
 
 # text: elements, rule, bits, block, scale dtype, amax of
 BASES = {
@@ -90,6 +93,21 @@ def test_sizes_against_the_table(base):
             assert q.amax.shape == spec.amax_shape(rows)
             assert q.scale.dtype == spec.scale_dtype
             assert q.codes.shape == (rows, code_cols)
+
+
+def expected_in(text, around):
+    with pytest.raises(ValueError, match=r"position \d+") as error:
+        Spec.parse(text)
+    return re.split(", | or ", str(error.value).partition(around)[2])
+
+
+def test_the_tables_of_tests_have_every_base_and_every_flag():
+    bases = {Spec.parse(name).text for name in expected_in("?", "expected one of ")}
+    flags = {f"+{name}" for name in expected_in("nvfp4+?", "is not a flag; expected ")}
+    assert bases == BASES.keys()
+    assert flags == {"+sr", *TRANSFORMS, *(f for own in OWN_FLAGS.values() for f in own)} - {""}
+    own = [text for base in BASES for text, _, sr, rht in specs_of(base) if not sr and not rht]
+    assert {*own} - {"bf16"} == {*specs.BASES, "e4m3/tensor+delayed", "e5m2/tensor+delayed"}
 
 
 def test_other_texts_are_refused():

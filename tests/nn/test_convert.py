@@ -3,10 +3,12 @@
 import copy
 import io
 import pickle
+import re
 
 import minifloat as mf
 import pytest
 import torch
+from minifloat.nn.convert.filters import SMALL_KN
 from torch import nn
 
 
@@ -193,6 +195,12 @@ def test_the_root_itself():
     assert type(mf.restore_(layer)) is nn.Linear
 
 
+def test_thresholds_are_those_of_presets():
+    assert SMALL_KN.keys() <= set(mf.presets())
+    documented = mf.auto_filter_small_kn.__doc__.partition("recipe: ")[2].partition(".\n")[0]
+    assert re.findall(r'"(\w+)"', documented) == list(SMALL_KN)
+
+
 def test_auto_filter_small_kn():
     model = nn.ModuleDict(
         {
@@ -200,7 +208,7 @@ def test_auto_filter_small_kn():
             "small": nn.Linear(1024, 1024, device="meta"),
         }
     )
-    for recipe in ("fp8_tensorwise", "fp8_rowwise", "mxfp4", "nvfp4_pow2"):
+    for recipe in SMALL_KN:
         keep = mf.auto_filter_small_kn(recipe)
         assert keep(model["wide"], "wide")
         assert not keep(model["small"], "small")

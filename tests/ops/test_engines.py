@@ -1,5 +1,8 @@
 """The engine of each product on GPUs of any capability. The choice needs no GPU."""
 
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from minifloat._native import ops
@@ -43,6 +46,16 @@ def test_of_each_capability(product):
     assert ops.engine_of(product, RTX_BLACKWELL, **WHOLE) == rtx
     for older in (0, 80, 89):
         assert ops.engine_of(product, older, **WHOLE) == "exact"
+
+
+def test_every_engine_is_a_row_of_the_table():
+    folder = Path(__file__).parents[2] / "torch" / "products"
+    declarations = re.findall(
+        r"^extern const Engine (.+?);", (folder / "engines.h").read_text(), re.DOTALL | re.MULTILINE
+    )
+    declared = [name for names in declarations for name in re.split(r",\s*", names)]
+    listed = re.findall(r"&(k\w+)", (folder / "engines.cpp").read_text())
+    assert sorted(listed) == sorted(declared)
 
 
 def test_every_preset_has_an_engine_everywhere():
