@@ -3,8 +3,8 @@
     python benchmarks/gpu_partial_cast.py [--quick] [--out build/gpu_partial_cast.json]
 
 100 weights of 4096 x 4096, each with a quarter shard of its fp32 master. TB/s counts the minimum
-bytes. The amax reads the shard, once for both directions. The cast reads the shard again with the
-amaxes of whole weights, and writes codes of the shard and scales of whole weights. A transpose
+bytes. A cast reads the shard twice, each time once for both directions: for the amaxes, and then to
+write codes of the shard and scales of whole weights. A transpose
 reads and writes whole codes. The ceiling is a device copy of 256 MiB: larger copies of torch run
 slower. The host's time is that of a step without its collectives, for weights too small to keep the
 device busy.
@@ -19,8 +19,6 @@ from dataclasses import asdict, dataclass
 import _gpu_timing as timing  # first: it makes minifloat importable
 import minifloat as mf
 import torch
-from minifloat._native import ops
-from torch import Tensor
 
 SHAPES = [(4096, 4096)]
 WEIGHTS, RANKS = 100, 4
@@ -61,33 +59,18 @@ class Step:
         if specs[0] == specs[1] and len(mf.wires(self.weights[0])) == 1:
             parts = parts[::2]  # the columnwise codes are transposed ones
         self.codes = [wire for w in self.weights for wire in mf.wires(w)]
-        self.of_entry = [m for m in self.masters for _ in range(len(parts) // count)]
-        self.specs = [p.spec for _, p in parts]
-        self.geometry = [n for _, p in parts for n in (p.columnwise, rows, cols, True, size, False)]
         self.scales = [p.scale for _, p in parts]
-        self.amax = [p.amax for _, p in parts]
-        self.packed = self.find_amax()
-
-    def find_amax(self) -> Tensor:
-        return ops.partial_amax(self.of_entry, self.specs, self.geometry)
-
-    def cast(self) -> None:
-        lists = (self.codes, self.scales, self.amax)
-        ops.partial_cast(self.packed, self.of_entry, self.specs, self.geometry, *lists)
 
     def transpose(self) -> None:
         mf.post_all_gather_processing(self.weights)
 
-    def whole(self) -> None:
+    def cast(self) -> None:
         starts = [m.numel() for m in self.masters]
         mf.quantize_master_weights(self.weights, self.masters, starts, "")
 
-    def read_bytes(self) -> int:
-        return timing.nbytes(self.masters)
-
     def cast_bytes(self) -> int:
         written = timing.nbytes(self.codes) // RANKS + timing.nbytes(self.scales)
-        return self.read_bytes() + self.packed.nbytes + written
+        return 2 * timing.nbytes(self.masters) + written
 
     def transpose_bytes(self) -> int:
         return 2 * sum(w.columnwise.codes.nbytes for w in self.weights)
@@ -97,12 +80,9 @@ def measure(
     specs: tuple[str, str], shape: tuple[int, ...], count: int, device: torch.device, repeats: int
 ) -> tuple[list[Row], float]:
     step = Step(specs, shape, count, device)
-    size = step.read_bytes()
     copies = [timing.copy_ms(COPY_BYTES, device, repeats)]
     phases: list[tuple[str, Callable[[], object], int, float | None]] = [
-        ("amax", step.find_amax, size + step.packed.nbytes, None),
-        ("scales and cast", step.cast, step.cast_bytes(), None),
-        ("both", lambda: (step.find_amax(), step.cast()), size + step.cast_bytes(), BAR),
+        ("amax, scales and cast", step.cast, step.cast_bytes(), BAR),
         ("transpose", step.transpose, step.transpose_bytes(), TRANSPOSE_BAR),
     ]
     times = [timing.kernel_ms([run], device, repeats) for _, run, _, _ in phases]
@@ -120,7 +100,7 @@ def host_ms(count: int, device: torch.device, repeats: int) -> float:
     step = Step(FORMATS[0], (32, 32), count, device)
 
     def once() -> None:
-        step.whole()
+        step.cast()
         step.transpose()
 
     once()

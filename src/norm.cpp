@@ -24,8 +24,6 @@ void check_norm(const char* function, const Norm& of) {
   MINIFLOAT_CHECK(of.eps >= 0, function, ": expected eps of 0 or more, got ", of.eps);
   MINIFLOAT_CHECK(!of.bias || of.kind == NormKind::kLayer, function,
                   ": expected a bias with a LayerNorm alone");
-  MINIFLOAT_CHECK(!of.residual == !of.sum || of.rows * of.cols == 0, function,
-                  ": expected a sum with a residual, and none without");
 }
 
 }  // namespace

@@ -14,10 +14,6 @@ struct Norm {
   const void* x = nullptr;  // (rows, cols)
   DType dtype = DType::kFloat32;
   std::int64_t rows = 0, cols = 0, row_stride = 0;
-  // Where set, x + residual is normalised, rounded to the dtype and also written to `sum`.
-  const void* residual = nullptr;  // (rows, cols), rows residual_stride apart
-  std::int64_t residual_stride = 0;
-  void* sum = nullptr;           // (rows, cols), contiguous
   const void* weight = nullptr;  // (cols); null: ones
   DType weight_dtype = DType::kFloat32;
   const void* bias = nullptr;  // (cols), of a LayerNorm; null: none

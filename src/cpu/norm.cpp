@@ -39,16 +39,12 @@ void run_rows(const Norm& of, void* y, float* factors, float* means, const Execu
   const std::vector<float> weight = in_fp32(of.weight, of.weight_dtype, parameters, 1.0f),
                            bias = in_fp32(of.bias, of.bias_dtype, parameters, -0.0f);
   parallel_for(execution, of.rows, of.rows * of.cols, [&](std::int64_t r) {
-    const NormRow<T> row = {
-        .x = static_cast<const T*>(of.x) + r * of.row_stride,
-        .residual =
-            of.residual ? static_cast<const T*>(of.residual) + r * of.residual_stride : nullptr,
-        .sum = of.residual ? static_cast<T*>(of.sum) + r * of.cols : nullptr,
-        .cols = of.cols,
-        .weight = weight.data(),
-        .bias = bias.data(),
-        .eps = of.eps,
-        .y = y ? static_cast<T*>(y) + r * of.cols : nullptr};
+    const NormRow<T> row = {.x = static_cast<const T*>(of.x) + r * of.row_stride,
+                            .cols = of.cols,
+                            .weight = weight.data(),
+                            .bias = bias.data(),
+                            .eps = of.eps,
+                            .y = y ? static_cast<T*>(y) + r * of.cols : nullptr};
     const RowStatistics found = run_row(of.kind, row);
     if (factors) factors[r] = with_one_nan(found.factor);
     if (means) means[r] = with_one_nan(found.mean);

@@ -21,8 +21,7 @@ MINIFLOAT_INLINE float rounded_to(const std::uint16_t*, float x) { return round_
 // One row.
 template <class T>
 struct NormRow {
-  const T *x, *residual;  // residual: null, or added to x and written to `sum`
-  T* sum;
+  const T* x;
   std::int64_t cols;
   const float *weight, *bias;
   float eps;
@@ -85,17 +84,11 @@ MINIFLOAT_INLINE RowStatistics statistics_of(const T* x, std::int64_t cols, floa
 template <class T, NormKind kKind>
 struct NormaliseRow {
   MINIFLOAT_INLINE static RowStatistics run(const NormRow<T>& row) {
-    const T* x = row.x;
-    if (row.residual) {
-      for (std::int64_t i = 0; i < row.cols; ++i)
-        store_value(row.sum + i, load_value(row.x + i) + load_value(row.residual + i));
-      x = row.sum;
-    }
-    const RowStatistics found = statistics_of<kKind>(x, row.cols, row.eps);
+    const RowStatistics found = statistics_of<kKind>(row.x, row.cols, row.eps);
     if (!row.y) return found;
     for (std::int64_t i = 0; i < row.cols; ++i)
       store_value(row.y + i, normalise<kKind>(
-                                 load_value(x + i), found, row.weight[i], row.bias[i],
+                                 load_value(row.x + i), found, row.weight[i], row.bias[i],
                                  [](float v) { return rounded_to(static_cast<T*>(nullptr), v); }));
     return found;
   }

@@ -36,8 +36,8 @@ def quantized(spec: str, shape: tuple[int, ...], kind: str) -> list[Any]:
 def test_codes_and_row_scales(device, spec, kind):
     for shape in SHAPES:
         args = quantized(spec, shape, kind)
-        want = ops.carry(*args)
-        got = ops.carry(*(t.to(device) for t in args[:3]), *args[3:])
+        want = ops.fp4_as_fp8(*args)
+        got = ops.fp4_as_fp8(*(t.to(device) for t in args[:3]), *args[3:])
         for name, a, b in zip(("codes", "row scale"), got, want):
             a, b = (t.view(torch.uint8) if name == "codes" else t for t in (a, b))
             require_same(a, b, f"{spec} {kind} {shape}: {name}")
@@ -50,8 +50,8 @@ def test_every_code_under_every_scale(device, base):
     codes, scale, amax, spec, cols = quantized(base, (256, 512), "normal")
     codes = torch.arange(256, dtype=torch.uint8).repeat(256, 1)
     scale = torch.randint(256, scale.shape, generator=g, dtype=torch.uint8)
-    want = ops.carry(codes, scale, amax, spec, cols)
-    got = ops.carry(codes.to(device), scale.to(device), amax.to(device), spec, cols)
+    want = ops.fp4_as_fp8(codes, scale, amax, spec, cols)
+    got = ops.fp4_as_fp8(codes.to(device), scale.to(device), amax.to(device), spec, cols)
     require_same(got[0].view(torch.uint8), want[0].view(torch.uint8), f"{base}: codes")
     require_same(got[1], want[1], f"{base}: row scale")
 

@@ -31,19 +31,14 @@ LAYOUTS = ["dense", "odd base", "odd pitch", "padded rows"]
 def compare(device: torch.device, case: Case, what: str) -> None:
     there = case.on(device)
     require_same_bytes(there.norm(), case.norm(), f"{case} {what}")
-    if case.residual is not None:
-        args = (case.weight, case.bias, case.kind, case.eps)
-        want = ops.add_norm(case.x, case.residual, *args)[0]
-        got = ops.add_norm(there.x, there.residual, *there.rest)[0]
-        require_same_bytes(got, want, f"the sum of {case} {what}")
 
 
 @pytest.mark.parametrize("cols", COLS)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_values(device, kind, dtype, cols):
-    for rows, has_residual in itertools.product((1, 9, 33), (False, True)):
-        compare(device, draw(kind, (rows,), cols, dtype, has_residual=has_residual), "")
+    for rows in (1, 9, 33):
+        compare(device, draw(kind, (rows,), cols, dtype), "")
     case = draw(kind, (5,), cols, dtype, has_parameters=False)
     compare(device, case, "without weight")
     other = torch.float32 if dtype == torch.bfloat16 else torch.bfloat16
@@ -55,10 +50,8 @@ def test_values(device, kind, dtype, cols):
 @pytest.mark.parametrize("kind", KINDS)
 def test_values_of_every_magnitude(device, kind, dtype, of):
     for cols in (40, 1024, 4096):
-        case = draw(kind, (33,), cols, dtype, has_residual=True)
-        x, residual = (values(of, (33, cols), dtype, seed) for seed in (1, 2))
-        compare(device, replace(case, x=x, residual=residual), of)
-        compare(device, replace(case, x=x, residual=None), of)
+        case = draw(kind, (33,), cols, dtype)
+        compare(device, replace(case, x=values(of, (33, cols), dtype, 1)), of)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS[1:])
@@ -127,10 +120,8 @@ def compare_casts(device: torch.device, case: Case, row: str, col: str, **option
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize(("row", "col"), [*FUSED, *COMPOSED])
 def test_casts(device, row, col, kind):
-    shapes = itertools.product((128, 384), (128, 256, 1152, 4096))
-    for (rows, cols), has_residual in itertools.product(shapes, (False, True)):
-        case = draw(kind, (rows,), cols, torch.bfloat16, has_residual=has_residual, scale=3)
-        compare_casts(device, case, row, col)
+    for rows, cols in itertools.product((128, 384), (128, 256, 1152, 4096)):
+        compare_casts(device, draw(kind, (rows,), cols, torch.bfloat16, scale=3), row, col)
     asked = {"decoded_row": bool(row), "decoded_col": bool(col)}
     compare_casts(device, draw(kind, (128,), 256, torch.bfloat16), row, col, **asked)
     case = draw(kind, (256,), 384, torch.bfloat16, parameters=torch.float32)
@@ -194,7 +185,7 @@ def test_gradients(device, kind, dtype):
 
 
 def test_nothing_waits_for_the_device(cuda):
-    case = draw("rms", (128,), 256, torch.bfloat16, has_residual=True).on(cuda)
+    case = draw("rms", (128,), 256, torch.bfloat16).on(cuda)
     history = torch.ones(6, 4, device=cuda)
     for mode in ("default", "error"):  # the first run may allocate lasting state
         torch.cuda.set_sync_debug_mode(mode)
@@ -215,7 +206,7 @@ def test_nothing_waits_for_the_device(cuda):
 
 @pytest.mark.parametrize(("row", "col"), [p for p in FUSED if "delayed" not in p[0] + p[1]])
 def test_a_graph_replays_with_eagers_bytes(cuda, row, col):
-    case = draw("rms", (128,), 256, torch.bfloat16, has_residual=True).on(cuda)
+    case = draw("rms", (128,), 256, torch.bfloat16).on(cuda)
     graph, outputs = captured(lambda: case.cast(row, col))
     case.x.mul_(1.5)
     want = case.cast(row, col)
@@ -226,7 +217,7 @@ def test_a_graph_replays_with_eagers_bytes(cuda, row, col):
 def test_quick(device):
     for kind, dtype in itertools.product(KINDS, DTYPES):
         for cols in (9, 264, 2064, 16400):
-            compare(device, draw(kind, (9,), cols, dtype, has_residual=True), "")
+            compare(device, draw(kind, (9,), cols, dtype), "")
     for row, col in FUSED:
         compare_casts(device, draw("rms", (128,), 128, torch.bfloat16), row, col)
         compare_casts(device, draw("layer", (9,), 272, torch.bfloat16), row, col)

@@ -30,7 +30,7 @@ EPSILONS = {torch.float32: FP32, torch.bfloat16: 2.0**-8}
 
 def exact(case: Case) -> torch.Tensor:
     """Computes y in float64; of "rms_rounded" without the rounding in between."""
-    x = case.x.double() if case.residual is None else (case.x + case.residual).double()
+    x = case.x.double()
     w, b = (None if t is None else t.double() for t in (case.weight, case.bias))
     shape = x.shape[-1:]
     if case.kind == "layer":
@@ -99,44 +99,13 @@ def test_backward_is_differentiable(kind):
         return torch.autograd.grad(y.sin().sum(), (x, w), create_graph=True)
 
     def exact_first(x, w):
-        y = exact(Case(x, None, w, case.bias, kind, case.eps))
+        y = exact(Case(x, w, case.bias, kind, case.eps))
         return torch.autograd.grad(y.sin().sum(), (x, w), create_graph=True)
 
     got = torch.autograd.grad(sum(t.cos().sum() for t in first(x, w)), (x, w))
     want = torch.autograd.grad(sum(t.cos().sum() for t in exact_first(x, w)), (x, w))
     for a, b in zip(got, want, strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-3)  # fp32 against float64
-
-
-def test_the_sum_of_add_norm_and_its_gradients():
-    case = draw("rms", (4, 9), 72, torch.float32, has_residual=True)
-    x, r, w = (t.clone().requires_grad_() for t in (case.x, case.residual, case.weight))
-    total, y = ops.add_norm(x, r, w, None, "rms", case.eps)
-    other = (x + r, mf.rms_norm(x + r, w, case.eps))
-    assert torch.equal(total, other[0])
-    assert torch.equal(y, other[1])
-    for used in ((0, 1), (1,), (0,)):
-        got = sum(((total, y)[i] * (i + 2)).sin().sum() for i in used)
-        want = sum((other[i] * (i + 2)).sin().sum() for i in used)
-        inputs = (x, r, w) if 1 in used else (x, r)
-        found = torch.autograd.grad(got, inputs, retain_graph=True)
-        wanted = torch.autograd.grad(want, inputs, retain_graph=True)
-        for a, b in zip(found, wanted, strict=True):
-            assert torch.equal(a, b)
-
-
-def test_the_sum_of_quantize_add_norm_has_its_history():
-    case = draw("rms", (4, 9), 64, torch.float32, has_residual=True)
-    x, r = case.x.requires_grad_(), case.residual.requires_grad_()
-    calls = (
-        ops.quantize_add_norm(x, r, None, None, "rms", 1e-6, "mxfp8", "e4m3/row"),
-        ops.add_norm_operands(x, r, None, None, "rms", 1e-6, "fp8_rowwise"),
-    )
-    for total, *codes in calls:
-        assert torch.equal(total, x + r)
-        assert not any(t.requires_grad for t in codes)
-        for d in torch.autograd.grad(total.sin().sum(), (x, r)):
-            assert torch.equal(d, (x + r).cos())
 
 
 def options_of(row: str, col: str) -> dict[str, Any]:
@@ -159,15 +128,14 @@ def options_of(row: str, col: str) -> dict[str, Any]:
     st.sampled_from(DTYPES),
     st.sampled_from(KINDS),
     st.booleans(),
-    st.booleans(),
 )
 @settings(max_examples=200, deadline=None)
 def test_bytes_are_those_of_the_composition(
-    spec, flags, directions, lead, cols, dtype, kind, has_residual, decoded
+    spec, flags, directions, lead, cols, dtype, kind, decoded
 ):
     spec = spec + flags
     row, col = (spec if asked else "" for asked in directions)
-    case = draw(kind, lead, cols, dtype, has_residual=has_residual)
+    case = draw(kind, lead, cols, dtype)
     options = options_of(row, col) | {f"decoded_{side}": decoded for side in ("row", "col")}
     options["origin"] = (256, 128)
     what = f"{case} '{row}' '{col}'"
@@ -177,10 +145,9 @@ def test_bytes_are_those_of_the_composition(
 
 
 @pytest.mark.parametrize("recipe", [name for name in mf.presets() if name != "bf16"])
-@pytest.mark.parametrize("has_residual", [False, True])
-def test_operands_are_those_of_the_values(recipe, has_residual):
+def test_operands_are_those_of_the_values(recipe):
     """The operands equal those of y, and so does the history."""
-    case = draw("rms", (4, 32), 128, torch.bfloat16, has_residual=has_residual)
+    case = draw("rms", (4, 32), 128, torch.bfloat16)
     parsed = mf.Recipe(recipe)
     state: dict[str, Any] = {"rng": torch.tensor([1, 2, 3])} if parsed.is_stochastic else {}
     histories = [torch.rand(6, 4, generator=torch.Generator().manual_seed(2)) for _ in range(2)]
@@ -191,22 +158,16 @@ def test_operands_are_those_of_the_values(recipe, has_residual):
     y = case.norm()
     want = ops.linear(y, w, None, recipe, amax_history=histories[1], **state)
     again = None if histories[0] is None else histories[0].clone()
-    operands = got[1:] if has_residual else got
     x = ops.deferred_norm(case.x, case.weight, None, "rms", case.eps)
-    found = ops.linear(x, w, None, recipe, amax_history=again, x_operands=operands, **state)
+    found = ops.linear(x, w, None, recipe, amax_history=again, x_operands=got, **state)
     assert torch.equal(found, want)
     if histories[0] is not None:
         assert torch.equal(histories[0][[0, 5]], histories[1][[0, 5]])
-    if has_residual:
-        assert torch.equal(got[0], case.x + case.residual)
 
 
 def test_nothing_is_returned_of_bf16():
     x = torch.randn(4, 64)
     assert not any(t.numel() for t in ops.norm_operands(x, None, None, "rms", 1e-6, "bf16"))
-    total, *rest = ops.add_norm_operands(x, x, None, None, "rms", 1e-6, "bf16")
-    assert torch.equal(total, x + x)
-    assert not any(t.numel() for t in rest)
 
 
 def test_one_nan():
@@ -239,8 +200,6 @@ W = torch.ones(32)
         (lambda: ops.norm(X.sum(), None, None, "rms", 1e-6), "got a number"),
         (lambda: ops.norm(X, W.to("meta"), None, "rms", 1e-6), "expected weight on cpu"),
         (lambda: ops.deferred_norm(X, W[:5], None, "rms", 1e-6), "expected weight of 32"),
-        (lambda: ops.add_norm(X, X[:2], None, None, "rms", 1e-6), "expected residual as x"),
-        (lambda: ops.add_norm(X, X.bfloat16(), None, None, "rms", 1e-6), "expected residual as x"),
         (lambda: ops.quantize_norm(X, None, None, "rms", 1e-6, "", ""), "rowwise or a columnwise"),
         (lambda: ops.quantize_norm(X, None, None, "rms", 1e-6, "bf16", ""), "bf16 is the identity"),
         (lambda: ops.quantize_norm(X, None, None, "rms", 1e-6, "mxfp4+sr", ""), "needs rng"),

@@ -112,19 +112,6 @@ def test_a_seed_is_a_64_bit_integer(seed):
 # ---- outputs of casts ----------------------------------------------------------------------------
 
 
-def cast_arguments(rows=16, cols=32, spec="e4m3/row"):
-    master = torch.randn(rows, cols)
-    part = mf.quantize(master, spec)
-    return {
-        "masters": [master.flatten()],
-        "specs": [spec],
-        "geometry": [0, rows, cols, 0, 0, 0],
-        "codes": [part.codes],
-        "scales": [part.scale],
-        "amax": [part.amax],
-    }
-
-
 SHORT = {
     "short": lambda amax: amax[:1],
     "expanded": lambda amax: amax[:1].expand(amax.shape),
@@ -136,15 +123,15 @@ SHORT = {
 @pytest.mark.parametrize("change", SHORT)
 def test_casts_refuse_amaxes_of_another_layout(change):
     """Refuses amaxes that the cast wrote past their end."""
-    args = cast_arguments()
-    args["amax"] = [SHORT[change](args["amax"][0])]
-    before = args["amax"][0].clone()
+    native, master = torch.classes.minifloat, torch.randn(16, 32)
+    q = mf.quantize(master, "e4m3/row")
+    amax = SHORT[change](q.amax)
+    before = amax.clone()
+    casts = [native.ShardCast("e4m3/row", False, 16, 32, False)]
+    lists = [0], ["w"], [q.codes], [q.scale], [amax], native.Agreement()
     with refused("16 contiguous float32 amaxes"):
-        ops.quantize_master_weights(**args, names=["w"], group="")
-    inputs = {name: args[name] for name in ("masters", "specs", "geometry")}
-    with refused("16 contiguous float32 amaxes"):
-        ops.partial_cast(amaxes=ops.partial_amax(**inputs), **args)
-    assert torch.equal(before, args["amax"][0])
+        native.MasterCasts(casts, *lists).quantize([master.flatten()], [0], [], "")
+    assert torch.equal(before, amax)
 
 
 @pytest.mark.parametrize("change", SHORT)

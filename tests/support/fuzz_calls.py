@@ -164,12 +164,9 @@ def _decode(rng: Random, arena: Arena) -> Call:
 
 
 @call("fp4_as_fp8")
-@call("carry")
 def _fp4_as_fp8(rng: Random, arena: Arena) -> Call:
-    return op_call(
-        rng.choice(("fp4_as_fp8", "carry")),
-        **_codes(rng, arena, ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2"]),
-    )
+    specs = ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2"]
+    return op_call("fp4_as_fp8", **_codes(rng, arena, specs))
 
 
 @call("block_scaled_operand")

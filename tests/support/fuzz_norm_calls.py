@@ -15,13 +15,11 @@ SPECS = ("mxfp8", "e4m3/row", "e4m3/tensor", "e4m3/1x128", "e4m3/128x128", "nvfp
 RECIPES = ("mxfp8", "fp8_rowwise", "fp8_tensorwise", "fp8_blockwise", "mxfp4", "nvfp4", "bf16")
 
 
-def _norm(rng: Random, arena: Arena, has_residual: bool = False) -> dict[str, Any]:
+def _norm(rng: Random, arena: Arena) -> dict[str, Any]:
     cols = rng.choice((1, 8, 40, 128, 261))
     shape = (*rng.choice(((), (0,), (3,), (17,), (2, 5))), cols)
     dtype, kind = rng.choice(FLOATS), rng.choice(("rms", "rms_rounded", "layer"))
     args: dict[str, Any] = {"x": arena.place(values(rng, shape, dtype))}
-    if has_residual:
-        args["residual"] = arena.place(values(rng, shape, dtype))
     for name in ("weight", "bias"):
         given = rng.random() < 0.7 and (name == "weight" or kind == "layer")
         args[name] = arena.place(values(rng, (cols,), rng.choice(FLOATS))) if given else None
@@ -52,29 +50,14 @@ def _deferred(rng: Random, arena: Arena) -> Call:
     return op_call("deferred_norm", **_norm(rng, arena))
 
 
-@call("add_norm")
-def _add(rng: Random, arena: Arena) -> Call:
-    return op_call("add_norm", **_norm(rng, arena, True))
-
-
 @call("quantize_norm")
 def _cast(rng: Random, arena: Arena) -> Call:
     return op_call("quantize_norm", **_norm(rng, arena), **_specs(rng, arena))
 
 
-@call("quantize_add_norm")
-def _add_cast(rng: Random, arena: Arena) -> Call:
-    return op_call("quantize_add_norm", **_norm(rng, arena, True), **_specs(rng, arena))
-
-
 @call("norm_operands")
 def _operands(rng: Random, arena: Arena) -> Call:
     return op_call("norm_operands", **_norm(rng, arena), **_recipe(rng, arena))
-
-
-@call("add_norm_operands")
-def _add_operands(rng: Random, arena: Arena) -> Call:
-    return op_call("add_norm_operands", **_norm(rng, arena, True), **_recipe(rng, arena))
 
 
 @call("mf.rms_norm")

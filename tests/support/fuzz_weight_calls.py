@@ -55,29 +55,6 @@ def _entries(rng: Random, arena: Arena) -> dict[str, list[Any]]:
     return found
 
 
-def _take(entries: dict[str, list[Any]], *names: str) -> dict[str, Any]:
-    return {name: entries[name] for name in names}
-
-
-@call("partial_amax")
-def _partial_amax(rng: Random, arena: Arena) -> Call:
-    return op_call("partial_amax", **_take(_entries(rng, arena), "masters", "specs", "geometry"))
-
-
-@call("partial_cast")
-def _partial_cast(rng: Random, arena: Arena) -> Call:
-    inputs = _take(found := _entries(rng, arena), "masters", "specs", "geometry")
-    outputs = _take(found, "codes", "scales", "amax")
-    return op_call(
-        "partial_cast", amaxes=arena.place(ops.partial_amax(**inputs)), **inputs, **outputs
-    )
-
-
-@call("quantize_master_weights")
-def _quantize_masters(rng: Random, arena: Arena) -> Call:
-    return op_call("quantize_master_weights", **_entries(rng, arena), group="")
-
-
 @call("MasterCasts.quantize")
 def _master_casts(rng: Random, arena: Arena) -> Call:
     e = _entries(rng, arena)
@@ -122,11 +99,6 @@ def _matrices(rng: Random, arena: Arena) -> dict[str, Any]:
             bytes_ = r * ((c * bits + 7) // 8)
             found.append(arena.place(torch.zeros(bytes_, dtype=torch.uint8)))
     return {"matrices": sources, "out": targets, "sizes": sizes}
-
-
-@call("transpose_many")
-def _transpose_many(rng: Random, arena: Arena) -> Call:
-    return op_call("transpose_many", **_matrices(rng, arena))
 
 
 @call("MatrixTransposes.run")
@@ -235,12 +207,9 @@ RECIPES = ["mxfp8", "nvfp4", "fprop=mxfp8*mxfp8 dgrad=bf16*bf16 wgrad=mxfp4*mxfp
 MAPS = ["*: nvfp4; *.out?: bf16", "mxfp8", "a*b*c: mxfp4"]
 
 
-@call("parse_spec")
-@call("scale_dtype")
 @call("spec_info")
-def _parse_spec(rng: Random, arena: Arena) -> Call:
-    name = rng.choice(("parse_spec", "scale_dtype", "spec_info"))
-    return op_call(name, spec=rng.choice(SPECS))
+def _spec_info(rng: Random, arena: Arena) -> Call:
+    return op_call("spec_info", spec=rng.choice(SPECS))
 
 
 @call("product_info")

@@ -20,21 +20,17 @@ class Case:
     """The inputs of a normalisation."""
 
     x: Tensor
-    residual: Tensor | None
     weight: Tensor | None
     bias: Tensor | None
     kind: str
     eps: float
 
     def __str__(self) -> str:
-        added = "" if self.residual is None else " + residual"
-        return f"{self.kind} of {tuple(self.x.shape)} {self.x.dtype}{added}"
+        return f"{self.kind} of {tuple(self.x.shape)} {self.x.dtype}"
 
     def on(self, device: torch.device) -> Case:
-        moved = [
-            None if t is None else t.to(device)
-            for t in (self.x, self.residual, self.weight, self.bias)
-        ]
+        given = (self.x, self.weight, self.bias)
+        moved = [None if t is None else t.to(device) for t in given]
         return Case(*moved, self.kind, self.eps)  # type: ignore[arg-type]
 
     @property
@@ -42,26 +38,19 @@ class Case:
         return self.weight, self.bias, self.kind, self.eps
 
     def norm(self) -> Tensor:
-        if self.residual is None:
-            return ops.norm(self.x, *self.rest)
-        return ops.add_norm(self.x, self.residual, *self.rest)[1]
+        return ops.norm(self.x, *self.rest)
 
     def cast(self, row: str, col: str, **options: Any) -> tuple[Tensor, ...]:
-        """Returns the sum, or x, and the eight tensors of the cast."""
-        if self.residual is None:
-            return (self.x, *ops.quantize_norm(self.x, *self.rest, row, col, **options))
-        return ops.quantize_add_norm(self.x, self.residual, *self.rest, row, col, **options)
+        """Returns the eight tensors of the cast."""
+        return ops.quantize_norm(self.x, *self.rest, row, col, **options)
 
     def composition(self, row: str, col: str, **options: Any) -> tuple[Tensor, ...]:
         """Returns the same from the values."""
-        total = self.x if self.residual is None else self.x + self.residual
-        y = ops.norm(total, *self.rest)
-        return (total, *ops.quantize(y.view(-1, y.shape[-1]), row, col, **options))
+        y = self.norm()
+        return ops.quantize(y.view(-1, y.shape[-1]), row, col, **options)
 
     def operands(self, recipe: str, **options: Any) -> list[Tensor]:
-        if self.residual is None:
-            return ops.norm_operands(self.x, *self.rest, recipe, **options)
-        return ops.add_norm_operands(self.x, self.residual, *self.rest, recipe, **options)
+        return ops.norm_operands(self.x, *self.rest, recipe, **options)
 
 
 def draw(
@@ -70,7 +59,6 @@ def draw(
     cols: int,
     dtype: torch.dtype,
     *,
-    has_residual: bool = False,
     has_parameters: bool = True,
     parameters: torch.dtype | None = None,
     scale: float = 1.0,
@@ -82,16 +70,14 @@ def draw(
         return torch.randn(*shape, generator=g)
 
     x = (random(*lead, cols) * scale + 0.25).to(dtype)
-    residual = random(*lead, cols).to(dtype) if has_residual else None
     weight = bias = None
     if has_parameters:
         weight = (1 + random(cols) / 4).to(parameters or dtype)
         bias = random(cols).to(parameters or dtype) if kind == "layer" else None
-    return Case(x, residual, weight, bias, kind, 1e-5)
+    return Case(x, weight, bias, kind, 1e-5)
 
 
 def require_same_outputs(got: tuple[Tensor, ...], want: tuple[Tensor, ...], what: str) -> None:
-    """Compares the sum and the outputs of both directions."""
-    names = ["sum", *PARTS]
-    named = (dict(zip(names, outputs, strict=True)) for outputs in (got, want))
+    """Compares the outputs of both directions."""
+    named = (dict(zip(PARTS, outputs, strict=True)) for outputs in (got, want))
     require_all_same(*named, what)

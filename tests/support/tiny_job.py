@@ -6,7 +6,7 @@
 import hashlib
 
 from minifloat import cli
-from minifloat.train.metrics import read_records, without_timings
+from minifloat.train.metrics import TIMINGS, read_records
 
 from tests.support.killed_job import killed_after
 from tests.support.worlds import THREADS
@@ -31,6 +31,11 @@ def run_and_kill(tiny, out, after, *more):
     """Runs the command and ends it once the checkpoint of step `after` is complete."""
     with killed_after(after):
         run(tiny, out, *more)
+
+
+def without_timings(records):
+    """Returns the reproducible fields of the records."""
+    return [{k: v for k, v in record.items() if k not in TIMINGS} for record in records]
 
 
 def digest(out, name="bf16"):

@@ -58,7 +58,7 @@ FP4_SPECS = ["mxfp4", "nvfp4+pow2", "nvfp4/16x16+pow2", "mxfp4+sr+rht", "nvfp4+p
 
 
 def fp4_as_fp8(q):
-    return ops.carry(q.codes, q.scale, q.amax, q.spec, q.shape[-1])
+    return ops.fp4_as_fp8(q.codes, q.scale, q.amax, q.spec, q.shape[-1])
 
 
 @pytest.mark.parametrize("spec", FP4_SPECS)

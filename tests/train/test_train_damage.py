@@ -70,13 +70,6 @@ def edit_json(path, change):
     path.write_text(json.dumps(value))
 
 
-def write_as_before_checksums(out):
-    """Changes the checkpoints to those of a version without checksums."""
-    for folder in checkpoints(out).glob("step_*"):
-        (folder / manifest.NAME).unlink()
-        edit_json(folder / "state.json", lambda state: state.pop("checksums"))
-
-
 # ---- the bytes of a checkpoint -------------------------------------------------------------------
 
 
@@ -135,19 +128,11 @@ def test_without_an_intact_checkpoint_nothing_is_written(tiny, out, capsys):
     assert contents(out) == before
 
 
-def test_a_checkpoint_without_checksums_is_accepted_and_named(tiny, out, reference, capsys):
-    write_as_before_checksums(out)
-    assert run(tiny, out, "--resume") == 0
-    said = capsys.readouterr().err
-    assert f"{checkpoints(out) / NEWEST}: has no SHA256SUMS: its bytes cannot be verified" in said
-    assert digest(out) == reference
-
-
 @pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_a_damaged_checkpoint_without_checksums_is_one_error(tiny, out, capsys, file):
-    write_as_before_checksums(out)
+def test_a_damaged_checkpoint_whose_checksums_hold_is_one_error(tiny, out, capsys, file):
     path = checkpoints(out) / NEWEST / file
     path.write_bytes(path.read_bytes()[:1000])
+    manifest.write(path.parent)
     assert run(tiny, out, "--resume") == 1
     said = capsys.readouterr().err
     assert f"error: {checkpoints(out) / NEWEST}: cannot load it" in said
@@ -155,8 +140,9 @@ def test_a_damaged_checkpoint_without_checksums_is_one_error(tiny, out, capsys, 
 
 @pytest.mark.parametrize("field", ["identity", "step", "torch", "peak_bytes"])
 def test_a_state_without_a_field_is_passed_over(out, field):
-    write_as_before_checksums(out)
-    edit_json(checkpoints(out) / NEWEST / "state.json", lambda state: state.pop(field))
+    state = checkpoints(out) / NEWEST / "state.json"
+    edit_json(state, lambda values: values.pop(field))
+    manifest.write(state.parent)
     found, said = choose(out)
     assert found == BEFORE
     assert f"{NEWEST}/state.json: expected the field '{field}'" in said

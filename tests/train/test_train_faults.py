@@ -15,8 +15,9 @@ import pytest
 import torch
 from minifloat import cli
 from minifloat.train import checkpoint, loop
-from minifloat.train.metrics import Metrics, read_records, without_timings
+from minifloat.train.metrics import Metrics, read_records
 
+from tests.support.tiny_job import without_timings
 from tests.support.tiny_text import write_text
 from tests.support.worlds import KILLED, THREADS, last_words
 

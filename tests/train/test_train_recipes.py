@@ -30,11 +30,14 @@ def test_an_unknown_policy_is_refused():
         parse("nvfp4 keep=last")
 
 
-def test_a_job_without_policies_goes_on_with_what_its_maps_name():
-    run = RunSpec.from_json("job", {"name": "a", "recipe": "*: nvfp4", "seed": 1})
-    assert run.keep == "nothing"
+def test_a_saved_run_has_every_field():
+    saved = asdict(RunSpec("a", "*: nvfp4", 1, "nothing"))
+    assert asdict(RunSpec.from_json("job", saved)) == saved
     with pytest.raises(TrainError, match="job: keep: expected one of head"):
-        RunSpec.from_json("job", asdict(run) | {"keep": "all"})
+        RunSpec.from_json("job", saved | {"keep": "all"})
+    for name in saved:
+        with pytest.raises(TrainError, match=f"job: expected the field '{name}'"):
+            RunSpec.from_json("job", {k: v for k, v in saved.items() if k != name})
 
 
 def test_the_comma_of_a_fast_product_separates_nothing():
@@ -115,15 +118,6 @@ def test_a_run_has_its_formats_written_out():
     )
     assert run.trained_recipe == run.recipe
     assert RunSpec("bf16", "bf16", 1).formats == "bf16"
-
-
-def test_a_job_without_formats_goes_on_with_the_presets_of_its_time():
-    fields = {"name": "a", "recipe": "*: nvfp4_pow2; output: bf16", "seed": 1}
-    run = RunSpec.from_json("job", fields)
-    assert run.trained_recipe == f"*: {SQUARE}; output: bf16"
-    assert RunSpec("a", fields["recipe"], 1).trained_recipe == fields["recipe"]
-    unchanged = RunSpec.from_json("job", fields | {"recipe": "*: mxfp4"})
-    assert unchanged.trained_recipe == "*: mxfp4"
 
 
 def test_a_resumed_run_keeps_its_formats(tmp_path):

@@ -7,7 +7,7 @@ import torch
 from minifloat import cli
 from minifloat.train import loop
 from minifloat.train.measure import MEASURE_EVERY, PeakMemory, SpeedOfLight
-from minifloat.train.metrics import Metrics, read_records, without_timings
+from minifloat.train.metrics import Metrics, read_records
 from minifloat.train.plot import draw_losses, smooth
 from minifloat.train.recipes import RunSpec
 from minifloat.train.report import (
@@ -18,6 +18,7 @@ from minifloat.train.report import (
     table_rows,
 )
 
+from tests.support.tiny_job import without_timings
 from tests.support.tiny_text import write_text
 
 BF16, NOISE = RunSpec("bf16", "bf16", 1), RunSpec("bf16 (seed 2)", "bf16", 2)

@@ -9,10 +9,11 @@ import pytest
 import torch
 from minifloat.train.batches import Batches
 from minifloat.train.config import TrainError
-from minifloat.train.metrics import read_records, without_timings
+from minifloat.train.metrics import read_records
 from minifloat.train.world import World, joined
 
 from tests.support import train_command
+from tests.support.tiny_job import without_timings
 from tests.support.tiny_text import write_text
 
 start = partial(train_command.start, model="64,2,2,1,96", seq=32, batch=4)

@@ -252,7 +252,7 @@ namespace {
 void register_kernels(torch::Library& m) {
   m.impl("dequantize", dequantize_kernel);
   m.impl("decode", decode_kernel);
-  for (const char* name : {"fp4_as_fp8", "carry"}) m.impl(name, fp4_as_fp8_kernel);
+  m.impl("fp4_as_fp8", fp4_as_fp8_kernel);
 }
 
 }  // namespace
@@ -263,12 +263,12 @@ TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("dequantize", dequantize_meta);
   m.impl("decode", decode_meta);
-  for (const char* name : {"fp4_as_fp8", "carry"}) m.impl(name, fp4_as_fp8_meta);
+  m.impl("fp4_as_fp8", fp4_as_fp8_meta);
 }
 
 // Codes have no gradient: autograd is skipped.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"dequantize", "decode", "fp4_as_fp8", "carry"})
+  for (const char* op : {"dequantize", "decode", "fp4_as_fp8"})
     m.impl(op, torch::CppFunction::makeFallthrough());
 }
 

@@ -1,5 +1,5 @@
-// The ops norm, quantize_norm, add_norm and quantize_add_norm: each has a Meta kernel, and one
-// kernel for CPU and CUDA. norm_autograd.cpp differentiates them.
+// The ops norm and quantize_norm: each has a Meta kernel, and one kernel for CPU and CUDA.
+// norm_autograd.cpp differentiates them.
 #include "ops/norm.h"
 
 #include <ATen/ATen.h>
@@ -18,12 +18,11 @@ namespace {
 
 using at::Tensor;
 using c10::SymInt;
-using torch_ops::NineTensors;
 using torch_ops::NormArguments;
-using torch_ops::QuantizedNorm;
 using torch_ops::QuantizedOperand;
 using torch_ops::QuantizeOptions;
 using MaybeTensor = std::optional<Tensor>;
+using Directions = std::pair<QuantizedOperand, QuantizedOperand>;
 
 void check_parameter(const NormArguments& a, const char* name, const MaybeTensor& t) {
   if (!t) return;
@@ -58,20 +57,17 @@ Tensor as_rows(const char* op, const char* name, const Tensor& x) {
 
 // The inputs in memory that the kernels read.
 struct NormInputs {
-  Tensor x, residual, weight, bias;
+  Tensor x, weight, bias;
   Norm of;
 };
-NormInputs inputs_of(const NormArguments& a, const Tensor& sum) {
+NormInputs inputs_of(const NormArguments& a) {
   const NormKind kind = torch_ops::check_norm(a);
   const auto parameter = [&](const char* name, const MaybeTensor& t) {
     if (t) bridge::check_memory(a.op, name, *t);
     return t ? t->contiguous() : Tensor();
   };
-  NormInputs in = {as_rows(a.op, "x", a.x),
-                   a.residual ? as_rows(a.op, "residual", *a.residual) : Tensor(),
-                   parameter("weight", a.weight),
-                   parameter("bias", a.bias),
-                   {}};
+  NormInputs in = {
+      as_rows(a.op, "x", a.x), parameter("weight", a.weight), parameter("bias", a.bias), {}};
   const auto dtype_of = [](const Tensor& t) {
     return t.defined() && t.scalar_type() == at::kBFloat16 ? DType::kBFloat16 : DType::kFloat32;
   };
@@ -82,11 +78,6 @@ NormInputs inputs_of(const NormArguments& a, const Tensor& sum) {
   of.rows = in.x.size(0);
   of.cols = in.x.size(1);
   of.row_stride = in.x.stride(0);
-  if (a.residual) {
-    of.residual = in.residual.const_data_ptr();
-    of.residual_stride = in.residual.stride(0);
-    of.sum = sum.mutable_data_ptr();
-  }
   of.weight = data_of(in.weight);
   of.weight_dtype = dtype_of(in.weight);
   of.bias = data_of(in.bias);
@@ -98,54 +89,28 @@ NormInputs inputs_of(const NormArguments& a, const Tensor& sum) {
 }
 
 // ---- Values -------------------------------------------------------------------------------------
-// Returns the normalised rows. sum: of x and the residual, if there is one
-Tensor compute_norm(const NormArguments& a, const Tensor& sum) {
-  const NormInputs in = inputs_of(a, sum);
-  const Tensor y = like_x(a);
-  bridge::with_value_errors([&] { norm(in.of, y.mutable_data_ptr(), bridge::ExecutionOn(a.x)); });
-  return y;
-}
-
 template <bool kIsMeta>
 Tensor norm_op(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
                const std::string& kind, double eps) {
   const NormArguments a = {"norm", x, weight, bias, kind, eps};
   torch_ops::check_norm(a);
-  if constexpr (kIsMeta) return like_x(a);
-  return compute_norm(a, Tensor());
-}
-
-template <bool kIsMeta>
-std::tuple<Tensor, Tensor> add_norm_op(const Tensor& x, const Tensor& residual,
-                                       const MaybeTensor& weight, const MaybeTensor& bias,
-                                       const std::string& kind, double eps) {
-  const NormArguments a = {"add_norm", x, weight, bias, kind, eps, &residual};
-  torch_ops::check_norm(a);
-  const Tensor sum = like_x(a);
-  return {sum, kIsMeta ? like_x(a) : compute_norm(a, sum)};
+  const Tensor y = like_x(a);
+  if constexpr (kIsMeta) return y;
+  const NormInputs in = inputs_of(a);
+  bridge::with_value_errors([&] { norm(in.of, y.mutable_data_ptr(), bridge::ExecutionOn(x)); });
+  return y;
 }
 
 // ---- Casts --------------------------------------------------------------------------------------
-QuantizedNorm cast_norm(const NormArguments& a, const std::string& row, const std::string& col,
-                        const QuantizeOptions& options, bool shares_memory) {
+Directions cast_norm(const NormArguments& a, const std::string& row, const std::string& col,
+                     const QuantizeOptions& options, bool shares_memory) {
   torch_ops::check_norm(a);
-  const Tensor sum = a.residual ? like_x(a) : Tensor();
-  const NormInputs in = inputs_of(a, sum);
+  const NormInputs in = inputs_of(a);
   const torch_ops::CastOfComputed cast = [&](const Operand* to_row, const Operand* to_col,
                                              const GroupTable&, const Execution& execution) {
     quantize_norm(in.of, to_row, to_col, execution);
   };
-  auto [r, c] = torch_ops::direct_quantize(in.x, row, col, options, &cast, shares_memory);
-  return {sum, r, c};
-}
-
-template <bool kIsMeta>
-QuantizedNorm quantize_norm_op(const NormArguments& a, const std::string& row,
-                               const std::string& col, const QuantizeOptions& options) {
-  if constexpr (!kIsMeta) return cast_norm(a, row, col, options, false);
-  torch_ops::check_norm(a);
-  auto [r, c] = torch_ops::quantize(like_matrix(a), row, col, options);
-  return {a.residual ? like_x(a) : Tensor(), r, c};
+  return torch_ops::direct_quantize(in.x, row, col, options, &cast, shares_memory);
 }
 
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
@@ -158,55 +123,31 @@ EightTensors quantize_op(const Tensor& x, const MaybeTensor& weight, const Maybe
                          std::int64_t stream_row, std::int64_t stream_col,
                          c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col) {
   const NormArguments a = {"quantize_norm", x, weight, bias, kind, eps};
-  const auto [sum, r, c] = quantize_norm_op<kIsMeta>(
-      a, row, col,
-      torch_ops::options_of(a.op, amax_row, amax_col, rng, stream_row, stream_col, origin,
-                            decoded_row, decoded_col));
+  TORCH_CHECK_VALUE(origin.size() == 2, a.op, ": expected origin as (row, column), got ",
+                    origin.size(), " numbers");
+  const QuantizeOptions options = {.amax_row = amax_row,
+                                   .amax_col = amax_col,
+                                   .rng = rng,
+                                   .stream_row = stream_row,
+                                   .stream_col = stream_col,
+                                   .decoded_row = decoded_row,
+                                   .decoded_col = decoded_col,
+                                   .origin = {origin[0], origin[1]}};
+  torch_ops::check_norm(a);
+  const auto [r, c] = kIsMeta ? torch_ops::quantize(like_matrix(a), row, col, options)
+                              : cast_norm(a, row, col, options, false);
   return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
-}
-
-template <bool kIsMeta>
-NineTensors quantize_add_op(const Tensor& x, const Tensor& residual, const MaybeTensor& weight,
-                            const MaybeTensor& bias, const std::string& kind, double eps,
-                            const std::string& row, const std::string& col,
-                            const MaybeTensor& amax_row, const MaybeTensor& amax_col,
-                            const MaybeTensor& rng, std::int64_t stream_row,
-                            std::int64_t stream_col, c10::SymIntArrayRef origin, bool decoded_row,
-                            bool decoded_col) {
-  const NormArguments a = {"quantize_add_norm", x, weight, bias, kind, eps, &residual};
-  const auto [sum, r, c] = quantize_norm_op<kIsMeta>(
-      a, row, col,
-      torch_ops::options_of(a.op, amax_row, amax_col, rng, stream_row, stream_col, origin,
-                            decoded_row, decoded_col));
-  return {sum, r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
 }
 
 template <bool kIsMeta>
 void register_kernels(torch::Library& m) {
   m.impl("norm", norm_op<kIsMeta>);
-  m.impl("add_norm", add_norm_op<kIsMeta>);
   m.impl("quantize_norm", quantize_op<kIsMeta>);
-  m.impl("quantize_add_norm", quantize_add_op<kIsMeta>);
 }
 
 }  // namespace
 
 namespace torch_ops {
-
-QuantizeOptions options_of(const char* op, const MaybeTensor& amax_row, const MaybeTensor& amax_col,
-                           const MaybeTensor& rng, std::int64_t stream_row, std::int64_t stream_col,
-                           c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col) {
-  TORCH_CHECK_VALUE(origin.size() == 2, op, ": expected origin as (row, column), got ",
-                    origin.size(), " numbers");
-  return {.amax_row = amax_row,
-          .amax_col = amax_col,
-          .rng = rng,
-          .stream_row = stream_row,
-          .stream_col = stream_col,
-          .decoded_row = decoded_row,
-          .decoded_col = decoded_col,
-          .origin = {origin[0], origin[1]}};
-}
 
 NormKind check_norm(const NormArguments& a) {
   const auto check_memory = [&](const char* name, const MaybeTensor& t) {
@@ -229,53 +170,32 @@ NormKind check_norm(const NormArguments& a) {
   check_memory("x", a.x);
   check_memory("weight", a.weight);
   check_memory("bias", a.bias);
-  if (a.residual) check_memory("residual", *a.residual);
-  if (a.residual) {
-    const Tensor& r = *a.residual;
-    TORCH_CHECK_VALUE(r.scalar_type() == a.x.scalar_type() &&
-                          r.sym_sizes().equals(a.x.sym_sizes()) && r.layout() == at::kStrided,
-                      a.op, ": expected residual as x, ", a.x.scalar_type(), " ", a.x.sym_sizes(),
-                      ", got ", r.scalar_type(), " ", r.sym_sizes());
-    TORCH_CHECK_VALUE(r.device() == a.x.device(), a.op, ": expected residual on ", a.x.device(),
-                      ", got ", r.device());
-  }
   if (is_layer) return NormKind::kLayer;
   return a.kind == "rms" ? NormKind::kRms : NormKind::kRmsRounded;
 }
 
-QuantizedNorm quantize_norm(const NormArguments& a, const std::string& row, const std::string& col,
-                            const QuantizeOptions& o) {
+std::pair<QuantizedOperand, QuantizedOperand> quantize_norm(const NormArguments& a,
+                                                            const std::string& row,
+                                                            const std::string& col,
+                                                            const QuantizeOptions& o) {
   const auto or_null = [](const MaybeTensor& t) { return t ? &*t : nullptr; };
-  if (can_skip_dispatcher({&a.x, a.residual, or_null(a.weight), or_null(a.bias),
-                           or_null(o.amax_row), or_null(o.amax_col), or_null(o.rng)}))
+  if (can_skip_dispatcher({&a.x, or_null(a.weight), or_null(a.bias), or_null(o.amax_row),
+                           or_null(o.amax_col), or_null(o.rng)}))
     return cast_norm(a, row, col, o, true);
-  const auto find = [](const char* name) {
-    return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
-  };
-  if (a.residual) {
-    static const auto op =
-        find("minifloat::quantize_add_norm").typed<decltype(quantize_add_op<false>)>();
-    auto [sum, codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col,
-          decoded_col] =
-        op.call(a.x, *a.residual, a.weight, a.bias, a.kind, a.eps, row, col, o.amax_row, o.amax_col,
-                o.rng, o.stream_row, o.stream_col, o.origin, o.decoded_row, o.decoded_col);
-    return {sum,
-            {codes_row, scale_row, amax_row, decoded_row},
-            {codes_col, scale_col, amax_col, decoded_col}};
-  }
-  static const auto op = find("minifloat::quantize_norm").typed<decltype(quantize_op<false>)>();
+  static const auto op = c10::Dispatcher::singleton()
+                             .findSchemaOrThrow("minifloat::quantize_norm", "")
+                             .typed<decltype(quantize_op<false>)>();
   auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
       op.call(a.x, a.weight, a.bias, a.kind, a.eps, row, col, o.amax_row, o.amax_col, o.rng,
               o.stream_row, o.stream_col, o.origin, o.decoded_row, o.decoded_col);
-  return {{},
-          {codes_row, scale_row, amax_row, decoded_row},
+  return {{codes_row, scale_row, amax_row, decoded_row},
           {codes_col, scale_col, amax_col, decoded_col}};
 }
 
 std::pair<Tensor, Tensor> direct_norm_statistics(const Tensor& x, NormKind kind, double eps) {
   const MaybeTensor none;
   const std::string text = kind == NormKind::kLayer ? "layer" : "rms";
-  const NormInputs in = inputs_of({"norm_backward", x, none, none, text, eps}, Tensor());
+  const NormInputs in = inputs_of({"norm_backward", x, none, none, text, eps});
   c10::DimVector shape(x.sizes().begin(), x.sizes().end());
   shape.back() = 1;
   const Tensor factors = direct_empty(x, shape, at::kFloat);

@@ -2,12 +2,9 @@
 #pragma once
 
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <string>
-#include <tuple>
 #include <utility>
-#include <vector>
 
 #include "minifloat/core/norm.h"
 #include "ops/ops.h"
@@ -21,35 +18,16 @@ struct NormArguments {
   const std::optional<Tensor>&weight, &bias;
   const std::string& kind;  // "rms", "rms_rounded", "layer"
   double eps;
-  const Tensor* residual = nullptr;  // null: x alone is normalised
 };
-
-// Returns the options of a cast from an op's arguments.
-QuantizeOptions options_of(const char* op, const std::optional<Tensor>& amax_row,
-                           const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
-                           std::int64_t stream_row, std::int64_t stream_col,
-                           c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col);
 
 // Raises where an argument is not as expected. Returns the kind.
 NormKind check_norm(const NormArguments& a);
 
-// Quantizes the normalised rows of x, (M, D), as `quantize` would.   sum: of x and the residual, if
-// there is one
-struct QuantizedNorm {
-  Tensor sum;
-  QuantizedOperand row, col;
-};
-QuantizedNorm quantize_norm(const NormArguments& a, const std::string& row, const std::string& col,
-                            const QuantizeOptions& options);
-
-// The results of quantize_add_norm: the sum, and the eight tensors of `quantize`.
-using NineTensors =
-    std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
-// Calls run, which returns x + residual before tensors that have no derivative, and gives the sum
-// its history.
-std::vector<Tensor> with_history_of_sum(const Tensor& x, const Tensor& residual,
-                                        const std::function<std::vector<Tensor>()>& run);
+// Quantizes the normalised rows of x, (M, D), as `quantize` would: rowwise, columnwise.
+std::pair<QuantizedOperand, QuantizedOperand> quantize_norm(const NormArguments& a,
+                                                            const std::string& row,
+                                                            const std::string& col,
+                                                            const QuantizeOptions& options);
 
 // The gradients that backward computes; those that are not needed are undefined.
 struct NormNeeds {

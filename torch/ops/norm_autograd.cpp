@@ -4,8 +4,6 @@
 //     norm                 y
 //     deferred_norm        zeros of y's shape without memory: linear layers that take y's codes
 //                          send the gradients of y to it
-//     add_norm             x + residual, and y
-//     quantize_add_norm    x + residual alone: codes have no derivative
 //
 // Backward is differentiable, and saves x, weight and bias alone.
 #include <ATen/ATen.h>
@@ -39,22 +37,12 @@ Tensor call_norm(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& 
                                      const std::string&, double)>("minifloat::norm");
   return op.call(x, weight, bias, kind, eps);
 }
-std::tuple<Tensor, Tensor> call_add_norm(const Tensor& x, const Tensor& residual,
-                                         const MaybeTensor& weight, const MaybeTensor& bias,
-                                         const std::string& kind, double eps) {
-  static const auto op =
-      find<std::tuple<Tensor, Tensor>(const Tensor&, const Tensor&, const MaybeTensor&,
-                                      const MaybeTensor&, const std::string&, double)>(
-          "minifloat::add_norm");
-  return op.call(x, residual, weight, bias, kind, eps);
-}
 
 bool requires_grad(const MaybeTensor& t) { return t && t->defined() && t->requires_grad(); }
 // Returns whether a result has a history.
 bool has_history(const NormArguments& a) {
   return at::GradMode::is_enabled() &&
-         (a.x.requires_grad() || (a.residual && a.residual->requires_grad()) ||
-          requires_grad(a.weight) || requires_grad(a.bias));
+         (a.x.requires_grad() || requires_grad(a.weight) || requires_grad(a.bias));
 }
 
 void check_no_tangents(const NormArguments& a) {
@@ -64,17 +52,16 @@ void check_no_tangents(const NormArguments& a) {
                                 " without a tangent, got one: use reverse mode");
   };
   check("x", a.x);
-  if (a.residual) check("residual", *a.residual);
   if (a.weight) check("weight", *a.weight);
   if (a.bias) check("bias", *a.bias);
 }
 
 // ---- What backward reads ------------------------------------------------------------------------
-void save(AutogradContext* ctx, const NormArguments& a, const Tensor& normalised) {
-  ctx->save_for_backward({normalised, a.weight.value_or(Tensor()), a.bias.value_or(Tensor())});
+void save(AutogradContext* ctx, const NormArguments& a) {
+  ctx->save_for_backward({a.x, a.weight.value_or(Tensor()), a.bias.value_or(Tensor())});
   ctx->saved_data["kind"] = static_cast<std::int64_t>(torch_ops::check_norm(a));
   ctx->saved_data["eps"] = a.eps;
-  ctx->saved_data["needs_x"] = a.x.requires_grad() || (a.residual && a.residual->requires_grad());
+  ctx->saved_data["needs_x"] = a.x.requires_grad();
   ctx->saved_data["needs_weight"] = requires_grad(a.weight);
   ctx->saved_data["needs_bias"] = requires_grad(a.bias);
 }
@@ -98,46 +85,13 @@ struct NormFunction : torch::autograd::Function<NormFunction<kIsDeferred>> {
   static Tensor forward(AutogradContext* ctx, const Tensor& x, const MaybeTensor& weight,
                         const MaybeTensor& bias, const std::string& kind, double eps) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    save(ctx, {kIsDeferred ? "deferred_norm" : "norm", x, weight, bias, kind, eps}, x);
+    save(ctx, {kIsDeferred ? "deferred_norm" : "norm", x, weight, bias, kind, eps});
     if constexpr (kIsDeferred) return zeros_without_memory(x);
     return call_norm(x, weight, bias, kind, eps);
   }
   static variable_list backward(AutogradContext* ctx, variable_list grads) {
     const NormGradients d = backward_of(ctx, grads[0]);
     return {d.x, d.weight, d.bias, Tensor(), Tensor()};
-  }
-};
-
-struct AddNormFunction : torch::autograd::Function<AddNormFunction> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& x, const Tensor& residual,
-                               const MaybeTensor& weight, const MaybeTensor& bias,
-                               const std::string& kind, double eps) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    auto [sum, y] = call_add_norm(x, residual, weight, bias, kind, eps);
-    save(ctx, {"add_norm", x, weight, bias, kind, eps, &residual}, sum);
-    ctx->set_materialize_grads(false);
-    return {sum, y};
-  }
-  static variable_list backward(AutogradContext* ctx, variable_list grads) {
-    NormGradients d;
-    if (grads[1].defined()) d = backward_of(ctx, grads[1]);
-    const Tensor dx = !grads[0].defined() ? d.x : !d.x.defined() ? grads[0] : grads[0] + d.x;
-    return {dx, dx, d.weight, d.bias, Tensor(), Tensor()};
-  }
-};
-
-// x + residual, which `run` returns before the codes of its norm.
-struct AddFunction : torch::autograd::Function<AddFunction> {
-  static variable_list forward(AutogradContext* ctx, const Tensor& /*x*/,
-                               const Tensor& /*residual*/,
-                               const std::function<variable_list()>& run) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    variable_list out = run();
-    ctx->mark_non_differentiable(variable_list(out.begin() + 1, out.end()));
-    return out;
-  }
-  static variable_list backward(AutogradContext*, variable_list grads) {
-    return {grads[0], grads[0], Tensor()};
   }
 };
 
@@ -161,58 +115,7 @@ Tensor deferred_norm_kernel(const Tensor& x, const MaybeTensor& weight, const Ma
                         : zeros_without_memory(x);
 }
 
-std::tuple<Tensor, Tensor> add_norm_autograd(const Tensor& x, const Tensor& residual,
-                                             const MaybeTensor& weight, const MaybeTensor& bias,
-                                             const std::string& kind, double eps) {
-  const NormArguments a = {"add_norm", x, weight, bias, kind, eps, &residual};
-  torch_ops::check_norm(a);
-  check_no_tangents(a);
-  if (!has_history(a)) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return call_add_norm(x, residual, weight, bias, kind, eps);
-  }
-  const variable_list out = AddNormFunction::apply(x, residual, weight, bias, kind, eps);
-  return {out[0], out[1]};
-}
-
-using torch_ops::NineTensors;
-
-NineTensors quantize_add_norm_autograd(const Tensor& x, const Tensor& residual,
-                                       const MaybeTensor& weight, const MaybeTensor& bias,
-                                       const std::string& kind, double eps, const std::string& row,
-                                       const std::string& col, const MaybeTensor& amax_row,
-                                       const MaybeTensor& amax_col, const MaybeTensor& rng,
-                                       std::int64_t stream_row, std::int64_t stream_col,
-                                       c10::SymIntArrayRef origin, bool decoded_row,
-                                       bool decoded_col) {
-  const NormArguments a = {"quantize_add_norm", x, weight, bias, kind, eps, &residual};
-  torch_ops::check_norm(a);
-  check_no_tangents(a);
-  const auto call = [&] {
-    static const auto op =
-        find<decltype(quantize_add_norm_autograd)>("minifloat::quantize_add_norm");
-    return op.call(x, residual, weight, bias, kind, eps, row, col, amax_row, amax_col, rng,
-                   stream_row, stream_col, origin, decoded_row, decoded_col);
-  };
-  const variable_list out = torch_ops::with_history_of_sum(x, residual, [&] {
-    return std::apply([](auto&&... t) { return variable_list{t...}; }, call());
-  });
-  return {out[0], out[1], out[2], out[3], out[4], out[5], out[6], out[7], out[8]};
-}
-
 }  // namespace
-
-namespace torch_ops {
-
-variable_list with_history_of_sum(const Tensor& x, const Tensor& residual,
-                                  const std::function<variable_list()>& run) {
-  if (at::GradMode::is_enabled() && (x.requires_grad() || residual.requires_grad()))
-    return AddFunction::apply(x, residual, run);
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return run();
-}
-
-}  // namespace torch_ops
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   m.impl("deferred_norm", deferred_norm_kernel);
@@ -220,9 +123,7 @@ TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
 
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
   m.impl("norm", norm_autograd);
-  m.impl("add_norm", add_norm_autograd);
   m.impl("quantize_norm", torch_ops::without_derivative());
-  m.impl("quantize_add_norm", quantize_add_norm_autograd);
 }
 
 }  // namespace minifloat

@@ -53,14 +53,10 @@ TORCH_LIBRARY(minifloat, m) {
       "decode(Tensor codes, Tensor scale, str spec, SymInt cols, *, Tensor? groups=None, "
       "int group_unit=0) -> Tensor",
       tags);
-  // carry: its former name.
-  for (const std::string name : {"fp4_as_fp8", "carry"}) {
-    const std::string schema =
-        name +
-        "(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols, *, Tensor? groups=None, "
-        "int group_unit=0) -> (Tensor fp8_codes, Tensor row_scale)";
-    m.def(schema.c_str(), tags);
-  }
+  m.def(
+      "fp4_as_fp8(Tensor codes, Tensor scale, Tensor amax, str spec, SymInt cols, *, "
+      "Tensor? groups=None, int group_unit=0) -> (Tensor fp8_codes, Tensor row_scale)",
+      tags);
 
   // Transforms.
   m.def(
@@ -104,20 +100,9 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor[] b_scales, int[] b_scaling, int[] b_swizzle, Tensor ends)",
       tags);
 
-  // Sharded master weights. An entry of the lists is one direction of one weight. geometry: see
-  // sharded/master_weights.cpp.
-  m.def("partial_amax(Tensor[] masters, str[] specs, int[] geometry) -> Tensor", tags);
-  m.def(
-      "partial_cast(Tensor amaxes, Tensor[] masters, str[] specs, int[] geometry, "
-      "Tensor(a!)[] codes, Tensor(b!)[] scales, Tensor(c!)[] amax) -> ()",
-      tags);
-  m.def(
-      "quantize_master_weights(Tensor[] masters, str[] specs, int[] geometry, Tensor(a!)[] codes, "
-      "Tensor(b!)[] scales, Tensor(c!)[] amax, str[] names, str group) -> ()",
-      tags);
+  // Shards of codes that ranks gathered, merged into whole flat codes (sharded/fragments.cpp).
   m.def("merge_fragments(Tensor gathered, Tensor(a!)[] wires, int[] layout, int ranks) -> ()",
         tags);
-  m.def("transpose_many(Tensor[] matrices, Tensor(a!)[] out, int[] sizes) -> ()", tags);
 
   // Layers. layer_operands: the operands of x ("x") or of a weight ("w") as `linear` quantizes it,
   // for later calls of `linear`. recompute: "weight" where backward quantizes the weight again
@@ -259,14 +244,10 @@ TORCH_LIBRARY(minifloat, m) {
   // Normalisations of rows (core/norm.h). x: (…, D). kind: "rms", "rms_rounded" or "layer", which
   // alone has a bias. deferred_norm: zeros of the result's shape without memory, whose gradients
   // are the result's. quantize_norm: the eight tensors of `quantize` of the result as (M, D), which
-  // need not be in a GPU's memory. add_norm: x + residual, and its norm.
+  // need not be in a GPU's memory.
   m.def("norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps) -> Tensor", tags);
   m.def("deferred_norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps) -> Tensor",
         tags);
-  m.def(
-      "add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, str kind, float eps) -> "
-      "(Tensor sum, Tensor y)",
-      tags);
   m.def(
       "quantize_norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, str row, "
       "str col, *, Tensor? amax_row=None, Tensor? amax_col=None, Tensor? rng=None, "
@@ -275,26 +256,12 @@ TORCH_LIBRARY(minifloat, m) {
       "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
       "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
       tags);
-  m.def(
-      "quantize_add_norm(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, str kind, "
-      "float eps, str row, str col, *, Tensor? amax_row=None, Tensor? amax_col=None, "
-      "Tensor? rng=None, int stream_row=0, int stream_col=0, SymInt[2] origin=0, "
-      "bool decoded_row=False, bool decoded_col=False) -> "
-      "(Tensor sum, Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
-      "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
-      tags);
   // The operands of a norm's result as the x of a product under `recipe`, for later calls of
-  // `linear`: as layer_operands returns those of x. A direction under bf16 has none. With a
-  // residual the first tensor is the sum, and eight follow.
+  // `linear`: as layer_operands returns those of x. A direction under bf16 has none.
   m.def(
       "norm_operands(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, str recipe, *, "
       "bool rowwise=True, bool columnwise=True, Tensor? rng=None, Tensor(a!)? amax_history=None, "
       "int stream=0) -> Tensor[]",
-      tags);
-  m.def(
-      "add_norm_operands(Tensor x, Tensor residual, Tensor? weight, Tensor? bias, str kind, "
-      "float eps, str recipe, *, bool rowwise=True, bool columnwise=True, Tensor? rng=None, "
-      "Tensor(a!)? amax_history=None, int stream=0) -> Tensor[]",
       tags);
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the
@@ -308,7 +275,6 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("advance_random_state(Tensor(a!) state, *, bool in_forward=False) -> Tensor", tags);
 
   // Text. Python calls these ops, so that C++ has the only parser.
-  m.def("parse_spec(str spec) -> str");
   // block_rows, block_cols, transform: 0 where there is none. amax_of: "tensor", "row" or "".
   m.def(
       "spec_info(str spec) -> (str text, str elements, str rule, str scale_dtype, str amax_of, "
@@ -322,7 +288,6 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("spec_sizes(str spec, int rows, int cols) -> int[]");
   m.def("even_cuts(int rows, int cols, int ranks) -> int[]");
   m.def("fragment_layout(str[] specs, int[] cols, int[] cuts, int ranks) -> int[]");
-  m.def("scale_dtype(str spec) -> str");
   m.def(
       "engine_of(str product, int capability, *, int m, int n, int k, "
       "ScalarType out_dtype=bfloat16, bool bias=False, str groups=\"\") -> str");

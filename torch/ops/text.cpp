@@ -12,8 +12,6 @@
 namespace minifloat {
 namespace {
 
-std::string parse_spec_text(const std::string& text) { return bridge::parse_spec(text).str(); }
-
 const char* name_of(Elements elements) {
   switch (elements) {
     case Elements::kBf16: return "bf16";
@@ -114,10 +112,6 @@ std::vector<std::int64_t> spec_sizes(const std::string& text, std::int64_t rows,
   return sizes;
 }
 
-std::string scale_dtype(const std::string& text) {
-  return name_of(bridge::parse_spec(text).scale_type());
-}
-
 // Returns the name of the engine that multiplies (m, k) · (n, k)ᵀ on a GPU of this capability.
 // capability: 10 major + minor; 0: the CPU. groups: "m" or "k", the dimension along which groups
 // lie; "": none.
@@ -166,7 +160,6 @@ bool has_cuda() {
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
-  m.impl("parse_spec", parse_spec_text);
   m.impl("spec_info", spec_info);
   m.impl("product_info", product_info);
   m.impl("parse_recipe", parse_recipe_text);
@@ -174,7 +167,6 @@ TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("match_recipe", match_recipe_text);
   m.impl("preset_names", [] { return preset_names(); });
   m.impl("spec_sizes", spec_sizes);
-  m.impl("scale_dtype", scale_dtype);
   m.impl("engine_of", engine_name);
   m.impl("stream", stream);
   m.impl("mix_seed", mix);

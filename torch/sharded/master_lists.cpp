@@ -56,7 +56,7 @@ void MasterCasts::quantize(const Tensors& masters, const Numbers& starts, const 
     place_outputs(kOp, *casts_[i], casts[i], {codes[i], has_fragments, scales_[i], amaxes_[i]},
                   scales_[0]);
   }
-  quantize_masters(kOp, casts, names_, group, *agreement_, casts.empty() ? Tensor() : scales_[0]);
+  quantize_masters(casts, names_, group, *agreement_, casts.empty() ? Tensor() : scales_[0]);
 }
 
 // ---- MatrixTransposes ---------------------------------------------------------------------------

@@ -23,12 +23,13 @@ void choose_scales_of_ranks(const Ranks& ranks, std::vector<PartialCast>& casts,
 
 }  // namespace
 
-void quantize_masters(const char* op, std::vector<PartialCast>& casts,
-                      const std::vector<std::string>& names, const std::string& group,
-                      Agreement& agreement, const Tensor& like) {
-  if (casts.empty() && group.empty()) return;
-  TORCH_CHECK_VALUE(!casts.empty(), op, ": expected at least one weight, got none");
+void quantize_masters(std::vector<PartialCast>& casts, const std::vector<std::string>& names,
+                      const std::string& group, Agreement& agreement, const Tensor& like) {
   const Ranks ranks = group.empty() ? Ranks() : c10d::resolve_process_group(group);
+  if (casts.empty()) {
+    if (ranks) require_no_weights(ranks);
+    return;
+  }
   const bool chooses = ranks && any_reads_values(casts);
   SplitBlocks* split_blocks = ranks ? &agreement.require(ranks, casts, names, like) : nullptr;
   const Tensor packed = measure_amaxes(casts, like, chooses ? 1 : 0);

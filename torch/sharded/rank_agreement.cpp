@@ -2,6 +2,8 @@
 
 #include <ATen/ATen.h>
 
+#include <algorithm>
+
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
 #include "sharded/shard_cast.h"
@@ -56,14 +58,17 @@ std::pair<std::vector<std::int64_t>, std::vector<std::int64_t>> range_over(
   return {largest, smallest};
 }
 
-void require_same_fields(const Ranks& ranks, const std::vector<PartialCast>& casts,
-                         const std::vector<std::string>& names,
-                         const std::vector<std::int64_t>& fields, const Tensor& like) {
-  const auto count = static_cast<std::int64_t>(casts.size());
+void require_same_count(const Ranks& ranks, std::int64_t count, const Tensor& like) {
   const auto [most, fewest] = range_over(ranks, {count}, like);
   TORCH_CHECK_VALUE(most == fewest,
                     "quantize_master_weights: expected the same weights on every rank, got ", count,
                     " directions here and ", fewest[0], " to ", most[0], " over the ranks");
+}
+
+void require_same_fields(const Ranks& ranks, const std::vector<PartialCast>& casts,
+                         const std::vector<std::string>& names,
+                         const std::vector<std::int64_t>& fields, const Tensor& like) {
+  require_same_count(ranks, static_cast<std::int64_t>(casts.size()), like);
   const auto [largest, smallest] = range_over(ranks, fields, like);
   for (std::size_t i = 0; i < fields.size(); ++i) {
     const PartialCast& cast = casts[i / kFields];
@@ -92,6 +97,14 @@ void require_whole(const Ranks& ranks, const std::vector<PartialCast>& casts,
 }
 
 }  // namespace
+
+void require_no_weights(const Ranks& ranks) {
+  const std::vector<c10::Device> devices = ranks->getDeviceTypes();
+  const bool has_cuda =
+      at::hasCUDA() && std::any_of(devices.begin(), devices.end(),
+                                   [](const c10::Device& device) { return device.is_cuda(); });
+  require_same_count(ranks, 0, at::empty({0}, has_cuda ? at::kCUDA : at::kCPU));
+}
 
 Agreement::Lists& Agreement::lists_of(const Ranks& ranks) {
   std::erase_if(agreed_, [](const auto& entry) { return entry.first.expired(); });

@@ -33,4 +33,8 @@ class Agreement : public torch::CustomClassHolder {
   std::vector<std::pair<c10::weak_intrusive_ptr<c10d::ProcessGroup>, Lists>> agreed_;
 };
 
+// Agrees with the other ranks that none of them has a weight. Raises ValueError on every rank where
+// one has. Exchanges on CUDA where the ranks can, as they do with weights there.
+void require_no_weights(const Ranks& ranks);
+
 }  // namespace minifloat::torch_ops

@@ -1,6 +1,5 @@
-// ShardCast: the cast of one direction of a weight whose master is held in shards. The ops
-// (master_weights.cpp), ZeRO's lists (master_lists.cpp) and FSDP2's gathers (gather_batch.h)
-// describe every cast by it.
+// ShardCast: the cast of one direction of a weight whose master is held in shards. ZeRO's lists
+// (master_lists.cpp) and FSDP2's gathers (gather_batch.h) describe every cast by it.
 //
 //     ShardCast                     spec, direction, sizes, compute dtype: constant between steps
 //     describe, place_shard, …      a PartialCast of it, with the memory of one step

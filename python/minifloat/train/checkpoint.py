@@ -73,19 +73,10 @@ def read_meta(checkpoint: Path) -> dict[str, Any]:
     return meta
 
 
-def verify(checkpoint: Path) -> bool:
-    """Raises TrainError, which names the file, if the checkpoint is damaged.
-
-    Returns: False if it was written without checksums, so that only state.json could be checked.
-    """
-    has_checksums = (checkpoint / manifest.NAME).exists()
-    if has_checksums:
-        manifest.verify(checkpoint)
-    needed = {".metadata", read_meta(checkpoint).get("checksums", ".metadata")}
-    for name in sorted(map(str, needed)):
-        if not (checkpoint / name).exists():
-            raise CheckpointError(f"{checkpoint / name}: expected a file, got none")
-    return has_checksums
+def verify(checkpoint: Path) -> None:
+    """Raises TrainError, which names the file, if the checkpoint is damaged."""
+    manifest.verify(checkpoint)
+    read_meta(checkpoint)
 
 
 def choose(folder: Path, trained: int, every: int, say: Callable[[str], None]) -> Path | None:
@@ -116,8 +107,7 @@ def choose(folder: Path, trained: int, every: int, say: Callable[[str], None]) -
     damage = []
     for checkpoint in filter(None, (named, *others)):
         try:
-            if not verify(checkpoint):
-                say(f"{checkpoint}: has no {manifest.NAME}: its bytes cannot be verified")
+            verify(checkpoint)
         except TrainError as error:
             damage.append(str(error))
             continue
@@ -154,7 +144,7 @@ def save(folder: Path, step: int, state: dict[str, Any], meta: dict[str, Any]) -
         fresh.mkdir()
         with quiet_dcp():
             dcp.save(state, storage_writer=FileSystemWriter(fresh), no_dist=True)
-        write_json(fresh / "state.json", {"step": step, **meta, "checksums": manifest.NAME})
+        write_json(fresh / "state.json", {"step": step, **meta})
         manifest.write(fresh)
         if final.exists():  # written by a killed run that did not get to step 3
             shutil.rmtree(final)

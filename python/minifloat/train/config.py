@@ -34,7 +34,6 @@ MOST_THREADS = 4096  # many more end the process in torch
 # the number of processes or on compiled code, and a capacity, which may drop rows, belongs to the
 # processes.
 FREE = ("data", "data_mb", "processes", "expert_parallel", "expert_capacity", "compile")
-LATER = ("processes", "expert_parallel")  # numbers that the first jobs did not save
 ALL_ROWS = "all"
 
 # The numbers of TrainConfig: the range, on the command line and in job.json, and the help text.
@@ -135,8 +134,7 @@ class TrainConfig:
             TrainError: a value is missing or not as expected; the message starts with `where`.
         """
         require_fields(where, SAVED_CONFIG, values)
-        fields = {f.name for f in dataclasses.fields(cls)}
-        chosen = {key: value for key, value in values.items() if key in fields}
+        chosen = {name: values[name] for name in SAVED_CONFIG}
         try:
             chosen["model"] = saved_model(values["model"])
             return cls(**{**chosen, "data": tuple(values["data"])})
@@ -171,7 +169,10 @@ SAVED_CONFIG: Fields = {
     "model": OBJECT,
     "data": TEXTS,
     "device": Kind("'cpu' or 'cuda'", lambda value: value in ("cpu", "cuda")),
-    **{name: number for name, (number, _) in NUMBERS.items() if name not in LATER},
+    "processes": SIZE,
+    "expert_capacity": CAPACITY,
+    "compile": BOOL,
+    **{name: number for name, (number, _) in NUMBERS.items()},
 }
 
 

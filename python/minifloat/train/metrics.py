@@ -17,7 +17,6 @@ import contextlib
 import json
 import math
 import os
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -118,8 +117,3 @@ class Metrics:
                 with contextlib.suppress(OSError):  # a full disk: write() has said so
                     writer.close()
         self.file = self.board = None
-
-
-def without_timings(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the reproducible fields of the records."""
-    return [{k: v for k, v in record.items() if k not in TIMINGS} for record in records]

@@ -14,13 +14,13 @@ comparison.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 from ..nn.convert.keep import DEFAULT_KEEP, KEEPS, Keep
 from ..recipe import Recipe, presets
-from .fields import SEED, TEXT, Kind, TrainError, require, require_fields, shown
+from .fields import SEED, TEXT, Fields, Kind, TrainError, require, require_fields, shown
 
 # A comma separates entries unless it belongs to a product: `...*e4m3/tensor,fast dgrad=...`.
 SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
@@ -29,10 +29,12 @@ POLICY = re.compile(r"(.*\S) keep=(\S*)")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 POLICIES = Kind(f"one of {', '.join(KEEPS)}", lambda value: value in KEEPS)
 LONGEST_FOLDER = 255  # bytes that file systems take
-# Presets that have changed, as they were when job.json did not have the formats of its runs.
-FORMER_PRESETS = {
-    "nvfp4_pow2": "fprop=nvfp4+pow2*nvfp4/16x16+pow2 dgrad=nvfp4+pow2+sr*nvfp4/16x16+pow2 "
-    "wgrad=nvfp4+pow2+sr+rht*nvfp4+pow2+rht"
+SAVED_RUN: Fields = {
+    "name": TEXT,
+    "recipe": TEXT,
+    "seed": SEED,
+    "keep": POLICIES,
+    "formats": TEXT,
 }
 
 
@@ -44,16 +46,12 @@ def present_formats(text: str) -> str:
     return " ".join(f"{name}={getattr(recipe, name)}" for name in PRODUCTS)
 
 
-def former_formats(text: str) -> str:
-    """Returns what a text of a job.json without formats stands for."""
-    return FORMER_PRESETS.get(text) or present_formats(text)
-
-
-def written_out(recipe_map: str, formats_of: Callable[[str], str] = present_formats) -> str:
+def written_out(recipe_map: str) -> str:
     """Returns a recipe map with formats in the place of presets' names."""
     entries = (entry.rpartition(":") for entry in recipe_map.split(";"))
     return "; ".join(
-        f"{glob.strip()}{colon} {formats_of(text.strip())}".strip() for glob, colon, text in entries
+        f"{glob.strip()}{colon} {present_formats(text.strip())}".strip()
+        for glob, colon, text in entries
     )
 
 
@@ -80,13 +78,9 @@ class RunSpec:
     @classmethod
     def from_json(cls, where: str, values: Any) -> RunSpec:
         """Returns the run that job.json describes; TrainError starts with `where`."""
-        require_fields(where, {"name": TEXT, "recipe": TEXT, "seed": SEED}, values)
-        keep = values.get("keep", "nothing")  # the first jobs' maps name all that stays
-        require(f"{where}: keep", POLICIES, keep)
-        formats = values.get("formats") or written_out(values["recipe"], former_formats)
-        require(f"{where}: formats", TEXT, formats)
+        require_fields(where, SAVED_RUN, values)
         try:
-            return cls(values["name"], values["recipe"], values["seed"], keep, formats)
+            return cls(**{name: values[name] for name in SAVED_RUN})
         except TrainError as error:
             raise TrainError(f"{where}: {error}") from error
 

@@ -67,13 +67,11 @@ __global__ void __launch_bounds__(kThreads)
   found.factor =
       norm_factor(sum_of_long_row<T, true>(args, row, found.mean, shared[1]), count, args.eps);
   if (threadIdx.x == 0) out.store(row, found);
-  if (!out.y && !args.sum) return;
+  if (!out.y) return;
 #pragma unroll 1
   for (std::uint32_t col = threadIdx.x * kVec; col < cols; col += kThreads * kVec) {
     const Vec16<T> x = load_row_vec<T>(args, row, col);
-    if (args.sum) store_values(x, args.sum, row, col, cols, args.stores_vecs);
-    if (out.y)
-      store_values(normalise_vec<T>(args, x, found, col), out.y, row, col, cols, args.stores_vecs);
+    store_values(normalise_vec<T>(args, x, found, col), out.y, row, col, cols, args.stores_vecs);
   }
 }
 
@@ -105,14 +103,10 @@ NormParameter parameter(const void* data, DType dtype, float absent) {
 
 NormArgs norm_args(const Norm& of) {
   const std::int64_t size = of.dtype == DType::kFloat32 ? 4 : 2;
-  TensorRef x = of.y_at(of.x), residual = of.y_at(of.residual);
+  TensorRef x = of.y_at(of.x);
   x.row_stride = of.row_stride;
-  residual.row_stride = of.residual_stride;
-  const bool stores_vecs = reinterpret_cast<std::uintptr_t>(of.sum) % 16 == 0 &&
-                           (of.rows <= 1 || of.cols * size % 16 == 0);
+  const bool stores_vecs = of.rows <= 1 || of.cols * size % 16 == 0;
   return {source_of(x),
-          source_of(residual),
-          of.residual ? of.sum : nullptr,
           parameter(of.weight, of.weight_dtype, 1.0f),
           parameter(of.bias, of.bias_dtype, -0.0f),
           of.kind,

@@ -37,8 +37,7 @@ bool launch_cast(const QuantizeArgs& args, bool rowwise, bool columnwise, const 
 // Returns whether a kernel is compiled for the sizes and the specs.
 bool has_kernel(const Norm& of, const NormArgs& args, const Operand* rowwise,
                 const Operand* columnwise) {
-  const bool is_aligned = args.x.aligned && (!of.residual || args.residual.aligned) &&
-                          args.stores_vecs && of.cols % kVec == 0;
+  const bool is_aligned = args.x.aligned && args.stores_vecs && of.cols % kVec == 0;
   if (of.dtype != DType::kBFloat16 || !is_aligned || of.cols > kMostRegisterCols) return false;
   if (columnwise && (of.rows % kTile != 0 || of.cols % kTile != 0)) return false;
   const auto fits = [&](const Operand* o, bool may_transform) {
@@ -116,7 +115,7 @@ class Found {
   std::optional<Scratch> memory_;
 };
 
-// Returns false, and casts nothing, where no kernel fits; the sum may then be written.
+// Returns false, and casts nothing, where no kernel fits.
 bool quantize_in_one(const Norm& of, const Operand* rowwise, const Operand* columnwise,
                      const Execution& execution) {
   NormCast cast = {norm_args(of), nullptr};
@@ -125,12 +124,6 @@ bool quantize_in_one(const Norm& of, const Operand* rowwise, const Operand* colu
   if (!found.is_empty()) {
     const FoundNorm pointers = found.pointers();
     find_norm(cast.of, pointers, execution);
-    if (of.residual) {  // the passes that follow read the sum
-      Norm sum = of;
-      sum.x = of.sum, sum.row_stride = of.cols;
-      sum.residual = sum.sum = nullptr;
-      cast.of = norm_args(sum);
-    }
     if (pointers.transformed) find_transformed_amax(cast.of, pointers, execution);
     cast.statistics = pointers.statistics;
   }

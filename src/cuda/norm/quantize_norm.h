@@ -18,7 +18,7 @@ struct FoundNorm {
   std::uint32_t *rows, *cols;          // (rows), (cols)
 };
 
-// Reads x, and writes its sum with the residual: finds all but `transformed`.
+// Reads x, and finds all but `transformed`.
 void find_norm(const NormArgs& of, const FoundNorm& found, const Execution& execution);
 // Raises `transformed`, from the statistics. Whole tiles.
 void find_transformed_amax(const NormArgs& of, const FoundNorm& found, const Execution& execution);
@@ -31,9 +31,8 @@ bool launch_norm_tiles_fp8(const NormArgs& of, const RowStatistics* statistics,
 bool launch_norm_tiles_fp4(const NormArgs& of, const RowStatistics* statistics,
                            const QuantizeArgs& args, bool rowwise, const Execution* execution);
 
-// Casts rowwise from one read of x, and writes its sum with the residual. Returns false, and
-// launches nothing, where no kernel is compiled for the spec, or rows are longer than 8192 columns.
-// execution: null to ask
+// Casts rowwise from one read of x. Returns false, and launches nothing, where no kernel is
+// compiled for the spec, or rows are longer than 8192 columns. execution: null to ask
 bool launch_norm_rows_fp8(const NormArgs& of, const QuantizeArgs& args, const Execution* execution);
 bool launch_norm_rows_fp4(const NormArgs& of, const QuantizeArgs& args, const Execution* execution);
 

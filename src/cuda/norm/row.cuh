@@ -25,8 +25,7 @@ struct NormParameter {
 };
 
 struct NormArgs {
-  Source x, residual;  // residual: of no data where there is none
-  void* sum;           // (rows, cols) of x + residual
+  Source x;
   NormParameter weight, bias;
   NormKind kind;
   float eps;
@@ -84,18 +83,11 @@ __device__ __forceinline__ void store_values(const Vec16<T>& vec, void* to, std:
   }
 }
 
-// Returns 16 values of x, or of x + residual; zero past the end of the row.
+// Returns 16 values of x; zero past the end of the row.
 template <class T>
 __device__ __forceinline__ Vec16<T> load_row_vec(const NormArgs& args, std::uint32_t row,
                                                  std::uint32_t col) {
-  Vec16<T> vec = load_vec<T>(args.x, row_at<T>(args.x, 0, row), col);
-  if (!args.residual.data) return vec;
-  const Vec16<T> other = load_vec<T>(args.residual, row_at<T>(args.residual, 0, row), col);
-  float v[kVec];
-#pragma unroll
-  for (int i = 0; i < kVec; ++i) v[i] = vec[i] + other[i];
-  round_values(v, vec);
-  return vec;
+  return load_vec<T>(args.x, row_at<T>(args.x, 0, row), col);
 }
 
 // Loads 16 elements of a parameter.
@@ -290,17 +282,12 @@ struct RegisterRow {
   __device__ __forceinline__ static std::uint32_t col_of(int i) {
     return (threadIdx.x % kThreadsOfRow + i * kThreadsOfRow) * kVec;
   }
-  // Loads the row, and stores its sum with a residual.
   __device__ __forceinline__ void load(const NormArgs& args, std::uint32_t row) {
     const auto cols = static_cast<std::uint32_t>(args.x.cols);
     const bool is_inside = row < args.x.rows;
 #pragma unroll
     for (int i = 0; i < kVecs; ++i)
       vecs[i] = is_inside && col_of(i) < cols ? load_row_vec<T>(args, row, col_of(i)) : Vec16<T>{};
-    if (!args.residual.data || !is_inside) return;
-#pragma unroll
-    for (int i = 0; i < kVecs; ++i)
-      if (col_of(i) < cols) store_values(vecs[i], args.sum, row, col_of(i), cols, args.stores_vecs);
   }
 
   template <bool kSquares>

@@ -14,20 +14,11 @@ A plan is a function of the recipe. The first gather decides whether the shards 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ...recipe import Recipe
 from ...spec import Spec
 
 BF16_BITS = 16
-
-
-@dataclass(frozen=True)
-class Part:
-    """One direction of a plan, as pickles of older modules hold it."""
-
-    spec: str
-    columnwise: bool
 
 
 @dataclass(frozen=True)
@@ -37,10 +28,6 @@ class Plan:
     mode: str  # "one", "both" or "split"
     row: str
     col: str
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():
-            object.__setattr__(self, name, value.spec if isinstance(value, Part) else value)
 
     @property
     def is_delayed(self) -> bool:

@@ -21,7 +21,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..._native import ops
 from ...spec import Spec
 from ...tensor.quantized import require_memory, require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
@@ -196,7 +195,8 @@ def quantize_master_weights(
     if not manual_post_all_gather_processing:
         _refuse_processing(model_weights)
     if not model_weights:
-        ops.quantize_master_weights([], [], [], [], [], [], [], _group_name(group))
+        agreement = torch.classes.minifloat.Agreement()
+        _native_casts([], None, agreement).quantize([], [], [], _group_name(group))
         return
     plans = [plan_of(weight) for weight in model_weights]
     shards: list[tuple[Tensor, int]] = []  # of each matrix
