@@ -1,25 +1,56 @@
 #include "minifloat/torch.h"
 
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <torch/nn/init.h>
 
 #include <cmath>
+#include <string>
+#include <unordered_map>
 
 #include "minifloat/core/philox.h"
-#include "ops/ops.h"
 
 namespace minifloat {
+namespace {
+
+// Calls an op by the names of its arguments. Those not given have the schema's defaults.
+at::Tensor call(const char* name, const std::unordered_map<std::string, c10::IValue>& given) {
+  const c10::OperatorHandle op = c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
+  torch::jit::Stack stack;
+  for (const c10::Argument& argument : op.schema().arguments()) {
+    const auto found = given.find(argument.name());
+    stack.push_back(found == given.end() ? *argument.default_value() : found->second);
+  }
+  op.callBoxed(&stack);
+  return stack.front().toTensor();
+}
+
+}  // namespace
 
 at::Tensor linear(const at::Tensor& x, const at::Tensor& weight,
                   const std::optional<at::Tensor>& bias, const Recipe& recipe,
                   const LinearState& state) {
-  return torch_ops::linear(x, weight, bias, recipe.str(), state.rng, state.amax_history);
+  return call("minifloat::linear", {{"x", x},
+                                    {"weight", weight},
+                                    {"bias", bias},
+                                    {"recipe", recipe.str()},
+                                    {"rng", state.rng},
+                                    {"amax_history", state.amax_history}});
 }
 
 at::Tensor scaled_grouped_mm(const at::Tensor& a, const at::Tensor& b, const at::Tensor& offs,
                              const Recipe& recipe, const GroupedOptions& options) {
-  return torch_ops::scaled_grouped_mm(
-      a, b, offs, recipe.str(), options.out_dtype, options.bias, options.rng, options.row_ids,
-      options.first_expert, options.amax_history, options.zeroes_tail ? "zero" : "undefined");
+  return call("minifloat::scaled_grouped_mm",
+              {{"A", a},
+               {"B", b},
+               {"offs", offs},
+               {"recipe", recipe.str()},
+               {"out_dtype", options.out_dtype},
+               {"bias", options.bias},
+               {"rng", options.rng},
+               {"row_ids", options.row_ids},
+               {"first_expert", options.first_expert},
+               {"amax_history", options.amax_history},
+               {"tail", options.zeroes_tail ? "zero" : "undefined"}});
 }
 
 namespace nn {

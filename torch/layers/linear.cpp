@@ -16,9 +16,9 @@
 
 #include "layers/arguments.h"
 #include "layers/double_backward.h"
+#include "layers/layer_call.h"
 #include "layers/operands.h"
 #include "layers/passes.h"
-#include "layers/sharding.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
 #include "ops/tangents.h"
@@ -198,8 +198,10 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
   }
 };
 
-std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::string& recipe) {
-  const PreparedRecipe& prepared = prepare(recipe);
+std::vector<Tensor> linear_group_kernel(const LayerCall& call) {
+  const Tensor& x = call.x;
+  const Layers layers = layers_of("linear", call, 0, call.weights.size());
+  const PreparedRecipe& prepared = prepare(call.recipe);
   check_layers(x, layers, prepared);
   check_no_tangent("linear", "x", x);
   for (const Tensor& w : layers.weights) check_no_tangent("linear", "weight", w);
@@ -212,83 +214,16 @@ std::vector<Tensor> apply(const Tensor& x, const Layers& layers, const std::stri
                                layers.sums, needs);
 }
 
-Tensor linear_kernel(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                     const std::string& recipe, const std::optional<Tensor>& rng,
-                     const std::optional<Tensor>& amax_history, std::int64_t stream,
-                     const std::optional<at::TensorList>& x_operands,
-                     const std::optional<at::TensorList>& weight_operands,
-                     const std::string& recompute, const std::optional<Tensor>& main_grad,
-                     const std::string& accumulate, const std::string& received) {
-  const Layers layers{.weights = weight,
-                      .biases = list_of(bias),
-                      .bias_index = {bias ? 0 : -1},
-                      .rng = list_of(rng),
-                      .histories = list_of(amax_history),
-                      .streams = {stream},
-                      .recomputes_weights = recomputes_weights("linear", recompute),
-                      .prequantized = {x_operands.value_or(at::TensorList()),
-                                       weight_operands.value_or(at::TensorList())},
-                      .shards = {},
-                      .sums = {accumulation("linear", accumulate, received, main_grad.has_value()),
-                               list_of(main_grad)}};
-  return apply(x, layers, recipe).front();
-}
-
-Tensor linear_sharded_kernel(const Tensor& x, const Tensor& weight,
-                             const std::optional<Tensor>& bias, const std::string& recipe,
-                             const std::string& group, std::int64_t rank, std::int64_t ranks,
-                             std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
-                             const std::optional<Tensor>& rng,
-                             const std::optional<Tensor>& amax_history, std::int64_t stream,
-                             const std::optional<at::TensorList>& x_operands,
-                             const std::optional<at::TensorList>& weight_operands,
-                             const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered,
-                             const std::string& recompute) {
-  const Sharding sharding{group, rank, ranks, weight_dim, token_dim};
-  const Layers layers{
-      .weights = weight,
-      .biases = list_of(bias),
-      .bias_index = {bias ? 0 : -1},
-      .rng = list_of(rng),
-      .histories = list_of(amax_history),
-      .streams = {stream},
-      .recomputes_weights = recomputes_weights("linear", recompute),
-      .prequantized = {x_operands.value_or(at::TensorList()),
-                       weight_operands.value_or(at::TensorList())},
-      .shards = {&sharding, gathered.value_or(c10::intrusive_ptr<GatheredInput>())}};
-  return apply(x, layers, recipe).front();
-}
-
-std::vector<Tensor> linear_group_kernel(const Tensor& x, at::TensorList weights,
-                                        const c10::List<std::optional<Tensor>>& biases,
-                                        const std::string& recipe,
-                                        const std::optional<at::TensorList>& rng,
-                                        const std::optional<at::TensorList>& amax_history) {
-  std::vector<Tensor> present;
-  std::vector<int> index;
-  for (const std::optional<Tensor> bias : biases) {
-    index.push_back(bias ? static_cast<int>(present.size()) : -1);
-    if (bias) present.push_back(*bias);
-  }
-  const Layers layers{.weights = weights,
-                      .biases = present,
-                      .bias_index = index,
-                      .rng = rng.value_or(at::TensorList()),
-                      .histories = amax_history.value_or(at::TensorList()),
-                      .streams = {},
-                      .recomputes_weights = false,
-                      .prequantized = {},
-                      .shards = {}};
-  return apply(x, layers, recipe);
-}
+Tensor linear_kernel(const LayerCall& call) { return linear_group_kernel(call).front(); }
 
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   register_gathered_input();
-  m.impl("linear", linear_kernel);
-  m.impl("linear_group", linear_group_kernel);
-  m.impl("linear_sharded", linear_sharded_kernel);
+  for (const char* op : {"linear", "linear_sharded"})
+    m.impl(op, torch::CppFunction::makeFromBoxedFunction<&run_layer<linear_kernel>>());
+  m.impl("linear_group",
+         torch::CppFunction::makeFromBoxedFunction<&run_layer<linear_group_kernel>>());
 }
 
 }  // namespace minifloat

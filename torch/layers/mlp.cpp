@@ -15,10 +15,9 @@
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>
 
-#include "layers/arguments.h"
 #include "layers/double_backward.h"
+#include "layers/layer_call.h"
 #include "layers/mlp.h"
-#include "layers/passes.h"
 #include "ops/bridge.h"
 #include "ops/tangents.h"
 
@@ -32,7 +31,7 @@ using torch::autograd::variable_list;
 // Both layers of an MLP: the weights that read x, and the one that reads h.
 struct Mlp {
   Layers inputs, output;
-  std::string activation;
+  const std::string& activation;
 
   bool is_gated() const { return inputs.weights.size() == 2; }
 };
@@ -137,93 +136,47 @@ void check_mlp(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepared) 
   check_layers(x.new_zeros({1}).expand_symint(shape), mlp.output, prepared);
 }
 
-Tensor apply(const Tensor& x, at::TensorList weights, at::TensorList biases, const Mlp& mlp,
-             const std::string& recipe) {
-  const PreparedRecipe& prepared = prepare(recipe);
-  check_mlp(x, mlp, prepared);
-  check_no_tangent(kMlp, "x", x);
-  for (const Tensor& w : weights) check_no_tangent(kMlp, "weight", w);
-  for (const Tensor& b : biases) check_no_tangent(kMlp, "bias", b);
-  const Needs of_inputs(x, mlp.inputs);
-  const MlpNeeds needs = {of_inputs, Needs(of_inputs.any(), mlp.output)};
-  if (!of_inputs.any() && !needs.output.any())
-    return forward_pass(x, mlp, prepared, needs, nullptr);
-  return MlpFunction::apply(x, weights, biases, mlp, prepared, needs);
-}
-
-// The biases that are present among `of`, and the place of each.
-struct PresentBiases {
-  std::vector<Tensor> tensors;
-  std::vector<int> index;  // -1: none
-};
-
-PresentBiases present(const c10::List<std::optional<Tensor>>& biases, std::size_t begin,
-                      std::size_t end) {
-  PresentBiases out;
-  for (std::size_t i = begin; i < end; ++i) {
-    const std::optional<Tensor> bias = biases.get(i);
-    out.index.push_back(bias ? static_cast<int>(out.tensors.size()) : -1);
-    if (bias) out.tensors.push_back(*bias);
-  }
-  return out;
-}
-
-Tensor mlp_kernel(const Tensor& x, at::TensorList weights,
-                  const c10::List<std::optional<Tensor>>& biases, const std::string& recipe,
-                  const std::string& activation, const std::optional<at::TensorList>& rng,
-                  const std::optional<at::TensorList>& amax_history,
-                  const std::optional<at::IntArrayRef>& streams,
-                  const std::optional<at::TensorList>& x_operands,
-                  const std::optional<at::TensorList>& weight_operands,
-                  const std::string& recompute, const std::optional<at::TensorList>& main_grads,
-                  const std::string& accumulate, const std::string& received) {
-  const std::size_t n = weights.size();
+// Requires as many arguments as there are weights.
+void check_counts(const LayerCall& call) {
+  const std::size_t n = call.weights.size();
   TORCH_CHECK_VALUE(n == 2 || n == 3, kMlp,
                     ": expected 2 weights (up, down) or 3 (gate, up, down), got ", n);
   const auto check_count = [&](const char* name, std::size_t count, std::size_t expected) {
     TORCH_CHECK_VALUE(count == 0 || count == expected, kMlp, ": expected ", expected, " ", name,
                       " for ", n, " weights, got ", count);
   };
-  const at::TensorList states = rng.value_or(at::TensorList()),
-                       histories = amax_history.value_or(at::TensorList()),
-                       codes = weight_operands.value_or(at::TensorList()),
-                       sums = main_grads.value_or(at::TensorList());
-  const std::vector<std::int64_t> numbers = streams.value_or(at::IntArrayRef()).vec();
-  TORCH_CHECK_VALUE(biases.size() == n, kMlp, ": expected ", n, " biases, got ", biases.size());
-  check_count("rng", states.size(), n);
-  check_count("amax_history", histories.size(), n);
-  check_count("streams", numbers.size(), n);
-  check_count("tensors of weight_operands", codes.size(), 8 * n);
-  check_count("main_grads", sums.size(), n);
-  const Accumulation of_sums = accumulation(kMlp, accumulate, received, !sums.empty());
-  const auto part = [](at::TensorList list, std::size_t begin, std::size_t count) {
-    return list.empty() ? list : list.slice(begin, count);
-  };
-  const PresentBiases first = present(biases, 0, n - 1), last = present(biases, n - 1, n);
-  const auto layers_of = [&](std::size_t begin, std::size_t count, const PresentBiases& of) {
-    return Layers{
-        .weights = weights.slice(begin, count),
-        .biases = of.tensors,
-        .bias_index = of.index,
-        .rng = part(states, begin, count),
-        .histories = part(histories, begin, count),
-        .streams = numbers.empty()
-                       ? numbers
-                       : std::vector(numbers.begin() + begin, numbers.begin() + begin + count),
-        .recomputes_weights = recomputes_weights(kMlp, recompute),
-        .prequantized = {begin == 0 ? x_operands.value_or(at::TensorList()) : at::TensorList(),
-                         part(codes, 8 * begin, 8 * count)},
-        .shards = {},
-        .sums = {of_sums, part(sums, begin, count)}};
-  };
-  const Mlp mlp = {layers_of(0, n - 1, first), layers_of(n - 1, 1, last), activation};
-  std::vector<Tensor> all = first.tensors;
-  all.insert(all.end(), last.tensors.begin(), last.tensors.end());
-  return apply(x, weights, all, mlp, recipe);
+  TORCH_CHECK_VALUE(call.bias_index.size() == n, kMlp, ": expected ", n, " biases, got ",
+                    call.bias_index.size());
+  check_count("rng", call.rng.size(), n);
+  check_count("amax_history", call.histories.size(), n);
+  check_count("streams", call.streams.size(), n);
+  check_count("tensors of weight_operands", call.weight_operands.size(), 8 * n);
+  check_count("main_grads", call.main_grads.size(), n);
+}
+
+Tensor mlp_kernel(const LayerCall& call) {
+  check_counts(call);
+  const Tensor& x = call.x;
+  const std::size_t inputs = call.weights.size() - 1;
+  const Mlp mlp = {layers_of(kMlp, call, 0, inputs), layers_of(kMlp, call, inputs, 1),
+                   call.activation};
+  const PreparedRecipe& prepared = prepare(call.recipe);
+  check_mlp(x, mlp, prepared);
+  check_no_tangent(kMlp, "x", x);
+  for (const Tensor& w : call.weights) check_no_tangent(kMlp, "weight", w);
+  for (const Tensor& b : call.biases) check_no_tangent(kMlp, "bias", b);
+  const Needs of_inputs(x, mlp.inputs);
+  const MlpNeeds needs = {of_inputs, Needs(of_inputs.any(), mlp.output)};
+  if (!of_inputs.any() && !needs.output.any())
+    return forward_pass(x, mlp, prepared, needs, nullptr);
+  return MlpFunction::apply(x, at::TensorList(call.weights), at::TensorList(call.biases), mlp,
+                            prepared, needs);
 }
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) { m.impl("mlp", mlp_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
+  m.impl("mlp", torch::CppFunction::makeFromBoxedFunction<&run_layer<mlp_kernel>>());
+}
 
 }  // namespace minifloat
