@@ -150,26 +150,4 @@ void register_gathered_input() {
   static_cast<void>(registered);
 }
 
-Tensor linear_sharded(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                      const std::string& recipe, const std::string& group, std::int64_t rank,
-                      std::int64_t ranks, std::int64_t weight_dim,
-                      std::optional<std::int64_t> token_dim, const std::optional<Tensor>& rng,
-                      const std::optional<Tensor>& amax_history, std::int64_t stream,
-                      const std::optional<at::TensorList>& x_operands,
-                      const std::optional<at::TensorList>& weight_operands,
-                      const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered,
-                      const std::string& recompute) {
-  using Signature = Tensor(
-      const Tensor&, const Tensor&, const std::optional<Tensor>&, const std::string&,
-      const std::string&, std::int64_t, std::int64_t, std::int64_t, std::optional<std::int64_t>,
-      const std::optional<Tensor>&, const std::optional<Tensor>&, std::int64_t,
-      const std::optional<at::TensorList>&, const std::optional<at::TensorList>&,
-      const std::optional<c10::intrusive_ptr<GatheredInput>>&, const std::string&);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("minifloat::linear_sharded", "")
-                             .typed<Signature>();
-  return op.call(x, weight, bias, recipe, group, rank, ranks, weight_dim, token_dim, rng,
-                 amax_history, stream, x_operands, weight_operands, gathered, recompute);
-}
-
 }  // namespace minifloat::torch_ops

@@ -85,15 +85,4 @@ class GatheredInput : public torch::CustomClassHolder {
 // library's files register is not defined.
 void register_gathered_input();
 
-// Calls the op through the dispatcher: `linear` of one rank's shard. See schemas.cpp.
-Tensor linear_sharded(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-                      const std::string& recipe, const std::string& group, std::int64_t rank,
-                      std::int64_t ranks, std::int64_t weight_dim,
-                      std::optional<std::int64_t> token_dim, const std::optional<Tensor>& rng,
-                      const std::optional<Tensor>& amax_history, std::int64_t stream,
-                      const std::optional<at::TensorList>& x_operands,
-                      const std::optional<at::TensorList>& weight_operands,
-                      const std::optional<c10::intrusive_ptr<GatheredInput>>& gathered,
-                      const std::string& recompute);
-
 }  // namespace minifloat::torch_ops

@@ -3,7 +3,6 @@
 // nothing can intercept them (direct.h) and call their kernels (kernels.h).
 #pragma once
 
-#include <ATen/core/List.h>
 #include <ATen/core/Tensor.h>
 #include <c10/core/ScalarType.h>
 
@@ -78,45 +77,5 @@ std::pair<Tensor, Tensor> fp4_as_fp8(const Tensor& codes, const Tensor& scale, c
 // of (batch, rows, cols), (batch, bytes). groups, offs: as the op takes them.
 Tensor swizzle_scales(const Tensor& scale, const std::optional<Tensor>& offs = std::nullopt,
                       const std::string& groups = "");
-
-// Calls the ops of whole layers. See schemas.cpp and include/minifloat/torch.h.
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
-              const std::string& recipe, const std::optional<Tensor>& rng,
-              const std::optional<Tensor>& amax_history, std::int64_t stream = 0,
-              const std::optional<at::TensorList>& x_operands = std::nullopt,
-              const std::optional<at::TensorList>& weight_operands = std::nullopt,
-              const std::string& recompute = "",
-              const std::optional<Tensor>& main_grad = std::nullopt,
-              const std::string& accumulate = "", const std::string& received = "");
-std::vector<Tensor> layer_operands(const Tensor& x, const std::string& recipe,
-                                   const std::string& of, bool rowwise, bool columnwise,
-                                   const std::optional<Tensor>& amax_history,
-                                   const std::string& group, std::int64_t rank, std::int64_t ranks,
-                                   std::int64_t weight_dim, std::optional<std::int64_t> token_dim,
-                                   const std::optional<Tensor>& groups = std::nullopt,
-                                   const std::optional<Tensor>& rows_from = std::nullopt);
-Tensor scaled_grouped_mm(const Tensor& a, const Tensor& b, const Tensor& offs,
-                         const std::string& recipe, at::ScalarType out_dtype,
-                         const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
-                         const std::optional<Tensor>& row_ids, std::int64_t first_expert,
-                         const std::optional<Tensor>& amax_history, const std::string& tail,
-                         std::int64_t stream = 0,
-                         const std::optional<at::TensorList>& a_operands = std::nullopt,
-                         const std::optional<at::TensorList>& weight_operands = std::nullopt,
-                         const std::string& recompute = "");
-std::vector<Tensor> linear_group(const Tensor& x, at::TensorList weights,
-                                 const c10::List<std::optional<Tensor>>& biases,
-                                 const std::string& recipe,
-                                 const std::optional<at::TensorList>& rng,
-                                 const std::optional<at::TensorList>& amax_history);
-Tensor mlp(const Tensor& x, at::TensorList weights, const c10::List<std::optional<Tensor>>& biases,
-           const std::string& recipe, const std::string& activation,
-           const std::optional<at::TensorList>& rng,
-           const std::optional<at::TensorList>& amax_history,
-           const std::optional<at::IntArrayRef>& streams,
-           const std::optional<at::TensorList>& x_operands,
-           const std::optional<at::TensorList>& weight_operands, const std::string& recompute,
-           const std::optional<at::TensorList>& main_grads, const std::string& accumulate,
-           const std::string& received);
 
 }  // namespace minifloat::torch_ops
