@@ -5,13 +5,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
+from minifloat._native import ops
 from minifloat.dtensor import cut_along_width
-from minifloat.moe.cut_casts import Cut, Random
 from minifloat.nn.grouped_product import product_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.experts import relative_error
 from tests.support.reuse_counts import Casts
@@ -86,53 +87,84 @@ BLOCKS = ["e4m3/128x128", "mxfp8/32x32", "nvfp4/16x16", "nvfp4/16x16+sr"]
 STREAM = 77
 
 
+LONG, SHORT = 2 * HIDDEN, D  # of W: the dimension that ranks cut, and the other
+PLACES = [("x", False), ("w", False), ("g", False), ("w", True), ("g", True), ("x", True)]
+CUT = {"x": (None, -1), "w": (-2, -1), "g": (-1, None)}  # by weight_dim
+
+
+class Products(TorchDispatchMode):
+    """The operands (elements, scale, amax) of products, in their order."""
+
+    def __init__(self):
+        super().__init__()
+        self.operands = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is ops.scaled_mm.default:
+            self.operands += [args[:3], args[3:6]]
+        return func(*args, **(kwargs or {}))
+
+
 def check_operands(rank, ranks, kind="cpu"):
-    """Compares each cast of a product with the part of the cast of whole matrices."""
+    """Compares the operands of a rank's products with their parts of one process's."""
     device = device_of(rank, kind)
     mesh = init_device_mesh(kind, (ranks,))
-    for dim, parts in ((1, 1), (1, 2), (2, 1)):
-        check_casts(Cut(mesh.get_group(), rank, ranks, dim, parts), device)
+    for dim, parts in ((0, 1), (0, 2), (1, 1)):
+        where = {"rank": rank, "ranks": ranks, "weight_dim": dim, "weight_parts": parts}
+        check_casts(where, mesh.get_group().group_name, device)
 
 
-def check_casts(cut_, device):
+def check_casts(where, group, device):
     generator = torch.Generator().manual_seed(1)
-    offs = torch.tensor([7, 7, 36], dtype=torch.int32, device=device)
-    table = torch.ops.minifloat.group_table(offs, TOKENS)
-    ids = torch.arange(TOKENS, dtype=torch.int32, device=device) * 3 + 1
-    rng = torch.tensor([5, 0], device=device)
-    rank, ranks, parts = cut_.rank, cut_.ranks, cut_.parts
-    for matrix in "xgw":
-        shape = (E, 2 * HIDDEN, 2 * HIDDEN) if matrix == "w" else (TOKENS, 2 * HIDDEN)
-        values = torch.randn(shape, generator=generator)
-        values *= torch.rand(shape[-2:], generator=generator).exp2()
-        values = values.to(device)
-        at = cut_.dim_of(matrix)
-        at = None if at is None else at - 2  # from the end
-        local = values if at is None else part(values, at, rank, ranks, parts).contiguous()
-        for spec in SPECS + (BLOCKS if matrix == "w" else []):
-            for columnwise in (False, True):
-                where = {} if matrix == "w" else {"groups": table}
-                random = Random(rng, STREAM) if "+sr" in spec else None
-                got = cut_.cast(
-                    matrix, local, spec, columnwise, random=random, row_ids=ids, **where
-                )
-                if "+sr" in spec:
-                    where |= {"seed": 5, "stream": STREAM}
-                    where |= {"row_ids": ids} if matrix != "w" and not columnwise else {}
-                whole = mf.quantize(values, spec, columnwise=columnwise, **where)
-                read = at if at is None or not columnwise else -3 - at
-                for name in ("codes", "scale", "amax"):
-                    mine, want = getattr(got, name), getattr(whole, name)
-                    want = want if want.dtype == torch.float32 else want.view(torch.uint8)
-                    is_row_scale = name != "codes" and "/row" in spec
-                    if read is not None and mine.shape != want.shape:
-                        along = read + 1 if is_row_scale else read
-                        assert along >= (-want.dim() if want.dim() else 0)
-                        want = part(want, along, rank, ranks, parts)
-                    if matrix != "w":
-                        mine, want = of_groups(mine, want, name, spec, columnwise)
-                    where_ = (cut_.dim, parts, matrix, spec, columnwise, name)
-                    assert torch.equal(mine, want), where_
+    rank, ranks, dim, parts = where.values()
+    n, k = (SHORT, LONG) if dim else (LONG, SHORT)
+    shapes = {"x": (TOKENS, k), "w": (E, n, k), "g": (TOKENS, n)}
+    values = {}
+    for name, shape in shapes.items():
+        spread = torch.rand(shape[-2:], generator=generator).exp2()
+        values[name] = (torch.randn(shape, generator=generator) * spread).to(device)
+    mine = {}
+    for name, t in values.items():
+        at = CUT[name][dim]
+        mine[name] = t if at is None else part(t, at, rank, ranks, parts).contiguous()
+    options = {
+        "offs": torch.tensor([7, 7, 36], dtype=torch.int32, device=device),
+        "row_ids": torch.arange(TOKENS, dtype=torch.int32, device=device) * 3 + 1,
+        "rng": torch.tensor([5, 0], device=device),
+        "stream": STREAM,
+        "out_dtype": torch.float32,
+    }
+    for spec in SPECS + BLOCKS:
+        other = "e4m3/tensor" if spec in BLOCKS else spec  # no group of rows has 2D blocks
+        recipe = f"fprop={other}*{spec} dgrad={other}*{spec} wgrad={other}*{other}"
+        op = ops.scaled_grouped_mm
+        whole = operands_of(op, values, recipe=recipe, **options)
+        op = ops.scaled_grouped_mm_sharded
+        got = operands_of(op, mine, recipe=recipe, group=group, **where, **options)
+        for (matrix, columnwise), want_three, got_three in zip(PLACES, whole, got, strict=True):
+            at = CUT[matrix][dim]
+            read = at if at is None or not columnwise else -3 - at
+            text = spec if matrix == "w" else other
+            for name, a, b in zip(("codes", "scale", "amax"), got_three, want_three):
+                if read is not None and a.shape != b.shape:
+                    is_row_scale = name != "codes" and "/row" in text
+                    b = part(bits(b), read + 1 if is_row_scale else read, rank, ranks, parts)
+                if matrix != "w":
+                    a, b = of_groups(a, b, name, text, columnwise)
+                assert torch.equal(bits(a), bits(b)), (where, matrix, text, columnwise, name)
+
+
+def operands_of(op, values, **options):
+    """Returns the operands of the three products, in the order of PLACES."""
+    x, w = (values[name].clone().requires_grad_() for name in "xw")
+    with Products() as seen:
+        op(x, w.transpose(-2, -1), **options).backward(values["g"])
+    return seen.operands
+
+
+def bits(t):
+    """Returns codes that torch cannot compare as bytes."""
+    return t.view(torch.uint8) if t.dtype.itemsize == 1 else t
 
 
 def of_groups(a, b, name, spec, columnwise):
@@ -221,13 +253,13 @@ def check_reuse(rank, kind="cpu"):
                         found = [run(module, *inputs(device, seed)) for seed in range(3)]
                     count = sum(n for shape, n in seen.count.items() if len(shape) == 3)
                     if module is models[0] and step > 0:
-                        each_direction = times * 2 * len(module.weight_names)
-                        assert count == each_direction, (recipe, form, step, dict(seen.count))
+                        each = times * len(module.weight_names)
+                        assert count == each, (recipe, form, step, dict(seen.count))
                     results.append((found, count))
                     optimizer.step()
                     optimizer.zero_grad()
                     mf.step(module)
-                assert results[1][1] == 3 * 2 * len(models[1].weight_names)
+                assert results[1][1] == 3 * len(models[1].weight_names)
                 for a, b in zip(results[0][0], results[1][0]):
                     for name in a:
                         assert torch.equal(a[name], b[name]), (recipe, form, name)
@@ -269,7 +301,7 @@ def check_refusals(rank):
     (how,) = set(report.gather.values())
     assert how == "weight is gathered in the compute dtype: ranks cut the experts' matrices"
     small = mf.MoE(D, 96, E, 2, dtype=torch.bfloat16, recipe="mxfp8").experts
-    refused(cut(small, mesh), "as a multiple of 32, of .* in mxfp8, got 48")
+    refused(cut(small, mesh), "as a multiple of 32 for .* in mxfp8, got N = 96")
     x, *routing = inputs()
     x.requires_grad_()
     module = cut(experts_of("mxfp8"), mesh)

@@ -187,6 +187,14 @@ def test_backward_from_values_refuses():
     ):
         with pytest.raises(ValueError, match=message):
             ops.scaled_grouped_mm_backward(g, case.x, b, case.offs, "mxfp8", needed)
+    operands = ops.quantize(case.g[:-1], "mxfp8", "")
+    inputs = case.g, case.x, b, case.offs, "mxfp8", [True, True, False]
+    for g_operands, message in (
+        (operands[:4], "expected g_operands as the eight tensors"),
+        (operands, f"expected g_operands of {case.g.shape[0]} rows"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            ops.scaled_grouped_mm_backward(*inputs, g_operands=g_operands)
 
 
 @pytest.mark.parametrize("text", ["nvfp4", "mxfp8", "nvfp4/16x16+4over6", "fp8_rowwise"])

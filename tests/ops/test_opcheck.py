@@ -196,6 +196,10 @@ def sample_calls():
         for recompute in ("", "weight"):
             again = where | {"recompute": recompute}
             yield ops.linear_sharded, (x, grad(32, 64), grad(32), "mxfp8"), again
+    for dim, parts in ((0, 2), (1, 1)):
+        where = {"group": "", "rank": 0, "ranks": 1, "weight_dim": dim, "weight_parts": parts}
+        inputs = grad(40, 64), grad(3, 64, 128), offs, "nvfp4"
+        yield ops.scaled_grouped_mm_sharded, inputs, {"rng": RNG, **where}
     g, a, b = torch.randn(40, 24), torch.randn(40, 72), torch.randn(3, 72, 24)
     inputs = a, b, offs, "mxfp8", [True, True, False]
     yield ops.scaled_grouped_mm_backward, (g, *inputs), {}

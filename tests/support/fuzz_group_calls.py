@@ -198,6 +198,26 @@ def _scaled_grouped_mm(rng: Random, arena: Arena) -> Call:
     return Call(with_backward(run), args, one.writes)
 
 
+@call("scaled_grouped_mm_sharded")
+def _scaled_grouped_mm_sharded(rng: Random, arena: Arena) -> Call:
+    """Of one rank: a call of more needs the others."""
+    rows, count = rng.choice((1, 17, 48)), rng.choice((1, 3))
+    offs = sorted(rng.randrange(-2, rows + 3) for _ in range(count))
+    dtype = rng.choice(FLOATS)
+    args: dict[str, Any] = {"recipe": rng.choice([*mf.presets(), "fp8_delayed", "nvfp4"])}
+    args["A"] = arena.place(values(rng, (rows, 128), dtype))
+    args["B"] = arena.place(values(rng, (count, 128, 256), dtype))
+    args["offs"] = arena.place(torch.tensor(offs, dtype=torch.int32))
+    args |= {"group": "", "rank": 0, "ranks": 1, "weight_dim": rng.choice((0, 1))}
+    args["weight_parts"] = 1 if args["weight_dim"] else rng.choice((1, 2))
+    args["rng"] = arena.place(torch.tensor([1, 2, 3]))
+    args["amax_history"] = arena.place(torch.zeros(6, count, 3))
+    args["row_ids"] = arena.place(torch.arange(rows).int()) if rng.random() < 0.5 else None
+    args["recompute"] = rng.choice(("", "weight"))
+    one = op_call("scaled_grouped_mm_sharded", **args)
+    return Call(with_backward(one.run), args, one.writes)
+
+
 @call("scaled_grouped_mm_backward")
 def _scaled_grouped_mm_backward(rng: Random, arena: Arena) -> Call:
     rows, k, n, count = (rng.choice(sizes) for sizes in ((1, 17, 48), (16, 64), (16, 24), (1, 3)))

@@ -86,7 +86,7 @@ void check_layers(const Tensor& x, const Layers& layers, const PreparedRecipe& r
   if (!layers.shards.sharding) return;
   const Sharding& sharding = *layers.shards.sharding;
   check_sharding("linear", sharding, x);
-  check_shards(recipe, sharding, layers.weights[0].sym_size(sharding.weight_dim));
+  check_shards("linear", recipe, sharding, layers.weights[0].sym_size(sharding.weight_dim));
   check_tokens(recipe, sharding, x);
 }
 

@@ -29,7 +29,9 @@ Directions quantize_expert_weights(const char* op, const PreparedRecipe& recipe,
   TORCH_CHECK_VALUE(has_adjacent_columns(transpose), op,
                     ": expected matrices of experts with adjacent rows or columns, got strides ",
                     w.sym_strides());
-  if (reads_rows(recipe)) return quantize_both(recipe, w.contiguous(), row, col, state);
+  // Ranks cut W, not its transpose.
+  if (reads_rows(recipe) || state.sharding)
+    return quantize_both(recipe, w.contiguous(), row, col, state);
   Directions out = quantize_both(recipe, transpose, col, row, state);
   std::swap(out.first, out.second);
   return out;

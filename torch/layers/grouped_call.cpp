@@ -58,6 +58,17 @@ void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const Grou
     TORCH_CHECK_VALUE(t->device() == a.device(), kGroupedMm, ": expected ", name, " on ",
                       a.device(), ", got ", t->device());
   const PreparedRecipe& recipe = call.recipe;
+  if (call.sharding) {
+    const Sharding& sharding = *call.sharding;
+    check_sharding(kGroupedMm, sharding, a);
+    TORCH_CHECK_VALUE(sharding.parts >= 1, kGroupedMm, ": expected weight_parts of 1 or more, got ",
+                      sharding.parts);
+    const SymInt length = b.sym_size(2 - sharding.weight_dim);  // of W, the transpose of B
+    TORCH_CHECK_VALUE(length % sharding.parts == 0, kGroupedMm, ": expected ",
+                      "NK"[sharding.weight_dim],
+                      " as a multiple of weight_parts = ", sharding.parts, ", got ", length);
+    check_shards(kGroupedMm, recipe, sharding, length / sharding.parts);
+  }
   for (const Place place : {kFpropX, kDgradG, kWgradG, kWgradX})
     TORCH_CHECK_VALUE(!recipe.specs[place].has_blocks_2d(), kGroupedMm, ": expected ",
                       kOperands[place].name,

@@ -22,6 +22,8 @@ struct GroupedCall {
   at::TensorList bias, rng, row_ids, history;  // one tensor, or none
   at::TensorList a_operands, weight_operands;  // as layer_operands returns them, or none
   bool recomputes_weights = false;             // whether backward quantizes B again
+  std::optional<Sharding> sharding = {};       // none: this process has the matrices whole
+  at::TensorList g_operands = {};              // as a_operands; none: the gradient is cast
 };
 
 // Returns the arguments of the ops scaled_grouped_mm and scaled_grouped_mm_backward, in the order
@@ -34,7 +36,8 @@ GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
                          const std::optional<at::TensorList>& weight_operands,
                          const std::string& recompute = "");
 
-// Requires the shapes, dtypes and devices of A (M, K), B (E, K, N), offs (E) and the call.
+// Requires the shapes, dtypes and devices of A (M, K), B (E, K, N), offs (E) and the call, and
+// shards that hold whole blocks.
 void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call);
 
 }  // namespace minifloat::torch_ops

@@ -8,8 +8,10 @@
 //     backward   g  -> rowwise for dgrad, columnwise for wgrad     one read
 //                dA = g · W,     dW = gᵀ · A                       for each group
 //
-// scaled_grouped_mm_backward computes the backward pass from A and W themselves. The ops are
-// composite: the dispatcher sees group_table, quantize and scaled_mm below them.
+// scaled_grouped_mm_backward computes the backward pass from A and W themselves. Of a weight that
+// ranks cut along N or K (sharding.h), scaled_grouped_mm_sharded computes a rank's part: columns of
+// y and a term of the sum dA, or a term of the sum y and columns of dA. The ops are composite: the
+// dispatcher sees group_table, quantize and scaled_mm below them.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -52,6 +54,8 @@ struct GroupedState {
   // No saved variables: backward writes the history, and a recomputed forward may not replace rng.
   variable_list history, rng;
   std::optional<Tensor> grad_rows_from = {};
+  std::optional<Sharding> sharding = {};
+  variable_list g_operands = {};
 };
 
 // Returns the state of an operand whose rows lie in groups, or of the matrices: table undefined.
@@ -62,6 +66,7 @@ ModuleState state_of(const GroupedCall& call, const Tensor& table, PendingAmaxes
   state.stream = call.stream;
   state.pending = pending;
   state.first_expert = call.first_expert;
+  if (call.sharding) state.sharding = &*call.sharding;
   if (table.defined()) {
     state.groups = {table, wgrad_unit(call.recipe)};
     state.row_ids = only(call.row_ids);
@@ -99,7 +104,7 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
   const Directions out =
       prequantized_both(recipe, kGroupedMm, "weight_operands", call.weight_operands, w,
                         w.sym_size(1), row, col, w.sym_size(0));
-  record_amaxes(recipe, row, col, state, out, false);
+  record_amaxes(recipe, row, col, state, out, call.sharding.has_value());
   return out;
 }
 
@@ -129,13 +134,15 @@ Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const 
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, a.device(), /*is_grouped=*/true);
   const bool exact = fprop.reads_values();
+  // An exact product decodes codes that come without their values.
+  const bool has_values = call.a_operands.size() < 4 || call.a_operands[3].dim() > 1;
   // Of operands that the caller quantized, only sizes and dtype are read.
   const Tensor matrix = call.a_operands.empty() ? as_matrix(kGroupedMm, "A", a) : a;
   const Tensor table = group_table(kGroupedMm, offs, a.sym_size(0));
   const SymInt k = a.sym_size(1);
 
   PendingAmaxes pending;
-  const Needed a_row{kFpropX, needs.y, exact}, a_col{kWgradX, needs.db};
+  const Needed a_row{kFpropX, needs.y, exact && has_values}, a_col{kWgradX, needs.db};
   const Directions of_a = input_operands_of(call, matrix, table, a_row, a_col, pending);
 
   const Needed w_row{kFpropW, needs.y, exact && call.weight_operands.empty()},
@@ -185,7 +192,9 @@ GroupedState backward_state(const Tensor& a, const Tensor& b, at::TensorList bia
           .n = b.sym_size(2),
           .needs = needs,
           .history = call.history.vec(),
-          .rng = call.rng.vec()};
+          .rng = call.rng.vec(),
+          .sharding = call.sharding,
+          .g_operands = call.g_operands.vec()};
 }
 
 struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
@@ -236,15 +245,23 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
                            .row_ids = ids,
                            .history = s.history,
                            .a_operands = {},
-                           .weight_operands = {}};
+                           .weight_operands = {},
+                           .sharding = s.sharding,
+                           .g_operands = s.g_operands};
     const Tensor g = as_matrix(kGroupedMm, "gradient", to_dtype(grad, s.a_dtype));
     const PlannedProduct dgrad = plan_product(recipe.recipe.dgrad, recipe.dgrad, g.device(), true),
                          wgrad = plan_product(recipe.recipe.wgrad, recipe.wgrad, g.device(), true);
-    const Needed row{kDgradG, s.needs.da, dgrad.reads_values()},
+    const bool has_codes = !call.g_operands.empty();
+    const Needed row{kDgradG, s.needs.da, dgrad.reads_values() && !has_codes},
         col{kWgradG, s.needs.db, wgrad.reads_values()};
     ModuleState of_rows = state_of(call, table, nullptr);
     of_rows.groups.rows_from = s.grad_rows_from;
-    const Directions of_g = quantize_both(recipe, g, row, col, of_rows);
+    Directions of_g =
+        quantize_both(recipe, g, {kDgradG, row.is_needed && !has_codes, row.decoded}, col, of_rows);
+    if (has_codes)
+      of_g.first = prequantized_both(recipe, kGroupedMm, "g_operands", call.g_operands, g, s.rows,
+                                     row, {kWgradG, false}, table.sym_size(1) - 1)
+                       .first;
     if (s.needs.da)
       out[0] = scaled_mm(dgrad, product_input(recipe, of_g.first, row),
                          saved_weight_of(call, dgrad, saved[3], saved[4], saved[5], s.a_dtype), s.n,
@@ -259,6 +276,21 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
   }
 };
 
+Tensor multiply(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call) {
+  check_call(a, b, offs, call);
+  check_no_tangent(kGroupedMm, "A", a);
+  check_no_tangent(kGroupedMm, "B", b);
+  for (const Tensor& bias : call.bias) check_no_tangent(kGroupedMm, "bias", bias);
+  const bool on = at::GradMode::is_enabled();
+  const GroupedNeeds needs{on && a.requires_grad(), on && b.requires_grad(),
+                           on && !call.bias.empty() && call.bias[0].requires_grad()};
+  if (!needs.da && !needs.db && !needs.dbias) {
+    const at::AutoDispatchBelowADInplaceOrView below;
+    return forward_pass(a, b, offs, call, needs, nullptr);
+  }
+  return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
+}
+
 Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& offs,
                                 const std::string& recipe, at::ScalarType out_dtype,
                                 const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
@@ -268,21 +300,28 @@ Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& 
                                 const std::optional<at::TensorList>& a_operands,
                                 const std::optional<at::TensorList>& weight_operands,
                                 const std::string& recompute) {
-  const GroupedCall call =
-      grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history, tail, stream,
-                   a_operands, weight_operands, recompute);
-  check_call(a, b, offs, call);
-  check_no_tangent(kGroupedMm, "A", a);
-  check_no_tangent(kGroupedMm, "B", b);
-  if (bias) check_no_tangent(kGroupedMm, "bias", *bias);
-  const bool on = at::GradMode::is_enabled();
-  const GroupedNeeds needs{on && a.requires_grad(), on && b.requires_grad(),
-                           on && bias && bias->requires_grad()};
-  if (!needs.da && !needs.db && !needs.dbias) {
-    const at::AutoDispatchBelowADInplaceOrView below;
-    return forward_pass(a, b, offs, call, needs, nullptr);
-  }
-  return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
+  return multiply(a, b, offs,
+                  grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history,
+                               tail, stream, a_operands, weight_operands, recompute));
+}
+
+Tensor scaled_grouped_mm_sharded_kernel(
+    const Tensor& a, const Tensor& b, const Tensor& offs, const std::string& recipe,
+    const std::string& group, std::int64_t rank, std::int64_t ranks, std::int64_t weight_dim,
+    std::int64_t weight_parts, at::ScalarType out_dtype, const std::optional<Tensor>& bias,
+    const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
+    const std::optional<Tensor>& amax_history, std::int64_t stream,
+    const std::optional<at::TensorList>& weight_operands, const std::string& recompute) {
+  GroupedCall call =
+      grouped_call(recipe, out_dtype, bias, rng, row_ids, /*first_expert=*/0, amax_history, "zero",
+                   stream, std::nullopt, weight_operands, recompute);
+  call.sharding = Sharding{.group = group,
+                           .rank = rank,
+                           .ranks = ranks,
+                           .weight_dim = weight_dim,
+                           .token_dim = {},
+                           .parts = weight_parts};
+  return multiply(a, b, offs, call);
 }
 
 // Computes the gradients that GroupedFunction does, from A and B instead of saved operands.
@@ -292,9 +331,11 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
     const std::optional<Tensor>& rng, const std::optional<Tensor>& row_ids,
     std::int64_t first_expert, const std::optional<Tensor>& amax_history, const std::string& tail,
     std::int64_t stream, const std::optional<at::TensorList>& a_operands,
-    const std::optional<at::TensorList>& weight_operands, const std::optional<Tensor>& rows_from) {
-  const GroupedCall call = grouped_call(recipe, a.scalar_type(), bias, rng, row_ids, first_expert,
-                                        amax_history, tail, stream, a_operands, weight_operands);
+    const std::optional<at::TensorList>& weight_operands, const std::optional<Tensor>& rows_from,
+    const std::optional<at::TensorList>& g_operands) {
+  GroupedCall call = grouped_call(recipe, a.scalar_type(), bias, rng, row_ids, first_expert,
+                                  amax_history, tail, stream, a_operands, weight_operands);
+  if (g_operands) call.g_operands = *g_operands;
   check_call(a, b, offs, call);
   bridge::check_value_dtype(kGroupedMm, "grad", grad);
   bridge::check_memory_if_real(kGroupedMm, "grad", grad);
@@ -322,6 +363,7 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
 
 TORCH_LIBRARY_IMPL(minifloat, CompositeImplicitAutograd, m) {
   m.impl("scaled_grouped_mm", scaled_grouped_mm_kernel);
+  m.impl("scaled_grouped_mm_sharded", scaled_grouped_mm_sharded_kernel);
   m.impl("scaled_grouped_mm_backward", scaled_grouped_mm_backward_kernel);
 }
 

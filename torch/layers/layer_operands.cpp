@@ -27,9 +27,6 @@ void check_operands(const Tensor& x, const std::string& of, const std::optional<
   const bool is_experts = of == "w" && x.dim() == 3;
   TORCH_CHECK_VALUE(!groups || (of == "x" && x.dim() == 2 && sharding.ranks == 1),
                     "layer_operands: expected groups of x (M, K) that no rank shares");
-  TORCH_CHECK_VALUE(!is_experts || sharding.ranks == 1,
-                    "layer_operands: expected the weights of experts whole, got ", sharding.ranks,
-                    " ranks");
   check_groups("layer_operands", of_rows, x);
   std::optional<SymInt> experts;
   if (is_experts) experts = x.sym_size(0);

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <unordered_map>
 
+#include "layers/shard_casts.h"
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
@@ -61,44 +62,10 @@ Tensor transposed(const Tensor& x) {
 
 QuantizedOperand unquantized(const Tensor& values) { return {values, Tensor(), Tensor(), values}; }
 
-// Returns whether a cast needs the amax of all ranks: of the tensor, or of rows that the ranks cut.
-bool needs_amax_of_ranks(const PreparedRecipe& recipe, const Needed& needed, int cut) {
-  const Spec& spec = recipe.specs[needed.place];
-  if (!needed.is_needed || spec.is_bf16() || spec.delayed) return false;
-  const int contraction = kOperands[needed.place].columnwise ? 0 : 1;
-  return spec.has_tensor_amax() || (spec.has_row_amax() && cut == contraction);
-}
-
-// Sets the options by which a shard's cast writes the whole's bytes: the origin, for random bits,
-// and the amaxes of all ranks, from one all-reduce. check_tokens refuses random bits of x that is
-// cut by tokens.
-void place_shard(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
-                 const Needed& col, const Sharding& sharding, int cut, QuantizeOptions& options) {
-  const bool is_tokens = kOperands[row.place].matrix == Matrix::kX && cut == 0;
-  if (!is_tokens) options.origin[static_cast<std::size_t>(cut)] = x.sym_size(cut) * sharding.rank;
-  const bool of_row = needs_amax_of_ranks(recipe, row, cut),
-             of_col = needs_amax_of_ranks(recipe, col, cut) && !options.amax_col;
-  const Spec &row_spec = recipe.specs[row.place], &col_spec = recipe.specs[col.place];
-  if (of_row && of_col && row_spec.has_tensor_amax() && col_spec.has_tensor_amax() &&
-      row_spec.transform == 0 && col_spec.transform == 0) {
-    options.amax_row = largest_of_ranks(sharding, amax(x, recipe.spec_texts[row.place], false));
-    options.amax_col = options.amax_row;
-    return;
-  }
-  if (of_row) options.amax_row = amax(x, recipe.spec_texts[row.place], false);
-  if (of_col) options.amax_col = amax(x, recipe.spec_texts[col.place], true);
-  if (of_row && of_col) {
-    const SymInt lengths[] = {options.amax_row->sym_numel(), options.amax_col->sym_numel()};
-    const Tensor both = largest_of_ranks(
-        sharding, at::cat({options.amax_row->reshape(-1), options.amax_col->reshape(-1)}));
-    const std::vector<Tensor> apart = both.split_with_sizes_symint(lengths);
-    options.amax_row = apart[0].view_symint(options.amax_row->sym_sizes());
-    options.amax_col = apart[1].view_symint(options.amax_col->sym_sizes());
-  } else if (of_row) {
-    options.amax_row = largest_of_ranks(sharding, *options.amax_row);
-  } else if (of_col) {
-    options.amax_col = largest_of_ranks(sharding, *options.amax_col);
-  }
+// Returns the dimension along which the ranks cut the matrix of an operand; none: it is whole.
+std::optional<int> cut_of(const ModuleState& state, const Needed& needed) {
+  if (!state.sharding) return std::nullopt;
+  return state.sharding->cut_dim(kOperands[needed.place].matrix);
 }
 
 bool is_delayed(const PreparedRecipe& recipe, const Needed& needed) {
@@ -175,17 +142,18 @@ std::int64_t shard_multiple(const Spec& spec, bool columnwise, int dim) {
       {spec.block_cols, spec.transform, 8 / spec.code_bits(), spec.stochastic ? kRandomGroup : 1});
 }
 
-void check_shards(const PreparedRecipe& recipe, const Sharding& sharding, const SymInt& length) {
+void check_shards(const char* op, const PreparedRecipe& recipe, const Sharding& sharding,
+                  const SymInt& length) {
   for (int place = 0; place < kPlaces; ++place) {
     const OperandInfo& info = kOperands[place];
     const std::optional<int> dim = sharding.cut_dim(info.matrix);
     if (!dim || (info.matrix == Matrix::kX && *dim == 0)) continue;
     const std::int64_t multiple = shard_multiple(recipe.specs[place], info.columnwise, *dim);
     const char name = "NK"[sharding.weight_dim];
-    TORCH_CHECK_VALUE(length % multiple == 0, "linear: expected ", name,
-                      " / ranks as a multiple of ", multiple, " for ", info.name, " in ",
-                      recipe.specs[place].str(), ", got ", name, " = ", length * sharding.ranks,
-                      " over ", sharding.ranks, " ranks, ", length, " each");
+    TORCH_CHECK_VALUE(length % multiple == 0, op, ": expected ", name, " / ranks as a multiple of ",
+                      multiple, " for ", info.name, " in ", recipe.specs[place].str(), ", got ",
+                      name, " = ", length * sharding.ranks, " over ", sharding.ranks, " ranks, ",
+                      length, " each");
   }
 }
 
@@ -233,8 +201,7 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
                    const Needed& col, const ModuleState& state) {
   static const std::string kAbsent;
   QuantizeOptions options;
-  const std::optional<int> cut =
-      state.sharding ? state.sharding->cut_dim(kOperands[row.place].matrix) : std::nullopt;
+  const std::optional<int> cut = cut_of(state, row);
   const auto set_options = [&](const Needed& needed, std::optional<Tensor>& amax,
                                std::int64_t& stream, bool& decoded) -> const std::string& {
     const Spec& spec = recipe.specs[needed.place];
@@ -264,22 +231,27 @@ CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& 
 
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                          const Needed& col, const ModuleState& state) {
-  auto [row_text, col_text, options] = plan_cast(recipe, x, row, col, state);
+  CastPlan plan = plan_cast(recipe, x, row, col, state);
   const bool raises_history = casts_raise_history(recipe, row, col, state);
   if (raises_history) {
-    options.history = HistoryRows{state.history, row.place, col.place};
-    if (is_delayed(recipe, row)) options.amax_row.reset();
-    if (is_delayed(recipe, col)) options.amax_col.reset();
+    plan.options.history = HistoryRows{state.history, row.place, col.place};
+    if (is_delayed(recipe, row)) plan.options.amax_row.reset();
+    if (is_delayed(recipe, col)) plan.options.amax_col.reset();
   }
+  const auto cut = cut_of(state, row);
   Directions out;
-  if (!row_text.empty() || !col_text.empty())
-    out = state.cast ? state.cast(row_text, col_text, options)
-                     : quantize(x, row_text, col_text, options);
+  if (!plan.row.empty() || !plan.col.empty()) {
+    if (state.cast)
+      out = state.cast(plan.row, plan.col, plan.options);
+    else if (cut)
+      out = quantize_shard(recipe, x, row, col, plan, *state.sharding, *cut);
+    else
+      out = quantize(x, plan.row, plan.col, plan.options);
+  }
   const auto is_bf16 = [&](const Needed& w) { return recipe.specs[w.place].is_bf16(); };
   if (row.is_needed && is_bf16(row)) out.first = unquantized(x);
   if (col.is_needed && is_bf16(col)) out.second = unquantized(transposed(x));
-  const bool is_cut = state.sharding && state.sharding->cut_dim(kOperands[row.place].matrix);
-  if (!raises_history) record_amaxes(recipe, row, col, state, out, is_cut);
+  if (!raises_history) record_amaxes(recipe, row, col, state, out, cut.has_value());
   return out;
 }
 

@@ -131,9 +131,10 @@ Directions prequantized_both(const PreparedRecipe& recipe, const char* op, const
 void check_history(const char* op, const Tensor& history, const Tensor& x,
                    const std::optional<SymInt>& experts = std::nullopt);
 
-// Requires shards that hold whole blocks, transforms and groups of random bits. length: of the
-// dimension of W that is cut
-void check_shards(const PreparedRecipe& recipe, const Sharding& sharding, const SymInt& length);
+// Requires shards that hold whole blocks, transforms and groups of random bits. length: of each of
+// the parts of W on a rank, along the dimension that is cut
+void check_shards(const char* op, const PreparedRecipe& recipe, const Sharding& sharding,
+                  const SymInt& length);
 
 // Returns the number that a rank's run of tokens must be a multiple of, so that codes of x can be
 // gathered; 0: no codes can be.

@@ -1,5 +1,5 @@
-// A layer whose weight is cut over the ranks of a group: where each matrix is cut, and the
-// collectives between ranks.
+// A layer, or experts, whose weight is cut over the ranks of a group: where each matrix is cut, and
+// the collectives between ranks.
 //
 //     W (N, K)        cut along N (dimension 0)       cut along K (dimension 1)
 //     x (M, K)        whole, or cut by tokens         columns
@@ -36,6 +36,9 @@ struct Sharding {
   std::int64_t rank = 0, ranks = 1;
   std::int64_t weight_dim = 0;            // of W, which the ranks cut
   std::optional<std::int64_t> token_dim;  // of x (…, K), where the ranks cut it by tokens
+  // The parts of W along weight_dim, each cut, of which a rank has its cuts one after the other: 2
+  // of experts whose gate and up are one weight.
+  std::int64_t parts = 1;
 
   // Returns the dimension along which a matrix is cut; none: each rank has the whole matrix.
   std::optional<int> cut_dim(Matrix matrix) const {

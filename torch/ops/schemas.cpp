@@ -158,14 +158,24 @@ TORCH_LIBRARY(minifloat, m) {
       "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0, "
       "Tensor[]? a_operands=None, Tensor[]? weight_operands=None, str recompute=\"\") -> Tensor",
       tags);
+  // On one rank of `group`, whose ranks shard W (E, N, K), the transpose of B, along weight_dim, N
+  // (0) or K (1): y's columns, or a term of the sum over ranks. weight_parts: see
+  // layers/sharding.h.
+  m.def(
+      "scaled_grouped_mm_sharded(Tensor A, Tensor B, Tensor offs, str recipe, *, str group, "
+      "int rank, int ranks, int weight_dim, int weight_parts=1, ScalarType out_dtype=bfloat16, "
+      "Tensor? bias=None, Tensor? rng=None, Tensor? row_ids=None, Tensor(a!)? amax_history=None, "
+      "int stream=0, Tensor[]? weight_operands=None, str recompute=\"\") -> Tensor",
+      tags);
   // The gradients of A, B and bias that are needed, from A and B instead of saved operands.
   // grad_rows_from: the row of grad of each row of y, int32 (M), where no spec of grad is bf16.
+  // g_operands: eight tensors, of which dgrad reads the rowwise ones instead of a cast of grad.
   m.def(
       "scaled_grouped_mm_backward(Tensor grad, Tensor A, Tensor B, Tensor offs, str recipe, "
       "bool[3] needed, *, Tensor? bias=None, Tensor? rng=None, Tensor? row_ids=None, "
       "int first_expert=0, Tensor(a!)? amax_history=None, str tail=\"zero\", int stream=0, "
-      "Tensor[]? a_operands=None, Tensor[]? weight_operands=None, Tensor? grad_rows_from=None) -> "
-      "(Tensor, Tensor, Tensor)",
+      "Tensor[]? a_operands=None, Tensor[]? weight_operands=None, Tensor? grad_rows_from=None, "
+      "Tensor[]? g_operands=None) -> (Tensor, Tensor, Tensor)",
       tags);
 
   // Between the products of experts. swiglu: of one product (M, 2 I), or of gate and up (M, I), and

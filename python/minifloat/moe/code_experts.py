@@ -112,20 +112,18 @@ class CodeExperts(torch.autograd.Function):
         order, matrices = unpack(plan, rest)
         weights_A = weights.reshape(-1).index_select(0, order.pairs)
         table = group_table(order)
+        operands: list[Tensor] | None
         if way.x is not None:
             rows = sorted_codes(way.x, codes, order, x.shape[1])
             saved = [rows.scale, rows.amax, rows.codes]
-            products = [
-                way.x.multiply(rows, b, table, x.dtype, bias)
-                for b, bias in zip(matrices.inputs, matrices.biases)
-            ]
+            values, operands = x, rows.operands()
         else:
-            values, operands = quantized_rows(recipes_of(plan), x, order, table, rowwise=True)
             saved = [x]
-            products = [
-                call.multiply(values, b, order.offs, order.row_ids, bias, operands)
-                for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
-            ]
+            values, operands = quantized_rows(recipes_of(plan), x, order, table, rowwise=True)
+        products = [
+            call.multiply(values, b, order.offs, order.row_ids, bias, operands)
+            for call, b, bias in zip(plan.inputs, matrices.inputs, matrices.biases)
+        ]
         cast = plan.output.cast_options(order.row_ids)
         h, operands = plan.gate.quantize(products, weights_A, None, table, cast, rowwise=True)
         y = plan.output.multiply(h, matrices.output, order.offs, order.row_ids, a_operands=operands)
@@ -198,23 +196,24 @@ def through_output(
     table, cast = group_table(order), plan.output.cast_options(order.row_ids)
     h, operands = plan.gate.quantize(products, weights_A, None, table, cast, columnwise=needs[-1])
     if way.g is None:
-        layout = RowLayout((g_M.dtype, width))
+        layout, g_operands = RowLayout((g_M.dtype, width)), None
         (arrived,) = layout.unpack(way.route.send(layout.pack([g_M])))
         g = arrived.index_select(0, order.pairs)
-        dh, d_output, _ = plan.output.gradients(
-            g, h, matrices.output, *order[2:], None, (True, needs[-1], False), operands
-        )
-        return dh, d_output
-    layout = RowLayout(*way.g.fields(width))
-    of_sent = group_table(way.sent)
-    fields, shared = way.g.quantize(g_M, of_sent, way.ids, sent=way.sent_groups(way.g))
-    codes = layout.unpack(way.route.send(layout.pack(fields)))
-    rows = sorted_codes(way.g, [*shared, *codes], order, width)
-    dh = way.g.multiply(rows, matrices.output, table, g_M.dtype)
-    if not needs[-1]:
-        return dh, None
-    g = rows.values(table, g_M.dtype)
-    _, d_output, _ = plan.output.gradients(
-        g, h, matrices.output, *order[2:], None, (False, True, False), operands
+    else:
+        layout = RowLayout(*way.g.fields(width))
+        of_sent = group_table(way.sent)
+        fields, shared = way.g.quantize(g_M, of_sent, way.ids, sent=way.sent_groups(way.g))
+        codes = layout.unpack(way.route.send(layout.pack(fields)))
+        rows = sorted_codes(way.g, [*shared, *codes], order, width)
+        g, g_operands = rows.values(table, g_M.dtype), rows.operands()
+    dh, d_output, _ = plan.output.gradients(
+        g,
+        h,
+        matrices.output,
+        *order[2:],
+        None,
+        (True, needs[-1], False),
+        operands,
+        g_operands=g_operands,
     )
     return dh, d_output

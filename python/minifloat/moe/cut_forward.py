@@ -15,16 +15,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from .._native import ops
 from ..nn.cache.operand_cache import conditions_of_ranks
 from ..nn.expert_parameters import local_of, matrix_of
-from ..nn.grouped_product import GroupedProduct, product_of
+from ..nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
 from ..nn.state.random_state import require_shared_seed
-from ..recipe import Recipe
-from ..tensor.quantized import raw_scale
 from ..tensor.quantized_tensor import QuantizedTensor
-from .cut_casts import Cut
-from .cut_experts import FUSED, placement_of, require_cut
-from .cut_products import CutProduct
+from ..tensor.weight_operands import codes_of
+from .cut_experts import FUSED, require_cut
 from .functional import Matrices, Plan, compose, compute_dtype, weighted_biases
 from .permute import order_rows, sum_of_slots
 
@@ -61,7 +59,7 @@ class SumOverRanks(torch.autograd.Function):
 
 
 class OfFirstRank(torch.autograd.Function):
-    """A term of a sum over ranks that all ranks have computed: zeros except on the first rank.
+    """A term of a sum over ranks: the identity on the first rank, zeros on the others.
 
     Its gradient is that of the sum, on each rank.
     """
@@ -76,22 +74,20 @@ class OfFirstRank(torch.autograd.Function):
         return grads[0], None
 
 
-def cut_products(module: Any, x: Tensor) -> list[CutProduct]:
+def cut_calls(module: Any, x: Tensor) -> list[ProductCall]:
     """Returns the products of experts that ranks cut along I, as a forward of x calls them.
 
     Raises:
-        ValueError: parameters do not fit each other, or a block lies on several ranks.
+        ValueError: parameters do not fit each other.
     """
     found = []
     for name in module.weight_names:
         product = product_of(module, name)
-        title = name if product is None else product.fqn
-        weight = require_cut(module, name, title)
+        weight = require_cut(module, name, name if product is None else product.fqn)
         mesh, parts = weight.device_mesh, 2 if name in FUSED else 1
-        dim = 2 if name == "w2" else 1
-        cut = Cut(mesh.get_group(), mesh.get_local_rank(), mesh.size(), dim, parts)
-        call = CutProduct(title, Recipe("bf16") if product is None else product.recipe, cut)
-        call.require_specs(weight.shape[placement_of(name).dim] // mesh.size())
+        dim = 1 if name == "w2" else 0  # of (N, K)
+        ranks = mesh.get_local_rank(), mesh.size()
+        call = ProductCall(sharding=Sharding(mesh.get_group().group_name, *ranks, dim, parts))
         if product is not None:
             # A gradient of the rows of w2 always exists, that of routing weights.
             needs_columnwise = name == "w2" or x.requires_grad
@@ -103,20 +99,25 @@ def cut_products(module: Any, x: Tensor) -> list[CutProduct]:
 
 
 def prepared(
-    call: CutProduct, product: GroupedProduct, weight: Any, x: Tensor, needs_columnwise: bool
-) -> CutProduct:
+    call: ProductCall, product: GroupedProduct, weight: Any, x: Tensor, needs_columnwise: bool
+) -> ProductCall:
     """Returns the product of a forward now: with its random bits, history and cached weight."""
+    local, group = weight._local_tensor, weight.device_mesh.get_group()
     rng = product.draw_rng(x.device)
     if product.rng_state is not None:
-        require_shared_seed(product.rng_state, call.cut.group, call.name)
-    made = replace(call, rng=rng, stream=product.stream_id, history=product.step_history())
-    local = weight._local_tensor
-    operands: Any
+        require_shared_seed(product.rng_state, group, product.fqn)
+    made = replace(
+        call,
+        recipe=product.recipe.text,
+        rng=rng,
+        stream=product.stream_id,
+        history=product.step_history(),
+        recompute=product.recompute,
+    )
+    columnwise = torch.is_grad_enabled() and needs_columnwise
     if isinstance(local, QuantizedTensor):
-        operands = operands_of_codes(local)
-    else:
-        operands = cached_operands(made, product, weight, x, needs_columnwise)
-    return replace(made, weight=operands)
+        return replace(made, operands=codes_of(local, product.recipe, columnwise))
+    return replace(made, operands=cached_operands(made, product, weight, x, columnwise, group))
 
 
 def three_dims(weight: Tensor) -> Tensor:
@@ -124,35 +125,42 @@ def three_dims(weight: Tensor) -> Tensor:
     return weight.flatten(1, 2) if weight.dim() == 4 else weight
 
 
-def operands_of_codes(weight: QuantizedTensor) -> list[Tensor]:
-    """Returns both directions of a rank's weight that is codes."""
-    out = []
-    for part in (weight.rowwise, weight.columnwise):
-        assert part is not None  # a recipe that reads the weight in bf16 has no primary weights
-        out += [part.codes, raw_scale(part), part.amax, part.codes.new_empty(0)]
-    return out
-
-
 def cached_operands(
-    call: CutProduct, product: GroupedProduct, weight: Any, x: Tensor, needs_columnwise: bool
+    call: ProductCall,
+    product: GroupedProduct,
+    weight: Any,
+    x: Tensor,
+    columnwise: bool,
+    group: dist.ProcessGroup,
 ) -> list[Tensor] | None:
-    """Returns the cached operands of this rank's weight; None where each pass quantizes it."""
-    cache = product.cache_of(weight)
+    """Returns the cached operands of this rank's weight; None where the op is to quantize it."""
+    cache, sharding = product.cache_of(weight), call.sharding
     is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
-    if cache is None or is_cast:
+    if cache is None or sharding is None or is_cast:
         return None
     local = weight._local_tensor
-    conditions, is_shown = conditions_of_ranks(local, x, call.cut.group)
-    columnwise = torch.is_grad_enabled() and needs_columnwise
+    conditions, is_shown = conditions_of_ranks(local, x, group)
+    cast = partial(
+        ops.layer_operands.default,
+        three_dims(local).to(x.dtype),
+        call.recipe,
+        "w",
+        amax_history=call.history,
+        group=sharding.group,
+        rank=sharding.rank,
+        ranks=sharding.ranks,
+        weight_dim=sharding.weight_dim,
+    )
     with torch.no_grad():
         return cache.operands(
             weight,
-            call.recipe.text,
+            call.recipe,
             columnwise,
             conditions,
             product.is_in_step(),
-            partial(call.cast_weight, three_dims(local).to(x.dtype)),
+            cast,
             is_shown,
+            saves_weight=bool(product.recompute),
         )
 
 
@@ -162,9 +170,10 @@ def forward_cut(
 ) -> Tensor:
     """Computes the forward of Experts; the arguments are those of Experts.forward."""
     values = x_TD.to(compute_dtype(x_TD))
-    *inputs, output = cut_products(module, values)
-    cut = output.cut
-    x, weights = (CopyToRanks.apply(t, cut.group) for t in (values, weights_Tk))
+    *inputs, output = cut_calls(module, values)
+    mesh = module.w2.device_mesh
+    group = mesh.get_group()
+    x, weights = (CopyToRanks.apply(t, group) for t in (values, weights_Tk))
     biases = [getattr(module, name) for name in module.bias_names]
     weights_of_rank = [local_of(getattr(module, name)) for name in module.input_names]
     matrices = Matrices(
@@ -173,12 +182,11 @@ def forward_cut(
         matrix_of(module.w2),
     )
     order = order_rows(indices_Tk, module.experts, token_ids_T)
-    calls: Any = (*inputs, output)  # in place of ProductCall
-    plan = Plan(module.gate, calls[:-1], calls[-1])
+    plan = Plan(module.gate, tuple(inputs), output)
     base = None
     if module.b2 is not None:  # whole on each rank
         whole = weighted_biases(indices_Tk, weights_Tk, local_of(module.b2))
-        base = OfFirstRank.apply(whole, cut.rank == 0)
+        base = OfFirstRank.apply(whole, mesh.get_local_rank() == 0)
     with torch.autocast(x.device.type, enabled=False):
         rows = compose(plan, x, weights, order, matrices)
-        return SumOverRanks.apply(sum_of_slots(rows, order, base), cut.group)
+        return SumOverRanks.apply(sum_of_slots(rows, order, base), group)

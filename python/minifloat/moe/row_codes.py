@@ -1,4 +1,4 @@
-"""Rows that travel as codes: the sender's cast, the decoded values, and the product with experts.
+"""Rows that travel as codes: the sender's cast, and the decoded values.
 
 The codes and scales are those that one process with all ranks' tokens has for x in fprop and for g
 in dgrad. The operand that wgrad reads is cast from the bfloat16 values of the codes.
@@ -27,7 +27,6 @@ from .permute import Order, take_rows
 from .routes import SentGroups
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel
-W = {X: "w/fprop", G: "w/dgrad"}  # the other operand of the product
 ACTIVE, CURRENT = 0, 1  # columns of an amax history
 
 
@@ -48,6 +47,12 @@ class RowCodes:
     codes: Tensor
     scale: Tensor
     amax: Tensor
+
+    def operands(self) -> list[Tensor]:
+        """Returns the rows as the op scaled_grouped_mm takes operands."""
+        none = Operand.none(self.codes.device)
+        rowwise = Operand(self.codes, self.scale, self.amax, none.decoded)
+        return Operands(rowwise, none).tensors()
 
     def values(self, table: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns the rows' values, (A, D), rounded to bfloat16, in a dtype."""
@@ -193,68 +198,6 @@ class CodeSender:
         if len(fields) > 1:
             scale = fields[1] if self.spec.has_blocks else fields[1].reshape(-1)
         return RowCodes(self.spec, width, fields[0], scale, amax)
-
-    def multiply(
-        self,
-        rows: RowCodes,
-        b_EKN: Tensor,
-        table: Tensor,
-        dtype: torch.dtype,
-        bias_EN: Tensor | None = None,
-    ) -> Tensor:
-        """Returns x · B of the rows x, or g · Bᵀ of the rows g."""
-        recipe = Recipe(self.call.recipe)
-        product = recipe.fprop if self.name == X else recipe.dgrad
-        return ops.scaled_mm(
-            rows.codes,
-            rows.scale,
-            rows.amax,
-            *self._weight(b_EKN.transpose(-2, -1), dtype),
-            str(product),
-            k=rows.width,
-            bias=bias_EN,
-            out_dtype=dtype,
-            groups=table,
-            zero_tail=True,
-        )
-
-    def _weight(self, w: Tensor, dtype: torch.dtype) -> Sequence[Tensor]:
-        """Returns codes, scale and amax of the weight (n, N, K) as this product reads it."""
-        recipe, call, is_columnwise = Recipe(self.call.recipe), self.call, self.name == G
-        text = recipe.dgrad.b if is_columnwise else recipe.fprop.b
-        spec = Spec.parse(text)
-
-        def read(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-            return Operands.of(tensors).direction(is_columnwise)[:3]
-
-        if spec.is_bf16:
-            none = w.new_empty(0, dtype=torch.float32)
-            w = w.to(dtype)
-            return [w.transpose(-2, -1) if is_columnwise else w, none, none]
-        if call.operands is not None:
-            return read(call.operands)
-        w = w.to(dtype)
-        if not spec.is_stochastic:
-            operands = ops.layer_operands(
-                w,
-                call.recipe,
-                "w",
-                rowwise=not is_columnwise,
-                columnwise=is_columnwise,
-                amax_history=call.history,
-            )
-            return read(operands)
-        texts = ("", text) if is_columnwise else (text, "")
-        stream = ops.stream(W[self.name]) ^ call.stream
-        operands = ops.quantize(
-            w,
-            *texts,
-            rng=call.rng,
-            stream_row=stream,
-            stream_col=stream,
-            first_expert=call.first_expert,
-        )
-        return read(operands)
 
 
 def why_values(name: str, calls: Sequence[ProductCall]) -> str | None:

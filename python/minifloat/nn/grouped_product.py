@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -25,6 +25,24 @@ from .state.random_state import as_normal
 from .state.recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
 
 
+class Sharding(NamedTuple):
+    """Where the ranks of a group cut a product's weight (E, N, K).
+
+    Args:
+        group: its name in torch.distributed.
+        rank: this one's number in the group.
+        ranks: their number.
+        weight_dim: N (0) or K (1).
+        weight_parts: the parts along that dimension, each cut: 2 of fused gate and up, else 1.
+    """
+
+    group: str
+    rank: int
+    ranks: int
+    weight_dim: int
+    weight_parts: int = 1
+
+
 @dataclass(frozen=True)
 class ProductCall:
     """The arguments of one grouped product besides its matrices.
@@ -37,6 +55,8 @@ class ProductCall:
         operands: of the weight, as the op layer_operands returns them; None: cast by the product.
         first_expert: the number of the first matrix among all ranks' experts.
         recompute: "weight" where backward of `multiply` quantizes B again; "": it saves codes.
+        sharding: of the weight; None: its matrices are whole. `multiply` alone takes it, without
+            operands of A.
     """
 
     recipe: str = "bf16"
@@ -46,6 +66,7 @@ class ProductCall:
     operands: list[Tensor] | None = None
     first_expert: int = 0
     recompute: str = ""
+    sharding: Sharding | None = None
 
     def multiply(
         self,
@@ -63,18 +84,21 @@ class ProductCall:
             a_operands: of A, as the op layer_operands returns them; None: cast by the product.
             tail: "zero" or "undefined", the rows past the last group.
         """
+        matrices = a_MK, b_EKN, offs_E, self.recipe
+        options = self._options() | {
+            "out_dtype": a_MK.dtype,
+            "bias": bias_EN,
+            "row_ids": row_ids_M,
+            "recompute": self.recompute,
+        }
+        if self.sharding is not None:
+            return ops.scaled_grouped_mm_sharded(*matrices, **self.sharding._asdict(), **options)
         return ops.scaled_grouped_mm(
-            a_MK,
-            b_EKN,
-            offs_E,
-            self.recipe,
-            out_dtype=a_MK.dtype,
-            bias=bias_EN,
-            row_ids=row_ids_M,
+            *matrices,
             tail=tail,
             a_operands=a_operands,
-            recompute=self.recompute,
-            **self._options(),
+            first_expert=self.first_expert,
+            **options,
         )
 
     def gradients(
@@ -89,10 +113,13 @@ class ProductCall:
         a_operands: list[Tensor] | None = None,
         tail: str = "zero",
         rows_from_M: Tensor | None = None,
+        g_operands: list[Tensor] | None = None,
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Returns the gradients of A, B and bias that are needed, from the inputs of `multiply`.
 
-        rows_from_M: int32, the row of g of each row; None: its position.
+        Args:
+            rows_from_M: int32, the row of g of each row; None: its position.
+            g_operands: of g, whose rowwise ones dgrad reads; None: cast by the product.
         """
         return ops.scaled_grouped_mm_backward(
             g_MN,
@@ -106,6 +133,8 @@ class ProductCall:
             tail=tail,
             a_operands=a_operands,
             grad_rows_from=rows_from_M,
+            g_operands=g_operands,
+            first_expert=self.first_expert,
             **self._options(),
         )
 
@@ -123,7 +152,6 @@ class ProductCall:
     def _options(self) -> dict[str, Any]:
         return {
             "rng": self.rng,
-            "first_expert": self.first_expert,
             "amax_history": self.history,
             "stream": self.stream,
             "weight_operands": self.operands,
