@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..tensor.quantized_tensor import QuantizedTensor
 from .distributed_hooks import hooks, is_distributed
 from .names import PRODUCT
-from .state.recipe_state import RecipeState, require_primary_dtype
+from .state.recipe_state import RecipeState, quantized_again, require_primary_dtype
 
 
 class HasProducts:
@@ -34,20 +34,17 @@ class HasProducts:
         parameters = self.__dict__["_parameters"]
         before = dict(parameters)
         for name, old in before.items():
-            if isinstance(local := getattr(old, "_local_tensor", old), QuantizedTensor):
-                product = self.__dict__["_modules"].get(name + PRODUCT)
-                fqn = product.fqn if isinstance(product, RecipeState) else name
-                empty = torch.empty(0, dtype=local.dtype, device=local.device)
-                require_primary_dtype(fqn, fn, empty)
+            product = self.__dict__["_modules"].get(name + PRODUCT)
+            fqn = product.fqn if isinstance(product, RecipeState) else name
+            require_primary_dtype(fqn, fn, getattr(old, "_local_tensor", old))
         super()._apply(fn, recurse)  # type: ignore[misc]
         for child, product in self.__dict__["_modules"].items():
             name = child.removesuffix(PRODUCT)
             if not isinstance(product, RecipeState) or name not in parameters:
                 continue
             old, new = before[name], parameters[name]
-            if isinstance(old, QuantizedTensor) and not isinstance(new, QuantizedTensor):
-                codes = QuantizedTensor.from_tensor(new.detach(), *old.specs)
-                setattr(self, name, nn.Parameter(codes, requires_grad=old.requires_grad))
+            if (codes := quantized_again(old, new)) is not None:
+                setattr(self, name, codes)
             if product.weight_gather is not None:
                 adopt_weight(self, product, name, new)
         return self

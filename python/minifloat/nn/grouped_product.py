@@ -6,9 +6,8 @@ key to a state dict. The weight is passed to each call, so references to it stay
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -19,10 +18,8 @@ from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_operands import codes_of
 from .cache.operand_cache import WeightCodes, weight_codes
-from .cache.operand_conditions import conditions_of
 from .names import PRODUCT, join
-from .state.random_state import as_normal
-from .state.recipe_state import DEFAULT_HISTORY, STATE, ExpertRange, RecipeState
+from .state.recipe_state import DEFAULT_HISTORY, ExpertRange, RecipeState
 
 
 class Sharding(NamedTuple):
@@ -176,6 +173,9 @@ class GroupedProduct(RecipeState):
         weight_gather: the gathers of the weight as codes; None: FSDP2 has not sharded it.
     """
 
+    TRANSIENT = (*RecipeState.TRANSIENT, "_cached_weight")
+    _cached_weight: int | None  # the id of the parameter that weight_codes are of
+
     def __init__(
         self,
         recipe: Recipe,
@@ -192,11 +192,9 @@ class GroupedProduct(RecipeState):
         super().__init__()
         self.is_row_major, self.gather_plan = is_row_major, gather_plan
         self.first_expert = 0
-        self.weight_gather = None
         shape = (len(operand_names()), experts, 1 + history_length)
         self.set_state(recipe, fqn, device, shape, algorithm, margin)
-        self.weight_codes = None
-        self._cached_weight: int | None = None
+        self._forget()
 
     def keep_experts(self, kept: ExpertRange) -> None:
         """Keeps the state of this rank's experts alone."""
@@ -231,22 +229,21 @@ class GroupedProduct(RecipeState):
         """
         if needs_columnwise is None:
             needs_columnwise = x.requires_grad
-        text, history, again = self.recipe.text, self.step_history(), self.recompute
         local: Tensor = getattr(weight, "_local_tensor", weight)
+        rng, history, stream = self.op_state(x.device)
+        operands: list[Tensor] | None = None
         if torch.compiler.is_compiling():
-            rng = self.trace_rng(self.stream)
             if isinstance(local, QuantizedTensor):
-                w = local.mT if is_row_major else local
+                w, text = local.mT if is_row_major else local, self.recipe.text
                 operands = ops.layer_operands.default(w, text, "w", amax_history=history)
-                return ProductCall(text, rng, 0, history, operands, self.first_expert, again)
-            return ProductCall(text, rng, 0, history, None, self.first_expert, again)
-        rng = self.draw_rng(x.device)
-        if isinstance(local, QuantizedTensor):
+        elif isinstance(local, QuantizedTensor):
             columnwise = torch.is_grad_enabled() and needs_columnwise
             operands = self._codes_of(local, columnwise, is_row_major)
         else:
             operands = self._cached(weight, x, history, is_row_major, needs_columnwise)
-        return ProductCall(text, rng, self.stream_id, history, operands, self.first_expert, again)
+        return ProductCall(
+            self.recipe.text, rng, stream, history, operands, self.first_expert, self.recompute
+        )
 
     def _codes_of(
         self, weight: QuantizedTensor, columnwise: bool, is_row_major: bool
@@ -273,52 +270,14 @@ class GroupedProduct(RecipeState):
     ) -> list[Tensor] | None:
         """Returns the cached operands of the weight; None where the op is to quantize it."""
         cache = None if x.is_meta else self.cache_of(weight)
-        if cache is None:
-            return None
-        if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-            return None
-        w, text = getattr(weight, "_local_tensor", weight), self.recipe.text  # of a DTensor
+        w = getattr(weight, "_local_tensor", weight)  # of a DTensor
         w = w.transpose(-2, -1) if is_row_major else w
-        cast = partial(ops.layer_operands.default, w, text, "w", amax_history=history)
         columnwise = torch.is_grad_enabled() and needs_columnwise
-        return cache.operands(
-            weight,
-            text,
-            columnwise,
-            conditions_of(x),
-            self.is_in_step(),
-            cast,
-            saves_weight=bool(self.recompute),
-        )
-
-    def train(self, mode: bool = True) -> GroupedProduct:
-        if mode != self.training and self.weight_codes is not None:
-            self.weight_codes.start_over()
-        super().train(mode)
-        return self
-
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> GroupedProduct:
-        """Moves the state, as nn.Module does, except that the amax history keeps its dtype."""
-        history = self._buffers.pop("amax_history")
-        self._forget()
-        super()._apply(fn, recurse)
-        self._buffers["amax_history"] = history
-        self._move_state(self.stream.device)
-        return self
+        return self.cached_operands(cache, weight, w, x, columnwise, history)
 
     def _forget(self) -> None:
         """Drops cached operands."""
         self.weight_codes, self._cached_weight = None, None
-
-    def __getstate__(self) -> dict[str, Any]:
-        dropped = {"weight_codes": None, "_cached_weight": None, "weight_gather": None}
-        return self.__dict__ | dropped
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        for name in STATE:
-            buffer = self._buffers[name]
-            self._buffers[name] = None if buffer is None else as_normal(buffer)
 
     def extra_repr(self) -> str:
         gather = "" if self.weight_gather is None else f"; {self.weight_gather}"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from typing import Any, cast
 
 import torch
@@ -15,18 +14,18 @@ from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_operands import codes_of
 from .accumulation import TAKER, Sums, take_gradients, weight_sums
-from .cache.operand_cache import SharedInput, WeightCodes, weight_codes
+from .cache.operand_cache import SharedInput, weight_codes
 from .cache.operand_conditions import conditions_of
 from .convert.fast_paths import disable_fast_path, enable_fast_path
-from .distributed_hooks import WeightGather, hooks, is_distributed
+from .distributed_hooks import hooks, is_distributed
 from .fuse.deferred import Deferred, request_of, source_of
-from .state.random_state import RngState, add_hooks, as_normal, require_int64
+from .state.random_state import RngState, add_hooks, require_int64
 from .state.recipe_state import (
     DEFAULT_HISTORY,
-    STATE,
     WEIGHT_DTYPES,
     RecipeState,
     draw_from,
+    quantized_again,
     require_primary_dtype,
 )
 
@@ -79,8 +78,7 @@ class Linear(RecipeState, nn.Linear):
         TypeError, ValueError: an argument is not as expected.
     """
 
-    weight_codes: WeightCodes | None
-    weight_gather: WeightGather | None
+    TRANSIENT = (*RecipeState.TRANSIENT, TAKER)
     shared_input: SharedInput | None
     accumulate: str = ""  # where backward adds the weight's gradient (accumulation.py); "": nowhere
     fused_mlp: Any = None  # deferred_mlp's FusedMlp, which an op computes with other layers
@@ -135,14 +133,16 @@ class Linear(RecipeState, nn.Linear):
             weight = weight.contiguous()
         if self.weight_gather is not None and not is_compiling:
             self.weight_gather.complete(weight, torch.is_grad_enabled() and input.requires_grad)
-        rng, history, stream = self.op_state()
+        rng, history, stream = self.op_state(weight.device)
         x_operands, w_operands = None, weight_operands(weight, self.recipe, input, history)
         if source is not None:
             x_operands = source.operands(request_of(self, rng, history, stream))
         if not is_compiling and type(input) is Tensor and not input.is_meta:
             if w_operands is None:
                 columnwise = torch.is_grad_enabled() and input.requires_grad
-                w_operands = self.cached_weight_operands(input, weight, columnwise, history)
+                w_operands = self.cached_operands(
+                    self.weight_codes, weight, weight, input, columnwise, history
+                )
             if x_operands is None and self.shared_input is not None:
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
                 x_operands = self.shared_input.operands(
@@ -161,48 +161,6 @@ class Linear(RecipeState, nn.Linear):
             recompute=self.recompute,
             **sums._asdict(),
         )
-
-    def op_state(self) -> tuple[Tensor | None, Tensor | None, int]:
-        """Returns random state, amax history and stream of this forward, as the op takes them.
-
-        Compiled code has the stream in the random state, so that layers of all names share one
-        graph.
-        """
-        if not torch.compiler.is_compiling():
-            return self.draw_rng(self.weight.device), self.step_history(), self.stream_id
-        return self.trace_rng(self.stream), self.step_history(), 0
-
-    def cached_weight_operands(
-        self, x: Tensor, weight: Tensor, columnwise: bool, amax_history: Tensor | None
-    ) -> list[Tensor] | None:
-        """Returns the weight's cached operands; None where the op is to quantize it.
-
-        Args:
-            x: what the products' conditions are those of.
-            weight: (N, K), contiguous.
-            columnwise: whether backward reads the weight.
-            amax_history: of the layer, for delayed scaling.
-        """
-        # Outside autocast a weight of another dtype has a gradient of its own dtype.
-        is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
-        if self.weight_codes is None or is_cast:
-            return None
-        text = self.recipe.text
-        return self.weight_codes.operands(
-            weight,
-            text,
-            columnwise,
-            conditions_of(x),
-            self.is_in_step(),
-            partial(ops.layer_operands.default, weight, text, "w", amax_history=amax_history),
-            saves_weight=bool(self.recompute),
-        )
-
-    def train(self, mode: bool = True) -> Linear:
-        if mode != self.training and self.weight_codes is not None:
-            self.weight_codes.start_over()
-        super().train(mode)
-        return self
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "weight":
@@ -227,18 +185,6 @@ class Linear(RecipeState, nn.Linear):
         if self.shared_input is not None:
             self.shared_input.forget()
 
-    def __getstate__(self) -> dict[str, Any]:
-        dropped = ("weight_codes", "weight_gather", TAKER)
-        return {k: v for k, v in self.__dict__.items() if k not in dropped}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.weight_gather = None
-        for name in STATE:
-            buffer = self._buffers[name]
-            self._buffers[name] = None if buffer is None else as_normal(buffer)
-        self._forget()
-
     def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.weight_codes = None  # refers to the parameter, which torch may swap
         super()._load_from_state_dict(*args, **kwargs)
@@ -247,24 +193,11 @@ class Linear(RecipeState, nn.Linear):
         self._forget()
 
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Linear:
-        """Moves the layer, as nn.Module does, except that the amax history keeps its dtype.
-
-        to_empty returns a quantized weight in high precision: such a weight is quantized again.
-        """
         before = self.weight
-        if isinstance(before, QuantizedTensor):
-            empty = torch.empty(0, dtype=before.dtype, device=before.device)
-            require_primary_dtype(self.fqn, fn, empty)
-        history = self._buffers.pop("amax_history")
-        self.weight_codes = None  # refers to the parameter; torch swaps no DTensor with references
+        require_primary_dtype(self.fqn, fn, before)
         super()._apply(fn, recurse)
-        if isinstance(before, QuantizedTensor) and not isinstance(self.weight, QuantizedTensor):
-            self.weight = nn.Parameter(
-                QuantizedTensor.from_tensor(self.weight.detach(), *before.specs),
-                requires_grad=before.requires_grad,
-            )
-        self._buffers["amax_history"] = history
-        self._move_state(self.stream.device)
+        if (weight := quantized_again(before, self.weight)) is not None:
+            self.weight = weight
         if self.weight_gather is not None:
             hooks().adopt_weight(self, self.weight)
         self._forget()

@@ -322,11 +322,13 @@ def shard_operands(
 def module_linear(layer: Linear, x: Tensor) -> Tensor:
     """Computes the forward of an mf.Linear whose weight is a DTensor."""
     weight = cast(DTensor, layer.weight)
-    if torch.compiler.is_compiling():
-        return traced_linear(layer, x, weight)
-    layer.unwrap_buffers()
-    rng = layer.draw_rng(weight.device)
-    if layer.rng_state is not None and cut_of(weight) is not None:
+    reuse = None
+    if not torch.compiler.is_compiling():
+        layer.unwrap_buffers()
+        is_in_step, saves_weight = layer.is_in_step(), bool(layer.recompute)
+        reuse = Reuse(layer.shared_input, layer.weight_codes, is_in_step, saves_weight)
+    rng, history, stream = layer.op_state(weight.device)
+    if reuse is not None and layer.rng_state is not None and cut_of(weight) is not None:
         require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
     return linear(
         x,
@@ -334,25 +336,8 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         layer.bias,
         layer.recipe,
         rng=rng,
-        amax_history=layer.step_history(),
-        stream=layer.stream_id,
-        reuse=Reuse(
-            layer.shared_input, layer.weight_codes, layer.is_in_step(), bool(layer.recompute)
-        ),
-        recompute=layer.recompute,
-    )
-
-
-def traced_linear(layer: Linear, x: Tensor, weight: DTensor) -> Tensor:
-    """Computes the forward under torch.compile: the stream is a tensor, and nothing is reused."""
-    rng = layer.trace_rng(local(layer.stream))
-    history = layer.step_history()
-    return linear(
-        x,
-        weight,
-        layer.bias,
-        layer.recipe,
-        rng=rng,
-        amax_history=None if history is None else local(history),
+        amax_history=history,
+        stream=stream,
+        reuse=reuse,
         recompute=layer.recompute,
     )

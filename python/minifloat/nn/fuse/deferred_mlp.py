@@ -229,7 +229,7 @@ class DeferredHidden(DeferredActivation):
         product.require_unchanged()
         layers = product.mlp.layers
         main_grads, accumulate, received = sums_of(layers)
-        states = [layer.op_state() for layer in layers]
+        states = [layer.op_state(layer.weight.device) for layer in layers]
         rng, histories, streams = ([s[i] for s in states] for i in range(3))
         x, x_operands = self._input(states)
         reads_back = [x.requires_grad] * (len(layers) - 1) + [self.requires_grad]
@@ -301,7 +301,8 @@ def cached_codes(
     """Returns the cached operands of a layer's weight; None where the op is to quantize it."""
     if torch.compiler.is_compiling():
         return None
-    return layer.cached_weight_operands(x, layer.weight, columnwise, amax_history)
+    weight = layer.weight
+    return layer.cached_operands(layer.weight_codes, weight, weight, x, columnwise, amax_history)
 
 
 def name_of(func: Any, options: dict[str, Any]) -> str | None:

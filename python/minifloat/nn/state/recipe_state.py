@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,6 +19,10 @@ from ..._native import ops
 from ...checks import require_int
 from ...recipe import Recipe
 from ...spec import Spec
+from ...tensor.quantized_tensor import QuantizedTensor
+from ..cache.operand_cache import WeightCodes
+from ..cache.operand_conditions import conditions_of
+from ..distributed_hooks import WeightGather, is_distributed
 from ..names import clean_name, unwrapped
 from .draws import Draws
 from .random_state import RngState, as_normal, find_hook
@@ -90,12 +95,12 @@ class RecipeState(nn.Module):
     amax_algorithm: str
     margin: int
     stream_id: int  # what `stream` holds
-    # Any: a chain of imports has at most ten levels.
-    weight_codes: Any  # operand_cache's WeightCodes; None: the weight is quantized each time
+    weight_codes: WeightCodes | None  # None: the weight is quantized each time
     recompute: str = ""  # "weight": backward quantizes the weight again, instead of saving codes
     expert_range: ExpertRange | None = None  # None: this process has all experts
     evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
-    weight_gather: Any = None  # distributed_hooks' WeightGather; None: FSDP2 has not sharded it
+    weight_gather: WeightGather | None = None  # None: FSDP2 has not sharded the weight
+    TRANSIENT: tuple[str, ...] = ("weight_codes", "weight_gather")  # attributes not pickled
 
     def __setattr__(self, name: str, value: Any) -> None:
         if name == "recipe":
@@ -109,6 +114,33 @@ class RecipeState(nn.Module):
     def _forget(self) -> None:
         """Drops cached operands."""
         raise NotImplementedError
+
+    def train(self, mode: bool = True) -> RecipeState:
+        if mode != self.training and self.weight_codes is not None:
+            self.weight_codes.start_over()
+        super().train(mode)
+        return self
+
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RecipeState:
+        """Moves the module, as nn.Module does, except that the amax history keeps its dtype."""
+        history = self._buffers.pop("amax_history")
+        self.weight_codes = None  # refers to the parameter; torch swaps no DTensor with references
+        super()._apply(fn, recurse)
+        self._buffers["amax_history"] = history
+        self._move_state(self.stream.device)
+        self._forget()
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {k: v for k, v in self.__dict__.items() if k not in self.TRANSIENT}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self.weight_gather = None
+        for name in STATE:
+            buffer = self._buffers[name]
+            self._buffers[name] = None if buffer is None else as_normal(buffer)
+        self._forget()
 
     def _require_state_for(self, recipe: Recipe) -> None:
         """Raises ValueError where a recipe needs state that the conversion did not give."""
@@ -150,6 +182,57 @@ class RecipeState(nn.Module):
         self.stream_id = stream_id
         self.register_buffer("stream", stream, persistent=False)
         self.register_buffer("amax_history", history, persistent=False)
+
+    def op_state(self, device: torch.device) -> tuple[Tensor | None, Tensor | None, int]:
+        """Returns random state, amax history and stream of this forward, as the op takes them.
+
+        Compiled code has the stream in the random state, so that layers of all names share one
+        graph.
+
+        device: of the random state.
+        """
+        if not torch.compiler.is_compiling():
+            return self.draw_rng(device), self.step_history(), self.stream_id
+        stream, history = self.stream, self.step_history()
+        if is_distributed(stream):  # torch's parallel styles have made DTensors of buffers
+            stream = stream.to_local()
+        if history is not None and is_distributed(history):
+            history = history.to_local()
+        return self.trace_rng(stream), history, 0
+
+    def cached_operands(
+        self,
+        cache: WeightCodes | None,
+        weight: Tensor,
+        matrix: Tensor,
+        x: Tensor,
+        columnwise: bool,
+        amax_history: Tensor | None,
+    ) -> list[Tensor] | None:
+        """Returns the weight's cached operands; None where the op is to quantize it.
+
+        Args:
+            cache: of the weight; None: there is none.
+            weight: the parameter.
+            matrix: W (…, N, K), what a cast reads of the parameter.
+            x: what the product's conditions are those of.
+            columnwise: whether backward reads the weight.
+            amax_history: of the product, for delayed scaling.
+        """
+        # Outside autocast a weight of another dtype has a gradient of its own dtype.
+        is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
+        if cache is None or is_cast:
+            return None
+        text = self.recipe.text
+        return cache.operands(
+            weight,
+            text,
+            columnwise,
+            conditions_of(x),
+            self.is_in_step(),
+            partial(ops.layer_operands.default, matrix, text, "w", amax_history=amax_history),
+            saves_weight=bool(self.recompute),
+        )
 
     def step_history(self) -> Tensor | None:
         """Returns the amax history that an op writes to: a copy outside training steps."""
@@ -210,15 +293,17 @@ class RecipeState(nn.Module):
             self._buffers["amax_history"] = as_normal(history.to(device))
 
 
-def require_primary_dtype(fqn: str, fn: Callable[[Tensor], Tensor], values: Tensor) -> None:
+def require_primary_dtype(fqn: str, fn: Callable[[Tensor], Tensor], weight: Tensor | None) -> None:
     """Raises ValueError where `fn`, such as that of model.half(), would change codes to a dtype.
 
     Args:
         fqn: the layer's name.
         fn: what nn.Module applies to each parameter.
-        values: an empty tensor of the primary weight's dtype and device.
+        weight: of the layer, or this rank's part of it. Only codes are refused.
     """
-    dtype = fn(values).dtype
+    if not isinstance(weight, QuantizedTensor):
+        return
+    dtype = fn(torch.empty(0, dtype=weight.dtype, device=weight.device)).dtype
     if dtype not in WEIGHT_DTYPES:
         what = {torch.float16: ".half()", torch.float64: ".double()"}.get(dtype, f".to({dtype})")
         raise ValueError(
@@ -226,6 +311,17 @@ def require_primary_dtype(fqn: str, fn: Callable[[Tensor], Tensor], values: Tens
             f"which {fqn} computes in, got {dtype}; call model.bfloat16() or model.float() now: "
             f"other parameters may be in {dtype} already, which mf.restore_(model) would keep"
         )
+
+
+def quantized_again(before: Tensor | None, now: Tensor) -> nn.Parameter | None:
+    """Returns codes of a weight that was codes, and that to_empty returned in high precision.
+
+    None: the weight is as it was.
+    """
+    if not isinstance(before, QuantizedTensor) or isinstance(now, QuantizedTensor):
+        return None
+    codes = QuantizedTensor.from_tensor(now.detach(), *before.specs)
+    return nn.Parameter(codes, requires_grad=before.requires_grad)
 
 
 def draw_from(layer: RecipeState, state: RngState) -> None:
