@@ -29,7 +29,7 @@ def test_one_process_loads_nothing_of_torch_distributed_or_the_compiler():
 
 
 def test_hooks_are_registered_once():
-    from minifloat.nn import distributed_hooks
+    from minifloat.nn.hooks import hooks, register_distributed
 
     with pytest.raises(RuntimeError, match="expected one registration"):
-        distributed_hooks.register(distributed_hooks.hooks())
+        register_distributed(hooks())

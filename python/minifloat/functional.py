@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ._native import ops
 from .checks import require_text
-from .nn.distributed_hooks import hooks, is_distributed
+from .nn.hooks import hooks, is_distributed
 from .nn.linear import weight_operands
 from .recipe import Recipe
 

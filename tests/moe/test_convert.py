@@ -11,7 +11,7 @@ import torch
 from minifloat.moe.convert import ROUTER_REASON, find_routers
 from minifloat.moe.layer import Experts
 from minifloat.moe.projections import register_implementation
-from minifloat.nn.expert_hooks import ExpertChoice, ExpertSelection
+from minifloat.nn.hooks import ExpertChoice, ExpertSelection
 from torch import nn
 
 from tests.support.experts import relative_error

@@ -6,7 +6,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from minifloat._native import ops
-from minifloat.dtensor import cut_along_width
+from minifloat.distributed.tensor_parallel import cut_along_width
 from minifloat.nn.grouped_product import product_of
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

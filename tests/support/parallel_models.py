@@ -7,7 +7,7 @@ test_exact_sums.py checks that for each recipe of EXACT.
 import minifloat as mf
 import torch
 import torch.distributed as dist
-from minifloat.dtensor import QuantizedColwiseParallel
+from minifloat.distributed.tensor_parallel import QuantizedColwiseParallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

@@ -1,6 +1,6 @@
 """Functions of FSDP2 and tensor parallelism that layers call.
 
-Importing this module registers them with `nn` (nn/distributed_hooks.py).
+Importing this module registers them with `nn` (nn/hooks.py).
 
 DTensor takes seconds to import, so tensor parallelism is imported at the first DTensor weight.
 """
@@ -11,7 +11,7 @@ from typing import Any
 
 from torch import Tensor
 
-from ..nn import distributed_hooks
+from ..nn.hooks import DistributedHooks, register_distributed
 from .amaxes import reduce_amaxes
 from .fsdp.accumulation import accumulate_gradients
 from .fsdp.experts import wrap_sharded_experts
@@ -33,8 +33,8 @@ def forward(layer: Any, x: Tensor) -> Tensor:
     return dtensor.module_linear(layer, x)
 
 
-distributed_hooks.register(
-    distributed_hooks.DistributedHooks(
+register_distributed(
+    DistributedHooks(
         plan_gather=plan_gather,
         adopt_weight=wrap_sharded_weight,
         plan_experts=plan_experts,

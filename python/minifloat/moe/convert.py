@@ -21,9 +21,8 @@ from ..nn.convert.primary_weights import (
     reason_against_primary,
 )
 from ..nn.convert.selection import already_converted
-from ..nn.distributed_hooks import hooks
-from ..nn.expert_hooks import ExpertChoice, ExpertSelection
 from ..nn.grouped_product import GroupedProduct, add_products, remove_products
+from ..nn.hooks import ExpertChoice, ExpertSelection, hooks
 from ..nn.linear import dequantize_parameters
 from ..nn.names import PRODUCT, clean_name, join, owners_of_weights
 from ..nn.state.recipe_state import WEIGHT_DTYPES

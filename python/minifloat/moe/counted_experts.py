@@ -14,9 +14,9 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..nn.distributed_hooks import is_distributed
 from ..nn.expert_parameters import matrix_of
 from ..nn.grouped_product import call_of, product_of
+from ..nn.hooks import is_distributed
 from ..nn.state.recipe_state import ExpertRange
 from .foreign import Converted
 from .functional import ExpertRows, Matrices, Plan, compose, compute_dtype

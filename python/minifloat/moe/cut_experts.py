@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..nn.distributed_hooks import is_distributed
+from ..nn.hooks import is_distributed
 from ..tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:

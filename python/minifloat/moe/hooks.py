@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..nn import expert_hooks
+from ..nn.hooks import ExpertHooks, register_experts
 from ..nn.names import unwrapped
 from .convert import convert, plan_gather, restore, revert, select
 from .dropped import warn_of_dropped
@@ -45,8 +45,8 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         router.end_step()
 
 
-expert_hooks.register(
-    expert_hooks.ExpertHooks(
+register_experts(
+    ExpertHooks(
         select=select,
         plan_gather=plan_gather,
         convert=convert,

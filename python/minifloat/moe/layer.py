@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from ..checks import require_bool, require_int, require_text
 from ..nn.cache.operand_cache import share_inputs
-from ..nn.distributed_hooks import hooks
 from ..nn.expert_parameters import HasProducts, matrix_of
 from ..nn.grouped_product import add_products, call_of, product_of
+from ..nn.hooks import hooks
 from ..nn.linear import adopt
 from ..nn.state.random_state import RngState, add_hooks, require_int64
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from

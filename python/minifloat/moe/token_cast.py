@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 from ..nn.cache.operand_cache import SharedInput
 from ..nn.cache.operand_conditions import conditions_of
-from ..nn.distributed_hooks import is_distributed
 from ..nn.grouped_product import product_of
+from ..nn.hooks import is_distributed
 from ..nn.linear import Linear
 from ..tensor.operands import Operand, Operands
 from .row_operands import spec_of_tokens

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..tensor.quantized_tensor import QuantizedTensor
-from .distributed_hooks import hooks, is_distributed
+from .hooks import hooks, is_distributed
 from .names import PRODUCT
 from .state.recipe_state import RecipeState, quantized_again, require_primary_dtype
 

@@ -17,8 +17,8 @@ from .accumulation import TAKER, Sums, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, weight_codes
 from .cache.operand_conditions import conditions_of
 from .convert.fast_paths import disable_fast_path, enable_fast_path
-from .distributed_hooks import hooks, is_distributed
 from .fuse.deferred import Deferred, request_of, source_of
+from .hooks import hooks, is_distributed
 from .state.random_state import RngState, add_hooks, require_int64
 from .state.recipe_state import (
     DEFAULT_HISTORY,

@@ -10,7 +10,7 @@ import torch
 import torch._inductor.config
 import torch.distributed as dist
 from functorch.compile import make_boxed_func, min_cut_rematerialization_partition
-from minifloat.dtensor import QuantizedColwiseParallel
+from minifloat.distributed.tensor_parallel import QuantizedColwiseParallel
 from torch import nn
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.testing import CompileCounterWithBackend

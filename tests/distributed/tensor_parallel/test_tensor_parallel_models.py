@@ -4,7 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat.dtensor import QuantizedColwiseParallel
+from minifloat.distributed.tensor_parallel import QuantizedColwiseParallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -5,7 +5,7 @@ a model that caches nothing. Both multiply the same shards: repetitions (exact_s
 import minifloat as mf
 import torch
 import torch.distributed as dist
-from minifloat.dtensor import QuantizedColwiseParallel
+from minifloat.distributed.tensor_parallel import QuantizedColwiseParallel
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

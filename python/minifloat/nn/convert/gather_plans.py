@@ -7,8 +7,15 @@ from typing import Any
 from torch import nn
 
 from ...recipe import Recipe
-from ..distributed_hooks import COMPUTE_DTYPE, QUANTIZED, hooks, is_distributed
-from ..expert_hooks import ExpertChoice, ExpertSelection, expert_hooks
+from ..hooks import (
+    COMPUTE_DTYPE,
+    QUANTIZED,
+    ExpertChoice,
+    ExpertSelection,
+    expert_hooks,
+    hooks,
+    is_distributed,
+)
 from ..names import owners_of_weights
 from .selection import Selection
 

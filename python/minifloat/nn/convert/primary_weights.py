@@ -10,7 +10,7 @@ from ...checks import require_bool
 from ...recipe import Recipe
 from ...tensor.quantized_tensor import QuantizedTensor
 from ...tensor.weight_specs import require_weight_spec
-from ..distributed_hooks import is_distributed
+from ..hooks import is_distributed
 from ..names import owners_of_weights
 from .selection import Selection
 

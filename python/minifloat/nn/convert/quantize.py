@@ -19,11 +19,10 @@ from ...recipe import Recipe, RecipeMap
 from ...tensor.weight_specs import require_weight_spec
 from ..accumulation import require_accumulate
 from ..cache.operand_cache import share_inputs
-from ..distributed_hooks import QUANTIZED
-from ..expert_hooks import ExpertSelection, expert_hooks
 from ..fuse.fusion import fuse as fuse_parts
 from ..fuse.fusion import fused_parts, unfuse
 from ..grouped_product import require_restorable_products
+from ..hooks import QUANTIZED, ExpertSelection, expert_hooks
 from ..linear import Linear, adopt, require_restorable, restore_linear
 from ..names import clean_name, join, unwrapped
 from ..state.random_state import hooks_of, remove_hooks, require_int64

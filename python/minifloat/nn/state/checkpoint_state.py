@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from ...checks import require_module
-from ..distributed_hooks import hooks
+from ..hooks import hooks
 from ..names import join
 from .random_state import states_of
 from .recipe_state import forget_weights, histories_of

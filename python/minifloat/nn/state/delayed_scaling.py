@@ -8,8 +8,7 @@ from torch import Tensor, nn
 
 from ..._native import ops
 from ...checks import require_module
-from ..distributed_hooks import hooks
-from ..expert_hooks import expert_hooks
+from ..hooks import expert_hooks, hooks
 from ..names import unwrapped
 from .recipe_state import RecipeState, forget_weights, histories_of, require_own_streams
 

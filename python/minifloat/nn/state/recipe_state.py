@@ -22,7 +22,7 @@ from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..cache.operand_cache import WeightCodes
 from ..cache.operand_conditions import conditions_of
-from ..distributed_hooks import WeightGather, is_distributed
+from ..hooks import WeightGather, is_distributed
 from ..names import clean_name, unwrapped
 from .draws import Draws
 from .random_state import RngState, as_normal, find_hook

@@ -1,0 +1,160 @@
+"""Functions of `distributed` and `moe` that layers, conversion and mf.step call.
+
+`nn` imports neither package. Each registers its functions once, when `minifloat/__init__.py`
+imports `distributed/hooks.py` and `moe/hooks.py`. A function may import its package at its first
+call, when the first DTensor is passed to a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeGuard, TypeVar
+
+from torch import Tensor, nn
+
+from ..recipe import Recipe
+
+if TYPE_CHECKING:
+    import torch.distributed as dist
+    from torch.distributed.tensor import DTensor
+
+Functions = TypeVar("Functions")
+
+
+class Registration(Generic[Functions]):
+    """The functions of another package, which registers them when it is imported.
+
+    Args:
+        name: of the functions, for the error.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self._registered: list[Functions] = []
+
+    def register(self, functions: Functions) -> None:
+        """Registers the functions.
+
+        Raises:
+            RuntimeError: functions are registered already.
+        """
+        if self._registered:
+            raise RuntimeError(f"{self.name}: expected one registration, got a second")
+        self._registered.append(functions)
+
+    def functions(self) -> Functions:
+        """Returns the registered functions."""
+        return self._registered[0]
+
+
+# ---- several processes ---------------------------------------------------------------------------
+
+QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"  # how FSDP2 gathers a weight
+
+
+class WeightGather(Protocol):
+    """The gathers of one layer's sharded weight, which distributed/fsdp attaches to the layer."""
+
+    def has_assigned(self, parameter: Any) -> bool:
+        """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
+
+    def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
+        """Fetches the parts that a forward reads and no gather has brought."""
+
+
+@dataclass(frozen=True)
+class DistributedHooks:
+    """The functions that layers call for several processes.
+
+    plan_gather         recipe -> (plan of the weight's gather or None, sentence for the report)
+    adopt_weight        (layer, parameter): before the parameter becomes the layer's weight
+    plan_experts        plan_gather of a 3D weight of experts
+    adopt_experts       (module, product, parameter until now, parameter): before the 3D parameter
+                        becomes the module's
+    require_no_shard    (module, name, weight): raises where FSDP2 has sharded a weight that is to
+                        be gathered as codes
+    precompute_scales   model: exchanges the maxima of all sharded weights, after a step
+    reduce_amaxes       (amaxes, group) -> the largest of all ranks
+    accumulate_gradients
+                        (layer, parameter): before the parameter, which FSDP2 has gathered, becomes
+                        the weight of a layer whose gradients are added to .grad in float32
+    linear              mf.linear of a weight that is a DTensor
+    forward             (layer, x) -> y of a layer whose weight is a DTensor
+    """
+
+    plan_gather: Callable[[Recipe], tuple[Any, str]]
+    adopt_weight: Callable[[nn.Module, Any], None]
+    plan_experts: Callable[[Recipe], tuple[Any, str]]
+    adopt_experts: Callable[[nn.Module, Any, Any, Any], None]
+    require_no_shard: Callable[[nn.Module, str, Tensor], None]
+    precompute_scales: Callable[[nn.Module], None]
+    reduce_amaxes: Callable[[Tensor, dist.ProcessGroup | None], Tensor]
+    accumulate_gradients: Callable[[nn.Module, Any], None]
+    linear: Callable[..., Tensor]
+    forward: Callable[[Any, Tensor], Tensor]
+
+
+_DISTRIBUTED: Registration[DistributedHooks] = Registration("distributed hooks")
+register_distributed, hooks = _DISTRIBUTED.register, _DISTRIBUTED.functions
+
+
+def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
+    """Tells whether a weight is a DTensor, without importing torch.distributed.tensor."""
+    return type(weight) not in (Tensor, nn.Parameter) and hasattr(weight, "device_mesh")
+
+
+# ---- mixtures of experts -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ExpertChoice:
+    """An experts module to convert.
+
+    Args:
+        fqn: its name.
+        module: the module.
+        names: its 3D parameters that products read.
+        recipe: of the products.
+        is_named: whether mf.quantize_'s `experts` names the parameters.
+    """
+
+    fqn: str
+    module: nn.Module
+    names: tuple[str, ...]
+    recipe: Recipe
+    is_named: bool = False
+
+
+@dataclass(frozen=True)
+class ExpertSelection:
+    """The experts to convert, the other 3D parameters with reasons, and routers with reasons."""
+
+    chosen: list[ExpertChoice]
+    skipped: list[tuple[str, str]]
+    routers: dict[nn.Module, tuple[str, str]]
+
+
+@dataclass(frozen=True)
+class ExpertHooks:
+    """The functions for models with experts.
+
+    select      (model, filters, experts, primary) -> what to convert
+    plan_gather choice -> (plan of the weights' gathers or None, sentence for the report)
+    convert     (choice, name in the whole model, plan, primary weights, delayed scaling) -> the
+                new products
+    revert      module: undoes one conversion, complete or not
+    restore     model: undoes all
+    end_step    (model, group): moves the balance of routers by this step's counts
+    """
+
+    select: Callable[..., ExpertSelection]
+    plan_gather: Callable[[ExpertChoice], tuple[Any, str]]
+    convert: Callable[..., list[Any]]
+    revert: Callable[[nn.Module], None]
+    restore: Callable[[nn.Module], None]
+    end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]
+
+
+_EXPERTS: Registration[ExpertHooks] = Registration("expert hooks")
+register_experts, expert_hooks = _EXPERTS.register, _EXPERTS.functions
