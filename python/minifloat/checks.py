@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from typing import Any
+from typing import SupportsIndex
 
 from torch import nn
 
@@ -11,7 +11,7 @@ LEAST, LARGEST = -(2**63), 2**63 - 1
 
 
 def require_int(
-    name: str, value: Any, least: int = LEAST, most: int = LARGEST, unit: str = ""
+    name: str, value: object, least: int = LEAST, most: int = LARGEST, unit: str = ""
 ) -> int:
     """Returns `value` as an int where it is an integer from `least` to `most`.
 
@@ -19,7 +19,7 @@ def require_int(
         TypeError: `value` is no integer, or a bool.
         ValueError: `value` is out of the range.
     """
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
+    if isinstance(value, bool) or not isinstance(value, SupportsIndex):
         raise TypeError(f"{name}: expected an int, got {value!r} ({type(value).__name__})")
     number = operator.index(value)
     if not least <= number <= most:
@@ -31,14 +31,14 @@ def require_int(
     return number
 
 
-def require_bool(name: str, value: Any) -> bool:
+def require_bool(name: str, value: object) -> bool:
     """Returns `value`; TypeError where it is no bool."""
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
     return value
 
 
-def require_text(name: str, text: Any) -> str:
+def require_text(name: str, text: object) -> str:
     """Returns `text`; TypeError where it is no str, ValueError where it is not valid Unicode."""
     if not isinstance(text, str):
         raise TypeError(f"{name}: expected its text as str, got {type(text).__name__}")
@@ -52,7 +52,7 @@ def require_text(name: str, text: Any) -> str:
     return text
 
 
-def require_module(function: str, model: Any) -> nn.Module:
+def require_module(function: str, model: object) -> nn.Module:
     """Returns `model`; TypeError where it is no module."""
     if not isinstance(model, nn.Module):
         raise TypeError(f"{function}: expected a torch.nn.Module, got {type(model).__name__}")

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 from functools import lru_cache
-from typing import Any
 
 from ._native import ops
 from .checks import require_text
@@ -79,7 +78,7 @@ class Recipe:
     def __repr__(self) -> str:
         return f"Recipe({self.text!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Recipe, (self.text,)
 
     @property
@@ -139,7 +138,7 @@ class RecipeMap:
     def __repr__(self) -> str:
         return f"RecipeMap({self.text!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return RecipeMap, (self.text,)
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 
@@ -41,7 +39,7 @@ def agree(
     dist.all_gather_into_tensor(received, sent, group=group)
     titles, dtypes = received.view(-1, 2).t().tolist()
     if len(set(titles)) > 1:
-        texts: list[Any] = [None] * world
+        texts: list[str | None] = [None] * world
         dist.all_gather_object(texts, title, group=group)
         listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
         raise ValueError(f"fully_shard: expected all ranks to have the same weight, but {listed}")

@@ -7,11 +7,12 @@ DTensor takes seconds to import, so tensor parallelism is imported at the first 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, cast
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from ..nn.hooks import DistributedHooks, register_distributed
+from ..nn.linear import Linear
 from .amaxes import reduce_amaxes
 from .fsdp.accumulation import accumulate_gradients
 from .fsdp.experts import wrap_sharded_experts
@@ -26,11 +27,11 @@ def linear(*args: Any, **kwargs: Any) -> Tensor:
     return dtensor.linear(*args, **kwargs)
 
 
-def forward(layer: Any, x: Tensor) -> Tensor:
+def forward(layer: nn.Module, x: Tensor) -> Tensor:
     """Computes the forward of a layer whose weight is a DTensor."""
     from .tensor_parallel import dtensor
 
-    return dtensor.module_linear(layer, x)
+    return dtensor.module_linear(cast(Linear, layer), x)
 
 
 register_distributed(

@@ -10,7 +10,8 @@ torch/layers/weight_sums.h describes both; docs/accumulation.md says which one t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -27,6 +28,16 @@ def require_accumulate(accumulate: str | None) -> None:
         raise ValueError(f"accumulate: expected one of {PLACES}, got {accumulate!r}")
 
 
+class AccumulatingLayer(Protocol):
+    """What mf.Linear has that this module reads."""
+
+    accumulate: str
+    fqn: str
+
+    @property
+    def _parameters(self) -> Mapping[str, Tensor | None]: ...
+
+
 class Sums(NamedTuple):
     """The arguments of the op `linear` that say where a weight's gradient is added.
 
@@ -40,7 +51,7 @@ class Sums(NamedTuple):
     received: str = ""
 
 
-def weight_sums(layer: Any, weight: Tensor) -> Sums:
+def weight_sums(layer: AccumulatingLayer, weight: Tensor) -> Sums:
     """Returns where this forward's gradient of the weight is added.
 
     Sets weight.grad_added_to_main_grad to True where the weight has it, except in compiled code.
@@ -84,7 +95,7 @@ def weight_sums(layer: Any, weight: Tensor) -> Sums:
     return Sums(main_grad, MAIN_GRAD, "zeros" if is_read else "empty")
 
 
-def require_no_reader(layer: Any, weight: Tensor) -> None:
+def require_no_reader(layer: AccumulatingLayer, weight: Tensor) -> None:
     """Raises ValueError where something is to read a .grad that stays None."""
     if DDP["_active_ddp_module"] is not None:
         raise ValueError(
@@ -97,7 +108,7 @@ def require_no_reader(layer: Any, weight: Tensor) -> None:
         require_no_hook(weight, f"{layer.fqn}'s weight")
 
 
-def require_no_hook(weight: Any, name: str) -> None:
+def require_no_hook(weight: Tensor, name: str) -> None:
     """Raises ValueError where a hook of the weight would receive no gradient."""
     after = (weight._post_accumulate_grad_hooks or {}).values()
     if weight._backward_hooks or any(hook is not take_gradient for hook in after):
@@ -107,7 +118,7 @@ def require_no_hook(weight: Any, name: str) -> None:
         )
 
 
-def take_gradients(layer: Any) -> None:
+def take_gradients(layer: AccumulatingLayer) -> None:
     """Has the layer's weight, under "main_grad" alone, move what .grad receives to main_grad.
 
     Call it where the weight or `accumulate` may have changed.
@@ -128,7 +139,7 @@ def take_gradients(layer: Any) -> None:
     weight.requires_grad_(is_trained)
 
 
-def take_gradient(weight: Any) -> None:
+def take_gradient(weight: Tensor) -> None:
     """Moves a weight's .grad to its main_grad, unless Megatron's hooks do.
 
     Autograd calls it in compiled backward passes too, which find a hook of the weight here.
@@ -143,7 +154,7 @@ def take_gradient(weight: Any) -> None:
         weight.grad = None
 
 
-def require_float32_grad(layer: Any, weight: Tensor) -> None:
+def require_float32_grad(layer: AccumulatingLayer, weight: Tensor) -> None:
     """Raises ValueError where the weight's .grad would not be float32."""
     if weight.dtype == torch.float32:
         return

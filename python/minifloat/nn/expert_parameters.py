@@ -26,7 +26,7 @@ class HasProducts:
             adopt_weight(self, product, name, value)
         super().__setattr__(name, value)
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> HasProducts:
         """Moves the module, and wraps parameters again that came back as plain shards.
 
         to_empty returns quantized weights in high precision: those are quantized again.
@@ -49,7 +49,7 @@ class HasProducts:
                 adopt_weight(self, product, name, new)
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         """Loads the parameters, and moves products from meta to where values were assigned."""
         super()._load_from_state_dict(*args, **kwargs)  # type: ignore[misc]
         devices = [p.device for p in self.__dict__["_parameters"].values() if p is not None]
@@ -58,7 +58,7 @@ class HasProducts:
                 product._move_state(devices[0])
 
 
-def adopt_weight(module: Any, product: Any, name: str, value: Any) -> None:
+def adopt_weight(module: Any, product: RecipeState, name: str, value: Any) -> None:
     """Prepares a parameter that is about to become the module's `name`."""
     if product.gather_plan is not None and is_distributed(value):
         hooks().adopt_experts(module, product, module._parameters.get(name), value)
@@ -71,13 +71,13 @@ class TransposeOfCodes(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, weight: Tensor) -> Tensor:
+    def forward(ctx: object, weight: Tensor) -> Tensor:
         shape = *weight.shape[:-2], weight.shape[-1], weight.shape[-2]
         nan = torch.full((), float("nan"), dtype=weight.dtype, device=weight.device)
         return nan.expand(shape)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: object, *grads: Tensor) -> Tensor:
         return grads[0].mT
 
 

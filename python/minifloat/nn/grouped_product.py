@@ -18,6 +18,7 @@ from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_operands import codes_of
 from .cache.operand_cache import WeightCodes, weight_codes
+from .hooks import ExpertWeightGather, GatherPlan
 from .names import PRODUCT, join
 from .state.recipe_state import DEFAULT_HISTORY, ExpertRange, RecipeState
 
@@ -174,6 +175,7 @@ class GroupedProduct(RecipeState):
     """
 
     TRANSIENT = (*RecipeState.TRANSIENT, "_cached_weight")
+    weight_gather: ExpertWeightGather | None
     _cached_weight: int | None  # the id of the parameter that weight_codes are of
 
     def __init__(
@@ -187,7 +189,7 @@ class GroupedProduct(RecipeState):
         algorithm: str = "max",
         margin: int = 0,
         is_row_major: bool = False,
-        gather_plan: Any = None,
+        gather_plan: GatherPlan | None = None,
     ) -> None:
         super().__init__()
         self.is_row_major, self.gather_plan = is_row_major, gather_plan
@@ -315,7 +317,7 @@ def add_products(
     algorithm: str = "max",
     margin: int = 0,
     is_row_major: bool = False,
-    gather_plan: Any = None,
+    gather_plan: GatherPlan | None = None,
 ) -> list[GroupedProduct]:
     """Gives the module's 3D parameters `names` products under a recipe, and returns those.
 

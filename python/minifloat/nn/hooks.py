@@ -53,14 +53,25 @@ class Registration(Generic[Functions]):
 QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"  # how FSDP2 gathers a weight
 
 
+GatherPlan = object  # of distributed/fsdp, which alone reads it
+PlannedGather = tuple[GatherPlan | None, str]  # and the sentence for the report
+
+
 class WeightGather(Protocol):
     """The gathers of one layer's sharded weight, which distributed/fsdp attaches to the layer."""
 
-    def has_assigned(self, parameter: Any) -> bool:
+    def has_assigned(self, parameter: object) -> bool:
         """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
 
     def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
         """Fetches the parts that a forward reads and no gather has brought."""
+
+
+class ExpertWeightGather(Protocol):
+    """The gathers of a sharded 3D parameter, which distributed/fsdp attaches to its product."""
+
+    def operands(self, columnwise: bool) -> list[Tensor]:
+        """Returns the gathered weight as the op layer_operands would; on all ranks."""
 
 
 @dataclass(frozen=True)
@@ -83,16 +94,16 @@ class DistributedHooks:
     forward             (layer, x) -> y of a layer whose weight is a DTensor
     """
 
-    plan_gather: Callable[[Recipe], tuple[Any, str]]
-    adopt_weight: Callable[[nn.Module, Any], None]
-    plan_experts: Callable[[Recipe], tuple[Any, str]]
-    adopt_experts: Callable[[nn.Module, Any, Any, Any], None]
+    plan_gather: Callable[[Recipe], PlannedGather]
+    adopt_weight: Callable[[nn.Module, Tensor], None]
+    plan_experts: Callable[[Recipe], PlannedGather]
+    adopt_experts: Callable[[nn.Module, Any, Tensor | None, Tensor], None]
     require_no_shard: Callable[[nn.Module, str, Tensor], None]
     precompute_scales: Callable[[nn.Module], None]
     reduce_amaxes: Callable[[Tensor, dist.ProcessGroup | None], Tensor]
-    accumulate_gradients: Callable[[nn.Module, Any], None]
+    accumulate_gradients: Callable[[nn.Module, Tensor], None]
     linear: Callable[..., Tensor]
-    forward: Callable[[Any, Tensor], Tensor]
+    forward: Callable[[nn.Module, Tensor], Tensor]
 
 
 _DISTRIBUTED: Registration[DistributedHooks] = Registration("distributed hooks")
@@ -149,7 +160,7 @@ class ExpertHooks:
     """
 
     select: Callable[..., ExpertSelection]
-    plan_gather: Callable[[ExpertChoice], tuple[Any, str]]
+    plan_gather: Callable[[ExpertChoice], PlannedGather]
     convert: Callable[..., list[Any]]
     revert: Callable[[nn.Module], None]
     restore: Callable[[nn.Module], None]

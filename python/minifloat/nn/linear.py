@@ -18,7 +18,7 @@ from .cache.operand_cache import SharedInput, weight_codes
 from .cache.operand_conditions import conditions_of
 from .convert.fast_paths import disable_fast_path, enable_fast_path
 from .fuse.deferred import Deferred, request_of, source_of
-from .hooks import hooks, is_distributed
+from .hooks import GatherPlan, WeightGather, hooks, is_distributed
 from .state.random_state import RngState, add_hooks, require_int64
 from .state.recipe_state import (
     DEFAULT_HISTORY,
@@ -79,17 +79,20 @@ class Linear(RecipeState, nn.Linear):
     """
 
     TRANSIENT = (*RecipeState.TRANSIENT, TAKER)
+    weight_gather: WeightGather | None
     shared_input: SharedInput | None
     accumulate: str = ""  # where backward adds the weight's gradient (accumulation.py); "": nowhere
     fused_mlp: Any = None  # deferred_mlp's FusedMlp, which an op computes with other layers
-    gather_plan: Any  # how FSDP2 gathers the weight as codes; None: in the compute dtype
+    gather_plan: (
+        GatherPlan | None
+    )  # how FSDP2 gathers the weight as codes; None: in the compute dtype
 
     def __init__(
         self,
         in_features: int,
         out_features: int,
         bias: bool = True,
-        device: Any = None,
+        device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
         *,
         recipe: str | Recipe,
@@ -185,7 +188,7 @@ class Linear(RecipeState, nn.Linear):
         if self.shared_input is not None:
             self.shared_input.forget()
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         self.weight_codes = None  # refers to the parameter, which torch may swap
         super()._load_from_state_dict(*args, **kwargs)
         if self.stream.is_meta and not self.weight.is_meta:  # assigned
@@ -235,7 +238,7 @@ def adopt(
     history_length: int = DEFAULT_HISTORY,
     algorithm: str = "max",
     margin: int = 0,
-    gather_plan: Any = None,
+    gather_plan: GatherPlan | None = None,
 ) -> Linear:
     """Converts `module` to a Linear in place; object, parameters and hooks stay.
 
@@ -244,7 +247,7 @@ def adopt(
     shape = (len(operand_names()), 1 + history_length)
     device = module.weight.device
     # Before the class, so that a module is unchanged where there is no memory for its state.
-    RecipeState.set_state(cast(Any, module), recipe, fqn, device, shape, algorithm, margin)
+    RecipeState.set_state(cast(RecipeState, module), recipe, fqn, device, shape, algorithm, margin)
     if not isinstance(module, Linear):
         module.__class__ = Linear
     module = cast(Linear, module)

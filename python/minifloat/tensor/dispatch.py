@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
+from typing import NoReturn
 
 import torch
 from torch import Tensor
@@ -11,7 +12,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._native import ops
 from ..spec import Spec
-from .handlers import OTHERS, handles
+from .handlers import OTHERS, Op, handles
 from .quantized import Quantized, map_tensors, raw_scale
 from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor
 from .slicing import cut
@@ -20,11 +21,11 @@ aten, c10d = torch.ops.aten, torch.ops.c10d
 
 
 @handles(OTHERS)
-def run_on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
+def run_on_values(func: Op, *args: object, **kwargs: object) -> object:
     """Runs an op on the values. Arguments that the op writes to are rounded again, in place."""
     values: dict[int, Tensor] = {}
 
-    def values_of(leaf: Any) -> Any:
+    def values_of(leaf: object) -> object:
         if not isinstance(leaf, QuantizedTensor):
             return leaf
         if id(leaf) not in values:
@@ -48,7 +49,7 @@ def run_on_values(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @handles(ops.quantize.default)
 def quantize(
-    func: Any,
+    func: Op,
     x: Tensor,
     row: str,
     col: str,
@@ -59,8 +60,8 @@ def quantize(
     decoded_col: bool = False,
     fp8_row: bool = False,
     fp8_col: bool = False,
-    **random: Any,
-) -> Any:
+    **random: object,
+) -> tuple[Tensor, ...]:
     """Returns the codes of a QuantizedTensor; other specs are refused, not rounded a second time.
 
     An amax is accepted only for delayed scaling, where the codes were cast under that amax.
@@ -88,13 +89,13 @@ def quantize(
 
 
 @handles(ops.linear.default, ops.linear_group.default, ops.mlp.default)
-def layer(func: Any, *args: Any, **kwargs: Any) -> Any:
+def layer(func: Op, *args: object, **kwargs: object) -> object:
     """Decomposes a composite op, which inference mode dispatches as a whole."""
     return func.decompose(*args, **kwargs)
 
 
 @handles(aten.detach.default, aten.alias.default, aten.lift_fresh.default)
-def alias(func: Any, x: QuantizedTensor) -> Any:
+def alias(func: Op, x: QuantizedTensor) -> QuantizedTensor:
     """Returns a QuantizedTensor of the same memory."""
     out = x._map(lambda part: part)
     out.is_slice = x.is_slice
@@ -102,21 +103,21 @@ def alias(func: Any, x: QuantizedTensor) -> Any:
 
 
 @handles(aten.clone.default)
-def clone(func: Any, x: QuantizedTensor, *, memory_format: Any = None) -> Any:
+def clone(func: Op, x: QuantizedTensor, *, memory_format: object = None) -> QuantizedTensor:
     """Copies the codes."""
     return x._map(lambda part: map_tensors(part, torch.clone))
 
 
 @handles(aten._to_copy.default)
 def to_copy(
-    func: Any,
+    func: Op,
     x: QuantizedTensor,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     non_blocking: bool = False,
-    **layout: Any,
-) -> Any:
+    **layout: object,
+) -> QuantizedTensor:
     """Copies the codes to a device or nominal dtype; another dtype has the values."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
@@ -131,14 +132,14 @@ def to_copy(
 
 @handles(aten.empty_like.default)
 def empty_like(
-    func: Any,
+    func: Op,
     x: QuantizedTensor,
     *,
     dtype: torch.dtype | None = None,
     device: torch.device | None = None,
     pin_memory: bool | None = None,
-    **layout: Any,
-) -> Any:
+    **layout: object,
+) -> QuantizedTensor:
     """Allocates memory for codes; for another dtype, for values. Copies and collectives fill it."""
     if dtype is not None and dtype not in NOMINAL_DTYPES:
         return NotImplemented
@@ -147,7 +148,7 @@ def empty_like(
 
 
 @handles(aten.copy_.default)
-def copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False) -> Any:
+def copy_(func: Op, target: Tensor, source: Tensor, non_blocking: bool = False) -> Tensor:
     """Writes to a QuantizedTensor."""
     if not isinstance(target, QuantizedTensor):
         return NotImplemented
@@ -156,7 +157,7 @@ def copy_(func: Any, target: Tensor, source: Tensor, non_blocking: bool = False)
 
 
 @handles(aten.view.default, aten._unsafe_view.default)
-def view(func: Any, x: QuantizedTensor, size: Any) -> Any:
+def view(func: Op, x: QuantizedTensor, size: Sequence[int]) -> QuantizedTensor:
     """Returns an alias for the present shape; a view of another shape has the values."""
     known = torch.Size([length for length in size if length != -1])
     wanted = [x.numel() // max(known.numel(), 1) if n == -1 else n for n in size]
@@ -165,8 +166,12 @@ def view(func: Any, x: QuantizedTensor, size: Any) -> Any:
 
 @handles(aten.as_strided.default)
 def as_strided(
-    func: Any, x: QuantizedTensor, size: Any, stride: Any, storage_offset: int | None = None
-) -> Any:
+    func: Op,
+    x: QuantizedTensor,
+    size: Sequence[int],
+    stride: Sequence[int],
+    storage_offset: int | None = None,
+) -> QuantizedTensor:
     """Returns an alias for the present layout; other layouts have the values."""
     is_whole = list(size) == list(x.shape) and list(stride) == list(x.stride())
     return alias(func, x) if is_whole and not storage_offset else NotImplemented
@@ -187,7 +192,9 @@ def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedT
 
 
 @handles(aten.split_with_sizes.default)
-def split_with_sizes(func: Any, x: QuantizedTensor, sizes: Any, dim: int = 0) -> Any:
+def split_with_sizes(
+    func: Op, x: QuantizedTensor, sizes: Sequence[int], dim: int = 0
+) -> list[QuantizedTensor]:
     """Splits on block boundaries."""
     dim = dim % x.dim()
     if sum(sizes) != x.shape[dim]:
@@ -197,7 +204,7 @@ def split_with_sizes(func: Any, x: QuantizedTensor, sizes: Any, dim: int = 0) ->
 
 
 @handles(aten.split.Tensor)
-def split(func: Any, x: QuantizedTensor, size: int, dim: int = 0) -> Any:
+def split(func: Op, x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     """Splits on block boundaries."""
     dim = dim % x.dim()
     length = x.shape[dim]
@@ -209,13 +216,13 @@ def split(func: Any, x: QuantizedTensor, size: int, dim: int = 0) -> Any:
 
 @handles(aten.slice.Tensor)
 def slice_(
-    func: Any,
+    func: Op,
     x: QuantizedTensor,
     dim: int = 0,
     start: int | None = None,
     end: int | None = None,
     step: int = 1,
-) -> Any:
+) -> QuantizedTensor:
     """Slices on block boundaries; steps other than 1 have the values."""
     if step != 1:
         return NotImplemented
@@ -233,7 +240,7 @@ def slice_(
 
 
 @handles(aten.constant_pad_nd.default)
-def pad(func: Any, x: QuantizedTensor, lengths: Any, value: Any = 0) -> Any:
+def pad(func: Op, x: QuantizedTensor, lengths: Sequence[int], value: float = 0) -> NoReturn:
     """Refuses, on every rank, before a rank waits for another."""
     raise ValueError(
         "QuantizedTensor: codes cannot be padded; expected a dimension that the ranks cut as a "
@@ -250,7 +257,13 @@ def raw_tensors(x: QuantizedTensor) -> list[Tensor]:
 
 
 @handles(c10d.scatter_.default)
-def scatter(func: Any, outputs: Any, inputs: Any, *how: Any, **options: Any) -> Any:
+def scatter(
+    func: Op,
+    outputs: Sequence[QuantizedTensor],
+    inputs: Sequence[Sequence[QuantizedTensor]],
+    *how: object,
+    **options: object,
+) -> tuple[object, object]:
     """Scatters the shards of one rank to all ranks: the bytes of codes and scales."""
     (output,) = outputs
     shards = [[raw_tensors(shard) for shard in rank_inputs] for rank_inputs in inputs]
@@ -262,13 +275,17 @@ def scatter(func: Any, outputs: Any, inputs: Any, *how: Any, **options: Any) -> 
 
 
 @handles(c10d.broadcast_.default)
-def broadcast(func: Any, tensors: Any, *how: Any, **options: Any) -> Any:
+def broadcast(
+    func: Op, tensors: Sequence[QuantizedTensor], *how: object, **options: object
+) -> tuple[object, object]:
     """Broadcasts one rank's codes and scales: their bytes."""
     (tensor,) = tensors
     return tensors, run_in_order(func, [([t],) for t in raw_tensors(tensor)], how, options)
 
 
-def run_in_order(func: Any, calls: Any, how: Any, options: Any) -> Any:
+def run_in_order(
+    func: Op, calls: Sequence[tuple[object, ...]], how: Sequence[object], options: dict[str, object]
+) -> object:
     """Runs collectives of one group, which end in their order, and returns the last one's work.
 
     All run with async_op: a backend returns no work otherwise.
@@ -297,6 +314,6 @@ def run_in_order(func: Any, calls: Any, how: Any, options: Any) -> Any:
     aten.new_empty.default,
     aten.new_full.default,
 )
-def tensor_like(func: Any, x: QuantizedTensor, *args: Any, **kwargs: Any) -> Tensor:
+def tensor_like(func: Op, x: QuantizedTensor, *args: object, **kwargs: object) -> Tensor:
     """Makes a torch.Tensor, such as optimizer state, without reading the codes."""
     return func(torch.empty(x.shape, dtype=x.dtype, device=x.device), *args, **kwargs)

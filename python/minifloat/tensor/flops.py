@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch.utils.flop_counter import register_flop_formula
 
 from .._native import ops
@@ -11,13 +10,13 @@ from .._native import ops
 
 @register_flop_formula(ops.scaled_mm)
 def scaled_mm_flops(
-    a_shape: Any,
-    a_scale: Any,
-    a_amax: Any,
-    b_shape: Any,
-    *others: Any,
+    a_shape: torch.Size,
+    a_scale: object,
+    a_amax: object,
+    b_shape: torch.Size,
+    *others: object,
     k: int,
-    **options: Any,
+    **options: object,
 ) -> int:
     """Returns 2 M N K of a (M, K) · b (N, K)ᵀ, as for the product in high precision.
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -25,7 +24,7 @@ from .operands import Operands
 from .transforms import transpose_codes
 
 
-def require_tensor(name: str, value: Any) -> Tensor:
+def require_tensor(name: str, value: object) -> Tensor:
     """Returns `value`; TypeError where it is no Tensor."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name}: expected a Tensor, got {type(value).__name__}")
@@ -64,7 +63,7 @@ class Quantized:
         """Returns mf.dequantize of this operand."""
         return dequantize(self, dtype)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # The scale is pickled as bytes: pickle cannot read torch's one-byte float dtypes.
         description = (self.spec, tuple(self.shape), self.columnwise)
         groups = () if self.groups is None else (self.groups, self.group_unit)
@@ -176,7 +175,7 @@ def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool
     return Quantized(codes, scale, active_amax, spec, shape, columnwise)
 
 
-def require_quantized(name: str, q: Any) -> Quantized:
+def require_quantized(name: str, q: object) -> Quantized:
     """Returns `q`; TypeError where it is no Quantized, ValueError where it has no matrix shape."""
     if not isinstance(q, Quantized):
         raise TypeError(f"{name}: expected Quantized, got {type(q).__name__}")

@@ -21,14 +21,14 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import Any
+from typing import NoReturn, cast
 
 import torch
 from torch import Tensor, nn
 
 from .._native import ops
 from ..spec import Spec
-from .handlers import HANDLERS, OTHERS
+from .handlers import HANDLERS, OTHERS, Op
 from .quantized import (
     Quantized,
     copy_bytes,
@@ -43,6 +43,8 @@ from .weight_specs import require_nearest, require_weight_spec
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 TENSORS = ("codes", "scale", "amax")
+Description = tuple[str, tuple[int, ...]]  # spec and shape of a part
+Context = tuple[Description | None, Description | None, torch.dtype]
 
 
 def _quantize_both(
@@ -225,7 +227,9 @@ class QuantizedTensor(Tensor):
         row, col = self.specs
         return f"it holds rowwise {row or 'nothing'} and columnwise {col or 'nothing'}"
 
-    def _map(self, fn: Callable[[Quantized], Quantized], dtype: torch.dtype | None = None) -> Any:
+    def _map(
+        self, fn: Callable[[Quantized], Quantized], dtype: torch.dtype | None = None
+    ) -> QuantizedTensor:
         """Returns a QuantizedTensor of fn(part) for each part."""
         rowwise, columnwise = (
             None if p is None else fn(p) for p in (self.rowwise, self.columnwise)
@@ -235,7 +239,7 @@ class QuantizedTensor(Tensor):
     @classmethod
     def _of_parts(
         cls, rowwise: Quantized | None, columnwise: Quantized | None, dtype: torch.dtype
-    ) -> Any:
+    ) -> QuantizedTensor:
         """Builds a QuantizedTensor of valid parts, of another one or of a trace, without checks."""
         out = cls.__new__(cls, rowwise, columnwise, dtype)
         out.rowwise, out.columnwise = rowwise, columnwise
@@ -293,7 +297,7 @@ class QuantizedTensor(Tensor):
         self.rowwise, self.columnwise = source.rowwise, source.columnwise
         self.is_slice = source.is_slice
 
-    def storage(self) -> Any:
+    def storage(self) -> NoReturn:
         """Refuses: safetensors, which asks for it, would need the values' memory.
 
         Raises:
@@ -305,23 +309,23 @@ class QuantizedTensor(Tensor):
             "with torch.save(model.state_dict())"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         row, col = self.specs
         return (
             f"{type(self).__name__}(rowwise={row!r}, columnwise={col!r}, "
             f"shape={tuple(self.shape)}, dtype={self.dtype}, device='{self.device}')"
         )
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
         names, context = [], []
         for side, part in (("rowwise", self.rowwise), ("columnwise", self.columnwise)):
             names += [f"_{side}_{name}" for name in TENSORS] if part is not None else []
             context.append(None if part is None else (part.spec, part.shape))
-        return names, (*context, self.dtype)
+        return names, (context[0], context[1], self.dtype)
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
     ) -> QuantizedTensor:
         row, col, dtype = context
 
@@ -333,11 +337,11 @@ class QuantizedTensor(Tensor):
         columnwise = part("columnwise", *col) if col else None
         return QuantizedTensor._of_parts(rowwise, columnwise, dtype)
 
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
+    def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         leaf = (self.requires_grad, _is_parameter(self))
         return _rebuild_tensor, (self.rowwise, self.columnwise, self.dtype, *leaf)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> QuantizedTensor:
+    def __deepcopy__(self, memo: dict[int, QuantizedTensor]) -> QuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]
         twin = self._map(lambda part: map_tensors(part, torch.clone))
@@ -349,7 +353,13 @@ class QuantizedTensor(Tensor):
         return twin
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls,
+        func: Op,
+        types: object,
+        args: tuple[object, ...] = (),
+        kwargs: dict[str, object] | None = None,
+    ) -> object:
         kwargs = kwargs or {}
         handler = HANDLERS.get(func, HANDLERS[OTHERS])
         result = handler(func, *args, **kwargs)
@@ -373,16 +383,18 @@ def _is_parameter(tensor: Tensor) -> bool:
     return isinstance(tensor, nn.Parameter)
 
 
-def _as_leaf(tensor: QuantizedTensor, requires_grad: bool, is_parameter: bool) -> Any:
-    return (
-        nn.Parameter(tensor, requires_grad)
-        if is_parameter
-        else tensor.requires_grad_(requires_grad)
-    )
+def _as_leaf(tensor: QuantizedTensor, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
+    if is_parameter:
+        return cast(QuantizedTensor, nn.Parameter(tensor, requires_grad))
+    return cast(QuantizedTensor, tensor.requires_grad_(requires_grad))
 
 
 def _rebuild_tensor(
-    rowwise: Any, columnwise: Any, dtype: torch.dtype, requires_grad: bool, is_parameter: bool
+    rowwise: Quantized | None,
+    columnwise: Quantized | None,
+    dtype: torch.dtype,
+    requires_grad: bool,
+    is_parameter: bool,
 ) -> QuantizedTensor:
     return _as_leaf(QuantizedTensor(rowwise, columnwise, dtype), requires_grad, is_parameter)
 

@@ -8,15 +8,13 @@ one dtype, so all parameters of the group get this dtype.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .fsdp_group import UnknownFsdpError, find_fsdp_group, require_names
 
 
-def accumulate_gradients(layer: nn.Module, parameter: Any) -> None:
+def accumulate_gradients(layer: nn.Module, parameter: Tensor) -> None:
     """Makes .grad float32 of all parameters that FSDP2 gathers together with the layer's weight.
 
     Args:

@@ -26,8 +26,9 @@ from torch import Tensor, nn
 from ...spec import Spec
 from .batch import BACKWARD, FORWARD, Batch, Sent
 from .fsdp_group import SERVES_BOTH, ModuleGather
-from .gathered_weight import GatheredWeight, empty_direction
+from .gathered_weight import GatheredWeight, ShardCast, empty_direction
 from .plan import Plan
+from .sharded_weight import Received
 
 GatherInputs = tuple[tuple[Tensor, ...], Sent | None]
 
@@ -44,15 +45,18 @@ class WeightGather(ModuleGather):
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.chunk = -(-self.n // self.world)  # rows of a full shard
         self.title = f"{layer.fqn}: {layer.recipe}, weight ({self.n}, {self.cols})"
-        self.casts: tuple[Any, Any] = (None, None)  # native, rowwise and columnwise
-        self.whole: Any = None  # GatheredWeight, since the first gather
+        self.casts: tuple[ShardCast, ShardCast]  # rowwise and columnwise, since the first gather
+        self.whole: Any = None  # since the first gather
         self.gathered: set[int] = set()  # in mode split: the selections gathered so far
         self.shard: Tensor | None = None  # sent last
         self.alone: Batch | None = None  # the batch of this weight alone
         self.batch: Batch | None = None  # the batch of FSDP2's parameter group
-        self._assigned: tuple[Any, Any] = (None, None)  # the last two parameters FSDP2 assigned
+        self._assigned: tuple[object, object] = (
+            None,
+            None,
+        )  # the last two parameters FSDP2 assigned
 
-    def has_assigned(self, parameter: Any) -> bool:
+    def has_assigned(self, parameter: object) -> bool:
         """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
         if parameter is self._assigned[0] or parameter is self._assigned[1]:
             return True
@@ -145,7 +149,7 @@ class WeightGather(ModuleGather):
         gathers = [getattr(local, "weight_gather", None) for local in locals_]
         places = [i for i, g in enumerate(gathers) if is_of_layer(g) and g.whole is not None]
         mates: list[Any] = [gathers[i] for i in places]
-        if self not in mates or len(set(map(id, mates))) < len(mates):
+        if group is None or self not in mates or len(set(map(id, mates))) < len(mates):
             self.batch = self.batch_alone()
             return self.batch
         batch = Batch(mates, weakref.ref(group), places)
@@ -155,7 +159,7 @@ class WeightGather(ModuleGather):
 
     # ---- after a gather --------------------------------------------------------------------------
 
-    def receive(self, outputs: Sequence[Tensor], sent: Sent | None, out: Any) -> Any:
+    def receive(self, outputs: Sequence[Tensor], sent: Sent | None, out: object) -> Received:
         """Returns the whole weight and its memory at the first gather; fills them at later ones."""
         if sent is None:
             whole = outputs[0].view(-1, self.cols)[: self.n]
@@ -202,6 +206,6 @@ class WeightGather(ModuleGather):
         self.gathered.add(selection)
 
 
-def is_of_layer(gather: Any) -> TypeGuard[WeightGather]:
+def is_of_layer(gather: object) -> TypeGuard[WeightGather]:
     """Tells whether this is the gather of a linear layer's weight."""
     return isinstance(gather, WeightGather)

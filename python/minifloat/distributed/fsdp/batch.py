@@ -12,20 +12,25 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...nn.state.draws import is_in_backward
+from ...nn.state.recipe_state import RecipeState
 from ..amaxes import raise_to_largest
 from ..handshake import wait_for_all
-from .fsdp_group import recomputes_compiled
-from .gathered_weight import GatheredWeight, targets_of
+from .fsdp_group import FsdpGroup, recomputes_compiled
+from .gathered_weight import GatheredWeight, ShardCast, targets_of
 from .plan import Plan
 from .sharded_weight import writes_to
 
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor
+
+State = list[tuple[Tensor, tuple[int, int, int]]]  # shards, and counts of writes to them
 FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # the directions that a cast selects
 ALL_WEIGHTS = -1
 WRITTEN = "fully_shard: expected all {} ranks to have written to {} since mf.step, as this rank has"
@@ -41,14 +46,14 @@ class BatchedGather(Protocol):
     chunk: int
     world: int
     rank: int
-    casts: tuple[Any, Any]
+    casts: tuple[ShardCast, ShardCast]
     whole: GatheredWeight
     gathered: set[int]
 
     def fetch(self, selection: int) -> None:
         """Gathers the directions of one selection, apart from FSDP2's gathers."""
 
-    def module(self) -> Any:
+    def module(self) -> RecipeState:
         """Returns the layer."""
 
     def serves_forward_alone(self) -> bool:
@@ -89,7 +94,7 @@ class Batch:
     def __init__(
         self,
         gathers: Sequence[BatchedGather],
-        group: weakref.ref[Any] | None = None,
+        group: weakref.ref[FsdpGroup] | None = None,
         places: Sequence[int] = (),
     ) -> None:
         classes = torch.classes.minifloat
@@ -113,7 +118,7 @@ class Batch:
         self.indices = {gather: index for index, gather in enumerate(gathers)}
         # Ranks without rows of a weight cannot count the writes to it.
         self.has_rows = all([g.n > (g.world - 1) * g.chunk for g in gathers])
-        self.measured: list[Any] | None = None  # state of the shards when mf.step exchanged amaxes
+        self.measured: State | None = None  # when mf.step exchanged amaxes
         # Batches of which this is the first, and the native exchange of their amaxes.
         self.exchange: tuple[tuple[Batch, ...], Any] | None = None
         self.sent: Sent | None = None  # the gather in flight
@@ -185,7 +190,7 @@ class Batch:
         """Records that ranks have exchanged the amaxes of these shards, for the next gathers."""
         self.measured = self.state_of(shards)
 
-    def state_of(self, shards: list[Tensor]) -> list[Any] | None:
+    def state_of(self, shards: list[Tensor]) -> State | None:
         """Returns the shards and the counts of writes to them; None where a rank cannot count."""
         parameters = self.parameters()
         if parameters is None or not self.has_rows:
@@ -210,14 +215,14 @@ class Batch:
             return None
         return [getattr(p._local_tensor, "shard", None) for p in parameters]
 
-    def parameters(self) -> list[Any] | None:
+    def parameters(self) -> list[DTensor] | None:
         """Returns the sharded parameters; None where FSDP2's group is not found."""
         group = None if self.group is None else self.group()
         if group is None:
             return None
         return [group.fsdp_params[place].sharded_param for place in self.places]
 
-    def modules(self) -> tuple[Any, ...]:
+    def modules(self) -> Sequence[nn.Module]:
         """Returns the modules whose parameters FSDP2 gathers together; none without its group."""
         group = None if self.group is None else self.group()
         return () if group is None else group.modules
@@ -270,7 +275,7 @@ class Batch:
 # ---- amaxes --------------------------------------------------------------------------------------
 
 
-def are_same(before: list[Any], now: list[Any] | None) -> bool:
+def are_same(before: State, now: State | None) -> bool:
     """Tells whether two states of a batch have the same shards and counts of writes."""
     if now is None:
         return False

@@ -14,8 +14,9 @@ memory, where their sizes are equal. A forward that backward runs again reads bo
 from __future__ import annotations
 
 import weakref
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
@@ -32,7 +33,7 @@ from .batch import BACKWARD, FORWARD
 from .fsdp_group import SERVES_BOTH, ModuleGather
 from .gathered_weight import GatheredWeight
 from .plan import Plan
-from .sharded_weight import WeightWithQuantizedGather
+from .sharded_weight import GatherInputs, Received, WeightWithQuantizedGather
 
 ROW, COL = 0, 1  # directions of W: as fprop reads it, as dgrad reads it
 Key = tuple[int, str]  # a direction, and the name of one of its tensors
@@ -116,7 +117,7 @@ class ExpertGather(ModuleGather):
     ) -> None:
         super().__init__(module)
         self.product = weakref.ref(product)
-        self.plan: Plan = product.gather_plan
+        self.plan = cast(Plan, product.gather_plan)
         self.recipe, self.is_row_major = product.recipe.text, product.is_row_major
         self.group, self.outer_dims = group, outer_dims
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -133,7 +134,7 @@ class ExpertGather(ModuleGather):
         self.shard: Tensor | None = None  # sent last
         self.parts: list[Quantized] = []  # both directions of the gathered weight
         self.own: list[Tensor] = []  # of one rank: the slots that FSDP2 does not gather
-        self.transposes: Any = None
+        self.transposes: Callable[[], None] | None = None
         self.present: set[int] = set()  # the directions in the gathered memory
 
     def __str__(self) -> str:
@@ -144,7 +145,7 @@ class ExpertGather(ModuleGather):
 
     # ---- before a gather -------------------------------------------------------------------------
 
-    def send(self, shard: Tensor, dtype: torch.dtype | None) -> Any:
+    def send(self, shard: Tensor, dtype: torch.dtype | None) -> GatherInputs:
         """Returns the all-gather inputs of this rank's experts, and the gather for the later hook.
 
         Args:
@@ -215,7 +216,7 @@ class ExpertGather(ModuleGather):
 
     # ---- after a gather --------------------------------------------------------------------------
 
-    def receive(self, outputs: Any, sent: Sent | None, out: Any) -> Any:
+    def receive(self, outputs: Sequence[Tensor], sent: Sent | None, out: object) -> Received:
         """Returns the whole weight and its memory at the first gather; fills them at later ones."""
         if sent is None:
             whole = outputs[0].view(-1, *self.shape[1:])[: self.experts]
@@ -289,8 +290,8 @@ class ExpertGather(ModuleGather):
                 [t for job in jobs for t in job[0].unbind()],
                 [t for job in jobs for t in job[1].unbind()],
                 [n for job in jobs for _ in range(self.experts) for n in job[2:]],
-            )
-        self.transposes.run()
+            ).run
+        self.transposes()
 
     # ---- the operands of a product ---------------------------------------------------------------
 
@@ -329,7 +330,7 @@ def bytes_of(t: Tensor) -> Tensor:
 
 
 def wrap_sharded_experts(
-    module: nn.Module, product: GroupedProduct, before: Any, parameter: Any
+    module: nn.Module, product: GroupedProduct, before: Any, parameter: Tensor
 ) -> None:
     """Wraps the local tensor of a 3D parameter that FSDP2 has cut along dimension 0.
 
@@ -347,10 +348,10 @@ def wrap_sharded_experts(
         return
     local, mesh = parameter._local_tensor, parameter.device_mesh
     if isinstance(local, WeightWithQuantizedGather):
-        product.weight_gather = local.weight_gather
+        product.weight_gather = cast(ExpertGather, local.weight_gather)
     if type(local) is not Tensor:
         return
-    known = product.weight_gather
+    known = cast("ExpertGather | None", product.weight_gather)
     if known is not None:
         outer_dims, shape = known.outer_dims, known.shape
     else:

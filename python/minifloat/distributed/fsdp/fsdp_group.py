@@ -6,18 +6,40 @@ They read FSDP2's parameter group, whose state has no public names.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...nn.state.draws import is_in_backward
+from ...nn.state.recipe_state import RecipeState
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from ..handshake import agree
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+    from torch.distributed.tensor import DTensor
+
 SERVES_BOTH = "one gather is to serve forward and backward"  # a reason against mode "split"
+
+
+class FsdpParameter(Protocol):
+    """What this library reads of a parameter in FSDP2's group."""
+
+    sharded_param: DTensor
+    _unsharded_param: nn.Parameter
+    _module_info: Any
+
+
+class FsdpGroup(Protocol):
+    """What this library reads of FSDP2's parameter group."""
+
+    fsdp_params: list[FsdpParameter]
+    modules: Sequence[nn.Module]
+    mp_policy: MixedPrecisionPolicy
+    _reshard_after_forward: bool
 
 
 class ModuleGather:
@@ -35,13 +57,15 @@ class ModuleGather:
         self.dtype: torch.dtype | None = None  # that all ranks agreed on; None before
         self.shard_dtype: torch.dtype | None = None  # of the last gather
         self.reason = ""  # for a gather in that dtype instead of codes
-        self._fsdp_group: Any = lambda: None  # reference to FSDP2's parameter group
+        self._fsdp_group: Callable[[], FsdpGroup | None] = lambda: (
+            None
+        )  # reference to FSDP2's parameter group
 
-    def __deepcopy__(self, memo: Any) -> ModuleGather:
+    def __deepcopy__(self, memo: object) -> ModuleGather:
         return self  # guards of compiled code copy it, and compare the copy
 
-    def module(self) -> Any:
-        return self.layer()
+    def module(self) -> RecipeState:
+        return cast(RecipeState, self.layer())
 
     @property
     def is_quantized(self) -> bool:
@@ -96,12 +120,12 @@ class ModuleGather:
         chunk[: len(shard)] = shard
         return chunk
 
-    def fsdp_group(self) -> Any:
+    def fsdp_group(self) -> FsdpGroup | None:
         """Returns FSDP2's parameter group; None where it is not found."""
         group = self._fsdp_group()
         if group is None:
             try:
-                group = find_fsdp_group(self.layer())
+                group = find_fsdp_group(self.module())
                 self._fsdp_group = weakref.ref(group)
             except (LookupError, UnknownFsdpError):
                 return None
@@ -119,7 +143,9 @@ class ModuleGather:
         """Tells whether FSDP2 will gather again before backward; False without its state."""
         group = self.fsdp_group()
         state = getattr(getattr(group, "_training_state", None), "name", "")
-        return state == "FORWARD" and group._reshard_after_forward and not is_in_backward()
+        if group is None or state != "FORWARD":
+            return False
+        return group._reshard_after_forward and not is_in_backward()
 
 
 def recomputes_compiled(modules: Sequence[nn.Module]) -> bool:
@@ -139,7 +165,7 @@ class UnknownFsdpError(RuntimeError):
     """FSDP2 lacks a private name that this library reads."""
 
 
-def require_names(owner: Any, *names: str) -> None:
+def require_names(owner: object, *names: str) -> None:
     """Raises UnknownFsdpError where an object of FSDP2 has none of these attributes."""
     if not any(hasattr(owner, name) for name in names):
         what = getattr(owner, "__name__", type(owner).__name__)
@@ -149,7 +175,7 @@ def require_names(owner: Any, *names: str) -> None:
         )
 
 
-def fsdp_state_class() -> Any:
+def fsdp_state_class() -> type:
     """Imports the class of the states of modules that FSDP2 shards."""
     try:
         from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
@@ -160,7 +186,7 @@ def fsdp_state_class() -> Any:
     return FSDPState
 
 
-def groups_of_state(state: Any) -> list[Any]:
+def groups_of_state(state: object) -> list[FsdpGroup]:
     """Returns the parameter groups of a module's state; none of a state that is not FSDP2's."""
     if not isinstance(state, fsdp_state_class()):
         return []
@@ -170,7 +196,7 @@ def groups_of_state(state: Any) -> list[Any]:
     return [group for group in groups if group is not None]
 
 
-def find_fsdp_group(layer: Any) -> Any:
+def find_fsdp_group(layer: nn.Module) -> FsdpGroup:
     """Finds FSDP2's parameter group of this module's weight.
 
     Raises:

@@ -7,14 +7,14 @@ small and stay.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from ...spec import Spec
 from ...tensor.quantized import Quantized
-from ...tensor.quantized_tensor import TENSORS, QuantizedTensor
+from ...tensor.quantized_tensor import TENSORS, Context, QuantizedTensor
 
 
 class GatheredWeight(QuantizedTensor):
@@ -26,23 +26,30 @@ class GatheredWeight(QuantizedTensor):
 
     owns_codes = False
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
+    def __init__(
+        self,
+        rowwise: Quantized | None,
+        columnwise: Quantized | None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__(rowwise, columnwise, dtype)
         self.flattened = super().__tensor_flatten__()
         for name in self.flattened[0]:
             side, tensor = name[1:].split("_")
             self.__dict__[name] = getattr(getattr(self, side), tensor)
 
     @classmethod
-    def _of_parts(cls, *args: Any) -> Any:
-        return cls(*args)
+    def _of_parts(
+        cls, rowwise: Quantized | None, columnwise: Quantized | None, dtype: torch.dtype
+    ) -> GatheredWeight:
+        return cls(rowwise, columnwise, dtype)
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
         return self.flattened
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
     ) -> GatheredWeight:
         whole = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
         return GatheredWeight(whole.rowwise, whole.columnwise, whole.dtype)
@@ -53,8 +60,18 @@ for _side in ("rowwise", "columnwise"):
         setattr(GatheredWeight, f"_{_side}_{_name}", None)  # instances set them
 
 
+class ShardCast(Protocol):
+    """The native cast of one direction of a weight's shards (torch/sharded/shard_cast.h)."""
+
+    def fits(self, ranks: int) -> bool: ...
+
+    def has_common_scale(self) -> bool: ...
+
+    def new_operand(self, like: Tensor) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 def empty_direction(
-    cast: Any, spec: str, columnwise: bool, shape: tuple[int, int], codes: Tensor
+    cast: ShardCast, spec: str, columnwise: bool, shape: tuple[int, int], codes: Tensor
 ) -> Quantized:
     """Allocates one direction of a weight.
 

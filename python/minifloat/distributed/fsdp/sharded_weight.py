@@ -7,15 +7,22 @@ of the mesh agree on the dtype, the recipe and the shape.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from inspect import signature
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import Tensor
 from torch._C import _SetExcludeDispatchKeyGuard
 
+from ...tensor.handlers import Op
 from .plan import Plan
 
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+GatherInputs = tuple[tuple[Tensor, ...], object]  # of the all-gather, and what the later hook gets
+Received = tuple[Tensor, tuple[Tensor, ...]] | None  # the whole weight and its memory
 ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # the key that counts writes
 aten = torch.ops.aten
 
@@ -26,10 +33,10 @@ class ShardGather(Protocol):
     plan: Plan
     chunk: int  # rows, or experts, of a full shard
 
-    def send(self, shard: Tensor, dtype: torch.dtype | None) -> Any:
+    def send(self, shard: Tensor, dtype: torch.dtype | None) -> GatherInputs:
         """Returns the all-gather inputs, and the gather for the later hook."""
 
-    def receive(self, outputs: Any, sent: Any, out: Any) -> Any:
+    def receive(self, outputs: Sequence[Tensor], sent: Any, out: object) -> Received:
         """Returns the whole weight and its memory at the first gather; fills them at later ones."""
 
 
@@ -58,7 +65,7 @@ class WeightWithQuantizedGather(Tensor):
         is_full = shard.shape[0] == gather.chunk
         self.fsdp_pre_all_gather = (FullShard if is_full else ShortShard)(shard, gather)
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: object = None) -> str:
         return f"{type(self).__name__}({self.shard!r}, {self.weight_gather.plan})"
 
     def untyped_storage(self) -> torch.UntypedStorage:
@@ -66,20 +73,22 @@ class WeightWithQuantizedGather(Tensor):
         is_traced = torch._guards.TracingContext.try_get() is not None
         return super().untyped_storage() if is_traced else self.shard.untyped_storage()
 
-    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+    def __tensor_flatten__(self) -> tuple[list[str], ShardGather]:
         return ["shard"], self.weight_gather
 
     @staticmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], gather: Any, outer_size: Any, outer_stride: Any
+        inner: dict[str, Tensor], gather: ShardGather, outer_size: object, outer_stride: object
     ) -> WeightWithQuantizedGather:
         return WeightWithQuantizedGather(inner["shard"], gather)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
+    def __reduce_ex__(self, protocol: object) -> object:
         return self.shard.__reduce_ex__(protocol)
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        cls, func: Op, types: object, args: Any = (), kwargs: dict[str, object] | None = None
+    ) -> object:
         """Calls func with the shards. Returns wrappers where func writes or FSDP2 pads.
 
         The shards count the writes of func, and those to what detach returns: a state dict's
@@ -115,8 +124,13 @@ class WeightWithQuantizedGather(Tensor):
     # ---- FSDP2's hooks ---------------------------------------------------------------------------
 
     def fsdp_post_all_gather(
-        self, outputs: Any, metadata: Any, param_dtype: torch.dtype, *, out: Any = None
-    ) -> Any:
+        self,
+        outputs: Sequence[Tensor],
+        metadata: object,
+        param_dtype: torch.dtype,
+        *,
+        out: object = None,
+    ) -> Received:
         return self.weight_gather.receive(outputs, metadata, out)
 
 
@@ -141,8 +155,13 @@ class FullShard(BeforeGather):
     """The hook of five arguments, for a full shard."""
 
     def __call__(
-        self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any
-    ) -> Any:
+        self,
+        mesh: object,
+        outer_size: object,
+        outer_stride: object,
+        module: object,
+        mp_policy: MixedPrecisionPolicy,
+    ) -> GatherInputs:
         return self.gather.send(self.shard, mp_policy.param_dtype or self.shard.dtype)
 
     __signature__ = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
@@ -151,7 +170,7 @@ class FullShard(BeforeGather):
 class ShortShard(BeforeGather):
     """The hook of one argument, for a shard that is short or empty."""
 
-    def __call__(self, mesh: Any) -> Any:
+    def __call__(self, mesh: object) -> GatherInputs:
         return self.gather.send(self.shard, None)
 
     __signature__ = signature(lambda mesh: None)

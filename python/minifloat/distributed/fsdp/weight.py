@@ -31,7 +31,7 @@ from .fsdp_group import UnknownFsdpError, find_fsdp_group
 from .sharded_weight import WeightWithQuantizedGather
 
 
-def wrap_sharded_weight(layer: nn.Module, parameter: Any) -> None:
+def wrap_sharded_weight(layer: nn.Module, parameter: Tensor) -> None:
     """Wraps the local tensor of a parameter that FSDP2 has sharded by rows; leaves any other."""
     plan = layer.__dict__.get("gather_plan")
     if plan is None or not (dist.is_available() and dist.is_initialized()):
@@ -85,12 +85,12 @@ def require_no_shard(module: nn.Module, fqn: str, weight: Tensor) -> None:
 # ---- all weights at once -------------------------------------------------------------------------
 
 
-def sharded_batches(model: nn.Module) -> dict[Any, dict[Batch, list[Tensor]]]:
+def sharded_batches(model: nn.Module) -> dict[dist.ProcessGroup, dict[Batch, list[Tensor]]]:
     """Finds the batches and their shards, by process group.
 
     Leaves out weights that have not been gathered yet, and those that FSDP2 offloads.
     """
-    found: dict[Any, dict[Batch, list[Tensor]]] = {}
+    found: dict[dist.ProcessGroup, dict[Batch, list[Tensor]]] = {}
     for module in model.modules():
         gather = module.__dict__.get("weight_gather")
         if not isinstance(gather, WeightGather) or not gather.is_quantized:

@@ -13,17 +13,19 @@ DTensor gathers first.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ..._native import ops
 from ...spec import Spec
+from ...tensor.handlers import Op
 from .linear import linear, module_linear
 
 __all__ = ["QuantizedColwiseParallel", "linear", "module_linear"]
@@ -52,18 +54,19 @@ class QuantizedColwiseParallel(ColwiseParallel):
 # A rule lists the placements of outputs and of inputs. x is (…, rows, cols); a columnwise operand,
 # as read, is (…, cols, rows). DTensor chooses the rule of least cost.
 
-Rule = tuple[list[Any], list[Any]]
+Rule = tuple[Sequence[Placement], Sequence[Placement | None]]
+RuleOf = Callable[..., list[Rule]]
 REPLICATED = Replicate()
 
 
-def sharding_rule(op: Any) -> Callable[[Callable[..., list[Rule]]], Any]:
+def sharding_rule(op: Op) -> Callable[[RuleOf], RuleOf]:
     """Registers a rule whose result DTensor caches by all arguments that change it.
 
     By default DTensor's key holds integers alone, so two specs would share placements and shapes.
     An origin is left out: a list cannot be in a key, and a stochastic cast is never sharded.
     """
 
-    def register(rule: Callable[..., list[Rule]]) -> Any:
+    def register(rule: RuleOf) -> RuleOf:
         register_sharding(op)(rule)
         arguments = op._schema.arguments
         first = next(i for i, a in enumerate(arguments) if not isinstance(a.type, torch.TensorType))
@@ -80,12 +83,12 @@ def read_dim(ndim: int, dim: int, columnwise: bool) -> int:
     return 2 * ndim - 3 - dim if columnwise else dim
 
 
-def cuts_evenly(x: Any, dim: int, multiple: int) -> bool:
+def cuts_evenly(x: DTensorSpec, dim: int, multiple: int) -> bool:
     """Tells whether the ranks' equal shards along `dim` have a length that `multiple` divides."""
     return x.shape[dim] % (x.mesh.size() * multiple) == 0
 
 
-def passed_groups(op: str, options: dict[str, Any]) -> list[Any]:
+def passed_groups(op: str, options: dict[str, object]) -> list[Replicate]:
     """Returns the placement of a table of groups that is passed; [] without groups.
 
     The table counts the rows of the whole matrix, so groups are never sharded.
@@ -97,7 +100,9 @@ def passed_groups(op: str, options: dict[str, Any]) -> list[Any]:
 
 
 @sharding_rule(ops.amax.default)
-def shard_amax(x: Any, spec: str, columnwise: bool = False, **options: Any) -> list[Rule]:
+def shard_amax(
+    x: DTensorSpec, spec: str, columnwise: bool = False, **options: object
+) -> list[Rule]:
     """Lists rules of amax: shards of rows for amaxes of rows without groups, else replicated.
 
     The amax of a tensor is no Partial("max"), whose reduction may lose a NaN.
@@ -112,7 +117,7 @@ def shard_amax(x: Any, spec: str, columnwise: bool = False, **options: Any) -> l
 
 @sharding_rule(ops.hadamard.default)
 def shard_hadamard(
-    x: Any, points: int = 16, columnwise: bool = False, signs: int = 0, **options: Any
+    x: DTensorSpec, points: int = 16, columnwise: bool = False, signs: int = 0, **options: object
 ) -> list[Rule]:
     """Lists rules of hadamard: replicated, or shards of rows without groups."""
     groups = passed_groups("hadamard", options)
@@ -126,11 +131,11 @@ def shard_hadamard(
 
 @sharding_rule(ops.dequantize.default)
 def shard_dequantize(
-    codes: Any, scale: Any, amax: Any, spec: str, cols: int, **options: Any
+    codes: Any, scale: Any, amax: DTensorSpec, spec: str, cols: int, **options: object
 ) -> list[Rule]:
     """Lists rules of dequantize: replicated, or shards of rows in whole blocks without groups."""
     rows, groups = codes.ndim - 2, passed_groups("dequantize", options)
-    rules: list[Rule] = [([REPLICATED], [REPLICATED] * 3 + [None] * 2 + groups)]
+    rules: list[Rule] = [([REPLICATED], [*[REPLICATED] * 3, None, None, *groups])]
     if not groups and cuts_evenly(codes, rows, ops.shard_multiple(spec, False, 0)):
         of_rows = Shard(rows) if Spec.parse(spec).amax_of == "row" else REPLICATED
         each = Shard(rows) if Spec.parse(spec).has_blocks else of_rows
@@ -139,7 +144,7 @@ def shard_dequantize(
 
 
 def direction_placements(
-    x: Any, spec: str, columnwise: bool, has_amax: bool, dim: int | None
+    x: DTensorSpec, spec: str, columnwise: bool, has_amax: bool, dim: int | None
 ) -> tuple[list[Placement], Placement] | None:
     """Returns placements of (codes, scale, amax, decoded) and of the amax that is passed.
 
@@ -160,7 +165,7 @@ def direction_placements(
 
 
 @sharding_rule(ops.quantize.default)
-def shard_quantize(x: Any, row: str, col: str, **options: Any) -> list[Rule]:
+def shard_quantize(x: DTensorSpec, row: str, col: str, **options: object) -> list[Rule]:
     """Lists rules of quantize: shards under nearest rounding with every amax they need, or whole.
 
     Operands with groups are whole, and so is FP4 written as FP8. DTensor redistributes no keyword
@@ -181,7 +186,7 @@ def shard_quantize(x: Any, row: str, col: str, **options: Any) -> list[Rule]:
         inputs = {name: wanted.get(name, REPLICATED) for name in passed}
         if any(at != inputs[name] for name, placements in passed.items() for at in placements):
             continue
-        outputs: list[Any] = []
+        outputs: list[Placement] = []
         for name, (placements, _) in (("row", by_row), ("col", by_col)):
             decoded = placements[3] if options.get(f"decoded_{name}") else REPLICATED
             outputs += [*placements[:3], decoded]

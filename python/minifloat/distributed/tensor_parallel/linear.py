@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from functools import lru_cache, partial
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -251,11 +251,11 @@ def shared_operands(
     recipe: Recipe,
     shards: Shards,
     token_dim: int | None,
-) -> tuple[list[Tensor], Any]:
+) -> tuple[list[Tensor], object]:
     """Quantizes x once for all readers whose weights have one placement and need one gradient."""
     is_trained = torch.is_grad_enabled() and weight.requires_grad
 
-    def quantized() -> tuple[list[Tensor], Any]:
+    def quantized() -> tuple[list[Tensor], object]:
         with torch.no_grad():
             operands = ops.layer_operands.default(
                 values,

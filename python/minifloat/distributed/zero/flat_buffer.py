@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -178,7 +177,12 @@ class WireLayout:
                 )
         return [wire.ranges for wire in found]
 
-    def gather(self, piece: Tensor, model_weights: Sequence[QuantizedTensor], group: Any) -> None:
+    def gather(
+        self,
+        piece: Tensor,
+        model_weights: Sequence[QuantizedTensor],
+        group: dist.ProcessGroup | None,
+    ) -> None:
         """Gathers all ranks' shard codes into the weights' flat codes, in one all-gather.
 
         Args:

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -26,6 +25,7 @@ from ...tensor.quantized import require_memory, require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
 from .weight_plan import WeightPlan, fragments_of_matrices, plan_of, shards_of_matrices
 
+Run = Callable[..., None]
 Fragments = Tensor | tuple[Tensor, ...] | None
 
 
@@ -34,23 +34,26 @@ Fragments = Tensor | tuple[Tensor, ...] | None
 
 @dataclass(frozen=True, eq=False)
 class CachedList:
-    """A native list of some weights, with the plans and names that it was made of."""
+    """A call of a native list of some weights, with the plans and names that it was made of."""
 
-    made_of: tuple[Any, ...]
-    native: Any
+    made_of: tuple[object, ...]
+    run: Run
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+    def __deepcopy__(self, memo: object) -> None:
         """Returns None: a copied weight has other memory, and gets a new list."""
 
 
 def _cached(
-    name: str, weights: Sequence[QuantizedTensor], made_of: tuple[Any, ...], make: Callable[[], Any]
-) -> Any:
+    name: str,
+    weights: Sequence[QuantizedTensor],
+    made_of: tuple[object, ...],
+    make: Callable[[], Run],
+) -> Run:
     """Returns the native list cached on the first weight; makes it anew where plans changed."""
     cached = weights[0].__dict__.get(name)
     if cached is None or cached.made_of != made_of:
         cached = weights[0].__dict__[name] = CachedList(made_of, make())
-    return cached.native
+    return cached.run
 
 
 def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
@@ -108,7 +111,7 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
 # ---- the cast ------------------------------------------------------------------------------------
 
 
-def _group_name(group: Any) -> str:
+def _group_name(group: dist.ProcessGroup | str | None) -> str:
     """Returns the group's name in torch.distributed; "" for one process alone."""
     if isinstance(group, str):
         return group
@@ -116,7 +119,7 @@ def _group_name(group: Any) -> str:
         if not dist.is_initialized():
             return ""
         group = dist.group.WORLD
-    if not hasattr(group, "group_name"):
+    if not isinstance(group, dist.ProcessGroup):
         raise TypeError(
             f"group: expected a process group, its name or None, got {type(group).__name__}"
         )
@@ -124,7 +127,10 @@ def _group_name(group: Any) -> str:
 
 
 def _require_lists(
-    weights: Sequence[Any], masters: Sequence[Any], starts: Sequence[Any], fragments: Any
+    weights: Sequence[object],
+    masters: Sequence[object],
+    starts: Sequence[object],
+    fragments: Sequence[object] | None,
 ) -> None:
     lengths = [len(masters), len(starts)] + ([] if fragments is None else [len(fragments)])
     if any(length != len(weights) for length in lengths):
@@ -158,7 +164,7 @@ def quantize_master_weights(
     model_weights: Sequence[QuantizedTensor],
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
-    group: Any,
+    group: dist.ProcessGroup | str | None,
     fsdp_shard_model_weights: Sequence[Fragments] | None = None,
     manual_post_all_gather_processing: bool = True,
     *,
@@ -213,28 +219,26 @@ def quantize_master_weights(
             codes += fragments_of_matrices(plan, spec, fragment, start, held)
     labels = None if names is None else list(names)
     agreement = _agreement(model_weights[0])
-    casts = _cached(
+    quantize = _cached(
         "master_casts",
         model_weights,
         (plans, labels),
         lambda: _native_casts(plans, labels, agreement),
     )
-    casts.quantize(
-        [master for master, _ in shards], [at for _, at in shards], codes, _group_name(group)
-    )
+    quantize([master for master, _ in shards], [at for _, at in shards], codes, _group_name(group))
 
 
 @dataclass(frozen=True, eq=False)
 class AgreedLists:
     """A native record of the lists of weights that ranks agreed on, kept on the first weight."""
 
-    native: Any
+    native: object
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> AgreedLists:
+    def __deepcopy__(self, memo: object) -> AgreedLists:
         return AgreedLists(torch.classes.minifloat.Agreement())
 
 
-def _agreement(weight: QuantizedTensor) -> Any:
+def _agreement(weight: QuantizedTensor) -> object:
     """Returns the native record of agreed lists, which outlives the weight's plans."""
     agreed = weight.__dict__.get("agreed_lists")
     if agreed is None:
@@ -243,9 +247,9 @@ def _agreement(weight: QuantizedTensor) -> Any:
     return agreed.native
 
 
-def _native_casts(plans: list[WeightPlan], names: list[str] | None, agreement: Any) -> Any:
+def _native_casts(plans: list[WeightPlan], names: list[str] | None, agreement: object) -> Run:
     """Lists the directions of all matrices: cast, matrix, name and memory of each."""
-    casts: list[Any] = []
+    casts: list[object] = []
     owners: list[int] = []
     titles: list[str] = []
     codes: list[Tensor] = []
@@ -264,7 +268,7 @@ def _native_casts(plans: list[WeightPlan], names: list[str] | None, agreement: A
         first += plan.matrices
     return torch.classes.minifloat.MasterCasts(
         casts, owners, titles, codes, scales, amaxes, agreement
-    )
+    ).quantize
 
 
 def matrices_of(plan: WeightPlan, t: Tensor) -> Sequence[Tensor]:
@@ -277,7 +281,7 @@ def cast_master_weights_to_nvfp4(
     model_weights: Sequence[QuantizedTensor],
     master_weights: Sequence[Tensor | None],
     start_offsets: Sequence[int | None],
-    group: Any,
+    group: dist.ProcessGroup | str | None,
     fsdp_shard_model_weights: Sequence[Fragments] | None = None,
     manual_post_all_gather_processing: bool = True,
     *,
@@ -337,12 +341,12 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None
     if not model_weights:
         return
     plans = [plan_of(weight) for weight in model_weights]
-    _cached("transposes", model_weights, (plans,), lambda: _native_transposes(plans)).run()
+    _cached("transposes", model_weights, (plans,), lambda: _native_transposes(plans))()
 
 
-def _native_transposes(plans: list[WeightPlan]) -> Any:
+def _native_transposes(plans: list[WeightPlan]) -> Run:
     return torch.classes.minifloat.MatrixTransposes(
         [t for plan in plans for t in plan.sources],
         [t for plan in plans for t in plan.targets],
         [n for plan in plans for n in plan.sizes],
-    )
+    ).run

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,6 +15,8 @@ from torch import Tensor
 from ...spec import Spec
 from ...tensor.quantized import Quantized
 from ...tensor.quantized_tensor import QuantizedTensor
+
+Transpose = tuple[Tensor, Tensor, int, int, int]  # matrix, its transpose, rows, cols, bits
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,7 +28,7 @@ class WeightPlan:
     parts: tuple[Quantized, ...]  # directions cast from the master, each with flat codes
     flat_codes: tuple[Tensor, ...]
     specs: tuple[str, ...]
-    casts: tuple[Any, ...]  # torch.classes.minifloat.ShardCast of each part, of one matrix
+    casts: tuple[object, ...]  # torch.classes.minifloat.ShardCast of each part, of one matrix
     matrices: int  # E; 1 of a weight (rows, cols)
     rows: int  # of a matrix
     cols: int
@@ -36,7 +37,7 @@ class WeightPlan:
     targets: tuple[Tensor, ...]
     sizes: tuple[int, ...]
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> None:
+    def __deepcopy__(self, memo: object) -> None:
         """Returns None: a copied weight has other memory, and gets a new plan."""
 
 
@@ -70,7 +71,7 @@ def _new_plan(weight: QuantizedTensor, columnwise_codes: Tensor | None) -> Weigh
             codes = codes.new_zeros(shape) if columnwise_codes is None else columnwise_codes
             weight.__dict__["columnwise_flat_codes"] = codes
         flat_codes.append(codes)
-    jobs: list[tuple[Any, ...]] = []
+    jobs: list[Transpose] = []
     if col is not None:
         bits = Spec.parse(col.spec).code_bits
         jobs += transposes(bool(experts), flat_codes[-1], col.codes, (rows, cols, bits))
@@ -103,7 +104,7 @@ def _new_plan(weight: QuantizedTensor, columnwise_codes: Tensor | None) -> Weigh
 
 def transposes(
     is_batch: bool, source: Tensor, target: Tensor, sizes: tuple[int, int, int]
-) -> list[tuple[Any, ...]]:
+) -> list[Transpose]:
     """Lists (matrix, transpose, rows, cols, bits): one, or one for each expert."""
     if not is_batch:
         return [(source, target, *sizes)]

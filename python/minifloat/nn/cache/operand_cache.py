@@ -38,7 +38,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
@@ -62,7 +62,16 @@ SIBLINGS = (
     ("gate_proj", "up_proj"),
 )
 
+Key = tuple[object, ...]  # of a state; equal keys show the same state
 Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=) -> as the op layer_operands
+
+
+class Fingerprint(Protocol):
+    """The native fingerprint of a contiguous CPU tensor's bytes."""
+
+    def matches(self, t: Tensor) -> bool: ...
+
+    def value(self) -> int: ...
 
 
 class OptimizerSteps:
@@ -71,7 +80,7 @@ class OptimizerSteps:
     def __init__(self) -> None:
         self.taken = 0
 
-    def __call__(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
         if not torch.compiler.is_compiling():
             self.taken += 1
 
@@ -80,7 +89,7 @@ STEPS = OptimizerSteps()
 register_optimizer_step_post_hook(STEPS)
 
 
-def version_of(t: Tensor) -> Any:
+def version_of(t: Tensor) -> tuple[object, ...]:
     """Returns a value that differs after a counted write and in other memory.
 
     It has the address of the storage. Equal values show the same storage only while a weak
@@ -101,12 +110,14 @@ def has_fingerprint(t: Tensor) -> bool:
     return t.is_cpu and not hasattr(t, "_local_tensor") and t.is_contiguous()
 
 
-def fingerprint_of(t: Tensor) -> Any:
-    """Returns a fingerprint of a contiguous CPU tensor's bytes: an object with matches(tensor)."""
+def fingerprint_of(t: Tensor) -> Fingerprint:
+    """Returns a fingerprint of a contiguous CPU tensor's bytes."""
     return torch.classes.minifloat.Fingerprint(t.detach())
 
 
-def conditions_of_ranks(shard: Tensor, x: Tensor, group: Any) -> tuple[Conditions, bool]:
+def conditions_of_ranks(
+    shard: Tensor, x: Tensor, group: dist.ProcessGroup
+) -> tuple[Conditions, bool]:
     """Returns conditions_of x, and whether they show that no rank's shard has changed.
 
     Casts exchange amaxes, so all ranks must decide the same: by the sum of their fingerprints.
@@ -140,7 +151,7 @@ def is_next_micro_batch(before: tuple[int, int] | None, now: tuple[int, int] | N
 class LastUse(NamedTuple):
     """The state in which a layer read its weight last."""
 
-    key: Any
+    key: Key
     storage: StorageWeakRef  # keeps the storage's address, which the key has, from being reused
 
 
@@ -148,11 +159,11 @@ class CachedCodes(NamedTuple):
     """Codes of a weight. Threads share them, so they are replaced as a whole and never changed."""
 
     use: LastUse  # in which the codes were cast
-    fingerprint: Any | None  # of the weight; None: an equal key, or the gradient, suffices
+    fingerprint: Fingerprint | None  # of the weight; None: an equal key, or the gradient, suffices
     codes: list[Tensor]
     has_columnwise: bool
 
-    def is_of(self, weight: Tensor, key: Any) -> bool:
+    def is_of(self, weight: Tensor, key: Key) -> bool:
         """Tells whether the codes are those of `weight`, as it is now."""
         if self.use.key != key:  # another thread's
             return False
@@ -174,9 +185,9 @@ class WeightCodes:
         self.gradient: tuple[int, int] | None = None  # gradient_of the weight at its last use
         self.is_reused = False  # whether the weight was read twice in the state of `last`
         self.cached: CachedCodes | None = None
-        self.form: tuple[Any, bool] | None = None  # a state of the weight, and whether it has codes
+        self.form: tuple[Key, bool] | None = None  # a state of the weight, and whether it has codes
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         # A copied layer has no cached codes. A copied StorageWeakRef would be released twice.
         return WeightCodes, ()
 
@@ -251,7 +262,7 @@ class WeightCodes:
         return cached.codes
 
     def _second_use(
-        self, weight: Tensor, key: Any, is_in_step: bool, is_shown: bool
+        self, weight: Tensor, key: Key, is_in_step: bool, is_shown: bool
     ) -> LastUse | None:
         """Records a use; returns it where the codes will be read again, else None.
 
@@ -282,12 +293,12 @@ class CachedInput(NamedTuple):
     """Operands of an input, and the state of the input that they were cast from."""
 
     reference: weakref.ref[Tensor]
-    key: Any
+    key: Key
     storage: StorageWeakRef  # keeps the storage's address, which the key has, from being reused
-    fingerprint: Any | None
-    operands: Any
+    fingerprint: Fingerprint | None
+    operands: Any  # what the cast made
 
-    def is_of(self, x: Tensor, key: Any) -> bool:
+    def is_of(self, x: Tensor, key: Key) -> bool:
         """Tells whether the operands are those of `x`, as it is now."""
         is_same = self.reference() is x and self.key == key
         return is_same and (self.fingerprint is None or self.fingerprint.matches(x.detach()))
@@ -301,10 +312,10 @@ class SharedInput:
         self.cached: CachedInput | None = None
         self.readers_left = 0
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return SharedInput, (self.readers,)
 
-    def forget(self, reference: Any = None) -> None:
+    def forget(self, reference: weakref.ref[Tensor] | None = None) -> None:
         """Drops the operands; those of one input where its reference is given."""
         cached = self.cached
         if reference is None or (cached is not None and cached.reference is reference):
@@ -368,7 +379,7 @@ def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
     for parent in model.modules():
         for names in SIBLINGS:
             children = [parent._modules.get(name) for name in names]
-            groups: dict[Any, list[nn.Module]] = {}
+            groups: dict[tuple[Recipe, object], list[nn.Module]] = {}
             for child in children:
                 recipe = layers.get(child) if child is not None else None
                 if child is None or recipe is None:

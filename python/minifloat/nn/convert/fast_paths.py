@@ -14,14 +14,13 @@ Their use is prevented where the layer is converted.
 from __future__ import annotations
 
 from collections.abc import Container
-from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 NESTED_TENSOR_BEFORE = "_use_nested_tensor_before_quantize"
 
 
-def prevent_fast_path(module: nn.Module, args: Any) -> None:
+def prevent_fast_path(module: nn.Module, args: tuple[Tensor, ...]) -> None:
     """Refuses a nested tensor. The presence of this hook prevents the fused op of the parent."""
     if args and args[0].is_nested:
         raise ValueError(

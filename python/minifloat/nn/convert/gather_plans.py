@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
 from ...recipe import Recipe
 from ..hooks import (
@@ -12,6 +12,7 @@ from ..hooks import (
     QUANTIZED,
     ExpertChoice,
     ExpertSelection,
+    PlannedGather,
     expert_hooks,
     hooks,
     is_distributed,
@@ -22,7 +23,7 @@ from .selection import Selection
 
 def plan_gathers(
     model: nn.Module, selection: Selection, gather: str, primary: bool
-) -> dict[str, tuple[Any, str]]:
+) -> dict[str, PlannedGather]:
     """Plans how FSDP2 gathers the weight of each chosen layer.
 
     Returns:
@@ -34,7 +35,7 @@ def plan_gathers(
     owners = owners_of_weights(model)
     recipes = {id(module): recipe for _, module, recipe in selection.chosen}
 
-    def plan(fqn: str, module: nn.Linear, recipe: Recipe) -> tuple[Any, str]:
+    def plan(fqn: str, module: nn.Linear, recipe: Recipe) -> PlannedGather:
         if primary:
             return None, "its weight is codes"
         if gather == COMPUTE_DTYPE:
@@ -52,11 +53,11 @@ def plan_gathers(
 
 def plan_mixtures(
     model: nn.Module, mixtures: ExpertSelection, gather: str, primary: bool
-) -> dict[str, tuple[Any, str]]:
+) -> dict[str, PlannedGather]:
     """Plans how FSDP2 gathers the weights of each chosen experts module, as plan_gathers does."""
     owners = owners_of_weights(model)
 
-    def plan(choice: ExpertChoice) -> tuple[Any, str]:
+    def plan(choice: ExpertChoice) -> PlannedGather:
         how = "weight is gathered in the compute dtype"
         if primary:
             return None, "its weight is codes"
@@ -75,8 +76,8 @@ def plan_mixtures(
 
 
 def require_no_shards(
-    fqn: str, module: nn.Module, weights: list[Any], planned: tuple[Any, str]
-) -> tuple[Any, str]:
+    fqn: str, module: nn.Module, weights: Sequence[Tensor], planned: PlannedGather
+) -> PlannedGather:
     """Returns what is planned; raises ValueError where FSDP2 has sharded a weight too early."""
     for weight in weights:
         if planned[0] is not None and is_distributed(weight):

@@ -25,7 +25,7 @@ from ..grouped_product import require_restorable_products
 from ..hooks import QUANTIZED, ExpertSelection, expert_hooks
 from ..linear import Linear, adopt, require_restorable, restore_linear
 from ..names import clean_name, join, unwrapped
-from ..state.random_state import hooks_of, remove_hooks, require_int64
+from ..state.random_state import AdvanceRng, hooks_of, remove_hooks, require_int64
 from ..state.recipe_state import (
     DEFAULT_HISTORY,
     RECOMPUTE,
@@ -259,7 +259,7 @@ def converted_layers(model: nn.Module) -> dict[Linear, None]:
     return {module: None for module in model.modules() if isinstance(module, Linear)}
 
 
-def remove_new_hooks(module: nn.Module, before: Sequence[Any]) -> None:
+def remove_new_hooks(module: nn.Module, before: Sequence[AdvanceRng]) -> None:
     """Removes the hooks that advance a random state, except those of `before`."""
     for hook in hooks_of(module):
         if hook not in before:
@@ -273,7 +273,7 @@ def revert(module: nn.Linear, weight: Tensor) -> None:
         restore_linear(module)
 
 
-def revert_experts(module: nn.Module, parameters: dict[str, Any]) -> None:
+def revert_experts(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
     """Reverts the conversion of one experts module, complete or not."""
     expert_hooks().revert(module)
     module._parameters.update(parameters)

@@ -63,7 +63,7 @@ def replica(
             made[id(value)] = nn.Parameter(new, requires_grad=False) if is_parameter else new
         return made[id(value)]
 
-    def setting(value: Any) -> Any:
+    def setting(value: object) -> object:
         if isinstance(value, Tensor):
             return tensor(value, 1.0, is_parameter=False)
         if isinstance(value, nn.Module):
@@ -126,7 +126,7 @@ def isolated() -> Iterator[None]:
 
 
 def difference(
-    theirs: Callable[[], Any], ours: Callable[[], Tensor], bound: float = BOUND
+    theirs: Callable[[], object], ours: Callable[[], Tensor], bound: float = BOUND
 ) -> str | None:
     """Runs a module's own computation and the one that would replace it, and compares them.
 

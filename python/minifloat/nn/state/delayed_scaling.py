@@ -64,7 +64,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 def _roll_histories(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Rolls the histories of all layers, with one call for those of one shape and rule."""
-    groups: dict[tuple, list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.Size, str, int], list[Tensor]] = {}
     layers = []
     for _, layer, history in histories_of(model):
         key = (history.device, history.shape, layer.amax_algorithm, layer.margin)

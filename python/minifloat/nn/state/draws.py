@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import deque
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,7 +22,7 @@ class Draws:
         self.last: Tensor | None = None  # RngState.current of the last forward
         self.past: deque[tuple[int, Tensor]] = deque(maxlen=FORWARDS_IN_FLIGHT)
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return Draws, ()  # a copied layer has no recorded forwards
 
     def record(self, current: Tensor, rng: Tensor) -> None:

@@ -24,8 +24,8 @@ except where a larger compiled function contains the call; there they are part o
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -55,7 +55,7 @@ def as_normal(tensor: Tensor) -> Tensor:
         return tensor.clone()
 
 
-def eager_alone(functions: Iterable[Any]) -> None:
+def eager_alone(functions: Iterable[Callable[..., object]]) -> None:
     """Lets compiled code contain these functions, and never be one of them alone.
 
     torch compiles a hook of a compiled module as a function of its own. In it no draw could be
@@ -94,10 +94,10 @@ class RngState:
         self.copies: dict[torch.device, Tensor] = {}  # `current` on other devices
         self.replay: Replay | None = None  # what autograd recomputes, if it is a hooked module
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"current": None, "copies": {}, "replay": None, "agreed": set()}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         self.__dict__.update(state)
         self.tensor = as_normal(self.tensor)
         self.close()
@@ -216,17 +216,17 @@ class AdvanceRng:
         is_root: whether the module is the one that mf.quantize_ was called with.
     """
 
-    def __init__(self, state: RngState, home: Any, is_root: bool) -> None:
+    def __init__(self, state: RngState, home: nn.Module, is_root: bool) -> None:
         self.state = state
         self.home = home
         self.is_root = is_root
         self.draws = Draws()
         self.is_outermost = False  # whether the running call is within no other
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"is_outermost": False}
 
-    def before(self, module: nn.Module, args: Any) -> None:
+    def before(self, module: nn.Module, args: object) -> None:
         """Begins a count, unless the module runs within a call that did so."""
         if torch.compiler.is_compiling():
             self.trace_begin(module.training)
@@ -258,7 +258,7 @@ class AdvanceRng:
         if is_training and state.current is not None:
             self.draws.record(state.current, state.current)
 
-    def after(self, module: nn.Module, args: Any, output: Any) -> None:
+    def after(self, module: nn.Module, args: object, output: object) -> None:
         """Ends the forward that `before` began, also where it raised an exception."""
         if self.is_outermost:
             self.is_outermost = False
@@ -267,7 +267,7 @@ class AdvanceRng:
     def device(self) -> torch.device:
         """Returns the home layer's device."""
         stream = self.home._buffers.get("stream")  # None: the layer was restored alone
-        return (self.home.weight if stream is None else stream).device
+        return cast(Tensor, self.home.weight if stream is None else stream).device
 
 
 eager_alone(
@@ -293,10 +293,10 @@ eager_alone(
 )
 
 
-def add_hooks(root: nn.Module, state: RngState, layers: Sequence[Any]) -> None:
+def add_hooks(root: nn.Module, state: RngState, layers: Sequence[nn.Module]) -> None:
     """Adds hooks to the root and to all modules between the root and the given layers."""
     drawing = {id(layer) for layer in layers}
-    homes: dict[str, Any] = {"": layers[0]}  # of each such module, its first drawing layer
+    homes: dict[str, nn.Module] = {"": layers[0]}  # of each such module, its first drawing layer
     for name, module in root.named_modules():
         names = name.split(".") if id(module) in drawing else []
         for i in range(1, len(names)):

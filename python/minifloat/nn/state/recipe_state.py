@@ -10,10 +10,12 @@ import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
 
 from ..._native import ops
 from ...checks import require_int
@@ -22,10 +24,13 @@ from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..cache.operand_cache import WeightCodes
 from ..cache.operand_conditions import conditions_of
-from ..hooks import WeightGather, is_distributed
+from ..hooks import ExpertWeightGather, WeightGather, is_distributed
 from ..names import clean_name, unwrapped
 from .draws import Draws
 from .random_state import RngState, as_normal, find_hook
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)  # that layers read
 DEFAULT_HISTORY = 16  # steps of amax history
@@ -67,9 +72,9 @@ class ExpertRange:
     begin: int
     count: int
     experts: int
-    group: Any
+    group: dist.ProcessGroup
 
-    def __deepcopy__(self, memo: Any) -> ExpertRange:
+    def __deepcopy__(self, memo: object) -> ExpertRange:
         return self  # a process group cannot be copied
 
     def of_all(self, history: Tensor) -> Tensor:
@@ -99,7 +104,9 @@ class RecipeState(nn.Module):
     recompute: str = ""  # "weight": backward quantizes the weight again, instead of saving codes
     expert_range: ExpertRange | None = None  # None: this process has all experts
     evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
-    weight_gather: WeightGather | None = None  # None: FSDP2 has not sharded the weight
+    weight_gather: WeightGather | ExpertWeightGather | None = (
+        None  # None: FSDP2 has not sharded the weight
+    )
     TRANSIENT: tuple[str, ...] = ("weight_codes", "weight_gather")  # attributes not pickled
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -115,13 +122,13 @@ class RecipeState(nn.Module):
         """Drops cached operands."""
         raise NotImplementedError
 
-    def train(self, mode: bool = True) -> RecipeState:
+    def train(self, mode: bool = True) -> Self:
         if mode != self.training and self.weight_codes is not None:
             self.weight_codes.start_over()
         super().train(mode)
         return self
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RecipeState:
+    def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Self:
         """Moves the module, as nn.Module does, except that the amax history keeps its dtype."""
         history = self._buffers.pop("amax_history")
         self.weight_codes = None  # refers to the parameter; torch swaps no DTensor with references
@@ -131,10 +138,10 @@ class RecipeState(nn.Module):
         self._forget()
         return self
 
-    def __getstate__(self) -> dict[str, Any]:
+    def __getstate__(self) -> dict[str, object]:
         return {k: v for k, v in self.__dict__.items() if k not in self.TRANSIENT}
 
-    def __setstate__(self, state: dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, object]) -> None:
         super().__setstate__(state)
         self.weight_gather = None
         for name in STATE:
@@ -269,7 +276,7 @@ class RecipeState(nn.Module):
             if buffer is not None:
                 self._buffers[name] = getattr(buffer, "_local_tensor", buffer)
 
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
+    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> RemovableHandle:
         """Registers a hook, after it unwraps the layer's buffers.
 
         torch's parallel styles register a hook last, after they have made buffers DTensors. So
@@ -362,7 +369,7 @@ def require_own_streams(name: str, model: nn.Module) -> None:
     roots = [(fqn, module, hook.state) for fqn, module, hook in hooks if hook is not None]
     if len(roots) < 2:
         return
-    owners: dict[Any, tuple[str, RngState]] = {}
+    owners: dict[tuple[int, int, int], tuple[str, RngState]] = {}
     for fqn, root, state in roots:
         if not (root.training and any(p.requires_grad for p in root.parameters())):
             continue
