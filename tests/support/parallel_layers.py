@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from minifloat.spec import Spec
 from minifloat.tensor.quantized import raw_scale
-from minifloat.tensor.slicing import cut
+from minifloat.tensor.slicing import slice_elements
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +52,7 @@ def piece_of(whole, dim, rank, world):
     length = whole.shape[dim] // world
     if isinstance(whole, torch.Tensor):
         return whole.narrow(dim, rank * length, length)
-    return cut(whole, dim, rank * length, (rank + 1) * length)
+    return slice_elements(whole, dim, rank * length, (rank + 1) * length)
 
 
 def check_operands(case, recorded, dim, rank, world, where):

@@ -15,7 +15,7 @@ from ..spec import Spec
 from .handlers import OTHERS, Op, handles
 from .quantized import Quantized, map_tensors, raw_scale
 from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor
-from .slicing import cut
+from .slicing import slice_elements
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -184,11 +184,11 @@ def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedT
     """Copies [start, end) of one dimension of both directions."""
     last = x.dim() - 1
 
-    def cut_part(part: Quantized) -> Quantized:
+    def slice_part(part: Quantized) -> Quantized:
         is_swapped = part.columnwise and dim >= last - 1
-        return cut(part, 2 * last - 1 - dim if is_swapped else dim, start, end)
+        return slice_elements(part, 2 * last - 1 - dim if is_swapped else dim, start, end)
 
-    return x._map(cut_part)
+    return x._map(slice_part)
 
 
 @handles(aten.split_with_sizes.default)

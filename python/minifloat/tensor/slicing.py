@@ -13,7 +13,7 @@ from ..spec import Sizes, Spec
 from .quantized import Quantized, map_tensors
 
 
-def cut(q: Quantized, dim: int, start: int, end: int) -> Quantized:
+def slice_elements(q: Quantized, dim: int, start: int, end: int) -> Quantized:
     """Copies elements [start, end) along one dimension of the operand as read."""
     dim -= len(q.shape)  # -2: rows, -1: columns, -3: experts
     length = q.shape[dim]

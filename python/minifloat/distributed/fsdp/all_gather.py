@@ -24,20 +24,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...spec import Spec
-from .batch import BACKWARD, FORWARD, Batch, Sent
+from .batch import BACKWARD, FORWARD, Batch, BatchPayload
 from .fsdp_group import SERVES_BOTH, ModuleGather
 from .gathered_weight import GatheredWeight, ShardCast, empty_direction
-from .plan import Plan
+from .plan import GatherPlan
 from .sharded_weight import Received
 
-GatherInputs = tuple[tuple[Tensor, ...], Sent | None]
+GatherInputs = tuple[tuple[Tensor, ...], BatchPayload | None]
 
 
 class WeightGather(ModuleGather):
     """The gathers of one layer's weight (n, cols), whose rows are cut over the ranks of a group."""
 
     def __init__(
-        self, layer: nn.Module, plan: Plan, shape: tuple[int, int], group: dist.ProcessGroup
+        self, layer: nn.Module, plan: GatherPlan, shape: tuple[int, int], group: dist.ProcessGroup
     ) -> None:
         super().__init__(layer)
         self.plan, self.group = plan, group
@@ -48,7 +48,7 @@ class WeightGather(ModuleGather):
         self.casts: tuple[ShardCast, ShardCast]  # rowwise and columnwise, since the first gather
         self.whole: Any = None  # since the first gather
         self.gathered: set[int] = set()  # in mode split: the selections gathered so far
-        self.shard: Tensor | None = None  # sent last
+        self.shard: Tensor | None = None  # cast last
         self.alone: Batch | None = None  # the batch of this weight alone
         self.batch: Batch | None = None  # the batch of FSDP2's parameter group
         self._assigned: tuple[object, object] = (
@@ -147,28 +147,30 @@ class WeightGather(ModuleGather):
             [] if group is None else [p.sharded_param._local_tensor for p in group.fsdp_params]
         )
         gathers = [getattr(local, "weight_gather", None) for local in locals_]
-        places = [i for i, g in enumerate(gathers) if is_of_layer(g) and g.whole is not None]
-        mates: list[Any] = [gathers[i] for i in places]
-        if group is None or self not in mates or len(set(map(id, mates))) < len(mates):
+        positions = [i for i, g in enumerate(gathers) if is_of_layer(g) and g.whole is not None]
+        members: list[Any] = [gathers[i] for i in positions]
+        if group is None or self not in members or len(set(map(id, members))) < len(members):
             self.batch = self.batch_alone()
             return self.batch
-        batch = Batch(mates, weakref.ref(group), places)
-        for mate in mates:
-            mate.batch, mate.alone = batch, None
+        batch = Batch(members, weakref.ref(group), positions)
+        for member in members:
+            member.batch, member.alone = batch, None
         return batch
 
     # ---- after a gather --------------------------------------------------------------------------
 
-    def receive(self, outputs: Sequence[Tensor], sent: Sent | None, out: object) -> Received:
+    def receive(
+        self, outputs: Sequence[Tensor], payload: BatchPayload | None, out: object
+    ) -> Received:
         """Returns the whole weight and its memory at the first gather; fills them at later ones."""
-        if sent is None:
+        if payload is None:
             whole = outputs[0].view(-1, self.cols)[: self.n]
             return None if out is not None else (whole, ())
         created = None
         if out is None:
             created = self.new_whole(outputs[0])
-            sent.batch.targets = []
-        sent.batch.receive(self, sent, outputs)
+            payload.batch.targets = []
+        payload.batch.receive(self, payload, outputs)
         return created
 
     def new_whole(self, codes: Tensor) -> tuple[GatheredWeight, tuple[Tensor, ...]]:

@@ -24,7 +24,7 @@ from ..amaxes import raise_to_largest
 from ..handshake import wait_for_all
 from .fsdp_group import FsdpGroup, recomputes_compiled
 from .gathered_weight import GatheredWeight, ShardCast, targets_of
-from .plan import Plan
+from .plan import GatherPlan
 from .sharded_weight import writes_to
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ WRITTEN = "fully_shard: expected all {} ranks to have written to {} since mf.ste
 class BatchedGather(Protocol):
     """The part of all_gather.WeightGather that a batch reads."""
 
-    plan: Plan
+    plan: GatherPlan
     title: str
     group: dist.ProcessGroup
     n: int
@@ -63,7 +63,7 @@ class BatchedGather(Protocol):
         """Returns the number of all-gather inputs."""
 
 
-class Sent:
+class BatchPayload:
     """One gather of a batch, from the pre-gather hooks to the post-gather hooks."""
 
     __slots__ = ("batch", "codes", "inputs", "outputs", "selection", "shards")
@@ -88,18 +88,18 @@ class Batch:
         gathers: of the weights.
         group: a reference to FSDP2's parameter group. None: a batch of one weight, whose shard its
             hook passes.
-        places: the weights' indices among the group's parameters.
+        positions: the weights' indices among the group's parameters.
     """
 
     def __init__(
         self,
         gathers: Sequence[BatchedGather],
         group: weakref.ref[FsdpGroup] | None = None,
-        places: Sequence[int] = (),
+        positions: Sequence[int] = (),
     ) -> None:
         classes = torch.classes.minifloat
         first = gathers[0]
-        self.gathers, self.group, self.places = tuple(gathers), group, tuple(places)
+        self.gathers, self.group, self.positions = tuple(gathers), group, tuple(positions)
         self.ranks, self.world = first.group, first.world
         casts = [gather.casts for gather in gathers]
         self.modes = [gather.plan.mode for gather in gathers]
@@ -121,12 +121,14 @@ class Batch:
         self.measured: State | None = None  # when mf.step exchanged amaxes
         # Batches of which this is the first, and the native exchange of their amaxes.
         self.exchange: tuple[tuple[Batch, ...], Any] | None = None
-        self.sent: Sent | None = None  # the gather in flight
+        self.payload: BatchPayload | None = None  # the gather in flight
         self.targets: list[Tensor] = []
 
     # ---- before the gather -----------------------------------------------------------------------
 
-    def send(self, gather: BatchedGather, shard: Tensor) -> tuple[tuple[Tensor, ...], Sent] | None:
+    def send(
+        self, gather: BatchedGather, shard: Tensor
+    ) -> tuple[tuple[Tensor, ...], BatchPayload] | None:
         """Returns the all-gather inputs of one weight; casts all weights for the first one.
 
         Returns:
@@ -135,19 +137,19 @@ class Batch:
         """
         index = self.indices[gather]
         if index == 0:
-            self.sent = self.cast_all(shard)
-        sent = self.sent
-        if sent is None or sent.shards[index] is not shard:
+            self.payload = self.cast_all(shard)
+        payload = self.payload
+        if payload is None or payload.shards[index] is not shard:
             return None
-        inputs = sent.inputs[index]
+        inputs = payload.inputs[index]
         if inputs is None:
             return None
-        sent.inputs[index] = None
+        payload.inputs[index] = None
         if self.world == 1:
-            sent.codes.append(inputs)
-        return inputs, sent
+            payload.codes.append(inputs)
+        return inputs, payload
 
-    def cast_all(self, shard: Tensor) -> Sent | None:
+    def cast_all(self, shard: Tensor) -> BatchPayload | None:
         """Casts the shards of all weights for one gather."""
         shards = self.shards()
         if shards is None:
@@ -156,7 +158,7 @@ class Batch:
             return None
         selection = BACKWARD if is_in_backward() else FORWARD
         inputs = self.inputs(shards, selection, ALL_WEIGHTS)
-        return Sent(self, selection, shards, self.split_inputs(inputs))
+        return BatchPayload(self, selection, shards, self.split_inputs(inputs))
 
     def inputs(self, shards: list[Tensor], selection: int, weight: int) -> list[Tensor]:
         """Casts one weight, or all; exchanges amaxes first unless those of mf.step are current."""
@@ -220,7 +222,7 @@ class Batch:
         group = None if self.group is None else self.group()
         if group is None:
             return None
-        return [group.fsdp_params[place].sharded_param for place in self.places]
+        return [group.fsdp_params[position].sharded_param for position in self.positions]
 
     def modules(self) -> Sequence[nn.Module]:
         """Returns the modules whose parameters FSDP2 gathers together; none without its group."""
@@ -241,21 +243,27 @@ class Batch:
 
     # ---- after the gather ------------------------------------------------------------------------
 
-    def receive(self, gather: BatchedGather, sent: Sent, outputs: Sequence[Tensor]) -> None:
+    def receive(
+        self, gather: BatchedGather, payload: BatchPayload, outputs: Sequence[Tensor]
+    ) -> None:
         """Collects all ranks' codes of one weight; fills all weights after the last one."""
         index = self.indices[gather]
-        sent.outputs += outputs
+        payload.outputs += outputs
         if self.world == 1:  # FSDP2 gathers the first input alone
-            sent.outputs += sent.codes[index][len(outputs) :]
+            payload.outputs += payload.codes[index][len(outputs) :]
         if index == len(self.gathers) - 1:
             if not self.targets:
                 self.targets = [t for g in self.gathers for t in targets_of(g.whole)]
             forward_alone = self.gathers[0].serves_forward_alone()
-            self.fill(sent.outputs, self.targets, sent.selection, ALL_WEIGHTS, forward_alone)
+            self.fill(payload.outputs, self.targets, payload.selection, ALL_WEIGHTS, forward_alone)
             for split in self.splits:
-                split.gathered = {sent.selection}
-            self.sent = None
-            if sent.selection == BACKWARD and self.splits and recomputes_compiled(self.modules()):
+                split.gathered = {payload.selection}
+            self.payload = None
+            if (
+                payload.selection == BACKWARD
+                and self.splits
+                and recomputes_compiled(self.modules())
+            ):
                 for split in self.splits:
                     split.fetch(FORWARD)
 

@@ -32,7 +32,7 @@ from ...tensor.quantized_tensor import TENSORS
 from .batch import BACKWARD, FORWARD
 from .fsdp_group import SERVES_BOTH, ModuleGather
 from .gathered_weight import GatheredWeight
-from .plan import Plan
+from .plan import GatherPlan
 from .sharded_weight import GatherInputs, Received, WeightWithQuantizedGather
 
 ROW, COL = 0, 1  # directions of W: as fprop reads it, as dgrad reads it
@@ -40,7 +40,7 @@ Key = tuple[int, str]  # a direction, and the name of one of its tensors
 
 
 @dataclass(frozen=True)
-class Slot:
+class GatherBuffer:
     """An input of the gather: its bytes an expert, and the tensors that take turns in it."""
 
     size: int
@@ -74,25 +74,27 @@ class Direction:
 
 
 @dataclass(frozen=True)
-class Sent:
+class ExpertPayload:
     """One gather, from FSDP2's hook before it to the hook after it."""
 
     selection: int
     inputs: tuple[Tensor, ...]
 
 
-def slots_of(plan: Plan, directions: tuple[Direction, Direction]) -> tuple[Slot, ...]:
+def buffers_of(
+    plan: GatherPlan, directions: tuple[Direction, Direction]
+) -> tuple[GatherBuffer, ...]:
     """Lists the inputs of a plan's gathers, as many before forward as before backward."""
-    slots = []
+    buffers = []
     for name in TENSORS:
         sizes = [direction.size(name) for direction in directions]
         if plan.mode == "one":
-            slots.append(Slot(sizes[ROW], ((ROW, name),)))
+            buffers.append(GatherBuffer(sizes[ROW], ((ROW, name),)))
         elif plan.mode == "split" and sizes[ROW] == sizes[COL]:
-            slots.append(Slot(sizes[ROW], ((ROW, name), (COL, name))))
+            buffers.append(GatherBuffer(sizes[ROW], ((ROW, name), (COL, name))))
         else:
-            slots += [Slot(sizes[i], ((i, name),)) for i in (ROW, COL)]
-    return tuple(slot for slot in slots if slot.size > 0)
+            buffers += [GatherBuffer(sizes[i], ((i, name),)) for i in (ROW, COL)]
+    return tuple(buffer for buffer in buffers if buffer.size > 0)
 
 
 class ExpertGather(ModuleGather):
@@ -117,7 +119,7 @@ class ExpertGather(ModuleGather):
     ) -> None:
         super().__init__(module)
         self.product = weakref.ref(product)
-        self.plan = cast(Plan, product.gather_plan)
+        self.plan = cast(GatherPlan, product.gather_plan)
         self.recipe, self.is_row_major = product.recipe.text, product.is_row_major
         self.group, self.outer_dims = group, outer_dims
         self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
@@ -129,11 +131,11 @@ class ExpertGather(ModuleGather):
             Direction(Spec.parse(self.plan.row), n, k),
             Direction(Spec.parse(self.plan.col), k, n),
         )
-        self.slots = slots_of(self.plan, self.directions)
+        self.buffers = buffers_of(self.plan, self.directions)
         self.rounded_to: torch.dtype | None = None  # before the cast
-        self.shard: Tensor | None = None  # sent last
+        self.shard: Tensor | None = None  # cast last
         self.parts: list[Quantized] = []  # both directions of the gathered weight
-        self.own: list[Tensor] = []  # of one rank: the slots that FSDP2 does not gather
+        self.own: list[Tensor] = []  # of one rank: the buffers that FSDP2 does not gather
         self.transposes: Callable[[], None] | None = None
         self.present: set[int] = set()  # the directions in the gathered memory
 
@@ -160,7 +162,7 @@ class ExpertGather(ModuleGather):
         self.shard = shard
         selection = BACKWARD if is_in_backward() else FORWARD
         inputs = self.cast(shard, self.selected(selection))
-        return inputs, Sent(selection, inputs)
+        return inputs, ExpertPayload(selection, inputs)
 
     def agree_and_decide(self, dtype: torch.dtype | None, device: torch.device) -> None:
         """Agrees on the dtype that FSDP2 computes in, and decides whether codes are gathered."""
@@ -176,7 +178,7 @@ class ExpertGather(ModuleGather):
 
     @torch.no_grad()
     def cast(self, shard: Tensor, directions: tuple[int, ...]) -> tuple[Tensor, ...]:
-        """Casts this rank's experts, and returns the bytes of each slot, (chunk * bytes)."""
+        """Casts this rank's experts, and returns the bytes of each buffer, (chunk * bytes)."""
         count, tensors = len(shard), {}
         if count > 0:
             with torch.autocast(shard.device.type, enabled=False):
@@ -194,14 +196,14 @@ class ExpertGather(ModuleGather):
                 (i, n): getattr(both.direction(i == COL), n) for i in (ROW, COL) for n in TENSORS
             }
         inputs = []
-        for slot in self.slots:
-            sent = [tensors[key] for key in slot.tensors if key[0] in directions and count > 0]
-            if sent and count == self.chunk:
-                inputs.append(bytes_of(sent[0]))
+        for buffer in self.buffers:
+            payload = [tensors[key] for key in buffer.tensors if key[0] in directions and count > 0]
+            if payload and count == self.chunk:
+                inputs.append(bytes_of(payload[0]))
                 continue
-            inputs.append(shard.new_zeros(self.chunk * slot.size, dtype=torch.uint8))
-            if sent:
-                inputs[-1][: count * slot.size] = bytes_of(sent[0])
+            inputs.append(shard.new_zeros(self.chunk * buffer.size, dtype=torch.uint8))
+            if payload:
+                inputs[-1][: count * buffer.size] = bytes_of(payload[0])
         return tuple(inputs)
 
     def history(self, count: int) -> Tensor | None:
@@ -216,28 +218,30 @@ class ExpertGather(ModuleGather):
 
     # ---- after a gather --------------------------------------------------------------------------
 
-    def receive(self, outputs: Sequence[Tensor], sent: Sent | None, out: object) -> Received:
+    def receive(
+        self, outputs: Sequence[Tensor], payload: ExpertPayload | None, out: object
+    ) -> Received:
         """Returns the whole weight and its memory at the first gather; fills them at later ones."""
-        if sent is None:
+        if payload is None:
             whole = outputs[0].view(-1, *self.shape[1:])[: self.experts]
             return None if out is not None else (whole, ())
         created = None
         if out is None:
-            self.own = [torch.empty_like(t) for t in sent.inputs[len(outputs) :]]
+            self.own = [torch.empty_like(t) for t in payload.inputs[len(outputs) :]]
             self.parts = self.views([*outputs, *self.own])
             created = self.new_whole()
-        for own, of_rank in zip(self.own, sent.inputs[len(outputs) :]):
+        for own, of_rank in zip(self.own, payload.inputs[len(outputs) :]):
             own.data.copy_(of_rank)  # as FSDP2's copies, this counts no write
-        self.present = set(self.selected(sent.selection))
+        self.present = set(self.selected(payload.selection))
         if self.plan.mode == "one":
             self.transpose()
         return created
 
     def views(self, memory: list[Tensor]) -> list[Quantized]:
-        """Returns both directions as views of the memory of slots."""
+        """Returns both directions as views of the memory of buffers."""
         found: dict[Key, Tensor] = {}
-        for slot, gathered in zip(self.slots, memory):
-            for i, name in slot.tensors:
+        for buffer, gathered in zip(self.buffers, memory):
+            for i, name in buffer.tensors:
                 direction = self.directions[i]
                 t = gathered.view(direction.dtype(name)).view(-1, *direction.tail(name))
                 found[i, name] = t[: self.experts]

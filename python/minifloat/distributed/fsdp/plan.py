@@ -22,7 +22,7 @@ BF16_BITS = 16
 
 
 @dataclass(frozen=True)
-class Plan:
+class GatherPlan:
     """The mode of a weight's gathers, and the specs that fprop and dgrad read the weight in."""
 
     mode: str  # "one", "both" or "split"
@@ -51,7 +51,7 @@ class Plan:
         return f"{self}; unquantized where a chunk's rows are no multiple of {points}"
 
 
-def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
+def plan_gather(recipe: Recipe) -> tuple[GatherPlan | None, str]:
     """Plans the gathers of a layer's weight.
 
     Args:
@@ -69,15 +69,15 @@ def plan_gather(recipe: Recipe) -> tuple[Plan | None, str]:
             return None, f"weight is gathered in the compute dtype: {why}"
     specs = row.text, col.text
     if row == col and row.transposes_exactly:
-        plan = Plan("one", *specs)
+        plan = GatherPlan("one", *specs)
     elif row.bits + col.bits < BF16_BITS:
-        plan = Plan("both", *specs)
+        plan = GatherPlan("both", *specs)
     else:
-        plan = Plan("split", *specs)
+        plan = GatherPlan("split", *specs)
     return plan, plan.of_rows()
 
 
-def plan_experts(recipe: Recipe) -> tuple[Plan | None, str]:
+def plan_experts(recipe: Recipe) -> tuple[GatherPlan | None, str]:
     """Plans the gathers of experts' weights, which FSDP2 cuts between experts.
 
     Args, Returns: as those of plan_gather.

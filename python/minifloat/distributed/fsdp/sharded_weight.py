@@ -16,7 +16,7 @@ from torch import Tensor
 from torch._C import _SetExcludeDispatchKeyGuard
 
 from ...tensor.handlers import Op
-from .plan import Plan
+from .plan import GatherPlan
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp import MixedPrecisionPolicy
@@ -30,13 +30,13 @@ aten = torch.ops.aten
 class ShardGather(Protocol):
     """The gathers of a parameter: a layer's (all_gather.py) or experts' (experts.py)."""
 
-    plan: Plan
+    plan: GatherPlan
     chunk: int  # rows, or experts, of a full shard
 
     def send(self, shard: Tensor, dtype: torch.dtype | None) -> GatherInputs:
         """Returns the all-gather inputs, and the gather for the later hook."""
 
-    def receive(self, outputs: Sequence[Tensor], sent: Any, out: object) -> Received:
+    def receive(self, outputs: Sequence[Tensor], payload: Any, out: object) -> Received:
         """Returns the whole weight and its memory at the first gather; fills them at later ones."""
 
 

@@ -75,7 +75,7 @@ def linear(
     Raises:
         ValueError: x and weight do not fit, or ranks cut a block of a prequantized weight.
     """
-    mesh, dim = weight.device_mesh, cut_of(weight)
+    mesh, dim = weight.device_mesh, shard_dim_of(weight)
     x = require_inputs(x, weight, recipe, rng, amax_history)
     if dim is None:
         return whole_linear(x, weight, bias, recipe, rng, amax_history, stream, recompute)
@@ -136,7 +136,7 @@ def require_inputs(
 # ---- where tensors are cut -----------------------------------------------------------------------
 
 
-def cut_of(weight: DTensor) -> int | None:
+def shard_dim_of(weight: DTensor) -> int | None:
     """Returns the dimension of W that the mesh cuts; None where each rank holds the whole."""
     (placement, *others) = weight.placements
     if not others and placement.is_replicate():
@@ -328,7 +328,7 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         is_in_step, saves_weight = layer.is_in_step(), bool(layer.recompute)
         reuse = Reuse(layer.shared_input, layer.weight_codes, is_in_step, saves_weight)
     rng, history, stream = layer.op_state(weight.device)
-    if reuse is not None and layer.rng_state is not None and cut_of(weight) is not None:
+    if reuse is not None and layer.rng_state is not None and shard_dim_of(weight) is not None:
         require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
     return linear(
         x,

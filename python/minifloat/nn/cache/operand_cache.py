@@ -89,7 +89,7 @@ STEPS = OptimizerSteps()
 register_optimizer_step_post_hook(STEPS)
 
 
-def version_of(t: Tensor) -> tuple[object, ...]:
+def write_version(t: Tensor) -> tuple[object, ...]:
     """Returns a value that differs after a counted write and in other memory.
 
     It has the address of the storage. Equal values show the same storage only while a weak
@@ -236,7 +236,7 @@ class WeightCodes:
             return None
         is_hashed = not conditions_suffice and has_fingerprint(weight)
         is_shown = conditions_suffice or is_hashed
-        key = (id(weight), version_of(weight), STEPS.taken, recipe, conditions)
+        key = (id(weight), write_version(weight), STEPS.taken, recipe, conditions)
         last = self._second_use(weight, key, is_in_step, is_shown)
         if saves_weight and columnwise:
             state, form = key[:-1], self.form
@@ -343,7 +343,7 @@ class SharedInput:
         """
         if x.is_inference():  # has no version
             return None if cast is None else cast()
-        key, cached = (version_of(x), recipe, columnwise, conditions), self.cached
+        key, cached = (write_version(x), recipe, columnwise, conditions), self.cached
         if cached is not None and cached.is_of(x, key):
             self.readers_left -= 1
             if self.readers_left == 0:
