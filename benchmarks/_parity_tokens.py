@@ -19,8 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from minifloat.train import manifest
-from minifloat.train.tokens import encode, train_tokenizer
+from minifloat.train.data.tokens import encode, train_tokenizer
+from minifloat.train.durable_files import CHECKSUMS, sha256_of, verify_checksums, write_checksums
 
 END = b"\0"  # after each document
 PART = 28_000_000  # bytes of text: as many files as a machine has cores
@@ -68,7 +68,7 @@ def write_text_parts(folder: Path, train: list[bytes], validation: list[bytes]) 
         list(pool.map(write, texts.items()))
     tokenizer = train_tokenizer(map(bytes.decode, train), VOCABULARY, TOKENIZER_BYTES)
     tokenizer.save(str(folder / TOKENIZER))
-    manifest.write(folder)
+    write_checksums(folder)
     return digest.hexdigest()
 
 
@@ -83,8 +83,8 @@ def encode_file(path: Path) -> np.ndarray:
 
 def load_tokens(folder: Path) -> ParityTokens:
     """Checks a folder's files and returns the ids of its text, which it keeps there."""
-    manifest.verify(folder)
-    ids = folder / f"ids-{manifest.digest(folder / manifest.NAME)[:12]}.npz"
+    verify_checksums(folder)
+    ids = folder / f"ids-{sha256_of(folder / CHECKSUMS)[:12]}.npz"
     if not ids.exists():
         paths = [*sorted(folder.glob("train-*.txt.xz")), folder / VALIDATION]
         with ProcessPoolExecutor() as pool:

@@ -35,11 +35,11 @@ from _parity_tokens import VOCABULARY, load_tokens
 from gpu_loss import BF16, table
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.delayed_scaling import step as finish_step
-from minifloat.train.gradients import clip_gradients
-from minifloat.train.loop import BETAS, compile_layers
-from minifloat.train.measure import PeakMemory, product_dtype
-from minifloat.train.model import Llama, cross_entropy, init_weights
-from minifloat.train.model_config import ModelConfig
+from minifloat.train.job.run import BETAS, compile_layers
+from minifloat.train.job.sharding import clip_gradients
+from minifloat.train.model.llama import Llama, cross_entropy, init_weights
+from minifloat.train.model.measure import PeakMemory, product_dtype
+from minifloat.train.model.sizes import ModelConfig
 from minifloat.train.recipes import RunSpec, parse_entry
 from torch import Tensor
 
@@ -228,7 +228,6 @@ class Run:
         if len(batches) < trial.steps:
             sys.exit(f"--data: expected {trial.steps} batches of text, got {len(batches)}")
         memory, clock = PeakMemory(trial.device), Clock(trial)
-        memory.start()
         for step, rows_B in enumerate(batches[: trial.steps], start=1):
             loss, norm = self.train_step(step, rows_B)
             losses.append(loss)

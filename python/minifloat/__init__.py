@@ -6,7 +6,7 @@ mf.quantize_(model, "nvfp4")          converts linear layers, and prints which o
 loss.backward(); opt.step(); mf.step(model)
 """
 
-from . import interrupt as _interrupt  # isort: skip  before torch: see its head
+from .train import interrupt as _interrupt  # isort: skip  before torch: see its head
 from ._native import ops as _ops  # loads the operators; keep it before the rest
 from .distributed import hooks as _hooks  # registers functions that layers call
 from .distributed.ending import destroy_process_group

@@ -1,17 +1,16 @@
-"""The command `minifloat`. One module a subcommand adds the parser of that subcommand."""
+"""The command `minifloat`."""
 
 from __future__ import annotations
 
 import argparse
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from minifloat import interrupt
 from minifloat.train import command as train_command
-from minifloat.train.fields import TrainError
-
-COMMANDS = (train_command,)
+from minifloat.train import interrupt
+from minifloat.train.checks import TrainError
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,7 +20,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         The exit code. 1: an expected failure, 2: wrong usage, 130: interrupted.
     """
     try:
-        with interrupt.raises():
+        with interrupt.handled(by=signal.default_int_handler):  # which raises it
             return run_command(argv)
     except KeyboardInterrupt:
         print("minifloat: interrupted", file=sys.stderr)
@@ -61,11 +60,10 @@ def run_command(argv: Sequence[str] | None) -> int:
         help="print what CMAKE_PREFIX_PATH needs for find_package(minifloat)",
     )
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in COMMANDS:
-        command.add_parser(subparsers)
+    train_command.add_parser(subparsers)
     arguments = parser.parse_args(argv)
     try:
-        return arguments.run(arguments)
+        return train_command.run(arguments)
     except (TrainError, OSError) as error:
         print(f"minifloat {arguments.command}: error: {error}", file=sys.stderr)
         return 1

@@ -21,9 +21,9 @@ IS_SHORT = "lightning.pytorch" in sys.modules or (
     "pytorch_lightning" not in sys.modules and find_spec("lightning") is not None
 )
 if TYPE_CHECKING or not IS_SHORT:
-    from pytorch_lightning import Callback
+    from pytorch_lightning import Callback, Trainer
 else:
-    from lightning.pytorch import Callback
+    from lightning.pytorch import Callback, Trainer
 
 KEY = "minifloat_training_state"
 
@@ -39,7 +39,7 @@ class TrainingState(Callback):
     def __init__(self) -> None:
         self.steps_ended = 0  # optimizer steps that mf.step has followed
 
-    def on_train_start(self, trainer: Any, pl_module: nn.Module) -> None:
+    def on_train_start(self, trainer: Trainer, pl_module: nn.Module) -> None:
         """Checks the module.
 
         Raises:
@@ -48,18 +48,18 @@ class TrainingState(Callback):
         require_converted("TrainingState", pl_module)
         self.steps_ended = trainer.global_step
 
-    def on_train_batch_end(self, trainer: Any, pl_module: nn.Module, *others: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: nn.Module, *others: object) -> None:
         if trainer.global_step != self.steps_ended:  # not in the middle of accumulation
             step(pl_module)
             self.steps_ended = trainer.global_step
 
     def on_save_checkpoint(
-        self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: nn.Module, checkpoint: dict[str, Any]
     ) -> None:
         checkpoint[KEY] = training_state(pl_module)
 
     def on_load_checkpoint(
-        self, trainer: Any, pl_module: nn.Module, checkpoint: dict[str, Any]
+        self, trainer: Trainer, pl_module: nn.Module, checkpoint: dict[str, Any]
     ) -> None:
         """Loads the state of the checkpoint.
 

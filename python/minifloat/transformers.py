@@ -15,7 +15,13 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import (
+    PreTrainedModel,
+    TrainerCallback,
+    TrainerControl,
+    TrainerState,
+    TrainingArguments,
+)
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -43,10 +49,15 @@ class TrainingStateCallback(TrainerCallback):
     """
 
     def __init__(self, folder: str | Path | None = None) -> None:
-        self.folder = None if folder is None else Path(folder)
+        self.folder = folder
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **others: object,
     ) -> None:
         """Loads the state of the checkpoint that training is resumed from.
 
@@ -58,7 +69,7 @@ class TrainingStateCallback(TrainerCallback):
         model = require_converted("TrainingStateCallback", model)
         if state.global_step == 0:
             return
-        folder = self.folder or self.folder_of(args, state)
+        folder = Path(self.folder or self.folder_of(args, state))
         path = folder / FILE
         if not path.is_file():
             raise FileNotFoundError(
@@ -69,12 +80,22 @@ class TrainingStateCallback(TrainerCallback):
         load_training_state(model, load_file(path))
 
     def on_step_end(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **others: object,
     ) -> None:
         step(require_converted("TrainingStateCallback", model))
 
     def on_save(
-        self, args: Any, state: Any, control: Any, model: nn.Module | None = None, **others: Any
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: nn.Module | None = None,
+        **others: object,
     ) -> None:
         """Writes the state, on one process of those that write checkpoints."""
         tensors = training_state(require_converted("TrainingStateCallback", model))  # on all ranks
@@ -85,9 +106,9 @@ class TrainingStateCallback(TrainerCallback):
         save_file({k: t.cpu().contiguous() for k, t in tensors.items()}, folder / FILE)
 
     @staticmethod
-    def folder_of(args: Any, state: Any) -> Path:
+    def folder_of(args: TrainingArguments, state: TrainerState) -> Path:
         """Returns the folder that the Trainer writes this step's checkpoint to."""
-        return Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+        return Path(str(args.output_dir)) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 # ---- Weights that a checkpoint has under other names -------------------------------------------
@@ -144,7 +165,8 @@ def as_saved(model: nn.Module, state: dict[str, Tensor]) -> dict[str, Tensor]:
         return state
     from transformers.core_model_loading import revert_weight_conversion  # version 5
 
-    return revert_weight_conversion(model, state)
+    saved: dict[str, Tensor] = revert_weight_conversion(model, state)
+    return saved
 
 
 # ---- GPT-2's layers ------------------------------------------------------------------------------
@@ -196,24 +218,20 @@ def restore_conv1d_(model: nn.Module) -> nn.Module:
             model is unchanged then.
     """
     require_module("restore_conv1d_", model)
-    layers: list[Any] = [m for m in model.modules() if "conv1d_class" in m.__dict__]
-    for linear in layers:
-        if type(linear) is not nn.Linear:
+    named: dict[str, Any] = {n: m for n, m in model.named_modules() if "conv1d_class" in vars(m)}
+    for name, layer in named.items():
+        if type(layer) is not nn.Linear:
             raise ValueError(
                 "restore_conv1d_: expected layers that mf.restore_ has restored and that are not "
-                f"parametrized, but {name_of(model, linear)} is a {type(linear).__name__}"
+                f"parametrized, but {name} is a {type(layer).__name__}"
             )
-    for tied in layers_by_weight("restore_conv1d_", model, layers):
+    for tied in layers_by_weight("restore_conv1d_", model, [*named.values()]):
         weight = transposed(tied[0].weight)
         for layer in tied:
             layer.nx, layer.nf, layer.weight = layer.in_features, layer.out_features, weight
             layer.__class__ = layer.conv1d_class
             del layer.conv1d_class, layer.in_features, layer.out_features
     return model
-
-
-def name_of(model: nn.Module, module: nn.Module) -> str:
-    return next(name for name, found in model.named_modules() if found is module)
 
 
 def layers_by_weight(caller: str, model: nn.Module, layers: list[Any]) -> list[list[Any]]:

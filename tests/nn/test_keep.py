@@ -3,8 +3,8 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.train import loop
 from minifloat.train.config import ModelConfig, TrainConfig
+from minifloat.train.job.run import prepare_model
 from minifloat.train.recipes import RunSpec, parse_recipes
 from torch import nn
 
@@ -103,7 +103,7 @@ MODEL = ModelConfig.parse("32,2,2,1,64", 300)
 def test_the_trainer_has_the_same_default():
     config = TrainConfig(model=MODEL)
     (run,) = parse_recipes(["nvfp4"], [], seed=1)
-    model, converted, skipped = loop.prepare_model(run, config)
+    model, converted, skipped = prepare_model(run, config)
     mf.restore_(model)
     report = mf.quantize_(model, "nvfp4", verbose=False)
     assert (report.converted, report.skipped) == (converted, skipped)
@@ -114,7 +114,7 @@ def test_the_trainers_policy_of_the_paper_trains_the_layers_of_its_map():
     config = TrainConfig(model=MODEL)
     (run,) = parse_recipes(["nvfp4 keep=nvfp4_paper"], [], seed=1)
     written = RunSpec("nvfp4", "*: nvfp4; output: bf16; layers.1.*: bf16", 1)
-    found, want = (loop.prepare_model(r, config) for r in (run, written))
+    found, want = (prepare_model(r, config) for r in (run, written))
     assert found[1] == want[1]
     tokens = torch.arange(2 * 16).reshape(2, 16)
     assert torch.equal(found[0](tokens), want[0](tokens))

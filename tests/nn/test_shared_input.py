@@ -9,7 +9,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat.train.config import ModelConfig
-from minifloat.train.model import Attention, FeedForward, build_model, rotary_table
+from minifloat.train.model.llama import Attention, FeedForward, build_model, rotary_table
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 

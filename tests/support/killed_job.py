@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
-from minifloat.train import checkpoint
+from minifloat.train.job import checkpoint
 
 
 class Killed(BaseException):

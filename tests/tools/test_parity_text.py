@@ -7,7 +7,7 @@ from pathlib import Path
 from string import ascii_lowercase
 
 import pytest
-from minifloat.train.fields import TrainError
+from minifloat.train.checks import TrainError
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 

@@ -1,22 +1,29 @@
 """The command line of `minifloat train`: errors before the first write."""
 
 import os
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 from minifloat import _native
-from minifloat.train import command, files, job
-from minifloat.train.config import NUMBERS, ModelConfig, TrainConfig
-from minifloat.train.corpus import load_corpus
-from minifloat.train.fields import TrainError
-from minifloat.train.model import Llama
+from minifloat.train import command, durable_files
+from minifloat.train.checks import Number, TrainError
+from minifloat.train.config import ModelConfig, TrainConfig
+from minifloat.train.data.corpus import load_corpus
+from minifloat.train.job import train
+from minifloat.train.job.processes import joined
+from minifloat.train.model.llama import Llama
 from minifloat.train.recipes import parse_recipes
-from minifloat.train.world import joined
 
 from tests.support.tiny_job import run
 
 LAST_SEED = 2**63 - 1
+NUMBERS = [
+    field.name
+    for field in fields(TrainConfig)
+    if isinstance(field.metadata.get("check"), Number) and field.metadata["help"]
+]
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
 
@@ -132,11 +139,11 @@ def test_a_step_that_does_not_fit_in_memory_is_refused(monkeypatch):
     def saved_bytes(*_):
         return torch.empty(2**60, dtype=torch.uint8)
 
-    monkeypatch.setattr(job, "saved_bytes_per_token", saved_bytes)
+    monkeypatch.setattr(train, "saved_bytes_per_token", saved_bytes)
     (spec,) = parse_recipes(["bf16"], [], seed=1)
     config = TrainConfig(ModelConfig(32, 2, 2, 1, 64, 300))
     with pytest.raises(TrainError, match="bf16: expected a step that fits in memory, got"):
-        job.describe_run(spec, config)
+        train.describe_run(spec, config)
 
 
 def test_a_missing_package_is_named(tiny, tmp_path, capsys, monkeypatch):
@@ -221,11 +228,11 @@ def test_files_beyond_the_limit_are_counted(tmp_path):
         (tmp_path / name).write_text(name * 1000)
     corpus = load_corpus([str(tmp_path)], 0.0015)
     assert (corpus.files, corpus.bytes, corpus.left_out) == (2, 1500, 1)
-    assert job.beyond_limit(corpus) == f"1 files left out, {corpus.cut} cut"
+    assert corpus.beyond_limit == f"1 files left out, {corpus.cut} cut"
     nearly = load_corpus([str(tmp_path)], 0.00191)  # the second ends within a twentieth
     assert (nearly.files, nearly.bytes, nearly.left_out, nearly.cut) == (2, 2000, 1, "")
     whole = load_corpus([str(tmp_path)], 0.003)
-    assert (whole.files, whole.bytes, job.beyond_limit(whole)) == (3, 3000, "")
+    assert (whole.files, whole.bytes, whole.beyond_limit) == (3, 3000, "")
 
 
 def test_files_that_are_no_text_are_not_read_without_end(tmp_path):
@@ -236,5 +243,5 @@ def test_files_that_are_no_text_are_not_read_without_end(tmp_path):
 
 
 def test_a_name_that_is_no_utf_8_is_written_with_escapes(tmp_path):
-    files.write_text(tmp_path / "report.md", "data: caf\udce9\n")
+    durable_files.write_text(tmp_path / "report.md", "data: caf\udce9\n")
     assert (tmp_path / "report.md").read_text() == "data: caf\\udce9\n"

@@ -2,7 +2,8 @@
 
 import pytest
 from minifloat.train import command
-from minifloat.train.config import TrainConfig, TrainError
+from minifloat.train.checks import TrainError
+from minifloat.train.config import TrainConfig
 
 from tests.support.tiny_job import digest, run
 
@@ -36,5 +37,5 @@ def test_a_resumed_job_keeps_its_choice_or_takes_another():
 def test_a_saved_choice_is_true_or_false():
     values = TrainConfig(compile=True).to_json() | {"data": []}
     assert TrainConfig.from_json("job.json", values).compile is True
-    with pytest.raises(TrainError, match=r"^job.json: compile: expected true or false, got 1"):
+    with pytest.raises(TrainError, match=r"^job.json: --compile: expected true or false, got 1"):
         TrainConfig.from_json("job.json", values | {"compile": 1})

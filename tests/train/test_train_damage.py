@@ -7,13 +7,14 @@ import shutil
 
 import pytest
 import torch
-from minifloat.train import checkpoint, manifest, saved
-from minifloat.train.fields import TrainError
+from minifloat.train.checks import TrainError
+from minifloat.train.durable_files import CHECKSUMS, write_checksums
+from minifloat.train.job import checkpoint, resume
 
 from tests.support.tiny_job import EVERY, STEPS, digest, run, run_and_kill
 
 BEFORE, NEWEST = "step_00000008", "step_00000012"
-FILES = [".metadata", "__0_0.distcp", "state.json", manifest.NAME]
+FILES = ["state.json", "state.pt", CHECKSUMS]
 POSITIONS = 100  # flipped bits a file
 
 
@@ -52,11 +53,15 @@ def checkpoints(out):
     return out / "runs" / "bf16" / "checkpoints"
 
 
-def choose(out):
-    """Returns (name of the checkpoint that a resume loads, its messages)."""
-    said = []
-    found = checkpoint.choose(checkpoints(out), 12, EVERY, said.append)
-    return found.name, "\n".join(said)
+@pytest.fixture
+def choose(capsys):
+    """Returns the function (folder of a job) -> (checkpoint that a resume loads, messages)."""
+
+    def call(out):
+        found = checkpoint.choose(checkpoints(out), 12, EVERY)
+        return found.name, capsys.readouterr().err
+
+    return call
 
 
 def contents(out):
@@ -73,13 +78,13 @@ def edit_json(path, change):
 # ---- the bytes of a checkpoint -------------------------------------------------------------------
 
 
-def test_an_undamaged_job_goes_on_from_its_newest_checkpoint(out):
+def test_an_undamaged_job_goes_on_from_its_newest_checkpoint(out, choose):
     assert choose(out) == (NEWEST, "")
     assert sorted(path.name for path in (checkpoints(out) / NEWEST).iterdir()) == sorted(FILES)
 
 
 @pytest.mark.parametrize("file", FILES)
-def test_every_flipped_bit_is_found(out, file):
+def test_every_flipped_bit_is_found(out, choose, file):
     path = checkpoints(out) / NEWEST / file
     draw, data = random.Random(21), path.read_bytes()
     positions = [0, len(data) - 1, *(draw.randrange(len(data)) for _ in range(POSITIONS - 2))]
@@ -94,7 +99,7 @@ def test_every_flipped_bit_is_found(out, file):
 
 @pytest.mark.parametrize("file", FILES)
 @pytest.mark.parametrize("left", [None, 0, 0.5, -1], ids=["lost", "empty", "half", "all but one"])
-def test_every_lost_byte_is_found(out, file, left):
+def test_every_lost_byte_is_found(out, choose, file, left):
     path = checkpoints(out) / NEWEST / file
     data = path.read_bytes()
     path.unlink()
@@ -105,9 +110,8 @@ def test_every_lost_byte_is_found(out, file, left):
     assert f"{NEWEST}/{file}: expected" in said
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_the_checkpoint_before_gives_the_same_bytes(tiny, out, reference, capsys, file):
-    path = checkpoints(out) / NEWEST / file
+def test_the_checkpoint_before_gives_the_same_bytes(tiny, out, reference, capsys):
+    path = checkpoints(out) / NEWEST / "state.pt"
     data = bytearray(path.read_bytes())
     data[len(data) // 2] ^= 4
     path.write_bytes(data)
@@ -118,38 +122,36 @@ def test_the_checkpoint_before_gives_the_same_bytes(tiny, out, reference, capsys
 
 def test_without_an_intact_checkpoint_nothing_is_written(tiny, out, capsys):
     for name in (BEFORE, NEWEST):
-        (checkpoints(out) / name / "__0_0.distcp").write_bytes(b"")
+        (checkpoints(out) / name / "state.pt").write_bytes(b"")
     before = contents(out)
     assert run(tiny, out, "--resume") == 1
     said = capsys.readouterr().err
     assert said.count("error:") == 1
     for name in (BEFORE, NEWEST):
-        assert f"{name}/__0_0.distcp: expected the bytes with sha256" in said
+        assert f"{name}/state.pt: expected the bytes with sha256" in said
     assert contents(out) == before
 
 
-@pytest.mark.parametrize("file", ["__0_0.distcp", ".metadata"])
-def test_a_damaged_checkpoint_whose_checksums_hold_is_one_error(tiny, out, capsys, file):
-    path = checkpoints(out) / NEWEST / file
-    path.write_bytes(path.read_bytes()[:1000])
-    manifest.write(path.parent)
+def test_a_state_that_cannot_be_set_is_one_error(tiny, out, capsys):
+    """Resumes from a state that is another program's, under checksums of its own."""
+    torch.save({"model": {}}, checkpoints(out) / NEWEST / "state.pt")
+    write_checksums(checkpoints(out) / NEWEST)
     assert run(tiny, out, "--resume") == 1
     said = capsys.readouterr().err
     assert f"error: {checkpoints(out) / NEWEST}: cannot load it" in said
 
 
 @pytest.mark.parametrize("field", ["identity", "step", "torch", "peak_bytes"])
-def test_a_state_without_a_field_is_passed_over(out, field):
-    state = checkpoints(out) / NEWEST / "state.json"
-    edit_json(state, lambda values: values.pop(field))
-    manifest.write(state.parent)
+def test_a_state_without_a_field_is_passed_over(out, choose, field):
+    edit_json(checkpoints(out) / NEWEST / "state.json", lambda state: state.pop(field))
+    write_checksums(checkpoints(out) / NEWEST)
     found, said = choose(out)
     assert found == BEFORE
     assert f"{NEWEST}/state.json: expected the field '{field}'" in said
 
 
 def test_sha256sum_reads_the_checksums(out):
-    lines = (checkpoints(out) / NEWEST / manifest.NAME).read_text().splitlines()
+    lines = (checkpoints(out) / NEWEST / CHECKSUMS).read_text().splitlines()
     assert [line[64:] for line in lines[:-1]] == [f"  {name}" for name in sorted(FILES[:-1])]
     assert lines[-1].startswith("# ")
 
@@ -157,34 +159,10 @@ def test_sha256sum_reads_the_checksums(out):
 def test_two_checkpoints_stay_and_passed_over_ones_go(tmp_path):
     for step in (4, 8, 12, 16):
         (tmp_path / f"step_{step:08d}").mkdir()
-        (tmp_path / f"step_{step:08d}" / "state.json").write_text("{}")
     (tmp_path / "step_by_hand").mkdir()
-    (tmp_path / "latest").write_text("step_00000012\n")
-    checkpoint.prune(tmp_path, keep=2)
+    checkpoint.prune(tmp_path, 12, keep=2)
     left = sorted(path.name for path in tmp_path.glob("step_*"))
     assert left == ["step_00000008", "step_00000012", "step_by_hand"]
-
-
-# ---- latest --------------------------------------------------------------------------------------
-
-LATEST = [None, b"", b"step_000000", b"\xff\xfe", b"step_00000099\n", b"a\0b", b"./step_00000008"]
-
-
-@pytest.mark.parametrize("text", LATEST)
-def test_a_wrong_latest_is_said_and_the_newest_checkpoint_taken(out, text):
-    (checkpoints(out) / "latest").unlink()
-    if text is not None:
-        (checkpoints(out) / "latest").write_bytes(text)
-    found, said = choose(out)
-    assert found == NEWEST
-    assert "latest: expected the name of a checkpoint" in said
-
-
-def test_a_lost_latest_ends_with_the_same_bytes(tiny, out, reference, capsys):
-    (checkpoints(out) / "latest").unlink()
-    assert run(tiny, out, "--resume") == 0
-    assert f"goes on from {checkpoints(out) / NEWEST}" in capsys.readouterr().err
-    assert digest(out) == reference
 
 
 def test_lost_checkpoints_are_an_error(tiny, out, capsys):
@@ -195,10 +173,9 @@ def test_lost_checkpoints_are_an_error(tiny, out, capsys):
     assert contents(out) == before
 
 
-def test_a_start_from_step_0_is_said(tmp_path):
-    said = []
-    assert checkpoint.choose(tmp_path, EVERY, EVERY, said.append) is None
-    assert "starts again from step 0" in said[0]
+def test_a_start_from_step_0_is_said(tmp_path, capsys):
+    assert checkpoint.choose(tmp_path, EVERY, EVERY) is None
+    assert "starts again from step 0" in capsys.readouterr().err
 
 
 # ---- job.json, result.json, metrics.jsonl --------------------------------------------------------
@@ -271,7 +248,7 @@ def test_no_flipped_bit_gives_a_traceback(out):
             flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
             path.write_bytes(flipped)
             try:
-                saved.read_job(out)
+                resume.read_job(out)
             except TrainError as error:
                 assert str(path) in str(error)  # noqa: PT017
                 errors += 1

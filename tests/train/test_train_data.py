@@ -4,10 +4,9 @@ import os
 
 import numpy as np
 import pytest
-from minifloat.train.batches import Batches
-from minifloat.train.config import TrainError
-from minifloat.train.corpus import FEW_FILES, load_corpus
-from minifloat.train.tokens import cache_folder, require_enough, tokenize
+from minifloat.train.checks import TrainError
+from minifloat.train.data.corpus import FEW_FILES, load_corpus
+from minifloat.train.data.tokens import Batches, cache_folder, require_enough, tokenize
 
 SENTENCE = "the quick brown fox jumps over the lazy dog, {}\n"
 

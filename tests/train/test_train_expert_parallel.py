@@ -14,16 +14,23 @@ import pytest
 import torch
 from minifloat.nn.grouped_product import product_of
 from minifloat.tensor.handlers import HANDLERS, OTHERS
+from minifloat.train.checks import TrainError
 from minifloat.train.config import TrainConfig
-from minifloat.train.expert_ranks import divided_experts
-from minifloat.train.experts import dropped_rows, forget_dropped, load_of
-from minifloat.train.fields import TrainError
-from minifloat.train.gradients import average_gradients, clip_gradients
-from minifloat.train.loop import make_optimizer
-from minifloat.train.metrics import read_records
-from minifloat.train.model import build_model, cross_entropy
-from minifloat.train.model_config import parse_model
-from minifloat.train.world import World, whole
+from minifloat.train.job.checkpoint import checkpoints_in, step_of
+from minifloat.train.job.metrics import read_records
+from minifloat.train.job.processes import World
+from minifloat.train.job.run import make_optimizer
+from minifloat.train.job.sharding import (
+    average_gradients,
+    clip_gradients,
+    divided_experts,
+    dropped_rows,
+    forget_dropped,
+    whole,
+)
+from minifloat.train.model.expert_load import load_of
+from minifloat.train.model.llama import build_model, cross_entropy
+from minifloat.train.model.sizes import parse_model
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -110,7 +117,7 @@ def check_gradients(rank, ranks, model):
     world, sizes = World(rank, torch.distributed.get_world_size()), parse_model(model, 300)
     alone, model = (build_model(sizes, SEQ, 1, "cpu") for _ in range(2))
     world.shard(model, ranks)
-    assert len(list(divided_experts(model))) == 2
+    assert len(divided_experts(model)) == 2
     inputs, targets = batch_of(sizes)
     cross_entropy(alone(inputs), targets).backward()
     inputs, targets = world.share((inputs, targets))
@@ -161,7 +168,7 @@ def check_codes(rank):
     inputs, targets = world.share(batch_of(sizes))
     loss = cross_entropy(model(inputs), targets)
     assert world.mean(loss) == pytest.approx(expected.item(), rel=1e-5)
-    for _, module in divided_experts(model):
+    for module in divided_experts(model):
         assert all(product_of(module, n).weight_gather.is_quantized for n in module.weight_names)
     for each in (expected, loss):
         each.backward()
@@ -217,7 +224,7 @@ def test_the_whole_state_can_be_set_again(world, ranks, model):
 def check_dropped_rows(rank):
     """Each rank sends one row of a layer to each of two ranks, and drops the others."""
     world, sizes = World(rank, 2), parse_model(MODEL, 300)
-    assert dropped_rows(build_model(sizes, SEQ, 1, "cpu")) is None
+    assert dropped_rows(build_model(sizes, SEQ, 1, "cpu")) == 0
     model = world.shard(build_model(sizes, SEQ, 1, "cpu"), 2, 1)
     inputs = world.share(tuple(batch_of(sizes)))[0]
     model(inputs)
@@ -254,7 +261,7 @@ def test_a_capacity_drops_rows_which_records_have(folder, tmp_path):
     assert "divided over groups of 2 with capacity 8" in report
     assert f"{2 * dropped}" in report
     _, errors = train(folder, tmp_path / "8", 1, "--resume", "--expert-parallel=1")
-    assert "divided over 2 with capacity 8, goes on with 1 processes" in errors
+    assert "divided over groups of 2 with capacity 8, goes on with 1 processes" in errors
 
 
 # ---- checkpoints ---------------------------------------------------------------------------------
@@ -268,15 +275,15 @@ def test_a_killed_job_resumes_with_the_same_losses_or_on_one_process(folder, tmp
     divided = ("--expert-parallel", "2")
     train(folder, tmp_path / "whole", 2, *recipe, *divided)
     process = start(folder, tmp_path / "parts", 2, *recipe, *divided)
-    latest = tmp_path / "parts" / "runs" / "both" / "checkpoints" / "latest"
-    while not latest.exists() and process.poll() is None:
+    checkpoints = tmp_path / "parts" / "runs" / "both" / "checkpoints"
+    while not checkpoints_in(checkpoints) and process.poll() is None:
         time.sleep(0.01)
     ranks = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
     assert len(ranks) == 2
     for pid in (process.pid, *map(int, ranks)):
         os.kill(pid, signal.SIGKILL)
     process.communicate()
-    step = int(latest.read_text().removeprefix("step_"))
+    step = step_of(checkpoints_in(checkpoints)[0])
     assert step in (4, 8), "killed too late"
     shutil.copytree(tmp_path / "parts", tmp_path / "alone")
 
@@ -289,7 +296,9 @@ def test_a_killed_job_resumes_with_the_same_losses_or_on_one_process(folder, tmp
     assert all(torch.equal(weights[name], same[name]) for name in same)
 
     _, errors = train(folder, tmp_path / "alone", 1, *recipe, "--resume", "--expert-parallel", "1")
-    assert "saved on 2 processes, experts divided over 2, goes on with 1 processes" in errors
+    assert (
+        "saved on 2 processes, experts divided over groups of 2, goes on with 1 processes" in errors
+    )
     weights = torch.load(tmp_path / "alone" / "runs" / "both" / "weights.pt")["model"]
     assert {name: w.shape for name, w in weights.items()} == {
         name: w.shape for name, w in same.items()

@@ -4,27 +4,27 @@ import json
 
 import pytest
 import torch
-from minifloat.train import loop
+from minifloat.train.checks import TrainError
 from minifloat.train.config import TrainConfig
-from minifloat.train.experts import active_experts, load_of, read_tokens
-from minifloat.train.fields import TrainError
-from minifloat.train.measure import (
+from minifloat.train.job import run as training
+from minifloat.train.job.metrics import Metrics, read_records
+from minifloat.train.model.expert_load import active_experts, load_of, read_tokens
+from minifloat.train.model.llama import Llama, build_model
+from minifloat.train.model.measure import (
     SpeedOfLight,
     loss_in_product_dtype,
     product_dtype,
     saved_bytes_per_token,
 )
-from minifloat.train.metrics import Metrics, read_records
-from minifloat.train.model import Llama, build_model
-from minifloat.train.model_config import MixtureConfig, parse_model
-from minifloat.train.plot import draw_losses
+from minifloat.train.model.sizes import parse_model
 from minifloat.train.recipes import RunSpec
-from minifloat.train.report import curves_of, markdown_report, markdown_table, table_rows
+from minifloat.train.report.plot import draw_losses
+from minifloat.train.report.table import curves_of, markdown_report, markdown_table, table_rows
 
 from tests.support.tiny_job import STEPS, digest, run, run_and_kill
 
 MODEL = "moe:32,3,2,1,32,4,2,1"
-SIZES = MixtureConfig.parse(MODEL, vocab=300)
+SIZES = parse_model(MODEL, vocab=300)
 LAYERS = ["layers.1.moe", "layers.2.moe"]
 
 pytestmark = pytest.mark.usefixtures("torch_as_it_was")
@@ -109,7 +109,7 @@ def loss_of(model):
 
 
 def test_a_job_in_bf16_and_nvfp4(tiny_mixture, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(loop, "LAST", 5)
+    monkeypatch.setattr(training, "LAST", 5)
     assert run(tiny_mixture, tmp_path / "out", "--recipes", "bf16,nvfp4 keep=nvfp4_paper") == 0
     shown = capsys.readouterr()
     assert "load" in shown.err
@@ -196,7 +196,7 @@ def test_tokens_are_those_of_the_last_step():
     ids = torch.zeros(1, 16, dtype=torch.int64)
     loop_of = loss_of(model)
     loop_of(ids, ids).backward()
-    loop.finish_step(model)
+    training.finish_step(model)
     tokens = read_tokens(model)
     assert list(tokens) == LAYERS
     assert [sum(counts) for counts in tokens.values()] == [32, 32]
@@ -206,15 +206,15 @@ def test_tokens_are_those_of_the_last_step():
 def test_experts_that_a_recipe_lost_are_listed(tmp_path):
     runs = [RunSpec("bf16", "bf16", 1), RunSpec("nvfp4", "*: nvfp4", 1)]
     timings = {"step_ms": 5.0, "tokens_per_s": 9.0, "speed_of_light": 0.5}
-    metrics = Metrics(tmp_path)
     for name, counts in (("bf16", [0, 1, 7]), ("nvfp4", [1, 0, 7])):
-        metrics.begin(name, name, 0)
+        metrics = Metrics(tmp_path, name, name, 0)
         for step in (1, 2):
             balance = {"expert_load": 2.625, "dropped_rows": 3.0}
             metrics.write("train", step, {"loss": 1.0 / step, **balance, **timings})
-            metrics.write_tokens(step, {"layers.1.moe": counts if step == 2 else [0, 0, 8]})
+            tokens = {"layers.1.moe": counts if step == 2 else [0, 0, 8]}
+            metrics.append("experts", step, {"tokens": tokens})
         metrics.write("eval", 2, {"val_loss": 1.0})
-    metrics.close()
+        metrics.close()
     records = read_records(metrics.path)
     curves = {run.name: curves_of(records, run.name) for run in runs}
     rows = table_rows(runs, curves, {}, runs[0])

@@ -14,8 +14,9 @@ from contextlib import redirect_stderr, redirect_stdout
 import pytest
 import torch
 from minifloat import cli
-from minifloat.train import checkpoint, loop
-from minifloat.train.metrics import Metrics, read_records
+from minifloat.train.job import checkpoint
+from minifloat.train.job import run as training
+from minifloat.train.job.metrics import Metrics, read_records
 
 from tests.support.tiny_job import without_timings
 from tests.support.tiny_text import write_text
@@ -48,7 +49,7 @@ FAULTS = {
     "none": (None, ()),
     "stopped at step 4": (0, (Metrics, "write", EVERY, kill(signal.SIGTERM))),
     "in step 7": (1, (torch.nn.utils, "clip_grad_norm_", 7, kill(signal.SIGKILL))),
-    "gathering step 8": (1, (loop, "get_state_dict", 2, kill(signal.SIGKILL))),
+    "gathering step 8": (1, (training, "get_state_dict", 2, kill(signal.SIGKILL))),
     "writing step 8": (0, (checkpoint, "write_json", 2, kill(signal.SIGKILL))),
 }
 
@@ -94,12 +95,16 @@ def stopped(folder):
     """Runs an undisturbed job of two processes, stopped at its first checkpoint."""
     texts = train(folder, folder / "stopped", 2, "stopped at step 4")
     assert "exit code 130" in texts[0], texts
-    assert checkpoint.latest(checkpoints(folder / "stopped")).name == "step_00000004"
+    assert newest(folder / "stopped") == "step_00000004"
     return folder / "stopped"
 
 
 def checkpoints(out):
     return out / "runs" / "nvfp4" / "checkpoints"
+
+
+def newest(out):
+    return checkpoint.checkpoints_in(checkpoints(out))[0].name
 
 
 def resumed(folder, out, world):
@@ -124,7 +129,7 @@ def undisturbed(folder, stopped):
 @pytest.mark.parametrize(
     ("fault", "said", "world"),
     [
-        ("in step 7", r"`(.*clip_grad_norm_|loss.backward)", 1),
+        ("in step 7", r"`(.*clip_grad_norm_|torch.autograd.backward)", 1),
         ("gathering step 8", r"`(model, optimizer = get_state_dict|dist.all_reduce)", 1),
         ("writing step 8", "`", 3),
     ],
@@ -137,26 +142,25 @@ def test_a_lost_rank_is_named_and_the_job_goes_on(folder, undisturbed, fault, sa
     assert texts[lost] == KILLED
     expected = rf"error: rank {1 - lost} of 2: \w+ in {said}.*has failed, another rank has ended"
     assert re.search(expected, texts[1 - lost]), texts[1 - lost]
-    assert checkpoint.latest(checkpoints(out)).name == "step_00000004"
+    assert newest(out) == "step_00000004"
     assert resumed(folder, out, world) == undisturbed[world]
 
 
 def test_all_ranks_pass_over_a_damaged_checkpoint(folder, stopped, undisturbed):
-    """Damages the bytes of the checkpoint that `latest` names."""
+    """Damages the bytes of the newest checkpoint."""
     out = folder / "damaged"
     shutil.copytree(stopped, out)
     shutil.copytree(checkpoints(out) / "step_00000004", checkpoints(out) / "step_00000008")
-    payload = checkpoints(out) / "step_00000008" / "__0_0.distcp"
+    payload = checkpoints(out) / "step_00000008" / "state.pt"
     payload.write_bytes(payload.read_bytes()[::-1])
-    (checkpoints(out) / "latest").write_text("step_00000008\n")
     assert resumed(folder, out, 3) == undisturbed[3]
 
 
 def test_all_ranks_say_that_no_checkpoint_is_intact(folder, stopped):
     out = folder / "lost"
     shutil.copytree(stopped, out)
-    (checkpoints(out) / "step_00000004" / ".metadata").write_bytes(b"")
+    (checkpoints(out) / "step_00000004" / "state.pt").write_bytes(b"")
     before = (out / "job.json").read_bytes(), (out / "metrics.jsonl").read_bytes()
     for texts in train(folder, out, 2, "none", "--resume"):
-        assert re.search(r"exit code 1: .*step_00000004/.metadata: expected", texts, re.DOTALL)
+        assert re.search(r"exit code 1: .*step_00000004/state.pt: expected", texts, re.DOTALL)
     assert ((out / "job.json").read_bytes(), (out / "metrics.jsonl").read_bytes()) == before

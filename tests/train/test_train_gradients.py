@@ -5,9 +5,7 @@ import math
 
 import pytest
 import torch
-from minifloat.train.expert_ranks import quiet_gathers
-from minifloat.train.gradients import clip_gradients
-from minifloat.train.world import whole
+from minifloat.train.job.sharding import clip_gradients, quiet_gathers, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -10,9 +10,10 @@ from pathlib import Path
 import minifloat
 import pytest
 import torch
-from minifloat import cli, interrupt
-from minifloat.interrupt import INTERRUPTED
-from minifloat.train import job
+from minifloat import cli
+from minifloat.train import interrupt
+from minifloat.train.interrupt import INTERRUPTED
+from minifloat.train.job import train
 
 STAND_IN = """
     import os, signal, time
@@ -61,7 +62,7 @@ def test_ctrl_c_after_the_imports_is_one_line(tmp_path, capsys, monkeypatch):
     def read(*_):
         signal.raise_signal(signal.SIGINT)
 
-    monkeypatch.setattr(job, "load_corpus", read)
+    monkeypatch.setattr(train, "load_corpus", read)
     before, threads = signal.getsignal(signal.SIGINT), torch.get_num_threads()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     try:

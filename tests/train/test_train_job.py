@@ -14,8 +14,11 @@ import time
 from pathlib import Path
 
 import pytest
-from minifloat.train import checkpoint, job
-from minifloat.train.metrics import read_records
+from minifloat.train.durable_files import lock
+from minifloat.train.job import checkpoint
+from minifloat.train.job.metrics import read_records
+from minifloat.train.job.run import Run
+from minifloat.train.model.measure import loss_in_product_dtype
 
 from tests.support.killed_job import Killed
 from tests.support.tiny_job import STEPS, digest, run, run_and_kill
@@ -99,11 +102,11 @@ def test_killed_many_times_ends_with_the_same_bytes(tiny, tmp_path, reference):
 
 
 MOMENTS = {
-    "before anything is written": (checkpoint.dcp, "save"),
+    "before anything is written": (checkpoint.torch, "save"),
     "before its description is written": (checkpoint, "write_json"),
-    "before its checksums are written": (checkpoint.manifest, "write"),
+    "before its checksums are written": (checkpoint, "write_checksums"),
     "before it has its name": (Path, "rename"),
-    "before `latest` names it": (checkpoint, "write_text"),
+    "before its name is on disk": (checkpoint, "sync_folder"),
     "before old ones are removed": (checkpoint, "prune"),
 }
 
@@ -131,8 +134,8 @@ def test_a_kill_while_a_checkpoint_is_written(tiny, tmp_path, reference, monkeyp
         patch.setattr(checkpoint, "save", save_and_die)
         with pytest.raises(Killed):
             run(tiny, tmp_path / "out", "--recipes", "bf16")
-    last = checkpoint.latest(tmp_path / "out" / "runs" / "bf16" / "checkpoints")
-    assert checkpoint.read_meta(last)["step"] == (12 if "old ones" in moment else 8)
+    last, *_ = checkpoint.checkpoints_in(tmp_path / "out" / "runs" / "bf16" / "checkpoints")
+    assert checkpoint.step_of(last) == (12 if "on disk" in moment or "old ones" in moment else 8)
     assert run(tiny, tmp_path / "out", "--resume") == 0
     assert digest(tmp_path / "out") == reference
 
@@ -169,7 +172,7 @@ def test_a_full_disk_stops_cleanly_and_leaves_the_previous_checkpoint(
 
 
 def test_ctrl_c_ends_with_a_report_and_a_checkpoint(tiny, tmp_path, reference, monkeypatch):
-    train_step = job.train_run.__globals__["Run"].train_step
+    train_step = Run.train_step
 
     def interrupted(self):
         if self.step == 9:
@@ -179,14 +182,14 @@ def test_ctrl_c_ends_with_a_report_and_a_checkpoint(tiny, tmp_path, reference, m
     out = tmp_path / "out"
     handler = signal.getsignal(signal.SIGINT)  # a shell in the background has it ignored
     with monkeypatch.context() as patch:
-        patch.setattr("minifloat.train.loop.Run.train_step", interrupted)
+        patch.setattr(Run, "train_step", interrupted)
         assert run(tiny, out, "--recipes", "bf16,bf16@2") == 130
     assert signal.getsignal(signal.SIGINT) is handler
     rows = json.loads((out / "report.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["stopped at step 10", "not started"]
     assert rows[0]["validation_step"] == 6
     assert (out / "loss.png").exists()
-    last = checkpoint.latest(out / "runs" / "bf16" / "checkpoints")
+    last, *_ = checkpoint.checkpoints_in(out / "runs" / "bf16" / "checkpoints")
     assert checkpoint.read_meta(last)["step"] == 10
     assert run(tiny, out, "--resume") == 0
     assert digest(out) == reference
@@ -267,13 +270,13 @@ def test_a_job_with_a_lost_field_is_named(tiny, tmp_path, reference, capsys):
 
 
 def test_two_jobs_in_one_folder_are_refused(tiny, tmp_path, capsys):
-    with job.lock(tmp_path / "out"):
+    with lock(tmp_path / "out"):
         assert run(tiny, tmp_path / "out", "--recipes", "bf16") == 1
     assert "in use by another job" in capsys.readouterr().err
 
 
 def test_a_run_that_diverges_says_so_and_the_next_goes_on(tiny, tmp_path, monkeypatch):
-    loss = job.loss_in_product_dtype
+    loss = loss_in_product_dtype
     runs = []
 
     def loss_of_first_run_breaks(model, device):
@@ -281,7 +284,7 @@ def test_a_run_that_diverges_says_so_and_the_next_goes_on(tiny, tmp_path, monkey
         forward = loss(model, device)
         return (lambda x, y: forward(x, y) * float("nan")) if len(runs) == 1 else forward
 
-    monkeypatch.setattr("minifloat.train.loop.loss_in_product_dtype", loss_of_first_run_breaks)
+    monkeypatch.setattr("minifloat.train.job.run.loss_in_product_dtype", loss_of_first_run_breaks)
     assert run(tiny, tmp_path / "out", "--recipes", "bf16,bf16@2") == 0
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["diverged at step 1", "finished"]

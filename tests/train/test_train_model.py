@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 from minifloat.train.config import ModelConfig, TrainConfig
-from minifloat.train.loop import learning_rate
-from minifloat.train.measure import (
+from minifloat.train.job.run import learning_rate
+from minifloat.train.model.llama import build_model, cross_entropy, rotary_table, rotate
+from minifloat.train.model.measure import (
     PeakMemory,
+    SpeedOfLight,
     loss_in_product_dtype,
-    measure_speed_of_light,
     product_dtype,
     saved_bytes_per_token,
 )
-from minifloat.train.model import build_model, cross_entropy, rotary_table, rotate
 
 SIZES = ModelConfig(dim=32, layers=2, heads=4, kv_heads=2, ffn=64, vocab=300)
 
@@ -83,7 +83,8 @@ def test_saved_bytes_of_the_linears_that_no_recipe_converts(model):
 
 def test_the_speed_of_light_counts_every_product():
     config = TrainConfig(model=SIZES, seq=16, batch=2)
-    light = measure_speed_of_light(config)
+    light = SpeedOfLight(config)
+    light.measure()
     weights = 2 * (32 * (32 + 16 + 16 + 32) + 3 * 32 * 64) + 32 * 300
     attention = 2 * 2 * 16 * 32  # a token: 2 layers, 2 products, S E H operations, causal half
     assert light.flops == 3 * 32 * (2 * weights + attention)
@@ -101,7 +102,6 @@ def test_the_learning_rate_rises_falls_and_ends_at_a_tenth():
 
 def test_peak_memory_sees_what_was_held_for_a_moment():
     memory = PeakMemory("cpu")
-    memory.start()
     held = torch.ones(16, 2**20)
     del held
     assert memory.bytes() > 48e6  # 64 MB were touched; the rest of the process may shrink

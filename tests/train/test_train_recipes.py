@@ -3,9 +3,11 @@
 from dataclasses import asdict
 
 import pytest
-from minifloat.train.config import ModelConfig, TrainConfig, TrainError, differences
+from minifloat.train.checks import TrainError
+from minifloat.train.config import TrainConfig, differences
+from minifloat.train.job.resume import SavedJob, require_same_job
+from minifloat.train.model.sizes import parse_model
 from minifloat.train.recipes import RunSpec, parse_recipes
-from minifloat.train.saved import SavedJob, require_same_job
 
 FP8 = "fprop=e4m3/tensor*e4m3/tensor,fast dgrad=e5m2/tensor*e4m3/tensor wgrad=bf16*bf16"
 
@@ -93,7 +95,7 @@ def test_the_same_name_twice_is_refused():
 )
 def test_a_model_that_cannot_be_is_refused(text, message):
     with pytest.raises(TrainError, match=message):
-        ModelConfig.parse(text, vocab=300)
+        parse_model(text, vocab=300)
 
 
 def test_differences_name_the_field_and_both_values():

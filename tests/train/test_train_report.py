@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 from minifloat import cli
-from minifloat.train import loop
-from minifloat.train.measure import MEASURE_EVERY, PeakMemory, SpeedOfLight
-from minifloat.train.metrics import Metrics, read_records
-from minifloat.train.plot import draw_losses, smooth
+from minifloat.train.job import run as training
+from minifloat.train.job.metrics import Metrics, read_records
+from minifloat.train.model.measure import MEASURE_EVERY, PeakMemory, SpeedOfLight
 from minifloat.train.recipes import RunSpec
-from minifloat.train.report import (
+from minifloat.train.report.plot import draw_losses, smooth
+from minifloat.train.report.table import (
     baseline_of,
     curves_of,
     describe_light,
@@ -91,7 +91,7 @@ def test_the_speed_of_light_is_measured_beside_the_steps(tmp_path, monkeypatch):
         calls.append(self.seconds)
 
     monkeypatch.setattr(SpeedOfLight, "measure", measured)
-    monkeypatch.setattr(loop, "time", clock)
+    monkeypatch.setattr(training, "time", clock)
     (tmp_path / "text").mkdir()
     write_text(tmp_path / "text")
     out, steps = tmp_path / "out", 2 * MEASURE_EVERY + 4
@@ -112,7 +112,6 @@ def test_the_speed_of_light_is_measured_beside_the_steps(tmp_path, monkeypatch):
 
 def test_memory_of_the_measurement_is_left_out_of_the_peak():
     memory = PeakMemory("cpu")
-    memory.start()
     held = torch.ones(16, 2**20)
     del held
     with memory.left_out():
@@ -146,17 +145,17 @@ def test_smoothing_keeps_a_constant_and_the_length():
 
 
 def test_going_on_drops_the_records_past_the_step_and_a_torn_line(tmp_path):
-    metrics = Metrics(tmp_path)
     timings = {"step_ms": 5.0, "tokens_per_s": 9.0, "speed_of_light": 0.5}
-    metrics.begin("a", "a", 0)
+    metrics = Metrics(tmp_path, "a", "a", 0)
     for step in (1, 2, 3):
         metrics.write("train", step, {"loss": 1.0 / step, **timings})
-    metrics.begin("b", "b", 0)
+    metrics.close()
+    metrics = Metrics(tmp_path, "b", "b", 0)
     metrics.write("train", 1, {"loss": float("nan"), **timings})
     metrics.close()
     with metrics.path.open("a") as file:
         file.write('{"run": "b", "kind": "tra')
-    metrics.begin("a", "a", 2)
+    metrics = Metrics(tmp_path, "a", "a", 2)
     metrics.write("train", 3, {"loss": 0.5, **timings})
     metrics.close()
     assert without_timings(read_records(metrics.path)) == [

@@ -7,10 +7,10 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from minifloat.train.batches import Batches
-from minifloat.train.config import TrainError
-from minifloat.train.metrics import read_records
-from minifloat.train.world import World, joined
+from minifloat.train.checks import TrainError
+from minifloat.train.data.tokens import Batches
+from minifloat.train.job.metrics import read_records
+from minifloat.train.job.processes import World, joined
 
 from tests.support import train_command
 from tests.support.tiny_job import without_timings

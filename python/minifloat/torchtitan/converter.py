@@ -8,11 +8,12 @@ torchtitan reads the types of fields, so annotations here are evaluated.
 
 import sys
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
 from torchtitan.components.checkpoint import CheckpointManager
+from torchtitan.config import JobConfig as TitanConfig
+from torchtitan.distributed import ParallelDims
 from torchtitan.protocols.model_converter import register_model_converter
 from torchtitan.tools.logging import logger
 
@@ -48,7 +49,7 @@ class Converter:
         ValueError: the section is absent, or names no recipe.
     """
 
-    def __init__(self, job_config: Any, parallel_dims: Any) -> None:
+    def __init__(self, job_config: TitanConfig, parallel_dims: ParallelDims) -> None:
         settings = getattr(job_config, NAME, None)
         if settings is None:
             raise ValueError(
@@ -81,17 +82,20 @@ class Converter:
             step(part, self.group)
 
 
-def group_of_step(parallel_dims: Any) -> dist.ProcessGroup | None:
+def group_of_step(parallel_dims: ParallelDims) -> dist.ProcessGroup | None:
     """Finds the ranks that have the same layers as this one, whose amaxes mf.step reduces."""
     for name in ("loss", "tp"):
         if (mesh := parallel_dims.get_optional_mesh(name)) is not None:
-            return mesh.get_group()
+            group: dist.ProcessGroup = mesh.get_group()
+            return group
     if parallel_dims.get_optional_mesh("pp") is None:
         return None
     return dist.new_group([dist.get_rank()], use_local_synchronization=True)
 
 
-def require_whole_experts(model: nn.Module, converted: set[str], parallel_dims: Any) -> None:
+def require_whole_experts(
+    model: nn.Module, converted: set[str], parallel_dims: ParallelDims
+) -> None:
     """Raises ValueError where tensor parallelism would cut converted experts."""
     is_cut = parallel_dims.tp_enabled and not (
         parallel_dims.ep_enabled and not parallel_dims.etp_enabled
@@ -114,7 +118,7 @@ def save_products() -> None:
     products = {ops.scaled_mm.default, ops.scaled_grouped_mm.default}
     for name, module in list(sys.modules.items()):
         if name.startswith("torchtitan.models.") and name.endswith(".infra.parallelize"):
-            saved: set[Any] = getattr(module, "_op_sac_save_list", set())
+            saved: set[object] = getattr(module, "_op_sac_save_list", set())
             saved.update(products)
 
 

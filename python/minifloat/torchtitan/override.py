@@ -9,6 +9,7 @@ too. After each step of torchtitan's optimizers mf.step runs.
 """
 
 import weakref
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -67,7 +68,7 @@ class QuantizedProduct(WholeModule, GroupedProduct):
 
 
 @contextmanager
-def as_torch_linears(model: nn.Module) -> Any:
+def as_torch_linears(model: nn.Module) -> Iterator[None]:
     """Makes torchtitan's linear layers nn.Linear, and after it what they are then."""
     layers = [module for module in model.modules() if type(module) is TitanLinear]
     for layer in layers:
@@ -113,8 +114,8 @@ def quantize(cfg: BaseModel.Config, **settings: Any) -> BaseModel.Config:
 
     @dataclass(kw_only=True, slots=True)
     class Config(former):  # type: ignore[misc, valid-type]
-        def build(self, **kwargs: Any) -> Any:
-            model = former.build(self, **kwargs)
+        def build(self, **kwargs: object) -> nn.Module:
+            model: nn.Module = former.build(self, **kwargs)
             convert_model(model, parsed)
             return model
 
@@ -122,7 +123,7 @@ def quantize(cfg: BaseModel.Config, **settings: Any) -> BaseModel.Config:
     return cfg
 
 
-def end_step(optimizer: Any, args: Any, kwargs: Any) -> None:
+def end_step(optimizer: object, args: object, kwargs: object) -> None:
     """Calls mf.step for the converted models that the optimizers train."""
     if not isinstance(optimizer, OptimizersContainer):  # one of those within the container
         return

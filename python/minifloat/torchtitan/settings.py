@@ -53,10 +53,5 @@ def require_recipe(settings: Minifloat) -> None:
 
 
 def options_of(settings: Minifloat) -> dict[str, Any]:
-    """Returns the keywords of mf.quantize_ for these settings.
-
-    Raises:
-        ValueError: no recipe is set.
-    """
-    require_recipe(settings)
+    """Returns the keywords of mf.quantize_ for these settings."""
     return {**dataclasses.asdict(settings), "verbose": False}

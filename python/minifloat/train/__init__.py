@@ -1,10 +1,8 @@
 """`minifloat train`: a small Llama on real text, once a recipe, side by side.
 
-config       a job's settings                   corpus, tokens, batches   text to batches
-recipes      the runs of a job                  model                     the Llama
-loop         one run                            checkpoint, metrics       files that survive a kill
-job          all runs and the report            measure, report, plot     the report's numbers
-command      the command line                   saved                     an earlier job's files
-world        several processes                  fields, files, manifest   checks, writes, checksums
-experts      load of experts                    expert_ranks, gradients   experts on several ranks
+command    the command line             interrupt        Ctrl-C during imports
+config     a job's settings             recipes          its runs
+checks     values from outside          durable_files    files that survive a kill
+data/      text to batches              model/           the Llama, and what is measured of it
+job/       the runs, checkpoints        report/          the table and the figure
 """

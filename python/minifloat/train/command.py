@@ -7,14 +7,23 @@ and refuses other values.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import importlib.util
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
-from minifloat import interrupt
+import torch
+
+from .._native import ops
+from . import interrupt
+from .checks import Number, TrainError, require, say
+from .config import ALL_ROWS, POSITIVE, THREADS, TrainConfig
+from .data.tokens import cache_folder
+from .job.processes import joined, output_folder, processes
+from .model.sizes import SIZE, parse_model
+from .recipes import RunSpec, parse_recipes
 
 DESCRIPTION = """\
 Trains a small Llama, dense or with mixtures of experts, on real text once a recipe, from the same
@@ -37,38 +46,29 @@ on several processes, the model sharded by FSDP2, weights gathered in the recipe
 PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # of `pip install '.[train]'`
 
 
-def number_type(number: Any, name: str) -> Callable[[str], int | float]:
-    """Returns a function that parses an option that is a number, for argparse."""
+def number_type(number: Number, *also: str) -> Callable[[str], int | float | str]:
+    """Returns a function that parses an option that is a number, or one of the texts `also`."""
+    name = "an integer" if number.kind is int else "a number"
 
-    def parse(text: str) -> int | float:
-        value = number.parse(text)
-        if value is None:
-            raise argparse.ArgumentTypeError(f"expected {name}, got {text!r}")
+    def parse(text: str) -> int | float | str:
+        value = number.read(text)
+        if isinstance(value, str) and value not in also:
+            expected = " or ".join((name, *map(repr, also)))
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}")
         return value
 
     return parse
 
 
-def capacity_type(text: str) -> int | str:
-    """Parses --expert-capacity, for argparse."""
-    from .config import ALL_ROWS, ROWS
-
-    rows = ROWS.parse(text)
-    if text != ALL_ROWS and rows is None:
-        raise argparse.ArgumentTypeError(f"expected a number of rows or {ALL_ROWS!r}, got {text!r}")
-    return ALL_ROWS if rows is None else int(rows)
-
-
-def add_parser(subparsers: Any) -> None:
+def add_parser(subparsers: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     """Adds `train` to the program's subcommands."""
-    from .config import NUMBERS, SIZE, TrainConfig, option_of
-
-    absent = argparse.SUPPRESS
+    defaults = TrainConfig()
     parser = subparsers.add_parser(
         "train",
         help="train a small Llama in several recipes, side by side",
         description=DESCRIPTION,
         formatter_class=argparse.RawDescriptionHelpFormatter,
+        argument_default=argparse.SUPPRESS,
     )
     add = parser.add_argument
     add(
@@ -90,161 +90,120 @@ def add_parser(subparsers: Any) -> None:
         "--data",
         nargs="+",
         metavar="PATH",
-        default=absent,
         help="files or folders of text (default: the source of Python's standard library)",
     )
     add(
         "--model",
         metavar="SIZES",
-        default=absent,
         help="DIM,LAYERS,HEADS,KV_HEADS,FFN of a Llama, or "
         "moe:DIM,LAYERS,HEADS,KV_HEADS,HIDDEN,EXPERTS,TOP_K,SHARED of one with mixtures of experts "
-        f"(default: {TrainConfig().model})",
+        f"(default: {defaults.model})",
     )
     add(
         "--vocab",
-        type=number_type(SIZE, "an integer"),
-        default=absent,
-        help=f"entries of the tokenizer (default: {TrainConfig().model.vocab})",
+        type=number_type(SIZE),
+        help=f"entries of the tokenizer (default: {defaults.model.vocab})",
     )
     add("--out", type=Path, default=Path("runs/train"), help="folder of results (%(default)s)")
-    add("--resume", action="store_true", help="go on with the job in --out")
-    add("--cache", help="folder of tokenized text (default: $XDG_CACHE_HOME/minifloat)")
-    add(
-        "--device", choices=("cpu", "cuda"), default=absent, help="default: cuda where there is one"
-    )
-    for name, (number, text) in NUMBERS.items():
-        kind = number_type(number, "an integer" if number.integer else "a number")
-        shown = "all cores" if name == "threads" else f"{getattr(TrainConfig(), name):g}"
-        add(option_of(name), type=kind, default=absent, help=f"{text} (default: {shown})")
+    add("--resume", action="store_true", default=False, help="go on with the job in --out")
+    add("--cache", default="", help="folder of tokenized text (default: $XDG_CACHE_HOME/minifloat)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+    for each in fields(TrainConfig):
+        if text := each.metadata.get("help"):
+            shown = "all cores" if each.name == "threads" else f"{each.default:g}"
+            kind = number_type(each.metadata["check"])
+            add(TrainConfig.where(each.name), type=kind, help=f"{text} (default: {shown})")
     add(
         "--expert-capacity",
-        type=capacity_type,
+        type=number_type(POSITIVE, ALL_ROWS),
         metavar="N|all",
-        default=absent,
         help="most rows that one process sends to another in a layer; those past it are dropped. "
         "all: room for every row (default: exact sizes)",
     )
     add(
         "--compile",
         action=argparse.BooleanOptionalAction,
-        default=absent,
         help="compile each layer of the model by torch.compile (default: no)",
     )
-    parser.set_defaults(run=run)
 
 
 def run(arguments: argparse.Namespace) -> int:
     """Runs the subcommand; returns the exit code."""
-    require_packages()
-    with interrupt.ends_the_process():
-        from . import job, saved
-    from .config import TrainConfig, TrainError
-    from .tokens import cache_folder
-    from .world import joined, output_folder
-
-    options = vars(arguments)
-    out: Path = arguments.out
-    if out.exists() and not out.is_dir():
-        raise TrainError(f"--out: expected a folder, got the file {out}")
-    before = saved.read_job(out) if arguments.resume else None
-    if arguments.resume and not before:
-        saved.say(f"nothing to resume in {out}: starting from the first step")
-    base = before.config if before else machine_defaults(TrainConfig(), options)
-    config = asked_config(options, base)
-    runs = asked_runs(options, config, before.runs if before else ())
-    if before:
-        runs = saved.require_same_job(out, before, config, runs)
-    cache = cache_folder(arguments.cache)
-    with joined(config.device, config.batch) as world, output_folder(world, out) as folder:
-        world.wait()  # until all ranks have read the folder
-        if before and places_of(before.config) != places_of(config):
-            saved.say(
-                f"saved on {places_of(before.config)}, goes on with {places_of(config)}: "
-                "on the same batches, with sums in another order"
-            )
-        return job.train(config, runs, folder, cache, saved=before, world=world)
-
-
-def places_of(config: Any) -> str:
-    """Returns the processes, those that divide the experts, and --compile, for messages."""
-    text = f"{config.processes} processes"
-    if config.expert_parallel > 1:
-        text += f", experts divided over {config.expert_parallel}"
-    if config.expert_capacity is not None:
-        text += f" with capacity {config.expert_capacity}"
-    return text + (", compiled" if config.compile else "")
-
-
-def require_packages() -> None:
-    """Refuses to start without the packages that the trainer needs at its end."""
-    from .fields import TrainError
-
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise TrainError(
             f"expected the packages {', '.join(PACKAGES)}, got none of {', '.join(missing)}; "
             "install them with `pip install '.[train]'` in the clone of minifloat"
         )
+    with interrupt.handled(by=interrupt.end):
+        from .job import resume, train  # which imports the packages
+
+    options = vars(arguments)
+    out: Path = arguments.out
+    if out.exists() and not out.is_dir():
+        raise TrainError(f"--out: expected a folder, got the file {out}")
+    before = resume.read_job(out) if arguments.resume else None
+    if arguments.resume and not before:
+        say(f"nothing to resume in {out}: starting from the first step")
+    base = before.config if before else machine_defaults(TrainConfig(), options)
+    config = asked_config(options, base)
+    runs = asked_runs(options, config, before.runs if before else ())
+    if before:
+        runs = resume.require_same_job(out, before, config, runs)
+    cache = cache_folder(arguments.cache)
+    with joined(config.device, config.batch) as world, output_folder(world, out) as folder:
+        world.wait()  # until all ranks have read the folder
+        places = [f"{each.processes} processes{each.layout}" for each in (base, config)]
+        if before and places[0] != places[1]:
+            say(
+                f"saved on {places[0]}, goes on with {places[1]}: "
+                "on the same batches, with sums in another order"
+            )
+        return train.train(config, runs, folder, cache, saved=before, world=world)
 
 
-def machine_defaults(config: Any, options: dict[str, Any]) -> Any:
+def machine_defaults(config: TrainConfig, options: dict[str, Any]) -> TrainConfig:
     """Sets the fields that depend on the machine: the device, and the threads of a CPU."""
-    import torch
-
-    from minifloat._native import ops
-
     has_cuda = torch.cuda.is_available() and ops.has_cuda()
     device = options.get("device", "cuda" if has_cuda else "cpu")
     threads = torch.get_num_threads() if device == "cpu" else 0
-    return dataclasses.replace(config, device=device, threads=threads)
+    return replace(config, device=device, threads=threads)
 
 
-def asked_config(options: dict[str, Any], base: Any) -> Any:
+def asked_config(options: dict[str, Any], base: TrainConfig) -> TrainConfig:
     """Returns `base` with the options of the command line."""
-    from .config import MOST_THREADS, TrainError
-    from .fields import integers, require
-    from .model_config import parse_model
-    from .world import processes
-
-    fields = {f.name for f in dataclasses.fields(base)} - {"model", "data"}
-    changes = {name: value for name, value in options.items() if name in fields}
+    changes = {f.name: options[f.name] for f in fields(base) if f.name in options}
     changes["processes"] = processes()
-    if "data" in options:
-        paths = map(os.path.expanduser, options["data"])  # an unknown user raises no error
+    if "data" in changes:
+        paths = map(os.path.expanduser, changes["data"])  # an unknown user raises no error
         changes["data"] = tuple(map(os.path.realpath, paths))
     vocab = options.get("vocab", base.model.vocab)
-    if "model" in options:
-        changes["model"] = parse_model(options["model"], vocab)
+    if "model" in changes:
+        changes["model"] = parse_model(changes["model"], vocab)
     else:
-        changes["model"] = dataclasses.replace(base.model, vocab=vocab)
+        changes["model"] = replace(base.model, vocab=vocab)
     if changes.get("expert_parallel", base.expert_parallel) == 1:
         changes.setdefault("expert_capacity", None)
-    config = dataclasses.replace(base, **changes)
+    config = replace(base, **changes)
     if config.device == "cpu":
-        require("--threads", integers(1, MOST_THREADS), config.threads)
-    if config.device == "cuda":
-        import torch
-
-        from minifloat._native import ops
-
-        if not torch.cuda.is_available():
-            raise TrainError("--device cuda: expected a CUDA device, torch sees none")
-        if not ops.has_cuda():
-            raise TrainError(
-                "--device cuda: this build of minifloat has no CUDA backend; build it where nvcc "
-                "is found, or take --device cpu"
-            )
+        require("--threads", THREADS, config.threads)
+    elif not torch.cuda.is_available():
+        raise TrainError("--device cuda: expected a CUDA device, torch sees none")
+    elif not ops.has_cuda():
+        raise TrainError(
+            "--device cuda: this build of minifloat has no CUDA backend; build it where nvcc is "
+            "found, or take --device cpu"
+        )
     return config
 
 
-def asked_runs(options: dict[str, Any], config: Any, saved: tuple[Any, ...]) -> tuple[Any, ...]:
+def asked_runs(
+    options: dict[str, Any], config: TrainConfig, saved: Sequence[RunSpec]
+) -> tuple[RunSpec, ...]:
     """Returns the runs of --recipes and --recipe, else the resumed job's, else the defaults."""
-    from .recipes import parse_recipes
-
     lists, entries = options["recipes"], options["recipe"]
     if not lists and not entries:
         if saved:
-            return saved
+            return tuple(saved)
         lists = [f"bf16,nvfp4 keep=nvfp4_paper,bf16@{(config.seed + 1) % 2**63}"]
     return parse_recipes(lists, entries, config.seed)

@@ -8,27 +8,15 @@ else: the caller chooses the folder and whether to resume. A resumed job compare
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
-from .fields import (
-    OBJECT,
-    SEED,
-    TEXTS,
-    Fields,
-    Kind,
-    Number,
-    TrainError,
-    integers,
-    numbers,
-    require,
-    require_fields,
-)
-from .model_config import SIZE, MixtureConfig, ModelConfig, saved_model
+from .checks import OBJECT, SEED, Json, Number, Settings, TrainError, kind, require, setting
+from .model.sizes import SIZE, MixtureConfig, ModelConfig, saved_model
 
 MOST = 10**9  # the limit of counts
-MOST_THREADS = 4096  # many more end the process in torch
+POSITIVE = Number(int, 1, MOST)
+ABOVE_ZERO = Number(float, 0, MOST, above=True)
+THREADS = Number(int, 1, 4096)  # many more end the process in torch
 
 # Fields that may change: the token ids are compared themselves, a step's batch does not depend on
 # the number of processes or on compiled code, and a capacity, which may drop rows, belongs to the
@@ -36,77 +24,55 @@ MOST_THREADS = 4096  # many more end the process in torch
 FREE = ("data", "data_mb", "processes", "expert_parallel", "expert_capacity", "compile")
 ALL_ROWS = "all"
 
-# The numbers of TrainConfig: the range, on the command line and in job.json, and the help text.
-NUMBERS: Mapping[str, tuple[Number, str]] = {
-    "steps": (integers(1, MOST), "optimizer steps a recipe"),
-    "seq": (integers(1, MOST), "tokens a sequence"),
-    "batch": (integers(1, MOST), "sequences a step"),
-    "lr": (numbers(0, MOST, above=True), "peak learning rate"),
-    "warmup": (integers(0, MOST), "steps of linear warmup"),
-    "weight_decay": (numbers(0, MOST), "AdamW's decay of matrices"),
-    "clip": (numbers(0, 1e30, above=True), "largest norm of the gradient"),
-    "seed": (SEED, "of the initial weights and the batches"),
-    "eval_every": (integers(1, MOST), "steps between evaluations"),
-    "eval_batches": (integers(1, MOST), "batches of validation text"),
-    "checkpoint_every": (integers(1, MOST), "steps between checkpoints"),
-    "data_mb": (numbers(0, MOST, above=True), "most megabytes of text to read"),
-    "threads": (integers(0, MOST_THREADS), "CPU threads; part of the result's bytes"),
-    "expert_parallel": (SIZE, "processes that divide a mixture's experts, which rows travel to"),
-}
-
-
-ROWS = integers(1, MOST)
-CAPACITY = Kind(
+CAPACITY = kind(
     f"a number of rows from 1 to {MOST}, {ALL_ROWS!r} or none",
-    lambda value: value is None or value == ALL_ROWS or not ROWS.refusal(value),
+    lambda value: value is None or value == ALL_ROWS or not POSITIVE(value),
 )
-
-BOOL = Kind("true or false", lambda value: isinstance(value, bool))
-
-
-def option_of(name: str) -> str:
-    """Returns a field's option on the command line: eval_every is --eval-every."""
-    return "--" + name.replace("_", "-")
+BOOL = kind("true or false", lambda value: isinstance(value, bool))
+DEVICE = kind("'cpu' or 'cuda'", lambda value: value in ("cpu", "cuda"))
+PATHS = kind(
+    "a list of texts",
+    lambda value: isinstance(value, tuple) and all(isinstance(path, str) for path in value),
+)
 
 
 @dataclass(frozen=True)
-class TrainConfig:
+class TrainConfig(Settings):
     """The settings of a job: one model, data and schedule for every recipe.
 
-    seq: tokens a sequence; batch: sequences a step; lr: the peak; clip: the gradient's norm;
-    data_mb: the most megabytes (1e6 bytes) of text; threads: of the CPU (0 on a GPU);
-    processes: the number that shares a step's batch; expert_parallel: how many of them divide the
-    experts, 1: none; expert_capacity: most rows from one of those to another in a layer, "all": as
-    many as there can be, None: exact sizes; compile: whether torch.compile compiles the layers.
+    A field with a help text has an option of that name. data: files and folders, none: Python's
+    standard library; processes: the number that shares a step's batch; expert_capacity: most rows
+    from one of those that divide the experts to another in a layer, "all": as many as there can be,
+    None: exact sizes; compile: whether torch.compile compiles the layers.
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: tuple[str, ...] = ()  # files and folders; empty: Python's standard library
-    data_mb: float = 30.0
-    steps: int = 300
-    seq: int = 256
-    batch: int = 12
-    lr: float = 1.5e-3
-    warmup: int = 30
-    weight_decay: float = 0.1
-    clip: float = 1.0
-    seed: int = 1
-    eval_every: int = 25
-    eval_batches: int = 16
-    checkpoint_every: int = 50
-    threads: int = 0
-    device: str = "cpu"
-    processes: int = 1
-    expert_parallel: int = 1
-    expert_capacity: int | str | None = None
-    compile: bool = False
+    data: tuple[str, ...] = setting((), PATHS)
+    steps: int = setting(300, POSITIVE, "optimizer steps a recipe")
+    seq: int = setting(256, POSITIVE, "tokens a sequence")
+    batch: int = setting(12, POSITIVE, "sequences a step")
+    lr: float = setting(1.5e-3, ABOVE_ZERO, "peak learning rate")
+    warmup: int = setting(30, Number(int, 0, MOST), "steps of linear warmup")
+    weight_decay: float = setting(0.1, Number(float, 0, MOST), "AdamW's decay of matrices")
+    clip: float = setting(1.0, Number(float, 0, 1e30, above=True), "largest norm of the gradient")
+    seed: int = setting(1, SEED, "of the initial weights and the batches")
+    eval_every: int = setting(25, POSITIVE, "steps between evaluations")
+    eval_batches: int = setting(16, POSITIVE, "batches of validation text")
+    checkpoint_every: int = setting(50, POSITIVE, "steps between checkpoints")
+    data_mb: float = setting(30.0, ABOVE_ZERO, "most megabytes (1e6 bytes) of text to read")
+    threads: int = setting(
+        0, Number(int, 0, 4096), "CPU threads, 0 on a GPU; part of the result's bytes"
+    )
+    expert_parallel: int = setting(
+        1, SIZE, "processes that divide a mixture's experts, which rows travel to"
+    )
+    expert_capacity: int | str | None = setting(None, CAPACITY)
+    device: str = setting("cpu", DEVICE)
+    processes: int = setting(1, SIZE)
+    compile: bool = setting(False, BOOL)
 
     def __post_init__(self) -> None:
-        for name, (number, _) in NUMBERS.items():
-            require(option_of(name), number, getattr(self, name))
-        require("processes", SIZE, self.processes)
-        require("--expert-capacity", CAPACITY, self.expert_capacity)
-        require("--compile", BOOL, self.compile)
+        super().__post_init__()
         if self.expert_parallel > 1:
             require_divisible(self.model, self.processes, self.expert_parallel)
         elif self.expert_capacity is not None:
@@ -115,31 +81,42 @@ class TrainConfig:
                 "2, whose processes send rows to each other, got 1"
             )
 
+    @staticmethod
+    def where(name: str) -> str:
+        """Returns a field's option on the command line: eval_every is --eval-every."""
+        return "--" + name.replace("_", "-")
+
+    @property
+    def layout(self) -> str:
+        """The division of experts, and whether layers are compiled, as messages write them."""
+        text = ""
+        if self.expert_parallel > 1:
+            text = f", experts divided over groups of {self.expert_parallel}"
+        if self.expert_capacity is not None:
+            text += f" with capacity {self.expert_capacity}"
+        return text + (", compiled" if self.compile else "")
+
     @property
     def tokens_per_step(self) -> int:
         return self.batch * self.seq
 
-    def to_json(self) -> dict[str, Any]:
+    def to_json(self) -> Json:
         return dataclasses.asdict(self)
 
-    def identity(self) -> dict[str, Any]:
+    def identity(self) -> Json:
         """Returns the fields that a resumed job must have in common with the saved one."""
-        return bound(self.to_json())
+        return {key: value for key, value in self.to_json().items() if key not in FREE}
 
     @classmethod
-    def from_json(cls, where: str, values: Any) -> TrainConfig:
-        """Returns the config of `to_json`'s values.
-
-        Raises:
-            TrainError: a value is missing or not as expected; the message starts with `where`.
-        """
-        require_fields(where, SAVED_CONFIG, values)
-        chosen = {name: values[name] for name in SAVED_CONFIG}
-        try:
-            chosen["model"] = saved_model(values["model"])
-            return cls(**{**chosen, "data": tuple(values["data"])})
-        except TrainError as error:
-            raise TrainError(f"{where}: {error}") from error
+    def from_json(cls, where: str, values: Json) -> TrainConfig:
+        require(where, OBJECT, values)
+        known = dict(values)
+        if isinstance(values.get("data"), list):
+            known["data"] = tuple(values["data"])
+        if "model" in values:
+            require(f"{where}: model", OBJECT, values["model"])
+            known["model"] = saved_model(f"{where}: model", values["model"])
+        return super().from_json(where, known)
 
 
 def require_divisible(model: ModelConfig, processes: int, expert_parallel: int) -> None:
@@ -159,40 +136,22 @@ def require_divisible(model: ModelConfig, processes: int, expert_parallel: int) 
     groups, own = processes // expert_parallel, model.experts // expert_parallel
     if own % groups and model.dim % groups:
         raise TrainError(
-            f"{option} {expert_parallel}: expected the {processes // expert_parallel} groups of "
-            f"processes to divide the {own} experts of a process, or the width {model.dim}, for "
-            "FSDP2"
+            f"{option} {expert_parallel}: expected the {groups} groups of processes to divide the "
+            f"{own} experts of a process, or the width {model.dim}, for FSDP2"
         )
 
 
-SAVED_CONFIG: Fields = {
-    "model": OBJECT,
-    "data": TEXTS,
-    "device": Kind("'cpu' or 'cuda'", lambda value: value in ("cpu", "cuda")),
-    "processes": SIZE,
-    "expert_capacity": CAPACITY,
-    "compile": BOOL,
-    **{name: number for name, (number, _) in NUMBERS.items()},
-}
-
-
-def bound(values: dict[str, Any]) -> dict[str, Any]:
-    """Returns a job's fields, except those that may change."""
-    return {key: value for key, value in values.items() if key not in FREE}
-
-
-def flatten(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def flatten(values: Json, prefix: str = "") -> Json:
     """Flattens nested dicts: {"model": {"dim": 256}} becomes {"model.dim": 256}."""
-    flat: dict[str, Any] = {}
+    flat: Json = {}
     for key, value in values.items():
-        if isinstance(value, dict):
-            flat |= flatten(value, f"{prefix}{key}.")
-        else:
-            flat[prefix + key] = list(value) if isinstance(value, tuple) else value
+        flat |= (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
     return flat
 
 
-def differences(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
+def differences(saved: Json, asked: Json) -> list[str]:
     """Lists the fields that differ, a line each: `model.dim: 256 there, 128 asked for`."""
     there, here = flatten(saved), flatten(asked)
     return [
@@ -200,3 +159,13 @@ def differences(saved: dict[str, Any], asked: dict[str, Any]) -> list[str]:
         for key in sorted(there.keys() | here.keys())
         if there.get(key) != here.get(key)
     ]
+
+
+def refuse(what: str, found: list[str]) -> None:
+    """Raises TrainError, which names what differs, unless nothing was found."""
+    if found:
+        raise TrainError(
+            f"{what}:\n  "
+            + "\n  ".join(found)
+            + "\nexpected the same values for --resume; choose another --out to start afresh"
+        )

@@ -16,26 +16,19 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 from ..nn.convert.keep import DEFAULT_KEEP, KEEPS, Keep
 from ..recipe import Recipe, presets
-from .fields import SEED, TEXT, Fields, Kind, TrainError, require, require_fields, shown
+from .checks import SEED, TEXT, Settings, TrainError, kind, require, setting, shown
 
 # A comma separates entries unless it belongs to a product: `...*e4m3/tensor,fast dgrad=...`.
 SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
 NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
 POLICY = re.compile(r"(.*\S) keep=(\S*)")
 PRODUCTS = ("fprop", "dgrad", "wgrad")
-POLICIES = Kind(f"one of {', '.join(KEEPS)}", lambda value: value in KEEPS)
+POLICIES = kind(f"one of {', '.join(KEEPS)}", lambda value: value in KEEPS)
 LONGEST_FOLDER = 255  # bytes that file systems take
-SAVED_RUN: Fields = {
-    "name": TEXT,
-    "recipe": TEXT,
-    "seed": SEED,
-    "keep": POLICIES,
-    "formats": TEXT,
-}
 
 
 def present_formats(text: str) -> str:
@@ -56,33 +49,24 @@ def written_out(recipe_map: str) -> str:
 
 
 @dataclass(frozen=True)
-class RunSpec:
+class RunSpec(Settings):
     """One run of the job: its name in every table and file, its recipe, its seed, its policy."""
 
-    name: str
-    recipe: str  # or a map: "*: nvfp4; layers.3.*: bf16"
-    seed: int
-    keep: Keep = DEFAULT_KEEP
-    formats: str = ""  # the recipe written out, as it was when the job began; "": as it is now
+    name: str = setting("", TEXT)
+    recipe: str = setting("", TEXT)  # or a map: "*: nvfp4; layers.3.*: bf16"
+    seed: int = setting(0, SEED)
+    keep: Keep = setting(DEFAULT_KEEP, POLICIES)  # noqa: RUF009, a text
+    formats: str = setting("", TEXT)  # the recipe written out, as it was when the job began
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if not self.formats:
             object.__setattr__(self, "formats", written_out(self.recipe))
-        require(f"--recipes: the seed of {shown(self.name)}", SEED, self.seed)
         if self.folder in ("", ".", "..") or len(self.folder.encode()) > LONGEST_FOLDER:
             raise TrainError(
                 f"--recipes: expected a name of 1 to {LONGEST_FOLDER} bytes that a folder can "
                 f"have, got {shown(self.name)}; write NAME=TEXT to choose one"
             )
-
-    @classmethod
-    def from_json(cls, where: str, values: Any) -> RunSpec:
-        """Returns the run that job.json describes; TrainError starts with `where`."""
-        require_fields(where, SAVED_RUN, values)
-        try:
-            return cls(**{name: values[name] for name in SAVED_RUN})
-        except TrainError as error:
-            raise TrainError(f"{where}: {error}") from error
 
     @property
     def converts(self) -> bool:
@@ -108,13 +92,12 @@ def parse_entry(entry: str, seed: int) -> RunSpec:
         name, text = match[1], match[2].strip()
     if "@" in text:
         text, _, after = text.rpartition("@")
-        number = SEED.parse(after.strip())
-        require(f"--recipes: {shown(entry)}: after @", SEED, after if number is None else number)
-        run_seed = int(number or 0)
-        text = text.strip()
-    keep: Any = DEFAULT_KEEP
+        found = SEED.read(after.strip())
+        require(f"--recipes: {shown(entry)}: after @", SEED, found)
+        run_seed, text = int(found), text.strip()
+    keep = DEFAULT_KEEP
     if match := POLICY.fullmatch(text):
-        text, keep = match[1], match[2]
+        text, keep = match[1], cast(Keep, match[2])
         require(f"--recipes: {shown(entry)}: after keep=", POLICIES, keep)
     if not text:
         raise TrainError(f"--recipes: expected [NAME=]TEXT[ keep=POLICY][@SEED], got {entry!r}")

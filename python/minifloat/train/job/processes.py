@@ -16,26 +16,28 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
-from ..distributed.ending import destroy_process_group
-from .config import SIZE
-from .expert_ranks import divide_experts, quiet_gathers
-from .fields import TrainError, require
+from ...distributed.ending import destroy_process_group
+from ..checks import TrainError, require
+from ..model.sizes import SIZE
+from .sharding import divide_experts, quiet_gathers
 
 T = TypeVar("T")
+M = TypeVar("M", bound=nn.Module)
 
 
 def processes() -> int:
     """Returns how many processes torchrun started; 1 without it."""
-    text = os.environ.get("WORLD_SIZE", "1")
-    size = SIZE.parse(text)
-    require("WORLD_SIZE", SIZE, text if size is None else size)
-    return int(text)
+    size = SIZE.read(os.environ.get("WORLD_SIZE", "1"))
+    require("WORLD_SIZE", SIZE, size)
+    return int(size)
 
 
 @dataclass(frozen=True)
@@ -46,9 +48,7 @@ class World:
     size: int = 1
     device: str = "cpu"
 
-    def shard(
-        self, model: Any, expert_parallel: int = 1, capacity: int | str | None = None
-    ) -> nn.Module:
+    def shard(self, model: M, expert_parallel: int = 1, capacity: int | str | None = None) -> M:
         """Shards the model with FSDP2, block by block; one process leaves it unchanged.
 
         Args:
@@ -57,14 +57,11 @@ class World:
             capacity: as that of mf.expert_parallel.
         """
         if self.size > 1:
-            from torch.distributed.device_mesh import init_device_mesh
-            from torch.distributed.fsdp import fully_shard
-
             mesh = init_device_mesh(self.device, (self.size,))
             ignored = None
             if expert_parallel > 1:
                 ignored = divide_experts(model, self.device, self.size, expert_parallel, capacity)
-            for block in model.layers:
+            for block in cast(nn.ModuleList, model.layers):
                 fully_shard(block, mesh=mesh, ignored_params=ignored)
             fully_shard(model, mesh=mesh, ignored_params=ignored)
         return model
@@ -91,32 +88,27 @@ class World:
 
     def any(self, flag: bool) -> bool:
         """Tells whether the flag is set on any rank."""
-        return flag if self.size == 1 else self.mean(torch.tensor(float(flag)).to(self.device)) > 0
+        return self.total(flag) > 0
 
     def agree(self, decide: Callable[[], T]) -> T:
         """Calls `decide` on rank 0; every rank returns its result or raises its TrainError."""
         if self.size == 1:
             return decide()
-        answer: list[Any] = [None, None]
+        answer: list[T | TrainError | None] = [None]
         if self.rank == 0:
             try:
                 answer[0] = decide()
             except (TrainError, OSError) as error:
-                answer[1] = str(error)
+                answer[0] = TrainError(str(error))
         dist.broadcast_object_list(answer)
-        if answer[1] is not None:
-            raise TrainError(answer[1])
-        return answer[0]
+        if isinstance(answer[0], TrainError):
+            raise answer[0]
+        return cast(T, answer[0])
 
     def wait(self) -> None:
         """Waits for all ranks."""
         if self.size > 1:
             dist.barrier()
-
-
-def whole(tensor: Any) -> Tensor:
-    """Gathers a sharded tensor on every rank; returns any other unchanged."""
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
 @contextmanager
@@ -151,14 +143,16 @@ def joined(device: str, batch: int) -> Iterator[World]:
         destroy_process_group()
 
 
-def is_of_a_collective(error: RuntimeError) -> bool:
+def is_of_a_collective(error: Exception) -> bool:
     """Tells whether a collective's backend raised the error. Gloo raises a bare RuntimeError."""
-    return isinstance(error, dist.DistError) or "gloo" in str(error)
+    return isinstance(error, RuntimeError) and (
+        isinstance(error, dist.DistError) or "gloo" in str(error)
+    )
 
 
 def collective_of(error: RuntimeError) -> str:
     """Finds the function of torch.distributed that failed, and the line here that called it."""
-    torchs, ours = Path(dist.__file__).parent, Path(__file__).parents[1]
+    torchs, ours = Path(dist.__file__).parent, Path(__file__).parents[2]
     frames = traceback.extract_tb(error.__traceback__)
 
     def last(folder: Path) -> traceback.FrameSummary | None:

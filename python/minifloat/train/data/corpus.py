@@ -18,8 +18,9 @@ import sysconfig
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
-from .config import TrainError
+from ..checks import TrainError
 
 VALIDATION_SHARE = 0.05
 SLACK = 0.05  # of the limit on the size: the last file may exceed the limit by this share
@@ -39,18 +40,26 @@ class Corpus:
     fingerprint: str  # sha256 of every document's side, name and bytes
     files: int
     bytes: int
-    left_out: int = 0  # files beyond the limit on the size
-    cut: str = ""  # the file that the limit cut
-    split: str = "by file"
+    left_out: int  # files beyond the limit on the size
+    cut: str  # the file that the limit cut
+    split: str  # "by file"
 
     @property
     def megabytes(self) -> str:
         return f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e6 else f"{self.bytes / 1e3:.0f} kB"
 
+    @property
+    def beyond_limit(self) -> str:
+        """Describes the text that --data-mb has left out."""
+        texts = [f"{self.left_out} files left out"] if self.left_out else []
+        return ", ".join([*texts, f"{self.cut} cut"] if self.cut else texts)
+
 
 def path_hash(name: str) -> int:
     """Hashes a relative path (with /) to 64 bits, which decide the file's place and side."""
-    return int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8])
+    return int.from_bytes(
+        hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big"
+    )
 
 
 def standard_library() -> tuple[str, list[tuple[str, Path]]]:
@@ -95,8 +104,7 @@ def named_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
     return ", ".join(paths), found
 
 
-@dataclass(frozen=True)
-class Document:
+class Document(NamedTuple):
     """The text of a file, or None and the reason why the file is no text."""
 
     text: str | None
@@ -111,23 +119,21 @@ def read_document(path: Path, most: int, slack: int) -> Document:
     Raises:
         TrainError: the file cannot be read.
     """
-    data, decoder = bytearray(), codecs.getincrementaldecoder("utf-8")()
+    data = bytearray()
     try:
         with path.open("rb") as file:
             while chunk := file.read(min(CHUNK, most + slack + 1 - len(data))):
                 data += chunk
                 if b"\0" in chunk:
                     return Document(None, "binary", len(data))
-                decoder.decode(chunk)
-        cut = len(data) > most + slack
-        decoder.decode(b"", final=not cut)
     except OSError as error:
         raise TrainError(f"--data: cannot read {path}: {error.strerror}") from error
+    cut = len(data) > most + slack
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:  # a cut may divide a character, whose first bytes are left out
+        text = decoder.decode(data[:most] if cut else data, final=not cut)
     except UnicodeDecodeError as error:
-        position = len(data) - len(error.object) + error.start
-        return Document(None, f"not UTF-8 at byte {position}", len(data))
-    # A cut may divide a character, whose first bytes are left out.
-    text = (data[:most] if cut else data).decode(errors="ignore")
+        return Document(None, f"not UTF-8 at byte {error.start}", len(data))
     return Document(text, "", len(data), cut)
 
 
@@ -137,15 +143,17 @@ def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list
     Returns:
         (training, validation, description of the split).
     """
+    sides: tuple[list[str], list[str]] = ([], [])
     if len(names) >= FEW_FILES:
         limit = int(VALIDATION_SHARE * 2**64)
-        chosen = [path_hash("split:" + name) < limit for name in names]
-        train = [text for text, is_validation in zip(texts, chosen) if not is_validation]
-        return train, [text for text, c in zip(texts, chosen) if c], "by file"
-    cuts = [len(text) - int(len(text) * VALIDATION_SHARE) for text in texts]
-    train = [text[:cut] for text, cut in zip(texts, cuts)]
-    validation = [text[cut:] for text, cut in zip(texts, cuts)]
-    return train, validation, "the end of each file, because the files are few"
+        for name, text in zip(names, texts):
+            sides[path_hash("split:" + name) < limit].append(text)
+        return *sides, "by file"
+    for text in texts:
+        cut = len(text) - int(len(text) * VALIDATION_SHARE)
+        sides[0].append(text[:cut])
+        sides[1].append(text[cut:])
+    return *sides, "the end of each file, because the files are few"
 
 
 def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
@@ -171,18 +179,8 @@ def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
             left -= document.read
             cut = str(path) if document.cut else ""
     train, validation, split = split_documents(names, texts)
-    return Corpus(
-        source=source,
-        train=train,
-        validation=validation,
-        skipped=skipped,
-        fingerprint=fingerprint(train, validation),
-        files=len(names),
-        bytes=sum(len(text.encode()) for text in texts),
-        left_out=left_out,
-        cut=cut,
-        split=split,
-    )
+    size, found = sum(len(text.encode()) for text in texts), fingerprint(train, validation)
+    return Corpus(source, train, validation, skipped, found, len(names), size, left_out, cut, split)
 
 
 def fingerprint(train: Sequence[str], validation: Sequence[str]) -> str:

@@ -6,13 +6,13 @@ The gap is to the bf16 run with the job's seed, else to the first bf16 run, at t
 from __future__ import annotations
 
 import statistics
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
-from .experts import LAST, active_experts
-from .measure import MEASURE_EVERY
-from .recipes import RunSpec
+from ..checks import Json
+from ..model.expert_load import LAST, active_experts
+from ..model.measure import MEASURE_EVERY
+from ..recipes import RunSpec
 
 WARM_UP = 3  # first steps, left out of the speeds: they fill caches and choose kernels
 
@@ -41,7 +41,7 @@ class Curves:
         return median([share * step_ms for share, step_ms in zip(self.light, self.step_ms)])
 
 
-def curves_of(records: Sequence[dict[str, Any]], run: str) -> Curves:
+def curves_of(records: Sequence[Json], run: str) -> Curves:
     """Sorts the records of one run."""
     ours = [r for r in records if r["run"] == run]
     train = {r["step"]: r for r in ours if r["kind"] == "train"}
@@ -68,10 +68,10 @@ def baseline_of(runs: Sequence[RunSpec], seed: int) -> RunSpec | None:
 
 def table_rows(
     runs: Sequence[RunSpec],
-    curves: dict[str, Curves],
-    facts: dict[str, dict[str, Any]],
+    curves: Mapping[str, Curves],
+    facts: Mapping[str, Json],
     baseline: RunSpec | None,
-) -> list[dict[str, Any]]:
+) -> list[Json]:
     """Returns a row a run, with None for values that were not measured.
 
     facts: the content of result.json by run.
@@ -109,7 +109,7 @@ def table_rows(
     return rows
 
 
-def expert_cells(run_curves: Curves, reference: Curves | None) -> dict[str, Any]:
+def expert_cells(run_curves: Curves, reference: Curves | None) -> Json:
     """Returns the columns about experts. A dense model has none of these figures.
 
     idle_experts: the layers and numbers of those that are active under the baseline alone.
@@ -155,7 +155,7 @@ EXPERT_COLUMNS = (
 )
 
 
-def cell(row: dict[str, Any], key: str, form: str, last_step: int) -> str:
+def cell(row: Json, key: str, form: str, last_step: int) -> str:
     value = row[key]
     if value is None:
         return "-"
@@ -169,29 +169,23 @@ def cell(row: dict[str, Any], key: str, form: str, last_step: int) -> str:
     return text
 
 
-def has_experts(rows: Sequence[dict[str, Any]]) -> bool:
+def has_experts(rows: Sequence[Json]) -> bool:
     return any(row["expert_load"] is not None for row in rows)
 
 
-def markdown_table(rows: Sequence[dict[str, Any]], last_step: int) -> str:
+def markdown_table(rows: Sequence[Json], last_step: int) -> str:
     """Formats the table, padded for reading in a terminal too."""
     columns = [*COLUMNS[:-1], *(EXPERT_COLUMNS if has_experts(rows) else ()), COLUMNS[-1]]
     lines = [[title for title, _, _ in columns]]
     lines += [[cell(row, key, form, last_step) for _, key, form in columns] for row in rows]
     widths = [max(len(line[i]) for line in lines) for i in range(len(columns))]
 
-    def joined(line: list[str]) -> str:
-        padded = [
-            t.ljust(w) if i == 0 else t.rjust(w) for i, (t, w) in enumerate(zip(line, widths))
-        ]
-        return "| " + " | ".join(padded) + " |"
+    def joined(line: Sequence[str]) -> str:
+        numbers = (text.rjust(width) for text, width in zip(line[1:], widths[1:]))
+        return "| " + " | ".join([line[0].ljust(widths[0]), *numbers]) + " |"
 
-    rule = (
-        "|"
-        + "|".join("-" * (w + 2) if i == 0 else "-" * (w + 1) + ":" for i, w in enumerate(widths))
-        + "|"
-    )
-    return "\n".join([joined(lines[0]), rule, *map(joined, lines[1:])])
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+    return "\n".join(map(joined, (lines[0], rule, *lines[1:])))
 
 
 NOTES = """\
@@ -217,7 +211,7 @@ EXPERT_NOTES = """\
 """
 
 
-def describe_idle(rows: Sequence[dict[str, Any]]) -> str:
+def describe_idle(rows: Sequence[Json]) -> str:
     """Lists the idle experts of each run; an empty text where there are none."""
     texts = [
         f"{row['run']}: " + ", ".join(f"{layer} expert {number}" for layer, number in idle)
@@ -227,7 +221,7 @@ def describe_idle(rows: Sequence[dict[str, Any]]) -> str:
     return f" ({'; '.join(texts)})" if texts else ""
 
 
-def describe_light(rows: Sequence[dict[str, Any]], flops: float) -> str:
+def describe_light(rows: Sequence[Json], flops: float) -> str:
     """Describes the median speed of light of the runs; an empty text before a first step."""
     light_ms = median([row["light_ms"] for row in rows if row["light_ms"]])
     if light_ms is None:
@@ -235,7 +229,7 @@ def describe_light(rows: Sequence[dict[str, Any]], flops: float) -> str:
     return f": {light_ms:.0f} ms, {flops / light_ms / 1e6:.0f} GFLOP/s, the median of the runs"
 
 
-def markdown_report(facts: dict[str, Any], rows: Sequence[dict[str, Any]]) -> str:
+def markdown_report(facts: Json, rows: Sequence[Json]) -> str:
     """Formats report.md. `facts` is the job's part of report.json."""
     lines = [f"# {facts['title']}", "", *(f"- {line}" for line in facts["setting"]), ""]
     light = describe_light(rows, facts["step_flops"])

@@ -17,24 +17,25 @@ import contextlib
 import json
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
-from .experts import TOKENS, Tokens
-from .fields import (
+from ..checks import (
     FINITE,
     MEASURED,
     STEP,
     TEXT,
     Fields,
+    Json,
     TrainError,
-    is_json,
     parse_json,
     read_text,
     require_fields,
 )
-from .files import write_text
+from ..durable_files import write_text
+from ..model.expert_load import TOKENS
 
+FILE = "metrics.jsonl"
 TIMINGS = ("tokens_per_s", "speed_of_light", "step_ms", "seconds")
 RECORD: Fields = {"run": TEXT, "kind": TEXT, "step": STEP}
 RECORDS: dict[str, Fields] = {  # fields of each kind that the report reads
@@ -44,7 +45,7 @@ RECORDS: dict[str, Fields] = {  # fields of each kind that the report reads
 }
 
 
-def read_records(path: Path) -> list[dict[str, Any]]:
+def read_records(path: Path) -> list[Json]:
     """Returns the records of a metrics file; TrainError names the file and the line that is none.
 
     A kill or a full disk may leave an incomplete last line. It is left out, and a resumed run
@@ -53,10 +54,8 @@ def read_records(path: Path) -> list[dict[str, Any]]:
     if not path.exists():
         return []
     records = []
-    lines = read_text(path).split("\n")
+    *lines, _ = read_text(path).split("\n")  # without what follows the last newline
     for number, line in enumerate(lines, 1):
-        if number == len(lines) and not is_json(line):
-            break  # incomplete, or the empty text after the last newline
         record = parse_json(f"{path}, line {number}", line, RECORD)
         require_fields(f"{path}, line {number}", RECORDS.get(record["kind"], {}), record)
         records.append(record)
@@ -64,43 +63,37 @@ def read_records(path: Path) -> list[dict[str, Any]]:
 
 
 class Metrics:
-    """The writer of one job; `begin` chooses the run that `write` goes to."""
+    """The writer of one run's records. It drops those of the run that are later than `step`.
 
-    def __init__(self, out: Path) -> None:
-        self.path = out / "metrics.jsonl"
-        self.events = out / "tensorboard"
-        self.run = ""
-        self.file: Any = None
-        self.board: Any = None
+    Args:
+        out: the job's folder.
+        run: the run's name.
+        folder: of the run's event files.
+        step: that the run goes on from.
+    """
 
-    def begin(self, run: str, folder: str, step: int) -> None:
-        """Continues a run after `step`: drops its later records."""
-        self.close()
-        records = [r for r in read_records(self.path) if r["run"] != run or r["step"] <= step]
-        write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
-        self.run = run
-        self.file = self.path.open("a")
+    def __init__(self, out: Path, run: str, folder: str, step: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
+        self.path, self.events, self.run = out / FILE, out / "tensorboard", run
+        records = [r for r in read_records(self.path) if r["run"] != run or r["step"] <= step]
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
+        self.file = self.path.open("a")
         self.board = SummaryWriter(str(self.events / folder), purge_step=step + 1)
 
-    def write(self, kind: str, step: int, values: dict[str, float]) -> None:
+    def write(self, kind: str, step: int, values: Mapping[str, float]) -> None:
         """Writes a record. Values that are not finite become null, since JSON has no NaN."""
-        shown = {k: v if math.isfinite(v) else None for k, v in values.items()}
-        self.append({"run": self.run, "kind": kind, "step": step, **shown})
+        self.append(kind, step, {k: v if math.isfinite(v) else None for k, v in values.items()})
         try:
             for key, value in values.items():
                 self.board.add_scalar(f"{kind}/{key}", value, step)
         except OSError as error:
             raise TrainError(f"cannot write {self.events}: {error.strerror or error}") from error
 
-    def write_tokens(self, step: int, tokens: Tokens) -> None:
-        """Writes the record of the tokens of each expert."""
-        self.append({"run": self.run, "kind": "experts", "step": step, "tokens": tokens})
-
-    def append(self, record: dict[str, Any]) -> None:
-        """Writes a line of the file."""
+    def append(self, kind: str, step: int, fields: Json) -> None:
+        """Writes a record to metrics.jsonl alone."""
         try:
+            record = {"run": self.run, "kind": kind, "step": step, **fields}
             self.file.write(json.dumps(record) + "\n")
             self.file.flush()
         except OSError as error:
@@ -108,12 +101,9 @@ class Metrics:
 
     def sync(self) -> None:
         """Makes the written records survive a power cut. A checkpoint relies on them."""
-        self.file.flush()
         os.fsync(self.file.fileno())
 
     def close(self) -> None:
         for writer in (self.file, self.board):
-            if writer is not None:
-                with contextlib.suppress(OSError):  # a full disk: write() has said so
-                    writer.close()
-        self.file = self.board = None
+            with contextlib.suppress(OSError):  # a full disk: write() has said so
+                writer.close()

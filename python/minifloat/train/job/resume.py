@@ -8,17 +8,16 @@ A damaged file raises one TrainError with the file, the expected and the actual 
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 
+from ..checks import COUNT, LIST, MEASURED, OBJECT, TEXT, Fields, Json, TrainError, load_json, say
+from ..config import TrainConfig, differences, refuse
+from ..recipes import RunSpec
 from . import checkpoint
-from .config import TrainConfig, differences
-from .fields import COUNT, LIST, MEASURED, OBJECT, TEXT, Fields, TrainError, load_json
-from .metrics import read_records
-from .recipes import RunSpec
+from .metrics import FILE, read_records
+from .run import folder_of
 
 JOB: Fields = {"config": OBJECT, "runs": LIST, "tokens": TEXT}
 RESULT: Fields = {
@@ -31,11 +30,6 @@ RESULT: Fields = {
 }
 
 
-def say(text: str) -> None:
-    """Prints a line for the user, beside the progress bars."""
-    print(text, file=sys.stderr, flush=True)
-
-
 @dataclass(frozen=True)
 class SavedJob:
     """An earlier job: its settings, and the records of its runs."""
@@ -43,18 +37,13 @@ class SavedJob:
     config: TrainConfig
     runs: tuple[RunSpec, ...]
     tokens: str  # fingerprint of the token ids
-    results: dict[str, dict[str, Any]]  # result.json of the runs that have ended, by name
+    results: dict[str, Json]  # result.json of the runs that have ended, by name
     trained: dict[str, set[int]]  # steps that metrics.jsonl records, by the run's name
-
-
-def checkpoints_of(out: Path, run: RunSpec) -> Path:
-    """Returns the folder of a run's checkpoints."""
-    return out / "runs" / run.folder / "checkpoints"
 
 
 def results_in(out: Path) -> Path | None:
     """Returns a file or folder that a job has left in `out`, None if there is none."""
-    found = (out / "job.json", out / "metrics.jsonl", *out.glob("runs/*/*"))
+    found = (out / "job.json", out / FILE, *out.glob("runs/*/*"))
     return next((path for path in found if path.exists()), None)
 
 
@@ -72,10 +61,10 @@ def read_job(out: Path) -> SavedJob | None:
     saved = load_json(path, JOB)
     config = TrainConfig.from_json(f"{path}: config", saved["config"])
     runs = tuple(RunSpec.from_json(f"{path}: runs", run) for run in saved["runs"])
-    files = {run.name: out / "runs" / run.folder / "result.json" for run in runs}
+    files = {run.name: folder_of(out, run) / "result.json" for run in runs}
     results = {name: load_json(file, RESULT) for name, file in files.items() if file.exists()}
     trained: dict[str, set[int]] = {run.name: set() for run in runs}
-    for record in read_records(out / "metrics.jsonl"):
+    for record in read_records(out / FILE):
         if record["kind"] == "train":
             trained.setdefault(record["run"], set()).add(record["step"])
     return SavedJob(config, runs, saved["tokens"], results, trained)
@@ -94,12 +83,7 @@ def require_same_job(
         before = there.get(run.name, run)
         asked = asdict(run) | {"formats": before.formats}
         found += [f"{run.name}.{line}" for line in differences(asdict(before), asked)]
-    if found:
-        raise TrainError(
-            f"{out} holds another job:\n  "
-            + "\n  ".join(found)
-            + "\nexpected the same values for --resume; choose another --out to start afresh"
-        )
+    refuse(f"{out} holds another job", found)
     return (*saved.runs, *(run for run in runs if run.name not in there))
 
 
@@ -112,7 +96,7 @@ def require_same_tokens(out: Path, saved: SavedJob, tokens: str) -> None:
         )
 
 
-def find_starts(out: Path, saved: SavedJob, identities: dict[str, Any]) -> dict[str, Path]:
+def find_starts(out: Path, saved: SavedJob, identities: dict[str, Json]) -> dict[str, Path]:
     """Returns the verified checkpoint that each run goes on from, by the run's name.
 
     Args:
@@ -127,17 +111,18 @@ def find_starts(out: Path, saved: SavedJob, identities: dict[str, Any]) -> dict[
         if run.name in saved.results:
             continue
         trained = saved.trained[run.name]
-        folder, every = checkpoints_of(out, run), saved.config.checkpoint_every
-        found = checkpoint.choose(folder, max(trained, default=0), every, say)
+        folder, every = folder_of(out, run) / "checkpoints", saved.config.checkpoint_every
+        found = checkpoint.choose(folder, max(trained, default=0), every)
         if found is None:
             continue
-        checkpoint.require_same(found, identities[run.name])
+        there = checkpoint.read_meta(found)["identity"]
+        refuse(f"{found} is a checkpoint of another job", differences(there, identities[run.name]))
         starts[run.name] = found
         step = checkpoint.step_of(found)
         lost = step - sum(s <= step for s in trained)
         if lost:
             say(
-                f"{out / 'metrics.jsonl'}: expected all steps of {run.name} before its checkpoint, "
+                f"{out / FILE}: expected all steps of {run.name} before its checkpoint, "
                 f"got none of {lost}: the report goes without them"
             )
     return starts

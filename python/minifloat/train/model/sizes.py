@@ -6,36 +6,33 @@ moe:dim,layers,heads,kv_heads,hidden,experts,top_k,shared       with mixtures of
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
-from ..moe.router import MOST_EXPERTS
-from .fields import COUNT, Fields, Number, TrainError, integers, require, require_fields, shown
+from ...moe.router import MOST_EXPERTS
+from ..checks import Json, Number, Settings, TrainError, setting, shown
 
 MOST_SIZE = 10**6
-SIZE = integers(1, MOST_SIZE)  # of one dimension of the model
-MIXTURE = "moe:"  # begins the text of a model with experts
+SIZE = Number(int, 1, MOST_SIZE)  # of one dimension of the model
 
 
 @dataclass(frozen=True)
-class ModelConfig:
+class ModelConfig(Settings):
     """Sizes of the Llama: dim, layers, heads, kv_heads, ffn, and the vocabulary."""
 
-    dim: int = 256
-    layers: int = 4
-    heads: int = 4
-    kv_heads: int = 2
-    ffn: int = 768
-    vocab: int = 2048
+    dim: int = setting(256, SIZE)
+    layers: int = setting(4, SIZE)
+    heads: int = setting(4, SIZE)
+    kv_heads: int = setting(2, SIZE)
+    ffn: int = setting(768, SIZE)
+    vocab: int = setting(2048, SIZE)
 
-    ranges: ClassVar[Mapping[str, Number]] = {}  # of sizes with other bounds than SIZE
+    prefix: ClassVar[str] = ""  # of the text
+    names: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "kv_heads", "ffn")  # in the text
+    expected: ClassVar[str] = "five integers dim,layers,heads,kv_heads,ffn (256,4,4,2,768)"
 
     def __post_init__(self) -> None:
-        for name, value in dataclasses.asdict(self).items():
-            where = "--vocab" if name == "vocab" else f"--model: {name}"
-            require(where, self.ranges.get(name, SIZE), value)
+        super().__post_init__()
         if self.dim % self.heads or (self.dim // self.heads) % 2:
             raise TrainError(
                 "--model: expected dim to be heads times an even width, "
@@ -47,16 +44,19 @@ class ModelConfig:
                 f"got {self.heads} and {self.kv_heads}"
             )
 
-    @classmethod
-    def parse(cls, text: str, vocab: int) -> ModelConfig:
-        """Parses `dim,layers,heads,kv_heads,ffn`, for example 256,4,4,2,768."""
-        names = ("dim", "layers", "heads", "kv_heads", "ffn")
-        return cls(vocab=vocab, **parse_sizes(text, "", names, "five", "256,4,4,2,768"))
+    @staticmethod
+    def where(name: str) -> str:
+        return "--vocab" if name == "vocab" else f"--model: {name}"
 
     @property
     def mixtures(self) -> int:
         """The number of layers with experts."""
         return 0
+
+    @property
+    def converted_layers(self) -> str:
+        """What a recipe converts in the model, for messages."""
+        return "linear layers and weights of experts" if self.mixtures else "linear layers"
 
     @property
     def parameters(self) -> int:
@@ -80,7 +80,7 @@ class ModelConfig:
         )
 
     def __str__(self) -> str:
-        return f"{self.dim},{self.layers},{self.heads},{self.kv_heads},{self.ffn}"
+        return self.prefix + ",".join(str(getattr(self, name)) for name in self.names)
 
 
 @dataclass(frozen=True)
@@ -88,20 +88,25 @@ class MixtureConfig(ModelConfig):
     """Sizes of a Llama whose first feed-forward is dense and whose others are mixtures of experts.
 
     hidden: width of one expert's hidden layer; top_k: experts of a token; shared: experts' widths
-    of the SwiGLU that every token goes through; ffn: hidden width of the first layer. `parse` sets
-    it to hidden * (top_k + shared), the width that a token goes through in the other layers.
+    of the SwiGLU that every token goes through; ffn: hidden width of the first layer. `parse_model`
+    sets it to hidden * (top_k + shared), the width that a token goes through in the other layers.
     """
 
-    hidden: int = 256
-    experts: int = 16
-    top_k: int = 2
-    shared: int = 1
+    ffn: int = setting(768, Number(int, 1, MOST_SIZE**2))
+    hidden: int = setting(256, SIZE)
+    experts: int = setting(16, Number(int, 1, MOST_EXPERTS))
+    top_k: int = setting(2, SIZE)
+    shared: int = setting(1, Number(int, 0, MOST_SIZE))
 
-    ranges: ClassVar[Mapping[str, Number]] = {
-        "experts": integers(1, MOST_EXPERTS),
-        "shared": integers(0, MOST_SIZE),
-        "ffn": integers(1, MOST_SIZE**2),
-    }
+    prefix: ClassVar[str] = "moe:"
+    names: ClassVar[tuple[str, ...]] = (
+        *("dim", "layers", "heads", "kv_heads"),
+        *("hidden", "experts", "top_k", "shared"),
+    )
+    expected: ClassVar[str] = (
+        "eight integers moe:dim,layers,heads,kv_heads,hidden,experts,top_k,shared "
+        "(moe:512,4,8,4,256,16,2,1)"
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -114,14 +119,6 @@ class MixtureConfig(ModelConfig):
             raise TrainError(
                 f"--model: expected top_k of at most {self.experts} experts, got {self.top_k}"
             )
-
-    @classmethod
-    def parse(cls, text: str, vocab: int) -> MixtureConfig:
-        """Parses the sizes after `moe:`, for example 512,4,8,4,256,16,2,1."""
-        names = ("dim", "layers", "heads", "kv_heads", "hidden", "experts", "top_k", "shared")
-        sizes = parse_sizes(text, MIXTURE, names, "eight", "moe:512,4,8,4,256,16,2,1")
-        ffn = sizes["hidden"] * (sizes["top_k"] + sizes["shared"])
-        return cls(ffn=max(ffn, 1), vocab=vocab, **sizes)  # errors name the sizes of the text
 
     @property
     def mixtures(self) -> int:
@@ -149,39 +146,20 @@ class MixtureConfig(ModelConfig):
             "active for a token"
         )
 
-    def __str__(self) -> str:
-        sizes = (self.dim, self.layers, self.heads, self.kv_heads, self.hidden, self.experts)
-        return MIXTURE + ",".join(map(str, (*sizes, self.top_k, self.shared)))
-
-
-def parse_sizes(
-    text: str, prefix: str, names: tuple[str, ...], count: str, example: str
-) -> dict[str, int]:
-    """Parses integers after a prefix, separated by commas; returns them by name."""
-    numbers = [SIZE.parse(number.strip(" ")) for number in text.removeprefix(prefix).split(",")]
-    sizes = [int(number) for number in numbers if number is not None]
-    if len(numbers) != len(names) or len(sizes) != len(names):
-        raise TrainError(
-            f"--model: expected {count} integers {prefix}{','.join(names)} ({example}), "
-            f"got {shown(text)}"
-        )
-    return dict(zip(names, sizes))
-
 
 def parse_model(text: str, vocab: int) -> ModelConfig:
     """Parses the text of a model of either kind."""
-    kind = MixtureConfig if text.startswith(MIXTURE) else ModelConfig
-    return kind.parse(text, vocab)
+    kind = MixtureConfig if text.startswith(MixtureConfig.prefix) else ModelConfig
+    numbers = [SIZE.read(size.strip(" ")) for size in text.removeprefix(kind.prefix).split(",")]
+    sizes = {name: size for name, size in zip(kind.names, numbers) if isinstance(size, int)}
+    if len(numbers) != len(kind.names) or len(sizes) != len(kind.names):
+        raise TrainError(f"--model: expected {kind.expected}, got {shown(text)}")
+    if kind is MixtureConfig:  # at least 1, so that errors name the sizes of the text
+        sizes["ffn"] = max(sizes["hidden"] * (sizes["top_k"] + sizes["shared"]), 1)
+    return kind(vocab=vocab, **sizes)
 
 
-def saved_model(values: Any) -> ModelConfig:
-    """Returns the model that job.json describes.
-
-    Raises:
-        TrainError: a value is missing or not as expected.
-    """
-    kind = MixtureConfig if isinstance(values, dict) and "experts" in values else ModelConfig
-    names = [f.name for f in dataclasses.fields(kind)]
-    fields: Fields = dict.fromkeys(names, COUNT)
-    require_fields("model", fields, values)
-    return kind(**{name: values[name] for name in names})
+def saved_model(where: str, values: Json) -> ModelConfig:
+    """Returns the model that job.json describes; TrainError where a value is not as expected."""
+    kind = MixtureConfig if "experts" in values else ModelConfig
+    return kind.from_json(where, values)

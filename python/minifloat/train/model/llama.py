@@ -21,15 +21,13 @@ E width of a head, F hidden width of the feed-forward, V vocabulary.
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from minifloat.moe.layer import MoE
-
-from .model_config import MixtureConfig, ModelConfig
+from ...moe.layer import MoE
+from .sizes import MixtureConfig, ModelConfig
 
 
 class RMSNorm(nn.Module):
@@ -78,7 +76,8 @@ class Attention(nn.Module):
         k = rotate(self.wk(x).view(heads), table).transpose(1, 2)
         v = self.wv(x).view(heads).transpose(1, 2)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        return self.wo(y.transpose(1, 2).flatten(2))
+        out: Tensor = self.wo(y.transpose(1, 2).flatten(2))
+        return out
 
 
 class FeedForward(nn.Module):
@@ -91,13 +90,8 @@ class FeedForward(nn.Module):
         self.w3 = nn.Linear(config.dim, config.ffn, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.w2(F.silu(self.w1(x)) * self.w3(x))
-
-
-def mixture_of(config: MixtureConfig) -> MoE:
-    """Builds one layer's experts, with fused gate and up."""
-    sizes = (config.dim, config.hidden, config.experts, config.top_k)
-    return MoE(*sizes, shared_experts=config.shared, fused_w13=True)
+        y: Tensor = self.w2(F.silu(self.w1(x)) * self.w3(x))
+        return y
 
 
 class Block(nn.Module):
@@ -108,14 +102,20 @@ class Block(nn.Module):
         self.attention_norm = RMSNorm(config.dim)
         self.attention = Attention(config)
         self.ffn_norm = RMSNorm(config.dim)
-        mixture = config if isinstance(config, MixtureConfig) and number > 0 else None
-        self.moe = mixture_of(mixture) if mixture else None
-        self.feed_forward = None if mixture else FeedForward(config)
+        self.moe: nn.Module | None = None
+        self.feed_forward: nn.Module | None = None
+        if isinstance(config, MixtureConfig) and number > 0:
+            sizes = (config.dim, config.hidden, config.experts, config.top_k)
+            self.moe = MoE(*sizes, shared_experts=config.shared, fused_w13=True)
+        else:
+            self.feed_forward = FeedForward(config)
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), table)
-        feed_forward: Any = self.moe or self.feed_forward
-        return x + feed_forward(self.ffn_norm(x))
+        feed_forward = self.moe or self.feed_forward
+        assert feed_forward is not None
+        y: Tensor = feed_forward(self.ffn_norm(x))
+        return x + y
 
 
 class Llama(nn.Module):
@@ -136,7 +136,8 @@ class Llama(nn.Module):
         x = self.tok_embeddings(tokens)
         for layer in self.layers:
             x = layer(x, self.rotary)
-        return self.output(self.norm(x))
+        logits: Tensor = self.output(self.norm(x))
+        return logits
 
 
 def init_weights(model: Llama, seed: int) -> None:

@@ -14,10 +14,11 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -28,25 +29,24 @@ from torch.distributed.checkpoint.state_dict import (
 )
 from tqdm import tqdm
 
-from minifloat.nn.convert.quantize import quantize_
-from minifloat.nn.state.checkpoint_state import load_training_state, training_state
-from minifloat.nn.state.delayed_scaling import step as finish_step
-
+from ...nn.convert.quantize import quantize_
+from ...nn.state.checkpoint_state import load_training_state, training_state
+from ...nn.state.delayed_scaling import step as finish_step
+from ..checks import Json, TrainError
+from ..config import TrainConfig
+from ..data.tokens import Batches
+from ..model.expert_load import LAST, Tokens, ignored_drops, load_of, read_tokens
+from ..model.llama import build_model
+from ..model.measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_in_product_dtype
+from ..recipes import RunSpec
 from . import checkpoint
-from .batches import Batches
-from .config import TrainConfig, TrainError
-from .experts import LAST, Tokens, dropped_rows, forget_dropped, ignored_drops, load_of, read_tokens
-from .gradients import average_gradients, clip_gradients
-from .measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_in_product_dtype
 from .metrics import Metrics
-from .model import build_model
-from .recipes import RunSpec
-from .saved import checkpoints_of
-from .world import World, whole
+from .processes import World
+from .sharding import average_gradients, clip_gradients, dropped_rows, forget_dropped, whole
 
 BETAS = (0.9, 0.95)
-Pairs = list[tuple[str, str]]
 FINAL_LR = 0.1  # of the peak, at the last step
+Pairs = list[tuple[str, str]]
 
 
 @dataclass(frozen=True)
@@ -57,17 +57,18 @@ class Job:
     batches: Batches
     tokens_fingerprint: str
     out: Path
-    starts: dict[str, Path]  # the checkpoint that a run resumes from, by the run's name
-    metrics: Metrics
+    starts: Mapping[str, Path]  # the checkpoint that a run resumes from, by the run's name
     light: SpeedOfLight
     should_stop: Callable[[], bool]
     world: World
 
-    def folder(self, run: RunSpec) -> Path:
-        return self.out / "runs" / run.folder
+
+def folder_of(out: Path, run: RunSpec) -> Path:
+    """Returns the folder of a run's files, checkpoints among them."""
+    return out / "runs" / run.folder
 
 
-def identity_of(run: RunSpec, config: TrainConfig, tokens_fingerprint: str) -> dict[str, Any]:
+def identity_of(run: RunSpec, config: TrainConfig, tokens_fingerprint: str) -> Json:
     """Returns the fields that a checkpoint and the job that resumes from it must share."""
     asked = {"recipe": run.recipe, "seed": run.seed, "tokens": tokens_fingerprint}
     return {**config.identity(), **asked}
@@ -120,13 +121,11 @@ class Run:
     """The state of one run, with its training step, evaluation and checkpoint."""
 
     def __init__(self, spec: RunSpec, job: Job) -> None:
-        self.spec, self.job, self.config = spec, job, job.config
+        self.spec, self.job, self.config, self.world = spec, job, job.config, job.world
+        self.checkpoints = folder_of(job.out, spec) / "checkpoints"
         self.step = 0
         self.tokens: Tokens = {}  # of each expert in the last step
-        self.peak_before = 0  # bytes, of the earlier processes of a resumed run
         self.memory = PeakMemory(self.config.device)
-        self.memory.start()
-        self.world = job.world
         self.model = self.world.shard(
             prepare_model(spec, self.config)[0],
             self.config.expert_parallel,
@@ -151,7 +150,7 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = lr
         loss = self.loss(*self.to_device(self.job.batches.training(self.spec.seed, self.step)))
-        loss.backward()
+        torch.autograd.backward(loss)
         average_gradients(self.model)
         norm = whole(clip_gradients(self.model.parameters(), self.config.clip))
         self.optimizer.step()
@@ -159,7 +158,10 @@ class Run:
         if self.spec.converts or self.config.model.mixtures:
             finish_step(self.model)
         values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
-        values |= self.balance()
+        self.tokens = read_tokens(self.model)
+        if self.tokens:
+            dropped = float(self.world.total(dropped_rows(self.model)))
+            values |= {"expert_load": load_of(self.tokens), "dropped_rows": dropped}
         self.step += 1
         seconds = time.perf_counter() - start
         return values | {
@@ -167,15 +169,6 @@ class Run:
             "speed_of_light": self.job.light.seconds / seconds,
             "step_ms": 1e3 * seconds,
         }
-
-    def balance(self) -> dict[str, float]:
-        """Reads the tokens of each expert; returns their load and the dropped rows."""
-        self.tokens = read_tokens(self.model)
-        if not self.tokens:
-            return {}
-        dropped = dropped_rows(self.model)
-        total = 0 if dropped is None else self.world.total(dropped)
-        return {"expert_load": load_of(self.tokens), "dropped_rows": float(total)}
 
     def measure_light(self) -> None:
         """Measures the speed of light again, outside the steps' time and their peak memory."""
@@ -201,8 +194,8 @@ class Run:
         return inputs.to(self.config.device), targets.to(self.config.device)
 
     # ---- Checkpoints -------------------------------------------------------------------------
-    def state(self) -> dict[str, Any]:
-        """Collects the state to save: model, optimizer, quantized layers, generators."""
+    def save(self) -> None:
+        """Writes a checkpoint: model, optimizer, quantized layers, generators."""
         model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
         rng = {"cpu": torch.get_rng_state()}
         if self.config.device == "cuda":
@@ -210,18 +203,13 @@ class Run:
         state = {"model": model, "optimizer": optimizer, "rng": rng}
         if self.spec.converts:
             state["minifloat"] = training_state(self.model)
-        return state
-
-    def save(self) -> None:
-        """Writes a checkpoint."""
-        self.job.metrics.sync()
         meta = {
             "run": self.spec.name,
             "identity": identity_of(self.spec, self.config, self.job.tokens_fingerprint),
-            "peak_bytes": self.peak_bytes(),
+            "peak_bytes": self.memory.bytes(),
             "torch": torch.__version__,
         }
-        checkpoint.save(self.checkpoints, self.step, self.state(), meta)
+        checkpoint.save(self.checkpoints, self.step, state, meta)
 
     def restore(self) -> None:
         """Loads the run's checkpoint, if the job has found and verified one."""
@@ -229,19 +217,16 @@ class Run:
         if found is None:
             return
         meta = checkpoint.read_meta(found)
-        with checkpoint.named_in_errors(found):
-            state = self.state()
-            checkpoint.load(found, state)
-            self.set_state(state)
-        self.step, self.peak_before = meta["step"], meta["peak_bytes"]
+        checkpoint.load(found, self.set_state)
+        self.step, self.memory.highest = meta["step"], meta["peak_bytes"]
         if meta["torch"] != torch.__version__:
             tqdm.write(
                 f"{self.spec.name}: the checkpoint is torch {meta['torch']}'s, this is "
                 f"{torch.__version__}: expect results that differ in the last bits"
             )
 
-    def set_state(self, state: dict[str, Any]) -> None:
-        """Sets the state that `state` collected."""
+    def set_state(self, state: Json) -> None:
+        """Sets the state that `save` collected."""
         set_state_dict(
             self.model,
             self.optimizer,
@@ -255,37 +240,37 @@ class Run:
         if self.spec.converts:
             load_training_state(self.model, state["minifloat"])
 
-    @property
-    def checkpoints(self) -> Path:
-        return checkpoints_of(self.job.out, self.spec)
 
-    def peak_bytes(self) -> int:
-        return max(self.peak_before, self.memory.bytes())
-
-
-def train_run(spec: RunSpec, job: Job, title: str) -> dict[str, Any]:
+def train_run(spec: RunSpec, job: Job, title: str) -> Json:
     """Trains a run to its end, or to a stop; returns its status, step and peak memory."""
     config = job.config
     run = Run(spec, job)
     run.restore()
-    job.metrics.begin(spec.name, spec.folder, run.step)
     status, first, saved_at = "finished", run.step, run.step
-    with ignored_drops(), progress_bar(title, run.step, config.steps) as bar:
+    with (
+        closing(Metrics(job.out, spec.name, spec.folder, run.step)) as metrics,
+        ignored_drops(),
+        tqdm(
+            total=config.steps, initial=run.step, desc=title, unit="step", dynamic_ncols=True
+        ) as bar,
+    ):
         while run.step < config.steps:
             if (run.step - first) % MEASURE_EVERY == 0:
                 run.measure_light()
             values = run.train_step()
-            job.metrics.write("train", run.step, values)
+            metrics.write("train", run.step, values)
             if run.tokens and run.step > config.steps - LAST:
-                job.metrics.write_tokens(run.step, run.tokens)
+                metrics.append("experts", run.step, {"tokens": run.tokens})
             show(bar, values)
             if not math.isfinite(values["loss"]):
                 status = f"diverged at step {run.step}"
                 break
-            if run.step % config.eval_every == 0 or run.step == config.steps:
-                job.metrics.write("eval", run.step, run.evaluate())
-            stopping = job.should_stop() and run.step < config.steps
-            if stopping or run.step % config.checkpoint_every == 0 or run.step == config.steps:
+            is_last = run.step == config.steps
+            if run.step % config.eval_every == 0 or is_last:
+                metrics.write("eval", run.step, run.evaluate())
+            stopping = job.should_stop() and not is_last
+            if stopping or run.step % config.checkpoint_every == 0 or is_last:
+                metrics.sync()
                 run.save()
                 saved_at = run.step
             if stopping:
@@ -293,15 +278,11 @@ def train_run(spec: RunSpec, job: Job, title: str) -> dict[str, Any]:
                 break
     if not status.startswith("stopped"):
         meta = {"config": config.to_json(), "recipe": spec.recipe, "step": run.step}
-        checkpoint.save_weights(job.folder(spec) / "weights.pt", run.model, meta)
-    return {"status": status, "step": run.step, "saved_at": saved_at, "peak": run.peak_bytes()}
+        checkpoint.save_weights(folder_of(job.out, spec) / "weights.pt", run.model, meta)
+    return {"status": status, "step": run.step, "saved_at": saved_at, "peak": run.memory.bytes()}
 
 
-def progress_bar(title: str, step: int, steps: int) -> tqdm:
-    return tqdm(total=steps, initial=step, desc=title, unit="step", dynamic_ncols=True)
-
-
-def show(bar: tqdm, values: dict[str, float]) -> None:
+def show(bar: tqdm[None], values: Mapping[str, float]) -> None:
     """Shows loss, experts' load, tokens/s and the share of the speed of light beside the bar."""
     load = ""
     if "expert_load" in values:

@@ -19,18 +19,17 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from minifloat.moe.layer import Experts
-from minifloat.moe.router import Router
-
-from .config import TrainConfig
-from .model import Llama, cross_entropy
+from ...moe.layer import Experts
+from ...moe.router import Router
+from ..config import TrainConfig
+from .llama import Llama, cross_entropy
 
 MEASURE_EVERY = 10  # steps between two measurements of the speed of light
 
@@ -79,7 +78,8 @@ def cuda_seconds(work: Callable[[], object], calls: int = 16) -> float:
         work()
     end.record()
     end.synchronize()
-    return begin.elapsed_time(end) / 1e3 / calls
+    milliseconds: float = begin.elapsed_time(end)
+    return milliseconds / 1e3 / calls
 
 
 def products_of(model: nn.Module, tokens: int) -> Iterator[tuple[int, int, int]]:
@@ -134,15 +134,7 @@ class SpeedOfLight:
         return self.flops / self.seconds / 1e9
 
 
-def measure_speed_of_light(config: TrainConfig) -> SpeedOfLight:
-    """Returns the speed of light, measured once."""
-    light = SpeedOfLight(config)
-    light.measure()
-    return light
-
-
-@dataclass(frozen=True)
-class SavedBytes:
+class SavedBytes(NamedTuple):
     """Bytes a token that a forward saves for its backward: by all, and by linears and experts."""
 
     total: float
@@ -158,10 +150,9 @@ def saved_bytes_per_token(
     (copies of weights, their codes) are not counted.
     """
     small = max(1, config.batch // 2)
-    total_1, linears_1 = saved_bytes(model, config, forward, small)
-    total_2, linears_2 = saved_bytes(model, config, forward, 2 * small)
+    of_small, of_large = (saved_bytes(model, config, forward, n) for n in (small, 2 * small))
     tokens = small * config.seq
-    return SavedBytes((total_2 - total_1) / tokens, (linears_2 - linears_1) / tokens)
+    return SavedBytes(*((large - few) / tokens for few, large in zip(of_small, of_large)))
 
 
 def saved_bytes(
@@ -174,27 +165,19 @@ def saved_bytes(
     owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
     saved: dict[int, int] = {}  # storage address -> bytes; autograd keeps the storages alive
     in_linear: dict[int, int] = {}
-    depth = 0
-
-    def enter(*_: object) -> None:
-        nonlocal depth
-        depth += 1
-
-    def leave(*_: object) -> None:
-        nonlocal depth
-        depth -= 1
+    entered: list[object] = []  # linears and experts whose forward runs
 
     def pack(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage.data_ptr() not in owned:
             saved[storage.data_ptr()] = storage.nbytes()
-            if depth:
+            if entered:
                 in_linear[storage.data_ptr()] = storage.nbytes()
         return tensor
 
     linears = [m for m in model.modules() if isinstance(m, nn.Linear | Experts)]
-    hooks = [m.register_forward_pre_hook(enter) for m in linears]
-    hooks += [m.register_forward_hook(leave) for m in linears]
+    hooks = [m.register_forward_pre_hook(lambda m, _: entered.append(m)) for m in linears]
+    hooks += [m.register_forward_hook(lambda m, *_: entered.remove(m)) for m in linears]
     generator = torch.Generator().manual_seed(0)
     size = (batch, config.seq)
     ids = torch.randint(0, config.model.vocab, size, generator=generator).to(config.device)
@@ -219,7 +202,7 @@ def loss_in_product_dtype(model: nn.Module, device: str) -> Callable[[Tensor, Te
 
 
 class PeakMemory:
-    """Peak bytes since `start`.
+    """Peak bytes since the object was made.
 
     GPU: of all tensors together. CPU: of the resident memory that the process has added, so
     interpreter and libraries are not counted.
@@ -227,19 +210,15 @@ class PeakMemory:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.base = 0
         self.highest = 0  # before the latest reset
-
-    def start(self) -> None:
         gc.collect()
-        if self.device == "cuda":
+        if device == "cuda":
             torch.cuda.empty_cache()
         else:
             with suppress(OSError):  # not glibc
                 ctypes.CDLL("libc.so.6").malloc_trim(0)
         self.reset()
-        self.base = 0 if self.device == "cuda" else status_bytes("VmRSS")
-        self.highest = 0
+        self.base = 0 if device == "cuda" else status_bytes("VmRSS")
 
     def reset(self) -> None:
         """Resets the peak that the system or torch counts."""
@@ -267,10 +246,8 @@ class PeakMemory:
 
 def status_bytes(key: str) -> int:
     """Returns a field of /proc/self/status in bytes; 0 where there is none."""
-    try:
+    with suppress(OSError):  # not Linux
         for line in Path("/proc/self/status").read_text().splitlines():
             if line.startswith(key + ":"):
                 return int(line.split()[1]) * 1024
-    except OSError:
-        pass
     return 0

@@ -13,6 +13,9 @@ from __future__ import annotations
 import os
 import signal
 import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
 
 INTERRUPTED = 130  # exit code
 
@@ -33,29 +36,18 @@ def is_the_command() -> bool:
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "minifloat"
 
 
-class Handled:
-    """A context in which `wanted` handles Ctrl-C, unless the caller ignores or handles it."""
-
-    def __init__(self, wanted: object) -> None:
-        self.wanted, self.before = wanted, signal.getsignal(signal.SIGINT)
-
-    def __enter__(self) -> None:
-        if self.before in (end, signal.default_int_handler):
-            signal.signal(signal.SIGINT, self.wanted)  # type: ignore[arg-type]
-
-    def __exit__(self, *_: object) -> None:
-        if self.before in (end, signal.default_int_handler):
-            signal.signal(signal.SIGINT, self.before)
-
-
-def ends_the_process() -> Handled:
-    """Returns a context in which Ctrl-C ends the process at once: for imports."""
-    return Handled(end)
-
-
-def raises() -> Handled:
-    """Returns a context in which Ctrl-C raises KeyboardInterrupt, whatever it does outside."""
-    return Handled(signal.default_int_handler)
+@contextmanager
+def handled(by: Callable[[int, FrameType | None], object]) -> Iterator[None]:
+    """Makes `by` handle Ctrl-C inside, unless the caller ignores or handles it."""
+    before = signal.getsignal(signal.SIGINT)
+    is_free = before in (end, signal.default_int_handler)
+    if is_free:
+        signal.signal(signal.SIGINT, by)
+    try:
+        yield
+    finally:
+        if is_free:
+            signal.signal(signal.SIGINT, before)
 
 
 if is_the_command() and signal.getsignal(signal.SIGINT) is signal.default_int_handler:

@@ -13,72 +13,56 @@ import os
 import platform
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
-from typing import Any
+from threading import Event
 
 import torch
 import torch.utils.deterministic as deterministic
 
-from minifloat.interrupt import INTERRUPTED
-
-from . import checkpoint
-from .batches import Batches
-from .config import TrainConfig
-from .corpus import Corpus, load_corpus
-from .fields import TrainError
-from .files import lock, write_json, write_text
-from .loop import Job, identity_of, prepare_model, train_run
-from .measure import (
+from ..checks import Json, TrainError, say
+from ..config import TrainConfig
+from ..data.corpus import Corpus, load_corpus
+from ..data.tokens import Batches, Tokens, require_enough, tokenize
+from ..durable_files import lock, write_json, write_text
+from ..interrupt import INTERRUPTED
+from ..model.measure import (
+    SpeedOfLight,
     describe_product_dtype,
     loss_in_product_dtype,
-    measure_speed_of_light,
     saved_bytes_per_token,
 )
-from .metrics import Metrics, read_records
-from .plot import draw_losses
-from .recipes import RunSpec
-from .report import baseline_of, curves_of, markdown_report, markdown_table, table_rows
-from .saved import (
-    SavedJob,
-    checkpoints_of,
-    find_starts,
-    require_same_tokens,
-    results_in,
-    say,
-)
-from .tokens import Tokens, require_enough, tokenize
-from .world import World
+from ..recipes import RunSpec
+from ..report.plot import draw_losses
+from ..report.table import baseline_of, curves_of, markdown_report, markdown_table, table_rows
+from . import checkpoint
+from .metrics import FILE, read_records
+from .processes import World
+from .resume import SavedJob, find_starts, require_same_tokens, results_in
+from .run import Job, folder_of, identity_of, prepare_model, train_run
 
 FP32_STATE = 16  # bytes a parameter: weight, gradient, AdamW's two moments
 
 
-@dataclass
-class StopFlag:
-    """A flag that the first Ctrl-C or SIGTERM sets; a second one ends the process at once."""
+@contextmanager
+def stop_signals(stop: Event) -> Iterator[None]:
+    """Sets `stop` at the first Ctrl-C or SIGTERM inside; a second one ends the process at once."""
 
-    stopped: bool = False
+    def handle(signum: int, frame: object) -> None:
+        stop.set()
+        for number in before:
+            signal.signal(number, signal.SIG_DFL)
+        say("\nstopping after this step, with a checkpoint and a report; again to stop at once")
 
-    def __call__(self) -> bool:
-        return self.stopped
-
-    @contextmanager
-    def installed(self) -> Iterator[None]:
-        def stop(signum: int, frame: object) -> None:
-            self.stopped = True
-            for number in before:
-                signal.signal(number, signal.SIG_DFL)
-            say("\nstopping after this step, with a checkpoint and a report; again to stop at once")
-
-        before = {n: signal.signal(n, stop) for n in (signal.SIGINT, signal.SIGTERM)}
-        try:
-            yield
-        finally:
-            for number, handler in before.items():
-                signal.signal(number, handler)
+    before = {n: signal.signal(n, handle) for n in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def train(
@@ -105,7 +89,7 @@ def train(
     if saved:
         require_same_tokens(out, saved, tokens.fingerprint)
     facts = {run.name: describe_run(run, config) for run in runs}
-    flag = StopFlag()
+    stop = Event()
     if not saved and results_in(out):
         say(f"an earlier job's results moved from {out} to {move_aside(out)}")
     with lock(out):
@@ -114,33 +98,29 @@ def train(
             identities = {run.name: identity_of(run, config, tokens.fingerprint) for run in runs}
             starts = world.agree(partial(find_starts, out, saved, identities))
         save_job(out, config, runs, tokens)
-        batches = Batches(tokens.train, tokens.validation, config.seq, config.batch)
-        light = measure_speed_of_light(config)
+        light = SpeedOfLight(config)
+        light.measure()
         say(
             f"products of one step alone: {1e3 * light.seconds:.0f} ms, "
             f"{light.gflops_per_s:.0f} GFLOP/s in {describe_product_dtype(config.device)}"
         )
-        stop = partial(agreed, flag, world)
-        metrics = Metrics(out)
-        job = Job(config, batches, tokens.fingerprint, out, starts, metrics, light, stop, world)
+        batches = Batches(tokens.train, tokens.validation, config.seq, config.batch)
+
+        def should_stop() -> bool:  # on any rank; all call it together
+            return world.any(stop.is_set())
+
+        job = Job(config, batches, tokens.fingerprint, out, starts, light, should_stop, world)
         try:
-            with flag.installed():
+            with stop_signals(stop):
                 train_all(job, runs, facts, saved.results if saved else {})
         except (TrainError, OSError):
-            job.metrics.close()
             try:
                 write_report(job, runs, facts, job_facts(job, corpus, tokens))
             except (TrainError, OSError) as error:
                 say(f"and no report: {error}")
             raise
-        job.metrics.close()
         write_report(job, runs, facts, job_facts(job, corpus, tokens))
-    return INTERRUPTED if flag() else 0
-
-
-def agreed(flag: StopFlag, world: World) -> bool:
-    """Tells whether any rank is to stop. All ranks call this together."""
-    return world.any(flag())
+    return INTERRUPTED if stop.is_set() else 0
 
 
 def make_deterministic(config: TrainConfig) -> None:
@@ -161,8 +141,8 @@ def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
             f"skipped {len(corpus.skipped)} files that are no text, the first: "
             f"{corpus.skipped[0][0]} ({corpus.skipped[0][1]}); report.md lists them"
         )
-    if corpus.left_out or corpus.cut:
-        say(f"--data-mb {config.data_mb:g}: {beyond_limit(corpus)}")
+    if corpus.beyond_limit:
+        say(f"--data-mb {config.data_mb:g}: {corpus.beyond_limit}")
     start = time.perf_counter()
     tokens = tokenize(corpus, config.model.vocab, cache)
     require_enough(tokens, corpus, config.seq, config.batch)
@@ -172,12 +152,6 @@ def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
         f"({time.perf_counter() - start:.1f} s)"
     )
     return corpus, tokens
-
-
-def beyond_limit(corpus: Corpus) -> str:
-    """Describes the text that --data-mb has left out."""
-    texts = [f"{corpus.left_out} files left out"] if corpus.left_out else []
-    return ", ".join([*texts, f"{corpus.cut} cut"] if corpus.cut else texts)
 
 
 def require_memory(config: TrainConfig) -> None:
@@ -195,11 +169,12 @@ def require_memory(config: TrainConfig) -> None:
         )
 
 
-def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
+def describe_run(run: RunSpec, config: TrainConfig) -> Json:
     """Describes a run before its start, which finds a recipe that does not fit the model."""
     try:
         model, converted, skipped = prepare_model(run, config)
-        saved = saved_bytes_per_token(model, config, loss_in_product_dtype(model, config.device))
+        forward = loss_in_product_dtype(model, config.device)
+        saved_total, saved_linears = saved_bytes_per_token(model, config, forward)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
@@ -209,27 +184,19 @@ def describe_run(run: RunSpec, config: TrainConfig) -> dict[str, Any]:
         ) from error
     if converted:
         say(
-            f"{run.name}: {len(converted)} {converted_layers(config)} under "
+            f"{run.name}: {len(converted)} {config.model.converted_layers} under "
             f"{run.trained_recipe!r}, {len(skipped)} left as they are (keep={run.keep})"
         )
     return {
         "status": "not started",
         "converted": len(converted),
-        "saved_total": saved.total,
-        "saved_linears": saved.linears,
+        "saved_total": saved_total,
+        "saved_linears": saved_linears,
     }
 
 
-def converted_layers(config: TrainConfig) -> str:
-    """Names what a recipe converts in the job's model."""
-    return "linear layers and weights of experts" if config.model.mixtures else "linear layers"
-
-
 def train_all(
-    job: Job,
-    runs: Sequence[RunSpec],
-    facts: dict[str, dict[str, Any]],
-    results: dict[str, dict[str, Any]],
+    job: Job, runs: Sequence[RunSpec], facts: dict[str, Json], results: Mapping[str, Json]
 ) -> None:
     """Trains every run without a result, one after the other, until one is stopped."""
     for number, run in enumerate(runs, 1):
@@ -242,15 +209,15 @@ def train_all(
         outcome = train_run(run, job, f"{run.name} [{number}/{len(runs)}]")
         facts[run.name] |= outcome
         if not outcome["status"].startswith("stopped"):
-            write_json(job.folder(run) / "result.json", facts[run.name])
-            checkpoint.prune(checkpoints_of(job.out, run), keep=1)
+            folder = folder_of(job.out, run)
+            write_json(folder / "result.json", facts[run.name])
+            checkpoint.prune(folder / "checkpoints", outcome["saved_at"], keep=1)
 
 
 def save_job(out: Path, config: TrainConfig, runs: Sequence[RunSpec], tokens: Tokens) -> None:
     """Writes job.json and makes the runs' folders."""
-    (out / "runs").mkdir(parents=True, exist_ok=True)
     for run in runs:
-        (out / "runs" / run.folder).mkdir(exist_ok=True)
+        folder_of(out, run).mkdir(parents=True, exist_ok=True)
     content = {"config": config.to_json(), "runs": [asdict(run) for run in runs]}
     write_json(out / "job.json", {**content, "tokens": tokens.fingerprint})
 
@@ -265,25 +232,19 @@ def move_aside(out: Path) -> Path:
         return out.rename(target)
 
 
-def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
+def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> Json:
     """Returns the job's part of report.json: model, data, schedule and device."""
     config, model = job.config, job.config.model
-    count = sum(x.numel() for x in job.batches.validation_set(config.eval_batches)[0]) // 2
-    validation_tokens = count * len(job.batches.validation_set(config.eval_batches))
+    validation = job.batches.validation_set(config.eval_batches)
+    is_gpu = config.device == "cuda"
     where = f"{platform.machine()} CPU, {config.threads} threads"
-    if config.device == "cuda":
+    if is_gpu:
         where = torch.cuda.get_device_name()
     if config.processes > 1:
-        divided = ""
-        if config.expert_parallel > 1:
-            divided = f", experts divided over groups of {config.expert_parallel}"
-        if config.expert_capacity is not None:
-            divided += f" with capacity {config.expert_capacity}"
-        where = f"{config.processes} processes under FSDP2{divided}, each {where}"
-    if config.compile:
-        where += ", compiled"
-    beyond, layers = beyond_limit(corpus), converted_layers(config)
-    left_out = f"; by --data-mb: {beyond}" if beyond else ""
+        where = f"{config.processes} processes under FSDP2{config.layout}, each {where}"
+    else:
+        where += config.layout
+    left_out = f"; by --data-mb: {corpus.beyond_limit}" if corpus.beyond_limit else ""
     return {
         "title": "Training side by side",
         "setting": [
@@ -294,27 +255,25 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> dict[str, Any]:
             f"schedule: {config.steps} steps of {config.batch} x {config.seq} tokens, AdamW, "
             f"learning rate {config.lr:g}, {config.warmup} steps of warmup, cosine to a tenth",
             "precision: fp32 parameters and optimizer, compute in "
-            f"{describe_product_dtype(config.device)}, recipes in {layers}",
+            f"{describe_product_dtype(config.device)}, recipes in {model.converted_layers}",
             f"device: {where}, torch {torch.__version__}",
         ],
         "steps": config.steps,
-        "validation_tokens": validation_tokens,
+        "validation_tokens": sum(inputs.numel() for inputs, _ in validation),
         "step_flops": job.light.flops,
         "memory_note": "all tensors together, at their most (torch.cuda.max_memory_allocated)"
-        if config.device == "cuda"
+        if is_gpu
         else "resident memory that the run added to the process, at its highest",
-        "layers": layers,
+        "layers": model.converted_layers,
         "mixtures": model.mixtures,
         "experts": model.mixtures * getattr(model, "experts", 0),
         "skipped_files": corpus.skipped,
     }
 
 
-def write_report(
-    job: Job, runs: Sequence[RunSpec], facts: dict[str, dict[str, Any]], context: dict[str, Any]
-) -> None:
+def write_report(job: Job, runs: Sequence[RunSpec], facts: dict[str, Json], context: Json) -> None:
     """Writes loss.png, report.md and report.json, and prints the table."""
-    records = read_records(job.metrics.path)
+    records = read_records(job.out / FILE)
     curves = {run.name: curves_of(records, run.name) for run in runs}
     baseline = baseline_of(runs, job.config.seed)
     rows = table_rows(runs, curves, facts, baseline)

@@ -1,0 +1,1 @@
+"""The text of a job: its documents, their token ids, batches."""

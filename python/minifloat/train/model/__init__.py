@@ -1,0 +1,1 @@
+"""The model of a job: the Llama, its sizes, and what is measured of it."""

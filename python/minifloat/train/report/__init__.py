@@ -1,0 +1,1 @@
+"""The report of a job: the table and the figure."""
