@@ -202,7 +202,7 @@ def quantize_master_weights(
         _refuse_processing(model_weights)
     if not model_weights:
         agreement = torch.classes.minifloat.Agreement()
-        _native_casts([], None, agreement).quantize([], [], [], _group_name(group))
+        _native_casts([], None, agreement)([], [], [], _group_name(group))
         return
     plans = [plan_of(weight) for weight in model_weights]
     shards: list[tuple[Tensor, int]] = []  # of each matrix
