@@ -63,7 +63,13 @@ def test_all_examples_run():
     assert files == {re.split("[ ,]", name)[0] for name in RUNS}
 
 
-@pytest.mark.parametrize("name", RUNS)
+QUICK = ("train_one_gpu fp8_delayed", "train_fsdp2 fp8_rowwise")  # the two that README names
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in RUNS],
+)
 def test_an_example_trains(name, tmp_path):
     before, variables, lines = RUNS[name]
     file, *arguments = name.split(",")[0].split()

@@ -373,21 +373,21 @@ def check_fsdp(rank):
         require_like(got, want, want, True, form)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_layer_of_two_ranks(recipe):
-    run_world(2, check_layer, [recipe])
+def test_layer_of_two_ranks():
+    run_world(2, check_layer, RECIPES)
 
 
-@pytest.mark.parametrize(
-    "check", [check_primary, check_reuse, check_refusals, check_order, check_compiled]
-)
-def test_two_ranks(check):
-    run_world(2, check)
+def check_all(rank):
+    for check in (check_primary, check_reuse, check_refusals, check_order, check_compiled):
+        check(rank)
 
 
-@pytest.mark.parametrize("recipe", ["fp8_delayed", "nvfp4", RANDOM])
-def test_four_ranks(recipe):
-    run_world(4, check_layer, [recipe])
+def test_two_ranks():
+    run_world(2, check_all)
+
+
+def test_four_ranks():
+    run_world(4, check_layer, ["fp8_delayed", "nvfp4", RANDOM])
 
 
 def test_fsdp2_shards_cut_experts():

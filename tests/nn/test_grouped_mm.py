@@ -72,14 +72,15 @@ class Case:
         dw = w.grad if self.layout == "column" else w.grad.transpose(-2, -1)
         return y.detach(), a.grad, dw, None if bias is None else bias.grad
 
-    def expert(self, e, rows):
+    def expert(self, e, rows, rng=None):
         """Returns what a linear layer computes from one expert's rows."""
+        rng = self.rng if rng is None else rng
         a, w = self.x[rows].clone().requires_grad_(), self.w[e].clone().requires_grad_()
         bias = None if self.bias is None else self.bias[e].clone().requires_grad_()
         history = None if self.history is None else self.history[:, e].clone()
         if history is not None:
             history[:, 1:] = 0
-        y = mf.linear(a, w, bias, self.recipe, rng=self.rng, amax_history=history)
+        y = mf.linear(a, w, bias, self.recipe, rng=rng, amax_history=history)
         y.backward(self.g[rows])
         return (y.detach(), a.grad, w.grad, None if bias is None else bias.grad), history
 
@@ -89,11 +90,14 @@ def groups_of(case):
     return [(e, slice(begin, end)) for e, (begin, end) in enumerate(pairwise(ends))]
 
 
+def distance(a, b):
+    return (a.float() - b.float()).norm() / b.float().norm().clamp_min(1e-9)
+
+
 def close(got, want, limit):
-    if want.numel() == 0:
-        return
-    error = (got.float() - want.float()).norm() / want.float().norm().clamp_min(1e-9)
-    assert error <= limit, f"{error:.3g} > {limit}"
+    if want.numel():
+        error = distance(got, want)
+        assert error <= limit, f"{error:.3g} > {limit}"
 
 
 @pytest.mark.parametrize("layout", ["column", "row"])
@@ -102,17 +106,24 @@ def test_experts_are_linear_layers_of_their_rows(text, layout):
     recipe = recipe_of(text)
     case = Case(recipe, layout=layout, bias=layout == "row")
     y, da, dw, db = case.run()
-    # Sums of the same products in another order; under +sr other random bits.
-    limit = 4e-3 if deterministic(recipe) else 0.5
     for e, rows in groups_of(case):
-        (want_y, want_da, want_dw, want_db), history = case.expert(e, rows)
-        close(y[rows], want_y, limit)
-        close(da[rows], want_da, limit)
+        wanted, history = case.expert(e, rows)
+        want_y, want_da, want_dw, want_db = wanted
+        # Sums of the same products in another order. Under +sr the random bits are others as well:
+        # then the distance is that of two draws, of which the layer alone shows four.
+        limits = [4e-3] * 3
+        if not deterministic(recipe):
+            draws = [case.expert(e, rows, torch.tensor([3, i]))[0] for i in range(2, 6)]
+            limits = [
+                4e-3 + 1.5 * max(distance(draw[i], wanted[i]) for draw in draws) for i in range(3)
+            ]
+        close(y[rows], want_y, limits[0])
+        close(da[rows], want_da, limits[1])
         if rows.start == rows.stop:
             assert dw[e].eq(0).all()
             assert not dw[e].signbit().any()
         else:
-            close(dw[e], want_dw, limit)
+            close(dw[e], want_dw, limits[2])
         if db is not None:
             close(db[e], want_db, 1e-2)
         if history is not None:
@@ -121,8 +132,7 @@ def test_experts_are_linear_layers_of_their_rows(text, layout):
     assert da[-case.tail :].eq(0).all()
 
 
-@pytest.mark.parametrize("reuses", [False, True])
-@pytest.mark.parametrize("layout", ["column", "row"])
+@pytest.mark.parametrize(("layout", "reuses"), [("column", True), ("row", False)])
 @pytest.mark.parametrize("text", [*PRESETS, *MIXED])
 def test_backward_from_values_equals_that_from_saved_codes(text, layout, reuses):
     recipe = recipe_of(text)

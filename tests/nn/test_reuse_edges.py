@@ -33,11 +33,12 @@ def uncounted_writes(weight):
     address = weight.data_ptr()
 
     def back_to_the_old_address():
-        for _ in range(20):
-            weight.data = weight.data * 0.99
-            weight.data = weight.data - shift
-            if weight.data_ptr() == address:
-                return
+        memory = weight.data
+        weight.data = memory - shift
+        assert weight.data_ptr() != address
+        memory.copy_(weight.data)
+        weight.data = memory
+        assert weight.data_ptr() == address
 
     return {
         "data, in place": lambda: weight.data.add_(shift),

@@ -9,6 +9,7 @@ import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from random import Random
 
 import minifloat as mf
 import pytest
@@ -17,7 +18,8 @@ import torch
 from tests.support import fuzz_ops
 
 ROOT = Path(__file__).parents[2]
-CALLS, PROCESSES, MOST_DEATHS = 10_000, 4, 5
+CALLS, MOST_DEATHS = 2500, 5  # of a seed
+LEAST_VALID = 5  # of 20; the call with the most refusals has 7
 COMMAND = "PYTHONPATH=python python -m tests.support.fuzz_ops --seed {} --first {} --calls 1"
 
 
@@ -48,8 +50,7 @@ def test_every_op_and_public_function_has_a_valid_call():
 @pytest.mark.parametrize("name", fuzz_ops.names())
 def test_the_valid_calls_are_valid(name):
     """Runs the unchanged calls: hostile changes start from arguments that an op accepts."""
-    from random import Random
-
+    valid, last = 0, None
     for seed in range(20):
         torch.manual_seed(seed)
         rng = Random(seed)
@@ -57,10 +58,12 @@ def test_the_valid_calls_are_valid(name):
         one = fuzz_ops.CALLS[name](rng, arena)
         try:
             one.run(**one.args)
-            return
+            valid += 1
         except ValueError as error:  # of one spec, such as a cut that it has not
             last = error
-    raise AssertionError(f"20 calls of {name} raised, the last {last}")
+        if valid == LEAST_VALID:
+            return
+    raise AssertionError(f"{valid} of 20 calls of {name} were valid, the last error was {last}")
 
 
 def run_calls(seed, first, calls, state):
@@ -96,14 +99,12 @@ def faults_of(seed, calls, folder):
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="memory is bounded as Linux counts it")
-def test_no_hostile_call_ends_the_process_or_writes_where_it_must_not(tmp_path):
+@pytest.mark.parametrize("seeds", [[0], pytest.param([1, 2, 3], marks=pytest.mark.slow)])
+def test_no_hostile_call_ends_the_process_or_writes_where_it_must_not(seeds, tmp_path):
     started = time.perf_counter()
     with ThreadPoolExecutor(2) as pool:
-        seeds = range(PROCESSES)
-        calls = [CALLS // PROCESSES] * PROCESSES
-        found = [
-            f for part in pool.map(faults_of, seeds, calls, [tmp_path] * PROCESSES) for f in part
-        ]
-    print(f"{CALLS} calls in {time.perf_counter() - started:.0f} s")
+        each = pool.map(lambda seed: faults_of(seed, CALLS, tmp_path), seeds)
+        found = [fault for faults in each for fault in faults]
+    print(f"{CALLS} calls of each seed in {time.perf_counter() - started:.0f} s")
     repeat = f"repeat one with {COMMAND.format('SEED', 'INDEX')}"
     assert not found, f"{len(found)} faults; {repeat}\n" + "\n".join(found)

@@ -4,6 +4,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 IMPORT_ALL = """
 import importlib, sys
@@ -38,6 +40,7 @@ def test_every_benchmark_imports():
     output_of("-c", IMPORT_ALL, BENCHMARKS, *names)
 
 
+@pytest.mark.slow
 def test_fsdp_host_prints_its_table():
     title, row = output_of(BENCHMARKS / "fsdp_host.py", "--recipes", "nvfp4").splitlines()
     assert title.split()[0] == "recipe"

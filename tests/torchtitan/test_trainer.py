@@ -14,6 +14,8 @@ from minifloat._native import ops
 from tests.support.titan_job import prepare, train, write_assets
 from tests.support.worlds import run_world
 
+pytestmark = pytest.mark.slow  # each starts torchtitan, most of them twice
+
 STEPS = 5
 OPTIONS = [
     f"--training.steps={STEPS}",

@@ -15,6 +15,7 @@ def losses(out, name):
     return [record["val_loss"] for record in digest(out, name)[1] if record["kind"] == "eval"]
 
 
+@pytest.mark.slow
 def test_a_compiled_job_trains_as_the_eager_one(tiny, tmp_path):
     compiled, eager = tmp_path / "compiled", tmp_path / "eager"
     assert run(tiny, compiled, *OPTIONS, "--compile") == 0

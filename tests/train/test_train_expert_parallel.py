@@ -72,6 +72,7 @@ def records_of(out):
 # ---- losses --------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_losses_are_those_of_one_process(folder, tmp_path):
     """Compares losses, as test_train_world.py does, whose tolerances hold for bf16 and at first.
 
@@ -242,6 +243,7 @@ def test_dropped_rows_are_those_of_all_ranks():
     run_world(2, check_dropped_rows)
 
 
+@pytest.mark.slow
 def test_a_capacity_drops_rows_which_records_have(folder, tmp_path):
     """Checks that a capacity for all rows drops none, and what a small one drops."""
     how = "--recipes=bf16", "--steps=2", "--expert-parallel=2"
@@ -267,6 +269,7 @@ def test_a_capacity_drops_rows_which_records_have(folder, tmp_path):
 # ---- checkpoints ---------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_killed_job_resumes_with_the_same_losses_or_on_one_process(folder, tmp_path):
     """Kills a job, and resumes it on its ranks, and on one process with whole experts.
 

@@ -55,6 +55,7 @@ def test_losses_are_those_of_one_process(folder, tmp_path):
         assert abs(a[name] - b[name]) <= tolerance * a[name], (a, b)
 
 
+@pytest.mark.slow
 def test_a_mixture_trains_as_on_one_process(folder, tmp_path):
     """Compares a model with experts, cut unevenly over two ranks, with that of one process.
 
@@ -78,6 +79,7 @@ def test_a_mixture_trains_as_on_one_process(folder, tmp_path):
         assert abs(a[name] - b[name]) <= tolerance * a[name], (a, b)
 
 
+@pytest.mark.slow
 def test_stops_together_and_goes_on(folder, tmp_path):
     """Stops a job at one step on all ranks, and resumes it."""
     recipe = ("--recipes", "nvfp4", "--steps", "32")

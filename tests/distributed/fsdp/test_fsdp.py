@@ -40,7 +40,7 @@ def check_training(rank, recipes):
             assert_equal(whole(model), whole(alone), (recipe, name))
 
 
-@pytest.mark.parametrize("world", [2, 4])
+@pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_training_equals_one_process(world):
     run_world(world, check_training, PRESETS if world == 2 else PRESETS[::3])
 
@@ -187,7 +187,7 @@ def load_all(rank, folder):
         check_load(rank, recipe, f"{folder}/{name}")
 
 
-@pytest.mark.parametrize(("before", "after"), [(4, 2), (2, 3)])
+@pytest.mark.parametrize(("before", "after"), [pytest.param(4, 2, marks=pytest.mark.slow), (2, 3)])
 def test_checkpoints_reshard(before, after, tmp_path):
     for name in FORMATS:
         (tmp_path / name).mkdir()

@@ -111,6 +111,6 @@ def check_all(rank, recipes, shapes):
             check_gathered(recipe, shape, (torch.float32, torch.bfloat16)[is_even], not is_even)
 
 
-@pytest.mark.parametrize("world", [1, 2, 3, 4])
+@pytest.mark.parametrize("world", [1, 2, 3, pytest.param(4, marks=pytest.mark.slow)])
 def test_gathered_weight_is_the_whole_one(world):
     run_world(world, check_all, RECIPES, SHAPES)

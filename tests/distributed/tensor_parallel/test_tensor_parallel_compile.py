@@ -200,6 +200,7 @@ def check_blocks(rank, recipes):
             assert torch.equal(got, want), (recipe, i)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("recipes", [PRESETS[0::2], PRESETS[1::2]])
 def test_blocks_compile_alone(recipes):
     run_world(2, check_blocks, recipes)

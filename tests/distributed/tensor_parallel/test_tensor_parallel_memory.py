@@ -148,6 +148,7 @@ def check_modules(rank, recipes):
             require_same_results(found[1], found[0], (recipe, name))
 
 
+@pytest.mark.slow
 def test_bits_of_modules():
     run_world(RANKS, check_modules, ["fp8_tensorwise", "nvfp4", "fp8_delayed"])
 

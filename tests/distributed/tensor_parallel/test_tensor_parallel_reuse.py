@@ -3,6 +3,7 @@ a model that caches nothing. Both multiply the same shards: repetitions (exact_s
 """
 
 import minifloat as mf
+import pytest
 import torch
 import torch.distributed as dist
 from minifloat.distributed.tensor_parallel import QuantizedColwiseParallel
@@ -124,6 +125,7 @@ def check_reuse(rank, recipes, kind="cpu"):
         check_micro_batches(mesh, recipe, SEQUENCE, True, device)
 
 
+@pytest.mark.slow
 def test_micro_batches_quantize_a_shard_once_a_step():
     run_world(RANKS, check_reuse, RECIPES)
 
