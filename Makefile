@@ -2,7 +2,7 @@
 # (torch, cmake, ninja, the linters) is installed into .venv by `make setup`, pinned.
 #
 #   make train [RECIPES=bf16,nvfp4] [DATA=DIR] [STEPS=N] [MODEL=...] [OUT=DIR] [RESUME=1]
-#   make test            build, ctest, pytest
+#   make test            build for this machine, ctest, pytest;  make test-all: what is slow
 #   make help            the others
 
 PYTHON ?= python3
@@ -20,13 +20,15 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build libraries train print-cpu test test-torchtitan-0.3 test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
+.PHONY: help setup build libraries train print-cpu test test-all test-torchtitan-0.3 test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
 	@echo "make train            train a small Llama in several recipes, side by side"
 	@echo "                      RECIPES=a,b DATA=DIR STEPS=N MODEL=... OUT=DIR RESUME=1"
-	@echo "make test             setup, build, ctest, pytest"
+	@echo "make test             setup, build for this machine, ctest, pytest without what is slow"
+	@echo "make test-all         the rest: kernels for sm_90a, 100a and 103a where nvcc is, slow tests,"
+	@echo "                      torchtitan 0.3"
 	@echo "make test-torchtitan-0.3  torchtitan 0.3 with the newer torch that it needs (740 MB);"
 	@echo "                      the C++ examples with the package that pip installed"
 	@echo "make test-asan        the C++ suites and the op fuzzer under AddressSanitizer and UBSan"
@@ -54,16 +56,20 @@ $(READY): requirements.txt requirements-clients.txt requirements-cuda.txt requir
 	@touch $@
 
 CONFIGURE = $(CMAKE) --preset default -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
-CUDA ?= AUTO
-# A first build for nothing but `import minifloat` leaves the kernels out where there is no GPU to run them.
-HERE := $(wildcard build/default/CMakeCache.txt /dev/nvidiactl /dev/dxg)
+# The build is for this machine: with kernels where nvcc and a GPU that has some are, else for the CPU.
+# CUDA=ON compiles them for all of ALL_GPUS where there is no such GPU.
+ALL_GPUS := 90a-real;100a-real;103a-real
+GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | \
+  sed 's/\.//; s/$$/a-real/' | grep -xE '90a-real|100a-real|103a-real' | paste -sd ';')
+CUDA ?= $(if $(and $(GPUS),$(shell command -v nvcc)),ON,OFF)
+GPU_OPTIONS = -DMINIFLOAT_CUDA=$(CUDA) '-DCMAKE_CUDA_ARCHITECTURES=$(or $(GPUS),$(ALL_GPUS))'
 
 build: $(READY)
-	$(CONFIGURE) -DMINIFLOAT_CUDA=$(CUDA)
+	$(CONFIGURE) $(GPU_OPTIONS)
 	$(CMAKE) --build --preset default -j $(JOBS)
 
 libraries: $(READY)  # what `import minifloat` needs, without the tests
-	$(CONFIGURE) $(if $(HERE),,-DMINIFLOAT_CUDA=OFF)
+	$(CONFIGURE) $(GPU_OPTIONS)
 	$(CMAKE) --build --preset default -j $(JOBS) --target minifloat_torch
 
 wheel: $(READY)
@@ -71,7 +77,7 @@ wheel: $(READY)
 
 # Idle threads sleep: spinning gains little alone. Beside another job it costs many times a training
 # step, and two processes of pytest would take each other's cores.
-train test test-torchtitan-0.3: export OMP_WAIT_POLICY ?= passive
+train test test-all test-torchtitan-0.3: export OMP_WAIT_POLICY ?= passive
 
 # ---- The main job ----------------------------------------------------------------------------
 TRAIN_ARGS = $(if $(RECIPES),--recipes '$(RECIPES)') $(if $(DATA),--data $(DATA)) \
@@ -90,7 +96,16 @@ TEST_PROCESSES ?= 2
 
 test: print-cpu build  # its name first: matrix libraries choose the order of sums by it
 	$(VENV)/bin/ctest --preset default -j $(JOBS)
-	$(PY) -m pytest -n $(TEST_PROCESSES) $(PYTEST_ARGS)
+	$(PY) -m pytest -n $(TEST_PROCESSES) -m 'not slow' $(PYTEST_ARGS)
+
+# What `make test` leaves out. The build adds kernels to that of `make test`, whose host code stays.
+test-all: print-cpu $(READY)
+	$(CONFIGURE) -DMINIFLOAT_CUDA=AUTO '-DCMAKE_CUDA_ARCHITECTURES=$(ALL_GPUS)'
+	$(CMAKE) --build --preset default -j $(JOBS)
+	$(PY) -m pytest -n $(TEST_PROCESSES) -m slow $(PYTEST_ARGS)
+	@if $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \
+	  $(MAKE) test-torchtitan-0.3; \
+	else echo "test-all: torchtitan 0.3 needs Python 3.11 or later, got $$($(PY) --version)"; fi
 
 # torchtitan 0.3 needs torch 2.12 or later, against which the library is built anew, for the CPU.
 TITAN3 := build/torchtitan-0.3

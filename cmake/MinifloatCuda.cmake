@@ -24,10 +24,15 @@ if(MINIFLOAT_CUDA)
   find_package(CUDAToolkit REQUIRED)
 endif()
 
+# Definitions that tell of CUDA are given to the sources that read them alone: a build to which CUDA
+# is added then compiles no other host code again.
+function(minifloat_define definition)
+  set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_DEFINITIONS ${definition})
+endfunction()
+
 # fmad: whether a * b + c may round once. Casts are the same bytes on every device without it.
 function(minifloat_cuda_options target fmad)
   target_compile_features(${target} PRIVATE cuda_std_20)
-  target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUDA)
   target_compile_options(
     ${target} PRIVATE $<$<COMPILE_LANGUAGE:CUDA>:--fmad=${fmad} --expt-relaxed-constexpr
                       -Xcompiler=-Wall,-Wextra,-ffp-contract=off>
@@ -73,7 +78,7 @@ function(minifloat_cutlass target)
   minifloat_library_options(minifloat_products)
   minifloat_cuda_options(minifloat_products true)
   target_sources(${target} PRIVATE $<TARGET_OBJECTS:minifloat_products>)
-  target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUTLASS)
+  minifloat_define(MINIFLOAT_WITH_CUTLASS src/grouped_product.cpp)
 endfunction()
 
 # Links the CUDA runtime, which the torch layer calls for device properties, statically, as
@@ -81,12 +86,14 @@ endfunction()
 # So the library loads where there is no GPU and under a torch without CUDA, and uses the cuBLASLt
 # that torch has loaded.
 function(minifloat_torch_cuda_options target)
-  target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUDA)
-  target_include_directories(${target} SYSTEM PRIVATE ${CUDAToolkit_INCLUDE_DIRS})
-  target_link_libraries(${target} PRIVATE CUDA::cudart_static ${CMAKE_DL_LIBS})
+  minifloat_define(MINIFLOAT_WITH_CUDA ${ARGN})
+  foreach(folder IN LISTS CUDAToolkit_INCLUDE_DIRS)
+    set_property(SOURCE ${ARGN} APPEND PROPERTY COMPILE_OPTIONS "-isystem${folder}")
+  endforeach()
+  target_link_libraries(${target} PRIVATE $<LINK_ONLY:CUDA::cudart_static> ${CMAKE_DL_LIBS})
   find_path(MINIFLOAT_CUBLASLT_INCLUDE cublasLt.h PATHS ${CUDAToolkit_INCLUDE_DIRS} NO_DEFAULT_PATH)
   if(MINIFLOAT_CUBLASLT_INCLUDE)
-    target_compile_definitions(${target} PRIVATE MINIFLOAT_WITH_CUBLASLT)
+    minifloat_define(MINIFLOAT_WITH_CUBLASLT torch/products/cublaslt.cpp)
   else()
     message(STATUS "minifloat: expected cublasLt.h in the CUDA toolkit, found none; exact products "
                    "with tensor scales take two kernels")

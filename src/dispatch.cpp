@@ -157,10 +157,10 @@ void check_nvfp4_amax(const char* function, const Quantized& q) {
 void check_offsets(const char* function, const ScaleMatrix& m) {
   check_sizes(function, m.batch, m.rows, m.cols);
   check_device(function, m.device);
-  if (m.kind == Groups::kNone) return;
+  if (m.kind == ScaleGroups::kNone) return;
   MINIFLOAT_CHECK(m.batch == 1, function, ": expected one matrix with groups, got a batch of ",
                   m.batch);
-  const std::int64_t length = m.kind == Groups::kAlongM ? m.rows : m.cols;
+  const std::int64_t length = m.kind == ScaleGroups::kAlongM ? m.rows : m.cols;
   if (m.device != Device::kCpu) return;  // offsets are not copied to the host
   std::int64_t begin = 0;
   for (std::int64_t g = 0; g < m.groups; ++g) {
@@ -253,8 +253,8 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
 }
 
 std::int64_t ScaleMatrix::swizzled_bytes() const {
-  if (kind == Groups::kAlongM) return swizzled_size_groups_m(rows, cols, groups);
-  if (kind == Groups::kAlongK) return swizzled_size_groups_k(rows, cols, groups);
+  if (kind == ScaleGroups::kAlongM) return swizzled_size_groups_m(rows, cols, groups);
+  if (kind == ScaleGroups::kAlongK) return swizzled_size_groups_k(rows, cols, groups);
   return swizzled_size(rows, cols);
 }
 

@@ -162,7 +162,7 @@ TEST_F(Dispatch, Transforms) {
        {std::vector<std::int32_t>{5, 3, 8}, {4, 9}, {-1, 8}}) {  // falls, past the end, negative
     const ScaleMatrix shape = {.rows = 8,
                                .cols = 4,
-                               .kind = Groups::kAlongM,
+                               .kind = ScaleGroups::kAlongM,
                                .offsets = ends.data(),
                                .groups = static_cast<std::int64_t>(ends.size())};
     EXPECT_ERROR(swizzle_scales(shape, scale, bytes.data()), "group");

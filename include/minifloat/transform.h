@@ -16,7 +16,7 @@ void hadamard(const TensorRef& x, int points, bool columnwise, std::uint32_t sig
               std::uint16_t* out, const Execution& execution = {});
 
 // The cut of a scale matrix into groups before it is laid out (core/swizzle.h).
-enum class Groups { kNone, kAlongM, kAlongK };
+enum class ScaleGroups { kNone, kAlongM, kAlongK };
 
 // One-byte scales (batch, rows, cols). offsets: (groups) int32, each group's end among rows
 // (kAlongM) or columns (kAlongK), in the tensors' device memory. Empty groups are legal. Offsets on
@@ -25,7 +25,7 @@ struct ScaleMatrix {
   std::int64_t batch = 1;
   std::int64_t rows = 0;
   std::int64_t cols = 0;
-  Groups kind = Groups::kNone;
+  ScaleGroups kind = ScaleGroups::kNone;
   const std::int32_t* offsets = nullptr;
   std::int64_t groups = 0;
   Device device = Device::kCpu;

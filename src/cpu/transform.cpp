@@ -16,7 +16,7 @@ namespace {
 // Calls f(row, col, offset) for every scale of one matrix.
 template <class F>
 void for_each_scale(const ScaleMatrix& m, F f) {
-  if (m.kind == Groups::kNone) {
+  if (m.kind == ScaleGroups::kNone) {
     for (std::int64_t r = 0; r < m.rows; ++r)
       for (std::int64_t c = 0; c < m.cols; ++c) f(r, c, swizzled_offset(r, c, m.cols));
     return;
@@ -24,7 +24,7 @@ void for_each_scale(const ScaleMatrix& m, F f) {
   std::int64_t begin = 0, padded = 0;  // of the group, among rows or columns
   for (std::int64_t g = 0; g < m.groups; ++g) {
     const std::int64_t end = m.offsets[g];
-    if (m.kind == Groups::kAlongM) {
+    if (m.kind == ScaleGroups::kAlongM) {
       for (std::int64_t r = begin; r < end; ++r)
         for (std::int64_t c = 0; c < m.cols; ++c)
           f(r, c, swizzled_offset_group_m(padded, r - begin, c, m.cols));

@@ -140,13 +140,13 @@ TEST(Swizzle, GroupsAlongRowsAndColumns) {
     }
     expect_layout({.rows = length,
                    .cols = other,
-                   .kind = Groups::kAlongM,
+                   .kind = ScaleGroups::kAlongM,
                    .offsets = ends.data(),
                    .groups = groups},
                   scale, along_m);
     expect_layout({.rows = other,
                    .cols = length,
-                   .kind = Groups::kAlongK,
+                   .kind = ScaleGroups::kAlongK,
                    .offsets = ends.data(),
                    .groups = groups},
                   scale, along_k);

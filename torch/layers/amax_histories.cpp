@@ -8,11 +8,10 @@
 #include "minifloat/amax_history.h"
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/history.h"
 
 namespace minifloat::torch_ops {
 namespace {
-
-constexpr int kCurrent = 1;  // column
 
 // Raises the entries of histories in real memory, in one launch.
 void raise_directly(const PendingAmaxes& pending) {

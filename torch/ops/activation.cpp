@@ -239,14 +239,12 @@ std::vector<Tensor> quantize_activation_backward_op(
   return list;
 }
 
-void register_kernels(torch::Library& m) {
+void register_activations(torch::Library& m) {
   m.impl("activation", activation_kernel);
   m.impl("activation_backward", backward_kernel);
   m.impl("quantize_activation", quantize_activation_op<false>);
   m.impl("quantize_activation_backward", quantize_activation_backward_op<false>);
 }
-
-const Tensor* or_null(const MaybeTensor& t) { return t ? &*t : nullptr; }
 
 QuantizedOperand four_at(const std::vector<Tensor>& list, std::size_t at) {
   return {list[at], list[at + 1], list[at + 2], list[at + 3]};
@@ -302,8 +300,8 @@ QuantizedGradients quantize_activation_backward(const Tensor& dh, const Activati
 
 }  // namespace torch_ops
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_activations(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_activations(m); }
 
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("activation", activation_meta);

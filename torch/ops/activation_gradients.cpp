@@ -24,11 +24,11 @@ using torch_ops::GradientValues;
 using torch_ops::QuantizeOptions;
 using MaybeTensor = std::optional<Tensor>;
 
-constexpr const char* kOp = "activation_gradients_";
+constexpr const char* kActivationGradients = "activation_gradients_";
 
 void check(const Tensor& dh, const ActivationArguments& a) {
-  torch_ops::check_activation(kOp, a, &dh, true);
-  TORCH_CHECK_VALUE(at::has_internal_overlap(dh) != at::MemOverlap::Yes, kOp,
+  torch_ops::check_activation(kActivationGradients, a, &dh, true);
+  TORCH_CHECK_VALUE(at::has_internal_overlap(dh) != at::MemOverlap::Yes, kActivationGradients,
                     ": expected dh with memory for each element, got strides ", dh.sym_strides());
 }
 
@@ -46,10 +46,10 @@ GradientValues allocate(const ActivationArguments& a) {
 GradientValues compute(const Tensor& dh, const ActivationArguments& a, const std::string& h_col,
                        const QuantizeOptions& h, bool shares_memory) {
   check(dh, a);
-  if (h_col.empty()) torch_ops::check_unread(kOp, h);
+  if (h_col.empty()) torch_ops::check_unread(kActivationGradients, h);
   GradientValues out = allocate(a);
   const Tensor d_gate = dh.is_contiguous() ? dh : dh.contiguous();
-  const ActivationInputs in = torch_ops::inputs_of(kOp, a, &d_gate);
+  const ActivationInputs in = torch_ops::inputs_of(kActivationGradients, a, &d_gate);
   const auto run = [&](const Operand* col, const Execution& execution) {
     const SwiGluGradients to = {.dh = d_gate.const_data_ptr(),
                                 .dh_stride = in.of.width,
@@ -104,8 +104,6 @@ SixTensors activation_gradients_op(const Tensor& dh, const Tensor& gate, const M
           or_empty(out.h.amax),
           or_empty(out.h.decoded)};
 }
-
-const Tensor* or_null(const MaybeTensor& t) { return t ? &*t : nullptr; }
 
 }  // namespace
 

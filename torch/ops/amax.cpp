@@ -13,11 +13,10 @@ namespace {
 using at::Tensor;
 using torch_ops::as_read;
 using torch_ops::empty;
-using torch_ops::Groups;
 
 Tensor amax_meta(const Tensor& x, const std::string& text, bool columnwise,
                  const std::optional<Tensor>& table, const std::optional<Tensor>& rows_from) {
-  const Groups groups = {table, 0, rows_from};
+  const torch_ops::Groups groups = {table, 0, rows_from};
   bridge::check_values("amax", x);
   torch_ops::check_groups("amax", groups, x);
   TORCH_CHECK_VALUE(!table || x.dim() == 2, "amax: expected x (rows, cols) with groups, got ",

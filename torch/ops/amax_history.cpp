@@ -14,11 +14,11 @@ namespace {
 using at::Tensor;
 using at::TensorList;
 
-constexpr const char* kOp = "roll_amax_histories";
+constexpr const char* kRollAmaxHistories = "roll_amax_histories";
 constexpr std::int64_t kMostMargin = 126;
 
 DelayedAmax parse_algorithm(const std::string& text) {
-  TORCH_CHECK_VALUE(text == "max" || text == "most_recent", kOp,
+  TORCH_CHECK_VALUE(text == "max" || text == "most_recent", kRollAmaxHistories,
                     ": expected algorithm 'max' or 'most_recent', got '", printable(text), "'");
   return text == "max" ? DelayedAmax::kMax : DelayedAmax::kMostRecent;
 }
@@ -26,15 +26,16 @@ DelayedAmax parse_algorithm(const std::string& text) {
 // Requires histories of one shape and one device: float32 (…, 1 + length).
 void check_histories(TensorList histories, const std::string& algorithm, std::int64_t margin) {
   parse_algorithm(algorithm);
-  TORCH_CHECK_VALUE(0 <= margin && margin <= kMostMargin, kOp, ": expected a margin of 0 to ",
-                    kMostMargin, " powers of two, got ", margin);
-  bridge::check_one_device(kOp, {histories});
+  TORCH_CHECK_VALUE(0 <= margin && margin <= kMostMargin, kRollAmaxHistories,
+                    ": expected a margin of 0 to ", kMostMargin, " powers of two, got ", margin);
+  bridge::check_one_device(kRollAmaxHistories, {histories});
   for (const Tensor& history : histories) {
-    TORCH_CHECK_VALUE(history.scalar_type() == at::kFloat && history.dim() > 0, kOp,
+    TORCH_CHECK_VALUE(history.scalar_type() == at::kFloat && history.dim() > 0, kRollAmaxHistories,
                       ": expected histories as float32 (…, 1 + length), got ",
                       history.scalar_type(), " of ", history.dim(), " dimensions");
     TORCH_CHECK_VALUE(history.sym_sizes() == histories[0].sym_sizes() && history.sym_size(-1) >= 2,
-                      kOp, ": expected histories of one shape, with one step or more, got ",
+                      kRollAmaxHistories,
+                      ": expected histories of one shape, with one step or more, got ",
                       history.sym_sizes(), " beside ", histories[0].sym_sizes());
   }
 }
@@ -43,11 +44,11 @@ void roll_kernel(TensorList histories, const std::string& algorithm, std::int64_
   check_histories(histories, algorithm, margin);
   if (histories.empty()) return;
   for (const Tensor& history : histories)
-    bridge::check_bytes(kOp, "each history", history,
+    bridge::check_bytes(kRollAmaxHistories, "each history", history,
                         histories[0].numel() * static_cast<std::int64_t>(sizeof(float)));
   const Tensor stacked = at::stack(histories);
   const std::int64_t steps = stacked.size(-1);
-  TORCH_CHECK_VALUE(steps <= std::numeric_limits<int>::max(), kOp,
+  TORCH_CHECK_VALUE(steps <= std::numeric_limits<int>::max(), kRollAmaxHistories,
                     ": expected histories of fewer than 2^31 steps, got ", steps - 1);
   bridge::with_value_errors([&] {
     roll_amax_histories({.rows = stacked.mutable_data_ptr<float>(),
@@ -63,9 +64,11 @@ void roll_kernel(TensorList histories, const std::string& algorithm, std::int64_
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kOp, roll_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kOp, roll_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kOp, check_histories); }
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kRollAmaxHistories, roll_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kRollAmaxHistories, roll_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kRollAmaxHistories, check_histories); }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  m.impl(kRollAmaxHistories, torch::CppFunction::makeFallthrough());
+}
 
 }  // namespace minifloat

@@ -17,14 +17,13 @@ namespace {
 using at::Tensor;
 using c10::SymInt;
 using torch_ops::empty;
-using torch_ops::Groups;
 using torch_ops::is_scale_dtype;
 using torch_ops::scale_dtype;
 using torch_ops::scales_of;
 
 // Requires codes (…, rows, code_cols) of an operand that is (rows, cols) as read.
 void check_codes(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                 const Spec& spec, const SymInt& cols, const Groups& groups) {
+                 const Spec& spec, const SymInt& cols, const torch_ops::Groups& groups) {
   TORCH_CHECK_VALUE(!spec.is_bf16(), op, ": bf16 is the identity and has no codes");
   TORCH_CHECK_VALUE(codes.scalar_type() == at::kByte && (codes.dim() == 2 || codes.dim() == 3), op,
                     ": expected uint8 codes of 2 or 3 dimensions, got ", codes.scalar_type(),
@@ -41,7 +40,7 @@ void check_codes(const char* op, const Tensor& codes, const Tensor& scale, const
 
 // Returns memory for the values of codes, after check_codes.
 Tensor empty_values(const char* op, const Tensor& codes, const Tensor& scale, const Tensor& amax,
-                    const Spec& spec, const SymInt& cols, const Groups& groups,
+                    const Spec& spec, const SymInt& cols, const torch_ops::Groups& groups,
                     at::ScalarType dtype) {
   check_codes(op, codes, scale, amax, spec, cols, groups);
   c10::SymDimVector shape(codes.sym_sizes().begin(), codes.sym_sizes().end());
@@ -64,7 +63,7 @@ std::int64_t scale_count(const Quantized& q) {
 
 // Returns the view, after its checks. amax: undefined where the op takes none.
 View quantized_view(const char* op, const Spec& spec, const Tensor& codes, const Tensor& scale,
-                    const Tensor& amax, std::int64_t cols, const Groups& groups) {
+                    const Tensor& amax, std::int64_t cols, const torch_ops::Groups& groups) {
   bridge::check_memory(op, "codes", codes);
   bridge::check_memory(op, "scale", scale);
   bridge::check_memory(op, "amax", amax);
@@ -117,7 +116,7 @@ Tensor dequantize_kernel(const Tensor& codes, const Tensor& scale, const Tensor&
 }
 
 Tensor empty_decoded(const Tensor& codes, const Tensor& scale, const Spec& spec, const SymInt& cols,
-                     const Groups& groups) {
+                     const torch_ops::Groups& groups) {
   return empty_values("decode", codes, scale, Tensor(), spec, cols, groups, at::kBFloat16);
 }
 
@@ -139,7 +138,7 @@ void check_is_fp4_by_powers_of_two(const Spec& spec) {
 }
 
 // Returns the shape of the row scales: one a row, or a row of a group.
-c10::SymDimVector row_scale_shape(const Tensor& codes, const Groups& groups) {
+c10::SymDimVector row_scale_shape(const Tensor& codes, const torch_ops::Groups& groups) {
   const auto rows = codes.sym_sizes().slice(0, codes.dim() - 1);
   c10::SymDimVector shape(rows.begin(), rows.end());
   if (groups.unit > 0) shape.insert(shape.begin(), groups.count());
@@ -150,7 +149,7 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_meta(const Tensor& codes, const Tensor& sc
                                            const Tensor& amax, const std::string& text, SymInt cols,
                                            const std::optional<Tensor>& groups, std::int64_t unit) {
   const Spec& spec = bridge::parse_spec(text);
-  const Groups all = {groups, unit};
+  const torch_ops::Groups all = {groups, unit};
   check_is_fp4_by_powers_of_two(spec);
   const Tensor fp8_codes =
       empty_values("fp4_as_fp8", codes, scale, amax, spec, cols, all, at::kFloat8_e4m3fn);
@@ -184,7 +183,7 @@ std::tuple<Tensor, Tensor> fp4_as_fp8_kernel(const Tensor& codes, const Tensor& 
 namespace torch_ops {
 
 Tensor direct_decode(const Tensor& codes, const Tensor& scale, const Spec& spec, std::int64_t cols,
-                     const Groups& groups) {
+                     const torch_ops::Groups& groups) {
   const Tensor out = empty_decoded(codes, scale, spec, cols, groups);
   const View view = quantized_view("decode", spec, codes, scale, Tensor(), cols, groups);
   bridge::with_value_errors([&] {
@@ -249,7 +248,7 @@ std::pair<Fp8Rows, Fp8Rows> direct_fp4_as_fp8(const Fp4Operand& a, const Fp4Oper
 
 namespace {
 
-void register_kernels(torch::Library& m) {
+void register_dequantize(torch::Library& m) {
   m.impl("dequantize", dequantize_kernel);
   m.impl("decode", decode_kernel);
   m.impl("fp4_as_fp8", fp4_as_fp8_kernel);
@@ -257,8 +256,8 @@ void register_kernels(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_dequantize(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_dequantize(m); }
 
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("dequantize", dequantize_meta);

@@ -8,6 +8,7 @@
 
 #include <cstdint>
 #include <initializer_list>
+#include <optional>
 
 namespace minifloat::torch_ops {
 
@@ -17,6 +18,9 @@ using at::Tensor;
 // tensor is a subclass with a dispatch of its own, and no mode, transform, trace or profiler is
 // active. Undefined tensors and null pointers are absent arguments.
 bool can_skip_dispatcher(std::initializer_list<const Tensor*> tensors);
+
+// Returns the address of an optional argument, or null where it is absent.
+inline const Tensor* or_null(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
 
 // The functions below are for tensors with real memory: in kernels, or after can_skip_dispatcher.
 

@@ -170,18 +170,19 @@ Tensor swiglu_kernel(const Tensor& product, const MaybeTensor& other, const Tens
 
 using ThreeTensors = std::tuple<Tensor, Tensor, Tensor>;
 
-ThreeTensors backward_meta(const Tensor& dh, const Tensor& product, const MaybeTensor& other,
-                           const Tensor& weights, std::optional<double> limit, double alpha,
-                           bool interleaved, const MaybeTensor& pairs, const MaybeTensor& groups) {
+ThreeTensors swiglu_backward_meta(const Tensor& dh, const Tensor& product, const MaybeTensor& other,
+                                  const Tensor& weights, std::optional<double> limit, double alpha,
+                                  bool interleaved, const MaybeTensor& pairs,
+                                  const MaybeTensor& groups) {
   const Gradients d = gradient_shapes(
       {"swiglu_backward", product, other, weights, limit, alpha, interleaved, pairs, groups}, dh);
   return {d.product, d.other, d.weights};
 }
 
-ThreeTensors backward_kernel(const Tensor& dh, const Tensor& product, const MaybeTensor& other,
-                             const Tensor& weights, std::optional<double> limit, double alpha,
-                             bool interleaved, const MaybeTensor& pairs,
-                             const MaybeTensor& groups) {
+ThreeTensors swiglu_backward_kernel(const Tensor& dh, const Tensor& product,
+                                    const MaybeTensor& other, const Tensor& weights,
+                                    std::optional<double> limit, double alpha, bool interleaved,
+                                    const MaybeTensor& pairs, const MaybeTensor& groups) {
   const SwiGluArguments a = {"swiglu_backward", product, other, weights, limit, alpha,
                              interleaved,       pairs,   groups};
   const Gradients d = gradient_shapes(a, dh);
@@ -342,10 +343,10 @@ Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTen
   return out;
 }
 
-void register_kernels(torch::Library& m) {
+void register_expert_ops(torch::Library& m) {
   m.impl("swiglu", swiglu_kernel);
   m.impl("quantize_swiglu", quantize_swiglu_op<false>);
-  m.impl("swiglu_backward", backward_kernel);
+  m.impl("swiglu_backward", swiglu_backward_kernel);
   m.impl("take_rows", take_rows_kernel);
   m.impl("add_slots", add_slots_kernel);
 }
@@ -361,7 +362,6 @@ void check_swiglu(const SwiGluArguments& of) {
 
 Operands quantize_swiglu(const SwiGluArguments& of, const std::string& row, const std::string& col,
                          const QuantizeOptions& options) {
-  const auto or_null = [](const MaybeTensor& t) { return t ? &*t : nullptr; };
   if (can_skip_dispatcher({&of.product, or_null(of.other), &of.weights, or_null(of.pairs),
                            or_null(of.groups), or_null(options.amax_row), or_null(options.amax_col),
                            or_null(options.rng), or_null(options.row_ids)}))
@@ -380,13 +380,13 @@ Operands quantize_swiglu(const SwiGluArguments& of, const std::string& row, cons
 
 }  // namespace torch_ops
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_expert_ops(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_expert_ops(m); }
 
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("swiglu", swiglu_meta);
   m.impl("quantize_swiglu", quantize_swiglu_op<true>);
-  m.impl("swiglu_backward", backward_meta);
+  m.impl("swiglu_backward", swiglu_backward_meta);
   m.impl("take_rows", take_rows_meta);
   m.impl("add_slots", add_slots_meta);
 }

@@ -19,16 +19,16 @@ using c10::SymInt;
 
 std::atomic<bool> checks_ends = false;
 
-constexpr const char* kOp = "group_table";
+constexpr const char* kGroupTable = "group_table";
 
 Tensor group_table_meta(const Tensor& offs, SymInt rows, const std::string&) {
-  TORCH_CHECK_VALUE(offs.scalar_type() == at::kInt && offs.dim() == 1, kOp,
+  TORCH_CHECK_VALUE(offs.scalar_type() == at::kInt && offs.dim() == 1, kGroupTable,
                     ": expected offs as int32 (groups), got ", offs.scalar_type(), " ",
                     offs.sym_sizes());
-  bridge::check_size(kOp, "rows", rows);
+  bridge::check_size(kGroupTable, "rows", rows);
   const auto groups = offs.sym_size(0).maybe_as_int();
-  TORCH_CHECK_VALUE(!groups || *groups <= kMostGroups, kOp, ": expected at most ", kMostGroups,
-                    " groups, got ", offs.sym_size(0));
+  TORCH_CHECK_VALUE(!groups || *groups <= kMostGroups, kGroupTable, ": expected at most ",
+                    kMostGroups, " groups, got ", offs.sym_size(0));
   return at::empty_symint({SymInt(kGroupTableRows), offs.sym_size(0) + 1}, offs.options());
 }
 
@@ -49,7 +49,7 @@ void check_ends(const std::string& op, const Tensor& offs, std::int64_t rows) {
 Tensor group_table_kernel(const Tensor& offs, SymInt sym_rows, const std::string& op) {
   const Tensor table = group_table_meta(offs, sym_rows, op);
   const std::int64_t rows = sym_rows.guard_int(__FILE__, __LINE__);
-  bridge::check_memory(kOp, "offs", offs);
+  bridge::check_memory(kGroupTable, "offs", offs);
   const Tensor ends = offs.contiguous();
   if (checks_ends) check_ends(op, ends, rows);
   bridge::with_value_errors([&] {

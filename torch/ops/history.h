@@ -1,6 +1,5 @@
 // The rows of amax histories that casts read and raise. A history is (operands, 1 + length)
-// float32, or of experts (operands, experts, 1 + length). Columns: the active amax, the current
-// amax of this step, then those of earlier steps.
+// float32, or of experts (operands, experts, 1 + length).
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -13,6 +12,10 @@
 namespace minifloat::torch_ops {
 
 using at::Tensor;
+
+// The first columns of a history: the active amax, and the current amax of this step. Those of
+// earlier steps follow.
+enum HistoryColumn { kActive, kCurrent };
 
 // Returns the active amax of an operand: a view of one entry, or of one for each expert.
 Tensor active_amax(const Tensor& history, std::int64_t row);

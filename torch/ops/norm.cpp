@@ -60,7 +60,7 @@ struct NormInputs {
   Tensor x, weight, bias;
   Norm of;
 };
-NormInputs inputs_of(const NormArguments& a) {
+NormInputs norm_inputs(const NormArguments& a) {
   const NormKind kind = torch_ops::check_norm(a);
   const auto parameter = [&](const char* name, const MaybeTensor& t) {
     if (t) bridge::check_memory(a.op, name, *t);
@@ -96,7 +96,7 @@ Tensor norm_op(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bi
   torch_ops::check_norm(a);
   const Tensor y = like_x(a);
   if constexpr (kIsMeta) return y;
-  const NormInputs in = inputs_of(a);
+  const NormInputs in = norm_inputs(a);
   bridge::with_value_errors([&] { norm(in.of, y.mutable_data_ptr(), bridge::ExecutionOn(x)); });
   return y;
 }
@@ -105,7 +105,7 @@ Tensor norm_op(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bi
 Directions cast_norm(const NormArguments& a, const std::string& row, const std::string& col,
                      const QuantizeOptions& options, bool shares_memory) {
   torch_ops::check_norm(a);
-  const NormInputs in = inputs_of(a);
+  const NormInputs in = norm_inputs(a);
   const torch_ops::CastOfComputed cast = [&](const Operand* to_row, const Operand* to_col,
                                              const GroupTable&, const Execution& execution) {
     quantize_norm(in.of, to_row, to_col, execution);
@@ -140,7 +140,7 @@ EightTensors quantize_op(const Tensor& x, const MaybeTensor& weight, const Maybe
 }
 
 template <bool kIsMeta>
-void register_kernels(torch::Library& m) {
+void register_norms(torch::Library& m) {
   m.impl("norm", norm_op<kIsMeta>);
   m.impl("quantize_norm", quantize_op<kIsMeta>);
 }
@@ -195,7 +195,7 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize_norm(const NormArguments&
 std::pair<Tensor, Tensor> direct_norm_statistics(const Tensor& x, NormKind kind, double eps) {
   const MaybeTensor none;
   const std::string text = kind == NormKind::kLayer ? "layer" : "rms";
-  const NormInputs in = inputs_of({"norm_backward", x, none, none, text, eps});
+  const NormInputs in = norm_inputs({"norm_backward", x, none, none, text, eps});
   c10::DimVector shape(x.sizes().begin(), x.sizes().end());
   shape.back() = 1;
   const Tensor factors = direct_empty(x, shape, at::kFloat);
@@ -210,8 +210,8 @@ std::pair<Tensor, Tensor> direct_norm_statistics(const Tensor& x, NormKind kind,
 
 }  // namespace torch_ops
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels<false>(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels<false>(m); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { register_kernels<true>(m); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_norms<false>(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_norms<false>(m); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { register_norms<true>(m); }
 
 }  // namespace minifloat

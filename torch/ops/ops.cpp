@@ -14,9 +14,6 @@ auto find(const char* name) {
   return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
 }
 
-// Returns the address of the tensor, or null where there is none.
-const Tensor* or_null(const std::optional<Tensor>& t) { return t ? &*t : nullptr; }
-
 // Returns t, or an empty tensor where t is undefined: arguments of an op are defined.
 Tensor or_empty(const Tensor& t, const Tensor& like) {
   return t.defined() ? t : at::empty({0}, like.options().dtype(at::kFloat));

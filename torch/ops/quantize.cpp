@@ -23,7 +23,6 @@ using torch_ops::advise_huge_pages;
 using torch_ops::as_read;
 using torch_ops::AsRead;
 using torch_ops::empty;
-using torch_ops::Groups;
 using torch_ops::QuantizedOperand;
 using torch_ops::scale_dtype;
 using torch_ops::Sizes;
@@ -38,7 +37,7 @@ struct DirectionArguments {
   bool decoded, as_fp8;
   HistoryEntries history = {};  // null: the current amax of +delayed is an output
 
-  AsRead<SymInt> read_of(const Tensor& x, const Groups& groups) const {
+  AsRead<SymInt> read_of(const Tensor& x, const torch_ops::Groups& groups) const {
     return as_read(x, *spec, columnwise, groups);
   }
   at::ScalarType code_dtype() const { return as_fp8 ? at::kFloat8_e4m3fn : at::kByte; }
@@ -128,7 +127,7 @@ DirectionArguments direction_arguments(bool columnwise, const std::string& text,
 // The arguments of the op that both directions share.
 struct SharedArguments {
   const std::optional<Tensor>& rng;
-  Groups groups;
+  torch_ops::Groups groups;
   const std::optional<Tensor>& row_ids;
   std::int64_t first_expert;
   const torch_ops::CastOfComputed* of = nullptr;  // of values like x; null: x has the values
@@ -197,7 +196,7 @@ void check_arguments(const Tensor& x, const DirectionArguments& row, const Direc
 }
 
 QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d,
-                                    const Groups& groups) {
+                                    const torch_ops::Groups& groups) {
   if (!d.spec) return absent(x);
   return allocate(x, d, d.read_of(x, groups));
 }
@@ -239,7 +238,7 @@ struct OperandHolder {
 struct CastInputs {
   TensorRef x;
   Tensor rng, row_ids;
-  Groups groups;
+  torch_ops::Groups groups;
   std::int64_t first_expert;
   c10::IntArrayRef origin;
 };

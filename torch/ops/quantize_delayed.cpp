@@ -15,12 +15,6 @@
 
 namespace minifloat {
 namespace torch_ops {
-namespace {
-
-enum Column { kActive, kCurrent };
-
-}  // namespace
-
 Tensor active_amax(const Tensor& history, std::int64_t row) {
   if (history.dim() != 2 || !can_skip_dispatcher({&history}))
     return history.select(-1, kActive).select(0, row);
@@ -43,7 +37,7 @@ using at::Tensor;
 using namespace torch_ops;
 using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
-constexpr const char* kOp = "quantize_delayed";
+constexpr const char* kQuantizeDelayed = "quantize_delayed";
 
 bool is_delayed(const std::string& text) {
   return !text.empty() && bridge::parse_spec(text).delayed;
@@ -53,18 +47,18 @@ void check_history_rows(const Tensor& x, const HistoryRows& rows) {
   const auto& [history, row, col] = rows;
   TORCH_CHECK_VALUE((history.dim() == 2 || history.dim() == 3) &&
                         history.scalar_type() == at::kFloat && history.sym_size(-1) >= 2,
-                    kOp,
+                    kQuantizeDelayed,
                     ": expected amax_history as float32 (operands, 1 + length), or of experts "
                     "(operands, experts, 1 + length), got ",
                     history.scalar_type(), " ", history.sym_sizes());
-  TORCH_CHECK_VALUE(at::has_internal_overlap(history) != at::MemOverlap::Yes, kOp,
+  TORCH_CHECK_VALUE(at::has_internal_overlap(history) != at::MemOverlap::Yes, kQuantizeDelayed,
                     ": expected amax_history with memory for each entry, got strides ",
                     history.sym_strides());
   for (const std::int64_t place : {row, col})
-    TORCH_CHECK_VALUE(place >= 0 && place < history.sym_size(0), kOp, ": expected rows of ",
-                      history.sym_size(0), " operands, got ", place);
-  TORCH_CHECK_VALUE(history.device() == x.device(), kOp, ": expected amax_history on ", x.device(),
-                    ", got ", history.device());
+    TORCH_CHECK_VALUE(place >= 0 && place < history.sym_size(0), kQuantizeDelayed,
+                      ": expected rows of ", history.sym_size(0), " operands, got ", place);
+  TORCH_CHECK_VALUE(history.device() == x.device(), kQuantizeDelayed, ": expected amax_history on ",
+                    x.device(), ", got ", history.device());
 }
 
 EightTensors eight(const std::pair<QuantizedOperand, QuantizedOperand>& both) {
@@ -76,7 +70,7 @@ EightTensors eight(const std::pair<QuantizedOperand, QuantizedOperand>& both) {
 EightTensors quantize_real(const Tensor& x, const std::string& row, const std::string& col,
                            const QuantizeOptions& options) {
   const Tensor& history = options.history->history;
-  bridge::check_memory(kOp, "amax_history", history);
+  bridge::check_memory(kQuantizeDelayed, "amax_history", history);
   const EightTensors out =
       eight(direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
   if (!history.is_inference()) history.unsafeGetTensorImpl()->bump_version();
@@ -124,10 +118,12 @@ EightTensors quantize_delayed(const Tensor& x, const std::string& row, const std
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kOp, quantize_delayed<false>); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kOp, quantize_delayed<false>); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kOp, quantize_delayed<true>); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kQuantizeDelayed, quantize_delayed<false>); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kQuantizeDelayed, quantize_delayed<false>); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kQuantizeDelayed, quantize_delayed<true>); }
 // Codes have no derivative. layers/linear.cpp has the derivatives of layers.
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl(kOp, torch_ops::without_derivative()); }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  m.impl(kQuantizeDelayed, torch_ops::without_derivative());
+}
 
 }  // namespace minifloat

@@ -14,12 +14,12 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "advance_random_state";
+constexpr const char* kAdvanceRandomState = "advance_random_state";
 
 void check_state(const Tensor& state) {
   TORCH_CHECK_VALUE(state.scalar_type() == at::kLong && state.dim() == 1 && state.sym_size(0) == 2,
-                    kOp, ": expected state as int64 (seed, count), got ", state.scalar_type(), " ",
-                    state.sym_sizes());
+                    kAdvanceRandomState, ": expected state as int64 (seed, count), got ",
+                    state.scalar_type(), " ", state.sym_sizes());
 }
 
 Tensor advance_meta(const Tensor& state, bool) {
@@ -31,11 +31,13 @@ constexpr int kNoBackwardPass = -1;
 
 Tensor advance_kernel(const Tensor& state, bool in_forward) {
   check_state(state);
-  TORCH_CHECK(!in_forward || torch::autograd::get_current_graph_task_id() == kNoBackwardPass, kOp,
+  TORCH_CHECK(!in_forward || torch::autograd::get_current_graph_task_id() == kNoBackwardPass,
+              kAdvanceRandomState,
               ": expected a forward pass, got the recomputation of one by compiled code, which "
               "would draw other random bits; compile the model or its blocks instead of a function "
               "that calls them, or checkpoint within them");
-  bridge::check_bytes(kOp, "state", state, 2 * static_cast<std::int64_t>(sizeof(std::int64_t)));
+  bridge::check_bytes(kAdvanceRandomState, "state", state,
+                      2 * static_cast<std::int64_t>(sizeof(std::int64_t)));
   if (c10::InferenceMode::is_enabled()) return state.clone();
   const bridge::ExecutionOn here(state);
   Tensor copy = torch_ops::direct_empty(state, {2}, at::kLong);
@@ -49,9 +51,11 @@ Tensor advance_kernel(const Tensor& state, bool in_forward) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kOp, advance_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kOp, advance_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kOp, advance_meta); }
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kAdvanceRandomState, advance_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kAdvanceRandomState, advance_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kAdvanceRandomState, advance_meta); }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  m.impl(kAdvanceRandomState, torch::CppFunction::makeFallthrough());
+}
 
 }  // namespace minifloat

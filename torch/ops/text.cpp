@@ -143,7 +143,7 @@ std::int64_t stream(const std::string& name) {
   return static_cast<std::int64_t>(fnv1a64(name.data(), name.size()));
 }
 
-std::int64_t mix(std::int64_t seed, std::int64_t count) {
+std::int64_t mix_seeds(std::int64_t seed, std::int64_t count) {
   return static_cast<std::int64_t>(
       mix_seed(static_cast<std::uint64_t>(seed), static_cast<std::uint64_t>(count)));
 }
@@ -169,7 +169,7 @@ TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("spec_sizes", spec_sizes);
   m.impl("engine_of", engine_name);
   m.impl("stream", stream);
-  m.impl("mix_seed", mix);
+  m.impl("mix_seed", mix_seeds);
   m.impl("has_cuda", has_cuda);
   m.impl("built_for_torch", [] { return std::string(MINIFLOAT_TORCH_VERSION); });
 }

@@ -53,8 +53,8 @@ Tensor hadamard_kernel(const Tensor& x, std::int64_t points, bool columnwise, st
   return out;
 }
 
-Groups parse_groups(const std::string& text, const std::optional<Tensor>& offs,
-                    const Tensor& scale) {
+ScaleGroups parse_groups(const std::string& text, const std::optional<Tensor>& offs,
+                         const Tensor& scale) {
   TORCH_CHECK_VALUE(text.empty() || text == "m" || text == "k",
                     "swizzle_scales: expected groups 'm', 'k' or '', got '", printable(text), "'");
   TORCH_CHECK_VALUE(text.empty() == !offs,
@@ -66,7 +66,9 @@ Groups parse_groups(const std::string& text, const std::optional<Tensor>& offs,
                       " of ", offs->dim(), " dimensions");
   if (offs) bridge::check_sizes("swizzle_scales", "offs", *offs);
   if (offs) bridge::check_same_device("swizzle_scales", "offs", *offs, scale);
-  return text.empty() ? Groups::kNone : text == "m" ? Groups::kAlongM : Groups::kAlongK;
+  return text.empty()  ? ScaleGroups::kNone
+         : text == "m" ? ScaleGroups::kAlongM
+                       : ScaleGroups::kAlongK;
 }
 
 void check_scale_dtype(const char* op, const Tensor& scale) {
@@ -76,30 +78,30 @@ void check_scale_dtype(const char* op, const Tensor& scale) {
       ": expected one-byte scales, E8M0 or E4M3 or their bytes as uint8, got ", dtype);
 }
 
-void check_scale(const Tensor& scale, Groups groups) {
+void check_scale(const Tensor& scale, ScaleGroups groups) {
   check_scale_dtype("swizzle_scales", scale);
   bridge::check_sizes("swizzle_scales", "scale", scale);
   TORCH_CHECK_VALUE(
-      scale.dim() == 2 || (scale.dim() == 3 && groups == Groups::kNone),
+      scale.dim() == 2 || (scale.dim() == 3 && groups == ScaleGroups::kNone),
       "swizzle_scales: expected (rows, cols), or (batch, rows, cols) without groups, got ",
       scale.dim(), " dimensions");
 }
 
 // Returns (padded rows, padded cols), or with a batch (batch, bytes).
 c10::SymDimVector swizzled_shape(const std::optional<SymInt>& batch, const SymInt& rows,
-                                 const SymInt& cols, Groups groups, const SymInt& count) {
+                                 const SymInt& cols, ScaleGroups groups, const SymInt& count) {
   const SymInt tile_rows(kSwizzleTileRows), tile_cols(kSwizzleTileCols);
   const SymInt padded_rows =
-      groups == Groups::kAlongM ? rows + tile_rows * count : round_up<SymInt>(rows, tile_rows);
+      groups == ScaleGroups::kAlongM ? rows + tile_rows * count : round_up<SymInt>(rows, tile_rows);
   const SymInt padded_cols =
-      groups == Groups::kAlongK ? cols + tile_cols * count : round_up<SymInt>(cols, tile_cols);
+      groups == ScaleGroups::kAlongK ? cols + tile_cols * count : round_up<SymInt>(cols, tile_cols);
   if (batch) return {*batch, padded_rows * padded_cols};
   return {padded_rows, padded_cols};
 }
 
 Tensor swizzle_meta(const Tensor& scale, const std::optional<Tensor>& offs,
                     const std::string& text) {
-  const Groups groups = parse_groups(text, offs, scale);
+  const ScaleGroups groups = parse_groups(text, offs, scale);
   check_scale(scale, groups);
   const auto batch = scale.dim() == 3 ? std::optional(scale.sym_size(0)) : std::nullopt;
   return at::empty_symint(swizzled_shape(batch, scale.sym_size(-2), scale.sym_size(-1), groups,
@@ -109,7 +111,7 @@ Tensor swizzle_meta(const Tensor& scale, const std::optional<Tensor>& offs,
 
 // Describes scales on the device of `like`. offs: contiguous group boundaries; undefined: no
 // groups.
-ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, Groups groups,
+ScaleMatrix matrix(std::int64_t batch, std::int64_t rows, std::int64_t cols, ScaleGroups groups,
                    const Tensor& offs, const Tensor& like) {
   ScaleMatrix m;
   m.device = bridge::backend_of(like);
@@ -143,7 +145,7 @@ Tensor swizzle_kernel(const Tensor& scale, const std::optional<Tensor>& offs,
 
 Tensor unswizzle_meta(const Tensor& swizzled, SymInt rows, SymInt cols,
                       const std::optional<Tensor>& offs, const std::string& text) {
-  const Groups groups = parse_groups(text, offs, swizzled);
+  const ScaleGroups groups = parse_groups(text, offs, swizzled);
   check_scale_dtype("unswizzle_scales", swizzled);
   bridge::check_size("unswizzle_scales", "rows", rows);
   bridge::check_size("unswizzle_scales", "cols", cols);
@@ -157,7 +159,7 @@ Tensor unswizzle_meta(const Tensor& swizzled, SymInt rows, SymInt cols,
   const auto dense = swizzled_shape(std::nullopt, rows, cols, groups, count);
   const bool is_dense = swizzled.sym_sizes().equals(c10::SymIntArrayRef(dense));
   const auto batched = swizzled_shape(swizzled.sym_size(0), rows, cols, groups, count);
-  TORCH_CHECK_VALUE(is_dense || (groups == Groups::kNone &&
+  TORCH_CHECK_VALUE(is_dense || (groups == ScaleGroups::kNone &&
                                  swizzled.sym_sizes().equals(c10::SymIntArrayRef(batched))),
                     "unswizzle_scales: expected ", c10::SymIntArrayRef(dense), " or ",
                     c10::SymIntArrayRef(batched), " for ", rows, " x ", cols, " scales, got ",
@@ -217,7 +219,7 @@ Tensor transpose_kernel(const Tensor& codes, SymInt cols) {
   return out;
 }
 
-void register_kernels(torch::Library& m) {
+void register_transforms(torch::Library& m) {
   m.impl("hadamard", hadamard_kernel);
   m.impl("swizzle_scales", swizzle_kernel);
   m.impl("unswizzle_scales", unswizzle_kernel);
@@ -226,8 +228,8 @@ void register_kernels(torch::Library& m) {
 
 }  // namespace
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_kernels(m); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_kernels(m); }
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_transforms(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_transforms(m); }
 
 TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("hadamard", hadamard_meta);

@@ -74,7 +74,7 @@ BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const T
   return side;
 }
 
-namespace {
+namespace block_scaled {
 
 // Whether the GPU is one whose tensor cores read block scales and which ATen's products and this
 // build support. They multiply MX by MX and NVFP4 by NVFP4 of the same width, for any rounding,
@@ -111,14 +111,14 @@ Tensor multiply(const ProductCall& call) {
   return is_whole ? out : add_bias(out, call.result);
 }
 
-}  // namespace
+}  // namespace block_scaled
 
 constinit const Engine kBlockScaled = {.name = "block_scaled",
-                                       .supports = supports,
-                                       .takes = takes,
+                                       .supports = block_scaled::supports,
+                                       .takes = block_scaled::takes,
                                        .reads_values = false,
                                        .prepare = nullptr,
-                                       .multiply = multiply};
+                                       .multiply = block_scaled::multiply};
 
 }  // namespace torch_ops
 

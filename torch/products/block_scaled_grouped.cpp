@@ -23,7 +23,7 @@
 
 namespace minifloat {
 namespace torch_ops {
-namespace {
+namespace block_scaled_grouped {
 
 using c10::SymInt;
 
@@ -93,19 +93,19 @@ Tensor multiply(const ProductCall& call) {
   return is_along_rows ? add_group_bias(out, call.groups, call.result) : out;
 }
 
-}  // namespace
+}  // namespace block_scaled_grouped
 
 constinit const Engine kBlockScaledGrouped = {.name = "block_scaled_grouped",
                                               .is_grouped = true,
-                                              .supports = supports,
-                                              .takes = takes,
+                                              .supports = block_scaled_grouped::supports,
+                                              .takes = block_scaled_grouped::takes,
                                               .reads_values = false,
                                               .prepare = nullptr,
-                                              .multiply = multiply};
+                                              .multiply = block_scaled_grouped::multiply};
 
-namespace {
+namespace block_scaled_grouped {
 
-constexpr const char* kOp = "block_scaled_grouped_operands";
+constexpr const char* kGroupedOperands = "block_scaled_grouped_operands";
 
 using Ints = std::vector<std::int64_t>;
 using Results = std::tuple<Tensor, Tensor, std::vector<Tensor>, Ints, Ints, std::vector<Tensor>,
@@ -115,15 +115,15 @@ Results operands_meta(const Tensor& a, const Tensor& a_scale, const Tensor& a_am
                       const Tensor& b_scale, const Tensor& b_amax, const std::string& text,
                       SymInt k, const Tensor& table, std::int64_t unit) {
   const Product& product = bridge::parse_product(text);
-  TORCH_CHECK_VALUE(supports(product, kBlackwell), kOp,
+  TORCH_CHECK_VALUE(supports(product, kBlackwell), kGroupedOperands,
                     ": expected both operands under MXFP8 in E4M3, MXFP4 or NVFP4, got ", text);
   const Codes left = {a, a_scale, a_amax}, right = {b, b_scale, b_amax};
   const Groups groups = {table, unit};
   TORCH_CHECK_VALUE(groups.unit % kColumnUnit == 0, "block-scaled products of groups: expected ",
                     "group_unit 0, 32, 64 or 128, got ", groups.unit);
-  check_operands(kOp, product, left, right, k, groups);
+  check_operands(kGroupedOperands, product, left, right, k, groups);
   for (const Tensor* t : {&a_scale, &a_amax, &b, &b_scale, &b_amax})
-    bridge::check_same_device(kOp, "an operand", *t, a);
+    bridge::check_same_device(kGroupedOperands, "an operand", *t, a);
   Arguments made = arguments_of(product, left, right, length_of(k, groups), groups);
   const auto copy = [](const Tensor& t) { return t.clone(at::MemoryFormat::Contiguous); };
   return {copy(made.a.codes),
@@ -141,17 +141,18 @@ Results operands_kernel(const Tensor& a, const Tensor& a_scale, const Tensor& a_
                         const Tensor& b, const Tensor& b_scale, const Tensor& b_amax,
                         const std::string& text, SymInt k, const Tensor& table, std::int64_t unit) {
   for (const Tensor* t : {&a, &a_scale, &a_amax, &b, &b_scale, &b_amax, &table})
-    bridge::check_memory(kOp, "an operand", *t);
+    bridge::check_memory(kGroupedOperands, "an operand", *t);
   const at::AutoDispatchBelowADInplaceOrView below;
   return operands_meta(a, a_scale, a_amax, b, b_scale, b_amax, text, std::move(k), table, unit);
 }
 
-}  // namespace
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kGroupedOperands, operands_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kGroupedOperands, operands_kernel); }
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kGroupedOperands, operands_meta); }
+TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
+  m.impl(kGroupedOperands, torch::CppFunction::makeFallthrough());
+}
 
-TORCH_LIBRARY_IMPL(minifloat, CPU, m) { m.impl(kOp, operands_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { m.impl(kOp, operands_kernel); }
-TORCH_LIBRARY_IMPL(minifloat, Meta, m) { m.impl(kOp, operands_meta); }
-TORCH_LIBRARY_IMPL(minifloat, Autograd, m) { m.impl(kOp, torch::CppFunction::makeFallthrough()); }
-
+}  // namespace block_scaled_grouped
 }  // namespace torch_ops
 }  // namespace minifloat

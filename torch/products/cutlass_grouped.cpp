@@ -11,7 +11,7 @@
 #include "products/grouped.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace cutlass_grouped {
 
 bool has_blocks(const Product& product) { return product.a.rule == ScaleRule::kBlock; }
 
@@ -53,14 +53,14 @@ Tensor multiply(const ProductCall& call) {
   return product_by_kernel(call, side_of(call, false), side_of(call, true), is_fast(call.product));
 }
 
-}  // namespace
+}  // namespace cutlass_grouped
 
 constinit const Engine kCutlassGrouped = {.name = "cutlass_grouped",
                                           .is_grouped = true,
-                                          .supports = supports,
-                                          .takes = takes,
+                                          .supports = cutlass_grouped::supports,
+                                          .takes = cutlass_grouped::takes,
                                           .reads_values = false,
                                           .prepare = nullptr,
-                                          .multiply = multiply};
+                                          .multiply = cutlass_grouped::multiply};
 
 }  // namespace minifloat::torch_ops

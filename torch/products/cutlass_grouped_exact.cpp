@@ -7,7 +7,7 @@
 #include "products/grouped.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace cutlass_grouped_exact {
 
 // Operands that are both bf16 have no factors: torch's product is as exact.
 bool supports(const Product& product, int capability) {
@@ -38,14 +38,14 @@ Tensor multiply(const ProductCall& call) {
   return product_by_kernel(call, side_of(a), side_of(b), false);
 }
 
-}  // namespace
+}  // namespace cutlass_grouped_exact
 
 constinit const Engine kCutlassGroupedExact = {.name = "cutlass_grouped_exact",
                                                .is_grouped = true,
-                                               .supports = supports,
-                                               .takes = takes,
+                                               .supports = cutlass_grouped_exact::supports,
+                                               .takes = cutlass_grouped_exact::takes,
                                                .reads_values = true,
                                                .prepare = nullptr,
-                                               .multiply = multiply};
+                                               .multiply = cutlass_grouped_exact::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -41,8 +41,6 @@ float factor_of(const ExactSide& side) {
   return side.factor ? *tensor_factor_of(*side.factor).const_data_ptr<float>() : 1.0f;
 }
 
-bool supports(const Product&, int) { return true; }
-
 }  // namespace
 
 Tensor exact_product_on_cpu(const ExactSide& a, const ExactSide& b, const Result& result) {
@@ -57,20 +55,22 @@ Tensor exact_product_on_cpu(const ExactSide& a, const ExactSide& b, const Result
   return out.to(result.dtype);
 }
 
-namespace {
+namespace exact_cpu {
+
+bool supports(const Product&, int) { return true; }
 
 Tensor multiply(const ProductCall& call) {
   return exact_product_on_cpu(exact_side(call.product.a, call.a, call.k),
                               exact_side(call.product.b, call.b, call.k), call.result);
 }
 
-}  // namespace
+}  // namespace exact_cpu
 
 constinit const Engine kExactCpu = {.name = "exact",
-                                    .supports = supports,
+                                    .supports = exact_cpu::supports,
                                     .takes = takes_all,
                                     .reads_values = true,
                                     .prepare = prepare_exact,
-                                    .multiply = multiply};
+                                    .multiply = exact_cpu::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -11,7 +11,7 @@
 #include "products/exact.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace exact_cuda {
 
 bool supports(const Product&, int capability) { return capability != kNoGpu; }
 
@@ -79,13 +79,13 @@ Tensor multiply(const ProductCall& call) {
   return exact_product(a, b, call.result);
 }
 
-}  // namespace
+}  // namespace exact_cuda
 
 constinit const Engine kExactCuda = {.name = "exact",
-                                     .supports = supports,
+                                     .supports = exact_cuda::supports,
                                      .takes = takes_all,
                                      .reads_values = true,
                                      .prepare = prepare_exact,
-                                     .multiply = multiply};
+                                     .multiply = exact_cuda::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -5,7 +5,7 @@
 #include "products/exact.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace exact_grouped_cpu {
 
 bool supports(const Product&, int capability) { return capability == kNoGpu; }
 
@@ -86,14 +86,14 @@ Tensor multiply(const ProductCall& call) {
   return call.groups.unit > 0 ? multiply_columns(call, groups) : multiply_rows(call, groups);
 }
 
-}  // namespace
+}  // namespace exact_grouped_cpu
 
 constinit const Engine kExactGroupedCpu = {.name = "exact_grouped",
                                            .is_grouped = true,
-                                           .supports = supports,
+                                           .supports = exact_grouped_cpu::supports,
                                            .takes = takes_all,
                                            .reads_values = true,
                                            .prepare = nullptr,
-                                           .multiply = multiply};
+                                           .multiply = exact_grouped_cpu::multiply};
 
 }  // namespace minifloat::torch_ops

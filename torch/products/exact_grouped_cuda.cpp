@@ -13,7 +13,7 @@
 #include "products/grouped.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace exact_grouped_cuda {
 
 bool supports(const Product&, int capability) { return capability != kNoGpu; }
 
@@ -123,14 +123,14 @@ Tensor multiply(const ProductCall& call) {
   return call.groups.unit > 0 ? multiply_columns(call) : multiply_rows(call);
 }
 
-}  // namespace
+}  // namespace exact_grouped_cuda
 
 constinit const Engine kExactGroupedCuda = {.name = "exact_grouped",
                                             .is_grouped = true,
-                                            .supports = supports,
+                                            .supports = exact_grouped_cuda::supports,
                                             .takes = takes_all,
                                             .reads_values = true,
                                             .prepare = nullptr,
-                                            .multiply = multiply};
+                                            .multiply = exact_grouped_cuda::multiply};
 
 }  // namespace minifloat::torch_ops

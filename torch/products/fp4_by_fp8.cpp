@@ -6,7 +6,7 @@
 #include "products/fp8.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace fp4_by_fp8 {
 
 bool supports(const Product& product, int capability) {
   return capability >= kHopper && is_fp4_by_fp8(product);
@@ -32,14 +32,14 @@ Tensor multiply(const ProductCall& call) {
                      {Elements::kE4m3, b.codes, b.row_scale}, true, call.product.fast, call.result);
 }
 
-}  // namespace
+}  // namespace fp4_by_fp8
 
 constinit const Engine kFp4ByFp8 = {.name = "fp4_by_fp8",
-                                    .supports = supports,
+                                    .supports = fp4_by_fp8::supports,
                                     .takes = takes_rows,
                                     .reads_values = false,
                                     .reads_fp4_as_fp8 = true,
-                                    .prepare = prepare,
-                                    .multiply = multiply};
+                                    .prepare = fp4_by_fp8::prepare,
+                                    .multiply = fp4_by_fp8::multiply};
 
 }  // namespace minifloat::torch_ops

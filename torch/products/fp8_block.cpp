@@ -10,7 +10,7 @@
 #include "products/fp8.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace fp8_block {
 
 bool is_2d(const Spec& spec) { return spec.block_rows > 1; }
 
@@ -77,13 +77,13 @@ Tensor multiply(const ProductCall& call) {
   return request.is_whole ? out : add_bias(out, call.result);
 }
 
-}  // namespace
+}  // namespace fp8_block
 
 constinit const Engine kFp8Block = {.name = "fp8_block",
-                                    .supports = supports,
-                                    .takes = takes,
+                                    .supports = fp8_block::supports,
+                                    .takes = fp8_block::takes,
                                     .reads_values = false,
                                     .prepare = nullptr,
-                                    .multiply = multiply};
+                                    .multiply = fp8_block::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -6,7 +6,7 @@
 #include "products/grouped.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace fp8_grouped {
 
 bool supports(const Product& product, int capability) {
   const auto &a = product.a, &b = product.b;
@@ -38,14 +38,14 @@ Tensor multiply(const ProductCall& call) {
   return is_along_rows ? add_group_bias(out, call.groups, call.result) : out;
 }
 
-}  // namespace
+}  // namespace fp8_grouped
 
 constinit const Engine kFp8Grouped = {.name = "fp8_grouped",
                                       .is_grouped = true,
-                                      .supports = supports,
+                                      .supports = fp8_grouped::supports,
                                       .takes = takes_grouped_codes,
                                       .reads_values = false,
                                       .prepare = nullptr,
-                                      .multiply = multiply};
+                                      .multiply = fp8_grouped::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -3,7 +3,7 @@
 #include "products/fp8.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace fp8_row {
 
 bool supports(const Product& product, int capability) {
   const auto &a = product.a, &b = product.b;
@@ -17,13 +17,13 @@ Tensor multiply(const ProductCall& call) {
                      call.result);
 }
 
-}  // namespace
+}  // namespace fp8_row
 
 constinit const Engine kFp8Row = {.name = "fp8_row",
-                                  .supports = supports,
+                                  .supports = fp8_row::supports,
                                   .takes = takes_rows,
                                   .reads_values = false,
                                   .prepare = nullptr,
-                                  .multiply = multiply};
+                                  .multiply = fp8_row::multiply};
 
 }  // namespace minifloat::torch_ops

@@ -3,7 +3,7 @@
 #include "products/fp8.h"
 
 namespace minifloat::torch_ops {
-namespace {
+namespace fp8_tensor {
 
 bool supports(const Product& product, int capability) {
   const auto &a = product.a, &b = product.b;
@@ -19,13 +19,13 @@ Tensor multiply(const ProductCall& call) {
                      call.result);
 }
 
-}  // namespace
+}  // namespace fp8_tensor
 
 constinit const Engine kFp8Tensor = {.name = "fp8_tensor",
-                                     .supports = supports,
-                                     .takes = takes,
+                                     .supports = fp8_tensor::supports,
+                                     .takes = fp8_tensor::takes,
                                      .reads_values = false,
                                      .prepare = nullptr,
-                                     .multiply = multiply};
+                                     .multiply = fp8_tensor::multiply};
 
 }  // namespace minifloat::torch_ops

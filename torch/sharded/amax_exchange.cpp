@@ -12,7 +12,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "GatherBatch";
+constexpr const char* kExchange = "GatherBatch";
 
 std::uint32_t* bits_of(const Tensor& t) {
   return reinterpret_cast<std::uint32_t*>(t.mutable_data_ptr<std::int32_t>());
@@ -67,7 +67,7 @@ std::vector<PartialCast> GatherBatch::untransformed_casts(
     for (GatheredDirection* direction : selected(i, choice)) {
       if (direction->shard.is_transformed()) continue;
       casts.push_back(direction->shard.window().describe());
-      place_shard(kOp, casts.back(), shards[i], direction->shard.first_element(), shards[0]);
+      place_shard(kExchange, casts.back(), shards[i], direction->shard.first_element(), shards[0]);
       directions.push_back(direction);
     }
   return casts;
@@ -87,7 +87,7 @@ bool GatherBatch::needs_measure(const Choice& choice) {
   for (std::size_t i = 0; i < weights_.size(); ++i)
     for (const GatheredDirection* direction : selected(i, choice)) {
       const RowShard& shard = direction->shard;
-      TORCH_CHECK_VALUE(shard.exchanged() == 0 || direction->exchanged.defined(), kOp,
+      TORCH_CHECK_VALUE(shard.exchanged() == 0 || direction->exchanged.defined(), kExchange,
                         ": expected amaxes that ranks have exchanged, got none");
       if (!shard.is_transformed() && !direction->packed.defined()) return true;
     }
@@ -97,17 +97,17 @@ bool GatherBatch::needs_measure(const Choice& choice) {
 // ---- Several batches ----------------------------------------------------------------------------
 // Returns the shards of each batch, as casts read them.
 std::vector<Tensors> AmaxExchange::shards_of_batches(const Tensors& shards) const {
-  TORCH_CHECK_VALUE(!batches_.empty(), kOp, ": expected at least one batch");
+  TORCH_CHECK_VALUE(!batches_.empty(), kExchange, ": expected at least one batch");
   std::vector<Tensors> found;
   auto next = shards.begin();
   for (const auto& batch : batches_) {
     const auto count = static_cast<std::ptrdiff_t>(batch->weights_.size());
-    TORCH_CHECK_VALUE(count <= shards.end() - next, kOp, ": expected a shard of each weight, got ",
-                      shards.size());
+    TORCH_CHECK_VALUE(count <= shards.end() - next, kExchange,
+                      ": expected a shard of each weight, got ", shards.size());
     found.emplace_back(next, next + count);
     next += count;
     batch->make_readable(found.back());
-    bridge::check_same_device(kOp, "shards", found.back()[0], found[0][0]);
+    bridge::check_same_device(kExchange, "shards", found.back()[0], found[0][0]);
   }
   return found;
 }
@@ -166,9 +166,9 @@ void AmaxExchange::accept(const Tensor& exchanged) {
   TORCH_CHECK_VALUE(exchanged_.defined() && exchanged.scalar_type() == at::kInt &&
                         exchanged.is_contiguous() && exchanged.numel() == exchanged_.numel() &&
                         exchanged.device() == exchanged_.device(),
-                    kOp, ": expected the amaxes that measure has returned, got ",
+                    kExchange, ": expected the amaxes that measure has returned, got ",
                     exchanged.scalar_type(), " ", exchanged.sizes());
-  bridge::check_memory(kOp, "exchanged amaxes", exchanged);
+  bridge::check_memory(kExchange, "exchanged amaxes", exchanged);
   for (GatheredDirection* direction : pending_) direction->exchanged = exchanged;
   run_copies(exchange_copies(pending_, true), exchanged);
   pending_.clear();

@@ -11,21 +11,22 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "GatherBatch";
+constexpr const char* kGatherBatch = "GatherBatch";
 constexpr std::int64_t kTableAlignment = 4;   // bytes
 constexpr std::int64_t kCommonAlignment = 4;  // numbers
 
 GatherMode mode_of(const std::string& text) {
   if (text == "one") return GatherMode::kOne;
   if (text == "both") return GatherMode::kBoth;
-  TORCH_CHECK_VALUE(text == "split", kOp, ": expected the mode one, both or split, got ", text);
+  TORCH_CHECK_VALUE(text == "split", kGatherBatch, ": expected the mode one, both or split, got ",
+                    text);
   return GatherMode::kSplit;
 }
 
 }  // namespace
 
 std::vector<GatheredDirection*> BatchedWeight::selected(std::int64_t selection) {
-  TORCH_CHECK_VALUE(kForward <= selection && selection <= kBothGathers, kOp,
+  TORCH_CHECK_VALUE(kForward <= selection && selection <= kBothGathers, kGatherBatch,
                     ": expected a selection from 0 to 2, got ", selection);
   if (mode == GatherMode::kSplit && selection != kBothGathers) return {&directions[selection]};
   std::vector<GatheredDirection*> found;
@@ -43,7 +44,7 @@ Numbers table_starts(const std::vector<GatheredDirection*>& directions) {
 // ---- The batch ----------------------------------------------------------------------------------
 GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const Texts& modes,
                          std::int64_t world, std::int64_t rank) {
-  TORCH_CHECK_VALUE(rows.size() == modes.size() && cols.size() == modes.size(), kOp,
+  TORCH_CHECK_VALUE(rows.size() == modes.size() && cols.size() == modes.size(), kGatherBatch,
                     ": expected two directions of each of ", modes.size(), " weights, got ",
                     rows.size(), " and ", cols.size());
   for (std::size_t i = 0; i < modes.size(); ++i) {
@@ -55,8 +56,9 @@ GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const T
       TORCH_CHECK_VALUE(direction.shard.columnwise() == (&direction != weight.directions.data()) &&
                             direction.shard.rows() == rows[i]->rows() &&
                             direction.shard.cols() == rows[i]->cols(),
-                        kOp, ": expected the rowwise and the columnwise direction of weight ", i);
-      TORCH_CHECK_VALUE(direction.shard.fits(), kOp,
+                        kGatherBatch,
+                        ": expected the rowwise and the columnwise direction of weight ", i);
+      TORCH_CHECK_VALUE(direction.shard.fits(), kGatherBatch,
                         ": expected shards that no transform reaches over, got ",
                         direction.shard.spec().str(), " of ", direction.shard.rows(), " rows over ",
                         world, " ranks");
@@ -77,7 +79,7 @@ GatherBatch::GatherBatch(const ShardCasts& rows, const ShardCasts& cols, const T
 std::vector<GatheredDirection*> GatherBatch::selected(std::size_t weight, const Choice& choice) {
   TORCH_CHECK_VALUE(
       kAllWeights <= choice.weight && choice.weight < static_cast<std::int64_t>(weights_.size()),
-      kOp, ": expected a weight from -1 to ", weights_.size(), ", got ", choice.weight);
+      kGatherBatch, ": expected a weight from -1 to ", weights_.size(), ", got ", choice.weight);
   if (choice.weight != kAllWeights && choice.weight != static_cast<std::int64_t>(weight)) return {};
   return weights_[weight].selected(choice.selection);
 }
@@ -92,18 +94,18 @@ std::int64_t GatherBatch::exchanged(std::int64_t selection) {
 
 // Checks the shards, and converts those that are neither float32 nor bfloat16.
 void GatherBatch::make_readable(Tensors& shards) const {
-  TORCH_CHECK_VALUE(shards.size() == weights_.size() && !shards.empty(), kOp,
+  TORCH_CHECK_VALUE(shards.size() == weights_.size() && !shards.empty(), kGatherBatch,
                     ": expected a shard of each of ", weights_.size(), " weights, got ",
                     shards.size());
   for (std::size_t i = 0; i < shards.size(); ++i) {
     const RowShard& shard = weights_[i].directions[0].shard;
     TORCH_CHECK_VALUE(shards[i].dim() == 2 && shards[i].size(0) == shard.held_rows() &&
                           shards[i].size(1) == shard.cols() && shards[i].is_floating_point(),
-                      kOp, ": expected floats (", shard.held_rows(), ", ", shard.cols(),
+                      kGatherBatch, ": expected floats (", shard.held_rows(), ", ", shard.cols(),
                       ") as the shard of weight ", i, ", got ", shards[i].scalar_type(), " ",
                       shards[i].sizes());
-    bridge::check_memory(kOp, "shards", shards[i]);
-    bridge::check_same_device(kOp, "shards", shards[i], shards[0]);
+    bridge::check_memory(kGatherBatch, "shards", shards[i]);
+    bridge::check_same_device(kGatherBatch, "shards", shards[i], shards[0]);
     if (!bridge::is_value_dtype(shards[i].scalar_type()))
       shards[i] = values_as_computed(shards[i], i);
   }

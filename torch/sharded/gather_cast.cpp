@@ -19,7 +19,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "GatherBatch.cast";
+constexpr const char* kGatherCast = "GatherBatch.cast";
 constexpr std::int64_t kInputAlignment = 256;   // bytes
 constexpr std::int64_t kScratchAlignment = 16;  // bytes
 // The rows of W, as fprop and dgrad read W, in an amax history.
@@ -32,17 +32,17 @@ Copy copy_bytes(const void* from, void* to, std::int64_t bytes) {
 // Returns the active amax of a direction under delayed scaling, from the layer's history (operands,
 // 1 + steps).
 const float* active_amax(const Tensor& history, bool columnwise, const Tensor& like) {
-  bridge::check_memory(kOp, "histories", history);
-  bridge::check_same_device(kOp, "histories", history, like);
+  bridge::check_memory(kGatherCast, "histories", history);
+  bridge::check_same_device(kGatherCast, "histories", history, like);
   TORCH_CHECK_VALUE(history.scalar_type() == at::kFloat && history.dim() == 2 &&
                         history.size(0) > kHistoryRows[1] && history.size(1) > 0,
-                    kOp, ": expected float32 histories of (operands, 1 + steps), got ",
+                    kGatherCast, ": expected float32 histories of (operands, 1 + steps), got ",
                     history.scalar_type(), " ", history.sizes());
   return history.const_data_ptr<float>() + kHistoryRows[columnwise] * history.stride(0);
 }
 
 // The scratch memory of one call, and its transposes and copies.
-struct Work {
+struct CastWork {
   Tensor like;
   std::vector<Tensor> scratch;
   std::vector<Transpose> transposes;
@@ -57,7 +57,8 @@ struct Work {
 
 // Adds the copies that write a direction's table, in the order of W's rows, from the scales of the
 // window.
-void add_table(Work& work, const CastEntry& entry, std::uint8_t* scales, std::int64_t window_rows) {
+void add_table(CastWork& work, const CastEntry& entry, std::uint8_t* scales,
+               std::int64_t window_rows) {
   const RowShard& shard = entry.direction->shard;
   const std::int64_t count = shard.table_rows_of_this_rank(), row = shard.table_row_bytes();
   const std::int64_t first = shard.table_first() * row;
@@ -76,7 +77,7 @@ void add_table(Work& work, const CastEntry& entry, std::uint8_t* scales, std::in
 }
 
 // Points a cast without a transform at its inputs and outputs.
-void place(Work& work, const CastEntry& entry, PartialCast& cast, const Tensors& histories) {
+void place(CastWork& work, const CastEntry& entry, PartialCast& cast, const Tensors& histories) {
   const RowShard& shard = entry.direction->shard;
   const ShardCast& window = shard.window();
   cast.amaxes = entry.direction->amaxes();
@@ -89,7 +90,7 @@ void place(Work& work, const CastEntry& entry, PartialCast& cast, const Tensors&
   entry.direction->has_chosen_scales = cast.spec.reads_values();
   cast.amax = entry.amax;
   if (cast.spec.delayed) {
-    TORCH_CHECK_VALUE(entry.weight < histories.size(), kOp,
+    TORCH_CHECK_VALUE(entry.weight < histories.size(), kGatherCast,
                       ": expected an amax history of each weight, got ", histories.size());
     const float* active = active_amax(histories[entry.weight], cast.columnwise, work.like);
     work.active.push_back(copy_bytes(active, entry.amax, sizeof(float)));
@@ -110,7 +111,7 @@ void place(Work& work, const CastEntry& entry, PartialCast& cast, const Tensors&
 
 // Casts a shard under a transform as if the shard were a weight, with the amax of the whole weight
 // where the spec has one.
-void cast_transformed(Work& work, const CastEntry& entry, const Tensor& shard_values,
+void cast_transformed(CastWork& work, const CastEntry& entry, const Tensor& shard_values,
                       const Tensors& histories) {
   const GatheredDirection& direction = *entry.direction;
   const RowShard& shard = direction.shard;
@@ -118,7 +119,7 @@ void cast_transformed(Work& work, const CastEntry& entry, const Tensor& shard_va
   const bool columnwise = shard.columnwise();
   std::optional<Tensor> amax;
   if (spec.delayed) {
-    TORCH_CHECK_VALUE(entry.weight < histories.size(), kOp,
+    TORCH_CHECK_VALUE(entry.weight < histories.size(), kGatherCast,
                       ": expected an amax history of each weight, got ", histories.size());
     active_amax(histories[entry.weight], columnwise, work.like);  // checks the history
     amax = histories[entry.weight].select(0, kHistoryRows[columnwise]).select(0, 0);
@@ -232,10 +233,10 @@ Tensors GatherBatch::cast(Tensors shards, const Tensors& histories, std::int64_t
                           std::int64_t weight, bool is_measured) {
   const Choice choice = {selection, weight};
   const at::NoGradGuard no_grad;
-  TORCH_CHECK_VALUE(is_measured || exchanged(selection) == 0, kOp,
+  TORCH_CHECK_VALUE(is_measured || exchanged(selection) == 0, kGatherCast,
                     ": expected amaxes that ranks have exchanged, got none");
   make_readable(shards);
-  for (const Tensor& history : histories) bridge::check_memory(kOp, "histories", history);
+  for (const Tensor& history : histories) bridge::check_memory(kGatherCast, "histories", history);
   if (!is_measured || needs_measure(choice)) measure_alone(shards, choice);
   if (!common_.defined() || common_.device() != shards[0].device())
     common_ = at::zeros({common_size_}, shards[0].options().dtype(at::kFloat));
@@ -243,7 +244,7 @@ Tensors GatherBatch::cast(Tensors shards, const Tensors& histories, std::int64_t
 
   std::vector<GatheredDirection*> directions;
   std::vector<PartialCast> casts = untransformed_casts(shards, choice, directions);
-  Work work;
+  CastWork work;
   work.like = shards[0];
   std::vector<CastEntry> transformed;
   std::size_t cast = 0;

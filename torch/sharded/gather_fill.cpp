@@ -13,7 +13,7 @@ namespace {
 
 using at::Tensor;
 
-constexpr const char* kOp = "GatherBatch.fill";
+constexpr const char* kGatherFill = "GatherBatch.fill";
 constexpr std::size_t kTargets = 6;  // of a weight
 
 // Frees the memory of a tensor, not the tensor: an op that reads the tensor raises an error that
@@ -40,7 +40,7 @@ struct Target {
 };
 
 // The copies and transposes of a call, with its scratch memory.
-struct Work {
+struct FillWork {
   Tensor like;
   const float* common;
   std::vector<Copy> copies;
@@ -68,12 +68,12 @@ struct Sent {
 };
 
 void* data_of(const Tensor& t, std::int64_t bytes, const char* name) {
-  bridge::check_bytes(kOp, name, t, bytes);
+  bridge::check_bytes(kGatherFill, name, t, bytes);
   return const_cast<void*>(t.const_data_ptr());
 }
 
 // Adds the copies of all ranks' tables into one table, in the order of W's rows.
-void join_tables(Work& work, const Sent& sent, std::int64_t skip, std::uint8_t* to) {
+void join_tables(FillWork& work, const Sent& sent, std::int64_t skip, std::uint8_t* to) {
   const RowShard& shard = sent.direction.shard;
   for (std::int64_t rank = 0; rank < shard.world(); ++rank) {
     const std::int64_t bytes = shard.table_rows_of(rank) * shard.table_row_bytes();
@@ -83,7 +83,7 @@ void join_tables(Work& work, const Sent& sent, std::int64_t skip, std::uint8_t* 
 }
 
 // Adds the transpose of a table in the order of W's rows to columnwise scales.
-void transpose_table(Work& work, const RowShard& shard, const void* from, void* to) {
+void transpose_table(FillWork& work, const RowShard& shard, const void* from, void* to) {
   work.transposes.push_back({.from = from,
                              .to = to,
                              .rows = shard.whole_table_rows(),
@@ -91,7 +91,7 @@ void transpose_table(Work& work, const RowShard& shard, const void* from, void* 
                              .bits = 8 * shard.scale_bytes()});
 }
 
-void fill_scales(Work& work, const Sent& sent, const Target& target, bool is_transposed) {
+void fill_scales(FillWork& work, const Sent& sent, const Target& target, bool is_transposed) {
   const RowShard& shard = sent.direction.shard;
   const std::int64_t bytes = shard.whole_table_rows() * shard.table_row_bytes();
   if (shard.has_row_table()) {
@@ -116,7 +116,7 @@ void fill_scales(Work& work, const Sent& sent, const Target& target, bool is_tra
     work.copy(work.common + sent.direction.amax_at, data_of(target.amax, amaxes, "amax"), amaxes);
 }
 
-void fill_direction(Work& work, const Sent& sent, const Target& target, bool is_columnwise) {
+void fill_direction(FillWork& work, const Sent& sent, const Target& target, bool is_columnwise) {
   const RowShard& shard = sent.direction.shard;
   if (is_columnwise) {
     const std::int64_t rows = shard.grown(shard.rows()), bits = shard.spec().code_bits();
@@ -146,7 +146,7 @@ Filled filled_by(const BatchedWeight& weight, std::int64_t selection, bool forwa
 // Fills the directions of a weight. Frees the rowwise scale or the columnwise codes of a direction
 // that the gather does not fill. targets: the six of the weight; sent: the weight's selected
 // directions; is_fetch: whether one weight is gathered alone, so that nothing is freed
-void fill_weight(Work& work, const std::vector<Sent>& sent, const Tensor* targets,
+void fill_weight(FillWork& work, const std::vector<Sent>& sent, const Tensor* targets,
                  const Filled& filled, bool is_fetch) {
   const Target row = {targets[0], targets[1], targets[2]};
   const Target col = {targets[3], targets[4], targets[5]};
@@ -169,20 +169,20 @@ void fill_weight(Work& work, const std::vector<Sent>& sent, const Tensor* target
 void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int64_t selection,
                        std::int64_t weight, bool forward_alone) {
   const bool is_fetch = weight != kAllWeights;
-  TORCH_CHECK_VALUE(targets.size() == kTargets * weights_.size() && !outputs.empty(), kOp,
+  TORCH_CHECK_VALUE(targets.size() == kTargets * weights_.size() && !outputs.empty(), kGatherFill,
                     ": expected ", kTargets * weights_.size(), " targets, got ", targets.size());
-  TORCH_CHECK_VALUE(common_.defined() || common_size_ == 0, kOp,
+  TORCH_CHECK_VALUE(common_.defined() || common_size_ == 0, kGatherFill,
                     ": expected shards that were cast");
-  bridge::check_same_device(kOp, "tensors", common_, outputs[0]);
+  bridge::check_same_device(kGatherFill, "tensors", common_, outputs[0]);
   for (const Tensors* list : {&outputs, &targets})
     for (const Tensor& t : *list) {
-      bridge::check_same_device(kOp, "tensors", t, outputs[0]);
+      bridge::check_same_device(kGatherFill, "tensors", t, outputs[0]);
       TORCH_CHECK_VALUE(
-          (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && t.has_storage(), kOp,
+          (t.is_cpu() || t.is_cuda()) && t.layout() == at::kStrided && t.has_storage(), kGatherFill,
           ": expected dense tensors on the CPU or CUDA, got ", t.layout(), " on ", t.device());
-      if (t.storage().nbytes() > 0) bridge::check_memory(kOp, "tensors", t);
+      if (t.storage().nbytes() > 0) bridge::check_memory(kGatherFill, "tensors", t);
     }
-  Work work;
+  FillWork work;
   work.like = outputs[0];
   work.common = common_size_ > 0 ? common_.const_data_ptr<float>() : nullptr;
   std::size_t output = 0;
@@ -191,8 +191,9 @@ void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int6
     const std::vector<GatheredDirection*> directions = selected(i, {selection, weight});
     if (directions.empty()) continue;
     const std::size_t count = directions.size() + (table_bytes > 0 ? 1 : 0);
-    TORCH_CHECK_VALUE(output + count <= outputs.size(), kOp, ": expected the codes and tables of ",
-                      weights_.size(), " weights, got ", outputs.size(), " tensors");
+    TORCH_CHECK_VALUE(output + count <= outputs.size(), kGatherFill,
+                      ": expected the codes and tables of ", weights_.size(), " weights, got ",
+                      outputs.size(), " tensors");
     const Tensor* of_weight = outputs.data() + output;
     output += count;
     const std::uint8_t* tables = nullptr;

@@ -128,7 +128,7 @@ struct ScaleGroup {
 template <class Body>
 __device__ __forceinline__ std::uint32_t each_group(const ScaleMatrix& m, std::uint32_t until,
                                                     Body body) {
-  const bool along_m = m.kind == Groups::kAlongM;
+  const bool along_m = m.kind == ScaleGroups::kAlongM;
   const auto length = static_cast<std::int32_t>(along_m ? m.rows : m.cols);
   const auto size = static_cast<std::int32_t>(along_m ? kSwizzleTileRows : kSwizzleTileCols);
   const auto count = static_cast<std::uint32_t>(m.groups);
@@ -230,8 +230,8 @@ __global__ void __launch_bounds__(kThreads)
 // ---- Back ---------------------------------------------------------------------------------------
 // Returns the place of scale (r, c) of a matrix; -1 past the last group.
 __device__ std::int64_t swizzled_place(const ScaleMatrix& m, std::int64_t r, std::int64_t c) {
-  if (m.kind == Groups::kNone) return swizzled_offset(r, c, m.cols);
-  const bool along_m = m.kind == Groups::kAlongM;
+  if (m.kind == ScaleGroups::kNone) return swizzled_offset(r, c, m.cols);
+  const bool along_m = m.kind == ScaleGroups::kAlongM;
   const std::int64_t at = along_m ? r : c;
   const auto length = static_cast<std::int32_t>(along_m ? m.rows : m.cols);
   std::int32_t begin = 0;
@@ -258,7 +258,8 @@ __global__ void __launch_bounds__(kThreads) unswizzle(const __grid_constant__ Sw
 
 // Returns the arguments of a launch: the layout's whole tiles, of groups as of the longest layout.
 SwizzleArgs args_of(const ScaleMatrix& shape, const std::uint8_t* in, std::uint8_t* out) {
-  const bool along_m = shape.kind == Groups::kAlongM, along_k = shape.kind == Groups::kAlongK;
+  const bool along_m = shape.kind == ScaleGroups::kAlongM,
+             along_k = shape.kind == ScaleGroups::kAlongK;
   const std::int64_t rows = shape.rows + (along_m ? kSwizzleTileRows * shape.groups : 0),
                      cols = shape.cols + (along_k ? kSwizzleTileCols * shape.groups : 0);
   const std::int64_t tiles_of_row =
@@ -285,9 +286,9 @@ void swizzle_scales(const ScaleMatrix& shape, const std::uint8_t* scale, std::ui
   const std::int64_t across =
       std::max<std::int64_t>(ceil_div<std::int64_t>(args.tiles_of_row, kTilesOfBlock), 1);
   const unsigned grid = grid_of(shape.batch * args.rows_of_tiles * across, "swizzle_scales");
-  const auto kernel = shape.kind == Groups::kNone     ? swizzle_whole
-                      : shape.kind == Groups::kAlongM ? swizzle_groups_of_rows
-                                                      : swizzle_groups_of_columns;
+  const auto kernel = shape.kind == ScaleGroups::kNone     ? swizzle_whole
+                      : shape.kind == ScaleGroups::kAlongM ? swizzle_groups_of_rows
+                                                           : swizzle_groups_of_columns;
   kernel<<<grid, kThreads, 0, cuda_stream(execution)>>>(args);
   check_launch("swizzle_scales");
 }
