@@ -21,9 +21,9 @@ from .distributed.zero.master_weights import (
 )
 from .functional import linear, linear_group, scaled_grouped_mm
 from .moe import hooks as _moe_hooks  # registers functions for models with experts
-from .moe.expert_parallel import expert_parallel
 from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
+from .moe.ranks.expert_parallel import expert_parallel
 from .nn.convert.filters import auto_filter_small_kn
 from .nn.convert.quantize import quantize_, quantized_model_init, restore_
 from .nn.convert.selection import Report

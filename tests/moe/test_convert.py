@@ -8,9 +8,9 @@ import types
 import minifloat as mf
 import pytest
 import torch
-from minifloat.moe.convert import ROUTER_REASON, find_routers
+from minifloat.moe.foreign.convert import ROUTER_REASON, find_routers
+from minifloat.moe.foreign.projections import register_implementation
 from minifloat.moe.layer import Experts
-from minifloat.moe.projections import register_implementation
 from minifloat.nn.hooks import ExpertChoice, ExpertSelection
 from torch import nn
 

@@ -5,7 +5,7 @@ import time
 import minifloat as mf
 import pytest
 import torch.distributed as dist
-from minifloat.moe import agreement
+from minifloat.moe.ranks import agreement
 from minifloat.nn.grouped_product import product_of
 
 from tests.distributed.test_faults import LOST, TIMEOUT, die

@@ -7,7 +7,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat.moe import agreement, parallel_experts
+from minifloat.moe.ranks import agreement, parallel_experts
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.expert_ranks import require_same_operands

@@ -10,7 +10,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
-from minifloat.moe.convert import require_recipe
+from minifloat.moe.foreign.convert import require_recipe
 from minifloat.nn.grouped_product import GroupedProduct
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint

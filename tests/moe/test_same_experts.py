@@ -8,10 +8,10 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from minifloat.moe import counted_experts
-from minifloat.moe.counted_experts import CountedExperts
-from minifloat.moe.foreign import SeamExperts
-from minifloat.moe.projections import ProjectionExperts
+from minifloat.moe.foreign import counted_experts
+from minifloat.moe.foreign.counted_experts import CountedExperts
+from minifloat.moe.foreign.foreign import SeamExperts
+from minifloat.moe.foreign.projections import ProjectionExperts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh

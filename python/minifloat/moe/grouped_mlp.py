@@ -1,6 +1,6 @@
 """mf.grouped_mlp: the products of a mixture's experts as a function, on one process or on ranks.
 
-On ranks it is the forward of an mf.MoE that mf.expert_parallel has divided (parallel_experts.py),
+On ranks it is the forward of an mf.MoE that mf.expert_parallel has divided (ranks/),
 of matrices that the caller gives.
 """
 
@@ -24,8 +24,8 @@ from ..tensor.quantized_tensor import QuantizedTensor
 from ..tensor.weight_operands import codes_of
 from .functional import Matrices, Plan, compute_dtype, run_experts
 from .mlp_checks import require_no_tangents, require_options, require_shapes
-from .parallel_experts import ALL, ExpertParallel, group_of, require_sending
 from .permute import order_rows
+from .ranks.parallel_experts import ALL, ExpertParallel, group_of, require_sending
 from .swiglu import ALPHA, Gate
 
 if TYPE_CHECKING:

@@ -10,15 +10,15 @@ from torch import Tensor, nn
 
 from ..nn.hooks import ExpertHooks, register_experts
 from ..nn.names import unwrapped
-from .convert import convert, plan_gather, restore, revert, select
-from .dropped import warn_of_dropped
+from .foreign.convert import convert, plan_gather, restore, revert, select
 from .layer import Experts
+from .ranks.dropped import warn_of_dropped
 from .router import Router
 
 
 def forward_cut(*arguments: Any) -> Tensor:
     """Computes the forward of experts that ranks cut along I."""
-    from .cut_forward import forward_cut  # imports torch's compiler
+    from .ranks.cut_forward import forward_cut  # imports torch's compiler
 
     return forward_cut(*arguments)
 

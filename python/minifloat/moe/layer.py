@@ -25,10 +25,10 @@ from ..nn.linear import adopt
 from ..nn.state.random_state import RngState, add_hooks, require_int64
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
-from .cut_experts import are_cut
 from .functional import Matrices, Plan, compute_dtype, run_experts
 from .mlp_checks import require_no_tangents
 from .permute import order_rows
+from .ranks.cut_experts import are_cut
 from .router import Router, require_number
 from .swiglu import ALPHA, Gate
 from .token_cast import TokenCast, token_cast

@@ -1,8 +1,8 @@
 """Conversion of a model's layers: mf.quantize_, mf.restore_ and mf.quantized_model_init.
 
 A conversion changes the class of a linear layer in place (nn.Linear <-> mf.Linear), and gives
-experts the state of their products (moe/convert.py). The object, its parameters, hooks, ties,
-dtype, device and state-dict keys stay, so references to the layer remain valid.
+experts the state of their products (moe/foreign/convert.py). The object, its parameters, hooks,
+ties, dtype, device and state-dict keys stay, so references to the layer remain valid.
 """
 
 from __future__ import annotations

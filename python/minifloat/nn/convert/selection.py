@@ -1,6 +1,6 @@
 """The choice of the linear layers to convert, with a reason for each layer that is left out.
 
-moe/convert.py chooses experts.
+moe/foreign/convert.py chooses experts.
 """
 
 from __future__ import annotations

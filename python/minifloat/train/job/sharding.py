@@ -18,8 +18,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
-from ...moe.expert_parallel import expert_parallel
 from ...moe.layer import Experts
+from ...moe.ranks.expert_parallel import expert_parallel
 
 
 def whole(tensor: Tensor) -> Tensor:

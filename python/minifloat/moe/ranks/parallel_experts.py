@@ -23,22 +23,22 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..checks import require_int
-from ..nn.expert_parameters import local_of, matrix_of
-from ..nn.grouped_product import ProductCall, call_of, product_of
-from ..nn.state.recipe_state import ExpertRange
-from ..recipe import Recipe
-from ..tensor.operands import Operand
+from ...checks import require_int
+from ...nn.expert_parameters import local_of, matrix_of
+from ...nn.grouped_product import ProductCall, call_of, product_of
+from ...nn.state.recipe_state import ExpertRange
+from ...recipe import Recipe
+from ...tensor.operands import Operand
+from ..functional import ExpertRows, Matrices, Plan, compute_dtype, weighted_biases
+from ..permute import Order, order_rows, sum_of_slots
+from ..router import is_recomputed
+from ..token_cast import TokenCast
 from .agreement import Agreement
 from .arrivals import CombineRows, DispatchRows, sort_arrivals
 from .code_experts import CodeExperts, DispatchCodes, Way
 from .dropped import to_host
-from .functional import ExpertRows, Matrices, Plan, compute_dtype, weighted_biases
-from .permute import Order, order_rows, sum_of_slots
-from .router import is_recomputed
 from .routes import CapacityRoute, Dispatcher, ExactRoute, OwnRoute, Route
 from .row_codes import CodeSender, G, X, why_values
-from .token_cast import TokenCast
 from .whole_bias import gather_experts
 
 ALL = "all"  # the capacity that drops no row

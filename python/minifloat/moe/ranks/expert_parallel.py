@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import torch.distributed as dist
 from torch import nn
 
-from ..checks import require_module
-from ..nn.grouped_product import product_of
-from ..nn.names import clean_name, unwrapped
-from .layer import Experts, MoE
+from ...checks import require_module
+from ...nn.grouped_product import product_of
+from ...nn.names import clean_name, unwrapped
+from ..layer import Experts, MoE
 from .parallel_experts import ExpertParallel, group_of, require_sending
 from .routes import Dispatcher
 
@@ -46,7 +46,7 @@ def expert_parallel(
             the capacity are dropped, and mf.step warns of them. None: exact sizes, for which each
             forward copies counts to the host once.
         dispatcher: a caller's own way of rows, an object with the two functions of
-            moe.routes.Dispatcher; None: torch's all_to_all_single.
+            moe.ranks.routes.Dispatcher; None: torch's all_to_all_single.
 
     Returns:
         The model.

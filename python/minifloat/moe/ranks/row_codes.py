@@ -16,14 +16,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._native import ops
-from ..distributed.amaxes import reduce_amaxes
-from ..nn.grouped_product import ProductCall
-from ..recipe import Recipe, operand_names
-from ..spec import Spec
-from ..tensor.operands import Operand, Operands
-from ..tensor.transforms import HADAMARD_SIGNS
-from .permute import Order, take_rows
+from ..._native import ops
+from ...distributed.amaxes import reduce_amaxes
+from ...nn.grouped_product import ProductCall
+from ...recipe import Recipe, operand_names
+from ...spec import Spec
+from ...tensor.operands import Operand, Operands
+from ...tensor.transforms import HADAMARD_SIGNS
+from ..permute import Order, take_rows
 from .routes import SentGroups
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel

@@ -13,24 +13,24 @@ from typing import Any, cast
 
 from torch import nn
 
-from ..checks import require_text
-from ..nn.convert.filters import Filters, require_used
-from ..nn.convert.primary_weights import (
+from ...checks import require_text
+from ...nn.convert.filters import Filters, require_used
+from ...nn.convert.primary_weights import (
     HIGH_PRECISION_INIT,
     make_primary_experts,
     reason_against_primary,
 )
-from ..nn.convert.selection import already_converted
-from ..nn.grouped_product import GroupedProduct, add_products, remove_products
-from ..nn.hooks import ExpertChoice, ExpertSelection, hooks
-from ..nn.linear import dequantize_parameters
-from ..nn.names import PRODUCT, clean_name, join, owners_of_weights
-from ..nn.state.recipe_state import WEIGHT_DTYPES
-from ..recipe import Recipe, operand_names
-from ..spec import Spec
+from ...nn.convert.selection import already_converted
+from ...nn.grouped_product import GroupedProduct, add_products, remove_products
+from ...nn.hooks import ExpertChoice, ExpertSelection, hooks
+from ...nn.linear import dequantize_parameters
+from ...nn.names import PRODUCT, clean_name, join, owners_of_weights
+from ...nn.state.recipe_state import WEIGHT_DTYPES
+from ...recipe import Recipe, operand_names
+from ...spec import Spec
+from ..layer import Experts
 from .counted_experts import CountedExperts, has_counts
 from .foreign import WHOLE, Converted, NamedExperts, SeamExperts, converted_class, has_seam
-from .layer import Experts
 from .projections import (
     ProjectionExperts,
     is_projected,

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..nn.convert.same_result import difference, isolated, replica, seeded
+from ...nn.convert.same_result import difference, isolated, replica, seeded
 
 INTERFACE = "transformers.integrations.moe"
 OWN = ("transformers", "minifloat")  # implementations of these packages stand for the eager forward

@@ -14,8 +14,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._native import ops
-from ..distributed.handshake import wait_for_all
+from ..._native import ops
+from ...distributed.handshake import wait_for_all
 from .dropped import to_host
 
 DIVIDE = "expert_parallel: expected all {} ranks to divide {}"

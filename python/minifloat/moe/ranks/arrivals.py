@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .permute import NO_ORDER, Order, add_slots, take_rows
+from ..permute import NO_ORDER, Order, add_slots, take_rows
 from .routes import Route, RowLayout
 
 ID_BITS = 32

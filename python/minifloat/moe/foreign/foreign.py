@@ -19,9 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ..nn.expert_parameters import HasProducts
-from ..nn.grouped_product import GroupedProduct, ProductCall, product_of
-from ..nn.names import PRODUCT
+from ...nn.expert_parameters import HasProducts
+from ...nn.grouped_product import GroupedProduct, ProductCall, product_of
+from ...nn.names import PRODUCT
 from .same_experts import compare_seam
 
 WHOLE = "grouped_mm_{}"  # the name of a seam's product, by its number among a forward's calls

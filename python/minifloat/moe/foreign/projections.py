@@ -20,14 +20,14 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ..nn.expert_parameters import matrix_of
-from ..nn.grouped_product import call_of
+from ...nn.expert_parameters import matrix_of
+from ...nn.grouped_product import call_of
+from ..functional import Matrices, Plan, compute_dtype, run_experts, weighted_biases
+from ..mlp_checks import require_no_tangents
+from ..permute import order_rows, rows_of_tokens, sum_of_slots
+from ..swiglu import Gate, swiglu
 from .foreign import Converted
-from .functional import Matrices, Plan, compute_dtype, run_experts, weighted_biases
-from .mlp_checks import require_no_tangents
-from .permute import order_rows, rows_of_tokens, sum_of_slots
 from .same_experts import INTERFACE, compare_projections
-from .swiglu import Gate, swiglu
 
 NAMES = ("gate_up_proj", "down_proj")
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts

@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from .._native import ops
+from ..._native import ops
 
 FIELD, ROW = 4, 16  # bytes that a field's start and a row's length are multiples of
 

@@ -18,13 +18,13 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from ..tensor.operands import Operand
+from ...tensor.operands import Operand
+from ..functional import Matrices, Plan, gradients_of_inputs, unpack
+from ..permute import NO_ORDER, Order
+from ..row_operands import group_table, quantized_rows, shared_operands
 from .arrivals import HEADER, combine, return_gradients
-from .functional import Matrices, Plan, gradients_of_inputs, unpack
-from .permute import NO_ORDER, Order
 from .routes import Route, RowLayout, SentGroups
 from .row_codes import CodeSender, RowCodes
-from .row_operands import group_table, quantized_rows, shared_operands
 
 
 @dataclass(frozen=True)

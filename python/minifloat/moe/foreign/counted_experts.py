@@ -14,15 +14,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from ..nn.expert_parameters import matrix_of
-from ..nn.grouped_product import call_of, product_of
-from ..nn.hooks import is_distributed
-from ..nn.state.recipe_state import ExpertRange
+from ...nn.expert_parameters import matrix_of
+from ...nn.grouped_product import call_of, product_of
+from ...nn.hooks import is_distributed
+from ...nn.state.recipe_state import ExpertRange
+from ..functional import ExpertRows, Matrices, Plan, compose, compute_dtype
+from ..permute import Order
+from ..swiglu import Gate
 from .foreign import Converted
-from .functional import ExpertRows, Matrices, Plan, compose, compute_dtype
-from .permute import Order
 from .same_experts import compare_counted
-from .swiglu import Gate
 
 NAMES = ("w1", "w2", "w3")  # (E, I, D), (E, D, I), (E, I, D)
 # The activation is in a module's code, not in its parameters, so modules are known by class.

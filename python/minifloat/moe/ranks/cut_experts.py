@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from ..nn.hooks import is_distributed
-from ..tensor.quantized_tensor import QuantizedTensor
+from ...nn.hooks import is_distributed
+from ...tensor.quantized_tensor import QuantizedTensor
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh

@@ -15,16 +15,16 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from .._native import ops
-from ..nn.cache.operand_cache import conditions_of_ranks
-from ..nn.expert_parameters import local_of, matrix_of
-from ..nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
-from ..nn.state.random_state import require_shared_seed
-from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_operands import codes_of
+from ..._native import ops
+from ...nn.cache.operand_cache import conditions_of_ranks
+from ...nn.expert_parameters import local_of, matrix_of
+from ...nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
+from ...nn.state.random_state import require_shared_seed
+from ...tensor.quantized_tensor import QuantizedTensor
+from ...tensor.weight_operands import codes_of
+from ..functional import Matrices, Plan, compose, compute_dtype, weighted_biases
+from ..permute import order_rows, sum_of_slots
 from .cut_experts import FUSED, require_cut
-from .functional import Matrices, Plan, compose, compute_dtype, weighted_biases
-from .permute import order_rows, sum_of_slots
 
 
 class CopyToRanks(torch.autograd.Function):

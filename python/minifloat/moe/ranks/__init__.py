@@ -1,0 +1,1 @@
+"""Experts of several ranks: divided over them, or cut along their width."""
