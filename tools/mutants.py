@@ -46,6 +46,7 @@ LAYER_TESTS = (
     "tests/distributed/tensor_parallel/test_tensor_parallel.py",
 )
 FIRST_TESTS = {
+    "shard_casts": "tests/distributed/tensor_parallel/test_tensor_parallel.py",
     "sharding": "tests/distributed/tensor_parallel/test_tensor_parallel.py",
     "weight_sums": "tests/nn/test_main_grad.py",
     "mlp_gradients": "tests/nn/test_mlp.py",
