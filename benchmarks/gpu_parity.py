@@ -39,7 +39,7 @@ from minifloat.train.job.run import BETAS, compile_layers
 from minifloat.train.job.sharding import clip_gradients
 from minifloat.train.model.llama import Llama, cross_entropy, init_weights
 from minifloat.train.model.measure import PeakMemory, product_dtype
-from minifloat.train.model.sizes import ModelConfig
+from minifloat.train.model.sizes import ModelConfig, parse_model
 from minifloat.train.recipes import RunSpec, parse_entry
 from torch import Tensor
 
@@ -163,7 +163,7 @@ class Run:
 
     def __init__(self, spec: RunSpec, trial: Trial, text: Text) -> None:
         self.spec, self.trial, self.text = spec, trial, text
-        config = ModelConfig.parse(trial.model, VOCABULARY)
+        config = parse_model(trial.model, VOCABULARY)
         self.model = LossLlama(config, trial.seq)
         init_weights(self.model, spec.seed)
         self.model.to(trial.device)

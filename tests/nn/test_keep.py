@@ -3,8 +3,9 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.train.config import ModelConfig, TrainConfig
+from minifloat.train.config import TrainConfig
 from minifloat.train.job.run import prepare_model
+from minifloat.train.model.sizes import parse_model
 from minifloat.train.recipes import RunSpec, parse_recipes
 from torch import nn
 
@@ -97,7 +98,7 @@ def test_refuses(model, keep, message):
 
 
 # ---- The trainer ---------------------------------------------------------------------------------
-MODEL = ModelConfig.parse("32,2,2,1,64", 300)
+MODEL = parse_model("32,2,2,1,64", 300)
 
 
 def test_the_trainer_has_the_same_default():
