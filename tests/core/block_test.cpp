@@ -19,6 +19,18 @@ TEST(CeilDiv, CountsTheBlocksThatCoverALength) {
   }
 }
 
+TEST(IsAddressable, EndsAtTwoToThe48) {
+  constexpr std::int64_t kMost = std::int64_t{1} << 48;
+  EXPECT_TRUE(is_addressable({kMost}));
+  EXPECT_TRUE(is_addressable({kMost / 2, 2}));
+  EXPECT_TRUE(is_addressable({kMost, 0}));
+  EXPECT_FALSE(is_addressable({kMost + 1}));
+  EXPECT_FALSE(is_addressable({0, kMost + 1}));
+  EXPECT_FALSE(is_addressable({kMost / 2, 3}));
+  EXPECT_FALSE(is_addressable({kMost, kMost}));
+  EXPECT_FALSE(is_addressable({-1}));
+}
+
 // A row of n codes takes ceil(n / 2) bytes; each code is read back, and an odd row's last nibble is
 // zero.
 TEST(Nibbles, ComeBackFromPackedRowsOfAnyLength) {

@@ -103,7 +103,7 @@ TEST(WeightBlocks, TheRangeAroundACutHoldsItsSplitBlocks) {
       ASSERT_EQ(b.are_split(cut), !split.empty()) << cut;
       if (split.empty()) continue;
       const Span around = b.around(cut);
-      ASSERT_TRUE(around.begin < cut && cut < around.end) << cut;
+      ASSERT_TRUE(around.begin < cut && cut < around.end && around.end <= b.rows * b.cols) << cut;
       ASSERT_TRUE(!b.are_split(around.begin) && !b.are_split(around.end)) << cut;
       for (std::int64_t flat = 0; flat < b.rows * b.cols; ++flat) {
         const bool is_inside = around.begin <= flat && flat < around.end;
