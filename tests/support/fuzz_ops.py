@@ -159,7 +159,7 @@ def describe(value: Any) -> str:
             return f"{text}, meta or zero)"
         stored = value.untyped_storage().nbytes()
         numbers = ""
-        if value.numel() <= 8 and stored >= 8 * value.numel() and 0 not in value.stride():
+        if 0 < value.numel() <= 8 and stored >= 8 * value.numel() and 0 not in value.stride():
             numbers = f", {value.tolist()}" if value.element_size() > 1 else ""
         return (
             f"{text}, strides {value.stride()}, offset {value.storage_offset()}, storage {stored}"
