@@ -26,6 +26,7 @@ using torch_ops::ActivationArguments;
 using torch_ops::ActivationInputs;
 using torch_ops::CastOfComputed;
 using torch_ops::check_activation;
+using torch_ops::EightTensors;
 using torch_ops::empty_like_gate;
 using torch_ops::GradientCasts;
 using torch_ops::inputs_of;
@@ -144,8 +145,6 @@ QuantizedGradients cast_gradients(const Tensor& dh, const ActivationArguments& a
   return BackwardCast(in, casts, shares_memory).run();
 }
 
-using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 // The ops, with real tensors or on the Meta device.
 template <bool kIsMeta>
 EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
@@ -156,18 +155,9 @@ EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
                                     c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col,
                                     bool fp8_row, bool fp8_col) {
   const ActivationArguments a = {gate, up, activation};
-  TORCH_CHECK_VALUE(origin.size() == 2, kForward, ": expected origin as (row, column), got ",
-                    origin.size(), " numbers");
-  const QuantizeOptions options = {.amax_row = amax_row,
-                                   .amax_col = amax_col,
-                                   .rng = rng,
-                                   .stream_row = stream_row,
-                                   .stream_col = stream_col,
-                                   .decoded_row = decoded_row,
-                                   .decoded_col = decoded_col,
-                                   .fp8_row = fp8_row,
-                                   .fp8_col = fp8_col,
-                                   .origin = {origin[0], origin[1]}};
+  QuantizeOptions options = torch_ops::options_of(kForward, amax_row, amax_col, rng, stream_row,
+                                                  stream_col, origin, decoded_row, decoded_col);
+  options.fp8_row = fp8_row, options.fp8_col = fp8_col;
   Operands out;
   if constexpr (kIsMeta) {
     check_activation(kForward, a, nullptr, true);
@@ -175,8 +165,7 @@ EightTensors quantize_activation_op(const Tensor& gate, const MaybeTensor& up,
   } else {
     out = cast_h(a, row, col, options, false);
   }
-  const auto& [r, c] = out;
-  return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
+  return torch_ops::eight_tensors(out);
 }
 
 QuantizedGradients meta_gradients(const Tensor& dh, const ActivationArguments& a,

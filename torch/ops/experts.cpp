@@ -21,6 +21,7 @@ namespace {
 
 using at::Tensor;
 using c10::SymInt;
+using torch_ops::EightTensors;
 using torch_ops::SwiGluArguments;
 using MaybeTensor = std::optional<Tensor>;
 
@@ -204,7 +205,6 @@ ThreeTensors swiglu_backward_kernel(const Tensor& dh, const Tensor& product,
 
 // ---- The cast of h ------------------------------------------------------------------------------
 using Operands = std::pair<torch_ops::QuantizedOperand, torch_ops::QuantizedOperand>;
-using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 Operands cast_h(const SwiGluArguments& a, const std::string& row, const std::string& col,
                 const torch_ops::QuantizeOptions& options, bool shares_memory) {
@@ -250,8 +250,7 @@ EightTensors quantize_swiglu_op(const Tensor& product, const MaybeTensor& other,
   } else {
     out = cast_h(a, row, col, options, false);
   }
-  const auto& [r, c] = out;
-  return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
+  return torch_ops::eight_tensors(out);
 }
 
 // ---- Copies -------------------------------------------------------------------------------------

@@ -18,6 +18,7 @@ namespace {
 
 using at::Tensor;
 using c10::SymInt;
+using torch_ops::EightTensors;
 using torch_ops::NormArguments;
 using torch_ops::QuantizedOperand;
 using torch_ops::QuantizeOptions;
@@ -113,8 +114,6 @@ Directions cast_norm(const NormArguments& a, const std::string& row, const std::
   return torch_ops::direct_quantize(in.x, row, col, options, &cast, shares_memory);
 }
 
-using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 template <bool kIsMeta>
 EightTensors quantize_op(const Tensor& x, const MaybeTensor& weight, const MaybeTensor& bias,
                          const std::string& kind, double eps, const std::string& row,
@@ -123,20 +122,11 @@ EightTensors quantize_op(const Tensor& x, const MaybeTensor& weight, const Maybe
                          std::int64_t stream_row, std::int64_t stream_col,
                          c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col) {
   const NormArguments a = {"quantize_norm", x, weight, bias, kind, eps};
-  TORCH_CHECK_VALUE(origin.size() == 2, a.op, ": expected origin as (row, column), got ",
-                    origin.size(), " numbers");
-  const QuantizeOptions options = {.amax_row = amax_row,
-                                   .amax_col = amax_col,
-                                   .rng = rng,
-                                   .stream_row = stream_row,
-                                   .stream_col = stream_col,
-                                   .decoded_row = decoded_row,
-                                   .decoded_col = decoded_col,
-                                   .origin = {origin[0], origin[1]}};
+  const QuantizeOptions options = torch_ops::options_of(
+      a.op, amax_row, amax_col, rng, stream_row, stream_col, origin, decoded_row, decoded_col);
   torch_ops::check_norm(a);
-  const auto [r, c] = kIsMeta ? torch_ops::quantize(like_matrix(a), row, col, options)
-                              : cast_norm(a, row, col, options, false);
-  return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
+  return torch_ops::eight_tensors(kIsMeta ? torch_ops::quantize(like_matrix(a), row, col, options)
+                                          : cast_norm(a, row, col, options, false));
 }
 
 template <bool kIsMeta>

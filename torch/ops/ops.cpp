@@ -19,8 +19,6 @@ Tensor or_empty(const Tensor& t, const Tensor& like) {
   return t.defined() ? t : at::empty({0}, like.options().dtype(at::kFloat));
 }
 
-using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
-
 std::pair<QuantizedOperand, QuantizedOperand> both_of(const EightTensors& t) {
   const auto& [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col,
                decoded_col] = t;

@@ -64,6 +64,16 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize(const Tensor& x, const st
                                                        const std::string& col,
                                                        const QuantizeOptions& options);
 
+// The result of an op that casts in both directions: codes, scale, amax and decoded values of each.
+using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
+EightTensors eight_tensors(const std::pair<QuantizedOperand, QuantizedOperand>& operands);
+
+// Returns the options of an op without groups.   origin: two numbers, else an error
+QuantizeOptions options_of(const char* op, const std::optional<Tensor>& amax_row,
+                           const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
+                           std::int64_t stream_row, std::int64_t stream_col,
+                           c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col);
+
 // Returns the bf16 values that an exact product reads, (rows, padded cols).
 Tensor decode(const Tensor& codes, const Tensor& scale, const Spec& spec, c10::SymInt cols,
               const Groups& groups = {});

@@ -22,11 +22,11 @@ using c10::SymInt;
 using torch_ops::advise_huge_pages;
 using torch_ops::as_read;
 using torch_ops::AsRead;
+using torch_ops::EightTensors;
 using torch_ops::empty;
 using torch_ops::QuantizedOperand;
 using torch_ops::scale_dtype;
 using torch_ops::Sizes;
-using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 // The arguments of the op for one direction.
 struct DirectionArguments {
@@ -201,10 +201,6 @@ QuantizedOperand allocate_direction(const Tensor& x, const DirectionArguments& d
   return allocate(x, d, d.read_of(x, groups));
 }
 
-EightTensors eight(const QuantizedOperand& row, const QuantizedOperand& col) {
-  return {row.codes, row.scale, row.amax, row.decoded, col.codes, col.scale, col.amax, col.decoded};
-}
-
 EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::string& col,
                            const std::optional<Tensor>& amax_row,
                            const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
@@ -220,7 +216,8 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
       direction_arguments(true, col, amax_col, stream_col, decoded_col, fp8_col);
   const SharedArguments shared = {rng, {groups, unit, rows_from}, row_ids, first_expert};
   check_arguments(x, r, c, shared, origin.size());
-  return eight(allocate_direction(x, r, shared.groups), allocate_direction(x, c, shared.groups));
+  return torch_ops::eight_tensors(
+      {allocate_direction(x, r, shared.groups), allocate_direction(x, c, shared.groups)});
 }
 
 template <class T>
@@ -316,12 +313,33 @@ EightTensors quantize_kernel(const Tensor& x, const std::string& row, const std:
                          out_col = allocate_direction(x, c, shared.groups);
   fill(in, r, out_row, c, out_col, shared, C10_AS_INTARRAYREF_SLOW(sym_origin),
        bridge::ExecutionOn(x));
-  return eight(out_row, out_col);
+  return torch_ops::eight_tensors({out_row, out_col});
 }
 
 }  // namespace
 
 namespace torch_ops {
+
+EightTensors eight_tensors(const std::pair<QuantizedOperand, QuantizedOperand>& operands) {
+  const auto& [r, c] = operands;
+  return {r.codes, r.scale, r.amax, r.decoded, c.codes, c.scale, c.amax, c.decoded};
+}
+
+QuantizeOptions options_of(const char* op, const std::optional<Tensor>& amax_row,
+                           const std::optional<Tensor>& amax_col, const std::optional<Tensor>& rng,
+                           std::int64_t stream_row, std::int64_t stream_col,
+                           c10::SymIntArrayRef origin, bool decoded_row, bool decoded_col) {
+  TORCH_CHECK_VALUE(origin.size() == 2, op, ": expected origin as (row, column), got ",
+                    origin.size(), " numbers");
+  return {.amax_row = amax_row,
+          .amax_col = amax_col,
+          .rng = rng,
+          .stream_row = stream_row,
+          .stream_col = stream_col,
+          .decoded_row = decoded_row,
+          .decoded_col = decoded_col,
+          .origin = {origin[0], origin[1]}};
+}
 
 std::pair<QuantizedOperand, QuantizedOperand> direct_quantize(
     const Tensor& x, const std::string& row, const std::string& col, const QuantizeOptions& options,

@@ -35,7 +35,6 @@ namespace {
 
 using at::Tensor;
 using namespace torch_ops;
-using EightTensors = std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor>;
 
 constexpr const char* kQuantizeDelayed = "quantize_delayed";
 
@@ -61,18 +60,13 @@ void check_history_rows(const Tensor& x, const HistoryRows& rows) {
                     x.device(), ", got ", history.device());
 }
 
-EightTensors eight(const std::pair<QuantizedOperand, QuantizedOperand>& both) {
-  const auto& [row, col] = both;
-  return {row.codes, row.scale, row.amax, row.decoded, col.codes, col.scale, col.amax, col.decoded};
-}
-
 // Casts in the real memory of x and of the history.
 EightTensors quantize_real(const Tensor& x, const std::string& row, const std::string& col,
                            const QuantizeOptions& options) {
   const Tensor& history = options.history->history;
   bridge::check_memory(kQuantizeDelayed, "amax_history", history);
-  const EightTensors out =
-      eight(direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
+  const EightTensors out = torch_ops::eight_tensors(
+      direct_quantize(x, row, col, options, nullptr, /*shares_memory=*/false));
   if (!history.is_inference()) history.unsafeGetTensorImpl()->bump_version();
   return out;
 }
@@ -87,7 +81,7 @@ EightTensors quantize_meta(const Tensor& x, const std::string& row, const std::s
   const auto none = [&] { return at::empty({0}, x.options().dtype(at::kFloat)); };
   if (is_delayed(row)) both.first.amax = none();
   if (is_delayed(col)) both.second.amax = none();
-  return eight(both);
+  return torch_ops::eight_tensors(both);
 }
 
 template <bool kIsMeta>

@@ -83,9 +83,8 @@ class Linear(RecipeState, nn.Linear):
     shared_input: SharedInput | None
     accumulate: str = ""  # where backward adds the weight's gradient (accumulation.py); "": nowhere
     fused_mlp: Any = None  # deferred_mlp's FusedMlp, which an op computes with other layers
-    gather_plan: (
-        GatherPlan | None
-    )  # how FSDP2 gathers the weight as codes; None: in the compute dtype
+    # How FSDP2 gathers the weight as codes; None: in the compute dtype.
+    gather_plan: GatherPlan | None
 
     def __init__(
         self,

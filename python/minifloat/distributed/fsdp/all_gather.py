@@ -51,10 +51,8 @@ class WeightGather(ModuleGather):
         self.shard: Tensor | None = None  # cast last
         self.alone: Batch | None = None  # the batch of this weight alone
         self.batch: Batch | None = None  # the batch of FSDP2's parameter group
-        self._assigned: tuple[object, object] = (
-            None,
-            None,
-        )  # the last two parameters FSDP2 assigned
+        # The last two parameters FSDP2 assigned.
+        self._assigned: tuple[object, object] = (None, None)
 
     def has_assigned(self, parameter: object) -> bool:
         """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""

@@ -57,9 +57,8 @@ class ModuleGather:
         self.dtype: torch.dtype | None = None  # that all ranks agreed on; None before
         self.shard_dtype: torch.dtype | None = None  # of the last gather
         self.reason = ""  # for a gather in that dtype instead of codes
-        self._fsdp_group: Callable[[], FsdpGroup | None] = lambda: (
-            None
-        )  # reference to FSDP2's parameter group
+        # A reference to FSDP2's parameter group.
+        self._fsdp_group: Callable[[], FsdpGroup | None] = lambda: None
 
     def __deepcopy__(self, memo: object) -> ModuleGather:
         return self  # guards of compiled code copy it, and compare the copy

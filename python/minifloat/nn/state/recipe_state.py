@@ -104,9 +104,8 @@ class RecipeState(nn.Module):
     recompute: str = ""  # "weight": backward quantizes the weight again, instead of saving codes
     expert_range: ExpertRange | None = None  # None: this process has all experts
     evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
-    weight_gather: WeightGather | ExpertWeightGather | None = (
-        None  # None: FSDP2 has not sharded the weight
-    )
+    # None: FSDP2 has not sharded the weight.
+    weight_gather: WeightGather | ExpertWeightGather | None = None
     TRANSIENT: tuple[str, ...] = ("weight_codes", "weight_gather")  # attributes not pickled
 
     def __setattr__(self, name: str, value: Any) -> None:
