@@ -15,6 +15,18 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def lacks_device(config: pytest.Config) -> bool:
+    """Tells whether tests/gpu have no device to run on."""
+    return config.getoption("--device") == "cuda" and not torch.cuda.is_available()
+
+
+def pytest_terminal_summary(
+    terminalreporter: pytest.TerminalReporter, config: pytest.Config
+) -> None:
+    if lacks_device(config):
+        terminalreporter.write_line("tests/gpu: not collected, torch sees no CUDA device")
+
+
 @pytest.fixture(autouse=True)
 def fresh_compiler():
     """Clears what earlier tests compiled.

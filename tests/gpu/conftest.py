@@ -3,7 +3,7 @@
     make test-gpu                         on a machine with a CUDA device
     pytest tests/gpu --device cpu         the CPU against itself: tests the tests
 
-Without a CUDA device they are skipped, and the skip says so.
+Without a CUDA device they are not collected, and the summary says so.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from __future__ import annotations
 import pytest
 import torch
 
+from tests.conftest import lacks_device
 
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    if config.getoption("--device") != "cuda" or torch.cuda.is_available():
-        return
-    no_device = pytest.mark.skip(reason="gpu: torch sees no CUDA device")
-    for item in items:
-        if item.get_closest_marker("gpu"):
-            item.add_marker(no_device)
+
+def pytest_ignore_collect(config: pytest.Config) -> bool | None:
+    return True if lacks_device(config) else None
 
 
 @pytest.fixture(scope="session")

@@ -1,4 +1,7 @@
-"""The benchmarks start: each one imports, fsdp_host.py prints its table, a rank can be alone."""
+"""The benchmarks and the tests of a GPU start on a machine without one.
+
+Each file imports; fsdp_host.py prints its table; a rank can be alone.
+"""
 
 import subprocess
 import sys
@@ -6,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+TREE = Path(__file__).parents[2]
+BENCHMARKS = TREE / "benchmarks"
 IMPORT_ALL = """
 import importlib, sys
 sys.path.insert(0, sys.argv[1])
@@ -38,6 +42,13 @@ def test_every_benchmark_imports():
     names = [path.stem for path in sorted(BENCHMARKS.glob("*.py"))]
     assert "gpu_fsdp" in names
     output_of("-c", IMPORT_ALL, BENCHMARKS, *names)
+
+
+def test_every_test_of_a_gpu_is_collected():
+    options = ("-q", "--collect-only", "--device", "cpu", "-p", "no:cacheprovider")
+    names = output_of("-m", "pytest", *options, TREE / "tests/gpu")
+    for path in (TREE / "tests/gpu").glob("test_*.py"):
+        assert f"/{path.name}::" in names
 
 
 @pytest.mark.slow
