@@ -11,13 +11,11 @@ from ._native import ops as _ops  # loads the operators; keep it before the rest
 from .distributed import hooks as _hooks  # registers functions that layers call
 from .distributed.ending import destroy_process_group
 from .distributed.fsdp.weight import precompute_float8_dynamic_scale_for_fsdp, precompute_scales
-from .distributed.zero.flat_buffer import WireLayout
+from .distributed.zero.flat_codes import WireLayout, attach_wires, wires
 from .distributed.zero.master_weights import (
-    attach_wires,
     cast_master_weights_to_nvfp4,
     post_all_gather_processing,
     quantize_master_weights,
-    wires,
 )
 from .functional import linear, linear_group, scaled_grouped_mm
 from .moe import hooks as _moe_hooks  # registers functions for models with experts

@@ -24,11 +24,11 @@ TORCH_LIBRARY_FRAGMENT(minifloat, m) {
       });
   m.class_<Agreement>("Agreement").def(torch::init<>());
   m.class_<MasterCasts>("MasterCasts")
-      .def(torch::init<ShardCasts, Numbers, Texts, Tensors, Tensors, Tensors,
-                       c10::intrusive_ptr<Agreement>>())
+      .def(torch::init<const ShardCasts&, const Numbers&, const Texts&, const Tensors&,
+                       const Tensors&, const Tensors&, c10::intrusive_ptr<Agreement>>())
       .def("quantize", &MasterCasts::quantize);
   m.class_<MatrixTransposes>("MatrixTransposes")
-      .def(torch::init<Tensors, Tensors, Numbers>())
+      .def(torch::init<const Tensors&, const Tensors&, const Numbers&>())
       .def("run", &MatrixTransposes::run);
   m.class_<GatherBatch>("GatherBatch")
       .def(torch::init<const ShardCasts&, const ShardCasts&, const Texts&, std::int64_t,

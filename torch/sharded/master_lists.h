@@ -17,13 +17,24 @@ namespace minifloat::torch_ops {
 using Tensors = std::vector<at::Tensor>;
 using Numbers = std::vector<std::int64_t>;
 
-// The directions of weights that a step casts from masters.
+// One direction of a weight: of a matrix, or of E matrices that are cast alone.
+struct MasterDirection {
+  c10::intrusive_ptr<ShardCast> cast;  // of one matrix
+  std::size_t owner;                   // the weight
+  Tensors codes, scales, amaxes;       // of each matrix
+};
+
+// The directions of weights that a step casts from masters. A weight of experts (E, rows, cols) is
+// cast as E matrices; its flat codes and shards are those of all its rows in order, so that a shard
+// may begin and end within any expert.
 class MasterCasts : public torch::CustomClassHolder {
  public:
-  // owners: the weight of each direction, in their order; agreement: of the ranks that hold the
-  // masters
-  MasterCasts(ShardCasts casts, Numbers owners, Texts names, Tensors codes, Tensors scales,
-              Tensors amaxes, c10::intrusive_ptr<Agreement> agreement);
+  // owners, names: the weight of each direction, in their order, and its name; codes, scales,
+  // amaxes: of each direction, codes of three dimensions of E matrices; agreement: of the ranks that
+  // hold the masters
+  MasterCasts(const ShardCasts& casts, const Numbers& owners, const Texts& names,
+              const Tensors& codes, const Tensors& scales, const Tensors& amaxes,
+              c10::intrusive_ptr<Agreement> agreement);
 
   // Casts the shards of masters to codes. masters, starts: of each weight; fragments: of each
   // direction; none where codes are written to the flat codes
@@ -31,18 +42,17 @@ class MasterCasts : public torch::CustomClassHolder {
                 const std::string& group) const;
 
  private:
-  ShardCasts casts_;
-  Numbers owners_;
-  Texts names_;
-  Tensors codes_, scales_, amaxes_;
+  std::vector<MasterDirection> directions_;
+  Texts names_;      // of each matrix of each direction
+  at::Tensor like_;  // on the device of the weights; undefined without directions
   c10::intrusive_ptr<Agreement> agreement_;
 };
 
 // Matrices that are transposed after a gather.
 class MatrixTransposes : public torch::CustomClassHolder {
  public:
-  // sizes: rows, cols, bits of each
-  MatrixTransposes(Tensors from, Tensors to, Numbers sizes);
+  // from, to: matrices, or tensors of three dimensions that hold E; sizes: rows, cols, bits of each
+  MatrixTransposes(const Tensors& from, const Tensors& to, const Numbers& sizes);
   void run() const;
 
  private:

@@ -1,0 +1,343 @@
+"""Flat codes: what ranks with sharded masters gather of each weight, and its layout.
+
+A direction's codes are gathered in the weight's own flat order, as its **flat codes** (public name:
+wires). A rowwise direction's flat codes are its codes. A columnwise direction that holds the
+rowwise codes, transposed, has no flat codes; any other columnwise direction is transposed from its
+flat codes after the gather.
+
+WireLayout: one flat buffer a rank for the shard codes of many weights, and its all-gather.
+
+    shard codes of a rank    | fragment of flat codes 0 | fragment of flat codes 1 | …
+                             each at the same offset on every rank, a multiple of 16 bytes
+    gathered                 (ranks, bytes of a rank's shard codes)
+
+Default cuts are on even elements, so no byte of 4-bit codes is divided. Where the caller's cuts
+divide a byte, both fragments hold it, each with the other's nibble zero. Merging ORs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..._native import ops
+from ...checks import require_int
+from ...spec import Spec
+from ...tensor.quantized import Quantized, require_memory, require_tensor
+from ...tensor.quantized_tensor import QuantizedTensor
+
+# (matrices, their transposes, rows, cols, bits) of the native MatrixTransposes
+Transpose = tuple[Tensor, Tensor, int, int, int]
+
+
+class Uncopied:
+    """What is stored with a weight for its memory alone. A copy of the weight has none of it."""
+
+    def __deepcopy__(self, memo: object) -> None:
+        return None
+
+
+@dataclass(frozen=True, eq=False)
+class WeightPlan(Uncopied):
+    """The tensors and native casts of one weight, made once for all steps."""
+
+    rowwise: Quantized | None
+    columnwise: Quantized | None
+    parts: tuple[Quantized, ...]  # directions cast from the master, each with flat codes
+    flat_codes: tuple[Tensor, ...]
+    casts: tuple[object, ...]  # torch.classes.minifloat.ShardCast of each part, of one matrix
+    transposes: tuple[Transpose, ...]  # after the gather
+
+    @property
+    def specs(self) -> list[str]:
+        return [part.spec for part in self.parts]
+
+
+def plan_of(weight: QuantizedTensor) -> WeightPlan:
+    """Returns the weight's cached plan; a new one where its directions were replaced."""
+    if not isinstance(weight, QuantizedTensor):
+        raise TypeError(f"expected QuantizedTensor weights, got {type(weight).__name__}")
+    plan: WeightPlan | None = weight.__dict__.get("master_plan")
+    if plan is None or (plan.rowwise, plan.columnwise) != (weight.rowwise, weight.columnwise):
+        plan = weight.__dict__["master_plan"] = _new_plan(weight)
+    return plan
+
+
+def _new_plan(weight: QuantizedTensor) -> WeightPlan:
+    row, col = weight.rowwise, weight.columnwise
+    *experts, rows, cols = weight.shape
+    is_derived = False
+    if row is not None and col is not None and row.spec == col.spec:
+        is_derived = Spec.parse(row.spec).transposes_exactly
+    parts = tuple(p for p in (row, None if is_derived else col) if p is not None)
+    flat_codes = []
+    for part in parts:
+        codes = part.codes
+        if part.columnwise:
+            shape = (*experts, rows, Spec.parse(part.spec).sizes(rows, cols).code_cols)
+            kept: Tensor | None = weight.__dict__.get("columnwise_flat_codes")
+            codes = codes.new_zeros(shape) if kept is None else kept
+            weight.__dict__["columnwise_flat_codes"] = codes
+        flat_codes.append(codes)
+    transposes: list[Transpose] = []
+    if col is not None:
+        bits = Spec.parse(col.spec).code_bits
+        transposes.append((flat_codes[-1], col.codes, rows, cols, bits))
+    if row is not None and col is not None and is_derived:
+        for source, target in ((row.scale, col.scale), (row.amax, col.amax)):
+            is_grid = source.dim() == 2 + len(experts)
+            height, width = source.shape[-2:] if is_grid else (1, source.numel())
+            if source.numel() > 0:
+                transposes.append((source, target, height, width, 8 * source.element_size()))
+    rounds = weight.dtype == torch.bfloat16
+    casts = tuple(
+        torch.classes.minifloat.ShardCast(p.spec, p.columnwise, rows, cols, rounds) for p in parts
+    )
+    return WeightPlan(row, col, parts, tuple(flat_codes), casts, tuple(transposes))
+
+
+def wires(weight: QuantizedTensor) -> tuple[Tensor, ...]:
+    """Returns the flat codes that a gather fills, one tensor for each direction with flat codes.
+
+    Args:
+        weight: a QuantizedTensor (rows, cols) or (experts, rows, cols).
+
+    Returns:
+        Contiguous uint8 (…, rows, bytes a row) for each such direction. Rowwise flat codes are the
+        weight's codes. Columnwise ones are separate memory, allocated at the first call and stored
+        with the weight.
+
+    Raises:
+        TypeError: the weight is no QuantizedTensor.
+    """
+    return plan_of(weight).flat_codes
+
+
+def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
+    """Moves the weight's flat codes, with their values, into `memory`.
+
+    Args:
+        weight: a QuantizedTensor.
+        memory: contiguous uint8 tensors of the shapes of mf.wires(weight), on the same device, such
+            as views of one flat buffer.
+
+    Raises:
+        TypeError, ValueError: the weight is no QuantizedTensor, or the memory does not fit.
+    """
+    plan = plan_of(weight)
+    if len(memory) != len(plan.flat_codes):
+        raise ValueError(
+            f"attach_wires: expected {len(plan.flat_codes)} buffers, got {len(memory)}"
+        )
+    for new, old in zip(memory, plan.flat_codes):
+        require_tensor("attach_wires: memory", new)
+        if new.shape != old.shape or new.dtype != torch.uint8 or not new.is_contiguous():
+            raise ValueError(
+                f"attach_wires: expected contiguous uint8 {tuple(old.shape)}, got {new.dtype} "
+                f"{tuple(new.shape)}"
+            )
+        if new.device != old.device:
+            raise ValueError(f"attach_wires: expected memory on {old.device}, got {new.device}")
+        require_memory("attach_wires: memory", new)
+    for part, new, old in zip(plan.parts, memory, plan.flat_codes):
+        new.copy_(old)
+        if part.columnwise:
+            weight.__dict__["columnwise_flat_codes"] = new
+        else:
+            weight.rowwise = replace(part, codes=new)
+    del weight.__dict__["master_plan"]
+
+
+# ---- the layout of a rank's shard codes ----------------------------------------------------------
+
+
+class Wire(NamedTuple):
+    """Flat codes of one direction: the weight's index, the fragments' offset, each rank's bytes."""
+
+    weight: int
+    offset: int
+    ranges: tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True)
+class WireLayout:
+    """The layout of a rank's shard codes: which bytes of which weight lie where.
+
+    Attributes:
+        ranks: the number of ranks.
+        cuts: for each weight (ranks + 1) flat elements: each shard's begin, and the weight's end.
+        wires: for each direction with flat codes its weight, offset and byte ranges.
+        piece_bytes: bytes of one rank's shard codes.
+        numbers: the layout as integers, an argument of the native operators.
+    """
+
+    ranks: int
+    cuts: tuple[tuple[int, ...], ...]
+    wires: tuple[Wire, ...]
+    piece_bytes: int
+    numbers: list[int]
+
+    @classmethod
+    def of(
+        cls,
+        model_weights: Sequence[QuantizedTensor],
+        ranks: int,
+        cuts: Sequence[Sequence[int]] | None = None,
+    ) -> WireLayout:
+        """Lays out the shard codes of some weights.
+
+        Args:
+            model_weights: QuantizedTensors, in the order of every later call.
+            ranks: the number of ranks, at least 1.
+            cuts: for each weight (ranks + 1) flat elements that rise from 0 to its size. None: even
+                shards, cut on even elements.
+
+        Returns:
+            The layout, equal on every rank.
+
+        Raises:
+            TypeError: a weight is no QuantizedTensor.
+            ValueError: ranks or cuts are out of range.
+        """
+        if require_int("WireLayout: ranks", ranks) < 1:
+            raise ValueError(f"WireLayout: expected at least one rank, got {ranks}")
+        parts = [(i, p) for i, w in enumerate(model_weights) for p in plan_of(w).parts]
+        sizes = [(weight.shape[:-1].numel(), weight.shape[-1]) for weight in model_weights]
+        if cuts is None:
+            cuts = [ops.even_cuts(rows, cols, ranks) for rows, cols in sizes]
+        _require_cuts([rows * cols for rows, cols in sizes], cuts, ranks)
+        numbers = ops.fragment_layout(
+            [part.spec for _, part in parts],
+            [sizes[i][1] for i, _ in parts],
+            [cut for i, _ in parts for cut in cuts[i]],
+            ranks,
+        )
+        found = []
+        for k, (i, _) in enumerate(parts):
+            offset, *ends = numbers[k * (1 + 2 * ranks) : (k + 1) * (1 + 2 * ranks)]
+            found.append(Wire(i, offset, tuple(zip(ends[::2], ends[1::2]))))
+        return cls(ranks, tuple(tuple(cut) for cut in cuts), tuple(found), numbers[-1], numbers)
+
+    def _require_rank(self, rank: int) -> None:
+        if not 0 <= require_int("WireLayout: rank", rank) < self.ranks:
+            raise ValueError(f"WireLayout: expected a rank below {self.ranks}, got {rank}")
+
+    def shards(self, rank: int) -> list[tuple[int, int]]:
+        """Lists each weight's shard on one rank.
+
+        Args:
+            rank: 0 to ranks - 1.
+
+        Returns:
+            For each weight the flat elements [begin, end).
+
+        Raises:
+            ValueError: the rank is out of range.
+        """
+        self._require_rank(rank)
+        return [(cut[rank], cut[rank + 1]) for cut in self.cuts]
+
+    def new_piece(self, like: Tensor) -> Tensor:
+        """Allocates a rank's shard codes.
+
+        Args:
+            like: a tensor on the device of the weights.
+
+        Returns:
+            uint8 (piece_bytes), zero.
+        """
+        return like.new_zeros(self.piece_bytes, dtype=torch.uint8)
+
+    def fragments(self, piece: Tensor, rank: int) -> list[tuple[Tensor, ...]]:
+        """Returns views of a rank's shard codes, the fragments of quantize_master_weights.
+
+        Args:
+            piece: uint8 (piece_bytes), of new_piece.
+            rank: 0 to ranks - 1.
+
+        Returns:
+            For each weight uint8 fragments, one for each direction with flat codes.
+
+        Raises:
+            ValueError: the rank is out of range.
+        """
+        self._require_rank(rank)
+        found: list[list[Tensor]] = [[] for _ in self.cuts]
+        for wire in self.wires:
+            begin, end = wire.ranges[rank]
+            found[wire.weight].append(piece[wire.offset : wire.offset + end - begin])
+        return [tuple(of_weight) for of_weight in found]
+
+    def byte_ranges(self, weight: int) -> list[tuple[tuple[int, int], ...]]:
+        """Lists the bytes of each rank in one weight's flat codes, for a gather in place.
+
+        Args:
+            weight: the weight's index in the layout.
+
+        Returns:
+            For each direction with flat codes, for each rank, the bytes [begin, end).
+
+        Raises:
+            ValueError: a cut on an odd element divides a byte.
+        """
+        found = [wire.ranges for wire in self.wires if wire.weight == weight]
+        for ranges in found:
+            last = 0
+            for rank, (begin, end) in enumerate(ranges):
+                if begin < min(last, end):
+                    raise ValueError(
+                        f"WireLayout: expected cuts on even elements for a gather in place, but "
+                        f"weight {weight} is cut inside byte {begin} before rank {rank}: gather "
+                        "fragments, and merge_fragments"
+                    )
+                last = max(last, end)
+        return found
+
+    def gather(
+        self,
+        piece: Tensor,
+        model_weights: Sequence[QuantizedTensor],
+        group: dist.ProcessGroup | None,
+    ) -> None:
+        """Gathers all ranks' shard codes into the weights' flat codes, in one all-gather.
+
+        Args:
+            piece: uint8 (piece_bytes), this rank's shard codes.
+            model_weights: the weights of the layout, in its order.
+            group: the process group, of as many ranks as the layout.
+
+        Raises:
+            RuntimeError, ValueError: sizes do not fit the layout.
+        """
+        gathered = piece.new_empty(self.ranks * self.piece_bytes)
+        dist.all_gather_into_tensor(gathered, piece, group=group)
+        self.merge_fragments(gathered, model_weights)
+
+    def merge_fragments(self, gathered: Tensor, model_weights: Sequence[QuantizedTensor]) -> None:
+        """Copies gathered shard codes into the weights' flat codes; ORs bytes that cuts divide.
+
+        Args:
+            gathered: uint8, ranks * piece_bytes in the order of the ranks.
+            model_weights: the weights of the layout, in its order.
+
+        Raises:
+            RuntimeError, ValueError: sizes do not fit the layout.
+        """
+        memory = [wire for weight in model_weights for wire in wires(weight)]
+        ops.merge_fragments(gathered, memory, self.numbers, self.ranks)
+
+
+def _require_cuts(sizes: Sequence[int], cuts: Sequence[Sequence[int]], ranks: int) -> None:
+    if len(cuts) != len(sizes):
+        raise ValueError(f"WireLayout: expected cuts of {len(sizes)} weights, got {len(cuts)}")
+    for i, (size, cut) in enumerate(zip(sizes, cuts)):
+        if len(cut) != ranks + 1 or (cut[0], cut[-1]) != (0, size) or list(cut) != sorted(cut):
+            raise ValueError(
+                f"WireLayout: expected {ranks + 1} cuts of weight {i} that rise from 0 to {size}, "
+                f"got {list(cut)}"
+            )
