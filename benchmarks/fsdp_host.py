@@ -18,7 +18,7 @@ from typing import Any
 import _ranks as ranks  # first: it makes minifloat importable
 import minifloat as mf
 import torch
-from minifloat.distributed.fsdp import sharded_weight, weight
+from minifloat.distributed.fsdp import weight, weight_tensors
 from minifloat.nn.linear import Linear
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -105,8 +105,8 @@ def main() -> int:
     torch.set_num_threads(1)
     ranks.alone(2)
     timed = Timed()
-    timed.wrap(sharded_weight.FullShard, "__call__")
-    timed.wrap(sharded_weight.WeightWithQuantizedGather, "fsdp_post_all_gather")
+    timed.wrap(weight_tensors.BeforeGather, "__call__")
+    timed.wrap(weight_tensors.ShardedWeight, "fsdp_post_all_gather")
     timed.wrap(Linear, "__setattr__")
     timed.wrap(weight, "sharded_batches")
     timed.wrap(weight, "exchange_amaxes")

@@ -116,7 +116,7 @@ def _target(rng: Random, arena: Arena, weights: Weights, plan: Any) -> list[torc
 def _fill(rng: Random, arena: Arena) -> Call:
     weights = Weights(rng, arena)
     _, inputs = weights.cast(**weights.args())
-    outputs = [arena.place(t.repeat(weights.world)) for t in inputs]
+    outputs = [arena.place(t.repeat(weights.world)) for each in inputs for t in each]
     targets = [t for plan in weights.plans for t in _target(rng, arena, weights, plan)]
 
     def run(outputs: Any, targets: Any, forward_alone: Any, **args: Any) -> None:
@@ -134,4 +134,4 @@ def _fill(rng: Random, arena: Arena) -> Call:
 
 def batch_inputs(batch: Any, args: dict[str, Any], weight: int) -> list[torch.Tensor]:
     names = ("shards", "histories", "selection")
-    return batch.cast(*(args[name] for name in names), weight, True)
+    return batch.cast(*(args[name] for name in names), weight, True)[weight]

@@ -80,12 +80,12 @@ class GatherBatch : public torch::CustomClassHolder {
   // Returns the number of int32 amaxes that ranks exchange for a gather; 0: ranks exchange none.
   std::int64_t exchanged(std::int64_t selection);
 
-  // Casts the shards. Returns for each weight the codes of each direction, and its table where the
-  // weight has one. shards: of each weight (rows, cols); histories: the float32 amax history of
+  // Casts the shards. Returns the inputs of the gather, of each weight: the codes of its directions,
+  // and its table where it has one; none of a weight that is not cast. shards: of each weight (rows, cols); histories: the float32 amax history of
   // each weight, or none where nothing is delayed; weight: the one that is cast, -1: all;
   // is_measured: whether AmaxExchange has the amaxes of the shards' values
-  Tensors cast(Tensors shards, const Tensors& histories, std::int64_t selection,
-               std::int64_t weight, bool is_measured);
+  std::vector<Tensors> cast(Tensors shards, const Tensors& histories, std::int64_t selection,
+                            std::int64_t weight, bool is_measured);
 
   // Fills the whole weights from the gathered codes and tables. The memory of a direction without
   // gathered codes is freed, unless the call is of one weight. outputs: the output of each gathered
@@ -103,8 +103,8 @@ class GatherBatch : public torch::CustomClassHolder {
   std::vector<PartialCast> untransformed_casts(const Tensors& shards, const Choice& choice,
                                                std::vector<GatheredDirection*>& directions);
   at::Tensor values_as_computed(const at::Tensor& shard, std::size_t weight) const;
-  Tensors new_inputs(const at::Tensor& like, const Choice& choice);
-  std::vector<CastEntry> entries_of(const Tensors& inputs, const Choice& choice);
+  std::vector<Tensors> new_inputs(const at::Tensor& like, const Choice& choice);
+  std::vector<CastEntry> entries_of(const std::vector<Tensors>& inputs, const Choice& choice);
   void measure_alone(const Tensors& shards, const Choice& choice);
   bool needs_measure(const Choice& choice);
 

@@ -163,9 +163,11 @@ void cast_transformed(CastWork& work, const CastEntry& entry, const Tensor& shar
 
 }  // namespace
 
-// Allocates the inputs of a gather in one tensor: all codes, then all tables.
-Tensors GatherBatch::new_inputs(const Tensor& like, const Choice& choice) {
+// Allocates the inputs of a gather in one tensor: all codes, then all tables. Returns those of each
+// weight: the codes of its directions, and its table where it has one.
+std::vector<Tensors> GatherBatch::new_inputs(const Tensor& like, const Choice& choice) {
   struct Input {
+    std::size_t weight;
     std::int64_t at, bytes, written;
   };
   std::vector<Input> inputs;
@@ -176,61 +178,61 @@ Tensors GatherBatch::new_inputs(const Tensor& like, const Choice& choice) {
     std::int64_t written = 0;  // of the table
     for (const GatheredDirection* direction : directions) {
       const RowShard& shard = direction->shard;
-      inputs.push_back({end, shard.chunk_bytes(), shard.held_bytes()});
+      inputs.push_back({i, end, shard.chunk_bytes(), shard.held_bytes()});
       end += round_up(shard.chunk_bytes(), kInputAlignment);
       written += shard.table_bytes() / std::max<std::int64_t>(shard.table_rows(), 1) *
                  shard.table_rows_of_this_rank();
     }
     if (weight.table_bytes == 0 || directions.empty()) continue;
-    inputs.push_back({-1 - tables, weight.table_bytes, written});
+    inputs.push_back({i, -1 - tables, weight.table_bytes, written});
     tables += round_up(weight.table_bytes, kInputAlignment);
   }
   const Tensor memory = at::empty({end + tables}, like.options().dtype(at::kByte));
-  Tensors found;
+  std::vector<Tensors> found(weights_.size());
   bool is_table_padded = false;
   for (const Input& input : inputs) {
     const bool is_table = input.at < 0;
     const std::int64_t at = is_table ? end - 1 - input.at : input.at;
-    found.push_back(memory.narrow(0, at, input.bytes));
+    Tensors& of_weight = found[input.weight];
+    of_weight.push_back(memory.narrow(0, at, input.bytes));
     if (input.written == input.bytes) continue;
     if (is_table)
       is_table_padded = true;
     else
-      found.back().narrow(0, input.written, input.bytes - input.written).zero_();
+      of_weight.back().narrow(0, input.written, input.bytes - input.written).zero_();
   }
   if (is_table_padded) memory.narrow(0, end, tables).zero_();
   return found;
 }
 
 // Returns the selected directions in the order of the inputs, with their memory.
-std::vector<CastEntry> GatherBatch::entries_of(const Tensors& inputs, const Choice& choice) {
+std::vector<CastEntry> GatherBatch::entries_of(const std::vector<Tensors>& inputs,
+                                               const Choice& choice) {
   std::vector<CastEntry> entries;
   float* common = common_.mutable_data_ptr<float>();
-  std::size_t input = 0;
   for (std::size_t i = 0; i < weights_.size(); ++i) {
     const std::vector<GatheredDirection*> directions = selected(i, choice);
     if (directions.empty()) continue;
     const Numbers starts = table_starts(directions);
     std::uint8_t* table = nullptr;
-    if (weights_[i].table_bytes > 0)
-      table = inputs[input + directions.size()].mutable_data_ptr<std::uint8_t>();
+    if (weights_[i].table_bytes > 0) table = inputs[i].back().mutable_data_ptr<std::uint8_t>();
     for (std::size_t k = 0; k < directions.size(); ++k) {
       const RowShard& shard = directions[k]->shard;
       entries.push_back(
           {.direction = directions[k],
            .weight = i,
-           .codes = inputs[input + k].mutable_data_ptr<std::uint8_t>(),
+           .codes = inputs[i][k].mutable_data_ptr<std::uint8_t>(),
            .table = shard.table_bytes() > 0 ? table + starts[k] : nullptr,
            .scale = shard.common_scales() > 0 ? common + directions[k]->scale_at : nullptr,
            .amax = shard.common_amaxes() > 0 ? common + directions[k]->amax_at : nullptr});
     }
-    input += directions.size() + (weights_[i].table_bytes > 0 ? 1 : 0);
   }
   return entries;
 }
 
-Tensors GatherBatch::cast(Tensors shards, const Tensors& histories, std::int64_t selection,
-                          std::int64_t weight, bool is_measured) {
+std::vector<Tensors> GatherBatch::cast(Tensors shards, const Tensors& histories,
+                                       std::int64_t selection, std::int64_t weight,
+                                       bool is_measured) {
   const Choice choice = {selection, weight};
   const at::NoGradGuard no_grad;
   TORCH_CHECK_VALUE(is_measured || exchanged(selection) == 0, kGatherCast,
@@ -240,7 +242,7 @@ Tensors GatherBatch::cast(Tensors shards, const Tensors& histories, std::int64_t
   if (!is_measured || needs_measure(choice)) measure_alone(shards, choice);
   if (!common_.defined() || common_.device() != shards[0].device())
     common_ = at::zeros({common_size_}, shards[0].options().dtype(at::kFloat));
-  const Tensors inputs = new_inputs(shards[0], choice);
+  const std::vector<Tensors> inputs = new_inputs(shards[0], choice);
 
   std::vector<GatheredDirection*> directions;
   std::vector<PartialCast> casts = untransformed_casts(shards, choice, directions);

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import torch.distributed as dist
 
@@ -38,12 +40,23 @@ def agree(
     received = sent.new_empty(world * 2)
     dist.all_gather_into_tensor(received, sent, group=group)
     titles, dtypes = received.view(-1, 2).t().tolist()
-    if len(set(titles)) > 1:
-        texts: list[str | None] = [None] * world
+    require_equal(title, titles, group, "fully_shard: expected all ranks to have the same weight")
+    return COMPUTE_DTYPES[dtypes[0]]
+
+
+def require_equal(
+    title: str, numbers: Sequence[int], group: dist.ProcessGroup, expected: str
+) -> None:
+    """Compares the numbers of the ranks' titles, on all ranks.
+
+    Raises:
+        ValueError: on every rank, where numbers differ: `expected`, and the titles of all.
+    """
+    if len(set(numbers)) > 1:
+        texts: list[str | None] = [None] * len(numbers)
         dist.all_gather_object(texts, title, group=group)
         listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
-        raise ValueError(f"fully_shard: expected all ranks to have the same weight, but {listed}")
-    return COMPUTE_DTYPES[dtypes[0]]
+        raise ValueError(f"{expected}, but {listed}")
 
 
 def wait_for_all(

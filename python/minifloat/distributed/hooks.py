@@ -9,15 +9,30 @@ from __future__ import annotations
 
 from typing import Any, cast
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..nn.hooks import DistributedHooks, register_distributed
 from ..nn.linear import Linear
-from .amaxes import reduce_amaxes
-from .fsdp.accumulation import accumulate_gradients
-from .fsdp.experts import wrap_sharded_experts
+from .fsdp.fsdp_group import accumulate_gradients
 from .fsdp.plan import plan_experts, plan_gather
-from .fsdp.weight import precompute_scales, require_no_shard, wrap_sharded_weight
+from .fsdp.weight import (
+    precompute_scales,
+    require_no_shard,
+    wrap_sharded_experts,
+    wrap_sharded_weight,
+)
+
+
+def reduce_amaxes(amaxes: Tensor, group: dist.ProcessGroup | None) -> Tensor:
+    """Returns the largest amaxes of all ranks, elementwise, in one all-reduce.
+
+    Bits of magnitudes order like the values, NaN above infinity.
+    """
+    bits = amaxes.abs().view(torch.int32)
+    dist.all_reduce(bits, op=dist.ReduceOp.MAX, group=group)
+    return bits.view(torch.float32)
 
 
 def linear(*args: Any, **kwargs: Any) -> Tensor:

@@ -323,6 +323,15 @@ def require_memory(name: str, t: Tensor) -> None:
         )
 
 
+def tensors_of(spec: Spec, rows: int, cols: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Returns the dtype and shape of each tensor of a matrix read as (rows, cols); (0,): none."""
+    return {
+        "codes": (torch.uint8, (rows, spec.sizes(rows, cols).code_cols)),
+        "scale": (spec.scale_dtype, spec.scale_shape(rows, cols)),
+        "amax": (torch.float32, spec.amax_shape(rows)),
+    }
+
+
 def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool) -> None:
     """Raises ValueError or TypeError where a part is no whole matrix. Kernels do not check again.
 
@@ -344,11 +353,8 @@ def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool)
     if any(type(size) is not int for size in part.shape):  # symbolic sizes of a trace
         return
     spec = Spec.parse(part.spec)
-    for field, t, dtype, shape in (
-        ("codes", part.codes, torch.uint8, (rows, spec.sizes(rows, cols).code_cols)),
-        ("scale", part.scale, spec.scale_dtype, spec.scale_shape(rows, cols)),
-        ("amax", part.amax, torch.float32, spec.amax_shape(rows)),
-    ):
+    for field, (dtype, shape) in tensors_of(spec, rows, cols).items():
+        t = getattr(part, field)
         if shape != (0,):
             shape = (*experts, *shape)
         if t.dtype != dtype or t.shape != shape or not t.is_contiguous():

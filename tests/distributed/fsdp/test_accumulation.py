@@ -3,8 +3,11 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.distributed.fsdp.accumulation import accumulate_gradients
-from minifloat.distributed.fsdp.fsdp_group import fsdp_state_class, groups_of_state
+from minifloat.distributed.fsdp.fsdp_group import (
+    accumulate_gradients,
+    fsdp_state_class,
+    groups_of_state,
+)
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import init_device_mesh

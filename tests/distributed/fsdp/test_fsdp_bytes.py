@@ -6,7 +6,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat.distributed.fsdp.weight import WeightWithQuantizedGather
+from minifloat.distributed.fsdp.weight_tensors import ShardedWeight
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
@@ -97,7 +97,7 @@ def check_gathered(recipe, shape, dtype, precompute):
         y.sum().backward()
         if precompute:
             mf.precompute_scales(model)
-    assert isinstance(layer.weight._local_tensor, WeightWithQuantizedGather)
+    assert isinstance(layer.weight._local_tensor, ShardedWeight)
     cuts = {min(rank * -(-shape[0] // world), shape[0]) for rank in range(world)} - {shape[0]}
     points = max([1, *(int(n or 16) for n in re.findall(r"rht(\d*)", cols))])
     assert seen == [all(cut % points == 0 for cut in cuts)] * 4, where

@@ -5,7 +5,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat.distributed.fsdp import weight as fsdp
-from minifloat.distributed.fsdp.batch import Batch
+from minifloat.distributed.fsdp.linear_gather import Batch
 from minifloat.tensor.quantized_tensor import QuantizedTensor
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh

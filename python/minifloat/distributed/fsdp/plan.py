@@ -8,12 +8,12 @@
     None     gathered in the compute dtype, as FSDP2 alone does, with the reason
 
 A plan is a function of the recipe. The first gather decides whether the shards allow it
-(all_gather.py).
+(gather.py).
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...recipe import Recipe
 from ...spec import Spec
@@ -28,27 +28,20 @@ class GatherPlan:
     mode: str  # "one", "both" or "split"
     row: str
     col: str
-
-    @property
-    def is_delayed(self) -> bool:
-        return Spec.parse(self.row).is_delayed or Spec.parse(self.col).is_delayed
+    is_cut_by_rows: bool = True  # False: between experts
 
     def __str__(self) -> str:
         row, col = Spec.parse(self.row), Spec.parse(self.col)
         if self.mode == "one":
             return f"weight is gathered as {self.row}, {row.bits:.4g} bits"
-        if self.mode == "both":
-            bits = row.bits + col.bits
-            return f"weight is gathered as {self.row} and columnwise {self.col}, {bits:.4g} bits"
-        how = f"weight is gathered as {self.row}, for backward as columnwise {self.col}"
-        return f"{how}, {row.bits:.4g} bits; unquantized where one gather serves both"
-
-    def of_rows(self) -> str:
-        """Returns the sentence for a weight that is cut by rows."""
-        points = Spec.parse(self.col).transform
-        if self.mode != "both" or points == 0:
-            return str(self)
-        return f"{self}; unquantized where a chunk's rows are no multiple of {points}"
+        if self.mode == "split":
+            how = f"weight is gathered as {self.row}, for backward as columnwise {self.col}"
+            return f"{how}, {row.bits:.4g} bits; unquantized where one gather serves both"
+        bits, points = row.bits + col.bits, col.transform
+        how = f"weight is gathered as {self.row} and columnwise {self.col}, {bits:.4g} bits"
+        if points == 0 or not self.is_cut_by_rows:
+            return how
+        return f"{how}; unquantized where a chunk's rows are no multiple of {points}"
 
 
 def plan_gather(recipe: Recipe) -> tuple[GatherPlan | None, str]:
@@ -67,14 +60,11 @@ def plan_gather(recipe: Recipe) -> tuple[GatherPlan | None, str]:
         if spec.is_stochastic:
             why = f"{spec.text} draws bits in each forward"
             return None, f"weight is gathered in the compute dtype: {why}"
-    specs = row.text, col.text
+    mode = "both" if row.bits + col.bits < BF16_BITS else "split"
     if row == col and row.transposes_exactly:
-        plan = GatherPlan("one", *specs)
-    elif row.bits + col.bits < BF16_BITS:
-        plan = GatherPlan("both", *specs)
-    else:
-        plan = GatherPlan("split", *specs)
-    return plan, plan.of_rows()
+        mode = "one"
+    plan = GatherPlan(mode, row.text, col.text)
+    return plan, str(plan)
 
 
 def plan_experts(recipe: Recipe) -> tuple[GatherPlan | None, str]:
@@ -88,4 +78,5 @@ def plan_experts(recipe: Recipe) -> tuple[GatherPlan | None, str]:
     if plan.mode == "split" and Spec.parse(plan.col).is_delayed:
         why = f"{plan.col} of dgrad alone has a history, which forward records"
         return None, f"weight is gathered in the compute dtype: {why}"
+    plan = replace(plan, is_cut_by_rows=False)
     return plan, f"{plan}; in the compute dtype where it is cut along dimension 1"

@@ -1,10 +1,10 @@
-"""FSDP2 with weights of layers that are gathered as codes: their sharded parameters, and amaxes.
+"""FSDP2 with weights that are gathered as codes: their sharded parameters, and amaxes.
 
     mf.quantize_(model, "nvfp4")          plans the gathers of each weight (plan.py)
     fully_shard(model)                    assigns each layer its sharded parameter, a DTensor
     Linear.__setattr__                    wraps that DTensor's local tensor: wrap_sharded_weight
-    gather                                shards -> codes and scales (batch.py)
-                                          -> QuantizedTensors (gathered_weight.py)
+    FSDP2's hooks of the wrapper          ShardedWeight (weight_tensors.py)
+    gather                                shards -> codes and scales -> GatheredWeights (gather.py)
     mf.precompute_scales(model)           exchanges the amaxes of all weights in one all-reduce
 
 The parameter is wrapped when FSDP2 has sharded it, not before: FSDP2 assigns through __setattr__
@@ -13,53 +13,108 @@ optimizer do not change. With FSDP2 only the gather sees the wrapper: every othe
 returns a torch.Tensor.
 
 FSDP2 frees and fills gathered memory by its storage, so codes that autograd saved are refilled for
-backward. Rowwise codes are views of the gathered bytes. Columnwise codes and scales of blocks are
-inner tensors. The native batch writes them in place, and torch counts no write.
+backward. The native code writes inner tensors in place, and torch counts no write.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, TypeGuard, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from .all_gather import WeightGather
-from .batch import BOTH_GATHERS, Batch, exchange_amaxes
+from ...nn.grouped_product import GroupedProduct
+from ...nn.hooks import is_distributed
+from ...nn.linear import Linear
+from .expert_gather import ExpertGather
 from .fsdp_group import UnknownFsdpError, find_fsdp_group
-from .sharded_weight import WeightWithQuantizedGather
+from .gather import BOTH_GATHERS, Gather
+from .linear_gather import Batch, WeightGather, exchange_amaxes
+from .plan import GatherPlan
+from .weight_tensors import ShardedWeight
 
-
-def wrap_sharded_weight(layer: nn.Module, parameter: Tensor) -> None:
-    """Wraps the local tensor of a parameter that FSDP2 has sharded by rows; leaves any other."""
-    plan = layer.__dict__.get("gather_plan")
-    if plan is None or not (dist.is_available() and dist.is_initialized()):
-        return
+if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
 
-    present = layer._parameters.get("weight")
-    is_gathered = isinstance(present, DTensor) and present is not parameter
-    if not isinstance(parameter, DTensor) or (is_gathered and layer.weight_gather is None):
-        return  # is_gathered without a WeightGather: tensor parallelism cuts the weight as well
+
+def wrap_sharded_weight(module: nn.Module, parameter: Tensor) -> None:
+    """Wraps the local tensor of a parameter that FSDP2 has sharded by rows; leaves any other."""
+    layer = cast(Linear, module)
+    plan, present = layer.gather_plan, layer._parameters["weight"]
+    if not isinstance(plan, GatherPlan) or not is_of_ranks(parameter):
+        return
+    is_divided = present is not None and present is not parameter and is_distributed(present)
+    if is_divided and layer.weight_gather is None:
+        return  # tensor parallelism cuts the weight as well
+    wrap(layer, parameter, lambda group: WeightGather(layer, plan, parameter.shape, group))
+
+
+def wrap_sharded_experts(
+    module: nn.Module, product: GroupedProduct, before: Any, parameter: Tensor
+) -> None:
+    """Wraps the local tensor of a 3D parameter that FSDP2 has cut along dimension 0.
+
+    Args:
+        module: it has the parameter.
+        product: of the parameter.
+        before: the parameter until now. Where it is a DTensor, its mesh is expert parallelism's.
+        parameter: the new one. Any other than FSDP2's is left as it is.
+    """
+    if product.gather_plan is None or not is_of_ranks(parameter):
+        return
+    known = product.weight_gather
+    if isinstance(known, ExpertGather):
+        outer_dims, shape = known.outer_dims, known.shape
+    else:
+        outer_dims = before.device_mesh.ndim if is_distributed(before) else 0
+        shape = getattr(before, "_local_tensor", before).shape
+    outer = parameter.placements[parameter.device_mesh.ndim - outer_dims :]
+    if any(getattr(placement, "dim", 0) != 0 for placement in outer):
+        return  # ranks cut the experts' matrices, so no rank can cast one alone
+    wrap(
+        product,
+        parameter,
+        lambda group: ExpertGather(module, product, shape, group, outer_dims),
+        outer_dims,
+    )
+
+
+def is_of_ranks(parameter: Tensor) -> TypeGuard[DTensor]:
+    """Tells whether a parameter is a DTensor of ranks that are running."""
+    return is_distributed(parameter) and dist.is_available() and dist.is_initialized()
+
+
+def wrap(
+    owner: Linear | GroupedProduct,
+    parameter: DTensor,
+    new_gather: Callable[[dist.ProcessGroup], Gather],
+    outer_dims: int = 0,
+) -> None:
+    """Wraps the local tensor of a parameter that FSDP2 has cut along dimension 0.
+
+    Args:
+        owner: it has the gather, from an earlier parameter or of another layer's tied weight.
+        parameter: FSDP2's.
+        new_gather: group of ranks -> the gather of the first parameter.
+        outer_dims: dimensions of the mesh that are not FSDP2's.
+    """
     local, mesh = parameter._local_tensor, parameter.device_mesh
-    dim = row_dim(parameter)
+    dim = dim_of_rows(parameter, outer_dims)
     if type(local) is Tensor and dim is not None:
-        gather: Any = layer.weight_gather  # of a parameter that .to or load_state_dict has replaced
-        if gather is None:
-            shape = parameter.shape[0], parameter.shape[1]
-            gather = WeightGather(layer, plan, shape, mesh.get_group(dim))
-        local = parameter._local_tensor = WeightWithQuantizedGather(local, gather)
-    if isinstance(local, WeightWithQuantizedGather):  # a tied weight may have another layer's
-        layer.__dict__["weight_gather"] = local.weight_gather
+        known = owner.weight_gather  # of a parameter that .to or load_state_dict has replaced
+        gather = known if isinstance(known, Gather) else new_gather(mesh.get_group(dim))
+        local = parameter._local_tensor = ShardedWeight(local, gather)
+    if isinstance(local, ShardedWeight):
+        owner.__dict__["weight_gather"] = local.weight_gather
 
 
-def row_dim(parameter: Any) -> int | None:
-    """Returns the mesh dimension that alone cuts a DTensor, by rows; None where it is cut else."""
-    from torch.distributed.tensor import Shard
-
-    cuts = [(dim, p) for dim, p in enumerate(parameter.placements) if not p.is_replicate()]
-    if len(cuts) != 1 or type(cuts[0][1]) is not Shard or cuts[0][1].dim != 0:
+def dim_of_rows(parameter: DTensor, outer_dims: int = 0) -> int | None:
+    """Returns the mesh dimension that alone cuts a DTensor, along dimension 0; None: cut else."""
+    inner = parameter.placements[: parameter.device_mesh.ndim - outer_dims]
+    cuts = [(dim, p) for dim, p in enumerate(inner) if not p.is_replicate()]
+    if len(cuts) != 1 or getattr(cuts[0][1], "dim", None) != 0:
         return None
     return cuts[0][0]
 
@@ -69,7 +124,7 @@ def require_no_shard(module: nn.Module, fqn: str, weight: Tensor) -> None:
 
     FSDP2 looks for hooks of a gather when it shards a parameter.
     """
-    if weight.dim() == 2 and row_dim(weight) is None:
+    if weight.dim() == 2 and is_distributed(weight) and dim_of_rows(weight) is None:
         return  # gathered in the compute dtype
     try:
         find_fsdp_group(module)
@@ -97,11 +152,11 @@ def sharded_batches(model: nn.Module) -> dict[dist.ProcessGroup, dict[Batch, lis
             continue
         parameter: Any = module._parameters["weight"]
         local = getattr(parameter, "_local_tensor", None)
-        if not isinstance(local, WeightWithQuantizedGather):
+        if not isinstance(local, ShardedWeight):
             continue
         if local.shard.device.type != parameter.device_mesh.device_type:
             continue
-        batch = gather.batch or gather.joined_batch()
+        batch = gather.joined_batch()
         batches = found.setdefault(gather.group, {})
         if batch not in batches:
             batches[batch] = batch.shards() or [local.shard]
@@ -127,7 +182,7 @@ def precompute_scales(model: nn.Module) -> None:
     for batches in sharded_batches(model).values():
         exchange_amaxes(list(batches), list(batches.values()), BOTH_GATHERS)
         for batch, shards in batches.items():
-            batch.mark_measured(shards)
+            batch.measured = batch.state_of(shards)  # for the next gathers
 
 
 precompute_float8_dynamic_scale_for_fsdp = precompute_scales  # name in torchao

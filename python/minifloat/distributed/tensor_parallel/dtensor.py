@@ -88,15 +88,26 @@ def cuts_evenly(x: DTensorSpec, dim: int, multiple: int) -> bool:
     return x.shape[dim] % (x.mesh.size() * multiple) == 0
 
 
-def passed_groups(op: str, options: dict[str, object]) -> list[Replicate]:
-    """Returns the placement of a table of groups that is passed; [] without groups.
+def rules_of_rows(
+    op: str,
+    options: dict[str, object],
+    outputs: Sequence[Placement],
+    inputs: Sequence[Placement],
+    others: int,
+    is_sharded: bool = True,
+) -> list[Rule]:
+    """Lists the rule for replicated tensors and, without groups, the one for shards of rows.
 
-    The table counts the rows of the whole matrix, so groups are never sharded.
+    outputs, inputs: placements in shards of rows; others: the number of arguments behind the
+    inputs; is_sharded: whether an op on a shard has the bytes of the whole. The table of groups
+    counts the rows of the whole matrix, so groups are never sharded.
     """
     placements = getattr(options.get("groups"), "placements", ())
     if any(at != REPLICATED for at in placements):
         raise ValueError(f"{op}: expected groups as Replicate(), got {placements}")
-    return [REPLICATED] if placements else []
+    none, groups = [None] * others, [REPLICATED] if placements else []
+    whole = [REPLICATED] * len(outputs), [*[REPLICATED] * len(inputs), *none, *groups]
+    return [whole, (outputs, [*inputs, *none])] if is_sharded and not groups else [whole]
 
 
 @sharding_rule(ops.amax.default)
@@ -107,12 +118,8 @@ def shard_amax(
 
     The amax of a tensor is no Partial("max"), whose reduction may lose a NaN.
     """
-    groups = passed_groups("amax", options)
-    rules: list[Rule] = [([REPLICATED], [REPLICATED, None, None, *groups])]
-    rows = x.ndim - (1 if columnwise else 2)
-    if Spec.parse(spec).amax_of == "row" and not groups:
-        rules.append(([Shard(x.ndim - 2)], [Shard(rows), None, None]))
-    return rules
+    rows, has_rows = x.ndim - (1 if columnwise else 2), Spec.parse(spec).amax_of == "row"
+    return rules_of_rows("amax", options, [Shard(x.ndim - 2)], [Shard(rows)], 2, has_rows)
 
 
 @sharding_rule(ops.hadamard.default)
@@ -120,27 +127,21 @@ def shard_hadamard(
     x: DTensorSpec, points: int = 16, columnwise: bool = False, signs: int = 0, **options: object
 ) -> list[Rule]:
     """Lists rules of hadamard: replicated, or shards of rows without groups."""
-    groups = passed_groups("hadamard", options)
     rows = x.ndim - (1 if columnwise else 2)
-    none = [None] * 3
-    rules: list[Rule] = [([REPLICATED], [REPLICATED, *none, *groups])]
-    if not groups:
-        rules.append(([Shard(x.ndim - 2)], [Shard(rows), *none]))
-    return rules
+    return rules_of_rows("hadamard", options, [Shard(x.ndim - 2)], [Shard(rows)], 3)
 
 
 @sharding_rule(ops.dequantize.default)
 def shard_dequantize(
-    codes: Any, scale: Any, amax: DTensorSpec, spec: str, cols: int, **options: object
+    codes: DTensorSpec, scale: object, amax: object, spec: str, cols: int, **options: object
 ) -> list[Rule]:
     """Lists rules of dequantize: replicated, or shards of rows in whole blocks without groups."""
-    rows, groups = codes.ndim - 2, passed_groups("dequantize", options)
-    rules: list[Rule] = [([REPLICATED], [*[REPLICATED] * 3, None, None, *groups])]
-    if not groups and cuts_evenly(codes, rows, ops.shard_multiple(spec, False, 0)):
-        of_rows = Shard(rows) if Spec.parse(spec).amax_of == "row" else REPLICATED
-        each = Shard(rows) if Spec.parse(spec).has_blocks else of_rows
-        rules.append(([Shard(rows)], [Shard(rows), each, of_rows, None, None]))
-    return rules
+    rows, parsed = codes.ndim - 2, Spec.parse(spec)
+    of_rows = Shard(rows) if parsed.amax_of == "row" else REPLICATED
+    each = Shard(rows) if parsed.has_blocks else of_rows
+    is_even = cuts_evenly(codes, rows, ops.shard_multiple(spec, False, 0))
+    inputs = [Shard(rows), each, of_rows]
+    return rules_of_rows("dequantize", options, [Shard(rows)], inputs, 2, is_even)
 
 
 def direction_placements(

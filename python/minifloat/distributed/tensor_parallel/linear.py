@@ -11,37 +11,20 @@ torch.compile traces all of it. Only eager code reuses codes between forwards an
 from __future__ import annotations
 
 import math
-from functools import lru_cache, partial
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..._native import ops
-from ...nn.cache.operand_cache import SharedInput, WeightCodes, conditions_of_ranks
+from ...nn.cache.operand_cache import SharedInput
 from ...nn.cache.operand_conditions import conditions_of
 from ...nn.linear import Linear, weight_operands
 from ...nn.state.random_state import require_shared_seed
 from ...recipe import Recipe
 
-
-class Shards(NamedTuple):
-    """The ranks that have cut a weight, as the ops take them."""
-
-    group: str
-    rank: int
-    ranks: int
-    weight_dim: int
-
-
-class Reuse(NamedTuple):
-    """Cached operands that an eager layer may reuse; see nn/cache/operand_cache.py."""
-
-    shared_input: SharedInput | None = None
-    weight_codes: WeightCodes | None = None
-    is_in_step: bool = False
-    saves_weight: bool = False
+Shards = dict[str, object]  # the ranks that have cut a weight, as the ops take them
 
 
 def linear(
@@ -53,7 +36,7 @@ def linear(
     rng: Tensor | None = None,
     amax_history: Tensor | None = None,
     stream: int = 0,
-    reuse: Reuse | None = None,
+    layer: Linear | None = None,
     recompute: str = "",
 ) -> Tensor:
     """Computes mf.linear with a DTensor weight.
@@ -66,7 +49,7 @@ def linear(
         rng: int64 (seed, count[, module stream]), where the recipe rounds stochastically.
         amax_history: float32 (6, 1 + length), under delayed scaling; written in place.
         stream: the module's stream of random bits, XORed with the one in rng.
-        reuse: cached operands; None: nothing is reused.
+        layer: whose cached operands are reused; None: nothing is reused.
         recompute: "weight" where backward quantizes the weight again; "": it saves codes.
 
     Returns:
@@ -77,37 +60,48 @@ def linear(
     """
     mesh, dim = weight.device_mesh, shard_dim_of(weight)
     x = require_inputs(x, weight, recipe, rng, amax_history)
-    if dim is None:
-        return whole_linear(x, weight, bias, recipe, rng, amax_history, stream, recompute)
-    require_even(weight, dim)
-    shards = Shards(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size(), dim)
-    placed_x, token_dim = placed(x, recipe, dim)
-    is_whole = dim == 0 and token_dim is None
-    values, shard = local(placed_x, Partial() if is_whole else None), local(weight)
-    x_operands, gathered = None, None
-    if reuse is not None and reuse.shared_input is not None:
-        x_operands, gathered = shared_operands(
-            reuse.shared_input, x, values, weight, recipe, shards, token_dim
+    local_weight, local_bias = local(weight), None if bias is None else local(bias)
+    options = {"rng": rng, "amax_history": amax_history, "stream": stream, "recompute": recompute}
+    placement: Placement
+    if dim is None:  # every rank multiplies all tokens
+        values = local(x.redistribute(placements=[Replicate()]))
+        w_operands = weight_operands(local_weight, recipe, values, amax_history)
+        y = ops.linear.default(
+            values, local_weight, local_bias, recipe.text, weight_operands=w_operands, **options
         )
-    operands = shard_operands(reuse, weight, shard, x, recipe, amax_history, shards)
-    y = ops.linear_sharded.default(
-        values,
-        shard,
-        None if bias is None else local(bias),
-        recipe.text,
-        **shards._asdict(),
-        token_dim=token_dim,
-        rng=rng,
-        amax_history=amax_history,
-        stream=stream,
-        x_operands=x_operands,
-        weight_operands=operands,
-        gathered=gathered,
-        recompute=recompute,
-    )
-    if recompute and operands is None:
+        placement = Replicate()
+    else:
+        require_even(weight, dim)
+        shards: Shards = {
+            "group": mesh.get_group().group_name,
+            "rank": mesh.get_local_rank(),
+            "ranks": mesh.size(),
+            "weight_dim": dim,
+        }
+        placed_x, token_dim = placed(x, recipe, dim)
+        is_whole = dim == 0 and token_dim is None
+        values = local(placed_x, Partial() if is_whole else None)
+        x_operands, gathered = None, None
+        if layer is not None and layer.shared_input is not None:
+            x_operands, gathered = shared_operands(
+                layer.shared_input, x, values, weight, recipe, {**shards, "token_dim": token_dim}
+            )
+        w_operands = shard_operands(layer, weight, x, recipe, amax_history, shards)
+        y = ops.linear_sharded.default(
+            values,
+            local_weight,
+            local_bias,
+            recipe.text,
+            token_dim=token_dim,
+            x_operands=x_operands,
+            weight_operands=w_operands,
+            gathered=gathered,
+            **shards,
+            **options,
+        )
+        placement = Shard(y.dim() - 1) if dim == 0 else Partial()
+    if recompute and w_operands is None:
         require_unchanged(y, weight)
-    placement = Shard(y.dim() - 1) if dim == 0 else Partial()
     return DTensor.from_local(y, mesh, [placement], run_check=False)
 
 
@@ -159,15 +153,10 @@ def require_even(weight: DTensor, dim: int) -> None:
         )
 
 
-@lru_cache(maxsize=256)
-def _token_multiple(recipe: str) -> int:
-    return ops.token_unit(recipe)
-
-
 @torch.compiler.assume_constant_result
 def token_multiple(recipe: str) -> int:
     """Returns the number that must divide a run of tokens for a gather of codes; 0: no gather."""
-    return _token_multiple(recipe)
+    return ops.token_unit(recipe)
 
 
 def placed(x: DTensor, recipe: Recipe, dim: int) -> tuple[DTensor, int | None]:
@@ -189,35 +178,6 @@ def local(t: Tensor, grad_placement: Placement | None = None) -> Tensor:
     if not isinstance(t, DTensor):
         return t
     return t.to_local(grad_placements=None if grad_placement is None else [grad_placement])
-
-
-def whole_linear(
-    x: DTensor,
-    weight: DTensor,
-    bias: Tensor | None,
-    recipe: Recipe,
-    rng: Tensor | None,
-    amax_history: Tensor | None,
-    stream: int,
-    recompute: str,
-) -> Tensor:
-    """Computes mf.linear with a replicated weight: every rank multiplies all tokens."""
-    values, whole = local(x.redistribute(placements=[Replicate()])), local(weight)
-    operands = weight_operands(whole, recipe, values, amax_history)
-    y = ops.linear.default(
-        values,
-        whole,
-        None if bias is None else local(bias),
-        recipe.text,
-        rng=rng,
-        amax_history=amax_history,
-        stream=stream,
-        weight_operands=operands,
-        recompute=recompute,
-    )
-    if recompute and operands is None:
-        require_unchanged(y, weight)
-    return DTensor.from_local(y, x.device_mesh, [Replicate()], run_check=False)
 
 
 def require_unchanged(y: Tensor, weight: DTensor) -> None:
@@ -244,28 +204,27 @@ def require_unchanged(y: Tensor, weight: DTensor) -> None:
 
 
 def shared_operands(
-    shared: SharedInput,
-    x: DTensor,
-    values: Tensor,
-    weight: DTensor,
-    recipe: Recipe,
-    shards: Shards,
-    token_dim: int | None,
+    shared: SharedInput, x: DTensor, values: Tensor, weight: DTensor, recipe: Recipe, shards: Shards
 ) -> tuple[list[Tensor], object]:
-    """Quantizes x once for all readers whose weights have one placement and need one gradient."""
+    """Quantizes x once for all readers whose weights have one placement and need one gradient.
+
+    Args:
+        shared: the readers' cache.
+        x, weight: of the layer.
+        values: this rank's part of x.
+        shards: of the weight, with the dimension of x's tokens that is cut.
+
+    Returns:
+        The operands of x, and the native GatheredInput where ranks gather them.
+    """
     is_trained = torch.is_grad_enabled() and weight.requires_grad
 
     def quantized() -> tuple[list[Tensor], object]:
         with torch.no_grad():
             operands = ops.layer_operands.default(
-                values,
-                recipe.text,
-                "x",
-                columnwise=is_trained,
-                **shards._asdict(),
-                token_dim=token_dim,
+                values, recipe.text, "x", columnwise=is_trained, **shards
             )
-        if token_dim is None:
+        if shards["token_dim"] is None:
             return operands, None
         return operands, torch.classes.minifloat.GatheredInput(shared.readers)
 
@@ -274,9 +233,8 @@ def shared_operands(
 
 
 def shard_operands(
-    reuse: Reuse | None,
+    layer: Linear | None,
     weight: DTensor,
-    shard: Tensor,
     x: DTensor,
     recipe: Recipe,
     amax_history: Tensor | None,
@@ -286,34 +244,14 @@ def shard_operands(
 
     Codes are cached until a rank's shard changes.
     """
-    prequantized = weight_operands(shard, recipe, x, amax_history)
-    needs_dx = torch.is_grad_enabled() and x.requires_grad
-    if prequantized is not None or reuse is None or reuse.weight_codes is None:
+    prequantized = weight_operands(local(weight), recipe, x, amax_history)
+    if prequantized is not None or layer is None:
         return prequantized
-    # Outside autocast a weight of another dtype has a gradient of the weight's dtype.
-    if weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-        return None
-    group = weight.device_mesh.get_group()
-    conditions, is_shown = conditions_of_ranks(weight._local_tensor, x, group)
-    quantize = partial(
-        ops.layer_operands.default,
-        shard,
-        recipe.text,
-        "w",
-        amax_history=amax_history,
-        **shards._asdict(),
+    needs_dx = torch.is_grad_enabled() and x.requires_grad
+    shard, group = weight._local_tensor, weight.device_mesh.get_group()
+    return layer.cached_operands(
+        layer.weight_codes, weight, shard, x, needs_dx, amax_history, group, **shards
     )
-    with torch.no_grad():
-        return reuse.weight_codes.operands(
-            weight,
-            recipe.text,
-            needs_dx,
-            conditions,
-            reuse.is_in_step,
-            quantize,
-            is_shown,
-            reuse.saves_weight,
-        )
 
 
 # ---- the module ----------------------------------------------------------------------------------
@@ -321,14 +259,11 @@ def shard_operands(
 
 def module_linear(layer: Linear, x: Tensor) -> Tensor:
     """Computes the forward of an mf.Linear whose weight is a DTensor."""
-    weight = cast(DTensor, layer.weight)
-    reuse = None
-    if not torch.compiler.is_compiling():
+    weight, is_compiling = cast(DTensor, layer.weight), torch.compiler.is_compiling()
+    if not is_compiling:
         layer.unwrap_buffers()
-        is_in_step, saves_weight = layer.is_in_step(), bool(layer.recompute)
-        reuse = Reuse(layer.shared_input, layer.weight_codes, is_in_step, saves_weight)
     rng, history, stream = layer.op_state(weight.device)
-    if reuse is not None and layer.rng_state is not None and shard_dim_of(weight) is not None:
+    if not is_compiling and layer.rng_state is not None and shard_dim_of(weight) is not None:
         require_shared_seed(layer.rng_state, weight.device_mesh.get_group())
     return linear(
         x,
@@ -338,6 +273,6 @@ def module_linear(layer: Linear, x: Tensor) -> Tensor:
         rng=rng,
         amax_history=history,
         stream=stream,
-        reuse=reuse,
+        layer=None if is_compiling else layer,
         recompute=layer.recompute,
     )

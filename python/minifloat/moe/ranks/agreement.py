@@ -8,14 +8,12 @@ later             each rank sends its title's number with its counts of rows
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from ..._native import ops
-from ...distributed.handshake import wait_for_all
+from ...distributed.handshake import require_equal, wait_for_all
 from .dropped import to_host
 
 DIVIDE = "expert_parallel: expected all {} ranks to divide {}"
@@ -60,11 +58,7 @@ class Agreement:
         Raises:
             ValueError: on every rank, with the titles of all, where they differ.
         """
-        if len(set(numbers)) > 1:
-            texts: list[Any] = [None] * len(numbers)
-            dist.all_gather_object(texts, title, group=self.group)
-            listed = "; ".join(f"rank {i} has {text}" for i, text in enumerate(texts))
-            raise ValueError(f"{EQUAL}, but {listed}")
+        require_equal(title, numbers, self.group, EQUAL)
         self.title = title
 
     def compare_changed(self, title: str, numbers: Tensor) -> None:

@@ -22,7 +22,7 @@ from ...checks import require_int
 from ...recipe import Recipe
 from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
-from ..cache.operand_cache import WeightCodes
+from ..cache.operand_cache import WeightCodes, conditions_of_ranks
 from ..cache.operand_conditions import conditions_of
 from ..hooks import ExpertWeightGather, WeightGather, is_distributed
 from ..names import clean_name, unwrapped
@@ -214,6 +214,8 @@ class RecipeState(nn.Module):
         x: Tensor,
         columnwise: bool,
         amax_history: Tensor | None,
+        group: dist.ProcessGroup | None = None,
+        **shards: object,
     ) -> list[Tensor] | None:
         """Returns the weight's cached operands; None where the op is to quantize it.
 
@@ -224,20 +226,26 @@ class RecipeState(nn.Module):
             x: what the product's conditions are those of.
             columnwise: whether backward reads the weight.
             amax_history: of the product, for delayed scaling.
+            group: the ranks of a sharded weight, which change their shards together.
+            shards: arguments of its cast.
         """
         # Outside autocast a weight of another dtype has a gradient of its own dtype.
         is_cast = weight.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type)
         if cache is None or is_cast:
             return None
-        text = self.recipe.text
+        text, cast = self.recipe.text, ops.layer_operands.default
+        conditions, is_shown = conditions_of(x), False
+        if group is not None:
+            conditions, is_shown = conditions_of_ranks(matrix, x, group)
         return cache.operands(
             weight,
             text,
             columnwise,
-            conditions_of(x),
+            conditions,
             self.is_in_step(),
-            partial(ops.layer_operands.default, matrix, text, "w", amax_history=amax_history),
-            saves_weight=bool(self.recompute),
+            partial(cast, matrix, text, "w", amax_history=amax_history, **shards),
+            is_shown,
+            bool(self.recompute),
         )
 
     def step_history(self) -> Tensor | None:

@@ -1,0 +1,249 @@
+"""ExpertGather: how FSDP2 gathers weights of experts (E, N, K) that it cuts along dimension 0.
+
+    before a gather    each rank casts its experts; no scale is shared with another rank's
+    the gather         an input for each tensor: the codes, scales or amaxes of a rank's experts
+    after it           operands are views of the gathered memory, in the order of experts
+
+The last shards may be short or empty; zeros fill them up to ⌈E / ranks⌉ experts, and lie behind the
+last expert of a view. The plan is a linear layer's (plan.py). In mode "one" dgrad's codes are
+transposed from fprop's after the gather. In mode "split" the two directions take turns in one
+memory, where their sizes are equal. A forward that backward runs again reads both directions:
+`operands` then gathers the other one into memory of its own.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import NamedTuple, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._native import ops
+from ...nn.grouped_product import GroupedProduct
+from ...nn.state.draws import is_in_backward
+from ...spec import Spec
+from ...tensor.operands import Operand, Operands
+from ...tensor.quantized import Quantized, raw_scale, tensors_of
+from ...tensor.quantized_tensor import TENSORS
+from .gather import BACKWARD, FORWARD, Gather, GatherInputs, Received
+from .plan import GatherPlan
+from .weight_tensors import GatheredWeight
+
+ROW, COL = 0, 1  # directions of W: as fprop reads it, as dgrad reads it
+Key = tuple[int, str]  # a direction, and the name of one of its tensors
+
+
+class Buffer(NamedTuple):
+    """An input of the gather: its bytes an expert, and the tensors that take turns in it."""
+
+    size: int
+    tensors: tuple[Key, ...]
+
+
+class ExpertGather(Gather):
+    """The gathers of a 3D parameter whose experts are cut over the ranks of a group.
+
+    Args:
+        module: it has the parameter.
+        product: of the parameter.
+        shape: of the parameter on all ranks of the group together: (E, N, K), or (E, K, N) where
+            the product reads it row-major.
+        group: the ranks.
+        outer_dims: dimensions of the parameter's mesh before FSDP2 cut it: expert parallelism.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        product: GroupedProduct,
+        shape: tuple[int, ...],
+        group: dist.ProcessGroup,
+        outer_dims: int,
+    ) -> None:
+        plan, recipe = cast(GatherPlan, product.gather_plan), product.recipe.text
+        super().__init__(module, plan, f"{product.fqn}: {recipe}", shape, group)
+        self.product = weakref.ref(product)
+        self.recipe, self.is_row_major, self.outer_dims = recipe, product.is_row_major, outer_dims
+        n, k = shape[:0:-1] if self.is_row_major else shape[1:]
+        self.specs = Spec.parse(plan.row), Spec.parse(plan.col)
+        self.sizes = (n, k), (k, n)  # of a matrix as fprop reads it, and as dgrad does
+        # The dtype and the shape of each tensor of a matrix.
+        self.layouts = {
+            (i, name): layout
+            for i in (ROW, COL)
+            for name, layout in tensors_of(self.specs[i], *self.sizes[i]).items()
+        }
+        self.buffers = [buffer for name in TENSORS for buffer in self.buffers_of(name)]
+        self.parts: list[Quantized] = []  # both directions of the gathered weight
+        self.own: list[Tensor] = []  # of one rank: the buffers that FSDP2 does not gather
+        self.transposes: Callable[[], None] | None = None
+        self.present: set[int] = set()  # the directions in the gathered memory
+
+    def buffers_of(self, name: str) -> list[Buffer]:
+        """Lists the inputs of one tensor, as many before forward as before backward."""
+        row, col = (ROW, name), (COL, name)
+        row_size, col_size = (
+            torch.Size(shape).numel() * dtype.itemsize
+            for dtype, shape in (self.layouts[row], self.layouts[col])
+        )
+        if self.plan.mode == "one":
+            buffers = [Buffer(row_size, (row,))]
+        elif self.plan.mode == "split" and row_size == col_size:
+            buffers = [Buffer(row_size, (row, col))]
+        else:
+            buffers = [Buffer(row_size, (row,)), Buffer(col_size, (col,))]
+        return [buffer for buffer in buffers if buffer.size > 0]
+
+    # ---- before a gather -------------------------------------------------------------------------
+
+    def send_codes(self, shard: Tensor) -> GatherInputs:
+        selection = BACKWARD if is_in_backward() else FORWARD
+        inputs = self.cast(shard, self.selected(selection))
+        return inputs, (selection, inputs)
+
+    def selected(self, selection: int) -> tuple[int, ...]:
+        """Returns the directions that a gather moves."""
+        if self.plan.mode == "split":
+            return (COL,) if selection == BACKWARD else (ROW,)
+        return (ROW,) if self.plan.mode == "one" else (ROW, COL)
+
+    @torch.no_grad()
+    def cast(self, shard: Tensor, directions: tuple[int, ...]) -> tuple[Tensor, ...]:
+        """Casts this rank's experts, and returns the bytes of each buffer, (chunk * bytes)."""
+        count, tensors, product = len(shard), {}, self.product()
+        assert product is not None
+        history, begin = product.amax_history, self.rank * self.chunk
+        if history is not None:
+            history = history[:, begin : begin + count].contiguous()
+        if count > 0:
+            with torch.autocast(shard.device.type, enabled=False):
+                values = shard.to(self.rounded_to)
+                operands = ops.layer_operands.default(
+                    values.mT if self.is_row_major else values,
+                    self.recipe,
+                    "w",
+                    rowwise=ROW in directions,
+                    columnwise=COL in directions,
+                    amax_history=history,
+                )
+            both = Operands.of(operands)
+            tensors = {(i, n): getattr(both[i], n) for i in directions for n in TENSORS}
+        inputs = []
+        for size, keys in self.buffers:
+            payload = [bytes_of(tensors[key]) for key in keys if key in tensors]
+            if payload and count == self.chunk:
+                inputs += payload
+                continue
+            inputs.append(shard.new_zeros(self.chunk * size, dtype=torch.uint8))
+            if payload:
+                inputs[-1][: count * size] = payload[0]
+        return tuple(inputs)
+
+    # ---- after a gather --------------------------------------------------------------------------
+
+    def receive_codes(
+        self, outputs: Sequence[Tensor], sent: tuple[int, tuple[Tensor, ...]], is_first: bool
+    ) -> Received:
+        selection, inputs = sent
+        created = None
+        if is_first:
+            self.own = [torch.empty_like(t) for t in inputs[len(outputs) :]]
+            self.parts = self.views([*outputs, *self.own])
+            created = self.new_whole()
+        for own, of_rank in zip(self.own, inputs[len(outputs) :]):
+            own.data.copy_(of_rank)  # as FSDP2's copies, this counts no write
+        self.present = set(self.selected(selection))
+        if self.plan.mode == "one":
+            self.transpose()
+        return created
+
+    def views(self, memory: list[Tensor]) -> list[Quantized]:
+        """Returns both directions as views of the memory of buffers."""
+        experts, found = self.shape[0], dict[Key, Tensor]()
+        for buffer, gathered in zip(self.buffers, memory):
+            for key in buffer.tensors:
+                dtype, shape = self.layouts[key]
+                found[key] = gathered.view(dtype).view(-1, *shape)[:experts]
+        if self.plan.mode == "one":
+            for name in TENSORS:
+                dtype, shape = self.layouts[COL, name]
+                if name in self.transposed_names():
+                    found[COL, name] = memory[0].new_empty(experts, *shape, dtype=dtype)
+                elif (ROW, name) in found:
+                    found[COL, name] = found[ROW, name].detach()
+        none = memory[0].new_empty(0, dtype=torch.float32)
+        parts = []
+        for i, spec in enumerate(self.specs):
+            codes, scale, amax = (found.get((i, name), none) for name in TENSORS)
+            shape = experts, *self.sizes[i]
+            parts.append(Quantized(codes, scale, amax, spec.text, shape, i == COL))
+        return parts
+
+    def transposed_names(self) -> list[str]:
+        """Returns the tensors that dgrad reads transposed, in mode "one"."""
+        return ["codes", "scale"] if self.specs[COL].has_blocks else ["codes"]
+
+    def new_whole(self) -> tuple[GatheredWeight, tuple[Tensor, ...]]:
+        """Returns a new whole weight, and the tensors that FSDP2 frees and allocates with it."""
+        assert self.dtype is not None
+        row, col = self.parts
+        inner = list(self.own)
+        if self.plan.mode == "one":
+            inner += [getattr(col, name) for name in self.transposed_names()]
+        if self.is_row_major:  # of the parameter's transpose
+            row, col = replace(col, columnwise=False), replace(row, columnwise=True)
+        return GatheredWeight(row, col, self.dtype), tuple(inner)
+
+    def transpose(self) -> None:
+        """Fills dgrad's tensors from fprop's; frees their memory where only forward follows."""
+        row, col = self.parts
+        if self.serves_forward_alone():
+            for name in self.transposed_names():
+                getattr(col, name).untyped_storage().resize_(0)
+            return
+        self.present.add(COL)
+        if self.transposes is None:
+            count = len(self.transposed_names())
+            sizes = [*row.shape[1:], self.specs[ROW].code_bits]
+            sizes += [*row.scale.shape[1:], 8 * row.scale.itemsize]
+            self.transposes = torch.classes.minifloat.MatrixTransposes(
+                [row.codes, raw_scale(row)][:count],
+                [col.codes, raw_scale(col)][:count],
+                sizes[: 3 * count],
+            ).run
+        self.transposes()
+
+    # ---- the operands of a product ---------------------------------------------------------------
+
+    def operands(self, columnwise: bool) -> list[Tensor]:
+        """Returns the gathered weight as the op layer_operands would; on all ranks.
+
+        Args:
+            columnwise: whether backward reads the weight.
+        """
+        row, col = self.parts
+        if self.plan.mode == "split":
+            if ROW not in self.present:
+                row = self.fetch(ROW)
+            if columnwise and COL not in self.present and not self.is_gathered_for_backward():
+                col = self.fetch(COL)
+        none = Operand.none(row.codes.device)
+        read = [
+            Operand(part.codes, raw_scale(part), part.amax, none.decoded) if is_read else none
+            for part, is_read in ((row, True), (col, columnwise))
+        ]
+        return Operands(*read).tensors()
+
+    def fetch(self, direction: int) -> Quantized:
+        """Gathers one direction apart from FSDP2's gathers."""
+        assert self.shard is not None
+        return self.views(self.gather_apart(self.cast(self.shard, (direction,))))[direction]
+
+
+def bytes_of(t: Tensor) -> Tensor:
+    """Returns the bytes of a tensor in one dimension."""
+    return t.contiguous().view(-1).view(torch.uint8)

@@ -1,0 +1,194 @@
+"""Gather: how FSDP2 gathers one sharded weight, as codes or in the compute dtype.
+
+    the first gather    all ranks agree on the compute dtype, and decide whether codes are gathered
+    before a gather     `send`: the shard -> this rank's inputs of the all-gather
+    after it            `receive`: what all ranks sent -> the whole weight
+
+linear_gather.py has the codes of a layer's weight, expert_gather.py those of experts.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...nn.state.draws import is_in_backward
+from ...nn.state.recipe_state import RecipeState
+from ...tensor.quantized_tensor import NOMINAL_DTYPES
+from ..handshake import agree
+from .fsdp_group import UnknownFsdpError, find_fsdp_group
+from .plan import GatherPlan
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+
+GatherInputs = tuple[tuple[Tensor, ...], object]  # of the all-gather, and what `receive` gets
+Received = tuple[Tensor, tuple[Tensor, ...]] | None  # the whole weight and its memory
+FORWARD, BACKWARD, BOTH_GATHERS = 0, 1, 2  # the gathers whose directions a cast selects
+
+
+class Gather:
+    """The gathers of one parameter, which is cut along dimension 0 over the ranks of a group.
+
+    Args:
+        module: it has the parameter.
+        plan: the formats that are gathered, and when.
+        name: of the parameter and its recipe, for messages.
+        shape: of the parameter on all ranks of the group together.
+        group: the ranks.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        plan: GatherPlan,
+        name: str,
+        shape: Sequence[int],
+        group: dist.ProcessGroup,
+    ) -> None:
+        self._module = weakref.ref(module)
+        self.plan, self.group, self.shape = plan, group, tuple(shape)
+        self.title = f"{name}, weight {self.shape}"
+        self.world, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        self.chunk = -(-shape[0] // self.world)  # rows, or experts, of a full shard
+        self.dtype: torch.dtype | None = None  # that all ranks agreed on; None before
+        self.rounded_to: torch.dtype | None = None  # before the cast: autocast's dtype, or that one
+        self.shard_dtype: torch.dtype | None = None  # of the last gather
+        self.shard: Tensor | None = None  # cast last
+        self.reason = ""  # for a gather in that dtype instead of codes
+        self._fsdp_group: Callable[[], FSDPParamGroup | None] = lambda: None  # a weak reference
+
+    def __deepcopy__(self, memo: object) -> Gather:
+        return self  # guards of compiled code copy it, and compare the copy
+
+    def __str__(self) -> str:
+        how = f"weight is gathered in {self.dtype}: {self.reason}" if self.reason else self.plan
+        return f"{how}, in {self.world} shards"
+
+    def module(self) -> RecipeState:
+        return cast(RecipeState, self._module())
+
+    @property
+    def is_quantized(self) -> bool:
+        return self.dtype is not None and not self.reason
+
+    # ---- codes, of each kind of weight -----------------------------------------------------------
+
+    def reason_against_codes(self) -> str:
+        """Returns why the shards cannot be gathered as codes; "" where they can."""
+        return ""
+
+    def send_codes(self, shard: Tensor) -> GatherInputs:
+        """Returns the codes that this rank sends, and what receive_codes gets."""
+        raise NotImplementedError
+
+    def receive_codes(self, outputs: Sequence[Tensor], sent: Any, is_first: bool) -> Received:
+        """Fills the whole weight; returns it and its memory at the first gather."""
+        raise NotImplementedError
+
+    # ---- FSDP2's hooks ---------------------------------------------------------------------------
+
+    def send(self, shard: Tensor, dtype: torch.dtype | None) -> GatherInputs:
+        """Returns this rank's inputs of the all-gather, and what `receive` gets.
+
+        Args:
+            shard: this rank's part of the parameter.
+            dtype: FSDP2's compute dtype; None: its hook does not pass it.
+        """
+        self._require_dtype(shard)
+        if self.dtype is None:
+            self._decide(dtype, shard.device)
+        if self.reason:
+            return (self._padded(shard),), None
+        self.shard = shard
+        return self.send_codes(shard)
+
+    def receive(self, outputs: Sequence[Tensor], sent: Any, out: object) -> Received:
+        """Returns the whole weight and its memory at the first gather; fills them at later ones."""
+        if sent is not None:
+            return self.receive_codes(outputs, sent, out is None)
+        whole = outputs[0].view(-1, *self.shape[1:])[: self.shape[0]]
+        return None if out is not None else (whole, ())
+
+    def _decide(self, dtype: torch.dtype | None, device: torch.device) -> None:
+        """Agrees on the dtype that FSDP2 computes in, and decides whether codes are gathered.
+
+        Raises:
+            ValueError: as handshake.agree; or FSDP2 is to reshard to a smaller mesh.
+        """
+        if getattr(self.fsdp_group(), "_use_post_forward_mesh", False):
+            raise ValueError(
+                "fully_shard: reshard_after_forward: expected True or False around weights that "
+                f"are gathered as codes ({self.title}), got a number of ranks; for such a number "
+                "pass mf.quantize_ gather='compute_dtype'"
+            )
+        self.dtype = self.rounded_to = agree(self.title, dtype, self.group, device)
+        if torch.is_autocast_enabled(device.type):
+            self.rounded_to = torch.get_autocast_dtype(device.type)
+        if self.rounded_to not in NOMINAL_DTYPES or self.dtype not in NOMINAL_DTYPES:
+            self.reason = "codes are made of float32 or bfloat16"
+            return
+        self.reason = self.reason_against_codes()
+        if not self.reason and self.plan.mode == "split" and not self.is_gathered_for_backward():
+            self.reason = "one gather is to serve forward and backward"
+
+    def _require_dtype(self, shard: Tensor) -> None:
+        """Raises ValueError where FSDP2 would compute in another dtype than at the first gather."""
+        before, self.shard_dtype = self.shard_dtype, shard.dtype
+        if before in (None, shard.dtype):
+            return
+        policy = getattr(self.fsdp_group(), "mp_policy", None)
+        if getattr(policy, "param_dtype", None) is None:
+            self.shard_dtype = before
+            raise ValueError(
+                f"fully_shard: expected shards of {before}, as at the first gather, of "
+                f"{self.title}, got {shard.dtype}; FSDP2's memory has that dtype. Call .to before "
+                "the first forward, or give fully_shard MixedPrecisionPolicy(param_dtype=...)"
+            )
+
+    def _padded(self, shard: Tensor) -> Tensor:
+        """Returns a whole chunk of values in the compute dtype; a full shard itself has it."""
+        assert self.dtype is not None
+        if len(shard) == self.chunk:
+            return shard.to(self.dtype)
+        chunk = shard.new_zeros(self.chunk, *shard.shape[1:], dtype=self.dtype)
+        chunk[: len(shard)] = shard
+        return chunk
+
+    # ---- when FSDP2 gathers ----------------------------------------------------------------------
+
+    def fsdp_group(self) -> FSDPParamGroup | None:
+        """Returns FSDP2's parameter group; None where it is not found."""
+        group = self._fsdp_group()
+        if group is None:
+            try:
+                group = find_fsdp_group(self.module())
+                self._fsdp_group = weakref.ref(group)
+            except (LookupError, UnknownFsdpError):
+                return None
+        return group
+
+    def is_gathered_for_backward(self) -> bool:
+        """Tells whether FSDP2 reshards the weight after forward.
+
+        FSDP2 has no public name for this flag. False where the private name has changed: the
+        gathers then move more bits of the same values.
+        """
+        return bool(getattr(self.fsdp_group(), "_reshard_after_forward", False))
+
+    def serves_forward_alone(self) -> bool:
+        """Tells whether FSDP2 will gather again before backward; False without its state."""
+        state = getattr(getattr(self.fsdp_group(), "_training_state", None), "name", "")
+        return state == "FORWARD" and self.is_gathered_for_backward() and not is_in_backward()
+
+    def gather_apart(self, inputs: Sequence[Tensor]) -> list[Tensor]:
+        """Gathers inputs of all ranks, apart from FSDP2's gathers."""
+        outputs = [t.new_empty(self.world * len(t)) for t in inputs]
+        for output, of_rank in zip(outputs, inputs):
+            dist.all_gather_into_tensor(output, of_rank, group=self.group)
+        return outputs

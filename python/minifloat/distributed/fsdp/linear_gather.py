@@ -1,0 +1,341 @@
+"""WeightGather and Batch: how FSDP2 gathers the weights of linear layers as codes.
+
+The first gather casts each weight alone. From the second on, the weights of one parameter group of
+FSDP2 form a Batch:
+
+    first weight's pre-gather hook     one native call casts the shards of all weights
+    each weight's pre-gather hook      takes its codes
+    last weight's post-gather hook     one native call fills all whole weights
+
+The native GatherBatch (torch/sharded/gather_batch.h) decides what each mode of a plan sends. Ranks
+exchange amaxes (of a tensor, of a column, of a block that two ranks hold part of) in one
+all-reduce: of all weights of a model in mf.precompute_scales, else of one batch before its cast.
+
+A gather that serves forward alone fills no tensor that only backward reads. The memory of such a
+tensor stays free until backward's gather.
+
+In mode "split" each gather moves one direction: forward's the rowwise, backward's the columnwise.
+`complete` fetches a direction that no gather has moved. That happens where a checkpointed block
+reads the rowwise direction in backward, or where FSDP2 has not resharded the weight after forward.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ...nn.linear import Linear
+from ...nn.state.draws import is_in_backward
+from ...spec import Spec
+from ...tensor.quantized import Quantized
+from ..handshake import wait_for_all
+from .fsdp_group import recomputes_compiled
+from .gather import BACKWARD, FORWARD, Gather, GatherInputs, Received
+from .plan import GatherPlan
+from .weight_tensors import GatheredWeight, ShardedWeight
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.tensor import DTensor
+
+State = list[tuple[Tensor, tuple[int, int, int]]]  # shards, and counts of writes to them
+ALL_WEIGHTS = -1
+WRITTEN = "fully_shard: expected all {} ranks to have written to {} since mf.step, as this rank has"
+
+
+# ---- one weight ----------------------------------------------------------------------------------
+
+
+class WeightGather(Gather):
+    """The gathers of one layer's weight (n, cols), whose rows are cut over the ranks of a group."""
+
+    def __init__(
+        self, layer: Linear, plan: GatherPlan, shape: torch.Size, group: dist.ProcessGroup
+    ) -> None:
+        super().__init__(layer, plan, f"{layer.fqn}: {layer.recipe}", shape, group)
+        self.casts: tuple[Any, Any]  # native ShardCasts, rowwise and columnwise, since the first
+        self.targets: list[Tensor] = []  # both directions' tensors, since the first gather
+        self.gathered: set[int] = set()  # in mode split: the selections gathered so far
+        self.batch: Batch | None = None  # of FSDP2's parameter group; of a tied weight alone
+        # The last two parameters that FSDP2 assigned: it assigns both at each gather.
+        self._assigned: tuple[object, object] = (None, None)
+
+    def has_assigned(self, parameter: object) -> bool:
+        """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
+        if parameter is self._assigned[0] or parameter is self._assigned[1]:
+            return True
+        is_of_fsdp = type(parameter) is GatheredWeight
+        if not is_of_fsdp:
+            local = getattr(parameter, "_local_tensor", None)
+            is_of_fsdp = getattr(local, "weight_gather", None) is self
+        if not (is_of_fsdp and isinstance(parameter, nn.Parameter)):
+            return False
+        self._assigned = parameter, self._assigned[0]
+        return True
+
+    def reason_against_codes(self) -> str:
+        rounds, specs = self.rounded_to == torch.bfloat16, (self.plan.row, self.plan.col)
+        row, col = (
+            torch.classes.minifloat.ShardCast(spec, columnwise, *self.shape, rounds)
+            for spec, columnwise in zip(specs, (False, True))
+        )
+        self.casts = row, col
+        if row.fits(self.world) and (self.plan.mode == "one" or col.fits(self.world)):
+            return ""
+        has_transform = any(Spec.parse(spec).transform for spec in specs)
+        what = "a transform" if has_transform else "a block whose values choose its scale"
+        return f"{what} reaches over the end of a shard"
+
+    def send_codes(self, shard: Tensor) -> GatherInputs:
+        found = self.joined_batch().send(self, shard)
+        if found is None:  # FSDP2 offloads shards: this one is a copy
+            found = Batch([self]).send(self, shard)
+        assert found is not None
+        return found
+
+    def joined_batch(self) -> Batch:
+        """Returns the batch of FSDP2's parameter group, once all its weights have been gathered."""
+        if self.batch is not None or not self.targets:
+            return self.batch or Batch([self])
+        group, is_tied = self.fsdp_group(), False
+        members: dict[WeightGather, weakref.ref[FSDPParam]] = {}
+        for parameter in () if group is None else group.fsdp_params:
+            local = cast("DTensor", parameter.sharded_param)._local_tensor
+            gather = getattr(local, "weight_gather", None)
+            if isinstance(gather, WeightGather) and gather.targets:
+                is_tied = is_tied or gather in members
+                members[gather] = weakref.ref(parameter)
+        if is_tied or self not in members:
+            self.batch = Batch([self])
+            return self.batch
+        batch = Batch(list(members), list(members.values()))
+        for member in members:
+            member.batch = batch
+        return batch
+
+    def receive_codes(self, outputs: Sequence[Tensor], sent: Batch, is_first: bool) -> Received:
+        created = self.new_whole(outputs[0]) if is_first else None
+        sent.receive(self, outputs)
+        return created
+
+    def new_whole(self, codes: Tensor) -> tuple[GatheredWeight, tuple[Tensor, ...]]:
+        """Returns a new whole weight, and the tensors that FSDP2 frees and allocates with it.
+
+        Args:
+            codes: uint8, the gathered bytes of all ranks, of which rowwise codes are a view.
+        """
+        assert self.dtype is not None
+        row, col = (self.new_direction(columnwise, codes) for columnwise in (False, True))
+        row = replace(row, codes=codes[: row.codes.numel()].view(row.codes.shape))
+        has_row_scale, has_col_scale = (native.has_common_scale() for native in self.casts)
+        if self.plan.mode == "one" and has_row_scale:
+            col = replace(col, scale=row.scale.detach(), amax=row.amax.detach())
+        inner = [col.codes]
+        inner += [] if has_row_scale else [row.scale]
+        inner += [] if has_col_scale else [col.scale]
+        self.targets = [t for part in (row, col) for t in (part.codes, part.scale, part.amax)]
+        return GatheredWeight(row, col, self.dtype), tuple(inner)
+
+    def new_direction(self, columnwise: bool, like: Tensor) -> Quantized:
+        spec = self.plan.col if columnwise else self.plan.row
+        codes, scale, amax = self.casts[columnwise].new_operand(like)
+        scale = scale if scale.dtype == torch.float32 else scale.view(Spec.parse(spec).scale_dtype)
+        shape = self.shape[::-1] if columnwise else self.shape
+        return Quantized(codes, scale, amax, spec, shape, columnwise)
+
+    def complete(self, whole: Tensor, reads_columnwise: bool) -> None:
+        """Fetches the directions that a forward reads and no gather has moved; on all ranks."""
+        if self.plan.mode != "split" or not isinstance(whole, GatheredWeight):
+            return
+        if FORWARD not in self.gathered:
+            self.joined_batch().fetch(self, FORWARD)
+        is_missing = reads_columnwise and BACKWARD not in self.gathered
+        if is_missing and not self.is_gathered_for_backward():
+            self.joined_batch().fetch(self, BACKWARD)
+
+
+# ---- the weights of one all-gather ---------------------------------------------------------------
+
+
+class Batch:
+    """The weights that FSDP2 gathers at once, in its order, and their native casts.
+
+    Args:
+        gathers: of the weights.
+        parameters: references to FSDP2's parameters. None: one weight, whose shard its hook passes.
+    """
+
+    def __init__(
+        self,
+        gathers: Sequence[WeightGather],
+        parameters: Sequence[weakref.ref[FSDPParam]] = (),
+    ) -> None:
+        first = gathers[0]
+        self.gathers, self.fsdp_parameters = list(gathers), parameters
+        self.ranks, self.world = first.group, first.world
+        self.native = torch.classes.minifloat.GatherBatch(
+            [gather.casts[0] for gather in gathers],
+            [gather.casts[1] for gather in gathers],
+            [gather.plan.mode for gather in gathers],
+            first.world,
+            first.rank,
+        )
+        self.fill = self.native.fill
+        self.exchange = torch.classes.minifloat.AmaxExchange([self.native])
+        self.exchanged = [self.native.exchanged(selection) for selection in (FORWARD, BACKWARD)]
+        self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
+        self.measured: State | None = None  # when mf.step exchanged amaxes
+        self.start(FORWARD, [], [])
+
+    # ---- a gather --------------------------------------------------------------------------------
+
+    def start(self, selection: int, shards: list[Tensor], inputs: list[list[Tensor]]) -> None:
+        """Starts a gather: its selection, the shards that were cast, and the inputs of each."""
+        self.selection, self.cast_shards, self.inputs = selection, shards, inputs
+        self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
+        self.taken: list[list[Tensor]] = []  # inputs of a world of one
+
+    def send(self, gather: WeightGather, shard: Tensor) -> GatherInputs | None:
+        """Returns the all-gather inputs of one weight; casts all weights for the first one.
+
+        Returns:
+            The inputs, and the batch. None where the shard is not the one that the batch has cast:
+            FSDP2 offloads it, or calls hooks in another order.
+        """
+        index = self.gathers.index(gather)
+        if index == 0:
+            self.cast_all(shard)
+        if not self.inputs or not self.inputs[index] or self.cast_shards[index] is not shard:
+            return None
+        inputs, self.inputs[index] = self.inputs[index], []
+        if self.world == 1:
+            self.taken.append(inputs)
+        return tuple(inputs), self
+
+    def cast_all(self, shard: Tensor) -> None:
+        """Casts the shards of all weights for one gather."""
+        shards = self.shards() or [shard]
+        selection = BACKWARD if is_in_backward() else FORWARD
+        if shards[0] is not shard or any([s is None for s in shards]):
+            self.start(selection, [], [])
+        else:
+            self.start(selection, shards, self.cast(shards, selection, ALL_WEIGHTS))
+
+    def receive(self, gather: WeightGather, outputs: Sequence[Tensor]) -> None:
+        """Collects all ranks' codes of one weight; fills all weights after the last one."""
+        index = self.gathers.index(gather)
+        self.outputs += outputs
+        if self.world == 1:  # FSDP2 gathers the first input alone
+            self.outputs += self.taken[index][len(outputs) :]
+        if index < len(self.gathers) - 1:
+            return
+        selection, forward_alone = self.selection, self.gathers[0].serves_forward_alone()
+        self.fill(self.outputs, self.targets(), selection, ALL_WEIGHTS, forward_alone)
+        self.start(selection, [], [])
+        for split in self.splits:
+            split.gathered = {selection}
+        if (
+            selection == BACKWARD
+            and self.splits
+            and recomputes_compiled(self.splits[0].fsdp_group())
+        ):
+            for split in self.splits:
+                self.fetch(split, FORWARD)
+
+    def fetch(self, gather: WeightGather, selection: int) -> None:
+        """Gathers one weight in the directions of a selection, apart from FSDP2's gathers."""
+        assert gather.shard is not None
+        index = self.gathers.index(gather)
+        inputs = self.cast(self.shards() or [gather.shard], selection, index)[index]
+        self.fill(gather.gather_apart(inputs), self.targets(), selection, index, False)
+        gather.gathered.add(selection)
+
+    def targets(self) -> list[Tensor]:
+        """Lists the tensors that a gather fills: both directions' codes, scale and amax."""
+        return [t for gather in self.gathers for t in gather.targets]
+
+    def cast(self, shards: list[Tensor], selection: int, weight: int) -> list[list[Tensor]]:
+        """Casts one weight, or all; exchanges amaxes first unless those of mf.step are current.
+
+        Returns:
+            The inputs of the all-gather, of each weight.
+        """
+        # Evaluation may replace weights with no write counted.
+        is_training = all([gather.module().training for gather in self.gathers])
+        is_measured = is_training and self.is_measured(shards)
+        if not is_measured and self.exchanged[selection]:
+            exchange_amaxes([self], [shards], selection)
+            is_measured = True
+        kept = [gather.module()._buffers["amax_history"] for gather in self.gathers]
+        histories = [s if h is None else h for h, s in zip(kept, shards)]  # not read: any tensor
+        found = self.native.cast(shards, histories, selection, weight, is_measured)
+        return cast(list[list[Tensor]], found)
+
+    # ---- the shards ------------------------------------------------------------------------------
+
+    def parameters(self) -> list[DTensor]:
+        """Returns the sharded parameters; none where FSDP2's are not found."""
+        found = [reference() for reference in self.fsdp_parameters]
+        return [cast("DTensor", p.sharded_param) for p in found if p is not None]
+
+    def shards(self) -> list[Any]:
+        """Returns this rank's rows of every weight; none where FSDP2's parameters are not found."""
+        return [getattr(p._local_tensor, "shard", None) for p in self.parameters()]
+
+    # ---- amaxes that mf.step exchanged -----------------------------------------------------------
+
+    def is_measured(self, shards: list[Tensor]) -> bool:
+        """Tells whether the amaxes that mf.step exchanged are those of the shards' values.
+
+        All ranks must answer the same, because they exchange amaxes where the answer is no. So a
+        rank that has counted a write waits for the others to say that they have, too.
+
+        Raises:
+            ValueError: other ranks have not written to their shards.
+        """
+        if self.measured is None:
+            return False
+        now = self.state_of(shards) or []
+        if all([a is b and c == d for (a, c), (b, d) in zip(self.measured, now)]) and now:
+            return True
+        if any(self.exchanged) and self.world > 1:
+            title, device = self.gathers[0].title, shards[0].device
+            wait_for_all(title, self.ranks, device, WRITTEN, "written to", f"written/{title}")
+        self.measured = None
+        return False
+
+    def state_of(self, shards: list[Tensor]) -> State | None:
+        """Returns the shards and the counts of writes to them; None where a rank cannot count.
+
+        Eager writes count on the shard: those to the parameter, to its local tensor, to a state
+        dict's view of it. Those of compiled code count on its input, the parameter or its local
+        tensor.
+        """
+        parameters = self.parameters()
+        has_rows = all([g.shape[0] > (g.world - 1) * g.chunk for g in self.gathers])
+        if not parameters or not has_rows:  # a rank without rows of a weight
+            return None
+        if any([t.is_inference() for t in (*parameters, *shards)]):
+            return None
+        local = [cast(ShardedWeight, p._local_tensor) for p in parameters]
+        counts = [(p._version, t._version, t.shard._version) for p, t in zip(parameters, local)]
+        return list(zip(shards, counts))
+
+
+def exchange_amaxes(
+    batches: Sequence[Batch], shards: Sequence[list[Tensor]], selection: int
+) -> None:
+    """Measures the amaxes of batches of the same ranks, in one all-reduce."""
+    exchange = batches[0].exchange
+    if len(batches) > 1:
+        exchange = torch.classes.minifloat.AmaxExchange([batch.native for batch in batches])
+    amaxes = exchange.measure([shard for of_batch in shards for shard in of_batch], selection)
+    if amaxes.numel() > 0 and batches[0].world > 1:
+        dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=batches[0].ranks)
+    exchange.accept(amaxes)  # bits of magnitudes order like the values, NaN above infinity

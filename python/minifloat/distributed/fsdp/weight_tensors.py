@@ -1,0 +1,200 @@
+"""The two tensors of a weight that FSDP2 gathers as codes: this rank's shard, and the whole.
+
+FSDP2 calls the hook of a full shard with five arguments, among them the compute dtype. It calls the
+hook of a short shard with one: only that form may send packed codes. So at the first gather the
+ranks agree on the dtype (gather.py).
+
+Rowwise codes of the whole weight are a view of FSDP2's memory, which holds the codes of all ranks
+in order. Columnwise codes and scales of blocks are inner tensors that FSDP2 frees with that memory.
+Other scales are small and stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from inspect import signature
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch._C import _SetExcludeDispatchKeyGuard
+
+from ...tensor.handlers import Op
+from ...tensor.quantized import Quantized
+from ...tensor.quantized_tensor import TENSORS, Context, QuantizedTensor
+from .gather import Gather, GatherInputs, Received
+
+if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # the key that counts writes
+aten = torch.ops.aten
+
+
+# ---- the shard -----------------------------------------------------------------------------------
+
+
+class BeforeGather:
+    """FSDP2's hook before a gather of one shard. FSDP2 reads the signature at each gather."""
+
+    OF_FULL_SHARD = signature(lambda mesh, outer_size, outer_stride, module, mp_policy: None)
+    OF_SHORT_SHARD = signature(lambda mesh: None)
+
+    def __init__(self, shard: Tensor, gather: Gather) -> None:
+        self.shard, self.gather = shard, gather
+        is_full = shard.shape[0] == gather.chunk
+        self.__signature__ = self.OF_FULL_SHARD if is_full else self.OF_SHORT_SHARD
+
+    def __call__(
+        self,
+        mesh: object,
+        outer_size: object = None,
+        outer_stride: object = None,
+        module: object = None,
+        mp_policy: MixedPrecisionPolicy | None = None,
+    ) -> GatherInputs:
+        dtype = None if mp_policy is None else mp_policy.param_dtype or self.shard.dtype
+        return self.gather.send(self.shard, dtype)
+
+
+class ShardedWeight(Tensor):
+    """The local shard of a parameter, with FSDP2's hooks. Other ops read `shard`."""
+
+    shard: Tensor
+    weight_gather: Gather
+
+    @staticmethod
+    def __new__(cls, shard: Tensor, gather: Gather) -> ShardedWeight:
+        return Tensor._make_wrapper_subclass(
+            cls,
+            shard.shape,
+            strides=shard.stride(),
+            storage_offset=shard.storage_offset(),
+            dtype=shard.dtype,
+            device=shard.device,
+        )
+
+    def __init__(self, shard: Tensor, gather: Gather) -> None:
+        self.shard, self.weight_gather = shard, gather
+        self.fsdp_pre_all_gather = BeforeGather(shard, gather)
+
+    def fsdp_post_all_gather(
+        self,
+        outputs: Sequence[Tensor],
+        metadata: object,
+        param_dtype: torch.dtype,
+        *,
+        out: object = None,
+    ) -> Received:
+        return self.weight_gather.receive(outputs, metadata, out)
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"{type(self).__name__}({self.shard!r}, {self.weight_gather.plan})"
+
+    def untyped_storage(self) -> torch.UntypedStorage:
+        """Returns the shard's storage, which FSDP2 frees; while tracing, the wrapper's."""
+        is_traced = torch._guards.TracingContext.try_get() is not None
+        return super().untyped_storage() if is_traced else self.shard.untyped_storage()
+
+    def __tensor_flatten__(self) -> tuple[list[str], Gather]:
+        return ["shard"], self.weight_gather
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], gather: Gather, outer_size: object, outer_stride: object
+    ) -> ShardedWeight:
+        return ShardedWeight(inner["shard"], gather)
+
+    def __reduce_ex__(self, protocol: object) -> object:
+        return self.shard.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Op, types: object, args: Any = (), kwargs: dict[str, object] | None = None
+    ) -> object:
+        """Calls func with the shards. Returns wrappers where func writes or FSDP2 pads.
+
+        The shards count the writes of func, and those to what detach returns: a state dict's
+        tensors. The wrapper counts writes to other views of itself.
+        """
+        wrapped: dict[int, ShardedWeight] = {}
+
+        def unwrap(value: Any) -> Any:
+            kind = type(value)
+            if kind is cls:
+                wrapped[id(value.shard)] = value
+                return value.shard
+            return kind([unwrap(v) for v in value]) if kind in (list, tuple) else value
+
+        def rewrap(value: Any) -> Any:
+            kind = type(value)
+            if kind in (list, tuple):
+                return kind([rewrap(v) for v in value])
+            return wrapped.get(id(value), value)
+
+        positional = unwrap(args)
+        named = {name: unwrap(value) for name, value in kwargs.items()} if kwargs else {}
+        is_traced = any([type(wrapper.shard) is not Tensor for wrapper in wrapped.values()])
+        if not is_traced and (func._schema.is_mutable or func is aten.detach.default):
+            with _SetExcludeDispatchKeyGuard(ADInplaceOrView, False):
+                out = func(*positional, **named)
+        else:
+            out = func(*positional, **named)
+        if func in RELAID:
+            return cls(out, args[0].weight_gather)
+        return rewrap(out)
+
+
+# The ops by which FSDP2 pads a shard again, and moves it to its device.
+RELAID = (
+    aten.slice.Tensor,
+    aten.new_zeros.default,
+    aten._to_copy.default,
+    aten._pin_memory.default,
+)
+
+
+# ---- the whole -----------------------------------------------------------------------------------
+
+
+class GatheredWeight(QuantizedTensor):
+    """A quantized weight whose codes are FSDP2's memory; a copy would hold on to that memory.
+
+    The directions are never replaced: a compiled block reads their tensors from attributes at each
+    call.
+    """
+
+    owns_codes = False
+
+    def __init__(
+        self,
+        rowwise: Quantized | None,
+        columnwise: Quantized | None,
+        dtype: torch.dtype = torch.bfloat16,
+    ) -> None:
+        super().__init__(rowwise, columnwise, dtype)
+        self.flattened = super().__tensor_flatten__()
+        for name in self.flattened[0]:
+            side, tensor = name[1:].split("_")
+            self.__dict__[name] = getattr(getattr(self, side), tensor)
+
+    @classmethod
+    def _of_parts(
+        cls, rowwise: Quantized | None, columnwise: Quantized | None, dtype: torch.dtype
+    ) -> GatheredWeight:
+        return cls(rowwise, columnwise, dtype)
+
+    def __tensor_flatten__(self) -> tuple[list[str], Context]:
+        return self.flattened
+
+    @staticmethod
+    def __tensor_unflatten__(
+        inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
+    ) -> GatheredWeight:
+        whole = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
+        return GatheredWeight(whole.rowwise, whole.columnwise, whole.dtype)
+
+
+for _side in ("rowwise", "columnwise"):
+    for _name in TENSORS:
+        setattr(GatheredWeight, f"_{_side}_{_name}", None)  # instances set them
