@@ -80,10 +80,11 @@ class GatherBatch : public torch::CustomClassHolder {
   // Returns the number of int32 amaxes that ranks exchange for a gather; 0: ranks exchange none.
   std::int64_t exchanged(std::int64_t selection);
 
-  // Casts the shards. Returns the inputs of the gather, of each weight: the codes of its directions,
-  // and its table where it has one; none of a weight that is not cast. shards: of each weight (rows, cols); histories: the float32 amax history of
-  // each weight, or none where nothing is delayed; weight: the one that is cast, -1: all;
-  // is_measured: whether AmaxExchange has the amaxes of the shards' values
+  // Casts the shards. Returns the inputs of the gather of each weight: the codes of its directions,
+  // and its table where it has one; none of a weight that is not cast. shards: of each weight
+  // (rows, cols); histories: the float32 amax history of each weight, any tensor where nothing is
+  // delayed; weight: the one that is cast, -1: all; is_measured: whether AmaxExchange has the
+  // amaxes of the shards' values
   std::vector<Tensors> cast(Tensors shards, const Tensors& histories, std::int64_t selection,
                             std::int64_t weight, bool is_measured);
 

@@ -30,8 +30,8 @@ struct MasterDirection {
 class MasterCasts : public torch::CustomClassHolder {
  public:
   // owners, names: the weight of each direction, in their order, and its name; codes, scales,
-  // amaxes: of each direction, codes of three dimensions of E matrices; agreement: of the ranks that
-  // hold the masters
+  // amaxes: of each direction, codes of three dimensions of E matrices; agreement: of the ranks
+  // that hold the masters
   MasterCasts(const ShardCasts& casts, const Numbers& owners, const Texts& names,
               const Tensors& codes, const Tensors& scales, const Tensors& amaxes,
               c10::intrusive_ptr<Agreement> agreement);

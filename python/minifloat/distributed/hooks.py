@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ..nn.hooks import DistributedHooks, register_distributed
 from ..nn.linear import Linear
 from .fsdp.fsdp_group import accumulate_gradients
-from .fsdp.plan import plan_experts, plan_gather
+from .fsdp.gather import plan_experts, plan_gather
 from .fsdp.weight import (
     precompute_scales,
     require_no_shard,

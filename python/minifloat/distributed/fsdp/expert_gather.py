@@ -5,7 +5,7 @@
     after it           operands are views of the gathered memory, in the order of experts
 
 The last shards may be short or empty; zeros fill them up to ⌈E / ranks⌉ experts, and lie behind the
-last expert of a view. The plan is a linear layer's (plan.py). In mode "one" dgrad's codes are
+last expert of a view. The plan is a linear layer's (gather.py). In mode "one" dgrad's codes are
 transposed from fprop's after the gather. In mode "split" the two directions take turns in one
 memory, where their sizes are equal. A forward that backward runs again reads both directions:
 `operands` then gathers the other one into memory of its own.
@@ -29,8 +29,7 @@ from ...spec import Spec
 from ...tensor.operands import Operand, Operands
 from ...tensor.quantized import Quantized, raw_scale, tensors_of
 from ...tensor.quantized_tensor import TENSORS
-from .gather import BACKWARD, FORWARD, Gather, GatherInputs, Received
-from .plan import GatherPlan
+from .gather import BACKWARD, FORWARD, Gather, GatherInputs, GatherPlan, Received
 from .weight_tensors import GatheredWeight
 
 ROW, COL = 0, 1  # directions of W: as fprop reads it, as dgrad reads it

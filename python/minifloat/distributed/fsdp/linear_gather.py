@@ -36,8 +36,7 @@ from ...spec import Spec
 from ...tensor.quantized import Quantized
 from ..handshake import wait_for_all
 from .fsdp_group import recomputes_compiled
-from .gather import BACKWARD, FORWARD, Gather, GatherInputs, Received
-from .plan import GatherPlan
+from .gather import BACKWARD, FORWARD, Gather, GatherInputs, GatherPlan, Received
 from .weight_tensors import GatheredWeight, ShardedWeight
 
 if TYPE_CHECKING:

@@ -1,6 +1,6 @@
 """FSDP2 with weights that are gathered as codes: their sharded parameters, and amaxes.
 
-    mf.quantize_(model, "nvfp4")          plans the gathers of each weight (plan.py)
+    mf.quantize_(model, "nvfp4")          plans the gathers of each weight (gather.py)
     fully_shard(model)                    assigns each layer its sharded parameter, a DTensor
     Linear.__setattr__                    wraps that DTensor's local tensor: wrap_sharded_weight
     FSDP2's hooks of the wrapper          ShardedWeight (weight_tensors.py)
@@ -30,9 +30,8 @@ from ...nn.hooks import is_distributed
 from ...nn.linear import Linear
 from .expert_gather import ExpertGather
 from .fsdp_group import UnknownFsdpError, find_fsdp_group
-from .gather import BOTH_GATHERS, Gather
+from .gather import BOTH_GATHERS, Gather, GatherPlan
 from .linear_gather import Batch, WeightGather, exchange_amaxes
-from .plan import GatherPlan
 from .weight_tensors import ShardedWeight
 
 if TYPE_CHECKING:
