@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
-from minifloat.train.data.tokens import encode, train_tokenizer
+from minifloat.train.data import encode, train_tokenizer
 from minifloat.train.durable_files import CHECKSUMS, sha256_of, verify_checksums, write_checksums
 
 END = b"\0"  # after each document

@@ -10,7 +10,7 @@ from minifloat import _native
 from minifloat.train import command, durable_files
 from minifloat.train.checks import Number, TrainError
 from minifloat.train.config import ModelConfig, TrainConfig
-from minifloat.train.data.corpus import load_corpus
+from minifloat.train.data import load_corpus
 from minifloat.train.job import train
 from minifloat.train.job.processes import joined
 from minifloat.train.model.llama import Llama

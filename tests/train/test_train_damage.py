@@ -9,7 +9,7 @@ import pytest
 import torch
 from minifloat.train.checks import TrainError
 from minifloat.train.durable_files import CHECKSUMS, write_checksums
-from minifloat.train.job import checkpoint, resume
+from minifloat.train.job import checkpoint
 
 from tests.support.tiny_job import EVERY, STEPS, digest, run, run_and_kill
 
@@ -248,7 +248,7 @@ def test_no_flipped_bit_gives_a_traceback(out):
             flipped[draw.randrange(len(data))] ^= 1 << draw.randrange(8)
             path.write_bytes(flipped)
             try:
-                resume.read_job(out)
+                checkpoint.read_job(out)
             except TrainError as error:
                 assert str(path) in str(error)  # noqa: PT017
                 errors += 1

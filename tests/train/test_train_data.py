@@ -5,8 +5,14 @@ import os
 import numpy as np
 import pytest
 from minifloat.train.checks import TrainError
-from minifloat.train.data.corpus import FEW_FILES, load_corpus
-from minifloat.train.data.tokens import Batches, cache_folder, require_enough, tokenize
+from minifloat.train.data import (
+    FEW_FILES,
+    Batches,
+    cache_folder,
+    load_corpus,
+    require_enough,
+    tokenize,
+)
 
 SENTENCE = "the quick brown fox jumps over the lazy dog, {}\n"
 

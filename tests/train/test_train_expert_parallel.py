@@ -15,12 +15,11 @@ import torch
 from minifloat.nn.grouped_product import product_of
 from minifloat.tensor.handlers import HANDLERS, OTHERS
 from minifloat.train.checks import TrainError
-from minifloat.train.config import TrainConfig
+from minifloat.train.config import TrainConfig, parse_model
 from minifloat.train.job.checkpoint import checkpoints_in, step_of
 from minifloat.train.job.metrics import read_records
-from minifloat.train.job.processes import World
-from minifloat.train.job.run import make_optimizer
-from minifloat.train.job.sharding import (
+from minifloat.train.job.processes import (
+    World,
     average_gradients,
     clip_gradients,
     divided_experts,
@@ -28,9 +27,9 @@ from minifloat.train.job.sharding import (
     forget_dropped,
     whole,
 )
-from minifloat.train.model.expert_load import load_of
+from minifloat.train.job.run import make_optimizer
 from minifloat.train.model.llama import build_model, cross_entropy
-from minifloat.train.model.sizes import parse_model
+from minifloat.train.model.measure import load_of
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,

@@ -5,21 +5,27 @@ import json
 import pytest
 import torch
 from minifloat.train.checks import TrainError
-from minifloat.train.config import TrainConfig
+from minifloat.train.config import TrainConfig, parse_model
 from minifloat.train.job import run as training
 from minifloat.train.job.metrics import Metrics, read_records
-from minifloat.train.model.expert_load import active_experts, load_of, read_tokens
 from minifloat.train.model.llama import Llama, build_model
 from minifloat.train.model.measure import (
     SpeedOfLight,
+    active_experts,
+    load_of,
     loss_in_product_dtype,
     product_dtype,
+    read_tokens,
     saved_bytes_per_token,
 )
-from minifloat.train.model.sizes import parse_model
 from minifloat.train.recipes import RunSpec
-from minifloat.train.report.plot import draw_losses
-from minifloat.train.report.table import curves_of, markdown_report, markdown_table, table_rows
+from minifloat.train.report import (
+    curves_of,
+    draw_losses,
+    markdown_report,
+    markdown_table,
+    table_rows,
+)
 
 from tests.support.tiny_job import STEPS, digest, run, run_and_kill
 

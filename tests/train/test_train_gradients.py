@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from minifloat.train.job.sharding import clip_gradients, quiet_gathers, whole
+from minifloat.train.job.processes import clip_gradients, quiet_gathers, whole
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor

@@ -4,9 +4,7 @@ from dataclasses import asdict
 
 import pytest
 from minifloat.train.checks import TrainError
-from minifloat.train.config import TrainConfig, differences
-from minifloat.train.job.resume import SavedJob, require_same_job
-from minifloat.train.model.sizes import parse_model
+from minifloat.train.config import differences, parse_model
 from minifloat.train.recipes import RunSpec, parse_recipes
 
 FP8 = "fprop=e4m3/tensor*e4m3/tensor,fast dgrad=e5m2/tensor*e4m3/tensor wgrad=bf16*bf16"
@@ -102,31 +100,3 @@ def test_differences_name_the_field_and_both_values():
     there = {"model": {"dim": 256, "layers": 4}, "lr": 0.1}
     here = {"model": {"dim": 128, "layers": 4}, "lr": 0.1}
     assert differences(there, here) == ["model.dim: 256 there, 128 asked for"]
-
-
-# ---- Presets that change ---------------------------------------------------------------------
-SQUARE = (
-    "fprop=nvfp4+pow2*nvfp4/16x16+pow2 dgrad=nvfp4+pow2+sr*nvfp4/16x16+pow2 "
-    "wgrad=nvfp4+pow2+sr+rht*nvfp4+pow2+rht"
-)
-
-
-def test_a_run_has_its_formats_written_out():
-    run = RunSpec("a", "*: mxfp8; layers.*.w1: nvfp4; output: bf16", 1)
-    assert run.formats == (
-        "*: fprop=mxfp8*mxfp8 dgrad=mxfp8*mxfp8 wgrad=mxfp8*mxfp8; "
-        "layers.*.w1: fprop=nvfp4*nvfp4/16x16 dgrad=nvfp4+sr*nvfp4/16x16 "
-        "wgrad=nvfp4+sr+rht*nvfp4+rht; output: bf16"
-    )
-    assert run.trained_recipe == run.recipe
-    assert RunSpec("bf16", "bf16", 1).formats == "bf16"
-
-
-def test_a_resumed_run_keeps_its_formats(tmp_path):
-    asked = RunSpec("a", "*: nvfp4_pow2; output: bf16", 1)
-    before = RunSpec.from_json("job", asdict(asked) | {"formats": f"*: {SQUARE}; output: bf16"})
-    config = TrainConfig()
-    saved = SavedJob(config, (before,), "tokens", {}, {})
-    assert require_same_job(tmp_path, saved, config, [asked]) == (before,)
-    with pytest.raises(TrainError, match=r"a\.seed: 1 there, 2 asked for"):
-        require_same_job(tmp_path, saved, config, [RunSpec("a", asked.recipe, 2)])

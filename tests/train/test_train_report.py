@@ -9,12 +9,13 @@ from minifloat.train.job import run as training
 from minifloat.train.job.metrics import Metrics, read_records
 from minifloat.train.model.measure import MEASURE_EVERY, PeakMemory, SpeedOfLight
 from minifloat.train.recipes import RunSpec
-from minifloat.train.report.plot import draw_losses, smooth
-from minifloat.train.report.table import (
+from minifloat.train.report import (
     baseline_of,
     curves_of,
     describe_light,
+    draw_losses,
     markdown_table,
+    smooth,
     table_rows,
 )
 

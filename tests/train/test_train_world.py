@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from minifloat.train.checks import TrainError
-from minifloat.train.data.tokens import Batches
+from minifloat.train.data import Batches
 from minifloat.train.job.metrics import read_records
 from minifloat.train.job.processes import World, joined
 

@@ -19,10 +19,9 @@ import torch
 from .._native import ops
 from . import interrupt
 from .checks import Number, TrainError, require, say
-from .config import ALL_ROWS, POSITIVE, THREADS, TrainConfig
-from .data.tokens import cache_folder
+from .config import ALL_ROWS, POSITIVE, SIZE, THREADS, TrainConfig, parse_model
+from .data import cache_folder
 from .job.processes import joined, output_folder, processes
-from .model.sizes import SIZE, parse_model
 from .recipes import RunSpec, parse_recipes
 
 DESCRIPTION = """\
@@ -136,20 +135,20 @@ def run(arguments: argparse.Namespace) -> int:
             "install them with `pip install '.[train]'` in the clone of minifloat"
         )
     with interrupt.handled(by=interrupt.end):
-        from .job import resume, train  # which imports the packages
+        from .job import checkpoint, train  # which imports the packages
 
     options = vars(arguments)
     out: Path = arguments.out
     if out.exists() and not out.is_dir():
         raise TrainError(f"--out: expected a folder, got the file {out}")
-    before = resume.read_job(out) if arguments.resume else None
+    before = checkpoint.read_job(out) if arguments.resume else None
     if arguments.resume and not before:
         say(f"nothing to resume in {out}: starting from the first step")
     base = before.config if before else machine_defaults(TrainConfig(), options)
     config = asked_config(options, base)
     runs = asked_runs(options, config, before.runs if before else ())
     if before:
-        runs = resume.require_same_job(out, before, config, runs)
+        runs = checkpoint.require_same_job(out, before, config, runs)
     cache = cache_folder(arguments.cache)
     with joined(config.device, config.batch) as world, output_folder(world, out) as folder:
         world.wait()  # until all ranks have read the folder

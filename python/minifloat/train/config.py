@@ -3,17 +3,25 @@
 `ModelConfig` and `TrainConfig` hold everything that decides the bytes of the result, and nothing
 else: the caller chooses the folder and whether to resume. A resumed job compares the fields
 (`differences`) and stops where one differs, except those in `FREE`, which may change.
+
+The sizes of a model on the command line:
+    dim,layers,heads,kv_heads,ffn                                   a Llama
+    moe:dim,layers,heads,kv_heads,hidden,experts,top_k,shared       with mixtures of experts
 """
 
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from .checks import OBJECT, SEED, Json, Number, Settings, TrainError, kind, require, setting
-from .model.sizes import SIZE, MixtureConfig, ModelConfig, saved_model
+from ..moe.router import MOST_EXPERTS
+from .checks import OBJECT, SEED, Json, Number, Settings, TrainError, kind, require, setting, shown
 
 MOST = 10**9  # the limit of counts
+MOST_SIZE = 10**6
+SIZE = Number(int, 1, MOST_SIZE)  # of one dimension of the model
 POSITIVE = Number(int, 1, MOST)
 ABOVE_ZERO = Number(float, 0, MOST, above=True)
 THREADS = Number(int, 1, 4096)  # many more end the process in torch
@@ -32,8 +40,157 @@ BOOL = kind("true or false", lambda value: isinstance(value, bool))
 DEVICE = kind("'cpu' or 'cuda'", lambda value: value in ("cpu", "cuda"))
 PATHS = kind(
     "a list of texts",
-    lambda value: isinstance(value, tuple) and all(isinstance(path, str) for path in value),
+    lambda value: isinstance(value, list | tuple) and all(isinstance(path, str) for path in value),
 )
+
+
+# ---- The model -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class ModelConfig(Settings):
+    """Sizes of the Llama: dim, layers, heads, kv_heads, ffn, and the vocabulary."""
+
+    dim: int = setting(256, SIZE)
+    layers: int = setting(4, SIZE)
+    heads: int = setting(4, SIZE)
+    kv_heads: int = setting(2, SIZE)
+    ffn: int = setting(768, SIZE)
+    vocab: int = setting(2048, SIZE)
+
+    prefix: ClassVar[str] = ""  # of the text
+    names: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "kv_heads", "ffn")  # in the text
+    expected: ClassVar[str] = "five integers dim,layers,heads,kv_heads,ffn (256,4,4,2,768)"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.dim % self.heads or (self.dim // self.heads) % 2:
+            raise TrainError(
+                "--model: expected dim to be heads times an even width, "
+                f"got {self.dim} / {self.heads}"
+            )
+        if self.heads % self.kv_heads:
+            raise TrainError(
+                "--model: expected heads to be a multiple of kv_heads, "
+                f"got {self.heads} and {self.kv_heads}"
+            )
+
+    @staticmethod
+    def where(name: str) -> str:
+        return "--vocab" if name == "vocab" else f"--model: {name}"
+
+    @property
+    def mixtures(self) -> int:
+        """The number of layers with experts."""
+        return 0
+
+    @property
+    def converted_layers(self) -> str:
+        """What a recipe converts in the model, for messages."""
+        return "linear layers and weights of experts" if self.mixtures else "linear layers"
+
+    @property
+    def parameters(self) -> int:
+        """The number of the model's parameters."""
+        kv_dim = self.dim // self.heads * self.kv_heads
+        layer = 2 * self.dim * (self.dim + kv_dim) + 2 * self.dim
+        feed_forward = 3 * self.dim * self.ffn * (self.layers - self.mixtures)
+        return 2 * self.vocab * self.dim + self.layers * layer + feed_forward + self.dim
+
+    @property
+    def active_parameters(self) -> int:
+        """The number of parameters that one token is multiplied with, embedding included."""
+        return self.parameters
+
+    @property
+    def description(self) -> str:
+        """The sizes as the report writes them."""
+        return (
+            f"Llama, dim {self.dim}, {self.layers} layers, {self.heads} heads, {self.kv_heads} "
+            f"key/value heads, hidden width {self.ffn}, vocabulary {self.vocab}"
+        )
+
+    def __str__(self) -> str:
+        return self.prefix + ",".join(str(getattr(self, name)) for name in self.names)
+
+
+@dataclass(frozen=True)
+class MixtureConfig(ModelConfig):
+    """Sizes of a Llama whose first feed-forward is dense and whose others are mixtures of experts.
+
+    hidden: width of one expert's hidden layer; top_k: experts of a token; shared: experts' widths
+    of the SwiGLU that every token goes through; ffn: hidden width of the first layer. `parse_model`
+    sets it to hidden * (top_k + shared), the width that a token goes through in the other layers.
+    """
+
+    ffn: int = setting(768, Number(int, 1, MOST_SIZE**2))
+    hidden: int = setting(256, SIZE)
+    experts: int = setting(16, Number(int, 1, MOST_EXPERTS))
+    top_k: int = setting(2, SIZE)
+    shared: int = setting(1, Number(int, 0, MOST_SIZE))
+
+    prefix: ClassVar[str] = "moe:"
+    names: ClassVar[tuple[str, ...]] = (
+        *("dim", "layers", "heads", "kv_heads"),
+        *("hidden", "experts", "top_k", "shared"),
+    )
+    expected: ClassVar[str] = (
+        "eight integers moe:dim,layers,heads,kv_heads,hidden,experts,top_k,shared "
+        "(moe:512,4,8,4,256,16,2,1)"
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.layers < 2:
+            raise TrainError(
+                "--model: expected at least 2 layers, of which the first is dense, "
+                f"got {self.layers}"
+            )
+        if self.top_k > self.experts:
+            raise TrainError(
+                f"--model: expected top_k of at most {self.experts} experts, got {self.top_k}"
+            )
+
+    @property
+    def mixtures(self) -> int:
+        return self.layers - 1
+
+    @property
+    def parameters(self) -> int:
+        expert = 3 * self.dim * self.hidden
+        mixture = self.experts * self.dim + (self.experts + self.shared) * expert
+        return super().parameters + self.mixtures * mixture
+
+    @property
+    def active_parameters(self) -> int:
+        idle = (self.experts - self.top_k) * 3 * self.dim * self.hidden
+        return self.parameters - self.mixtures * idle
+
+    @property
+    def description(self) -> str:
+        return (
+            f"mixture of experts, dim {self.dim}, {self.layers} layers, {self.heads} heads, "
+            f"{self.kv_heads} key/value heads, vocabulary {self.vocab}; the first layer dense with "
+            f"hidden width {self.ffn}, the others with {self.experts} experts of hidden width "
+            f"{self.hidden}, {self.top_k} a token and {self.shared} shared; "
+            f"{self.parameters / 1e6:.1f}M parameters, {self.active_parameters / 1e6:.1f}M of them "
+            "active for a token"
+        )
+
+
+def parse_model(text: str, vocab: int) -> ModelConfig:
+    """Parses the text of a model of either kind."""
+    kind = MixtureConfig if text.startswith(MixtureConfig.prefix) else ModelConfig
+    numbers = [SIZE.read(size.strip(" ")) for size in text.removeprefix(kind.prefix).split(",")]
+    sizes = {name: size for name, size in zip(kind.names, numbers) if isinstance(size, int)}
+    if len(numbers) != len(kind.names) or len(sizes) != len(kind.names):
+        raise TrainError(f"--model: expected {kind.expected}, got {shown(text)}")
+    if kind is MixtureConfig:  # at least 1, so that errors name the sizes of the text
+        sizes["ffn"] = max(sizes["hidden"] * (sizes["top_k"] + sizes["shared"]), 1)
+    return kind(vocab=vocab, **sizes)
+
+
+# ---- The job -------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -47,7 +204,7 @@ class TrainConfig(Settings):
     """
 
     model: ModelConfig = field(default_factory=ModelConfig)
-    data: tuple[str, ...] = setting((), PATHS)
+    data: Sequence[str] = setting((), PATHS)
     steps: int = setting(300, POSITIVE, "optimizer steps a recipe")
     seq: int = setting(256, POSITIVE, "tokens a sequence")
     batch: int = setting(12, POSITIVE, "sequences a step")
@@ -110,13 +267,12 @@ class TrainConfig(Settings):
     @classmethod
     def from_json(cls, where: str, values: Json) -> TrainConfig:
         require(where, OBJECT, values)
-        known = dict(values)
-        if isinstance(values.get("data"), list):
-            known["data"] = tuple(values["data"])
         if "model" in values:
-            require(f"{where}: model", OBJECT, values["model"])
-            known["model"] = saved_model(f"{where}: model", values["model"])
-        return super().from_json(where, known)
+            at, sizes = f"{where}: model", values["model"]
+            require(at, OBJECT, sizes)
+            model = MixtureConfig if "experts" in sizes else ModelConfig
+            values = values | {"model": model.from_json(at, sizes)}
+        return super().from_json(where, values)
 
 
 def require_divisible(model: ModelConfig, processes: int, expert_parallel: int) -> None:

@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from typing import cast
 
 from ..nn.convert.keep import DEFAULT_KEEP, KEEPS, Keep
-from ..recipe import Recipe, presets
 from .checks import SEED, TEXT, Settings, TrainError, kind, require, setting, shown
 
 # A comma separates entries unless it belongs to a product: `...*e4m3/tensor,fast dgrad=...`.
@@ -31,23 +30,6 @@ POLICIES = kind(f"one of {', '.join(KEEPS)}", lambda value: value in KEEPS)
 LONGEST_FOLDER = 255  # bytes that file systems take
 
 
-def present_formats(text: str) -> str:
-    """Returns a preset written out; another text as it is."""
-    if text not in presets() or text == "bf16":
-        return text
-    recipe = Recipe(text)
-    return " ".join(f"{name}={getattr(recipe, name)}" for name in PRODUCTS)
-
-
-def written_out(recipe_map: str) -> str:
-    """Returns a recipe map with formats in the place of presets' names."""
-    entries = (entry.rpartition(":") for entry in recipe_map.split(";"))
-    return "; ".join(
-        f"{glob.strip()}{colon} {present_formats(text.strip())}".strip()
-        for glob, colon, text in entries
-    )
-
-
 @dataclass(frozen=True)
 class RunSpec(Settings):
     """One run of the job: its name in every table and file, its recipe, its seed, its policy."""
@@ -56,12 +38,9 @@ class RunSpec(Settings):
     recipe: str = setting("", TEXT)  # or a map: "*: nvfp4; layers.3.*: bf16"
     seed: int = setting(0, SEED)
     keep: Keep = setting(DEFAULT_KEEP, POLICIES)  # noqa: RUF009, a text
-    formats: str = setting("", TEXT)  # the recipe written out, as it was when the job began
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if not self.formats:
-            object.__setattr__(self, "formats", written_out(self.recipe))
         if self.folder in ("", ".", "..") or len(self.folder.encode()) > LONGEST_FOLDER:
             raise TrainError(
                 f"--recipes: expected a name of 1 to {LONGEST_FOLDER} bytes that a folder can "
@@ -71,11 +50,6 @@ class RunSpec(Settings):
     @property
     def converts(self) -> bool:
         return self.recipe != "bf16"
-
-    @property
-    def trained_recipe(self) -> str:
-        """The recipe map to train under: written out where a preset has changed since."""
-        return self.recipe if self.formats == written_out(self.recipe) else self.formats
 
     @property
     def folder(self) -> str:

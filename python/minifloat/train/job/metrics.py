@@ -33,7 +33,7 @@ from ..checks import (
     require_fields,
 )
 from ..durable_files import write_text
-from ..model.expert_load import TOKENS
+from ..model.measure import TOKENS
 
 FILE = "metrics.jsonl"
 TIMINGS = ("tokens_per_s", "speed_of_light", "step_ms", "seconds")

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 import time
+import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
@@ -34,15 +35,30 @@ from ...nn.state.checkpoint_state import load_training_state, training_state
 from ...nn.state.delayed_scaling import step as finish_step
 from ..checks import Json, TrainError
 from ..config import TrainConfig
-from ..data.tokens import Batches
-from ..model.expert_load import LAST, Tokens, ignored_drops, load_of, read_tokens
+from ..data import Batches
 from ..model.llama import build_model
-from ..model.measure import MEASURE_EVERY, PeakMemory, SpeedOfLight, loss_in_product_dtype
+from ..model.measure import (
+    LAST,
+    MEASURE_EVERY,
+    PeakMemory,
+    SpeedOfLight,
+    Tokens,
+    load_of,
+    loss_in_product_dtype,
+    read_tokens,
+)
 from ..recipes import RunSpec
 from . import checkpoint
+from .checkpoint import folder_of
 from .metrics import Metrics
-from .processes import World
-from .sharding import average_gradients, clip_gradients, dropped_rows, forget_dropped, whole
+from .processes import (
+    World,
+    average_gradients,
+    clip_gradients,
+    dropped_rows,
+    forget_dropped,
+    whole,
+)
 
 BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the peak, at the last step
@@ -63,11 +79,6 @@ class Job:
     world: World
 
 
-def folder_of(out: Path, run: RunSpec) -> Path:
-    """Returns the folder of a run's files, checkpoints among them."""
-    return out / "runs" / run.folder
-
-
 def identity_of(run: RunSpec, config: TrainConfig, tokens_fingerprint: str) -> Json:
     """Returns the fields that a checkpoint and the job that resumes from it must share."""
     asked = {"recipe": run.recipe, "seed": run.seed, "tokens": tokens_fingerprint}
@@ -84,7 +95,7 @@ def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, 
     if not run.converts:
         return model, [], []
     try:
-        report = quantize_(model, run.trained_recipe, keep=run.keep, seed=run.seed, verbose=False)
+        report = quantize_(model, run.recipe, keep=run.keep, seed=run.seed, verbose=False)
     except (ValueError, TypeError) as error:
         raise TrainError(f"recipe {run.name}: {error}") from error
     return model, report.converted, report.skipped
@@ -249,11 +260,13 @@ def train_run(spec: RunSpec, job: Job, title: str) -> Json:
     status, first, saved_at = "finished", run.step, run.step
     with (
         closing(Metrics(job.out, spec.name, spec.folder, run.step)) as metrics,
-        ignored_drops(),
+        warnings.catch_warnings(),
         tqdm(
             total=config.steps, initial=run.step, desc=title, unit="step", dynamic_ncols=True
         ) as bar,
     ):
+        # Each step's record has the dropped rows.
+        warnings.filterwarnings("ignore", message=r"mf\.step: rank \d+ dropped")
         while run.step < config.steps:
             if (run.step - first) % MEASURE_EVERY == 0:
                 run.measure_light()

@@ -25,8 +25,7 @@ import torch.utils.deterministic as deterministic
 
 from ..checks import Json, TrainError, say
 from ..config import TrainConfig
-from ..data.corpus import Corpus, load_corpus
-from ..data.tokens import Batches, Tokens, require_enough, tokenize
+from ..data import Batches, Corpus, Tokens, load_corpus, require_enough, tokenize
 from ..durable_files import lock, write_json, write_text
 from ..interrupt import INTERRUPTED
 from ..model.measure import (
@@ -36,13 +35,19 @@ from ..model.measure import (
     saved_bytes_per_token,
 )
 from ..recipes import RunSpec
-from ..report.plot import draw_losses
-from ..report.table import baseline_of, curves_of, markdown_report, markdown_table, table_rows
+from ..report import (
+    baseline_of,
+    curves_of,
+    draw_losses,
+    markdown_report,
+    markdown_table,
+    table_rows,
+)
 from . import checkpoint
+from .checkpoint import SavedJob, find_starts, folder_of, require_same_tokens, results_in
 from .metrics import FILE, read_records
 from .processes import World
-from .resume import SavedJob, find_starts, require_same_tokens, results_in
-from .run import Job, folder_of, identity_of, prepare_model, train_run
+from .run import Job, identity_of, prepare_model, train_run
 
 FP32_STATE = 16  # bytes a parameter: weight, gradient, AdamW's two moments
 
@@ -107,7 +112,7 @@ def train(
         batches = Batches(tokens.train, tokens.validation, config.seq, config.batch)
 
         def should_stop() -> bool:  # on any rank; all call it together
-            return world.any(stop.is_set())
+            return world.total(stop.is_set()) > 0
 
         job = Job(config, batches, tokens.fingerprint, out, starts, light, should_stop, world)
         try:
@@ -185,7 +190,7 @@ def describe_run(run: RunSpec, config: TrainConfig) -> Json:
     if converted:
         say(
             f"{run.name}: {len(converted)} {config.model.converted_layers} under "
-            f"{run.trained_recipe!r}, {len(skipped)} left as they are (keep={run.keep})"
+            f"{run.recipe!r}, {len(skipped)} left as they are (keep={run.keep})"
         )
     return {
         "status": "not started",

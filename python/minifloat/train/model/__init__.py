@@ -1,1 +1,1 @@
-"""The model of a job: the Llama, its sizes, and what is measured of it."""
+"""The model of a job: the Llama, and what is measured of it."""

@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from ...moe.layer import MoE
-from .sizes import MixtureConfig, ModelConfig
+from ..config import MixtureConfig, ModelConfig
 
 
 class RMSNorm(nn.Module):

@@ -1,4 +1,4 @@
-"""Measurements of the report besides the loss: the speed of light, saved bytes, peak memory.
+"""Measurements of the report besides the loss: speed of light, bytes, the load of experts.
 
 Speed of light: the seconds that the matrix products of one training step take alone, at the rate
 that this device reaches on this model's shapes, in bf16 or in what `product_dtype` says. It is
@@ -7,6 +7,10 @@ measured when the job starts and again between steps.
     linear y = x Wt    three products of 2 M N K operations: fprop, dgrad, wgrad
     experts            the same of the rows that tokens are sent to, timed as one dense product
     attention          two products of 2 B H S S E operations (causal: half), backward twice that
+
+Load of experts: the largest number of tokens of an expert in a step, of all ranks, over the mean of
+its layer; of the layer with the most. 1: even, the number of experts over top_k: all tokens in the
+same experts. An expert is active where it had a token in the last LAST steps of a run.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ import math
 import resource
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
 from pathlib import Path
@@ -28,10 +32,23 @@ from torch import Tensor, nn
 
 from ...moe.layer import Experts
 from ...moe.router import Router
+from ..checks import COUNT, Json, kind
 from ..config import TrainConfig
 from .llama import Llama, cross_entropy
 
 MEASURE_EVERY = 10  # steps between two measurements of the speed of light
+LAST = 100  # steps at the end of a run whose tokens of each expert are recorded
+
+Tokens = dict[str, list[int]]  # of each expert, by the name of the layer
+TOKENS = kind(
+    "lists of counts by layer",
+    lambda value: (
+        isinstance(value, dict)
+        and all(
+            isinstance(counts, list) and not any(map(COUNT, counts)) for counts in value.values()
+        )
+    ),
+)
 
 
 def product_dtype(device: str) -> torch.dtype:
@@ -251,3 +268,36 @@ def status_bytes(key: str) -> int:
             if line.startswith(key + ":"):
                 return int(line.split()[1]) * 1024
     return 0
+
+
+# ---- The load of experts -------------------------------------------------------------------------
+
+
+def read_tokens(model: nn.Module) -> Tokens:
+    """Returns the tokens of the last step, after mf.step: one copy from the device."""
+    routers = {
+        name.removesuffix(".router"): module
+        for name, module in model.named_modules()
+        if isinstance(module, Router)
+    }
+    if not routers:
+        return {}
+    counts = torch.stack([router.step_counts for router in routers.values()])
+    return dict(zip(routers, counts.tolist()))
+
+
+def load_of(tokens: Tokens) -> float:
+    """Returns the largest over the mean, of the layer with the most; 1 without a token."""
+    layers = [counts for counts in tokens.values() if any(counts)]
+    return max((max(counts) * len(counts) / sum(counts) for counts in layers), default=1.0)
+
+
+def active_experts(records: Iterable[Json]) -> set[tuple[str, int]]:
+    """Returns the layers and numbers of the experts that had a token in any of the records."""
+    return {
+        (layer, expert)
+        for record in records
+        for layer, counts in record["tokens"].items()
+        for expert, count in enumerate(counts)
+        if count
+    }

@@ -1,0 +1,379 @@
+"""The text of a job, its token ids, and batches of them.
+
+Text. Without --data it is the source of this interpreter's standard library. The documents are a
+function of the files' relative paths and bytes. Files are ordered by the hashes of their paths, so
+a limit on the size selects a uniform sample. A file's side of the split, training or validation,
+does not depend on the presence of other files. The limit bounds the bytes that are read: of text,
+and as many of files that are no text. The file that reaches the limit is cut there, unless it ends
+within a twentieth of the limit.
+
+Token ids are those of byte-level byte-pair encoding, learnt from the training text. A cache entry
+is the folder CACHE/tokens-<key>, key = hash of (the documents, the vocabulary, the version of this
+file's algorithm). It is renamed into place, so a kill leaves no partial entry.
+
+    tokenizer.json               the vocabulary and merges
+    train.npy, validation.npy    ids, uint16 or uint32
+    SHA256SUMS                   their checksums: a damaged entry is made again
+
+A batch is a pure function of (seed, step), so a resumed run needs no loader state. The ids are cut
+into chunks of `seq` tokens (and one more, the last target). Epoch e visits the chunks in the order
+of a permutation drawn from (seed, e); step s takes the chunks at places s * batch to
+(s + 1) * batch - 1 of that endless sequence.
+"""
+
+from __future__ import annotations
+
+import codecs
+import hashlib
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from .checks import TrainError, say
+from .durable_files import verify_checksums, write_checksums
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer
+
+VALIDATION_SHARE = 0.05
+SLACK = 0.05  # of the limit on the size: the last file may exceed the limit by this share
+FEW_FILES = 60  # with fewer, the end of every file is validation text instead of whole files
+CHUNK = 8192  # bytes of one read: few of a binary file are read
+NOT_TEXT = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
+
+ALGORITHM = "byte-level BPE 1"  # part of the key: change it when the ids of a text change
+END_OF_TEXT = "<|endoftext|>"
+SAMPLE_BYTES = 4_000_000  # of training text, for the merges
+SMALLEST_VOCABULARY = 257  # all bytes and the end of a document
+
+Ids = npt.NDArray[np.uint16 | np.uint32 | np.int64]
+
+
+# ---- Text ----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Documents as text, and the files left out: (file, reason)."""
+
+    source: str  # for the report: "Python 3.11 standard library"
+    train: list[str]
+    validation: list[str]
+    skipped: list[tuple[str, str]]
+    fingerprint: str  # sha256 of every document's side, name and bytes
+    files: int
+    bytes: int
+    left_out: int  # files beyond the limit on the size
+    cut: str  # the file that the limit cut
+    split: str  # "by file"
+
+    @property
+    def megabytes(self) -> str:
+        return f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e6 else f"{self.bytes / 1e3:.0f} kB"
+
+    @property
+    def beyond_limit(self) -> str:
+        """Describes the text that --data-mb has left out."""
+        texts = [f"{self.left_out} files left out"] if self.left_out else []
+        return ", ".join([*texts, f"{self.cut} cut"] if self.cut else texts)
+
+
+def path_hash(name: str) -> int:
+    """Hashes a relative path (with /) to 64 bits, which decide the file's place and side."""
+    return int.from_bytes(
+        hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big"
+    )
+
+
+def standard_library() -> tuple[str, list[tuple[str, Path]]]:
+    """Finds the .py files of this interpreter's standard library, except site-packages."""
+    root = Path(sysconfig.get_path("stdlib"))
+    files = [(name, path) for name, path in walk(root) if name.endswith(".py")]
+    if not files:
+        raise TrainError(
+            f"expected the standard library's .py files in {root}, found none; "
+            "name text of your own with --data"
+        )
+    return f"the source of Python {sysconfig.get_python_version()}'s standard library", files
+
+
+def walk(root: Path) -> Iterator[tuple[str, Path]]:
+    """Yields (relative path, path) of regular files and links under root, except hidden ones."""
+
+    def fail(error: OSError) -> None:
+        raise TrainError(f"--data: cannot read folder {error.filename}: {error.strerror}")
+
+    for folder, folders, files in os.walk(root, onerror=fail, followlinks=False):
+        folders[:] = sorted(f for f in folders if f not in NOT_TEXT and not f.startswith("."))
+        for file in sorted(files):
+            path = Path(folder, file)
+            if not file.startswith(".") and (path.is_symlink() or path.is_file()):
+                yield path.relative_to(root).as_posix(), path
+
+
+def named_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
+    """Finds the files that --data names, and those of its folders."""
+    found: list[tuple[str, Path]] = []
+    for text in paths:
+        path = Path(os.path.expanduser(text))
+        if path.is_dir():
+            found += [(f"{path.name}/{name}", file) for name, file in walk(path)]
+        elif path.exists():
+            found.append((path.name, path))
+        else:
+            raise TrainError(f"--data: expected a file or a folder, got {text}: no such path")
+    if not found:
+        raise TrainError(f"--data: expected files of text in {', '.join(paths)}, found none")
+    return ", ".join(paths), found
+
+
+class Document(NamedTuple):
+    """The text of a file, or None and the reason why the file is no text."""
+
+    text: str | None
+    reason: str
+    read: int  # bytes
+    cut: bool = False  # the file is longer
+
+
+def read_document(path: Path, most: int, slack: int) -> Document:
+    """Reads a file, or its first `most` bytes if it is more than `slack` longer.
+
+    Raises:
+        TrainError: the file cannot be read.
+    """
+    data = bytearray()
+    try:
+        with path.open("rb") as file:
+            while chunk := file.read(min(CHUNK, most + slack + 1 - len(data))):
+                data += chunk
+                if b"\0" in chunk:
+                    return Document(None, "binary", len(data))
+    except OSError as error:
+        raise TrainError(f"--data: cannot read {path}: {error.strerror}") from error
+    cut = len(data) > most + slack
+    decoder = codecs.getincrementaldecoder("utf-8")()
+    try:  # a cut may divide a character, whose first bytes are left out
+        text = decoder.decode(data[:most] if cut else data, final=not cut)
+    except UnicodeDecodeError as error:
+        return Document(None, f"not UTF-8 at byte {error.start}", len(data))
+    return Document(text, "", len(data), cut)
+
+
+def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list[str], str]:
+    """Splits documents by file, or within each file where files are few.
+
+    Returns:
+        (training, validation, description of the split).
+    """
+    sides: tuple[list[str], list[str]] = ([], [])
+    if len(names) >= FEW_FILES:
+        limit = int(VALIDATION_SHARE * 2**64)
+        for name, text in zip(names, texts):
+            sides[path_hash("split:" + name) < limit].append(text)
+        return *sides, "by file"
+    for text in texts:
+        cut = len(text) - int(len(text) * VALIDATION_SHARE)
+        sides[0].append(text[:cut])
+        sides[1].append(text[cut:])
+    return *sides, "the end of each file, because the files are few"
+
+
+def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
+    """Reads about `megabytes` (1e6 bytes) of text; see the head of this file."""
+    source, files = named_files(paths) if paths else standard_library()
+    files.sort(key=lambda item: (path_hash(item[0]), item[0]))
+    names: list[str] = []
+    texts: list[str] = []
+    skipped: list[tuple[str, str]] = []
+    limit = int(megabytes * 1e6)
+    left, left_for_others, left_out, cut = limit, limit, 0, ""
+    for position, (name, path) in enumerate(files):
+        if left <= 0 or left_for_others <= 0:
+            left_out = len(files) - position
+            break
+        document = read_document(path, left, int(SLACK * limit))
+        if document.text is None:
+            skipped.append((str(path), document.reason))
+            left_for_others -= document.read
+        elif document.text:
+            names.append(name)
+            texts.append(document.text)
+            left -= document.read
+            cut = str(path) if document.cut else ""
+    train, validation, split = split_documents(names, texts)
+    size, found = sum(len(text.encode()) for text in texts), fingerprint(train, validation)
+    return Corpus(source, train, validation, skipped, found, len(names), size, left_out, cut, split)
+
+
+def fingerprint(train: Sequence[str], validation: Sequence[str]) -> str:
+    """Computes the sha256 of both sides: of each document's length and bytes."""
+    digest = hashlib.sha256()
+    for side, documents in (("train", train), ("validation", validation)):
+        digest.update(f"{side} {len(documents)}\n".encode())
+        for document in documents:
+            data = document.encode()
+            digest.update(f"{len(data)}\n".encode())
+            digest.update(data)
+    return digest.hexdigest()
+
+
+# ---- Token ids and batches -----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """Token ids of both sides, documents joined by the end-of-text token: (tokens,) each."""
+
+    train: Ids
+    validation: Ids
+    fingerprint: str  # sha256 of both arrays
+    bytes_per_token: float
+
+
+def cache_folder(asked: str) -> Path:
+    """Returns --cache, else $XDG_CACHE_HOME/minifloat, else ~/.cache/minifloat."""
+    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    return Path(os.path.expanduser(asked or f"{base}/minifloat"))
+
+
+def train_tokenizer(
+    documents: Iterable[str], vocabulary: int, sample_bytes: int = SAMPLE_BYTES
+) -> Tokenizer:
+    """Trains a `tokenizers.Tokenizer` of at most `vocabulary` entries, on the first bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    sample, total = [], 0
+    for document in documents:
+        sample.append(document[: sample_bytes - total])
+        total += len(sample[-1])
+        if total >= sample_bytes:
+            break
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocabulary,
+        special_tokens=[END_OF_TEXT],
+        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(sample, trainer)
+    return tokenizer
+
+
+def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Ids:
+    """Returns the ids of all documents, each with an end-of-text token after it: (tokens,)."""
+    end = tokenizer.token_to_id(END_OF_TEXT)
+    dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
+    arrays = []
+    for start in range(0, len(documents), 64):
+        for item in tokenizer.encode_batch(documents[start : start + 64]):
+            arrays.append(np.array([*item.ids, end], dtype=dtype))
+    return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
+
+
+def build_entry(corpus: Corpus, vocabulary: int, folder: Path) -> None:
+    """Fills `folder` with the tokenizer and the ids of both sides."""
+    tokenizer = train_tokenizer(corpus.train, vocabulary)
+    tokenizer.save(str(folder / "tokenizer.json"))
+    np.save(folder / "train.npy", encode(tokenizer, corpus.train))
+    np.save(folder / "validation.npy", encode(tokenizer, corpus.validation))
+    write_checksums(folder)
+
+
+def is_intact(entry: Path) -> bool:
+    """Tells whether an entry is present and complete; removes a damaged entry."""
+    if not entry.exists():
+        return False
+    try:
+        verify_checksums(entry)
+    except TrainError as error:
+        say(f"token ids are made again: {error}")
+        shutil.rmtree(entry)
+        return False
+    return True
+
+
+def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
+    """Returns the ids of a corpus, from the cache, or computes and caches them."""
+    if vocabulary < SMALLEST_VOCABULARY:
+        raise TrainError(f"--vocab: expected at least {SMALLEST_VOCABULARY}, got {vocabulary}")
+    text = f"{ALGORITHM}\n{SAMPLE_BYTES}\n{vocabulary}\n{corpus.fingerprint}"
+    entry = cache / f"tokens-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
+    try:
+        if not is_intact(entry):
+            cache.mkdir(parents=True, exist_ok=True)
+            fresh = Path(tempfile.mkdtemp(prefix=".tokens-", dir=cache))
+            try:
+                build_entry(corpus, vocabulary, fresh)
+                fresh.rename(entry)
+            except OSError:
+                if not entry.exists():  # another job has made it
+                    raise
+            finally:
+                shutil.rmtree(fresh, ignore_errors=True)
+        train, validation = np.load(entry / "train.npy"), np.load(entry / "validation.npy")
+    except OSError as error:
+        raise TrainError(
+            f"cannot keep token ids in {cache}: {error.strerror or error}; "
+            "choose another folder with --cache"
+        ) from error
+    digest = hashlib.sha256(train.tobytes() + validation.tobytes()).hexdigest()
+    count = max(len(train) + len(validation), 1)
+    return Tokens(train, validation, digest, corpus.bytes / count)
+
+
+def require_enough(tokens: Tokens, corpus: Corpus, seq: int, batch: int) -> None:
+    """Refuses text too short for one batch of each side; the message has the size needed."""
+    need = batch * seq + 1
+    for side, ids in (("training", tokens.train), ("validation", tokens.validation)):
+        if len(ids) < need:
+            share = VALIDATION_SHARE if side == "validation" else 1 - VALIDATION_SHARE
+            wanted = need * max(tokens.bytes_per_token, 1.0) / share / 1e3
+            raise TrainError(
+                f"too little text: one batch of {batch} x {seq} needs {need} {side} tokens, "
+                f"{corpus.source} has {len(ids)}; expected about {wanted:.0f} kB of text, got "
+                f"{corpus.bytes / 1e3:.0f} kB (or make --batch or --seq smaller)"
+            )
+
+
+class Batches:
+    """Training and validation batches of (inputs, targets), each (batch, seq) int64."""
+
+    def __init__(self, train: Ids, validation: Ids, seq: int, batch: int) -> None:
+        self.train, self.validation, self.seq, self.batch = train, validation, seq, batch
+        self.chunks = (len(train) - 1) // seq
+        self.order = lru_cache(maxsize=4)(self._order)
+
+    def _order(self, seed: int, epoch: int) -> Ids:
+        return np.random.default_rng([seed, epoch]).permutation(self.chunks)
+
+    def training(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
+        """Returns the batch of a step (from 0)."""
+        places = range(step * self.batch, (step + 1) * self.batch)
+        chunks = [self.order(seed, p // self.chunks)[p % self.chunks] for p in places]
+        return self._gather(self.train, chunks)
+
+    def validation_set(self, count: int) -> list[tuple[Tensor, Tensor]]:
+        """Returns at most `count` batches, spread evenly over the validation text."""
+        chunks = (len(self.validation) - 1) // self.seq
+        count = min(count, chunks // self.batch)
+        spread = np.linspace(0, chunks - 1, count * self.batch).round().astype(np.int64)
+        return [self._gather(self.validation, rows) for rows in spread.reshape(count, self.batch)]
+
+    def _gather(self, ids: Ids, chunks: Iterable[int]) -> tuple[Tensor, Tensor]:
+        rows = [ids[c * self.seq : c * self.seq + self.seq + 1].astype(np.int64) for c in chunks]
+        rows_BS = torch.from_numpy(np.stack(rows))
+        return rows_BS[:, :-1].contiguous(), rows_BS[:, 1:].contiguous()

@@ -1,1 +1,0 @@
-"""The text of a job: its documents, their token ids, batches."""

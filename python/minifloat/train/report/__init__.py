@@ -1,1 +1,0 @@
-"""The report of a job: the table and the figure."""
