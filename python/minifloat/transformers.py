@@ -79,14 +79,7 @@ class TrainingStateCallback(TrainerCallback):
         require_loaded(model, folder)
         load_training_state(model, load_file(path))
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **others: object,
-    ) -> None:
+    def on_step_end(self, *_: object, model: nn.Module | None = None, **others: object) -> None:
         step(require_converted("TrainingStateCallback", model))
 
     def on_save(

@@ -1,5 +1,7 @@
 """`minifloat train --compile`: layers compiled by torch.compile."""
 
+from dataclasses import asdict
+
 import pytest
 from minifloat.train import command
 from minifloat.train.checks import TrainError
@@ -36,7 +38,7 @@ def test_a_resumed_job_keeps_its_choice_or_takes_another():
 
 
 def test_a_saved_choice_is_true_or_false():
-    values = TrainConfig(compile=True).to_json() | {"data": []}
+    values = asdict(TrainConfig(compile=True)) | {"data": []}
     assert TrainConfig.from_json("job.json", values).compile is True
     with pytest.raises(TrainError, match=r"^job.json: --compile: expected true or false, got 1"):
         TrainConfig.from_json("job.json", values | {"compile": 1})

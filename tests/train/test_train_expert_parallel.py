@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 import warnings
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 
@@ -346,7 +347,7 @@ def test_capacities_that_mean_nothing_are_refused(capacity, ranks, message):
 
 
 def test_a_saved_job_may_divide_its_experts_anew():
-    values = TrainConfig(model=parse_model(MODEL, 300)).to_json() | {"data": []}
+    values = asdict(TrainConfig(model=parse_model(MODEL, 300))) | {"data": []}
     assert "expert_parallel" not in TrainConfig.from_json("job.json", values).identity()
     with pytest.raises(TrainError, match=r"^job.json: .*expected an integer, got 'two'"):
         TrainConfig.from_json("job.json", values | {"expert_parallel": "two"})

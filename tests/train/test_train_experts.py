@@ -1,6 +1,7 @@
 """`minifloat train` of a model with mixtures of experts."""
 
 import json
+from dataclasses import asdict
 
 import pytest
 import torch
@@ -175,7 +176,7 @@ def test_resuming_with_another_number_of_experts_is_refused(tiny_mixture, tmp_pa
     ],
 )
 def test_a_damaged_description_of_the_model_is_named(change, message):
-    values = json.loads(json.dumps(TrainConfig(model=SIZES).to_json()))
+    values = json.loads(json.dumps(asdict(TrainConfig(model=SIZES))))
     assert TrainConfig.from_json("job.json", values).model == SIZES
     with pytest.raises(TrainError, match=f"^job.json: .*{message}"):
         TrainConfig.from_json("job.json", values | {"model": values["model"] | change})

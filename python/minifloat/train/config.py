@@ -11,9 +11,8 @@ The sizes of a model on the command line:
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import ClassVar
 
 from ..moe.router import MOST_EXPERTS
@@ -257,12 +256,9 @@ class TrainConfig(Settings):
     def tokens_per_step(self) -> int:
         return self.batch * self.seq
 
-    def to_json(self) -> Json:
-        return dataclasses.asdict(self)
-
     def identity(self) -> Json:
         """Returns the fields that a resumed job must have in common with the saved one."""
-        return {key: value for key, value in self.to_json().items() if key not in FREE}
+        return {key: value for key, value in asdict(self).items() if key not in FREE}
 
     @classmethod
     def from_json(cls, where: str, values: Json) -> TrainConfig:

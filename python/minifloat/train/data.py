@@ -239,7 +239,6 @@ class Tokens:
     train: Ids
     validation: Ids
     fingerprint: str  # sha256 of both arrays
-    bytes_per_token: float
 
 
 def cache_folder(asked: str) -> Path:
@@ -284,26 +283,23 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Ids:
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 
-def build_entry(corpus: Corpus, vocabulary: int, folder: Path) -> None:
-    """Fills `folder` with the tokenizer and the ids of both sides."""
+def build_entry(corpus: Corpus, vocabulary: int, entry: Path) -> None:
+    """Makes the cache's folder `entry`, with the tokenizer and the ids of both sides."""
+    entry.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(corpus.train, vocabulary)
-    tokenizer.save(str(folder / "tokenizer.json"))
-    np.save(folder / "train.npy", encode(tokenizer, corpus.train))
-    np.save(folder / "validation.npy", encode(tokenizer, corpus.validation))
-    write_checksums(folder)
-
-
-def is_intact(entry: Path) -> bool:
-    """Tells whether an entry is present and complete; removes a damaged entry."""
-    if not entry.exists():
-        return False
-    try:
-        verify_checksums(entry)
-    except TrainError as error:
-        say(f"token ids are made again: {error}")
-        shutil.rmtree(entry)
-        return False
-    return True
+    with tempfile.TemporaryDirectory(
+        prefix=".tokens-", dir=entry.parent, ignore_cleanup_errors=True
+    ) as name:
+        folder = Path(name)
+        tokenizer.save(str(folder / "tokenizer.json"))
+        np.save(folder / "train.npy", encode(tokenizer, corpus.train))
+        np.save(folder / "validation.npy", encode(tokenizer, corpus.validation))
+        write_checksums(folder)
+        try:
+            folder.rename(entry)
+        except OSError:
+            if not entry.exists():  # another job has made it
+                raise
 
 
 def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
@@ -313,17 +309,14 @@ def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
     text = f"{ALGORITHM}\n{SAMPLE_BYTES}\n{vocabulary}\n{corpus.fingerprint}"
     entry = cache / f"tokens-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     try:
-        if not is_intact(entry):
-            cache.mkdir(parents=True, exist_ok=True)
-            fresh = Path(tempfile.mkdtemp(prefix=".tokens-", dir=cache))
+        if entry.exists():
             try:
-                build_entry(corpus, vocabulary, fresh)
-                fresh.rename(entry)
-            except OSError:
-                if not entry.exists():  # another job has made it
-                    raise
-            finally:
-                shutil.rmtree(fresh, ignore_errors=True)
+                verify_checksums(entry)
+            except TrainError as error:
+                say(f"token ids are made again: {error}")
+                shutil.rmtree(entry)
+        if not entry.exists():
+            build_entry(corpus, vocabulary, entry)
         train, validation = np.load(entry / "train.npy"), np.load(entry / "validation.npy")
     except OSError as error:
         raise TrainError(
@@ -331,8 +324,7 @@ def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
             "choose another folder with --cache"
         ) from error
     digest = hashlib.sha256(train.tobytes() + validation.tobytes()).hexdigest()
-    count = max(len(train) + len(validation), 1)
-    return Tokens(train, validation, digest, corpus.bytes / count)
+    return Tokens(train, validation, digest)
 
 
 def require_enough(tokens: Tokens, corpus: Corpus, seq: int, batch: int) -> None:
@@ -341,7 +333,8 @@ def require_enough(tokens: Tokens, corpus: Corpus, seq: int, batch: int) -> None
     for side, ids in (("training", tokens.train), ("validation", tokens.validation)):
         if len(ids) < need:
             share = VALIDATION_SHARE if side == "validation" else 1 - VALIDATION_SHARE
-            wanted = need * max(tokens.bytes_per_token, 1.0) / share / 1e3
+            count = len(tokens.train) + len(tokens.validation)
+            wanted = need * max(corpus.bytes / max(count, 1), 1.0) / share / 1e3
             raise TrainError(
                 f"too little text: one batch of {batch} x {seq} needs {need} {side} tokens, "
                 f"{corpus.source} has {len(ids)}; expected about {wanted:.0f} kB of text, got "

@@ -37,17 +37,13 @@ Losses = dict[int, float | None]  # by step; None where one is not finite
 class Curves:
     """One run's records: losses by step (nats a token), and medians of the timed steps.
 
-    light: the latest measured time of the products alone, over the time of the step. load, dropped:
-    of experts, by step; none of a dense model. active: the experts with tokens in the last steps,
-    None before the last step.
+    speeds: as columns of the table have them. load, dropped: of experts, by step; none of a dense
+    model. active: the experts with tokens in the last steps, None before the last step.
     """
 
     train: Losses
     validation: Losses
-    step_ms: float | None
-    tokens_per_s: float | None
-    light: float | None
-    light_ms: float | None  # of the products of a step alone
+    speeds: dict[str, float | None]
     load: dict[int, float]
     dropped: dict[int, float]
     active: set[tuple[str, int]] | None
@@ -68,10 +64,12 @@ def curves_of(records: Sequence[Json], run: str) -> Curves:
     return Curves(
         train={step: r["loss"] for step, r in train.items()},
         validation={r["step"]: r["val_loss"] for r in ours if r["kind"] == "eval"},
-        step_ms=median(r["step_ms"] for r in timed),
-        tokens_per_s=median(r["tokens_per_s"] for r in timed),
-        light=median(r["speed_of_light"] for r in timed),
-        light_ms=median(r["speed_of_light"] * r["step_ms"] for r in timed),
+        speeds={
+            "step_ms": median(r["step_ms"] for r in timed),
+            "tokens_per_s": median(r["tokens_per_s"] for r in timed),
+            "speed_of_light_percent": median(100 * r["speed_of_light"] for r in timed),
+            "light_ms": median(r["speed_of_light"] * r["step_ms"] for r in timed),
+        },
         load={step: r["expert_load"] for step, r in mixed.items()},
         dropped={step: r["dropped_rows"] for step, r in mixed.items()},
         active=active_experts(tokens) if tokens else None,
@@ -82,6 +80,12 @@ def baseline_of(runs: Sequence[RunSpec], seed: int) -> RunSpec | None:
     """Chooses the run that others are compared to: bf16 with the job's seed, else any bf16."""
     bf16 = [run for run in runs if not run.converts]
     return next((run for run in bf16 if run.seed == seed), bf16[0] if bf16 else None)
+
+
+def gaps(values: Losses, base: Losses) -> Losses:
+    """Returns the gaps in percent, at the steps where both have values."""
+    both = ((step, value, base.get(step)) for step, value in values.items())
+    return {step: 100 * (value / other - 1) for step, value, other in both if value and other}
 
 
 # ---- The table -----------------------------------------------------------------------------------
@@ -105,7 +109,8 @@ def table_rows(
     for run in runs:
         ours, fact = curves[run.name], facts.get(run.name, {})
         step, loss = max(ours.validation.items(), default=(None, None))
-        base_loss = base.validation.get(step) if base and step is not None else None
+        validation_gaps = gaps(ours.validation, base.validation) if base else {}
+        base_ms, step_ms = base.speeds["step_ms"] if base else None, ours.speeds["step_ms"]
         idle = None
         if base and base.active is not None and ours.active is not None:
             idle = sorted(base.active - ours.active)
@@ -119,14 +124,9 @@ def table_rows(
                 "step": max(ours.train, default=0),
                 "validation_step": step,
                 "validation_loss": loss,
-                "gap_percent": 100 * (loss / base_loss - 1) if loss and base_loss else None,
-                "step_ms": ours.step_ms,
-                "speed": base.step_ms / ours.step_ms
-                if base and base.step_ms and ours.step_ms
-                else None,
-                "tokens_per_s": ours.tokens_per_s,
-                "speed_of_light_percent": None if ours.light is None else 100 * ours.light,
-                "light_ms": ours.light_ms,
+                "gap_percent": None if step is None else validation_gaps.get(step),
+                "speed": base_ms / step_ms if base_ms and step_ms else None,
+                **ours.speeds,
                 "saved_bytes_per_token": fact.get("saved_total"),
                 "saved_bytes_per_token_linears": fact.get("saved_linears"),
                 "peak_memory_bytes": fact.get("peak"),
@@ -277,12 +277,6 @@ def draw(axes: Axes, values: Losses, style: str, color: ColorType) -> None:
         axes.plot(steps, smooth(found), style, color=color, linewidth=0.8, alpha=0.6)
 
 
-def gaps(values: Losses, base: Losses) -> Losses:
-    """Returns the gaps in percent, at the steps where both have values."""
-    both = ((step, value, base.get(step)) for step, value in values.items())
-    return {step: 100 * (value / other - 1) for step, value, other in both if value and other}
-
-
 def draw_losses(
     path: Path,
     runs: Sequence[RunSpec],
@@ -297,12 +291,12 @@ def draw_losses(
     import matplotlib.pyplot as plt
 
     has_experts = any(curves[run.name].load for run in runs)
+    heights = (3, 2, 1.5) if has_experts else (3, 2)
     figure, panels = plt.subplots(
-        3 if has_experts else 2,
-        1,
-        figsize=(9, 10.5 if has_experts else 8),
+        len(heights),
+        figsize=(9, 1.6 * sum(heights)),
         sharex=True,
-        height_ratios=(3, 2, 1.5) if has_experts else (3, 2),
+        height_ratios=heights,
         layout="constrained",
     )
     top, bottom = panels[:2]
@@ -346,9 +340,11 @@ def draw_losses(
 def label_of(run: RunSpec, curves: Curves, base: Curves | None) -> str:
     """Formats the last validation loss and its gap: `nvfp4: 3.260 (+0.25%)`."""
     step, loss = max(curves.validation.items(), default=(0, None))
-    other = base.validation.get(step) if base else None
+    gap = (
+        gaps(curves.validation, base.validation).get(step) if base and curves is not base else None
+    )
     text = run.name if loss is None else f"{run.name}: {loss:.3f}"
-    return text if curves is base or not loss or not other else f"{text} ({loss / other - 1:+.2%})"
+    return text if gap is None else f"{text} ({gap:+.2f}%)"
 
 
 def draw_load(axes: Axes, curves: Mapping[str, Curves], color_of: Mapping[str, ColorType]) -> None:

@@ -75,8 +75,8 @@ class World:
         return model
 
     def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Returns this rank's sequences of a batch."""
-        inputs, targets = (tokens.chunk(self.size)[self.rank] for tokens in batch)
+        """Returns this rank's sequences of a batch, on its device."""
+        inputs, targets = (t.chunk(self.size)[self.rank].to(self.device) for t in batch)
         return inputs, targets
 
     def mean(self, value: Tensor) -> float:

@@ -17,12 +17,12 @@ import time
 import warnings
 from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import cast
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_state_dict,
@@ -160,7 +160,7 @@ class Run:
         lr = learning_rate(self.step + 1, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = self.loss(*self.to_device(self.job.batches.training(self.spec.seed, self.step)))
+        loss = self.loss(*self.world.share(self.job.batches.training(self.spec.seed, self.step)))
         torch.autograd.backward(loss)
         average_gradients(self.model)
         norm = whole(clip_gradients(self.model.parameters(), self.config.clip))
@@ -193,16 +193,11 @@ class Run:
         self.model.eval()  # evaluation does not advance the random state
         with torch.no_grad():
             losses = [
-                self.world.mean(self.loss(*self.to_device(batch))) for batch in self.validation
+                self.world.mean(self.loss(*self.world.share(batch))) for batch in self.validation
             ]
         self.model.train()
         forget_dropped(self.model)  # a step's record has those of training
         return {"val_loss": sum(losses) / len(losses), "seconds": time.perf_counter() - start}
-
-    def to_device(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Moves this rank's share of a batch to the device."""
-        inputs, targets = self.world.share(batch)
-        return inputs.to(self.config.device), targets.to(self.config.device)
 
     # ---- Checkpoints -------------------------------------------------------------------------
     def save(self) -> None:
@@ -290,7 +285,7 @@ def train_run(spec: RunSpec, job: Job, title: str) -> Json:
                 status = f"stopped at step {run.step}"
                 break
     if not status.startswith("stopped"):
-        meta = {"config": config.to_json(), "recipe": spec.recipe, "step": run.step}
+        meta = {"config": asdict(config), "recipe": spec.recipe, "step": run.step}
         checkpoint.save_weights(folder_of(job.out, spec) / "weights.pt", run.model, meta)
     return {"status": status, "step": run.step, "saved_at": saved_at, "peak": run.memory.bytes()}
 

@@ -223,7 +223,7 @@ def save_job(out: Path, config: TrainConfig, runs: Sequence[RunSpec], tokens: To
     """Writes job.json and makes the runs' folders."""
     for run in runs:
         folder_of(out, run).mkdir(parents=True, exist_ok=True)
-    content = {"config": config.to_json(), "runs": [asdict(run) for run in runs]}
+    content = {"config": asdict(config), "runs": [asdict(run) for run in runs]}
     write_json(out / "job.json", {**content, "tokens": tokens.fingerprint})
 
 
@@ -286,7 +286,7 @@ def write_report(job: Job, runs: Sequence[RunSpec], facts: dict[str, Json], cont
     started = [run for run in runs if curves[run.name].train]
     if started:
         draw_losses(job.out / "loss.png", started, curves, baseline, context["setting"][0])
-    write_json(job.out / "report.json", {**context, "rows": rows, "config": job.config.to_json()})
+    write_json(job.out / "report.json", {**context, "rows": rows, "config": asdict(job.config)})
     write_text(job.out / "report.md", markdown_report(context, rows))
     print(markdown_table(rows, job.config.steps))
     print(

@@ -29,17 +29,14 @@ from torch import Tensor, nn
 from ...moe.layer import MoE
 from ..config import MixtureConfig, ModelConfig
 
+EPSILON = 1e-5  # of norms
 
-class RMSNorm(nn.Module):
-    """The norm x / rms(x) * weight, computed in fp32, in the compute dtype. x: (..., D)."""
 
-    def __init__(self, dim: int, eps: float = 1e-5) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(dim))
-        self.eps = eps
+class RMSNorm(nn.RMSNorm):
+    """torch's norm, computed in fp32, in the compute dtype. x: (..., D)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = F.rms_norm(x.float(), (x.shape[-1],), self.weight, self.eps)
+        y = super().forward(x.float())
         device = x.device.type
         return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
 
@@ -99,9 +96,9 @@ class Block(nn.Module):
 
     def __init__(self, config: ModelConfig, number: int) -> None:
         super().__init__()
-        self.attention_norm = RMSNorm(config.dim)
+        self.attention_norm = RMSNorm(config.dim, EPSILON)
         self.attention = Attention(config)
-        self.ffn_norm = RMSNorm(config.dim)
+        self.ffn_norm = RMSNorm(config.dim, EPSILON)
         self.moe: nn.Module | None = None
         self.feed_forward: nn.Module | None = None
         if isinstance(config, MixtureConfig) and number > 0:
@@ -126,7 +123,7 @@ class Llama(nn.Module):
         self.config = config
         self.tok_embeddings = nn.Embedding(config.vocab, config.dim)
         self.layers = nn.ModuleList(Block(config, i) for i in range(config.layers))
-        self.norm = RMSNorm(config.dim)
+        self.norm = RMSNorm(config.dim, EPSILON)
         self.output = nn.Linear(config.dim, config.vocab, bias=False)
         self.register_buffer(
             "rotary", rotary_table(seq, config.dim // config.heads), persistent=False

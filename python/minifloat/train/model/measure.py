@@ -19,7 +19,7 @@ import ctypes
 import gc
 import math
 import resource
-import time
+import timeit
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
@@ -71,15 +71,10 @@ def describe_product_dtype(device: str) -> str:
 
 def best_seconds(work: Callable[[], object], device: str, repeats: int = 3) -> float:
     """Returns the time of the fastest of a few calls, after one that warms up."""
-    time_call = cuda_seconds if device == "cuda" else cpu_seconds
     work()
-    return min(time_call(work) for _ in range(repeats))
-
-
-def cpu_seconds(work: Callable[[], object]) -> float:
-    start = time.perf_counter()
-    work()
-    return time.perf_counter() - start
+    if device == "cuda":
+        return min(cuda_seconds(work) for _ in range(repeats))
+    return min(timeit.repeat(work, number=1, repeat=repeats))
 
 
 def cuda_seconds(work: Callable[[], object], calls: int = 16) -> float:
@@ -166,44 +161,37 @@ def saved_bytes_per_token(
     The result is the difference of two batch sizes, so storages that do not grow with the tokens
     (copies of weights, their codes) are not counted.
     """
-    small = max(1, config.batch // 2)
-    of_small, of_large = (saved_bytes(model, config, forward, n) for n in (small, 2 * small))
-    tokens = small * config.seq
-    return SavedBytes(*((large - few) / tokens for few, large in zip(of_small, of_large)))
-
-
-def saved_bytes(
-    model: nn.Module,
-    config: TrainConfig,
-    forward: Callable[[Tensor, Tensor], Tensor],
-    batch: int,
-) -> tuple[int, int]:
-    """Returns the bytes saved by one forward of `batch` sequences: all, in linears and experts."""
     owned = {t.untyped_storage().data_ptr() for t in (*model.parameters(), *model.buffers())}
-    saved: dict[int, int] = {}  # storage address -> bytes; autograd keeps the storages alive
-    in_linear: dict[int, int] = {}
-    entered: list[object] = []  # linears and experts whose forward runs
-
-    def pack(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in owned:
-            saved[storage.data_ptr()] = storage.nbytes()
-            if entered:
-                in_linear[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
     linears = [m for m in model.modules() if isinstance(m, nn.Linear | Experts)]
-    hooks = [m.register_forward_pre_hook(lambda m, _: entered.append(m)) for m in linears]
-    hooks += [m.register_forward_hook(lambda m, *_: entered.remove(m)) for m in linears]
-    generator = torch.Generator().manual_seed(0)
-    size = (batch, config.seq)
-    ids = torch.randint(0, config.model.vocab, size, generator=generator).to(config.device)
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        loss = forward(ids, ids)
-    for hook in hooks:
-        hook.remove()
-    del loss
-    return sum(saved.values()), sum(in_linear.values())
+
+    def saved_by(batch: int) -> tuple[int, int]:
+        saved: dict[int, int] = {}  # storage address -> bytes; autograd keeps the storages alive
+        in_linear: dict[int, int] = {}
+        entered: list[object] = []  # linears and experts whose forward runs
+
+        def pack(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in owned:
+                saved[storage.data_ptr()] = storage.nbytes()
+                if entered:
+                    in_linear[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        hooks = [m.register_forward_pre_hook(lambda m, _: entered.append(m)) for m in linears]
+        hooks += [m.register_forward_hook(lambda m, *_: entered.remove(m)) for m in linears]
+        generator = torch.Generator().manual_seed(0)
+        size = (batch, config.seq)
+        ids = torch.randint(0, config.model.vocab, size, generator=generator).to(config.device)
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = forward(ids, ids)
+        for hook in hooks:
+            hook.remove()
+        del loss
+        return sum(saved.values()), sum(in_linear.values())
+
+    small = max(1, config.batch // 2)
+    differences = (large - few for few, large in zip(saved_by(small), saved_by(2 * small)))
+    return SavedBytes(*(bytes / (small * config.seq) for bytes in differences))
 
 
 def loss_in_product_dtype(model: nn.Module, device: str) -> Callable[[Tensor, Tensor], Tensor]:
