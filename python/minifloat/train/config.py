@@ -293,24 +293,16 @@ def require_divisible(model: ModelConfig, processes: int, expert_parallel: int) 
         )
 
 
-def flatten(values: Json, prefix: str = "") -> Json:
-    """Flattens nested dicts: {"model": {"dim": 256}} becomes {"model.dim": 256}."""
-    flat: Json = {}
-    for key, value in values.items():
-        flat |= (
-            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return flat
-
-
-def differences(saved: Json, asked: Json) -> list[str]:
+def differences(saved: Json, asked: Json, prefix: str = "") -> list[str]:
     """Lists the fields that differ, a line each: `model.dim: 256 there, 128 asked for`."""
-    there, here = flatten(saved), flatten(asked)
-    return [
-        f"{key}: {there.get(key, 'nothing')!r} there, {here.get(key, 'nothing')!r} asked for"
-        for key in sorted(there.keys() | here.keys())
-        if there.get(key) != here.get(key)
-    ]
+    found = []
+    for key in sorted(saved.keys() | asked.keys()):
+        there, here = saved.get(key, "nothing"), asked.get(key, "nothing")
+        if isinstance(there, dict) and isinstance(here, dict):
+            found += differences(there, here, f"{prefix}{key}.")
+        elif there != here:
+            found.append(f"{prefix}{key}: {there!r} there, {here!r} asked for")
+    return found
 
 
 def refuse(what: str, found: list[str]) -> None:

@@ -242,8 +242,8 @@ def require_same_job(
     found = differences(saved.config.identity(), config.identity())
     there = {run.name: run for run in saved.runs}
     for run in runs:
-        lines = differences(asdict(there.get(run.name, run)), asdict(run))
-        found += [f"{run.name}.{line}" for line in lines]
+        before = there.get(run.name, run)
+        found += differences(asdict(before), asdict(run), f"{run.name}.")
     refuse(f"{out} holds another job", found)
     return (*saved.runs, *(run for run in runs if run.name not in there))
 

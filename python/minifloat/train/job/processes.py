@@ -133,9 +133,9 @@ def joined(device: str, batch: int) -> Iterator[World]:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
     dist.init_process_group("nccl" if device == "cuda" else "gloo")
     rank = dist.get_rank()
+    quiet_gathers()
     try:
-        with quiet_gathers():
-            yield World(rank, size, device)
+        yield World(rank, size, device)
     except RuntimeError as error:
         if not is_of_a_collective(error):
             raise
@@ -182,19 +182,14 @@ def output_folder(world: World, out: Path) -> Iterator[Path]:
         yield Path(folder) / out.name
 
 
-@contextmanager
-def quiet_gathers() -> Iterator[None]:
+def quiet_gathers() -> None:
     """Drops torch's message that it gathers parameters of two meshes by two collectives."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
+    logger.addFilter(is_not_of_gathers)
 
-    def is_kept(record: logging.LogRecord) -> bool:
-        return not str(record.msg).startswith("While redistributing")
 
-    logger.addFilter(is_kept)
-    try:
-        yield
-    finally:
-        logger.removeFilter(is_kept)
+def is_not_of_gathers(record: logging.LogRecord) -> bool:
+    return not str(record.msg).startswith("While redistributing")
 
 
 # ---- The shards of a model -----------------------------------------------------------------------
