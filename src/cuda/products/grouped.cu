@@ -4,9 +4,10 @@
 //     1  one launch writes the sizes, addresses and strides of each group, from the table
 //     2  one launch multiplies: blocks take tiles of all groups in turn
 //
-// Fp8Sums, Bf16Sums and BlockSums below define the operands and their sums.
-#pragma once
-
+// Fp8Sums, Bf16Sums and BlockSums below define the operands and their sums. All kernels are in one
+// unit: most of its compile time goes into templates of layouts, which all of them share.
+#include <array>
+#include <atomic>
 #include <cstddef>
 #include <type_traits>
 
@@ -29,6 +30,9 @@
 #pragma GCC diagnostic pop
 
 namespace minifloat::cuda {
+namespace {
+
+constexpr const char* kName = "grouped_product";
 
 template <int... kSizes>
 using Shape = cute::Shape<cute::Int<kSizes>...>;
@@ -159,8 +163,8 @@ struct GroupStart {
 };
 
 // Returns the index of group e's first scale.   start: of the group in the operand
-__device__ inline std::int64_t first_scale(GroupScales scales, int e, const GroupStart& start,
-                                           std::int64_t k, bool is_along_rows) {
+__device__ std::int64_t first_scale(GroupScales scales, int e, const GroupStart& start,
+                                    std::int64_t k, bool is_along_rows) {
   const auto blocks = [](std::int64_t length) { return (length + 127) / 128; };
   switch (scales) {
     case GroupScales::kNone: return 0;
@@ -200,11 +204,17 @@ __global__ void write_groups(const __grid_constant__ GroupedProduct p, const std
   to.out_stride[e] = {p.n, {}, {}};
 }
 
-inline cutlass::KernelHardwareInfo hardware_of_device() {
-  const DeviceSms of = current_device_sms();
+// Returns the current device and its number of SMs, asked once for each device.
+cutlass::KernelHardwareInfo hardware_of_device() {
+  static std::array<std::atomic<int>, 64> known = {};
   cutlass::KernelHardwareInfo info;
-  info.device_id = of.device;
-  info.sm_count = of.sms;
+  check(cudaGetDevice(&info.device_id), kName);
+  const auto index = static_cast<std::size_t>(info.device_id);
+  info.sm_count = index < known.size() ? known[index].load() : 0;
+  if (info.sm_count > 0) return info;
+  check(cudaDeviceGetAttribute(&info.sm_count, cudaDevAttrMultiProcessorCount, info.device_id),
+        kName);
+  if (index < known.size()) known[index] = info.sm_count;
   return info;
 }
 
@@ -236,7 +246,6 @@ auto scales_of(const GroupedProduct& p, const GroupArrays<G>& arrays) {
 
 template <class G>
 void launch_grouped(const GroupedProduct& p, const Execution& execution) {
-  constexpr const char* kName = "grouped_product";
   const auto count = static_cast<std::size_t>(p.groups.count);
   const Scratch memory(GroupArrays<G>::kBytes * count, execution);
   const GroupArrays<G> arrays(memory.as<std::byte>(), count);
@@ -262,6 +271,24 @@ void launch_grouped(const GroupedProduct& p, const Execution& execution) {
       is_done(gemm.initialize(arguments, workspace.as<void>(), cuda_stream(execution))) &&
           is_done(gemm.run(cuda_stream(execution))),
       kName, ": expected the kernel to start, got ", cudaGetErrorString(cudaGetLastError()));
+}
+
+template <class A>
+void launch_fp8(const GroupedProduct& p, const Execution& execution) {
+  p.fast ? launch_grouped<GroupedGemm<Fp8Sums<A, true>>>(p, execution)
+         : launch_grouped<GroupedGemm<Fp8Sums<A, false>>>(p, execution);
+}
+
+}  // namespace
+
+void grouped_product(const GroupedProduct& p, const Execution& execution) {
+  using BlocksByRows = BlockSums<128, cute::GMMA::Major::K>;
+  using BlocksByColumns = BlockSums<1, cute::GMMA::Major::MN>;
+  if (p.a.elements == Elements::kBf16) return launch_grouped<GroupedGemm<Bf16Sums>>(p, execution);
+  if (p.a.elements == Elements::kE5m2) return launch_fp8<cutlass::float_e5m2_t>(p, execution);
+  if (p.a.scales != GroupScales::k1x128) return launch_fp8<cutlass::float_e4m3_t>(p, execution);
+  p.groups.unit == 0 ? launch_grouped<GroupedGemm<BlocksByRows>>(p, execution)
+                     : launch_grouped<GroupedGemm<BlocksByColumns>>(p, execution);
 }
 
 }  // namespace minifloat::cuda
