@@ -38,7 +38,6 @@ __device__ __forceinline__ std::uint32_t max_of_row(std::uint32_t m) {
 template <bool kByWarps>
 __global__ void __launch_bounds__(kThreads, 5)
     quantize_swiglu_whole_rows(const __grid_constant__ WholeRowArgs args) {
-  using C = Cast<E4M3, false, false>;
   constexpr std::uint32_t kThreadsOfRow = kByWarps ? 32 : kThreads;
   extern __shared__ __align__(16) uint4 chunks[];
   const SwiGluArgs& of = args.of;
@@ -74,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, 5)
 #pragma unroll
     for (unsigned c = 0; c < 2; ++c) reinterpret_cast<uint4*>(&h)[c] = chunk_at(2 * vec + c);
     at.col = vec * kVec;
-    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, h, block, {});
+    const Codes<E4M3> codes = encode_in_block<E4M3, false>(plan, ScaleRule::kRow, h, block, {});
     store_codes<E4M3>(plan, window, codes, at);
     if (plan.decoded) store_decoded<E4M3>(plan, window, codes, block.scale, at);
   }

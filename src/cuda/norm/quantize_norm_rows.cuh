@@ -37,7 +37,6 @@ __device__ __forceinline__ std::uint32_t max_of_row(std::uint32_t m) {
 template <bool kByWarps, int kVecs>
 __device__ __forceinline__ void cast_row_scaled(const NormRowArgs& args,
                                                 const Vec16<Bf16> (&y)[kVecs], std::uint32_t row) {
-  using C = Cast<E4M3, false, false>;
   using Row = RegisterRow<Bf16, kVecs, kByWarps>;
   const KernelOperand& plan = args.plan;
   std::uint32_t m = 0;
@@ -54,7 +53,7 @@ __device__ __forceinline__ void cast_row_scaled(const NormRowArgs& args,
   for (int i = 0; i < kVecs; ++i) {
     at.col = Row::col_of(i);
     if (at.col >= plan.padded) break;
-    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, y[i], block, {});
+    const Codes<E4M3> codes = encode_in_block<E4M3, false>(plan, ScaleRule::kRow, y[i], block, {});
     store_codes<E4M3>(plan, window, codes, at);
     if (plan.decoded) store_decoded<E4M3>(plan, window, codes, block.scale, at);
   }

@@ -18,12 +18,11 @@
 
 namespace minifloat::cuda {
 
-// A direction as its kernel is compiled. Rules, block shapes and lengths of the transform are
-// chosen at run time, once a vec16.
-template <class Format, bool Stochastically, bool Transformed, bool ByValues = false>
+// A direction as its kernel is compiled. Rules, block shapes, the transform and the rounding of
+// codes are chosen at run time, once a vec16.
+template <class Format, bool ByValues = false>
 struct Cast {
   using F = Format;
-  static constexpr bool kStochastic = Stochastically, kTransform = Transformed;
   static constexpr bool kReadsValues = ByValues;  // the scale rule does
 };
 struct Absent {};  // the direction is not cast
@@ -34,7 +33,8 @@ struct KernelOperand {
   ScaleRounding rounding;
   bool delayed;
   bool aligned;     // rows of codes start at multiples of a vec16's bytes
-  int points;       // of the transform
+  bool stochastic;  // codes are
+  int points;       // of the transform; 0: there is none
   int height_log2;  // of a block; 0 for tensors and rows
   int vecs_log2;    // of a block's row; 3: a whole tile row
   std::uint32_t rows, padded, code_pitch, scale_rows, scale_cols;
@@ -78,14 +78,13 @@ __device__ __forceinline__ std::uint32_t random_row(const KernelOperand& plan, s
 }
 
 // Encodes a vec16.   pending_factor: a further factor of the elements, a power of two
-template <class C, class T>
-__device__ __forceinline__ Codes<typename C::F> encode_in_block(const KernelOperand& plan,
-                                                                ScaleRule rule, const Vec16<T>& vec,
-                                                                const BlockScale& block,
-                                                                const RandomBits& bits,
-                                                                float pending_factor = 1.0f) {
+template <class F, bool kStochastic, class T>
+__device__ __forceinline__ Codes<F> encode_in_block(const KernelOperand& plan, ScaleRule rule,
+                                                    const Vec16<T>& vec, const BlockScale& block,
+                                                    const RandomBits& bits,
+                                                    float pending_factor = 1.0f) {
   const bool delayed = rule == ScaleRule::kTensor && plan.delayed;
-  return encode_vec<typename C::F, C::kStochastic>(
+  return encode_vec<F, kStochastic>(
       vec,
       {block.encode * pending_factor, has_zero_codes(rule, block.code), delayed,
        block.takes_fast_path},
@@ -161,25 +160,19 @@ __device__ __forceinline__ void store_whole(const KernelOperand& plan, std::uint
 }
 
 // ---- A vec16 ------------------------------------------------------------------------------------
-// Return the values to cast: the vec16, or its transform.
-template <class C>
-__device__ __forceinline__ Vec16<float> transform(const KernelOperand& plan,
-                                                  const Vec16<float>& vec)
-  requires(!C::kTransform)
-{
-  return vec;
-}
-template <class C>
-__device__ __forceinline__ Vec16<Bf16> transform(const KernelOperand& plan, const Vec16<Bf16>& vec)
-  requires(!C::kTransform)
-{
-  return vec;
-}
-template <class C, class Elements>
-__device__ __forceinline__ Vec16<Bf16> transform(const KernelOperand& plan, const Elements& vec)
-  requires(C::kTransform)
-{
-  return hadamard_vec(vec, plan.points, kHadamardSigns);
+// Returns the values to cast: the vec16, or its transform.   T: of the elements in memory
+template <class T, class Elements>
+__device__ __forceinline__ Vec16<T> transform(const KernelOperand& plan, const Elements& vec) {
+  if (plan.points == 0) return vec;
+  const Vec16<Bf16> transformed = hadamard_vec(vec, plan.points, kHadamardSigns);
+  if constexpr (sizeof(T) == 2) {
+    return transformed;
+  } else {
+    Vec16<float> same;
+#pragma unroll
+    for (int i = 0; i < kVec; ++i) same.v[i] = transformed[i];
+    return same;
+  }
 }
 
 // Returns the amax of a block of one row, from that of each lane's vec16.
@@ -209,15 +202,14 @@ __device__ __forceinline__ void store_decoded(const KernelOperand& plan, const W
                           at.col, window.cols, plan.padded % 8 == 0);
 }
 
-// Casts a vec16.   amax_2d: the amax of its 2D block, with the choice of the scale; null: the block
-// is of one row
-template <class C, class Elements>
+// Casts a vec16.   T: of the elements in memory; amax_2d: the amax of its 2D block, with the choice
+// of the scale; null: the block is of one row
+template <class C, class T, class Elements>
 __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Window& window,
-                                         const MatrixScale& matrix, const RandomKey& random,
-                                         const Elements& x, const Place& at,
-                                         const std::uint32_t* amax_2d = nullptr) {
+                                         const MatrixScale& matrix, const Elements& x,
+                                         const Place& at, const std::uint32_t* amax_2d = nullptr) {
   using F = typename C::F;
-  const auto vec = transform<C>(plan, x);
+  const Vec16<T> vec = transform<T>(plan, x);
   std::uint32_t amax = 0;
   if (amax_2d)
     amax = *amax_2d;
@@ -238,11 +230,16 @@ __device__ __forceinline__ void cast_vec(const KernelOperand& plan, const Window
   else
     block = block_scale<F>(plan.rule, plan.rounding, matrix, amax);
   if (plan.scale_cols > 0) store_scale(plan, window, block, at);
-  RandomBits bits = {};
-  if constexpr (C::kStochastic)
-    bits = random_bits_at(random.key, random.stream, random_row(plan, at.all),
-                          static_cast<std::uint32_t>((plan.origin_col + at.col) / kVec));
-  const Codes<F> codes = encode_in_block<C>(plan, plan.rule, vec, block, bits);
+  Codes<F> codes;
+  if (plan.stochastic) {
+    const RandomKey random = random_key(plan);  // here, so that no loop keeps it in registers
+    const RandomBits bits =
+        random_bits_at(random.key, random.stream, random_row(plan, at.all),
+                       static_cast<std::uint32_t>((plan.origin_col + at.col) / kVec));
+    codes = encode_in_block<F, true>(plan, plan.rule, vec, block, bits);
+  } else {
+    codes = encode_in_block<F, false>(plan, plan.rule, vec, block, {});
+  }
   store_codes<F>(plan, window, codes, at);
   if (plan.decoded) store_decoded<F>(plan, window, codes, block.scale, at);
 }

@@ -35,8 +35,6 @@ __global__ void __launch_bounds__(kThreads, 4)
   RowVecs layout = all_rows;
   if (!end_at_last_group(groups, layout)) return;
   const Window window = {plan.rows, plan.padded, 0, 0, 0};
-  RandomKey random = {};
-  if constexpr (C::kStochastic) random = random_key(plan);
   MatrixScale matrix = {};
   std::uint32_t batch = ~0u;
   each_vec_of_rows<T>(x, layout, [&](const Vec16<T>& vec, Place at) {
@@ -48,7 +46,7 @@ __global__ void __launch_bounds__(kThreads, 4)
       batch = at.batch;
       matrix = matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, batch);
     }
-    cast_vec<C>(plan, window, matrix, random, vec, at);
+    cast_vec<C, T>(plan, window, matrix, vec, at);
   });
 }
 
@@ -75,16 +73,16 @@ __device__ __forceinline__ unsigned block_2d_of(const KernelOperand& plan, unsig
                     : (row >> plan.height_log2) * kVecColumns + vec_col;
 }
 
-// Computes the amaxes of the tile's 2D blocks.
-template <class C, bool kTransposed, class T>
+// Computes the amaxes of the tile's 2D blocks.   amax_of: returns that of a vec16
+template <bool kTransposed, class T, class AmaxOf>
 __device__ __forceinline__ void amax_of_blocks_2d(const KernelOperand& plan,
                                                   const SharedTile<T>& shared,
-                                                  std::uint32_t* amaxes_2d) {
+                                                  std::uint32_t* amaxes_2d, AmaxOf amax_of) {
   __syncthreads();
   if (threadIdx.x < kBlocks2d) amaxes_2d[threadIdx.x] = 0;
   __syncthreads();
   shared.template each_vec<kTransposed>([&](const auto& vec, unsigned row) {
-    std::uint32_t amax = amax_of_lanes(transform<C>(plan, vec).amax(), plan.vecs_log2);
+    std::uint32_t amax = amax_of_lanes(amax_of(vec), plan.vecs_log2);
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 8));  // the 4 rows of a warp lie in one block
     amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 16));
     if (threadIdx.x % 32 < kVecColumns)
@@ -95,21 +93,26 @@ __device__ __forceinline__ void amax_of_blocks_2d(const KernelOperand& plan,
 
 // Adds the choice of each 2D block's scale to `amaxes_2d`. Rows are x's, except of transformed
 // columns.
-template <class C, bool kTransposed, class T>
+template <bool kTransposed, class T>
 __device__ __forceinline__ void choose_in_blocks_2d(const KernelOperand& plan,
                                                     const SharedTile<T>& shared,
                                                     const MatrixScale& matrix,
                                                     std::uint32_t* amaxes_2d) {
-  constexpr bool kDown = kTransposed && C::kTransform, kFlipped = kTransposed && !C::kTransform;
+  const bool is_down = kTransposed && plan.points > 0;
   __shared__ float errors[2][kBlocks2d][kVec];  // of the rows of a block, under its two scales
-  shared.template each_vec<kDown>([&](const auto& vec, unsigned row) {
-    const auto values = transform<C>(plan, vec);
-    const unsigned block_2d = block_2d_of(plan, row, threadIdx.x % kVecColumns, kFlipped);
+  const auto add_vec = [&](const auto& vec, unsigned row) {
+    const Vec16<T> values = transform<T>(plan, vec);
+    const unsigned block_2d =
+        block_2d_of(plan, row, threadIdx.x % kVecColumns, kTransposed && !is_down);
     const VecErrors both = errors_of_vec(
         matrix, both_scales(plan.rule, plan.rounding, matrix, amaxes_2d[block_2d]), values);
     errors[0][block_2d][row % kVec] = both.first;
     errors[1][block_2d][row % kVec] = both.second;
-  });
+  };
+  if (is_down)
+    shared.template each_vec<kTransposed>(add_vec);
+  else
+    shared.template each_vec<false>(add_vec);
   __syncthreads();
   if (threadIdx.x < kBlocks2d &&
       takes_second(add_rows(errors[0][threadIdx.x]), add_rows(errors[1][threadIdx.x])))
@@ -125,13 +128,13 @@ __device__ __forceinline__ void cast_tile(const KernelOperand& plan, const Share
                                           bool has_amaxes) {
   const TilePlace& tile = part.tile;
   const bool is_2d = plan.height_log2 > 0;
-  if (is_2d && !has_amaxes) amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
+  if (is_2d && !has_amaxes)
+    amax_of_blocks_2d<kTransposed>(plan, shared, amaxes_2d,
+                                   [&](const auto& vec) { return transform<T>(plan, vec).amax(); });
   const MatrixScale matrix =
       matrix_scale<typename C::F>(plan, plan.rule, plan.rounding, tile.batch);
   if constexpr (C::kReadsValues)
-    if (is_2d) choose_in_blocks_2d<C, kTransposed>(plan, shared, matrix, amaxes_2d);
-  RandomKey random = {};
-  if constexpr (C::kStochastic) random = random_key(plan);
+    if (is_2d) choose_in_blocks_2d<kTransposed>(plan, shared, matrix, amaxes_2d);
   const Window window = window_of<kTransposed>(part, plan.rows, plan.padded);
   const unsigned vec_col = threadIdx.x % kVecColumns;
   const std::uint32_t col = (kTransposed ? tile.row : tile.col) + vec_col * kVec;
@@ -139,7 +142,7 @@ __device__ __forceinline__ void cast_tile(const KernelOperand& plan, const Share
   shared.template each_vec<kTransposed>([&](const auto& vec, unsigned row) {
     const Place at = place_in(window, tile.batch, first + row, col);
     const unsigned of_block = block_2d_of(plan, row, vec_col, has_amaxes);
-    cast_vec<C>(plan, window, matrix, random, vec, at, is_2d ? amaxes_2d + of_block : nullptr);
+    cast_vec<C, T>(plan, window, matrix, vec, at, is_2d ? amaxes_2d + of_block : nullptr);
   });
 }
 
@@ -160,7 +163,7 @@ __global__ void __launch_bounds__(kThreads, sizeof(T) == 2 ? 4 : 3)
   if constexpr (kRow) cast_tile<Row, false>(row, shared, part, amaxes_2d, false);
   if constexpr (kRow && kCol) {
     const bool has_amaxes =
-        !Row::kTransform && !Col::kTransform && row.height_log2 == col.height_log2;
+        row.points == 0 && col.points == 0 && row.height_log2 == col.height_log2;
     cast_tile<Col, true>(col, shared, part, amaxes_2d, has_amaxes);
   } else if constexpr (kCol) {
     cast_tile<Col, true>(col, shared, part, amaxes_2d, false);
@@ -179,21 +182,7 @@ void launch_tiles(const QuantizeArgs& args, const Execution& execution) {
   check_launch("quantize");
 }
 
-// ---- The table ----------------------------------------------------------------------------------
-// The casts that kernels of both directions pair: those of FP4 alone may draw or transform.
-template <class F>
-using NearestCast = Cast<F, false, false>;
-using TransformedNearestCast = Cast<E2M1, false, true>;
-using RandomCast = Cast<E2M1, true, false>;
-using TransformedRandomCast = Cast<E2M1, true, true>;
-
-template <class C>
-bool is_cast(const Spec& spec) {
-  constexpr Elements kElements = elements_of(typename C::F{});
-  return spec.elements == kElements && spec.stochastic == C::kStochastic &&
-         (spec.transform > 0) == C::kTransform && spec.reads_values() == C::kReadsValues;
-}
-
+// Launches the cast of one direction.
 template <class T, class C>
 void launch_direction(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
   if (columnwise)
@@ -203,23 +192,15 @@ void launch_direction(const QuantizeArgs& args, bool columnwise, const Execution
   else
     launch_rows<T, C>(args, execution);
 }
-
 template <class C>
-void launch_dtype(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
+void launch_cast(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
   args.is_bf16 ? launch_direction<Bf16, C>(args, columnwise, execution)
                : launch_direction<float, C>(args, columnwise, execution);
 }
 
-template <class F, bool kByValues = false>
-void launch_cast(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
-  const Spec& spec = columnwise ? args.col_spec : args.row_spec;
-  if (spec.stochastic)
-    spec.transform > 0 ? launch_dtype<Cast<F, true, true, kByValues>>(args, columnwise, execution)
-                       : launch_dtype<Cast<F, true, false, kByValues>>(args, columnwise, execution);
-  else
-    spec.transform > 0
-        ? launch_dtype<Cast<F, false, true, kByValues>>(args, columnwise, execution)
-        : launch_dtype<Cast<F, false, false, kByValues>>(args, columnwise, execution);
+template <class C>
+bool is_cast(const Spec& spec) {
+  return spec.elements == elements_of(typename C::F{}) && spec.reads_values() == C::kReadsValues;
 }
 
 }  // namespace minifloat::cuda

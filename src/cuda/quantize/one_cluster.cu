@@ -27,7 +27,7 @@ __device__ __forceinline__ void clear_amax(const KernelOperand& plan) {
 }
 
 // Raises plan.current_amax by the amax of the tile, or of its rows as read.
-template <class C, bool kTransposed>
+template <bool kTransposed>
 __device__ __forceinline__ void raise_amax(const KernelOperand& plan,
                                            const SharedTile<Bf16>& shared, const TilePlace& tile) {
   if (!plan.current_amax) return;
@@ -35,8 +35,8 @@ __device__ __forceinline__ void raise_amax(const KernelOperand& plan,
   const std::uint32_t first = kTransposed ? tile.col : tile.row;
   std::uint32_t of_tile = 0;
   shared.template each_vec<kTransposed>([&](const auto& vec, unsigned row) {
-    std::uint32_t m = transform<C>(plan, vec).amax();
-    if constexpr (C::kTransform) m = canonical_magnitude(m);
+    std::uint32_t m = transform<Bf16>(plan, vec).amax();
+    if (plan.points > 0) m = canonical_magnitude(m);
     of_tile = max(of_tile, m);
     if (!of_rows) return;
     m = amax_of_lanes(m, 3);
@@ -64,8 +64,8 @@ __global__ void __launch_bounds__(kThreads)
   if constexpr (kCol) clear_amax(col);
   sync_cluster();
   shared.wait();
-  if constexpr (kRow) raise_amax<Row, false>(row, shared, tile);
-  if constexpr (kCol) raise_amax<Col, true>(col, shared, tile);
+  if constexpr (kRow) raise_amax<false>(row, shared, tile);
+  if constexpr (kCol) raise_amax<true>(col, shared, tile);
   sync_cluster();
   if constexpr (kRow) cast_tile<Row, false>(row, shared, part, amaxes_2d, false);
   if constexpr (kCol) cast_tile<Col, true>(col, shared, part, amaxes_2d, false);
@@ -108,18 +108,13 @@ bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
                         const Execution& execution) {
   if (!rowwise) return false;
   if (!columnwise)
-    return try_row<NearestCast<E4M3>>(args, execution) ||
-           try_row<NearestCast<E5M2>>(args, execution) ||
-           try_row<NearestCast<E2M1>>(args, execution);
-  return try_both<NearestCast<E4M3>, NearestCast<E4M3>>(args, execution) ||
-         try_both<NearestCast<E5M2>, NearestCast<E5M2>>(args, execution) ||
-         try_both<NearestCast<E2M1>, NearestCast<E2M1>>(args, execution) ||
-         try_both<NearestCast<E2M1>, TransformedNearestCast>(args, execution) ||
-         try_both<RandomCast, TransformedRandomCast>(args, execution) ||
-         try_both<TransformedRandomCast, TransformedRandomCast>(args, execution) ||
-         try_both<NearestCast<E4M3>, NearestCast<E2M1>>(args, execution) ||
-         try_both<NearestCast<E4M3>, TransformedNearestCast>(args, execution) ||
-         try_both<NearestCast<E2M1>, NearestCast<E4M3>>(args, execution);
+    return try_row<Cast<E4M3>>(args, execution) || try_row<Cast<E5M2>>(args, execution) ||
+           try_row<Cast<E2M1>>(args, execution);
+  return try_both<Cast<E4M3>, Cast<E4M3>>(args, execution) ||
+         try_both<Cast<E5M2>, Cast<E5M2>>(args, execution) ||
+         try_both<Cast<E2M1>, Cast<E2M1>>(args, execution) ||
+         try_both<Cast<E4M3>, Cast<E2M1>>(args, execution) ||
+         try_both<Cast<E2M1>, Cast<E4M3>>(args, execution);
 }
 
 bool fits_one_cluster(const QuantizeArgs& args) {

@@ -10,7 +10,8 @@ namespace minifloat::cuda {
 
 template <ScaleRule Rule, class Format, bool Stochastically, bool Transformed, bool Block2d = false,
           ScaleRounding Rounding = ScaleRounding::kDefault>
-struct PresetCast : Cast<Format, Stochastically, Transformed, reads_values(Rounding)> {
+struct PresetCast : Cast<Format, reads_values(Rounding)> {
+  static constexpr bool kStochastic = Stochastically, kTransform = Transformed;
   static constexpr ScaleRule kRule = Rule;
   static constexpr ScaleRounding kRounding = Rounding;
   static constexpr bool kBlocks = Rule != ScaleRule::kTensor && Rule != ScaleRule::kRow;
@@ -34,7 +35,9 @@ struct AsFp8 : C {
 
 template <class C>
 bool is_of(const Spec& spec) {
-  return is_cast<C>(spec) && spec.rule == C::kRule && spec.scale_rounding == C::kRounding &&
+  return is_cast<C>(spec) && spec.stochastic == C::kStochastic &&
+         (spec.transform > 0) == C::kTransform && spec.rule == C::kRule &&
+         spec.scale_rounding == C::kRounding &&
          (spec.has_blocks() && spec.block_rows > 1) == C::kIsBlock2d;
 }
 
@@ -202,8 +205,8 @@ __device__ __forceinline__ void encode_and_store(const KernelOperand& plan,
                                                  const BlockScale& block, const RandomBits& bits,
                                                  std::uint8_t* to, std::uint64_t at,
                                                  [[maybe_unused]] float row_factor = 1.0f) {
-  const Codes<typename C::F> codes =
-      encode_in_block<C>(plan, C::kRule, transformed.vec, block, bits, transformed.pending_factor);
+  const Codes<typename C::F> codes = encode_in_block<typename C::F, C::kStochastic>(
+      plan, C::kRule, transformed.vec, block, bits, transformed.pending_factor);
   if constexpr (C::kAsFp8) {
     // Under a NaN scale the codes are 6 without signs, and 6 times it is NaN.
     *reinterpret_cast<uint4*>(to) =

@@ -69,7 +69,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   std::uint8_t* to = row.codes + first * row.code_pitch + block_col * kVecBytes<E2M1>;
 #pragma unroll
   for (unsigned i = 0; i < kRowsOfThread; ++i, to += row.code_pitch) {
-    const Codes<E2M1> both = encode_in_block<C>(row, C::kRule, vecs[i], block, {});
+    const Codes<E2M1> both = encode_in_block<E2M1, false>(row, C::kRule, vecs[i], block, {});
     store_vec<E2M1>(to, 0, both);
     codes[code_place(tile_row + i, 2 * vec_col)] = both.w[0];
     codes[code_place(tile_row + i, 2 * vec_col + 1)] = both.w[1];

@@ -67,7 +67,8 @@ __device__ __forceinline__ void cast_preset_tile(const KernelOperand& plan, cons
   constexpr bool kHasIds = kInGroup && !kTransposed;
   std::uint32_t largest = 0;
   if constexpr (C::kIsBlock2d && !kHasAmaxes)
-    amax_of_blocks_2d<C, kTransposed>(plan, shared, amaxes_2d);
+    amax_of_blocks_2d<kTransposed>(plan, shared, amaxes_2d,
+                                   [](const Vec16<T>& vec) { return vec.amax(); });
   const MatrixScale scale = scale_of_whole<C>(plan, whole, tile.part);
   const unsigned lanes_log2 =
       kHasEdge && kTransposed ? lanes_log2_of<C>(tile.vecs) : unsigned{kVecColumnsLog2};

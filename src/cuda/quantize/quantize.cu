@@ -33,6 +33,7 @@ class PlannedOperand {
     plan_.rule = spec.rule;
     plan_.rounding = spec.scale_rounding;
     plan_.delayed = spec.delayed;
+    plan_.stochastic = spec.stochastic;
     plan_.points = spec.transform;
     plan_.height_log2 = spec.has_blocks() ? log2_of(spec.block_rows) : 0;
     plan_.vecs_log2 = spec.has_blocks() ? log2_of(spec.block_cols / kVec) : 0;
@@ -244,15 +245,6 @@ void compute_amaxes(const TensorRef& x, PlannedOperand* row, PlannedOperand* col
   if (col) col->raise_history((is_shared ? row : col)->current_amax(), execution);
 }
 
-void launch_one(const QuantizeArgs& args, bool columnwise, const Execution& execution) {
-  switch ((columnwise ? args.col_spec : args.row_spec).elements) {
-    case Elements::kE4m3: return launch_cast_e4m3(args, columnwise, execution);
-    case Elements::kE5m2: return launch_cast_e5m2(args, columnwise, execution);
-    case Elements::kE2m1: return launch_cast_e2m1(args, columnwise, execution);
-    case Elements::kBf16: return;
-  }
-}
-
 bool fits_preset(const Spec& spec, const KernelOperand& plan) {
   return plan.aligned &&
          (spec.transform == 0 || (spec.transform == kVec && plan.height_log2 == 0)) &&
@@ -375,9 +367,9 @@ void quantize(const TensorRef& x, const Operand* rowwise, const Operand* columnw
   each([&](const PlannedOperand& d) { d.write_groups(execution); });
   if (row && col && launch_both(args, execution)) return;
   if (row && !(col && launch_preset(args, true, false, execution)))
-    launch_one(args, false, execution);
+    launch_general(args, false, execution);
   if (col && !(row && launch_preset(args, false, true, execution)))
-    launch_one(args, true, execution);
+    launch_general(args, true, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -1,5 +1,5 @@
-// The launches that quantize.cu chooses from: of the general kernels (general_<format>.cu and
-// general_both.cu), and of the faster ones (row_scaled.cu, preset_*.cu and one_cluster.cu).
+// The launches that quantize.cu chooses from: of the general kernels (general*.cu), and of the
+// faster ones (row_scaled.cu, preset_*.cu and one_cluster.cu).
 #pragma once
 
 #include "minifloat/quantize.h"
@@ -8,12 +8,10 @@ namespace minifloat::cuda {
 
 struct QuantizeArgs;  // general.cuh
 
-// Cast one direction of x.
-void launch_cast_e4m3(const QuantizeArgs& args, bool columnwise, const Execution& execution);
-void launch_cast_e5m2(const QuantizeArgs& args, bool columnwise, const Execution& execution);
-void launch_cast_e2m1(const QuantizeArgs& args, bool columnwise, const Execution& execution);
-void launch_cast_e2m1_by_values(const QuantizeArgs& args, bool columnwise,
-                                const Execution& execution);
+// Cast one direction of x; the latter under a scale rule that reads values.
+void launch_general(const QuantizeArgs& args, bool columnwise, const Execution& execution);
+void launch_general_by_values(const QuantizeArgs& args, bool columnwise,
+                              const Execution& execution);
 
 // Casts rowwise with a scale a row, whose amax comes from the same read: a block holds a whole row.
 // Returns false, and launches nothing, where the rows do not fit.

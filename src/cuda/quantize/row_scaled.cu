@@ -11,7 +11,6 @@ namespace {
 template <class T, int kVecs>
 __device__ __forceinline__ void cast_whole_row(const Source& x, const KernelOperand& plan,
                                                Place at) {
-  using C = Cast<E4M3, false, false>;
   __shared__ std::uint32_t of_warp[kThreads / 32];
   const T* row = row_of<T>(x, at.batch, at.row);
   const auto col_of = [](int i) { return (threadIdx.x + i * kThreads) * kVec; };
@@ -37,7 +36,8 @@ __device__ __forceinline__ void cast_whole_row(const Source& x, const KernelOper
   for (int i = 0; i < kVecs; ++i) {
     at.col = col_of(i);
     if (at.col >= plan.padded) break;
-    const Codes<E4M3> codes = encode_in_block<C>(plan, ScaleRule::kRow, vecs[i], block, {});
+    const Codes<E4M3> codes =
+        encode_in_block<E4M3, false>(plan, ScaleRule::kRow, vecs[i], block, {});
     store_codes<E4M3>(plan, window, codes, at);
     if (plan.decoded) store_decoded<E4M3>(plan, window, codes, block.scale, at);
   }

@@ -1,0 +1,11 @@
+// The general casts to E2M1 whose scale rule reads a block's values.
+#include "cuda/quantize/general.cuh"
+
+namespace minifloat::cuda {
+
+void launch_general_by_values(const QuantizeArgs& args, bool columnwise,
+                              const Execution& execution) {
+  launch_cast<Cast<E2M1, true>>(args, columnwise, execution);
+}
+
+}  // namespace minifloat::cuda
