@@ -171,6 +171,7 @@ def all_cases() -> list[Case]:
     table += [cast("nvfp4", "", 0.95), cast("nvfp4+sr", "", 0.90)]
     table += [cast("nvfp4+4over6", "", 0.60)]
     table += [cast("nvfp4/16x16", "nvfp4/16x16", 0.88)]
+    table += [cast("nvfp4/16x16+4over6", "nvfp4/16x16+4over6", 0.60)]
     table += [hadamard(n, s, 0.92 if n == 16 else 0.85) for n in (16, 32, 64, 128) for s in (0, 1)]
     table += [cast("", "nvfp4+rht", 0.78, 0.85), cast("", "nvfp4+sr+rht", 0.72, 0.80)]
     table += [cast("nvfp4", "nvfp4+rht", 0.68, 0.75), cast("nvfp4+sr", "nvfp4+sr+rht", 0.54, 0.62)]

@@ -94,5 +94,14 @@ def test_every_bf16_beside_every_scale_of_four_over_six(cuda, block, dtype):
             given = torch.tensor(tensor_amax)
             want = ops.quantize(x, block, "", amax_row=given)
             got = ops.quantize(x.to(cuda), block, "", amax_row=given.to(cuda))
+            note = f"{block}, {dtype}, tensor {tensor_amax}, {steps}"
             for name, a, b in zip(("codes", "scale"), got, want):
-                require_same(a, b, f"{block}, {dtype}, tensor {tensor_amax}, {steps}: {name}")
+                require_same(a, b, f"{note}: {name}")
+            if "16x16" not in block:
+                continue
+            # Both directions of whole tiles: the preset kernel of 2D blocks, of bf16.
+            tiles, there = torch.cat([x, x[-2:]]), given.to(cuda)
+            want = ops.quantize(tiles, block, block, amax_row=given, amax_col=given)
+            got = ops.quantize(tiles.to(cuda), block, block, amax_row=there, amax_col=there)
+            for i, (a, b) in enumerate(zip(got, want)):
+                require_same(a, b, f"{note}: output {i} of both directions")

@@ -135,36 +135,54 @@ __device__ __forceinline__ float distance_of_vec(const BlockScale& block, const 
   return sum;
 }
 
-// A decision by the bound. For a block of amax a, each element's d here and in squared_error differ
-// by at most 12 roundings of a, 2^-20 a. By Cauchy-Schwarz a sum E then differs by at most 2 *
-// 2^-20 a * 4 sqrt(E) + 2^-36 a^2, at most 2^-20 a^2 + 2^-16 E, and by 2^-18 E for the roundings of
-// both sums. kOfAmax and kOfErrors are more than that for two sums, by 2^-19 a^2: from kLeastAmax
-// on, more than the 2^-145 that squares lose where they are subnormal.
+// A pair of sums, under a block's first scale and under its second.
+struct Errors {
+  float first, second;
+};
+template <class T>
+__device__ __forceinline__ Errors distances_of_vec(const BlockScales& scales, const Vec16<T>& vec) {
+  return {distance_of_vec(scales.first, vec), distance_of_vec(scales.second, vec)};
+}
+
+// A decision by the bound, from the distances of a block of kRows vec16s. For a block of amax a,
+// each element's d here and in squared_error differ by at most 12 roundings of a, 2^-20 a. By
+// Cauchy-Schwarz a sum E of n elements then differs by at most 2 * 2^-20 a * sqrt(n E) + 2^-40 n
+// a^2, and by 2^-18 E for the roundings of both sums, of n = 256 by 2^-17 E:
+//
+//     n = 16     at most 2^-20 a^2 + 2^-16 E, and 2^-18 E
+//     n = 256    at most 2^-16 a^2 + 2^-16 E + 2^-32 a^2, and 2^-17 E
+//
+// kOfAmax and kOfErrors are more than that for two sums, by 2^-19 a^2 or more: from kLeastAmax on,
+// more than the 2^-141 that squares lose where they are subnormal.
 inline constexpr float kLeastAmax = 0x1p-60f;
 struct Decision {
   bool is_sure, takes_second;
 };
-template <class T>
+template <int kRows>
 __device__ __forceinline__ Decision decide_by_bound(const MatrixScale& matrix,
                                                     const BlockScales& scales, float amax,
-                                                    const Vec16<T>& vec) {
-  constexpr float kOfAmax = 0x1p-18f, kOfErrors = 0x1p-14f;
+                                                    const Errors& distances) {
+  static_assert(kRows == 1 || kRows == 16);
+  constexpr float kOfAmax = kRows == 1 ? 0x1p-18f : 0x1p-14f, kOfErrors = 0x1p-14f;
   const float one_first = code_values(matrix, scales.first).one,
               one_second = code_values(matrix, scales.second).one;
-  const float first = distance_of_vec(scales.first, vec) * one_first * one_first;
-  const float second = distance_of_vec(scales.second, vec) * one_second * one_second;
+  const float first = distances.first * one_first * one_first;
+  const float second = distances.second * one_second * one_second;
   const float bound = fmaf(amax * amax, kOfAmax, (first + second) * kOfErrors);
   return {fabsf(first - second) > bound, second < first};
 }
 
 // ---- Choices ------------------------------------------------------------------------------------
-// The errors of a vec16 of a block under the block's two scales.
-struct VecErrors {
-  float first, second;
-};
+// Returns whether a block's distances decide, if they are far enough apart.
+__device__ __forceinline__ bool takes_bound(const BlockScales& scales, std::uint32_t amax) {
+  return scales.first.takes_fast_path && scales.second.takes_fast_path &&
+         bit_cast<float>(amax) >= kLeastAmax;
+}
+
+// Returns the errors of a vec16 of a block.
 template <class T>
-__device__ __forceinline__ VecErrors errors_of_vec(const MatrixScale& matrix,
-                                                   const BlockScales& scales, const Vec16<T>& vec) {
+__device__ __forceinline__ Errors errors_of_vec(const MatrixScale& matrix,
+                                                const BlockScales& scales, const Vec16<T>& vec) {
   if (matrix.takes_fast_path)
     return {error_by_fast_path(matrix, scales.first, vec),
             error_by_fast_path(matrix, scales.second, vec)};
@@ -179,11 +197,11 @@ __device__ __forceinline__ BlockScale scale_by_values(ScaleRule rule, ScaleRound
   const BlockScales scales = both_scales(rule, rounding, matrix, amax);
   if (amax == 0 || !is_finite(amax)) return scales.first;  // the errors are 0, or NaN
   Decision decision = {};
-  if (scales.first.takes_fast_path && scales.second.takes_fast_path &&
-      bit_cast<float>(amax) >= kLeastAmax)
-    decision = decide_by_bound(matrix, scales, bit_cast<float>(amax), vec);
+  if (takes_bound(scales, amax))
+    decision =
+        decide_by_bound<1>(matrix, scales, bit_cast<float>(amax), distances_of_vec(scales, vec));
   if (!decision.is_sure) {
-    const VecErrors errors = errors_of_vec(matrix, scales, vec);
+    const Errors errors = errors_of_vec(matrix, scales, vec);
     decision.takes_second = takes_second(errors.first, errors.second);
   }
   return decision.takes_second ? scales.second : scales.first;

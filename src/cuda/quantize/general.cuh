@@ -104,7 +104,7 @@ __device__ __forceinline__ void choose_in_blocks_2d(const KernelOperand& plan,
     const Vec16<T> values = transform<T>(plan, vec);
     const unsigned block_2d =
         block_2d_of(plan, row, threadIdx.x % kVecColumns, kTransposed && !is_down);
-    const VecErrors both = errors_of_vec(
+    const Errors both = errors_of_vec(
         matrix, both_scales(plan.rule, plan.rounding, matrix, amaxes_2d[block_2d]), values);
     errors[0][block_2d][row % kVec] = both.first;
     errors[1][block_2d][row % kVec] = both.second;

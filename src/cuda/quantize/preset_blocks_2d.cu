@@ -4,6 +4,8 @@
 //     a warp      16 rows of the tile, the height of a block, and its 8 vec16 columns
 //     a thread    4 rows of a vec16 column: a block is the vec16s of 4 lanes, 8 apart
 //
+// Under a rule that reads values the lanes of a block sum its errors first.
+//
 //     bytes an element: 2 of x, 1/2 of codes twice, 1/256 of scales twice
 #include "cuda/common/nibbles.cuh"
 #include "cuda/quantize/preset_table.cuh"
@@ -20,6 +22,45 @@ static_assert(kThreads / kVecColumns * kRowsOfThread == kTile);
 __device__ __forceinline__ unsigned code_place(unsigned r, unsigned word) {
   const unsigned slot = r ^ (((r >> 2) ^ (r >> 3)) & 1);
   return slot * kCodeWords + (word ^ (r / 8));
+}
+
+// Adds a block's four lanes: rows r and r + 8, then r and r + 4.
+__device__ __forceinline__ Errors add_lanes(Errors of_lane) {
+#pragma unroll
+  for (unsigned lanes = 2 * kVecColumns; lanes >= kVecColumns; lanes /= 2) {
+    of_lane.first = of_lane.first + __shfl_xor_sync(kAllLanes, of_lane.first, lanes);
+    of_lane.second = of_lane.second + __shfl_xor_sync(kAllLanes, of_lane.second, lanes);
+  }
+  return of_lane;
+}
+__device__ __forceinline__ Errors operator+(const Errors& a, const Errors& b) {
+  return {a.first + b.first, a.second + b.second};
+}
+
+// Chooses between the block's two scales, by the whole warp: by the bound, or, where that is not
+// sure of one of the warp's blocks, by the errors.   vec_of: returns row i of the thread's vec16s
+template <class VecOf>
+__device__ __forceinline__ BlockScale choose_scale(const MatrixScale& matrix,
+                                                   const BlockScales& scales, std::uint32_t amax,
+                                                   const VecOf& vec_of) {
+  Errors distances = {0.0f, 0.0f};
+#pragma unroll
+  for (unsigned i = 0; i < kRowsOfThread; ++i)
+    distances = distances + distances_of_vec(scales, vec_of(i));
+  distances = add_lanes(distances);
+  Decision decision = {amax == 0 || !is_finite(amax), false};  // the errors are 0, or NaN
+  if (!decision.is_sure && takes_bound(scales, amax))
+    decision = decide_by_bound<16>(matrix, scales, bit_cast<float>(amax), distances);
+  if (__any_sync(kAllLanes, !decision.is_sure)) {
+    // The order of core/scale_rule.h's add_rows: the lanes, rows i and i + 2, then i and i + 1.
+    Errors errors = {0.0f, 0.0f};
+#pragma unroll 1
+    for (unsigned i = 0; i < 2; ++i)
+      errors = errors + (add_lanes(errors_of_vec(matrix, scales, vec_of(i))) +
+                         add_lanes(errors_of_vec(matrix, scales, vec_of(i + 2))));
+    if (!decision.is_sure) decision.takes_second = takes_second(errors.first, errors.second);
+  }
+  return decision.takes_second ? scales.second : scales.first;
 }
 
 template <class C>
@@ -54,7 +95,19 @@ __global__ void __launch_bounds__(kThreads, 4)
   }
   amax = max(amax, __shfl_xor_sync(kAllLanes, amax, kVecColumns));
   amax = max(amax, __shfl_xor_sync(kAllLanes, amax, 2 * kVecColumns));
-  const BlockScale block = block_scale<E2M1>(C::kRule, C::kRounding, whole.scale, amax);
+  // A rule that reads values leaves no registers for them: they are read again each time.
+  const auto vec_of = [&](unsigned i) -> Vec16<Bf16> {
+    if constexpr (C::kReadsValues)
+      return shared.vec_at(tile_row + i, vec_col);
+    else
+      return vecs[i];
+  };
+  BlockScale block;
+  if constexpr (C::kReadsValues)
+    block = choose_scale(whole.scale, both_scales(C::kRule, C::kRounding, whole.scale, amax), amax,
+                         vec_of);
+  else
+    block = block_scale<E2M1>(C::kRule, C::kRounding, whole.scale, amax);
   const std::uint32_t block_row = tile.row / kVec + threadIdx.x / 32,
                       block_col = tile.col / kVec + vec_col;
   if (threadIdx.x % 32 < kVecColumns) {
@@ -69,7 +122,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   std::uint8_t* to = row.codes + first * row.code_pitch + block_col * kVecBytes<E2M1>;
 #pragma unroll
   for (unsigned i = 0; i < kRowsOfThread; ++i, to += row.code_pitch) {
-    const Codes<E2M1> both = encode_in_block<E2M1, false>(row, C::kRule, vecs[i], block, {});
+    const Codes<E2M1> both = encode_in_block<E2M1, false>(row, C::kRule, vec_of(i), block, {});
     store_vec<E2M1>(to, 0, both);
     codes[code_place(tile_row + i, 2 * vec_col)] = both.w[0];
     codes[code_place(tile_row + i, 2 * vec_col + 1)] = both.w[1];
