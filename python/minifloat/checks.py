@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import operator
+from collections.abc import Collection
 from typing import SupportsIndex
 
 from torch import nn
@@ -36,6 +37,13 @@ def require_bool(name: str, value: object) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{name}: expected True or False, got {value!r}")
     return value
+
+
+def require_one_of(name: str, value: object, choices: Collection[object]) -> None:
+    """Raises ValueError where `value` is none of the choices."""
+    if not any(value == choice for choice in choices):
+        expected = ", ".join(str(choice) for choice in choices)
+        raise ValueError(f"{name}: expected one of {expected}, got {value!r}")
 
 
 def require_text(name: str, text: object) -> str:

@@ -11,7 +11,7 @@ import torch
 from minifloat.moe.foreign.convert import ROUTER_REASON, find_routers
 from minifloat.moe.foreign.projections import register_implementation
 from minifloat.moe.layer import Experts
-from minifloat.nn.hooks import ExpertChoice, ExpertSelection
+from minifloat.nn.hooks import Choice, Selection
 from torch import nn
 
 from tests.support.experts import relative_error
@@ -84,8 +84,8 @@ def visits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
     fqns = [f"{name}.experts" for name, m in model.named_modules() if isinstance(m, mf.MoE)]
     fqns += [name for name, m in model.named_modules() if name.startswith("list.")]
     recipe = mf.Recipe("mxfp8")
-    choices = [ExpertChoice(n, model.get_submodule(n), ("w2",), recipe) for n in fqns]
-    selection = ExpertSelection([c for c in choices if isinstance(c.module, Experts)], [], {})
+    choices = [Choice(n, model.get_submodule(n), ("w2",), recipe) for n in fqns]
+    selection = Selection([c for c in choices if isinstance(c.module, Experts)], [], {})
     with monkeypatch.context() as patch:
         patch.setattr(nn.Module, "named_modules", counted)
         find_routers(model, selection)

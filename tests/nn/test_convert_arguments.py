@@ -44,7 +44,7 @@ WRONG = [
     ({"primary": "no"}, TypeError, "primary: expected True or False, got 'no'"),
     ({"keep_high_precision_init": 1}, TypeError, "keep_high_precision_init: expected True"),
     ({"keep_high_precision_init": True}, ValueError, "expected primary=True with it"),
-    ({"gather": 3}, ValueError, "gather: expected 'quantized' or 'compute_dtype', got 3"),
+    ({"gather": 3}, ValueError, "gather: expected one of quantized, compute_dtype, got 3"),
     ({"seed": 1.9}, ValueError, "seed: expected an integer"),
     ({"seed": None}, ValueError, "seed: expected an integer"),
     ({"data_parallel_rank": "a"}, TypeError, "data_parallel_rank: expected an int, got 'a'"),

@@ -18,14 +18,9 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 MAIN_GRAD, GRAD = "main_grad", "grad"
-PLACES = (None, MAIN_GRAD, GRAD)
+ACCUMULATE = (None, MAIN_GRAD, GRAD)  # of mf.quantize_
 TAKER = "gradient_taker"  # of a layer: the handle of its weight's hook
 DDP = vars(DistributedDataParallel)  # torch.compile guards the values of a dict, not of a class
-
-
-def require_accumulate(accumulate: str | None) -> None:
-    if accumulate not in PLACES:
-        raise ValueError(f"accumulate: expected one of {PLACES}, got {accumulate!r}")
 
 
 class AccumulatingLayer(Protocol):

@@ -8,12 +8,13 @@ call, when the first DTensor is passed to a layer.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeGuard, TypeVar
 
 from torch import Tensor, nn
 
 from ..recipe import Recipe
+from .names import join
 
 if TYPE_CHECKING:
     import torch.distributed as dist
@@ -119,13 +120,13 @@ def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
 
 
 @dataclass(frozen=True)
-class ExpertChoice:
-    """An experts module to convert.
+class Choice:
+    """A module to convert.
 
     Args:
         fqn: its name.
-        module: the module.
-        names: its 3D parameters that products read.
+        module: an nn.Linear, or an experts module.
+        names: its parameters that products read: "weight", or 3D parameters.
         recipe: of the products.
         is_named: whether mf.quantize_'s `experts` names the parameters.
     """
@@ -136,14 +137,28 @@ class ExpertChoice:
     recipe: Recipe
     is_named: bool = False
 
+    @property
+    def weights(self) -> list[nn.Parameter]:
+        """The parameters that products read."""
+        return [self.module.get_parameter(name) for name in self.names]
+
+    @property
+    def rows(self) -> list[str]:
+        """The names of the rows of a report: the layer's, or those of 3D parameters."""
+        is_linear = isinstance(self.module, nn.Linear)
+        return [self.fqn] if is_linear else [join(self.fqn, name) for name in self.names]
+
 
 @dataclass(frozen=True)
-class ExpertSelection:
-    """The experts to convert, the other 3D parameters with reasons, and routers with reasons."""
+class Selection:
+    """What to convert, (name, reason) of the rest, and routers beside chosen experts.
 
-    chosen: list[ExpertChoice]
+    routers: module -> (name, reason).
+    """
+
+    chosen: list[Choice]
     skipped: list[tuple[str, str]]
-    routers: dict[nn.Module, tuple[str, str]]
+    routers: dict[nn.Module, tuple[str, str]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -159,8 +174,8 @@ class ExpertHooks:
     end_step    (model, group): moves the balance of routers by this step's counts
     """
 
-    select: Callable[..., ExpertSelection]
-    plan_gather: Callable[[ExpertChoice], PlannedGather]
+    select: Callable[..., Selection]
+    plan_gather: Callable[[Choice], PlannedGather]
     convert: Callable[..., list[Any]]
     revert: Callable[[nn.Module], None]
     restore: Callable[[nn.Module], None]

@@ -369,7 +369,7 @@ def check_errors(rank):
     model = sharded(built("nvfp4"))
     with pytest.raises(ValueError, match="restore it before fully_shard"):
         mf.restore_(model)
-    with pytest.raises(ValueError, match="gather: expected 'quantized' or 'compute_dtype'"):
+    with pytest.raises(ValueError, match="gather: expected one of quantized, compute_dtype"):
         mf.quantize_(Model(), "nvfp4", gather="bf16", verbose=False)
 
 

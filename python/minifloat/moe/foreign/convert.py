@@ -17,12 +17,12 @@ from ...checks import require_text
 from ...nn.convert.filters import Filters, require_used
 from ...nn.convert.primary_weights import (
     HIGH_PRECISION_INIT,
-    make_primary_experts,
+    make_primary,
     reason_against_primary,
 )
 from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
-from ...nn.hooks import ExpertChoice, ExpertSelection, hooks
+from ...nn.hooks import Choice, Selection, hooks
 from ...nn.linear import dequantize_parameters
 from ...nn.names import PRODUCT, clean_name, join, owners_of_weights
 from ...nn.state.recipe_state import WEIGHT_DTYPES
@@ -176,10 +176,10 @@ def require_recipe(fqn: str, recipe: Recipe) -> None:
             )
 
 
-def select(model: nn.Module, filters: Filters, experts: Any, primary: bool) -> ExpertSelection:
+def select(model: nn.Module, filters: Filters, experts: Any, primary: bool) -> Selection:
     """Chooses the experts to convert, with a reason for each 3D parameter that is left out."""
     given = require_experts(experts)
-    out = ExpertSelection([], [], {})
+    out = Selection([], [], {})
     matched: set[str] = set()
     owners = owners_of_weights(model)
     for raw_fqn, module in model.named_modules():
@@ -199,7 +199,7 @@ def select(model: nn.Module, filters: Filters, experts: Any, primary: bool) -> E
         if why is None and recipe is not None:
             require_recipe(fqn, recipe)
             chosen = named or chosen_weights(module)
-            out.chosen.append(ExpertChoice(fqn, module, chosen, recipe, named is not None))
+            out.chosen.append(Choice(fqn, module, chosen, recipe, named is not None))
         taken = () if why is not None else out.chosen[-1].names
         reason = why or "a 3D parameter of an experts module that no product reads"
         out.skipped.extend((join(fqn, name), reason) for name in weights if name not in taken)
@@ -222,7 +222,7 @@ def chosen_weights(module: nn.Module) -> tuple[str, ...]:
     return ("gate_up_proj", "down_proj") if is_projected(module) else weights_of(module)
 
 
-def find_routers(model: nn.Module, selection: ExpertSelection) -> None:
+def find_routers(model: nn.Module, selection: Selection) -> None:
     """Lists the routers beside chosen experts: weights (E, D) of modules so named."""
     rows: dict[str, set[int]] = {}  # of a router's weight, by the name of the experts' parent
     for choice in selection.chosen:
@@ -243,14 +243,14 @@ def find_routers(model: nn.Module, selection: ExpertSelection) -> None:
                 selection.routers[module] = fqn, ROUTER_REASON
 
 
-def experts_of(choice: ExpertChoice) -> int:
+def experts_of(choice: Choice) -> int:
     """Returns the number of experts, of all ranks together."""
     if isinstance(choice.module, Experts):
         return choice.module.experts
     return choice.module.get_parameter(choice.names[0]).shape[0]
 
 
-def plan_gather(choice: ExpertChoice) -> tuple[Any, str]:
+def plan_gather(choice: Choice) -> tuple[Any, str]:
     """Plans how FSDP2 gathers the weights of an experts module.
 
     Returns:
@@ -264,7 +264,7 @@ def plan_gather(choice: ExpertChoice) -> tuple[Any, str]:
 
 
 def convert(
-    choice: ExpertChoice,
+    choice: Choice,
     fqn: str,
     gather_plan: Any,
     *,
@@ -300,8 +300,7 @@ def convert(
         **history,
     )
     if primary:
-        keep = keep_high_precision_init
-        make_primary_experts(module, names, choice.recipe, row_major, keep)
+        make_primary(module, names, choice.recipe, keep_high_precision_init, row_major)
     if kind is SeamExperts:
         number_products(module, names, products, fqn)
     if kind is not None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import cast
@@ -12,7 +12,7 @@ from torch import nn
 from ...checks import require_text
 from ...recipe import Recipe, RecipeMap, glob_matches
 from ..names import clean_name
-from .keep import Kept, kept_by
+from .keep import kept_by
 
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"
@@ -70,13 +70,13 @@ class Filters:
         recipes: the recipe map.
         names: filter_fqns. A layer whose name contains one is left out.
         filter_fn: as that of mf.quantize_.
-        kept: what the policy keeps.
+        kept: name -> why the policy keeps the module, and what it holds.
     """
 
     recipes: RecipeMap
     names: tuple[str, ...]
     filter_fn: FilterFn | None
-    kept: Kept
+    kept: Mapping[str, str]
 
     def reason(self, module: nn.Module, fqn: str) -> str | None:
         """Returns why a layer or an experts module is left out; None where it is not."""
@@ -87,8 +87,9 @@ class Filters:
             return "no glob of the recipe map matches"
         if recipe.text == "bf16":
             return "the recipe map says bf16" if self.recipes.entries[1:] else "the recipe is bf16"
-        if (kept := self.kept.reason(fqn)) is not None:
-            return kept
+        for name, why in self.kept.items():
+            if fqn == name or fqn.startswith(name + "."):
+                return why
         is_sized = AUTO_FILTER in self.names and isinstance(module, nn.Linear)
         if is_sized and not auto_filter_small_kn(recipe)(module, fqn):
             n, k = cast(nn.Linear, module).weight.shape

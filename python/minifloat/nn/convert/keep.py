@@ -18,11 +18,11 @@ parameters.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Literal, get_args
 
 from torch import nn
 
+from ...checks import require_one_of
 from ..names import clean_name, join
 
 Keep = Literal["head", "nvfp4_paper", "nothing"]
@@ -41,35 +41,8 @@ AMBIGUOUS = ("output", "proj_out")  # projections within a block have these name
 LAST_PERCENT = 15  # of the blocks
 
 
-@dataclass(frozen=True)
-class Kept:
-    """The modules that a policy keeps in high precision.
-
-    Args:
-        keep: the policy's name.
-        modules: name -> what the module is. What it holds is kept with it.
-    """
-
-    keep: str
-    modules: dict[str, str]
-
-    def reason(self, fqn: str) -> str | None:
-        """Returns why a layer is left out; None where the policy does not keep it."""
-        for name, what in self.modules.items():
-            if fqn == name or fqn.startswith(name + "."):
-                return f'keep="{self.keep}": {what}'
-        return None
-
-
-def require_keep(keep: str) -> str:
-    """Returns the name of a policy; raises ValueError for another text."""
-    if keep not in KEEPS:
-        raise ValueError(f"keep: expected one of {', '.join(KEEPS)}, got {keep!r}")
-    return keep
-
-
-def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -> Kept:
-    """Finds what a policy keeps of a model.
+def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -> dict[str, str]:
+    """Returns the modules that a policy keeps, with all that they hold: name -> the reason.
 
     Args:
         keep: the policy's name.
@@ -79,8 +52,9 @@ def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -
     Raises:
         ValueError: there is no such policy, or it keeps blocks and the model has none.
     """
-    if require_keep(keep) == "nothing":
-        return Kept(keep, {})
+    require_one_of("keep", keep, KEEPS)
+    if keep == "nothing":
+        return {}
     modules = dict.fromkeys(heads_of(model, globs_of), "the head")
     if keep == "nvfp4_paper":
         blocks = blocks_of(model)
@@ -92,7 +66,7 @@ def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -
         count = max(1, len(blocks) * LAST_PERCENT // 100)
         last = "block" if count == 1 else f"{count} blocks"
         modules |= dict.fromkeys(blocks[-count:], f"in the last {last} of {len(blocks)}")
-    return Kept(keep, modules)
+    return {name: f'keep="{keep}": {what}' for name, what in modules.items()}
 
 
 def heads_of(model: nn.Module, globs_of: Callable[[str], list[str]]) -> list[str]:
@@ -102,22 +76,15 @@ def heads_of(model: nn.Module, globs_of: Callable[[str], list[str]]) -> list[str
         *parents, name = clean_name(raw_fqn).split(".")
         if name not in HEADS or any(part.isdecimal() for part in parents):
             continue
-        if name in AMBIGUOUS and not has_numbered(model.get_submodule(raw_fqn.rpartition(".")[0])):
-            continue
+        if name in AMBIGUOUS:
+            beside = model.get_submodule(raw_fqn.rpartition(".")[0]).named_modules()
+            if not any(n.rpartition(".")[2].isdecimal() for n, _ in beside):
+                continue
         fqn = join(*parents, name)
-        layers = [join(fqn, clean_name(n)) for n, m in module.named_modules() if is_linear(m)]
-        if not any(set(globs_of(layer)) - {"*"} for layer in layers):
+        linear = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+        if not any(set(globs_of(join(fqn, clean_name(n)))) - {"*"} for n in linear):
             found.append(fqn)
     return found
-
-
-def has_numbered(module: nn.Module) -> bool:
-    """Tells whether a module holds a numbered module."""
-    return any(name.rpartition(".")[2].isdecimal() for name, _ in module.named_modules())
-
-
-def is_linear(module: nn.Module) -> bool:
-    return isinstance(module, nn.Linear)
 
 
 def blocks_of(model: nn.Module) -> list[str]:

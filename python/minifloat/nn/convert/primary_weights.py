@@ -11,8 +11,6 @@ from ...recipe import Recipe
 from ...tensor.quantized_tensor import QuantizedTensor
 from ...tensor.weight_specs import require_weight_spec
 from ..hooks import is_distributed
-from ..names import owners_of_weights
-from .selection import Selection
 
 HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after the parameter's
 
@@ -42,37 +40,14 @@ def reason_against_primary(
     return None
 
 
-def without_unfit_weights(model: nn.Module, selection: Selection) -> Selection:
-    """Moves layers whose weight cannot be a QuantizedTensor to the skipped ones."""
-    owners = owners_of_weights(model)
-    chosen, skipped = [], list(selection.skipped)
-    for fqn, module, recipe in selection.chosen:
-        why_not = reason_against_primary(module.weight, recipe, owners)
-        if why_not is None:
-            chosen.append((fqn, module, recipe))
-        else:
-            skipped.append((fqn, why_not))
-    return Selection(chosen, skipped)
-
-
-def make_primary(module: nn.Linear, recipe: Recipe, keep_high_precision_init: bool) -> None:
-    """Replaces the weight of an mf.Linear by a QuantizedTensor."""
-    weight = module.weight
-    if keep_high_precision_init:
-        module.weight_high_precision_init = weight.detach().cpu().clone()
-    quantized = QuantizedTensor.from_tensor(weight.detach(), *weight_specs(recipe))
-    module.weight = nn.Parameter(quantized, requires_grad=weight.requires_grad)
-    module.weight_codes = None  # type: ignore[assignment]  # the parameter is the codes
-
-
-def make_primary_experts(
+def make_primary(
     module: nn.Module,
     names: Sequence[str],
     recipe: Recipe,
-    is_row_major: bool,
     keep_high_precision_init: bool,
+    is_row_major: bool = False,
 ) -> None:
-    """Replaces 3D parameters of experts by QuantizedTensors, a matrix an expert."""
+    """Replaces parameters of a converted module by QuantizedTensors: a weight, or 3D ones."""
     row, col = weight_specs(recipe)
     specs = (col, row) if is_row_major else (row, col)  # of the parameter as it lies in memory
     for name in names:

@@ -12,26 +12,25 @@ from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, cast
 
-from torch import Tensor, nn
+from torch import nn
 
-from ...checks import require_bool, require_module
+from ...checks import require_bool, require_module, require_one_of
 from ...recipe import Recipe, RecipeMap
 from ...tensor.weight_specs import require_weight_spec
-from ..accumulation import require_accumulate
+from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.fusion import fuse as fuse_parts
 from ..fuse.fusion import fused_parts, unfuse
 from ..grouped_product import require_restorable_products
-from ..hooks import QUANTIZED, ExpertSelection, expert_hooks
+from ..hooks import COMPUTE_DTYPE, QUANTIZED, Selection, expert_hooks
 from ..linear import Linear, adopt, require_restorable, restore_linear
-from ..names import clean_name, join, unwrapped
+from ..names import clean_name, unwrapped
 from ..state.random_state import AdvanceRng, hooks_of, remove_hooks, require_int64
 from ..state.recipe_state import (
     DEFAULT_HISTORY,
     RECOMPUTE,
     RecipeState,
     require_history,
-    require_memory,
 )
 from ..state.shared_random_state import (
     require_random_bits,
@@ -40,16 +39,15 @@ from ..state.shared_random_state import (
 )
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .filters import FilterFn, filters_of
-from .gather_plans import plan_gathers, plan_mixtures, require_gather
+from .gather_plans import plan_gathers
 from .keep import DEFAULT_KEEP, Keep
 from .primary_weights import (
     HIGH_PRECISION_INIT,
     make_primary,
     require_primary,
     weight_specs,
-    without_unfit_weights,
 )
-from .selection import Fusion, Report, Selection, require_some, select
+from .selection import Fusion, Report, require_some, select
 
 
 def quantize_(
@@ -136,24 +134,22 @@ def quantize_(
     model = unwrapped(require_module("quantize_", model))
     require_history(amax_history_length, amax_algorithm, margin)
     require_random_bits(seed, data_parallel_rank)
-    require_gather(gather)
+    require_one_of("gather", gather, (QUANTIZED, COMPUTE_DTYPE))
     require_primary(primary, keep_high_precision_init)
     require_bool("fuse", fuse)
-    require_memory(memory)
-    require_accumulate(accumulate)
+    require_one_of("memory", memory, RECOMPUTE)
+    require_one_of("accumulate", accumulate, ACCUMULATE)
     require_bool("verbose", verbose)
     filters = filters_of(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
-    mixtures = expert_hooks().select(model, filters, experts, primary)
-    selection = select(model, filters, mixtures.routers)
-    if primary:
-        selection = without_unfit_weights(model, selection)
-    if not mixtures.chosen:
-        require_some(selection, mixtures.skipped)
-    chosen_recipes = [r for _, _, r in selection.chosen] + [c.recipe for c in mixtures.chosen]
-    if any(layer_recipe.is_stochastic for layer_recipe in chosen_recipes):
+    experts_chosen = expert_hooks().select(model, filters, experts, primary)
+    linear = select(model, filters, experts_chosen.routers, primary)
+    selection = Selection(
+        linear.chosen + experts_chosen.chosen, linear.skipped + experts_chosen.skipped
+    )
+    require_some(selection)
+    if any(choice.recipe.is_stochastic for choice in selection.chosen):
         require_same_random_state(model, seed, data_parallel_rank)
-    plans = plan_gathers(model, selection, gather, primary)
-    mixture_plans = plan_mixtures(model, mixtures, gather, primary)
+    plans = plan_gathers(model, selection.chosen, gather, primary)
 
     history: Any = {
         "history_length": amax_history_length,
@@ -165,38 +161,36 @@ def quantize_(
         undo.callback(enable_fast_paths_in, model, converted_layers(model))
         for module in model.modules():
             undo.callback(remove_new_hooks, module, hooks_of(module))
-        for fqn, module, layer_recipe in selection.chosen:
-            undo.callback(revert, module, module.weight)
-            layers.append(adopt(module, layer_recipe, fqn, gather_plan=plans[fqn][0], **history))
-            layers[-1].recompute = RECOMPUTE[memory]
-            cast(Linear, layers[-1]).accumulate = accumulate or ""
-            if primary:
-                make_primary(module, layer_recipe, keep_high_precision_init)
-        for choice in mixtures.chosen:
-            undo.callback(revert_experts, choice.module, dict(choice.module._parameters))
-            products = expert_hooks().convert(
-                choice,
-                choice.fqn,
-                mixture_plans[choice.fqn][0],
-                primary=primary,
-                keep_high_precision_init=keep_high_precision_init,
-                **history,
-            )
-            for product in products:
-                product.recompute = RECOMPUTE[memory]
-            layers += products
+        for choice in selection.chosen:
+            plan = plans[choice.fqn][0]
+            undo.callback(revert, choice.module, dict(choice.module._parameters))
+            if isinstance(choice.module, nn.Linear):
+                layer = adopt(choice.module, choice.recipe, choice.fqn, gather_plan=plan, **history)
+                layer.accumulate = accumulate or ""
+                if primary:
+                    make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
+                converted: list[RecipeState] = [layer]
+            else:
+                converted = expert_hooks().convert(
+                    choice,
+                    choice.fqn,
+                    plan,
+                    primary=primary,
+                    keep_high_precision_init=keep_high_precision_init,
+                    **history,
+                )
+            for state in converted:
+                state.recompute = RECOMPUTE[memory]
+            layers += converted
         share_random_state(model, layers, seed, data_parallel_rank)
-        share_inputs(model, {module: layer_recipe for _, module, layer_recipe in selection.chosen})
+        share_inputs(model, {choice.module: choice.recipe for choice in linear.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))
         undo.callback(unfuse, model, fused_parts(model))
         fusions = fuse_parts(model, converted_layers(model)) if fuse else []
         undo.pop_all()
 
-    gathers = {fqn: text for fqn, (_, text) in plans.items()}
-    for choice in mixtures.chosen:
-        how = mixture_plans[choice.fqn][1]
-        gathers |= {join(choice.fqn, name): how for name in choice.names}
-    report = report_of(selection, mixtures, gathers, notes, fusions)
+    gathers = {row: plans[choice.fqn][1] for choice in selection.chosen for row in choice.rows}
+    report = report_of(selection, gathers, notes, fusions)
     if verbose:
         print(report)
     return report
@@ -204,17 +198,15 @@ def quantize_(
 
 def report_of(
     selection: Selection,
-    mixtures: ExpertSelection,
     gather: dict[str, str],
     notes: Iterable[tuple[str, str]],
     fusions: Iterable[Fusion],
 ) -> Report:
     """Returns the report, with a row for each linear layer and each 3D parameter."""
-    products = {join(c.fqn, name): c.recipe.text for c in mixtures.chosen for name in c.names}
-    divided = [c for c in mixtures.chosen if getattr(c.module, "parallel", None) is not None]
+    divided = [c for c in selection.chosen if getattr(c.module, "parallel", None) is not None]
     return Report(
-        [*((fqn, r.text) for fqn, _, r in selection.chosen), *products.items()],
-        [*selection.skipped, *mixtures.skipped],
+        [(row, choice.recipe.text) for choice in selection.chosen for row in choice.rows],
+        selection.skipped,
         gather,
         [(clean_name(fqn), sentence) for fqn, sentence in notes]
         + [(c.fqn, cast(Any, c.module).parallel.describe(c.module)) for c in divided],
@@ -266,19 +258,16 @@ def remove_new_hooks(module: nn.Module, before: Sequence[AdvanceRng]) -> None:
             remove_hooks(module, hook.state)
 
 
-def revert(module: nn.Linear, weight: Tensor) -> None:
-    """Reverts the conversion of one layer, complete or not."""
+def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
+    """Reverts the conversion of one module, complete or not."""
     if isinstance(module, Linear):
-        module.weight = weight
+        module.weight = cast(nn.Parameter, parameters["weight"])
         restore_linear(module)
-
-
-def revert_experts(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:
-    """Reverts the conversion of one experts module, complete or not."""
-    expert_hooks().revert(module)
-    module._parameters.update(parameters)
-    for name in parameters:
-        module.__dict__.pop(name + HIGH_PRECISION_INIT, None)
+    elif not isinstance(module, nn.Linear):
+        expert_hooks().revert(module)
+        module._parameters.update(parameters)
+        for name in parameters:
+            module.__dict__.pop(name + HIGH_PRECISION_INIT, None)
 
 
 # ---- construction --------------------------------------------------------------------------------
@@ -328,7 +317,7 @@ def quantized_model_init(
         if type(self) is not nn.Linear:
             return
         layer = adopt(self, recipe, f"linear.{next(ordinal)}")
-        make_primary(self, recipe, keep_high_precision_init)
+        make_primary(self, ("weight",), recipe, keep_high_precision_init)
         share_random_state(self, [layer], seed, None)
         disable_fast_path(self)
 

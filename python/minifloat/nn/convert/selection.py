@@ -5,21 +5,20 @@ moe/foreign/convert.py chooses experts.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import torch.distributed as dist
 from torch import nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ...recipe import Recipe
-from ..names import clean_name, join
+from ..hooks import Choice, Selection
+from ..names import clean_name, join, owners_of_weights
 from ..state.recipe_state import WEIGHT_DTYPES
 from .conv1d import is_conv1d, reason_against_linear
-
-if TYPE_CHECKING:
-    from .filters import Filters
+from .filters import Filters
+from .primary_weights import reason_against_primary
 
 
 @dataclass(frozen=True)
@@ -78,14 +77,6 @@ class Report:
 def display(fqn: str) -> str:
     """Returns the name that a report prints."""
     return fqn or "(the model itself)"
-
-
-@dataclass(frozen=True)
-class Selection:
-    """The layers to convert, with their recipes, and the reasons for the rest."""
-
-    chosen: list[tuple[str, nn.Linear, Recipe]]
-    skipped: list[tuple[str, str]]
 
 
 def layers_read_past(model: nn.Module) -> set[nn.Module]:
@@ -148,9 +139,7 @@ def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
 
 
 def select(
-    model: nn.Module,
-    filters: Filters,
-    routers: Mapping[nn.Module, tuple[str, str]] = {},
+    model: nn.Module, filters: Filters, routers: Mapping[nn.Module, tuple[str, str]], primary: bool
 ) -> Selection:
     """Chooses the layers to convert.
 
@@ -158,36 +147,40 @@ def select(
         model: the model.
         filters: what the arguments of mf.quantize_ leave out.
         routers: module -> (name, reason), which are left out.
+        primary: whether layers are left out whose weight cannot be a QuantizedTensor.
     """
-    chosen, skipped = [], []
-    read_past = layers_read_past(model)
+    out = Selection([], [])
+    read_past, owners = layers_read_past(model), owners_of_weights(model)
 
-    def reason(module: nn.Linear, fqn: str) -> str | None:
+    def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
         if module in routers:
             return routers[module][1]
-        return reason_of_kind(module, module in read_past) or filters.reason(module, fqn)
+        why = reason_of_kind(module, module in read_past) or filters.reason(module, fqn)
+        if why is None and primary and recipe is not None:
+            why = reason_against_primary(module.weight, recipe, owners)
+        return why
 
     for raw_fqn, module in model.named_modules():
         if not isinstance(module, nn.Linear):
             continue
         fqn = clean_name(raw_fqn)
         recipe = filters.recipes.find(fqn)
-        why_not = reason(module, fqn)
+        why_not = reason(module, fqn, recipe)
         if why_not is not None:
-            skipped.append((fqn, why_not))
+            out.skipped.append((fqn, why_not))
         elif recipe is not None:
-            chosen.append((fqn, module, recipe))
-    skipped += [row for module, row in routers.items() if not isinstance(module, nn.Linear)]
-    skipped += skipped_kinds(model)
-    return Selection(chosen, skipped)
+            out.chosen.append(Choice(fqn, module, ("weight",), recipe))
+    out.skipped.extend(row for m, row in routers.items() if not isinstance(m, nn.Linear))
+    out.skipped.extend(skipped_kinds(model))
+    return out
 
 
-def require_some(selection: Selection, skipped_experts: Iterable[tuple[str, str]] = ()) -> None:
-    """Raises ValueError, with every reason and its count, where no layer is left to convert."""
+def require_some(selection: Selection) -> None:
+    """Raises ValueError, with every reason and its count, where nothing is left to convert."""
     if selection.chosen:
         return
     examples: dict[str, list[str]] = {}
-    for fqn, why in [*selection.skipped, *skipped_experts]:
+    for fqn, why in selection.skipped:
         examples.setdefault(why, []).append(display(fqn))
     reasons = [f"{len(fqns)} x {why} (such as {fqns[0]})" for why, fqns in examples.items()]
     raise ValueError(

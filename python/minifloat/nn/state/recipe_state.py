@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from ..._native import ops
-from ...checks import require_int
+from ...checks import require_int, require_one_of
 from ...recipe import Recipe
 from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
@@ -35,7 +35,6 @@ if TYPE_CHECKING:
 WEIGHT_DTYPES = (torch.float32, torch.bfloat16)  # that layers read
 DEFAULT_HISTORY = 16  # steps of amax history
 STATE = ("stream", "amax_history")  # buffers
-ALGORITHMS = ("max", "most_recent")
 RECOMPUTE = {"speed": "", "weights": "weight"}  # mf.quantize_'s memory -> the op's recompute
 MAX_MARGIN = 126  # powers of two
 UNSCALED = (
@@ -48,14 +47,8 @@ UNSCALED = (
 def require_history(length: int, algorithm: str, margin: int) -> None:
     """Checks the arguments of delayed scaling."""
     require_int("amax_history_length", length, 1, unit="step")
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"amax_algorithm: expected one of {ALGORITHMS}, got {algorithm!r}")
+    require_one_of("amax_algorithm", algorithm, ("max", "most_recent"))
     require_int("margin", margin, 0, MAX_MARGIN, "powers of two")
-
-
-def require_memory(memory: str) -> None:
-    if memory not in RECOMPUTE:
-        raise ValueError(f"memory: expected one of {list(RECOMPUTE)}, got {memory!r}")
 
 
 @dataclass(frozen=True)
