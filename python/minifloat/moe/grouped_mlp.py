@@ -21,7 +21,6 @@ from ..nn.grouped_product import GroupedProduct, ProductCall
 from ..nn.names import PRODUCT
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_operands import codes_of
 from .functional import Matrices, Plan, compute_dtype, run_experts
 from .mlp_checks import require_no_tangents, require_options, require_shapes
 from .permute import order_rows
@@ -244,7 +243,7 @@ def grouped_mlp(
     ranks = Ranks(group, dispatch, capacity, dropped)
     ranks.require(x, token_ids, first_expert)
     operands = [
-        codes_of(w, parsed, torch.is_grad_enabled()) if isinstance(w, QuantizedTensor) else None
+        w.operands(parsed, torch.is_grad_enabled()) if isinstance(w, QuantizedTensor) else None
         for w in (*inputs, w2)
     ]
     calls = [

@@ -16,7 +16,6 @@ from torch import Tensor, nn
 from .._native import ops
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_operands import codes_of
 from .cache.operand_cache import WeightCodes, weight_codes
 from .hooks import ExpertWeightGather, GatherPlan
 from .names import PRODUCT, join
@@ -253,7 +252,7 @@ class GroupedProduct(RecipeState):
         """Returns the operands of a weight that is codes."""
         if self.weight_gather is not None:
             return self.weight_gather.operands(columnwise)
-        return codes_of(weight, self.recipe, columnwise, is_row_major)
+        return weight.operands(self.recipe, columnwise, is_row_major)
 
     def cache_of(self, weight: Tensor) -> WeightCodes | None:
         """Returns the cache of the weight's codes, new for another parameter; None: no cache."""

@@ -12,7 +12,6 @@ from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe, operand_names
 from ..tensor.quantized_tensor import QuantizedTensor
-from ..tensor.weight_operands import codes_of
 from .accumulation import TAKER, Sums, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, weight_codes
 from .cache.operand_conditions import conditions_of
@@ -55,7 +54,7 @@ def weight_operands(
         return ops.layer_operands.default(
             weight, recipe.text, "w", columnwise=has_dgrad, amax_history=amax_history
         )
-    return codes_of(weight, recipe, has_dgrad)
+    return weight.operands(recipe, has_dgrad)
 
 
 class Linear(RecipeState, nn.Linear):

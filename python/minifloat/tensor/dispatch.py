@@ -12,10 +12,11 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 from .._native import ops
 from ..spec import Spec
+from .directions import map_tensors, slice_elements
 from .handlers import OTHERS, Op, handles
-from .quantized import Quantized, map_tensors, raw_scale
+from .operands import Operand
+from .quantized import Quantized, raw_scale
 from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor
-from .slicing import slice_elements
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -72,18 +73,17 @@ def quantize(
     if not all(Spec.parse(spec).is_delayed for spec in with_amax):
         raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
 
-    def operand(spec: str, columnwise: bool, decoded: bool, as_fp8: bool) -> tuple[Tensor, ...]:
-        none = [x.new_empty(0, dtype=d) for d in (torch.uint8, torch.float32, torch.float32)]
-        values = x.new_empty(0, dtype=torch.bfloat16)
+    def operand(spec: str, columnwise: bool, decoded: bool, as_fp8: bool) -> Operand:
         if not spec:
-            return (*none, values)
-        part = x.direction(Spec.parse(spec).text, columnwise)
+            return Operand.none(x.device)
+        out = x.operand(Spec.parse(spec).text, columnwise)
+        length = x.shape[-2 if columnwise else -1]
         if decoded:
-            values = ops.decode(part.codes, part.scale, part.spec, part.shape[-1])
-        codes, scale = part.codes, raw_scale(part)
+            out = out._replace(decoded=ops.decode(out.codes, out.scale, spec, length))
         if as_fp8:
-            codes, scale = ops.fp4_as_fp8(codes, scale, part.amax, part.spec, part.shape[-1])
-        return codes, scale, part.amax, values
+            codes, scale = ops.fp4_as_fp8(out.codes, out.scale, out.amax, spec, length)
+            out = out._replace(codes=codes, scale=scale)
+        return out
 
     return (*operand(row, False, decoded_row, fp8_row), *operand(col, True, decoded_col, fp8_col))
 
@@ -251,8 +251,7 @@ def pad(func: Op, x: QuantizedTensor, lengths: Sequence[int], value: float = 0) 
 
 def raw_tensors(x: QuantizedTensor) -> list[Tensor]:
     """Lists codes, scale (as bytes, or float32) and amax of both directions, except empty ones."""
-    parts = [part for part in (x.rowwise, x.columnwise) if part is not None]
-    tensors = [t for part in parts for t in (part.codes, raw_scale(part), part.amax)]
+    tensors = [t for part in x.directions for t in (part.codes, raw_scale(part), part.amax)]
     return [t for t in tensors if t.numel() > 0]
 
 

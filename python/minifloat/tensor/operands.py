@@ -31,7 +31,8 @@ class Operand(NamedTuple):
     @classmethod
     def none(cls, device: torch.device) -> Operand:
         """Returns a direction that no product reads."""
-        return cls(*[torch.empty(0, device=device)] * len(cls._fields))
+        float32 = torch.empty(0, dtype=torch.float32, device=device)
+        return cls(float32.to(torch.uint8), float32, float32, float32.to(torch.bfloat16))
 
     @property
     def is_decoded(self) -> bool:

@@ -11,7 +11,7 @@ each group begins at a multiple of a unit, and the operand has L columns as read
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -21,7 +21,6 @@ from .._native import ops
 from ..checks import require_int, require_text
 from ..spec import Spec
 from .operands import Operands
-from .transforms import transpose_codes
 
 
 def require_tensor(name: str, value: object) -> Tensor:
@@ -175,6 +174,16 @@ def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool
     return Quantized(codes, scale, active_amax, spec, shape, columnwise)
 
 
+def quantize_both(
+    x: Tensor, row_spec: str | None, col_spec: str | None
+) -> tuple[Quantized | None, Quantized | None]:
+    """Quantizes both directions of (…, rows, cols), which is read once."""
+    out = ops.quantize(x, row_spec or "", col_spec or "")
+    rowwise = read_direction(out, x, row_spec, False) if row_spec else None
+    columnwise = read_direction(out, x, col_spec, True) if col_spec else None
+    return rowwise, columnwise
+
+
 def require_quantized(name: str, q: object) -> Quantized:
     """Returns `q`; TypeError where it is no Quantized, ValueError where it has no matrix shape."""
     if not isinstance(q, Quantized):
@@ -302,97 +311,3 @@ def scaled_mm(
         bias=bias,
         out_dtype=out_dtype,
     )
-
-
-# ---- one direction -------------------------------------------------------------------------------
-
-
-def require_memory(name: str, t: Tensor) -> None:
-    """Raises ValueError where a contiguous tensor's storage is freed or too short.
-
-    torch's copies do not check this.
-    """
-    if t.device.type not in ("cpu", "cuda") or type(t) is not Tensor:
-        return
-    needed = (t.storage_offset() + t.numel()) * t.element_size() if t.numel() > 0 else 0
-    present = 0 if t._is_zerotensor() else t.untyped_storage().nbytes()
-    if present < needed:
-        raise ValueError(
-            f"{name}: expected {needed} bytes of storage, got {present}: its memory is freed or "
-            "resized"
-        )
-
-
-def tensors_of(spec: Spec, rows: int, cols: int) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
-    """Returns the dtype and shape of each tensor of a matrix read as (rows, cols); (0,): none."""
-    return {
-        "codes": (torch.uint8, (rows, spec.sizes(rows, cols).code_cols)),
-        "scale": (spec.scale_dtype, spec.scale_shape(rows, cols)),
-        "amax": (torch.float32, spec.amax_shape(rows)),
-    }
-
-
-def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool) -> None:
-    """Raises ValueError or TypeError where a part is no whole matrix. Kernels do not check again.
-
-    owns_codes: False for gathered codes, whose memory FSDP2 frees and allocates again.
-    """
-    if not isinstance(part, Quantized):
-        raise TypeError(f"{name}: expected Quantized, got {type(part).__name__}")
-    if part.groups is not None:
-        raise ValueError(f"{name}: expected a matrix without groups, got a grouped operand")
-    is_matrix = isinstance(part.shape, (tuple, list)) and len(part.shape) in (2, 3)
-    if not is_matrix or part.columnwise != columnwise:
-        raise ValueError(
-            f"{name}: expected a matrix with columnwise={columnwise}, got columnwise="
-            f"{part.columnwise} and shape {part.shape}"
-        )
-    for field in ("codes", "scale", "amax"):
-        require_tensor(f"{name}: {field}", getattr(part, field))
-    *experts, rows, cols = part.shape
-    if any(type(size) is not int for size in part.shape):  # symbolic sizes of a trace
-        return
-    spec = Spec.parse(part.spec)
-    for field, (dtype, shape) in tensors_of(spec, rows, cols).items():
-        t = getattr(part, field)
-        if shape != (0,):
-            shape = (*experts, *shape)
-        if t.dtype != dtype or t.shape != shape or not t.is_contiguous():
-            of = " x ".join(map(str, part.shape))
-            raise ValueError(
-                f"{name}: expected {field} of {part.spec}, {of}, as contiguous {dtype} "
-                f"{shape}, got {t.dtype} {tuple(t.shape)} with strides {t.stride()}"
-            )
-        if t.device != part.codes.device:
-            raise ValueError(f"{name}: expected {field} on {part.codes.device}, got {t.device}")
-        if owns_codes:
-            require_memory(f"{name}: {field}", t)
-
-
-def transposed(q: Quantized) -> Quantized:
-    """Transposes an operand with 2D blocks to its other direction, without rounding."""
-    *experts, rows, cols = q.shape
-    spec = Spec.parse(q.spec)
-    is_packed = spec.code_bits == 4
-    codes = transpose_codes(q.codes, cols) if is_packed else q.codes.mT.contiguous()
-    scale = q.scale.mT.contiguous() if spec.has_blocks else q.scale
-    return Quantized(codes, scale, q.amax, q.spec, (*experts, cols, rows), not q.columnwise)
-
-
-def map_tensors(q: Quantized, fn: Callable[[Tensor], Tensor]) -> Quantized:
-    """Returns the operand with `fn` of its tensors, the table of groups included."""
-    groups = None if q.groups is None else fn(q.groups)
-    return replace(q, codes=fn(q.codes), scale=fn(q.scale), amax=fn(q.amax), groups=groups)
-
-
-def same_layout(a: Quantized | None, b: Quantized | None) -> bool:
-    """Tells whether two operands without groups have the same spec and shape, or are both None."""
-    if a is None or b is None:
-        return a is b
-    return a.spec == b.spec and a.shape == b.shape
-
-
-def copy_bytes(target: Quantized, source: Quantized) -> None:
-    """Copies codes, scale and amax of an operand without groups."""
-    for name in ("codes", "scale", "amax"):
-        getattr(target, name).copy_(getattr(source, name))

@@ -26,40 +26,25 @@ from typing import NoReturn, cast
 import torch
 from torch import Tensor, nn
 
-from .._native import ops
+from ..recipe import Recipe
 from ..spec import Spec
-from .handlers import HANDLERS, OTHERS, Op
-from .quantized import (
-    Quantized,
+from .directions import (
+    TENSORS,
     copy_bytes,
     map_tensors,
-    read_direction,
+    require_nearest,
     require_part,
-    require_tensor,
     same_layout,
     transposed,
+    weight_shape,
 )
-from .weight_specs import require_nearest, require_weight_spec
+from .handlers import HANDLERS, OTHERS, Op
+from .operands import Operand, Operands
+from .quantized import Quantized, quantize_both, raw_scale, require_tensor
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
-TENSORS = ("codes", "scale", "amax")
 Description = tuple[str, tuple[int, ...]]  # spec and shape of a part
 Context = tuple[Description | None, Description | None, torch.dtype]
-
-
-def _quantize_both(
-    x: Tensor, row_spec: str | None, col_spec: str | None
-) -> tuple[Quantized | None, Quantized | None]:
-    """Quantizes both directions of (…, rows, cols), which is read once."""
-    out = ops.quantize(x, row_spec or "", col_spec or "")
-    rowwise = read_direction(out, x, row_spec, False) if row_spec else None
-    columnwise = read_direction(out, x, col_spec, True) if col_spec else None
-    return rowwise, columnwise
-
-
-def transposed_shape(part: Quantized) -> tuple[int, ...]:
-    """Returns the shape of W from that of its columnwise part."""
-    return *part.shape[:-2], part.shape[-1], part.shape[-2]
 
 
 class QuantizedTensor(Tensor):
@@ -92,41 +77,29 @@ class QuantizedTensor(Tensor):
         dtype: torch.dtype = torch.bfloat16,
         requires_grad: bool = False,
     ) -> QuantizedTensor:
-        part = rowwise if rowwise is not None else columnwise
-        if part is None:
+        shapes: dict[tuple[int, ...], torch.device] = {}
+        for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
+            if part is not None:
+                is_columnwise = name == "columnwise"
+                require_part(f"QuantizedTensor: {name}", part, is_columnwise, cls.owns_codes)
+                require_nearest(part.spec)
+                shapes[weight_shape(part)] = part.codes.device
+        if not shapes:
             raise ValueError(
                 "QuantizedTensor: expected a rowwise or a columnwise part, got neither"
             )
-        if not isinstance(part, Quantized):
-            raise TypeError(
-                f"QuantizedTensor: expected its parts as Quantized, got {type(part).__name__}"
+        if len(shapes) > 1:
+            raise ValueError(
+                f"QuantizedTensor: expected parts of one matrix, got shapes {set(shapes)}"
             )
-        require_tensor("QuantizedTensor: codes", part.codes)
         if dtype not in NOMINAL_DTYPES:
             raise ValueError(f"QuantizedTensor: expected dtype in {NOMINAL_DTYPES}, got {dtype}")
-        shape = transposed_shape(part) if rowwise is None else part.shape
-        return Tensor._make_wrapper_subclass(
-            cls, shape, dtype=dtype, device=part.codes.device, requires_grad=requires_grad
+        ((shape, device),) = shapes.items()
+        out = Tensor._make_wrapper_subclass(
+            cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
-
-    def __init__(
-        self,
-        rowwise: Quantized | None,
-        columnwise: Quantized | None,
-        dtype: torch.dtype = torch.bfloat16,
-        requires_grad: bool = False,
-    ) -> None:
-        for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
-            if part is not None:
-                require_part(
-                    f"QuantizedTensor: {name}", part, name == "columnwise", self.owns_codes
-                )
-                require_nearest(part.spec)
-        shapes = {tuple(rowwise.shape)} if rowwise is not None else set()
-        shapes |= {transposed_shape(columnwise)} if columnwise is not None else set()
-        if len(shapes) > 1:
-            raise ValueError(f"QuantizedTensor: expected parts of one matrix, got shapes {shapes}")
-        self.rowwise, self.columnwise = rowwise, columnwise
+        out.rowwise, out.columnwise = rowwise, columnwise
+        return out
 
     @classmethod
     def from_tensor(
@@ -146,8 +119,8 @@ class QuantizedTensor(Tensor):
         Raises:
             ValueError: x is no matrix, both specs are None, or a spec is stochastic or delayed.
         """
-        row = require_weight_spec(row_spec) if row_spec else None
-        col = require_weight_spec(col_spec) if col_spec else None
+        row = require_nearest(row_spec, False).text if row_spec else None
+        col = require_nearest(col_spec, False).text if col_spec else None
         if row is None and col is None:
             raise ValueError("QuantizedTensor: expected a row_spec or a col_spec, got neither")
         if x.dim() not in (2, 3):
@@ -155,7 +128,7 @@ class QuantizedTensor(Tensor):
                 f"QuantizedTensor: expected (rows, cols), or one matrix an expert, got "
                 f"{tuple(x.shape)}"
             )
-        return cls._of_parts(*_quantize_both(x.detach().contiguous(), row, col), x.dtype)
+        return cls._of_parts(*quantize_both(x.detach().contiguous(), row, col), x.dtype)
 
     # ---- parts -----------------------------------------------------------------------------------
 
@@ -164,6 +137,11 @@ class QuantizedTensor(Tensor):
         """The specs of the rowwise and of the columnwise part; None: no such part."""
         rowwise, columnwise = self.rowwise, self.columnwise
         return rowwise.spec if rowwise else None, columnwise.spec if columnwise else None
+
+    @property
+    def directions(self) -> list[Quantized]:
+        """The rowwise and the columnwise part: one or both."""
+        return [part for part in (self.rowwise, self.columnwise) if part is not None]
 
     def dequantize(self, dtype: torch.dtype | None = None) -> Tensor:
         """Computes the values of the codes, without a gradient.
@@ -178,8 +156,7 @@ class QuantizedTensor(Tensor):
             ValueError: all parts are transformed (`+rht`).
         """
         dtype = dtype or self.dtype
-        parts = (p for p in (self.rowwise, self.columnwise) if p)
-        part = next((p for p in parts if not Spec.parse(p.spec).transform), None)
+        part = next((p for p in self.directions if not Spec.parse(p.spec).transform), None)
         if part is None:
             raise ValueError(f"QuantizedTensor: only transformed values are held, {self._holds()}")
         values = part.dequantize(dtype)
@@ -201,27 +178,47 @@ class QuantizedTensor(Tensor):
         wanted = "columnwise" if columnwise else "rowwise"
         raise ValueError(f"QuantizedTensor: asked for {wanted} {spec}, but {self._holds()}")
 
+    def operand(self, spec: str, columnwise: bool) -> Operand:
+        """Returns the codes of one direction as an op takes them; raises as `direction`."""
+        part = self.direction(spec, columnwise)
+        decoded = Operand.none(self.device).decoded
+        return Operand(part.codes, raw_scale(part), part.amax, decoded)
+
+    def operands(
+        self, recipe: Recipe, columnwise: bool, is_row_major: bool = False
+    ) -> list[Tensor]:
+        """Returns the eight tensors of the op layer_operands, of a weight under a recipe.
+
+        Args:
+            recipe: of the products: fprop reads W (N, K) rowwise, dgrad columnwise.
+            columnwise: whether dgrad reads the weight.
+            is_row_major: whether this is Wᵀ (…, K, N).
+
+        Raises:
+            ValueError: the weight does not hold these codes.
+        """
+        row = col = Operand.none(self.device)
+        if recipe.fprop.b != "bf16":
+            row = self.operand(recipe.fprop.b, is_row_major)
+        if columnwise and recipe.dgrad.b != "bf16":
+            col = self.operand(recipe.dgrad.b, not is_row_major)
+        return Operands(row, col).tensors()
+
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
         """Drops a direction (False), or transposes it from the other direction (True).
 
         Raises:
             ValueError: neither direction would be left, or the transpose is not exact.
         """
-        parts: dict[bool, Quantized | None] = {False: self.rowwise, True: self.columnwise}
-        for is_columnwise, wanted in ((False, rowwise), (True, columnwise)):
-            if wanted and parts[is_columnwise] is None:
-                parts[is_columnwise] = self.direction(self._only_part().spec, is_columnwise)
-        for is_columnwise, wanted in ((False, rowwise), (True, columnwise)):
-            if wanted is False:
-                parts[is_columnwise] = None
-        if parts[False] is None and parts[True] is None:
+        kept = [self.rowwise, self.columnwise]
+        for i, wanted in enumerate((rowwise, columnwise)):
+            if wanted and kept[i] is None:
+                kept[i] = self.direction(self.directions[0].spec, bool(i))
+            elif wanted is False:
+                kept[i] = None
+        if kept == [None, None]:
             raise ValueError("QuantizedTensor: update_usage would drop both directions")
-        self.rowwise, self.columnwise = parts[False], parts[True]
-
-    def _only_part(self) -> Quantized:
-        part = self.rowwise if self.rowwise is not None else self.columnwise
-        assert part is not None  # the constructor checks this
-        return part
+        self.rowwise, self.columnwise = kept
 
     def _holds(self) -> str:
         row, col = self.specs
@@ -231,9 +228,7 @@ class QuantizedTensor(Tensor):
         self, fn: Callable[[Quantized], Quantized], dtype: torch.dtype | None = None
     ) -> QuantizedTensor:
         """Returns a QuantizedTensor of fn(part) for each part."""
-        rowwise, columnwise = (
-            None if p is None else fn(p) for p in (self.rowwise, self.columnwise)
-        )
+        rowwise, columnwise = (p and fn(p) for p in (self.rowwise, self.columnwise))
         return self._of_parts(rowwise, columnwise, dtype or self.dtype)
 
     @classmethod
@@ -241,7 +236,10 @@ class QuantizedTensor(Tensor):
         cls, rowwise: Quantized | None, columnwise: Quantized | None, dtype: torch.dtype
     ) -> QuantizedTensor:
         """Builds a QuantizedTensor of valid parts, of another one or of a trace, without checks."""
-        out = cls.__new__(cls, rowwise, columnwise, dtype)
+        part = rowwise if rowwise is not None else columnwise
+        assert part is not None
+        shape, device = weight_shape(part), part.codes.device
+        out = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
         out.rowwise, out.columnwise = rowwise, columnwise
         return out
 
@@ -259,7 +257,7 @@ class QuantizedTensor(Tensor):
                 source = source.dequantize()
         if not isinstance(source, QuantizedTensor):
             values = source.to(device=self.device, dtype=self.dtype).expand(self.shape)
-            others = _quantize_both(values.contiguous(), *self.specs)
+            others = quantize_both(values.contiguous(), *self.specs)
         for part, other in zip(parts, others):
             if part is not None and other is not None:
                 copy_bytes(part, other)
@@ -338,14 +336,14 @@ class QuantizedTensor(Tensor):
         return QuantizedTensor._of_parts(rowwise, columnwise, dtype)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
-        leaf = (self.requires_grad, _is_parameter(self))
+        leaf = self.requires_grad, isinstance(self, nn.Parameter)
         return _rebuild_tensor, (self.rowwise, self.columnwise, self.dtype, *leaf)
 
     def __deepcopy__(self, memo: dict[int, QuantizedTensor]) -> QuantizedTensor:
         if id(self) in memo:
             return memo[id(self)]
         twin = self._map(lambda part: map_tensors(part, torch.clone))
-        twin = _as_leaf(twin, self.requires_grad, _is_parameter(self))
+        twin = _as_leaf(twin, self.requires_grad, isinstance(self, nn.Parameter))
         memo[id(self)] = twin
         for name, value in self.__dict__.items():
             if name not in twin.__dict__:
@@ -377,10 +375,6 @@ for _side in ("rowwise", "columnwise"):
 
 
 # ---- pickling ------------------------------------------------------------------------------------
-
-
-def _is_parameter(tensor: Tensor) -> bool:
-    return isinstance(tensor, nn.Parameter)
 
 
 def _as_leaf(tensor: QuantizedTensor, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:

@@ -26,9 +26,9 @@ from ..._native import ops
 from ...nn.grouped_product import GroupedProduct
 from ...nn.state.draws import is_in_backward
 from ...spec import Spec
+from ...tensor.directions import TENSORS, tensors_of
 from ...tensor.operands import Operand, Operands
-from ...tensor.quantized import Quantized, raw_scale, tensors_of
-from ...tensor.quantized_tensor import TENSORS
+from ...tensor.quantized import Quantized, raw_scale
 from .gather import BACKWARD, FORWARD, Gather, GatherInputs, GatherPlan, Received
 from .weight_tensors import GatheredWeight
 

@@ -20,8 +20,9 @@ from torch import Tensor
 from torch._C import _SetExcludeDispatchKeyGuard
 
 from ...tensor.handlers import Op
+from ...tensor.directions import TENSORS
 from ...tensor.quantized import Quantized
-from ...tensor.quantized_tensor import TENSORS, Context, QuantizedTensor
+from ...tensor.quantized_tensor import Context, QuantizedTensor
 from .gather import Gather, GatherInputs, Received
 
 if TYPE_CHECKING:

@@ -28,7 +28,8 @@ from torch import Tensor
 from ..._native import ops
 from ...checks import require_int
 from ...spec import Spec
-from ...tensor.quantized import Quantized, require_memory, require_tensor
+from ...tensor.directions import require_memory
+from ...tensor.quantized import Quantized, require_tensor
 from ...tensor.quantized_tensor import QuantizedTensor
 
 # (matrices, their transposes, rows, cols, bits) of the native MatrixTransposes

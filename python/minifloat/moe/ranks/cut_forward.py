@@ -21,7 +21,6 @@ from ...nn.expert_parameters import local_of, matrix_of
 from ...nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
 from ...nn.state.random_state import require_shared_seed
 from ...tensor.quantized_tensor import QuantizedTensor
-from ...tensor.weight_operands import codes_of
 from ..functional import Matrices, Plan, compose, compute_dtype, weighted_biases
 from ..permute import order_rows, sum_of_slots
 from .cut_experts import FUSED, require_cut
@@ -116,7 +115,7 @@ def prepared(
     )
     columnwise = torch.is_grad_enabled() and needs_columnwise
     if isinstance(local, QuantizedTensor):
-        return replace(made, operands=codes_of(local, product.recipe, columnwise))
+        return replace(made, operands=local.operands(product.recipe, columnwise))
     return replace(made, operands=cached_operands(made, product, weight, x, columnwise, group))
 
 

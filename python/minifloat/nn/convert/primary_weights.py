@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 from ...checks import require_bool
 from ...recipe import Recipe
+from ...tensor.directions import require_nearest
 from ...tensor.quantized_tensor import QuantizedTensor
-from ...tensor.weight_specs import require_weight_spec
 from ..hooks import is_distributed
 
 HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after the parameter's
@@ -33,8 +33,8 @@ def reason_against_primary(
     if row is None or col is None:
         return f"primary: {recipe} reads the weight in high precision too"
     try:
-        require_weight_spec(row)
-        require_weight_spec(col)
+        require_nearest(row, False)
+        require_nearest(col, False)
     except ValueError as error:
         return f"primary: {error}"
     return None

@@ -16,7 +16,7 @@ from torch import nn
 
 from ...checks import require_bool, require_module, require_one_of
 from ...recipe import Recipe, RecipeMap
-from ...tensor.weight_specs import require_weight_spec
+from ...tensor.directions import require_nearest
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.fusion import fuse as fuse_parts
@@ -306,7 +306,7 @@ def quantized_model_init(
     if None in specs:
         raise ValueError(f"quantized_model_init: {recipe} reads the weight in high precision")
     for spec in specs:
-        require_weight_spec(str(spec))
+        require_nearest(str(spec), False)
     if getattr(nn.Linear.__init__, "is_quantized_model_init", False):
         raise ValueError("quantized_model_init: expected no other quantized_model_init around it")
     ordinal = count()
