@@ -29,7 +29,7 @@ def test_one_process_loads_nothing_of_torch_distributed_or_the_compiler():
 
 
 def test_hooks_are_registered_once():
-    from minifloat.nn.hooks import hooks, register_distributed
+    from minifloat.nn.hooks import hooks, register
 
     with pytest.raises(RuntimeError, match="expected one registration"):
-        register_distributed(hooks())
+        register(hooks())

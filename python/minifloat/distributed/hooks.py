@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..nn.hooks import DistributedHooks, register_distributed
+from ..nn.hooks import DistributedHooks, register
 from ..nn.linear import Linear
 from .fsdp.fsdp_group import accumulate_gradients
 from .fsdp.gather import plan_experts, plan_gather
@@ -49,7 +49,7 @@ def forward(layer: nn.Module, x: Tensor) -> Tensor:
     return dtensor.module_linear(cast(Linear, layer), x)
 
 
-register_distributed(
+register(
     DistributedHooks(
         plan_gather=plan_gather,
         adopt_weight=wrap_sharded_weight,

@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..nn.hooks import ExpertHooks, register_experts
+from ..nn.hooks import ExpertHooks, register
 from ..nn.names import unwrapped
 from .foreign.convert import convert, plan_gather, restore, revert, select
 from .layer import Experts
@@ -45,7 +45,7 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
         router.end_step()
 
 
-register_experts(
+register(
     ExpertHooks(
         select=select,
         plan_gather=plan_gather,

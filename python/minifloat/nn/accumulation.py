@@ -10,27 +10,18 @@ torch/layers/weight_sums.h describes both; docs/accumulation.md says which one t
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
+from .state.recipe_state import RecipeState
+
 MAIN_GRAD, GRAD = "main_grad", "grad"
 ACCUMULATE = (None, MAIN_GRAD, GRAD)  # of mf.quantize_
 TAKER = "gradient_taker"  # of a layer: the handle of its weight's hook
 DDP = vars(DistributedDataParallel)  # torch.compile guards the values of a dict, not of a class
-
-
-class AccumulatingLayer(Protocol):
-    """What mf.Linear has that this module reads."""
-
-    accumulate: str
-    fqn: str
-
-    @property
-    def _parameters(self) -> Mapping[str, Tensor | None]: ...
 
 
 class Sums(NamedTuple):
@@ -46,7 +37,7 @@ class Sums(NamedTuple):
     received: str = ""
 
 
-def weight_sums(layer: AccumulatingLayer, weight: Tensor) -> Sums:
+def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
     """Returns where this forward's gradient of the weight is added.
 
     Sets weight.grad_added_to_main_grad to True where the weight has it, except in compiled code.
@@ -90,7 +81,7 @@ def weight_sums(layer: AccumulatingLayer, weight: Tensor) -> Sums:
     return Sums(main_grad, MAIN_GRAD, "zeros" if is_read else "empty")
 
 
-def require_no_reader(layer: AccumulatingLayer, weight: Tensor) -> None:
+def require_no_reader(layer: RecipeState, weight: Tensor) -> None:
     """Raises ValueError where something is to read a .grad that stays None."""
     if DDP["_active_ddp_module"] is not None:
         raise ValueError(
@@ -113,7 +104,7 @@ def require_no_hook(weight: Tensor, name: str) -> None:
         )
 
 
-def take_gradients(layer: AccumulatingLayer) -> None:
+def take_gradients(layer: RecipeState) -> None:
     """Has the layer's weight, under "main_grad" alone, move what .grad receives to main_grad.
 
     Call it where the weight or `accumulate` may have changed.
@@ -149,7 +140,7 @@ def take_gradient(weight: Tensor) -> None:
         weight.grad = None
 
 
-def require_float32_grad(layer: AccumulatingLayer, weight: Tensor) -> None:
+def require_float32_grad(layer: RecipeState, weight: Tensor) -> None:
     """Raises ValueError where the weight's .grad would not be float32."""
     if weight.dtype == torch.float32:
         return

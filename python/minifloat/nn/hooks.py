@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Generic, Protocol, TypeGuard, TypeVar
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard
 
 from torch import Tensor, nn
 
@@ -20,33 +20,25 @@ if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
 
-Functions = TypeVar("Functions")
+_registered: dict[str, Any] = {}
 
 
-class Registration(Generic[Functions]):
-    """The functions of another package, which registers them when it is imported.
+def register(functions: DistributedHooks | ExpertHooks) -> None:
+    """Registers the functions of a package; RuntimeError where it has registered some before."""
+    name = type(functions).__name__
+    if name in _registered:
+        raise RuntimeError(f"{name}: expected one registration, got a second")
+    _registered[name] = functions
 
-    Args:
-        name: of the functions, for the error.
-    """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
-        self._registered: list[Functions] = []
+def hooks() -> DistributedHooks:
+    """Returns the functions of `distributed`."""
+    return _registered["DistributedHooks"]
 
-    def register(self, functions: Functions) -> None:
-        """Registers the functions.
 
-        Raises:
-            RuntimeError: functions are registered already.
-        """
-        if self._registered:
-            raise RuntimeError(f"{self.name}: expected one registration, got a second")
-        self._registered.append(functions)
-
-    def functions(self) -> Functions:
-        """Returns the registered functions."""
-        return self._registered[0]
+def expert_hooks() -> ExpertHooks:
+    """Returns the functions of `moe`."""
+    return _registered["ExpertHooks"]
 
 
 # ---- several processes ---------------------------------------------------------------------------
@@ -105,10 +97,6 @@ class DistributedHooks:
     accumulate_gradients: Callable[[nn.Module, Tensor], None]
     linear: Callable[..., Tensor]
     forward: Callable[[nn.Module, Tensor], Tensor]
-
-
-_DISTRIBUTED: Registration[DistributedHooks] = Registration("distributed hooks")
-register_distributed, hooks = _DISTRIBUTED.register, _DISTRIBUTED.functions
 
 
 def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
@@ -180,7 +168,3 @@ class ExpertHooks:
     revert: Callable[[nn.Module], None]
     restore: Callable[[nn.Module], None]
     end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]
-
-
-_EXPERTS: Registration[ExpertHooks] = Registration("expert hooks")
-register_experts, expert_hooks = _EXPERTS.register, _EXPERTS.functions

@@ -80,7 +80,6 @@ class Linear(RecipeState, nn.Linear):
     TRANSIENT = (*RecipeState.TRANSIENT, TAKER)
     weight_gather: WeightGather | None
     shared_input: SharedInput | None
-    accumulate: str = ""  # where backward adds the weight's gradient (accumulation.py); "": nowhere
     fused_mlp: Any = None  # deferred_mlp's FusedMlp, which an op computes with other layers
     # How FSDP2 gathers the weight as codes; None: in the compute dtype.
     gather_plan: GatherPlan | None

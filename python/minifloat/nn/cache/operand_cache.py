@@ -148,32 +148,31 @@ def is_next_micro_batch(before: tuple[int, int] | None, now: tuple[int, int] | N
     return now == (before[0], before[1] + 1)
 
 
-class LastUse(NamedTuple):
-    """The state in which a layer read its weight last."""
+class Snapshot(NamedTuple):
+    """A state of a tensor, by which a later read is shown to find the same values."""
 
     key: Key
     storage: StorageWeakRef  # keeps the storage's address, which the key has, from being reused
+    fingerprint: Fingerprint | None = None  # None: an equal key, or the gradient, suffices
+
+    def is_of(self, t: Tensor, key: Key) -> bool:
+        """Tells whether this is the state of `t` as it is now, which has this key."""
+        is_same = self.key == key
+        return is_same and (self.fingerprint is None or self.fingerprint.matches(t.detach()))
 
 
 class CachedCodes(NamedTuple):
     """Codes of a weight. Threads share them, so they are replaced as a whole and never changed."""
 
-    use: LastUse  # in which the codes were cast
-    fingerprint: Fingerprint | None  # of the weight; None: an equal key, or the gradient, suffices
+    weight: Snapshot
     codes: list[Tensor]
     has_columnwise: bool
-
-    def is_of(self, weight: Tensor, key: Key) -> bool:
-        """Tells whether the codes are those of `weight`, as it is now."""
-        if self.use.key != key:  # another thread's
-            return False
-        return self.fingerprint is None or self.fingerprint.matches(weight.detach())
 
     def with_columnwise(self, cast: Cast) -> CachedCodes:
         """Casts the columnwise direction, and returns the codes of both."""
         columnwise = Operands.of(cast(rowwise=False, columnwise=True)).columnwise
         codes = Operands(Operands.of(self.codes).rowwise, columnwise).tensors()
-        return CachedCodes(self.use, self.fingerprint, codes, True)
+        return CachedCodes(self.weight, codes, True)
 
 
 class WeightCodes:
@@ -181,7 +180,7 @@ class WeightCodes:
 
     def __init__(self) -> None:
         self.is_captured = False  # in a CUDA graph
-        self.last: LastUse | None = None
+        self.last: Snapshot | None = None  # in which the weight was read last
         self.gradient: tuple[int, int] | None = None  # gradient_of the weight at its last use
         self.is_reused = False  # whether the weight was read twice in the state of `last`
         self.cached: CachedCodes | None = None
@@ -250,12 +249,10 @@ class WeightCodes:
         if last is None:
             return None
         cached = self.cached
-        if cached is not None and not cached.is_of(weight, key):
-            cached = None
-        if cached is None:
+        if cached is None or not cached.weight.is_of(weight, key):
             fingerprint = fingerprint_of(weight) if is_hashed else None
             codes = cast(rowwise=True, columnwise=columnwise)
-            cached = CachedCodes(last, fingerprint, codes, columnwise)
+            cached = CachedCodes(last._replace(fingerprint=fingerprint), codes, columnwise)
         elif columnwise and not cached.has_columnwise:
             cached = cached.with_columnwise(cast)
         self.cached = cached
@@ -263,7 +260,7 @@ class WeightCodes:
 
     def _second_use(
         self, weight: Tensor, key: Key, is_in_step: bool, is_shown: bool
-    ) -> LastUse | None:
+    ) -> Snapshot | None:
         """Records a use; returns it where the codes will be read again, else None.
 
         Args:
@@ -284,7 +281,7 @@ class WeightCodes:
         if last is not None and is_same_use:
             self.is_reused = True
             return last
-        was_reused, use = self.is_reused, LastUse(key, weak_storage(weight))
+        was_reused, use = self.is_reused, Snapshot(key, weak_storage(weight))
         self.last, self.is_reused, self.cached = use, False, None
         return use if was_reused else None  # self.last may be another thread's by now
 
@@ -293,15 +290,8 @@ class CachedInput(NamedTuple):
     """Operands of an input, and the state of the input that they were cast from."""
 
     reference: weakref.ref[Tensor]
-    key: Key
-    storage: StorageWeakRef  # keeps the storage's address, which the key has, from being reused
-    fingerprint: Fingerprint | None
+    state: Snapshot
     operands: Any  # what the cast made
-
-    def is_of(self, x: Tensor, key: Key) -> bool:
-        """Tells whether the operands are those of `x`, as it is now."""
-        is_same = self.reference() is x and self.key == key
-        return is_same and (self.fingerprint is None or self.fingerprint.matches(x.detach()))
 
 
 class SharedInput:
@@ -344,7 +334,7 @@ class SharedInput:
         if x.is_inference():  # has no version
             return None if cast is None else cast()
         key, cached = (write_version(x), recipe, columnwise, conditions), self.cached
-        if cached is not None and cached.is_of(x, key):
+        if cached is not None and cached.reference() is x and cached.state.is_of(x, key):
             self.readers_left -= 1
             if self.readers_left == 0:
                 self.cached = None
@@ -357,8 +347,8 @@ class SharedInput:
         else:
             operands = cast()
         self.readers_left = self.readers - 1
-        reference = weakref.ref(x, self.forget)
-        self.cached = CachedInput(reference, key, weak_storage(x), fingerprint, operands)
+        state = Snapshot(key, weak_storage(x), fingerprint)
+        self.cached = CachedInput(weakref.ref(x, self.forget), state, operands)
         return operands
 
     def cast_first(
@@ -378,18 +368,18 @@ def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
     """Gives one SharedInput to the projections of one input that have the same recipe."""
     for parent in model.modules():
         for names in SIBLINGS:
-            children = [parent._modules.get(name) for name in names]
             groups: dict[tuple[Recipe, object], list[nn.Module]] = {}
-            for child in children:
-                recipe = layers.get(child) if child is not None else None
-                if child is None or recipe is None:
+            for name in names:
+                child = parent._modules.get(name)
+                if child not in layers:
                     continue
+                recipe = layers[child]
                 if can_reuse(recipe.fprop.a, recipe.wgrad.b, allows_delayed=False):
                     groups.setdefault((recipe, child.in_features), []).append(child)
             for group in groups.values():
                 shared = SharedInput(len(group)) if len(group) > 1 else None
                 for child in group:
-                    child.shared_input = shared  # type: ignore[assignment]
+                    child.__dict__["shared_input"] = shared
 
 
 def weight_codes(weight: Tensor, recipe: Recipe) -> WeightCodes | None:

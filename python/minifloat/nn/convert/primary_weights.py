@@ -11,6 +11,7 @@ from ...recipe import Recipe
 from ...tensor.directions import require_nearest
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..hooks import is_distributed
+from ..state.recipe_state import RecipeState
 
 HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after the parameter's
 
@@ -56,6 +57,8 @@ def make_primary(
             setattr(module, name + HIGH_PRECISION_INIT, weight.detach().cpu().clone())
         quantized = QuantizedTensor.from_tensor(weight.detach(), *specs)
         setattr(module, name, nn.Parameter(quantized, requires_grad=weight.requires_grad))
+    if isinstance(module, RecipeState):
+        module._forget()  # the weight before had a cache
 
 
 def require_primary(primary: bool, keep_high_precision_init: bool) -> None:

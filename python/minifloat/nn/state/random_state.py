@@ -228,24 +228,15 @@ class AdvanceRng:
 
     def before(self, module: nn.Module, args: object) -> None:
         """Begins a count, unless the module runs within a call that did so."""
+        state, is_training = self.state, module.training
+        is_within = not self.is_root and state.current is not None
+        if not is_within:
+            self.is_outermost = True
         if torch.compiler.is_compiling():
-            self.trace_begin(module.training)
-        else:
-            self.begin(module.training)
-
-    def trace_begin(self, is_training: bool) -> None:
-        state = self.state
-        is_within = not self.is_root and state.current is not None
+            if not is_within or (is_training and not state.is_advanced):
+                state.begin(is_training)
+            return
         if not is_within:
-            self.is_outermost = True
-        if not is_within or (is_training and not state.is_advanced):
-            state.begin(is_training)
-
-    def begin(self, is_training: bool) -> None:
-        state = self.state
-        is_within = not self.is_root and state.current is not None
-        if not is_within:
-            self.is_outermost = True
             found = self.draws.repeated() if is_in_backward() else None
             if found is not None:
                 state.replay = Replay(found[0])
@@ -273,7 +264,6 @@ class AdvanceRng:
 eager_alone(
     [
         AdvanceRng.before,
-        AdvanceRng.begin,
         AdvanceRng.after,
         AdvanceRng.device,
         RngState.advance,

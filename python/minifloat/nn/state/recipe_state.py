@@ -95,6 +95,7 @@ class RecipeState(nn.Module):
     stream_id: int  # what `stream` holds
     weight_codes: WeightCodes | None  # None: the weight is quantized each time
     recompute: str = ""  # "weight": backward quantizes the weight again, instead of saving codes
+    accumulate: str = ""  # where backward adds the weight's gradient (accumulation.py); "": nowhere
     expert_range: ExpertRange | None = None  # None: this process has all experts
     evaluates_unscaled: bool = False  # whether an evaluation would read a history without values
     # None: FSDP2 has not sharded the weight.

@@ -23,20 +23,22 @@ def share_random_state(
     stochastic = [m for m in layers if m.recipe.is_stochastic]
     if not stochastic:
         return
-    hook = find_hook(root)
-    if hook is not None and not is_drawn_from(root, hook.state):
-        for module in root.modules():
-            remove_hooks(module, hook.state)
-        hook = None
-    state = RngState(seed, data_parallel_rank) if hook is None else hook.state
+    state = state_of(root)
+    if state is None:
+        if (unused := find_hook(root)) is not None:
+            for module in root.modules():
+                remove_hooks(module, unused.state)
+        state = RngState(seed, data_parallel_rank)
     add_hooks(root, state, stochastic)
     for layer in stochastic:
         draw_from(layer, state)
 
 
-def is_drawn_from(root: nn.Module, state: RngState) -> bool:
-    """Tells whether a layer draws from the state. None does once all were restored one by one."""
-    return any(isinstance(m, RecipeState) and m.rng_state is state for m in root.modules())
+def state_of(root: nn.Module) -> RngState | None:
+    """Returns the state that layers of the root draw from; None: all were restored, or none is."""
+    hook = find_hook(root)
+    drawn_from = [m.rng_state for m in root.modules() if isinstance(m, RecipeState)]
+    return hook.state if hook is not None and hook.state in drawn_from else None
 
 
 def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
@@ -47,13 +49,13 @@ def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
 
 def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:
     """Checks that seed and rank equal those of an earlier mf.quantize_ of the same root."""
-    hook = find_hook(root)
-    if hook is None or not is_drawn_from(root, hook.state):
+    state = state_of(root)
+    if state is None:
         return
     rank = distributed_rank() if data_parallel_rank is None else data_parallel_rank
     for name, present, value in (
-        ("seed", hook.state.seed, seed),
-        ("data_parallel_rank", hook.state.rank, rank),
+        ("seed", state.seed, seed),
+        ("data_parallel_rank", state.rank, rank),
     ):
         if value != present:
             raise ValueError(
