@@ -47,7 +47,23 @@ def _parse_map(text: str) -> tuple[str, ...]:
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class Recipe:
+class Text:
+    """What a canonical text describes: equal, copied and pickled by it."""
+
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}({self.text!r})"
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return type(self), (self.text,)
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Recipe(Text):
     """The products fprop (x · W), dgrad (g · W) and wgrad (g · x) of a linear layer.
 
     Recipes are equal where their canonical texts are.
@@ -60,7 +76,6 @@ class Recipe:
         ValueError: `text` is no recipe; the message has the position and the legal texts.
     """
 
-    text: str
     fprop: Product = field(compare=False)
     dgrad: Product = field(compare=False)
     wgrad: Product = field(compare=False)
@@ -71,15 +86,6 @@ class Recipe:
         object.__setattr__(self, "text", canonical)
         for name, product in zip(("fprop", "dgrad", "wgrad"), products):
             object.__setattr__(self, name, Product(*product_parts(product)))
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        return f"Recipe({self.text!r})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return Recipe, (self.text,)
 
     @property
     def _specs(self) -> list[Spec]:
@@ -101,7 +107,7 @@ def glob_matches(glob: str, module_name: str) -> bool:
 
 
 @dataclass(frozen=True, init=False, repr=False)
-class RecipeMap:
+class RecipeMap(Text):
     """Recipes by module name. The last glob that matches a name decides.
 
     Args:
@@ -112,34 +118,23 @@ class RecipeMap:
         ValueError: `text` is no recipe map; the message has the position and the legal texts.
     """
 
-    text: str
     entries: tuple[tuple[str, Recipe], ...] = field(compare=False)
 
     def __init__(self, text: str | Recipe | RecipeMap) -> None:
-        if isinstance(text, (Recipe, RecipeMap)):
-            text = text.text
-        canonical, *pairs = _parse_map(require_text("RecipeMap", text))
+        source = text.text if isinstance(text, Text) else require_text("RecipeMap", text)
+        canonical, *pairs = _parse_map(source)
         object.__setattr__(self, "text", canonical)
         entries = tuple((glob, Recipe(recipe)) for glob, recipe in zip(pairs[::2], pairs[1::2]))
         object.__setattr__(self, "entries", entries)
 
     def find(self, module_name: str) -> Recipe | None:
         """Returns the recipe of the last glob that matches; None where no glob matches."""
-        found = ops.match_recipe(self.text, require_text("RecipeMap: module_name", module_name))
-        return Recipe(found) if found else None
+        text = ops.match_recipe(self.text, require_text("RecipeMap: module_name", module_name))
+        return Recipe(text) if text else None
 
     def globs_of(self, module_name: str) -> list[str]:
         """Returns the globs that match, in order."""
         return [glob for glob, _ in self.entries if glob_matches(glob, module_name)]
-
-    def __str__(self) -> str:
-        return self.text
-
-    def __repr__(self) -> str:
-        return f"RecipeMap({self.text!r})"
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return RecipeMap, (self.text,)
 
 
 @lru_cache(maxsize=1)

@@ -255,24 +255,6 @@ def adopt(
     return module
 
 
-ADOPTED = (
-    "recipe",
-    "fqn",
-    "rng_state",
-    "draws",
-    "amax_algorithm",
-    "margin",
-    "stream",
-    "stream_id",
-    "amax_history",
-    "evaluates_unscaled",
-    "weight_codes",
-    "shared_input",
-    "gather_plan",
-    "weight_gather",
-)
-
-
 def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
     """Finds the class that a converted layer of class `cls` had, or would have, as an nn.Linear.
 
@@ -322,10 +304,9 @@ def restore_linear(module: Linear) -> nn.Linear:
     dequantize_parameters(module)
     module.__dict__.pop("weight_high_precision_init", None)
     module.accumulate = ""
-    for name in ("fused_mlp", "recompute", "accumulate"):
-        module.__dict__.pop(name, None)
-    for name in ADOPTED:
-        delattr(module, name)
+    for name in (*RecipeState.__annotations__, *Linear.__annotations__):
+        if name in module.__dict__ or name in module._buffers:
+            delattr(module, name)
     enable_fast_path(module)
     linear = cast(nn.Linear, module)
     linear.__class__ = cast(type[nn.Linear], class_without_recipe(type(module)))

@@ -64,8 +64,8 @@ def tensors_of(spec: Spec, rows: int, cols: int) -> dict[str, tuple[torch.dtype,
     }
 
 
-def require_part(name: str, part: Quantized, columnwise: bool, owns_codes: bool) -> None:
-    """Raises ValueError or TypeError where a part is no whole matrix. Kernels do not check again.
+def require_direction(name: str, part: Quantized, columnwise: bool, owns_codes: bool) -> None:
+    """Raises ValueError or TypeError where a direction is no matrix. Kernels do not check again.
 
     owns_codes: False for gathered codes, whose memory FSDP2 frees and allocates again.
     """

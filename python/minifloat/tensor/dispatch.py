@@ -206,12 +206,10 @@ def split_with_sizes(
 @handles(aten.split.Tensor)
 def split(func: Op, x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
     """Splits on block boundaries."""
-    dim = dim % x.dim()
-    length = x.shape[dim]
     if size <= 0:
         return NotImplemented
-    starts = range(0, length, size)
-    return [copy_slice(x, dim, start, min(start + size, length)) for start in starts]
+    starts = range(0, x.shape[dim], size)
+    return split_with_sizes(func, x, [min(size, x.shape[dim] - i) for i in starts], dim)
 
 
 @handles(aten.slice.Tensor)

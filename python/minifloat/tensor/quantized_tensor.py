@@ -32,8 +32,8 @@ from .directions import (
     TENSORS,
     copy_bytes,
     map_tensors,
+    require_direction,
     require_nearest,
-    require_part,
     same_layout,
     transposed,
     weight_shape,
@@ -81,7 +81,7 @@ class QuantizedTensor(Tensor):
         for name, part in (("rowwise", rowwise), ("columnwise", columnwise)):
             if part is not None:
                 is_columnwise = name == "columnwise"
-                require_part(f"QuantizedTensor: {name}", part, is_columnwise, cls.owns_codes)
+                require_direction(f"QuantizedTensor: {name}", part, is_columnwise, cls.owns_codes)
                 require_nearest(part.spec)
                 shapes[weight_shape(part)] = part.codes.device
         if not shapes:

@@ -359,9 +359,9 @@ class SharedInput:
         Args: those of `operands`. The caller is no reader.
         """
         self.forget()
-        found = self.operands(x, recipe, columnwise, conditions)
+        operands = self.operands(x, recipe, columnwise, conditions)
         self.readers_left = self.readers
-        return found
+        return operands
 
 
 def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:

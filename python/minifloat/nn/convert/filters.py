@@ -111,7 +111,13 @@ def filters_of(
     Raises:
         TypeError, ValueError: an argument is not as expected, or a text matches no module's name.
     """
-    names = require_filters(filter_fqns, filter_fn)
+    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
+        raise TypeError(f"filter_fqns: expected a list of names, got {filter_fqns!r}")
+    if filter_fn is not None and not callable(filter_fn):
+        raise TypeError(
+            f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
+        )
+    names = tuple(require_text("filter_fqns: an entry", name) for name in filter_fqns)
     fqns = [clean_name(fqn) for fqn, _ in model.named_modules()]
     parts = [name for name in names if name != AUTO_FILTER]
     unused = [name for name in parts if not any(name in fqn for fqn in fqns)]
@@ -119,20 +125,6 @@ def filters_of(
     unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
     require_used("recipe", "globs of names of this model's modules", unused, fqns)
     return Filters(recipes, names, filter_fn, kept_by(keep, model, recipes.globs_of))
-
-
-def require_filters(filter_fqns: Iterable[str], filter_fn: FilterFn | None) -> tuple[str, ...]:
-    """Checks mf.quantize_'s filters, and returns the names."""
-    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
-        raise TypeError(f"filter_fqns: expected a list of names, got {filter_fqns!r}")
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(
-            f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
-        )
-    names = tuple(filter_fqns)
-    for name in names:
-        require_text("filter_fqns: an entry", name)
-    return names
 
 
 def require_used(argument: str, expected: str, unused: Sequence[str], fqns: Iterable[str]) -> None:

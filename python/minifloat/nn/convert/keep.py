@@ -71,7 +71,7 @@ def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -
 
 def heads_of(model: nn.Module, globs_of: Callable[[str], list[str]]) -> list[str]:
     """Returns the names of heads that no glob of the map other than "*" names."""
-    found = []
+    heads = []
     for raw_fqn, module in model.named_modules():
         *parents, name = clean_name(raw_fqn).split(".")
         if name not in HEADS or any(part.isdecimal() for part in parents):
@@ -83,8 +83,8 @@ def heads_of(model: nn.Module, globs_of: Callable[[str], list[str]]) -> list[str
         fqn = join(*parents, name)
         linear = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
         if not any(set(globs_of(join(fqn, clean_name(n)))) - {"*"} for n in linear):
-            found.append(fqn)
-    return found
+            heads.append(fqn)
+    return heads
 
 
 def blocks_of(model: nn.Module) -> list[str]:

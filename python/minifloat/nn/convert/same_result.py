@@ -146,19 +146,19 @@ def difference(
         if not isinstance(want, Tensor):
             return f"returns a {type(want).__name__}, not a tensor"
         try:
-            found = ours()
+            got = ours()
         except (RuntimeError, TypeError, ValueError) as error:
             return f"takes what minifloat's does not: {str(error).partition(chr(10))[0]}"
-        if want.shape != found.shape or want.dtype != found.dtype:
+        if want.shape != got.shape or want.dtype != got.dtype:
             return (
-                f"returns {want.dtype} {tuple(want.shape)} where minifloat's returns {found.dtype} "
-                f"{tuple(found.shape)}"
+                f"returns {want.dtype} {tuple(want.shape)} where minifloat's returns {got.dtype} "
+                f"{tuple(got.shape)}"
             )
         if bound == 0:
-            return None if torch.equal(want, found) else "returns other bits than minifloat's"
-        want, found = want.double(), found.double()
+            return None if torch.equal(want, got) else "returns other bits than minifloat's"
+        want, got = want.double(), got.double()
         largest = want.abs().amax(-1, keepdim=True)
-        relative = ((want - found).abs() / largest.clamp(min=torch.finfo(torch.float32).tiny)).max()
+        relative = ((want - got).abs() / largest.clamp(min=torch.finfo(torch.float32).tiny)).max()
         if relative <= bound:
             return None
     return f"differs from minifloat's by {float(relative):.2g} of the largest value"

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import TypeGuard
 
 import torch.distributed as dist
 from torch import nn
@@ -79,26 +80,21 @@ def display(fqn: str) -> str:
     return fqn or "(the model itself)"
 
 
-def layers_read_past(model: nn.Module) -> set[nn.Module]:
-    """Finds the out_proj of each nn.MultiheadAttention, which torch reads without calling it."""
+def is_attention(module: nn.Module) -> TypeGuard[nn.MultiheadAttention]:
+    """Tells whether torch reads the weights of a module's projections without calling a layer."""
     attention = nn.MultiheadAttention
-    return {
-        module.out_proj
-        for module in model.modules()
-        if isinstance(module, attention) and type(module).forward is attention.forward
-    }
+    return isinstance(module, attention) and type(module).forward is attention.forward
 
 
 def skipped_kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
     """Yields (name, reason) of weights of linear layers that are no nn.Linear."""
-    attention = nn.MultiheadAttention
     for raw_fqn, module in model.named_modules():
         fqn = clean_name(raw_fqn)
         if is_conv1d(module):
             what, why = type(module).__name__, reason_against_linear(module)
             how = "to convert it, first call minifloat.transformers.replace_conv1d_(model)"
             yield fqn, f"{what}, whose weight is (K, N); {how if why is None else why}"
-        elif isinstance(module, attention) and type(module).forward is attention.forward:
+        elif is_attention(module):
             for name in ("in_proj_weight", "q_proj_weight", "k_proj_weight", "v_proj_weight"):
                 if module._parameters.get(name) is not None:
                     yield (
@@ -150,7 +146,8 @@ def select(
         primary: whether layers are left out whose weight cannot be a QuantizedTensor.
     """
     out = Selection([], [])
-    read_past, owners = layers_read_past(model), owners_of_weights(model)
+    read_past = {module.out_proj for module in model.modules() if is_attention(module)}
+    owners = owners_of_weights(model)
 
     def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
         if module in routers:

@@ -159,8 +159,7 @@ class RngState:
             if self.replay is not None:
                 repeated = self.replay.next(draws)
             else:
-                found = draws.repeated()
-                repeated = None if found is None else found[1]
+                _, repeated = draws.repeated() or (0, None)
             if repeated is not None:
                 return repeated
         is_alone, current = self.current is None, self.current
@@ -237,9 +236,9 @@ class AdvanceRng:
                 state.begin(is_training)
             return
         if not is_within:
-            found = self.draws.repeated() if is_in_backward() else None
-            if found is not None:
-                state.replay = Replay(found[0])
+            repeated = self.draws.repeated() if is_in_backward() else None
+            if repeated is not None:
+                state.replay = Replay(repeated[0])
         if state.replay is not None:
             state.repeat(state.replay.next(self.draws))
             return
