@@ -147,8 +147,7 @@ def test_no_glob_matches():
         ({"amax_history_length": 0}, "at least 1"),
         ({"amax_algorithm": "median"}, "median"),
         ({"margin": -1}, "margin"),
-        ({"seed": 2**63}, "64 bits"),
-        ({"seed": 0.5}, "64 bits"),
+        ({"seed": 2**63}, r"seed: expected an int from -2\^63"),
     ],
 )
 def test_bad_input_leaves_the_model_alone(arguments, message):
@@ -166,6 +165,7 @@ def test_bad_input_leaves_the_model_alone(arguments, message):
         {"filter_fqns": "output"},
         {"filter_fn": 3},
         {"recipe": None},
+        {"seed": 0.5},
     ],
 )
 def test_wrong_types(arguments):

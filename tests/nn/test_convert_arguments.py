@@ -45,8 +45,8 @@ WRONG = [
     ({"keep_high_precision_init": 1}, TypeError, "keep_high_precision_init: expected True"),
     ({"keep_high_precision_init": True}, ValueError, "expected primary=True with it"),
     ({"gather": 3}, ValueError, "gather: expected one of quantized, compute_dtype, got 3"),
-    ({"seed": 1.9}, ValueError, "seed: expected an integer"),
-    ({"seed": None}, ValueError, "seed: expected an integer"),
+    ({"seed": 1.9}, TypeError, "seed: expected an int"),
+    ({"seed": None}, TypeError, "seed: expected an int"),
     ({"data_parallel_rank": "a"}, TypeError, "data_parallel_rank: expected an int, got 'a'"),
     ({"data_parallel_rank": 1.0}, TypeError, "data_parallel_rank: expected an int, got 1.0"),
     ({"data_parallel_rank": True}, TypeError, "data_parallel_rank: expected an int, got True"),
@@ -159,7 +159,7 @@ def test_a_second_call_has_the_first_seed():
         ({"recipe": 3}, TypeError, "expected its text"),
         ({"recipe": "nvfp5"}, ValueError, "nvfp5"),
         ({"name": 3}, TypeError, "name: expected its text as str, got int"),
-        ({"seed": 1.5}, ValueError, "seed: expected an integer"),
+        ({"seed": 1.5}, TypeError, "seed: expected an int"),
         ({"dtype": torch.float16}, ValueError, "dtype: expected float32 or bfloat16"),
     ],
 )
@@ -174,7 +174,7 @@ def test_linear_checks_first(arguments, error, message):
         ({"recipe": "fp8_delayed"}, ValueError, "delayed"),
         ({"recipe": 3}, TypeError, "expected its text"),
         ({"keep_high_precision_init": "no"}, TypeError, "keep_high_precision_init: expected"),
-        ({"seed": 1.5}, ValueError, "seed: expected an integer"),
+        ({"seed": 1.5}, TypeError, "seed: expected an int"),
     ],
 )
 def test_quantized_model_init_checks_first(arguments, error, message):

@@ -22,7 +22,7 @@ from ..nn.expert_parameters import HasProducts, matrix_of
 from ..nn.grouped_product import add_products, call_of, product_of
 from ..nn.hooks import hooks
 from ..nn.linear import adopt
-from ..nn.state.random_state import RngState, add_hooks, require_int64
+from ..nn.state.random_state import RngState, add_hooks
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
 from .functional import Matrices, Plan, compute_dtype, run_experts
@@ -213,7 +213,7 @@ class MoE(nn.Module):
         require_bool("fused_w13", fused_w13)
         require_bool("bias", bias)
         require_text("name", name)
-        require_int64("seed", seed)
+        require_int("seed", seed)
         if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         self.router = Router(dim, experts, top_k, device=device, **routing)

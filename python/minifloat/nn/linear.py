@@ -18,7 +18,7 @@ from .cache.operand_conditions import conditions_of
 from .convert.fast_paths import disable_fast_path, enable_fast_path
 from .fuse.deferred import Deferred, request_of, source_of
 from .hooks import GatherPlan, WeightGather, hooks, is_distributed
-from .state.random_state import RngState, add_hooks, require_int64
+from .state.random_state import RngState, add_hooks
 from .state.recipe_state import (
     DEFAULT_HISTORY,
     WEIGHT_DTYPES,
@@ -101,7 +101,7 @@ class Linear(RecipeState, nn.Linear):
         require_int("out_features", out_features, 0)
         require_bool("bias", bias)
         require_text("name", name)
-        require_int64("seed", seed)
+        require_int("seed", seed)
         if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         super().__init__(in_features, out_features, bias, device, dtype)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ...spec import Spec
 
-Conditions = tuple[Any, ...]
+Conditions = tuple[object, ...]
 
 
 def conditions_of(x: Tensor) -> Conditions:
@@ -25,7 +23,7 @@ def conditions_of(x: Tensor) -> Conditions:
 
 def is_capturing(conditions: Conditions) -> bool:
     """Tells whether `conditions` are of a forward that a CUDA graph captures."""
-    return conditions[-1]
+    return bool(conditions[-1])
 
 
 def can_reuse(*texts: str, allows_delayed: bool) -> bool:

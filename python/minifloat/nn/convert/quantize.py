@@ -14,7 +14,7 @@ from typing import Any, cast
 
 from torch import nn
 
-from ...checks import require_bool, require_module, require_one_of
+from ...checks import require_bool, require_int, require_module, require_one_of
 from ...recipe import Recipe, RecipeMap
 from ...tensor.directions import require_nearest
 from ..accumulation import ACCUMULATE
@@ -25,7 +25,7 @@ from ..grouped_product import require_restorable_products
 from ..hooks import COMPUTE_DTYPE, QUANTIZED, Selection, expert_hooks
 from ..linear import Linear, adopt, require_restorable, restore_linear
 from ..names import clean_name, unwrapped
-from ..state.random_state import AdvanceRng, hooks_of, remove_hooks, require_int64
+from ..state.random_state import AdvanceRng, hooks_of, remove_hooks
 from ..state.recipe_state import (
     DEFAULT_HISTORY,
     RECOMPUTE,
@@ -33,7 +33,6 @@ from ..state.recipe_state import (
     require_history,
 )
 from ..state.shared_random_state import (
-    require_random_bits,
     require_same_random_state,
     share_random_state,
 )
@@ -133,7 +132,9 @@ def quantize_(
     """
     model = unwrapped(require_module("quantize_", model))
     require_history(amax_history_length, amax_algorithm, margin)
-    require_random_bits(seed, data_parallel_rank)
+    require_int("seed", seed)
+    if data_parallel_rank is not None:
+        require_int("data_parallel_rank", data_parallel_rank, 0)
     require_one_of("gather", gather, (QUANTIZED, COMPUTE_DTYPE))
     require_primary(primary, keep_high_precision_init)
     require_bool("fuse", fuse)
@@ -301,7 +302,7 @@ def quantized_model_init(
     """
     recipe = Recipe(recipe)
     require_bool("keep_high_precision_init", keep_high_precision_init)
-    require_int64("seed", seed)
+    require_int("seed", seed)
     specs = weight_specs(recipe)
     if None in specs:
         raise ValueError(f"quantized_model_init: {recipe} reads the weight in high precision")

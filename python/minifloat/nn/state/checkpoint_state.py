@@ -18,7 +18,7 @@ from ...checks import require_module
 from ..hooks import hooks
 from ..names import join
 from .random_state import states_of
-from .recipe_state import forget_weights, histories_of
+from .recipe_state import converted, forget_weights, histories_of
 
 
 def training_state(model: nn.Module) -> dict[str, Tensor]:
@@ -40,7 +40,7 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
     """
     require_module("training_state", model)
     state = {join(fqn, "rng"): rng.get() for fqn, rng in states_of(model)}
-    for fqn, layer, history in histories_of(model):
+    for fqn, layer, history in histories_of(converted(model)):
         name, kept = join(fqn, "amax_history"), layer.expert_range
         if kept is None:
             state[name] = history.clone()
@@ -95,8 +95,9 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
         _require_entry(name, tensor, state[name])
     for fqn, rng in states_of(model):
         rng.set(state[join(fqn, "rng")])
-    for fqn, layer, history in histories_of(model):
+    layers = converted(model)
+    for fqn, layer, history in histories_of(layers):
         entry, kept = state[join(fqn, "amax_history")], layer.expert_range
         history.copy_(entry if kept is None else kept.own(entry))
         layer.evaluates_unscaled &= not entry[..., 0].any().item()
-    forget_weights(model)
+    forget_weights(layers)

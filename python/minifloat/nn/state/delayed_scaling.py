@@ -10,7 +10,13 @@ from ..._native import ops
 from ...checks import require_module
 from ..hooks import expert_hooks, hooks
 from ..names import unwrapped
-from .recipe_state import RecipeState, forget_weights, histories_of, require_own_streams
+from .recipe_state import (
+    RecipeState,
+    converted,
+    forget_weights,
+    histories_of,
+    require_own_streams,
+)
 
 
 def _reduce_running(layers: list[RecipeState], group: dist.ProcessGroup | None) -> None:
@@ -56,24 +62,25 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             f"got {group!r} ({type(group).__name__})"
         )
     require_own_streams("step", model)
-    forget_weights(model)
-    _roll_histories(model, group)
+    layers = converted(model)
+    forget_weights(layers)
+    _roll_histories(layers, group)
     expert_hooks().end_step(model, group)
     hooks().precompute_scales(unwrapped(model))
 
 
-def _roll_histories(model: nn.Module, group: dist.ProcessGroup | None) -> None:
+def _roll_histories(layers: list[tuple[str, RecipeState]], group: dist.ProcessGroup | None) -> None:
     """Rolls the histories of all layers, with one call for those of one shape and rule."""
     groups: dict[tuple[torch.device, torch.Size, str, int], list[Tensor]] = {}
-    layers = []
-    for _, layer, history in histories_of(model):
+    delayed = []
+    for _, layer, history in histories_of(layers):
         key = (history.device, history.shape, layer.amax_algorithm, layer.margin)
         groups.setdefault(key, []).append(history)
-        layers.append(layer)
+        delayed.append(layer)
         layer.evaluates_unscaled = False
     if not groups:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
-        _reduce_running(layers, group)
+        _reduce_running(delayed, group)
     for (_, _, algorithm, margin), histories in groups.items():
         ops.roll_amax_histories(histories, algorithm=algorithm, margin=margin)

@@ -32,6 +32,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ..._native import ops
+from ...checks import require_int
 from ..names import clean_name, unwrapped
 from .draws import Draws, Replay, is_in_backward
 
@@ -39,12 +40,6 @@ from .draws import Draws, Replay, is_in_backward
 def distributed_rank() -> int:
     """Returns torch.distributed's rank; 0 without it."""
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
-def require_int64(name: str, value: int) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or not -(2**63) <= value < 2**63:
-        raise ValueError(f"{name}: expected an integer of 64 bits with sign, got {value!r}")
-    return value
 
 
 def as_normal(tensor: Tensor) -> Tensor:
@@ -81,7 +76,7 @@ class RngState:
 
     def __init__(self, seed: int, rank: int | None = None) -> None:
         self.rank = distributed_rank() if rank is None else rank
-        self.seed = require_int64("seed", seed)
+        self.seed = require_int("seed", seed)
         self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
         self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
         self.close()

@@ -7,7 +7,7 @@ in a state dict.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -338,17 +338,25 @@ def draw_from(layer: RecipeState, state: RngState) -> None:
     layer.rng_state = state
 
 
-def histories_of(model: nn.Module) -> Iterator[tuple[str, RecipeState, Tensor]]:
-    """Yields (name, layer, amax history) of each layer under delayed scaling."""
-    for fqn, module in unwrapped(model).named_modules():
-        if isinstance(module, RecipeState) and module.amax_history is not None:
-            module.unwrap_buffers()
-            yield clean_name(fqn), module, module.amax_history
+def converted(model: nn.Module) -> list[tuple[str, RecipeState]]:
+    """Finds (name, layer) of each layer and product under a recipe."""
+    modules = unwrapped(model).named_modules()
+    return [(clean_name(fqn), module) for fqn, module in modules if isinstance(module, RecipeState)]
+
+
+def histories_of(
+    layers: Iterable[tuple[str, RecipeState]],
+) -> Iterator[tuple[str, RecipeState, Tensor]]:
+    """Yields (name, layer, amax history) of those under delayed scaling."""
+    for fqn, layer in layers:
+        if layer.amax_history is not None:
+            layer.unwrap_buffers()
+            yield fqn, layer, layer.amax_history
 
 
 def require_converted(name: str, model: nn.Module | None) -> nn.Module:
     """Returns the model; raises ValueError, with the caller's name, where nothing is converted."""
-    if model is None or not any(isinstance(m, RecipeState) for m in unwrapped(model).modules()):
+    if model is None or not converted(model):
         raise ValueError(
             f"{name}: expected a model that mf.quantize_ has converted, got "
             f"{'None' if model is None else type(model).__name__} without converted layers"
@@ -388,8 +396,8 @@ def require_own_streams(name: str, model: nn.Module) -> None:
                 )
 
 
-def forget_weights(model: nn.Module) -> None:
+def forget_weights(layers: Iterable[tuple[str, RecipeState]]) -> None:
     """Makes layers quantize their weights again, after the weights or their scales changed."""
-    for layer in unwrapped(model).modules():
-        if isinstance(layer, RecipeState) and layer.weight_codes is not None:
+    for _, layer in layers:
+        if layer.weight_codes is not None:
             layer.weight_codes.forget()

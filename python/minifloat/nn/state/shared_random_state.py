@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from torch import nn
 
-from ...checks import require_int
 from .random_state import (
     RngState,
     add_hooks,
     distributed_rank,
     find_hook,
     remove_hooks,
-    require_int64,
 )
 from .recipe_state import RecipeState, draw_from
 
@@ -39,12 +37,6 @@ def state_of(root: nn.Module) -> RngState | None:
     hook = find_hook(root)
     drawn_from = [m.rng_state for m in root.modules() if isinstance(m, RecipeState)]
     return hook.state if hook is not None and hook.state in drawn_from else None
-
-
-def require_random_bits(seed: int, data_parallel_rank: int | None) -> None:
-    require_int64("seed", seed)
-    if data_parallel_rank is not None:
-        require_int("data_parallel_rank", data_parallel_rank, 0)
 
 
 def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:
