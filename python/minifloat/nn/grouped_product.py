@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 from .._native import ops
-from ..recipe import Recipe, operand_names
+from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
 from .cache.operand_cache import WeightCodes, weight_codes
 from .hooks import ExpertWeightGather, GatherPlan
 from .names import PRODUCT, join
-from .state.recipe_state import DEFAULT_HISTORY, ExpertRange, RecipeState
+from .state.recipe_state import DEFAULT_DELAYED, DelayedScaling, ExpertRange, RecipeState
 
 
 class Sharding(NamedTuple):
@@ -163,7 +163,7 @@ class GroupedProduct(RecipeState):
         fqn: the name of the weight, which the stream of random bits comes from.
         experts: E.
         device: of the state.
-        history_length, algorithm, margin: of delayed scaling, as those of mf.quantize_.
+        delayed: how delayed scaling computes scales.
         is_row_major: whether the weight is (E, K, N).
         gather_plan: how FSDP2 gathers the weight as codes; None: in the compute dtype.
 
@@ -184,17 +184,14 @@ class GroupedProduct(RecipeState):
         experts: int,
         device: torch.device,
         *,
-        history_length: int = DEFAULT_HISTORY,
-        algorithm: str = "max",
-        margin: int = 0,
+        delayed: DelayedScaling = DEFAULT_DELAYED,
         is_row_major: bool = False,
         gather_plan: GatherPlan | None = None,
     ) -> None:
         super().__init__()
         self.is_row_major, self.gather_plan = is_row_major, gather_plan
         self.first_expert = 0
-        shape = (len(operand_names()), experts, 1 + history_length)
-        self.set_state(recipe, fqn, device, shape, algorithm, margin)
+        self.set_state(recipe, fqn, device, delayed, (experts,))
         self._forget()
 
     def keep_experts(self, kept: ExpertRange) -> None:
@@ -312,9 +309,7 @@ def add_products(
     recipe: Recipe,
     fqn: str,
     *,
-    history_length: int = DEFAULT_HISTORY,
-    algorithm: str = "max",
-    margin: int = 0,
+    delayed: DelayedScaling = DEFAULT_DELAYED,
     is_row_major: bool = False,
     gather_plan: GatherPlan | None = None,
 ) -> list[GroupedProduct]:
@@ -330,9 +325,7 @@ def add_products(
             join(fqn, name),
             getattr(weight, "_local_tensor", weight).shape[0],
             weight.device,
-            history_length=history_length,
-            algorithm=algorithm,
-            margin=margin,
+            delayed=delayed,
             is_row_major=is_row_major,
             gather_plan=gather_plan,
         )

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
-from ..recipe import Recipe, operand_names
+from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
 from .accumulation import TAKER, Sums, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, weight_codes
@@ -20,8 +20,9 @@ from .fuse.deferred import Deferred, request_of, source_of
 from .hooks import GatherPlan, WeightGather, hooks, is_distributed
 from .state.random_state import RngState, add_hooks
 from .state.recipe_state import (
-    DEFAULT_HISTORY,
+    DEFAULT_DELAYED,
     WEIGHT_DTYPES,
+    DelayedScaling,
     RecipeState,
     draw_from,
     quantized_again,
@@ -232,19 +233,16 @@ def adopt(
     recipe: Recipe,
     fqn: str,
     *,
-    history_length: int = DEFAULT_HISTORY,
-    algorithm: str = "max",
-    margin: int = 0,
+    delayed: DelayedScaling = DEFAULT_DELAYED,
     gather_plan: GatherPlan | None = None,
 ) -> Linear:
     """Converts `module` to a Linear in place; object, parameters and hooks stay.
 
     Args: as those of mf.quantize_; `fqn` is the name that the stream of random bits comes from.
     """
-    shape = (len(operand_names()), 1 + history_length)
     device = module.weight.device
     # Before the class, so that a module is unchanged where there is no memory for its state.
-    RecipeState.set_state(cast(RecipeState, module), recipe, fqn, device, shape, algorithm, margin)
+    RecipeState.set_state(cast(RecipeState, module), recipe, fqn, device, delayed)
     if not isinstance(module, Linear):
         module.__class__ = Linear
     module = cast(Linear, module)

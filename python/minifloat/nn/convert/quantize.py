@@ -29,8 +29,8 @@ from ..state.random_state import AdvanceRng, hooks_of, remove_hooks
 from ..state.recipe_state import (
     DEFAULT_HISTORY,
     RECOMPUTE,
+    DelayedScaling,
     RecipeState,
-    require_history,
 )
 from ..state.shared_random_state import (
     require_same_random_state,
@@ -131,7 +131,7 @@ def quantize_(
             after any error.
     """
     model = unwrapped(require_module("quantize_", model))
-    require_history(amax_history_length, amax_algorithm, margin)
+    delayed = DelayedScaling(amax_history_length, amax_algorithm, margin)
     require_int("seed", seed)
     if data_parallel_rank is not None:
         require_int("data_parallel_rank", data_parallel_rank, 0)
@@ -152,11 +152,6 @@ def quantize_(
         require_same_random_state(model, seed, data_parallel_rank)
     plans = plan_gathers(model, selection.chosen, gather, primary)
 
-    history: Any = {
-        "history_length": amax_history_length,
-        "algorithm": amax_algorithm,
-        "margin": margin,
-    }
     layers: list[RecipeState] = []
     with ExitStack() as undo:
         undo.callback(enable_fast_paths_in, model, converted_layers(model))
@@ -166,7 +161,9 @@ def quantize_(
             plan = plans[choice.fqn][0]
             undo.callback(revert, choice.module, dict(choice.module._parameters))
             if isinstance(choice.module, nn.Linear):
-                layer = adopt(choice.module, choice.recipe, choice.fqn, gather_plan=plan, **history)
+                layer = adopt(
+                    choice.module, choice.recipe, choice.fqn, delayed=delayed, gather_plan=plan
+                )
                 layer.accumulate = accumulate or ""
                 if primary:
                     make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
@@ -178,7 +175,7 @@ def quantize_(
                     plan,
                     primary=primary,
                     keep_high_precision_init=keep_high_precision_init,
-                    **history,
+                    delayed=delayed,
                 )
             for state in converted:
                 state.recompute = RECOMPUTE[memory]

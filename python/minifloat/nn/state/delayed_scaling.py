@@ -11,12 +11,13 @@ from ...checks import require_module
 from ..hooks import expert_hooks, hooks
 from ..names import unwrapped
 from .recipe_state import (
+    DelayedScaling,
     RecipeState,
     converted,
     forget_weights,
     histories_of,
-    require_own_streams,
 )
+from .shared_random_state import require_own_streams
 
 
 def _reduce_running(layers: list[RecipeState], group: dist.ProcessGroup | None) -> None:
@@ -71,10 +72,10 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 def _roll_histories(layers: list[tuple[str, RecipeState]], group: dist.ProcessGroup | None) -> None:
     """Rolls the histories of all layers, with one call for those of one shape and rule."""
-    groups: dict[tuple[torch.device, torch.Size, str, int], list[Tensor]] = {}
+    groups: dict[tuple[torch.device, torch.Size, DelayedScaling], list[Tensor]] = {}
     delayed = []
     for _, layer, history in histories_of(layers):
-        key = (history.device, history.shape, layer.amax_algorithm, layer.margin)
+        key = (history.device, history.shape, layer.delayed)
         groups.setdefault(key, []).append(history)
         delayed.append(layer)
         layer.evaluates_unscaled = False
@@ -82,5 +83,5 @@ def _roll_histories(layers: list[tuple[str, RecipeState]], group: dist.ProcessGr
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         _reduce_running(delayed, group)
-    for (_, _, algorithm, margin), histories in groups.items():
-        ops.roll_amax_histories(histories, algorithm=algorithm, margin=margin)
+    for (_, _, rule), histories in groups.items():
+        ops.roll_amax_histories(histories, algorithm=rule.algorithm, margin=rule.margin)

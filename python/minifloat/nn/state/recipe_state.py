@@ -19,7 +19,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..._native import ops
 from ...checks import require_int, require_one_of
-from ...recipe import Recipe
+from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..cache.operand_cache import WeightCodes, conditions_of_ranks
@@ -27,7 +27,7 @@ from ..cache.operand_conditions import conditions_of
 from ..hooks import ExpertWeightGather, WeightGather, is_distributed
 from ..names import clean_name, unwrapped
 from .draws import Draws
-from .random_state import RngState, as_normal, find_hook
+from .random_state import RngState, as_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -44,11 +44,21 @@ UNSCALED = (
 )
 
 
-def require_history(length: int, algorithm: str, margin: int) -> None:
-    """Checks the arguments of delayed scaling."""
-    require_int("amax_history_length", length, 1, unit="step")
-    require_one_of("amax_algorithm", algorithm, ("max", "most_recent"))
-    require_int("margin", margin, 0, MAX_MARGIN, "powers of two")
+@dataclass(frozen=True)
+class DelayedScaling:
+    """The arguments of mf.quantize_ for delayed scaling; raises where one is not as expected."""
+
+    history_length: int = DEFAULT_HISTORY
+    algorithm: str = "max"
+    margin: int = 0  # powers of two
+
+    def __post_init__(self) -> None:
+        require_int("amax_history_length", self.history_length, 1, unit="step")
+        require_one_of("amax_algorithm", self.algorithm, ("max", "most_recent"))
+        require_int("margin", self.margin, 0, MAX_MARGIN, "powers of two")
+
+
+DEFAULT_DELAYED = DelayedScaling()
 
 
 @dataclass(frozen=True)
@@ -90,8 +100,7 @@ class RecipeState(nn.Module):
     draws: Draws
     stream: Tensor
     amax_history: Tensor | None
-    amax_algorithm: str
-    margin: int
+    delayed: DelayedScaling
     stream_id: int  # what `stream` holds
     weight_codes: WeightCodes | None  # None: the weight is quantized each time
     recompute: str = ""  # "weight": backward quantizes the weight again, instead of saving codes
@@ -161,24 +170,26 @@ class RecipeState(nn.Module):
         recipe: Recipe,
         fqn: str,
         device: torch.device,
-        history_shape: tuple[int, ...],
-        algorithm: str,
-        margin: int,
+        delayed: DelayedScaling,
+        experts: tuple[int, ...] = (),
     ) -> None:
-        """Sets a new state. `fqn` is the name that the stream of random bits comes from."""
+        """Sets a new state. `fqn` is the name that the stream of random bits comes from.
+
+        experts: (E) where the weight has a matrix an expert.
+        """
         stream_id = ops.stream(fqn)
         stream = as_normal(torch.full((1,), stream_id, dtype=torch.int64, device=device))
         history = None
         if recipe.is_delayed:
-            history = as_normal(torch.zeros(history_shape, dtype=torch.float32, device=device))
+            shape = len(operand_names()), *experts, 1 + delayed.history_length
+            history = as_normal(torch.zeros(shape, dtype=torch.float32, device=device))
         in_forward = (recipe.fprop.a, recipe.fprop.b)
         self.evaluates_unscaled = any(Spec.parse(spec).is_delayed for spec in in_forward)
         self.recipe = recipe
         self.fqn = fqn
         self.rng_state = None
         self.draws = Draws()
-        self.amax_algorithm = algorithm
-        self.margin = margin
+        self.delayed = delayed
         self.stream_id = stream_id
         self.register_buffer("stream", stream, persistent=False)
         self.register_buffer("amax_history", history, persistent=False)
@@ -362,38 +373,6 @@ def require_converted(name: str, model: nn.Module | None) -> nn.Module:
             f"{'None' if model is None else type(model).__name__} without converted layers"
         )
     return model
-
-
-def require_own_streams(name: str, model: nn.Module) -> None:
-    """Raises ValueError where two parts of a model draw the same random bits.
-
-    Parts that were converted one by one do so under equal seeds, where they have layers of equal
-    names. A part that is in evaluation, or frozen, is left out.
-
-    Args:
-        name: of the caller.
-        model: it holds the parts.
-    """
-    hooks = [(fqn, m, find_hook(m)) for fqn, m in unwrapped(model).named_modules()]
-    roots = [(fqn, module, hook.state) for fqn, module, hook in hooks if hook is not None]
-    if len(roots) < 2:
-        return
-    owners: dict[tuple[int, int, int], tuple[str, RngState]] = {}
-    for fqn, root, state in roots:
-        if not (root.training and any(p.requires_grad for p in root.parameters())):
-            continue
-        for layer in root.modules():
-            if not isinstance(layer, RecipeState) or layer.rng_state is not state:
-                continue
-            key = state.seed, state.rank, layer.stream_id
-            other, of_other = owners.setdefault(key, (fqn, state))
-            if of_other is not state:
-                raise ValueError(
-                    f"{name}: expected layers with random bits of their own, but "
-                    f"{clean_name(fqn)!r} and {clean_name(other)!r} were converted with one seed, "
-                    f"{state.seed}, and both have a layer {layer.fqn!r}; pass each its own seed, "
-                    "or call mf.quantize_ once, on a module that holds both"
-                )
 
 
 def forget_weights(layers: Iterable[tuple[str, RecipeState]]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from ..names import clean_name, unwrapped
 from .random_state import (
     RngState,
     add_hooks,
@@ -54,3 +55,35 @@ def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: in
                 f"{name}: expected {present}, which this model's converted layers draw their "
                 f"random bits with, got {value}"
             )
+
+
+def require_own_streams(name: str, model: nn.Module) -> None:
+    """Raises ValueError where two parts of a model draw the same random bits.
+
+    Parts that were converted one by one do so under equal seeds, where they have layers of equal
+    names. A part that is in evaluation, or frozen, is left out.
+
+    Args:
+        name: of the caller.
+        model: it holds the parts.
+    """
+    hooks = [(fqn, m, find_hook(m)) for fqn, m in unwrapped(model).named_modules()]
+    roots = [(fqn, module, hook.state) for fqn, module, hook in hooks if hook is not None]
+    if len(roots) < 2:
+        return
+    owners: dict[tuple[int, int, int], tuple[str, RngState]] = {}
+    for fqn, root, state in roots:
+        if not (root.training and any(p.requires_grad for p in root.parameters())):
+            continue
+        for layer in root.modules():
+            if not isinstance(layer, RecipeState) or layer.rng_state is not state:
+                continue
+            key = state.seed, state.rank, layer.stream_id
+            other, of_other = owners.setdefault(key, (fqn, state))
+            if of_other is not state:
+                raise ValueError(
+                    f"{name}: expected layers with random bits of their own, but "
+                    f"{clean_name(fqn)!r} and {clean_name(other)!r} were converted with one seed, "
+                    f"{state.seed}, and both have a layer {layer.fqn!r}; pass each its own seed, "
+                    "or call mf.quantize_ once, on a module that holds both"
+                )
