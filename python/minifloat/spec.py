@@ -3,9 +3,8 @@
     spec = Spec.parse("nvfp4/16x16+rht")     a text is parsed once
     spec.code_bits, spec.block, spec.amax_of, spec.sizes(rows, cols)
 
-The native library parses specs (include/minifloat/spec.h). The fields that follow from what it
-returns, such as `bits`, `alignment` and `group_unit`, are computed here. No other module calls the
-operators that describe a spec.
+The native library parses specs and computes the fields (include/minifloat/spec.h). No other module
+calls the operators that describe a spec.
 """
 
 from __future__ import annotations
@@ -103,32 +102,11 @@ def product_parts(text: str) -> tuple[str, str, bool]:
 
 @lru_cache(maxsize=1024)
 def _parse(text: str) -> Spec:
-    canonical, elements, rule, scale, amax_of, code_bits, *sizes, is_sr, is_delayed, is_pow2 = (
+    canonical, elements, rule, scale, amax_of, code_bits, bits, block, alignment, *others = (
         ops.spec_info(text)
     )
-    height, width, transform = sizes
-    scale_dtype = getattr(torch, scale)
-    has_blocks = height > 0
-    scale_bits = 8 * scale_dtype.itemsize / (height * width) if has_blocks else 0
-    return Spec(
-        text=canonical,
-        elements=elements,
-        rule=rule,
-        scale_dtype=scale_dtype,
-        amax_of=amax_of,
-        code_bits=code_bits,
-        bits=code_bits + scale_bits,
-        block=(height, width),
-        alignment=(max(height, 1), max(width, transform, 8 // code_bits, 1)),
-        group_unit=max(32 if code_bits == 4 else 16, width, transform),
-        transform=transform,
-        is_bf16=elements == "bf16",
-        has_blocks=has_blocks,
-        is_stochastic=is_sr,
-        is_delayed=is_delayed,
-        is_fp4_by_powers_of_two=is_pow2,
-        transposes_exactly=height == width and amax_of != "row" and transform == 0,
-    )
+    of_codes = code_bits, bits, tuple(block), tuple(alignment)
+    return Spec(canonical, elements, rule, getattr(torch, scale), amax_of, *of_codes, *others)
 
 
 @lru_cache(maxsize=4096)

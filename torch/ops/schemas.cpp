@@ -285,11 +285,15 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("advance_random_state(Tensor(a!) state, *, bool in_forward=False) -> Tensor", tags);
 
   // Text. Python calls these ops, so that C++ has the only parser.
-  // block_rows, block_cols, transform: 0 where there is none. amax_of: "tensor", "row" or "".
+  // bits: of an element, block scales included. block: rows and columns that share a block scale,
+  // (0, 0) where there is none; transform: points, or 0. alignment: a cut at multiples splits no
+  // block, transform or byte of codes. amax_of: "tensor", "row" or "". transposes: whether the codes
+  // of one direction, transposed, are those of the other.
   m.def(
       "spec_info(str spec) -> (str text, str elements, str rule, str scale_dtype, str amax_of, "
-      "int code_bits, int block_rows, int block_cols, int transform, bool stochastic, bool "
-      "delayed, bool fp4_by_powers_of_two)");
+      "int code_bits, float bits, int[] block, int[] alignment, int group_unit, int transform, "
+      "bool bf16, bool blocks, bool stochastic, bool delayed, bool fp4_by_powers_of_two, "
+      "bool transposes)");
   m.def("product_info(str product) -> (str a, str b, bool fast)");
   m.def("parse_recipe(str recipe) -> str[]");
   m.def("parse_recipe_map(str map) -> str[]");

@@ -2,8 +2,10 @@
 // these rules have one definition.
 #include <torch/library.h>
 
+#include <algorithm>
 #include <string>
 #include <tuple>
+#include <vector>
 
 #include "minifloat/core/philox.h"
 #include "ops/bridge.h"
@@ -46,24 +48,36 @@ const char* name_of(ScaleType type) {
 }
 
 // The outputs of spec_info, in the order of its schema.
+using Ints = std::vector<std::int64_t>;
 using SpecInfo =
     std::tuple<std::string, std::string, std::string, std::string, std::string, std::int64_t,
-               std::int64_t, std::int64_t, std::int64_t, bool, bool, bool>;
+               double, Ints, Ints, std::int64_t, std::int64_t, bool, bool, bool, bool, bool, bool>;
 SpecInfo spec_info(const std::string& text) {
   const Spec& spec = bridge::parse_spec(text);
   const char* amax_of = spec.has_tensor_amax() ? "tensor" : spec.has_row_amax() ? "row" : "";
+  const std::int64_t code_bits = spec.is_bf16() ? 16 : spec.code_bits();
+  const std::int64_t codes_a_byte = spec.code_bits() == 4 ? 2 : 1;
+  const std::int64_t block = std::int64_t{spec.block_rows} * spec.block_cols;
+  const double scale_bits = spec.scale_type() == ScaleType::kFloat32 ? 32 : 8;
+  const Ints alignment = {std::max(spec.block_rows, 1),
+                          std::max<std::int64_t>({spec.block_cols, spec.transform, codes_a_byte})};
   return {spec.str(),
           name_of(spec.elements),
           name_of(spec.rule),
           name_of(spec.scale_type()),
           amax_of,
-          spec.is_bf16() ? 16 : spec.code_bits(),
-          spec.block_rows,
-          spec.block_cols,
+          code_bits,
+          code_bits + (spec.has_blocks() ? scale_bits / block : 0),
+          {spec.block_rows, spec.block_cols},
+          alignment,
+          spec.group_unit(),
           spec.transform,
+          spec.is_bf16(),
+          spec.has_blocks(),
           spec.stochastic,
           spec.delayed,
-          spec.is_fp4_by_powers_of_two()};
+          spec.is_fp4_by_powers_of_two(),
+          spec.block_rows == spec.block_cols && !spec.has_row_amax() && spec.transform == 0};
 }
 
 // Returns the canonical specs of both operands, and whether the product accumulates fast.
