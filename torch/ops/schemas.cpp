@@ -287,8 +287,8 @@ TORCH_LIBRARY(minifloat, m) {
   // Text. Python calls these ops, so that C++ has the only parser.
   // bits: of an element, block scales included. block: rows and columns that share a block scale,
   // (0, 0) where there is none; transform: points, or 0. alignment: a cut at multiples splits no
-  // block, transform or byte of codes. amax_of: "tensor", "row" or "". transposes: whether the codes
-  // of one direction, transposed, are those of the other.
+  // block, transform or byte of codes. amax_of: "tensor", "row" or "". transposes: whether the
+  // codes of one direction, transposed, are those of the other.
   m.def(
       "spec_info(str spec) -> (str text, str elements, str rule, str scale_dtype, str amax_of, "
       "int code_bits, float bits, int[] block, int[] alignment, int group_unit, int transform, "
