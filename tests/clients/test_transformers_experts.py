@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import minifloat as mf
 import pytest
 import torch
-from minifloat.moe.foreign.projections import ProjectionExperts, register_implementation
+from minifloat.moe.convert.projections import ProjectionExperts, register_implementation
 from torch import nn
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 

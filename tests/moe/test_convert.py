@@ -8,8 +8,8 @@ import types
 import minifloat as mf
 import pytest
 import torch
-from minifloat.moe.foreign.convert import ROUTER_REASON, find_routers
-from minifloat.moe.foreign.projections import register_implementation
+from minifloat.moe.convert.experts import ROUTER_REASON, find_routers
+from minifloat.moe.convert.projections import register_implementation
 from minifloat.moe.layer import Experts
 from minifloat.nn.hooks import Choice, Selection
 from torch import nn
@@ -34,7 +34,7 @@ def tokens(count: int = 24) -> torch.Tensor:
 BLOCKS = {
     "moe": mixture,
     "fused moe": lambda: mixture(fused_w13=True, bias=True),
-    "seam": SeamBlock,
+    "grouped_mm method": SeamBlock,
     "linear layout": ProjectionBlock,
     "row-major": lambda: ProjectionBlock(row_major=True, bias=True, clamped=True),
     "another activation": lambda: ProjectionBlock(bias=True, act=nn.GELU()),
@@ -42,10 +42,10 @@ BLOCKS = {
 EXPERTS = {
     "moe": ("experts.w1", "experts.w3", "experts.w2"),
     "fused moe": ("experts.w13", "experts.w2"),
-    "seam": ("experts.w1", "experts.w2", "experts.w3"),
+    "grouped_mm method": ("experts.w1", "experts.w2", "experts.w3"),
 }
 PROJECTIONS = ("experts.gate_up_proj", "experts.down_proj")
-ROUTERS = {"moe": "router", "fused moe": "router", "seam": "router.gate"}
+ROUTERS = {"moe": "router", "fused moe": "router", "grouped_mm method": "router.gate"}
 
 
 def run(model: nn.Module, x: torch.Tensor) -> list[torch.Tensor]:
@@ -84,7 +84,7 @@ def visits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
     fqns = [f"{name}.experts" for name, m in model.named_modules() if isinstance(m, mf.MoE)]
     fqns += [name for name, m in model.named_modules() if name.startswith("list.")]
     recipe = mf.Recipe("mxfp8")
-    choices = [Choice(n, model.get_submodule(n), ("w2",), recipe) for n in fqns]
+    choices = [Choice(n, model.get_submodule(n), ("w2",), recipe, Experts) for n in fqns]
     selection = Selection([c for c in choices if isinstance(c.module, Experts)], [], {})
     with monkeypatch.context() as patch:
         patch.setattr(nn.Module, "named_modules", counted)

@@ -10,7 +10,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
-from minifloat.moe.foreign.convert import require_recipe
+from minifloat.moe.convert.experts import require_recipe
 from minifloat.nn.grouped_product import GroupedProduct
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +24,7 @@ from tests.support.saved_bytes import saved_bytes
 M, K, N, EXPERTS = 40, 64, 32, 3
 # Blocks whose products are differentiable ops of their own in eager mode. The others compute all
 # products in one function, which saves parameters.
-OWN_PRODUCTS = ("seam", "another activation")
+OWN_PRODUCTS = ("grouped_mm method", "another activation")
 
 
 def is_of_experts(recipe: str) -> bool:
@@ -122,7 +122,7 @@ def pair(name: str, recipe: str) -> tuple[nn.Module, nn.Module]:
 
 
 def is_traceable(name: str) -> bool:
-    return name != "seam"  # its routing counts on the CPU
+    return name != "grouped_mm method"  # its routing counts on the CPU
 
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "mxfp8", "nvfp4", "fp8_delayed"])

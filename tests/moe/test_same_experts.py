@@ -8,10 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from minifloat.moe.foreign import counted_experts
-from minifloat.moe.foreign.counted_experts import CountedExperts
-from minifloat.moe.foreign.foreign import SeamExperts
-from minifloat.moe.foreign.projections import ProjectionExperts
+from minifloat.moe.convert import torchtitan
+from minifloat.moe.convert.projections import ProjectionExperts
+from minifloat.moe.convert.torchtitan import CountedExperts, GroupedMmExperts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -324,20 +323,20 @@ def test_large_experts_are_compared_by_small_ones(kind, hidden):
 # ---- other kinds ---------------------------------------------------------------------------------
 
 
-class ScaledSeam(Seam):
+class ScaledGroupedMm(Seam):
     def _grouped_mm(self, *, A, B_t, offs):
         return grouped(A, B_t, offs) * 0.5
 
 
-class TorchSeam(Seam):
+class TorchGroupedMm(Seam):
     def _grouped_mm(self, *, A, B_t, offs):
         return torch._grouped_mm(A, B_t, offs=offs)
 
 
-def test_seams():
-    assert SeamExperts.reason_against(Seam()) is None
-    assert SeamExperts.reason_against(TorchSeam()) is None
-    skipped = dict(report_of(ScaledSeam()).skipped)
+def test_grouped_mm_methods():
+    assert GroupedMmExperts.reason_against(Seam()) is None
+    assert GroupedMmExperts.reason_against(TorchGroupedMm()) is None
+    skipped = dict(report_of(ScaledGroupedMm()).skipped)
     assert (
         "whose forward calls _grouped_mm, which differs from minifloat's" in skipped["experts.w1"]
     )
@@ -366,7 +365,7 @@ class OffCounted(Counted):
 
 def test_rows_and_counts(monkeypatch):
     classes = tuple((kind.__module__, kind.__name__) for kind in (Counted, OffCounted))
-    monkeypatch.setattr(counted_experts, "CLASSES", classes)
+    monkeypatch.setattr(torchtitan, "CLASSES", classes)
     experts = Counted()
     assert CountedExperts.reason_against(experts) is None
     assert experts.use_grouped_mm

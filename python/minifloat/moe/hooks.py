@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from ..nn.hooks import ExpertHooks, register
 from ..nn.names import unwrapped
-from .foreign.convert import convert, plan_gather, restore, revert, select
+from .convert.experts import convert, plan_gather, restore, revert, select
 from .layer import Experts
 from .ranks.dropped import warn_of_dropped
 from .router import Router

@@ -116,14 +116,14 @@ class Choice:
         module: an nn.Linear, or an experts module.
         names: its parameters that products read: "weight", or 3D parameters.
         recipe: of the products.
-        is_named: whether mf.quantize_'s `experts` names the parameters.
+        form: the class of the module, or the part that its conversion adds to its class.
     """
 
     fqn: str
     module: nn.Module
     names: tuple[str, ...]
     recipe: Recipe
-    is_named: bool = False
+    form: type[nn.Module]
 
     @property
     def weights(self) -> list[nn.Parameter]:

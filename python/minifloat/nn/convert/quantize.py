@@ -1,7 +1,7 @@
 """Conversion of a model's layers: mf.quantize_, mf.restore_ and mf.quantized_model_init.
 
 A conversion changes the class of a linear layer in place (nn.Linear <-> mf.Linear), and gives
-experts the state of their products (moe/foreign/convert.py). The object, its parameters, hooks,
+experts the state of their products (moe/convert/experts.py). The object, its parameters, hooks,
 ties, dtype, device and state-dict keys stay, so references to the layer remain valid.
 """
 

@@ -1,6 +1,6 @@
 """The choice of the linear layers to convert, with a reason for each layer that is left out.
 
-moe/foreign/convert.py chooses experts.
+moe/convert/experts.py chooses experts.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def select(
         if why_not is not None:
             out.skipped.append((fqn, why_not))
         elif recipe is not None:
-            out.chosen.append(Choice(fqn, module, ("weight",), recipe))
+            out.chosen.append(Choice(fqn, module, ("weight",), recipe, nn.Linear))
     out.skipped.extend(row for m, row in routers.items() if not isinstance(m, nn.Linear))
     out.skipped.extend(skipped_kinds(model))
     return out

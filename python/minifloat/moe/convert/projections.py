@@ -6,7 +6,7 @@
 
 Biases are gate_up_proj_bias (E, 2I) and down_proj_bias (E, D). The activation is SwiGLU, gpt-oss's
 clamped one where the module has alpha and limit, or any other by the module's act_fn or
-_apply_gate. same_experts.py compares all that with the module's own forward before a conversion.
+_apply_gate. same_forward.py compares all that with the module's own forward before a conversion.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
-from typing import Any, cast
+from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -26,19 +27,13 @@ from ..functional import Matrices, Plan, compute_dtype, run_experts, weighted_bi
 from ..mlp_checks import require_no_tangents
 from ..permute import order_rows, rows_of_tokens, sum_of_slots
 from ..swiglu import Gate, swiglu
-from .foreign import Converted
-from .same_experts import INTERFACE, compare_projections
+from .converted import Converted
+from .same_forward import INTERFACE, compare_projections
 
 NAMES = ("gate_up_proj", "down_proj")
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts
 COMPARED = "_is_same_as_minifloat"  # attribute of a module whose forward was compared
 SILU = ("SiLU", "SiLUActivation")  # classes of torch and transformers
-
-
-def is_projected(module: nn.Module) -> bool:
-    """Tells whether a module has the parameters of Hugging Face's experts."""
-    weights = [module._parameters.get(name) for name in NAMES]
-    return all(weight is not None and weight.dim() == 3 for weight in weights)
 
 
 def is_row_major(module: nn.Module) -> bool | None:
@@ -71,9 +66,9 @@ def activate(module: Any, gate_up: Tensor) -> Tensor:
     return module.act_fn(gate) * up
 
 
-def routing_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, Tensor] | None:
-    """Returns indices and weights, whatever their names; None where the call has neither."""
-    given = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+def routing_of(arguments: Iterable[object]) -> tuple[Tensor, Tensor] | None:
+    """Returns indices and weights, in whatever order; None where the call has neither."""
+    given = [value for value in arguments if isinstance(value, Tensor)]
     indices = [t for t in given if not t.is_floating_point()]
     weights = [t for t in given if t.is_floating_point()]
     if not given:
@@ -86,7 +81,9 @@ def routing_of(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, T
     return indices[0], weights[0]
 
 
-def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+def run_projections(
+    module: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object
+) -> Tensor:
     """Computes the module's experts.
 
     Args:
@@ -103,40 +100,37 @@ def run_projections(module: nn.Module, hidden_states: Tensor, *args: Any, **kwar
         ValueError: rows without routing are not equally many for each expert.
     """
     require_no_tangents(type(module).__name__, (hidden_states, *module.parameters()))
-    routing = routing_of(args, kwargs)
-    shape, dtype = hidden_states.shape, hidden_states.dtype
-    x = hidden_states.reshape(-1, shape[-1])
+    routing = routing_of((*args, *kwargs.values()))
+    x = hidden_states.reshape(-1, hidden_states.shape[-1])
     x = x.to(compute_dtype(x))
-    row_major = bool(is_row_major(module))
-    calls = [
-        call_of(module, NAMES[0], x, row_major),
-        call_of(module, NAMES[1], x, row_major, needs_columnwise=True),
-    ]
-    weights = [matrix_of(module.get_parameter(name), row_major) for name in NAMES]
-    biases = [getattr(module, f"{name}_bias", None) for name in NAMES]
-    gate = gate_of(module)
-    plan = Plan(gate or Gate(), (calls[0],), calls[1])
-    matrices = Matrices((weights[0],), (biases[0],), weights[1])
+    row_major, gate = bool(is_row_major(module)), gate_of(module)
+    inputs = call_of(module, NAMES[0], x, row_major)
+    output = call_of(module, NAMES[1], x, row_major, needs_columnwise=True)
+    w13, w2 = (matrix_of(module.get_parameter(name), row_major) for name in NAMES)
+    b13, b2 = (getattr(module, f"{name}_bias", None) for name in NAMES)
     if routing is None:
-        y = run_even_groups(module, plan, gate, x, matrices, biases[1])
+        offs = ends_of_even_groups(x, w2.shape[0])
+        gate_up = inputs.multiply(x, w13, offs, None, b13)
+        ones = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
+        h = activate(module, gate_up) if gate is None else swiglu(gate, ones, [gate_up])
+        y = output.multiply(h, w2, offs, None, b2)
     else:
-        indices, scores = routing
-        indices, scores = (t.reshape(x.shape[0], columns_of(t, x)) for t in (indices, scores))
+        indices, scores = (t.reshape(x.shape[0], columns_of(t, x)) for t in routing)
         if scores.shape != indices.shape:  # of all experts
             scores = scores.gather(1, indices.clamp(0, scores.shape[1] - 1).long())
-        order = order_rows(indices, weights[0].shape[0])
+        order = order_rows(indices, w2.shape[0])
         if gate is not None:
-            y = run_experts(plan, x, indices, scores, order, matrices, biases[1])
+            plan, matrices = Plan(gate, (inputs,), output), Matrices((w13,), (b13,), w2)
+            y = run_experts(plan, x, indices, scores, order, matrices, b2)
         else:
             rows = rows_of_tokens(x, order)
-            h = multiply_rows(module, plan, rows, order.offs, order.row_ids, matrices)
+            h = activate(module, inputs.multiply(rows, w13, order.offs, order.row_ids, b13))
             weights_M = scores.reshape(-1).index_select(0, order.pairs).float()
             h = (h.float() * weights_M[:, None]).to(h.dtype)
-            y = plan.output.multiply(h, matrices.output, order.offs, order.row_ids)
-            base = biases[1]
-            base = None if base is None else weighted_biases(indices, scores, base)
+            y = output.multiply(h, w2, order.offs, order.row_ids)
+            base = None if b2 is None else weighted_biases(indices, scores, b2)
             y = sum_of_slots(y, order, base)
-    return y.view(shape).to(dtype)
+    return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
 def columns_of(routing: Tensor, x_TD: Tensor) -> int:
@@ -145,62 +139,38 @@ def columns_of(routing: Tensor, x_TD: Tensor) -> int:
     return routing.numel() // tokens if tokens else routing.shape[-1]
 
 
-class ProjectionExperts(Converted):
-    """Hugging Face's experts, converted."""
-
-    @staticmethod
-    def reason_against(module: nn.Module) -> str | None:
-        row_major = bool(is_row_major(module))
-        return compare_projections(module, NAMES[1], row_major, run_projections)
-
-    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-        return run_projections(cast(nn.Module, self), hidden_states, *args, **kwargs)
-
-
-def multiply_rows(
-    module: nn.Module,
-    plan: Plan,
-    rows: Tensor,
-    offs: Tensor,
-    row_ids: Tensor | None,
-    matrices: Matrices,
-) -> Tensor:
-    """Returns the hidden layer of rows by the module's own activation."""
-    product = plan.inputs[0].multiply(rows, matrices.inputs[0], offs, row_ids, matrices.biases[0])
-    return activate(module, product)
-
-
-def run_even_groups(
-    module: nn.Module,
-    plan: Plan,
-    gate: Gate | None,
-    rows: Tensor,
-    matrices: Matrices,
-    bias: Tensor | None,
-) -> Tensor:
-    """Computes rows that are in groups of one size already, as Llama 4 passes them."""
-    experts = matrices.output.shape[0]
+def ends_of_even_groups(rows: Tensor, experts: int) -> Tensor:
+    """Returns the ends of rows that are in groups of one size already, as Llama 4 passes them."""
     if rows.shape[0] % experts:
         raise ValueError(
             f"experts: expected rows without routing as equally many for each of {experts} "
             f"experts, got {rows.shape[0]} rows"
         )
     ends = torch.arange(1, experts + 1, dtype=torch.int32, device=rows.device)
-    offs = ends * (rows.shape[0] // experts)
-    if gate is None:
-        h = multiply_rows(module, plan, rows, offs, None, matrices)
-    else:
-        b, b_bias = matrices.inputs[0], matrices.biases[0]
-        product = plan.inputs[0].multiply(rows, b, offs, None, b_bias)
-        ones = torch.ones(rows.shape[0], dtype=torch.float32, device=rows.device)
-        h = swiglu(gate, ones, [product])
-    return plan.output.multiply(h, matrices.output, offs, None, bias)
+    return ends * (rows.shape[0] // experts)
+
+
+class ProjectionExperts(Converted):
+    """Hugging Face's experts, converted."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        weights = [module._parameters.get(name) for name in NAMES]
+        return all(weight is not None and weight.dim() == 3 for weight in weights)
+
+    @staticmethod
+    def reason_against(module: nn.Module) -> str | None:
+        row_major = bool(is_row_major(module))
+        return compare_projections(module, NAMES[1], row_major, run_projections)
+
+    def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return run_projections(self, hidden_states, *args, **kwargs)
 
 
 # ---- transformers' interface ---------------------------------------------------------------------
 
 
-def run_chosen(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
+def run_chosen(module: nn.Module, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
     """Computes the experts of a module that is not converted and whose model chose this library.
 
     Raises:
@@ -221,7 +191,7 @@ def run_chosen(module: nn.Module, *args: Any, **kwargs: Any) -> Tensor:
                 f"compute, got {type(module).__name__}, whose forward {why}; choose 'eager'"
             )
         setattr(module, COMPARED, True)
-    return run_projections(module, *args, **kwargs)
+    return run_projections(module, hidden_states, *args, **kwargs)
 
 
 def register_implementation() -> bool:

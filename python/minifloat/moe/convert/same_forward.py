@@ -2,7 +2,7 @@
 
     ProjectionExperts   the whole forward is replaced
     CountedExperts      the whole forward is replaced
-    SeamExperts         the method _grouped_mm is replaced; the module's own forward calls it
+    GroupedMmExperts    the method _grouped_mm is replaced; the module's own forward calls it
     NamedExperts        torch's products alone are replaced, within the module's own forward
 
 The first three are compared on a small seeded input (nn/convert/same_result.py), by a replica of
@@ -44,8 +44,6 @@ def compare_projections(
         down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
         ours: (replica, tokens, routing) -> result.
     """
-    shape = tuple(module.get_parameter(down).shape)
-    dim, hidden = (shape[2], shape[1]) if row_major else (shape[1], shape[2])
 
     def compare(model: nn.Module) -> str | None:
         experts, *sizes = model.get_parameter(down).shape
@@ -61,7 +59,7 @@ def compare_projections(
         signature = inspect.signature(partial(forward, model))
         return (ran or found or [f"takes {signature}, which no known call fits"])[0]
 
-    return compare_replicas(module, (dim, hidden), down, row_major, compare)
+    return compare_replicas(module, down, row_major, compare)
 
 
 @isolated()
@@ -72,7 +70,6 @@ def compare_counted(module: nn.Module, down: str, ours: Callable[..., Tensor]) -
         down: the name of the matrices (E, D, I).
         ours: (replica, rows, each expert's count) -> result.
     """
-    _, dim, hidden = module.get_parameter(down).shape
 
     def compare(model: Any) -> str | None:
         model.use_grouped_mm = False
@@ -82,26 +79,24 @@ def compare_counted(module: nn.Module, down: str, ours: Callable[..., Tensor]) -
         call = partial(type(model).forward, model, x, counts)
         return difference(call, partial(ours, model, x, counts))
 
-    return compare_replicas(module, (dim, hidden), down, False, compare)
+    return compare_replicas(module, down, False, compare)
 
 
 def compare_replicas(
-    module: nn.Module,
-    widths: tuple[int, int],
-    down: str,
-    row_major: bool,
-    compare: Callable[[nn.Module], str | None],
+    module: nn.Module, down: str, row_major: bool, compare: Callable[[nn.Module], str | None]
 ) -> str | None:
     """Compares on replicas of small widths, then of the module's own, in training and evaluation.
 
     Args:
-        widths: D and I.
         down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
         compare: a replica -> how results differ; None: not at all.
     """
     weight = module.get_parameter(down)
+    _, dim, hidden = (weight.mT if row_major else weight).shape
+    # Small sizes of D, I and 2I. An E that equals one of these is changed with it.
+    small = HIDDEN if dim == hidden else 2 * HIDDEN if dim == 2 * hidden else DIM
     found = None
-    for sizes in (small_sizes(*widths), {}):
+    for sizes in ({dim: small, hidden: HIDDEN, 2 * hidden: 2 * HIDDEN}, {}):
         if not sizes and 3 * weight.numel() > MOST_ELEMENTS:
             break
         model = replica(module, sizes)
@@ -113,18 +108,12 @@ def compare_replicas(
     return found
 
 
-def small_sizes(dim: int, hidden: int) -> dict[int, int]:
-    """Returns small sizes of D, I and 2I. An E that equals one of these is changed with it."""
-    small = HIDDEN if dim == hidden else 2 * HIDDEN if dim == 2 * hidden else DIM
-    return {dim: small, hidden: HIDDEN, 2 * hidden: 2 * HIDDEN}
-
-
 def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
     """Returns matrices (E, D, I) whose rows have one element that is not zero, so sums are exact.
 
     Each hidden element reaches the output where D is at least I.
     """
-    experts, dim, hidden = (shape[0], shape[2], shape[1]) if row_major else shape
+    experts, dim, hidden = (shape[0], *shape[:0:-1]) if row_major else shape
     rows = torch.arange(dim, device="cpu")
     columns = (rows * 7 + 5 * torch.arange(experts, device="cpu")[:, None]) % hidden
     matrices = torch.zeros(experts, dim, hidden, dtype=torch.float32, device="cpu")
@@ -180,7 +169,7 @@ def calls_of(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
 
 
 @isolated()
-def compare_seam(module: nn.Module, ours: Callable[..., Tensor]) -> str | None:
+def compare_grouped_mm(module: nn.Module, ours: Callable[..., Tensor]) -> str | None:
     """Compares torchtitan's method _grouped_mm: products of bf16 values that are exact in bf16.
 
     Args:

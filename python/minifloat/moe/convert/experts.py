@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from fnmatch import fnmatchcase
-from typing import Any, cast
+from typing import Any
 
 from torch import nn
 
@@ -22,29 +22,30 @@ from ...nn.convert.primary_weights import (
 )
 from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
-from ...nn.hooks import Choice, Selection, hooks
+from ...nn.hooks import Choice, Selection, PlannedGather, hooks
 from ...nn.linear import dequantize_parameters
-from ...nn.names import PRODUCT, clean_name, join, owners_of_weights
+from ...nn.names import clean_name, join, owners_of_weights
 from ...nn.state.recipe_state import WEIGHT_DTYPES
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ..layer import Experts
-from .counted_experts import CountedExperts, has_counts
-from .foreign import WHOLE, Converted, NamedExperts, SeamExperts, converted_class, has_seam
-from .projections import (
-    ProjectionExperts,
-    is_projected,
-    is_row_major,
-    register_implementation,
-)
+from . import projections
+from .converted import Converted, NamedExperts, converted_class
+from .projections import ProjectionExperts, is_row_major, register_implementation
+from .torchtitan import CountedExperts, GroupedMmExperts
 
+FORMS = (ProjectionExperts, CountedExperts, GroupedMmExperts)
+# The forms whose products read the parameters themselves, which may be codes.
+READERS = (Experts, ProjectionExperts)
 # Parts of names by which models call their router, whose weight is (E, D), and Qwen2-MoE's gate of
 # the shared expert, whose weight is (1, D).
 ROUTERS = ("router", "gate", "gating", "wg", "shared_expert_gate")
 ROUTER_REASON = "a router beside converted experts, which stays in high precision"
 
+Form = type[Experts] | type[Converted]
 
-def require_experts(experts: Any) -> dict[str, tuple[str, ...]]:
+
+def require_experts(experts: object) -> dict[str, tuple[str, ...]]:
     """Checks mf.quantize_'s `experts`: globs of modules' names, and names of parameters."""
     if experts is None:
         return {}
@@ -61,45 +62,45 @@ def require_experts(experts: Any) -> dict[str, tuple[str, ...]]:
     return found
 
 
-def weights_of(module: nn.Module) -> tuple[str, ...]:
-    """Returns the names of a module's 3D parameters."""
+def parameters_of(module: nn.Module, dims: int) -> tuple[str, ...]:
+    """Returns the names of a module's parameters of so many dimensions."""
     named = module._parameters.items()
-    return tuple(name for name, p in named if p is not None and p.dim() == 3)
+    return tuple(name for name, p in named if p is not None and p.dim() == dims)
 
 
 def matrices_of_experts(module: nn.Module, fqn: str) -> Iterator[tuple[str, str]]:
     """Yields (name, reason) of the 2D parameters of a class of experts, such as DBRX's."""
     kind = type(module).__name__
-    matrices = [name for name, p in module._parameters.items() if p is not None and p.dim() == 2]
     is_router = "Router" in kind or "Gate" in kind
     if "Expert" in kind and not is_router and not isinstance(module, nn.Linear):
-        for name in matrices:
+        for name in parameters_of(module, 2):
             yield join(fqn, name), f"a 2D parameter of {kind}; experts are 3D parameters"
 
 
-def matching_globs(
-    module: nn.Module, fqn: str, experts: Mapping[str, tuple[str, ...]]
-) -> list[str]:
-    """Returns the globs that match a module with all parameters that they name."""
-    weights = set(weights_of(module))
-    return [
-        glob for glob, names in experts.items() if fnmatchcase(fqn, glob) and weights >= set(names)
-    ]
+def form_of(module: nn.Module, is_named: bool) -> Form | None:
+    """Returns the form of an experts module; None where it has none that is known."""
+    if isinstance(module, Experts):
+        return Experts
+    return NamedExperts if is_named else next((f for f in FORMS if f.fits(module)), None)
 
 
-def reason_of_kind(
-    module: nn.Module, names: Sequence[str], named: tuple[str, ...] | None
-) -> str | None:
+def names_of(module: nn.Module, form: Form | None) -> tuple[str, ...]:
+    """Returns the parameters that the products of a form read."""
+    if isinstance(module, Experts):
+        return module.weight_names
+    return projections.NAMES if form is ProjectionExperts else parameters_of(module, 3)
+
+
+def reason_of_form(module: nn.Module, names: Sequence[str], form: Form | None) -> str | None:
     """Returns why a module with 3D parameters is of no form that can be converted."""
     if (product := next(products_of(module), None)) is not None:
         return already_converted(product.recipe)
     what = f"a 3D parameter of {type(module).__name__}"
-    kind = None if isinstance(module, Experts) else foreign_kind(module, named is not None)
-    if not isinstance(module, Experts) and kind is None:
+    if form is None:
         return f"{what}, no experts module of a known form{hint_of(module, names)}"
     if "forward" in module.__dict__:
         return f"{what}, whose forward is replaced on the instance"
-    if named is None and is_projected(module) and is_row_major(module) is None:
+    if form is ProjectionExperts and is_row_major(module) is None:
         shapes = [tuple(module.get_parameter(name).shape) for name in names]
         return f"{what}, whose shapes {shapes} are of no known layout"
     for name in names:
@@ -108,10 +109,11 @@ def reason_of_kind(
     return None
 
 
-def reason_of_forward(module: nn.Module, is_named: bool) -> str | None:
+def reason_of_forward(module: nn.Module, form: Form | None) -> str | None:
     """Returns how a module's forward differs from its conversion's, which runs both."""
-    kind = None if isinstance(module, Experts) else foreign_kind(module, is_named)
-    why = None if kind is None else kind.reason_against(module)
+    if form is None or not issubclass(form, Converted):
+        return None
+    why = form.reason_against(module)
     what = f"a 3D parameter of {type(module).__name__}, whose forward"
     return None if why is None else f"{what} {why}"
 
@@ -127,36 +129,15 @@ def hint_of(module: nn.Module, names: Sequence[str]) -> str:
     return "" if is_torch or is_one else "; `experts` can name it"
 
 
-def reason_against_primary_of(
-    module: nn.Module,
-    named: tuple[str, ...] | None,
-    recipe: Recipe,
-    owners: dict[int, list[nn.Module]],
+def reason_against_codes(
+    module: nn.Module, form: Form | None, recipe: Recipe, owners: dict[int, list[nn.Module]]
 ) -> str | None:
     """Returns why an experts module's weights cannot be QuantizedTensors; None where they can."""
-    if not reads_codes(module, named is not None):
+    if form not in READERS:
         return "primary: the module's own forward reads the parameter"
-    for name in chosen_weights(module):
-        why = reason_against_primary(module.get_parameter(name), recipe, owners)
-        if why is not None:
-            return why
-    return None
-
-
-def reads_codes(module: nn.Module, is_named: bool) -> bool:
-    """Tells whether a module's products read the parameters themselves, which may be codes."""
-    return isinstance(module, Experts) or (not is_named and is_projected(module))
-
-
-def foreign_kind(module: nn.Module, is_named: bool) -> type[Converted] | None:
-    """Returns how a module is converted; None where it is no experts module of a known form."""
-    if is_named:
-        return NamedExperts
-    if is_projected(module):
-        return ProjectionExperts
-    if has_counts(module):
-        return CountedExperts
-    return SeamExperts if has_seam(module) else None
+    weights = [module.get_parameter(name) for name in names_of(module, form)]
+    reasons = (reason_against_primary(weight, recipe, owners) for weight in weights)
+    return next((why for why in reasons if why is not None), None)
 
 
 def products_of(module: nn.Module) -> Iterator[GroupedProduct]:
@@ -176,59 +157,52 @@ def require_recipe(fqn: str, recipe: Recipe) -> None:
             )
 
 
-def select(model: nn.Module, filters: Filters, experts: Any, primary: bool) -> Selection:
+def select(model: nn.Module, filters: Filters, experts: object, primary: bool) -> Selection:
     """Chooses the experts to convert, with a reason for each 3D parameter that is left out."""
     given = require_experts(experts)
     out = Selection([], [], {})
     matched: set[str] = set()
+    fqns: list[str] = []  # of all 3D parameters
     owners = owners_of_weights(model)
     for raw_fqn, module in model.named_modules():
-        fqn = clean_name(raw_fqn)
-        weights, globs = weights_of(module), matching_globs(module, fqn, given)
+        fqn, weights = clean_name(raw_fqn), parameters_of(module, 3)
         if not weights:
             out.skipped.extend(matrices_of_experts(module, fqn))
             continue
+        fqns += [join(fqn, name) for name in weights]
+        globs = [g for g in given if fnmatchcase(fqn, g) and {*weights} >= {*given[g]}]
         matched.update(globs)
-        named = given[globs[-1]] if globs else None
+        form = form_of(module, bool(globs))
+        names = given[globs[-1]] if globs else names_of(module, form)
         recipe = filters.recipes.find(fqn)
-        why = reason_of_kind(module, named or weights, named) or filters.reason(module, fqn)
+        why = reason_of_form(module, names, form) or filters.reason(module, fqn)
         if why is None and primary and recipe is not None:
-            why = reason_against_primary_of(module, named, recipe, owners)
-        if why is None:
-            why = reason_of_forward(module, named is not None)
-        if why is None and recipe is not None:
+            why = reason_against_codes(module, form, recipe, owners)
+        why = why or reason_of_forward(module, form)
+        if why is None and recipe is not None and form is not None:
             require_recipe(fqn, recipe)
-            chosen = named or chosen_weights(module)
-            out.chosen.append(Choice(fqn, module, chosen, recipe, named is not None))
-        taken = () if why is not None else out.chosen[-1].names
+            out.chosen.append(Choice(fqn, module, names, recipe, form))
+        taken = names if why is None else ()
         reason = why or "a 3D parameter of an experts module that no product reads"
         out.skipped.extend((join(fqn, name), reason) for name in weights if name not in taken)
     unused = [join(g, name) for g in given if g not in matched for name in given[g]]
-    fqns = [
-        join(clean_name(fqn), name)
-        for fqn, module in model.named_modules()
-        for name in weights_of(module)
-    ]
     expected = "globs that match a module with the named 3D parameters"
     require_used("experts", expected, unused, fqns)
     find_routers(model, out)
     return out
 
 
-def chosen_weights(module: nn.Module) -> tuple[str, ...]:
-    """Returns the parameters that the products of a known form read."""
-    if isinstance(module, Experts):
-        return module.weight_names
-    return ("gate_up_proj", "down_proj") if is_projected(module) else weights_of(module)
-
-
 def find_routers(model: nn.Module, selection: Selection) -> None:
     """Lists the routers beside chosen experts: weights (E, D) of modules so named."""
     rows: dict[str, set[int]] = {}  # of a router's weight, by the name of the experts' parent
     for choice in selection.chosen:
-        if choice.fqn:
-            parent = choice.fqn.rpartition(".")[0]
-            rows.setdefault(parent, {1}).add(experts_of(choice))
+        if not choice.fqn:
+            continue
+        if isinstance(choice.module, Experts):  # whose parameters may be those of one rank
+            experts = choice.module.experts
+        else:
+            experts = choice.module.get_parameter(choice.names[0]).shape[0]
+        rows.setdefault(choice.fqn.rpartition(".")[0], {1}).add(experts)
     modules: dict[str, nn.Module] = {}
     for name, module in model.named_modules() if rows else ():
         modules.setdefault(clean_name(name), module)
@@ -243,20 +217,13 @@ def find_routers(model: nn.Module, selection: Selection) -> None:
                 selection.routers[module] = fqn, ROUTER_REASON
 
 
-def experts_of(choice: Choice) -> int:
-    """Returns the number of experts, of all ranks together."""
-    if isinstance(choice.module, Experts):
-        return choice.module.experts
-    return choice.module.get_parameter(choice.names[0]).shape[0]
-
-
-def plan_gather(choice: Choice) -> tuple[Any, str]:
+def plan_gather(choice: Choice) -> PlannedGather:
     """Plans how FSDP2 gathers the weights of an experts module.
 
     Returns:
         The plan, or None for the compute dtype; and the sentence for the report.
     """
-    if reads_codes(choice.module, choice.is_named):
+    if choice.form in READERS:
         return hooks().plan_experts(choice.recipe)
     return None, (
         "weight is gathered in the compute dtype: the module's own forward reads the parameter"
@@ -266,7 +233,7 @@ def plan_gather(choice: Choice) -> tuple[Any, str]:
 def convert(
     choice: Choice,
     fqn: str,
-    gather_plan: Any,
+    gather_plan: object,
     *,
     primary: bool,
     keep_high_precision_init: bool,
@@ -275,7 +242,7 @@ def convert(
     """Converts one experts module in place.
 
     Args:
-        choice: the module, its parameters and recipe.
+        choice: the module, its form, parameters and recipe.
         fqn: its name in the whole model, which streams of random bits come from.
         gather_plan: how FSDP2 gathers the weights as codes; None: in the compute dtype.
         primary: whether codes replace the weights.
@@ -285,11 +252,8 @@ def convert(
     Returns:
         The new products.
     """
-    module, names = choice.module, choice.names
-    kind = None
-    if not isinstance(module, Experts):
-        kind = foreign_kind(module, choice.is_named)
-    row_major = kind is ProjectionExperts and bool(is_row_major(module))
+    module, names, form = choice.module, choice.names, choice.form
+    row_major = form is ProjectionExperts and bool(is_row_major(module))
     products = add_products(
         module,
         names,
@@ -300,24 +264,15 @@ def convert(
         **history,
     )
     if primary:
-        make_primary(module, names, choice.recipe, keep_high_precision_init, row_major)
-    if kind is SeamExperts:
-        number_products(module, names, products, fqn)
-    if kind is not None:
-        module.__class__ = converted_class(type(module), kind)
+        keep = keep_high_precision_init
+        make_primary_experts(module, names, choice.recipe, row_major, keep)
+    if form is GroupedMmExperts:
+        GroupedMmExperts.number_products(module, names, products, fqn)
+    if issubclass(form, Converted):
+        module.__class__ = converted_class(type(module), form)
     if "transformers" in sys.modules:
         register_implementation()
     return products
-
-
-def number_products(
-    module: nn.Module, names: Sequence[str], products: Sequence[GroupedProduct], fqn: str
-) -> None:
-    """Names a seam's products by their number among the calls of a forward."""
-    for i, (name, product) in enumerate(zip(names, products)):
-        del module._modules[name + PRODUCT]
-        product.rename(join(fqn, WHOLE.format(i)))
-        module.add_module(WHOLE.format(i) + PRODUCT, product)
 
 
 def revert(module: nn.Module) -> None:
@@ -325,7 +280,7 @@ def revert(module: nn.Module) -> None:
     remove_products(module)
     module.__dict__.pop("_calls", None)
     if isinstance(module, Converted):
-        cast(Any, module).__class__ = module.original
+        module.__class__ = module.original  # type: ignore[assignment]
 
 
 def restore(model: nn.Module) -> None:

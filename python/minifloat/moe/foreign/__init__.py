@@ -1,1 +1,0 @@
-"""Experts of other libraries: what mf.quantize_ converts, and how."""
