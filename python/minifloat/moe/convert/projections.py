@@ -28,7 +28,7 @@ from ..mlp_checks import require_no_tangents
 from ..permute import order_rows, rows_of_tokens, sum_of_slots
 from ..swiglu import Gate, swiglu
 from .converted import Converted
-from .same_forward import INTERFACE, compare_projections
+from .same_forward import INTERFACE, compare_forward, projection_calls
 
 NAMES = ("gate_up_proj", "down_proj")
 IMPLEMENTATION = "minifloat"  # among transformers' implementations of experts
@@ -161,7 +161,7 @@ class ProjectionExperts(Converted):
     @staticmethod
     def reason_against(module: nn.Module) -> str | None:
         row_major = bool(is_row_major(module))
-        return compare_projections(module, NAMES[1], row_major, run_projections)
+        return compare_forward(module, NAMES[1], row_major, run_projections, projection_calls)
 
     def forward(self, hidden_states: Tensor, *args: object, **kwargs: object) -> Tensor:
         return run_projections(self, hidden_states, *args, **kwargs)

@@ -35,20 +35,25 @@ MOST_ELEMENTS = 2**27  # of a replica's matrices at their own widths: 512 MB of 
 
 
 @isolated()
-def compare_projections(
-    module: nn.Module, down: str, row_major: bool, ours: Callable[..., Tensor]
+def compare_forward(
+    module: nn.Module,
+    down: str,
+    row_major: bool,
+    ours: Callable[..., Tensor],
+    calls: Callable[[int, int], Iterator[tuple[Tensor, ...]]],
 ) -> str | None:
-    """Compares the forward of Hugging Face's experts, called in each way that fits it.
+    """Compares a module's forward on replicas of small widths, then of the module's own.
 
     Args:
         down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
-        ours: (replica, tokens, routing) -> result.
+        ours: (replica, *arguments) -> result.
+        calls: (D, E) -> arguments of calls, of which one has to fit and to give the same.
     """
 
     def compare(model: nn.Module) -> str | None:
-        experts, *sizes = model.get_parameter(down).shape
         forward, found = own_forward(model), []
-        for arguments in calls_of(sizes[1 if row_major else 0], experts):
+        experts, *sizes = model.get_parameter(down).shape
+        for arguments in calls(sizes[1 if row_major else 0], experts):
             if not takes(forward, model, *arguments):
                 continue
             call = partial(forward, model, *arguments)
@@ -59,38 +64,6 @@ def compare_projections(
         signature = inspect.signature(partial(forward, model))
         return (ran or found or [f"takes {signature}, which no known call fits"])[0]
 
-    return compare_replicas(module, down, row_major, compare)
-
-
-@isolated()
-def compare_counted(module: nn.Module, down: str, ours: Callable[..., Tensor]) -> str | None:
-    """Compares the forward of torchtitan's experts, in float32, so without its products of bf16.
-
-    Args:
-        down: the name of the matrices (E, D, I).
-        ours: (replica, rows, each expert's count) -> result.
-    """
-
-    def compare(model: Any) -> str | None:
-        model.use_grouped_mm = False
-        experts, width, _ = model.get_parameter(down).shape
-        counts = torch.arange(experts, device="cpu") % 4
-        x = tokens(int(counts.sum()) + 3, width)  # the last rows belong to no expert
-        call = partial(type(model).forward, model, x, counts)
-        return difference(call, partial(ours, model, x, counts))
-
-    return compare_replicas(module, down, False, compare)
-
-
-def compare_replicas(
-    module: nn.Module, down: str, row_major: bool, compare: Callable[[nn.Module], str | None]
-) -> str | None:
-    """Compares on replicas of small widths, then of the module's own, in training and evaluation.
-
-    Args:
-        down: the name of the matrices (E, D, I), or (E, I, D) where they are row-major.
-        compare: a replica -> how results differ; None: not at all.
-    """
     weight = module.get_parameter(down)
     _, dim, hidden = (weight.mT if row_major else weight).shape
     # Small sizes of D, I and 2I. An E that equals one of these is changed with it.
@@ -100,6 +73,7 @@ def compare_replicas(
         if not sizes and 3 * weight.numel() > MOST_ELEMENTS:
             break
         model = replica(module, sizes)
+        model.use_grouped_mm = False  # of torchtitan: products in float32, not in bf16
         model._parameters[down] = one_to_one(tuple(model.get_parameter(down).shape), row_major)
         texts = [compare(model.train(mode)) for mode in (True, False)]
         if texts == [None, None]:
@@ -146,7 +120,13 @@ def tokens(count: int, dim: int) -> Tensor:
     return seeded((count, dim), 1) * 4.0 ** (torch.arange(count, device="cpu") % 4 - 1)[:, None]
 
 
-def calls_of(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
+def counted_calls(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
+    """Yields arguments of torchtitan's experts: rows, some of no expert, and each expert's count"""
+    counts = torch.arange(experts, device="cpu") % 4
+    yield tokens(int(counts.sum()) + 3, dim), counts
+
+
+def projection_calls(dim: int, experts: int) -> Iterator[tuple[Tensor, ...]]:
     """Yields arguments of Hugging Face's experts: routing in either order, or rows in even groups.
 
     Routing weights are (T, k), or (T, E) with zeros. Tokens are (T, D) or (1, T, D).

@@ -28,7 +28,7 @@ from ..functional import ExpertRows, Matrices, Plan, compose, compute_dtype
 from ..permute import Order
 from ..swiglu import Gate
 from .converted import Converted, multiply
-from .same_forward import compare_counted, compare_grouped_mm
+from .same_forward import compare_forward, compare_grouped_mm, counted_calls
 
 NAMES = ("w1", "w2", "w3")  # (E, I, D), (E, D, I), (E, I, D)
 # The activation is in a module's code, not in its parameters, so modules are known by class.
@@ -44,7 +44,7 @@ class CountedExperts(Converted):
 
     @staticmethod
     def reason_against(module: nn.Module) -> str | None:
-        return compare_counted(module, NAMES[1], CountedExperts.forward)
+        return compare_forward(module, NAMES[1], False, CountedExperts.forward, counted_calls)
 
     def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
         for name in NAMES:
