@@ -111,12 +111,9 @@ class RowsOfTokens(torch.autograd.Function):
     """take_rows. Its gradient is add_slots."""
 
     @staticmethod
-    def forward(x: Tensor, pairs: Tensor, places: Tensor, offs: Tensor, ids: Tensor) -> Tensor:
-        return take_rows(x, Order(pairs, places, offs, ids))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[1:])
+    def forward(ctx: Any, x: Tensor, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(*order)
+        return take_rows(x, Order(*order))
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -127,24 +124,16 @@ class SumOfSlots(torch.autograd.Function):
     """add_slots. Its gradient is take_rows."""
 
     @staticmethod
-    def forward(
-        rows: Tensor, base: Tensor | None, pairs: Tensor, places: Tensor, offs: Tensor, ids: Tensor
-    ) -> Tensor:
-        return add_slots(rows, Order(pairs, places, offs, ids), base)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[2:])
-        ctx.has_base = inputs[1] is not None
+    def forward(ctx: Any, rows: Tensor, base: Tensor | None, *order: Tensor) -> Tensor:
+        ctx.save_for_backward(*order)
+        return add_slots(rows, Order(*order), base)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        rows = base = None
-        if ctx.needs_input_grad[0]:
-            rows = take_rows(grads[0], Order(*ctx.saved_tensors))
-        if ctx.has_base and ctx.needs_input_grad[1]:
-            base = grads[0].float()
-        return rows, base, *NO_ORDER
+        order = Order(*ctx.saved_tensors)
+        needs_rows, needs_base, *_ = ctx.needs_input_grad
+        rows = take_rows(grads[0], order) if needs_rows else None
+        return rows, grads[0].float() if needs_base else None, *NO_ORDER
 
 
 def rows_of_tokens(x_TD: Tensor, order: Order) -> Tensor:

@@ -15,31 +15,33 @@ Shape suffixes: T tokens, k slots, E experts, G groups of experts, D model width
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from ..checks import require_bool, require_int
 from ..nn.state.draws import is_in_backward
 from ..nn.state.random_state import as_normal
 
 MOST_EXPERTS = 1023  # groups of one operand (docs/numerics.md, section 10)
+T = TypeVar("T")
 SCORES = ("sigmoid", "softmax")
-BALANCES = ("bias", "loss", None)
+BALANCES: tuple[str | None, ...] = ("bias", "loss", None)
 COUNTS = ("counts", "step_counts")
 RANKED = 2  # the experts whose scores rank a group
 LEAST_SUM = 1e-20  # of scores that are normalised
 
 
-def require_choice(name: str, value: Any, choices: tuple[Any, ...]) -> Any:
+def require_choice(name: str, value: T, choices: tuple[T, ...]) -> T:
     if value not in choices:
         raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
     return value
 
 
-def require_number(name: str, value: Any) -> float:
+def require_number(name: str, value: object) -> float:
     """Returns `value` as a float; TypeError where it is no number, ValueError where negative."""
     if isinstance(value, bool) or not isinstance(value, (int, float)):
         raise TypeError(f"{name}: expected a number, got {value!r} ({type(value).__name__})")
@@ -64,20 +66,16 @@ class Fp32Linear(torch.autograd.Function):
     """x · Wᵀ in fp32. It saves x in its own dtype."""
 
     @staticmethod
-    def forward(x: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
         return F.linear(x.float(), weight.float())
 
     @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs)
-
-    @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (g_TE,), (x, weight), dx, dw = grads, ctx.saved_tensors, None, None
-        if ctx.needs_input_grad[0]:
-            dx = (g_TE @ weight.float()).to(x.dtype)
-        if ctx.needs_input_grad[1]:
-            dw = (g_TE.t() @ x.float()).to(weight.dtype)
+        (g_TE,), (x, weight) = grads, ctx.saved_tensors
+        needs_x, needs_weight = ctx.needs_input_grad
+        dx = (g_TE @ weight.float()).to(x.dtype) if needs_x else None
+        dw = (g_TE.t() @ x.float()).to(weight.dtype) if needs_weight else None
         return dx, dw
 
 
@@ -85,13 +83,10 @@ class WithLoss(torch.autograd.Function):
     """The identity of weights. Its backward gives a loss the gradient `factor`."""
 
     @staticmethod
-    def forward(weights: Tensor, loss: Tensor, factor: float) -> Tensor:
+    def forward(ctx: Any, weights: Tensor, loss: Tensor, factor: float) -> Tensor:
+        ctx.factor = factor
+        ctx.save_for_backward(loss)
         return weights.view_as(weights)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.factor = inputs[2]
-        ctx.save_for_backward(inputs[1])
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
@@ -145,7 +140,7 @@ class Router(nn.Module):
         balance: str | None = "bias",
         balance_speed: float = 1e-3,
         balance_loss: float = 1e-2,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
@@ -264,7 +259,7 @@ class Router(nn.Module):
             setattr(self, name, self._moved(getattr(self, name)))
         return self
 
-    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+    def _load_from_state_dict(self, *args: object, **kwargs: object) -> None:
         super()._load_from_state_dict(*args, **kwargs)
         if self.counts.is_meta:  # and a loaded weight that was assigned is not
             for name in COUNTS:
