@@ -13,6 +13,7 @@ from pathlib import Path
 import minifloat as mf
 import pytest
 import torch
+from minifloat.moe.layer import divided_experts
 from minifloat.nn.grouped_product import product_of
 from minifloat.tensor.handlers import HANDLERS, OTHERS
 from minifloat.train.checks import TrainError
@@ -23,7 +24,6 @@ from minifloat.train.job.processes import (
     World,
     average_gradients,
     clip_gradients,
-    divided_experts,
     dropped_rows,
     forget_dropped,
     whole,

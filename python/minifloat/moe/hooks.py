@@ -2,36 +2,27 @@
 
 from __future__ import annotations
 
-from typing import Any
+import warnings
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from ..nn.hooks import ExpertHooks, register
 from ..nn.names import unwrapped
 from .convert.experts import convert, plan_gather, restore, revert, select
-from .layer import Experts
-from .ranks.dropped import warn_of_dropped
+from .layer import divided_experts
+from .ranks.agreement import to_host
+from .ranks.parallel_experts import ExpertParallel
 from .router import Router
-
-
-def forward_cut(*arguments: Any) -> Tensor:
-    """Computes the forward of experts that ranks cut along I."""
-    from .ranks.cut_forward import forward_cut  # imports torch's compiler
-
-    return forward_cut(*arguments)
-
-
-Experts.compute_cut = staticmethod(forward_cut)
 
 
 def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
     """Ends the step of all routers, with the counts of all ranks from one all-reduce."""
-    modules = list(unwrapped(model).modules())
-    links = [m.parallel for m in modules if isinstance(m, Experts) and m.parallel is not None]
-    warn_of_dropped(links)
-    routers = [module for module in modules if isinstance(module, Router)]
+    model = unwrapped(model)
+    warn_of_dropped(divided_experts(model).values())
+    routers = [module for module in model.modules() if isinstance(module, Router)]
     routers = [router for router in routers if not router.counts.is_meta]
     if not routers:
         return
@@ -43,6 +34,33 @@ def end_step(model: nn.Module, group: dist.ProcessGroup | None) -> None:
             count.copy_(new)
     for router in routers:
         router.end_step()
+
+
+def warn_of_dropped(layers: Iterable[ExpertParallel]) -> None:
+    """Warns of rows that were dropped past a capacity since the step before, after one copy.
+
+    A step that a CUDA graph captures does neither; the next step outside a graph does.
+    """
+    counters = {p: p.dropped for p in layers if p.dropped is not None}
+    if not counters:
+        return
+    first = next(iter(counters.values()))
+    if first.is_cuda and torch.cuda.is_current_stream_capturing():
+        return
+    numbers = to_host(torch.cat([counter.to(first.device) for counter in counters.values()]))
+    for (layer, counter), number in zip(counters.items(), numbers):
+        counter.zero_()
+        layer.step_dropped = number
+    dropped = [layer for layer in counters if layer.step_dropped]
+    if dropped:
+        listed = ", ".join(
+            f"{p.step_dropped} rows of {p.name} (capacity {p.capacity})" for p in dropped
+        )
+        warnings.warn(
+            f"mf.step: rank {dropped[0].rank} dropped {listed}: more rows than the capacity "
+            "went to one rank, and added nothing to their tokens",
+            stacklevel=3,
+        )
 
 
 register(

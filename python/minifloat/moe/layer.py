@@ -9,12 +9,12 @@ w1 and w3), experts.b1, b3, b2, b13, shared_experts.w1.weight and so on.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.types import Device
 
 from ..checks import require_bool, require_int, require_text
 from ..nn.cache.operand_cache import share_inputs
@@ -29,6 +29,7 @@ from .functional import Matrices, Plan, compute_dtype, run_experts
 from .mlp_checks import require_no_tangents
 from .permute import order_rows
 from .ranks.cut_experts import are_cut
+from .ranks.parallel_experts import ExpertParallel
 from .router import Router, require_number
 from .swiglu import ALPHA, Gate
 from .token_cast import TokenCast, token_cast
@@ -48,8 +49,6 @@ class Experts(HasProducts, nn.Module):
         dtype: of the parameters; None: torch's default dtype.
     """
 
-    compute_cut: ClassVar[Callable[..., Tensor]]  # cut_forward's function; moe/hooks.py sets it
-
     def __init__(
         self,
         dim: int,
@@ -59,18 +58,17 @@ class Experts(HasProducts, nn.Module):
         fused_w13: bool,
         bias: bool,
         gate: Gate,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
         self.dim, self.hidden, self.experts, self.gate = dim, hidden, experts, gate
-        self.parallel: Any = None  # expert_parallel.ExpertParallel; None: all experts are here
+        self.parallel: ExpertParallel | None = None  # None: all experts are here
         self.b2: nn.Parameter | None
         self.input_names = ("w13",) if fused_w13 else ("w1", "w3")
-        options = {"device": device, "dtype": dtype}
 
         def parameter(*shape: int) -> nn.Parameter:
-            return nn.Parameter(torch.empty(experts, *shape, **options))
+            return nn.Parameter(torch.empty(experts, *shape, device=device, dtype=dtype))
 
         width = 2 * hidden if fused_w13 else hidden
         for name in self.input_names:
@@ -118,15 +116,17 @@ class Experts(HasProducts, nn.Module):
             ValueError: token_ids_T is given where ranks divide the experts.
         """
         if are_cut(self):
-            return self.compute_cut(self, x_TD, indices_Tk, weights_Tk, token_ids_T)
+            from .ranks.cut_forward import forward_cut  # imports torch's compiler
+
+            return forward_cut(self, x_TD, indices_Tk, weights_Tk, token_ids_T)
         if self.parallel is not None:
             if token_ids_T is not None:
                 raise ValueError(
                     f"{self.parallel.name}: expected no token_ids of experts that ranks divide, "
                     "which number tokens by their ranks"
                 )
-            link = self.parallel
-            return link.forward(link, self, x_TD, indices_Tk, weights_Tk, cast)
+            parallel = self.parallel
+            return parallel.forward(parallel, self, x_TD, indices_Tk, weights_Tk, cast)
         x = x_TD.to(compute_dtype(x_TD))
         plan = Plan(
             self.gate,
@@ -149,10 +149,16 @@ class Experts(HasProducts, nn.Module):
         return f"{self.dim}, hidden={self.hidden}, experts={self.experts}{recipe}{parallel}"
 
 
+def divided_experts(model: nn.Module) -> dict[Experts, ExpertParallel]:
+    """Returns the experts that ranks divide, and how."""
+    found = (module for module in model.modules() if isinstance(module, Experts))
+    return {module: module.parallel for module in found if module.parallel is not None}
+
+
 class SharedExperts(nn.Module):
     """A SwiGLU that every token goes through: linear layers w1, w3 and w2."""
 
-    def __init__(self, dim: int, hidden: int, device: Any, dtype: torch.dtype | None) -> None:
+    def __init__(self, dim: int, hidden: int, device: Device, dtype: torch.dtype | None) -> None:
         super().__init__()
         self.w1 = nn.Linear(dim, hidden, bias=False, device=device, dtype=dtype)
         self.w3 = nn.Linear(dim, hidden, bias=False, device=device, dtype=dtype)
@@ -203,7 +209,7 @@ class MoE(nn.Module):
         recipe: str | Recipe | None = None,
         name: str = "moe",
         seed: int = 0,
-        device: Any = None,
+        device: Device = None,
         dtype: torch.dtype | None = None,
         **routing: Any,
     ) -> None:
@@ -261,10 +267,8 @@ class MoE(nn.Module):
         require_no_tangents("mf.MoE", (x, *self.parameters()))
         x_TD = x.reshape(-1, x.shape[-1])
         indices, weights = self.router(x_TD)
-        options = {}
-        if (cast := self._token_cast(x_TD)) is not None:
-            options["cast"] = cast
-        y = self.experts(x_TD, indices, weights, **options)
+        cast = self._token_cast(x_TD)
+        y = self.experts(x_TD, indices, weights, **({} if cast is None else {"cast": cast}))
         if self.shared_experts is not None:
             y = y + self.shared_experts(x_TD)
         return y.view(x.shape)

@@ -14,10 +14,17 @@ from torch import Tensor
 
 from ..._native import ops
 from ...distributed.handshake import require_equal, wait_for_all
-from .dropped import to_host
 
 DIVIDE = "expert_parallel: expected all {} ranks to divide {}"
 EQUAL = "expert_parallel: expected all ranks to have the same layer"
+
+
+def to_host(numbers: Tensor) -> list[int]:
+    """Copies numbers to the host, and waits for the device.
+
+    No other function of a forward does.
+    """
+    return numbers.tolist()
 
 
 class Agreement:
@@ -30,8 +37,6 @@ class Agreement:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
         self.title: str | None = None  # None: before the first forward
-        self._number: Tensor | None = None  # of the title that was sent last
-        self._sent: str | None = None
 
     def begin(self, title: str, device: torch.device) -> Tensor:
         """Begins a forward, and returns the number that this rank sends, int64 (1).
@@ -40,36 +45,28 @@ class Agreement:
             ValueError: on every rank, where the titles of first forwards differ or a rank is
                 missing.
         """
-        if self._number is None or self._sent != title or self._number.device != device:
-            self._number = torch.full((1,), ops.stream(title), dtype=torch.int64, device=device)
-            self._sent = title
+        number = torch.full((1,), ops.stream(title), dtype=torch.int64, device=device)
         if self.title is None:
             wait_for_all(
                 title, self.group, device, expected=DIVIDE, change="divided", key="divided"
             )
-            found = self._number.new_empty(dist.get_world_size(self.group))
-            dist.all_gather_into_tensor(found, self._number, group=self.group)
-            self.compare_on_all(title, to_host(found))
-        return self._number
+            found = number.new_empty(dist.get_world_size(self.group))
+            dist.all_gather_into_tensor(found, number, group=self.group)
+            self.compare(title, found, is_on_all=True)
+        return number
 
-    def compare_on_all(self, title: str, numbers: list[int]) -> None:
-        """Compares the titles' numbers, on all ranks.
-
-        Raises:
-            ValueError: on every rank, with the titles of all, where they differ.
-        """
-        require_equal(title, numbers, self.group, EQUAL)
-        self.title = title
-
-    def compare_changed(self, title: str, numbers: Tensor) -> None:
-        """Compares the titles' numbers where this rank's has changed; other ranks may not.
+    def compare(self, title: str, numbers: Tensor | list[int], is_on_all: bool) -> None:
+        """Compares the titles' numbers, on all ranks or where this rank's title has changed.
 
         Raises:
-            ValueError: on this rank, where other ranks have another title.
+            ValueError: ranks differ: on every rank, with the titles of all, or on this rank.
         """
-        if title == self.title:
+        if not is_on_all and title == self.title:
             return
-        found, rank = to_host(numbers), dist.get_rank(self.group)
+        found = to_host(numbers) if isinstance(numbers, Tensor) else numbers
+        if is_on_all:
+            require_equal(title, found, self.group, EQUAL)
+        rank = dist.get_rank(self.group)
         others = [i for i, number in enumerate(found) if number != found[rank]]
         if others:
             raise ValueError(

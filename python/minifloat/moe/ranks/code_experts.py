@@ -22,8 +22,7 @@ from ...tensor.operands import Operand
 from ..functional import Matrices, Plan, gradients_of_inputs, unpack
 from ..permute import NO_ORDER, Order
 from ..row_operands import group_table, quantized_rows, shared_operands
-from .arrivals import HEADER, combine, return_gradients
-from .routes import Route, RowLayout, SentGroups
+from .dispatch import HEADER, Route, RowLayout, SentGroups, combine, return_gradients
 from .row_codes import CodeSender, RowCodes
 
 

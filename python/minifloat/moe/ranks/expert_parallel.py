@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 import torch.distributed as dist
 from torch import nn
@@ -11,8 +11,8 @@ from ...checks import require_module
 from ...nn.grouped_product import product_of
 from ...nn.names import clean_name, unwrapped
 from ..layer import Experts, MoE
+from .dispatch import Dispatcher
 from .parallel_experts import ExpertParallel, group_of, require_sending
-from .routes import Dispatcher
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -46,7 +46,7 @@ def expert_parallel(
             the capacity are dropped, and mf.step warns of them. None: exact sizes, for which each
             forward copies counts to the host once.
         dispatcher: a caller's own way of rows, an object with the two functions of
-            moe.ranks.routes.Dispatcher; None: torch's all_to_all_single.
+            moe.ranks.dispatch.Dispatcher; None: torch's all_to_all_single.
 
     Returns:
         The model.
@@ -61,14 +61,13 @@ def expert_parallel(
     group = group_of("expert_parallel: mesh", mesh)
     require_sending("expert_parallel", dispatch, capacity)
     require_dispatcher(dispatcher, capacity)
-    found = find_experts(model, dist.get_world_size(group))
-    for name, module in found:
-        link = ExpertParallel(name, group, module.experts, dispatch, capacity, dispatcher)
-        keep_own(module, link, None if group is mesh else mesh)
+    for name, module in find_experts(model, dist.get_world_size(group)):
+        parallel = ExpertParallel(name, group, module.experts, dispatch, capacity, dispatcher)
+        keep_own(module, parallel, None if isinstance(mesh, dist.ProcessGroup) else mesh)
     return model
 
 
-def require_dispatcher(dispatcher: Any, capacity: Any) -> None:
+def require_dispatcher(dispatcher: object, capacity: object) -> None:
     """Checks that a caller's dispatcher has the two functions of Dispatcher."""
     if dispatcher is None:
         return
@@ -99,33 +98,30 @@ def find_experts(model: nn.Module, ranks: int) -> list[tuple[str, Experts]]:
             f"expert_parallel: expected a model with an mf.MoE, got {type(model).__name__}"
         )
     for experts, name in found.items():
+        expected = ""
         if experts.parallel is not None:
-            raise ValueError(
-                f"expert_parallel: {name or 'the mf.MoE'}: expected whole experts, got "
-                f"{experts.parallel}"
-            )
-        if experts.experts % ranks:
-            raise ValueError(
-                f"expert_parallel: {name or 'the mf.MoE'}: expected experts as a multiple of the "
-                f"group's {ranks} ranks, got {experts.experts}"
-            )
+            expected = f"whole experts, got {experts.parallel}"
+        elif experts.experts % ranks:
+            expected = f"experts as a multiple of the group's {ranks} ranks, got {experts.experts}"
+        if expected:
+            raise ValueError(f"expert_parallel: {name or 'the mf.MoE'}: expected {expected}")
     return [(name or "moe", experts) for experts, name in found.items()]
 
 
-def keep_own(module: Experts, link: ExpertParallel, mesh: Any) -> None:
+def keep_own(module: Experts, parallel: ExpertParallel, mesh: DeviceMesh | None) -> None:
     """Replaces the parameters of all experts by those of this rank's, and their histories."""
-    begin, end = link.first_expert, link.first_expert + link.local
+    begin, end = parallel.first_expert, parallel.first_expert + parallel.local
     for name, parameter in list(module._parameters.items()):
         if parameter is None:
             continue
-        own: Any = parameter.detach()[begin:end].clone()
+        own = parameter.detach()[begin:end].clone()
         if mesh is not None:
             from torch.distributed.tensor import DTensor, Shard
 
             own = DTensor.from_local(own, mesh, [Shard(0)], run_check=False)
         module.register_parameter(name, nn.Parameter(own, parameter.requires_grad))
-    module.parallel = link
+    module.parallel = parallel
     for name in module.weight_names:
         product = product_of(module, name)
         if product is not None:
-            product.keep_experts(link.expert_range)
+            product.keep_experts(parallel.expert_range)

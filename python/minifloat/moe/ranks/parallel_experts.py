@@ -15,9 +15,9 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -33,35 +33,32 @@ from ..functional import ExpertRows, Matrices, Plan, compute_dtype, weighted_bia
 from ..permute import Order, order_rows, sum_of_slots
 from ..router import is_recomputed
 from ..token_cast import TokenCast
-from .agreement import Agreement
-from .arrivals import CombineRows, DispatchRows, sort_arrivals
+from .agreement import Agreement, to_host
 from .code_experts import CodeExperts, DispatchCodes, Way
-from .dropped import to_host
-from .routes import CapacityRoute, Dispatcher, ExactRoute, OwnRoute, Route
+from .dispatch import (
+    CapacityRoute,
+    CombineRows,
+    Dispatcher,
+    DispatcherRoute,
+    DispatchRows,
+    ExactRoute,
+    Route,
+    order_received,
+)
 from .row_codes import CodeSender, G, X, why_values
-from .whole_bias import gather_experts
 
 ALL = "all"  # the capacity that drops no row
 DISPATCHES = ("bf16", "codes")
 
 
-@dataclass(frozen=True)
-class Exchanged:
-    """What the ranks of a group tell each other before rows are sent.
+class Exchanged(NamedTuple):
+    """What the ranks of a group send each other before rows."""
 
-    Args:
-        sent: int64 (R, n), rows from this rank to each rank's experts.
-        received: int64 (R, n), rows from each rank to this rank's experts.
-        first_token: int64 (), the tokens of the ranks before this one.
-        rng: int64 (calls, 2), the first rank's random states.
-        titles: int64 (R), the numbers of the ranks' layers.
-    """
-
-    sent: Tensor
-    received: Tensor
-    first_token: Tensor
-    rng: Tensor
-    titles: Tensor
+    sent: Tensor  # int64 (R, n), rows from this rank to each rank's experts
+    received: Tensor  # int64 (R, n), rows from each rank to this rank's experts
+    first_token: Tensor  # int64 (), the tokens of the ranks before this one
+    rng: Tensor  # int64 (calls, 2), the first rank's random states
+    titles: Tensor  # int64 (R), the numbers of the ranks' layers
 
 
 class ExpertParallel:
@@ -93,7 +90,7 @@ class ExpertParallel:
         self.step_dropped = 0  # rows that this rank dropped in the step before
         self.forward = uncompiled()
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> ExpertParallel:
+    def __deepcopy__(self, memo: object) -> ExpertParallel:
         made = copy.copy(self)
         made.dropped = None
         made.agreement = copy.copy(self.agreement)
@@ -128,8 +125,11 @@ class ExpertParallel:
         calls = [call_of(module, name, x, needs_columnwise=needs) for name in module.input_names]
         calls.append(call_of(module, "w2", x, needs_columnwise=True))
         title = self._title(module, x, indices_Tk)
-        told = self._exchange(order, calls, self.agreement.begin(title, x.device))
-        calls = [self._call(call, rng) for call, rng in zip(calls, told.rng)]
+        exchanged = self._exchange(order, calls, self.agreement.begin(title, x.device))
+        calls = [  # with the group's random state
+            replace(call, rng=None if call.rng is None else rng, first_expert=self.first_expert)
+            for call, rng in zip(calls, exchanged.rng)
+        ]
         plan = Plan(module.gate, tuple(calls[:-1]), calls[-1])
         biases = [getattr(module, name) for name in module.bias_names]
         matrices = Matrices(
@@ -137,27 +137,27 @@ class ExpertParallel:
             tuple(bias if bias is None else local_of(bias) for bias in biases),
             matrix_of(module.w2),
         )
-        expert_M = expert_of_rows(order)
+        rows = torch.arange(order.pairs.shape[0], dtype=torch.int32, device=x.device)
+        expert_M = torch.searchsorted(order.offs, rows, right=True)  # E for a row of no expert
         slots = indices_Tk.shape[1]
-        route = self._route(told, expert_M, slots, title)
-        ids = order.pairs + (told.first_token * slots).int()
-        kinds = torch.where(expert_M < self.experts, expert_M % self.local + 1, 0)
+        route = self._route(exchanged, expert_M, slots, title)
+        ids = order.pairs + (exchanged.first_token * slots).int()
+        local_M = torch.where(expert_M < self.experts, expert_M % self.local + 1, 0).int()
         way = Way(route, *self._senders(plan), order, ids)
         tokens = cast.rowwise(x_TD) if cast is not None and way.x is not None else None
-        returned = run_on_ranks(way, plan, x, weights_Tk, kinds.int(), matrices, self.local, tokens)
+        returned = run_on_ranks(way, plan, x, weights_Tk, local_M, matrices, self.local, tokens)
         base = None
         if module.b2 is not None:
+            # The import takes 50 ms.
+            from torch.distributed._functional_collectives import all_gather_tensor_autograd
+
             if isinstance(route, CapacityRoute):  # a row that was dropped has no bias either
                 is_sent = route.is_sent.take(order.places.long())
                 weights_Tk = weights_Tk.masked_fill(~is_sent, 0)
-            whole = gather_experts(local_of(module.b2), self.group)
-            base = weighted_biases(indices_Tk, weights_Tk, whole)
+            bias = local_of(module.b2).float().contiguous()
+            bias = all_gather_tensor_autograd(bias, 0, self.group)
+            base = weighted_biases(indices_Tk, weights_Tk, bias)
         return sum_of_slots(returned, order, base)
-
-    def _call(self, call: ProductCall, rng: Tensor) -> ProductCall:
-        """Returns a product's arguments with the group's random state and this rank's experts."""
-        rng_or_none = None if call.rng is None else rng
-        return replace(call, rng=rng_or_none, first_expert=self.first_expert)
 
     def _senders(self, plan: Plan) -> tuple[CodeSender | None, CodeSender | None]:
         """Returns the casts of x and of the gradient; None of what travels as values."""
@@ -168,15 +168,13 @@ class ExpertParallel:
             found.append(sender if is_code else None)
         return found[0], found[1]
 
-    # ---- what ranks tell each other --------------------------------------------------------------
+    # ---- what ranks agree on ---------------------------------------------------------------------
 
     def _title(self, module: Any, x: Tensor, indices_Tk: Tensor) -> str:
-        products = [product_of(module, name) for name in module.weight_names]
-        recipes = {"bf16" if p is None else p.recipe.text for p in products}
         biases = [b for b in (*module.bias_names, "b2") if getattr(module, b) is not None]
         text = (
             f"{self.name}: {self.experts} experts of {module.dim} x {module.hidden}, k = "
-            f"{indices_Tk.shape[1]}, recipe {', '.join(sorted(recipes))}, {x.dtype}, "
+            f"{indices_Tk.shape[1]}, recipe {recipe_of(module).text}, {x.dtype}, "
             f"{', '.join((*module.weight_names, *biases))}, {module.gate}, "
             f"dispatch={self.dispatch!r}, capacity={self.capacity!r}"
         )
@@ -186,24 +184,17 @@ class ExpertParallel:
         """Tells every rank this rank's counts of rows and tokens, its layer and random states."""
         offs = order.offs.long()
         sent = offs.diff(prepend=offs.new_zeros(1)).view(self.ranks, self.local)
-        tokens = order.places.shape[0]
-        numbers = [torch.full((1,), tokens, dtype=torch.int64, device=offs.device), title]
-        for call in calls:
-            numbers.append(offs.new_zeros(2) if call.rng is None else call.rng[:2])
-        more = torch.cat(numbers)
-        message = torch.cat([sent, more.expand(self.ranks, -1)], dim=1)
+        tokens = torch.full((1,), order.places.shape[0], dtype=torch.int64, device=offs.device)
+        states = [offs.new_zeros(2) if call.rng is None else call.rng[:2] for call in calls]
+        own = torch.cat([tokens, title, *states])
+        message = torch.cat([sent, own.expand(self.ranks, -1)], dim=1)
         answer = torch.empty_like(message)
         dist.all_to_all_single(answer, message, group=self.group)
-        received, told = answer[:, : self.local], answer[:, self.local :]
-        return Exchanged(
-            sent=sent,
-            received=received,
-            first_token=told[: self.rank, 0].sum(),
-            rng=told[0, 2:].reshape(-1, 2),
-            titles=told[:, 1],
-        )
+        received, others = answer[:, : self.local], answer[:, self.local :]
+        first_token, rng = others[: self.rank, 0].sum(), others[0, 2:].reshape(-1, 2)
+        return Exchanged(sent, received, first_token, rng, others[:, 1])
 
-    def _route(self, told: Exchanged, expert_M: Tensor, slots: int, title: str) -> Route:
+    def _route(self, exchanged: Exchanged, expert_M: Tensor, slots: int, title: str) -> Route:
         """Returns the way of this forward's rows.
 
         Raises:
@@ -211,13 +202,13 @@ class ExpertParallel:
         """
         rows, ranks = expert_M.shape[0], self.ranks
         if self.dispatcher is not None or self.capacity is not None:
-            self.agreement.compare_changed(title, told.titles)
+            self.agreement.compare(title, exchanged.titles, is_on_all=False)
         if self.dispatcher is not None:
-            return OwnRoute(self.dispatcher, expert_M.int())
-        counts = told.sent.sum(1)
+            return DispatcherRoute(self.dispatcher, expert_M.int())
+        counts = exchanged.sent.sum(1)
         if self.capacity is None:
-            numbers = to_host(torch.cat([counts, told.received.sum(1), told.titles]))
-            self.agreement.compare_on_all(title, numbers[2 * ranks :])
+            numbers = to_host(torch.cat([counts, exchanged.received.sum(1), exchanged.titles]))
+            self.agreement.compare(title, numbers[2 * ranks :], is_on_all=True)
             return ExactRoute(self.group, numbers[:ranks], numbers[ranks : 2 * ranks], rows)
         most = rows // max(slots, 1) * min(slots, self.local)  # a token has an expert once
         capacity = most if self.capacity == ALL else int(self.capacity)
@@ -239,16 +230,12 @@ class ExpertParallel:
         """Returns what this rank has, and how the operands of the experts `module` travel."""
         if self.dispatch == "bf16":
             return f"{self}, sends values"
-        calls = []
-        for name in module.weight_names:
-            product = product_of(module, name)
-            calls.append(ProductCall("bf16" if product is None else product.recipe.text))
-        ways = []
-        for name, read in ((X, calls[:-1]), (G, calls[-1:])):
-            why, recipe = why_values(name, read), Recipe(read[0].recipe)
+        recipe, texts = recipe_of(module), []
+        for name, readers in ((X, len(module.input_names)), (G, 1)):
+            why = why_values(name, [ProductCall(recipe.text)] * readers)
             spec = recipe.fprop.a if name == X else recipe.dgrad.a
-            ways.append(f"{name[0]} as {spec}" if why is None else f"{name[0]} as values ({why})")
-        return f"{self}, sends {' and '.join(ways)}"
+            texts.append(f"{name[0]} as {spec}" if why is None else f"{name[0]} as values ({why})")
+        return f"{self}, sends {' and '.join(texts)}"
 
     def __repr__(self) -> str:
         own = "" if self.dispatcher is None else ", own dispatcher"
@@ -257,6 +244,12 @@ class ExpertParallel:
             f"experts {self.first_expert} to {self.first_expert + self.local - 1} on rank "
             f"{self.rank} of {self.ranks}{capacity}{own}"
         )
+
+
+def recipe_of(module: Any) -> Recipe:
+    """Returns the recipe of all products of experts."""
+    product = product_of(module, "w2")
+    return Recipe("bf16") if product is None else product.recipe
 
 
 @lru_cache(maxsize=1)
@@ -282,7 +275,7 @@ def group_of(title: str, mesh: Any) -> dist.ProcessGroup:
     return mesh.get_group()
 
 
-def require_sending(function: str, dispatch: Any, capacity: Any) -> None:
+def require_sending(function: str, dispatch: object, capacity: object) -> None:
     """Checks how rows are to be sent.   function: for errors."""
     if dispatch not in DISPATCHES:
         raise ValueError(f"{function}: dispatch: expected one of {DISPATCHES}, got {dispatch!r}")
@@ -295,38 +288,34 @@ def require_sending(function: str, dispatch: Any, capacity: Any) -> None:
     require_int(f"{function}: capacity", capacity, 1, unit="row")
 
 
-def expert_of_rows(order: Order) -> Tensor:
-    """Returns the expert of each row, int64 (M); the number of experts for a row of none."""
-    rows = torch.arange(order.pairs.shape[0], dtype=torch.int32, device=order.pairs.device)
-    return torch.searchsorted(order.offs, rows, right=True)
-
-
 def run_on_ranks(
     way: Way,
     plan: Plan,
     x: Tensor,
     weights_Tk: Tensor,
-    kinds: Tensor,
+    local_M: Tensor,
     matrices: Matrices,
     experts: int,
     tokens: Operand | None,
 ) -> Tensor:
     """Sends rows to their experts, computes them there, and returns the results, (M, D).
 
-    tokens: x as codes, where x is quantized already.
+    Args:
+        local_M: int32, the numbers of the rows' experts, as the last field of dispatch.HEADER.
+        tokens: x as codes, where x is quantized already.
     """
-    route, codes = way.route, []
+    codes: list[Tensor] = []
     if way.x is not None:
-        values, weights_A, ids, kinds, *codes = DispatchCodes.apply(
-            way, x, weights_Tk, kinds, tokens
+        values, weights_A, ids, local_A, *codes = DispatchCodes.apply(
+            way, x, weights_Tk, local_M, tokens
         )
     else:
-        values, weights_A, ids, kinds = DispatchRows.apply(
-            route, x, weights_Tk, way.ids, kinds, *way.sent
+        values, weights_A, ids, local_A = DispatchRows.apply(
+            way.route, x, weights_Tk, way.ids, local_M, *way.sent
         )
-    order = sort_arrivals(ids, kinds, experts)
+    order = order_received(ids, local_A, experts)
     tensors = *order, *matrices.inputs, *matrices.biases, matrices.output
     if way.x is None and way.g is None:
         rows = ExpertRows.apply(plan, values, weights_A, *tensors)
-        return CombineRows.apply(route, rows, order.pairs, order.places)
+        return CombineRows.apply(way.route, rows, order.pairs, order.places)
     return CodeExperts.apply(plan, way, len(codes), values, weights_A, *codes, *tensors)

@@ -24,7 +24,7 @@ from ...spec import Spec
 from ...tensor.operands import Operand, Operands
 from ...tensor.transforms import HADAMARD_SIGNS
 from ..permute import Order, take_rows
-from .routes import SentGroups
+from .dispatch import SentGroups
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel
 ACTIVE, CURRENT = 0, 1  # columns of an amax history

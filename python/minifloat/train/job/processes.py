@@ -32,7 +32,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from ...distributed.ending import destroy_process_group
-from ...moe.layer import Experts
+from ...moe.layer import divided_experts
 from ...moe.ranks.expert_parallel import expert_parallel
 from ..checks import TrainError, require
 from ..config import SIZE
@@ -234,21 +234,15 @@ def divide_experts(
     return set()
 
 
-def divided_experts(model: nn.Module) -> list[Experts]:
-    """Returns the experts of each mixture that is divided."""
-    found = [module for module in model.modules() if isinstance(module, Experts)]
-    return [module for module in found if module.parallel is not None]
-
-
 def average_gradients(model: nn.Module) -> None:
     """Divides gradients of experts, which are sums over the ranks of a group, by their number.
 
     FSDP2 takes means of all other gradients.
     """
-    for module in divided_experts(model):
+    for module, parallel in divided_experts(model).items():
         for parameter in module.parameters():
             if parameter.grad is not None:
-                parameter.grad.div_(module.parallel.ranks)
+                parameter.grad.div_(parallel.ranks)
 
 
 def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
@@ -286,11 +280,11 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
 
 def dropped_rows(model: nn.Module) -> int:
     """Returns the rows that this rank dropped in the last step, after mf.step."""
-    return sum(module.parallel.step_dropped for module in divided_experts(model))
+    return sum(parallel.step_dropped for parallel in divided_experts(model).values())
 
 
 def forget_dropped(model: nn.Module) -> None:
     """Drops the counts of rows that were dropped since the last step."""
-    for module in divided_experts(model):
-        if module.parallel.dropped is not None:
-            module.parallel.dropped.zero_()
+    for parallel in divided_experts(model).values():
+        if parallel.dropped is not None:
+            parallel.dropped.zero_()

@@ -1,12 +1,20 @@
-"""The ways of rows between the ranks of an expert-parallel group, and the bytes of a row.
+"""Rows on their way to experts of other ranks, and back: bytes, routes, and what is differentiable.
 
     rows, by expert      [to rank 0: r0 r1 …][to rank 1: …]…[to no rank]        M rows
-    send                 one all_to_all_single; rows arrive by the rank they come from
+    send                 one all_to_all_single; rows are received by the rank they come from
     back                 the way back of as many rows, of any width
 
-A row is bytes: fields of several dtypes, each at a multiple of 4, the whole a multiple of 16.
+    DispatchRows         rows of tokens, weights, ids    -> the ranks of their experts
+                         gradients of both               <- one collective
+    CombineRows          results of the experts          -> the ranks of their tokens
+                         gradient of the results         <- one collective
 
-Shape suffixes: M rows that this rank sends, R ranks, B bytes of a row.
+A row is bytes: fields of several dtypes, each at a multiple of 4, the whole a multiple of 16.
+Received rows are sorted by expert and id, so that a group has the order that it has in one process
+with all ranks' tokens.
+
+Shape suffixes: M rows that this rank sends, A rows that it receives, R ranks, B bytes of a row,
+T tokens, k slots, D width.
 """
 
 from __future__ import annotations
@@ -16,10 +24,17 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from ..._native import ops
+from ..permute import NO_ORDER, Order, add_slots, order_rows, take_rows
 
+# The fields of a row besides values or codes: its routing weight; the number of its pair among all
+# ranks; and one more than the number of its expert among those of its rank, 0 where no expert
+# computes the row.
+HEADER = ((torch.float32, 1), (torch.int32, 1), (torch.int32, 1))
 FIELD, ROW = 4, 16  # bytes that a field's start and a row's length are multiples of
 
 
@@ -99,7 +114,7 @@ class SentGroups(NamedTuple):
     """The rows that are sent, without those that are dropped, in the groups of their experts.
 
     Args:
-        rows: int32 (M), their numbers, then zeros.
+        rows: int32 (M), their numbers, then those of the others.
         table: of their groups.
     """
 
@@ -107,18 +122,24 @@ class SentGroups(NamedTuple):
     table: Tensor
 
 
-class Route(Protocol):
-    """The way of one forward's rows."""
+class Route:
+    """The way of one forward's rows: (M, B) to the experts' ranks, and others back.
 
-    def send(self, rows: Tensor) -> Tensor: ...
+    Rows that were not sent return as zeros.
+    """
 
-    def back(self, rows: Tensor) -> Tensor: ...
+    def send(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
+
+    def back(self, rows: Tensor) -> Tensor:
+        raise NotImplementedError
 
     def sent_groups(self, offs: Tensor) -> SentGroups | None:
         """Returns the rows that are sent, of groups that end at `offs`; None: all are."""
+        return None
 
 
-class ExactRoute:
+class ExactRoute(Route):
     """Sends all rows, with sizes known on the host.
 
     Args:
@@ -134,14 +155,12 @@ class ExactRoute:
         self.group, self.sent, self.received, self.rows = group, sent, received, rows
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends rows (M, B) to their experts' ranks."""
-        arrived = rows.new_empty(sum(self.received), rows.shape[1])
+        received = rows.new_empty(sum(self.received), rows.shape[1])
         own = rows[: sum(self.sent)]
-        dist.all_to_all_single(arrived, own, self.received, self.sent, group=self.group)
-        return arrived
+        dist.all_to_all_single(received, own, self.received, self.sent, group=self.group)
+        return received
 
     def back(self, rows: Tensor) -> Tensor:
-        """Sends rows back; zeros for those that were not sent."""
         returned, count = rows.new_empty(self.rows, rows.shape[1]), sum(self.sent)
         returned[count:].zero_()
         dist.all_to_all_single(
@@ -149,11 +168,8 @@ class ExactRoute:
         )
         return returned
 
-    def sent_groups(self, offs: Tensor) -> None:
-        """All rows are sent."""
 
-
-class CapacityRoute:
+class CapacityRoute(Route):
     """Sends at most `capacity` rows to each rank, in buffers of one size. Nothing waits.
 
     Args:
@@ -170,47 +186,39 @@ class CapacityRoute:
         self.group, self.may_drop = group, may_drop
         ranks, device = counts.shape[0], counts.device
         ends = counts.cumsum(0)
-        starts, kept = ends - counts, counts.clamp(max=capacity)
-        self.dropped = (counts - kept).sum()
+        # Of each rank, and of the rows for no expert, which none receives.
+        starts, kept = F.pad(ends, (1, 0)), F.pad(counts.clamp(max=capacity), (0, 1))
+        self.dropped = counts.sum() - kept.sum()
         # The row of each place in the buffer, and the place of each row. The last number of either
         # stands for a row of zeros.
         place = torch.arange(capacity, device=device)
-        row_of_place = starts[:, None] + place
-        is_empty = place >= kept[:, None]
-        self.row_of_place = row_of_place.masked_fill(is_empty, rows).reshape(-1).int()
+        row_of_place = (starts[:-1, None] + place).masked_fill(place >= kept[:-1, None], rows)
+        self.row_of_place = row_of_place.reshape(-1).int()
         row = torch.arange(rows, device=device)
         rank = torch.searchsorted(ends, row, right=True)
-        is_last = rank == ranks
-        rank = rank.clamp(max=ranks - 1)
         number = row - starts[rank]
-        is_left = is_last | (number >= capacity)
-        place_of_row = (rank * capacity + number).masked_fill(is_left, ranks * capacity)
+        self.is_sent = number < kept[rank]
+        place_of_row = (rank * capacity + number).masked_fill(~self.is_sent, ranks * capacity)
         self.place_of_row = place_of_row.int()
-        self.is_sent = ~is_left
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends rows (M, B) to their experts' ranks; places without a row are zeros."""
         return self._exchange(take_or_zero(rows, self.row_of_place))
 
     def back(self, rows: Tensor) -> Tensor:
-        """Sends rows back; zeros for those that were not sent."""
         return take_or_zero(self._exchange(rows.contiguous()), self.place_of_row)
 
     def sent_groups(self, offs: Tensor) -> SentGroups | None:
         if not self.may_drop:
             return None
-        count, rows = self.is_sent.cumsum(0), self.is_sent.shape[0]
+        count = self.is_sent.cumsum(0)
         ends = torch.cat([count.new_zeros(1), count]).index_select(0, offs)
-        # Rows that are dropped are written to one place behind the others.
-        place = torch.where(self.is_sent, count - 1, rows)
-        numbers = torch.zeros(rows + 1, dtype=torch.int32, device=count.device)
-        numbers.scatter_(0, place, torch.arange(rows, dtype=torch.int32, device=count.device))
-        return SentGroups(numbers[:rows], ops.group_table(ends.int(), rows))
+        numbers = (~self.is_sent).byte().argsort(stable=True).int()
+        return SentGroups(numbers, ops.group_table(ends.int(), numbers.shape[0]))
 
     def _exchange(self, rows: Tensor) -> Tensor:
-        arrived = torch.empty_like(rows)
-        dist.all_to_all_single(arrived, rows, group=self.group)
-        return arrived
+        received = torch.empty_like(rows)
+        dist.all_to_all_single(received, rows, group=self.group)
+        return received
 
 
 def take_or_zero(rows: Tensor, numbers: Tensor) -> Tensor:
@@ -223,7 +231,7 @@ def take_or_zero(rows: Tensor, numbers: Tensor) -> Tensor:
     return taken
 
 
-class OwnRoute:
+class DispatcherRoute(Route):
     """The way of a caller's dispatcher.
 
     Args:
@@ -236,19 +244,14 @@ class OwnRoute:
         self.handle: Any = None
 
     def send(self, rows: Tensor) -> Tensor:
-        """Sends rows (M, B) to their experts' ranks."""
-        arrived, handle = self.dispatcher.dispatch(rows, self.experts, self.handle)
+        received, handle = self.dispatcher.dispatch(rows, self.experts, self.handle)
         if self.handle is None:
             self.handle = handle
-        return require_rows("dispatch", arrived, None, rows.shape[1])
+        return require_rows("dispatch", received, None, rows.shape[1])
 
     def back(self, rows: Tensor) -> Tensor:
-        """Sends rows back."""
         returned = self.dispatcher.combine(rows.contiguous(), self.handle)
         return require_rows("combine", returned, self.experts.shape[0], rows.shape[1])
-
-    def sent_groups(self, offs: Tensor) -> None:
-        """All rows are sent."""
 
 
 def require_rows(function: str, rows: Any, count: int | None, row_bytes: int) -> Tensor:
@@ -263,3 +266,97 @@ def require_rows(function: str, rows: Any, count: int | None, row_bytes: int) ->
             f"{tuple(rows.shape)}"
         )
     return rows.contiguous()
+
+
+# ---- values --------------------------------------------------------------------------------------
+
+
+def order_received(ids_A: Tensor, experts_A: Tensor, experts: int) -> Order:
+    """Sorts the rows that were received by expert and id, as tokens with one slot each.
+
+    Args:
+        ids_A, experts_A: int32 (A), the last two fields of HEADER.
+        experts: how many this rank has.
+    """
+    return order_rows(experts_A[:, None] - 1, experts, ids_A)
+
+
+def return_gradients(
+    route: Route, d_rows: Tensor, d_weights: Tensor, order: Order, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    """Sends gradients of received rows and weights back, and sums the rows of each token.
+
+    Args:
+        d_rows: (A, D), in the order of arrival.
+        d_weights: float32 (A, 1).
+        order: of the rows that were sent.
+        dtype: of the tokens' gradient.
+
+    Returns:
+        (T, D) and float32 (T, k).
+    """
+    layout = RowLayout((d_rows.dtype, d_rows.shape[1]), (torch.float32, 1))
+    found, d_weights_M = layout.unpack(route.back(layout.pack([d_rows, d_weights])))
+    dx = add_slots(found, order).to(dtype)
+    return dx, d_weights_M.reshape(-1).take(order.places.long())
+
+
+class DispatchRows(torch.autograd.Function):
+    """Sends tokens' rows and weights to the experts' ranks, as values.
+
+    Arguments: route, x, weights, ids, experts (both as in HEADER), the order. Returns the values,
+    weights, ids and experts that are received.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        route: Route,
+        x: Tensor,
+        weights: Tensor,
+        ids: Tensor,
+        experts: Tensor,
+        *order: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        sent = Order(*order)
+        layout = RowLayout((x.dtype, x.shape[1]), *HEADER)
+        weights_M = weights.reshape(-1).index_select(0, sent.pairs)
+        rows = layout.pack([take_rows(x, sent), weights_M, ids, experts])
+        values, weights_A, ids_A, experts_A = layout.unpack(route.send(rows))
+        ids_A, experts_A = ids_A.reshape(-1), experts_A.reshape(-1)
+        ctx.route, ctx.dtypes = route, (x.dtype, weights.dtype)
+        ctx.save_for_backward(*order)
+        ctx.mark_non_differentiable(ids_A, experts_A)
+        return values, weights_A, ids_A, experts_A
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        x_dtype, weights_dtype = ctx.dtypes
+        order = Order(*ctx.saved_tensors)
+        dx, d_weights = return_gradients(ctx.route, grads[0], grads[1], order, x_dtype)
+        return None, dx, d_weights.to(weights_dtype), None, None, *NO_ORDER
+
+
+class CombineRows(torch.autograd.Function):
+    """Sends the experts' rows back: (A, D), sorted, -> (M, D). Arguments: route, rows, order."""
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, rows: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+        ctx.route = route
+        ctx.save_for_backward(pairs)
+        return combine(route, rows.index_select(0, places[:, 0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (pairs,) = ctx.saved_tensors
+        layout = RowLayout((grads[0].dtype, grads[0].shape[1]))
+        (received,) = layout.unpack(ctx.route.send(layout.pack(grads)))
+        return None, received.index_select(0, pairs), None, None
+
+
+def combine(route: Route, rows: Tensor) -> Tensor:
+    """Sends values in the order of arrival back to where they came from: (A, D) -> (M, D)."""
+    layout = RowLayout((rows.dtype, rows.shape[1]))
+    return layout.unpack(route.back(layout.pack([rows])))[0]

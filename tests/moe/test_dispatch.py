@@ -4,7 +4,7 @@ import itertools
 
 import pytest
 import torch
-from minifloat.moe.ranks.routes import CapacityRoute, take_or_zero
+from minifloat.moe.ranks.dispatch import CapacityRoute, take_or_zero
 from torch.utils._python_dispatch import TorchDispatchMode
 
 
