@@ -1,8 +1,8 @@
-"""Experts of several ranks where x, the gradient of the output, or both travel as codes.
+"""Experts of several ranks. x and the gradient of the output, g, travel as codes or as values.
 
-    forward     x as codes -> ranks of their experts      products read the codes
-                results    -> ranks of their tokens
-    backward    g as codes -> ranks of their experts      dgrad reads the codes
+    forward     x       -> ranks of their experts         products read the codes
+                results -> ranks of their tokens
+    backward    g       -> ranks of their experts         dgrad reads the codes
                 gradients of tokens and weights <-        wgrad reads casts of the codes' values
 
 Shape suffixes: M rows that this rank sends, A rows that arrive, D width, I hidden width.

@@ -1,4 +1,4 @@
-"""Rows on their way to experts of other ranks, and back: bytes, routes, and what is differentiable.
+"""Rows on their way to experts of other ranks, and back.
 
     rows, by expert      [to rank 0: r0 r1 …][to rank 1: …]…[to no rank]        M rows
     send                 one all_to_all_single; rows are received by the rank they come from
@@ -6,8 +6,6 @@
 
     DispatchRows         rows of tokens, weights, ids    -> the ranks of their experts
                          gradients of both               <- one collective
-    CombineRows          results of the experts          -> the ranks of their tokens
-                         gradient of the results         <- one collective
 
 A row is bytes: fields of several dtypes, each at a multiple of 4, the whole a multiple of 16.
 Received rows are sorted by expert and id, so that a group has the order that it has in one process
@@ -254,7 +252,7 @@ class DispatcherRoute(Route):
         return require_rows("combine", returned, self.experts.shape[0], rows.shape[1])
 
 
-def require_rows(function: str, rows: Any, count: int | None, row_bytes: int) -> Tensor:
+def require_rows(function: str, rows: object, count: int | None, row_bytes: int) -> Tensor:
     """Checks the rows that a caller's dispatcher returned."""
     shape = f"({'rows' if count is None else count}, {row_bytes})"
     if not isinstance(rows, Tensor):
@@ -316,7 +314,7 @@ class DispatchRows(torch.autograd.Function):
         weights: Tensor,
         ids: Tensor,
         experts: Tensor,
-        *order: Any,
+        *order: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sent = Order(*order)
         layout = RowLayout((x.dtype, x.shape[1]), *HEADER)
@@ -336,24 +334,6 @@ class DispatchRows(torch.autograd.Function):
         order = Order(*ctx.saved_tensors)
         dx, d_weights = return_gradients(ctx.route, grads[0], grads[1], order, x_dtype)
         return None, dx, d_weights.to(weights_dtype), None, None, *NO_ORDER
-
-
-class CombineRows(torch.autograd.Function):
-    """Sends the experts' rows back: (A, D), sorted, -> (M, D). Arguments: route, rows, order."""
-
-    @staticmethod
-    def forward(ctx: Any, route: Route, rows: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
-        ctx.route = route
-        ctx.save_for_backward(pairs)
-        return combine(route, rows.index_select(0, places[:, 0]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (pairs,) = ctx.saved_tensors
-        layout = RowLayout((grads[0].dtype, grads[0].shape[1]))
-        (received,) = layout.unpack(ctx.route.send(layout.pack(grads)))
-        return None, received.index_select(0, pairs), None, None
 
 
 def combine(route: Route, rows: Tensor) -> Tensor:

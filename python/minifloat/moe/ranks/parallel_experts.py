@@ -29,7 +29,7 @@ from ...nn.grouped_product import ProductCall, call_of, product_of
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe
 from ...tensor.operands import Operand
-from ..functional import ExpertRows, Matrices, Plan, compute_dtype, weighted_biases
+from ..functional import Matrices, Plan, compute_dtype, weighted_biases
 from ..permute import Order, order_rows, sum_of_slots
 from ..router import is_recomputed
 from ..token_cast import TokenCast
@@ -37,7 +37,6 @@ from .agreement import Agreement, to_host
 from .code_experts import CodeExperts, DispatchCodes, Way
 from .dispatch import (
     CapacityRoute,
-    CombineRows,
     Dispatcher,
     DispatcherRoute,
     DispatchRows,
@@ -315,7 +314,4 @@ def run_on_ranks(
         )
     order = order_received(ids, local_A, experts)
     tensors = *order, *matrices.inputs, *matrices.biases, matrices.output
-    if way.x is None and way.g is None:
-        rows = ExpertRows.apply(plan, values, weights_A, *tensors)
-        return CombineRows.apply(way.route, rows, order.pairs, order.places)
     return CodeExperts.apply(plan, way, len(codes), values, weights_A, *codes, *tensors)
