@@ -240,22 +240,15 @@ class MoE(nn.Module):
 
     def _quantize(self, recipe: Recipe, name: str, seed: int) -> None:
         """Gives the experts a recipe and a random state of their own."""
-        states: list[RecipeState] = list(
-            add_products(
-                self.experts,
-                self.experts.weight_names,
-                recipe,
-                f"{name}.experts",
-                gather_plan=hooks().plan_experts(recipe)[0],
-            )
-        )
+        names, plan = self.experts.weight_names, hooks().plan_experts(recipe)[0]
+        products = add_products(self.experts, names, recipe, f"{name}.experts", gather_plan=plan)
         linears = {
             adopt(module, recipe, f"{name}.{fqn}"): recipe
             for fqn, module in self.named_modules()
             if isinstance(module, nn.Linear)
         }
         share_inputs(self, {module: recipe for module in linears})
-        states += linears
+        states: list[RecipeState] = [*products, *linears]
         if recipe.is_stochastic:
             rng_state = RngState(seed)
             add_hooks(self, rng_state, states)

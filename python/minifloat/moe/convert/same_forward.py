@@ -95,7 +95,7 @@ def one_to_one(shape: tuple[int, ...], row_major: bool) -> nn.Parameter:
     return nn.Parameter(matrices.mT.contiguous() if row_major else matrices, requires_grad=False)
 
 
-def own_forward(module: nn.Module) -> Callable[..., Any]:
+def own_forward(module: nn.Module) -> Callable[..., object]:
     """Returns the forward of the module's class: transformers' eager one where that has several."""
     forward: Any = type(module).forward
     if getattr(forward, "__globals__", {}).get("__name__") != INTERFACE:
@@ -106,7 +106,7 @@ def own_forward(module: nn.Module) -> Callable[..., Any]:
     return forward.__wrapped__ if is_own else forward
 
 
-def takes(forward: Callable[..., Any], *arguments: Any) -> bool:
+def takes(forward: Callable[..., object], *arguments: object) -> bool:
     """Tells whether a function takes these arguments."""
     try:
         inspect.signature(forward).bind(*arguments)
