@@ -15,7 +15,7 @@ from minifloat.nn.hooks import Choice, Selection
 from torch import nn
 
 from tests.support.experts import relative_error
-from tests.support.foreign_experts import Batched, D, E, ProjectionBlock, SeamBlock
+from tests.support.foreign_experts import Batched, D, E, GroupedMmBlock, ProjectionBlock
 
 
 def mixture(**changes: object) -> mf.MoE:
@@ -34,7 +34,7 @@ def tokens(count: int = 24) -> torch.Tensor:
 BLOCKS = {
     "moe": mixture,
     "fused moe": lambda: mixture(fused_w13=True, bias=True),
-    "grouped_mm method": SeamBlock,
+    "grouped_mm method": GroupedMmBlock,
     "linear layout": ProjectionBlock,
     "row-major": lambda: ProjectionBlock(row_major=True, bias=True, clamped=True),
     "another activation": lambda: ProjectionBlock(bias=True, act=nn.GELU()),
@@ -84,7 +84,9 @@ def visits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
     fqns = [f"{name}.experts" for name, m in model.named_modules() if isinstance(m, mf.MoE)]
     fqns += [name for name, m in model.named_modules() if name.startswith("list.")]
     recipe = mf.Recipe("mxfp8")
-    choices = [Choice(n, model.get_submodule(n), ("w2",), recipe, Experts) for n in fqns]
+    choices = [
+        Choice(n, model.get_submodule(n), ("w2",), recipe, Experts, True) for n in fqns
+    ]
     selection = Selection([c for c in choices if isinstance(c.module, Experts)], [], {})
     with monkeypatch.context() as patch:
         patch.setattr(nn.Module, "named_modules", counted)
@@ -211,7 +213,7 @@ def test_projections_of_no_tokens_and_of_uneven_rows(act):
 
 
 def test_filters_and_maps_match_the_module_name():
-    model = model_of(mixture(), SeamBlock(), ProjectionBlock())
+    model = model_of(mixture(), GroupedMmBlock(), ProjectionBlock())
     report = mf.quantize_(
         model,
         "*: mxfp8; 2.*: bf16",
@@ -346,7 +348,7 @@ def test_refuses_2d_blocks_of_rows_before_anything_is_converted(place):
 
 
 def test_failure_undoes_the_conversion(monkeypatch):
-    model = model_of(mixture(), SeamBlock(), ProjectionBlock())
+    model = model_of(mixture(), GroupedMmBlock(), ProjectionBlock())
     classes = [type(m) for m in model.modules()]
     monkeypatch.setattr("minifloat.nn.convert.quantize.share_inputs", lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):

@@ -142,8 +142,8 @@ def test_weights_that_cannot_be_codes_have_a_reason():
     tied = nn.Sequential(moe(), moe(), linear)
     tied[1][0].experts.w2 = tied[0][0].experts.w2
     assert reason(tied, "mxfp8") == {"primary: its weight is tied to another module's"}
-    seam = nn.Sequential(foreign_experts.SeamBlock(), linear)
-    assert reason(seam, "mxfp8") == {"primary: the module's own forward reads the parameter"}
+    block = nn.Sequential(foreign_experts.GroupedMmBlock(), linear)
+    assert reason(block, "mxfp8") == {"primary: the module's own forward reads the parameter"}
 
 
 def test_a_failed_conversion_leaves_the_weights(monkeypatch):

@@ -18,7 +18,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.support.foreign_experts import Seam, grouped, weight
+from tests.support.foreign_experts import GroupedMm, grouped, weight
 
 D, H, E = 32, 48, 4
 
@@ -323,18 +323,18 @@ def test_large_experts_are_compared_by_small_ones(kind, hidden):
 # ---- other kinds ---------------------------------------------------------------------------------
 
 
-class ScaledGroupedMm(Seam):
+class ScaledGroupedMm(GroupedMm):
     def _grouped_mm(self, *, A, B_t, offs):
         return grouped(A, B_t, offs) * 0.5
 
 
-class TorchGroupedMm(Seam):
+class TorchGroupedMm(GroupedMm):
     def _grouped_mm(self, *, A, B_t, offs):
         return torch._grouped_mm(A, B_t, offs=offs)
 
 
 def test_grouped_mm_methods():
-    assert GroupedMmExperts.reason_against(Seam()) is None
+    assert GroupedMmExperts.reason_against(GroupedMm()) is None
     assert GroupedMmExperts.reason_against(TorchGroupedMm()) is None
     skipped = dict(report_of(ScaledGroupedMm()).skipped)
     assert (

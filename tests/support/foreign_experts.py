@@ -30,7 +30,7 @@ def grouped(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return torch.cat([a[i:j] @ b[e] for e, (i, j) in enumerate(itertools.pairwise(starts))])
 
 
-class Seam(nn.Module):
+class GroupedMm(nn.Module):
     """Experts as torchtitan's: w1, w2, w3, and the method through which products go."""
 
     def __init__(self) -> None:
@@ -47,13 +47,13 @@ class Seam(nn.Module):
         return self._grouped_mm(A=h, B_t=w2, offs=offs)
 
 
-class SeamBlock(nn.Module):
-    """A mixture around Seam, with torchtitan's names."""
+class GroupedMmBlock(nn.Module):
+    """A mixture around GroupedMm, with torchtitan's names."""
 
     def __init__(self) -> None:
         super().__init__()
         self.router = nn.ModuleDict({"gate": nn.Linear(D, E, bias=False)})
-        self.experts = Seam()
+        self.experts = GroupedMm()
         self.shared_expert = nn.Linear(D, D)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from torch import nn
 
 from ..nn.hooks import ExpertHooks, register
 from ..nn.names import unwrapped
-from .convert.experts import convert, plan_gather, restore, revert, select
+from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
 from .ranks.agreement import to_host
 from .ranks.parallel_experts import ExpertParallel
@@ -66,7 +66,6 @@ def warn_of_dropped(layers: Iterable[ExpertParallel]) -> None:
 register(
     ExpertHooks(
         select=select,
-        plan_gather=plan_gather,
         convert=convert,
         revert=revert,
         restore=restore,

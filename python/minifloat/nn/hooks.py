@@ -117,6 +117,7 @@ class Choice:
         names: its parameters that products read: "weight", or 3D parameters.
         recipe: of the products.
         form: the class of the module, or the part that its conversion adds to its class.
+        reads_codes: whether its products read the parameters themselves, which may be codes.
     """
 
     fqn: str
@@ -124,6 +125,7 @@ class Choice:
     names: tuple[str, ...]
     recipe: Recipe
     form: type[nn.Module]
+    reads_codes: bool = True
 
     @property
     def weights(self) -> list[nn.Parameter]:
@@ -154,7 +156,6 @@ class ExpertHooks:
     """The functions for models with experts.
 
     select      (model, filters, experts, primary) -> what to convert
-    plan_gather choice -> (plan of the weights' gathers or None, sentence for the report)
     convert     (choice, name in the whole model, plan, primary weights, delayed scaling) -> the
                 new products
     revert      module: undoes one conversion, complete or not
@@ -163,7 +164,6 @@ class ExpertHooks:
     """
 
     select: Callable[..., Selection]
-    plan_gather: Callable[[Choice], PlannedGather]
     convert: Callable[..., list[Any]]
     revert: Callable[[nn.Module], None]
     restore: Callable[[nn.Module], None]

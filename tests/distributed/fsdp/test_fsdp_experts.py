@@ -350,7 +350,7 @@ def test_the_report_says_how_weights_are_gathered():
     tied.append(nn.ModuleDict({"moe": mf.MoE(32, 32, 2, 1, fused_w13=True)}))
     tied[1]["moe"].experts.w2 = tied[0]["moe"].experts.w2
     assert sentences(tied) == {f"{in_dtype}: a weight of the module is tied to another's"}
-    (why,) = sentences(foreign_experts.SeamBlock())
+    (why,) = sentences(foreign_experts.GroupedMmBlock())
     assert why.endswith("the module's own forward reads the parameter")
 
 

@@ -22,7 +22,7 @@ from ...nn.convert.primary_weights import (
 )
 from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
-from ...nn.hooks import Choice, Selection, PlannedGather, hooks
+from ...nn.hooks import Choice, Selection
 from ...nn.linear import dequantize_parameters
 from ...nn.names import clean_name, join, owners_of_weights
 from ...nn.state.recipe_state import WEIGHT_DTYPES
@@ -181,7 +181,7 @@ def select(model: nn.Module, filters: Filters, experts: object, primary: bool) -
         why = why or reason_of_forward(module, form)
         if why is None and recipe is not None and form is not None:
             require_recipe(fqn, recipe)
-            out.chosen.append(Choice(fqn, module, names, recipe, form))
+            out.chosen.append(Choice(fqn, module, names, recipe, form, form in READERS))
         taken = names if why is None else ()
         reason = why or "a 3D parameter of an experts module that no product reads"
         out.skipped.extend((join(fqn, name), reason) for name in weights if name not in taken)
@@ -215,19 +215,6 @@ def find_routers(model: nn.Module, selection: Selection) -> None:
             if weight.shape[0] in counts and module not in selection.routers:
                 fqn = join(parent, clean_name(name))
                 selection.routers[module] = fqn, ROUTER_REASON
-
-
-def plan_gather(choice: Choice) -> PlannedGather:
-    """Plans how FSDP2 gathers the weights of an experts module.
-
-    Returns:
-        The plan, or None for the compute dtype; and the sentence for the report.
-    """
-    if choice.form in READERS:
-        return hooks().plan_experts(choice.recipe)
-    return None, (
-        "weight is gathered in the compute dtype: the module's own forward reads the parameter"
-    )
 
 
 def convert(

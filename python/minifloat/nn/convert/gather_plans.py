@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from torch import nn
 
-from ..hooks import COMPUTE_DTYPE, Choice, PlannedGather, expert_hooks, hooks, is_distributed
+from ..hooks import COMPUTE_DTYPE, Choice, PlannedGather, hooks, is_distributed
 from ..names import owners_of_weights
 
 
@@ -37,8 +37,9 @@ def plan_gathers(
         if is_tied:
             return "a weight of the module is tied to another's"
         placements = [p for w in choice.weights if is_distributed(w) for p in w.placements]
-        is_cut = any(getattr(placement, "dim", 0) != 0 for placement in placements)
-        return "ranks cut the experts' matrices" if is_cut else None
+        if any(getattr(placement, "dim", 0) != 0 for placement in placements):
+            return "ranks cut the experts' matrices"
+        return None if choice.reads_codes else "the module's own forward reads the parameter"
 
     def plan(choice: Choice) -> PlannedGather:
         if primary:
@@ -46,9 +47,8 @@ def plan_gathers(
         if (why := reason_against_codes(choice)) is not None:
             return None, f"weight is gathered in the compute dtype: {why}"
         is_linear = isinstance(choice.module, nn.Linear)
-        planned = (
-            hooks().plan_gather(choice.recipe) if is_linear else expert_hooks().plan_gather(choice)
-        )
+        plan_for = hooks().plan_gather if is_linear else hooks().plan_experts
+        planned = plan_for(choice.recipe)
         for weight in choice.weights if planned[0] is not None else ():
             if is_distributed(weight):
                 hooks().require_no_shard(choice.module, choice.fqn, weight)
