@@ -84,9 +84,7 @@ def visits(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> int:
     fqns = [f"{name}.experts" for name, m in model.named_modules() if isinstance(m, mf.MoE)]
     fqns += [name for name, m in model.named_modules() if name.startswith("list.")]
     recipe = mf.Recipe("mxfp8")
-    choices = [
-        Choice(n, model.get_submodule(n), ("w2",), recipe, Experts, True) for n in fqns
-    ]
+    choices = [Choice(n, model.get_submodule(n), ("w2",), recipe, Experts, True) for n in fqns]
     selection = Selection([c for c in choices if isinstance(c.module, Experts)], [], {})
     with monkeypatch.context() as patch:
         patch.setattr(nn.Module, "named_modules", counted)

@@ -12,8 +12,8 @@ import minifloat as mf
 import torch
 import torch.distributed as dist
 from minifloat.spec import Spec
-from minifloat.tensor.quantized import raw_scale
 from minifloat.tensor.directions import slice_elements
+from minifloat.tensor.quantized import raw_scale
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Partial, Replicate, Shard, distribute_tensor
 from torch.utils._python_dispatch import TorchDispatchMode

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 from torch._C import _SetExcludeDispatchKeyGuard
 
-from ...tensor.handlers import Op
 from ...tensor.directions import TENSORS
+from ...tensor.handlers import Op
 from ...tensor.quantized import Quantized
 from ...tensor.quantized_tensor import Context, QuantizedTensor
 from .gather import Gather, GatherInputs, Received

@@ -251,8 +251,7 @@ def convert(
         **history,
     )
     if primary:
-        keep = keep_high_precision_init
-        make_primary_experts(module, names, choice.recipe, row_major, keep)
+        make_primary(module, names, choice.recipe, keep_high_precision_init, row_major)
     if form is GroupedMmExperts:
         GroupedMmExperts.number_products(module, names, products, fqn)
     if issubclass(form, Converted):
