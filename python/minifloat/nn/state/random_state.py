@@ -114,20 +114,20 @@ class RngState:
             self.tensor, in_forward=torch.compiler.is_compiling()
         )
 
-    def begin(self, is_training: bool) -> Tensor:
-        """Begins a forward, in training mode with the next count. Returns `current`."""
+    def begin(self, is_training: bool, device: torch.device | None = None) -> Tensor:
+        """Begins a forward, in training mode with the next count. Returns `current`.
+
+        device: that the state moves to; None: in compiled code, where it stays.
+        """
+        if device is not None:
+            self.to(device)
+            self.is_captured = is_capturing(device)
         if is_training:
             self.current = self.advance()
         else:
             self.current = self.tensor.clone()
         self.is_advanced, self.copies = is_training, {}
         return self.current
-
-    def begin_eager(self, device: torch.device, is_training: bool) -> Tensor:
-        """Begins a forward in eager code, with the state on the device."""
-        self.to(device)
-        self.is_captured = is_capturing(device)
-        return self.begin(is_training)
 
     def repeat(self, current: Tensor | None) -> None:
         """Lets modules draw with the bits of the call that autograd recomputes."""
@@ -160,7 +160,7 @@ class RngState:
         is_alone, current = self.current is None, self.current
         is_new = is_alone or not self.is_advanced or draws.last is current
         if current is None or is_new or self.is_captured != is_capturing(device):
-            current = self.begin_eager(device, True)
+            current = self.begin(True, device)
         if device not in self.copies:
             self.copies[device] = current.to(device)
         rng = self.copies[device]
@@ -239,7 +239,7 @@ class AdvanceRng:
             return
         is_repeated = self.draws.last is state.current
         if not is_within or (is_training and (not state.is_advanced or is_repeated)):
-            state.begin_eager(self.device(), is_training)
+            state.begin(is_training, self.device())
         if is_training and state.current is not None:
             self.draws.record(state.current, state.current)
 
@@ -262,7 +262,6 @@ eager_alone(
         AdvanceRng.device,
         RngState.advance,
         RngState.begin,
-        RngState.begin_eager,
         RngState.close,
         RngState.repeat,
         RngState.to,
