@@ -219,7 +219,7 @@ class RecipeState(nn.Module):
         x: Tensor,
         columnwise: bool,
         amax_history: Tensor | None,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
         **shards: object,
     ) -> list[Tensor] | None:
         """Returns the weight's cached operands; None where the op is to quantize it.
@@ -231,7 +231,7 @@ class RecipeState(nn.Module):
             x: what the product's conditions are those of.
             columnwise: whether backward reads the weight.
             amax_history: of the product, for delayed scaling.
-            group: the ranks of a sharded weight, which change their shards together.
+            process_group: the ranks of a sharded weight, which change their shards together.
             shards: arguments of its cast.
         """
         # Outside autocast a weight of another dtype has a gradient of its own dtype.
@@ -240,8 +240,8 @@ class RecipeState(nn.Module):
             return None
         text, cast = self.recipe.text, ops.layer_operands.default
         conditions, is_shown = conditions_of(x), False
-        if group is not None:
-            conditions, is_shown = conditions_of_ranks(matrix, x, group)
+        if process_group is not None:
+            conditions, is_shown = conditions_of_ranks(matrix, x, process_group)
         return cache.operands(
             weight,
             text,
