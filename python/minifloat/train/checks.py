@@ -28,7 +28,7 @@ SHOWN = 60  # characters of a value in a message
 T = TypeVar("T")
 S = TypeVar("S", bound="Settings")
 Json = dict[str, Any]  # an object of a JSON file
-Check = Callable[[Any], str]  # returns what was expected; an empty text if the value is accepted
+Check = Callable[[object], str]  # what was expected; an empty text if the value is accepted
 
 
 class TrainError(Exception):
@@ -94,7 +94,7 @@ def require(where: str, check: Check, value: object) -> None:
         raise TrainError(f"{where}: expected {expected}, got {shown(value)}")
 
 
-def require_fields(where: str, checks: Fields, value: Any) -> None:
+def require_fields(where: str, checks: Fields, value: Json) -> None:
     """Raises TrainError unless the value is an object whose fields the checks accept."""
     require(where, OBJECT, value)
     for name, check in checks.items():

@@ -97,11 +97,6 @@ class ModelConfig(Settings):
         return 2 * self.vocab * self.dim + self.layers * layer + feed_forward + self.dim
 
     @property
-    def active_parameters(self) -> int:
-        """The number of parameters that one token is multiplied with, embedding included."""
-        return self.parameters
-
-    @property
     def description(self) -> str:
         """The sizes as the report writes them."""
         return (
@@ -162,6 +157,7 @@ class MixtureConfig(ModelConfig):
 
     @property
     def active_parameters(self) -> int:
+        """The number of parameters that one token is multiplied with, embedding included."""
         idle = (self.experts - self.top_k) * 3 * self.dim * self.hidden
         return self.parameters - self.mixtures * idle
 
