@@ -35,12 +35,13 @@ __global__ void __launch_bounds__(kThreads, 4)
   __shared__ Whole whole[2];
   const SharedTile<Bf16> shared = {words};
   const std::uint32_t parts = groups ? groups.count : 1;
-  if constexpr (kRow) store_parts<Row>(row, parts);
+  if constexpr (kRow)
+    if (is_wanted(row)) store_parts<Row>(row, parts);
   store_parts<Col>(col, parts);
   TilePart part;
   if (!find_tile(x, groups, across, part)) return;
   if constexpr (kRow)
-    if (threadIdx.x == 0) prepare<Row>(row, whole[0], part.tile.batch, false);
+    if (threadIdx.x == 0 && is_wanted(row)) prepare<Row>(row, whole[0], part.tile.batch, false);
   if (threadIdx.x == 32) prepare<Col>(col, whole[1], part.tile.batch, false);
   fill_with_h(of, part, shared, weights);
   __syncthreads();
@@ -57,8 +58,8 @@ bool launch_swiglu_tiles(const SwiGluArgs& of, const QuantizeArgs& args, bool ro
     const Divisor across(args.x.cols / kTile);
     quantize_swiglu_tiles<Row, Col>
         <<<grid_of(most_line_tiles(args) * across.d, "quantize_swiglu"), kThreads,
-           SharedTile<Bf16>::kBytes, cuda_stream(*execution)>>>(of, args.x, args.row, args.col,
-                                                                args.groups, across);
+           SharedTile<Bf16>::kBytes, cuda_stream(*execution)>>>(of, args.x, row_plan(args, rowwise),
+                                                                args.col, args.groups, across);
     check_launch("quantize_swiglu");
   };
   return launch_preset<kSwiGluTilesWalk>(args, rowwise, true, launch) ||

@@ -27,13 +27,14 @@ __global__ void __launch_bounds__(kThreads, 4)
   const bool is_first = tile.row == 0 && tile.col == 0;
   const SharedTile<Bf16> shared = {words};
   if constexpr (kRow)
-    if (threadIdx.x == 0) prepare<Row>(row, whole[0], 0, is_first);
+    if (threadIdx.x == 0 && is_wanted(row)) prepare<Row>(row, whole[0], 0, is_first);
   if (threadIdx.x == 32) prepare<Col>(col, whole[1], 0, is_first);
   fill_with_norm(of, statistics, tile, shared);
   __syncthreads();
   if constexpr (kRow)
-    cast_preset_tile<Row, false, false, false>(row, whole[0], shared,
-                                               tile_of_matrix<false>(row, tile), nullptr);
+    if (is_wanted(row))
+      cast_preset_tile<Row, false, false, false>(row, whole[0], shared,
+                                                 tile_of_matrix<false>(row, tile), nullptr);
   cast_preset_tile<Col, true, false, false>(col, whole[1], shared, tile_of_matrix<true>(col, tile),
                                             nullptr);
 }
@@ -47,7 +48,7 @@ bool launch_norm_tiles(const NormArgs& of, const RowStatistics* statistics,
     const Tiles tiles = tiles_of(of.x);
     quantize_norm_tile<Row, Col>
         <<<tile_grid(1, tiles, "quantize_norm"), kThreads, SharedTile<Bf16>::kBytes,
-           cuda_stream(*execution)>>>(of, statistics, args.row, args.col, tiles);
+           cuda_stream(*execution)>>>(of, statistics, row_plan(args, rowwise), args.col, tiles);
     check_launch("quantize_norm");
   });
 }

@@ -41,6 +41,12 @@ bool is_of(const Spec& spec) {
          (spec.has_blocks() && spec.block_rows > 1) == C::kIsBlock2d;
 }
 
+// Returns the plan of the rowwise cast for a kernel that may leave it out: it then has no columns.
+inline KernelOperand row_plan(const QuantizeArgs& args, bool rowwise) {
+  return rowwise ? args.row : KernelOperand{};
+}
+__device__ __forceinline__ bool is_wanted(const KernelOperand& plan) { return plan.padded > 0; }
+
 // ---- Values of a matrix -------------------------------------------------------------------------
 // The values that hold for a whole matrix or group. One thread computes them, in shared memory,
 // while the block waits for its elements. Values that take only a division or two are computed by

@@ -18,7 +18,8 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   extern __shared__ __align__(16) std::uint32_t words[];
   __shared__ Whole whole[2];
   const SharedTile<Bf16> shared = {words};
-  if constexpr (kRow) store_parts<Row>(row, groups.count);
+  if constexpr (kRow)
+    if (is_wanted(row)) store_parts<Row>(row, groups.count);
   if constexpr (kCol) store_parts<Col>(col, groups.count);
   const std::uint32_t of_rows = across.divide(blockIdx.x);
   if (of_rows >= line_tiles(groups)) return;
@@ -27,7 +28,7 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
     return;
   shared.fill_rows(part.x, part.tile, part.skip);
   if constexpr (kRow)
-    if (threadIdx.x == 0) prepare<Row>(row, whole[0], part.tile.batch, false);
+    if (threadIdx.x == 0 && is_wanted(row)) prepare<Row>(row, whole[0], part.tile.batch, false);
   if constexpr (kCol)
     if (threadIdx.x == 32) prepare<Col>(col, whole[1], part.tile.batch, false);
   shared.wait();
@@ -41,7 +42,7 @@ bool launch_preset_group_tiles(const QuantizeArgs& args, bool rowwise, const Exe
     const Divisor across(args.x.cols / kTile);
     quantize_group_tiles<Row, Col><<<grid_of(most_line_tiles(args) * across.d, "quantize"),
                                      kThreads, SharedTile<Bf16>::kBytes, cuda_stream(execution)>>>(
-        args.x, args.row, args.col, args.groups, across);
+        args.x, row_plan(args, rowwise), args.col, args.groups, across);
     check_launch("quantize");
   });
 }

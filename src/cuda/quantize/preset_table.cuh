@@ -1,5 +1,6 @@
 // The preset casts, and which kernels are compiled for each. A preset's cast is one row of Table; a
-// kernel is launched for its rows by launch_preset.
+// kernel is launched for its rows by launch_preset. A pair's kernel by tiles also casts columnwise
+// alone: it leaves out the other direction.
 #pragma once
 
 #include <type_traits>
@@ -22,6 +23,8 @@ enum Walk : unsigned {
   kSwiGluTilesWalk = 1 << 9,   // the same by tiles: experts/quantize_swiglu_tiles.cu
   kSwiGluMatrixWalk = 1 << 10  // the same without groups
 };
+inline constexpr unsigned kWalksOfColumns =  // whose kernels may leave out the rowwise cast
+    kTilesWalk | kGroupTilesWalk | kNormTilesWalk | kSwiGluTilesWalk;
 
 namespace preset {
 
@@ -95,26 +98,13 @@ using Table = List<
     Pair<StraightAsFp8, Absent, kRowsWalk>,
     Pair<RandomAsFp8, Absent, kRowsWalk>,
 
-    // ---- Columnwise
-    Pair<Absent, Tensor, kEveryTile>,
-    Pair<Absent, TensorE5m2, kOfMemoryTiles>,
-    Pair<Absent, Row, kOfMemoryTiles | kNormTilesWalk>,
-    Pair<Absent, Block, kEveryTile>,
+    // ---- Columnwise, where no pair below has the same walk
     Pair<Absent, Block2d, kTilesWalk>,
-    Pair<Absent, Mxfp8, kEveryTile>,
     Pair<Absent, Mxfp8Block2d, kTilesWalk>,
-    Pair<Absent, Mxfp4::Straight, kOfMemoryTiles | kSwiGluTilesWalk>,
-    Pair<Absent, Mxfp4::Transformed, kEveryTile>,
-    Pair<Absent, Mxfp4::TransformedRandom, kOfMemoryTiles | kSwiGluTilesWalk>,
-    Pair<Absent, Nvfp4::Straight, kOfMemoryTiles>,
-    Pair<Absent, Nvfp4::Transformed, kOfMemoryTiles | kNormTilesWalk>,
-    Pair<Absent, Nvfp4::TransformedRandom, kOfMemoryTiles>,
     Pair<Absent, Nvfp4::Block2d, kTilesWalk>,
-    Pair<Absent, Nvfp4Pow2::Straight, kOfMemoryTiles>,
-    Pair<Absent, Nvfp4Pow2::Transformed, kOfMemoryTiles | kNormTilesWalk>,
-    Pair<Absent, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
     Pair<Absent, Nvfp4Pow2::Block2d, kTilesWalk>,
-    Pair<Absent, TransformedRandomAsFp8, kTilesWalk>,
+    Pair<Absent, Mxfp4::Straight, kSwiGluTilesWalk>,
+    Pair<Absent, Mxfp4::TransformedRandom, kSwiGluTilesWalk>,
 
     // ---- Both
     Pair<Tensor, Tensor, kEveryTile | kFp32TilesWalk>,
@@ -162,6 +152,13 @@ constexpr bool kIsFp4 = C::F::kBits == 4;
 template <>
 constexpr bool kIsFp4<Absent> = false;
 
+// Whether a pair's kernel may leave out its rowwise cast: not of 2D blocks, whose amaxes the
+// columnwise cast reads.
+template <class C>
+constexpr bool kMayBeLeftOut = !C::kIsBlock2d;
+template <>
+constexpr bool kMayBeLeftOut<Absent> = false;
+
 // Returns whether a direction is cast by C.   spec: null: it is not cast
 template <class C>
 bool is_cast_by(const Spec* spec, bool is_as_fp8) {
@@ -186,8 +183,9 @@ bool any_of(List<Entries...>, const F& f) {
 
 }  // namespace preset
 
-// Calls launch.operator()<Row, Col>() for the row of the table that casts these directions. Returns
-// false where the kernels of kWalks have none.
+// Calls launch.operator()<Row, Col>() for the row of the table that casts these directions, or a
+// pair of which only the columnwise cast is wanted: it launches with row_plan. Returns false where
+// the kernels of kWalks have none.
 template <unsigned kWalks, preset::Formats kFormats = preset::Formats::kAll, class Launch>
 bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise, const Launch& launch) {
   using namespace preset;
@@ -195,7 +193,10 @@ bool launch_preset(const QuantizeArgs& args, bool rowwise, bool columnwise, cons
     if constexpr ((Entry::kWalks & kWalks) != 0 && kIsCompiled<Entry, kFormats>) {
       using Row = typename Entry::Row;
       using Col = typename Entry::Col;
-      if (!is_cast_by<Row>(rowwise ? &args.row_spec : nullptr, args.row.row_scale != nullptr) ||
+      constexpr bool kColumns = (kWalks & kWalksOfColumns) != 0 && kMayBeLeftOut<Row>;
+      const bool is_left_out = kColumns && !rowwise;
+      if ((!is_left_out &&
+           !is_cast_by<Row>(rowwise ? &args.row_spec : nullptr, args.row.row_scale != nullptr)) ||
           !is_cast_by<Col>(columnwise ? &args.col_spec : nullptr, args.col.row_scale != nullptr))
         return false;
       launch.template operator()<Row, Col>();

@@ -131,8 +131,9 @@ __device__ __forceinline__ void cast_group_tile(const KernelOperand& row, const 
                                                 const SharedTile<Bf16>& shared,
                                                 const TilePart& part) {
   if constexpr (!std::is_same_v<Row, Absent>)
-    cast_preset_tile<Row, false, false, true, kHasEdge>(row, whole[0], shared,
-                                                        tile_of_group<false>(row, part), nullptr);
+    if (is_wanted(row))
+      cast_preset_tile<Row, false, false, true, kHasEdge>(row, whole[0], shared,
+                                                          tile_of_group<false>(row, part), nullptr);
   if constexpr (!std::is_same_v<Col, Absent>)
     cast_preset_tile<Col, true, false, true, kHasEdge>(col, whole[1], shared,
                                                        tile_of_group<true>(col, part), nullptr);

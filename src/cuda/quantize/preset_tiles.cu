@@ -19,13 +19,14 @@ __global__ void __launch_bounds__(kThreads, std::min(kBlocksOf<Row>, kBlocksOf<C
   const SharedTile<Bf16> shared = {words};
   shared.fill<true>(x, tile);
   if constexpr (kRow)
-    if (threadIdx.x == 0) prepare<Row>(row, whole[0], tile.batch, is_first);
+    if (threadIdx.x == 0 && is_wanted(row)) prepare<Row>(row, whole[0], tile.batch, is_first);
   if constexpr (kCol)
     if (threadIdx.x == 32) prepare<Col>(col, whole[1], tile.batch, is_first);
   shared.wait();
   if constexpr (kRow)
-    cast_preset_tile<Row, false, false, false>(row, whole[0], shared,
-                                               tile_of_matrix<false>(row, tile), amaxes_2d);
+    if (is_wanted(row))
+      cast_preset_tile<Row, false, false, false>(row, whole[0], shared,
+                                                 tile_of_matrix<false>(row, tile), amaxes_2d);
   if constexpr (kCol) {
     constexpr bool kHasAmaxes = kHasBlocks2d<Row> && kHasBlocks2d<Col>;
     cast_preset_tile<Col, true, kHasAmaxes, false>(col, whole[1], shared,
@@ -40,7 +41,7 @@ bool launch_preset_tiles(const QuantizeArgs& args, bool rowwise, const Execution
     const Tiles tiles = tiles_of(args.x);
     quantize_whole_tile<Row, Col>
         <<<tile_grid(args.batch, tiles, "quantize"), kThreads, SharedTile<Bf16>::kBytes,
-           cuda_stream(execution)>>>(args.x, args.row, args.col, tiles);
+           cuda_stream(execution)>>>(args.x, row_plan(args, rowwise), args.col, tiles);
     check_launch("quantize");
   });
 }
