@@ -9,6 +9,7 @@
 #include "cuda/backend.h"
 #include "cuda/experts/experts.h"
 #include "cuda/experts/gradient_tile.cuh"
+#include "cuda/quantize/preset_table.cuh"
 #include "cuda/quantize/preset_tile.cuh"
 #include "gradients_in_steps.h"
 
@@ -91,8 +92,6 @@ void launch(const ValuesArgs& args, const Execution& execution) {
   }
 }
 
-using TensorH = PresetCast<ScaleRule::kTensor, E4M3, false, false>;
-
 // Launches the kernel with h's cast. Returns false where quantize_by has no plan for it.
 bool launch_with_h(const TensorRef& x, ValuesArgs& args, const Operand& h_col,
                    const Execution& execution) {
@@ -100,7 +99,7 @@ bool launch_with_h(const TensorRef& x, ValuesArgs& args, const Operand& h_col,
                        const Execution& here) {
     ValuesArgs with_h = *static_cast<const ValuesArgs*>(context);
     with_h.h = cast.col;
-    launch<TensorH>(with_h, here);
+    launch<preset::Tensor>(with_h, here);
     return true;
   };
   return quantize_by(x, nullptr, &h_col, take, &args, execution);
@@ -127,7 +126,7 @@ bool values_in_one(const SwiGlu& of, const SwiGluGradients& to, float* amaxes, i
                         cuda_stream(execution)),
         kName);
   // The kernel casts h only by an amax that the caller passes; else a pass over h comes first.
-  const bool has_scale = h_col && h_col->given_amax && is_of<TensorH>(h_col->spec);
+  const bool has_scale = h_col && h_col->given_amax && is_of<preset::Tensor>(h_col->spec);
   if (has_scale && launch_with_h(of.h_at(of.gate), args, *h_col, execution)) return true;
   if (h_col) cuda::quantize_swiglu(of, nullptr, h_col, execution);
   launch<Absent>(args, execution);

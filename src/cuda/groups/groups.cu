@@ -1,10 +1,12 @@
 // The table of groups (core/groups.h), in one launch of one block: a thread a group. The ends are a
 // prefix maximum, because each end is at least the one before, and the columns of all units are
-// prefix sums of one exchange.
+// prefix sums of one exchange. And zeros in the rows past the last group: blocks stride over them,
+// and where there are none, every block leaves at once.
 #include <algorithm>
 
 #include "cuda/backend.h"
 #include "cuda/common/launch.h"
+#include "cuda/common/layout.h"
 #include "cuda/common/reduce.cuh"
 
 namespace minifloat::cuda {
@@ -65,6 +67,28 @@ __global__ void write_group_table(const std::int32_t* offs, unsigned groups, std
   for (int i = 0; i < kGroupUnits; ++i) table[(1 + i) * (groups + 1) + e + 1] = sums.of_unit[i];
 }
 
+// ---- Rows past the last group ------------------------------------------------------------------
+template <class Word>
+__global__ void __launch_bounds__(kThreads)
+    clear_past(const std::int32_t* ends, int groups, Word* rows, std::int64_t row_words,
+               std::int64_t count) {
+  const std::int64_t end = count * row_words, step = std::int64_t{gridDim.x} * kThreads;
+  std::int64_t i = ends[groups] * row_words + std::int64_t{blockIdx.x} * kThreads + threadIdx.x;
+  for (; i < end; i += step) rows[i] = Word{};
+}
+
+template <class Word>
+void launch_clear(const GroupTable& groups, void* rows, std::int64_t row_bytes, std::int64_t count,
+                  const Execution& execution) {
+  constexpr std::int64_t kBlocks = 264;  // two for each SM of an H200
+  const std::int64_t row_words = row_bytes / static_cast<std::int64_t>(sizeof(Word));
+  const std::int64_t blocks =
+      std::min(kBlocks, ceil_div<std::int64_t>(count * row_words, kThreads));
+  clear_past<<<static_cast<unsigned>(blocks), kThreads, 0, cuda_stream(execution)>>>(
+      groups.of_rows(), groups.count, static_cast<Word*>(rows), row_words, count);
+  check_launch("clear_past_groups");
+}
+
 }  // namespace
 
 void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64_t rows,
@@ -74,6 +98,13 @@ void build_group_table(const std::int32_t* offs, std::int64_t groups, std::int64
   write_group_table<<<1, threads, 0, cuda_stream(execution)>>>(
       offs, static_cast<unsigned>(groups), static_cast<std::int32_t>(rows), table);
   check_launch("group_table");
+}
+
+void clear_past_groups(const GroupTable& groups, void* rows, std::int64_t row_bytes,
+                       std::int64_t count, const Execution& execution) {
+  const bool aligned = row_bytes % 16 == 0 && reinterpret_cast<std::uintptr_t>(rows) % 16 == 0;
+  aligned ? launch_clear<uint4>(groups, rows, row_bytes, count, execution)
+          : launch_clear<std::uint8_t>(groups, rows, row_bytes, count, execution);
 }
 
 }  // namespace minifloat::cuda

@@ -1,11 +1,13 @@
-// Rolls amax histories, a thread a row, and raises their entries, one thread for all. Rows are few
-// and short, so nothing is staged.
+// Rolls amax histories, a thread a row, and raises their entries, one thread for all: rows are few
+// and short, so nothing is staged. Advances the random state of stochastic rounding by one thread,
+// because each launch costs the host more than the kernel takes.
 #include <algorithm>
 
 #include "cuda/common/launch.h"
 #include "cuda/state/state.h"
 #include "minifloat/core/amax_history.h"
 #include "minifloat/core/block.h"
+#include "minifloat/core/philox.h"
 
 namespace minifloat::cuda {
 namespace {
@@ -29,6 +31,10 @@ __global__ void __launch_bounds__(32) raise_each(const __grid_constant__ FoundAm
     *found.amaxes[i].entry = larger_amax(*found.amaxes[i].entry, *found.amaxes[i].amax);
 }
 
+__global__ void __launch_bounds__(32) advance(std::int64_t* state, std::int64_t* copy) {
+  if (threadIdx.x == 0) minifloat::advance_random_state(state, copy);
+}
+
 }  // namespace
 
 void roll_amax_histories(const AmaxHistories& histories, const Execution& execution) {
@@ -46,6 +52,11 @@ void raise_amaxes(std::span<const FoundAmax> found, const Execution& execution) 
     raise_each<<<1, 32, 0, cuda_stream(execution)>>>(launch);
     check_launch("raise_amaxes");
   }
+}
+
+void advance_random_state(std::int64_t* state, std::int64_t* copy, const Execution& execution) {
+  advance<<<1, 32, 0, cuda_stream(execution)>>>(state, copy);
+  check_launch("advance_random_state");
 }
 
 }  // namespace minifloat::cuda
