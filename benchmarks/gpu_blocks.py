@@ -56,6 +56,19 @@ KINDS = {
 }
 
 
+class FeedForward(nn.Module):
+    """A gated feed-forward."""
+
+    def __init__(self, dim: int, ffn: int) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(dim, ffn, bias=False)
+        self.w3 = nn.Linear(dim, ffn, bias=False)
+        self.w2 = nn.Linear(ffn, dim, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
 class Block(nn.Module):
     """A block of Llama 3, with attention of grouped heads and without rotary embeddings."""
 
@@ -68,9 +81,7 @@ class Block(nn.Module):
         self.wk = nn.Linear(dim, kv_dim, bias=False)
         self.wv = nn.Linear(dim, kv_dim, bias=False)
         self.wo = nn.Linear(dim, dim, bias=False)
-        self.w1 = nn.Linear(dim, ffn, bias=False)
-        self.w3 = nn.Linear(dim, ffn, bias=False)
-        self.w2 = nn.Linear(ffn, dim, bias=False)
+        self.feed_forward = FeedForward(dim, ffn)
 
     def heads_of(self, x: Tensor) -> Tensor:
         return x.unflatten(-1, (-1, self.width)).transpose(1, 2)
@@ -80,8 +91,7 @@ class Block(nn.Module):
         q, k, v = (self.heads_of(w(y)) for w in (self.wq, self.wk, self.wv))
         o = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         x = x + self.wo(o.transpose(1, 2).flatten(2))
-        y = self.ffn_norm(x)
-        return x + self.w2(F.silu(self.w1(y)) * self.w3(y))
+        return x + self.feed_forward(self.ffn_norm(x))
 
 
 @dataclass

@@ -25,6 +25,7 @@ from .moe.ranks.expert_parallel import expert_parallel
 from .nn.convert.filters import auto_filter_small_kn
 from .nn.convert.quantize import quantize_, quantized_model_init, restore_
 from .nn.convert.selection import Report
+from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
 from .nn.state.checkpoint_state import load_training_state, training_state
 from .nn.state.delayed_scaling import step
@@ -38,6 +39,7 @@ from .tensor.transforms import hadamard, swizzle_scales, transpose_codes, unswiz
 from .tensor import flops as _flops  # isort: skip  registers formulas for torch.utils.flop_counter
 
 __all__ = [
+    "MLP",
     "Linear",
     "MoE",
     "Product",

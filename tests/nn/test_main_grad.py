@@ -8,7 +8,7 @@ import io
 import minifloat as mf
 import pytest
 import torch
-from minifloat.nn.fuse import deferred_mlp
+from minifloat.nn.fuse import mlp
 from torch import nn
 
 from tests.nn.test_accumulation import FeedForward, K, N, batch, built, grad_of, step
@@ -149,8 +149,8 @@ def test_weight_that_is_frozen_between_forward_and_backward(how):
 @pytest.mark.parametrize("frozen", ["gate", "up", "down"])
 @pytest.mark.parametrize("is_compiled", [False, True])
 def test_partly_frozen_feed_forward_stays_one_op(how, frozen, is_compiled, monkeypatch):
-    called, op = [], deferred_mlp.mlp
-    monkeypatch.setattr(deferred_mlp, "mlp", lambda *a, **k: (called.append(1), op(*a, **k))[1])
+    called, op = [], mlp.one_op
+    monkeypatch.setattr(mlp, "one_op", lambda *a: (called.append(1), op(*a))[1])
     models = []
     for accumulate in (None, how):
         torch.manual_seed(0)

@@ -3,9 +3,7 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.nn.fuse.deferred import DeferredNorm
 from torch import Tensor, nn
-from torch.nn.modules.module import register_module_forward_hook
 
 DIM = 32
 
@@ -136,34 +134,3 @@ def test_codes_of_experts_that_were_assigned_refuse_it_too():
     assert isinstance(model.experts.w1, mf.QuantizedTensor)
     with pytest.raises(ValueError, match=r"which \S+\.w1 computes in, got torch\.float16"):
         model.half()
-
-
-# ---- Results that are deferred -------------------------------------------------------------------
-def fused():
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.RMSNorm(DIM), nn.Linear(DIM, DIM))
-    mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
-    return model
-
-
-def test_hooks_of_all_modules_see_tensors():
-    model, x = fused(), torch.randn(4, DIM)
-    want, seen = model(x), []
-    hook = register_module_forward_hook(lambda *call: seen.append(type(call[2])))
-    try:
-        found = model(x)
-    finally:
-        hook.remove()
-    assert seen == [Tensor] * 3
-    assert torch.equal(found, want)
-    assert type(model[0](x)) is DeferredNorm
-
-
-@pytest.mark.parametrize("read", [torch.as_tensor, torch.asarray, torch.tensor])
-def test_a_reader_that_would_drop_the_gradient_is_named(read):
-    norm = fused()[0]
-    with pytest.raises(TypeError, match=r"expected a reader that keeps the gradient.*x\.clone\(\)"):
-        read(norm(torch.randn(4, DIM)))
-    with torch.no_grad():
-        deferred = norm(torch.randn(4, DIM))
-        assert torch.equal(read(deferred), deferred.values())

@@ -1,11 +1,11 @@
-"""Transformer blocks whose norms mf.quantize_ fuses with casts, and twins that are not fused."""
+"""Transformer blocks whose feed-forward is one op, and twins that call its layers one by one."""
 
 import copy
 
 import minifloat as mf
 import torch
 import torch.nn.functional as F
-from minifloat.nn.fuse.norms import DeferringNorm
+from minifloat.nn.fuse.mlp import restore_mlp
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -21,25 +21,6 @@ RUNS = {
     "reentrant": lambda model: lambda x: checkpoint(model, x, use_reentrant=True),
     "compiled": compiled,
 }
-
-
-class LlamaRMSNorm(nn.Module):
-    """An RMSNorm of the form of Hugging Face's."""
-
-    def __init__(self, width, eps=1e-6):
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(width))
-        self.variance_epsilon = eps
-
-    def forward(self, hidden_states):
-        dtype = hidden_states.dtype
-        hidden_states = hidden_states.to(torch.float32)
-        variance = hidden_states.pow(2).mean(-1, keepdim=True)
-        hidden_states = hidden_states * torch.rsqrt(variance + self.variance_epsilon)
-        return self.weight * hidden_states.to(dtype)
-
-
-NORMS = {"rms": nn.RMSNorm, "rms_rounded": LlamaRMSNorm, "layer": nn.LayerNorm}
 
 
 class Attention(nn.Module):
@@ -107,11 +88,11 @@ class Mlp(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, kind="rms", bias=False):
+    def __init__(self, bias=False):
         super().__init__()
-        self.attention_norm = NORMS[kind](WIDTH)
+        self.attention_norm = nn.RMSNorm(WIDTH)
         self.attention = Attention(bias)
-        self.ffn_norm = NORMS[kind](WIDTH)
+        self.ffn_norm = nn.RMSNorm(WIDTH)
         self.feed_forward = FeedForward(bias)
 
     def forward(self, x):
@@ -119,41 +100,23 @@ class Block(nn.Module):
         return x + self.feed_forward(self.ffn_norm(x))
 
 
-class ValueNorm(nn.Module):
-    """A norm that computes its values by the library's op."""
-
-    def __init__(self, norm):
-        super().__init__()
-        self.weight = norm.weight
-        self.bias = getattr(norm, "bias", None)
-        self.kind = norm.kind
-        self.eps = norm.epsilon
-
-    def forward(self, x):
-        return torch.ops.minifloat.norm(x, self.weight, self.bias, self.kind, self.eps)
-
-
 def unfused(model, activation_of_torch=False):
-    """Returns a copy of a converted model whose norms and layers return values.
+    """Returns a copy of a converted model whose layers are called one by one.
 
     activation_of_torch: whether the activation of a FeedForward is torch's, or the library's.
     """
     model = copy.deepcopy(model)
-    for parent in list(model.modules()):
-        parent.__dict__.pop("fused_mlp", None)
-        if isinstance(parent, FeedForward):
-            is_fused = parent.w2.fused_mlp is not None
-            parent.is_plain = is_fused and not activation_of_torch
-        for name, child in list(parent.named_children()):
-            if isinstance(child, DeferringNorm):
-                setattr(parent, name, ValueNorm(child))
+    for module in list(model.modules()):
+        if isinstance(module, mf.MLP):
+            restore_mlp(module)
+            module.is_plain = isinstance(module, FeedForward) and not activation_of_torch
     return model
 
 
-def block(recipe="nvfp4", kind="rms", dtype=torch.bfloat16, bias=False, **options):
+def block(recipe="nvfp4", dtype=torch.bfloat16, bias=False, **options):
     """Returns a converted block with weights that are no powers of two."""
     torch.manual_seed(0)
-    model = Block(kind, bias).to(dtype)
+    model = Block(bias).to(dtype)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if "norm" in name:

@@ -16,7 +16,6 @@ from .accumulation import TAKER, Sums, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, weight_codes
 from .cache.operand_conditions import conditions_of
 from .convert.fast_paths import disable_fast_path, enable_fast_path
-from .fuse.deferred import Deferred, request_of, source_of
 from .hooks import GatherPlan, WeightGather, hooks, is_distributed
 from .state.random_state import RngState, add_hooks
 from .state.recipe_state import (
@@ -81,7 +80,6 @@ class Linear(RecipeState, nn.Linear):
     TRANSIENT = (*RecipeState.TRANSIENT, TAKER)
     weight_gather: WeightGather | None
     shared_input: SharedInput | None
-    fused_mlp: Any = None  # deferred_mlp's FusedMlp, which an op computes with other layers
     # How FSDP2 gathers the weight as codes; None: in the compute dtype.
     gather_plan: GatherPlan | None
 
@@ -113,21 +111,9 @@ class Linear(RecipeState, nn.Linear):
             draw_from(self, state)
             add_hooks(self, state, [self])
 
-    def forward(self, input: Tensor | Deferred) -> Any:
-        if self.fused_mlp is not None:
-            found = self.fused_mlp.forward(self, input)
-            if found is not None:
-                return found
-        return self.multiply(input)
-
-    def multiply(self, input: Tensor | Deferred) -> Tensor:
-        """Returns x · Wᵀ and the bias. The input of a feed-forward's layer may be deferred."""
+    def forward(self, input: Tensor) -> Tensor:
         weight, is_compiling = self.weight, torch.compiler.is_compiling()
         sums = weight_sums(self, weight) if self.accumulate else Sums()
-        source = None
-        if isinstance(input, Deferred):
-            source = source_of(self, input)
-            input = input.values() if source is None else source.anchor
         if is_distributed(weight):
             return hooks().forward(self, input)
         if not weight.is_contiguous():
@@ -136,15 +122,13 @@ class Linear(RecipeState, nn.Linear):
             self.weight_gather.complete(weight, torch.is_grad_enabled() and input.requires_grad)
         rng, history, stream = self.op_state(weight.device)
         x_operands, w_operands = None, weight_operands(weight, self.recipe, input, history)
-        if source is not None:
-            x_operands = source.operands(request_of(self, rng, history, stream))
         if not is_compiling and type(input) is Tensor and not input.is_meta:
             if w_operands is None:
                 columnwise = torch.is_grad_enabled() and input.requires_grad
                 w_operands = self.cached_operands(
                     self.weight_codes, weight, weight, input, columnwise, history
                 )
-            if x_operands is None and self.shared_input is not None:
+            if self.shared_input is not None:
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
                 x_operands = self.shared_input.operands(
                     input, self.recipe.text, columnwise, conditions_of(input)
@@ -253,6 +237,15 @@ def adopt(
     return module
 
 
+def rebased(cls: type, base: type, other: type) -> type:
+    """Returns a class derived as `cls` is, from `other` instead of `base`."""
+    if cls is base:
+        return other
+    bases = tuple(rebased(b, base, other) if issubclass(b, base) else b for b in cls.__bases__)
+    members = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
+    return type(cls.__name__, bases, members)
+
+
 def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
     """Finds the class that a converted layer of class `cls` had, or would have, as an nn.Linear.
 
@@ -262,15 +255,10 @@ def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
     Returns:
         The class. None: `cls` is a subclass of Linear in user code, which was never an nn.Linear.
     """
-    if cls is Linear:
-        return nn.Linear
-    if not cls.__module__.startswith("torch."):
+    derived = [c for c in cls.__mro__ if issubclass(c, Linear) and c is not Linear]
+    if any(not c.__module__.startswith("torch.") for c in derived):
         return None
-    bases = [class_without_recipe(b) if issubclass(b, Linear) else b for b in cls.__bases__]
-    if None in bases:
-        return None
-    members = {k: v for k, v in cls.__dict__.items() if k not in ("__dict__", "__weakref__")}
-    return type(cls.__name__, tuple(bases), members)  # type: ignore[arg-type]
+    return rebased(cls, Linear, nn.Linear)
 
 
 def require_restorable(module: Linear) -> None:

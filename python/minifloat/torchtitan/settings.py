@@ -28,7 +28,7 @@ class Minifloat:
         amax_algorithm: of delayed scaling.
         margin: of delayed scaling, in powers of two by which scales are enlarged.
         memory: what backward computes again instead of saving: "speed", nothing, or "weights".
-        fuse: whether norms and feed-forwards are fused with casts (docs/producers.md).
+        fuse: whether feed-forwards are one op (docs/memory.md).
     """
 
     recipe: str = ""

@@ -38,9 +38,3 @@ def can_reuse(*texts: str, allows_delayed: bool) -> bool:
 def reads_codes(*texts: str) -> bool:
     """Tells whether operands in these specs are all codes."""
     return not any(Spec.parse(text).is_bf16 for text in texts)
-
-
-def is_written_as_fp8(left: str, right: str) -> bool:
-    """Tells whether the cast of a product's left operand writes FP4 as FP8 on Hopper."""
-    specs = [Spec.parse(text) for text in (left, right)]
-    return specs[0].rule == "nvfp4" and all(spec.is_fp4_by_powers_of_two for spec in specs)

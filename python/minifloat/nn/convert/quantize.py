@@ -19,8 +19,7 @@ from ...recipe import Recipe, RecipeMap
 from ...tensor.directions import require_nearest
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
-from ..fuse.fusion import fuse as fuse_parts
-from ..fuse.fusion import fused_parts, unfuse
+from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
 from ..grouped_product import require_restorable_products
 from ..hooks import COMPUTE_DTYPE, QUANTIZED, Selection, expert_hooks
 from ..linear import Linear, adopt, require_restorable, restore_linear
@@ -112,10 +111,9 @@ def quantize_(
         amax_history_length: of delayed scaling, in steps.
         amax_algorithm: of delayed scaling, "max" or "most_recent".
         margin: of delayed scaling, in powers of two by which scales are enlarged.
-        fuse: whether norms whose result only converted layers read are fused with the casts of
-            those layers, and feed-forwards are one op (docs/producers.md).
+        fuse: whether feed-forwards become one op (docs/memory.md), as an mf.MLP always does.
         memory: what backward computes again instead of saving: "speed", nothing, or "weights", the
-            codes of weights (docs/producers.md gives the price).
+            codes of weights (docs/memory.md gives the price).
         accumulate: of linear layers, where backward adds a weight's gradient in float32, within the
             product where the GPU's kernel can: "main_grad", the attribute main_grad of the weight,
             which the caller allocates, zeroes and reads; "grad", .grad, which is float32. None:
@@ -183,8 +181,8 @@ def quantize_(
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {choice.module: choice.recipe for choice in linear.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))
-        undo.callback(unfuse, model, fused_parts(model))
-        fusions = fuse_parts(model, converted_layers(model)) if fuse else []
+        undo.callback(restore_mlps, model, mlps_of(model))
+        fusions = convert_mlps(model, converted_layers(model), all_classes=fuse)
         undo.pop_all()
 
     gathers = {row: plans[choice.fqn][1] for choice in selection.chosen for row in choice.rows}
@@ -236,7 +234,7 @@ def restore_(model: nn.Module) -> nn.Module:
     require_restorable_products(model)
     for module in model.modules():
         remove_hooks(module)
-    unfuse(model)
+    restore_mlps(model)
     for layer in layers:
         restore_linear(layer)
     expert_hooks().restore(model)

@@ -24,12 +24,12 @@ from .primary_weights import reason_against_primary
 
 @dataclass(frozen=True)
 class Fusion:
-    """A norm or an activation that only converted layers read, or that looks so.
+    """A feed-forward, or a module that looks like one.
 
     Args:
         fqn: its name.
-        text: the layers whose casts it is fused with, or why it is not fused.
-        is_fused: whether it is.
+        text: what is one op, or why nothing is.
+        is_fused: whether it is one op.
     """
 
     fqn: str
@@ -48,7 +48,7 @@ class Report:
         gather: name -> how FSDP2 gathers the weight; printed where torch.distributed is in use.
         notes: (name, sentence) of each other module whose behaviour changes, such as a fast path
             that is off.
-        fused: (name, sentence) of each norm and activation that is fused with casts.
+        fused: (name, sentence) of each feed-forward that is one op.
         not_fused: (name, reason) of each that could be expected to be.
     """
 

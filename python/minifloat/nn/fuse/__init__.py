@@ -1,1 +1,1 @@
-"""Norms and feed-forwards whose results become codes in the kernel that computes them."""
+"""Feed-forwards as one op: the module, and where mf.quantize_ puts it."""

@@ -2,17 +2,20 @@
 
 import copy
 import functools
+import io
 import pickle
 
 import minifloat as mf
 import pytest
 import torch
 import torch.nn.functional as F
-from minifloat.nn.fuse.deferred import Deferred
+from minifloat.nn.fuse import mlp
+from minifloat.nn.fuse.mlp import one_op
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.modules.module import register_module_forward_hook
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.compiled import compiled
 from tests.support.fused_models import (
     HIDDEN,
     PRESETS,
@@ -49,10 +52,7 @@ def converted(module, recipe="mxfp8", dtype=torch.bfloat16, **options):
 def calls(monkeypatch):
     """Returns a list that grows with each call of the op."""
     found = []
-    op = torch.ops.minifloat.mlp
-    monkeypatch.setattr(
-        "minifloat.nn.fuse.deferred_mlp.mlp", lambda *a, **k: found.append(1) or op(*a, **k)
-    )
+    monkeypatch.setattr(mlp, "one_op", lambda *a: found.append(1) or one_op(*a))
     return found
 
 
@@ -97,22 +97,6 @@ def test_steps_of_delayed_scaling():
         mf.step(plain)
 
 
-@pytest.mark.parametrize("run", ["eager", "checkpoint", "compiled"])
-def test_a_norm_before_one_layer_under_delayed_scaling(run):
-    """The op takes the codes of the norm, by the history of the layer that alone reads them."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.RMSNorm(WIDTH), Mlp(nn.GELU())).bfloat16()
-    report = mf.quantize_(model, "fp8_delayed", fuse=True, verbose=False)
-    assert [name for name, _ in report.fused] == ["0", "1"]
-    plain = unfused(model)
-    plain[1].is_plain = "gelu"
-    runs = [(m, RUNS[run](m)) for m in (model, plain)]
-    for seed in range(3):
-        require_same_results(*[results(m, call, hidden(seed=seed)) for m, call in runs])
-        for m, _ in runs:
-            mf.step(m)
-
-
 def test_micro_batches_reuse_the_codes_of_weights(calls):
     fused, _ = converted(FeedForward())
     plain = unfused(fused)
@@ -125,59 +109,56 @@ def test_micro_batches_reuse_the_codes_of_weights(calls):
     assert len(calls) == 4
 
 
-def test_what_reads_an_intermediate_result():
-    fused, _ = converted(FeedForward())
-    plain = unfused(fused)
-    reads = {
-        "product": lambda f, x: f.w1(x) + 1,
-        "activation": lambda f, x: F.silu(f.w1(x)).sum(-1),
-        "hidden": lambda f, x: (F.silu(f.w1(x)) * f.w3(x)).relu(),
-        "other order": lambda f, x: f.w3(x) * F.silu(f.w1(x)) - 1,
-        "other activation": lambda f, x: f.w2(F.relu(f.w1(x)) * f.w3(x)),
-        "dropout": lambda f, x: f.w2(F.dropout(F.silu(f.w1(x)) * f.w3(x), 0.0)),
-        "up activated": lambda f, x: f.w2(F.silu(f.w3(x)) * f.w1(x)),
-        "other input": lambda f, x: f.w2(F.silu(f.w1(x)) * f.w3(x + 1)),
-        "numbers": lambda f, x: f.w2(2 * F.silu(f.w1(x))),
-        "module order": lambda f, x: f.w1(x) * f.w3(x),
-    }
-    for name, read in reads.items():
-        torch._dynamo.reset()
-        for wrap in (lambda run: run, compiled):
-            got, want = (
-                results(m, wrap(lambda x, m=m, read=read: read(m[0], x) * 1))
-                for m in (fused, plain)
-            )
-            assert type(got["y"]) is torch.Tensor, name
-            require_same_results(got, want)
+def test_autocast_and_other_dtypes_call_the_layers(calls):
+    fused, _ = converted(FeedForward(), dtype=torch.float32)
+    plain = unfused(fused, activation_of_torch=True)
+    x = hidden(torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        got, want = fused(x), plain(x)
+    assert got.dtype == torch.bfloat16
+    assert torch.equal(got, want)
+    assert not calls
+    x = hidden()
+    assert torch.equal(fused(x), plain(x))
+    x = x.detach().to("meta")
+    assert fused.requires_grad_(False).to("meta")(x).shape == x.shape
+    assert not calls
 
 
-def test_each_layer_multiplies_at_most_once(monkeypatch):
-    fused, _ = converted(FeedForward())
-    product = fused[0].w1(hidden())
-    assert isinstance(product, Deferred)
-    assert product.shape == (2, 32, HIDDEN)
-    assert (product.dtype, product.requires_grad, product.ndim) == (torch.bfloat16, True, 3)
-    calls = []
-    multiply = mf.Linear.multiply
-    monkeypatch.setattr(mf.Linear, "multiply", lambda *a: calls.append(1) or multiply(*a))
-    (product + 1, product.sum(), F.relu(product), F.silu(product) * 2)
+def test_other_calls_reach_the_modules_own_forward(calls):
+    class Scaled(FeedForward):
+        def forward(self, x, scale=1):
+            return super().forward(x) * scale
+
+        def twice(self, x):
+            return self.w1(x) * 2
+
+    fused, report = converted(Scaled())
+    assert report.fused
+    assert isinstance(fused[0], Scaled)
+    assert isinstance(fused[0], mf.MLP)
+    x, plain = hidden(), unfused(fused, activation_of_torch=True)
+    assert torch.equal(fused[0](x, scale=3), plain[0](x, 3))
+    assert torch.equal(fused[0].twice(x), fused[0].w1(x) * 2)
+    assert not calls
+    fused(x)
     assert len(calls) == 1
 
 
-def test_grad_modes_and_autocast_of_the_layers_call():
-    fused, _ = converted(FeedForward(), dtype=torch.float32)
-    x = hidden(torch.float32)
-    with torch.no_grad():
-        product = fused[0].w1(x)
-    assert not product.requires_grad
-    assert not (product * 1).requires_grad
-    product = fused[0].w1(x)
-    with torch.autocast("cpu", torch.bfloat16):
-        assert product.dtype == (product * 1).dtype == torch.float32
-        assert type(fused[0].w1(x)) is torch.Tensor
-        assert fused(x).dtype == torch.bfloat16
-    with torch.no_grad():
-        assert (fused[0].w1(x) * 1).requires_grad is False
+def test_layers_that_were_replaced_are_called(calls):
+    fused, _ = converted(FeedForward())
+    fused[0].w3 = nn.Linear(WIDTH, HIDDEN).bfloat16()
+    assert torch.isfinite(fused(hidden())).all()
+    fused, _ = converted(FeedForward())
+    fused[0].w1.recipe = "fp8_rowwise"
+    fused(hidden())
+    fused, _ = converted(FeedForward())
+    seen = []
+    forward = fused[0].w1.forward
+    fused[0].w1.forward = lambda x: seen.append(x) or forward(x)  # as accelerate does
+    fused(hidden())
+    assert len(seen) == 1
+    assert not calls
 
 
 def test_inference_and_evaluation():
@@ -202,18 +183,19 @@ def test_hooks_see_tensors(where, calls):
     got, want = results(fused), results(plain)
     assert not calls
     assert seen
-    assert not any(isinstance(value, Deferred) for value in seen)
     require_same_results(got, want)
 
 
-def test_a_write_to_the_input_is_an_error():
+def test_hooks_of_all_modules_see_the_layers(calls):
     fused, _ = converted(FeedForward())
-    x = hidden().detach()
-    feed = fused[0]
-    product = F.silu(feed.w1(x)) * feed.w3(x)
-    x.add_(1)
-    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-        feed.w2(product)
+    seen = []
+    handle = register_module_forward_hook(lambda *call: seen.append(call[0]))
+    try:
+        fused(hidden())
+    finally:
+        handle.remove()
+    assert {fused[0].w1, fused[0].w2, fused[0].w3} <= {*seen}
+    assert not calls
 
 
 def report_of(forward, recipe="mxfp8", options=()):
@@ -228,25 +210,105 @@ def test_reports():
     whole = ("0", "w1, w3, w2 and silu are one op")
     assert report_of(lambda f, x: f.w2(F.silu(f.w1(x)) * f.w3(x))).fused == [whole]
     assert report_of(lambda f, x: f.w2(f.w3(x) * F.silu(f.w1(x)))).fused == [whole]
+    assert report_of(lambda f, x: f.w2(F.silu(f.w1(x), inplace=True).mul_(f.w3(x)))).fused
+    no_silu = "what w2 reads is no silu or gelu, times a product"
     cases = {
-        "the function relu is no silu or gelu": lambda f, x: f.w2(F.relu(f.w1(x)) * f.w3(x)),
-        "gate and up read different inputs": lambda f, x: f.w2(F.silu(f.w1(x)) * f.w3(x + 1)),
-        "a result within it has a second reader": lambda f, x: (
+        no_silu: lambda f, x: f.w2(F.relu(f.w1(x)) * f.w3(x)),
+        "w3 does not read x": lambda f, x: f.w2(F.silu(f.w1(x)) * f.w3(x + 1)),
+        "its forward does not return w2's result": lambda f, x: (
             f.w2(F.silu(g := f.w1(x)) * f.w3(x)) + g.sum()
         ),
-        "a tensor is modified in place within it": lambda f, x: f.w2(
-            F.silu(f.w1(x)) * f.w3(x.add_(1))
+        "its forward modifies x, or the module's attributes": lambda f, x: (
+            f.w2(F.silu(f.w1(x)) * f.w3(x)),
+            x.add_(1),
+        )[0],
+        "its forward does not call each layer once": lambda f, x: f.w2(
+            F.silu(F.linear(x, f.w1.weight)) * f.w3(x)
         ),
+        "its forward returns a tuple, not a tensor": lambda f, x: (
+            f.w2(F.silu(f.w1(x)) * f.w3(x)),
+            None,
+        ),
+        "cannot run on a small input: ZeroDivisionError: division by zero": lambda f, x: 1 / 0,
     }
     for reason, forward in cases.items():
         report = report_of(forward)
         assert report.fused == []
-        assert reason in [why for _, why in report.not_fused] or "modified" in reason
+        assert report.not_fused == [("0", reason)]
+    for forward in (
+        lambda f, x: f.w2(F.dropout(F.silu(f.w1(x)) * f.w3(x), 0.1, f.training)),
+        lambda f, x: f.w2((F.silu(f.w1(x).float()) * f.w3(x).float()).to(x.dtype)),
+        lambda f, x: f.w2(F.silu(f.w1(x)) * f.w3(x) * (1 if f.training else 2)),
+        lambda f, x: f.w2(torch.sigmoid(g := f.w1(x)) * g * f.w3(x)),
+    ):
+        assert report_of(forward).not_fused == [("0", no_silu)]
+    stored = lambda f, x: f.w2(setattr(f, "last", F.silu(f.w1(x)) * f.w3(x)) or f.last)  # noqa: E731
+    assert "attributes" in report_of(stored).not_fused[0][1]
     forward = lambda f, x: f.w2(F.silu(f.w1(x)) * f.w3(x))  # noqa: E731
     report = report_of(forward, "*: mxfp8; *.w2: fp8_rowwise")
     assert report.not_fused == [("0", "its layers have several recipes")]
     assert "in high precision" in report_of(forward, "fp8_rowwise_gw_hp").not_fused[0][1]
     assert report_of(forward, options={"fuse": False}.items()).fused == []
+
+
+def test_what_is_no_candidate():
+    """Modules with other parameters, of other shapes or with more arguments have no row."""
+
+    class Normed(FeedForward):
+        def __init__(self):
+            super().__init__()
+            self.norm = nn.RMSNorm(WIDTH)
+
+    class Routed(FeedForward):
+        def forward(self, x, routes):
+            return super().forward(x)
+
+    two = nn.Sequential(nn.Linear(WIDTH, HIDDEN), nn.Linear(WIDTH, HIDDEN))
+    for module in (Normed(), Routed(), two):
+        report = converted(module)[1]
+        assert report.fused == report.not_fused == []
+
+
+def test_sequential_and_fake_tensors(calls):
+    report = converted(Mlp(nn.GELU(), bias=False))[1]
+    parts = nn.Linear(WIDTH, HIDDEN), nn.GELU(), nn.Dropout(0.0), nn.Linear(HIDDEN, WIDTH)
+    chain, of_chain = converted(nn.Sequential(*parts))
+    assert of_chain.fused == [("0", "0, 3 and gelu are one op")]
+    assert chain[0][1:](torch.ones(2, HIDDEN).bfloat16()).shape == (2, WIDTH)
+    chain(hidden())
+    assert len(calls) == 1
+    with FakeTensorMode():
+        model = nn.Sequential(Mlp(nn.GELU(), bias=False))
+        assert mf.quantize_(model, "mxfp8", fuse=True, verbose=False).fused == report.fused
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+def test_the_public_module(activation, gated, calls):
+    """An mf.MLP is one op without fuse=True, and again its layers after mf.restore_."""
+    torch.manual_seed(0)
+    model = mf.MLP(WIDTH, HIDDEN, activation=activation, gated=gated, dtype=torch.bfloat16)
+    x, before = hidden(), copy.deepcopy(model)
+    want = before(x)
+    report = mf.quantize_(model, "mxfp8", verbose=False)
+    names = "gate, up, down" if gated else "up, down"
+    assert report.fused == [("", f"{names} and {activation} are one op")]
+    found = results(model)
+    assert len(calls) == 1
+    require_same_results(results(pickle.loads(pickle.dumps(model))), found)
+    torch.testing.assert_close(found["y"], want.detach(), rtol=0.1, atol=0.1)
+    mf.restore_(model)
+    assert repr(model) == repr(before)
+    assert torch.equal(model(x), want)
+
+
+def test_bad_arguments_of_the_public_module():
+    with pytest.raises(ValueError, match="expected 'silu', 'gelu' or 'gelu_tanh', got 'relu'"):
+        mf.MLP(WIDTH, HIDDEN, activation="relu")
+    with pytest.raises(TypeError, match="gated"):
+        mf.MLP(WIDTH, HIDDEN, gated=1)
+    with pytest.raises((TypeError, ValueError), match="hidden"):
+        mf.MLP(WIDTH, 2.5)
 
 
 def test_activations_of_other_libraries():
@@ -276,38 +338,73 @@ def test_activations_of_other_libraries():
             return x
 
     report = converted(Mlp(Ignored()))[1]
-    assert report.not_fused == [("0", "0.act_fn, a Ignored, is no silu or gelu")]
+    assert report.not_fused == [("0", "what fc2 reads is no silu or gelu")]
     assert converted(Mlp(Gelu()))[1].fused == [("0", "fc1, fc2 and gelu are one op")]
     assert converted(Mlp(Tanh()))[1].fused == [("0", "fc1, fc2 and gelu_tanh are one op")]
     report = converted(Mlp(Written()))[1]
-    assert report.not_fused == [("0", "0.act_fn, a Written, is no silu or gelu")]
-    assert "0.act_fn, a ReLU, is no silu or gelu" in str(converted(Mlp(nn.ReLU()))[1])
+    assert report.not_fused == [("0", "what fc2 reads is no silu or gelu")]
+    assert "what fc2 reads is no silu or gelu" in str(converted(Mlp(nn.ReLU()))[1])
 
 
-def test_copies_and_restore():
-    fused, _ = converted(FeedForward())
-    want = results(fused)
-    for twin in (copy.deepcopy(fused), pickle.loads(pickle.dumps(fused))):
+def test_kept_copied_and_restored():
+    torch.manual_seed(0)
+    model = nn.Sequential(FeedForward()).bfloat16()
+    before, feed = copy.deepcopy(model), model[0]
+    parameters, state = dict(model.named_parameters()), dict(feed.__dict__)
+    mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
+    assert model[0] is feed
+    assert isinstance(feed, FeedForward)
+    assert list(model.state_dict()) == list(before.state_dict())
+    assert all(p is parameters[name] for name, p in model.named_parameters())
+    want, stream = results(model), io.BytesIO()
+    torch.save(model, stream)
+    stream.seek(0)
+    copies = [
+        copy.copy(model),
+        copy.deepcopy(model),
+        pickle.loads(pickle.dumps(model)),
+        torch.load(stream, weights_only=False),
+    ]
+    for twin in copies:
         require_same_results(results(twin), want)
-        assert twin[0].w1.fused_mlp is twin[0].w2.fused_mlp
-        assert twin[0].w1.fused_mlp.gate is twin[0].w1
-    mf.restore_(fused)
-    assert type(fused[0].w1) is nn.Linear
-    assert "fused_mlp" not in fused[0].w1.__dict__
-    assert type(fused[0].w1(hidden())) is torch.Tensor
+        assert type(twin[0]) is type(feed)
+    mf.restore_(model)
+    assert type(feed) is FeedForward
+    assert type(feed.w1) is nn.Linear
+    assert feed.__dict__ == state
+    assert repr(model) == repr(before)
+    assert torch.equal(model(hidden()), before(hidden()))
+    assert type(mf.restore_(copies[-1])[0]) is FeedForward
 
 
-def test_an_error_leaves_layers_alone(monkeypatch):
-    model = nn.Sequential(FeedForward(), nn.Linear(WIDTH, WIDTH))
+def test_two_calls_for_one_model():
+    model = nn.Sequential(FeedForward(), FeedForward()).bfloat16()
+    first = mf.quantize_(model, "mxfp8", ["1."], fuse=True, verbose=False)
+    kept = model[0].mlp_parts
+    second = mf.quantize_(model, "fp8_rowwise", ["0."], fuse=True, verbose=False)
+    assert [name for name, _ in first.fused] == ["0"]
+    assert [name for name, _ in second.fused] == ["0", "1"]
+    assert model[0].mlp_parts == kept
+    assert type(model[0]) is type(model[1])
+
+
+def test_an_error_leaves_modules_alone(monkeypatch):
+    model = nn.Sequential(FeedForward(), mf.MLP(WIDTH, HIDDEN), nn.Linear(WIDTH, WIDTH))
 
     def fail(*args, **kwargs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("minifloat.nn.fuse.mlp_patterns.Fusion", fail)
+    monkeypatch.setattr("minifloat.nn.fuse.find_mlps.Fusion", fail)
     with pytest.raises(ZeroDivisionError):
         mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
-    assert all("fused_mlp" not in m.__dict__ for m in model.modules())
+    assert type(model[0]) is FeedForward
     assert type(model[0].w1) is nn.Linear
+    assert type(model[1].up) is nn.Linear
+
+
+def test_fuse_is_a_bool():
+    with pytest.raises(TypeError, match="fuse"):
+        block(fuse="no")
 
 
 @pytest.mark.parametrize("run", ["eager", "compiled"])
