@@ -31,7 +31,7 @@ import sysconfig
 import tempfile
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -71,16 +71,31 @@ class Corpus:
     train: list[str]
     validation: list[str]
     skipped: list[tuple[str, str]]
-    fingerprint: str  # sha256 of every document's side, name and bytes
     files: int
-    bytes: int
     left_out: int  # files beyond the limit on the size
     cut: str  # the file that the limit cut
     split: str  # "by file"
 
+    @cached_property
+    def bytes(self) -> int:
+        return sum(len(text.encode()) for text in (*self.train, *self.validation))
+
     @property
     def megabytes(self) -> str:
         return f"{self.bytes / 1e6:.1f} MB" if self.bytes >= 1e6 else f"{self.bytes / 1e3:.0f} kB"
+
+    @property
+    def fingerprint(self) -> str:
+        """The sha256 of both sides: of each document's length and bytes."""
+        digest = hashlib.sha256()
+        for side in ("train", "validation"):
+            documents: list[str] = getattr(self, side)
+            digest.update(f"{side} {len(documents)}\n".encode())
+            for document in documents:
+                data = document.encode()
+                digest.update(f"{len(data)}\n".encode())
+                digest.update(data)
+        return digest.hexdigest()
 
     @property
     def beyond_limit(self) -> str:
@@ -213,20 +228,7 @@ def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
             left -= document.read
             cut = str(path) if document.cut else ""
     train, validation, split = split_documents(names, texts)
-    size, found = sum(len(text.encode()) for text in texts), fingerprint(train, validation)
-    return Corpus(source, train, validation, skipped, found, len(names), size, left_out, cut, split)
-
-
-def fingerprint(train: Sequence[str], validation: Sequence[str]) -> str:
-    """Computes the sha256 of both sides: of each document's length and bytes."""
-    digest = hashlib.sha256()
-    for side, documents in (("train", train), ("validation", validation)):
-        digest.update(f"{side} {len(documents)}\n".encode())
-        for document in documents:
-            data = document.encode()
-            digest.update(f"{len(data)}\n".encode())
-            digest.update(data)
-    return digest.hexdigest()
+    return Corpus(source, train, validation, skipped, len(names), left_out, cut, split)
 
 
 # ---- Token ids and batches -----------------------------------------------------------------------
@@ -276,10 +278,11 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Ids:
     """Returns the ids of all documents, each with an end-of-text token after it: (tokens,)."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
-    arrays = []
-    for start in range(0, len(documents), 64):
-        for item in tokenizer.encode_batch(documents[start : start + 64]):
-            arrays.append(np.array([*item.ids, end], dtype=dtype))
+    arrays = [
+        np.array([*item.ids, end], dtype=dtype)
+        for start in range(0, len(documents), 64)
+        for item in tokenizer.encode_batch(documents[start : start + 64])
+    ]
     return np.concatenate(arrays) if arrays else np.zeros(0, dtype)
 
 

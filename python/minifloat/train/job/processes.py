@@ -257,7 +257,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
         limit: the largest norm.
 
     Returns:
-        The norm before, of all gradients together; 0 where there are none.
+        The norm before, of all gradients together, on every rank; 0 where there are none.
     """
     by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
     for parameter in parameters:
@@ -266,8 +266,7 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
             by_mesh.setdefault(mesh, []).append(parameter)
     groups = list(by_mesh.values())
     if len(groups) < 2:
-        norm: Tensor = nn.utils.clip_grad_norm_(groups[0] if groups else [], limit)
-        return norm
+        return whole(nn.utils.clip_grad_norm_(groups[0] if groups else [], limit))
     norms = [
         whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
         for group in groups

@@ -15,10 +15,11 @@ from __future__ import annotations
 import math
 import time
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import closing
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from threading import Event
 from typing import cast
 
 import torch
@@ -51,14 +52,7 @@ from ..recipes import RunSpec
 from . import checkpoint
 from .checkpoint import folder_of
 from .metrics import Metrics
-from .processes import (
-    World,
-    average_gradients,
-    clip_gradients,
-    dropped_rows,
-    forget_dropped,
-    whole,
-)
+from .processes import World, average_gradients, clip_gradients, dropped_rows, forget_dropped
 
 BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the peak, at the last step
@@ -75,8 +69,12 @@ class Job:
     out: Path
     starts: Mapping[str, Path]  # the checkpoint that a run resumes from, by the run's name
     light: SpeedOfLight
-    should_stop: Callable[[], bool]
+    stop: Event  # set by a signal on this rank
     world: World
+
+    def should_stop(self) -> bool:
+        """Tells whether any rank is to stop. All ranks call it together."""
+        return self.world.total(self.stop.is_set()) > 0
 
 
 def identity_of(run: RunSpec, config: TrainConfig, tokens_fingerprint: str) -> Json:
@@ -163,7 +161,7 @@ class Run:
         loss = self.loss(*self.world.share(self.job.batches.training(self.spec.seed, self.step)))
         torch.autograd.backward(loss)
         average_gradients(self.model)
-        norm = whole(clip_gradients(self.model.parameters(), self.config.clip))
+        norm = clip_gradients(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         if self.spec.converts or self.config.model.mixtures:

@@ -23,6 +23,7 @@ from threading import Event
 import torch
 import torch.utils.deterministic as deterministic
 
+from .. import report
 from ..checks import Json, TrainError, say
 from ..config import TrainConfig
 from ..data import Batches, Corpus, Tokens, load_corpus, require_enough, tokenize
@@ -35,14 +36,6 @@ from ..model.measure import (
     saved_bytes_per_token,
 )
 from ..recipes import RunSpec
-from ..report import (
-    baseline_of,
-    curves_of,
-    draw_losses,
-    markdown_report,
-    markdown_table,
-    table_rows,
-)
 from . import checkpoint
 from .checkpoint import SavedJob, find_starts, folder_of, require_same_tokens, results_in
 from .metrics import FILE, read_records
@@ -110,11 +103,7 @@ def train(
             f"{light.gflops_per_s:.0f} GFLOP/s in {describe_product_dtype(config.device)}"
         )
         batches = Batches(tokens.train, tokens.validation, config.seq, config.batch)
-
-        def should_stop() -> bool:  # on any rank; all call it together
-            return world.total(stop.is_set()) > 0
-
-        job = Job(config, batches, tokens.fingerprint, out, starts, light, should_stop, world)
+        job = Job(config, batches, tokens.fingerprint, out, starts, light, stop, world)
         try:
             with stop_signals(stop):
                 train_all(job, runs, facts, saved.results if saved else {})
@@ -279,16 +268,16 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> Json:
 def write_report(job: Job, runs: Sequence[RunSpec], facts: dict[str, Json], context: Json) -> None:
     """Writes loss.png, report.md and report.json, and prints the table."""
     records = read_records(job.out / FILE)
-    curves = {run.name: curves_of(records, run.name) for run in runs}
-    baseline = baseline_of(runs, job.config.seed)
-    rows = table_rows(runs, curves, facts, baseline)
+    curves = {run.name: report.curves_of(records, run.name) for run in runs}
+    baseline = report.baseline_of(runs, job.config.seed)
+    rows = report.table_rows(runs, curves, facts, baseline)
     context = {**context, "baseline": baseline.name if baseline else "none"}
     started = [run for run in runs if curves[run.name].train]
     if started:
-        draw_losses(job.out / "loss.png", started, curves, baseline, context["setting"][0])
+        report.draw_losses(job.out / "loss.png", started, curves, baseline, context["setting"][0])
     write_json(job.out / "report.json", {**context, "rows": rows, "config": asdict(job.config)})
-    write_text(job.out / "report.md", markdown_report(context, rows))
-    print(markdown_table(rows, job.config.steps))
+    write_text(job.out / "report.md", report.markdown_report(context, rows))
+    print(report.markdown_table(rows, job.config.steps))
     print(
         f"{job.out}/report.md, loss.png, metrics.jsonl; tensorboard --logdir {job.out}/tensorboard"
     )
