@@ -144,7 +144,9 @@ MINIFLOAT_INLINE void store_decoded(const OperandPlan& plan, const TileRange& ra
   store_inside<kTileCols>(values, plan.operand.decoded + row * plan.pitch() + col, inside);
 }
 
-template <class F, class T, bool kStochastic>
+// The rounding is looked up once a row, and not compiled into the body, of which each vector unit
+// has a copy. The width of blocks is: the compiler then keeps a row's factors in registers.
+template <class F, class T>
 struct EncodeTile {
   MINIFLOAT_INLINE static void run(const EncodeArgs<T>& args) {
     const OperandPlan& plan = *args.plan;
@@ -173,6 +175,7 @@ struct EncodeTile {
     const OperandPlan& plan = *args.plan;
     const TileRange& range = *args.range;
     const Operand& operand = plan.operand;
+    const bool stochastic = operand.spec.stochastic;
     // Only a block with a NaN amax holds a NaN, except where the scale comes from another amax.
     const bool numbers = !blocks.any_nan && (operand.spec.has_blocks() || !operand.given_amax);
     alignas(64) std::uint8_t codes[kTileCols];
@@ -181,16 +184,16 @@ struct EncodeTile {
     for (std::int64_t r = 0; r < range.rows; ++r) {
       const std::int64_t first = blocks.first_of_row(r);
       args.tile.prefetch(r);
-      if constexpr (kStochastic)
+      if (stochastic)
         row_random_bits<F::kBits>(
             plan, counter_row(plan, range.batch, range.row_of(r)),
             static_cast<std::uint32_t>((operand.origin.col + range.col_of(r)) / kElementsPerCall),
             bits);
       spread_blocks<Width>(blocks.factor + first, factor);
-      if (numbers)
-        encode_numbers<F, T, kStochastic>(args.tile.row(r), factor, bits, codes);
+      if (stochastic)
+        encode_row<true>(args.tile.row(r), factor, bits, numbers, operand.spec.delayed, codes);
       else
-        encode_any<F, T, kStochastic>(args.tile.row(r), factor, bits, operand.spec.delayed, codes);
+        encode_row<false>(args.tile.row(r), factor, bits, numbers, operand.spec.delayed, codes);
       if (blocks.any_zero)
         for (std::int64_t b = 0; b < kTileCols / Width; ++b)
           if (has_zero_codes(operand.spec.rule, blocks.code[first + b]))
@@ -198,6 +201,16 @@ struct EncodeTile {
       if (operand.codes) store_row<F>(plan, range, r, codes);
       if (operand.decoded) store_decoded<F, Width>(plan, range, r, blocks.scale + first, codes);
     }
+  }
+
+  template <bool kStochastic>
+  MINIFLOAT_INLINE static void encode_row(const T* row, const float* factor,
+                                          const std::uint32_t* bits, bool numbers, bool delayed,
+                                          std::uint8_t* codes) {
+    if (numbers)
+      encode_numbers<F, T, kStochastic>(row, factor, bits, codes);
+    else
+      encode_any<F, T, kStochastic>(row, factor, bits, delayed, codes);
   }
 };
 

@@ -23,20 +23,12 @@
 namespace minifloat::cpu {
 namespace {
 
-template <class F, class T>
-void encode_tile(const EncodeArgs<T>& args) {
-  if (args.plan->operand.spec.stochastic)
-    run_widest<EncodeTile<F, T, true>>(args);
-  else
-    run_widest<EncodeTile<F, T, false>>(args);
-}
-
 template <class T>
 void encode_elements(const EncodeArgs<T>& args) {
   switch (args.plan->operand.spec.elements) {
-    case Elements::kE4m3: return encode_tile<E4M3>(args);
-    case Elements::kE5m2: return encode_tile<E5M2>(args);
-    case Elements::kE2m1: return encode_tile<E2M1>(args);
+    case Elements::kE4m3: return run_widest<EncodeTile<E4M3, T>>(args);
+    case Elements::kE5m2: return run_widest<EncodeTile<E5M2, T>>(args);
+    case Elements::kE2m1: return run_widest<EncodeTile<E2M1, T>>(args);
     case Elements::kBf16: return;
   }
 }
