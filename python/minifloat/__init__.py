@@ -31,7 +31,6 @@ from .nn.state.checkpoint_state import load_training_state, training_state
 from .nn.state.delayed_scaling import step
 from .recipe import Product, Recipe, RecipeMap, presets
 from .tensor.groups import check_groups, group_table
-from .tensor.norms import layer_norm, rms_norm
 from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm
 from .tensor.quantized_tensor import QuantizedTensor
 from .tensor.transforms import hadamard, swizzle_scales, transpose_codes, unswizzle_scales
@@ -60,7 +59,6 @@ __all__ = [
     "group_table",
     "grouped_mlp",
     "hadamard",
-    "layer_norm",
     "linear",
     "linear_group",
     "load_training_state",
@@ -73,7 +71,6 @@ __all__ = [
     "quantize_master_weights",
     "quantized_model_init",
     "restore_",
-    "rms_norm",
     "scaled_grouped_mm",
     "scaled_mm",
     "step",

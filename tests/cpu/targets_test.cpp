@@ -23,7 +23,7 @@ struct Job {
 };
 
 // The steps of src/cpu/quantize.cpp for a tile, in one function.
-template <class F, bool kStochastic>
+template <class F>
 struct QuantizeTile {
   MINIFLOAT_INLINE static void run(const Job& job) {
     const auto memory = std::make_unique<TileMemory>();
@@ -33,11 +33,11 @@ struct QuantizeTile {
     const TileView<std::uint16_t> tile = load.points > 0
                                              ? LoadTransformedTile<std::uint16_t>::run(load)
                                              : LoadTile<std::uint16_t>::run(load);
-    EncodeTile<F, std::uint16_t, kStochastic>::run({job.plan, &range, tile});
+    EncodeTile<F, std::uint16_t>::run({job.plan, &range, tile});
   }
 };
 
-template <class F, bool kStochastic>
+template <class F>
 void expect_alike(const char* text) {
   for (const bool columnwise : {false, true}) {
     const Matrix x({1, 100, 77}, DType::kBFloat16, Kind::kSpecial);
@@ -62,7 +62,7 @@ void expect_alike(const char* text) {
       EXPECT_TRUE(out.guards_hold());
       return out;
     };
-    using Kernel = QuantizeTile<F, kStochastic>;
+    using Kernel = QuantizeTile<F>;
     const Outputs baseline = quantized_by([](const Job& job) { run_baseline<Kernel>(job); });
     const auto expect_baseline = [&](void (*run)(const Job&)) {
       EXPECT_TRUE(quantized_by(run) == baseline) << text;
@@ -79,14 +79,14 @@ void expect_alike(const char* text) {
 
 TEST(Targets, EveryVectorUnitGivesTheSameBytes) {
   for (const char* spec : {"nvfp4", "nvfp4/16x16", "nvfp4+rht", "mxfp4+floor", "mxfp4+rht128"})
-    expect_alike<E2M1, false>(spec);
+    expect_alike<E2M1>(spec);
   for (const char* spec : {"nvfp4+4over6", "nvfp4/16x16+4over6", "nvfp4/16x16+4over6+rht"})
-    expect_alike<E2M1, false>(spec);
+    expect_alike<E2M1>(spec);
   for (const char* spec : {"nvfp4+sr", "nvfp4+sr+rht32", "nvfp4+4over6+sr", "mxfp4+sr"})
-    expect_alike<E2M1, true>(spec);
+    expect_alike<E2M1>(spec);
   for (const char* spec : {"mxfp8", "mxfp8/32x32+rht64", "e4m3/1x128", "e4m3/128x128"})
-    expect_alike<E4M3, false>(spec);
-  expect_alike<E5M2, true>("mxfp8/e5m2+sr");
+    expect_alike<E4M3>(spec);
+  expect_alike<E5M2>("mxfp8/e5m2+sr");
 }
 
 // A row of values from far below to far above the sigmoid's range, and its results.

@@ -94,23 +94,6 @@ def expert_calls():
     yield ops.add_slots, (half, places, torch.randn(20, 24)), {}
 
 
-def norm_calls():
-    """Yields calls of normalisations and their casts."""
-    x, w, b = grad(4, 10, 72), grad(72), grad(72)
-    half = torch.randn(40, 128, dtype=torch.bfloat16)
-    yield ops.norm, (x, w, None, "rms", 1e-6), {}
-    yield ops.norm, (half, None, None, "rms_rounded", 1e-6), {}
-    yield ops.norm, (x, w, b, "layer", 1e-5), {}
-    yield ops.deferred_norm, (x, w, None, "rms_rounded", 1e-6), {}
-    yield ops.quantize_norm, (half, None, None, "rms", 1e-6, "mxfp8", "nvfp4"), {}
-    specs = ("layer", 1e-6, "mxfp4+sr", "e4m3/row")
-    options = {"rng": RNG, "decoded_row": True, "origin": (128, 256)}
-    yield ops.quantize_norm, (torch.randn(4, 10, 72), w.detach(), b.detach(), *specs), options
-    yield ops.norm_operands, (half, None, None, "rms", 1e-6, "nvfp4"), {}
-    delayed = {"amax_history": history(), "columnwise": False}
-    yield ops.norm_operands, (torch.randn(40, 72), None, None, "rms", 0.0, "fp8_delayed"), delayed
-
-
 def activation_calls():
     """Yields calls of an activation between dense layers."""
     gate, half = torch.randn(40, 48), torch.randn(2, 20, 24, dtype=torch.bfloat16)
@@ -158,7 +141,6 @@ def sample_calls():
         yield ops.fp4_as_fp8, (q.codes, q.scale, q.amax, spec, 72), {}
     yield from grouped_calls()
     yield from expert_calls()
-    yield from norm_calls()
     yield from activation_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.quantize(x, spec)

@@ -30,7 +30,6 @@ from tests.support import (  # noqa: F401  register calls
     fuzz_expert_calls,
     fuzz_group_calls,
     fuzz_layer_calls,
-    fuzz_norm_calls,
     fuzz_shard_calls,
     fuzz_weight_calls,
 )

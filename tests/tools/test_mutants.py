@@ -43,7 +43,7 @@ def test_a_line_that_changes_nothing_is_an_error(tmp_path, line):
 def test_the_tests_that_it_runs_exist():
     for name in (*mutants.LAYER_TESTS, *mutants.FIRST_TESTS.values()):
         assert (ROOT / name).is_file(), name
-    suites = mutants.suites_of(ROOT / mutants.CORE / "swiglu.h", ROOT)
-    assert suites[0] == "core_swiglu_test"
-    assert suites.index("core_norm_test") < suites.index("cpu_quantize_test")
-    assert "core_philox_test" not in suites  # it does not include swiglu.h
+    suites = mutants.suites_of(ROOT / mutants.CORE / "activation.h", ROOT)
+    assert suites[0] == "core_activation_test"
+    assert suites.index("core_swiglu_test") < suites.index("cpu_quantize_test")
+    assert "core_philox_test" not in suites  # it does not include activation.h

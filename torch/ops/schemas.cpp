@@ -251,29 +251,6 @@ TORCH_LIBRARY(minifloat, m) {
         tags);
   m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None) -> Tensor", tags);
 
-  // Normalisations of rows (core/norm.h). x: (…, D). kind: "rms", "rms_rounded" or "layer", which
-  // alone has a bias. deferred_norm: zeros of the result's shape without memory, whose gradients
-  // are the result's. quantize_norm: the eight tensors of `quantize` of the result as (M, D), which
-  // need not be in a GPU's memory.
-  m.def("norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps) -> Tensor", tags);
-  m.def("deferred_norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps) -> Tensor",
-        tags);
-  m.def(
-      "quantize_norm(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, str row, "
-      "str col, *, Tensor? amax_row=None, Tensor? amax_col=None, Tensor? rng=None, "
-      "int stream_row=0, int stream_col=0, SymInt[2] origin=0, bool decoded_row=False, "
-      "bool decoded_col=False) -> "
-      "(Tensor codes_row, Tensor scale_row, Tensor amax_row, Tensor decoded_row, "
-      "Tensor codes_col, Tensor scale_col, Tensor amax_col, Tensor decoded_col)",
-      tags);
-  // The operands of a norm's result as the x of a product under `recipe`, for later calls of
-  // `linear`: as layer_operands returns those of x. A direction under bf16 has none.
-  m.def(
-      "norm_operands(Tensor x, Tensor? weight, Tensor? bias, str kind, float eps, str recipe, *, "
-      "bool rowwise=True, bool columnwise=True, Tensor? rng=None, Tensor(a!)? amax_history=None, "
-      "int stream=0) -> Tensor[]",
-      tags);
-
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the
   // active amax, column 1 the current amax of this step. algorithm: "max" or "most_recent".
   // margin: powers of two.

@@ -11,20 +11,18 @@ namespace minifloat::cuda {
 
 // The kernels, by how they read x or compute it.
 enum Walk : unsigned {
-  kRowsWalk = 1 << 0,          // matrices by rows: preset_rows.cu
-  kTilesWalk = 1 << 1,         // matrices by tiles: preset_tiles.cu
-  kFp32TilesWalk = 1 << 2,     // of fp32: preset_fp32_tiles.cu
-  kBlocks2dWalk = 1 << 3,      // the same codes in both directions: preset_blocks_2d.cu
-  kGroupRowsWalk = 1 << 4,     // groups, and matrices of a batch: preset_group_rows.cu
-  kGroupTilesWalk = 1 << 5,    // groups: preset_group_tiles.cu
-  kNormRowsWalk = 1 << 6,      // normalised values by rows: norm/quantize_norm_rows.cuh
-  kNormTilesWalk = 1 << 7,     // the same by tiles: norm/quantize_norm_tiles.cuh
-  kSwiGluRowsWalk = 1 << 8,    // SwiGLU's values by rows: experts/quantize_swiglu_rows.cu
-  kSwiGluTilesWalk = 1 << 9,   // the same by tiles: experts/quantize_swiglu_tiles.cu
-  kSwiGluMatrixWalk = 1 << 10  // the same without groups
+  kRowsWalk = 1 << 0,         // matrices by rows: preset_rows.cu
+  kTilesWalk = 1 << 1,        // matrices by tiles: preset_tiles.cu
+  kFp32TilesWalk = 1 << 2,    // of fp32: preset_fp32_tiles.cu
+  kBlocks2dWalk = 1 << 3,     // the same codes in both directions: preset_blocks_2d.cu
+  kGroupRowsWalk = 1 << 4,    // groups, and matrices of a batch: preset_group_rows.cu
+  kGroupTilesWalk = 1 << 5,   // groups: preset_group_tiles.cu
+  kSwiGluRowsWalk = 1 << 6,   // SwiGLU's values by rows: experts/quantize_swiglu_rows.cu
+  kSwiGluTilesWalk = 1 << 7,  // the same by tiles: experts/quantize_swiglu_tiles.cu
+  kSwiGluMatrixWalk = 1 << 8  // the same without groups
 };
 inline constexpr unsigned kWalksOfColumns =  // whose kernels may leave out the rowwise cast
-    kTilesWalk | kGroupTilesWalk | kNormTilesWalk | kSwiGluTilesWalk;
+    kTilesWalk | kGroupTilesWalk | kSwiGluTilesWalk;
 
 namespace preset {
 
@@ -74,9 +72,8 @@ struct Gradients {
 template <class... Entries>
 struct List {};
 
-inline constexpr unsigned kEveryRow = kRowsWalk | kGroupRowsWalk | kNormRowsWalk | kSwiGluRowsWalk,
-                          kEveryTile =
-                              kTilesWalk | kGroupTilesWalk | kNormTilesWalk | kSwiGluTilesWalk,
+inline constexpr unsigned kEveryRow = kRowsWalk | kGroupRowsWalk | kSwiGluRowsWalk,
+                          kEveryTile = kTilesWalk | kGroupTilesWalk | kSwiGluTilesWalk,
                           kOfMemoryRows = kRowsWalk | kGroupRowsWalk,
                           kOfMemoryTiles = kTilesWalk | kGroupTilesWalk;
 
@@ -85,14 +82,13 @@ using Table = List<
     // ---- Rowwise
     Pair<Tensor, Absent, kEveryRow>,
     Pair<TensorE5m2, Absent, kOfMemoryRows>,
-    Pair<Row, Absent, kNormRowsWalk>,
     Pair<Block, Absent, kEveryRow>,
     Pair<Mxfp8, Absent, kEveryRow>,
     Pair<Mxfp4::Straight, Absent, kEveryRow>,
     Pair<Mxfp4::Random, Absent, kOfMemoryRows | kSwiGluRowsWalk>,
-    Pair<Nvfp4::Straight, Absent, kOfMemoryRows | kNormRowsWalk>,
+    Pair<Nvfp4::Straight, Absent, kOfMemoryRows>,
     Pair<Nvfp4::Random, Absent, kOfMemoryRows>,
-    Pair<Nvfp4Pow2::Straight, Absent, kOfMemoryRows | kNormRowsWalk>,
+    Pair<Nvfp4Pow2::Straight, Absent, kOfMemoryRows>,
     Pair<Nvfp4Pow2::Random, Absent, kOfMemoryRows>,
     Pair<Nvfp4FourOverSix::Straight, Absent, kRowsWalk>,
     Pair<StraightAsFp8, Absent, kRowsWalk>,
@@ -109,24 +105,22 @@ using Table = List<
     // ---- Both
     Pair<Tensor, Tensor, kEveryTile | kFp32TilesWalk>,
     Pair<TensorE5m2, TensorE5m2, kOfMemoryTiles>,
-    Pair<Row, Row, kOfMemoryTiles | kFp32TilesWalk | kNormTilesWalk | kSwiGluMatrixWalk>,
+    Pair<Row, Row, kOfMemoryTiles | kFp32TilesWalk | kSwiGluMatrixWalk>,
     Pair<Block, Block, kEveryTile | kFp32TilesWalk>,
     Pair<Block2d, Block2d, kTilesWalk | kFp32TilesWalk>,
     Pair<Mxfp8, Mxfp8, kEveryTile | kFp32TilesWalk>,
-    Pair<Mxfp8, Nvfp4::Transformed, kNormTilesWalk>,
     Pair<Mxfp8Block2d, Mxfp8Block2d, kTilesWalk | kFp32TilesWalk>,
     Pair<Mxfp4::Straight, Mxfp4::Straight, kOfMemoryTiles | kFp32TilesWalk>,
     Pair<Mxfp4::Straight, Mxfp4::Transformed, kEveryTile>,
     Pair<Mxfp4::Random, Mxfp4::TransformedRandom, kOfMemoryTiles>,
     Pair<Mxfp4::TransformedRandom, Mxfp4::TransformedRandom, kOfMemoryTiles>,
     Pair<Nvfp4::Straight, Nvfp4::Straight, kOfMemoryTiles | kFp32TilesWalk>,
-    Pair<Nvfp4::Straight, Nvfp4::Transformed, kOfMemoryTiles | kNormTilesWalk | kSwiGluMatrixWalk>,
-    Pair<Nvfp4::Straight, Mxfp8, kNormTilesWalk>,
+    Pair<Nvfp4::Straight, Nvfp4::Transformed, kOfMemoryTiles | kSwiGluMatrixWalk>,
     Pair<Nvfp4::Random, Nvfp4::TransformedRandom, kOfMemoryTiles>,
     Pair<Nvfp4::TransformedRandom, Nvfp4::TransformedRandom, kOfMemoryTiles>,
     Pair<Nvfp4::Block2d, Nvfp4::Block2d, kTilesWalk | kFp32TilesWalk | kBlocks2dWalk>,
     Pair<Nvfp4Pow2::Straight, Nvfp4Pow2::Straight, kOfMemoryTiles>,
-    Pair<Nvfp4Pow2::Straight, Nvfp4Pow2::Transformed, kOfMemoryTiles | kNormTilesWalk | kSwiGluMatrixWalk>,
+    Pair<Nvfp4Pow2::Straight, Nvfp4Pow2::Transformed, kOfMemoryTiles | kSwiGluMatrixWalk>,
     Pair<Nvfp4Pow2::Random, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
     Pair<Nvfp4Pow2::TransformedRandom, Nvfp4Pow2::TransformedRandom, kOfMemoryTiles>,
     Pair<Nvfp4Pow2::Block2d, Nvfp4Pow2::Block2d, kTilesWalk | kFp32TilesWalk | kBlocks2dWalk>,
