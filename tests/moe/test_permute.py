@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from minifloat.moe.permute import order_rows, rows_of_tokens, sum_of_slots
+from minifloat.moe.permute import add_slots, order_rows, take_rows
 
 SIZES = ((0, 2, 3), (1, 1, 1), (5, 1, 4), (7, 3, 3), (33, 8, 40), (64, 2, 300))
 
@@ -80,7 +80,7 @@ def test_copies_are_those_of_a_loop(tokens, slots, experts, dtype):
     torch.manual_seed(1)
     order = order_rows(random_indices(tokens, slots, experts), experts)
     x = torch.randn(tokens, 24, dtype=dtype, requires_grad=True)
-    rows = rows_of_tokens(x, order)
+    rows = take_rows(x, order)
     expected = [x.detach()[pair // slots] for pair in order.pairs.tolist()]
     torch.testing.assert_close(list(rows.detach()), expected, rtol=0, atol=0)
 
@@ -94,16 +94,16 @@ def test_copies_are_those_of_a_loop(tokens, slots, experts, dtype):
 
     values.requires_grad_()
     base = torch.randn(tokens, 24, requires_grad=True)
-    y = sum_of_slots(values, order)
+    y = add_slots(values, order)
     torch.testing.assert_close(y.detach(), sums.to(dtype), rtol=0, atol=0)
     g = torch.randn(tokens, 24, dtype=dtype)
-    d_values, d_base = torch.autograd.grad(sum_of_slots(values, order, base), (values, base), g)
+    d_values, d_base = torch.autograd.grad(add_slots(values, order, base), (values, base), g)
     expected = [g[pair // slots] for pair in order.pairs.tolist()]
     torch.testing.assert_close(list(d_values), expected, rtol=0, atol=0)
     torch.testing.assert_close(d_base, g.float(), rtol=0, atol=0)
 
 
-def test_sum_of_slots_starts_with_the_base():
+def test_add_slots_starts_with_the_base():
     order = order_rows(torch.tensor([[0, 1]]), 2)
     rows = torch.tensor([[-(2.0**30)], [1.0]])
-    assert sum_of_slots(rows, order, torch.tensor([[2.0**30]])).item() == 1.0
+    assert add_slots(rows, order, torch.tensor([[2.0**30]])).item() == 1.0

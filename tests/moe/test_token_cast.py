@@ -10,8 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat._native import ops
-from minifloat.moe import row_operands
-from minifloat.moe.row_operands import as_experts_read, cast_of_tokens
+from minifloat.moe.permute import order_rows
 from minifloat.moe.token_cast import TokenCast
 from minifloat.spec import Spec
 from minifloat.tensor.operands import Operand, Operands
@@ -103,12 +102,13 @@ def saved_bytes(moe: mf.MoE, x: Tensor) -> int:
 def test_no_codes_are_kept(recipe, monkeypatch):
     moe, x, seen = layer(recipe), tokens(), []
 
-    def copied(*args: object) -> list[Tensor]:
-        seen.append(weakref.ref(args[4].codes))
-        return token_operands(*args)
+    def seen_rowwise(cast: TokenCast, x_TD: Tensor) -> Operand | None:
+        found = rowwise(cast, x_TD)
+        seen.append(weakref.ref(found.codes))
+        return found
 
-    token_operands = row_operands.token_operands
-    monkeypatch.setattr(row_operands, "token_operands", copied)
+    rowwise = TokenCast.rowwise
+    monkeypatch.setattr(TokenCast, "rowwise", seen_rowwise)
     y = moe(x)
     gc.collect()
     assert [ref() for ref in seen] == [None]
@@ -185,24 +185,35 @@ def test_copies_share_among_themselves():
 
 
 @pytest.mark.parametrize("recipe", ONCE)
-def test_codes_where_experts_read_values(recipe, monkeypatch):
+def test_operands_of_a_linear_layer_in_every_form(recipe):
     """The engine of a linear layer may read codes where that of experts reads values."""
     x, spec = tokens(torch.bfloat16).detach(), Spec.parse(mf.Recipe(recipe).fprop.a)
-    found = Operands.of(ops.layer_operands(x, recipe, "x")).rowwise
-    expected = cast_of_tokens(x, recipe)
-    assert found.is_decoded
-    assert expected.is_decoded
-    assert as_experts_read(found, x, recipe, spec) is found
-    require_same_results([*found], [*expected])
+    values = Operands.of(ops.layer_operands(x, recipe, "x")).rowwise
+    assert values.is_decoded
     codes = codes_of(x, spec)
     assert codes.has_codes
     assert not codes.is_decoded
-    require_same_results([*as_experts_read(codes, x, recipe, spec)[1:]], [*expected[1:]])
-    as_fp8 = codes._replace(codes=x.to(torch.float8_e4m3fn))
-    assert as_experts_read(as_fp8, x, recipe, spec) is None
-    monkeypatch.setattr(row_operands, "reads_values", lambda *_: False)
-    assert as_experts_read(codes, x, recipe, spec) is codes
-    assert as_experts_read(found, x, recipe, spec) is None or found.has_codes
+    as_fp8 = codes._replace(codes=x.to(torch.float8_e4m3fn))  # which experts do not read
+    matrices = [torch.randn(2, D, 2 * D), torch.randn(2, D, D)]
+    indices = torch.arange(T)[:, None] % 2
+    order = list(order_rows(indices, 2))
+    rng = [torch.tensor([1, 2])] * 2  # of h
+    options = {"streams": [0, 0], "recompute": ["", ""], "rng": rng}
+    expected, *found = (
+        ops.grouped_mlp(
+            x,
+            torch.ones(T, 1),
+            order,
+            matrices,
+            [None],
+            [recipe] * 2,
+            x_operands=None if given is None else [*given, *Operand.none(x.device)],
+            **options,
+        )
+        for given in (None, values, codes, as_fp8)
+    )
+    for y in found:
+        require_same_results([y], [expected])
 
 
 def codes_of(x: Tensor, spec: Spec) -> Operand:

@@ -268,7 +268,28 @@ def test_errors(call, message):
         call()
 
 
-def test_no_derivative_of_the_ops_alone():
-    h = ops.swiglu(X.clone().requires_grad_(), None, ONES)
-    with pytest.raises(RuntimeError, match="swiglu"):
-        h.sum().backward()
+def test_derivatives():
+    x, weights = torch.randn(4, 6, requires_grad=True), torch.rand(2, 2, requires_grad=True)
+    pairs = torch.tensor([2, 0, 3, 1]).int()
+    h = ops.swiglu(x, None, weights, pairs=pairs)
+    g = torch.randn_like(h)
+    d_x, d_weights = torch.autograd.grad(h, (x, weights), g, create_graph=True)
+    d_product, _, expected = ops.swiglu_backward(g, x.detach(), None, weights.detach(), pairs=pairs)
+    assert torch.equal(d_x, d_product)
+    assert torch.equal(d_weights, expected)
+    with pytest.raises(RuntimeError, match="swiglu_backward"):
+        d_x.sum().backward()
+    # Copies are linear: their derivatives are each other's.
+    places = pairs.argsort().int().view(2, 2)
+    tokens = torch.randn(2, 3, dtype=torch.float32, requires_grad=True)
+    rows = ops.take_rows(tokens, pairs, 2, places=places)
+    y = ops.add_slots(rows, places, pairs=pairs)
+    assert torch.equal(y, 2 * tokens)
+    (d_tokens,) = torch.autograd.grad(y, tokens, torch.ones_like(y), create_graph=True)
+    assert torch.equal(d_tokens, torch.full_like(tokens, 2))
+    for result, name in (
+        (ops.take_rows(tokens, pairs, 2), "take_rows: expected places"),
+        (ops.add_slots(rows, places), "add_slots: expected pairs"),
+    ):
+        with pytest.raises(ValueError, match=name):
+            result.sum().backward()

@@ -91,7 +91,31 @@ def expert_calls():
     yield ops.take_rows, (torch.randint(0, 255, (40,), dtype=torch.uint8), pairs), {}
     places = pairs.view(20, 2)
     yield ops.add_slots, (fused, places), {}
+    yield ops.swiglu, (grad(40, 48), None, grad(40)), {"pairs": pairs}
+    yield ops.take_rows, (grad(20, 48), pairs, 2), inverse
+    gradients = {"pairs": inverse["places"].reshape(-1)}
+    yield ops.add_slots, (grad(40, 48), places, grad(20, 48)), gradients
     yield ops.add_slots, (half, places, torch.randn(20, 24)), {}
+
+
+def mlp_calls():
+    """Yields calls of the feed-forward of experts."""
+    pairs = torch.randperm(40).int()
+    places = pairs.argsort().int().view(20, 2)
+    order = [pairs, places, torch.tensor([8, 8, 30], dtype=torch.int32), pairs]
+    apart, fused = [grad(3, 72, 24), grad(3, 72, 24)], [grad(3, 72, 48)]
+    tokens = grad(20, 72), grad(20, 2), order
+    last = grad(3, 24, 72)
+    for recipe, options in (("mxfp8", {}), ("nvfp4", {"recompute": ["weight"] * 3})):
+        arguments = (*tokens, [*apart, last], [grad(3, 24), None], [recipe] * 3)
+        options = {"rng": [RNG] * 3, "streams": [1, 2, 3], "recompute": [""] * 3} | options
+        yield ops.grouped_mlp, arguments, options
+    options = {"streams": [1, 2], "recompute": ["", ""], "limit": 7.0, "interleaved": True}
+    arguments = (*tokens, [*fused, last], [None], ["fp8_delayed"] * 2)
+    histories = [torch.rand(6, 3, 4), torch.rand(6, 3, 4)]
+    yield ops.grouped_mlp, arguments, {**options, "amax_history": histories, "base": grad(20, 72)}
+    arguments = (*tokens, [*fused, last], [None], ["bf16", "fp8_rowwise"])
+    yield ops.grouped_mlp, arguments, {**options, "sums": False}
 
 
 def activation_calls():
@@ -141,6 +165,7 @@ def sample_calls():
         yield ops.fp4_as_fp8, (q.codes, q.scale, q.amax, spec, 72), {}
     yield from grouped_calls()
     yield from expert_calls()
+    yield from mlp_calls()
     yield from activation_calls()
     for spec in ("mxfp8/32x32", "nvfp4/16x16"):
         q = mf.quantize(x, spec)

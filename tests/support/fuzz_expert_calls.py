@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tests.support.fuzz_calls import FLOATS, Call, call, op_call, ops
+from tests.support.fuzz_calls import FLOATS, Call, call, op_call, ops, with_backward
 from tests.support.fuzz_values import Arena, values
 
 DTYPES = (torch.uint8, torch.float32, torch.bfloat16, torch.int64)
@@ -90,8 +90,46 @@ def _add_slots(rng: Random, arena: Arena) -> Call:
     x = arena.place(values(rng, (rows, cols), rng.choice(FLOATS)))
     base = arena.place(torch.randn(tokens, cols)) if rng.random() < 0.5 else None
     return op_call(
-        "add_slots", rows=x, places=_numbers(rng, arena, (tokens, slots), rows), base=base
+        "add_slots",
+        rows=x,
+        places=_numbers(rng, arena, (tokens, slots), rows),
+        base=base,
+        pairs=arena.place(torch.arange(rows).int()) if rng.random() < 0.5 else None,
     )
+
+
+@call("grouped_mlp")
+def _mlp(rng: Random, arena: Arena) -> Call:
+    tokens, slots, count = rng.choice((1, 9, 33)), rng.choice((1, 2)), rng.choice((2, 3))
+    rows, dtype, fused = tokens * slots, rng.choice(FLOATS), rng.random() < 0.5
+    pairs = torch.randperm(rows)
+    offs = sorted(rng.randrange(rows + 1) for _ in range(count))
+    shapes = [(count, 32, 64 if fused else 32)] * (1 if fused else 2) + [(count, 32, 32)]
+    n = len(shapes)
+    order = [pairs, pairs.argsort().view(tokens, slots), torch.tensor(offs), pairs]
+    args: dict[str, Any] = {"x": arena.place(values(rng, (tokens, 32), dtype))}
+    args["weights"] = arena.place(torch.rand(tokens, slots))
+    args["order"] = [arena.place(t.int()) for t in order]
+    args["matrices"] = [arena.place(values(rng, shape, dtype)) for shape in shapes]
+    for t in (args["x"], args["weights"], *args["matrices"]):
+        t.requires_grad_(rng.random() < 0.5)
+    biases = [arena.place(torch.randn(count, shape[2])) for shape in shapes[:-1]]
+    args["biases"] = biases if rng.random() < 0.3 else [None] * (n - 1)
+    args["recipes"] = [rng.choice(mf.presets())] * n
+    args["sums"] = rng.random() < 0.7
+    args["base"] = arena.place(torch.randn(tokens, 32)) if args["sums"] else None
+    args |= {"limit": rng.choice((None, 1.0)), "alpha": 1.702, "interleaved": False}
+    args["rng"] = [arena.place(torch.tensor([1, 2, 3]))] * n
+    args["first_expert"] = rng.randrange(3)
+    args["amax_history"] = [arena.place(torch.zeros(6, count, 3)) for _ in range(n)]
+    args |= {"streams": [3] * n, "recompute": [rng.choice(("", "weight"))] * n}
+    one = op_call("grouped_mlp", **args)
+    return Call(with_backward(one.run), args, one.writes)
+
+
+@call("reads_token_codes")
+def _reads_token_codes(rng: Random, arena: Arena) -> Call:
+    return op_call("reads_token_codes", recipe=rng.choice(mf.presets()))
 
 
 @call("mf.grouped_mlp of ranks")

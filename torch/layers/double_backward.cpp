@@ -7,7 +7,8 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
-torch::autograd::variable_list refuse_double_backward(const std::string& recipe,
+torch::autograd::variable_list refuse_double_backward(const std::string& op,
+                                                      const std::string& recipe,
                                                       const torch::autograd::Node& node,
                                                       const torch::autograd::variable_list& grads,
                                                       torch::autograd::variable_list gradients) {
@@ -15,7 +16,7 @@ torch::autograd::variable_list refuse_double_backward(const std::string& recipe,
   for (const Tensor& g : grads)
     if (g.defined() && g.requires_grad()) inputs.push_back(torch::autograd::impl::gradient_edge(g));
   const auto error = std::make_shared<torch::autograd::Error>(
-      "linear: expected no second derivative through a quantized product (recipe " + recipe +
+      op + ": expected no second derivative through a quantized product (recipe " + recipe +
           "), got one: the backward pass of minifloat's layers is not differentiable. Leave the "
           "layers that a double backward passes through in high precision, by filter_fqns or a "
           "recipe map",

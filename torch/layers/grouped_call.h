@@ -1,8 +1,9 @@
-// The arguments of a product of experts, and their checks.
+// The arguments of a product of experts, their checks, and the product and its gradients.
 #pragma once
 
 #include <ATen/core/Tensor.h>
 
+#include <array>
 #include <cstdint>
 #include <optional>
 #include <string>
@@ -39,5 +40,21 @@ GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
 // Requires the shapes, dtypes and devices of A (M, K), B (E, K, N), offs (E) and the call, and
 // shards that hold whole blocks.
 void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call);
+
+// Returns A · B of each group, (M, N), differentiable in A, B and the bias.
+Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
+                       const GroupedCall& call);
+
+// Of A, B and the bias; undefined where one is not needed.
+struct GroupedGradients {
+  Tensor a, b, bias;
+};
+
+// Returns the gradients that multiply_groups computes, from A and B instead of saved operands.
+//   needed: of A, B and the bias; rows_from: the row of grad of each row of y; none: its own
+GroupedGradients group_gradients(const Tensor& grad, const Tensor& a, const Tensor& b,
+                                 const Tensor& offs, const GroupedCall& call,
+                                 const std::array<bool, 3>& needed,
+                                 const std::optional<Tensor>& rows_from = std::nullopt);
 
 }  // namespace minifloat::torch_ops

@@ -224,7 +224,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
     variable_list gradients = first_derivatives(s, saved, grads[0]);
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();
-    return refuse_double_backward(s.recipe.text, *node, grads, std::move(gradients));
+    return refuse_double_backward(kGroupedMm, s.recipe.text, *node, grads, std::move(gradients));
   }
 
   static variable_list first_derivatives(const GroupedState& s, const variable_list& saved,
@@ -276,7 +276,12 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
   }
 };
 
-Tensor multiply(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call) {
+}  // namespace
+
+namespace torch_ops {
+
+Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
+                       const GroupedCall& call) {
   check_call(a, b, offs, call);
   check_no_tangent(kGroupedMm, "A", a);
   check_no_tangent(kGroupedMm, "B", b);
@@ -291,6 +296,37 @@ Tensor multiply(const Tensor& a, const Tensor& b, const Tensor& offs, const Grou
   return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
 }
 
+GroupedGradients group_gradients(const Tensor& grad, const Tensor& a, const Tensor& b,
+                                 const Tensor& offs, const GroupedCall& call,
+                                 const std::array<bool, 3>& needed,
+                                 const std::optional<Tensor>& rows_from) {
+  check_call(a, b, offs, call);
+  bridge::check_value_dtype(kGroupedMm, "grad", grad);
+  bridge::check_memory_if_real(kGroupedMm, "grad", grad);
+  TORCH_CHECK_VALUE(grad.dim() == 2 &&
+                        (rows_from ? rows_from->sym_numel() : grad.sym_size(0)) == a.sym_size(0) &&
+                        grad.sym_size(1) == b.sym_size(2) && grad.device() == a.device(),
+                    kGroupedMm, ": expected grad (", a.sym_size(0), ", ", b.sym_size(2), ") on ",
+                    a.device(), ", got ", grad.sym_sizes(), " on ", grad.device());
+  for (const Place place : {kDgradG, kWgradG})
+    TORCH_CHECK_VALUE(!rows_from || !(needed[2] || call.recipe.specs[place].is_bf16()), kGroupedMm,
+                      ": expected grad_rows_from of a quantized gradient, got bf16 or a bias");
+  TORCH_CHECK_VALUE(!call.bias.empty() || !needed[2], kGroupedMm,
+                    ": expected bias, whose gradient is needed, got none");
+  const at::AutoDispatchBelowADInplaceOrView below;
+  const GroupedNeeds needs{needed[0], needed[1], needed[2], /*y=*/false};
+  variable_list saved;
+  forward_pass(a, b, offs, call, needs, &saved);
+  GroupedState state = backward_state(a, b, call.bias, call, needs);
+  state.grad_rows_from = rows_from;
+  const variable_list found = GroupedFunction::first_derivatives(state, saved, grad);
+  return {found[0], found[1], found[2]};
+}
+
+}  // namespace torch_ops
+
+namespace {
+
 Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& offs,
                                 const std::string& recipe, at::ScalarType out_dtype,
                                 const std::optional<Tensor>& bias, const std::optional<Tensor>& rng,
@@ -300,9 +336,10 @@ Tensor scaled_grouped_mm_kernel(const Tensor& a, const Tensor& b, const Tensor& 
                                 const std::optional<at::TensorList>& a_operands,
                                 const std::optional<at::TensorList>& weight_operands,
                                 const std::string& recompute) {
-  return multiply(a, b, offs,
-                  grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history,
-                               tail, stream, a_operands, weight_operands, recompute));
+  return multiply_groups(
+      a, b, offs,
+      grouped_call(recipe, out_dtype, bias, rng, row_ids, first_expert, amax_history, tail, stream,
+                   a_operands, weight_operands, recompute));
 }
 
 Tensor scaled_grouped_mm_sharded_kernel(
@@ -321,10 +358,9 @@ Tensor scaled_grouped_mm_sharded_kernel(
                            .weight_dim = weight_dim,
                            .token_dim = {},
                            .parts = weight_parts};
-  return multiply(a, b, offs, call);
+  return multiply_groups(a, b, offs, call);
 }
 
-// Computes the gradients that GroupedFunction does, from A and B instead of saved operands.
 std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
     const Tensor& grad, const Tensor& a, const Tensor& b, const Tensor& offs,
     const std::string& recipe, std::array<bool, 3> needed, const std::optional<Tensor>& bias,
@@ -336,27 +372,8 @@ std::tuple<Tensor, Tensor, Tensor> scaled_grouped_mm_backward_kernel(
   GroupedCall call = grouped_call(recipe, a.scalar_type(), bias, rng, row_ids, first_expert,
                                   amax_history, tail, stream, a_operands, weight_operands);
   if (g_operands) call.g_operands = *g_operands;
-  check_call(a, b, offs, call);
-  bridge::check_value_dtype(kGroupedMm, "grad", grad);
-  bridge::check_memory_if_real(kGroupedMm, "grad", grad);
-  TORCH_CHECK_VALUE(grad.dim() == 2 &&
-                        (rows_from ? rows_from->sym_numel() : grad.sym_size(0)) == a.sym_size(0) &&
-                        grad.sym_size(1) == b.sym_size(2) && grad.device() == a.device(),
-                    kGroupedMm, ": expected grad (", a.sym_size(0), ", ", b.sym_size(2), ") on ",
-                    a.device(), ", got ", grad.sym_sizes(), " on ", grad.device());
-  for (const Place place : {kDgradG, kWgradG})
-    TORCH_CHECK_VALUE(!rows_from || !(needed[2] || call.recipe.specs[place].is_bf16()), kGroupedMm,
-                      ": expected grad_rows_from of a quantized gradient, got bf16 or a bias");
-  TORCH_CHECK_VALUE(bias || !needed[2], kGroupedMm,
-                    ": expected bias, whose gradient is needed, got none");
-  const at::AutoDispatchBelowADInplaceOrView below;
-  const GroupedNeeds needs{needed[0], needed[1], needed[2], /*y=*/false};
-  variable_list saved;
-  forward_pass(a, b, offs, call, needs, &saved);
-  GroupedState state = backward_state(a, b, call.bias, call, needs);
-  state.grad_rows_from = rows_from;
-  const variable_list found = GroupedFunction::first_derivatives(state, saved, grad);
-  return {found[0], found[1], found[2]};
+  const GroupedGradients d = group_gradients(grad, a, b, offs, call, needed, rows_from);
+  return {d.a, d.b, d.bias};
 }
 
 }  // namespace

@@ -1,9 +1,12 @@
 // The ops layer_operands and swiglu_operands, which quantize operands before their products, and
 // those that say what a shard must be a multiple of.
+#include "layers/layer_operands.h"
+
 #include <ATen/ATen.h>
 #include <torch/library.h>
 
-#include "layers/computed_operands.h"
+#include <utility>
+
 #include "layers/expert_weights.h"
 #include "layers/operands.h"
 #include "ops/bridge.h"
@@ -129,18 +132,13 @@ std::vector<Tensor> swiglu_operands_kernel(
   check_swiglu(of);  // also where no direction is cast
   if (groups) bridge::check_memory_if_real(kOp, "groups", *groups);
   if (row_ids) bridge::check_memory_if_real(kOp, "row_ids", *row_ids);
-  const PreparedRecipe& recipe = prepare(text);
   ModuleState state;
   if (rng) state.rng = *rng;
   if (amax_history) state.history = *amax_history;
   state.stream = stream;
-  if (groups) state.groups = {groups, wgrad_unit(recipe)};
   state.row_ids = row_ids;
   state.first_expert = first_expert;
-  state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
-    return quantize_swiglu(of, r, c, options);
-  };
-  return operands_of_computed(kOp, recipe, of.like_h(), rowwise, columnwise, state);
+  return operands_of_swiglu(of, prepare(text), rowwise, columnwise, std::move(state));
 }
 
 std::int64_t token_unit_of(const std::string& recipe) { return token_unit(prepare(recipe)); }
@@ -187,6 +185,21 @@ std::vector<Tensor> operands_of_computed(const char* op, const PreparedRecipe& r
   Directions out = quantize_both(recipe, like, row, col, state);
   prepare_codes(fprop, recipe, row, like.sym_size(-1), out.first);
   return list_of_both(recipe, out, row, col, like);
+}
+
+std::vector<Tensor> operands_of_swiglu(const SwiGluArguments& of, const PreparedRecipe& recipe,
+                                       bool rowwise, bool columnwise, ModuleState state) {
+  if (of.groups) state.groups = {of.groups, wgrad_unit(recipe)};
+  state.cast = [&](const std::string& r, const std::string& c, const QuantizeOptions& options) {
+    return quantize_swiglu(of, r, c, options);
+  };
+  return operands_of_computed(of.op, recipe, of.like_h(), rowwise, columnwise, state);
+}
+
+std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor& x, bool rowwise,
+                                     bool columnwise, const Groups& groups) {
+  return layer_operands_kernel(x, recipe.text, "x", rowwise, columnwise, std::nullopt, "", 0, 1, 0,
+                               std::nullopt, groups.table, groups.rows_from);
 }
 
 }  // namespace torch_ops

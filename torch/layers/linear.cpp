@@ -122,7 +122,8 @@ struct LinearFunction : torch::autograd::Function<LinearFunction> {
     variable_list gradients = first_derivatives(r, saved, grads);
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();
-    return refuse_double_backward(r.layers.recipe.text, *node, grads, std::move(gradients));
+    return refuse_double_backward("linear", r.layers.recipe.text, *node, grads,
+                                  std::move(gradients));
   }
 
   // Returns the gradients of x, weights, biases, bias_index, recipe, rng, histories, streams,

@@ -116,7 +116,7 @@ struct MlpFunction : torch::autograd::Function<MlpFunction> {
     gradients.resize(1 + inputs + 3);  // mlp, recipe and needs have none
     if (!at::GradMode::is_enabled()) return gradients;
     const auto node = torch::autograd::get_current_node();
-    return refuse_double_backward(r.inputs.recipe.text, *node, grads, std::move(gradients));
+    return refuse_double_backward(kMlp, r.inputs.recipe.text, *node, grads, std::move(gradients));
   }
 };
 

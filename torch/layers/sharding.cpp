@@ -20,12 +20,11 @@ Tensor wait(const Tensor& t) {
   return op.call(t);
 }
 
-Tensor all_reduce_max(const Sharding& s, const Tensor& t) {
+Tensor all_reduce(const std::string& group, const char* of, const Tensor& t) {
   static const auto op =
       collective<Tensor(const Tensor&, std::string, std::string)>("_c10d_functional::all_reduce");
-  if (s.ranks == 1) return t;
   const at::AutoDispatchBelowADInplaceOrView below;
-  return wait(op.call(t, "max", s.group));
+  return wait(op.call(t, of, group));
 }
 
 // Gathers t of all ranks, in the order of ranks along dimension 0.
@@ -88,7 +87,12 @@ Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax) {
   // Bits of magnitudes have the order of the values. The mask makes a new tensor: Inductor (torch
   // 2.11) reduces no view.
   constexpr std::int64_t kMagnitude = 0x7fffffff;
-  return all_reduce_max(sharding, amax.view(at::kInt).bitwise_and(kMagnitude)).view(at::kFloat);
+  const Tensor own = amax.view(at::kInt).bitwise_and(kMagnitude);
+  return (sharding.ranks == 1 ? own : all_reduce(sharding.group, "max", own)).view(at::kFloat);
+}
+
+Tensor sum_of_ranks(const std::string& group, const Tensor& t) {
+  return all_reduce(group, "sum", t);
 }
 
 QuantizedOperand gather_tokens(const Sharding& s, const TokenRuns& runs,

@@ -59,6 +59,9 @@ struct TokenRuns {
 };
 TokenRuns token_runs(const Sharding& sharding, c10::SymIntArrayRef x_shape);
 
+// Returns the sum of the tensors of a group's ranks.
+Tensor sum_of_ranks(const std::string& group, const Tensor& t);
+
 // Returns the largest amax of all ranks; NaN is larger than infinity.
 Tensor largest_of_ranks(const Sharding& sharding, const Tensor& amax);
 

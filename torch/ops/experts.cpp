@@ -1,5 +1,5 @@
-// The ops swiglu, quantize_swiglu, swiglu_backward, take_rows and add_slots: the operations between
-// the products of experts. Python's autograd functions differentiate them (python/minifloat/moe).
+// The ops swiglu, quantize_swiglu and swiglu_backward: the activation between the products of
+// experts. experts_autograd.cpp differentiates it.
 #include "minifloat/experts.h"
 
 #include <ATen/ATen.h>
@@ -10,6 +10,7 @@
 
 #include "ops/bridge.h"
 #include "ops/direct.h"
+#include "ops/expert_inputs.h"
 #include "ops/experts.h"
 #include "ops/groups.h"
 #include "ops/kernels.h"
@@ -21,30 +22,12 @@ namespace {
 
 using at::Tensor;
 using c10::SymInt;
+using torch_ops::adjacent;
+using torch_ops::check_index;
+using torch_ops::check_matrix;
 using torch_ops::EightTensors;
 using torch_ops::SwiGluArguments;
 using MaybeTensor = std::optional<Tensor>;
-
-// Returns t with adjacent elements in each row: itself, or a copy.
-Tensor adjacent(const Tensor& t) {
-  return t.size(-1) <= 1 || t.stride(-1) == 1 ? t : t.contiguous();
-}
-
-void check_matrix(const char* op, const char* name, const Tensor& t) {
-  bridge::check_value_dtype(op, name, t);
-  TORCH_CHECK_VALUE(t.dim() == 2, op, ": expected ", name, " of 2 dimensions, got ", t.dim());
-  bridge::check_sizes(op, name, t);
-}
-
-void check_index(const char* op, const char* name, const Tensor& t, std::int64_t dims,
-                 const Tensor& like) {
-  TORCH_CHECK_VALUE(t.scalar_type() == at::kInt && t.dim() == dims, op, ": expected ", name,
-                    " as int32 of ", dims, dims == 1 ? " dimension" : " dimensions", ", got ",
-                    t.scalar_type(), " of ", t.dim());
-  bridge::check_sizes(op, name, t);
-  TORCH_CHECK_VALUE(t.device() == like.device(), op, ": expected ", name, " on ", like.device(),
-                    ", got ", t.device());
-}
 
 // ---- SwiGLU -------------------------------------------------------------------------------------
 // Requires `t` in the dtype and on the device of the product, (rows, cols).
@@ -253,101 +236,10 @@ EightTensors quantize_swiglu_op(const Tensor& product, const MaybeTensor& other,
   return torch_ops::eight_tensors(out);
 }
 
-// ---- Copies -------------------------------------------------------------------------------------
-Tensor take_rows_meta(const Tensor& x, const Tensor& index, SymInt slots,
-                      const MaybeTensor& places) {
-  TORCH_CHECK_VALUE(x.dim() >= 1, "take_rows: expected x (rows, …), got a number");
-  bridge::check_sizes("take_rows", "x", x);
-  check_index("take_rows", "index", index, 1, x);
-  const auto known = slots.maybe_as_int();
-  TORCH_CHECK_VALUE(!known || (*known >= 1 && *known < (std::int64_t{1} << 31)),
-                    "take_rows: expected 1 to 2^31 - 1 slots, got ", slots);
-  if (places) {
-    check_index("take_rows", "places", *places, 2, x);
-    TORCH_CHECK_VALUE(places->sym_size(0) == x.sym_size(0) && places->sym_size(1) == slots &&
-                          places->sym_numel() == index.sym_size(0),
-                      "take_rows: expected places as (", x.sym_size(0), ", ", slots, ") for ",
-                      index.sym_size(0), " rows, got ", places->sym_sizes());
-  }
-  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
-  shape[0] = index.sym_size(0);
-  return torch_ops::empty(x, shape, x.scalar_type());
-}
-
-Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots,
-                        const MaybeTensor& places) {
-  bridge::check_memory("take_rows", "x", x);
-  bridge::check_memory("take_rows", "index", index);
-  if (places) bridge::check_memory("take_rows", "places", *places);
-  const Tensor out = take_rows_meta(x, index, slots, places);
-  bridge::check_sizes("take_rows", "the result", out);
-  // A row of x is one run of memory.
-  const bool is_run = x.dim() == 1 || x.size(0) == 0 || x.select(0, 0).is_contiguous();
-  const Tensor from = is_run ? x : x.contiguous(), pairs = index.contiguous(),
-               inverse = places ? places->contiguous() : Tensor();
-  TakeRows copy;
-  const auto size = static_cast<std::int64_t>(x.element_size());
-  copy.from = from.const_data_ptr();
-  copy.from_rows = from.size(0);
-  copy.from_stride = from.stride(0) * size;
-  copy.row_bytes = size;
-  for (std::int64_t dim = 1; dim < x.dim(); ++dim) copy.row_bytes *= x.size(dim);
-  copy.index = pairs.const_data_ptr<std::int32_t>();
-  copy.rows = pairs.size(0);
-  if (places) copy.places = inverse.const_data_ptr<std::int32_t>();
-  copy.slots = slots.guard_int(__FILE__, __LINE__);
-  copy.to = out.mutable_data_ptr();
-  copy.device = bridge::backend_of(x);
-  bridge::with_value_errors([&] { take_rows(copy, bridge::ExecutionOn(x)); });
-  return out;
-}
-
-Tensor add_slots_meta(const Tensor& rows, const Tensor& places, const MaybeTensor& base) {
-  check_matrix("add_slots", "rows", rows);
-  check_index("add_slots", "places", places, 2, rows);
-  const Tensor out =
-      torch_ops::empty(rows, {places.sym_size(0), rows.sym_size(1)}, rows.scalar_type());
-  if (base) {
-    TORCH_CHECK_VALUE(
-        base->scalar_type() == at::kFloat && base->sym_sizes().equals(out.sym_sizes()),
-        "add_slots: expected base as float32 ", out.sym_sizes(), ", got ", base->scalar_type(), " ",
-        base->sym_sizes());
-    TORCH_CHECK_VALUE(base->device() == rows.device(), "add_slots: expected base on ",
-                      rows.device(), ", got ", base->device());
-  }
-  return out;
-}
-
-Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTensor& base) {
-  bridge::check_memory("add_slots", "rows", rows);
-  bridge::check_memory("add_slots", "places", places);
-  if (base) bridge::check_memory("add_slots", "base", *base);
-  const Tensor out = add_slots_meta(rows, places, base);
-  bridge::check_sizes("add_slots", "the result", out);
-  const Tensor from = adjacent(rows), at = places.contiguous(),
-               begin = base ? base->contiguous() : Tensor();
-  AddSlots sum;
-  sum.rows = from.const_data_ptr();
-  sum.dtype = rows.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
-  sum.count = from.size(0);
-  sum.stride = from.stride(0);
-  sum.cols = from.size(1);
-  sum.places = at.const_data_ptr<std::int32_t>();
-  sum.tokens = at.size(0);
-  sum.slots = at.size(1);
-  if (base) sum.base = begin.const_data_ptr<float>();
-  sum.to = out.mutable_data_ptr();
-  sum.device = bridge::backend_of(rows);
-  bridge::with_value_errors([&] { add_slots(sum, bridge::ExecutionOn(rows)); });
-  return out;
-}
-
 void register_expert_ops(torch::Library& m) {
   m.impl("swiglu", swiglu_kernel);
   m.impl("quantize_swiglu", quantize_swiglu_op<false>);
   m.impl("swiglu_backward", swiglu_backward_kernel);
-  m.impl("take_rows", take_rows_kernel);
-  m.impl("add_slots", add_slots_kernel);
 }
 
 }  // namespace
@@ -365,9 +257,7 @@ Operands quantize_swiglu(const SwiGluArguments& of, const std::string& row, cons
                            or_null(of.groups), or_null(options.amax_row), or_null(options.amax_col),
                            or_null(options.rng), or_null(options.row_ids)}))
     return cast_h(of, row, col, options, true);
-  static const auto op = c10::Dispatcher::singleton()
-                             .findSchemaOrThrow("minifloat::quantize_swiglu", "")
-                             .typed<decltype(quantize_swiglu_op<false>)>();
+  static const auto op = find_op<decltype(quantize_swiglu_op<false>)>("minifloat::quantize_swiglu");
   auto [codes_row, scale_row, amax_row, decoded_row, codes_col, scale_col, amax_col, decoded_col] =
       op.call(of.product, of.other, of.weights, row, col, of.limit, of.alpha, of.interleaved,
               of.pairs, options.groups.table, options.groups.unit, options.amax_row,
@@ -375,6 +265,18 @@ Operands quantize_swiglu(const SwiGluArguments& of, const std::string& row, cons
               options.row_ids, options.first_expert, options.decoded_row, options.decoded_col);
   return {{codes_row, scale_row, amax_row, decoded_row},
           {codes_col, scale_col, amax_col, decoded_col}};
+}
+
+Tensor swiglu(const SwiGluArguments& of) {
+  static const auto op = find_op<decltype(swiglu_kernel)>("minifloat::swiglu");
+  return op.call(of.product, of.other, of.weights, of.limit, of.alpha, of.interleaved, of.pairs,
+                 of.groups);
+}
+
+ThreeTensors swiglu_backward(const Tensor& dh, const SwiGluArguments& of) {
+  static const auto op = find_op<decltype(swiglu_backward_kernel)>("minifloat::swiglu_backward");
+  return op.call(dh, of.product, of.other, of.weights, of.limit, of.alpha, of.interleaved, of.pairs,
+                 of.groups);
 }
 
 }  // namespace torch_ops
@@ -386,14 +288,10 @@ TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
   m.impl("swiglu", swiglu_meta);
   m.impl("quantize_swiglu", quantize_swiglu_op<true>);
   m.impl("swiglu_backward", swiglu_backward_meta);
-  m.impl("take_rows", take_rows_meta);
-  m.impl("add_slots", add_slots_meta);
 }
 
-// A backward pass through the ops alone raises.
 TORCH_LIBRARY_IMPL(minifloat, Autograd, m) {
-  for (const char* op : {"swiglu", "swiglu_backward", "take_rows", "add_slots"})
-    m.impl(op, torch::autograd::autogradNotImplementedFallback());
+  m.impl("swiglu_backward", torch::autograd::autogradNotImplementedFallback());
   m.impl("quantize_swiglu", torch_ops::without_derivative());
 }
 

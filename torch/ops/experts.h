@@ -1,8 +1,10 @@
-// The arguments of the ops of SwiGLU, and the cast of its result.
+// The arguments of the ops of SwiGLU, the cast of its result, and calls of what lies between the
+// products of experts.
 #pragma once
 
 #include <optional>
 #include <string>
+#include <tuple>
 #include <utility>
 
 #include "ops/ops.h"
@@ -34,5 +36,14 @@ std::pair<QuantizedOperand, QuantizedOperand> quantize_swiglu(const SwiGluArgume
                                                               const std::string& row,
                                                               const std::string& col,
                                                               const QuantizeOptions& options);
+
+// The ops of these names, through the dispatcher. The first, the third and the fourth are
+// differentiable.
+Tensor swiglu(const SwiGluArguments& of);
+std::tuple<Tensor, Tensor, Tensor> swiglu_backward(const Tensor& dh, const SwiGluArguments& of);
+Tensor take_rows(const Tensor& x, const Tensor& index, const c10::SymInt& slots,
+                 const std::optional<Tensor>& places);
+Tensor add_slots(const Tensor& rows, const Tensor& places, const std::optional<Tensor>& base,
+                 const std::optional<Tensor>& pairs = std::nullopt);
 
 }  // namespace minifloat::torch_ops

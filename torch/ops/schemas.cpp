@@ -5,6 +5,7 @@
 // scale and amax (docs/lexicon.md).
 #include <torch/library.h>
 
+#include "layers/expert_rows.h"
 #include "layers/sharding.h"
 
 namespace minifloat {
@@ -178,11 +179,33 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor[]? g_operands=None) -> (Tensor, Tensor, Tensor)",
       tags);
 
+  // The feed-forward of experts, from tokens x (T, D) to tokens: see layers/grouped_mlp.cpp. order:
+  // pairs, places, offs and row_ids, as layers/expert_rows.h describes. matrices: B (E, K, N) of
+  // gate, up and the output, or of both gate and up and the output. biases, recipes, rng,
+  // amax_history, streams, recompute: one a matrix, except that the output has no bias.
+  // weight_operands: eight tensors a matrix, empty ones where the product casts it. x_operands:
+  // those of the tokens. base: fp32 (T, D), which the rows of tokens are added to; without sums,
+  // rows are returned. group: the ranks that cut the matrices along I. x_codes: codes, scale and
+  // amax of x, which has its shape alone; gradient: takes those of the gradient of rows
+  // (layers/expert_rows.h).
+  torch_ops::register_gradient_codes();
+  m.def(
+      "grouped_mlp(Tensor x, Tensor weights, Tensor[] order, Tensor[] matrices, Tensor?[] biases, "
+      "str[] recipes, *, Tensor? base=None, bool sums=True, float? limit=None, float alpha=1.702, "
+      "bool interleaved=False, Tensor?[]? rng=None, int first_expert=0, "
+      "Tensor(a!)?[]? amax_history=None, int[] streams, Tensor[]? x_operands=None, "
+      "Tensor[]? weight_operands=None, str[] recompute, str group=\"\", int rank=0, int ranks=1, "
+      "Tensor[]? x_codes=None, "
+      "__torch__.torch.classes.minifloat.GradientCodes? gradient=None) -> Tensor",
+      tags);
+  // Whether experts may read the codes of tokens that are cast once for all slots.
+  m.def("reads_token_codes(str recipe) -> bool");
+
   // Between the products of experts. swiglu: of one product (M, 2 I), or of gate and up (M, I), and
   // float32 weights, one a row, at `pairs`, int32 (M), or in order. Rows past the last group are
   // zeros. take_rows: row r is x's row index[r] / slots; places, (x's rows, slots), is the inverse
-  // of index, and makes it faster. add_slots: row t is base[t] plus the rows at places[t], in fp32
-  // and in order.
+  // of index, makes it faster, and is what its gradient reads. add_slots: row t is base[t] plus the
+  // rows at places[t], in fp32 and in order; its gradient reads pairs, the inverse of places.
   m.def(
       "swiglu(Tensor product, Tensor? other, Tensor weights, *, float? limit=None, "
       "float alpha=1.702, bool interleaved=False, Tensor? pairs=None, Tensor? groups=None) -> "
@@ -249,7 +272,8 @@ TORCH_LIBRARY(minifloat, m) {
       tags);
   m.def("take_rows(Tensor x, Tensor index, SymInt slots=1, *, Tensor? places=None) -> Tensor",
         tags);
-  m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None) -> Tensor", tags);
+  m.def("add_slots(Tensor rows, Tensor places, Tensor? base=None, *, Tensor? pairs=None) -> Tensor",
+        tags);
 
   // A step of delayed scaling. histories: float32 (…, 1 + length), of one shape. Column 0 is the
   // active amax, column 1 the current amax of this step. algorithm: "max" or "most_recent".

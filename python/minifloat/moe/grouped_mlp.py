@@ -146,7 +146,7 @@ class Ranks:
         return y
 
 
-def require_state(recipe: Recipe, rng: Tensor | None, histories: tuple[Any, ...]) -> None:
+def require_state(recipe: Recipe, rng: Tensor | None, histories: tuple[Tensor | None, ...]) -> None:
     """Requires the tensors of a recipe before any rank sends."""
     for name, is_needed, given in (
         ("rng", recipe.is_stochastic, (rng,)),

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
 
-def require_no_tangents(function: str, tensors: Iterable[Any]) -> None:
+def require_no_tangents(function: str, tensors: Iterable[Tensor | None]) -> None:
     """Raises NotImplementedError where forward-mode differentiation reaches experts.
 
     Compiled code calls ops that check this themselves.
@@ -35,7 +34,7 @@ def require_shapes(
     w2: Tensor,
     indices: Tensor,
     weights: Tensor,
-    histories: tuple[Any, ...],
+    histories: tuple[Tensor | None, ...],
 ) -> None:
     """Checks shapes, and dtypes of the routing, of grouped_mlp; the products check the rest."""
     for name, tensor, dims in (("x", x, 2), ("w2", w2, 3), ("indices", indices, 2)):
@@ -74,7 +73,7 @@ def require_shapes(
 def require_options(
     x: Tensor,
     w2: Tensor,
-    biases: tuple[Any, ...],
+    biases: tuple[Tensor | None, ...],
     inputs: int,
     b2: Tensor | None,
     token_ids: Tensor | None,

@@ -3,8 +3,8 @@
     slots of tokens         t0s0 t0s1 t1s0 t1s1 …      the number of a pair is token * k + slot
     rows, by expert         [e0: t1s0 …][e1: …]…       within a group, pairs are in ascending order
 
-    rows_of_tokens          row <- its token           gradient: slots of a token, summed
-    sum_of_slots            token <- its rows, summed  gradient: row <- its token
+    take_rows               row <- its token           gradient: slots of a token, summed
+    add_slots               token <- its rows, summed  gradient: row <- its token
 
 Sums are in fp32, slot by slot, and are rounded once. So no sum depends on the device's threads.
 Nothing waits for the device: no size depends on how tokens are routed.
@@ -14,7 +14,7 @@ Shape suffixes: T tokens, k slots, M = T * k rows, E experts, D width of a row.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -91,65 +91,11 @@ def as_expert(indices: Tensor, experts: int) -> Tensor:
 
 
 def take_rows(x: Tensor, order: Order) -> Tensor:
-    """Copies the token of each row: (T, …) -> (M, …), of any dtype."""
-    places = order.places if order.places.shape[1] > 0 else None
-    return ops.take_rows(x, order.pairs, order.slots, places=places)
+    """Copies the token of each row, (T, …) -> (M, …), of any dtype; differentiably."""
+    return ops.take_rows(x, order.pairs, order.slots, places=order.places)
 
 
-def add_slots(rows: Tensor, order: Order, base: Tensor | None = None) -> Tensor:
-    """Sums the rows of each token: (M, D) -> (T, D), in the dtype of the rows.
-
-    Args:
-        rows: (M, D).
-        order: of the rows.
-        base: fp32 (T, D) that the rows are added to; None: zeros.
-    """
-    return ops.add_slots(rows, order.places, base)
-
-
-class RowsOfTokens(torch.autograd.Function):
-    """take_rows. Its gradient is add_slots."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *order: Tensor) -> Tensor:
-        ctx.save_for_backward(*order)
-        return take_rows(x, Order(*order))
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        return add_slots(grads[0], Order(*ctx.saved_tensors)), *NO_ORDER
-
-
-class SumOfSlots(torch.autograd.Function):
-    """add_slots. Its gradient is take_rows."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, base: Tensor | None, *order: Tensor) -> Tensor:
-        ctx.save_for_backward(*order)
-        return add_slots(rows, Order(*order), base)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        order = Order(*ctx.saved_tensors)
-        needs_rows, needs_base, *_ = ctx.needs_input_grad
-        rows = take_rows(grads[0], order) if needs_rows else None
-        return rows, grads[0].float() if needs_base else None, *NO_ORDER
-
-
-def rows_of_tokens(x_TD: Tensor, order: Order) -> Tensor:
-    """Copies the token of each row, differentiably.
-
-    Args:
-        x_TD: (T, D), float32 or bfloat16.
-        order: of the rows.
-
-    Returns:
-        (M, D), in x's dtype.
-    """
-    return RowsOfTokens.apply(x_TD, *order)
-
-
-def sum_of_slots(rows_MD: Tensor, order: Order, base_TD: Tensor | None = None) -> Tensor:
+def add_slots(rows_MD: Tensor, order: Order, base_TD: Tensor | None = None) -> Tensor:
     """Sums the rows of each token in fp32, in the order of its slots, differentiably.
 
     Args:
@@ -160,4 +106,4 @@ def sum_of_slots(rows_MD: Tensor, order: Order, base_TD: Tensor | None = None) -
     Returns:
         (T, D), in the dtype of the rows.
     """
-    return SumOfSlots.apply(rows_MD, base_TD, *order)
+    return ops.add_slots(rows_MD, order.places, base_TD, pairs=order.pairs)

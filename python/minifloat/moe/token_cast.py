@@ -16,13 +16,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from .._native import ops
 from ..nn.cache.operand_cache import SharedInput
 from ..nn.cache.operand_conditions import conditions_of
 from ..nn.grouped_product import product_of
 from ..nn.hooks import is_distributed
 from ..nn.linear import Linear
 from ..tensor.operands import Operand, Operands
-from .row_operands import spec_of_tokens
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def token_cast(experts: Any, layers: Sequence[nn.Module], x_TD: Tensor) -> Token
     is_one = all(reader.shared_input is shared for reader in readers)
     if shared is None or not is_one or any(is_distributed(r.weight) for r in readers):
         return None
-    if spec_of_tokens(recipes) is None:
+    if len(set(recipes)) > 1 or not ops.reads_token_codes(recipes[0]):
         return None
     columnwise = torch.is_grad_enabled() and any(r.weight.requires_grad for r in readers)
     return TokenCast(shared, recipes[0], columnwise)

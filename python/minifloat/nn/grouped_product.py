@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -23,21 +23,17 @@ from .state.recipe_state import DEFAULT_DELAYED, DelayedScaling, ExpertRange, Re
 
 
 class Sharding(NamedTuple):
-    """Where the ranks of a group cut a product's weight (E, N, K).
+    """The ranks of a group that cut experts along their hidden width.
 
     Args:
         group: its name in torch.distributed.
         rank: this one's number in the group.
         ranks: their number.
-        weight_dim: N (0) or K (1).
-        weight_parts: the parts along that dimension, each cut: 2 of fused gate and up, else 1.
     """
 
     group: str
     rank: int
     ranks: int
-    weight_dim: int
-    weight_parts: int = 1
 
 
 @dataclass(frozen=True)
@@ -52,8 +48,6 @@ class ProductCall:
         operands: of the weight, as the op layer_operands returns them; None: cast by the product.
         first_expert: the number of the first matrix among all ranks' experts.
         recompute: "weight" where backward of `multiply` quantizes B again; "": it saves codes.
-        sharding: of the weight; None: its matrices are whole. `multiply` alone takes it, without
-            operands of A.
     """
 
     recipe: str = "bf16"
@@ -63,7 +57,6 @@ class ProductCall:
     operands: list[Tensor] | None = None
     first_expert: int = 0
     recompute: str = ""
-    sharding: Sharding | None = None
 
     def multiply(
         self,
@@ -72,87 +65,23 @@ class ProductCall:
         offs_E: Tensor,
         row_ids_M: Tensor | None = None,
         bias_EN: Tensor | None = None,
-        a_operands: list[Tensor] | None = None,
-        tail: str = "zero",
     ) -> Tensor:
-        """Returns the rows of each group times its matrix, (M, N) in A's dtype.
-
-        Args:
-            a_operands: of A, as the op layer_operands returns them; None: cast by the product.
-            tail: "zero" or "undefined", the rows past the last group.
-        """
-        matrices = a_MK, b_EKN, offs_E, self.recipe
-        options = self._options() | {
-            "out_dtype": a_MK.dtype,
-            "bias": bias_EN,
-            "row_ids": row_ids_M,
-            "recompute": self.recompute,
-        }
-        if self.sharding is not None:
-            return ops.scaled_grouped_mm_sharded(*matrices, **self.sharding._asdict(), **options)
+        """Returns the rows of each group times its matrix, (M, N) in A's dtype."""
         return ops.scaled_grouped_mm(
-            *matrices,
-            tail=tail,
-            a_operands=a_operands,
-            first_expert=self.first_expert,
-            **options,
-        )
-
-    def gradients(
-        self,
-        g_MN: Tensor,
-        a_MK: Tensor,
-        b_EKN: Tensor,
-        offs_E: Tensor,
-        row_ids_M: Tensor | None,
-        bias_EN: Tensor | None,
-        needed: tuple[bool, bool, bool],
-        a_operands: list[Tensor] | None = None,
-        tail: str = "zero",
-        rows_from_M: Tensor | None = None,
-        g_operands: list[Tensor] | None = None,
-    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        """Returns the gradients of A, B and bias that are needed, from the inputs of `multiply`.
-
-        Args:
-            rows_from_M: int32, the row of g of each row; None: its position.
-            g_operands: of g, whose rowwise ones dgrad reads; None: cast by the product.
-        """
-        return ops.scaled_grouped_mm_backward(
-            g_MN,
             a_MK,
             b_EKN,
             offs_E,
             self.recipe,
-            needed,
+            out_dtype=a_MK.dtype,
             bias=bias_EN,
+            rng=self.rng,
             row_ids=row_ids_M,
-            tail=tail,
-            a_operands=a_operands,
-            grad_rows_from=rows_from_M,
-            g_operands=g_operands,
             first_expert=self.first_expert,
-            **self._options(),
+            amax_history=self.history,
+            stream=self.stream,
+            weight_operands=self.operands,
+            recompute=self.recompute,
         )
-
-    def cast_options(self, row_ids_M: Tensor | None) -> dict[str, Any]:
-        """Returns the arguments of an op that quantizes A as `multiply` would."""
-        return {
-            "recipe": self.recipe,
-            "rng": self.rng,
-            "row_ids": row_ids_M,
-            "first_expert": self.first_expert,
-            "amax_history": self.history,
-            "stream": self.stream,
-        }
-
-    def _options(self) -> dict[str, Any]:
-        return {
-            "rng": self.rng,
-            "amax_history": self.history,
-            "stream": self.stream,
-            "weight_operands": self.operands,
-        }
 
 
 class GroupedProduct(RecipeState):

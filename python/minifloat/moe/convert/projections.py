@@ -25,7 +25,7 @@ from ...nn.expert_parameters import matrix_of
 from ...nn.grouped_product import call_of
 from ..functional import Matrices, Plan, compute_dtype, run_experts, weighted_biases
 from ..mlp_checks import require_no_tangents
-from ..permute import order_rows, rows_of_tokens, sum_of_slots
+from ..permute import add_slots, order_rows, take_rows
 from ..swiglu import Gate, swiglu
 from .converted import Converted
 from .same_forward import INTERFACE, compare_forward, projection_calls
@@ -123,13 +123,13 @@ def run_projections(
             plan, matrices = Plan(gate, (inputs,), output), Matrices((w13,), (b13,), w2)
             y = run_experts(plan, x, indices, scores, order, matrices, b2)
         else:
-            rows = rows_of_tokens(x, order)
+            rows = take_rows(x, order)
             h = activate(module, inputs.multiply(rows, w13, order.offs, order.row_ids, b13))
             weights_M = scores.reshape(-1).index_select(0, order.pairs).float()
             h = (h.float() * weights_M[:, None]).to(h.dtype)
             y = output.multiply(h, w2, order.offs, order.row_ids)
             base = None if b2 is None else weighted_biases(indices, scores, b2)
-            y = sum_of_slots(y, order, base)
+            y = add_slots(y, order, base)
     return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 

@@ -24,7 +24,7 @@ from ...nn.grouped_product import GroupedProduct, ProductCall, call_of, product_
 from ...nn.hooks import is_distributed
 from ...nn.names import PRODUCT, join
 from ...nn.state.recipe_state import ExpertRange
-from ..functional import ExpertRows, Matrices, Plan, compose, compute_dtype
+from ..functional import Matrices, Plan, compute, compute_dtype
 from ..permute import Order
 from ..swiglu import Gate
 from .converted import Converted, multiply
@@ -57,10 +57,8 @@ class CountedExperts(Converted):
         b1, b3, b2 = (matrix_of(self.get_parameter(name)) for name in ("w1", "w3", "w2"))
         plan = Plan(Gate(), (calls[0], calls[1]), calls[2])
         ones = torch.ones(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
-        if torch.compiler.is_compiling():
-            matrices = Matrices((b1, b3), (None, None), b2)
-            return compose(plan, rows, ones, order, matrices).type_as(x)
-        return ExpertRows.apply(plan, rows, ones, *order, b1, b3, None, None, b2).type_as(x)
+        matrices = Matrices((b1, b3), (None, None), b2)
+        return compute(plan, rows, ones, order, matrices, sums=False).type_as(x)
 
 
 def keep_own_experts(module: nn.Module, name: str) -> None:

@@ -6,6 +6,8 @@
 
     DispatchRows         rows of tokens, weights, ids    -> the ranks of their experts
                          gradients of both               <- one collective
+    CombineRows          results of the experts          -> the ranks of their tokens
+                         gradient of the results         <- one collective
 
 A row is bytes: fields of several dtypes, each at a multiple of 4, the whole a multiple of 16.
 Received rows are sorted by expert and id, so that a group has the order that it has in one process
@@ -334,6 +336,27 @@ class DispatchRows(torch.autograd.Function):
         order = Order(*ctx.saved_tensors)
         dx, d_weights = return_gradients(ctx.route, grads[0], grads[1], order, x_dtype)
         return None, dx, d_weights.to(weights_dtype), None, None, *NO_ORDER
+
+
+class CombineRows(torch.autograd.Function):
+    """Sends the experts' rows back: (A, D), sorted, -> (M, D).
+
+    Arguments: route, rows, pairs and places of the order in which they were received.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, route: Route, rows: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
+        ctx.route = route
+        ctx.save_for_backward(pairs)
+        return combine(route, rows.index_select(0, places[:, 0]))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (pairs,) = ctx.saved_tensors
+        layout = RowLayout((grads[0].dtype, grads[0].shape[1]))
+        (received,) = layout.unpack(ctx.route.send(layout.pack(grads)))
+        return None, received.index_select(0, pairs), None, None
 
 
 def combine(route: Route, rows: Tensor) -> Tensor:

@@ -29,14 +29,15 @@ from ...nn.grouped_product import ProductCall, call_of, product_of
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe
 from ...tensor.operands import Operand
-from ..functional import Matrices, Plan, compute_dtype, weighted_biases
-from ..permute import Order, order_rows, sum_of_slots
+from ..functional import Matrices, Plan, compute, compute_dtype, weighted_biases
+from ..permute import Order, add_slots, order_rows
 from ..router import is_recomputed
 from ..token_cast import TokenCast
 from .agreement import Agreement, to_host
-from .code_experts import CodeExperts, DispatchCodes, Way
+from .code_experts import CombineCodes, DispatchCodes, Way
 from .dispatch import (
     CapacityRoute,
+    CombineRows,
     Dispatcher,
     DispatcherRoute,
     DispatchRows,
@@ -156,7 +157,7 @@ class ExpertParallel:
             bias = local_of(module.b2).float().contiguous()
             bias = all_gather_tensor_autograd(bias, 0, self.group)
             base = weighted_biases(indices_Tk, weights_Tk, bias)
-        return sum_of_slots(returned, order, base)
+        return add_slots(returned, order, base)
 
     def _senders(self, plan: Plan) -> tuple[CodeSender | None, CodeSender | None]:
         """Returns the casts of x and of the gradient; None of what travels as values."""
@@ -313,5 +314,10 @@ def run_on_ranks(
             way.route, x, weights_Tk, way.ids, local_M, *way.sent
         )
     order = order_received(ids, local_A, experts)
-    tensors = *order, *matrices.inputs, *matrices.biases, matrices.output
-    return CodeExperts.apply(plan, way, len(codes), values, weights_A, *codes, *tensors)
+    gradient = None if way.g is None else torch.classes.minifloat.GradientCodes()
+    rows = compute(
+        plan, values, weights_A, order, matrices, sums=False, codes=codes, gradient=gradient
+    )
+    if gradient is None:
+        return CombineRows.apply(way.route, rows, order.pairs, order.places)
+    return CombineCodes.apply(way, gradient, rows, order.places)

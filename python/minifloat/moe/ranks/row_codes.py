@@ -1,10 +1,9 @@
-"""Rows that travel as codes: the sender's cast, and the decoded values.
+"""Rows that travel as codes: the sender's cast.
 
 The codes and scales are those that one process with all ranks' tokens has for x in fprop and for g
 in dgrad. The operand that wgrad reads is cast from the bfloat16 values of the codes.
 
-Shape suffixes: M rows that this rank sends, A rows that arrive, E experts of all ranks, n of this
-one, D width.
+Shape suffixes: M rows that this rank sends, E experts of all ranks, n of this one, D width.
 """
 
 from __future__ import annotations
@@ -21,64 +20,12 @@ from ...nn.grouped_product import ProductCall
 from ...nn.hooks import hooks
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
-from ...tensor.operands import Operand, Operands
-from ...tensor.transforms import HADAMARD_SIGNS
+from ...tensor.operands import Operand
 from ..permute import Order, take_rows
 from .dispatch import SentGroups
 
 X, G = "x/fprop", "g/dgrad"  # the operands that can travel
 ACTIVE, CURRENT = 0, 1  # columns of an amax history
-
-
-@dataclass(frozen=True)
-class RowCodes:
-    """Rows as codes, sorted by expert.
-
-    Args:
-        spec: of the codes.
-        width: D.
-        codes: uint8 (A, bytes of a row).
-        scale: (A) or (A, blocks) of rows; float32 (n) of experts.
-        amax: float32 (n); empty where no expert has one.
-    """
-
-    spec: Spec
-    width: int
-    codes: Tensor
-    scale: Tensor
-    amax: Tensor
-
-    def operands(self) -> list[Tensor]:
-        """Returns the rows as the op scaled_grouped_mm takes operands."""
-        none = Operand.none(self.codes.device)
-        rowwise = Operand(self.codes, self.scale, self.amax, none.decoded)
-        return Operands(rowwise, none).tensors()
-
-    def values(self, table: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns the rows' values, (A, D), rounded to bfloat16, in a dtype."""
-        transform = self.spec.transform
-        found = ops.dequantize(
-            self.codes,
-            self.scale,
-            self.amax,
-            self.spec.text,
-            self.width,
-            dtype=torch.float32 if transform else torch.bfloat16,
-            groups=table,
-        )
-        if transform:
-            found = without_transform(found, transform)[:, : self.width]
-        return found.to(torch.bfloat16).to(dtype)
-
-
-def without_transform(rows: Tensor, points: int) -> Tensor:
-    """Undoes the randomised Hadamard transform of rows (A, whole transforms), float32.
-
-    The transform multiplies by signs and then by a symmetric orthogonal matrix.
-    """
-    bits = torch.arange(points, device=rows.device)
-    signs = 1 - 2 * ((HADAMARD_SIGNS >> (bits % 16)) & 1)  # bit i is set: element i is negated
-    return ops.hadamard(rows, points, False, 0) * signs.repeat(rows.shape[1] // points)
 
 
 @dataclass(frozen=True)
@@ -132,8 +79,8 @@ class CodeSender:
             sent: the rows that count for amaxes; None: all.
 
         Returns:
-            The tensors of `fields`, and scale and amax of this rank's experts, as RowCodes has
-            them; an empty scale where rows have their own.
+            The tensors of `fields`, and scale and amax of this rank's experts, float32 (n): an
+            empty scale where rows have their own, an empty amax where no expert has one.
         """
         spec, call = self.spec, self.call
         active = current = None
@@ -192,12 +139,10 @@ class CodeSender:
         torch.maximum(current, found[own], out=current)
         return active, found
 
-    def receive(self, fields: Sequence[Tensor], shared: Sequence[Tensor], width: int) -> RowCodes:
-        """Returns sorted rows, of the tensors of `fields`, as an operand."""
+    def arrived(self, fields: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
+        """Returns codes, scale and amax of rows that arrived, of what `quantize` returned."""
         scale, amax = shared
-        if len(fields) > 1:
-            scale = fields[1] if self.spec.has_blocks else fields[1].reshape(-1)
-        return RowCodes(self.spec, width, fields[0], scale, amax)
+        return [fields[0], fields[1] if len(fields) > 1 else scale, amax]
 
 
 def why_values(name: str, calls: Sequence[ProductCall]) -> str | None:

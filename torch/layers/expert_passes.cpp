@@ -1,0 +1,183 @@
+// Both passes of the experts' products, from values:
+//
+//     forward    rows of x rowwise · W          gate and up are saved, and x once for all slots
+//                h rowwise, as it is computed
+//     backward   dh = g · W2,  dW2 = gᵀ · h     h is computed again, columnwise
+//                d_gate, d_up, d_weights        from dh, gate and up
+//                d_rows, dW                     the rows of x are read again, columnwise
+//                dx = the sum of a token's d_rows
+#include <ATen/ATen.h>
+
+#include <array>
+#include <utility>
+
+#include "layers/grouped_mlp.h"
+#include "layers/layer_operands.h"
+#include "ops/direct.h"
+
+namespace minifloat::torch_ops {
+namespace {
+
+std::vector<const PreparedRecipe*> recipes_of_inputs(const Experts& experts) {
+  std::vector<const PreparedRecipe*> recipes;
+  for (std::size_t i = 0; i < experts.inputs(); ++i) recipes.push_back(experts.products[i].recipe);
+  return recipes;
+}
+
+// Returns h as the output's product reads it, in the directions that are needed.
+Rows quantize_hidden(const Experts& experts, const RowOrder& order, const GateAndUp& gates,
+                     bool rowwise, bool columnwise) {
+  const ExpertProduct& output = experts.products.back();
+  const PreparedRecipe& recipe = *output.recipe;
+  const SwiGluArguments of = gates.of(experts.form);
+  const auto reads_values = [&](Place place) {
+    return recipe.specs[place].is_bf16() || recipe.specs[place].has_blocks_2d();
+  };
+  // The product refuses 2D blocks.
+  if ((rowwise && reads_values(kFpropX)) || (columnwise && reads_values(kWgradX)))
+    return {swiglu(of), {}};
+  ModuleState state;
+  if (!output.rng.empty()) state.rng = output.rng[0];
+  if (!output.history.empty()) state.history = output.history[0];
+  state.stream = output.stream;
+  state.row_ids = order.row_ids;
+  state.first_expert = output.first_expert;
+  return {shape_alone(of.product, of.rows(), of.width()),
+          operands_of_swiglu(of, recipe, rowwise, columnwise, std::move(state))};
+}
+
+QuantizedOperand codes_of(const ExpertTensors& t) {
+  return {t.codes[0], t.codes[1], t.codes[2], Tensor()};
+}
+
+// Returns the rows of x, quantized columnwise once for all products.
+Rows rows_again(const Experts& experts, const ExpertTensors& t, const Tensor& table) {
+  const std::vector<const PreparedRecipe*> recipes = recipes_of_inputs(experts);
+  if (t.codes.empty()) return rows_of_tokens(recipes, t.x, t.order, table, /*rowwise=*/false);
+  const Tensor values =
+      values_of(recipes[0]->specs[kFpropX], codes_of(t), t.x.sym_size(1), table, t.x.scalar_type());
+  return columnwise_rows(recipes, values, table);
+}
+
+// The gradient of rows: values, and codes that dgrad reads instead, or none.
+struct RowGradient {
+  Tensor values;
+  std::vector<Tensor> operands;
+  std::optional<Tensor> rows_from;
+};
+
+// Returns the gradient of rows from that of the result. Of sums: the tokens' and the token of each
+// row where casts read that, else a copy for each row.
+RowGradient gradient_of_rows(const Experts& experts, const RowOrder& order, const Tensor& table,
+                             const Tensor& g) {
+  const PreparedRecipe& recipe = *experts.products.back().recipe;
+  if (experts.gradient) {
+    const Spec& spec = recipe.specs[kDgradG];
+    const QuantizedOperand rows = sort_codes(spec, experts.gradient->take(), order);
+    return {values_of(spec, rows, g.sym_size(1), table, g.scalar_type()), as_operands(rows), {}};
+  }
+  if (!experts.sums) return {g, {}, {}};
+  if (recipe.specs[kDgradG].is_bf16() || recipe.specs[kWgradG].is_bf16())
+    return {order.take(g), {}, {}};
+  return {g, {}, order.tokens()};
+}
+
+at::TensorList bias_of(const Experts& experts, const std::vector<Tensor>& biases, std::size_t i) {
+  const int index = experts.bias_index[i];
+  return index < 0 ? at::TensorList() : at::TensorList(biases[static_cast<std::size_t>(index)]);
+}
+
+}  // namespace
+
+bool ExpertNeeds::any() const {
+  bool found = x || weights || base;
+  for (const bool need : matrices) found |= need;
+  for (const bool need : biases) found |= need;
+  return found;
+}
+
+GroupedCall product_call(const ExpertProduct& product, at::ScalarType dtype, const RowOrder& order,
+                         at::TensorList bias, at::TensorList a_operands, bool zeroes_tail) {
+  return {.recipe = *product.recipe,
+          .out_dtype = dtype,
+          .stream = product.stream,
+          .first_expert = product.first_expert,
+          .zeroes_tail = zeroes_tail,
+          .bias = bias,
+          .rng = product.rng,
+          .row_ids = at::TensorList(order.row_ids),
+          .history = product.history,
+          .a_operands = a_operands,
+          .weight_operands = product.weight_operands,
+          .recomputes_weights = product.recomputes_weights,
+          .sharding = product.sharding};
+}
+
+Tensor forward_rows(const Experts& experts, const ExpertTensors& t, std::vector<Tensor>& products) {
+  const Tensor table = t.order.table();
+  const at::ScalarType dtype = t.x.scalar_type();
+  const Rows rows = t.codes.empty()
+                        ? rows_of_tokens(recipes_of_inputs(experts), t.x, t.order, table,
+                                         /*rowwise=*/true, t.tokens)
+                        : Rows{t.x, as_operands(codes_of(t))};
+  for (std::size_t i = 0; i < experts.inputs(); ++i)
+    products.push_back(multiply_groups(
+        rows.values, t.matrices[i], t.order.offs,
+        product_call(experts.products[i], dtype, t.order, bias_of(experts, t.biases, i),
+                     rows.operands, /*zeroes_tail=*/false)));
+  const GateAndUp gates(products, t.weights, t.order, table);
+  const Rows h = quantize_hidden(experts, t.order, gates, /*rowwise=*/true, false);
+  return multiply_groups(h.values, t.matrices.back(), t.order.offs,
+                         product_call(experts.products.back(), dtype, t.order, {}, h.operands));
+}
+
+ExpertGradients backward_rows(const Experts& experts, const ExpertTensors& t,
+                              const std::vector<Tensor>& products, const Tensor& g,
+                              const ExpertNeeds& needs) {
+  const std::size_t inputs = experts.inputs();
+  ExpertGradients out;
+  out.matrices.resize(inputs + 1);
+  out.biases.resize(t.biases.size());
+  ExpertNeeds before = needs;  // of what is computed before h
+  before.base = before.matrices[inputs] = false;
+
+  const Tensor table = t.order.table();
+  const at::ScalarType dtype = t.x.scalar_type();
+  const GateAndUp gates(products, t.weights, t.order, table);
+  Tensor dh;
+  {
+    const RowGradient of_rows = gradient_of_rows(experts, t.order, table, g);
+    const Rows h = quantize_hidden(experts, t.order, gates, false, needs.matrices[inputs]);
+    GroupedCall call = product_call(experts.products[inputs], dtype, t.order, {}, h.operands,
+                                    /*zeroes_tail=*/false);
+    call.g_operands = of_rows.operands;
+    GroupedGradients d =
+        group_gradients(of_rows.values, h.values, t.matrices[inputs], t.order.offs, call,
+                        {before.any(), needs.matrices[inputs], false}, of_rows.rows_from);
+    dh = std::move(d.a);
+    out.matrices[inputs] = std::move(d.b);
+  }
+  if (!dh.defined()) return out;
+  auto [d_product, d_other, d_weights] = swiglu_backward(dh, gates.of(experts.form));
+  dh.reset();
+  out.weights = to_dtype(d_weights, t.weights.scalar_type());
+
+  const Rows rows = rows_again(experts, t, table);
+  Tensor d_rows;
+  for (std::size_t i = 0; i < inputs; ++i) {
+    const int bias = experts.bias_index[i];
+    const bool needs_bias = bias >= 0 && needs.biases[static_cast<std::size_t>(bias)];
+    GroupedGradients d =
+        group_gradients(i == 0 ? d_product : d_other, rows.values, t.matrices[i], t.order.offs,
+                        product_call(experts.products[i], dtype, t.order,
+                                     bias_of(experts, t.biases, i), rows.operands),
+                        {needs.x, needs.matrices[i], needs_bias});
+    d_rows = d_rows.defined() && d.a.defined() ? d_rows + d.a : d.a;
+    out.matrices[i] = std::move(d.b);
+    if (needs_bias) out.biases[static_cast<std::size_t>(bias)] = std::move(d.bias);
+  }
+  if (d_rows.defined()) out.x = add_slots(d_rows, t.order.places, std::nullopt);
+  return out;
+}
+
+}  // namespace minifloat::torch_ops

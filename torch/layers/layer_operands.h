@@ -1,0 +1,27 @@
+// The operands of x, or of values that a kernel computes and casts at once, before the products that
+// read them: the eight tensors that the op layer_operands returns.
+#pragma once
+
+#include <vector>
+
+#include "layers/operands.h"
+#include "ops/experts.h"
+
+namespace minifloat::torch_ops {
+
+// Returns the operands of x (M, K) in groups, or of its rows that groups.rows_from names.
+std::vector<Tensor> operands_of_rows(const PreparedRecipe& recipe, const Tensor& x, bool rowwise,
+                                     bool columnwise, const Groups& groups);
+
+// Returns the operands of what state.cast quantizes. Nothing is returned of a direction under bf16,
+// which reads the values themselves.
+//   op: for errors; like: a matrix of the shape, dtype and device of the values
+std::vector<Tensor> operands_of_computed(const char* op, const PreparedRecipe& recipe,
+                                         const Tensor& like, bool rowwise, bool columnwise,
+                                         const ModuleState& state);
+
+// Returns those of swiglu's result. state: of the product that reads it; its groups are of's
+std::vector<Tensor> operands_of_swiglu(const SwiGluArguments& of, const PreparedRecipe& recipe,
+                                       bool rowwise, bool columnwise, ModuleState state);
+
+}  // namespace minifloat::torch_ops

@@ -1,0 +1,151 @@
+// The ops take_rows and add_slots: the copies between tokens and the rows of experts.
+// experts_autograd.cpp differentiates them.
+#include <ATen/ATen.h>
+#include <torch/library.h>
+
+#include "minifloat/experts.h"
+#include "ops/bridge.h"
+#include "ops/expert_inputs.h"
+#include "ops/experts.h"
+#include "ops/outputs.h"
+
+namespace minifloat {
+namespace {
+
+using at::Tensor;
+using c10::SymInt;
+using torch_ops::adjacent;
+using torch_ops::check_index;
+using torch_ops::check_matrix;
+using MaybeTensor = std::optional<Tensor>;
+
+Tensor take_rows_meta(const Tensor& x, const Tensor& index, SymInt slots,
+                      const MaybeTensor& places) {
+  TORCH_CHECK_VALUE(x.dim() >= 1, "take_rows: expected x (rows, …), got a number");
+  bridge::check_sizes("take_rows", "x", x);
+  check_index("take_rows", "index", index, 1, x);
+  const auto known = slots.maybe_as_int();
+  TORCH_CHECK_VALUE(!known || (*known >= 1 && *known < (std::int64_t{1} << 31)),
+                    "take_rows: expected 1 to 2^31 - 1 slots, got ", slots);
+  if (places) {
+    check_index("take_rows", "places", *places, 2, x);
+    // Tokens without slots have no rows.
+    TORCH_CHECK_VALUE(places->sym_size(0) == x.sym_size(0) &&
+                          (places->sym_size(1) == slots || places->sym_size(1) == 0) &&
+                          places->sym_numel() == index.sym_size(0),
+                      "take_rows: expected places as (", x.sym_size(0), ", ", slots, ") for ",
+                      index.sym_size(0), " rows, got ", places->sym_sizes());
+  }
+  c10::SymDimVector shape(x.sym_sizes().begin(), x.sym_sizes().end());
+  shape[0] = index.sym_size(0);
+  return torch_ops::empty(x, shape, x.scalar_type());
+}
+
+Tensor take_rows_kernel(const Tensor& x, const Tensor& index, SymInt slots,
+                        const MaybeTensor& places) {
+  bridge::check_memory("take_rows", "x", x);
+  bridge::check_memory("take_rows", "index", index);
+  if (places) bridge::check_memory("take_rows", "places", *places);
+  const Tensor out = take_rows_meta(x, index, slots, places);
+  bridge::check_sizes("take_rows", "the result", out);
+  // A row of x is one run of memory.
+  const bool is_run = x.dim() == 1 || x.size(0) == 0 || x.select(0, 0).is_contiguous();
+  const Tensor from = is_run ? x : x.contiguous(), pairs = index.contiguous(),
+               inverse = places ? places->contiguous() : Tensor();
+  TakeRows copy;
+  const auto size = static_cast<std::int64_t>(x.element_size());
+  copy.from = from.const_data_ptr();
+  copy.from_rows = from.size(0);
+  copy.from_stride = from.stride(0) * size;
+  copy.row_bytes = size;
+  for (std::int64_t dim = 1; dim < x.dim(); ++dim) copy.row_bytes *= x.size(dim);
+  copy.index = pairs.const_data_ptr<std::int32_t>();
+  copy.rows = pairs.size(0);
+  if (places) copy.places = inverse.const_data_ptr<std::int32_t>();
+  copy.slots = slots.guard_int(__FILE__, __LINE__);
+  copy.to = out.mutable_data_ptr();
+  copy.device = bridge::backend_of(x);
+  bridge::with_value_errors([&] { take_rows(copy, bridge::ExecutionOn(x)); });
+  return out;
+}
+
+// pairs: for the gradient
+Tensor add_slots_meta(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
+                      const MaybeTensor& pairs) {
+  check_matrix("add_slots", "rows", rows);
+  check_index("add_slots", "places", places, 2, rows);
+  const Tensor out =
+      torch_ops::empty(rows, {places.sym_size(0), rows.sym_size(1)}, rows.scalar_type());
+  if (base) {
+    TORCH_CHECK_VALUE(
+        base->scalar_type() == at::kFloat && base->sym_sizes().equals(out.sym_sizes()),
+        "add_slots: expected base as float32 ", out.sym_sizes(), ", got ", base->scalar_type(), " ",
+        base->sym_sizes());
+    TORCH_CHECK_VALUE(base->device() == rows.device(), "add_slots: expected base on ",
+                      rows.device(), ", got ", base->device());
+  }
+  if (pairs) {
+    check_index("add_slots", "pairs", *pairs, 1, rows);
+    TORCH_CHECK_VALUE(pairs->sym_size(0) == rows.sym_size(0), "add_slots: expected pairs of ",
+                      rows.sym_size(0), " rows, got ", pairs->sym_size(0));
+  }
+  return out;
+}
+
+Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
+                        const MaybeTensor& pairs) {
+  bridge::check_memory("add_slots", "rows", rows);
+  bridge::check_memory("add_slots", "places", places);
+  if (base) bridge::check_memory("add_slots", "base", *base);
+  const Tensor out = add_slots_meta(rows, places, base, pairs);
+  bridge::check_sizes("add_slots", "the result", out);
+  const Tensor from = adjacent(rows), at = places.contiguous(),
+               begin = base ? base->contiguous() : Tensor();
+  AddSlots sum;
+  sum.rows = from.const_data_ptr();
+  sum.dtype = rows.scalar_type() == at::kFloat ? DType::kFloat32 : DType::kBFloat16;
+  sum.count = from.size(0);
+  sum.stride = from.stride(0);
+  sum.cols = from.size(1);
+  sum.places = at.const_data_ptr<std::int32_t>();
+  sum.tokens = at.size(0);
+  sum.slots = at.size(1);
+  if (base) sum.base = begin.const_data_ptr<float>();
+  sum.to = out.mutable_data_ptr();
+  sum.device = bridge::backend_of(rows);
+  bridge::with_value_errors([&] { add_slots(sum, bridge::ExecutionOn(rows)); });
+  return out;
+}
+
+void register_copies(torch::Library& m) {
+  m.impl("take_rows", take_rows_kernel);
+  m.impl("add_slots", add_slots_kernel);
+}
+
+}  // namespace
+
+namespace torch_ops {
+
+Tensor take_rows(const Tensor& x, const Tensor& index, const SymInt& slots,
+                 const MaybeTensor& places) {
+  static const auto op = find_op<decltype(take_rows_kernel)>("minifloat::take_rows");
+  return op.call(x, index, slots, places);
+}
+
+Tensor add_slots(const Tensor& rows, const Tensor& places, const MaybeTensor& base,
+                 const MaybeTensor& pairs) {
+  static const auto op = find_op<decltype(add_slots_kernel)>("minifloat::add_slots");
+  return op.call(rows, places, base, pairs);
+}
+
+}  // namespace torch_ops
+
+TORCH_LIBRARY_IMPL(minifloat, CPU, m) { register_copies(m); }
+TORCH_LIBRARY_IMPL(minifloat, CUDA, m) { register_copies(m); }
+
+TORCH_LIBRARY_IMPL(minifloat, Meta, m) {
+  m.impl("take_rows", take_rows_meta);
+  m.impl("add_slots", add_slots_meta);
+}
+
+}  // namespace minifloat
