@@ -329,3 +329,16 @@ def _module(rng: Random, arena: Arena) -> Call:
 
     args = {"in_features": 32, "recipe": rng.choice(mf.presets()), "name": "a", "seed": 0}
     return Call(run, {**args, "x": torch.randn(4, 32)}, is_of_models=True)
+
+
+@call("mf.MLP")
+def _mlp(rng: Random, arena: Arena) -> Call:
+    def run(hidden: Any, gated: Any, activation: Any, recipe: Any, x: Any) -> None:
+        layer = mf.MLP(32, hidden, gated=gated, activation=activation)
+        mf.quantize_(layer, recipe, verbose=False)
+        layer(x).float().sum().backward()
+        mf.step(layer)
+
+    args = {"hidden": 16, "gated": rng.choice((True, False)), "activation": "gelu"}
+    args |= {"recipe": rng.choice(mf.presets()), "x": torch.randn(4, 32)}
+    return Call(run, args, is_of_models=True)
