@@ -33,10 +33,15 @@ using torch::autograd::variable_list;
 using MaybeTensor = std::optional<Tensor>;
 using MaybeTensors = c10::List<std::optional<Tensor>>;
 
+// Returns whether autocast rounds what products read. torch knows no autocast of meta tensors.
+bool is_autocast(const Tensor& x) {
+  return !x.is_meta() && at::autocast::is_autocast_enabled(x.device().type());
+}
+
 // ---- Values on one process ----------------------------------------------------------------------
 // Returns the tensors with biases as autocast rounds them, which products then add.
 ExpertTensors with_rounded_biases(ExpertTensors t) {
-  if (at::autocast::is_autocast_enabled(t.x.device().type()))
+  if (is_autocast(t.x))
     for (Tensor& bias : t.biases) bias = to_dtype(bias, t.x.scalar_type());
   return t;
 }
@@ -154,14 +159,14 @@ struct TermOfFirstRank : torch::autograd::Function<TermOfFirstRank> {
 // Computes y as differentiable ops.
 Tensor compose(const Experts& experts, const ExpertTensors& t, const MaybeTensor& base) {
   const at::ScalarType dtype = t.x.scalar_type();
-  const bool is_autocast = at::autocast::is_autocast_enabled(t.x.device().type());
+  const bool rounds = is_autocast(t.x);
   const auto multiply = [&](const Tensor& a, std::size_t i) {
     const ExpertProduct& product = experts.products[i];
-    const bool is_cast = is_autocast && product.weight_operands.empty();
+    const bool is_cast = rounds && product.weight_operands.empty();
     const int index = i < experts.inputs() ? experts.bias_index[i] : -1;
     variable_list bias;
     if (index >= 0) bias = {t.biases[static_cast<std::size_t>(index)]};
-    if (is_autocast)
+    if (rounds)
       for (Tensor& b : bias) b = to_dtype(b, dtype);
     return multiply_groups(a, is_cast ? to_dtype(t.matrices[i], dtype) : t.matrices[i],
                            t.order.offs, product_call(product, dtype, t.order, bias));
@@ -252,8 +257,9 @@ void check_tensors(const ExpertTensors& t) {
 }
 
 // Requires a dtype of autocast that products take.
-void check_autocast(c10::DeviceType device) {
-  if (!at::autocast::is_autocast_enabled(device)) return;
+void check_autocast(const Tensor& x) {
+  if (!is_autocast(x)) return;
+  const c10::DeviceType device = x.device().type();
   const at::ScalarType dtype = at::autocast::get_autocast_dtype(device);
   TORCH_CHECK_VALUE(bridge::is_value_dtype(dtype), "torch.autocast: expected torch.bfloat16 or ",
                     "torch.float32 around layers under a recipe, got torch.",
@@ -303,7 +309,7 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
     if (bias) t.biases.push_back(*bias);
   }
   check_tensors(t);
-  check_autocast(x.device().type());
+  check_autocast(x);
   const bool are_rows = !sums && group.empty() && bridge::is_real(x);
   TORCH_CHECK_VALUE(are_rows || !(x_codes || gradient), kGroupedMlp,
                     ": expected x_codes and gradient of rows, which are not summed");
@@ -333,6 +339,8 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
     return SumOverRanks::apply(compose(experts, t, term), group);
   }
   if (!bridge::is_real(x)) return compose(experts, t, base);
+  // Backward quantizes the matrices anew in any case, each direction when a product reads it.
+  for (ExpertProduct& product : experts.products) product.recomputes_weights = false;
   if (x_operands) t.tokens = x_operands->vec();
   const ExpertNeeds needs = needs_of(t, base);
   if (!needs.any()) {

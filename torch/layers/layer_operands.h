@@ -1,5 +1,5 @@
-// The operands of x, or of values that a kernel computes and casts at once, before the products that
-// read them: the eight tensors that the op layer_operands returns.
+// The operands of x, or of values that a kernel computes and casts at once, before the products
+// that read them: the eight tensors that the op layer_operands returns.
 #pragma once
 
 #include <vector>
