@@ -55,7 +55,7 @@ __global__ void __launch_bounds__(kThreads)
   const std::int64_t flat = std::int64_t{row} * e.cols + col;
   const bool is_here = is_there && e.begin <= flat && flat < e.end;
   const std::uint32_t amax = is_there ? e.amaxes[cell] : 0;
-  VecErrors errors = {};
+  Errors errors = {};
   if (is_here) {
     const std::uint32_t in_block = is_2d(e) ? line % kVec : 0;
     const Vec16<float> values = load_line(choice, row + in_block, col, e.width_log2 == 0);

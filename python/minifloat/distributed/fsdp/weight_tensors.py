@@ -173,7 +173,6 @@ class GatheredWeight(QuantizedTensor):
         columnwise: Quantized | None,
         dtype: torch.dtype = torch.bfloat16,
     ) -> None:
-        super().__init__(rowwise, columnwise, dtype)
         self.flattened = super().__tensor_flatten__()
         for name in self.flattened[0]:
             side, tensor = name[1:].split("_")
