@@ -2,6 +2,11 @@
 # A CPU build never looks for the toolkit, even where torch's wheel is a CUDA build.
 
 file(GLOB_RECURSE minifloat_cuda_probe CONFIGURE_DEPENDS src/cuda/*.cu)
+# nvcc's host compiler is that of the C++ sources, unless the user names one: nvcc's own default may
+# be an older one, which would link its static standard library beside torch's shared one.
+if(NOT CMAKE_CUDA_HOST_COMPILER AND NOT DEFINED ENV{CUDAHOSTCXX})
+  set(CMAKE_CUDA_HOST_COMPILER "${CMAKE_CXX_COMPILER}")
+endif()
 if(MINIFLOAT_CUDA STREQUAL "AUTO")
   set(MINIFLOAT_CUDA OFF)
   if(minifloat_cuda_probe)
