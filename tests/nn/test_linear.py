@@ -284,9 +284,10 @@ def test_group_equals_its_layers(recipe):
     with CountOps() as counted:
         ya, yb = mf.linear_group(x, [w, w2], [b, None], recipe, rng=rngs, amax_history=histories)
     assert len(counted.directions) == 3  # x once, each weight once
+    alone = [history(), history()]
     singles = [
-        mf.linear(x, w, b, recipe, rng=RNG, amax_history=history()),
-        mf.linear(x, w2, None, recipe, rng=RNG, amax_history=history()),
+        mf.linear(x, w, b, recipe, rng=RNG, amax_history=alone[0]),
+        mf.linear(x, w2, None, recipe, rng=RNG, amax_history=alone[1]),
     ]
     assert torch.equal(ya, singles[0])
     assert torch.equal(yb, singles[1])
@@ -295,6 +296,7 @@ def test_group_equals_its_layers(recipe):
     want = torch.autograd.grad(singles, (x, w, w2, b), (g, g2))
     # Each product is a repetition, and dx the sum of two of them, the same in both orders.
     assert all(torch.equal(a, c) for a, c in zip(got, want))
+    assert histories is None or all(map(torch.equal, histories, alone))
 
 
 def test_group_with_an_unused_output():

@@ -52,9 +52,6 @@ Tensor forward_pass(const Tensor& x, const Mlp& mlp, const PreparedRecipe& prepa
   const ForwardPass inputs = pass_of(mlp.inputs, needs.inputs, x.sym_size(-1));
   const Needed row{kFpropX, true, inputs.fprop().reads_values()}, col{kWgradX, needs.inputs.any_dw};
   const Directions of_x = input_operands(inputs, kMlp, x, row, col);
-  // x is scaled by the first weight's history, which those of other readers of x equal.
-  for (std::size_t i = 1; i < mlp.inputs.weights.size(); ++i)
-    record_amaxes(prepared, row, col, inputs.state_of(i), of_x, false);
   inputs.save(of_x.second, kWgradX);
   std::vector<Tensor> products = multiply_weights(
       inputs, forward_input(inputs, of_x.first, row, !mlp.inputs.prequantized.x.empty()));

@@ -72,6 +72,9 @@ Directions input_operands(const ForwardPass& pass, const char* op, const Tensor&
   ModuleState state = pass.state_of(0);
   state.returns_amaxes = layers.weights.size() > 1;  // for the histories of the other weights
   Directions out = quantize_both(pass.prepared, matrix, row, col, state);
+  // x is scaled by the first weight's history, which those of other readers of x equal.
+  for (std::size_t i = 1; i < layers.weights.size(); ++i)
+    record_amaxes(pass.prepared, row, col, pass.state_of(i), out, false);
   if (is_cut)
     out.first = gather_tokens(*sharding, token_runs(*sharding, x.sym_sizes()), out.first, false);
   return out;
