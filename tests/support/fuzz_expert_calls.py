@@ -127,6 +127,19 @@ def _mlp(rng: Random, arena: Arena) -> Call:
     return Call(with_backward(one.run), args, one.writes)
 
 
+@call("GradientCodes.set")
+def _gradient_codes(rng: Random, arena: Arena) -> Call:
+    """Sets codes, which an op checks when it takes them in backward."""
+
+    def run(tensors: Any) -> None:
+        torch.classes.minifloat.GradientCodes().set(tensors)
+
+    codes = arena.place(torch.zeros(5, 32, dtype=torch.uint8))
+    return Call(
+        run, {"tensors": [codes, arena.place(torch.ones(5, 1)), arena.place(torch.ones(5))]}
+    )
+
+
 @call("reads_token_codes")
 def _reads_token_codes(rng: Random, arena: Arena) -> Call:
     return op_call("reads_token_codes", recipe=rng.choice(mf.presets()))

@@ -81,7 +81,7 @@ class Linear(RecipeState, nn.Linear):
     weight_gather: WeightGather | None
     shared_input: SharedInput | None
     # How FSDP2 gathers the weight as codes; None: in the compute dtype.
-    gather_plan: GatherPlan | None
+    gather_plan: GatherPlan | None = None
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 def wrap_sharded_weight(module: nn.Module, parameter: Tensor) -> None:
     """Wraps the local tensor of a parameter that FSDP2 has sharded by rows; leaves any other."""
     layer = cast(Linear, module)
-    plan, present = layer.gather_plan, layer._parameters["weight"]
+    plan, present = layer.gather_plan, layer._parameters.get("weight")
     if not isinstance(plan, GatherPlan) or not is_of_ranks(parameter):
         return
     is_divided = present is not None and present is not parameter and is_distributed(present)
