@@ -28,7 +28,7 @@ from .nn.convert.selection import Report
 from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
 from .nn.state.checkpoint_state import load_training_state, training_state
-from .nn.state.delayed_scaling import step
+from .nn.state.step import step
 from .recipe import Product, Recipe, RecipeMap, presets
 from .tensor.groups import check_groups, group_table
 from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm

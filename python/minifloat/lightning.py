@@ -12,8 +12,8 @@ from typing import TYPE_CHECKING, Any
 from torch import nn
 
 from .nn.state.checkpoint_state import load_training_state, training_state
-from .nn.state.delayed_scaling import step
 from .nn.state.recipe_state import require_converted
+from .nn.state.step import step
 
 # The library is published under two names, which may both be installed. A name that the program has
 # imported comes first.

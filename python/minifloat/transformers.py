@@ -29,8 +29,8 @@ from .checks import require_module
 from .nn.convert.conv1d import is_conv1d, reason_against_linear
 from .nn.names import join
 from .nn.state.checkpoint_state import load_training_state, training_state
-from .nn.state.delayed_scaling import step
 from .nn.state.recipe_state import require_converted
+from .nn.state.step import step
 
 FILE = "minifloat_training_state.safetensors"
 OWN_FILES = ("pytorch_model_fsdp*", "global_step*")  # FSDP's and DeepSpeed's, loaded by themselves

@@ -1,4 +1,5 @@
-// Both passes of the experts' products, from values:
+// Both passes of the experts' products, from values, from codes that ranks sent, or from tokens
+// that were cast once for all slots:
 //
 //     forward    rows of x rowwise · W          gate and up are saved, and x once for all slots
 //                h rowwise, as it is computed

@@ -46,13 +46,13 @@ struct Experts {
 
 // The tensors of a call that backward reads again.
 struct ExpertTensors {
-  Tensor x, weights;  // (T, D); (T, k), one number a pair
+  Tensor x, weights;  // (T, D); the routing weights (T, k)
   RowOrder order;
   std::vector<Tensor> matrices;  // B (E, K, N), one a product
   std::vector<Tensor> biases;    // (E, N), those that there are
   // The codes, scale and amax of the sorted rows, where x has their shape alone; or none.
   std::vector<Tensor> codes = {};
-  std::vector<Tensor> tokens = {};  // x as rows_of_tokens takes it, which forward alone reads
+  std::vector<Tensor> tokens = {};  // the operands of x that a caller gives, for forward alone
 };
 
 // Which gradients backward computes.

@@ -113,7 +113,7 @@ Directions weight_operands_of(const GroupedCall& call, const Tensor& b, at::Scal
 ProductInput saved_weight_of(const GroupedCall& call, const PlannedProduct& dgrad, const Tensor& b,
                              const Tensor& scale, const Tensor& amax, at::ScalarType dtype) {
   const PreparedRecipe& recipe = call.recipe;
-  // As in saved_weight: a checkpoint may save codes where the pass before saved values, or values.
+  // A checkpoint's second forward may save codes where the first saved B, or B where codes.
   if (recipe.recipe.dgrad.b.is_bf16() || !b.is_floating_point())
     return cast_input(recipe.specs[kDgradW], b, scale, amax);
   const Needed col{kDgradW, true, dgrad.reads_values()};

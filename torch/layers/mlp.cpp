@@ -2,7 +2,8 @@
 //
 //     forward    gate = x · Wgᵀ,  up = x · Wuᵀ     h = act(gate) · up,  or act(gate) without up
 //                y = h · Wdᵀ                       h is cast rowwise as it is computed
-//     saved      x columnwise, gate, up, and the weights columnwise; h is not saved
+//     saved      x columnwise, gate, up, and the weights columnwise, or the weights themselves
+//                where backward casts them again; h only where its history will have moved on
 //     backward   dh = dy · Wd
 //                from dh, gate and up: both directions of d_gate and d_up, and h columnwise
 //                dWd = dyᵀ · h,  dWg = d_gateᵀ · x,  dWu = d_upᵀ · x

@@ -1,5 +1,6 @@
-// The passes of layers without autograd: the products of weights that share their input forward,
-// and the gradients of one layer backward. linear.cpp and mlp.cpp differentiate them.
+// What the autograd functions of linear.cpp and mlp.cpp call: the products of weights that share
+// their input forward, and the gradients of one layer backward. A weight's gradient is added to its
+// sum here, for which the running node of autograd is read.
 #pragma once
 
 #include <ATen/core/Tensor.h>

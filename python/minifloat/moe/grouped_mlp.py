@@ -21,7 +21,7 @@ from ..nn.grouped_product import GroupedProduct, ProductCall
 from ..nn.names import PRODUCT
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
-from .functional import Matrices, Plan, compute_dtype, run_experts
+from .feed_forward import Matrices, Plan, compute_dtype, run_experts
 from .mlp_checks import require_no_tangents, require_options, require_shapes
 from .permute import order_rows
 from .ranks.parallel_experts import ALL, ExpertParallel, group_of, require_sending

@@ -25,7 +25,7 @@ from ..nn.linear import adopt
 from ..nn.state.random_state import RngState, add_hooks
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
-from .functional import Matrices, Plan, compute_dtype, run_experts
+from .feed_forward import Matrices, Plan, compute_dtype, run_experts
 from .mlp_checks import require_no_tangents
 from .permute import order_rows
 from .ranks.cut_experts import are_cut

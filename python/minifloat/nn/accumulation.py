@@ -1,4 +1,4 @@
-"""Sums of weight gradients over micro-batches, in float32: where backward adds them.
+"""Sums of weight gradients over micro-batches, in float32: what an op is told, which adds them.
 
     "main_grad"    the weight's attribute main_grad, which the caller allocates and zeroes. Products
                    add to it, and so does a hook of the weight: what autograd adds to .grad because

@@ -1,4 +1,4 @@
-"""Functions of `distributed` and `moe` that layers, conversion and mf.step call.
+"""Functions of `distributed` and `moe` that layers, conversion and mf.step call; no hooks of torch.
 
 `nn` imports neither package. Each registers its functions once, when `minifloat/__init__.py`
 imports `distributed/hooks.py` and `moe/hooks.py`. A function may import its package at its first

@@ -31,7 +31,7 @@ def join(*names: str) -> str:
     return ".".join(name for name in names if name)
 
 
-def owners_of_weights(model: nn.Module) -> dict[int, list[nn.Module]]:
+def owners_of_parameters(model: nn.Module) -> dict[int, list[nn.Module]]:
     """Finds the modules that have each parameter, by the parameter's id."""
     owners: dict[int, list[nn.Module]] = {}
     for module in model.modules():

@@ -24,7 +24,7 @@ from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
 from ...nn.hooks import Choice, Selection
 from ...nn.linear import dequantize_parameters
-from ...nn.names import clean_name, join, owners_of_weights
+from ...nn.names import clean_name, join, owners_of_parameters
 from ...nn.state.recipe_state import WEIGHT_DTYPES
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
@@ -163,7 +163,7 @@ def select(model: nn.Module, filters: Filters, experts: object, primary: bool) -
     out = Selection([], [], {})
     matched: set[str] = set()
     fqns: list[str] = []  # of all 3D parameters
-    owners = owners_of_weights(model)
+    owners = owners_of_parameters(model)
     for raw_fqn, module in model.named_modules():
         fqn, weights = clean_name(raw_fqn), parameters_of(module, 3)
         if not weights:

@@ -24,7 +24,7 @@ from ...nn.grouped_product import GroupedProduct, ProductCall, call_of, product_
 from ...nn.hooks import is_distributed
 from ...nn.names import PRODUCT, join
 from ...nn.state.recipe_state import ExpertRange
-from ..functional import Matrices, Plan, compute, compute_dtype
+from ..feed_forward import Matrices, Plan, compute, compute_dtype
 from ..permute import Order
 from ..swiglu import Gate
 from .converted import Converted, multiply

@@ -1,4 +1,6 @@
-"""The layers of an expert-parallel group's ranks: they must be equal, at first and in each forward.
+"""Checks that all ranks of a group run the same layer: at first and in each forward.
+
+A title describes a layer's configuration; ranks compare its 64-bit number.
 
 first forward     ranks wait for each other, and compare their layers' titles
 later             each rank sends its title's number with its counts of rows

@@ -20,7 +20,7 @@ from torch.autograd.function import once_differentiable
 from ..._native import ops
 from ...tensor.operands import Operand
 from ..permute import Order
-from .dispatch import HEADER, Route, RowLayout, SentGroups, combine, return_gradients
+from .dispatch import ROW_METADATA, Route, RowLayout, SentGroups, combine, return_gradients
 from .row_codes import CodeSender
 
 
@@ -51,30 +51,30 @@ class Way:
 class DispatchCodes(torch.autograd.Function):
     """Sends tokens' rows as codes, and weights, to the experts' ranks.
 
-    Arguments: way, x, weights, one more than the local number of each row's expert, and x as codes
-    or None. Returns a tensor of no memory for the gradient of x, the weights, ids and experts that
+    Arguments: way, x, weights, the local experts of rows as in ROW_METADATA, and x as codes or
+    None. Returns a tensor of no memory for the gradient of x, the weights, ids and experts that
     arrive, and codes, scale and amax of the rows.
     """
 
     @staticmethod
     def forward(
-        ctx: Any, way: Way, x: Tensor, weights: Tensor, kinds: Tensor, tokens: Operand | None
+        ctx: Any, way: Way, x: Tensor, weights: Tensor, local_M: Tensor, tokens: Operand | None
     ) -> tuple[Any, ...]:
         assert way.x is not None
         width, order = x.shape[1], way.sent
         table = group_table(order)
-        if tokens is not None and way.x.sends(tokens):
-            fields, shared = way.x.copies(tokens, order)
+        if tokens is not None and way.x.can_reuse(tokens):
+            fields, shared = way.x.gather_codes(tokens, order)
         else:
             sent = way.sent_groups(way.x)
             fields, shared = way.x.quantize(x, table, way.ids, order.tokens, sent)
-        layout = RowLayout(*way.x.fields(width), *HEADER)
+        layout = RowLayout(*way.x.fields(width), *ROW_METADATA)
         weights_M = weights.reshape(-1).index_select(0, order.pairs)
-        arrived = way.route.send(layout.pack([*fields, weights_M, way.ids, kinds]))
+        arrived = way.route.send(layout.pack([*fields, weights_M, way.ids, local_M]))
         *codes, weights_A, ids, experts = layout.unpack(arrived)
         ids, experts = ids.reshape(-1), experts.reshape(-1)
         ctx.way, ctx.dtypes = way, (x.dtype, weights.dtype)
-        found = way.x.arrived(codes, shared)
+        found = way.x.received(codes, shared)
         ctx.mark_non_differentiable(ids, experts, *found)
         ctx.set_materialize_grads(False)
         carrier = x.new_zeros(()).expand(arrived.shape[0], width)
@@ -110,7 +110,7 @@ class CombineCodes(torch.autograd.Function):
         table, sent = group_table(way.sent), way.sent_groups(way.g)
         fields, shared = way.g.quantize(g_M, table, way.ids, sent=sent)
         arrived = layout.unpack(way.route.send(layout.pack(fields)))
-        ctx.gradient.set(way.g.arrived(arrived, shared))
+        ctx.gradient.set(way.g.received(arrived, shared))
         return None, None, g_M.new_zeros(()).expand(ctx.shape), None
 
 

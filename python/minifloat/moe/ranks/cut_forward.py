@@ -1,5 +1,6 @@
-"""The forward of mf.MoE's experts where ranks cut the weights along I. Compiled code calls it and
-does not trace it.
+"""The forward of tensor-parallel experts: ranks cut the weights of mf.MoE along I.
+
+Compiled code calls it and does not trace it.
 
 This module is imported at the first such forward: torch.compiler.disable imports the compiler.
 """
@@ -19,7 +20,7 @@ from ...nn.expert_parameters import local_of, matrix_of
 from ...nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
 from ...nn.state.random_state import require_shared_seed
 from ...tensor.quantized_tensor import QuantizedTensor
-from ..functional import Matrices, Plan, compute_dtype, run_experts
+from ..feed_forward import Matrices, Plan, compute_dtype, run_experts
 from ..permute import order_rows
 from .cut_experts import require_cut
 
@@ -39,16 +40,16 @@ def cut_calls(module: Any, x: Tensor) -> list[ProductCall]:
         if product is None:
             found.append(ProductCall())
         else:
-            found.append(prepared(product, name, weight, x, needs_columnwise))
+            found.append(begin_product(product, name, weight, x, needs_columnwise))
     for name in (*module.bias_names, "b2"):
         require_cut(module, name, name)
     return found
 
 
-def prepared(
+def begin_product(
     product: GroupedProduct, name: str, weight: Any, x: Tensor, needs_columnwise: bool
 ) -> ProductCall:
-    """Returns the product of a forward now: with its random bits, history and cached weight."""
+    """Begins a product: draws its random bits, and casts a weight whose codes are not cached."""
     local, mesh = weight._local_tensor, weight.device_mesh
     rng = product.draw_rng(x.device)
     if product.rng_state is not None:

@@ -34,7 +34,7 @@ from ..permute import NO_ORDER, Order, add_slots, order_rows, take_rows
 # The fields of a row besides values or codes: its routing weight; the number of its pair among all
 # ranks; and one more than the number of its expert among those of its rank, 0 where no expert
 # computes the row.
-HEADER = ((torch.float32, 1), (torch.int32, 1), (torch.int32, 1))
+ROW_METADATA = ((torch.float32, 1), (torch.int32, 1), (torch.int32, 1))
 FIELD, ROW = 4, 16  # bytes that a field's start and a row's length are multiples of
 
 
@@ -275,7 +275,7 @@ def order_received(ids_A: Tensor, experts_A: Tensor, experts: int) -> Order:
     """Sorts the rows that were received by expert and id, as tokens with one slot each.
 
     Args:
-        ids_A, experts_A: int32 (A), the last two fields of HEADER.
+        ids_A, experts_A: int32 (A), the last two fields of ROW_METADATA.
         experts: how many this rank has.
     """
     return order_rows(experts_A[:, None] - 1, experts, ids_A)
@@ -304,8 +304,8 @@ def return_gradients(
 class DispatchRows(torch.autograd.Function):
     """Sends tokens' rows and weights to the experts' ranks, as values.
 
-    Arguments: route, x, weights, ids, experts (both as in HEADER), the order. Returns the values,
-    weights, ids and experts that are received.
+    Arguments: route, x, weights, ids, experts (both as in ROW_METADATA), the order. Returns the
+    values, weights, ids and experts that are received.
     """
 
     @staticmethod
@@ -319,7 +319,7 @@ class DispatchRows(torch.autograd.Function):
         *order: Tensor,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         sent = Order(*order)
-        layout = RowLayout((x.dtype, x.shape[1]), *HEADER)
+        layout = RowLayout((x.dtype, x.shape[1]), *ROW_METADATA)
         weights_M = weights.reshape(-1).index_select(0, sent.pairs)
         rows = layout.pack([take_rows(x, sent), weights_M, ids, experts])
         values, weights_A, ids_A, experts_A = layout.unpack(route.send(rows))

@@ -29,7 +29,7 @@ from ...nn.grouped_product import ProductCall, call_of, product_of
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe
 from ...tensor.operands import Operand
-from ..functional import Matrices, Plan, compute, compute_dtype, weighted_biases
+from ..feed_forward import Matrices, Plan, compute, compute_dtype, weighted_biases
 from ..permute import Order, add_slots, order_rows
 from ..router import is_recomputed
 from ..token_cast import TokenCast
@@ -301,7 +301,7 @@ def run_on_ranks(
     """Sends rows to their experts, computes them there, and returns the results, (M, D).
 
     Args:
-        local_M: int32, the numbers of the rows' experts, as the last field of dispatch.HEADER.
+        local_M: int32, the rows' experts, as the last field of dispatch.ROW_METADATA.
         tokens: x as codes, where x is quantized already.
     """
     codes: list[Tensor] = []

@@ -107,14 +107,14 @@ class CodeSender:
             return [codes, scale], [scale.new_empty(0), amaxes]
         return [codes], [scale[own], amaxes]
 
-    def sends(self, tokens: Operand) -> bool:
+    def can_reuse(self, tokens: Operand) -> bool:
         """Tells whether rows can be copies of these tokens' codes, which a linear layer reads.
 
         A linear layer whose product is exact reads values.
         """
         return self.spec.amax_of != "tensor" and tokens.has_codes
 
-    def copies(self, tokens: Operand, order: Order) -> tuple[list[Tensor], list[Tensor]]:
+    def gather_codes(self, tokens: Operand, order: Order) -> tuple[list[Tensor], list[Tensor]]:
         """Copies the codes of tokens to their rows, and returns what `quantize` does."""
         none = torch.empty(0, device=tokens.codes.device)
         return [take_rows(t, order) for t in (tokens.codes, tokens.scale)], [none, none]
@@ -139,7 +139,7 @@ class CodeSender:
         torch.maximum(current, found[own], out=current)
         return active, found
 
-    def arrived(self, fields: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
+    def received(self, fields: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
         """Returns codes, scale and amax of rows that arrived, of what `quantize` returned."""
         scale, amax = shared
         return [fields[0], fields[1] if len(fields) > 1 else scale, amax]

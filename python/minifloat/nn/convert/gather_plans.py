@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from torch import nn
 
 from ..hooks import COMPUTE_DTYPE, Choice, PlannedGather, hooks, is_distributed
-from ..names import owners_of_weights
+from ..names import owners_of_parameters
 
 
 def plan_gathers(
@@ -21,7 +21,7 @@ def plan_gathers(
     Raises:
         ValueError: FSDP2 has sharded a weight that is to be gathered as codes.
     """
-    owners = owners_of_weights(model)
+    owners = owners_of_parameters(model)
     recipes = {id(choice.module): choice.recipe for choice in chosen}
 
     def reason_against_codes(choice: Choice) -> str | None:

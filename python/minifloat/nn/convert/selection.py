@@ -15,7 +15,7 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...recipe import Recipe
 from ..hooks import Choice, Selection
-from ..names import clean_name, join, owners_of_weights
+from ..names import clean_name, join, owners_of_parameters
 from ..state.recipe_state import WEIGHT_DTYPES
 from .conv1d import is_conv1d, reason_against_linear
 from .filters import Filters
@@ -147,7 +147,7 @@ def select(
     """
     out = Selection([], [])
     read_past = {module.out_proj for module in model.modules() if is_attention(module)}
-    owners = owners_of_weights(model)
+    owners = owners_of_parameters(model)
 
     def reason(module: nn.Linear, fqn: str, recipe: Recipe | None) -> str | None:
         if module in routers:

@@ -92,10 +92,13 @@ class ExpertRange:
 
 
 class RecipeState(nn.Module):
-    """A module that quantizes under a recipe."""
+    """The base of the modules whose op quantizes: mf.Linear, and each product of experts.
+
+    It keeps the recipe, random state, amax history and cached codes, and computes nothing itself.
+    """
 
     recipe: Recipe
-    fqn: str
+    fqn: str  # its name when it was converted, which seeds its random stream
     rng_state: RngState | None  # None: no spec of the recipe is stochastic
     draws: Draws
     stream: Tensor

@@ -72,9 +72,9 @@ def compute(
         order: of the rows.
         base_TD: float32, which the rows of each token are added to.
         sums: whether the rows of each token are summed.
-        codes: codes, scale and amax of x, of which only the shape is read then.
-        gradient: a torch.classes.minifloat.GradientCodes, which has the codes of the gradient of
-            rows in backward; None: it has values.
+        codes: codes, scale and amax of x, which then gives its shape, dtype and device alone.
+        gradient: an empty torch.classes.minifloat.GradientCodes, which CombineCodes fills in
+            backward, before this op reads it; None: the gradient of rows has values.
 
     Returns:
         (T, D), or the rows (M, D), in x's dtype.

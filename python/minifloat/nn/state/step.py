@@ -1,4 +1,7 @@
-"""mf.step: rolls amax histories and balances experts once a training step."""
+"""mf.step, once a training step.
+
+It rolls amax histories, balances routers, drops cached codes and exchanges FSDP2's amaxes.
+"""
 
 from __future__ import annotations
 
