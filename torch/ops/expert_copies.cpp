@@ -97,6 +97,7 @@ Tensor add_slots_kernel(const Tensor& rows, const Tensor& places, const MaybeTen
   bridge::check_memory("add_slots", "rows", rows);
   bridge::check_memory("add_slots", "places", places);
   if (base) bridge::check_memory("add_slots", "base", *base);
+  if (pairs) bridge::check_memory("add_slots", "pairs", *pairs);
   const Tensor out = add_slots_meta(rows, places, base, pairs);
   bridge::check_sizes("add_slots", "the result", out);
   const Tensor from = adjacent(rows), at = places.contiguous(),
