@@ -40,6 +40,15 @@ GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
           .recomputes_weights = recomputes_weights(kGroupedMm, recompute)};
 }
 
+void check_states(at::TensorList rng, at::TensorList history, const Tensor& like,
+                  const SymInt& experts) {
+  for (const Tensor& state : rng) {
+    bridge::check_rng(kGroupedMm, state, like);
+    bridge::check_memory_if_real(kGroupedMm, "rng", state);
+  }
+  for (const Tensor& amaxes : history) check_history(kGroupedMm, amaxes, like, experts);
+}
+
 void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call) {
   bridge::check_value_dtype(kGroupedMm, "A", a);
   bridge::check_value_dtype(kGroupedMm, "B", b);
@@ -80,11 +89,7 @@ void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const Grou
                     " rounds stochastically and needs rng, an int64 tensor (seed, count)");
   TORCH_CHECK_VALUE(!recipe.is_delayed || !call.history.empty(), kGroupedMm, ": recipe ",
                     recipe.text, " scales by history and needs amax_history");
-  for (const Tensor& rng : call.rng) {
-    bridge::check_rng(kGroupedMm, rng, a);
-    bridge::check_memory_if_real(kGroupedMm, "rng", rng);
-  }
-  for (const Tensor& history : call.history) check_history(kGroupedMm, history, a, b.sym_size(0));
+  check_states(call.rng, call.history, a, b.sym_size(0));
   for (const Tensor& ids : call.row_ids) {
     TORCH_CHECK_VALUE(
         ids.scalar_type() == at::kInt && ids.dim() == 1 && ids.sym_size(0) == a.sym_size(0),

@@ -37,6 +37,10 @@ GroupedCall grouped_call(const std::string& recipe, at::ScalarType out_dtype,
                          const std::optional<at::TensorList>& weight_operands,
                          const std::string& recompute = "");
 
+// Requires a product's random state and amax history of this many experts, on the device of `like`.
+void check_states(at::TensorList rng, at::TensorList history, const Tensor& like,
+                  const SymInt& experts);
+
 // Requires the shapes, dtypes and devices of A (M, K), B (E, K, N), offs (E) and the call, and
 // shards that hold whole blocks.
 void check_call(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call);

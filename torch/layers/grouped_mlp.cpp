@@ -258,17 +258,12 @@ void check_tensors(const ExpertTensors& t) {
 
 // Requires what a product checks when it is computed and what an earlier one would have written by
 // then: the histories of all, and the random states that casts need.
-void check_states(const std::vector<ExpertProduct>& products, const ExpertTensors& t) {
+void check_products(const std::vector<ExpertProduct>& products, const ExpertTensors& t) {
   for (std::size_t i = 0; i < products.size(); ++i) {
     const Tensor& b = t.matrices[i];
     TORCH_CHECK_VALUE(b.dim() == 3, kGroupedMlp, ": expected matrices (E, K, N), got ",
                       b.sym_sizes());
-    for (const Tensor& history : products[i].history)
-      check_history(kGroupedMm, history, t.x, b.sym_size(0));
-    for (const Tensor& rng : products[i].rng) {
-      bridge::check_rng(kGroupedMm, rng, t.x);
-      bridge::check_memory_if_real(kGroupedMm, "rng", rng);
-    }
+    check_states(products[i].rng, products[i].history, t.x, b.sym_size(0));
   }
 }
 
@@ -340,7 +335,7 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
     check_sharding(kGroupedMlp, sharding, x);
   }
   experts.products = products_of(arguments, n);
-  check_states(experts.products, t);
+  check_products(experts.products, t);
   if (gradient) experts.gradient = *gradient;
   if (x_codes) {
     const QuantizedOperand rows =
