@@ -129,7 +129,7 @@ def _mlp(rng: Random, arena: Arena) -> Call:
 
 @call("GradientCodes.set")
 def _gradient_codes(rng: Random, arena: Arena) -> Call:
-    """Sets codes, which an op checks when it takes them in backward."""
+    """Sets codes. Their sizes are checked by the op that takes them in backward."""
 
     def run(tensors: Any) -> None:
         torch.classes.minifloat.GradientCodes().set(tensors)

@@ -7,6 +7,7 @@
 
 #include "layers/layer_operands.h"
 #include "minifloat/core/hadamard.h"
+#include "ops/checks.h"
 #include "ops/direct.h"
 #include "ops/expert_inputs.h"
 
@@ -145,6 +146,7 @@ Tensor values_of(const Spec& spec, const QuantizedOperand& rows, const SymInt& c
 }
 
 void GradientCodes::set(std::vector<Tensor> arrived) {
+  for (const Tensor& t : arrived) bridge::check_memory_if_real("GradientCodes", "tensors", t);
   const std::lock_guard lock(mutex_);
   arrived_ = std::move(arrived);
 }

@@ -69,7 +69,7 @@ Tensor values_of(const Spec& spec, const QuantizedOperand& rows, const SymInt& c
 // autograd, as a tensor of its shape alone, sets the codes before.
 class GradientCodes : public torch::CustomClassHolder {
  public:
-  // arrived: as sort_codes takes it
+  // arrived: as sort_codes takes it. Throws ValueError for a tensor outside its memory.
   void set(std::vector<Tensor> arrived);
   // Returns the tensors, and forgets them.
   std::vector<Tensor> take();
