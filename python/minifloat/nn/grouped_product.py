@@ -154,31 +154,23 @@ class GroupedProduct(RecipeState):
             needs_columnwise: whether backward computes a gradient of the rows; None: where x
                 requires one.
         """
-        if needs_columnwise is None:
-            needs_columnwise = x.requires_grad
+        columnwise = x.requires_grad if needs_columnwise is None else needs_columnwise
+        columnwise = columnwise and torch.is_grad_enabled()
         local: Tensor = getattr(weight, "_local_tensor", weight)
-        rng, history, stream = self.op_state(x.device)
+        matrix = local.transpose(-2, -1) if is_row_major else local
+        text, (rng, history, stream) = self.recipe.text, self.op_state(x.device)
         operands: list[Tensor] | None = None
         if torch.compiler.is_compiling():
             if isinstance(local, QuantizedTensor):
-                w, text = local.mT if is_row_major else local, self.recipe.text
-                operands = ops.layer_operands.default(w, text, "w", amax_history=history)
-        elif isinstance(local, QuantizedTensor):
-            columnwise = torch.is_grad_enabled() and needs_columnwise
-            operands = self._codes_of(local, columnwise, is_row_major)
+                operands = ops.layer_operands.default(matrix, text, "w", amax_history=history)
+        elif not isinstance(local, QuantizedTensor):
+            cache = None if x.is_meta else self.cache_of(weight)
+            operands = self.cached_operands(cache, weight, matrix, x, columnwise, history)
+        elif self.weight_gather is not None:
+            operands = self.weight_gather.operands(columnwise)
         else:
-            operands = self._cached(weight, x, history, is_row_major, needs_columnwise)
-        return ProductCall(
-            self.recipe.text, rng, stream, history, operands, self.first_expert, self.recompute
-        )
-
-    def _codes_of(
-        self, weight: QuantizedTensor, columnwise: bool, is_row_major: bool
-    ) -> list[Tensor]:
-        """Returns the operands of a weight that is codes."""
-        if self.weight_gather is not None:
-            return self.weight_gather.operands(columnwise)
-        return weight.operands(self.recipe, columnwise, is_row_major)
+            operands = local.operands(self.recipe, columnwise, is_row_major)
+        return ProductCall(text, rng, stream, history, operands, self.first_expert, self.recompute)
 
     def cache_of(self, weight: Tensor) -> WeightCodes | None:
         """Returns the cache of the weight's codes, new for another parameter; None: no cache."""
@@ -186,21 +178,6 @@ class GroupedProduct(RecipeState):
             self.weight_codes = weight_codes(weight, self.recipe)
             self._cached_weight = id(weight)
         return self.weight_codes
-
-    def _cached(
-        self,
-        weight: Tensor,
-        x: Tensor,
-        history: Tensor | None,
-        is_row_major: bool,
-        needs_columnwise: bool,
-    ) -> list[Tensor] | None:
-        """Returns the cached operands of the weight; None where the op is to quantize it."""
-        cache = None if x.is_meta else self.cache_of(weight)
-        w = getattr(weight, "_local_tensor", weight)  # of a DTensor
-        w = w.transpose(-2, -1) if is_row_major else w
-        columnwise = torch.is_grad_enabled() and needs_columnwise
-        return self.cached_operands(cache, weight, w, x, columnwise, history)
 
     def _forget(self) -> None:
         """Drops cached operands."""

@@ -205,14 +205,17 @@ class RecipeState(nn.Module):
 
         device: of the random state.
         """
+        history = self.step_history()
         if not torch.compiler.is_compiling():
-            return self.draw_rng(device), self.step_history(), self.stream_id
-        stream, history = self.stream, self.step_history()
+            return self.draw_rng(device), history, self.stream_id
+        stream, rng = self.stream, None
         if is_distributed(stream):  # torch's parallel styles have made DTensors of buffers
             stream = stream.to_local()
         if history is not None and is_distributed(history):
             history = history.to_local()
-        return self.trace_rng(stream), history, 0
+        if self.rng_state is not None:
+            rng = torch.cat([self.rng_state.trace(self.training).to(stream.device), stream])
+        return rng, history, 0
 
     def cached_operands(
         self,
@@ -274,15 +277,6 @@ class RecipeState(nn.Module):
         if self.rng_state is None:
             return None
         return self.rng_state.draw(self.draws, device, self.training)
-
-    def trace_rng(self, stream: Tensor) -> Tensor | None:
-        """Returns (seed, count, stream) of a forward in compiled code, int64 (3); None as draw_rng.
-
-        stream: int64 (1), a tensor, so that layers of all names share one graph.
-        """
-        if self.rng_state is None:
-            return None
-        return torch.cat([self.rng_state.trace(self.training).to(stream.device), stream])
 
     def unwrap_buffers(self) -> None:
         """Replaces buffers that torch's parallel styles made DTensors by the rank's tensors."""
