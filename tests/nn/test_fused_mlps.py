@@ -394,7 +394,7 @@ def test_an_error_leaves_modules_alone(monkeypatch):
     def fail(*args, **kwargs):
         raise ZeroDivisionError
 
-    monkeypatch.setattr("minifloat.nn.fuse.find_mlps.Fusion", fail)
+    monkeypatch.setattr("minifloat.nn.fuse.find_mlps.clean_name", fail)
     with pytest.raises(ZeroDivisionError):
         mf.quantize_(model, "mxfp8", fuse=True, verbose=False)
     assert type(model[0]) is FeedForward

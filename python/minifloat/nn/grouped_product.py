@@ -243,16 +243,6 @@ def add_products(
     return products
 
 
-def require_restorable_products(model: nn.Module) -> None:
-    """Checks that products can be taken away, before a model is changed."""
-    for product in model.modules():
-        if isinstance(product, GroupedProduct) and product.weight_gather is not None:
-            raise ValueError(
-                f"restore_: expected a model that FSDP2 has not sharded, but {product.fqn} is "
-                "gathered quantized; restore it before fully_shard"
-            )
-
-
 def remove_products(module: nn.Module) -> None:
     """Takes the module's products away."""
     for name, child in list(module._modules.items()):

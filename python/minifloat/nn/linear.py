@@ -266,20 +266,6 @@ def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
     return rebased(cls, Linear, nn.Linear)
 
 
-def require_restorable(module: Linear) -> None:
-    """Checks that restore_linear can convert the layer, before a model is changed."""
-    if module.weight_gather is not None:
-        raise ValueError(
-            f"restore_: expected a model that FSDP2 has not sharded, but {module.fqn}'s weight "
-            "is gathered quantized; restore it before fully_shard"
-        )
-    if class_without_recipe(type(module)) is None:
-        raise ValueError(
-            "restore_: expected layers that were nn.Linear, but "
-            f"{module.fqn} was built as a {type(module).__name__}, a subclass of minifloat.Linear"
-        )
-
-
 def dequantize_parameters(module: nn.Module) -> None:
     """Replaces quantized parameters, also of a parametrization, by the values of their codes."""
     for owner in module.modules():

@@ -17,6 +17,8 @@ from collections.abc import Container
 
 from torch import Tensor, nn
 
+from ..names import clean_name
+
 NESTED_TENSOR_BEFORE = "_use_nested_tensor_before_quantize"
 
 
@@ -57,7 +59,8 @@ def disable_fast_paths_in(
     notes = []
     if model in converted:  # a module has no reference to its parents
         disable_fast_path(model)
-    for fqn, module in model.named_modules():
+    for raw_fqn, module in model.named_modules():
+        fqn = clean_name(raw_fqn)
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
             continue
         inside = [layer for layer in module.modules() if layer in converted]

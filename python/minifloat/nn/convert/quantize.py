@@ -20,16 +20,16 @@ from ...tensor.directions import require_nearest
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
-from ..grouped_product import require_restorable_products
 from ..hooks import COMPUTE_DTYPE, QUANTIZED, Selection, expert_hooks
-from ..linear import Linear, adopt, require_restorable, restore_linear
-from ..names import clean_name, unwrapped
+from ..linear import Linear, adopt, class_without_recipe, restore_linear
+from ..names import unwrapped
 from ..state.random_state import AdvanceRng, hooks_of, remove_hooks
 from ..state.recipe_state import (
     DEFAULT_HISTORY,
     RECOMPUTE,
     DelayedScaling,
     RecipeState,
+    converted,
 )
 from ..state.shared_random_state import (
     require_same_random_state,
@@ -45,7 +45,7 @@ from .primary_weights import (
     require_primary,
     weight_specs,
 )
-from .selection import Fusion, Report, require_some, select
+from .selection import Report, require_some, select
 
 
 def quantize_(
@@ -165,9 +165,9 @@ def quantize_(
                 layer.accumulate = accumulate or ""
                 if primary:
                     make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
-                converted: list[RecipeState] = [layer]
+                states: list[RecipeState] = [layer]
             else:
-                converted = expert_hooks().convert(
+                states = expert_hooks().convert(
                     choice,
                     choice.fqn,
                     plan,
@@ -175,40 +175,31 @@ def quantize_(
                     keep_high_precision_init=keep_high_precision_init,
                     delayed=delayed,
                 )
-            for state in converted:
+            for state in states:
                 state.recompute = RECOMPUTE[memory]
-            layers += converted
+            layers += states
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {choice.module: choice.recipe for choice in linear.chosen})
         notes = disable_fast_paths_in(model, converted_layers(model))
         undo.callback(restore_mlps, model, mlps_of(model))
-        fusions = convert_mlps(model, converted_layers(model), all_classes=fuse)
+        fused, not_fused = convert_mlps(model, converted_layers(model), all_classes=fuse)
         undo.pop_all()
 
-    gathers = {row: plans[choice.fqn][1] for choice in selection.chosen for row in choice.rows}
-    report = report_of(selection, gathers, notes, fusions)
+    for choice in selection.chosen:
+        if (parallel := getattr(choice.module, "parallel", None)) is not None:
+            notes.append((choice.fqn, parallel.describe(choice.module)))
+    rows = [(row, choice) for choice in selection.chosen for row in choice.rows]
+    report = Report(
+        [(row, choice.recipe.text) for row, choice in rows],
+        selection.skipped,
+        {row: plans[choice.fqn][1] for row, choice in rows},
+        notes,
+        fused,
+        not_fused,
+    )
     if verbose:
         print(report)
     return report
-
-
-def report_of(
-    selection: Selection,
-    gather: dict[str, str],
-    notes: Iterable[tuple[str, str]],
-    fusions: Iterable[Fusion],
-) -> Report:
-    """Returns the report, with a row for each linear layer and each 3D parameter."""
-    divided = [c for c in selection.chosen if getattr(c.module, "parallel", None) is not None]
-    return Report(
-        [(row, choice.recipe.text) for choice in selection.chosen for row in choice.rows],
-        selection.skipped,
-        gather,
-        [(clean_name(fqn), sentence) for fqn, sentence in notes]
-        + [(c.fqn, cast(Any, c.module).parallel.describe(c.module)) for c in divided],
-        [(f.fqn, f.text) for f in fusions if f.is_fused],
-        [(f.fqn, f.text) for f in fusions if not f.is_fused],
-    )
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -228,14 +219,21 @@ def restore_(model: nn.Module) -> nn.Module:
             was never an nn.Linear. The model is unchanged then.
     """
     require_module("restore_", model)
-    layers = converted_layers(model)
-    for layer in layers:
-        require_restorable(layer)
-    require_restorable_products(model)
+    for _, state in converted(model):
+        if state.weight_gather is not None:
+            raise ValueError(
+                f"restore_: expected a model that FSDP2 has not sharded, but {state.fqn} is "
+                "gathered quantized; restore it before fully_shard"
+            )
+        if isinstance(state, Linear) and class_without_recipe(type(state)) is None:
+            raise ValueError(
+                f"restore_: expected layers that were nn.Linear, but {state.fqn} was built as a "
+                f"{type(state).__name__}, a subclass of minifloat.Linear"
+            )
     for module in model.modules():
         remove_hooks(module)
     restore_mlps(model)
-    for layer in layers:
+    for layer in converted_layers(model):
         restore_linear(layer)
     expert_hooks().restore(model)
     enable_fast_paths_in(model, converted_layers(model))

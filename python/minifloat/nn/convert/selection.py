@@ -23,21 +23,6 @@ from .primary_weights import reason_against_primary
 
 
 @dataclass(frozen=True)
-class Fusion:
-    """A feed-forward, or a module that looks like one.
-
-    Args:
-        fqn: its name.
-        text: what is one op, or why nothing is.
-        is_fused: whether it is one op.
-    """
-
-    fqn: str
-    text: str
-    is_fused: bool
-
-
-@dataclass(frozen=True)
 class Report:
     """The layers that mf.quantize_ converted, and those that it left out.
 

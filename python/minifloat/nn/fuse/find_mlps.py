@@ -23,9 +23,7 @@ import torch
 from torch import Tensor, nn
 
 from ...spec import Spec
-from ..cache.operand_conditions import reads_codes
 from ..convert.same_result import isolated, replica, seeded
-from ..convert.selection import Fusion
 from ..linear import Linear
 from ..names import clean_name
 from .mlp import ACTIVATIONS, MLP, VALUE_DTYPES, Parts, convert_mlp, restore_mlp
@@ -44,15 +42,18 @@ class Run(NamedTuple):
 
 def convert_mlps(
     model: nn.Module, layers: Container[nn.Module], *, all_classes: bool
-) -> list[Fusion]:
-    """Makes a model's feed-forwards MLPs in place, and returns the report's rows.
+) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
+    """Makes a model's feed-forwards MLPs in place.
 
     Args:
         model: that mf.quantize_ converts.
         layers: its converted layers.
         all_classes: whether modules of other classes than MLP are converted.
+
+    Returns:
+        Rows of the report: (name, what is one op), and (name, why nothing is) of the others.
     """
-    rows = []
+    fused, not_fused = [], []
     for name, parent in model.named_modules():
         found = layers_of(parent, layers)
         if found is None or not (all_classes or isinstance(parent, MLP)):
@@ -61,12 +62,12 @@ def convert_mlps(
             parts = parts_of(parent, found)
             require_one_op(list(found.values()))
         except ValueError as error:
-            rows.append(Fusion(clean_name(name), str(error), is_fused=False))
+            not_fused.append((clean_name(name), str(error)))
             continue
         convert_mlp(parent, parts._replace(recipe=found[parts.down].recipe.text))
         text = f"{', '.join(parts.layers)} and {parts.activation} are one op"
-        rows.append(Fusion(clean_name(name), text, is_fused=True))
-    return rows
+        fused.append((clean_name(name), text))
+    return fused, not_fused
 
 
 def mlps_of(model: nn.Module) -> list[MLP]:
@@ -101,12 +102,12 @@ def layers_of(parent: nn.Module, layers: Container[nn.Module]) -> dict[str, Line
 def require_one_op(layers: list[Linear]) -> None:
     """Raises ValueError where layers of a feed-forward cannot be one op."""
     recipe = layers[0].recipe
-    texts = (recipe.fprop.a, recipe.wgrad.b)
+    of_x = Spec.parse(recipe.fprop.a), Spec.parse(recipe.wgrad.b)
     if any(layer.recipe.text != recipe.text for layer in layers):
         raise ValueError("its layers have several recipes")
     if any(layer.accumulate != layers[0].accumulate for layer in layers):
         raise ValueError("its layers accumulate gradients in several places")
-    if not reads_codes(*texts) or any(Spec.parse(text).is_stochastic for text in texts):
+    if any(spec.is_bf16 or spec.is_stochastic for spec in of_x):
         why = "its layers read x in high precision, or with random bits"
         raise ValueError(f"{why}, under {recipe}")
 
