@@ -26,7 +26,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
 from .checks import require_module
-from .nn.convert.conv1d import is_conv1d, reason_against_linear
+from .nn.convert.selection import is_conv1d, reason_against_linear
 from .nn.names import join
 from .nn.state.checkpoint_state import load_training_state, training_state
 from .nn.state.recipe_state import require_converted

@@ -20,7 +20,7 @@ from ...tensor.directions import require_nearest
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
-from ..hooks import COMPUTE_DTYPE, QUANTIZED, Selection, expert_hooks
+from ..hooks import COMPUTE_DTYPE, QUANTIZED, Choice, GatherPlan, expert_hooks
 from ..linear import Linear, adopt, class_without_recipe, restore_linear
 from ..names import unwrapped
 from ..state.random_state import AdvanceRng, hooks_of, remove_hooks
@@ -37,7 +37,6 @@ from ..state.shared_random_state import (
 )
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .filters import FilterFn, filters_of
-from .gather_plans import plan_gathers
 from .keep import DEFAULT_KEEP, Keep
 from .primary_weights import (
     HIGH_PRECISION_INIT,
@@ -45,7 +44,7 @@ from .primary_weights import (
     require_primary,
     weight_specs,
 )
-from .selection import Report, require_some, select
+from .selection import Report, plan_gathers, select
 
 
 def quantize_(
@@ -140,12 +139,9 @@ def quantize_(
     require_one_of("accumulate", accumulate, ACCUMULATE)
     require_bool("verbose", verbose)
     filters = filters_of(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
-    experts_chosen = expert_hooks().select(model, filters, experts, primary)
-    linear = select(model, filters, experts_chosen.routers, primary)
-    selection = Selection(
-        linear.chosen + experts_chosen.chosen, linear.skipped + experts_chosen.skipped
+    selection = select(
+        model, filters, expert_hooks().select(model, filters, experts, primary), primary
     )
-    require_some(selection)
     if any(choice.recipe.is_stochastic for choice in selection.chosen):
         require_same_random_state(model, seed, data_parallel_rank)
     plans = plan_gathers(model, selection.chosen, gather, primary)
@@ -156,30 +152,24 @@ def quantize_(
         for module in model.modules():
             undo.callback(remove_new_hooks, module, hooks_of(module))
         for choice in selection.chosen:
-            plan = plans[choice.fqn][0]
             undo.callback(revert, choice.module, dict(choice.module._parameters))
-            if isinstance(choice.module, nn.Linear):
-                layer = adopt(
-                    choice.module, choice.recipe, choice.fqn, delayed=delayed, gather_plan=plan
-                )
-                layer.accumulate = accumulate or ""
-                if primary:
-                    make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
-                states: list[RecipeState] = [layer]
-            else:
-                states = expert_hooks().convert(
-                    choice,
-                    choice.fqn,
-                    plan,
-                    primary=primary,
-                    keep_high_precision_init=keep_high_precision_init,
-                    delayed=delayed,
-                )
-            for state in states:
+            is_linear = isinstance(choice.module, nn.Linear)
+            convert = convert_linear if is_linear else expert_hooks().convert
+            new: list[RecipeState] = convert(
+                choice,
+                choice.fqn,
+                plans[choice.fqn][0],
+                primary=primary,
+                keep_high_precision_init=keep_high_precision_init,
+                delayed=delayed,
+            )
+            for state in new:
                 state.recompute = RECOMPUTE[memory]
-            layers += states
+                if isinstance(state, Linear):
+                    state.accumulate = accumulate or ""
+            layers += new
         share_random_state(model, layers, seed, data_parallel_rank)
-        share_inputs(model, {choice.module: choice.recipe for choice in linear.chosen})
+        share_inputs(model, {m: m.recipe for m in layers if isinstance(m, Linear)})
         notes = disable_fast_paths_in(model, converted_layers(model))
         undo.callback(restore_mlps, model, mlps_of(model))
         fused, not_fused = convert_mlps(model, converted_layers(model), all_classes=fuse)
@@ -189,17 +179,29 @@ def quantize_(
         if (parallel := getattr(choice.module, "parallel", None)) is not None:
             notes.append((choice.fqn, parallel.describe(choice.module)))
     rows = [(row, choice) for choice in selection.chosen for row in choice.rows]
-    report = Report(
-        [(row, choice.recipe.text) for row, choice in rows],
-        selection.skipped,
-        {row: plans[choice.fqn][1] for row, choice in rows},
-        notes,
-        fused,
-        not_fused,
-    )
+    recipes = [(row, choice.recipe.text) for row, choice in rows]
+    gathers = {row: plans[choice.fqn][1] for row, choice in rows}
+    report = Report(recipes, selection.skipped, gathers, notes, fused, not_fused)
     if verbose:
         print(report)
     return report
+
+
+def convert_linear(
+    choice: Choice,
+    fqn: str,
+    gather_plan: GatherPlan | None,
+    *,
+    primary: bool,
+    keep_high_precision_init: bool,
+    delayed: DelayedScaling,
+) -> list[RecipeState]:
+    """Converts a linear layer in place. Args: those of ExpertHooks.convert. Returns [the layer]."""
+    module = cast(nn.Linear, choice.module)
+    layer = adopt(module, choice.recipe, fqn, delayed=delayed, gather_plan=gather_plan)
+    if primary:
+        make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
+    return [layer]
 
 
 def restore_(model: nn.Module) -> nn.Module:

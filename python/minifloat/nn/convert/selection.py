@@ -1,25 +1,26 @@
-"""The choice of the linear layers to convert, with a reason for each layer that is left out.
+"""The choice of the linear layers to convert, how FSDP2 will gather weights, and the report.
 
-moe/convert/experts.py chooses experts.
+Each layer that is left out has a reason. moe/convert/experts.py chooses experts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TypeGuard
+from functools import partial
+from typing import Any, TypeGuard
 
 import torch.distributed as dist
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.utils.parametrize import is_parametrized
 
 from ...recipe import Recipe
-from ..hooks import Choice, Selection
+from ..hooks import COMPUTE_DTYPE, Choice, PlannedGather, Selection, hooks, is_distributed
 from ..names import clean_name, join, owners_of_parameters
 from ..state.recipe_state import WEIGHT_DTYPES
-from .conv1d import is_conv1d, reason_against_linear
 from .filters import Filters
 from .primary_weights import reason_against_primary
+from .same_result import difference, isolated, replica, seeded
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,40 @@ def skipped_kinds(model: nn.Module) -> Iterator[tuple[str, str]]:
                     )
 
 
+def is_conv1d(module: nn.Module) -> bool:
+    """Tells whether this is transformers' Conv1D or derived from it, without importing that.
+
+    Its weight is (K, N).
+    """
+    names = [cls.__name__ for cls in type(module).__mro__]
+    features = getattr(module, "nx", None), getattr(module, "nf", None)
+    weight = module._parameters.get("weight")
+    return "Conv1D" in names and weight is not None and tuple(weight.shape) == features
+
+
+@isolated()
+def reason_against_linear(module: Any) -> str | None:
+    """Returns why nn.Linear cannot stand for a Conv1D; None where it can."""
+    if "forward" in module.__dict__:
+        return "its forward is replaced on the instance"
+    if list(module._parameters) != ["weight", "bias"] or module._modules or module._buffers:
+        return "it has more parameters, buffers or modules than Conv1D"
+    if hasattr(module.weight, "_local_tensor"):
+        return "its weight is sharded already"
+    sizes = {module.nx: 24, module.nf: 24 if module.nx == module.nf else 40}
+    model = replica(module, sizes)
+    x = seeded((2, 4, 24), 1)
+
+    def linear() -> Tensor:
+        return nn.functional.linear(x, model.weight.t(), model.bias)
+
+    for mode in (True, False):
+        why = difference(partial(type(module).forward, model.train(mode), x), linear, bound=0)
+        if why is not None:
+            return f"its forward {why}"
+    return None
+
+
 def already_converted(recipe: Recipe) -> str:
     """Returns why a converted layer is left out."""
     return f"already converted ({recipe}); mf.restore_ undoes that"
@@ -119,18 +154,19 @@ def reason_of_kind(module: nn.Linear, is_read_past: bool) -> str | None:
     return None
 
 
-def select(
-    model: nn.Module, filters: Filters, routers: Mapping[nn.Module, tuple[str, str]], primary: bool
-) -> Selection:
-    """Chooses the layers to convert.
+def select(model: nn.Module, filters: Filters, experts: Selection, primary: bool) -> Selection:
+    """Chooses the linear layers to convert. The result has the experts too.
 
     Args:
         model: the model.
         filters: what the arguments of mf.quantize_ leave out.
-        routers: module -> (name, reason), which are left out.
+        experts: those to convert, and the routers beside them, which are left out.
         primary: whether layers are left out whose weight cannot be a QuantizedTensor.
+
+    Raises:
+        ValueError: nothing is left to convert; with every reason and its count.
     """
-    out = Selection([], [])
+    out, routers = Selection([], []), experts.routers
     read_past = {module.out_proj for module in model.modules() if is_attention(module)}
     owners = owners_of_parameters(model)
 
@@ -154,17 +190,60 @@ def select(
             out.chosen.append(Choice(fqn, module, ("weight",), recipe, nn.Linear))
     out.skipped.extend(row for m, row in routers.items() if not isinstance(m, nn.Linear))
     out.skipped.extend(skipped_kinds(model))
+    out.skipped.extend(experts.skipped)
+    out.chosen.extend(experts.chosen)
+    if not out.chosen:
+        names: dict[str, list[str]] = {}
+        for fqn, why in out.skipped:
+            names.setdefault(why, []).append(display(fqn))
+        reasons = [f"{len(fqns)} x {why} (such as {fqns[0]})" for why, fqns in names.items()]
+        listed = "; ".join(reasons) or "the model has no nn.Linear"
+        raise ValueError(f"quantize_: nothing to convert; {listed}")
     return out
 
 
-def require_some(selection: Selection) -> None:
-    """Raises ValueError, with every reason and its count, where nothing is left to convert."""
-    if selection.chosen:
-        return
-    examples: dict[str, list[str]] = {}
-    for fqn, why in selection.skipped:
-        examples.setdefault(why, []).append(display(fqn))
-    reasons = [f"{len(fqns)} x {why} (such as {fqns[0]})" for why, fqns in examples.items()]
-    raise ValueError(
-        "quantize_: nothing to convert; " + ("; ".join(reasons) or "the model has no nn.Linear")
-    )
+def plan_gathers(
+    model: nn.Module, chosen: Sequence[Choice], gather: str, primary: bool
+) -> dict[str, PlannedGather]:
+    """Plans how FSDP2 gathers the weights of each chosen module.
+
+    Returns:
+        Name -> (plan, or None for the compute dtype; sentence for the report).
+
+    Raises:
+        ValueError: FSDP2 has sharded a weight that is to be gathered as codes.
+    """
+    owners = owners_of_parameters(model)
+    recipes = {id(choice.module): choice.recipe for choice in chosen}
+
+    def reason_against_codes(choice: Choice) -> str | None:
+        if gather == COMPUTE_DTYPE:
+            return "gather says so"
+        readers = [owner for weight in choice.weights for owner in owners[id(weight)]]
+        is_tied = len(readers) > len(choice.names)
+        if isinstance(choice.module, nn.Linear):
+            if any(recipes.get(id(reader)) != choice.recipe for reader in readers):
+                return "it is tied to another reader's"
+            is_scaled_twice = is_tied and choice.recipe.is_delayed
+            return "it is tied, and each reader has its own scale" if is_scaled_twice else None
+        if is_tied:
+            return "a weight of the module is tied to another's"
+        placements = [p for w in choice.weights if is_distributed(w) for p in w.placements]
+        if any(getattr(placement, "dim", 0) != 0 for placement in placements):
+            return "ranks cut the experts' matrices"
+        return None if choice.reads_codes else "the module's own forward reads the parameter"
+
+    def plan(choice: Choice) -> PlannedGather:
+        if primary:
+            return None, "its weight is codes"
+        if (why := reason_against_codes(choice)) is not None:
+            return None, f"weight is gathered in the compute dtype: {why}"
+        is_linear = isinstance(choice.module, nn.Linear)
+        plan_for = hooks().plan_gather if is_linear else hooks().plan_experts
+        planned = plan_for(choice.recipe)
+        for weight in choice.weights if planned[0] is not None else ():
+            if is_distributed(weight):
+                hooks().require_no_shard(choice.module, choice.fqn, weight)
+        return planned
+
+    return {choice.fqn: plan(choice) for choice in chosen}
