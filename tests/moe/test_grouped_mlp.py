@@ -6,7 +6,7 @@ import torch
 from minifloat._native import ops
 from minifloat.moe.permute import order_rows
 from minifloat.moe.swiglu import Gate, swiglu
-from minifloat.nn.cache.operand_conditions import can_reuse
+from minifloat.nn.cache.operand_cache import can_reuse
 from minifloat.spec import Spec
 from torch.utils.checkpoint import checkpoint
 

@@ -17,8 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from .._native import ops
-from ..nn.cache.operand_cache import SharedInput
-from ..nn.cache.operand_conditions import conditions_of
+from ..nn.cache.operand_cache import SharedInput, conditions_of
 from ..nn.grouped_product import product_of
 from ..nn.hooks import is_distributed
 from ..nn.linear import Linear

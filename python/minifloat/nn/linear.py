@@ -18,8 +18,7 @@ from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
 from .accumulation import TAKER, Sums, take_gradients, weight_sums
-from .cache.operand_cache import SharedInput, weight_codes
-from .cache.operand_conditions import conditions_of
+from .cache.operand_cache import SharedInput, conditions_of, weight_codes
 from .convert.fast_paths import disable_fast_path, enable_fast_path
 from .hooks import GatherPlan, WeightGather, hooks, is_distributed
 from .state.random_state import RngState, add_hooks

@@ -18,8 +18,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard
 
 from ..._native import ops
-from ...nn.cache.operand_cache import SharedInput
-from ...nn.cache.operand_conditions import conditions_of
+from ...nn.cache.operand_cache import SharedInput, conditions_of
 from ...nn.linear import Linear, weight_operands
 from ...nn.state.random_state import require_shared_seed
 from ...recipe import Recipe

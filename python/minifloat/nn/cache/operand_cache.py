@@ -38,6 +38,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -48,9 +49,9 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 
 from ..._native import ops
 from ...recipe import Recipe
+from ...spec import Spec
 from ...tensor.operands import Operands
 from ..state.draws import is_in_backward
-from .operand_conditions import Conditions, can_reuse, conditions_of, is_capturing
 
 # Names, within one parent, of projections that read one input: those of Llama checkpoints,
 # torchtitan and Hugging Face's models.
@@ -62,6 +63,7 @@ SIBLINGS = (
     ("gate_proj", "up_proj"),
 )
 
+Conditions = tuple[object, ...]
 Key = tuple[object, ...]  # of a state; equal keys show the same state
 Cast = Callable[..., list[Tensor]]  # (rowwise=, columnwise=) -> as the op layer_operands
 
@@ -74,19 +76,16 @@ class Fingerprint(Protocol):
     def value(self) -> int: ...
 
 
-class OptimizerSteps:
-    """A count of the steps that this process's optimizers took, except compiled steps."""
-
-    def __init__(self) -> None:
-        self.taken = 0
-
-    def __call__(self, optimizer: Optimizer, args: object, kwargs: object) -> None:
-        if not torch.compiler.is_compiling():
-            self.taken += 1
+steps_taken = 0  # by this process's optimizers, except compiled steps
 
 
-STEPS = OptimizerSteps()
-register_optimizer_step_post_hook(STEPS)
+def count_step(optimizer: Optimizer, args: object, kwargs: object) -> None:
+    global steps_taken
+    if not torch.compiler.is_compiling():
+        steps_taken += 1
+
+
+register_optimizer_step_post_hook(count_step)
 
 
 def write_version(t: Tensor) -> tuple[object, ...]:
@@ -110,9 +109,20 @@ def has_fingerprint(t: Tensor) -> bool:
     return t.is_cpu and not hasattr(t, "_local_tensor") and t.is_contiguous()
 
 
-def fingerprint_of(t: Tensor) -> Fingerprint:
-    """Returns a fingerprint of a contiguous CPU tensor's bytes."""
-    return torch.classes.minifloat.Fingerprint(t.detach())
+def fingerprint_of(t: Tensor) -> Fingerprint | None:
+    """Returns a fingerprint of a contiguous CPU tensor's bytes; None of another tensor."""
+    return torch.classes.minifloat.Fingerprint(t.detach()) if has_fingerprint(t) else None
+
+
+def conditions_of(x: Tensor) -> Conditions:
+    """Returns what operands depend on: compute dtype, inference mode, CUDA stream and capture."""
+    kind = "cpu" if x.is_cpu else x.device.type
+    dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+    if kind != "cuda":
+        return dtype, torch.is_inference_mode_enabled(), None, False
+    stream = torch._C._cuda_getCurrentRawStream(x.device.index)
+    capturing = torch.cuda.is_current_stream_capturing()
+    return dtype, torch.is_inference_mode_enabled(), stream, capturing
 
 
 def conditions_of_ranks(
@@ -122,10 +132,10 @@ def conditions_of_ranks(
 
     Casts exchange amaxes, so all ranks must decide the same: by the sum of their fingerprints.
     """
-    conditions = conditions_of(x)
-    if not has_fingerprint(shard):
+    conditions, fingerprint = conditions_of(x), fingerprint_of(shard)
+    if fingerprint is None:
         return conditions, False
-    total = torch.tensor(fingerprint_of(shard).value())
+    total = torch.tensor(fingerprint.value())
     dist.all_reduce(total, group=group)
     return (*conditions[:-1], total.item(), conditions[-1]), True
 
@@ -157,8 +167,8 @@ class Snapshot(NamedTuple):
 
     def is_of(self, t: Tensor, key: Key) -> bool:
         """Tells whether this is the state of `t` as it is now, which has this key."""
-        is_same = self.key == key
-        return is_same and (self.fingerprint is None or self.fingerprint.matches(t.detach()))
+        known = self.fingerprint
+        return self.key == key and (known is None or known.matches(t.detach()))
 
 
 class CachedCodes(NamedTuple):
@@ -167,12 +177,6 @@ class CachedCodes(NamedTuple):
     weight: Snapshot
     codes: list[Tensor]
     has_columnwise: bool
-
-    def with_columnwise(self, cast: Cast) -> CachedCodes:
-        """Casts the columnwise direction, and returns the codes of both."""
-        columnwise = Operands.of(cast(rowwise=False, columnwise=True)).columnwise
-        codes = Operands(Operands.of(self.codes).rowwise, columnwise).tensors()
-        return CachedCodes(self.weight, codes, True)
 
 
 class WeightCodes:
@@ -192,8 +196,7 @@ class WeightCodes:
 
     @property
     def codes(self) -> list[Tensor] | None:
-        cached = self.cached
-        return None if cached is None else cached.codes
+        return None if (cached := self.cached) is None else cached.codes
 
     def forget(self) -> None:
         """Drops the codes: the weight may have changed."""
@@ -229,14 +232,13 @@ class WeightCodes:
                 must save the same again, so all forwards with one state of the weight have codes,
                 or none has.
         """
-        if is_capturing(conditions):
+        if conditions[-1]:  # a CUDA graph captures the forward
             self.is_captured, self.cached = True, None
         if weight.is_inference():
             return None
         is_hashed = not conditions_suffice and has_fingerprint(weight)
-        is_shown = conditions_suffice or is_hashed
-        key = (id(weight), write_version(weight), STEPS.taken, recipe, conditions)
-        last = self._second_use(weight, key, is_in_step, is_shown)
+        key = (id(weight), write_version(weight), steps_taken, recipe, conditions)
+        last = self._second_use(weight, key, is_in_step, conditions_suffice or is_hashed)
         if saves_weight and columnwise:
             state, form = key[:-1], self.form
             if form is None or form[0] != state:
@@ -254,7 +256,9 @@ class WeightCodes:
             codes = cast(rowwise=True, columnwise=columnwise)
             cached = CachedCodes(last._replace(fingerprint=fingerprint), codes, columnwise)
         elif columnwise and not cached.has_columnwise:
-            cached = cached.with_columnwise(cast)
+            added = Operands.of(cast(rowwise=False, columnwise=True)).columnwise
+            codes = Operands(Operands.of(cached.codes).rowwise, added).tensors()
+            cached = CachedCodes(cached.weight, codes, True)
         self.cached = cached
         return cached.codes
 
@@ -339,14 +343,11 @@ class SharedInput:
             if self.readers_left == 0:
                 self.cached = None
             return cached.operands
-        fingerprint = fingerprint_of(x) if has_fingerprint(x) else None
+        fingerprint = fingerprint_of(x)
         if cast is None and fingerprint is None and x.device.type == "cpu":
             return None
-        if cast is None:
-            operands = ops.layer_operands.default(x, recipe, "x", columnwise=columnwise)
-        else:
-            operands = cast()
-        self.readers_left = self.readers - 1
+        cast = cast or partial(ops.layer_operands.default, x, recipe, "x", columnwise=columnwise)
+        operands, self.readers_left = cast(), self.readers - 1
         state = Snapshot(key, weak_storage(x), fingerprint)
         self.cached = CachedInput(weakref.ref(x, self.forget), state, operands)
         return operands
@@ -364,15 +365,22 @@ class SharedInput:
         return operands
 
 
+def can_reuse(*texts: str, allows_delayed: bool) -> bool:
+    """Tells whether operands in these specs have codes that several forwards can read."""
+    specs = [Spec.parse(text) for text in texts]
+    is_of_values = not any(
+        spec.is_stochastic or (spec.is_delayed and not allows_delayed) for spec in specs
+    )
+    return is_of_values and not all(spec.is_bf16 for spec in specs)
+
+
 def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
     """Gives one SharedInput to the projections of one input that have the same recipe."""
     for parent in model.modules():
         for names in SIBLINGS:
             groups: dict[tuple[Recipe, object], list[nn.Module]] = {}
-            for name in names:
-                child = parent._modules.get(name)
-                if child not in layers:
-                    continue
+            children = [parent._modules.get(name) for name in names]
+            for child in [child for child in children if child in layers]:
                 recipe = layers[child]
                 if can_reuse(recipe.fprop.a, recipe.wgrad.b, allows_delayed=False):
                     groups.setdefault((recipe, child.in_features), []).append(child)
@@ -385,10 +393,8 @@ def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:
 def weight_codes(weight: Tensor, recipe: Recipe) -> WeightCodes | None:
     """Returns an empty cache; None where the weight is codes, or is to be quantized each time."""
     shard = getattr(weight, "_local_tensor", None)  # of a DTensor
-    if type(weight) is not nn.Parameter and type(shard) is not Tensor:
+    is_of_values = type(weight) is nn.Parameter or type(shard) is Tensor
+    if not is_of_values or weight.is_inference():  # torch counts no writes to the latter
         return None
-    if weight.is_inference():  # torch counts no writes to it
-        return None
-    if not can_reuse(recipe.fprop.b, recipe.dgrad.b, allows_delayed=True):
-        return None
-    return WeightCodes()
+    is_reusable = can_reuse(recipe.fprop.b, recipe.dgrad.b, allows_delayed=True)
+    return WeightCodes() if is_reusable else None

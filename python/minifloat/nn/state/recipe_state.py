@@ -22,8 +22,7 @@ from ...checks import require_int, require_one_of
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ...tensor.quantized_tensor import QuantizedTensor
-from ..cache.operand_cache import WeightCodes, conditions_of_ranks
-from ..cache.operand_conditions import conditions_of
+from ..cache.operand_cache import WeightCodes, conditions_of, conditions_of_ranks
 from ..hooks import ExpertWeightGather, WeightGather, is_distributed
 from ..names import clean_name, unwrapped
 from .draws import Draws
