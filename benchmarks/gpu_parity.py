@@ -34,7 +34,7 @@ import torch
 from _parity_tokens import VOCABULARY, load_tokens
 from gpu_loss import BF16, table
 from minifloat.nn.convert.quantize import quantize_
-from minifloat.nn.state.step import step as finish_step
+from minifloat.nn.state.model_state import step as finish_step
 from minifloat.train.config import ModelConfig, parse_model
 from minifloat.train.job.processes import clip_gradients
 from minifloat.train.job.run import BETAS, compile_layers

@@ -27,8 +27,7 @@ from .nn.convert.quantize import quantize_, quantized_model_init, restore_
 from .nn.convert.selection import Report
 from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
-from .nn.state.checkpoint_state import load_training_state, training_state
-from .nn.state.step import step
+from .nn.state.model_state import load_training_state, step, training_state
 from .recipe import Product, Recipe, RecipeMap, presets
 from .tensor.groups import check_groups, group_table
 from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm

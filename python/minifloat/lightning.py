@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
-from .nn.state.checkpoint_state import load_training_state, training_state
+from .nn.state.model_state import load_training_state, step, training_state
 from .nn.state.recipe_state import require_converted
-from .nn.state.step import step
 
 # The library is published under two names, which may both be installed. A name that the program has
 # imported comes first.

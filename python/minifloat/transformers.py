@@ -28,9 +28,8 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 from .checks import require_module
 from .nn.convert.selection import is_conv1d, reason_against_linear
 from .nn.names import join
-from .nn.state.checkpoint_state import load_training_state, training_state
+from .nn.state.model_state import load_training_state, step, training_state
 from .nn.state.recipe_state import require_converted
-from .nn.state.step import step
 
 FILE = "minifloat_training_state.safetensors"
 OWN_FILES = ("pytorch_model_fsdp*", "global_step*")  # FSDP's and DeepSpeed's, loaded by themselves

@@ -9,7 +9,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from ..nn.state.checkpoint_state import load_training_state, training_state
+from ..nn.state.model_state import load_training_state, training_state
 from ..nn.state.recipe_state import RecipeState
 
 KEY = "minifloat"  # in checkpoints, and in checkpoint.exclude_from_loading

@@ -19,7 +19,7 @@ from torchtitan.tools.logging import logger
 
 from .._native import ops
 from ..nn.convert.quantize import quantize_
-from ..nn.state.step import step
+from ..nn.state.model_state import step
 from .checkpoint import keep_training_state
 from .settings import Minifloat, options_of, require_recipe
 

@@ -27,8 +27,8 @@ from torchtitan.tools.logging import logger
 from ..nn.convert.quantize import quantize_
 from ..nn.grouped_product import GroupedProduct
 from ..nn.linear import Linear
+from ..nn.state.model_state import step
 from ..nn.state.recipe_state import STATE
-from ..nn.state.step import step
 from .checkpoint import keep_training_state
 from .settings import Minifloat, options_of, require_recipe
 

@@ -23,6 +23,10 @@ from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
 from ..hooks import COMPUTE_DTYPE, QUANTIZED, Choice, GatherPlan, expert_hooks
 from ..linear import Linear, adopt, class_without_recipe, restore_linear
 from ..names import unwrapped
+from ..state.model_state import (
+    require_same_random_state,
+    share_random_state,
+)
 from ..state.random_state import AdvanceRng, hooks_of, remove_hooks
 from ..state.recipe_state import (
     DEFAULT_HISTORY,
@@ -30,10 +34,6 @@ from ..state.recipe_state import (
     DelayedScaling,
     RecipeState,
     converted,
-)
-from ..state.shared_random_state import (
-    require_same_random_state,
-    share_random_state,
 )
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .filters import FilterFn, filters_of

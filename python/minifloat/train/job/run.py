@@ -32,8 +32,8 @@ from torch.distributed.checkpoint.state_dict import (
 from tqdm import tqdm
 
 from ...nn.convert.quantize import quantize_
-from ...nn.state.checkpoint_state import load_training_state, training_state
-from ...nn.state.step import step as finish_step
+from ...nn.state.model_state import load_training_state, training_state
+from ...nn.state.model_state import step as finish_step
 from ..checks import Json, TrainError
 from ..config import TrainConfig
 from ..data import Batches

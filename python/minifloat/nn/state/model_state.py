@@ -1,0 +1,269 @@
+"""What a converted model keeps from step to step: random state, amax histories, checkpoints.
+
+    mf.step(model)                       ends a training step
+    mf.training_state(model)             the tensors that a checkpoint needs beside the state dict
+    mf.load_training_state(model, state)
+
+The state dict of a converted model has the keys of nn.Linear. The training state is separate, and
+its keys are module names. All stochastic layers of one mf.quantize_ call share one random state.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from ..._native import ops
+from ...checks import require_module
+from ..hooks import expert_hooks, hooks
+from ..names import clean_name, join, unwrapped
+from .random_state import (
+    RngState,
+    add_hooks,
+    distributed_rank,
+    find_hook,
+    remove_hooks,
+    states_of,
+)
+from .recipe_state import (
+    DelayedScaling,
+    RecipeState,
+    converted,
+    draw_from,
+    forget_weights,
+    histories_of,
+)
+
+# ---- a step --------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
+    """Ends a training step: drops cached codes, rolls amax histories, balances experts.
+
+    Call mf.step after opt.step(), on all ranks. The active amax of the next step is computed from
+    the amaxes of this step and the steps before (numerics.md). The balance biases of mf.MoE move by
+    the loads of all ranks, which one all-reduce adds up. Under FSDP2 ranks exchange the maxima of
+    all sharded weights, as in mf.precompute_scales; nothing is cast.
+
+    Args:
+        model: one that mf.quantize_ converted, or that has mf.Linear layers.
+        group: the data-parallel ranks, whose amaxes are reduced to their maximum, and whose counts
+            of tokens to their sum; None: all ranks.
+
+    Raises:
+        TypeError: `model` is no module, or `group` is no process group that has this rank.
+        ValueError: two parts of the model draw the same random bits (mf.quantize_'s seed).
+
+    Source: delayed scaling of Transformer Engine (DelayedScaling, amax_history_len,
+    amax_compute_algo, margin).
+    """
+    require_module("step", model)
+    if group is not None and not isinstance(group, dist.ProcessGroup):
+        raise TypeError(
+            "step: group: expected a process group that this rank is in, or None, "
+            f"got {group!r} ({type(group).__name__})"
+        )
+    require_own_streams("step", model)
+    layers = converted(model)
+    forget_weights(layers)
+    _roll_histories(layers, group)
+    expert_hooks().end_step(model, group)
+    hooks().precompute_scales(unwrapped(model))
+
+
+def _roll_histories(layers: list[tuple[str, RecipeState]], group: dist.ProcessGroup | None) -> None:
+    """Rolls the histories of all layers, with one call for those of one shape and rule."""
+    groups: dict[tuple[torch.device, torch.Size, DelayedScaling], list[Tensor]] = {}
+    delayed = []
+    for _, layer, history in histories_of(layers):
+        key = (history.device, history.shape, layer.delayed)
+        groups.setdefault(key, []).append(history)
+        delayed.append(layer)
+        layer.evaluates_unscaled = False
+    if not groups:
+        return
+    if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
+        _reduce_running(delayed, group)
+    for (_, _, rule), histories in groups.items():
+        ops.roll_amax_histories(histories, algorithm=rule.algorithm, margin=rule.margin)
+
+
+def _reduce_running(layers: list[RecipeState], group: dist.ProcessGroup | None) -> None:
+    """Replaces this step's amaxes by the largest of all ranks, in one all-reduce.
+
+    A rank that has some experts of all has zeros for the others.
+    """
+    current = [layer._buffers["amax_history"][..., 1] for layer in layers]  # type: ignore[index]
+    ranges = [layer.expert_range for layer in layers]
+    sent = [amaxes if r is None else r.of_all(amaxes) for r, amaxes in zip(ranges, current)]
+    reduced = hooks().reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in sent]), group)
+    split = reduced.split([amaxes.numel() for amaxes in sent])
+    new = [amaxes.view_as(before) for amaxes, before in zip(split, sent)]
+    new = [amaxes if r is None else r.own(amaxes) for r, amaxes in zip(ranges, new)]
+    torch._foreach_copy_(current, new)
+
+
+# ---- checkpoints ---------------------------------------------------------------------------------
+
+
+def training_state(model: nn.Module) -> dict[str, Tensor]:
+    """Copies the random counters and amax histories of a model.
+
+    Where ranks have different experts, all of them call this: they exchange the histories.
+
+    Args:
+        model: one that mf.quantize_ converted, or that has mf.Linear layers.
+
+    Returns:
+        Copies by name, the same on every data-parallel rank. "rng": int64 (seed, count), of the
+        call mf.quantize_(model, …); "<name>.rng" of a module that was converted alone.
+        "<name>.amax_history": float32 (6, 1 + length), a row an operand; (6, E, 1 + length) of
+        the E experts of all ranks.
+
+    Raises:
+        TypeError: `model` is no module.
+    """
+    require_module("training_state", model)
+    state = {join(fqn, "rng"): rng.get() for fqn, rng in states_of(model)}
+    for fqn, layer, history in histories_of(converted(model)):
+        name, kept = join(fqn, "amax_history"), layer.expert_range
+        if kept is None:
+            state[name] = history.clone()
+        else:
+            state[name] = hooks().reduce_amaxes(kept.of_all(history), kept.group)
+    return state
+
+
+def _require_entry(name: str, wanted: Tensor, entry: Tensor) -> None:
+    """Checks that `entry` can be written to the tensor `wanted`."""
+    if not isinstance(entry, Tensor):
+        raise TypeError(f"load_training_state: {name}: expected a tensor, got {entry!r}")
+    if entry.shape != wanted.shape or entry.dtype != wanted.dtype:
+        raise ValueError(
+            f"load_training_state: expected {name} as {wanted.dtype} {tuple(wanted.shape)}, "
+            f"got {entry.dtype} {tuple(entry.shape)}"
+        )
+    if entry.is_meta or entry.layout != torch.strided:
+        raise ValueError(
+            f"load_training_state: {name}: expected a dense tensor with values, "
+            f"got {entry.layout} on {entry.device}"
+        )
+    if (entry[1:] if name.split(".")[-1] == "rng" else entry).lt(0).any():
+        raise ValueError(
+            f"load_training_state: {name}: expected counts and amaxes of at least 0, got {entry}"
+        )
+
+
+@torch.no_grad()
+def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Loads the state that training_state returned.
+
+    Args:
+        model: one that is converted with the recipe and history length of the saved one.
+        state: tensors by name, of any device.
+
+    Raises:
+        TypeError, ValueError: the state is not one of this model. The model is unchanged then.
+    """
+    wanted = training_state(require_module("load_training_state", model))
+    if not isinstance(state, Mapping):
+        raise TypeError(
+            f"load_training_state: expected a dict of names and tensors, got {type(state).__name__}"
+        )
+    missing, unknown = sorted(wanted.keys() - state.keys()), sorted(state.keys() - wanted.keys())
+    if missing or unknown:
+        raise ValueError(
+            f"load_training_state: expected the keys of this model's training_state; missing "
+            f"{missing or 'none'}, not of this model {unknown or 'none'}"
+        )
+    for name, tensor in wanted.items():
+        _require_entry(name, tensor, state[name])
+    for fqn, rng in states_of(model):
+        rng.set(state[join(fqn, "rng")])
+    layers = converted(model)
+    for fqn, layer, history in histories_of(layers):
+        entry, kept = state[join(fqn, "amax_history")], layer.expert_range
+        history.copy_(entry if kept is None else kept.own(entry))
+        layer.evaluates_unscaled &= not entry[..., 0].any().item()
+    forget_weights(layers)
+
+
+# ---- the random state ----------------------------------------------------------------------------
+
+
+def share_random_state(
+    root: nn.Module, layers: list[RecipeState], seed: int, data_parallel_rank: int | None
+) -> None:
+    """Gives one RngState, and the hooks that advance it, to the layers with stochastic rounding."""
+    stochastic = [m for m in layers if m.recipe.is_stochastic]
+    if not stochastic:
+        return
+    state = state_of(root)
+    if state is None:
+        if (unused := find_hook(root)) is not None:
+            for module in root.modules():
+                remove_hooks(module, unused.state)
+        state = RngState(seed, data_parallel_rank)
+    add_hooks(root, state, stochastic)
+    for layer in stochastic:
+        draw_from(layer, state)
+
+
+def state_of(root: nn.Module) -> RngState | None:
+    """Returns the state that layers of the root draw from; None: all were restored, or none is."""
+    hook = find_hook(root)
+    drawn_from = [m.rng_state for m in root.modules() if isinstance(m, RecipeState)]
+    return hook.state if hook is not None and hook.state in drawn_from else None
+
+
+def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: int | None) -> None:
+    """Checks that seed and rank equal those of an earlier mf.quantize_ of the same root."""
+    state = state_of(root)
+    if state is None:
+        return
+    rank = distributed_rank() if data_parallel_rank is None else data_parallel_rank
+    for name, present, value in (
+        ("seed", state.seed, seed),
+        ("data_parallel_rank", state.rank, rank),
+    ):
+        if value != present:
+            raise ValueError(
+                f"{name}: expected {present}, which this model's converted layers draw their "
+                f"random bits with, got {value}"
+            )
+
+
+def require_own_streams(name: str, model: nn.Module) -> None:
+    """Raises ValueError where two parts of a model draw the same random bits.
+
+    Parts that were converted one by one do so under equal seeds, where they have layers of equal
+    names. A part that is in evaluation, or frozen, is left out.
+
+    Args:
+        name: of the caller.
+        model: it holds the parts.
+    """
+    hooks = [(fqn, m, find_hook(m)) for fqn, m in unwrapped(model).named_modules()]
+    roots = [(fqn, module, hook.state) for fqn, module, hook in hooks if hook is not None]
+    if len(roots) < 2:
+        return
+    owners: dict[tuple[int, int, int], tuple[str, RngState]] = {}
+    for fqn, root, state in roots:
+        if not (root.training and any(p.requires_grad for p in root.parameters())):
+            continue
+        for layer in root.modules():
+            if not isinstance(layer, RecipeState) or layer.rng_state is not state:
+                continue
+            key = state.seed, state.rank, layer.stream_id
+            other, of_other = owners.setdefault(key, (fqn, state))
+            if of_other is not state:
+                raise ValueError(
+                    f"{name}: expected layers with random bits of their own, but "
+                    f"{clean_name(fqn)!r} and {clean_name(other)!r} were converted with one seed, "
+                    f"{state.seed}, and both have a layer {layer.fqn!r}; pass each its own seed, "
+                    "or call mf.quantize_ once, on a module that holds both"
+                )
