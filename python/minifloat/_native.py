@@ -13,11 +13,6 @@ import torch
 LIBRARY = Path(__file__).parent / "lib" / "libminifloat_torch.so"
 
 
-def minor_version(version: str) -> str:
-    """Returns X.Y of a torch version: 2.11 of 2.11.0+cu130."""
-    return ".".join(version.split("+")[0].split(".")[:2])
-
-
 def load(path: Path = LIBRARY) -> None:
     """Registers the operators.
 
@@ -41,8 +36,8 @@ def load(path: Path = LIBRARY) -> None:
 
 
 def require_torch(built_for: str, running: str) -> None:
-    """Checks that two torch versions have the same X.Y."""
-    if minor_version(built_for) != minor_version(running):
+    """Checks that two torch versions have the same X.Y: 2.11 and 2.11.0+cu130 do."""
+    if built_for.split(".")[:2] != running.split(".")[:2]:
         raise ImportError(
             f"minifloat: the native library was built for torch {built_for}, this is torch "
             f"{running}; rebuild it with this torch"

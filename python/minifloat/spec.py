@@ -9,26 +9,14 @@ calls the operators that describe a spec.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import NamedTuple, TypeVar
+from typing import NamedTuple
 
 import torch
 
 from ._native import ops
 from .checks import require_text
-
-Function = TypeVar("Function", bound=Callable[..., object])
-
-
-def constant_in_graphs(function: Function) -> Function:
-    """Makes torch.compile call `function` once a graph and use its result as a constant.
-
-    torch.compiler.assume_constant_result has the same effect, but imports the compiler.
-    """
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-    return function
 
 
 class Sizes(NamedTuple):
@@ -67,7 +55,6 @@ class Spec:
     transposes_exactly: bool  # the transposed codes of one direction are those of the other
 
     @staticmethod
-    @constant_in_graphs
     def parse(text: str) -> Spec:
         """Parses a spec's text.
 
@@ -92,6 +79,11 @@ class Spec:
         if self.amax_of == "row":
             return (rows,)
         return (0,) if self.has_blocks and self.amax_of == "" else ()
+
+
+# Makes the result a constant of a graph, as torch.compiler.assume_constant_result does, which
+# imports the compiler.
+Spec.parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)

@@ -71,7 +71,15 @@ def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
             f"float32 {tuple(weight.shape)} on {weight.device}, got none"
         )
     if not hasattr(weight, "grad_added_to_main_grad"):
-        require_no_reader(layer, weight)
+        if DDP["_active_ddp_module"] is not None:
+            raise ValueError(
+                f"accumulate='main_grad': expected {layer.fqn} outside DistributedDataParallel, "
+                "which reduces .grad and would miss main_grad; convert with accumulate='grad', or "
+                "call the model without DistributedDataParallel, and all-reduce main_grad and the "
+                "other parameters' .grad before the optimizer's step"
+            )
+        if not torch.compiler.is_compiling():  # compiled code: take_gradient checks, in backward
+            require_no_hook(weight, f"{layer.fqn}'s weight")
         return Sums(main_grad, MAIN_GRAD)
     # Megatron's hooks wait for a gradient, and add it to main_grad where this attribute is False.
     if torch.compiler.is_compiling():
@@ -79,19 +87,6 @@ def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
     weight.grad_added_to_main_grad = True
     is_read = getattr(weight, "zero_out_wgrad", False)
     return Sums(main_grad, MAIN_GRAD, "zeros" if is_read else "empty")
-
-
-def require_no_reader(layer: RecipeState, weight: Tensor) -> None:
-    """Raises ValueError where something is to read a .grad that stays None."""
-    if DDP["_active_ddp_module"] is not None:
-        raise ValueError(
-            f"accumulate='main_grad': expected {layer.fqn} outside DistributedDataParallel, which "
-            "reduces .grad and would miss main_grad; convert with accumulate='grad', or call the "
-            "model without DistributedDataParallel, and all-reduce main_grad and the other "
-            "parameters' .grad before the optimizer's step"
-        )
-    if not torch.compiler.is_compiling():  # compiled code: take_gradient checks, in backward
-        require_no_hook(weight, f"{layer.fqn}'s weight")
 
 
 def require_no_hook(weight: Tensor, name: str) -> None:

@@ -183,11 +183,6 @@ class GroupedProduct(RecipeState):
         """Drops cached operands."""
         self.weight_codes, self._cached_weight = None, None
 
-    def extra_repr(self) -> str:
-        gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
-        memory = "" if not self.recompute else f", recompute={self.recompute!r}"
-        return f"recipe={self.recipe.text!r}{memory}{gather}"
-
 
 def product_of(module: nn.Module, name: str) -> GroupedProduct | None:
     """Returns the product of the module's 3D parameter `name`; None where it has no recipe."""

@@ -128,9 +128,8 @@ class Linear(RecipeState, nn.Linear):
         x_operands, w_operands = None, weight_operands(weight, self.recipe, input, history)
         if not is_compiling and type(input) is Tensor and not input.is_meta:
             if w_operands is None:
-                columnwise = torch.is_grad_enabled() and input.requires_grad
                 w_operands = self.cached_operands(
-                    self.weight_codes, weight, weight, input, columnwise, history
+                    self.weight_codes, weight, weight, input, input.requires_grad, history
                 )
             if self.shared_input is not None:
                 columnwise = torch.is_grad_enabled() and weight.requires_grad
@@ -193,10 +192,7 @@ class Linear(RecipeState, nn.Linear):
         return self
 
     def extra_repr(self) -> str:
-        gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
-        memory = "" if not self.recompute else f", recompute={self.recompute!r}"
-        sums = "" if not self.accumulate else f", accumulate={self.accumulate!r}"
-        return f"{super().extra_repr()}, recipe={self.recipe.text!r}{memory}{sums}{gather}"
+        return f"{nn.Linear.extra_repr(self)}, {super().extra_repr()}"
 
 
 def require_known_class(layer: Linear, weight: Any) -> None:

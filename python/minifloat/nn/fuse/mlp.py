@@ -228,15 +228,8 @@ def one_op(module: MLP, x: Tensor) -> Tensor:
     codes: list[list[Tensor] | None] = [None]
     if not torch.compiler.is_compiling():
         codes = [
-            layer.cached_operands(
-                layer.weight_codes,
-                layer.weight,
-                layer.weight,
-                x,
-                torch.is_grad_enabled() and columnwise,
-                history,
-            )
-            for layer, columnwise, history in zip(layers, reads_back, histories)
+            m.cached_operands(m.weight_codes, m.weight, m.weight, x, columnwise, history)
+            for m, columnwise, history in zip(layers, reads_back, histories)
         ]
     return ops.mlp(
         x,

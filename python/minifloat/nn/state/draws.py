@@ -3,13 +3,33 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 
+Function = TypeVar("Function", bound=Callable[..., object])
 FORWARDS_IN_FLIGHT = 256  # recorded forwards of one layer, which autograd may recompute
 
 
+def eager_alone(function: Function) -> Function:
+    """Lets compiled code contain this function, and never be the function alone.
+
+    torch compiles a hook of a compiled module as a function of its own. In it no draw could be
+    recorded, and a checkpointed call could not be recomputed. And once torch has found no operation
+    in a function, as in a hook that does nothing in evaluation, it skips the function for good.
+
+    The function has no comprehension, whose code torch compiles by itself.
+    """
+    dynamo = torch._C._dynamo.eval_frame  # torch._dynamo itself takes seconds to import
+    alone, called = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(alone, called)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+@eager_alone
 def is_in_backward() -> bool:
     """Tells whether autograd runs a backward pass in this thread."""
     return torch._C._current_graph_task_id() != -1
@@ -25,11 +45,13 @@ class Draws:
     def __reduce__(self) -> tuple[object, ...]:
         return Draws, ()  # a copied layer has no recorded forwards
 
+    @eager_alone
     def record(self, current: Tensor, rng: Tensor) -> None:
         """Records a forward: the state's `current`, and the same bits on the module's device."""
         self.last = current
         self.past.append((torch._C._autograd._get_sequence_nr(), rng))
 
+    @eager_alone
     def repeated(self) -> tuple[int, Tensor] | None:
         """Finds the forward that autograd recomputes now.
 
@@ -67,10 +89,12 @@ class Replay:
     order. So a module that it calls twice draws the bits of its first call, then of its second.
     """
 
+    @eager_alone
     def __init__(self, start: int) -> None:
         self.start = start
         self.rest: dict[Draws, list[Tensor]] = {}  # what is left to draw, the next one last
 
+    @eager_alone
     def next(self, draws: Draws) -> Tensor | None:
         """Returns the random bits of a module's next forward; None: it was not recorded."""
         if draws not in self.rest:

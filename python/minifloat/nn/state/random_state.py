@@ -24,7 +24,7 @@ except where a larger compiled function contains the call; there they are part o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import cast
 
 import torch
@@ -34,7 +34,7 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_int
 from ..names import clean_name, unwrapped
-from .draws import Draws, Replay, is_in_backward
+from .draws import Draws, Replay, eager_alone, is_in_backward
 
 
 def distributed_rank() -> int:
@@ -42,28 +42,13 @@ def distributed_rank() -> int:
     return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
 
 
+@eager_alone
 def as_normal(tensor: Tensor) -> Tensor:
     """Copies a tensor made under inference_mode to one that may be written to at any time."""
     if not tensor.is_inference():
         return tensor
     with torch.inference_mode(False):
         return tensor.clone()
-
-
-def eager_alone(functions: Iterable[Callable[..., object]]) -> None:
-    """Lets compiled code contain these functions, and never be one of them alone.
-
-    torch compiles a hook of a compiled module as a function of its own. In it no draw could be
-    recorded, and a checkpointed call could not be recomputed. And once torch has found no operation
-    in a function, as in a hook that does nothing in evaluation, it skips the function for good.
-
-    The functions have no comprehensions, whose code torch compiles by itself.
-    """
-    dynamo = torch._C._dynamo.eval_frame  # torch._dynamo itself takes seconds to import
-    alone, called = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
-    for function in functions:
-        strategy = dynamo._FrameExecStrategy(alone, called)
-        dynamo.set_code_exec_strategy(function.__code__, strategy)
 
 
 class RngState:
@@ -81,6 +66,7 @@ class RngState:
         self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
         self.close()
 
+    @eager_alone
     def close(self) -> None:
         """Ends the running forward: the next one begins a new count."""
         self.current: Tensor | None = None
@@ -100,10 +86,12 @@ class RngState:
     def _mixed(self) -> int:
         return ops.mix_seed(self.seed, self.rank)
 
+    @eager_alone
     def to(self, device: torch.device) -> None:
         if device.type != "meta" and self.tensor.device != device:
             self.tensor = as_normal(self.tensor.to(device))
 
+    @eager_alone
     def advance(self) -> Tensor:
         """Adds one to the count, except in inference mode. Returns a copy: int64 (2).
 
@@ -114,6 +102,7 @@ class RngState:
             self.tensor, in_forward=torch.compiler.is_compiling()
         )
 
+    @eager_alone
     def begin(self, is_training: bool, device: torch.device | None = None) -> Tensor:
         """Begins a forward, in training mode with the next count. Returns `current`.
 
@@ -129,6 +118,7 @@ class RngState:
         self.is_advanced, self.copies = is_training, {}
         return self.current
 
+    @eager_alone
     def repeat(self, current: Tensor | None) -> None:
         """Lets modules draw with the bits of the call that autograd recomputes."""
         if current is not None:
@@ -196,6 +186,7 @@ class RngState:
         self.close()
 
 
+@eager_alone
 def is_capturing(device: torch.device) -> bool:
     """Tells whether a CUDA graph is captured."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
@@ -220,6 +211,7 @@ class AdvanceRng:
     def __getstate__(self) -> dict[str, object]:
         return self.__dict__ | {"is_outermost": False}
 
+    @eager_alone
     def before(self, module: nn.Module, args: object) -> None:
         """Begins a count, unless the module runs within a call that did so."""
         state, is_training = self.state, module.training
@@ -243,37 +235,18 @@ class AdvanceRng:
         if is_training and state.current is not None:
             self.draws.record(state.current, state.current)
 
+    @eager_alone
     def after(self, module: nn.Module, args: object, output: object) -> None:
         """Ends the forward that `before` began, also where it raised an exception."""
         if self.is_outermost:
             self.is_outermost = False
             self.state.close()
 
+    @eager_alone
     def device(self) -> torch.device:
         """Returns the home layer's device."""
         stream = self.home._buffers.get("stream")  # None: the layer was restored alone
         return cast(Tensor, self.home.weight if stream is None else stream).device
-
-
-eager_alone(
-    [
-        AdvanceRng.before,
-        AdvanceRng.after,
-        AdvanceRng.device,
-        RngState.advance,
-        RngState.begin,
-        RngState.close,
-        RngState.repeat,
-        RngState.to,
-        Draws.record,
-        Draws.repeated,
-        Replay.__init__,
-        Replay.next,
-        as_normal,
-        is_capturing,
-        is_in_backward,
-    ]
-)
 
 
 def add_hooks(root: nn.Module, state: RngState, layers: Sequence[nn.Module]) -> None:
@@ -327,16 +300,12 @@ def states_of(model: nn.Module) -> Iterator[tuple[str, RngState]]:
 
 def remove_hooks(module: nn.Module, state: RngState | None = None) -> None:
     """Removes the hooks that advance a state; None: any."""
-    after = (module._forward_hooks_with_kwargs, module._forward_hooks_always_called)
-    for hooks, options in (
-        (module._forward_pre_hooks, (module._forward_pre_hooks_with_kwargs,)),
-        (module._forward_hooks, after),
-    ):
+    for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
             if isinstance(owner, AdvanceRng) and state in (None, owner.state):
-                for entries in (hooks, *options):
-                    entries.pop(key, None)
+                del hooks[key]
+                module._forward_hooks_always_called.pop(key, None)
 
 
 def require_shared_seed(state: RngState, group: dist.ProcessGroup, name: str = "linear") -> None:

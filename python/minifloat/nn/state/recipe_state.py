@@ -234,7 +234,7 @@ class RecipeState(nn.Module):
             weight: the parameter.
             matrix: W (…, N, K), what a cast reads of the parameter.
             x: what the product's conditions are those of.
-            columnwise: whether backward reads the weight.
+            columnwise: whether a backward pass would read the weight.
             amax_history: of the product, for delayed scaling.
             process_group: the ranks of a sharded weight, which change their shards together.
             shards: arguments of its cast.
@@ -250,7 +250,7 @@ class RecipeState(nn.Module):
         return cache.operands(
             weight,
             text,
-            columnwise,
+            columnwise and torch.is_grad_enabled(),
             conditions,
             self.is_in_step(),
             partial(cast, matrix, text, "w", amax_history=amax_history, **shards),
@@ -276,6 +276,12 @@ class RecipeState(nn.Module):
         if self.rng_state is None:
             return None
         return self.rng_state.draw(self.draws, device, self.training)
+
+    def extra_repr(self) -> str:
+        memory = f", recompute={self.recompute!r}" if self.recompute else ""
+        sums = f", accumulate={self.accumulate!r}" if self.accumulate else ""
+        gather = "" if self.weight_gather is None else f"; {self.weight_gather}"
+        return f"recipe={self.recipe.text!r}{memory}{sums}{gather}"
 
     def unwrap_buffers(self) -> None:
         """Replaces buffers that torch's parallel styles made DTensors by the rank's tensors."""
