@@ -16,8 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .._native import ops
-from ..nn.expert_parameters import matrix_of
-from ..nn.grouped_product import GroupedProduct, ProductCall
+from ..nn.grouped_product import GroupedProduct, ProductCall, matrix_of
 from ..nn.names import PRODUCT
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor

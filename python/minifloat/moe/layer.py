@@ -18,8 +18,7 @@ from torch.types import Device
 
 from ..checks import require_bool, require_int, require_text
 from ..nn.cache.operand_cache import share_inputs
-from ..nn.expert_parameters import HasProducts, matrix_of
-from ..nn.grouped_product import add_products, call_of, product_of
+from ..nn.grouped_product import HasProducts, add_products, call_of, matrix_of, product_of
 from ..nn.hooks import hooks
 from ..nn.linear import adopt
 from ..nn.state.random_state import RngState, add_hooks

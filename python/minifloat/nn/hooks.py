@@ -45,7 +45,6 @@ def expert_hooks() -> ExpertHooks:
 
 QUANTIZED, COMPUTE_DTYPE = "quantized", "compute_dtype"  # how FSDP2 gathers a weight
 
-
 GatherPlan = object  # of distributed/fsdp, which alone reads it
 PlannedGather = tuple[GatherPlan | None, str]  # and the sentence for the report
 
@@ -69,32 +68,25 @@ class ExpertWeightGather(Protocol):
 
 @dataclass(frozen=True)
 class DistributedHooks:
-    """The functions that layers call for several processes.
+    """The functions that layers call for several processes."""
 
-    plan_gather         recipe -> (plan of the weight's gather or None, sentence for the report)
-    adopt_weight        (layer, parameter): before the parameter becomes the layer's weight
-    plan_experts        plan_gather of a 3D weight of experts
-    adopt_experts       (module, product, parameter until now, parameter): before the 3D parameter
-                        becomes the module's
-    require_no_shard    (module, name, weight): raises where FSDP2 has sharded a weight that is to
-                        be gathered as codes
-    precompute_scales   model: exchanges the maxima of all sharded weights, after a step
-    reduce_amaxes       (amaxes, group) -> the largest of all ranks
-    accumulate_gradients
-                        (layer, parameter): before the parameter, which FSDP2 has gathered, becomes
-                        the weight of a layer whose gradients are added to .grad in float32
-    linear              mf.linear of a weight that is a DTensor
-    forward             (layer, x) -> y of a layer whose weight is a DTensor
-    """
-
+    # Recipe of a linear layer, or of a 3D weight of experts -> how FSDP2 gathers the weight.
     plan_gather: Callable[[Recipe], PlannedGather]
-    adopt_weight: Callable[[nn.Module, Tensor], None]
     plan_experts: Callable[[Recipe], PlannedGather]
+    # (layer, parameter): before the parameter becomes the layer's weight.
+    adopt_weight: Callable[[nn.Module, Tensor], None]
+    # (module, product, parameter until now, parameter): before it becomes the module's.
     adopt_experts: Callable[[nn.Module, Any, Tensor | None, Tensor], None]
+    # (module, name, weight): raises where FSDP2 has sharded a weight to be gathered as codes.
     require_no_shard: Callable[[nn.Module, str, Tensor], None]
+    # model: exchanges the maxima of all sharded weights, after a step.
     precompute_scales: Callable[[nn.Module], None]
+    # (amaxes, group) -> the largest of all ranks.
     reduce_amaxes: Callable[[Tensor, dist.ProcessGroup | None], Tensor]
+    # (layer, parameter): before the parameter, which FSDP2 has gathered, becomes the weight of a
+    # layer whose gradients are added to .grad in float32.
     accumulate_gradients: Callable[[nn.Module, Tensor], None]
+    # mf.linear, and (layer, x) -> y, of a weight that is a DTensor.
     linear: Callable[..., Tensor]
     forward: Callable[[nn.Module, Tensor], Tensor]
 
@@ -153,18 +145,15 @@ class Selection:
 
 @dataclass(frozen=True)
 class ExpertHooks:
-    """The functions for models with experts.
+    """The functions for models with experts."""
 
-    select      (model, filters, experts, primary) -> what to convert
-    convert     (choice, name in the whole model, plan, primary weights, delayed scaling) -> the
-                new products
-    revert      module: undoes one conversion, complete or not
-    restore     model: undoes all
-    end_step    (model, group): moves the balance of routers by this step's counts
-    """
-
+    # (model, filters, experts, primary) -> what to convert.
     select: Callable[..., Selection]
+    # (choice, name in the whole model, plan, primary weights, delayed scaling) -> the new products.
     convert: Callable[..., list[Any]]
+    # module: undoes one conversion, complete or not.
     revert: Callable[[nn.Module], None]
+    # model: undoes all conversions.
     restore: Callable[[nn.Module], None]
+    # (model, group): moves the balance of routers by this step's counts.
     end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]

@@ -19,8 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...nn.expert_parameters import HasProducts
-from ...nn.grouped_product import GroupedProduct, product_of
+from ...nn.grouped_product import GroupedProduct, HasProducts, product_of
 from ...nn.names import PRODUCT
 
 

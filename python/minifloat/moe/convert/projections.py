@@ -21,8 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from ...nn.expert_parameters import matrix_of
-from ...nn.grouped_product import call_of
+from ...nn.grouped_product import call_of, matrix_of
 from ..feed_forward import Matrices, Plan, compute_dtype, run_experts, weighted_biases
 from ..mlp_checks import require_no_tangents
 from ..permute import add_slots, order_rows, take_rows

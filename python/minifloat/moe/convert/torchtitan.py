@@ -19,8 +19,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from ...nn.expert_parameters import matrix_of
-from ...nn.grouped_product import GroupedProduct, ProductCall, call_of, product_of
+from ...nn.grouped_product import GroupedProduct, ProductCall, call_of, matrix_of, product_of
 from ...nn.hooks import is_distributed
 from ...nn.names import PRODUCT, join
 from ...nn.state.recipe_state import ExpertRange

@@ -16,8 +16,14 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from ..._native import ops
 from ...nn.cache.operand_cache import conditions_of_ranks
-from ...nn.expert_parameters import local_of, matrix_of
-from ...nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
+from ...nn.grouped_product import (
+    GroupedProduct,
+    ProductCall,
+    Sharding,
+    local_of,
+    matrix_of,
+    product_of,
+)
 from ...nn.state.random_state import require_shared_seed
 from ...tensor.quantized_tensor import QuantizedTensor
 from ..feed_forward import Matrices, Plan, compute_dtype, run_experts

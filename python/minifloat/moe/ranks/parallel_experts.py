@@ -24,8 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from ...checks import require_int
-from ...nn.expert_parameters import local_of, matrix_of
-from ...nn.grouped_product import ProductCall, call_of, product_of
+from ...nn.grouped_product import ProductCall, call_of, local_of, matrix_of, product_of
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe
 from ...tensor.operands import Operand

@@ -7,7 +7,7 @@ ties, dtype, device and state-dict keys stay, so references to the layer remain 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from itertools import count
 from typing import Any, cast
@@ -27,7 +27,7 @@ from ..state.model_state import (
     require_same_random_state,
     share_random_state,
 )
-from ..state.random_state import AdvanceRng, hooks_of, remove_hooks
+from ..state.random_state import hooks_of, remove_hooks
 from ..state.recipe_state import (
     DEFAULT_HISTORY,
     RECOMPUTE,
@@ -150,7 +150,7 @@ def quantize_(
     with ExitStack() as undo:
         undo.callback(enable_fast_paths_in, model, converted_layers(model))
         for module in model.modules():
-            undo.callback(remove_new_hooks, module, hooks_of(module))
+            undo.callback(remove_hooks, module, hooks_of(module))
         for choice in selection.chosen:
             undo.callback(revert, choice.module, dict(choice.module._parameters))
             is_linear = isinstance(choice.module, nn.Linear)
@@ -245,13 +245,6 @@ def restore_(model: nn.Module) -> nn.Module:
 def converted_layers(model: nn.Module) -> dict[Linear, None]:
     """Finds the mf.Linear layers of the model, itself included, in order."""
     return {module: None for module in model.modules() if isinstance(module, Linear)}
-
-
-def remove_new_hooks(module: nn.Module, before: Sequence[AdvanceRng]) -> None:
-    """Removes the hooks that advance a random state, except those of `before`."""
-    for hook in hooks_of(module):
-        if hook not in before:
-            remove_hooks(module, hook.state)
 
 
 def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:

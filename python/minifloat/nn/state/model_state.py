@@ -25,6 +25,7 @@ from .random_state import (
     add_hooks,
     distributed_rank,
     find_hook,
+    hooks_of,
     remove_hooks,
     states_of,
 )
@@ -206,7 +207,7 @@ def share_random_state(
     if state is None:
         if (unused := find_hook(root)) is not None:
             for module in root.modules():
-                remove_hooks(module, unused.state)
+                remove_hooks(module, [h for h in hooks_of(module) if h.state is not unused.state])
         state = RngState(seed, data_parallel_rank)
     add_hooks(root, state, stochastic)
     for layer in stochastic:

@@ -25,6 +25,7 @@ except where a larger compiled function contains the call; there they are part o
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from itertools import count
 from typing import cast
 
 import torch
@@ -62,7 +63,8 @@ class RngState:
     def __init__(self, seed: int, rank: int | None = None) -> None:
         self.rank = distributed_rank() if rank is None else rank
         self.seed = require_int("seed", seed)
-        self.tensor = as_normal(torch.tensor([self._mixed(), 0], dtype=torch.int64, device="cpu"))
+        mixed = ops.mix_seed(self.seed, self.rank)
+        self.tensor = as_normal(torch.tensor([mixed, 0], dtype=torch.int64, device="cpu"))
         self.agreed: set[str] = set()  # groups whose ranks were seen to share the seed
         self.close()
 
@@ -82,9 +84,6 @@ class RngState:
         self.__dict__.update(state)
         self.tensor = as_normal(self.tensor)
         self.close()
-
-    def _mixed(self) -> int:
-        return ops.mix_seed(self.seed, self.rank)
 
     @eager_alone
     def to(self, device: torch.device) -> None:
@@ -181,7 +180,7 @@ class RngState:
     def set(self, state: Tensor) -> None:
         """Loads a state that get returned."""
         self.seed = int(state[0])
-        self.tensor[0].fill_(self._mixed())
+        self.tensor[0].fill_(ops.mix_seed(self.seed, self.rank))
         self.tensor[1].copy_(state[1])
         self.close()
 
@@ -231,7 +230,9 @@ class AdvanceRng:
             return
         is_repeated = self.draws.last is state.current
         if not is_within or (is_training and (not state.is_advanced or is_repeated)):
-            state.begin(is_training, self.device())
+            stream = self.home._buffers.get("stream")  # None: the layer was restored alone
+            home = self.home.weight if stream is None else stream
+            state.begin(is_training, cast(Tensor, home).device)
         if is_training and state.current is not None:
             self.draws.record(state.current, state.current)
 
@@ -241,12 +242,6 @@ class AdvanceRng:
         if self.is_outermost:
             self.is_outermost = False
             self.state.close()
-
-    @eager_alone
-    def device(self) -> torch.device:
-        """Returns the home layer's device."""
-        stream = self.home._buffers.get("stream")  # None: the layer was restored alone
-        return cast(Tensor, self.home.weight if stream is None else stream).device
 
 
 def add_hooks(root: nn.Module, state: RngState, layers: Sequence[nn.Module]) -> None:
@@ -264,20 +259,11 @@ def add_hooks(root: nn.Module, state: RngState, layers: Sequence[nn.Module]) -> 
         ):
             hook = AdvanceRng(state, homes[name], is_root)
             module.register_forward_pre_hook(hook.before)
-            add_after(module, hook)
-
-
-def add_after(module: nn.Module, hook: AdvanceRng) -> None:
-    """Adds a hook that runs after the forward, whatever it raises, with one key in all modules.
-
-    Compiled code has a guard for the key of such a hook. With the keys of register_forward_hook,
-    which counts them, no two blocks would share a graph.
-    """
-    key = -1
-    while key in module._forward_hooks:
-        key -= 1
-    module._forward_hooks[key] = hook.after
-    module._forward_hooks_always_called[key] = True
+            # Compiled code has a guard for the key of a hook after the forward. With the keys of
+            # register_forward_hook, which counts them, no two blocks would share a graph.
+            key = next(key for key in count(-1, -1) if key not in module._forward_hooks)
+            module._forward_hooks[key] = hook.after
+            module._forward_hooks_always_called[key] = True  # whatever the forward raises
 
 
 def hooks_of(module: nn.Module) -> list[AdvanceRng]:
@@ -298,12 +284,12 @@ def states_of(model: nn.Module) -> Iterator[tuple[str, RngState]]:
             yield clean_name(fqn), hook.state
 
 
-def remove_hooks(module: nn.Module, state: RngState | None = None) -> None:
-    """Removes the hooks that advance a state; None: any."""
+def remove_hooks(module: nn.Module, kept: Sequence[AdvanceRng] = ()) -> None:
+    """Removes the hooks that advance a state, except `kept`."""
     for hooks in (module._forward_pre_hooks, module._forward_hooks):
         for key, hook in list(hooks.items()):
             owner = getattr(hook, "__self__", None)
-            if isinstance(owner, AdvanceRng) and state in (None, owner.state):
+            if isinstance(owner, AdvanceRng) and owner not in kept:
                 del hooks[key]
                 module._forward_hooks_always_called.pop(key, None)
 
