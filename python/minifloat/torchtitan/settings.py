@@ -7,7 +7,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from ..nn.convert.keep import DEFAULT_KEEP, Keep
+from ..nn.convert.filters import DEFAULT_KEEP, Keep
 from ..nn.state.recipe_state import DEFAULT_HISTORY
 
 

@@ -6,7 +6,7 @@
 
 TEXT is a preset (`nvfp4`), a recipe written out (`fprop=... dgrad=... wgrad=...`) or a map of
 module names (`*: nvfp4; layers.0.*: bf16`). POLICY says what stays in high precision; without it
-that is mf.quantize_'s default (nn/convert/keep.py). `@SEED` starts the same recipe from other
+that is mf.quantize_'s default (nn/convert/filters.py). `@SEED` starts the same recipe from other
 initial weights and draws other batches: the difference of the two runs is the noise of the
 comparison.
 """
@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import cast
 
-from ..nn.convert.keep import DEFAULT_KEEP, KEEPS, Keep
+from ..nn.convert.filters import DEFAULT_KEEP, KEEPS, Keep
 from .checks import SEED, TEXT, Settings, TrainError, kind, require, setting, shown
 
 # A comma separates entries unless it belongs to a product: `...*e4m3/tensor,fast dgrad=...`.

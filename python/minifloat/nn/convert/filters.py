@@ -1,21 +1,51 @@
-"""What the arguments of mf.quantize_ leave out by name, by size or by a function of the caller."""
+"""What the arguments of mf.quantize_ leave out: by name, by size, by a function, or by a policy.
+
+`keep` names the policy:
+
+    "head"         the head. The default of mf.quantize_, `minifloat train` and torchtitan's section
+    "nvfp4_paper"  the head, and the last blocks, as NVIDIA pretrained in NVFP4 (arXiv 2509.25149,
+                   section 4): at most 15% of the blocks, and at least one
+    "nothing"      no layer
+
+Published FP8, MXFP8 and MXFP4 runs keep the head alone. Routers beside experts stay under every
+policy.
+
+The head is the linear layer that a name in HEADS calls, or one within a module so called, outside
+numbered modules; those of AMBIGUOUS only beside numbered modules. A recipe map that names it by
+another glob than "*" decides instead. Blocks are the modules of a numbered list, `layers.0`,
+`layers.1` and so on, outside other numbered modules: of several lists the one with the most
+parameters.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Sequence
 from difflib import get_close_matches
-from typing import cast
+from typing import Literal, get_args
 
 from torch import nn
 
-from ...checks import require_text
+from ...checks import require_one_of, require_text
 from ...recipe import Recipe, RecipeMap, glob_matches
-from ..names import clean_name
-from .keep import kept_by
+from ..names import clean_name, join
 
 FilterFn = Callable[[nn.Module, str], bool]
 AUTO_FILTER = "auto_filter_small_kn"
+
+Keep = Literal["head", "nvfp4_paper", "nothing"]
+KEEPS: tuple[str, ...] = get_args(Keep)
+DEFAULT_KEEP: Keep = "head"
+
+HEADS = (
+    "lm_head",  # Hugging Face, torchtitan
+    "output",  # torchtitan 0.2
+    "head",  # timm
+    "output_layer",  # Megatron
+    "embed_out",  # GPT-NeoX
+    "proj_out",  # Whisper, diffusers
+)
+AMBIGUOUS = ("output", "proj_out")  # projections within a block have these names too
+LAST_PERCENT = 15  # of the blocks
 
 # Recipe -> pairs (K, N): a layer of at most K inputs and at most N outputs is left out. On an H200,
 # with 16384 tokens in eager mode, such layers are slower than bf16, and the next larger sizes are
@@ -62,26 +92,49 @@ def auto_filter_small_kn(recipe: str | Recipe) -> FilterFn:
     return is_large_enough
 
 
-@dataclass(frozen=True)
 class Filters:
     """What stays in high precision, by the arguments of mf.quantize_.
 
     Args:
+        model: the model.
         recipes: the recipe map.
-        names: filter_fqns. A layer whose name contains one is left out.
+        filter_fqns: a layer whose name contains one is left out.
         filter_fn: as that of mf.quantize_.
-        kept: name -> why the policy keeps the module, and what it holds.
+        keep: the policy's name.
+
+    Raises:
+        TypeError, ValueError: an argument is not as expected, or a text matches no module's name.
     """
 
-    recipes: RecipeMap
-    names: tuple[str, ...]
-    filter_fn: FilterFn | None
-    kept: Mapping[str, str]
+    def __init__(
+        self,
+        model: nn.Module,
+        recipes: RecipeMap,
+        filter_fqns: Iterable[str],
+        filter_fn: FilterFn | None,
+        keep: str,
+    ) -> None:
+        if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
+            raise TypeError(f"filter_fqns: expected a list of names, got {filter_fqns!r}")
+        if filter_fn is not None and not callable(filter_fn):
+            raise TypeError(
+                f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
+            )
+        names = [require_text("filter_fqns: an entry", name) for name in filter_fqns]
+        fqns = [clean_name(fqn) for fqn, _ in model.named_modules()]
+        self.recipes, self.filter_fn = recipes, filter_fn
+        self.is_sized = AUTO_FILTER in names
+        self.parts = [name for name in names if name != AUTO_FILTER]
+        unused = [part for part in self.parts if not any(part in fqn for fqn in fqns)]
+        require_used("filter_fqns", "parts of names of this model's modules", unused, fqns)
+        unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
+        require_used("recipe", "globs of names of this model's modules", unused, fqns)
+        self.kept = kept_by(keep, model, recipes.globs_of)
 
     def reason(self, module: nn.Module, fqn: str) -> str | None:
         """Returns why a layer or an experts module is left out; None where it is not."""
         recipe = self.recipes.find(fqn)
-        if matching := [name for name in self.names if name != AUTO_FILTER and name in fqn]:
+        if matching := [part for part in self.parts if part in fqn]:
             return f"filter_fqns has {matching[0]!r}"
         if recipe is None:
             return "no glob of the recipe map matches"
@@ -90,41 +143,13 @@ class Filters:
         for name, why in self.kept.items():
             if fqn == name or fqn.startswith(name + "."):
                 return why
-        is_sized = AUTO_FILTER in self.names and isinstance(module, nn.Linear)
-        if is_sized and not auto_filter_small_kn(recipe)(module, fqn):
-            n, k = cast(nn.Linear, module).weight.shape
-            return f"{AUTO_FILTER}: K = {k}, N = {n} is too small for {recipe}"
+        if self.is_sized and isinstance(module, nn.Linear):
+            n, k = module.weight.shape
+            if not auto_filter_small_kn(recipe)(module, fqn):
+                return f"{AUTO_FILTER}: K = {k}, N = {n} is too small for {recipe}"
         if self.filter_fn is not None and not self.filter_fn(module, fqn):
             return "filter_fn says no"
         return None
-
-
-def filters_of(
-    model: nn.Module,
-    recipes: RecipeMap,
-    filter_fqns: Iterable[str],
-    filter_fn: FilterFn | None,
-    keep: str,
-) -> Filters:
-    """Checks the arguments of mf.quantize_ that leave layers out.
-
-    Raises:
-        TypeError, ValueError: an argument is not as expected, or a text matches no module's name.
-    """
-    if isinstance(filter_fqns, str) or not isinstance(filter_fqns, Iterable):
-        raise TypeError(f"filter_fqns: expected a list of names, got {filter_fqns!r}")
-    if filter_fn is not None and not callable(filter_fn):
-        raise TypeError(
-            f"filter_fn: expected a function of (module, name), got {type(filter_fn).__name__}"
-        )
-    names = tuple(require_text("filter_fqns: an entry", name) for name in filter_fqns)
-    fqns = [clean_name(fqn) for fqn, _ in model.named_modules()]
-    parts = [name for name in names if name != AUTO_FILTER]
-    unused = [name for name in parts if not any(name in fqn for fqn in fqns)]
-    require_used("filter_fqns", "parts of names of this model's modules", unused, fqns)
-    unused = [g for g, _ in recipes.entries if not any(glob_matches(g, fqn) for fqn in fqns)]
-    require_used("recipe", "globs of names of this model's modules", unused, fqns)
-    return Filters(recipes, names, filter_fn, kept_by(keep, model, recipes.globs_of))
 
 
 def require_used(argument: str, expected: str, unused: Sequence[str], fqns: Iterable[str]) -> None:
@@ -153,3 +178,66 @@ def nearest_names(text: str, fqns: Iterable[str]) -> list[str]:
         ".".join(part[i : i + length]) for part in parts for i in range(len(part) - length + 1)
     }
     return get_close_matches(wanted, sorted(windows))
+
+
+# ---- policies ------------------------------------------------------------------------------------
+
+
+def kept_by(keep: str, model: nn.Module, globs_of: Callable[[str], list[str]]) -> dict[str, str]:
+    """Returns the modules that a policy keeps, with all that they hold: name -> the reason.
+
+    Args:
+        keep: the policy's name.
+        model: the model.
+        globs_of: name of a layer -> the globs of the recipe map that match it.
+
+    Raises:
+        ValueError: there is no such policy, or it keeps blocks and the model has none.
+    """
+    require_one_of("keep", keep, KEEPS)
+    if keep == "nothing":
+        return {}
+    modules = dict.fromkeys(heads_of(model, globs_of), "the head")
+    if keep == "nvfp4_paper":
+        blocks = blocks_of(model)
+        if not blocks:
+            raise ValueError(
+                f'keep="{keep}": expected a model with numbered blocks (layers.0, layers.1, …), '
+                f"got {type(model).__name__} without; name layers in filter_fqns instead"
+            )
+        count = max(1, len(blocks) * LAST_PERCENT // 100)
+        last = "block" if count == 1 else f"{count} blocks"
+        modules |= dict.fromkeys(blocks[-count:], f"in the last {last} of {len(blocks)}")
+    return {name: f'keep="{keep}": {what}' for name, what in modules.items()}
+
+
+def heads_of(model: nn.Module, globs_of: Callable[[str], list[str]]) -> list[str]:
+    """Returns the names of heads that no glob of the map other than "*" names."""
+    heads = []
+    for raw_fqn, module in model.named_modules():
+        *parents, name = clean_name(raw_fqn).split(".")
+        if name not in HEADS or any(part.isdecimal() for part in parents):
+            continue
+        if name in AMBIGUOUS:
+            beside = model.get_submodule(raw_fqn.rpartition(".")[0]).named_modules()
+            if not any(n.rpartition(".")[2].isdecimal() for n, _ in beside):
+                continue
+        fqn = join(*parents, name)
+        linear = [n for n, m in module.named_modules() if isinstance(m, nn.Linear)]
+        if not any(set(globs_of(join(fqn, clean_name(n)))) - {"*"} for n in linear):
+            heads.append(fqn)
+    return heads
+
+
+def blocks_of(model: nn.Module) -> list[str]:
+    """Returns the names of a model's blocks, in order."""
+    lists: dict[str, dict[str, nn.Module]] = {}
+    for raw_fqn, module in model.named_modules():
+        *parents, name = clean_name(raw_fqn).split(".")
+        if name.isdecimal() and not any(part.isdecimal() for part in parents):
+            lists.setdefault(join(*parents), {})[join(*parents, name)] = module
+    sizes = {
+        parent: sum(p.numel() for module in modules.values() for p in module.parameters())
+        for parent, modules in lists.items()
+    }
+    return list(lists[max(sizes, key=sizes.__getitem__)]) if sizes else []

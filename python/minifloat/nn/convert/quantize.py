@@ -36,8 +36,7 @@ from ..state.recipe_state import (
     converted,
 )
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
-from .filters import FilterFn, filters_of
-from .keep import DEFAULT_KEEP, Keep
+from .filters import DEFAULT_KEEP, FilterFn, Filters, Keep
 from .primary_weights import (
     HIGH_PRECISION_INIT,
     make_primary,
@@ -88,7 +87,7 @@ def quantize_(
             "auto_filter_small_kn" leaves out small layers (see mf.auto_filter_small_kn).
         filter_fn: (module, name) -> whether to convert the layer.
         keep: what else stays in high precision: "head", the layer that computes logits;
-            "nvfp4_paper", the head and the last blocks; "nothing" (nn/convert/keep.py).
+            "nvfp4_paper", the head and the last blocks; "nothing" (nn/convert/filters.py).
         experts: glob of modules' names -> names of 3D parameters, which the modules' forward
             multiplies with by torch's grouped_mm, bmm or matmul.
         primary: whether the codes replace the high-precision weight as the parameter: for weights
@@ -138,7 +137,7 @@ def quantize_(
     require_one_of("memory", memory, RECOMPUTE)
     require_one_of("accumulate", accumulate, ACCUMULATE)
     require_bool("verbose", verbose)
-    filters = filters_of(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
+    filters = Filters(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
     selection = select(
         model, filters, expert_hooks().select(model, filters, experts, primary), primary
     )
