@@ -49,7 +49,7 @@ def linear(
     """
     if is_distributed(weight):
         recipe = recipe if isinstance(recipe, Recipe) else Recipe(recipe)
-        return hooks().linear(x, weight, bias, recipe, rng=rng, amax_history=amax_history)
+        return hooks.linear(x, weight, bias, recipe, rng=rng, amax_history=amax_history)
     return ops.linear(
         x,
         weight,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ..nn.hooks import DistributedHooks, register
+from ..nn.hooks import hooks
 from ..nn.linear import Linear
 from .fsdp.fsdp_group import accumulate_gradients
 from .fsdp.gather import plan_experts, plan_gather
@@ -49,17 +49,13 @@ def forward(layer: nn.Module, x: Tensor) -> Tensor:
     return dtensor.module_linear(cast(Linear, layer), x)
 
 
-register(
-    DistributedHooks(
-        plan_gather=plan_gather,
-        adopt_weight=wrap_sharded_weight,
-        plan_experts=plan_experts,
-        adopt_experts=wrap_sharded_experts,
-        require_no_shard=require_no_shard,
-        precompute_scales=precompute_scales,
-        reduce_amaxes=reduce_amaxes,
-        accumulate_gradients=accumulate_gradients,
-        linear=linear,
-        forward=forward,
-    )
-)
+hooks.plan_gather = plan_gather
+hooks.adopt_weight = wrap_sharded_weight
+hooks.plan_experts = plan_experts
+hooks.adopt_experts = wrap_sharded_experts
+hooks.require_no_shard = require_no_shard
+hooks.precompute_scales = precompute_scales
+hooks.reduce_amaxes = reduce_amaxes
+hooks.accumulate_gradients = accumulate_gradients
+hooks.linear = linear
+hooks.forward = forward

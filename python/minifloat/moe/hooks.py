@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from ..nn.hooks import ExpertHooks, register
+from ..nn.hooks import expert_hooks
 from ..nn.names import unwrapped
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
@@ -63,12 +63,8 @@ def warn_of_dropped(layers: Iterable[ExpertParallel]) -> None:
         )
 
 
-register(
-    ExpertHooks(
-        select=select,
-        convert=convert,
-        revert=revert,
-        restore=restore,
-        end_step=end_step,
-    )
-)
+expert_hooks.select = select
+expert_hooks.convert = convert
+expert_hooks.revert = revert
+expert_hooks.restore = restore
+expert_hooks.end_step = end_step

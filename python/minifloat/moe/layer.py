@@ -239,7 +239,7 @@ class MoE(nn.Module):
 
     def _quantize(self, recipe: Recipe, name: str, seed: int) -> None:
         """Gives the experts a recipe and a random state of their own."""
-        names, plan = self.experts.weight_names, hooks().plan_experts(recipe)[0]
+        names, plan = self.experts.weight_names, hooks.plan_experts(recipe)[0]
         products = add_products(self.experts, names, recipe, f"{name}.experts", gather_plan=plan)
         linears = {
             adopt(module, recipe, f"{name}.{fqn}"): recipe

@@ -304,7 +304,7 @@ class HasProducts:
 def adopt_weight(module: Any, product: GroupedProduct, name: str, value: Any) -> None:
     """Prepares a parameter that is about to become the module's `name`."""
     if product.gather_plan is not None and is_distributed(value):
-        hooks().adopt_experts(module, product, module._parameters.get(name), value)
+        hooks.adopt_experts(module, product, module._parameters.get(name), value)
 
 
 class TransposeOfCodes(torch.autograd.Function):

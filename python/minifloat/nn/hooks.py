@@ -1,8 +1,8 @@
 """Functions of `distributed` and `moe` that layers, conversion and mf.step call; no hooks of torch.
 
-`nn` imports neither package. Each registers its functions once, when `minifloat/__init__.py`
-imports `distributed/hooks.py` and `moe/hooks.py`. A function may import its package at its first
-call, when the first DTensor is passed to a layer.
+`nn` imports neither package. `distributed/hooks.py` and `moe/hooks.py` assign their functions to
+`hooks` and `expert_hooks`, when `minifloat/__init__.py` imports them. A function may import its
+package at its first call, when the first DTensor is passed to a layer.
 """
 
 from __future__ import annotations
@@ -19,27 +19,6 @@ from .names import join
 if TYPE_CHECKING:
     import torch.distributed as dist
     from torch.distributed.tensor import DTensor
-
-_registered: dict[str, Any] = {}
-
-
-def register(functions: DistributedHooks | ExpertHooks) -> None:
-    """Registers the functions of a package; RuntimeError where it has registered some before."""
-    name = type(functions).__name__
-    if name in _registered:
-        raise RuntimeError(f"{name}: expected one registration, got a second")
-    _registered[name] = functions
-
-
-def hooks() -> DistributedHooks:
-    """Returns the functions of `distributed`."""
-    return _registered["DistributedHooks"]
-
-
-def expert_hooks() -> ExpertHooks:
-    """Returns the functions of `moe`."""
-    return _registered["ExpertHooks"]
-
 
 # ---- several processes ---------------------------------------------------------------------------
 
@@ -66,7 +45,6 @@ class ExpertWeightGather(Protocol):
         """Returns the gathered weight as the op layer_operands would; on all ranks."""
 
 
-@dataclass(frozen=True)
 class DistributedHooks:
     """The functions that layers call for several processes."""
 
@@ -89,6 +67,9 @@ class DistributedHooks:
     # mf.linear, and (layer, x) -> y, of a weight that is a DTensor.
     linear: Callable[..., Tensor]
     forward: Callable[[nn.Module, Tensor], Tensor]
+
+
+hooks = DistributedHooks()
 
 
 def is_distributed(weight: Tensor) -> TypeGuard[DTensor]:
@@ -143,7 +124,6 @@ class Selection:
     routers: dict[nn.Module, tuple[str, str]] = field(default_factory=dict)
 
 
-@dataclass(frozen=True)
 class ExpertHooks:
     """The functions for models with experts."""
 
@@ -157,3 +137,6 @@ class ExpertHooks:
     restore: Callable[[nn.Module], None]
     # (model, group): moves the balance of routers by this step's counts.
     end_step: Callable[[nn.Module, dist.ProcessGroup | None], None]
+
+
+expert_hooks = ExpertHooks()

@@ -108,7 +108,7 @@ class Linear(RecipeState, nn.Linear):
         if (weight_dtype := dtype or torch.get_default_dtype()) not in WEIGHT_DTYPES:
             raise ValueError(f"dtype: expected float32 or bfloat16, got {weight_dtype}")
         super().__init__(in_features, out_features, bias, device, dtype)
-        adopt(self, recipe, name, gather_plan=hooks().plan_gather(recipe)[0])
+        adopt(self, recipe, name, gather_plan=hooks.plan_gather(recipe)[0])
         disable_fast_path(self)
         if recipe.is_stochastic:
             state = RngState(seed)
@@ -119,7 +119,7 @@ class Linear(RecipeState, nn.Linear):
         weight, is_compiling = self.weight, torch.compiler.is_compiling()
         sums = weight_sums(self, weight) if self.accumulate else Sums()
         if is_distributed(weight):
-            return hooks().forward(self, input)
+            return hooks.forward(self, input)
         if not weight.is_contiguous():
             weight = weight.contiguous()
         if self.weight_gather is not None and not is_compiling:
@@ -154,12 +154,12 @@ class Linear(RecipeState, nn.Linear):
         if name == "weight":
             require_known_class(self, value)
             if self.accumulate == "grad":
-                hooks().accumulate_gradients(self, value)
+                hooks.accumulate_gradients(self, value)
             gather = self.weight_gather
             if gather is not None and gather.has_assigned(value):  # FSDP2 assigns twice a gather
                 self._parameters[name] = value
                 return
-            hooks().adopt_weight(self, value)  # FSDP2 assigns the parameter that it has sharded
+            hooks.adopt_weight(self, value)  # FSDP2 assigns the parameter that it has sharded
             if is_distributed(value):
                 self.weight_codes = None  # torch does not count writes to its memory
         super().__setattr__(name, value)
@@ -187,7 +187,7 @@ class Linear(RecipeState, nn.Linear):
         if (weight := quantized_again(before, self.weight)) is not None:
             self.weight = weight
         if self.weight_gather is not None:
-            hooks().adopt_weight(self, self.weight)
+            hooks.adopt_weight(self, self.weight)
         self._forget()
         return self
 

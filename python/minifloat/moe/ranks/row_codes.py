@@ -129,12 +129,12 @@ class CodeSender:
         found = ops.amax(rows, self.spec.text, groups=table, rows_from=rows_from)
         history = self.call.history
         if not self.spec.is_delayed or history is None:
-            found = hooks().reduce_amaxes(found, self.group)
+            found = hooks.reduce_amaxes(found, self.group)
             return found, found
         place, own = operand_names().index(self.name), slice(self.first, self.first + self.local)
         active = torch.zeros_like(found)
         active[own] = history[place, :, ACTIVE]
-        found, active = hooks().reduce_amaxes(torch.stack([found, active]), self.group)
+        found, active = hooks.reduce_amaxes(torch.stack([found, active]), self.group)
         current = history[place, :, CURRENT]
         torch.maximum(current, found[own], out=current)
         return active, found

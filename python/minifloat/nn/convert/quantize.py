@@ -139,7 +139,7 @@ def quantize_(
     require_bool("verbose", verbose)
     filters = Filters(model, RecipeMap(recipe), filter_fqns, filter_fn, keep)
     selection = select(
-        model, filters, expert_hooks().select(model, filters, experts, primary), primary
+        model, filters, expert_hooks.select(model, filters, experts, primary), primary
     )
     if any(choice.recipe.is_stochastic for choice in selection.chosen):
         require_same_random_state(model, seed, data_parallel_rank)
@@ -153,7 +153,7 @@ def quantize_(
         for choice in selection.chosen:
             undo.callback(revert, choice.module, dict(choice.module._parameters))
             is_linear = isinstance(choice.module, nn.Linear)
-            convert = convert_linear if is_linear else expert_hooks().convert
+            convert = convert_linear if is_linear else expert_hooks.convert
             new: list[RecipeState] = convert(
                 choice,
                 choice.fqn,
@@ -236,7 +236,7 @@ def restore_(model: nn.Module) -> nn.Module:
     restore_mlps(model)
     for layer in converted_layers(model):
         restore_linear(layer)
-    expert_hooks().restore(model)
+    expert_hooks.restore(model)
     enable_fast_paths_in(model, converted_layers(model))
     return model
 
@@ -252,7 +252,7 @@ def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> Non
         module.weight = cast(nn.Parameter, parameters["weight"])
         restore_linear(module)
     elif not isinstance(module, nn.Linear):
-        expert_hooks().revert(module)
+        expert_hooks.revert(module)
         module._parameters.update(parameters)
         for name in parameters:
             module.__dict__.pop(name + HIGH_PRECISION_INIT, None)

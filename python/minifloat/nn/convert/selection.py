@@ -239,11 +239,11 @@ def plan_gathers(
         if (why := reason_against_codes(choice)) is not None:
             return None, f"weight is gathered in the compute dtype: {why}"
         is_linear = isinstance(choice.module, nn.Linear)
-        plan_for = hooks().plan_gather if is_linear else hooks().plan_experts
+        plan_for = hooks.plan_gather if is_linear else hooks.plan_experts
         planned = plan_for(choice.recipe)
         for weight in choice.weights if planned[0] is not None else ():
             if is_distributed(weight):
-                hooks().require_no_shard(choice.module, choice.fqn, weight)
+                hooks.require_no_shard(choice.module, choice.fqn, weight)
         return planned
 
     return {choice.fqn: plan(choice) for choice in chosen}

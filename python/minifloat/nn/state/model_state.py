@@ -72,8 +72,8 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
     layers = converted(model)
     forget_weights(layers)
     _roll_histories(layers, group)
-    expert_hooks().end_step(model, group)
-    hooks().precompute_scales(unwrapped(model))
+    expert_hooks.end_step(model, group)
+    hooks.precompute_scales(unwrapped(model))
 
 
 def _roll_histories(layers: list[tuple[str, RecipeState]], group: dist.ProcessGroup | None) -> None:
@@ -101,7 +101,7 @@ def _reduce_running(layers: list[RecipeState], group: dist.ProcessGroup | None) 
     current = [layer._buffers["amax_history"][..., 1] for layer in layers]  # type: ignore[index]
     ranges = [layer.expert_range for layer in layers]
     sent = [amaxes if r is None else r.of_all(amaxes) for r, amaxes in zip(ranges, current)]
-    reduced = hooks().reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in sent]), group)
+    reduced = hooks.reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in sent]), group)
     split = reduced.split([amaxes.numel() for amaxes in sent])
     new = [amaxes.view_as(before) for amaxes, before in zip(split, sent)]
     new = [amaxes if r is None else r.own(amaxes) for r, amaxes in zip(ranges, new)]
@@ -135,7 +135,7 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
         if kept is None:
             state[name] = history.clone()
         else:
-            state[name] = hooks().reduce_amaxes(kept.of_all(history), kept.group)
+            state[name] = hooks.reduce_amaxes(kept.of_all(history), kept.group)
     return state
 
 
