@@ -15,7 +15,7 @@ from functools import lru_cache
 
 from ._native import ops
 from .checks import require_text
-from .spec import Spec, product_parts
+from .spec import Spec
 
 
 @dataclass(frozen=True)
@@ -37,13 +37,9 @@ class Product:
 
 
 @lru_cache(maxsize=1024)
-def _parse(text: str) -> tuple[str, ...]:
-    return tuple(ops.parse_recipe(text))
-
-
-@lru_cache(maxsize=256)
-def _parse_map(text: str) -> tuple[str, ...]:
-    return tuple(ops.parse_recipe_map(text))
+def _parse(text: str) -> tuple[str, list[Product]]:
+    canonical, *products = ops.parse_recipe(text)
+    return canonical, [Product(*ops.product_info(product)) for product in products]
 
 
 @dataclass(frozen=True, init=False, repr=False)
@@ -82,10 +78,9 @@ class Recipe(Text):
 
     def __init__(self, text: str | Recipe) -> None:
         source = text.text if isinstance(text, Recipe) else require_text("Recipe", text)
-        canonical, *products = _parse(source)
-        object.__setattr__(self, "text", canonical)
-        for name, product in zip(("fprop", "dgrad", "wgrad"), products):
-            object.__setattr__(self, name, Product(*product_parts(product)))
+        canonical, products = _parse(source)
+        for name, value in zip(("text", "fprop", "dgrad", "wgrad"), (canonical, *products)):
+            object.__setattr__(self, name, value)
 
     @property
     def _specs(self) -> list[Spec]:
@@ -122,7 +117,7 @@ class RecipeMap(Text):
 
     def __init__(self, text: str | Recipe | RecipeMap) -> None:
         source = text.text if isinstance(text, Text) else require_text("RecipeMap", text)
-        canonical, *pairs = _parse_map(source)
+        canonical, *pairs = ops.parse_recipe_map(source)
         object.__setattr__(self, "text", canonical)
         entries = tuple((glob, Recipe(recipe)) for glob, recipe in zip(pairs[::2], pairs[1::2]))
         object.__setattr__(self, "entries", entries)

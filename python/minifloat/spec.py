@@ -87,12 +87,6 @@ Spec.parse._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @lru_cache(maxsize=1024)
-def product_parts(text: str) -> tuple[str, str, bool]:
-    """Returns a product's canonical operand specs, and whether it accumulates fast."""
-    return ops.product_info(text)
-
-
-@lru_cache(maxsize=1024)
 def _parse(text: str) -> Spec:
     canonical, elements, rule, scale, amax_of, code_bits, bits, block, alignment, *others = (
         ops.spec_info(text)

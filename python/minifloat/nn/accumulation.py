@@ -50,7 +50,7 @@ def weight_sums(layer: RecipeState, weight: Tensor) -> Sums:
         ValueError: the weight is a DTensor, has no main_grad, or has a .grad that is not float32;
             or something waits for a gradient that main_grad would take.
     """
-    if not torch.is_grad_enabled() or not weight.requires_grad:
+    if not (layer.accumulate and torch.is_grad_enabled() and weight.requires_grad):
         return Sums()
     if hasattr(weight, "device_mesh"):
         raise ValueError(

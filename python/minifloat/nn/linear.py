@@ -17,17 +17,16 @@ from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
-from .accumulation import TAKER, Sums, take_gradients, weight_sums
+from .accumulation import TAKER, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, conditions_of, weight_codes
 from .convert.fast_paths import disable_fast_path, enable_fast_path
 from .hooks import GatherPlan, WeightGather, hooks, is_distributed
-from .state.random_state import RngState, add_hooks
+from .state.model_state import share_random_state
 from .state.recipe_state import (
     DEFAULT_DELAYED,
     WEIGHT_DTYPES,
     DelayedScaling,
     RecipeState,
-    draw_from,
     quantized_again,
     require_primary_dtype,
 )
@@ -110,14 +109,11 @@ class Linear(RecipeState, nn.Linear):
         super().__init__(in_features, out_features, bias, device, dtype)
         adopt(self, recipe, name, gather_plan=hooks.plan_gather(recipe)[0])
         disable_fast_path(self)
-        if recipe.is_stochastic:
-            state = RngState(seed)
-            draw_from(self, state)
-            add_hooks(self, state, [self])
+        share_random_state(self, [self], seed, None)
 
     def forward(self, input: Tensor) -> Tensor:
         weight, is_compiling = self.weight, torch.compiler.is_compiling()
-        sums = weight_sums(self, weight) if self.accumulate else Sums()
+        sums = weight_sums(self, weight)
         if is_distributed(weight):
             return hooks.forward(self, input)
         if not weight.is_contiguous():

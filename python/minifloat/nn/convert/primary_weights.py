@@ -16,10 +16,17 @@ from ..state.recipe_state import RecipeState
 HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after the parameter's
 
 
-def weight_specs(recipe: Recipe) -> tuple[str | None, str | None]:
-    """Returns the specs of W in fprop and in dgrad; None: in high precision."""
-    row, col = recipe.fprop.b, recipe.dgrad.b
-    return None if row == "bf16" else row, None if col == "bf16" else col
+def reason_against_codes(recipe: Recipe) -> str | None:
+    """Returns why a recipe does not read the codes of a QuantizedTensor; None where it does."""
+    specs = recipe.fprop.b, recipe.dgrad.b
+    if "bf16" in specs:
+        return f"{recipe} reads the weight in high precision"
+    try:
+        for spec in specs:
+            require_nearest(spec, False)
+    except ValueError as error:
+        return str(error)
+    return None
 
 
 def reason_against_primary(
@@ -30,15 +37,8 @@ def reason_against_primary(
         return "primary: its weight is tied to another module's"
     if is_distributed(weight):
         return "primary: its weight is a DTensor"
-    row, col = weight_specs(recipe)
-    if row is None or col is None:
-        return f"primary: {recipe} reads the weight in high precision too"
-    try:
-        require_nearest(row, False)
-        require_nearest(col, False)
-    except ValueError as error:
-        return f"primary: {error}"
-    return None
+    why = reason_against_codes(recipe)
+    return None if why is None else f"primary: {why}"
 
 
 def make_primary(
@@ -49,7 +49,7 @@ def make_primary(
     is_row_major: bool = False,
 ) -> None:
     """Replaces parameters of a converted module by QuantizedTensors: a weight, or 3D ones."""
-    row, col = weight_specs(recipe)
+    row, col = recipe.fprop.b, recipe.dgrad.b
     specs = (col, row) if is_row_major else (row, col)  # of the parameter as it lies in memory
     for name in names:
         weight = module.get_parameter(name)

@@ -16,7 +16,6 @@ from torch import nn
 
 from ...checks import require_bool, require_int, require_module, require_one_of
 from ...recipe import Recipe, RecipeMap
-from ...tensor.directions import require_nearest
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
@@ -40,8 +39,8 @@ from .filters import DEFAULT_KEEP, FilterFn, Filters, Keep
 from .primary_weights import (
     HIGH_PRECISION_INIT,
     make_primary,
+    reason_against_codes,
     require_primary,
-    weight_specs,
 )
 from .selection import Report, plan_gathers, select
 
@@ -290,11 +289,8 @@ def quantized_model_init(
     recipe = Recipe(recipe)
     require_bool("keep_high_precision_init", keep_high_precision_init)
     require_int("seed", seed)
-    specs = weight_specs(recipe)
-    if None in specs:
-        raise ValueError(f"quantized_model_init: {recipe} reads the weight in high precision")
-    for spec in specs:
-        require_nearest(str(spec), False)
+    if (why := reason_against_codes(recipe)) is not None:
+        raise ValueError(f"quantized_model_init: {why}")
     if getattr(nn.Linear.__init__, "is_quantized_model_init", False):
         raise ValueError("quantized_model_init: expected no other quantized_model_init around it")
     ordinal = count()

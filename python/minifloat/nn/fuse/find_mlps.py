@@ -26,7 +26,7 @@ from ...spec import Spec
 from ..convert.same_result import isolated, replica, seeded
 from ..linear import Linear
 from ..names import clean_name
-from .mlp import ACTIVATIONS, MLP, VALUE_DTYPES, Parts, convert_mlp, restore_mlp
+from .mlp import ACTIVATIONS, MLP, VALUE_DTYPES, Parts, mlp_class, restore_mlp
 
 WIDTH = 24  # of a replica's x, hidden layer and result alike, whichever layer is the last
 
@@ -64,7 +64,9 @@ def convert_mlps(
         except ValueError as error:
             not_fused.append((clean_name(name), str(error)))
             continue
-        convert_mlp(parent, parts._replace(recipe=found[parts.down].recipe.text))
+        if not isinstance(parent, MLP):
+            parent.__class__ = mlp_class(type(parent))
+        cast(MLP, parent).mlp_parts = parts._replace(recipe=found[parts.down].recipe.text)
         text = f"{', '.join(parts.layers)} and {parts.activation} are one op"
         fused.append((clean_name(name), text))
     return fused, not_fused

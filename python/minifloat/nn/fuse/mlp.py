@@ -78,7 +78,7 @@ class MLP(nn.Module):
     """
 
     mlp_parts: Parts | None = None
-    class_before: type[nn.Module] | None = None  # of a module that convert_mlp has made one
+    class_before: type[nn.Module] | None = None  # of a module that convert_mlps has made one
 
     def __init__(
         self,
@@ -149,15 +149,8 @@ def new_mlp(before: type) -> MLP:
     return made.__new__(made)
 
 
-def convert_mlp(module: nn.Module, parts: Parts) -> None:
-    """Makes a module an MLP in place."""
-    if not isinstance(module, MLP):
-        module.__class__ = mlp_class(type(module))
-    cast(MLP, module).mlp_parts = parts
-
-
 def restore_mlp(module: MLP) -> None:
-    """Undoes convert_mlp in place; an MLP that the user has built stays one."""
+    """Undoes convert_mlps in place; an MLP that the user has built stays one."""
     before = module.class_before
     if before is not None:
         del module.mlp_parts
@@ -250,8 +243,6 @@ def one_op(module: MLP, x: Tensor) -> Tensor:
 
 def sums_of(layers: list[Linear]) -> tuple[list[Tensor] | None, str, str]:
     """Returns main_grads, accumulate and received of the layers, as the op takes them."""
-    if not layers[0].accumulate:
-        return None, "", ""
     sums = [weight_sums(layer, layer.weight) for layer in layers]
     trained = [s for s in sums if s.accumulate]
     if not trained:

@@ -139,26 +139,6 @@ def training_state(model: nn.Module) -> dict[str, Tensor]:
     return state
 
 
-def _require_entry(name: str, wanted: Tensor, entry: Tensor) -> None:
-    """Checks that `entry` can be written to the tensor `wanted`."""
-    if not isinstance(entry, Tensor):
-        raise TypeError(f"load_training_state: {name}: expected a tensor, got {entry!r}")
-    if entry.shape != wanted.shape or entry.dtype != wanted.dtype:
-        raise ValueError(
-            f"load_training_state: expected {name} as {wanted.dtype} {tuple(wanted.shape)}, "
-            f"got {entry.dtype} {tuple(entry.shape)}"
-        )
-    if entry.is_meta or entry.layout != torch.strided:
-        raise ValueError(
-            f"load_training_state: {name}: expected a dense tensor with values, "
-            f"got {entry.layout} on {entry.device}"
-        )
-    if (entry[1:] if name.split(".")[-1] == "rng" else entry).lt(0).any():
-        raise ValueError(
-            f"load_training_state: {name}: expected counts and amaxes of at least 0, got {entry}"
-        )
-
-
 @torch.no_grad()
 def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads the state that training_state returned.
@@ -182,7 +162,24 @@ def load_training_state(model: nn.Module, state: Mapping[str, Tensor]) -> None:
             f"{missing or 'none'}, not of this model {unknown or 'none'}"
         )
     for name, tensor in wanted.items():
-        _require_entry(name, tensor, state[name])
+        entry = state[name]
+        if not isinstance(entry, Tensor):
+            raise TypeError(f"load_training_state: {name}: expected a tensor, got {entry!r}")
+        if entry.shape != tensor.shape or entry.dtype != tensor.dtype:
+            raise ValueError(
+                f"load_training_state: expected {name} as {tensor.dtype} {tuple(tensor.shape)}, "
+                f"got {entry.dtype} {tuple(entry.shape)}"
+            )
+        if entry.is_meta or entry.layout != torch.strided:
+            raise ValueError(
+                f"load_training_state: {name}: expected a dense tensor with values, "
+                f"got {entry.layout} on {entry.device}"
+            )
+        if (entry[1:] if name.split(".")[-1] == "rng" else entry).lt(0).any():
+            raise ValueError(
+                f"load_training_state: {name}: expected counts and amaxes of at least 0, "
+                f"got {entry}"
+            )
     for fqn, rng in states_of(model):
         rng.set(state[join(fqn, "rng")])
     layers = converted(model)
