@@ -98,8 +98,7 @@ class GroupedProduct(RecipeState):
     Args:
         recipe: the formats of the three products.
         fqn: the name of the weight, which the stream of random bits comes from.
-        experts: E.
-        device: of the state.
+        weight: its E experts have a state each, on its device.
         delayed: how delayed scaling computes scales.
         is_row_major: whether the weight is (E, K, N).
         gather_plan: how FSDP2 gathers the weight as codes; None: in the compute dtype.
@@ -118,8 +117,7 @@ class GroupedProduct(RecipeState):
         self,
         recipe: Recipe,
         fqn: str,
-        experts: int,
-        device: torch.device,
+        weight: Tensor,
         *,
         delayed: DelayedScaling = DEFAULT_DELAYED,
         is_row_major: bool = False,
@@ -128,7 +126,8 @@ class GroupedProduct(RecipeState):
         super().__init__()
         self.is_row_major, self.gather_plan = is_row_major, gather_plan
         self.first_expert = 0
-        self.set_state(recipe, fqn, device, delayed, (experts,))
+        local: Tensor = getattr(weight, "_local_tensor", weight)
+        self.set_state(recipe, fqn, weight.device, delayed, (local.shape[0],))
         self._forget()
 
     def keep_experts(self, kept: ExpertRange) -> None:
@@ -165,15 +164,16 @@ class GroupedProduct(RecipeState):
         columnwise = x.requires_grad if needs_columnwise is None else needs_columnwise
         columnwise = columnwise and torch.is_grad_enabled()
         local: Tensor = getattr(weight, "_local_tensor", weight)
-        matrix = local.transpose(-2, -1) if is_row_major else local
         text, (rng, history, stream) = self.recipe.text, self.op_state(x.device)
         operands: list[Tensor] | None = None
         if torch.compiler.is_compiling():
             if isinstance(local, QuantizedTensor):
-                operands = ops.layer_operands.default(matrix, text, "w", amax_history=history)
+                w = local.mT if is_row_major else local
+                operands = ops.layer_operands.default(w, text, "w", amax_history=history)
         elif not isinstance(local, QuantizedTensor):
             cache = None if x.is_meta else self.cache_of(weight)
-            operands = self.cached_operands(cache, weight, matrix, x, columnwise, history)
+            w = local.mT if is_row_major else local
+            operands = self.cached_operands(cache, weight, w, x, columnwise, history)
         elif self.weight_gather is not None:
             operands = self.weight_gather.operands(columnwise)
         else:
@@ -228,12 +228,10 @@ def add_products(
     """
     products = []
     for name in names:
-        weight = getattr(module, name)
         product = GroupedProduct(
             recipe,
             join(fqn, name),
-            getattr(weight, "_local_tensor", weight).shape[0],
-            weight.device,
+            getattr(module, name),
             delayed=delayed,
             is_row_major=is_row_major,
             gather_plan=gather_plan,

@@ -13,11 +13,10 @@ Their use is prevented where the layer is converted.
 
 from __future__ import annotations
 
-from collections.abc import Container
-
 from torch import Tensor, nn
 
 from ..names import clean_name
+from ..state.recipe_state import RecipeState
 
 NESTED_TENSOR_BEFORE = "_use_nested_tensor_before_quantize"
 
@@ -44,26 +43,23 @@ def enable_fast_path(layer: nn.Module) -> None:
             del layer._forward_pre_hooks[key]
 
 
-def disable_fast_paths_in(
-    model: nn.Module, converted: Container[nn.Module]
-) -> list[tuple[str, str]]:
+def disable_fast_paths_in(model: nn.Module) -> list[tuple[str, str]]:
     """Disables all fast paths that would read a converted layer's weight.
 
     Args:
         model: the module that mf.quantize_ converted.
-        converted: the layers that are converted now.
 
     Returns:
         (name, sentence for the report) of each module whose fast path was on.
     """
     notes = []
-    if model in converted:  # a module has no reference to its parents
+    if isinstance(model, RecipeState):  # a module has no reference to its parents
         disable_fast_path(model)
     for raw_fqn, module in model.named_modules():
         fqn = clean_name(raw_fqn)
         if not isinstance(module, (nn.TransformerEncoderLayer, nn.TransformerEncoder)):
             continue
-        inside = [layer for layer in module.modules() if layer in converted]
+        inside = [layer for layer in module.modules() if isinstance(layer, RecipeState)]
         if not inside:
             continue
         if isinstance(module, nn.TransformerEncoderLayer):
@@ -77,10 +73,10 @@ def disable_fast_paths_in(
     return notes
 
 
-def enable_fast_paths_in(model: nn.Module, converted: Container[nn.Module]) -> None:
+def enable_fast_paths_in(model: nn.Module) -> None:
     """Enables nested tensors of nn.TransformerEncoder again where no converted layer is left."""
     for module in model.modules():
         if NESTED_TENSOR_BEFORE not in module.__dict__:
             continue
-        if not any(layer in converted for layer in module.modules()):
+        if not any(isinstance(layer, RecipeState) for layer in module.modules()):
             module.use_nested_tensor = module.__dict__.pop(NESTED_TENSOR_BEFORE)

@@ -146,7 +146,7 @@ def quantize_(
 
     layers: list[RecipeState] = []
     with ExitStack() as undo:
-        undo.callback(enable_fast_paths_in, model, converted_layers(model))
+        undo.callback(enable_fast_paths_in, model)
         for module in model.modules():
             undo.callback(remove_hooks, module, hooks_of(module))
         for choice in selection.chosen:
@@ -168,9 +168,9 @@ def quantize_(
             layers += new
         share_random_state(model, layers, seed, data_parallel_rank)
         share_inputs(model, {m: m.recipe for m in layers if isinstance(m, Linear)})
-        notes = disable_fast_paths_in(model, converted_layers(model))
+        notes = disable_fast_paths_in(model)
         undo.callback(restore_mlps, model, mlps_of(model))
-        fused, not_fused = convert_mlps(model, converted_layers(model), all_classes=fuse)
+        fused, not_fused = convert_mlps(model, all_classes=fuse)
         undo.pop_all()
 
     for choice in selection.chosen:
@@ -233,16 +233,11 @@ def restore_(model: nn.Module) -> nn.Module:
     for module in model.modules():
         remove_hooks(module)
     restore_mlps(model)
-    for layer in converted_layers(model):
+    for layer in [module for module in model.modules() if isinstance(module, Linear)]:
         restore_linear(layer)
     expert_hooks.restore(model)
-    enable_fast_paths_in(model, converted_layers(model))
+    enable_fast_paths_in(model)
     return model
-
-
-def converted_layers(model: nn.Module) -> dict[Linear, None]:
-    """Finds the mf.Linear layers of the model, itself included, in order."""
-    return {module: None for module in model.modules() if isinstance(module, Linear)}
 
 
 def revert(module: nn.Module, parameters: dict[str, nn.Parameter | None]) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import inspect
 import itertools
-from collections.abc import Collection, Container
+from collections.abc import Collection
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -41,13 +41,12 @@ class Run(NamedTuple):
 
 
 def convert_mlps(
-    model: nn.Module, layers: Container[nn.Module], *, all_classes: bool
+    model: nn.Module, *, all_classes: bool
 ) -> tuple[list[tuple[str, str]], list[tuple[str, str]]]:
     """Makes a model's feed-forwards MLPs in place.
 
     Args:
         model: that mf.quantize_ converts.
-        layers: its converted layers.
         all_classes: whether modules of other classes than MLP are converted.
 
     Returns:
@@ -55,7 +54,7 @@ def convert_mlps(
     """
     fused, not_fused = [], []
     for name, parent in model.named_modules():
-        found = layers_of(parent, layers)
+        found = layers_of(parent)
         if found is None or not (all_classes or isinstance(parent, MLP)):
             continue
         try:
@@ -84,9 +83,9 @@ def restore_mlps(model: nn.Module, kept: Collection[MLP] = ()) -> None:
             restore_mlp(module)
 
 
-def layers_of(parent: nn.Module, layers: Container[nn.Module]) -> dict[str, Linear] | None:
+def layers_of(parent: nn.Module) -> dict[str, Linear] | None:
     """Returns the layers of a candidate by name; None: the module is none."""
-    found = {n: cast(Linear, child) for n, child in parent._modules.items() if child in layers}
+    found = {n: child for n, child in parent._modules.items() if isinstance(child, Linear)}
     own = {id(p) for layer in found.values() for p in layer.parameters()}
     if len(found) not in (2, 3) or any(id(p) not in own for p in parent.parameters()):
         return None

@@ -78,28 +78,29 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
 
 def _roll_histories(layers: list[tuple[str, RecipeState]], group: dist.ProcessGroup | None) -> None:
     """Rolls the histories of all layers, with one call for those of one shape and rule."""
-    groups: dict[tuple[torch.device, torch.Size, DelayedScaling], list[Tensor]] = {}
-    delayed = []
-    for _, layer, history in histories_of(layers):
-        key = (history.device, history.shape, layer.delayed)
-        groups.setdefault(key, []).append(history)
-        delayed.append(layer)
-        layer.evaluates_unscaled = False
-    if not groups:
+    delayed = [(layer, history) for _, layer, history in histories_of(layers)]
+    if not delayed:
         return
     if dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1:
         _reduce_running(delayed, group)
+    groups: dict[tuple[torch.device, torch.Size, DelayedScaling], list[Tensor]] = {}
+    for layer, history in delayed:
+        key = (history.device, history.shape, layer.delayed)
+        groups.setdefault(key, []).append(history)
+        layer.evaluates_unscaled = False
     for (_, _, rule), histories in groups.items():
         ops.roll_amax_histories(histories, algorithm=rule.algorithm, margin=rule.margin)
 
 
-def _reduce_running(layers: list[RecipeState], group: dist.ProcessGroup | None) -> None:
+def _reduce_running(
+    delayed: list[tuple[RecipeState, Tensor]], group: dist.ProcessGroup | None
+) -> None:
     """Replaces this step's amaxes by the largest of all ranks, in one all-reduce.
 
     A rank that has some experts of all has zeros for the others.
     """
-    current = [layer._buffers["amax_history"][..., 1] for layer in layers]  # type: ignore[index]
-    ranges = [layer.expert_range for layer in layers]
+    current = [history[..., 1] for _, history in delayed]
+    ranges = [layer.expert_range for layer, _ in delayed]
     sent = [amaxes if r is None else r.of_all(amaxes) for r, amaxes in zip(ranges, current)]
     reduced = hooks.reduce_amaxes(torch.cat([amaxes.reshape(-1) for amaxes in sent]), group)
     split = reduced.split([amaxes.numel() for amaxes in sent])
