@@ -303,7 +303,7 @@ def test_the_public_module(activation, gated, calls):
 
 
 def test_bad_arguments_of_the_public_module():
-    with pytest.raises(ValueError, match="expected 'silu', 'gelu' or 'gelu_tanh', got 'relu'"):
+    with pytest.raises(ValueError, match="expected one of silu, gelu, gelu_tanh, got 'relu'"):
         mf.MLP(WIDTH, HIDDEN, activation="relu")
     with pytest.raises(TypeError, match="gated"):
         mf.MLP(WIDTH, HIDDEN, gated=1)

@@ -23,8 +23,7 @@ from torch import Tensor, nn
 from torch.types import Device
 
 from ..checks import require_bool, require_int
-from ..nn.state.draws import is_in_backward
-from ..nn.state.random_state import as_normal
+from ..nn.state.random_state import as_normal, is_in_backward
 
 MOST_EXPERTS = 1023  # groups of one operand (docs/numerics.md, section 10)
 T = TypeVar("T")

@@ -1,4 +1,4 @@
-"""The linear layer that computes its products under a recipe, and its conversions.
+"""The linear layer that computes its products under a recipe, its conversions, primary weights.
 
 Forward passes the weight, cached codes, random state and amax history to the op `linear`. The op
 saves what backward reads, and its backward casts the gradient and multiplies in C++
@@ -7,7 +7,7 @@ saves what backward reads, and its backward casts the gradient and multiplies in
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, cast
 
 import torch
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from .._native import ops
 from ..checks import require_bool, require_int, require_text
 from ..recipe import Recipe
+from ..tensor.directions import require_nearest
 from ..tensor.quantized_tensor import QuantizedTensor
 from .accumulation import TAKER, take_gradients, weight_sums
 from .cache.operand_cache import SharedInput, conditions_of, weight_codes
@@ -30,6 +31,8 @@ from .state.recipe_state import (
     quantized_again,
     require_primary_dtype,
 )
+
+HIGH_PRECISION_INIT = "_high_precision_init"  # of an attribute's name, after the parameter's
 
 
 def weight_operands(
@@ -257,6 +260,76 @@ def class_without_recipe(cls: type[nn.Module]) -> type[nn.Linear] | None:
     return rebased(cls, Linear, nn.Linear)
 
 
+def restore_linear(module: Linear) -> None:
+    """Converts a Linear back to an nn.Linear in place, its weight to high precision."""
+    dequantize_parameters(module)
+    module.__dict__.pop("weight" + HIGH_PRECISION_INIT, None)
+    module.accumulate = ""
+    for name in (*RecipeState.__annotations__, *Linear.__annotations__):
+        if name in module.__dict__ or name in module._buffers:
+            delattr(module, name)
+    enable_fast_path(module)
+    cast(nn.Linear, module).__class__ = cast(type[nn.Linear], class_without_recipe(type(module)))
+
+
+# ---- primary weights -----------------------------------------------------------------------------
+
+
+def reason_against_recipe(recipe: Recipe) -> str | None:
+    """Returns why a recipe does not read the codes of a QuantizedTensor; None where it does."""
+    specs = recipe.fprop.b, recipe.dgrad.b
+    if "bf16" in specs:
+        return f"{recipe} reads the weight in high precision"
+    try:
+        for spec in specs:
+            require_nearest(spec, False)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def reason_against_primary(
+    weight: Tensor, recipe: Recipe, owners: dict[int, list[nn.Module]]
+) -> str | None:
+    """Returns why a weight cannot be a QuantizedTensor; None where it can."""
+    if len(owners[id(weight)]) > 1:
+        return "primary: its weight is tied to another module's"
+    if is_distributed(weight):
+        return "primary: its weight is a DTensor"
+    why = reason_against_recipe(recipe)
+    return None if why is None else f"primary: {why}"
+
+
+def make_primary(
+    module: nn.Module,
+    names: Sequence[str],
+    recipe: Recipe,
+    keep_high_precision_init: bool,
+    is_row_major: bool = False,
+) -> None:
+    """Replaces parameters of a converted module by QuantizedTensors: a weight, or 3D ones."""
+    row, col = recipe.fprop.b, recipe.dgrad.b
+    specs = (col, row) if is_row_major else (row, col)  # of the parameter as it lies in memory
+    for name in names:
+        weight = module.get_parameter(name)
+        if keep_high_precision_init:
+            setattr(module, name + HIGH_PRECISION_INIT, weight.detach().cpu().clone())
+        quantized = QuantizedTensor.from_tensor(weight.detach(), *specs)
+        setattr(module, name, nn.Parameter(quantized, requires_grad=weight.requires_grad))
+    if isinstance(module, RecipeState):
+        module._forget()  # the weight before had a cache
+
+
+def require_primary(primary: bool, keep_high_precision_init: bool) -> None:
+    require_bool("primary", primary)
+    require_bool("keep_high_precision_init", keep_high_precision_init)
+    if keep_high_precision_init and not primary:
+        raise ValueError(
+            "keep_high_precision_init: expected primary=True with it, got primary=False, "
+            "where the weight itself stays in high precision"
+        )
+
+
 def dequantize_parameters(module: nn.Module) -> None:
     """Replaces quantized parameters, also of a parametrization, by the values of their codes."""
     for owner in module.modules():
@@ -265,17 +338,3 @@ def dequantize_parameters(module: nn.Module) -> None:
             if parameter is not None and isinstance(local, QuantizedTensor):
                 values = nn.Parameter(parameter.detach() * 1, parameter.requires_grad)
                 setattr(owner, name, values)
-
-
-def restore_linear(module: Linear) -> nn.Linear:
-    """Converts a Linear back to an nn.Linear in place, its weight to high precision."""
-    dequantize_parameters(module)
-    module.__dict__.pop("weight_high_precision_init", None)
-    module.accumulate = ""
-    for name in (*RecipeState.__annotations__, *Linear.__annotations__):
-        if name in module.__dict__ or name in module._buffers:
-            delattr(module, name)
-    enable_fast_path(module)
-    linear = cast(nn.Linear, module)
-    linear.__class__ = cast(type[nn.Linear], class_without_recipe(type(module)))
-    return linear

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 
 from ..._native import ops
 from ...nn.grouped_product import GroupedProduct
-from ...nn.state.draws import is_in_backward
+from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.directions import TENSORS, tensors_of
 from ...tensor.operands import Operand, Operands

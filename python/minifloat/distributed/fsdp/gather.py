@@ -29,7 +29,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from ...nn.state.draws import is_in_backward
+from ...nn.state.random_state import is_in_backward
 from ...nn.state.recipe_state import RecipeState
 from ...recipe import Recipe
 from ...spec import Spec

@@ -31,7 +31,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from ...nn.linear import Linear
-from ...nn.state.draws import is_in_backward
+from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.quantized import Quantized
 from ..handshake import wait_for_all

@@ -15,15 +15,15 @@ from torch import nn
 
 from ...checks import require_text
 from ...nn.convert.filters import Filters, require_used
-from ...nn.convert.primary_weights import (
-    HIGH_PRECISION_INIT,
-    make_primary,
-    reason_against_primary,
-)
 from ...nn.convert.selection import already_converted
 from ...nn.grouped_product import GroupedProduct, add_products, remove_products
 from ...nn.hooks import Choice, Selection
-from ...nn.linear import dequantize_parameters
+from ...nn.linear import (
+    HIGH_PRECISION_INIT,
+    dequantize_parameters,
+    make_primary,
+    reason_against_primary,
+)
 from ...nn.names import clean_name, join, owners_of_parameters
 from ...nn.state.recipe_state import WEIGHT_DTYPES
 from ...recipe import Recipe, operand_names

@@ -51,7 +51,7 @@ from ..._native import ops
 from ...recipe import Recipe
 from ...spec import Spec
 from ...tensor.operands import Operands
-from ..state.draws import is_in_backward
+from ..state.random_state import is_in_backward
 
 # Names, within one parent, of projections that read one input: those of Llama checkpoints,
 # torchtitan and Hugging Face's models.

@@ -20,7 +20,16 @@ from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
 from ..hooks import COMPUTE_DTYPE, QUANTIZED, Choice, GatherPlan, expert_hooks
-from ..linear import Linear, adopt, class_without_recipe, restore_linear
+from ..linear import (
+    HIGH_PRECISION_INIT,
+    Linear,
+    adopt,
+    class_without_recipe,
+    make_primary,
+    reason_against_recipe,
+    require_primary,
+    restore_linear,
+)
 from ..names import unwrapped
 from ..state.model_state import (
     require_same_random_state,
@@ -36,12 +45,6 @@ from ..state.recipe_state import (
 )
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .filters import DEFAULT_KEEP, FilterFn, Filters, Keep
-from .primary_weights import (
-    HIGH_PRECISION_INIT,
-    make_primary,
-    reason_against_codes,
-    require_primary,
-)
 from .selection import Report, plan_gathers, select
 
 
@@ -284,7 +287,7 @@ def quantized_model_init(
     recipe = Recipe(recipe)
     require_bool("keep_high_precision_init", keep_high_precision_init)
     require_int("seed", seed)
-    if (why := reason_against_codes(recipe)) is not None:
+    if (why := reason_against_recipe(recipe)) is not None:
         raise ValueError(f"quantized_model_init: {why}")
     if getattr(nn.Linear.__init__, "is_quantized_model_init", False):
         raise ValueError("quantized_model_init: expected no other quantized_model_init around it")

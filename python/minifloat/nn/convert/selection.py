@@ -16,10 +16,10 @@ from torch.nn.utils.parametrize import is_parametrized
 
 from ...recipe import Recipe
 from ..hooks import COMPUTE_DTYPE, Choice, PlannedGather, Selection, hooks, is_distributed
+from ..linear import reason_against_primary
 from ..names import clean_name, join, owners_of_parameters
 from ..state.recipe_state import WEIGHT_DTYPES
 from .filters import Filters
-from .primary_weights import reason_against_primary
 from .same_result import difference, isolated, replica, seeded
 
 

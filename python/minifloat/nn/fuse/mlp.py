@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
 
 from ..._native import ops
-from ...checks import require_bool, require_int
+from ...checks import require_bool, require_int, require_one_of
 from ..accumulation import weight_sums
 from ..convert.fast_paths import prevent_fast_path
 from ..linear import Linear, rebased
@@ -94,10 +94,7 @@ class MLP(nn.Module):
         require_int("dim", dim, 0)
         require_int("hidden", hidden, 0)
         require_bool("gated", gated)
-        if activation not in ACTIVATIONS:
-            raise ValueError(
-                f"activation: expected 'silu', 'gelu' or 'gelu_tanh', got {activation!r}"
-            )
+        require_one_of("activation", activation, ACTIVATIONS)
         super().__init__()
         linear = partial(nn.Linear, bias=bias, device=device, dtype=dtype)
         if gated:

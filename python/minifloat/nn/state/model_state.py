@@ -68,7 +68,7 @@ def step(model: nn.Module, group: dist.ProcessGroup | None = None) -> None:
             "step: group: expected a process group that this rank is in, or None, "
             f"got {group!r} ({type(group).__name__})"
         )
-    require_own_streams("step", model)
+    require_own_streams(model)
     layers = converted(model)
     forget_weights(layers)
     _roll_histories(layers, group)
@@ -236,24 +236,18 @@ def require_same_random_state(root: nn.Module, seed: int, data_parallel_rank: in
             )
 
 
-def require_own_streams(name: str, model: nn.Module) -> None:
+def require_own_streams(model: nn.Module) -> None:
     """Raises ValueError where two parts of a model draw the same random bits.
 
     Parts that were converted one by one do so under equal seeds, where they have layers of equal
     names. A part that is in evaluation, or frozen, is left out.
-
-    Args:
-        name: of the caller.
-        model: it holds the parts.
     """
-    hooks = [(fqn, m, find_hook(m)) for fqn, m in unwrapped(model).named_modules()]
-    roots = [(fqn, module, hook.state) for fqn, module, hook in hooks if hook is not None]
-    if len(roots) < 2:
-        return
     owners: dict[tuple[int, int, int], tuple[str, RngState]] = {}
-    for fqn, root, state in roots:
-        if not (root.training and any(p.requires_grad for p in root.parameters())):
+    for fqn, root in unwrapped(model).named_modules():
+        hook = find_hook(root)
+        if hook is None or not root.training or not any(p.requires_grad for p in root.parameters()):
             continue
+        state = hook.state
         for layer in root.modules():
             if not isinstance(layer, RecipeState) or layer.rng_state is not state:
                 continue
@@ -261,7 +255,7 @@ def require_own_streams(name: str, model: nn.Module) -> None:
             other, of_other = owners.setdefault(key, (fqn, state))
             if of_other is not state:
                 raise ValueError(
-                    f"{name}: expected layers with random bits of their own, but "
+                    "step: expected layers with random bits of their own, but "
                     f"{clean_name(fqn)!r} and {clean_name(other)!r} were converted with one seed, "
                     f"{state.seed}, and both have a layer {layer.fqn!r}; pass each its own seed, "
                     "or call mf.quantize_ once, on a module that holds both"

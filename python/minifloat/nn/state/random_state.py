@@ -4,6 +4,7 @@
     RngState.draw      returns what an eager layer's forward passes to the op
     RngState.trace     the same for a layer in compiled code
     AdvanceRng         hooks of the root and of the modules between it and the layers
+    Draws, Replay      what a module drew in which forward, for autograd's recomputation
 
 A call of one of these modules begins a new count, unless it runs within such a call. So does a
 layer that is called by itself, and one that would draw a second time with its last count. Two
@@ -24,9 +25,10 @@ except where a larger compiled function contains the call; there they are part o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from itertools import count
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -35,7 +37,31 @@ from torch import Tensor, nn
 from ..._native import ops
 from ...checks import require_int
 from ..names import clean_name, unwrapped
-from .draws import Draws, Replay, eager_alone, is_in_backward
+
+Function = TypeVar("Function", bound=Callable[..., object])
+FORWARDS_IN_FLIGHT = 256  # recorded forwards of one layer, which autograd may recompute
+
+
+def eager_alone(function: Function) -> Function:
+    """Lets compiled code contain this function, and never be the function alone.
+
+    torch compiles a hook of a compiled module as a function of its own. In it no draw could be
+    recorded, and a checkpointed call could not be recomputed. And once torch has found no operation
+    in a function, as in a hook that does nothing in evaluation, it skips the function for good.
+
+    The function has no comprehension, whose code torch compiles by itself.
+    """
+    dynamo = torch._C._dynamo.eval_frame  # torch._dynamo itself takes seconds to import
+    alone, called = dynamo._FrameAction.SKIP, dynamo._FrameAction.DEFAULT
+    strategy = dynamo._FrameExecStrategy(alone, called)
+    dynamo.set_code_exec_strategy(function.__code__, strategy)
+    return function
+
+
+@eager_alone
+def is_in_backward() -> bool:
+    """Tells whether autograd runs a backward pass in this thread."""
+    return torch._C._current_graph_task_id() != -1
 
 
 def distributed_rank() -> int:
@@ -50,6 +76,77 @@ def as_normal(tensor: Tensor) -> Tensor:
         return tensor
     with torch.inference_mode(False):
         return tensor.clone()
+
+
+class Draws:
+    """A record of one module's forwards: their random bits and places in autograd's order."""
+
+    def __init__(self) -> None:
+        self.last: Tensor | None = None  # RngState.current of the last forward
+        self.past: deque[tuple[int, Tensor]] = deque(maxlen=FORWARDS_IN_FLIGHT)
+
+    def __reduce__(self) -> tuple[object, ...]:
+        return Draws, ()  # a copied layer has no recorded forwards
+
+    @eager_alone
+    def record(self, current: Tensor, rng: Tensor) -> None:
+        """Records a forward: the state's `current`, and the same bits on the module's device."""
+        self.last = current
+        self.past.append((torch._C._autograd._get_sequence_nr(), rng))
+
+    @eager_alone
+    def repeated(self) -> tuple[int, Tensor] | None:
+        """Finds the forward that autograd recomputes now.
+
+        Autograd numbers its nodes in the order of their creation. Recomputation begins in the node
+        that first reads a saved tensor of the checkpointed block: a node with a number after the
+        layer's. With `use_reentrant=True` it begins in the checkpoint's node, with a number before.
+
+        Returns:
+            Its place in autograd's order, and (seed, count). None: no recorded forward.
+        """
+        node = torch._C._current_autograd_node()
+        if node is None or not self.past:
+            return None
+        at = node._sequence_nr()
+        if "Checkpoint" in type(node).__name__:
+            for forward in self.past:
+                if forward[0] > at:
+                    return forward
+            return None
+        for forward in reversed(self.past):
+            if forward[0] <= at:
+                return forward
+        if len(self.past) == FORWARDS_IN_FLIGHT:
+            raise RuntimeError(
+                f"linear: expected at most {FORWARDS_IN_FLIGHT} forwards of one layer between a "
+                "checkpointed forward and its recomputation, got more: its random bits are gone"
+            )
+        return None
+
+
+class Replay:
+    """A call of a hooked module that autograd recomputes.
+
+    The modules in it draw in the order of the original call, which began at `start` in autograd's
+    order. So a module that it calls twice draws the bits of its first call, then of its second.
+    """
+
+    @eager_alone
+    def __init__(self, start: int) -> None:
+        self.start = start
+        self.rest: dict[Draws, list[Tensor]] = {}  # what is left to draw, the next one last
+
+    @eager_alone
+    def next(self, draws: Draws) -> Tensor | None:
+        """Returns the random bits of a module's next forward; None: it was not recorded."""
+        if draws not in self.rest:
+            self.rest[draws] = []
+            for at, rng in reversed(draws.past):
+                if at >= self.start:
+                    self.rest[draws].append(rng)
+        rest = self.rest[draws]
+        return rest.pop() if rest else None
 
 
 class RngState:
@@ -110,19 +207,9 @@ class RngState:
         if device is not None:
             self.to(device)
             self.is_captured = is_capturing(device)
-        if is_training:
-            self.current = self.advance()
-        else:
-            self.current = self.tensor.clone()
+        self.current = self.advance() if is_training else self.tensor.clone()
         self.is_advanced, self.copies = is_training, {}
         return self.current
-
-    @eager_alone
-    def repeat(self, current: Tensor | None) -> None:
-        """Lets modules draw with the bits of the call that autograd recomputes."""
-        if current is not None:
-            self.current, self.is_advanced, self.copies = current, True, {}
-            self.is_captured = is_capturing(current.device)
 
     def draw(self, draws: Draws, device: torch.device, is_training: bool) -> Tensor:
         """Returns (seed, count) of one forward of a layer, in memory that is not written to again.
@@ -165,9 +252,7 @@ class RngState:
         compiled code contains have one count.
         """
         if self.current is None:
-            if is_training:
-                return self.advance()
-            return self.tensor.clone()
+            return self.advance() if is_training else self.tensor.clone()
         if is_training and not self.is_advanced:
             return self.begin(True)
         return self.current
@@ -226,7 +311,10 @@ class AdvanceRng:
             if repeated is not None:
                 state.replay = Replay(repeated[0])
         if state.replay is not None:
-            state.repeat(state.replay.next(self.draws))
+            current = state.replay.next(self.draws)
+            if current is not None:
+                state.current, state.is_advanced, state.copies = current, True, {}
+                state.is_captured = is_capturing(current.device)
             return
         is_repeated = self.draws.last is state.current
         if not is_within or (is_training and (not state.is_advanced or is_repeated)):

@@ -25,8 +25,7 @@ from ...tensor.quantized_tensor import QuantizedTensor
 from ..cache.operand_cache import WeightCodes, conditions_of, conditions_of_ranks
 from ..hooks import ExpertWeightGather, WeightGather, is_distributed
 from ..names import clean_name, unwrapped
-from .draws import Draws
-from .random_state import RngState, as_normal
+from .random_state import Draws, RngState, as_normal
 
 if TYPE_CHECKING:
     from typing_extensions import Self
