@@ -107,7 +107,7 @@ def test_replays_read_the_weight_as_it_then_is(cuda):
     factor = torch.tensor(1.0, device=cuda, dtype=torch.bfloat16)
     for _ in range(3):
         model(x).sum().backward()
-    assert model[0].weight_codes.codes is not None
+    assert model[0].weight_codes.cached is not None
     with torch.no_grad():
 
         def run() -> Tensor:

@@ -105,7 +105,7 @@ def test_micro_batches_reuse_the_codes_of_weights(calls):
             model(hidden(seed=seed)).float().square().mean().backward()
     for a, b in zip(fused.parameters(), plain.parameters()):
         assert torch.equal(a.grad, b.grad)
-    assert fused[0].w1.weight_codes.codes is not None
+    assert fused[0].w1.weight_codes.cached is not None
     assert len(calls) == 4
 
 

@@ -27,7 +27,8 @@ def batch(seed, rows=40, dtype=torch.float32):
 
 
 def held(model):
-    return model[0].weight_codes.codes
+    cached = model[0].weight_codes.cached
+    return None if cached is None else cached.codes
 
 
 # ---- The weight ----------------------------------------------------------------------------------

@@ -221,7 +221,7 @@ def test_a_merge_between_two_steps():
     model = layer()
     for i in range(3):
         model(batch(i)).sum().backward()
-    assert model[0].weight_codes.codes is not None
+    assert model[0].weight_codes.cached is not None
     for is_training in (True, False):
         model.train(is_training)
         model[0].weight.data += 0.5

@@ -109,7 +109,6 @@ class GroupedProduct(RecipeState):
         weight_gather: the gathers of the weight as codes; None: FSDP2 has not sharded it.
     """
 
-    TRANSIENT = (*RecipeState.TRANSIENT, "_cached_weight")
     weight_gather: ExpertWeightGather | None
     _cached_weight: int | None  # the id of the parameter that weight_codes are of
 

@@ -215,7 +215,6 @@ def adopt(
     module: nn.Linear,
     recipe: Recipe,
     fqn: str,
-    *,
     delayed: DelayedScaling = DEFAULT_DELAYED,
     gather_plan: GatherPlan | None = None,
 ) -> Linear:

@@ -64,7 +64,7 @@ def casts(run):
 
 
 def held(model):
-    return [layer.weight_codes.codes is not None for layer in layers(model)]
+    return [layer.weight_codes.cached is not None for layer in layers(model)]
 
 
 def batch(seed):

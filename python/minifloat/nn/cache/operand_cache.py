@@ -194,10 +194,6 @@ class WeightCodes:
         # A copied layer has no cached codes. A copied StorageWeakRef would be released twice.
         return WeightCodes, ()
 
-    @property
-    def codes(self) -> list[Tensor] | None:
-        return None if (cached := self.cached) is None else cached.codes
-
     def forget(self) -> None:
         """Drops the codes: the weight may have changed."""
         self.last, self.cached = None, None
@@ -368,10 +364,9 @@ class SharedInput:
 def can_reuse(*texts: str, allows_delayed: bool) -> bool:
     """Tells whether operands in these specs have codes that several forwards can read."""
     specs = [Spec.parse(text) for text in texts]
-    is_of_values = not any(
-        spec.is_stochastic or (spec.is_delayed and not allows_delayed) for spec in specs
-    )
-    return is_of_values and not all(spec.is_bf16 for spec in specs)
+    if any(spec.is_stochastic or (spec.is_delayed and not allows_delayed) for spec in specs):
+        return False
+    return not all(spec.is_bf16 for spec in specs)
 
 
 def share_inputs(model: nn.Module, layers: dict[nn.Module, Recipe]) -> None:

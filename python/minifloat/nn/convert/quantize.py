@@ -19,7 +19,7 @@ from ...recipe import Recipe, RecipeMap
 from ..accumulation import ACCUMULATE
 from ..cache.operand_cache import share_inputs
 from ..fuse.find_mlps import convert_mlps, mlps_of, restore_mlps
-from ..hooks import COMPUTE_DTYPE, QUANTIZED, Choice, GatherPlan, expert_hooks
+from ..hooks import COMPUTE_DTYPE, QUANTIZED, expert_hooks
 from ..linear import (
     HIGH_PRECISION_INIT,
     Linear,
@@ -154,16 +154,21 @@ def quantize_(
             undo.callback(remove_hooks, module, hooks_of(module))
         for choice in selection.chosen:
             undo.callback(revert, choice.module, dict(choice.module._parameters))
-            is_linear = isinstance(choice.module, nn.Linear)
-            convert = convert_linear if is_linear else expert_hooks.convert
-            new: list[RecipeState] = convert(
-                choice,
-                choice.fqn,
-                plans[choice.fqn][0],
-                primary=primary,
-                keep_high_precision_init=keep_high_precision_init,
-                delayed=delayed,
-            )
+            plan = plans[choice.fqn][0]
+            if isinstance(choice.module, nn.Linear):
+                layer = adopt(choice.module, choice.recipe, choice.fqn, delayed, plan)
+                if primary:
+                    make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
+                new: list[RecipeState] = [layer]
+            else:
+                new = expert_hooks.convert(
+                    choice,
+                    choice.fqn,
+                    plan,
+                    primary=primary,
+                    keep_high_precision_init=keep_high_precision_init,
+                    delayed=delayed,
+                )
             for state in new:
                 state.recompute = RECOMPUTE[memory]
                 if isinstance(state, Linear):
@@ -186,23 +191,6 @@ def quantize_(
     if verbose:
         print(report)
     return report
-
-
-def convert_linear(
-    choice: Choice,
-    fqn: str,
-    gather_plan: GatherPlan | None,
-    *,
-    primary: bool,
-    keep_high_precision_init: bool,
-    delayed: DelayedScaling,
-) -> list[RecipeState]:
-    """Converts a linear layer in place. Args: those of ExpertHooks.convert. Returns [the layer]."""
-    module = cast(nn.Linear, choice.module)
-    layer = adopt(module, choice.recipe, fqn, delayed=delayed, gather_plan=gather_plan)
-    if primary:
-        make_primary(layer, choice.names, choice.recipe, keep_high_precision_init)
-    return [layer]
 
 
 def restore_(model: nn.Module) -> nn.Module:
@@ -289,10 +277,10 @@ def quantized_model_init(
     require_int("seed", seed)
     if (why := reason_against_recipe(recipe)) is not None:
         raise ValueError(f"quantized_model_init: {why}")
-    if getattr(nn.Linear.__init__, "is_quantized_model_init", False):
+    original_init = nn.Linear.__init__
+    if original_init.__module__ == __name__:
         raise ValueError("quantized_model_init: expected no other quantized_model_init around it")
     ordinal = count()
-    original_init = nn.Linear.__init__
 
     def init(self: nn.Linear, *args: Any, **kwargs: Any) -> None:
         original_init(self, *args, **kwargs)
@@ -303,7 +291,6 @@ def quantized_model_init(
         share_random_state(self, [layer], seed, None)
         disable_fast_path(self)
 
-    init.is_quantized_model_init = True  # type: ignore[attr-defined]
     nn.Linear.__init__ = init  # type: ignore[method-assign]
     try:
         yield

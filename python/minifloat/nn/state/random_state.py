@@ -340,12 +340,10 @@ def add_hooks(root: nn.Module, state: RngState, layers: Sequence[nn.Module]) -> 
         names = name.split(".") if id(module) in drawing else []
         for i in range(1, len(names)):
             homes.setdefault(".".join(names[:i]), module)
-    for name, module in root.named_modules():
-        is_root = name == ""
-        if name in homes and not any(
-            hook.state is state and hook.is_root == is_root for hook in hooks_of(module)
-        ):
-            hook = AdvanceRng(state, homes[name], is_root)
+    for name, home in homes.items():
+        module, is_root = root.get_submodule(name), name == ""
+        if not any(hook.state is state and hook.is_root == is_root for hook in hooks_of(module)):
+            hook = AdvanceRng(state, home, is_root)
             module.register_forward_pre_hook(hook.before)
             # Compiled code has a guard for the key of a hook after the forward. With the keys of
             # register_forward_hook, which counts them, no two blocks would share a graph.
