@@ -15,29 +15,22 @@ Shape suffixes: T tokens, k slots, E experts, G groups of experts, D model width
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
-from ..checks import require_bool, require_int
+from ..checks import require_bool, require_int, require_one_of
 from ..nn.state.random_state import as_normal, is_in_backward
 
 MOST_EXPERTS = 1023  # groups of one operand (docs/numerics.md, section 10)
-T = TypeVar("T")
 SCORES = ("sigmoid", "softmax")
-BALANCES: tuple[str | None, ...] = ("bias", "loss", None)
+BALANCES = ("bias", "loss", None)
 COUNTS = ("counts", "step_counts")
 RANKED = 2  # the experts whose scores rank a group
 LEAST_SUM = 1e-20  # of scores that are normalised
-
-
-def require_choice(name: str, value: T, choices: tuple[T, ...]) -> T:
-    if value not in choices:
-        raise ValueError(f"{name}: expected one of {choices}, got {value!r}")
-    return value
 
 
 def require_number(name: str, value: object) -> float:
@@ -146,10 +139,11 @@ class Router(nn.Module):
         self.dim = require_int("dim", dim, 1)
         self.experts = require_int("experts", experts, 1, MOST_EXPERTS)
         self.top_k = require_int("top_k", top_k, 1, experts)
-        self.score = require_choice("score", score, SCORES)
+        require_one_of("score", score, SCORES)
+        require_one_of("balance", balance, BALANCES)
+        self.score, self.balance = score, balance
         self.route_norm = require_bool("route_norm", route_norm)
         self.route_scale = require_number("route_scale", route_scale)
-        self.balance = require_choice("balance", balance, BALANCES)
         self.balance_speed = require_number("balance_speed", balance_speed)
         self.balance_loss = require_number("balance_loss", balance_loss)
         self._set_groups(expert_groups, groups_chosen)
