@@ -17,7 +17,7 @@ from typing import Any
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
 from minifloat._native import ops
-from minifloat.moe.permute import Order, add_slots, order_rows, take_rows
+from minifloat.moe.feed_forward import Order, add_slots, order_rows, take_rows
 from torch import Tensor
 
 Shape = tuple[int, int, int, int, int]  # T, D, I, E, k

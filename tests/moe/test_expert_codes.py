@@ -6,7 +6,7 @@ import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
-from minifloat.moe.permute import order_rows
+from minifloat.moe.feed_forward import order_rows
 
 from tests.moe.test_expert_parallel import FEW, LAYERS, RECIPES, Gathering
 from tests.support.expert_ranks import (

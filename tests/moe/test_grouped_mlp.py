@@ -4,8 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
-from minifloat.moe.permute import order_rows
-from minifloat.moe.swiglu import Gate, swiglu
+from minifloat.moe.feed_forward import order_rows
 from minifloat.nn.cache.operand_cache import can_reuse
 from minifloat.spec import Spec
 from torch.utils.checkpoint import checkpoint
@@ -151,7 +150,8 @@ def composition(given: dict, recipe: str, state: dict) -> torch.Tensor:
     products = [
         product(given["x"][tokens], given[name], name, own) for name, own in zip(names, products)
     ]
-    h = swiglu(Gate(), weights.reshape(-1)[order.pairs.long()], products)
+    other = products[1] if len(products) > 1 else None
+    h = ops.swiglu(products[0], other, weights.reshape(-1)[order.pairs.long()])
     y = product(h, given["w2"], "w2", history)
     total = torch.zeros(given["x"].shape)
     for slot in range(slots):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from minifloat.moe.permute import add_slots, order_rows, take_rows
+from minifloat.moe.feed_forward import add_slots, order_rows, take_rows
 
 SIZES = ((0, 2, 3), (1, 1, 1), (5, 1, 4), (7, 3, 3), (33, 8, 40), (64, 2, 300))
 

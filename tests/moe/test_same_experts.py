@@ -8,9 +8,9 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-from minifloat.moe.convert import torchtitan
+from minifloat.moe.convert import converted
+from minifloat.moe.convert.converted import CountedExperts, GroupedMmExperts
 from minifloat.moe.convert.projections import ProjectionExperts
-from minifloat.moe.convert.torchtitan import CountedExperts, GroupedMmExperts
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
@@ -365,7 +365,7 @@ class OffCounted(Counted):
 
 def test_rows_and_counts(monkeypatch):
     classes = tuple((kind.__module__, kind.__name__) for kind in (Counted, OffCounted))
-    monkeypatch.setattr(torchtitan, "CLASSES", classes)
+    monkeypatch.setattr(converted, "CLASSES", classes)
     experts = Counted()
     assert CountedExperts.reason_against(experts) is None
     assert experts.use_grouped_mm

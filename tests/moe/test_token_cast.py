@@ -4,14 +4,16 @@ import copy
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import minifloat as mf
 import pytest
 import torch
 import torch.distributed as dist
 from minifloat._native import ops
-from minifloat.moe.permute import order_rows
-from minifloat.moe.token_cast import TokenCast
+from minifloat.moe import layer as moe_layer
+from minifloat.moe.feed_forward import order_rows
+from minifloat.nn.cache.operand_cache import SharedInput
 from minifloat.spec import Spec
 from minifloat.tensor.operands import Operand, Operands
 from torch import Tensor
@@ -102,13 +104,13 @@ def saved_bytes(moe: mf.MoE, x: Tensor) -> int:
 def test_no_codes_are_kept(recipe, monkeypatch):
     moe, x, seen = layer(recipe), tokens(), []
 
-    def seen_rowwise(cast: TokenCast, x_TD: Tensor) -> Operand | None:
-        found = rowwise(cast, x_TD)
+    def seen_cast(*arguments: Any) -> Operand | None:
+        found = cast_tokens(*arguments)
         seen.append(weakref.ref(found.codes))
         return found
 
-    rowwise = TokenCast.rowwise
-    monkeypatch.setattr(TokenCast, "rowwise", seen_rowwise)
+    cast_tokens = moe_layer.cast_tokens
+    monkeypatch.setattr(moe_layer, "cast_tokens", seen_cast)
     y = moe(x)
     gc.collect()
     assert [ref() for ref in seen] == [None]
@@ -226,17 +228,17 @@ def codes_of(x: Tensor, spec: Spec) -> Operand:
 
 def check_ranks(rank: int) -> None:
     """Codes that the shared experts read are sent; where they read values, the sender casts."""
-    rowwise, reads_codes = TokenCast.rowwise, False
+    cast_tokens, reads_codes = moe_layer.cast_tokens, False
 
-    def read(cast: TokenCast, x: Tensor) -> Operand | None:
-        found = rowwise(cast, x)
+    def read(shared: SharedInput, recipe: str, columnwise: bool, x: Tensor) -> Operand | None:
+        found = cast_tokens(shared, recipe, columnwise, x)
         if not reads_codes:
             return found
         copied.append(1)
         with torch.no_grad():
-            return codes_of(x, Spec.parse(mf.Recipe(cast.recipe).fprop.a))
+            return codes_of(x, Spec.parse(mf.Recipe(recipe).fprop.a))
 
-    TokenCast.rowwise = read
+    moe_layer.cast_tokens = read
     for recipe in ("fp8_rowwise", "fp8_blockwise", "mxfp4", "nvfp4"):
         for dispatch in ("codes", "bf16"):
             for reads_codes in (False, True):

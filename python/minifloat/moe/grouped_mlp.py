@@ -8,23 +8,26 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
 from .._native import ops
-from ..nn.grouped_product import GroupedProduct, ProductCall, matrix_of
-from ..nn.names import PRODUCT
+from ..nn.grouped_product import ProductCall, matrix_of
 from ..recipe import Recipe
 from ..tensor.quantized_tensor import QuantizedTensor
-from .feed_forward import Matrices, Plan, compute_dtype, run_experts
-from .mlp_checks import require_no_tangents, require_options, require_shapes
-from .permute import order_rows
+from .feed_forward import (
+    ALPHA,
+    Gate,
+    Products,
+    compute_dtype,
+    input_names,
+    order_rows,
+    require_no_tangents,
+)
 from .ranks.parallel_experts import ALL, ExpertParallel, group_of, require_sending
-from .swiglu import ALPHA, Gate
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -34,132 +37,7 @@ Weights = Tensor | Sequence[Tensor]  # w13 (E, 2I, D), or w1 and w3 (E, I, D)
 # Titles that all ranks of a group were seen to call with, by this rank's sizes and options.
 SEEN: weakref.WeakKeyDictionary[dist.ProcessGroup, dict[Any, str | None]]
 SEEN = weakref.WeakKeyDictionary()
-
-
-class GivenProduct(GroupedProduct):
-    """A product of experts whose arguments a caller gives. It has no state."""
-
-    def __init__(self, recipe: Recipe, given: ProductCall) -> None:
-        nn.Module.__init__(self)
-        self.recipe, self.given = recipe, given
-
-    def prepare(self, *args: Any, **kwargs: Any) -> ProductCall:
-        return self.given
-
-
-class GivenExperts:
-    """The experts of one call, as ExpertParallel reads those of an mf.MoE.
-
-    Args:
-        names: of the weights: w13 or w1 and w3, and w2.
-        weights: this rank's.
-        biases: as many, or None each.
-        gate: the form of SwiGLU.
-        recipe: of the products.
-        calls: the arguments of each product.
-    """
-
-    def __init__(
-        self,
-        names: tuple[str, ...],
-        weights: tuple[Tensor, ...],
-        biases: tuple[Tensor | None, ...],
-        gate: Gate,
-        recipe: Recipe,
-        calls: Sequence[ProductCall],
-    ) -> None:
-        self.weight_names, self.input_names = names, names[:-1]
-        self.bias_names = tuple(name.replace("w", "b") for name in self.input_names)
-        self.gate, self.recipe = gate, recipe
-        for name, weight, bias in zip(names, weights, biases):
-            setattr(self, name, weight)
-            setattr(self, name.replace("w", "b"), bias)
-        self.experts, self.dim, self.hidden = weights[-1].shape  # experts: of this rank
-        self._modules = {n + PRODUCT: GivenProduct(recipe, c) for n, c in zip(names, calls)}
-
-
-@dataclass(frozen=True)
-class Ranks:
-    """The arguments of mf.grouped_mlp about ranks."""
-
-    group: Any
-    dispatch: str
-    capacity: int | str | None
-    dropped: Tensor | None
-
-    def require(self, x: Tensor, token_ids: Tensor | None, first_expert: int) -> None:
-        """Checks these arguments, and those that they exclude."""
-        given = (self.dispatch, self.capacity, self.dropped)
-        if self.group is None:
-            if given != ("bf16", None, None):
-                raise ValueError(
-                    "grouped_mlp: expected dispatch, capacity and dropped beside a group, got "
-                    f"{given} without one"
-                )
-            return
-        self.ranks()
-        require_sending("grouped_mlp", self.dispatch, self.capacity)
-        if token_ids is not None or first_expert != 0:
-            raise ValueError(
-                "grouped_mlp: expected no token_ids and first_expert beside a group, whose ranks' "
-                f"order numbers tokens and experts, got {first_expert=} and token_ids "
-                f"{'absent' if token_ids is None else tuple(token_ids.shape)}"
-            )
-        self.require_counter(x)
-
-    def require_counter(self, x: Tensor) -> None:
-        """Checks the counter of dropped rows."""
-        count = self.dropped
-        if count is None:
-            return
-        is_right = isinstance(count, Tensor) and tuple(count.shape) == (1,)
-        if not is_right or count.dtype != torch.int64 or count.device != x.device:
-            got = (
-                f"{count.dtype} {tuple(count.shape)} on {count.device}"
-                if isinstance(count, Tensor)
-                else repr(count)
-            )
-            raise ValueError(f"grouped_mlp: expected dropped as int64 (1) on {x.device}, got {got}")
-
-    def ranks(self) -> dist.ProcessGroup:
-        """Returns the process group."""
-        return group_of("grouped_mlp: group", self.group)
-
-    def compute(self, experts: GivenExperts, x: Tensor, indices: Tensor, weights: Tensor) -> Tensor:
-        """Computes each token's weighted sum of experts, on whatever ranks they are.
-
-        Ranks compare what they call at the first call with the same sizes, recipe and dtype, and
-        with exact sizes at each call.
-        """
-        group = self.ranks()
-        count = experts.experts * dist.get_world_size(group)
-        link = ExpertParallel("grouped_mlp", group, count, self.dispatch, self.capacity, None)
-        link.dropped = self.dropped
-        sizes = count, experts.dim, experts.hidden, indices.shape[1], experts.recipe.text
-        kind = self.dispatch, self.capacity, compute_dtype(x), x.device
-        key = *sizes, *kind, x.shape[0] if self.capacity == ALL else None
-        seen = SEEN.setdefault(group, {})
-        link.agreement.title = seen.get(key)
-        y = link.forward(link, experts, x, indices, weights)
-        seen[key] = link.agreement.title
-        return y
-
-
-def require_state(recipe: Recipe, rng: Tensor | None, histories: tuple[Tensor | None, ...]) -> None:
-    """Requires the tensors of a recipe before any rank sends."""
-    for name, is_needed, given in (
-        ("rng", recipe.is_stochastic, (rng,)),
-        ("amax_history", recipe.is_delayed, histories),
-    ):
-        if is_needed and any(value is None for value in given):
-            raise ValueError(f"grouped_mlp: recipe {recipe} needs {name}, got None")
-
-
-def as_sequence(value: Any, count: int) -> tuple[Any, ...]:
-    """Returns a list's items; of None as many as `count`, of another value itself."""
-    if value is None:
-        return (None,) * count
-    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+WEIGHTS = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # of slots
 
 
 def grouped_mlp(
@@ -232,15 +110,19 @@ def grouped_mlp(
     Source: docs/moe.md.
     """
     inputs = as_sequence(w13, 1)
-    names = ("w13", "w2") if len(inputs) == 1 else ("w1", "w3", "w2")
+    names = *input_names(len(inputs)), "w2"
     histories = as_sequence(amax_history, len(names))
     biases = as_sequence(b13, len(inputs))
     require_shapes(x, inputs, w2, indices, weights, histories)
     require_options(x, w2, biases, len(inputs), b2, token_ids)
     require_no_tangents("grouped_mlp", (x, *inputs, w2, weights, *biases, b2))
     parsed = Recipe(recipe)
-    ranks = Ranks(group, dispatch, capacity, dropped)
-    ranks.require(x, token_ids, first_expert)
+    ranks = None if group is None else group_of("grouped_mlp: group", group)
+    if ranks is None and (dispatch, capacity, dropped) != ("bf16", None, None):
+        raise ValueError(
+            "grouped_mlp: expected dispatch, capacity and dropped beside a group, got "
+            f"{(dispatch, capacity, dropped)} without one"
+        )
     operands = [
         w.operands(parsed, torch.is_grad_enabled()) if isinstance(w, QuantizedTensor) else None
         for w in (*inputs, w2)
@@ -249,16 +131,148 @@ def grouped_mlp(
         ProductCall(parsed.text, rng, ops.stream(name), history, codes, first_expert)
         for name, history, codes in zip(names, histories, operands)
     ]
-    gate = Gate(limit, alpha, interleaved)
-    if group is not None:
-        require_state(parsed, rng, histories)
-        experts = GivenExperts(names, (*inputs, w2), (*biases, b2), gate, parsed, calls)
-        return ranks.compute(experts, x, indices, weights)
-    plan = Plan(gate, tuple(calls[:-1]), calls[-1])
-    matrices = Matrices(
-        tuple(matrix_of(w) for w in inputs),
-        biases,
-        matrix_of(w2),
+    matrices = [matrix_of(w) for w in (*inputs, w2)]
+    products = Products(Gate(limit, alpha, interleaved), calls, matrices, biases, b2)
+    if ranks is None:
+        order = order_rows(indices, w2.shape[0], token_ids)
+        return products.sum_slots(x.to(compute_dtype(x)), indices, weights, order)
+    require_sending("grouped_mlp", dispatch, capacity)
+    require_alone(token_ids, first_expert)
+    require_state(x, parsed, rng, histories, dropped)
+    parallel = ExpertParallel(
+        "grouped_mlp", ranks, w2.shape[0] * dist.get_world_size(ranks), dispatch, capacity
     )
-    order = order_rows(indices, w2.shape[0], token_ids)
-    return run_experts(plan, x.to(compute_dtype(x)), indices, weights, order, matrices, b2)
+    parallel.dropped = dropped
+    return run_agreed(parallel, products, x, indices, weights)
+
+
+def run_agreed(
+    parallel: ExpertParallel, products: Products, x: Tensor, indices: Tensor, weights: Tensor
+) -> Tensor:
+    """Computes each token's weighted sum of experts, on whatever ranks they are.
+
+    Ranks compare what they call at the first call with the same sizes, recipe and dtype, and with
+    exact sizes at each call.
+    """
+    capacity, recipe = parallel.capacity, products.calls[-1].recipe
+    sizes = parallel.experts, *products.matrices[-1].shape[1:], indices.shape[1], recipe
+    kind = parallel.dispatch, capacity, compute_dtype(x), x.device
+    key = *sizes, *kind, x.shape[0] if capacity == ALL else None
+    seen = SEEN.setdefault(parallel.group, {})
+    parallel.title = seen.get(key)
+    y = parallel.forward(lambda *_: products, x, indices, weights)
+    seen[key] = parallel.title
+    return y
+
+
+# ---- checks --------------------------------------------------------------------------------------
+
+
+def as_sequence(value: Any, count: int) -> tuple[Any, ...]:
+    """Returns a list's items; of None as many as `count`, of another value itself."""
+    if value is None:
+        return (None,) * count
+    return tuple(value) if isinstance(value, (list, tuple)) else (value,)
+
+
+def require_alone(token_ids: Tensor | None, first_expert: int) -> None:
+    """Raises ValueError where arguments are given that a group's order of ranks excludes."""
+    if token_ids is not None or first_expert != 0:
+        raise ValueError(
+            "grouped_mlp: expected no token_ids and first_expert beside a group, whose ranks' "
+            f"order numbers tokens and experts, got {first_expert=} and token_ids "
+            f"{'absent' if token_ids is None else tuple(token_ids.shape)}"
+        )
+
+
+def require_state(
+    x: Tensor,
+    recipe: Recipe,
+    rng: Tensor | None,
+    histories: tuple[Tensor | None, ...],
+    dropped: object,
+) -> None:
+    """Checks the tensors that a call reads and writes besides operands, before any rank sends."""
+    for name, is_needed, given in (
+        ("rng", recipe.is_stochastic, (rng,)),
+        ("amax_history", recipe.is_delayed, histories),
+    ):
+        if is_needed and any(value is None for value in given):
+            raise ValueError(f"grouped_mlp: recipe {recipe} needs {name}, got None")
+    got = repr(dropped)
+    if isinstance(dropped, Tensor):
+        if dropped.shape == (1,) and dropped.dtype == torch.int64 and dropped.device == x.device:
+            return
+        got = f"{dropped.dtype} {tuple(dropped.shape)} on {dropped.device}"
+    if dropped is not None:
+        raise ValueError(f"grouped_mlp: expected dropped as int64 (1) on {x.device}, got {got}")
+
+
+def require_shapes(
+    x: Tensor,
+    inputs: tuple[Tensor, ...],
+    w2: Tensor,
+    indices: Tensor,
+    weights: Tensor,
+    histories: tuple[Tensor | None, ...],
+) -> None:
+    """Checks shapes, and dtypes of the routing, of grouped_mlp; the products check the rest."""
+    for name, tensor, dims in (("x", x, 2), ("w2", w2, 3), ("indices", indices, 2)):
+        if tensor.dim() != dims:
+            shape = tuple(tensor.shape)
+            raise ValueError(f"grouped_mlp: expected {name} of {dims} dimensions, got {shape}")
+    experts, dim, hidden = w2.shape
+    parts = len(inputs)
+    if parts not in (1, 2):
+        raise ValueError(f"grouped_mlp: expected w13, or a list of w1 and w3, got {parts} tensors")
+    wanted = (experts, hidden * (3 - parts), dim)
+    if any(tuple(w.shape) != wanted for w in inputs):
+        name = "w13" if parts == 1 else "w1 and w3"
+        raise ValueError(
+            f"grouped_mlp: expected {name} as {wanted}, by w2's {tuple(w2.shape)}, "
+            f"got {[tuple(w.shape) for w in inputs]}"
+        )
+    if x.shape[1] != dim or indices.shape[0] != x.shape[0] or weights.shape != indices.shape:
+        raise ValueError(
+            f"grouped_mlp: expected x (T, {dim}), indices (T, k) and weights (T, k), got "
+            f"{tuple(x.shape)}, {tuple(indices.shape)} and {tuple(weights.shape)}"
+        )
+    if indices.is_floating_point() or indices.dtype == torch.bool:
+        raise ValueError(f"grouped_mlp: expected indices as integers, got {indices.dtype}")
+    if weights.dtype not in WEIGHTS:
+        raise ValueError(
+            "grouped_mlp: expected weights as float32, bfloat16, float16 or float64, got "
+            f"{weights.dtype}; weights.float() converts others"
+        )
+    if len(histories) != parts + 1:
+        raise ValueError(
+            f"grouped_mlp: expected amax_history for {parts + 1} products, got {len(histories)}"
+        )
+
+
+def require_options(
+    x: Tensor,
+    w2: Tensor,
+    biases: tuple[Tensor | None, ...],
+    inputs: int,
+    b2: Tensor | None,
+    token_ids: Tensor | None,
+) -> None:
+    """Checks the optional arguments of grouped_mlp whose shapes no product checks."""
+    if len(biases) != inputs:
+        raise ValueError(
+            f"grouped_mlp: expected a bias in b13 for each of {inputs} matrices, got {len(biases)}"
+        )
+    if b2 is not None and tuple(b2.shape) != tuple(w2.shape[:2]):
+        raise ValueError(
+            f"grouped_mlp: expected b2 as {tuple(w2.shape[:2])}, by w2's {tuple(w2.shape)}, got "
+            f"{tuple(b2.shape)}"
+        )
+    if token_ids is None:
+        return
+    is_integer = not token_ids.is_floating_point() and token_ids.dtype != torch.bool
+    if not is_integer or tuple(token_ids.shape) != (x.shape[0],):
+        raise ValueError(
+            f"grouped_mlp: expected token_ids as ({x.shape[0]},) integers, got {token_ids.dtype} "
+            f"{tuple(token_ids.shape)}"
+        )

@@ -13,8 +13,7 @@ from ..nn.hooks import expert_hooks
 from ..nn.names import unwrapped
 from .convert.experts import convert, restore, revert, select
 from .layer import divided_experts
-from .ranks.agreement import to_host
-from .ranks.parallel_experts import ExpertParallel
+from .ranks.parallel_experts import ExpertParallel, to_host
 from .router import Router
 
 

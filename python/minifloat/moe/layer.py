@@ -3,12 +3,17 @@
     y = Σ over the k slots of weight · w2(silu(w1 x) · w3 x)    of the slot's expert
         + shared w2(silu(w1 x) · w3 x)                          of every token
 
+Routed and shared experts read one cast of the tokens (T, D) where recipes are equal and scales are
+a row's or a block's, so that a token has the same codes in both: its rows are copies of its codes.
+
 State-dict keys: router.weight, router.expert_bias, experts.w1, experts.w3, experts.w2 (or w13 for
 w1 and w3), experts.b1, b3, b2, b13, shared_experts.w1.weight and so on.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -16,22 +21,38 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.types import Device
 
+from .._native import ops
 from ..checks import require_bool, require_int, require_text
-from ..nn.cache.operand_cache import share_inputs
-from ..nn.grouped_product import HasProducts, add_products, call_of, matrix_of, product_of
-from ..nn.hooks import hooks
-from ..nn.linear import adopt
+from ..nn.cache.operand_cache import SharedInput, conditions_of, share_inputs
+from ..nn.grouped_product import (
+    HasProducts,
+    ProductCall,
+    add_products,
+    call_of,
+    local_of,
+    matrix_of,
+    product_of,
+)
+from ..nn.hooks import hooks, is_distributed
+from ..nn.linear import Linear, adopt
 from ..nn.state.random_state import RngState, add_hooks
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
-from .feed_forward import Matrices, Plan, compute_dtype, run_experts
-from .mlp_checks import require_no_tangents
-from .permute import order_rows
-from .ranks.cut_experts import are_cut
+from ..tensor.operands import Operand, Operands
+from .feed_forward import (
+    ALPHA,
+    Gate,
+    Products,
+    compute_dtype,
+    input_names,
+    order_rows,
+    require_no_tangents,
+)
 from .ranks.parallel_experts import ExpertParallel
+from .ranks.width import are_cut, forward_cut
 from .router import Router, require_number
-from .swiglu import ALPHA, Gate
-from .token_cast import TokenCast, token_cast
+
+TokenCast = Callable[[Tensor], Operand | None]  # of x; None: each reader quantizes x itself
 
 
 class Experts(HasProducts, nn.Module):
@@ -64,7 +85,7 @@ class Experts(HasProducts, nn.Module):
         self.dim, self.hidden, self.experts, self.gate = dim, hidden, experts, gate
         self.parallel: ExpertParallel | None = None  # None: all experts are here
         self.b2: nn.Parameter | None
-        self.input_names = ("w13",) if fused_w13 else ("w1", "w3")
+        self.input_names = input_names(1 if fused_w13 else 2)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.empty(experts, *shape, device=device, dtype=dtype))
@@ -115,8 +136,6 @@ class Experts(HasProducts, nn.Module):
             ValueError: token_ids_T is given where ranks divide the experts.
         """
         if are_cut(self):
-            from .ranks.cut_forward import forward_cut  # imports torch's compiler
-
             return forward_cut(self, x_TD, indices_Tk, weights_Tk, token_ids_T)
         if self.parallel is not None:
             if token_ids_T is not None:
@@ -124,22 +143,32 @@ class Experts(HasProducts, nn.Module):
                     f"{self.parallel.name}: expected no token_ids of experts that ranks divide, "
                     "which number tokens by their ranks"
                 )
-            parallel = self.parallel
-            return parallel.forward(parallel, self, x_TD, indices_Tk, weights_Tk, cast)
+            return self.parallel.forward(self.prepare, x_TD, indices_Tk, weights_Tk, cast)
         x = x_TD.to(compute_dtype(x_TD))
-        plan = Plan(
-            self.gate,
-            tuple(call_of(self, name, x) for name in self.input_names),
-            call_of(self, "w2", x, needs_columnwise=True),
-            None if cast is None else cast.rowwise(x_TD),
-        )
-        matrices = Matrices(
-            tuple(matrix_of(getattr(self, name)) for name in self.input_names),
-            tuple(getattr(self, name) for name in self.bias_names),
-            matrix_of(self.w2),
-        )
+        products = self.prepare(x, tokens=None if cast is None else cast(x_TD))
         order = order_rows(indices_Tk, self.experts, token_ids_T)
-        return run_experts(plan, x, indices_Tk, weights_Tk, order, matrices, self.b2)
+        return products.sum_slots(x, indices_Tk, weights_Tk, order)
+
+    def prepare(
+        self, x: Tensor, needs_columnwise: bool | None = None, tokens: Operand | None = None
+    ) -> Products:
+        """Begins a forward of x, and returns its products.
+
+        needs_columnwise: whether a gradient of the rows of x is computed; None: where x has one.
+        """
+        calls = [call_of(self, n, x, needs_columnwise=needs_columnwise) for n in self.input_names]
+        calls.append(call_of(self, "w2", x, needs_columnwise=True))
+        return self.products(calls, tokens=tokens)
+
+    def products(self, calls: Sequence[ProductCall], **more: Any) -> Products:
+        """Returns the products of this rank's parameters, which `calls` compute."""
+        matrices = []
+        for name in self.weight_names:
+            weight = local_of(getattr(self, name))
+            matrices.append(matrix_of(weight.flatten(1, 2) if weight.dim() == 4 else weight))
+        biases = [getattr(self, name) for name in (*self.bias_names, "b2")]
+        biases = [bias if bias is None else local_of(bias).flatten(1) for bias in biases]
+        return Products(self.gate, calls, matrices, biases[:-1], biases[-1], **more)
 
     def extra_repr(self) -> str:
         product = product_of(self, "w2")
@@ -270,4 +299,26 @@ class MoE(nn.Module):
         experts, shared = self.experts, self.shared_experts
         if not isinstance(experts, Experts) or not isinstance(shared, SharedExperts):
             return None
-        return token_cast(experts, (shared.w1, shared.w3), x_TD)
+        if torch.compiler.is_compiling() or type(x_TD) is not Tensor or x_TD.is_meta:
+            return None
+        products = [product_of(experts, name) for name in experts.input_names]
+        readers = [layer for layer in (shared.w1, shared.w3) if isinstance(layer, Linear)]
+        if None in products or len(readers) < 2:
+            return None
+        shared_input, recipe = readers[0].shared_input, readers[0].recipe
+        recipes = {module.recipe for module in (*products, *readers) if module is not None}
+        is_one = (
+            all(reader.shared_input is shared_input for reader in readers) and len(recipes) == 1
+        )
+        if shared_input is None or not is_one or any(is_distributed(r.weight) for r in readers):
+            return None
+        if not ops.reads_token_codes(recipe.text):
+            return None
+        columnwise = torch.is_grad_enabled() and any(r.weight.requires_grad for r in readers)
+        return partial(cast_tokens, shared_input, recipe.text, columnwise)
+
+
+def cast_tokens(shared: SharedInput, recipe: str, columnwise: bool, x_TD: Tensor) -> Operand | None:
+    """Quantizes tokens for all readers, and returns their rowwise codes; None: nothing is cast."""
+    found = shared.cast_first(x_TD, recipe, columnwise, conditions_of(x_TD))
+    return None if found is None else Operands.of(found).rowwise

@@ -4,7 +4,7 @@ of the pure ops.
 Importing this package registers the rules with DTensor.
 """
 
-from ...moe.ranks.cut_experts import cut_along_width
+from ...moe.ranks.width import cut_along_width
 from .dtensor import QuantizedColwiseParallel
 
 __all__ = ["QuantizedColwiseParallel", "cut_along_width"]

@@ -1,16 +1,25 @@
 """Experts modules of other libraries, converted in place: a class is derived, nothing copied.
 
     ProjectionExperts   Hugging Face (projections.py): gate_up_proj and down_proj
-    CountedExperts      torchtitan 0.2 (torchtitan.py): rows and each expert's count
+    CountedExperts      torchtitan 0.2: rows and each expert's count
     GroupedMmExperts    torchtitan since: products by the method _grouped_mm(self, *, A, B_t, offs)
     NamedExperts        any module whose forward calls grouped_mm or bmm with the named parameters
 
 A converted module is an instance of its former class, with the same parameters, hooks and keys.
+
+CountedExperts have rows in the order of the experts:
+
+    rows of expert 0 | rows of expert 1 | … | rows that belong to no expert
+    gate, up = rows · w1ᵀ, rows · w3ᵀ        h = SwiGLU(gate, up)        y = h · w2ᵀ
+
+Their own forward multiplies bfloat16 values by torch's grouped_mm. A group may have any number of
+rows here. Expert parallelism is torchtitan's: each rank has some experts of all.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import inspect
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar, cast
 
@@ -19,8 +28,26 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from ...nn.grouped_product import GroupedProduct, HasProducts, product_of
-from ...nn.names import PRODUCT
+from ...nn.grouped_product import (
+    GroupedProduct,
+    HasProducts,
+    ProductCall,
+    call_of,
+    matrix_of,
+    product_of,
+)
+from ...nn.hooks import is_distributed
+from ...nn.names import PRODUCT, join
+from ...nn.state.recipe_state import ExpertRange
+from ..feed_forward import Gate, Order, Products, compute_dtype
+from .same_forward import compare_forward, compare_grouped_mm, counted_calls
+
+NAMES = ("w1", "w3", "w2")  # of torchtitan: (E, I, D), (E, I, D), (E, D, I)
+# The activation is in a module's code, not in its parameters, so modules are known by class.
+CLASSES = (("torchtitan.models.moe.moe", "GroupedExperts"),)
+# Products that NamedExperts replace.
+GROUPED = (torch._grouped_mm, F.grouped_mm)
+BATCHED = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class Converted(HasProducts, nn.Module):
@@ -92,6 +119,9 @@ def is_same(parameter: Tensor, view: Tensor) -> bool:
     )
 
 
+# ---- named parameters ---------------------------------------------------------------------------
+
+
 class NamedExperts(Converted):
     """A module whose forward multiplies rows with its named parameters."""
 
@@ -100,14 +130,6 @@ class NamedExperts(Converted):
             out = super().forward(*args, **kwargs)
         mode.require_all()
         return out
-
-
-GROUPED = tuple(
-    function
-    for function in (getattr(torch, "_grouped_mm", None), getattr(F, "grouped_mm", None))
-    if function is not None
-)
-BATCHED = (torch.bmm, Tensor.bmm, torch.matmul, Tensor.matmul, Tensor.__matmul__)
 
 
 class ProductMode(TorchFunctionMode):
@@ -191,3 +213,93 @@ class ProductMode(TorchFunctionMode):
                 f"{type(self.module).__name__}: expected its forward to multiply with "
                 f"{', '.join(missed)} by torch's grouped_mm, bmm or matmul, got no such product"
             )
+
+
+# ---- torchtitan ----------------------------------------------------------------------------------
+
+
+class CountedExperts(Converted):
+    """torchtitan's experts, called with rows and their counts."""
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        return (type(module).__module__, type(module).__name__) in CLASSES
+
+    @staticmethod
+    def reason_against(module: nn.Module) -> str | None:
+        return compare_forward(module, NAMES[-1], False, CountedExperts.forward, counted_calls)
+
+    def forward(self, x: Tensor, num_tokens_per_expert: Tensor) -> Tensor:
+        for name in NAMES:
+            keep_own_experts(self, name)
+        rows = x.to(compute_dtype(x))
+        ids = torch.arange(rows.shape[0], dtype=torch.int32, device=rows.device)
+        offs = num_tokens_per_expert.cumsum(0, dtype=torch.int32)
+        order = Order(ids, ids[:, None], offs, ids)  # each row is a token of its own, with one slot
+        calls = [call_of(self, name, rows, needs_columnwise=True) for name in NAMES]
+        matrices = [matrix_of(self.get_parameter(name)) for name in NAMES]
+        ones = torch.ones(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
+        products = Products(Gate(), calls, matrices, (None, None))
+        return products.run(rows, ones, order, sums=False).type_as(x)
+
+
+def keep_own_experts(module: nn.Module, name: str) -> None:
+    """Tells a product which experts this rank has, where torchtitan divides them.
+
+    Raises:
+        ValueError: ranks shard each expert's matrix, which no product here can multiply exactly.
+    """
+    weight, product = module.get_parameter(name), product_of(module, name)
+    if not is_distributed(weight) or product is None:
+        return
+    mesh = weight.device_mesh
+    if len(weight.placements) > 1 or not weight.placements[0].is_shard(0):
+        raise ValueError(
+            f"{type(module).__name__}.{name}: expected whole experts on each rank (expert parallel "
+            f"alone), got {weight.placements} over {mesh}; leave experts that tensor parallelism "
+            "cuts in bf16, by filter_fqns or a recipe map"
+        )
+    if product.expert_range is None:
+        own, experts = weight.to_local().shape[0], weight.shape[0]
+        begin = mesh.get_local_rank() * own
+        product.keep_experts(ExpertRange(begin, own, experts, mesh.get_group()))
+        product.first_expert = begin
+
+
+class GroupedMmExperts(Converted):
+    """A module with torchtitan's method. Its products are numbered in the order of the calls."""
+
+    PRODUCT_NAME = "grouped_mm_{}"
+
+    @staticmethod
+    def fits(module: nn.Module) -> bool:
+        method = getattr(type(module), "_grouped_mm", None)
+        return callable(method) and {"A", "B_t", "offs"} <= {*inspect.signature(method).parameters}
+
+    @staticmethod
+    def reason_against(module: nn.Module) -> str | None:
+        return compare_grouped_mm(module, ProductCall().multiply)
+
+    @classmethod
+    def number_products(
+        cls, module: nn.Module, names: Sequence[str], products: Sequence[GroupedProduct], fqn: str
+    ) -> None:
+        """Names products, so far called by parameters, by their number among a forward's calls."""
+        for i, (name, product) in enumerate(zip(names, products)):
+            del module._modules[name + PRODUCT]
+            product.rename(join(fqn, cls.PRODUCT_NAME.format(i)))
+            module.add_module(cls.PRODUCT_NAME.format(i) + PRODUCT, product)
+
+    def forward(self, *args: object, **kwargs: object) -> object:
+        self._calls = 0
+        return super().forward(*args, **kwargs)
+
+    def _grouped_mm(self, *, A: Tensor, B_t: Tensor, offs: Tensor) -> Tensor:
+        product = product_of(self, self.PRODUCT_NAME.format(self._calls))
+        if product is None:
+            raise RuntimeError(
+                f"{self.original.__name__}: expected a product for each 3D parameter in a forward, "
+                f"got a call of _grouped_mm after {self._calls} of them"
+            )
+        self._calls += 1
+        return multiply(self, product, A, B_t, offs)

@@ -30,9 +30,14 @@ from ...recipe import Recipe, operand_names
 from ...spec import Spec
 from ..layer import Experts
 from . import projections
-from .converted import Converted, NamedExperts, converted_class
+from .converted import (
+    Converted,
+    CountedExperts,
+    GroupedMmExperts,
+    NamedExperts,
+    converted_class,
+)
 from .projections import ProjectionExperts, is_row_major, register_implementation
-from .torchtitan import CountedExperts, GroupedMmExperts
 
 FORMS = (ProjectionExperts, CountedExperts, GroupedMmExperts)
 # The forms whose products read the parameters themselves, which may be codes.
@@ -272,7 +277,7 @@ def revert(module: nn.Module) -> None:
 def restore(model: nn.Module) -> None:
     """Reverts the conversion of all experts of a model."""
     for module in list(model.modules()):
-        if any(True for _ in products_of(module)):
+        if next(products_of(module), None) is not None:
             revert(module)
             dequantize_parameters(module)
             for name in list(module.__dict__):

@@ -12,8 +12,6 @@ _apply_gate. same_forward.py compares all that with the module's own forward bef
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
 from collections.abc import Iterable
 from typing import Any
 
@@ -21,11 +19,18 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from ..._native import ops
 from ...nn.grouped_product import call_of, matrix_of
-from ..feed_forward import Matrices, Plan, compute_dtype, run_experts, weighted_biases
-from ..mlp_checks import require_no_tangents
-from ..permute import add_slots, order_rows, take_rows
-from ..swiglu import Gate, swiglu
+from ..feed_forward import (
+    Gate,
+    Products,
+    add_slots,
+    compute_dtype,
+    order_rows,
+    require_no_tangents,
+    take_rows,
+    weighted_biases,
+)
 from .converted import Converted
 from .same_forward import INTERFACE, compare_forward, projection_calls
 
@@ -111,7 +116,10 @@ def run_projections(
         offs = ends_of_even_groups(x, w2.shape[0])
         gate_up = inputs.multiply(x, w13, offs, None, b13)
         ones = torch.ones(x.shape[0], dtype=torch.float32, device=x.device)
-        h = activate(module, gate_up) if gate is None else swiglu(gate, ones, [gate_up])
+        if gate is None:
+            h = activate(module, gate_up)
+        else:
+            h = ops.swiglu(gate_up, None, ones, **gate._asdict())
         y = output.multiply(h, w2, offs, None, b2)
     else:
         indices, scores = (t.reshape(x.shape[0], columns_of(t, x)) for t in routing)
@@ -119,16 +127,15 @@ def run_projections(
             scores = scores.gather(1, indices.clamp(0, scores.shape[1] - 1).long())
         order = order_rows(indices, w2.shape[0])
         if gate is not None:
-            plan, matrices = Plan(gate, (inputs,), output), Matrices((w13,), (b13,), w2)
-            y = run_experts(plan, x, indices, scores, order, matrices, b2)
+            products = Products(gate, (inputs, output), (w13, w2), (b13,), b2)
+            y = products.sum_slots(x, indices, scores, order)
         else:
             rows = take_rows(x, order)
             h = activate(module, inputs.multiply(rows, w13, order.offs, order.row_ids, b13))
             weights_M = scores.reshape(-1).index_select(0, order.pairs).float()
             h = (h.float() * weights_M[:, None]).to(h.dtype)
             y = output.multiply(h, w2, order.offs, order.row_ids)
-            base = None if b2 is None else weighted_biases(indices, scores, b2)
-            y = add_slots(y, order, base)
+            y = add_slots(y, order, weighted_biases(indices, scores, b2))
     return y.view(hidden_states.shape).to(hidden_states.dtype)
 
 
@@ -201,14 +208,9 @@ def register_implementation() -> bool:
     Returns:
         Whether it is registered now.
     """
-    if "transformers" not in sys.modules and importlib.util.find_spec("transformers") is None:
-        return False
     try:
-        module = importlib.import_module(INTERFACE)
-    except ImportError:
-        return False
-    functions = getattr(module, "ALL_EXPERTS_FUNCTIONS", None)
-    if functions is None:  # before version 5
+        functions = importlib.import_module(INTERFACE).ALL_EXPERTS_FUNCTIONS
+    except (ImportError, AttributeError):  # not installed, or before version 5
         return False
     functions.register(IMPLEMENTATION, run_chosen)
     return True

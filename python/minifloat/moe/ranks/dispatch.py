@@ -4,17 +4,9 @@
     send                 one all_to_all_single; rows are received by the rank they come from
     back                 the way back of as many rows, of any width
 
-    DispatchRows         rows of tokens, weights, ids    -> the ranks of their experts
-                         gradients of both               <- one collective
-    CombineRows          results of the experts          -> the ranks of their tokens
-                         gradient of the results         <- one collective
-
 A row is bytes: fields of several dtypes, each at a multiple of 4, the whole a multiple of 16.
-Received rows are sorted by expert and id, so that a group has the order that it has in one process
-with all ranks' tokens.
 
-Shape suffixes: M rows that this rank sends, A rows that it receives, R ranks, B bytes of a row,
-T tokens, k slots, D width.
+Shape suffixes: M rows that this rank sends, R ranks, B bytes of a row.
 """
 
 from __future__ import annotations
@@ -26,15 +18,9 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from ..._native import ops
-from ..permute import NO_ORDER, Order, add_slots, order_rows, take_rows
 
-# The fields of a row besides values or codes: its routing weight; the number of its pair among all
-# ranks; and one more than the number of its expert among those of its rank, 0 where no expert
-# computes the row.
-ROW_METADATA = ((torch.float32, 1), (torch.int32, 1), (torch.int32, 1))
 FIELD, ROW = 4, 16  # bytes that a field's start and a row's length are multiples of
 
 
@@ -266,100 +252,3 @@ def require_rows(function: str, rows: object, count: int | None, row_bytes: int)
             f"{tuple(rows.shape)}"
         )
     return rows.contiguous()
-
-
-# ---- values --------------------------------------------------------------------------------------
-
-
-def order_received(ids_A: Tensor, experts_A: Tensor, experts: int) -> Order:
-    """Sorts the rows that were received by expert and id, as tokens with one slot each.
-
-    Args:
-        ids_A, experts_A: int32 (A), the last two fields of ROW_METADATA.
-        experts: how many this rank has.
-    """
-    return order_rows(experts_A[:, None] - 1, experts, ids_A)
-
-
-def return_gradients(
-    route: Route, d_rows: Tensor, d_weights: Tensor, order: Order, dtype: torch.dtype
-) -> tuple[Tensor, Tensor]:
-    """Sends gradients of received rows and weights back, and sums the rows of each token.
-
-    Args:
-        d_rows: (A, D), in the order of arrival.
-        d_weights: float32 (A, 1).
-        order: of the rows that were sent.
-        dtype: of the tokens' gradient.
-
-    Returns:
-        (T, D) and float32 (T, k).
-    """
-    layout = RowLayout((d_rows.dtype, d_rows.shape[1]), (torch.float32, 1))
-    found, d_weights_M = layout.unpack(route.back(layout.pack([d_rows, d_weights])))
-    dx = add_slots(found, order).to(dtype)
-    return dx, d_weights_M.reshape(-1).take(order.places.long())
-
-
-class DispatchRows(torch.autograd.Function):
-    """Sends tokens' rows and weights to the experts' ranks, as values.
-
-    Arguments: route, x, weights, ids, experts (both as in ROW_METADATA), the order. Returns the
-    values, weights, ids and experts that are received.
-    """
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        route: Route,
-        x: Tensor,
-        weights: Tensor,
-        ids: Tensor,
-        experts: Tensor,
-        *order: Tensor,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        sent = Order(*order)
-        layout = RowLayout((x.dtype, x.shape[1]), *ROW_METADATA)
-        weights_M = weights.reshape(-1).index_select(0, sent.pairs)
-        rows = layout.pack([take_rows(x, sent), weights_M, ids, experts])
-        values, weights_A, ids_A, experts_A = layout.unpack(route.send(rows))
-        ids_A, experts_A = ids_A.reshape(-1), experts_A.reshape(-1)
-        ctx.route, ctx.dtypes = route, (x.dtype, weights.dtype)
-        ctx.save_for_backward(*order)
-        ctx.mark_non_differentiable(ids_A, experts_A)
-        return values, weights_A, ids_A, experts_A
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        x_dtype, weights_dtype = ctx.dtypes
-        order = Order(*ctx.saved_tensors)
-        dx, d_weights = return_gradients(ctx.route, grads[0], grads[1], order, x_dtype)
-        return None, dx, d_weights.to(weights_dtype), None, None, *NO_ORDER
-
-
-class CombineRows(torch.autograd.Function):
-    """Sends the experts' rows back: (A, D), sorted, -> (M, D).
-
-    Arguments: route, rows, pairs and places of the order in which they were received.
-    """
-
-    @staticmethod
-    def forward(ctx: Any, route: Route, rows: Tensor, pairs: Tensor, places: Tensor) -> Tensor:
-        ctx.route = route
-        ctx.save_for_backward(pairs)
-        return combine(route, rows.index_select(0, places[:, 0]))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        (pairs,) = ctx.saved_tensors
-        layout = RowLayout((grads[0].dtype, grads[0].shape[1]))
-        (received,) = layout.unpack(ctx.route.send(layout.pack(grads)))
-        return None, received.index_select(0, pairs), None, None
-
-
-def combine(route: Route, rows: Tensor) -> Tensor:
-    """Sends values in the order of arrival back to where they came from: (A, D) -> (M, D)."""
-    layout = RowLayout((rows.dtype, rows.shape[1]))
-    return layout.unpack(route.back(layout.pack([rows])))[0]

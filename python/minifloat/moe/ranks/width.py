@@ -4,16 +4,22 @@ The parameters are DTensors over one mesh dimension, w1, w3 and their biases wit
 Shard(2). A fused w13 is (E, 2, I, D), and its bias (E, 2, I), with Shard(2): a rank has its part of
 gate and of up. torch 2.11 has no placement for that of (E, 2I, D) which its checkpoints save whole.
 The bias of w2 is not cut. cut_along_width makes them so.
+
+Compiled code calls the forward of such experts and does not trace it.
 """
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+from ...nn.grouped_product import GroupedProduct, ProductCall, Sharding, product_of
 from ...nn.hooks import is_distributed
+from ...nn.state.random_state import require_shared_seed
 from ...tensor.quantized_tensor import QuantizedTensor
+from ..feed_forward import compute_dtype, order_rows, uncompiled
 
 if TYPE_CHECKING:
     from torch.distributed.device_mesh import DeviceMesh
@@ -29,17 +35,11 @@ WHY_NO_FUSED_CODES = (
 )
 
 
-def cut_dim(weight: Any) -> int:
-    """Returns the dimension within matrices that ranks cut a weight along; 0: none."""
-    if not is_distributed(weight):
-        return 0
-    dims = {getattr(placement, "dim", 0) for placement in weight.placements} - {0}
-    return 0 if not dims else max(dims)
-
-
 def are_cut(module: Any) -> bool:
     """Tells whether ranks cut a weight of experts along I."""
-    return any(cut_dim(getattr(module, name)) > 0 for name in module.weight_names)
+    weights = (getattr(module, name) for name in module.weight_names)
+    cuts = (cut for weight in weights if is_distributed(weight) for cut in weight.placements)
+    return any(getattr(cut, "dim", 0) > 0 for cut in cuts)
 
 
 def placement_of(name: str) -> Any:
@@ -125,3 +125,73 @@ def require_cut(module: Any, name: str, title: str) -> Any:
             f"{ranks} ranks"
         )
     return parameter
+
+
+# ---- the forward ---------------------------------------------------------------------------------
+
+
+def cut_calls(module: Any, x: Tensor) -> list[ProductCall]:
+    """Returns the products of experts that ranks cut along I, as a forward of x calls them.
+
+    Raises:
+        ValueError: parameters do not fit each other.
+    """
+    found = []
+    for name in module.weight_names:
+        product = product_of(module, name)
+        weight = require_cut(module, name, name if product is None else product.fqn)
+        # A gradient of the rows of w2 always exists, that of routing weights.
+        columnwise = torch.is_grad_enabled() and (name == "w2" or x.requires_grad)
+        if product is None:
+            found.append(ProductCall())
+        else:
+            found.append(begin_product(product, name, weight, x, columnwise))
+    for name in (*module.bias_names, "b2"):
+        require_cut(module, name, name)
+    return found
+
+
+def begin_product(
+    product: GroupedProduct, name: str, weight: Any, x: Tensor, columnwise: bool
+) -> ProductCall:
+    """Begins a product: draws its random bits, and casts a weight whose codes are not cached."""
+    local, mesh = weight._local_tensor, weight.device_mesh
+    rng, history, stream = product.op_state(x.device)
+    if product.rng_state is not None:
+        require_shared_seed(product.rng_state, mesh.get_group(), product.fqn)
+    operands: list[Tensor] | None
+    if isinstance(local, QuantizedTensor):
+        operands = local.operands(product.recipe, columnwise)
+    else:
+        operands = product.cached_operands(
+            product.cache_of(weight),
+            weight,
+            local.flatten(1, 2) if local.dim() == 4 else local,
+            x,
+            columnwise,
+            history,
+            mesh.get_group(),
+            **sharding_of(mesh)._asdict(),
+            weight_dim=1 if name == "w2" else 0,
+        )
+    return ProductCall(
+        product.recipe.text, rng, stream, history, operands, recompute=product.recompute
+    )
+
+
+def sharding_of(mesh: DeviceMesh) -> Sharding:
+    """Returns this rank's place among those that cut the weights."""
+    return Sharding(mesh.get_group().group_name, mesh.get_local_rank(), mesh.size())
+
+
+@uncompiled
+def forward_cut(
+    module: Any, x_TD: Tensor, indices_Tk: Tensor, weights_Tk: Tensor, token_ids_T: Tensor | None
+) -> Tensor:
+    """Computes the forward of Experts; the arguments are those of Experts.forward."""
+    x = x_TD.to(compute_dtype(x_TD))
+    calls = cut_calls(module, x)
+    products = module.products(calls, sharding=sharding_of(module.w2.device_mesh))
+    order = order_rows(indices_Tk, module.experts, token_ids_T)
+    with torch.autocast(x.device.type, enabled=False):
+        return products.sum_slots(x, indices_Tk, weights_Tk, order)

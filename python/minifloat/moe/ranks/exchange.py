@@ -1,0 +1,303 @@
+"""Rows of tokens at the experts of other ranks: as values or as codes.
+
+    forward     x       -> ranks of their experts      products of w13 read it
+                results -> ranks of their tokens
+    backward    g       -> ranks of their experts      dgrad reads it
+                gradients of tokens and weights <-
+
+Each line is one collective. What travels as codes has those that one process with all ranks' tokens
+has for x in fprop and for g in dgrad; what wgrad reads is cast from the bfloat16 values of the
+codes. Rows that arrive are sorted by expert and id, in the order of one process with all tokens.
+
+Shape suffixes: M rows that this rank sends, A rows that arrive, E experts of all ranks, n of this
+one, T tokens, k slots, D width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from ..._native import ops
+from ...nn.grouped_product import ProductCall
+from ...nn.hooks import hooks
+from ...nn.state.recipe_state import ExpertRange
+from ...recipe import Recipe, operand_names
+from ...spec import Spec
+from ...tensor.operands import Operand
+from ..feed_forward import Order, Products, add_slots, order_rows, take_rows
+from .dispatch import Route, RowLayout
+
+X, G = "x/fprop", "g/dgrad"  # the operands that can travel as codes
+ACTIVE, CURRENT = 0, 1  # columns of an amax history
+# The fields of a row besides values or codes: its routing weight; the number of its pair among all
+# ranks; and one more than the number of its expert among those of its rank, 0 where no expert
+# computes the row.
+ROW_METADATA = ((torch.float32, 1), (torch.int32, 1), (torch.int32, 1))
+
+
+def spec_of(name: str, recipe: str | Recipe) -> Spec:
+    """Returns the spec of X or G in a recipe."""
+    products = Recipe(recipe)
+    return Spec.parse(products.fprop.a if name == X else products.dgrad.a)
+
+
+def why_values(name: str, calls: Sequence[ProductCall]) -> str | None:
+    """Returns why an operand travels as values under dispatch="codes"; None: it travels as codes.
+
+    Args:
+        name: X or G.
+        calls: those of the products that read the operand.
+    """
+    spec = spec_of(name, calls[0].recipe)
+    if spec.is_bf16:
+        return "the recipe has bf16 there"
+    if any(Recipe(call.recipe) != Recipe(calls[0].recipe) for call in calls):
+        return "w1 and w3 have two recipes"
+    if len(calls) > 1 and (spec.is_stochastic or spec.is_delayed):
+        return "w1 and w3 each quantize it, with random bits or a scale of their own"
+    return None
+
+
+@dataclass(frozen=True)
+class Way:
+    """How one forward's operands travel.
+
+    Args:
+        route: of the rows.
+        x: the cast of x; None: x travels as values.
+        g: the cast of the gradient; None: it travels as values.
+        sent: the order of the rows that this rank sends.
+        ids: int32 (M), the numbers of their pairs among all ranks.
+        experts: int32 (M), their experts, as the last field of ROW_METADATA.
+    """
+
+    route: Route
+    x: CodeSender | None
+    g: CodeSender | None
+    sent: Order
+    ids: Tensor
+    experts: Tensor
+
+
+@dataclass(frozen=True)
+class CodeSender:
+    """The cast of one operand by the ranks of its tokens.
+
+    Args:
+        name: X or G.
+        call: the product's arguments.
+        experts: those of this rank, and the ranks, which amaxes are reduced over.
+    """
+
+    name: str
+    call: ProductCall
+    experts: ExpertRange
+
+    @property
+    def spec(self) -> Spec:
+        return spec_of(self.name, self.call.recipe)
+
+    def fields(self, width: int) -> list[tuple[torch.dtype, int]]:
+        """Returns the fields of a row of `width` elements: its codes, and its scales if it has."""
+        spec, sizes = self.spec, self.spec.sizes(1, width)
+        found = [(torch.uint8, sizes.code_cols)]
+        if spec.has_blocks:
+            one_byte = spec.scale_dtype.itemsize == 1
+            found.append((torch.uint8 if one_byte else torch.float32, sizes.scale_cols))
+        elif spec.amax_of == "row":
+            found.append((torch.float32, 1))
+        return found
+
+    def quantize(
+        self, rows: Tensor, way: Way, rows_from: Tensor | None = None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Casts the rows that this rank sends by the amaxes of all ranks' rows.
+
+        Args:
+            rows: (M, D), or those that `rows_from` chooses from.
+            way: of the rows.
+            rows_from: int32 (M), the row of each; None: its own.
+
+        Returns:
+            The tensors of `fields`, and scale and amax of this rank's experts, float32 (n): an
+            empty scale where rows have their own, an empty amax where no expert has one.
+        """
+        spec, call = self.spec, self.call
+        table = ops.group_table(way.sent.offs, way.ids.shape[0])
+        active = current = None
+        if spec.amax_of == "tensor":
+            active, current = self._amaxes(rows, table, rows_from, way)
+        codes, scale, *_ = ops.quantize(
+            rows,
+            spec.text,
+            "",
+            amax_row=active,
+            rng=call.rng if spec.is_stochastic else None,
+            stream_row=ops.stream(self.name) ^ call.stream,
+            groups=table,
+            row_ids=way.ids if spec.is_stochastic else None,
+            rows_from=rows_from,
+        )
+        none = torch.empty(0, device=rows.device)
+        amaxes = none if current is None else current[self._own]
+        if spec.has_blocks or spec.amax_of == "row":
+            return [codes, scale], [scale.new_empty(0), amaxes]
+        return [codes], [scale[self._own], amaxes]
+
+    def quantize_tokens(
+        self, x: Tensor, way: Way, tokens: Operand | None
+    ) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns what `quantize` does of the tokens' rows: copies of codes of x where those fit.
+
+        tokens: x as a linear layer reads it, which reads values where its product is exact.
+        """
+        if tokens is None or self.spec.amax_of == "tensor" or not tokens.has_codes:
+            return self.quantize(x, way, way.sent.tokens)
+        none = torch.empty(0, device=x.device)
+        return [take_rows(t, way.sent) for t in (tokens.codes, tokens.scale)], [none, none]
+
+    @property
+    def _own(self) -> slice:
+        """This rank's experts among all."""
+        return slice(self.experts.begin, self.experts.begin + self.experts.count)
+
+    def _amaxes(
+        self, rows: Tensor, table: Tensor, rows_from: Tensor | None, way: Way
+    ) -> tuple[Tensor, Tensor]:
+        """Returns the active and the current amax of each of the E experts, from one all-reduce.
+
+        Rows that are dropped do not count. Under delayed scaling it records the current amaxes of
+        this rank's experts.
+        """
+        if (kept := way.route.sent_groups(way.sent.offs)) is not None:
+            numbers, table = kept
+            rows_from = numbers if rows_from is None else rows_from.index_select(0, numbers)
+        found = ops.amax(rows, self.spec.text, groups=table, rows_from=rows_from)
+        history, group = self.call.history, self.experts.group
+        if not self.spec.is_delayed or history is None:
+            found = hooks.reduce_amaxes(found, group)
+            return found, found
+        place, own = operand_names().index(self.name), self._own
+        active = torch.zeros_like(found)
+        active[own] = history[place, :, ACTIVE]
+        found, active = hooks.reduce_amaxes(torch.stack([found, active]), group)
+        current = history[place, :, CURRENT]
+        torch.maximum(current, found[own], out=current)
+        return active, found
+
+    def received(self, fields: Sequence[Tensor], shared: Sequence[Tensor]) -> list[Tensor]:
+        """Returns codes, scale and amax of rows that arrived, of what `quantize` returned."""
+        scale, amax = shared
+        return [fields[0], fields[1] if len(fields) > 1 else scale, amax]
+
+
+# ---- the exchange --------------------------------------------------------------------------------
+
+
+class Dispatch(torch.autograd.Function):
+    """Sends tokens' rows and weights to the experts' ranks.
+
+    Arguments: way, x, weights, and x as codes or None. Returns the rows that arrive, their weights,
+    ids and experts. Where x travels as codes, the rows are a tensor of no memory for the gradient
+    of x, and codes, scale and amax follow.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any, way: Way, x: Tensor, weights: Tensor, tokens: Operand | None
+    ) -> tuple[Any, ...]:
+        order, sender, width = way.sent, way.x, x.shape[1]
+        if sender is None:
+            fields, kinds = [take_rows(x, order)], [(x.dtype, width)]
+        else:
+            fields, shared = sender.quantize_tokens(x, way, tokens)
+            kinds = sender.fields(width)
+        layout = RowLayout(*kinds, *ROW_METADATA)
+        weights_M = weights.reshape(-1).index_select(0, order.pairs)
+        arrived = way.route.send(layout.pack([*fields, weights_M, way.ids, way.experts]))
+        *found, weights_A, ids, experts = layout.unpack(arrived)
+        values, codes, metadata = found[0], [], [ids.reshape(-1), experts.reshape(-1)]
+        if sender is not None:
+            values = x.new_zeros(()).expand(arrived.shape[0], width)
+            codes = sender.received(found, shared)
+        ctx.route, ctx.dtypes = way.route, (x.dtype, weights.dtype)
+        ctx.save_for_backward(*order)
+        ctx.mark_non_differentiable(*metadata, *codes)
+        ctx.set_materialize_grads(False)
+        return values, weights_A, *metadata, *codes
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        """Sends gradients of received rows and weights back, and sums the rows of each token."""
+        d_rows, d_weights, *_ = grads
+        order = Order(*ctx.saved_tensors)
+        x_dtype, weights_dtype = ctx.dtypes
+        layout = RowLayout((d_rows.dtype, d_rows.shape[1]), (torch.float32, 1))
+        found, d_weights_M = layout.unpack(ctx.route.back(layout.pack([d_rows, d_weights])))
+        dx = add_slots(found, order).to(x_dtype)
+        d_weights = d_weights_M.reshape(-1).take(order.places.long()).to(weights_dtype)
+        return None, dx, d_weights, None
+
+
+class Combine(torch.autograd.Function):
+    """Sends the experts' rows back: (A, D), sorted, -> (M, D).
+
+    Arguments: way, what takes the gradient's codes or None, rows, pairs and places of the order in
+    which they were received.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        way: Way,
+        gradient: torch.ScriptObject | None,
+        rows: Tensor,
+        pairs: Tensor,
+        places: Tensor,
+    ) -> Tensor:
+        ctx.way, ctx.gradient, ctx.shape = way, gradient, rows.shape
+        ctx.save_for_backward(pairs)
+        layout = RowLayout((rows.dtype, rows.shape[1]))
+        arrived = rows.index_select(0, places[:, 0])
+        return layout.unpack(way.route.back(layout.pack([arrived])))[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        (g_M,), (pairs,), way, sender = grads, ctx.saved_tensors, ctx.way, ctx.way.g
+        if sender is None:
+            fields, kinds = [g_M], [(g_M.dtype, g_M.shape[1])]
+        else:
+            fields, shared = sender.quantize(g_M, way)
+            kinds = sender.fields(g_M.shape[1])
+        layout = RowLayout(*kinds)
+        arrived = layout.unpack(way.route.send(layout.pack(fields)))
+        if sender is None:
+            g_A = arrived[0].index_select(0, pairs)
+        else:
+            ctx.gradient.set(sender.received(arrived, shared))
+            g_A = g_M.new_zeros(()).expand(ctx.shape)
+        return None, None, g_A, None, None
+
+
+def run_on_ranks(
+    way: Way, products: Products, x: Tensor, weights_Tk: Tensor, tokens: Operand | None
+) -> Tensor:
+    """Sends rows to their experts, computes them there, and returns the results, (M, D).
+
+    tokens: x as codes, where x is quantized already.
+    """
+    values, weights_A, ids_A, local_A, *codes = Dispatch.apply(way, x, weights_Tk, tokens)
+    order = order_rows(local_A[:, None] - 1, products.matrices[-1].shape[0], ids_A)
+    gradient = None if way.g is None else torch.classes.minifloat.GradientCodes()
+    rows = products.run(
+        values, weights_A, order, sums=False, x_codes=codes or None, gradient=gradient
+    )
+    return Combine.apply(way, gradient, rows, order.pairs, order.places)
