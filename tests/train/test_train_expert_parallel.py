@@ -15,7 +15,7 @@ import pytest
 import torch
 from minifloat.moe.layer import divided_experts
 from minifloat.nn.grouped_product import product_of
-from minifloat.tensor.handlers import HANDLERS, OTHERS
+from minifloat.tensor.quantized_tensor import HANDLERS, OTHERS
 from minifloat.train.checks import TrainError
 from minifloat.train.config import TrainConfig, parse_model
 from minifloat.train.job.checkpoint import checkpoints_in, step_of

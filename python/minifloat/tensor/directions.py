@@ -11,7 +11,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..spec import Sizes, Spec
+from ..spec import Spec
 from .quantized import Quantized, require_tensor
 from .transforms import transpose_codes
 
@@ -123,49 +123,32 @@ def map_tensors(q: Quantized, fn: Callable[[Tensor], Tensor]) -> Quantized:
     return replace(q, codes=fn(q.codes), scale=fn(q.scale), amax=fn(q.amax), groups=groups)
 
 
-def same_layout(a: Quantized | None, b: Quantized | None) -> bool:
-    """Tells whether two operands without groups have the same spec and shape, or are both None."""
-    if a is None or b is None:
-        return a is b
-    return a.spec == b.spec and a.shape == b.shape
-
-
-def copy_bytes(target: Quantized, source: Quantized) -> None:
-    """Copies codes, scale and amax of an operand without groups."""
-    for name in TENSORS:
-        getattr(target, name).copy_(getattr(source, name))
-
-
 def slice_elements(q: Quantized, dim: int, start: int, end: int) -> Quantized:
     """Copies elements [start, end) along one dimension of the operand as read."""
-    dim -= len(q.shape)  # -2: rows, -1: columns, -3: experts
-    length = q.shape[dim]
-    shape = tuple(end - start if i == dim else n for i, n in zip(range(-len(q.shape), 0), q.shape))
-    if dim == -3:
-        amax = q.amax[start:end] if q.amax.dim() > 0 and q.amax.shape != (0,) else q.amax
-        sliced = replace(
-            q, codes=q.codes[start:end], scale=q.scale[start:end], amax=amax, shape=shape
-        )
-        return map_tensors(sliced, lambda t: t.clone(memory_format=torch.contiguous_format))
-    spec = Spec.parse(q.spec)
-    block = spec.alignment[dim]
+    length, shape = q.shape[dim], list(q.shape)
+    shape[dim] = end - start
+    dim -= len(shape)  # -2: rows, -1: columns, -3: experts
+    spec, (rows, cols) = Spec.parse(q.spec), q.shape[-2:]
+    block = 1 if dim == -3 else spec.alignment[dim]
     if start % block or (end % block and end != length):
         raise ValueError(
             f"QuantizedTensor: expected a cut of {q.spec} at multiples of its block, {block}, got "
             f"[{start}, {end}) of {length}"
         )
-
-    def sizes_to(n: int) -> Sizes:
-        """Returns the sizes of the elements [0, n)."""
-        return spec.sizes(*((n, q.shape[-1]) if dim == -2 else (q.shape[-2], n)))
-
-    first, last = sizes_to(start), sizes_to(end)
-    codes = q.codes[..., start:end, :] if dim == -2 else q.codes[..., first[0] : last[0]]
-    scale, amax = q.scale, q.amax
-    if spec.has_blocks:
-        window = slice(first[dim], last[dim])
-        scale = scale[..., window, :] if dim == -2 else scale[..., window]
-    elif spec.amax_of == "row" and dim == -2:
-        scale, amax = scale[..., start:end], amax[..., start:end]
-    sliced = replace(q, codes=codes, scale=scale, amax=amax, shape=shape)
+    codes, scale, amax = q.codes, q.scale, q.amax
+    if dim == -3:
+        codes, scale, amax = codes[start:end], scale[start:end], amax[start:end]
+    elif dim == -2:
+        first, last = spec.sizes(start, cols), spec.sizes(end, cols)
+        codes = codes[..., start:end, :]
+        if spec.has_blocks:
+            scale = scale[..., first.scale_rows : last.scale_rows, :]
+        elif spec.amax_of == "row":
+            scale, amax = scale[..., start:end], amax[..., start:end]
+    else:
+        first, last = spec.sizes(rows, start), spec.sizes(rows, end)
+        codes = codes[..., first.code_cols : last.code_cols]
+        if spec.has_blocks:
+            scale = scale[..., first.scale_cols : last.scale_cols]
+    sliced = replace(q, codes=codes, scale=scale, amax=amax, shape=tuple(shape))
     return map_tensors(sliced, lambda t: t.clone(memory_format=torch.contiguous_format))

@@ -13,10 +13,9 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._native import ops
 from ..spec import Spec
 from .directions import map_tensors, slice_elements
-from .handlers import OTHERS, Op, handles
 from .operands import Operand
 from .quantized import Quantized, raw_scale
-from .quantized_tensor import NOMINAL_DTYPES, QuantizedTensor
+from .quantized_tensor import NOMINAL_DTYPES, OTHERS, Op, QuantizedTensor, handles
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
 
@@ -287,11 +286,9 @@ def run_in_order(
 
     All run with async_op: a backend returns no work otherwise.
     """
-    names = [argument.name for argument in func._schema.arguments]
-    place = names.index("async_op") - len(calls[0])
-    how = [True if i == place else value for i, value in enumerate(how)]
-    options = {name: name == "async_op" or value for name, value in options.items()}
-    works = [func(*call, *how, **options)[1] for call in calls]
+    names = [argument.name for argument in func._schema.arguments][len(calls[0]) :]
+    options = {**dict(zip(names, how)), **options, "async_op": True}
+    works = [func(*call, **options)[1] for call in calls]
     for work in works[:-1]:
         work.wait()
     return works[-1]

@@ -5,8 +5,15 @@
     y = mf.scaled_mm(a, b)                   a (m, k) · b (n, k)ᵀ, both read K-major
 
 "As read" means x itself, or its transpose where columnwise is True. Codes, scales, amax and
-positions are those of the matrix as read. The rows of x may lie in groups (groups.py): columnwise,
-each group begins at a multiple of a unit, and the operand has L columns as read.
+positions are those of the matrix as read.
+
+The rows of x may lie in groups, such as the tokens of each expert:
+
+    groups = mf.group_table(offs, x.shape[0])        offs: the end of each group
+    q = mf.quantize(x, "mxfp8", groups=groups)       groups along the rows of q
+
+Columnwise each group begins at a multiple of a unit, and the operand has L columns as read. The
+picture and the equations are in include/minifloat/core/groups.h.
 """
 
 from __future__ import annotations
@@ -16,9 +23,10 @@ from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
+from torch.utils.flop_counter import register_flop_formula
 
 from .._native import ops
-from ..checks import require_int, require_text
+from ..checks import require_bool, require_int, require_text
 from ..spec import Spec
 from .operands import Operands
 
@@ -134,21 +142,14 @@ def quantize(
     2512.02010.
     """
     require_tensor("quantize: x", x)
-    parsed = Spec.parse(spec)
-    rng = None
-    seed = require_int("quantize: seed", seed)
-    if parsed.is_stochastic:
-        rng = torch.tensor([seed, 0], dtype=torch.int64, device=x.device)
-    row, col = ("", parsed.text) if columnwise else (parsed.text, "")
+    parsed, side = Spec.parse(spec), "col" if columnwise else "row"
+    key = [require_int("quantize: seed", seed), 0]
     out = ops.quantize(
         x,
-        row,
-        col,
-        amax_row=None if columnwise else amax,
-        amax_col=amax if columnwise else None,
-        rng=rng,
-        stream_row=stream,
-        stream_col=stream,
+        "" if columnwise else parsed.text,
+        parsed.text if columnwise else "",
+        **{f"amax_{side}": amax, f"stream_{side}": stream},
+        rng=torch.tensor(key, device=x.device) if parsed.is_stochastic else None,
         origin=list(origin),
         groups=groups,
         group_unit=group_unit,
@@ -250,13 +251,13 @@ def amax(x: Tensor, spec: str, *, columnwise: bool = False, groups: Tensor | Non
     return ops.amax(x, require_text("amax: spec", spec), columnwise, groups=groups)
 
 
-def _operand(name: str, x: Quantized | Tensor) -> tuple[Tensor, Tensor, Tensor, str, int]:
-    """Returns codes, scale, amax, spec and contraction length of an operand of scaled_mm."""
+def _operand(name: str, x: Quantized | Tensor) -> tuple[list[Tensor], str, int]:
+    """Returns codes, scale and amax, the spec and the contraction length of a factor."""
     if isinstance(x, Quantized):
         require_quantized(f"scaled_mm: {name}", x)
         if x.groups is not None:
             raise ValueError(f"scaled_mm: expected {name} without groups, got a grouped operand")
-        return x.codes, x.scale, x.amax, x.spec, x.shape[-1]
+        return [x.codes, x.scale, x.amax], x.spec, x.shape[-1]
     if not isinstance(x, Tensor):
         raise TypeError(
             f"scaled_mm: expected {name} as Quantized or Tensor, got {type(x).__name__}"
@@ -264,7 +265,7 @@ def _operand(name: str, x: Quantized | Tensor) -> tuple[Tensor, Tensor, Tensor, 
     if x.dim() != 2:
         raise ValueError(f"scaled_mm: expected {name} of 2 dimensions, got {x.dim()}")
     none = x.new_empty(0, dtype=torch.float32)
-    return x, none, none, "bf16", x.shape[-1]
+    return [x, none, none], "bf16", x.shape[-1]
 
 
 def scaled_mm(
@@ -294,20 +295,72 @@ def scaled_mm(
 
     Source: docs/numerics.md, section 9.
     """
-    a_codes, a_scale, a_amax, a_spec, k = _operand("a", a)
-    b_codes, b_scale, b_amax, b_spec, b_k = _operand("b", b)
+    a_tensors, a_spec, k = _operand("a", a)
+    b_tensors, b_spec, b_k = _operand("b", b)
     if k != b_k:
         raise ValueError(f"scaled_mm: expected a (m, k) and b (n, k), got k = {k} and {b_k}")
     product = f"{a_spec}*{b_spec}" + (",fast" if fast else "")
-    return ops.scaled_mm(
-        a_codes,
-        a_scale,
-        a_amax,
-        b_codes,
-        b_scale,
-        b_amax,
-        product,
-        k=k,
-        bias=bias,
-        out_dtype=out_dtype,
-    )
+    return ops.scaled_mm(*a_tensors, *b_tensors, product, k=k, bias=bias, out_dtype=out_dtype)
+
+
+@register_flop_formula(ops.scaled_mm)
+def scaled_mm_flops(
+    a_shape: torch.Size,
+    a_scale: object,
+    a_amax: object,
+    b_shape: torch.Size,
+    *others: object,
+    k: int,
+    **options: object,
+) -> int:
+    """Returns 2 M N K of a (M, K) · b (N, K)ᵀ, as for the product in high precision.
+
+    K is the operands' length, without the padding that packing, transforms and groups add to codes.
+    Of groups it counts all rows: each is multiplied once.
+    """
+    return 2 * a_shape[0] * b_shape[-2] * k
+
+
+# ---- groups of rows ------------------------------------------------------------------------------
+
+
+def group_table(offs: Tensor, rows: int) -> Tensor:
+    """Builds the table of a matrix's groups from their ends, in one launch and without a sync.
+
+    Group e has the rows [end_(e-1), end_e), where end_e = min(max(offs[e], end_(e-1), 0), rows) and
+    end_(-1) = 0. Ends that fall, are negative or lie past the rows are thus moved to the nearest
+    legal end; under mf.check_groups(True) they are an error.
+
+    Args:
+        offs: int32 (E), the end of each group, on the device of the matrix. At most 1,023 groups.
+        rows: of the matrix.
+
+    Returns:
+        int32 (5, E + 1). Row 0: the groups' boundaries among rows, 0, end_0, …. Row 1 + i: their
+        boundaries among columns under the unit U = 16 · 2^i, where a group of m rows takes
+        U · max(1, ⌈m / U⌉) columns.
+
+    Raises:
+        ValueError: `offs` is not int32 (E), has more than 1,023 ends, or `rows` is negative or so
+            large that a boundary would exceed int32.
+
+    Source: docs/numerics.md, section 10.
+    """
+    return ops.group_table(offs, rows)
+
+
+def check_groups(enabled: bool) -> bool:
+    """Chooses whether mf.group_table raises for ends that it would move. It waits for the device.
+
+    The choice holds for the process. The error names the op and the first such group.
+
+    Args:
+        enabled: False at first.
+
+    Returns:
+        The former choice.
+
+    Raises:
+        TypeError: `enabled` is no bool.
+    """
+    return ops.check_groups(require_bool("check_groups: enabled", enabled))

@@ -11,6 +11,8 @@ of its own. Ops are of four kinds:
     in-place ops            run on the values, which are rounded again to nearest, in place
     other ops               run on the values
 
+The handlers of ops are in dispatch.py.
+
 Only views of the whole tensor share its memory. A write to w.t() or w[0] does not change w. A write
 to w[:32], a copy of codes, is refused: a checkpoint that is loaded into other shards than it was
 saved from would write so. `w.data = values` gives w new memory, as torch does, with the values'
@@ -21,30 +23,42 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from copy import deepcopy
-from typing import NoReturn, cast
+from operator import attrgetter
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
+from torch._ops import OpOverload
 
 from ..recipe import Recipe
 from ..spec import Spec
 from .directions import (
     TENSORS,
-    copy_bytes,
-    map_tensors,
     require_direction,
     require_nearest,
-    same_layout,
     transposed,
     weight_shape,
 )
-from .handlers import HANDLERS, OTHERS, Op
 from .operands import Operand, Operands
 from .quantized import Quantized, quantize_both, raw_scale, require_tensor
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 Description = tuple[str, tuple[int, ...]]  # spec and shape of a part
 Context = tuple[Description | None, Description | None, torch.dtype]
+Op = OpOverload[..., Any]
+Handler = Callable[..., Any]
+OTHERS = "others"  # the key of the handler of all ops that have none
+HANDLERS: dict[object, Handler] = {}
+
+
+def handles(*funcs: object) -> Callable[[Handler], Handler]:
+    """Registers a handler of these ops. It may return NotImplemented, to run on the values."""
+
+    def register(handler: Handler) -> Handler:
+        HANDLERS.update(dict.fromkeys(funcs, handler))
+        return handler
+
+    return register
 
 
 class QuantizedTensor(Tensor):
@@ -84,13 +98,10 @@ class QuantizedTensor(Tensor):
                 require_direction(f"QuantizedTensor: {name}", part, is_columnwise, cls.owns_codes)
                 require_nearest(part.spec)
                 shapes[weight_shape(part)] = part.codes.device
-        if not shapes:
+        if len(shapes) != 1:
             raise ValueError(
-                "QuantizedTensor: expected a rowwise or a columnwise part, got neither"
-            )
-        if len(shapes) > 1:
-            raise ValueError(
-                f"QuantizedTensor: expected parts of one matrix, got shapes {set(shapes)}"
+                "QuantizedTensor: expected a rowwise part, a columnwise one, or both parts of one "
+                f"matrix, got {list(shapes) or 'neither'}"
             )
         if dtype not in NOMINAL_DTYPES:
             raise ValueError(f"QuantizedTensor: expected dtype in {NOMINAL_DTYPES}, got {dtype}")
@@ -158,7 +169,7 @@ class QuantizedTensor(Tensor):
         dtype = dtype or self.dtype
         part = next((p for p in self.directions if not Spec.parse(p.spec).transform), None)
         if part is None:
-            raise ValueError(f"QuantizedTensor: only transformed values are held, {self._holds()}")
+            raise ValueError(f"QuantizedTensor: expected values, got transformed ones in {self!r}")
         values = part.dequantize(dtype)
         return values.mT.contiguous() if part.columnwise else values
 
@@ -176,7 +187,7 @@ class QuantizedTensor(Tensor):
         if other is not None and other.spec == spec and Spec.parse(spec).transposes_exactly:
             return transposed(other)
         wanted = "columnwise" if columnwise else "rowwise"
-        raise ValueError(f"QuantizedTensor: asked for {wanted} {spec}, but {self._holds()}")
+        raise ValueError(f"QuantizedTensor: asked for {wanted} {spec} of {self!r}")
 
     def operand(self, spec: str, columnwise: bool) -> Operand:
         """Returns the codes of one direction as an op takes them; raises as `direction`."""
@@ -220,10 +231,6 @@ class QuantizedTensor(Tensor):
             raise ValueError("QuantizedTensor: update_usage would drop both directions")
         self.rowwise, self.columnwise = kept
 
-    def _holds(self) -> str:
-        row, col = self.specs
-        return f"it holds rowwise {row or 'nothing'} and columnwise {col or 'nothing'}"
-
     def _map(
         self, fn: Callable[[Quantized], Quantized], dtype: torch.dtype | None = None
     ) -> QuantizedTensor:
@@ -250,17 +257,16 @@ class QuantizedTensor(Tensor):
                 "QuantizedTensor: a slice has codes of its own, a write to it would not reach the "
                 f"whole; expected a write to the whole or a clone, got a slice {tuple(self.shape)}"
             )
-        parts = (self.rowwise, self.columnwise)
         if isinstance(source, QuantizedTensor):
-            others = (source.rowwise, source.columnwise)
-            if not all(same_layout(a, b) for a, b in zip(parts, others)):
+            others = source.directions
+            if (source.specs, source.shape) != (self.specs, self.shape):
                 source = source.dequantize()
         if not isinstance(source, QuantizedTensor):
             values = source.to(device=self.device, dtype=self.dtype).expand(self.shape)
-            others = quantize_both(values.contiguous(), *self.specs)
-        for part, other in zip(parts, others):
-            if part is not None and other is not None:
-                copy_bytes(part, other)
+            others = [p for p in quantize_both(values.contiguous(), *self.specs) if p is not None]
+        for part, other in zip(self.directions, others):
+            for name in TENSORS:
+                getattr(part, name).copy_(getattr(other, name))
 
     # ---- torch's protocols -----------------------------------------------------------------------
 
@@ -340,15 +346,12 @@ class QuantizedTensor(Tensor):
         return _rebuild_tensor, (self.rowwise, self.columnwise, self.dtype, *leaf)
 
     def __deepcopy__(self, memo: dict[int, QuantizedTensor]) -> QuantizedTensor:
-        if id(self) in memo:
-            return memo[id(self)]
-        twin = self._map(lambda part: map_tensors(part, torch.clone))
-        twin = _as_leaf(twin, self.requires_grad, isinstance(self, nn.Parameter))
-        memo[id(self)] = twin
-        for name, value in self.__dict__.items():
-            if name not in twin.__dict__:
-                twin.__dict__[name] = deepcopy(value, memo)
-        return twin
+        if id(self) not in memo:
+            leaf = self.requires_grad, isinstance(self, nn.Parameter)
+            memo[id(self)] = twin = _as_leaf(self.detach().clone(), *leaf)
+            others = {k: v for k, v in self.__dict__.items() if k not in twin.__dict__}
+            twin.__dict__.update(deepcopy(others, memo))
+        return memo[id(self)]
 
     @classmethod
     def __torch_dispatch__(
@@ -364,23 +367,17 @@ class QuantizedTensor(Tensor):
         return HANDLERS[OTHERS](func, *args, **kwargs) if result is NotImplemented else result
 
 
-def _inner(side: str, name: str) -> property:
-    """Returns a property for a tensor that __tensor_flatten__ names."""
-    return property(lambda self: getattr(getattr(self, side), name))
-
-
 for _side in ("rowwise", "columnwise"):
-    for _name in TENSORS:
-        setattr(QuantizedTensor, f"_{_side}_{_name}", _inner(_side, _name))
+    for _name in TENSORS:  # the tensors that __tensor_flatten__ names
+        setattr(QuantizedTensor, f"_{_side}_{_name}", property(attrgetter(f"{_side}.{_name}")))
 
 
 # ---- pickling ------------------------------------------------------------------------------------
 
 
-def _as_leaf(tensor: QuantizedTensor, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
-    if is_parameter:
-        return cast(QuantizedTensor, nn.Parameter(tensor, requires_grad))
-    return cast(QuantizedTensor, tensor.requires_grad_(requires_grad))
+def _as_leaf(tensor: Tensor, requires_grad: bool, is_parameter: bool) -> QuantizedTensor:
+    leaf = nn.Parameter(tensor) if is_parameter else tensor
+    return cast(QuantizedTensor, leaf.requires_grad_(requires_grad))
 
 
 def _rebuild_tensor(

@@ -20,9 +20,8 @@ from torch import Tensor
 from torch._C import _SetExcludeDispatchKeyGuard
 
 from ...tensor.directions import TENSORS
-from ...tensor.handlers import Op
 from ...tensor.quantized import Quantized
-from ...tensor.quantized_tensor import Context, QuantizedTensor
+from ...tensor.quantized_tensor import Context, Op, QuantizedTensor
 from .gather import Gather, GatherInputs, Received
 
 if TYPE_CHECKING:

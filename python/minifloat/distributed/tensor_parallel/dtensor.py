@@ -25,7 +25,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 
 from ..._native import ops
 from ...spec import Spec
-from ...tensor.handlers import Op
+from ...tensor.quantized_tensor import Op
 from .linear import linear, module_linear
 
 __all__ = ["QuantizedColwiseParallel", "linear", "module_linear"]
