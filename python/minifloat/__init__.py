@@ -29,17 +29,16 @@ from .nn.fuse.mlp import MLP
 from .nn.linear import Linear
 from .nn.state.model_state import load_training_state, step, training_state
 from .recipe import Product, Recipe, RecipeMap, presets
-from .tensor.quantized import (
-    Quantized,
-    amax,
-    check_groups,
-    dequantize,
-    group_table,
-    quantize,
-    scaled_mm,
-)
+from .tensor.quantized import Quantized, amax, dequantize, quantize, scaled_mm
 from .tensor.quantized_tensor import QuantizedTensor
-from .tensor.transforms import hadamard, swizzle_scales, transpose_codes, unswizzle_scales
+from .tensor.transforms import (
+    check_groups,
+    group_table,
+    hadamard,
+    swizzle_scales,
+    transpose_codes,
+    unswizzle_scales,
+)
 
 __all__ = [
     "MLP",

@@ -67,5 +67,5 @@ def test_parts_must_fit():
             mf.Quantized(q.rowwise.codes, q.rowwise.scale[:2], q.rowwise.amax, "mxfp8", (E, N, K)),
             None,
         )
-    with pytest.raises(ValueError, match="got \\(2, 3, 16, 16\\)"):
+    with pytest.raises(ValueError, match="got 4 dimensions"):
         mf.QuantizedTensor.from_tensor(torch.zeros(2, 3, 16, 16), "mxfp8")

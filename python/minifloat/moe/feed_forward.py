@@ -32,7 +32,7 @@ from torch.autograd import forward_ad
 
 from .._native import ops
 from ..nn.grouped_product import ProductCall, Sharding
-from ..tensor.operands import Operand
+from ..tensor.quantized import Operand
 
 ALPHA = 1.702  # of gpt-oss
 

@@ -38,7 +38,7 @@ from ..nn.linear import Linear, adopt
 from ..nn.state.random_state import RngState, add_hooks
 from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState, draw_from
 from ..recipe import Recipe
-from ..tensor.operands import Operand, Operands
+from ..tensor.quantized import Operand, Operands
 from .feed_forward import (
     ALPHA,
     Gate,

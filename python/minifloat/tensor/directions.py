@@ -89,14 +89,13 @@ def require_direction(name: str, part: Quantized, columnwise: bool, owns_codes: 
         t = getattr(part, field)
         if shape != (0,):
             shape = (*experts, *shape)
-        if t.dtype != dtype or t.shape != shape or not t.is_contiguous():
+        wanted, got = (dtype, shape, part.codes.device), (t.dtype, tuple(t.shape), t.device)
+        if wanted != got or not t.is_contiguous():
             of = " x ".join(map(str, part.shape))
             raise ValueError(
-                f"{name}: expected {field} of {part.spec}, {of}, as contiguous {dtype} "
-                f"{shape}, got {t.dtype} {tuple(t.shape)} with strides {t.stride()}"
+                f"{name}: expected {field} of {part.spec}, {of}, as contiguous {wanted}, got {got} "
+                f"with strides {t.stride()}"
             )
-        if t.device != part.codes.device:
-            raise ValueError(f"{name}: expected {field} on {part.codes.device}, got {t.device}")
         if owns_codes:
             require_memory(f"{name}: {field}", t)
 

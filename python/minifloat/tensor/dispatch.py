@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate
 from typing import NoReturn
 
 import torch
@@ -13,8 +14,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from .._native import ops
 from ..spec import Spec
 from .directions import map_tensors, slice_elements
-from .operands import Operand
-from .quantized import Quantized, raw_scale
+from .quantized import Operand, Quantized, raw_scale
 from .quantized_tensor import NOMINAL_DTYPES, OTHERS, Op, QuantizedTensor, handles
 
 aten, c10d = torch.ops.aten, torch.ops.c10d
@@ -34,13 +34,11 @@ def run_on_values(func: Op, *args: object, **kwargs: object) -> object:
 
     result = func(*tree_map(values_of, args), **tree_map(values_of, kwargs))
     written: dict[int, QuantizedTensor] = {}
-    for argument, value in [
-        *zip(func._schema.arguments, args),
-        *((a, kwargs[a.name]) for a in func._schema.arguments if a.name in kwargs),
-    ]:
-        if argument.alias_info is None or not argument.alias_info.is_write:
-            continue
-        for leaf in tree_leaves(value):
+    arguments = func._schema.arguments
+    given = {**dict(zip([argument.name for argument in arguments], args)), **kwargs}
+    for argument in arguments:
+        is_written = argument.alias_info is not None and argument.alias_info.is_write
+        for leaf in tree_leaves(given.get(argument.name)) if is_written else ():
             if isinstance(leaf, QuantizedTensor):
                 leaf._write(values[id(leaf)])
                 written[id(values[id(leaf)])] = leaf
@@ -48,43 +46,30 @@ def run_on_values(func: Op, *args: object, **kwargs: object) -> object:
 
 
 @handles(ops.quantize.default)
-def quantize(
-    func: Op,
-    x: Tensor,
-    row: str,
-    col: str,
-    *,
-    amax_row: Tensor | None = None,
-    amax_col: Tensor | None = None,
-    decoded_row: bool = False,
-    decoded_col: bool = False,
-    fp8_row: bool = False,
-    fp8_col: bool = False,
-    **random: object,
-) -> tuple[Tensor, ...]:
+def quantize(func: Op, x: Tensor, row: str, col: str, **options: object) -> tuple[Tensor, ...]:
     """Returns the codes of a QuantizedTensor; other specs are refused, not rounded a second time.
 
     An amax is accepted only for delayed scaling, where the codes were cast under that amax.
     """
     if not isinstance(x, QuantizedTensor):
         return NotImplemented
-    with_amax = [spec for spec, amax in ((row, amax_row), (col, amax_col)) if amax is not None]
-    if not all(Spec.parse(spec).is_delayed for spec in with_amax):
-        raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
 
-    def operand(spec: str, columnwise: bool, decoded: bool, as_fp8: bool) -> Operand:
+    def operand(spec: str, side: str) -> Operand:
         if not spec:
             return Operand.none(x.device)
-        out = x.operand(Spec.parse(spec).text, columnwise)
-        length = x.shape[-2 if columnwise else -1]
-        if decoded:
+        parsed, columnwise = Spec.parse(spec), side == "col"
+        if options.get(f"amax_{side}") is not None and not parsed.is_delayed:
+            raise ValueError("quantize: a QuantizedTensor keeps its own amax; expected amax=None")
+        part = x.direction(parsed.text, columnwise)
+        out, length = Operand.of(part), part.shape[-1]
+        if options.get(f"decoded_{side}"):
             out = out._replace(decoded=ops.decode(out.codes, out.scale, spec, length))
-        if as_fp8:
+        if options.get(f"fp8_{side}"):
             codes, scale = ops.fp4_as_fp8(out.codes, out.scale, out.amax, spec, length)
             out = out._replace(codes=codes, scale=scale)
         return out
 
-    return (*operand(row, False, decoded_row, fp8_row), *operand(col, True, decoded_col, fp8_col))
+    return (*operand(row, "row"), *operand(col, "col"))
 
 
 @handles(ops.linear.default, ops.linear_group.default, ops.mlp.default)
@@ -122,10 +107,7 @@ def to_copy(
         return NotImplemented
     if not x.owns_codes and device in (None, x.device):
         return x._map(lambda part: part, dtype)
-
-    def move(t: Tensor) -> Tensor:
-        return t.to(device=device or t.device, non_blocking=non_blocking, copy=True)
-
+    move = partial(Tensor.to, device=device, non_blocking=non_blocking, copy=True)
     return x._map(lambda part: map_tensors(part, move), dtype)
 
 
@@ -190,25 +172,20 @@ def copy_slice(x: QuantizedTensor, dim: int, start: int, end: int) -> QuantizedT
     return x._map(slice_part)
 
 
-@handles(aten.split_with_sizes.default)
-def split_with_sizes(
-    func: Op, x: QuantizedTensor, sizes: Sequence[int], dim: int = 0
+@handles(aten.split.Tensor, aten.split_with_sizes.default)
+def split(
+    func: Op, x: QuantizedTensor, sizes: int | Sequence[int], dim: int = 0
 ) -> list[QuantizedTensor]:
     """Splits on block boundaries."""
     dim = dim % x.dim()
-    if sum(sizes) != x.shape[dim]:
+    length = x.shape[dim]
+    if isinstance(sizes, int):
+        starts = range(0, length, sizes) if sizes > 0 else ()
+        sizes = [min(sizes, length - start) for start in starts]
+    if not sizes or sum(sizes) != length:
         return NotImplemented
-    ends = [sum(sizes[: i + 1]) for i in range(len(sizes))]
+    ends = accumulate(sizes)
     return [copy_slice(x, dim, end - size, end) for size, end in zip(sizes, ends)]
-
-
-@handles(aten.split.Tensor)
-def split(func: Op, x: QuantizedTensor, size: int, dim: int = 0) -> list[QuantizedTensor]:
-    """Splits on block boundaries."""
-    if size <= 0:
-        return NotImplemented
-    starts = range(0, x.shape[dim], size)
-    return split_with_sizes(func, x, [min(size, x.shape[dim] - i) for i in starts], dim)
 
 
 @handles(aten.slice.Tensor)

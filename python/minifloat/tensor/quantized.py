@@ -20,15 +20,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .._native import ops
-from ..checks import require_bool, require_int, require_text
+from ..checks import require_int, require_text
 from ..spec import Spec
-from .operands import Operands
 
 
 def require_tensor(name: str, value: object) -> Tensor:
@@ -92,6 +92,55 @@ def _rebuild(
 
 
 torch.serialization.add_safe_globals([_rebuild])
+
+
+class Operand(NamedTuple):
+    """One direction of a matrix. A tensor is empty where the direction or its spec has none.
+
+    Args:
+        codes: as the product's engine reads them.
+        scale: of the codes.
+        amax: of the tensor, the groups or the rows.
+        decoded: values in bfloat16, which exact products read instead of codes.
+    """
+
+    codes: Tensor
+    scale: Tensor
+    amax: Tensor
+    decoded: Tensor
+
+    @classmethod
+    def none(cls, device: torch.device) -> Operand:
+        """Returns a direction that no product reads."""
+        float32 = torch.empty(0, dtype=torch.float32, device=device)
+        return cls(float32.to(torch.uint8), float32, float32, float32.to(torch.bfloat16))
+
+    @classmethod
+    def of(cls, q: Quantized) -> Operand:
+        """Returns the tensors of an operand that is not decoded."""
+        return cls(q.codes, raw_scale(q), q.amax, q.codes.new_empty(0, dtype=torch.bfloat16))
+
+    @property
+    def has_codes(self) -> bool:
+        """Whether there are the codes of a cast, not FP4 codes as FP8."""
+        return self.codes.dim() > 1 and self.codes.dtype == torch.uint8
+
+
+class Operands(NamedTuple):
+    """Both directions of a matrix, as the ops quantize and layer_operands return them."""
+
+    rowwise: Operand
+    columnwise: Operand
+
+    @classmethod
+    def of(cls, tensors: Sequence[Tensor]) -> Operands:
+        """Returns the operands of an op's eight tensors."""
+        count = len(Operand._fields)
+        return cls(Operand(*tensors[:count]), Operand(*tensors[count:]))
+
+    def tensors(self) -> list[Tensor]:
+        """Returns the eight tensors, as an op takes them."""
+        return [*self.rowwise, *self.columnwise]
 
 
 def quantize(
@@ -168,7 +217,7 @@ def quantize(
 
 def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool) -> Quantized:
     """Returns one direction of the operator quantize's result for x without groups."""
-    codes, scale, active_amax, _ = Operands.of(out).direction(columnwise)
+    codes, scale, active_amax, _ = Operands.of(out)[columnwise]
     *batch, rows, cols = x.shape
     shape = (*batch, cols, rows) if columnwise else (*batch, rows, cols)
     scale = scale.view(Spec.parse(spec).scale_dtype)
@@ -305,62 +354,17 @@ def scaled_mm(
 
 @register_flop_formula(ops.scaled_mm)
 def scaled_mm_flops(
-    a_shape: torch.Size,
-    a_scale: object,
-    a_amax: object,
-    b_shape: torch.Size,
+    a: torch.Size,
+    scale: object,
+    amax: object,
+    b: torch.Size,
     *others: object,
     k: int,
-    **options: object,
+    **how: object,
 ) -> int:
     """Returns 2 M N K of a (M, K) · b (N, K)ᵀ, as for the product in high precision.
 
     K is the operands' length, without the padding that packing, transforms and groups add to codes.
     Of groups it counts all rows: each is multiplied once.
     """
-    return 2 * a_shape[0] * b_shape[-2] * k
-
-
-# ---- groups of rows ------------------------------------------------------------------------------
-
-
-def group_table(offs: Tensor, rows: int) -> Tensor:
-    """Builds the table of a matrix's groups from their ends, in one launch and without a sync.
-
-    Group e has the rows [end_(e-1), end_e), where end_e = min(max(offs[e], end_(e-1), 0), rows) and
-    end_(-1) = 0. Ends that fall, are negative or lie past the rows are thus moved to the nearest
-    legal end; under mf.check_groups(True) they are an error.
-
-    Args:
-        offs: int32 (E), the end of each group, on the device of the matrix. At most 1,023 groups.
-        rows: of the matrix.
-
-    Returns:
-        int32 (5, E + 1). Row 0: the groups' boundaries among rows, 0, end_0, …. Row 1 + i: their
-        boundaries among columns under the unit U = 16 · 2^i, where a group of m rows takes
-        U · max(1, ⌈m / U⌉) columns.
-
-    Raises:
-        ValueError: `offs` is not int32 (E), has more than 1,023 ends, or `rows` is negative or so
-            large that a boundary would exceed int32.
-
-    Source: docs/numerics.md, section 10.
-    """
-    return ops.group_table(offs, rows)
-
-
-def check_groups(enabled: bool) -> bool:
-    """Chooses whether mf.group_table raises for ends that it would move. It waits for the device.
-
-    The choice holds for the process. The error names the op and the first such group.
-
-    Args:
-        enabled: False at first.
-
-    Returns:
-        The former choice.
-
-    Raises:
-        TypeError: `enabled` is no bool.
-    """
-    return ops.check_groups(require_bool("check_groups: enabled", enabled))
+    return 2 * a[0] * b[-2] * k

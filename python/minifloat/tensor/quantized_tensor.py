@@ -32,15 +32,8 @@ from torch._ops import OpOverload
 
 from ..recipe import Recipe
 from ..spec import Spec
-from .directions import (
-    TENSORS,
-    require_direction,
-    require_nearest,
-    transposed,
-    weight_shape,
-)
-from .operands import Operand, Operands
-from .quantized import Quantized, quantize_both, raw_scale, require_tensor
+from .directions import TENSORS, require_direction, require_nearest, transposed, weight_shape
+from .quantized import Operand, Operands, Quantized, quantize_both, require_tensor
 
 NOMINAL_DTYPES = (torch.float32, torch.bfloat16)
 Description = tuple[str, tuple[int, ...]]  # spec and shape of a part
@@ -109,8 +102,11 @@ class QuantizedTensor(Tensor):
         out = Tensor._make_wrapper_subclass(
             cls, shape, dtype=dtype, device=device, requires_grad=requires_grad
         )
-        out.rowwise, out.columnwise = rowwise, columnwise
+        out._hold(rowwise, columnwise)
         return out
+
+    def _hold(self, rowwise: Quantized | None, columnwise: Quantized | None) -> None:
+        self.rowwise, self.columnwise = rowwise, columnwise
 
     @classmethod
     def from_tensor(
@@ -132,13 +128,6 @@ class QuantizedTensor(Tensor):
         """
         row = require_nearest(row_spec, False).text if row_spec else None
         col = require_nearest(col_spec, False).text if col_spec else None
-        if row is None and col is None:
-            raise ValueError("QuantizedTensor: expected a row_spec or a col_spec, got neither")
-        if x.dim() not in (2, 3):
-            raise ValueError(
-                f"QuantizedTensor: expected (rows, cols), or one matrix an expert, got "
-                f"{tuple(x.shape)}"
-            )
         return cls._of_parts(*quantize_both(x.detach().contiguous(), row, col), x.dtype)
 
     # ---- parts -----------------------------------------------------------------------------------
@@ -189,12 +178,6 @@ class QuantizedTensor(Tensor):
         wanted = "columnwise" if columnwise else "rowwise"
         raise ValueError(f"QuantizedTensor: asked for {wanted} {spec} of {self!r}")
 
-    def operand(self, spec: str, columnwise: bool) -> Operand:
-        """Returns the codes of one direction as an op takes them; raises as `direction`."""
-        part = self.direction(spec, columnwise)
-        decoded = Operand.none(self.device).decoded
-        return Operand(part.codes, raw_scale(part), part.amax, decoded)
-
     def operands(
         self, recipe: Recipe, columnwise: bool, is_row_major: bool = False
     ) -> list[Tensor]:
@@ -210,9 +193,9 @@ class QuantizedTensor(Tensor):
         """
         row = col = Operand.none(self.device)
         if recipe.fprop.b != "bf16":
-            row = self.operand(recipe.fprop.b, is_row_major)
+            row = Operand.of(self.direction(recipe.fprop.b, is_row_major))
         if columnwise and recipe.dgrad.b != "bf16":
-            col = self.operand(recipe.dgrad.b, not is_row_major)
+            col = Operand.of(self.direction(recipe.dgrad.b, not is_row_major))
         return Operands(row, col).tensors()
 
     def update_usage(self, rowwise: bool | None = None, columnwise: bool | None = None) -> None:
@@ -247,7 +230,7 @@ class QuantizedTensor(Tensor):
         assert part is not None
         shape, device = weight_shape(part), part.codes.device
         out = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
-        out.rowwise, out.columnwise = rowwise, columnwise
+        out._hold(rowwise, columnwise)
         return out
 
     def _write(self, source: Tensor) -> None:
@@ -327,9 +310,9 @@ class QuantizedTensor(Tensor):
             context.append(None if part is None else (part.spec, part.shape))
         return names, (context[0], context[1], self.dtype)
 
-    @staticmethod
+    @classmethod
     def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
+        cls, inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
     ) -> QuantizedTensor:
         row, col, dtype = context
 
@@ -339,7 +322,7 @@ class QuantizedTensor(Tensor):
 
         rowwise = part("rowwise", *row) if row else None
         columnwise = part("columnwise", *col) if col else None
-        return QuantizedTensor._of_parts(rowwise, columnwise, dtype)
+        return cls._of_parts(rowwise, columnwise, dtype)
 
     def __reduce_ex__(self, protocol: object) -> tuple[object, ...]:
         leaf = self.requires_grad, isinstance(self, nn.Parameter)

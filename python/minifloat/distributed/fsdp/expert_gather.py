@@ -27,8 +27,7 @@ from ...nn.grouped_product import GroupedProduct
 from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.directions import TENSORS, tensors_of
-from ...tensor.operands import Operand, Operands
-from ...tensor.quantized import Quantized, raw_scale
+from ...tensor.quantized import Operand, Operands, Quantized, raw_scale
 from .gather import BACKWARD, FORWARD, Gather, GatherInputs, GatherPlan, Received
 from .weight_tensors import GatheredWeight
 

@@ -29,7 +29,7 @@ from ...nn.hooks import hooks
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe, operand_names
 from ...spec import Spec
-from ...tensor.operands import Operand
+from ...tensor.quantized import Operand
 from ..feed_forward import Order, Products, add_slots, order_rows, take_rows
 from .dispatch import Route, RowLayout
 

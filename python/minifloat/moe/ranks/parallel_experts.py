@@ -35,7 +35,7 @@ from ...distributed.handshake import require_equal, wait_for_all
 from ...nn.grouped_product import ProductCall, product_of
 from ...nn.state.recipe_state import ExpertRange
 from ...recipe import Recipe
-from ...tensor.operands import Operand
+from ...tensor.quantized import Operand
 from ..feed_forward import (
     Order,
     Products,

@@ -50,7 +50,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_post_hook
 from ..._native import ops
 from ...recipe import Recipe
 from ...spec import Spec
-from ...tensor.operands import Operands
+from ...tensor.quantized import Operands
 from ..state.random_state import is_in_backward
 
 # Names, within one parent, of projections that read one input: those of Llama checkpoints,
