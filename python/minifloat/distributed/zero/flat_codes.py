@@ -54,10 +54,6 @@ class WeightPlan(Uncopied):
     casts: tuple[object, ...]  # torch.classes.minifloat.ShardCast of each part, of one matrix
     transposes: tuple[Transpose, ...]  # after the gather
 
-    @property
-    def specs(self) -> list[str]:
-        return [part.spec for part in self.parts]
-
 
 def plan_of(weight: QuantizedTensor) -> WeightPlan:
     """Returns the weight's cached plan; a new one where its directions were replaced."""
@@ -137,13 +133,9 @@ def attach_wires(weight: QuantizedTensor, memory: Sequence[Tensor]) -> None:
         )
     for new, old in zip(memory, plan.flat_codes):
         require_tensor("attach_wires: memory", new)
-        if new.shape != old.shape or new.dtype != torch.uint8 or not new.is_contiguous():
-            raise ValueError(
-                f"attach_wires: expected contiguous uint8 {tuple(old.shape)}, got {new.dtype} "
-                f"{tuple(new.shape)}"
-            )
-        if new.device != old.device:
-            raise ValueError(f"attach_wires: expected memory on {old.device}, got {new.device}")
+        wanted, got = ((t.dtype, tuple(t.shape), t.device) for t in (old, new))
+        if wanted != got or not new.is_contiguous():
+            raise ValueError(f"attach_wires: expected contiguous memory {wanted}, got {got}")
         require_memory("attach_wires: memory", new)
     for part, new, old in zip(plan.parts, memory, plan.flat_codes):
         new.copy_(old)
@@ -205,13 +197,20 @@ class WireLayout:
             TypeError: a weight is no QuantizedTensor.
             ValueError: ranks or cuts are out of range.
         """
-        if require_int("WireLayout: ranks", ranks) < 1:
-            raise ValueError(f"WireLayout: expected at least one rank, got {ranks}")
+        require_int("WireLayout: ranks", ranks, least=1)
         parts = [(i, p) for i, w in enumerate(model_weights) for p in plan_of(w).parts]
         sizes = [(weight.shape[:-1].numel(), weight.shape[-1]) for weight in model_weights]
         if cuts is None:
             cuts = [ops.even_cuts(rows, cols, ranks) for rows, cols in sizes]
-        _require_cuts([rows * cols for rows, cols in sizes], cuts, ranks)
+        if len(cuts) != len(sizes):
+            raise ValueError(f"WireLayout: expected cuts of {len(sizes)} weights, got {len(cuts)}")
+        for i, ((rows, cols), cut) in enumerate(zip(sizes, cuts)):
+            ends = 0, rows * cols
+            if len(cut) != ranks + 1 or (cut[0], cut[-1]) != ends or list(cut) != sorted(cut):
+                raise ValueError(
+                    f"WireLayout: expected {ranks + 1} cuts of weight {i} that rise from 0 to "
+                    f"{ends[1]}, got {list(cut)}"
+                )
         numbers = ops.fragment_layout(
             [part.spec for _, part in parts],
             [sizes[i][1] for i, _ in parts],
@@ -223,10 +222,6 @@ class WireLayout:
             offset, *ends = numbers[k * (1 + 2 * ranks) : (k + 1) * (1 + 2 * ranks)]
             found.append(Wire(i, offset, tuple(zip(ends[::2], ends[1::2]))))
         return cls(ranks, tuple(tuple(cut) for cut in cuts), tuple(found), numbers[-1], numbers)
-
-    def _require_rank(self, rank: int) -> None:
-        if not 0 <= require_int("WireLayout: rank", rank) < self.ranks:
-            raise ValueError(f"WireLayout: expected a rank below {self.ranks}, got {rank}")
 
     def shards(self, rank: int) -> list[tuple[int, int]]:
         """Lists each weight's shard on one rank.
@@ -240,7 +235,7 @@ class WireLayout:
         Raises:
             ValueError: the rank is out of range.
         """
-        self._require_rank(rank)
+        rank = require_int("WireLayout: rank", rank, 0, self.ranks - 1)
         return [(cut[rank], cut[rank + 1]) for cut in self.cuts]
 
     def new_piece(self, like: Tensor) -> Tensor:
@@ -267,7 +262,7 @@ class WireLayout:
         Raises:
             ValueError: the rank is out of range.
         """
-        self._require_rank(rank)
+        require_int("WireLayout: rank", rank, 0, self.ranks - 1)
         found: list[list[Tensor]] = [[] for _ in self.cuts]
         for wire in self.wires:
             begin, end = wire.ranges[rank]
@@ -331,14 +326,3 @@ class WireLayout:
         """
         memory = [wire for weight in model_weights for wire in wires(weight)]
         ops.merge_fragments(gathered, memory, self.numbers, self.ranks)
-
-
-def _require_cuts(sizes: Sequence[int], cuts: Sequence[Sequence[int]], ranks: int) -> None:
-    if len(cuts) != len(sizes):
-        raise ValueError(f"WireLayout: expected cuts of {len(sizes)} weights, got {len(cuts)}")
-    for i, (size, cut) in enumerate(zip(sizes, cuts)):
-        if len(cut) != ranks + 1 or (cut[0], cut[-1]) != (0, size) or list(cut) != sorted(cut):
-            raise ValueError(
-                f"WireLayout: expected {ranks + 1} cuts of weight {i} that rise from 0 to {size}, "
-                f"got {list(cut)}"
-            )

@@ -56,17 +56,13 @@ def _cached(
 
 def _group_name(group: dist.ProcessGroup | str | None) -> str:
     """Returns the group's name in torch.distributed; "" for one process alone."""
-    if isinstance(group, str):
-        return group
     if group is None:
-        if not dist.is_initialized():
-            return ""
-        group = dist.group.WORLD
-    if not isinstance(group, dist.ProcessGroup):
-        raise TypeError(
-            f"group: expected a process group, its name or None, got {type(group).__name__}"
-        )
-    return group.group_name
+        group = dist.group.WORLD if dist.is_initialized() else ""
+    if isinstance(group, (str, dist.ProcessGroup)):
+        return group if isinstance(group, str) else group.group_name
+    raise TypeError(
+        f"group: expected a process group, its name or None, got {type(group).__name__}"
+    )
 
 
 def _fragments(plan: WeightPlan, fragments: Fragments, is_empty: bool) -> Sequence[Tensor]:
@@ -78,7 +74,7 @@ def _fragments(plan: WeightPlan, fragments: Fragments, is_empty: bool) -> Sequen
     if fragments is None or len(fragments) != len(plan.parts):
         raise ValueError(
             f"quantize_master_weights: expected {len(plan.parts)} fragments for a shard in "
-            f"{', '.join(plan.specs)}, got {'none' if fragments is None else len(fragments)}"
+            f"{[p.spec for p in plan.parts]}, got {'none' if fragments is None else len(fragments)}"
         )
     return fragments
 
@@ -127,9 +123,14 @@ def quantize_master_weights(
             f"quantize_master_weights: expected a master, a start offset (and a fragment) for each "
             f"of {len(model_weights)} weights, got {', '.join(map(str, lengths))}"
         )
-    if not manual_post_all_gather_processing:
-        _refuse_processing(model_weights)
     plans = [plan_of(weight) for weight in model_weights]
+    transposed = [weight for weight, plan in zip(model_weights, plans) if plan.transposes]
+    if transposed and not manual_post_all_gather_processing:
+        raise ValueError(
+            "quantize_master_weights: expected manual_post_all_gather_processing=True, got False: "
+            f"the columnwise codes of {transposed[0]!r} are transposed from gathered bytes; call "
+            "mf.post_all_gather_processing(model_weights) after the gather"
+        )
     masters: list[Tensor] = []
     codes: list[Tensor] = []
     for i, (plan, master) in enumerate(zip(plans, master_weights)):
@@ -206,17 +207,6 @@ def cast_master_weights_to_nvfp4(
 # ---- after the gather ----------------------------------------------------------------------------
 
 
-def _refuse_processing(weights: Sequence[QuantizedTensor]) -> None:
-    """Raises ValueError where a weight needs post_all_gather_processing."""
-    for weight in weights:
-        if plan_of(weight).transposes:
-            raise ValueError(
-                "quantize_master_weights: expected manual_post_all_gather_processing=True, got "
-                f"False: the columnwise codes of {weight!r} are transposed from gathered bytes; "
-                "call mf.post_all_gather_processing(model_weights) after the gather"
-            )
-
-
 def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None:
     """Transposes gathered flat codes, and scales, into columnwise ones; may be called again.
 
@@ -227,12 +217,11 @@ def post_all_gather_processing(model_weights: Sequence[QuantizedTensor]) -> None
         TypeError: one is no QuantizedTensor.
     """
     plans = [plan_of(weight) for weight in model_weights]
-    _cached("transposes", model_weights, (plans,), lambda: _native_transposes(plans))()
 
+    def new_run() -> Run:
+        jobs = [job for plan in plans for job in plan.transposes]
+        sizes = [size for job in jobs for size in job[2:]]
+        matrices = [job[0] for job in jobs], [job[1] for job in jobs]
+        return cast(Run, torch.classes.minifloat.MatrixTransposes(*matrices, sizes).run)
 
-def _native_transposes(plans: list[WeightPlan]) -> Run:
-    jobs = [job for plan in plans for job in plan.transposes]
-    native = torch.classes.minifloat.MatrixTransposes(
-        [job[0] for job in jobs], [job[1] for job in jobs], [n for job in jobs for n in job[2:]]
-    )
-    return cast(Run, native.run)
+    _cached("transposes", model_weights, (plans,), new_run)()
