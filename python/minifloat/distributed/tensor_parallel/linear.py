@@ -57,8 +57,7 @@ def linear(
     Raises:
         ValueError: x and weight do not fit, or ranks cut a block of a prequantized weight.
     """
-    mesh, dim = weight.device_mesh, shard_dim_of(weight)
-    x = require_inputs(x, weight, recipe, rng, amax_history)
+    x, mesh, dim = require_inputs(x, weight), weight.device_mesh, shard_dim_of(weight)
     local_weight, local_bias = local(weight), None if bias is None else local(bias)
     options = {"rng": rng, "amax_history": amax_history, "stream": stream, "recompute": recompute}
     placement: Placement
@@ -70,7 +69,6 @@ def linear(
         )
         placement = Replicate()
     else:
-        require_even(weight, dim)
         shards: Shards = {
             "group": mesh.get_group().group_name,
             "rank": mesh.get_local_rank(),
@@ -104,10 +102,8 @@ def linear(
     return DTensor.from_local(y, mesh, [placement], run_check=False)
 
 
-def require_inputs(
-    x: Tensor, weight: DTensor, recipe: Recipe, rng: Tensor | None, amax_history: Tensor | None
-) -> DTensor:
-    """Returns x; raises ValueError where the arguments do not fit."""
+def require_inputs(x: Tensor, weight: DTensor) -> DTensor:
+    """Returns x; raises ValueError where it does not fit the weight."""
     mesh = weight.device_mesh
     if not isinstance(x, DTensor) or x.device_mesh != mesh:
         got = f"one over {x.device_mesh}" if isinstance(x, DTensor) else type(x).__name__
@@ -117,12 +113,6 @@ def require_inputs(
             f"linear: expected weight (N, K) for x (…, K), got {tuple(weight.shape)} for "
             f"{tuple(x.shape)}"
         )
-    for name, value, is_needed in (
-        ("rng", rng, recipe.is_stochastic),
-        ("amax_history", amax_history, recipe.is_delayed),
-    ):
-        if is_needed and value is None:
-            raise ValueError(f"linear: recipe {recipe} needs {name}, got None")
     return x
 
 
@@ -130,7 +120,7 @@ def require_inputs(
 
 
 def shard_dim_of(weight: DTensor) -> int | None:
-    """Returns the dimension of W that the mesh cuts; None where each rank holds the whole."""
+    """Returns the dimension of W that the mesh cuts evenly; None: each rank holds the whole."""
     (placement, *others) = weight.placements
     if not others and placement.is_replicate():
         return None
@@ -139,17 +129,13 @@ def shard_dim_of(weight: DTensor) -> int | None:
             "linear: expected a weight that is Shard(0), Shard(1) or Replicate() over one mesh "
             f"dimension, got {weight.placements} over {weight.device_mesh}"
         )
-    return placement.dim
-
-
-def require_even(weight: DTensor, dim: int) -> None:
-    """Raises ValueError where the ranks do not divide W's dimension."""
-    length, world = weight.shape[dim], weight.device_mesh.size()
-    if length % world:
+    dim, world = placement.dim, weight.device_mesh.size()
+    if weight.shape[dim] % world:
         raise ValueError(
-            f"linear: expected {'NK'[dim]} as a multiple of the ranks, got {'NK'[dim]} = {length} "
-            f"over {world} ranks"
+            f"linear: expected {'NK'[dim]} as a multiple of the ranks, got {'NK'[dim]} = "
+            f"{weight.shape[dim]} over {world} ranks"
         )
+    return dim
 
 
 @torch.compiler.assume_constant_result
