@@ -15,8 +15,7 @@ from torch import Tensor, nn
 
 from ..nn.hooks import hooks
 from ..nn.linear import Linear
-from .fsdp.fsdp_group import accumulate_gradients
-from .fsdp.gather import plan_experts, plan_gather
+from .fsdp.gather import UnknownFsdpError, find_fsdp_group, plan_experts, plan_gather
 from .fsdp.weight import (
     precompute_scales,
     require_no_shard,
@@ -35,18 +34,57 @@ def reduce_amaxes(amaxes: Tensor, group: dist.ProcessGroup | None) -> Tensor:
     return bits.view(torch.float32)
 
 
+def accumulate_gradients(layer: nn.Module, parameter: Tensor) -> None:
+    """Makes .grad float32 of all parameters that FSDP2 gathers together with the layer's weight.
+
+    FSDP2 keeps the gradient of a gathered parameter in that parameter's .grad until it is reduced.
+    The first .grad of a bfloat16 parameter would be bfloat16. `grad_dtype` makes it float32, so
+    that no micro-batch's gradient is rounded to bfloat16. FSDP2 reduces the gradients of a group
+    together, in one dtype, so all parameters of the group get this dtype.
+
+    Args:
+        layer: mf.Linear under accumulate="grad".
+        parameter: (N, K), to be set as the layer's weight. Nothing is done for a sharded one, or
+            where its dtype or grad_dtype is float32.
+
+    Raises:
+        ValueError: FSDP2 reduces gradients in another dtype than float32.
+        UnknownFsdpError: this torch's FSDP2 has other private names than those that are read here.
+    """
+    is_gathered = isinstance(parameter, nn.Parameter) and not hasattr(parameter, "device_mesh")
+    if not is_gathered or torch.float32 in (parameter.dtype, parameter.grad_dtype):
+        return
+    try:
+        group = find_fsdp_group(layer)
+    except LookupError:  # not a parameter of FSDP2: require_float32_grad checks it in the forward
+        return
+    reduce_dtype = group.mp_policy.reduce_dtype
+    if reduce_dtype != torch.float32:
+        raise ValueError(
+            "accumulate='grad': expected fully_shard with MixedPrecisionPolicy("
+            f"reduce_dtype=torch.float32) around {parameter.dtype} weights, got {reduce_dtype}"
+        )
+    # A parameter that was not gathered yet has no unsharded one.
+    gathered = [getattr(sharded, "_unsharded_param", None) for sharded in group.fsdp_params]
+    if not any(whole is parameter for whole in gathered):
+        raise UnknownFsdpError("no parameter has the gathered weight as _unsharded_param")
+    for whole in gathered:
+        if whole is not None and whole.requires_grad and whole.grad is None:
+            whole.grad_dtype = torch.float32
+
+
 def linear(*args: Any, **kwargs: Any) -> Tensor:
     """Computes mf.linear with a weight that is a DTensor."""
-    from .tensor_parallel import dtensor
+    from .tensor_parallel.linear import linear
 
-    return dtensor.linear(*args, **kwargs)
+    return linear(*args, **kwargs)
 
 
 def forward(layer: nn.Module, x: Tensor) -> Tensor:
     """Computes the forward of a layer whose weight is a DTensor."""
-    from .tensor_parallel import dtensor
+    from .tensor_parallel.linear import module_linear
 
-    return dtensor.module_linear(cast(Linear, layer), x)
+    return module_linear(cast(Linear, layer), x)
 
 
 hooks.plan_gather = plan_gather

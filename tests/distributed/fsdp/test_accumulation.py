@@ -3,15 +3,12 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.distributed.fsdp.fsdp_group import (
-    accumulate_gradients,
-    fsdp_state_class,
-    groups_of_state,
-)
+from minifloat.distributed.hooks import accumulate_gradients
 from torch import nn
 from torch.distributed import _composable_state
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
 from torch.distributed.tensor.parallel import ColwiseParallel, parallelize_module
 
 from tests.nn.test_accumulation import Ops
@@ -202,8 +199,15 @@ def test_other_private_names_of_fsdp2_are_an_error(monkeypatch):
     layer = nn.Linear(4, 4).to(BF16)
     accumulate_gradients(layer, layer.weight)  # not FSDP2's: the forward checks its dtype
     assert layer.weight.grad_dtype == BF16
-    with pytest.raises(RuntimeError, match=r"expected FSDPState\._fsdp_param_groups or"):
-        groups_of_state(object.__new__(fsdp_state_class()))
+    state = object.__new__(FSDPState)
+    with monkeypatch.context() as patch:
+        patch.setitem(_composable_state._module_state_mapping, layer, lambda: state)
+        with pytest.raises(
+            RuntimeError, match=r"names as in torch 2\.11, got .*_fsdp_param_group'"
+        ):
+            accumulate_gradients(layer, layer.weight)
     monkeypatch.delattr(_composable_state, "_module_state_mapping")
-    with pytest.raises(RuntimeError, match=r"_composable_state\._module_state_mapping, as torch"):
+    with pytest.raises(
+        RuntimeError, match=r"names as in torch 2\.11, got .*_module_state_mapping'"
+    ):
         accumulate_gradients(layer, layer.weight)

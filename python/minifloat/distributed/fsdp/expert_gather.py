@@ -13,6 +13,7 @@ memory, where their sizes are equal. A forward that backward runs again reads bo
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -28,11 +29,12 @@ from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.directions import TENSORS, tensors_of
 from ...tensor.quantized import Operand, Operands, Quantized, raw_scale
-from .gather import BACKWARD, FORWARD, Gather, GatherInputs, GatherPlan, Received
+from .gather import Gather, GatherInputs, GatherPlan, Received
 from .weight_tensors import GatheredWeight
 
 ROW, COL = 0, 1  # directions of W: as fprop reads it, as dgrad reads it
 Key = tuple[int, str]  # a direction, and the name of one of its tensors
+Sent = tuple[tuple[int, ...], tuple[Tensor, ...]]  # the directions of a gather, and its inputs
 
 
 class Buffer(NamedTuple):
@@ -70,11 +72,9 @@ class ExpertGather(Gather):
         self.specs = Spec.parse(plan.row), Spec.parse(plan.col)
         self.sizes = (n, k), (k, n)  # of a matrix as fprop reads it, and as dgrad does
         # The dtype and the shape of each tensor of a matrix.
-        self.layouts = {
-            (i, name): layout
-            for i in (ROW, COL)
-            for name, layout in tensors_of(self.specs[i], *self.sizes[i]).items()
-        }
+        self.layouts = [tensors_of(spec, *size) for spec, size in zip(self.specs, self.sizes)]
+        # The tensors that dgrad reads transposed, in mode "one".
+        self.transposed = ("codes", "scale") if self.specs[COL].has_blocks else ("codes",)
         self.buffers = [buffer for name in TENSORS for buffer in self.buffers_of(name)]
         self.parts: list[Quantized] = []  # both directions of the gathered weight
         self.own: list[Tensor] = []  # of one rank: the buffers that FSDP2 does not gather
@@ -83,31 +83,22 @@ class ExpertGather(Gather):
 
     def buffers_of(self, name: str) -> list[Buffer]:
         """Lists the inputs of one tensor, as many before forward as before backward."""
-        row, col = (ROW, name), (COL, name)
-        row_size, col_size = (
-            torch.Size(shape).numel() * dtype.itemsize
-            for dtype, shape in (self.layouts[row], self.layouts[col])
-        )
+        layouts = [of_direction[name] for of_direction in self.layouts]
+        row_size, col_size = (math.prod(shape) * dtype.itemsize for dtype, shape in layouts)
+        buffers = [Buffer(row_size, ((ROW, name),)), Buffer(col_size, ((COL, name),))]
         if self.plan.mode == "one":
-            buffers = [Buffer(row_size, (row,))]
+            buffers = buffers[:1]
         elif self.plan.mode == "split" and row_size == col_size:
-            buffers = [Buffer(row_size, (row, col))]
-        else:
-            buffers = [Buffer(row_size, (row,)), Buffer(col_size, (col,))]
+            buffers = [Buffer(row_size, ((ROW, name), (COL, name)))]
         return [buffer for buffer in buffers if buffer.size > 0]
 
     # ---- before a gather -------------------------------------------------------------------------
 
     def send_codes(self, shard: Tensor) -> GatherInputs:
-        selection = BACKWARD if is_in_backward() else FORWARD
-        inputs = self.cast(shard, self.selected(selection))
-        return inputs, (selection, inputs)
-
-    def selected(self, selection: int) -> tuple[int, ...]:
-        """Returns the directions that a gather moves."""
-        if self.plan.mode == "split":
-            return (COL,) if selection == BACKWARD else (ROW,)
-        return (ROW,) if self.plan.mode == "one" else (ROW, COL)
+        split = (COL,) if is_in_backward() else (ROW,)
+        moved = {"one": (ROW,), "both": (ROW, COL), "split": split}[self.plan.mode]
+        inputs = self.cast(shard, moved)
+        return inputs, (moved, inputs)
 
     @torch.no_grad()
     def cast(self, shard: Tensor, directions: tuple[int, ...]) -> tuple[Tensor, ...]:
@@ -132,7 +123,8 @@ class ExpertGather(Gather):
             tensors = {(i, n): getattr(both[i], n) for i in directions for n in TENSORS}
         inputs = []
         for size, keys in self.buffers:
-            payload = [bytes_of(tensors[key]) for key in keys if key in tensors]
+            found = [tensors[key] for key in keys if key in tensors]
+            payload = [t.contiguous().view(-1).view(torch.uint8) for t in found]
             if payload and count == self.chunk:
                 inputs += payload
                 continue
@@ -143,10 +135,8 @@ class ExpertGather(Gather):
 
     # ---- after a gather --------------------------------------------------------------------------
 
-    def receive_codes(
-        self, outputs: Sequence[Tensor], sent: tuple[int, tuple[Tensor, ...]], is_first: bool
-    ) -> Received:
-        selection, inputs = sent
+    def receive_codes(self, outputs: Sequence[Tensor], sent: Sent, is_first: bool) -> Received:
+        moved, inputs = sent
         created = None
         if is_first:
             self.own = [torch.empty_like(t) for t in inputs[len(outputs) :]]
@@ -154,7 +144,7 @@ class ExpertGather(Gather):
             created = self.new_whole()
         for own, of_rank in zip(self.own, inputs[len(outputs) :]):
             own.data.copy_(of_rank)  # as FSDP2's copies, this counts no write
-        self.present = set(self.selected(selection))
+        self.present = set(moved)
         if self.plan.mode == "one":
             self.transpose()
         return created
@@ -163,13 +153,13 @@ class ExpertGather(Gather):
         """Returns both directions as views of the memory of buffers."""
         experts, found = self.shape[0], dict[Key, Tensor]()
         for buffer, gathered in zip(self.buffers, memory):
-            for key in buffer.tensors:
-                dtype, shape = self.layouts[key]
-                found[key] = gathered.view(dtype).view(-1, *shape)[:experts]
+            for i, name in buffer.tensors:
+                dtype, shape = self.layouts[i][name]
+                found[i, name] = gathered.view(dtype).view(-1, *shape)[:experts]
         if self.plan.mode == "one":
             for name in TENSORS:
-                dtype, shape = self.layouts[COL, name]
-                if name in self.transposed_names():
+                dtype, shape = self.layouts[COL][name]
+                if name in self.transposed:
                     found[COL, name] = memory[0].new_empty(experts, *shape, dtype=dtype)
                 elif (ROW, name) in found:
                     found[COL, name] = found[ROW, name].detach()
@@ -181,17 +171,13 @@ class ExpertGather(Gather):
             parts.append(Quantized(codes, scale, amax, spec.text, shape, i == COL))
         return parts
 
-    def transposed_names(self) -> list[str]:
-        """Returns the tensors that dgrad reads transposed, in mode "one"."""
-        return ["codes", "scale"] if self.specs[COL].has_blocks else ["codes"]
-
     def new_whole(self) -> tuple[GatheredWeight, tuple[Tensor, ...]]:
         """Returns a new whole weight, and the tensors that FSDP2 frees and allocates with it."""
         assert self.dtype is not None
         row, col = self.parts
         inner = list(self.own)
         if self.plan.mode == "one":
-            inner += [getattr(col, name) for name in self.transposed_names()]
+            inner += [getattr(col, name) for name in self.transposed]
         if self.is_row_major:  # of the parameter's transpose
             row, col = replace(col, columnwise=False), replace(row, columnwise=True)
         return GatheredWeight(row, col, self.dtype), tuple(inner)
@@ -200,12 +186,12 @@ class ExpertGather(Gather):
         """Fills dgrad's tensors from fprop's; frees their memory where only forward follows."""
         row, col = self.parts
         if self.serves_forward_alone():
-            for name in self.transposed_names():
+            for name in self.transposed:
                 getattr(col, name).untyped_storage().resize_(0)
             return
         self.present.add(COL)
         if self.transposes is None:
-            count = len(self.transposed_names())
+            count = len(self.transposed)
             sizes = [*row.shape[1:], self.specs[ROW].code_bits]
             sizes += [*row.scale.shape[1:], 8 * row.scale.itemsize]
             self.transposes = torch.classes.minifloat.MatrixTransposes(
@@ -229,19 +215,10 @@ class ExpertGather(Gather):
                 row = self.fetch(ROW)
             if columnwise and COL not in self.present and not self.is_gathered_for_backward():
                 col = self.fetch(COL)
-        none = Operand.none(row.codes.device)
-        read = [
-            Operand(part.codes, raw_scale(part), part.amax, none.decoded) if is_read else none
-            for part, is_read in ((row, True), (col, columnwise))
-        ]
-        return Operands(*read).tensors()
+        read = Operand.of(col) if columnwise else Operand.none(row.codes.device)
+        return Operands(Operand.of(row), read).tensors()
 
     def fetch(self, direction: int) -> Quantized:
         """Gathers one direction apart from FSDP2's gathers."""
         assert self.shard is not None
         return self.views(self.gather_apart(self.cast(self.shard, (direction,))))[direction]
-
-
-def bytes_of(t: Tensor) -> Tensor:
-    """Returns the bytes of a tensor in one dimension."""
-    return t.contiguous().view(-1).view(torch.uint8)

@@ -35,7 +35,6 @@ from ...recipe import Recipe
 from ...spec import Spec
 from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from ..handshake import agree
-from .fsdp_group import UnknownFsdpError, find_fsdp_group
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
@@ -83,10 +82,9 @@ def plan_gather(recipe: Recipe) -> tuple[GatherPlan | None, str]:
     """
     row, col = Spec.parse(recipe.fprop.b), Spec.parse(recipe.dgrad.b)
     for spec, product in ((row, "fprop"), (col, "dgrad")):
-        if spec.is_bf16:
-            return None, f"weight is gathered in the compute dtype: {product} reads it so"
-        if spec.is_stochastic:
-            why = f"{spec.text} draws bits in each forward"
+        if spec.is_bf16 or spec.is_stochastic:
+            of_random = f"{spec.text} draws bits in each forward"
+            why = f"{product} reads it so" if spec.is_bf16 else of_random
             return None, f"weight is gathered in the compute dtype: {why}"
     mode = "both" if row.bits + col.bits < BF16_BITS else "split"
     if row == col and row.transposes_exactly:
@@ -273,3 +271,41 @@ class Gather:
         for output, of_rank in zip(outputs, inputs):
             dist.all_gather_into_tensor(output, of_rank, group=self.group)
         return outputs
+
+
+# ---- FSDP2's state, which has no public names ----------------------------------------------------
+
+
+class UnknownFsdpError(RuntimeError):
+    """FSDP2 lacks a private name that this library reads."""
+
+    def __init__(self, what: object) -> None:
+        super().__init__(
+            f"FSDP2: expected private names as in torch 2.11, got torch {torch.__version__}: {what}"
+        )
+
+
+def find_fsdp_group(layer: nn.Module) -> FSDPParamGroup:
+    """Finds FSDP2's parameter group of this module's weight.
+
+    Raises:
+        LookupError: FSDP2 has not sharded the module.
+        UnknownFsdpError: FSDP2's state has other names than those that are read here.
+    """
+    try:
+        from torch.distributed._composable_state import _module_state_mapping
+        from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState
+
+        for reference in list(_module_state_mapping.values()):
+            state = reference()
+            if not isinstance(state, FSDPState):
+                continue
+            groups = getattr(state, "_fsdp_param_groups", None)  # torch 2.12
+            for group in filter(None, [state._fsdp_param_group] if groups is None else groups):
+                for parameter in group.fsdp_params:
+                    info = parameter._module_info
+                    if info.module is layer or layer in info.shared_modules:
+                        return group
+    except (ImportError, AttributeError) as error:
+        raise UnknownFsdpError(error) from error
+    raise LookupError("no parameter group of FSDP2 has the layer")

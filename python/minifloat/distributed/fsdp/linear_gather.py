@@ -35,12 +35,12 @@ from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.quantized import Quantized
 from ..handshake import wait_for_all
-from .fsdp_group import recomputes_compiled
 from .gather import BACKWARD, FORWARD, Gather, GatherInputs, GatherPlan, Received
 from .weight_tensors import GatheredWeight, ShardedWeight
 
 if TYPE_CHECKING:
     from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
+    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
     from torch.distributed.tensor import DTensor
 
 State = list[tuple[Tensor, tuple[int, int, int]]]  # shards, and counts of writes to them
@@ -69,10 +69,9 @@ class WeightGather(Gather):
         """Tells whether FSDP2 has assigned this parameter before, or gathers into it."""
         if parameter is self._assigned[0] or parameter is self._assigned[1]:
             return True
-        is_of_fsdp = type(parameter) is GatheredWeight
-        if not is_of_fsdp:
-            local = getattr(parameter, "_local_tensor", None)
-            is_of_fsdp = getattr(local, "weight_gather", None) is self
+        local = getattr(parameter, "_local_tensor", None)
+        is_shard = getattr(local, "weight_gather", None) is self
+        is_of_fsdp = is_shard or type(parameter) is GatheredWeight
         if not (is_of_fsdp and isinstance(parameter, nn.Parameter)):
             return False
         self._assigned = parameter, self._assigned[0]
@@ -92,11 +91,7 @@ class WeightGather(Gather):
         return f"{what} reaches over the end of a shard"
 
     def send_codes(self, shard: Tensor) -> GatherInputs:
-        found = self.joined_batch().send(self, shard)
-        if found is None:  # FSDP2 offloads shards: this one is a copy
-            found = Batch([self]).send(self, shard)
-        assert found is not None
-        return found
+        return self.joined_batch().send(self, shard)
 
     def joined_batch(self) -> Batch:
         """Returns the batch of FSDP2's parameter group, once all its weights have been gathered."""
@@ -110,11 +105,9 @@ class WeightGather(Gather):
             if isinstance(gather, WeightGather) and gather.targets:
                 is_tied = is_tied or gather in members
                 members[gather] = weakref.ref(parameter)
-        if is_tied or self not in members:
-            self.batch = Batch([self])
-            return self.batch
-        batch = Batch(list(members), list(members.values()))
-        for member in members:
+        is_alone = is_tied or self not in members
+        batch = Batch([self]) if is_alone else Batch(list(members), list(members.values()))
+        for member in batch.gathers:
             member.batch = batch
         return batch
 
@@ -144,7 +137,7 @@ class WeightGather(Gather):
     def new_direction(self, columnwise: bool, like: Tensor) -> Quantized:
         spec = self.plan.col if columnwise else self.plan.row
         codes, scale, amax = self.casts[columnwise].new_operand(like)
-        scale = scale if scale.dtype == torch.float32 else scale.view(Spec.parse(spec).scale_dtype)
+        scale = scale.view(Spec.parse(spec).scale_dtype)
         shape = self.shape[::-1] if columnwise else self.shape
         return Quantized(codes, scale, amax, spec, shape, columnwise)
 
@@ -171,9 +164,7 @@ class Batch:
     """
 
     def __init__(
-        self,
-        gathers: Sequence[WeightGather],
-        parameters: Sequence[weakref.ref[FSDPParam]] = (),
+        self, gathers: Sequence[WeightGather], parameters: Sequence[weakref.ref[FSDPParam]] = ()
     ) -> None:
         first = gathers[0]
         self.gathers, self.fsdp_parameters = list(gathers), parameters
@@ -186,10 +177,9 @@ class Batch:
             first.rank,
         )
         self.fill = self.native.fill
-        self.exchange = torch.classes.minifloat.AmaxExchange([self.native])
         self.exchanged = [self.native.exchanged(selection) for selection in (FORWARD, BACKWARD)]
         self.splits = [gather for gather in gathers if gather.plan.mode == "split"]
-        self.measured: State | None = None  # when mf.step exchanged amaxes
+        self.measured: State = []  # when mf.step exchanged amaxes
         self.start(FORWARD, [], [])
 
     # ---- a gather --------------------------------------------------------------------------------
@@ -200,18 +190,17 @@ class Batch:
         self.outputs: list[Tensor] = []  # all ranks' inputs, weight by weight
         self.taken: list[list[Tensor]] = []  # inputs of a world of one
 
-    def send(self, gather: WeightGather, shard: Tensor) -> GatherInputs | None:
-        """Returns the all-gather inputs of one weight; casts all weights for the first one.
+    def send(self, gather: WeightGather, shard: Tensor) -> GatherInputs:
+        """Returns the inputs of one weight, and their batch; casts all weights for the first one.
 
-        Returns:
-            The inputs, and the batch. None where the shard is not the one that the batch has cast:
-            FSDP2 offloads it, or calls hooks in another order.
+        A shard that this batch has not cast is cast alone: FSDP2 offloads it, or calls hooks in
+        another order.
         """
         index = self.gathers.index(gather)
         if index == 0:
             self.cast_all(shard)
         if not self.inputs or not self.inputs[index] or self.cast_shards[index] is not shard:
-            return None
+            return Batch([gather]).send(gather, shard)
         inputs, self.inputs[index] = self.inputs[index], []
         if self.world == 1:
             self.taken.append(inputs)
@@ -221,10 +210,9 @@ class Batch:
         """Casts the shards of all weights for one gather."""
         shards = self.shards() or [shard]
         selection = BACKWARD if is_in_backward() else FORWARD
-        if shards[0] is not shard or any([s is None for s in shards]):
-            self.start(selection, [], [])
-        else:
-            self.start(selection, shards, self.cast(shards, selection, ALL_WEIGHTS))
+        is_whole = shards[0] is shard and all([s is not None for s in shards])
+        inputs = self.cast(shards, selection, ALL_WEIGHTS) if is_whole else []
+        self.start(selection, shards if is_whole else [], inputs)
 
     def receive(self, gather: WeightGather, outputs: Sequence[Tensor]) -> None:
         """Collects all ranks' codes of one weight; fills all weights after the last one."""
@@ -239,12 +227,9 @@ class Batch:
         self.start(selection, [], [])
         for split in self.splits:
             split.gathered = {selection}
-        if (
-            selection == BACKWARD
-            and self.splits
-            and recomputes_compiled(self.splits[0].fsdp_group())
-        ):
-            for split in self.splits:
+        splits = self.splits if selection == BACKWARD else []
+        if splits and recomputes_compiled(splits[0].fsdp_group()):
+            for split in splits:
                 self.fetch(split, FORWARD)
 
     def fetch(self, gather: WeightGather, selection: int) -> None:
@@ -298,19 +283,19 @@ class Batch:
         Raises:
             ValueError: other ranks have not written to their shards.
         """
-        if self.measured is None:
+        if not self.measured:
             return False
-        now = self.state_of(shards) or []
+        now = self.state_of(shards)
         if all([a is b and c == d for (a, c), (b, d) in zip(self.measured, now)]) and now:
             return True
         if any(self.exchanged) and self.world > 1:
             title, device = self.gathers[0].title, shards[0].device
             wait_for_all(title, self.ranks, device, WRITTEN, "written to", f"written/{title}")
-        self.measured = None
+        self.measured = []
         return False
 
-    def state_of(self, shards: list[Tensor]) -> State | None:
-        """Returns the shards and the counts of writes to them; None where a rank cannot count.
+    def state_of(self, shards: list[Tensor]) -> State:
+        """Returns the shards and the counts of writes to them; none where a rank cannot count.
 
         Eager writes count on the shard: those to the parameter, to its local tensor, to a state
         dict's view of it. Those of compiled code count on its input, the parameter or its local
@@ -318,10 +303,8 @@ class Batch:
         """
         parameters = self.parameters()
         has_rows = all([g.shape[0] > (g.world - 1) * g.chunk for g in self.gathers])
-        if not parameters or not has_rows:  # a rank without rows of a weight
-            return None
-        if any([t.is_inference() for t in (*parameters, *shards)]):
-            return None
+        if not has_rows or any([t.is_inference() for t in (*parameters, *shards)]):
+            return []  # a rank without rows of a weight, or tensors without counts
         local = [cast(ShardedWeight, p._local_tensor) for p in parameters]
         counts = [(p._version, t._version, t.shard._version) for p, t in zip(parameters, local)]
         return list(zip(shards, counts))
@@ -331,10 +314,22 @@ def exchange_amaxes(
     batches: Sequence[Batch], shards: Sequence[list[Tensor]], selection: int
 ) -> None:
     """Measures the amaxes of batches of the same ranks, in one all-reduce."""
-    exchange = batches[0].exchange
-    if len(batches) > 1:
-        exchange = torch.classes.minifloat.AmaxExchange([batch.native for batch in batches])
+    exchange = torch.classes.minifloat.AmaxExchange([batch.native for batch in batches])
     amaxes = exchange.measure([shard for of_batch in shards for shard in of_batch], selection)
     if amaxes.numel() > 0 and batches[0].world > 1:
         dist.all_reduce(amaxes, op=dist.ReduceOp.MAX, group=batches[0].ranks)
     exchange.accept(amaxes)  # bits of magnitudes order like the values, NaN above infinity
+
+
+def recomputes_compiled(group: FSDPParamGroup | None) -> bool:
+    """Tells whether compiled code of a group's modules recomputes a forward in backward.
+
+    Such code reads weights rowwise then, and cannot ask for them. Compiled are modules whose
+    .compile() was called, and what torch.compile returned.
+    """
+    modules = () if group is None else group.modules
+    inner = [m for module in modules for m in module.modules()]
+    is_compiled = any(
+        m._compiled_call_impl is not None or type(m).__name__ == "OptimizedModule" for m in inner
+    )
+    return is_compiled and any("CheckpointWrapper" in type(m).__name__ for m in inner)

@@ -19,7 +19,7 @@ backward. The native code writes inner tensors in place, and torch counts no wri
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, TypeGuard, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -29,8 +29,7 @@ from ...nn.grouped_product import GroupedProduct
 from ...nn.hooks import is_distributed
 from ...nn.linear import Linear
 from .expert_gather import ExpertGather
-from .fsdp_group import UnknownFsdpError, find_fsdp_group
-from .gather import BOTH_GATHERS, Gather, GatherPlan
+from .gather import BOTH_GATHERS, Gather, GatherPlan, UnknownFsdpError, find_fsdp_group
 from .linear_gather import Batch, WeightGather, exchange_amaxes
 from .weight_tensors import ShardedWeight
 
@@ -42,7 +41,7 @@ def wrap_sharded_weight(module: nn.Module, parameter: Tensor) -> None:
     """Wraps the local tensor of a parameter that FSDP2 has sharded by rows; leaves any other."""
     layer = cast(Linear, module)
     plan, present = layer.gather_plan, layer._parameters.get("weight")
-    if not isinstance(plan, GatherPlan) or not is_of_ranks(parameter):
+    if not isinstance(plan, GatherPlan) or not is_distributed(parameter):
         return
     is_divided = present is not None and present is not parameter and is_distributed(present)
     if is_divided and layer.weight_gather is None:
@@ -61,7 +60,7 @@ def wrap_sharded_experts(
         before: the parameter until now. Where it is a DTensor, its mesh is expert parallelism's.
         parameter: the new one. Any other than FSDP2's is left as it is.
     """
-    if product.gather_plan is None or not is_of_ranks(parameter):
+    if product.gather_plan is None or not is_distributed(parameter):
         return
     known = product.weight_gather
     if isinstance(known, ExpertGather):
@@ -80,18 +79,13 @@ def wrap_sharded_experts(
     )
 
 
-def is_of_ranks(parameter: Tensor) -> TypeGuard[DTensor]:
-    """Tells whether a parameter is a DTensor of ranks that are running."""
-    return is_distributed(parameter) and dist.is_available() and dist.is_initialized()
-
-
 def wrap(
     owner: Linear | GroupedProduct,
     parameter: DTensor,
     new_gather: Callable[[dist.ProcessGroup], Gather],
     outer_dims: int = 0,
 ) -> None:
-    """Wraps the local tensor of a parameter that FSDP2 has cut along dimension 0.
+    """Wraps the local tensor of a parameter that FSDP2 has cut along dimension 0 over live ranks.
 
     Args:
         owner: it has the gather, from an earlier parameter or of another layer's tied weight.
@@ -101,7 +95,7 @@ def wrap(
     """
     local, mesh = parameter._local_tensor, parameter.device_mesh
     dim = dim_of_rows(parameter, outer_dims)
-    if type(local) is Tensor and dim is not None:
+    if type(local) is Tensor and dim is not None and dist.is_initialized():
         known = owner.weight_gather  # of a parameter that .to or load_state_dict has replaced
         gather = known if isinstance(known, Gather) else new_gather(mesh.get_group(dim))
         local = parameter._local_tensor = ShardedWeight(local, gather)

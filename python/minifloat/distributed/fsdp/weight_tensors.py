@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from inspect import signature
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,9 +23,6 @@ from ...tensor.directions import TENSORS
 from ...tensor.quantized import Quantized
 from ...tensor.quantized_tensor import Context, Op, QuantizedTensor
 from .gather import Gather, GatherInputs, Received
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp import MixedPrecisionPolicy
 
 ADInplaceOrView = torch._C.DispatchKey.ADInplaceOrView  # the key that counts writes
 aten = torch.ops.aten
@@ -45,15 +42,8 @@ class BeforeGather:
         is_full = shard.shape[0] == gather.chunk
         self.__signature__ = self.OF_FULL_SHARD if is_full else self.OF_SHORT_SHARD
 
-    def __call__(
-        self,
-        mesh: object,
-        outer_size: object = None,
-        outer_stride: object = None,
-        module: object = None,
-        mp_policy: MixedPrecisionPolicy | None = None,
-    ) -> GatherInputs:
-        dtype = None if mp_policy is None else mp_policy.param_dtype or self.shard.dtype
+    def __call__(self, mesh: object, *others: Any) -> GatherInputs:
+        dtype = others[-1].param_dtype or self.shard.dtype if others else None
         return self.gather.send(self.shard, dtype)
 
 
@@ -62,10 +52,11 @@ class ShardedWeight(Tensor):
 
     shard: Tensor
     weight_gather: Gather
+    fsdp_pre_all_gather: BeforeGather
 
     @staticmethod
     def __new__(cls, shard: Tensor, gather: Gather) -> ShardedWeight:
-        return Tensor._make_wrapper_subclass(
+        out = Tensor._make_wrapper_subclass(
             cls,
             shard.shape,
             strides=shard.stride(),
@@ -73,18 +64,12 @@ class ShardedWeight(Tensor):
             dtype=shard.dtype,
             device=shard.device,
         )
-
-    def __init__(self, shard: Tensor, gather: Gather) -> None:
-        self.shard, self.weight_gather = shard, gather
-        self.fsdp_pre_all_gather = BeforeGather(shard, gather)
+        out.shard, out.weight_gather = shard, gather
+        out.fsdp_pre_all_gather = BeforeGather(shard, gather)
+        return out
 
     def fsdp_post_all_gather(
-        self,
-        outputs: Sequence[Tensor],
-        metadata: object,
-        param_dtype: torch.dtype,
-        *,
-        out: object = None,
+        self, outputs: Sequence[Tensor], metadata: object, dtype: object, *, out: object = None
     ) -> Received:
         return self.weight_gather.receive(outputs, metadata, out)
 
@@ -166,32 +151,15 @@ class GatheredWeight(QuantizedTensor):
 
     owns_codes = False
 
-    def __init__(
-        self,
-        rowwise: Quantized | None,
-        columnwise: Quantized | None,
-        dtype: torch.dtype = torch.bfloat16,
-    ) -> None:
+    def _hold(self, rowwise: Quantized | None, columnwise: Quantized | None) -> None:
+        super()._hold(rowwise, columnwise)
         self.flattened = super().__tensor_flatten__()
         for name in self.flattened[0]:
             side, tensor = name[1:].split("_")
             self.__dict__[name] = getattr(getattr(self, side), tensor)
 
-    @classmethod
-    def _of_parts(
-        cls, rowwise: Quantized | None, columnwise: Quantized | None, dtype: torch.dtype
-    ) -> GatheredWeight:
-        return cls(rowwise, columnwise, dtype)
-
     def __tensor_flatten__(self) -> tuple[list[str], Context]:
         return self.flattened
-
-    @staticmethod
-    def __tensor_unflatten__(
-        inner: dict[str, Tensor], context: Context, outer_size: object, outer_stride: object
-    ) -> GatheredWeight:
-        whole = QuantizedTensor.__tensor_unflatten__(inner, context, outer_size, outer_stride)
-        return GatheredWeight(whole.rowwise, whole.columnwise, whole.dtype)
 
 
 for _side in ("rowwise", "columnwise"):

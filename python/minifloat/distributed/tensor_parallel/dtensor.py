@@ -26,9 +26,6 @@ from torch.distributed.tensor.parallel import ColwiseParallel
 from ..._native import ops
 from ...spec import Spec
 from ...tensor.quantized_tensor import Op
-from .linear import linear, module_linear
-
-__all__ = ["QuantizedColwiseParallel", "linear", "module_linear"]
 
 
 class QuantizedColwiseParallel(ColwiseParallel):
@@ -76,11 +73,6 @@ def sharding_rule(op: Op) -> Callable[[RuleOf], RuleOf]:
         return rule
 
     return register
-
-
-def read_dim(ndim: int, dim: int, columnwise: bool) -> int:
-    """Returns the index, in the operand as read, of x's dimension `dim`, one of its last two."""
-    return 2 * ndim - 3 - dim if columnwise else dim
 
 
 def cuts_evenly(x: DTensorSpec, dim: int, multiple: int) -> bool:
@@ -146,23 +138,23 @@ def shard_dequantize(
 
 def direction_placements(
     x: DTensorSpec, spec: str, columnwise: bool, has_amax: bool, dim: int | None
-) -> tuple[list[Placement], Placement] | None:
-    """Returns placements of (codes, scale, amax, decoded) and of the amax that is passed.
+) -> list[Placement] | None:
+    """Returns the placements of codes, scale and amax; None where a shard lacks the bytes.
 
-    x is cut along `dim`, or replicated for None. Returns None where a shard lacks the bytes.
+    x is cut along `dim`, or replicated for None. Decoded values lie as codes do, an amax that is
+    passed as the one that is returned.
     """
-    replicated: list[Placement] = [REPLICATED] * 4
     if not spec or dim is None:
-        return replicated, REPLICATED
-    kind, to = Spec.parse(spec).amax_of, Shard(read_dim(x.ndim, dim, columnwise))
-    along = to.dim == x.ndim - 1
-    is_alone = kind == "" or has_amax or (kind == "row" and not along)
-    is_pure = is_alone and not Spec.parse(spec).is_stochastic and not Spec.parse(spec).is_delayed
+        return [REPLICATED] * 3
+    parsed, to = Spec.parse(spec), Shard(2 * x.ndim - 3 - dim if columnwise else dim)  # as read
+    has_rows = parsed.amax_of == "row" and to.dim != x.ndim - 1
+    is_alone = parsed.amax_of == "" or has_amax or has_rows
+    is_pure = is_alone and not parsed.is_stochastic and not parsed.is_delayed
     multiple = ops.shard_multiple(spec, columnwise, dim - x.ndim + 2)
     if not is_pure or not cuts_evenly(x, dim, multiple):
         return None
-    of_rows: Placement = to if kind == "row" and not along else REPLICATED
-    return [to, to if Spec.parse(spec).has_blocks else of_rows, of_rows, to], of_rows
+    of_rows: Placement = to if has_rows else REPLICATED
+    return [to, to if parsed.has_blocks else of_rows, of_rows]
 
 
 @sharding_rule(ops.quantize.default)
@@ -183,14 +175,14 @@ def shard_quantize(x: DTensorSpec, row: str, col: str, **options: object) -> lis
         by_col = direction_placements(x, col, True, "amax_col" in passed, dim)
         if by_row is None or by_col is None:
             continue
-        wanted = {"amax_row": by_row[1], "amax_col": by_col[1]}
+        wanted = {"amax_row": by_row[2], "amax_col": by_col[2]}
         inputs = {name: wanted.get(name, REPLICATED) for name in passed}
         if any(at != inputs[name] for name, placements in passed.items() for at in placements):
             continue
         outputs: list[Placement] = []
-        for name, (placements, _) in (("row", by_row), ("col", by_col)):
-            decoded = placements[3] if options.get(f"decoded_{name}") else REPLICATED
-            outputs += [*placements[:3], decoded]
+        for name, placements in (("row", by_row), ("col", by_col)):
+            decoded = placements[0] if options.get(f"decoded_{name}") else REPLICATED
+            outputs += [*placements, decoded]
         x_placement = REPLICATED if dim is None else Shard(dim)
         rules.append((outputs, [x_placement, None, None, *inputs.values()]))
     if not rules:
