@@ -8,22 +8,18 @@ docs/torchtitan.md says how both are used, and what works with what.
 """
 
 import importlib.metadata
-import re
 
 import torch
 
-from .settings import Minifloat
+from .shared import Minifloat
 
-CONVERTER, OVERRIDE = (0, 2), (0, 3)  # (major, minor): a model converter, an override
-OLDEST_TORCH = {CONVERTER: (2, 11), OVERRIDE: (2, 12)}
+CONVERTER, OVERRIDE = "0.2", "0.3"  # versions of torchtitan
+OLDEST_TORCH = {CONVERTER: [2, 11], OVERRIDE: [2, 12]}
 EXPECTED = "torchtitan 0.2.x with torch 2.11 or later, or 0.3.x with torch 2.12 or later"
 
 
-def require_version() -> tuple[int, int]:
-    """Finds the installed torchtitan.
-
-    Returns:
-        (major, minor), CONVERTER or OVERRIDE.
+def require_version() -> str:
+    """Returns CONVERTER or OVERRIDE, whichever torchtitan is installed.
 
     Raises:
         ImportError: torchtitan is not installed, or it or torch is of another version.
@@ -32,19 +28,13 @@ def require_version() -> tuple[int, int]:
         installed = importlib.metadata.version("torchtitan")
     except importlib.metadata.PackageNotFoundError as error:
         raise ImportError(f"minifloat.torchtitan: expected {EXPECTED}, got none") from error
-    found = version_of(installed)
-    if found not in OLDEST_TORCH or version_of(torch.__version__) < OLDEST_TORCH[found]:
+    found, own = ".".join(installed.split(".")[:2]), torch.__version__.split(".")[:2]
+    if found not in OLDEST_TORCH or [*map(int, own)] < OLDEST_TORCH[found]:
         raise ImportError(
             f"minifloat.torchtitan: expected {EXPECTED}, got torchtitan {installed} with torch "
             f"{torch.__version__}"
         )
     return found
-
-
-def version_of(text: str) -> tuple[int, int]:
-    """Returns (major, minor) of a version; (-1, -1) of a text that is none."""
-    found = re.match(r"([0-9]+)\.([0-9]+)(\.|$)", text)
-    return (int(found[1]), int(found[2])) if found else (-1, -1)
 
 
 if require_version() == CONVERTER:

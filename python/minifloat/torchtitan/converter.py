@@ -20,11 +20,9 @@ from torchtitan.tools.logging import logger
 from .._native import ops
 from ..nn.convert.quantize import quantize_
 from ..nn.state.model_state import step
-from .checkpoint import keep_training_state
-from .settings import Minifloat, options_of, require_recipe
+from .shared import Minifloat, keep_training_state, options_of
 
 NAME = "minifloat"  # in model.converters
-EXPERTS = "GroupedExperts"
 
 
 @dataclass
@@ -56,8 +54,7 @@ class Converter:
                 "minifloat: expected the section [minifloat] in the job config, got none; set "
                 "job.custom_config_module (--job.custom_config_module) to minifloat.torchtitan"
             )
-        require_recipe(settings)
-        self.settings, self.parallel_dims = settings, parallel_dims
+        self.options, self.parallel_dims = options_of(settings), parallel_dims
         self.is_selective = job_config.activation_checkpoint.mode == "selective"
         self.group = group_of_step(parallel_dims)
 
@@ -70,7 +67,7 @@ class Converter:
         """
         mesh = self.parallel_dims.get_optional_mesh("loss")
         rank = 0 if mesh is None else mesh.get_local_rank()
-        report = quantize_(model, data_parallel_rank=rank, **options_of(self.settings))
+        report = quantize_(model, data_parallel_rank=rank, **self.options)
         require_whole_experts(model, {fqn for fqn, _ in report.converted}, self.parallel_dims)
         if self.is_selective:
             save_products()
@@ -97,11 +94,11 @@ def require_whole_experts(
     model: nn.Module, converted: set[str], parallel_dims: ParallelDims
 ) -> None:
     """Raises ValueError where tensor parallelism would cut converted experts."""
-    is_cut = parallel_dims.tp_enabled and not (
-        parallel_dims.ep_enabled and not parallel_dims.etp_enabled
+    is_cut = parallel_dims.tp_enabled and (
+        parallel_dims.etp_enabled or not parallel_dims.ep_enabled
     )
     for fqn, module in model.named_modules():
-        if is_cut and type(module).__name__ == EXPERTS and f"{fqn}.w1" in converted:
+        if is_cut and type(module).__name__ == "GroupedExperts" and f"{fqn}.w1" in converted:
             raise ValueError(
                 f"minifloat: {fqn}: expected experts that stay whole under tensor parallelism "
                 "(expert_parallel_degree above 1 and expert_tensor_parallel_degree 1), got "

@@ -9,9 +9,7 @@ too. After each step of torchtitan's optimizers mf.step runs.
 """
 
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -29,11 +27,9 @@ from ..nn.grouped_product import GroupedProduct
 from ..nn.linear import Linear
 from ..nn.state.model_state import step
 from ..nn.state.recipe_state import STATE
-from .checkpoint import keep_training_state
-from .settings import Minifloat, options_of, require_recipe
+from .shared import Minifloat, keep_training_state, options_of
 
 MODELS: weakref.WeakSet[nn.Module] = weakref.WeakSet()  # converted, for mf.step
-
 ROUTER = ".router."  # of names of layers that choose experts, which stay in high precision
 
 
@@ -67,26 +63,16 @@ class QuantizedProduct(WholeModule, GroupedProduct):
     """The state of a product of experts under a recipe."""
 
 
-@contextmanager
-def as_torch_linears(model: nn.Module) -> Iterator[None]:
-    """Makes torchtitan's linear layers nn.Linear, and after it what they are then."""
+def convert_model(model: nn.Module, options: dict[str, Any]) -> None:
+    """Converts a model that torchtitan has built by mf.quantize_'s options, and logs the report."""
+    if any(ROUTER in fqn for fqn, _ in model.named_modules()):
+        options = {**options, "filter_fqns": [*options["filter_fqns"], ROUTER]}
     layers = [module for module in model.modules() if type(module) is TitanLinear]
     for layer in layers:
         layer.__class__ = nn.Linear
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer.__class__ = QuantizedLinear if isinstance(layer, Linear) else TitanLinear
-
-
-def convert_model(model: nn.Module, settings: Minifloat) -> None:
-    """Converts a model that torchtitan has built, and logs the report."""
-    filters = list(settings.filter_fqns)
-    if any(ROUTER in fqn for fqn, _ in model.named_modules()):
-        filters.append(ROUTER)
-    with as_torch_linears(model):
-        report = quantize_(model, **options_of(replace(settings, filter_fqns=filters)))
+    report = quantize_(model, **options)
+    for layer in layers:
+        layer.__class__ = QuantizedLinear if isinstance(layer, Linear) else TitanLinear
     for module in model.modules():
         if type(module) is GroupedProduct:
             module.__class__ = QuantizedProduct
@@ -109,14 +95,13 @@ def quantize(cfg: BaseModel.Config, **settings: Any) -> BaseModel.Config:
     Raises:
         TypeError, ValueError: a keyword is no field, or no recipe is set.
     """
-    parsed, former = Minifloat(**settings), type(cfg)
-    require_recipe(parsed)
+    options, former = options_of(Minifloat(**settings)), type(cfg)
 
     @dataclass(kw_only=True, slots=True)
     class Config(former):  # type: ignore[misc, valid-type]
         def build(self, **kwargs: object) -> nn.Module:
             model: nn.Module = former.build(self, **kwargs)
-            convert_model(model, parsed)
+            convert_model(model, options)
             return model
 
     cfg.__class__ = Config
