@@ -3,8 +3,6 @@
 `import minifloat` does not load this module, which needs transformers.
 """
 
-from __future__ import annotations
-
 import json
 from contextlib import ExitStack
 from itertools import groupby
@@ -15,13 +13,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
-from transformers import (
-    PreTrainedModel,
-    TrainerCallback,
-    TrainerControl,
-    TrainerState,
-    TrainingArguments,
-)
+from transformers import PreTrainedModel, TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME, SAFE_WEIGHTS_NAME
 
@@ -51,12 +43,7 @@ class TrainingStateCallback(TrainerCallback):
         self.folder = folder
 
     def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **others: object,
+        self, args: TrainingArguments, state: TrainerState, *_: object, model: Any, **others: object
     ) -> None:
         """Loads the state of the checkpoint that training is resumed from.
 
@@ -78,16 +65,11 @@ class TrainingStateCallback(TrainerCallback):
         require_loaded(model, folder)
         load_training_state(model, load_file(path))
 
-    def on_step_end(self, *_: object, model: nn.Module | None = None, **others: object) -> None:
+    def on_step_end(self, *_: object, model: Any, **others: object) -> None:
         step(require_converted("TrainingStateCallback", model))
 
     def on_save(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: nn.Module | None = None,
-        **others: object,
+        self, args: TrainingArguments, state: TrainerState, *_: object, model: Any, **others: object
     ) -> None:
         """Writes the state, on one process of those that write checkpoints."""
         tensors = training_state(require_converted("TrainingStateCallback", model))  # on all ranks
