@@ -58,6 +58,7 @@ def options_of(settings: Minifloat) -> dict[str, Any]:
     return {**asdict(settings), "verbose": False}
 
 
+@dataclass(eq=False)
 class TrainingState:
     """The state of a model's parts, as torch.distributed.checkpoint saves and loads it.
 
@@ -65,8 +66,7 @@ class TrainingState:
         parts: of the model on this rank; names of layers are those of the whole model.
     """
 
-    def __init__(self, parts: list[nn.Module]) -> None:
-        self.parts = parts
+    parts: list[nn.Module]
 
     def state_dict(self) -> dict[str, Tensor]:
         return {name: t for part in self.parts for name, t in training_state(part).items()}
