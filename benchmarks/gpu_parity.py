@@ -35,12 +35,11 @@ from _parity_tokens import VOCABULARY, load_tokens
 from gpu_loss import BF16, table
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
-from minifloat.train.config import ModelConfig, parse_model
+from minifloat.train.config import ModelConfig, RunSpec, parse_entry, parse_model
 from minifloat.train.job.processes import clip_gradients
 from minifloat.train.job.run import BETAS, compile_layers
 from minifloat.train.model.llama import Llama, cross_entropy, init_weights
 from minifloat.train.model.measure import PeakMemory, product_dtype
-from minifloat.train.recipes import RunSpec, parse_entry
 from torch import Tensor
 
 RESULTS = timing.ROOT / "docs" / "parity"

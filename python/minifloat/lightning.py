@@ -3,8 +3,6 @@
 `import minifloat` does not load this module, which needs lightning or pytorch_lightning.
 """
 
-from __future__ import annotations
-
 import sys
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any

@@ -18,7 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from minifloat._native import ops
-from minifloat.train.job.metrics import read_records
+from minifloat.train.job.checkpoint import read_records
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 

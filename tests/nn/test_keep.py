@@ -3,9 +3,8 @@
 import minifloat as mf
 import pytest
 import torch
-from minifloat.train.config import TrainConfig, parse_model
+from minifloat.train.config import RunSpec, TrainConfig, parse_model, parse_recipes
 from minifloat.train.job.run import prepare_model
-from minifloat.train.recipes import RunSpec, parse_recipes
 from torch import nn
 
 

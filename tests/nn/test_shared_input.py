@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 from tests.support.reuse_counts import RECIPES, casts, without_reuse
 from tests.support.same_bits import require_same_numbers
 
-CONFIG = ModelConfig(dim=64, layers=1, heads=4, kv_heads=2, ffn=96, vocab=64)
+CONFIG = ModelConfig(dim=64, layers=1, heads=4, kv_heads=2, ffn=96, vocab=300)
 TABLE = rotary_table(16, 16)
 
 

@@ -6,7 +6,7 @@
 import hashlib
 
 from minifloat import cli
-from minifloat.train.job.metrics import TIMINGS, read_records
+from minifloat.train.job.checkpoint import TIMINGS, read_records
 
 from tests.support.killed_job import killed_after
 from tests.support.worlds import THREADS

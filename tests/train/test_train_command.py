@@ -6,15 +6,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from minifloat import _native
-from minifloat.train import command, durable_files
+from minifloat import _native, cli
+from minifloat.train import durable_files
 from minifloat.train.checks import Number, TrainError
-from minifloat.train.config import ModelConfig, TrainConfig
+from minifloat.train.config import ModelConfig, TrainConfig, parse_recipes
 from minifloat.train.data import load_corpus
 from minifloat.train.job import train
 from minifloat.train.job.processes import joined
+from minifloat.train.model import measure
 from minifloat.train.model.llama import Llama
-from minifloat.train.recipes import parse_recipes
 
 from tests.support.tiny_job import run
 
@@ -67,18 +67,18 @@ REFUSED = [  # (options, message): exit code 1
     ("--recipes bf16\udcff", "expected printable text, got 'bf16\\udcff'"),
     ("--recipe _=bf16", "expected a name of 1 to 255 bytes that a folder can have, got '_'"),
     (f"--recipe {'n' * 256}=bf16", "expected a name of 1 to 255 bytes"),
-    ("--model 1,2", "--model: expected five integers"),
-    ("--model ²2,2,2,1,64", "--model: expected five integers"),
-    ("--model 3_2,2,2,1,64", "--model: expected five integers"),
+    ("--model 1,2", "--model: expected 5 integers"),
+    ("--model ²2,2,2,1,64", "--model: expected 5 integers"),
+    ("--model 3_2,2,2,1,64", "--model: expected 5 integers"),
     ("--model 32,0,2,1,64", "--model: layers: expected at least 1, got 0"),
     ("--model 32,2,-2,1,64", "--model: heads: expected at least 1, got -2"),
     (f"--model 32,2,2,1,{'9' * 30}", "--model: ffn: expected at most 1000000, got 999"),
     ("--model 1000000,1000000,2,1,1000000", "--model: expected weights, gradients and AdamW's"),
-    ("--model moe:32,3", "--model: expected eight integers moe:dim,layers,heads,kv_heads,hidden,"),
-    ("--model moe:32,3,2,1,32,4,2,x", "--model: expected eight integers moe:dim"),
-    ("--model moe:moe:32,3,2,1,32,4,2,1", "--model: expected eight integers moe:dim"),
-    ("--model moe32,3,2,1,32,4,2,1", "--model: expected five integers dim,layers"),
-    ("--model moe:32,1,2,1,32,4,2,1", "expected at least 2 layers, of which the first is dense"),
+    ("--model moe:32,3", "--model: expected 8 integers moe:dim,layers,heads,kv_heads,hidden,"),
+    ("--model moe:32,3,2,1,32,4,2,x", "--model: expected 8 integers moe:dim"),
+    ("--model moe:moe:32,3,2,1,32,4,2,1", "--model: expected 8 integers moe:dim"),
+    ("--model moe32,3,2,1,32,4,2,1", "--model: expected 5 integers dim,layers"),
+    ("--model moe:32,1,2,1,32,4,2,1", "--model: layers: expected at least 2, got 1"),
     ("--model moe:32,3,2,1,32,4,5,1", "--model: expected top_k of at most 4 experts, got 5"),
     ("--model moe:32,3,2,1,32,0,1,1", "--model: experts: expected at least 1, got 0"),
     ("--model moe:32,3,2,1,32,1024,1,1", "--model: experts: expected at most 1023, got 1024"),
@@ -87,7 +87,7 @@ REFUSED = [  # (options, message): exit code 1
     ("--model moe:32,3,2,1,32,4,2,-1", "--model: shared: expected at least 0, got -1"),
     ("--model moe:30,3,4,1,32,4,2,1", "--model: expected dim to be heads times an even width"),
     ("--model moe:9990,99,9,1,999999,9,9,9", "--model: expected weights, gradients and AdamW's"),
-    ("--vocab 0", "--vocab: expected at least 1, got 0"),
+    ("--vocab 0", "--vocab: expected at least 257, got 0"),
     ("--vocab 100", "--vocab: expected at least 257, got 100"),
     ("--vocab 99999999999999", "--vocab: expected at most 1000000"),
     ("--out /dev/null", "--out: expected a folder, got the file /dev/null"),
@@ -133,7 +133,7 @@ def test_the_last_seed_is_taken():
     (spec,) = parse_recipes([f"bf16@{LAST_SEED}"], [], seed=1)
     assert spec.seed == LAST_SEED
     given = {"recipes": [], "recipe": []}
-    runs = command.asked_runs(given, TrainConfig(seed=LAST_SEED), ())
+    runs = cli.asked_runs(given, TrainConfig(seed=LAST_SEED), ())
     assert [spec.seed for spec in runs] == [LAST_SEED, LAST_SEED, 0]
 
 
@@ -147,7 +147,7 @@ def test_a_step_that_does_not_fit_in_memory_is_refused(monkeypatch):
     def saved_bytes(*_):
         return torch.empty(2**60, dtype=torch.uint8)
 
-    monkeypatch.setattr(train, "saved_bytes_per_token", saved_bytes)
+    monkeypatch.setattr(measure, "saved_bytes_per_token", saved_bytes)
     (spec,) = parse_recipes(["bf16"], [], seed=1)
     config = TrainConfig(ModelConfig(32, 2, 2, 1, 64, 300))
     with pytest.raises(TrainError, match="bf16: expected a step that fits in memory, got"):
@@ -155,7 +155,7 @@ def test_a_step_that_does_not_fit_in_memory_is_refused(monkeypatch):
 
 
 def test_a_missing_package_is_named(tiny, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "PACKAGES", ("tqdm", "no_such_package"))
+    monkeypatch.setattr(cli, "PACKAGES", ("tqdm", "no_such_package"))
     assert run(tiny, tmp_path / "out") == 1
     assert "got none of no_such_package; install them with" in capsys.readouterr().err
 
@@ -190,7 +190,7 @@ def test_the_job_picks_its_device(monkeypatch, sees_device, has_backend, given, 
     torch.set_num_threads(3)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees_device)
     monkeypatch.setattr(_native.ops, "has_cuda", lambda: has_backend)
-    config = command.machine_defaults(TrainConfig(), given)
+    config = cli.machine_defaults(TrainConfig(), given)
     assert (config.device, config.threads) == want
 
 

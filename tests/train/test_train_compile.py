@@ -3,7 +3,7 @@
 from dataclasses import asdict
 
 import pytest
-from minifloat.train import command
+from minifloat import cli
 from minifloat.train.checks import TrainError
 from minifloat.train.config import TrainConfig
 
@@ -32,8 +32,8 @@ def test_a_compiled_job_trains_as_the_eager_one(tiny, tmp_path):
 
 def test_a_resumed_job_keeps_its_choice_or_takes_another():
     base = TrainConfig(compile=True, threads=1)
-    assert command.asked_config({}, base).compile is True
-    assert command.asked_config({"compile": False}, base).compile is False
+    assert cli.asked_config({}, base).compile is True
+    assert cli.asked_config({"compile": False}, base).compile is False
     assert base.identity() == TrainConfig(threads=1).identity()
 
 

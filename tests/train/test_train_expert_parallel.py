@@ -18,8 +18,7 @@ from minifloat.nn.grouped_product import product_of
 from minifloat.tensor.quantized_tensor import HANDLERS, OTHERS
 from minifloat.train.checks import TrainError
 from minifloat.train.config import TrainConfig, parse_model
-from minifloat.train.job.checkpoint import checkpoints_in, step_of
-from minifloat.train.job.metrics import read_records
+from minifloat.train.job.checkpoint import checkpoints_in, read_records, step_of
 from minifloat.train.job.processes import (
     World,
     average_gradients,
@@ -322,7 +321,12 @@ def test_a_killed_job_resumes_with_the_same_losses_or_on_one_process(folder, tmp
         (MODEL, 3, 2, "expected a divisor of the job's processes, got 2 of 3"),
         (MODEL, 1, 2, "expected a divisor of the job's processes, got 2 of 1"),
         ("moe:64,3,2,1,32,5,2,1", 2, 2, "expected a divisor of the 5 experts, got 2"),
-        ("moe:62,3,31,31,32,6,2,1", 8, 2, "expected the 4 groups of processes to divide .* FSDP2"),
+        (
+            "moe:62,3,31,31,32,6,2,1",
+            8,
+            2,
+            "expected the 4 groups of processes to divide .*, got 2",
+        ),
         ("64,3,2,1,32", 2, 2, "expected 1 for a model without experts, got 2"),
         (MODEL, 2, 0, "expected at least 1, got 0"),
     ],

@@ -6,9 +6,10 @@ from dataclasses import asdict
 import pytest
 import torch
 from minifloat.train.checks import TrainError
-from minifloat.train.config import TrainConfig, parse_model
+from minifloat.train.config import RunSpec, TrainConfig, parse_model
 from minifloat.train.job import run as training
-from minifloat.train.job.metrics import Metrics, read_records
+from minifloat.train.job.checkpoint import Metrics, read_records
+from minifloat.train.model import measure
 from minifloat.train.model.llama import Llama, build_model
 from minifloat.train.model.measure import (
     SpeedOfLight,
@@ -19,9 +20,7 @@ from minifloat.train.model.measure import (
     read_tokens,
     saved_bytes_per_token,
 )
-from minifloat.train.recipes import RunSpec
 from minifloat.train.report import (
-    curves_of,
     draw_losses,
     markdown_report,
     markdown_table,
@@ -116,7 +115,7 @@ def loss_of(model):
 
 
 def test_a_job_in_bf16_and_nvfp4(tiny_mixture, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(training, "LAST", 5)
+    monkeypatch.setattr(measure, "LAST", 5)
     assert run(tiny_mixture, tmp_path / "out", "--recipes", "bf16,nvfp4 keep=nvfp4_paper") == 0
     shown = capsys.readouterr()
     assert "load" in shown.err
@@ -219,12 +218,11 @@ def test_experts_that_a_recipe_lost_are_listed(tmp_path):
             balance = {"expert_load": 2.625, "dropped_rows": 3.0}
             metrics.write("train", step, {"loss": 1.0 / step, **balance, **timings})
             tokens = {"layers.1.moe": counts if step == 2 else [0, 0, 8]}
-            metrics.append("experts", step, {"tokens": tokens})
+            metrics.write("experts", step, {"tokens": tokens})
         metrics.write("eval", 2, {"val_loss": 1.0})
         metrics.close()
     records = read_records(metrics.path)
-    curves = {run.name: curves_of(records, run.name) for run in runs}
-    rows = table_rows(runs, curves, {}, runs[0])
+    rows = table_rows(runs, records, {}, runs[0])
     assert [row["active_experts"] for row in rows] == [2, 2]
     assert [row["idle_experts"] for row in rows] == [[], [("layers.1.moe", 1)]]
     assert [row["dropped_rows"] for row in rows] == [6, 6]
@@ -232,9 +230,9 @@ def test_experts_that_a_recipe_lost_are_listed(tmp_path):
     assert "| idle beside bf16 |" in table
     assert len({len(line) for line in table.splitlines()}) == 1
     facts = dict.fromkeys(("validation_tokens", "memory_note", "layers"), "") | {
-        "title": "", "setting": [], "steps": 2, "step_flops": 1.0, "skipped_files": []
+        "setting": [], "steps": 2, "step_flops": 1.0, "skipped_files": []
     }  # fmt: skip
     report = markdown_report(facts | {"baseline": "bf16", "mixtures": 1, "experts": 3}, rows)
     assert "active under `bf16` (nvfp4: layers.1.moe expert 1)." in report
-    draw_losses(tmp_path / "loss.png", runs, curves, runs[0], "a title " * 30)
+    draw_losses(tmp_path / "loss.png", runs, records, runs[0], "a title " * 30)
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")

@@ -16,7 +16,7 @@ import torch
 from minifloat import cli
 from minifloat.train.job import checkpoint
 from minifloat.train.job import run as training
-from minifloat.train.job.metrics import Metrics, read_records
+from minifloat.train.job.checkpoint import Metrics, read_records
 
 from tests.support.tiny_job import without_timings
 from tests.support.tiny_text import write_text
@@ -48,8 +48,8 @@ def kill(number):
 FAULTS = {
     "none": (None, ()),
     "stopped at step 4": (0, (Metrics, "write", EVERY, kill(signal.SIGTERM))),
-    "in step 7": (1, (torch.nn.utils, "clip_grad_norm_", 7, kill(signal.SIGKILL))),
-    "gathering step 8": (1, (training, "get_state_dict", 2, kill(signal.SIGKILL))),
+    "in step 7": (1, (torch.nn.utils, "get_total_norm", 7, kill(signal.SIGKILL))),
+    "gathering step 8": (1, (training.dcp, "get_state_dict", 2, kill(signal.SIGKILL))),
     "writing step 8": (0, (checkpoint, "write_json", 2, kill(signal.SIGKILL))),
 }
 
@@ -129,8 +129,8 @@ def undisturbed(folder, stopped):
 @pytest.mark.parametrize(
     ("fault", "said", "world"),
     [
-        ("in step 7", r"`(.*clip_grad_norm_|torch.autograd.backward)", 1),
-        ("gathering step 8", r"`(model, optimizer = get_state_dict|dist.all_reduce)", 1),
+        ("in step 7", r"`(.*get_total_norm|torch.autograd.backward)", 1),
+        ("gathering step 8", r"`(model, optimizer = dcp.get_state_dict|dist.all_reduce)", 1),
         ("writing step 8", "`", 3),
     ],
     ids=lambda value: value if value in FAULTS else "",

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 from minifloat.train.durable_files import lock
 from minifloat.train.job import checkpoint
-from minifloat.train.job.metrics import read_records
+from minifloat.train.job.checkpoint import read_records
 from minifloat.train.job.run import Run
-from minifloat.train.model.measure import loss_in_product_dtype
+from minifloat.train.model import measure
 
 from tests.support.killed_job import Killed
 from tests.support.tiny_job import STEPS, digest, run, run_and_kill
@@ -276,15 +276,16 @@ def test_two_jobs_in_one_folder_are_refused(tiny, tmp_path, capsys):
 
 
 def test_a_run_that_diverges_says_so_and_the_next_goes_on(tiny, tmp_path, monkeypatch):
-    loss = loss_in_product_dtype
+    loss = measure.loss_in_product_dtype
     runs = []
 
     def loss_of_first_run_breaks(model, device):
         runs.append(model)
         forward = loss(model, device)
-        return (lambda x, y: forward(x, y) * float("nan")) if len(runs) == 1 else forward
+        is_first_run = len(runs) == 3  # after the descriptions of both
+        return (lambda x, y: forward(x, y) * float("nan")) if is_first_run else forward
 
-    monkeypatch.setattr("minifloat.train.job.run.loss_in_product_dtype", loss_of_first_run_breaks)
+    monkeypatch.setattr(measure, "loss_in_product_dtype", loss_of_first_run_breaks)
     assert run(tiny, tmp_path / "out", "--recipes", "bf16,bf16@2") == 0
     rows = json.loads((tmp_path / "out" / "report.json").read_text())["rows"]
     assert [row["status"] for row in rows] == ["diverged at step 1", "finished"]

@@ -4,8 +4,7 @@ from dataclasses import asdict
 
 import pytest
 from minifloat.train.checks import TrainError
-from minifloat.train.config import differences, parse_model
-from minifloat.train.recipes import RunSpec, parse_recipes
+from minifloat.train.config import RunSpec, differences, parse_model, parse_recipes
 
 FP8 = "fprop=e4m3/tensor*e4m3/tensor,fast dgrad=e5m2/tensor*e4m3/tensor wgrad=bf16*bf16"
 
@@ -84,8 +83,8 @@ def test_the_same_name_twice_is_refused():
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("256,4,4,2", "five integers"),
-        ("256,4,4,2,x", "five integers"),
+        ("256,4,4,2", "5 integers"),
+        ("256,4,4,2,x", "5 integers"),
         ("250,4,4,2,64", "heads times an even width"),
         ("256,4,4,3,64", "multiple of kv_heads"),
         ("256,0,4,2,64", "layers: expected at least 1, got 0"),

@@ -5,13 +5,12 @@ import json
 import pytest
 import torch
 from minifloat import cli
+from minifloat.train.config import RunSpec
 from minifloat.train.job import run as training
-from minifloat.train.job.metrics import Metrics, read_records
+from minifloat.train.job.checkpoint import Metrics, read_records
 from minifloat.train.model.measure import MEASURE_EVERY, PeakMemory, SpeedOfLight
-from minifloat.train.recipes import RunSpec
 from minifloat.train.report import (
     baseline_of,
-    curves_of,
     describe_light,
     draw_losses,
     markdown_table,
@@ -37,9 +36,7 @@ def records_of(run, losses, step_ms):
 
 
 def rows_of(records, runs=(BF16, NOISE, NVFP4)):
-    curves = {run.name: curves_of(records, run.name) for run in runs}
-    rows = table_rows(runs, curves, {"nvfp4": {"peak": 2e6}}, baseline_of(runs, 1))
-    return rows, curves
+    return table_rows(runs, records, {"nvfp4": {"peak": 2e6}}, baseline_of(runs, 1))
 
 
 def test_gaps_are_taken_at_the_same_step():
@@ -47,7 +44,7 @@ def test_gaps_are_taken_at_the_same_step():
         *records_of("bf16", [8, 6, 5, 4, 3, 2], 100),
         *records_of("nvfp4", [8, 6.6, 5, 4.4], 150),  # not done
     ]
-    rows, _ = rows_of(records)
+    rows = rows_of(records)
     assert rows[0]["gap_percent"] == 0
     assert rows[1]["validation_loss"] is None
     assert rows[2]["gap_percent"] == pytest.approx(10)
@@ -60,7 +57,7 @@ def test_gaps_are_taken_at_the_same_step():
 
 
 def test_the_speed_of_light_is_the_median_of_the_steps():
-    rows, _ = rows_of([*records_of("bf16", range(9, 0, -1), 100)])
+    rows = rows_of([*records_of("bf16", range(9, 0, -1), 100)])
     assert rows[0]["speed_of_light_percent"] == pytest.approx(40)
     assert rows[0]["light_ms"] == pytest.approx(40)
     assert rows[2]["speed_of_light_percent"] is rows[2]["light_ms"] is None
@@ -134,8 +131,8 @@ def test_a_plot_is_drawn_of_whatever_there_is(tmp_path, runs):
         *records_of("bf16 (seed 2)", [8], 100),
         *records_of("nvfp4", [8, 6, None, None], 100),  # diverged
     ]
-    rows, curves = rows_of(records, runs)
-    draw_losses(tmp_path / "loss.png", runs, curves, baseline_of(runs, 1), "a title")
+    rows = rows_of(records, runs)
+    draw_losses(tmp_path / "loss.png", runs, records, baseline_of(runs, 1), "a title")
     assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert len(rows) == len(runs)
 

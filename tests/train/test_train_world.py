@@ -9,7 +9,7 @@ import pytest
 import torch
 from minifloat.train.checks import TrainError
 from minifloat.train.data import Batches
-from minifloat.train.job.metrics import read_records
+from minifloat.train.job.checkpoint import read_records
 from minifloat.train.job.processes import World, joined
 
 from tests.support import train_command

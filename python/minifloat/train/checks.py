@@ -7,8 +7,6 @@ Examples:
         TrainError: .../state.json: step: expected an integer, got 'abc'
 """
 
-from __future__ import annotations
-
 import json
 import math
 import re
@@ -23,9 +21,7 @@ WRITTEN = {
     int: re.compile(r"[+-]?[0-9]{1,4000}"),
     float: re.compile(r"[+-]?([0-9]+\.?[0-9]*|\.[0-9]+)([eE][+-]?[0-9]+)?"),
 }
-SHOWN = 60  # characters of a value in a message
 
-T = TypeVar("T")
 S = TypeVar("S", bound="Settings")
 Json = dict[str, Any]  # an object of a JSON file
 Check = Callable[[object], str]  # what was expected; an empty text if the value is accepted
@@ -49,11 +45,13 @@ class Number:
     most: float
     above: bool = False
 
+    @property
+    def name(self) -> str:
+        return "an integer" if self.kind is int else "a number"
+
     def __call__(self, value: object) -> str:
-        if self.kind is int and (not isinstance(value, int) or isinstance(value, bool)):
-            return "an integer"
-        if not isinstance(value, int | float) or isinstance(value, bool):
-            return "a number"
+        if not isinstance(value, int | self.kind) or isinstance(value, bool):
+            return self.name
         if isinstance(value, float) and not math.isfinite(value):
             return "a finite number"
         if value < self.least or (self.above and value == self.least):
@@ -72,7 +70,7 @@ def kind(name: str, accepts: Callable[[Any], bool]) -> Check:
 
 COUNT = Number(int, 0, 2**63 - 1)
 SEED = COUNT  # an int64, as mf.quantize_ takes
-STEP = Number(int, 1, 2**63 - 1)
+ANYTHING = kind("", lambda value: True)
 TEXT = kind("a text", lambda value: isinstance(value, str))
 OBJECT = kind("an object", lambda value: isinstance(value, dict))
 LIST = kind("a list", lambda value: isinstance(value, list))
@@ -85,7 +83,7 @@ Fields = Mapping[str, Check]
 def shown(value: object) -> str:
     """Returns a value as a message shows it, cut where it is long."""
     text = repr(value)
-    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def require(where: str, check: Check, value: object) -> None:
@@ -103,7 +101,7 @@ def require_fields(where: str, checks: Fields, value: Json) -> None:
         require(f"{where}: {name}", check, value[name])
 
 
-def setting(default: T, check: Check, text: str = "") -> T:
+def setting(default: Any, check: Check, text: str = "") -> Any:
     """Declares a field of Settings: its check, and the help of its option where it has one."""
     return field(default=default, metadata={"check": check, "help": text})
 
@@ -114,8 +112,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         for each in fields(self):
-            if "check" in each.metadata:
-                require(self.where(each.name), each.metadata["check"], getattr(self, each.name))
+            require(self.where(each.name), each.metadata["check"], getattr(self, each.name))
 
     @staticmethod
     def where(name: str) -> str:
@@ -130,7 +127,7 @@ class Settings:
             TrainError: a value is missing or not as expected; the message starts with `where`.
         """
         names = [each.name for each in fields(cls)]
-        require_fields(where, {name: lambda value: "" for name in names}, values)
+        require_fields(where, dict.fromkeys(names, ANYTHING), values)
         try:
             return cls(**{name: values[name] for name in names})
         except TrainError as error:

@@ -1,29 +1,38 @@
 """Settings of a training job, as frozen dataclasses that are saved as JSON and loaded again.
 
-`ModelConfig` and `TrainConfig` hold everything that decides the bytes of the result, and nothing
-else: the caller chooses the folder and whether to resume. A resumed job compares the fields
-(`differences`) and stops where one differs, except those in `FREE`, which may change.
+`ModelConfig`, `TrainConfig` and a `RunSpec` for each run hold everything that decides the bytes of
+the result, and nothing else: the caller chooses the folder and whether to resume. A resumed job
+compares the fields (`differences`) and stops where one differs, except those in `FREE`, which may
+change. On the command line:
 
-The sizes of a model on the command line:
-    dim,layers,heads,kv_heads,ffn                                   a Llama
-    moe:dim,layers,heads,kv_heads,hidden,experts,top_k,shared       with mixtures of experts
+    --model    dim,layers,heads,kv_heads,ffn                                 a Llama
+               moe:dim,layers,heads,kv_heads,hidden,experts,top_k,shared     with experts
+    --recipes  bf16,mxfp8,"nvfp4 keep=nvfp4_paper"                 [NAME=]TEXT[ keep=POLICY][@SEED]
+    --recipe   "nvfp4_mlp=layers.*.feed_forward.*: nvfp4; layers.*.attention.*: mxfp8"
+
+TEXT is a preset (`nvfp4`), a recipe written out (`fprop=... dgrad=... wgrad=...`) or a map of
+module names (`*: nvfp4; layers.0.*: bf16`). POLICY says what stays in high precision; without it
+that is mf.quantize_'s default (nn/convert/keep.py). `@SEED` starts the same recipe from other
+initial weights and draws other batches: the difference of the two runs is the noise of the
+comparison.
 """
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass, field
-from typing import ClassVar
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass
+from typing import ClassVar, cast
 
 from ..moe.router import MOST_EXPERTS
-from .checks import OBJECT, SEED, Json, Number, Settings, TrainError, kind, require, setting, shown
+from ..nn.convert.filters import DEFAULT_KEEP, KEEPS, Keep
+from . import checks
+from .checks import Json, Number, Settings, TrainError, kind, require, setting, shown
 
 MOST = 10**9  # the limit of counts
 MOST_SIZE = 10**6
 SIZE = Number(int, 1, MOST_SIZE)  # of one dimension of the model
+VOCABULARY = Number(int, 257, MOST_SIZE)  # with all bytes and the end of a document
 POSITIVE = Number(int, 1, MOST)
 ABOVE_ZERO = Number(float, 0, MOST, above=True)
-THREADS = Number(int, 1, 4096)  # many more end the process in torch
 
 # Fields that may change: the token ids are compared themselves, a step's batch does not depend on
 # the number of processes or on compiled code, and a capacity, which may drop rows, belongs to the
@@ -39,7 +48,7 @@ BOOL = kind("true or false", lambda value: isinstance(value, bool))
 DEVICE = kind("'cpu' or 'cuda'", lambda value: value in ("cpu", "cuda"))
 PATHS = kind(
     "a list of texts",
-    lambda value: isinstance(value, list | tuple) and all(isinstance(path, str) for path in value),
+    lambda value: isinstance(value, list | tuple) and not any(map(checks.TEXT, value)),
 )
 
 
@@ -55,11 +64,11 @@ class ModelConfig(Settings):
     heads: int = setting(4, SIZE)
     kv_heads: int = setting(2, SIZE)
     ffn: int = setting(768, SIZE)
-    vocab: int = setting(2048, SIZE)
+    vocab: int = setting(2048, VOCABULARY, "entries of the tokenizer")
 
     prefix: ClassVar[str] = ""  # of the text
     names: ClassVar[tuple[str, ...]] = ("dim", "layers", "heads", "kv_heads", "ffn")  # in the text
-    expected: ClassVar[str] = "five integers dim,layers,heads,kv_heads,ffn (256,4,4,2,768)"
+    example: ClassVar[str] = "256,4,4,2,768"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -117,29 +126,19 @@ class MixtureConfig(ModelConfig):
     sets it to hidden * (top_k + shared), the width that a token goes through in the other layers.
     """
 
+    layers: int = setting(4, Number(int, 2, MOST_SIZE))
     ffn: int = setting(768, Number(int, 1, MOST_SIZE**2))
     hidden: int = setting(256, SIZE)
     experts: int = setting(16, Number(int, 1, MOST_EXPERTS))
     top_k: int = setting(2, SIZE)
     shared: int = setting(1, Number(int, 0, MOST_SIZE))
 
-    prefix: ClassVar[str] = "moe:"
-    names: ClassVar[tuple[str, ...]] = (
-        *("dim", "layers", "heads", "kv_heads"),
-        *("hidden", "experts", "top_k", "shared"),
-    )
-    expected: ClassVar[str] = (
-        "eight integers moe:dim,layers,heads,kv_heads,hidden,experts,top_k,shared "
-        "(moe:512,4,8,4,256,16,2,1)"
-    )
+    prefix: ClassVar = "moe:"
+    names: ClassVar = (*ModelConfig.names[:4], "hidden", "experts", "top_k", "shared")
+    example: ClassVar = "512,4,8,4,256,16,2,1"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.layers < 2:
-            raise TrainError(
-                "--model: expected at least 2 layers, of which the first is dense, "
-                f"got {self.layers}"
-            )
         if self.top_k > self.experts:
             raise TrainError(
                 f"--model: expected top_k of at most {self.experts} experts, got {self.top_k}"
@@ -164,10 +163,8 @@ class MixtureConfig(ModelConfig):
     @property
     def description(self) -> str:
         return (
-            f"mixture of experts, dim {self.dim}, {self.layers} layers, {self.heads} heads, "
-            f"{self.kv_heads} key/value heads, vocabulary {self.vocab}; the first layer dense with "
-            f"hidden width {self.ffn}, the others with {self.experts} experts of hidden width "
-            f"{self.hidden}, {self.top_k} a token and {self.shared} shared; "
+            f"{super().description}; the first layer dense, the others with {self.experts} experts "
+            f"of hidden width {self.hidden}, {self.top_k} a token and {self.shared} shared; "
             f"{self.parameters / 1e6:.1f}M parameters, {self.active_parameters / 1e6:.1f}M of them "
             "active for a token"
         )
@@ -179,7 +176,10 @@ def parse_model(text: str, vocab: int) -> ModelConfig:
     numbers = [SIZE.read(size.strip(" ")) for size in text.removeprefix(kind.prefix).split(",")]
     sizes = {name: size for name, size in zip(kind.names, numbers) if isinstance(size, int)}
     if len(numbers) != len(kind.names) or len(sizes) != len(kind.names):
-        raise TrainError(f"--model: expected {kind.expected}, got {shown(text)}")
+        raise TrainError(
+            f"--model: expected {len(kind.names)} integers {kind.prefix}{','.join(kind.names)} "
+            f"({kind.prefix}{kind.example}), got {shown(text)}"
+        )
     if kind is MixtureConfig:  # at least 1, so that errors name the sizes of the text
         sizes["ffn"] = max(sizes["hidden"] * (sizes["top_k"] + sizes["shared"]), 1)
     return kind(vocab=vocab, **sizes)
@@ -198,7 +198,7 @@ class TrainConfig(Settings):
     None: exact sizes; compile: whether torch.compile compiles the layers.
     """
 
-    model: ModelConfig = field(default_factory=ModelConfig)
+    model: ModelConfig = setting(ModelConfig(), checks.ANYTHING)  # noqa: RUF009, frozen
     data: Sequence[str] = setting((), PATHS)
     steps: int = setting(300, POSITIVE, "optimizer steps a recipe")
     seq: int = setting(256, POSITIVE, "tokens a sequence")
@@ -207,17 +207,13 @@ class TrainConfig(Settings):
     warmup: int = setting(30, Number(int, 0, MOST), "steps of linear warmup")
     weight_decay: float = setting(0.1, Number(float, 0, MOST), "AdamW's decay of matrices")
     clip: float = setting(1.0, Number(float, 0, 1e30, above=True), "largest norm of the gradient")
-    seed: int = setting(1, SEED, "of the initial weights and the batches")
+    seed: int = setting(1, checks.SEED, "of the initial weights and the batches")
     eval_every: int = setting(25, POSITIVE, "steps between evaluations")
     eval_batches: int = setting(16, POSITIVE, "batches of validation text")
     checkpoint_every: int = setting(50, POSITIVE, "steps between checkpoints")
     data_mb: float = setting(30.0, ABOVE_ZERO, "most megabytes (1e6 bytes) of text to read")
-    threads: int = setting(
-        0, Number(int, 0, 4096), "CPU threads, 0 on a GPU; part of the result's bytes"
-    )
-    expert_parallel: int = setting(
-        1, SIZE, "processes that divide a mixture's experts, which rows travel to"
-    )
+    threads: int = setting(0, Number(int, 0, 4096), "CPU threads, 0 on a GPU; they decide bytes")
+    expert_parallel: int = setting(1, SIZE, "processes that divide experts, which rows travel to")
     expert_capacity: int | str | None = setting(None, CAPACITY)
     device: str = setting("cpu", DEVICE)
     processes: int = setting(1, SIZE)
@@ -248,20 +244,16 @@ class TrainConfig(Settings):
             text += f" with capacity {self.expert_capacity}"
         return text + (", compiled" if self.compile else "")
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.batch * self.seq
-
     def identity(self) -> Json:
         """Returns the fields that a resumed job must have in common with the saved one."""
         return {key: value for key, value in asdict(self).items() if key not in FREE}
 
     @classmethod
-    def from_json(cls, where: str, values: Json) -> TrainConfig:
-        require(where, OBJECT, values)
+    def from_json(cls, where: str, values: Json) -> "TrainConfig":
+        require(where, checks.OBJECT, values)
         if "model" in values:
             at, sizes = f"{where}: model", values["model"]
-            require(at, OBJECT, sizes)
+            require(at, checks.OBJECT, sizes)
             model = MixtureConfig if "experts" in sizes else ModelConfig
             values = values | {"model": model.from_json(at, sizes)}
         return super().from_json(where, values)
@@ -269,24 +261,21 @@ class TrainConfig(Settings):
 
 def require_divisible(model: ModelConfig, processes: int, expert_parallel: int) -> None:
     """Refuses experts that the processes cannot divide."""
-    option = "--expert-parallel"
+    expected, got = "", str(expert_parallel)
+    groups = processes // expert_parallel
     if not isinstance(model, MixtureConfig):
-        raise TrainError(f"{option}: expected 1 for a model without experts, got {expert_parallel}")
-    if processes % expert_parallel:
-        raise TrainError(
-            f"{option}: expected a divisor of the job's processes, got {expert_parallel} of "
-            f"{processes}"
+        expected = "1 for a model without experts"
+    elif processes % expert_parallel:
+        expected, got = "a divisor of the job's processes", f"{got} of {processes}"
+    elif model.experts % expert_parallel:
+        expected = f"a divisor of the {model.experts} experts"
+    elif (own := model.experts // expert_parallel) % groups and model.dim % groups:
+        expected = (
+            f"the {groups} groups of processes to divide the {own} experts of a process, or the "
+            f"width {model.dim}, for FSDP2"
         )
-    if model.experts % expert_parallel:
-        raise TrainError(
-            f"{option}: expected a divisor of the {model.experts} experts, got {expert_parallel}"
-        )
-    groups, own = processes // expert_parallel, model.experts // expert_parallel
-    if own % groups and model.dim % groups:
-        raise TrainError(
-            f"{option} {expert_parallel}: expected the {groups} groups of processes to divide the "
-            f"{own} experts of a process, or the width {model.dim}, for FSDP2"
-        )
+    if expected:
+        raise TrainError(f"--expert-parallel: expected {expected}, got {got}")
 
 
 def differences(saved: Json, asked: Json, prefix: str = "") -> list[str]:
@@ -309,3 +298,79 @@ def refuse(what: str, found: list[str]) -> None:
             + "\n  ".join(found)
             + "\nexpected the same values for --resume; choose another --out to start afresh"
         )
+
+
+# ---- The runs ------------------------------------------------------------------------------------
+
+# A comma separates entries unless it belongs to a product: `...*e4m3/tensor,fast dgrad=...`.
+SEPARATOR = re.compile(r",(?!\s*fast(?![\w=]))")
+NAME = re.compile(r"\s*([A-Za-z_][\w.+-]*)\s*=(.*)", re.DOTALL)
+POLICY = re.compile(r"(.*\S) keep=(\S*)")
+PRODUCTS = ("fprop", "dgrad", "wgrad")
+KEEP = kind(f"one of {', '.join(KEEPS)}", lambda value: value in KEEPS)
+
+
+@dataclass(frozen=True)
+class RunSpec(Settings):
+    """One run of the job: its name in every table and file, its recipe, its seed, its policy."""
+
+    name: str = setting("", checks.TEXT)
+    recipe: str = setting("", checks.TEXT)  # or a map: "*: nvfp4; layers.3.*: bf16"
+    seed: int = setting(0, checks.SEED)
+    keep: Keep = setting(DEFAULT_KEEP, KEEP)  # noqa: RUF009, a text
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.folder in ("", ".", "..") or len(self.folder.encode()) > 255:
+            raise TrainError(
+                f"--recipes: expected a name of 1 to 255 bytes that a folder can have, "
+                f"got {shown(self.name)}; write NAME=TEXT to choose one"
+            )
+
+    @property
+    def converts(self) -> bool:
+        return self.recipe != "bf16"
+
+    @property
+    def folder(self) -> str:
+        """The name as a folder: bf16 (seed 2) becomes bf16_seed_2."""
+        return re.sub(r"[^\w.+-]+", "_", self.name).strip("_")
+
+
+def parse_entry(entry: str, seed: int) -> RunSpec:
+    """Parses `[NAME=]TEXT[ keep=POLICY][@SEED]`; without @SEED the run has the job's seed."""
+    text, name, run_seed = re.sub(r"\s+", " ", entry).strip(), "", seed
+    if not text.isprintable():
+        raise TrainError(f"--recipes: expected printable text, got {shown(text)}")
+    if (match := NAME.fullmatch(text)) and match[1] not in PRODUCTS:
+        name, text = match[1], match[2].strip()
+    if "@" in text:
+        text, _, after = text.rpartition("@")
+        found = checks.SEED.read(after.strip())
+        require(f"--recipes: {shown(entry)}: after @", checks.SEED, found)
+        run_seed, text = int(found), text.strip()
+    keep = DEFAULT_KEEP
+    if match := POLICY.fullmatch(text):
+        text, keep = match[1], cast(Keep, match[2])
+        require(f"--recipes: {shown(entry)}: after keep=", KEEP, keep)
+    if not text:
+        raise TrainError(f"--recipes: expected [NAME=]TEXT[ keep=POLICY][@SEED], got {entry!r}")
+    if not name:
+        name = text if keep == DEFAULT_KEEP else f"{text} (keep {keep})"
+    if run_seed != seed:
+        name += f" (seed {run_seed})"
+    return RunSpec(name, text, run_seed, keep)
+
+
+def parse_recipes(lists: Iterable[str], entries: Iterable[str], seed: int) -> tuple[RunSpec, ...]:
+    """Parses the runs of `--recipes` (comma-separated) and of `--recipe` (an entry each)."""
+    texts = [text for joined in lists for text in SEPARATOR.split(joined)]
+    runs = tuple(parse_entry(text, seed) for text in [*texts, *entries])
+    folders = [run.folder for run in runs]
+    for run in runs:
+        if folders.count(run.folder) > 1:
+            raise TrainError(
+                f"--recipes: expected different names, got {run.name!r} twice; "
+                "write NAME=TEXT to tell them apart"
+            )
+    return runs

@@ -21,10 +21,9 @@ of a permutation drawn from (seed, e); step s takes the chunks at places s * bat
 (s + 1) * batch - 1 of that endless sequence.
 """
 
-from __future__ import annotations
-
 import codecs
 import hashlib
+import json
 import os
 import shutil
 import sysconfig
@@ -33,18 +32,16 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
+from tokenizers import ByteLevelBPETokenizer, Tokenizer
 from torch import Tensor
 
 from .checks import TrainError, say
 from .durable_files import verify_checksums, write_checksums
-
-if TYPE_CHECKING:
-    from tokenizers import Tokenizer
 
 VALIDATION_SHARE = 0.05
 SLACK = 0.05  # of the limit on the size: the last file may exceed the limit by this share
@@ -55,7 +52,6 @@ NOT_TEXT = {"__pycache__", "site-packages", "dist-packages", "node_modules"}
 ALGORITHM = "byte-level BPE 1"  # part of the key: change it when the ids of a text change
 END_OF_TEXT = "<|endoftext|>"
 SAMPLE_BYTES = 4_000_000  # of training text, for the merges
-SMALLEST_VOCABULARY = 257  # all bytes and the end of a document
 
 Ids = npt.NDArray[np.uint16 | np.uint32 | np.int64]
 
@@ -86,16 +82,8 @@ class Corpus:
 
     @property
     def fingerprint(self) -> str:
-        """The sha256 of both sides: of each document's length and bytes."""
-        digest = hashlib.sha256()
-        for side in ("train", "validation"):
-            documents: list[str] = getattr(self, side)
-            digest.update(f"{side} {len(documents)}\n".encode())
-            for document in documents:
-                data = document.encode()
-                digest.update(f"{len(data)}\n".encode())
-                digest.update(data)
-        return digest.hexdigest()
+        """The sha256 of the documents of both sides."""
+        return hashlib.sha256(json.dumps([self.train, self.validation]).encode()).hexdigest()
 
     @property
     def beyond_limit(self) -> str:
@@ -106,21 +94,7 @@ class Corpus:
 
 def path_hash(name: str) -> int:
     """Hashes a relative path (with /) to 64 bits, which decide the file's place and side."""
-    return int.from_bytes(
-        hashlib.sha256(name.encode("utf-8", "surrogateescape")).digest()[:8], "big"
-    )
-
-
-def standard_library() -> tuple[str, list[tuple[str, Path]]]:
-    """Finds the .py files of this interpreter's standard library, except site-packages."""
-    root = Path(sysconfig.get_path("stdlib"))
-    files = [(name, path) for name, path in walk(root) if name.endswith(".py")]
-    if not files:
-        raise TrainError(
-            f"expected the standard library's .py files in {root}, found none; "
-            "name text of your own with --data"
-        )
-    return f"the source of Python {sysconfig.get_python_version()}'s standard library", files
+    return int.from_bytes(hashlib.sha256(os.fsencode(name)).digest()[:8], "big")
 
 
 def walk(root: Path) -> Iterator[tuple[str, Path]]:
@@ -129,41 +103,42 @@ def walk(root: Path) -> Iterator[tuple[str, Path]]:
     def fail(error: OSError) -> None:
         raise TrainError(f"--data: cannot read folder {error.filename}: {error.strerror}")
 
-    for folder, folders, files in os.walk(root, onerror=fail, followlinks=False):
-        folders[:] = sorted(f for f in folders if f not in NOT_TEXT and not f.startswith("."))
-        for file in sorted(files):
+    for folder, folders, files in os.walk(root, onerror=fail):
+        folders[:] = (f for f in folders if f not in NOT_TEXT and not f.startswith("."))
+        for file in files:
             path = Path(folder, file)
             if not file.startswith(".") and (path.is_symlink() or path.is_file()):
                 yield path.relative_to(root).as_posix(), path
 
 
-def named_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
-    """Finds the files that --data names, and those of its folders."""
+def find_files(paths: Sequence[str]) -> tuple[str, list[tuple[str, Path]]]:
+    """Finds the files that --data names and those of its folders, or the standard library's.
+
+    Returns:
+        (the source for messages, (relative path, path) of each file).
+    """
+    if not paths:
+        library = walk(Path(sysconfig.get_path("stdlib")))
+        source = f"the source of Python {sysconfig.get_python_version()}'s standard library"
+        return source, [(name, path) for name, path in library if name.endswith(".py")]
     found: list[tuple[str, Path]] = []
-    for text in paths:
-        path = Path(os.path.expanduser(text))
+    for path in map(Path, paths):
         if path.is_dir():
             found += [(f"{path.name}/{name}", file) for name, file in walk(path)]
         elif path.exists():
             found.append((path.name, path))
         else:
-            raise TrainError(f"--data: expected a file or a folder, got {text}: no such path")
+            raise TrainError(f"--data: expected a file or a folder, got {path}: no such path")
     if not found:
         raise TrainError(f"--data: expected files of text in {', '.join(paths)}, found none")
     return ", ".join(paths), found
 
 
-class Document(NamedTuple):
-    """The text of a file, or None and the reason why the file is no text."""
-
-    text: str | None
-    reason: str
-    read: int  # bytes
-    cut: bool = False  # the file is longer
-
-
-def read_document(path: Path, most: int, slack: int) -> Document:
+def read_document(path: Path, most: int, slack: int) -> tuple[str | None, str, int]:
     """Reads a file, or its first `most` bytes if it is more than `slack` longer.
+
+    Returns:
+        (text, None where the file is none; the reason for that; bytes read).
 
     Raises:
         TrainError: the file cannot be read.
@@ -174,16 +149,15 @@ def read_document(path: Path, most: int, slack: int) -> Document:
             while chunk := file.read(min(CHUNK, most + slack + 1 - len(data))):
                 data += chunk
                 if b"\0" in chunk:
-                    return Document(None, "binary", len(data))
+                    return None, "binary", len(data)
     except OSError as error:
         raise TrainError(f"--data: cannot read {path}: {error.strerror}") from error
     cut = len(data) > most + slack
-    decoder = codecs.getincrementaldecoder("utf-8")()
     try:  # a cut may divide a character, whose first bytes are left out
-        text = decoder.decode(data[:most] if cut else data, final=not cut)
+        text, _ = codecs.utf_8_decode(data[:most] if cut else data, "strict", not cut)
     except UnicodeDecodeError as error:
-        return Document(None, f"not UTF-8 at byte {error.start}", len(data))
-    return Document(text, "", len(data), cut)
+        return None, f"not UTF-8 at byte {error.start}", len(data)
+    return text, "", len(data)
 
 
 def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list[str], str]:
@@ -207,26 +181,27 @@ def split_documents(names: list[str], texts: list[str]) -> tuple[list[str], list
 
 def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
     """Reads about `megabytes` (1e6 bytes) of text; see the head of this file."""
-    source, files = named_files(paths) if paths else standard_library()
+    source, files = find_files(paths)
     files.sort(key=lambda item: (path_hash(item[0]), item[0]))
     names: list[str] = []
     texts: list[str] = []
     skipped: list[tuple[str, str]] = []
     limit = int(megabytes * 1e6)
+    slack = int(SLACK * limit)
     left, left_for_others, left_out, cut = limit, limit, 0, ""
     for position, (name, path) in enumerate(files):
         if left <= 0 or left_for_others <= 0:
             left_out = len(files) - position
             break
-        document = read_document(path, left, int(SLACK * limit))
-        if document.text is None:
-            skipped.append((str(path), document.reason))
-            left_for_others -= document.read
-        elif document.text:
+        text, reason, read = read_document(path, left, slack)
+        if text is None:
+            skipped.append((str(path), reason))
+            left_for_others -= read
+        elif text:
             names.append(name)
-            texts.append(document.text)
-            left -= document.read
-            cut = str(path) if document.cut else ""
+            texts.append(text)
+            cut = str(path) if read > left + slack else ""
+            left -= read
     train, validation, split = split_documents(names, texts)
     return Corpus(source, train, validation, skipped, len(names), left_out, cut, split)
 
@@ -234,8 +209,7 @@ def load_corpus(paths: Sequence[str], megabytes: float) -> Corpus:
 # ---- Token ids and batches -----------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Tokens:
+class Tokens(NamedTuple):
     """Token ids of both sides, documents joined by the end-of-text token: (tokens,) each."""
 
     train: Ids
@@ -243,38 +217,22 @@ class Tokens:
     fingerprint: str  # sha256 of both arrays
 
 
-def cache_folder(asked: str) -> Path:
-    """Returns --cache, else $XDG_CACHE_HOME/minifloat, else ~/.cache/minifloat."""
-    base = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
-    return Path(os.path.expanduser(asked or f"{base}/minifloat"))
-
-
 def train_tokenizer(
     documents: Iterable[str], vocabulary: int, sample_bytes: int = SAMPLE_BYTES
-) -> Tokenizer:
-    """Trains a `tokenizers.Tokenizer` of at most `vocabulary` entries, on the first bytes."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
-
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    sample, total = [], 0
+) -> ByteLevelBPETokenizer:
+    """Trains a tokenizer of at most `vocabulary` entries, on the first bytes."""
+    sample, left = [], sample_bytes
     for document in documents:
-        sample.append(document[: sample_bytes - total])
-        total += len(sample[-1])
-        if total >= sample_bytes:
-            break
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocabulary,
-        special_tokens=[END_OF_TEXT],
-        initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        sample.append(document[:left])
+        left -= len(sample[-1])
+    tokenizer = ByteLevelBPETokenizer()
+    tokenizer.train_from_iterator(
+        sample, vocabulary, min_frequency=0, show_progress=False, special_tokens=[END_OF_TEXT]
     )
-    tokenizer.train_from_iterator(sample, trainer)
     return tokenizer
 
 
-def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Ids:
+def encode(tokenizer: ByteLevelBPETokenizer | Tokenizer, documents: Sequence[str]) -> Ids:
     """Returns the ids of all documents, each with an end-of-text token after it: (tokens,)."""
     end = tokenizer.token_to_id(END_OF_TEXT)
     dtype = np.uint16 if tokenizer.get_vocab_size() <= 2**16 else np.uint32
@@ -287,7 +245,7 @@ def encode(tokenizer: Tokenizer, documents: Sequence[str]) -> Ids:
 
 
 def build_entry(corpus: Corpus, vocabulary: int, entry: Path) -> None:
-    """Makes the cache's folder `entry`, with the tokenizer and the ids of both sides."""
+    """Makes the cache's folder `entry`: the tokenizer, and the ids of both sides."""
     entry.parent.mkdir(parents=True, exist_ok=True)
     tokenizer = train_tokenizer(corpus.train, vocabulary)
     with tempfile.TemporaryDirectory(
@@ -307,8 +265,6 @@ def build_entry(corpus: Corpus, vocabulary: int, entry: Path) -> None:
 
 def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
     """Returns the ids of a corpus, from the cache, or computes and caches them."""
-    if vocabulary < SMALLEST_VOCABULARY:
-        raise TrainError(f"--vocab: expected at least {SMALLEST_VOCABULARY}, got {vocabulary}")
     text = f"{ALGORITHM}\n{SAMPLE_BYTES}\n{vocabulary}\n{corpus.fingerprint}"
     entry = cache / f"tokens-{hashlib.sha256(text.encode()).hexdigest()[:24]}"
     try:
@@ -333,9 +289,11 @@ def tokenize(corpus: Corpus, vocabulary: int, cache: Path) -> Tokens:
 def require_enough(tokens: Tokens, corpus: Corpus, seq: int, batch: int) -> None:
     """Refuses text too short for one batch of each side; the message has the size needed."""
     need = batch * seq + 1
-    for side, ids in (("training", tokens.train), ("validation", tokens.validation)):
+    for side, ids, share in (
+        ("training", tokens.train, 1 - VALIDATION_SHARE),
+        ("validation", tokens.validation, VALIDATION_SHARE),
+    ):
         if len(ids) < need:
-            share = VALIDATION_SHARE if side == "validation" else 1 - VALIDATION_SHARE
             count = len(tokens.train) + len(tokens.validation)
             wanted = need * max(corpus.bytes / max(count, 1), 1.0) / share / 1e3
             raise TrainError(
@@ -345,21 +303,23 @@ def require_enough(tokens: Tokens, corpus: Corpus, seq: int, batch: int) -> None
             )
 
 
+@lru_cache(maxsize=4)
+def order(chunks: int, seed: int, epoch: int) -> Ids:
+    """Draws the order in which an epoch visits the chunks."""
+    return np.random.default_rng([seed, epoch]).permutation(chunks)
+
+
 class Batches:
     """Training and validation batches of (inputs, targets), each (batch, seq) int64."""
 
     def __init__(self, train: Ids, validation: Ids, seq: int, batch: int) -> None:
         self.train, self.validation, self.seq, self.batch = train, validation, seq, batch
         self.chunks = (len(train) - 1) // seq
-        self.order = lru_cache(maxsize=4)(self._order)
-
-    def _order(self, seed: int, epoch: int) -> Ids:
-        return np.random.default_rng([seed, epoch]).permutation(self.chunks)
 
     def training(self, seed: int, step: int) -> tuple[Tensor, Tensor]:
         """Returns the batch of a step (from 0)."""
         places = range(step * self.batch, (step + 1) * self.batch)
-        chunks = [self.order(seed, p // self.chunks)[p % self.chunks] for p in places]
+        chunks = [order(self.chunks, seed, p // self.chunks)[p % self.chunks] for p in places]
         return self._gather(self.train, chunks)
 
     def validation_set(self, count: int) -> list[tuple[Tensor, Tensor]]:

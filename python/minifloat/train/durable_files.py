@@ -11,8 +11,6 @@ checks a checkpoint too. A checksum finds damage. It is no signature: a writer o
 change it.
 """
 
-from __future__ import annotations
-
 import fcntl
 import hashlib
 import json
@@ -28,9 +26,6 @@ from .checks import TrainError, read_text
 CHECKSUMS = "SHA256SUMS"
 LINE = re.compile(r"([0-9a-f]{64})  (.+)\n")
 CHUNK = 1 << 20  # bytes
-
-
-# ---- Writes --------------------------------------------------------------------------------------
 
 
 def sync_folder(folder: Path) -> None:
@@ -66,9 +61,6 @@ def write_text(path: Path, text: str) -> None:
 def write_json(path: Path, value: object) -> None:
     """Writes a value as JSON, atomically."""
     write_text(path, json.dumps(value, indent=1) + "\n")
-
-
-# ---- Checksums -----------------------------------------------------------------------------------
 
 
 def sha256_of(path: Path) -> str:
@@ -111,9 +103,6 @@ def verify_checksums(folder: Path) -> None:
                 f"{folder / name}: expected the bytes with sha256 {expected[:16]}..., "
                 f"got {got[:16]}..."
             )
-
-
-# ---- The lock ------------------------------------------------------------------------------------
 
 
 @contextmanager

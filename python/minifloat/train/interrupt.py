@@ -8,8 +8,6 @@ both import the package first. Python itself starts in 20 to 50 ms, and Ctrl-C i
 prints a traceback. This module imports little, so that its handler is set early.
 """
 
-from __future__ import annotations
-
 import os
 import signal
 import sys
@@ -29,10 +27,9 @@ def end(signum: int, frame: object) -> None:
 def is_the_command() -> bool:
     """Tells whether this process is `minifloat` or `python -m minifloat`."""
     if sys.argv[:1] == ["-m"]:  # Python imports the package before it sets the module's path
-        args = sys.orig_argv[1:]
-        at = next((i for i, arg in enumerate(args) if arg.startswith("-m")), len(args))
-        module = "".join(args[at : at + 2] if args[at : at + 1] == ["-m"] else args[at : at + 1])
-        return module in ("-mminifloat", "-mminifloat.cli", "-mminifloat.__main__")
+        args = iter(sys.orig_argv[1:])
+        module = next((arg[2:] for arg in args if arg.startswith("-m")), "") or next(args, "")
+        return module in ("minifloat", "minifloat.cli", "minifloat.__main__")
     return bool(sys.argv) and os.path.basename(sys.argv[0]) == "minifloat"
 
 

@@ -1,6 +1,7 @@
-"""Checkpoints, and what else --resume reads in a job's folder. Each file is checked first.
+"""Checkpoints and metrics.jsonl, and what else --resume reads in a job's folder.
 
 OUT/job.json, metrics.jsonl, runs/RUN/result.json    read_job
+OUT/tensorboard/RUN/                                 event files of the metrics
 OUT/runs/RUN/checkpoints/                            find_starts
     .writing/        a checkpoint that is being written: never read
     step_00000100/   state.pt (torch.save), state.json, SHA256SUMS (durable_files.py)
@@ -13,70 +14,81 @@ A checkpoint stays complete after a kill at any moment or on a full disk:
 
 All bytes of a checkpoint are verified before they are loaded. A damaged file of the job raises one
 TrainError with the file, the expected and the actual content.
+
+metrics.jsonl has a record for each step and evaluation:
+    {"run": "nvfp4", "kind": "train", "step": 7, "loss": .., "lr": .., "grad_norm": .., timings}
+    {"run": "nvfp4", "kind": "eval", "step": 50, "val_loss": .., timings}
+Of a model with experts the training records have "expert_load" and "dropped_rows" too, and the last
+steps a record of the tokens of each expert:
+    {"run": "nvfp4", "kind": "experts", "step": 300, "tokens": {"layers.1.moe": [401, 398, ..], ..}}
+All bytes except the timings are the same, however often the job was killed and resumed.
 """
 
-from __future__ import annotations
-
+import contextlib
+import json
+import math
 import os
-import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from ..checks import COUNT, LIST, MEASURED, OBJECT, TEXT, Fields, Json, TrainError, load_json, say
-from ..config import TrainConfig, differences, refuse
+from .. import checks
+from ..checks import Fields, Json, TrainError, load_json, parse_json, read_text, require_fields, say
+from ..config import RunSpec, TrainConfig, differences, refuse
 from ..durable_files import (
     sync_folder,
     verify_checksums,
     write_atomically,
     write_checksums,
     write_json,
+    write_text,
 )
-from ..recipes import RunSpec
-from .metrics import FILE, read_records
-from .processes import is_of_a_collective, whole
+from ..model.measure import TOKENS
 
 KEEP = 2  # complete checkpoints, the newest among them
-STEP = re.compile(r"step_([0-9]{8,18})")
-STATE: Fields = {"step": COUNT, "identity": OBJECT, "peak_bytes": COUNT, "torch": TEXT}
-JOB: Fields = {"config": OBJECT, "runs": LIST, "tokens": TEXT}
+STATE: Fields = {
+    "step": checks.COUNT,
+    "identity": checks.OBJECT,
+    "peak_bytes": checks.COUNT,
+    "torch": checks.TEXT,
+}
+JOB: Fields = {"config": checks.OBJECT, "runs": checks.LIST, "tokens": checks.TEXT}
 RESULT: Fields = {
-    "status": TEXT,
-    "step": COUNT,
-    "converted": COUNT,
-    "saved_total": MEASURED,
-    "saved_linears": MEASURED,
-    "peak": COUNT,
+    "status": checks.TEXT,
+    **dict.fromkeys(("step", "converted", "peak"), checks.COUNT),
+    **dict.fromkeys(("saved_total", "saved_linears"), checks.MEASURED),
+}
+FILE = "metrics.jsonl"
+TIMINGS = ("tokens_per_s", "speed_of_light", "step_ms", "seconds")
+RECORD: Fields = {"run": checks.TEXT, "kind": checks.TEXT, "step": checks.COUNT}
+RECORDS: dict[str, Fields] = {  # fields of each kind that the report reads
+    "train": {
+        "loss": checks.MEASURED,
+        **{name: checks.FINITE for name in TIMINGS if name != "seconds"},
+    },
+    "eval": {"val_loss": checks.MEASURED},
+    "experts": {"tokens": TOKENS},
 }
 
 
-# ---- Checkpoints ---------------------------------------------------------------------------------
-
-
 def step_of(checkpoint: Path) -> int:
-    """Returns the step in a checkpoint's name, -1 for another name."""
-    match = STEP.fullmatch(checkpoint.name)
-    return int(match[1]) if match else -1
+    """Returns the step in a checkpoint's name."""
+    return int(checkpoint.name.removeprefix("step_"))
 
 
 def checkpoints_in(folder: Path) -> list[Path]:
     """Returns a run's checkpoints, the newest first. Each is complete, but may be damaged."""
-    found = (path for path in folder.glob("step_*") if step_of(path) >= 0)
+    found = (path for path in folder.glob("step_*") if path.name[5:].isdecimal())
     return sorted(found, key=step_of, reverse=True)
 
 
 def read_meta(checkpoint: Path) -> Json:
     """Returns state.json: step, identity and measurements of the run."""
-    meta = load_json(checkpoint / "state.json", STATE)
-    if meta["step"] != step_of(checkpoint):
-        raise TrainError(
-            f"{checkpoint / 'state.json'}: expected the step of its folder's name, "
-            f"got {meta['step']}"
-        )
-    return meta
+    return load_json(checkpoint / "state.json", STATE)
 
 
 def choose(folder: Path, trained: int, every: int) -> Path | None:
@@ -91,13 +103,8 @@ def choose(folder: Path, trained: int, every: int) -> Path | None:
     Raises:
         TrainError: all checkpoints are damaged, or are lost.
     """
-    checkpoints, damage = checkpoints_in(folder), []
-    if not checkpoints and trained > every:
-        raise TrainError(
-            f"{folder}: expected a checkpoint, as metrics.jsonl records {trained} steps and "
-            f"one is written every {every}; got none. Choose another --out to start afresh"
-        )
-    for checkpoint in checkpoints:
+    damage = []
+    for checkpoint in checkpoints_in(folder):
         try:
             verify_checksums(checkpoint)
             read_meta(checkpoint)
@@ -109,11 +116,11 @@ def choose(folder: Path, trained: int, every: int) -> Path | None:
         if damage:
             say(f"goes on from {checkpoint}")
         return checkpoint
-    if damage:
+    if damage or trained > every:
         raise TrainError(
-            "expected an intact checkpoint, got damaged ones only:\n  "
-            + "\n  ".join(damage)
-            + "\nchoose another --out to start afresh"
+            f"{folder}: expected a checkpoint, as metrics.jsonl records {trained} steps and one is "
+            f"written every {every}; got {'damaged ones only' if damage else 'none'}\n  "
+            + "\n  ".join([*damage, "choose another --out to start afresh"])
         )
     if trained:
         say(f"{folder}: no checkpoint yet, the run starts again from step 0")
@@ -124,39 +131,23 @@ def save(folder: Path, step: int, state: Json, meta: Json) -> None:
     """Writes the checkpoint of one step (see the file's head); on failure nothing is lost."""
     fresh, final = folder / ".writing", folder / f"step_{step:08d}"
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         shutil.rmtree(fresh, ignore_errors=True)
-        fresh.mkdir()
+        fresh.mkdir(parents=True)
         write_atomically(fresh / "state.pt", lambda file: torch.save(state, file))
         write_json(fresh / "state.json", {"step": step, **meta})
         write_checksums(fresh)
-        if final.exists():  # passed over as damaged
-            shutil.rmtree(final)
+        shutil.rmtree(final, ignore_errors=True)  # passed over as damaged
         fresh.rename(final)
         sync_folder(folder)
     except (OSError, RuntimeError, TrainError) as error:
         shutil.rmtree(fresh, ignore_errors=True)
-        before = next((path for path in checkpoints_in(folder) if step_of(path) < step), None)
-        previous = f"{before} is intact" if before else "there is no earlier one"
+        before = [path for path in checkpoints_in(folder) if step_of(path) < step]
+        previous = f"{before[0]} is intact" if before else "there is no earlier one"
         raise TrainError(
             f"cannot write the checkpoint of step {step} in {folder}: {reason(error)}; {previous}. "
             "With that mended, --resume goes on"
         ) from error
     prune(folder, step, KEEP)
-
-
-def load(checkpoint: Path, set_state: Callable[[Json], None]) -> None:
-    """Calls `set_state` with the state of a verified checkpoint, on the CPU.
-
-    Raises:
-        TrainError: the state cannot be loaded or set. torch's loaders raise any type.
-    """
-    try:
-        set_state(torch.load(checkpoint / "state.pt", map_location="cpu", weights_only=True))
-    except Exception as error:
-        if is_of_a_collective(error):
-            raise
-        raise TrainError(f"{checkpoint}: cannot load it: {reason(error)}") from error
 
 
 def prune(folder: Path, step: int, keep: int) -> None:
@@ -166,15 +157,8 @@ def prune(folder: Path, step: int, keep: int) -> None:
     """
     checkpoints = checkpoints_in(folder)
     kept = [path for path in checkpoints if step_of(path) <= step][:keep]
-    for path in checkpoints:
-        if path not in kept:
-            shutil.rmtree(path, ignore_errors=True)
-
-
-def save_weights(path: Path, model: torch.nn.Module, meta: Json) -> None:
-    """Writes the trained weights {"model": state dict, ...}; equal values have equal bytes."""
-    content = {"model": {k: whole(v).cpu() for k, v in model.state_dict().items()}, **meta}
-    write_atomically(path, lambda file: torch.save(content, file))
+    for path in set(checkpoints) - set(kept):
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def reason(error: BaseException) -> str:
@@ -185,6 +169,73 @@ def reason(error: BaseException) -> str:
             return os.strerror(cause.errno)
         cause = cause.__cause__ or cause.__context__
     return " ".join(str(error).split())[:300] or type(error).__name__
+
+
+# ---- metrics.jsonl -------------------------------------------------------------------------------
+
+
+def read_records(path: Path) -> list[Json]:
+    """Returns the records of a metrics file; TrainError names the file and the line that is none.
+
+    A kill or a full disk may leave an incomplete last line. It is left out, and a resumed run
+    writes its step again.
+    """
+    if not path.exists():
+        return []
+    records = []
+    *lines, _ = read_text(path).split("\n")  # without what follows the last newline
+    for number, line in enumerate(lines, 1):
+        record = parse_json(f"{path}, line {number}", line, RECORD)
+        require_fields(f"{path}, line {number}", RECORDS.get(record["kind"], {}), record)
+        records.append(record)
+    return records
+
+
+class Metrics:
+    """The writer of one run's records. It drops those of the run that are later than `step`.
+
+    Args:
+        out: the job's folder.
+        run: the run's name.
+        folder: of the run's event files.
+        step: that the run goes on from.
+    """
+
+    def __init__(self, out: Path, run: str, folder: str, step: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        self.path, self.run = out / FILE, run
+        records = [r for r in read_records(self.path) if r["run"] != run or r["step"] <= step]
+        write_text(self.path, "".join(json.dumps(record) + "\n" for record in records))
+        self.file = self.path.open("a")
+        self.board = SummaryWriter(str(out / "tensorboard" / folder), purge_step=step + 1)
+
+    def write(self, kind: str, step: int, values: Mapping[str, Any]) -> None:
+        """Writes a record, and TensorBoard's events of the numbers in it.
+
+        Numbers that are not finite become null, since JSON has no NaN.
+        """
+        numbers = {k: v for k, v in values.items() if isinstance(v, float)}
+        finite = {k: v if math.isfinite(v) else None for k, v in numbers.items()}
+        record = {"run": self.run, "kind": kind, "step": step, **values, **finite}
+        try:
+            self.file.write(json.dumps(record) + "\n")
+            self.file.flush()
+            for key, value in numbers.items():
+                self.board.add_scalar(f"{kind}/{key}", value, step)
+        except OSError as error:
+            raise TrainError(
+                f"cannot write {self.path} and tensorboard beside it: {error.strerror or error}"
+            ) from error
+
+    def sync(self) -> None:
+        """Makes the written records survive a power cut. A checkpoint relies on them."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        for writer in (self.file, self.board):
+            with contextlib.suppress(OSError):  # a full disk: write() has said so
+                writer.close()
 
 
 # ---- The job -------------------------------------------------------------------------------------
@@ -228,10 +279,8 @@ def read_job(out: Path) -> SavedJob | None:
     runs = tuple(RunSpec.from_json(f"{path}: runs", run) for run in saved["runs"])
     files = {run.name: folder_of(out, run) / "result.json" for run in runs}
     results = {name: load_json(file, RESULT) for name, file in files.items() if file.exists()}
-    trained: dict[str, set[int]] = {run.name: set() for run in runs}
-    for record in read_records(out / FILE):
-        if record["kind"] == "train":
-            trained.setdefault(record["run"], set()).add(record["step"])
+    records = [r for r in read_records(out / FILE) if r["kind"] == "train"]
+    trained = {run.name: {r["step"] for r in records if r["run"] == run.name} for run in runs}
     return SavedJob(config, runs, saved["tokens"], results, trained)
 
 
@@ -248,40 +297,40 @@ def require_same_job(
     return (*saved.runs, *(run for run in runs if run.name not in there))
 
 
-def require_same_tokens(out: Path, saved: SavedJob, tokens: str) -> None:
-    """Refuses to resume a job on other text."""
-    if saved.tokens != tokens:
-        raise TrainError(
-            f"{out}: the text has changed: expected tokens {saved.tokens[:16]}..., "
-            f"got {tokens[:16]}...; choose another --out to start afresh"
-        )
+def identity_of(run: RunSpec, config: TrainConfig, tokens: str) -> Json:
+    """Returns the fields that a checkpoint and the job that resumes from it must share."""
+    return {**config.identity(), "recipe": run.recipe, "seed": run.seed, "tokens": tokens}
 
 
-def find_starts(out: Path, saved: SavedJob, identities: dict[str, Json]) -> dict[str, Path]:
+def find_starts(out: Path, saved: SavedJob, config: TrainConfig, tokens: str) -> dict[str, Path]:
     """Returns the verified checkpoint that each run goes on from, by the run's name.
 
     Args:
         out: the job's folder.
         saved: what `read_job` found there.
-        identities: by the name of each run, what its checkpoint must have in common with the job.
+        config: of the job that resumes.
+        tokens: the fingerprint of its token ids.
     Raises:
-        TrainError: all checkpoints of a run are damaged, or one is another job's.
+        TrainError: the text has changed, all checkpoints of a run are damaged, or one is another
+            job's.
     """
+    if saved.tokens != tokens:
+        raise TrainError(
+            f"{out}: the text has changed: expected tokens {saved.tokens[:16]}..., "
+            f"got {tokens[:16]}...; choose another --out to start afresh"
+        )
     starts = {}
     for run in saved.runs:
-        if run.name in saved.results:
+        trained, folder = saved.trained[run.name], folder_of(out, run) / "checkpoints"
+        if run.name in saved.results or not (
+            found := choose(folder, max(trained, default=0), config.checkpoint_every)
+        ):
             continue
-        trained = saved.trained[run.name]
-        folder, every = folder_of(out, run) / "checkpoints", saved.config.checkpoint_every
-        found = choose(folder, max(trained, default=0), every)
-        if found is None:
-            continue
-        there = read_meta(found)["identity"]
-        refuse(f"{found} is a checkpoint of another job", differences(there, identities[run.name]))
+        there, here = read_meta(found)["identity"], identity_of(run, config, tokens)
+        refuse(f"{found} is a checkpoint of another job", differences(there, here))
         starts[run.name] = found
         step = step_of(found)
-        lost = step - sum(s <= step for s in trained)
-        if lost:
+        if lost := step - sum(s <= step for s in trained):
             say(
                 f"{out / FILE}: expected all steps of {run.name} before its checkpoint, "
                 f"got none of {lost}: the report goes without them"

@@ -12,22 +12,21 @@ groups    FSDP2 cuts a rank's experts over the groups, where there are several: 
 others    FSDP2 cuts all other weights over all ranks
 """
 
-from __future__ import annotations
-
 import logging
 import os
 import tempfile
 import traceback
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeVar, cast
+from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
@@ -36,9 +35,6 @@ from ...moe.layer import divided_experts
 from ...moe.ranks.expert_parallel import expert_parallel
 from ..checks import TrainError, require
 from ..config import SIZE
-
-T = TypeVar("T")
-M = TypeVar("M", bound=nn.Module)
 
 
 def processes() -> int:
@@ -56,7 +52,9 @@ class World:
     size: int = 1
     device: str = "cpu"
 
-    def shard(self, model: M, expert_parallel: int = 1, capacity: int | str | None = None) -> M:
+    def shard(
+        self, model: nn.Module, expert_parallel: int = 1, capacity: int | str | None = None
+    ) -> nn.Module:
         """Shards the model with FSDP2, block by block; one process leaves it unchanged.
 
         Args:
@@ -68,11 +66,38 @@ class World:
             mesh = init_device_mesh(self.device, (self.size,))
             ignored = None
             if expert_parallel > 1:
-                ignored = divide_experts(model, self.device, self.size, expert_parallel, capacity)
+                ignored = self.divide_experts(model, expert_parallel, capacity)
             for block in cast(nn.ModuleList, model.layers):
                 fully_shard(block, mesh=mesh, ignored_params=ignored)
             fully_shard(model, mesh=mesh, ignored_params=ignored)
         return model
+
+    def divide_experts(
+        self, model: nn.Module, ranks: int, capacity: int | str | None
+    ) -> set[nn.Parameter]:
+        """Divides the experts over `ranks` ranks, and over the groups of so many with FSDP2.
+
+        torch 2.11 sets no state of a dimension that two meshes cut unevenly. So FSDP2 cuts a
+        parameter along the first dimension that the groups divide. Cut along 0, weights are
+        gathered as codes.
+
+        Returns:
+            The parameters that FSDP2 is to leave alone: with one group, those of the experts, which
+            would else be copied in each forward.
+        """
+        groups = self.size // ranks
+        mesh = init_device_mesh(self.device, (groups, ranks), mesh_dim_names=("group", "rank"))
+        expert_parallel(model, mesh["rank"], capacity=capacity)
+        if groups == 1:
+            return {p for module in divided_experts(model) for p in module.parameters()}
+
+        def placement(parameter: nn.Parameter) -> Shard:
+            local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
+            return Shard(next(dim for dim, n in enumerate(local.shape) if n % groups == 0))
+
+        for module in divided_experts(model):
+            fully_shard(module, mesh=mesh["group"], shard_placement_fn=placement)
+        return set()
 
     def share(self, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         """Returns this rank's sequences of a batch, on its device."""
@@ -81,24 +106,23 @@ class World:
 
     def mean(self, value: Tensor) -> float:
         """Returns the mean over the ranks."""
+        value = value.detach() / self.size
         if self.size > 1:
-            value = value.detach() / self.size
             dist.all_reduce(value)
         return value.item()
 
     def total(self, count: int) -> int:
         """Returns the sum over the ranks."""
-        if self.size == 1:
-            return count
-        value = torch.tensor(count, dtype=torch.int64).to(self.device)
-        dist.all_reduce(value)
+        value = torch.tensor(count, device=self.device)
+        if self.size > 1:
+            dist.all_reduce(value)
         return int(value.item())
 
-    def agree(self, decide: Callable[[], T]) -> T:
+    def agree(self, decide: Callable[[], Any]) -> Any:
         """Calls `decide` on rank 0; every rank returns its result or raises its TrainError."""
         if self.size == 1:
             return decide()
-        answer: list[T | TrainError | None] = [None]
+        answer: list[Any] = [None]
         if self.rank == 0:
             try:
                 answer[0] = decide()
@@ -107,7 +131,7 @@ class World:
         dist.broadcast_object_list(answer)
         if isinstance(answer[0], TrainError):
             raise answer[0]
-        return cast(T, answer[0])
+        return answer[0]
 
     def wait(self) -> None:
         """Waits for all ranks."""
@@ -118,8 +142,7 @@ class World:
 @contextmanager
 def joined(device: str, batch: int) -> Iterator[World]:
     """Joins the process group that torchrun describes; without torchrun, one process."""
-    size = processes()
-    if size == 1:
+    if (size := processes()) == 1:
         yield World(device=device)
         return
     if batch % size:
@@ -156,15 +179,11 @@ def is_of_a_collective(error: Exception) -> bool:
 
 def collective_of(error: RuntimeError) -> str:
     """Finds the function of torch.distributed that failed, and the line here that called it."""
-    torchs, ours = Path(dist.__file__).parent, Path(__file__).parents[2]
     frames = traceback.extract_tb(error.__traceback__)
-
-    def last(folder: Path) -> traceback.FrameSummary | None:
-        return next((f for f in reversed(frames) if folder in Path(f.filename).parents), None)
-
-    collective, caller = last(torchs), last(ours)
-    name = collective.name if collective else "a collective"
-    return f"{name} in `{caller.line}`" if caller else name
+    torchs, ours = Path(dist.__file__).parent, Path(__file__).parents[2]
+    names = [f.name for f in frames if torchs in Path(f.filename).parents] or ["a collective"]
+    lines = [f.line for f in frames if ours in Path(f.filename).parents]
+    return f"{names[-1]} in `{lines[-1]}`"
 
 
 @contextmanager
@@ -185,53 +204,12 @@ def output_folder(world: World, out: Path) -> Iterator[Path]:
 def quiet_gathers() -> None:
     """Drops torch's message that it gathers parameters of two meshes by two collectives."""
     logger = logging.getLogger("torch.distributed.tensor._redistribute")
-    logger.addFilter(is_not_of_gathers)
-
-
-def is_not_of_gathers(record: logging.LogRecord) -> bool:
-    return not str(record.msg).startswith("While redistributing")
-
-
-# ---- The shards of a model -----------------------------------------------------------------------
+    logger.addFilter(lambda record: not str(record.msg).startswith("While redistributing"))
 
 
 def whole(tensor: Tensor) -> Tensor:
     """Gathers a sharded tensor on every rank; returns any other unchanged."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
-
-
-def divide_experts(
-    model: nn.Module, device: str, size: int, ranks: int, capacity: int | str | None
-) -> set[nn.Parameter]:
-    """Divides the experts over `ranks` ranks, and over the groups of so many with FSDP2.
-
-    torch 2.11 sets no state of a dimension that two meshes cut unevenly. So FSDP2 cuts a parameter
-    along the first dimension that the groups divide. Cut along 0, weights are gathered as codes.
-
-    Args:
-        model: that each of `size` processes has whole.
-        device: of the job.
-        size: processes, a multiple of `ranks`.
-        ranks: of one group.
-        capacity: as that of mf.expert_parallel.
-
-    Returns:
-        The parameters that FSDP2 is to leave alone: with one group, those of the experts, which
-        would else be copied in each forward.
-    """
-    groups = size // ranks
-    mesh = init_device_mesh(device, (groups, ranks), mesh_dim_names=("group", "rank"))
-    expert_parallel(model, mesh["rank"], capacity=capacity)
-    if groups == 1:
-        return {p for module in divided_experts(model) for p in module.parameters()}
-
-    def placement(parameter: nn.Parameter) -> Shard:
-        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
-        return Shard(next(dim for dim, n in enumerate(local.shape) if n % groups == 0))
-
-    for module in divided_experts(model):
-        fully_shard(module, mesh=mesh["group"], shard_placement_fn=placement)
-    return set()
 
 
 def average_gradients(model: nn.Module) -> None:
@@ -259,20 +237,16 @@ def clip_gradients(parameters: Iterable[nn.Parameter], limit: float) -> Tensor:
     Returns:
         The norm before, of all gradients together, on every rank; 0 where there are none.
     """
-    by_mesh: dict[DeviceMesh | None, list[nn.Parameter]] = {}
+    by_mesh: defaultdict[object, list[nn.Parameter]] = defaultdict(list)
     for parameter in parameters:
         if parameter.grad is not None:
-            mesh = parameter.grad.device_mesh if isinstance(parameter.grad, DTensor) else None
-            by_mesh.setdefault(mesh, []).append(parameter)
-    groups = list(by_mesh.values())
-    if len(groups) < 2:
-        return whole(nn.utils.clip_grad_norm_(groups[0] if groups else [], limit))
+            by_mesh[getattr(parameter.grad, "device_mesh", None)].append(parameter)
     norms = [
         whole(nn.utils.get_total_norm([p.grad for p in group if p.grad is not None]))
-        for group in groups
+        for group in by_mesh.values()
     ]
-    total = torch.stack([each.to(norms[0].device) for each in norms]).norm()
-    for group in groups:
+    total = torch.stack(norms).norm() if norms else torch.zeros(())
+    for group in by_mesh.values():
         nn.utils.clip_grads_with_norm_(group, limit, total)
     return total
 

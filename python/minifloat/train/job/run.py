@@ -10,8 +10,6 @@ Parameters and optimizer are fp32. The bytes of the result depend only on the ch
 step.
 """
 
-from __future__ import annotations
-
 import math
 import time
 import warnings
@@ -24,35 +22,19 @@ from typing import cast
 
 import torch
 from torch import nn
-from torch.distributed.checkpoint.state_dict import (
-    StateDictOptions,
-    get_state_dict,
-    set_state_dict,
-)
+from torch.distributed.checkpoint import state_dict as dcp
 from tqdm import tqdm
 
 from ...nn.convert.quantize import quantize_
 from ...nn.state.model_state import load_training_state, training_state
 from ...nn.state.model_state import step as finish_step
 from ..checks import Json, TrainError
-from ..config import TrainConfig
+from ..config import RunSpec, TrainConfig
 from ..data import Batches
+from ..durable_files import write_atomically
+from ..model import measure
 from ..model.llama import build_model
-from ..model.measure import (
-    LAST,
-    MEASURE_EVERY,
-    PeakMemory,
-    SpeedOfLight,
-    Tokens,
-    load_of,
-    loss_in_product_dtype,
-    read_tokens,
-)
-from ..recipes import RunSpec
-from . import checkpoint
-from .checkpoint import folder_of
-from .metrics import Metrics
-from .processes import World, average_gradients, clip_gradients, dropped_rows, forget_dropped
+from . import checkpoint, processes
 
 BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the peak, at the last step
@@ -65,22 +47,16 @@ class Job:
 
     config: TrainConfig
     batches: Batches
-    tokens_fingerprint: str
+    tokens: str  # their fingerprint
     out: Path
     starts: Mapping[str, Path]  # the checkpoint that a run resumes from, by the run's name
-    light: SpeedOfLight
+    light: measure.SpeedOfLight
     stop: Event  # set by a signal on this rank
-    world: World
+    world: processes.World
 
     def should_stop(self) -> bool:
         """Tells whether any rank is to stop. All ranks call it together."""
         return self.world.total(self.stop.is_set()) > 0
-
-
-def identity_of(run: RunSpec, config: TrainConfig, tokens_fingerprint: str) -> Json:
-    """Returns the fields that a checkpoint and the job that resumes from it must share."""
-    asked = {"recipe": run.recipe, "seed": run.seed, "tokens": tokens_fingerprint}
-    return {**config.identity(), **asked}
 
 
 def prepare_model(run: RunSpec, config: TrainConfig) -> tuple[nn.Module, Pairs, Pairs]:
@@ -112,10 +88,8 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.AdamW:
     """Builds AdamW. Matrices decay, norm weights do not."""
     matrices = [p for p in model.parameters() if p.dim() >= 2]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [
-        {"params": matrices, "weight_decay": config.weight_decay},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    decay = config.weight_decay
+    groups = [{"params": matrices, "weight_decay": decay}, {"params": vectors, "weight_decay": 0.0}]
     return torch.optim.AdamW(groups, lr=config.lr, betas=BETAS, fused=True)
 
 
@@ -131,10 +105,10 @@ class Run:
 
     def __init__(self, spec: RunSpec, job: Job) -> None:
         self.spec, self.job, self.config, self.world = spec, job, job.config, job.world
-        self.checkpoints = folder_of(job.out, spec) / "checkpoints"
+        self.checkpoints = checkpoint.folder_of(job.out, spec) / "checkpoints"
         self.step = 0
-        self.tokens: Tokens = {}  # of each expert in the last step
-        self.memory = PeakMemory(self.config.device)
+        self.tokens: measure.Tokens = {}  # of each expert in the last step
+        self.memory = measure.PeakMemory(self.config.device)
         self.model = self.world.shard(
             prepare_model(spec, self.config)[0],
             self.config.expert_parallel,
@@ -143,11 +117,10 @@ class Run:
         if self.config.compile:
             compile_layers(self.model)
         self.optimizer = make_optimizer(self.model, self.config)
-        self.loss = loss_in_product_dtype(self.model, self.config.device)
-        self.options = StateDictOptions(full_state_dict=self.world.size > 1)
+        self.loss = measure.loss_in_product_dtype(self.model, self.config.device)
+        self.options = dcp.StateDictOptions(full_state_dict=self.world.size > 1)
         self.validation = job.batches.validation_set(self.config.eval_batches)
 
-    # ---- Training ----------------------------------------------------------------------------
     def train_step(self) -> dict[str, float]:
         """Runs an optimizer step.
 
@@ -160,21 +133,20 @@ class Run:
             group["lr"] = lr
         loss = self.loss(*self.world.share(self.job.batches.training(self.spec.seed, self.step)))
         torch.autograd.backward(loss)
-        average_gradients(self.model)
-        norm = clip_gradients(self.model.parameters(), self.config.clip)
+        processes.average_gradients(self.model)
+        norm = processes.clip_gradients(self.model.parameters(), self.config.clip)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        if self.spec.converts or self.config.model.mixtures:
-            finish_step(self.model)
+        finish_step(self.model)
         values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
-        self.tokens = read_tokens(self.model)
-        if self.tokens:
-            dropped = float(self.world.total(dropped_rows(self.model)))
-            values |= {"expert_load": load_of(self.tokens), "dropped_rows": dropped}
+        if self.config.model.mixtures:
+            self.tokens = measure.read_tokens(self.model)
+            dropped = float(self.world.total(processes.dropped_rows(self.model)))
+            values |= {"expert_load": measure.load_of(self.tokens), "dropped_rows": dropped}
         self.step += 1
         seconds = time.perf_counter() - start
         return values | {
-            "tokens_per_s": self.config.tokens_per_step / seconds,
+            "tokens_per_s": self.config.batch * self.config.seq / seconds,
             "speed_of_light": self.job.light.seconds / seconds,
             "step_ms": 1e3 * seconds,
         }
@@ -190,30 +162,30 @@ class Run:
         start = time.perf_counter()
         self.model.eval()  # evaluation does not advance the random state
         with torch.no_grad():
-            losses = [
-                self.world.mean(self.loss(*self.world.share(batch))) for batch in self.validation
-            ]
+            shares = map(self.world.share, self.validation)
+            losses = [self.world.mean(self.loss(*share)) for share in shares]
         self.model.train()
-        forget_dropped(self.model)  # a step's record has those of training
+        processes.forget_dropped(self.model)  # a step's record has those of training
         return {"val_loss": sum(losses) / len(losses), "seconds": time.perf_counter() - start}
 
-    # ---- Checkpoints -------------------------------------------------------------------------
     def save(self) -> None:
-        """Writes a checkpoint: model, optimizer, quantized layers, generators."""
-        model, optimizer = get_state_dict(self.model, self.optimizer, options=self.options)
-        rng = {"cpu": torch.get_rng_state()}
-        if self.config.device == "cuda":
-            rng["cuda"] = torch.cuda.get_rng_state()
-        state = {"model": model, "optimizer": optimizer, "rng": rng}
-        if self.spec.converts:
-            state["minifloat"] = training_state(self.model)
+        """Writes a checkpoint: model, optimizer, state of the converted layers."""
+        model, optimizer = dcp.get_state_dict(self.model, self.optimizer, options=self.options)
+        own = training_state(self.model)
+        state = {"model": model, "optimizer": optimizer, "minifloat": own}
         meta = {
-            "run": self.spec.name,
-            "identity": identity_of(self.spec, self.config, self.job.tokens_fingerprint),
+            "identity": checkpoint.identity_of(self.spec, self.config, self.job.tokens),
             "peak_bytes": self.memory.bytes(),
             "torch": torch.__version__,
         }
         checkpoint.save(self.checkpoints, self.step, state, meta)
+
+    def save_weights(self) -> None:
+        """Writes weights.pt; equal values have equal bytes."""
+        weights = {name: processes.whole(t).cpu() for name, t in self.model.state_dict().items()}
+        meta = {"config": asdict(self.config), "recipe": self.spec.recipe, "step": self.step}
+        path = checkpoint.folder_of(self.job.out, self.spec) / "weights.pt"
+        write_atomically(path, lambda file: torch.save({"model": weights, **meta}, file))
 
     def restore(self) -> None:
         """Loads the run's checkpoint, if the job has found and verified one."""
@@ -221,7 +193,20 @@ class Run:
         if found is None:
             return
         meta = checkpoint.read_meta(found)
-        checkpoint.load(found, self.set_state)
+        try:
+            state = torch.load(found / "state.pt", map_location="cpu", weights_only=True)
+            dcp.set_state_dict(
+                self.model,
+                self.optimizer,
+                model_state_dict=state["model"],
+                optim_state_dict=state["optimizer"],
+                options=self.options,
+            )
+            load_training_state(self.model, state["minifloat"])
+        except Exception as error:  # torch's loaders raise any type
+            if processes.is_of_a_collective(error):
+                raise
+            raise TrainError(f"{found}: cannot load it: {checkpoint.reason(error)}") from error
         self.step, self.memory.highest = meta["step"], meta["peak_bytes"]
         if meta["torch"] != torch.__version__:
             tqdm.write(
@@ -229,44 +214,27 @@ class Run:
                 f"{torch.__version__}: expect results that differ in the last bits"
             )
 
-    def set_state(self, state: Json) -> None:
-        """Sets the state that `save` collected."""
-        set_state_dict(
-            self.model,
-            self.optimizer,
-            model_state_dict=state["model"],
-            optim_state_dict=state["optimizer"],
-            options=self.options,
-        )
-        torch.set_rng_state(state["rng"]["cpu"])
-        if "cuda" in state["rng"]:
-            torch.cuda.set_rng_state(state["rng"]["cuda"])
-        if self.spec.converts:
-            load_training_state(self.model, state["minifloat"])
-
 
 def train_run(spec: RunSpec, job: Job, title: str) -> Json:
     """Trains a run to its end, or to a stop; returns its status, step and peak memory."""
     config = job.config
     run = Run(spec, job)
     run.restore()
-    status, first, saved_at = "finished", run.step, run.step
+    status, first = "finished", run.step
     with (
-        closing(Metrics(job.out, spec.name, spec.folder, run.step)) as metrics,
+        closing(checkpoint.Metrics(job.out, spec.name, spec.folder, run.step)) as metrics,
         warnings.catch_warnings(),
-        tqdm(
-            total=config.steps, initial=run.step, desc=title, unit="step", dynamic_ncols=True
-        ) as bar,
+        tqdm(desc=title, total=config.steps, initial=run.step, dynamic_ncols=True) as bar,
     ):
         # Each step's record has the dropped rows.
         warnings.filterwarnings("ignore", message=r"mf\.step: rank \d+ dropped")
         while run.step < config.steps:
-            if (run.step - first) % MEASURE_EVERY == 0:
+            if (run.step - first) % measure.MEASURE_EVERY == 0:
                 run.measure_light()
             values = run.train_step()
             metrics.write("train", run.step, values)
-            if run.tokens and run.step > config.steps - LAST:
-                metrics.append("experts", run.step, {"tokens": run.tokens})
+            if run.tokens and run.step > config.steps - measure.LAST:
+                metrics.write("experts", run.step, {"tokens": run.tokens})
             show(bar, values)
             if not math.isfinite(values["loss"]):
                 status = f"diverged at step {run.step}"
@@ -278,17 +246,15 @@ def train_run(spec: RunSpec, job: Job, title: str) -> Json:
             if stopping or run.step % config.checkpoint_every == 0 or is_last:
                 metrics.sync()
                 run.save()
-                saved_at = run.step
             if stopping:
                 status = f"stopped at step {run.step}"
                 break
     if not status.startswith("stopped"):
-        meta = {"config": asdict(config), "recipe": spec.recipe, "step": run.step}
-        checkpoint.save_weights(folder_of(job.out, spec) / "weights.pt", run.model, meta)
-    return {"status": status, "step": run.step, "saved_at": saved_at, "peak": run.memory.bytes()}
+        run.save_weights()
+    return {"status": status, "step": run.step, "peak": run.memory.bytes()}
 
 
-def show(bar: tqdm[None], values: Mapping[str, float]) -> None:
+def show(bar: "tqdm[None]", values: Mapping[str, float]) -> None:
     """Shows loss, experts' load, tokens/s and the share of the speed of light beside the bar."""
     load = ""
     if "expert_load" in values:

@@ -7,14 +7,12 @@ OUT/runs/RUN/           checkpoints/, weights.pt and result.json when the run is
 OUT/loss.png, report.md, report.json
 """
 
-from __future__ import annotations
-
 import os
 import platform
 import signal
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -25,24 +23,15 @@ import torch.utils.deterministic as deterministic
 
 from .. import report
 from ..checks import Json, TrainError, say
-from ..config import TrainConfig
+from ..config import RunSpec, TrainConfig
 from ..data import Batches, Corpus, Tokens, load_corpus, require_enough, tokenize
 from ..durable_files import lock, write_json, write_text
 from ..interrupt import INTERRUPTED
-from ..model.measure import (
-    SpeedOfLight,
-    describe_product_dtype,
-    loss_in_product_dtype,
-    saved_bytes_per_token,
-)
-from ..recipes import RunSpec
+from ..model import measure
 from . import checkpoint
-from .checkpoint import SavedJob, find_starts, folder_of, require_same_tokens, results_in
-from .metrics import FILE, read_records
+from .checkpoint import FILE, SavedJob, find_starts, folder_of, read_records, results_in
 from .processes import World
-from .run import Job, identity_of, prepare_model, train_run
-
-FP32_STATE = 16  # bytes a parameter: weight, gradient, AdamW's two moments
+from .run import Job, prepare_model, train_run
 
 
 @contextmanager
@@ -84,8 +73,6 @@ def train(
     make_deterministic(config)
     require_memory(config)
     corpus, tokens = read_data(config, cache)
-    if saved:
-        require_same_tokens(out, saved, tokens.fingerprint)
     facts = {run.name: describe_run(run, config) for run in runs}
     stop = Event()
     if not saved and results_in(out):
@@ -93,14 +80,17 @@ def train(
     with lock(out):
         starts: dict[str, Path] = {}
         if saved:
-            identities = {run.name: identity_of(run, config, tokens.fingerprint) for run in runs}
-            starts = world.agree(partial(find_starts, out, saved, identities))
-        save_job(out, config, runs, tokens)
-        light = SpeedOfLight(config)
+            starts = world.agree(partial(find_starts, out, saved, config, tokens.fingerprint))
+        for run in runs:
+            folder_of(out, run).mkdir(parents=True, exist_ok=True)
+        content = {"config": asdict(config), "runs": [asdict(run) for run in runs]}
+        write_json(out / "job.json", {**content, "tokens": tokens.fingerprint})
+        light = measure.SpeedOfLight(config)
         light.measure()
         say(
             f"products of one step alone: {1e3 * light.seconds:.0f} ms, "
-            f"{light.gflops_per_s:.0f} GFLOP/s in {describe_product_dtype(config.device)}"
+            f"{light.flops / light.seconds / 1e9:.0f} GFLOP/s in "
+            f"{measure.describe_product_dtype(config.device)}"
         )
         batches = Batches(tokens.train, tokens.validation, config.seq, config.batch)
         job = Job(config, batches, tokens.fingerprint, out, starts, light, stop, world)
@@ -108,12 +98,10 @@ def train(
             with stop_signals(stop):
                 train_all(job, runs, facts, saved.results if saved else {})
         except (TrainError, OSError):
-            try:
-                write_report(job, runs, facts, job_facts(job, corpus, tokens))
-            except (TrainError, OSError) as error:
-                say(f"and no report: {error}")
+            with suppress(TrainError, OSError):
+                write_report(job, runs, facts, corpus)
             raise
-        write_report(job, runs, facts, job_facts(job, corpus, tokens))
+        write_report(job, runs, facts, corpus)
     return INTERRUPTED if stop.is_set() else 0
 
 
@@ -150,7 +138,7 @@ def read_data(config: TrainConfig, cache: Path) -> tuple[Corpus, Tokens]:
 
 def require_memory(config: TrainConfig) -> None:
     """Refuses a model that needs more memory than this machine has."""
-    need = FP32_STATE * config.model.parameters
+    need = 16 * config.model.parameters  # bytes: weight, gradient, AdamW's two moments in fp32
     if config.device == "cuda":
         memory = torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
     else:
@@ -167,8 +155,8 @@ def describe_run(run: RunSpec, config: TrainConfig) -> Json:
     """Describes a run before its start, which finds a recipe that does not fit the model."""
     try:
         model, converted, skipped = prepare_model(run, config)
-        forward = loss_in_product_dtype(model, config.device)
-        saved_total, saved_linears = saved_bytes_per_token(model, config, forward)
+        forward = measure.loss_in_product_dtype(model, config.device)
+        saved_total, saved_linears = measure.saved_bytes_per_token(model, config, forward)
     except RuntimeError as error:
         if not isinstance(error, torch.OutOfMemoryError) and "allocate memory" not in str(error):
             raise
@@ -205,15 +193,7 @@ def train_all(
         if not outcome["status"].startswith("stopped"):
             folder = folder_of(job.out, run)
             write_json(folder / "result.json", facts[run.name])
-            checkpoint.prune(folder / "checkpoints", outcome["saved_at"], keep=1)
-
-
-def save_job(out: Path, config: TrainConfig, runs: Sequence[RunSpec], tokens: Tokens) -> None:
-    """Writes job.json and makes the runs' folders."""
-    for run in runs:
-        folder_of(out, run).mkdir(parents=True, exist_ok=True)
-    content = {"config": asdict(config), "runs": [asdict(run) for run in runs]}
-    write_json(out / "job.json", {**content, "tokens": tokens.fingerprint})
+            checkpoint.prune(folder / "checkpoints", outcome["step"], keep=1)
 
 
 def move_aside(out: Path) -> Path:
@@ -226,38 +206,36 @@ def move_aside(out: Path) -> Path:
         return out.rename(target)
 
 
-def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> Json:
+def job_facts(job: Job, corpus: Corpus) -> Json:
     """Returns the job's part of report.json: model, data, schedule and device."""
     config, model = job.config, job.config.model
     validation = job.batches.validation_set(config.eval_batches)
-    is_gpu = config.device == "cuda"
     where = f"{platform.machine()} CPU, {config.threads} threads"
-    if is_gpu:
+    memory = "resident memory that the run added to the process, at its highest"
+    if config.device == "cuda":
         where = torch.cuda.get_device_name()
+        memory = "all tensors together, at their most (torch.cuda.max_memory_allocated)"
     if config.processes > 1:
         where = f"{config.processes} processes under FSDP2{config.layout}, each {where}"
     else:
         where += config.layout
     left_out = f"; by --data-mb: {corpus.beyond_limit}" if corpus.beyond_limit else ""
     return {
-        "title": "Training side by side",
         "setting": [
             f"model: {model.description}",
             f"data: {corpus.source}: {corpus.files} files, {corpus.megabytes} "
             f"({len(corpus.skipped)} files skipped as no text{left_out}), "
-            f"{len(tokens.train)} training tokens, split {corpus.split}",
+            f"{len(job.batches.train)} training tokens, split {corpus.split}",
             f"schedule: {config.steps} steps of {config.batch} x {config.seq} tokens, AdamW, "
             f"learning rate {config.lr:g}, {config.warmup} steps of warmup, cosine to a tenth",
             "precision: fp32 parameters and optimizer, compute in "
-            f"{describe_product_dtype(config.device)}, recipes in {model.converted_layers}",
+            f"{measure.describe_product_dtype(config.device)}, recipes in {model.converted_layers}",
             f"device: {where}, torch {torch.__version__}",
         ],
         "steps": config.steps,
         "validation_tokens": sum(inputs.numel() for inputs, _ in validation),
         "step_flops": job.light.flops,
-        "memory_note": "all tensors together, at their most (torch.cuda.max_memory_allocated)"
-        if is_gpu
-        else "resident memory that the run added to the process, at its highest",
+        "memory_note": memory,
         "layers": model.converted_layers,
         "mixtures": model.mixtures,
         "experts": model.mixtures * getattr(model, "experts", 0),
@@ -265,16 +243,15 @@ def job_facts(job: Job, corpus: Corpus, tokens: Tokens) -> Json:
     }
 
 
-def write_report(job: Job, runs: Sequence[RunSpec], facts: dict[str, Json], context: Json) -> None:
+def write_report(job: Job, runs: Sequence[RunSpec], facts: dict[str, Json], corpus: Corpus) -> None:
     """Writes loss.png, report.md and report.json, and prints the table."""
     records = read_records(job.out / FILE)
-    curves = {run.name: report.curves_of(records, run.name) for run in runs}
     baseline = report.baseline_of(runs, job.config.seed)
-    rows = report.table_rows(runs, curves, facts, baseline)
-    context = {**context, "baseline": baseline.name if baseline else "none"}
-    started = [run for run in runs if curves[run.name].train]
+    rows = report.table_rows(runs, records, facts, baseline)
+    context = {**job_facts(job, corpus), "baseline": baseline.name if baseline else "none"}
+    started = [run for run, row in zip(runs, rows) if row["step"]]
     if started:
-        report.draw_losses(job.out / "loss.png", started, curves, baseline, context["setting"][0])
+        report.draw_losses(job.out / "loss.png", started, records, baseline, context["setting"][0])
     write_json(job.out / "report.json", {**context, "rows": rows, "config": asdict(job.config)})
     write_text(job.out / "report.md", report.markdown_report(context, rows))
     print(report.markdown_table(rows, job.config.steps))

@@ -18,8 +18,6 @@ Shape suffixes: B sequences, S positions, D model width, H query heads, G key/va
 E width of a head, F hidden width of the feed-forward, V vocabulary.
 """
 
-from __future__ import annotations
-
 import math
 
 import torch
@@ -109,9 +107,7 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, table: Tensor) -> Tensor:
         x = x + self.attention(self.attention_norm(x), table)
-        feed_forward = self.moe or self.feed_forward
-        assert feed_forward is not None
-        y: Tensor = feed_forward(self.ffn_norm(x))
+        y: Tensor = (self.moe or self.feed_forward)(self.ffn_norm(x))  # type: ignore[misc]
         return x + y
 
 
@@ -138,7 +134,7 @@ class Llama(nn.Module):
 
 
 def init_weights(model: Llama, seed: int) -> None:
-    """Draws normal weights from a CPU generator: equal on every device and under every recipe.
+    """Draws normal weights of a model on the CPU: equal for every device and recipe.
 
     The standard deviation is 0.02. That of matrices that write to the residual stream is divided by
     sqrt(2 layers), and that of the head is 1 / sqrt(dim).
@@ -153,10 +149,7 @@ def init_weights(model: Llama, seed: int) -> None:
             std = into_residual
         elif name == "output.weight":
             std = model.config.dim**-0.5
-        values = torch.empty(parameter.shape, dtype=torch.float32)
-        values.normal_(0.0, std, generator=generator)
-        with torch.no_grad():
-            parameter.copy_(values)
+        nn.init.normal_(parameter, std=std, generator=generator)
 
 
 def build_model(config: ModelConfig, seq: int, seed: int, device: str) -> Llama:

@@ -13,12 +13,9 @@ its layer; of the layer with the most. 1: even, the number of experts over top_k
 same experts. An expert is active where it had a token in the last LAST steps of a run.
 """
 
-from __future__ import annotations
-
 import ctypes
 import gc
 import math
-import resource
 import timeit
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
@@ -40,14 +37,10 @@ MEASURE_EVERY = 10  # steps between two measurements of the speed of light
 LAST = 100  # steps at the end of a run whose tokens of each expert are recorded
 
 Tokens = dict[str, list[int]]  # of each expert, by the name of the layer
+COUNTS = kind("counts", lambda value: isinstance(value, list) and not any(map(COUNT, value)))
 TOKENS = kind(
     "lists of counts by layer",
-    lambda value: (
-        isinstance(value, dict)
-        and all(
-            isinstance(counts, list) and not any(map(COUNT, counts)) for counts in value.values()
-        )
-    ),
+    lambda value: isinstance(value, dict) and not any(map(COUNTS, value.values())),
 )
 
 
@@ -64,17 +57,16 @@ def product_dtype(device: str) -> torch.dtype:
 
 def describe_product_dtype(device: str) -> str:
     """Returns the dtype that `product_dtype` chose, as reports print it."""
-    if product_dtype(device) == torch.bfloat16:
-        return "bf16"
-    return "fp32 (this CPU has no fast bf16 product)"
+    is_narrow = product_dtype(device) == torch.bfloat16
+    return "bf16" if is_narrow else "fp32 (this CPU has no fast bf16 product)"
 
 
 def best_seconds(work: Callable[[], object], device: str, repeats: int = 3) -> float:
     """Returns the time of the fastest of a few calls, after one that warms up."""
     work()
-    if device == "cuda":
-        return min(cuda_seconds(work) for _ in range(repeats))
-    return min(timeit.repeat(work, number=1, repeat=repeats))
+    if device == "cpu":
+        return min(timeit.repeat(work, number=1, repeat=repeats))
+    return min(cuda_seconds(work) for _ in range(repeats))
 
 
 def cuda_seconds(work: Callable[[], object], calls: int = 16) -> float:
@@ -90,8 +82,7 @@ def cuda_seconds(work: Callable[[], object], calls: int = 16) -> float:
         work()
     end.record()
     end.synchronize()
-    milliseconds: float = begin.elapsed_time(end)
-    return milliseconds / 1e3 / calls
+    return float(begin.elapsed_time(end)) / 1e3 / calls
 
 
 def products_of(model: nn.Module, tokens: int) -> Iterator[tuple[int, int, int]]:
@@ -119,7 +110,7 @@ class SpeedOfLight:
     def __init__(self, config: TrainConfig) -> None:
         with torch.device("meta"):
             model = Llama(config.model, config.seq)
-        self.device, tokens = config.device, config.tokens_per_step
+        self.device, tokens = config.device, config.batch * config.seq
         self.shapes = Counter(products_of(model, tokens))
         linears = 3 * 2.0 * sum(count * m * n * k for (m, n, k), count in self.shapes.items())
         attention = config.model.layers * 3 * 2.0 * tokens * config.seq * config.model.dim
@@ -140,10 +131,6 @@ class SpeedOfLight:
             for a, b in ((x_MK, w_NK.t()), (g_MN, w_NK), (g_MN.t(), x_MK)):
                 seconds += count * best_seconds(partial(torch.mm, a, b), self.device)
         self.seconds = seconds * self.flops / self.linears
-
-    @property
-    def gflops_per_s(self) -> float:
-        return self.flops / self.seconds / 1e9
 
 
 class SavedBytes(NamedTuple):
@@ -166,15 +153,14 @@ def saved_bytes_per_token(
 
     def saved_by(batch: int) -> tuple[int, int]:
         saved: dict[int, int] = {}  # storage address -> bytes; autograd keeps the storages alive
-        in_linear: dict[int, int] = {}
+        in_linear: set[int] = set()  # addresses
         entered: list[object] = []  # linears and experts whose forward runs
 
         def pack(tensor: Tensor) -> Tensor:
             storage = tensor.untyped_storage()
-            if storage.data_ptr() not in owned:
-                saved[storage.data_ptr()] = storage.nbytes()
-                if entered:
-                    in_linear[storage.data_ptr()] = storage.nbytes()
+            if (address := storage.data_ptr()) not in owned:
+                saved[address] = storage.nbytes()
+                in_linear.update([address] if entered else [])
             return tensor
 
         hooks = [m.register_forward_pre_hook(lambda m, _: entered.append(m)) for m in linears]
@@ -187,7 +173,7 @@ def saved_bytes_per_token(
         for hook in hooks:
             hook.remove()
         del loss
-        return sum(saved.values()), sum(in_linear.values())
+        return sum(saved.values()), sum(saved[address] for address in in_linear)
 
     small = max(1, config.batch // 2)
     differences = (large - few for few, large in zip(saved_by(small), saved_by(2 * small)))
@@ -215,22 +201,21 @@ class PeakMemory:
 
     def __init__(self, device: str) -> None:
         self.device = device
-        self.highest = 0  # before the latest reset
+        self.highest = self.base = 0  # highest: before the latest reset
         gc.collect()
         if device == "cuda":
             torch.cuda.empty_cache()
         else:
-            with suppress(OSError):  # not glibc
-                ctypes.CDLL("libc.so.6").malloc_trim(0)
+            ctypes.CDLL("libc.so.6").malloc_trim(0)
+            self.base = status_bytes("VmRSS")
         self.reset()
-        self.base = 0 if device == "cuda" else status_bytes("VmRSS")
 
     def reset(self) -> None:
         """Resets the peak that the system or torch counts."""
         if self.device == "cuda":
             torch.cuda.reset_peak_memory_stats()
             return
-        with suppress(OSError):  # not Linux: the peak is then that of the whole process so far
+        with suppress(OSError):  # refused: the peak is then that of the whole process so far
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
 
     @contextmanager
@@ -243,22 +228,15 @@ class PeakMemory:
             self.reset()
 
     def bytes(self) -> int:
-        if self.device == "cuda":
-            return max(self.highest, torch.cuda.max_memory_allocated())
-        peak = status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
-        return max(self.highest, peak - self.base)
+        is_gpu = self.device == "cuda"
+        peak = torch.cuda.max_memory_allocated() if is_gpu else status_bytes("VmHWM") - self.base
+        return max(self.highest, peak)
 
 
 def status_bytes(key: str) -> int:
     """Returns a field of /proc/self/status in bytes; 0 where there is none."""
-    with suppress(OSError):  # not Linux
-        for line in Path("/proc/self/status").read_text().splitlines():
-            if line.startswith(key + ":"):
-                return int(line.split()[1]) * 1024
-    return 0
-
-
-# ---- The load of experts -------------------------------------------------------------------------
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next((int(line.split()[1]) * 1024 for line in lines if line.startswith(key)), 0)
 
 
 def read_tokens(model: nn.Module) -> Tokens:
