@@ -94,11 +94,14 @@ using Table = List<
     Pair<StraightAsFp8, Absent, kRowsWalk>,
     Pair<RandomAsFp8, Absent, kRowsWalk>,
 
-    // ---- Columnwise, where no pair below has the same walk
+    // ---- Columnwise, where no pair below has the same walk, or a pair's kernel is slower
     Pair<Absent, Block2d, kTilesWalk>,
     Pair<Absent, Mxfp8Block2d, kTilesWalk>,
     Pair<Absent, Nvfp4::Block2d, kTilesWalk>,
     Pair<Absent, Nvfp4Pow2::Block2d, kTilesWalk>,
+    Pair<Absent, Mxfp4::Transformed, kOfMemoryTiles>,
+    Pair<Absent, Nvfp4::Transformed, kOfMemoryTiles>,
+    Pair<Absent, Nvfp4Pow2::Transformed, kOfMemoryTiles>,
     Pair<Absent, Mxfp4::Straight, kSwiGluTilesWalk>,
     Pair<Absent, Mxfp4::TransformedRandom, kSwiGluTilesWalk>,
 
