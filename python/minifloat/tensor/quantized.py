@@ -217,7 +217,8 @@ def quantize(
 
 def read_direction(out: Sequence[Tensor], x: Tensor, spec: str, columnwise: bool) -> Quantized:
     """Returns one direction of the operator quantize's result for x without groups."""
-    codes, scale, active_amax, _ = Operands.of(out)[columnwise]
+    operands = Operands.of(out)
+    codes, scale, active_amax, _ = operands.columnwise if columnwise else operands.rowwise
     *batch, rows, cols = x.shape
     shape = (*batch, cols, rows) if columnwise else (*batch, rows, cols)
     scale = scale.view(Spec.parse(spec).scale_dtype)
