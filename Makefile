@@ -20,7 +20,7 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build libraries train print-cpu test test-all test-torchtitan-0.3 test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
+.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-exhaustive test-gpu bench lint format tidy docs wheel clean
 .DEFAULT_GOAL := help
 
 help:
@@ -38,6 +38,7 @@ help:
 	@echo "make lint | format    check | fix style, types, layers, pages, commits' messages"
 	@echo "make tidy             clang-tidy over the torch-free sources"
 	@echo "make docs             check the pages: links, and lines of 100 columns"
+	@echo "make all-architectures  kernels for every GPU since Ampere; CUDA=ON TARGETS=... for some"
 	@echo "make wheel            dist/minifloat-*.whl"
 	@echo "make setup | build    what the others need first;  make clean removes build/ and dist/"
 
@@ -56,13 +57,11 @@ $(READY): requirements.txt requirements-clients.txt requirements-cuda.txt requir
 	@touch $@
 
 CONFIGURE = $(CMAKE) --preset default -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
-# The build is for this machine: with kernels where nvcc and a GPU that has some are, else for the CPU.
-# CUDA=ON compiles them for all of ALL_GPUS where there is no such GPU.
-ALL_GPUS := 90a-real;100a-real;103a-real
-GPUS := $(shell nvidia-smi --query-gpu=compute_cap --format=csv,noheader 2>/dev/null | sort -u | \
-  sed 's/\.//; s/$$/a-real/' | grep -xE '90a-real|100a-real|103a-real' | paste -sd ';')
-CUDA ?= $(if $(and $(GPUS),$(shell command -v nvcc)),ON,OFF)
-GPU_OPTIONS = -DMINIFLOAT_CUDA=$(CUDA) '-DCMAKE_CUDA_ARCHITECTURES=$(or $(GPUS),$(ALL_GPUS))'
+# The build is for this machine: with kernels for its GPUs where nvcc is, else for the CPU alone.
+# CUDA=ON compiles them where there is no GPU, for those of TARGETS (cmake/MinifloatCuda.cmake).
+TARGETS ?=
+CUDA ?= $(if $(and $(shell command -v nvidia-smi),$(shell command -v nvcc)),ON,OFF)
+GPU_OPTIONS = -DMINIFLOAT_CUDA=$(CUDA) '-DCMAKE_CUDA_ARCHITECTURES=$(TARGETS)'
 
 build: $(READY)
 	$(CONFIGURE) $(GPU_OPTIONS)
@@ -71,6 +70,9 @@ build: $(READY)
 libraries: $(READY)  # what `import minifloat` needs, without the tests
 	$(CONFIGURE) $(GPU_OPTIONS)
 	$(CMAKE) --build --preset default -j $(JOBS) --target minifloat_torch
+
+all-architectures:  # code for every GPU since Ampere
+	$(MAKE) build CUDA=ON TARGETS=ALL
 
 wheel: $(READY)
 	$(PY) -m pip wheel --no-deps --wheel-dir dist .
@@ -100,7 +102,8 @@ test: print-cpu build  # its name first: matrix libraries choose the order of su
 
 # What `make test` leaves out. The build adds kernels to that of `make test`, whose host code stays.
 test-all: print-cpu $(READY)
-	$(CONFIGURE) -DMINIFLOAT_CUDA=AUTO '-DCMAKE_CUDA_ARCHITECTURES=$(ALL_GPUS)'
+	$(CONFIGURE) -DMINIFLOAT_CUDA=AUTO \
+	  '-DCMAKE_CUDA_ARCHITECTURES=90a-real;100a-real;103a-real'
 	$(CMAKE) --build --preset default -j $(JOBS)
 	$(PY) -m pytest -n $(TEST_PROCESSES) -m slow $(PYTEST_ARGS)
 	@if $(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11))'; then \

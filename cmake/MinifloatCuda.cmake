@@ -20,11 +20,44 @@ elseif(MINIFLOAT_CUDA AND NOT minifloat_cuda_probe)
   message(FATAL_ERROR "MINIFLOAT_CUDA=ON: expected CUDA sources src/cuda/*.cu, found none")
 endif()
 
-if(MINIFLOAT_CUDA)
-  # Hopper, Blackwell (B200), Blackwell Ultra (B300).
-  if(NOT CMAKE_CUDA_ARCHITECTURES)
-    set(CMAKE_CUDA_ARCHITECTURES 90a-real 100a-real 103a-real)
+# Every target that has code of its own, and PTX that the driver compiles for all other GPUs. 80 runs
+# on 8.x, 89 on 8.9, 120f on 12.x.
+set(minifloat_all_targets 80-real 89-real 90a-real 100a-real 103a-real 120f-real 80-virtual)
+
+# Sets CMAKE_CUDA_ARCHITECTURES, where the caller did not: to ALL's targets for "ALL", else to those
+# of this machine's GPUs; without a GPU to Hopper's (H100), Blackwell's (B200) and B300's.
+function(minifloat_cuda_targets)
+  set(targets ${CMAKE_CUDA_ARCHITECTURES})
+  if(targets STREQUAL "ALL")
+    set(targets ${minifloat_all_targets})
+  elseif(NOT targets)
+    execute_process(COMMAND nvidia-smi --query-gpu=compute_cap --format=csv,noheader
+                    OUTPUT_VARIABLE gpus ERROR_QUIET)
+    string(REGEX MATCHALL "[0-9]+\\.[0-9]" gpus "${gpus}")
+    foreach(gpu IN LISTS gpus)
+      string(REPLACE "." "" gpu ${gpu})
+      if(gpu MATCHES "^(80|86)$")
+        list(APPEND targets 80-real)
+      elseif(gpu MATCHES "^(90|100|103)$")
+        list(APPEND targets ${gpu}a-real)
+      elseif(gpu MATCHES "^(120|121)$")
+        list(APPEND targets 120f-real)
+      elseif(gpu EQUAL 89)
+        list(APPEND targets 89-real)
+      else()
+        list(APPEND targets 80-virtual)
+      endif()
+    endforeach()
+    list(REMOVE_DUPLICATES targets)
+    if(NOT targets)
+      set(targets 90a-real 100a-real 103a-real)
+    endif()
   endif()
+  set(CMAKE_CUDA_ARCHITECTURES ${targets} PARENT_SCOPE)
+endfunction()
+
+if(MINIFLOAT_CUDA)
+  minifloat_cuda_targets()
   enable_language(CUDA)
   find_package(CUDAToolkit REQUIRED)
 endif()

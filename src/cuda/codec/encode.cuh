@@ -72,11 +72,23 @@ __device__ __forceinline__ std::uint32_t sign_nibbles(const Vec16<Bf16>& vec, in
   const std::uint32_t even = __byte_perm(low, high, 0x6420), odd = __byte_perm(low, high, 0x7531);
   return select_bits(0x0F0F'0F0Fu, even >> 4, odd);
 }
+// Packs eight codes, each in bits 24:22 with its sign in 31 and an overflow in 25, into nibbles.
+__device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
+  constexpr std::uint32_t kEven = 0x000F'000Fu, kOdd = 0x0F00'0F00u, kLow = 0x00FF'00FFu;
+  const std::uint32_t p0 = __byte_perm(t[0], t[4], 0x7632), p1 = __byte_perm(t[1], t[5], 0x7632);
+  const std::uint32_t p2 = __byte_perm(t[2], t[6], 0x7632), p3 = __byte_perm(t[3], t[7], 0x7632);
+  const std::uint32_t codes =
+      select_bits(kLow, select_bits(kEven, p0 >> 6, p1 >> 2), select_bits(kOdd, p2 << 2, p3 << 6));
+  const std::uint32_t signs =
+      select_bits(kLow, select_bits(kEven, p0 >> 12, p1 >> 8), select_bits(kOdd, p2 >> 4, p3));
+  const std::uint32_t too_large = codes & 0x8888'8888u;
+  return select_bits(0x7777'7777u, codes | (too_large - (too_large >> 3)), signs);
+}
 __device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint32_t signs) {
-#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+#if defined(MINIFLOAT_HAS_FP4_CONVERSIONS)
   (void)signs;
   return cvt_e2m1x8(v);
-#else
+#elif defined(MINIFLOAT_HAS_FP8_CONVERSIONS)
   float q[8];
 #pragma unroll
   for (int i = 0; i < 8; ++i) q[i] = round_to_e2m1_grid(v[i]);
@@ -84,6 +96,12 @@ __device__ __forceinline__ std::uint32_t encode_e2m1x8(const float* v, std::uint
   const std::uint32_t odd = cvt_e4m3x2(q[1], q[3]) | cvt_e4m3x2(q[5], q[7]) << 16;
   const std::uint32_t magnitude = select_bits(0x0F0F'0F0Fu, even >> 2, odd << 2);
   return select_bits(0x7777'7777u, magnitude, signs);
+#else  // 2^-126 of the rounded value has the code in bits 24:22; what is right of it is dropped
+  std::uint32_t t[8];
+#pragma unroll
+  for (int i = 0; i < 8; ++i)
+    t[i] = bit_cast<std::uint32_t>(multiply_toward_zero(round_to_e2m1_grid(v[i]), 0x1p-120f));
+  return select_bits(0x7777'7777u, pack_e2m1x8(t), signs);
 #endif
 }
 
@@ -96,7 +114,7 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Vec16<T>& vec, float fa
   for (int half = 0; half < 2; ++half) {
     const int first = 8 * half;
     float v[8];
-#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+#if defined(MINIFLOAT_HAS_FP4_CONVERSIONS)
     (void)takes_fast_path;  // the instruction saturates
 #pragma unroll
     for (int i = 0; i < 8; ++i) v[i] = vec[first + i] * factor;
@@ -124,24 +142,12 @@ __device__ __forceinline__ Codes<E2M1> encode_e2m1(const Vec16<T>& vec, float fa
 __device__ __forceinline__ std::uint32_t round_e2m1_stochastic(float v, std::uint32_t random) {
   return random * 64u + bit_cast<std::uint32_t>(multiply_toward_zero(v, 0x1p-126f));
 }
-// Packs eight such results, sign in 31, overflow in 25 and the code in 24:22, into eight nibbles.
-__device__ __forceinline__ std::uint32_t pack_e2m1x8(const std::uint32_t* t) {
-  constexpr std::uint32_t kEven = 0x000F'000Fu, kOdd = 0x0F00'0F00u, kLow = 0x00FF'00FFu;
-  const std::uint32_t p0 = __byte_perm(t[0], t[4], 0x7632), p1 = __byte_perm(t[1], t[5], 0x7632);
-  const std::uint32_t p2 = __byte_perm(t[2], t[6], 0x7632), p3 = __byte_perm(t[3], t[7], 0x7632);
-  const std::uint32_t codes =
-      select_bits(kLow, select_bits(kEven, p0 >> 6, p1 >> 2), select_bits(kOdd, p2 << 2, p3 << 6));
-  const std::uint32_t signs =
-      select_bits(kLow, select_bits(kEven, p0 >> 12, p1 >> 8), select_bits(kOdd, p2 >> 4, p3));
-  const std::uint32_t too_large = codes & 0x8888'8888u;
-  return select_bits(0x7777'7777u, codes | (too_large - (too_large >> 3)), signs);
-}
 template <class T>
 __device__ __forceinline__ Codes<E2M1> encode_e2m1_stochastic(const Vec16<T>& vec, float factor,
                                                               bool takes_fast_path,
                                                               const RandomBits& bits) {
   Codes<E2M1> out;
-#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+#if defined(MINIFLOAT_HAS_STOCHASTIC_CONVERSIONS)
   (void)takes_fast_path;
   std::uint32_t quads[4];
 #pragma unroll
@@ -181,7 +187,7 @@ template <class F, class T>
 __device__ __forceinline__ Codes<F> encode_fp8_stochastic(const Vec16<T>& vec, float factor,
                                                           const RandomBits& bits) {
   Codes<F> out = {};
-#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+#if defined(MINIFLOAT_HAS_STOCHASTIC_CONVERSIONS)
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
     const float v[4] = {vec[4 * i] * factor, vec[4 * i + 1] * factor, vec[4 * i + 2] * factor,

@@ -59,7 +59,7 @@ struct DeviceEquations {
   // mx_scale_up, by the instruction where there is one.
   template <class F>
   __device__ __forceinline__ static std::uint32_t mx_code(std::uint32_t amax) {
-#if defined(MINIFLOAT_HAS_BLACKWELL_CONVERSIONS)
+#if defined(MINIFLOAT_HAS_FP4_CONVERSIONS)
     return mx_scale_of_rounded<F>(cvt_up_ue8m0(mx_quotient<F>(amax)), amax);
 #else
     return mx_scale_up<F>(amax);

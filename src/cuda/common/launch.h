@@ -15,13 +15,26 @@ namespace minifloat::cuda {
 inline void check(cudaError_t status, const char* what) {
   MINIFLOAT_CHECK(status == cudaSuccess, what, ": ", cudaGetErrorString(status));
 }
-// Checks the last launch. A GPU that this build has no code for is one of its errors.
+// Raises the error of a kernel without code for the current device: its GPU, the targets of this
+// build, and the command that builds for it.
+[[noreturn]] void raise_missing_target(const char* kernel);
+
+// Checks the last launch.
 inline void check_launch(const char* kernel) {
   const cudaError_t status = cudaGetLastError();
-  MINIFLOAT_CHECK(
-      status != cudaErrorNoKernelImageForDevice && status != cudaErrorInvalidDeviceFunction, kernel,
-      ": expected a GPU of compute capability 9.0, 10.0 or 10.3, which this build has code for");
+  if (status == cudaErrorNoKernelImageForDevice || status == cudaErrorInvalidDeviceFunction)
+    raise_missing_target(kernel);
   check(status, kernel);
+}
+
+// Returns the target, 10 major + minor, whose code of a kernel the current device runs: its own, an
+// earlier one, or that of PTX that its driver compiled. 0: there is none.
+template <class Kernel>
+int target_of(Kernel kernel) {
+  cudaFuncAttributes attributes = {};
+  const bool has_code = cudaFuncGetAttributes(&attributes, kernel) == cudaSuccess;
+  if (!has_code) cudaGetLastError();  // a launch raises the error
+  return has_code ? attributes.ptxVersion : 0;
 }
 
 inline cudaStream_t cuda_stream(const Execution& execution) {

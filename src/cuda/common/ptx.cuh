@@ -1,28 +1,62 @@
-// The instructions that C++ has no name for. Each comment states the result. Where a GPU lacks an
-// instruction, the same bytes come from other instructions.
+// The instructions that C++ has no name for, and what replaces them where a GPU lacks one: other
+// instructions, with the same bytes. Each function's comment states the result.
 //
-//                            sm_90a                                          sm_100a, sm_103a
-//     8 floats -> E2M1       rounding by the adder, E4M3's conversion packs  cvt.rn.e2m1x2
-//     8 floats, stochastic   a denormal's bits, and an integer addition      cvt.rs.e2m1x4
-//     FP8, stochastic        core/rounding.h                                 cvt.rs.e4m3x4, e5m2x4
-//     amax -> E8M0           core/scaling.h's mx_scale_up                    cvt.rp.ue8m0x2
+//                                    80  86  89  90a 100a 103a 120f   elsewhere
+//   larger magnitudes (xorsign)      -   x   x   x   x    x    x      max of magnitudes
+//   FP8 <-> float                    -   -   x   x   x    x    x      core/rounding.h
+//   product of two bf16 pairs        -   -   -   x   x    x    x      fma with -0
+//   barrier of a cluster             -   -   -   x   x    x    x      other kernels
+//   E2M1, nearest; E8M0, up          -   -   -   -   x    x    x      encode.cuh; core/scaling.h
+//   E2M1 and FP8, stochastic         -   -   -   -   x    x    -      codec/encode.cuh
+//
+// A target's number is a compute capability; "a" and "f" add instructions that the plain number
+// lacks. Code for 80 also runs on 8.6 and 8.7, code for 120f on 12.1, and drivers compile PTX of 80
+// for every other GPU. tests/tools/test_targets.py compares each target's code with this table.
 #pragma once
 
 #include <cstdint>
+
+#include "minifloat/core/rounding.h"
+
+#if __CUDA_ARCH__ >= 860
+#define MINIFLOAT_HAS_XORSIGN 1
+#endif
+#if __CUDA_ARCH__ >= 890
+#define MINIFLOAT_HAS_FP8_CONVERSIONS 1
+#endif
+#if __CUDA_ARCH__ >= 900
+#define MINIFLOAT_HAS_BF16_PRODUCTS 1
+#define MINIFLOAT_HAS_CLUSTERS 1
+#endif
+// Defined by "a" and "f" targets alone. Hopper's "a" has neither.
+#if defined(__CUDA_ARCH_FAMILY_SPECIFIC__) && __CUDA_ARCH__ >= 1000
+#define MINIFLOAT_HAS_FP4_CONVERSIONS 1
+#endif
+#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
+#define MINIFLOAT_HAS_STOCHASTIC_CONVERSIONS 1
+#endif
 
 namespace minifloat::cuda {
 
 // Convert two floats to two FP8 codes, nearest even, saturating; `low` in bits 7:0. NaN gives the
 // NaN code 0x7F.
 __device__ __forceinline__ std::uint32_t cvt_e4m3x2(float low, float high) {
+#if defined(MINIFLOAT_HAS_FP8_CONVERSIONS)
   std::uint16_t codes;
   asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   return codes;
+#else
+  return encode<E4M3>(low) | encode<E4M3>(high) << 8;
+#endif
 }
 __device__ __forceinline__ std::uint32_t cvt_e5m2x2(float low, float high) {
+#if defined(MINIFLOAT_HAS_FP8_CONVERSIONS)
   std::uint16_t codes;
   asm("cvt.rn.satfinite.e5m2x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(high), "f"(low));
   return codes;
+#else
+  return encode<E5M2>(low) | encode<E5M2>(high) << 8;
+#endif
 }
 
 // Converts two floats to two bf16, nearest even; `low` in bits 15:0. NaN gives 0x7FFF.
@@ -45,23 +79,35 @@ __device__ __forceinline__ float2 cvt_f16x2(std::uint32_t pair) {
 }
 // Return the values of the FP8 codes in bits 7:0 and 15:8. Each is exact in the half in between.
 __device__ __forceinline__ float2 decode_e4m3x2(std::uint32_t codes) {
+#if defined(MINIFLOAT_HAS_FP8_CONVERSIONS)
   std::uint32_t pair;
   asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(codes)));
   return cvt_f16x2(pair);
+#else
+  return {decode<E4M3>(codes), decode<E4M3>(codes >> 8)};
+#endif
 }
 __device__ __forceinline__ float2 decode_e5m2x2(std::uint32_t codes) {
+#if defined(MINIFLOAT_HAS_FP8_CONVERSIONS)
   std::uint32_t pair;
   asm("cvt.rn.f16x2.e5m2x2 %0, %1;" : "=r"(pair) : "h"(static_cast<std::uint16_t>(codes)));
   return cvt_f16x2(pair);
+#else
+  return {decode<E5M2>(codes), decode<E5M2>(codes >> 8)};
+#endif
 }
 // Returns the value of the E4M3 code in bits 7:0.
 __device__ __forceinline__ float decode_e4m3(std::uint32_t code) { return decode_e4m3x2(code).x; }
 
 // Returns copysign(min(|x|, bound), x) for a positive bound.
 __device__ __forceinline__ float clamp_magnitude(float x, float bound) {
+#if defined(MINIFLOAT_HAS_XORSIGN)
   float r;
   asm("min.xorsign.abs.f32 %0, %1, %2;" : "=f"(r) : "f"(x), "f"(bound));
   return r;
+#else
+  return copysignf(fminf(fabsf(x), bound), x);
+#endif
 }
 
 // Returns a * b rounded towards zero, denormals kept.
@@ -101,7 +147,12 @@ __device__ __forceinline__ std::uint32_t permute_bytes(std::uint32_t low, std::u
 // Multiplies two pairs of bf16, nearest even.
 __device__ __forceinline__ std::uint32_t mul_bf16x2(std::uint32_t a, std::uint32_t b) {
   std::uint32_t r;
+#if defined(MINIFLOAT_HAS_BF16_PRODUCTS)
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+  constexpr std::uint32_t kMinusZeros = 0x8000'8000u;  // a product's own sign of zero stays
+  asm("fma.rn.bf16x2 %0, %1, %2, %3;" : "=r"(r) : "r"(a), "r"(b), "r"(kMinusZeros));
+#endif
   return r;
 }
 
@@ -115,7 +166,12 @@ __device__ __forceinline__ std::uint32_t max_bf16x2(std::uint32_t a, std::uint32
 // Returns the larger magnitude of each half, as bf16 pairs whose signs are undefined; NaN stays.
 __device__ __forceinline__ std::uint32_t max_magnitude_bf16x2(std::uint32_t a, std::uint32_t b) {
   std::uint32_t r;
+#if defined(MINIFLOAT_HAS_XORSIGN)
   asm("max.NaN.xorsign.abs.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a), "r"(b));
+#else
+  constexpr std::uint32_t kMagnitudes = 0x7FFF'7FFFu;
+  asm("max.NaN.bf16x2 %0, %1, %2;" : "=r"(r) : "r"(a & kMagnitudes), "r"(b & kMagnitudes));
+#endif
   return r;
 }
 
@@ -132,15 +188,18 @@ __device__ __forceinline__ void wait_for_copies() {
 }
 
 // Waits for every thread of the cluster. Memory written before is visible to all threads after. A
-// launch without clusters has clusters of one block.
+// launch without clusters has clusters of one block. Code without clusters is never launched
+// (one_cluster.cu asks first), and would stop.
 __device__ __forceinline__ void sync_cluster() {
+#if defined(MINIFLOAT_HAS_CLUSTERS)
   asm volatile("barrier.cluster.arrive.release.aligned;\nbarrier.cluster.wait.acquire.aligned;" ::
                    : "memory");
+#else
+  __trap();
+#endif
 }
 
-#if defined(__CUDA_ARCH_FEAT_SM100_ALL) || defined(__CUDA_ARCH_FEAT_SM103_ALL)
-#define MINIFLOAT_HAS_BLACKWELL_CONVERSIONS 1
-
+#if defined(MINIFLOAT_HAS_FP4_CONVERSIONS)
 // Converts eight floats to eight E2M1 codes, element 0 in the lowest nibble. NaN gives +6.   Not
 // yet run on hardware.
 __device__ __forceinline__ std::uint32_t cvt_e2m1x8(const float* v) {
@@ -155,6 +214,16 @@ __device__ __forceinline__ std::uint32_t cvt_e2m1x8(const float* v) {
       : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "f"(v[4]), "f"(v[5]), "f"(v[6]), "f"(v[7]));
   return r;
 }
+// Returns the E8M0 code of the power of two at or above x >= 0: 0 up to 2^-127, 254 past 2^126.
+// Not yet run on hardware.
+__device__ __forceinline__ std::uint32_t cvt_up_ue8m0(float x) {
+  std::uint16_t codes;
+  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(x));
+  return codes;
+}
+#endif
+
+#if defined(MINIFLOAT_HAS_STOCHASTIC_CONVERSIONS)
 // Converts four floats by a random word to four codes.   Not yet run on hardware.
 __device__ __forceinline__ std::uint32_t cvt_rs_e2m1x4(const float* v, std::uint32_t word) {
   std::uint16_t r;
@@ -180,13 +249,6 @@ __device__ __forceinline__ std::uint32_t cvt_rs_e5m2x4(const float* v, std::uint
       : "=r"(r)
       : "f"(v[0]), "f"(v[1]), "f"(v[2]), "f"(v[3]), "r"(word));
   return r;
-}
-// Returns the E8M0 code of the power of two at or above x >= 0: 0 up to 2^-127, 254 past 2^126.
-// Not yet run on hardware.
-__device__ __forceinline__ std::uint32_t cvt_up_ue8m0(float x) {
-  std::uint16_t codes;
-  asm("cvt.rp.satfinite.ue8m0x2.f32 %0, %1, %2;" : "=h"(codes) : "f"(0.0f), "f"(x));
-  return codes;
 }
 #endif
 

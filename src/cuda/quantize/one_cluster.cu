@@ -7,6 +7,9 @@
 //
 // Separate launches for each amax, and for clearing it, would take the host longer than the cast
 // takes the device.
+#include <array>
+#include <atomic>
+
 #include "cuda/common/reduce.cuh"
 #include "cuda/quantize/general.cuh"
 
@@ -102,6 +105,19 @@ bool try_row(const QuantizeArgs& args, const Execution& execution) {
   return is_cast<Row>(args.row_spec) && launch<Row, Absent>(args, execution);
 }
 
+// Returns whether the current device runs code with clusters: before compute capability 9.0 there
+// are none, and a later GPU may run an earlier target's PTX. Each device is asked once.
+bool has_clusters() {
+  enum : std::uint8_t { kUnknown, kNo, kYes };
+  static std::array<std::atomic<std::uint8_t>, 64> answers = {};
+  int device = 0;
+  check(cudaGetDevice(&device), "quantize");
+  std::atomic<std::uint8_t>& answer = answers[static_cast<std::size_t>(device) % answers.size()];
+  if (answer == kUnknown)
+    answer = target_of(quantize_cluster<Cast<E4M3>, Absent>) >= 90 ? kYes : kNo;
+  return answer == kYes;
+}
+
 }  // namespace
 
 bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
@@ -120,7 +136,7 @@ bool launch_one_cluster(const QuantizeArgs& args, bool rowwise, bool columnwise,
 bool fits_one_cluster(const QuantizeArgs& args) {
   const Tiles tiles = tiles_of(args.x);
   return args.is_bf16 && args.batch == 1 && !args.groups &&
-         std::int64_t{tiles.across.d} * tiles.down.d <= kMostTiles;
+         std::int64_t{tiles.across.d} * tiles.down.d <= kMostTiles && has_clusters();
 }
 
 }  // namespace minifloat::cuda
