@@ -17,6 +17,7 @@ from .distributed.zero.master_weights import (
     post_all_gather_processing,
     quantize_master_weights,
 )
+from .engine_choice import Engine, engines
 from .functional import linear, linear_group, scaled_grouped_mm
 from .moe import hooks as _moe_hooks  # registers functions for models with experts
 from .moe.grouped_mlp import grouped_mlp
@@ -42,6 +43,7 @@ from .tensor.transforms import (
 
 __all__ = [
     "MLP",
+    "Engine",
     "Linear",
     "MoE",
     "Product",
@@ -58,6 +60,7 @@ __all__ = [
     "check_groups",
     "dequantize",
     "destroy_process_group",
+    "engines",
     "expert_parallel",
     "group_table",
     "grouped_mlp",

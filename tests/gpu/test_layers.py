@@ -16,6 +16,7 @@ from minifloat._native import ops
 from torch import Tensor, nn
 
 from tests.gpu.layer_cases import build, history, layer_data, require_close
+from tests.support.capability import assumed_capability
 from tests.support.same_bits import require_same
 
 pytestmark = pytest.mark.gpu
@@ -96,6 +97,19 @@ def test_layer_is_the_cpus(device, recipe, size, dtype):
         require_same(a, b, f"{recipe}: saved tensor {i}")
     require_same(got["amax"], want["amax"], f"{recipe}: amax history")
     require_close_layers(got, want, recipe, dtype)
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (8, 9)])
+@pytest.mark.parametrize("recipe", PRESETS)
+def test_layer_by_the_engines_of_other_gpus(cuda, recipe, capability):
+    """On Ampere all products are exact; on 8.9 those of FP8 by row, off the default stream."""
+    data = layer_data(SIZES[0], torch.bfloat16)
+    want = run_layer(torch.device("cpu"), recipe, data)
+    for stream in (torch.cuda.default_stream(), torch.cuda.Stream()):
+        with assumed_capability(*capability), torch.cuda.stream(stream):
+            got = run_layer(cuda, recipe, data)
+        torch.cuda.synchronize()
+        require_close_layers(got, want, recipe, torch.bfloat16)
 
 
 @pytest.mark.parametrize("recipe", ["fp8_tensorwise", "fp8_rowwise", "fp8_blockwise", "nvfp4"])

@@ -336,7 +336,7 @@ def test_products_that_the_engine_supports(capability, groups):
     # The kernel reads E5M2 as E4M3, and has no product of two formats.
     for product in ("mxfp8/e5m2*mxfp8", "mxfp8*mxfp8/e5m2", "mxfp8*mxfp4", "nvfp4*mxfp4"):
         assert of(product) == "exact_grouped"
-    for other in (0, 80, 90, 110, 120):
+    for other in (0, 80, 89, 90, 110, 120, 121):
         assert ops.engine_of("mxfp8*mxfp8", other, **SIZES, groups=groups) != "block_scaled_grouped"
 
 

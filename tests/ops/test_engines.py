@@ -1,51 +1,51 @@
 """The engine of each product on GPUs of any capability. The choice needs no GPU."""
 
+import itertools
 import re
 from pathlib import Path
 
+import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
 
-HOPPER, BLACKWELL, BLACKWELL_ULTRA, RTX_BLACKWELL = 90, 100, 103, 120
+ADA, HOPPER, BLACKWELL, BLACKWELL_ULTRA, RTX_BLACKWELL, DGX_SPARK = 89, 90, 100, 103, 120, 121
 WHOLE = {"m": 256, "n": 256, "k": 512}  # sizes that every engine takes
 
-# product: on Hopper, on sm_100 and sm_103, on sm_120
+# product: on sm_89; on Hopper; on sm_100 and sm_103; on sm_120 and sm_121
 ENGINES = {
-    "e4m3/tensor*e4m3/tensor,fast": ("fp8_tensor", "fp8_tensor", "fp8_tensor"),
-    "e5m2/tensor*e4m3/tensor": ("fp8_tensor", "fp8_tensor", "fp8_tensor"),
-    "e5m2/tensor*e5m2/tensor": ("exact", "exact", "exact"),
-    "e4m3/row*e4m3/row": ("fp8_row", "fp8_row", "fp8_row"),
-    "e4m3/1x128*e4m3/128x128": ("fp8_block", "exact", "exact"),
-    "e4m3/1x128*e4m3/1x128": ("fp8_block", "exact", "exact"),
-    "e4m3/128x128*e4m3/128x128": ("exact", "exact", "exact"),
-    "mxfp8*mxfp8": ("exact", "block_scaled", "exact"),
-    "mxfp8+sr*mxfp8/32x32+floor": ("exact", "block_scaled", "exact"),
-    "mxfp8/e5m2*mxfp8": ("exact", "block_scaled", "exact"),
-    "mxfp8/e5m2*mxfp8/e5m2": ("exact", "exact", "exact"),
-    "mxfp4*mxfp4": ("fp4_by_fp8", "block_scaled", "fp4_by_fp8"),
-    "mxfp4+sr+rht*mxfp4+rht": ("fp4_by_fp8", "block_scaled", "fp4_by_fp8"),
-    "nvfp4*nvfp4/16x16": ("exact", "block_scaled", "exact"),
-    "nvfp4+sr+rht*nvfp4+up+rht": ("exact", "block_scaled", "exact"),
-    "nvfp4+pow2*nvfp4/16x16+pow2": ("fp4_by_fp8", "block_scaled", "fp4_by_fp8"),
-    "mxfp4*mxfp8": ("exact", "exact", "exact"),
-    "nvfp4*mxfp4": ("exact", "exact", "exact"),
-    "nvfp4+pow2*mxfp4": ("exact", "exact", "exact"),
-    "e4m3/tensor*e4m3/row": ("exact", "exact", "exact"),
-    "nvfp4*bf16": ("exact", "exact", "exact"),
-    "bf16*bf16": ("exact", "exact", "exact"),
+    "e4m3/tensor*e4m3/tensor,fast": ("fp8_tensor", "fp8_tensor", "fp8_tensor", "fp8_tensor"),
+    "e5m2/tensor*e4m3/tensor": ("fp8_tensor", "fp8_tensor", "fp8_tensor", "fp8_tensor"),
+    "e5m2/tensor*e5m2/tensor": ("exact", "exact", "exact", "exact"),
+    "e4m3/row*e4m3/row": ("fp8_row", "fp8_row", "fp8_row", "fp8_row"),
+    "e4m3/1x128*e4m3/128x128": ("exact", "fp8_block", "exact", "exact"),
+    "e4m3/1x128*e4m3/1x128": ("exact", "fp8_block", "exact", "exact"),
+    "e4m3/128x128*e4m3/128x128": ("exact", "exact", "exact", "exact"),
+    "mxfp8*mxfp8": ("exact", "exact", "block_scaled", "block_scaled"),
+    "mxfp8+sr*mxfp8/32x32+floor": ("exact", "exact", "block_scaled", "block_scaled"),
+    "mxfp8/e5m2*mxfp8": ("exact", "exact", "exact", "exact"),
+    "mxfp8/e5m2*mxfp8/e5m2": ("exact", "exact", "exact", "exact"),
+    "mxfp4*mxfp4": ("fp4_by_fp8", "fp4_by_fp8", "block_scaled", "fp4_by_fp8"),
+    "mxfp4+sr+rht*mxfp4+rht": ("fp4_by_fp8", "fp4_by_fp8", "block_scaled", "fp4_by_fp8"),
+    "nvfp4*nvfp4/16x16": ("exact", "exact", "block_scaled", "block_scaled"),
+    "nvfp4+sr+rht*nvfp4+up+rht": ("exact", "exact", "block_scaled", "block_scaled"),
+    "nvfp4+pow2*nvfp4/16x16+pow2": ("fp4_by_fp8", "fp4_by_fp8", "block_scaled", "block_scaled"),
+    "mxfp4*mxfp8": ("exact", "exact", "exact", "exact"),
+    "nvfp4*mxfp4": ("exact", "exact", "exact", "exact"),
+    "nvfp4+pow2*mxfp4": ("exact", "exact", "exact", "exact"),
+    "e4m3/tensor*e4m3/row": ("exact", "exact", "exact", "exact"),
+    "nvfp4*bf16": ("exact", "exact", "exact", "exact"),
+    "bf16*bf16": ("exact", "exact", "exact", "exact"),
 }
 
 
 @pytest.mark.parametrize("product", ENGINES)
 def test_of_each_capability(product):
-    hopper, blackwell, rtx = ENGINES[product]
-    assert ops.engine_of(product, HOPPER, **WHOLE) == hopper
-    assert ops.engine_of(product, BLACKWELL, **WHOLE) == blackwell
-    assert ops.engine_of(product, BLACKWELL_ULTRA, **WHOLE) == blackwell
-    assert ops.engine_of(product, RTX_BLACKWELL, **WHOLE) == rtx
-    for older in (0, 80, 89):
-        assert ops.engine_of(product, older, **WHOLE) == "exact"
+    ada, hopper, blackwell, rtx = ENGINES[product]
+    of_capability = {ADA: ada, HOPPER: hopper, BLACKWELL: blackwell, BLACKWELL_ULTRA: blackwell}
+    of_capability |= {RTX_BLACKWELL: rtx, DGX_SPARK: rtx, 0: "exact", 80: "exact", 86: "exact"}
+    for capability, engine in of_capability.items():
+        assert ops.engine_of(product, capability, **WHOLE) == engine, capability
 
 
 def test_every_engine_is_a_row_of_the_table():
@@ -61,12 +61,12 @@ def test_every_engine_is_a_row_of_the_table():
 def test_every_preset_has_an_engine_everywhere():
     for preset in ops.preset_names():
         for product in ops.parse_recipe(preset)[1:]:
-            for capability in (0, 90, 100, 103, 110, 120, 121):
+            for capability in (0, 80, 86, 89, 90, 100, 103, 110, 120, 121):
                 assert ops.engine_of(product, capability, **WHOLE)
 
 
 @pytest.mark.parametrize("product", ["mxfp8*mxfp8/32x32", "nvfp4*nvfp4/16x16"])
-@pytest.mark.parametrize("capability", [BLACKWELL, BLACKWELL_ULTRA])
+@pytest.mark.parametrize("capability", [BLACKWELL, BLACKWELL_ULTRA, RTX_BLACKWELL])
 def test_sizes_that_block_scales_do_not_take(product, capability):
     def engine(m, n, k, **asked):
         return ops.engine_of(product, capability, m=m, n=n, k=k, **asked)
@@ -101,4 +101,45 @@ def test_fp4_by_fp8_is_the_next_best(product):
 def test_rows_of_fp8_in_fp32_on_hopper_alone():
     asked = {**WHOLE, "out_dtype": torch.float32}
     assert ops.engine_of("e4m3/row*e4m3/row", HOPPER, **asked) == "fp8_row"
-    assert ops.engine_of("e4m3/row*e4m3/row", BLACKWELL, **asked) == "exact"
+    for other in (ADA, BLACKWELL, RTX_BLACKWELL):
+        assert ops.engine_of("e4m3/row*e4m3/row", other, **asked) == "exact"
+
+
+def test_engines_of_a_recipe():
+    fprop, dgrad, wgrad = mf.engines("mxfp8_nvfp4", (9, 0))
+    assert [e.product for e in (fprop, dgrad, wgrad)] == ["fprop", "dgrad", "wgrad"]
+    assert fprop.specs == "mxfp8*mxfp8"
+    assert not fprop.native
+    assert fprop.does == (
+        "a bf16 GEMM of the decoded values; codes are multiplied by compute capability "
+        "10.0, 10.3, 12.0, 12.1"
+    )
+    assert all(e.native for e in mf.engines("mxfp8_nvfp4", (12, 0)))
+    assert all(e.native for e in mf.engines("bf16", (8, 0)))
+    assert {e.name for e in mf.engines("fp8_rowwise", (0, 0))} == {"exact"}
+    assert {e.name for e in mf.engines("mxfp8", (10, 0), experts=True)} == {"block_scaled_grouped"}
+    assert mf.engines("nvfp4")[0].native == mf.engines("nvfp4", current())[0].native
+    for bad in ("9.0", (9,), [9, 0]):
+        with pytest.raises(TypeError, match="engines: expected capability as"):
+            mf.engines("nvfp4", bad)
+    with pytest.raises(ValueError, match="engines: capability: expected at least 0"):
+        mf.engines("nvfp4", (-1, 0))
+
+
+def test_the_readmes_table():
+    text = (Path(__file__).parents[2] / "README.md").read_text()
+    table = text[text.index("## What runs where") : text.index("`mf.engines(")]
+    header, _, *rows = [line for line in table.splitlines() if line.startswith("|")]
+    presets = [re.findall(r"`(\w+)`", cell) for cell in header.split("|")[2:-2]]
+    assert len(rows) == 6
+    for row in rows:
+        gpus, *words = [cell.strip() for cell in row.split("|")[1:-2]]
+        capabilities = re.findall(r"\((\d+)\.(\d)\)", gpus) or [(0, 0)]
+        for (major, minor), (names, word) in itertools.product(capabilities, zip(presets, words)):
+            for name in names:
+                engines = mf.engines(name, (int(major), int(minor)))
+                assert {e.native for e in engines} == {word == "native"}, (gpus, name)
+
+
+def current():
+    return torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)

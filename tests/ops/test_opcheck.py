@@ -244,7 +244,8 @@ def test_every_op_is_checked():
     text = {"parse_recipe", "parse_recipe_map", "match_recipe", "preset_names"}
     text |= {"spec_sizes", "stream", "mix_seed", "built_for_torch", "has_cuda"}
     text |= {"spec_info", "product_info", "token_unit", "shard_multiple", "operand_names"}
-    text |= {"engine_of", "even_cuts", "fragment_layout", "check_groups", "reads_token_codes"}
+    text |= {"engine_of", "engine_info", "assume_capability"}
+    text |= {"even_cuts", "fragment_layout", "check_groups", "reads_token_codes"}
     names = {
         name.split("::")[1].split(".")[0]
         for name in torch._C._dispatch_get_all_op_names()

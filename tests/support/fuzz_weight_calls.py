@@ -279,6 +279,24 @@ def _engine_of(rng: Random, arena: Arena) -> Call:
     return op_call("engine_of", product="mxfp8*mxfp8", capability=capability, **sizes)
 
 
+@call("mf.engines")
+@call("mf.Engine")
+@call("engine_info")
+def _engines(rng: Random, arena: Arena) -> Call:
+    recipe, experts = rng.choice(RECIPES), rng.random() < 0.5
+    capability = rng.choice(((0, 0), (8, 9), (12, 0)))
+    return Call(mf.engines, {"recipe": recipe, "capability": capability, "experts": experts})
+
+
+@call("assume_capability")
+def _assume_capability(rng: Random, arena: Arena) -> Call:
+    def run(capability: Any) -> None:
+        ops.assume_capability(capability)
+        ops.assume_capability(0)
+
+    return Call(run, {"capability": rng.choice((0, 80, 120))})
+
+
 @call("stream")
 @call("mix_seed")
 def _numbers(rng: Random, arena: Arena) -> Call:

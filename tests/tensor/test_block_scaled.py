@@ -179,7 +179,8 @@ def refusal(parts, out_dtype):
 
 @pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize(
-    ("a_spec", "b_spec", "m", "n", "k"), [c for c in CASES if "mxfp4" not in c.id]
+    ("a_spec", "b_spec", "m", "n", "k"),
+    [c for c in CASES if "mxfp4" not in c.id and "e5m2" not in c.id],  # those torch multiplies
 )
 def test_torch_accepts_the_operands(a_spec, b_spec, m, n, k, out_dtype):
     """Runs aten::_scaled_mm_v2's checks of shapes, strides, dtypes, recipes and swizzles."""

@@ -306,6 +306,10 @@ TORCH_LIBRARY(minifloat, m) {
   m.def(
       "engine_of(str product, int capability, *, int m, int n, int k, "
       "ScalarType out_dtype=bfloat16, bool bias=False, str groups=\"\") -> str");
+  m.def(
+      "engine_info(str product, int capability, *, str groups=\"\") -> "
+      "(str name, bool native, str does)");
+  m.def("assume_capability(int capability) -> ()");
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
   m.def("built_for_torch() -> str");

@@ -126,31 +126,59 @@ std::vector<std::int64_t> spec_sizes(const std::string& text, std::int64_t rows,
   return sizes;
 }
 
+void check_capability(const char* op, std::int64_t capability) {
+  TORCH_CHECK_VALUE(0 <= capability && capability < 10'000, op,
+                    ": expected a capability as 10 major + minor, got ", capability);
+}
+
+const torch_ops::Engine& engine_of(const Product& product, std::int64_t capability,
+                                   torch_ops::ProductShape shape, const std::string& groups) {
+  using torch_ops::GroupsAlong;
+  check_capability("engine_of", capability);
+  bridge::check_size("engine_of", "m", shape.m);
+  bridge::check_size("engine_of", "n", shape.n);
+  bridge::check_size("engine_of", "k", shape.k);
+  shape.k = product.a.padded_cols(shape.k);
+  shape.along = groups == "m"   ? GroupsAlong::kRows
+                : groups == "k" ? GroupsAlong::kContraction
+                                : GroupsAlong::kNone;
+  TORCH_CHECK_VALUE(shape.along != GroupsAlong::kNone || groups.empty(),
+                    "engine_of: expected groups as m, k or nothing, got ", groups);
+  return torch_ops::engine_of(product, static_cast<int>(capability), shape);
+}
+
 // Returns the name of the engine that multiplies (m, k) · (n, k)ᵀ on a GPU of this capability.
 // capability: 10 major + minor; 0: the CPU. groups: "m" or "k", the dimension along which groups
 // lie; "": none.
 std::string engine_name(const std::string& product, std::int64_t capability, std::int64_t m,
                         std::int64_t n, std::int64_t k, at::ScalarType out_dtype, bool bias,
                         const std::string& groups) {
-  using torch_ops::GroupsAlong;
+  return engine_of(bridge::parse_product(product), capability,
+                   {.m = m, .n = n, .k = k, .out_dtype = out_dtype, .has_bias = bias}, groups)
+      .name;
+}
+
+// Returns what multiplies a product of sizes that every engine takes: the engine's name, whether it
+// reads the codes themselves, and what it does. groups: as above.
+std::tuple<std::string, bool, std::string> engine_info(const std::string& product,
+                                                       std::int64_t capability,
+                                                       const std::string& groups) {
   const Product& parsed = bridge::parse_product(product);
-  TORCH_CHECK_VALUE(0 <= capability && capability < 10'000,
-                    "engine_of: expected a capability as 10 major + minor, got ", capability);
-  bridge::check_size("engine_of", "m", m);
-  bridge::check_size("engine_of", "n", n);
-  bridge::check_size("engine_of", "k", k);
-  const GroupsAlong along = groups == "m"   ? GroupsAlong::kRows
-                            : groups == "k" ? GroupsAlong::kContraction
-                                            : GroupsAlong::kNone;
-  TORCH_CHECK_VALUE(along != GroupsAlong::kNone || groups.empty(),
-                    "engine_of: expected groups as m, k or nothing, got ", groups);
-  const torch_ops::ProductShape shape = {.m = m,
-                                         .n = n,
-                                         .k = parsed.a.padded_cols(k),
-                                         .out_dtype = out_dtype,
-                                         .has_bias = bias,
-                                         .along = along};
-  return torch_ops::engine_of(parsed, static_cast<int>(capability), shape).name;
+  const auto engine_on = [&](std::int64_t gpu) -> const torch_ops::Engine& {
+    return engine_of(parsed, gpu, {.m = 128, .n = 128, .k = 128}, groups);
+  };
+  const torch_ops::Engine& engine = engine_on(capability);
+  std::string does = engine.does;
+  if (parsed.is_bf16()) return {engine.name, true, "a bf16 GEMM"};
+  if (!engine.reads_values) return {engine.name, true, does};
+  std::string others;
+  for (const int gpu : torch_ops::kGpus)
+    if (!engine_on(gpu).reads_values)
+      others +=
+          (others.empty() ? "" : ", ") + std::to_string(gpu / 10) + "." + std::to_string(gpu % 10);
+  does += others.empty() ? "; no GPU multiplies these codes"
+                         : "; codes are multiplied by compute capability " + others;
+  return {engine.name, false, does};
 }
 
 std::int64_t stream(const std::string& name) {
@@ -182,6 +210,11 @@ TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("preset_names", [] { return preset_names(); });
   m.impl("spec_sizes", spec_sizes);
   m.impl("engine_of", engine_name);
+  m.impl("engine_info", engine_info);
+  m.impl("assume_capability", [](std::int64_t capability) {
+    check_capability("assume_capability", capability);
+    torch_ops::assume_capability(static_cast<int>(capability));
+  });
   m.impl("stream", stream);
   m.impl("mix_seed", mix_seeds);
   m.impl("has_cuda", has_cuda);

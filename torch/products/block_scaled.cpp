@@ -76,15 +76,17 @@ BlockScaledSide block_scaled_side(const Spec& spec, const Tensor& codes, const T
 
 namespace block_scaled {
 
-// Whether the GPU is one whose tensor cores read block scales and which ATen's products and this
-// build support. They multiply MX by MX and NVFP4 by NVFP4 of the same width, for any rounding,
-// transform and block height.
+// Whether the GPU's tensor cores read the block scales, and torch 2.11 lets them (ScaledBlas.cpp):
+// NVFP4 by NVFP4, MXFP8 by MXFP8 in E4M3 (check_mxfp8_recipe), and MXFP4 by MXFP4 on compute
+// capability 10 alone (line 1092). Any rounding, transform and block height.
 bool supports(const Product& product, int capability) {
-  if (capability != kBlackwell && capability != kBlackwellUltra) return false;
+  const bool is_datacenter = capability == kBlackwell || capability == kBlackwellUltra;
+  if (!is_datacenter && capability != kRtxBlackwell && capability != kDgxSpark) return false;
   const Spec &a = product.a, &b = product.b;
-  const bool is_fp4 = a.elements == Elements::kE2m1 && b.elements == Elements::kE2m1;
-  return a.rule == b.rule && ((a.rule == ScaleRule::kMx && (is_fp4 || has_fp8_product(a, b))) ||
-                              a.rule == ScaleRule::kNvfp4);
+  if (a.rule != b.rule || a.elements != b.elements) return false;
+  if (a.rule == ScaleRule::kNvfp4) return true;
+  return a.rule == ScaleRule::kMx &&
+         (a.elements == Elements::kE4m3 || (a.elements == Elements::kE2m1 && is_datacenter));
 }
 
 // Whether k is a multiple of 32: whole blocks, and whole 16 bytes of E2M1. ATen's product of MXFP4
@@ -114,6 +116,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace block_scaled
 
 constinit const Engine kBlockScaled = {.name = "block_scaled",
+                                       .does = "a GEMM of codes under block scales",
                                        .supports = block_scaled::supports,
                                        .takes = block_scaled::takes,
                                        .reads_values = false,

@@ -96,6 +96,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace block_scaled_grouped
 
 constinit const Engine kBlockScaledGrouped = {.name = "block_scaled_grouped",
+                                              .does = "a grouped GEMM of codes under block scales",
                                               .is_grouped = true,
                                               .supports = block_scaled_grouped::supports,
                                               .takes = block_scaled_grouped::takes,

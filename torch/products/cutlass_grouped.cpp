@@ -56,6 +56,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace cutlass_grouped
 
 constinit const Engine kCutlassGrouped = {.name = "cutlass_grouped",
+                                          .does = "a grouped FP8 GEMM",
                                           .is_grouped = true,
                                           .supports = cutlass_grouped::supports,
                                           .takes = cutlass_grouped::takes,

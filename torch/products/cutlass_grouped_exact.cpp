@@ -41,6 +41,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace cutlass_grouped_exact
 
 constinit const Engine kCutlassGroupedExact = {.name = "cutlass_grouped_exact",
+                                               .does = "a grouped bf16 GEMM of the decoded values",
                                                .is_grouped = true,
                                                .supports = cutlass_grouped_exact::supports,
                                                .takes = cutlass_grouped_exact::takes,

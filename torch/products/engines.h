@@ -18,9 +18,15 @@ namespace minifloat::torch_ops {
 // Compute capabilities, 10 major + minor.
 inline constexpr int kNoGpu = 0;
 inline constexpr int kUnknownGpu = 1;  // a GPU whose capability this build cannot query
+inline constexpr int kAda = 89;        // RTX 40, L4, L40
 inline constexpr int kHopper = 90;
-inline constexpr int kBlackwell = 100;
-inline constexpr int kBlackwellUltra = 103;
+inline constexpr int kBlackwell = 100;       // B200
+inline constexpr int kBlackwellUltra = 103;  // B300
+inline constexpr int kRtxBlackwell = 120;    // RTX 50, RTX PRO
+inline constexpr int kDgxSpark = 121;
+// GPUs whose products differ. Those of 8.0 and 8.6 read no codes.
+inline constexpr int kGpus[] = {kAda,          kHopper,  kBlackwell, kBlackwellUltra,
+                                kRtxBlackwell, kDgxSpark};
 
 // The dimension of a product along which groups of rows lie (core/groups.h).
 //
@@ -63,6 +69,7 @@ struct ProductCall {
 // A way to multiply two quantized operands.
 struct Engine {
   const char* name;
+  const char* does;  // for users: which GEMM
   // Whether the engine multiplies operands with groups, along either dimension.
   bool is_grouped = false;
   // Whether the engine multiplies the product's operands on a GPU of this capability. Independent
@@ -89,6 +96,9 @@ extern const Engine kBlockScaledGrouped, kCutlassGrouped, kFp8Grouped, kCutlassG
 
 // Returns the capability of a CUDA device, queried once for each device; kNoGpu for the CPU.
 int compute_capability(const c10::Device& device);
+// Makes compute_capability return this for every CUDA device, so that tests visit the engines of
+// other GPUs; kNoGpu: the device's own again.
+void assume_capability(int capability);
 
 // Returns the first engine that supports a product on a GPU of this capability.
 const Engine& engine_of(const Product& product, int capability, bool is_grouped = false);
@@ -96,7 +106,8 @@ const Engine& engine_of(const Product& product, int capability, bool is_grouped 
 // Returns the first engine that also accepts the sizes. The exact engines accept all.
 const Engine& engine_of(const Product& product, int capability, const ProductShape& shape);
 
-// A product and the first engine that supports it on a device.
+// A product and the first engine that supports it on a device, for which its operands are cast. The
+// product itself may be another engine's, whose sizes fit.
 struct PlannedProduct {
   const Product& product;
   const std::string& text;  // of the product

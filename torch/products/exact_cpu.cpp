@@ -67,6 +67,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace exact_cpu
 
 constinit const Engine kExactCpu = {.name = "exact",
+                                    .does = "a bf16 GEMM of the decoded values",
                                     .supports = exact_cpu::supports,
                                     .takes = takes_all,
                                     .reads_values = true,

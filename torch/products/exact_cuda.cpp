@@ -82,6 +82,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace exact_cuda
 
 constinit const Engine kExactCuda = {.name = "exact",
+                                     .does = "a bf16 GEMM of the decoded values",
                                      .supports = exact_cuda::supports,
                                      .takes = takes_all,
                                      .reads_values = true,

@@ -88,12 +88,14 @@ Tensor multiply(const ProductCall& call) {
 
 }  // namespace exact_grouped_cpu
 
-constinit const Engine kExactGroupedCpu = {.name = "exact_grouped",
-                                           .is_grouped = true,
-                                           .supports = exact_grouped_cpu::supports,
-                                           .takes = takes_all,
-                                           .reads_values = true,
-                                           .prepare = nullptr,
-                                           .multiply = exact_grouped_cpu::multiply};
+constinit const Engine kExactGroupedCpu = {
+    .name = "exact_grouped",
+    .does = "a bf16 GEMM of the decoded values for each group",
+    .is_grouped = true,
+    .supports = exact_grouped_cpu::supports,
+    .takes = takes_all,
+    .reads_values = true,
+    .prepare = nullptr,
+    .multiply = exact_grouped_cpu::multiply};
 
 }  // namespace minifloat::torch_ops

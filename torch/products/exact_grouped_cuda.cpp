@@ -126,6 +126,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace exact_grouped_cuda
 
 constinit const Engine kExactGroupedCuda = {.name = "exact_grouped",
+                                            .does = "a grouped bf16 GEMM of the decoded values",
                                             .is_grouped = true,
                                             .supports = exact_grouped_cuda::supports,
                                             .takes = takes_all,

@@ -9,7 +9,7 @@ namespace minifloat::torch_ops {
 namespace fp4_by_fp8 {
 
 bool supports(const Product& product, int capability) {
-  return capability >= kHopper && is_fp4_by_fp8(product);
+  return reads_fp8(capability) && is_fp4_by_fp8(product);
 }
 
 ProductInput prepare(const Spec& spec, const Codes& codes, const c10::SymInt& cols) {
@@ -28,18 +28,24 @@ std::pair<Fp4AsFp8, Fp4AsFp8> prepare_both(const ProductCall& call) {
 
 Tensor multiply(const ProductCall& call) {
   const auto [a, b] = prepare_both(call);
+  if (!is_safe_for_rows(a.codes.device())) {
+    const ProductInput left = a, right = b;
+    return kExactCuda.multiply({call.product, left, right, call.k, call.result, call.groups});
+  }
   return fp8_product({Elements::kE4m3, a.codes, a.row_scale},
                      {Elements::kE4m3, b.codes, b.row_scale}, true, call.product.fast, call.result);
 }
 
 }  // namespace fp4_by_fp8
 
-constinit const Engine kFp4ByFp8 = {.name = "fp4_by_fp8",
-                                    .supports = fp4_by_fp8::supports,
-                                    .takes = takes_rows,
-                                    .reads_values = false,
-                                    .reads_fp4_as_fp8 = true,
-                                    .prepare = fp4_by_fp8::prepare,
-                                    .multiply = fp4_by_fp8::multiply};
+constinit const Engine kFp4ByFp8 = {
+    .name = "fp4_by_fp8",
+    .does = "an FP8 GEMM of the same values: E4M3 holds FP4 under power-of-two scales",
+    .supports = fp4_by_fp8::supports,
+    .takes = takes_rows,
+    .reads_values = false,
+    .reads_fp4_as_fp8 = true,
+    .prepare = fp4_by_fp8::prepare,
+    .multiply = fp4_by_fp8::multiply};
 
 }  // namespace minifloat::torch_ops

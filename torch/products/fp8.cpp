@@ -1,6 +1,7 @@
 #include "products/fp8.h"
 
 #include <ATen/ATen.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 
 #include "ops/direct.h"
 #include "ops/ops.h"
@@ -25,6 +26,12 @@ Fp4AsFp8 as_fp8(const Spec& spec, const ProductInput& input, const c10::SymInt& 
 
 Tensor scale_view(const Fp8Side& side, at::IntArrayRef shape) {
   return direct_view(side.scale.contiguous(), at::kFloat, shape);
+}
+
+bool is_safe_for_rows(const at::Device& device) {
+  if (compute_capability(device) != kAda) return true;
+  const c10::impl::VirtualGuardImpl guard(device.type());
+  return guard.getStream(device) == guard.getDefaultStream(device);
 }
 
 Tensor fp8_product(const Fp8Side& a, const Fp8Side& b, bool has_row_scales, bool fast,

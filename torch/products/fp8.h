@@ -27,12 +27,20 @@ inline bool takes_codes(const ProductShape& shape) {
          shape.k % 16 == 0;
 }
 
-// Whether a product of codes under row scales accepts the sizes and the result. On Blackwell and
-// later it is CUTLASS's, which writes only bf16.
+// Whether a GPU multiplies FP8 codes (torch 2.11, ScaledBlas.cpp:475).
+inline bool reads_fp8(int capability) { return capability >= kAda; }
+
+// Whether a product of codes under row scales accepts the sizes and the result. Off Hopper it is
+// CUTLASS's, which writes only bf16 (torch 2.11, RowwiseScaledMM.cu:1101).
 inline bool takes_rows(const Product&, int capability, const ProductShape& shape) {
-  const bool writes = capability < kBlackwell || shape.out_dtype == c10::ScalarType::BFloat16;
+  const bool writes = capability == kHopper || shape.out_dtype == c10::ScalarType::BFloat16;
   return takes_codes(shape) && writes;
 }
+
+// Whether torch's product of row scales is safe on the current stream of this device. On compute
+// capability 8.9 torch 2.11 clears its workspace on the default stream, whichever is current: on
+// another one sums are wrong, or it never ends (pytorch/pytorch#177651, mended in 2.12).
+bool is_safe_for_rows(const at::Device& device);
 
 // One operand of a product of FP8 codes.
 struct Fp8Side {

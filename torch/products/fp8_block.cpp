@@ -17,8 +17,8 @@ bool is_2d(const Spec& spec) { return spec.block_rows > 1; }
 // cuBLAS multiplies all pairs of blocks except 128x128 by 128x128.
 bool supports(const Product& product, int capability) {
   const auto &a = product.a, &b = product.b;
-  return capability >= kHopper && capability < kBlackwell && a.rule == ScaleRule::kBlock &&
-         b.rule == ScaleRule::kBlock && has_fp8_product(a, b) && !(is_2d(a) && is_2d(b));
+  return capability == kHopper && a.rule == ScaleRule::kBlock && b.rule == ScaleRule::kBlock &&
+         has_fp8_product(a, b) && !(is_2d(a) && is_2d(b));
 }
 
 // Whether sizes are multiples of the blocks, and columns of scales start at multiples of 16 bytes.
@@ -80,6 +80,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace fp8_block
 
 constinit const Engine kFp8Block = {.name = "fp8_block",
+                                    .does = "an FP8 GEMM with scales of blocks of 128",
                                     .supports = fp8_block::supports,
                                     .takes = fp8_block::takes,
                                     .reads_values = false,

@@ -41,6 +41,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace fp8_grouped
 
 constinit const Engine kFp8Grouped = {.name = "fp8_grouped",
+                                      .does = "a grouped FP8 GEMM",
                                       .is_grouped = true,
                                       .supports = fp8_grouped::supports,
                                       .takes = takes_grouped_codes,

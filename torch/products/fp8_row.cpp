@@ -7,12 +7,13 @@ namespace fp8_row {
 
 bool supports(const Product& product, int capability) {
   const auto &a = product.a, &b = product.b;
-  return capability >= kHopper && a.rule == ScaleRule::kRow && b.rule == ScaleRule::kRow &&
+  return reads_fp8(capability) && a.rule == ScaleRule::kRow && b.rule == ScaleRule::kRow &&
          has_fp8_product(a, b);
 }
 
 Tensor multiply(const ProductCall& call) {
   const Product& product = call.product;
+  if (!is_safe_for_rows(std::get<Codes>(call.a).codes.device())) return kExactCuda.multiply(call);
   return fp8_product(fp8_side(product.a, call.a), fp8_side(product.b, call.b), true, product.fast,
                      call.result);
 }
@@ -20,6 +21,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace fp8_row
 
 constinit const Engine kFp8Row = {.name = "fp8_row",
+                                  .does = "an FP8 GEMM with a scale a row",
                                   .supports = fp8_row::supports,
                                   .takes = takes_rows,
                                   .reads_values = false,

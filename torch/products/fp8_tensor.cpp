@@ -7,7 +7,7 @@ namespace fp8_tensor {
 
 bool supports(const Product& product, int capability) {
   const auto &a = product.a, &b = product.b;
-  return capability >= kHopper && a.rule == ScaleRule::kTensor && b.rule == ScaleRule::kTensor &&
+  return reads_fp8(capability) && a.rule == ScaleRule::kTensor && b.rule == ScaleRule::kTensor &&
          has_fp8_product(a, b);
 }
 
@@ -22,6 +22,7 @@ Tensor multiply(const ProductCall& call) {
 }  // namespace fp8_tensor
 
 constinit const Engine kFp8Tensor = {.name = "fp8_tensor",
+                                     .does = "an FP8 GEMM with a scale a tensor",
                                      .supports = fp8_tensor::supports,
                                      .takes = fp8_tensor::takes,
                                      .reads_values = false,
