@@ -1,5 +1,6 @@
 // The functions of minifloat/quantize.h and transform.h: each checks its arguments, then calls the
-// device's backend. Nothing is written before every check has passed.
+// device's backend. Nothing is written before every check has passed. Experts, groups, histories
+// and grouped products have files of their own beside this one; GEMMs of dense layers are torch/'s.
 #include "cpu/backend.h"
 #if defined(MINIFLOAT_WITH_CUDA)
 #include "cuda/backend.h"

@@ -1,4 +1,5 @@
-// The specs of three matrix products. For y = x Wᵀ (x: [M, K], W: [N, K], g = dL/dy: [M, N]):
+// The specs of three matrix products, y = x Wᵀ, dx = g W and dW = gᵀ x. An operand is listed as it
+// is read, its contraction last, so that a product is a · bᵀ (x: [M, K], W: [N, K], g: [M, N]):
 //
 //     fprop:  y  [M, N] = x  [M, K] · W  [N, K]        contraction over K
 //     dgrad:  dx [M, K] = g  [M, N] · Wᵀ [K, N]        over N: W is read columnwise

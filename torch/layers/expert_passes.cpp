@@ -1,7 +1,7 @@
 // Both passes of the experts' products, from values, from codes that ranks sent, or from tokens
 // that were cast once for all slots:
 //
-//     forward    rows of x rowwise · W          gate and up are saved, and x once for all slots
+//     forward    rows of x rowwise · Wᵀ         gate and up are saved, and x once for all slots
 //                h rowwise, as it is computed
 //     backward   dh = g · W2,  dW2 = gᵀ · h     h is computed again, columnwise
 //                d_gate, d_up, d_weights        from dh, gate and up

@@ -54,8 +54,9 @@ Rows columnwise_rows(const std::vector<const PreparedRecipe*>& recipes, const Te
 Tensor shape_alone(const Tensor& like, const SymInt& rows, const SymInt& cols);
 
 // ---- Rows that ranks send as codes --------------------------------------------------------------
-// Returns rows as an operand, by expert, from what arrived in the order of the tokens: codes, their
-// scales where rows or blocks have some, else those of experts, and the experts' amaxes.
+// Sorts rows by expert. arrived: rows in the order of arrival, each of which is a token with one
+// slot here: codes, their scales where rows or blocks have some, else those of experts, and the
+// experts' amaxes.
 QuantizedOperand sort_codes(const Spec& spec, at::TensorList arrived, const RowOrder& order);
 
 // Returns an operand as the op scaled_grouped_mm takes the rowwise one of eight tensors.
@@ -65,8 +66,9 @@ std::vector<Tensor> as_operands(const QuantizedOperand& rowwise);
 Tensor values_of(const Spec& spec, const QuantizedOperand& rows, const SymInt& cols,
                  const Tensor& table, at::ScalarType dtype);
 
-// The gradient of a result that reaches backward as codes. Whoever returns that gradient to
-// autograd, as a tensor of its shape alone, sets the codes before.
+// The gradient of a result that reaches backward as codes: autograd carries a tensor of its shape
+// alone. Python's Combine.backward sets the codes before it returns that tensor, and backward_rows
+// (expert_passes.cpp) takes them.
 class GradientCodes : public torch::CustomClassHolder {
  public:
   // arrived: as sort_codes takes it. Throws ValueError for a tensor outside its memory.

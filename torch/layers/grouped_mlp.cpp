@@ -5,9 +5,9 @@
 //     h = SwiGLU(gate, up) · routing weight
 //     y[token] = base + Σ over slots of h · w2ᵀ         in fp32, in the slots' order
 //
-// It is differentiable as a whole. Saved: x, once for all slots, gate and up, the weights, the
-// order and the matrices. Backward (expert_passes.cpp) reads the rows of x again, computes h again,
-// and quantizes both columnwise.
+// It is differentiable as a whole. Saved: x, once for all slots (or the codes that arrived of its
+// rows), gate and up, the routing weights, the order and the matrices. Backward (expert_passes.cpp)
+// reads the rows of x again, computes h again, and quantizes both columnwise.
 //
 // A trace, and ranks that cut the matrices along I, record the differentiable ops instead, whose
 // products save operands. Each rank then computes a term of y; x, the weights and their gradients
@@ -351,7 +351,8 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
     return SumOverRanks::apply(compose(experts, t, term), group);
   }
   if (!bridge::is_real(x)) return compose(experts, t, base);
-  // Backward quantizes the matrices anew in any case, each direction when a product reads it.
+  // No codes of the matrices are saved: backward reads weight_operands where the caller gave some,
+  // else it casts each matrix when a product reads it.
   for (ExpertProduct& product : experts.products) product.recomputes_weights = false;
   if (x_operands) t.tokens = x_operands->vec();
   const ExpertNeeds needs = needs_of(t, base);

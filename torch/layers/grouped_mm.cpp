@@ -8,10 +8,11 @@
 //     backward   g  -> rowwise for dgrad, columnwise for wgrad     one read
 //                dA = g · W,     dW = gᵀ · A                       for each group
 //
-// scaled_grouped_mm_backward computes the backward pass from A and W themselves. Of a weight that
-// ranks cut along N or K (sharding.h), scaled_grouped_mm_sharded computes a rank's part: columns of
-// y and a term of the sum dA, or a term of the sum y and columns of dA. The ops are composite: the
-// dispatcher sees group_table, quantize and scaled_mm below them.
+// scaled_grouped_mm_backward computes the backward pass from A and W themselves, by
+// group_gradients, which the experts' feed-forward (grouped_mlp.cpp) calls without the op. Of a
+// weight that ranks cut along N or K (sharding.h), scaled_grouped_mm_sharded computes a rank's
+// part: columns of y and a term of the sum dA, or a term of the sum y and columns of dA. The ops
+// are composite: the dispatcher sees group_table, quantize and scaled_mm below them.
 #include <ATen/ATen.h>
 #include <ATen/core/grad_mode.h>
 #include <torch/csrc/autograd/custom_function.h>
@@ -125,11 +126,12 @@ ProductInput saved_weight_of(const GroupedCall& call, const PlannedProduct& dgra
   return product_input(recipe, out.second, col);
 }
 
-// Returns y, undefined where it is not needed. saved: what backward reads of a forward pass, which
-// is A as wgrad reads it and W as dgrad reads it, three tensors each, the table, and the numbers of
-// the rows.
-Tensor forward_pass(const Tensor& a, const Tensor& b, const Tensor& offs, const GroupedCall& call,
-                    const GroupedNeeds& needs, variable_list* saved) {
+// Casts A and W, or takes their operands from the caller, and returns y; undefined, and without a
+// product, where y is not needed. saved: what backward reads, which is A as wgrad reads it and W as
+// dgrad reads it, three tensors each, the table, and the numbers of the rows.
+Tensor operands_and_product(const Tensor& a, const Tensor& b, const Tensor& offs,
+                            const GroupedCall& call, const GroupedNeeds& needs,
+                            variable_list* saved) {
   const PreparedRecipe& recipe = call.recipe;
   const PlannedProduct fprop =
       plan_product(recipe.recipe.fprop, recipe.fprop, a.device(), /*is_grouped=*/true);
@@ -202,7 +204,7 @@ struct GroupedFunction : torch::autograd::Function<GroupedFunction> {
                         const Tensor& offs, const GroupedCall& call, const GroupedNeeds& needs) {
     const at::AutoDispatchBelowADInplaceOrView below;
     variable_list saved;
-    Tensor y = forward_pass(a, b, offs, call, needs, &saved);
+    Tensor y = operands_and_product(a, b, offs, call, needs, &saved);
     ctx->save_for_backward(std::move(saved));
     GroupedState state = backward_state(a, b, bias, call, needs);
     ctx->saved_data["state"] =
@@ -291,7 +293,7 @@ Tensor multiply_groups(const Tensor& a, const Tensor& b, const Tensor& offs,
                            on && !call.bias.empty() && call.bias[0].requires_grad()};
   if (!needs.da && !needs.db && !needs.dbias) {
     const at::AutoDispatchBelowADInplaceOrView below;
-    return forward_pass(a, b, offs, call, needs, nullptr);
+    return operands_and_product(a, b, offs, call, needs, nullptr);
   }
   return GroupedFunction::apply(a, b, call.bias, offs, call, needs);
 }
@@ -316,7 +318,7 @@ GroupedGradients group_gradients(const Tensor& grad, const Tensor& a, const Tens
   const at::AutoDispatchBelowADInplaceOrView below;
   const GroupedNeeds needs{needed[0], needed[1], needed[2], /*y=*/false};
   variable_list saved;
-  forward_pass(a, b, offs, call, needs, &saved);
+  operands_and_product(a, b, offs, call, needs, &saved);  // no product: what backward reads
   GroupedState state = backward_state(a, b, call.bias, call, needs);
   state.grad_rows_from = rows_from;
   const variable_list found = GroupedFunction::first_derivatives(state, saved, grad);

@@ -1,15 +1,18 @@
 // Linear layers under a recipe, differentiable. One function serves a layer and a group of layers
 // that share their input:
 //
-//     forward    x  -> rowwise for fprop, columnwise for wgrad        one read
-//                W  -> rowwise for fprop, columnwise for dgrad        one read
+//     forward    x  -> rowwise for fprop, columnwise for wgrad        one cast
+//                W  -> rowwise for fprop, columnwise for dgrad        one cast
 //                y  = x · Wᵀ                                          for each W
-//     saved      x columnwise and W columnwise, in their specs: high precision where a spec is bf16
-//     backward   g  -> rowwise for dgrad, columnwise for wgrad        one read
-//                dx = g · W     (the sum over the group),     dW = gᵀ · x
+//     saved      x columnwise and W columnwise, in their specs: high precision where a spec is
+//                bf16; under recompute W itself instead, which backward quantizes
+//     backward   g  -> rowwise for dgrad, columnwise for wgrad        one cast
+//                dx = g · W     (the sum over the group's layers),     dW = gᵀ · x
 //
-// Operands that no gradient needs are neither computed nor saved. The op is composite: the
-// dispatcher sees quantize and scaled_mm below the op.
+// A cast reads the matrix for both directions at once, after a read for an amax where a rule has
+// one of the tensor. Operands that no gradient needs are neither computed nor saved. The op is
+// composite: below it the dispatcher sees quantize and scaled_mm, where it cannot be skipped
+// (ops/direct.h).
 #include <ATen/ATen.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/library.h>

@@ -96,7 +96,7 @@ struct CastPlan {
 CastPlan plan_cast(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,
                    const Needed& col, const ModuleState& state);
 
-// Quantizes both directions of x (rows, cols) from one read, as plan_cast plans. bf16 directions
+// Quantizes both directions of x (rows, cols) by one cast, as plan_cast plans. bf16 directions
 // are x itself and its transposed view. A shard's bytes are the whole's at that place: the cast
 // takes the shard's origin and the amaxes of all ranks.
 Directions quantize_both(const PreparedRecipe& recipe, const Tensor& x, const Needed& row,

@@ -23,7 +23,9 @@ using at::Tensor;
 
 // The result of a quantization in one direction. Absent tensors are empty or undefined.
 struct QuantizedOperand {
-  Tensor codes;    // uint8 (…, rows, code_cols), as read; may be absent beside `decoded`
+  // uint8 (…, rows, code_cols), as read; may be absent beside `decoded`. Of a bf16 spec the values
+  // themselves, bf16 or fp32.
+  Tensor codes;
   Tensor scale;    // fp32, or the bytes of E8M0 or E4M3
   Tensor amax;     // fp32
   Tensor decoded;  // bf16 (…, rows, padded_cols), if requested

@@ -5,8 +5,8 @@
 //     counter = ( floor(c / 16),  r,  stream lo,  stream hi )      r, c: the operand as read
 //     output  = 4 words = 16 elements; word i serves elements 4i .. 4i+3
 //
-// Four elements share a word's 32 bits, 16 bits each. Every bit is used twice: once in forward and
-// once in bit-reversed weight. This is the layout of the PTX instruction cvt.rs, so that hardware
+// Four elements share a word's 32 bits, 16 bits each. Two elements read the same 16 bits, one of
+// them in reversed order. This is the layout of the PTX instruction cvt.rs, so that hardware
 // with the instruction gives the same codes from the same word.
 #pragma once
 

@@ -1,7 +1,7 @@
 """mf.grouped_mlp: the products of a mixture's experts as a function, on one process or on ranks.
 
-On ranks it is the forward of an mf.MoE that mf.expert_parallel has divided (ranks/),
-of matrices that the caller gives.
+The matrices are the caller's. mf.MoE does not call it: both call Products.run (feed_forward.py), on
+ranks by ExpertParallel (ranks/parallel_experts.py).
 """
 
 from __future__ import annotations

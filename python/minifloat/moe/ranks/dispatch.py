@@ -1,7 +1,7 @@
 """Rows on their way to experts of other ranks, and back.
 
     rows, by expert      [to rank 0: r0 r1 …][to rank 1: …]…[to no rank]        M rows
-    send                 one all_to_all_single; rows are received by the rank they come from
+    send                 one all_to_all_single; rows that arrive lie in the order of their ranks
     back                 the way back of as many rows, of any width
 
 A row is bytes: fields of several dtypes, each at a multiple of 4, the whole a multiple of 16.

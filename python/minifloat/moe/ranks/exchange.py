@@ -1,11 +1,12 @@
 """Rows of tokens at the experts of other ranks: as values or as codes.
 
-    forward     x       -> ranks of their experts      products of w13 read it
-                results -> ranks of their tokens
-    backward    g       -> ranks of their experts      dgrad reads it
-                gradients of tokens and weights <-
+    forward     Dispatch   x       -> ranks of their experts     products of w13 read it
+                Combine    results -> ranks of their tokens
+    backward    Combine    g       -> ranks of their experts     dgrad reads it
+                Dispatch   gradients of tokens and routing weights -> ranks of their tokens
 
-Each line is one collective. What travels as codes has those that one process with all ranks' tokens
+Each line is one collective; before x and g, where their spec has a tensor amax, one all-reduce of
+each expert's. What travels as codes has those that one process with all ranks' tokens
 has for x in fprop and for g in dgrad; what wgrad reads is cast from the bfloat16 values of the
 codes. Rows that arrive are sorted by expert and id, in the order of one process with all tokens.
 

@@ -1,7 +1,7 @@
 """The random state of stochastic rounding: (seed, count) in a tensor of the model's device.
 
     RngState           one for all layers that one mf.quantize_ call converts; .tensor: int64 (2)
-    RngState.draw      returns what an eager layer's forward passes to the op
+    RngState.draw      returns (seed, count), which an eager layer's forward passes to the op
     RngState.trace     the same for a layer in compiled code
     AdvanceRng         hooks of the root and of the modules between it and the layers
     Draws, Replay      what a module drew in which forward, for autograd's recomputation
@@ -17,7 +17,8 @@ count.
       block, layers    read `current`
     root returns       current = None
 
-`current` is never written to again, so autograd may save it, and code may be eager or compiled at
+No random bits are made here: casts, those of g in backward too, make them from (seed, count).
+`current` is never written to again, so backward may read it, and code may be eager or compiled at
 any of these places. torch compiles the hooks of a module that is itself compiled as functions of
 their own, if they are compiled at all. So `eager_alone` exempts them: they run as in eager code,
 except where a larger compiled function contains the call; there they are part of its graph.
