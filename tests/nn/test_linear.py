@@ -4,6 +4,7 @@ import minifloat as mf
 import pytest
 import torch
 from minifloat._native import ops
+from minifloat.recipe import operand_names
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.exact_sums import require_same_sums
@@ -351,3 +352,20 @@ def test_delayed_scaling_shows_a_bad_step_and_keeps_its_scale():
     assert y[3].isnan().all()
     assert y[:3].isfinite().all()
     assert h[0, 1] == float("inf")
+
+
+def test_amaxes_of_two_transforms_are_recorded_apart():
+    plain, turned = "e4m3/tensor+delayed", "e4m3/tensor+delayed+rht"
+    recipe = f"fprop={plain}*{plain} dgrad={plain}*{plain} wgrad={turned}*{turned}"
+    gen = torch.Generator().manual_seed(0)
+    x, w, g = (torch.randn(*s, generator=gen).bfloat16() for s in ((32, 48), (16, 48), (32, 16)))
+    history = torch.zeros(6, 3)
+    history[:, 0] = 3.0  # the active amaxes
+    y = mf.linear(x.requires_grad_(), w.requires_grad_(), None, recipe, amax_history=history)
+    y.backward(g)
+    newest = dict(zip(operand_names(), history[:, 1]))
+    for name, values in (("x/fprop", x), ("g/dgrad", g)):
+        assert newest[name] == mf.amax(values.detach(), plain), name
+    for name, values in (("x/wgrad", x), ("g/wgrad", g)):
+        assert newest[name] == mf.amax(values.detach(), turned, columnwise=True), name
+    assert newest["x/wgrad"] != newest["x/fprop"]
