@@ -3,6 +3,7 @@
 import pytest
 import torch
 import torch.distributed as dist
+from minifloat._native import ops
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
@@ -54,3 +55,23 @@ def test_layer_is_one_process(world):
 
 def test_layer_in_bf16_and_not_finite():
     run_world(2, check_precisions)
+
+
+@pytest.mark.parametrize(
+    ("spec", "columnwise", "dim", "multiple"),
+    [
+        ("bf16", False, 1, 1),
+        ("e4m3/tensor", False, 1, 1),
+        ("e4m3/tensor+sr", False, 1, 16),  # one call of Philox
+        ("e4m3/tensor+sr", True, 1, 1),
+        ("e4m3/128x128", False, 0, 128),
+        ("e4m3/128x128", True, 1, 128),
+        ("mxfp8", False, 0, 1),
+        ("mxfp8", False, 1, 32),
+        ("mxfp8", True, 0, 32),
+        ("nvfp4/16x16", False, 0, 16),
+        ("nvfp4+rht64", True, 0, 64),
+    ],
+)
+def test_shards_split_no_block_transform_or_draw(spec, columnwise, dim, multiple):
+    assert ops.shard_multiple(spec, columnwise, dim) == multiple
