@@ -75,3 +75,20 @@ def test_layer_in_bf16_and_not_finite():
 )
 def test_shards_split_no_block_transform_or_draw(spec, columnwise, dim, multiple):
     assert ops.shard_multiple(spec, columnwise, dim) == multiple
+
+
+@pytest.mark.parametrize(
+    ("x_fprop", "x_wgrad", "unit"),
+    [
+        ("e4m3/tensor", "e4m3/tensor", 1),
+        ("mxfp8", "mxfp8", 32),
+        ("nvfp4", "nvfp4+rht64", 64),
+        ("bf16", "mxfp8", 0),
+        ("mxfp8+sr", "mxfp8", 0),  # random bits depend on the row's place in the whole x
+        ("mxfp8", "mxfp8+sr", 0),
+    ],
+)
+def test_tokens_may_be_cut(x_fprop, x_wgrad, unit):
+    transform = "+rht64" if "rht64" in x_wgrad else ""
+    recipe = f"fprop={x_fprop}*mxfp8 dgrad=mxfp8*mxfp8 wgrad=mxfp8{transform}*{x_wgrad}"
+    assert ops.token_unit(recipe) == unit
