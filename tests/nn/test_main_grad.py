@@ -8,6 +8,7 @@ import io
 import minifloat as mf
 import pytest
 import torch
+from minifloat._native import ops
 from minifloat.nn.fuse import mlp
 from torch import nn
 
@@ -325,3 +326,16 @@ def test_loop_with_masters_that_clips():
         other.zero_grad()
         mf.step(layer), mf.step(plain)
         assert torch.equal(layer.weight, plain.weight)
+
+
+@pytest.mark.parametrize("received", ["zeros", "empty"])
+def test_autograd_receives_zeros_or_any_memory(received):
+    x, w = torch.randn(32, 64).bfloat16(), torch.randn(48, 64).bfloat16().requires_grad_()
+    options = {"accumulate": "main_grad", "received": received, "main_grad": torch.zeros(48, 64)}
+    torch.use_deterministic_algorithms(True)  # fills memory that is not initialized with NaN
+    try:
+        ops.linear(x, w, None, "mxfp8", **options).sum().backward()
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert options["main_grad"].any()
+    assert bool(w.grad.eq(0).all()) == (received == "zeros")
