@@ -85,7 +85,7 @@ class Choice:
     """A module to convert.
 
     Args:
-        fqn: its name.
+        fqn: its name in the whole model, which streams of random bits come from.
         module: an nn.Linear, or an experts module.
         names: its parameters that products read: "weight", or 3D parameters.
         recipe: of the products.
@@ -129,7 +129,7 @@ class ExpertHooks:
 
     # (model, filters, experts, primary) -> what to convert.
     select: Callable[..., Selection]
-    # (choice, name in the whole model, plan, primary weights, delayed scaling) -> the new products.
+    # (choice, plan, primary weights, delayed scaling) -> the new products.
     convert: Callable[..., list[Any]]
     # module: undoes one conversion, complete or not.
     revert: Callable[[nn.Module], None]

@@ -224,7 +224,6 @@ def find_routers(model: nn.Module, selection: Selection) -> None:
 
 def convert(
     choice: Choice,
-    fqn: str,
     gather_plan: object,
     *,
     primary: bool,
@@ -234,8 +233,7 @@ def convert(
     """Converts one experts module in place.
 
     Args:
-        choice: the module, its form, parameters and recipe.
-        fqn: its name in the whole model, which streams of random bits come from.
+        choice: the module, its name, form, parameters and recipe.
         gather_plan: how FSDP2 gathers the weights as codes; None: in the compute dtype.
         primary: whether codes replace the weights.
         keep_high_precision_init: with primary, whether to copy the initial weights to attributes.
@@ -250,7 +248,7 @@ def convert(
         module,
         names,
         choice.recipe,
-        fqn,
+        choice.fqn,
         is_row_major=row_major,
         gather_plan=gather_plan,
         **history,
@@ -258,7 +256,7 @@ def convert(
     if primary:
         make_primary(module, names, choice.recipe, keep_high_precision_init, row_major)
     if form is GroupedMmExperts:
-        GroupedMmExperts.number_products(module, names, products, fqn)
+        GroupedMmExperts.number_products(module, names, products, choice.fqn)
     if issubclass(form, Converted):
         module.__class__ = converted_class(type(module), form)
     if "transformers" in sys.modules:

@@ -163,7 +163,6 @@ def quantize_(
             else:
                 new = expert_hooks.convert(
                     choice,
-                    choice.fqn,
                     plan,
                     primary=primary,
                     keep_high_precision_init=keep_high_precision_init,
