@@ -20,8 +20,8 @@ elseif(MINIFLOAT_CUDA AND NOT minifloat_cuda_probe)
   message(FATAL_ERROR "MINIFLOAT_CUDA=ON: expected CUDA sources src/cuda/*.cu, found none")
 endif()
 
-# Every target that has code of its own, and PTX that the driver compiles for all other GPUs. 80 runs
-# on 8.x, 89 on 8.9, 120f on 12.x.
+# Every target that has code of its own, and PTX that the driver compiles for all other GPUs. Code of
+# 80 runs on 8.0 and 8.6, of 120f on 12.0 and 12.1.
 set(minifloat_all_targets 80-real 89-real 90a-real 100a-real 103a-real 120f-real 80-virtual)
 
 # Sets CMAKE_CUDA_ARCHITECTURES, where the caller did not: to ALL's targets for "ALL", else to those

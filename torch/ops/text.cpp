@@ -168,17 +168,17 @@ std::tuple<std::string, bool, std::string> engine_info(const std::string& produc
     return engine_of(parsed, gpu, {.m = 128, .n = 128, .k = 128}, groups);
   };
   const torch_ops::Engine& engine = engine_on(capability);
-  std::string does = engine.does;
   if (parsed.is_bf16()) return {engine.name, true, "a bf16 GEMM"};
-  if (!engine.reads_values) return {engine.name, true, does};
+  if (!engine.reads_values) return {engine.name, true, engine.does};
   std::string others;
   for (const int gpu : torch_ops::kGpus)
     if (!engine_on(gpu).reads_values)
       others +=
           (others.empty() ? "" : ", ") + std::to_string(gpu / 10) + "." + std::to_string(gpu % 10);
-  does += others.empty() ? "; no GPU multiplies these codes"
-                         : "; codes are multiplied by compute capability " + others;
-  return {engine.name, false, does};
+  const std::string where = others.empty()
+                                ? "; no GPU multiplies these codes"
+                                : "; codes are multiplied by compute capability " + others;
+  return {engine.name, false, engine.does + where};
 }
 
 std::int64_t stream(const std::string& name) {

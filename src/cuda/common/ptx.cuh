@@ -10,8 +10,8 @@
 //   E2M1 and FP8, stochastic         -   -   -   -   x    x    -      codec/encode.cuh
 //
 // A target's number is a compute capability; "a" and "f" add instructions that the plain number
-// lacks. Code for 80 also runs on 8.6 and 8.7, code for 120f on 12.1, and drivers compile PTX of 80
-// for every other GPU. tests/tools/test_targets.py compares each target's code with this table.
+// lacks. Code for 80 also runs on 8.6, code for 120f on 12.1, and drivers compile PTX of 80 for all
+// other GPUs. tests/tools/test_targets.py compares each target's code with this table.
 #pragma once
 
 #include <cstdint>
