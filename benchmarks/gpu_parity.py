@@ -47,6 +47,7 @@ FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
 LAST = 100  # steps whose mean is the training loss of a run
+TORCHAO = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
 
 
 @dataclass(frozen=True)
@@ -157,6 +158,20 @@ class LossLlama(Llama):
         return self.head_loss(x, targets)
 
 
+def convert_by_torchao(model: LossLlama, recipe: str) -> None:
+    """Converts the layers that mf.quantize_ converts: all but the head."""
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    config = Float8LinearConfig.from_recipe_name(recipe)
+    head = model.output
+    convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: m is not head)
+
+
+def parse_run(entry: str, seed: int) -> RunSpec:
+    """Parses an entry of --recipes: as `minifloat train` does, or the name of a torchao run."""
+    return parse_entry(f"{entry}={BF16}" if entry.startswith(TORCHAO) else entry, seed)
+
+
 class Run:
     """One recipe from one seed."""
 
@@ -170,6 +185,8 @@ class Run:
         if spec.converts:
             recipe, keep = spec.trained_recipe, spec.keep
             quantize_(self.model, recipe, keep=keep, seed=spec.seed, verbose=False)
+        elif spec.name.startswith(TORCHAO):
+            convert_by_torchao(self.model, spec.name.removeprefix(TORCHAO))
         compile_layers(self.model)
         matrices = [p for p in self.parameters if p.dim() >= 2]
         vectors = [p for p in self.parameters if p.dim() < 2]
@@ -345,7 +362,7 @@ def train_runs(specs: list[RunSpec], trial: Trial, data: Path, out: Path, limit:
             return
         said = {
             "name": spec.name,
-            "recipe": spec.formats,
+            "recipe": spec.name if spec.name.startswith(TORCHAO) else spec.formats,
             "keep": spec.keep,
             "seed": spec.seed,
             "trial": asdict(trial),
@@ -367,7 +384,9 @@ def main() -> int:
     )
     parser.add_argument("--data", type=Path, help="FOLDER/text of parity_data.py")
     parser.add_argument("--out", type=Path, default=timing.ROOT / "build" / "parity" / "runs")
-    parser.add_argument("--recipes", default=BF16, help="presets or PRESET keep=POLICY")
+    parser.add_argument(
+        "--recipes", default=BF16, help="presets, PRESET keep=POLICY, torchao_rowwise"
+    )
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=TEXT")
     parser.add_argument("--seeds", default="1,2,3", help="of weights and order")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of this command")
@@ -379,7 +398,7 @@ def main() -> int:
     entries = [*filter(None, arguments.recipes.split(",")), *arguments.recipe]
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     if arguments.data:
-        specs = [parse_entry(entry, seed) for seed in seeds for entry in entries]
+        specs = [parse_run(entry, seed) for seed in seeds for entry in entries]
         train_runs(specs, trial, arguments.data, arguments.out, arguments.limit)
     print_tables(records_in([RESULTS, arguments.out]))
     return 0

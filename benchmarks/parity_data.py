@@ -84,7 +84,7 @@ def apt_options(root: Path) -> list[str]:
     options = [f"Dir::Etc::sourcelist={sources}", "Dir::Etc::sourceparts=/dev/null"]
     options += [f"Dir::State::Lists={root / 'lists'}", f"Dir::Cache={root / 'cache'}"]
     flags = [flag for option in options for flag in ("-o", option)]
-    if not sources.exists():
+    if not list((root / "lists").glob("*Sources*")):
         for folder in ("lists/partial", "cache/archives/partial"):
             (root / folder).mkdir(parents=True, exist_ok=True)
         sources.write_text(SUITE.format(keyring=KEYRING))
@@ -156,7 +156,7 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=timing.ROOT / "build" / "parity")
     parser.add_argument("--seed", type=int, default=1, help="of the shuffle (%(default)s)")
     arguments = parser.parse_args()
-    packages = download(arguments.out / "downloads")
+    packages = download(arguments.out.resolve() / "downloads")  # apt-get runs in other folders
     train, validation = choose(read_packages(packages, arguments.seed), arguments.seed)
     folder = arguments.out / "text"
     print(f"sha256 of the text: {write_text_parts(folder, train, validation)}; in {folder}")
