@@ -15,7 +15,8 @@ endif()
 if(TARGET minifloat_torch)
   install(TARGETS minifloat_torch EXPORT minifloatTorchTargets
           LIBRARY DESTINATION "${CMAKE_INSTALL_LIBDIR}")
-  install(EXPORT minifloatTorchTargets NAMESPACE minifloat:: DESTINATION "${package_dir}")
+  install(EXPORT minifloatTorchTargets NAMESPACE minifloat:: DESTINATION "${package_dir}"
+          FILE "minifloatTorchTargets-${TorchCpu_VERSION_MAJOR_MINOR}.cmake")
 endif()
 
 configure_package_config_file(cmake/minifloatConfig.cmake.in minifloatConfig.cmake

@@ -8,26 +8,24 @@ from minifloat import _native
 
 
 def test_missing_library(tmp_path):
-    with pytest.raises(ImportError, match="expected the native library at"):
-        _native.load(tmp_path / "lib.so")
+    with pytest.raises(ImportError, match=r"expected the native library .*found none.*make build"):
+        _native.load(tmp_path)
 
 
-def test_broken_library(tmp_path):
-    path = tmp_path / "lib.so"
-    path.write_bytes(b"not a library")
-    with pytest.raises(ImportError, match=re.escape(torch.__version__)):
-        _native.load(path)
+@pytest.mark.parametrize("version", ["2.11.0+cu130", "2.11.1"])
+def test_broken_library(tmp_path, version):
+    (tmp_path / "libminifloat_torch_2.11.so").write_bytes(b"not a library")
+    with pytest.raises(ImportError, match=f"does not load under torch {re.escape(version)}"):
+        _native.load(tmp_path, version)
 
 
-@pytest.mark.parametrize(("built", "running"), [("2.11", "2.11.0+cu130"), ("2.11", "2.11.1")])
-def test_same_torch(built, running):
-    _native.require_torch(built, running)
-
-
-@pytest.mark.parametrize(("built", "running"), [("2.11", "2.12.0"), ("2.1", "2.11.0")])
-def test_another_torch(built, running):
-    with pytest.raises(ImportError, match=rf"built for torch {built}.*torch {re.escape(running)}"):
-        _native.require_torch(built, running)
+@pytest.mark.parametrize("version", ["2.13.0", "2.1.0", "2.10.1+cpu"])
+def test_another_torch(tmp_path, version):
+    for built_for in ("2.14", "2.9", "2.11"):
+        (tmp_path / f"libminifloat_torch_{built_for}.so").touch()
+    expected = f"expected torch 2.9 or 2.11 or 2.14, .* got {re.escape(version)}"
+    with pytest.raises(ImportError, match=f"{expected}.*--no-build-isolation"):
+        _native.load(tmp_path, version)
 
 
 def test_every_public_name_exists():

@@ -1,7 +1,7 @@
-"""The native library, loaded and checked against the running torch.
+"""The native library for the running torch.
 
-lib/libminifloat_torch.so   the operators torch.ops.minifloat.*, built against one torch X.Y
-lib/libminifloat.so         the kernels that the operators call; loaded from the same folder
+lib/libminifloat_torch_X.Y.so   the operators torch.ops.minifloat.*, built against torch X.Y
+lib/libminifloat.so             the kernels that the operators call; loaded from the same folder
 """
 
 from __future__ import annotations
@@ -10,38 +10,37 @@ from pathlib import Path
 
 import torch
 
-LIBRARY = Path(__file__).parent / "lib" / "libminifloat_torch.so"
+FOLDER = Path(__file__).parent / "lib"
+PREFIX = "libminifloat_torch_"
 
 
-def load(path: Path = LIBRARY) -> None:
-    """Registers the operators.
+def load(folder: Path = FOLDER, torch_version: str = torch.__version__) -> None:
+    """Registers the operators that were built for torch X.Y: "2.11" for 2.11.0+cu130.
 
     Raises:
-        ImportError: the library is missing, or was built against another torch.
+        ImportError: no library is there, none for this torch, or it does not load.
     """
+    path = folder / f"{PREFIX}{'.'.join(torch_version.split('.')[:2])}.so"
     if not path.exists():
+        found = [library.stem.removeprefix(PREFIX) for library in folder.glob(f"{PREFIX}*.so")]
+        if not found:
+            raise ImportError(
+                f"minifloat: expected the native library {path}, found none; build it with `make "
+                "build` in the source tree, or install the package with `pip install .` there"
+            )
+        found.sort(key=lambda version: [int(part) for part in version.split(".")])
         raise ImportError(
-            f"minifloat: expected the native library at {path}; build it with `make build` in the "
-            "source tree, or install the package with `pip install .`"
+            f"minifloat: expected torch {' or '.join(found)}, for which this package was built, "
+            f"got {torch_version}; build it for this torch, in the source tree: `pip install "
+            "scikit-build-core cmake ninja && pip install --no-build-isolation .`"
         )
     try:
         torch.ops.load_library(str(path))
     except OSError as error:
         cause = error.__cause__ or error
         raise ImportError(
-            f"minifloat: {path} does not load under torch {torch.__version__} ({cause}); it works "
-            "with the torch X.Y that it was built against: rebuild it with this torch"
+            f"minifloat: {path} does not load under torch {torch_version} ({cause})"
         ) from error
-    require_torch(torch.ops.minifloat.built_for_torch(), torch.__version__)
-
-
-def require_torch(built_for: str, running: str) -> None:
-    """Checks that two torch versions have the same X.Y: 2.11 and 2.11.0+cu130 do."""
-    if built_for.split(".")[:2] != running.split(".")[:2]:
-        raise ImportError(
-            f"minifloat: the native library was built for torch {built_for}, this is torch "
-            f"{running}; rebuild it with this torch"
-        )
 
 
 load()

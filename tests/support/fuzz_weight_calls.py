@@ -261,10 +261,9 @@ def _recipe_map(rng: Random, arena: Arena) -> Call:
 @call("mf.Product")
 @call("mf.presets")
 @call("preset_names")
-@call("built_for_torch")
 @call("has_cuda")
 def _constants(rng: Random, arena: Arena) -> Call:
-    return op_call(rng.choice(("preset_names", "built_for_torch", "has_cuda")))
+    return op_call(rng.choice(("preset_names", "has_cuda")))
 
 
 @call("spec_sizes")

@@ -312,7 +312,6 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("assume_capability(int capability) -> ()");
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
-  m.def("built_for_torch() -> str");
   m.def("has_cuda() -> bool");
 }
 

@@ -218,7 +218,6 @@ TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("stream", stream);
   m.impl("mix_seed", mix_seeds);
   m.impl("has_cuda", has_cuda);
-  m.impl("built_for_torch", [] { return std::string(MINIFLOAT_TORCH_VERSION); });
 }
 
 }  // namespace minifloat
