@@ -183,8 +183,7 @@ class Run:
         self.model.to(trial.device)
         self.parameters = list(self.model.parameters())
         if spec.converts:
-            recipe, keep = spec.trained_recipe, spec.keep
-            quantize_(self.model, recipe, keep=keep, seed=spec.seed, verbose=False)
+            quantize_(self.model, spec.recipe, keep=spec.keep, seed=spec.seed, verbose=False)
         elif spec.name.startswith(TORCHAO):
             convert_by_torchao(self.model, spec.name.removeprefix(TORCHAO))
         compile_layers(self.model)
@@ -362,7 +361,7 @@ def train_runs(specs: list[RunSpec], trial: Trial, data: Path, out: Path, limit:
             return
         said = {
             "name": spec.name,
-            "recipe": spec.name if spec.name.startswith(TORCHAO) else spec.formats,
+            "recipe": spec.name if spec.name.startswith(TORCHAO) else spec.recipe,
             "keep": spec.keep,
             "seed": spec.seed,
             "trial": asdict(trial),

@@ -2,7 +2,9 @@
 
 import importlib
 from pathlib import Path
+from types import SimpleNamespace
 
+import numpy
 import pytest
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
@@ -33,3 +35,23 @@ def test_records_in_the_repository_are_of_one_trial(parity):
         steps = record["trial"]["steps"]
         assert len(record["loss"]) == len(record["norm"]) == steps
         assert record["val"] == record["evaluations"][str(steps)]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["mxfp8", "torchao_rowwise"])
+def test_a_small_run_leaves_its_record(parity, tmp_path, monkeypatch, entry):
+    """Two steps on a CPU, where torchao's conversion is tried without its GEMMs."""
+    trial = parity.Trial("32,1,2,2,64", seq=16, batch=2, steps=2, warmup=1, device="cpu")
+    ids = numpy.random.default_rng(0).integers(0, parity.VOCABULARY, 200)
+    tokens = SimpleNamespace(train=ids, validation=ids[:100], fingerprint="of these")
+    monkeypatch.setattr(parity, "load_tokens", lambda _: tokens)
+    converted = []
+    monkeypatch.setattr(
+        parity, "convert_by_torchao", lambda _, recipe: converted.append(recipe), raising=True
+    )
+    spec = parity.parse_run(entry, 9)
+    parity.train_runs([spec], trial, tmp_path, tmp_path, limit=60)
+    (record,) = parity.records_in([tmp_path])
+    assert (record["name"], record["recipe"], record["seed"]) == (entry, entry, 9)
+    assert len(record["loss"]) == 2
+    assert converted == [entry.removeprefix("torchao_")] * entry.startswith("torchao_")
