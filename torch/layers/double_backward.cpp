@@ -7,6 +7,21 @@ namespace minifloat::torch_ops {
 
 using at::Tensor;
 
+namespace {
+
+// Autograd's pointer to a node: std::shared_ptr, and in newer versions of torch an intrusive one.
+using NodePointer = decltype(torch::autograd::Edge::function);
+
+template <typename Pointer, typename Node, typename... Args>
+Pointer new_node(Args&&... args) {
+  if constexpr (std::is_same_v<Pointer, std::shared_ptr<torch::autograd::Node>>)
+    return std::make_shared<Node>(std::forward<Args>(args)...);
+  else
+    return c10::make_intrusive<Node>(std::forward<Args>(args)...);
+}
+
+}  // namespace
+
 torch::autograd::variable_list refuse_double_backward(const std::string& op,
                                                       const std::string& recipe,
                                                       const torch::autograd::Node& node,
@@ -15,7 +30,7 @@ torch::autograd::variable_list refuse_double_backward(const std::string& op,
   torch::autograd::edge_list inputs = node.next_edges();
   for (const Tensor& g : grads)
     if (g.defined() && g.requires_grad()) inputs.push_back(torch::autograd::impl::gradient_edge(g));
-  const auto error = std::make_shared<torch::autograd::Error>(
+  const auto error = new_node<NodePointer, torch::autograd::Error>(
       op + ": expected no second derivative through a quantized product (recipe " + recipe +
           "), got one: the backward pass of minifloat's layers is not differentiable. Leave the "
           "layers that a double backward passes through in high precision, by filter_fqns or a "
