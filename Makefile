@@ -20,7 +20,7 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-exhaustive test-gpu bench lint format tidy docs wheel clean
+.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-exhaustive test-gpu bench lint format tidy docs wheel sdist test-wheel test-sdist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -40,7 +40,8 @@ help:
 	@echo "make tidy             clang-tidy over the torch-free sources"
 	@echo "make docs             check the pages: links, and lines of 100 columns"
 	@echo "make all-architectures  kernels for every GPU since Ampere; CUDA=ON TARGETS=... for some"
-	@echo "make wheel            dist/minifloat-*.whl"
+	@echo "make wheel | sdist    dist/minifloat-*: the wheel for every GPU and torch, the sources"
+	@echo "make test-wheel | test-sdist  install them in empty environments, and try them"
 	@echo "make setup | build    what the others need first;  make clean removes build/ and dist/"
 
 # ---- Environment and build -------------------------------------------------------------------
@@ -75,8 +76,28 @@ libraries: $(READY)  # what `import minifloat` needs, without the tests
 all-architectures:  # code for every GPU since Ampere
 	$(MAKE) build CUDA=ON TARGETS=ALL
 
+# -compress-mode=size halves the code of all GPUs.
+wheel: CUDA = ON
+wheel: TARGETS = ALL
 wheel: $(READY)
-	$(PY) -m pip wheel --no-deps --wheel-dir dist .
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-wheel.txt
+	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PY) tools/make_wheel.py \
+	  --define MINIFLOAT_CUDA=$(CUDA) --define 'CMAKE_CUDA_ARCHITECTURES=$(TARGETS)' \
+	  --define CMAKE_CUDA_FLAGS=-compress-mode=size
+
+# In empty environments: without a compiler, on each of PYTHONS that is on the path.
+PYTHONS ?= 3.10 3.11 3.12 3.13
+test-wheel: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-wheel.txt
+	$(PY) tools/test_package.py --pythons '$(PYTHONS)' dist/minifloat-*.whl
+
+sdist: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-wheel.txt
+	rm -f dist/minifloat-*.tar.gz
+	$(VENV)/bin/uv build --quiet --sdist --no-build-isolation --python $(PY) --out-dir dist
+
+test-sdist: sdist
+	$(PY) tools/test_package.py dist/minifloat-*.tar.gz
 
 # Idle threads sleep: spinning gains little alone. Beside another job it costs many times a training
 # step, and two processes of pytest would take each other's cores.
