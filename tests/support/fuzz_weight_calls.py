@@ -262,8 +262,9 @@ def _recipe_map(rng: Random, arena: Arena) -> Call:
 @call("mf.presets")
 @call("preset_names")
 @call("has_cuda")
+@call("cuda_targets")
 def _constants(rng: Random, arena: Arena) -> Call:
-    return op_call(rng.choice(("preset_names", "has_cuda")))
+    return op_call(rng.choice(("preset_names", "has_cuda", "cuda_targets")))
 
 
 @call("spec_sizes")

@@ -313,6 +313,7 @@ TORCH_LIBRARY(minifloat, m) {
   m.def("stream(str name) -> int");
   m.def("mix_seed(int seed, int count) -> int");
   m.def("has_cuda() -> bool");
+  m.def("cuda_targets() -> str");
 }
 
 }  // namespace minifloat

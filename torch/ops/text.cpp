@@ -199,6 +199,15 @@ bool has_cuda() {
 #endif
 }
 
+// Returns the GPU targets that this build has code for, by CMake's names; "": no CUDA backend.
+std::string cuda_targets() {
+#if defined(MINIFLOAT_WITH_CUDA)
+  return MINIFLOAT_CUDA_TARGETS;
+#else
+  return "";
+#endif
+}
+
 }  // namespace
 
 TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
@@ -218,6 +227,7 @@ TORCH_LIBRARY_IMPL(minifloat, CatchAll, m) {
   m.impl("stream", stream);
   m.impl("mix_seed", mix_seeds);
   m.impl("has_cuda", has_cuda);
+  m.impl("cuda_targets", cuda_targets);
 }
 
 }  // namespace minifloat
