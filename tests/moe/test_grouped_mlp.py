@@ -371,3 +371,13 @@ def test_checkpoint_with_create_graph():
 def test_refuses(changes, message):
     with pytest.raises(ValueError, match=message):
         mf.grouped_mlp(**arguments(4, 2, torch.bfloat16) | {"recipe": "mxfp8"} | changes)
+
+
+@pytest.mark.parametrize("bad", [{"limit": -1.0}, {"interleaved": True}])
+def test_a_refused_swiglu_writes_no_amax(bad):
+    given = arguments(12, 2, torch.bfloat16)
+    given["w13"] = list(given["w13"].chunk(2, 1))
+    histories = [torch.zeros(6, E, 2) for _ in range(3)]
+    with pytest.raises(ValueError, match="grouped_mlp: expected"):
+        mf.grouped_mlp(**given, recipe="fp8_delayed", amax_history=histories, **bad)
+    assert not torch.stack(histories).any()

@@ -320,6 +320,7 @@ Tensor grouped_mlp_kernel(const Tensor& x, const Tensor& weights, at::TensorList
     if (bias) t.biases.push_back(*bias);
   }
   check_tensors(t);
+  check_form(kGroupedMlp, limit, alpha, interleaved, n == 3);
   check_autocast(x);
   const bool are_rows = !sums && group.empty() && bridge::is_real(x);
   TORCH_CHECK_VALUE(are_rows || !(x_codes || gradient), kGroupedMlp,

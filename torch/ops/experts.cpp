@@ -49,12 +49,10 @@ void check_positive(const char* op, const char* name, double x) {
 }
 
 void check_arguments(const SwiGluArguments& a) {
-  if (a.limit) check_positive(a.op, "limit", *a.limit);
-  check_positive(a.op, "alpha", a.alpha);
+  torch_ops::check_form(a.op, a.limit, a.alpha, a.interleaved, a.other.has_value());
   check_matrix(a.op, "product", a.product);
   if (a.other) {
     check_like(a, "other", *a.other, a.product.sym_size(1));
-    TORCH_CHECK_VALUE(!a.interleaved, a.op, ": expected interleaved of one product, got two");
   } else {
     TORCH_CHECK_VALUE(a.product.sym_size(1) % 2 == 0, a.op,
                       ": expected gate and up of the same width, got ", a.product.sym_size(1),
@@ -245,6 +243,14 @@ void register_expert_ops(torch::Library& m) {
 }  // namespace
 
 namespace torch_ops {
+
+void check_form(const char* op, std::optional<double> limit, double alpha, bool interleaved,
+                bool has_other) {
+  if (limit) check_positive(op, "limit", *limit);
+  check_positive(op, "alpha", alpha);
+  TORCH_CHECK_VALUE(!(interleaved && has_other), op,
+                    ": expected interleaved of one product, got two");
+}
 
 void check_swiglu(const SwiGluArguments& of) {
   check_arguments(of);

@@ -28,6 +28,9 @@ struct SwiGluArguments {
   Tensor like_h() const { return product.narrow_symint(1, 0, width()); }
 };
 
+// Requires numbers above zero, and columns in turns of one product alone.
+void check_form(const char* op, std::optional<double> limit, double alpha, bool interleaved,
+                bool has_other);
 // Requires the arguments of `of`, and real tensors within their memory.
 void check_swiglu(const SwiGluArguments& of);
 
