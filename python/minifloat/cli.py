@@ -1,4 +1,4 @@
-"""The command `minifloat`, whose one subcommand is `train`.
+"""The command `minifloat`, whose subcommands are `train` and `doctor`.
 
 Options of `train` without a value are absent instead of defaulted: a resumed job takes them from
 its folder, and refuses other values.
@@ -6,6 +6,7 @@ its folder, and refuses other values.
 
 import argparse
 import importlib.util
+import json
 import os
 import signal
 import sys
@@ -84,9 +85,10 @@ def run_command(argv: Sequence[str] | None) -> int:
     parser.add_argument("--cmake-prefix", action=PrintCmakePrefix, nargs=0, help=text)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train(subparsers)
+    add_doctor(subparsers)
     arguments = parser.parse_args(argv)
     try:
-        return run_train(arguments)
+        return {"train": run_train, "doctor": run_doctor}[arguments.command](arguments)
     except (TrainError, OSError) as error:
         print(f"minifloat {arguments.command}: error: {error}", file=sys.stderr)
         return 1
@@ -146,10 +148,14 @@ def add_train(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]")
     add("--compile", action=argparse.BooleanOptionalAction, help=text)
 
 
+def missing_packages() -> list[str]:
+    """Lists the packages of `train` that are not installed."""
+    return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
+
+
 def run_train(arguments: argparse.Namespace) -> int:
     """Runs the subcommand; returns the exit code."""
-    missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
-    if missing:
+    if missing := missing_packages():
         raise TrainError(
             f"expected the packages {', '.join(PACKAGES)}, got none of {', '.join(missing)}; "
             "install them with `pip install '.[train]'` in the clone of minifloat"
@@ -229,6 +235,38 @@ def asked_runs(
             return tuple(saved)
         lists = [f"bf16,nvfp4 keep=nvfp4_paper,bf16@{(config.seed + 1) % 2**63}"]
     return parse_recipes(lists, entries, config.seed)
+
+
+# ---- The subcommand doctor -----------------------------------------------------------------------
+
+
+def add_doctor(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `doctor` to the program's subcommands."""
+    text = "describe this machine, what multiplies on it and how fast, and what is missing"
+    parser = subparsers.add_parser("doctor", help=text, description=text)
+    text = "compare the GPU's casts, products and training steps with the CPU's, in a minute"
+    either = parser.add_mutually_exclusive_group()
+    either.add_argument("--gpu", action="store_true", help=text)
+    either.add_argument("--json", action="store_true", help="print the description as JSON")
+
+
+def run_doctor(arguments: argparse.Namespace) -> int:
+    """Runs the subcommand; returns the exit code, 1 where a check fails."""
+    from minifloat.doctor import gpu_checks, report
+
+    if not arguments.gpu:
+        about = report.report(missing_packages())
+        print(json.dumps(about, indent=1) if arguments.json else "\n".join(report.as_text(about)))
+        return 0
+    if not torch.cuda.is_available():
+        raise TrainError("--gpu: expected a CUDA device, torch sees none")
+    if not ops.has_cuda():
+        raise TrainError("--gpu: expected a build with the CUDA backend, got one for the CPU alone")
+    failed = 0
+    for check, error in gpu_checks.run_checks(torch.device("cuda")):
+        print(f"FAILED  {check}: {error}" if error else f"ok      {check}", flush=True)
+        failed += bool(error)
+    return min(failed, 1)
 
 
 if __name__ == "__main__":
