@@ -7,9 +7,11 @@ arguments alone, with flat offsets into their memory, it computes the product of
     along the contraction  (m, L) · (n, L)ᵀ -> (E, m, n)      groups of the columns of both
 
 No GPU has run this yet: the model shows that the arguments are right, not that the kernels are.
+What torch checks of them is in tests/support/grouped_blas.py, line by line.
 """
 
 import itertools
+import re
 from dataclasses import dataclass
 
 import minifloat as mf
@@ -19,9 +21,9 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from minifloat._native import ops
-from torch.nn.functional import ScalingType, SwizzleType
 
-from tests.support import grouped_oracle, oracle
+from tests.support import grouped_blas, grouped_oracle, oracle
+from tests.support.grouped_blas import round_up
 from tests.tensor.test_groups import UNITS, Layout, int32, layouts
 
 # (a, b): along rows b may have 2D blocks, and along the contraction dimension neither may
@@ -40,10 +42,6 @@ ROWS = 207
 
 
 # ---- the model -----------------------------------------------------------------------------------
-
-
-def round_up(x, unit):
-    return -(-x // unit) * unit
 
 
 @dataclass
@@ -81,50 +79,23 @@ def flat(t):
     return t.as_strided((t.numel(),), (1,)).view(torch.uint8).numpy()
 
 
-def require_operand(matrix, scales, scaling, swizzle, outer, groups):
-    """Requires what the op requires of an operand, (…, outer, contraction) contiguous."""
-    is_nvfp4 = len(scales) == 2
-    is_fp4 = matrix.dtype == torch.float4_e2m1fn_x2
-    assert is_fp4 or (matrix.dtype == torch.float8_e4m3fn and not is_nvfp4)
-    assert matrix.is_contiguous()
-    assert matrix.shape[-1] % 16 == 0
-    assert matrix.data_ptr() % 16 == 0
-    names = [ScalingType.BlockWise1x16 if is_nvfp4 else ScalingType.BlockWise1x32]
-    layouts = [SwizzleType.SWIZZLE_32_4_4]
-    assert scales[0].dtype == (torch.float8_e4m3fn if is_nvfp4 else torch.float8_e8m0fnu)
-    assert all(s.is_contiguous() for s in scales)
-    if is_nvfp4:
-        names, layouts = [*names, ScalingType.TensorWise], [*layouts, SwizzleType.NO_SWIZZLE]
-        assert (scales[1].dtype, scales[1].shape) == (torch.float32, (groups,))
-    assert (scaling, swizzle) == ([n.value for n in names], [n.value for n in layouts])
-    block = 16 if is_nvfp4 else 32
-    length = matrix.shape[-1] * (2 if is_fp4 else 1)
-    if matrix.dim() == 3:
-        assert matrix.shape[0] == groups
-        bytes_of_one = round_up(outer, 128) * round_up(length // block, 4)
-        assert scales[0].shape == (groups, bytes_of_one)
-    else:
-        assert scales[0].dim() == 2
-        assert scales[0].shape[0] >= outer
-    return Side(flat(matrix), flat(scales[0]), 2 if is_fp4 else 1, block, not is_fp4)
-
-
-def parts_of_groups(a, b, a_scales, a_scaling, a_swizzle, b_scales, b_scaling, b_swizzle, ends):
+def parts_of_groups(*arguments):
     """Yields for each group its rows or columns, a's and b's values, and the factor of the sums."""
-    assert (ends.dtype, ends.dim()) == (torch.int32, 1)
-    assert b.shape[-1] % 16 == 0  # columns of the result
+    recipe = grouped_blas.require_accepted(*arguments)
+    a, b, a_scales, _, _, b_scales, _, _, ends = arguments
     groups, m, n = len(ends), a.shape[0], b.shape[-1]
-    left = require_operand(a, a_scales, list(a_scaling), list(a_swizzle), m, groups)
-    of_b = (list(b_scaling), list(b_swizzle))
-    right = require_operand(b.transpose(-2, -1), b_scales, *of_b, n, groups)
-    pitch, block = a.shape[1], left.block
+    is_e4m3, block = recipe == "mxfp8", 16 if recipe == "nvfp4" else 32
+    left, right = (
+        Side(flat(matrix), flat(scales[0]), 1 if is_e4m3 else 2, block, is_e4m3)
+        for matrix, scales in ((a, a_scales), (b.transpose(-2, -1), b_scales))
+    )
+    pitch = a.shape[1]
     factor = np.ones(groups, np.float32)
     if len(a_scales) == 2:
         factor = (a_scales[1] * b_scales[1]).numpy()
     a_scales_at = b_scales_at = 0
     for group, (begin, end) in enumerate(itertools.pairwise([0, *ends.tolist()])):
         if b.dim() == 3:
-            assert begin <= end <= m
             k = pitch * left.per_byte
             across = round_up(k // block, 4)
             x = left.read(begin * pitch, end - begin, k, pitch, a_scales_at)
@@ -133,14 +104,12 @@ def parts_of_groups(a, b, a_scales, a_scaling, a_swizzle, b_scales, b_scaling, b
         else:
             cols = end - begin
             assert cols > 0  # the kernel writes no result for a group of no columns
-            assert cols % block == 0
             across, first = round_up(cols // block, 4), begin // left.per_byte
             assert first % 16 == 0
             x = left.read(first, m, cols, pitch, a_scales_at)
             w = right.read(first, n, cols, pitch, b_scales_at)
             a_scales_at += round_up(m, 128) * across
             b_scales_at += round_up(n, 128) * across
-            assert a_scales_at <= a_scales[0].numel()
         yield begin, end, x, w, factor[group]
 
 
@@ -296,6 +265,116 @@ def test_scales_of_one_matrix_are_not_those_of_groups(spec):
         wrong[2] += call.arguments()[2][1:]
         pairs = zip(parts_of_groups(*call.arguments()), parts_of_groups(*wrong), strict=True)
         assert any(not np.array_equal(right[2], other[2]) for right, other in pairs)
+
+
+# ---- torch's checks ------------------------------------------------------------------------------
+
+
+def meta_product(a, b, a_scales, *others):
+    """Computes MXFP8's product by the Meta kernel of the op's first version, which has checks."""
+    *_, b_scales, _, _, ends = others
+    given = (a, b, a_scales[0], b_scales[0], ends)
+    metas = (torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="meta") for t in given)
+    return torch.ops.aten._scaled_grouped_mm(*metas, out_dtype=torch.bfloat16)
+
+
+@given(
+    layout=layouts(),
+    along=st.sampled_from(["rows", "contraction"]),
+    pair=st.sampled_from([p for p in ALONG_ROWS if "mxfp8" in p[0]]),
+    m=st.integers(1, 300),
+    n=st.integers(1, 20),
+    k=st.integers(1, 20),
+)
+@settings(max_examples=100, deadline=None)
+def test_torchs_meta_kernel_accepts_mxfp8(layout, along, pair, m, n, k):
+    if along == "rows":
+        call = along_rows(layout, pair, 16 * n, 32 * k, 0)
+        shape = (layout.rows, 16 * n)
+    else:
+        call = along_contraction(layout, ("mxfp8", "mxfp8+floor"), m, 16 * n, 0, 0)
+        shape = (len(layout.ends), m, 16 * n)
+    arguments = list(call.arguments())
+    grouped_blas.require_accepted(*arguments)
+    assert meta_product(*arguments).shape == shape
+    is_batch = along == "rows"
+    arguments[5] = [t[..., :-1] if is_batch else t[0] for t in arguments[5]]
+    with pytest.raises(RuntimeError, match="For MXFP8, "):
+        meta_product(*arguments)
+    with pytest.raises(AssertionError, match=r"GroupedBlas\.cpp:"):
+        grouped_blas.require_accepted(*arguments)
+
+
+def changed(arguments, index, change):
+    arguments = list(arguments)
+    arguments[index] = change(arguments[index])
+    return arguments
+
+
+def on_first(change):
+    return lambda scales: [change(scales[0]), *scales[1:]]
+
+
+A, B, A_SCALES, A_SWIZZLE, B_SCALES, B_SCALING, ENDS_OF = 0, 1, 2, 4, 5, 6, 8
+REFUSED = [  # along rows: what is changed, and the check that refuses it
+    (A, lambda t: t.view(torch.uint8).t().contiguous().t().view(t.dtype), "GroupedBlas.cpp:525"),
+    (B, lambda t: t.view(torch.uint8).contiguous().view(t.dtype), "GroupedBlas.cpp:526"),
+    (A, lambda t: t[:, 16:], "GroupedBlas.cpp:542"),
+    (B, lambda t: t[..., :24], "GroupedBlas.cpp:551"),
+    (ENDS_OF, lambda t: t.view(1, -1), "GroupedBlas.cpp:564"),
+    (ENDS_OF, torch.Tensor.long, "GroupedBlas.cpp:565"),
+    (ENDS_OF, lambda t: t[1:], "GroupedMMUtils.h:50"),
+    (A_SCALES, on_first(lambda t: t.view(torch.uint8)), "GroupedBlas.cpp:597"),
+    (B_SCALING, lambda names: names[::-1] + names[:1], "GroupedBlas.cpp:597"),
+    (A_SCALES, on_first(torch.Tensor.flatten), "GroupedBlas.cpp:330"),
+    (A_SCALES, on_first(lambda t: t[: ROWS - 1]), "GroupedBlas.cpp:342"),
+    (B_SCALES, on_first(lambda t: t[:, :-512]), "GroupedBlas.cpp:373"),
+    (A_SCALES, on_first(lambda t: t[:256]), "grouped_common.cuh:100"),
+    (ENDS_OF, lambda t: t.flip(0), "grouped_common.cuh:100"),
+]
+OF_MXFP8 = [(A_SWIZZLE, lambda names: [0], "GroupedBlas.cpp:620")]
+OF_NVFP4 = [
+    (A_SCALES, lambda scales: scales[:1], "GroupedBlas.cpp:597"),
+    (B_SCALES, lambda scales: [scales[0], scales[1].sum()], "grouped_common.cuh:79"),
+]
+
+
+@pytest.mark.parametrize("spec", ["mxfp8", "mxfp4", "nvfp4"])
+def test_each_check_refuses_what_torch_would(spec):
+    arguments = along_rows(Layout(ENDS, ROWS), (spec, spec), 48, 64, 1).arguments()
+    grouped_blas.require_accepted(*arguments)
+    own = {"mxfp8": OF_MXFP8, "nvfp4": OF_NVFP4}.get(spec, [])
+    for index, change, where in REFUSED + own:
+        with pytest.raises(AssertionError, match=re.escape(where)):
+            grouped_blas.require_accepted(*changed(arguments, index, change))
+
+
+@given(layout=layouts(), spec=st.sampled_from(["mxfp8", "mxfp4", "nvfp4"]), cols=st.integers(1, 20))
+@settings(max_examples=60, deadline=None)
+def test_scales_are_torchaos(layout, spec, cols):
+    """Compares each group's scales with those that torchao gives to the same kernels."""
+    to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+
+    def bytes_of(parts):
+        parts = [to_blocked(part.view(torch.uint8)).flatten() for part in parts if part.numel()]
+        return torch.cat([torch.empty(0, dtype=torch.uint8), *parts])
+
+    def require_begins_with(scale, want):
+        got = scale.view(torch.uint8).flatten()[: want.numel()]
+        assert torch.equal(got, want)
+
+    call = along_rows(layout, (spec, spec), 48, 32 * cols, 2)
+    a_scales, b_scales, ends = (call.arguments()[i] for i in (A_SCALES, B_SCALES, ENDS_OF))
+    pairs = list(itertools.pairwise([0, *ends.tolist()]))
+    require_begins_with(a_scales[0], bytes_of(call.a.scale[i:j] for i, j in pairs))
+    assert b_scales[0].numel() == bytes_of(call.b.scale).numel()
+    require_begins_with(b_scales[0], bytes_of(call.b.scale))
+    call = along_contraction(layout, (spec, spec), 33, 144, 0, 2)
+    a_scales, b_scales, ends = (call.arguments()[i] for i in (A_SCALES, B_SCALES, ENDS_OF))
+    blocks = ends // (16 if spec == "nvfp4" else 32)
+    pairs = list(itertools.pairwise([0, *blocks.tolist()]))
+    for side, scales in ((call.a, a_scales), (call.b, b_scales)):
+        require_begins_with(scales[0], bytes_of(side.scale[:, i:j] for i, j in pairs))
 
 
 @pytest.mark.parametrize(

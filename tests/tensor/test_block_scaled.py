@@ -3,13 +3,18 @@ checks.
 
 The layout (cuBLAS documentation, "1D Block Scaling Factors Layout"): tiles of 128 rows by 4 scales,
 row-major; in a tile, row r and column c lie at 16 (r mod 32) + 4 (r div 32) + c. No code is shared
-with the library: tables of values, and the layout as a permutation of axes.
+with the library: tables of values, and the layout as a permutation of axes. torchao writes the same
+layout.
 """
+
+import itertools
 
 import minifloat as mf
 import numpy as np
 import pytest
 import torch
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from minifloat._native import ops
 from torch.nn.functional import ScalingType, SwizzleType
 
@@ -59,13 +64,11 @@ def engine_operand(q, k):
 
 
 def unswizzle(scale, rows, cols):
-    """Returns the (rows, cols) bytes of a swizzled scale, and those of its padding."""
+    """Returns the (rows, cols) bytes of a swizzled scale."""
     tiles = scale.view(torch.uint8).numpy().reshape(-(-rows // 128), -(-cols // 4), 32, 4, 4)
     # [row tile, column tile, r mod 32, r div 32, c], of which the rows are 0, 3, 2
     matrix = tiles.transpose(0, 3, 2, 1, 4).reshape(-(-rows // 128) * 128, -(-cols // 4) * 4)
-    inside = np.zeros(matrix.shape, bool)
-    inside[:rows, :cols] = True
-    return matrix[:rows, :cols], matrix[~inside]
+    return matrix[:rows, :cols]
 
 
 def scale_values(spec, scale_bytes):
@@ -88,7 +91,7 @@ def values_of(spec, parts):
     values = code_values(spec, codes.view(torch.uint8).numpy())
     block = 32 if ScalingType(scaling[0]) == ScalingType.BlockWise1x32 else 16
     rows, cols = values.shape
-    scale_bytes, _ = unswizzle(scales[0], rows, -(-cols // block))
+    scale_bytes = unswizzle(scales[0], rows, -(-cols // block))
     return values * scale_values(spec, scale_bytes).repeat(block, 1)[:, :cols]
 
 
@@ -110,40 +113,39 @@ def test_the_product_read_by_the_layout_is_the_exact_one(a_spec, b_spec, m, n, k
     assert (want != 0).any()
 
 
-@pytest.mark.parametrize("columnwise", [False, True])
-@pytest.mark.parametrize(("a_spec", "b_spec", "m", "n", "k"), CASES)
-def test_codes_scales_and_padding_to_the_byte(a_spec, b_spec, m, n, k, columnwise):
-    for spec, rows in ((a_spec, m), (b_spec, n)):
-        q = operand(rows, k, spec, columnwise, 3)
-        codes, scales, scaling, swizzle = engine_operand(q, k)
-        assert torch.equal(codes.view(torch.uint8), q.codes)
-        is_mx = spec.startswith("mx")
-        block = 32 if is_mx else 16
-        height = block if f"/{block}x{block}" in spec else 1
-        length = -(-k // block) if "rht" not in spec else scales_across(spec, k, block)
-        given = q.scale.view(torch.uint8).numpy().repeat(height, 0)[:rows]
-        inside, padding = unswizzle(scales[0], rows, length)
-        assert np.array_equal(inside, given)
-        assert not padding.any()
-        if is_mx:
-            assert (list(scaling), list(swizzle)) == (
-                [ScalingType.BlockWise1x32.value],
-                [SwizzleType.SWIZZLE_32_4_4.value],
-            )
-        else:
-            assert (list(scaling), list(swizzle)) == (
-                [ScalingType.BlockWise1x16.value, ScalingType.TensorWise.value],
-                [SwizzleType.SWIZZLE_32_4_4.value, SwizzleType.NO_SWIZZLE.value],
-            )
-            top = 1536.0 if "pow2" in spec or "4over6" in spec else 2688.0
-            encode = np.float32(top) / np.float32(q.amax)  # S, which 1 / S undoes
-            assert np.float32(scales[1]) == np.float32(1) / encode
-            assert scales[1].dtype == torch.float32
-
-
-def scales_across(spec, k, block):
-    points = 32 if "rht32" in spec else 16
-    return -(-(-(-k // points) * points) // block)
+@given(
+    spec=st.sampled_from(sorted({spec for pair in PRODUCTS for spec in pair})),
+    rows=st.integers(1, 400),
+    k=st.integers(1, 20).map(lambda n: 32 * n),
+    columnwise=st.booleans(),
+)
+@example("nvfp4+sr+rht", 130, 50, False)  # padded by transforms
+@settings(max_examples=100, deadline=None)
+def test_codes_scales_and_padding_to_the_byte(spec, rows, k, columnwise):
+    """Compares scales with torchao's layout of them, padding included."""
+    to_blocked = pytest.importorskip("torchao.prototype.mx_formats.utils").to_blocked
+    q = operand(rows, k, spec, columnwise, 3)
+    codes, scales, scaling, swizzle = engine_operand(q, k)
+    assert torch.equal(codes.view(torch.uint8), q.codes)
+    is_mx = spec.startswith("mx")
+    block = 32 if is_mx else 16
+    height = block if f"/{block}x{block}" in spec else 1
+    of_rows = q.scale.view(torch.uint8).repeat_interleave(height, 0)[:rows]
+    assert torch.equal(scales[0].view(torch.uint8).flatten(), to_blocked(of_rows))
+    if is_mx:
+        assert (list(scaling), list(swizzle)) == (
+            [ScalingType.BlockWise1x32.value],
+            [SwizzleType.SWIZZLE_32_4_4.value],
+        )
+    else:
+        assert (list(scaling), list(swizzle)) == (
+            [ScalingType.BlockWise1x16.value, ScalingType.TensorWise.value],
+            [SwizzleType.SWIZZLE_32_4_4.value, SwizzleType.NO_SWIZZLE.value],
+        )
+        top = 1536.0 if "pow2" in spec or "4over6" in spec else 2688.0
+        encode = np.float32(top) / np.float32(q.amax)  # S, which 1 / S undoes
+        assert np.float32(scales[1]) == np.float32(1) / encode
+        assert scales[1].dtype == torch.float32
 
 
 def as_meta(t):
@@ -177,26 +179,38 @@ def refusal(parts, out_dtype):
     return None
 
 
-@pytest.mark.parametrize("out_dtype", [torch.bfloat16, torch.float32])
-@pytest.mark.parametrize(
-    ("a_spec", "b_spec", "m", "n", "k"),
-    [c for c in CASES if "mxfp4" not in c.id and "e5m2" not in c.id],  # those torch multiplies
+def resized(parts, change):
+    """Returns an operand whose scale has other bytes."""
+    codes, (scale, *others), *layout = parts
+    changed = change(scale.view(torch.uint8).flatten()).view(scale.dtype)
+    return [codes, [changed, *others], *layout]
+
+
+@given(
+    pair=st.sampled_from([p for p in PRODUCTS if p[0][:5] != "mxfp4" and "e5m2" not in p[0]]),
+    m=st.integers(1, 400),
+    n=st.integers(1, 25).map(lambda n: 16 * n),
+    k=st.integers(1, 20).map(lambda n: 32 * n),
+    out_dtype=st.sampled_from([torch.bfloat16, torch.float32]),
+    capability=st.sampled_from([100, 103, 120, 121]),
 )
-def test_torch_accepts_the_operands(a_spec, b_spec, m, n, k, out_dtype):
-    """Runs aten::_scaled_mm_v2's checks of shapes, strides, dtypes, recipes and swizzles."""
-    assert ops.engine_of(f"{a_spec}*{b_spec}", 100, m=m, n=n, k=k, out_dtype=out_dtype) == (
-        "block_scaled"
-    )
-    parts = [
-        engine_operand(operand(rows, k, spec, False, 4), k)
-        for spec, rows in ((a_spec, m), (b_spec, n))
-    ]
+@settings(max_examples=100, deadline=None)
+def test_torch_accepts_the_operands(pair, m, n, k, out_dtype, capability):
+    """Runs aten::_scaled_mm_v2's checks of shapes, strides, dtypes, recipes, sizes and swizzles."""
+    asked = {"m": m, "n": n, "k": k, "out_dtype": out_dtype}
+    assert ops.engine_of("*".join(pair), capability, **asked) == "block_scaled"
+    parts = [engine_operand(operand(r, k, s, False, 4), k) for r, s in zip((m, n), pair)]
     out = product_on_meta(parts, out_dtype)
     assert (out.shape, out.dtype) == ((m, n), out_dtype)
+    assert refusal(parts, out_dtype) is None
     swapped = list(parts[0])
     swapped[3] = [SwizzleType.NO_SWIZZLE.value] * len(swapped[3])
-    assert refusal(parts, out_dtype) is None
     assert "SWIZZLE_32_4_4" in refusal([swapped, parts[1]], out_dtype)
+    for side, change in itertools.product((0, 1), (lambda s: s[:-1], lambda s: s.repeat(2))):
+        wrong = list(parts)
+        wrong[side] = resized(parts[side], change)
+        with pytest.raises(RuntimeError, match="scaling scale_a must have"):
+            product_on_meta(wrong, out_dtype)
 
 
 @pytest.mark.parametrize("k", [32, 160, 512])
@@ -222,7 +236,7 @@ def test_nan_scales_reach_the_result():
     for spec, nan in (("mxfp8", 0xFF), ("nvfp4", 0x7F)):
         q = mf.quantize(x, spec)
         block = 32 if spec == "mxfp8" else 16
-        inside, _ = unswizzle(engine_operand(q, 64)[1][0], 40, 64 // block)
+        inside = unswizzle(engine_operand(q, 64)[1][0], 40, 64 // block)
         assert inside[3, 40 // block] == nan
 
 
