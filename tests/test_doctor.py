@@ -155,8 +155,9 @@ def test_a_wrong_byte_fails(few, monkeypatch):
     found = failed(gpu_checks.run_checks(CPU))
     assert sum(check.startswith("casts") for check in found) == len(PRESETS) - 1
     assert sum(check.startswith("layouts") for check in found) == 5
-    assert "1 of 1 bytes differ, the first at 0: expected 0x" in found["casts of nvfp4_mxfp8"]
-    assert "quantize of torch.bfloat16 (1, 1)" in found["casts of nvfp4_mxfp8"]
+    error = found["casts of nvfp4_mxfp8"]
+    assert "1 of 32768 bytes differ, the first at 32767: expected 0x" in error
+    assert "quantize of torch.bfloat16 (128, 256) to ('nvfp4', 'mxfp8')" in error
 
 
 @pytest.mark.parametrize(("name", "kind"), [("linear", "linear"), ("scaled_grouped_mm", "experts")])
