@@ -23,9 +23,12 @@ if(NOT _torch_hints AND NOT DEFINED CACHE{Python_EXECUTABLE})
   set(_torch_hints ${CMAKE_PREFIX_PATH} ENV CMAKE_PREFIX_PATH)
 endif()
 unset(_torch_config)
+unset(_torch_root_path)
 find_path(_torch_config TorchConfig.cmake HINTS ${_torch_hints}
-          PATH_SUFFIXES share/cmake/Torch Torch NO_DEFAULT_PATH NO_CACHE)
+          PATH_SUFFIXES share/cmake/Torch Torch NO_DEFAULT_PATH NO_CACHE CMAKE_FIND_ROOT_PATH_BOTH)
 if(_torch_config)
+  # Whoever cross-compiles names the target's torch, wherever on this machine it is.
+  set(_torch_root_path NO_CMAKE_FIND_ROOT_PATH)
   get_filename_component(_torch_root "${_torch_config}/../../.." ABSOLUTE)
 elseif(_torch_is_given)
   list(JOIN _torch_is_given ", " _torch_is_given)
@@ -57,11 +60,11 @@ endif()
 # Not cached: another interpreter, or another torch in the same one, is seen at once.
 unset(TorchCpu_INCLUDE_DIR)
 find_path(TorchCpu_INCLUDE_DIR torch/library.h PATHS "${_torch_root}/include" NO_DEFAULT_PATH
-          NO_CACHE)
+          NO_CACHE ${_torch_root_path})
 foreach(_library IN ITEMS torch torch_cpu c10)
   unset(TorchCpu_${_library}_LIBRARY)
   find_library(TorchCpu_${_library}_LIBRARY ${_library} PATHS "${_torch_root}/lib"
-               NO_DEFAULT_PATH NO_CACHE)
+               NO_DEFAULT_PATH NO_CACHE ${_torch_root_path})
 endforeach()
 
 if(TorchCpu_INCLUDE_DIR)

@@ -67,6 +67,27 @@ def test_torch_is_found_by_the_environment(variable, tmp_path):
     assert f"include {LIBTORCH}/include" in done.stdout
 
 
+# Of a toolchain file: libraries and headers are those of another machine's system.
+CROSS = ["-DCMAKE_FIND_ROOT_PATH=/nowhere"] + [
+    f"-DCMAKE_FIND_ROOT_PATH_MODE_{what}=ONLY" for what in ("LIBRARY", "INCLUDE")
+]
+
+
+def test_a_torch_that_is_named_need_not_be_in_the_target_system(tmp_path):
+    done = configure(tmp_path, *CROSS, f"-DTorch_ROOT={LIBTORCH}")
+    assert done.returncode == 0, done.stderr
+    assert f"include {LIBTORCH}/include" in done.stdout
+
+
+def test_a_torch_that_python_imports_is_not_the_target_systems(tmp_path):
+    python = tmp_path / "python"
+    python.write_text(f"#!/bin/sh\necho {LIBTORCH}\n")
+    python.chmod(0o755)
+    done = configure(tmp_path, *CROSS, f"-DPython_EXECUTABLE={python}")
+    assert done.returncode == 1
+    assert f"no include/torch/library.h in {LIBTORCH}" in " ".join(done.stderr.split())
+
+
 @pytest.mark.parametrize(
     ("option", "reason"),
     [
