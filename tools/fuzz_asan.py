@@ -13,23 +13,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from link_tree import link_package
+
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "build" / "asan-torch" / "python" / "minifloat"
 # A failed allocation is null, as without the sanitizer; 4 GB is more than a call needs.
 OPTIONS = "detect_leaks=0:allocator_may_return_null=1:max_allocation_size_mb=4096"
-
-
-def link_package() -> None:
-    """Links every source of the package beside the sanitized libraries."""
-    if not list((PACKAGE / "lib").glob("libminifloat_torch_*.so")):
-        sys.exit(f"fuzz_asan: expected the libraries of the preset asan-torch in {PACKAGE / 'lib'}")
-    for source in (ROOT / "python" / "minifloat").iterdir():
-        target = PACKAGE / source.name
-        if source.name in ("lib", "__pycache__"):
-            continue
-        if target.is_symlink():
-            target.unlink()
-        target.symlink_to(source)
 
 
 def runtime(name: str) -> str:
@@ -44,7 +33,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--calls", type=int, default=2500, help="of each seed")
     options = parser.parse_args()
-    link_package()
+    if not (PACKAGE / "lib" / "libminifloat_torch.so").exists():
+        sys.exit(f"fuzz_asan: expected the libraries of the preset asan-torch in {PACKAGE / 'lib'}")
+    link_package(PACKAGE)
     environment = {
         **os.environ,
         "LD_PRELOAD": f"{runtime('libasan.so')} {runtime('libstdc++.so')}",

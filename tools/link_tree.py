@@ -3,7 +3,8 @@
 usage: .venv/bin/python tools/link_tree.py
 
 Writes site-packages/minifloat-tree.pth, which puts python/ on the path, and bin/minifloat. The
-native libraries need no link: the build leaves them in python/minifloat/lib/.
+native libraries need no link: the build leaves them in python/minifloat/lib/. Libraries of other
+builds get a package of their own (link_package).
 """
 
 from __future__ import annotations
@@ -20,6 +21,17 @@ from minifloat.cli import main
 
 sys.exit(main())
 """
+
+
+def link_package(package: Path) -> None:
+    """Links every source of the package into the folder `package`, which has a lib/ of its own."""
+    for source in (Path(__file__).resolve().parents[1] / "python" / "minifloat").iterdir():
+        target = package / source.name
+        if source.name in ("lib", "__pycache__"):
+            continue
+        if target.is_symlink():
+            target.unlink()
+        target.symlink_to(source)
 
 
 def main() -> None:
