@@ -20,7 +20,7 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-exhaustive test-gpu bench lint format tidy docs wheel sdist test-wheel test-sdist clean
+.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint format tidy docs wheel sdist test-wheel test-sdist clean
 .DEFAULT_GOAL := help
 
 help:
@@ -33,6 +33,7 @@ help:
 	@echo "                      the C++ examples with the package that pip installed"
 	@echo "make test-asan        the C++ suites and the op fuzzer under AddressSanitizer and UBSan"
 	@echo "make test-aarch64     the C++ suites, cross-compiled for aarch64, under qemu-user"
+	@echo "make test-aarch64-torch  there the torch layer, its bytes beside this machine's (550 MB)"
 	@echo "make test-exhaustive  every float through every format (long)"
 	@echo "make test-gpu         the tests that need a CUDA device"
 	@echo "make bench            the benchmark tables; on a GPU machine build/gpu_roofline.png too"
@@ -153,14 +154,24 @@ test-asan: $(READY)
 	$(CMAKE) --build --preset asan-torch -j $(JOBS)
 	$(PY) tools/fuzz_asan.py $(FUZZ_ARGS)
 
-# The library without torch on the other processor of GPU hosts, under an emulator.
-test-aarch64: $(READY)
+# The library on the other processor of GPU hosts, under an emulator: without torch, and with it.
+test-aarch64 test-aarch64-torch: aarch64-tools $(READY)
+
+aarch64-tools:
 	@for tool in aarch64-linux-gnu-g++ qemu-aarch64; do command -v $$tool >/dev/null || \
 	  command -v $$tool-static >/dev/null || { echo "test-aarch64: expected $$tool on the path" \
 	  "(Debian: apt install g++-aarch64-linux-gnu qemu-user)" >&2; exit 1; }; done
+
+test-aarch64:
 	$(CMAKE) --preset aarch64 -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
 	$(CMAKE) --build --preset aarch64 -j $(JOBS)
 	$(VENV)/bin/ctest --preset aarch64 -j $(JOBS)
+
+test-aarch64-torch: libraries
+	$(PY) tools/fetch_aarch64.py build/aarch64-system
+	$(CMAKE) --preset aarch64-torch -DPython_EXECUTABLE=$(CURDIR)/$(PY) --log-level=NOTICE
+	$(CMAKE) --build --preset aarch64-torch -j $(JOBS)
+	$(PY) tools/run_aarch64.py $(FUZZ_ARGS)
 
 test-exhaustive: build
 	$(CMAKE) --build --preset exhaustive -j $(JOBS)

@@ -33,7 +33,7 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=4)
     parser.add_argument("--calls", type=int, default=2500, help="of each seed")
     options = parser.parse_args()
-    if not (PACKAGE / "lib" / "libminifloat_torch.so").exists():
+    if not list((PACKAGE / "lib").glob("libminifloat_torch_*.so")):
         sys.exit(f"fuzz_asan: expected the libraries of the preset asan-torch in {PACKAGE / 'lib'}")
     link_package(PACKAGE)
     environment = {

@@ -36,7 +36,6 @@ from tests.support import (  # noqa: F401  register calls
 from tests.support.fuzz_calls import CALLS, Call
 from tests.support.fuzz_values import Arena, any_value, is_dense, is_inside_memory, mutate
 
-SECONDS = 60  # for one call; on a busy machine the largest takes 20
 MEMORY = 2 << 30  # bytes above what the imports take
 ERRORS = (ValueError, TypeError, RuntimeError)
 # Texts of errors that no check raised.
@@ -195,6 +194,8 @@ def main() -> int:
     parser.add_argument("--calls", type=int, default=1000)
     parser.add_argument("--most-faults", type=int, default=20)
     parser.add_argument("--megabytes", type=int, default=MEMORY >> 20, help="0: no bound")
+    # On a busy machine the largest call takes 20.
+    parser.add_argument("--seconds", type=float, default=60, help="of one call")
     parser.add_argument("--state", help="a file that holds the number of the call in progress")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
@@ -205,7 +206,7 @@ def main() -> int:
     for index in range(options.first, options.first + options.calls):
         if state is not None:
             os.pwrite(state, f"{index:12}".encode(), 0)
-        faulthandler.dump_traceback_later(SECONDS, exit=True)
+        faulthandler.dump_traceback_later(options.seconds, exit=True)
         name, one, arena = drawn(options.seed, index)
         text = f"{name}({describe(one.args)})"
         if options.calls == 1:
