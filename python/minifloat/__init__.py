@@ -8,6 +8,7 @@ loss.backward(); opt.step(); mf.step(model)
 
 from .train import interrupt as _interrupt  # isort: skip  before torch: see its head
 from ._native import ops as _ops  # loads the operators; keep it before the rest
+from ._version import __version__
 from .distributed import hooks as _hooks  # registers functions that layers call
 from .distributed.ending import destroy_process_group
 from .distributed.fsdp.weight import precompute_float8_dynamic_scale_for_fsdp, precompute_scales

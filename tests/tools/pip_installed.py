@@ -1,10 +1,11 @@
-"""The C++ examples with the package that pip installed: run where pip did.
+"""The package that pip installed, its version and the C++ examples with it: run where pip did.
 
     make test-torchtitan-0.3
 
 ctest builds them with the package that `cmake --install` leaves.
 """
 
+import importlib.metadata
 import os
 import subprocess
 import sys
@@ -40,6 +41,10 @@ def programs(tmp_path_factory):
         "-DCMAKE_BUILD_TYPE=Release", f"-DCMAKE_PREFIX_PATH={prefix}", cwd=folder)  # fmt: skip
     run("cmake", "--build", folder, cwd=folder)
     return folder
+
+
+def test_the_version_is_that_of_the_metadata():
+    assert minifloat.__version__ == importlib.metadata.version("minifloat")
 
 
 @pytest.mark.parametrize("example", ["train", "experts"])
