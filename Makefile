@@ -20,7 +20,7 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint format tidy docs wheel sdist test-wheel test-sdist clean
+.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint format tidy docs wheel sdist test-wheel test-sdist check-tag clean
 .DEFAULT_GOAL := help
 
 help:
@@ -43,6 +43,7 @@ help:
 	@echo "make all-architectures  kernels for every GPU since Ampere; CUDA=ON TARGETS=... for some"
 	@echo "make wheel | sdist    dist/minifloat-*: the wheel for every GPU and torch, the sources"
 	@echo "make test-wheel | test-sdist  install them in empty environments, and try them"
+	@echo "make check-tag        whether TAG=v0.1.0 is that of this version and of CHANGELOG.md"
 	@echo "make setup | build    what the others need first;  make clean removes build/ and dist/"
 
 # ---- Environment and build -------------------------------------------------------------------
@@ -210,6 +211,9 @@ tidy: build
 	@command -v clang-tidy >/dev/null || \
 	  { echo "tidy: expected clang-tidy on the path (pip install clang-tidy)" >&2; exit 1; }
 	clang-tidy -p build/default --quiet $(wildcard src/*.cpp src/cpu/*.cpp)
+
+check-tag:
+	@$(PYTHON) tools/check_tag.py "$$TAG"
 
 docs: $(READY)
 	$(PY) tools/check_docs.py
