@@ -123,6 +123,47 @@ def test_gathered_weights(device, ranks):
     run_ranks(device, check_gathered, device.type, ranks=ranks)
 
 
+class Late(nn.Module):
+    """Holds the stream of the computation up, so that FSDP2's stream of casts runs ahead."""
+
+    def __init__(self, cycles: int) -> None:
+        super().__init__()
+        self.cycles = cycles
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.is_cuda:
+            torch.cuda._sleep(self.cycles)
+        return x
+
+
+def first_output(recipe: str, device: torch.device, cycles: int) -> Tensor:
+    """Returns the output of a model at its first gather, which casts each weight alone."""
+    blocks = [Block(256, 256) for _ in range(6)]
+    with torch.no_grad():
+        for i, block in enumerate(blocks):
+            block.layer.weight.copy_(normal(i, 256, 256) * 4.0 ** (i - 6))  # scales that differ
+    model = nn.Sequential(Late(cycles), *blocks, nn.Identity()).to(device)
+    mf.quantize_(model, recipe, verbose=False)
+    for block in blocks:
+        fully_shard(block)
+    fully_shard(model)
+    return model(normal(9, 16, 256).to(device)).detach()
+
+
+def check_late_fills(rank: int, kind: str) -> None:
+    device = device_of(rank, kind)
+    for recipe in ("fp8_tensorwise", "nvfp4"):
+        want = first_output(recipe, device, cycles=0)
+        for _ in range(3):
+            got = first_output(recipe, device, cycles=200_000_000)  # a tenth of a second
+            require_same(got, want, f"{recipe}: output behind a busy stream")
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_busy_stream_reads_the_scales_of_its_own_gather(device, ranks):
+    run_ranks(device, check_late_fills, device.type, ranks=ranks)
+
+
 # ---- Sharded masters -----------------------------------------------------------------------------
 
 

@@ -213,6 +213,11 @@ void GatherBatch::fill(const Tensors& outputs, const Tensors& targets, std::int6
   }
   run_copies(work.copies, work.like);
   run_transposes(work.transposes, work.like);
+  if (common_.defined() && common_.is_cuda()) {
+    // FSDP2's stream of casts allocated it, and may have its memory again once the batch is gone.
+    const c10::impl::VirtualGuardImpl cuda(c10::DeviceType::CUDA);
+    common_.record_stream(cuda.getStream(common_.device()));
+  }
 }
 
 }  // namespace minifloat::torch_ops

@@ -29,7 +29,7 @@ from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.directions import TENSORS, tensors_of
 from ...tensor.quantized import Operand, Operands, Quantized, raw_scale
-from .gather import Gather, GatherInputs, GatherPlan, Received
+from .gather import Gather, GatherInputs, GatherPlan, Received, keep_for_current_stream
 from .weight_tensors import GatheredWeight
 
 ROW, COL = 0, 1  # directions of W: as fprop reads it, as dgrad reads it
@@ -142,8 +142,10 @@ class ExpertGather(Gather):
             self.own = [torch.empty_like(t) for t in inputs[len(outputs) :]]
             self.parts = self.views([*outputs, *self.own])
             created = self.new_whole()
-        for own, of_rank in zip(self.own, inputs[len(outputs) :]):
+        sent_here = inputs[len(outputs) :]
+        for own, of_rank in zip(self.own, sent_here):
             own.data.copy_(of_rank)  # as FSDP2's copies, this counts no write
+        keep_for_current_stream(sent_here)
         self.present = set(moved)
         if self.plan.mode == "one":
             self.transpose()

@@ -273,6 +273,16 @@ class Gather:
         return outputs
 
 
+def keep_for_current_stream(tensors: Sequence[Tensor]) -> None:
+    """Keeps memory of another stream until the kernels that this one has been given have run.
+
+    FSDP2 casts on a stream of its own. What a cast allocates and is read here may be freed before.
+    """
+    for tensor in tensors:
+        if tensor.is_cuda:
+            tensor.record_stream(torch.cuda.current_stream(tensor.device))
+
+
 # ---- FSDP2's state, which has no public names ----------------------------------------------------
 
 

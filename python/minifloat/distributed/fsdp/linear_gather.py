@@ -35,7 +35,15 @@ from ...nn.state.random_state import is_in_backward
 from ...spec import Spec
 from ...tensor.quantized import Quantized
 from ..handshake import wait_for_all
-from .gather import BACKWARD, FORWARD, Gather, GatherInputs, GatherPlan, Received
+from .gather import (
+    BACKWARD,
+    FORWARD,
+    Gather,
+    GatherInputs,
+    GatherPlan,
+    Received,
+    keep_for_current_stream,
+)
 from .weight_tensors import GatheredWeight, ShardedWeight
 
 if TYPE_CHECKING:
@@ -224,6 +232,8 @@ class Batch:
             return
         selection, forward_alone = self.selection, self.gathers[0].serves_forward_alone()
         self.fill(self.outputs, self.targets(), selection, ALL_WEIGHTS, forward_alone)
+        for taken in self.taken:
+            keep_for_current_stream(taken)
         self.start(selection, [], [])
         for split in self.splits:
             split.gathered = {selection}
