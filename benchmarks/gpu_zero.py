@@ -9,7 +9,8 @@ model   5 blocks of Llama 3 8B's sizes, 1.1B parameters, without rotary embeddin
 FSDP2   mf.quantize_: each gather casts this rank's shards, and moves codes
 ZeRO-3  examples/train_zero3.py: codes are cast once a step, for all blocks, and gathered for
         each block's forward and backward
-equal   the losses of all steps, and this rank's shards of all masters after the last
+equal   the losses of all steps, and this rank's shards of all masters after the last, under torch's
+        deterministic algorithms: without them FSDP2 differs from itself, by attention's backward
 time    median of a step by the host's clock after the first tenth, of the slowest rank
 peak    memory of rank 0, allocated
 """
@@ -33,6 +34,7 @@ import gpu_fsdp as fsdp
 import minifloat as mf
 import torch
 import torch.distributed as dist
+import torch.utils.deterministic
 from torch import Tensor, nn
 from train_zero3 import Block, Zero3  # gpu_fsdp finds the examples
 
@@ -199,6 +201,8 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=None, help=f"{STEPS}; on a CPU 4")
     parser.add_argument("--eager", action="store_true", help="without torch.compile")
     options = parser.parse_args()
+    torch.use_deterministic_algorithms(True)
+    torch.utils.deterministic.fill_uninitialized_memory = False  # which would be timed
     device = ranks.join(timing.require_device(options.device).type)
     is_tiny = device.type == "cpu"
     backend = "aot_eager" if is_tiny else "inductor"

@@ -8,6 +8,7 @@ blocks' codes are whole at a time: the next one is gathered while one is compute
 """
 
 import contextlib
+import os
 
 import minifloat as mf
 import torch
@@ -19,6 +20,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 STEPS, TOKENS, BLOCKS, DIM = 25, 48, 3, 64
 RECIPES = ["fp8_tensorwise", "nvfp4_pow2"]
 PLACES = 2  # for whole codes
+# cuBLAS asks for it where torch's algorithms are deterministic.
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
 
 
 class Block(nn.Module):
@@ -248,6 +251,8 @@ def batch(step, rank):
 
 def train(model, parameters, device):
     """Returns the losses of all steps, averaged over the ranks."""
+    # Else the backward pass of attention on a GPU adds in an order that differs from run to run.
+    torch.use_deterministic_algorithms(True)
     optimizer = torch.optim.AdamW(parameters, lr=1e-2, fused=True)
     losses = []
     for step in range(STEPS):
