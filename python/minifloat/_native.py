@@ -14,6 +14,12 @@ FOLDER = Path(__file__).parent / "lib"
 PREFIX = "libminifloat_torch_"
 
 
+def torches(folder: Path = FOLDER) -> list[str]:
+    """Lists each torch X.Y for which the folder has a library, from the oldest."""
+    found = [library.stem.removeprefix(PREFIX) for library in folder.glob(f"{PREFIX}*.so")]
+    return sorted(found, key=lambda version: [int(part) for part in version.split(".")])
+
+
 def load(folder: Path = FOLDER, torch_version: str = torch.__version__) -> None:
     """Registers the operators that were built for torch X.Y: "2.11" for 2.11.0+cu130.
 
@@ -22,13 +28,12 @@ def load(folder: Path = FOLDER, torch_version: str = torch.__version__) -> None:
     """
     path = folder / f"{PREFIX}{'.'.join(torch_version.split('.')[:2])}.so"
     if not path.exists():
-        found = [library.stem.removeprefix(PREFIX) for library in folder.glob(f"{PREFIX}*.so")]
+        found = torches(folder)
         if not found:
             raise ImportError(
                 f"minifloat: expected the native library {path}, found none; build it with `make "
                 "build` in the source tree, or install the package with `pip install .` there"
             )
-        found.sort(key=lambda version: [int(part) for part in version.split(".")])
         raise ImportError(
             f"minifloat: expected torch {' or '.join(found)}, for which this package was built, "
             f"got {torch_version}; build it for this torch, in the source tree: `pip install "

@@ -19,7 +19,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from .._native import ops
+from .._native import ops, torches
+from .._version import __version__
 from ..engine_choice import CPU, engines
 from ..nn.convert.quantize import quantize_
 from ..nn.state.model_state import step
@@ -42,7 +43,7 @@ def report(missing_packages: Sequence[str]) -> dict[str, Any]:
     git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
     return {
         "versions": {
-            "minifloat": found(lambda: importlib.metadata.version("minifloat")),
+            "minifloat": __version__,
             "commit of its folder": found(lambda: run(*git)),
             "Python": platform.python_version(),
             "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'left out'}",
@@ -54,7 +55,7 @@ def report(missing_packages: Sequence[str]) -> dict[str, Any]:
         "cpu": found(describe_cpu),
         "gpus": gpus,
         "native library": {
-            "built for torch": ops.built_for_torch(),
+            "built for torch": ", ".join(torches()),
             "GPU targets": ops.cuda_targets() or "none: built for the CPU alone",
         },
         "timed layer": "tokens {}, K {}, N {} on {}".format(*LAYERS[device], device),
