@@ -87,7 +87,7 @@ def check(python: Path, calls: int) -> None:
     subprocess.run([python, script], check=True, env=alone, cwd=WORK)
     fuzz = [str(python), "-m", "tests.support.fuzz_ops", "--seed", "1", "--calls", str(calls)]
     subprocess.run(fuzz, check=True, env={**alone, "PYTHONPATH": str(ROOT)}, cwd=WORK)
-    print(flush=True)
+    print(f"{calls} hostile calls, no fault\n", flush=True)
 
 
 def test_wheel(wheel: Path, pythons: list[str], calls: int) -> int:
