@@ -176,7 +176,7 @@ std::tuple<std::string, bool, std::string> engine_info(const std::string& produc
       others +=
           (others.empty() ? "" : ", ") + std::to_string(gpu / 10) + "." + std::to_string(gpu % 10);
   const std::string where = others.empty()
-                                ? "; no GPU multiplies these codes"
+                                ? "; no GPU multiplies these codes in this build"
                                 : "; codes are multiplied by compute capability " + others;
   return {engine.name, false, engine.does + where};
 }
