@@ -87,7 +87,14 @@ GPU = ["NVIDIA H100, compute capability 9.0, 81559 MiB"]
         ("not found: too old", [], "580.1", True, "bf16", ["a torch that sees .*too old"]),
         (GPU, [], "580.1", False, "bf16", ["the CUDA backend, which this build lacks.*nvcc"]),
         (GPU, [], "580.1", True, "bf16", ["casts on GPU 0; not found: no code", "CUTLASS"]),
-        ([], ["tqdm"], "580.1", True, "fp32", ["fast bf16 products.*fp32", "tqdm.*pip install"]),
+        (
+            [],
+            ["tqdm"],
+            "580.1",
+            True,
+            "fp32",
+            ["fast bf16 products.*fp32", "packages of `minifloat train`.*pip install tqdm"],
+        ),
     ],
 )
 def test_what_is_missing(monkeypatch, gpus, packages, driver, backend, dtype, want):
@@ -120,11 +127,15 @@ def test_without_a_gpu_or_its_backend(monkeypatch, capsys):
 def test_rows_and_the_exit_code(monkeypatch, capsys):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(_native.ops, "has_cuda", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: f"number {index}")
     for error, code in (("", 0), ("wrong", 1)):
         rows = [("casts", ""), ("products", error)]
         monkeypatch.setattr(gpu_checks, "run_checks", lambda device, rows=rows: iter(rows))
         assert cli.main(["doctor", "--gpu"]) == code
-        assert capsys.readouterr().out.startswith("ok      casts\n")
+        out = capsys.readouterr().out
+        assert out.startswith("GPU 0, number 0\nok      casts\n")
+        assert out.count("GPU 1, number 1\nok      casts\n") == 1
 
 
 def test_the_cpu_is_like_itself(few):

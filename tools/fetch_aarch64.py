@@ -98,7 +98,8 @@ def main() -> None:
             sys.exit(f"fetch_aarch64: expected {tool} on the path")
     folder = Path(sys.argv[1]).resolve()
     done = folder / "done"
-    wanted = f"{version('torch')}\n{Path(__file__).read_text(encoding='utf-8')}"
+    versions = [version(name) for name in WHEELS]
+    wanted = f"{versions}\n{Path(__file__).read_text(encoding='utf-8')}"
     if done.exists() and done.read_text(encoding="utf-8") == wanted:
         return
     shutil.rmtree(folder, ignore_errors=True)

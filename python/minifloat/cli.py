@@ -41,7 +41,7 @@ on several processes, the model sharded by FSDP2, weights gathered in the recipe
   torchrun --nproc-per-node 4 -m minifloat train --model moe:... --expert-parallel 2 ...
 """
 
-PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # of `pip install '.[train]'`
+PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # the extra `train`
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -158,7 +158,7 @@ def run_train(arguments: argparse.Namespace) -> int:
     if missing := missing_packages():
         raise TrainError(
             f"expected the packages {', '.join(PACKAGES)}, got none of {', '.join(missing)}; "
-            "install them with `pip install '.[train]'` in the clone of minifloat"
+            f"install them with `pip install {' '.join(PACKAGES)}`"
         )
     with interrupt.handled(by=interrupt.end):
         from minifloat.train.job import checkpoint, train  # which import the packages
@@ -263,9 +263,11 @@ def run_doctor(arguments: argparse.Namespace) -> int:
     if not ops.has_cuda():
         raise TrainError("--gpu: expected a build with the CUDA backend, got one for the CPU alone")
     failed = 0
-    for check, error in gpu_checks.run_checks(torch.device("cuda")):
-        print(f"FAILED  {check}: {error}" if error else f"ok      {check}", flush=True)
-        failed += bool(error)
+    for index in range(torch.cuda.device_count()):
+        print(f"GPU {index}, {torch.cuda.get_device_name(index)}", flush=True)
+        for check, error in gpu_checks.run_checks(torch.device("cuda", index)):
+            print(f"FAILED  {check}: {error}" if error else f"ok      {check}", flush=True)
+            failed += bool(error)
     return min(failed, 1)
 
 

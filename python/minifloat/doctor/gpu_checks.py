@@ -34,8 +34,9 @@ SPECIAL = [float("inf"), float("nan"), -0.0, 1e-40, 3.39e38]
 LAYER_SIZES = [(256, 384, 128), (160, 96, 544), (33, 96, 32), (45, 70, 37)]  # M, K, N
 ENDS, EXPERT_SIZES = [0, 7, 140, 156, 157, 407, 407], [(416, 256, 192), (420, 72, 40)]
 Sizes = tuple[int, int, int]
-# Tensor cores of FP8 cut 32 products at 2^-13 of the largest, which adds up to 2^-7 at most; others
-# round to bf16 a few times. A wrong scale, row or factor errs by far more.
+# Tensor cores of FP8 cut 32 products at 2^-13 of the largest; over these sizes that stays under
+# 2^-7 of the result. Others round to bf16 a few times. A wrong scale, row or factor errs by far
+# more.
 LIMIT = 2.0**-7
 PRODUCTS = ("fprop", "dgrad", "wgrad")
 
@@ -55,14 +56,14 @@ def run_checks(device: torch.device) -> Iterator[tuple[str, str]]:
     """
     capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else CPU
     for check, cases in all_checks(capability):
-        error = ""
-        for case in cases:
-            try:
+        error, call = "", "no call yet"
+        try:
+            for case in cases:
+                call = case.call
                 require_same(case, *(case.run(place) for place in (device, torch.device("cpu"))))
-            except Exception as raised:
-                where = "compute capability {}.{}".format(*capability)
-                error = f"{case.call}, {where}: {type(raised).__name__}: {raised}"
-                break
+        except Exception as raised:
+            where = "compute capability {}.{}".format(*capability)
+            error = f"{call}, {where}: {type(raised).__name__}: {raised}"
         yield check, error
         try:
             torch.ones(1, device=device).item()

@@ -40,11 +40,10 @@ def report(missing_packages: Sequence[str]) -> dict[str, Any]:
     gpus = found(list_gpus)
     device = "cuda" if torch.cuda.is_available() and ops.has_cuda() else "cpu"
     capability = torch.cuda.get_device_capability() if device == "cuda" else CPU
-    git = ("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty")
     return {
         "versions": {
             "minifloat": __version__,
-            "commit of its folder": found(lambda: run(*git)),
+            "commit of its clone": found(clone_commit),
             "Python": platform.python_version(),
             "torch": f"{torch.__version__}, CUDA {torch.version.cuda or 'left out'}",
             "NVIDIA driver": found(driver),
@@ -69,6 +68,7 @@ def as_text(about: dict[str, Any]) -> Iterator[str]:
     for section, parts in about.items():
         yield f"{section}:" if isinstance(parts, (dict, list)) else f"{section}: {parts}"
         if section == "recipes":
+            yield "  (forward and backward, nn.Linear in bf16 = 1; the row of bf16 shows the noise)"
             for name, row in parts.items():
                 yield f"  {name:<19}{row['speed']}"
                 for layer in ("linear", "experts"):
@@ -95,6 +95,13 @@ def run(*command: str) -> str:
     if done.returncode:
         raise RuntimeError(f"{command[0]}: {(done.stderr or done.stdout).strip()}")
     return done.stdout.strip()
+
+
+def clone_commit() -> str:
+    """Returns the commit of the clone of minifloat that holds this file."""
+    git = ("git", "-C", str(Path(__file__).parent))
+    run(*git, "ls-files", "--error-unmatch", __file__)  # another repository may hold the package
+    return run(*git, "describe", "--always", "--dirty")
 
 
 def driver() -> str:
@@ -143,8 +150,7 @@ def find_missing(gpus: list[str] | str, packages: Sequence[str]) -> Iterator[str
     if describe_product_dtype("cpu") != "bf16":
         yield "fast bf16 products of this CPU (x86-64 needs AVX-512); they are computed in fp32"
     if packages:
-        how = "in a clone of minifloat, run `pip install '.[train]'`"
-        yield f"packages of `minifloat train` ({', '.join(packages)}); {how}"
+        yield f"packages of `minifloat train`; run `pip install {' '.join(packages)}`"
 
 
 # ---- Engines and their speed ---------------------------------------------------------------------
