@@ -15,7 +15,13 @@ from torch import Tensor, nn
 
 from ..nn.hooks import hooks
 from ..nn.linear import Linear
-from .fsdp.gather import UnknownFsdpError, find_fsdp_group, plan_experts, plan_gather
+from .fsdp.gather import (
+    UnknownFsdpError,
+    find_fsdp_group,
+    plan_experts,
+    plan_gather,
+    policy_of,
+)
 from .fsdp.weight import (
     precompute_scales,
     require_no_shard,
@@ -58,7 +64,7 @@ def accumulate_gradients(layer: nn.Module, parameter: Tensor) -> None:
         group = find_fsdp_group(layer)
     except LookupError:  # not a parameter of FSDP2: require_float32_grad checks it in the forward
         return
-    reduce_dtype = group.mp_policy.reduce_dtype
+    reduce_dtype = policy_of(group).reduce_dtype
     if reduce_dtype != torch.float32:
         raise ValueError(
             "accumulate='grad': expected fully_shard with MixedPrecisionPolicy("

@@ -1,8 +1,11 @@
 """FSDP2 with gradients of micro-batches added in float32, without a rounding to bfloat16."""
 
+from types import SimpleNamespace
+
 import minifloat as mf
 import pytest
 import torch
+from minifloat.distributed.fsdp.gather import UnknownFsdpError, policy_of
 from minifloat.distributed.hooks import accumulate_gradients
 from torch import nn
 from torch.distributed import _composable_state
@@ -211,3 +214,11 @@ def test_other_private_names_of_fsdp2_are_an_error(monkeypatch):
         RuntimeError, match=r"names as in torch 2\.11, got .*_module_state_mapping'"
     ):
         accumulate_gradients(layer, layer.weight)
+
+
+def test_the_policy_of_a_group_or_from_torch_2_15_on_of_its_parameters():
+    policy = MixedPrecisionPolicy(reduce_dtype=FP32)
+    assert policy_of(SimpleNamespace(mp_policy=policy, fsdp_params=[])) is policy
+    assert policy_of(SimpleNamespace(fsdp_params=[SimpleNamespace(mp_policy=policy)])) is policy
+    with pytest.raises(UnknownFsdpError, match="mp_policy"):
+        policy_of(SimpleNamespace(fsdp_params=[SimpleNamespace()]))

@@ -37,6 +37,7 @@ from ...tensor.quantized_tensor import NOMINAL_DTYPES
 from ..handshake import agree
 
 if TYPE_CHECKING:
+    from torch.distributed.fsdp import MixedPrecisionPolicy
     from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 GatherInputs = tuple[tuple[Tensor, ...], object]  # of the all-gather, and what `receive` gets
@@ -221,8 +222,8 @@ class Gather:
         before, self.shard_dtype = self.shard_dtype, shard.dtype
         if before in (None, shard.dtype):
             return
-        policy = getattr(self.fsdp_group(), "mp_policy", None)
-        if getattr(policy, "param_dtype", None) is None:
+        group = self.fsdp_group()
+        if group is None or policy_of(group).param_dtype is None:
             self.shard_dtype = before
             raise ValueError(
                 f"fully_shard: expected shards of {before}, as at the first gather, of "
@@ -293,6 +294,15 @@ class UnknownFsdpError(RuntimeError):
         super().__init__(
             f"FSDP2: expected private names as in torch 2.11, got torch {torch.__version__}: {what}"
         )
+
+
+def policy_of(group: FSDPParamGroup) -> MixedPrecisionPolicy:
+    """Returns FSDP2's policy: of the parameter group, from torch 2.15 on of each parameter."""
+    try:
+        found = getattr(group, "mp_policy", None) or group.fsdp_params[0].mp_policy
+    except AttributeError as error:
+        raise UnknownFsdpError(error) from error
+    return cast("MixedPrecisionPolicy", found)
 
 
 def find_fsdp_group(layer: nn.Module) -> FSDPParamGroup:
