@@ -10,39 +10,35 @@ namespace {
 
 constexpr std::int64_t kMostRanks = 1 << 14;
 
-template <class Signature>
-auto collective(const char* name) {
-  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "").typed<Signature>();
+c10::OperatorHandle find_collective(const char* name) {
+  return c10::Dispatcher::singleton().findSchemaOrThrow(name, "");
 }
 
-Tensor wait(const Tensor& t) {
-  static const auto op = collective<Tensor(const Tensor&)>("_c10d_functional::wait_tensor");
-  return op.call(t);
+// Calls a collective and waits for its result. Arguments are boxed, because torch 2.14 and 2.15
+// have other types for the texts of the reduction and of the group.
+Tensor call_collective(const c10::OperatorHandle& op, c10::Stack arguments) {
+  static const auto wait = find_collective("_c10d_functional::wait_tensor");
+  const at::AutoDispatchBelowADInplaceOrView below;
+  op.callBoxed(arguments);
+  wait.callBoxed(arguments);
+  return arguments[0].toTensor();
 }
 
 Tensor all_reduce(const std::string& group, const char* of, const Tensor& t) {
-  static const auto op =
-      collective<Tensor(const Tensor&, std::string, std::string)>("_c10d_functional::all_reduce");
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return wait(op.call(t, of, group));
+  static const auto op = find_collective("_c10d_functional::all_reduce");
+  return call_collective(op, {t, of, group});
 }
 
 // Gathers t of all ranks, in the order of ranks along dimension 0.
 Tensor all_gather(const Sharding& s, const Tensor& t) {
-  static const auto op = collective<Tensor(const Tensor&, std::int64_t, std::string)>(
-      "_c10d_functional::all_gather_into_tensor");
-  if (s.ranks == 1) return t;
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return wait(op.call(t, s.ranks, s.group));
+  static const auto op = find_collective("_c10d_functional::all_gather_into_tensor");
+  return s.ranks == 1 ? t : call_collective(op, {t, s.ranks, s.group});
 }
 
 // Returns this rank's part, along dimension 0, of the sum of t over the ranks.
 Tensor reduce_scatter(const Sharding& s, const Tensor& t) {
-  static const auto op = collective<Tensor(const Tensor&, std::string, std::int64_t, std::string)>(
-      "_c10d_functional::reduce_scatter_tensor");
-  if (s.ranks == 1) return t;
-  const at::AutoDispatchBelowADInplaceOrView below;
-  return wait(op.call(t, "sum", s.ranks, s.group));
+  static const auto op = find_collective("_c10d_functional::reduce_scatter_tensor");
+  return s.ranks == 1 ? t : call_collective(op, {t, "sum", s.ranks, s.group});
 }
 
 Tensor as_bytes(const Tensor& t) {
