@@ -20,7 +20,7 @@ CXX_FOLDERS := $(wildcard include src torch tests benchmarks examples)
 CXX_SOURCES = $(shell find $(CXX_FOLDERS) -name '*.h' -o -name '*.cuh' -o -name '*.cpp' -o -name '*.cu')
 PY_FOLDERS := $(wildcard python tests benchmarks examples tools)
 
-.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint format tidy docs wheel sdist test-wheel test-sdist check-tag clean
+.PHONY: help setup build libraries all-architectures train print-cpu test test-all test-torchtitan-0.3 test-asan test-aarch64 test-aarch64-torch aarch64-tools test-exhaustive test-gpu bench lint format tidy docs package-tools wheel sdist test-wheel test-sdist check-tag clean
 .DEFAULT_GOAL := help
 
 help:
@@ -78,23 +78,23 @@ libraries: $(READY)  # what `import minifloat` needs, without the tests
 all-architectures:  # code for every GPU since Ampere
 	$(MAKE) build CUDA=ON TARGETS=ALL
 
-# -compress-mode=size halves the code of all GPUs.
+package-tools: $(READY)
+	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-wheel.txt
+
+# -compress-mode=size: of code for all GPUs, the smallest file.
 wheel: CUDA = ON
 wheel: TARGETS = ALL
-wheel: $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-wheel.txt
+wheel: package-tools
 	CMAKE_BUILD_PARALLEL_LEVEL=$(JOBS) $(PY) tools/make_wheel.py \
 	  --define MINIFLOAT_CUDA=$(CUDA) --define 'CMAKE_CUDA_ARCHITECTURES=$(TARGETS)' \
 	  --define CMAKE_CUDA_FLAGS=-compress-mode=size
 
 # In empty environments: without a compiler, on each of PYTHONS that is on the path.
 PYTHONS ?= 3.10 3.11 3.12 3.13
-test-wheel: $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-wheel.txt
+test-wheel: package-tools
 	$(PY) tools/test_package.py --pythons '$(PYTHONS)' dist/minifloat-*.whl
 
-sdist: $(READY)
-	$(PY) -m pip install --quiet --disable-pip-version-check -r requirements-wheel.txt
+sdist: package-tools
 	rm -f dist/minifloat-*.tar.gz
 	$(VENV)/bin/uv build --quiet --sdist --no-build-isolation --python $(PY) --out-dir dist
 

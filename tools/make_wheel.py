@@ -23,9 +23,9 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 WORK = ROOT / "build" / "wheel"
 TORCHES = ("2.11", "2.14", "2.15")  # the oldest that is supported, and the newest two
+OF_TORCH = ("libtorch.so", "libtorch_cpu.so", "libc10.so")  # linked, and never copied
 # What a build reads of torch's wheel.
-PARTS = re.compile(r"torch/(include/|share/cmake/|lib/(libtorch|libtorch_cpu|libc10)\.so$)")
-OF_TORCH = ("libtorch.so", "libtorch_cpu.so", "libc10.so")  # torch's own, never copied
+PARTS = re.compile(rf"torch/(include/|share/cmake/|lib/({'|'.join(map(re.escape, OF_TORCH))})$)")
 MOST_BYTES = 60_000_000
 
 
