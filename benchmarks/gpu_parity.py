@@ -10,29 +10,32 @@ runs of one seed differ by the recipe alone. Every window of text is read at mos
     val      mean loss of the whole validation text under the run's recipe
     average  the same of the mean of the weights at every AVERAGE_EVERY-th step of the last tenth
 
+An entry `RECIPE then=OTHER` trains the last 15% of the steps under OTHER. Entries that follow each
+other with the same RECIPE share its first steps, which are trained once.
+
 A run that has ended leaves OUT/NAME_seed_SEED.jsonl.xz: what was run, the loss and the gradient's
 norm of each step, evaluations, and the loss of each part of the validation text. A run with such a
-file in OUT or in docs/parity is not trained again. Without --data the tables of those are printed.
+file in OUT or in docs/parity is not trained again. Without --data the tables of those are printed;
+--plot FILE draws their curves.
 """
 
 from __future__ import annotations
 
 import argparse
+import copy
 import gc
-import json
-import lzma
 import math
 import statistics
 import sys
 import time
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
 import _gpu_timing as timing  # first: it makes minifloat importable
 import torch
+from _parity_records import BF16, RESULTS, draw_curves, print_tables, records_in, write_record
 from _parity_tokens import VOCABULARY, load_tokens
-from gpu_loss import BF16, table
 from minifloat.nn.convert.quantize import quantize_
 from minifloat.nn.state.model_state import step as finish_step
 from minifloat.train.config import ModelConfig, RunSpec, parse_entry, parse_model
@@ -42,12 +45,12 @@ from minifloat.train.model.llama import Llama, cross_entropy, init_weights
 from minifloat.train.model.measure import PeakMemory, product_dtype
 from torch import Tensor
 
-RESULTS = timing.ROOT / "docs" / "parity"
 FINAL_LR = 0.05  # of the peak, at the last step
 AVERAGE_EVERY = 10  # steps, in the last tenth
 DIGITS = 5  # of a loss, after the point
-LAST = 100  # steps whose mean is the training loss of a run
 TORCHAO = "torchao_"  # begins the name of a run of torchao's: torchao_rowwise
+THEN = " then="  # in an entry: before the recipe of the last steps
+LAST_SHARE = 0.15  # of the steps: those of that recipe (arXiv 2509.25149 ends about so)
 
 
 @dataclass(frozen=True)
@@ -167,9 +170,35 @@ def convert_by_torchao(model: LossLlama, recipe: str) -> None:
     convert_to_float8_training(model, config=config, module_filter_fn=lambda m, _: m is not head)
 
 
-def parse_run(entry: str, seed: int) -> RunSpec:
-    """Parses an entry of --recipes: as `minifloat train` does, or the name of a torchao run."""
-    return parse_entry(f"{entry}={BF16}" if entry.startswith(TORCHAO) else entry, seed)
+@dataclass(frozen=True)
+class Plan:
+    """A run: its recipe, and that of its last steps where another one takes over."""
+
+    first: RunSpec
+    then: RunSpec | None = None
+
+    @classmethod
+    def parse(cls, entry: str, seed: int) -> Plan:
+        """Parses an entry as `minifloat train` does, a torchao run's name, or `RECIPE then=OTHER`.
+
+        OTHER keeps the layers in high precision that RECIPE keeps.
+        """
+        text, _, other = entry.partition(THEN)
+        first = parse_entry(f"{text}={BF16}" if text.startswith(TORCHAO) else text, seed)
+        return cls(first, replace(parse_entry(other, seed), keep=first.keep) if other else None)
+
+    @property
+    def name(self) -> str:
+        return self.first.name + (f"{THEN}{self.then.name}" if self.then else "")
+
+    @property
+    def recipe(self) -> str:
+        return self.first.name if self.first.name.startswith(TORCHAO) else self.first.recipe
+
+    @property
+    def file_name(self) -> str:
+        spec = replace(self.first, name=self.name)
+        return f"{spec.folder}_seed_{spec.seed}.jsonl.xz"
 
 
 class Run:
@@ -195,6 +224,24 @@ class Run:
         )
         self.sums = [torch.zeros_like(p) for p in self.parameters]  # for the mean of the weights
         self.added = 0
+        self.losses: list[Tensor] = []
+        self.norms: list[Tensor] = []
+        self.evaluations: dict[int, float] = {}
+        self.batches = text.train.batches(text.train.order(spec.seed))
+        if len(self.batches) < trial.steps:
+            sys.exit(f"--data: expected {trial.steps} batches of text, got {len(self.batches)}")
+        self.memory, self.clock = PeakMemory(trial.device), Clock(trial)
+
+    @torch.no_grad()
+    def take_over(self, other: Run) -> None:
+        """Goes on from where another run of the same weights stands, which stays as it is."""
+        torch._foreach_copy_(self.parameters, other.parameters)
+        torch._foreach_copy_(self.sums, other.sums)
+        self.optimizer.load_state_dict(copy.deepcopy(other.optimizer.state_dict()))
+        self.added = other.added
+        self.losses, self.norms = [*other.losses], [*other.norms]
+        self.evaluations = {**other.evaluations}
+        self.clock.rates = [*other.clock.rates]
 
     def loss(self, windows: Windows, rows_B: Tensor) -> Tensor:
         """Computes the mean loss of a batch, in nats a token."""
@@ -236,113 +283,47 @@ class Run:
         for parameter, total in zip(self.parameters, self.sums, strict=True):
             parameter.copy_(total / self.added)
 
-    def train(self) -> dict[str, Any]:
-        """Trains to the last step; returns the run's record."""
-        trial, losses, norms, evaluations = self.trial, [], [], {}
-        batches = self.text.train.batches(self.text.train.order(self.spec.seed))
-        if len(batches) < trial.steps:
-            sys.exit(f"--data: expected {trial.steps} batches of text, got {len(batches)}")
-        memory, clock = PeakMemory(trial.device), Clock(trial)
-        for step, rows_B in enumerate(batches[: trial.steps], start=1):
+    def train_to(self, last: int) -> None:
+        """Trains the steps that are left up to step `last`, with the evaluations among them."""
+        trial = self.trial
+        begin = len(self.losses)
+        self.clock.start(begin)
+        for step, rows_B in enumerate(self.batches[begin:last], start=begin + 1):
             loss, norm = self.train_step(step, rows_B)
-            losses.append(loss)
-            norms.append(norm)
+            self.losses.append(loss)
+            self.norms.append(norm)
             if step % trial.eval_every == 0 or step == trial.steps:
-                clock.stop(step)
-                parts = self.evaluate()
-                evaluations[step] = statistics.mean(parts)
+                self.clock.stop(step)
+                self.parts = self.evaluate()
+                self.evaluations[step] = statistics.mean(self.parts)
                 print(
-                    f"{self.spec.name}: step {step}, val {evaluations[step]:.4f}, "
-                    f"{clock.tokens_per_s:,.0f} tokens/s, {clock.seconds:.0f} s",
+                    f"{self.spec.name}: step {step}, val {self.evaluations[step]:.4f}, "
+                    f"{self.clock.tokens_per_s:,.0f} tokens/s, {self.clock.seconds:.0f} s",
                     flush=True,
                 )
-                clock.start(step)
+                self.clock.start(step)
+
+    def record(self) -> dict[str, Any]:
+        """Trains to the last step and evaluates the mean of the weights; returns what was found."""
+        self.train_to(self.trial.steps)
         self.average_weights()
         average = self.evaluate()
         return {
-            "val": evaluations[trial.steps],
+            "val": self.evaluations[self.trial.steps],
             "average": statistics.mean(average),
-            "evaluations": evaluations,
-            "parts": rounded(parts),
+            "evaluations": self.evaluations,
+            "parts": rounded(self.parts),
             "average_parts": rounded(average),
-            "loss": rounded(torch.stack(losses).tolist()),
-            "norm": rounded(torch.stack(norms).tolist()),
-            "tokens_per_s": round(clock.tokens_per_s),
-            "peak_gib": round(memory.bytes() / 2**30, 2),
+            "loss": rounded(torch.stack(self.losses).tolist()),
+            "norm": rounded(torch.stack(self.norms).tolist()),
+            "tokens_per_s": round(self.clock.tokens_per_s),
+            "peak_gib": round(self.memory.bytes() / 2**30, 2),
         }
 
 
-def file_name(spec: RunSpec) -> str:
-    return f"{spec.folder}_seed_{spec.seed}.jsonl.xz"
-
-
-def write_record(path: Path, record: dict[str, Any]) -> None:
-    """Writes a record as lines of JSON, one a field, compressed."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with lzma.open(path, "wt") as file:
-        file.writelines(json.dumps({key: value}) + "\n" for key, value in record.items())
-
-
-def read_record(path: Path) -> dict[str, Any]:
-    with lzma.open(path, "rt") as file:
-        return {key: value for line in file for key, value in json.loads(line).items()}
-
-
-def records_in(folders: list[Path]) -> list[dict[str, Any]]:
-    """Reads all records; refuses those of another trial or text."""
-    paths = [path for folder in folders for path in sorted(folder.glob("*.jsonl.xz"))]
-    records = [read_record(path) for path in paths]
-    for path, record in zip(paths, records, strict=True):
-        for key in ("trial", "tokens"):
-            if record[key] != records[0][key]:
-                sys.exit(f"{path}: expected the {key} of {paths[0]}, got {record[key]}")
-    return sorted(records, key=lambda record: (record["name"] != BF16, record["seed"]))
-
-
-def losses_of(records: list[dict[str, Any]], key: str) -> dict[str, dict[int, float]]:
-    """Returns the losses by recipe and seed. key: val, average, or loss: the last steps' mean."""
-    found: dict[str, dict[int, float]] = {}
-    for record in records:
-        value = record[key]
-        loss = statistics.mean(value[-LAST:]) if isinstance(value, list) else value
-        found.setdefault(record["name"], {})[record["seed"]] = loss
-    return found
-
-
-def sampling_error(record: dict[str, Any], base: dict[str, Any]) -> float:
-    """Returns the standard error of a gap in percent that the choice of validation text leaves."""
-    gaps = [a - b for a, b in zip(record["parts"], base["parts"], strict=True)]
-    return 100 * statistics.stdev(gaps) / math.sqrt(len(gaps)) / base["val"]
-
-
-def noise(losses: dict[int, float]) -> str:
-    """Says the standard deviation of one recipe's losses over seeds, in percent of their mean."""
-    if len(losses) < 2:
-        return "one seed"
-    values = list(losses.values())
-    return f"{100 * statistics.stdev(values) / statistics.mean(values):.3f}%"
-
-
-def print_tables(records: list[dict[str, Any]]) -> None:
-    for key in ("val", "average", "loss"):
-        losses = losses_of(records, key)
-        print(f"{key}; bf16 over seeds: {noise(losses.get(BF16, {}))}\n{table(losses)}\n")
-    base = {record["seed"]: record for record in records if record["name"] == BF16}
-    print("| run | tokens/s | peak GiB | seconds | sampling error of the gap |")
-    print("|---|---|---|---|---|")
-    for record in records:
-        other = base.get(record["seed"] if record["name"] != BF16 else min(base))
-        error = sampling_error(record, other) if other not in (None, record) else None
-        print(
-            f"| `{record['name']}`, seed {record['seed']} | {record['tokens_per_s']:,} | "
-            f"{record['peak_gib']} | {record['seconds']} | "
-            f"{'-' if error is None else f'{error:.3f}%'} |"
-        )
-
-
-def train_runs(specs: list[RunSpec], trial: Trial, data: Path, out: Path, limit: float) -> None:
+def train_runs(plans: list[Plan], trial: Trial, data: Path, out: Path, limit: float) -> None:
     """Trains the runs that have no record yet, while another one ends within `limit` seconds."""
-    missing = [s for s in specs if not any((f / file_name(s)).exists() for f in (out, RESULTS))]
+    missing = [p for p in plans if not any((f / p.file_name).exists() for f in (out, RESULTS))]
     if not missing:
         return
     begin = time.perf_counter()
@@ -353,26 +334,36 @@ def train_runs(specs: list[RunSpec], trial: Trial, data: Path, out: Path, limit:
         flush=True,
     )
     text = Text(Windows(tokens.train, trial), Windows(tokens.validation, trial))
-    seconds = 0
-    for spec in missing:
+    seconds, shared = 0, None
+    for plan in missing:
         start = time.perf_counter()
         if start - begin + seconds > limit:
-            print(f"{spec.name}, seed {spec.seed}: left to another command")
+            print(f"{plan.name}, seed {plan.first.seed}: left to another command")
             return
         said = {
-            "name": spec.name,
-            "recipe": spec.name if spec.name.startswith(TORCHAO) else spec.recipe,
-            "keep": spec.keep,
-            "seed": spec.seed,
+            "name": plan.name,
+            "recipe": plan.recipe,
+            "keep": plan.first.keep,
+            "seed": plan.first.seed,
             "trial": asdict(trial),
             "tokens": tokens.fingerprint,
             "torch": torch.__version__,
             "device": torch.cuda.get_device_name() if trial.device == "cuda" else "cpu",
             "date": time.strftime("%Y-%m-%d"),
         }
-        found = Run(spec, trial, text).train()
+        if plan.then is None:
+            run = Run(plan.first, trial, text)
+        else:
+            if shared is None or shared.spec != plan.first:
+                shared = Run(plan.first, trial, text)
+                shared.train_to(round((1 - LAST_SHARE) * trial.steps))
+            run = Run(plan.then, trial, text)
+            run.take_over(shared)
+            said["then"] = plan.then.recipe
+        found = run.record()
         seconds = round(time.perf_counter() - start)
-        write_record(out / file_name(spec), {**said, "seconds": seconds, **found})
+        write_record(out / plan.file_name, {**said, "seconds": seconds, **found})
+        del run
         gc.collect()  # the compiled code of a run holds its model in a cycle
 
 
@@ -384,11 +375,12 @@ def main() -> int:
     parser.add_argument("--data", type=Path, help="FOLDER/text of parity_data.py")
     parser.add_argument("--out", type=Path, default=timing.ROOT / "build" / "parity" / "runs")
     parser.add_argument(
-        "--recipes", default=BF16, help="presets, PRESET keep=POLICY, torchao_rowwise"
+        "--recipes", default=BF16, help="PRESET[ keep=POLICY][ then=RECIPE], torchao_rowwise"
     )
     parser.add_argument("--recipe", action="append", default=[], metavar="NAME=TEXT")
     parser.add_argument("--seeds", default="1,2,3", help="of weights and order")
     parser.add_argument("--limit", type=float, default=math.inf, help="seconds of this command")
+    parser.add_argument("--plot", type=Path, metavar="FILE", help="an image of the curves")
     for field in fields(Trial):
         option = "--" + field.name.replace("_", "-")
         parser.add_argument(option, type=type(field.default), default=field.default)
@@ -397,9 +389,12 @@ def main() -> int:
     entries = [*filter(None, arguments.recipes.split(",")), *arguments.recipe]
     seeds = [int(seed) for seed in arguments.seeds.split(",")]
     if arguments.data:
-        specs = [parse_run(entry, seed) for seed in seeds for entry in entries]
-        train_runs(specs, trial, arguments.data, arguments.out, arguments.limit)
-    print_tables(records_in([RESULTS, arguments.out]))
+        plans = [Plan.parse(entry, seed) for seed in seeds for entry in entries]
+        train_runs(plans, trial, arguments.data, arguments.out, arguments.limit)
+    records = records_in([RESULTS, arguments.out])
+    print_tables(records)
+    if arguments.plot:
+        draw_curves(records, arguments.plot)
     return 0
 
 

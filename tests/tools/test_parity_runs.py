@@ -17,10 +17,10 @@ def parity(monkeypatch):
 
 
 def test_a_run_with_a_record_is_not_trained_again(parity, tmp_path):
-    spec = parity.parse_entry("nvfp4", 2)
+    plan = parity.Plan.parse("nvfp4", 2)
     record = {"name": "nvfp4", "seed": 2, "trial": {"steps": 1}, "tokens": "a"}
-    parity.write_record(tmp_path / parity.file_name(spec), record)
-    parity.train_runs([spec], parity.Trial(), tmp_path / "no data", tmp_path, limit=1)
+    parity.write_record(tmp_path / plan.file_name, record)
+    parity.train_runs([plan], parity.Trial(), tmp_path / "no data", tmp_path, limit=1)
     assert parity.records_in([tmp_path]) == [record]
     parity.write_record(tmp_path / "bf16_seed_2.jsonl.xz", record | {"tokens": "b"})
     with pytest.raises(SystemExit, match="expected the tokens of"):
@@ -28,8 +28,11 @@ def test_a_run_with_a_record_is_not_trained_again(parity, tmp_path):
 
 
 def test_records_in_the_repository_are_of_one_trial(parity):
-    records = parity.records_in([parity.RESULTS])
-    bf16 = parity.losses_of(records, "val")["bf16"]
+    tables, records = (
+        importlib.import_module("_parity_records"),
+        parity.records_in([parity.RESULTS]),
+    )
+    bf16 = tables.losses_of(records, "val")["bf16"]
     assert len(bf16) == 3
     for record in records:
         steps = record["trial"]["steps"]
@@ -37,21 +40,80 @@ def test_records_in_the_repository_are_of_one_trial(parity):
         assert record["val"] == record["evaluations"][str(steps)]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("entry", ["mxfp8", "torchao_rowwise"])
-def test_a_small_run_leaves_its_record(parity, tmp_path, monkeypatch, entry):
-    """Two steps on a CPU, where torchao's conversion is tried without its GEMMs."""
-    trial = parity.Trial("32,1,2,2,64", seq=16, batch=2, steps=2, warmup=1, device="cpu")
-    ids = numpy.random.default_rng(0).integers(0, parity.VOCABULARY, 200)
+def run_of(name, seed, losses, tokens_per_s, device="a"):
+    steps = len(losses)
+    trial = {"steps": steps, "batch": 1, "seq": 100}
+    return {"name": name, "seed": seed, "trial": trial, "tokens_per_s": tokens_per_s,
+            "loss": losses, "device": device}  # fmt: skip
+
+
+def test_the_slower_of_two_runs_is_cut_where_the_faster_one_ends(parity):
+    records = importlib.import_module("_parity_records")
+    falling = [10.0 - step / 100 for step in range(400)]  # means of 100: 10.505 - end / 100
+    bf16 = run_of("bf16", 1, falling, 100)
+    faster, slower = run_of("faster", 1, falling, 200), run_of("slower", 1, falling, 50)
+    assert records.training_seconds(faster) == 200
+    middle, end = 10.505 - 2, 10.505 - 4
+    assert records.gap_at_equal_time(faster, bf16) == pytest.approx(100 * (end / middle - 1))
+    assert records.gap_at_equal_time(slower, bf16) == pytest.approx(100 * (middle / end - 1))
+    other = run_of("elsewhere", 1, falling, 400, device="b")
+    rows = records.speed_table([bf16, slower, faster, other]).splitlines()[2:]
+    assert [row.split()[1] for row in rows] == ["`faster`", "`bf16`", "`slower`"]
+    assert rows[0].split("|")[3:5] == [" 200 ", " 0.50 "]
+
+
+def test_tables_and_curves_have_a_line_for_each_recipe(parity, tmp_path, capsys):
+    records = importlib.import_module("_parity_records")
+    found = parity.records_in([parity.RESULTS])
+    records.print_tables(found)
+    printed = capsys.readouterr().out
+    names = {record["name"] for record in found}
+    assert len(names) >= 8
+    for name in names:
+        assert printed.count(f"\n| `{name}` |") >= 3
+    records.draw_curves(found, tmp_path / "curves.png")
+    assert (tmp_path / "curves.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def small(parity, tmp_path, monkeypatch):
+    """Trains runs of a few steps on a CPU; returns their records by name."""
+    ids = numpy.random.default_rng(0).integers(0, parity.VOCABULARY, 700)
     tokens = SimpleNamespace(train=ids, validation=ids[:100], fingerprint="of these")
     monkeypatch.setattr(parity, "load_tokens", lambda _: tokens)
+
+    def train(steps, *entries):
+        sizes = {"seq": 16, "batch": 2, "warmup": 1, "eval_every": 4}
+        trial = parity.Trial("32,1,2,2,64", steps=steps, device="cpu", **sizes)
+        plans = [parity.Plan.parse(entry, 9) for entry in entries]
+        parity.train_runs(plans, trial, tmp_path, tmp_path, limit=60)
+        return {record["name"]: record for record in parity.records_in([tmp_path])}
+
+    return train
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("entry", ["mxfp8", "torchao_rowwise"])
+def test_a_small_run_leaves_its_record(parity, small, monkeypatch, entry):
+    """Two steps on a CPU, where torchao's conversion is tried without its GEMMs."""
     converted = []
     monkeypatch.setattr(
         parity, "convert_by_torchao", lambda _, recipe: converted.append(recipe), raising=True
     )
-    spec = parity.parse_run(entry, 9)
-    parity.train_runs([spec], trial, tmp_path, tmp_path, limit=60)
-    (record,) = parity.records_in([tmp_path])
+    (record,) = small(2, entry).values()
     assert (record["name"], record["recipe"], record["seed"]) == (entry, entry, 9)
     assert len(record["loss"]) == 2
     assert converted == [entry.removeprefix("torchao_")] * entry.startswith("torchao_")
+
+
+@pytest.mark.slow
+def test_another_recipe_takes_over_for_the_last_steps(small):
+    """Under the same recipe it is the run without a change; the first steps are those of both."""
+    found = small(20, "mxfp8", "mxfp8 then=mxfp8", "mxfp8 then=bf16")
+    whole, same, other = (found[f"mxfp8{then}"] for then in ("", " then=mxfp8", " then=bf16"))
+    assert same["loss"] == whole["loss"]
+    assert same["val"] == whole["val"]
+    assert other["loss"][:17] == whole["loss"][:17]
+    assert other["loss"][17:] != whole["loss"][17:]
+    assert (other["recipe"], other["then"]) == ("mxfp8", "bf16")
+    assert list(other["evaluations"]) == ["4", "8", "12", "16", "20"]

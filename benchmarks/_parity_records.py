@@ -1,0 +1,219 @@
+"""Records of the runs of gpu_parity.py: their files, tables and curves.
+
+gap        100 (loss / loss of bf16 from the same seed - 1)
+mean, se   over the seeds; se is the standard deviation over sqrt(seeds)
+"""
+
+from __future__ import annotations
+
+import json
+import lzma
+import math
+import statistics
+import sys
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+import _gpu_timing as timing
+
+Record = dict[str, Any]
+RESULTS = timing.ROOT / "docs" / "parity"
+BF16 = "bf16"
+LAST = 100  # steps whose mean is the training loss of a run
+SMOOTHED = 150  # steps whose mean is a point of a curve
+
+
+# ---- Files ---------------------------------------------------------------------------------------
+def write_record(path: Path, record: Record) -> None:
+    """Writes a record as lines of JSON, one a field, compressed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with lzma.open(path, "wt") as file:
+        file.writelines(json.dumps({key: value}) + "\n" for key, value in record.items())
+
+
+def read_record(path: Path) -> Record:
+    with lzma.open(path, "rt") as file:
+        return {key: value for line in file for key, value in json.loads(line).items()}
+
+
+def records_in(folders: list[Path]) -> list[Record]:
+    """Reads all records; refuses those of another trial or text."""
+    paths = [path for folder in folders for path in sorted(folder.glob("*.jsonl.xz"))]
+    records = [read_record(path) for path in paths]
+    for path, record in zip(paths, records, strict=True):
+        for key in ("trial", "tokens"):
+            if record[key] != records[0][key]:
+                sys.exit(f"{path}: expected the {key} of {paths[0]}, got {record[key]}")
+    return sorted(records, key=lambda record: (record["name"] != BF16, record["seed"]))
+
+
+# ---- Figures -------------------------------------------------------------------------------------
+def losses_of(records: list[Record], key: str) -> dict[str, dict[int, float]]:
+    """Returns the losses by recipe and seed. key: val, average, or loss: the last steps' mean."""
+    found: dict[str, dict[int, float]] = {}
+    for record in records:
+        value = record[key]
+        loss = statistics.mean(value[-LAST:]) if isinstance(value, list) else value
+        found.setdefault(record["name"], {})[record["seed"]] = loss
+    return found
+
+
+def gaps_of(losses: dict[str, dict[int, float]]) -> dict[str, list[float]]:
+    """Returns each recipe's gaps in percent, of the seeds that bf16 has too."""
+    base = losses.get(BF16, {})
+    return {
+        name: [100 * (loss / base[seed] - 1) for seed, loss in sorted(runs.items()) if seed in base]
+        for name, runs in losses.items()
+        if name != BF16
+    }
+
+
+def standard_error(values: list[float]) -> float | None:
+    """Returns the standard error of the mean, or None of a single value."""
+    if len(values) < 2:
+        return None
+    return statistics.stdev(values) / math.sqrt(len(values))
+
+
+def sampling_error(record: Record, base: Record) -> float:
+    """Returns the standard error of a gap in percent that the choice of validation text leaves."""
+    gaps = [a - b for a, b in zip(record["parts"], base["parts"], strict=True)]
+    return 100 * statistics.stdev(gaps) / math.sqrt(len(gaps)) / base["val"]
+
+
+def smoothed(losses: list[float], steps: int) -> list[float]:
+    """Returns the means of each `steps` losses that follow each other."""
+    sums = [0.0, *accumulate(losses)]
+    return [(b - a) / steps for a, b in zip(sums, sums[steps:], strict=False)]
+
+
+def training_seconds(record: Record) -> float:
+    """Returns the seconds of the training steps alone, without evaluations and compilation."""
+    trial = record["trial"]
+    return trial["steps"] * trial["batch"] * trial["seq"] / record["tokens_per_s"]
+
+
+def gap_at_equal_time(record: Record, base: Record) -> float:
+    """Returns the gap in percent of the training loss when the faster of two runs has ended.
+
+    The loss is the mean of LAST steps. The slower run is cut before its rate has fallen.
+    """
+    ratio = training_seconds(base) / training_seconds(record)
+
+    def loss(of: Record, share: float) -> float:
+        end = round(min(share, 1.0) * len(of["loss"]))
+        return statistics.mean(of["loss"][end - LAST : end])
+
+    return 100 * (loss(record, ratio) / loss(base, 1 / ratio) - 1)
+
+
+# ---- Tables --------------------------------------------------------------------------------------
+def noise(losses: dict[int, float]) -> str:
+    """Says the standard deviation of one recipe's losses over seeds, in percent of their mean."""
+    if len(losses) < 2:
+        return "one seed"
+    values = list(losses.values())
+    return f"{100 * statistics.stdev(values) / statistics.mean(values):.3f}%"
+
+
+def percent(value: float | None, sign: str = "") -> str:
+    return "-" if value is None else f"{value:{sign}.2f}%"
+
+
+def table(losses: dict[str, dict[int, float]]) -> str:
+    """Formats losses and gaps as a table of the docs, the smallest gap first."""
+    lines = ["| recipe | losses | gaps to bf16 | mean | se |", "|---|---|---|---|---|"]
+    gaps = gaps_of(losses)
+
+    def mean(name: str) -> float:
+        return statistics.mean(gaps[name]) if gaps.get(name) else -math.inf
+
+    for name in sorted(losses, key=mean):
+        found = gaps.get(name, [])
+        shown = ", ".join(f"{loss:.4f}" for _, loss in sorted(losses[name].items()))
+        each = ", ".join(percent(gap, "+") for gap in found) or "-"
+        lines.append(
+            f"| `{name}` | {shown} | {each} | {percent(mean(name), '+') if found else '-'} | "
+            f"{percent(standard_error(found))} |"
+        )
+    return "\n".join(lines)
+
+
+def speed_table(records: list[Record]) -> str:
+    """Formats the time of training and the gap at equal time, of runs on bf16's kind of GPU."""
+    base = {record["seed"]: record for record in records if record["name"] == BF16}
+    pairs: dict[str, list[tuple[Record, Record]]] = {}
+    for record in records:
+        other = base.get(record["seed"])
+        if other and other["device"] == record["device"]:
+            pairs.setdefault(record["name"], []).append((record, other))
+    lines = ["| recipe | seeds | seconds of training | of bf16's | gap at equal time |"]
+    lines.append("|---|---|---|---|---|")
+    rows = []
+    for name, found in pairs.items():
+        seconds = statistics.mean(training_seconds(record) for record, _ in found)
+        ratio = seconds / statistics.mean(training_seconds(other) for _, other in found)
+        gaps = [gap_at_equal_time(*pair) for pair in found]
+        error = standard_error(gaps)
+        shown = percent(statistics.mean(gaps), "+") + (f" ± {error:.2f}%" if error else "")
+        shown = "-" if name == BF16 else shown
+        rows.append((ratio, f"| `{name}` | {len(found)} | {seconds:.0f} | {ratio:.2f} | {shown} |"))
+    return "\n".join([*lines, *(line for _, line in sorted(rows))])
+
+
+def print_tables(records: list[Record]) -> None:
+    for key in ("val", "average", "loss"):
+        losses = losses_of(records, key)
+        print(f"{key}; bf16 over seeds: {noise(losses.get(BF16, {}))}\n{table(losses)}\n")
+    print(f"{speed_table(records)}\n")
+    base = {record["seed"]: record for record in records if record["name"] == BF16}
+    print("| run | GPU | tokens/s | peak GiB | seconds | sampling error of the gap |")
+    print("|---|---|---|---|---|---|")
+    for record in records:
+        other = base.get(record["seed"] if record["name"] != BF16 else min(base))
+        error = sampling_error(record, other) if other not in (None, record) else None
+        print(
+            f"| `{record['name']}`, seed {record['seed']} | {record['device']} | "
+            f"{record['tokens_per_s']:,} | {record['peak_gib']} | {record['seconds']} | "
+            f"{'-' if error is None else f'{error:.3f}%'} |"
+        )
+
+
+# ---- Curves --------------------------------------------------------------------------------------
+def draw_curves(records: list[Record], path: Path) -> None:
+    """Draws training losses, and below them their gaps to bf16 of the same seed, by step."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    base = {r["seed"]: smoothed(r["loss"], SMOOTHED) for r in records if r["name"] == BF16}
+    curves: dict[str, list[tuple[list[float], list[float]]]] = {}
+    for record in records:
+        if record["seed"] in base:
+            pair = smoothed(record["loss"], SMOOTHED), base[record["seed"]]
+            curves.setdefault(record["name"], []).append(pair)
+    figure, (losses, gaps) = plt.subplots(2, 1, figsize=(9, 9), sharex=True, layout="constrained")
+    names = sorted(curves, key=lambda name: statistics.mean(own[-1] for own, _ in curves[name]))
+    for i, name in enumerate(names):
+        found, color = curves[name], f"C{i}"
+        steps = range(SMOOTHED // 2, SMOOTHED // 2 + len(found[0][0]))
+        own = [statistics.mean(values) for values in zip(*(c for c, _ in found), strict=True)]
+        losses.plot(steps, own, label=f"{name}: {own[-1]:.3f}", linewidth=1, color=color)
+        if name == BF16:
+            continue
+        each = [[100 * (a / b - 1) for a, b in zip(*pair, strict=True)] for pair in found]
+        middle = [statistics.mean(values) for values in zip(*each, strict=True)]
+        gaps.plot(steps, middle, label=f"{name}: {middle[-1]:+.2f}%", linewidth=1, color=color)
+        ranges = [(min(values), max(values)) for values in zip(*each, strict=True)]
+        gaps.fill_between(steps, *zip(*ranges, strict=True), alpha=0.12, color=color)
+    losses.set(ylabel="training loss, nats a token", ylim=(1.7, 3.0))
+    gaps.set(xlabel="step", ylabel="gap to bf16, %", ylim=(-2, 6))
+    gaps.axhline(0, color="gray", linewidth=0.8)
+    for axes in (losses, gaps):
+        axes.legend(title=f"mean of {SMOOTHED} steps; of the last ones", fontsize=8)
+        axes.grid(alpha=0.3)
+    figure.suptitle("Means over seeds; shaded: from the lowest to the highest seed")
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
