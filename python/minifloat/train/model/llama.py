@@ -10,9 +10,10 @@
     experts, balanced by a bias.
 
 Module names are those of the Llama checkpoints (layers.3.attention.wq, layers.3.feed_forward.w2,
-output), so a recipe map for this model fits large models too. Parameters are fp32. The caller's
-autocast chooses the dtype of the products. The residual stream has the parameters' dtype. A norm
-returns the compute dtype, so layers that share an input share one copy of it.
+output), so a recipe map for this model fits large models too. Parameters are fp32, and the caller's
+autocast chooses the dtype of the products; or they are bf16, without autocast. The residual stream
+has the parameters' dtype. A norm returns the compute dtype, so layers that share an input share one
+copy of it.
 
 Shape suffixes: B sequences, S positions, D model width, H query heads, G key/value heads,
 E width of a head, F hidden width of the feed-forward, V vocabulary.
@@ -31,12 +32,13 @@ EPSILON = 1e-5  # of norms
 
 
 class RMSNorm(nn.RMSNorm):
-    """torch's norm, computed in fp32, in the compute dtype. x: (..., D)."""
+    """torch's norm, computed in fp32, in the compute dtype: autocast's, else x's. x: (..., D)."""
 
     def forward(self, x: Tensor) -> Tensor:
-        y = super().forward(x.float())
+        y = F.rms_norm(x.float(), self.normalized_shape, self.weight.float(), self.eps)
         device = x.device.type
-        return y.to(torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else y
+        narrow = torch.is_autocast_enabled(device)
+        return y.to(torch.get_autocast_dtype(device) if narrow else x.dtype)
 
 
 def rotary_table(seq: int, width: int, theta: float = 10000.0) -> Tensor:
