@@ -30,7 +30,7 @@ for script in benchmarks/*.py; do
   case "$(basename "$script")" in
     _*) continue ;;
     # They train for minutes to hours. Their docstrings have the commands.
-    gpu_training.py | gpu_parity.py | gpu_torchtitan.py) continue ;;
+    gpu_training.py | gpu_parity.py | gpu_llama8b.py | gpu_torchtitan*.py) continue ;;
     parity_data.py) continue ;; # it downloads 1.1 GB
     gpu_fsdp.py | gpu_expert_parallel.py | gpu_zero.py)
       needed=2
