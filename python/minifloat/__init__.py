@@ -20,6 +20,8 @@ from .distributed.zero.master_weights import (
 )
 from .engine_choice import Engine, engines
 from .functional import linear, linear_group, scaled_grouped_mm
+from .inspector.inspect import inspect
+from .inspector.inspection import Inspection
 from .moe import hooks as _moe_hooks  # registers functions for models with experts
 from .moe.grouped_mlp import grouped_mlp
 from .moe.layer import MoE
@@ -45,6 +47,7 @@ from .tensor.transforms import (
 __all__ = [
     "MLP",
     "Engine",
+    "Inspection",
     "Linear",
     "MoE",
     "Product",
@@ -66,6 +69,7 @@ __all__ = [
     "group_table",
     "grouped_mlp",
     "hadamard",
+    "inspect",
     "linear",
     "linear_group",
     "load_training_state",

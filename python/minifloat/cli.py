@@ -1,4 +1,4 @@
-"""The command `minifloat`, whose subcommands are `train` and `doctor`.
+"""The command `minifloat`, whose subcommands are `train`, `inspect` and `doctor`.
 
 Options of `train` without a value are absent instead of defaulted: a resumed job takes them from
 its folder, and refuses other values.
@@ -20,7 +20,14 @@ import torch
 from minifloat._native import ops
 from minifloat.train import interrupt
 from minifloat.train.checks import COUNT, Number, TrainError, require, say
-from minifloat.train.config import ModelConfig, RunSpec, TrainConfig, parse_model, parse_recipes
+from minifloat.train.config import (
+    POSITIVE,
+    ModelConfig,
+    RunSpec,
+    TrainConfig,
+    parse_model,
+    parse_recipes,
+)
 from minifloat.train.job.processes import joined, output_folder, processes
 
 DESCRIPTION = """\
@@ -41,6 +48,7 @@ on several processes, the model sharded by FSDP2, weights gathered in the recipe
   torchrun --nproc-per-node 4 -m minifloat train --model moe:... --expert-parallel 2 ...
 """
 
+SHARE = Number(float, 0, 1)
 PACKAGES = ("tokenizers", "tqdm", "matplotlib", "tensorboard")  # the extra `train`
 
 
@@ -85,10 +93,12 @@ def run_command(argv: Sequence[str] | None) -> int:
     parser.add_argument("--cmake-prefix", action=PrintCmakePrefix, nargs=0, help=text)
     subparsers = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     add_train(subparsers)
+    add_inspect(subparsers)
     add_doctor(subparsers)
     arguments = parser.parse_args(argv)
     try:
-        return {"train": run_train, "doctor": run_doctor}[arguments.command](arguments)
+        commands = {"train": run_train, "inspect": run_inspect, "doctor": run_doctor}
+        return commands[arguments.command](arguments)
     except (TrainError, OSError) as error:
         print(f"minifloat {arguments.command}: error: {error}", file=sys.stderr)
         return 1
@@ -153,13 +163,18 @@ def missing_packages() -> list[str]:
     return [name for name in PACKAGES if importlib.util.find_spec(name) is None]
 
 
-def run_train(arguments: argparse.Namespace) -> int:
-    """Runs the subcommand; returns the exit code."""
+def require_packages() -> None:
+    """Raises TrainError where a package of `train` is not installed."""
     if missing := missing_packages():
         raise TrainError(
             f"expected the packages {', '.join(PACKAGES)}, got none of {', '.join(missing)}; "
             f"install them with `pip install {' '.join(PACKAGES)}`"
         )
+
+
+def run_train(arguments: argparse.Namespace) -> int:
+    """Runs the subcommand; returns the exit code."""
+    require_packages()
     with interrupt.handled(by=interrupt.end):
         from minifloat.train.job import checkpoint, train  # which import the packages
 
@@ -235,6 +250,56 @@ def asked_runs(
             return tuple(saved)
         lists = [f"bf16,nvfp4 keep=nvfp4_paper,bf16@{(config.seed + 1) % 2**63}"]
     return parse_recipes(lists, entries, config.seed)
+
+
+# ---- The subcommand inspect ----------------------------------------------------------------------
+
+
+def add_inspect(subparsers: "argparse._SubParsersAction[argparse.ArgumentParser]") -> None:
+    """Adds `inspect` to the program's subcommands."""
+    text = "measure what recipes do to each operand of each layer, and choose recipes by it"
+    parser = subparsers.add_parser("inspect", help=text, description=text)
+    add = parser.add_argument
+    text = "folder of a run of `minifloat train`, such as runs/train/runs/bf16 (default: a new one)"
+    add("run", nargs="?", type=Path, metavar="RUN", help=text)
+    text = "comma-separated (default: %(default)s)"
+    add("--recipes", default="fp8_rowwise,mxfp8,nvfp4", metavar="A,B,...", help=text)
+    text = "share of the operations that the recipe map gives to the last of RECIPES (%(default)s)"
+    add("--share", type=number_type(SHARE), default=0.9, help=text)
+    add("--rest", default="bf16", metavar="RECIPE", help="recipe of the others (%(default)s)")
+    text = "sequences of the batch (default: %(default)s)"
+    add("--sequences", type=number_type(POSITIVE), default=4, help=text)
+    text = f"of a new model, as `minifloat train` takes it (default: {ModelConfig()})"
+    add("--model", metavar="DIM,LAYERS,HEADS,KV_HEADS,FFN", help=text)
+    text = "text of a new model, as `minifloat train` takes it"
+    add("--data", nargs="+", metavar="PATH", help=text)
+    add("--out", type=Path, default=Path("runs/inspect"), help="folder of results (%(default)s)")
+    add("--cache", default="", help="folder of tokenized text (default: $XDG_CACHE_HOME/minifloat)")
+    add("--device", choices=("cpu", "cuda"), help="default: cuda where there is one")
+
+
+def run_inspect(arguments: argparse.Namespace) -> int:
+    """Runs the subcommand; returns the exit code."""
+    require_packages()
+    from minifloat.train import inspect_run
+
+    require("--share", SHARE, arguments.share)
+    require("--sequences", POSITIVE, arguments.sequences)
+    given = {k: v for k, v in vars(arguments).items() if v is not None}
+    if arguments.run is not None and (own := {"model", "data"} & given.keys()):
+        raise TrainError(f"--{own.pop()}: expected none beside RUN, whose job has it")
+    recipes = inspect_run.parse_recipes(arguments.recipes)
+    rest = inspect_run.parse_recipes(arguments.rest)[0]
+    if rest not in ("bf16", *recipes):
+        raise TrainError(f"--rest: expected bf16 or one of {', '.join(recipes)}, got {rest}")
+    config = asked_config(given, machine_defaults(TrainConfig(), given))
+    cache = cache_folder(arguments.cache)
+    result = inspect_run.inspect_job(config, arguments.run, recipes, arguments.sequences, cache)
+    chosen = result.recipe_map(arguments.share, recipes[-1], rest)
+    inspect_run.write(result, arguments.out, chosen.text)
+    print(result.table())
+    print(f"{arguments.out}/inspect.md, inspect.png, inspect.json, recipe_map.txt:\n{chosen}")
+    return 0
 
 
 # ---- The subcommand doctor -----------------------------------------------------------------------

@@ -191,6 +191,28 @@ def _hadamard(rng: Random, arena: Arena) -> Call:
     return op_call("hadamard", **args, columnwise=rng.random() < 0.5, signs=rng.randrange(65536))
 
 
+@call("statistic_names")
+def _statistic_names(rng: Random, arena: Arena) -> Call:
+    return op_call("statistic_names")
+
+
+@call("operand_statistics")
+def _operand_statistics(rng: Random, arena: Arena) -> Call:
+    x, spec = matrix(rng, arena), some_spec(rng)
+    args: dict[str, Any] = {"x": x, "spec": spec, "columnwise": rng.random() < 0.5}
+    args["amax"] = arena.place(torch.ones(())) if "nvfp4" in spec or "tensor" in spec else None
+    args["rng"] = arena.place(torch.tensor([1, 2, 3]))
+    return op_call("operand_statistics", **args, stream=rng.randrange(100))
+
+
+@call("result_error")
+def _result_error(rng: Random, arena: Arena) -> Call:
+    shape = rng.choice((1, 17, 32)), rng.choice((1, 16, 33))
+    names = ("result", "reference", "gradient")
+    args = {n: arena.place(values(rng, shape, rng.choice(FLOATS))) for n in names}
+    return op_call("result_error", **args)
+
+
 def _scales(rng: Random, arena: Arena) -> dict[str, Any]:
     rows, cols = rng.choice((1, 100, 128, 130)), rng.choice((1, 4, 5, 8))
     groups = rng.choice(("", "m", "k"))

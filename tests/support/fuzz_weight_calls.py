@@ -360,3 +360,16 @@ def _mlp(rng: Random, arena: Arena) -> Call:
     args = {"hidden": 16, "gated": rng.choice((True, False)), "activation": "gelu"}
     args |= {"recipe": rng.choice(mf.presets()), "x": torch.randn(4, 32)}
     return Call(run, args, is_of_models=True)
+
+
+@call("mf.inspect")
+@call("mf.Inspection")
+def _inspect(rng: Random, arena: Arena) -> Call:
+    def run(x: Any, recipes: Any, share: Any, low: Any, high: Any) -> None:
+        found = mf.inspect(_net(), x, recipes, loss=lambda model, batch: model(batch).mean())
+        found.table(), found.operand_table(), found.json()
+        found.recipe_map(share, low, high)
+
+    recipes = rng.sample(mf.presets(), 2)
+    args = {"x": torch.randn(4, 32), "recipes": recipes, "share": 0.5}
+    return Call(run, {**args, "low": recipes[0], "high": "bf16"}, is_of_models=True)

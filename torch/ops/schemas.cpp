@@ -59,6 +59,17 @@ TORCH_LIBRARY(minifloat, m) {
       "Tensor? groups=None, int group_unit=0) -> (Tensor fp8_codes, Tensor row_scale)",
       tags);
 
+  // What a cast did to x (rows, cols), in float64: the numbers that statistic_names names, then a
+  // histogram of the scales, 256 counts by the exponent field of fp32. result_error: the sums of
+  // squares of d = result - reference and of the reference; with the gradient of the loss also the
+  // sum of gradient * d, and the sum of squares of its sums of rows. All are (rows, cols).
+  m.def("statistic_names() -> str[]");
+  m.def(
+      "operand_statistics(Tensor x, str spec, bool columnwise=False, *, Tensor? amax=None, "
+      "Tensor? rng=None, int stream=0) -> Tensor",
+      tags);
+  m.def("result_error(Tensor result, Tensor reference, Tensor? gradient=None) -> Tensor", tags);
+
   // Transforms.
   m.def(
       "hadamard(Tensor x, int points=16, bool columnwise=False, int signs=55272, *, "

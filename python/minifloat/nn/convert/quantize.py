@@ -45,7 +45,7 @@ from ..state.recipe_state import (
 )
 from .fast_paths import disable_fast_path, disable_fast_paths_in, enable_fast_paths_in
 from .filters import DEFAULT_KEEP, FilterFn, Filters, Keep
-from .selection import Report, plan_gathers, select
+from .selection import Report, plan_gathers, require_chosen, select
 
 
 def quantize_(
@@ -143,6 +143,7 @@ def quantize_(
     selection = select(
         model, filters, expert_hooks.select(model, filters, experts, primary), primary
     )
+    require_chosen(selection)
     if any(choice.recipe.is_stochastic for choice in selection.chosen):
         require_same_random_state(model, seed, data_parallel_rank)
     plans = plan_gathers(model, selection.chosen, gather, primary)

@@ -162,9 +162,6 @@ def select(model: nn.Module, filters: Filters, experts: Selection, primary: bool
         filters: what the arguments of mf.quantize_ leave out.
         experts: those to convert, and the routers beside them, which are left out.
         primary: whether layers are left out whose weight cannot be a QuantizedTensor.
-
-    Raises:
-        ValueError: nothing is left to convert; with every reason and its count.
     """
     out, routers = Selection([], []), experts.routers
     read_past = {module.out_proj for module in model.modules() if is_attention(module)}
@@ -192,14 +189,19 @@ def select(model: nn.Module, filters: Filters, experts: Selection, primary: bool
     out.skipped.extend(skipped_kinds(model))
     out.skipped.extend(experts.skipped)
     out.chosen.extend(experts.chosen)
-    if not out.chosen:
-        names: dict[str, list[str]] = {}
-        for fqn, why in out.skipped:
-            names.setdefault(why, []).append(display(fqn))
-        reasons = [f"{len(fqns)} x {why} (such as {fqns[0]})" for why, fqns in names.items()]
-        listed = "; ".join(reasons) or "the model has no nn.Linear"
-        raise ValueError(f"quantize_: nothing to convert; {listed}")
     return out
+
+
+def require_chosen(selection: Selection) -> None:
+    """Raises ValueError, with every reason and its count, where there is nothing to convert."""
+    if selection.chosen:
+        return
+    names: dict[str, list[str]] = {}
+    for fqn, why in selection.skipped:
+        names.setdefault(why, []).append(display(fqn))
+    reasons = [f"{len(fqns)} x {why} (such as {fqns[0]})" for why, fqns in names.items()]
+    listed = "; ".join(reasons) or "the model has no nn.Linear"
+    raise ValueError(f"quantize_: nothing to convert; {listed}")
 
 
 def plan_gathers(

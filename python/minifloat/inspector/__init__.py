@@ -1,0 +1,1 @@
+"""What casts do to a model's operands: mf.inspect, `minifloat inspect`, and what is not finite."""

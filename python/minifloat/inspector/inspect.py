@@ -1,0 +1,260 @@
+"""mf.inspect: one forward and backward of a model, and each cast that a recipe does on the way.
+
+All numbers of a layer are two native ops' (torch/ops/statistics.cpp), and stay on the device until
+the last layer. The layers' results are those of mf.linear on the same x, W and g.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from .._native import ops
+from ..checks import require_module
+from ..nn.convert.filters import heads_of
+from ..nn.names import unwrapped
+from ..nn.state.recipe_state import converted
+from ..recipe import Recipe, operand_names
+from ..spec import Spec
+from .inspection import NOT_CALLED, Inspection, LayerRow, OperandRow
+from .layers import (
+    Layer,
+    Product,
+    default_loss,
+    find_layers,
+    products_of,
+    reason_against_call,
+    run,
+)
+
+RECIPES = ("fp8_rowwise", "mxfp8", "nvfp4")  # that are tried in a model without a recipe
+# Operand -> its matrix, whether it is read columnwise, and its place in a recipe.
+READS = {
+    "x/fprop": ("x", False, "fprop", "a"),
+    "w/fprop": ("weight", False, "fprop", "b"),
+    "g/dgrad": ("g", False, "dgrad", "a"),
+    "w/dgrad": ("weight", True, "dgrad", "b"),
+    "g/wgrad": ("g", True, "wgrad", "a"),
+    "x/wgrad": ("x", True, "wgrad", "b"),
+}
+RESULTS = 3  # y, dx and dW, of four sums each
+SUMS = 4
+
+
+def inspect(
+    model: nn.Module,
+    batch: Any,
+    recipes: Iterable[str | Recipe] | None = None,
+    *,
+    loss: Callable[[nn.Module, Any], Tensor] | None = None,
+) -> Inspection:
+    """Measures what each operand of each layer loses under recipes, and what the loss gains.
+
+    One forward and one backward pass of the batch give x, W and g of every linear layer and of the
+    experts of every mf.MoE. Each is then cast and multiplied under each recipe alone, so a layer's
+    numbers do not depend on those of others. The model is evaluated (`eval`), uncompiled, and is
+    left as it was, its gradients and random states included. Stochastic casts draw bits of their
+    own. docs/inspector.md defines the numbers.
+
+    The effect on the loss: with d = y_q - y, the error of a layer's output, and g = dL/dy,
+        first order     Σ_t g_t · d_t
+        second order    T/2 Σ_t (g_t · d_t)²
+    The second is d's form in the empirical Fisher matrix, T Σ_t g_t g_tᵀ, which stands for the
+    Hessian of a mean over T tokens (Kunstner et al., arXiv 1905.12558, section 2). It is no
+    difference of losses for a loss that is a sum.
+
+    Args:
+        model: on any device; FSDP2 may have sharded it. All its ranks call this together, and each
+            returns the numbers of its own batch.
+        batch: what `loss` takes.
+        recipes: to try in every layer; None: each converted layer's own, or in a model without one
+            fp8_rowwise, mxfp8 and nvfp4.
+        loss: (model, batch) -> a tensor of one element, a mean over tokens; None: what the model
+            returns for the batch, or its attribute `loss`. A mapping is passed as keywords, a tuple
+            or list as arguments.
+
+    Returns:
+        The rows, in the order of the model, and what was not inspected, with reasons.
+
+    Raises:
+        TypeError: `model` is no module, or a recipe is no text.
+        ValueError: a text is no recipe, nothing can be inspected, or the loss is no scalar.
+    """
+    model = unwrapped(require_module("inspect", model))
+    own = recipes is None and bool(converted(model))
+    if isinstance(recipes, (str, Recipe)):
+        recipes = (recipes,)
+    tried = [Recipe(recipe) for recipe in (RECIPES if recipes is None else recipes)]
+    layers, skipped = find_layers(model, list(dict.fromkeys(tried)), own)
+    if not layers or not tried:
+        reasons = "; ".join(f"{name}: {why}" for name, why in skipped[:3]) or "no linear layer"
+        raise ValueError(f"inspect: expected layers and recipes to inspect, got none ({reasons})")
+    value, calls, gradients = run(model, list(layers), batch, loss or default_loss)
+    numbers: dict[tuple[str, str], list[Tensor]] = {}
+    shapes: dict[str, list[int]] = {
+        layer.name: [0, 0] for each in layers.values() for layer in each
+    }
+    why_not = dict.fromkeys(layers, NOT_CALLED)
+    with torch.no_grad():
+        while calls:  # each is freed when it is done
+            call, g = calls.pop(0), gradients.pop(0)
+            why = reason_against_call(call, g)
+            if why is None and g is not None:
+                why_not.pop(call.module, None)
+                for product in products_of(call, layers[call.module], g):
+                    measure(product, numbers, shapes)
+            elif call.module in why_not and why is not None:
+                why_not[call.module] = why
+    for module, why in why_not.items():
+        skipped += [(layer.name, why) for layer in layers[module]]
+    rows = rows_of([layer for each in layers.values() for layer in each], numbers, shapes)
+    tokens = max((tokens for _, tokens in shapes.values()), default=0)
+    heads = tuple(heads_of(model, lambda name: []))
+    return Inspection(tuple(rows), tuple(skipped), heads, value.item(), tokens)
+
+
+# ---- the numbers of a layer ----------------------------------------------------------------------
+
+
+def measure(
+    product: Product,
+    numbers: dict[tuple[str, str], list[Tensor]],
+    shapes: dict[str, list[int]],
+) -> None:
+    """Adds the numbers of a product under each recipe of its layer.
+
+    Args:
+        product: the matrices.
+        numbers: (layer, recipe) -> a vector a product: the statistics of the six operands, zeros of
+            one in high precision, then four sums for each of y, dx and dW.
+        shapes: layer -> operations and tokens.
+    """
+    layer, x, weight, g = product.layer, product.x, product.weight, product.g
+    exact = F.linear(x, weight), g @ weight, g.t() @ x
+    shapes[layer.name][0] += x.shape[0] * weight.numel()
+    shapes[layer.name][1] = max(shapes[layer.name][1], product.tokens)
+    for recipe in layer.recipes:
+        history = history_of(layer, recipe, product)
+        rng = torch.zeros(2, dtype=torch.int64, device=x.device) if recipe.is_stochastic else None
+        found = [
+            statistics(product, name, recipe, None if history is None else history[row, 0], rng)
+            for row, name in enumerate(operand_names())
+        ]
+        results = results_of(product, recipe, history, rng)
+        for number, (result, reference) in enumerate(zip(results, exact)):
+            found.append(ops.result_error(result, reference, g if number == 0 else None))
+        numbers.setdefault((layer.name, recipe.text), []).append(torch.cat(found))
+
+
+def spec_of(name: str, recipe: Recipe) -> str:
+    """Returns the spec of an operand of a recipe."""
+    _, _, product, side = READS[name]
+    return str(getattr(getattr(recipe, product), side))
+
+
+def statistics(
+    product: Product, name: str, recipe: Recipe, amax: Tensor | None, rng: Tensor | None
+) -> Tensor:
+    """Returns the statistics of an operand; zeros of one in high precision."""
+    matrix, columnwise, *_ = READS[name]
+    x: Tensor = getattr(product, matrix)
+    spec = Spec.parse(spec_of(name, recipe))
+    if spec.is_bf16:
+        return torch.zeros(length(), dtype=torch.float64, device=x.device)
+    amax = amax if spec.is_delayed else None
+    return ops.operand_statistics(x, spec.text, columnwise, amax=amax, rng=rng)
+
+
+def length() -> int:
+    """Returns the length of the vector of one operand."""
+    return len(ops.statistic_names()) + 256
+
+
+def history_of(layer: Layer, recipe: Recipe, product: Product) -> Tensor | None:
+    """Returns the amax history that delayed scaling reads: the layer's, else of the matrices."""
+    if not recipe.is_delayed:
+        return None
+    state = layer.state
+    if state is not None and state.amax_history is not None and state.amax_history.dim() == 2:
+        return state.amax_history.clone()
+    amaxes = [getattr(product, READS[name][0]).abs().amax().float() for name in operand_names()]
+    return torch.stack([torch.stack(amaxes)] * 2, 1)
+
+
+def results_of(
+    product: Product, recipe: Recipe, history: Tensor | None, rng: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns y, dx and dW under a recipe, as a layer computes them."""
+    x, weight = (t.detach().requires_grad_() for t in (product.x, product.weight))
+    with torch.enable_grad():
+        y = ops.linear(x, weight, None, recipe.text, rng=rng, amax_history=history)
+        dx, dw = torch.autograd.grad(y, (x, weight), product.g)
+    return y.detach(), dx, dw
+
+
+# ---- rows ----------------------------------------------------------------------------------------
+
+
+def rows_of(
+    layers: Iterable[Layer],
+    numbers: dict[tuple[str, str], list[Tensor]],
+    shapes: dict[str, list[int]],
+) -> Iterable[LayerRow]:
+    """Yields the rows, after one copy from the device."""
+    if not numbers:
+        return
+    lengths = [len(vectors) for vectors in numbers.values()]
+    flat = torch.stack([v for vectors in numbers.values() for v in vectors]).cpu()
+    by_key = dict(zip(numbers, flat.split(lengths)))
+    for layer in layers:
+        for recipe in layer.recipes:
+            if (vectors := by_key.get((layer.name, recipe.text))) is not None:
+                yield row_of(layer, recipe, vectors, *shapes[layer.name])
+
+
+def row_of(layer: Layer, recipe: Recipe, vectors: Tensor, operations: int, tokens: int) -> LayerRow:
+    """Returns the row of a layer from the vectors of its products."""
+    names, size = operand_names(), length()
+    operands = []
+    for number, name in enumerate(names):
+        part = vectors[:, number * size : (number + 1) * size]
+        if part[:, 0].any():
+            operands.append(operand_row(name, spec_of(name, recipe), part))
+    sums = vectors[:, len(names) * size :].sum(0).view(RESULTS, SUMS).tolist()
+    y, dx, dw = (ratio(error, whole) ** 0.5 for error, whole, *_ in sums)
+    first, second = sums[0][2:]
+    second *= tokens / 2
+    where = layer.name, layer.module, recipe.text
+    return LayerRow(*where, operations, y, dx, dw, first, second, tuple(operands))
+
+
+def operand_row(name: str, spec: str, part: Tensor) -> OperandRow:
+    """Returns the row of an operand from a vector a product."""
+    names, added = ops.statistic_names(), part.sum(0).tolist()
+    n = dict(zip(names, added))
+    noise = ratio(n["noise"], n["signal"])
+    counts = {i - 127: int(c) for i, c in enumerate(added[len(names) :]) if c}
+    return OperandRow(
+        operand=name,
+        spec=spec,
+        elements=int(n["elements"]),
+        snr_db=-10 * math.log10(noise) if noise else math.inf,
+        saturated=n["saturated"] / n["elements"],
+        flushed=n["flushed"] / n["elements"],
+        zero_scales=ratio(n["zero_scales"], n["scales"]),
+        channels=int(n["channels"]),
+        outlier_channels=int(n["outlier_channels"]),
+        nonfinite=int(n["nonfinite"]),
+        amax=part[:, names.index("amax")].max().item(),
+        scales=counts,
+    )
+
+
+def ratio(part: float, whole: float) -> float:
+    """Returns part / whole, and 0 of nothing."""
+    return part / whole if whole else math.inf if part else 0.0

@@ -1,0 +1,261 @@
+"""The result of mf.inspect: a row a layer and recipe, as tables, a heat map, JSON and a recipe map.
+
+docs/inspector.md defines each number and says how the recipe map ranks layers.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field
+from typing import Any, BinaryIO
+
+from ..nn.convert.selection import display
+from ..recipe import Recipe, RecipeMap
+
+NOT_CALLED = "not called by this batch"
+
+
+@dataclass(frozen=True)
+class OperandRow:
+    """What one cast did to one operand of a layer.
+
+    Args:
+        operand: its name, such as "x/fprop" (the op operand_names lists them).
+        spec: of the cast.
+        elements: their number.
+        snr_db: 10 log10 of the sum of squares over that of the error; inf where it is exact.
+        saturated: the share of elements past the largest code of their block.
+        flushed: the share of elements that are not 0 and became 0.
+        zero_scales: the share of scales that are 0.
+        channels: columns of the matrix, features of x and W, output features of g.
+        outlier_channels: those whose norm is over 4 times the median channel's.
+        nonfinite: elements that are Inf or NaN.
+        amax: the largest magnitude that was cast.
+        scales: the histogram: exponent of two, rounded down -> scales. -127 has all smaller ones,
+            128 has NaN.
+    """
+
+    operand: str
+    spec: str
+    elements: int
+    snr_db: float
+    saturated: float
+    flushed: float
+    zero_scales: float
+    channels: int
+    outlier_channels: int
+    nonfinite: int
+    amax: float
+    scales: dict[int, int] = field(hash=False)
+
+
+@dataclass(frozen=True)
+class LayerRow:
+    """One weight under one recipe.
+
+    Args:
+        layer: the name of its row in the report of mf.quantize_.
+        module: the name that a recipe map matches; an experts module has several layers.
+        recipe: the recipe's text.
+        operations: multiplications of its forward in this batch.
+        y_error, dx_error, dw_error: |result - exact| / |exact|, Frobenius norms, of the output, the
+            input's gradient and the weight's gradient.
+        loss_first: Σ g · (y_q - y), what the error of y adds to the loss, to first order, nats.
+        loss_second: T/2 Σ_t (g_t · (y_q - y)_t)², its second order, T tokens.
+        operands: those that the recipe casts.
+    """
+
+    layer: str
+    module: str
+    recipe: str
+    operations: int
+    y_error: float
+    dx_error: float
+    dw_error: float
+    loss_first: float
+    loss_second: float
+    operands: tuple[OperandRow, ...]
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What mf.inspect found.
+
+    Args:
+        rows: a layer's rows follow each other, in the order of the model.
+        skipped: (name, reason) of weights that were not inspected.
+        heads: names of modules that mf.quantize_ keeps by its default policy.
+        loss: of the batch.
+        tokens: T, the rows of x that the loss is a mean over.
+    """
+
+    rows: tuple[LayerRow, ...]
+    skipped: tuple[tuple[str, str], ...]
+    heads: tuple[str, ...]
+    loss: float
+    tokens: int
+
+    @property
+    def recipes(self) -> list[str]:
+        """The recipes that were tried, in order."""
+        return list(dict.fromkeys(row.recipe for row in self.rows))
+
+    def table(self) -> str:
+        """Returns a line a layer and recipe: dB of the operands, errors, the effect on the loss."""
+        names = operand_names_of(self.rows)
+        titles = ["layer", "recipe", *(f"{name} dB" for name in names)]
+        titles += ["y %", "dx %", "dW %", "loss, 1st", "loss, 2nd"]
+        lines = []
+        for row in self.rows:
+            by_name = {each.operand: each for each in row.operands}
+            cells = [decibels(by_name[n].snr_db) if n in by_name else "-" for n in names]
+            errors = [f"{100 * e:.2f}" for e in (row.y_error, row.dx_error, row.dw_error)]
+            losses = [f"{row.loss_first:+.1e}", f"{row.loss_second:.1e}"]
+            lines.append([display(row.layer), row.recipe, *cells, *errors, *losses])
+        text = markdown([titles, *lines])
+        if self.skipped:
+            text += "\n\nnot inspected:\n"
+            text += "\n".join(f"- {display(name)}: {reason}" for name, reason in self.skipped)
+        return text
+
+    def operand_table(self) -> str:
+        """Returns a line an operand: what its cast did, and the range of its scales."""
+        titles = ["layer", "operand", "spec", "dB", "saturated", "flushed to 0", "zero scales"]
+        titles += ["outlier channels", "not finite", "amax", "scales 2^n: least, median, most"]
+        lines = [
+            [
+                display(row.layer),
+                each.operand,
+                each.spec,
+                decibels(each.snr_db),
+                *(f"{100 * s:.3f}%" for s in (each.saturated, each.flushed, each.zero_scales)),
+                f"{each.outlier_channels} of {each.channels}",
+                str(each.nonfinite),
+                f"{each.amax:.2e}",
+                range_of(each.scales),
+            ]
+            for row in self.rows
+            for each in row.operands
+        ]
+        return markdown([titles, *lines])
+
+    def plot(self, path: str | os.PathLike[str] | BinaryIO) -> None:
+        """Writes a heat map of dB, layers by operands, a panel a recipe; needs matplotlib."""
+        from matplotlib.figure import Figure
+
+        names, recipes = operand_names_of(self.rows), self.recipes
+        layers = list(dict.fromkeys(row.layer for row in self.rows))
+        size = (4 + 2.6 * len(recipes), 1.8 + 0.19 * len(layers))
+        figure = Figure(figsize=size, layout="constrained")
+        panels = figure.subplots(1, max(len(recipes), 1), sharey=True, squeeze=False)[0]
+        for axes, recipe in zip(panels, recipes):
+            grid = [[math.nan] * len(names) for _ in layers]
+            for row in self.rows:
+                for each in row.operands if row.recipe == recipe else ():
+                    grid[layers.index(row.layer)][names.index(each.operand)] = each.snr_db
+            finite = sorted(db for line in grid for db in line if math.isfinite(db)) or [0.0]
+            # One operand of a head may have far more than all others.
+            ends = {"vmin": finite[0], "vmax": finite[len(finite) * 95 // 100]}
+            image = axes.imshow(grid, aspect="auto", cmap="viridis", **ends)
+            axes.set_title(recipe if len(recipe) < 24 else recipe[:21] + "...", fontsize=9)
+            axes.set_xticks(range(len(names)), names, rotation=90, fontsize=7)
+            axes.set_yticks(range(len(layers)), [display(n) for n in layers], fontsize=7)
+            figure.colorbar(image, ax=axes, label="signal to noise, dB", extend="max")
+        figure.savefig(path, format="png", dpi=110)
+
+    def json(self) -> str:
+        """Returns everything as JSON; numbers that are not finite become null."""
+        return json.dumps(jsonable(asdict(self)), indent=1) + "\n"
+
+    def recipe_map(self, share: float = 0.9, low: str = "nvfp4", high: str = "bf16") -> RecipeMap:
+        """Returns the map that gives `low` to a share of the operations, and the rest `high`.
+
+        Layers stay in `high` in the order of the loss that `low` is predicted to add there, to
+        second order and beyond what `high` adds, for each operation that `low` would take over.
+
+        Args:
+            share: of the inspected operations besides those of heads, 0 to 1.
+            low: a recipe that was inspected.
+            high: another one, or "bf16", which adds no error.
+
+        Returns:
+            "*: low; name: high; …". Layers that this batch did not call get `high` too. Heads are
+            left to the `keep` of mf.quantize_.
+
+        Raises:
+            TypeError: `low` or `high` is no str.
+            ValueError: `share` is out of range, or a recipe was not inspected.
+        """
+        if not 0 <= share <= 1:
+            raise ValueError(f"recipe_map: expected a share from 0 to 1, got {share!r}")
+        low, high = Recipe(low).text, Recipe(high).text
+        for name, recipe in (("low", low), ("high", high)):
+            if recipe not in self.recipes and (name == "low" or recipe != "bf16"):
+                expected = ", ".join(self.recipes) or "no recipe"
+                raise ValueError(f"recipe_map: {name}: expected one of {expected}, got {recipe}")
+        modules = dict.fromkeys(row.module for row in self.rows if row.module not in self.heads)
+        harm, operations = dict.fromkeys(modules, 0.0), dict.fromkeys(modules, 0)
+        for row in self.rows:
+            if row.module in modules and row.recipe == low:
+                harm[row.module] += row.loss_second
+                operations[row.module] += row.operations
+            elif row.module in modules and row.recipe == high:
+                harm[row.module] -= row.loss_second
+        room = (1 - share) * sum(operations.values()) * (1 + 1e-9)
+        kept = {name for name, reason in self.skipped if reason == NOT_CALLED}
+        for name in sorted(modules, key=lambda n: harm_of(harm[n], operations[n]), reverse=True):
+            if operations[name] <= room:
+                room -= operations[name]
+                kept.add(name)
+        names = [*modules, *(name for name, _ in self.skipped)]
+        return RecipeMap("; ".join([f"*: {low}", *(f"{n}: {high}" for n in names if n in kept)]))
+
+
+def harm_of(loss: float, operations: int) -> float:
+    """Returns the predicted loss an operation; a layer that is not finite has the most."""
+    return loss / max(operations, 1) if math.isfinite(loss) else math.inf
+
+
+def operand_names_of(rows: Sequence[LayerRow]) -> list[str]:
+    """Returns the names of the operands that some row has."""
+    return list(dict.fromkeys(each.operand for row in rows for each in row.operands))
+
+
+def decibels(value: float) -> str:
+    return f"{value:.1f}"
+
+
+def range_of(scales: dict[int, int]) -> str:
+    """Returns the least, the median and the largest exponent of a histogram."""
+    if not scales:
+        return "-"
+    seen, half = 0, sum(scales.values()) / 2
+    for median in sorted(scales):
+        seen += scales[median]
+        if seen >= half:
+            break
+    return f"{min(scales)}, {median}, {max(scales)}"
+
+
+def markdown(lines: Sequence[Sequence[str]]) -> str:
+    """Formats a table whose first line has the titles, padded for a terminal."""
+    widths = [max(len(line[i]) for line in lines) for i in range(len(lines[0]))]
+    rule = ["-" * widths[0], *("-" * (width - 1) + ":" for width in widths[1:])]
+
+    def joined(line: Sequence[str]) -> str:
+        cells = [line[0].ljust(widths[0]), *(t.rjust(w) for t, w in zip(line[1:], widths[1:]))]
+        return "| " + " | ".join(cells) + " |"
+
+    return "\n".join(map(joined, (lines[0], rule, *lines[1:])))
+
+
+def jsonable(value: Any) -> Any:
+    """Returns a value with null for numbers that JSON does not have."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): jsonable(each) for key, each in value.items()}
+    return [jsonable(each) for each in value] if isinstance(value, (list, tuple)) else value

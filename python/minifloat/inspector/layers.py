@@ -1,0 +1,276 @@
+"""The layers that mf.inspect reads, found and called: their x, W and g in one forward and backward.
+
+    linear     x (M, K), W (N, K), g (M, N)         the module's input, weight and output's gradient
+    experts    the same for each expert and matrix: rows of x by expert, then of the hidden layer
+
+The model is evaluated, uncompiled, and nothing is written to: neither gradients, nor random states,
+nor amax histories.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from .._native import ops
+from ..moe.convert.experts import ROUTER_REASON
+from ..moe.feed_forward import compute_dtype, order_rows, take_rows
+from ..moe.layer import Experts
+from ..moe.router import Router
+from ..nn.convert.filters import Filters
+from ..nn.convert.selection import select
+from ..nn.grouped_product import product_of
+from ..nn.hooks import expert_hooks, is_distributed
+from ..nn.linear import Linear
+from ..nn.names import clean_name, join
+from ..nn.state.recipe_state import WEIGHT_DTYPES, RecipeState
+from ..recipe import Recipe, RecipeMap
+from ..tensor.quantized_tensor import QuantizedTensor
+
+Skipped = list[tuple[str, str]]
+
+
+@dataclass
+class Layer:
+    """One weight to inspect.
+
+    Args:
+        name: of its row.
+        module: the name of its module.
+        weight: the parameter, before FSDP2 gathers it.
+        recipes: to try.
+        state: of a converted layer.
+    """
+
+    name: str
+    module: str
+    weight: Tensor
+    recipes: tuple[Recipe, ...]
+    state: RecipeState | None
+
+    def matrix(self, dtype: torch.dtype) -> Tensor:
+        """Returns the whole weight in the compute dtype; all ranks call it together."""
+        weight = self.weight.detach()
+        whole: Tensor = weight.full_tensor() if is_distributed(weight) else weight
+        return whole.to(dtype)
+
+
+@dataclass(frozen=True)
+class Call:
+    """A forward of one module: the input and what backward gives for its output."""
+
+    module: nn.Module
+    inputs: tuple[Any, ...]
+    output: Tensor
+    dtype: torch.dtype  # of its products
+
+
+@dataclass(frozen=True)
+class Product:
+    """The matrices of one product: x (M, K), W (N, K), g (M, N), of one compute dtype."""
+
+    layer: Layer
+    x: Tensor
+    weight: Tensor
+    g: Tensor
+    tokens: int  # T, which the loss is a mean over
+
+
+# ---- which layers --------------------------------------------------------------------------------
+
+
+def find_layers(
+    model: nn.Module, recipes: Sequence[Recipe], kept_own: bool
+) -> tuple[dict[nn.Module, list[Layer]], Skipped]:
+    """Finds the weights to inspect, by their module, and (name, reason) of the others.
+
+    Args:
+        model: the model.
+        recipes: to try in each layer.
+        kept_own: whether converted layers have their own recipe instead, and others none.
+    """
+    found: dict[nn.Module, list[Layer]] = {}
+    filters = Filters(model, RecipeMap("mxfp8"), (), None, "nothing")
+    selection = select(model, filters, expert_hooks.select(model, filters, None, False), False)
+    chosen = {choice.module: choice.names for choice in selection.chosen}
+    skipped = list(selection.skipped)
+    seen = {name for name, _ in skipped}
+    own: set[str] = set()
+    for raw_name, module in model.named_modules():
+        name = clean_name(raw_name)
+        if isinstance(module, Linear):
+            names: tuple[str, ...] = ("weight",)
+        elif isinstance(module, Experts):
+            names = module.weight_names
+        else:
+            names = chosen.get(module, ())
+        if isinstance(module, Router) and name not in seen:
+            skipped.append((name, ROUTER_REASON))
+        for weight_name in names:
+            row = join(name, weight_name) if isinstance(module, Experts) else name
+            state = module if isinstance(module, RecipeState) else product_of(module, weight_name)
+            if state is None and module not in chosen:
+                continue
+            own.add(row)
+            weight = module.get_parameter(weight_name)
+            why = reason_against(module, weight, state is None and kept_own)
+            if why is not None:
+                skipped.append((row, why))
+                continue
+            tried = (state.recipe,) if state is not None and kept_own else tuple(recipes)
+            found.setdefault(module, []).append(Layer(row, name, weight, tried, state))
+    converted = {name for name, _ in skipped} & own  # "already converted" is no reason here
+    names_of_rows = {layer.name for layers in found.values() for layer in layers}
+    return found, [(n, why) for n, why in skipped if n not in converted & names_of_rows]
+
+
+def reason_against(module: nn.Module, weight: Tensor, is_plain: bool) -> str | None:
+    """Returns why a weight is not inspected; None where it is."""
+    if isinstance(getattr(weight, "_local_tensor", weight), QuantizedTensor):
+        return "its weight is codes (primary), and has no other values to compare them with"
+    if not isinstance(module, nn.Linear | Experts):
+        return f"experts in a {type(module).__name__}; those of mf.MoE are inspected"
+    if isinstance(module, Experts) and module.parallel is not None:
+        return "ranks divide its experts"
+    return "not converted; name recipes to inspect it" if is_plain else None
+
+
+# ---- one forward and backward --------------------------------------------------------------------
+
+
+def default_loss(model: nn.Module, batch: Any) -> Tensor:
+    """Calls the model: with a mapping's keywords, a tuple's arguments, or the batch itself."""
+    if isinstance(batch, Mapping):
+        out = model(**batch)
+    else:
+        out = model(*batch) if isinstance(batch, (tuple, list)) else model(batch)
+    return cast(Tensor, getattr(out, "loss", out))
+
+
+@contextmanager
+def undisturbed(model: nn.Module) -> Iterator[None]:
+    """Evaluates the model uncompiled inside, and adds no gradient to main_grad."""
+    modes = [(module, module.training) for module in model.modules()]
+    sums = [(m, m.accumulate) for m in model.modules() if isinstance(m, Linear) and m.accumulate]
+    is_compiled = any(m._compiled_call_impl or "_orig_mod" in m._modules for m, _ in modes)
+    with ExitStack() as undo:
+        if is_compiled:  # importing the compiler takes seconds
+            undo.enter_context(torch.compiler.set_stance("force_eager"))
+        for layer, accumulate in sums:
+            undo.callback(setattr, layer, "accumulate", accumulate)
+            layer.accumulate = ""
+        for module, mode in reversed(modes):  # callbacks run in the other order: parents first
+            undo.callback(module.train, mode)
+        model.eval()
+        yield
+
+
+def run(
+    model: nn.Module,
+    modules: Sequence[nn.Module],
+    batch: Any,
+    loss: Callable[[nn.Module, Any], Tensor],
+    also: Sequence[Tensor] = (),
+) -> tuple[Tensor, list[Call], list[Tensor | None]]:
+    """Runs one forward and one backward pass.
+
+    Args:
+        model: evaluated by `loss`.
+        modules: whose calls are recorded.
+        batch: the argument of `loss`.
+        loss: (model, batch) -> a scalar.
+        also: parameters whose gradients are computed too.
+
+    Returns:
+        The loss, the calls in their order, and the gradient of each call's output, then of `also`.
+        None: the loss does not depend on it.
+    """
+    calls: list[Call] = []
+    is_forward = True
+
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        if not is_forward or not isinstance(output, Tensor) or not output.is_floating_point():
+            return
+        if torch.is_grad_enabled() and not output.requires_grad:
+            output.requires_grad_()  # of frozen parameters: the layers before need no gradient
+        inputs = (*args, *kwargs.values())
+        values = [x for x in inputs if isinstance(x, Tensor)]
+        dtype = compute_dtype(values[0]) if values else output.dtype
+        calls.append(Call(module, inputs, output, dtype))
+
+    with ExitStack() as undo:
+        undo.enter_context(undisturbed(model))
+        for module in modules:
+            undo.callback(module.register_forward_hook(record, with_kwargs=True).remove)
+        with torch.enable_grad():
+            value = loss(model, batch)
+            if not isinstance(value, Tensor) or value.numel() != 1:
+                got = tuple(value.shape) if isinstance(value, Tensor) else type(value).__name__
+                raise ValueError(
+                    "inspect: expected a loss, a tensor of one element, from the model or from "
+                    f"loss(model, batch), got {got}"
+                )
+            is_forward = False
+            wanted = [*(call.output for call in calls), *also]
+            gradients: list[Tensor | None] = [None] * len(wanted)
+            if wanted and value.requires_grad:
+                found = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
+                gradients = list(found)
+    return value.detach(), calls, gradients
+
+
+# ---- the products of a call ----------------------------------------------------------------------
+
+
+def products_of(call: Call, layers: Sequence[Layer], g: Tensor) -> Iterator[Product]:
+    """Yields the products of a call."""
+    x = call.inputs[0].detach().flatten(0, -2).to(call.dtype)
+    g = g.flatten(0, -2).to(call.dtype)
+    if isinstance(call.module, Experts):
+        yield from products_of_experts(call, layers, x, g)
+    else:
+        yield Product(layers[0], x, layers[0].matrix(call.dtype), g, x.shape[0])
+
+
+def products_of_experts(
+    call: Call, layers: Sequence[Layer], x_TD: Tensor, g_TD: Tensor
+) -> Iterator[Product]:
+    """Yields the products of each expert with rows, whose hidden layer is computed again."""
+    experts = cast(Experts, call.module)
+    indices, weights = (t.detach() for t in call.inputs[1:3])
+    order = order_rows(indices, experts.experts)
+    x, g = take_rows(x_TD, order), take_rows(g_TD.contiguous(), order)
+    weights_M = weights.float().reshape(-1).index_select(0, order.pairs)
+    matrices = [layer.matrix(call.dtype) for layer in layers]
+    biases = [getattr(experts, name) for name in experts.bias_names]
+    gate, begin = experts.gate._asdict(), 0
+    for expert, end in enumerate(order.offs.tolist()):
+        rows, begin = slice(begin, end), end
+        if rows.start == end:
+            continue
+        *inputs, w2 = (matrix[expert] for matrix in matrices)
+        outputs = [x[rows] @ w.t() for w in inputs]
+        for bias, output in zip(biases, outputs):
+            if bias is not None:
+                output += bias.detach()[expert].to(call.dtype)
+        gated = (outputs[0], outputs[1] if len(outputs) > 1 else None, weights_M[rows])
+        h, dh = ops.swiglu(*gated, **gate), g[rows] @ w2
+        gradients = ops.swiglu_backward(dh, *gated, **gate)
+        for layer, w, dy in zip(layers, inputs, gradients):
+            yield Product(layer, x[rows], w, dy, x_TD.shape[0])
+        yield Product(layers[-1], h, w2, g[rows], x_TD.shape[0])
+
+
+def reason_against_call(call: Call, g: Tensor | None) -> str | None:
+    """Returns why the products of a call cannot be inspected; None where they can."""
+    weights = call.module.parameters(recurse=False)
+    if any(is_distributed(w) for w in weights) or is_distributed(call.inputs[0]):
+        return "tensor parallelism cuts its weight"
+    if call.dtype not in WEIGHT_DTYPES:
+        return f"its products are in {call.dtype}; expected float32 or bfloat16"
+    return "the loss does not depend on it" if g is None else None

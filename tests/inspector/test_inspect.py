@@ -1,0 +1,459 @@
+"""mf.inspect: which layers it reads, what it leaves alone, whom it blames, and what it predicts."""
+
+import copy
+import json
+import math
+
+import minifloat as mf
+import pytest
+import torch
+import torch.nn.functional as F
+from minifloat.inspector.inspection import NOT_CALLED
+from minifloat.train.config import MixtureConfig, ModelConfig
+from minifloat.train.model.llama import build_model, cross_entropy
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from tests.support.same_bits import require_same_results
+
+VOCAB, SEQ = 300, 32
+DENSE = ModelConfig(64, 2, 2, 2, 128, VOCAB)
+MIXED = MixtureConfig(64, 2, 2, 2, 96, VOCAB, 32, 4, 2, 1)
+OPERANDS = ["x/fprop", "w/fprop", "g/dgrad", "w/dgrad", "g/wgrad", "x/wgrad"]
+
+
+def ids(sequences=4):
+    return torch.randint(0, VOCAB, (sequences, SEQ + 1), generator=torch.Generator().manual_seed(3))
+
+
+def llama(config=DENSE):
+    return build_model(config, SEQ, 1, "cpu")
+
+
+def loss_of(model, batch):
+    return cross_entropy(model(batch[:, :-1]), batch[:, 1:])
+
+
+def rows_by(inspection, recipe):
+    return {row.layer: row for row in inspection.rows if row.recipe == recipe}
+
+
+def relative(result, exact):
+    return ((result.double() - exact.double()).norm() / exact.double().norm()).item()
+
+
+@pytest.fixture(scope="module")
+def inspection():
+    return mf.inspect(llama(), ids(), ["mxfp8", "nvfp4"], loss=loss_of)
+
+
+# ---- the numbers ---------------------------------------------------------------------------------
+
+
+class Two(nn.Module):
+    """Two layers, and the mean of squares of what they return as the loss."""
+
+    def __init__(self, bias=False):
+        super().__init__()
+        self.up, self.down = nn.Linear(32, 64, bias), nn.Linear(64, 16, bias)
+
+    def forward(self, x):
+        return self.down(torch.tanh(self.up(x))).square().mean()
+
+
+def test_errors_are_those_of_the_layer_itself():
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(24, 32)
+    found = {row.layer: row for row in mf.inspect(model, x, "mxfp8").rows}
+    h = torch.tanh(model.up(x)).detach()
+    for layer, given in ((model.down, h), (model.up, x)):
+        results = []
+        for convert in (False, True):
+            inner, a = copy.deepcopy(layer), given.clone().requires_grad_()
+            if convert:
+                mf.quantize_(inner, "mxfp8", keep="nothing", verbose=False)
+            y = inner(a)
+            g = 2 * model.down(h) / y.numel() if layer is model.down else g_of_up(model, x)
+            y.backward(g)
+            results.append((y.detach(), a.grad, inner.weight.grad))
+        row = found["down" if layer is model.down else "up"]
+        errors = [relative(q, exact) for exact, q in zip(*results)]
+        got = [row.y_error, row.dx_error, row.dw_error]
+        assert got == pytest.approx(errors, rel=1e-4)
+        by_name = {each.operand: each for each in row.operands}
+        assert list(by_name) == OPERANDS
+        values = mf.quantize(given, "mxfp8").dequantize()
+        snr = 20 * math.log10(1 / relative(values, given))
+        assert by_name["x/fprop"].snr_db == pytest.approx(snr, abs=1e-3)
+        values = mf.quantize(layer.weight.detach(), "mxfp8", columnwise=True).dequantize()
+        snr = 20 * math.log10(1 / relative(values, layer.weight.detach().t()))
+        assert by_name["w/dgrad"].snr_db == pytest.approx(snr, abs=1e-3)
+        assert row.operations == 24 * layer.weight.numel()
+
+
+def g_of_up(model, x):
+    y = model.up(x)
+    return torch.autograd.grad(model.down(torch.tanh(y)).square().mean(), y)[0]
+
+
+def test_the_first_order_predicts_the_loss():
+    """One layer at a time is converted: the loss changes by the first order, where that is large.
+
+    The second order is that of the loss's Fisher matrix, an estimate: it bounds what is left.
+    """
+    found = rows_by(mf.inspect(llama(), ids(), "fp8_rowwise", loss=loss_of), "fp8_rowwise")
+    exact = loss_of(llama(), ids()).double().item()
+    checked = 0
+    for name, row in found.items():
+        model = llama()
+        mf.quantize_(model, f"{name}: fp8_rowwise", keep="nothing", verbose=False)
+        change = loss_of(model, ids()).double().item() - exact
+        assert abs(change - row.loss_first) < 3 * row.loss_second + 0.1 * abs(row.loss_first) + 2e-6
+        checked += abs(row.loss_first) > 10 * row.loss_second + 2e-5
+    assert checked >= 5  # layers where the first order decides
+
+
+def test_the_second_order_is_a_fisher_form():
+    """For a softmax's loss the mean over labels drawn from the model itself is the Hessian's form.
+
+    With labels that the model predicts at random, the empirical form estimates it.
+    """
+    torch.manual_seed(0)
+    layer, x = nn.Linear(64, 50, bias=False), torch.randn(4096, 64)
+    labels = torch.distributions.Categorical(logits=layer(x)).sample()
+    (row,) = mf.inspect(layer, x, "nvfp4", loss=lambda m, b: F.cross_entropy(m(b), labels)).rows
+    y = layer(x).detach()
+    quantized = copy.deepcopy(layer)
+    mf.quantize_(quantized, "nvfp4", keep="nothing", verbose=False)
+    d, p = quantized(x).detach() - y, y.softmax(-1)
+    hessian = ((p * d * d).sum(-1) - (p * d).sum(-1) ** 2).mean() / 2
+    assert row.loss_second == pytest.approx(hessian.item(), rel=0.1)
+    first = ((p - F.one_hot(labels, 50)) * d).sum(-1).mean()
+    assert row.loss_first == pytest.approx(first.item(), rel=1e-2, abs=1e-6)
+
+
+def test_a_bad_layer_is_found():
+    """A few weights of one layer are so large that they take the scales of their blocks."""
+    model = llama()
+    bad = model.layers[1].feed_forward.w1
+    with torch.no_grad():
+        bad.weight[::16, ::16] *= 60
+    found = mf.inspect(model, ids(), ["mxfp8", "nvfp4"], loss=loss_of)
+    rows = rows_by(found, "nvfp4")
+    flushed = {name: row.operands[1].flushed for name, row in rows.items()}
+    assert max(flushed, key=flushed.get) == "layers.1.feed_forward.w1"
+    quiet = rows_by(mf.inspect(llama(), ids(), "nvfp4", loss=loss_of), "nvfp4")
+    harm = {name: row.loss_second / quiet[name].loss_second for name, row in rows.items()}
+    assert max(harm, key=harm.get) == "layers.1.feed_forward.w1"
+    assert rows["layers.1.feed_forward.w1"].operands[1].outlier_channels > 0
+    kept = found.recipe_map(0.7).text
+    assert "layers.1.feed_forward.w1: bf16" in kept
+
+
+def test_outlier_channels_of_inputs():
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(24, 32)
+    x[:, 5] *= 100
+    rows = rows_by(mf.inspect(model, x, "nvfp4"), "nvfp4")
+    assert [row.operands[0].outlier_channels for row in rows.values()] == [1, 0]
+    assert rows["up"].operands[0].channels == 32
+
+
+# ---- which layers --------------------------------------------------------------------------------
+
+
+def test_all_layers_of_a_llama(inspection):
+    names = [name for name, m in llama().named_modules() if isinstance(m, nn.Linear)]
+    assert list(rows_by(inspection, "nvfp4")) == list(rows_by(inspection, "mxfp8")) == names
+    assert not inspection.skipped
+    assert inspection.heads == ("output",)
+    assert inspection.loss == loss_of(llama(), ids()).item()
+    assert inspection.tokens == 4 * SEQ
+    for row in inspection.rows:
+        assert [each.operand for each in row.operands] == OPERANDS
+        low, high = (25, 40) if row.recipe == "mxfp8" else (12, 35)
+        if row.layer != "output":  # whose gradient is nearly one value a row
+            assert all(low < each.snr_db < high for each in row.operands), row
+
+
+def test_experts_are_inspected_one_by_one():
+    """The numbers of experts are those of dense layers of each expert's tokens."""
+    model, batch = llama(MIXED), ids()
+    found = rows_by(mf.inspect(model, batch, "mxfp8", loss=loss_of), "mxfp8")
+    names = [f"layers.1.moe.experts.{name}" for name in ("w13", "w2")]
+    assert set(names) < set(found)
+    w13 = found[names[0]]
+    assert w13.module == "layers.1.moe.experts"
+    experts, seen = model.layers[1].moe.experts, {}
+    hook = experts.register_forward_hook(lambda m, args, y: seen.update(args=args))
+    with torch.no_grad():
+        loss_of(model.eval(), batch)
+    hook.remove()
+    x, indices, _weights = seen["args"]
+    signal = noise = tokens = 0
+    for expert in range(4):
+        rows = x[(indices == expert).any(1)]
+        tokens += len(rows)
+        values = mf.quantize(rows, "mxfp8").dequantize()
+        signal, noise = signal + rows.square().sum(), noise + (rows - values).square().sum()
+    assert tokens == indices.numel()
+    assert w13.operations == tokens * 64 * 64
+    assert w13.operands[0].elements == tokens * 64
+    assert w13.operands[0].snr_db == pytest.approx(10 * math.log10(signal / noise), abs=1e-3)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_one_expert_has_the_numbers_of_dense_layers(fused):
+    torch.manual_seed(0)
+    mixture = mf.MoE(64, 96, 1, 1, fused_w13=fused, bias=True, route_norm=True)
+    dense, experts = Dense(), mixture.experts
+    with torch.no_grad():
+        inputs = [("1", 0, 96), ("3", 96, 192)]
+        for name, begin, end in inputs:
+            layer, which = getattr(dense, f"w{name}"), "13" if fused else name
+            rows = slice(begin, end) if fused else slice(None)
+            layer.weight.copy_(getattr(experts, f"w{which}")[0, rows])
+            layer.bias.copy_(getattr(experts, f"b{which}")[0, rows])
+        dense.w2.weight.copy_(experts.w2[0])
+        dense.w2.bias.copy_(experts.b2[0])
+    x, target = torch.randn(48, 64), torch.randn(48, 64)
+
+    def loss(model, batch):
+        return (model(batch) - target).square().mean()
+
+    of_experts = mf.inspect(mixture, x, ["mxfp8", "nvfp4"], loss=loss)
+    of_layers = mf.inspect(dense, x, ["mxfp8", "nvfp4"], loss=loss)
+    assert of_experts.loss == pytest.approx(of_layers.loss, rel=1e-6)
+    for recipe in ("mxfp8", "nvfp4"):
+        got, want = rows_by(of_experts, recipe), rows_by(of_layers, recipe)
+        pairs = {"w2": "w2"} if fused else {name: name for name in ("w1", "w3", "w2")}
+        for name, other in pairs.items():
+            a, b = got[f"experts.{name}"], want[other]
+            assert a.operations == b.operations
+            for field in ("y_error", "dx_error", "dw_error", "loss_first", "loss_second"):
+                # Sums of other shapes round differently, which may round an operand differently.
+                assert getattr(a, field) == pytest.approx(getattr(b, field), rel=0.02, abs=1e-7)
+            for one, two in zip(a.operands, b.operands):
+                assert one.snr_db == pytest.approx(two.snr_db, abs=0.05), one.operand
+        if fused:
+            sides = [want[name] for name in ("w1", "w3")]
+            noise = sum(row.loss_first for row in sides)
+            row = got["experts.w13"]
+            assert row.operations == sum(side.operations for side in sides)
+            if recipe == "mxfp8":  # nvfp4 scales both matrices by one amax
+                assert row.loss_first == pytest.approx(noise, rel=0.02, abs=1e-7)
+
+
+class Dense(nn.Module):
+    """A SwiGLU of dense layers."""
+
+    def __init__(self):
+        super().__init__()
+        self.w1, self.w3, self.w2 = nn.Linear(64, 96), nn.Linear(64, 96), nn.Linear(96, 64)
+
+    def forward(self, x):
+        return self.w2(F.silu(self.w1(x)) * self.w3(x))
+
+
+def test_converted_layers_have_their_own_recipe():
+    model = llama(MIXED)
+    mf.quantize_(model, "*: nvfp4; layers.1.*: mxfp8; *.wq: fp8_delayed", verbose=False)
+    found = mf.inspect(model, ids(), loss=loss_of)
+    own = {row.layer: row.recipe for row in found.rows}
+    assert own["layers.0.attention.wv"] == "nvfp4"
+    assert own["layers.1.moe.experts.w2"] == "mxfp8"
+    assert own["layers.1.attention.wq"] == "fp8_delayed"
+    assert dict(found.skipped) == {
+        "output": "not converted; name recipes to inspect it",
+        "layers.1.moe.router": "a router beside converted experts, which stays in high precision",
+    }
+    every = mf.inspect(model, ids(), ["mxfp8"], loss=loss_of)
+    assert {row.recipe for row in every.rows} == {"mxfp8"}
+    assert len(every.rows) == len(found.rows) + 1
+    assert dict(every.skipped).keys() == {"layers.1.moe.router"}
+
+
+def test_what_is_not_inspected_has_its_reason():
+    class Model(Two):
+        def __init__(self):
+            super().__init__()
+            self.idle, self.codes, self.fused = nn.Linear(32, 32), nn.Linear(32, 32), None
+
+        def forward(self, x):
+            return super().forward(self.codes(x))
+
+    model = Model()
+    mf.quantize_(model, "codes: mxfp8_2d", primary=True, verbose=False)
+    found = mf.inspect(model, torch.randn(8, 32), ["mxfp8"])
+    reasons = dict(found.skipped)
+    assert reasons["idle"] == NOT_CALLED
+    assert reasons["codes"].startswith("its weight is codes")
+    assert found.recipe_map(1.0, "mxfp8").text == "*: mxfp8; idle: bf16"
+
+
+def test_layers_of_a_feed_forward_that_is_one_op():
+    """Hooks make it call its layers one by one."""
+    mlp = mf.MLP(32, 64, gated=True, activation="silu")
+    report = mf.quantize_(mlp, "mxfp8", fuse=True, keep="nothing", verbose=False)
+    assert report.fused
+    found = mf.inspect(mlp, torch.randn(8, 32), loss=lambda m, x: m(x).square().mean())
+    assert [row.layer for row in found.rows] == ["gate", "up", "down"]
+    assert not found.skipped
+
+
+def test_frozen_and_checkpointed_and_compiled_models():
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(16, 32)
+    expected = mf.inspect(model, x, "mxfp8").rows
+    for parameter in model.parameters():
+        parameter.requires_grad_(False)
+    assert mf.inspect(model, x, "mxfp8").rows == expected
+    model.up.forward = model.up.forward  # no conversion: replaced on the instance
+    assert [row.layer for row in mf.inspect(model, x, "mxfp8").rows] == ["down"]
+    del model.up.__dict__["forward"]
+
+    class Again(Two):
+        def forward(self, x):
+            return checkpoint(super().forward, x, use_reentrant=False)
+
+    again = Again()
+    again.load_state_dict(model.state_dict())
+    assert mf.inspect(again, x, "mxfp8").rows == expected
+
+
+def test_compiled_layers_run_uncompiled():
+    torch.manual_seed(0)
+    model, x = Two(), torch.randn(16, 32)
+    expected = mf.inspect(model, x, "mxfp8").rows
+    model.up.compile(backend="eager")
+    model(x)
+    assert mf.inspect(torch.compile(model, backend="eager"), x, "mxfp8").rows == expected
+
+
+# ---- what it leaves alone ------------------------------------------------------------------------
+
+
+def test_training_goes_on_as_without_it():
+    """Weights, random states, histories, gradients and modes are those of a model without it."""
+    models = []
+    for look in (False, True):
+        model = llama(MIXED)
+        mf.quantize_(model, "*: nvfp4; *.wq: fp8_delayed", verbose=False, accumulate="main_grad")
+        model.layers[0].attention_norm.eval()
+        for linear in (m for m in model.modules() if isinstance(m, nn.Linear)):
+            linear.weight.main_grad = torch.zeros_like(linear.weight)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for step in range(3):
+            batch = ids(step + 2)
+            loss_of(model, batch).backward()
+            if look:
+                mf.inspect(model, batch, loss=loss_of)
+            optimizer.step()
+            mf.step(model)
+        assert model.training
+        assert not model.layers[0].attention_norm.training
+        grads = {n: p.grad for n, p in model.named_parameters() if p.grad is not None}
+        sums = {n: p.main_grad for n, p in model.named_parameters() if hasattr(p, "main_grad")}
+        models.append((model.state_dict(), grads, sums))
+    for before, after in zip(*models):
+        require_same_results(after, before)
+
+
+def test_a_failing_loss_leaves_the_model_in_order():
+    model = Two()
+    with pytest.raises(RuntimeError, match="shapes"):
+        mf.inspect(model, torch.randn(8, 31), "mxfp8")
+    assert model.training
+    assert not any(m._forward_hooks for m in model.modules())
+    with pytest.raises(
+        ValueError, match=r"expected a loss, a tensor of one element.* got \(8, 32\)"
+    ):
+        mf.inspect(nn.Linear(32, 32), torch.randn(8, 32), "mxfp8")
+
+
+def test_refusals():
+    with pytest.raises(TypeError, match=r"inspect: expected a torch.nn.Module"):
+        mf.inspect(3, None)
+    with pytest.raises(ValueError, match="expected layers and recipes to inspect, got none"):
+        mf.inspect(nn.ReLU(), torch.ones(2))
+    with pytest.raises(ValueError, match="'mxfp9' is not a recipe"):
+        mf.inspect(Two(), torch.ones(2, 32), ["mxfp9"])
+
+
+# ---- the result ----------------------------------------------------------------------------------
+
+
+def test_the_map_keeps_a_share(inspection):
+    rows = rows_by(inspection, "nvfp4")
+    total = sum(row.operations for name, row in rows.items() if name != "output")
+    before = set()
+    for share in (1.0, 0.9, 0.5, 0.0):
+        text = inspection.recipe_map(share).text
+        kept = {n for n in rows if f" {n}: bf16" in text}
+        taken = sum(rows[name].operations for name in kept)
+        assert taken <= (1 - share) * total * (1 + 1e-6)
+        smallest = min(row.operations for row in rows.values())
+        assert taken >= (1 - share) * total - smallest * 4  # a layer that no longer fits
+        assert before <= kept or share == 0.5
+        before = kept
+    assert kept == set(rows) - {"output"}
+    first = inspection.recipe_map(0.9)
+    model = llama()
+    report = mf.quantize_(model, first, verbose=False)
+    recipes = dict(report.converted)
+    assert all(
+        recipes[name] == "nvfp4"
+        for name in rows
+        if first.find(name).text == "nvfp4" and name != "output"
+    )
+    assert len(recipes) < len(rows) - 1
+
+
+def test_the_map_ranks_by_predicted_loss(inspection):
+    """Among layers of one size, those that stay are the ones with the largest second order."""
+    rows = rows_by(inspection, "nvfp4")
+    text = inspection.recipe_map(0.8).text
+    size = rows["layers.0.attention.wq"].operations
+    same = [n for n in rows if n != "output" and rows[n].operations == size]
+    kept = [name for name in same if f" {name}: bf16" in text]
+    left = [name for name in same if name not in kept]
+    assert kept
+    assert left
+    assert min(rows[n].loss_second for n in kept) >= max(rows[n].loss_second for n in left)
+    mixed = inspection.recipe_map(0.8, "nvfp4", "mxfp8").text
+    assert ": mxfp8" in mixed
+    assert "bf16" not in mixed
+
+
+def test_refusals_of_a_map(inspection):
+    with pytest.raises(ValueError, match="expected a share from 0 to 1, got 2"):
+        inspection.recipe_map(2)
+    with pytest.raises(ValueError, match="low: expected one of mxfp8, nvfp4, got mxfp4"):
+        inspection.recipe_map(0.5, "mxfp4")
+    with pytest.raises(ValueError, match="high: expected one of mxfp8, nvfp4, got fp8_rowwise"):
+        inspection.recipe_map(0.5, "nvfp4", "fp8_rowwise")
+
+
+def test_text_json_and_picture(inspection, tmp_path):
+    table = inspection.table().splitlines()
+    assert len(table) == len(inspection.rows) + 2
+    assert len({len(line) for line in table}) == 1
+    assert len(inspection.operand_table().splitlines()) == 6 * len(inspection.rows) + 2
+    read = json.loads(inspection.json())
+    assert len(read["rows"]) == len(inspection.rows)
+    assert read["rows"][0]["operands"][0]["scales"]
+    inspection.plot(tmp_path / "map.png")
+    assert (tmp_path / "map.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_exact_operands_are_null_in_json(tmp_path):
+    model = Two()
+    with torch.no_grad():
+        model.up.weight.fill_(1.0)
+    found = mf.inspect(model, torch.randn(8, 32), ["mxfp8", "fp8_rowwise_gw_hp"])
+    (row,) = (r for r in found.rows if r.layer == "up" and r.recipe == "mxfp8")
+    assert row.operands[1].snr_db == math.inf
+    assert [e.operand for e in found.rows[1].operands] == OPERANDS[:4]
+    first = json.loads(found.json())["rows"][0]
+    assert first["operands"][1]["snr_db"] is None
+    found.plot(tmp_path / "map.png")
