@@ -296,7 +296,7 @@ def run_inspect(arguments: argparse.Namespace) -> int:
     cache = cache_folder(arguments.cache)
     result = inspect_run.inspect_job(config, arguments.run, recipes, arguments.sequences, cache)
     chosen = result.recipe_map(arguments.share, recipes[-1], rest)
-    inspect_run.write(result, arguments.out, chosen.text)
+    inspect_run.write_files(result, arguments.out, chosen.text)
     print(result.table())
     print(f"{arguments.out}/inspect.md, inspect.png, inspect.json, recipe_map.txt:\n{chosen}")
     return 0

@@ -150,6 +150,40 @@ def test_a_bad_layer_is_found():
     assert "layers.1.feed_forward.w1: bf16" in kept
 
 
+def test_writes_in_place():
+    """The gradient of an output is that before the write; an input that is written to is named."""
+    torch.manual_seed(0)
+
+    class Model(nn.Module):
+        def __init__(self, in_place):
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 64), nn.Linear(64, 16)
+            self.act = nn.ReLU(in_place)
+
+        def forward(self, x):
+            return self.down(self.act(self.up(x))).square().mean()
+
+    first, second, x = Model(False), Model(True), torch.randn(24, 32)
+    second.load_state_dict(first.state_dict())
+    expected = mf.inspect(first, x, "mxfp8").rows
+    assert mf.inspect(second, x, "mxfp8").rows == expected
+    for parameter in second.parameters():
+        parameter.requires_grad_(False)
+    assert mf.inspect(second, x, "mxfp8").rows == expected
+
+    def loss(model, batch):
+        value, x = 0, batch.clone()
+        with torch.no_grad():
+            y = model(x)
+        value = model(x)
+        x += 1
+        return value + y
+
+    found = mf.inspect(second, x, "mxfp8", loss=loss)
+    assert dict(found.skipped) == {"up": "its input is written to in place"}
+    assert [row.layer for row in found.rows] == ["down"]
+
+
 def test_outlier_channels_of_inputs():
     torch.manual_seed(0)
     model, x = Two(), torch.randn(24, 32)
@@ -291,6 +325,15 @@ def test_what_is_not_inspected_has_its_reason():
     assert found.recipe_map(1.0, "mxfp8").text == "*: mxfp8; idle: bf16"
 
 
+def test_a_model_without_a_layer_to_inspect(tmp_path):
+    model = nn.Sequential(nn.Linear(32, 32))
+    mf.quantize_(model, "mxfp8_2d", primary=True, verbose=False)
+    found = mf.inspect(model, torch.ones(2, 32), loss=lambda m, x: m(x).mean())
+    assert not found.rows
+    assert "- 0: its weight is codes (primary)" in found.table()
+    found.plot(tmp_path / "map.png")
+
+
 def test_layers_of_a_feed_forward_that_is_one_op():
     """Hooks make it call its layers one by one."""
     mlp = mf.MLP(32, 64, gated=True, activation="silu")
@@ -374,8 +417,10 @@ def test_a_failing_loss_leaves_the_model_in_order():
 def test_refusals():
     with pytest.raises(TypeError, match=r"inspect: expected a torch.nn.Module"):
         mf.inspect(3, None)
-    with pytest.raises(ValueError, match="expected layers and recipes to inspect, got none"):
+    with pytest.raises(ValueError, match="expected a model and recipes to inspect, got no linear"):
         mf.inspect(nn.ReLU(), torch.ones(2))
+    with pytest.raises(ValueError, match="expected a model and recipes to inspect, got no recipe"):
+        mf.inspect(Two(), torch.ones(2, 32), [])
     with pytest.raises(ValueError, match="'mxfp9' is not a recipe"):
         mf.inspect(Two(), torch.ones(2, 32), ["mxfp9"])
 

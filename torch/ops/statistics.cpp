@@ -16,6 +16,7 @@
 #include <vector>
 
 #include "minifloat/core/format.h"
+#include "minifloat/core/hadamard.h"
 #include "ops/bridge.h"
 #include "ops/ops.h"
 #include "ops/tangents.h"
@@ -51,7 +52,7 @@ Tensor hadamard(const Tensor& x, std::int64_t points, bool columnwise) {
                            const std::optional<Tensor>&, std::int64_t);
   static const auto op =
       c10::Dispatcher::singleton().findSchemaOrThrow("minifloat::hadamard", "").typed<Signature>();
-  return op.call(x, points, columnwise, 0xD7E8, std::nullopt, 0);
+  return op.call(x, points, columnwise, kHadamardSigns, std::nullopt, 0);
 }
 
 std::int64_t largest_byte(Elements elements) {
@@ -66,14 +67,17 @@ std::int64_t largest_byte(Elements elements) {
 
 Tensor amax_of(const Tensor& t) {
   if (t.numel() == 0) return at::zeros({}, t.options());
-  return at::linalg_vector_norm(t, std::numeric_limits<double>::infinity());
+  const auto [least, most] = at::aminmax(t);
+  return at::maximum(least.neg(), most);
 }
 
-// Returns the sum of squares in float64. Values are divided by their amax first, so that the
-// squares of small gradients stay within fp32.
-Tensor sum_of_squares(const Tensor& t) {
-  const Tensor amax = amax_of(t), unit = at::where(amax > 0, amax, 1);
-  return at::linalg_vector_norm(t.div(unit)).to(at::kDouble).mul(unit).square();
+// Returns what values with this amax are divided by before they are squared, so that the squares of
+// small gradients stay within fp32.
+Tensor unit_of(const Tensor& amax) { return at::where(amax > 0, amax, 1); }
+
+// Returns the sum of squares in float64, of values that were divided by `unit`.
+Tensor sum_of_squares(const Tensor& divided, const Tensor& unit) {
+  return divided.square().sum().to(at::kDouble).mul(unit.to(at::kDouble).square());
 }
 
 Tensor double_of(const Tensor& x, double value) {
@@ -97,14 +101,17 @@ Tensor histogram_of(const Tensor& scales) {
       .to(at::kDouble);
 }
 
-Tensor statistics_meta(const Tensor& x, const std::string& text, bool, const std::optional<Tensor>&,
-                       const std::optional<Tensor>&, std::int64_t) {
+Tensor statistics_meta(const Tensor& x, const std::string& text, bool,
+                       const std::optional<Tensor>& amax, const std::optional<Tensor>& rng,
+                       std::int64_t) {
   bridge::check_values("operand_statistics", x);
   TORCH_CHECK_VALUE(x.dim() == 2, "operand_statistics: expected x (rows, cols), got ", x.dim(),
                     " dimensions");
   TORCH_CHECK_VALUE(!bridge::parse_spec(text).is_bf16(),
                     "operand_statistics: bf16 is the identity and has no codes; expected a "
                     "quantizing spec");
+  if (amax) bridge::check_same_device("operand_statistics", "amax", *amax, x);
+  if (rng) bridge::check_rng("operand_statistics", *rng, x);
   return at::empty({kNumbers + kExponents}, x.options().dtype(at::kDouble));
 }
 
@@ -131,22 +138,27 @@ Tensor statistics_kernel(const Tensor& x, const std::string& text, bool columnwi
   const Tensor values = dequantize(q, text, cols);
   torch_ops::QuantizedOperand top = q;
   top.codes = at::full_like(q.codes, largest_byte(spec.elements));
-  const Tensor largest = dequantize(top, text, cols);
-  const Tensor saturated = y.abs().gt(largest * (1 + kRoundings)).logical_and_(largest > 0);
+  Tensor largest = dequantize(top, text, cols);
+  Tensor saturated = y.abs().gt(largest.mul_(1 + kRoundings));
+  if (spec.rule == ScaleRule::kNvfp4) saturated.logical_and_(largest > 0);  // a scale may be 0
 
-  const Tensor channels = at::linalg_vector_norm(x, 2, at::IntArrayRef{0}, false, at::kFloat);
-  const bool has_channels = channels.numel() > 0;
-  const Tensor outliers =
-      has_channels ? channels.gt(channels.median() * kOutlier).sum() : double_of(x, 0);
+  const Tensor amax_of_y = amax_of(y), unit = unit_of(amax_of_y);
+  const Tensor squares = (spec.transform ? x.to(at::kFloat) : y).div(unit).square();
+  const Tensor channels = squares.sum(spec.transform || !columnwise ? 0 : 1);
+  const Tensor outliers = channels.numel() > 0
+                              ? channels.gt(channels.median() * (kOutlier * kOutlier)).sum()
+                              : double_of(x, 0);
+  const Tensor signal = spec.transform ? sum_of_squares(y.div(unit), unit)
+                                       : channels.sum().to(at::kDouble).mul(unit).mul(unit);
   const Tensor scales = scale_values(q.scale, spec);
   const Tensor flushed = at::count_nonzero(y).sub(at::count_nonzero(values)).clamp_min(0);
   const std::vector<Tensor> numbers = {double_of(x, static_cast<double>(y.numel())),
-                                       sum_of_squares(y),
-                                       sum_of_squares(y.sub(values)),
+                                       signal,
+                                       sum_of_squares(y.sub(values).div_(unit), unit),
                                        at::count_nonzero(saturated),
                                        flushed,
                                        at::count_nonzero(x - x),
-                                       amax_of(y),
+                                       amax_of_y,
                                        double_of(x, static_cast<double>(scales.numel())),
                                        scales.eq(0).sum(),
                                        double_of(x, static_cast<double>(channels.numel())),
@@ -185,7 +197,9 @@ Tensor error_kernel(const Tensor& result, const Tensor& reference,
     first = by_row.sum();
     second = by_row.square().sum();
   }
-  return at::stack({sum_of_squares(difference), sum_of_squares(exact), first, second});
+  const Tensor unit = unit_of(amax_of(exact));
+  return at::stack({sum_of_squares(difference.div(unit), unit),
+                    sum_of_squares(exact.div(unit), unit), first, second});
 }
 
 void register_statistics(torch::Library& m) {

@@ -29,6 +29,7 @@ from .layers import (
     find_layers,
     products_of,
     reason_against_call,
+    reshard,
     run,
 )
 
@@ -83,17 +84,18 @@ def inspect(
 
     Raises:
         TypeError: `model` is no module, or a recipe is no text.
-        ValueError: a text is no recipe, nothing can be inspected, or the loss is no scalar.
+        ValueError: a text is no recipe, there is no layer or no recipe, or the loss is no scalar.
     """
     model = unwrapped(require_module("inspect", model))
+    reshard(model)
     own = recipes is None and bool(converted(model))
     if isinstance(recipes, (str, Recipe)):
         recipes = (recipes,)
     tried = [Recipe(recipe) for recipe in (RECIPES if recipes is None else recipes)]
     layers, skipped = find_layers(model, list(dict.fromkeys(tried)), own)
-    if not layers or not tried:
-        reasons = "; ".join(f"{name}: {why}" for name, why in skipped[:3]) or "no linear layer"
-        raise ValueError(f"inspect: expected layers and recipes to inspect, got none ({reasons})")
+    if not tried or not (layers or skipped):
+        what = "linear layer" if tried else "recipe"
+        raise ValueError(f"inspect: expected a model and recipes to inspect, got no {what}")
     value, calls, gradients = run(model, list(layers), batch, loss or default_loss)
     numbers: dict[tuple[str, str], list[Tensor]] = {}
     shapes: dict[str, list[int]] = {

@@ -9,6 +9,7 @@ nor amax histories.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._native import ops
 from ..moe.convert.experts import ROUTER_REASON
@@ -62,12 +64,25 @@ class Layer:
 
 @dataclass(frozen=True)
 class Call:
-    """A forward of one module: the input and what backward gives for its output."""
+    """A forward of one module: the input and what backward gives for its output.
+
+    Args:
+        module: the module.
+        inputs: its arguments, with those of keywords last.
+        output: what it returned.
+        edge: the place of the output in autograd's graph, before writes in place.
+        dtype: of its products.
+        is_cut: whether tensor parallelism cuts a parameter, which is a DTensor during the forward.
+        versions: of the inputs, by which a write in place is noticed.
+    """
 
     module: nn.Module
     inputs: tuple[Any, ...]
     output: Tensor
-    dtype: torch.dtype  # of its products
+    edge: GradientEdge
+    dtype: torch.dtype
+    is_cut: bool
+    versions: tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -98,9 +113,8 @@ def find_layers(
     filters = Filters(model, RecipeMap("mxfp8"), (), None, "nothing")
     selection = select(model, filters, expert_hooks.select(model, filters, None, False), False)
     chosen = {choice.module: choice.names for choice in selection.chosen}
-    skipped = list(selection.skipped)
-    seen = {name for name, _ in skipped}
-    own: set[str] = set()
+    # Reasons against a conversion, except where a layer is converted already.
+    reasons = dict(selection.skipped)
     for raw_name, module in model.named_modules():
         name = clean_name(raw_name)
         if isinstance(module, Linear):
@@ -109,24 +123,21 @@ def find_layers(
             names = module.weight_names
         else:
             names = chosen.get(module, ())
-        if isinstance(module, Router) and name not in seen:
-            skipped.append((name, ROUTER_REASON))
+        if isinstance(module, Router):
+            reasons.setdefault(name, ROUTER_REASON)
         for weight_name in names:
             row = join(name, weight_name) if isinstance(module, Experts) else name
             state = module if isinstance(module, RecipeState) else product_of(module, weight_name)
             if state is None and module not in chosen:
                 continue
-            own.add(row)
             weight = module.get_parameter(weight_name)
-            why = reason_against(module, weight, state is None and kept_own)
-            if why is not None:
-                skipped.append((row, why))
+            reasons.pop(row, None)
+            if (why := reason_against(module, weight, state is None and kept_own)) is not None:
+                reasons[row] = why
                 continue
             tried = (state.recipe,) if state is not None and kept_own else tuple(recipes)
             found.setdefault(module, []).append(Layer(row, name, weight, tried, state))
-    converted = {name for name, _ in skipped} & own  # "already converted" is no reason here
-    names_of_rows = {layer.name for layers in found.values() for layer in layers}
-    return found, [(n, why) for n, why in skipped if n not in converted & names_of_rows]
+    return found, list(reasons.items())
 
 
 def reason_against(module: nn.Module, weight: Tensor, is_plain: bool) -> str | None:
@@ -143,6 +154,16 @@ def reason_against(module: nn.Module, weight: Tensor, is_plain: bool) -> str | N
 # ---- one forward and backward --------------------------------------------------------------------
 
 
+def reshard(model: nn.Module) -> None:
+    """Frees the weights that FSDP2 has gathered: an evaluation leaves those of the root."""
+    if any(is_distributed(parameter) for parameter in model.parameters()):
+        from torch.distributed.fsdp import FSDPModule
+
+        for module in model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+
 def default_loss(model: nn.Module, batch: Any) -> Tensor:
     """Calls the model: with a mapping's keywords, a tuple's arguments, or the batch itself."""
     if isinstance(batch, Mapping):
@@ -157,9 +178,10 @@ def undisturbed(model: nn.Module) -> Iterator[None]:
     """Evaluates the model uncompiled inside, and adds no gradient to main_grad."""
     modes = [(module, module.training) for module in model.modules()]
     sums = [(m, m.accumulate) for m in model.modules() if isinstance(m, Linear) and m.accumulate]
-    is_compiled = any(m._compiled_call_impl or "_orig_mod" in m._modules for m, _ in modes)
     with ExitStack() as undo:
-        if is_compiled:  # importing the compiler takes seconds
+        if (
+            "torch._dynamo" in sys.modules
+        ):  # else nothing is compiled, and importing it takes seconds
             undo.enter_context(torch.compiler.set_stance("force_eager"))
         for layer, accumulate in sums:
             undo.callback(setattr, layer, "accumulate", accumulate)
@@ -193,15 +215,21 @@ def run(
     calls: list[Call] = []
     is_forward = True
 
-    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
-        if not is_forward or not isinstance(output, Tensor) or not output.is_floating_point():
-            return
-        if torch.is_grad_enabled() and not output.requires_grad:
-            output.requires_grad_()  # of frozen parameters: the layers before need no gradient
-        inputs = (*args, *kwargs.values())
+    def record(module: nn.Module, args: Any, kwargs: Any, output: Any) -> Tensor | None:
+        is_value = isinstance(output, Tensor) and output.is_floating_point()
+        if not (is_forward and is_value and torch.is_grad_enabled()):
+            return None
+        inputs, returned = (*args, *kwargs.values()), None
+        if not output.requires_grad:  # of frozen parameters: no layer before needs a gradient
+            output = output.detach().requires_grad_()
+            returned = output.clone()  # which may be written to
         values = [x for x in inputs if isinstance(x, Tensor)]
         dtype = compute_dtype(values[0]) if values else output.dtype
-        calls.append(Call(module, inputs, output, dtype))
+        is_cut = any(is_distributed(p) for p in module.parameters(recurse=False))
+        versions = tuple(x._version for x in values)
+        edge = get_gradient_edge(output)
+        calls.append(Call(module, inputs, output, edge, dtype, is_cut, versions))
+        return returned
 
     with ExitStack() as undo:
         undo.enter_context(undisturbed(model))
@@ -216,11 +244,10 @@ def run(
                     f"loss(model, batch), got {got}"
                 )
             is_forward = False
-            wanted = [*(call.output for call in calls), *also]
+            wanted: list[Any] = [*(call.edge for call in calls), *also]
             gradients: list[Tensor | None] = [None] * len(wanted)
             if wanted and value.requires_grad:
-                found = torch.autograd.grad(value.sum(), wanted, allow_unused=True)
-                gradients = list(found)
+                gradients = list(torch.autograd.grad(value.sum(), wanted, allow_unused=True))
     return value.detach(), calls, gradients
 
 
@@ -229,8 +256,9 @@ def run(
 
 def products_of(call: Call, layers: Sequence[Layer], g: Tensor) -> Iterator[Product]:
     """Yields the products of a call."""
-    x = call.inputs[0].detach().flatten(0, -2).to(call.dtype)
-    g = g.flatten(0, -2).to(call.dtype)
+    x, g = (
+        t.reshape(-1, t.shape[-1]).to(call.dtype).contiguous() for t in (call.inputs[0].detach(), g)
+    )
     if isinstance(call.module, Experts):
         yield from products_of_experts(call, layers, x, g)
     else:
@@ -268,9 +296,10 @@ def products_of_experts(
 
 def reason_against_call(call: Call, g: Tensor | None) -> str | None:
     """Returns why the products of a call cannot be inspected; None where they can."""
-    weights = call.module.parameters(recurse=False)
-    if any(is_distributed(w) for w in weights) or is_distributed(call.inputs[0]):
+    if call.is_cut or is_distributed(call.inputs[0]):
         return "tensor parallelism cuts its weight"
     if call.dtype not in WEIGHT_DTYPES:
         return f"its products are in {call.dtype}; expected float32 or bfloat16"
+    if call.versions != tuple(x._version for x in call.inputs if isinstance(x, Tensor)):
+        return "its input is written to in place"
     return "the loss does not depend on it" if g is None else None

@@ -35,9 +35,12 @@ POSITIVE = Number(int, 1, MOST)
 ABOVE_ZERO = Number(float, 0, MOST, above=True)
 
 # Fields that may change: the token ids are compared themselves, a step's batch does not depend on
-# the number of processes or on compiled code, and a capacity, which may drop rows, belongs to the
-# processes.
-FREE = ("data", "data_mb", "processes", "expert_parallel", "expert_capacity", "compile")
+# the number of processes or on compiled code, a capacity, which may drop rows, belongs to the
+# processes, and the inspector changes no byte of a result.
+FREE = (
+    *("data", "data_mb", "processes", "expert_parallel", "expert_capacity", "compile"),
+    "inspect_every",
+)
 ALL_ROWS = "all"
 
 CAPACITY = kind(
@@ -211,6 +214,9 @@ class TrainConfig(Settings):
     eval_every: int = setting(25, POSITIVE, "steps between evaluations")
     eval_batches: int = setting(16, POSITIVE, "batches of validation text")
     checkpoint_every: int = setting(50, POSITIVE, "steps between checkpoints")
+    inspect_every: int = setting(
+        0, Number(int, 0, MOST), "steps between two looks of the inspector, 0: none"
+    )
     data_mb: float = setting(30.0, ABOVE_ZERO, "most megabytes (1e6 bytes) of text to read")
     threads: int = setting(0, Number(int, 0, 4096), "CPU threads, 0 on a GPU; they decide bytes")
     expert_parallel: int = setting(1, SIZE, "processes that divide experts, which rows travel to")

@@ -19,6 +19,7 @@ from .config import SEPARATOR, TrainConfig
 from .data import Batches
 from .durable_files import write_atomically, write_text
 from .job import checkpoint
+from .job.looks import write
 from .job.train import make_deterministic, read_data, require_memory
 from .model.llama import build_model
 from .model.measure import loss_in_product_dtype
@@ -90,12 +91,8 @@ def inspect_job(
     return result
 
 
-def write(result: Inspection, out: Path, recipe_map: str | None = None) -> None:
-    """Writes the files of an inspection into a folder.   recipe_map: its text; None: no file"""
-    out.mkdir(parents=True, exist_ok=True)
-    text = f"# Layers\n\n{result.table()}\n\n# Operands\n\n{result.operand_table()}\n"
-    write_text(out / "inspect.md", text)
-    write_text(out / "inspect.json", result.json())
+def write_files(result: Inspection, out: Path, recipe_map: str) -> None:
+    """Writes the files of an inspection and its recipe map."""
+    write(result, out)
     write_atomically(out / "inspect.png", result.plot)
-    if recipe_map is not None:
-        write_text(out / "recipe_map.txt", recipe_map)
+    write_text(out / "recipe_map.txt", recipe_map)

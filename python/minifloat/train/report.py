@@ -73,6 +73,7 @@ def table_rows(
         train = [r for r in ours if r["kind"] == "train"]
         timed = [r for r in train if r["step"] > WARM_UP] or train
         mixed = [r for r in train if "expert_load" in r]
+        looks = [r["seconds"] for r in ours if r["kind"] == "inspect"]
         validation = series(ours, run.name, "eval", "val_loss")
         step, loss = max(validation.items(), default=(None, None))
         active[run.name] = active_experts(r for r in ours if r["kind"] == "experts")
@@ -93,6 +94,10 @@ def table_rows(
             "saved_bytes_per_token_linears": fact.get("saved_linears"),
             "peak_memory_bytes": fact.get("peak"),
             "converted": fact.get("converted", 0),
+            "not_finite": fact.get("not_finite", ""),
+            "inspect_percent": 1e5 * sum(looks) / sum(r["step_ms"] for r in train)
+            if looks
+            else None,
             "expert_load": median([r["expert_load"] for r in mixed[-LAST:]]),
             "active_experts": len(active[run.name]) or None,
             "dropped_rows": sum(r["dropped_rows"] for r in mixed) if mixed else None,
@@ -211,6 +216,9 @@ def markdown_report(facts: Json, rows: Sequence[Json]) -> str:
     for row in rows:
         count = f"`keep={row['keep']}`, {row['converted']} {facts['layers']} converted"
         count = count if row["converted"] else "as it is"
+        count += f"; not finite: {row['not_finite']}" if row["not_finite"] else ""
+        if row["inspect_percent"] is not None:
+            count += f"; the inspector took {row['inspect_percent']:.2f}% of the steps' time"
         lines.append(f"- **{row['run']}** (seed {row['seed']}): `{row['recipe']}`; {count}")
     if facts["skipped_files"]:
         lines += ["", "## Files left out", ""]

@@ -21,6 +21,8 @@ metrics.jsonl has a record for each step and evaluation:
 Of a model with experts the training records have "expert_load" and "dropped_rows" too, and the last
 steps a record of the tokens of each expert:
     {"run": "nvfp4", "kind": "experts", "step": 300, "tokens": {"layers.1.moe": [401, 398, ..], ..}}
+With --inspect-every a record of each look has the inspector's numbers, by metric and layer:
+    {"run": "nvfp4", "kind": "inspect", "step": 100, "snr_db/x.fprop/output": 20.4, ..}
 All bytes except the timings are the same, however often the job was killed and resumed.
 """
 
@@ -72,6 +74,7 @@ RECORDS: dict[str, Fields] = {  # fields of each kind that the report reads
     },
     "eval": {"val_loss": checks.MEASURED},
     "experts": {"tokens": TOKENS},
+    "inspect": {"seconds": checks.FINITE},
 }
 
 

@@ -2,7 +2,9 @@
 
     for step in 1 .. steps:
         every MEASURE_EVERY steps: the speed of light, outside the steps' time
+        every inspect_every steps: the inspector, outside the steps' time
         batch(seed, step) -> forward, backward in `product_dtype` -> clip -> AdamW -> mf.step
+            a loss or gradient that is not finite: its first place, and the end of the run
         every eval_every steps: the fixed validation set
         every checkpoint_every steps, and at a stop: a checkpoint
 
@@ -21,20 +23,21 @@ from threading import Event
 from typing import cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.checkpoint import state_dict as dcp
 from tqdm import tqdm
 
 from ...nn.convert.quantize import quantize_
 from ...nn.state.model_state import load_training_state, training_state
 from ...nn.state.model_state import step as finish_step
-from ..checks import Json, TrainError
+from ..checks import Json, TrainError, say
 from ..config import RunSpec, TrainConfig
 from ..data import Batches
 from ..durable_files import write_atomically
 from ..model import measure
 from ..model.llama import build_model
 from . import checkpoint, processes
+from .looks import Looks, is_finite
 
 BETAS = (0.9, 0.95)
 FINAL_LR = 0.1  # of the peak, at the last step
@@ -105,7 +108,9 @@ class Run:
 
     def __init__(self, spec: RunSpec, job: Job) -> None:
         self.spec, self.job, self.config, self.world = spec, job, job.config, job.world
-        self.checkpoints = checkpoint.folder_of(job.out, spec) / "checkpoints"
+        folder = checkpoint.folder_of(job.out, spec)
+        self.checkpoints = folder / "checkpoints"
+        self.fault = ""  # what was not finite in the last step
         self.step = 0
         self.tokens: measure.Tokens = {}  # of each expert in the last step
         self.memory = measure.PeakMemory(self.config.device)
@@ -119,10 +124,15 @@ class Run:
         self.optimizer = make_optimizer(self.model, self.config)
         self.loss = measure.loss_in_product_dtype(self.model, self.config.device)
         self.options = dcp.StateDictOptions(full_state_dict=self.world.size > 1)
+        self.looks = Looks(self.model, self.loss, self.world, folder)
         self.validation = job.batches.validation_set(self.config.eval_batches)
 
+    def batch(self) -> tuple[Tensor, Tensor]:
+        """Returns this process's sequences of the next step."""
+        return self.world.share(self.job.batches.training(self.spec.seed, self.step))
+
     def train_step(self) -> dict[str, float]:
-        """Runs an optimizer step.
+        """Runs an optimizer step, or where loss or gradient are not finite, finds out why.
 
         Returns:
             loss (nats a token), lr, grad_norm, experts' load and dropped rows, and the timings.
@@ -131,14 +141,18 @@ class Run:
         lr = learning_rate(self.step + 1, self.config)
         for group in self.optimizer.param_groups:
             group["lr"] = lr
-        loss = self.loss(*self.world.share(self.job.batches.training(self.spec.seed, self.step)))
+        batch = self.batch()
+        loss = self.loss(*batch)
         torch.autograd.backward(loss)
         processes.average_gradients(self.model)
         norm = processes.clip_gradients(self.model.parameters(), self.config.clip)
-        self.optimizer.step()
+        values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
+        if not is_finite(values):
+            self.fault = self.looks.explain(batch)
+        else:
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         finish_step(self.model)
-        values = {"loss": self.world.mean(loss), "lr": lr, "grad_norm": norm.item()}
         if self.config.model.mixtures:
             self.tokens = measure.read_tokens(self.model)
             dropped = float(self.world.total(processes.dropped_rows(self.model)))
@@ -156,6 +170,14 @@ class Run:
         with self.memory.left_out():
             self.job.light.measure()
         self.world.wait()  # a rank that ends first does not wait for the others in its next step
+
+    def look(self) -> dict[str, float]:
+        """Inspects the next step, outside the steps' time and their peak memory."""
+        with self.memory.left_out():
+            values = self.looks.look(self.batch())
+        processes.forget_dropped(self.model)
+        self.world.wait()
+        return values
 
     def evaluate(self) -> dict[str, float]:
         """Computes the mean loss of the validation set (nats a token) under the run's recipe."""
@@ -231,13 +253,17 @@ def train_run(spec: RunSpec, job: Job, title: str) -> Json:
         while run.step < config.steps:
             if (run.step - first) % measure.MEASURE_EVERY == 0:
                 run.measure_light()
+            every = config.inspect_every
+            if every and spec.converts and (run.step + 1) % every == 0:
+                metrics.write("inspect", run.step + 1, run.look())
             values = run.train_step()
             metrics.write("train", run.step, values)
             if run.tokens and run.step > config.steps - measure.LAST:
                 metrics.write("experts", run.step, {"tokens": run.tokens})
             show(bar, values)
-            if not math.isfinite(values["loss"]):
+            if run.fault:
                 status = f"diverged at step {run.step}"
+                say(f"{spec.name}: not finite at step {run.step}: {run.fault}")
                 break
             is_last = run.step == config.steps
             if run.step % config.eval_every == 0 or is_last:
@@ -249,9 +275,11 @@ def train_run(spec: RunSpec, job: Job, title: str) -> Json:
             if stopping:
                 status = f"stopped at step {run.step}"
                 break
+    run.looks.close()
     if not status.startswith("stopped"):
         run.save_weights()
-    return {"status": status, "step": run.step, "peak": run.memory.bytes()}
+    peak = run.memory.bytes()
+    return {"status": status, "step": run.step, "peak": peak, "not_finite": run.fault}
 
 
 def show(bar: "tqdm[None]", values: Mapping[str, float]) -> None:

@@ -3,7 +3,7 @@
 OUT/job.json            the settings, for --resume
 OUT/metrics.jsonl       every step and evaluation of every run
 OUT/tensorboard/RUN/    event files of these records
-OUT/runs/RUN/           checkpoints/, weights.pt and result.json when the run is done
+OUT/runs/RUN/           checkpoints/, weights.pt and result.json when the run is done, inspect/
 OUT/loss.png, report.md, report.json
 """
 
