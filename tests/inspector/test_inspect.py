@@ -14,6 +14,7 @@ from minifloat.train.model.llama import build_model, cross_entropy
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
+from tests.support import foreign_experts
 from tests.support.same_bits import require_same_results
 
 VOCAB, SEQ = 300, 32
@@ -325,6 +326,19 @@ def test_what_is_not_inspected_has_its_reason():
     assert found.recipe_map(1.0, "mxfp8").text == "*: mxfp8; idle: bf16"
 
 
+def test_experts_of_other_libraries_are_named():
+    torch.manual_seed(0)
+    model = foreign_experts.GroupedMmBlock()
+    x = torch.randn(8, 32)
+    for _ in range(2):  # before and after a conversion
+        found = mf.inspect(model, x, ["mxfp8"], loss=lambda m, b: m(b).float().square().mean())
+        reasons = [why for name, why in found.skipped if "experts" in name]
+        assert reasons
+        assert all(why.startswith("experts in a ") for why in reasons), reasons
+        assert not any("experts" in row.layer for row in found.rows)
+        mf.quantize_(model, "mxfp8", keep="nothing", verbose=False)
+
+
 def test_a_model_without_a_layer_to_inspect(tmp_path):
     model = nn.Sequential(nn.Linear(32, 32))
     mf.quantize_(model, "mxfp8_2d", primary=True, verbose=False)
@@ -452,6 +466,18 @@ def test_the_map_keeps_a_share(inspection):
         if first.find(name).text == "nvfp4" and name != "output"
     )
     assert len(recipes) < len(rows) - 1
+
+
+def test_a_map_of_experts():
+    """Experts are one name of the map, for all of their matrices; routers stay out of it."""
+    found = mf.inspect(llama(MIXED), ids(), ["nvfp4"], loss=loss_of)
+    text = found.recipe_map(0.0).text
+    assert text.count("layers.1.moe.experts: bf16") == 1
+    assert "router" not in text
+    every = mf.quantize_(llama(MIXED), found.recipe_map(1.0), verbose=False)
+    assert {name for name, _ in every.converted} == {r.layer for r in found.rows} - {"output"}
+    some = mf.quantize_(llama(MIXED), found.recipe_map(0.8), verbose=False)
+    assert 0 < len(some.converted) < len(every.converted)
 
 
 def test_the_map_ranks_by_predicted_loss(inspection):

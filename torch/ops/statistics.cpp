@@ -91,14 +91,16 @@ Tensor scale_values(const Tensor& scale, const Spec& spec) {
   return scale.view(is_e8m0 ? at::kFloat8_e8m0fnu : at::kFloat8_e4m3fn).to(at::kFloat);
 }
 
-// Counts scales by the exponent field of fp32. Scales that are 0 are in no count.
+// Counts scales by the exponent field of fp32. Scales that are 0 are in no count. Whole numbers in
+// float64 have one sum in any order.
 Tensor histogram_of(const Tensor& scales) {
   const Tensor found = scales.flatten();
   const Tensor field = found.view(at::kInt).bitwise_right_shift(23).bitwise_and(0xFF);
-  const Tensor is_zero = found.eq(0);
-  return at::bincount(field.masked_fill(is_zero, kExponents), {}, kExponents + 1)
-      .slice(0, 0, kExponents)
-      .to(at::kDouble);
+  const Tensor place = field.masked_fill(found.eq(0), kExponents).to(at::kLong);
+  const auto options = scales.options().dtype(at::kDouble);
+  return at::zeros({kExponents + 1}, options)
+      .scatter_add_(0, place, at::ones(place.sizes(), options))
+      .slice(0, 0, kExponents);
 }
 
 Tensor statistics_meta(const Tensor& x, const std::string& text, bool,

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from .._native import ops
-from ..moe.convert.experts import ROUTER_REASON
+from ..moe.convert.experts import ROUTER_REASON, parameters_of
+from ..moe.convert.experts import products_of as products_in
 from ..moe.feed_forward import compute_dtype, order_rows, take_rows
 from ..moe.layer import Experts
 from ..moe.router import Router
@@ -122,13 +123,14 @@ def find_layers(
         elif isinstance(module, Experts):
             names = module.weight_names
         else:
-            names = chosen.get(module, ())
+            is_converted = next(products_in(module), None) is not None
+            names = chosen.get(module, parameters_of(module, 3) if is_converted else ())
         if isinstance(module, Router):
             reasons.setdefault(name, ROUTER_REASON)
         for weight_name in names:
-            row = join(name, weight_name) if isinstance(module, Experts) else name
+            row = name if isinstance(module, nn.Linear) else join(name, weight_name)
             state = module if isinstance(module, RecipeState) else product_of(module, weight_name)
-            if state is None and module not in chosen:
+            if isinstance(module, Experts) and state is None and module not in chosen:
                 continue
             weight = module.get_parameter(weight_name)
             reasons.pop(row, None)
