@@ -75,6 +75,34 @@ def test_tables_and_curves_have_a_line_for_each_recipe(parity, tmp_path, capsys)
     assert (tmp_path / "curves.png").stat().st_size > 10_000
 
 
+@pytest.mark.slow
+def test_maps_of_the_trial_are_entries_with_the_same_share(parity, tmp_path, monkeypatch):
+    inspecting = importlib.import_module("gpu_inspect")
+    sizes = {"seq": 16, "batch": 2, "steps": 3, "warmup": 1, "device": "cpu"}
+    trial = parity.Trial("32,4,2,2,64", **sizes)
+    ids = numpy.random.default_rng(0).integers(0, parity.VOCABULARY, 300)
+    text = parity.Text(parity.Windows(ids, trial), parity.Windows(ids, trial))
+    monkeypatch.setattr(parity, "compile_layers", lambda _: None)
+    found = inspecting.inspect_trial(trial, text, steps=1)
+    operations = {row.module: row.operations for row in found.rows}
+    lines = inspecting.write_results(found, 0.8, tmp_path).splitlines()
+    assert (tmp_path / "maps.txt").read_text().splitlines() == lines
+    kept = {}
+    for line in lines:
+        plan = parity.Plan.parse(line, 1)
+        model = parity.LossLlama(parity.parse_model(trial.model, parity.VOCABULARY), trial.seq)
+        report = parity.quantize_(model, plan.recipe, keep=plan.first.keep, verbose=False)
+        left = {name for name, _ in report.skipped} & operations.keys() - {"output"}
+        kept[plan.name] = sum(operations[name] for name in left)
+        assert left
+    total = sum(operations.values()) - operations["output"]
+    assert list(kept) == ["nvfp4_by_inspector", "nvfp4_by_position"]
+    for share in kept.values():
+        assert 0.1 < share / total <= 0.2
+    assert "layers.3" in lines[1]
+    assert "layers.0" not in lines[1]
+
+
 @pytest.fixture
 def small(parity, tmp_path, monkeypatch):
     """Trains runs of a few steps on a CPU; returns their records by name."""
