@@ -9,8 +9,19 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from _scale_inputs import MACHINES, MODELS, Layout, Machine, Model, llama, number, read_rows
-from _scale_model import Step, step_of
+from _scale_inputs import (
+    MACHINES,
+    MODELS,
+    Layout,
+    Machine,
+    Model,
+    blocks_of,
+    llama,
+    number,
+    rates_of,
+    read_rows,
+)
+from _scale_model import Run, Step, add_tokens, step_of
 
 FITTED = "fitted"
 SPEED, MS, RATIO = "tokens/s a GPU", "ms", "times as fast"
@@ -95,6 +106,7 @@ def measured_here() -> Iterator[Check]:
     yield from of_fsdp("four H200s, host too", H200, 4, 8192, "recipe | 2048: ms", 3, "bf16")
     yield from of_fsdp("two H100s", two_h100, 2, 2048, "recipe | 2048: host", 2)
     yield from of_fsdp("two H100s", two_h100, 2, 8192, "recipe | 2048: host", 5)
+    yield from of_experts(two_h200)
     layouts = {"one GPU": Layout(1, 16_384, 4096)}
     layouts["FSDP2 over two"] = Layout(2, 16_384, 4096, gradient=4.0)
     system = ""
@@ -127,6 +139,24 @@ def of_fsdp(
         recipe = name.replace("torchao, ", "torchao ").split(",")[0]
         if recipe in RECIPES:
             yield case.ms(recipe, number(cells[column]), FITTED if recipe == fitted else "")
+
+
+def of_experts(machine: Machine) -> Iterator[Check]:
+    """Yields the rows of a mixture's layer over two GPUs, docs/measured/experts.md."""
+    model = Model(
+        "layer", 7168, 1, 0, 0, 0, 0, dense_layers=0, experts=8, top_k=2, expert_hidden=2048
+    )
+    layout, block = Layout(2, 8192, ep=2), blocks_of(model, 8192)[0]
+    for recipe, cell, *_ in read_rows("experts.md", "recipe | D 7168, I 2048, 8 experts, k 2: "):
+        if recipe in (*RECIPES, "mxfp8", "nvfp4"):
+            for place, kind in enumerate(("values", "codes")):
+                step, is_codes = Step(), kind == "codes"
+                run = Run(model, recipe, machine, replace(layout, sends_codes=is_codes))
+                add_tokens(step, block, run, 1)
+                seconds = step.seconds + 6 * 8192 * block.chosen / rates_of(recipe, machine).experts
+                what = f"{recipe}, rows as {kind}"
+                system = "a layer of 8 experts, two H200s"
+                yield Check(system, what, MS, number(cell, place), 1e3 * seconds)
 
 
 # ---- Published -----------------------------------------------------------------------------------

@@ -97,14 +97,16 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def amount(value: float) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.3g}"
+    if value >= 1000:
+        return f"{value:,.0f}"
+    return f"{value:.3g}" if value >= 10 else f"{value:.2f}"
 
 
 def check_table(checks: list[Check]) -> str:
     rows = []
     for check in checks:
         cells = [check.system, check.quantity, check.unit, amount(check.predicted)]
-        rows.append([*cells, amount(check.measured), f"{100 * check.error:+.0f}%", check.note])
+        rows.append([*cells, amount(check.measured), f"{round(100 * check.error):+d}%", check.note])
     return table(["step", "of", "unit", "computed", "measured", "error", "note"], rows)
 
 

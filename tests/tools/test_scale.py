@@ -89,6 +89,13 @@ def test_bytes_an_element_as_published(of):
     assert found == [6.0, 4.0625, 3.0078125]
 
 
+def test_a_row_has_the_bytes_that_were_counted_on_ranks(of):
+    """docs/measured/distributed.md, "What a DeepSeek-style layer sends"."""
+    counted = {"bf16": (14_352, 14_336), "fp8_rowwise": (7184, 7184), "nvfp4": (4048, 4032)}
+    for recipe, expected in counted.items():
+        assert tuple(of.row_bytes(recipe, name, 7168) for name in (of.X, of.G)) == expected
+
+
 def test_compute_hides_messages_up_to_its_time(of):
     machine, step = replace(of.MACHINES["H200"], nvlink=1.0), of.Step()
     gather = of.Message(sent=1e9, transfer=2.0, latency=1.0)
@@ -107,6 +114,30 @@ def test_a_ring_is_as_slow_as_its_slower_link(of):
     assert between.transfer == pytest.approx(0.15)
     assert of.ring(16e9, 16, 1, machine).transfer == pytest.approx(1.5)
     assert between.latency == pytest.approx(machine.net_hop + 14 * machine.nvlink_hop)
+
+
+def test_copies_of_a_shard_are_summed_by_the_quicker_of_ring_and_tree(of):
+    machine = of.MACHINES["H200"]
+    assert of.all_reduce(8e6, 16, 1, machine).latency == pytest.approx(2 * 4 * 14e-6)
+    assert of.all_reduce(8e6, 4, 4, machine).latency == pytest.approx(2 * 3 * 3.4e-6)
+    assert of.all_reduce(8e6, 16, 1, machine).transfer == pytest.approx(2 * 7.5e6 / 40e9)
+
+
+def test_slow_compute_hides_all_but_the_first_gather_and_the_last_reduction(of, tiny):
+    machine = replace(of.MACHINES["H200"], share=1e-6)
+    step = of.step_of(tiny, "bf16", machine, of.Layout(4, 64, micro_batches=3, gradient=4.0))
+    assert step.gather == pytest.approx(3 * 163_840 * 2 * 0.75 / 329e9)
+    assert step.reduce_scatter == pytest.approx(3 * 163_840 * 4 * 0.75 / 329e9)
+    assert step.latency == pytest.approx(3 * 2 * 3 * 3.4e-6)
+
+
+def test_a_pipelines_bubble(of):
+    model, machine = of.MODELS["llama3_70b"], of.MACHINES["H200"]
+    step = of.step_of(model, "bf16", machine, of.Layout(4, pp=4, vp=2, micro_batches=8))
+    assert step.bubble == pytest.approx((step.seconds - step.bubble) * 3 / 16)
+    whole = of.step_of(model, "bf16", machine, of.Layout(1, micro_batches=8))
+    assert whole.compute == pytest.approx(4 * step.compute)
+    assert whole.tokens == 4 * step.tokens
 
 
 def test_one_gpu_sends_nothing_and_free_links_cost_nothing(of):
@@ -155,7 +186,9 @@ def test_the_pages_tables(of):
     page = (TREE / "docs" / "scale.md").read_text(encoding="utf-8")
     for name, content in of.tables().items():
         begin, end = f"<!-- scale.py: {name} -->\n", f"<!-- /scale.py: {name} -->"
-        assert page[page.index(begin) + len(begin) : page.index(end)] == content, name
+        assert page[page.index(begin) + len(begin) : page.index(end)] == content, (
+            f"{name}: python benchmarks/scale.py --page docs/scale.md"
+        )
 
 
 def test_a_step_of_ones_own():
