@@ -189,11 +189,16 @@ def rates_of(recipe: str, machine: Machine) -> Rates:
     """Returns a recipe's rates on a machine: the H200's, or as much of Blackwell's peaks.
 
     recipe: a preset, a peer of docs/measured/step.md, or "*.experts: preset" with bf16 elsewhere.
+
+    Raises:
+        ValueError: no step was measured under the recipe.
     """
     if recipe.startswith("*.experts: "):
         of_experts = rates_of(recipe.removeprefix("*.experts: "), machine)
         return replace(rates_of("bf16", machine), experts=of_experts.experts)
     measured, h200 = measured_rates(), MACHINES["H200"]
+    if recipe not in measured:
+        raise ValueError(f"expected a recipe of {', '.join(measured)}, got {recipe!r}")
     found, base, fp8 = measured[recipe], measured["bf16"], measured["fp8_tensorwise"]
     if machine.capability > (9, 0):
         of_bf16 = machine.bf16 / h200.bf16

@@ -145,7 +145,7 @@ def step_of(model: Model, recipe: str, machine: Machine, layout: Layout) -> Step
         recipe: as of rates_of.
 
     Raises:
-        ValueError: the layout does not divide the GPUs.
+        ValueError: the layout does not divide the GPUs; or as of rates_of.
     """
     of = layout
     if of.gpus % (of.tp * of.pp * of.cp) or of.ranks % of.ep or of.ranks % (of.shard or 1):

@@ -315,7 +315,10 @@ def main() -> int:
         machine = with_fields(MACHINES[args.machine], args.links, "--links")
         gpus = [int(count) for count in args.gpus.split(",")]
         layouts = [with_fields(Layout(count), args.layout, "--layout") for count in gpus]
-        print(own_table(MODELS[args.model], machine, args.recipes.split(","), layouts))
+        try:
+            print(own_table(MODELS[args.model], machine, args.recipes.split(","), layouts))
+        except ValueError as error:
+            parser.error(str(error))
         return 0
     if args.images:
         draw(args.images)

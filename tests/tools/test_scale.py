@@ -1,7 +1,6 @@
 """benchmarks/scale.py: bytes counted by hand, its limits, and the tables of docs/scale.md."""
 
 import importlib
-import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -191,14 +190,22 @@ def test_the_pages_tables(of):
         )
 
 
-def test_a_step_of_ones_own():
-    command = [sys.executable, str(SCALE), "--model", "llama3_8b", "--gpus", "8,16"]
-    found = subprocess.run([*command, "--recipes", "nvfp4", "--layout", "tokens=4096,gradient=1.04",
-                            "--links", "nic=45"], capture_output=True, text=True)  # fmt: skip
-    assert found.returncode == 0, found.stderr
-    header, _, *rows = [line for line in found.stdout.splitlines() if line]
+def test_a_step_of_ones_own(of, monkeypatch, capsys):
+    own = ["--model", "llama3_8b", "--gpus", "8,16", "--recipes", "nvfp4"]
+
+    def run(*options):
+        monkeypatch.setattr(sys, "argv", [str(SCALE), *own, *options])
+        return of.main()
+
+    assert run("--layout", "tokens=4096,gradient=1.04", "--links", "nic=45") == 0
+    header, _, *rows = [line for line in capsys.readouterr().out.splitlines() if line]
     assert [row.split(" | ")[:2] for row in rows] == [["| 8", "nvfp4"], ["| 16", "nvfp4"]]
     assert "| limit |" in header
-    wrong = subprocess.run([*command, "--layout", "gpu=4"], capture_output=True, text=True)
-    assert wrong.returncode == 1
-    assert "--layout: expected a name of gpus, tokens" in wrong.stderr
+    for options, error in (
+        (("--layout", "gpu=4"), "--layout: expected a name of gpus, tokens"),
+        (("--recipes", "mxfp8_2d"), "expected a recipe of bf16, fp8_delayed"),
+        (("--layout", "tp=3"), "expected sizes that divide the GPUs"),
+    ):
+        with pytest.raises(SystemExit) as raised:
+            run(*options)
+        assert error in f"{raised.value}{capsys.readouterr().err}"
