@@ -111,14 +111,19 @@ def check_table(checks: list[Check]) -> str:
 
 
 def errors_of(checks: list[Check]) -> str:
-    """Summarizes the errors of the predicted rows."""
-    errors = sorted(abs(check.error) for check in checks if not check.is_fitted)
-    within = sum(error <= 0.1 for error in errors)
-    middle, largest = 100 * errors[len(errors) // 2], 100 * errors[-1]
-    return (
-        f"{len(errors)} predicted rows: median error {middle:.0f}%, {within} within 10%, largest "
-        f"{largest:.0f}%.\n"
-    )
+    """Summarizes the errors of the predicted rows, those of assumed layouts apart."""
+    lines = []
+    for is_assumed, what in ((False, "predicted"), (True, "predicted, of layouts partly assumed")):
+        rows = [c for c in checks if not c.is_fitted and c.is_assumed == is_assumed]
+        errors = sorted(abs(check.error) for check in rows)
+        if errors:
+            within = sum(error <= 0.1 for error in errors)
+            middle, largest = 100 * errors[len(errors) // 2], 100 * errors[-1]
+            lines.append(
+                f"- {len(errors)} rows {what}: median error {middle:.0f}%, {within} within 10%, "
+                f"largest {largest:.0f}%\n"
+            )
+    return "".join(lines)
 
 
 def speed_table(machine: Machine) -> str:
